@@ -36,12 +36,12 @@ class Race:
 ARRIVES = "    warp_arrives(s.ready + result.slot * 8, lane);\n"
 FEW_STORES = "    store_four(base + p.results_at + (buffer * MULTIPLIERS + at) * 512 + lane * 16, total[0]);\n"
 FEW_ARRIVES = "    warp_arrives(s.ready + buffer * 8, lane);\n"
-SET_UP, MEET = "    batch.set_up_maxima();\n", "    bar<1>(MEETING);\n"
+SET_UP, MEET = "    batch.set_up_maxima();\n", "    bar<1>(BARRIER_THREADS);\n"
 RACES = [
     Race(
         "a norm's sums are read unmet",
         "linear/ring_fill.cuh",
-        (("meet();", ";"),),
+        (("synchronize();", ";"),),
         ("ring",),
         f"{FUSED}[True-dtype0-one order]",
     ),

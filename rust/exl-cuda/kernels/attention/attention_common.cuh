@@ -1,9 +1,9 @@
-// What the attention kernels share: the operands, what a token sees, the joining of parts, the way of a result to `out`.
+// Shared by the attention kernels: the operands, the keys that a token sees, the joining of partial results, and the storing of results.
 //
-// One order of arithmetic, whatever the launch. Keys lie in units of 64 from position 0; a unit's weights refer to its own largest
-// logit, its weighted sums start at zero. Units join in order within splits of eight, splits join in order. A query row's numbers
-// depend on nothing but its own position and its sequence's pages: not on the other rows of its tile (rows of a matrix product do not
-// mix), on the batch, on the chunk, on the number of blocks that shared the work, nor on which of the kernels ran.
+// All kernels and launches use one order of arithmetic. Keys are grouped in units of 64 from position 0. A unit's weights refer to the
+// unit's own largest logit, and its weighted sums start at zero. Units join in order within splits of eight, and splits join in order. A
+// query row's result depends only on its position and its sequence's pages. It does not depend on the batch, the chunk, the kernel, or the
+// number of blocks that share the work. The other rows of its tile have no effect either: rows of a matmul do not mix.
 #pragma once
 #include "common/abi.cuh"
 #include "common/hadamard.cuh"
@@ -24,17 +24,17 @@ struct Attention {
   int q_stride, new_stride;  // elements between tokens
   int rotated, table_rows, interleaved, early;
   int element;  // of q, new keys and values and out: 0 half, 1 bfloat16, 2 float
-  // Results as the input of a product of few rows instead (see `store_ordered`), else null.
+  // Results packed as the input of a matmul of few rows (see `store_ordered`), or null.
   uint8_t* ordered;
-  const uint16_t* row_of_feature;  // null where rows stand in the features' order
+  const uint16_t* row_of_feature;  // null if rows are in the features' order
   int columns;
   int tokens, q_heads, heads, dim, group, tile_heads, tile_tokens;
   int page_size, page_shift, max_pages, num_pages, batch, mask_width, window;
-  int chunks, part_slots, ring;  // blocks that share a tile's keys, parts they may leave, units in shared memory
-  unsigned page_inverse;  // 2^32 / page_size, rounded up, where that is no power of two
-  int key_limit;  // no key at or beyond it is looked at
+  int chunks, part_slots, ring;  // blocks that share a tile's keys, parts that they may write, units in shared memory
+  unsigned page_inverse;  // 2^32 / page_size, rounded up, if page_size is not a power of two
+  int key_limit;  // keys at or beyond this index are not read
   float scale, softcap;
-  int ahead;  // of attention_long.cuh: most bytes of keys, and of values, that one of the first blocks asks for ahead
+  int ahead;  // attention_long.cuh: most bytes of keys, and of values, that one of the first blocks prefetches
   float norm_eps;
   const float *q_norm, *k_norm;  // [dim] each: RMS norms of each head of q and of the new keys, before the rotation; or both null
 };
@@ -57,26 +57,26 @@ ABI_AT(Attention, norm_eps, 284); ABI_AT(Attention, q_norm, 288); ABI_AT(Attenti
 constexpr int UNIT = 64, SPLIT_UNITS = 8, UNIT_PARTS = 32;
 constexpr float LOG2E = 1.4426950408889634f;
 
-// A token sees keys from `visible_from` up to `visible_to`, not included.
+// A token sees the keys from `visible_from` (included) to `visible_to` (excluded).
 DEVICE int visible_to(const Attention& a, int position) {
   const int to = min(max(position, -1), a.key_limit - 1) + 1;
   return a.key_mask ? min(to, a.mask_width) : to;
 }
 DEVICE int visible_from(const Attention& a, int position) { return a.window ? max(position - a.window + 1, 0) : 0; }
 
-// The keys a run of tokens (neighbours of one sequence) looks at, and where they are.
+// The keys that a run of tokens (neighbours of one sequence) reads, and their location.
 struct Keys {
   const int* pages;
   const float* mask;
   int from, to;
-  int fresh;  // the key that is not in the pages yet, or -1
+  int fresh;  // index of the key that is not in the pages yet, or -1
 };
 
-// Page row of a key for this head, -1 where there is nothing to read.
+// Page row of a key for this head; -1 if there is nothing to read.
 DEVICE int locate(const Attention& a, const Keys& keys, int head, int key) {
   if (key < keys.from || key >= keys.to || key == keys.fresh) return -1;
   if (keys.mask && keys.mask[key] == -INFINITY) return -1;
-  int index = (int)__umulhi((unsigned)key, a.page_inverse);  // at most one too many, where no power of two is divided by
+  int index = (int)__umulhi((unsigned)key, a.page_inverse);  // the quotient may be one too large if page_size is not a power of two
   index = a.page_shift >= 0 ? key >> a.page_shift : index - (index * a.page_size > key);
   const int page = keys.pages[index];
   return (unsigned)page < (unsigned)a.num_pages ? (page * a.page_size + key - index * a.page_size) * a.heads + head : -1;
@@ -93,7 +93,7 @@ DEVICE int run_end(const Attention& a, int first, int end) {
   return end;
 }
 
-// The run's keys: the union of what its tokens see.
+// The run's keys: the union of the keys that its tokens see.
 DEVICE Keys run_keys(const Attention& a, int first, int end) {
   const int row = a.rows[first];
   int from = 0x7fffffff, to = 0, fresh = -1;
@@ -121,15 +121,15 @@ DEVICE Keys run_keys(const Attention& a, int first, int end) {
           here ? from : 0, to, a.new_key ? fresh : -1};
 }
 
-// The warp's number, known to be the same for all lanes.
+// The warp's number. The shuffle tells the compiler that it is uniform.
 DEVICE int warp_index() { return __shfl_sync(~0u, (int)threadIdx.x >> 5, 0); }
 
-// Which query a row of the tile is; token -1: none.
+// The query that a row of the tile holds; token -1: none.
 struct Place {
   int token, head;
 };
 DEVICE Place place_of(const Attention& a, int row, int first_token, int end_token, int key_head, int head_tile) {
-  const int of_tile = a.tile_tokens == 1 ? row >= a.tile_heads : row / a.tile_heads;  // a division is dear
+  const int of_tile = a.tile_tokens == 1 ? row >= a.tile_heads : row / a.tile_heads;  // a division is expensive
   const int token = first_token + of_tile, head = head_tile * a.tile_heads + row - of_tile * a.tile_heads;
   const bool there = row < a.tile_heads * a.tile_tokens && token < end_token && head < a.group;
   return {there ? token : -1, key_head * a.group + head};
@@ -147,10 +147,10 @@ DEVICE float power_of_two(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// 2^(logit - reference), logits being in units of log 2. A difference first: logits may be as large as a mask's -1e30.
+// 2^(logit - reference), with logits in units of log 2. The difference comes first because a mask may make logits as large as -1e30.
 DEVICE float weight_of(float logit, float reference) { return power_of_two(__fsub_rn(logit, reference)); }
 
-// Brings `max` along and gives the factors of what there was and of what comes. A part without keys leaves no trace.
+// Updates `max` and returns the factors of the existing sum and of the added part. A part without keys changes nothing.
 DEVICE void join_factors(float& max, float part_max, float part_sum, float& kept, float& added) {
   const bool empty = part_max == -INFINITY && part_sum == 0.f;
   const float most = fmaxf(max, part_max), reference = most == -INFINITY ? 0.f : most;
@@ -158,10 +158,10 @@ DEVICE void join_factors(float& max, float part_max, float part_sum, float& kept
   added = empty ? 0.f : weight_of(part_max, reference);
   max = empty ? max : most;
 }
-// Where `kept` is one the product may be left out: the same bits.
+// If `kept` is one, the multiplication by it may be left out: the result is bitwise identical.
 DEVICE float join_value(float total, float kept, float part, float added) { return __fmaf_rn(part, added, __fmul_rn(total, kept)); }
 
-// What a result is multiplied with, once for all its dimensions.
+// The factor of a result, computed once for all its dimensions.
 DEVICE float inverse_of(float sum) { return sum == 0.f ? 0.f : __frcp_rn(sum); }
 // Two neighbouring elements of the result.
 DEVICE void store_pair(const Attention& a, int64_t at, float x, float y) {
@@ -170,8 +170,9 @@ DEVICE void store_pair(const Attention& a, int64_t at, float x, float y) {
   else *reinterpret_cast<float2*>(static_cast<float*>(a.out) + at) = make_float2(x, y);
 }
 
-// Two neighbouring results of a token (halves; feature `feature`, even, and the next) in the order in which a product of few rows wants its
-// input: prepared.cuh for `columns` of 16 and more, rows.cuh for 8. `rows`: their rows of K. Columns past the tokens become zeros.
+// Two neighbouring results of a token, packed as the input of a matmul of few rows. The results are halves of feature `feature`, which is
+// even, and the next one. The layout is that of prepared.cuh if `columns` is 16 or more, and of rows.cuh if it is 8. `rows`: their rows of
+// K. Columns past the tokens become zeros.
 DEVICE uint32_t ordered_rows(const Attention& a, int feature) {
   return a.row_of_feature ? __ldg(reinterpret_cast<const uint32_t*>(a.row_of_feature + feature)) : feature * 0x10001u + 0x10000u;
 }
@@ -189,7 +190,7 @@ DEVICE void store_ordered(const Attention& a, int token, uint32_t rows, uint32_t
     }
 }
 
-// Logits as products gave them to units of log 2: scaled, capped. A function: few models cap, and the code would stand in every loop.
+// Logits of the matmul in units of log 2, scaled and capped. Not inlined: few models cap, and inlining would repeat the code in every loop.
 static __device__ __noinline__ float capped(float x, float scale, float cap) { return __fmul_rn(cap * LOG2E, tanhf(__fmul_rn(x, scale / cap))); }
 template <int N>
 DEVICE void scale_logits(const Attention& a, float (&x)[N]) {
@@ -202,10 +203,10 @@ DEVICE void scale_logits(const Attention& a, float (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) x[i] = __fmul_rn(x[i], scale);
 }
-// A finished logit with the mask's entry. The lowest float stays a number.
+// A finished logit plus the mask's entry. The lowest float stays finite.
 DEVICE float masked(float x, float added) { return __fadd_rn(x, added == -INFINITY ? added : fmaxf(__fmul_rn(added, LOG2E), -1.7e38f)); }
 
-// Block `block` of 64 dimensions of a result row: transformed back where values are, times `inverse`.
+// Block `block` of 64 dimensions of a result row, times `inverse`, transformed back if values are stored transformed.
 template <bool ORDERED>
 DEVICE void result_to_out(const Attention& a, const float* row, int block, float inverse, int token, int head, bool transformed) {
   const int lane = threadIdx.x & 31, e = block * 64 + 2 * lane;

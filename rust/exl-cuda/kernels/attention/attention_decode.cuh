@@ -1,8 +1,8 @@
-// Attention of few tokens: a block a share of one tile's keys, four warps that work on a unit together, the last block of a tile joins
-// what the others left. Keys are rows of the matrix products and queries columns, so that 8 or 16 queries fill a tile.
+// Attention of few tokens. A block takes a share of one tile's keys; its four warps work on one unit together; the last block of a tile
+// joins the parts that the other blocks wrote. Keys are rows of the matmuls and queries are columns, so that 8 or 16 queries fill a tile.
 //
-// A unit: warp w has keys 16 w .. 16 w + 15, makes their logits and weights; the weights go to all warps through shared memory; each
-// warp sums a quarter of the dimensions.
+// In a unit, warp w computes the logits and weights of keys 16 w .. 16 w + 15. Shared memory passes the weights to all warps, and each warp
+// sums a quarter of the dimensions.
 #pragma once
 #include "attention/attention_queries.cuh"
 
@@ -10,16 +10,16 @@ template <int KEY_CODEC, int VALUE_CODEC, int DIM_, int COLUMN_TILES>
 struct Decode : Stages<KEY_CODEC, VALUE_CODEC, DIM_, 4, 106496> {
   static constexpr int KC = KEY_CODEC, VC = VALUE_CODEC, DIM = DIM_, NT = COLUMN_TILES, WARPS = 4, COLUMNS = 8 * NT;
   static constexpr int MT = DIM / 64;                // tiles of sixteen dimensions that a warp sums
-  static constexpr bool REGISTERS = DIM * NT <= 256;  // queries stay there
+  static constexpr bool REGISTERS = DIM * NT <= 256;  // queries stay in registers
   static constexpr int ROW = DIM + 4;                // floats of a row of results: sums, largest logit, sum of weights
-  // After the ring: queries, weights, largest logits, own key and value, scratch rows; in the end, rows of results.
+  // After the ring: queries, weights, largest logits, own key and value, scratch rows. At the end: rows of results.
   static constexpr int WEIGHTS_AT = COLUMNS * DIM * 2, MAXIMA_AT = WEIGHTS_AT + 4 * NT * 256, OWN_AT = MAXIMA_AT + 4 * COLUMNS * 4;
   static constexpr int SCRATCH_AT = OWN_AT + packed_bytes<KC, DIM>() + packed_bytes<VC, DIM>();
-  // Of the joining: a part's staged share, four dimensions a thread, and for each of its rows state and factors.
+  // For joining: a part's staged share, four dimensions a thread, and the state and factors of each of its rows.
   static constexpr int OF_ROW = DIM / 4, PART_ROWS = 32 * WARPS / OF_ROW, PART_BYTES = 16 * 32 * WARPS + 32 * PART_ROWS;
 };
 
-// Which of the four warps that work on a unit together this is.
+// Index of this warp among the four that work on a unit together.
 DEVICE int team_warp() { return threadIdx.x >> 5 & 3; }
 
 // Running softmax and sums. Element [j][e] is column 8 j + 2 t + e; acc[m][j]: dimensions `dim_of(m, 0)` in elements 0, 1, `dim_of(m, 1)` in 2, 3.
@@ -53,7 +53,7 @@ struct Sums {
     const int g = threadIdx.x >> 2 & 7;
     return team_warp() * 16 * S::MT + (S::VC == F16 ? 16 * m + g + 8 * i : 2 * S::MT * g + 2 * m + i);
   }
-  // Row `column` of `rows` gets that column. `valid`: bit c, column c exists.
+  // Writes column `column` to row `column` of `rows`. `valid`: bit c says that column c exists.
   DEVICE void write(float* rows, uint32_t valid) const {
     const int t = threadIdx.x & 3;
 #pragma unroll
@@ -73,7 +73,7 @@ struct Sums {
   }
 };
 
-// What this lane's columns see, and the keys that all columns of the tile see.
+// The keys that this lane's columns see, and the keys that all columns of the tile see.
 template <class S>
 struct Sight {
   int from[S::NT][2], to[S::NT][2], all_from, all_to;
@@ -156,7 +156,7 @@ DEVICE void unit_values(Sums<S>& unit, const uint8_t* stage, const uint2* weight
   for (int j = 0; j < S::NT; j++) unit.sum[j][0] = total[j][0], unit.sum[j][1] = total[j][1];
 }
 
-// The largest of this warp's logits of each column, for all four.
+// The largest of this warp's logits of each column, shared with all four warps.
 template <class S>
 DEVICE void unit_maxima(const float (&x)[S::NT][4], float* maxima) {
   const int lane = threadIdx.x & 31;
@@ -172,7 +172,7 @@ DEVICE void unit_maxima(const float (&x)[S::NT][4], float* maxima) {
     if (lane < 4) *reinterpret_cast<float2*>(maxima + team_warp() * S::COLUMNS + 8 * j + 2 * lane) = make_float2(most[0], most[1]);
   }
 }
-// The unit's largest logits, from those of the four warps, and its weights where `unit_values` wants them.
+// The unit's largest logits, from those of the four warps, and its weights where `unit_values` reads them.
 template <class S>
 DEVICE void unit_weights(Sums<S>& unit, float (&x)[S::NT][4], const float* maxima, uint2* weights) {
   const int warp = team_warp(), lane = threadIdx.x & 31, t = lane & 3;
@@ -216,13 +216,13 @@ DEVICE void attend_unit(const Attention& a, const Keys& keys, Ring<S>& ring, Sum
       }
   }
   unit_maxima<S>(x, maxima);
-  const uint8_t* values = ring.take_values();  // its barrier shows the maxima to all
+  const uint8_t* values = ring.take_values();  // its barrier makes the maxima visible to all threads
   unit_weights<S>(unit, x, maxima, weights);
   __syncthreads();
   unit_values<S>(unit, values, weights);
 }
 
-// Which units of a run this block takes, and how many blocks leave how many parts.
+// The units of a run that this block takes, the number of blocks, and the number of parts that they write.
 struct Share {
   int from, to, active, parts;
   bool by_unit;
@@ -245,8 +245,8 @@ struct Share {
   }
 };
 
-// The factors by which a row's parts are joined, a lane a part: of this part into its split (`kept`, `added`), of its split into the total.
-// Lane 0 stands at a split's beginning; a part that is not there: -inf and 0. `before`: largest logit of all before.
+// The factors that join a row's parts, one lane a part: of this part into its split (`kept`, `added`), and of its split into the total.
+// Lane 0 is at the beginning of a split; a missing part has -inf and 0. `before`: the largest logit of all earlier parts.
 DEVICE float4 part_factors(float2 state, bool by_unit, float& before) {
   const int lane = threadIdx.x & 31, width = by_unit ? SPLIT_UNITS : 1;
   float most = state.x;
@@ -259,7 +259,7 @@ DEVICE float4 part_factors(float2 state, bool by_unit, float& before) {
   if (lane % width == 0) earlier = -INFINITY;
   float4 out;
   join_factors(earlier, state.x, state.y, out.x, out.y);
-  // Now of splits: `whole` this lane's split's largest logit, `so_far` that of all splits up to it.
+  // From here on for splits: `whole` is the largest logit of this lane's split, `so_far` that of all splits up to it.
   const float whole = __shfl_sync(~0u, most, lane | (width - 1));
   float so_far = whole;
 #pragma unroll
@@ -284,7 +284,7 @@ struct Joined {
     sums.w = join_value(sums.w, kept, part.w, added);
     sum = join_value(sum, kept, part_sum, added);
   }
-  // By the factors at FIRST of those that stand behind the part's state.
+  // Joins by the factors that begin at FIRST behind the part's state.
   template <int FIRST>
   DEVICE void join(const uint8_t* state, const float4& part) {
     const float2 f = *reinterpret_cast<const float2*>(state + 16 + 4 * FIRST);
@@ -297,7 +297,7 @@ template <class S>
 DEVICE void join_parts(const Attention& a, const Share& share, int begin, const float* parts, uint32_t valid, uint8_t* stage, float* rows) {
   constexpr int STATES_AT = 16 * 32 * S::WARPS;
   const int tile_rows = a.tile_heads * a.tile_tokens, capacity = a.ring * S::UNIT_BYTES / S::PART_BYTES / SPLIT_UNITS * SPLIT_UNITS;
-  // Parts are counted from their split's beginning.
+  // Parts are counted from the beginning of their split.
   const int skipped = share.by_unit ? begin % SPLIT_UNITS : 0, last = skipped + share.parts, lane = threadIdx.x & 31, warp = warp_index();
 #pragma unroll 1
   for (int base = 0; base < tile_rows * S::OF_ROW; base += 32 * S::WARPS) {
@@ -306,7 +306,7 @@ DEVICE void join_parts(const Attention& a, const Share& share, int begin, const 
     const float* from = parts + row * S::ROW;
     uint8_t *own = stage + 16 * threadIdx.x, *state = stage + STATES_AT + threadIdx.x / S::OF_ROW * 32;
     Joined total;
-    constexpr int HELD = (S::PART_ROWS + S::WARPS - 1) / S::WARPS;  // rows whose factors this warp makes
+    constexpr int HELD = (S::PART_ROWS + S::WARPS - 1) / S::WARPS;  // rows whose factors this warp computes
     float before[HELD];
 #pragma unroll
     for (int r = 0; r < HELD; r++) before[r] = -INFINITY;
@@ -314,7 +314,7 @@ DEVICE void join_parts(const Attention& a, const Share& share, int begin, const 
     for (int first = 0; first < last; first += capacity) {
       const int from_part = max(first, skipped), end = min(first + capacity, last);
       if (live) {
-        // Whole batches of eight, with zeros where there is no part.
+        // Whole batches of eight, with zeros for missing parts.
         const float* part = from + (int64_t)(first - skipped) * tile_rows * S::ROW;
 #pragma unroll 4
         for (int i = first; i < (end + 7) / 8 * 8; i++) {
@@ -361,7 +361,7 @@ DEVICE void join_parts(const Attention& a, const Share& share, int begin, const 
   }
 }
 
-// Is this the last block to come here? All of a block's writes before it are then seen by the last one.
+// Returns whether this is the last block to arrive. The last block then sees everything that the others wrote before.
 DEVICE bool is_last(unsigned* ticket, unsigned count) {
   __shared__ bool last;
   __syncthreads();
@@ -375,11 +375,11 @@ DEVICE bool is_last(unsigned* ticket, unsigned count) {
   return last;
 }
 
-// The tile's queries, and the token's own key and value where this block has them.
+// Prepares the tile's queries, and the token's own key and value if this block has them.
 template <class S>
 DEVICE void prepare(const Attention& a, uint8_t* rest, int first, int end, int key_head, int head_tile, bool own) {
   const int warp = warp_index();
-  const Angles<S::DIM> angles(a, first < end ? first : -1);  // rotated queries come one token a tile
+  const Angles<S::DIM> angles(a, first < end ? first : -1);  // rotated queries have one token a tile
   if (a.early) pdl_wait();
   float* scratch = reinterpret_cast<float*>(rest + S::SCRATCH_AT) + warp * S::DIM;
   const int before = own ? 2 : 0;  // value, key, then the queries
@@ -404,7 +404,7 @@ DEVICE void prepare(const Attention& a, uint8_t* rest, int first, int end, int k
         if (a.q_norm) heads[i].norm_as_element(a, column >= 0 ? a.q_norm : a.k_norm);
         heads[i].turn(a, angles, scratch);
       }
-      if (i == 0 && column < 0) {  // own ones are among the first items
+      if (i == 0 && column < 0) {  // the own key and value are among the first items
         const int plane = -1 - column;
         uint8_t* packed = rest + S::OWN_AT + (plane ? packed_bytes<S::KC, S::DIM>() : 0);
         if (S::KC == S::VC || !plane) pack_own<S::KC, S::DIM>(a, plane, heads[i], scratch, packed, slot, key_head);
@@ -416,7 +416,7 @@ DEVICE void prepare(const Attention& a, uint8_t* rest, int first, int end, int k
   }
 }
 
-// One run of tokens of a tile against this block's share of its keys.
+// Attends one run of tokens of a tile to this block's share of its keys.
 template <class S>
 DEVICE void attend_run(const Attention& a, uint8_t* shared, int first, int run, int end, int key_head, int head_tile) {
   const Keys keys = run_keys(a, run, end);
@@ -508,7 +508,7 @@ DEVICE void attention_decode(const Attention& a) {
     attend_run<S>(a, shared, first, run, next, key_head, blockIdx.y - key_head * head_tiles);
     run = next;
   }
-  // A launch none of whose blocks waits would let its successor overtake its predecessor.
+  // If no block of a launch waited, its successor could overtake its predecessor.
   if (a.early) pdl_wait();
 }
 

@@ -1,10 +1,10 @@
-// Attention of one token a sequence, where a step's other kernels run before and after: what a launch costs there is not the
-// arithmetic but the way to the first product and the joining. So: small blocks (72 registers, some 42 KB) that find room beside a
-// block of the ring kernel and have their keys and values before the launch before them ends; and blocks of a cluster that join what
-// they have over distributed shared memory.
+// Attention of one token a sequence, between the other kernels of a decode step. There, a launch's cost is the latency before the first
+// matmul and the joining, not the arithmetic. So blocks are small (72 registers, about 42 KB): they fit on an SM beside a block of the ring
+// kernel and prefetch their keys and values before the previous launch ends. Blocks of a cluster join their parts through distributed
+// shared memory.
 //
-// A cluster has a split of eight units, its blocks every so many-th unit of it. Units join in the cluster, splits in the workspace, in the
-// order of attention_common.cuh: the bits are those of attention_decode.cuh.
+// A cluster takes a split of eight units, and each of its blocks every n-th unit for n blocks. Units join in the cluster and splits join in
+// the workspace, in the order of attention_common.cuh. The results are bitwise identical to those of attention_decode.cuh.
 #pragma once
 #include "attention/attention_single.cuh"
 #include "common/cluster.cuh"
@@ -16,24 +16,25 @@ struct Few : Stages<KEY_CODEC, VALUE_CODEC, DIM_, 4, 0> {
   static constexpr int KC = KEY_CODEC, VC = VALUE_CODEC, DIM = DIM_, NT = COLUMN_TILES, WARPS = 4, THREADS = 128, FETCHERS = 128, COLUMNS = 8 * NT;
   static constexpr int MT = DIM / 64, BLOCKS = DIM / 64, ROW = DIM + 4;
   static constexpr int ITEM = 68, ITEM_BYTES = 4 * ITEM;  // floats of 64 dimensions of a row: sums; largest logit, sum of weights, padding
-  static constexpr int JOINED = 16;         // splits that are on their way to the last to come at once
+  static constexpr int JOINED = 16;         // splits that the last block loads at once
   static constexpr bool REGISTERS = false;  // queries stay in shared memory
-  // A unit's keys and values, then: queries, weights, largest logits, own key and value, a barrier, where results go (`ordered`),
-  // rows of a unit's results, what the cluster's blocks sent of their units.
+  // A unit's keys and values, then: queries, weights, largest logits, own key and value, a barrier, the places of results (`ordered`), rows
+  // of a unit's results, and the unit results that the cluster's blocks sent.
   static constexpr int QUERIES_AT = Base::UNIT_BYTES, WEIGHTS_AT = QUERIES_AT + COLUMNS * DIM * 2, MAXIMA_AT = WEIGHTS_AT + 4 * NT * 256;
   static constexpr int OWN_AT = MAXIMA_AT + 4 * COLUMNS * 4, BARRIER_AT = OWN_AT + packed_bytes<KC, DIM>() + packed_bytes<VC, DIM>();
   static constexpr int PLACES_AT = BARRIER_AT + 16, ROWS_AT = PLACES_AT + 4 * THREADS;
 };
 
 #if __CUDA_ARCH__ >= 900
-// Zero, but the compiler does not know: addresses that depend on it are worked out where they are needed, not kept in registers.
+// Returns zero, which the compiler cannot know. It computes addresses that depend on it where they are used and does not keep them in
+// registers.
 DEVICE uint32_t not_before() {
   uint32_t zero = 0;
   asm volatile("" : "+r"(zero));
   return zero;
 }
 
-// A unit's logits, weights and sums; `next`: the unit after it, or -1, and where its keys are.
+// A unit's logits, weights and sums. `next`: the unit after it, or -1, and the place of its keys.
 template <class S>
 DEVICE void attend_unit_few(const Attention& a, const Job& job, Sums<S>& unit, uint8_t* shared, int index, int next,
                             Rows rows) {
@@ -65,7 +66,7 @@ DEVICE void attend_unit_few(const Attention& a, const Job& job, Sums<S>& unit, u
   }
 }
 
-// A unit's results to whom they are due: item i to block i of the cluster, in turn.
+// Sends a unit's results to the blocks that join them: item i to block i of the cluster, cyclically.
 template <class S>
 DEVICE void send_items(const Attention& a, const Sums<S>& unit, uint8_t* shared, int unit_of_split) {
   float* rows = reinterpret_cast<float*>(shared + S::ROWS_AT);
@@ -84,7 +85,7 @@ DEVICE void send_items(const Attention& a, const Sums<S>& unit, uint8_t* shared,
   }
 }
 
-// Grid: tokens, key heads, blocks of all clusters of a key head. `a.ring`: blocks of a cluster, as a power of two; a cluster a split.
+// Grid: tokens, key heads, blocks of all clusters of a key head. `a.ring`: log2 of the blocks of a cluster; one cluster takes one split.
 template <class S>
 DEVICE void attention_few(const Attention& a) {
   extern __shared__ __align__(128) uint8_t shared[];
@@ -98,7 +99,7 @@ DEVICE void attention_few(const Attention& a) {
     return;
   }
   const int of_split = min(units - split * SPLIT_UNITS, SPLIT_UNITS), begin = split * SPLIT_UNITS + job.rank, stop = split * SPLIT_UNITS + of_split;
-  // Before the keys and values, behind which everything else would queue; a lane a unit of this block.
+  // Loaded before the keys and values, because later loads would queue behind those; one lane a unit of this block.
   const int unit_of_lane = min(begin + ((int)(threadIdx.x & 31) << shift), stop - 1);
   const int page_of_lane = begin < stop ? job.pages[page_of(a, unit_of_lane * UNIT)] : -1;
   const Rotation<typename S::Element, S::DIM> rotation(a, job.token);

@@ -1,6 +1,6 @@
-// Attention of one token a sequence where there are more keys than clusters of attention_few.cuh hold at once: a block has a whole split of
-// eight units. One warp fetches, as far ahead as there is room; teams of four warps work on a unit each. Splits join in the workspace.
-// The same order of arithmetic, so the same bits.
+// Attention of one token a sequence, for more keys than the resident clusters of attention_few.cuh hold. A block takes a whole split of
+// eight units. One warp fetches as far ahead as there is room; each team of four warps works on its own unit. Splits join in the workspace.
+// The order of arithmetic is the same, so results are bitwise identical.
 #pragma once
 #include "attention/attention_single.cuh"
 
@@ -10,7 +10,7 @@ struct Long : Stages<KEY_CODEC, VALUE_CODEC, DIM_, 4, 0> {
   static constexpr int KC = KEY_CODEC, VC = VALUE_CODEC, DIM = DIM_, NT = COLUMN_TILES, TEAMS = TEAMS_, WARPS = 4 * TEAMS, THREADS = 32 * WARPS;
   static constexpr int FETCHERS = 32, JOINED = 16, COLUMNS = 8 * NT, MT = DIM / 64, BLOCKS = DIM / 64, ROW = DIM + 4;
   static constexpr bool REGISTERS = false;
-  // Queries; each team's weights and largest logits; own key and value; barriers; rows of results, of each unit where teams share a split;
+  // Queries; each team's weights and largest logits; own key and value; barriers; rows of results, one set a unit if teams share a split;
   // then the ring of units.
   static constexpr int QUERIES_AT = 0, WEIGHTS_AT = COLUMNS * DIM * 2, WEIGHT_BYTES = 4 * NT * 256, MAXIMA_AT = WEIGHTS_AT + TEAMS * WEIGHT_BYTES;
   static constexpr int MAXIMUM_BYTES = 4 * COLUMNS * 4, OWN_AT = MAXIMA_AT + TEAMS * MAXIMUM_BYTES;
@@ -19,12 +19,12 @@ struct Long : Stages<KEY_CODEC, VALUE_CODEC, DIM_, 4, 0> {
 };
 
 #if __CUDA_ARCH__ >= 900
-// This thread's copies on their way will count as its arrival.
+// Makes the completion of this thread's pending copies count as its arrival.
 DEVICE void copies_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Barriers of a slot: keys there, values there, keys done with, values done with.
+// Barriers of a slot: keys present, values present, keys consumed, values consumed.
 struct Slots {
   uint32_t at;
   int count;
@@ -32,7 +32,7 @@ struct Slots {
   DEVICE uint32_t empty(int slot, int plane) const { return at + 8 * (2 * (SPLIT_UNITS + slot) + plane); }
 };
 
-// Of halves a unit's keys and values are on their way at once, not all that there is room for: with more, memory gives less.
+// For halves, limits the units in flight below the room in the ring: more loads in flight lower the memory throughput.
 template <class S>
 DEVICE void fewer_on_their_way() {
   if constexpr (S::KC == F16) {
@@ -62,9 +62,9 @@ DEVICE void fetch_split(const Attention& a, const Job& job, uint8_t* ring, const
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-// Behind a product that leaves four multiprocessors alone, the first blocks have room there, two on each, and wait for it. Meanwhile they ask
-// for keys and values of all heads of their sequence's first page, `ahead` bytes at most of either, so that these are in L2 when the others
-// come all at once. Where there is no such place it costs 64 sequences half a microsecond.
+// If the previous matmul leaves four SMs free, the first blocks run there, two on each, and wait for the matmul. Meanwhile they prefetch
+// keys and values of all heads of their sequence's first page into L2, at most `ahead` bytes of each. The loads of the other blocks, which
+// start all at once, then hit L2.
 constexpr int EARLY_BLOCKS = 8;
 template <class S>
 DEVICE void ask_ahead(const Attention& a, const Job& job) {
@@ -81,12 +81,12 @@ DEVICE void ask_ahead(const Attention& a, const Job& job) {
   }
 }
 
-// In the build for racecheck both teams meet at one barrier, as often as one another: the tool loses count of teams that meet apart.
+// In the racecheck build both teams use one barrier, the same number of times: the tool loses count of teams that synchronize separately.
 template <class S>
-constexpr bool TEAMS_MEET_TOGETHER = RACECHECK && S::TEAMS == 2;
+constexpr bool TEAMS_SHARE_BARRIER = RACECHECK && S::TEAMS == 2;
 template <class S>
 DEVICE void team_meets(int team) {
-  if constexpr (TEAMS_MEET_TOGETHER<S>) bar<9>(S::THREADS);
+  if constexpr (TEAMS_SHARE_BARRIER<S>) bar<9>(S::THREADS);
   else asm volatile("bar.sync %0, 128;" ::"r"(1 + team) : "memory");
 }
 
@@ -100,11 +100,12 @@ DEVICE void attend_unit_long(const Attention& a, const Job& job, Sums<S>& unit, 
   const float scale = a.scale * LOG2E;
   float x[S::NT][4];
   barrier_wait(slots.full(turn.slot, 0), turn.phase);
-  // The own key, and further down the value: a slot's keys may be this unit's while values of the unit before are still read there.
+  // The own key is added here and the own value further down: a slot's keys may be this unit's while the previous unit's values are still
+  // read there.
   const bool home = job.fresh >= 0 && job.fresh / UNIT == index;
   const uint8_t* own = shared + S::OWN_AT;
   if (home && team_warp() == 0) bring_home<S::KC, S::DIM, key_stride<S::KC, S::DIM>()>(stage, own, job.fresh % UNIT);
-  if (home || TEAMS_MEET_TOGETHER<S>) team_meets<S>(team);
+  if (home || TEAMS_SHARE_BARRIER<S>) team_meets<S>(team);
   unit_logits<S>(x, stage, nullptr, reinterpret_cast<const uint4*>(shared + S::QUERIES_AT));
 #pragma unroll
   for (int j = 0; j < S::NT; j++)
@@ -118,7 +119,7 @@ DEVICE void attend_unit_long(const Attention& a, const Job& job, Sums<S>& unit, 
   barrier_wait(slots.full(turn.slot, 1), turn.phase);
   if (home && team_warp() == 0)
     bring_home<S::VC, S::DIM, value_stride<S::VC, S::DIM>()>(stage + S::KEY_BYTES, own + packed_bytes<S::KC, S::DIM>(), job.fresh % UNIT);
-  if (home || TEAMS_MEET_TOGETHER<S>) team_meets<S>(team);
+  if (home || TEAMS_SHARE_BARRIER<S>) team_meets<S>(team);
   unit_values<S>(unit, stage + S::KEY_BYTES, weights);
   warp_arrives(slots.empty(turn.slot, 1), lane);
 }
@@ -180,7 +181,7 @@ DEVICE void attention_long(const Attention& a) {
     else unit.write(rows + i * a.group * S::ROW, valid);
     turn.skip(S::TEAMS, a.ring);
   }
-  if (TEAMS_MEET_TOGETHER<S> && team == 1 && of_split % 2 == 1)
+  if (TEAMS_SHARE_BARRIER<S> && team == 1 && of_split % 2 == 1)
     for (int i = 0; i < 4; i++) team_meets<S>(team);
   if constexpr (S::TEAMS == 1) total.write(rows, valid);
   bar<9>(S::THREADS);

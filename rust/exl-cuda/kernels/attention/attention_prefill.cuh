@@ -1,5 +1,5 @@
-// Attention of many tokens: each warp has 16 query rows of its own, all keys and all dimensions; the block's warps share the stages, and
-// units and splits join as they come. The arithmetic is decode's, with queries as rows of the matrix products.
+// Attention of many tokens. Each warp has 16 query rows, all keys and all dimensions; the block's warps share the stages. Units and splits
+// join as they arrive. The arithmetic is that of attention_decode.cuh, with queries as rows of the matmuls.
 #pragma once
 #include "attention/attention_queries.cuh"
 
@@ -9,7 +9,7 @@ template <int KEY_CODEC, int VALUE_CODEC, int DIM_, int WARPS_>
 struct Prefill : Stages<KEY_CODEC, VALUE_CODEC, DIM_, WARPS_, 0> {
   static constexpr int KC = KEY_CODEC, VC = VALUE_CODEC, DIM = DIM_, WARPS = WARPS_, TILES = DIM / 8;
   static constexpr bool REGISTERS = DIM <= 128;
-  // Of a warp: queries, then totals; where queries move to registers, totals take their place.
+  // Memory of a warp: queries, then totals. If queries move to registers, totals take their place.
   static constexpr int QUERY_BYTES = ROWS * DIM * 2, TOTAL_BYTES = ROWS * DIM * 4, TOTAL_AT = REGISTERS ? 0 : QUERY_BYTES;
   static constexpr int WARP_BYTES = TOTAL_AT + TOTAL_BYTES;
 };
@@ -47,7 +47,7 @@ DEVICE void finish_logits(const Attention& a, const Keys& keys, const Visible& s
     }
 }
 
-// A unit's logits to weights (operand A of four products of 16 keys each), their reference and sum.
+// Turns a unit's logits into weights (operand A of four matmuls of 16 keys each), with their reference and sum.
 DEVICE void unit_softmax(float (&x)[8][4], uint32_t (&weights)[4][4], float (&max_of)[2], float (&sum_of)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
@@ -111,7 +111,7 @@ DEVICE void attend_unit(Ring<S>& ring, State<S::TILES>& split, const Attention& 
   }
 }
 
-// total = total and the split just finished; totals lie in shared memory, each lane's own.
+// total = total joined with the split that just finished. Totals are in shared memory, each lane's own.
 template <int TILES>
 DEVICE void join_split(float4* total, float (&max)[2], float (&sum)[2], const State<TILES>& split) {
   const int lane = threadIdx.x & 31;
@@ -132,7 +132,7 @@ DEVICE void join_split(float4* total, float (&max)[2], float (&sum)[2], const St
   }
 }
 
-// The warp's totals to `out`: by way of shared memory, rows in order of the dimension.
+// Stores the warp's totals to `out` through shared memory, with rows in the order of the dimension.
 template <class S>
 DEVICE void totals_to_out(const Attention& a, float4* total, const float (&sum)[2], const Place (&mine)[2]) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -163,7 +163,8 @@ DEVICE void totals_to_out(const Attention& a, float4* total, const float (&sum)[
   __syncwarp();
 }
 
-// The rows of this warp, from the tile's row `first_row`, given to `put(row of the warp, head, is it a query?)`, eight loads under way at once.
+// Loads the rows of this warp, from the tile's row `first_row`, and passes each to `put(row of the warp, head, is it a query?)`. Eight
+// loads are in flight at once.
 template <class S, class Put>
 DEVICE void load_rows(const Attention& a, int first_row, int first, int end, int key_head, int head_tile, Put put) {
 #pragma unroll 1
@@ -181,7 +182,7 @@ DEVICE void load_rows(const Attention& a, int first_row, int first, int end, int
   }
 }
 
-// One run of tokens of a tile against all its keys.
+// Attends one run of tokens of a tile to all its keys.
 template <class S>
 DEVICE void attend_run(const Attention& a, uint8_t* shared, int first, int run, int end, int key_head, int head_tile) {
   const Keys keys = run_keys(a, run, end);
@@ -234,7 +235,7 @@ DEVICE void attention_prefill(const Attention& a) {
   pdl_trigger();
   pdl_wait();
   const int head_tiles = (a.group + a.tile_heads - 1) / a.tile_heads;
-  // Later tokens see more keys: begin with them.
+  // Later tokens see more keys, so begin with them.
   const int tile = gridDim.x - 1 - blockIdx.x, first = tile * a.tile_tokens, end = min(first + a.tile_tokens, a.tokens);
   for (int run = first; run < end;) {
     const int next = run_end(a, run, end);

@@ -1,11 +1,11 @@
-// Queries into shared memory, and a token's own key and value: rotated, encoded, stored; a warp a head, bit for bit what `rope` and
-// `kv_store` make of them.
+// Loads queries and a token's own key and value into shared memory: rotated, encoded and stored, one warp a head. Results are bitwise
+// identical to those of `rope` and `kv_store`.
 #pragma once
 #include "attention/attention_ring.cuh"
 #include "kv/kv_encode.cuh"
 #include "elementwise/rope.cuh"
 
-// Cosines and sines of a token's position, pair j * 32 + lane in element j; without a rotation, ones and zeros.
+// Cosines and sines of a token's position: pair j * 32 + lane in element j. Without a rotation: ones and zeros.
 template <int DIM>
 struct Angles {
   static constexpr int PAIRS = DIM / 64;
@@ -31,7 +31,7 @@ DEVICE float as_element(int element, float x) {
   return element == 0 ? __half2float(__float2half_rn(x)) : element == 1 ? __bfloat162float(__float2bfloat16_rn(x)) : x;
 }
 
-// One head's elements: lane l has 64 b + 2 l and the next.
+// One head's elements: lane l holds elements 64 b + 2 l and the next one.
 template <int DIM>
 struct Head {
   static constexpr int BLOCKS = DIM / 64;
@@ -44,8 +44,8 @@ struct Head {
       pairs[b] = from && e < a.dim ? load_pair(a.element, from, at + e) : make_float2(0.f, 0.f);
     }
   }
-  // The factor of an RMS norm over `dim` elements; those beyond are zero. Sums in the order of norm.cu: eight neighbours by pairs, then those
-  // sums by halves.
+  // The factor of an RMS norm over `dim` elements; later elements are zero. The order of sums is that of norm.cu: eight neighbours in
+  // pairs, then these sums in halves.
   DEVICE float norm_scale(int dim, float eps) const {
     float sums[BLOCKS];
 #pragma unroll
@@ -62,7 +62,7 @@ struct Head {
     for (int o = 16; o >= 4; o /= 2) sums[0] = __fadd_rn(sums[0], __shfl_xor_sync(~0u, sums[0], o));
     return 1.f / sqrtf(sums[0] / (float)dim + eps);
   }
-  // The head normed, before it is rounded; `weight`: DIM floats, of which those beyond `dim` are not read.
+  // Normalizes the head before rounding. `weight`: DIM floats, of which those from `dim` on are not read.
   DEVICE void norm(int dim, float eps, const float* weight) {
     const float scale = norm_scale(dim, eps);
 #pragma unroll
@@ -78,7 +78,7 @@ struct Head {
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) pairs[b] = make_float2(as_element(a.element, pairs[b].x), as_element(a.element, pairs[b].y));
   }
-  // `row`: DIM floats of this warp's own.
+  // Rotates the head. `row`: DIM floats that only this warp uses.
   DEVICE void turn(const Attention& a, const Angles<DIM>& angles, float* row) {
     if (!angles.turns) return;
     const int lane = threadIdx.x & 31, pairs_of_head = a.rotated / 2;
@@ -99,8 +99,8 @@ struct Head {
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) pairs[b] = *reinterpret_cast<const float2*>(row + 64 * b + 2 * lane);
   }
-  // As halves, transformed where the keys are (H is its own inverse times 32). `words`: of lane 0 of a query's four, four at a time;
-  // `stride`: words between one four and the next. Not `live`: zeros.
+  // Writes the query as halves, transformed if the keys are (H H = 32 I). `words`: lane 0's of a query's groups of four words; `stride`:
+  // words between groups. Writes zeros if not `live`.
   template <int CODEC>
   DEVICE void put_query(uint32_t* words, int stride, bool live) {
 #pragma unroll
@@ -120,7 +120,8 @@ struct Head {
   }
 };
 
-// The token's own key (plane 0) or value (1), packed into `packed` and, if there is a slot, into the pages. `row`: DIM floats of this warp's.
+// Packs the token's own key (plane 0) or value (1) into `packed` and, if there is a slot, into the pages. `row`: DIM floats that only this
+// warp uses.
 template <int CODEC, int DIM>
 DEVICE void pack_own(const Attention& a, int plane, const Head<DIM>& head, float* row, uint8_t* packed, int64_t slot, int key_head) {
   constexpr int BYTES = row_bytes<CODEC, DIM>(), SCALES = scale_bytes<CODEC, DIM>() / 4;

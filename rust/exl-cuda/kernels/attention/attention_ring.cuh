@@ -1,4 +1,4 @@
-// Ring of units: 64 keys and their values, on their way into shared memory while others are worked on.
+// Ring of units: 64 keys and their values, copied to shared memory while earlier ones are processed.
 #pragma once
 #include "attention/attention_common.cuh"
 #include "attention/attention_stage.cuh"
@@ -9,7 +9,7 @@ static_assert(UNIT == STAGE, "a stage is a unit");
 template <int CODEC, int DIM>
 constexpr int packed_bytes() { return (row_bytes<CODEC, DIM>() + scale_bytes<CODEC, DIM>() + 15) / 16 * 16; }
 
-// What the kernels' shapes share. A ring of `RING` units where a block may have `BUDGET` bytes for it, else of two or one.
+// Constants that the kernels' shapes share. The ring has `RING` units if a block may use `BUDGET` bytes for it, else two or one.
 template <int KEY_CODEC, int VALUE_CODEC, int DIM_, int WARPS_, int BUDGET>
 struct Stages {
   static constexpr int KC = KEY_CODEC, VC = VALUE_CODEC, DIM = DIM_, WARPS = WARPS_;
@@ -42,7 +42,7 @@ struct Ring {
   DEVICE int find(int unit) const {
     return unit < count ? locate(a, keys, head, (first + unit) * UNIT + (threadIdx.x >> 5) * KEYS + threadIdx.x % KEYS) : -1;
   }
-  // The next unit's copies; where the rows after it are is looked up a unit ahead.
+  // Issues the next unit's copies. The place of the unit after it is looked up one unit ahead.
   DEVICE void issue() {
     if (issued < count) {
       uint8_t* to = units + issue_slot * S::UNIT_BYTES;
@@ -87,7 +87,7 @@ struct Ring {
       }
     }
   }
-  // The oldest unit's keys, once they are there. A barrier of the block.
+  // Returns the oldest unit's keys once they are present. Contains a barrier of the block.
   DEVICE const uint8_t* take_keys() {
     if (a.ring == S::RING) copy_wait<2 * S::RING - 3>();
     else copy_wait<1>();
@@ -96,7 +96,7 @@ struct Ring {
     __syncthreads();
     return stage;
   }
-  // And its values. A barrier too, after which nobody needs the unit before: a new one takes its place.
+  // Returns the unit's values. Contains a barrier too, after which no thread reads the previous unit: a new unit takes its place.
   DEVICE const uint8_t* take_values() {
     if (a.ring == S::RING) copy_wait<2 * S::RING - 4>();
     else copy_wait<0>();
@@ -108,7 +108,7 @@ struct Ring {
     if (a.ring > 1) issue();
     return stage;
   }
-  // To be called when a unit is done with. Where there is room for one only, the next one comes now.
+  // Call this when a unit has been processed. If the ring has room for one unit, the next one is fetched now.
   DEVICE void unit_done() {
     if (a.ring > 1) return;
     __syncthreads();
@@ -118,7 +118,7 @@ struct Ring {
  private:
   int taken = 0;
 
-  // Is the fresh key in the unit being taken? The pages gave zeros for it.
+  // Returns whether the fresh key is in the current unit. The copies wrote zeros for it.
   DEVICE bool holds_fresh() const { return keys.fresh >= 0 && keys.fresh / UNIT == first + taken; }
   template <int CODEC>
   DEVICE void put(uint8_t* to, int stride, const uint8_t* from) {

@@ -1,11 +1,11 @@
-// What the kernels for one token a sequence share (attention_few.cuh, attention_long.cuh): rotating, fetching, the own key and value, the
-// joining of units and splits, the way out. Whole heads; halves or bfloat16.
+// Shared by the kernels for one token a sequence (attention_few.cuh, attention_long.cuh): rotation, fetching, the own key and value, the
+// joining of units and splits, and storing. For whole heads of halves or bfloat16.
 #pragma once
 #include "attention/attention_decode.cuh"
 #include "common/pipeline.cuh"
 
 #if __CUDA_ARCH__ >= 900
-// Two neighbouring elements, and their places as a word.
+// Two neighbouring elements from a word.
 DEVICE float2 pair_of(uint32_t word, __half) { return __half22float2(*reinterpret_cast<const __half2*>(&word)); }
 DEVICE float2 pair_of(uint32_t word, __nv_bfloat16) { return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&word)); }
 DEVICE uint32_t word_of(float2 v, __half) { return as_word(__floats2half2_rn(v.x, v.y)); }
@@ -14,7 +14,7 @@ DEVICE uint32_t word_of(float2 v, __nv_bfloat16) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// Rotation of whole heads whose lane l holds elements 64 b + 2 l and the next.
+// Rotation of whole heads; lane l holds elements 64 b + 2 l and the next one.
 template <class ELEMENT, int DIM>
 struct Rotation {
   float cos[2] = {1.f, 1.f}, sin[2] = {0.f, 0.f};
@@ -54,11 +54,11 @@ struct Rotation {
   }
 };
 
-// What a block has to do.
+// The work of a block.
 struct Job {
   const int* pages;
   int token, key_head, rank, to;
-  int fresh;  // key that is not in the pages yet, or -1
+  int fresh;  // index of the key that is not in the pages yet, or -1
   DEVICE Job(const Attention& a, int rank) : token(blockIdx.x), key_head(blockIdx.y), rank(rank) {
     const int seq = a.rows[token], position = a.positions[token];
     const bool here = (unsigned)seq < (unsigned)a.batch;
@@ -68,12 +68,12 @@ struct Job {
   }
 };
 
-// Where the first key of a unit is for this head, in rows of pages, and how many keys there are.
+// The first key of a unit for this head, in rows of pages, and the number of keys.
 struct Rows {
   int first, count;
 };
 DEVICE int page_of(const Attention& a, int key) {
-  const int index = (int)__umulhi((unsigned)key, a.page_inverse);  // at most one too many, where no power of two is divided by
+  const int index = (int)__umulhi((unsigned)key, a.page_inverse);  // the quotient may be one too large if page_size is not a power of two
   return a.page_shift >= 0 ? key >> a.page_shift : index - (index * a.page_size > key);
 }
 DEVICE Rows rows_of(const Attention& a, const Job& job, int unit, int page) {
@@ -82,13 +82,14 @@ DEVICE Rows rows_of(const Attention& a, const Job& job, int unit, int page) {
   return {((known ? page : 0) * a.page_size + inside) * a.heads + job.key_head, known ? job.to - key : 0};
 }
 
-// A copy of what is read once a step: it leaves L2 before anything else does. (Of halves only: for some packed pages ptxas 13.0 makes an
-// instruction of it that is none.)
+// Copies data that is read once a step, with a policy that evicts it from L2 first. Used for halves only: for some packed pages ptxas 13.0
+// emits an illegal instruction for it.
 DEVICE void copy_once(void* to, const void* from, bool present, uint64_t policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(to)), "l"(from), "r"(present ? 16 : 0), "l"(policy)
                : "memory");
 }
-// A unit's keys or values on their way: rows that exist and are not the fresh one; zeros for those beyond the last. By THREADS threads.
+// Starts the copies of a unit's keys or values: existing rows other than the fresh one, and zeros for rows past the last. Run by THREADS
+// threads.
 template <int CODEC, int DIM, int THREADS>
 DEVICE void fetch(uint8_t* to, int stride, const uint8_t* from, const uint8_t* scales, int heads, Rows rows, int skip) {
   constexpr int BYTES = row_bytes<CODEC, DIM>(), CHUNKS = BYTES / 16, ROWS = THREADS / CHUNKS, PASSES = STAGE / ROWS;
@@ -124,7 +125,7 @@ DEVICE void fetch_values(const Attention& a, const Job& job, uint8_t* shared, Ro
                                     a.heads, rows, job.fresh - unit * UNIT);
 }
 
-// Where a key (or value) stands in a stage: its row and its scales.
+// Offset of a key (or value) in a stage: its row and its scales.
 template <int CODEC, int DIM, int STRIDE>
 DEVICE int row_of(int key) { return key * STRIDE; }
 template <int CODEC, int DIM, int STRIDE>
@@ -139,11 +140,11 @@ DEVICE void bring_home(uint8_t* stage, const uint8_t* aside, int key) {
   if (lane < SCALES) reinterpret_cast<uint32_t*>(scales)[lane] = reinterpret_cast<const uint32_t*>(aside)[WORDS + lane];
 }
 
-// As the cache rounds. What came out of a half, or was rounded to one, is one.
+// Rounds as the cache does. A value that came from a half, or was rounded to one, already fits.
 DEVICE uint32_t saturated(float2 v, __half) { return as_word(__floats2half2_rn(v.x, v.y)); }
 DEVICE uint32_t saturated(float2 v, __nv_bfloat16) { return as_word(__halves2half2(saturating_half(v.x), saturating_half(v.y))); }
 
-// A query as halves where the products want it.
+// Writes a query as halves in the order that the matmuls read.
 template <class ELEMENT, int CODEC, int DIM>
 DEVICE void put_pairs(uint32_t* words, int stride, Head<DIM>& head) {
   if constexpr (is_hadamard<CODEC>()) {
@@ -157,7 +158,7 @@ DEVICE void put_pairs(uint32_t* words, int stride, Head<DIM>& head) {
   }
 }
 
-// The token's own key or value: encoded into shared memory and, if there is a slot, into the pages.
+// Encodes the token's own key or value into shared memory and, if there is a slot, into the pages.
 template <class ELEMENT, int CODEC, int DIM>
 DEVICE void encode_own(const Attention& a, int plane, const Head<DIM>& head, uint8_t* row, uint8_t* scales, int64_t slot, int key_head) {
   constexpr int BYTES = row_bytes<CODEC, DIM>();
@@ -189,7 +190,7 @@ DEVICE void encode_own(const Attention& a, int plane, const Head<DIM>& head, uin
   }
 }
 
-// Where an item is that a warp prepares: the own value, the own key (`before` 2: where the block has them), queries; null beyond.
+// Source of an item that a warp prepares: the own value and the own key (`before` 2: the block has them), then queries; null past the end.
 template <class S>
 DEVICE const unsigned* source_of(const Attention& a, const Job& job, int item, int before) {
   const int column = item - before;
@@ -209,8 +210,8 @@ DEVICE void load_items(uint32_t (&raw)[2][S::BLOCKS], const unsigned* first, con
   }
 }
 
-// The weights of the norms of q and k, two floats a thread: asked for before the keys, stored before the block meets, in the place of the
-// weights of the first unit's values.
+// Loads the weights of the norms of q and k, two floats a thread. They are requested before the keys and stored before the block's barrier,
+// in the memory of the weights of the first unit's values.
 template <class S>
 DEVICE float2 load_norms(const Attention& a) {
   const int at = 2 * threadIdx.x;
@@ -224,9 +225,9 @@ DEVICE void put_norms(const Attention& a, uint8_t* shared, float2 weights) {
   if (a.q_norm && threadIdx.x < S::DIM) reinterpret_cast<float2*>(shared + S::WEIGHTS_AT)[threadIdx.x] = weights;
 }
 
-// Queries, and the own key and value where this block has them (`home_unit` 0: in the first unit, later ones: aside, -1: not here).
-// What the launch before wrote is never read from this multiprocessor's own cache, which may hold older lines. `raw`: the warp's first
-// two items.
+// Prepares queries, and the own key and value if this block has them. `home_unit`: 0: in the first unit; larger: stored aside; -1: not in
+// this block. Data of the previous launch is never read through the SM's L1 cache, which may hold older lines. `raw`: the warp's first two
+// items.
 template <class S>
 DEVICE void prepare_items(const Attention& a, const Job& job, const Rotation<typename S::Element, S::DIM>& rotation, uint8_t* shared, int home_unit,
                         int64_t slot, uint32_t (&raw)[2][S::BLOCKS]) {
@@ -258,7 +259,7 @@ DEVICE void prepare_items(const Attention& a, const Job& job, const Rotation<typ
         put_pairs<Element, S::KC, S::DIM>(queries + column * 16, S::COLUMNS * 16, head);
         continue;
       }
-      // Its place in the first unit, or a place beside, for later.
+      // Its place in the first unit, or a place aside for a later unit.
       constexpr int KS = key_stride<S::KC, S::DIM>(), VS = value_stride<S::VC, S::DIM>(), VALUE_AT = S::OWN_AT + packed_bytes<S::KC, S::DIM>();
       const int key = job.fresh % UNIT, plane = -1 - column;
       int row = plane ? VALUE_AT : S::OWN_AT;
@@ -289,9 +290,9 @@ struct Pair {
   }
 };
 
-// Joins parts of 64 dimensions of a row, in order: the units of a split or splits of the workspace, at most MOST of `count`. Without a branch
-// for parts that are not there, whose zeros change nothing (not the sign of one either): the compiler would load each part behind the one
-// before, a way to L2 for each.
+// Joins parts of 64 dimensions of a row in order: the units of a split, or splits of the workspace, at most MOST of `count`. Missing parts
+// are zeros that change nothing, not even the sign of a zero. There is no branch for them, because the compiler would then serialize the
+// loads, each with the latency of L2.
 template <int MOST, class F, class G>
 DEVICE void join_in_order(Pair& pair, int count, F sums_of, G state_of) {
   const int lane = threadIdx.x & 31;
@@ -302,7 +303,7 @@ DEVICE void join_in_order(Pair& pair, int count, F sums_of, G state_of) {
     if (k < count) sums[k] = sums_of(k);
   }
   if (lane < min(count, MOST)) state = state_of(lane);
-  // A part a lane: the largest logit of all before it, and its factors.
+  // One part a lane: the largest logit of all earlier parts, and the part's factors.
   float most = state.x, kept, added;
 #pragma unroll
   for (int o = 1; o < MOST; o *= 2) {
@@ -318,7 +319,7 @@ DEVICE void join_in_order(Pair& pair, int count, F sums_of, G state_of) {
   for (int k = 0; k < MOST; k++) pair.join(sums[k], __shfl_sync(~0u, state.y, k), __shfl_sync(~0u, kept, k), __shfl_sync(~0u, added, k));
 }
 
-// Leaves a split in the workspace; the last to come joins all of them: true, and `pair` is the whole.
+// Writes a split to the workspace. The last block to arrive joins all splits: it returns true, with the total in `pair`.
 template <class S>
 DEVICE bool join_splits(const Attention& a, Pair& pair, int row, int block, int split, int splits) {
   constexpr int MOST = S::JOINED;
@@ -334,7 +335,7 @@ DEVICE bool join_splits(const Attention& a, Pair& pair, int row, int block, int 
     asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(ticket) : "memory");
     if (before == splits - 1) *ticket = 0;
   }
-  __syncwarp();  // what lane 0 has acquired is there for all
+  __syncwarp();  // makes lane 0's acquire hold for all lanes
   if (__shfl_sync(~0u, before, 0) != splits - 1) return false;
   pair = Pair();
 #pragma unroll 1
@@ -348,7 +349,7 @@ DEVICE bool join_splits(const Attention& a, Pair& pair, int row, int block, int 
   return true;
 }
 
-// 64 dimensions of a result row, transformed back where values are; `places`: their rows in a product's order, where they are known.
+// Stores 64 dimensions of a result row, transformed back if values are. `places`: their rows in the input order of a matmul, if known.
 template <class S>
 DEVICE void store_item(const Attention& a, const Job& job, const Pair& pair, int item, const uint32_t* places) {
   const int at = job.key_head * a.group * S::BLOCKS + item, lane = threadIdx.x & 31;

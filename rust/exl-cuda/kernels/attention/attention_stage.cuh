@@ -1,8 +1,9 @@
-// A stage: 64 keys (or values) of one head in shared memory, as packed in the pages. Copying them in, and multiplying with them
-// straight from the packed form.
+// A stage: 64 keys (or values) of one head in shared memory, packed as in the pages. This file copies stages in and multiplies directly
+// from the packed form.
 //
-// In packed keys a lane's operands lie side by side: lane t of four has the t-th quarter of the row's dimensions, and queries are laid out
-// to match (`query_word`). Half keys keep their natural order. mma m16n8k16: lane = 4 g + t holds rows g and g + 8 of A and C, column g of B.
+// In packed keys a lane's operands are contiguous: lane t of four has the t-th quarter of the row's dimensions, and queries are packed to
+// match (`query_word`). Half keys keep their natural order. In mma m16n8k16, lane 4 g + t holds rows g and g + 8 of A and C, and column g
+// of B.
 #pragma once
 #include "common/hadamard.cuh"
 
@@ -15,7 +16,7 @@ template <int CODEC>
 constexpr int unit_bytes() { return CODEC == F16 ? 16 : CODEC == HADAMARD4 ? 4 : 8; }
 template <int CODEC, int DIM>
 constexpr int row_bytes() { return DIM / 8 * unit_bytes<CODEC>(); }
-// Bytes between rows of a stage, padded so that the reads below meet no bank twice (twice for 256 dimensions of 8 bits).
+// Bytes between rows of a stage, padded so that the reads below have no bank conflict (two-way for 256 dimensions of 8 bits).
 template <int CODEC, int DIM>
 constexpr int key_stride() { return row_bytes<CODEC, DIM>() + (row_bytes<CODEC, DIM>() <= 64 ? 0 : 16); }
 template <int CODEC, int DIM>
@@ -26,7 +27,7 @@ template <int CODEC, int DIM>
 constexpr int key_stage_bytes() { return STAGE * (key_stride<CODEC, DIM>() + scale_bytes<CODEC, DIM>()); }
 template <int CODEC, int DIM>
 constexpr int value_stage_bytes() { return STAGE * (value_stride<CODEC, DIM>() + scale_bytes<CODEC, DIM>()); }
-// Where element e of a query goes: half `half` of word `word` of lane t of four. Words 2s and 2s + 1 belong to product s of 16 dimensions.
+// Place of element e of a query: half `half` of word `word` of lane t of four. Words 2s and 2s + 1 belong to mma s of 16 dimensions.
 struct QueryPlace {
   int t, word, half;
 };
@@ -37,10 +38,10 @@ DEVICE QueryPlace query_place(int e) {
   if constexpr (CODEC == HADAMARD4) return {t, i / 8 * 4 + (i & 3), i >> 2 & 1};
   return {t, i / 2, i & 1};
 }
-// Dimension of a result: column `c` of tile `n` of eight.
+// Dimension of a result: column `c` of tile `n` of eight columns.
 DEVICE int result_dim(bool natural, int n, int c) { return natural ? n * 8 + c : (n >> 3) * 64 + c * 8 + (n & 7); }
 
-// Copies BYTES into shared memory behind the thread's back, or zeros where there is nothing to copy.
+// Copies BYTES into shared memory asynchronously, or writes zeros if not `present`.
 template <int BYTES>
 DEVICE void copy_async(void* to, const void* from, bool present) {
 #if __CUDA_ARCH__ >= 800
@@ -81,7 +82,7 @@ DEVICE void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a
 
 DEVICE uint32_t as_word(__half2 v) { return *reinterpret_cast<uint32_t*>(&v); }
 DEVICE __half2 as_half2(uint32_t v) { return *reinterpret_cast<__half2*>(&v); }
-// Codes stand in the mantissas of halves; less the bias they are exact, times the scale rounded once.
+// Codes are in the mantissas of halves. Subtracting the bias is exact; multiplying by the scale rounds once.
 DEVICE uint32_t scaled(uint32_t word, uint32_t bias, __half2 scale) { return as_word(__hmul2(__hsub2(as_half2(word), as_half2(bias)), scale)); }
 template <uint32_t MASK, uint32_t ONE>
 DEVICE uint32_t field(uint32_t word) {
@@ -89,7 +90,8 @@ DEVICE uint32_t field(uint32_t word) {
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(word), "n"(MASK), "n"(ONE));
   return out;
 }
-// Nibbles i and i + 4 of a word as halves, i = 0..3. Halves of 1024 step by 1, halves of 64 by 1/16: a field at bit 4 needs no shift.
+// Nibbles i and i + 4 of a word as halves, i = 0..3. Halves from 1024 on have steps of 1, halves from 64 on steps of 1/16: a field at bit 4
+// needs no shift.
 DEVICE void nibble_pairs(uint32_t (&out)[4], uint32_t word, __half2 scale) {
   out[0] = scaled(field<0x000f000fu, 0x64006400u>(word), 0x64086408u, scale);
   out[1] = scaled(field<0x00f000f0u, 0x54005400u>(word), 0x54805480u, scale);
@@ -105,7 +107,7 @@ DEVICE uint32_t byte_pair(uint32_t word, __half2 scale) {
 }
 DEVICE __half2 zero_half2() { return __half2half2(__ushort_as_half(0)); }
 
-// A lane's quarter of a packed key, as operands of the products of 16 dimensions. `scales`: of that key.
+// A lane's quarter of a packed key, as operands of the mma of 16 dimensions each. `scales`: those of the key.
 template <int CODEC, int DIM>
 DEVICE void key_words(uint32_t (&out)[DIM / 8], const uint8_t* row, const __half* scales) {
   constexpr int BYTES = row_bytes<CODEC, DIM>() / 4, WORDS = BYTES / 4, RUN = CODEC == HADAMARD4 ? 4 : 8;  // words in a run of 32
@@ -138,7 +140,7 @@ DEVICE void load_matrices(uint32_t (&r)[4], const void* at) {
 }
 
 // For prefill: logits[n] = queries x keys 8n..8n+7 of the stage. `queries`: words of this lane's rows g and g + 8, four at a time, in
-// registers, or in shared memory at `rows` where the head is too large for that.
+// registers, or in shared memory at `rows` if the head is too large for registers.
 template <int CODEC, int DIM, bool REGISTERS>
 DEVICE void stage_logits(float (&logits)[8][4], const uint8_t* stage, const uint4 (*queries)[2], const uint4* rows) {
   constexpr int STRIDE = key_stride<CODEC, DIM>();
@@ -179,7 +181,7 @@ DEVICE void stage_values_f16(float (&sums)[TILES][4], const uint8_t* stage, int 
   }
 }
 
-// COUNT (2, 4 or 8) neighbouring elements of two keys at `a` and `b`: word i holds element i of both, times `scale` of each.
+// COUNT (2, 4 or 8) neighbouring elements of two keys at `a` and `b`: word i holds element i of both, times the `scale` of each.
 template <int CODEC, int COUNT>
 DEVICE void value_pairs(uint32_t (&out)[COUNT], const uint8_t* a, const uint8_t* b, __half2 scale) {
   if constexpr (CODEC == HADAMARD4) {

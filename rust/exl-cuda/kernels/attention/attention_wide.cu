@@ -1,4 +1,4 @@
-// Attention of many tokens over half pages with the matrix instructions of sm_90a.
+// Attention of many tokens over pages of halves with the warpgroup matrix instructions of sm_90a.
 #include "attention/attention_wide.cuh"
 
 WIDE(64)

@@ -1,9 +1,9 @@
-// Attention of many tokens on sm_90a: prefill's arithmetic, to the bit, with the matrix instructions of warpgroups.
+// Attention of many tokens on sm_90a with warpgroup matrix instructions (wgmma). Results are bitwise identical to those of prefill.
 //
-// Two warpgroups of 64 query rows consume what a third one feeds: queries, what they see, and units of half keys and values.
-// Blocks stay and take one tile after another; the feeder runs ahead into the next. Operands lie in shared memory as the matrix instructions
-// read them fastest: 64 dimensions of 64 rows, 128 bytes a row, its eight chunks in an order that depends on the row. While a unit's weights
-// are made, the next one's logits are.
+// A third warpgroup, the feeder, loads queries, their visible ranges, and units of half keys and values; two warpgroups of 64 query rows
+// consume them. Blocks are persistent and take one tile after another; the feeder runs ahead into the next tile. Operands are in shared
+// memory in the 128-byte swizzle of wgmma: 64 dimensions of 64 rows, 128 bytes a row, the order of its eight chunks depending on the row.
+// The next unit's logits are computed while the current unit's weights are.
 #pragma once
 #include "attention/attention_prefill.cuh"
 #include "common/pipeline.cuh"
@@ -11,24 +11,25 @@
 constexpr int BLOCK_BYTES = UNIT * 128;  // 64 dimensions of 64 rows
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// Operands that begin at `p`: 1024 bytes between eights of rows (`stride`), BLOCK_BYTES between 64 columns (`leading`, of values).
+// Descriptor of operands that begin at `p`: 1024 bytes between groups of eight rows (`stride`), BLOCK_BYTES between 64 columns (`leading`,
+// of values).
 DEVICE uint64_t matrix_at(const void* p) {
   const uint64_t at = (uint32_t)__cvta_generic_to_shared(p);
   return (at >> 4 & 0x3fff) | (uint64_t)(BLOCK_BYTES >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | 1ull << 62;
 }
-// Where chunk `chunk` of eight dimensions of row `row` of 64 lies.
+// Offset of chunk `chunk` of eight dimensions of row `row` of 64.
 DEVICE int chunk_at(int row, int chunk) { return chunk / 8 * BLOCK_BYTES + row * 128 + ((chunk ^ row) & 7) * 16; }
-DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Waits for all products; `d`: a result of theirs, not to be read before.
+// Waits for all matrix instructions. `d`: one of their results, which must not be read before.
 template <int N>
-DEVICE void products_wait(float (&d)[N]) {
+DEVICE void wgmma_wait(float (&d)[N]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
-// Ordinary and asynchronous copies to shared memory become visible to products after the next barrier.
-DEVICE void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Makes ordinary and asynchronous copies to shared memory visible to matrix instructions after the next barrier.
+DEVICE void show_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // d (64 x 64) = a b^T (+ d if `add`), 16 dimensions.
 DEVICE void rows_by_rows(float (&d)[32], uint64_t a, uint64_t b, bool add) {
@@ -85,13 +86,13 @@ struct Wide {
   static constexpr int FEEDER_REGISTERS = 88, CONSUMER_REGISTERS = 208;
   static_assert(FEEDER_REGISTERS + 2 * CONSUMER_REGISTERS <= 3 * 168, "what the block began with");
   static constexpr int PLANE_BYTES = UNIT * DIM * 2, UNIT_BYTES = 2 * PLANE_BYTES, QUERY_BYTES = 128 * DIM * 2, TOTAL_BYTES = ROWS * DIM * 4;
-  // Units; twice a tile's queries; totals; twice what rows see, and the tile; barriers. As in ops/attention.rs.
+  // Units; twice a tile's queries; totals; twice the rows' visible ranges, and the tile; barriers. Matches src/ops/attention.
   static constexpr int QUERY_AT = RING * UNIT_BYTES, TOTAL_AT = QUERY_AT + 2 * QUERY_BYTES, SIGHT_AT = TOTAL_AT + WARPS * TOTAL_BYTES;
   static constexpr int ITEM_AT = SIGHT_AT + 2 * 128 * 8, BARRIER_AT = ITEM_AT + 2 * 32, SHARED_BYTES = BARRIER_AT + 8 * (2 * RING + 4);
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// A run of tokens of a tile and its units, as the feeder leaves it for the others. `count` -1: there are no more.
+// A run of tokens of a tile and its units, written by the feeder for the other warpgroups. `count` -1: there are no more.
 struct Item {
   int begin, count, first, run, end, key_head, head_tile, unused;
 };
@@ -127,12 +128,12 @@ struct Feeder {
     barrier_wait(barriers.empty(unit.slot), unit.phase ^ 1);
     return shared + unit.slot * S::UNIT_BYTES;
   }
-  // What this thread wrote into the slot can be multiplied with.
+  // Makes this thread's writes to the slot visible to matrix instructions.
   DEVICE void filled(int slot) {
-    show_to_products();
+    show_to_wgmma();
     barrier_arrive(barriers.full(slot));
   }
-  // Half rows: eight lanes a row, four rows at once; lane l < 16 knows where the warp's row l is.
+  // Half rows: eight lanes a row, four rows at once; lane l < 16 holds the place of the warp's row l.
   DEVICE static int half_row(int i) { return (threadIdx.x % 128) / 32 * 4 + (i & 3) + i / 4 * 16; }
   DEVICE void copy(uint8_t* to, int found) const {
     const int chunk = lane % 8, bytes = a.dim * 2;
@@ -168,7 +169,7 @@ struct Feeder {
     copy_wait<0>();
     if (last >= 0) filled(last);
   }
-  // The run's queries, what they see, and which run it is.
+  // Writes the run's queries, their visible ranges, and the index of the run.
   DEVICE void put_item(const Item& it, const Keys& keys) {
     barrier_wait(barriers.item_empty(item.slot), item.phase ^ 1);
     uint8_t* queries = shared + S::QUERY_AT + item.slot * S::QUERY_BYTES + thread / 64 * (S::QUERY_BYTES / 2);
@@ -208,14 +209,14 @@ struct Feeder {
   }
   DEVICE void done(const Item& it) {
     if (thread == 0) reinterpret_cast<Item*>(shared + S::ITEM_AT)[item.slot] = it;
-    show_to_products();
+    show_to_wgmma();
     barrier_arrive(barriers.item_full(item.slot));
     item.advance(2);
   }
   DEVICE void run() {
     const int head_tiles = (a.group + a.tile_heads - 1) / a.tile_heads, heads = a.heads * head_tiles;
     const int tiles = (a.tokens + a.tile_tokens - 1) / a.tile_tokens, all = tiles * heads, blocks = gridDim.x;
-    // Later tokens see more keys: begin with them, and there and back, so that blocks have about as much.
+    // Later tokens see more keys, so begin with them. The order alternates in direction so that blocks get about equal work.
     for (int round = 0; round * blocks < all; round++) {
       const int index = round * blocks + (round & 1 ? blocks - 1 - (int)blockIdx.x : (int)blockIdx.x);
       if (index >= all) continue;
@@ -237,24 +238,24 @@ struct Feeder {
 
 template <class S>
 DEVICE void wide_logits(float (&x)[32], const uint8_t* queries, const uint8_t* keys) {
-  products_begin();
+  wgmma_begin();
 #pragma unroll
   for (int s = 0; s < S::DIM / 16; s++)
     rows_by_rows(x, matrix_at(queries + s / 4 * BLOCK_BYTES + s % 4 * 32), matrix_at(keys + s / 4 * BLOCK_BYTES + s % 4 * 32), s > 0);
   products_commit();
 }
 
-// Unit `index`: logits to weights, the next unit's logits meanwhile, sums.
+// Unit `index`: turns its logits into weights, computes the next unit's logits meanwhile, then its sums.
 template <class S>
 DEVICE void wide_unit(const Attention& a, const Visible& seen, int index, float (&logits)[32], const uint8_t* queries, const uint8_t* values,
                       const uint8_t* next_keys, State<S::TILES>& split) {
-  products_wait(logits);
+  wgmma_wait(logits);
   float x[8][4], max_of[2], sum_of[2], kept[2], added[2];
   uint32_t weights[4][4];
   const float scale = a.scale * LOG2E;
 #pragma unroll
   for (int i = 0; i < 32; i++) x[i / 4][i % 4] = __fmul_rn(logits[i], scale);
-  wide_logits<S>(logits, queries, next_keys);  // after the last unit: of no use, but a branch would serialize the products
+  wide_logits<S>(logits, queries, next_keys);  // unused after the last unit, but a branch would serialize the matrix instructions
   const int first_key = index * UNIT, t = threadIdx.x & 3;
   const bool all = first_key >= max(seen.from[0], seen.from[1]) && first_key + UNIT <= min(seen.to[0], seen.to[1]);
   if (!all)
@@ -265,7 +266,7 @@ DEVICE void wide_unit(const Attention& a, const Visible& seen, int index, float 
     }
   unit_softmax(x, weights, max_of, sum_of);
   float part[S::DIM / 2];
-  products_begin();
+  wgmma_begin();
 #pragma unroll
   for (int s = 0; s < 4; s++) rows_by_columns(part, weights[s], matrix_at(values + s * 2048), s > 0);
   products_commit();
@@ -274,7 +275,7 @@ DEVICE void wide_unit(const Attention& a, const Visible& seen, int index, float 
     join_factors(split.max[r], max_of[r], sum_of[r], kept[r], added[r]);
     split.sum[r] = join_value(split.sum[r], kept[r], sum_of[r], added[r]);
   }
-  products_wait(part);
+  wgmma_wait(part);
   if (__all_sync(~0u, kept[0] == 1.f && kept[1] == 1.f)) {
 #pragma unroll
     for (int n = 0; n < S::TILES; n++)
@@ -288,7 +289,7 @@ DEVICE void wide_unit(const Attention& a, const Visible& seen, int index, float 
     for (int e = 0; e < 4; e++) split.acc[n][e] = join_value(split.acc[n][e], kept[e >> 1], part[4 * n + e], added[e >> 1]);
 }
 
-// The last split joins the total (null: there is none) and goes to `out` from the registers.
+// Joins the last split with the total (null: there is none) and stores to `out` from the registers.
 template <class S>
 DEVICE void wide_result(const Attention& a, const float4* total, float (&max)[2], float (&sum)[2], State<S::TILES>& split, const Place (&mine)[2]) {
   const int lane = threadIdx.x & 31, t = lane & 3;
@@ -356,7 +357,7 @@ DEVICE void consume(const Attention& a, uint8_t* shared) {
         split.clear();
       }
     }
-    products_wait(logits);
+    wgmma_wait(logits);
     Place mine[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -370,7 +371,7 @@ DEVICE void consume(const Attention& a, uint8_t* shared) {
 }
 #endif
 
-// Grid: as many blocks as run at once. No softcap, no key mask.
+// Grid: as many blocks as are resident at once. No softcap, no key mask.
 template <class S>
 DEVICE void attention_wide(const Attention& a) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)

@@ -1,5 +1,5 @@
-// Layout of the structs that the host fills: the compiler checks size and offsets here, and the Rust crate checks its structs against
-// the same lines (build.rs reads them, src/abi.rs compares).
+// Layout of the structs that the host fills. The compiler checks size and offsets here, and the Rust crate checks its structs against the
+// same lines (build/abi.rs reads them, src/abi.rs compares).
 #pragma once
 #include <cstddef>
 

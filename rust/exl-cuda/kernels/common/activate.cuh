@@ -1,4 +1,4 @@
-// The activations by number, as ops::elementwise counts them.
+// The activations, numbered as in ops::elementwise.
 #pragma once
 #include "common/common.cuh"
 
@@ -11,8 +11,8 @@ DEVICE float activate(float v, int kind) {
   return 0.5f * v * (1.f + tanhf(0.7978845608028654f * (v + 0.044715f * v * v * v)));
 }
 
-// activate(v, SILU) of a half's value, bit for bit, without a branch, so that several are under way at a time: a division's own steps,
-// scaled where they would leave the range of normal numbers.
+// activate(v, SILU) of a half's value, bitwise identical and without a branch, so that several are in flight at a time. It runs a
+// division's own steps, scaled where they would leave the range of normal numbers.
 DEVICE float silu_of_half(float v) {
   const float scale = v < -64.f ? 0x1p-64f : 1.f, d = (1.f + expf(-v)) * scale;
   float r;

@@ -1,4 +1,4 @@
-// Sums over a block of 256 threads in one fixed order, which every norm shares.
+// Sums over a block of 256 threads in one fixed order that all norms share.
 #pragma once
 #include "common/common.cuh"
 
@@ -8,7 +8,7 @@ constexpr int THREADS = 256;
 DEVICE float block_sum(float v) {
   __shared__ float parts[THREADS / 32];
   v = warp_sum(v);
-  __syncthreads();  // a second sum must not overwrite what a slow warp still reads of the first
+  __syncthreads();  // a second sum must not overwrite what a slow warp still reads of the first sum
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = v;
   __syncthreads();
   float sum = 0.f;

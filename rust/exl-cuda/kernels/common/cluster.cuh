@@ -1,9 +1,9 @@
-// Blocks of a cluster that send each other results (sm_90 and later). In a launch without clusters these are illegal instructions.
+// Blocks of a cluster send each other results (sm_90 and later). In a launch without clusters these are illegal instructions.
 #pragma once
 #include "common/common.cuh"
 
 #if __CUDA_ARCH__ >= 900
-// All threads of a cluster arrive once. Nothing is handed over by it: arriving with release would wait for all writes on their way.
+// All threads of a cluster arrive once. The barrier publishes no data: an arrival with release would wait for all pending writes.
 DEVICE void cluster_arrive() {
   __syncwarp();
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
@@ -19,7 +19,7 @@ DEVICE uint32_t address_of_block(uint32_t at, int rank) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
   return there;
 }
-// Into another block's memory, counted by its barrier: what has been counted is there to be read.
+// Writes into another block's shared memory and counts on its barrier. Counted data is ready to be read.
 DEVICE void send(uint32_t to, uint32_t barrier, float4 v) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "r"(__float_as_int(v.x)),
                "r"(__float_as_int(v.y)), "r"(__float_as_int(v.z)), "r"(__float_as_int(v.w)), "r"(barrier)

@@ -1,4 +1,4 @@
-// What every kernel file shares: element types, loads of eight elements, dependent launch, fixed-order sums.
+// Shared by all kernel files: element types, loads of eight elements, dependent launch, sums in fixed order.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -6,9 +6,9 @@
 
 #define DEVICE __device__ __forceinline__
 
-// Programmatic dependent launch. `pdl_trigger` lets the next kernel begin its own preparation; `pdl_wait` returns when every
-// predecessor has finished and its writes are visible. Each kernel waits before its first access to anything a predecessor may have
-// written or still reads. Below sm_90 launches carry no such edge and both are nothing.
+// Programmatic dependent launch. `pdl_trigger` lets the next kernel begin its preparation. `pdl_wait` returns when every predecessor has
+// finished and its writes are visible. Each kernel waits before its first access to data that a predecessor may write or read. Below sm_90
+// launches have no such dependency and both functions do nothing.
 DEVICE void pdl_trigger() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -72,8 +72,8 @@ DEVICE float warp_sum(float v) {
   for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
   return v;
 }
-// What eight neighbouring elements add to an RMS norm's sum of squares: the one order of all kernels, so that whoever makes a row can
-// leave these sums for who norms it. By pairs, as lanes that hold an element each would add.
+// The contribution of eight neighbouring elements to an RMS norm's sum of squares. All kernels use this order, so that the kernel that
+// makes a row can leave these sums for the kernel that norms it. Sums by pairs, as lanes that hold one element each would add.
 DEVICE float eight_squares(const float (&v)[8]) {
   float s[8];
 #pragma unroll

@@ -1,12 +1,12 @@
-// Blocks of 64 elements of one head held by a warp: lane l has elements 2l (even half) and 2l + 1 (odd half). What the codecs of
-// spec formats 5.4 and the attention kernels share, so that both round alike.
+// Blocks of 64 elements of one head held by a warp: lane l has elements 2l (even half) and 2l + 1 (odd half). The cache codecs and the
+// attention kernels share this code, so that both round alike.
 #pragma once
 #include "common/common.cuh"
 
-// How keys or values are stored.
+// Storage format of keys or values.
 enum Codec { F16 = 0, E5M2 = 1, HADAMARD8 = 2, HADAMARD4 = 3 };
 
-// As the cache rounds: to nearest even, finite values beyond the range saturate, infinities and NaN stay.
+// Rounds as the cache does: to nearest even; finite values beyond the range saturate; infinities and NaN stay.
 DEVICE __half saturating_half(float x) {
   if (isfinite(x)) x = fminf(fmaxf(x, -65504.f), 65504.f);
   return __float2half_rn(x);

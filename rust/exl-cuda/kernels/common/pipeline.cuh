@@ -1,4 +1,4 @@
-// Bulk copies into shared memory and the barriers that say when they have landed (sm_90 and later).
+// Bulk copies into shared memory and the barriers that signal their completion (sm_90 and later).
 #pragma once
 #include "common/common.cuh"
 
@@ -16,14 +16,14 @@ DEVICE void barrier_wait(uint32_t b, uint32_t phase) {
       "r"(phase)
       : "memory");
 }
-// The build for racecheck (scripts/gpu/sanitize.sh), which keeps every hand-over but uses forms that the tool follows.
+// True in the build for racecheck (scripts/gpu/sanitize.sh). It keeps every synchronization but uses forms that the tool can follow.
 #ifdef EXL_EACH_LANE_ARRIVES
 constexpr bool RACECHECK = true;
 #else
 constexpr bool RACECHECK = false;
 #endif
-// A warp's arrival: one lane's, behind __syncwarp, which orders what the others have read and written before it. racecheck takes an arrival
-// for its own lane alone, so that all lanes arrive in its build.
+// A warp's arrival. One lane arrives after __syncwarp, which orders the reads and writes of the other lanes before it. racecheck counts an
+// arrival for its own lane only, so in its build all lanes arrive.
 constexpr int WARP_ARRIVALS = RACECHECK ? 32 : 1;
 DEVICE void warp_arrives(uint32_t b, int lane) {
   __syncwarp();
@@ -69,14 +69,15 @@ struct Turn {
   }
 };
 
-// The barrier of the whole block in the build for racecheck: one instruction, wherever it is called from. synccheck takes threads that wait
-// at different ones for divergent, though for PTX they meet.
-__device__ __noinline__ void meet_at_one_place() { asm volatile("bar.sync 0;" ::: "memory"); }
+// The barrier of the whole block in the build for racecheck: one instruction for all callers. synccheck reports threads that wait at
+// different instructions as divergent, though PTX treats them as one barrier.
+__device__ __noinline__ void whole_block_barrier() { asm volatile("bar.sync 0;" ::: "memory"); }
 // A named barrier among `threads` threads of the block, to wait at or, where others wait, only to arrive at. In the build for racecheck
-// both wait, and one of the whole block is barrier 0: the tool loses count of named ones among threads that met elsewhere or are gone.
+// both wait, and a barrier of the whole block is barrier 0: the tool loses count of named barriers among threads that synchronized
+// elsewhere or have exited.
 template <int ID>
 DEVICE void bar(int threads) {
-  if (RACECHECK && threads == blockDim.x) return meet_at_one_place();
+  if (RACECHECK && threads == blockDim.x) return whole_block_barrier();
   asm volatile("bar.sync %0, %1;" ::"n"(ID), "r"(threads) : "memory");
 }
 template <int ID>
@@ -84,8 +85,8 @@ DEVICE void bar_arrive(int threads) {
   if constexpr (RACECHECK) bar<ID>(threads);
   else asm volatile("bar.arrive %0, %1;" ::"n"(ID), "r"(threads) : "memory");
 }
-// The end of a block whose warps go different ways. In the build for racecheck they leave together.
+// The end of a block whose warps take different paths. In the build for racecheck they exit together.
 DEVICE void all_leave() {
-  if constexpr (RACECHECK) meet_at_one_place();
+  if constexpr (RACECHECK) whole_block_barrier();
 }
 #endif

@@ -1,9 +1,9 @@
-// For measuring: a pure read of a buffer (the roof every memory-bound kernel is held against) and a kernel that does nothing.
+// For measurement: a pure read of a buffer (the roofline of all memory-bound kernels) and an empty kernel.
 #include <cuda.h>
 #include "common/abi.cuh"
 #include "common/common.cuh"
 
-// What the host hands to the driver's launch call (src/ffi.rs), as cuda.h declares it.
+// Parameters of the driver's launch call (src/ffi.rs), as cuda.h declares them.
 ABI_SIZE(CUlaunchConfig, 56); ABI_AT(CUlaunchConfig, gridDimX, 0); ABI_AT(CUlaunchConfig, blockDimX, 12);
 ABI_AT(CUlaunchConfig, sharedMemBytes, 24); ABI_AT(CUlaunchConfig, hStream, 32); ABI_AT(CUlaunchConfig, attrs, 40);
 ABI_AT(CUlaunchConfig, numAttrs, 48);

@@ -1,33 +1,34 @@
-// Matrix instructions of a warpgroup (sm_90a): 64 rows of A in registers times N columns of B in shared memory.
+// Warpgroup matrix instructions (sm_90a): 64 rows of A in registers times N columns of B in shared memory.
 //
-// B lies there as core matrices of 8 columns x 8 values of K, 128 bytes each: the eight values from 8 h on of column n at
-// 16 N h + 16 n; or, turned, eight columns of one value of K after the other. `d` is laid out as mma.sync's: d[4 n + i] is register i of columns 8 n .. 8 n + 7, each warp with its 16 rows.
+// B is stored as core matrices of 8 columns x 8 values of K, 128 bytes each. The eight values from 8 h on of column n are at 16 N h + 16 n.
+// In transposed core matrices, eight columns of one value of K are contiguous instead. `d` has the layout of mma.sync's: d[4 n + i] is
+// register i of columns 8 n .. 8 n + 7, each warp with its 16 rows.
 #pragma once
 #include "common/common.cuh"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Waits until at most PENDING groups are unfinished; the others have read their operands.
 template <int PENDING>
-DEVICE void products_pending() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
-// Waits until at most PENDING groups are unfinished; `d`: a result of a finished one, not to be read before.
+DEVICE void wgmma_pending() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+// Waits until at most PENDING groups are unfinished. `d`: a result of a finished group, which must not be read before.
 template <int PENDING, int S>
-DEVICE void products_wait(float (&d)[S]) {
+DEVICE void wgmma_wait(float (&d)[S]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 #pragma unroll
   for (int i = 0; i < S; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// B's descriptor: of its halves.
+// B's descriptor from its two halves.
 DEVICE uint64_t descriptor_of(uint32_t low, uint32_t high) { return static_cast<uint64_t>(high) << 32 | low; }
-// In place, so that the high half needs no move to where the low half is: `step` in units of 16 bytes, without a carry.
+// Advances the descriptor in place, so that the high half needs no move: `step` in units of 16 bytes, without a carry.
 DEVICE void advance(uint64_t& b, uint32_t step) {
   asm("{ .reg .b32 low, high; mov.b64 {low, high}, %0; add.u32 low, low, %1; mov.b64 %0, {low, high}; }" : "+l"(b) : "r"(step));
 }
 
-// d = a b (+ d if ADD), 16 values of K. `b`: B's descriptor; TURNED: in B's core matrices, columns are innermost.
-template <bool ADD, bool TURNED>
+// d = a b (+ d if ADD), 16 values of K. `b`: B's descriptor. TRANSPOSED: columns are innermost in B's core matrices.
+template <bool ADD, bool TRANSPOSED>
 DEVICE void product(float (&d)[8], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, %13, 0;"
@@ -35,9 +36,9 @@ DEVICE void product(float (&d)[8], const uint32_t (&a)[4], uint64_t b) {
       "%0, %1, %2, %3, %4, %5, %6, %7"
       "}, {%8, %9, %10, %11}, %12, p, 1, 1, %14; }"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)ADD), "n"((int)TURNED));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)ADD), "n"((int)TRANSPOSED));
 }
-template <bool ADD, bool TURNED>
+template <bool ADD, bool TRANSPOSED>
 DEVICE void product(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, %21, 0;"
@@ -45,9 +46,9 @@ DEVICE void product(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
       "}, {%16, %17, %18, %19}, %20, p, 1, 1, %22; }"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)ADD), "n"((int)TURNED));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)ADD), "n"((int)TRANSPOSED));
 }
-template <bool ADD, bool TURNED>
+template <bool ADD, bool TRANSPOSED>
 DEVICE void product(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, %37, 0;"
@@ -55,7 +56,7 @@ DEVICE void product(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
       "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38; }"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)ADD), "n"((int)TURNED));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)ADD), "n"((int)TRANSPOSED));
 }
 template <int REGISTERS>
 DEVICE void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }

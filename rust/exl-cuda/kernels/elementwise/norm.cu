@@ -1,5 +1,5 @@
 // RMSNorm: out = x / sqrt(mean(x^2) + eps) * (weight + offset). LayerNorm: out = (x - mean) / sqrt(var + eps) * weight + bias.
-// One block a row; a row's sums have one order, whatever the row count.
+// One block a row. The order of a row's sums does not depend on the number of rows.
 #include "common/block_sum.cuh"
 
 template <class T, class W>

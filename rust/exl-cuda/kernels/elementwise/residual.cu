@@ -1,7 +1,7 @@
 // x = x + y, then out = rms_norm(x): the end of one sub-layer and the beginning of the next in one launch. One block a row.
 //
-// Bit for bit what an addition of tensors followed by norm.cu gives: x is rounded to its type before the norm reads it, and element k
-// is added by thread (k / 8) % 256.
+// Bitwise identical to an addition of tensors followed by norm.cu: x is rounded to its type before the norm reads it, and element k is
+// added by thread (k / 8) % 256.
 #include "common/block_sum.cuh"
 
 constexpr int HELD = 4;  // batches of eight elements that a thread keeps in registers: rows of up to 8192
@@ -79,7 +79,7 @@ ADD_RMS_NORM(__nv_bfloat16, bf16)
 ADD_RMS_NORM(float, f32)
 
 // x = x + post(y), then out = rms_norm(x) as halves: the end of a sub-layer whose result is normed, or whose hidden state is FP32, and the
-// beginning of the next. Bit for bit what norm.cu gives for y as x's type, an addition of tensors, and norm.cu for x, rounded to halves.
+// beginning of the next. Bitwise identical to norm.cu for y in x's type, an addition of tensors, and norm.cu for x rounded to halves.
 struct RowNorm {
   const float* weight;  // null: no norm
   float eps, offset;
@@ -106,7 +106,7 @@ DEVICE void add_post_norm_kernel(T* x, const __half* y, const RowNorm& post, con
   if (out) out += (size_t)blockIdx.x * width;
   const bool wide = width % 8 == 0 && aligned8(x) && aligned8(y) && aligned8(out) && aligned8(post.weight) && aligned8(norm.weight);
   constexpr int BATCH = THREADS * 8;
-  float weights[2][HELD][8];  // of `post`, of `norm`
+  float weights[2][HELD][8];  // weights of `post` and of `norm`
 #pragma unroll
   for (int i = 0; i < HELD; i++) {
     const int k = i * BATCH + threadIdx.x * 8;

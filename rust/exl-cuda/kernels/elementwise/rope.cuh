@@ -1,4 +1,4 @@
-// The rotation of one pair, written out so that every kernel that rotates gets the same bits.
+// The rotation of one pair. All kernels that rotate call it, so that their results are bitwise identical.
 #pragma once
 #include "common/common.cuh"
 

@@ -1,7 +1,7 @@
-// Keys and values into pages and out of them: one warp a block of 64 elements.
+// Stores keys and values to pages and loads them from pages: one warp a block of 64 elements.
 #include "kv/kv_encode.cuh"
 
-// Grid: tokens; a warp takes every eighth block of keys and values. A slot outside the pages is passed over.
+// Grid: tokens; a warp takes every eighth block of keys and values. A slot outside the pages is skipped.
 template <class T>
 DEVICE void store(const Pages& p, const T* k, const T* v, const int64_t* slots) {
   pdl_trigger();
@@ -38,7 +38,7 @@ DEVICE float stored(const Pages& p, int plane, int64_t row, int block, int i) {
   return round_half((float)code * __half2float(p.scales[plane][at * 2 + i / 32]));
 }
 
-// Grid: tokens. With the codec's own half roundings; a slot outside the pages gives zeros.
+// Grid: tokens. Rounds to half where the codec does; a slot outside the pages gives zeros.
 extern "C" __global__ void __launch_bounds__(256) kv_load(Pages p, float* k, float* v, const int64_t* slots) {
   pdl_trigger();
   pdl_wait();

@@ -1,5 +1,5 @@
-// Encoding of one block of 64 elements into pages (spec formats 5): a warp a block, the CPU codec's arithmetic step by step, so that
-// codes and scales are the same bits.
+// Encodes one block of 64 elements into pages, one warp a block. It repeats the CPU codec's arithmetic step by step, so that codes and
+// scales are bitwise identical.
 #pragma once
 #include "common/abi.cuh"
 #include "common/hadamard.cuh"
@@ -8,7 +8,7 @@ struct Pages {
   uint8_t* data[2];
   __half* scales[2];
   int codec[2];
-  int heads, dim, blocks;  // blocks of 64 in a head, the last one possibly short
+  int heads, dim, blocks;  // blocks of 64 in a head; the last one may be short
   int64_t slots;
 };
 ABI_SIZE(Pages, 64); ABI_AT(Pages, data, 0); ABI_AT(Pages, scales, 16); ABI_AT(Pages, codec, 32); ABI_AT(Pages, heads, 40);
@@ -22,14 +22,14 @@ DEVICE uint8_t e5m2(float x) {
   return (uint8_t)((bits & 0x8000) >> 8 | rounded);
 }
 
-// Step 3 of formats 5.4; the quotient of an all-zero run is NaN and gives code 0.
+// Code of a transformed element. The quotient of an all-zero run is NaN and gives code 0.
 DEVICE unsigned quantize(float t, float peak, float m) {
   const float ratio = round_half(__fdiv_rn(t, peak));
   const float shifted = rintf(round_half(__fmaf_rn(ratio, m, m)));
   return (unsigned)fminf(fmaxf(shifted, 0.f), 2.f * m - 1.f);
 }
 
-// Largest magnitude of the 32 elements that lanes 0-15 or 16-31 hold; NaN if one is.
+// Largest magnitude of the 32 elements that lanes 0-15 or 16-31 hold; NaN if one of them is.
 DEVICE float run_peak(float even, float odd) {
   float peak = fmaxf(fabsf(even), fabsf(odd));
   bool nan = isnan(even) || isnan(odd);

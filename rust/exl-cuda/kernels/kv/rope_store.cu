@@ -1,6 +1,6 @@
-// Queries and keys rotated, keys and values into pages: one launch where there were three. A warp a head of a token.
+// Rotates queries and keys and stores keys and values to pages in one launch. A warp takes one head of a token.
 //
-// Bit for bit what rope.cu on q and k and then kv.cu give: rotated values are rounded to their type before they are encoded.
+// Bitwise identical to rope.cu on q and k followed by kv.cu: rotated values are rounded to their type before they are encoded.
 #include "common/abi.cuh"
 #include "kv/kv_encode.cuh"
 #include "elementwise/rope.cuh"
@@ -15,8 +15,8 @@ struct Rotation {
 ABI_SIZE(Rotation, 40); ABI_AT(Rotation, cos, 0); ABI_AT(Rotation, sin, 8); ABI_AT(Rotation, positions, 16);
 ABI_AT(Rotation, rotated, 24); ABI_AT(Rotation, table_rows, 28); ABI_AT(Rotation, interleaved, 32);
 
-// Grid: tokens, quarters of the heads of q, then of k, then of v. Positions, slots and tables are read before the wait: they are older
-// than the launch before this one.
+// Grid: tokens, quarters of the heads of q, then of k, then of v. Positions, slots and tables are read before the wait: they were written
+// before the previous launch.
 template <class T>
 DEVICE void rope_store_kernel(const Pages& p, const Rotation& r, T* q, T* k, const T* v, const int64_t* slots, int q_heads) {
   constexpr int PAIRS = MAX_DIM / 64, PARTS = MAX_DIM / 32;  // of a lane
@@ -72,8 +72,8 @@ DEVICE void store8_saturated(__half* to, const float (&v)[8]) {
   *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(items);
 }
 
-// The same of halves into pages of halves, for many tokens: a block a token, eight elements a load. All of a head is rotated, in two halves;
-// its size is a multiple of 16, and addresses are aligned to 16 bytes.
+// The same for halves into pages of halves, for many tokens: a block a token, eight elements a load. Heads are rotated whole, in two
+// halves; their size is a multiple of 16, and addresses are aligned to 16 bytes.
 extern "C" __global__ void __launch_bounds__(WARPS * 32) rope_store_many(
     const __grid_constant__ Pages p, const __grid_constant__ Rotation r, __half* q, __half* k, const __half* v, const int64_t* slots,
     int q_heads) {

@@ -1,24 +1,24 @@
 // y = x @ W for 9 to 64 activation rows on sm_90a: each weight is unpacked once and multiplied by the tensor cores of a warpgroup.
 //
-// An item is 64 features (four row tiles), the work of one warpgroup. Either a block has all of K, or four blocks have a quarter each (the
-// units u = j mod 4). A block is up to W warpgroups, whose items are neighbours, and one warp that streams stages: one unit of every tile,
-// and the prepared activations of these rows (which stay in shared memory where a block meets them again and they fit). A warp's fragments
-// of mma.sync are its part of a warpgroup's A operand, so codes go from shared memory to registers to the tensor cores. Same bits as the
-// ring kernel, whose order of sums (`sum_classes`) is kept.
+// An item is 64 features (four row tiles), the work of one warpgroup. A block processes all of K, or four blocks process a quarter each
+// (the units u = j mod 4). A block has up to W warpgroups with neighbouring items and one warp that streams stages. A stage is one unit of
+// every tile, with the packed activations of its rows, which stay in shared memory if the block needs them again and they fit. A warp's
+// fragments of mma.sync are its part of a warpgroup's A operand, so codes go from shared memory to registers to the tensor cores. Results
+// are bitwise identical to the ring kernel's: the order of sums (`sum_classes`) is the same.
 //
-// Branches that depend on what is read ask for a vote first: ptxas would take the tensor cores' work one by one where it cannot see that a
-// warp goes one way. What a warp passes once is short, since it is cold in a decode step. (Clusters in place of the workspace: the H200 ran
-// only a third of their blocks at a time.)
+// Branches that depend on loaded data use a vote: ptxas serializes the matrix instructions if it cannot prove that a warp does not diverge.
+// Code that a warp runs once is short, because the instruction cache is cold in a decode step. Clusters in place of the workspace were
+// slower: the hardware kept fewer of their blocks resident.
 #pragma once
 #include "linear/batch_finish.cuh"
 #include "common/wgmma.cuh"
 
-template <int KIND, int ENTRY, int N, int W, bool TURNED>
+template <int KIND, int ENTRY, int N, int W, bool TRANSPOSED>
 struct Batch;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// TURNED: the activations' core matrices are (prepared.cuh).
-template <int KIND, int ENTRY, int N, int W, bool TURNED>
+// TRANSPOSED: the core matrices of the activations are transposed (prepared.cuh).
+template <int KIND, int ENTRY, int N, int W, bool TRANSPOSED>
 struct Batch : BatchFinish<N> {
   using Finish = BatchFinish<N>;
   using Finish::Finish;
@@ -28,7 +28,7 @@ struct Batch : BatchFinish<N> {
   // A unit's row in the block's table: {offset, bytes, widths | number << 16}, maxima.
   static constexpr int ROW = ENTRY == 128 ? 16 : 32, MAXIMA_AT = ENTRY == 128 ? 12 : 16;
 
-  // The streaming warp's part: barriers, and tables.
+  // Set-up by the streaming warp: barriers and tables.
   DEVICE void set_up_stream() const {
     const int lane = threadIdx.x % 32;
     for (int i = lane; i < p.slots; i += 32) {
@@ -65,7 +65,7 @@ struct Batch : BatchFinish<N> {
     }
   }
 
-  // ---- one warp streams; each lane has a tile of the block's items
+  // ---- one warp streams; each lane takes one tile of the block's items
   struct Source {
     const uint8_t* from;
     uint32_t units;
@@ -155,8 +155,8 @@ struct Batch : BatchFinish<N> {
   // One unit of this warp's tile.
   struct Unit {
     const uint32_t weights;
-    uint64_t x;  // the descriptor of the first core matrices, or, of three warpgroups, of the next
-    const uint32_t maxima;  // where they are, or, of entries of 128 rows, they themselves
+    uint64_t x;  // the descriptor of the first core matrices or, with three warpgroups, of the next
+    const uint32_t maxima;  // address of the maxima or, for entries of 128 rows, the maxima themselves
     const int lane;
     float (&total)[S];
     UnitScales<KIND, ENTRY, SharedBytes> scales;
@@ -166,16 +166,16 @@ struct Batch : BatchFinish<N> {
       else if constexpr (ENTRY == 128) return mul2(scales.squares(e), __byte_perm(maxima, 0, e ? 0x3232 : 0x1010));
       else return scales.halves(e, __ushort_as_half(SharedBytes{maxima}.get2(e * 2)));
     }
-    // The next matrix instructions of the unit, i .. .
+    // The next COUNT matrix instructions of the unit, from i on.
     template <int COUNT, bool ADD>
     DEVICE void multiply(float (&sums)[S], const uint32_t (*a)[4], int i) {
-      products_begin();
+      wgmma_begin();
 #pragma unroll
       for (int j = 0; j < COUNT; j++) {
-        // In place saves registers, but costs where they are not short.
+        // Advancing in place saves registers, but is slower where registers are not scarce.
         const uint64_t at = W == 3 ? x : descriptor_of(static_cast<uint32_t>(x) + (i + j) * 2 * N, 128 >> 4);
-        if (j == 0) product<ADD, TURNED>(sums, a[0], at);
-        else product<true, TURNED>(sums, a[j], at);
+        if (j == 0) product<ADD, TRANSPOSED>(sums, a[0], at);
+        else product<true, TRANSPOSED>(sums, a[j], at);
         if constexpr (W == 3) advance(x, 2 * N);
       }
       products_commit();
@@ -183,12 +183,12 @@ struct Batch : BatchFinish<N> {
     template <int B>
     DEVICE static void unpack_here(uint32_t (&a)[4][4], const uint32_t (&w)[B], uint2 low, uint2 high) {
       unpack_chunk<B>(a, w, low, high);
-      // Here and not later: products are on their way.
+      // The unpacking must be finished here, not later, while matrix instructions are in flight.
 #pragma unroll
       for (int j = 0; j < 16; j++) asm volatile("" : "+r"(a[j / 4][j % 4]));
     }
 
-    // Four chunks of one width, entries of 128 rows: while one is multiplied, the next is unpacked.
+    // Four chunks of one width, entries of 128 rows: the next chunk is unpacked while the current one is multiplied.
     template <int B>
     DEVICE void uniform() {
       uint32_t w[B], a[2][2][4], scale_of[2];
@@ -200,30 +200,30 @@ struct Batch : BatchFinish<N> {
       unpack_half<B, 1>(a[1], w, 0);
       load_words<B>(w, SharedBytes{weights + 128 * B}, lane);
       multiply<2, true>(sums, a[1], 2);
-      products_pending<1>();
+      wgmma_pending<1>();
       unpack_half<B, 0>(a[0], w, 0);
       multiply<2, true>(sums, a[0], 4);
-      products_pending<1>();
+      wgmma_pending<1>();
       unpack_half<B, 1>(a[1], w, 0);
       load_words<B>(w, SharedBytes{weights + 256 * B}, lane);
       multiply<2, true>(sums, a[1], 6);
       scale_of[0] = scale(0);
       scale_of[1] = scale(1);
-      products_pending<1>();
+      wgmma_pending<1>();
       unpack_half<B, 0>(a[0], w, 1);
-      products_wait<0>(sums);
+      wgmma_wait<0>(sums);
       fold(sums, total, scale_of[0]);
       multiply<2, false>(sums, a[0], 8);
       unpack_half<B, 1>(a[1], w, 1);
       load_words<B>(w, SharedBytes{weights + 384 * B}, lane);
       multiply<2, true>(sums, a[1], 10);
-      products_pending<1>();
+      wgmma_pending<1>();
       unpack_half<B, 0>(a[0], w, 1);
       multiply<2, true>(sums, a[0], 12);
-      products_pending<1>();
+      wgmma_pending<1>();
       unpack_half<B, 1>(a[1], w, 1);
       multiply<2, true>(sums, a[1], 14);
-      products_wait<0>(sums);
+      wgmma_wait<0>(sums);
       fold(sums, total, scale_of[1]);
     }
     template <int B, int H>
@@ -267,19 +267,19 @@ struct Batch : BatchFinish<N> {
           chunk_of<8>(a, codes, c);
         }
         offset += 128 * b;
-        // Pieces of an entry, added by hand to one chain.
+        // Pieces of an entry, added explicitly to one chain.
         float sums[S];
         if constexpr (ENTRY == 32) {
 #pragma unroll
           for (int h = 0; h < 2; h++) {
             multiply<2, false>(sums, a + 2 * h, 4 * c + 2 * h);
-            products_wait<0>(sums);
+            wgmma_wait<0>(sums);
             fold(sums, total, scale(2 * c + h));
           }
         } else {
           if (all((c & 1) == 0)) multiply<4, false>(held, a, 4 * c);
           else multiply<4, true>(held, a, 4 * c);
-          products_wait<0>(held);
+          wgmma_wait<0>(held);
           if (all((c & 1) != 0 || (widths >> (4 * c + 4) & 15) == 0)) fold(held, total, scale(c / 2));
         }
       }
@@ -304,7 +304,7 @@ struct Batch : BatchFinish<N> {
   };
 
   DEVICE uint32_t room_of_warp() const { return threadIdx.x / 32 * p.unit_room; }
-  // Sums of a quarter, from `row` of the table that begins at `rows` on.
+  // Adds the sums of a quarter, beginning at `row` of the table at `rows`.
   DEVICE void add_quarter(float (&sum)[S], int quarter, uint32_t rows, uint32_t& row, uint32_t mine, Turn& turn, bool waits) const {
     const int lane = threadIdx.x % 32;
     float total[S];
@@ -360,28 +360,28 @@ DEVICE void batch_matmul(const BatchTask& p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(128) uint8_t memory[];
   const B batch(p, memory);
-  // Two warps are there only so that the last two are a warpgroup's, which can give its registers away.
+  // Two warps only fill the last warpgroup, so that it can release its registers.
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
-  constexpr int MEETING = W * 128 + (RACECHECK ? 128 : 64);  // racecheck's build: all threads of the block
+  constexpr int BARRIER_THREADS = W * 128 + (RACECHECK ? 128 : 64);  // racecheck's build: all threads of the block
   if (group == W) {
     if constexpr (FEWER > 0) fewer_registers<FEWER>();
     if (threadIdx.x < W * 128 + 32) {
       pdl_trigger();
       batch.set_up_stream();
-      bar_arrive<1>(MEETING);
+      bar_arrive<1>(BARRIER_THREADS);
       batch.stream();
     } else if (threadIdx.x < W * 128 + 64) {
-      bar<1>(MEETING);
+      bar<1>(BARRIER_THREADS);
       pdl_wait();
       if (p.cut > 1) batch.agree();
-      __syncwarp();  // one lane looks for the others
+      __syncwarp();  // one lane polls for the other blocks
     } else if (RACECHECK) {
-      bar_arrive<1>(MEETING);
+      bar_arrive<1>(BARRIER_THREADS);
     }
   } else {
     if constexpr (FEWER > 0) more_registers<MORE>();
     batch.set_up_maxima();
-    bar<1>(MEETING);
+    bar<1>(BARRIER_THREADS);
     if (group < p.groups) {
       pdl_wait();
       batch.multiply();
@@ -393,11 +393,11 @@ DEVICE void batch_matmul(const BatchTask& p) {
 #endif
 }
 
-// REGISTERS of a thread at the launch leave 128 threads of 32 to a block of the kernel that prepares the next input.
-#define BATCH(NAME, REGISTERS, KIND, ENTRY, N, W, TURNED, MORE, FEWER)                                                            \
+// REGISTERS of a thread at the launch leave room for a block of 128 threads with 32 registers, of the kernel that packs the next input.
+#define BATCH(NAME, REGISTERS, KIND, ENTRY, N, W, TRANSPOSED, MORE, FEWER)                                                            \
   extern "C" __global__ void __maxnreg__(REGISTERS) NAME(const __grid_constant__ BatchTask p) {                                   \
     static_assert((W + 1) * REGISTERS == W * MORE + FEWER && (W + 1) * 128 * REGISTERS <= 65536, "registers are handed on");     \
-    batch_matmul<Batch<KIND, ENTRY, N, W, TURNED>, W, MORE, FEWER>(p);                                                            \
+    batch_matmul<Batch<KIND, ENTRY, N, W, TRANSPOSED>, W, MORE, FEWER>(p);                                                            \
   }
 #define BOTH(NAME, REGISTERS, KIND, ENTRY, N, W, MORE, FEWER)             \
   BATCH(NAME, REGISTERS, KIND, ENTRY, N, W, false, MORE, FEWER)           \

@@ -1,10 +1,9 @@
-// The end of the kernels of 9 to 64 rows (batch.cuh): quarters of K added up, what follows the product, and the results to where they are
-// wanted.
+// The end of the kernels of 9 to 64 rows (batch.cuh): adds the quarters of K, applies the epilogue, and stores the results.
 //
-// Sums of quarters meet in memory of their own, between launches all ones. Each of the four blocks has a share of the rows to add up and
-// store, and leaves the sums of the others' rows there. It reads until no word is `ABSENT` any more, which is no sum (arithmetic has one
-// NaN, 0x7fffffff), and leaves the memory as it was. So nothing has to be ordered. No block waits for one that may not have begun: see
-// `agree`.
+// Blocks exchange the sums of quarters in a workspace that is all ones between launches. Each of the four blocks has a share of the rows to
+// add and store, and writes its sums of the other rows to the workspace. A block polls until no word is `ABSENT`, which no sum can be
+// (arithmetic produces only the NaN 0x7fffffff), and then restores the workspace to all ones. So no memory ordering is needed. No block
+// waits for a block that may not have started: see `agree`.
 #pragma once
 #include "common/activate.cuh"
 #include "linear/batch_task.cuh"
@@ -15,23 +14,24 @@ template <int N>
 struct BatchFinish : BatchBlock {
   static constexpr int S = N / 2;  // sums a thread
   static constexpr int EIGHTS = N / 8;
-  // Whether gated results go on turned (prepared.cuh). Of 32 rows not: there, `go_on` costs the loops before it registers that they lack, 0.2
-  // to 1.5 us a launch.
-  static constexpr bool TURNS = prepared_turns(N);
+  // Whether gated results are stored transposed (prepared.cuh). Not for 32 rows: the loops before `go_on` would lack the registers that it
+  // needs.
+  static constexpr bool TURNS = prepared_transposes(N);
   using BatchBlock::BatchBlock;
 
-  // A thread has float4s of a warp's 16 features and eight rows: (feature, row) = (g, 2 t), (g, 2 t + 1), (g + 8, 2 t),
-  // (g + 8, 2 t + 1). Uncut, they add up in shared memory of the warp's own, and where one matrix gates another, the warps that have the same
-  // tile of both meet and take half of the rows each.
+  // A thread has float4s of a warp's 16 features and eight rows: (feature, row) = (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1).
+  // If K is not cut, they add up in shared memory that only this warp uses. If one matrix gates another, the two warps with the same tile
+  // synchronize and take half of the rows each.
   static constexpr uint32_t ABSENT = ~0u;
   DEVICE static uint4 absent() { return make_uint4(ABSENT, ABSENT, ABSENT, ABSENT); }
 
-  // Behind the ring's barriers: one that says that the number is there, and the number.
+  // After the ring's barriers: a barrier that signals the block's number, and the number.
   DEVICE uint32_t numbered() const { return base + p.numbered_at; }
   DEVICE int& number() const { return *reinterpret_cast<int*>(memory + p.numbered_at + 8); }
-  // One warp's part where K is cut: whose shares of the rows this block adds up, a bit for each of the four, and ALONE in the one that began
-  // last. Blocks count themselves in. One that sees all four for a while stays and adds its share. One that does not, leaves all its sums and
-  // says so, in one step with a last look; the one that began last then has its share, too, and is the only one that is sure of the others.
+  // Run by one warp if K is cut. Returns which of the four shares of rows this block adds, one bit each, and ALONE in the block that
+  // started last. Blocks count their start. A block that sees all four within a bounded number of polls stays and adds its share. Otherwise
+  // it writes all its sums to the workspace and announces that in one atomic step with a last poll. The block that started last then adds
+  // that share too, and it alone can rely on the sums of all others.
   static constexpr int ALONE = 16;
   DEVICE void agree() const {
     if (threadIdx.x % 32) return;
@@ -63,7 +63,7 @@ struct BatchFinish : BatchBlock {
     barrier_wait(numbered(), 0);
     return __shfl_sync(~0u, number(), 0);
   }
-  // Of N / 8 eights of rows a share is SHARE ones; of 16 rows two blocks have one.
+  // N / 8 groups of eight rows are dealt in shares of SHARE groups; of 16 rows, two blocks have one group each.
   static constexpr int SHARE = EIGHTS < QUARTERS ? 1 : EIGHTS / QUARTERS;
   DEVICE static void leave_sums(float4* to, const float (&sums)[S], int but) {
 #pragma unroll
@@ -73,7 +73,7 @@ struct BatchFinish : BatchBlock {
                      "f"(sums[4 * q + 2]), "f"(sums[4 * q + 3])
                      : "memory");
   }
-  // This warp's sums beside those of the quarters before, in the block's memory.
+  // Keeps this warp's sums beside those of the quarters before, in the block's memory.
   DEVICE float4* own_sums() const { return reinterpret_cast<float4*>(memory + p.sums_at) + threadIdx.x / 32 * (EIGHTS * 32) + threadIdx.x % 32; }
   DEVICE float4* keep(bool begun, const float (&sums)[S]) const {
     float4* const to = own_sums();
@@ -109,10 +109,10 @@ struct BatchFinish : BatchBlock {
     }
     if (gated()) {
       const int half = p.groups / 2, mine = group >= half, pair = group - (mine ? half : 0), between = half * 4 * EIGHTS * 32;
-      meet(pair);
+      synchronize(pair);
       store_gated(to - lane - mine * between, between, (here.tile + warp) * TILE + 2 * (lane >> 3), mine);
-      // What has been read here is written again in the next round.
-      meet(pair);
+      // The memory that was read here is written again in the next iteration.
+      synchronize(pair);
     } else {
       store_item(here, to);
       if (p.cut > 1)
@@ -120,7 +120,7 @@ struct BatchFinish : BatchBlock {
         for (int q = 0; q < EIGHTS; q++) reinterpret_cast<uint4*>(to)[q * 32] = absent();
     }
   }
-  // A warp's sums, of which this lane's stand at `to`.
+  // Stores a warp's sums; this lane's are at `to`.
   DEVICE void store_item(const Place& here, const float4* to) const {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     __syncwarp();
@@ -128,8 +128,8 @@ struct BatchFinish : BatchBlock {
     __syncwarp();
   }
 
-  // What the other quarters left of some eights of rows, as soon as it is there; the memory is as it was then. `places`: this lane's of the
-  // first quarter.
+  // Takes the sums of the other quarters for some groups of eight rows once they are present, and restores the workspace. `places`: this
+  // lane's places of the first quarter.
   DEVICE static void take(uint4 (&v)[SHARE][QUARTERS - 1], float4* places, int quarter, int first) {
     uint4* const from = reinterpret_cast<uint4*>(places) + first * 32;
     uint4* const others[QUARTERS - 1] = {from + (quarter <= 0) * (EIGHTS * 32), from + (1 + (quarter <= 1)) * (EIGHTS * 32),
@@ -164,7 +164,7 @@ struct BatchFinish : BatchBlock {
       for (int q = 0; q < SHARE; q++) add_four(sums, 4 * (first + q), quarter, v[q]);
     }
   }
-  // This block's shares, where results are halves in pairs.
+  // Adds this block's shares; results are pairs of halves.
   DEVICE void add_halves(float4* places, const Place& here, int quarter, int shares, float (&sums)[S]) const {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, odd = lane >> 2 & 1, token = 2 * (lane & 3) + odd;
     const BatchPart& part = p.part[here.matrix];
@@ -192,7 +192,7 @@ struct BatchFinish : BatchBlock {
         const int i = 4 * (first + q);
         add_four(sums, i, quarter, v[q]);
         const float4 r = make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
-        // Lanes of neighbouring features exchange: one has both of row 2 t, the other of row 2 t + 1.
+        // Lanes of neighbouring features exchange: one gets both of row 2 t, the other both of row 2 t + 1.
         const float low = __shfl_xor_sync(~0u, odd ? r.x : r.y, 4), high = __shfl_xor_sync(~0u, odd ? r.z : r.w, 4);
         if (8 * (first + q) + token >= p.m) continue;
         store_halves(y + 8 * q * stride, residual[q][0], part, n, odd ? make_float2(low, r.y) : make_float2(r.x, low), bias);
@@ -209,7 +209,7 @@ struct BatchFinish : BatchBlock {
     }
     *y = result;
   }
-  // A quarter's own sums and the others' in the order of quarters.
+  // Adds a quarter's own sums and the other three, in the order of quarters.
   DEVICE static float added(float own, int quarter, uint32_t a, uint32_t b, uint32_t c) {
     const float second = __uint_as_float(b), third = __uint_as_float(c);
     return ((__uint_as_float(a) + (quarter < 2 ? own : second)) + (quarter < 2 ? second : quarter == 2 ? own : third)) + (quarter < 3 ? third : own);
@@ -220,10 +220,11 @@ struct BatchFinish : BatchBlock {
     sums[i + 2] = added(sums[i + 2], quarter, v[0].z, v[1].z, v[2].z);
     sums[i + 3] = added(sums[i + 3], quarter, v[0].w, v[1].w, v[2].w);
   }
-  // The warpgroups of two gated items.
-  DEVICE static void meet(int pair) { asm volatile("bar.sync %0, 256;" ::"r"(2 + pair) : "memory"); }
+  // Barrier of the warpgroups of two gated items.
+  DEVICE static void synchronize(int pair) { asm volatile("bar.sync %0, 256;" ::"r"(2 + pair) : "memory"); }
 
-  // A thread adds and stores features n, n + 1, n + 8 and n + 9 of two rows at a time: of pairs of eight rows the one that `odd` says.
+  // A thread adds and stores features n, n + 1, n + 8 and n + 9 of two rows at a time: `odd` selects one of each pair of groups of eight
+  // rows.
   DEVICE static const float4* of_pair(const float4* places, int lane) { return places + (lane >> 2 & 1) * 32 + 8 * (lane >> 3) + (lane & 3); }
   DEVICE static void bias_of(float (&bias)[4], const BatchPart& part, int n) {
 #pragma unroll
@@ -238,7 +239,7 @@ struct BatchFinish : BatchBlock {
     float bias[4];
     bias_of(bias, part, n);
     if (N == 64 && p.paired && p.y_kind == OUT_F32 && !p.scaled && !p.residual) {
-      // Logits: many results and little to do with them, so without a branch each.
+      // Logits: many results and little work for each, so no branch for each.
       const int token = 8 * odd + 2 * t, limit = part.a.out_features, stride = p.y_stride / 2;
       float2* to = static_cast<float2*>(p.y) + place_of(part, n, token) / 2;
 #pragma unroll 2
@@ -275,7 +276,7 @@ struct BatchFinish : BatchBlock {
   DEVICE static void store_floats(float2* to, bool some, float a, float b, const float* bias, float prescale) {
     if (some) *to = make_float2(finish(a, 1.f, bias[0], prescale), finish(b, 1.f, bias[1], prescale));
   }
-  // `between`: from a gate's sums to those that it gates; rows 16 i .. 16 i + 15 with i of the kind of `mine`.
+  // `between`: distance from a gate's sums to the sums that it gates. Handles rows 16 i .. 16 i + 15 for i with the parity of `mine`.
   DEVICE void store_gated(const float4* places, int between, int n, int mine) const {
     const int lane = threadIdx.x % 32, t = lane & 3, odd = lane >> 2 & 1;
     const uint32_t rows[2] = {rows_into(n), rows_into(n + 8)};
@@ -296,7 +297,7 @@ struct BatchFinish : BatchBlock {
     }
   }
   DEVICE static float4 turned(float4 v) { return make_float4(v.y, v.z, v.w, v.x); }
-  // A gate's and the other's sums of features n and n + 1, biases likewise.
+  // The sums of features n and n + 1 of the gate and of the other matrix; biases likewise.
   DEVICE void store_gated_pair(int n, int token, uint32_t rows, float2 gate, float2 up, float4 bias) const {
     const bool onward = !TURNS && p.into;
     const int limit = p.part[0].a.out_features;
@@ -313,16 +314,17 @@ struct BatchFinish : BatchBlock {
       store_two(p.part[0], n, token, a, b);
     }
   }
-  // Rows of features n and n + 1 in the layout of the product that comes next.
+  // Rows of features n and n + 1 in the input layout of the next matmul.
   DEVICE uint32_t rows_into(int n) const {
     if (TURNS || !p.into || n >= p.part[0].a.out_features) return 0;
     return p.into_rows ? __ldg(reinterpret_cast<const uint32_t*>(p.into_rows + n)) : n * 0x10001u + 0x10000u;
   }
-  // Gated results in halves, to the product that comes next: a thread has two neighbouring rows of features n and n + 8, and a feature's
-  // rows stand beside each other there.
+  // Stores gated results as halves in the input layout of the next matmul. A thread has two neighbouring rows of features n and n + 8, and
+  // a feature's rows are contiguous there.
   DEVICE void go_on(int block) const {
     int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // nothing of this is made ahead of the loops, where registers are few
+    // Keeps the compiler from hoisting this above the loops, where registers are scarce.
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     const int group = thread / 128, warp = thread / 32 % 4, lane = thread % 32;
     const Place here = place(block, group);
     if (!here.some) return;
@@ -334,15 +336,15 @@ struct BatchFinish : BatchBlock {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int feature = min(n + 8 * h, limit - 1);
-      into[h] = p.into + prepared_turned(p.into_rows ? __ldg(p.into_rows + feature) : feature, N) + (lane & 3) * 4;
+      into[h] = p.into + prepared_transposed(p.into_rows ? __ldg(p.into_rows + feature) : feature, N) + (lane & 3) * 4;
 #pragma unroll
       for (int i = 0; i < 2; i++) bias[i][h] = p.part[i].a.bias ? p.part[i].a.bias[feature] : 0.f;
     }
-    meet(pair);
+    synchronize(pair);
     if (p.gate == SILU) store_onward<true>(gate, gate + between, into, bias, n, mine);
     else store_onward<false>(gate, gate + between, into, bias, n, mine);
-    // What has been read here is written again in the next round.
-    meet(pair);
+    // The memory that was read here is written again in the next iteration.
+    synchronize(pair);
   }
   template <bool SILUS>
   DEVICE void store_onward(const float4* gates, const float4* ups, uint8_t* const (&into)[2], const float (&bias)[2][2], int n, int mine) const {
@@ -369,7 +371,7 @@ struct BatchFinish : BatchBlock {
   DEVICE float one_gated(float gate, float up) const { return activate(rounded(gate, p.y_kind), p.gate) * rounded(up, p.y_kind); }
 
   DEVICE size_t place_of(const BatchPart& part, int n, int token) const { return (size_t)token * p.y_stride + part.y_offset + n; }
-  // Two halves of the residual; where there is one, results are halves and stored in pairs.
+  // Two halves of the residual. With a residual, results are halves that are stored in pairs.
   DEVICE uint32_t residual_of(const BatchPart& part, int n, int token) const {
     if (token >= p.m || n >= part.a.out_features) return 0;
     return __ldcg(static_cast<const uint32_t*>(p.residual) + place_of(part, n, token) / 2);

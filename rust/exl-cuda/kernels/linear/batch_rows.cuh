@@ -1,4 +1,4 @@
-// Activation rows into layout order for the kernels of batch.cuh: norm, BF16's factor and the permutation in one launch.
+// Packs activation rows for the kernels of batch.cuh: norm, BF16 factor and permutation in one launch.
 #pragma once
 #include "common/abi.cuh"
 #include <type_traits>
@@ -11,11 +11,11 @@ constexpr int LAYOUT_THREADS = 128;
 struct LayoutTask {
   const void* x;        // [m, k]
   const float* weight;  // of an RMS norm; null when there is none
-  uint8_t* out;         // as prepared.cuh has it for wgmma; columns past m are zero
-  float* multipliers;   // [m], of BF16 rows
+  uint8_t* out;         // in the layout of prepared.cuh for wgmma; columns past m are zero
+  float* multipliers;   // [m], for BF16 rows
   const int* features;  // the feature in each row of the layout, or -1
   int rows, units, k, m, columns;
-  int shares, idle;  // blocks of a row; blocks before all others that have nothing to do
+  int shares, idle;  // blocks of a row; placeholder blocks, which come before all others and do nothing
   float eps, offset;
 };
 ABI_SIZE(LayoutTask, 80); ABI_AT(LayoutTask, x, 0); ABI_AT(LayoutTask, weight, 8); ABI_AT(LayoutTask, out, 16);
@@ -23,7 +23,7 @@ ABI_AT(LayoutTask, multipliers, 24); ABI_AT(LayoutTask, features, 32); ABI_AT(La
 ABI_AT(LayoutTask, k, 48); ABI_AT(LayoutTask, m, 52); ABI_AT(LayoutTask, columns, 56); ABI_AT(LayoutTask, shares, 60);
 ABI_AT(LayoutTask, idle, 64); ABI_AT(LayoutTask, eps, 68); ABI_AT(LayoutTask, offset, 72);
 
-// Before sm_80 there are no asynchronous copies (nor is this kernel chosen there: it is compiled with the others of its file).
+// Before sm_80 there are no asynchronous copies. This kernel is not chosen there, but it is compiled with the others of its file.
 DEVICE void copy_ahead(void* to, const void* from) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from) : "memory");
@@ -38,13 +38,13 @@ DEVICE void await_copies() {
 #endif
 }
 
-// A block has a row, and lays out its share of the row's eights: eight values of K of a matrix instruction's half. It is small, so that it
-// stands beside the product before it, and has all but the row in shared memory when that product ends. The norm is that of
-// kernels/elementwise/norm.cu, sum for sum: a thread has the elements of two of its 256.
+// A block packs a share of one row, in groups of eight values of K of half a matrix instruction. It is small, so that it is resident beside
+// the previous matmul and has everything but the row in shared memory when that matmul ends. The norm adds in the order of
+// kernels/elementwise/norm.cu: a thread has the elements of two of its 256.
 //
-// Blocks come in the order of their numbers, first to the multiprocessors that the product before leaves free, as many as there is room for.
-// Few of them would have several rows each while others have none, and all wait for these. So idle blocks take some of that room, until the
-// product has ended.
+// Blocks start in the order of their indices, first on the SMs that the previous matmul leaves free, as many as fit. Without placeholders,
+// these SMs would run several packing blocks each while others run none, and the launch would wait for them. So placeholder blocks occupy
+// some of that room until the matmul has ended.
 template <class T>
 struct RowLayout {
   static constexpr bool SCALED = !std::is_same<T, __half>::value;
@@ -54,11 +54,11 @@ struct RowLayout {
     T v[8];
   };
   const LayoutTask& p;
-  const int token, eights, first, end;  // the eights of the row, and in the layout those of the block
-  const int first_row, rows;            // of the layout, unit by unit from the first eight's one on
+  const int token, eights, first, end;  // the groups of eight of the row, and those of the block in the layout
+  const int first_row, rows;            // in the layout, unit by unit from the first group of eight on
   uint4* const row;
   float* const sums;
-  // Of the block's rows of the layout: the feature, and where there is a norm, its weight, {feature, weight}.
+  // For the block's rows of the layout: the feature or, if there is a norm, its weight as {feature, weight}.
   int* const features;
 
   DEVICE RowLayout(const LayoutTask& p, uint8_t* memory, float* sums, int number, int share)
@@ -96,7 +96,7 @@ struct RowLayout {
     for (int place = first + threadIdx.x; place < end; place += LAYOUT_THREADS) store(place, make_uint4(0, 0, 0, 0));
   }
 
-  // What the norm multiplies the row by.
+  // Computes the norm's factor of the row.
   DEVICE void add_squares() const {
     float sum[2] = {0.f, 0.f};
 #pragma unroll 1
@@ -138,8 +138,8 @@ struct RowLayout {
     if constexpr (SCALED) return feature < 0 ? __half(0.f) : __float2half_rn(to_float(v) * factor);
     else return feature < 0 ? __half(0.f) : v;
   }
-  // An eight is four words of two neighbouring rows each, eight rows apart. Lanes whose eights are 32 rows apart begin with different ones,
-  // so that they meet in no bank.
+  // A group of eight is four words, each of two neighbouring rows, eight rows apart. Lanes whose groups are 32 rows apart begin with
+  // different words to avoid bank conflicts.
   DEVICE uint4 eight_of(int place, float scale, float factor) const {
     const int at = (place >> 5) * UNIT_ROWS + (place >> 2 & 7) * 32 + (place >> 1 & 1) * 4 + (place & 1) * 2 - first_row, turn = place >> 2 & 3;
     uint32_t words[4];
@@ -165,7 +165,7 @@ struct RowLayout {
 };
 
 template <class T>
-DEVICE void lay_out_row(const LayoutTask& p) {
+DEVICE void pack_row(const LayoutTask& p) {
   using Layout = RowLayout<T>;
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ float sums[2 * Layout::WARPS], most[Layout::WARPS];
@@ -192,5 +192,5 @@ DEVICE void lay_out_row(const LayoutTask& p) {
     layout.store(place, layout.eight_of(place, scale, factor));
 }
 
-#define LAY_OUT(T, t) \
-  extern "C" __global__ void __launch_bounds__(LAYOUT_THREADS, 16) lay_out_##t(const __grid_constant__ LayoutTask p) { lay_out_row<T>(p); }
+#define PACK_ROWS(T, t) \
+  extern "C" __global__ void __launch_bounds__(LAYOUT_THREADS, 16) pack_rows_##t(const __grid_constant__ LayoutTask p) { pack_row<T>(p); }

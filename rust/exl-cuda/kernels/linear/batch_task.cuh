@@ -1,4 +1,4 @@
-// What the kernels of 9 to 64 rows (batch.cuh) are told, and how their blocks share the work.
+// Parameters of the kernels of 9 to 64 rows (batch.cuh), and the division of work among their blocks.
 #pragma once
 #include "common/abi.cuh"
 #include "common/pipeline.cuh"
@@ -9,33 +9,33 @@ constexpr int QUARTERS = 4, ITEM_TILES = 4, ITEM_ROWS = ITEM_TILES * TILE, BATCH
 // One matrix of a launch.
 struct BatchPart {
   Matrix a;
-  int y_offset, first_item;  // column in y; items of the launch are counted through its matrices
+  int y_offset, first_item;  // column in y; items are counted over all matrices of the launch
   uint32_t units_at, padding;
 };
 ABI_SIZE(BatchPart, 88); ABI_AT(BatchPart, a, 0); ABI_AT(BatchPart, y_offset, 72); ABI_AT(BatchPart, first_item, 76);
 ABI_AT(BatchPart, units_at, 80); ABI_AT(BatchPart, padding, 84);
 
-// The same struct as `ops::linear::batch::Task`; places are bytes in shared memory.
+// The same struct as `ops::linear::batch::Task`. Offsets are bytes in shared memory.
 struct BatchTask {
-  const uint8_t* x;  // prepared
+  const uint8_t* x;  // packed
   const float* multipliers;
-  float4* sums;   // [items][tile][quarter][N / 8][lane], where K is cut: what a thread has of eight activation rows
-  int* arrivals;  // [blocks of a quarter], all ones before and after, as the sums are, where K is cut
+  float4* sums;   // [items][tile][quarter][N / 8][lane], if K is cut: a thread's sums of eight activation rows
+  int* arrivals;  // [blocks of a quarter], all ones before and after, like the sums, if K is cut
   void* y;
   int count, items, m, y_kind, y_stride;
   int paired;            // whether results can be stored in pairs
-  int groups, scaled;    // warpgroups of a block that work; whether multipliers are other than one
-  int slots, resident;   // stages of the ring; whether activations stay
+  int groups, scaled;    // warpgroups of a block that work; whether any multiplier differs from one
+  int slots, resident;   // stages of the ring; whether activations stay in shared memory
   uint32_t stage_stride, unit_room;
   uint32_t ring_at, x_at, barriers_at, numbered_at, sums_at;
   int cut;   // blocks that share K: 1 or QUARTERS
-  int looks;  // how often a block looks whether the others have begun
-  int gate;  // activation of the first of two matrices that gates the second, feature by feature, or -1; then K is not cut
-  int left;  // of batch_whole.cuh: items, the last ones, of which blocks have a quarter of K each before anything else
-  const void* residual;  // like y, added to it; null when there is none
-  // Where gated results go in place of y: the input of the product that comes next, of as many columns, and the rows of its layout.
+  int looks;  // how often a block polls whether the others have started
+  int gate;  // activation of the first of two matrices, which gates the second one feature by feature, or -1; K is then not cut
+  int left;  // batch_whole.cuh: number of the last items, of which blocks first process a quarter of K each
+  const void* residual;  // added to y and of the same form; null if there is none
+  // If gated results go to the next matmul instead of y: its input, of as many columns, and the rows of its layout.
   uint8_t* into;
-  const uint16_t* into_rows;  // null when rows stand in the features' order
+  const uint16_t* into_rows;  // null if rows are in the features' order
   BatchPart part[BATCH_MATRICES];
 };
 ABI_SIZE(BatchTask, 416); ABI_AT(BatchTask, x, 0); ABI_AT(BatchTask, multipliers, 8); ABI_AT(BatchTask, sums, 16);
@@ -48,7 +48,7 @@ ABI_AT(BatchTask, looks, 112); ABI_AT(BatchTask, gate, 116); ABI_AT(BatchTask, l
 ABI_AT(BatchTask, into, 136); ABI_AT(BatchTask, into_rows, 144); ABI_AT(BatchTask, part, 152);
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// A block's units in their order: quarter after quarter, in each the classes j, j + 8, j + 4, j + 12.
+// A block's units in order: quarter after quarter, and in each the classes j, j + 8, j + 4, j + 12.
 struct Order {
   int first, quarters, units;
   DEVICE static int class_of(int quarter, int step) { return quarter + (step & 1) * 8 + (step >> 1) * 4; }
@@ -63,14 +63,14 @@ struct Order {
   }
 };
 
-// Where a block stands and what it has.
+// The position of a block and its work.
 struct BatchBlock {
   const BatchTask& p;
   uint8_t* const memory;
-  const uint32_t base, full, empty, present;  // the dynamic shared memory; barriers of the ring's slots and of activations that stay
-  const int step, first;  // blocks of a quarter; the first item's number of this one, in whole blocks
+  const uint32_t base, full, empty, present;  // the dynamic shared memory; barriers of the ring's slots and of resident activations
+  const int step, first;  // blocks of a quarter; number of this block's first item, in whole blocks
   const Order order;
-  const int own;  // units
+  const int own;  // number of units
 
   DEVICE BatchBlock(const BatchTask& p, uint8_t* memory)
       : p(p),
@@ -84,7 +84,8 @@ struct BatchBlock {
         order{p.cut == 1 ? 0 : static_cast<int>(blockIdx.x % QUARTERS), p.cut == 1 ? QUARTERS : 1, p.part[0].a.unit_count},
         own(order.own()) {}
 
-  // What a warpgroup of a block has: a matrix and the first of four tiles. Of two gated matrices half of the groups have each, the same tiles.
+  // The work of a warpgroup: a matrix and the first of four tiles. For gated matrices, half of the warpgroups take each matrix, the same
+  // tiles.
   struct Place {
     int matrix, tile, item;
     bool some;

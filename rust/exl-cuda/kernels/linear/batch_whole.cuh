@@ -1,7 +1,8 @@
-// Products of 33 to 64 rows of matrices that are large enough for blocks with all of K, on sm_90a: batch.cuh, dealt out more evenly.
+// Matmuls of 33 to 64 rows on sm_90a, for matrices that are large enough for blocks with all of K: batch.cuh with a more even division.
 //
-// Whole rounds leave some items over. Blocks have a quarter of K of one or a few of them each, before anything else. Sums of quarters meet in
-// memory; the warpgroup that is there last adds them. So no block waits for another, and all of this is over while the others still multiply.
+// Whole iterations leave some items over. Blocks first process a quarter of K of one or a few of these items each. The workspace collects
+// the sums of quarters, and the last warpgroup to arrive adds them. So no block waits for another, and this work overlaps the matmuls of
+// the others.
 #pragma once
 #include "linear/batch.cuh"
 
@@ -16,14 +17,13 @@ struct BatchWhole : Batch<KIND, ENTRY, N, W, false> {
   using Base::p, Base::S, Base::EIGHTS, Base::ROW, Base::first, Base::step, Base::own, Base::order, Base::base, Base::full, Base::empty;
   using typename Base::Place, typename Base::Source;
 
-  // What a block multiplies one after the other: units [from, to) in its order, of a quarter of K of items that are left over, or of all of
-  // K of the items of `block`.
+  // A block's consecutive work: units [from, to) in its order, of a quarter of K of leftover items, or of all of K of the items of `block`.
   struct Span {
     int block, from, to;
     bool quarter;
   };
   DEVICE int blocks() const { return (p.items - p.left + p.groups - 1) / p.groups; }
-  // Blocks of which each four have the quarters of the same items.
+  // Blocks that form groups of four, each group with the quarters of the same items.
   DEVICE int in_fours() const { return step & ~(QUARTERS - 1); }
   DEVICE bool begin(Span& at) const {
     if (first < min(in_fours(), p.left * QUARTERS)) {
@@ -112,7 +112,7 @@ struct BatchWhole : Batch<KIND, ENTRY, N, W, false> {
       this->store_item(here, this->own_sums());
     }
   }
-  // Stages in which this warpgroup has nothing.
+  // Skips stages that hold nothing for this warpgroup.
   DEVICE void pass(const Span& at, Turn& turn) const {
 #pragma unroll 1
     for (int i = at.from; i < at.to; i++, turn.advance(p.slots)) {
@@ -121,7 +121,7 @@ struct BatchWhole : Batch<KIND, ENTRY, N, W, false> {
     }
   }
 
-  // Leaves a quarter's sums. True in the last of four warpgroups: then all of them stand in this block's memory, added up.
+  // Writes a quarter's sums to the workspace. Returns true in the last of four warpgroups, whose block then holds the total of all four.
   DEVICE bool leave_quarter(const Place& here, const float (&sums)[S]) const {
     const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, nth = here.item - (p.items - p.left);
     float4* const places = p.sums + (size_t)(nth * ITEM_TILES + warp) * (QUARTERS * EIGHTS * 32) + lane;
@@ -149,8 +149,8 @@ struct BatchWhole : Batch<KIND, ENTRY, N, W, false> {
     }
     return true;
   }
-  // Whether this warpgroup is the last of four that count themselves here. The count goes on from launch to launch, above the bits that
-  // `agree` has for itself.
+  // Returns whether this warpgroup is the last of four to arrive at `counter`. The count continues from launch to launch, in the bits above
+  // those that `agree` uses.
   DEVICE static bool last_of_four(int* counter, int group) {
     asm volatile("barrier.cta.sync %0, 128;" ::"r"(2 + group) : "memory");
     int last = 0;
@@ -166,7 +166,7 @@ struct BatchWhole : Batch<KIND, ENTRY, N, W, false> {
     static_assert((W + 1) * REGISTERS == W * MORE + FEWER && (W + 1) * 128 * REGISTERS <= 65536, "registers are handed on");       \
     batch_matmul<BatchWhole<KIND, ENTRY, N, W>, W, MORE, FEWER>(p);                                                                \
   }
-// As `VARIANTS` in src/ops/linear/batch/plan.rs has them; registers of a thread at the launch, of one that multiplies and of one that does not.
+// In the order of `VARIANTS` in src/ops/linear/batch/plan.rs. Registers of a thread: at the launch, if it multiplies, and if it does not.
 #define BATCHES(KIND, kind, ENTRY)                                             \
   BOTH(batch_##kind##_##ENTRY##_16x4, 96, KIND, ENTRY, 16, 4, 112, 32)         \
   BATCH(batch_##kind##_##ENTRY##_32x4, 96, KIND, ENTRY, 32, 4, false, 112, 32) \

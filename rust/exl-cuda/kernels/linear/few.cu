@@ -1,4 +1,4 @@
-// The kernels of 3 to 8 rows for EXL2 (a scale entry every 128 or 32 rows), and what prepares their input.
+// The kernels of 3 to 8 rows for EXL2 (a scale entry every 128 or 32 rows), and the kernels that pack their input.
 #include "linear/few.cuh"
 #include "linear/rows.cuh"
 

@@ -1,18 +1,19 @@
-// y = f(x @ W) for 3 to 8 activation rows on sm_90 and later: the ring kernel's walk over rows that a kernel before has laid out.
+// y = f(x @ W) for 3 to 8 activation rows on sm_90 and later: walks the tiles as the ring kernel does, over rows that an earlier kernel has
+// packed.
 //
-// A group of `cut` blocks, a cluster where there is more than one, walks a contiguous run of row tiles of up to three matrices over one
-// input, `cut` tiles a round. K is whole, in halves or in quarters (those of `sum_classes`): a block has its share of each tile of a round,
-// and its share of the activations (prepared.cuh) stays in shared memory. One warp streams stages, a few units of each tile of a round, through
-// a ring of slots; sixteen warps multiply, a class of units of one tile each, another with every round. Three warps take turns at what follows:
-// they add classes to quarters, send those of a cut tile to the block whose turn it is, add the quarters, do what follows the product and store.
-// Same bits as the ring kernel.
+// A group of `cut` blocks, which is a cluster if `cut` exceeds one, walks a contiguous run of row tiles, `cut` tiles an iteration. The
+// tiles belong to up to three matrices over one input. K is whole, in halves or in quarters (those of `sum_classes`). A block has its share
+// of each tile of an iteration, and its share of the activations (prepared.cuh) stays in shared memory. One warp streams stages, a few
+// units of each tile of an iteration, through a ring of slots. Sixteen warps multiply, each a class of units of one tile, and another class
+// in every iteration. Three warps alternate in the epilogue: they add classes to quarters and send those of a cut tile to the block that
+// finishes it. That block adds the quarters, applies the epilogue and stores. Results are bitwise identical to the ring kernel's.
 //
-// Results may go on as the prepared input of the launch that follows, with the sums of squares that its norm needs: then nothing stands
-// between two products.
+// Results may be written as the packed input of the next launch, with the sums of squares that its norm needs: then no launch is needed
+// between two matmuls.
 //
-// In a decode step other kernels run in between, and a launch finds neither its instructions nor its parameters in the
-// multiprocessor's caches: what is passed once is in loops that are not unrolled. The end of a tile is unrolled: it is met in its first round
-// beside products, and nothing is beside the last one.
+// In a decode step other kernels run in between, and a launch finds neither its instructions nor its parameters in the SM's caches. So
+// loops over code that runs once are not unrolled. The end of a tile is unrolled: in its first iteration it overlaps matrix instructions,
+// and nothing overlaps the last one.
 #pragma once
 #include "common/cluster.cuh"
 #include "linear/few_finish.cuh"
@@ -67,7 +68,7 @@ DEVICE void few_stream(const FewTask& p, uint8_t* memory, uint32_t base) {
       if (!some) piece.y = 0;
       const uint32_t full = s.full + turn.slot * 8, total = cut == 1 ? piece.y : __reduce_add_sync(~0u, piece.y);
       if (count >= p.slots) barrier_wait(s.empty + turn.slot * 8, turn.phase ^ 1);
-      // Weights queued far ahead delay everything else the memory has to deliver; spec/kernels-measured.md 6.1.
+      // A deep queue of weights delays all other memory traffic.
       if (count >= p.window) {
         barrier_wait(s.full + landed.slot * 8, landed.phase);
         landed.advance(p.slots);
@@ -80,7 +81,7 @@ DEVICE void few_stream(const FewTask& p, uint8_t* memory, uint32_t base) {
   }
 }
 
-// One warp fetches the activations as soon as they are there. First what can be said before.
+// One warp fetches the activations once they are present. This function prepares everything that does not depend on them.
 DEVICE void few_expect(const FewTask& p, uint32_t base) {
   const FewBarriers s(p, base);
   const Cut c(p);
@@ -101,19 +102,19 @@ DEVICE void few_activations(const FewTask& p, uint32_t base) {
     while (p.part[m].copy != copy) m++;
     const uint32_t to = base + p.part[m].x_at;
     const uint8_t* from = p.x + copy * p.copy_bytes;
-    // All blocks read the same: they begin at different places, not all at the same part of L2.
+    // All blocks read the same data: they begin at different offsets, so that they do not all read the same part of L2.
 #pragma unroll 1
     for (int at = lane; at < (own + 7 & ~7); at += 32) {
       const int i = (at & ~7) | ((at + blockIdx.x) & 7), u = c.unit(i);
-      pdl_wait();  // behind all that can be found out before; only the first time is one
+      pdl_wait();  // after everything that does not depend on the predecessor; only the first call waits
       if (i < own && u < p.units) copy_to_shared(to + i * X_BYTES, from + (size_t)u * X_BYTES, X_BYTES, s.present + (i >> c.stage_log) * 8, again);
     }
   }
   pdl_wait();
 }
 
-// ---------------------------------------------------------------------------------------------------- products
-// What the loop needs of each unit, in shared memory; four warps a matrix.
+// ---------------------------------------------------------------------------------------------------- matmul
+// Tables of each unit for the loop, in shared memory; four warps a matrix.
 template <int ENTRY>
 DEVICE void few_tables(const FewTask& p, const Cut& c, uint8_t* memory, uint32_t base) {
   constexpr int ENTRIES = UNIT_ROWS / ENTRY, TEAM = 128;
@@ -145,8 +146,8 @@ DEVICE void few_tables(const FewTask& p, const Cut& c, uint8_t* memory, uint32_t
   }
 }
 
-// The rows' sums of squares, as norm.cu adds them: eight e is added by lane e % 32 of its warp e / 32 % 8. A warp here has four rows of
-// one there.
+// The rows' sums of squares, in the order of norm.cu: group of eight e is added by lane e % 32 of its warp e / 32 % 8. A warp here does the
+// work of four rows of one warp there.
 using SquareParts = float[8][8];
 DEVICE void few_squares(const FewTask& p, SquareParts& parts) {
   const int lane = threadIdx.x % 32, there = threadIdx.x / 32 % 8, first = threadIdx.x / 256 * 4;
@@ -154,7 +155,7 @@ DEVICE void few_squares(const FewTask& p, SquareParts& parts) {
   pdl_wait();
 #pragma unroll 2
   for (int e = there * 32 + lane; e < p.k / 8; e += 256) sum = add4(sum, __ldcg(reinterpret_cast<const float4*>(p.squares + e * 8 + first)));
-  // As `warp_sum` of each, pair for pair; lanes that are done with a row go on with another.
+  // `warp_sum` of each row with the same pairs; lanes that finish one row continue with another.
   const auto swap = [](float v, int o) { return __shfl_xor_sync(~0u, v, o); };
   const bool upper = lane & 16, second = lane & 8;
   const float keep0 = upper ? sum.z : sum.x, keep1 = upper ? sum.w : sum.y;
@@ -164,8 +165,8 @@ DEVICE void few_squares(const FewTask& p, SquareParts& parts) {
   for (int o = 4; o; o >>= 1) v += swap(v, o);
   if (lane % 8 == 0) parts[there][first + lane / 8] = v;
 }
-// Norms the rows in their place. A lane has the same eight values of K of each row, one row after the other, so that their weights are read
-// once; beginning with rows of their own, lanes meet in no bank.
+// Normalizes the rows in place. A lane has the same eight values of K of each row, one row after the other, so that their weights are read
+// once. Lanes begin with different rows to avoid bank conflicts.
 struct FewNorm {
   const FewTask& p;
   const Cut& c;
@@ -214,36 +215,36 @@ struct FewNorm {
   }
 };
 
-// What a warp that multiplies keeps from round to round.
+// State of a multiplying warp between iterations.
 template <int KIND, int ENTRY>
 struct FewConsumer {
   static constexpr int ENTRIES = UNIT_ROWS / ENTRY, NEXT = 5;
-  static constexpr int STAY = 8;  // rounds in a row in which a warp may keep its class
-  using Product = UnitProduct<KIND, ENTRY, 1, 1, SharedBytes, SharedPrepared, SharedMaxima>;
+  static constexpr int STAY = 8;  // consecutive iterations in which a warp may keep its class
+  using Product = UnitMatmul<KIND, ENTRY, 1, 1, SharedBytes, SharedPrepared, SharedMaxima>;
   const FewTask& p;
   const Cut c;
   const FewWalk walk;
   const FewBarriers s;
   const uint32_t base;
   const int lane, slots, step;
-  int at;  // class, and which of the round's tiles
+  int at;  // class, and which of the iteration's tiles
   int round = 0;
-  Turn turn;               // of the round's first stage
+  Turn turn;               // of the iteration's first stage
   uint32_t phases = 0;     // of the result buffers
-  const bool awaits;       // the activations may not be there yet: each stage's have a barrier, which stays complete
+  const bool awaits;       // the activations may not be present yet: each stage's have a barrier, which stays complete
 
   DEVICE FewConsumer(const FewTask& p, const Cut& c, uint32_t base)
       : p(p), c(c), walk(p), s(p, base), base(base), lane(threadIdx.x % 32), slots(p.slots), step(c.classes() >> c.stage_log), at(threadIdx.x / 32),
         awaits(!p.norm) {}
   DEVICE uint4 where(int matrix) const { return SharedBytes{base + p.places_at}.get16(matrix * 16); }
-  // Before the first unit of a stage that this warp meets, in whichever round: the first may have given it another stage, or none. Where K is
-  // whole, a warp has normed itself what it multiplies in the first.
+  // Called before the first unit of a stage that this warp processes, in any iteration: its first iteration may have given it another
+  // stage, or none. If K is whole, a warp has itself normalized what it multiplies in the first iteration.
   DEVICE void wait_for_activations(int stage) const {
     if (awaits) barrier_wait(s.present + stage * 8, 0);
     else if (round || c.log) barrier_wait(s.normed, 0);
   }
   DEVICE void wait_for_weights(const Turn& mine) const { barrier_wait(s.full + mine.slot * 8, mine.phase); }
-  // Hands a class's sum over.
+  // Passes on the sum of a class.
   DEVICE void leave(const Sums<1>& total) {
     const int buffer = walk.finisher(round);
     barrier_wait(s.free + buffer * 8, (phases >> buffer & 1) ^ 1);
@@ -253,7 +254,7 @@ struct FewConsumer {
     round++;
   }
 
-  // A round in which a warp may have any number of units.
+  // An iteration in which a warp may have any number of units.
   DEVICE void one_round() {
     const int classes = c.classes(), cls = at & (classes - 1), place = at >> (4 - c.log), end = p.stages << c.stage_log;
     int matrix, tile;
@@ -282,7 +283,7 @@ struct FewConsumer {
     leave(total[0]);
   }
 
-  // `count` rounds of one matrix in which this warp has one unit, of B bits (0: none): what belongs to the unit is found once.
+  // `count` iterations over one matrix in which this warp has one unit of B bits (0: none). The unit's tables are looked up once.
   template <int B>
   DEVICE void stay(const uint4& tables, uint2 unit, int count) {
     const int stage = at >> 3;
@@ -308,7 +309,7 @@ struct FewConsumer {
       leave(total[0]);
     }
   }
-  // As many rounds as may be of one matrix whose tiles have two stages of eight units.
+  // As many iterations as possible over one matrix whose tiles have two stages of eight units.
   DEVICE void some_rounds() {
     int matrix, tile;
     walk.find(p, round, 0, matrix, tile);
@@ -341,7 +342,7 @@ struct FewConsumer {
   }
 };
 
-// A launch's parameters reach a multiprocessor a line at a time, each after a trip to L2: every warp asks for one of them at once.
+// A launch's parameters reach an SM one line at a time, each with the latency of L2: all warps request different lines at once.
 DEVICE void touch_parameters(const FewTask& p) {
   constexpr int WORDS = sizeof(FewTask) / 4, LINE = (WORDS + MULTIPLIERS - 1) / MULTIPLIERS;
   const int word = reinterpret_cast<const int*>(&p)[min(static_cast<int>(threadIdx.x / 32) * LINE, WORDS - 1)];
@@ -365,14 +366,14 @@ DEVICE void few_multiply(const FewTask& p, uint8_t* memory, uint32_t base) {
   FewConsumer<KIND, ENTRY>(p, c, base).run();
 }
 
-// ---------------------------------------------------------------------------------------------------- after the products
+// ---------------------------------------------------------------------------------------------------- epilogue
 DEVICE void few_finish(const FewTask& p, uint32_t base) {
   const FewBarriers s(p, base);
   const int lane = threadIdx.x % 32, finisher = threadIdx.x / 32 - MULTIPLIERS - 1;
   if (finisher == 0) {
     const int tiles = p.gate >= 0 ? 2 : 1;
 #pragma unroll 1
-    for (int i = lane; i < p.stages + p.mails; i += 32) {
+    for (int i = lane; i < p.stages + p.exchanges; i += 32) {
       barrier_init(s.present + i * 8, 1);
       if (i >= p.stages) barrier_expect(s.present + i * 8, tiles * 2048);
     }

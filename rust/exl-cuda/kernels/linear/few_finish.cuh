@@ -1,12 +1,12 @@
-// The end of the kernel of 3 to 8 rows (few.cuh): classes added up, quarters of a cut tile sent to who finishes it, what follows the
-// product, and the results to where they are wanted.
+// The end of the kernel of 3 to 8 rows (few.cuh). It adds the classes, sends the quarters of a cut tile to the block that finishes it,
+// applies the epilogue, and stores the results.
 #pragma once
 #include "common/activate.cuh"
 #include "common/cluster.cuh"
 #include "linear/few_task.cuh"
 
 #if __CUDA_ARCH__ >= 900
-// Halves of either kind, in few instructions.
+// Loads a half of either type, in few instructions.
 DEVICE float load_half(const void* y, size_t at, int kind) {
   if (kind == OUT_F32) return static_cast<const float*>(y)[at];
   const uint32_t v = static_cast<const uint16_t*>(y)[at];
@@ -20,8 +20,8 @@ DEVICE float rounded_half(float v, int kind) {
   return kind == OUT_F32 ? v : kind == OUT_BF16 ? __uint_as_float(bits << 16) : __half2float(__ushort_as_half(bits));
 }
 
-// A tile's results. Element e of a lane is (feature, row) = (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1). Rounded where
-// separate operators round. What it reads from global memory is asked for before the sums are there.
+// A tile's results. Element e of a lane is (feature, row) = (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1). Rounds where separate
+// operators round. Operands in global memory are requested before the sums are present.
 struct FewOutput {
   const FewTask& p;
   const int token;
@@ -54,8 +54,8 @@ struct FewOutput {
   DEVICE bool exists(int e) const { return token + (e & 1) < p.m && feature + (e >> 1) * 8 < limit; }
   DEVICE size_t place(int e) const { return (size_t)((e & 1) * p.y_stride + (e >> 1) * 8); }
   DEVICE float value(int e, float sum) const { return finish(sum, multiplier[e & 1], bias[e >> 1], prescale); }
-  // What the other matrix's results are multiplied by. Rows that are not there hold what their memory held, with which a division may take
-  // its long way: they are one.
+  // The factors of the other matrix's results. Missing rows are set to one: they hold stale memory, with which a division may take its slow
+  // path.
   DEVICE float4 gates(float4 sum) const {
     float v[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
@@ -116,7 +116,7 @@ struct FewOutput {
   }
 };
 
-// The sum of a quarter, the block's number `j`, from its classes' parts.
+// The sum of a quarter, the block's number `j`, from the parts of its classes.
 DEVICE float4 quarter_sum(uint32_t parts, int j, int quarters) {
   const uint32_t at = parts + j * 512, step = quarters * 512;
   const float4 a = shared_four(at), b = shared_four(at + 2 * step), c = shared_four(at + step), d = shared_four(at + 3 * step);
@@ -126,7 +126,7 @@ DEVICE float4 add_quarters(uint32_t at) {
   return add4(add4(add4(shared_four(at), shared_four(at + 512)), shared_four(at + 1024)), shared_four(at + 1536));
 }
 
-// Tiles of which a block has all of K.
+// Finishes tiles of which a block has all of K.
 DEVICE void finish_whole(const FewTask& p, uint32_t base, int finisher) {
   const FewBarriers s(p, base);
   const int lane = threadIdx.x % 32;
@@ -138,7 +138,7 @@ DEVICE void finish_whole(const FewTask& p, uint32_t base, int finisher) {
     if (walk.finisher(round) != finisher) continue;
     int matrix, tile;
     walk.find(p, round, 0, matrix, tile);
-    const uint32_t gates = base + p.mail_at + (tile - walk.first) * 512 + lane * 16;  // of a gated tile
+    const uint32_t gates = base + p.exchange_at + (tile - walk.first) * 512 + lane * 16;  // of a gated tile
     const bool gated = p.gate >= 0;
     FewOutput output(p, matrix, tile);
     barrier_wait(s.ready + finisher * 8, phase);
@@ -157,38 +157,39 @@ DEVICE void finish_whole(const FewTask& p, uint32_t base, int finisher) {
   }
 }
 
-// Tiles that the blocks of a cluster share: each sends its quarters to the one whose turn it is.
+// Finishes tiles that the blocks of a cluster share: each block sends its quarters to the block that finishes the tile.
 DEVICE void finish_cut(const FewTask& p, uint32_t base, int finisher) {
   const FewBarriers s(p, base);
   const Cut c(p);
   const int lane = threadIdx.x % 32, cut = p.cut, quarters = c.quarters(), classes = c.classes();
   const bool gated = p.gate >= 0;
-  const int tiles_log = gated, tiles = 1 << tiles_log, items = cut >> tiles_log;  // tiles of an item that one block finishes, items of a round
+  // Tiles of an item that one block finishes, items of an iteration.
+  const int tiles_log = gated, tiles = 1 << tiles_log, items = cut >> tiles_log;
   const FewWalk walk(p);
   const uint32_t parts = base + p.results_at + finisher * (MULTIPLIERS * 512) + lane * 16;
   uint32_t phase = 0;
 #pragma unroll 1
   for (int round = finisher; round < walk.rounds; round += FINISHERS) {
-    const int item = round * items;  // the first of the round
-    // The one that this block finishes, if any, is the round's number `own`.
+    const int item = round * items;  // the first of the iteration
+    // The item that this block finishes, if any, has index `own` in the iteration.
     const int own = (c.rank - item) & (cut - 1), mine = (item + own) >> c.log;
     int matrix = 0, tile = 0;
     const bool some = own < items && walk.find(p, round, tiles * own + tiles - 1, matrix, tile);
-    FewOutput output(p, matrix, some ? tile : 1 << 24);  // else beyond all features
+    FewOutput output(p, matrix, some ? tile : 1 << 24);  // otherwise past all features
     barrier_wait(s.ready + finisher * 8, phase);
     phase ^= 1;
-    // Four quarters in all: those of a round's tiles that this block has.
+    // Four quarters in all: this block's quarters of the iteration's tiles.
 #pragma unroll 2
     for (int i = 0; i < 4; i++) {
       const int place = i >> (2 - c.log), j = i & (quarters - 1);
-      const int number = item + (place >> tiles_log), to = number & (cut - 1), mail = number >> c.log;
-      const uint32_t at = base + p.mail_at + ((mail * tiles + (place & (tiles - 1))) * 4 + c.rank * quarters + j) * 512 + lane * 16;
-      send(address_of_block(at, to), address_of_block(s.mail + mail * 8, to), quarter_sum(parts + place * classes * 512, j, quarters));
+      const int number = item + (place >> tiles_log), to = number & (cut - 1), exchange = number >> c.log;
+      const uint32_t at = base + p.exchange_at + ((exchange * tiles + (place & (tiles - 1))) * 4 + c.rank * quarters + j) * 512 + lane * 16;
+      send(address_of_block(at, to), address_of_block(s.exchange + exchange * 8, to), quarter_sum(parts + place * classes * 512, j, quarters));
     }
     warp_arrives(s.free + finisher * 8, lane);
     if (own >= items) continue;
-    const uint32_t at = base + p.mail_at + mine * tiles * 2048 + lane * 16;
-    barrier_wait_cluster(s.mail + mine * 8, 0);
+    const uint32_t at = base + p.exchange_at + mine * tiles * 2048 + lane * 16;
+    barrier_wait_cluster(s.exchange + mine * 8, 0);
     float4 gate = make_float4(1.f, 1.f, 1.f, 1.f);
     if (gated) gate = FewOutput(p, 0, some ? tile : 1 << 24).gates(add_quarters(at));
     output.store(add_quarters(at + (tiles - 1) * 2048), gate);

@@ -1,24 +1,24 @@
-// What the kernel of 3 to 8 rows (few.cuh) is told, and how its blocks and warps share the work.
+// Parameters of the kernel of 3 to 8 rows (few.cuh), and the division of work among its blocks and warps.
 #pragma once
 #include "common/abi.cuh"
 #include "common/pipeline.cuh"
 #include "linear/tile.cuh"
 
-// Two quarters of a multiprocessor hold five of these warps and then 72 registers a lane of one more: a block of attention
-// (attention_few.cuh). With a fifth warp in every quarter it is the same. Each finisher has result buffers of its own: one that skipped
-// over others' rounds could meet a buffer's barrier in the phase before the last.
+// Two of an SM's quarters hold five of these warps, and then 72 registers a lane of one more warp: a block of attention
+// (attention_few.cuh). A fifth warp in every quarter leaves the same room. Each finisher has its own result buffers: a finisher that
+// skipped the iterations of others could read a buffer's barrier in the phase before the last.
 constexpr int MULTIPLIERS = 16, FINISHERS = 3, FEW_THREADS = (MULTIPLIERS + 1 + FINISHERS) * 32, FEW_REGISTERS = 88;
-constexpr int FEW_MATRICES = 3, FEW_LISTED = 64, X_BYTES = 4096;  // of a unit: eight activation rows as in prepared.cuh
+constexpr int FEW_MATRICES = 3, FEW_LISTED = 64, X_BYTES = 4096;  // of a unit: eight activation rows in the layout of prepared.cuh
 
-// One matrix of a launch; places are bytes in shared memory.
+// One matrix of a launch. Offsets are bytes in shared memory.
 struct FewPart {
   Matrix a;
-  uint32_t pieces_at;  // for each piece of a stage {offset in the tile, bytes, place in the slot}
-  uint32_t units_at;   // for each unit {place in the slot, where its scales begin in the halves of a word; widths}
+  uint32_t pieces_at;  // for each piece of a stage: {offset in the tile, bytes, offset in the slot}
+  uint32_t units_at;   // for each unit: {offset in the slot, offset of its scales, in the halves of a word; widths}
   uint32_t maxima_at, x_at;
-  int copy;  // which of the prepared copies of x
+  int copy;  // which of the packed copies of x
   int y_offset;
-  int listed;  // where its units begin in `units_listed`; -1 where they do not stand there
+  int listed;  // index of its first unit in `units_listed`; -1 if its units are not listed
 };
 ABI_SIZE(FewPart, 104); ABI_AT(FewPart, a, 0); ABI_AT(FewPart, pieces_at, 72); ABI_AT(FewPart, units_at, 76);
 ABI_AT(FewPart, maxima_at, 80); ABI_AT(FewPart, x_at, 84); ABI_AT(FewPart, copy, 88); ABI_AT(FewPart, y_offset, 92);
@@ -28,43 +28,45 @@ ABI_AT(FewPart, listed, 96);
 struct FewTask {
   uint32_t barriers_at, stage_stride;
   int slots, window, count, cut;
-  int units, stages;    // the most units that a matrix has; stages of a round
+  int units, stages;    // the most units of any matrix; stages of an iteration
   int stage_log;        // units of a tile in a stage, as a power of two
-  int rounds, longer;   // of a group of blocks (pairs of rounds where tiles of two matrices take turns), and how many groups have one more
+  // Of a group of blocks (pairs of iterations if tiles of two matrices alternate), and the number of groups with one more
+  int rounds, longer;
   int tiles;            // of all matrices
   int gate;             // activation of the first of two matrices that gates the second, or -1
-  uint32_t results_at, places_at, mail_at;  // mail, or gates of a block's tiles: 512 bytes each
-  int mails;            // tiles or gated pairs that come by mail
+  uint32_t results_at, places_at, exchange_at;  // exchange buffers, or gates of a block's tiles: 512 bytes each
+  int exchanges;        // tiles or gated pairs that arrive in exchange buffers
   int m, y_kind, y_stride, scaled, copies;
   size_t copy_bytes;
-  const uint8_t* x;          // prepared: copies, each [units][X_BYTES]
+  const uint8_t* x;          // packed: copies, each [units][X_BYTES]
   const float* multipliers;  // [m] when scaled
-  // An RMS norm of x, which is prepared as it stands: weight and offset added up, in the order of x, [units][256]; null when there is none.
+  // An RMS norm of x, which is packed before the norm: weight plus offset, in the order of x, [units][256]; null if there is none.
   const float* norm;
   const float* squares;  // [k / 8][8] sums of squares of eight features of a row
   float eps;
   int k;
-  void* y;               // null when only `next` is wanted
-  const void* residual;  // like y; null when there is none
-  // The results as the prepared input of another launch, and their sums of squares; null when not wanted.
+  void* y;               // null if only `next` is wanted
+  const void* residual;  // of the same form as y; null if there is none
+  // The results as the packed input of another launch, and their sums of squares; null if not wanted.
   uint8_t* next;
-  const uint16_t* next_rows;  // null when rows stand in the features' order
+  const uint16_t* next_rows;  // null if rows are in the features' order
   float* next_squares;
-  uint32_t units_listed[FEW_LISTED];  // {offset / 16, widths} in the halves of a word, with the end of each matrix's
+  uint32_t units_listed[FEW_LISTED];  // {offset / 16, widths} in the halves of a word, with each matrix's end
   FewPart part[FEW_MATRICES];
 };
 ABI_SIZE(FewTask, 744); ABI_AT(FewTask, barriers_at, 0); ABI_AT(FewTask, stage_stride, 4); ABI_AT(FewTask, slots, 8);
 ABI_AT(FewTask, window, 12); ABI_AT(FewTask, count, 16); ABI_AT(FewTask, cut, 20); ABI_AT(FewTask, units, 24);
 ABI_AT(FewTask, stages, 28); ABI_AT(FewTask, stage_log, 32); ABI_AT(FewTask, rounds, 36); ABI_AT(FewTask, longer, 40);
 ABI_AT(FewTask, tiles, 44); ABI_AT(FewTask, gate, 48); ABI_AT(FewTask, results_at, 52); ABI_AT(FewTask, places_at, 56);
-ABI_AT(FewTask, mail_at, 60); ABI_AT(FewTask, mails, 64); ABI_AT(FewTask, m, 68); ABI_AT(FewTask, y_kind, 72);
+ABI_AT(FewTask, exchange_at, 60); ABI_AT(FewTask, exchanges, 64); ABI_AT(FewTask, m, 68); ABI_AT(FewTask, y_kind, 72);
 ABI_AT(FewTask, y_stride, 76); ABI_AT(FewTask, scaled, 80); ABI_AT(FewTask, copies, 84); ABI_AT(FewTask, copy_bytes, 88);
 ABI_AT(FewTask, x, 96); ABI_AT(FewTask, multipliers, 104); ABI_AT(FewTask, norm, 112); ABI_AT(FewTask, squares, 120);
 ABI_AT(FewTask, eps, 128); ABI_AT(FewTask, k, 132); ABI_AT(FewTask, y, 136); ABI_AT(FewTask, residual, 144); ABI_AT(FewTask, next, 152);
 ABI_AT(FewTask, next_rows, 160); ABI_AT(FewTask, next_squares, 168); ABI_AT(FewTask, units_listed, 176); ABI_AT(FewTask, part, 432);
 
 #if __CUDA_ARCH__ >= 900
-// {offset in the tile, widths} of a unit, or of the last one's end. Parameters are there a trip to L2 before what they point to.
+// {offset in the tile, widths} of a unit, or of the end of the last one. Parameters arrive one latency of L2 before the memory that they
+// point to.
 DEVICE uint2 few_unit(const FewTask& p, const FewPart& part, int u) {
   u = min(u, part.a.unit_count);
   if (part.listed < 0) return __ldg(&part.a.units[u]);
@@ -72,22 +74,23 @@ DEVICE uint2 few_unit(const FewTask& p, const FewPart& part, int u) {
   return make_uint2((unit & 0xffff) * 16, unit >> 16);
 }
 
-// How K is cut: a block has 16 / cut classes, of each of the `cut` tiles of a round. A quarter has every fourth unit, a block `quarters`
-// of them, in whose order its units stand.
+// How K is cut: a block has 16 / cut classes of each of the `cut` tiles of an iteration. A quarter has every fourth unit. A block has
+// `quarters` quarters, and its units are in their order.
 struct Cut {
   int log, rank, stage_log;
   DEVICE Cut(const FewTask& p) : log(p.cut >> 1), rank(p.cut > 1 ? blockIdx.z : 0), stage_log(p.stage_log) {}
   DEVICE int quarters() const { return 4 >> log; }
   DEVICE int classes() const { return MULTIPLIERS >> log; }
   DEVICE int unit(int local) const { return local >> (2 - log) << 2 | rank << (2 - log) | (local & (quarters() - 1)); }
-  // How many of `all` units are this block's: the first of its own.
+  // The number of this block's units among the first `all` units; they are the first ones in its order.
   DEVICE int units(int all) const { return all / 4 * quarters() + min(max(all % 4 - rank * quarters(), 0), quarters()); }
-  // Units in a piece, which lie side by side in the tile, and pieces of a tile in a stage.
+  // Units in a piece, which are contiguous in the tile, and pieces of a tile in a stage.
   DEVICE int piece_log() const { return log ? 2 - log : stage_log; }
   DEVICE int pieces_log() const { return stage_log - piece_log(); }
 };
 
-// The rounds of this group of blocks, by number. Of gated pairs where K is whole, first the gates of all and then what they gate.
+// The iterations of this group of blocks, by number. For gated pairs with whole K, first the gates of all and then the tiles that they
+// gate.
 struct FewWalk {
   int first, dealt, rounds;
   DEVICE FewWalk(const FewTask& p) {
@@ -96,7 +99,7 @@ struct FewWalk {
     dealt = p.rounds + (group < p.longer);
     rounds = p.gate >= 0 && p.cut == 1 ? 2 * dealt : dealt;
   }
-  // A round's tile in this place; whether there is one.
+  // Finds the tile of an iteration at this place; returns whether there is one.
   DEVICE bool find(const FewTask& p, int round, int place, int& matrix, int& tile) const {
     if (rounds != dealt) {
       matrix = round >= dealt;
@@ -116,12 +119,12 @@ struct FewWalk {
     while (matrix + 1 < p.count && tile >= p.part[matrix].a.tiles) tile -= p.part[matrix++].a.tiles;
     return known;
   }
-  // Whose round it is: a gate and what it gates are one finisher's.
+  // The finisher of an iteration: a gate and the tile that it gates have the same one.
   DEVICE int finisher(int round) const { return (round >= dealt ? round - dealt : round) % FINISHERS; }
 };
 
 struct FewBarriers {
-  uint32_t full, empty, ready, normed, free, present, mail;
+  uint32_t full, empty, ready, normed, free, present, exchange;
   DEVICE FewBarriers(const FewTask& p, uint32_t base)
       : full(base + p.barriers_at),
         empty(full + p.slots * 8),
@@ -129,11 +132,11 @@ struct FewBarriers {
         normed(ready + FINISHERS * 8),
         free(normed + 8),
         present(free + FINISHERS * 8),
-        mail(present + p.stages * 8) {}
+        exchange(present + p.stages * 8) {}
 };
 
 struct SharedPrepared {
-  uint32_t at;  // with the lane's place
+  uint32_t at;  // includes the lane's offset
   DEVICE uint4 get(int, int k) const { return SharedBytes{at}.get16(k * 16); }
 };
 

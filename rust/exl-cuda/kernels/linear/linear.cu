@@ -1,10 +1,10 @@
-// Around the matrix products: activations into layout order, and a whole matrix as halves.
+// Kernels before and after the matmuls: activations packed into the layout, and a whole matrix dequantized to halves.
 #include <type_traits>
 
 #include "linear/batch_rows.cuh"
 #include "linear/prepared.cuh"
 
-// BF16 rows to the inverses of their factors; one block a row.
+// Inverses of the factors of BF16 rows; one block a row.
 extern "C" __global__ void __launch_bounds__(256) row_multipliers(const __nv_bfloat16* x, float* multipliers, int k) {
   __shared__ float largest[8];
   pdl_trigger();
@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(256) row_multipliers(const __nv_bfl
   if (threadIdx.x == 0) multipliers[blockIdx.x] = 1.f / row_factor(v);
 }
 
-// x [m, in_features] to the blocks of prepared.cuh, for wgmma where `columns` (N) is not zero; a block of threads writes eight rows of
+// Packs x [m, in_features] into the blocks of prepared.cuh, for wgmma if `columns` (N) is not zero. A block of threads writes eight rows of
 // a unit. FP16 rows get multipliers of one.
 template <class T>
 DEVICE void prepare(const Matrix& a, const int* features, const T* x, uint8_t* out, float* multipliers, int m, int columns) {
@@ -69,13 +69,13 @@ extern "C" __global__ void __launch_bounds__(256) prepare_bf16(
   prepare(a, features, x, out, multipliers, m, columns);
 }
 
-LAY_OUT(__half, f16)
-LAY_OUT(__nv_bfloat16, bf16)
+PACK_ROWS(__half, f16)
+PACK_ROWS(__nv_bfloat16, bf16)
 
 // ---------------------------------------------------------------------------------------------------- dequantization
 constexpr int BLOCK_COLUMNS = 8 * TILE;
 
-// Place of eight columns of a row in shared memory: rows 8 apart, which the lanes of a warp write at once, meet different banks.
+// Offset of eight columns of a row in shared memory. A warp's lanes write rows 8 apart at once; the XOR puts them in different banks.
 DEVICE int eight_of(int row, int eight) { return eight ^ (row >> 3 & 3); }
 
 template <int KIND, int B, int F>
@@ -101,8 +101,8 @@ DEVICE void write_chunk(__half (*tile)[BLOCK_COLUMNS], GlobalBytes chunk, const 
   write_fields<KIND, B>(tile, w, scale, zeros, lane, column);
 }
 
-// W [in_features, out_features] halves in file order, h16(h16-rounded scale * (code - zero)): bit-exact to spec/formats.md 2.4 and 3.2.
-// A block takes 64 rows of eight tiles.
+// W [in_features, out_features] as halves in file order: h16(h16-rounded scale * (code - zero)), bitwise identical to the dequantization of
+// exl-format. A block takes 64 rows of eight tiles.
 template <int KIND, int ENTRY>
 DEVICE void dequantize(const Matrix& a, const int* features, __half* out) {
   __shared__ __align__(16) __half tile[64][BLOCK_COLUMNS];

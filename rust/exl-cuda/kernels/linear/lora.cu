@@ -1,7 +1,7 @@
-// Low-rank adapters: y = y + (A x) B for each row with an adapter of its own, or none. Two launches for a matrix, of any ranks.
+// Low-rank adapters: y = y + (A x) B, where each row has its own adapter or none. Two launches for a matrix, of any ranks.
 //
-// A row's sums have one order, whatever the other rows: thread i of a block adds the elements 8 i.. of every 2,048 in turn, then the
-// block adds its threads; an output adds its ranks from the first to the last.
+// A row's sums have one order, independent of the other rows. Thread i of a block adds elements 8 i .. 8 i + 7 of every 2,048, then the
+// block adds its threads. An output adds its ranks from the first to the last.
 #include "common/abi.cuh"
 #include "common/block_sum.cuh"
 
@@ -16,7 +16,7 @@ struct LoraEntry {
 ABI_SIZE(LoraEntry, 40); ABI_AT(LoraEntry, a, 0); ABI_AT(LoraEntry, b, 8); ABI_AT(LoraEntry, scale, 16); ABI_AT(LoraEntry, bias, 24);
 ABI_AT(LoraEntry, rank, 32);
 
-// The entry of a row: slot `slots[row]`, or 0 for all rows without `slots`; null where the row has no adapter.
+// The entry of a row: slot `slots[row]`, or slot 0 for all rows without `slots`; null if the row has no adapter.
 DEVICE const LoraEntry* entry_of(const LoraEntry* table, const int* slots, int row) {
   const int slot = slots ? slots[row] : 0;
   return slot < 0 || table[slot].rank == 0 ? nullptr : table + slot;

@@ -1,15 +1,15 @@
-// y = x @ W for prepared activations, 8 * NT rows at a time, weights read from global memory straight into registers.
+// y = x @ W for packed activations, 8 * NT rows at a time, with weights read from global memory directly into registers.
 //
-// A block has R row tiles; warp c takes the units u = c (mod 16) and then those u = c + 8 (mod 16), each in ascending order. Any
-// architecture; the way for shapes and rows that the pipelined kernels do not take.
+// A block has R row tiles. Warp c takes the units u = c (mod 16) and then the units u = c + 8 (mod 16), each in ascending order. Runs on
+// any architecture, for shapes and rows that the pipelined kernels do not take.
 #pragma once
 #include "linear/prepared.cuh"
 
-// x as `prepare` leaves it, multipliers [m]; y [m, out_features].
+// x as `prepare` writes it, multipliers [m]; y [m, out_features].
 template <int KIND, int ENTRY, int NT, int R>
 DEVICE void matmul(const Matrix& a, const uint8_t* x, const float* multipliers, void* y, int m, int y_kind) {
   constexpr int COLUMNS = 8 * NT, ROWS = R * TILE;
-  // Classes c and c + 8 together for c < 4; those of c + 8 in place c + 4 from there on.
+  // Classes c and c + 8 share a place for c < 4; class c + 8 has place c + 4 for larger c.
   __shared__ float parts[12][ROWS][COLUMNS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
   const int first_tile = blockIdx.x * R, first_row = blockIdx.y * COLUMNS, column_tiles = (m + 7) / 8;
@@ -32,7 +32,7 @@ DEVICE void matmul(const Matrix& a, const uint8_t* x, const float* multipliers, 
       for (int n = 0; n < NT; n++)
         columns.block[n] = x + prepared_block(u, min(first_row / 8 + n, column_tiles - 1), column_tiles);
       columns.lane = lane;
-      UnitProduct<KIND, ENTRY, NT, R, GlobalBytes, PreparedColumns<NT>> product{
+      UnitMatmul<KIND, ENTRY, NT, R, GlobalBytes, PreparedColumns<NT>> product{
           weights, columns, a.maxima + u * (UNIT_ROWS / ENTRY), total, lane, {}};
       product.run(unit.y);
     }

@@ -1,29 +1,29 @@
-// Activations in the order in which matrix instructions want them, for products of more rows than the ring kernel takes.
+// Activations in the order that matrix instructions read, for matmuls of more rows than the ring kernel takes.
 //
-// For mma.sync, a block is one unit (256 rows of K) of one column tile (8 activation rows): 4096 bytes, the 16 bytes of lane L for slice s
-// at 512 s + 16 L. Blocks stand unit after unit, column tiles innermost. For wgmma, a block is one unit of all N columns: matrix
-// instruction i (of 16) has 32 N bytes from 32 N i on, core matrices as in wgmma.cuh. Columns past m are zero. What a product of
-// `prepared_turns` columns leaves for the next one is turned: results of one feature, a row of the layout, stand beside each other, while the
-// features' order is any.
+// For mma.sync, a block is one unit (256 rows of K) of one column tile (8 activation rows). It has 4096 bytes, with the 16 bytes of lane L
+// for slice s at 512 s + 16 L. Blocks are stored unit after unit, column tiles innermost. For wgmma, a block is one unit of all N columns:
+// matrix instruction i (of 16) has 32 N bytes from 32 N i on, core matrices as in wgmma.cuh. Columns past m are zero. A matmul of
+// `prepared_transposes` columns writes the input of the next one transposed. Results of one feature, a row of the layout, are then
+// contiguous, while the order of features is arbitrary.
 #pragma once
 #include "linear/tile.cuh"
 
 constexpr int PREPARED_BYTES = 4096;
 
-// Place of an eight of a column in the layout for wgmma: eight values of K, half `eight % 2` of matrix instruction `eight / 2`.
+// Offset of a group of eight of a column in the layout for wgmma: eight values of K, half `eight % 2` of matrix instruction `eight / 2`.
 DEVICE size_t prepared_eight(int eight, int column, int columns) { return ((size_t)eight * columns + column) * 16; }
 
-// Place of one value: a row of the layout, a column.
+// Offset of one value: a row of the layout, a column.
 DEVICE size_t prepared_place(int row, int column, int columns) {
   const int eight = row >> 5 << 2 | (row >> 2 & 1) << 1 | (row >> 1 & 1);
   return prepared_eight(eight, column, columns) + (row >> 3 & 3) * 4 + (row & 1) * 2;
 }
 
 // `turns` of src/ops/linear/batch/plan.rs.
-constexpr bool prepared_turns(int columns) { return columns != 32; }
+constexpr bool prepared_transposes(int columns) { return columns != 32; }
 
-// Place of the first eight columns of a row of the layout for wgmma where it is turned; the next eight are 128 bytes on.
-DEVICE size_t prepared_turned(int row, int columns) {
+// Offset of the first eight columns of a row of the transposed layout for wgmma; the next eight are 128 bytes further.
+DEVICE size_t prepared_transposed(int row, int columns) {
   const int eight = row >> 5 << 2 | (row >> 2 & 1) << 1 | (row >> 1 & 1);
   return prepared_eight(eight, 0, columns) + ((row >> 3 & 3) * 2 + (row & 1)) * 16;
 }

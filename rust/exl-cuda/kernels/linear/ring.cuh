@@ -1,25 +1,24 @@
-// y = f(x @ W) for at most eight activation rows on sm_90 and later, near the memory roof (design: spec/kernels-measured.md 3.2).
+// y = f(x @ W) for at most eight activation rows on sm_90 and later, near the memory roofline.
 //
-// One block per multiprocessor walks a contiguous run of row tiles, of up to three matrices over one input. One warp streams stages
-// (eight units of a tile each) through a ring of shared-memory slots with bulk copies, never more than `window` stages in flight. The
-// sixteen consumer warps multiply, a class of units each, another class with every tile, so that wide units burden all alike. One warp
-// adds the classes in order, does what follows the product, and stores.
-// Weights are fetched before the wait for the predecessor kernel; activations after it.
+// One block per SM walks a contiguous run of row tiles of up to three matrices over one input. One warp streams stages (eight units of a
+// tile each) through a ring of shared-memory slots with bulk copies, with at most `window` stages in flight. The sixteen consumer warps
+// multiply, each a class of units, and another class with every tile, so that wide units load all warps equally. One warp adds the classes
+// in order, applies the epilogue, and stores. Weights are fetched before the wait for the predecessor kernel; activations after it.
 //
-// Where a block has many tiles of 9 to 16 units (`keep`), a warp keeps its class for eight tiles and finds what belongs to its unit once; gated
-// pairs then are all tiles that gate and after them what these gate. The walk tile by tile begins sooner, which is what short launches are. Both
-// are one kernel: in a decode step, a kernel of its own for each costs more in instructions fetched than it saves.
+// If a block has many tiles of 9 to 16 units (`keep`), a warp keeps its class for eight tiles and looks up its unit's tables once. A gated
+// pair's gates then all come before the tiles that they gate. The walk tile by tile starts sooner, which matters for short launches. Both
+// are one kernel: in a decode step, separate kernels cost more in instruction fetches than they save.
 //
-// In a decode step other kernels run in between, and a launch finds none of its instructions and parameters in the multiprocessor's
-// caches: code that is passed once costs more than what it does. So loops are not unrolled where they need not be.
+// In a decode step other kernels run in between, and a launch finds none of its instructions and parameters in the SM's caches. Code that
+// runs once costs more to fetch than to execute, so loops are not unrolled without need.
 #pragma once
 #include "common/activate.cuh"
 #include "linear/ring_fill.cuh"
 #include "linear/ring_task.cuh"
 
 #if __CUDA_ARCH__ >= 900
-// Up to a window of the first tile's stages, before anything else is set up than their barriers: until they have landed there is time. Answers
-// how many, to a whole warp, one thread of which asks for them.
+// Requests up to a window of the first tile's stages before any set-up but their barriers: the remaining set-up overlaps their latency. One
+// thread of a warp issues the requests; the function returns their number to the whole warp.
 DEVICE int stream_first(const Task& p, uint32_t base, bool one) {
   const Barriers s(p, base);
   const Walk walk(p);
@@ -41,7 +40,8 @@ DEVICE int stream_first(const Task& p, uint32_t base, bool one) {
   }
   return stages;
 }
-// The rest, by one thread, whose walk the compiler then keeps in uniform registers, as copies want them. `first`: stages there are already.
+// Streams the remaining stages from one thread: the compiler then keeps the walk in uniform registers, as copies need. `first`: number of
+// stages already requested.
 DEVICE void stream_weights(const Task& p, uint32_t base, int first) {
   const Barriers s(p, base);
   const uint64_t policy = evict_first();
@@ -59,7 +59,7 @@ DEVICE void stream_weights(const Task& p, uint32_t base, int first) {
     for (int i = 0; i < stages; i++, count++) {
       const uint32_t end = p.stage_begin[matrix][i + 1], bytes = end - begin;
       if (count >= p.slots) barrier_wait(s.empty + turn.slot * 8, turn.phase ^ 1);
-      // Weights queued far ahead delay everything else the memory has to deliver; spec/kernels-measured.md 6.1.
+      // A deep queue of weights delays all other memory traffic.
       if (count >= p.window) {
         barrier_wait(s.full + landed.slot * 8, landed.phase);
         landed.advance(p.slots);
@@ -83,18 +83,19 @@ DEVICE void stream_all(const Task& p, uint32_t base) {
     barriers_visible();
   }
   __syncwarp();
-  // The storing warp has set up its share. In the build for racecheck the barrier of the whole block, at which this warp then waits, says so.
+  // Waits until the storing warp has done its share of the set-up. In the build for racecheck the barrier of the whole block, at which this
+  // warp then waits, signals that.
   if (!RACECHECK) bar<5>(64);
   bar_arrive<1>(RING_THREADS);
   if (one) stream_weights(p, base, first);
 }
 
-// ---------------------------------------------------------------------------------------------------- products
-// What a warp that keeps its class does, for matrices of 9 to 16 units each: it has one unit of a tile at most.
+// ---------------------------------------------------------------------------------------------------- matmul
+// The work of a warp that keeps its class, for matrices of 9 to 16 units each: it has at most one unit of a tile.
 template <int KIND, int ENTRY>
 struct Keeper {
   static constexpr int ENTRIES = UNIT_ROWS / ENTRY, NEXT_CLASS = 5;
-  static constexpr int STAY = 8;  // tiles in a row in which a warp keeps its class
+  static constexpr int STAY = 8;  // consecutive tiles in which a warp keeps its class
   const Task& p;
   const uint32_t base, full, empty, row;
   const int lane, slots;
@@ -113,7 +114,7 @@ struct Keeper {
       phase ^= 1;
     }
   }
-  // Hands the sum of a class over.
+  // Passes on the sum of a class.
   DEVICE void leave(const Sums<1>& total) {
     const Barriers s(p, base);
     const uint32_t buffer = tile % RESULT_BUFFERS, result_row = p.columns * 4;
@@ -126,7 +127,7 @@ struct Keeper {
     warp_arrives(s.ready + buffer * 8, lane);
     tile++;
   }
-  // Tiles up to `end`. B: the unit's bits, 0 where there is none, -1 for several widths.
+  // Tiles up to `end`. B: the unit's bits; 0: no unit; -1: several widths.
   template <int B>
   DEVICE void tiles(const uint4& place, uint2 unit, int end) {
     const uint32_t codes = base + unit.x;
@@ -139,7 +140,7 @@ struct Keeper {
       clear(total[0]);
       if constexpr (B != 0) {
         const SharedBytes weights[1] = {{codes + slot * p.stage_stride}};
-        UnitProduct<KIND, ENTRY, 1, 1, SharedBytes, SharedColumns, SharedMaxima> product{weights, columns, maxima, total, lane, {}};
+        UnitMatmul<KIND, ENTRY, 1, 1, SharedBytes, SharedColumns, SharedMaxima> product{weights, columns, maxima, total, lane, {}};
         if constexpr (B > 0) product.template run_uniform<B>();
         else product.run_mixed(unit.y);
       }
@@ -186,8 +187,8 @@ struct Keeper {
   }
 };
 
-// A warp's way through its units of a tile. The loop over units is inside the choice of a width: it is left where another width begins, and its
-// code is one piece.
+// A warp's path through its units of a tile. The loop over units is inside the branch for a width: the loop exits when another width
+// begins, and its code is contiguous.
 template <int KIND, int ENTRY>
 struct Walker {
   static constexpr int ENTRIES = UNIT_ROWS / ENTRY;
@@ -205,7 +206,7 @@ struct Walker {
         row(min(static_cast<int>(threadIdx.x) % 32 >> 2, p.m - 1) * p.x_stride * 2 + threadIdx.x % 4 * 16), lane(threadIdx.x % 32), slots(p.slots) {}
 
   DEVICE uint2 unit_at(int u) const { return u < static_cast<int>(place.w) ? SharedBytes{place.y}.get8(u * 8) : make_uint2(0, 0); }
-  // Units one after the other as long as they have B bits; 0 where there is none, -1 for several widths.
+  // Units in sequence as long as they have B bits; 0: no unit; -1: several widths.
   template <int B>
   DEVICE void units() {
     constexpr uint32_t WIDTHS = B > 0 ? B * 0x1111 : 0;
@@ -217,7 +218,7 @@ struct Walker {
         const SharedBytes weights[1] = {{base + mine.slot * stride + unit.x}};
         const SharedColumns columns{place.x + row + u * UNIT_ROWS * 2};
         const SharedMaxima maxima{place.z + u * ENTRIES * 2};
-        UnitProduct<KIND, ENTRY, 1, 1, SharedBytes, SharedColumns, SharedMaxima> product{weights, columns, maxima, total, lane, {}};
+        UnitMatmul<KIND, ENTRY, 1, 1, SharedBytes, SharedColumns, SharedMaxima> product{weights, columns, maxima, total, lane, {}};
         if constexpr (B > 0) product.template run_uniform<B>();
         else product.run_mixed(unit.y);
       }
@@ -284,15 +285,15 @@ DEVICE void consume(const Task& p, uint8_t* memory, uint32_t base, const uint4* 
     }
     warp_arrives(s.ready + result.slot * 8, lane);
     result.advance(RESULT_BUFFERS);
-    // Of an odd number of stages the first half of the classes has one more: it is the other warps' next, whose turn it is then, too.
+    // With an odd number of stages, the first half of the classes has one stage more, so the next stage belongs to the other warps.
     if (stages % 2 == 0) cls = (cls + NEXT_CLASS) & (CLASSES - 1);
     else cls = cls < 8 ? cls + 8 : (cls + NEXT_CLASS) & 7;
   }
 }
 
-// ---------------------------------------------------------------------------------------------------- after the products
-// The results of one row, as `store_tiles` has them for more. What does not depend on the sums is done before they are there: when the last tile is,
-// nobody has anything else to do.
+// ---------------------------------------------------------------------------------------------------- epilogue
+// Stores the results of one row, as `store_tiles` does for more. Work that does not depend on the sums is done before they are present:
+// after the last tile, no other work overlaps the epilogue.
 DEVICE void store_row(const Task& p, uint32_t base, const Barriers& s) {
   const int lane = threadIdx.x % 32, row = lane % 16, kind = p.y_kind, gate = p.gate;
   const bool gated = gate >= 0;
@@ -327,8 +328,8 @@ DEVICE void store_row(const Task& p, uint32_t base, const Barriers& s) {
   }
 }
 
-// What follows a product: bias and prescale, the gate's activation, the residual; each rounded where separate operators round. There is nothing to
-// store before the first tile is done, so this warp sets up what the others will want.
+// The epilogue: bias and prescale, the gate's activation, the residual. Each rounds where separate operators round. There is nothing to
+// store before the first tile is done, so this warp first sets up data for the others.
 template <int ENTRY>
 DEVICE void store_tiles(const Task& p, uint8_t* memory, uint32_t base, uint4* places) {
   constexpr int TURNS = 4;  // of two rows
@@ -369,7 +370,7 @@ DEVICE void store_tiles(const Task& p, uint8_t* memory, uint32_t base, uint4* pl
     }
     barrier_wait(s.ready + result.slot * 8, result.phase);
     const float* parts = reinterpret_cast<const float*>(memory + p.results_at) + (result.slot * CLASSES * TILE + row) * p.columns;
-    // Unrolled: one after the other, eight rows would keep the consumers waiting.
+    // Unrolled: in sequence, eight rows would make the consumers wait.
 #pragma unroll
     for (int i = 0; i < TURNS; i++) {
       if (2 * i >= p.m) break;
@@ -410,7 +411,7 @@ DEVICE void ring_matmul(const Task& p) {
 #endif
 }
 
-// BOUND: what holds the registers. RING_REGISTERS where the compiler would take more.
+// BOUND limits the registers: RING_REGISTERS if the compiler would use more.
 #define RING(KIND, kind, ENTRY, BOUND)                                                              \
   extern "C" __global__ void BOUND ring_##kind##_##ENTRY(const __grid_constant__ Task p) { \
     ring_matmul<KIND, ENTRY>(p);                                                                    \

@@ -1,11 +1,11 @@
-// What the ring kernel (ring.cuh) does before its first product: tables of units, activations into layout order.
+// The set-up of the ring kernel (ring.cuh) before its first matrix instruction: tables of units, and activations packed into the layout.
 #pragma once
 #include <type_traits>
 
 #include "linear/ring_task.cuh"
 
 #if __CUDA_ARCH__ >= 900
-// Unit tables, entries' maxima and where a matrix's data stand, to shared memory, by one warp.
+// Loads unit tables, the maxima of entries and the places of a matrix's data into shared memory, by one warp.
 template <int ENTRY>
 DEVICE void load_constants(const Task& p, uint8_t* memory, uint4* places) {
   const int lane = threadIdx.x % 32;
@@ -41,7 +41,7 @@ DEVICE void load_constants(const Task& p, uint8_t* memory, uint4* places) {
   }
 }
 
-// Rows of the layout that no feature stands in.
+// Clears the rows of the layout that hold no feature.
 DEVICE void clear_padding(const Task& p, uint8_t* memory) {
   constexpr int THREADS = CONSUMERS * 32;
 #pragma unroll 1
@@ -52,9 +52,9 @@ DEVICE void clear_padding(const Task& p, uint8_t* memory) {
   bar<4>(THREADS);
 }
 
-// Activations into layout order, as halves; 512 threads. The norm is that of kernels/elementwise/norm.cu, sum for sum, and so has 256 threads a row;
-// a norm and BF16 rows are the host's promise to fit one batch. Every load from global memory costs a trip to L2 (about 0.5 us), so a
-// batch's are issued together; what is done with them is a loop over BATCH groups of eight elements, whose registers change places.
+// Packs activations into the layout as halves, with 512 threads. The norm adds in the order of kernels/elementwise/norm.cu and so uses 256
+// threads a row. The host guarantees that a norm and BF16 rows fit one batch. A load from global memory has the latency of L2, so a batch's
+// loads are issued together. They are processed by a loop over BATCH groups of eight elements, whose registers rotate.
 template <class T, int BATCH>
 struct Fill {
   static constexpr bool SCALED = !std::is_same<T, __half>::value;
@@ -90,7 +90,7 @@ struct Fill {
     v[BATCH - 1] = first;
   }
   DEVICE void turn(Eight (&v)[BATCH]) { turn(reinterpret_cast<uint4(&)[BATCH]>(v)); }
-  // Calls f(number of the group of eight) for each group of a batch, its elements in in[0], and `next` after each place of the batch.
+  // Calls f(number of the group of eight) for each group of a batch with its elements in in[0], and `next` after each place of the batch.
   template <class F, class N>
   DEVICE void each(int batch, F f, N next) {
 #pragma unroll 1
@@ -113,9 +113,9 @@ struct Fill {
       if (i < eights) rows[j] = __ldg(reinterpret_cast<const uint4*>(a.row_of_feature) + i);
     }
   }
-  // What does not depend on the predecessor.
+  // Work that does not depend on the predecessor.
   DEVICE void early() {
-    // Registers that are not always written would count as used ever since the start.
+    // Registers that are not written on all paths would count as live from the start.
 #pragma unroll
     for (int j = 0; j < BATCH; j++) {
       rows[j] = make_uint4(0, 0, 0, 0);
@@ -133,8 +133,8 @@ struct Fill {
       }
     }
   }
-  // From L2, where the predecessor left it: a line is used once. (After pdl_wait a plain load sees it as well, by what PTX says of the
-  // wait; only `__ldg` might not.)
+  // Loads from L2, where the predecessor wrote the data: a line is used once. A plain load after pdl_wait sees the data as well, by the PTX
+  // definition of the wait; only `__ldg` might not.
   DEVICE void load(const T* x, int batch) {
 #pragma unroll
     for (int j = 0; j < BATCH; j++) {
@@ -143,8 +143,9 @@ struct Fill {
       if (i < eights) in[j].word = __ldcg(reinterpret_cast<const uint4*>(x) + i);
     }
   }
-  // In the build for racecheck both teams meet at one barrier: the tool loses count of teams that meet apart (racecheck_mbarrier.cu).
-  DEVICE void meet() {
+  // In the build for racecheck both teams use one barrier: the tool loses count of teams that synchronize separately
+  // (racecheck_mbarrier.cu).
+  DEVICE void synchronize() {
     if (team == THREADS || RACECHECK) bar<4>(THREADS);
     else if (mine == 0) bar<2>(256);
     else bar<3>(256);
@@ -159,7 +160,7 @@ struct Fill {
     });
     sum = warp_sum(sum);
     if (rank % 32 == 0) parts[0][turn_][threadIdx.x / 32] = sum;
-    meet();
+    synchronize();
     sum = 0.f;
 #pragma unroll
     for (int w = 0; w < 8; w++) sum += parts[0][turn_][8 * mine + w];
@@ -194,11 +195,11 @@ struct Fill {
 #pragma unroll
     for (int o = 16; o; o >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, o));
     if (rank % 32 == 0) parts[1][turn_][threadIdx.x / 32] = largest;
-    meet();
+    synchronize();
     for (int w = 0; w < team / 32; w++) largest = fmaxf(largest, parts[1][turn_][8 * mine + w]);
     return row_factor(largest);
   }
-  // A batch of a row into the order of matrix `i`.
+  // Writes a batch of a row in the order of matrix `i`.
   DEVICE void write(int i, int token, int batch, float factor) {
     const Part& part = p.part[i];
     __half* to = reinterpret_cast<__half*>(memory + part.x_at) + token * p.x_stride;
@@ -254,12 +255,12 @@ struct Fill {
       }
     }
     if (RACECHECK && mine == 1 && p.m % 2 == 1)
-      for (int i = 0; i < 1 + SCALED; i++) meet();  // as often as the first team
+      for (int i = 0; i < 1 + SCALED; i++) synchronize();  // as often as the first team
   }
 };
 
-// One row of halves as it is, in one order: nothing stands between the end of the launch before and the loads. A loop over what was loaded,
-// whose registers change places: straight code for all of it costs more, being cold, than the moves.
+// Packs one row of halves that needs no norm and has one order, with no work between the end of the previous launch and the loads. A loop
+// over the loaded values rotates their registers: unrolled code would be cold and cost more than the moves.
 DEVICE void fill_row(const Task& p, uint8_t* memory) {
   constexpr int THREADS = CONSUMERS * 32, BATCH = 4;  // the host's ROW_FEATURES
   const Part& part = p.part[0];

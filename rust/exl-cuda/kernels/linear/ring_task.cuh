@@ -1,4 +1,4 @@
-// What the ring kernel (ring.cuh) is told, and how its blocks and warps share the work.
+// Parameters of the ring kernel (ring.cuh), and the division of work among its blocks and warps.
 #pragma once
 #include "common/abi.cuh"
 #include "common/pipeline.cuh"
@@ -6,41 +6,42 @@
 
 constexpr int CONSUMERS = 16, RING_THREADS = CONSUMERS * 32 + 64, RESULT_BUFFERS = 4;
 constexpr int MATRICES = 3, MOST_STAGES = 32;
-// Two quarters of a multiprocessor hold five of these warps, and then 72 registers a lane of one more: a block of attention
-// (attention_few.cuh) that runs beside the product before it. A GPTQ step of an 8B model took 115 us longer with 94.
+// Two of an SM's quarters hold five of these warps, and then 72 registers a lane of one more warp: a block of attention (attention_few.cuh)
+// that runs beside the matmul before it.
 constexpr int RING_REGISTERS = 88;
 
-// One matrix of a product; places are bytes in shared memory.
+// One matrix of a matmul. Offsets are bytes in shared memory.
 struct Part {
   Matrix a;
   uint32_t units_at, maxima_at, x_at;
   int stages;
-  int order;  // the first matrix whose rows stand in the same order; its x_at is this one's too
+  int order;  // the first matrix with the same order of rows, whose x_at this one shares
   int y_offset;
 };
 ABI_SIZE(Part, 96); ABI_AT(Part, a, 0); ABI_AT(Part, units_at, 72); ABI_AT(Part, maxima_at, 76); ABI_AT(Part, x_at, 80);
 ABI_AT(Part, stages, 84); ABI_AT(Part, order, 88); ABI_AT(Part, y_offset, 92);
 
 enum { KEEP = 1, PADDED = 2, ROW = 4, FILLS = 8 };
-// Everything a launch needs, worked out by the host; the same struct as `ops::linear::ring::Task`. First what the streaming thread reads.
+// The parameters of a launch, computed by the host; the same struct as `ops::linear::ring::Task`. The fields that the streaming thread
+// reads come first.
 struct Task {
   uint32_t barriers_at, stage_stride;
   int slots, window, count;
-  // A block's tiles (pairs of them when gated), and how many blocks have one more.
+  // A block's tiles (pairs of them if gated), and the number of blocks with one more.
   int tiles, longer;
-  int gate;  // activation of the first of two matrices that gates the second, or -1
+  int gate;  // activation of the first of two matrices, which gates the second, or -1
   uint32_t results_at, multipliers_at, x_stride;
-  uint32_t gates_at;  // what gates, of a pair or (KEEP) of all pairs of a block, two rows by 16 features a time
-  // KEEP: a warp keeps its class over tiles; PADDED: rows no feature stands in; ROW: one row of halves as it is, in one order, not too long
-  // (`fill_row`); from bit FILLS on: whose `order` is its own.
+  uint32_t gates_at;  // gates of a pair or (KEEP) of all pairs of a block, two rows by 16 features each
+  // KEEP: a warp keeps its class over tiles. PADDED: some rows hold no feature. ROW: one row of halves without a norm, in one order, short
+  // enough for `fill_row`. From bit FILLS on: the matrices whose `order` is their own index.
   int flags;
-  int m, columns;  // columns: m, made even
+  int m, columns;  // columns: m rounded up to even
   int x_kind, y_kind, y_stride;
   float eps, offset;
   const void* x;
   void* y;
-  const void* residual;  // like y; null when there is none
-  const float4* norm;    // weight of an RMS norm of x; null when there is none
+  const void* residual;  // of the same form as y; null if there is none
+  const float4* norm;    // weight of an RMS norm of x; null if there is none
   Part part[MATRICES];
   uint32_t stage_begin[MATRICES][MOST_STAGES + 1];  // bytes within a tile
 };
@@ -57,7 +58,7 @@ struct SharedColumns {
   DEVICE uint4 get(int, int k) const { return SharedBytes{at}.get16(k * 2); }
 };
 
-// Barriers of the ring, in groups of four that are set up together, and of the result buffers.
+// Barriers of the ring, set up in groups of four, and of the result buffers.
 struct Barriers {
   uint32_t full, empty, ready, free;
   DEVICE Barriers(const Task& p, uint32_t base)
@@ -73,7 +74,7 @@ DEVICE void set_up(uint32_t barriers, int from, int to, int arrivals) {
   }
 }
 
-// A launch's parameters reach an SM a line at a time, each after a trip to L2: every consumer warp asks for some of them at once.
+// A launch's parameters reach an SM one line at a time, each with the latency of L2: all consumer warps request different lines at once.
 DEVICE void touch_parameters(const Task& p) {
   __shared__ int touched[CONSUMERS];
   constexpr int WORDS = sizeof(Task) / 4;
@@ -84,7 +85,7 @@ DEVICE void touch_parameters(const Task& p) {
   touched[warp] = v;
 }
 
-// The tiles of this block, one after the other.
+// The tiles of this block in sequence.
 struct Walk {
   int at, end, half;  // half: of gated pairs
   DEVICE Walk(const Task& p) {
@@ -110,7 +111,7 @@ struct Walk {
       while (matrix + 1 < p.count && tile >= p.part[matrix].a.tiles) tile -= p.part[matrix++].a.tiles;
     }
   }
-  // How many tiles of the matrix found follow each other, where warps keep their class.
+  // The number of consecutive tiles of the matrix found, if warps keep their class.
   DEVICE int rest(const Task& p, int matrix, int tile) const {
     if (p.gate >= 0) return matrix ? end - at : end - half - at;
     return min(end - at, p.part[matrix].a.tiles - tile);

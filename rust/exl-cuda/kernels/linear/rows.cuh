@@ -1,4 +1,4 @@
-// Activation rows into layout order for the kernels of few.cuh: norm, BF16's factor and the permutations of all matrices in one launch.
+// Packs activation rows for the kernels of few.cuh: norm, BF16 factor and the permutations of all matrices in one launch.
 #pragma once
 #include "common/abi.cuh"
 #include <type_traits>
@@ -24,15 +24,15 @@ ABI_AT(RowsTask, multipliers, 24); ABI_AT(RowsTask, copy_bytes, 32); ABI_AT(Rows
 ABI_AT(RowsTask, copies, 76); ABI_AT(RowsTask, units, 80); ABI_AT(RowsTask, k, 84); ABI_AT(RowsTask, m, 88); ABI_AT(RowsTask, eps, 92);
 ABI_AT(RowsTask, offset, 96);
 
-// Eight values of K of a row to their place.
+// Stores eight values of K of a row at their place.
 DEVICE void store_eight(const RowsTask& p, int copy, int chunk, int token, uint4 v) {
   if (chunk >= 32 * p.units) return;
   uint8_t* to = p.out + copy * p.copy_bytes + chunk / 4 * 512 + (token * 4 + chunk % 4) * 16;
   *reinterpret_cast<uint4*>(to) = v;
 }
 
-// A block has a row and 128 eights of its layout. It is small, so that it is there before its predecessor ends. The norm is that of
-// kernels/elementwise/norm.cu, sum for sum: a thread has the elements of two of its 256.
+// A block has a row and 128 groups of eight of its layout. It is small, so that it is resident before its predecessor ends. The norm adds
+// in the order of kernels/elementwise/norm.cu: a thread has the elements of two of its 256.
 template <class T>
 DEVICE void prepare_rows(const RowsTask& p) {
   constexpr bool SCALED = !std::is_same<T, __half>::value;
@@ -46,7 +46,7 @@ DEVICE void prepare_rows(const RowsTask& p) {
     T v[8];
   };
   pdl_trigger();
-  // What does not depend on the predecessor.
+  // Work that does not depend on the predecessor.
   int4 low, high;
   auto find = [&](int copy) {
     const bool known = chunk * 8 < p.rows[copy];

@@ -1,13 +1,13 @@
-// The device side of the tile layout (src/layout/mod.rs has its definition and plain twin): taking codes out of words, scales, and
-// the product of one unit (16 features x up to 256 rows of K) with up to 8 * NT activation rows.
+// The device side of the tile layout, which src/layout/mod.rs defines together with a reference implementation. It turns packed words into
+// codes and scales, and multiplies one unit (16 features x up to 256 rows of K) with up to 8 * NT activation rows.
 //
-// Everything that adds is written out (fmaf, matrix instructions in a fixed order), so that every kernel that computes a unit's
-// product gets the same bits, whatever NT and R are: a row's result does not depend on how many rows are in the call.
+// All additions are explicit (fmaf, matrix instructions in a fixed order). So all kernels that compute a unit's matmul give bitwise
+// identical results for any NT and R. A row's result does not depend on the number of rows in the call.
 #pragma once
 #include "common/abi.cuh"
 #include "common/common.cuh"
 
-// Unit u of a tile adds into class u % 16; `sum_classes` has the order in which classes are added.
+// Unit u of a tile adds into class u % 16. `sum_classes` defines the order in which classes are added.
 constexpr int TILE = 16, UNIT_ROWS = 256, CLASSES = 16;
 enum { EXL2 = 0, GPTQ = 1 };
 
@@ -16,8 +16,8 @@ struct Matrix {
   const uint8_t* image;
   const uint2* units;  // {offset in the tile, widths}, one more than there are units
   const __half* maxima;  // null for GPTQ
-  const uint16_t* row_of_feature;  // null when rows stand in the features' order
-  const float* bias;  // null when there is none
+  const uint16_t* row_of_feature;  // null if rows are in the features' order
+  const float* bias;  // null if there is none
   int tiles, unit_count, rows, in_features, out_features;
   uint32_t tile_bytes;
   float prescale;
@@ -57,7 +57,7 @@ struct SharedMaxima {
   uint32_t at;
   DEVICE __half operator[](int entry) const { return __ushort_as_half(SharedBytes{at}.get2(entry * 2)); }
 };
-// Weights in global memory: read once, so first to be evicted.
+// Weights in global memory are read once, so their lines are evicted first.
 struct GlobalBytes {
   const uint8_t* at;
   DEVICE GlobalBytes operator+(uint32_t o) const { return {at + o}; }
@@ -109,13 +109,13 @@ DEVICE uint32_t mul2(uint32_t a, uint32_t b) {
   return r;
 }
 
-// A code q at bit P of a half whose exponent makes that bit worth one reads 2^(10-P) + q. These are that half's bits, twice.
+// A code q at bit P of a half whose exponent makes that bit worth one reads 2^(10-P) + q. This is the bit pattern of that half without q,
+// twice.
 constexpr uint32_t magic(int p) { return static_cast<uint32_t>((25 - p) << 10) * 0x10001u; }
 
-// Field F = 4 J + R of a lane's words: register R of the A operand of matrix instruction J. R = upper + 2 * second, where upper
-// registers hold features g + 8 and second ones the next two rows. Its code stands at bit BIT of both halves of word WORD, and at bit
-// P after a shift that the fields of a word share.
-// The same table is `pieces` in src/layout/mod.rs.
+// Field F = 4 J + R of a lane's words: register R of the A operand of matrix instruction J. R = upper + 2 * second: upper registers hold
+// features g + 8 and second ones the next two rows. Its code is at bit BIT of both halves of word WORD, and at bit P after a shift that the
+// fields of a word share. `pieces` in src/layout/mod.rs has the same table.
 template <int B, int F>
 struct Field {
   static constexpr int J = F / 4, R = F % 4, UPPER = R % 2, SECOND = R / 2, SLOT = 2 * J + SECOND;
@@ -139,7 +139,7 @@ struct Field {
   static constexpr int P = SPARE && B == 6 ? 0 : BIT - SHIFT;
   static constexpr uint32_t MASK = (((1u << B) - 1) << P) * 0x10001u;
 
-  // The code put together from several words, at bit P of both halves.
+  // A code that is split over several words, at bit P of both halves.
   DEVICE static uint32_t spare(const uint32_t (&w)[B]) {
     uint32_t v = 0;
     if constexpr (B == 6) {
@@ -158,7 +158,7 @@ struct Field {
   }
 };
 
-// code - zero, exact, as two halves. EXL2's zero is a constant; GPTQ's is given as two equal halves.
+// code - zero, exact, as two halves. The zero of EXL2 is a constant; GPTQ's is passed as two equal halves.
 template <int KIND, int B, int F>
 DEVICE uint32_t centred(const uint32_t (&w)[B], uint32_t zero) {
   using T = Field<B, F>;
@@ -194,7 +194,7 @@ struct UnitScales<EXL2, ENTRY, W> {
     const uint32_t c = sub2(v, 0x63fe63feu);  // minus 1023
     return mul2(c, c);
   }
-  // h16((code + 1)^2 * maximum) of both features: two half roundings as the format demands.
+  // h16((code + 1)^2 * maximum) of both features: two half roundings as the format requires.
   DEVICE uint32_t halves(int entry, __half maximum) const { return mul2(squares(entry), __half_as_ushort(maximum) * 0x10001u); }
 };
 
@@ -215,7 +215,7 @@ struct UnitScales<GPTQ, ENTRY, W> {
 
 DEVICE float2 to_float2(uint32_t halves) { return __half22float2(*reinterpret_cast<const __half2*>(&halves)); }
 
-// ---------------------------------------------------------------------------------------------------- products
+// ---------------------------------------------------------------------------------------------------- matmul
 DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -231,7 +231,7 @@ DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
 #endif
 }
 
-// Bytes of a unit's codes; its scales stand behind them.
+// Bytes of a unit's codes; its scales follow them.
 DEVICE uint32_t code_bytes(uint32_t widths) {
   uint32_t bits = 0;
 #pragma unroll
@@ -249,12 +249,12 @@ DEVICE void clear(Sums<NT>& s) {
   for (int n = 0; n < NT; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.f;
 }
 
-// One unit of R row tiles. `x.get(n, k)` gives the eight halves of activation column tile n at row k of the unit.
+// One unit of R row tiles. `x.get(n, k)` returns the eight halves of activation column tile n at row k of the unit.
 //
-// An entry's products with the exact codes less their zeros are one chain of matrix instructions in the order of k; its sum times the
+// An entry's matmul with the exact differences of codes and zeros is one chain of matrix instructions in the order of k. Its sum times the
 // entry's scale is added to `total`, entries in order.
 template <int KIND, int ENTRY, int NT, int R, class W, class X, class M = const __half*>
-struct UnitProduct {
+struct UnitMatmul {
   const W (&weights)[R];
   const X& x;
   const M maxima;  // of this unit's entries
@@ -327,7 +327,7 @@ struct UnitProduct {
     if (ENTRY == 128) flush(p, sums);
   }
 
-  // Four chunks of one width: the usual unit.
+  // Four chunks of one width, the most frequent kind of unit.
   template <int B>
   DEVICE void uniform() {
     constexpr int UNROLL = NT == 1 && R == 1 ? 2 : 1;
@@ -335,7 +335,7 @@ struct UnitProduct {
     for (int p = 0; p < 2; p++) pair<B>(p, 256 * B * p, true);
   }
 
-  // Any other unit: chunks one by one, in pairs where they share an entry.
+  // Any other unit: chunks one by one, in pairs if they share an entry.
   template <int B>
   DEVICE void piece(int c, uint32_t offset, bool both) {
     if constexpr (ENTRY == 128) {
@@ -353,7 +353,7 @@ struct UnitProduct {
     for (int r = 0; r < R; r++) scales[r].load(weights[r] + 512 * B, lane >> 2);
     uniform<B>();
   }
-  // `scales_at`: where in the unit its scales begin.
+  // `scales_at`: offset of the scales in the unit.
   DEVICE void run(uint32_t widths, uint32_t scales_at) {
 #pragma unroll
     for (int r = 0; r < R; r++) scales[r].load(weights[r] + scales_at, lane >> 2);
@@ -398,14 +398,15 @@ struct UnitProduct {
 };
 
 // ---------------------------------------------------------------------------------------------------- activations and results
-// BF16 activations are carried as halves times a power of two of their row: exact down to 2^-39 of the row's largest value.
-// `largest` is a row's largest magnitude; the answer is the factor, whose inverse is exact too.
+// BF16 activations are carried as halves times a power of two of their row: exact down to 2^-39 of the row's largest value. `largest` is a
+// row's largest magnitude. Returns the factor, whose inverse is exact too.
 DEVICE float row_factor(float largest) {
   const int exponent = static_cast<int>(__float_as_uint(largest) >> 23 & 255) - 127;
   if (largest == 0.f || exponent == 128) return 1.f;
   return __uint_as_float(static_cast<uint32_t>(min(14 - exponent, 120) + 127) << 23);
 }
-// Of a row that a block of WARPS warps has; `most`: the largest magnitude of this thread's elements, `largest` for the warps'.
+// For a row that a block of WARPS warps holds. `most`: the largest magnitude of this thread's elements; `largest`: memory for the warps'
+// maxima.
 template <int WARPS>
 DEVICE float block_row_factor(int tid, float most, float (&largest)[WARPS]) {
 #pragma unroll
@@ -431,8 +432,8 @@ DEVICE float load_result(const void* y, size_t at, int kind) {
          : kind == OUT_BF16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(y)[at])
                             : static_cast<const float*>(y)[at];
 }
-// The classes' sums in their one order: `part(c)` is the sum of class c. Quarters of K (classes that are equal modulo 4) add up on their
-// own first, so that a kernel can cut K in four and walk it with two sums besides a class's.
+// Adds the sums of classes in their one order: `part(c)` is the sum of class c. Quarters of K (classes equal modulo 4) add up separately
+// first, so that a kernel can cut K in four and walk it with two sums beside a class's.
 template <class F>
 DEVICE float sum_classes(F part) {
   float sum = 0.f;

@@ -1,10 +1,10 @@
-// Around the products of experts: which ones a row goes to, pairs sorted by expert with their inputs in the order of its K, and the
-// weighted sum of what the experts give.
+// Kernels before and after the matmuls of experts: routing of rows, sorting of pairs by expert, packing of their inputs in the order of K,
+// and the weighted sum of the experts' results.
 #include "common/block_sum.cuh"
 #include "moe/experts.cuh"
 
 // ---------------------------------------------------------------------------------------------------- routing
-// The index of the largest of a warp's values, the lowest of equal ones.
+// The index of the largest of a warp's values; of equal values, the lowest index.
 DEVICE void warp_largest(float& value, int& index) {
 #pragma unroll
   for (int o = 16; o; o >>= 1) {
@@ -17,7 +17,7 @@ DEVICE void warp_largest(float& value, int& index) {
   }
 }
 
-// The largest of values[0 .. count) and its index; `taken` ones are negative infinity.
+// The largest of values[0 .. count) and its index; chosen ones are negative infinity.
 DEVICE void largest_of(const float* values, int count, int lane, float& value, int& index) {
   value = -INFINITY;
   index = count;
@@ -71,7 +71,7 @@ DEVICE void choose_held(const float* logits, int count, int chosen, bool normali
   if (normalize && lane < chosen) weights[lane] = mine / total;
 }
 
-// One warp: softmax over all, the `chosen` likeliest, divided by their sum if `normalize`.
+// One warp: softmax over all, then the `chosen` most likely, divided by their sum if `normalize`.
 DEVICE void choose(float* v, int count, int chosen, bool normalize, int64_t* ids, float* weights, int lane) {
   float highest;
   int index;
@@ -100,8 +100,8 @@ DEVICE void choose(float* v, int count, int chosen, bool normalize, int64_t* ids
     for (int c = 0; c < chosen; c++) weights[c] = weights[c] / total;
 }
 
-// One warp: the likeliest expert, weighted by a softmax over those within a relative distance of 2 * jitter, then the same among the
-// others. `v` loses what was chosen, `all` does not.
+// One warp: the most likely expert, weighted by a softmax over those within a relative distance of 2 * jitter, then the same among the
+// others. `v` loses the chosen ones, `all` does not.
 DEVICE void choose_sparse(float* v, const float* all, int count, int chosen, float jitter, int64_t* ids, float* weights, int lane) {
   for (int c = 0; c < chosen; c++) {
     float highest, sum = 0.f;
@@ -190,7 +190,7 @@ DEVICE int block_scan(int v, int* warps) {
   return v;
 }
 
-// One block: the tables of `ExpertCall`. Counts are sums of integers: atomic additions of them have no order.
+// One block: the tables of `ExpertCall`. Counts are integer sums, so the order of their atomic additions does not matter.
 DEVICE void sort_pairs(const ExpertCall& call) {
   constexpr int EACH = EXPERTS_MOST / 256;
   __shared__ __align__(16) short ids[PAIRS_MOST];
@@ -206,7 +206,7 @@ DEVICE void sort_pairs(const ExpertCall& call) {
     if (known) atomicAdd(&places[id], 1);
   }
   __syncthreads();
-  // Pairs, and above them in the word different experts.
+  // The number of pairs and, in the upper half of the word, of different experts.
   int counts[EACH], sum = 0;
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
@@ -237,7 +237,7 @@ DEVICE void sort_pairs(const ExpertCall& call) {
   }
 }
 
-// Block `pairs * inputs` sorts, every other one lays out the input of a pair.
+// Block `pairs * inputs` sorts; each other block packs the input of one pair.
 extern "C" __global__ void __launch_bounds__(256) experts_arrange(const __grid_constant__ ExpertCall call) {
   pdl_trigger();
   pdl_wait();
@@ -257,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(256) experts_arrange(const __grid_c
 }
 
 // ---------------------------------------------------------------------------------------------------- the weighted sum
-// out = residual + half(sum over choices of part * weight, in their order, + shared * its weight). Two columns a thread.
+// out = residual + half(sum over choices of part * weight in their order + shared * its weight). Two columns a thread.
 extern "C" __global__ void __launch_bounds__(256) experts_combine(const __grid_constant__ ExpertCall call) {
   pdl_trigger();
   const int row = blockIdx.y, n = (blockIdx.x * 256 + threadIdx.x) * 2;

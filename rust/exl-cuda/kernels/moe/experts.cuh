@@ -1,5 +1,5 @@
-// A mixture of experts: what its launches share. Which experts are chosen is known on the device alone: grids have a fixed size, and
-// what a block does is read from tables.
+// A mixture of experts: definitions that its launches share. Only the device knows which experts are chosen: grids have a fixed size, and
+// blocks read their work from tables.
 //
 // A pair is a row with one of its choices, row by row: pair p is choice p % chosen of row p / chosen.
 #pragma once
@@ -8,7 +8,7 @@
 // One expert: a gated MLP. The same struct as `ops::moe::ExpertArgument`.
 struct Expert {
   Matrix gate, up, down;
-  const int *gate_features, *up_features, *down_features;  // input feature of each row of K, -1 where it pads
+  const int *gate_features, *up_features, *down_features;  // input feature of each row of K, -1 for padding
 };
 ABI_SIZE(Expert, 240); ABI_AT(Expert, gate, 0); ABI_AT(Expert, up, 72); ABI_AT(Expert, down, 144);
 ABI_AT(Expert, gate_features, 216); ABI_AT(Expert, up_features, 224); ABI_AT(Expert, down_features, 232);
@@ -19,18 +19,18 @@ struct ExpertCall {
   const int64_t* ids;  // [pairs]
   const float* weights;  // [pairs]
   const __half* h;  // [rows, hidden]
-  // Scratch memory: how many different experts there are, these in ascending order, where their pairs begin (and, one more, end), and
-  // the pairs by expert, each expert's in ascending order.
+  // Scratch memory: the number of different experts, these in ascending order, the beginning of each one's pairs (plus one end), and the
+  // pairs sorted by expert, each expert's in ascending order.
   int *different, *used, *begins, *order;
-  __half* x;  // [inputs, pairs, x_stride]: rows in the order of gate's K, and of up's where that is another
-  __half* inner;  // [pairs, inner_stride]: what down takes, in the order of its K
-  __half* parts;  // [pairs, hidden]: every expert's own result
-  const __half* shared;  // [rows, hidden] of an expert that all rows take; may be null
+  __half* x;  // [inputs, pairs, x_stride]: rows in the order of gate's K and, if that of up differs, of up's
+  __half* inner;  // [pairs, inner_stride]: input of down, in the order of its K
+  __half* parts;  // [pairs, hidden]: the result of each pair
+  const __half* shared;  // [rows, hidden] of an expert that all rows use; may be null
   const float* shared_weights;  // [rows]; null: ones
   const __half* residual;  // [rows, hidden]; may be null
   __half* out;  // [rows, hidden]; may be `residual`
   int rows, chosen, pairs, count, hidden, x_stride, inner_stride, inputs, activation;
-  int tiles, span;  // row tiles of the product that is launched, and of a block
+  int tiles, span;  // row tiles of the matmul that is launched, and of a block
 };
 ABI_SIZE(ExpertCall, 168); ABI_AT(ExpertCall, experts, 0); ABI_AT(ExpertCall, ids, 8); ABI_AT(ExpertCall, weights, 16);
 ABI_AT(ExpertCall, h, 24); ABI_AT(ExpertCall, different, 32); ABI_AT(ExpertCall, used, 40); ABI_AT(ExpertCall, begins, 48);
@@ -41,5 +41,5 @@ ABI_AT(ExpertCall, hidden, 136); ABI_AT(ExpertCall, x_stride, 140); ABI_AT(Exper
 ABI_AT(ExpertCall, inputs, 148); ABI_AT(ExpertCall, activation, 152); ABI_AT(ExpertCall, tiles, 156);
 ABI_AT(ExpertCall, span, 160);
 
-// Most experts, and most pairs, that one block can sort.
+// The most experts and the most pairs that one block can sort.
 constexpr int EXPERTS_MOST = 1024, PAIRS_MOST = 1024;

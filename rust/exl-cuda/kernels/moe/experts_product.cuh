@@ -1,21 +1,21 @@
-// The products of experts: gate and up with the activation between, and down. A block has one expert, all of its rows, and `span` row
-// tiles of its matrices. Weights are read from global memory straight into registers, on any architecture.
+// The matmuls of experts: gate and up with the activation between them, and down. A block has one expert, all of its rows, and `span` row
+// tiles of its matrices. Weights are read from global memory directly into registers, on any architecture.
 //
-// A task of a warp is one class of units of a matrix's row tiles. All that a unit of one width needs is asked for before anything is
-// multiplied: a trip to memory for each part of it would take longer than the rest. Sums have the order of every other product: a pair's
-// result is what its row would have alone, whichever kernel computes it.
+// A task of a warp is one class of units of a matrix's row tiles. All data of a unit of one width is requested before any of it is
+// multiplied: one memory latency for each part would dominate. The order of sums is that of all other matmuls: a pair's result is bitwise
+// identical to its row alone in any kernel.
 #pragma once
 #include "common/activate.cuh"
 #include "moe/experts.cuh"
 
-// Rows of activations in the order of K; column n * 8 + g is a lane's.
+// Rows of activations in the order of K; column n * 8 + g belongs to a lane.
 template <int NT>
 struct RowColumns {
   const __half* at[NT];  // null: a column of zeros
   DEVICE uint4 get(int n, int k) const { return at[n] ? *reinterpret_cast<const uint4*>(at[n] + k) : make_uint4(0, 0, 0, 0); }
 };
 
-// A unit of one width in registers: its words, and the place of its scales. Offsets are known when the code is compiled.
+// A unit of one width in registers: its words, and the offset of its scales. Offsets are known at compile time.
 template <int B>
 struct HeldUnit {
   const uint32_t (*words)[B];  // of four chunks
@@ -36,7 +36,7 @@ struct HeldColumns {
   uint4 slices[8];
   DEVICE uint4 get(int, int k) const { return slices[k / 32]; }
 };
-// Loads that stay in front of what follows.
+// Loads that the compiler must not move behind later instructions.
 DEVICE uint4 load_now(const uint4* at) {
   uint4 v;
   asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
@@ -62,7 +62,7 @@ struct WordsNow {
   }
 };
 
-// One unit of B bits: `row` is a lane's column of it, null where there is none.
+// One unit of B bits. `row`: a lane's column of it, null if there is none.
 template <int KIND, int ENTRY, int B>
 DEVICE void held_unit(GlobalBytes weights, const __half* row, const __half* maxima, Sums<1> (&total)[1], int lane) {
   uint32_t words[4][B];
@@ -72,7 +72,7 @@ DEVICE void held_unit(GlobalBytes weights, const __half* row, const __half* maxi
 #pragma unroll
   for (int s = 0; s < 8; s++) columns.slices[s] = row ? load_now(reinterpret_cast<const uint4*>(row + 32 * s)) : make_uint4(0, 0, 0, 0);
   const HeldUnit<B> held[1] = {{words, weights, 0}};
-  UnitProduct<KIND, ENTRY, 1, 1, HeldUnit<B>, HeldColumns> product{held, columns, maxima, total, lane, {}};
+  UnitMatmul<KIND, ENTRY, 1, 1, HeldUnit<B>, HeldColumns> product{held, columns, maxima, total, lane, {}};
   product.template run_uniform<B>();
 }
 
@@ -85,7 +85,7 @@ struct ExpertBlock {
   int count;
 };
 
-// Tiles `first` and the following ones of a matrix, on their way into L2 at once: a warp alone asks for little at a time.
+// Prefetches tiles `first` and the following ones of a matrix into L2 at once: a single warp keeps few loads in flight.
 DEVICE void fetch_tiles(const Matrix& a, int first, int span) {
   const uint8_t* from = a.image + (size_t)first * a.tile_bytes;
   const int bytes = min(span, a.tiles - first) * (int)a.tile_bytes;
@@ -93,7 +93,7 @@ DEVICE void fetch_tiles(const Matrix& a, int first, int span) {
 }
 
 // Sums of tiles first .. first + span - 1 of each matrix, by class, into `expert_parts` [MATS][span][classes][TILE][8 * NT]. `x`: the rows
-// of the first matrix's pairs, `stride` apart; those of the second are `x_step` on.
+// of the first matrix's pairs, `stride` apart; those of the second are `x_step` further.
 template <int KIND, int ENTRY, int NT, int R, int MATS>
 DEVICE void expert_sums(const Matrix* matrices, const __half* x, size_t stride, size_t x_step, const int* pairs, int count, int first,
                         int span, int classes) {
@@ -135,7 +135,7 @@ DEVICE void expert_sums(const Matrix* matrices, const __half* x, size_t stride, 
       RowColumns<NT> columns;
 #pragma unroll
       for (int n = 0; n < NT; n++) columns.at[n] = row[n] ? row[n] + at : nullptr;
-      UnitProduct<KIND, ENTRY, NT, R, GlobalBytes, RowColumns<NT>> product{weights, columns, maxima, total, lane, {}};
+      UnitMatmul<KIND, ENTRY, NT, R, GlobalBytes, RowColumns<NT>> product{weights, columns, maxima, total, lane, {}};
       if constexpr (NT == 1 && R == 1) product.run_mixed(unit.y);
       else product.run(unit.y);
     }
@@ -150,7 +150,7 @@ DEVICE void expert_sums(const Matrix* matrices, const __half* x, size_t stride, 
   }
 }
 
-// One result, as a half.
+// One result, rounded to half.
 template <int NT>
 DEVICE float expert_result(int tile, int classes, int row, int column, const Matrix& a, int feature) {
   const float* from = expert_parts + (tile * classes * TILE + row) * 8 * NT + column;
@@ -212,14 +212,15 @@ DEVICE void fetch_item(const Expert& e, int first, int span) {
   }
 }
 
-// An expert has at most 8 rows in a launch of up to 8 rows, and mostly where there are many experts: FEW, which takes more of them by eights.
+// An expert has at most 8 rows in a launch of up to 8 rows, and usually if there are many experts. FEW processes more rows in groups of
+// eight.
 template <int KIND, int ENTRY, bool FEW, bool DOWN>
 DEVICE void expert_product(const ExpertCall& call) {
   __shared__ Expert held;
   pdl_trigger();
   pdl_wait();
   const int different = *call.different, pairs = call.begins[blockIdx.y], count = call.begins[blockIdx.y + 1] - pairs;
-  const int number = call.used[blockIdx.y], first = blockIdx.x * call.span;  // beyond the last different one they are anything
+  const int number = call.used[blockIdx.y], first = blockIdx.x * call.span;  // undefined beyond the last different expert
   if ((int)blockIdx.y >= different) return;
   const uint32_t* from = reinterpret_cast<const uint32_t*>(call.experts + number);
   if (threadIdx.x < sizeof(Expert) / 4) reinterpret_cast<uint32_t*>(&held)[threadIdx.x] = __ldg(from + threadIdx.x);

@@ -1,15 +1,15 @@
-// From rows of logits to tokens, to the bits of exl-cpu's sampling (rust/exl-cpu/src/sampling says what and why): fixed-point weights,
-// integer sums, total orders. Three launches a batch: shape the logits and find block maxima; sum weights a block; choose, one block a
-// row. Rows whose candidates do not fit a block's table are left to sample_wide, and with a tail-free cut, which needs all candidates in
-// order, to the CPU: they answer FALLBACK.
+// From rows of logits to tokens, bitwise identical to exl-cpu's sampling (rust/exl-cpu/src/sampling defines the transforms): fixed-point
+// weights, integer sums, total orders. A batch takes three launches: shape the logits and find block maxima; sum the weights of each block;
+// choose, one block a row. Rows whose candidates do not fit a block's table are left to sample_wide. Those with a tail-free cut, which
+// needs all candidates in order, are left to the CPU: their answer is FALLBACK.
 //
-// Answers are written to pinned host memory in place: no copy to wait for. Each launch begins while the one before it ends, and waits
-// for it before it reads what it made; so whatever follows the last one follows all.
-// Products and sums are written as intrinsics wherever the compiler could fuse them: a fused one gives other bits.
+// Answers are written directly to pinned host memory, so there is no copy to wait for. Each launch begins while its predecessor ends, and
+// waits for it before it reads its results. So work after the last launch is ordered after all of them. Multiplications and additions are
+// intrinsics wherever the compiler could fuse them, because a fused one rounds differently.
 #include "common/abi.cuh"
 #include "sampling/sampling_wide.cuh"
 
-// What the step behind the sampling reads beside its tokens: in pinned host memory, and where it is to stand.
+// Inputs of the step after the sampling, beside its tokens: their source in pinned host memory, and their destination.
 struct Inputs {
   const unsigned* from;
   unsigned* to;
@@ -17,8 +17,8 @@ struct Inputs {
 };
 ABI_SIZE(Inputs, 24); ABI_AT(Inputs, from, 0); ABI_AT(Inputs, to, 8); ABI_AT(Inputs, words, 16);
 
-// Steps 2 to 8: the shaped logits and the largest key of each block of ids. The blocks beyond the last row bring the next step's inputs,
-// while the others work: a copy between this launch and the next would be waited for.
+// Steps 2 to 8: the shaped logits and the largest key of each block of ids. The blocks past the last row copy the next step's inputs while
+// the others work: a separate copy between this launch and the next would add latency.
 extern "C" __global__ void __launch_bounds__(256)
     sample_shape(const Row* rows, float* shaped, int* maxima, int pitch, int count, Inputs inputs, WideControl* control) {
   __shared__ Row row;
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(256)
   if (lane == 0) maxima[blockIdx.y * MOST_BLOCKS + blockIdx.x * (SEGMENT / BLOCK) + warp] = high;
 }
 
-// Sums of weights of each block of ids, for rows that need the weight of all.
+// Sums of weights of each block of ids, for rows that need the total weight.
 extern "C" __global__ void __launch_bounds__(256)
     sample_sums(const Row* rows, const float* shaped, const int* maxima, u64* sums, int pitch) {
   __shared__ Row row;
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // ---- the choosing block ----
 
-// Step 18; the table is in descending order, so its first has the highest log-weight.
+// Step 18: late temperature. The table is in descending order, so its first entry has the highest log-weight.
 DEVICE void late(const Row& row, const Table& table, int n, const Slope& slope, u64 total) {
   float scale = row.late_scale;
   if (row.flags & LATE_DYNAMIC) {
@@ -120,7 +120,7 @@ DEVICE void late(const Row& row, const Table& table, int n, const Slope& slope, 
   __syncthreads();
 }
 
-// Step 19.
+// Step 19: exclude top choices.
 DEVICE void exclude_top(const Row& row, const Table& table, int n, u64 total) {
   const u64 least = __double2ull_rz(ceil(__dmul_rn(row.xtc_threshold, __ull2double_rn(total))));
   int count = 0, last = -1;
@@ -153,8 +153,8 @@ DEVICE u64 draw_target(double uniform, u64 total) {
   return min(__double2ull_rz(__dmul_rn(uniform, __ull2double_rn(total))), total - 1);
 }
 
-// Where a row's results go: the answer in pinned host memory; the token, cut to ids below `limit`, also to the inputs of the next step.
-// Or, where its candidates do not fit the table, the memory of its passes.
+// Destination of a row's results: the answer in pinned host memory, and the token, clamped to ids below `limit`, in the inputs of the next
+// step. If the row's candidates do not fit the table: the memory of its passes.
 struct Results {
   Answer* answer;
   int64_t* next;
@@ -187,7 +187,7 @@ DEVICE void leave_to_passes(const Row& row, int peak, const Results& to) {
   if (threadIdx.x == 0) begin_wide(row, to.wide, to.control, peak);
 }
 
-// A draw over all logits by ascending id.
+// A draw over all logits in ascending order of id.
 DEVICE void draw_all(const Row& row, const View& view, const Table& table, const Slope& slope, int peak, const Results& to) {
   u64 sum = 0;
   for (int b = threadIdx.x; b < view.blocks; b += THREADS) sum += view.sums[b];
@@ -234,8 +234,8 @@ DEVICE void greedy(const Row& row, const View& view, int peak, const Results& to
 
 enum Cut { NONE, TOP_P, TOP_A, MIN_P, TFS, MIROSTAT };
 
-// Fills the table with the sorted candidates that top-k, or without it the first cut, leaves. Returns their number, 0 where the table
-// is too small, and which cut has been made.
+// Fills the table with the sorted candidates that top-k, or without it the first cut, keeps. Returns their number, 0 if the table is too
+// small, and the cut that was made.
 DEVICE int first_candidates(const Row& row, const View& view, const Table& table, const Slope& slope, int peak, Cut* made) {
   *made = NONE;
   if (row.top_k) {
@@ -256,7 +256,7 @@ DEVICE int first_candidates(const Row& row, const View& view, const Table& table
     bool reached = false;
     for (int count = 16; count <= 1024 && n <= CAPACITY && !reached; count *= 4) {
       const int least = border(view, count);
-      // Candidates weigh no more than the blocks that they are in.
+      // Candidates weigh no more than the blocks that contain them.
       u64 most = 0;
       for (int b = threadIdx.x; b < view.blocks; b += THREADS) most += view.maxima[b] >= least ? view.sums[b] : 0;
       if (block_sum(most) < target) continue;
@@ -313,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   __shared__ Row row;
   load_row(&row, rows + blockIdx.x);
   pdl_wait();
-  // A call that failed between this kernel and the passes has left a program that nobody is to go on with.
+  // Ends a program that a call that failed between this kernel and the passes may have left.
   if (threadIdx.x == 0) wide[blockIdx.x].state.op = DONE;
   if (row.flags & SKIP) return;
   const Results to{answers + blockIdx.x, next ? next + blockIdx.x : nullptr, limit, wide + blockIdx.x, control};

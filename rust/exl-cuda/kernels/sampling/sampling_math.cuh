@@ -1,4 +1,4 @@
-// Logarithm, exponential and power in doubles, operation by operation as exl-cpu has them: the same bits on every device.
+// Logarithm, exponential and power in doubles, operation by operation as in exl-cpu, so that all devices give bitwise identical results.
 #pragma once
 #include "common/common.cuh"
 

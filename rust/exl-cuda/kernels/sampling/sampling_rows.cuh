@@ -1,13 +1,13 @@
-// What the sampling kernels share: a row's description, logits as ordered keys, weights in fixed point, sums and maxima of a block.
+// Shared by the sampling kernels: a row's description, logits as ordered keys, weights in fixed point, sums and maxima of a block.
 #pragma once
 #include "common/abi.cuh"
 #include "common/common.cuh"
 
 typedef unsigned long long u64;
 
-constexpr int SEGMENT = 2048;  // ids a block of the first two kernels handles
-constexpr int BLOCK = 256;     // ids a maximum and a sum stand for: one warp's share
-constexpr int CAPACITY = 2048; // candidates a row may have
+constexpr int SEGMENT = 2048;  // ids that a block of the first two kernels handles
+constexpr int BLOCK = 256;     // ids of one maximum and one sum: the share of one warp
+constexpr int CAPACITY = 2048; // candidates that a row may have
 constexpr int THREADS = 1024;  // of the choosing block
 constexpr int MOST_BLOCKS = 2048;
 constexpr int MOST_TOP = 64;
@@ -17,7 +17,7 @@ constexpr int BAD = 0x7fffffff;           // key of NaN and +inf
 enum { OK = 0, EMPTY = 1, NOT_FINITE = 2, FALLBACK = 3 };
 enum { GREEDY = 1, SMOOTH = 2, DESCENDING = 4, SKIP = 8, SUMS = 16, LATE_FIXED = 32, LATE_DYNAMIC = 64, PLAIN = 128, WIDE = 256 };
 
-// x := (x > 0 ? x / factor : x * factor) - minus; x := -minus where factor is 0
+// x := (x > 0 ? x / factor : x * factor) - minus; if factor is 0: x := -minus
 struct Edit {
   double factor, minus;
   unsigned id;
@@ -26,11 +26,11 @@ ABI_SIZE(Edit, 24); ABI_AT(Edit, factor, 0); ABI_AT(Edit, minus, 8); ABI_AT(Edit
 
 struct Row {
   const float* logits;
-  const float* positive;  // of a mix, and what it is mixed with: `width` logits each; null: no mix
+  const float* positive;  // two rows of `width` logits to be mixed; null: no mix
   const float* negative;
   const float* bias;
-  const int* mask;           // null: all allowed
-  const Edit* edits[2];      // before and after the bias, ids of a segment together
+  const int* mask;           // null: all ids are allowed
+  const Edit* edits[2];      // before and after the bias; the edits of a segment are contiguous
   const unsigned* starts[2]; // first edit of each segment, and the end
   const int* ignored;
   double top_p, top_a, min_p, tfs, typical, mirostat, xtc_probability, xtc_threshold, low, high, exponent, uniform, mix;
@@ -59,7 +59,7 @@ DEVICE int key_of(float x) {
   return bits ^ ((bits >> 31) & 0x7fffffff);
 }
 DEVICE float from_key(int key) { return __int_as_float(key ^ ((key >> 31) & 0x7fffffff)); }
-// Ascending = logit descending, then id ascending.
+// Ascending: logit descending, then id ascending.
 DEVICE u64 place_of(float x, unsigned id) { return (u64)(~((unsigned)key_of(x) ^ 0x80000000u)) << 32 | id; }
 DEVICE float logit_at(u64 place) { return from_key((int)(~(unsigned)(place >> 32) ^ 0x80000000u)); }
 
@@ -114,7 +114,7 @@ DEVICE int warp_max_int(int v) {
   return v;
 }
 
-// The row's description into shared memory; every thread of the block calls it.
+// Copies the row's description into shared memory; all threads of the block call it.
 DEVICE void load_row(Row* to, const Row* from) {
   static_assert(sizeof(Row) % 8 == 0, "rows are copied by words");
   const u64* words = reinterpret_cast<const u64*>(from);
@@ -151,7 +151,7 @@ DEVICE int block_max(int v) {
 }
 
 DEVICE Slope slope_of(const Row& row, int peak) {
-  // A draw over all takes its late temperature at once: the largest log-weight is 0.
+  // A draw over all logits applies its late temperature here: the largest log-weight is 0.
   const float late = row.flags & PLAIN ? row.late_scale : 1.f;
   return Slope{from_key(peak), row.scale, late, (row.flags & SMOOTH) != 0};
 }

@@ -1,4 +1,4 @@
-// The choosing block's table of candidates: sums and scans of the block, gathering by key, by weight and by bins, sorting, cuts of its tail.
+// The choosing block's table of candidates: sums and scans of the block, gathering by key, weight and bins, sorting, and cuts of the tail.
 #pragma once
 #include "sampling/sampling_rows.cuh"
 
@@ -39,7 +39,7 @@ DEVICE void scan(const u64* values, u64* running, int n) {
   __syncthreads();
 }
 
-// Sorts the pairs by place, or by (weight descending, place). Places up to the next power of two are filled up.
+// Sorts the pairs by place, or by (weight descending, place). Pads the places up to the next power of two.
 template <bool BY_WEIGHT>
 DEVICE void sort_pairs(u64* place, u64* q, int n) {
   int m = 2;
@@ -91,14 +91,14 @@ DEVICE int border(const View& view, int count) {
   return (int)(found ^ 0x80000000u);
 }
 
-// Adds a candidate to the table; `count` counts on beyond its capacity.
+// Adds a candidate to the table; `count` keeps counting past the capacity.
 DEVICE void add(const Table& table, int* count, float x, int id) {
   const int at = atomicAdd(count, 1);
   if (at < CAPACITY) table.place[at] = place_of(x, id);
 }
 
-// Lists the candidates with a key of at least `least_key` and, where `slope` is given, a weight of at least `least`. Returns their
-// number, which may exceed the table. Order is whatever comes; sorting follows.
+// Lists the candidates with a key of at least `least_key` and, if `slope` is given, a weight of at least `least`. Returns their number,
+// which may exceed the table. The list is not ordered; callers sort it.
 DEVICE int gather(const View& view, const Table& table, int least_key, const Slope* slope, u64 least) {
   __shared__ int count, found;
   int* blocks = reinterpret_cast<int*>(table.running);
@@ -110,7 +110,7 @@ DEVICE int gather(const View& view, const Table& table, int least_key, const Slo
   __syncthreads();
   const int lane = threadIdx.x % 32;
   for (int i = threadIdx.x / 32; i < found; i += THREADS / 32) {
-    if (*static_cast<volatile int*>(&count) > CAPACITY) break;  // more does not matter
+    if (*static_cast<volatile int*>(&count) > CAPACITY) break;  // a larger count does not change the outcome
     const int base = blocks[i] * BLOCK + lane;
     float v[BLOCK / 32];
 #pragma unroll
@@ -125,7 +125,7 @@ DEVICE int gather(const View& view, const Table& table, int least_key, const Slo
   return count;
 }
 
-// Lists the `most` first candidates and, of those as large as the last block that must be looked at, some more. Returns their number; 0 if
+// Lists the `most` first candidates, and some more that are as large as the last block that must be examined. Returns their number; 0 if
 // the table cannot hold them.
 DEVICE int gather_first(const View& view, const Table& table, int most) {
   const int n = gather(view, table, border(view, most), nullptr, 0);
@@ -150,7 +150,7 @@ DEVICE u64 share(double part, u64 total) {
   return max(1ull, min(wanted, max(total, 1ull)));
 }
 
-// Candidates of a table in descending order that reach `target`, the crossing one included.
+// Number of candidates of a table in descending order that reach `target`, including the one that crosses it.
 DEVICE int prefix(const Table& table, int n, u64 target) {
   scan(table.q, table.running, n);
   int at = n - 1;
@@ -159,7 +159,7 @@ DEVICE int prefix(const Table& table, int n, u64 target) {
   return block_min(at) + 1;
 }
 
-// Candidates of at least this weight in a table in descending order; at least one.
+// Number of candidates of at least this weight in a table in descending order; at least one.
 DEVICE int heavier(const Table& table, int n, double least) {
   const u64 weight = __double2ull_rz(ceil(least));
   int at = n;

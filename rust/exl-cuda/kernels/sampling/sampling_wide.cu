@@ -1,4 +1,4 @@
-// The passes of rows whose candidates do not fit sample_choose's table (sampling_wide.cuh), and the mix of two rows of logits.
+// The passes over rows whose candidates do not fit sample_choose's table (sampling_wide.cuh), and the mix of two rows of logits.
 #include "sampling/sampling_wide.cuh"
 
 // Writes a row's token into its answer and into the inputs of the next step.
@@ -21,8 +21,8 @@ DEVICE void copy_state(Wide* to, const Wide* from) {
     reinterpret_cast<unsigned*>(to)[i] = fresh(reinterpret_cast<const unsigned*>(from) + i);
 }
 
-// All blocks meet; answers whether no row has a pass left, to all alike.
-DEVICE bool meet(WideControl* control, unsigned generation) {
+// Barrier of all blocks. Returns, the same to all blocks, whether no row has a pass left.
+DEVICE bool synchronize(WideControl* control, unsigned generation) {
   __shared__ bool over;
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -47,7 +47,7 @@ struct Histogram {
 };
 
 DEVICE void add_to_bin(Histogram& h, bool wanted, unsigned bin, u64 q) {
-  // Equal logits share a bin: where all lanes do, they add once.
+  // Equal logits share a bin: if all lanes have the same bin, they add once.
   const unsigned lanes = __ballot_sync(~0u, wanted);
   if (!lanes) return;
   const unsigned first = __shfl_sync(~0u, bin, __ffs(lanes) - 1);
@@ -63,7 +63,7 @@ DEVICE void add_to_bin(Histogram& h, bool wanted, unsigned bin, u64 q) {
   }
 }
 
-// Whether a candidate's words begin as the border's.
+// Returns whether a candidate's words begin like the border's.
 DEVICE bool at_border(const Wide& s, const unsigned (&w)[WORDS]) {
   bool same = true;
 #pragma unroll
@@ -83,7 +83,7 @@ DEVICE void clear_bins(Histogram& h) {
   for (int i = threadIdx.x; i < BINS; i += WIDE_THREADS) h.sums[i] = 0, h.counts[i] = 0;
 }
 
-// Adds a segment to a digit's sums.
+// Adds a segment to the sums of a digit.
 DEVICE void select_pass(const Row& row, const Wide& s, const Slope& slope, const float* x, int base, Histogram& h) {
   const Digit digit = digit_of(s.order, s.digit);
 #pragma unroll 1
@@ -106,7 +106,7 @@ DEVICE void select_pass(const Row& row, const Wide& s, const Slope& slope, const
   }
 }
 
-// Hands the block's sums over and clears them.
+// Adds the block's sums to the row's memory and clears them.
 DEVICE void merge_bins(Histogram& h, WideRow* memory) {
   for (int i = threadIdx.x; i < BINS; i += WIDE_THREADS) {
     if (!h.counts[i]) continue;
@@ -128,7 +128,7 @@ DEVICE u64 warp_max_u64(u64 v) {
   return v;
 }
 
-// Everything else that passes do with the ids from `base` to `end`.
+// Runs all other kinds of passes over the ids from `base` to `end`.
 DEVICE void other_pass(const Row& row, const Wide& s, const Slope& slope, const float* x, int base, int end, WideRow* memory) {
   Wide* to = &memory->state;
   u64 total = 0, surprise = 0, first = ~0ull, last = 0;
@@ -177,7 +177,7 @@ DEVICE void other_pass(const Row& row, const Wide& s, const Slope& slope, const 
   }
 }
 
-// running sums of the block's values, those of the threads before left out; and their total.
+// Exclusive running sums of the block's values, and their total.
 DEVICE u64 scan_threads(u64 v, u64* total) {
   __shared__ u64 parts[WIDE_THREADS / 32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -199,7 +199,7 @@ DEVICE u64 scan_threads(u64 v, u64* total) {
   return before + sum - v;
 }
 
-// The digit of the border, from all segments' sums; these are cleared. True once the border is known.
+// Finds the digit of the border from the sums of all segments, and clears the sums. Returns true once the border is known.
 DEVICE bool resolve_digit(Wide& s, WideRow* memory) {
   constexpr int EACH = BINS / WIDE_THREADS;
   __shared__ bool known;
@@ -226,7 +226,7 @@ DEVICE bool resolve_digit(Wide& s, WideRow* memory) {
         s.target = min(__double2ull_rz(__dmul_rn(s.part, __ull2double_rn(total))), total - 1) + 1;
       }
     }
-    if (s.goal == COUNT && s.digit == 0 && total <= s.target) {  // all are within it
+    if (s.goal == COUNT && s.digit == 0 && total <= s.target) {  // all candidates are within it
       for (int i = 0; i < WORDS; i++) s.prefix[i] = s.mask[i] = 0;
       known = true;
     }
@@ -237,7 +237,7 @@ DEVICE bool resolve_digit(Wide& s, WideRow* memory) {
   before += s.below;
   const Digit digit = digit_of(s.order, s.digit);
   __syncthreads();
-  if (before < target && before + sum >= target) {  // one thread's
+  if (before < target && before + sum >= target) {  // true for one thread
     int j = 0;
 #pragma unroll
     for (int i = 0; i < EACH - 1; i++) {
@@ -262,7 +262,7 @@ DEVICE bool resolve_digit(Wide& s, WideRow* memory) {
   return known;
 }
 
-// The list by (weight descending, place), into the answer.
+// Writes the list, sorted by (weight descending, place), into the answer.
 DEVICE void report_list(const WideRow* memory, Answer* answer) {
   __shared__ Listed list[MOST_TOP];
   const int n = min((int)fresh(&memory->state.listed), MOST_TOP), i = threadIdx.x;
@@ -278,7 +278,7 @@ DEVICE void report_list(const WideRow* memory, Answer* answer) {
   __syncthreads();
 }
 
-// Behind a pass over all segments of a row, by the block that ended it: what the pass has found, and which one comes next.
+// Runs after a pass over all segments of a row, in the block that ended it: evaluates the pass and picks the next one.
 DEVICE void resolve(const Row& row, Wide& s, const Slope& slope, const float* x, WideRow* memory, WideControl* control, Answer* answer,
                     int64_t* next, int limit) {
   copy_state(&s, &memory->state);
@@ -306,7 +306,7 @@ DEVICE void resolve(const Row& row, Wide& s, const Slope& slope, const float* x,
   }
 }
 
-// Two blocks an SM, all of them resident: a block takes neighbouring segments, so that it hands its sums over once a row.
+// Two blocks an SM, all of them resident. A block takes neighbouring segments, so that it merges its sums once a row.
 extern "C" __global__ void __launch_bounds__(WIDE_THREADS, 2)
     sample_wide(const Row* rows, const float* shaped, WideRow* memory, WideControl* control, Answer* answers, int pitch, int count,
                 int64_t* next, int limit) {
@@ -316,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(WIDE_THREADS, 2)
   __shared__ bool ended;
   clear_bins(histogram);
   pdl_wait();
-  if (fresh(&control->active) == 0) return;  // nobody changes it before all blocks have met
+  if (fresh(&control->active) == 0) return;  // constant until all blocks have arrived
   const int segments = (pitch + WIDE_SEGMENT - 1) / WIDE_SEGMENT, items = count * segments;
   const int each = (items + gridDim.x - 1) / gridDim.x, end = min(items, (int)(blockIdx.x + 1) * each);
   for (unsigned generation = 1;; generation++) {
@@ -325,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(WIDE_THREADS, 2)
       int base = first * WIDE_SEGMENT;
       item = stop;
       const int size = fresh(&rows[r].size), last = min(size, (stop - r * segments) * WIDE_SEGMENT);
-      if (base >= last || fresh(&memory[r].state.op) == DONE) continue;  // alike for the block: a row is ended by its last block
+      if (base >= last || fresh(&memory[r].state.op) == DONE) continue;  // uniform over the block: a row is ended by its last block
       const int mine = (last + WIDE_SEGMENT - 1) / WIDE_SEGMENT - first;
       __syncthreads();
       copy_state(&state, &memory[r].state);
@@ -350,12 +350,12 @@ extern "C" __global__ void __launch_bounds__(WIDE_THREADS, 2)
         resolve(row, state, slope, x, memory + r, control, answers + r, next ? next + r : nullptr, limit);
       }
     }
-    if (meet(control, generation)) return;
+    if (synchronize(control, generation)) return;
   }
 }
 
 // ---- scale * logsoftmax(positive) + (1 - scale) * logsoftmax(negative), in three launches ----
-// Every logit of both rows takes part, padding too: a NaN or +inf in one of them makes the whole mix NaN.
+// All logits of both rows take part, including padding: a NaN or +inf in one of them makes the whole mix NaN.
 
 constexpr int MIX_THREADS = WIDE_THREADS;
 
@@ -403,7 +403,7 @@ extern "C" __global__ void __launch_bounds__(MIX_THREADS) sample_mix_sums(const 
   }
 }
 
-// ln of the sum of e^x; NaN where the mix is to be.
+// ln of the sum of e^x; NaN if the mix is NaN.
 DEVICE double log_sum(const Row& row, const int* maxima, const u64* sums, int which) {
   const int peak = mix_peak(row, maxima, which);
   u64 sum = 0, all;
@@ -413,7 +413,7 @@ DEVICE double log_sum(const Row& row, const int* maxima, const u64* sums, int wh
   return __dadd_rn((double)from_key(peak), ln(__ddiv_rn(__ull2double_rn(all), 17592186044416.0)));
 }
 
-// The mix of the ids of the vocabulary, where row.logits points.
+// The mix for the ids of the vocabulary, written to row.logits.
 extern "C" __global__ void __launch_bounds__(MIX_THREADS)
     sample_mix(const Row* rows, const int* maxima, const u64* sums, float* shaped, int pitch) {
   __shared__ Row row;

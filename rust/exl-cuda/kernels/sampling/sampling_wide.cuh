@@ -1,8 +1,8 @@
-// Sampling of rows whose candidates do not fit sample_choose's table: a program of passes over all logits, a row.
+// Sampling of rows whose candidates do not fit sample_choose's table: each row runs a program of passes over all logits.
 //
-// Nothing is sorted. A cut keeps a prefix of a total order, so it is known by its last candidate, which is found digit by digit (radix
-// selection): a pass adds up what the candidates of each value of a digit weigh, and the digit in which the wanted weight is reached is
-// the border's. Sums are integers, so their order does not matter.
+// Nothing is sorted. A cut keeps a prefix of a total order, so its last candidate defines it. Radix selection finds that candidate digit by
+// digit. A pass adds the weights of the candidates of each value of a digit. The digit at which the sum reaches the target weight belongs
+// to the border. Sums are integers, so their order does not matter.
 #pragma once
 #include "sampling/sampling_math.cuh"
 #include "sampling/sampling_table.cuh"
@@ -11,12 +11,13 @@ constexpr int BINS = 2048;         // values of a digit
 constexpr int WIDE_THREADS = 512;  // of sample_wide
 constexpr int WIDE_SEGMENT = 1024; // ids that a block takes at a time
 
-// Orders of candidates, ascending. Each is read as five words of 32 bits: a coarse word of 11 bits, two of the value, key and id.
+// Orders of candidates, ascending. Each is read as five words of 32 bits: a coarse word of 11 bits, two words of the value, the key and the
+// id.
 enum Order { BY_PLACE, BY_AWAY, BY_WEIGHT, BY_ID };
 constexpr int WORDS = 5;
 enum Goal { COUNT, SHARE, DRAW };
 enum Op { DONE, MEASURE, SELECT, EXCLUDE, LIST, FIND };
-// The transforms in their order: where a row's program is.
+// The transforms in their order: the position of a row's program.
 enum Stage {
   AT_TOP_K, AT_TOP_P, AT_TOP_A, TOP_A_MEASURED, AT_TYPICAL, TYPICAL_MEASURED, AT_MIROSTAT, MIROSTAT_MEASURED, AT_LATE, LATE_MEASURED,
   AT_XTC, XTC_MEASURED, XTC_EXCLUDED, AT_REPORT, REPORT_SELECTED, REPORT_LISTED, AT_DRAW, DRAWN, FOUND
@@ -27,27 +28,27 @@ struct Listed {
 };
 
 struct Wide {
-  // what a pass adds up
+  // sums of a pass
   u64 total, surprise, first, last, excluded;
   unsigned seen, alive, chosen, arrived, listed, found;
-  // the pass
+  // The pass.
   int op, stage, order, goal, digit;
   double part;
   u64 target, below;
   unsigned prefix[WORDS], mask[WORDS];
-  // which candidates are kept: up to a place, of at least a weight, and within a distance of the entropy
+  // The candidates that are kept: up to a place, of at least a weight, and within a distance of the entropy.
   unsigned border_bin, away_bin;
   u64 border, least, away, away_place;
   double expected;
   bool typical;
-  // what the kept ones weigh
+  // Weights of the kept candidates.
   bool late_on, xtc_on;
   float highest, late, peak;
   u64 xtc_least, xtc_last, all;
   double gain, loss;
 };
 
-// Memory of a row: its state, then for each value of a digit the weight and the number of its candidates, zero between passes.
+// Memory of a row: its state, then the weight and the number of candidates of each value of a digit, zero between passes.
 struct WideRow {
   Wide state;
   Listed list[MOST_TOP];
@@ -56,7 +57,7 @@ struct WideRow {
 };
 ABI_SIZE(WideRow, 25856); ABI_AT(WideRow, state, 0); ABI_AT(WideRow, list, 256); ABI_AT(WideRow, sums, 1280); ABI_AT(WideRow, counts, 17664);
 
-// Of a launch: rows that are not done, and the barrier of all blocks.
+// State of a launch: rows that are not done, and the barrier of all blocks.
 struct WideControl {
   unsigned active, arrived, passed, padding;
 };
@@ -68,8 +69,8 @@ struct Candidate {
   u64 place, q;
 };
 
-// The coarse words are coarse enough that a segment has few different ones, which cost an addition each in memory that all blocks share,
-// and fine enough that few candidates share one.
+// The coarse words are coarse enough that a segment has few different ones, each of which costs an addition in memory that all blocks
+// share. They are fine enough that few candidates share one.
 DEVICE unsigned bin_of(float l) {  // 16 a unit of log-weight, the most likely first
   const float place = __fmul_rn(-l, 16.f);
   return place < BINS - 1 ? (unsigned)place : BINS - 1;
@@ -83,8 +84,8 @@ DEVICE u64 away_of(const Wide& s, float l) { return (u64)__double_as_longlong(fa
 DEVICE unsigned bin_of_away(u64 away) {
   return (unsigned)fmin(__dmul_rn(__longlong_as_double((long long)away), 16.0), (double)(BINS - 1));
 }
-// All distances in a bin other than the first and the last share sign and exponent. Returns the bits of the upper word that are known so,
-// as a mask.
+// All distances in a bin other than the first and the last share sign and exponent. Returns a mask of the bits of the upper word that this
+// determines.
 DEVICE unsigned known_away(unsigned bin, unsigned* prefix) {
   constexpr unsigned DIGIT = ~0u << 21;  // a whole digit; the exponent's last bit belongs to the next one
   if (bin == 0 || bin == BINS - 1) return 0;
@@ -102,7 +103,7 @@ DEVICE bool is_kept(const Wide& s, const Candidate& c) {
   return away != s.away ? away < s.away : c.place <= s.away_place;
 }
 
-// A candidate's weight at this stage; c.q is its first one.
+// A candidate's weight at this stage; c.q is its initial weight.
 DEVICE u64 weight_of(const Row& row, const Wide& s, const Candidate& c) {
   u64 q = s.late_on ? fixed(weight(__fmul_rn(__fsub_rn(c.l, s.highest), s.late))) : c.q;
   if (!s.xtc_on) return q;
@@ -132,8 +133,8 @@ DEVICE void words_of(const Wide& s, const Candidate& c, u64 q, unsigned (&w)[WOR
   w[2] = (unsigned)value;
 }
 
-// The word and the lowest bit of a digit, and whether it is the order's last. Digits have 11 bits, the lowest of a word 10, the two of an
-// id 10 and 9.
+// The word and the lowest bit of a digit, and whether it is the order's last digit. Digits have 11 bits; the lowest digit of a word has 10,
+// and the two of an id have 10 and 9.
 struct Digit {
   int word, shift;
   bool last;
@@ -163,13 +164,13 @@ DEVICE void ask_for(Wide& s, Order order, Goal goal, double part, int stage) {
   s.digit = 0;
   s.below = 0;
   for (int i = 0; i < WORDS; i++) {
-    // Words that an order leaves out are known: they are zero.
+    // Words that an order does not use are known: they are zero.
     const bool known = order == BY_ID ? i < 4 : order == BY_PLACE && (i == 1 || i == 2);
     s.mask[i] = known ? ~0u : 0;
     s.prefix[i] = 0;
   }
 }
-// Keeps candidates of at least this weight; where none is left, the first.
+// Keeps candidates of at least this weight; if none is left, the first one.
 DEVICE void keep_least(Wide& s, const Slope& slope, double least, u64 first) {
   const Candidate best = candidate(slope, logit_at(first), (unsigned)first);
   const u64 wanted = __double2ull_rz(ceil(least));
@@ -192,7 +193,7 @@ DEVICE float late_scale(const Row& row, u64 surprise, int alive, u64 total) {
   return __double2float_rn(__ddiv_rn(1.0, fmax(t, 1e-4)));
 }
 
-// The cuts, up to the pass that the next of them needs.
+// The cuts, up to the pass that the next cut needs.
 DEVICE void cut(const Row& row, const Slope& slope, Wide& s) {
   for (;;) {
     switch (s.stage) {
@@ -241,7 +242,7 @@ DEVICE void weigh_again(const Row& row, const Slope& slope, Wide& s) {
   for (;;) {
     switch (s.stage) {
       case AT_LATE:
-        // A draw over all has its late temperature in the slope.
+        // A draw over all logits has its late temperature in the slope.
         if (!(row.flags & PLAIN) && row.flags & (LATE_FIXED | LATE_DYNAMIC)) return ask(s, MEASURE, LATE_MEASURED);
         s.stage = AT_XTC;
         break;
@@ -295,10 +296,10 @@ DEVICE void advance(const Row& row, const Slope& slope, Wide& s) {
   if (s.stage >= AT_LATE) weigh_again(row, slope, s);
 }
 
-// Keeps candidates up to the border that a selection has found.
+// Keeps candidates up to the border that a selection found.
 DEVICE void take_border(Wide& s) {
   if (s.order == BY_PLACE) {
-    // A selection that has ended early knows the first digits of its border alone: that of an earlier cut may be nearer.
+    // A selection that ended early knows only the first digits of its border: the border of an earlier cut may be nearer.
     const unsigned bin = (unsigned)last_of(s.prefix[0], s.mask[0]);
     const u64 place = last_place(s);
     if (bin < s.border_bin) {
@@ -315,7 +316,7 @@ DEVICE void take_border(Wide& s) {
   }
 }
 
-// Begins a row's program; one thread. `memory` of the row and the launch is zero but for states.
+// Begins a row's program in one thread. `memory` of the row and of the launch is zero except for states.
 DEVICE void begin_wide(const Row& row, WideRow* memory, WideControl* control, int peak) {
   Wide s{};
   s.peak = from_key(peak);

@@ -152,8 +152,8 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
                 [
                     "prepare_f16",
                     "prepare_bf16",
-                    "lay_out_f16",
-                    "lay_out_bf16",
+                    "pack_rows_f16",
+                    "pack_rows_bf16",
                     "row_multipliers",
                 ]
                 .map(str::to_owned),

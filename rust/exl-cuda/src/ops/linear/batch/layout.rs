@@ -142,9 +142,9 @@ unsafe fn lay_out(
     (preparation.shares, preparation.idle) = (blocks as i32, idle as i32);
     let launch = Launch {
         kernel: if x_type == Half::BF16 {
-            "lay_out_bf16"
+            "pack_rows_bf16"
         } else {
-            "lay_out_f16"
+            "pack_rows_f16"
         },
         grid: [(idle + columns * blocks) as u32, 1, 1],
         block: LAYOUT_THREADS,

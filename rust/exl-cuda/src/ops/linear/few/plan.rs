@@ -206,7 +206,7 @@ struct Deal {
     groups: usize,
     rounds: usize,
     /// Sums that a block gets from the others of its group.
-    mails: usize,
+    exchanges: usize,
     /// Partial sums of a mail.
     tiles_each: usize,
     /// Gates that a block keeps until their partners are there.
@@ -221,7 +221,7 @@ impl Deal {
         let groups = pairs.min(caps.sms / cut).max(1);
         let rounds = pairs.div_ceil(groups) * if turns { 2 } else { 1 };
         let (items, tiles_each) = if gated { (cut / 2, 2) } else { (cut, 1) };
-        let mails = if cut > 1 {
+        let exchanges = if cut > 1 {
             (rounds * items).div_ceil(cut)
         } else {
             0
@@ -232,7 +232,7 @@ impl Deal {
             pairs,
             groups,
             rounds,
-            mails,
+            exchanges,
             tiles_each,
             gates,
         }
@@ -243,7 +243,7 @@ impl Deal {
 struct Layout {
     parts: [Part; MATRICES],
     results_at: u32,
-    mail_at: u32,
+    exchange_at: u32,
     places_at: u32,
     bytes: usize,
 }
@@ -281,12 +281,12 @@ impl Layout {
         });
         let results_at = arena.take(FINISHERS.min(deal.rounds) * CLASSES * PART_BYTES);
         // Gates of a block's tiles stand there, too.
-        let mail_at = arena.take((deal.mails * deal.tiles_each * 4).max(deal.gates) * PART_BYTES);
+        let exchange_at = arena.take((deal.exchanges * deal.tiles_each * 4).max(deal.gates) * PART_BYTES);
         let places_at = arena.take(16 * MATRICES);
         Some(Self {
             parts,
             results_at,
-            mail_at,
+            exchange_at,
             places_at,
             bytes: arena.0,
         })
@@ -302,7 +302,7 @@ impl Layout {
             part.x_at += by;
         }
         self.results_at += by;
-        self.mail_at += by;
+        self.exchange_at += by;
         self.places_at += by;
         self
     }
@@ -398,7 +398,7 @@ fn plan_cut(
     let layout = Layout::new(matrices, &copies, own, stages, begin, &deal)?;
     let rest = layout.bytes.next_multiple_of(128);
     let total = |slots: usize| {
-        slots * stride + rest + (2 * slots + 2 * FINISHERS + 1 + stages + deal.mails) * 8
+        slots * stride + rest + (2 * slots + 2 * FINISHERS + 1 + stages + deal.exchanges) * 8
     };
     let spare = shape.spare_slots(stages);
     let ring = Ring::largest(stride, mean, spare, total, space, tuning)?;
@@ -424,8 +424,8 @@ fn plan_cut(
         tiles: deal.tiles as i32,
         results_at: layout.results_at,
         places_at: layout.places_at,
-        mail_at: layout.mail_at,
-        mails: deal.mails as i32,
+        exchange_at: layout.exchange_at,
+        exchanges: deal.exchanges as i32,
         m: m as i32,
         y_stride: if gated { columns / 2 } else { columns },
         copies: rows.copies,

@@ -42,8 +42,8 @@ pub(super) struct Task {
     pub(super) gate: i32,
     pub(super) results_at: u32,
     pub(super) places_at: u32,
-    pub(super) mail_at: u32,
-    pub(super) mails: i32,
+    pub(super) exchange_at: u32,
+    pub(super) exchanges: i32,
     pub(super) m: i32,
     pub(super) y_kind: i32,
     pub(super) y_stride: i32,
@@ -65,7 +65,7 @@ pub(super) struct Task {
     pub(super) parts: [Part; MATRICES],
 }
 
-assert_layout!(Task, few_task::FewTask, { barriers_at, stage_stride, slots, window, count, cut, units, stages, stage_log, rounds, longer, tiles, gate, results_at, places_at, mail_at, mails, m, y_kind, y_stride, scaled, copies, copy_bytes, x, multipliers, norm, squares, eps, k, y, residual, next, next_rows, next_squares, units_listed, parts as part });
+assert_layout!(Task, few_task::FewTask, { barriers_at, stage_stride, slots, window, count, cut, units, stages, stage_log, rounds, longer, tiles, gate, results_at, places_at, exchange_at, exchanges, m, y_kind, y_stride, scaled, copies, copy_bytes, x, multipliers, norm, squares, eps, k, y, residual, next, next_rows, next_squares, units_listed, parts as part });
 
 impl Task {
     /// No addresses, sizes and places but these.
@@ -86,8 +86,8 @@ impl Task {
             gate: -1,
             results_at: 0,
             places_at: 0,
-            mail_at: 0,
-            mails: 0,
+            exchange_at: 0,
+            exchanges: 0,
             m: 0,
             y_kind: 0,
             y_stride: 0,
