@@ -91,9 +91,9 @@ struct Head {
       const int i = j * 32 + lane;
       if (i >= pairs_of_head) break;
       const int u = a.interleaved ? 2 * i : i, w = a.interleaved ? u + 1 : i + pairs_of_head;
-      const float2 turned = rotate(row[u], row[w], angles.cos[j], angles.sin[j]);
-      row[u] = as_element(a.element, turned.x);
-      row[w] = as_element(a.element, turned.y);
+      const float2 rotated_pair = rotate(row[u], row[w], angles.cos[j], angles.sin[j]);
+      row[u] = as_element(a.element, rotated_pair.x);
+      row[w] = as_element(a.element, rotated_pair.y);
     }
     __syncwarp();
 #pragma unroll

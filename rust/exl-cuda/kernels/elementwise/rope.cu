@@ -16,9 +16,9 @@ DEVICE void rope_kernel(T* x, const float* cos, const float* sin, const int64_t*
     const int head = pair / half_dim, i = pair % half_dim;
     T* a = x + (size_t)head * head_dim + (interleaved ? 2 * i : i);
     T* b = a + (interleaved ? 1 : half_dim);
-    const float2 turned = rotate(to_float(*a), to_float(*b), cos[i], sin[i]);
-    *a = from_float<T>(turned.x);
-    *b = from_float<T>(turned.y);
+    const float2 rotated_pair = rotate(to_float(*a), to_float(*b), cos[i], sin[i]);
+    *a = from_float<T>(rotated_pair.x);
+    *b = from_float<T>(rotated_pair.y);
   }
 }
 

@@ -51,8 +51,8 @@ DEVICE void rope_store_kernel(const Pages& p, const Rotation& r, T* q, T* k, con
       const int i = j * 32 + lane;
       if (i >= half_dim) break;
       const int a = r.interleaved ? 2 * i : i, b = r.interleaved ? a + 1 : i + half_dim;
-      const float2 turned = rotate(row[a], row[b], c[j], s[j]);
-      const T u = from_float<T>(turned.x), w = from_float<T>(turned.y);
+      const float2 rotated_pair = rotate(row[a], row[b], c[j], s[j]);
+      const T u = from_float<T>(rotated_pair.x), w = from_float<T>(rotated_pair.y);
       row[a] = to_float(u);
       row[b] = to_float(w);
       x[a] = u;
@@ -96,9 +96,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) rope_store_many(
       load8(s, r.sin + position * half_dim + at);
 #pragma unroll
       for (int j = 0; j < 8; j++) {
-        const float2 turned = rotate(low[j], high[j], c[j], s[j]);
-        low[j] = to_float(from_float<__half>(turned.x));
-        high[j] = to_float(from_float<__half>(turned.y));
+        const float2 rotated_pair = rotate(low[j], high[j], c[j], s[j]);
+        low[j] = to_float(from_float<__half>(rotated_pair.x));
+        high[j] = to_float(from_float<__half>(rotated_pair.y));
       }
       store8(x + at, low);
       store8(x + half_dim + at, high);

@@ -347,7 +347,7 @@ struct Batch : BatchFinish<N> {
         add_quarter(sum, quarter, rows, row, mine, turn, waits);
         leave(block, quarter, sum);
       }
-      if constexpr (Finish::TURNS) {
+      if constexpr (Finish::TRANSPOSES) {
         if (p.into) go_on(block);
       }
     }
@@ -401,4 +401,4 @@ DEVICE void batch_matmul(const BatchTask& p) {
   }
 #define BOTH(NAME, REGISTERS, KIND, ENTRY, N, W, MORE, FEWER)             \
   BATCH(NAME, REGISTERS, KIND, ENTRY, N, W, false, MORE, FEWER)           \
-  BATCH(NAME##_turned, REGISTERS, KIND, ENTRY, N, W, true, MORE, FEWER)
+  BATCH(NAME##_transposed, REGISTERS, KIND, ENTRY, N, W, true, MORE, FEWER)

@@ -16,7 +16,7 @@ struct BatchFinish : BatchBlock {
   static constexpr int EIGHTS = N / 8;
   // Whether gated results are stored transposed (prepared.cuh). Not for 32 rows: the loops before `go_on` would lack the registers that it
   // needs.
-  static constexpr bool TURNS = prepared_transposes(N);
+  static constexpr bool TRANSPOSES = prepared_transposes(N);
   using BatchBlock::BatchBlock;
 
   // A thread has float4s of a warp's 16 features and eight rows: (feature, row) = (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1).
@@ -92,7 +92,7 @@ struct BatchFinish : BatchBlock {
     if (p.cut == 1) {
       to = keep(quarter > 0, sums);
       if (quarter < QUARTERS - 1) return;
-      if (TURNS && p.into) return;
+      if (TRANSPOSES && p.into) return;
     } else {
       float4* const places = p.sums + (size_t)(here.item * ITEM_TILES + warp) * (QUARTERS * EIGHTS * 32) + lane;
       to = places + quarter * (EIGHTS * 32);
@@ -292,14 +292,14 @@ struct BatchFinish : BatchBlock {
       for (int k = 0; k < 4; k++) {
         const int row = token + (k & 1), feature = n + (k >> 1) * 8;
         store_gated_pair(feature, row, k >> 1 ? rows[1] : rows[0], make_float2(low.x, high.x), make_float2(up_low.x, up_high.x), k >> 1 ? make_float4(bias[0][2], bias[0][3], bias[1][2], bias[1][3]) : make_float4(bias[0][0], bias[0][1], bias[1][0], bias[1][1]));
-        low = turned(low), high = turned(high), up_low = turned(up_low), up_high = turned(up_high);
+        low = shifted(low), high = shifted(high), up_low = shifted(up_low), up_high = shifted(up_high);
       }
     }
   }
-  DEVICE static float4 turned(float4 v) { return make_float4(v.y, v.z, v.w, v.x); }
+  DEVICE static float4 shifted(float4 v) { return make_float4(v.y, v.z, v.w, v.x); }
   // The sums of features n and n + 1 of the gate and of the other matrix; biases likewise.
   DEVICE void store_gated_pair(int n, int token, uint32_t rows, float2 gate, float2 up, float4 bias) const {
-    const bool onward = !TURNS && p.into;
+    const bool onward = !TRANSPOSES && p.into;
     const int limit = p.part[0].a.out_features;
     if (token >= (onward ? N : p.m) || n >= limit) return;
     const float multiplier = p.scaled ? __ldcg(p.multipliers + token) : 1.f;
@@ -316,7 +316,7 @@ struct BatchFinish : BatchBlock {
   }
   // Rows of features n and n + 1 in the input layout of the next matmul.
   DEVICE uint32_t rows_into(int n) const {
-    if (TURNS || !p.into || n >= p.part[0].a.out_features) return 0;
+    if (TRANSPOSES || !p.into || n >= p.part[0].a.out_features) return 0;
     return p.into_rows ? __ldg(reinterpret_cast<const uint32_t*>(p.into_rows + n)) : n * 0x10001u + 0x10000u;
   }
   // Stores gated results as halves in the input layout of the next matmul. A thread has two neighbouring rows of features n and n + 8, and

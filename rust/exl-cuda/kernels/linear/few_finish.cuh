@@ -69,7 +69,7 @@ struct FewOutput {
 #pragma unroll 1
     for (int e = 0; e < 4; e++) {
       sum.x = activate(sum.x, p.gate);
-      sum = turned(sum);
+      sum = shifted(sum);
     }
     return sum;
   }

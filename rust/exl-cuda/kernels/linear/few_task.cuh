@@ -141,7 +141,7 @@ struct SharedPrepared {
 };
 
 DEVICE float4 add4(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
-DEVICE float4 turned(float4 v) { return make_float4(v.y, v.z, v.w, v.x); }
+DEVICE float4 shifted(float4 v) { return make_float4(v.y, v.z, v.w, v.x); }
 DEVICE float4 shared_four(uint32_t at) {
   const uint4 v = SharedBytes{at}.get16(0);
   return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));

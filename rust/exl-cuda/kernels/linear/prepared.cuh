@@ -19,7 +19,7 @@ DEVICE size_t prepared_place(int row, int column, int columns) {
   return prepared_eight(eight, column, columns) + (row >> 3 & 3) * 4 + (row & 1) * 2;
 }
 
-// `turns` of src/ops/linear/batch/plan.rs.
+// `transposes` of src/ops/linear/batch/plan.rs.
 constexpr bool prepared_transposes(int columns) { return columns != 32; }
 
 // Offset of the first eight columns of a row of the transposed layout for wgmma; the next eight are 128 bytes further.
