@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use crate::kernels;
 
-/// Rust constants of the layouts that the CUDA sources state: `file::Struct::{SIZE, FIELDS, field...}`.
+/// Generate Rust constants from the layouts that the CUDA sources state: `file::Struct::{SIZE, FIELDS, field...}`.
 pub fn layouts() -> Result<String, String> {
     let mut files = kernels::sources("cu")?;
     files.extend(kernels::sources("cuh")?);
@@ -27,7 +27,7 @@ struct StructLayout<'a> {
     fields: Vec<(&'a str, &'a str)>,
 }
 
-/// The constants of one source: `ABI_SIZE(Struct, bytes)` opens a struct, its `ABI_AT(Struct, field, offset)` follow.
+/// The constants of one source: `ABI_SIZE(Struct, bytes)` begins a struct, and its `ABI_AT(Struct, field, offset)` follow.
 fn layouts_in(source: &str) -> Result<String, String> {
     let mut structs: Vec<StructLayout> = Vec::new();
     for call in source.split("ABI_").skip(1) {

@@ -1,8 +1,8 @@
 //! The architectures to compile for.
 //!
-//! `EXL_CUDA_ARCHS` decides: a list (`86 89`), `release`, `none`, or `auto`, which is the default. Without the variable the build takes the
-//! choice that an earlier editable build kept in `rust/.cuda-archs` (packages/exl-kernels/backend writes that file). `auto` compiles for
-//! the GPUs that the driver reports, and without a GPU for [`PORTABLE`].
+//! `EXL_CUDA_ARCHS` decides: a list (`86 89`), `release`, `none`, or `auto`, which is the default. Without the variable, the build takes
+//! the choice that an earlier editable build kept in `rust/.cuda-archs` (packages/exl-kernels/backend writes that file). `auto` compiles
+//! for the GPUs that the driver reports, and for [`PORTABLE`] without a GPU.
 
 use std::env;
 use std::fs;
@@ -10,9 +10,9 @@ use std::path::Path;
 
 use crate::driver;
 
-/// Without a GPU: code that the driver compiles at first use for any card since sm_80.
+/// Without a GPU: PTX that the driver compiles at first use for any card since sm_80.
 const PORTABLE: &str = "80+ptx";
-/// `release`: every generation since Turing, and PTX of the newest for later ones.
+/// `release`: every generation since Turing, and PTX of the newest for later cards.
 const RELEASE: &str = "75 80 86 89 90a 100 120 120+ptx";
 /// The oldest architecture that nvcc 13 compiles for.
 const OLDEST: i32 = 75;
@@ -20,15 +20,15 @@ const OLDEST: i32 = 75;
 /// Architectures to compile for, and the reason.
 #[derive(Debug)]
 pub struct Choice {
-    /// Such as `89`, `90a` or `80+ptx` (PTX alone); empty: no kernels.
+    /// Such as `89`, `90a` or `80+ptx` (PTX only); empty: no kernels.
     pub archs: Vec<String>,
-    /// Where the choice comes from, as `exl doctor` shows it.
+    /// Origin of the choice, as `exl doctor` shows it.
     pub origin: String,
-    /// Whether somebody asked for these architectures, so that a build without them is an error.
+    /// Whether the user asked for these architectures. A build without them is then an error.
     pub asked: bool,
 }
 
-/// Reads the environment and the kept choice. `known` lists the architectures that nvcc compiles for.
+/// Read the environment and the kept choice. `known` lists the architectures that nvcc compiles for.
 pub fn choose(known: &[i32]) -> Result<Choice, String> {
     let variable = env::var("EXL_CUDA_ARCHS").unwrap_or_default();
     let (text, origin) = match variable.trim() {
@@ -65,7 +65,7 @@ pub fn choose(known: &[i32]) -> Result<Choice, String> {
 fn kept() -> String {
     let folder = env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it");
     let file = Path::new(&folder).join("../.cuda-archs");
-    // A path that does not exist would make cargo run this script in every build.
+    // Cargo would run this script in every build if a watched path did not exist.
     if file.is_file() {
         println!("cargo:rerun-if-changed={}", file.display());
     }
@@ -99,7 +99,7 @@ fn of_the_gpus_present(known: &[i32]) -> Choice {
     }
 }
 
-/// The architecture of a card: its own where nvcc knows it, else PTX of the newest that nvcc knows; None for a card older than all.
+/// The architecture of a card: its own if nvcc knows it, else PTX of the newest that nvcc knows; None for a card older than all of them.
 fn own_arch((major, minor): (i32, i32), known: &[i32]) -> Option<String> {
     let own = major * 10 + minor;
     let newest = known
@@ -108,7 +108,7 @@ fn own_arch((major, minor): (i32, i32), known: &[i32]) -> Option<String> {
         .filter(|&arch| arch >= OLDEST && arch <= own)
         .max()?;
     Some(match own {
-        // The kernels of `wgmma` need instructions of this architecture alone.
+        // The kernels of `wgmma` need instructions that only this architecture has.
         90 if newest == 90 => "90a".to_owned(),
         _ if newest == own => own.to_string(),
         _ => format!("{newest}+ptx"),

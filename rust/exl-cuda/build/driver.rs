@@ -1,4 +1,4 @@
-//! Asks the NVIDIA driver for the GPUs of this machine. Needs neither a toolkit nor nvidia-smi.
+//! Ask the NVIDIA driver for the GPUs of this machine. This needs neither a toolkit nor nvidia-smi.
 
 #[cfg(target_os = "linux")]
 pub fn compute_capabilities() -> Result<Vec<(i32, i32)>, String> {
@@ -16,7 +16,7 @@ pub fn compute_capabilities() -> Result<Vec<(i32, i32)>, String> {
     type Get = unsafe extern "C" fn(*mut c_int, c_int) -> c_int;
     type Attribute = unsafe extern "C" fn(*mut c_int, c_int, c_int) -> c_int;
 
-    // SAFETY: no other thread runs yet. A process that hides its GPUs must not change what the checkout is built for.
+    // SAFETY: no other thread runs yet. Hidden GPUs of this process must not change the architectures of the checkout.
     unsafe { std::env::remove_var("CUDA_VISIBLE_DEVICES") };
     // SAFETY: a terminated name and a documented mode.
     let library = unsafe { dlopen(c"libcuda.so.1".as_ptr(), NOW) };
@@ -59,5 +59,5 @@ pub fn compute_capabilities() -> Result<Vec<(i32, i32)>, String> {
 
 #[cfg(not(target_os = "linux"))]
 pub fn compute_capabilities() -> Result<Vec<(i32, i32)>, String> {
-    Err("kernels are built on Linux alone".to_owned())
+    Err("kernels are built on Linux only".to_owned())
 }

@@ -4,7 +4,7 @@ use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// `kernels/`, which includes in quotes are relative to.
+/// `kernels/`, the root of quoted includes.
 pub fn folder() -> PathBuf {
     Path::new(&env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("kernels")
 }
@@ -13,7 +13,7 @@ pub fn read(path: &Path) -> Result<String, String> {
     fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))
 }
 
-/// The files of one kind in the folders of `kernels/`, in the order of their names, which are unique.
+/// The files with this extension in the folders of `kernels/`, sorted by name; names are unique.
 pub fn sources(extension: &str) -> Result<Vec<PathBuf>, String> {
     let mut files = Vec::new();
     let mut folders = vec![folder()];
@@ -41,7 +41,7 @@ pub fn sources(extension: &str) -> Result<Vec<PathBuf>, String> {
     }
 }
 
-/// The headers of `kernels/` that a source includes, directly or through others: names and texts.
+/// The headers of `kernels/` that a source includes directly or indirectly: names and texts.
 pub fn headers_of(text: &str) -> Result<Vec<(String, String)>, String> {
     let mut found: Vec<(String, String)> = Vec::new();
     let mut texts = vec![text.to_owned()];

@@ -1,10 +1,11 @@
-//! Compiles `kernels/**/*.cu` for the architectures of [`archs`] and writes the Rust file that embeds the images.
+//! Compile `kernels/**/*.cu` for the architectures of [`archs`] and write the Rust file that embeds the images.
 //!
-//! nvcc is looked for in `EXL_CUDA_HOME`, `CUDA_HOME`, the building environment's `nvidia/cu13` (the PyPI packages) and PATH. Without
-//! nvcc an editable build or a test of these crates gets a module without kernels that says why. A release build (a wheel) and a build
-//! whose architectures somebody asked for fail instead: `EXL_CUDA_ARCHS=none` asks for a module without kernels.
+//! The build looks for nvcc in `EXL_CUDA_HOME`, `CUDA_HOME`, the building environment's `nvidia/cu13` (the PyPI packages) and PATH. Without
+//! nvcc, an editable build or a test of these crates gets a module without kernels that says why. A release build (a wheel) and a build for
+//! requested architectures fail instead. `EXL_CUDA_ARCHS=none` asks for a module without kernels.
 //!
-//! Images are kept by content in `target/cuda-cache`, for all profiles; `EXL_CUDA_CACHE` names another folder, for several checkouts.
+//! Images are cached by content in `target/cuda-cache`, for all profiles; `EXL_CUDA_CACHE` names another folder, which several checkouts
+//! may share.
 
 mod abi;
 mod archs;
@@ -22,7 +23,7 @@ use nvcc::{Image, Nvcc};
 
 /// The remedy for a build without nvcc.
 const REMEDY: &str = "install the packages of `cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]` into the environment that builds (`uv sync` does) \
-    or point EXL_CUDA_HOME at a CUDA toolkit; EXL_CUDA_ARCHS=none builds for the CPU alone";
+    or point EXL_CUDA_HOME at a CUDA toolkit; EXL_CUDA_ARCHS=none builds for the CPU only";
 
 fn main() {
     println!("cargo:rerun-if-changed=build");
@@ -63,7 +64,7 @@ fn stop(why: &str) -> ! {
     std::process::exit(1)
 }
 
-/// Whether this is a release build: cargo names the profile in `OUT_DIR` alone.
+/// Whether this is a release build: only `OUT_DIR` tells the profile.
 fn released(out: &Path) -> bool {
     cfg!(target_os = "linux") && profile_folder(out).ends_with("release")
 }
@@ -90,7 +91,7 @@ fn compile(nvcc: &Nvcc, choice: &Choice, out: &Path) -> Result<Table, String> {
     })
 }
 
-/// Drops images of earlier sources; without this OUT_DIR grows with every edit.
+/// Delete images of earlier sources; otherwise OUT_DIR would grow with every edit.
 fn remove_stale(out: &Path, keep: &[Image]) {
     for entry in fs::read_dir(out).into_iter().flatten().flatten() {
         let path = entry.path();
@@ -144,9 +145,9 @@ impl Table {
         writeln!(
             text,
             "];\n/// Architectures built for.\npub const ARCHS: &[&str] = &{archs:?};\n\
-             /// Why for these.\npub const ORIGIN: &str = {origin:?};\n\
-             /// Version of the CUDA toolkit, empty when there was none.\npub const TOOLKIT: &str = {toolkit:?};\n\
-             /// Why there are no kernels, empty when there are.\npub const NOTE: &str = {note:?};"
+             /// The reason for these architectures.\npub const ORIGIN: &str = {origin:?};\n\
+             /// Version of the CUDA toolkit, empty if there was none.\npub const TOOLKIT: &str = {toolkit:?};\n\
+             /// The reason for missing kernels, empty if there are kernels.\npub const NOTE: &str = {note:?};"
         )
         .expect("write to a String");
         text

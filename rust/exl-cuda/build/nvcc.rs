@@ -1,4 +1,4 @@
-//! nvcc: where it is, and one image for each kernel file and architecture, kept by content.
+//! nvcc: its location, and one image for each kernel file and architecture, cached by content.
 
 use std::collections::hash_map::DefaultHasher;
 use std::env;
@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::kernels;
 
-/// Compressed about 9:1; unpacking at load costs less than reading the bytes would.
+/// Compresses about 9:1; unpacking at load costs less than reading the bytes would.
 const FLAGS: [&str; 5] = [
     "-fatbin",
     "-O3",
@@ -34,7 +34,7 @@ pub struct Image {
     pub file: String,
     pub arch: String,
     pub source: PathBuf,
-    /// In `OUT_DIR`; the name tells what it is compiled from.
+    /// In `OUT_DIR`; the name contains the hash of its sources.
     pub path: PathBuf,
 }
 
@@ -50,7 +50,7 @@ impl Nvcc {
         Ok(Self { path, version })
     }
 
-    /// The architectures that it compiles for, e.g. 75, 80.
+    /// The architectures that this nvcc compiles for, e.g. 75, 80.
     pub fn known(&self) -> Result<Vec<i32>, String> {
         let answer = output(Command::new(&self.path).arg("--list-gpu-arch"))?;
         Ok(answer
@@ -85,7 +85,7 @@ impl Nvcc {
         Ok(images)
     }
 
-    /// Brings every image to its place: out of the cache, else compiled, as many at a time as cargo grants jobs.
+    /// Bring every image to its place: copied from the cache or compiled, in parallel within cargo's job limit.
     pub fn build(&self, images: &[Image], cache: &Path) -> Result<(), String> {
         let missing: Vec<&Image> = images
             .iter()
@@ -102,7 +102,7 @@ impl Nvcc {
                         if copied(cache, &image.path) {
                             continue;
                         }
-                        // Kept at once: an interrupted build goes on where it was.
+                        // Cached immediately, so that an interrupted build continues where it stopped.
                         match self.compile(image) {
                             Ok(()) => keep(cache, &image.path),
                             Err(why) => failures.lock().expect("no panic while held").push(why),
@@ -112,8 +112,8 @@ impl Nvcc {
             }
         });
         let failures = failures.into_inner().expect("no panic while held");
-        // A host without a usable C++ compiler has no kernels. Anything else stops the build: a kernel that does not compile, or a
-        // compiler that ran out of memory or disk, must not leave a module for the CPU that no later build replaces.
+        // A host without a usable C++ compiler has no kernels. Any other failure stops the build. A kernel that does not compile, or a
+        // compiler that ran out of memory or disk, must not leave a CPU-only module that no later build replaces.
         match failures.first() {
             None => Ok(()),
             Some(why) if why.contains("nvcc fatal") => Err(format!(
@@ -127,7 +127,7 @@ impl Nvcc {
     }
 
     fn compile(&self, image: &Image) -> Result<(), String> {
-        // Renamed when it is whole, so that an interrupted build leaves no half file under the final name.
+        // Renamed when complete, so that an interrupted build leaves no partial file under the final name.
         let partial = image.path.with_extension("partial");
         output(
             Command::new(&self.path)
@@ -143,7 +143,7 @@ impl Nvcc {
     }
 }
 
-/// Return nvcc's target for an architecture: code for `89`, PTX alone for `80+ptx`.
+/// nvcc's target for an architecture: code for `89`, only PTX for `80+ptx`.
 fn target_of(arch: &str) -> String {
     let (number, kind) = match arch.strip_suffix("+ptx") {
         Some(number) => (number, "compute"),
@@ -152,7 +152,7 @@ fn target_of(arch: &str) -> String {
     format!("-gencode=arch=compute_{number},code={kind}_{number}")
 }
 
-/// Standard output of a command that succeeds, else its standard error.
+/// Standard output of a command that succeeds, or its standard error.
 fn output(command: &mut Command) -> Result<String, String> {
     let name = command.get_program().display().to_string();
     let answer = command
@@ -184,7 +184,7 @@ fn path_of_nvcc() -> Result<PathBuf, String> {
         if nvcc.is_file() {
             return Ok(nvcc);
         }
-        // Watching a path that is not there makes the next build look again.
+        // Watching the missing path makes the next build search again.
         println!("cargo:rerun-if-changed={}", nvcc.display());
     }
     env::var_os("PATH")
@@ -199,7 +199,7 @@ fn path_of_nvcc() -> Result<PathBuf, String> {
         })
 }
 
-/// Package folders of the environment that builds: the interpreter maturin names, the active one, the checkout's own.
+/// Package folders of the environment that builds: the interpreter that maturin names, the active one, and that of the checkout.
 ///
 /// `PYO3_PYTHON` is read but not watched: isolated builds change it every time and would run nvcc every time.
 fn site_packages() -> Vec<PathBuf> {
@@ -232,7 +232,7 @@ fn site_packages() -> Vec<PathBuf> {
     found
 }
 
-/// Whether the cache holds an image of this name, which tells what it is compiled from; if so it is at `image` now.
+/// Copy the image of this name from the cache to `image`. The name contains the hash of its sources. Returns whether the cache had it.
 fn copied(cache: &Path, image: &Path) -> bool {
     let partial = image.with_extension("partial");
     image
@@ -241,7 +241,7 @@ fn copied(cache: &Path, image: &Path) -> bool {
         && fs::rename(&partial, image).is_ok()
 }
 
-/// Puts an image into the cache. A cache that cannot be written costs time, not the build.
+/// Put an image into the cache. A cache that cannot be written does not fail the build.
 fn keep(cache: &Path, image: &Path) {
     let name = image.file_name().expect("an image has a name");
     let partial = cache.join(format!("{}.{}", name.display(), std::process::id()));

@@ -1,12 +1,12 @@
 //! Compile-time comparison of `repr(C)` structs with the CUDA structs that they are passed as.
 //!
-//! The CUDA sources state size and offsets (`ABI_SIZE`, `ABI_AT` of `kernels/common/abi.cuh`), where nvcc checks them; `build.rs` makes
-//! constants of the same lines, which [`assert_layout`] compares with the Rust struct.
+//! The CUDA sources state size and offsets (`ABI_SIZE`, `ABI_AT` of `kernels/common/abi.cuh`), and nvcc checks them there. `build/abi.rs`
+//! turns the same lines into constants, which [`assert_layout`] compares with the Rust struct.
 
 include!(concat!(env!("OUT_DIR"), "/abi.rs"));
 
-/// `assert_layout!(Rust, file::Cuda, { field, field as cuda_name, .. })`: the build fails unless `Rust` has the size of the CUDA struct,
-/// the same number of fields, and each listed field at the same offset. All fields must be listed.
+/// `assert_layout!(Rust, file::Cuda, { field, field as cuda_name, .. })` fails the build unless `Rust` has the size of the CUDA struct, the
+/// same number of fields, and each listed field at the same offset. All fields must be listed.
 macro_rules! assert_layout {
     ($rust:ident, $file:ident::$cuda:ident, { $($field:ident $(as $name:ident)?),* $(,)? }) => {
         const _: () = {

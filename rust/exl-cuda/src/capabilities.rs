@@ -1,19 +1,19 @@
-//! What a kernel may use on a card: what the card has, and what the code that this module holds for it was compiled with.
+//! Features that a kernel may use on a card: those of the card, limited to those that this module's code for it was compiled with.
 //!
-//! Both count. A module built for `80+ptx` runs on an H100, and there its bulk-copy, cluster and wgmma kernels are empty.
+//! A module built for `80+ptx` runs on an H100, but its bulk-copy, cluster and wgmma kernels are empty there.
 
-/// What decides which kernels a card can run, and in what shape.
+/// Capabilities that decide which kernels a card can run, and in what shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Capabilities {
     /// Compute capability of the card.
     pub compute: (i32, i32),
-    /// Architecture of the code that the card runs, e.g. 80 for `80`, `80+ptx`; 0 where the module holds none for it.
+    /// Architecture of the code that the card runs, e.g. 80 for `80`, `80+ptx`; 0 if the module holds none for it.
     pub code: i32,
-    /// Whether that code was compiled for this architecture alone (`90a`), with its own instructions.
+    /// Whether that code was compiled for one architecture only (`90a`), with its specific instructions.
     pub specific: bool,
     /// SMs of the card.
     pub sms: usize,
-    /// Bytes of shared memory that a block may ask for.
+    /// Bytes of shared memory that a block may request.
     pub shared_per_block: usize,
 }
 
@@ -29,7 +29,7 @@ pub enum Feature {
 }
 
 impl Feature {
-    /// As messages name it, with the code that has it.
+    /// Name for messages, with the code that has the feature.
     pub fn describe(self) -> &'static str {
         match self {
             Self::BulkCopy => "bulk copies (code for sm_90 or newer)",
@@ -39,15 +39,15 @@ impl Feature {
     }
 }
 
-/// What decides the kernels of a card, known without one.
+/// Properties of a card that decide its kernels, known without having the card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Card {
     pub name: &'static str,
     pub compute: (i32, i32),
     pub sms: usize,
-    /// KiB of shared memory that a block may ask for.
+    /// KiB of shared memory that a block may request.
     pub shared_kib: usize,
-    /// The architecture that a build for this card alone compiles.
+    /// The architecture that a build for this card only compiles.
     pub arch: &'static str,
 }
 
@@ -67,7 +67,7 @@ const fn known(
     }
 }
 
-/// Cards whose kernels can be listed without having one, from NVIDIA's tables of compute capabilities and data sheets.
+/// Cards whose kernels can be listed on other machines, from NVIDIA's tables of compute capabilities and data sheets.
 pub const CARDS: [Card; 11] = [
     known("2080 Ti", (7, 5), 68, 64, "75"),
     known("3060", (8, 6), 28, 99, "86"),
@@ -83,7 +83,7 @@ pub const CARDS: [Card; 11] = [
 ];
 
 impl Card {
-    /// The card of this name; case, spaces and a leading `RTX` do not matter.
+    /// Find a card by name; case, spaces and a leading `RTX` do not matter.
     pub fn named(name: &str) -> Option<Self> {
         let plain = |text: &str| text.to_lowercase().replace([' ', '-', '_'], "");
         let asked = plain(name);
@@ -91,19 +91,19 @@ impl Card {
         CARDS.into_iter().find(|card| plain(card.name) == asked)
     }
 
-    /// Its capabilities with code out of `archs`.
+    /// The card's capabilities with code from `archs`.
     pub fn with(&self, archs: &[&'static str]) -> Capabilities {
         Capabilities::of(self.compute, self.sms, self.shared_kib * 1024, archs)
     }
 
-    /// Its capabilities with the code of a build for it.
+    /// The card's capabilities with the code of a build for it.
     pub fn with_own_code(&self) -> Capabilities {
         self.with(&[self.arch])
     }
 }
 
 impl Capabilities {
-    /// Those of a card of this compute capability that runs code out of `archs`, the architectures of a build (`90a`, `80+ptx`, ...).
+    /// The capabilities of a card that runs code from `archs`, the architectures of a build (`90a`, `80+ptx`, ...).
     pub fn of(
         compute: (i32, i32),
         sms: usize,
@@ -125,17 +125,17 @@ impl Capabilities {
         self.code > 0
     }
 
-    /// Whether kernels that need `feature` do their work on this card.
+    /// Whether kernels that need `feature` work on this card.
     pub fn has(&self, feature: Feature) -> bool {
         match feature {
             Feature::BulkCopy => self.code >= 90,
-            // Consumer Blackwell (sm_12x) is planned without clusters: no kernel that uses them has been run there.
+            // Consumer Blackwell (sm_12x) is planned without clusters: no kernel that uses them has been tested there.
             Feature::Clusters => self.code >= 90 && self.compute.0 < 12,
             Feature::Wgmma => self.specific && self.compute == (9, 0) && self.code == 90,
         }
     }
 
-    /// Whether kernels may start while the one before them drains: their code waits for it only from sm_90 on.
+    /// Whether kernels may start while their predecessor drains: only code for sm_90 and later waits for it.
     pub fn programmatic(&self) -> bool {
         self.code >= 90
     }
@@ -149,7 +149,8 @@ fn number(arch: &str) -> i32 {
         .unwrap_or(i32::MAX)
 }
 
-/// Whether one architecture's code runs on a card: the same major at an equal or lower minor; `a` only exactly; PTX on anything as new.
+/// Whether one architecture's code runs on a card: the same major at an equal or lower minor; `a` only exactly; PTX on equal or later
+/// cards.
 fn runs_on(arch: &str, (major, minor): (i32, i32)) -> bool {
     let number = number(arch);
     if arch.ends_with('a') {
@@ -161,7 +162,7 @@ fn runs_on(arch: &str, (major, minor): (i32, i32)) -> bool {
     }
 }
 
-/// The architecture whose code the driver takes for a card: binaries before PTX, the newest that fits, `90a` before `90`.
+/// The architecture whose code the driver picks for a card: binaries before PTX, the newest that fits, `90a` before `90`.
 pub(crate) fn chosen<'a>(archs: &[&'a str], compute: (i32, i32)) -> Option<&'a str> {
     archs
         .iter()
@@ -170,7 +171,7 @@ pub(crate) fn chosen<'a>(archs: &[&'a str], compute: (i32, i32)) -> Option<&'a s
         .max_by_key(|arch| (!arch.ends_with("+ptx"), number(arch), arch.ends_with('a')))
 }
 
-/// The architecture that a build for a card of this compute capability alone compiles.
+/// The architecture that a build only for a card of this compute capability compiles.
 pub fn own_arch((major, minor): (i32, i32)) -> String {
     match (major, minor) {
         (9, 0) => "90a".to_owned(),
@@ -182,12 +183,12 @@ pub fn own_arch((major, minor): (i32, i32)) -> String {
 pub(crate) mod tests {
     use super::*;
 
-    /// A card of [`CARDS`] with code out of `archs`.
+    /// A card of [`CARDS`] with code from `archs`.
     pub fn card(name: &str, archs: &[&'static str]) -> Capabilities {
         Card::named(name).expect("a card of the list").with(archs)
     }
 
-    /// What a release holds.
+    /// The architectures of a release.
     pub const RELEASE: &[&str] = &["75", "80", "86", "89", "90a", "100", "120", "120+ptx"];
 
     /// The card that the launch plans were measured on.

@@ -1,4 +1,4 @@
-//! A GPU: what it is, its primary context and the kernels loaded into it.
+//! A GPU: its properties, its primary context and the kernels loaded into it.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
@@ -13,24 +13,24 @@ use crate::ffi::{self, CuContext, CuDevice, CuFunction, CuModule};
 use crate::images;
 use crate::launch::{CudaError, check};
 
-/// What a GPU says about itself.
+/// Properties that a GPU reports.
 #[derive(Clone, Debug)]
 pub struct DeviceInfo {
     pub index: u32,
     pub name: String,
     pub memory_bytes: usize,
-    /// What its kernels may use.
+    /// Features that its kernels may use.
     pub caps: Capabilities,
-    /// The architecture out of this build's whose code it runs; `None` when there is none.
+    /// The architecture of this build whose code the GPU runs; `None` if there is none.
     pub arch: Option<&'static str>,
-    /// Why this build's kernels do not run on it; `None` when they do.
+    /// The reason why this build's kernels do not run on it; `None` if they do.
     pub unsupported: Option<String>,
 }
 
-/// A GPU in use: the context torch uses too, and this crate's kernels in it.
+/// A GPU in use: the context that torch uses too, and this crate's kernels in it.
 ///
-/// The image of a file is loaded when the first of its kernels is used: where the driver compiles PTX, a process waits for the files
-/// that its model uses and no others.
+/// The image of a file is loaded when the first of its kernels is used. If the driver compiles PTX, a process then waits only for the files
+/// that its model uses.
 pub struct Device {
     pub info: DeviceInfo,
     pub(crate) driver: &'static Driver,
@@ -45,7 +45,7 @@ struct Module {
     loaded: Mutex<Option<CuModule>>,
 }
 
-/// A kernel, the dynamic shared memory it was last allowed and how often it was launched.
+/// A kernel, its current limit of dynamic shared memory, and the number of its launches.
 pub(crate) struct Function {
     file: &'static str,
     handle: OnceLock<CuFunction>,
@@ -60,7 +60,7 @@ unsafe impl Sync for Device {}
 
 static DEVICES: OnceLock<Vec<OnceLock<Result<Device, CudaError>>>> = OnceLock::new();
 
-/// Every visible GPU, or the reason why there is none to use.
+/// Every visible GPU, or the reason why none can be used.
 pub fn devices() -> Result<Vec<DeviceInfo>, &'static Reason> {
     let driver = Driver::get()?;
     Ok((0..driver.device_count())
@@ -68,8 +68,8 @@ pub fn devices() -> Result<Vec<DeviceInfo>, &'static Reason> {
         .collect())
 }
 
-/// Every kernel of the GPUs in use and how often this process has launched it, captured launches once; empty before the first
-/// use of a GPU. For tools that say which kernels a run had.
+/// Names of all kernels of the GPUs in use and the number of times that this process has launched each. A captured launch counts once.
+/// Empty before the first use of a GPU. For tools that report the kernels of a run.
 pub fn launches() -> BTreeMap<String, u64> {
     let mut all = BTreeMap::new();
     for device in DEVICES.get().into_iter().flatten() {
@@ -84,7 +84,7 @@ pub fn launches() -> BTreeMap<String, u64> {
 }
 
 impl Device {
-    /// The GPU `index` (torch's numbering), its kernels loaded at the first call.
+    /// The GPU `index` (torch's numbering). The first call loads its kernels.
     pub fn get(index: u32) -> Result<&'static Self, CudaError> {
         let driver = Driver::get().map_err(|reason| CudaError::Unavailable(reason.to_string()))?;
         let slots = DEVICES.get_or_init(|| {
@@ -101,7 +101,7 @@ impl Device {
             .map_err(Clone::clone)
     }
 
-    /// The kernel `name`, allowed `shared` bytes of dynamic shared memory, and its handle. Called with this device's context current.
+    /// The handle of kernel `name`, which may use `shared` bytes of dynamic shared memory. This device's context must be current.
     pub(crate) fn function(
         &self,
         name: &str,
@@ -117,7 +117,7 @@ impl Device {
             let found = with_relaxed_capture(self.driver, || self.resolve(name, function.file))?;
             *function.handle.get_or_init(|| found)
         };
-        // Up to 48 KB need no permission; beyond, the limit only ever grows.
+        // Up to 48 KB need no attribute; above, the limit only grows.
         if shared > 48 * 1024 {
             let mut allowed = function
                 .shared
@@ -139,7 +139,7 @@ impl Device {
         Ok((function, handle))
     }
 
-    /// Finds a kernel in the image of its file, which is loaded at the first call.
+    /// Find a kernel in the image of its file. The first call loads the image.
     fn resolve(&self, name: &str, file: &'static str) -> Result<CuFunction, CudaError> {
         let functions = &self.driver.functions;
         let module = self.modules[file].get(self.driver, file)?;
@@ -148,8 +148,8 @@ impl Device {
         // SAFETY: a loaded module and a zero-terminated name.
         let code = unsafe { (functions.module_function)(&raw mut handle, module, symbol.as_ptr()) };
         check(self.driver, code, "cuModuleGetFunction", name)?;
-        // Kernels of a step that run at the same time on an SM must agree on how much of its memory is shared; two blocks of `sample_wide`
-        // must fit beside each other.
+        // Kernels of a step that run on an SM at the same time must agree on its shared-memory carveout. Two blocks of `sample_wide` must
+        // fit on an SM.
         if ["ring_", "few_", "attention_", "sample_wide"]
             .iter()
             .any(|start| name.starts_with(start))
@@ -161,7 +161,7 @@ impl Device {
         Ok(handle)
     }
 
-    /// Runs `work` with this device's context current, leaving the caller's choice as it was.
+    /// Run `work` with this device's context current, and restore the caller's context afterwards.
     pub(crate) fn in_context<T>(
         &self,
         work: impl FnOnce() -> Result<T, CudaError>,
@@ -237,7 +237,7 @@ fn describe(driver: &Driver, index: u32) -> Result<(CuDevice, DeviceInfo), CudaE
     );
     let caps = Capabilities::of(
         compute,
-        usize::try_from(attribute(ffi::ATTRIBUTE_MULTIPROCESSORS)).unwrap_or(0),
+        usize::try_from(attribute(ffi::ATTRIBUTE_SM_COUNT)).unwrap_or(0),
         usize::try_from(attribute(ffi::ATTRIBUTE_SHARED_OPTIN)).unwrap_or(0),
         images::ARCHS,
     );
@@ -266,7 +266,8 @@ fn not_built_for(name: &str, compute @ (major, minor): (i32, i32)) -> String {
     )
 }
 
-/// Loading code is refused while another thread captures a graph in global mode, though it cannot disturb it: ask for leave.
+/// The driver refuses to load code while another thread captures a graph in global mode, though loading does not disturb the capture. The
+/// relaxed mode permits it.
 fn with_relaxed_capture<T>(driver: &Driver, work: impl FnOnce() -> T) -> T {
     let mut mode = ffi::CAPTURE_MODE_RELAXED;
     // SAFETY: swaps this thread's mode, and back below.
@@ -277,10 +278,10 @@ fn with_relaxed_capture<T>(driver: &Driver, work: impl FnOnce() -> T) -> T {
     answer
 }
 
-/// A folder of images that are loaded in place of those of their names: kernels compiled in another way, for tools.
+/// A folder of images that replace those of the same names: kernels compiled differently, for tools.
 const IMAGES_VARIABLE: &str = "EXL_CUDA_IMAGES";
 
-/// The image of one file of kernels: the build's own, or `<file>.fatbin` of the folder that `EXL_CUDA_IMAGES` names.
+/// The image of one file of kernels: the build's own, or `<file>.fatbin` from the folder that `EXL_CUDA_IMAGES` names.
 fn image_of(
     file: &str,
     own: &'static [u8],
@@ -299,7 +300,8 @@ fn image_of(
     }
 }
 
-/// The images whose kernels do their work on this card, of the architecture whose code it runs. Launching any other kernel is an error.
+/// The images of the architecture whose code this card runs, without those of kernels that do not work on it. Launching any other kernel is
+/// an error.
 fn images_for(info: &DeviceInfo) -> HashMap<&'static str, Module> {
     let usable =
         |file: &str| crate::ops::feature_of(file).is_none_or(|feature| info.caps.has(feature));
@@ -325,7 +327,7 @@ impl Function {
 }
 
 impl Module {
-    /// Loads the image into the current context at the first call. A failure is not kept: memory may be free at the next call.
+    /// Load the image into the current context at the first call. A failure is not cached: memory may be free at the next call.
     fn get(&self, driver: &Driver, file: &str) -> Result<CuModule, CudaError> {
         let mut loaded = self
             .loaded
@@ -352,7 +354,7 @@ mod tests {
     use super::image_of;
 
     #[test]
-    fn an_image_of_a_folder_takes_the_place_of_its_name() {
+    fn an_image_of_a_folder_replaces_the_one_of_its_name() {
         let folder = std::env::temp_dir().join(format!("exl-images-{}", std::process::id()));
         std::fs::create_dir_all(folder.join("odd.fatbin")).expect("a folder");
         std::fs::write(folder.join("ring.fatbin"), b"other").expect("a file");

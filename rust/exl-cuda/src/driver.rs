@@ -1,4 +1,4 @@
-//! Opening the NVIDIA driver at run time, or saying why not.
+//! Opening of the NVIDIA driver at run time.
 
 use std::ffi::{CStr, c_int};
 use std::sync::OnceLock;
@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 use crate::ffi::{CUDA_ERROR_NO_DEVICE, CUDA_SUCCESS, CuResult, Functions};
 use crate::images;
 
-/// Why CUDA cannot be used here. The text is complete: what is missing and what to do.
+/// The reason why CUDA cannot be used here. The text is complete: it says what is missing and how to fix it.
 #[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
 pub enum Reason {
     #[error("this build holds no CUDA kernels: {0}")]
@@ -42,7 +42,8 @@ const LIBRARY: &str = "nvcuda.dll";
 const LIBRARY: &str = "libcuda.so.1";
 
 impl Driver {
-    /// The driver, opened at the first call; later calls give the same answer. Never called at import, so that a process may fork first.
+    /// The driver, opened at the first call; later calls give the same answer. Importing the module does not call it, so that a process may
+    /// fork first.
     pub fn get() -> Result<&'static Self, &'static Reason> {
         DRIVER.get_or_init(|| Self::open(LIBRARY)).as_ref()
     }
@@ -66,7 +67,7 @@ impl Driver {
         if images::FATBINS.is_empty() {
             return Err(Reason::NotBuilt(images::NOTE.to_owned()));
         }
-        // SAFETY: loading the driver runs its initialisers, which every CUDA program does.
+        // SAFETY: loading the driver runs its initializers, as in every CUDA program.
         let handle =
             unsafe { libloading::Library::new(library) }.map_err(|e| Reason::NoDriver {
                 library: library.to_owned(),
@@ -114,7 +115,7 @@ impl Driver {
     }
 }
 
-/// A cubin runs on every driver of its CUDA major version, so the major is the floor.
+/// A cubin runs on every driver of its CUDA major version, so the major version is the minimum.
 fn toolkit_major() -> i32 {
     let digits: String = images::TOOLKIT
         .chars()
@@ -183,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn the_answer_is_the_same_twice() {
+    fn opening_twice_gives_the_same_answer() {
         let one = Driver::get().err().map(ToString::to_string);
         let two = Driver::get().err().map(ToString::to_string);
         assert_eq!(one, two);

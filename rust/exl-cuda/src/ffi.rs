@@ -1,4 +1,4 @@
-//! The driver's C types and the functions this crate calls, by the names and layouts of `cuda.h` (CUDA 12 and 13).
+//! The driver's C types and the functions that this crate calls, with the names and layouts of `cuda.h` (CUDA 12 and 13).
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
@@ -13,12 +13,12 @@ pub type CuStream = *mut c_void;
 
 pub const CUDA_SUCCESS: CuResult = 0;
 pub const CUDA_ERROR_NO_DEVICE: CuResult = 100;
-pub const ATTRIBUTE_MULTIPROCESSORS: c_int = 16;
+pub const ATTRIBUTE_SM_COUNT: c_int = 16;
 pub const ATTRIBUTE_CC_MAJOR: c_int = 75;
 pub const ATTRIBUTE_CC_MINOR: c_int = 76;
 pub const ATTRIBUTE_SHARED_OPTIN: c_int = 97;
 pub const FUNC_MAX_DYNAMIC_SHARED: c_int = 8;
-/// `CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT`, in per cent of the most there can be.
+/// `CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT`, in per cent of the maximum.
 pub const FUNC_CARVEOUT: c_int = 9;
 pub const CAPTURE_MODE_RELAXED: c_int = 2;
 /// `CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION`
@@ -57,14 +57,14 @@ assert_layout!(LaunchConfig, probe::CUlaunchConfig, {
     attribute_count as numAttrs,
 });
 
-/// Declares the function table and how it is filled, so that a name stands in one place only.
+/// Declare the function table and its resolution from one list of names.
 macro_rules! functions {
     ($($field:ident = $symbol:literal ($($arg:ty),*);)*) => {
         /// Resolved entry points. They stay valid because the library is never closed.
         pub struct Functions { $(pub $field: unsafe extern "C" fn($($arg),*) -> CuResult,)* }
 
         impl Functions {
-            /// Resolves every function; the error names the first one that is missing.
+            /// Resolve every function; the error names the first one that is missing.
             pub fn resolve(library: &libloading::Library) -> Result<Self, &'static str> {
                 Ok(Self { $($field: {
                     // SAFETY: the signature is the one `cuda.h` declares for this symbol.

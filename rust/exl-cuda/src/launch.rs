@@ -1,4 +1,4 @@
-//! Launching one kernel on a stream that somebody else owns.
+//! Launching of one kernel on a stream that the caller owns.
 
 use std::ffi::c_void;
 use std::sync::atomic::Ordering;
@@ -7,7 +7,7 @@ use crate::device::Device;
 use crate::driver::Driver;
 use crate::ffi::{self, CUDA_SUCCESS, CuContext, CuResult};
 
-/// What can go wrong between a checked call and the GPU.
+/// Errors between a checked call and the GPU.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum CudaError {
     #[error("CUDA cannot be used: {0}")]
@@ -32,7 +32,7 @@ pub enum CudaError {
     },
 }
 
-/// Turns a driver code into an error that says what to do.
+/// Turn a driver code into an error with a remedy.
 pub(crate) fn check(
     driver: &Driver,
     code: CuResult,
@@ -67,28 +67,28 @@ pub struct Launch<'a> {
     pub shared_bytes: u32,
     /// `torch.cuda.current_stream().cuda_stream`; 0 is the legacy default stream.
     pub stream: usize,
-    /// Ask for programmatic dependent launch: the kernel may begin while its predecessor drains. Only for kernels that wait
-    /// before they touch what a predecessor wrote. Ignored where the card runs code older than sm_90, which does not wait.
+    /// Request programmatic dependent launch: the kernel may begin while its predecessor drains. Only for kernels that wait before they
+    /// access data of a predecessor. Ignored if the card runs code older than sm_90, which does not wait.
     pub programmatic: bool,
 }
 
 impl Launch<'_> {
-    /// Launches with `arguments`, each a pointer to a value of the kernel's parameter type.
+    /// Launch with `arguments`, each a pointer to a value of the kernel's parameter type.
     ///
     /// # Safety
-    /// The arguments must match the kernel's parameters in number, type and order, and every device address among them must stay
-    /// valid until the stream has passed this launch.
+    /// The arguments must match the kernel's parameters in number, type and order. All device addresses among them must stay valid until
+    /// the stream has passed this launch.
     pub unsafe fn run(
         &self,
         device: &Device,
         arguments: &mut [*mut c_void],
     ) -> Result<(), CudaError> {
-        // SAFETY: by this function's contract.
+        // SAFETY: this function's contract.
         unsafe { self.run_in_clusters(device, 0, arguments) }
     }
 
-    /// The same in clusters of `blocks` neighbours along the grid's last dimension (1, 2, 4 or 8; compute capability 9.0 and later; 0: a
-    /// launch without clusters, where what only clusters can do is an illegal instruction).
+    /// Launch in clusters of `blocks` neighbours along the grid's last dimension (1, 2, 4 or 8; compute capability 9.0 and later). 0
+    /// launches without clusters; cluster instructions are then illegal.
     ///
     /// # Safety
     /// As [`Launch::run`].
@@ -144,7 +144,7 @@ impl Launch<'_> {
                 attributes: attributes.as_ptr(),
                 attribute_count: count,
             };
-            // SAFETY: by this function's contract; the driver copies the arguments before it returns.
+            // SAFETY: this function's contract; the driver copies the arguments before it returns.
             let code = unsafe {
                 (driver.functions.launch)(
                     &raw const config,
@@ -160,10 +160,10 @@ impl Launch<'_> {
     }
 }
 
-/// Queues a copy of `bytes` bytes of pinned host memory at `from` to device memory at `to`, on a stream of this GPU.
+/// Queue a copy of `bytes` bytes of pinned host memory at `from` to device memory at `to`, on a stream of this GPU.
 ///
 /// # Safety
-/// Both addresses must be valid for that many bytes and stay so, the host's unchanged, until the stream has passed the copy.
+/// Both addresses must be valid for `bytes` bytes until the stream has passed the copy; the host memory must not change before.
 pub unsafe fn copy_to_device(
     device: &Device,
     to: usize,
@@ -173,7 +173,7 @@ pub unsafe fn copy_to_device(
 ) -> Result<(), CudaError> {
     let driver = device.driver;
     device.in_context(|| {
-        // SAFETY: by this function's contract.
+        // SAFETY: this function's contract.
         let code = unsafe {
             (driver.functions.copy_to_device)(
                 to as u64,
@@ -186,7 +186,7 @@ pub unsafe fn copy_to_device(
     })
 }
 
-/// The arguments of a launch as the array of pointers the driver wants. Values live until the end of the statement's block.
+/// The arguments of a launch as the array of pointers that the driver expects. Values live until the end of the statement's block.
 #[macro_export]
 macro_rules! kernel_arguments {
     ($($value:expr),* $(,)?) => {

@@ -1,7 +1,7 @@
 //! CUDA kernels, driver loading and launching.
 //!
-//! Nothing here links to libcuda, libcudart or libtorch: the driver is opened at run time, kernels are embedded images, and a launch
-//! goes to the stream the caller names, in the primary context that torch uses too. A machine without a GPU gets a [`Reason`].
+//! Nothing here links to libcuda, libcudart or libtorch: the driver is opened at run time, and kernels are embedded images. A launch goes
+//! to the stream that the caller names, in the primary context that torch uses too. A machine without a GPU gets a [`Reason`].
 
 mod abi;
 mod capabilities;

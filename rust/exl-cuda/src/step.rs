@@ -1,10 +1,10 @@
-//! The inputs of a captured decode step, checked and laid out in one buffer that one copy brings to the GPU.
+//! The inputs of a captured decode step, checked and written into one buffer that one copy brings to the GPU.
 
 use crate::device::Device;
 use crate::launch::{CudaError, copy_to_device};
 use crate::ops::Target;
 
-/// Sizes that a captured step is fixed to.
+/// Fixed sizes of a captured step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sizes {
     pub batch: usize,
@@ -15,7 +15,7 @@ pub struct Sizes {
     pub page_size: usize,
 }
 
-/// What ids, lengths and page numbers must stay below.
+/// Exclusive upper limits of ids, lengths and page numbers.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     pub vocab: i64,
@@ -37,13 +37,13 @@ impl Sizes {
         self.batch * self.q_len
     }
 
-    /// Bytes of the buffer: ids, slots and rotated positions (i64 a token each), positions (i32 a token), the block table (i32).
+    /// Bytes of the buffer: ids, slots and rotary positions (i64 a token each), positions (i32 a token), the block table (i32).
     pub fn bytes(&self) -> usize {
         28 * self.tokens() + 4 * self.batch * self.pages
     }
 }
 
-/// Whether a step is right in every respect and fits `sizes`; rows fewer than `sizes.batch` are completed with padding.
+/// Whether a step is valid and fits `sizes`. Padding rows are added if it has fewer than `sizes.batch` rows.
 pub fn fits(sizes: &Sizes, limits: &Limits, step: &Request<'_>) -> bool {
     let rows = step.past.len();
     let shaped = (1..=sizes.batch).contains(&rows)
@@ -65,18 +65,18 @@ pub fn fits(sizes: &Sizes, limits: &Limits, step: &Request<'_>) -> bool {
         })
 }
 
-/// Queues the copy of a written buffer of `bytes` bytes at `from` (pinned) to the GPU's at `to`.
+/// Queue the copy of a written buffer of `bytes` bytes at `from` (pinned) to the GPU's at `to`.
 ///
 /// # Safety
-/// Both must be valid for that many bytes, and the host's unchanged, until the stream has passed the copy.
+/// Both addresses must be valid for `bytes` bytes until the stream has passed the copy; the host memory must not change before.
 pub unsafe fn send(target: Target, to: usize, from: usize, bytes: usize) -> Result<(), CudaError> {
     let device = Device::get(target.device)?;
-    // SAFETY: by this function's contract.
+    // SAFETY: this function's contract.
     unsafe { copy_to_device(device, to, from, bytes, target.stream) }
 }
 
-/// Writes a step that [`fits`] into `out` of [`Sizes::bytes`] bytes. Padding rows: token 0 at position -1, which sees nothing, in slot
-/// -1, which is stored nowhere.
+/// Write a step that [`fits`] into `out` of [`Sizes::bytes`] bytes. Padding rows have token 0 at position -1, which sees no keys, in slot
+/// -1, which is not stored.
 pub fn write(sizes: &Sizes, step: &Request<'_>, out: &mut [u8]) {
     let (tokens, q_len) = (sizes.tokens(), sizes.q_len);
     let (longs, ints) = out.split_at_mut(24 * tokens);
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_is_laid_out_with_padding() {
+    fn a_step_is_written_with_padding() {
         let request = step(&[5, 6, 7, -1], &[3, 0], &[8, 2, -7, 4, 99, 99]);
         assert!(fits(&SIZES, &LIMITS, &request));
         let mut out = vec![0xaa; SIZES.bytes()];
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_found() {
+    fn invalid_steps_do_not_fit() {
         let table = [0; 3];
         assert!(fits(&SIZES, &LIMITS, &step(&[1, 2], &[10], &table)));
         for (ids, past) in [

@@ -1,17 +1,17 @@
-//! Weights in the order in which tensor cores want them.
+//! Weights in the order that tensor cores read.
 //!
-//! * A **tile** is 16 output features; the image is tile after tile, all alike in size and inner order.
-//! * A **slice** is 32 rows of K of one bit width and one quantization group. Slices are ordered by width, padded to pairs; rows that
-//!   pad have no input feature and meet an activation of zero.
-//! * A **chunk** is two slices (64 rows) of a tile: `128 * bits` bytes. A **unit** is up to four chunks (256 rows) and their scales: what
-//!   one warp works on at a time.
-//! * In a chunk, lane L = 4 g + t holds 16 **fields** of two codes each: field 4 j + r is register r of matrix instruction j
+//! * A **tile** is 16 output features. The image is tile after tile, all with the same size and inner order.
+//! * A **slice** is 32 rows of K of one bit width and one quantization group. Slices are ordered by width, padded to pairs; padding
+//!   rows have no input feature and are multiplied by an activation of zero.
+//! * A **chunk** is two slices (64 rows) of a tile: `128 * bits` bytes. A **unit** is up to four chunks (256 rows) and their scales, which
+//!   one warp processes at a time.
+//! * In a chunk, lane L = 4 g + t holds 16 **fields** of two codes each. Field 4 j + r is register r of matrix instruction j
 //!   (m16n8k16, weights as the 16-row operand): feature g, or g + 8 for odd r; rows 32 (j / 2) + 8 t + 4 (j % 2) + 2 (r / 2) and the
-//!   next one, in the low and the high 16 bits of the same word. Where a field's bits stand is [`pieces`].
+//!   next one, in the low and the high 16 bits of the same word. [`pieces`] gives the place of a field's bits.
 //! * Words of a lane: first whole groups of four (16 bytes a lane, lane after lane), then a pair, then a single one.
-//! * After the chunks stand the unit's scales, one **entry** for each `entry_rows` rows; see [`Scales`].
+//! * The unit's scales follow the chunks, one **entry** for each `entry_rows` rows; see [`Scales`].
 //!
-//! The device code that reads this is `kernels/linear/tile.cuh`; [`Layout::code`] is its plain twin.
+//! The device code that reads this layout is `kernels/linear/tile.cuh`; [`Layout::code`] is its reference implementation.
 
 mod pack;
 mod plan;
@@ -32,7 +32,7 @@ pub const CHUNKS_PER_UNIT: usize = UNIT_ROWS / CHUNK_ROWS;
 /// How a unit's scales are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scales {
-    /// EXL2: byte `[g][entry]` = scale code of feature g, and of g + 8 in the high four bits. The entries' maxima stand in `maxima`.
+    /// EXL2: byte `[g][entry]` = scale code of feature g, and of g + 8 in the high four bits. `maxima` has the entries' maxima.
     Exl2,
     /// GPTQ: eight bytes `[entry][g]` = the halves scale(g), scale(g + 8), zero(g), zero(g + 8).
     Gptq,
@@ -47,12 +47,12 @@ impl Scales {
     }
 }
 
-/// Up to 256 rows: where they stand in a tile and the widths of their chunks.
+/// Up to 256 rows: their offset in a tile and the widths of their chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Unit {
     /// First byte within a tile.
     pub offset: u32,
-    /// Bits of chunk c in bits `[4 c, 4 c + 4)`; 0 for a chunk that is not there.
+    /// Bits of chunk c in bits `[4 c, 4 c + 4)`; 0 for a missing chunk.
     pub widths: u32,
 }
 
@@ -62,21 +62,21 @@ impl Unit {
     }
 }
 
-/// Where everything of one matrix stands; the codes themselves are written by [`Layout::pack`].
+/// Places of all data of one matrix; [`Layout::pack`] writes the codes.
 #[derive(Clone, Debug)]
 pub struct Layout {
     pub scales: Scales,
     /// Rows of K that share a scale entry: 32 or 128.
     pub entry_rows: usize,
-    /// N of the matrix; the last tile may reach beyond it.
+    /// N of the matrix; the last tile may exceed it.
     pub out_features: usize,
     /// K of the matrix.
     pub in_features: usize,
-    /// One more than there are units: the last holds a tile's size and no chunks.
+    /// One more than there are units: the last one holds a tile's size and no chunks.
     pub units: Vec<Unit>,
-    /// Input feature of each row, -1 where a row pads; a multiple of 64 long.
+    /// Input feature of each row, -1 for a padding row; the length is a multiple of 64.
     pub features: Vec<i32>,
-    /// Row of the source (packed row in EXL2, input feature in GPTQ) of each row, -1 where it pads.
+    /// Row of the source (packed row in EXL2, input feature in GPTQ) of each row, -1 for a padding row.
     source_rows: Vec<i32>,
     /// Quantization group of each entry.
     groups: Vec<u32>,
@@ -98,7 +98,7 @@ impl Layout {
         self.tiles() * self.tile_bytes()
     }
 
-    /// Rows of K, padding included.
+    /// Rows of K, including padding.
     pub fn rows(&self) -> usize {
         self.features.len()
     }
@@ -114,7 +114,7 @@ impl Layout {
         rows
     }
 
-    /// Whether every row is the input feature of its number: activations then need no reordering.
+    /// Whether each row is the input feature of the same index: activations then need no reordering.
     pub fn is_ordered(&self) -> bool {
         self.features.len() == self.in_features
             && self
@@ -141,7 +141,7 @@ impl Layout {
         self.units[unit].offset as usize + 128 * self.units[unit].chunk_bits().sum::<usize>()
     }
 
-    /// The code at `row` (of this layout) and feature `n`, read back from `image`: the plain twin of the device code.
+    /// The code at `row` (of this layout) and feature `n`, read from `image`: the reference implementation of the device code.
     pub fn code(&self, image: &[u8], row: usize, n: usize) -> u32 {
         let (offset, bits) = self.chunk(row / CHUNK_ROWS);
         let at = Place::of(row % CHUNK_ROWS, n % TILE);
@@ -163,7 +163,7 @@ impl Layout {
     }
 }
 
-/// Where a code of a chunk goes: lane, field and half of the word.
+/// Place of a code in a chunk: lane, field and half of the word.
 #[derive(Clone, Copy, Debug)]
 struct Place {
     lane: usize,
@@ -185,7 +185,7 @@ impl Place {
     }
 }
 
-/// A run of a code's bits: `count` bits from `shift` on, stored at `bit` of 16-bit halves of word `word`.
+/// A run of a code's bits: `count` bits from `shift` on, stored at `bit` of the 16-bit halves of word `word`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
     pub word: usize,
@@ -194,9 +194,9 @@ pub struct Piece {
     pub shift: usize,
 }
 
-/// Where the bits of `field` (0..16) stand in a lane's `bits` words. Field 4 J + R is register R of matrix instruction J; the fields of
-/// one instruction that belong to the same feature stand at the same bit, or at bits that one shift of a word brings there (`Field` of
-/// `kernels/linear/tile.cuh` says why). What does not fit into the halves of the words is put together from their spare top bits.
+/// Places of the bits of `field` (0..16) in a lane's `bits` words. Field 4 J + R is register R of matrix instruction J. The fields of one
+/// instruction that belong to the same feature are at the same bit, or at bits that one shift of a word brings there (see `Field` in
+/// `kernels/linear/tile.cuh`). Codes that do not fit into the halves of the words are split over the spare top bits of these words.
 pub fn pieces(bits: usize, field: usize) -> impl Iterator<Item = Piece> {
     let (instruction, register) = (field / 4, field % 4);
     let (upper, second) = (register % 2, register / 2);

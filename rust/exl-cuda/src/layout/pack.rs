@@ -1,17 +1,17 @@
-//! Writing the image: codes and scales of a checked matrix in the order of a [`Layout`].
+//! Packing of codes and scales of a checked matrix in the order of a [`Layout`].
 
 use exl_format::exl2::Exl2View;
 use exl_format::gptq::GptqView;
 
 use super::{CHUNK_ROWS, CHUNKS_PER_UNIT, Layout, Place, TILE, pieces, word_offset};
 
-/// What packing reads of a matrix.
+/// Source data of packing.
 pub trait Codes: Sync {
     /// Codes of source row `row`, all N columns.
     fn row(&self, row: usize, out: &mut [u8]);
-    /// The code that stands for zero, for columns beyond N.
+    /// The code of the value zero, for columns beyond N.
     fn neutral(&self, group: usize) -> u8;
-    /// Writes the scale bytes of an entry (group `group`) for features `n` and `n + 8`, either of which may be beyond N.
+    /// Write the scale bytes of an entry (group `group`) for features `n` and `n + 8`, either of which may be beyond N.
     fn scale(&self, group: usize, n: usize, put: &mut dyn FnMut(&[u8]));
 }
 
@@ -83,7 +83,7 @@ impl Image {
 }
 
 impl Layout {
-    /// Writes the image, `self.bytes()` long, on `threads` threads.
+    /// Write the image, `self.bytes()` long, on `threads` threads.
     pub fn pack(&self, codes: &impl Codes, image: &mut [u8], threads: usize) {
         assert_eq!(
             image.len(),
@@ -146,7 +146,7 @@ impl Layout {
         for tile in 0..self.tiles() {
             let start = tile * self.tile_bytes() + self.scales_offset(unit);
             for entry in 0..per_unit {
-                // A unit that is not full has no groups for its last entries; their bytes are never used.
+                // The last entries of a unit that is not full have no groups; their bytes are never used.
                 let Some(&group) = self.groups.get(unit * per_unit + entry) else {
                     continue;
                 };
@@ -166,13 +166,13 @@ impl Layout {
     }
 }
 
-/// Which code goes where in a lane's words, worked out once a chunk.
+/// The place of each code in a lane's words, computed once a chunk.
 struct Scatter {
     steps: Vec<Step>,
 }
 
 struct Step {
-    /// Row and feature for lane 0; lane L adds its own.
+    /// Row and feature for lane 0; lane L adds its offset.
     row: usize,
     feature: usize,
     word: usize,

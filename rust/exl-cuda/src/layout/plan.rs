@@ -1,4 +1,4 @@
-//! From a checked matrix to the order of its rows.
+//! The order of a checked matrix's rows.
 
 use exl_format::exl2::Exl2View;
 use exl_format::gptq::GptqView;
@@ -19,12 +19,12 @@ pub enum Problem {
 struct Slice {
     bits: u32,
     group: u32,
-    /// Source rows, -1 where the slice pads.
+    /// Source rows, -1 for padding.
     rows: [i32; SLICE_ROWS],
 }
 
 impl Slice {
-    /// Slices of one group's rows, the last one padded.
+    /// Slices of one group's rows; the last one is padded.
     fn of_group(bits: u32, group: u32, rows: &[i32]) -> impl Iterator<Item = Self> {
         rows.chunks(SLICE_ROWS).map(move |part| {
             let mut rows = [-1; SLICE_ROWS];
@@ -123,7 +123,7 @@ impl Layout {
     }
 }
 
-/// The slices ordered by width, in the order in which widths first appear, each width padded to an even number.
+/// The slices ordered by width, in the order in which widths first appear; each width is padded to an even number.
 fn in_pairs(slices: &[Slice]) -> Vec<Slice> {
     let mut widths: Vec<u32> = Vec::new();
     for slice in slices {

@@ -1,4 +1,4 @@
-//! The image read back through the plain twin is the matrix, whatever its groups and widths.
+//! Read images back through the reference implementation and compare them with the matrix, for many groups and widths.
 
 use exl_format::exl2::{Exl2Tensors, Exl2View};
 use exl_format::gptq::{GptqTensors, GptqView, Zeros};
@@ -109,7 +109,7 @@ fn check_exl2(groups: &[(u32, usize)], n: usize, seed: u32) -> Layout {
 }
 
 #[test]
-fn plain_matrix_costs_what_its_codes_cost() {
+fn a_plain_matrix_has_the_size_of_its_codes() {
     let layout = check_exl2(&[(4, 4); 16], 64, 1);
     assert_eq!((layout.entry_rows, layout.rows()), (128, 2048));
     assert_eq!(layout.bytes(), 2048 * 64 / 2 + 64 / 16 * 8 * 16);

@@ -1,4 +1,4 @@
-//! Checked launches, one folder a subject. An entry point takes addresses and sizes and never reads device memory.
+//! Checked launches, one folder a subject. Entry points take addresses and sizes and never read device memory.
 
 pub mod attention;
 pub mod elementwise;
@@ -22,7 +22,7 @@ pub enum Element {
 impl Element {
     pub const ALL: [Self; 3] = [Self::F16, Self::BF16, Self::F32];
 
-    /// As the kernels' names say it.
+    /// The suffix of kernel names.
     pub fn suffix(self) -> &'static str {
         match self {
             Self::F16 => "f16",
@@ -32,7 +32,7 @@ impl Element {
     }
 }
 
-/// Where a launch goes: GPU index, its stream, and whether to ask for programmatic dependent launch.
+/// Target of a launch: GPU index, stream, and whether to request programmatic dependent launch.
 #[derive(Clone, Copy, Debug)]
 pub struct Target {
     pub device: u32,
@@ -40,7 +40,7 @@ pub struct Target {
     pub programmatic: bool,
 }
 
-/// Kernels to resolve in the image of `file`; the names are the doors' own.
+/// Names of the kernels to resolve in the image of `file`.
 pub(crate) fn kernels_of(file: &str) -> Vec<String> {
     match file {
         "probe" => probe::kernels(),
@@ -58,7 +58,7 @@ pub(crate) fn kernels_of(file: &str) -> Vec<String> {
     }
 }
 
-/// What every kernel in the image of `file` needs of the card's code; None: nothing beyond the oldest card's.
+/// The feature that all kernels in the image of `file` need; None: they run on every supported card.
 pub(crate) fn feature_of(file: &str) -> Option<Feature> {
     let starts = |prefixes: &[&str]| prefixes.iter().any(|prefix| file.starts_with(prefix));
     if starts(&["batch_", "attention_wide"]) {

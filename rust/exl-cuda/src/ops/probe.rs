@@ -1,4 +1,4 @@
-//! Kernels that only measure: see `kernels/common/probe.cu`.
+//! Kernels for measurement: see `kernels/common/probe.cu`.
 
 use super::Target;
 use crate::device::Device;
@@ -29,7 +29,7 @@ pub unsafe fn read(to: Target, buffer: usize, bytes: usize, sink: usize) -> Resu
     unsafe { launch.run(device, &mut arguments) }
 }
 
-/// A kernel of one block a multiprocessor that does nothing.
+/// Launch an empty kernel with one block per SM.
 pub fn empty(to: Target) -> Result<(), CudaError> {
     let device = Device::get(to.device)?;
     let launch = Launch {

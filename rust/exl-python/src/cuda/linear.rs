@@ -479,14 +479,14 @@ impl Operands<'_> {
     fn unplanned(&self) -> CudaError {
         CudaError::Argument {
             what: format!("{:?}", self.plan.tuning),
-            limit: "what the card has room for".to_owned(),
+            limit: "does not fit the shared memory of this card".to_owned(),
         }
     }
 
     /// The operands of `gemv_ring` and `gemm_few`.
-    fn product(&self) -> ring::Product {
+    fn matmul(&self) -> ring::Matmul {
         let ((x, x_type), (y, y_type)) = (self.x(), self.y());
-        ring::Product {
+        ring::Matmul {
             x,
             x_type,
             y,
@@ -506,7 +506,7 @@ impl Operands<'_> {
             return Err(self.unplanned());
         };
         // SAFETY: torch owns the memory and keeps freed blocks for work queued on their stream; sizes were checked.
-        unsafe { ring::launch(to, &self.group.parts(), &self.product(), plan) }
+        unsafe { ring::launch(to, &self.group.parts(), &self.matmul(), plan) }
     }
 
     fn gemm_few(&self, to: Target) -> Result<(), CudaError> {
@@ -534,7 +534,7 @@ impl Operands<'_> {
             few::launch(
                 to,
                 &self.group.parts(),
-                &self.product(),
+                &self.matmul(),
                 input,
                 self.scratch(),
                 next,
@@ -545,9 +545,9 @@ impl Operands<'_> {
 
     fn gemm_batch(&self, to: Target) -> Result<(), CudaError> {
         let ((x, x_type), (y, y_type)) = (self.x(), self.y());
-        let op = batch::Product {
+        let op = batch::Matmul {
             x,
-            turned: self.chained,
+            transposed: self.chained,
             x_type,
             y,
             y_type,
@@ -576,7 +576,7 @@ impl Operands<'_> {
 
     fn gemm_tile(&self, to: Target) -> Result<(), CudaError> {
         let ((x, x_type), (y, y_type)) = (self.x(), self.y());
-        let op = linear::Product {
+        let op = linear::Matmul {
             x,
             x_type,
             y,

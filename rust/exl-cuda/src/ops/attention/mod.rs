@@ -1,4 +1,4 @@
-//! Attention over pages: which kernel, what launch, how much workspace.
+//! Attention over pages: the kernel, the launch and the size of the workspace.
 
 mod ordered;
 mod room;
@@ -20,39 +20,39 @@ use crate::launch::{CudaError, Launch};
 
 /// Largest head dimension.
 pub const MAX_DIM: usize = 256;
-/// Keys of a unit (also of a stage), units of a split, most parts of single units: as in `kernels/attention/attention_common.cuh`.
+/// Keys of a unit (also of a stage), units of a split, most parts of single units, as in `kernels/attention/attention_common.cuh`.
 const UNIT: usize = 64;
 const SPLIT_UNITS: usize = 8;
 const UNIT_PARTS: usize = 32;
 /// Query rows of a decode tile, and of a warp in prefill.
 const ROWS: usize = 16;
-/// Query rows of a call from which blocks that share keys between eight warps pay.
+/// From this number of query rows of a call on, prefill blocks, whose eight warps share keys, are faster.
 const PREFILL_ROWS: usize = 64;
-/// Decode blocks that a launch wants for each SM.
+/// Target number of decode blocks per SM.
 const BLOCKS_PER_SM: usize = 2;
 
-/// Most floats of parts: beyond, one block does a tile alone (256 MiB).
+/// Most floats of parts (256 MiB). For more, one block processes a tile alone.
 const MOST_PARTS: usize = 1 << 26;
 
 /// Padded head dimensions that kernels exist for.
 const DIMS: [usize; 3] = [64, 128, 256];
 
-/// Of these, the ones that sm_90a's prefill kernel exists for.
+/// Head dimensions that the prefill kernel of sm_90a supports.
 const WIDE_DIMS: [usize; 2] = [64, 128];
 
-/// Warps of its blocks: two warpgroups that calculate, one that feeds them.
+/// Warps of its blocks: two warpgroups that compute, one that loads.
 const WIDE_WARPS: usize = 12;
 
-/// Which of the two kernels; results are the same bits.
+/// The two kernels. Their results are bitwise identical.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// Blocks share a tile's keys; the last one joins what the others left in the workspace.
+    /// Blocks share a tile's keys; the last one joins the parts in the workspace.
     Decode,
-    /// Warps with queries of their own share the keys; each joins as it goes.
+    /// Warps with different queries share the keys; each warp joins its results incrementally.
     Prefill,
 }
 
-/// Operands of [`attend`]: device addresses, row-major and contiguous but for what `q_stride` says.
+/// Operands of [`attend`]: device addresses, row-major and contiguous, except that `q_stride` separates the tokens of q.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention {
     /// `[tokens, q_heads, head_dim]` of `element` (0 half, 1 bfloat16, 2 float); `q_stride` elements between tokens of q
@@ -76,14 +76,14 @@ pub struct Attention {
     pub scale: f32,
     pub window: usize,
     pub softcap: f32,
-    /// Keys and values that the pages lack: one token a row, decode only.
+    /// Keys and values that are not in the pages yet: one token a row, decode only.
     pub own: Option<Own>,
-    /// Where results go in place of `out`; with `own` only.
+    /// Destination of results instead of `out`; only with `own`.
     pub ordered: Option<Ordered>,
 }
 
 impl Attention {
-    /// Without operands, for [`plan`]: `tokens` of `q_heads` heads over a table of `(batch, max_pages)`.
+    /// An operation without operands, for [`plan`]: `tokens` of `q_heads` heads over a table of `(batch, max_pages)`.
     pub fn of_shape(
         pages: Pages,
         tokens: usize,
@@ -114,7 +114,7 @@ impl Attention {
     }
 }
 
-/// The tokens' own keys and values, to be rotated, stored and attended to; queries are rotated too.
+/// The tokens' own keys and values, which are rotated, stored and attended to; queries are rotated too.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Own {
     /// `[tokens, pages.heads, head_dim]` of the queries' type; `stride` elements between tokens
@@ -127,15 +127,15 @@ pub struct Own {
     pub table_rows: usize,
     pub rotated: usize,
     pub interleaved: bool,
-    /// `[tokens]` int64 each; a slot outside the pages is not stored, a position outside the tables not rotated
+    /// `[tokens]` int64 each; a slot outside the pages is not stored, and a position outside the tables is not rotated
     pub rope_positions: usize,
     pub slots: usize,
-    /// Whether all but q, key and value may be read before the launch before this one has ended.
+    /// Whether all operands except q, key and value may be read before the previous launch has ended.
     pub early: bool,
     pub norms: HeadNorms,
 }
 
-/// RMS norms of each head of the queries and of the tokens' own keys, before they are rotated.
+/// RMS norms of each head of the queries and of the tokens' own keys, before the rotation.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HeadNorms {
     /// `[head_dim]` FP32 each, aligned to 8 bytes; both 0 for none
@@ -144,20 +144,20 @@ pub struct HeadNorms {
     pub eps: f32,
 }
 
-/// What [`plan`] decided.
+/// Result of [`plan`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Plan {
     pub mode: Mode,
-    /// Blocks that share a tile's keys, and parts they may leave.
+    /// Blocks that share a tile's keys, and parts that they may write.
     pub chunks: usize,
     pub part_slots: usize,
     /// Tiles of tokens times key heads times tiles of query heads.
     groups: usize,
     tile_rows: usize,
     dim: usize,
-    /// No key at or beyond it is looked at.
+    /// Keys at or beyond this index are not read.
     key_limit: usize,
-    /// Counters (u32) the launch needs, zero before and after it.
+    /// Counters (u32) that the launch needs, zero before and after it.
     pub tickets: usize,
 }
 
@@ -257,9 +257,9 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
         .unwrap_or_default()
 }
 
-/// How query rows are laid out in tiles: heads and tokens of a tile, tiles of heads. By the mean number of tokens a sequence, as the
-/// host has no other: how fast a call of uneven sequences is, not what it gives. A tile may hold tokens of several sequences, one run
-/// after the other, and no bit depends on tiles or on the kernel (tests: a token alone, in a batch, in any chunk).
+/// Packing of query rows into tiles: heads and tokens of a tile, tiles of heads. It uses the mean number of tokens a sequence, which is all
+/// that the host knows. For uneven sequences this affects the speed, not the results. A tile may hold tokens of several sequences, one run
+/// after the other. Results do not depend on tiles or on the kernel.
 fn tile(op: &Attention, warps: usize) -> (usize, usize, usize) {
     let group = op.q_heads / op.pages.heads;
     let heads = group.min(ROWS);
@@ -272,7 +272,7 @@ fn tile(op: &Attention, warps: usize) -> (usize, usize, usize) {
     )
 }
 
-/// The kernel for a call and what it needs. `max_keys`: no token sees a key at or beyond it.
+/// The kernel for a call and its resources. `max_keys`: no token sees a key at or beyond this index.
 pub fn plan(device: u32, op: &Attention, max_keys: usize) -> Result<Plan, CudaError> {
     Ok(plan_on(&Device::get(device)?.info.caps, op, max_keys))
 }
@@ -305,7 +305,7 @@ fn plan_on(caps: &Capabilities, op: &Attention, max_keys: usize) -> Plan {
     let groups = op.tokens.div_ceil(tile_tokens) * op.pages.heads * head_tiles;
     let units = keys.div_ceil(UNIT).max(1);
     let tile_rows = tile_heads * tile_tokens;
-    // Keys begin at any unit (a window): one split more than they fill.
+    // Keys may begin at any unit (sliding window), so they may touch one more split than they fill.
     let splits = units.div_ceil(SPLIT_UNITS) + 1;
     let wanted = (BLOCKS_PER_SM * sms).div_ceil(groups.max(1)).min(units);
     let slots = if wanted > 1 {
@@ -313,7 +313,7 @@ fn plan_on(caps: &Capabilities, op: &Attention, max_keys: usize) -> Plan {
     } else {
         splits
     };
-    // Blocks of whole splits leave parts however many there are.
+    // Blocks of whole splits write parts for any number of splits.
     let whole_splits = tile_tokens == 1 && units > SPLIT_UNITS;
     let shared = (wanted > 1 || whole_splits) && groups * slots * tile_rows * dim <= MOST_PARTS;
     Plan {
@@ -324,7 +324,7 @@ fn plan_on(caps: &Capabilities, op: &Attention, max_keys: usize) -> Plan {
         tile_rows,
         dim,
         key_limit: if shared { keys } else { capacity },
-        // One a token of a tile, or one for 64 dimensions of a row: what the kernels need.
+        // One a token of a tile, or one for 64 dimensions of a row, as the kernels need.
         tickets: if shared {
             groups * tile_tokens.max(tile_rows * dim / 64)
         } else {
@@ -333,12 +333,12 @@ fn plan_on(caps: &Capabilities, op: &Attention, max_keys: usize) -> Plan {
     }
 }
 
-/// Attention of every token over its sequence's keys. `memory`: device memory of [`Plan::workspace`] floats, aligned to 16
-/// bytes, and of [`Plan::tickets`] zeros.
+/// Attend all tokens to their sequence's keys. `memory`: device memory of [`Plan::workspace`] floats, aligned to 16 bytes, and of
+/// [`Plan::tickets`] zeros.
 ///
 /// # Safety
-/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch; no other launch may use
-/// the workspace or the tickets at the same time. The plan must be that of these operands.
+/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch. No other launch may use the
+/// workspace or the tickets at the same time. The plan must be made for these operands.
 pub unsafe fn attend(
     to: Target,
     op: &Attention,
@@ -362,7 +362,7 @@ pub unsafe fn attend(
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    // SAFETY: all these kernels take this struct; validity is the caller's promise.
+    // SAFETY: all these kernels take this struct; the caller guarantees that the addresses are valid.
     unsafe {
         launch.run_in_clusters(
             device,
@@ -454,9 +454,9 @@ mod tests {
     use crate::capabilities::tests::hopper;
 
     /// The batches of `test_any_number_of_blocks_that_share_a_row_is_bitwise_identical` in tests/kernels/test_cuda_attention.py share keys
-    /// in several ways, and so do the first two alone, which are those it has under a tool.
+    /// in several ways. So do the first two batches alone, which run under the sanitizer.
     #[test]
-    fn batches_of_nine_sequences_are_shared_by_so_many_blocks() {
+    fn nine_sequences_are_divided_among_several_blocks() {
         for kind in KINDS {
             for head_dim in DIMS {
                 let pages = Pages {

@@ -1,29 +1,29 @@
-//! Results of attention where a product of few rows wants its input.
+//! Results of attention in the input layout of a matmul of few rows.
 
 use crate::layout::UNIT_ROWS;
 use crate::ops::linear::Matrix;
 
-/// Results (halves) in the order in which a product of few rows wants its input, as the launch before that product would lay them out.
+/// Results (halves) packed as the input of a matmul of few rows, as the launch before that matmul would pack them.
 #[derive(Clone, Copy, Debug)]
 pub struct Ordered {
     /// Device memory of [`Ordered::bytes`], aligned to 16.
     pub to: usize,
     /// Row of K of each feature (u16), or 0: the same.
     pub row_of_feature: usize,
-    /// 8: the layout of `kernels/linear/rows.cuh`; 16, 32, 64: that of `kernels/linear/prepared.cuh` for the tensor cores of a warpgroup.
+    /// 8: the layout of `kernels/linear/rows.cuh`; 16, 32, 64: that of `kernels/linear/prepared.cuh` for wgmma.
     pub columns: usize,
 }
 
-/// How many tokens a product's input may be laid out for.
+/// Numbers of tokens for which a matmul's input may be packed.
 pub const ORDERED_COLUMNS: [usize; 4] = [8, 16, 32, 64];
 
 impl Ordered {
-    /// Bytes that are written within, for `features` of K.
+    /// Bytes of the packed results, for `features` of K.
     pub fn bytes(&self, features: usize) -> usize {
         features.div_ceil(UNIT_ROWS) * UNIT_ROWS * self.columns * 2
     }
 
-    /// What `matrix` wants as its input of up to `columns` rows, laid out at `to`; None where rows of it are not input features.
+    /// The packed input of `matrix` for up to `columns` rows, at `to`; None if some of its rows are padding.
     pub fn of(matrix: &Matrix, columns: usize, to: usize) -> Option<Self> {
         let whole = matrix.rows() == matrix.in_features() && matrix.rows() <= 1 << 16;
         (whole && ORDERED_COLUMNS.contains(&columns)).then_some(Self {

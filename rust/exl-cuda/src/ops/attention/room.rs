@@ -15,7 +15,7 @@ pub(super) fn prefill_warps(dim: usize) -> usize {
     if dim <= 128 { 8 } else { 4 }
 }
 
-/// Bytes of a packed row of one head, scales aside, and of its scales.
+/// Bytes of a packed row of one head, without scales, and bytes of its scales.
 pub(super) fn packed(codec: Codec, dim: usize) -> (usize, usize) {
     let scales = if codec.is_hadamard() { dim / 16 } else { 0 };
     (codec.row_bytes(dim), scales)
@@ -29,7 +29,7 @@ pub(super) fn unit_bytes(kind: Kind, dim: usize) -> usize {
     UNIT * (key + value + 16 + value_scales)
 }
 
-/// What a decode block has beside its ring: the end of `Decode` of `kernels/attention/attention_decode.cuh`, or the rows of results.
+/// Bytes of a decode block beside its ring: the end of `Decode` of `kernels/attention/attention_decode.cuh`, or the rows of results.
 pub(super) fn decode_rest(kind: Kind, dim: usize, column_tiles: usize) -> usize {
     let columns = 8 * column_tiles;
     let own = |codec| {
@@ -40,7 +40,7 @@ pub(super) fn decode_rest(kind: Kind, dim: usize, column_tiles: usize) -> usize 
     (work + own(kind.key) + own(kind.value) + 16 * dim).max(columns * (dim + 4) * 4)
 }
 
-/// Units of a ring: what the kernel is made for, or two, or one, whichever `room` holds.
+/// Units of a ring: the kernel's number, or two, or one, depending on `room`.
 pub(super) fn ring(kind: Kind, dim: usize, budget: usize, room: usize) -> usize {
     let unit = unit_bytes(kind, dim);
     let full = (budget / unit).clamp(2, 4);
@@ -62,7 +62,7 @@ pub(super) fn decode_shared(
     (units, units * unit_bytes(kind, dim) + rest)
 }
 
-/// Of a prefill block's.
+/// Units and bytes of a prefill block's shared memory.
 pub(super) fn prefill_shared(kind: Kind, dim: usize, per_block: usize) -> (usize, usize) {
     let (queries, totals) = (ROWS * dim * 2, ROWS * dim * 4);
     let own = if dim <= 128 { totals } else { queries + totals };

@@ -1,11 +1,11 @@
-//! Which kernel attention takes, and how it is launched.
+//! Selection of the attention kernel and its launch.
 
 use super::room::{decode_shared, prefill_shared, prefill_warps, wide_shared};
 use super::{Attention, Mode, Plan, WIDE_DIMS, WIDE_WARPS, padded, plan_on, single, tile};
 use crate::capabilities::{Capabilities, Feature};
 use crate::ops::kv::Kind;
 
-/// The kernel of a call, and how it is launched.
+/// The kernel of a call, and its launch parameters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Selection {
     pub kernel: String,
@@ -15,7 +15,7 @@ pub struct Selection {
     pub shared: usize,
     /// Blocks of a cluster; 0 for a launch without clusters.
     pub(super) cluster: usize,
-    /// What the kernel takes as `ring`, and as `ahead`.
+    /// The kernel's parameters `ring` and `ahead`.
     pub(super) ring: usize,
     pub(super) ahead: usize,
     /// Heads and tokens of a tile of query rows.
@@ -76,7 +76,7 @@ pub(super) fn select(caps: &Capabilities, op: &Attention, plan: &Plan) -> Select
     }
 }
 
-/// The kernel that [`plan`] and [`attend`] take for a call on a card of these capabilities, whether it is here or not.
+/// The kernel that [`plan`] and [`attend`] use for a call on a card of these capabilities, which need not be present.
 pub fn selected(caps: &Capabilities, op: &Attention, max_keys: usize) -> Selection {
     select(caps, op, &plan_on(caps, op, max_keys))
 }
@@ -93,7 +93,7 @@ pub(super) fn wide_name(dim: usize) -> String {
     format!("attention_fp16_{dim}_wide")
 }
 
-/// Whether prefill takes the kernel of sm_90a: the same bits, for half pages without softcap and mask.
+/// Whether prefill uses the kernel of sm_90a: for half pages without softcap and mask. Results are bitwise identical.
 fn is_wide(caps: &Capabilities, op: &Attention, dim: usize) -> bool {
     caps.has(Feature::Wgmma)
         && op.pages.kind.name == "fp16"
@@ -132,7 +132,7 @@ mod tests {
                 .into_iter()
                 .flat_map(|kind| [64, 80, 96, 128, 192, 256].map(|dim| (kind, dim)))
             {
-                // 64 keys and values of 256 halves are more than a Turing block has; the launch is refused with both numbers.
+                // 64 keys and values of 256 halves exceed a Turing block; the error of the launch has both numbers.
                 let too_large = name == "2080 Ti" && kind.name == "fp16" && head_dim > 128;
                 for heads in [(32, 8), (32, 32), (28, 4), (64, 8), (40, 1)] {
                     for rows in [
@@ -176,7 +176,7 @@ mod tests {
                     "attention_fp16_f16_128_few1",
                     "attention_fp16_128_wide",
                 ),
-                // A prefill block's keys and totals are more than 64 KB.
+                // A prefill block's keys and totals exceed 64 KB.
                 75 => (
                     caps,
                     "attention_fp16_128_decode1",

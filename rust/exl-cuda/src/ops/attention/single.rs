@@ -1,4 +1,5 @@
-//! The kernels for one token a sequence (`kernels/attention/attention_few.cuh`, `attention_long.cuh`): which calls they take, in what blocks.
+//! The kernels for one token a sequence (`kernels/attention/attention_few.cuh`, `attention_long.cuh`): the calls that they take, and their
+//! blocks.
 
 use super::room::{packed, unit_bytes};
 use super::{Attention, Mode, Plan, ROWS, SPLIT_UNITS, UNIT};
@@ -6,17 +7,17 @@ use crate::capabilities::{Capabilities, Feature};
 use crate::ops::Element;
 use crate::ops::kv::{Codec, KINDS, Kind};
 
-/// Head dimensions that these kernels exist for (compute capability 9.0 and later).
+/// Head dimensions that these kernels support (compute capability 9.0 and later).
 const FEW_DIMS: [usize; 2] = [64, 128];
 
-/// What their queries may be.
+/// Element types of their queries.
 const FEW_ELEMENTS: [Element; 2] = [Element::F16, Element::BF16];
 
-/// Blocks of the kernel in clusters that fit an SM, and most that join in a cluster.
+/// Blocks of the cluster kernel that fit an SM, and most blocks of a cluster.
 const FEW_BLOCKS: usize = 5;
 const MOST_CLUSTER: usize = 8;
 
-/// Most bytes that one block asks for ahead, of keys and of values.
+/// Most bytes of keys, and of values, that one block prefetches.
 const AHEAD_BYTES: usize = 512 * 1024;
 
 fn few_name(kind: Kind, element: Element, dim: usize, column_tiles: usize) -> String {
@@ -35,7 +36,7 @@ fn long_name(
     format!("attention_{kind}_{element}_{dim}_long{column_tiles}x{teams}")
 }
 
-/// Kernels of `attention_few_<kind>.cu` or `attention_long_<kind>.cu`; None: of other files.
+/// Kernels of `attention_few_<kind>.cu` or `attention_long_<kind>.cu`; None for other files.
 pub(super) fn kernels(file: &str) -> Option<Vec<String>> {
     let of = |prefix| {
         let suffix = file.strip_prefix(prefix)?;
@@ -62,7 +63,7 @@ fn is_half(kind: Kind) -> bool {
     kind.key == Codec::F16
 }
 
-/// A launch of one of them.
+/// A launch of one of these kernels.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Blocks {
     pub kernel: String,
@@ -71,12 +72,12 @@ pub(super) struct Blocks {
     pub cluster: usize,
     pub threads: usize,
     pub shared: usize,
-    /// What the kernel takes as `ring`, and as `ahead`.
+    /// The kernel's parameters `ring` and `ahead`.
     pub ring: usize,
     pub ahead: usize,
 }
 
-/// The launch for a call that one of these kernels can take.
+/// The launch of a call that one of these kernels can take.
 pub(super) fn blocks(caps: &Capabilities, op: &Attention, plan: &Plan) -> Option<Blocks> {
     if !is_single(caps, op, plan) {
         return None;
@@ -116,8 +117,9 @@ pub(super) fn blocks(caps: &Capabilities, op: &Attention, plan: &Plan) -> Option
     })
 }
 
-/// Bytes of a sequence's keys, and as many of its values, that the first blocks of the kernel without clusters ask for while they wait for the
-/// launch before: of half pages, where not all blocks have room at once. 16 MiB in all are as good as eight, 24 worse than none.
+/// Bytes of a sequence's keys, and of its values, that the first blocks of the kernel without clusters prefetch while they wait for the
+/// previous launch. For half pages only, if not all blocks are resident at once. docs/design/attention.md has the measurements behind the
+/// limit.
 fn ahead(caps: &Capabilities, op: &Attention, splits: usize) -> usize {
     let resident = 2 * caps.sms;
     if is_half(op.pages.kind) && op.tokens * op.pages.heads * splits > resident {
@@ -127,8 +129,8 @@ fn ahead(caps: &Capabilities, op: &Attention, splits: usize) -> usize {
     }
 }
 
-/// Whether blocks of whole splits are the better ones, by what was measured (docs/design/attention.md): never where clusters of more than two
-/// blocks have room; else for packed pages, and for half pages (`half`) where sequences are short.
+/// Whether blocks of whole splits are faster, by measurement (docs/design/attention.md). They are not if clusters of more than two blocks
+/// are resident. Otherwise they are for packed pages, and for half pages (`half`) of short sequences.
 fn prefers_long(half: bool, few: Option<Few>, splits: usize) -> bool {
     match few {
         Some(few) if few.size > 2 => false,
@@ -137,7 +139,7 @@ fn prefers_long(half: bool, few: Option<Few>, splits: usize) -> bool {
     }
 }
 
-/// How blocks in clusters share a call's keys.
+/// Division of a call's keys among blocks in clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Few {
     /// Blocks of a cluster, clusters of a key head.
@@ -159,9 +161,9 @@ fn few_shared(kind: Kind, dim: usize, rows: usize, size: usize) -> usize {
     unit_bytes(kind, dim) + work + own(kind.key) + own(kind.value) + joins
 }
 
-/// Blocks of a cluster and clusters of a key head: a cluster a split, of as many blocks as leave all of them resident at once. By what was
-/// measured (docs/design/attention.md): clusters of four only where a row is one split; more blocks than are resident only of short rows of
-/// half pages; else None.
+/// Blocks of a cluster and clusters of a key head: one cluster a split, with as many blocks as leave all of them resident. By measurement
+/// (docs/design/attention.md), clusters of four are used only if a row is one split, and more blocks than are resident only for short rows
+/// of half pages. Otherwise None.
 fn few_clusters(groups: usize, units: usize, packed: bool, sms: usize) -> Option<(usize, usize)> {
     let clusters = units.div_ceil(SPLIT_UNITS);
     let (blocks, resident) = (groups * clusters, FEW_BLOCKS * sms);
@@ -182,8 +184,9 @@ fn few_clusters(groups: usize, units: usize, packed: bool, sms: usize) -> Option
     Some((size, clusters))
 }
 
-/// Bytes of shared memory that keep more than an even share of a launch's blocks off an SM: blocks come as those before them
-/// end, at different times, and whoever is free first would be filled. Few blocks stand beside one of the ring kernel, with no room for this.
+/// Bytes of shared memory that keep more than an even share of a launch's blocks off an SM. Blocks start as their predecessors end, at
+/// different times, and the first free SM would be filled. Few blocks run beside one of the ring kernel, which leaves no room for this
+/// padding.
 fn few_room(blocks: usize, sms: usize, per_block: usize) -> usize {
     let share = blocks.div_ceil(sms);
     if (3..=FEW_BLOCKS).contains(&share) {
@@ -193,21 +196,21 @@ fn few_room(blocks: usize, sms: usize, per_block: usize) -> usize {
     }
 }
 
-/// Whether the kernels of one token a sequence can take this call: whole heads, units that lie in one page, nothing but the tokens'
-/// positions that hides keys.
+/// Whether the kernels of one token a sequence can take this call. They need whole heads and units that lie in one page; only the tokens'
+/// positions may hide keys.
 fn is_single(caps: &Capabilities, op: &Attention, plan: &Plan) -> bool {
     let (dim, heads) = (op.pages.head_dim, op.pages.heads);
     let group = op.q_heads / heads;
-    let turned = op
+    let whole_rotation = op
         .own
         .is_none_or(|own| own.cos == 0 || own.rotated == 0 || own.rotated == dim);
     let elements = (op.tokens * op.q_heads * dim).max(op.tokens * op.q_stride);
-    // A window as long as all keys hides none.
+    // A window as long as all keys hides no keys.
     let whole = op.window == 0 || op.window >= plan.key_limit;
     plan.mode == Mode::Decode
         && op.element < FEW_ELEMENTS.len() as i32
         && i32::try_from(elements).is_ok()
-        // Whether other cards can hold its clusters has not been tried.
+        // Only tested on compute capability 9: other cards may hold fewer clusters.
         && caps.compute.0 == 9
         && caps.has(Feature::Clusters)
         && FEW_DIMS.contains(&dim)
@@ -217,10 +220,10 @@ fn is_single(caps: &Capabilities, op: &Attention, plan: &Plan) -> bool {
         && op.softcap == 0.0
         && op.key_mask == 0
         && op.pages.page_size.is_multiple_of(UNIT)
-        && turned
+        && whole_rotation
 }
 
-/// How blocks in clusters share a call's keys, if they are to.
+/// The division of a call's keys among blocks in clusters, if this is faster.
 fn few(caps: &Capabilities, op: &Attention, plan: &Plan) -> Option<Few> {
     let (dim, heads) = (op.pages.head_dim, op.pages.heads);
     let group = op.q_heads / heads;
@@ -234,7 +237,7 @@ fn few(caps: &Capabilities, op: &Attention, plan: &Plan) -> Option<Few> {
     }
     let natural = few_shared(op.pages.kind, dim, group, size);
     let per_block = caps.shared_per_block;
-    // Blocks of one unit are soon gone.
+    // Blocks of one unit end soon.
     let shared = if size == 2 {
         natural.max(few_room(2 * groups * clusters, sms, per_block))
     } else {
@@ -247,25 +250,25 @@ fn few(caps: &Capabilities, op: &Attention, plan: &Plan) -> Option<Few> {
     })
 }
 
-/// How blocks of whole splits take a call.
+/// Division of a call into blocks of whole splits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Long {
     splits: usize,
-    /// Units in a block's shared memory, and all of that.
+    /// Units in a block's shared memory, and its total size.
     slots: usize,
     shared: usize,
-    /// Teams of four warps; one warp more fetches.
+    /// Teams of four warps; one additional warp fetches.
     teams: usize,
 }
 
-/// Splits of a sequence up to which half pages take that kernel.
+/// Largest number of splits of a sequence for which half pages use this kernel.
 const MOST_HALF_SPLITS: usize = 4;
 
 /// Most teams of a block.
 const MOST_TEAMS: usize = 2;
 
-/// Teams of a block, and how many blocks share an SM: many short sequences of packed keys are better in small blocks, all of which
-/// are resident; half pages are bound by memory, which one team keeps busy.
+/// Teams of a block, and number of blocks that share an SM. Many short sequences of packed keys are faster in small blocks that are all
+/// resident. Half pages are bound by memory bandwidth, which one team saturates.
 fn teams(half: bool, blocks: usize, splits: usize, sms: usize) -> (usize, usize) {
     if half {
         (1, 2)
@@ -290,8 +293,8 @@ fn long_rest(kind: Kind, dim: usize, rows: usize, teams: usize) -> usize {
         .next_multiple_of(128)
 }
 
-/// Teams of a block and its slots, when at most `most` are of use. Teams take slots in turn and tell a slot's rounds apart by one bit: with
-/// fewer slots than teams, one would read what has not landed.
+/// Teams of a block and its slots, if at most `most` are useful. Teams take slots in turn and distinguish a slot's iterations by one bit.
+/// With fewer slots than teams, a team could read data that has not arrived.
 fn long_slots(
     kind: Kind,
     dim: usize,
@@ -345,7 +348,7 @@ mod tests {
     use crate::ops::kv::Pages;
 
     #[test]
-    fn keys_are_asked_for_ahead_where_blocks_come_in_turns() {
+    fn keys_are_prefetched_if_not_all_blocks_are_resident() {
         let bytes = |name: &str, tokens, splits| {
             let kind = KINDS.into_iter().find(|kind| kind.name == name).unwrap();
             let pages = Pages {
@@ -374,7 +377,7 @@ mod tests {
 
     #[test]
     fn clusters_of_one_token_a_sequence() {
-        // An 8B Llama's 8 key heads on 132 SMs: by keys, then by sequences of 512 keys.
+        // The 8 key heads of an 8B Llama on 132 SMs: by keys, then by sequences of 512 keys.
         let of_keys = |keys: usize| few_clusters(8, keys / UNIT, false, 132);
         assert_eq!(of_keys(64), Some((2, 1)));
         assert_eq!(of_keys(512), Some((8, 1)));
@@ -405,7 +408,7 @@ mod tests {
         assert_eq!(long(true), [false, false, true, false]);
         assert!(prefers_long(false, None, 64) && prefers_long(true, None, 2));
         assert!(!prefers_long(true, None, 64));
-        // Four blocks of 512 on each SM, not five; no say over few.
+        // Four blocks of 512 on each SM, not five; no padding for few blocks.
         let room = few_room(512, 132, 227 * 1024);
         assert!(4 * (room + 1024) <= 228 * 1024 && 5 * (room + 1024) > 228 * 1024);
         assert_eq!(few_room(128, 132, 227 * 1024), 0);

@@ -13,7 +13,7 @@ pub struct Embed {
     pub element: Element,
     pub rows: usize,
     pub width: usize,
-    /// `[tokens]` int64; outside the table: the nearest row
+    /// `[tokens]` int64; an id outside the table reads the nearest row
     pub ids: usize,
     pub tokens: usize,
     /// `[tokens, width]` F16
@@ -29,7 +29,7 @@ pub(in crate::ops) fn kernels() -> Vec<String> {
     Element::ALL.map(name).to_vec()
 }
 
-/// output = half(table[ids] * factor), the product in FP32.
+/// output = half(table[ids] * factor), multiplied in FP32.
 ///
 /// # Safety
 /// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
@@ -49,6 +49,6 @@ pub unsafe fn embed(to: Target, op: &Embed) -> Result<(), CudaError> {
     };
     let (width, rows) = (index32("width", op.width)?, op.rows as i64);
     let mut arguments = kernel_arguments![op.table, op.ids, op.output, width, rows, op.factor];
-    // SAFETY: the order is that of `embed_kernel`; validity is the caller's promise.
+    // SAFETY: the order is that of `embed_kernel`; the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }

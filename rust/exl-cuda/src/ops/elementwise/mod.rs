@@ -10,7 +10,7 @@ use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 
-/// The functions; `Gelu` is the tanh approximation, `QuickGelu` x * sigmoid(1.702 x).
+/// The activation functions. `Gelu` is the tanh approximation, `QuickGelu` is x * sigmoid(1.702 x).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
     Silu,
@@ -22,7 +22,7 @@ pub enum Activation {
 #[derive(Clone, Copy, Debug)]
 pub struct Gated {
     pub gate: usize,
-    /// 0: no gating, the function alone
+    /// 0: no gating
     pub up: usize,
     /// may be `gate` or `up`
     pub output: usize,
@@ -49,7 +49,7 @@ pub unsafe fn activation(to: Target, op: &Gated) -> Result<(), CudaError> {
     }
     let device = Device::get(to.device)?;
     let kernel = name(op.element);
-    // A grid-stride loop: enough blocks to fill the card, never more than the work.
+    // A grid-stride loop: enough blocks to fill the card, but no more than the work needs.
     let blocks = op.count.div_ceil(256 * 8).min(device.info.caps.sms * 8);
     let launch = Launch {
         kernel: &kernel,
@@ -61,6 +61,6 @@ pub unsafe fn activation(to: Target, op: &Gated) -> Result<(), CudaError> {
     };
     let (count, kind) = (op.count as i64, op.kind as i32);
     let mut arguments = kernel_arguments![op.gate, op.up, op.output, count, kind];
-    // SAFETY: the order is that of `activation_kernel`; validity is the caller's promise.
+    // SAFETY: the order is that of `activation_kernel`; the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }

@@ -5,12 +5,12 @@ use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::{Element, Target, index32};
 
-/// Which norm, with what belongs to it alone.
+/// The kind of norm, with its specific parameters.
 #[derive(Clone, Copy, Debug)]
 pub enum Kind {
     /// out = x / sqrt(mean(x^2) + eps) * (weight + offset)
     Rms { weight_offset: f32 },
-    /// out = (x - mean) / sqrt(var + eps) * weight + bias; bias address 0 when there is none, else as the weight
+    /// out = (x - mean) / sqrt(var + eps) * weight + bias; the bias has the form of the weight, or address 0 for none
     Layer { bias: usize },
 }
 
@@ -46,7 +46,7 @@ pub(in crate::ops) fn kernels() -> Vec<String> {
     all
 }
 
-/// Normalises every row in FP32 and rounds once.
+/// Normalize every row in FP32 and round once.
 ///
 /// # Safety
 /// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
@@ -69,7 +69,7 @@ pub unsafe fn norm(to: Target, op: &Norm) -> Result<(), CudaError> {
     let launch = Launch {
         kernel: &kernel,
         grid: [rows as u32, 1, 1],
-        // One shape whatever the row count: a row's sum is always added in the same order.
+        // One shape for any number of rows: a row's sum is always added in the same order.
         block: 256,
         shared_bytes: 0,
         stream: to.stream,
@@ -86,13 +86,13 @@ pub unsafe fn norm(to: Target, op: &Norm) -> Result<(), CudaError> {
                 op.eps,
                 weight_offset
             ];
-            // SAFETY: the order is that of `rms_norm_kernel`; validity is the caller's promise.
+            // SAFETY: the order is that of `rms_norm_kernel`; the caller guarantees that the addresses are valid.
             unsafe { launch.run(device, &mut arguments) }
         }
         Kind::Layer { bias } => {
             let mut arguments =
                 kernel_arguments![op.input, op.weight, bias, op.output, width, heads, op.eps];
-            // SAFETY: the order is that of `layer_norm_kernel`; validity is the caller's promise.
+            // SAFETY: the order is that of `layer_norm_kernel`; the caller guarantees that the addresses are valid.
             unsafe { launch.run(device, &mut arguments) }
         }
     }

@@ -53,7 +53,7 @@ pub struct PostNorm {
     pub y: usize,
     pub post: RowNorm,
     pub norm: RowNorm,
-    /// F16; 0 where there is no `norm`
+    /// F16; 0 if there is no `norm`
     pub output: usize,
     pub rows: usize,
     pub width: usize,
@@ -90,11 +90,11 @@ pub unsafe fn add_post_norm(to: Target, op: &PostNorm) -> Result<(), CudaError> 
         op.output,
         width
     ];
-    // SAFETY: the order is that of `ADD_POST_NORM`; validity is the caller's promise.
+    // SAFETY: the order is that of `ADD_POST_NORM`; the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }
 
-/// x + y rounded to its type, then the norm of that, as [`super::norm::norm`] computes it.
+/// x + y rounded to the type of x, then its norm, as [`super::norm::norm`] computes it.
 ///
 /// # Safety
 /// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
@@ -122,6 +122,6 @@ pub unsafe fn add_rms_norm(to: Target, op: &AddNorm) -> Result<(), CudaError> {
         op.eps,
         op.weight_offset
     ];
-    // SAFETY: the order is that of `add_rms_norm_kernel`; validity is the caller's promise.
+    // SAFETY: the order is that of `add_rms_norm_kernel`; the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }

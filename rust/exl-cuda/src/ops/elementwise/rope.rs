@@ -14,7 +14,7 @@ pub struct Rope {
     /// `[table_rows, rotated / 2]` FP32 each
     pub cos: usize,
     pub sin: usize,
-    /// `[tokens]` int64; a position outside the table leaves its token as it was
+    /// `[tokens]` int64; a token at a position outside the table is not changed
     pub positions: usize,
     pub tokens: usize,
     pub heads: usize,
@@ -32,7 +32,7 @@ pub(in crate::ops) fn kernels() -> Vec<String> {
     Element::ALL.map(name).to_vec()
 }
 
-/// Rotates the first `rotated` dimensions of every head by its token's angle.
+/// Rotate the first `rotated` dimensions of every head by its token's angle.
 ///
 /// # Safety
 /// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
@@ -70,6 +70,6 @@ pub unsafe fn apply(to: Target, op: &Rope) -> Result<(), CudaError> {
         sizes[3],
         sizes[4]
     ];
-    // SAFETY: the order is that of `rope_kernel`; validity is the caller's promise.
+    // SAFETY: the order is that of `rope_kernel`; the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }

@@ -1,4 +1,4 @@
-//! Keys and values into pages and out of them.
+//! Keys and values stored to pages and loaded from pages.
 
 pub mod rope_store;
 
@@ -8,7 +8,7 @@ use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 
-/// How one plane is stored, as the kernels number it.
+/// Storage format of one plane, as the kernels number it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Codec {
     F16 = 0,
@@ -22,7 +22,7 @@ impl Codec {
         matches!(self, Self::Hadamard8 | Self::Hadamard4)
     }
 
-    /// Bytes of one head of one token, scales aside.
+    /// Bytes of one head of one token, without scales.
     pub fn row_bytes(self, head_dim: usize) -> usize {
         match self {
             Self::F16 => 2 * head_dim,
@@ -33,7 +33,7 @@ impl Codec {
     }
 }
 
-/// A kind of cache: codecs of keys and values, and its place in kernels' names.
+/// A kind of cache: codecs of keys and values, and its suffix in kernel names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kind {
     pub name: &'static str,
@@ -54,7 +54,7 @@ const fn kind(name: &'static str, key: Codec, value: Codec) -> Kind {
     Kind { name, key, value }
 }
 
-/// One layer's pages: device addresses of `[pages, page_size, heads, row]`, and of the scales where the kind has them (else 0).
+/// One layer's pages: device addresses of `[pages, page_size, heads, row]`, and of the scales if the kind has them (else 0).
 #[derive(Clone, Copy, Debug)]
 pub struct Pages {
     pub kind: Kind,
@@ -105,7 +105,7 @@ pub(super) fn kernels() -> Vec<String> {
     all
 }
 
-/// Which way [`transfer`] goes.
+/// Direction of [`transfer`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// Encode k and v of this type.
@@ -114,7 +114,8 @@ pub enum Direction {
     Load,
 }
 
-/// Stores k and v `[tokens, heads, head_dim]` in `slots` (`[tokens]` int64, outside the pages = skip), or loads them (outside = zeros).
+/// Store k and v `[tokens, heads, head_dim]` in `slots` (`[tokens]` int64), or load them. Slots outside the pages are skipped, or load
+/// zeros.
 ///
 /// # Safety
 /// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
@@ -146,6 +147,6 @@ pub unsafe fn transfer(
     };
     let pages = pages.argument()?;
     let mut arguments = kernel_arguments![pages, k, v, slots];
-    // SAFETY: the order is that of the kernels in `kv.cu`; validity is the caller's promise.
+    // SAFETY: the order is that of the kernels in `kv.cu`; the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }

@@ -1,4 +1,4 @@
-//! Rotation of queries and keys and storing of keys and values, in one launch.
+//! Rotation of queries and keys and storing of keys and values in one launch.
 
 use super::{Codec, Pages};
 use crate::abi::assert_layout;
@@ -8,7 +8,7 @@ use crate::launch::{CudaError, Launch};
 use crate::ops::elementwise::rope::Rope;
 use crate::ops::{Element, Target, index32};
 
-/// Heads that a block takes, as in the kernel.
+/// Heads of a block, as in the kernel.
 const WARPS: usize = 4;
 
 /// `struct Rotation` of `kernels/kv/rope_store.cu`.
@@ -35,10 +35,10 @@ pub(in crate::ops) fn kernels() -> Vec<String> {
     all
 }
 
-/// Halves into pages of halves, whole heads rotated in two halves: a block a token, to the same bits.
+/// The kernel for halves into pages of halves, with heads rotated whole: a block a token, bitwise identical results.
 const MANY: &str = "rope_store_many";
 
-/// Tokens from which that kernel has blocks enough.
+/// Fewest tokens for which that kernel has enough blocks.
 const MANY_TOKENS: usize = 64;
 
 /// Whether that kernel takes this call.
@@ -53,8 +53,8 @@ fn many(q: &Rope, pages: &Pages, k: usize, v: usize) -> bool {
         && aligned.iter().all(|address| address.is_multiple_of(16))
 }
 
-/// Rotates q (the operand `x` of `q`) and k `[tokens, pages.heads, head_dim]` in place and encodes k and v into `slots`: what
-/// [`crate::ops::elementwise::rope::apply`] twice and [`super::transfer`] do, to the same bits.
+/// Rotate q (the operand `x` of `q`) and k `[tokens, pages.heads, head_dim]` in place and encode k and v into `slots`. Bitwise identical to
+/// [`crate::ops::elementwise::rope::apply`] for both and [`super::transfer`].
 ///
 /// # Safety
 /// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
@@ -99,6 +99,6 @@ pub unsafe fn rope_store(
     };
     let (pages, heads) = (pages.argument()?, index32("heads", q.heads)?);
     let mut arguments = kernel_arguments![pages, rotation, q.x, k, v, slots, heads];
-    // SAFETY: the order is that of `rope_store_kernel`; validity is the caller's promise.
+    // SAFETY: the order is that of `rope_store_kernel`; the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }

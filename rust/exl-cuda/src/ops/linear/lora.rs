@@ -1,4 +1,4 @@
-//! Low-rank adapters: y = y + (A x) B, with an adapter of its own for each row.
+//! Low-rank adapters: y = y + (A x) B, with a separate adapter for each row.
 
 use crate::abi::assert_layout;
 use crate::device::Device;
@@ -18,7 +18,7 @@ pub struct LoraEntry {
     pub scale: usize,
     /// `[out]` FP32, or 0.
     pub bias: usize,
-    /// 0: this slot leaves the matrix as it is.
+    /// 0: this slot does not change the matrix's results.
     pub rank: i64,
 }
 
@@ -33,7 +33,7 @@ pub struct Lora {
     pub y: usize,
     /// [`LoraEntry`]s.
     pub table: usize,
-    /// `[rows]` i32: which entry; negative: none. 0: the first entry for all rows.
+    /// `[rows]` i32: index of the entry; negative: none. 0: the first entry for all rows.
     pub slots: usize,
     /// `[rows, most_rank]` FP32 that no launch in between uses.
     pub middle: usize,
@@ -50,11 +50,11 @@ pub(super) fn kernels() -> Vec<String> {
 
 const THREADS: u32 = 256;
 
-/// Adds every row's adapter to its results, in two launches.
+/// Add every row's adapter to its results, in two launches.
 ///
 /// # Safety
-/// The addresses must be device memory of the stated sizes, and so those in the table, valid until the stream has passed these launches;
-/// slots must be smaller than the number of entries.
+/// The addresses, including those in the table, must be device memory of the stated sizes, valid until the stream has passed these
+/// launches. Slots must be smaller than the number of entries.
 pub unsafe fn add(to: Target, op: &Lora) -> Result<(), CudaError> {
     if op.rows == 0 || op.most_rank == 0 {
         return Ok(());
@@ -87,7 +87,7 @@ pub unsafe fn add(to: Target, op: &Lora) -> Result<(), CudaError> {
     };
     let mut shrink = kernel_arguments![op.x, op.table, op.slots, op.middle, inputs, most_rank];
     let mut expand = kernel_arguments![op.y, op.table, op.slots, op.middle, outputs, most_rank];
-    // SAFETY: the order is that of the kernels; validity is the caller's promise.
+    // SAFETY: the order is that of the kernels; the caller guarantees that the addresses are valid.
     unsafe {
         launch("lora_shrink", most_rank as u32).run(device, &mut shrink)?;
         launch("lora_expand", (outputs as u32).div_ceil(2 * THREADS)).run(device, &mut expand)

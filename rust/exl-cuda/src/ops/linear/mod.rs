@@ -1,4 +1,4 @@
-//! Products with matrices in the tile layout.
+//! Matmuls with matrices in the tile layout.
 
 pub mod batch;
 pub mod few;
@@ -41,7 +41,7 @@ pub(super) struct MatrixArgument {
 
 assert_layout!(MatrixArgument, tile::Matrix, { image, units, maxima, row_of_feature, bias, tiles, unit_count, rows, in_features, out_features, tile_bytes, prescale });
 
-/// Device addresses of a matrix; all of them stay valid as long as the [`Matrix`] is used.
+/// Device addresses of a matrix; all of them must stay valid as long as the [`Matrix`] is used.
 #[derive(Clone, Copy, Debug)]
 pub struct Addresses {
     /// The image, aligned to 128 bytes.
@@ -67,14 +67,14 @@ pub struct Matrix {
     pub(super) entry_rows: usize,
     /// First byte of each unit within a tile, and the tile's size.
     pub(super) unit_offsets: Vec<u32>,
-    /// The units' widths, as the kernels are told them.
+    /// The units' widths, as the kernels read them.
     pub(super) unit_widths: Vec<u32>,
-    /// [`Layout::features`]: matrices with the same ones can share a copy of the activations.
+    /// [`Layout::features`]: matrices with equal features can share a copy of the activations.
     pub(super) features_host: Vec<i32>,
 }
 
 impl Matrix {
-    /// `layout` placed at `at`; results are (x @ W + bias) * prescale.
+    /// A matrix with `layout`, placed at `at`; results are (x @ W + bias) * prescale.
     pub fn new(layout: &Layout, at: Addresses, prescale: f32) -> Self {
         Self {
             argument: MatrixArgument {
@@ -119,7 +119,7 @@ impl Matrix {
         self.argument.out_features as usize
     }
 
-    /// Rows of K in the layout, padding included.
+    /// Rows of K in the layout, including padding.
     pub fn rows(&self) -> usize {
         self.argument.rows as usize
     }
@@ -183,9 +183,9 @@ fn few_kernels(kind: &str) -> Vec<String> {
         .collect()
 }
 
-/// Activations and results of a product; device addresses, row-major and contiguous.
+/// Activations and results of a matmul; device addresses, row-major and contiguous.
 #[derive(Clone, Copy, Debug)]
-pub struct Product {
+pub struct Matmul {
     /// `[m, in_features]` of `x_type`, F16 or BF16.
     pub x: usize,
     pub x_type: Half,
@@ -195,14 +195,14 @@ pub struct Product {
     pub m: usize,
 }
 
-/// Activations into the order of `kernels/linear/prepared.cuh`: that of wgmma for so many columns, of mma.sync with none.
+/// Pack activations in the order of `kernels/linear/prepared.cuh`: for wgmma with `columns` columns, or for mma.sync if `columns` is 0.
 ///
 /// # Safety
-/// As [`matmul`].
+/// As for [`matmul`].
 pub(super) unsafe fn prepare(
     to: Target,
     matrix: &Matrix,
-    op: &Product,
+    op: &Matmul,
     prepared: usize,
     multipliers: usize,
     columns: usize,
@@ -239,7 +239,7 @@ pub(super) unsafe fn prepare(
     };
     if op.x_type == Half::BF16 {
         let mut arguments = kernel_arguments![op.x, multipliers, matrix.argument.in_features];
-        // SAFETY: the order is that of `row_multipliers`; validity is the caller's promise.
+        // SAFETY: the order is that of `row_multipliers`; the caller guarantees that the addresses are valid.
         unsafe { base.run(device, &mut arguments)? };
     }
     let kernel = format!("prepare_{suffix}");
@@ -250,23 +250,23 @@ pub(super) unsafe fn prepare(
             (op.m.max(columns) as u32).div_ceil(8),
             1,
         ],
-        // Multipliers come from the launch before through ordinary loads.
+        // The previous launch writes the multipliers; this kernel reads them with ordinary loads.
         programmatic: to.programmatic && op.x_type == Half::F16,
         ..base
     };
-    // SAFETY: the order is that of `prepare`; validity is the caller's promise.
+    // SAFETY: the order is that of `prepare`; the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }
 
-/// The product in separate launches, for any GPU: `prepared` is [`Matrix::prepared_bytes`] and `multipliers` `[m]` FP32 of scratch
-/// memory. Same bits as `ring`.
+/// The matmul in separate launches, for any GPU: `prepared` is [`Matrix::prepared_bytes`] and `multipliers` `[m]` FP32 of scratch memory.
+/// Bitwise identical to `ring`.
 ///
 /// # Safety
 /// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
 pub unsafe fn matmul(
     to: Target,
     matrix: &Matrix,
-    op: &Product,
+    op: &Matmul,
     prepared: usize,
     multipliers: usize,
 ) -> Result<(), CudaError> {
@@ -277,7 +277,7 @@ pub unsafe fn matmul(
     let m = index32("rows", op.m)?;
     // SAFETY: this function's contract.
     unsafe { prepare(to, matrix, op, prepared, multipliers, 0)? };
-    // (column tiles of 8 rows, row tiles) of a block.
+    // (Column tiles of 8 rows, row tiles) of a block.
     let (columns, tiles) = match op.m {
         ..=8 => (1, 1),
         9..=16 => (2, 2),
@@ -294,16 +294,16 @@ pub unsafe fn matmul(
         block: 256,
         shared_bytes: 0,
         stream: to.stream,
-        // Made for any architecture, it does not wait for its predecessor itself.
+        // The kernel is compiled for any architecture and does not wait for its predecessor.
         programmatic: false,
     };
     let y_type = op.y_type as i32;
     let mut arguments = kernel_arguments![matrix.argument, prepared, multipliers, op.y, m, y_type];
-    // SAFETY: the order is that of `matmul` in `kernels/linear/matmul.cuh`; validity is the caller's promise.
+    // SAFETY: the order is that of `matmul` in `kernels/linear/matmul.cuh`; the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }
 
-/// W `[in_features, out_features]` F16 in file order, bit-exact to the format, into `out`.
+/// Dequantize W `[in_features, out_features]` to F16 in file order, bitwise identical to the format, into `out`.
 ///
 /// # Safety
 /// `out` must be device memory of that size, valid until the stream has passed this launch.
@@ -323,7 +323,7 @@ pub unsafe fn dequantize(to: Target, matrix: &Matrix, out: usize) -> Result<(), 
         programmatic: false,
     };
     let mut arguments = kernel_arguments![matrix.argument, matrix.features, out];
-    // SAFETY: the order is that of `dequantize` in `kernels/linear/linear.cu`; validity is the caller's promise.
+    // SAFETY: the order is that of `dequantize` in `kernels/linear/linear.cu`; the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }
 
@@ -357,7 +357,7 @@ pub(super) mod tests {
         }
     }
 
-    /// [`matrix`] of so many output features.
+    /// [`matrix`] of `out_features` output features.
     pub fn sized(units: usize, unit_bytes: u32, out_features: usize) -> Matrix {
         let mut made = matrix(units, unit_bytes);
         made.argument.out_features = out_features as i32;

@@ -1,25 +1,25 @@
-//! The one table that picks the kernel of a quantized matmul: rows, matrices, card, epilogue and alignment decide.
+//! The table that picks the kernel of a quantized matmul by rows, matrices, card, epilogue and alignment.
 //!
-//! All kernels give bitwise identical results up to [`MOST_PACKED_ROWS`] rows, so the choice is about speed alone. Each kernel's module says
-//! what it cannot take, as a [`Refusal`]; the order in which kernels are tried is here. Launches and reports ask the same functions:
-//! [`plan`] for matrices over one input with an epilogue, [`plan_alone`] for one matrix.
+//! All kernels give bitwise identical results up to [`MOST_PACKED_ROWS`] rows, so the choice only affects speed. Each kernel's module
+//! reports what it cannot take as a [`Refusal`]; this module has the order in which kernels are tried. Launches and reports use the same
+//! functions: [`plan`] for matrices over one input with an epilogue, [`plan_alone`] for one matrix.
 
 use super::{Matrix, batch, few, ring};
 use crate::capabilities::{Capabilities, Feature};
 use crate::launch::CudaError;
 
-/// Most rows of a call that run on packed weights; more are cheaper by dequantizing once.
+/// Most rows of a call that run on packed weights; for more rows it is cheaper to dequantize once.
 pub const MOST_PACKED_ROWS: usize = 64;
 
-/// Rows up to which [`Kernel::GemvRing`] is faster than [`Kernel::GemmFew`], by measurement.
+/// Largest number of rows for which [`Kernel::GemvRing`] is faster than [`Kernel::GemmFew`], by measurement.
 pub const MOST_GEMV_ROWS: usize = 2;
 
-/// Kernels of a quantized matmul, and the way without one.
+/// Kernels of a quantized matmul, and dequantization.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kernel {
-    /// A ring of weight stages in shared memory, activations beside it; one launch with norm, gate and residual.
+    /// A ring of weight stages in shared memory, with the activations beside it; one launch with norm, gate and residual.
     GemvRing,
-    /// Activations packed once by a launch before or by the previous kernel, weights at the pace of one row.
+    /// Activations packed once by an earlier launch or by the previous kernel; weights stream at the speed of one row.
     GemmFew,
     /// Warpgroup matrix instructions on packed activations.
     GemmBatch,
@@ -64,7 +64,7 @@ impl Kernel {
         Self::ALL.into_iter().find(|kernel| kernel.name() == name)
     }
 
-    /// Why it cannot take this call; `Ok` when it can.
+    /// Returns why the kernel cannot take this call; `Ok` if it can.
     fn takes(self, caps: &Capabilities, matrices: &[&Matrix], call: Call) -> Result<(), Refusal> {
         let Call { rows, epilogue, .. } = call;
         check_rows(rows, self.most_rows())?;
@@ -96,7 +96,7 @@ impl Kernel {
     }
 }
 
-/// A call of a quantized matmul, as far as it decides which kernel runs.
+/// The properties of a quantized matmul call that decide its kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Call {
     pub rows: usize,
@@ -108,7 +108,7 @@ pub struct Call {
 }
 
 impl Call {
-    /// A call whose operands are aligned, as torch allocates them.
+    /// A call with aligned operands, as torch allocates them.
     pub const fn aligned(rows: usize, epilogue: Epilogue) -> Self {
         Self {
             rows,
@@ -119,7 +119,7 @@ impl Call {
     }
 }
 
-/// The parts of a launch besides multiplying that decide which kernel fits.
+/// The prologue and epilogue of a launch, as far as they decide which kernel fits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 // Independent properties of a call, not states of one thing.
 #[allow(clippy::struct_excessive_bools)]
@@ -156,7 +156,7 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    /// The error of a launch that asked for `kernel` all the same.
+    /// The error of a launch that requested `kernel` nevertheless.
     pub(crate) fn for_kernel(self, kernel: Kernel) -> CudaError {
         CudaError::Argument {
             what: format!("{} does not take this call", kernel.name()),
@@ -165,7 +165,7 @@ impl Refusal {
     }
 }
 
-/// Whether `rows` are 1 to `limit`.
+/// Check that `rows` are 1 to `limit`.
 pub(crate) fn check_rows(rows: usize, limit: usize) -> Result<(), Refusal> {
     if (1..=limit).contains(&rows) {
         return Ok(());
@@ -173,7 +173,7 @@ pub(crate) fn check_rows(rows: usize, limit: usize) -> Result<(), Refusal> {
     Err(Refusal::Rows { rows, limit })
 }
 
-/// Whether matrices can share a launch: their number, form and input size are those that a kernel takes.
+/// Check that matrices can share a launch: a kernel takes their number, form and input size.
 pub(super) fn check_alike(matrices: &[&Matrix], gate: bool) -> Result<(), Refusal> {
     let same = |a: &&Matrix, b: &Matrix| {
         a.kind == b.kind && a.entry_rows == b.entry_rows && a.in_features() == b.in_features()
@@ -199,7 +199,7 @@ pub(super) fn check_alike(matrices: &[&Matrix], gate: bool) -> Result<(), Refusa
     }
 }
 
-/// Launch parameters that benchmarks and tests try instead of the planned ones.
+/// Launch parameters of benchmarks and tests that override the plan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tuning {
     pub ring: Option<ring::Tuning>,
@@ -207,40 +207,40 @@ pub struct Tuning {
     pub batch: batch::Tuning,
 }
 
-/// A launch whose addresses are missing, kept so that calls need not plan it again.
+/// A launch without addresses, kept so that calls need not plan it again.
 #[derive(Clone, Debug)]
 pub enum Planned {
     Ring(Box<ring::Plan>),
     Few(Box<few::Plan>),
-    /// Kernels that plan each launch by its operands.
+    /// Kernels that plan each launch from its operands.
     Each,
 }
 
-/// A launch plan: the kernel of a call, the memory that it needs, and how it can be chained.
+/// A launch plan: the kernel of a call, the memory that it needs, and the chaining that it supports.
 #[derive(Clone, Debug)]
 // Independent properties of a launch, not states of one thing.
 #[allow(clippy::struct_excessive_bools)]
 pub struct Plan {
     pub call: Call,
     pub kernel: Kernel,
-    /// One call of the kernel takes all matrices with the epilogue. Otherwise each matrix has a plan of its own ([`plan_alone`], `kernel` is
-    /// the first one's), and norm, gate and residual are launches of their own.
+    /// One call of the kernel takes all matrices with the epilogue. Otherwise each matrix has a separate plan ([`plan_alone`]; `kernel` is
+    /// that of the first), and norm, gate and residual are separate launches.
     pub joined: bool,
     /// Bytes of scratch memory of the call, aligned to 128; it begins with the packed input.
     pub scratch_bytes: usize,
-    /// Where the multipliers of rows begin in the scratch memory of [`Kernel::GemmBatch`] and [`Kernel::GemmTile`], FP32.
+    /// Place of the rows' multipliers (FP32) in the scratch memory of [`Kernel::GemmBatch`] and [`Kernel::GemmTile`].
     pub multipliers_at: usize,
     /// Bytes of the inter-block workspace, all ones before and after every launch; 0 for none.
     pub exchange_bytes: usize,
-    /// The kernel stores the results of a gate's two matrices one after the other; the activation is a launch of its own.
+    /// The kernel stores the results of a gate's two matrices one after the other; the activation is a separate launch.
     pub separate_gate: bool,
-    /// The matmul before can leave its results packed as the input of this one, in [`Kernel::GemmFew`]'s layout.
+    /// The previous matmul can write its results packed as the input of this one, in [`Kernel::GemmFew`]'s layout.
     pub takes_packed: bool,
-    /// Columns of the kernel's layout in which a launch that is no matmul can leave F16 rows packed as the input.
+    /// Columns of the kernel's layout in which a launch other than a matmul can write F16 rows packed as the input.
     pub input_columns: Option<usize>,
-    /// Results can be left packed as the input of the next matmul.
+    /// Results can be written packed as the input of the next matmul.
     pub hands_on: bool,
-    /// Why faster kernels do not take the call. Kernels for fewer rows are left out, unless the rows are too many for packed weights altogether.
+    /// Why faster kernels do not take the call. Kernels for fewer rows are left out, unless there are too many rows for packed weights.
     pub refused: Vec<(Kernel, Refusal)>,
     pub tuning: Tuning,
     pub planned: Planned,
@@ -341,7 +341,7 @@ impl Plan {
         }
     }
 
-    /// Whether this matmul can leave its results packed as the input of `next`, whose input has as many features.
+    /// Whether this matmul can write its results packed as the input of `next`, whose input has as many features.
     pub fn chains_to(&self, next: &Self) -> bool {
         let takes = match self.kernel {
             Kernel::GemmFew => next.takes_packed,
@@ -352,7 +352,7 @@ impl Plan {
     }
 }
 
-/// The plan of a call of `matrices` over one input, on a card of these capabilities.
+/// Plan a call of `matrices` over one input, on a card of these capabilities.
 pub fn plan(caps: &Capabilities, matrices: &[&Matrix], call: Call) -> Plan {
     let (kernel, refused) = first_of(&joined_order(call.rows), caps, matrices, call);
     if let Some(kernel) = kernel {
@@ -376,8 +376,8 @@ pub fn plan(caps: &Capabilities, matrices: &[&Matrix], call: Call) -> Plan {
     )
 }
 
-/// The plan of one matrix without an epilogue and without scratch memory that outlives the call: [`Kernel::GemmFew`], whose input another
-/// kernel packs as a rule, is not asked. Inputs are copied where they are not aligned.
+/// Plan one matrix without an epilogue and without scratch memory that outlives the call. [`Kernel::GemmFew`] is not tried, because usually
+/// another kernel packs its input. Inputs that are not aligned are copied.
 pub fn plan_alone(caps: &Capabilities, matrix: &Matrix, rows: usize, bf16: bool) -> Plan {
     let order = [Kernel::GemvRing, Kernel::GemmBatch, Kernel::GemmTile];
     let call = Call::aligned(
@@ -399,7 +399,7 @@ pub fn plan_alone(caps: &Capabilities, matrix: &Matrix, rows: usize, bf16: bool)
     )
 }
 
-/// The plan of a call by `kernel`, for benchmarks and tests that compare kernels; an error where it does not take the call.
+/// Plan a call by `kernel`, for benchmarks and tests that compare kernels; an error if it does not take the call.
 pub fn plan_with(
     kernel: Kernel,
     caps: &Capabilities,
@@ -420,11 +420,11 @@ pub fn plan_with(
     ))
 }
 
-/// The kernel of a call, and why those that would be faster do not take it, as reports show it.
+/// The kernel of a call, and why faster ones do not take it, for reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Selection {
     pub kernel: Kernel,
-    /// As of [`Plan`], and true for one matrix without an epilogue.
+    /// As in [`Plan`], and true for one matrix without an epilogue.
     pub joined: bool,
     pub refused: Vec<(Kernel, Refusal)>,
 }
@@ -469,7 +469,7 @@ pub fn select_alone(caps: &Capabilities, matrix: &Matrix, rows: usize, bf16: boo
     }
 }
 
-/// The first kernel of `order` that takes the call, and why those before it do not.
+/// The first kernel of `order` that takes the call, and why the earlier ones do not.
 fn first_of(
     order: &[Kernel],
     caps: &Capabilities,
@@ -533,7 +533,7 @@ mod tests {
         ]
     }
 
-    /// One word a matmul of the layer: the kernel, with `+` where one launch takes the epilogue, too.
+    /// One word for each matmul of the layer: the kernel, with `+` if one launch includes the epilogue.
     fn selected(caps: &Capabilities, rows: usize) -> String {
         let words = layer().map(|(_, matrices, epilogue)| {
             let all: Vec<&Matrix> = matrices.iter().collect();
@@ -582,7 +582,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_decide_where_the_limits_are() {
+    fn rows_decide_the_kernel_at_each_limit() {
         let hopper = card("H100", &["90a"]);
         let made = matrix(16, 2064);
         let kernel = |rows, epilogue| select(&hopper, &[&made], rows, epilogue).kernel;
@@ -606,7 +606,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_says_why_the_faster_kernel_is_not_taken() {
+    fn a_refusal_says_why_the_faster_kernel_is_not_used() {
         let made = matrix(16, 2064);
         let found = select(&card("4090", RELEASE), &[&made], 1, PLAIN);
         assert_eq!(found.kernel, Kernel::GemmTile);
@@ -623,7 +623,7 @@ mod tests {
                 "gemm_batch: it needs wgmma (code for sm_90a on an sm_90 card)",
             ]
         );
-        // Two matrices with permutations of their own share no packed input.
+        // Two matrices with different permutations share no packed input.
         let mut other = matrix(16, 2064);
         other.features_host.reverse();
         let hopper = card("H100", &["90a"]);
@@ -634,7 +634,7 @@ mod tests {
         assert!(select(&hopper, &[&made, &other], 8, NORM).joined);
     }
 
-    /// Of the matmul of this name in [`layer`].
+    /// The plan of the matmul of this name in [`layer`].
     fn planned(caps: &Capabilities, name: &str, rows: usize) -> Plan {
         let found = layer().into_iter().find(|(known, ..)| *known == name);
         let (_, matrices, epilogue) = found.expect("a matmul of the layer");
@@ -643,7 +643,7 @@ mod tests {
     }
 
     #[test]
-    fn matmuls_chain_where_one_kernel_packs_what_the_other_takes() {
+    fn matmuls_chain_if_one_kernel_packs_the_input_of_the_other() {
         for name in CARDS.map(|card| card.name) {
             let caps = card(name, RELEASE);
             for rows in [1, 2, 3, 8, 9, 32, 64, 65, 512] {
@@ -673,7 +673,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_in_bf16_and_inputs_that_are_not_aligned_do_not_chain() {
+    fn bf16_rows_and_unaligned_inputs_do_not_chain() {
         let (hopper, made) = (card("H100", &["90a"]), sized(16, 2064, 4096));
         for rows in [4, 32] {
             let aligned = Call::aligned(rows, PLAIN);
@@ -696,7 +696,7 @@ mod tests {
     }
 
     #[test]
-    fn operands_that_are_not_aligned_are_left_to_kernels_that_take_them() {
+    fn unaligned_operands_use_kernels_that_take_them() {
         let (hopper, made) = (card("H100", &["90a"]), matrix(16, 2064));
         let kernel = |call| {
             let plan = plan(&hopper, &[&made], call);
@@ -768,7 +768,7 @@ mod tests {
     }
 
     proptest! {
-        /// A kernel that `select` takes has a plan within the card's shared memory; what the kernel refuses, `select` does not take.
+        /// A selected kernel has a plan within the card's shared memory, and `select` never takes a kernel that rejects the call.
         #[test]
         fn a_selected_launch_fits_its_card(
             known in proptest::sample::select(CARDS.to_vec()),

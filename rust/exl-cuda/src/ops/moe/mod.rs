@@ -1,7 +1,7 @@
-//! A mixture of experts: routing, pairs of rows and experts sorted by expert, their products and the weighted sum.
+//! A mixture of experts: routing, pairs of rows and experts sorted by expert, the matmuls of experts, and the weighted sum.
 //!
-//! Which experts are chosen is known on the device alone, so that a step of them can be captured: every launch has the grid of the worst
-//! case, and a block reads from tables what it has to do. A pair is a row with one of its choices.
+//! Only the device knows which experts are chosen, so that a step with experts can be captured. Every launch has the grid of the worst
+//! case, and blocks read their work from tables. A pair is a row with one of its choices.
 
 pub mod select;
 
@@ -15,16 +15,16 @@ use crate::launch::{CudaError, Launch};
 use crate::layout::TILE;
 use select::{FEW_ROWS, Kernel, by_eights};
 
-/// Most experts of a layer, and most pairs of a call: what one block can sort.
+/// Most experts of a layer, and most pairs of a call, that one block can sort.
 pub const MOST_EXPERTS: usize = 1024;
 pub const MOST_PAIRS: usize = 1024;
 
-/// Rows of an expert that are multiplied at a time where there are more.
+/// Rows of an expert that are multiplied at a time if there are more.
 const MANY_COLUMNS: usize = 16;
-/// Tasks of its warps that a block should have, and most row tiles of one.
+/// Target number of tasks for the warps of a block, and most row tiles of a block.
 const TASKS: usize = 16;
 const MOST_SPAN: usize = 8;
-/// Units of K that one sum has.
+/// Units of K are summed in this number of classes.
 const CLASSES: usize = 16;
 
 /// `struct Expert` of `kernels/moe/experts.cuh`.
@@ -75,7 +75,7 @@ struct CallArgument {
 
 assert_layout!(CallArgument, experts::ExpertCall, { experts, ids, weights, h, different, used, begins, order, x, inner, parts, shared, shared_weights, residual, out, rows, chosen, pairs, count, hidden, x_stride, inner_stride, inputs, activation, tiles, span });
 
-/// The gated MLPs of a layer, of which every row takes some.
+/// The gated MLPs of a layer, some of which each row uses.
 #[derive(Clone, Debug)]
 pub struct Experts {
     entries: Vec<ExpertArgument>,
@@ -84,20 +84,20 @@ pub struct Experts {
     hidden: usize,
     /// Weights of an expert.
     weights: usize,
-    /// Copies of a row: gate and up have one, or one each where their rows of K are not in one order.
+    /// Packed copies of a row: gate and up share one if their rows of K have the same order.
     inputs: usize,
-    /// Halves from pair to pair.
+    /// Halves between pairs.
     x_stride: usize,
     inner_stride: usize,
-    /// Of gate and up, and of down.
-    products: [Product; 2],
+    /// The matmul of gate and up, and that of down.
+    matmuls: [Matmul; 2],
     /// SMs of the card, and bytes of shared memory of a block there.
     card: [usize; 2],
 }
 
-/// What a launch of matrices of all experts has to have room for.
+/// Sizes that a launch of the matrices of all experts must hold.
 #[derive(Clone, Copy, Debug)]
-struct Product {
+struct Matmul {
     name: &'static str,
     matrices: usize,
     tiles: usize,
@@ -105,7 +105,7 @@ struct Product {
     classes: usize,
 }
 
-impl Product {
+impl Matmul {
     fn new(name: &'static str, matrices: usize, all: &[&Matrix]) -> Self {
         let units = |m: &&Matrix| m.argument.unit_count as usize;
         Self {
@@ -147,13 +147,13 @@ pub struct Call {
     pub table: usize,
     /// `[rows, hidden]` F16
     pub h: usize,
-    /// `[rows, chosen]` i64, different ones in a row
+    /// `[rows, chosen]` i64; the ids of a row differ
     pub ids: usize,
     /// `[rows, chosen]` FP32
     pub weights: usize,
     /// [`Experts::scratch_bytes`], aligned to 16
     pub scratch: usize,
-    /// `[rows, hidden]` F16 or 0: what every row has besides
+    /// `[rows, hidden]` F16 or 0: the output of the shared expert
     pub shared: usize,
     /// `[rows]` FP32 or 0 for ones
     pub shared_weights: usize,
@@ -165,7 +165,7 @@ pub struct Call {
     pub chosen: usize,
     /// As `elementwise` numbers them.
     pub activation: i32,
-    /// Row tiles of a block of gate and up, and of down, for benchmarks; None: what is fastest as far as known.
+    /// Row tiles of a block of gate and up, and of down, for benchmarks; None: the planned values.
     pub tuning: Option<[usize; 2]>,
 }
 
@@ -178,7 +178,7 @@ struct Scratch {
 }
 
 impl Experts {
-    /// (gate, up, down) of each expert, on one card. The error says what launches of all cannot take.
+    /// Experts of one card, each (gate, up, down). The error says why shared launches cannot take them.
     pub fn new(experts: &[[&Matrix; 3]], caps: &Capabilities) -> Result<Self, String> {
         let Some([gate, _, down]) = experts.first() else {
             return Err("no experts".to_owned());
@@ -214,15 +214,15 @@ impl Experts {
                 .collect()
         };
         let rows = |parts: &[usize]| all(parts).iter().map(|m| m.rows()).max().unwrap_or(0);
-        let products = [
-            Product::new("gate_up", 2, &all(&[0, 1])),
-            Product::new("down", 1, &all(&[2])),
+        let matmuls = [
+            Matmul::new("gate_up", 2, &all(&[0, 1])),
+            Matmul::new("down", 1, &all(&[2])),
         ];
         let card = [caps.sms, caps.shared_per_block];
-        let most = |product: &Product| product.shared_bytes(least_span(false), false);
-        if products
+        let most = |matmul: &Matmul| matmul.shared_bytes(least_span(false), false);
+        if matmuls
             .iter()
-            .any(|product| most(product) > caps.shared_per_block)
+            .any(|matmul| most(matmul) > caps.shared_per_block)
         {
             return Err(format!(
                 "their sums do not fit {} bytes of shared memory",
@@ -251,7 +251,7 @@ impl Experts {
             inputs: if alike { 1 } else { 2 },
             x_stride: rows(&[0, 1]),
             inner_stride: rows(&[2]),
-            products,
+            matmuls,
             card,
         })
     }
@@ -260,7 +260,7 @@ impl Experts {
         self.entries.len()
     }
 
-    /// How a call of `rows` rows with `chosen` experts each runs.
+    /// The kernel for a call of `rows` rows with `chosen` experts each.
     pub fn kernel(&self, rows: usize, chosen: usize) -> Kernel {
         select::select(rows, chosen, self.count(), self.weights)
     }
@@ -269,7 +269,7 @@ impl Experts {
         self.hidden
     }
 
-    /// What the launches read of all experts, to be placed in the GPU's memory.
+    /// The table of all experts that the launches read, to be copied to the GPU.
     pub fn table(&self) -> &[u8] {
         // SAFETY: plain numbers without padding (the size is that of all fields); the lifetime is that of `self`.
         unsafe {
@@ -297,7 +297,7 @@ impl Experts {
         of.tables + of.x + of.inner + of.parts
     }
 
-    /// Most experts that so many pairs have.
+    /// Most experts that `pairs` pairs can have.
     fn most_used(&self, pairs: usize) -> usize {
         pairs.min(self.entries.len())
     }
@@ -353,11 +353,12 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
         .collect()
 }
 
-/// out = residual + sum over a row's choices of weight * down(act(gate(h)) * up(h)), + shared * its weight. Every part is rounded to a
-/// half, the sum is FP32, choices in their order, and rounded once.
+/// out = residual + sum over a row's choices of weight * down(act(gate(h)) * up(h)), + shared * its weight. Every part is rounded to half.
+/// The sum is FP32, in the order of choices, and rounded once.
 ///
 /// # Safety
-/// The addresses must be device memory of the stated sizes, valid until the stream has passed these launches; ids are those of experts.
+/// The addresses must be device memory of the stated sizes, valid until the stream has passed these launches; ids must be valid expert
+/// indices.
 pub unsafe fn run(to: Target, experts: &Experts, op: &Call) -> Result<(), CudaError> {
     let pairs = op.rows * op.chosen;
     if pairs == 0 {
@@ -381,29 +382,29 @@ pub unsafe fn run(to: Target, experts: &Experts, op: &Call) -> Result<(), CudaEr
             programmatic: to.programmatic,
         };
         let mut arguments = kernel_arguments![argument];
-        // SAFETY: all kernels take one `ExpertCall`; validity is the caller's promise.
+        // SAFETY: all kernels take one `ExpertCall`; the caller guarantees that the addresses are valid.
         unsafe { launch.run(device, &mut arguments) }
     };
     let blocks = (pairs * experts.inputs + 1) as u32;
     launch("experts_arrange", [blocks, 1, 1], 0, argument)?;
     let few = by_eights(experts.count(), op.chosen, op.rows);
     let used = experts.most_used(pairs);
-    for (number, product) in experts.products.iter().enumerate() {
+    for (number, matmul) in experts.matmuls.iter().enumerate() {
         let rows = if few { "few" } else { "many" };
         let kernel = format!(
             "experts_{}_{}_{}_{rows}",
-            product.name, experts.kind, experts.entry_rows
+            matmul.name, experts.kind, experts.entry_rows
         );
         let span = match op.tuning {
             Some(spans) => spans[number],
-            None => product.span(used, few, experts.card),
+            None => matmul.span(used, few, experts.card),
         };
-        argument.tiles = product.tiles as i32;
+        argument.tiles = matmul.tiles as i32;
         argument.span = span as i32;
         launch(
             &kernel,
-            [product.tiles.div_ceil(span) as u32, used as u32, 1],
-            product.shared_bytes(span, few) as u32,
+            [matmul.tiles.div_ceil(span) as u32, used as u32, 1],
+            matmul.shared_bytes(span, few) as u32,
             argument,
         )?;
     }
@@ -414,9 +415,9 @@ pub unsafe fn run(to: Target, experts: &Experts, op: &Call) -> Result<(), CudaEr
 /// How a row's experts are chosen and weighted.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Choice {
-    /// A softmax over all experts, the likeliest kept, made to sum to 1 or not.
+    /// A softmax over all experts; the most likely are kept, and optionally normalized to sum to 1.
     Softmax { normalize: bool },
-    /// The likeliest by a softmax over those within a relative distance of 2 * jitter, then the same among the others.
+    /// The most likely by a softmax over those within a relative distance of 2 * jitter, then the same among the others.
     Sparse { jitter: f32 },
 }
 
@@ -433,7 +434,7 @@ pub struct Route {
     pub prescale: f64,
     /// `[rows, experts]` FP32, scratch
     pub logits: usize,
-    /// `[rows]` i32 that are zero, and zero again afterwards
+    /// `[rows]` i32, zero before and after
     pub arrivals: usize,
     /// `[rows, chosen]` i64
     pub ids: usize,
@@ -447,7 +448,7 @@ pub struct Route {
     pub choice: Choice,
 }
 
-/// The experts of each row, likeliest first, of equally likely ones that of the lower number first. Logits are summed in FP64.
+/// The experts of each row, most likely first; of equally likely ones the lower index first. Logits are summed in FP64.
 ///
 /// # Safety
 /// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
@@ -503,7 +504,7 @@ pub unsafe fn route(to: Target, op: &Route) -> Result<(), CudaError> {
         normalize,
         jitter
     ];
-    // SAFETY: the order is that of `route` in `kernels/moe/experts.cu`; validity is the caller's promise.
+    // SAFETY: the order is that of `route` in `kernels/moe/experts.cu`; the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }
 
@@ -532,7 +533,7 @@ mod tests {
     }
 
     #[test]
-    fn experts_that_differ_are_refused_by_number() {
+    fn differing_experts_are_rejected_with_their_index() {
         let mut experts = made(3, 512, 256);
         assert!(Experts::new(&all(&experts), &card("H100", RELEASE)).is_ok());
         experts[2][1].entry_rows = 32;
@@ -545,14 +546,14 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_multiplied_by_eights_where_experts_are_many() {
+    fn rows_are_multiplied_in_eights_if_there_are_many_experts() {
         let of = |count, chosen| [1, 8, 9, 64, 65].map(|rows| by_eights(count, chosen, rows));
         assert_eq!(of(128, 8), [true, true, true, true, false]);
         assert_eq!(of(8, 2), [true, true, true, false, false]);
     }
 
     #[test]
-    fn rows_are_copied_once_where_gate_and_up_agree() {
+    fn rows_are_packed_once_if_gate_and_up_agree() {
         let mut experts = made(2, 512, 256);
         assert_eq!(
             Experts::new(&all(&experts), &card("H100", RELEASE))
@@ -570,7 +571,7 @@ mod tests {
     }
 
     proptest! {
-        /// The parts of the scratch memory follow one another without overlap and within its size.
+        /// The parts of the scratch memory are consecutive, do not overlap, and fit its size.
         #[test]
         fn scratch_memory_has_room(count in 1usize..160, rows in 1usize..65, chosen in 1usize..9) {
             let experts = made(count, 512, 256);

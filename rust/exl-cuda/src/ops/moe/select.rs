@@ -1,17 +1,17 @@
-//! How the experts of a layer run: in launches that they share, for few or for many rows, or one expert after the other.
+//! Ways to run the experts of a layer: in shared launches, for few or many rows, or one expert after the other.
 //!
-//! All ways give bitwise identical results. [`super::Experts::new`] says which experts can share launches on a card at all.
+//! All ways give bitwise identical results. [`super::Experts::new`] reports which experts can share launches on a card.
 
-/// Rows up to which no expert has more than eight.
+/// Largest number of rows for which no expert has more than eight.
 pub(super) const FEW_ROWS: usize = 8;
 
-/// Pairs an expert on average up to which hardly one has more than eight.
+/// Average pairs an expert up to which few experts have more than eight.
 const FEW_PAIRS: usize = 4;
 
-/// Rows of an expert on average up to which shared launches are faster than one expert after the other, by measurement.
+/// Average rows an expert up to which shared launches are faster than one expert after the other, by measurement.
 const SHARED_ROWS: usize = 64;
 
-/// Rows of an expert times its weights up to which they are, too.
+/// Rows of an expert times its weights up to which shared launches are faster, too.
 const SHARED_WORK: usize = 3_000_000_000;
 
 /// Ways to run the experts of a layer.
@@ -35,12 +35,12 @@ impl Kernel {
     }
 }
 
-/// Whether experts are multiplied by eight rows at a time: of `rows` rows with `chosen` of `count` experts each, hardly one has more.
+/// Whether experts are multiplied in groups of eight rows: of `rows` rows with `chosen` of `count` experts each, few experts have more.
 pub(super) fn by_eights(count: usize, chosen: usize, rows: usize) -> bool {
     rows <= FEW_ROWS || rows * chosen <= FEW_PAIRS * count
 }
 
-/// The way for `rows` rows that choose `chosen` of `experts` experts of so many weights each.
+/// The way to run `rows` rows that choose `chosen` of `experts` experts of `weights` weights each.
 pub fn select(rows: usize, chosen: usize, experts: usize, weights: usize) -> Kernel {
     if rows * chosen > experts * SHARED_ROWS.max(SHARED_WORK / weights.max(1)) {
         Kernel::Apart

@@ -1,8 +1,8 @@
-//! Sampling: rows of float32 logits to tokens, to the bits of `exl-cpu`'s sampling.
+//! Sampling: rows of float32 logits to tokens, bitwise identical to `exl-cpu`'s sampling.
 //!
-//! Everything a batch brings beside its logits is written into one piece of pinned host memory ([`Staging`]) that the caller copies to
-//! the GPU; the kernels write their answers to the front of the pinned memory itself. A launch has fixed addresses and can be captured.
-//! (Kernels that read their rows from pinned memory in place cost 80 us a call on an H200: every block waits for the bus.)
+//! All inputs of a batch beside its logits are written into one piece of pinned host memory ([`Staging`]), which the caller copies to the
+//! GPU. The kernels write their answers directly to the front of the pinned memory. A launch has fixed addresses and can be captured.
+//! Kernels do not read their rows from pinned memory, because every block would wait for the bus.
 
 use super::Target;
 use crate::abi::assert_layout;
@@ -10,16 +10,16 @@ use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch, copy_to_device};
 
-/// Ids a block of the shaping kernel handles: edits are grouped by it.
+/// Ids that a block of the shaping kernel handles; edits are grouped by it.
 pub const SEGMENT: usize = 2048;
-/// Most candidates a row may have, and so the largest top-k.
+/// Most candidates of a row, and so the largest top-k.
 pub const CAPACITY: usize = 2048;
 /// Most candidates that are reported.
 pub const MOST_TOP: usize = 64;
 /// Entries of the maxima and sums of one row.
 pub const BLOCKS: usize = 2048;
 
-/// How a row was answered.
+/// Status of a row's answer.
 pub mod status {
     pub const OK: i32 = 0;
     pub const EMPTY: i32 = 1;
@@ -40,11 +40,11 @@ pub mod flag {
     pub const LATE_DYNAMIC: i32 = 64;
     /// the draw is over all logits
     pub const PLAIN: i32 = 128;
-    /// passes over all logits, whatever they are
+    /// passes over all logits, for any candidates
     pub const WIDE: i32 = 256;
 }
 
-/// A change of one logit; as `exl_cpu::sampling::Edit`.
+/// A change of one logit; the same as `exl_cpu::sampling::Edit`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Edit {
@@ -94,7 +94,7 @@ pub struct Row {
 
 assert_layout!(Row, sampling_rows::Row, { logits, positive, negative, bias, mask, edits, starts, ignored, top_p, top_a, min_p, tfs, typical, mirostat, xtc_probability, xtc_threshold, low, high, exponent, uniform, mix, scale, late_scale, size, bias_length, mask_words, ignored_words, top_k, top_n, flags, width });
 
-/// What the kernels answer.
+/// Answer of the kernels.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Answer {
@@ -110,11 +110,11 @@ pub struct Answer {
 
 assert_layout!(Answer, sampling_rows::Answer, { token, status, top, padding, weight, total, top_weights, top_ids });
 
-/// Bump allocator over pinned host memory: answers, rows, then what the rows point at.
+/// Bump allocator over pinned host memory: answers, rows, then the data that rows point to.
 #[derive(Debug)]
 pub struct Staging {
     base: usize,
-    /// where the copy on the GPU begins
+    /// beginning of the copy on the GPU
     device: usize,
     bytes: usize,
     used: usize,
@@ -122,10 +122,10 @@ pub struct Staging {
 }
 
 impl Staging {
-    /// Over `bytes` bytes at `base`, aligned to 16, for `rows` rows; as many on the GPU at `device`.
+    /// A staging area of `bytes` bytes at `base`, aligned to 16, for `rows` rows, with a copy of the same size on the GPU at `device`.
     ///
     /// # Safety
-    /// The memory must be writable, pinned, unused by any launch under way, and outlive this value and the launches made from it.
+    /// The memory must be writable, pinned, unused by pending launches, and outlive this value and the launches made from it.
     pub unsafe fn new(base: usize, device: usize, bytes: usize, rows: usize) -> Option<Self> {
         let used = rows * (size_of::<Answer>() + size_of::<Row>());
         (used <= bytes).then_some(Self {
@@ -137,12 +137,12 @@ impl Staging {
         })
     }
 
-    /// Where the rows begin, from the front: what is before them need not be copied.
+    /// Offset of the rows; the memory before them need not be copied.
     pub fn rows_at(&self) -> usize {
         self.rows * size_of::<Answer>()
     }
 
-    /// Bytes in use, or needed if that is more than there are.
+    /// Bytes in use, or bytes needed if these exceed the capacity.
     pub fn used(&self) -> usize {
         self.used
     }
@@ -151,7 +151,7 @@ impl Staging {
         self.used > self.bytes
     }
 
-    /// Copies `items`; their address on the GPU, or 0 if there is no room (then the need is counted on).
+    /// Copy `items` and return their address on the GPU, or 0 if there is no room (the needed bytes are still counted).
     pub fn push<T: Copy>(&mut self, items: &[T]) -> usize {
         let at = self.used.next_multiple_of(16);
         self.used = at + size_of_val(items);
@@ -164,7 +164,7 @@ impl Staging {
         self.device + at
     }
 
-    /// Writes row `i`, and its answer's status: FALLBACK for a row the kernels are to pass over.
+    /// Write row `i` and its answer's status: FALLBACK for a row that the kernels skip.
     pub fn set_row(&mut self, i: usize, row: &Row) {
         assert!(i < self.rows, "no such row");
         let status = if row.flags & flag::SKIP != 0 {
@@ -172,7 +172,7 @@ impl Staging {
         } else {
             status::EMPTY
         };
-        // SAFETY: answers and rows stand at the front of the memory that `new` was promised.
+        // SAFETY: answers and rows are at the front of the memory that `new` was promised.
         unsafe {
             *((self.base + self.rows_at() + i * size_of::<Row>()) as *mut Row) = *row;
             let answer = (self.base + i * size_of::<Answer>()) as *mut Answer;
@@ -182,17 +182,17 @@ impl Staging {
     }
 }
 
-/// Reads answer `i` of the staging memory at `base`.
+/// Read answer `i` of the staging memory at `base`.
 ///
 /// # Safety
 /// `base` must be memory that `Staging` filled for more than `i` rows, and no launch may be writing to it.
 pub unsafe fn answer(base: usize, i: usize) -> Answer {
-    // SAFETY: by this function's contract.
+    // SAFETY: this function's contract.
     unsafe { std::ptr::read_volatile((base + i * size_of::<Answer>()) as *const Answer) }
 }
 
-/// What the blocks of a launch over many candidates share; `struct WideControl` of `kernels/sampling_wide.cuh`.
-#[allow(dead_code)] // the kernels' alone
+/// State that the blocks of a launch over many candidates share; `struct WideControl` of `kernels/sampling/sampling_wide.cuh`.
+#[allow(dead_code)] // used by the kernels only
 #[repr(C)]
 struct WideControl {
     active: u32,
@@ -203,8 +203,8 @@ struct WideControl {
 
 assert_layout!(WideControl, sampling_wide::WideControl, { active, arrived, passed, padding });
 
-/// A row of such a launch: its state, which the host never reads, and the sums of a pass; `struct WideRow` there.
-#[allow(dead_code)] // the kernels' alone
+/// A row of such a launch: its state, which the host never reads, and the sums of a pass; `struct WideRow` of the same file.
+#[allow(dead_code)] // used by the kernels only
 #[repr(C)]
 struct WideRow {
     state: [u64; 32],
@@ -215,12 +215,12 @@ struct WideRow {
 
 assert_layout!(WideRow, sampling_wide::WideRow, { state, list, sums, counts });
 
-/// Bytes in front of [`Workspace::wide`].
+/// Bytes before the rows of [`Workspace::wide`].
 pub const WIDE_CONTROL_BYTES: usize = size_of::<WideControl>();
 /// Bytes of a row in [`Workspace::wide`].
 pub const WIDE_ROW_BYTES: usize = size_of::<WideRow>();
 
-/// Buffers of a launch: device addresses. `shaped` f32 [rows, pitch], `maxima` i32 and `sums` u64 [rows, BLOCKS], `wide`
+/// Buffers of a launch, as device addresses: `shaped` f32 [rows, pitch], `maxima` i32 and `sums` u64 [rows, BLOCKS]. `wide` has
 /// [`WIDE_CONTROL_BYTES`] and [`WIDE_ROW_BYTES`] a row, zero before the first launch over them.
 #[derive(Clone, Copy, Debug)]
 pub struct Workspace {
@@ -255,7 +255,7 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
     names.iter().map(|&name| name.to_owned()).collect()
 }
 
-/// Where sampled tokens go beside the answers: i64 a row, cut to ids below `limit`. Rows with [`flag::SKIP`] write nothing.
+/// Destination of sampled tokens beside the answers: i64 a row, clamped to ids below `limit`. Rows with [`flag::SKIP`] write nothing.
 #[derive(Clone, Copy, Debug)]
 pub struct Next {
     pub ids: usize,
@@ -263,7 +263,7 @@ pub struct Next {
     pub inputs: Inputs,
 }
 
-/// Words of 32 bits to be copied before tokens are written, from pinned host memory; `struct Inputs` of `kernels/sampling/sampling.cu`.
+/// Words of 32 bits to be copied from pinned host memory before tokens are written; `struct Inputs` of `kernels/sampling/sampling.cu`.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub struct Inputs {
@@ -274,10 +274,10 @@ pub struct Inputs {
 
 assert_layout!(Inputs, sampling::Inputs, { from, to, words });
 
-/// Copies `bytes` bytes from `start` on of the staging memory at `host` to its copy on the GPU, in stream order.
+/// Copy `bytes` bytes from `start` on of the staging memory at `host` to its copy on the GPU, in stream order.
 ///
 /// # Safety
-/// As [`sample`].
+/// As for [`sample`].
 pub unsafe fn send(
     to: Target,
     host: usize,
@@ -286,15 +286,15 @@ pub unsafe fn send(
     bytes: usize,
 ) -> Result<(), CudaError> {
     let device = Device::get(to.device)?;
-    // SAFETY: by this function's contract.
+    // SAFETY: this function's contract.
     unsafe { copy_to_device(device, device_copy + start, host + start, bytes, to.stream) }
 }
 
-/// Samples `count` rows whose staging memory is at `host` and, copied, at `device_copy`. `next`: memory for tokens of as many rows.
+/// Sample `count` rows whose staging memory is at `host` and, copied, at `device_copy`. `next`: memory for the tokens of as many rows.
 ///
 /// # Safety
-/// The workspace must be device memory of the stated sizes, no row wider than its pitch; it, the staging memory and everything the rows
-/// point at must stay valid and unchanged until the stream has passed this launch.
+/// The workspace must be device memory of the stated sizes, and no row may be wider than its pitch. The workspace, the staging memory and
+/// all memory that the rows point to must stay valid and unchanged until the stream has passed this launch.
 pub unsafe fn sample(
     to: Target,
     host: usize,
@@ -332,7 +332,7 @@ pub unsafe fn sample(
             block: 512,
             ..each_segment(kernel, count, false)
         };
-        // SAFETY: the order is that of each kernel; validity is the caller's promise.
+        // SAFETY: the order is that of each kernel; the caller guarantees that the addresses are valid.
         unsafe {
             in_order("sample_mix_maxima").run(device, &mut kernel_arguments![rows, maxima])?;
             in_order("sample_mix_sums").run(device, &mut kernel_arguments![rows, maxima, sums])?;
@@ -343,7 +343,7 @@ pub unsafe fn sample(
     let inputs = next.map_or_else(Inputs::default, |next| next.inputs);
     let number = super::index32("rows", count)?;
     let mut arguments = kernel_arguments![rows, shaped, maxima, width, number, inputs, control];
-    // Not programmatic: what it reads, and the inputs it overwrites, are others' to end with.
+    // Not programmatic: earlier launches write its inputs and read the inputs that it overwrites.
     let shape = each_segment("sample_shape", count + usize::from(inputs.words > 0), false);
     // SAFETY: as above.
     unsafe { shape.run(device, &mut arguments)? };
@@ -356,7 +356,7 @@ pub unsafe fn sample(
         kernel: "sample_choose",
         grid: [count as u32, 1, 1],
         block: 1024,
-        // A little more than the table: with the static variables it exceeds what needs no permission.
+        // A little more than the table: with the static variables it exceeds the default limit of shared memory.
         shared_bytes: (3 * CAPACITY * size_of::<u64>() + 1024) as u32,
         stream: to.stream,
         programmatic: to.programmatic,
@@ -373,7 +373,7 @@ pub unsafe fn sample(
     }
     let wide = Launch {
         kernel: "sample_wide",
-        // All blocks wait for one another, so they must all be resident: two an SM at most.
+        // All blocks wait for one another, so all of them must be resident: two per SM at most.
         grid: [
             (2 * segments * count).min(2 * device.info.caps.sms) as u32,
             1,

@@ -1,7 +1,7 @@
-//! The launch that lays out a product's input: rows of x in the order of the weights, normed on the way.
+//! The launch that packs a matmul's input: rows of x in the order of the weights, with the norm.
 
 use super::plan::{LEFT_FREE, SHARED_BYTES, Shares, left_alone};
-use super::{MOST_ROWS, Product, Room};
+use super::{MOST_ROWS, Matmul, Room};
 use crate::abi::assert_layout;
 use crate::capabilities::Capabilities;
 use crate::device::Device;
@@ -12,12 +12,12 @@ use crate::ops::Target;
 use crate::ops::linear::{self, Half, Matrix};
 
 const LAYOUT_THREADS: u32 = 128;
-/// Blocks of a launch that lays out, about: one a multiprocessor stands beside the product before.
+/// Approximate number of blocks of a packing launch: one per SM fits beside the previous matmul.
 const LAYOUT_BLOCKS: usize = 128;
 
-/// Blocks with nothing to do in a launch that lays out, for each multiprocessor that the product before leaves alone, where these are few. With
-/// five as good, with seven worse than with three: blocks with something to do would have no room beside the product. With twenty and more
-/// SMs alone they gain little or cost something (docs/design/gemm-batch.md, "Placeholder blocks").
+/// Placeholder blocks of a packing launch for each SM that the previous matmul leaves free, if these SMs are few. Many more placeholder
+/// blocks would leave no room for packing blocks beside the matmul. With twenty or more free SMs they are useless
+/// (docs/design/gemm-batch.md, "Placeholder blocks").
 const IDLE_BLOCKS: usize = 4;
 const FEW_ALONE: usize = 8;
 
@@ -43,7 +43,7 @@ struct Preparation {
 
 assert_layout!(Preparation, batch_rows::LayoutTask, { x, weight, out, multipliers, features, layout_rows as rows, units, k, m, columns, shares, idle, eps, offset });
 
-/// Blocks that share a row in a launch that lays out, and their shared memory: the row, a share's features and the norm's weights of them.
+/// Blocks that share a row in a packing launch, and their shared memory: the row, a share's features, and the norm's weights of these.
 fn layout_shape(matrix: &Matrix, columns: usize, norm: bool) -> (usize, usize) {
     let eights = matrix.argument.unit_count as usize * UNIT_ROWS / 8;
     let blocks = (LAYOUT_BLOCKS / columns).clamp(1, eights.div_ceil(LAYOUT_THREADS as usize));
@@ -52,8 +52,8 @@ fn layout_shape(matrix: &Matrix, columns: usize, norm: bool) -> (usize, usize) {
     (blocks, 2 * matrix.in_features() + place * UNIT_ROWS * units)
 }
 
-/// Blocks with nothing to do before those that lay out and norm `m` rows of so many features: the sum of a layer, as a rule, to which the product
-/// before has added as many results.
+/// Placeholder blocks before those that pack and norm `m` rows of `features` features. The rows are usually the residual of a layer, to
+/// which the previous matmul has added as many results.
 fn idle_blocks(caps: &Capabilities, m: usize, features: usize) -> usize {
     match left_alone(caps, m, features) {
         few @ ..=FEW_ALONE => IDLE_BLOCKS * few,
@@ -61,20 +61,20 @@ fn idle_blocks(caps: &Capabilities, m: usize, features: usize) -> usize {
     }
 }
 
-pub(super) fn lays_out(caps: &Capabilities, matrix: &Matrix, norm: bool) -> bool {
+pub(super) fn packs(caps: &Capabilities, matrix: &Matrix, norm: bool) -> bool {
     let most = SHARED_BYTES.min(caps.shared_per_block);
     matrix.in_features().is_multiple_of(8) && layout_shape(matrix, MOST_ROWS, norm).1 <= most
 }
 
-/// Lays out the rows of x in the scratch memory.
+/// Pack the rows of x into the scratch memory.
 ///
 /// # Safety
-/// As of [`launch`].
+/// As for [`launch`].
 pub(super) unsafe fn prepare(
     to: Target,
     device: &Device,
     first: &Matrix,
-    op: &Product,
+    op: &Matmul,
     room: Room,
     shares: &Shares,
 ) -> Result<(), CudaError> {
@@ -84,7 +84,7 @@ pub(super) unsafe fn prepare(
         ..
     } = room;
     let norm = op.norm;
-    let by_kernel = lays_out(&device.info.caps, first, norm.is_some())
+    let by_kernel = packs(&device.info.caps, first, norm.is_some())
         && op.x.is_multiple_of(16)
         && op.x_type != Half::F32;
     if by_kernel {
@@ -105,9 +105,9 @@ pub(super) unsafe fn prepare(
             offset: norm.map_or(0.0, |norm| norm.offset),
         };
         // SAFETY: this function's contract.
-        return unsafe { lay_out(to, device, first, op.x_type, preparation) };
+        return unsafe { pack(to, device, first, op.x_type, preparation) };
     }
-    let alone = linear::Product {
+    let alone = linear::Matmul {
         x: op.x,
         x_type: op.x_type,
         y: op.y,
@@ -119,8 +119,8 @@ pub(super) unsafe fn prepare(
 }
 
 /// # Safety
-/// As [`launch`].
-unsafe fn lay_out(
+/// As for [`launch`].
+unsafe fn pack(
     to: Target,
     device: &Device,
     matrix: &Matrix,
@@ -153,7 +153,7 @@ unsafe fn lay_out(
         programmatic: to.programmatic,
     };
     let mut arguments = kernel_arguments![preparation];
-    // SAFETY: the struct is the kernel's; validity is the caller's promise.
+    // SAFETY: the struct is the kernel's; the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }
 
@@ -165,7 +165,7 @@ mod tests {
     use crate::ops::linear::tests::matrix;
 
     #[test]
-    fn blocks_with_nothing_to_do_where_few_multiprocessors_are_free() {
+    fn placeholder_blocks_if_few_sms_are_free() {
         for features in [2048, 4096, 6144] {
             let layer = matrix(features / UNIT_ROWS, 2064);
             for (columns, _) in VARIANTS {

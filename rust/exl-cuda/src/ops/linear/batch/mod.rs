@@ -1,4 +1,4 @@
-//! The batch kernel: products of 9 to 64 rows on sm_90a, of up to three matrices over one input.
+//! The batch kernel: matmuls of 9 to 64 rows on sm_90a, of up to three matrices over one input.
 
 mod layout;
 mod plan;
@@ -11,10 +11,10 @@ use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::{Target, index32};
-use layout::{lays_out, prepare};
+use layout::{packs, prepare};
 pub use plan::Tuning;
 use plan::{
-    COUNTERS, EVEN_GROUPS, Plan, Shares, Task, UNCUT_ITEMS, VARIANTS, items, plan, turns,
+    COUNTERS, EVEN_GROUPS, Plan, Shares, Task, UNCUT_ITEMS, VARIANTS, items, plan, transposes,
     unit_bytes, variant,
 };
 
@@ -22,46 +22,47 @@ use plan::{
 pub const MOST_ROWS: usize = MOST_PACKED_ROWS;
 /// Most matrices of a launch.
 pub const MATRICES: usize = 3;
-/// One product; device addresses, row-major and contiguous.
+/// Operands of a matmul: device addresses, row-major and contiguous.
 #[derive(Clone, Copy, Debug)]
-pub struct Product {
-    /// `[m, in_features]` of `x_type`, F16 or BF16; 0 where another launch has laid F16 rows out as [`input`] says.
+pub struct Matmul {
+    /// `[m, in_features]` of `x_type`, F16 or BF16; 0 if another launch has packed F16 rows as [`input`] says.
     pub x: usize,
-    /// Whether that launch was a product's that had this one as its [`Next`].
-    pub turned: bool,
+    /// Whether that launch was a matmul with this one as its [`Next`], which packs the input transposed.
+    pub transposed: bool,
     pub x_type: Half,
-    /// `[m, sum of out_features]` of `y_type`, or, `apart`, a matrix's `[m, out_features]` after the other's; unused where results go on.
+    /// `[m, sum of out_features]` of `y_type` or, if `apart`, `[m, out_features]` of each matrix in sequence. Unused if results go to the
+    /// next matmul.
     pub y: usize,
     pub y_type: Half,
     pub m: usize,
     pub apart: bool,
-    /// RMS norm of x before the product, where [`norms`] says so.
+    /// RMS norm of x before the matmul, if [`norms`] permits it.
     pub norm: Option<Norm>,
-    /// Like y, of a half type, and added to it; may be y itself. 0 when there is none.
+    /// A residual like y, of a half type, which is added to it; may be y itself. 0 if there is none.
     pub residual: usize,
-    /// Number of the activation of the first of two matrices that gates the second, where [`gates`] says so.
+    /// Number of the activation of the first of two matrices, which gates the second, if [`gates`] permits it.
     pub gate: Option<i32>,
 }
 
-/// Memory of a product beside its operands.
+/// Memory of a matmul beside its operands.
 #[derive(Clone, Copy, Debug)]
 pub struct Room {
-    /// Of [`scratch_bytes`], aligned to 128 bytes; begins with the input as it is laid out.
+    /// Of [`scratch_bytes`], aligned to 128 bytes; begins with the packed input.
     pub scratch: usize,
     /// `[m]` FP32.
     pub multipliers: usize,
-    /// Of [`exchange_bytes`], aligned to 128 bytes: all ones before and after; of one launch at a time.
+    /// Inter-block workspace of [`exchange_bytes`], aligned to 128 bytes: all ones before and after; used by one launch at a time.
     pub exchange: usize,
 }
 
-/// Where gated results in F16 go, laid out and `turned`, as the input of the product that comes next, for which [`input`] knows the columns.
+/// Destination of gated results in F16, packed and transposed as the input of the next matmul. [`input`] gives its columns.
 #[derive(Clone, Copy)]
 pub struct Next<'a> {
     pub matrix: &'a Matrix,
     pub scratch: usize,
 }
 
-/// Bytes of scratch memory for `m` rows: the input as it is laid out.
+/// Bytes of scratch memory for `m` rows: the packed input.
 pub fn scratch_bytes(matrices: &[&Matrix], m: usize) -> usize {
     let units = matrices
         .first()
@@ -86,26 +87,26 @@ pub fn exchange_bytes(
     }
 }
 
-/// Whether the first of these matrices, which [`takes`] agrees to, can gate the second within a launch.
+/// Whether the first of these matrices, for which [`takes`] holds, can gate the second within a launch.
 pub fn gates(matrices: &[&Matrix]) -> bool {
     matrices.len() == 2
         && matrices[0].out_features() == matrices[1].out_features()
         && items(matrices) >= UNCUT_ITEMS
 }
 
-/// For how many columns another launch lays out the input of `m` rows at the beginning of the scratch memory. None where the layout has rows
-/// that are no features.
+/// Number of columns for which another launch packs the input of `m` rows at the beginning of the scratch memory. None if the layout has
+/// padding rows.
 pub fn input(matrices: &[&Matrix], m: usize) -> Option<usize> {
     let first = matrices.first()?;
     (first.rows() == first.in_features()).then(|| variant(m).0)
 }
 
-/// Whether the input, at an address that is a multiple of 16, can be normed on its way into layout order.
+/// Whether packing can norm the input, whose address is a multiple of 16.
 pub fn norms(caps: &Capabilities, matrices: &[&Matrix]) -> bool {
-    matrices.iter().all(|matrix| lays_out(caps, matrix, true))
+    matrices.iter().all(|matrix| packs(caps, matrix, true))
 }
 
-/// Whether these matrices can share launches of every number of rows: the kernels are there, the input's order and the form are the same.
+/// Whether these matrices can share launches of any number of rows: kernels exist, and the input's order and the form are the same.
 fn shares_launch(caps: &Capabilities, matrices: &[&Matrix]) -> Result<(), Refusal> {
     alike(matrices)?;
     let planned =
@@ -119,7 +120,8 @@ fn shares_launch(caps: &Capabilities, matrices: &[&Matrix]) -> Result<(), Refusa
     Ok(())
 }
 
-/// Whether launches of up to [`MOST_ROWS`] rows take these matrices with this epilogue. A gate that [`gates`] leaves out is a launch of its own.
+/// Whether launches of up to [`MOST_ROWS`] rows take these matrices with this epilogue. A gate for which [`gates`] is false is a separate
+/// launch.
 pub(super) fn takes(
     caps: &Capabilities,
     matrices: &[&Matrix],
@@ -138,7 +140,7 @@ pub(super) fn takes(
     Ok(())
 }
 
-/// Bytes of shared memory of a block, where [`takes`] agrees.
+/// Bytes of shared memory of a block, if [`takes`] holds.
 #[cfg(test)]
 pub(super) fn shared_bytes(
     caps: &Capabilities,
@@ -180,24 +182,24 @@ fn even(matrix: &Matrix) -> bool {
     matrix.argument.out_features % 2 == 0
 }
 
-/// Refuses what the kernel has no code for; the first thing that it finds, by name.
+/// Reject calls that the kernel does not support. The error names the first unsupported property.
 fn check(
     caps: &Capabilities,
     matrices: &[&Matrix],
-    op: &Product,
+    op: &Matmul,
     next: Option<&Next<'_>>,
 ) -> Result<(), CudaError> {
-    let laid_out = op.x == 0;
+    let packed = op.x == 0;
     let demands = [
         (
             op.gate.is_none() || gates(matrices),
             "a gate",
-            "large matrices of one size",
+            "two large matrices of equal size",
         ),
         (
             op.norm.is_none() || norms(caps, matrices) && op.x.is_multiple_of(16),
             "a norm",
-            "rows of whole 16 bytes",
+            "rows of multiples of 16 bytes, aligned to 16",
         ),
         (
             op.residual == 0
@@ -206,16 +208,16 @@ fn check(
                     && op.residual.is_multiple_of(4)
                     && op.y_type != Half::F32,
             "a residual",
-            "of halves, in pairs",
+            "of half types, stored in pairs",
         ),
         (
-            !op.turned || laid_out,
-            "a turned input",
-            "laid out by the product before, without an x of its own",
+            !op.transposed || packed,
+            "a transposed input",
+            "packed by the previous matmul, without x",
         ),
         (
-            !laid_out || op.norm.is_none() && op.x_type == Half::F16,
-            "an input that is laid out already",
+            !packed || op.norm.is_none() && op.x_type == Half::F16,
+            "a packed input",
             "F16, no norm",
         ),
         (
@@ -227,8 +229,8 @@ fn check(
                     && op.x_type == Half::F16
                     && op.y_type == Half::F16
             }),
-            "a following product",
-            "of gated results in F16, an even number, as many as it has features, which have no rows between them",
+            "a next matmul",
+            "of gated F16 results, an even number, as many as its features, without padding rows",
         ),
     ];
     match demands.iter().find(|(met, ..)| !met) {
@@ -240,11 +242,11 @@ fn check(
     }
 }
 
-/// Where results go, and what is added to them.
+/// Set the operands of results and of the residual.
 fn set_operands(
     task: &mut Task,
     matrices: &[&Matrix],
-    op: &Product,
+    op: &Matmul,
     shares: &Shares,
 ) -> Result<(), CudaError> {
     let first = matrices[0];
@@ -265,21 +267,21 @@ fn set_operands(
     } else {
         before
     };
-    // Two results are stored at once, of four bytes each at most.
+    // Two results are stored together, of four bytes each at most.
     let pairs = op.y.is_multiple_of(8) && task.y_stride % 2 == 0;
     task.paired = i32::from(pairs && stores_pairs(matrices));
     Ok(())
 }
 
-/// The product in two launches, activations into layout order and the rest. Results stand beside each other in the order of `matrices`, or go
-/// to the product that comes next. Same bits as `ring`.
+/// The matmul in two launches: packing of activations, then the multiplication. Results of `matrices` are side by side in their order, or
+/// go to the next matmul. Bitwise identical to `ring`.
 ///
 /// # Safety
 /// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
 pub unsafe fn launch(
     to: Target,
     matrices: &[&Matrix],
-    op: &Product,
+    op: &Matmul,
     room: Room,
     next: Option<Next<'_>>,
     tuning: Tuning,
@@ -288,9 +290,9 @@ pub unsafe fn launch(
         return Ok(());
     }
     let device = Device::get(to.device)?;
-    // The kernel that deals out evenly reads no turned input, and is there for logits: halves in, nothing added.
+    // The evenly dealt kernel does not read transposed input. It serves logits: half inputs without a residual.
     let tuning = Tuning {
-        whole: tuning.whole || op.turned || op.x_type != Half::F16 || op.residual != 0,
+        whole: tuning.whole || op.transposed || op.x_type != Half::F16 || op.residual != 0,
         ..tuning
     };
     let Plan {
@@ -328,7 +330,7 @@ pub unsafe fn launch(
         first.entry_rows,
         shares.columns,
         shares.warpgroups,
-        suffix(op.turned && turns(shares.columns))
+        suffix(op.transposed && transposes(shares.columns))
     );
     let launch = Launch {
         kernel: &kernel,
@@ -339,13 +341,13 @@ pub unsafe fn launch(
         programmatic: to.programmatic,
     };
     let mut arguments = kernel_arguments![task];
-    // SAFETY: the order is that of `batch_matmul`; validity is the caller's promise.
+    // SAFETY: the order is that of `batch_matmul`; the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }
 
-/// Of the kernels for a turned input.
-fn suffix(turned: bool) -> &'static str {
-    if turned { "_turned" } else { "" }
+/// Name suffix of the kernels for a transposed input.
+fn suffix(transposed: bool) -> &'static str {
+    if transposed { "_transposed" } else { "" }
 }
 
 /// Kernels in the image of `batch_<form>`.
@@ -353,13 +355,13 @@ pub(super) fn kernels(form: &str) -> Vec<String> {
     VARIANTS
         .into_iter()
         .flat_map(|(columns, warpgroups)| {
-            let kinds = if turns(columns) {
+            let kinds = if transposes(columns) {
                 &[false, true][..]
             } else {
                 &[false]
             };
-            kinds.iter().map(move |&turned| {
-                format!("batch_{form}_{columns}x{warpgroups}{}", suffix(turned))
+            kinds.iter().map(move |&transposed| {
+                format!("batch_{form}_{columns}x{warpgroups}{}", suffix(transposed))
             })
         })
         .chain(
@@ -374,9 +376,9 @@ mod tests {
     use crate::capabilities::tests::hopper;
     use crate::ops::linear::tests::matrix;
 
-    const PLAIN: Product = Product {
+    const PLAIN: Matmul = Matmul {
         x: 4096,
-        turned: false,
+        transposed: false,
         x_type: Half::F16,
         y: 8192,
         y_type: Half::F16,
@@ -392,7 +394,7 @@ mod tests {
         offset: 0.0,
     });
 
-    fn refusal(op: Product, next: Option<&Matrix>) -> String {
+    fn refusal(op: Matmul, next: Option<&Matrix>) -> String {
         let matrix = matrix(16, 2064);
         let next = next.map(|matrix| Next { matrix, scratch: 0 });
         check(&hopper(), &[&matrix], &op, next.as_ref())
@@ -400,21 +402,21 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_has_no_code_for_is_refused_by_name() {
-        let laid_out = Product { x: 0, ..PLAIN };
-        let turned = Product {
-            turned: true,
+    fn unsupported_calls_are_rejected_with_the_property() {
+        let packed = Matmul { x: 0, ..PLAIN };
+        let transposed = Matmul {
+            transposed: true,
             ..PLAIN
         };
         for op in [
             PLAIN,
-            laid_out,
-            Product { x: 0, ..turned },
-            Product {
+            packed,
+            Matmul { x: 0, ..transposed },
+            Matmul {
                 norm: NORM,
                 ..PLAIN
             },
-            Product {
+            Matmul {
                 residual: 8192,
                 ..PLAIN
             },
@@ -422,16 +424,16 @@ mod tests {
             assert_eq!(refusal(op, None), "", "{op:?}");
         }
         let named = [
-            (turned, "a turned input"),
+            (transposed, "a transposed input"),
             (
-                Product {
+                Matmul {
                     gate: Some(0),
                     ..PLAIN
                 },
                 "a gate",
             ),
             (
-                Product {
+                Matmul {
                     norm: NORM,
                     x: 4104,
                     ..PLAIN
@@ -439,28 +441,28 @@ mod tests {
                 "a norm",
             ),
             (
-                Product {
+                Matmul {
                     norm: NORM,
-                    ..laid_out
+                    ..packed
                 },
-                "an input that is laid out already",
+                "a packed input",
             ),
             (
-                Product {
+                Matmul {
                     x_type: Half::BF16,
-                    ..laid_out
+                    ..packed
                 },
-                "an input that is laid out already",
+                "a packed input",
             ),
             (
-                Product {
+                Matmul {
                     residual: 2,
                     ..PLAIN
                 },
                 "a residual",
             ),
             (
-                Product {
+                Matmul {
                     residual: 8192,
                     y_type: Half::F32,
                     ..PLAIN
@@ -475,7 +477,7 @@ mod tests {
                 "{text}"
             );
         }
-        let following = matrix(16, 2064);
-        assert!(refusal(PLAIN, Some(&following)).starts_with("a following product "));
+        let next = matrix(16, 2064);
+        assert!(refusal(PLAIN, Some(&next)).starts_with("a next matmul "));
     }
 }

@@ -1,4 +1,4 @@
-//! How a launch of the batch kernel is shared out among blocks and their shared memory.
+//! Division of a batch launch among blocks and their shared memory.
 
 use super::{MATRICES, MOST_ROWS};
 use crate::abi::assert_layout;
@@ -7,31 +7,32 @@ use crate::layout::{TILE, UNIT_ROWS};
 use crate::ops::linear::select::{Refusal, check_rows};
 use crate::ops::linear::{Matrix, MatrixArgument};
 
-/// The kernel's variants: columns, and the warpgroups of a block that multiply.
+/// The kernel's variants: columns, and the multiplying warpgroups of a block.
 pub const VARIANTS: [(usize, usize); 4] = [(16, 4), (32, 4), (64, 2), (64, 3)];
-/// Whether gated results go to the next product turned, of so many columns (`prepared_turns` of `kernels/linear/prepared.cuh`).
-pub fn turns(columns: usize) -> bool {
+/// Whether gated results of this number of columns go to the next matmul transposed (`prepared_transposes` of
+/// `kernels/linear/prepared.cuh`).
+pub fn transposes(columns: usize) -> bool {
     columns != 32
 }
 /// Parts of K that are added last.
 const QUARTERS: usize = 4;
-/// Row tiles of an item, what a warpgroup works on at a time.
+/// Row tiles of an item, which a warpgroup processes at a time.
 const ITEM_TILES: usize = 4;
 const MOST_SLOTS: usize = 16;
 /// Warpgroups of the kernel of `kernels/linear/batch_whole.cuh`.
 pub const EVEN_GROUPS: usize = 3;
-/// What it costs a launch that blocks meet, about.
-const MEETING_CYCLES: usize = 3000;
-/// Counters at the beginning of the memory in which blocks meet, one for four blocks. As many for all products: they count on, and what is
-/// behind them is all ones after every launch, whatever the product.
+/// Approximate cost of the exchange between blocks in a launch.
+const EXCHANGE_CYCLES: usize = 3000;
+/// Counters at the beginning of the workspace, one for four blocks. All matmuls use the same number, because the counts continue from
+/// launch to launch. The memory after the counters is all ones after every launch.
 pub const COUNTERS: usize = 256;
-/// Looks of a block for those that share K with it, some 0.3 us each: blocks begin within a few us of one another.
+/// Polls of a block for the blocks that share K with it. Blocks start within a few polls of one another.
 const LOOKS: i32 = 64;
-/// Shared memory of a block, beside the little that is static.
+/// Shared memory of a block, beside the small static part.
 pub const SHARED_BYTES: usize = 232_448 - 256;
-/// From so many items on a block has all of K: sums of quarters then need no meeting of blocks.
+/// From this number of items on, a block processes all of K: then no exchange of sums is needed.
 pub const UNCUT_ITEMS: usize = 256;
-/// Left free for a block of the kernel that lays out the next input. Gated results go to the next product by themselves.
+/// Bytes left free for a block of the kernel that packs the next input. Gated results go to the next matmul without that kernel.
 pub const LEFT_FREE: usize = 44 * 1024;
 
 /// `struct BatchPart` of `kernels/linear/batch_task.cuh`.
@@ -95,13 +96,13 @@ pub struct Tuning {
     pub cut: usize,
     /// Warpgroups of a block that work.
     pub groups: usize,
-    /// How often a block looks whether those have begun that share K with it.
+    /// Number of polls of a block for the blocks that share K with it.
     pub looks: usize,
-    /// Blocks have whole items alone.
+    /// Blocks process only whole items.
     pub whole: bool,
 }
 
-/// How a launch's work is shared out.
+/// Division of a launch's work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shares {
     pub columns: usize,
@@ -110,18 +111,19 @@ pub struct Shares {
     pub items: usize,
     /// Blocks that share K.
     pub cut: usize,
-    /// Warpgroups of a block that work: items that it has at a time.
+    /// Warpgroups of a block that work: items that it processes at a time.
     pub groups: usize,
     pub blocks: usize,
     /// Items of the busiest warpgroup.
     pub rounds: usize,
-    /// Whether the first of two matrices gates the second; then an item is four tiles of both, the work of two warpgroups.
+    /// Whether the first of two matrices gates the second. An item is then four tiles of both, the work of two warpgroups.
     pub gated: bool,
-    /// Items, the last ones, of which blocks have a quarter of K each before the whole rounds of the others; `items` counts them, too.
+    /// Number of the last items, of which blocks process a quarter of K each before the whole iterations of the others. `items` includes
+    /// them.
     pub left: usize,
 }
 
-/// Columns for `m` rows, and the most warpgroups that a block can have then.
+/// Columns for `m` rows, and the most warpgroups of a block for them.
 pub fn variant(m: usize) -> (usize, usize) {
     let columns = VARIANTS
         .into_iter()
@@ -132,7 +134,7 @@ pub fn variant(m: usize) -> (usize, usize) {
     (columns, of.map(|(_, most)| most).max().unwrap_or(1))
 }
 
-/// Warpgroups of the smallest block of so many columns that has `groups`: the fewer there are, the more registers each has.
+/// Warpgroups of the smallest block of `columns` columns that has `groups`: with fewer warpgroups, each has more registers.
 fn warpgroups(columns: usize, groups: usize) -> usize {
     VARIANTS
         .into_iter()
@@ -143,9 +145,9 @@ fn warpgroups(columns: usize, groups: usize) -> usize {
 }
 
 impl Shares {
-    /// The same work with quarters of the items that whole rounds leave over, where that takes fewer cycles.
-    /// For a head: one EXL2 matrix in groups of 128 is what that kernel has been proven on.
-    fn dealt_out(&self, caps: &Capabilities, matrices: &[&Matrix]) -> Option<Self> {
+    /// The same work with quarters of the items that whole iterations leave over, if that takes fewer cycles. Only for a head, which is one
+    /// EXL2 matrix in groups of 128: the kernel is tested for it only.
+    fn dealt_evenly(&self, caps: &Capabilities, matrices: &[&Matrix]) -> Option<Self> {
         let [head] = matrices else { return None };
         let form = head.kind == "exl2" && head.entry_rows == 128;
         if !form || self.cut > 1 || self.columns != MOST_ROWS {
@@ -155,10 +157,10 @@ impl Shares {
         let teams = caps.sms;
         let round = EVEN_GROUPS * teams;
         let left = self.items % round;
-        // Blocks that have quarters are whole fours; a warpgroup has one at most.
+        // Blocks with quarters come in groups of four; a warpgroup has one quarter at most.
         let fits = left * QUARTERS <= EVEN_GROUPS * (teams / QUARTERS * QUARTERS);
         let stages = self.items / round * units + units.div_ceil(QUARTERS);
-        let sooner = stages * unit_cycles(EVEN_GROUPS) + MEETING_CYCLES
+        let sooner = stages * unit_cycles(EVEN_GROUPS) + EXCHANGE_CYCLES
             < self.rounds * units * unit_cycles(self.groups);
         (left > 0 && fits && self.items >= round && units >= QUARTERS && sooner).then_some(Self {
             warpgroups: EVEN_GROUPS,
@@ -169,7 +171,7 @@ impl Shares {
             ..*self
         })
     }
-    /// Whole items.
+    /// A division into whole items.
     fn new(
         caps: &Capabilities,
         matrices: &[&Matrix],
@@ -204,7 +206,7 @@ impl Shares {
         }
         Self::of_items(caps, items(matrices), m, tuning)
     }
-    /// Whole items, whatever matrices they are of.
+    /// A division into whole items of any matrices.
     fn of_items(caps: &Capabilities, items: usize, m: usize, tuning: Tuning) -> Self {
         let (columns, most) = variant(m);
         let cut = match tuning.cut {
@@ -239,12 +241,12 @@ impl Shares {
     pub fn place(&self) -> usize {
         QUARTERS * ITEM_TILES * TILE * self.columns * 4
     }
-    /// Bytes of the sums with which blocks meet.
+    /// Bytes of the sums that blocks exchange.
     pub fn sums(&self) -> usize {
         let items = if self.cut == 1 { self.left } else { self.items };
         items * self.place()
     }
-    /// What stands before a kernel's form in its name.
+    /// Prefix of a kernel's form in its name.
     pub fn family(&self) -> &'static str {
         if self.left > 0 {
             "batch_whole"
@@ -254,7 +256,7 @@ impl Shares {
     }
 }
 
-/// Cycles of a unit of K where so many warpgroups multiply 64 columns side by side, by docs/design/gemm-batch.md.
+/// Cycles of a unit of K if `groups` warpgroups multiply 64 columns in parallel, by docs/design/gemm-batch.md.
 fn unit_cycles(groups: usize) -> usize {
     659 + 880 * groups
 }
@@ -265,17 +267,17 @@ pub struct Plan {
     pub shares: Shares,
 }
 
-/// Bytes of one unit of prepared activations.
+/// Bytes of one unit of packed activations.
 pub fn unit_bytes(columns: usize) -> usize {
     columns * 2 * UNIT_ROWS
 }
 
-/// Bytes of a unit in a block's table, the maxima of its entries included.
+/// Bytes of a unit in a block's table, including the maxima of its entries.
 fn unit_row(entry_rows: usize) -> usize {
     if entry_rows == 128 { 16 } else { 32 }
 }
 
-/// Multiprocessors on which a product of one matrix of so many features has no block.
+/// SMs on which a matmul of one matrix of `features` features has no block.
 pub fn left_alone(caps: &Capabilities, m: usize, features: usize) -> usize {
     let shares = Shares::of_items(
         caps,
@@ -319,15 +321,15 @@ pub fn plan(
     let even = if tuning.whole || tuning.groups > 0 {
         None
     } else {
-        shares.dealt_out(caps, matrices)
+        shares.dealt_evenly(caps, matrices)
     };
-    // Items dealt out evenly need more memory than some forms of matrix leave.
+    // Evenly dealt items need more memory than some forms of matrix leave.
     even.and_then(of)
         .or_else(|| of(shares))
         .ok_or(Refusal::SharedMemory(caps.shared_per_block))
 }
 
-/// Where a block's shared memory has what does not depend on the ring.
+/// Places in a block's shared memory that do not depend on the ring.
 struct Layout {
     parts: [Part; MATRICES],
     barriers_at: u32,
@@ -384,7 +386,7 @@ impl Layout {
     }
 }
 
-/// The ring of weights, and whether activations stay in shared memory instead of travelling with them.
+/// The ring of weights, and whether activations stay in shared memory or travel with the weights.
 struct Ring {
     resident: bool,
     stage: usize,
@@ -392,7 +394,7 @@ struct Ring {
 }
 
 impl Ring {
-    /// In `space` bytes; `kept`: bytes of all of a block's activations. None where not even two slots fit.
+    /// A ring in `space` bytes; `kept`: bytes of all activations of a block. None if not even two slots fit.
     fn new(
         space: usize,
         unit_room: usize,
@@ -403,7 +405,7 @@ impl Ring {
         let x_bytes = unit_bytes(shares.columns);
         let weights = (shares.groups * ITEM_TILES * unit_room).next_multiple_of(128);
         let resident = match tuning.activations {
-            // The kernel that deals out evenly has no such form.
+            // The evenly dealt kernel has no such form.
             _ if shares.left > 0 => false,
             0 => shares.rounds > 1 && space.saturating_sub(kept) / weights >= 2,
             1 => false,
@@ -526,14 +528,14 @@ mod tests {
     }
 
     #[test]
-    fn multiprocessors_that_a_layers_products_leave_alone() {
+    fn sms_that_the_matmuls_of_a_layer_leave_free() {
         let left = |m, features| left_alone(&hopper(), m, features);
         for m in [9, 16, 17, 32, 33, 64] {
             for made in [matrix(16, 2064), matrix(56, 2064)] {
                 let found = plan(&hopper(), &[&made], m, false, Tuning::default()).expect("fits");
                 assert_eq!(left(m, made.out_features()), 132 - found.shares.blocks);
             }
-            // Whole fours, but where blocks have all of K.
+            // Whole groups of four, unless blocks process all of K.
             assert!((64..16384).step_by(64).all(|n| left(m, n) % QUARTERS == 0));
             assert_eq!((left(m, 16384), left(m, 16896)), (4, 0));
         }
@@ -541,9 +543,9 @@ mod tests {
         assert_eq!((left(64, 2048), left(64, 64)), (4, 128));
     }
 
-    /// The matrix of `test_so_many_columns_that_some_are_left_over` in tests/kernels/test_cuda_linear.py, which the tools run for this kernel.
+    /// The matrix of the test of leftover items in tests/kernels/test_cuda_linear.py, which the sanitizer runs for this kernel.
     #[test]
-    fn items_of_a_test_are_left_over() {
+    fn the_matrix_of_a_test_has_leftover_items() {
         let mut made = matrix(8, 2064);
         made.argument.out_features = 64 * 400 + 24;
         made.argument.tiles = (made.argument.out_features + 15) / 16;
@@ -560,7 +562,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_never_asks_for_more_than_there_is() {
+    fn a_plan_fits_the_shared_memory() {
         for (units, bytes) in [
             (1, 1040),
             (3, 4112),

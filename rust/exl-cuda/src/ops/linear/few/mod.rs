@@ -1,10 +1,10 @@
-//! Products of 3 to 8 rows: activations into layout order once, by a launch of their own or by who makes them, then weights at the pace of
-//! one row.
+//! Matmuls of 3 to 8 rows: activations are packed once, by a separate launch or by the kernel that makes them. The weights then stream at
+//! the speed of one row.
 
 mod plan;
 mod task;
 
-use super::ring::Product;
+use super::ring::Matmul;
 use super::select::Refusal;
 use super::{Half, Matrix};
 use crate::capabilities::Capabilities;
@@ -19,29 +19,29 @@ use plan::{SQUARES_BYTES, THREADS, plan};
 pub const MOST_ROWS: usize = 8;
 const ROWS_THREADS: u32 = 128;
 
-/// Where a product's input comes from.
+/// Source of a matmul's input.
 #[derive(Clone, Copy, Debug)]
 pub enum Input {
-    /// `x` of the product, with its norm: a launch of its own lays it out.
+    /// `x` of the matmul, with its norm, packed by a separate launch.
     Rows,
-    /// Laid out in the scratch memory by who made it.
+    /// Packed in the scratch memory by the kernel that made it.
     Prepared,
-    /// The same, yet to be normed; the sums of squares of eight features each stand behind it.
+    /// Packed like `Prepared`, but not normed yet; the sums of squares of each eight features follow it.
     Unnormed {
-        /// Weight and offset of an RMS norm added up, FP32, in the layout's order: `[units][256]`, aligned to 16 bytes.
+        /// Weight plus offset of an RMS norm, FP32, in the layout's order: `[units][256]`, aligned to 16 bytes.
         weight: usize,
         eps: f32,
     },
 }
 
-/// The product that results go on to as its prepared input.
+/// The next matmul, which receives the results as its packed input.
 #[derive(Clone, Copy, Debug)]
 pub struct Next<'a> {
     pub matrices: &'a [&'a Matrix],
     pub gated: bool,
-    /// That product's scratch memory: address and bytes.
+    /// The next matmul's scratch memory: address and bytes.
     pub scratch: (usize, usize),
-    /// It norms them: with sums of squares.
+    /// The next matmul norms its input, which needs sums of squares.
     pub unnormed: bool,
 }
 
@@ -50,7 +50,7 @@ pub(super) fn takes(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> R
     plan(caps, matrices, MOST_ROWS, gated, Tuning::default()).map(|_| ())
 }
 
-/// The launches of `rows` rows, their addresses missing.
+/// The launches of `rows` rows, without addresses.
 pub(super) fn planned(
     caps: &Capabilities,
     matrices: &[&Matrix],
@@ -61,7 +61,7 @@ pub(super) fn planned(
     plan(caps, matrices, rows, gated, tuning)
 }
 
-/// Bytes of shared memory of a block, where [`takes`] agrees.
+/// Bytes of shared memory of a block, if [`takes`] holds.
 #[cfg(test)]
 pub(super) fn shared_bytes(
     caps: &Capabilities,
@@ -73,7 +73,7 @@ pub(super) fn shared_bytes(
         .map(|plan| plan.shared)
 }
 
-/// Bytes of scratch memory that [`launch`] needs, whatever the number of rows; where the input is prepared, it stands at its beginning.
+/// Bytes of scratch memory that [`launch`] needs, for any number of rows; a packed input is at its beginning.
 pub fn scratch_bytes(
     caps: &Capabilities,
     matrices: &[&Matrix],
@@ -83,7 +83,7 @@ pub fn scratch_bytes(
     plan(caps, matrices, MOST_ROWS, gated, tuning).map_or(0, |plan| plan.scratch_bytes())
 }
 
-/// Whether whoever makes a product's input can leave it prepared: all matrices read it in one order, in which no rows pad.
+/// Whether another kernel can pack the input: all matrices read it in one order without padding rows.
 pub fn takes_prepared(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> bool {
     let tuning = Tuning::default();
     plan(caps, matrices, MOST_ROWS, gated, tuning).is_ok_and(|plan| {
@@ -104,7 +104,7 @@ fn check_scratch((at, room): (usize, usize), needed: usize) -> Result<(), CudaEr
 }
 
 impl Plan {
-    /// Prepared activations, behind them the rows' multipliers and the sums of squares.
+    /// Packed activations, followed by the rows' multipliers and the sums of squares.
     fn scratch_bytes(&self) -> usize {
         self.squares_at() + self.task.units as usize * SQUARES_BYTES
     }
@@ -117,8 +117,8 @@ impl Plan {
         self.multipliers_at() + 128
     }
 
-    /// The addresses of a call.
-    fn bind(&mut self, op: &Product, input: Input, scratch: usize) {
+    /// Set the addresses of a call.
+    fn bind(&mut self, op: &Matmul, input: Input, scratch: usize) {
         let (multipliers, squares) = (self.multipliers_at(), self.squares_at());
         let (rows, task) = (&mut self.rows, &mut self.task);
         rows.x = op.x;
@@ -140,7 +140,7 @@ impl Plan {
         task.scaled = i32::from(op.x_type == Half::BF16);
     }
 
-    /// Results go on to `next`.
+    /// Set `next` as the destination of the results.
     fn bind_next(&mut self, caps: &Capabilities, next: Next) -> Result<(), CudaError> {
         let tuning = Tuning::default();
         let plan = plan(caps, next.matrices, MOST_ROWS, next.gated, tuning);
@@ -149,7 +149,7 @@ impl Plan {
             && (self.task.gate >= 0 || self.task.count == 1);
         let (Ok(plan), true) = (plan, fits) else {
             return Err(CudaError::Argument {
-                what: "two products in a row".to_owned(),
+                what: "a matmul chained to another".to_owned(),
                 limit: "as many results as inputs, of one matrix or a gated pair, no padding"
                     .to_owned(),
             });
@@ -164,7 +164,7 @@ impl Plan {
     }
 
     /// # Safety
-    /// As [`launch`].
+    /// As for [`launch`].
     unsafe fn prepare(&self, to: Target, device: &Device, x_type: Half) -> Result<(), CudaError> {
         let kernel = match x_type {
             Half::F16 => "prepare_rows_f16",
@@ -190,12 +190,12 @@ impl Plan {
         };
         let rows = self.rows;
         let mut arguments = kernel_arguments![rows];
-        // SAFETY: the struct is the kernel's; validity is the caller's promise.
+        // SAFETY: the struct is the kernel's; the caller guarantees that the addresses are valid.
         unsafe { launch.run(device, &mut arguments) }
     }
 
     /// # Safety
-    /// As [`launch`].
+    /// As for [`launch`].
     unsafe fn multiply(
         &self,
         to: Target,
@@ -214,21 +214,21 @@ impl Plan {
         let task = self.task;
         let cluster = if task.cut > 1 { task.cut as u32 } else { 0 };
         let mut arguments = kernel_arguments![task];
-        // SAFETY: the struct is the kernel's; validity is the caller's promise.
+        // SAFETY: the struct is the kernel's; the caller guarantees that the addresses are valid.
         unsafe { launch.run_in_clusters(device, cluster, &mut arguments) }
     }
 }
 
-/// The matmul as planned for these matrices and rows: one launch where its input is prepared, else two. Results are side by side in the order of
-/// `matrices`; `op.y` may be 0 where only `next` wants them. Same bits as `ring`.
+/// The matmul as planned for these matrices and rows: one launch if its input is packed, else two. Results of `matrices` are side by side
+/// in their order; `op.y` may be 0 if only `next` needs them. Bitwise identical to `ring`.
 ///
 /// # Safety
-/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch; scratch is an address,
-/// aligned to 128, and bytes, at least [`scratch_bytes`]; it is used by no other launch meanwhile.
+/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch. Scratch is an address, aligned
+/// to 128, and bytes, at least [`scratch_bytes`]; no other launch may use it meanwhile.
 pub unsafe fn launch(
     to: Target,
     matrices: &[&Matrix],
-    op: &Product,
+    op: &Matmul,
     input: Input,
     scratch: (usize, usize),
     next: Option<Next>,
@@ -243,7 +243,7 @@ pub unsafe fn launch(
         || (next.is_some() && !halves)
     {
         return Err(CudaError::Argument {
-            what: "an input that is prepared by who makes it".to_owned(),
+            what: "an input that another kernel packs".to_owned(),
             limit: "F16, in one order".to_owned(),
         });
     }

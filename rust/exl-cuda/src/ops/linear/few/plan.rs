@@ -1,4 +1,4 @@
-//! What a launch of the kernel of 3 to 8 rows is made of: how K is cut, who has which tiles, what stands where in shared memory.
+//! Plan of a launch of the kernel of 3 to 8 rows: the cut of K, the division of tiles, and the places in shared memory.
 
 use super::super::Matrix;
 use super::super::ring::MATRICES;
@@ -7,32 +7,32 @@ use super::MOST_ROWS;
 pub(super) use super::task::{LISTED, Part, Preparation, Task};
 use crate::capabilities::{Capabilities, Feature};
 
-/// Warps that multiply, one that streams weights, and those that finish tiles.
+/// Warps that multiply, one that streams weights, and finishing warps.
 pub(super) const THREADS: u32 = (16 + 1 + FINISHERS as u32) * 32;
-/// Warps that finish tiles, each with result buffers of its own.
+/// Warps that finish tiles, each with separate result buffers.
 const FINISHERS: usize = 3;
 /// Classes of units; `sum_classes` in `kernels/linear/tile.cuh`. Each has a warp.
 const CLASSES: usize = 16;
-/// By how much a warp's class moves on from one round to the next.
+/// Step of a warp's class from one iteration to the next.
 const NEXT: usize = 5;
-/// Sums of squares of eight features of eight rows each, of a unit.
+/// Sums of squares of a unit: of each eight features of eight rows.
 pub(super) const SQUARES_BYTES: usize = 32 * 8 * 4;
-/// Prepared activations of a unit and eight rows.
+/// Packed activations of a unit and eight rows.
 const X_BYTES: usize = 4096;
 /// A partial sum of a tile: 16 features of eight rows.
 const PART_BYTES: usize = 512;
-/// Bytes in flight per multiprocessor beyond which everything else waits behind weights (spec/kernels-measured.md 6.1).
+/// Bytes in flight per SM; beyond this, queued weights delay all other memory traffic.
 const BYTES_IN_FLIGHT: usize = 33 * 1024;
-/// Bytes of a ring, when they fit, and the least worth having before K is cut further: the rest of a multiprocessor is left to the small
-/// kernels in between, which then start early.
+/// Bytes of a ring if they fit, and the least that avoids a further cut of K. The rest of an SM is left to the small kernels in between,
+/// which then start early.
 const RING_BYTES: usize = 95 * 1024;
 const LEAST_RING: usize = 60 * 1024;
 /// The kernel's static arrays.
 const STATIC_BYTES: usize = 512;
-/// More than half of a multiprocessor's shared memory, so that one block is placed on each (spec/kernels-measured.md 6.2).
+/// More than half of an SM's shared memory, so that one block is placed on each SM.
 const LEAST_SHARED: usize = 116 * 1024;
 
-/// Parts of K (1, 2 or 4), slots and window of the ring, for benchmarks that try others than the planned ones; zero leaves one as planned.
+/// Parts of K (1, 2 or 4), slots and window of the ring, for benchmarks that override the plan; zero keeps the planned value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tuning {
     pub cut: i32,
@@ -40,7 +40,7 @@ pub struct Tuning {
     pub window: i32,
 }
 
-/// A planned launch, its addresses missing.
+/// A planned launch, without addresses.
 #[derive(Clone, Debug)]
 pub struct Plan {
     pub(super) task: Task,
@@ -49,7 +49,7 @@ pub struct Plan {
     pub(super) groups: usize,
 }
 
-/// How K is cut and staged: parts, units of a tile in a stage as a power of two.
+/// Cut and stages of K: parts, and log2 of the units of a tile in a stage.
 #[derive(Clone, Copy, Debug)]
 struct Shape {
     cut: usize,
@@ -57,20 +57,20 @@ struct Shape {
 }
 
 impl Shape {
-    /// Units of the longest part, whose quarters have every fourth unit each, and the stages of a round.
+    /// Units of the longest part, whose quarters have every fourth unit each, and the stages of an iteration.
     fn stages(self, units: usize) -> usize {
         let quarters = 4 / self.cut;
         let own = units / 4 * quarters + (units % 4).min(quarters);
         own.div_ceil(1 << self.stage_log)
     }
 
-    /// Where unit `local` of part `rank` stands in the tile.
+    /// Index in the tile of unit `local` of part `rank`.
     fn unit(self, rank: usize, local: usize) -> usize {
         let quarters = 4 / self.cut;
         local / quarters * 4 + rank * quarters + local % quarters
     }
 
-    /// Most bytes that a stage has of one tile.
+    /// Most bytes of one tile in a stage.
     fn room(self, offsets: &[u32]) -> usize {
         let units = offsets.len() - 1;
         let bytes = |u: usize| (offsets[(u + 1).min(units)] - offsets[u.min(units)]) as usize;
@@ -90,8 +90,8 @@ impl Shape {
             .unwrap_or(0)
     }
 
-    /// Slots of a ring beyond its window: stages that lie between two that a warp consumes. A warp that waits for a stage must not meet
-    /// its slot's barrier in the phase before the last (`ring/plan.rs` has the reasoning).
+    /// Slots of a ring beyond its window: stages between two that a warp consumes. A warp that waits for a stage must not find its slot's
+    /// barrier in the phase before the last (`ring/plan.rs` has the reasoning).
     fn spare_slots(self, stages: usize) -> usize {
         let classes = CLASSES / self.cut;
         let (within, step) = (
@@ -100,7 +100,7 @@ impl Shape {
         );
         (0..CLASSES)
             .map(|at| {
-                // Rounds in which a warp has no stage at all count as passed over.
+                // Iterations in which a warp has no stage at all count as skipped.
                 let (mut passed, mut next) = (0, at);
                 let last = (within(at)..stages).step_by(step).next_back();
                 loop {
@@ -118,7 +118,7 @@ impl Shape {
     }
 }
 
-/// Bytes handed out one after the other.
+/// Consecutive allocation of bytes.
 struct Arena(usize);
 
 impl Arena {
@@ -129,7 +129,7 @@ impl Arena {
     }
 }
 
-/// Which of the prepared copies of x each matrix reads: matrices of one order share one.
+/// The packed copy of x that each matrix reads: matrices of one order share a copy.
 fn copies(matrices: &[&Matrix]) -> Vec<usize> {
     let mut found: Vec<usize> = Vec::new();
     for (i, matrix) in matrices.iter().enumerate() {
@@ -142,8 +142,8 @@ fn copies(matrices: &[&Matrix]) -> Vec<usize> {
     found
 }
 
-/// The units of all matrices with the end of each, {offset / 16, widths} in the halves of a word, and where each matrix's begin; none
-/// where there is no room for all.
+/// The units of all matrices with the end of each, {offset / 16, widths} in the halves of a word, and the index of each matrix's first
+/// unit. None if there is no room for all units.
 fn listed(matrices: &[&Matrix]) -> ([u32; LISTED], [i32; MATRICES]) {
     let (mut list, mut begin, mut at) = ([0; LISTED], [-1; MATRICES], 0);
     for (matrix, begin) in matrices.iter().zip(&mut begin) {
@@ -159,7 +159,7 @@ fn listed(matrices: &[&Matrix]) -> ([u32; LISTED], [i32; MATRICES]) {
     (list, begin)
 }
 
-/// Plans both launches for `m` rows; an error says why the kernels cannot take them.
+/// Plan both launches for `m` rows; an error says why the kernels cannot take them.
 pub(super) fn plan(
     caps: &Capabilities,
     matrices: &[&Matrix],
@@ -173,7 +173,7 @@ pub(super) fn plan(
     check_rows(m, MOST_ROWS)?;
     check_alike(matrices, gated)?;
     let full = Refusal::SharedMemory(caps.shared_per_block);
-    // A block of the launch that packs rows holds one of them.
+    // A block of the packing launch holds one row.
     if 2 * matrices[0].in_features() + 1024 > caps.shared_per_block {
         return Err(full);
     }
@@ -193,40 +193,40 @@ pub(super) fn plan(
             best = Some(plan);
         }
     }
-    // Shapes that share K between blocks are left out without clusters.
+    // Without clusters, shapes that share K between blocks are left out.
     let missing = (!caps.has(Feature::Clusters)).then_some(Refusal::Needs(Feature::Clusters));
     best.ok_or(missing.unwrap_or(full))
 }
 
-/// The rounds that groups of `cut` blocks have, a tile each or, gated, a pair of tiles.
+/// The iterations of groups of `cut` blocks: one tile each or, if gated, a pair of tiles.
 struct Deal {
     tiles: usize,
-    /// What groups are dealt: rounds, or pairs of rounds where one block has both tiles of a pair.
+    /// The unit of division among groups: iterations, or pairs of iterations if one block has both tiles of a pair.
     pairs: usize,
     groups: usize,
     rounds: usize,
-    /// Sums that a block gets from the others of its group.
+    /// Sums that a block receives from the others of its group.
     exchanges: usize,
-    /// Partial sums of a mail.
+    /// Partial sums of an exchange buffer.
     tiles_each: usize,
-    /// Gates that a block keeps until their partners are there.
+    /// Gates that a block keeps until it has their partners.
     gates: usize,
 }
 
 impl Deal {
     fn new(caps: &Capabilities, matrices: &[&Matrix], gated: bool, cut: usize) -> Self {
-        let turns = gated && cut == 1;
+        let alternating = gated && cut == 1;
         let tiles: usize = matrices.iter().map(|a| a.argument.tiles as usize).sum();
-        let pairs = tiles.div_ceil(if turns { 2 } else { cut });
+        let pairs = tiles.div_ceil(if alternating { 2 } else { cut });
         let groups = pairs.min(caps.sms / cut).max(1);
-        let rounds = pairs.div_ceil(groups) * if turns { 2 } else { 1 };
+        let rounds = pairs.div_ceil(groups) * if alternating { 2 } else { 1 };
         let (items, tiles_each) = if gated { (cut / 2, 2) } else { (cut, 1) };
         let exchanges = if cut > 1 {
             (rounds * items).div_ceil(cut)
         } else {
             0
         };
-        let gates = if turns { rounds / 2 } else { 0 };
+        let gates = if alternating { rounds / 2 } else { 0 };
         Self {
             tiles,
             pairs,
@@ -239,7 +239,7 @@ impl Deal {
     }
 }
 
-/// Where everything but the ring and the barriers stands in shared memory, from the end of the ring on.
+/// Places in shared memory of everything but the ring and the barriers, from the end of the ring on.
 struct Layout {
     parts: [Part; MATRICES],
     results_at: u32,
@@ -249,7 +249,7 @@ struct Layout {
 }
 
 impl Layout {
-    /// `own`: units of a block in each tile, in `stages` stages; `copies`: which prepared copy of x each matrix reads.
+    /// `own`: units of a block in each tile, in `stages` stages; `copies`: the packed copy of x that each matrix reads.
     fn new(
         matrices: &[&Matrix],
         copies: &[usize],
@@ -280,8 +280,9 @@ impl Layout {
             part
         });
         let results_at = arena.take(FINISHERS.min(deal.rounds) * CLASSES * PART_BYTES);
-        // Gates of a block's tiles stand there, too.
-        let exchange_at = arena.take((deal.exchanges * deal.tiles_each * 4).max(deal.gates) * PART_BYTES);
+        // Gates of a block's tiles share this memory.
+        let exchange_at =
+            arena.take((deal.exchanges * deal.tiles_each * 4).max(deal.gates) * PART_BYTES);
         let places_at = arena.take(16 * MATRICES);
         Some(Self {
             parts,
@@ -292,7 +293,7 @@ impl Layout {
         })
     }
 
-    /// All places moved behind a ring of so many bytes, which comes first so that its slots are aligned.
+    /// All places moved behind a ring of `ring` bytes, which comes first so that its slots are aligned.
     fn behind(mut self, ring: usize) -> Self {
         let by = ring as u32;
         for part in &mut self.parts {
@@ -312,12 +313,13 @@ impl Layout {
 struct Ring {
     slots: usize,
     window: usize,
-    /// Shared memory of a block, the ring included.
+    /// Shared memory of a block, including the ring.
     total: usize,
 }
 
 impl Ring {
-    /// The largest ring of slots of `stride` bytes, at least one more than `spare`, that leaves room for the rest; `mean`: bytes of a stage.
+    /// The largest ring of slots of `stride` bytes, at least one more than `spare`, that leaves room for the rest; `mean`: bytes of a
+    /// stage.
     fn largest(
         stride: usize,
         mean: usize,
@@ -346,7 +348,7 @@ impl Ring {
     }
 }
 
-/// The launch that packs rows, its addresses missing.
+/// The packing launch, without addresses.
 fn preparation(matrices: &[&Matrix], copies: &[usize], units: usize, m: usize) -> Preparation {
     let mut rows = Preparation {
         x: 0,
@@ -487,7 +489,7 @@ mod tests {
         }
     }
 
-    /// Most stages that lie between two that a warp consumes, by walking all of them.
+    /// Most stages between two that a warp consumes, by enumeration.
     fn longest_step(shape: Shape, stages: usize) -> usize {
         let classes = CLASSES / shape.cut;
         let (mut longest, rounds) = (0, 40);
@@ -507,7 +509,7 @@ mod tests {
     }
 
     #[test]
-    fn no_warp_steps_further_than_the_spare_slots_allow() {
+    fn spare_slots_cover_the_longest_step_of_a_warp() {
         for (cut, stage_log) in [(1, 3), (2, 1), (4, 1)] {
             let shape = Shape { cut, stage_log };
             for stages in 1..40 {
@@ -520,7 +522,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_never_asks_for_more_than_there_is() {
+    fn a_plan_fits_the_shared_memory() {
         for (units, bytes) in [
             (1, 1040),
             (16, 4112),

@@ -1,10 +1,10 @@
-//! What the kernels of 3 to 8 rows are given, as CUDA reads it.
+//! Parameters of the kernels of 3 to 8 rows, with the layout of the CUDA structs.
 
 use super::super::MatrixArgument;
 use super::super::ring::MATRICES;
 use crate::abi::assert_layout;
 
-/// Units that a launch's parameters have room for, and the end of each matrix's.
+/// Units that fit a launch's parameters, including the end of each matrix's.
 pub(super) const LISTED: usize = 64;
 
 /// `struct FewPart` of `kernels/linear/few.cuh`.
@@ -68,7 +68,7 @@ pub(super) struct Task {
 assert_layout!(Task, few_task::FewTask, { barriers_at, stage_stride, slots, window, count, cut, units, stages, stage_log, rounds, longer, tiles, gate, results_at, places_at, exchange_at, exchanges, m, y_kind, y_stride, scaled, copies, copy_bytes, x, multipliers, norm, squares, eps, k, y, residual, next, next_rows, next_squares, units_listed, parts as part });
 
 impl Task {
-    /// No addresses, sizes and places but these.
+    /// A task with only these parts, without addresses and sizes.
     pub(super) fn without_operands(parts: &[Part; MATRICES]) -> Self {
         Self {
             barriers_at: 0,

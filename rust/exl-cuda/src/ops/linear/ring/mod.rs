@@ -1,4 +1,4 @@
-//! The ring kernel: products of few rows, of up to three matrices over one input, with what stands around them in a layer.
+//! The ring kernel: matmuls of few rows, of up to three matrices over one input, with a fused norm prologue and epilogue.
 
 mod plan;
 
@@ -17,7 +17,7 @@ pub const MOST_ROWS: usize = 8;
 /// Most matrices of a launch.
 pub const MATRICES: usize = 3;
 
-/// RMS norm of the input before the product.
+/// RMS norm of the input before the matmul.
 #[derive(Clone, Copy, Debug)]
 pub struct Norm {
     /// `[in_features]` FP32, aligned to 16 bytes.
@@ -26,13 +26,13 @@ pub struct Norm {
     pub offset: f32,
 }
 
-/// One product; device addresses, row-major and contiguous.
+/// Operands of a matmul: device addresses, row-major and contiguous.
 #[derive(Clone, Copy, Debug)]
-pub struct Product {
+pub struct Matmul {
     /// `[m, in_features]` of `x_type`, F16 or BF16, aligned to 16 bytes.
     pub x: usize,
     pub x_type: Half,
-    /// `[m, sum of out_features]` of `y_type`, or `[m, out_features]` when gated.
+    /// `[m, sum of out_features]` of `y_type`, or `[m, out_features]` if gated.
     pub y: usize,
     pub y_type: Half,
     pub m: usize,
@@ -43,7 +43,7 @@ pub struct Product {
     pub norm: Option<Norm>,
 }
 
-/// Depth and window of the ring, for benchmarks that try others than the planned ones.
+/// Depth and window of the ring, for benchmarks that override the plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuning {
     pub slots: i32,
@@ -60,7 +60,7 @@ pub(super) fn takes(
     plan(caps, matrices, rows, epilogue, None).map(|_| ())
 }
 
-/// The launch of `rows` rows, its addresses missing.
+/// The launch of `rows` rows, without addresses.
 pub(super) fn planned(
     caps: &Capabilities,
     matrices: &[&Matrix],
@@ -71,7 +71,7 @@ pub(super) fn planned(
     plan(caps, matrices, rows, epilogue, tuning)
 }
 
-/// Bytes of shared memory of a block, where [`takes`] agrees.
+/// Bytes of shared memory of a block, if [`takes`] holds.
 #[cfg(test)]
 pub(super) fn shared_bytes(
     caps: &Capabilities,
@@ -84,7 +84,7 @@ pub(super) fn shared_bytes(
         .map(|plan| plan.shared)
 }
 
-/// How many activation rows one launch for these matrices takes on this GPU; 0 when it cannot run there.
+/// Number of activation rows that one launch for these matrices takes on this GPU; 0 if it cannot run there.
 #[cfg(test)]
 pub fn rows(caps: &Capabilities, matrices: &[&Matrix], epilogue: Epilogue) -> usize {
     (1..=MOST_ROWS)
@@ -93,14 +93,14 @@ pub fn rows(caps: &Capabilities, matrices: &[&Matrix], epilogue: Epilogue) -> us
         .unwrap_or(0)
 }
 
-/// The matmul in one launch, as planned for these matrices, rows and epilogue. Results are side by side in the order of `matrices`.
+/// The matmul in one launch, as planned for these matrices, rows and epilogue. Results of `matrices` are side by side in their order.
 ///
 /// # Safety
 /// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
 pub unsafe fn launch(
     to: Target,
     matrices: &[&Matrix],
-    op: &Product,
+    op: &Matmul,
     plan: &Plan,
 ) -> Result<(), CudaError> {
     let device = Device::get(to.device)?;
@@ -135,6 +135,6 @@ pub unsafe fn launch(
         programmatic: to.programmatic,
     };
     let mut arguments = kernel_arguments![task];
-    // SAFETY: the order is that of `ring_matmul`; validity is the caller's promise.
+    // SAFETY: the order is that of `ring_matmul`; the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }

@@ -1,4 +1,4 @@
-//! How a launch of the ring kernel is shared out among blocks and their shared memory.
+//! Division of a ring launch among blocks and their shared memory.
 
 use super::{MATRICES, MOST_ROWS, Tuning};
 use crate::abi::assert_layout;
@@ -10,25 +10,25 @@ use crate::ops::linear::{Matrix, MatrixArgument};
 /// Most stages of eight units in a tile.
 const MOST_STAGES: usize = 32;
 const RESULT_BUFFERS: usize = 4;
-/// Bytes in flight per multiprocessor beyond which everything else waits behind weights (spec/kernels-measured.md 6.1).
+/// Bytes in flight per SM; beyond this, queued weights delay all other memory traffic.
 const BYTES_IN_FLIGHT: usize = 33 * 1024;
-/// Bytes a ring holds when they fit: enough to ride out a hand-over between kernels.
+/// Bytes of a ring if they fit: enough to cover the transition between kernels.
 const RING_BYTES: usize = 130 * 1024;
-/// Stages of a ring beyond the window. A warp that has consumed stage i - 3 and now waits for stage i must not meet its slot's barrier in
-/// the phase before the last: then the test of its parity succeeds at once. That stage i - 3 has been issued says that all up to
-/// i - 3 - window have landed, so `window + 3` slots are enough: a warp passes over two stages at most, from one tile to the next. One
-/// more is kept where tiles of one stage stand beside longer ones ([`spare_slots`]), which classes dealt out otherwise needed.
+/// Stages of a ring beyond the window. A warp that has consumed stage i - 3 and now waits for stage i must not find its slot's barrier in
+/// the phase before the last: the test of its parity would then succeed too early. When stage i - 3 has been issued, all stages up to
+/// `i - 3 - window` have arrived. So `window + 3` slots are enough: a warp skips two stages at most, from one tile to the next. One more slot is
+/// kept if tiles of one stage are mixed with longer ones ([`spare_slots`]), which another division of classes needed.
 const SPARE_SLOTS: usize = 3;
-/// More than half of a multiprocessor's shared memory, so that one block is placed on each (spec/kernels-measured.md 6.2).
+/// More than half of an SM's shared memory, so that one block is placed on each SM.
 const LEAST_SHARED: usize = 116 * 1024;
 pub(super) const THREADS: u32 = 576;
-/// Of `Task::flags`: a warp keeps its class over tiles; a layout has rows in which no feature stands; one row of halves as it is, in one
-/// order; the first bit of those that name matrices with an order of rows of their own.
+/// Bits of `Task::flags`: a warp keeps its class over tiles; a layout has rows without a feature; one row of halves without a norm, in one
+/// order. FILLS is the first of the bits that name matrices with separate orders of rows.
 const KEEP: i32 = 1;
 const PADDED: i32 = 2;
 const ROW: i32 = 4;
 const FILLS: usize = 8;
-/// Longest row that the 512 threads of the kernel hold at once.
+/// Longest row that the kernel's 512 threads hold at once.
 const ROW_FEATURES: usize = 4 * 8 * 512;
 
 /// `struct Part` of `kernels/linear/ring_task.cuh`.
@@ -80,7 +80,7 @@ pub(super) struct Task {
 
 assert_layout!(Task, ring_task::Task, { barriers_at, stage_stride, slots, window, count, tiles, longer, gate, results_at, multipliers_at, x_stride, gates_at, flags, m, columns, x_kind, y_kind, y_stride, eps, offset, x, y, residual, norm, parts as part, stage_begin });
 
-/// Where a launch's data are in shared memory.
+/// Places of a launch's data in shared memory.
 #[derive(Clone, Debug)]
 pub struct Plan {
     pub(super) task: Task,
@@ -88,13 +88,13 @@ pub struct Plan {
     pub(super) deal: Deal,
 }
 
-/// Tiles, or pairs of them when gated, as blocks have them.
+/// Division of tiles (pairs of tiles if gated) among blocks.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Deal {
     pub(super) blocks: usize,
-    /// Of every block.
+    /// Tiles of every block.
     pub(super) tiles: usize,
-    /// How many blocks have one more.
+    /// Number of blocks with one more.
     pub(super) longer: usize,
 }
 
@@ -115,7 +115,7 @@ impl Deal {
     }
 }
 
-/// Fewest tiles of a block for which finding a warp's unit once pays.
+/// Fewest tiles of a block for which looking up a warp's unit once is faster.
 const KEPT_TILES: usize = 4;
 
 /// Whether a warp keeps its unit over tiles.
@@ -127,7 +127,7 @@ fn keeps(matrices: &[&Matrix], deal: Deal, gated: bool) -> bool {
             .all(|a| (9..=16).contains(&a.argument.unit_count))
 }
 
-/// `Task::flags`. `alone`: one row of halves, not normed.
+/// `Task::flags`. `alone`: one row of halves without a norm.
 fn flags(parts: &[Part], keep: bool, alone: bool) -> i32 {
     let row = alone
         && parts
@@ -159,7 +159,7 @@ fn stages(matrix: &Matrix) -> Option<[u32; MOST_STAGES + 1]> {
     Some(begin)
 }
 
-/// Bytes handed out one after the other.
+/// Consecutive allocation of bytes.
 struct Arena(usize);
 
 impl Arena {
@@ -170,12 +170,12 @@ impl Arena {
     }
 }
 
-/// Slots that a ring has beyond the window, for matrices of these numbers of stages.
+/// Slots of a ring beyond the window, for matrices with these numbers of stages.
 fn spare_slots(mut stages: impl Iterator<Item = usize> + Clone) -> usize {
     SPARE_SLOTS + usize::from(stages.clone().any(|s| s == 1) && stages.any(|s| s > 1))
 }
 
-/// Refuses what the kernel has no code for.
+/// Reject calls that the kernel does not support.
 fn check(
     caps: &Capabilities,
     matrices: &[&Matrix],
@@ -187,7 +187,7 @@ fn check(
     }
     check_rows(m, MOST_ROWS)?;
     check_alike(matrices, epilogue.gate)?;
-    // The kernel's 512 threads hold a whole row where they need its sum or maximum first.
+    // The kernel's 512 threads hold a whole row if they need its sum or maximum first.
     let widest = match epilogue {
         Epilogue { norm: true, .. } => 8192,
         Epilogue { bf16: true, .. } => 16384,
@@ -204,7 +204,7 @@ fn check(
 /// The stages of a launch's tiles.
 struct Stages {
     begin: [[u32; MOST_STAGES + 1]; MATRICES],
-    /// Bytes of a slot of the ring, and of a stage on average.
+    /// Bytes of a slot of the ring, and average bytes of a stage.
     stride: usize,
     mean: usize,
     /// Slots beyond the window.
@@ -235,7 +235,7 @@ impl Stages {
     }
 }
 
-/// Where data stand in shared memory behind a ring of so many slots.
+/// Places of data in shared memory, behind a ring of `slots` slots.
 struct Layout {
     parts: [Part; MATRICES],
     results_at: u32,
@@ -246,7 +246,7 @@ struct Layout {
 }
 
 impl Layout {
-    /// `columns`: rows of a result; `gates`: tiles whose gates are kept; rows of x of `x_stride` halves.
+    /// `columns`: rows of a result; `gates`: tiles whose gates are kept; rows of x have `x_stride` halves.
     fn new(
         matrices: &[&Matrix],
         slots: usize,
@@ -283,7 +283,7 @@ impl Layout {
         let results_at = arena.take(RESULT_BUFFERS * 16 * TILE * columns * 4);
         let multipliers_at = arena.take(32);
         let gates_at = arena.take(gates * columns * 64);
-        // As `Barriers` has them: those of slots in groups of four.
+        // As `Barriers` in the kernel: those of slots in groups of four.
         let barriers_at = arena.take((2 * slots.next_multiple_of(4) + 2 * RESULT_BUFFERS) * 8);
         Self {
             parts,
@@ -296,7 +296,7 @@ impl Layout {
     }
 }
 
-/// Plans a launch for `m` rows; an error says why the kernel cannot take it.
+/// Plan a launch for `m` rows; an error says why the kernel cannot take it.
 pub(super) fn plan(
     caps: &Capabilities,
     matrices: &[&Matrix],
@@ -321,7 +321,7 @@ pub(super) fn plan(
         (true, false) => 1,
         (true, true) => deal.most(),
     };
-    // 64 bytes past a multiple of 128: eight rows' loads meet no bank twice.
+    // 64 bytes past a multiple of 128: eight rows' loads have no bank conflicts.
     let x_stride = matrices.iter().map(|a| a.rows()).max().unwrap_or(0) + 32;
     let columns = m.next_multiple_of(2);
     let wanted = RING_BYTES.div_ceil(mean).clamp(5, 24);
@@ -330,11 +330,11 @@ pub(super) fn plan(
         Some(t) => t.slots as usize..=t.slots as usize,
         None => 1 + spare..=wanted,
     };
-    let laid_out =
+    let layout_of =
         |slots: usize| Layout::new(matrices, slots, stride, (m, columns, gates), x_stride);
     let (slots, layout) = candidates
         .rev()
-        .map(|slots| (slots, laid_out(slots)))
+        .map(|slots| (slots, layout_of(slots)))
         .find(|(_, layout)| layout.bytes <= space)
         .ok_or(full)?;
     let window = forced.map_or(((BYTES_IN_FLIGHT + mean / 2) / mean) as i32, |t| t.window);
@@ -389,7 +389,7 @@ mod tests {
     };
 
     #[test]
-    fn the_ring_of_four_bits_is_the_measured_one() {
+    fn the_ring_of_four_bits_has_the_measured_size() {
         let made = matrix(16, 2064);
         let plan = plan(&hopper(), &[&made], 1, Epilogue::default(), None).expect("fits");
         assert_eq!((plan.task.slots, plan.task.window), (9, 2));
@@ -399,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ring_never_asks_for_more_than_there_is() {
+    fn a_ring_fits_the_shared_memory() {
         for (units, bytes) in [(1, 1040), (16, 4112), (56, 2064), (56, 4112), (255, 4160)] {
             let made = matrix(units, bytes);
             for m in 1..=8 {
@@ -423,8 +423,8 @@ mod tests {
     }
 
     #[test]
-    fn a_long_tile_at_four_rows_leaves_slots_beyond_the_window() {
-        // 7 stages, the first of wide units: what hung with a window of two of its four slots.
+    fn long_tiles_of_four_rows_leave_slots_beyond_the_window() {
+        // 7 stages, the first of wide units: a window of two of its four slots would deadlock.
         let mut made = matrix(56, 2064);
         for (u, offset) in made.unit_offsets.iter_mut().enumerate() {
             *offset += 512 * u.min(7) as u32;
@@ -435,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn only_blocks_of_many_tiles_keep_a_warp_s_unit() {
+    fn only_blocks_of_many_tiles_keep_a_unit_per_warp() {
         let planned = |matrix: &Matrix, count: usize, gated| {
             let epilogue = Epilogue {
                 gate: gated,
@@ -453,7 +453,7 @@ mod tests {
         assert_eq!(gate_up.task.flags & KEEP, KEEP);
         assert_eq!((gate_up.deal.blocks, gate_up.deal.tiles), (132, 6));
         assert_eq!(gate_up.deal.longer, 896 - 132 * 6);
-        // Two columns of 16 features of seven pairs stand between this and what follows.
+        // Two columns of 16 features of seven pairs lie between the gates and the barriers.
         let task = gate_up.task;
         assert!(task.gates_at + 7 * 2 * 64 <= task.barriers_at);
         let keeps = |units, out_features| {
@@ -465,7 +465,7 @@ mod tests {
         assert!(!keeps(17, 128_256));
     }
 
-    /// A warp's class in the tile after one of so many stages, as `kernels/linear/ring.cuh` deals classes out.
+    /// A warp's class in the tile after one with `stages` stages, as `kernels/linear/ring.cuh` assigns classes.
     fn next_class(class: usize, stages: usize) -> usize {
         match (stages % 2, class) {
             (0, _) => (class + 5) % 16,
@@ -474,7 +474,7 @@ mod tests {
         }
     }
 
-    /// Most stages that lie between two that a warp consumes, over tiles of these lengths. `stay`: tiles in a row of one class.
+    /// Most stages between two that a warp consumes, over tiles of these lengths. `stay`: consecutive tiles of one class.
     fn longest_step(lengths: &[usize], stay: usize) -> usize {
         let mut longest = 0;
         for warp in 0..16 {
@@ -494,7 +494,7 @@ mod tests {
     }
 
     #[test]
-    fn no_warp_steps_further_than_the_spare_slots_allow() {
+    fn spare_slots_cover_the_longest_step_of_a_warp() {
         for stay in 1..=8 {
             assert!(longest_step(&[2; 64], stay) <= SPARE_SLOTS);
         }
@@ -517,8 +517,8 @@ mod tests {
     }
 
     #[test]
-    fn units_are_shared_out_evenly_over_tiles() {
-        // Units of the busiest warp: `down` of 8B; 5,120 features, of which three tiles are not even; 7,168.
+    fn units_are_divided_evenly_over_tiles() {
+        // Units of the busiest warp: `down` of 8B; 5,120 features, where three tiles remain; 7,168.
         for (units, tiles, most) in [
             (56, 2, 7),
             (56, 16, 56),
