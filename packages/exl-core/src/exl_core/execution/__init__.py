@@ -1,1 +1,1 @@
-"""How a step runs: from a batch of tokens to launches."""
+"""Running a step: from a batch of tokens to kernel launches."""

@@ -1,4 +1,4 @@
-"""How a chunk lies in the cache: one row of memory a sequence (`AttentionParams`), or pages (`PagedParams`)."""
+"""Places of a chunk's tokens in the cache: one row a sequence (`AttentionParams`), or pages (`PagedParams`)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,25 @@ __all__ = ["AttentionParams", "PagedParams"]
 
 @dataclass
 class AttentionParams:
-    """Contiguous mode: sequence b occupies row b of the cache, `past_len` tokens are already there.
+    """Contiguous mode: sequence b is in row b of the cache, after `past_len` stored tokens.
 
-    input_mask: additive [batch, past_len + seq_len], 0 = attend, -inf (or very negative) = ignore that key.
-    position_offsets: int [batch, 1] or [batch], added to the positions of RoPE, usually -(left padding).
-    rope_offsets: int [batch, 1] or [batch], added as well: how far positions are from places in the cache behind the
-    images before the chunk (or, if it begins inside an image, before that one). Without it the cache's own count holds.
+    Attributes:
+        batch_size: number of sequences.
+        seq_len: new tokens of each sequence; None for the number of ids.
+        past_len: stored tokens of each sequence; None for `cache.current_seq_len`.
+        input_mask: additive [batch, past_len + seq_len]; 0 attends to a key, -inf (or very negative) ignores it.
+        position_offsets: int [batch, 1] or [batch], added to the positions of RoPE, usually -(left padding).
+        paged: False.
+        alt_rope_embed: not supported.
+        non_causal_attn: not supported.
+        rope_offsets: int [batch, 1] or [batch], also added to the positions of RoPE: the offset of positions from
+            places in the cache after the images before the chunk (or, if the chunk begins inside an image, before that
+            image).
+            Default: the cache's own record.
+
+    Raises:
+        UnsupportedError: an option is not supported.
+        InputError: rope_offsets has a wrong shape.
     """
 
     batch_size: int = 1
@@ -41,7 +54,7 @@ class AttentionParams:
             raise UnsupportedError("bidirectional attention is not built in this version")
 
     def is_causal(self) -> bool:
-        """Whether nothing but causality restricts the keys."""
+        """Return whether only causality restricts the keys."""
         return self.input_mask is None
 
 
@@ -49,12 +62,22 @@ class AttentionParams:
 class PagedParams:
     """Paged mode: the cache is a pool of pages, each sequence a list of page numbers.
 
-    block_index: int32 [batch, max_pages], page numbers in logical order. cache_seqlens: int32 [batch], tokens already
-    stored for each sequence; the q_len new ones of row b go to logical positions cache_seqlens[b] onwards.
-    max_cache_seqlen: the largest of them (informative). q_len, equal for all rows, must match the ids.
-    q_lens: int32 [batch], at least 1 each, for rows of different lengths: the ids are then [1, sum of q_lens], one row
-    after the other, and so are results; q_len is 0 or that sum. For prompts of several sequences in one pass.
-    rope_offsets: int [batch] or [batch, 1], added to the positions of RoPE, as in `AttentionParams`; None means 0.
+    Attributes:
+        batch_size: number of sequences.
+        block_index: int32 [batch, max_pages], page numbers in logical order.
+        cache_seqlens: int32 [batch], tokens already stored for each sequence. The q_len new tokens of row b go to
+            logical positions cache_seqlens[b] onwards.
+        max_cache_seqlen: the largest of cache_seqlens (informative).
+        page_size: tokens of a page.
+        q_len: new tokens of each row, equal to that of the ids; 0 for any.
+        alt_rope_embed: not supported.
+        rope_offsets: int [batch] or [batch, 1], added to the positions of RoPE, as in `AttentionParams`; None means 0.
+        q_lens: int32 [batch], at least 1 each, for rows of different lengths, such as prompts of several sequences. Ids
+            and results are then [1, sum of q_lens], one row after the other; q_len is 0 or that sum.
+
+    Raises:
+        UnsupportedError: an option is not supported.
+        InputError: a tensor has a wrong shape or type.
     """
 
     batch_size: int

@@ -25,7 +25,7 @@ class Sharding(Protocol):
     """Attention whose heads are on several devices."""
 
     def attend(self, attention: Any, h: Tensor, step: Step) -> Tensor:
-        """Compute `attention.attend(h, step)`, a `layers.Attention`, whose file imports this one."""
+        """Compute `attention.attend(h, step)`; `attention` is a `layers.Attention`, whose file imports this one."""
         ...
 
 
@@ -33,33 +33,33 @@ class Sharding(Protocol):
 class Step:
     """One chunk on its way through the modules: T = batch * q_len token rows, sequence by sequence.
 
-    Built by `exl_core.execution.step`; modules read it and do not change it.
+    `exl_core.execution.step` builds a step; modules read it and do not change it.
     """
 
     batch_size: int
     q_len: int
     rows: Tensor  # int32 [T], row of block_table
-    positions: Tensor  # int32 [T], last place that is visible: the token's own, in a picture that sees itself its last
+    positions: Tensor  # int32 [T], last visible place: the token's own; in images that see themselves the image's last
     slots: Tensor  # int64 [T], place in the cache
     block_table: Tensor  # int32 [B, max_pages]
-    rope_positions: Tensor  # int64 [T], position that is rotated by
+    rope_positions: Tensor  # int64 [T], rows of cos and sin
     cos: Tensor  # float32 [S, rotary_dim / 2]
     sin: Tensor
     pages: Callable[[int], KVPages]  # of a layer
     key_mask: Tensor | None = None  # float32 [B, S], added to the logits of each key
-    max_keys: int | None = None  # every position is below it
+    max_keys: int | None = None  # exclusive upper bound of positions
     abort_event: Event | None = None
-    loras: tuple[Adapter, ...] = ()  # the adapters of every row: linears take them
-    embeddings: tuple[EmbeddedRows, ...] = ()  # rows that ids from EMBEDDING_INDEX on stand for
-    alt: tuple[Tensor, Tensor] | None = None  # cos and sin of a second table, where the family has one
-    sharding: Sharding | None = None  # where attention heads are, if on several devices; used instead of `pages`
+    loras: tuple[Adapter, ...] = ()  # the adapters of every row, applied by the linears
+    embeddings: tuple[EmbeddedRows, ...] = ()  # rows of ids from EMBEDDING_INDEX on
+    alt: tuple[Tensor, Tensor] | None = None  # cos and sin of a second table, if the family has one
+    sharding: Sharding | None = None  # runs attention if heads are on several devices; `pages` is unused then
     elsewhere: dict[torch.device, Step] = field(default_factory=dict, repr=False)  # the same step on other devices
-    # Of tokens in pictures that see themselves: their numbers int64 [n], their own places int32 [n].
+    # Of tokens in images that see themselves: their numbers int64 [n], their own places int32 [n].
     pictures: tuple[Tensor, Tensor] | None = None
     _tokens: dict[tuple[bool, LayerRope], Tokens] = field(default_factory=dict, repr=False)
 
     def table(self, rope: LayerRope) -> tuple[Tensor, Tensor]:
-        """(cos, sin) that a layer rotates by; without columns for a layer that does not."""
+        """Return (cos, sin) of a layer; without columns for a layer without rotation."""
         if rope == "none":
             return self.cos[:, :0].contiguous(), self.sin[:, :0].contiguous()
         if rope == "alt":
@@ -68,7 +68,7 @@ class Step:
         return self.cos, self.sin
 
     def tokens(self, interleaved: bool, rope: LayerRope = "main") -> Tokens:
-        """The same facts in the form that fused blocks take; made once for all layers."""
+        """Return the step in the form that fused blocks take; cached for all layers."""
         made = self._tokens.get((interleaved, rope))
         if made is None:
             cos, sin = self.table(rope)

@@ -1,8 +1,9 @@
-"""Captured decode steps of one model: which there are, when one applies, what to do when it does not.
+"""Captured decode steps of one model: which exist, when one applies, and the fallback.
 
 A captured step is recorded once with static inputs and replayed as one launch. It holds the plan's launches
-(`fused.py`) where a plan covers the model and no row has an adapter, else the modules' own forward pass, bitwise
-identical to the eager pass. Grids and workspaces depend on the bucket only, lengths and tables are read on the device.
+(`fused.py`) where a plan covers the model and no row has an adapter, else the modules' own forward pass. The results
+are bitwise identical to the eager pass. Grids and workspaces depend on the bucket only; kernels read lengths and tables
+on the device.
 """
 
 from __future__ import annotations
@@ -45,30 +46,30 @@ GRAPHS_VARIABLE = "EXL_CUDA_GRAPHS"  # "0": always launch operator by operator
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MAX_Q_LEN = 8
 MAX_SETS = 32  # most combinations of adapters that rows of captured steps can have at a time
-PLACE_PARTS = 4  # numbers of `_place`; the version of the adapters follows where there are any
+PLACE_PARTS = 4  # numbers of `_place`; the version of the adapters follows in keys of steps with adapters
 MAX_GRAPHS = 64
-"""Most captured steps of one cache; beyond, the oldest is forgotten (a few megabytes of GPU memory each)."""
+"""Most captured steps of one cache. Beyond them the oldest is dropped, since each takes a few MB of GPU memory."""
 
-# Fields of a step that change from replay to replay, and those that stay; any other must be at rest.
+# Fields of a step that change from replay to replay, and constant fields. All others must be empty.
 _STATIC = {"rows", "positions", "slots", "block_table", "rope_positions"}
 _CONSTANT = {"batch_size", "q_len", "cos", "sin", "pages", "max_keys", "alt"}
 
 
 FIRST_PAUSE, LONGEST_PAUSE = 64, 4096
-"""Eager steps of a bucket after its first failed capture before the next try, which double with every failure, and the
-most of them."""
+"""Number of eager steps of a bucket between its first failed capture and the next try, which doubles with every
+failure, and its upper limit."""
 
 
 class _NotCapturableError(Exception):
-    """Why a step cannot be captured; stays in this file."""
+    """The reason why a step cannot be captured; never leaves this module."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureFailure:
-    """Why steps of one bucket run eagerly for now, and for how long."""
+    """The reason why steps of one bucket run eagerly for now, and for how many steps."""
 
     bucket: Bucket
-    kind: type[Exception]  # of the error: torch.OutOfMemoryError, DeviceError, ...
+    kind: type[Exception]  # class of the error: torch.OutOfMemoryError, DeviceError, ...
     text: str
     tries: int
     pause: int  # eager steps of this bucket until the next try
@@ -81,18 +82,18 @@ class CaptureFailure:
 
 @dataclass
 class _Graph:
-    """A captured step with everything its addresses point to."""
+    """A captured step with everything that its addresses refer to."""
 
     graph: torch.cuda.CUDAGraph
     inputs: StepInputs
     logits: Tensor  # float32 [tokens, padded vocabulary]
-    kept: tuple[Tensor, ...]  # rope tables, counters of attention, memory in which products' blocks meet
+    kept: tuple[Tensor, ...]  # rope tables, counters of attention, inter-block workspaces
     adapters: RowAdapters | None = None
-    slots: list[int] = field(default_factory=list)  # that the adapters' tensor holds once the stream is here
+    slots: list[int] = field(default_factory=list)  # contents of the adapters' tensor at this point of the stream
     views: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def send_slots(self, slots: list[int]) -> None:
-        """Queue the copy of the adapters of the first rows; the others are padding. Nothing where they are there."""
+        """Queue the copy of the adapters of the first rows unless the GPU has them; the other rows are padding."""
         if self.adapters is None or slots == self.slots:
             return
         padded = slots + [-1] * (len(self.adapters.slots) - len(slots))
@@ -101,7 +102,7 @@ class _Graph:
         self.slots = slots
 
     def logits_of(self, batch: int, q_len: int) -> Tensor:
-        """[batch, q_len, columns], a view made once: making it costs the host 3 us a step."""
+        """Return a cached view [batch, q_len, columns], since making one costs host time in every step."""
         view = self.views.get((batch, q_len))
         if view is None:
             with torch.inference_mode(False):
@@ -110,10 +111,10 @@ class _Graph:
 
 
 class NextStep:
-    """A captured step that waits for its ids. To be run before anything else of its model is, or not at all.
+    """A captured step that waits for its ids. It must run before any other pass of its model, or never.
 
     Its logits are float32 [B, q, padded vocabulary], in memory that the model's next step overwrites: `is_current` says
-    whether none has.
+    whether the logits are still valid.
     """
 
     __slots__ = (
@@ -139,12 +140,19 @@ class NextStep:
 
     @property
     def is_current(self) -> bool:
-        """Whether the logits returned last are still this step's: no captured step of the model has run since."""
+        """Whether the logits returned last are valid: no captured step of the model has run since."""
         return self._number == self._owner.steps
 
     def run(self, ids: Tensor) -> Tensor | None:
-        """Queues the step of ids [B, q], int64 on the CPU, or of any integers on the model's GPU in stream order; those
-        are cut to the vocabulary. Returns its logits. None, and nothing is queued, if the ids are not right."""
+        """Queue the step with its ids and return its logits.
+
+        Args:
+            ids: [B, q], int64 on the CPU, or any integers on the model's GPU in stream order, which are clamped to the
+                vocabulary.
+
+        Returns:
+            The logits; None, with nothing queued, if the ids are invalid.
+        """
         there = ids.is_cuda
         tokens = None if there else _on_cpu(ids, torch.int64)
         if (tokens is None and not there) or tuple(ids.shape) != self._shape or not self._send(tokens):
@@ -154,8 +162,10 @@ class NextStep:
         return self.launch()
 
     def inputs(self) -> NextInputs | None:
-        """Everything but the ids, int64 [B * q] on the model's GPU, to be copied and filled in by what is queued until
-        `launch`. None if the step is not right."""
+        """Return the inputs that work queued before `launch` must copy and fill in; None if the step is invalid.
+
+        The ids are int64 [B * q] on the model's GPU; the other inputs are staged for the copy.
+        """
         inputs = self._captured.inputs.stage(*self._inputs, self._limits, self._offsets)
         return None if inputs is None else NextInputs(self._ids(), self._limits[0], inputs)
 
@@ -169,7 +179,7 @@ class NextStep:
             raise _typed(error) from error
 
     def launch(self) -> Tensor:
-        """Queues the step whose inputs have been copied and whose ids have been filled in; returns its logits."""
+        """Queue the step after its inputs were copied and its ids filled in; return its logits."""
         self._owner.steps += 1
         try:
             self._captured.send_slots(self._slots)
@@ -186,17 +196,18 @@ def _typed(error: RuntimeError) -> Exception:
 
 
 class DecodeGraphs:
-    """The captured steps of one model, made as buckets are met. As the model: one thread at a time, on one stream.
+    """The captured steps of one model, made when a bucket is first needed. One thread at a time, on one stream.
 
-    `reason` says why the last paged step of few tokens was launched eagerly, None when it was not; `plan_reason` why
-    steps are captured as the modules' own passes rather than by the plan (`fused.py`), None when they are not.
+    `reason` says why the last paged step of few tokens was launched eagerly; None when it was captured. `plan_reason`
+    says why steps are captured as the modules' own passes rather than by the plan (`fused.py`); None when the plan is
+    used.
 
-    A capture that fails, for want of memory say, leaves the others alone: its bucket runs eagerly and is tried again,
-    after 64 of its steps, then 128 and so on; `failures` has those buckets. A model that cannot be captured at all is
-    not tried again before `clear`, or before its modules change.
+    A failed capture, for lack of memory for example, does not affect other buckets. Its bucket runs eagerly and is
+    tried again after 64 of its steps, then 128 and so on; `failures` lists those buckets. A model that cannot be
+    captured at all is not tried again before `clear` or a change of its modules.
 
-    Steps are of the modules that stand in the model. A hook that is put in (`Intervention`) leaves what is captured for
-    when it is taken out; another module in the place of one drops it.
+    Steps belong to the model's modules. Captured steps are kept while a hook (`Intervention`) is in place, for use
+    after its removal. Replacing a module drops them.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -211,18 +222,21 @@ class DecodeGraphs:
         self._refused: str | None = None
         self._exact_batch = False
         self._sets: dict[tuple[Adapter, ...], int] = {}  # adapters that rows of captured steps may have -> their slot
-        self._versions = 0  # of these
-        self._arrangement: list[Module] | None = None  # that `_refused` is about
-        self._modules: list[Module] | None = None  # that all this is of, without hooks
+        self._versions = 0  # counts changes of `_sets`
+        self._arrangement: list[Module] | None = None  # the modules that `_refused` refers to
+        self._modules: list[Module] | None = None  # the modules, without hooks, that the captured steps belong to
         self.longest = 0  # tokens of the longest sequence after the last captured step
-        self.steps = 0  # captured steps run so far, each of which may write over the logits of another
+        self.steps = 0  # captured steps run so far; each may overwrite the logits of another
         self.reason: str | None = None
         self.plan_reason: str | None = None
 
     # ------------------------------------------------------------------------------------------------------- the step
 
     def takes(self, model: LanguageModel, *, step: bool) -> bool:
-        """Whether passes of this model may be captured or planned. With `step`, `reason` gets why not."""
+        """Return whether passes of this model may be captured or planned.
+
+        With `step`, `reason` gets the reason if not.
+        """
         why = self._refusal_of(model)
         if step and why is not None:
             self.reason = why
@@ -235,10 +249,19 @@ class DecodeGraphs:
         params: PagedParams,
         adapters: Sequence[tuple[Adapter, ...]] = (),
     ) -> Tensor | None:
-        """Logits float32 [B, q, padded vocabulary] of a step over pages, or None: the caller runs it without a graph.
+        """Run a step over pages as a captured step.
 
-        The logits lie in memory that the next call overwrites. None for whatever is not covered or not right: the eager
-        way has the checks that say what is wrong.
+        Args:
+            ids: [B, q].
+            cache: the cache of the pages.
+            params: paged parameters.
+            adapters: of each row; () where no row has any.
+
+        Returns:
+            Logits float32 [B, q, padded vocabulary], in memory that the next call overwrites. None where no captured
+            step
+            covers the arguments or an argument is invalid: the caller runs the step eagerly, with checks and error
+                messages.
         """
         batch, q_len = ids.shape
         prepared = None if params.batch_size != batch else self.prepare(q_len, cache, params, adapters)
@@ -251,8 +274,10 @@ class DecodeGraphs:
         params: PagedParams,
         adapters: Sequence[tuple[Adapter, ...]] = (),
     ) -> NextStep | None:
-        """All of a step of `q_len` tokens a row that can be done before its ids are known; None as for `step`.
-        adapters: of each row, () where no row has any."""
+        """Do all work of a step of `q_len` tokens a row that does not need its ids; None as for `step`.
+
+        adapters: of each row; () where no row has any.
+        """
         batch = params.batch_size
         if q_len > MAX_Q_LEN or batch * q_len > PACKED_ROWS or cache is None or params.q_lens is not None:
             return None
@@ -266,7 +291,7 @@ class DecodeGraphs:
         offsets = None if params.rope_offsets is None else _offsets(params.rope_offsets, past)
         if params.rope_offsets is not None and offsets is None:
             return None
-        longest = max(past.tolist(), default=0) + q_len  # a tensor's own maximum costs the host four times as much
+        longest = max(past.tolist(), default=0) + q_len  # faster on the host than the tensor's own maximum
         if longest > min(table.shape[1] * size, model.config.max_seq_len):
             return None
         if adapters and batch * q_len > KERNEL_ROWS:
@@ -288,8 +313,11 @@ class DecodeGraphs:
         self._drop([key for key in self._graphs if len(key) > PLACE_PARTS])
 
     def _slots_of(self, model: LanguageModel, adapters: Sequence[tuple[Adapter, ...]]) -> list[int] | None:
-        """The slot of each row's adapters, -1 for none. None where captured steps cannot have them; `reason` says why.
-        Adapters not met before end the captured steps with others: their tables have no place for more."""
+        """Return the slot of each row's adapters, -1 for none.
+
+        None where captured steps cannot have these adapters; `reason` says why. New adapters invalidate the captured
+        steps with others, whose tables have no room for more.
+        """
         new = list(dict.fromkeys(found for found in adapters if found and found not in self._sets))
         if new:
             self.reason = _not_captured(model, new)
@@ -303,7 +331,7 @@ class DecodeGraphs:
         return [self._sets[found] if found else -1 for found in adapters]
 
     def prompt_plan(self, step: Step) -> DecodePlan | None:
-        """The plan for a pass that is no captured step; None where the modules' own passes are the way."""
+        """Return the plan for a pass that is no captured step; None where the modules run their own passes."""
         model = self._model()
         if model is None or model.device is None or model.device.type != "cuda" or self._refusal_of(model):
             return None
@@ -319,7 +347,7 @@ class DecodeGraphs:
         return self._plan
 
     def clear(self) -> None:
-        """Forget every captured step and give its memory back."""
+        """Drop every captured step and free its memory."""
         self._drop(list(self._graphs))
         self._sets.clear()
         self._failed.clear()
@@ -331,7 +359,7 @@ class DecodeGraphs:
 
     @property
     def count(self) -> int:
-        """How many steps are captured."""
+        """Number of captured steps."""
         return sum(len(held) for held in self._graphs.values())
 
     @property
@@ -346,7 +374,7 @@ class DecodeGraphs:
             del self._graphs[key]
         self._failed = {at: failure for at, failure in self._failed.items() if at[0] in self._graphs}
         if not self.count:
-            self._pool = None  # torch forgets a pool with its last graph; its number must not be used again
+            self._pool = None  # torch drops a pool with its last graph; its number must not be used again
 
     def _usable(self, model: LanguageModel) -> bool:
         self.reason = self._refusal_of(model)
@@ -356,13 +384,13 @@ class DecodeGraphs:
         found = model.arrangement
         if self._arrangement is not found:
             refused = _refusal(model)
-            # What is captured waits while a hook is in, and serves again when the same modules stand without it.
+            # Captured steps are kept while a hook is in place, and used again when the same modules run without it.
             modules = [_without_hooks(module) for module in found]
             if self._modules != modules:
                 self.clear()
                 self._modules = modules
             if refused is None:
-                # torch's products of float matrices may change with the number of rows: no padding there.
+                # torch's matmuls of float matrices may change with the number of rows, so these batches get no padding.
                 self._exact_batch = any(linear.loaded_matrix.format == "float" for linear in model.linears())
             self._arrangement, self._refused = found, refused
         return self._refused
@@ -372,7 +400,7 @@ class DecodeGraphs:
         if rows * q_len > PACKED_ROWS:
             rows = batch
         pages = -(-longest // page_size)
-        # Four buckets an octave: a launch is planned for all of its bucket's keys.
+        # Four buckets an octave: a launch is planned for all keys of its bucket.
         grain = 1 << max(0, (pages - 1).bit_length() - 3)
         return Bucket(rows, q_len, min(-(-pages // grain) * grain, places), page_size)
 
@@ -386,7 +414,7 @@ class DecodeGraphs:
             return held[bucket]
         if held is None:
             known = any(k[0] == key[0] for k in self._graphs)
-            current = (place, (*place, self._versions))  # others: the cache's tensors moved, other adapters
+            current = (place, (*place, self._versions))  # other keys: the cache's tensors moved, or adapters changed
             self._drop([k for k in self._graphs if k[:2] == key[:2] and k not in current])
             self._graphs[key] = {}
             if not known:
@@ -405,7 +433,7 @@ class DecodeGraphs:
         except (DeviceError, RuntimeError) as error:
             tries = 1 if failure is None else failure.tries + 1
             pause = min(FIRST_PAUSE << (tries - 1), LONGEST_PAUSE)
-            # Not the error itself, whose frames hold what was allocated for the capture.
+            # Not the error itself, whose frames keep the memory allocated for the capture alive.
             failure = CaptureFailure(bucket, type(error), str(error), tries, pause)
             self._failed[key, bucket] = failure
             self.reason = str(failure)
@@ -450,12 +478,15 @@ class DecodeGraphs:
         return _Graph(graph, inputs, logits, kept, rows, [-1] * bucket.tokens)
 
     def _capture(self, body: Callable[[Tensor], None], logits: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Records what `body` launches to fill `logits`, once it has run; with attention's counters."""
+        """Record the launches by which `body` fills `logits`, after one run that is not recorded.
+
+        Also returns the counters.
+        """
         device = logits.device
-        # A step is prepared, and so captured, while somebody has still to read the logits of the one before.
+        # A step may be captured while another reader still needs the logits of the previous step.
         scratch = torch.empty_like(logits)
         current = torch.cuda.current_stream(device)
-        # One stream for all captures: torch's allocator keeps what a stream has freed for that stream alone.
+        # One stream for all captures: torch's allocator reuses memory freed on a stream for that stream only.
         if self._stream is None or self._stream.device != device:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream = self._stream
@@ -466,7 +497,7 @@ class DecodeGraphs:
             stream.wait_stream(current)
             try:
                 with torch.cuda.stream(stream), counters(device) as held, workspaces_in(self._workspaces):
-                    body(scratch)  # every row is padding: it is stored nowhere
+                    body(scratch)  # every row is padding, which is not stored
                     stream.synchronize()
                     all_read()
                     graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -477,19 +508,19 @@ class DecodeGraphs:
                         raise
                     graph.capture_end()
             finally:
-                # Also after a failure halfway: what was launched still reads memory that is free for others from here.
+                # Also after a partial failure: queued launches still read memory that others may reuse from here on.
                 current.wait_stream(stream)
         return graph, held
 
     def _logits_of(self, tokens: int, columns: int, device: torch.device) -> Tensor:
-        """One buffer for all steps of a size: a step's logits hold until the next step."""
+        """Return one buffer for all steps of a size: a step's logits are valid until the next step."""
         if tokens not in self._logits:
             self._logits[tokens] = torch.empty((tokens, columns), dtype=torch.float32, device=device)
         return self._logits[tokens]
 
 
 def _abandon(graph: torch.cuda.CUDAGraph) -> None:
-    """Ends a capture that failed, so that the stream can be used again; the failure itself is being raised."""
+    """End a failed capture, so that the stream can be used again; the caller raises the failure itself."""
     with contextlib.suppress(RuntimeError):
         graph.capture_end()
 
@@ -507,7 +538,7 @@ def _without_hooks(module: Module) -> Module:
 
 
 def _refusal(model: LanguageModel) -> str | None:
-    """Why no step of this model can be captured."""
+    """Return why no step of this model can be captured, or None."""
     if model.device is None or model.device.type != "cuda":
         return "the model is not on a GPU"
     if os.environ.get(GRAPHS_VARIABLE, "1").strip() == "0":
@@ -515,9 +546,9 @@ def _refusal(model: LanguageModel) -> str | None:
     if model.config.no_graphs:
         return "config.no_graphs asks for eager launches"
     if model.tp_context is not None:
-        return "the matrices are cut over several devices"
+        return "the matrices are sharded over several devices"
     if model.placement.several:
-        return "the model lies on several devices"
+        return "the model is on several devices"
     if any(isinstance(module, Intervention) for module in model.modules):
         return "a module is wrapped in an Intervention"
     if not isinstance(model.modules[-1], Head):
@@ -529,21 +560,21 @@ def _refusal(model: LanguageModel) -> str | None:
 
 
 def _on_cpu(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The tensor as contiguous numbers of `dtype` in CPU memory; None if it is elsewhere."""
+    """Return the tensor as contiguous CPU memory of `dtype`; None if it is on another device."""
     if not tensor.is_cpu:
         return None
     return tensor if tensor.dtype == dtype and tensor.is_contiguous() else tensor.to(dtype).contiguous()
 
 
 def _offsets(offsets: Tensor, past: Tensor) -> Tensor | None:
-    """int64 [batch], to be added to rope positions; None where that leads out of the tables of a captured step."""
+    """Return int64 [batch] to add to rope positions; None where a sum is outside the tables of a captured step."""
     found = offsets.reshape(-1).to("cpu", torch.int64)
     inside = found.shape == past.shape and int(found.max()) <= 0 and int((past + found).min()) >= 0
     return found if inside else None
 
 
 def _place(cache: ExLlamaV2CacheBase, page_size: int) -> tuple[int, ...]:
-    """Which cache, and where its tensors are (they are made together): a captured step is bound to these addresses."""
+    """Return which cache it is and where its tensors, allocated together, are: captured steps hold these addresses."""
     ends = (cache.pages(layer, page_size).value.data_ptr() for layer in (0, cache.num_hidden_layers - 1))
     return (id(cache), page_size, *ends)
 
@@ -551,7 +582,7 @@ def _place(cache: ExLlamaV2CacheBase, page_size: int) -> tuple[int, ...]:
 def _static_step(
     model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, inputs: StepInputs, device: torch.device
 ) -> Step:
-    """A step over `inputs` that is right for every length the bucket's pages can hold."""
+    """Build a step over `inputs` that is valid for every length that the bucket's pages can hold."""
     longest = min(bucket.pages * bucket.page_size, model.config.max_seq_len)
     params = PagedParams(
         batch_size=bucket.batch,
@@ -566,7 +597,7 @@ def _static_step(
     )
     for name in (f.name for f in fields(Step)):
         if name not in _STATIC | _CONSTANT and not name.startswith("_") and not _at_rest(getattr(step, name)):
-            raise _NotCapturableError(f"the step carries {name}, which captured steps do not know")
+            raise _NotCapturableError(f"the step has {name}, which captured steps do not support")
     return replace(
         step,
         rows=inputs.rows,
@@ -579,8 +610,8 @@ def _static_step(
 
 
 def _not_captured(model: LanguageModel, sets: Sequence[tuple[Adapter, ...]]) -> str | None:
-    """Why rows of captured steps cannot have these adapters."""
-    # The head and routers give float32, which the kernels of adapters do not add to.
+    """Return why rows of captured steps cannot have these adapters, or None."""
+    # The head and routers return float32, which the kernels of adapters cannot add to.
     keys = {linear.key for m in model.modules if not isinstance(m, Head | MoE) for linear in m.submodules()}
     for adapter in (adapter for adapters in sets for adapter in adapters):
         if adapter.replacements or adapter.embedding is not None or adapter.embedding_pair is not None:
@@ -588,7 +619,7 @@ def _not_captured(model: LanguageModel, sets: Sequence[tuple[Adapter, ...]]) -> 
         if not keys.issuperset(adapter.touched):
             return "an adapter changes the head or a layer of experts"
         if any(pair.entry is None for pair in adapter.pairs.values() if isinstance(pair, LoraPair)):
-            return "an adapter has values or a shape that its kernels do not take"
+            return "an adapter has values or a shape that its kernels do not support"
     return None
 
 

@@ -17,15 +17,16 @@ __all__ = ["EAGER", "Eager", "first_step"]
 
 
 class Eager:
-    """Module by module. A module decides for itself how it computes its part; nothing is joined across modules."""
+    """Run module by module. Each module decides how it computes its part; no launches span modules."""
 
     def run(self, model: LanguageModel, asked: ForwardPass) -> dict[str, Any] | None:
+        """Run a pass module by module; see `Executor.run`."""
         asked = checked(model, asked)
         with out_of_memory_as_error("run the model"):
             return run_modules(model, asked, self.step(model, asked))
 
     def step(self, model: LanguageModel, asked: ForwardPass) -> Step:
-        """The step that the modules read."""
+        """Build the step that the modules read."""
         return first_step(model, asked)
 
 
@@ -33,7 +34,7 @@ EAGER = Eager()
 
 
 def first_step(model: LanguageModel, asked: ForwardPass, parallel: TensorParallel | None = None) -> Step:
-    """The step of a checked pass on the device of the first layer; the embedding may be on another."""
+    """Build the step of a checked pass on the device of the first layer; the embedding may be on another device."""
     batch, q_len = asked.ids.shape
     assert asked.params is not None, "checked"
     return build_step(
@@ -54,7 +55,7 @@ def first_step(model: LanguageModel, asked: ForwardPass, parallel: TensorParalle
 
 
 def run_modules(model: LanguageModel, asked: ForwardPass, first: Step) -> dict[str, Any] | None:
-    """Every module in order, with the hidden state carried from device to device. None when aborted."""
+    """Run every module in order and move the hidden state from device to device. None when aborted."""
     (batch, q_len), place, step = asked.ids.shape, model.placement, first
     result: dict[str, Any] = {}
     extract = asked.extracted

@@ -17,16 +17,22 @@ class ExecutableModel(LanguageModel, Protocol):
     """A model with its captured steps."""
 
     @property
-    def decode(self) -> DecodeGraphs: ...
+    def decode(self) -> DecodeGraphs:
+        """The captured steps of the model."""
 
 
 class Executor(Protocol):
-    """One way to run forward passes. It keeps no state of a model."""
+    """One way to run forward passes. An executor keeps no state of a model."""
 
     def run(self, model: ExecutableModel, asked: ForwardPass) -> dict[str, Any] | None:
         """Run a pass, store its keys and values, and move `cache.current_seq_len`.
 
-        Returns the keys of `ExLlamaV2.forward_chunk` that apply; None if the pass was aborted, in which case
-        current_seq_len has not moved. Raises as `forward_pass.checked`, before anything is computed, and DeviceError.
+        Returns:
+            The keys of `ExLlamaV2.forward_chunk` that apply. None if the pass was aborted; current_seq_len is then
+            unchanged.
+
+        Raises:
+            DeviceError: the GPU ran out of memory or was lost. Errors of `forward_pass.checked` are raised before
+                anything is computed.
         """
         ...

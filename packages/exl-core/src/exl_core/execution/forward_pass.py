@@ -1,4 +1,4 @@
-"""A forward pass as it is asked for: tokens, where they go, and the results that the caller wants."""
+"""A forward pass as data: tokens, their places in the cache, and the results that the caller wants."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ __all__ = ["ForwardPass", "checked"]
 class ForwardPass:
     """One chunk of tokens for a model. `ExLlamaV2.forward_chunk` describes the arguments.
 
-    Until `is_checked` the values are the caller's own and may be wrong. A captured step needs no checks beyond its own,
-    so the other executors check.
+    Until `is_checked` the values are the caller's and may be invalid. Executors check them; captured steps have
+    separate, faster checks.
     """
 
     ids: Tensor
@@ -63,8 +63,10 @@ class ForwardPass:
 
     @property
     def fusable(self) -> bool:
-        """Whether joined launches or captured ones compute all that is asked for: no embeddings, no mask, no state, and
-        adapters in captured steps alone."""
+        """Whether joined or captured launches can compute the pass.
+
+        They support no embeddings, masks or states, and adapters only in captured steps.
+        """
         if (self.loras or self.row_loras or self.adapters) and not self.capturable:
             return False
         if self.embeddings or self.return_last_state or self.extract:
@@ -78,7 +80,7 @@ class ForwardPass:
         return plain and isinstance(self.params, PagedParams)
 
     def end(self) -> int:
-        """Tokens of the longest sequence after the pass; of a checked pass."""
+        """Return the number of tokens of the longest sequence after a checked pass."""
         q_len, params = self.ids.shape[1], self.params
         if isinstance(params, PagedParams):
             return int((params.cache_seqlens + (q_len if params.q_lens is None else params.q_lens)).max())
@@ -86,8 +88,15 @@ class ForwardPass:
 
 
 def checked(model: LanguageModel, asked: ForwardPass) -> ForwardPass:
-    """The same pass, its arguments checked and in their final form. Raises ModelStateError, InputError, TokenIdError,
-    UnsupportedError, SequenceTooLongError before anything is computed."""
+    """Check the arguments of a pass and bring them to their final form, before anything is computed.
+
+    Raises:
+        ModelStateError: the model is not loaded.
+        InputError: an argument is malformed.
+        TokenIdError: an id is outside the vocabulary.
+        UnsupportedError: arguments exclude each other.
+        SequenceTooLongError: too many positions.
+    """
     if asked.is_checked:
         return asked
     ids, embeddings = check_ids(model, asked.ids, asked.embeddings)

@@ -1,13 +1,14 @@
-"""The decode step of a model, and the pass of a prompt, with the launches between matrix products joined.
+"""The decode step of a model, and the pass of a prompt, with the launches between matmuls joined.
 
-A plan is read off the loaded modules' descriptions: a half of a layer whose launches can be joined is run so, any other
-as the module's own forward pass, in the same captured step. Results are the modules' own to the bit.
+A plan is made from the descriptions of the loaded modules. A half of a layer whose launches can be joined runs joined,
+any other as the module's own forward pass, in the same captured step. Results are bitwise identical to the modules'
+own.
 
-Of up to 64 rows a Llama layer is five launches: norm and q, k, v; rotation, storing and attention; o and residual;
-norm, gate, up and activation; down and residual. Of three to eight rows products take their inputs from one another,
-laid out already, and the last norm is the head's; of more, and of BF16, the input of a product is normed and laid out
-by a launch of its own. Where the matrices do not allow that it is ten launches, and more to lay out. A prompt of more
-rows than are batch-invariant (`PACKED_ROWS`) is multiplied by torch, residual sums included.
+Up to 64 rows a Llama layer takes five launches: norm and q, k, v; rotation, storing and attention; o and residual;
+norm, gate, up and activation; down and residual. For three to eight rows each matmul packs the input of the next one,
+and the head's matmul includes the last norm. For more rows, and for BF16, a separate launch norms and packs the input
+of a matmul. Where the matrices do not allow joining, a layer takes ten launches plus those that pack inputs. For
+prompts of more rows than are batch-invariant (`PACKED_ROWS`) torch runs the matmuls, residual sums included.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ __all__ = ["DecodePlan", "plan_of"]
 
 JOINED_ROWS_VARIABLE = "EXL_DECODE_JOINED_ROWS"
 JOINED_ROWS = PACKED_ROWS
-"""Rows up to which they are joined, unless the variable says otherwise."""
+"""Most rows of joined launches, unless the variable says otherwise."""
 
 
 def joined_rows() -> int:
-    """JOINED_ROWS or what EXL_DECODE_JOINED_ROWS says (0: never join), at most PACKED_ROWS."""
+    """Return EXL_DECODE_JOINED_ROWS (0: never join), default JOINED_ROWS, at most PACKED_ROWS. Raises InputError."""
     text = os.environ.get(JOINED_ROWS_VARIABLE, "").strip()
     if text and not text.isdecimal():
         raise InputError(f"{JOINED_ROWS_VARIABLE} is {text!r}, must be a number of rows from 0 to {PACKED_ROWS}")
@@ -47,7 +48,7 @@ def joined_rows() -> int:
 
 
 class DecodePlan:
-    """One step of few tokens, or a prompt."""
+    """The joined launches of a model, for a step of few tokens or a prompt."""
 
     def __init__(self, embedding: Embedding, halves: Sequence[Half], norm: Norm, head: Head) -> None:
         self._embedding = embedding
@@ -63,7 +64,7 @@ class DecodePlan:
         self._last = max(i for i, half in enumerate(self._halves) if _stores(half))
 
     def run(self, ids: Tensor, step: Step, logits: Tensor) -> None:
-        """ids int64 [T] on the device; writes logits float32 [T, padded vocabulary]."""
+        """Run ids int64 [T] on the device; writes logits float32 [T, padded vocabulary]."""
         x, joined = self._begin(ids)
         layers = self._layers
         if joined and layers is not None and all(chains(*layer, x.shape[0]) for layer in layers):
@@ -72,8 +73,10 @@ class DecodePlan:
             self._head.forward(self._hidden(x, joined, step), step, out=logits)
 
     def hidden(self, ids: Tensor, step: Step, last_of: int = 0) -> Tensor:
-        """ids int64 [T] on the device; what the head takes, [T, hidden], or with `last_of` that of the last token of
-        each of so many rows of equal length."""
+        """Return the head's input [T, hidden] for ids int64 [T] on the device.
+
+        `last_of`: return only that of the last token of each of so many rows of equal length.
+        """
         return self._hidden(*self._begin(ids), step, last_of)
 
     def _hidden(self, x: Tensor, joined: bool, step: Step, last_of: int = 0) -> Tensor:
@@ -94,11 +97,11 @@ class DecodePlan:
         return self._norm.forward(x) if h is None else h
 
     def head(self, h: Tensor, step: Step) -> Tensor:
-        """Logits float32 [T, padded vocabulary] of what `hidden` gives."""
+        """Return logits float32 [T, padded vocabulary] for a result of `hidden`."""
         return self._head.forward(h, step)
 
     def store(self, ids: Tensor, step: Step) -> None:
-        """The keys and values of ids int64 [T] into the cache, and nothing else."""
+        """Store the keys and values of ids int64 [T] in the cache without further results."""
         x, joined = self._begin(ids)
         h: Tensor | None = None
         for half, following in zip(self._halves[: self._last], self._following(), strict=False):
@@ -113,7 +116,7 @@ class DecodePlan:
             last.run(x, h, None, step)
 
     def _begin(self, ids: Tensor) -> tuple[Tensor, bool]:
-        """The embedded ids, and whether layers take them joined."""
+        """Return the embedded ids, and whether the layers run joined."""
         assert self._embedding.weight is not None
         if self._embedding.float_residual:
             x = self._embedding.forward(ids)
@@ -122,7 +125,7 @@ class DecodePlan:
         return x, x.shape[0] <= joined_rows() and all(half.join(x.shape[0]) for half in self._halves)
 
     def _following(self) -> list[RMSNorm | None]:
-        """The norm after each half."""
+        """Return the norm after each half."""
         return [*(half.input_norm for half in self._halves[1:]), self._last_norm]
 
     def _run_chained(self, layers: list[tuple[AttentionHalf, MlpHalf]], x: Tensor, step: Step, logits: Tensor) -> None:
@@ -138,14 +141,14 @@ class DecodePlan:
             self._head.finish(logits)
 
     def _normed_head(self, step: Step, logits: Tensor, rows: int) -> FusedLinear | None:
-        """The last norm and the head as one matmul, where it takes its input packed."""
+        """Return the last norm and the head as one matmul, if it takes packed input."""
         head = self._joined_head
         fits = head is not None and head.takes_packed(rows) and head.out_features == logits.shape[-1]
         return head if fits and not step.loras else None
 
 
 def _pairs(halves: Sequence[Half]) -> list[tuple[AttentionHalf, MlpHalf]] | None:
-    """Layers of joined attention and joined MLP; None where one is not."""
+    """Return layers of joined attention and joined MLP; None where a layer has another half."""
     found = []
     for attention, mlp in zip(halves[::2], halves[1::2], strict=False):
         if not isinstance(attention, AttentionHalf) or not isinstance(mlp, MlpHalf):
@@ -159,12 +162,12 @@ def _stores(half: Half) -> bool:
 
 
 def _last_rows(x: Tensor, batch: int) -> Tensor:
-    """x [T, hidden] of the last token of each of `batch` rows."""
+    """Return x [T, hidden] of the last token of each of `batch` rows."""
     return x.view(batch, -1, x.shape[1])[:, -1].contiguous()
 
 
 def plan_of(model: LanguageModel) -> DecodePlan | str:
-    """The plan of a loaded model, or why there is none."""
+    """Return the plan of a loaded model, or the reason why there is none."""
     why = uncovered(model.modules)
     if why is not None:
         return why
@@ -179,13 +182,15 @@ def plan_of(model: LanguageModel) -> DecodePlan | str:
 
 
 def _parts(modules: Sequence[Module]) -> tuple[Module, Module, Module, Sequence[Module]]:
-    """The embedding, the last norm, the head, and what is between."""
+    """Return the embedding, the last norm, the head, and the modules between."""
     return modules[0], modules[-2], modules[-1], modules[1:-2]
 
 
 def uncovered(modules: Sequence[Module]) -> str | None:
-    """Why there is no plan for a model of these modules, loaded or not; None where there is one if the launches of a
-    half can be joined."""
+    """Return why no plan can cover a model of these modules, loaded or not; None if a plan may.
+
+    A plan still needs a half whose launches can be joined.
+    """
     first, norm, head, middle = _parts(modules)
     if not isinstance(first, Embedding) or not isinstance(norm, Norm) or not isinstance(head, Head):
         return "the model's modules are not those of a decoder"

@@ -22,12 +22,13 @@ __all__ = ["FUSED", "Fused"]
 
 
 class Fused:
-    """A captured step where the pass is one (`captured.py`), else the joined launches of the model's plan (`fused.py`).
+    """Run a pass as a captured step (`captured.py`) or by the joined launches of the model's plan (`fused.py`).
 
     A model without a plan, a pass that a plan does not cover, and a captured step with adapters run module by module.
     """
 
     def run(self, model: ExecutableModel, asked: ForwardPass) -> dict[str, Any] | None:
+        """Run a pass captured, by the plan, or module by module; see `Executor.run`."""
         if asked.capturable:
             logits = _captured(model, asked)
             if logits is not None:
@@ -39,7 +40,7 @@ class Fused:
             if plan is None:
                 return run_modules(model, asked, step)
             result = _planned(plan, asked, step)
-        if asked.cache is not None:  # only now: a pass that fails has stored nothing
+        if asked.cache is not None:  # last, so that a failed pass leaves the cache's length unchanged
             asked.cache.current_seq_len = asked.end()
         return result
 
@@ -48,7 +49,7 @@ FUSED = Fused()
 
 
 def _captured(model: ExecutableModel, asked: ForwardPass) -> Tensor | None:
-    """Logits of the pass as a captured step; None where it is none, or where its arguments are wrong."""
+    """Return the logits of the pass as a captured step; None where none applies or an argument is invalid."""
     ids, params = asked.ids, asked.params
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64 or not ids.numel():
         return None
@@ -66,7 +67,7 @@ def _captured(model: ExecutableModel, asked: ForwardPass) -> Tensor | None:
 
 
 def _planned(plan: DecodePlan, asked: ForwardPass, step: Step) -> dict[str, Any]:
-    """The pass by joined launches."""
+    """Run the pass by joined launches."""
     batch = asked.ids.shape[0]
     flat = asked.ids.reshape(-1).to(step.slots.device)
     if asked.preprocess_only:

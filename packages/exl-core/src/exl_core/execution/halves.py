@@ -1,9 +1,9 @@
 """The halves of a layer as joined launches, and any other module as its own forward pass.
 
-A half is joined by its description: `why_apart` says what keeps one from it. What a joined half has beside products,
-rotation, storing and attention (norms of q and k over all heads, a clamp, a norm that is no RMS norm, an activation
-without gate) is a launch of its own between them. A norm of the result, and adding to a hidden state of float32, are
-one launch with the norm that follows. Results are bitwise those of the module.
+The description of a half decides whether it is joined; `why_apart` names the reason if not. Some parts of a joined half
+are separate launches between the others: norms of q and k over all heads, a clamp, a norm that is no RMS norm, an
+activation without gate. A norm of the result, and the addition to a hidden state of float32, are one launch with the
+norm that follows. Results are bitwise identical to the module's.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
 
 
 def why_apart(module: Module) -> str | None:
-    """Why a module, loaded or not, is run as its own forward pass; None where its launches are joined."""
+    """Return why a module, loaded or not, runs as its own forward pass; None where its launches are joined."""
     found = module.describe()
     if found is None:
         return f"{module.key} is not the attention or the MLP of a layer"
@@ -66,7 +66,7 @@ def why_apart(module: Module) -> str | None:
 
 
 def is_changed(module: Module) -> bool:
-    """Whether a method of its class was replaced in this one module (`module.forward = ...`)."""
+    """Return whether a method of its class was replaced in this one module (`module.forward = ...`)."""
     return any(callable(getattr(type(module), name, None)) for name in vars(module))
 
 
@@ -74,22 +74,31 @@ class Half(ABC):
     """A module between embedding and last norm."""
 
     input_norm: RMSNorm | None = None
-    """That of the input, if the half before may compute it."""
+    """Norm of the input, if the preceding half may compute it."""
 
     def join(self, rows: int) -> bool:
-        """Whether the matmuls of `rows` rows can run with their prologue and epilogue."""
+        """Return whether the matmuls of `rows` rows can run with their prologue and epilogue."""
         return True
 
     @abstractmethod
     def run_joined(
         self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step
     ) -> tuple[Tensor, Tensor | None]:
-        """x [T, hidden] in, and out; may be changed in place. h and what is given beside x: as for `run`."""
+        """Run the half with joined matmuls; arguments and results as for `run`."""
 
     @abstractmethod
     def run(self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step) -> tuple[Tensor, Tensor | None]:
-        """The same with products apart. h = input_norm(x), where that is computed already; gives x and, where it was
-        computed, `following`(x). Both may be changed in place."""
+        """Run the half with separate matmuls.
+
+        Args:
+            x: [T, hidden]; may be changed in place.
+            h: input_norm(x), if it is computed already; may be changed in place.
+            following: norm of the next half, or None.
+            step: the step.
+
+        Returns:
+            x and, if it was computed, `following`(x). Both may be changed in place.
+        """
 
 
 class ModuleHalf(Half):
@@ -101,9 +110,11 @@ class ModuleHalf(Half):
     def run_joined(
         self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step
     ) -> tuple[Tensor, Tensor | None]:
+        """Run the module's own forward pass."""
         return self.module.forward(x, step), None
 
     def run(self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step) -> tuple[Tensor, Tensor | None]:
+        """Run the module's own forward pass."""
         return self.module.forward(x, step), None
 
 
@@ -111,38 +122,40 @@ class _JoinedHalf(Half):
     """Norms and residual of a half whose launches are joined."""
 
     def __init__(self, norm: Norm | None, post: Norm | None, last: Linear, float_residual: bool) -> None:
-        """float_residual: x is float32 on a GPU, where products take halves."""
+        """float_residual: x is float32 on a GPU, where matmuls take halves."""
         self.norm, self.post, self.last, self.float_residual = norm, post, last, float_residual
         self.input_norm = norm if type(norm) is RMSNorm and not is_changed(norm) else None
         self._own_norm = None if float_residual else self.input_norm
-        """The norm that the first product applies."""
+        """The norm that the first matmul applies."""
         self._post = post if type(post) is RMSNorm and not is_changed(post) else None
         self._adds_apart = self._post is not None or (float_residual and post is None)
-        """One launch norms the last product's result, adds it to x, and norms x for the half that follows."""
+        """One launch norms the last matmul's result, adds it to x, and norms x for the next half."""
         self.plain = self._own_norm is not None and post is None
-        """Nothing around the products but an RMS norm and the residual."""
+        """The half has only an RMS norm and the residual besides its matmuls."""
 
     def first_of(
         self, own: FusedLinear | None, normed: FusedLinear, x: Tensor, h: Tensor | None
     ) -> tuple[FusedLinear, Tensor]:
-        """The first product and its input: with a norm of its own, where nobody has computed that."""
+        """Return the first matmul and its input: with a fused norm, if no other launch has computed the norm."""
         return (own, x) if own is not None and h is None else (normed, self.normed(x, h))
 
     def normed(self, x: Tensor, h: Tensor | None = None) -> Tensor:
-        """What products without a norm take: h, if it is there."""
+        """Return the input of matmuls without a fused norm: h, if given."""
         if h is not None:
             return h
         return x if self.norm is None else self.norm.forward(x)
 
     def result(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Where the last product's result goes, and what is added there."""
+        """Return the output tensor of the last matmul, and its residual."""
         if self.post is None and not self._adds_apart:
             return x, x
         return torch.empty_like(x, dtype=activation_dtype(x.device)), None
 
     def left(self, x: Tensor, y: Tensor, following: RMSNorm | None, h: Tensor | None = None) -> Tensor | None:
-        """x += post(y), where y, the last product's result, is not in x yet; gives `following`(x), in h if that is
-        there, where that costs nothing more."""
+        """Do the work after the last matmul: x += post(y) where y is not in x yet.
+
+        Returns `following`(x), in h if given, where that needs no further launch.
+        """
         if y is x:
             return None
         if self._adds_apart:
@@ -151,7 +164,7 @@ class _JoinedHalf(Half):
         return None
 
     def add_product(self, x: Tensor, y: Tensor, h: Tensor | None, following: RMSNorm | None) -> Tensor | None:
-        """x += post(y @ W) of the last product; gives `following`(x), in h if that is there."""
+        """Compute x += post(y @ W) with the last matmul; return `following`(x), in h if given."""
         matrix = self.last.quant
         plain = self.post is None and not self.float_residual
         if plain and isinstance(matrix, CudaQuantMatrix) and x.shape[0] > PACKED_ROWS:
@@ -183,11 +196,13 @@ class AttentionHalf(_JoinedHalf):
         self.plain = self.plain and (not self._shapes or self.head_norms is not None)
 
     def join(self, rows: int) -> bool:
+        """Return whether the matmuls qkv and o have fused kernels for `rows` rows."""
         return all(product.kernel(rows) is not None for product in (self.qkv, self.o))
 
     def run_joined(
         self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step
     ) -> tuple[Tensor, Tensor | None]:
+        """Run norm, q, k, v, attention, o and residual with joined launches."""
         own = self.qkv if self._own_norm is not None else None
         product, taken = self.first_of(own, self.qkv_normed, x, h)
         qkv = product(taken, taken.new_empty(x.shape[0], product.out_features))
@@ -196,7 +211,7 @@ class AttentionHalf(_JoinedHalf):
         return x, self.left(x, out, following, h)
 
     def _attend_to(self, out: Tensor, residual: Tensor | None, qkv: Tensor, step: Step) -> None:
-        """o of the attention, residual added; its input packed by the attention where that can be."""
+        """Compute o of the attention plus the residual; attention packs o's input if possible."""
         rows, o = qkv.shape[0], self.o
         given = o.input_of(rows) if step.q_len == 1 else None
         if given is not None:
@@ -206,13 +221,14 @@ class AttentionHalf(_JoinedHalf):
             o(self.attend(qkv, step).view(rows, -1), out, residual=residual)
 
     def attend(self, qkv: Tensor, step: Step, into: MatmulInput | None = None) -> Tensor:
-        """Attention of rows that hold q, k and v side by side: [T, heads, head_dim]."""
+        """Return the attention of rows that hold q, k and v side by side: [T, heads, head_dim]."""
         q, k, v = self._split(qkv)
         if step.q_len > 1 or self.head_norms is None:
             q, k, v = self._shaped(q, k, v)
         return _attend(self.attention, q, k, v, step, into, self.head_norms)
 
     def run(self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step) -> tuple[Tensor, Tensor | None]:
+        """Run norm, q, k, v, attention, o and residual as separate launches."""
         a, rows = self.attention, x.shape[0]
         given, h = h, self.normed(x, h)
         qkv = _in_blocks(self.qkv_normed, h)
@@ -228,12 +244,12 @@ class AttentionHalf(_JoinedHalf):
     def run_last(
         self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step, batch: int
     ) -> tuple[Tensor, Tensor | None]:
-        """`run`, but for the last token of each of `batch` rows alone: x and h of these, [batch, hidden]."""
+        """Run the half for the last token of each of `batch` rows; x and h of these, [batch, hidden]."""
         x, _, mixed = self._attend_last(x, h, step, batch)
         return x, self.add_product(x, mixed, None, following)
 
     def _attend_last(self, x: Tensor, h: Tensor | None, step: Step, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x, h and the attention of the last token of each row; keys and values of all tokens are stored."""
+        """Return x, h and the attention of the last token of each row; keys and values of all tokens are stored."""
         a, h = self.attention, self.normed(x, h)
         self.store(x, h, step)
         x, h, rows, places, turns = (
@@ -246,7 +262,7 @@ class AttentionHalf(_JoinedHalf):
         return x, h, _attend_stored(a, q, step, rows, places).view(batch, -1)
 
     def store(self, x: Tensor, h: Tensor | None, step: Step) -> None:
-        """Keys and values of x [T, hidden] into the cache; h as for `run`."""
+        """Store keys and values of x [T, hidden] in the cache; h as for `run`."""
         a, h = self.attention, self.normed(x, h)
         k, v = a.shaped(a.k_proj.quant.matmul(h), a.k_norm), a.shaped(a.v_proj.quant.matmul(h))
         if a.rope != "none":
@@ -254,14 +270,14 @@ class AttentionHalf(_JoinedHalf):
         store_kv(step.pages(a.layer_idx), k, v, step.slots)
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v [T, heads, head_dim]: views of rows that hold them side by side."""
+        """Return views of q, k and v [T, heads, head_dim] in rows that hold them side by side."""
         a, d, rows = self.attention, self.attention.head_dim, qkv.shape[0]
         widths = [a.num_attention_heads * d, a.num_key_value_heads * d, a.num_key_value_heads * d]
         q, k, v = torch.split(qkv, widths, dim=1)
         return q.view(rows, -1, d), k.view(rows, -1, d), v.view(rows, -1, d)
 
     def _shaped(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Clamped and normed as they are rotated: tensors of their own, if anything is done to them."""
+        """Clamp and norm q, k and v before the rotation; returns new tensors if there is anything to do."""
         if not self._shapes:
             return q, k, v
         a = self.attention
@@ -288,11 +304,13 @@ class MlpHalf(_JoinedHalf):
         self.down = _joined(mlp.down_proj)
 
     def join(self, rows: int) -> bool:
-        return self.up.kernel(rows) is not None  # the last may not be
+        """Return whether gate and up (or up) have a fused kernel for `rows` rows."""
+        return self.up.kernel(rows) is not None  # down may run separately
 
     def run_joined(
         self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step
     ) -> tuple[Tensor, Tensor | None]:
+        """Run the MLP with joined launches."""
         own = self.up if self._own_norm is not None else None
         product, taken = self.first_of(own, self.up_normed, x, h)
         out, residual = self.result(x)
@@ -304,6 +322,7 @@ class MlpHalf(_JoinedHalf):
         return x, self.left(x, out, following, h)
 
     def run(self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step) -> tuple[Tensor, Tensor | None]:
+        """Run the MLP as separate launches."""
         given, h = h, self.normed(x, h)
         inner = _in_blocks(self.up_normed, h)
         if inner is None:
@@ -316,13 +335,16 @@ class MlpHalf(_JoinedHalf):
 
     @property
     def matrices(self) -> list[CudaQuantMatrix]:
-        """Of the first product."""
+        """Matrices of the first matmul."""
         *first, _ = self.mlp.submodules()
         return [cast(CudaQuantMatrix, linear.quant) for linear in first]
 
 
 class ParallelHalf(AttentionHalf):
-    """A whole layer whose attention and MLP take the same normed input; both are added to it."""
+    """A whole layer whose attention and MLP take the same normed input.
+
+    The results of both are added to the hidden state.
+    """
 
     def __init__(self, decoder: ParallelDecoder, float_residual: bool = False) -> None:
         super().__init__(decoder, float_residual)
@@ -330,16 +352,19 @@ class ParallelHalf(AttentionHalf):
         self.plain = False
 
     def join(self, rows: int) -> bool:
+        """Return whether both halves can run joined."""
         return super().join(rows) and self.mlp.join(rows)
 
     def run_joined(
         self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step
     ) -> tuple[Tensor, Tensor | None]:
+        """Run attention, then MLP, on one normed input with joined launches."""
         h = self.normed(x, h)
         x, _ = super().run_joined(x, h, None, step)
         return self.mlp.run_joined(x, h, following, step)
 
     def run(self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step) -> tuple[Tensor, Tensor | None]:
+        """Run attention, then MLP, on one normed input as separate launches."""
         h = self.normed(x, h)
         x, _ = super().run(x, h, None, step)
         return self.mlp.run(x, h, following, step)
@@ -347,13 +372,14 @@ class ParallelHalf(AttentionHalf):
     def run_last(
         self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step, batch: int
     ) -> tuple[Tensor, Tensor | None]:
+        """Run the layer for the last token of each of `batch` rows."""
         x, h, mixed = self._attend_last(x, h, step, batch)
         self.add_product(x, mixed, None, None)
         return self.mlp.run(x, h, following, step)
 
 
 def half_of(module: Module, float_residual: bool = False) -> Half:
-    """A loaded module's half; float_residual: the hidden state is float32 on a GPU."""
+    """Return the half of a loaded module; float_residual: the hidden state is float32 on a GPU."""
     if why_apart(module) is not None or any(_padded(linear) for linear in module.submodules()):
         return ModuleHalf(module)
     if isinstance(module.describe(), MlpDescription):
@@ -366,7 +392,7 @@ def half_of(module: Module, float_residual: bool = False) -> Half:
 
 
 def chains(attention: AttentionHalf, mlp: MlpHalf, rows: int) -> bool:
-    """Whether the matmuls of a layer can have their inputs, of `rows` rows, packed by one another."""
+    """Return whether the matmuls of a layer can pack one another's inputs of `rows` rows."""
     return (
         attention.plain
         and mlp.plain
@@ -383,8 +409,10 @@ def run_chained(
     following: FusedLinear | None,
     step: Step,
 ) -> Packed | None:
-    """Run a layer on x [T, hidden] half, changed in place, or on `packed`, where the matmul before has packed it.
-    Returns x packed for `following`."""
+    """Run a layer on x [T, hidden] half, changed in place, or on `packed` from the preceding matmul.
+
+    Returns x packed for `following`.
+    """
     rows, first, o = x.shape[0], attention.qkv, attention.o
     qkv = x.new_empty(rows, first.out_features)
     first.chained(x if packed is None else packed, qkv)
@@ -399,7 +427,7 @@ def run_chained(
 
 
 def _in_blocks(product: FusedLinear, h: Tensor) -> Tensor | None:
-    """The matmul of the normed h by `gemm_batch`, PACKED_ROWS rows at a time; None where another kernel runs."""
+    """Return the matmul of the normed h by `gemm_batch`, PACKED_ROWS rows at a time; None where another kernel runs."""
     rows = h.shape[0]
     if rows > PACKED_ROWS and not row_invariant():
         return None
@@ -420,7 +448,10 @@ def _input_norm(norm: RMSNorm | None) -> InputNorm | None:
 
 
 def _head_norms(a: Attention) -> HeadNorms | None:
-    """Norms of q and k, if attention of one token a row can apply them: RMS norms whose weight all heads share."""
+    """Return norms of q and k that attention of one token a row can apply, or None.
+
+    These are RMS norms whose weight all heads share.
+    """
     norms = [norm for norm in (a.q_norm, a.k_norm) if type(norm) is RMSNorm and not is_changed(norm)]
     if len(norms) < 2 or a.clip or any(norm.loaded_weight.shape != (a.head_dim,) for norm in norms):
         return None
@@ -437,7 +468,7 @@ def _attend(
     into: MatmulInput | None = None,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Rotation, storing and attention: one launch where a row is one token, which then applies `norms`."""
+    """Rotate, store and attend: one launch, which also applies `norms`, where a row is one token."""
     if step.q_len > 1:
         return _attend_many(a, q, k, v, step)
     return attend_own(
@@ -456,7 +487,7 @@ def _attend(
         window=a.window,
         softcap=a.softcap,
         max_keys=step.max_keys,
-        # The step's tensors are older than the graph's launches, and so are all keys but the tokens' own.
+        # The step's tensors, and all keys but the tokens' own, were written before the graph's launches.
         early=True,
         into=into,
         norms=norms,

@@ -1,4 +1,4 @@
-"""What a captured step reads: ids, positions, slots and the block table, in memory that never moves."""
+"""The inputs of a captured step: ids, positions, slots and the block table, in memory that never moves."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from exl_kernels.staging import StepStage
 __all__ = ["Bucket", "StepInputs", "passed"]
 
 STAGES = 4
-"""Steps that have their pinned copies of the inputs before an event says that all have been read. There are two such
-rounds of copies, so that as many steps more may be queued before the host waits."""
+"""Number of pinned copies of the inputs in each of two halves of a ring. An event tells when all copies of a half have
+been read; meanwhile steps fill the other half before the host has to wait."""
 
 _unread: dict[tuple[torch.device, int], list[list[StepStage]]] = {}
-"""Pinned copies of inputs that are gone, by the stream they were sent on. It may not have come to them yet, and torch
-gives pinned memory that nobody holds to the next who asks."""
+"""Pinned copies of deleted inputs, by the stream that they were sent on. The stream may not have read them yet, and
+torch would reuse pinned memory without an owner."""
 
 
 @contextmanager
 def passed(memory: Tensor) -> Iterator[Callable[[], None]]:
-    """Within it the caller waits for torch's current stream on the GPU of `memory`, and then calls what it gives: the
-    copies of inputs that were gone when it was entered are free for others."""
+    """Free the pinned copies of deleted inputs after a wait.
+
+    Inside the block the caller waits for torch's current stream on the GPU of `memory` and then calls the yielded
+    function, which frees the copies whose inputs were deleted before the block.
+    """
     key = (memory.device, stream_of(memory))
     gone = _unread.pop(key, [])
     try:
@@ -38,7 +41,7 @@ def passed(memory: Tensor) -> Iterator[Callable[[], None]]:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sizes that a captured step is fixed to: rows of the batch, tokens a row, pages a row, tokens a page."""
+    """Fixed sizes of a captured step: rows of the batch, tokens a row, pages a row, tokens a page."""
 
     batch: int
     q_len: int
@@ -47,14 +50,15 @@ class Bucket:
 
     @property
     def tokens(self) -> int:
+        """Tokens of the step."""
         return self.batch * self.q_len
 
 
 class StepInputs:
-    """The inputs of one bucket on the device, and the way there: one pinned buffer, one copy a step.
+    """The inputs of one bucket on the device, and their transfer: one pinned buffer, one copy a step.
 
-    Rows of the bucket beyond the batch are padding: token 0 at position -1, which sees nothing, and slot -1, which is
-    stored nowhere. So are all rows at the beginning.
+    Rows of the bucket beyond the batch are padding: token 0 at position -1, which sees no keys, and slot -1, which is
+    not stored. Initially all rows are padding.
     """
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
@@ -62,7 +66,7 @@ class StepInputs:
         t, sizes = bucket.tokens, (bucket.batch, bucket.q_len, bucket.pages, bucket.page_size)
         size = StepStage.bytes(sizes)
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
-        # As `StepStage` lays them out.
+        # In the layout of `StepStage`.
         longs, ints = self._device[: 24 * t].view(torch.int64), self._device[24 * t :].view(torch.int32)
         self.ids, self.slots, self.rope_positions = longs[:t], longs[t : 2 * t], longs[2 * t :]
         self.positions, self.block_table = ints[:t], ints[t:].view(bucket.batch, bucket.pages)
@@ -76,13 +80,13 @@ class StepInputs:
         self._firsts: dict[int, Tensor] = {}
 
     def __del__(self) -> None:
-        # No waiting here: this may be a garbage collection in the middle of a capture.
+        # No waiting here: a garbage collection may call this method during a capture.
         sent = getattr(self, "_sent", None)
         if sent is not None:
             _unread.setdefault((self._device.device, sent), []).append(self._stages)
 
     def first_ids(self, count: int) -> Tensor:
-        """The first `count` ids, a view made once: making it costs the host 3 us a step."""
+        """Return a cached view of the first `count` ids, since making one costs host time in every step."""
         found = self._firsts.get(count)
         if found is None:
             with torch.inference_mode(False):
@@ -97,10 +101,19 @@ class StepInputs:
         limits: tuple[int, int, int],
         offsets: Tensor | None = None,
     ) -> bool:
-        """Queues the copy of a step: int64 ids [b, q] (None: zeros), int32 tokens already stored [b], int32 page
-        numbers [b, n], all on the CPU. offsets: int64 [b], added to the rope positions of each row, which must stay
-        from 0 to their place (behind images positions are not places). False, and nothing is queued, when anything is
-        wrong or larger than the bucket or the limits (ids, positions, pages)."""
+        """Queue the copy of a step to the device.
+
+        Args:
+            ids: int64 [b, q] on the CPU, as are the others; None for zeros.
+            past: int32 [b], tokens already stored.
+            table: int32 [b, n], page numbers.
+            limits: exclusive upper bounds of ids, positions and page numbers.
+            offsets: int64 [b], added to the rope positions of each row (after images positions are not places). The
+                sums must be from 0 to the place.
+
+        Returns:
+            False, with nothing queued, when a value is invalid or exceeds the bucket or the limits.
+        """
         stage = self._fill(ids, past, table, limits, offsets)
         if stage is None:
             return False
@@ -110,8 +123,10 @@ class StepInputs:
     def stage(
         self, past: Tensor, table: Tensor, limits: tuple[int, int, int], offsets: Tensor | None = None
     ) -> tuple[Tensor, Tensor] | None:
-        """As `send` without ids, but the copy is the caller's to queue, on the current stream and before the step after
-        this: from the first to the second, uint8."""
+        """Prepare the copy of a step without ids, which the caller queues on the current stream before the next step.
+
+        Returns source and target, uint8; None as for `send`.
+        """
         stage = self._fill(None, past, table, limits, offsets)
         return None if stage is None else (stage.pinned, self._device)
 
@@ -123,12 +138,12 @@ class StepInputs:
         limits: tuple[int, int, int],
         offsets: Tensor | None,
     ) -> StepStage | None:
-        """The next pinned copy, laid out; None as `send` says."""
+        """Fill the next pinned copy; None where `send` returns False."""
         stage, (half, place) = self._stages[self._next], divmod(self._next, STAGES)
         if place == 0:
-            # Whatever reads the copies of the round that has ended has been queued by now.
+            # All work that reads the copies of the finished half has been queued by now.
             self._read[1 - half].record(torch.cuda.current_stream(self._device.device))
-            self._read[half].synchronize()  # those of this round have been read
+            self._read[half].synchronize()  # the copies of this half have been read
         if not stage.fill(ids, past, table, limits):
             return None
         if offsets is not None:

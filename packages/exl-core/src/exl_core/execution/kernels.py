@@ -1,4 +1,4 @@
-"""Which kernels the steps of a model run on a card, worked out from the headers of its files."""
+"""The kernels that the steps of a model run on a card, determined from the headers of the model's files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .halves import why_apart
 __all__ = ["ROWS", "KernelUse", "kernel_uses"]
 
 ROWS = (1, 8, 32, 64, 512)
-"""Rows of a step that are asked for by default: decoding alone and in batches, and a prompt."""
+"""Default numbers of rows of a step: decoding alone and in batches, and a prompt."""
 
 
 _MANY_ROWS = f"more than {PACKED_ROWS} rows are cheaper by dequantizing once"
@@ -36,9 +36,9 @@ class KernelUse:
     """"q+k+v", "o", "gate+up", "down", "attention", "router", "experts", "head", or the last part of a matrix's key."""
     rows: int
     kernel: str
-    """As `exl_kernels.selection` names it; "cuBLAS" for float matrices. Several with commas where layers differ."""
+    """A name of `exl_kernels.selection`; "cuBLAS" for float matrices. Several names with commas where layers differ."""
     why: tuple[str, ...]
-    """Why nothing faster is taken, one sentence each; empty where nothing faster exists."""
+    """The reasons why no faster kernel runs, one sentence each; empty where no faster kernel exists."""
 
 
 def kernel_uses(
@@ -49,10 +49,21 @@ def kernel_uses(
     cache: str = "fp16",
     keys: int = 256,
 ) -> list[KernelUse]:
-    """The kernels of every operation of a layer and of the head, for each number of `rows`, over `keys` keys.
+    """Return the kernels of every operation of a layer and of the head, for each number of `rows`.
 
     Up to 64 rows are as many sequences of one token; more are one prompt. Reads the scales of every matrix, not its
-    weights. Raises ModelStateError (a config without tensors), FormatError and MissingTensorError.
+    weights.
+
+    Args:
+        config: a prepared config.
+        card: the GPU.
+        rows: numbers of rows of a step.
+        cache: storage format of the cache.
+        keys: keys that attention reads.
+
+    Raises:
+        ModelStateError: the config was prepared without tensors.
+        FormatError, MissingTensorError: the weight files are broken or incomplete.
     """
     if config.checkpoint is None:
         raise ModelStateError("the config was prepared with no_tensors=True: call config.prepare() first")
@@ -105,13 +116,13 @@ class _Shapes:
         self._known: dict[str, MatrixShape | None] = {}
 
     def of(self, linear: Linear) -> MatrixShape | None:
-        """None for a float matrix."""
+        """Return the shape of a quantized matrix; None for a float matrix."""
         if linear.key not in self._known:
             self._known[linear.key] = _shape(self._source, linear.spec, linear.options)
         return self._known[linear.key]
 
     def all(self, linears: Iterable[Linear]) -> list[MatrixShape] | None:
-        """None where one of them is a float matrix."""
+        """Return the shapes; None where a matrix is float."""
         shapes = [self.of(linear) for linear in linears]
         quantized = [shape for shape in shapes if shape is not None]
         return quantized if len(quantized) == len(shapes) else None
@@ -130,7 +141,7 @@ def _shape(source: TensorSource, spec: LinearSpec, options: LinearOptions) -> Ma
 
 
 class _WithoutWeights:
-    """A source whose packed weights are uninitialized: of the right shape, and never read from the disk."""
+    """A source of uninitialized packed weights of the right shape, which are never read from the disk."""
 
     def __init__(self, reader: TensorReader) -> None:
         self._reader = reader
@@ -146,7 +157,7 @@ class _WithoutWeights:
 
 @dataclass(frozen=True)
 class _Product:
-    """Matrices that are multiplied in one launch where that can be."""
+    """Matrices that are multiplied in one launch if possible."""
 
     operation: str
     linears: tuple[Linear, ...]
@@ -156,7 +167,7 @@ class _Product:
 
 
 def _products(half: Module) -> list[_Product]:
-    """Those of a half whose launches are joined."""
+    """Return the matmuls of a half whose launches are joined."""
     about = half.describe()
     assert about is not None
     norm, residual = about.norm == "rms", about.post is None
@@ -192,8 +203,10 @@ class _Uses:
         self._why.setdefault(operation, {}).update(dict.fromkeys(why))
 
     def layer(self, halves: Sequence[Module]) -> None:
-        """The matmuls of halves whose launches are joined. What keeps one of them, the last aside, from being launched
-        with norm, gate and residual keeps all."""
+        """Add the matmuls of halves whose launches are joined.
+
+        If one of them, except the last, cannot launch with norm, gate and residual, none does.
+        """
         found = [(product, self._product(product)) for half in halves for product in _products(half)]
         apart = [
             f"{product.operation} is launched apart: {reason}"
@@ -208,7 +221,7 @@ class _Uses:
             self._matmul(product.operation, selected)
 
     def head(self, head: Head, *, chained: bool) -> None:
-        """The head's matmul. Where inputs are handed from kernel to kernel the last norm is part of it."""
+        """Add the head's matmul, which includes the last norm where kernels pack the inputs of the next ones."""
         fused = self._fused((head.linear,), norm=True)
         if chained and fused is not None and fused.joined and fused.kernel == "gemm_few":
             self._matmul("head", fused)
@@ -216,7 +229,7 @@ class _Uses:
             self._matmul("head", self._alone(head.linear))
 
     def experts(self, half: MoE, why_apart: str) -> None:
-        """The router, the experts' matmuls, in one entry where they share launches, and those of a shared expert."""
+        """Add the router, the experts' matmuls (one entry where they share launches), and those of a shared expert."""
         known: set[Linear] = set()
         if self._shapes.of(half.router) is None:
             self.add("router", "experts_route")
@@ -235,7 +248,7 @@ class _Uses:
         self.alone((linear for linear in half.submodules() if linear not in known), reasons)
 
     def alone(self, linears: Iterable[Linear], why_apart: Sequence[str]) -> None:
-        """Matmuls of one matrix each."""
+        """Add matmuls of one matrix each."""
         for linear in linears:
             self._matmul(linear.key.rpartition(".")[2], self._alone(linear), why_apart)
 
@@ -251,13 +264,13 @@ class _Uses:
         return None if shape is None else self._card.matmul(shape, self.count)
 
     def _product(self, product: _Product) -> Selection | None:
-        """None where a matrix is not quantized."""
+        """Return the selection; None where a matrix is not quantized."""
         return self._fused(product.linears, norm=product.norm, gate=product.gate, residual=product.residual)
 
     def _fused(
         self, linears: Sequence[Linear], *, norm: bool = False, gate: bool = False, residual: bool = False
     ) -> Selection | None:
-        """None where a matrix is not quantized."""
+        """Return the selection; None where a matrix is not quantized."""
         matrices = self._shapes.all(linears)
         if matrices is None:
             return None

@@ -3,7 +3,7 @@
 | executor | runs | selected for |
 |---|---|---|
 | `fused` | joined launches, in a CUDA graph if possible | one GPU, no masks or states; adapters in captured steps |
-| `sharded` | heads and output features of every matrix on several devices | a model that `load_tp` cut |
+| `sharded` | heads and output features of every matrix on several devices | a model loaded by `load_tp` |
 | `eager` | each layer's own forward pass, the oracle of the others | everything else |
 
 All give bitwise identical results.
@@ -30,7 +30,7 @@ __all__ = ["prepare_step", "select"]
 
 
 def select(model: ExecutableModel, asked: ForwardPass) -> Executor:
-    """The executor of a pass, whose arguments need not be checked yet."""
+    """Return the executor of a pass, whose arguments need not be checked yet."""
     if asked.fusable and may_fuse(model) and model.decode.takes(model, step=asked.capturable):
         return FUSED
     return SHARDED if model.tp_context is not None else EAGER
@@ -43,10 +43,13 @@ def prepare_step(
     params: PagedParams,
     adapters: Sequence[tuple[Adapter, ...]] = (),
 ) -> NextStep | None:
-    """A captured step of `q_len` tokens a row whose ids are not known yet; None where `select` would not have one."""
+    """Return a captured step of `q_len` tokens a row whose ids are not known yet.
+
+    None where `select` would not use one.
+    """
     return model.decode.prepare(q_len, cache, params, adapters) if may_fuse(model) else None
 
 
 def may_fuse(model: ExecutableModel) -> bool:
-    """Whether the model is loaded on a GPU."""
+    """Return whether the model is loaded on a GPU."""
     return model.loaded and model.device is not None and model.device.type == "cuda"

@@ -1,4 +1,4 @@
-"""Builds the `Step` of a chunk: where its tokens lie, what they see, how far they are rotated."""
+"""Build the `Step` of a chunk: the places of its tokens, their visible keys, and their rotation."""
 
 from __future__ import annotations
 
@@ -44,9 +44,26 @@ def build_step(
     parallel: TensorParallel | None = None,
     ids: Tensor | None = None,
 ) -> Step:
-    """The step with its tensors on `device`. ids: int64 [batch, q_len] on the CPU, needed where there are embeddings.
+    """Build the step with its tensors on `device`.
 
-    Raises SequenceTooLongError or InputError when the tokens do not fit the cache, the model or the parameters.
+    Args:
+        config: the model's config.
+        rope: main RoPE table.
+        cache: the cache, or None.
+        params: places of the tokens.
+        batch: number of rows.
+        q_len: tokens of a row.
+        abort_event: event that ends the pass early, or None.
+        device: device of the step's tensors.
+        loras: adapters of every row.
+        embeddings: embeddings that ids may refer to.
+        rope_alt: second RoPE table, or None.
+        parallel: sharding of the model, or None.
+        ids: int64 [batch, q_len] on the CPU, needed where there are embeddings.
+
+    Raises:
+        SequenceTooLongError: too many tokens for the cache or the model.
+        InputError: the parameters do not fit.
     """
     if cache is not None:
         cache.check_model(config)
@@ -78,7 +95,7 @@ def build_step(
         raise SequenceTooLongError(
             f"position_offsets or rope_offsets lead to position {highest}, max_seq_len is {config.max_seq_len}"
         )
-    if rope_positions.dim() == 2:  # on three axes: a table of their own, one row a token
+    if rope_positions.dim() == 2:  # on three axes: a separate table with one row a token
         assert config.mrope_section is not None
         tables = gather_axes(*rope.upto(highest + 1), rope_positions, config.mrope_section)
         cos, sin = (table.to(device) for table in tables)
@@ -110,7 +127,7 @@ def build_step(
 
 
 def _scratch(pages: int, page_size: int, heads: int, head_dim: int, device: torch.device) -> Callable[[int], KVPages]:
-    """One layer's pages that every layer overwrites, made when the first asks."""
+    """Return one layer's pages, allocated on first use, which every layer overwrites."""
     made: list[KVPages] = []
 
     def of_layer(layer: int) -> KVPages:
@@ -132,8 +149,10 @@ def _contiguous_layout(
     q_len: int,
     device: torch.device,
 ) -> Layout:
-    """(rows int32 [T], positions int64 [B, q], block table, page size, pages of a layer); a scratch cache where there
-    is none."""
+    """Return (rows int32 [T], positions int64 [B, q], block table, page size, pages of a layer).
+
+    Without a cache the pages are scratch memory.
+    """
     past = params.past_len or 0
     rows = _rows(batch, q_len)
     positions = (past + torch.arange(q_len)).expand(batch, q_len)
@@ -152,7 +171,7 @@ def _contiguous_layout(
 
 
 def _rows(batch: int, q_len: int | Tensor) -> Tensor:
-    """Each token's row of the block table, int32 [T]."""
+    """Return each token's row of the block table, int32 [T]."""
     return torch.arange(batch, dtype=torch.int32).repeat_interleave(q_len)
 
 
@@ -178,13 +197,13 @@ def _paged_layout(cache: ExLlamaV2CacheBase | None, params: PagedParams, batch: 
         rows, positions = _rows(batch, q_len), past[:, None] + torch.arange(q_len)
     else:
         rows = _rows(params.batch_size, lengths)
-        first = past - (lengths.cumsum(0) - lengths)  # of each row, less its place among the ids
+        first = past - (lengths.cumsum(0) - lengths)  # of each row, minus its place among the ids
         positions = (first[rows.long()] + torch.arange(q_len))[None]
     return rows, positions, table, page_size, lambda layer: cache.pages(layer, page_size)
 
 
 def _lengths(params: PagedParams, batch: int, q_len: int) -> Tensor:
-    """Tokens of each row of a paged step, int64 [batch]."""
+    """Return the tokens of each row of a paged step, int64 [batch]."""
     if params.q_lens is None:
         if params.batch_size != batch or params.q_len not in (0, q_len):
             raise InputError(
@@ -203,7 +222,10 @@ def _lengths(params: PagedParams, batch: int, q_len: int) -> Tensor:
 
 
 def _check_page_numbers(table: Tensor, lengths: Tensor, page_size: int, num_pages: int) -> None:
-    """Entries behind a sequence's last page may hold anything; those in use must exist."""
+    """Raise InputError for page numbers in use that do not exist.
+
+    Entries after a sequence's last page may hold anything.
+    """
     used = torch.arange(table.shape[1])[None, :] * page_size < lengths[:, None]
     bad = used & ((table < 0) | (table >= num_pages))
     if bad.any():
@@ -211,7 +233,7 @@ def _check_page_numbers(table: Tensor, lengths: Tensor, page_size: int, num_page
 
 
 def _joined_rope_positions(params: PagedParams, positions: Tensor, rows: Tensor) -> Tensor:
-    """Row of the RoPE table for each token of rows of different lengths: int64 [T]."""
+    """Return the row of the RoPE table for each token of rows of different lengths: int64 [T]."""
     flat = positions.reshape(-1)
     if params.rope_offsets is None:
         return flat
@@ -227,8 +249,11 @@ def _rope_positions(
     ids: Tensor | None,
     embeddings: tuple[ExLlamaV2MMEmbedding, ...],
 ) -> Tensor:
-    """Row of the RoPE table for each token: int64 [T], max(0, past + offset + j); or [3, T], one
-    for each axis, where the chunk holds pictures on three axes (5.5)."""
+    """Return the row of the RoPE table for each token.
+
+    The result is int64 [T], max(0, past + offset + j); or [3, T], one row for each axis, where the chunk holds images
+    on three axes.
+    """
     batch = positions.shape[0]
     shifted = params.rope_offsets is not None or getattr(params, "position_offsets", None) is not None
     if config.mrope_section is None and not shifted:
@@ -249,7 +274,7 @@ def _rope_positions(
             if axes is not None:
                 own[row] = torch.from_numpy(axes) + shifts[row]
         if remembered is not None:
-            # Also right if the pass is aborted: what is written behind current_seq_len is forgotten by the next one.
+            # Also right after an abort: the next pass overwrites the marks after current_seq_len.
             remembered.write(row, first[row], marks)
     plain = positions + (offsets + shifts)[:, None]
     if not own:
@@ -261,7 +286,7 @@ def _rope_positions(
 
 
 def _per_row(name: str, offsets: Tensor | None, batch: int) -> Tensor:
-    """int64 [batch]."""
+    """Return the offsets as int64 [batch]."""
     if offsets is None:
         return torch.zeros(batch, dtype=torch.int64)
     found = offsets.reshape(-1).to("cpu", torch.int64)
@@ -273,8 +298,11 @@ def _per_row(name: str, offsets: Tensor | None, batch: int) -> Tensor:
 def _pictures(
     positions: Tensor, ids: Tensor | None, embeddings: tuple[ExLlamaV2MMEmbedding, ...]
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """(last visible place of each token [B, q], `Step.pictures`). Raises InputError where a chunk ends inside a picture
-    that sees itself: its first rows would need the last ones."""
+    """Return (last visible place of each token [B, q], `Step.pictures`).
+
+    Raises:
+        InputError: a chunk ends inside an image that sees itself: its first rows would need the last ones.
+    """
     tokens: list[Tensor] = []
     if ids is None or not any(e.sees_itself for e in embeddings):
         return positions, None

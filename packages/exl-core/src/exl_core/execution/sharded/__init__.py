@@ -1,4 +1,4 @@
-"""Matrices cut over several devices by their outputs."""
+"""Matrices sharded over several devices by their outputs."""
 
 from .context import TensorParallel
 from .matrix import Part, SplitMatrix, load_split, over_parts

@@ -1,4 +1,4 @@
-"""Which devices share the matrices of a model, and what each has: `model.tp_context`."""
+"""The devices that share the matrices of a model, and the share of each: `model.tp_context`."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class TensorParallel:
         self._placement = Placement(self.names, float_residual)
 
     def device(self, shard: int) -> torch.device:
-        """torch's device of a number."""
+        """Return torch's device of a shard."""
         return torch_device(self.names[shard])
 
     def spread(self, x: Tensor) -> Callable[[int], Tensor]:
-        """shard -> x on that device, sent once."""
+        """Return a function shard -> x on its device; x is sent once."""
         sent: dict[torch.device, Tensor] = {x.device: x}
 
         def there(shard: int) -> Tensor:
@@ -50,10 +50,10 @@ class TensorParallel:
         return there
 
     def step_on(self, step: Step, shard: int) -> Step:
-        """The step with its tensors on that device; moved once for all layers."""
+        """Return the step with its tensors on the shard's device; cached for all layers."""
         device = self.device(shard)
         if device == step.rows.device:
-            return step  # not held by itself: its cache would live until the garbage collector runs
+            return step  # not stored in itself: the cycle would keep its cache alive until a garbage collection
         if device not in step.elsewhere:
             step.elsewhere[device] = self._placement.step_on(step, device)
         return step.elsewhere[device]
@@ -63,8 +63,11 @@ class TensorParallel:
     def pages(
         self, cache: PagedCache | None, page_size: int, scratch: tuple[int, int]
     ) -> tuple[Callable[[int], KVPages], ...]:
-        """For every entry of `heads`, layer -> pages of those heads; without a cache one scratch layer for all of them,
-        of `scratch` = (pages, head_dim). CacheError unless the cache was made for this model as it is cut."""
+        """Return, for every entry of `heads`, a function layer -> pages of those heads.
+
+        Without a cache one scratch layer of `scratch` = (pages, head_dim) serves all layers. Raises CacheError unless
+        the cache was made for this model with these shards.
+        """
         if cache is None:
             count, head_dim = scratch
             made = [
@@ -76,8 +79,8 @@ class TensorParallel:
         wanted = [(self.device(shard), end - begin) for shard, begin, end in self.heads]
         if [(c.device_of(0), c.num_key_value_heads) for c in caches] != wanted:
             raise CacheError(
-                f"the matrices of this model are cut over {', '.join(self.names)}: it needs an ExLlamaV2Cache_TP made "
-                "after load_tp, its base any other cache class"
+                f"the matrices of this model are sharded over {', '.join(self.names)}: it needs an ExLlamaV2Cache_TP "
+                "made after load_tp, its base any other cache class"
             )
         return tuple(_paged(c, page_size) for c in caches)
 

@@ -1,4 +1,4 @@
-"""Tells the modules of a model, before they are loaded, which device computes what."""
+"""Assign the outputs of a model's modules to devices, before the modules are loaded."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ __all__ = ["cut_modules", "unshard_modules"]
 
 
 def cut_modules(modules: Sequence[Module], context: TensorParallel) -> None:
-    """q, k and v are cut at key/value heads, everything else by blocks of output features; experts stay whole, each on
-    one device; routers, norms and the embedding are on the first."""
+    """Shard q, k and v at key/value heads, and every other matrix by blocks of output features.
+
+    Each expert is whole on one device; routers, norms and the embedding are on the first device.
+    """
     for module in _inner(modules):
         if isinstance(module, Attention):
             _cut_attention(module, context)
@@ -36,7 +38,7 @@ def cut_modules(modules: Sequence[Module], context: TensorParallel) -> None:
 
 
 def unshard_modules(modules: Sequence[Module]) -> None:
-    """Undo `cut_modules`, after an unload."""
+    """Undo `cut_modules` after an unload."""
     for module in _inner(modules):
         for linear in module.submodules():
             linear.cut = linear.place = None

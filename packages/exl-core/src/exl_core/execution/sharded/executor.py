@@ -15,10 +15,14 @@ __all__ = ["SHARDED", "Sharded"]
 
 
 class Sharded(Eager):
-    """Module by module. The step says on which device which heads are (`Step.sharding`); a linear's loaded matrix knows
-    where its output features are, and gathers them."""
+    """Run module by module.
+
+    `Step.sharding` knows the device of each head; a linear's loaded matrix knows where its output features are, and
+    gathers them.
+    """
 
     def step(self, model: LanguageModel, asked: ForwardPass) -> Step:
+        """Build the step with the model's sharding."""
         return first_step(model, asked, model.tp_context)
 
 

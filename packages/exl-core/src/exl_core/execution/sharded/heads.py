@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 __all__ = ["ShardedHeads"]
 
 _norms: WeakKeyDictionary[TensorParallel, dict[int, list[tuple[Norm | None, Norm | None]]]] = WeakKeyDictionary()
-"""Of a cut model, by layer: norms of q and k for each device with heads, on it. A load makes a new TensorParallel."""
+"""Norms of q and k of a sharded model by layer, for each device with heads. Each load makes a new TensorParallel."""
 
 
 class ShardedHeads:
-    """The heads of every layer in one pass (`Step.sharding`): each device projects, rotates, stores and reads its own;
-    o_proj sees all of them."""
+    """The heads of every layer in one pass (`Step.sharding`).
+
+    Each device projects, rotates, stores and reads its own heads; o_proj sees all of them.
+    """
 
     def __init__(self, context: TensorParallel, pages: Sequence[Callable[[int], KVPages]]) -> None:
         """pages: for every entry of `context.heads`, layer -> pages of those heads."""
@@ -38,7 +40,7 @@ class ShardedHeads:
         self._pages = pages
 
     def attend(self, attention: Attention, h: Tensor, step: Step) -> Tensor:
-        """As `Attention.attend`: h [T, hidden] on the first device -> o_proj of the attention over it, there too."""
+        """Compute `Attention.attend`; h [T, hidden] and the result of o_proj are on the first device."""
         a, context = attention, self.context
         dim, groups = a.head_dim, a.num_attention_heads // a.num_key_value_heads
         projected = self._projected(a, h, step)
@@ -51,7 +53,7 @@ class ShardedHeads:
         return a.o_proj.forward(gathered(made, whole), step.loras)
 
     def _projected(self, a: Attention, h: Tensor, step: Step) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """q, k and v [T, heads, head_dim] of every device, on it."""
+        """Return q, k and v [T, heads, head_dim] of every device, on it."""
         linears = (a.q_proj, a.k_proj, a.v_proj)
         matrices = [linear.matrix for linear in linears]
         if any(linear.adapted(step.loras) for linear in linears) or self._whole_rows(a):
@@ -74,7 +76,7 @@ class ShardedHeads:
         return found
 
     def _from_home(self, a: Attention, h: Tensor, step: Step) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """The same by way of the first device, where adapters and norms over all heads at once are applied."""
+        """Return `_projected` by way of the first device, where adapters and norms over all heads are applied."""
         q, k, v = a.project(h, step)
         groups = a.num_attention_heads // a.num_key_value_heads
         return [
@@ -88,12 +90,12 @@ class ShardedHeads:
 
     @staticmethod
     def _whole_rows(a: Attention) -> bool:
-        """Whether a norm runs over the whole row of heads, which no device has."""
+        """Return whether a norm runs over the whole row of heads, which no device has."""
         norms = ((a.q_norm, a.q_proj), (a.k_norm, a.k_proj))
         return any(norm is not None and norm.shapes[0] == (linear.out_features,) for norm, linear in norms)
 
     def _norm(self, norm: Norm | None, shard: int, begin: int, end: int, q: Attention | None) -> Norm | None:
-        """The norm's weights of those heads, on their device."""
+        """Return the norm's weights of those heads, on their device."""
         if norm is None or norm.weight is None:
             return None
         groups = 1 if q is None else q.num_attention_heads // q.num_key_value_heads

@@ -24,7 +24,7 @@ __all__ = ["Part", "SplitMatrix", "load_split", "over_parts"]
 
 @dataclass(frozen=True)
 class Part:
-    """Outputs [begin, end) of a matrix on device number `shard`. `kept`: which columns of `matrix` they are."""
+    """Outputs [begin, end) of a matrix on device number `shard`. `kept`: the columns of `matrix` that hold them."""
 
     shard: int
     begin: int
@@ -34,14 +34,16 @@ class Part:
 
     @property
     def width(self) -> int:
+        """Number of outputs."""
         return self.end - self.begin
 
     @property
     def device(self) -> torch.device:
+        """Device of the part."""
         return self.matrix.device
 
     def matmul(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """x [T, in], on the part's device -> [T, width], contiguous; of x's type unless `dtype` says otherwise."""
+        """Multiply x [T, in] on the part's device -> [T, width], contiguous, of x's type or `dtype`."""
         columns = self.matrix.out_features
         out = None if dtype is None else torch.empty((x.shape[0], columns), dtype=dtype, device=x.device)
         y = self.matrix.matmul(x, out=out)
@@ -51,14 +53,14 @@ class Part:
 
 
 class SplitMatrix:
-    """What a `QuantMatrix` is to a linear layer: x and y are on the first device, sums are made where the parts are.
+    """The counterpart of a `QuantMatrix` over several devices, with x and y on the first.
 
-    Every output is computed whole on one device, in the order of one device's sum: on the CPU, and wherever a kernel's
-    bits do not depend on the number of columns, the result is that of the uncut matrix to the bit.
+    Every output is computed whole on one device, in the order of one device's sum. On the CPU, and wherever a kernel's
+    results do not depend on the number of columns, the result is bitwise identical to that of the whole matrix.
     """
 
     def __init__(self, spec: LinearSpec, context: TensorParallel, parts: Sequence[Part], stored: int) -> None:
-        """stored: outputs that the files hold of it."""
+        """stored: number of outputs of the matrix in the files."""
         self.context = context
         self.parts = tuple(parts)
         self.in_features, self.out_features = spec.in_features, spec.out_features
@@ -72,7 +74,7 @@ class SplitMatrix:
         self.device = context.home
 
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x [T, in] on the first device -> [T, out], in `out` if given."""
+        """Multiply x [T, in] on the first device -> [T, out], in `out` if given."""
         if out is None:
             out = torch.empty((x.shape[0], self.out_features), dtype=x.dtype, device=x.device)
         inputs = self.context.spread(x)
@@ -81,7 +83,7 @@ class SplitMatrix:
         return gathered(made, out)
 
     def dequantize(self) -> Tensor:
-        """W float16 [in, out] on the CPU, padding columns cut."""
+        """Return W float16 [in, out] on the CPU without padding columns."""
         wholes = [(p, p.matrix.dequantize()) for p in self.parts]
         return torch.cat([w[:, begin:end].cpu() for p, w in wholes for begin, end in p.kept], dim=1)
 
@@ -89,7 +91,7 @@ class SplitMatrix:
 def load_split(
     source: TensorSource, spec: LinearSpec, options: LinearOptions, context: TensorParallel, bounds: Bounds
 ) -> SplitMatrix:
-    """Every part read from the files to its device. Raises as `load_linear`."""
+    """Read every part from the files to its device. Raises as `load_linear`."""
     parts, stored = [], 0
     for shard, begin, end in bounds:
         there = replace(options, device=str(context.device(shard)))
@@ -99,9 +101,15 @@ def load_split(
 
 
 def over_parts(x: Tensor, matrices: Sequence[SplitMatrix], run: Callable[[Tensor, Sequence[Part]], Tensor]) -> Tensor:
-    """Several matrices cut alike, one after the other on each device: `run(x there, its parts)` gives [T, width].
+    """Run a function over several matrices with equal shards, one after the other on each device.
 
-    x and the result [T, out] are on the first device.
+    Args:
+        x: [T, in] on the first device.
+        matrices: the matrices.
+        run: called as run(x on the device, the parts there); returns [T, width].
+
+    Returns:
+        [T, out] on the first device.
     """
     context = matrices[0].context
     inputs = context.spread(x)
@@ -112,7 +120,7 @@ def over_parts(x: Tensor, matrices: Sequence[SplitMatrix], run: Callable[[Tensor
 
 
 def gathered(made: Sequence[tuple[int, int, Tensor]], out: Tensor) -> Tensor:
-    """Columns (begin, end, values) from wherever they are, in `out`."""
+    """Copy columns (begin, end, values) from any device to `out`."""
     for begin, end, values in made:
         out[:, begin:end] = send(values, out.device)
     return out

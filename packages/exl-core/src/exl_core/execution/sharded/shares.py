@@ -1,4 +1,4 @@
-"""What every device gets of heads, features and experts: whole numbers from proportions."""
+"""The share of each device in heads, features and experts: whole numbers from proportions."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from itertools import accumulate
 __all__ = ["FEATURES", "Bounds", "Shares"]
 
 FEATURES = 32  # output features are cut at multiples of this: no format needs more
-Bounds = tuple[tuple[int, int, int], ...]  # (number of the device, begin, end) of every device that gets something
+Bounds = tuple[tuple[int, int, int], ...]  # (number of the device, begin, end) of every device with a share
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Proportions of the devices: `heads` of key/value heads (and of what depends on them), `rest` of all else.
+    """Proportions of the devices: `heads` for key/value heads and their matrices, `rest` for all others.
 
-    Both sum to 1 over the devices. A device may end up with nothing of a kind.
+    Both sum to 1 over the devices. A device may get nothing of a kind.
     """
 
     heads: tuple[float, ...]
     rest: tuple[float, ...]
 
     def kv_heads(self, count: int) -> Bounds:
-        """Whole key/value heads, each with the query heads that read it."""
+        """Return bounds of whole key/value heads, each with the query heads that read it."""
         return _bounds(self.heads, count, 1)
 
     def features(self, count: int) -> Bounds:
-        """Output features, in blocks."""
+        """Return bounds of output features, in blocks."""
         return _bounds(self.rest, count, FEATURES)
 
     def experts(self, count: int) -> list[int]:
-        """The device of every expert of a mixture: experts are not cut."""
+        """Return the device of every expert of a mixture: experts are not cut."""
         return [device for device, begin, end in _bounds(self.rest, count, 1) for _ in range(begin, end)]
 
 
 def _bounds(shares: Sequence[float], count: int, unit: int) -> Bounds:
-    """0 to `count` cut at multiples of `unit`, each border where the sum of shares before it is nearest."""
+    """Cut 0 to `count` at multiples of `unit`, each border nearest to the sum of the preceding shares."""
     units = -(-count // unit)
     ends = [min(round(total * units), units) for total in accumulate(shares)]
     ends[-1] = units
