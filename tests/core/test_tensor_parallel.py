@@ -218,10 +218,10 @@ def test_wrong_caches_are_refused(lab: Any, monkeypatch: pytest.MonkeyPatch, ids
     model = spread(monkeypatch, folder, EVEN2)
     with pytest.raises(errors.CacheError, match=r"ExLlamaV2Cache_TP\(model, base=ExLlamaV2Cache_Q4\)"):
         ExLlamaV2Cache_Q4(model)
-    with pytest.raises(errors.CacheError, match="cut over cpu:0, cpu:1"):
+    with pytest.raises(errors.CacheError, match="sharded over cpu:0, cpu:1"):
         model.forward(ids, ExLlamaV2Cache(whole, batch_size=2))
     cache = ExLlamaV2Cache_TP(model, batch_size=2)
-    with pytest.raises(errors.CacheError, match="cut over devices"):
+    with pytest.raises(errors.CacheError, match="sharded over devices"):
         whole.forward(ids, cache)
     with pytest.raises(errors.CacheError, match="copy_from"):
         ExLlamaV2Cache_TP(whole, batch_size=2, copy_from=cache)

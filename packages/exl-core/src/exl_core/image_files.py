@@ -1,4 +1,4 @@
-"""Open and check images with PIL, and make them upright RGB. This module does not import torch."""
+"""Open and check images with PIL, and convert them to upright RGB. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["FORMATS", "MAX_ASPECT", "MAX_PIXELS", "as_rgb", "open_image"]
 
 MAX_ASPECT = 200
 MAX_PIXELS = 1 << 26
-"""Of an image before it is resized: decoded, it takes up to 8 bytes a pixel here."""
+"""Most pixels of an image before it is resized; decoded, a pixel takes up to 8 bytes."""
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Formats that `open_image` accepts. PIL knows others, some of which start other programs."""
@@ -23,9 +23,13 @@ DEEP_GREY = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 
 
 def open_image(file: str | os.PathLike[str] | bytes) -> Any:
-    """An upright RGB PIL image from a file or from the bytes of one: PNG, JPEG, WebP, GIF, BMP, TIFF or PPM.
+    """Open an image as an upright RGB PIL image: PNG, JPEG, WebP, GIF, BMP, TIFF or PPM.
 
-    Raises InputError for what cannot be read, is damaged, or is larger than `MAX_PIXELS`.
+    Args:
+        file: path of a file, or the bytes of one.
+
+    Raises:
+        InputError: the file cannot be read, is damaged, or has more than `MAX_PIXELS` pixels.
     """
     image_module = _pil()
     name = "the image" if isinstance(file, bytes) else os.fspath(file)
@@ -34,15 +38,17 @@ def open_image(file: str | os.PathLike[str] | bytes) -> Any:
             return as_rgb(image)
     except InputError as error:
         raise InputError(f"{name}: {error}") from error.__cause__
-    except Exception as error:  # a decoder may raise anything
+    except Exception as error:  # a decoder may raise any exception
         raise InputError(f"{name}: not an image that can be read ({_short(error)})") from error
 
 
 def as_rgb(image: Any) -> Any:
-    """The PIL image as RGB, turned upright as its EXIF data say, laid on white where it is transparent.
+    """Convert a PIL image to RGB, turned upright by its EXIF data, with transparent parts on white.
 
-    Sizes are checked before anything is decoded. Greyscale of 16 bits is brought to 8 by its upper half. Raises
-    InputError for anything that is no such image, is damaged, empty, too large or too narrow.
+    Sizes are checked before decoding. Greyscale of 16 bits is reduced to the upper 8 bits.
+
+    Raises:
+        InputError: the object is no image, or is damaged, empty, too large or too narrow.
     """
     if not all(hasattr(image, name) for name in ("convert", "resize", "size", "mode", "load")):
         raise InputError(f"image is a {type(image).__name__}, must be a PIL image (PIL.Image.open(file))")
@@ -58,7 +64,7 @@ def as_rgb(image: Any) -> Any:
         return _on_white(_eight_bits(_upright(image)))
     except InputError:
         raise
-    except Exception as error:  # a decoder may raise anything
+    except Exception as error:  # a decoder may raise any exception
         raise InputError(f"image cannot be decoded: {_short(error)}") from error
 
 

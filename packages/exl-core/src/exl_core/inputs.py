@@ -1,4 +1,4 @@
-"""The door of a forward pass: what the caller handed in, checked before anything is computed."""
+"""Checks of the arguments of a forward pass, before anything is computed."""
 
 from __future__ import annotations
 
@@ -34,13 +34,19 @@ __all__ = [
 ]
 
 Embeddings = tuple[ExLlamaV2MMEmbedding, ...]
-MASKED = -1e30  # finite, so that a row that sees only masked keys stays free of NaN
+MASKED = -1e30  # finite, so that a row that sees only masked keys is free of NaN
 
 
 def check_ids(
     model: LanguageModel, input_ids: Tensor, indexed_embeddings: Sequence[ExLlamaV2MMEmbedding] | None
 ) -> tuple[Tensor, Embeddings]:
-    """(ids int64 [batch, q_len] on the CPU, the embeddings). Raises ModelStateError, InputError, TokenIdError."""
+    """Return (ids int64 [batch, q_len] on the CPU, the embeddings).
+
+    Raises:
+        ModelStateError: the model is not loaded.
+        InputError: ids or embeddings are malformed.
+        TokenIdError: an id is outside the vocabulary.
+    """
     if not model.loaded:
         raise ModelStateError("the model is not loaded: call model.load() first")
     if not isinstance(input_ids, Tensor):
@@ -58,12 +64,17 @@ def check_ids(
     vocab_size = model.config.vocab_size
     if low < -1 or high >= vocab_size:
         bad = low if low < -1 else high
-        raise TokenIdError(f"token id {bad} is outside the vocabulary of {vocab_size} (-1 stands for padding)")
+        raise TokenIdError(f"token id {bad} is outside the vocabulary of {vocab_size} (-1 is padding)")
     return ids, embeddings
 
 
 def check_loras(model: LanguageModel, loras: Sequence[ExLlamaV2Lora] | None) -> tuple[ExLlamaV2Lora, ...]:
-    """The adapters as a tuple. Raises InputError for other objects, ModelStateError for adapters of another model."""
+    """Return the adapters as a tuple.
+
+    Raises:
+        InputError: another object than an adapter.
+        ModelStateError: an adapter of another model.
+    """
     if loras is None:
         return ()
     if not isinstance(loras, (list, tuple)) or not all(isinstance(lora, ExLlamaV2Lora) for lora in loras):
@@ -79,10 +90,12 @@ def check_row_loras(
     row_loras: Sequence[Sequence[ExLlamaV2Lora]] | None,
     batch: int,
 ) -> tuple[tuple[ExLlamaV2Lora, ...], ...]:
-    """The adapters of each of `batch` sequences; () where none has any.
+    """Return the adapters of each of `batch` sequences; () where none has any.
 
-    Raises InputError for other objects, ModelStateError for adapters of another model, UnsupportedError for adapters
-    that only all rows of a pass can have, where rows differ.
+    Raises:
+        InputError: another object than an adapter.
+        ModelStateError: an adapter of another model.
+        UnsupportedError: rows differ, and an adapter cannot apply to only some rows of a pass.
     """
     if row_loras is None:
         adapters = check_loras(model, loras)
@@ -104,8 +117,8 @@ def check_row_loras(
 
 
 def check_context(cache: object, input_mask: object, position_offsets: object, abort_event: object, batch: int) -> None:
-    """InputError for arguments of the wrong type or shape."""
-    # By what it can do, not by class: the generators hand in views of one row of a cache.
+    """Raise InputError for arguments of the wrong type or shape."""
+    # Duck typing, since the generators pass views of one row of a cache.
     if cache is not None and not (callable(getattr(cache, "pages", None)) and hasattr(cache, "current_seq_len")):
         raise InputError(f"cache is a {type(cache).__name__}, expected one of the ExLlamaV2Cache classes or None")
     if input_mask is not None and not (isinstance(input_mask, Tensor) and input_mask.is_floating_point()):
@@ -146,7 +159,7 @@ def check_last_state(return_last_state: object) -> None:
 
 
 def check_indices(indices: Sequence[int] | None, count: int) -> frozenset[int]:
-    """extract_state_indices as a set of module numbers; negative ones count from the end. Raises InputError."""
+    """Return extract_state_indices as a set of module numbers; negative ones count from the end. Raises InputError."""
     found = tuple(indices or ())
     for index in found:
         if isinstance(index, bool) or not isinstance(index, int) or not -count <= index < count:
@@ -155,7 +168,12 @@ def check_indices(indices: Sequence[int] | None, count: int) -> frozenset[int]:
 
 
 def check_length(config: ExLlamaV2Config, cache: ExLlamaV2CacheBase | None, batch: int, past: int, q_len: int) -> None:
-    """SequenceTooLongError if the tokens fit neither chunk, model nor cache; InputError for too many rows."""
+    """Check the number of tokens.
+
+    Raises:
+        SequenceTooLongError: the tokens exceed the chunk, the model or the cache.
+        InputError: there are too many rows.
+    """
     if cache is None:
         limit = _effective_max(config, batch)
         if q_len > limit:
@@ -179,8 +197,11 @@ def check_length(config: ExLlamaV2Config, cache: ExLlamaV2CacheBase | None, batc
 
 
 def chunk_size(config: ExLlamaV2Config, batch: int, past: int, remaining: int, cached: bool) -> int:
-    """Tokens of the next chunk. Our attention is fused, so max_attention_size limits a chunk
-    only where both fused back ends of the original are switched off by the caller."""
+    """Return the number of tokens of the next chunk.
+
+    Our attention needs no score matrix, so max_attention_size limits a chunk only where the caller has switched off
+    both fused back ends of exllamav2.
+    """
     size = min(remaining, _effective_max(config, batch))
     limit = config.max_attention_size
     fused = not (config.no_flash_attn and config.no_xformers)
@@ -197,7 +218,7 @@ def contiguous_params(
     input_mask: Tensor | None,
     position_offsets: Tensor | None,
 ) -> AttentionParams:
-    """The caller's attn_params completed by the other arguments."""
+    """Complete the caller's attn_params by the other arguments. Raises InputError."""
     past = 0 if cache is None else cache.current_seq_len
     if params is None:
         return AttentionParams(batch, q_len, past, input_mask, position_offsets)
@@ -220,7 +241,7 @@ def contiguous_params(
 
 
 def paged_params(params: PagedParams, input_mask: Tensor | None, position_offsets: Tensor | None) -> PagedParams:
-    """`params`; UnsupportedError if it comes with arguments for padded rows."""
+    """Return `params`. Raises UnsupportedError if arguments for padded rows are given as well."""
     if input_mask is not None or position_offsets is not None:
         raise UnsupportedError("input_mask and position_offsets do not go with PagedParams: pages need no padding")
     return params

@@ -1,4 +1,4 @@
-"""What caches, adapters, embeddings and executors ask of a model."""
+"""The properties of a model that caches, adapters, embeddings and executors use."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ __all__ = ["LanguageModel"]
 
 
 class LanguageModel(Protocol):
-    """The state of an `ExLlamaV2`: its modules, where they are, and what was loaded. Readers change none of it."""
+    """The state of an `ExLlamaV2`: its modules, their devices, and the loaded weights.
+
+    Users of this protocol change nothing.
+    """
 
     @property
-    def config(self) -> ExLlamaV2Config: ...
+    def config(self) -> ExLlamaV2Config:
+        """The configuration of the model."""
+
     @property
     def modules(self) -> Sequence[Module]:
-        """In the order of the forward pass."""
+        """The modules in the order of the forward pass."""
         ...
 
     @property
@@ -34,15 +39,17 @@ class LanguageModel(Protocol):
         ...
 
     @property
-    def loaded(self) -> bool: ...
+    def loaded(self) -> bool:
+        """Whether the weights are loaded."""
+
     @property
     def load_count(self) -> int:
-        """How often weights were loaded: adapters belong to one load."""
+        """Number of loads so far: adapters belong to one load."""
         ...
 
     @property
     def device(self) -> torch.device | None:
-        """Where logits come out; None until devices are decided."""
+        """The device of the logits; None until devices are decided."""
         ...
 
     @property
@@ -57,11 +64,13 @@ class LanguageModel(Protocol):
 
     @property
     def tp_context(self) -> TensorParallel | None:
-        """How matrices are cut over devices, if they are."""
+        """The sharding of matrices over devices, or None."""
         ...
 
     @property
-    def rope(self) -> RopeTable: ...
+    def rope(self) -> RopeTable:
+        """The main RoPE table."""
+
     @property
     def rope_alt(self) -> RopeTable | None:
         """A second table, in families that have one."""
@@ -78,9 +87,9 @@ class LanguageModel(Protocol):
         ...
 
     def linears(self) -> Iterator[Linear]:
-        """Every linear of every module."""
+        """Yield every linear of every module."""
         ...
 
     def update_loras(self) -> None:
-        """Called when an adapter is unloaded."""
+        """React to the unloading of an adapter."""
         ...

@@ -1,4 +1,4 @@
-"""The parts of a model. `build_modules` puts them in order; each file holds one kind."""
+"""The parts of a model. `build_modules` makes them in order; each file holds one kind."""
 
 from .attention import Attention, ParallelDecoder
 from .build import build_modules

@@ -1,4 +1,4 @@
-"""Self-attention with its norms and residual: the only module that touches the cache."""
+"""Self-attention with its norms and residual: the only module that uses the cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Attention", "ParallelDecoder"]
 
-PICTURE_TOKENS = 64  # tokens of pictures in one call, each with a mask over all keys
+PICTURE_TOKENS = 64  # tokens of images in one call, each with a mask over all keys
 
 
 class Attention(SubLayer[AttentionBlock]):
@@ -36,6 +36,22 @@ class Attention(SubLayer[AttentionBlock]):
 
     Keys and values of the chunk are stored before they are read, so that a token's result does not depend on how the
     prompt was cut into chunks.
+
+    Args:
+        key: name of the module in the files.
+        layer_idx: number of the layer.
+        norm: norm of the input, or None.
+        projections: q, k, v and o.
+        head_dim: elements of a head.
+        scale: factor of q.k before the softmax.
+        window: sliding window in tokens; 0 is off.
+        softcap: limit of the logits; 0 is off.
+        interleaved: rotate GPT-J pairs.
+        rope: the RoPE table.
+        clip: if > 0, q, k and v are clamped to +- clip.
+        post: norm of the output, before the residual sum.
+        q_norm: norm before RoPE, over each head, or over the whole row of heads if the weight is as wide as the row.
+        k_norm: like q_norm.
     """
 
     name = "Attention"
@@ -58,11 +74,6 @@ class Attention(SubLayer[AttentionBlock]):
         q_norm: Norm | None = None,
         k_norm: Norm | None = None,
     ) -> None:
-        """interleaved: GPT-J pairs. rope: which table rotates. clip > 0: q, k and v are clamped to +- clip.
-
-        post: norm of the output, before the residual sum. q_norm, k_norm: before RoPE, over each head, or over the
-        whole row of heads if the weight is as wide as that.
-        """
         self.key = key
         self.layer_idx = layer_idx
         self.norm = norm
@@ -79,6 +90,7 @@ class Attention(SubLayer[AttentionBlock]):
         self.clip = clip
 
     def describe(self) -> AttentionDescription:
+        """Return the description of the half."""
         return AttentionDescription(
             kind_of(self.norm),
             kind_of(self.post),
@@ -90,6 +102,7 @@ class Attention(SubLayer[AttentionBlock]):
         )
 
     def submodules(self) -> Iterator[Linear]:
+        """Yield q, k, v and o."""
         yield from (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
 
     def _parts(self) -> Iterator[Norm | Linear]:
@@ -98,10 +111,11 @@ class Attention(SubLayer[AttentionBlock]):
 
     @property
     def loaded(self) -> bool:
+        """Whether the weights are loaded."""
         return self.o_proj.matrix is not None
 
     def _fuse(self) -> AttentionBlock | None:
-        """All of `forward` as one native call, where the matrices allow it."""
+        """Return a native block that computes all of `forward`, if the matrices allow it."""
         if not all(linear.fusable() for linear in (self.q_proj, self.k_proj, self.v_proj, self.o_proj)):
             return None
         return AttentionBlock(
@@ -118,6 +132,7 @@ class Attention(SubLayer[AttentionBlock]):
         )
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
+        """Run the half on x [T, hidden], in place where possible, and return the result."""
         fusable = self.block is not None and not (self.window and step.pictures is not None)
         if fusable and not any(linear.adapted(step.loras) for linear in self.submodules()):
             assert self.block is not None
@@ -125,21 +140,21 @@ class Attention(SubLayer[AttentionBlock]):
         return self.forward_unfused(x, step)
 
     def forward_unfused(self, x: Tensor, step: Step) -> Tensor:
-        """The same step by step and to the same bits: for padded matrices, adapters, and as the fused block's twin."""
+        """Run operator by operator, bitwise identical: for padded matrices, adapters, and as the block's twin."""
         y = self.attend(x if self.norm is None else self.norm.forward(x), step)
         if self.post is not None:
             y = self.post.apply(y.to(x.dtype))
         return x.add_(y)
 
     def attend(self, h: Tensor, step: Step) -> Tensor:
-        """o_proj of the attention over a normalised hidden state h [T, hidden]: no norms around it, no residual."""
+        """Return o_proj of the attention over a normalised hidden state h [T, hidden], without norms and residual."""
         if step.sharding is not None:
             return step.sharding.attend(self, h, step)
         mixed = self.mix(*self.project(h, step), step.pages(self.layer_idx), step)
         return self.o_proj.forward(mixed.view(h.shape[0], -1), step.loras)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, pages: KVPages, step: Step) -> Tensor:
-        """k and v stored, then attention of q over the pages: [T, heads, head_dim]."""
+        """Store k and v, then attend with q over the pages: [T, heads, head_dim]."""
         store_kv(pages, k, v, step.slots)
         mixed = paged_attention(
             q,
@@ -158,9 +173,9 @@ class Attention(SubLayer[AttentionBlock]):
         return mixed
 
     def _mix_in_pictures(self, q: Tensor, mixed: Tensor, pages: KVPages, step: Step) -> None:
-        """Writes the rows of `mixed` for tokens of pictures: a window back from their own place, to the picture's end.
+        """Write the rows of `mixed` for tokens of images: from a window before their own place to the image's end.
 
-        The kernel counts a window from the last visible place, so each of these tokens has a mask of its own.
+        The kernel counts a window from the last visible place, so each of these tokens needs a separate mask.
         """
         assert step.pictures is not None
         keys = torch.arange(step.max_keys or 0, device=q.device)
@@ -183,7 +198,7 @@ class Attention(SubLayer[AttentionBlock]):
             )
 
     def project(self, h: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalised and rotated q and k, and v, each [T, heads, head_dim]."""
+        """Return normalised and rotated q and k, and v, each [T, heads, head_dim]."""
         q = self.q_proj.forward(h, step.loras)
         k = self.k_proj.forward(h, step.loras)
         v = self.v_proj.forward(h, step.loras)
@@ -192,8 +207,10 @@ class Attention(SubLayer[AttentionBlock]):
     def rotated(
         self, q: Tensor, k: Tensor, v: Tensor, step: Step, q_norm: Norm | None, k_norm: Norm | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Projections [T, heads * head_dim] of any heads: clamped, q and k normalised and rotated, [T, heads, head_dim]
-        each. Works in place."""
+        """Clamp projections [T, heads * head_dim] of any heads, and norm and rotate q and k, in place.
+
+        Returns q, k and v, [T, heads, head_dim] each.
+        """
         q, k, v = self.shaped(q, q_norm), self.shaped(k, k_norm), self.shaped(v)
         if self.rope != "none":
             cos, sin = step.table(self.rope)
@@ -202,8 +219,7 @@ class Attention(SubLayer[AttentionBlock]):
         return q, k, v
 
     def shaped(self, t: Tensor, norm: Norm | None = None) -> Tensor:
-        """A projection [T, heads * head_dim] clamped and normalised, as it is rotated: [T, heads, head_dim]. Works in
-        place."""
+        """Clamp and norm a projection [T, heads * head_dim] in place, to [T, heads, head_dim] for the rotation."""
         if self.clip:
             t.clamp_(-self.clip, self.clip)
         if norm is not None and norm.shapes[0] == (t.shape[1],):
@@ -219,18 +235,21 @@ class ParallelDecoder(Attention):
     name = "ParallelDecoder"
 
     def __init__(self, attention: Attention, mlp: FeedForward) -> None:
-        """`attention` is taken apart; `mlp` has no norms of its own."""
+        """Take over the parts of `attention`; `mlp` has no norms."""
         self.__dict__.update(attention.__dict__)
         self.mlp = mlp
 
     def describe(self) -> AttentionDescription:
+        """Return the description of the layer."""
         return replace(super().describe(), with_mlp=True)
 
     def submodules(self) -> Iterator[Linear]:
+        """Yield the linears of attention and MLP."""
         yield from super().submodules()
         yield from self.mlp.submodules()
 
     def load(self, source: TensorSource, device: torch.device) -> None:
+        """Load attention and MLP; an error leaves both unloaded."""
         super().load(source, device)
         try:
             self.mlp.load(source, device)
@@ -239,15 +258,18 @@ class ParallelDecoder(Attention):
             raise
 
     def unload(self) -> None:
+        """Drop the weights."""
         super().unload()
         self.mlp.unload()
 
     def weight_bytes(self) -> int:
+        """Return the bytes of loaded weights."""
         return super().weight_bytes() + self.mlp.weight_bytes()
 
     def _fuse(self) -> AttentionBlock | None:
         return None
 
     def forward_unfused(self, x: Tensor, step: Step) -> Tensor:
+        """Run the layer operator by operator."""
         h = x if self.norm is None else self.norm.forward(x)
         return x.add_(self.attend(h, step)).add_(self.mlp.inner(h, step.loras))

@@ -1,4 +1,4 @@
-"""From a configuration to the list of modules."""
+"""Build the list of modules from a configuration."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ __all__ = ["build_modules"]
 
 
 def build_modules(config: ExLlamaV2Config) -> list[Module]:
-    """Embedding, positions if learned, then attention and MLP of each layer (or one module for both), final norm, head.
+    """Return the modules of a model without touching weights.
 
-    No weights are touched.
+    The order is embedding, positions if learned, then attention and MLP of each layer (or one module for both), final
+    norm, head.
     """
     return _Builder(config).modules()
 
@@ -162,7 +163,7 @@ class _Builder:
         return RMSNorm(key, c.hidden_size, c.norm_eps, offset=arch.norm_offset)
 
     def _head_norm(self, layer: int, part: str, heads: int) -> Norm | None:
-        """The norm of q or k; a weight of one head serves them all."""
+        """Return the norm of q or k; a weight for one head serves all heads."""
         c, arch = self.config, self.arch
         if not c.head_norms:
             return None
@@ -185,7 +186,7 @@ class _Builder:
         prescale: float = 1.0,
         expert: int = 0,
     ) -> Linear:
-        """part: key below the layer, with `{}` for the expert."""
+        """Return the linear of a key below the layer (`part`), with `{}` for the expert."""
         prefix = f"{self.arch.layer_prefix}.{layer}."
         fused = self.arch.fused_key(part)
         spec = LinearSpec(
@@ -208,7 +209,7 @@ class _Builder:
         return Linear(spec, self.options)
 
     def _fused_rows(self, matrix: FusedLinear, index: int, expert: int) -> Ranges:
-        """Rows of part `index` in a fused matrix, of expert `expert` if it stacks them."""
+        """Return the rows of part `index` in a fused matrix, of expert `expert` if the matrix stacks experts."""
         if matrix.packing == "grouped":
             groups, d = self.config.num_key_value_groups, self.config.head_dim
             begin, end = ((0, groups), (groups, groups + 1), (groups + 1, groups + 2))[index]
@@ -219,13 +220,13 @@ class _Builder:
         return ((begin, begin + widths[index]),)
 
     def _fused_size(self, matrix: FusedLinear) -> int:
-        """Rows of a whole fused matrix, of all experts if it stacks them."""
+        """Return the rows of a whole fused matrix, of all experts if it stacks them."""
         experts = self.arch.experts
         stacked = experts is not None and matrix in experts.stacked
         return sum(map(self._stored_rows, matrix.parts)) * ((self.config.num_experts or 0) if stacked else 1)
 
     def _stored_rows(self, part: str) -> int:
-        """Rows that a part takes of a fused matrix."""
+        """Return the number of rows of a part in a fused matrix."""
         c, arch = self.config, self.arch
         if part == arch.q_proj:
             return self.q_width

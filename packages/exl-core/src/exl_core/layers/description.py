@@ -1,4 +1,4 @@
-"""What the halves of a layer say of themselves: executors choose launches by this, not by a module's type or family."""
+"""Descriptions of the halves of a layer: executors choose launches by these, not by a module's type or family."""
 
 from __future__ import annotations
 
@@ -29,14 +29,17 @@ class AttentionDescription:
 
 @dataclass(frozen=True, slots=True)
 class MlpDescription:
-    """x + post(down(..)) of norm(x): gated, act(gate) * up; else act(up); or a mixture of `experts`."""
+    """x + post(inner(norm(x))), the MLP half of a layer.
+
+    inner is down(act(gate) * up) if gated, else down(act(up)), or a mixture of `experts`.
+    """
 
     norm: NormKind | None
     post: NormKind | None
     gated: bool
     activation: Activation
     experts: int
-    """0: one MLP."""
+    """Number of experts; 0 for one MLP."""
 
 
 HalfDescription = AttentionDescription | MlpDescription

@@ -1,4 +1,4 @@
-"""The token embedding: ids in, rows of the hidden state's type out."""
+"""The token embedding: from ids to rows in the hidden state's type."""
 
 from __future__ import annotations
 
@@ -22,9 +22,16 @@ __all__ = ["Embedding"]
 
 
 class Embedding(WeightModule):
-    """Rows of the table [vocab, hidden], kept in the file's float type; given out as float32, on a GPU as half.
+    """Rows of the table [vocab, hidden], stored in the file's float type; returned as float32, on a GPU as half.
 
-    Negative ids read row 0 (a pad id of -1, spec core.md 4.1); the model refuses ids beyond the vocabulary.
+    Negative ids read row 0 (a pad id is -1); the model rejects ids beyond the vocabulary.
+
+    Args:
+        key: name of the module in the files.
+        vocab_size: rows of the table.
+        hidden_size: columns of the table.
+        scale: factor of the rows.
+        float_residual: return float32 rows on a GPU too (families whose hidden state exceeds half's range).
     """
 
     name = "Embedding"
@@ -32,7 +39,6 @@ class Embedding(WeightModule):
     def __init__(
         self, key: str, vocab_size: int, hidden_size: int, scale: float = 1.0, float_residual: bool = False
     ) -> None:
-        """float_residual: float32 rows on a GPU too (families whose hidden state outgrows half)."""
         self.key = key
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
@@ -41,6 +47,11 @@ class Embedding(WeightModule):
         self.weight: Tensor | None = None
 
     def load(self, source: TensorSource, device: torch.device) -> None:
+        """Read and check the table.
+
+        Raises:
+            FormatError: the table has a wrong shape or is not finite.
+        """
         name = f"{self.key}.weight"
         weight = source.read(name)
         if weight.dim() != 2 or weight.shape[1] != self.hidden_size:
@@ -52,9 +63,9 @@ class Embedding(WeightModule):
         self.weight = weight.to(device)
 
     def forward(self, x: Tensor, step: Step | None = None) -> Tensor:
-        """x: int64 [T] -> [T, hidden]. Ids of `step.embeddings` give their rows, unscaled.
+        """Look up ids int64 [T] -> [T, hidden]. Ids of `step.embeddings` give their rows, unscaled.
 
-        An adapter may bring a table of its own (of several the first counts), or add to the model's.
+        An adapter may bring a table (of several the first counts), or add to the model's. Raises ModelStateError.
         """
         if self.weight is None:
             raise ModelStateError(f"{self.key} is not loaded: call model.load() first")
@@ -69,7 +80,7 @@ class Embedding(WeightModule):
         return rows if self.float_residual else rows.to(activation_dtype(rows.device))
 
     def _lookup(self, ids: Tensor, loras: tuple[Adapter, ...]) -> Tensor:
-        """float32 [T, hidden] of ids below the vocabulary."""
+        """Return float32 [T, hidden] of ids below the vocabulary."""
         assert self.weight is not None
         rows = next((lora.embedding for lora in loras if lora.embedding is not None), self.weight)[ids].float()
         rows = rows if self.scale == 1.0 else rows * self.scale

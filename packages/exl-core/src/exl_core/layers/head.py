@@ -1,4 +1,4 @@
-"""The head: hidden state to logits, padded to a multiple of 32 columns."""
+"""The head: from hidden state to logits, padded to a multiple of 32 columns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .module import Module
 
 __all__ = ["PADDING_LOGIT", "Head"]
 
-PADDING_LOGIT = -65504.0  # the lowest half: what the reference writes into columns that stand for no token
+PADDING_LOGIT = -65504.0  # the lowest half; exllamav2 writes it into padding columns
 
 
 class Head(Module):
@@ -31,23 +31,28 @@ class Head(Module):
         self.softcap = softcap
 
     def submodules(self) -> Iterator[Linear]:
+        """Yield the head's linear."""
         yield self.linear
 
     def load(self, source: TensorSource, device: torch.device) -> None:
+        """Load the matrix."""
         self.linear.load(source, device)
 
     def unload(self) -> None:
+        """Drop the matrix."""
         self.linear.unload()
 
     @property
     def loaded(self) -> bool:
+        """Whether the matrix is loaded."""
         return self.linear.matrix is not None
 
     def weight_bytes(self) -> int:
+        """Return the bytes of the loaded matrix."""
         return self.linear.weight_bytes()
 
     def forward(self, x: Tensor, step: Step | None = None, out: Tensor | None = None) -> Tensor:
-        """x [T, hidden] -> float32 [T, padded vocabulary], in `out` if given."""
+        """Multiply x [T, hidden] -> float32 [T, padded vocabulary], in `out` if given."""
         logits = out
         if logits is None:
             logits = torch.empty((x.shape[0], self.padded_vocab_size), dtype=torch.float32, device=x.device)
@@ -55,7 +60,7 @@ class Head(Module):
         return self.finish(logits)
 
     def finish(self, logits: Tensor) -> Tensor:
-        """What follows the product, in place."""
+        """Apply softcap and padding to the matmul's result, in place."""
         if self.softcap:
             activation(logits.div_(self.softcap), "tanh", out=logits).mul_(self.softcap)
         logits[:, self.linear.out_features :] = PADDING_LOGIT

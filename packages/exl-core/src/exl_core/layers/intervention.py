@@ -1,4 +1,4 @@
-"""Looking into and changing what flows between modules."""
+"""Hooks on the hidden states between modules."""
 
 from __future__ import annotations
 
@@ -20,18 +20,26 @@ Hook = Callable[[Tensor, Step], Tensor]
 
 
 class Intervention(Module):
-    """`model.modules[i] = Intervention(model.modules[i], pre_forward, post_forward)`.
+    """A module with hooks: `model.modules[i] = Intervention(model.modules[i], pre_forward, post_forward)`.
 
     A hook gets the hidden state [batch, q_len, hidden] (before the embedding: the ids; after the head: the logits) and
-    the `Step`, and returns the state to go on with, of the same shape, on any device. What it was given is a copy of
-    its own. Everything else is the inner module's. While a model holds one, no step of it is a captured graph; what was
-    captured before serves again when it is taken out.
+    the `Step`. It returns the state to continue with, of the same shape, on any device. Its argument is a copy.
+    Everything else is delegated to the inner module. While a model holds an Intervention, no step runs as a captured
+    graph; graphs captured before are used again after its removal.
 
-    The rows of a batch are sequences; of each a pass sees only the tokens that are not in the cache yet. A row may be
-    several prompts only where the caller joined them (`PagedParams.q_lens`), which the generators do not do while a
-    model holds an Intervention, nor for a draft model that does. A dynamic generator reuses nothing that was computed
-    before one was put in or taken out; it cannot know of hooks that begin to do something else: put a new one in, or
-    call its `reset_page_table`.
+    The rows of a batch are sequences. A pass sees only the tokens of each row that are not in the cache yet. A row may
+    be several prompts only where the caller joined them (`PagedParams.q_lens`). The generators do not join prompts
+    while a model, or a draft model, holds an Intervention. A dynamic generator reuses no results from before an
+    Intervention was inserted or removed. It cannot detect that a hook changes its behaviour: insert a new one, or call
+    the generator's `reset_page_table`.
+
+    Args:
+        inner: a module of the model.
+        pre_forward: hook before the module, called as (hidden_state, step), or None.
+        post_forward: hook after the module, or None.
+
+    Raises:
+        InputError: a hook is not callable, returns another shape, or `inner` is no module.
     """
 
     def __init__(self, inner: Module, pre_forward: Hook | None = None, post_forward: Hook | None = None) -> None:
@@ -47,27 +55,33 @@ class Intervention(Module):
         self.name = inner.name
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # not yet set: while copying or unpickling
+        if name == "inner":  # not yet set, while copying or unpickling
             raise AttributeError(name)
         return getattr(self.inner, name)
 
     def load(self, source: TensorSource, device: torch.device) -> None:
+        """Load the inner module."""
         self.inner.load(source, device)
 
     def unload(self) -> None:
+        """Unload the inner module."""
         self.inner.unload()
 
     @property
     def loaded(self) -> bool:
+        """Whether the inner module is loaded."""
         return self.inner.loaded
 
     def weight_bytes(self) -> int:
+        """Return the bytes of the inner module's weights."""
         return self.inner.weight_bytes()
 
     def submodules(self) -> Iterator[Linear]:
+        """Yield the linears of the inner module."""
         return self.inner.submodules()
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
+        """Run the hooks and the inner module. Raises InputError for a hook's wrong result."""
         x = _apply("pre_forward", self.pre_forward, x, step)
         x = self.inner.forward(x, step)
         return _apply("post_forward", self.post_forward, x, step)

@@ -1,4 +1,4 @@
-"""One matrix of the model, whatever format it is stored in."""
+"""One matrix of the model, in any storage format."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ class Linear:
         self.in_features = spec.in_features
         self.out_features = spec.out_features
         self.matrix: QuantMatrix | SplitMatrix | None = None
-        self.cut: tuple[TensorParallel, Bounds] | None = None  # which outputs go to which device; None = all to one
+        self.cut: tuple[TensorParallel, Bounds] | None = None  # the device of each output; None: one device
         self.place: torch.device | None = None  # another device than the module's
 
     def load(self, source: TensorSource, device: torch.device) -> None:
+        """Read, check and repack the matrix. Raises as `load_linear`."""
         if self.cut is not None:
             self.matrix = load_split(source, self.spec, self.options, *self.cut)
         else:
@@ -46,61 +47,66 @@ class Linear:
             self.matrix = load_linear(source, self.spec, options)
 
     def unload(self) -> None:
+        """Drop the matrix."""
         self.matrix = None
 
     def is_quant(self) -> bool:
-        """Whether the loaded matrix is EXL2 or GPTQ."""
+        """Return whether the loaded matrix is EXL2 or GPTQ."""
         return self.loaded_matrix.format != "float"
 
     @property
     def loaded_matrix(self) -> QuantMatrix | SplitMatrix:
-        """The loaded matrix, cut over devices or not. Raises ModelStateError before load()."""
+        """The loaded matrix, sharded over devices or not. Raises ModelStateError before load()."""
         if self.matrix is None:
             raise ModelStateError(f"{self.key} is not loaded: call model.load() first")
         return self.matrix
 
     @property
     def quant(self) -> QuantMatrix:
-        """The loaded matrix in one piece. Raises ModelStateError before load(), and where it is cut over devices."""
+        """The loaded matrix in one piece.
+
+        Raises ModelStateError before load(), and where it is sharded over devices.
+        """
         matrix = self.loaded_matrix
         if isinstance(matrix, SplitMatrix):
-            raise ModelStateError(f"{self.key} is cut over several devices: there is no one matrix of it")
+            raise ModelStateError(f"{self.key} is sharded over several devices: it has no single matrix")
         return matrix
 
     def fusable(self) -> bool:
-        """Whether the matrix can be part of a fused block: on the CPU, in one piece, without padding columns."""
+        """Return whether the matrix can be part of a CPU block: on the CPU, in one piece, without padding columns."""
         if isinstance(self.matrix, SplitMatrix):
             return False
         return self.quant.device.type == "cpu" and self.quant.out_features == self.out_features
 
     @property
     def stored_features(self) -> int:
-        """Outputs in the files: heads may have more than the vocabulary, quantized matrices are padded."""
+        """Number of outputs in the files: heads may have more than the vocabulary, quantized matrices are padded."""
         matrix = self.loaded_matrix
         return matrix.stored_features if isinstance(matrix, SplitMatrix) else matrix.out_features
 
     def weight_bytes(self) -> int:
+        """Return the bytes of the loaded matrix."""
         return 0 if self.matrix is None else self.matrix.nbytes
 
     def get_weight_tensor_dq(self) -> Tensor:
-        """W float16 [in, out] as the file encodes it, rows in the model's (unpermuted) order, padding columns cut."""
+        """Return W float16 [in, out] as the file encodes it, in the model's row order, without padding columns."""
         return self.loaded_matrix.dequantize()[:, : self.out_features].contiguous()
 
     def adapted(self, loras: Sequence[Adapter]) -> bool:
-        """Whether any of `loras` changes this matrix: fused blocks, which know of none, must then step aside."""
+        """Return whether any of `loras` changes this matrix; blocks do not support adapters."""
         return any(self.key in lora.touched for lora in loras)
 
     def forward(self, x: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
-        """x [T, in] -> [T, out] of its type (float32, on a GPU half); columns that pad the file's are cut off.
+        """Multiply x [T, in] -> [T, out] of its type (float32, on a GPU half), without the file's padding columns.
 
-        Every adapter adds (x @ A @ B) * its scaling, in the order given.
+        Every adapter adds (x @ A @ B) * its scaling, in the given order.
         """
         y = self._matrix(loras).matmul(x)
         y = y if y.shape[-1] == self.out_features else y[..., : self.out_features].contiguous()
         return self._add_adapters(x, y, loras)
 
     def forward_into(self, x: Tensor, out: Tensor, loras: Sequence[Adapter] = ()) -> None:
-        """The product written into `out` [T, columns >= out]; columns beyond `out_features` are left alone."""
+        """Write the result into `out` [T, columns >= out]; columns beyond `out_features` are not changed."""
         matrix = self._matrix(loras)
         if out.shape[-1] == matrix.out_features and matrix.out_features == self.out_features:
             matrix.matmul(x, out=out)
@@ -110,8 +116,10 @@ class Linear:
         self._add_adapters(x, out[..., : self.out_features], loras)
 
     def forward_precise(self, x: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
-        """As `forward`, to float32 on a GPU too: for logits that choose experts, where half's rounding would decide.
-        float matrices are summed so that a row's result does not depend on the number of rows."""
+        """Multiply as `forward`, to float32 on a GPU too, since half's rounding could change the choice of experts.
+
+        Float matrices are summed so that a row's result does not depend on the number of rows.
+        """
         matrix = self._matrix(loras)
         if isinstance(matrix, CudaFloatMatrix):
             y = matrix.matmul_precise(x)
@@ -120,7 +128,7 @@ class Linear:
         return self._add_adapters(x, y[..., : self.out_features].contiguous(), loras)
 
     def _matrix(self, loras: Sequence[Adapter]) -> QuantMatrix | SplitMatrix:
-        """The matrix that is multiplied by: the first replacement an adapter brings, else the model's own."""
+        """Return the matrix to multiply by: an adapter's first replacement, else the model's own."""
         for lora in loras:
             replacement = lora.replacements.get(self.key)
             if replacement is not None:
@@ -136,9 +144,9 @@ class Linear:
 
     @property
     def device(self) -> torch.device:
-        """Where x is taken and y is given."""
+        """Device of inputs and results."""
         return self.loaded_matrix.device
 
     def parts_for(self, loras: Sequence[Adapter]) -> SplitMatrix | None:
-        """The matrix, if it is cut over devices and no adapter changes it: results may stay where they are."""
+        """Return the matrix if it is sharded and no adapter changes it, so that results may stay on the devices."""
         return self.matrix if isinstance(self.matrix, SplitMatrix) and not self.adapted(loras) else None

@@ -38,7 +38,7 @@ class FeedForward(SubLayer[MlpBlock]):
 
     @abstractmethod
     def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
-        """The sub-layer without norms and residual: [T, hidden] -> [T, hidden], a tensor of its own."""
+        """Compute the sub-layer without norms and residual: [T, hidden] -> a new tensor [T, hidden]."""
 
     def _parts(self) -> Iterator[Norm | Linear]:
         yield from (norm for norm in (self.norm, self.post) if norm is not None)
@@ -46,15 +46,17 @@ class FeedForward(SubLayer[MlpBlock]):
 
     @property
     def loaded(self) -> bool:
+        """Whether all matrices are loaded."""
         return all(linear.matrix is not None for linear in self.submodules())
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
+        """Run the half on x [T, hidden], in place where possible, and return the result."""
         if self.block is not None and not any(linear.adapted(step.loras) for linear in self.submodules()):
             return self.block.forward(x)
         return self.forward_unfused(x, step.loras)
 
     def forward_unfused(self, x: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
-        """Step by step: for padded matrices, adapters, and as the twin of a fused block, to the same bits."""
+        """Run operator by operator, bitwise identical: for padded matrices, adapters, and as the block's twin."""
         y = self.inner(x if self.norm is None else self.norm.forward(x), loras)
         if self.post is not None:
             y = self.post.apply(y.to(x.dtype))
@@ -79,9 +81,11 @@ class GatedMLP(FeedForward):
         self.gate_proj, self.up_proj, self.down_proj = projections
 
     def describe(self) -> MlpDescription:
+        """Return the description of the half."""
         return MlpDescription(kind_of(self.norm), kind_of(self.post), True, self.activation, 0)
 
     def submodules(self) -> Iterator[Linear]:
+        """Yield gate, up and down."""
         yield from (self.gate_proj, self.up_proj, self.down_proj)
 
     def _fuse(self) -> MlpBlock | None:
@@ -92,6 +96,7 @@ class GatedMLP(FeedForward):
         return MlpBlock(norm, self.gate_proj.quant, matrices, self.activation, post=post)
 
     def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
+        """Compute down(act(gate(h)) * up(h))."""
         gate, up = self.gate_proj.parts_for(loras), self.up_proj.parts_for(loras)
         if gate is not None and up is not None:
             return self.down_proj.forward(over_parts(h, (gate, up), self._gated), loras)
@@ -122,9 +127,11 @@ class PlainMLP(FeedForward):
         self.up_proj, self.down_proj = projections
 
     def describe(self) -> MlpDescription:
+        """Return the description of the half."""
         return MlpDescription(kind_of(self.norm), kind_of(self.post), False, self.activation, 0)
 
     def submodules(self) -> Iterator[Linear]:
+        """Yield up and down."""
         yield from (self.up_proj, self.down_proj)
 
     def _fuse(self) -> MlpBlock | None:
@@ -134,6 +141,7 @@ class PlainMLP(FeedForward):
         return MlpBlock(fused_norm(self.norm), None, matrices, self.activation, post=fused_norm(self.post))
 
     def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
+        """Compute down(act(up(h)))."""
         whole = self.up_proj.parts_for(loras)
         if whole is not None:
             return self.down_proj.forward(over_parts(h, (whole,), self._activated), loras)

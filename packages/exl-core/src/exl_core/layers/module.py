@@ -1,4 +1,4 @@
-"""What every module of a model is: a key, a life (load, unload), and a forward pass over flat token rows."""
+"""The base of a model's modules: a key, load and unload, and a forward pass over flat token rows."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Module(ABC):
 
     key: str
     name: str
-    capturable = True  # on a GPU: forward makes no decision on the host, so that a CUDA graph can hold it
+    capturable = True  # on a GPU: forward makes no decision on the host, so a CUDA graph can hold it
 
     @abstractmethod
     def load(self, source: TensorSource, device: torch.device) -> None:
-        """Read the weights. On an error the module is as unloaded as before."""
+        """Read the weights. An error leaves the module unloaded."""
 
     @abstractmethod
     def unload(self) -> None:
@@ -37,22 +37,26 @@ class Module(ABC):
 
     @property
     @abstractmethod
-    def loaded(self) -> bool: ...
+    def loaded(self) -> bool:
+        """Whether the weights are loaded."""
 
     @abstractmethod
     def weight_bytes(self) -> int:
-        """Bytes held by loaded weights."""
+        """Return the bytes of loaded weights."""
 
     @abstractmethod
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        """Hidden state in, hidden state out, [T, hidden], float32 or, on a GPU, half. May work in place on `x`."""
+        """Map the hidden state [T, hidden], float32 or, on a GPU, half. May work in place on `x`."""
 
     def describe(self) -> HalfDescription | None:
-        """What this half of a layer computes; None for other modules, and for halves that only they themselves run."""
+        """Return what this half of a layer computes.
+
+        None for other modules, and for halves that executors cannot join.
+        """
         return None
 
     def submodules(self) -> Iterator[Linear]:
-        """The linears inside, which stand in `model.modules_dict` instead of this module."""
+        """Yield the linears inside, which replace this module in `model.modules_dict`."""
         return iter(())
 
 
@@ -62,18 +66,21 @@ class WeightModule(Module):
     weight: Tensor | None = None
 
     def unload(self) -> None:
+        """Drop the weight."""
         self.weight = None
 
     @property
     def loaded(self) -> bool:
+        """Whether the weight is loaded."""
         return self.weight is not None
 
     def weight_bytes(self) -> int:
+        """Return the bytes of the loaded weight."""
         return 0 if self.weight is None else self.weight.nbytes
 
     @property
     def loaded_weight(self) -> Tensor:
-        """Raises ModelStateError before load()."""
+        """The loaded weight. Raises ModelStateError before load()."""
         if self.weight is None:
             raise ModelStateError(f"{self.key} is not loaded: call model.load() first")
         return self.weight

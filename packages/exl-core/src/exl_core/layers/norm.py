@@ -22,18 +22,25 @@ __all__ = ["LayerNorm", "Norm", "RMSNorm", "fused_norm", "kind_of"]
 
 
 class Norm(WeightModule):
-    """What both norms share: a float32 weight of one of the given shapes."""
+    """A norm with a float32 weight of one of the given shapes.
+
+    Args:
+        key: name of the module in the files.
+        shape: shape of the weight, [hidden] or, for a norm per head, [heads, head_dim].
+        eps: added to the mean square or variance.
+        *shapes: further valid shapes.
+    """
 
     kind: NormKind
 
     def __init__(self, key: str, shape: int | tuple[int, ...], eps: float, *shapes: tuple[int, ...]) -> None:
-        """shape: of the weight, [hidden] or, for a norm per head, [heads, head_dim]; `shapes`: others that will do."""
         self.key = key
         self.shapes = ((shape,) if isinstance(shape, int) else shape, *shapes)
         self.eps = eps
         self.weight: Tensor | None = None  # float32
 
     def load(self, source: TensorSource, device: torch.device) -> None:
+        """Read and check the weight. Raises FormatError."""
         name = f"{self.key}.weight" if source.has(f"{self.key}.weight") else self.key
         self.weight = self._read(source, name).to(device)
 
@@ -46,25 +53,25 @@ class Norm(WeightModule):
         return tensor.float()
 
     def forward(self, x: Tensor, step: Step | None = None) -> Tensor:
-        """The normalised x in the type that linears take: float32, on a GPU half."""
+        """Return the normalised x in the type that linears take: float32, on a GPU half."""
         return self.apply(x).to(activation_dtype(x.device))
 
     @abstractmethod
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """The normalised x [.., *shape of the weight] in x's own type."""
+        """Return the normalised x [.., *shape of the weight] in x's own type."""
 
     @abstractmethod
     def block(self) -> BlockNorm:
-        """The loaded norm as a part of a fused block (CPU)."""
+        """Return the loaded norm as a part of a CPU block."""
 
 
 def kind_of(norm: Norm | None) -> NormKind | None:
-    """The kind of a norm, or the absence of one, in a description."""
+    """Return the kind of a norm in a description; None for no norm."""
     return None if norm is None else norm.kind
 
 
 def fused_norm(norm: Norm | None) -> BlockNorm | None:
-    """A loaded norm, or the absence of one, as a part of a fused block."""
+    """Return a loaded norm as a part of a CPU block; None for no norm."""
     return None if norm is None else norm.block()
 
 
@@ -81,6 +88,7 @@ class RMSNorm(Norm):
         self.offset = offset
 
     def load(self, source: TensorSource, device: torch.device) -> None:
+        """Read the weight and add the offset. Raises FormatError."""
         if source.has(f"{self.key}.bias"):
             raise FormatError(f"{source.describe(f'{self.key}.bias')}: an RMSNorm has no bias")
         super().load(source, device)
@@ -88,9 +96,11 @@ class RMSNorm(Norm):
             self.weight += self.offset
 
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the RMS norm of x in x's own type."""
         return rms_norm(x, self.loaded_weight, self.eps, out=out)
 
     def block(self) -> BlockNorm:
+        """Return the loaded norm as a part of a CPU block."""
         return BlockNorm(self.loaded_weight, self.eps)
 
 
@@ -108,6 +118,7 @@ class LayerNorm(Norm):
         self.bias: Tensor | None = None  # float32
 
     def load(self, source: TensorSource, device: torch.device) -> None:
+        """Read weight and bias. Raises FormatError."""
         name = f"{self.key}.bias"
         if source.has(name) and not self.has_bias:
             raise FormatError(f"{source.describe(name)}: this architecture's LayerNorm has no bias")
@@ -116,14 +127,18 @@ class LayerNorm(Norm):
         self.bias = bias
 
     def unload(self) -> None:
+        """Drop weight and bias."""
         super().unload()
         self.bias = None
 
     def weight_bytes(self) -> int:
+        """Return the bytes of the loaded weight and bias."""
         return super().weight_bytes() + (0 if self.bias is None else self.bias.nbytes)
 
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the layer norm of x in x's own type."""
         return layer_norm(x, self.loaded_weight, self.bias, self.eps, out=out)
 
     def block(self) -> BlockNorm:
+        """Return the loaded norm as a part of a CPU block."""
         return BlockNorm(self.loaded_weight, self.eps, self.bias, layer=True)

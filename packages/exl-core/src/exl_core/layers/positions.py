@@ -15,18 +15,24 @@ __all__ = ["PositionEmbedding"]
 
 
 class PositionEmbedding(WeightModule):
-    """x + table[position], table [positions, hidden]; positions as RoPE counts them."""
+    """x + table[position], table [positions, hidden]; positions as RoPE counts them.
+
+    Args:
+        key: name of the module in the files.
+        positions: most positions of the model; the file must hold them, since learned positions cannot be extended.
+        hidden_size: columns of the table.
+    """
 
     name = "PosEmbedding"
 
     def __init__(self, key: str, positions: int, hidden_size: int) -> None:
-        """positions: as many as the model may be asked for; the file must hold them: learned ones do not extend."""
         self.key = key
         self.positions = positions
         self.hidden_size = hidden_size
         self.weight: Tensor | None = None
 
     def load(self, source: TensorSource, device: torch.device) -> None:
+        """Read and check the table. Raises FormatError."""
         name = f"{self.key}.weight"
         weight = source.read(name)
         if weight.dim() != 2 or weight.shape[1] != self.hidden_size:
@@ -42,4 +48,5 @@ class PositionEmbedding(WeightModule):
         self.weight = weight.to(device)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
+        """Add the positions' rows to x [T, hidden] in place and return x."""
         return x.add_(self.loaded_weight[step.rope_positions].to(x.dtype))

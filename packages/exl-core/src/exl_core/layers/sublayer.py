@@ -1,4 +1,4 @@
-"""What the two halves of a layer share: norms and linears that live together, and one native call for all of them."""
+"""The base of the two halves of a layer: norms and linears that load together, and one native call for all of them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,23 @@ Block = TypeVar("Block")
 
 
 class SubLayer(Module, Generic[Block]):
-    """Half of a layer, with its norms and residual; `block` is all of `forward` as one native call, if there is one."""
+    """Half of a layer, with its norms and residual.
+
+    `block` is a native call that computes all of `forward`, or None.
+    """
 
     block: Block | None = None
 
     @abstractmethod
     def _parts(self) -> Iterator[Norm | Linear]:
-        """Everything that has weights."""
+        """Yield everything with weights."""
 
     def _fuse(self) -> Block | None:
-        """All of `forward` as one native call, where the kind and the matrices allow it."""
+        """Return a native call that computes all of `forward`, if the kind and the matrices allow it."""
         return None
 
     def load(self, source: TensorSource, device: torch.device) -> None:
+        """Load all parts and make the block; an error leaves the module unloaded."""
         try:
             for part in self._parts():
                 part.load(source, device)
@@ -41,9 +45,11 @@ class SubLayer(Module, Generic[Block]):
             raise
 
     def unload(self) -> None:
+        """Drop the weights."""
         self.block = None
         for part in self._parts():
             part.unload()
 
     def weight_bytes(self) -> int:
+        """Return the bytes of loaded weights."""
         return sum(part.weight_bytes() for part in self._parts())
