@@ -414,7 +414,7 @@ def test_what_the_model_does_not_use_is_said(lab: Any, tmp_path: Path, caplog: p
     with open(folder / "model.safetensors", "ab") as file:
         file.write(b"12345")
     lab.load(folder)
-    assert "5 bytes behind the last tensor are ignored" in caplog.text
+    assert "5 bytes after the last tensor are ignored" in caplog.text
 
 
 @pytest.mark.covers("core.md: safetensors")

@@ -542,7 +542,7 @@ def test_wrong_arguments(lab: Any, bench: Bench, ids: Tensor, tmp_path: Path) ->
     with pytest.raises(errors.ModelStateError, match="load the model"):
         ExLlamaV2Lora.from_directory(other, folder)
     other.load()
-    with pytest.raises(errors.ModelStateError, match="loaded anew"):
+    with pytest.raises(errors.ModelStateError, match="loaded again"):
         other.forward(ids, ExLlamaV2Cache_Q4(other), loras=[own])
 
 

@@ -31,9 +31,19 @@ __all__ = ["ExLlamaV2"]
 
 
 class ExLlamaV2(LoadableModel):
-    """A language model. Building it reads no weights; `load` or `load_autosplit` does, `unload` gives them back.
+    """A language model. Building it reads no weights; `load` or `load_autosplit` reads them, `unload` drops them.
 
     Not thread-safe: one thread at a time may call forward.
+
+    Args:
+        config: a prepared configuration.
+        lazy_load: ignored.
+        archparams: not supported.
+
+    Raises:
+        UnsupportedError: archparams is given, or a setting is not supported.
+        ConfigError: a setting is invalid.
+        InputError: config is no ExLlamaV2Config.
     """
 
     def __init__(self, config: ExLlamaV2Config, lazy_load: bool = False, archparams: None = None) -> None:
@@ -41,7 +51,7 @@ class ExLlamaV2(LoadableModel):
             raise UnsupportedError("archparams is not supported: the architecture comes from config.arch")
         super().__init__(config)
         self.decode = DecodeGraphs(self)  # captured steps on a GPU; `decode.reason` says why there are none
-        self._quantized: tuple[int, bool] | None = None  # of which load, and whether all of its matrices are
+        self._quantized: tuple[int, bool] | None = None  # (number of the load, whether all matrices are quantized)
 
     def __repr__(self) -> str:
         config = self.config
@@ -54,17 +64,17 @@ class ExLlamaV2(LoadableModel):
         )
 
     def _weights_change(self) -> None:
-        self.decode.clear()  # captured steps read the weights where they were
+        self.decode.clear()  # captured steps read the old weights
 
     def update_loras(self) -> None:
         """Drop the captured steps with adapters, whose tensors they hold. Called when an adapter is unloaded."""
         self.decode.forget_adapters()
 
     def invariant_tokens(self, loras: Sequence[ExLlamaV2Lora] = ()) -> int | None:
-        """Tokens of a pass up to which no bit of it depends on how many there are; None: however many there are.
+        """Return up to how many tokens the results of a pass do not depend on the number of tokens; None for any.
 
-        On a CPU, and with `exl_kernels.device.set_row_invariant`, that is always so; on a GPU longer prompts are
-        multiplied by torch, and so is every float matrix, of the model or in the place of one of its (`loras`).
+        On a CPU, and with `exl_kernels.device.set_row_invariant`, there is no limit. On a GPU torch multiplies longer
+        prompts, and every float matrix of the model or of `loras`.
         """
         if self.device is None or self.device.type != "cuda":
             return None
@@ -90,19 +100,31 @@ class ExLlamaV2(LoadableModel):
         *,
         indexed_embeddings: Sequence[ExLlamaV2MMEmbedding] | None = None,
     ) -> Any:
-        """Run ids [batch, q_len] through the model, in chunks if they are many, appending to `cache`.
+        """Run ids through the model, in chunks if they are many, appending to `cache`.
 
-        Returns float32 logits [batch, q_len (1 with last_id_only), padded vocabulary] on the model's device, whose
-        columns beyond the vocabulary are -65504; None with preprocess_only; (logits or None, state) with
-        return_last_state, where state [batch, tokens of the last chunk, hidden], float32 or on a GPU half, is taken
-        before the final norm, or behind it with return_last_state="normed". If `abort_event` is set the result is None
-        and cache.current_seq_len stays at the last finished chunk.
+        Args:
+            input_ids: int64 [batch, q_len].
+            cache: keys and values so far, or None.
+            input_mask: additive [batch, past + q_len]; 0 attends to a key, -inf ignores it.
+            preprocess_only: store keys and values without computing logits.
+            last_id_only: compute the logits of the last position only.
+            loras: adapters to add, in this order.
+            return_last_state: return the hidden state as well: before the final norm, or after it with "normed".
+            position_offsets: int [batch, 1], added to RoPE positions (minus the left padding of each row).
+            abort_event: when set, the pass ends; cache.current_seq_len stays at the last finished chunk.
+            cpu_logits: move the logits to the CPU.
+            indexed_embeddings: embeddings whose rows ids from EMBEDDING_INDEX on refer to.
 
-        input_mask: additive [batch, past + q_len], 0 attends to a key, -inf ignores it. position_offsets: int
-        [batch, 1], added to RoPE positions (minus the left padding of each row). cpu_logits: bring the logits to the
-        CPU. loras: adapters to add, in this order. indexed_embeddings: rows that ids from EMBEDDING_INDEX on mean.
+        Returns:
+            Float32 logits [batch, q_len (1 with last_id_only), padded vocabulary] on the model's device, -65504 in
+            columns beyond the vocabulary; None with preprocess_only, and None if aborted. With return_last_state
+            (logits or None, state), where state is [batch, tokens of the last chunk, hidden], float32 or on a GPU half.
 
-        Raises ModelStateError, SequenceTooLongError, TokenIdError, InputError before anything is computed.
+        Raises:
+            ModelStateError: the model is not loaded.
+            SequenceTooLongError: too many positions. All errors are raised before anything is computed.
+            TokenIdError: an id is outside the vocabulary.
+            InputError: an argument is malformed.
         """
         asked = ForwardPass(
             input_ids,
@@ -136,17 +158,39 @@ class ExLlamaV2(LoadableModel):
         indexed_embeddings: Sequence[ExLlamaV2MMEmbedding] | None = None,
         row_loras: Sequence[Sequence[ExLlamaV2Lora]] | None = None,
     ) -> dict[str, Any]:
-        """Run one chunk, contiguous or paged. Returns a dict with the keys that apply: "logits" as in `forward`,
-        "last_state" [batch, q_len, hidden], "states" {index: input of model.modules[index]}; "aborted": True and
-        nothing else if `abort_event` was set, in which case cache.current_seq_len has not moved.
+        """Run one chunk, contiguous or paged.
 
-        Contiguous AttentionParams carry the past length, and set cache.current_seq_len to it. In paged mode the
-        lengths are PagedParams', and current_seq_len means nothing. `execution.select` decides how a pass runs. On a
-        GPU a paged step of few tokens is one launch of a captured graph (EXL_CUDA_GRAPHS=0 forbids it), bitwise
-        identical; its logits lie in memory that the next such call overwrites.
+        `execution.select` decides how the pass runs. On a GPU a paged step of few tokens is one launch of a captured
+        graph (EXL_CUDA_GRAPHS=0 disables captured graphs), with bitwise identical results. Its logits are in memory
+        that the next such call overwrites.
 
-        row_loras: instead of `loras`, the adapters of each sequence of the batch. Where they differ, all must be
-        `mixable`; each row's result is bitwise that of a pass with its adapters alone.
+        Args:
+            input_ids: int64 [batch, q_len].
+            cache: keys and values so far, or None.
+            input_mask: as for `forward`.
+            preprocess_only: as for `forward`.
+            last_id_only: as for `forward`.
+            loras: as for `forward`.
+            return_last_state: as for `forward`.
+            position_offsets: as for `forward`.
+            abort_event: as for `forward`.
+            attn_params: places of the tokens. Contiguous AttentionParams have the past length and set
+                cache.current_seq_len to it. PagedParams have the length of each sequence; current_seq_len has no
+                meaning then.
+            extract_state_indices: numbers of modules whose input is returned.
+            indexed_embeddings: as for `forward`.
+            row_loras: instead of `loras`, the adapters of each sequence of the batch. Where they differ, all must be
+                `mixable`. Each row's result is bitwise identical to that of a pass with its adapters alone.
+
+        Returns:
+            A dict with the keys that apply: "logits" as in `forward`, "last_state" [batch, q_len, hidden], "states"
+                {index:
+            input of model.modules[index]}. "aborted": True alone if `abort_event` was set; cache.current_seq_len is
+            then unchanged.
+
+        Raises:
+            ModelStateError, SequenceTooLongError, TokenIdError, InputError: as for `forward`.
+            UnsupportedError: arguments exclude each other.
         """
         asked = ForwardPass(
             input_ids,
@@ -173,13 +217,21 @@ class ExLlamaV2(LoadableModel):
         *,
         row_loras: Sequence[Sequence[ExLlamaV2Lora]] | None = None,
     ) -> NextStep | None:
-        """Prepare a paged step of `q_len` tokens a row whose ids are not known yet. None where `forward_chunk` would
-        not launch a captured graph. row_loras: as for `forward_chunk`.
+        """Prepare a paged step whose ids are not known yet.
 
-        `run` of the result takes int64 ids [batch, q_len] on the CPU, or integers on the model's GPU that the current
-        stream has still to compute: it queues the step and returns its logits as `forward_chunk` does, or None for ids
-        that `forward_chunk` would refuse. Or let a kernel write the ids into `inputs()`, then call `launch`. Use the
+        The result's `run` takes int64 ids [batch, q_len] on the CPU, or integers on the model's GPU that the current
+        stream has still to compute. It queues the step and returns its logits as `forward_chunk` does, or None for
+        invalid ids. Alternatively a kernel writes the ids into `inputs()`, followed by a call of `launch`. Use the
         result before any other pass of this model, or not at all.
+
+        Args:
+            q_len: tokens a row.
+            cache: cache of the pages.
+            attn_params: places of the tokens.
+            row_loras: as for `forward_chunk`.
+
+        Returns:
+            The step; None where `forward_chunk` would not launch a captured graph.
         """
         with out_of_memory_as_error("prepare a decode step"):
             adapters = check_row_loras(self, None, row_loras, attn_params.batch_size)

@@ -1,4 +1,4 @@
-"""Command-line glue of scripts that load a model: flags, checks, and the model they describe."""
+"""Command-line support for scripts that load a model: flags, checks, and the model that they describe."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["add_args", "check_args", "init", "post_init_load", "print_options"]
 
 
 def add_args(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say which model is loaded and how."""
+    """Add the flags that select a model and how it is loaded."""
     add = parser.add_argument
     add("-m", "--model_dir", type=str, help="folder of the model")
-    add("-gs", "--gpu_split", type=str, help='"auto", or GB a device for weights, with commas between: 20,7.5')
-    add("-tp", "--tensor_parallel", action="store_true", help="cut every matrix over all devices")
+    add("-gs", "--gpu_split", type=str, help='"auto", or GB a device for weights, separated by commas: 20,7.5')
+    add("-tp", "--tensor_parallel", action="store_true", help="shard every matrix over all devices")
     add("-l", "--length", type=int, help="maximum sequence length")
     add("-rs", "--rope_scale", type=float, help="linear RoPE scaling factor")
     add("-ra", "--rope_alpha", type=float, help="NTK RoPE alpha")
@@ -49,7 +49,7 @@ def print_options(args: argparse.Namespace) -> None:
 
 
 def check_args(args: argparse.Namespace) -> None:
-    """Raises ConfigFileError unless the folder holds config.json, a tokenizer and weights."""
+    """Raise ConfigFileError unless the folder holds config.json, a tokenizer and weights."""
     if not args.model_dir:
         raise ConfigFileError("no model folder given: use -m <folder>")
     folder = check_model_folder(args.model_dir)
@@ -69,9 +69,25 @@ def init(
     max_output_len: int | None = None,
     progress: bool = False,
 ) -> tuple[ExLlamaV2, ExLlamaV2Tokenizer]:
-    """The model and tokenizer of the flags. skip_load, and "-gs auto", leave the model unloaded.
+    """Build the model and tokenizer that the flags describe. skip_load, and "-gs auto", leave the model unloaded.
 
-    "-gs auto" is refused unless allow_auto_split: the caller must then use model.load_autosplit(cache).
+    Args:
+        args: parsed flags of `add_args`.
+        quiet: print nothing.
+        allow_auto_split: accept "-gs auto"; the caller must then use model.load_autosplit(cache).
+        skip_load: do not load the model.
+        benchmark: print the time of loading.
+        max_batch_size: overrides the config's.
+        max_input_len: overrides the config's.
+        max_output_len: overrides the config's.
+        progress: draw a bar while loading.
+
+    Returns:
+        The model and the tokenizer.
+
+    Raises:
+        InputError: "-gs auto" is not allowed, or a flag is invalid.
+        ConfigError: the folder is invalid.
     """
     config = ExLlamaV2Config(args.model_dir)
     _apply(args, config)
@@ -97,7 +113,7 @@ def post_init_load(
     benchmark: bool = False,
     progress: bool = False,
 ) -> None:
-    """Load the model as -gs and -tp say; with "-gs auto" it stays unloaded."""
+    """Load the model as -gs and -tp say; with "-gs auto" it stays unloaded. Arguments and errors as for `init`."""
     if args.gpu_split == "auto" and not allow_auto_split:
         raise InputError("Auto split not allowed: this script does not load with a cache; give GB a device instead")
     if args.gpu_split == "auto" and not args.tensor_parallel:
@@ -141,7 +157,7 @@ def _split(text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise InputError(f'gpu_split is {text!r}, must be "auto" or GB a device with commas between') from None
+        raise InputError(f'gpu_split is {text!r}, must be "auto" or GB a device separated by commas') from None
 
 
 def _names() -> set[str]:

@@ -1,4 +1,4 @@
-"""Which device each module of a model is on, and carrying a chunk across the borders between them."""
+"""The device of each module of a model, and moving a chunk between devices."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ __all__ = ["Placement"]
 
 @dataclass
 class Placement:
-    """`names` of the device of every module, in the order of the modules. float_residual: the hidden state stays
-    float32 on a GPU."""
+    """Devices of the modules.
+
+    Attributes:
+        names: device of every module, in the order of the modules.
+        float_residual: the hidden state stays float32 on a GPU.
+    """
 
     names: list[str]
     float_residual: bool = False
@@ -31,19 +35,19 @@ class Placement:
 
     @property
     def several(self) -> bool:
-        """Whether a pass crosses any border."""
+        """Whether a pass uses more than one device."""
         return len(set(self.names)) > 1
 
     def device(self, index: int) -> torch.device:
-        """torch's device of a module."""
+        """Return torch's device of a module."""
         return torch_device(self.names[index])
 
     def crosses(self, index: int) -> bool:
-        """Whether module `index` is on another device than the one before it."""
+        """Return whether module `index` is on another device than the preceding module."""
         return index > 0 and self.names[index] != self.names[index - 1]
 
     def carry(self, x: Tensor, index: int) -> Tensor:
-        """The state in front of module `index`, on its device; always memory of its own."""
+        """Return the state before module `index` on the module's device, in separate memory."""
         device = self.device(index)
         dtype = x.dtype
         if x.device.type != device.type and dtype in (torch.float16, torch.float32):
@@ -52,7 +56,7 @@ class Placement:
         return moved.clone() if moved is x else moved
 
     def step_on(self, step: Step, device: torch.device) -> Step:
-        """The same step with its tensors on `device`. Tables that do not change from step to step are kept there."""
+        """Return the step with its tensors on `device`. Constant tables are cached there."""
         if step.rows.device == device:
             return step
         changes: dict[str, Any] = {"_tokens": {}, "elsewhere": {}}
@@ -72,8 +76,10 @@ class Placement:
 
 
 def _pages_on(pages: Callable[[int], KVPages], device: torch.device) -> Callable[[int], KVPages]:
-    """Pages of a layer on its device. A pass without a cache has one scratch layer that each layer overwrites: that is
-    made anew on this device."""
+    """Return a function layer -> pages on the layer's device.
+
+    A pass without a cache has one scratch layer that each layer overwrites; this function allocates one on this device.
+    """
     scratch: list[KVPages] = []
 
     def on_device(layer: int) -> KVPages:

@@ -1,8 +1,8 @@
 """Rotary position embedding: inverse frequencies of each scaling method, and the sin/cos tables.
 
-Formulas are those of transformers (`modeling_rope_utils`) wherever the reference differs from the published models.
-Frequencies and angles are float32; sin and cos are evaluated in float64 and rounded once, in fixed blocks of rows, so
-that a table row has the same bits however far the table has grown.
+Formulas are those of transformers (`modeling_rope_utils`) wherever exllamav2 differs from the published models.
+Frequencies and angles are float32. sin and cos are evaluated in float64 and rounded once, in fixed blocks of rows, so a
+table row is bitwise identical however far the table has grown.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BLOCK_ROWS = 256
 
 @dataclass(frozen=True)
 class RopeSettings:
-    """Everything that decides the rotation of a position; built by `ExLlamaV2Config.rope_settings()`."""
+    """All settings that decide the rotation of a position; built by `ExLlamaV2Config.rope_settings()`."""
 
     theta: float
     rotary_dim: int  # rotated dimensions of each head, even
@@ -28,7 +28,7 @@ class RopeSettings:
     method: str | None = None  # None, "llama3", "yarn", "su" (longrope), "dynamic"
     position_scale: float = 1.0  # positions are divided by this (linear scaling)
     alpha: float = 1.0  # NTK
-    factor: float = 1.0  # llama3, yarn, dynamic; su: how far the length was extended
+    factor: float = 1.0  # llama3, yarn, dynamic; su: ratio of the extended to the original length
     original_max_positions: int = 0  # llama3, yarn, su, dynamic
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
@@ -42,10 +42,10 @@ class RopeSettings:
 
 
 def inverse_frequencies(s: RopeSettings) -> tuple[Tensor, float]:
-    """(inv_freq float32 [rotary_dim / 2], factor m on sin and cos) of spec core.md 5.3 and 5.4.
+    """Return (inv_freq float32 [rotary_dim / 2], factor m on sin and cos).
 
-    inv_freq[j] = base^(-2j/d), base = theta * alpha^(d/(d-2)); then the method's correction. Methods that depend on the
-    length ("su", "dynamic") take the configured maximum, not the length of a call: keys in the cache were rotated
+    inv_freq[j] = base^(-2j/d), base = theta * alpha^(d/(d-2)), followed by the method's correction. Methods that depend
+    on the length ("su", "dynamic") use the configured maximum, not the length of a call: keys in the cache were rotated
     before later lengths are known, and a request's tokens must not depend on how it is cut or shared.
     """
     d = s.rotary_dim
@@ -123,11 +123,13 @@ class RopeTable:
         self.inv_freq, self.attention_factor = inverse_frequencies(settings)
         self._cos = torch.empty((0, settings.rotary_dim // 2), dtype=torch.float32)
         self._sin = torch.empty_like(self._cos)
-        self._moved: tuple[Tensor, Tensor] | None = None  # the tables on the GPU last asked for
+        self._moved: tuple[Tensor, Tensor] | None = None  # the tables on the most recent GPU
 
     def upto(self, positions: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-        """(cos, sin) with at least `positions` rows, on the CPU or on `device`; the caller has checked `positions`
-        against `max_positions`."""
+        """Return (cos, sin) with at least `positions` rows, on the CPU or on `device`.
+
+        The caller has checked `positions` against `max_positions`.
+        """
         tables = self._on_cpu(positions)
         if device is None or device.type == "cpu":
             return tables
@@ -141,7 +143,7 @@ class RopeTable:
         if positions > have:
             want = min(max(positions, 2 * have), max(self.settings.max_positions, positions))
             first, last = have // BLOCK_ROWS, -(-want // BLOCK_ROWS)
-            with torch.inference_mode(False):  # the table outlives the pass that makes it grow
+            with torch.inference_mode(False):  # the table outlives the pass that extends it
                 blocks = [self._block(b) for b in range(first, last)]
                 self._cos = torch.cat([self._cos[: first * BLOCK_ROWS], *(c for c, _ in blocks)])
                 self._sin = torch.cat([self._sin[: first * BLOCK_ROWS], *(s for _, s in blocks)])

@@ -1,4 +1,4 @@
-"""A tensor that grows along one dimension without copying what it holds on every append."""
+"""A tensor that grows along one dimension without copying its content on every append."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ STEP = 256  # capacity grows in multiples of this many positions
 
 
 class SeqTensor:
-    """`shape` with the size of `seq_dim` ignored; starts empty, holds `len()` positions."""
+    """A growing tensor of `len()` positions along `seq_dim`, initially empty.
+
+    Args:
+        shape: the shape; the size of `seq_dim` is ignored.
+        dtype: element type.
+        seq_dim: the dimension that grows.
+        device: device of the memory.
+        init_cap: positions to reserve; -1 for the default.
+
+    Raises:
+        ShapeError: seq_dim is no dimension of the shape.
+    """
 
     def __init__(
         self,
@@ -34,14 +45,14 @@ class SeqTensor:
 
     @staticmethod
     def from_tensor(tensor: Tensor, seq_dim: int) -> SeqTensor:
-        """A SeqTensor that holds a copy of `tensor`."""
+        """Return a SeqTensor that holds a copy of `tensor`."""
         result = SeqTensor(tuple(tensor.shape), tensor.dtype, seq_dim, tensor.device, tensor.shape[seq_dim])
         result.append(tensor)
         return result
 
     @property
     def seq_cap(self) -> int:
-        """Positions there is room for without growing."""
+        """Positions that fit without growing."""
         return self._data.shape[self.seq_dim]
 
     def __len__(self) -> int:
@@ -71,32 +82,32 @@ class SeqTensor:
         self.append(new)
 
     def clear(self) -> None:
-        """Forget the content; the memory stays."""
+        """Drop the content; the memory is kept."""
         self.seq_len = 0
 
     def truncate(self, new_len: int) -> None:
-        """Keep the first `new_len` positions."""
+        """Keep the first `new_len` positions. Raises ShapeError if there are fewer."""
         if not 0 <= new_len <= self.seq_len:
             raise ShapeError(f"truncate: length {new_len} is not between 0 and {self.seq_len}")
         self.seq_len = new_len
 
     def clone(self, drop: int | None = None) -> SeqTensor:
-        """A copy, without the last `drop` positions."""
+        """Return a copy without the last `drop` positions."""
         result = SeqTensor(self.shape, self.dtype, self.seq_dim, self.device, self.seq_len)
         result.append(self.torch_slice(None, self.seq_len - (drop or 0)))
         return result
 
     def slice(self, a: int | None, b: int | None) -> SeqTensor:
-        """Positions [a, b) as a SeqTensor of its own; negative positions count from the end."""
+        """Return a copy of positions [a, b); negative positions count from the end."""
         return SeqTensor.from_tensor(self.torch_slice(a, b), self.seq_dim)
 
     def torch_slice(self, a: int | None, b: int | None) -> Tensor:
-        """Positions [a, b) as a view."""
+        """Return positions [a, b) as a view."""
         begin, end, _ = slice(a, b).indices(self.seq_len)
         return self._data.narrow(self.seq_dim, begin, max(end - begin, 0))
 
     def torch(self) -> Tensor:
-        """The whole content as a view; valid until the next append."""
+        """Return the whole content as a view, valid until the next append."""
         return self._data.narrow(self.seq_dim, 0, self.seq_len)
 
     def _allocate(self, capacity: int) -> Tensor:

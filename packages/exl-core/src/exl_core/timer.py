@@ -8,7 +8,10 @@ __all__ = ["Timer"]
 
 
 class Timer:
-    """`with Timer() as t: ...`, then `t.interval` seconds; `start_time` and `end_time` are of the same clock."""
+    """Measures the time of a block: `with Timer() as t: ...`, then `t.interval` seconds.
+
+    `start_time` and `end_time` are readings of the same clock, in seconds.
+    """
 
     def __init__(self) -> None:
         self.start_time = 0.0

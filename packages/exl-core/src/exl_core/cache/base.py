@@ -111,7 +111,7 @@ class ExLlamaV2CacheBase:
         context = self.model.tp_context
         if context is not None and len(context.heads) > 1 and self.fixed_device is None:
             raise CacheError(
-                f"the matrices of this model are cut over {', '.join(context.names)}, and its heads with them: use "
+                f"the matrices of this model are sharded over {', '.join(context.names)}, and so are its heads: use "
                 f"ExLlamaV2Cache_TP(model, base={type(self).__name__})"
             )
         for layer, device in self.model.cache_map.items():

@@ -1,4 +1,4 @@
-"""Brings file ranges into the system's cache before they are wanted: the disk works while matrices are repacked."""
+"""Read file ranges into the system's cache before they are needed: the disk works while matrices are repacked."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from .sizes import module_tensors
 __all__ = ["ReadAhead"]
 
 BLOCK = 4 << 20
-THREADS = 4  # disks are at their best with several requests waiting
-WINDOW = 256 << 20  # bytes in front of the module that is being loaded
+THREADS = 4  # disks are fastest with several requests in flight
+WINDOW = 256 << 20  # most bytes ahead of the module that is being loaded
 
 Range = tuple[Path, int, int]
 
 
 class ReadAhead:
-    """Reads what the next modules need, WINDOW bytes at most in front, in threads of its own that keep nothing.
+    """Reads the tensors of the next modules, at most WINDOW bytes ahead, in separate threads that discard the data.
 
-    Blocks that the system has in memory already are passed over. Errors are left to the real reads. Does nothing on
+    Blocks that the system has in memory already are skipped. Errors are left to the actual reads. Does nothing on
     systems without positional reads.
     """
 
     def __init__(self, modules: Sequence[Module], checkpoint: Checkpoint) -> None:
         self._ranges = [_blocks(names, checkpoint) for names in module_tensors(modules, checkpoint)]
         self._sizes = [sum(size for _, _, size in ranges) for ranges in self._ranges]
-        self._asked = 0  # modules asked for
+        self._asked = 0  # number of modules whose tensors were requested
         self._queue: queue.SimpleQueue[Range | None] = queue.SimpleQueue()
         self._stopped = False
         count = THREADS if hasattr(os, "preadv") else 0
@@ -41,8 +41,8 @@ class ReadAhead:
             thread.start()
 
     def advance(self, index: int) -> None:
-        """Module `index` is about to be read."""
-        self._asked = max(self._asked, index + 1)  # its own reads begin now
+        """Note that module `index` is about to be read."""
+        self._asked = max(self._asked, index + 1)  # the module's own reads begin now
         while self._asked < len(self._ranges):
             if sum(self._sizes[index + 1 : self._asked]) > WINDOW:
                 return
@@ -76,7 +76,7 @@ class ReadAhead:
 
 
 def _blocks(names: set[str], checkpoint: Checkpoint) -> list[Range]:
-    """The data of these tensors in blocks, in the order of the files."""
+    """Return the data of these tensors in blocks, in the order of the files."""
     entries = sorted((checkpoint.tensors[name] for name in names), key=lambda e: (e.path, e.offset))
     return [
         (e.path, offset, min(BLOCK, e.offset + e.nbytes - offset))
@@ -86,7 +86,10 @@ def _blocks(names: set[str], checkpoint: Checkpoint) -> list[Range]:
 
 
 def _cached(descriptor: int, offset: int) -> bool:
-    """Whether the byte there can be read without waiting for the disk. False where the system cannot say."""
+    """Return whether the byte at `offset` can be read without waiting for the disk.
+
+    False where the system cannot tell.
+    """
     flag = getattr(os, "RWF_NOWAIT", 0)
     if flag:
         with suppress(OSError):

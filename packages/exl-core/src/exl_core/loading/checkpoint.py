@@ -1,4 +1,4 @@
-"""The tensors of a model folder: which file holds what, and reading them once, into bounded memory."""
+"""The tensors of a model folder: an index of the files, and reading each tensor once, into bounded memory."""
 
 from __future__ import annotations
 
@@ -20,25 +20,34 @@ __all__ = ["Checkpoint", "TensorReader", "TensorSource"]
 
 log = logging.getLogger(__name__)
 
-MODULE_SUFFIXES = ("q_weight", "qweight", "weight")  # EXL2, GPTQ, float: the order in which a format is looked for
+MODULE_SUFFIXES = ("q_weight", "qweight", "weight")  # EXL2, GPTQ, float: the order in which formats are tried
 ALIGNMENT = 64
-USELESS = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")  # tables that some exporters write beside the weights
+USELESS = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")  # tables that some exporters write as well
 
-TOWERS = ("vision_tower.", "multi_modal_projector.", "visual.")  # image encoders load by themselves
+TOWERS = ("vision_tower.", "multi_modal_projector.", "visual.")  # image encoders load separately
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Index of every tensor in the `*.safetensors` files of a folder; headers are checked, data is not touched."""
+    """Index of every tensor in the `*.safetensors` files of a folder; headers are checked, data is not read."""
 
     folder: Path
     files: tuple[Path, ...]
     tensors: Mapping[str, TensorEntry]
-    stamps: Mapping[Path, tuple[int, ...]] = field(default_factory=dict)  # which file it was, and when last written
+    stamps: Mapping[Path, tuple[int, ...]] = field(default_factory=dict)  # identity and time of the last write
 
     @classmethod
     def scan(cls, folder: Path, map_key: Callable[[str], str] = lambda key: key) -> Checkpoint:
-        """Raises ConfigFileError without weight files, FormatError for a broken header or a tensor stored twice."""
+        """Read the headers of a folder's weight files.
+
+        Args:
+            folder: the model folder.
+            map_key: maps a tensor's name in the files to the name for look-ups.
+
+        Raises:
+            ConfigFileError: there are no weight files.
+            FormatError: a header is broken, or a tensor is stored twice.
+        """
         files = tuple(sorted(folder.glob("*.safetensors")))
         if not files:
             raise ConfigFileError(f"No .safetensors files found in {folder}{_other_weights(folder)}")
@@ -57,25 +66,27 @@ class Checkpoint:
         return cls(folder, files, tensors, stamps)
 
     def check_unchanged(self) -> None:
-        """FormatError if a weight file is another one, or was written to, since its header was read."""
+        """Raise FormatError if a weight file was replaced or written to since its header was read."""
         for file, stamp in self.stamps.items():
             if _stamp(file) != stamp:
                 raise FormatError(f"{file}: the file changed after its header was read: call config.prepare() again")
 
     def has_module(self, key: str) -> bool:
-        """Whether the files hold weights of the module `key`, in any format."""
+        """Return whether the files hold weights of the module `key`, in any format."""
         return key in self.tensors or any(f"{key}.{s}" in self.tensors for s in MODULE_SUFFIXES)
 
     def entry(self, name: str) -> TensorEntry:
-        """Raises MissingTensorError."""
+        """Return the entry of a tensor. Raises MissingTensorError."""
         try:
             return self.tensors[name]
         except KeyError:
             raise MissingTensorError(f"{self.folder}: no tensor {name} in {len(self.files)} weight file(s)") from None
 
     def lost_files(self) -> str:
-        """What an error about a missing tensor goes on with: the files that the folder's index names and that are not
-        there. An index alone is no proof: quantizers leave those of the float model behind."""
+        """Return the end of a message about a missing tensor: files that the folder's index names and the folder lacks.
+
+        An index alone proves nothing, since quantizers may keep that of the float model.
+        """
         file = self.folder / "model.safetensors.index.json"
         try:
             named = read_json_file(file).get("weight_map")
@@ -88,7 +99,7 @@ class Checkpoint:
 
 
 def _other_weights(folder: Path) -> str:
-    """The remedy where the weights are there in a form that is not read."""
+    """Return the remedy where the weights exist in an unsupported format."""
     for pattern, remedy in (
         ("*.bin", "a pickle, which may run code when it is read"),
         ("*.pt*", "a pickle, which may run code when it is read"),
@@ -108,54 +119,64 @@ def _stamp(file: Path) -> tuple[int, ...]:
 
 
 def _warn_of_leftovers(file: Path, entries: Mapping[str, TensorEntry]) -> None:
-    """Bytes behind the last tensor are no part of the model; whoever put them there may have meant something."""
+    """Warn of bytes after the last tensor, which are no part of the model."""
     end = max((entry.offset + entry.nbytes for entry in entries.values()), default=0)
     size = file.stat().st_size
     if entries and size > end:
-        log.warning("%s: %d bytes behind the last tensor are ignored", file, size - end)
+        log.warning("%s: %d bytes after the last tensor are ignored", file, size - end)
 
 
 class TensorSource(Protocol):
-    """What modules load from; tests may hand in tensors that come from no file."""
+    """A source of tensors for modules; tests may provide tensors without files."""
 
-    def has(self, name: str) -> bool: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def read(self, name: str) -> Tensor: ...
-    def read_group(self, names: Collection[str]) -> dict[str, Tensor]: ...
-    def describe(self, name: str) -> str: ...
+    def has(self, name: str) -> bool:
+        """Return whether there is a tensor of this name."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor. Raises MissingTensorError."""
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor that the caller owns. Raises FormatError, MissingTensorError."""
+
+    def read_group(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return tensors by name, valid until the next call. Raises FormatError, MissingTensorError."""
+
+    def describe(self, name: str) -> str:
+        """Return `file: tensor` for error messages."""
 
 
 class TensorReader:
     """Reads tensors of a checkpoint with positional reads.
 
-    `read` gives a tensor of its own. `read_group` gives views into one staging buffer that the next `read_group`
-    overwrites: the caller repacks and drops them, so host memory stays at the largest group. Tensors named in `shared`
-    are wanted twice (an embedding that is also the head): they are remembered and read only once.
+    `read` returns a tensor that the caller owns. `read_group` returns views into one staging buffer, which the next
+    `read_group` overwrites. The caller repacks and drops the views, so host memory is bounded by the largest group.
+    Tensors named in `shared` are needed twice (an embedding that is also the head): they are kept after the first read.
     """
 
     def __init__(self, checkpoint: Checkpoint, shared: Collection[str] = ()) -> None:
         self.checkpoint = checkpoint
         self.bytes_read = 0
-        self.used: set[str] = set()  # names that were read
+        self.used: set[str] = set()  # names of tensors that were read
         self._shared = frozenset(shared)
         self._remembered: dict[str, Tensor] = {}
         self._staging = torch.empty(0, dtype=torch.uint8)
-        self._staged: dict[str, Tensor] = {}  # the last group: parts of a fused matrix ask for it one after the other
+        self._staged: dict[str, Tensor] = {}  # the last group: parts of a fused matrix request it one after the other
 
     def has(self, name: str) -> bool:
+        """Return whether the checkpoint has a tensor of this name."""
         return name in self.checkpoint.tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor that is there. Raises MissingTensorError."""
+        """Return the shape of a tensor. Raises MissingTensorError."""
         return tuple(self.checkpoint.entry(name).shape)
 
     def describe(self, name: str) -> str:
-        """`file: tensor`, for error messages."""
+        """Return `file: tensor` for error messages."""
         entry = self.checkpoint.tensors.get(name)
         return f"{entry.path}: {name}" if entry else name
 
     def read(self, name: str) -> Tensor:
-        """The tensor in memory of its own. Raises FormatError, MissingTensorError."""
+        """Return the tensor in separate memory. Raises FormatError, MissingTensorError."""
         if name in self._remembered:
             return self._remembered[name]
         entry = self.checkpoint.entry(name)
@@ -166,7 +187,10 @@ class TensorReader:
         return tensor
 
     def read_group(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Tensors by name, valid until the next `read_group` of others. Raises FormatError, MissingTensorError."""
+        """Return tensors by name, valid until the next `read_group` of others.
+
+        Raises FormatError, MissingTensorError.
+        """
         if self._staged and self._staged.keys() == set(names):
             return dict(self._staged)
         self._staged = {}
@@ -177,7 +201,7 @@ class TensorReader:
             offsets[name] = total
             total += -(-entry.nbytes // ALIGNMENT) * ALIGNMENT
         if total > self._staging.numel():
-            self._staging = torch.empty(0, dtype=torch.uint8)  # free the old one before asking for more
+            self._staging = torch.empty(0, dtype=torch.uint8)  # free the old buffer before allocating another
             self._staging = torch.empty(total, dtype=torch.uint8)
         for name, entry in entries.items():
             raw = self._staging[offsets[name] : offsets[name] + entry.nbytes]
@@ -192,6 +216,6 @@ class TensorReader:
         self.bytes_read += entry.nbytes
 
     def unused(self) -> list[str]:
-        """Names of the files that nothing has read, less those that are known to be of no use or of an image tower."""
+        """Return the names of tensors that were never read, except known useless ones and those of image towers."""
         left = (n for n in self.checkpoint.tensors if n not in self.used)
         return sorted(n for n in left if not n.endswith(USELESS) and not n.startswith(TOWERS))

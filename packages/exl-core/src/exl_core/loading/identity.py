@@ -1,8 +1,8 @@
-"""The identity of a model: a digest of its weights and settings that is the same in every process and on every machine.
+"""The identity of a model: a digest of its weights and settings, equal in every process and on every machine.
 
 Reading 40 GB takes a minute, so long tensors are sampled: name, element type, shape, and SAMPLES blocks of SAMPLE bytes
-at places that their names decide. Another training, merge or quantization changes numbers all over a matrix and so the
-digest; a change of a few rows of one matrix may not. Nothing here protects against a forger.
+at places derived from their names. Another training, merge or quantization changes numbers all over a matrix and so the
+digest; a change of a few rows of one matrix may not. The digest does not protect against forgery.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .checkpoint import Checkpoint
 __all__ = ["model_digest", "settings_of"]
 
 SAMPLE = 4096  # bytes of a block
-SAMPLES = 2  # blocks of a tensor; one that is not longer is read whole
-# What decides no keys and values: places, sizes of chunks and buffers, which code runs, who ends a text. A field that
-# is new in the config counts until it is named here.
+SAMPLES = 2  # blocks of a tensor; a shorter tensor is read whole
+# Settings that do not affect keys and values: paths, sizes of chunks and buffers, choices of code, end tokens. A new
+# field of the config counts until it is listed here.
 NEUTRAL = frozenset(
     {
         "allow_unknown_architecture",
@@ -51,18 +51,21 @@ NEUTRAL = frozenset(
 
 
 def settings_of(config: ExLlamaV2Config) -> str:
-    """All settings that decide what keys and values a token gets, overrides of the caller included."""
+    """Return all settings that decide the keys and values of a token, the caller's overrides included, as text."""
     names = sorted({*ExLlamaV2Config.__annotations__, "layer_rope", "layer_sparse", "layer_windows"} - NEUTRAL)
     rope = config.rope_settings()
     if rope.method != "dynamic":
-        rope = replace(rope, max_positions=0)  # the length of the table, which its entries do not depend on
+        rope = replace(rope, max_positions=0)  # the length of the table, which does not affect its entries
     values = [f"{name}={getattr(config, name)!r}" for name in names]
     return "\n".join([config.arch.name, *values, repr(rope)])
 
 
 def model_digest(checkpoint: Checkpoint, settings: str) -> bytes:
-    """16 bytes. How tensors are spread over files does not matter. Raises FormatError when a file is not as it was when
-    its header was read."""
+    """Return a digest of 16 bytes. The distribution of tensors over files does not matter.
+
+    Raises:
+        FormatError: a file changed after its header was read.
+    """
     checkpoint.check_unchanged()
     by_file: dict[Path, list[tuple[str, TensorEntry]]] = {}
     for key, entry in checkpoint.tensors.items():
@@ -77,7 +80,7 @@ def model_digest(checkpoint: Checkpoint, settings: str) -> bytes:
 
 
 def _tensors_of(file: Path, entries: Iterable[tuple[str, TensorEntry]]) -> dict[str, bytes]:
-    """Digest of each tensor of a file."""
+    """Return the digest of each tensor of a file."""
     found = {}
     try:
         with open(file, "rb", buffering=0) as opened:
@@ -96,7 +99,7 @@ def _tensors_of(file: Path, entries: Iterable[tuple[str, TensorEntry]]) -> dict[
 
 
 def _samples(seed: bytes, nbytes: int) -> list[tuple[int, int]]:
-    """(offset in the tensor, length) of the blocks to read: one at some place in each of SAMPLES equal parts."""
+    """Return (offset in the tensor, length) of the blocks to read: one in each of SAMPLES equal parts."""
     if nbytes <= SAMPLES * SAMPLE:
         return [(0, nbytes)]
     part = nbytes // SAMPLES

@@ -1,4 +1,4 @@
-"""From a module key to a matrix: which format the files hold it in, split or fused, with or without bias."""
+"""From a module key to a matrix: the format in the files, split or fused, with or without bias."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ WEIGHT_TENSORS = ("q_weight", "qweight", "weight")
 EXL2_TENSORS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
 GPTQ_TENSORS = ("qweight", "qzeros", "scales")
 COLUMN_PADDING = 32  # quantized files pad out_features to a multiple of this
-VOCABULARY_PADDING = 256  # rows that pad embeddings and heads, at most
+VOCABULARY_PADDING = 256  # most rows that pad embeddings and heads
 BLOCK = 32  # columns at whose multiples every quantized format and width can be cut
-# Tensors of a matrix that are cut along their last dimension, and how many of its columns an element holds.
+# Tensors of a matrix that are cut along their last dimension, and the number of its columns in an element.
 EXL2_COLUMNS = {"q_weight": Fraction(1), "q_scale": Fraction(8)}
 
 
@@ -42,14 +42,14 @@ Ranges = tuple[tuple[int, int], ...]  # [begin, end) each
 
 
 def take_rows(tensor: Tensor, ranges: Ranges) -> Tensor:
-    """Rows of `ranges`, one after the other."""
+    """Return the rows of `ranges`, one range after the other."""
     parts = [tensor[begin:end] for begin, end in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """One linear layer as the model needs it, independent of how the files store it."""
+    """One linear layer as the model needs it, independent of the storage in the files."""
 
     key: str
     in_features: int
@@ -58,17 +58,17 @@ class LinearSpec:
     prescale: float = 1.0
     wider: bool = False  # heads: files may hold rows that pad the vocabulary
     alternate_key: str | None = None  # tied heads: the embedding's matrix (float only)
-    fused_key: str | None = None  # where the files hold this matrix as rows of a larger one
-    fused_rows: Ranges = ()  # those rows, in the order of this matrix's outputs
-    fused_size: int = 0  # rows of that larger matrix
-    fused_transposed: bool = False  # those rows are its inputs: each slice of the file is [in, out]
+    fused_key: str | None = None  # a larger matrix that holds this one in some files
+    fused_rows: Ranges = ()  # the rows of this matrix in it, in the order of the outputs
+    fused_size: int = 0  # rows of the larger matrix
+    fused_transposed: bool = False  # the rows are inputs: each slice of the file is [in, out]
     transposed: bool = False  # float weights are stored [in, out] (GPT-2)
     unit_rows: bool = False  # float weights are scaled to unit vectors (norm_head)
 
 
 @dataclass(frozen=True)
 class LinearOptions:
-    """What the configuration says about every matrix."""
+    """Settings of the configuration that apply to every matrix."""
 
     compute: Literal["exact", "int8"] = "int8"
     gptq_bits: int = 4
@@ -78,7 +78,17 @@ class LinearOptions:
 
 
 def load_linear(source: TensorSource, spec: LinearSpec, options: LinearOptions) -> QuantMatrix:
-    """Read, check and repack one matrix. Raises FormatError and MissingTensorError naming file and tensor."""
+    """Read, check and repack one matrix.
+
+    Args:
+        source: the tensors.
+        spec: the matrix that the model needs.
+        options: settings for every matrix.
+
+    Raises:
+        FormatError: a tensor is invalid; the message names file and tensor.
+        MissingTensorError: a tensor is missing.
+    """
     key, rows = stored_key(source, spec)
     matrix = _load(source, spec, key, rows, options)
     _check_size(spec, matrix, matrix.out_features)
@@ -88,11 +98,12 @@ def load_linear(source: TensorSource, spec: LinearSpec, options: LinearOptions) 
 def load_columns(
     source: TensorSource, spec: LinearSpec, options: LinearOptions, begin: int, end: int
 ) -> tuple[QuantMatrix, Ranges, int]:
-    """The outputs [begin, end) of a matrix, as a matrix; which columns of that they are, in order; and how many outputs
-    the files hold.
+    """Load the outputs [begin, end) of a matrix. Raises as `load_linear`.
 
-    Quantized columns are cut at multiples of BLOCK around what was asked for, hence the second result. The sums are
-    those of the whole matrix. Raises as `load_linear`.
+    Quantized columns are cut at multiples of BLOCK around the requested range. The sums are those of the whole matrix.
+
+    Returns:
+        A matrix; the columns of it that were requested, in order; and the number of outputs in the files.
     """
     key, rows = stored_key(source, spec)
     wanted = _part_of(rows or ((0, spec.out_features),), begin, end)
@@ -111,7 +122,7 @@ def load_columns(
 
 
 def _part_of(rows: Ranges, begin: int, end: int) -> Ranges:
-    """The rows that outputs [begin, end) have among `rows`, which are all outputs in order."""
+    """Return the rows of outputs [begin, end) among `rows`, which are all outputs in order."""
     found, offset = [], 0
     for first, last in rows:
         low, high = max(begin - offset, 0), min(end - offset, last - first)
@@ -122,7 +133,7 @@ def _part_of(rows: Ranges, begin: int, end: int) -> Ranges:
 
 
 def _stored_columns(source: TensorSource, spec: LinearSpec, key: str) -> int:
-    """Outputs of a matrix in the files; of a quantized one with its padding. 0 where the tensor is no matrix."""
+    """Return the outputs of a matrix in the files, with a quantized matrix's padding; 0 for tensors of other shapes."""
     name = next(f"{key}.{suffix}" for suffix in WEIGHT_TENSORS if source.has(f"{key}.{suffix}"))
     shape = source.shape(name)
     if len(shape) != 2:
@@ -131,7 +142,7 @@ def _stored_columns(source: TensorSource, spec: LinearSpec, key: str) -> int:
 
 
 def _load(source: TensorSource, spec: LinearSpec, key: str, rows: Ranges | None, options: LinearOptions) -> QuantMatrix:
-    """The matrix under `key`, or `rows` of its outputs."""
+    """Load the matrix under `key`, or `rows` of its outputs."""
     if source.has(f"{key}.q_weight"):
         return _load_exl2(source, spec, key, rows, options)
     if source.has(f"{key}.qweight"):
@@ -152,7 +163,7 @@ def _check_size(spec: LinearSpec, matrix: QuantMatrix, out_features: int) -> Non
 
 
 def stored_key(source: TensorSource, spec: LinearSpec) -> tuple[str, Ranges | None]:
-    """Where the files keep this matrix: its own key, a fused one (with the rows to take), or the alternate."""
+    """Return the matrix's key in the files: its own key, a fused one (with the rows to take), or the alternate."""
 
     def stored(key: str) -> bool:
         return any(source.has(f"{key}.{suffix}") for suffix in WEIGHT_TENSORS)
@@ -168,7 +179,7 @@ def stored_key(source: TensorSource, spec: LinearSpec) -> tuple[str, Ranges | No
 
 
 def _check_fused(source: TensorSource, spec: LinearSpec, key: str) -> None:
-    """FormatError unless the fused matrix has exactly the rows of its parts.
+    """Raise FormatError unless the fused matrix has exactly the rows of its parts.
 
     With any other number of rows config.json describes other parts than the file holds, and every slice would be wrong.
     """
@@ -191,7 +202,7 @@ def _read_parts(
 ) -> dict[str, Tensor]:
     for part in needed:
         if not source.has(f"{key}.{part}"):
-            raise MissingTensorError(f"{source.describe(f'{key}.{needed[0]}')}: {key}.{part} is missing beside it")
+            raise MissingTensorError(f"{source.describe(f'{key}.{needed[0]}')}: {key}.{part} is missing")
     names = [f"{key}.{p}" for p in (*needed, *(p for p in optional if source.has(f"{key}.{p}")))]
     group = source.read_group(names)
     return {name[len(key) + 1 :]: tensor for name, tensor in group.items()}
@@ -200,8 +211,10 @@ def _read_parts(
 def read_quantized(
     source: TensorSource, spec: LinearSpec, options: LinearOptions
 ) -> tuple[Literal["exl2", "gptq"], dict[str, Tensor], str] | None:
-    """The format, the tensors and the name in messages of a quantized matrix as the files hold it; None for a float
-    matrix. Raises as `load_linear`."""
+    """Return the format, the tensors and the name in messages of a quantized matrix; None for a float matrix.
+
+    Raises as `load_linear`.
+    """
     key, rows = stored_key(source, spec)
     if source.has(f"{key}.q_weight"):
         return "exl2", _read_exl2(source, key, rows), source.describe(f"{key}.q_weight")
@@ -287,10 +300,13 @@ def _load_float(
 
 
 def check_vocabulary(rows: int, vocab_size: int, name: str) -> None:
-    """FormatError unless an embedding or head of `rows` serves a vocabulary: exactly, or with rows that pad it.
+    """Check that an embedding or head of `rows` fits a vocabulary: exactly, or with padding rows.
 
-    transformers refuses every other number than vocab_size. Padding, which quantizers and trainers add, brings the rows
-    to a multiple of 8 that is at most VOCABULARY_PADDING away; other rows are tokens that config.json denies.
+    transformers rejects every other number than vocab_size. Quantizers and trainers pad the rows to a multiple of 8, at
+    most VOCABULARY_PADDING more; other rows are tokens that config.json lacks.
+
+    Raises:
+        FormatError: the number of rows does not fit.
     """
     if rows != vocab_size and not (rows % 8 == 0 and 0 < rows - vocab_size <= VOCABULARY_PADDING):
         raise FormatError(
@@ -300,10 +316,10 @@ def check_vocabulary(rows: int, vocab_size: int, name: str) -> None:
 
 
 def require_finite_float(tensor: Tensor, name: str) -> None:
-    """FormatError unless `tensor` is F16, BF16 or F32 without NaN and infinities."""
+    """Raise FormatError unless `tensor` is F16, BF16 or F32 without NaN and infinities."""
     if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise FormatError(f"{name}: element type {tensor.dtype}; a float weight must be F16, BF16 or F32")
-    # A sum is one fast pass and non-finite as soon as any element is; overflow of finite ones is told apart below.
+    # A sum is one fast pass and non-finite if any element is; an overflow of finite elements is handled below.
     if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not torch.isfinite(tensor).all():
         raise FormatError(
             f"{name}: holds NaN or infinity; the file is damaged or was written by an overflowing conversion"
@@ -313,7 +329,7 @@ def require_finite_float(tensor: Tensor, name: str) -> None:
 def _take_columns(
     tensors: dict[str, Tensor], rows: Ranges | None, per_element: Mapping[str, Fraction], name: str
 ) -> dict[str, Tensor]:
-    """Columns of a quantized matrix, where none of their elements is cut."""
+    """Return columns of a quantized matrix, if the cut splits none of their elements."""
     if rows is None:
         return tensors
     multiple = max(share.numerator for share in per_element.values())
@@ -340,7 +356,7 @@ def _check_rows(rows: Ranges, available: int, name: str) -> None:
 
 
 def _settle_bias(source: TensorSource, spec: LinearSpec, key: str, tensors: dict[str, Tensor]) -> None:
-    """A declared bias must be there; an undeclared one may be there only if it does nothing (all zero)."""
+    """Check the bias: a declared one must exist; an undeclared one may exist only if it is all zero."""
     if spec.bias and "bias" not in tensors:
         place = source.describe(next(f"{key}.{s}" for s in WEIGHT_TENSORS if source.has(f"{key}.{s}")))
         raise MissingTensorError(f"{place}: {spec.key} has no bias but bias expected")

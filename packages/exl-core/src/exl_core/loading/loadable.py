@@ -1,4 +1,4 @@
-"""The modules of a model and their weights: which device each goes to, loading them there, giving them back."""
+"""The modules of a model and their weights: devices, loading, unloading."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class LoadableModel:
-    """The modules of a configuration, on devices. Owns what is loaded and where; `ExLlamaV2` adds how it runs."""
+    """The modules of a configuration, on devices. Owns the loaded weights; `ExLlamaV2` adds the forward pass."""
 
     def __init__(self, config: ExLlamaV2Config) -> None:
         if not isinstance(config, ExLlamaV2Config):
@@ -43,9 +43,9 @@ class LoadableModel:
         self.modules: list[Module] = build_modules(config)
         self._arrangement = list(self.modules)
         self._built = list(self.modules)
-        self._settings = settings_of(config)  # as the modules were built with them
+        self._settings = settings_of(config)  # at the time of building the modules
         self._digest: tuple[Checkpoint | None, bytes] | None = None
-        self._foreign: tuple[list[Module], bytes] | None = None  # an arrangement with modules of others, and its digest
+        self._foreign: tuple[list[Module], bytes] | None = None  # an arrangement with replaced modules, and its digest
         self.modules_dict: dict[str, Module | Linear] = {}
         for module in self.modules:
             submodules = list(module.submodules())
@@ -53,16 +53,16 @@ class LoadableModel:
         self.last_kv_layer_idx = max(i for i, m in enumerate(self.modules) if isinstance(m, Attention))
         self.head_layer_idx = len(self.modules) - 1
         self.rope, self.rope_alt = self._rope_tables()
-        self.device: torch.device | None = None  # where logits come out; None until load
+        self.device: torch.device | None = None  # device of the logits; None until load
         self.placement = Placement(["cpu"] * len(self.modules))
         self.cache_map: dict[int, str] = {}  # layer index -> device of its cache
         self.device_context: dict[str, Any] = {}
-        self.tp_context: TensorParallel | None = None  # where load_tp cut the matrices
+        self.tp_context: TensorParallel | None = None  # the sharding made by load_tp
         self.loaded = False
-        self.load_count = 0  # how often weights were loaded: adapters belong to one load
+        self.load_count = 0  # number of loads so far: adapters belong to one load
 
     def _weights_change(self) -> None:
-        """Called before weights are dropped or replaced; what was captured with them is of no use then."""
+        """Prepare for weights to be dropped or replaced; subclasses drop captured steps here."""
 
     # ------------------------------------------------------------------------------------------------------- loading
 
@@ -75,12 +75,25 @@ class LoadableModel:
         callback_gen: CallbackGen | None = None,
         progress: bool = False,
     ) -> None:
-        """Load all weights. `lazy` only decides the devices. Loading a loaded model does nothing.
+        """Load all weights. Loading a loaded model does nothing; an error leaves nothing loaded.
 
-        Everything goes to the first device of EXL_DEVICE (default: every usable GPU, else the CPU), or with gpu_split,
-        a list of GiB for weights and fixed buffers (caches aside), to its devices in order. On the CPU alone gpu_split
-        has no effect. callback(index, total) runs before each module and at the end. An error leaves nothing loaded.
-        Raises DeviceError with the numbers, before anything is read, if it does not fit.
+        Everything goes to the first device of EXL_DEVICE (default: every usable GPU, else the CPU), or with gpu_split
+        to its devices in order.
+
+        Args:
+            gpu_split: GiB a device for weights and fixed buffers, caches not included. No effect on the CPU alone.
+            lazy: only decide the devices.
+            stats: ignored.
+            callback: called as callback(index, total) before each module and at the end.
+            callback_gen: generator function called likewise.
+            progress: draw a bar on standard error.
+
+        Raises:
+            DeviceError: the model does not fit; raised with the numbers before anything is read.
+            FormatError: a weight file is broken.
+            MissingTensorError: a tensor is missing.
+            ModelStateError: the config was prepared without tensors.
+            InputError: progress and callback are both given, or gpu_split is invalid.
         """
         check_callbacks(callback, progress)
         for _ in self.load_gen(gpu_split, lazy, stats, progress_bar() if progress else callback, callback_gen):
@@ -94,7 +107,7 @@ class LoadableModel:
         callback: Callback | None = None,
         callback_gen: CallbackGen | None = None,
     ) -> Iterator[Any]:
-        """As `load`, as a generator that must be exhausted; yields what `callback_gen(index, total)` yields."""
+        """Load as `load`, as a generator that must be exhausted; yields the items of `callback_gen(index, total)`."""
         places = devices()
         if gpu_split is None or [d.name for d in places] == ["cpu"]:
             check_split([0.0] if gpu_split is None else gpu_split, max(len(places), 64))
@@ -114,11 +127,23 @@ class LoadableModel:
     ) -> None:
         """Load all weights and create the tensors of the lazy `cache` beside them, filling the devices in order.
 
-        What goes where is worked out before anything is read (`exl_core.loading.plan`): weights, cache, working memory
-        of a chunk of max_input_len * max_batch_size tokens, and logits for all of them (max_output_len limits that,
-        last_id_only means one a row). reserve_vram: bytes to leave free, of every device or a list, whose entries
-        beyond the devices have no effect; default 192 MiB on the first and 64 MiB on the others. Raises DeviceError
-        with the numbers if it does not fit.
+        The plan (`exl_core.loading.plan`) is made before anything is read. It counts weights, cache, working memory of
+        a chunk of max_input_len * max_batch_size tokens, and logits for all of them (max_output_len limits their
+        number; with last_id_only one a row).
+
+        Args:
+            cache: a cache made with lazy=True.
+            reserve_vram: bytes to leave free, of every device or a list. Entries beyond the devices have no effect.
+                Default: 192 MiB on the first and 64 MiB on the others.
+            last_id_only: plan for logits of one token a row.
+            callback: as for `load`.
+            callback_gen: as for `load`.
+            progress: as for `load`.
+
+        Raises:
+            DeviceError: the model does not fit; the message has the numbers.
+            CacheError: the cache is not lazy.
+            InputError: an argument is invalid.
         """
         check_callbacks(callback, progress)
         report = progress_bar() if progress else callback
@@ -133,7 +158,7 @@ class LoadableModel:
         callback: Callback | None = None,
         callback_gen: CallbackGen | None = None,
     ) -> Iterator[Any]:
-        """As `load_autosplit`, as a generator that must be exhausted."""
+        """Load as `load_autosplit`, as a generator that must be exhausted."""
         if not isinstance(cache, ExLlamaV2CacheBase):
             raise InputError(f"load_autosplit needs a cache made with lazy=True, not a {type(cache).__name__}")
         if any(t is not None for t in cache.key_states):
@@ -151,13 +176,23 @@ class LoadableModel:
         expect_cache_tokens: int = 0,
         expect_cache_base: type[ExLlamaV2CacheBase] | None = None,
     ) -> None:
-        """Load all weights, every matrix cut over all devices by its outputs, in proportion to their free memory.
+        """Load all weights, every matrix sharded over all devices by its outputs, in proportion to their free memory.
 
-        Each output is computed whole on one device and gathered on the first, so that results are those of one device
-        (to the bit on the CPU). Key/value heads are not cut, experts of a mixture neither: each is on one device. The
-        cache must be an `ExLlamaV2Cache_TP`. gpu_split: GiB a device for weights and fixed buffers instead of the free
-        memory; the proportions count. expect_cache_tokens (default max_seq_len * max_batch_size) and
-        expect_cache_base size the cache to come. With one device this is `load`.
+        Each output is computed whole on one device and gathered on the first, so results are those of one device
+        (bitwise on the CPU). Key/value heads and experts are not cut: each is on one device. The cache must be an
+        `ExLlamaV2Cache_TP`. With one device this is `load`.
+
+        Args:
+            gpu_split: GiB a device for weights and fixed buffers, whose proportions replace those of the free memory.
+            callback: as for `load`.
+            callback_gen: as for `load`.
+            progress: as for `load`.
+            expect_cache_tokens: tokens of the future cache, to be planned for; default max_seq_len * max_batch_size.
+            expect_cache_base: class of the future cache.
+
+        Raises:
+            DeviceError: the model does not fit, or the devices are of two kinds.
+            InputError: an argument is invalid.
         """
         check_callbacks(callback, progress)
         report = progress_bar() if progress else callback
@@ -172,7 +207,7 @@ class LoadableModel:
         expect_cache_tokens: int = 0,
         expect_cache_base: type[ExLlamaV2CacheBase] | None = None,
     ) -> Iterator[Any]:
-        """As `load_tp`, as a generator that must be exhausted."""
+        """Load as `load_tp`, as a generator that must be exhausted."""
         places = devices()
         if gpu_split is not None:
             places = places[: len(check_split(gpu_split, len(places)))]
@@ -191,9 +226,18 @@ class LoadableModel:
         yield from self._load(callback, callback_gen, found)
 
     def set_device_map(self, allocation: Sequence[float], embed_cpu: bool = True) -> list[float]:
-        """Decide the device of every module from GiB a device (weights and fixed buffers), without loading any.
+        """Decide the device of every module without loading any.
 
-        embed_cpu keeps the embedding in the CPU's memory. Returns the GiB left over on each device.
+        Args:
+            allocation: GiB a device, for weights and fixed buffers.
+            embed_cpu: keep the embedding in the CPU's memory.
+
+        Returns:
+            The GiB left over on each device.
+
+        Raises:
+            ModelStateError: the model is loaded.
+            DeviceError: the model does not fit.
         """
         if self.loaded:
             raise ModelStateError("the model is loaded: unload it before its devices are decided anew")
@@ -205,17 +249,19 @@ class LoadableModel:
         return [bytes_left / GIB for bytes_left in left]
 
     def set_cache_map(self) -> None:
-        """Decide the device of every layer's keys and values: beside the layer."""
+        """Set the device of every layer's keys and values to that of the layer."""
         layers = [(i, m.layer_idx) for i, m in enumerate(self.modules) if isinstance(m, Attention)]
         names, context = self.placement.names, self.tp_context
         first = None if context is None else context.names[context.heads[0][0]]
         self.cache_map = {layer: first or names[i] for i, layer in layers}
 
     def load_module(self, index: int) -> None:
-        """Load one of `modules` alone, where `load(lazy=True)` or `set_device_map` decided it goes.
+        """Load one of `modules` on the device decided by `load(lazy=True)` or `set_device_map`.
 
-        The model runs once all are loaded. Loading a loaded module reads it again. Raises ModelStateError before the
-        devices are decided.
+        The model can run once all modules are loaded. Loading a loaded module reads it again.
+
+        Raises:
+            ModelStateError: the devices are not decided.
         """
         if self.device is None:
             raise ModelStateError("no device is decided: call model.load(lazy=True) or set_device_map first")
@@ -316,26 +362,26 @@ class LoadableModel:
     # ------------------------------------------------------------------------------------------------------- queries
 
     def get_modules(self) -> list[Module]:
-        """The modules in the order of the forward pass."""
+        """Return the modules in the order of the forward pass."""
         return self.modules
 
     def linears(self) -> Iterator[Linear]:
-        """Every linear of every module, in the order of the modules."""
+        """Yield every linear of every module, in the order of the modules."""
         for module in self.modules:
             yield from module.submodules()
 
     def get_cache_devices(self) -> list[str]:
-        """Devices that hold a part of the cache."""
+        """Return the devices that hold a part of the cache."""
         if self.tp_context is not None:
             return sorted(self.tp_context.names[shard] for shard, _, _ in self.tp_context.heads)
         return sorted(set(self.cache_map.values()))
 
     def is_quant(self) -> bool:
-        """Whether any loaded matrix is EXL2 or GPTQ."""
+        """Return whether any loaded matrix is EXL2 or GPTQ."""
         return any(linear.is_quant() for linear in self.linears() if linear.matrix is not None)
 
     def weight_bytes(self) -> int:
-        """Bytes held by loaded weights."""
+        """Return the bytes of loaded weights."""
         return sum(m.weight_bytes() for m in self.modules)
 
     @property
@@ -345,19 +391,23 @@ class LoadableModel:
 
     @property
     def arrangement(self) -> list[Module]:
-        """The modules as they are: one and the same list, not to be changed, until one of `modules` is replaced, or
-        wrapped in an `Intervention`, or taken out of one. Anything computed under another list is stale."""
+        """The current modules, as one list object that must not be changed.
+
+        The object is replaced when one of `modules` is replaced, or wrapped in or taken out of an `Intervention`.
+        Anything computed under another list object is stale.
+        """
         if self._arrangement != self.modules:
             self._arrangement = list(self.modules)
         return self._arrangement
 
     @property
     def content_digest(self) -> bytes:
-        """16 bytes that stand for the weights and all settings that decide the keys and values of a token, rotation and
-        `cpu_matmul` included: equal in every process and on every machine that loads the same (`loading.identity`).
+        """16 bytes that identify the weights and all settings that decide the keys and values of a token.
 
-        A model with modules of others has a digest of its own as long as they stand as they do, and so has one whose
-        weight files cannot be read any more. Takes up to a second when it is first asked for, as files are sampled.
+        The digest includes rotation and `cpu_matmul`, and is equal in every process and on every machine that loads the
+        same model (`loading.identity`). A model with replaced modules has a unique digest for each arrangement, and so
+        has a model whose weight files cannot be read any more. The first use samples the files, which takes up to a
+        second.
         """
         arrangement = self.arrangement
         if arrangement != self._built:

@@ -1,4 +1,4 @@
-"""Loading a model module by module: order, callbacks, progress, and giving everything back when something fails."""
+"""Loading a model module by module: order, callbacks, progress, and unloading after a failure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CallbackGen = Callable[[int, int], Generator[Any, Any, Any]]
 
 
 def check_callbacks(callback: Callback | None, progress: bool) -> None:
-    """A console bar and a callback exclude each other."""
+    """Raise InputError if both a console bar and a callback are requested."""
     if progress and callback is not None:
         raise InputError("progress=True draws its own bar: pass either progress or callback")
 
@@ -38,12 +38,17 @@ def load_modules(
     callback_gen: CallbackGen | None = None,
     shared: Collection[str] = (),
 ) -> Iterator[Any]:
-    """Load `modules` in order, each on its device; yields what `callback_gen` yields.
+    """Load `modules` in order, each on its device; yields the items of `callback_gen`.
 
-    `shared` names tensors that two modules read.
+    If an error is raised, or the generator is closed early, every module is unloaded again.
 
-    callback(index, total) is called before each module and once with (total, total) at the end. If anything raises,
-    or the generator is closed half way, every module is unloaded again before the error goes on.
+    Args:
+        modules: the modules.
+        checkpoint: the files.
+        devices: device of each module.
+        callback: called as callback(index, total) before each module and once with (total, total) at the end.
+        callback_gen: generator function called likewise.
+        shared: names of tensors that two modules read.
     """
     total = len(modules)
 
@@ -78,7 +83,7 @@ def _warn_of_unused(reader: TensorReader) -> None:
     if names:
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         log.warning(
-            "%s: %d tensors are not part of this model and were left alone (%s); is config.json of the same model?",
+            "%s: %d tensors are not part of this model and are ignored (%s); is config.json of the same model?",
             reader.checkpoint.folder,
             len(names),
             shown,
@@ -86,7 +91,7 @@ def _warn_of_unused(reader: TensorReader) -> None:
 
 
 def progress_bar(width: int = 40) -> Callback:
-    """A callback that draws a bar on standard error when that is a terminal."""
+    """Return a callback that draws a bar on standard error when that is a terminal."""
 
     def draw(index: int, total: int) -> None:
         if sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""How much memory a device has left, without allocating any."""
+"""The free memory of a device, determined without allocating any."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes(devices: Sequence[Device]) -> list[int | None]:
-    """Bytes that a model may use on each device: free memory, at most the device's cap. None = not known here.
+    """Return the bytes that a model may use on each device: free memory, at most the device's limit; None if unknown.
 
-    Logical CPUs without a cap share what the CPU has left after those with one.
+    Logical CPUs without a limit share the CPU's memory that those with a limit leave.
     """
     cpus = [d for d in devices if not d.is_cuda]
     cpu = _cpu_bytes()
@@ -33,13 +33,13 @@ def _least(a: int | None, b: int | None) -> int | None:
 
 
 def _cuda_bytes(device: torch.device) -> int:
-    """What the driver has left, and what torch holds without using it."""
+    """Return the free memory of the driver plus torch's unused reserve."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 def _cpu_bytes() -> int | None:
-    """MemAvailable of Linux, or less where a control group allows less; None on other systems."""
+    """Return Linux's MemAvailable, or the limit of a control group if lower; None on other systems."""
     available = _fields(Path("/proc/meminfo")).get("MemAvailable")
     if available is None:
         return None

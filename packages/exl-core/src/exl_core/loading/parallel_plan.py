@@ -1,4 +1,4 @@
-"""Shares of the devices for matrices cut over them, and what each will take, before anything is read."""
+"""Shares of the devices for sharded matrices, and the memory that each will need, before anything is read."""
 
 from __future__ import annotations
 
@@ -27,9 +27,18 @@ def plan_parallel(
     cache: CacheSize,
     gpu_split: Sequence[float] | None,
 ) -> tuple[LoadPlan, Shares]:
-    """Heads, features and experts in proportion to the devices' budgets: free memory, or gpu_split, GiB a device for
-    weights and fixed buffers. Raises DeviceError with the numbers where that does not fit, and for a mixture of GPUs
-    and CPUs, whose arithmetic differs."""
+    """Distribute heads, features and experts in proportion to the devices' budgets.
+
+    Args:
+        config: a prepared config.
+        modules: the model's modules.
+        places: the devices.
+        cache: size of the future cache.
+        gpu_split: budgets in GiB a device, for weights and fixed buffers; default free memory.
+
+    Raises:
+        DeviceError: the model does not fit, or GPUs and CPUs, whose arithmetic differs, are mixed.
+    """
     if len({place.is_cuda for place in places}) > 1:
         names = ", ".join(place.name for place in places)
         raise DeviceError(f"load_tp: {names} are of two kinds: use GPUs or CPUs alone, or split by layers with load")
@@ -51,7 +60,7 @@ def plan_parallel(
 
 @dataclass
 class _Planner:
-    """Sums over the model: bytes that go by heads, matrices that go by features, experts, and what stays whole."""
+    """Sums over the model: bytes that are divided by heads, features and experts, and bytes that are not divided."""
 
     config: ExLlamaV2Config
     by_heads: int  # bytes of q, k and v
@@ -100,14 +109,14 @@ class _Planner:
         self.by_features[width] = self.by_features.get(width, 0) + self._taken(linear)
 
     def _taken(self, linear: Linear) -> int:
-        """Bytes of a matrix, taken from what stays on the first device."""
+        """Return the bytes of a matrix and subtract them from those of the first device."""
         assert self.config.checkpoint is not None
         held = linear_bytes(linear, self.config.checkpoint, self.kind, set())
         self.home -= held
         return held
 
     def place(self, budgets: Sequence[DevicePlan], cache: CacheSize) -> tuple[list[DevicePlan], Shares]:
-        """What every device takes with shares in proportion to its budget."""
+        """Compute the load of every device, with shares in proportion to its budget."""
         tables = rope_bytes(self.config) + state_bytes(self.config, self.kind, self.rows)
         cached = self.config.num_hidden_layers * cache_layer_bytes(self.config, cache)
         plans = [
@@ -141,7 +150,7 @@ class _Planner:
         return [d if d.weights or d.cache else replace(d, tables=0, scratch=0, modules=[]) for d in plans], shares
 
     def most_tokens(self, budgets: Sequence[DevicePlan], cache: CacheSize) -> int:
-        """The largest cache, in whole pages, with which `place` fits."""
+        """Return the largest cache, in whole pages, with which `place` fits."""
         low, high = 0, MOST_TOKENS // PAGE
         while low < high:
             middle = (low + high + 1) // 2

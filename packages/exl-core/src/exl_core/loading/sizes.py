@@ -1,4 +1,4 @@
-"""Bytes that each module will take, worked out from headers alone: weights, cache, and working memory of a pass."""
+"""The bytes that each module will need, determined from headers alone: weights, cache, and working memory of a pass."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ __all__ = [
     "state_bytes",
 ]
 
-# What the repacked form of a quantized matrix may take beyond the file's: measured 0.0 to 0.8 % on the CPU and 0.0 to
-# 3.1 % for a GPU, for matrices of a million weights and more.
+# Upper bounds of the repacked form of a quantized matrix over the file's, for matrices of a million weights and more,
+# on the CPU and on a GPU.
 REPACKED = {"cpu": 1.008, "cuda": 1.031}
-CPU_BLOCK_ROWS = 512  # rows that the fused blocks of the CPU work on at a time
+CPU_BLOCK_ROWS = 512  # rows that the fused blocks of the CPU process at a time
 
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Which cache stands beside the layers: `tokens` over all rows."""
+    """A cache beside the layers: `tokens` over all rows."""
 
     kind: KVKind
     tokens: int
@@ -45,18 +45,18 @@ class CacheSize:
 
 @dataclass(frozen=True)
 class ModuleSize:
-    """Bytes of one module on a kind of device. `scratch` is taken during its pass only."""
+    """Bytes of one module on a kind of device. `scratch` is needed during its pass only."""
 
     key: str
     weights: int
-    layers: tuple[int, ...]  # layers whose keys and values lie beside it
+    layers: tuple[int, ...]  # layers whose keys and values are beside it
     scratch: int
 
 
 def module_sizes(
     config: ExLlamaV2Config, modules: Sequence[Module], kind: str, rows: int, output_rows: int
 ) -> list[ModuleSize]:
-    """Sizes on a "cpu" or "cuda" device for passes of `rows` tokens, `output_rows` of which get logits."""
+    """Return the sizes on a "cpu" or "cuda" device for passes of `rows` tokens, `output_rows` of which get logits."""
     checkpoint = config.checkpoint
     assert checkpoint is not None
     claimed: set[str] = set()
@@ -74,7 +74,7 @@ def module_sizes(
 
 
 def module_tensors(modules: Sequence[Module], checkpoint: Checkpoint) -> list[set[str]]:
-    """Names of the tensors that each module reads from the files. Missing ones are no error here."""
+    """Return the names of the tensors that each module reads from the files; missing tensors are no error."""
     found: list[set[str]] = []
     for module in modules:
         names: set[str] = set()
@@ -85,25 +85,25 @@ def module_tensors(modules: Sequence[Module], checkpoint: Checkpoint) -> list[se
 
 
 def cache_layer_bytes(config: ExLlamaV2Config, cache: CacheSize) -> int:
-    """Bytes of one layer's keys and values."""
+    """Return the bytes of one layer's keys and values."""
     key, value, scales = KVPages.stored_widths(cache.kind, config.head_dim)
     element = 2 if cache.kind == "fp16" else 1
     return cache.tokens * config.num_key_value_heads * (element * (key + value) + 2 * 2 * scales)
 
 
 def rope_bytes(config: ExLlamaV2Config) -> int:
-    """cos and sin, float32, of every position a device may see."""
+    """Return the bytes of cos and sin, float32, for every position of the model."""
     return 4 * config.rope_settings().rotary_dim * config.max_seq_len
 
 
 def state_bytes(config: ExLlamaV2Config, kind: str, rows: int) -> int:
-    """The hidden state of a chunk and its normalised copy."""
+    """Return the bytes of the hidden state of a chunk and its normalised copy."""
     element = 4 if kind == "cpu" or config.arch.float_residual else 2
     return 2 * rows * config.hidden_size * element
 
 
 def _own_weights(module: Module, checkpoint: Checkpoint, kind: str, claimed: set[str]) -> int:
-    """Bytes of the embedding table and of every matrix inside; their tensors are added to `claimed`."""
+    """Return the bytes of the embedding table and of every matrix inside; their tensors are added to `claimed`."""
     if isinstance(module, (Embedding, PositionEmbedding)):
         name = f"{module.key}.weight"
         claimed.add(name)
@@ -112,7 +112,7 @@ def _own_weights(module: Module, checkpoint: Checkpoint, kind: str, claimed: set
 
 
 def linear_bytes(linear: Linear, checkpoint: Checkpoint, kind: str, claimed: set[str]) -> int:
-    """Bytes of one loaded matrix on a kind of device; the names of its tensors are added to `claimed`."""
+    """Return the bytes of one loaded matrix on a kind of device; the names of its tensors are added to `claimed`."""
     spec, tensors = linear.spec, checkpoint.tensors
     bias = 4 * linear.out_features if spec.bias else 0
     for key in (spec.key, spec.fused_key, spec.alternate_key):
@@ -135,7 +135,7 @@ def linear_bytes(linear: Linear, checkpoint: Checkpoint, kind: str, claimed: set
 
 
 def _loose_tensors(modules: Sequence[Module], checkpoint: Checkpoint, claimed: set[str]) -> dict[int, int]:
-    """Module number -> elements of tensors below its key that belong to no matrix: norms and the like."""
+    """Return module number -> elements of tensors below its key that belong to no matrix, such as norms."""
     first = {m.key: i for i, m in reversed(list(enumerate(modules)))}
     found: dict[int, int] = {}
     for name, entry in checkpoint.tensors.items():
@@ -154,7 +154,7 @@ def _loose_tensors(modules: Sequence[Module], checkpoint: Checkpoint, claimed: s
 
 
 def _scratch(module: Module, config: ExLlamaV2Config, kind: str, rows: int) -> int:
-    """Working memory of a pass: what stands beside the hidden state at the module's widest moment."""
+    """Return the working memory of a pass beside the hidden state at the module's widest moment."""
     linears = list(module.submodules())
     if not linears:
         return 0
@@ -172,7 +172,7 @@ def _scratch(module: Module, config: ExLlamaV2Config, kind: str, rows: int) -> i
     dequantized = 0
     if kind == "cuda" and rows > PACKED_ROWS:
         dequantized = 2 * max(linear.in_features * linear.out_features for linear in linears)
-    if kind == "cuda":  # what float matrices add to or scale is float32, beside the half that it comes from
+    if kind == "cuda":  # results of float matrices that are added or scaled are float32, beside their half source
         finished = [q.out_features for q in linears if q.spec.bias or q.spec.prescale != 1.0]
         dequantized += 6 * busy * max(finished, default=0)
     return busy * width * element + dequantized

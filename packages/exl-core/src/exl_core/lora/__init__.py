@@ -1,4 +1,4 @@
-"""LoRA adapters: reading them, mapping their keys to the model's matrices, and adding them up."""
+"""LoRA adapters: reading them, mapping their keys to the model's matrices, and adding their results."""
 
 from .adapter import ExLlamaV2Lora
 

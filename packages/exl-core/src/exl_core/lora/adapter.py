@@ -1,4 +1,4 @@
-"""ExLlamaV2Lora: an adapter in memory, beside the matrices it adds to."""
+"""ExLlamaV2Lora: an adapter in memory, beside the matrices that it changes."""
 
 from __future__ import annotations
 
@@ -30,28 +30,45 @@ __all__ = ["ExLlamaV2Lora"]
 
 log = logging.getLogger(__name__)
 
-NO_BIAS = 1e-6  # a bias of at most this does nothing
+NO_BIAS = 1e-6  # a bias of at most this counts as zero
 
 
 class ExLlamaV2Lora:
-    """A LoRA adapter for a loaded model; pass a list of them to `forward` and to generators.
+    """A LoRA adapter for a loaded model; pass a list of adapters to `forward` and to generators.
 
     Layouts: PEFT (any prefix of wrappers, `lora_A.<name>.weight`) and alpaca. A module is changed by
-    y += ((x @ A) @ B) * scaling, scaling = lora_scaling * alpha / r (rank-stabilised: alpha / sqrt(r); per module with
-    rank_pattern and alpha_pattern), after the base result and its bias; several adapters add up in the order of the
-    list. Whole matrices in `modules_to_save` (head, embedding, any projection) replace the model's while the adapter is
-    active; of several adapters that replace the same one, the first in the list counts. All arithmetic is that of a
-    float matrix: float32 on the CPU, half on a GPU, and a row's result does not depend on the other rows (on a GPU that
-    holds for the added pairs; whole matrices are multiplied by torch, as the model's own float matrices are).
+    y += ((x @ A) @ B) * scaling after the base result and its bias, with scaling = lora_scaling * alpha / r
+    (rank-stabilised: alpha / sqrt(r); per module with rank_pattern and alpha_pattern). Several adapters add up in the
+    order of the list.
 
-    Attributes: lora_r, lora_alpha (of adapter_config.json), lora_scaling (the effective factor of modules without
-    patterns), target_modules, bias_ignored (a bias of zeros was left out), embed_tokens and lm_head (replacements or
-    None), tensors (key of a matrix -> its pair), mixable (rows of one pass may have it while others do not: it brings
-    neither whole matrices nor anything for the embedding or for experts), content_digest (16 bytes for its tensors,
-    settings and scale, equal in every process).
+    Whole matrices in `modules_to_save` (head, embedding, any projection) replace the model's while the adapter is
+    active; the first adapter in the list that replaces a matrix counts. Arithmetic is that of a float matrix: float32
+    on the CPU, half on a GPU. A row's result does not depend on the other rows; on a GPU this does not hold for whole
+    matrices, which torch multiplies as it does the model's own float matrices.
 
-    Raises AdapterError (a ValueError) for a bad or foreign adapter, UnsupportedError for methods without code here
-    (DoRA and others, by name), ModelStateError before model.load().
+    Args:
+        model: a loaded model.
+        lora_config_path: path of adapter_config.json.
+        lora_path: path of the tensors.
+        lora_scaling: factor of the adapter's own scaling.
+
+    Attributes:
+        lora_r: rank of adapter_config.json.
+        lora_alpha: alpha of adapter_config.json.
+        lora_scaling: effective factor of modules without patterns.
+        target_modules: as in adapter_config.json.
+        bias_ignored: a bias of zeros was left out.
+        embed_tokens: replacement of the embedding, or None.
+        lm_head: replacement of the head, or None.
+        tensors: pair of each matrix, by its key.
+        mixable: only some rows of a pass may have the adapter: it has neither whole matrices nor tensors for the
+            embedding or for experts.
+        content_digest: 16 bytes for tensors, settings and scale, equal in every process.
+
+    Raises:
+        AdapterError: the adapter is damaged or does not fit the model.
+        UnsupportedError: the adapter's method (such as DoRA) is not supported; the message names the method.
+        ModelStateError: the model is not loaded.
     """
 
     def __init__(
@@ -70,7 +87,7 @@ class ExLlamaV2Lora:
         ):
             raise AdapterError(f"lora_scaling is {lora_scaling!r}, must be a finite number")
         self.model = model
-        self.model_load = model.load_count  # the weights that the tensors were put beside
+        self.model_load = model.load_count  # the load of the weights that the tensors belong to
         self.lora_config_path, self.lora_path = os.fspath(lora_config_path), os.fspath(lora_path)
         self._config = AdapterConfig.read(Path(lora_config_path))
         self._factor = float(lora_scaling)
@@ -96,7 +113,16 @@ class ExLlamaV2Lora:
     def from_directory(
         cls, model: LanguageModel, directory: str | os.PathLike[str], lora_scaling: float = 1.0
     ) -> ExLlamaV2Lora:
-        """From a folder with adapter_config.json and adapter_model.safetensors or adapter_model.bin."""
+        """Load an adapter from a folder with adapter_config.json and adapter_model.safetensors or adapter_model.bin.
+
+        Args:
+            model: a loaded model.
+            directory: the folder.
+            lora_scaling: factor of the adapter's own scaling.
+
+        Raises:
+            AdapterError: the folder has no adapter; also the errors of the class.
+        """
         folder = Path(directory)
         config = folder / "adapter_config.json"
         if not config.is_file():
@@ -104,7 +130,7 @@ class ExLlamaV2Lora:
         return cls(model, config, find_tensor_file(folder), lora_scaling)
 
     def unload(self) -> None:
-        """Drop the tensors. The adapter can no longer be used; the model is as without it."""
+        """Drop the tensors. The adapter can no longer be used; the model itself is unchanged."""
         self.pairs, self.replacements, self.embedding, self.embedding_pair = {}, {}, None, None
         self.touched = frozenset()
         self.loaded = False
@@ -117,12 +143,12 @@ class ExLlamaV2Lora:
 
     @property
     def embed_tokens(self) -> Tensor | None:
-        """The table that replaces the embedding, if the adapter brings one."""
+        """The table that replaces the embedding, or None."""
         return self.embedding
 
     @property
     def lm_head(self) -> QuantMatrix | None:
-        """The matrix that replaces the head, if the adapter brings one."""
+        """The matrix that replaces the head, or None."""
         return self.replacements.get(self.model.config.arch.lm_head)
 
     @property
@@ -133,13 +159,13 @@ class ExLlamaV2Lora:
         return total + (0 if self.embedding_pair is None else self.embedding_pair.nbytes)
 
     def check_usable(self, model: LanguageModel) -> None:
-        """ModelStateError unless this adapter can be used in a forward pass of `model` as it is loaded now."""
+        """Raise ModelStateError unless this adapter can be used with `model` as it is loaded now."""
         if self.model is not model:
             raise ModelStateError(f"the adapter {self.lora_path} was loaded for another model")
         if not self.loaded:
             raise ModelStateError(f"the adapter {self.lora_path} was unloaded: load it again with from_directory")
         if self.model_load != model.load_count:
-            raise ModelStateError(f"the model was loaded anew after the adapter {self.lora_path}: load that again too")
+            raise ModelStateError(f"the model was loaded again after the adapter {self.lora_path}: load that again too")
 
     # ------------------------------------------------------------------------------------------------------- reading
 
@@ -276,21 +302,23 @@ class ExLlamaV2Lora:
 
     @staticmethod
     def _vocabulary(rows: int, embedding: Embedding) -> int:
-        """Rows that a table may have: those of the model's vocabulary, or of its (padded) table in the file."""
+        """Return the number of rows of a table: that of the vocabulary, or of the (padded) table in the file."""
         most = embedding.vocab_size if embedding.weight is None else embedding.weight.shape[0]
         return rows if embedding.vocab_size <= rows <= most else embedding.vocab_size
 
 
 def _expert_keys(model: LanguageModel) -> set[str]:
-    """Matrices that see some rows of a pass only, and routers: an adapter there makes every row choose its experts by
-    another kernel."""
+    """Return matrices that see only some rows of a pass, and routers.
+
+    An adapter on these makes every row choose its experts by another kernel.
+    """
     mixtures = [module for module in model.modules if isinstance(module, MoE)]
     experts = {linear.key for module in mixtures for expert in module.experts for linear in expert}
     return experts | {module.router.key for module in mixtures}
 
 
 def _outputs(slices: list[Slice]) -> int:
-    """Output rows of the adapter's module: of the matrix, or of all parts of a fused one."""
+    """Return the output rows of the adapter's module: of the matrix, or of all parts of a fused one."""
     return max(s.linear.out_features if s.rows is None else max(end for _, end in s.rows) for s in slices)
 
 

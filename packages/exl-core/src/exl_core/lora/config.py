@@ -1,4 +1,4 @@
-"""adapter_config.json: rank and scaling of each module, and a refusal by name of what would be computed differently."""
+"""adapter_config.json: rank and scaling of each module, and errors for unsupported methods."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import AdapterError, UnsupportedError
 
 __all__ = ["AdapterConfig"]
 
-# What PEFT can do with an adapter beyond y + B(A x) * scaling. Set, each of these changes the result.
+# PEFT's options that change the result beyond y + B(A x) * scaling.
 UNBUILT = {
     "use_dora": "DoRA scales the merged matrix by a trained magnitude",
     "use_qalora": "QA-LoRA pools its input",
@@ -33,14 +33,14 @@ PLAIN_INITS = (
     "eva",
     "true",
     "false",
-)  # the others change the base weights
+)  # all others change the base weights
 MAX_RANK = 1 << 16
 PATTERN = re.compile(r"\^?[\w.\\]+\$?")
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What adapter_config.json says. Raises AdapterError for bad values, UnsupportedError for methods without code."""
+    """The settings of adapter_config.json."""
 
     file: Path
     r: int
@@ -53,6 +53,12 @@ class AdapterConfig:
 
     @classmethod
     def read(cls, file: Path) -> AdapterConfig:
+        """Read and check the file.
+
+        Raises:
+            AdapterError: a value is invalid.
+            UnsupportedError: a method is not supported.
+        """
         data = read_json_file(file)
         read = JsonReader(data, file)
         kind = read.string("peft_type", default="LORA")
@@ -83,22 +89,22 @@ class AdapterConfig:
         )
 
     def settings(self) -> str:
-        """All that decides what the adapter's tensors do."""
+        """Return all settings that decide the effect of the adapter's tensors, as text."""
         patterns = [list(table.items()) for table in (self.rank_pattern, self.alpha_pattern)]  # the first match counts
         return repr((self.r, self.alpha, self.use_rslora, self.fan_in_fan_out, patterns))
 
     def rank(self, module: str) -> int:
-        """The rank that the module called `module` (its name in the original model) must have."""
+        """Return the rank that a module (by its name in the original model) must have."""
         return int(_lookup(self.rank_pattern, module, self.r))
 
     def scaling(self, module: str) -> float:
-        """alpha / r, with rank-stabilised LoRA alpha / sqrt(r), of one module."""
+        """Return alpha / r of one module, with rank-stabilised LoRA alpha / sqrt(r)."""
         alpha, rank = _lookup(self.alpha_pattern, module, self.alpha), self.rank(module)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
 
 def _pattern(data: Mapping[str, object], key: str, file: Path) -> dict[str, float]:
-    """rank_pattern or alpha_pattern: module names, or their ends, and a number each."""
+    """Return rank_pattern or alpha_pattern: a number for each module name or end of a name."""
     table = data.get(key) or {}
     if not isinstance(table, Mapping):
         raise AdapterError(f"{file}: {key} is {str(table)[:80]}, must be an object of names and numbers")
@@ -111,8 +117,10 @@ def _pattern(data: Mapping[str, object], key: str, file: Path) -> dict[str, floa
 
 
 def _lookup(table: Mapping[str, float], module: str, default: float) -> float:
-    """The first entry whose name is the module's, or its last parts (PEFT's rule); `^` asks for the whole name, without
-    what PEFT puts in front of it."""
+    """Return the value of the first entry whose name is the module's, or its last parts (PEFT's rule).
+
+    `^` requires the whole name, without PEFT's prefix.
+    """
     names = (module, module.removeprefix("base_model.model."))
     for name, value in table.items():
         whole = name.removeprefix("^")

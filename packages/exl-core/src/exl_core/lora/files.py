@@ -1,4 +1,4 @@
-"""The tensors of an adapter folder: safetensors, or a PyTorch archive read without running any code of it."""
+"""The tensors of an adapter folder: safetensors, or a PyTorch archive read without running any of its code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def find_tensor_file(folder: Path) -> Path:
-    """adapter_model.safetensors, else adapter_model.bin. Raises AdapterError."""
+    """Return adapter_model.safetensors, else adapter_model.bin. Raises AdapterError."""
     for name in ("adapter_model.safetensors", "adapter_model.bin"):
         if (folder / name).is_file():
             return folder / name
@@ -43,7 +43,7 @@ class AdapterTensors:
         return iter(self._loaded or self._entries)
 
     def read(self, name: str) -> Tensor:
-        """The tensor, F16, BF16 or F32, contiguous and finite. What was read counts in `digest`."""
+        """Return a tensor, F16, BF16 or F32, contiguous and finite, and include it in `digest`."""
         tensor = self._loaded[name] if name in self._loaded else read_tensor(self._entries[name])
         if tensor.dtype not in FLOATS:
             raise AdapterError(f"{self.file}: {name}: element type {tensor.dtype}; an adapter is F16, BF16 or F32")
@@ -56,7 +56,7 @@ class AdapterTensors:
         return tensor
 
     def digest(self, settings: str) -> bytes:
-        """16 bytes over the tensors read so far and `settings`, whatever the order in which they were read."""
+        """Return 16 bytes over the tensors read so far and `settings`, independent of the order of reading."""
         whole = hashlib.blake2b(settings.encode(), digest_size=16, person=b"exl-adapter")
         for name in sorted(self._digests):
             whole.update(self._digests[name])
@@ -64,7 +64,7 @@ class AdapterTensors:
 
 
 def _read_archive(file: Path) -> dict[str, Tensor]:
-    """A PyTorch zip archive of tensors; the pickle inside may only build tensors and plain containers."""
+    """Read a PyTorch zip archive of tensors; the pickle inside may only build tensors and plain containers."""
     try:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()

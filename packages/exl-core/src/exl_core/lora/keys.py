@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AdapterKey", "ModuleIndex", "Slice", "parse_key"]
 
-# What wrappers (PEFT, accelerate, torch.compile, multimodal models) put in front of the names of the language model.
+# Prefixes that wrappers (PEFT, accelerate, torch.compile, multimodal models) put before the language model's names.
 WRAPPERS = ("base_model", "model", "module", "_orig_mod", "language_model", "text_model", "transformer")
 
 Role = Literal["A", "B", "B_bias", "embedding_A", "embedding_B", "replacement", "bias", "skip"]
@@ -35,7 +35,7 @@ PATTERNS: tuple[tuple[re.Pattern[str], Role], ...] = (
 
 @dataclass(frozen=True)
 class AdapterKey:
-    """One tensor name, taken apart: the module it belongs to, in the names of the original model, and its role."""
+    """One parsed tensor name: the module that it belongs to, in the names of the original model, and its role."""
 
     name: str
     module: str
@@ -43,7 +43,7 @@ class AdapterKey:
 
 
 def parse_key(name: str) -> AdapterKey | None:
-    """None for a name of no known form."""
+    """Parse a tensor name; None for an unknown form."""
     for pattern, role in PATTERNS:
         match = pattern.fullmatch(name)
         if match:
@@ -53,7 +53,7 @@ def parse_key(name: str) -> AdapterKey | None:
 
 @dataclass(frozen=True)
 class Slice:
-    """A matrix of the model, and which output rows of the adapter's tensors are its own (None: all)."""
+    """A matrix of the model, and its output rows in the adapter's tensors (None: all)."""
 
     linear: Linear
     rows: Ranges | None = None
@@ -61,7 +61,7 @@ class Slice:
 
 @dataclass
 class ModuleIndex:
-    """The modules of a model under names without wrappers' prefixes, fused ones under the names of the files too."""
+    """The modules of a model under names without wrappers' prefixes; fused ones also under their names in the files."""
 
     model: LanguageModel
     linears: dict[str, list[Slice]] = field(default_factory=dict)
@@ -80,11 +80,11 @@ class ModuleIndex:
                     parts.append(Slice(linear, linear.spec.fused_rows))
 
     def find_linears(self, module: str) -> list[Slice]:
-        """The matrices behind a module of the original model: one, or the parts of a fused one; [] if unknown."""
+        """Return the matrices of a module of the original model: one, or the parts of a fused one; [] if unknown."""
         return next((self.linears[name] for name in self._names(module) if name in self.linears), [])
 
     def find_embedding(self, module: str) -> Embedding | None:
-        """The token embedding, if that is what `module` names."""
+        """Return the token embedding if `module` names it, else None."""
         return next((self.embeddings[name] for name in self._names(module) if name in self.embeddings), None)
 
     def _names(self, module: str) -> Iterator[str]:
@@ -94,7 +94,7 @@ class ModuleIndex:
 
 
 def _without_wrappers(name: str) -> Iterator[str]:
-    """`name`, then `name` less its first part as long as that is a wrapper's."""
+    """Yield `name`, then `name` without its first part as long as that part is a wrapper's."""
     yield name
     while "." in name and name.split(".", 1)[0] in WRAPPERS:
         name = name.split(".", 1)[1]
@@ -107,7 +107,7 @@ def _bare(key: str) -> str:
 
 
 def unknown_names(names: Iterable[str], limit: int = 5) -> str:
-    """A few names for a message."""
+    """Return a few of `names` for a message."""
     listed = sorted(names)
     more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
     return ", ".join(name[:120] for name in listed[:limit]) + more

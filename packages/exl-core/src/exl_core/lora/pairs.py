@@ -13,8 +13,8 @@ from ..device import activation_dtype
 
 __all__ = ["EmbeddingPair", "LoraPair"]
 
-KERNEL_ROWS = 64  # most rows of a pass on a GPU whose adapters are always added by `exl_kernels.linear.lora`
-BLOCK_ROWS = 64  # rows of one product on a GPU, where a library picks its kernel, hence its order of sums, by shape
+KERNEL_ROWS = 64  # up to as many rows a pass on a GPU always adds adapters by `exl_kernels.linear.lora`
+BLOCK_ROWS = 64  # rows of one matmul on a GPU, where a library picks its kernel, and so its order of sums, by shape
 
 
 class LoraPair:
@@ -28,19 +28,23 @@ class LoraPair:
         self.b = QuantMatrix.from_float(b, bias, prescale=scaling, device=device, name=f"{name}.lora_B")
         self.rank = a.shape[0]
         self.entry = LoraEntry.of(a, b, bias, scaling, device) if device.type == "cuda" else None
-        """The same for the kernels that add adapters row by row; None on a CPU, and for what they do not take."""
+        """The pair for the kernels that add adapters row by row.
+
+        None on a CPU, and for unsupported shapes or values.
+        """
         self._table = None if self.entry is None else LoraTable([self.entry])
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all tensors."""
         return self.a.nbytes + self.b.nbytes + (0 if self.entry is None else self.entry.nbytes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [T, in] -> [T, out], of x's type."""
+        """Map x [T, in] -> [T, out], of x's type."""
         return _in_blocks(self.b, _in_blocks(self.a, x))
 
     def add_to(self, x: Tensor, y: Tensor) -> None:
-        """y [T, out] += what this makes of x [T, in]."""
+        """Add the result for x [T, in] to y [T, out]."""
         if self._table is not None and self.fits_kernels(x, y):
             self._table.add(x, y)
         else:
@@ -48,10 +52,10 @@ class LoraPair:
 
     @staticmethod
     def fits_kernels(x: Tensor, y: Tensor) -> bool:
-        """Whether a pass over x that ends in y adds adapters by the kernels; else by torch's matmuls.
+        """Return whether a pass over x that ends in y adds adapters by the kernels; otherwise torch's matmuls do.
 
-        With `exl_kernels.device.set_row_invariant` passes of any length do: the arithmetic of a row must not depend on
-        how many others there are.
+        With `exl_kernels.device.set_row_invariant` passes of any length use the kernels: the arithmetic of a row must
+        not depend on the number of rows.
         """
         halves = x.dtype == y.dtype == torch.float16
         few = x.shape[0] <= KERNEL_ROWS or row_invariant()
@@ -70,16 +74,19 @@ class EmbeddingPair:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of both tensors."""
         return self.table.nbytes + self.b.nbytes
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids int64 [T] -> [T, hidden]."""
+        """Map ids int64 [T] -> [T, hidden]."""
         return _in_blocks(self.b, self.table[ids].to(activation_dtype(self.table.device)))
 
 
 def _for_device(weight: Tensor, device: torch.device) -> Tensor:
-    """On a GPU, where activations are halves, bfloat16 as half unless that overflows: else it would be converted at
-    every step."""
+    """Convert bfloat16 to half on a GPU, where activations are halves, unless that overflows.
+
+    Otherwise it would be converted at every step.
+    """
     if device.type == "cuda" and weight.dtype == torch.bfloat16:
         half = weight.half()
         return half if bool(torch.isfinite(half).all()) else weight
@@ -87,7 +94,7 @@ def _for_device(weight: Tensor, device: torch.device) -> Tensor:
 
 
 def _in_blocks(matrix: QuantMatrix, x: Tensor) -> Tensor:
-    """matrix.matmul(x), on a GPU always BLOCK_ROWS rows at a time (the last block filled up with zeros)."""
+    """Compute matrix.matmul(x), on a GPU always BLOCK_ROWS rows at a time (the last block padded with zeros)."""
     if x.device.type == "cpu":
         return matrix.matmul(x)
     rows = x.shape[0]

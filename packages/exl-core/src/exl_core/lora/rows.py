@@ -24,9 +24,15 @@ __all__ = ["RowAdapters", "of_all_rows"]
 class RowAdapters:
     """The adapters of every row of a pass, in the place of one adapter in `Step.loras`.
 
-    A row of slot i has the adapters of `sets[i]`, in their order; a negative slot means none. They may change
-    matrices through pairs alone: no whole matrices, no embeddings, no experts. A row's result is bitwise that of
-    a pass whose rows all have its adapters.
+    A row of slot i has the adapters of `sets[i]`, in their order; a negative slot means none. They may change matrices
+    only
+    through pairs: no whole matrices, no embeddings, no experts. A row's result is bitwise identical to that of a pass
+    whose rows all have its adapters.
+
+    Args:
+        sets: the combinations of adapters.
+        slots: int32 [T] on the device of the pass. The values may change later, like those of a captured step's inputs.
+        q_len: tokens a sequence.
     """
 
     replacements: Mapping[str, QuantMatrix] = {}
@@ -34,8 +40,6 @@ class RowAdapters:
     embedding_pair: EmbeddingPair | None = None
 
     def __init__(self, sets: Sequence[tuple[Adapter, ...]], slots: Tensor, q_len: int) -> None:
-        """slots: int32 [T] on the device of the pass, `q_len` tokens a sequence. Its values may change later, as those
-        of a captured step's inputs do."""
         self.sets = tuple(sets)
         self.slots = slots
         self._ends = slots if q_len == 1 else slots[q_len - 1 :: q_len]
@@ -44,24 +48,24 @@ class RowAdapters:
         self.touched = frozenset(keys)
 
     def slots_of(self, x: Tensor) -> Tensor:
-        """Of the rows of x: of all tokens, or of the last of each sequence, where a head takes those alone."""
+        """Return the slots of the rows of x: of all tokens, or of the last token of each sequence for a head."""
         found = self.slots if x.shape[0] == self.slots.shape[0] else self._ends
         return found.to(x.device)
 
 
 class _RowPairs:
-    """The factors and scales that the adapters of a batch add to one matrix."""
+    """The pairs that the adapters of a batch add to one matrix."""
 
     def __init__(self, rows: RowAdapters, key: str) -> None:
         self._rows = rows
-        # The n-th adapters of all sets, then the next ones: each set's add up in its order.
+        # The n-th adapters of all sets, then the next ones: each set's adapters add up in its order.
         chains = [[a.pairs[key] for a in adapters if key in a.pairs] for adapters in rows.sets]
         depth = max(map(len, chains))
         self._levels = [[chain[n] if n < len(chain) else None for chain in chains] for n in range(depth)]
         self._tables: list[LoraTable | None] = [_table(level) for level in self._levels]
 
     def add_to(self, x: Tensor, y: Tensor) -> None:
-        """Adds to y [T, out] what the adapters of each row make of x [T, in]."""
+        """Add the results of each row's adapters for x [T, in] to y [T, out]."""
         slots = self._rows.slots_of(x)
         for level, table in zip(self._levels, self._tables, strict=True):
             if table is not None and LoraPair.fits_kernels(x, y):
@@ -76,7 +80,7 @@ class _RowPairs:
 
 
 def _table(level: Sequence[AdapterPair | None]) -> LoraTable | None:
-    """None where the kernels do not add one of the pairs."""
+    """Return a table of the pairs; None where the kernels do not support one of them."""
     entries = [pair.entry if isinstance(pair, LoraPair) else None for pair in level]
     if any(pair is not None and entry is None for pair, entry in zip(level, entries, strict=True)):
         return None
@@ -84,7 +88,7 @@ def _table(level: Sequence[AdapterPair | None]) -> LoraTable | None:
 
 
 def of_all_rows(sets: Sequence[tuple[Adapter, ...]], q_len: int, device: torch.device | None) -> tuple[Adapter, ...]:
-    """Adapters for all rows of a pass that are, for each of its sequences, those of `sets`."""
+    """Return adapters for all rows of a pass in which each sequence has the adapters of its entry in `sets`."""
     different = list(dict.fromkeys(sets))
     if len(different) <= 1:
         return different[0] if different else ()
