@@ -46,7 +46,7 @@ class ExLlamaV2MMEmbedding:
     Args:
         model: the language model.
         embeddings: float [n, hidden].
-        text_alias: text that stands for the rows; default a generated one.
+        text_alias: text that represents the rows; default a generated one.
         thw_grid: patches in time, height and width. The rows inside the frame are these patches, merged by
             `config.vision_spatial_merge_size` a side.
         pre_tokens: number of framing rows before the others.

@@ -110,10 +110,12 @@ class MoE(FeedForward):
         self._grouped: GroupedExperts | None = None
 
     def load(self, source: TensorSource, device: torch.device) -> None:
+        """Read the weights and group the experts. An error leaves the module unloaded."""
         super().load(source, device)
         self.group()
 
     def unload(self) -> None:
+        """Drop the weights."""
         self.capturable, self._router, self._grouped = False, None, None
         super().unload()
 
@@ -131,9 +133,11 @@ class MoE(FeedForward):
             self.capturable = True
 
     def describe(self) -> MlpDescription:
+        """Return the description of the half."""
         return MlpDescription(kind_of(self.norm), kind_of(self.post), True, self.activation, len(self.experts))
 
     def submodules(self) -> Iterator[Linear]:
+        """Yield the router, all experts' matrices, and those of the shared expert."""
         yield self.router
         # Matrix by matrix, so that files that hold all experts in one tensor are read once for each.
         for part in ("gate", "up", "down"):
@@ -144,6 +148,7 @@ class MoE(FeedForward):
             yield self.shared_gate
 
     def forward_unfused(self, x: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
+        """Run the half on x [T, hidden] operator by operator, or with the experts in shared launches."""
         grouped = None if self.post is not None else self._grouped_for(x, loras)
         if grouped is None:
             return super().forward_unfused(x, loras)
@@ -151,6 +156,7 @@ class MoE(FeedForward):
         return self._together(grouped, h, loras, residual=x, out=x)
 
     def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
+        """Compute the weighted sum of the chosen experts, plus the shared expert: [T, hidden] -> [T, hidden]."""
         grouped = self._grouped_for(h, loras)
         if grouped is not None:
             return self._together(grouped, h, loras)

@@ -1,4 +1,4 @@
-"""tokenizer.json through the Hugging Face tokenizers library."""
+"""Encoding and decoding with tokenizer.json by the Hugging Face tokenizers library."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ MAX_FILE_BYTES = 256 << 20  # the largest published tokenizer.json is about 35 M
 
 
 class TokenizerBackend:
-    """Encodes and decodes with tokenizer.json. Text is never given special tokens unasked.
+    """Encodes and decodes with tokenizer.json. No special tokens are added to a text unless requested.
 
-    Two encoders share the file: the plain one reads the text of special tokens as ordinary text, the special one (made
-    on first use) turns it into their ids, exactly as transformers does. Neither changes once made: thread-safe.
+    Two encoders share the file. The plain encoder reads the text of special tokens as ordinary text. The special
+    encoder, made on first use, converts it to their ids, exactly as transformers does. Both are immutable: thread-safe.
     """
 
-    #: nothing: third-party filters (formatron) only ask whether the attribute is there
+    #: None: third-party filters (formatron) only check that the attribute exists
     vocab = None
 
     def __init__(self, file: Path) -> None:
@@ -36,29 +36,34 @@ class TokenizerBackend:
         self._text = text
         _check_merges(file, self.data)
         self.tokenizer = _build(file, text)
-        self.tokenizer.encode_special_tokens = True  # "encode them as text"
+        self.tokenizer.encode_special_tokens = True  # the library's name for: encode them as text
         self._special: Tokenizer | None = None
         self._special_tokens: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def vocab_size(self) -> int:
-        """Number of ids the file knows, added tokens included (one more than the highest, even if ids are missing). A
-        method, because third-party filters call it."""
+        """Return the number of ids, added tokens included: one more than the highest id, even if ids are missing.
+
+        This is a method, because third-party filters call it.
+        """
         ids = self.tokenizer.get_vocab(with_added_tokens=True).values()
         return 1 + max(ids, default=-1)
 
     def added_tokens(self) -> dict[int, AddedToken]:
-        """The file's added_tokens by id."""
+        """Return the file's added_tokens by id."""
         return dict(self.tokenizer.get_added_tokens_decoder())
 
     def use_special_tokens(self, tokens: Mapping[str, int]) -> None:
-        """Texts that `encode(special=True)` turns into ids, beyond those the file marks as special."""
+        """Register texts that `encode(special=True)` converts to ids, beyond the special tokens of the file."""
         with self._lock:
             self._special_tokens = dict(tokens)
             self._special = None
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Token ids of `text`; `special` recognises the text of special tokens."""
+        """Return token ids of `text`; `special` recognises the text of special tokens.
+
+        Raises InputError, TokenizerError.
+        """
         require_text(text)
         tokenizer = self._special_tokenizer() if special else self.tokenizer
         with _library_errors(self.file):
@@ -66,7 +71,8 @@ class TokenizerBackend:
         return ids
 
     def encode_batch(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
-        if len(texts) == 1:  # no use of the library's own threads
+        """Return token ids of each text, as `encode`."""
+        if len(texts) == 1:  # the library's threads would not help
             return [self.encode(texts[0], special)]
         for text in texts:
             require_text(text)
@@ -75,23 +81,24 @@ class TokenizerBackend:
             return [e.ids for e in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
-        """Text of `ids`; special tokens vanish unless `special`."""
+        """Return the text of `ids`; special tokens are omitted unless `special`."""
         with _library_errors(self.file):
             return self.tokenizer.decode(list(ids), skip_special_tokens=not special)
 
     def id_to_piece(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of a token (with U+0120, U+2581 and the like), None for an unknown id."""
+        """Return the vocabulary's spelling of a token (with U+0120, U+2581 and the like), None for an unknown id."""
         return self.tokenizer.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
 
     def piece_to_id(self, piece: str) -> int | None:
+        """Return the id of a vocabulary spelling, or None."""
         return self.tokenizer.token_to_id(piece)
 
     def enumerate_tokens(self) -> list[tuple[int, str]]:
-        """(id, vocabulary spelling) of every token, by id."""
+        """Return (id, vocabulary spelling) of every token, by id."""
         return sorted((i, p) for p, i in self.tokenizer.get_vocab(with_added_tokens=True).items())
 
     def unk_token(self) -> str | None:
-        """The model section's unknown token, None if it has none."""
+        """Return the model section's unknown token, or None."""
         model = self.data.get("model") or {}
         token = model.get("unk_token")
         if token is None and isinstance(model.get("unk_id"), int):
@@ -99,11 +106,11 @@ class TokenizerBackend:
         return token if isinstance(token, str) else None
 
     def space_char(self) -> str:
-        """How the vocabulary writes a space, deduced by encoding one."""
+        """Return the vocabulary's spelling of a space, found by encoding one."""
         return self._first_char(" ")
 
     def newline_char(self) -> str:
-        """How the vocabulary writes a newline."""
+        """Return the vocabulary's spelling of a newline."""
         return self._first_char("\n")
 
     def _first_char(self, text: str) -> str:
@@ -118,7 +125,7 @@ class TokenizerBackend:
                 for text, token_id in sorted(self._special_tokens.items(), key=lambda item: item[1]):
                     known = tokenizer.token_to_id(text)
                     fits = known == token_id or (known is None and token_id == tokenizer.get_vocab_size())
-                    # One that the file registers already would lose its lstrip / rstrip flags by being added again.
+                    # Adding a token that the file registers already would drop its lstrip and rstrip flags.
                     if fits and token_id not in tokenizer.get_added_tokens_decoder():
                         tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False)])
                 self._special = tokenizer
@@ -127,7 +134,7 @@ class TokenizerBackend:
 
 @contextmanager
 def _library_errors(file: Path) -> Iterator[None]:
-    """TokenizerError for what the library raises over a file that contradicts itself: Exception, or a panic."""
+    """Convert the library's errors over contradictory files (exceptions and panics) into TokenizerError."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
@@ -137,7 +144,7 @@ def _library_errors(file: Path) -> Iterator[None]:
 
 
 def require_text(text: object) -> None:
-    """InputError for what is no str, or a str that is no text: lone surrogates have no UTF-8."""
+    """Raise InputError for an object that is no str, or for a str with lone surrogates, which have no UTF-8."""
     if not isinstance(text, str):
         raise InputError(f"encode takes a str or a list of str, not {type(text).__name__}")
     try:
@@ -169,7 +176,7 @@ def _parse(file: Path, text: str) -> dict[str, Any]:
 
 
 def _check_merges(file: Path, data: Mapping[str, Any]) -> None:
-    """Refuse merges that the library cuts a prefix from which they do not have: that ends the whole process."""
+    """Reject merges without the prefix that the library strips from them: it would abort the process."""
     model = data.get("model")
     prefix = model.get("continuing_subword_prefix") if isinstance(model, Mapping) else None
     if not isinstance(prefix, str) or not prefix or not isinstance(model, Mapping):
@@ -180,7 +187,7 @@ def _check_merges(file: Path, data: Mapping[str, Any]) -> None:
         right = parts[-1] if isinstance(parts, list) and parts else None
         if not isinstance(right, str) or not right.startswith(prefix):
             raise TokenizerError(
-                f"{file}: merge {str(merge)[:80]!r} does not go on with the continuing_subword_prefix {prefix[:20]!r}; "
+                f"{file}: merge {str(merge)[:80]!r} does not continue with continuing_subword_prefix {prefix[:20]!r}; "
                 "every merge's second part must"
             )
 

@@ -19,11 +19,11 @@ __all__ = [
 ]
 
 MAX_TEMPLATE_BYTES = 1 << 20
-REASONING = ("reasoning_content", "thinking", "reasoning")  # the names a message's reasoning has, the usual one first
-# Put behind the message to continue. Its last character is a space: a template that trims messages takes it off, and
-# the prompt then ends without white space too.
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, the usual one first
+# Appended to the message to continue. Its last character is a space: a template that trims messages removes the space,
+# and the prompt then ends without white space, too.
 MARK = "EXL_THE_MESSAGE_GOES_ON_HERE "
-# What transformers' method of the same name takes beside our own arguments. None of it reaches a template there.
+# Further keywords of transformers' method of the same name. transformers does not pass them to templates.
 NOT_BUILT = (
     "conversation",
     "max_length",
@@ -39,14 +39,23 @@ NOT_BUILT = (
 
 
 class ChatTemplates:
-    """The templates of a model folder: chat_template.jinja and additional_chat_templates/NAME.jinja first, else
-    tokenizer_config.json's `chat_template`, else chat_template.json."""
+    """The templates of a model folder.
+
+    The sources in order of priority: chat_template.jinja and additional_chat_templates/NAME.jinja,
+    tokenizer_config.json's `chat_template`, chat_template.json.
+    """
 
     def __init__(self, folder: Path, tokenizer_config: Mapping[str, Any]) -> None:
         self.templates = _read_templates(folder, tokenizer_config)
 
     def select(self, name: str | None, has_tools: bool) -> str:
-        """Source of the template called `name`; without a name the default one, or `tool_use` when there are tools."""
+        """Return the source of the template called `name`.
+
+        Without a name `tool_use` if there are tools, else the default.
+
+        Raises:
+            ChatTemplateError: there is no such template.
+        """
         if not self.templates:
             raise ChatTemplateError("this model has no chat template: pass one as chat_template=...")
         if name is None:
@@ -57,14 +66,14 @@ class ChatTemplates:
 
     @staticmethod
     def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        """Raises ChatTemplateError when the template is malformed or refuses the conversation."""
+        """Render a template. Raises ChatTemplateError when it is malformed or rejects the conversation."""
         from .sandbox import render
 
         return render(source, messages, variables)
 
 
 def refuse_keywords(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """`variables` without transformers' keywords that are off. Raises InputError for one that is on."""
+    """Return `variables` without transformers' keywords that are off. Raises InputError for one that is on."""
     for name in NOT_BUILT:
         if variables.get(name):
             raise InputError(
@@ -75,8 +84,11 @@ def refuse_keywords(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def token_texts(tokenizer_config: Mapping[str, Any], fallback: Mapping[str, str]) -> dict[str, str]:
-    """The special tokens that a template may name: as tokenizer_config.json has them (`..._token`, and the named ones
-    of `extra_special_tokens`), those of `fallback` that it does not mention. One set to null is left undefined."""
+    """Return the special tokens that a template may name.
+
+    These are the tokens of tokenizer_config.json (`..._token`, and the named ones of `extra_special_tokens`), and those
+    of `fallback` that the file does not mention. A token set to null is undefined.
+    """
     said = {k: v for k, v in tokenizer_config.items() if k.endswith("_token") and not isinstance(v, bool)}
     for key in ("extra_special_tokens", "model_specific_special_tokens"):
         named = tokenizer_config.get(key)
@@ -86,8 +98,10 @@ def token_texts(tokenizer_config: Mapping[str, Any], fallback: Mapping[str, str]
 
 
 def prepare_messages(messages: Sequence[Any]) -> list[Any]:
-    """The messages as a template sees them: without what is None, and with their reasoning under the names that
-    templates read, whichever it came under."""
+    """Return the messages as a template sees them.
+
+    Null values are removed. Reasoning is present under every name that templates read.
+    """
     return [_prepare_message(m) if isinstance(m, Mapping) else m for m in messages]
 
 
@@ -96,22 +110,25 @@ def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
     reasoning = next((said[name] for name in REASONING if name in said), None)
     if reasoning is None:
         return said
-    return {"thinking": reasoning, **said, "reasoning_content": reasoning}  # as transformers fills them
+    return {"thinking": reasoning, **said, "reasoning_content": reasoning}  # the names that transformers fills
 
 
 def mark_final_message(messages: list[Any], field: str) -> tuple[list[Any], str]:
-    """The messages with MARK behind the text of the last one's `field`, and that text. Raises ChatTemplateError."""
+    """Return the messages with MARK after the text of the last one's `field`, and that text.
+
+    Raises ChatTemplateError.
+    """
     last = messages[-1] if messages else None
     value = last.get(field) if isinstance(last, Mapping) else None
     text, marked = _mark(value)
     if last is None or text is None:
-        raise ChatTemplateError(f"continue_final_message: the last message has no text as its {field!r} to go on with")
+        raise ChatTemplateError(f"continue_final_message: the last message has no text as its {field!r} to continue")
     same = [name for name in REASONING if last.get(name) == value] if field in REASONING else [field]
     return [*messages[:-1], {**last, **dict.fromkeys(same, marked)}], text
 
 
 def _mark(value: Any) -> tuple[str | None, Any]:
-    """The text (of a list of parts: that of the last part with text), and `value` with MARK behind it."""
+    """Return the text (of a list of parts: that of the last part with text), and `value` with MARK after it."""
     if isinstance(value, str):
         return value, value + MARK
     if isinstance(value, (list, tuple)):
@@ -123,7 +140,7 @@ def _mark(value: Any) -> tuple[str | None, Any]:
 
 
 def cut_behind_mark(prompt: str, text: str) -> str:
-    """`prompt` up to the end of the message to continue. Raises ChatTemplateError when the message is not in it."""
+    """Return `prompt` up to the end of the message to continue. Raises ChatTemplateError if the message is missing."""
     end = prompt.rfind(MARK.rstrip())
     if end < 0 or text.strip() not in prompt:
         raise ChatTemplateError("continue_final_message: the chat template does not put the last message in the prompt")
@@ -147,7 +164,7 @@ def _read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[s
             for e in named
             if isinstance(e.get("template"), str) and isinstance(e.get("name"), str)
         }
-    file = folder / "chat_template.json"  # where processors of multimodal models kept it once
+    file = folder / "chat_template.json"  # the former place of multimodal processors' templates
     entry = read_json_file(file).get("chat_template") if file.exists() else None
     return {"default": entry} if isinstance(entry, str) else {}
 

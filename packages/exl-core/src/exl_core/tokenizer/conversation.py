@@ -1,8 +1,7 @@
-"""Conversations of untrusted users as token ids: text that users write stays text, and images have their places.
+"""Token ids of untrusted users' conversations: text that users write stays text, and images have places.
 
 A template's own markers become special tokens, but a marker that a user or a tool wrote into a message must not forge
-a turn or an image. Where such a spelling occurs it is replaced before rendering, and put back as ordinary text in the
-prompt.
+a turn or an image. Such spellings are replaced before rendering, and restored as ordinary text in the prompt.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from .text import TextTokenizer
 __all__ = ["conversation_ids", "image_spelling"]
 
 UNTRUSTED = ("user", "tool", "function", "ipython")
-"""Roles whose content is others' text. The model's own earlier answers keep their markers: templates look for them."""
+"""Roles with foreign content. The model's own earlier answers keep their markers, since templates look for them."""
 
 IMAGE_SPELLINGS = (
     ("<|vision_start|><|image_pad|><|vision_end|>", ""),
     ("<start_of_image>", "\n\n"),
     ("[IMG]", ""),
 )
-"""How the templates of Qwen-VL, Gemma 3 and Pixtral write an image, and the text that the models' processors put on
-either side of it. The framing tokens are part of the image's rows, so the whole spelling is replaced."""
+"""The spelling of an image in the templates of Qwen-VL, Gemma 3 and Pixtral, and the text that the models' processors
+put on either side of it. The framing tokens are part of the image's rows, so the whole spelling is replaced."""
 _TOKENS = re.compile(r"<\|?\w+\|?>|\[\w+\]")
 _KNOWS_IMAGES = re.compile(r"""['"]image(_url)?['"]""")
 
@@ -34,7 +33,10 @@ Part = tuple[str, bool] | int
 
 
 def image_spelling(tokenizer: TextTokenizer) -> tuple[str, str] | None:
-    """(spelling of an image in this model's prompts, text on either side); None if the tokenizer has no such tokens."""
+    """Return (spelling of an image in this model's prompts, text on either side).
+
+    None if the tokenizer has no such tokens.
+    """
     known = tokenizer.extended_piece_to_id
     for spelling, around in IMAGE_SPELLINGS:
         if all(token in known for token in _TOKENS.findall(spelling)):
@@ -49,12 +51,22 @@ def conversation_ids(
     parse_special: bool = False,
     **options: Any,
 ) -> tuple[str, list[int]]:
-    """The rendered prompt and its ids; `options` are those of `apply_chat_template`.
+    """Render a conversation and encode it.
 
-    A part `{"type": "image"}` of a message's content is an image: image k of the conversation has the id -1 - k.
-    Templates that know only text get the image in the text. parse_special: the text of special tokens in any message
-    becomes these tokens. Raises ChatTemplateError, also where the template alters or drops text that has to stay text,
-    or drops an image.
+    A part `{"type": "image"}` of a message's content is an image: image k of the conversation has the id -1 - k. For
+    templates that support only text, the image is put into the text.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        messages: the conversation.
+        parse_special: convert the text of special tokens in any message to these tokens.
+        **options: options of `apply_chat_template`.
+
+    Returns:
+        The rendered prompt and its ids.
+
+    Raises:
+        ChatTemplateError: the template fails, alters or drops text that has to stay text, or drops an image.
     """
     images = sum(map(_images, messages))
     spellings = [] if parse_special else sorted(filter(None, tokenizer.extended_piece_to_id), key=len, reverse=True)
@@ -97,7 +109,7 @@ def _altered(found: Sequence[str]) -> ChatTemplateError:
 
 
 def _place_images(tokenizer: TextTokenizer, parts: Sequence[Part], mark: str, images: int) -> list[Part]:
-    """The parts with ids where the template has written images. Raises ChatTemplateError."""
+    """Return the parts with ids in place of the template's images. Raises ChatTemplateError."""
     spelled = image_spelling(tokenizer)
     if spelled is None:
         raise ChatTemplateError("this model's tokenizer has no tokens for images: send text only")
@@ -121,7 +133,7 @@ def _place_images(tokenizer: TextTokenizer, parts: Sequence[Part], mark: str, im
 
 
 def _source(tokenizer: TextTokenizer, options: Mapping[str, Any]) -> str:
-    """The text of the template that `apply_chat_template` takes."""
+    """Return the source of the template that `apply_chat_template` uses."""
     named = options.get("chat_template")
     if named is not None and ("{%" in named or "{{" in named):
         return str(named)
@@ -142,7 +154,7 @@ def _images(message: Mapping[str, Any]) -> int:
 
 
 def _as_text(message: Mapping[str, Any], mark: str) -> Mapping[str, Any]:
-    """The message with one string as its content, `mark` where an image is."""
+    """Return the message with one string as its content, `mark` where an image is."""
     if not _parts(message):
         return message
     texts = [mark if _is_image(part) else str(part.get("text", "")) for part in _parts(message)]

@@ -1,4 +1,4 @@
-"""Chat templates come with models, so they are rendered in another process, with a limit on its time and memory."""
+"""Render chat templates, which come with models, in another process with a limit on its time and memory."""
 
 from __future__ import annotations
 
@@ -19,23 +19,32 @@ from .template_worker import PREFIX, write_message
 
 __all__ = ["render"]
 
-MEMORY = 512 << 20  # bytes that a template may take
+MEMORY = 512 << 20  # bytes that a template may use
 SECONDS = 10.0
-PROCESSES = 4  # started as they are needed
-WAIT_SECONDS = 60.0  # for one of them to be free
-START_SECONDS = 60.0  # for the process to come up, which is no template's doing
+PROCESSES = 4  # started on demand
+WAIT_SECONDS = 60.0  # for a free process
+START_SECONDS = 60.0  # for the start of the process, which does not depend on the template
 MOST_CHARACTERS = 1 << 24
 WORKER = Path(__file__).with_name("template_worker.py")
-# The terminal sends Ctrl-C to its whole foreground process group. The worker is in another one before its program
-# starts: only this process decides what an interrupt means.
+# The terminal sends Ctrl-C to its whole foreground process group. The worker is in another group before its program
+# starts: only this process handles interrupts.
 _APART: dict[str, Any] = {"start_new_session": True}
 if sys.platform == "win32":
     _APART = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
 
 
 def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-    """The prompt. Raises ChatTemplateError when the template is malformed, refuses the conversation, or takes more
-    time or memory than a template may, and for variables that are not plain data (JSON)."""
+    """Render a template and return the prompt.
+
+    Args:
+        source: Jinja source.
+        messages: the conversation, plain data (JSON).
+        variables: further variables, plain data (JSON).
+
+    Raises:
+        ChatTemplateError: the template is malformed, rejects the conversation, or exceeds the limits of time or memory;
+            or a variable is not plain data.
+    """
     values = {**variables, "messages": messages}
     try:
         request = json.loads(json.dumps({"source": source, "values": values, "most": MOST_CHARACTERS}, default=_plain))
@@ -48,7 +57,7 @@ def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mappin
 
 
 def _plain(value: Any) -> Any:
-    """Mappings and sequences of other types than json knows."""
+    """Convert mappings and sequences of other types than json supports."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, (Sequence, set, frozenset)) and not isinstance(value, (str, bytes, bytearray)):
@@ -57,14 +66,14 @@ def _plain(value: Any) -> Any:
 
 
 class _Worker:
-    """The process, started on first use and again after it had to be ended."""
+    """The process, started on first use and again after it had to be terminated."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Its answer. Raises ChatTemplateError when there is none."""
+        """Return the answer to a request. Raises ChatTemplateError when there is none."""
         with self._lock:
             try:
                 process = self._process
@@ -72,8 +81,8 @@ class _Worker:
                     process = self._process = self._started()
                 found = self._exchange(process, request, SECONDS)
             except BaseException:
-                # Also for a Ctrl-C, wherever it came: an answer that is under way would be taken for the next one, a
-                # timer that nobody has stopped would end the process while it renders something else.
+                # Also after Ctrl-C at any point: a pending answer would be taken for the next one, and a running
+                # timer would end the process during another request.
                 self.end()
                 raise
         if found is None:
@@ -89,11 +98,11 @@ class _Worker:
             _kill(process)
 
     def forget(self) -> None:
-        """In a forked child: the process is the parent's, and whoever held the lock stayed there."""
+        """Reset the state in a forked child: the process is the parent's, and the lock's holder does not exist here."""
         self._process, self._lock = None, threading.Lock()
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """A process that has come up: what that takes on a busy machine is not taken from the template's time."""
+        """Return a started process; the time of its start on a busy machine does not count as the template's time."""
         if not sys.executable:
             raise ChatTemplateError("chat templates need a Python interpreter to run in, and this program names none")
         try:
@@ -102,18 +111,21 @@ class _Worker:
             )
         except OSError as e:
             raise ChatTemplateError(f"no process for the chat template could be started: {e}") from e
-        # What else stands in sys.path, a Path for example, means nothing to Python either.
+        # sys.path may have other entries, a Path for example, which Python itself ignores, too.
         setup = {"path": [place for place in sys.path if isinstance(place, str)], "memory": MEMORY}
         if self._exchange(process, setup, START_SECONDS) is None:
             raise ChatTemplateError(
-                f"the process for the chat template gave no sign for {START_SECONDS:g} seconds, or died"
+                f"the process for the chat template did not respond for {START_SECONDS:g} seconds, or died"
             )
         return process
 
     def _exchange(
         self, process: subprocess.Popen[bytes], request: Mapping[str, Any], seconds: float
     ) -> dict[str, Any] | None:
-        """The process's answer; None where it gave none, or half of one, within these seconds: it is ended then."""
+        """Return the process's answer.
+
+        None if no complete answer arrived within `seconds`; the process is then terminated.
+        """
         assert process.stdin is not None
         assert process.stdout is not None
         found: dict[str, Any] | None = None
@@ -137,20 +149,25 @@ class _Worker:
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):  # a Ctrl-C may have left a lock of Popen's locked
+    with contextlib.suppress(subprocess.TimeoutExpired):  # Ctrl-C may have left a lock of Popen's locked
         process.wait(1.0)
 
 
 class _Pool:
-    """Several processes, so that a slow template does not stop the others. One that is free is taken, the one used last
-    first; where none is, who came first is served first."""
+    """Several processes, so that a slow template does not block the others.
+
+    The most recently used free process is taken; waiting requests are served in order.
+    """
 
     def __init__(self, size: int) -> None:
         self._workers = [_Worker() for _ in range(size)]
         self._fill()
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Its answer. Raises ChatTemplateError when there is none, or no process is free for too long."""
+        """Return the answer to a request.
+
+        Raises ChatTemplateError when there is none, or no process becomes free in time.
+        """
         try:
             worker = self._idle.get(timeout=WAIT_SECONDS)
         except queue.Empty:
@@ -168,7 +185,7 @@ class _Pool:
             worker.end()
 
     def forget(self) -> None:
-        """After a fork: the processes belong to the parent."""
+        """Reset the state after a fork: the processes belong to the parent."""
         for worker in self._workers:
             worker.forget()
         self._fill()

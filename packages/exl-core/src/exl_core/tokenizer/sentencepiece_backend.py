@@ -1,4 +1,4 @@
-"""tokenizer.model through the SentencePiece library, with the same face as `TokenizerBackend`."""
+"""Encoding and decoding with tokenizer.model by the SentencePiece library, with the interface of `TokenizerBackend`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .backend import MAX_FILE_BYTES, require_text
 __all__ = ["SentencePieceBackend"]
 
 SPACE = "▁"
-# A message of protocol buffers goes on where it is repeated: this sets normalizer_spec.add_dummy_prefix to false.
+# Messages of protocol buffers merge when they are concatenated: this sets normalizer_spec.add_dummy_prefix to false.
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
-# What the decoder does, in the words of tokenizer.json, for the table of bytes.
+# The decoder's steps in the terms of tokenizer.json, for the table of bytes.
 DECODER = {
     "type": "Sequence",
     "decoders": [
@@ -32,10 +32,10 @@ DECODER = {
 
 
 class SentencePieceBackend:
-    """Encodes and decodes with tokenizer.model. Text is never given special tokens unasked.
+    """Encodes and decodes with tokenizer.model. No special tokens are added to a text unless requested.
 
-    The model's leading space goes in front of a text, not of the pieces behind special tokens (as transformers'
-    `legacy=False`). Nothing changes once made: thread-safe. Raises TokenizerError for a file that is none.
+    The model's leading space goes before a text, not before the pieces after special tokens (as transformers'
+    `legacy=False`). Immutable: thread-safe. Raises TokenizerError for an invalid file.
     """
 
     def __init__(self, file: Path) -> None:
@@ -65,22 +65,22 @@ class SentencePieceBackend:
         self._control = frozenset(i for i in range(pieces) if self.model.is_control(i) or self.model.is_unknown(i))
 
     def vocab_size(self) -> int:
-        """Number of ids, those of special tokens behind the model's pieces included."""
+        """Return the number of ids, including special tokens after the model's pieces."""
         return max(self._pieces, 1 + max(self._special.values(), default=-1))
 
     def added_tokens(self) -> dict[int, AddedToken]:
-        """Control tokens, which decode to nothing."""
+        """Return the control tokens, which decode to no text."""
         return {i: AddedToken(self.model.id_to_piece(i), special=True) for i in sorted(self._control)}
 
     def use_special_tokens(self, tokens: Mapping[str, int]) -> None:
-        """Texts that `encode(special=True)` turns into ids; the longest that fits comes first."""
+        """Register texts that `encode(special=True)` converts to ids; the longest match has priority."""
         with self._lock:
             self._special = {text: i for text, i in tokens.items() if text}
             texts = sorted(self._special, key=len, reverse=True)
             self._split = re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Token ids of `text`; `special` recognises the text of special tokens."""
+        """Return token ids of `text`; `special` recognises the text of special tokens."""
         require_text(text)
         split, known = self._split, self._special
         if not special or split is None:
@@ -94,10 +94,11 @@ class SentencePieceBackend:
         return ids
 
     def encode_batch(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
+        """Return token ids of each text, as `encode`."""
         return [self.encode(text, special) for text in texts]
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
-        """Text of `ids`; special tokens vanish unless `special`."""
+        """Return the text of `ids`; special tokens are omitted unless `special`."""
         texts = {i: text for text, i in self._special.items()}
         parts: list[str] = []
         run: list[int] = []
@@ -118,27 +119,28 @@ class SentencePieceBackend:
         return "".join(parts)
 
     def id_to_piece(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of a token (a space is U+2581), None for an unknown id."""
+        """Return the vocabulary's spelling of a token (a space is U+2581), None for an unknown id."""
         return self.model.id_to_piece(token_id) if 0 <= token_id < self._pieces else None
 
     def piece_to_id(self, piece: str) -> int | None:
+        """Return the id of a vocabulary spelling, or None."""
         found = int(self.model.piece_to_id(piece))
         return found if self.model.id_to_piece(found) == piece else None
 
     def enumerate_tokens(self) -> list[tuple[int, str]]:
-        """(id, vocabulary spelling) of every token, by id."""
+        """Return (id, vocabulary spelling) of every token, by id."""
         return [(i, self.model.id_to_piece(i)) for i in range(self._pieces)]
 
     def unk_token(self) -> str | None:
-        """The model's unknown token."""
+        """Return the model's unknown token."""
         return self.id_to_piece(self.model.unk_id())
 
     def space_char(self) -> str:
-        """How the vocabulary writes a space."""
+        """Return the vocabulary's spelling of a space."""
         return SPACE
 
     def newline_char(self) -> str:
-        """How the vocabulary writes a newline."""
+        """Return the vocabulary's spelling of a newline."""
         ids = self.encode("\n")
         piece = self.id_to_piece(ids[-1]) if ids else None
         return piece[-1] if piece and not piece.startswith("<0x") else "\n"

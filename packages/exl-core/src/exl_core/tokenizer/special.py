@@ -1,4 +1,4 @@
-"""Which tokens are special, and what the control ids are: the rules of spec core.md 11.2."""
+"""Special tokens and control ids of a tokenizer, gathered from the files of a model folder."""
 
 from __future__ import annotations
 
@@ -15,19 +15,26 @@ __all__ = ["ConfigIds", "SpecialTokens", "read_special_tokens"]
 
 
 class ConfigIds(Protocol):
-    """What config.json says: an `ExLlamaV2Config` or `ControlIds`."""
+    """The control ids of config.json: an `ExLlamaV2Config` or `ControlIds`."""
 
     @property
-    def bos_token_id(self) -> int | None: ...
+    def bos_token_id(self) -> int | None:
+        """Id that begins a text, or None."""
+
     @property
-    def eos_token_id(self) -> int | None: ...
+    def eos_token_id(self) -> int | None:
+        """First id that ends a text, or None."""
+
     @property
-    def pad_token_id(self) -> int | None: ...
+    def pad_token_id(self) -> int | None:
+        """Id of padding, or None."""
+
     @property
-    def eos_token_ids(self) -> Sequence[int]: ...
+    def eos_token_ids(self) -> Sequence[int]:
+        """All ids that end a text."""
 
 
-DEFAULT_BOS, DEFAULT_EOS = 1, 2  # where neither config.json nor tokenizer_config.json says anything
+DEFAULT_BOS, DEFAULT_EOS = 1, 2  # if neither config.json nor tokenizer_config.json has them
 
 
 @dataclass
@@ -41,7 +48,7 @@ class SpecialTokens:
     eos_token_ids: list[int] = field(default_factory=list)
     unk_token_id: int | None = None
     pad_token_id: int = -1
-    pad_is_own_token: bool = False  # not merely another name of eos
+    pad_is_own_token: bool = False  # not an alias of eos
 
 
 def read_special_tokens(
@@ -50,7 +57,7 @@ def read_special_tokens(
     backend: TokenizerBackend | SentencePieceBackend,
     tokenizer_config: dict[str, Any],
 ) -> SpecialTokens:
-    """Gather from tokenizer.json, added_tokens.json, tokenizer_config.json and config.json."""
+    """Gather the special tokens of tokenizer.json, added_tokens.json, tokenizer_config.json and config.json."""
     special = SpecialTokens()
     for added_id, token in backend.added_tokens().items():
         if token.special:

@@ -24,7 +24,7 @@ class CharTrieNode:
 
 
 def build_trie(pieces: list[str]) -> CharTrieNode:
-    """Trie over the texts of all tokens; empty texts belong to no node."""
+    """Build a trie over the texts of all tokens; empty texts belong to no node."""
     root = CharTrieNode()
     for token_id, piece in enumerate(pieces):
         if not piece:
@@ -40,14 +40,14 @@ def build_trie(pieces: list[str]) -> CharTrieNode:
 
 
 def prefix_dict(pieces: list[str]) -> dict[str, list[int]]:
-    """Text of every token -> sorted ids of all tokens whose text starts with it."""
+    """Return the text of every token -> sorted ids of all tokens whose text starts with it."""
     ids_of: dict[str, list[int]] = {}
     for token_id, piece in enumerate(pieces):
         if piece:
             ids_of.setdefault(piece, []).append(token_id)
     result: dict[str, list[int]] = {piece: [] for piece in ids_of}
     open_prefixes: list[str] = []
-    for piece in sorted(ids_of):  # everything that starts with p follows p without a gap
+    for piece in sorted(ids_of):  # all texts that start with p directly follow p
         while open_prefixes and not piece.startswith(open_prefixes[-1]):
             open_prefixes.pop()
         open_prefixes.append(piece)
@@ -59,7 +59,7 @@ def prefix_dict(pieces: list[str]) -> dict[str, list[int]]:
 
 
 class VocabularyTables:
-    """The tables of one tokenizer. `describe(include_special)` gives the bytes of every id."""
+    """The tables of one tokenizer. `describe(include_special)` returns the bytes of every id."""
 
     def __init__(
         self,
@@ -76,9 +76,12 @@ class VocabularyTables:
         self._built: dict[str, Any] = {}
 
     def id_to_bytes(self, include_special: bool = False) -> list[bytes]:
+        """Return the bytes of each id."""
         return self._once(f"bytes{include_special}", lambda: self._describe(include_special))
 
     def id_to_piece(self, include_special: bool = False) -> list[str]:
+        """Return the text of each id."""
+
         def build() -> list[str]:
             pieces = [b.decode("utf-8", "replace") for b in self.id_to_bytes(include_special)]
             for token_id in self._undefined:
@@ -88,6 +91,8 @@ class VocabularyTables:
         return self._once(f"pieces{include_special}", build)
 
     def id_to_ord(self) -> list[int]:
+        """Return the byte value of `<0xNN>` tokens and of single characters up to 255, else -1."""
+
         def build() -> list[int]:
             ords = [-1] * len(self.id_to_bytes())
             for token_id, text in enumerate(self.id_to_piece()):
@@ -102,12 +107,16 @@ class VocabularyTables:
         return self._once("ords", build)
 
     def piece_to_id(self) -> dict[str, int]:
+        """Return text -> id."""
         return self._once("piece_to_id", lambda: {p: i for i, p in enumerate(self.id_to_piece()) if p})
 
     def prefix_to_ids(self) -> dict[str, list[int]]:
+        """Return the text of each token -> sorted ids of all tokens whose text starts with it."""
         return self._once("prefixes", lambda: prefix_dict(self.id_to_piece()))
 
     def prefix_id_to_ids(self) -> dict[int, list[int]]:
+        """Return each id -> sorted ids of all tokens whose text starts with its text."""
+
         def build() -> dict[int, list[int]]:
             prefixes, pieces = self.prefix_to_ids(), self.id_to_piece()
             table = {i: prefixes[p] for i, p in enumerate(pieces) if p}
@@ -118,6 +127,8 @@ class VocabularyTables:
         return self._once("prefix_ids", build)
 
     def char_trie(self, case_insensitive: bool = False) -> CharTrieNode:
+        """Return a trie over the texts of all tokens, lower-cased if `case_insensitive`."""
+
         def build() -> CharTrieNode:
             pieces = self.id_to_piece()
             return build_trie([p.lower() for p in pieces] if case_insensitive else pieces)
@@ -125,7 +136,7 @@ class VocabularyTables:
         return self._once(f"trie{case_insensitive}", build)
 
     def build_all(self) -> None:
-        """Everything at once, so that no request pays for it."""
+        """Build all tables, so that no request waits for one."""
         for include_special in (False, True):
             self.id_to_piece(include_special)
         self.id_to_ord()

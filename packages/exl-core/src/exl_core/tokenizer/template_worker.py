@@ -1,8 +1,8 @@
-"""Renders chat templates in a process of its own, run as a script: imports nothing of this project.
+"""Render chat templates in a separate process, run as a script without imports of this project.
 
-Reads length-prefixed JSON requests on standard input, answers in the same form, ends with its input. The memory limit
-is set before the first template is seen, and the first answer says so; who waits for an answer ends the process when
-it takes too long.
+The worker reads length-prefixed JSON requests on standard input, answers in the same form, and ends with its input. It
+sets the memory limit before it reads the first template, and its first answer confirms the limit. The reader of an
+answer ends the process when it takes too long.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import json
 import sys
 from typing import IO, Any
 
-PREFIX = 8  # bytes of the length in front of a message
+PREFIX = 8  # bytes of the length before a message
 
 
 def read_message(stream: IO[bytes]) -> Any:
-    """The next message, None at the end of the stream."""
+    """Return the next message, None at the end of the stream."""
     head = stream.read(PREFIX)
     if len(head) < PREFIX:
         return None
@@ -51,7 +51,7 @@ def make_environment() -> Any:
     class GenerationTag(Extension):
         """`{% generation %}` marks training spans in some templates; its body is plain output."""
 
-        tags = {"generation"}  # noqa: RUF012, declared so by jinja2
+        tags = {"generation"}  # noqa: RUF012, jinja2 declares it as an instance variable
 
         def parse(self, parser: Any) -> Any:
             next(parser.stream)
@@ -76,12 +76,12 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """transformers' tojson: no HTML escaping, and non-ASCII text stays readable."""
+    """Return JSON as transformers' tojson does: no HTML escaping, and non-ASCII text stays readable."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def answer(environment: Any, request: dict[str, Any]) -> dict[str, str]:
-    """{"text": prompt} or {"error": what is wrong}."""
+    """Return {"text": prompt} or {"error": message}."""
     from jinja2 import TemplateError
 
     try:

@@ -1,4 +1,4 @@
-"""Text to ids and back on plain lists: what a process without torch takes of a model's tokenizer."""
+"""Text to ids and back on plain lists, for processes without torch."""
 
 from __future__ import annotations
 
@@ -28,11 +28,23 @@ __all__ = ["TextTokenizer"]
 
 
 class TextTokenizer:
-    """Reads tokenizer.json or tokenizer.model of a model folder, and what the files beside it add
-    (tokenizer_config.json, added_tokens.json).
+    """The tokenizer of a model folder, with ids as lists.
 
-    The object may be used from several threads: it does not change after construction, and its tables are built once
-    under a lock. `ExLlamaV2Tokenizer` is the same with ids in tensors.
+    It reads tokenizer.json or tokenizer.model, and tokenizer_config.json and added_tokens.json. The object may be used
+    from
+    several threads: it does not change after construction, and its tables are built once under a lock.
+    `ExLlamaV2Tokenizer` is the same with ids in tensors.
+
+    Args:
+        folder: the model folder.
+        ids: control ids of config.json.
+        model_vocab_size: number of logits.
+        lazy_init: build tables on first use; False builds all now.
+        force_spm: use tokenizer.model even if there is a tokenizer.json.
+
+    Raises:
+        TokenizerError: a file is invalid.
+        TokenizerFileError: there is no tokenizer file.
     """
 
     def __init__(
@@ -43,7 +55,6 @@ class TextTokenizer:
         lazy_init: bool = True,
         force_spm: bool = False,
     ) -> None:
-        """ids: what config.json says. model_vocab_size: columns of the logits. Raises TokenizerError."""
         self.tokenizer_model = _backend(folder, force_spm)
         self.tokenizer_config_dict = _optional_json(folder / "tokenizer_config.json")
         self.chat_templates = ChatTemplates(folder, self.tokenizer_config_dict)
@@ -63,7 +74,7 @@ class TextTokenizer:
         self.eos_token = self._control_text(self.eos_token_id)
         self.unk_token = "" if self.unk_token_id == self.pad_token_id else self._control_text(self.unk_token_id)
         self.pad_token = ""
-        # What the model's authors want in front of and behind a prompt; None where the file does not say.
+        # Whether control tokens belong before and after a prompt; None where the file does not say.
         self.add_bos_token: bool | None = self.tokenizer_config_dict.get("add_bos_token")
         self.add_eos_token: bool | None = self.tokenizer_config_dict.get("add_eos_token")
         self.backend_vocab_size = self.tokenizer_model.vocab_size()
@@ -80,7 +91,7 @@ class TextTokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> TextTokenizer:
-        """The tokenizer of a model folder. Raises TokenizerError, ConfigError."""
+        """Return the tokenizer of a model folder. Raises TokenizerError, ConfigError."""
         place = check_model_folder(folder)
         read = JsonReader(read_json_file(place / "config.json"), place / "config.json")
         vocab_size = read.integer("vocab_size", default=0, text=True, minimum=0, maximum=MAX_VOCAB)
@@ -92,19 +103,24 @@ class TextTokenizer:
         return self.tokenizer_model
 
     def get_vocab_size(self) -> int:
-        """1 + the highest id that stands for anything."""
+        """Return 1 + the highest id in use."""
         return self.actual_vocab_size
 
     def encode_ids(self, text: str, special: bool = False, add_bos: bool | None = False) -> list[int]:
-        """Ids of `text`. special: the text of special tokens becomes their ids; else it is ordinary text. add_bos: the
-        control id in front, if the model has one; None does as tokenizer_config.json says."""
+        """Return the ids of `text`.
+
+        Args:
+            text: the text.
+            special: convert the text of special tokens to their ids; otherwise it is ordinary text.
+            add_bos: put the begin id first, if the model has one; None does as tokenizer_config.json says.
+        """
         return self._with_control_ids(self.tokenizer_model.encode(text, special), add_bos, False)
 
     def encode_parts(self, parts: Sequence[tuple[str, bool] | int]) -> list[int]:
-        """Ids of a text in parts, each with whether the text of special tokens in it becomes their ids.
+        """Return the ids of a text in parts, each with whether the text of special tokens in it becomes their ids.
 
-        A part that is an int is an id. Any other part is encoded by itself: nothing merges across a border, and no
-        space is put in front of later parts.
+        A part that is an int is an id. Any other part is encoded separately: nothing merges across a border, and later
+        parts get no leading space.
         """
         ids: list[int] = []
         begun = False
@@ -120,22 +136,25 @@ class TextTokenizer:
         return ids
 
     def _encode_inside(self, text: str, special: bool) -> list[int]:
-        """Ids of `text` as behind other text: some tokenizers put a space in front of what they are given."""
+        """Return the ids of `text` after other text: some tokenizers put a space before their input."""
         before = self.tokenizer_model.encode("\n", special)
         ids = self.tokenizer_model.encode("\n" + text, special)
         return ids[len(before) :] if ids[: len(before)] == before else self.tokenizer_model.encode(text, special)
 
     def decode_ids(self, ids: Sequence[int], special: bool = False) -> str:
-        """Text of ids. Padding and ids beyond the vocabulary vanish; special tokens and every EOS id too, unless
-        `special`, which writes them as their text."""
+        """Return the text of ids.
+
+        Padding and ids beyond the vocabulary are omitted; so are special tokens and every EOS id, unless `special`,
+        which writes them as their text.
+        """
         return self._decode_row(list(ids), special)
 
     def encode_unspecial(self, text: str) -> list[int]:
-        """Ids of `text`, with the text of special tokens read as ordinary text."""
+        """Return the ids of `text`, with the text of special tokens read as ordinary text."""
         return self.tokenizer_model.encode(text)
 
     def encode_special(self, text: str) -> list[int]:
-        """Ids of `text`, with the text of special tokens turned into their ids."""
+        """Return the ids of `text`, with the text of special tokens converted to their ids."""
         return self.tokenizer_model.encode(text, special=True)
 
     def num_tokens(
@@ -145,48 +164,51 @@ class TextTokenizer:
         add_eos: bool | None = False,
         encode_special_tokens: bool = False,
     ) -> int:
-        """Length of what `encode` gives with the same options."""
+        """Return the number of ids that `encode` returns with the same options."""
         ids = self.tokenizer_model.encode(text, encode_special_tokens)
         return len(self._with_control_ids(ids, add_bos, add_eos))
 
     def single_id(self, piece: str) -> int | None:
-        """The id whose text is exactly `piece`, special tokens first; None if there is none."""
+        """Return the id whose text is exactly `piece`, special tokens first, or None."""
         found = self.extended_piece_to_id.get(piece)
         return self._tables.piece_to_id().get(piece) if found is None else found
 
     # --------------------------------------------------------------------------------------------------------- tables
 
     def get_id_to_piece_list(self, include_special_tokens: bool = False) -> list[str]:
-        """Text of each id on its own: incomplete UTF-8 shows as U+FFFD, special tokens as "" unless included."""
+        """Return the text of each id: incomplete UTF-8 is U+FFFD, special tokens are "" unless included."""
         return self._tables.id_to_piece(include_special_tokens)
 
     def get_id_to_bytes_list(self, include_special_tokens: bool = False) -> list[bytes]:
-        """Bytes that each id adds to a text. Joined over a sequence they are its exact UTF-8 (but for the space that
-        some tokenizers strip at the very start), so a stream can be cut anywhere and decoded incrementally."""
+        """Return the bytes that each id adds to a text.
+
+        Joined over a sequence they are its exact UTF-8, except for the space that some tokenizers strip at the very
+        start. So a stream can be cut anywhere and decoded incrementally.
+        """
         return self._tables.id_to_bytes(include_special_tokens)
 
     def get_id_to_ord_list(self) -> list[int]:
-        """Byte value of `<0xNN>` tokens and of single characters up to 255, else -1."""
+        """Return the byte value of `<0xNN>` tokens and of single characters up to 255, else -1."""
         return self._tables.id_to_ord()
 
     def get_piece_to_id_dict(self) -> dict[str, int]:
-        """Text -> id; the last of several ids with the same text."""
+        """Return text -> id; the last of several ids with the same text."""
         return self._tables.piece_to_id()
 
     def get_prefix_to_ids_dict(self) -> dict[str, list[int]]:
-        """Text of each token -> sorted ids of all tokens whose text starts with it."""
+        """Return the text of each token -> sorted ids of all tokens whose text starts with it."""
         return self._tables.prefix_to_ids()
 
     def get_prefix_id_to_ids_dict(self) -> dict[int, list[int]]:
-        """Id -> sorted ids of all tokens whose text starts with its text; at least itself."""
+        """Return id -> sorted ids of all tokens whose text starts with its text, at least the id itself."""
         return self._tables.prefix_id_to_ids()
 
     def get_char_trie(self) -> CharTrieNode:
-        """Character trie over the texts of all tokens."""
+        """Return the character trie over the texts of all tokens."""
         return self._tables.char_trie()
 
     def get_char_trie_ci(self) -> CharTrieNode:
-        """Character trie over the lower-cased texts of all tokens."""
+        """Return the character trie over the lower-cased texts of all tokens."""
         return self._tables.char_trie(case_insensitive=True)
 
     # ----------------------------------------------------------------------------------------------------------- chat
@@ -202,15 +224,29 @@ class TextTokenizer:
         continue_final_message: bool | str = False,
         **variables: Any,
     ) -> str:
-        """The prompt for a conversation, as text: encode it with encode_special_tokens=True and add_bos=False.
+        """Render a conversation as a prompt. Encode the result with encode_special_tokens=True and add_bos=False.
 
-        messages: [{"role": ..., "content": ...}, ...]; what is None in one is left out, and reasoning is found under
-        each name it has, as in transformers. add_generation_prompt: None means yes, unless continue_final_message.
-        chat_template: the name of one of the model's templates, or Jinja source; by default `tool_use`, where the model
-        has it and tools is not None. continue_final_message: the prompt ends where the last message ends, so that the
-        model goes on with it; a str names another field of it than "content". Further keyword arguments become
-        variables of the template; those of transformers that ask for ids are refused. The template runs in a sandbox.
-        Raises ChatTemplateError, InputError.
+        Templates run in a sandbox.
+
+        Args:
+            messages: [{"role": ..., "content": ...}, ...]. Null values are removed, and reasoning is present under each
+                of its names, as in transformers.
+            add_generation_prompt: end with the begin of an answer; None means yes, unless continue_final_message is
+                set.
+            chat_template: name of one of the model's templates, or Jinja source. Default: `tool_use`, if the model has
+                it and tools is not None, else the default template.
+            tools: variable of the template.
+            documents: variable of the template.
+            continue_final_message: end the prompt where the last message ends, so that the model continues it; a str
+                names another field than "content".
+            **variables: variables of the template. Keywords of transformers that ask for ids are rejected.
+
+        Returns:
+            The prompt as text.
+
+        Raises:
+            ChatTemplateError: there is no template, or it fails.
+            InputError: arguments exclude each other.
         """
         variables = refuse_keywords(variables)
         if continue_final_message and add_generation_prompt:
@@ -278,7 +314,7 @@ class TextTokenizer:
         )
 
     def _describe_ids(self, include_special: bool) -> list[bytes]:
-        """Bytes of every id below actual_vocab_size; b"" for ids that stand for nothing."""
+        """Return the bytes of every id below actual_vocab_size; b"" for unused ids."""
         backend = self.tokenizer_model
         table = [b""] * self.actual_vocab_size
         to_bytes = byte_decoder(backend.data)
@@ -292,7 +328,7 @@ class TextTokenizer:
         return table
 
     def _decode_alone(self, token_id: int) -> str:
-        """Text of one token as it is inside a text: decoded behind a space, which is then cut off again."""
+        """Return the text of one token inside a text: decoded after a space, which is then removed."""
         backend = self.tokenizer_model
         if self.space_token_id is None:
             return backend.decode([token_id], special=True)

@@ -22,18 +22,27 @@ MAX_CACHED_STRINGS = 100
 
 
 class ExLlamaV2Tokenizer(TextTokenizer):
-    """Reads tokenizer.json or tokenizer.model of `config.model_dir`, and what the files beside it add
-    (tokenizer_config.json, added_tokens.json).
+    """The tokenizer of `config.model_dir`, with ids as int64 CPU tensors.
 
-    Ids are int64 CPU tensors. The object may be used from several threads: it does not change after construction, and
-    its tables are built once under a lock.
+    It reads tokenizer.json or tokenizer.model, and tokenizer_config.json and added_tokens.json. The object may be used
+    from
+    several threads: it does not change after construction, and its tables are built once under a lock.
+
+    Args:
+        config: a prepared configuration.
+        lazy_init: build tables on first use; False builds all now.
+        force_json: ignored; tokenizer.json has priority.
+        force_spm: use tokenizer.model even if there is a tokenizer.json.
+
+    Raises:
+        TokenizerError: a file is invalid.
+        TokenizerFileError: there is no tokenizer file.
+        InputError: config is no ExLlamaV2Config.
     """
 
     def __init__(
         self, config: ExLlamaV2Config, lazy_init: bool = True, force_json: bool = False, force_spm: bool = False
     ) -> None:
-        """lazy_init=False builds all tables now. tokenizer.json is taken where it is there, else tokenizer.model;
-        force_spm takes tokenizer.model, force_json is ignored. Raises TokenizerError, TokenizerFileError."""
         if not hasattr(config, "model_dir"):
             raise InputError(
                 f"a tokenizer is made of an ExLlamaV2Config, not {config!r:.80}; pass ExLlamaV2Config(folder)"
@@ -58,13 +67,23 @@ class ExLlamaV2Tokenizer(TextTokenizer):
         *,
         padding_side: Literal["left", "right"] = "left",
     ) -> Any:
-        """A str gives int64 [1, n]; a list of str gives int64 [batch, longest], padded with pad_token_id.
+        """Encode a text, or a batch of texts padded with pad_token_id.
 
-        add_bos / add_eos put the control id in front / behind if the model has one; None does as tokenizer_config.json
-        says. encode_special_tokens turns the text of special tokens into their ids; else it is ordinary text.
-        return_offsets also returns int32 [batch]: minus the length of the left padding of each row. embeddings: the
-        text_alias of each, wherever it stands in a text, becomes the ids of its rows; the pieces of text between them
-        are encoded one by one. Empty text gives int64 [1, 0].
+        Args:
+            text: a str or a list of str.
+            add_bos: put the begin id first, if the model has one; None does as tokenizer_config.json says.
+            add_eos: put the end id last, likewise.
+            encode_special_tokens: convert the text of special tokens to their ids; otherwise it is ordinary text.
+            return_offsets: also return int32 [batch], minus the length of the left padding of each row.
+            embeddings: each `text_alias` in a text becomes the ids of its rows; the texts between them are encoded one
+                by one.
+            padding_side: side of the padding, "left" or "right".
+
+        Returns:
+            int64 [1, n] for a str (n is 0 for an empty text); int64 [batch, longest] for a list.
+
+        Raises:
+            InputError: an argument is malformed.
         """
         if padding_side not in ("left", "right"):
             raise InputError(f"padding_side is {padding_side!r}, must be 'left' or 'right'")
@@ -85,7 +104,7 @@ class ExLlamaV2Tokenizer(TextTokenizer):
         return ids, torch.tensor(padding, dtype=torch.int32)
 
     def cached_encode_str(self, text: str) -> Tensor:
-        """encode(text) through a cache of the last 100 strings. Do not write into the result."""
+        """Return encode(text) through a cache of the last 100 strings. Do not modify the result."""
         with self._encode_lock:
             if text in self._encode_cache:
                 return self._encode_cache[text]
@@ -98,7 +117,7 @@ class ExLlamaV2Tokenizer(TextTokenizer):
         return ids
 
     def single_token(self, token_id: int) -> Tensor:
-        """int64 [[token_id]]."""
+        """Return int64 [[token_id]]."""
         return torch.tensor([[token_id]], dtype=torch.int64)
 
     # ------------------------------------------------------------------------------------------------------ decoding
@@ -106,11 +125,20 @@ class ExLlamaV2Tokenizer(TextTokenizer):
     def decode(
         self, ids: Tensor | list[Tensor], decode_special_tokens: bool = False, *, truncate_at_eos: bool = False
     ) -> Any:
-        """1-D ids give a str; 2-D ids, or a list of tensors, give a list of str.
+        """Decode ids to text.
 
-        Padding and ids beyond the vocabulary vanish. Special tokens and every EOS id vanish too, unless
-        decode_special_tokens, which writes them as their text. truncate_at_eos: what stands behind the first EOS id of
-        a row (of any of them; padding at the front is passed over) is left out, and that id too.
+        Padding and ids beyond the vocabulary are omitted.
+
+        Args:
+            ids: 1-D ids, 2-D ids, or a list of tensors.
+            decode_special_tokens: write special tokens and EOS ids as their text instead of omitting them.
+            truncate_at_eos: cut each row before its first EOS id (of any of them; leading padding is skipped).
+
+        Returns:
+            A str for 1-D ids, else a list of str.
+
+        Raises:
+            InputError: ids have another shape.
         """
         if isinstance(ids, list):
             return [self.decode(row, decode_special_tokens, truncate_at_eos=truncate_at_eos) for row in ids]
@@ -123,12 +151,14 @@ class ExLlamaV2Tokenizer(TextTokenizer):
         return texts if ids.dim() == 2 else texts[0]
 
     def padding_mask(self, ids: Tensor) -> Tensor:
-        """Half, shape of `ids`: -inf where the id is pad_token_id, else 0. A test by value: where the pad id can also
-        occur in a text, derive the mask from the offsets with `offsets_mask` instead."""
+        """Return a half tensor like `ids`: -inf where the id is pad_token_id, else 0.
+
+        The test is by value. Where the pad id can also occur in a text, use `offsets_mask` instead.
+        """
         return torch.zeros(ids.shape, dtype=torch.half).masked_fill_(ids == self.pad_token_id, float("-inf"))
 
     def offsets_mask(self, ids: Tensor, offsets: Tensor) -> Tensor:
-        """As `padding_mask`, from the offsets that encode(return_offsets=True) gave: exact for every pad id."""
+        """Return `padding_mask` from the offsets of encode(return_offsets=True): exact for every pad id."""
         columns = torch.arange(ids.shape[1])[None, :]
         return torch.zeros(ids.shape, dtype=torch.half).masked_fill_(columns < -offsets[:, None], float("-inf"))
 

@@ -1,4 +1,4 @@
-"""What each id stands for in bytes, read off the decoder that tokenizer.json names, so that streams decode exactly."""
+"""The bytes of each id, from the decoder in tokenizer.json, so that streams decode exactly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The 256 printable characters that byte-level BPE writes bytes as (GPT-2's table)."""
+    """Return the 256 printable characters that byte-level BPE writes bytes as (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(b): b for b in printable}
     others = [b for b in range(256) if b not in printable]
@@ -27,14 +27,15 @@ ALPHABET = _byte_level_alphabet()
 def _byte_level(piece: str) -> bytes:
     try:
         return bytes(ALPHABET[c] for c in piece)
-    except KeyError:  # an added token that is not written in the alphabet stands for itself
+    except KeyError:  # an added token outside the alphabet is its own text
         return piece.encode("utf-8")
 
 
 def byte_decoder(tokenizer_json: dict[str, Any]) -> PieceToBytes | None:
-    """A function from a vocabulary piece to the bytes it adds to a text, or None for decoders that do not work so.
+    """Return a function from a vocabulary piece to the bytes that it adds to a text.
 
-    Text that a decoder changes only at the very start of a sequence (the stripped first space) is not its business.
+    None for decoders that cannot be described so. Changes at the very start of a sequence (the stripped first space)
+    are not considered.
     """
     decoder = tokenizer_json.get("decoder")
     if decoder is None:

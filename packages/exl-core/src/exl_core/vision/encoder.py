@@ -1,4 +1,4 @@
-"""What all image encoders share: their weights, the picture they are given, their attention."""
+"""The base of all image encoders: weights, input images, attention."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Grid = tuple[int, int, int]
 class Picture:
     """An image (or video) ready for a tower."""
 
-    pixels: Tensor  # float32: [3, H, W], or patches [T * H * W, numbers of a patch], as the tower takes it
+    pixels: Tensor  # float32: [3, H, W], or patches [T * H * W, numbers of a patch], depending on the tower
     grid: Grid
     size: tuple[int, int]  # width, height of the resized image
 
 
 @dataclass(frozen=True)
 class Framed:
-    """Rows [n, hidden] as they enter the language model: those of the tower between framing tokens' embeddings."""
+    """Rows [n, hidden] for the language model: the tower's rows between the embeddings of framing tokens."""
 
     rows: Tensor
     pre_tokens: int = 0
@@ -40,9 +40,9 @@ class Framed:
 
 
 class Encoder(ABC):
-    """From a picture to rows of the language model's hidden size, in float32.
+    """From an image to rows of the language model's hidden size, in float32.
 
-    Weights are held by the name they have in the files (after the architecture's key map).
+    Weights are stored under their names in the files (after the architecture's key map).
     """
 
     pieces: ClassVar[tuple[str, str]]  # the two tokens whose embeddings frame an image
@@ -54,45 +54,45 @@ class Encoder(ABC):
 
     @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor and its shape."""
+        """Return the shape of every tensor, by name."""
 
     @abstractmethod
     def prepare(self, image: Any) -> Picture:
-        """A PIL image as the published processor would hand it to the tower. Raises InputError."""
+        """Preprocess a PIL image as the published processor does. Raises InputError."""
 
     def prepare_video(self, frames: Sequence[Any]) -> Picture:
-        """PIL images of one size, one after the other. Raises UnsupportedError where the tower takes images only."""
+        """Preprocess PIL images of one size, in order. Raises UnsupportedError if the tower takes images only."""
         raise UnsupportedError(f"{type(self).__name__} takes images only, no video")
 
     @abstractmethod
     def check(self, pixels: Tensor, grid: Grid | None) -> Grid:
-        """The grid of `pixels`, if they are what the tower takes. Raises InputError."""
+        """Check `pixels` and return their grid. Raises InputError."""
 
     @abstractmethod
     def forward(self, pixels: Tensor, grid: Grid) -> Tensor:
-        """float32 [rows, hidden size of the language model]; pixels as checked, on any device."""
+        """Encode checked pixels on any device to float32 [rows, hidden size of the language model]."""
 
     @abstractmethod
     def frame(self, rows: Tensor, grid: Grid, ends: Tensor) -> Framed:
-        """ends: embeddings [2, hidden] of `pieces`."""
+        """Add framing rows; ends: embeddings [2, hidden] of `pieces`."""
 
     def time_step(self, fps: float) -> float:
-        """Positions from one patch of time to the next, of a video of `fps` frames a second."""
+        """Return the positions from one patch of time to the next, for a video of `fps` frames a second."""
         return 1.0
 
     def told_grid(self, grid: Grid) -> Grid | None:
-        """What the language model is told of where the rows lie (`ExLlamaV2MMEmbedding.thw_grid`)."""
+        """Return the grid that the language model receives (`ExLlamaV2MMEmbedding.thw_grid`), or None."""
         return None
 
     def side(self, grid: Grid) -> tuple[int, int]:
-        """(rows, columns) of the output of one image or frame."""
+        """Return (rows, columns) of the output of one image or frame."""
         return grid[1] // self.merge, grid[2] // self.merge
 
     # ------------------------------------------------------------------------------------------------------- weights
 
     @torch.inference_mode(False)  # as the weights of a model
     def load(self, source: TensorSource, device: torch.device) -> None:
-        """Raises MissingTensorError, FormatError."""
+        """Read all weights. Raises MissingTensorError, FormatError."""
         weights = {}
         for name, shape in self.shapes().items():
             tensor = source.read(name)
@@ -103,13 +103,16 @@ class Encoder(ABC):
         self._weights = weights
 
     def unload(self) -> None:
+        """Drop the weights."""
         self._weights = None
 
     @property
     def loaded(self) -> bool:
+        """Whether the weights are loaded."""
         return self._weights is not None
 
     def weight_bytes(self) -> int:
+        """Return the bytes of loaded weights."""
         return sum(t.nbytes for t in (self._weights or {}).values())
 
     # ------------------------------------------------------------------------------------------------------ operators
@@ -120,7 +123,7 @@ class Encoder(ABC):
         return self._weights[name]
 
     def _linear(self, x: Tensor, key: str) -> Tensor:
-        """x W^T, plus the bias where the file has one."""
+        """Compute x W^T, plus the bias where the file has one."""
         bias = f"{key}.bias"
         return functional.linear(x, self._w(f"{key}.weight"), self._weights.get(bias) if self._weights else None)
 
@@ -129,17 +132,18 @@ class Encoder(ABC):
 
 
 def cut_patches(pixels: Tensor, size: int) -> Tensor:
-    """[3, H, W] -> [patches, 3 * size * size], row by row, as the weight of a convolution by patches is laid out."""
+    """Cut [3, H, W] into [patches, 3 * size * size], row by row, in the order of a convolution's weight."""
     channels, height, width = pixels.shape
     cut = pixels.reshape(channels, height // size, size, width // size, size)
     return cut.permute(1, 3, 0, 2, 4).reshape(-1, channels * size * size)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Pairs (i, i + half) of the last dimension turned by the angles whose cos and sin are given, broadcast."""
+    """Rotate pairs (i, i + half) of the last dimension by the angles with these cos and sin, broadcast."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

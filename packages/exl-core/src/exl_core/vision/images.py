@@ -14,7 +14,7 @@ __all__ = ["MAX_ASPECT", "MAX_PIXELS", "as_rgb", "open_image", "pixels_of"]
 
 
 def pixels_of(image: Any, rows: int, columns: int, how: Preprocessing) -> Tensor:
-    """float32 [3, rows, columns] of an RGB image: resized by PIL, rescaled, normalised."""
+    """Return float32 [3, rows, columns] of an RGB image: resized by PIL, rescaled, normalised."""
     if (columns, rows) != image.size:
         image = image.resize((columns, rows), how.resample)
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(rows, columns, 3)

@@ -23,7 +23,7 @@ TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
 class PixtralEncoder(Encoder):
     """pixels [3, H, W] -> rows [H / step * W / step, hidden size of the language model], step = patch * merge size.
 
-    Every patch sees every other; positions are rotations by row (even frequencies) and column (odd ones).
+    Every patch attends to every other; positions are rotations by row (even frequencies) and column (odd frequencies).
     """
 
     pieces = ("[IMG_BREAK]", "[IMG_END]")
@@ -34,6 +34,7 @@ class PixtralEncoder(Encoder):
         self.merge = settings.merge_size
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor, by name."""
         s, text = self.settings, self.text_hidden_size
         h, inner = s.hidden_size, s.intermediate_size
         shapes: dict[str, tuple[int, ...]] = {
@@ -56,10 +57,12 @@ class PixtralEncoder(Encoder):
         return shapes
 
     def prepare(self, image: Any) -> Picture:
+        """Preprocess a PIL image. Raises InputError."""
         pixels = preprocess(image, self.settings)
         return Picture(pixels, self._grid(pixels), (pixels.shape[2], pixels.shape[1]))
 
     def check(self, pixels: Tensor, grid: Grid | None) -> Grid:
+        """Check `pixels` and return their grid. Raises InputError."""
         step, t = self.settings.patch_size * self.merge, pixels
         if t.dim() != 3 or t.shape[0] != 3 or t.shape[1] % step or t.shape[2] % step or not t.numel():
             raise InputError(f"pixels are {list(t.shape)}, must be [3, height, width], sides multiples of {step}")
@@ -69,7 +72,7 @@ class PixtralEncoder(Encoder):
         return own
 
     def frame(self, rows: Tensor, grid: Grid, ends: Tensor) -> Framed:
-        """After each row of patches a break, after the last the end."""
+        """Add a break token after each row of patches, and an end token after the last row."""
         down, across = self.side(grid)
         breaks = ends[[0] * (down - 1) + [1]][:, None]
         return Framed(torch.cat([rows.view(down, across, -1), breaks], dim=1).flatten(0, 1))
@@ -79,6 +82,7 @@ class PixtralEncoder(Encoder):
 
     @torch.no_grad()
     def forward(self, pixels: Tensor, grid: Grid) -> Tensor:
+        """Encode checked pixels to float32 [rows, hidden size of the language model]."""
         s = self.settings
         weight = self._w(f"{TOWER}.patch_conv.weight")
         patches = cut_patches(pixels.to(weight.device, torch.float32), s.patch_size)
@@ -115,7 +119,7 @@ class PixtralEncoder(Encoder):
         if s.projector_norm:
             x = rms_norm(x, self._w(f"{PROJECTOR}.norm.weight"), s.norm_eps)
             m, (rows, columns) = s.merge_size, grid
-            # [channel, row in block, column in block] of each block, as unfold lays them out
+            # [channel, row in block, column in block] of each block, in the order of unfold.
             blocks = x.view(rows // m, m, columns // m, m, -1).permute(0, 2, 4, 1, 3)
             merge = self._w(f"{PROJECTOR}.patch_merger.merging_layer.weight")
             x = blocks.reshape(rows // m * (columns // m), -1) @ merge.T

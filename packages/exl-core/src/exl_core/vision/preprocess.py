@@ -1,4 +1,4 @@
-"""From an image to the pixels a Pixtral tower takes, as transformers' processor does it."""
+"""From an image to the pixels of a Pixtral tower, as in transformers' processor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["output_size", "preprocess"]
 
 
 def output_size(height: int, width: int, settings: PixtralSettings) -> tuple[int, int]:
-    """(height, width) after resizing: shrunk into the longest edge, then up to whole merged patches."""
+    """Return (height, width) after resizing: within the longest edge, then rounded up to whole merged patches."""
     longest, step = settings.longest_edge, settings.patch_size * settings.merge_size
     ratio = max(height / longest, width / longest)
     if ratio > 1:
@@ -23,9 +23,9 @@ def output_size(height: int, width: int, settings: PixtralSettings) -> tuple[int
 
 
 def preprocess(image: Any, settings: PixtralSettings) -> Tensor:
-    """float32 [3, height, width]. image: a PIL image of any mode; where it is transparent it is laid on white.
+    """Return float32 [3, height, width] of a PIL image of any mode; transparent parts become white.
 
-    Raises InputError for anything else.
+    Raises InputError.
     """
     rgb = as_rgb(image)
     width, height = rgb.size

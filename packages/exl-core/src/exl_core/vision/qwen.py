@@ -24,8 +24,8 @@ VISUAL = "visual"
 class QwenEncoder(Encoder):
     """patches [T * H * W, numbers of a patch] -> rows [T * H * W / merge^2, hidden size of the language model].
 
-    Patches see those of their frame, or in Qwen2.5-VL on most layers those of their window; positions are rotations by
-    row and column.
+    Patches attend to those of their frame, or in Qwen2.5-VL on most layers to those of their window; positions are
+    rotations by row and column.
     """
 
     pieces = ("<|vision_start|>", "<|vision_end|>")
@@ -36,6 +36,7 @@ class QwenEncoder(Encoder):
         self.merge = settings.merge_size
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor, by name."""
         s = self.settings
         h, inner = s.hidden_size, s.intermediate_size
         merged = h * s.merge_size**2
@@ -63,19 +64,24 @@ class QwenEncoder(Encoder):
         return shapes
 
     def prepare(self, image: Any) -> Picture:
+        """Preprocess a PIL image. Raises InputError."""
         return prepare(image, self.settings)
 
     def prepare_video(self, frames: Sequence[Any]) -> Picture:
+        """Preprocess PIL images of one size, in order. Raises InputError."""
         return prepare_video(frames, self.settings)
 
     def time_step(self, fps: float) -> float:
+        """Return the positions from one patch of time to the next: by time in Qwen2.5-VL, else 1."""
         s = self.settings
         return s.tokens_per_second * s.temporal_patch / fps if s.gated else 1.0
 
     def told_grid(self, grid: Grid) -> Grid:
+        """Return the grid itself."""
         return grid
 
     def check(self, pixels: Tensor, grid: Grid | None) -> Grid:
+        """Check patches and grid, and return the grid. Raises InputError."""
         m, wanted = self.merge, self.settings.patch_numbers
         if grid is None or len(grid) != 3 or not all(isinstance(n, int) and 1 <= n <= MAX_EDGE for n in grid):
             raise InputError(f"thw_grid is {grid}, must be the patches in time, height and width")
@@ -89,10 +95,12 @@ class QwenEncoder(Encoder):
         return t, rows, columns
 
     def frame(self, rows: Tensor, grid: Grid, ends: Tensor) -> Framed:
+        """Add one framing row before and one after the image."""
         return Framed(torch.cat([ends[:1], rows, ends[1:]]), 1, 1)
 
     @torch.no_grad()
     def forward(self, pixels: Tensor, grid: Grid) -> Tensor:
+        """Encode checked patches to float32 [rows, hidden size of the language model]."""
         s = self.settings
         weight = self._w(f"{VISUAL}.patch_embed.proj.weight")
         x = pixels.to(weight.device, torch.float32) @ weight.flatten(1).T
@@ -112,7 +120,7 @@ class QwenEncoder(Encoder):
         return rms_norm(x, self._w(f"{key}.weight"), EPS) if self.settings.gated else self._layer_norm(x, key, EPS)
 
     def _blocks(self, grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(row, column) of every patch of one frame, in the order of the patches: block by block."""
+        """Return (row, column) of every patch of one frame, in the order of the patches: block by block."""
         m, (_, rows, columns) = self.merge, grid
         row = torch.arange(rows, device=device)[:, None].expand(rows, columns)
         column = torch.arange(columns, device=device)[None].expand(rows, columns)
@@ -120,7 +128,7 @@ class QwenEncoder(Encoder):
         return tuple(t.reshape(cut).transpose(1, 2).flatten() for t in (row, column))  # type: ignore[return-value]
 
     def _rotation(self, grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin float32 [T * H * W, head_dim / 2]: the first half by row, the second by column."""
+        """Return cos and sin float32 [T * H * W, head_dim / 2]: the first half by row, the second by column."""
         half = self.settings.head_dim // 2
         exponents = torch.arange(0, half, 2, dtype=torch.float32) / half
         frequencies = (1.0 / self.settings.rope_theta**exponents).to(device)
@@ -129,7 +137,10 @@ class QwenEncoder(Encoder):
         return angles.cos(), angles.sin()
 
     def _windows(self, grid: Grid, device: torch.device) -> list[Tensor]:
-        """Patches that see each other: index matrices [windows, patches of one], those of equal size together."""
+        """Return index matrices [windows, patches of a window]; the patches of a window attend to each other.
+
+        Windows of equal size share a matrix.
+        """
         row, column = self._blocks(grid, device)
         side = self.settings.window * self.merge
         across = -(-grid[2] // side)

@@ -1,4 +1,4 @@
-"""From images to the patches of Qwen's towers, as the published processor cuts them."""
+"""From images to the patches of Qwen's towers, as in the published processor."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["MAX_FRAMES", "MAX_PATCHES", "output_size", "patches_of", "prepare", 
 
 MAX_FRAMES = 4096
 MAX_PATCHES = 1 << 19
-"""Of a video: 131,072 tokens of the published models, 2.5 GB of numbers."""
+"""Most patches of a video: 131,072 tokens of the published models, 2.5 GB of numbers."""
 
 
 def output_size(height: int, width: int, step: int, limits: PixelRange) -> tuple[int, int]:
-    """(height, width) after resizing: whole merged patches, as many pixels as `limits` allow, the aspect kept.
+    """Return (height, width) after resizing: whole merged patches, pixels within `limits`, the aspect ratio kept.
 
-    Python's rounding (half to even), as the published processor has it.
+    Python's rounding (half to even), as in the published processor.
     """
     rows, columns = round(height / step) * step, round(width / step) * step
     if rows * columns > limits.most:
@@ -38,14 +38,14 @@ def output_size(height: int, width: int, step: int, limits: PixelRange) -> tuple
 
 
 def prepare(image: Any, settings: QwenSettings) -> Picture:
-    """One image: the same picture in every place of a patch's time."""
+    """Preprocess one image: the same image fills every place of a patch's time."""
     rgb = as_rgb(image)
     frame = _resized(rgb, settings, settings.image_pixels)
     return _picture(frame[None].expand(settings.temporal_patch, -1, -1, -1), settings)
 
 
 def prepare_video(frames: Sequence[Any], settings: QwenSettings) -> Picture:
-    """Images of one size; the last is repeated until the frames fill whole patches of time."""
+    """Preprocess images of one size; the last is repeated until the frames fill whole patches of time."""
     if not isinstance(frames, (list, tuple)) or not frames:
         raise InputError("a video is a list of PIL images, one at least")
     if len(frames) > MAX_FRAMES:
@@ -62,9 +62,9 @@ def prepare_video(frames: Sequence[Any], settings: QwenSettings) -> Picture:
 
 
 def patches_of(frames: Tensor, settings: QwenSettings) -> tuple[Tensor, Grid]:
-    """frames float32 [F, 3, H, W], whole patches -> (patches [T * H / p * W / p, 3 * t * p * p], their grid).
+    """Cut frames float32 [F, 3, H, W] into patches [T * H / p * W / p, 3 * t * p * p]; also return their grid.
 
-    The patches of a block that is merged into one row stand together.
+    The patches of a block that is merged into one row are adjacent.
     """
     p, m, t = settings.patch_size, settings.merge_size, settings.temporal_patch
     count, channels, height, width = frames.shape
@@ -75,9 +75,9 @@ def patches_of(frames: Tensor, settings: QwenSettings) -> tuple[Tensor, Grid]:
 
 
 def _check_patches(frames: int, size: tuple[int, int], settings: QwenSettings) -> None:
-    """InputError for a video of more than `MAX_PATCHES`, before a frame of it is decoded."""
+    """Raise InputError for a video of more than `MAX_PATCHES` patches, before a frame of it is decoded."""
     if min(size) < 1:
-        return  # as_rgb refuses it
+        return  # as_rgb rejects it
     step = settings.patch_size * settings.merge_size
     rows, columns = output_size(size[1], size[0], step, settings.video_pixels)
     times = -(-frames // settings.temporal_patch)

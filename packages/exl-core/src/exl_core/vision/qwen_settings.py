@@ -1,4 +1,4 @@
-"""What the files say about the towers of Qwen2-VL and Qwen2.5-VL."""
+"""The settings of the towers of Qwen2-VL and Qwen2.5-VL in the files of a model folder."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ PROCESSORS = tuple(
     name + end for end in ("", "Fast", "Pil") for name in ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
 )
 VIDEO_PROCESSORS = ("Qwen2VLVideoProcessor", "Qwen2_5_VLVideoProcessor")
-FULL_LAYERS = (7, 15, 23, 31)  # of Qwen2.5-VL, where the file does not say
+FULL_LAYERS = (7, 15, 23, 31)  # default of Qwen2.5-VL
 
 
 @dataclass(frozen=True)
 class PixelRange:
-    """Pixels that a resized image or frame may have."""
+    """Limits of the number of pixels of a resized image or frame."""
 
     least: int
     most: int
@@ -64,11 +64,17 @@ class QwenSettings:
 
     @property
     def patch_numbers(self) -> int:
+        """Numbers of a patch."""
         return int(3 * self.temporal_patch * self.patch_size**2)
 
 
 def read_qwen_settings(folder: Path, gated: bool) -> QwenSettings:
-    """Raises ConfigError and its kin, UnsupportedError for switches without code here."""
+    """Read the settings of a folder's tower; gated: Qwen2.5-VL.
+
+    Raises:
+        ConfigError: a file is invalid.
+        UnsupportedError: an option is not supported.
+    """
     _, vision = read_config(folder)
     hidden = vision.integer(
         "hidden_size" if gated else "embed_dim", default=3584 if gated else 1280, minimum=4, maximum=MAX_WIDTH
@@ -134,7 +140,7 @@ def _full_layers(vision: JsonReader, layers: int) -> frozenset[int]:
 
 
 def _same_cut(read: JsonReader, wanted: tuple[int, int, int]) -> None:
-    """The processor must cut images as the tower takes them."""
+    """Check that the processor cuts images into the tower's patches."""
     for key, expected in zip(("patch_size", "merge_size", "temporal_patch_size"), wanted, strict=True):
         found = read.integer(key, default=expected)
         if found != expected:

@@ -1,4 +1,4 @@
-"""What all towers read from config.json and the files of the image processor."""
+"""Settings that all towers read from config.json and the files of the image processor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
     "rope_theta",
 ]
 
-MAX_EDGE = 16384  # pixels: spec core.md 12.2
+MAX_EDGE = 16384  # most pixels of a side
 MAX_LAYERS = 4096
 MAX_WIDTH = 1 << 20
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -42,8 +42,10 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How a resized image becomes numbers: (value * rescale_factor - mean) / std. `resample` is PIL's number of the
-    filter that resizes."""
+    """The conversion of a resized image to numbers: (value * rescale_factor - mean) / std.
+
+    `resample` is PIL's number of the filter for resizing.
+    """
 
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
@@ -52,19 +54,19 @@ class Preprocessing:
 
 
 def read_config(folder: Path) -> tuple[JsonReader, JsonReader]:
-    """(config.json, its vision_config). Raises ConfigError and its kin."""
+    """Return (config.json, its vision_config). Raises ConfigError and its subclasses."""
     file = folder / "config.json"
     read = JsonReader(read_json_file(file), file)
     vision = read.section("vision_config")
     if vision is None:
-        raise ConfigError(f"{file}: no vision_config, where the image encoder's sizes stand")
+        raise ConfigError(f"{file}: no vision_config, which has the image encoder's sizes")
     return read, vision
 
 
 def processor_file(folder: Path, names: Sequence[str], video: bool = False) -> JsonReader | None:
-    """The settings of the image (or video) processor, whose class must be one of `names`; None without any for videos.
+    """Return the settings of the image (or video) processor, whose class must be one of `names`.
 
-    They stand in a file of their own, or in newer folders together with others'.
+    They are in a separate file, or in newer folders in a file with other settings. None if there are none for videos.
     """
     own = folder / ("video_preprocessor_config.json" if video else "preprocessor_config.json")
     both = folder / "processor_config.json"
@@ -88,7 +90,7 @@ def processor_file(folder: Path, names: Sequence[str], video: bool = False) -> J
 
 
 def preprocessing(read: JsonReader, mean: Sequence[float], std: Sequence[float], resample: int = 3) -> Preprocessing:
-    """With these defaults. resample: 2 bilinear, 3 bicubic."""
+    """Return the preprocessing with these defaults. resample: 2 bilinear, 3 bicubic."""
     deviations = _triple(read, "image_std", std)
     if min(deviations) <= 0:
         raise ConfigError(f"{read.file}: image_std is {list(deviations)}, must be positive")
@@ -101,6 +103,7 @@ def preprocessing(read: JsonReader, mean: Sequence[float], std: Sequence[float],
 
 
 def activation(read: JsonReader, key: str, default: str, supported: Sequence[str] = tuple(ACTIVATIONS)) -> str:
+    """Return the name of an activation. Raises UnsupportedError for one that is not in `supported`."""
     name: str = read.string(key, default=default)
     if name not in supported:
         raise UnsupportedError(
@@ -110,13 +113,14 @@ def activation(read: JsonReader, key: str, default: str, supported: Sequence[str
 
 
 def head_dim(read: JsonReader, hidden: int, heads: int, multiple: int = 1) -> int:
-    """Of the tower's attention. Raises ConfigError."""
+    """Return the elements of a head of the tower's attention. Raises ConfigError."""
     if hidden % heads or hidden // heads % multiple:
         raise ConfigError(f"{read.file}: vision hidden_size {hidden} does not make {heads} heads of a multiple of 4")
     return hidden // heads
 
 
 def rope_theta(vision: JsonReader) -> float:
+    """Return the base of the tower's rotation. Raises ConfigError."""
     theta: float = (vision.section("rope_parameters") or vision).number("rope_theta", default=10000.0)
     if theta <= 0:
         raise ConfigError(f"{vision.file}: rope_theta is {theta}, must be positive")

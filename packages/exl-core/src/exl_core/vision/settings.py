@@ -1,4 +1,4 @@
-"""What config.json and preprocessor_config.json say about a Pixtral tower."""
+"""The settings of a Pixtral tower in config.json and preprocessor_config.json."""
 
 from __future__ import annotations
 
@@ -44,13 +44,18 @@ class PixtralSettings:
     projector_bias: bool
     projector_norm: bool  # Mistral 3: norm and patch merger before the projector
     norm_eps: float  # of the projector's norm
-    layers_used: int  # how many layers run: the projector reads their output
+    layers_used: int  # number of layers that run: the projector reads their output
     longest_edge: int  # pixels of a resized image's longer side
     preprocessing: Preprocessing
 
 
 def read_settings(folder: Path, architecture: str, norm_eps: float) -> PixtralSettings:
-    """Raises ConfigError and its kin, UnsupportedError for towers and switches without code here."""
+    """Read the settings of a folder's tower.
+
+    Raises:
+        ConfigError: a file is invalid.
+        UnsupportedError: the tower or an option is not supported.
+    """
     read, vision = read_config(folder)
     kind = vision.string("model_type", default=None)
     if kind != "pixtral":
@@ -89,7 +94,7 @@ def read_settings(folder: Path, architecture: str, norm_eps: float) -> PixtralSe
 
 
 def _layers_used(read: JsonReader, layers: int, default: int) -> int:
-    """`vision_feature_layer` counts the embedding as 0, or from the end as -1."""
+    """Return the number of layers; `vision_feature_layer` counts the embedding as 0, or from the end as -1."""
     index = read.integer("vision_feature_layer", default=default)
     used = index if index >= 0 else layers + 1 + index
     if not 0 <= used <= layers:

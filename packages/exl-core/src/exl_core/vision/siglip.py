@@ -32,7 +32,7 @@ __all__ = ["SiglipEncoder", "SiglipSettings", "read_siglip_settings"]
 
 PROCESSORS = ("Gemma3ImageProcessor", "Gemma3ImageProcessorFast", "Gemma3ImageProcessorPil")
 TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
-MAX_SIDE = 4096  # pixels of the square that every image is resized to
+MAX_SIDE = 4096  # most pixels of a side of the square that every image is resized to
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,17 @@ class SiglipSettings:
 
     @property
     def patches(self) -> int:
-        """Of a side."""
+        """Patches of a side."""
         return self.image_size // self.patch_size
 
 
 def read_siglip_settings(folder: Path) -> SiglipSettings:
-    """Raises ConfigError and its kin, UnsupportedError for towers and switches without code here."""
+    """Read the settings of a folder's tower.
+
+    Raises:
+        ConfigError: a file is invalid.
+        UnsupportedError: the tower or an option is not supported.
+    """
     read, vision = read_config(folder)
     kind = vision.string("model_type", default="siglip_vision_model")
     if kind != "siglip_vision_model":
@@ -97,8 +102,10 @@ def read_siglip_settings(folder: Path) -> SiglipSettings:
 
 
 class SiglipEncoder(Encoder):
-    """pixels [3, S, S] -> rows [side * side, hidden size of the language model]: patches with learned positions that
-    all see each other, averaged over squares."""
+    """pixels [3, S, S] -> rows [side * side, hidden size of the language model].
+
+    Patches with learned positions all attend to each other and are then averaged over squares.
+    """
 
     pieces = ("<start_of_image>", "<end_of_image>")
 
@@ -108,6 +115,7 @@ class SiglipEncoder(Encoder):
         self.merge = settings.patches // settings.side
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor, by name."""
         s = self.settings
         h, inner = s.hidden_size, s.intermediate_size
         shapes: dict[str, tuple[int, ...]] = {
@@ -130,19 +138,23 @@ class SiglipEncoder(Encoder):
         return shapes
 
     def load(self, source: TensorSource, device: torch.device) -> None:
+        """Read all weights. Raises MissingTensorError, FormatError."""
         super().load(source, device)
         assert self._weights is not None
-        self._weights[f"{PROJECTOR}.mm_soft_emb_norm.weight"] += 1.0  # Gemma's norms count from 1
+        self._weights[f"{PROJECTOR}.mm_soft_emb_norm.weight"] += 1.0  # Gemma stores norm weights minus 1
 
     def prepare(self, image: Any) -> Picture:
+        """Preprocess a PIL image. Raises InputError."""
         s = self.settings
         pixels = pixels_of(as_rgb(image), s.image_size, s.image_size, s.preprocessing)
         return Picture(pixels, (1, s.patches, s.patches), (s.image_size, s.image_size))
 
     def told_grid(self, grid: Grid) -> Grid:
+        """Return the grid of the output rows."""
         return 1, self.settings.side, self.settings.side
 
     def check(self, pixels: Tensor, grid: Grid | None) -> Grid:
+        """Check `pixels` and return their grid. Raises InputError."""
         s = self.settings
         own = (1, s.patches, s.patches)
         if tuple(pixels.shape) != (3, s.image_size, s.image_size):
@@ -152,10 +164,12 @@ class SiglipEncoder(Encoder):
         return own
 
     def frame(self, rows: Tensor, grid: Grid, ends: Tensor) -> Framed:
+        """Add one framing row before and one after the image."""
         return Framed(torch.cat([ends[:1], rows, ends[1:]]), 1, 1)
 
     @torch.no_grad()
     def forward(self, pixels: Tensor, grid: Grid) -> Tensor:
+        """Encode checked pixels to float32 [rows, hidden size of the language model]."""
         s, key = self.settings, f"{TOWER}.embeddings.patch_embedding"
         weight = self._w(f"{key}.weight")
         patches = cut_patches(pixels.to(weight.device, torch.float32), s.patch_size)

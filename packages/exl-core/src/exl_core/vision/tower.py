@@ -40,16 +40,23 @@ BUILT_TOWERS: Mapping[str, Callable[[ExLlamaV2Config, Path], Encoder]] = {
     "Qwen2.5-VL": lambda config, folder: QwenEncoder(read_qwen_settings(folder, gated=True), config.hidden_size),
     "SigLIP": lambda config, folder: SiglipEncoder(read_siglip_settings(folder), config.hidden_size),
 }
-"""By the architecture's `vision`."""
+"""Makers of encoders by the architecture's `vision`."""
 
 DEFAULT_FPS = 2.0  # frames a second that the published processors sample
 
 
 class ExLlamaV2VisionTower:
-    """The image encoder that belongs to the language model of `config`: Pixtral (Llava, Mistral 3), Qwen2-VL,
-    Qwen2.5-VL, or SigLIP (Gemma 3).
+    """The image encoder that belongs to the language model of `config`.
 
-    Raises UnsupportedError for models without a tower and switches that are not built, ConfigError for broken files.
+    Supported are Pixtral (Llava, Mistral 3), Qwen2-VL, Qwen2.5-VL, and SigLIP (Gemma 3).
+
+    Args:
+        config: a prepared configuration.
+
+    Raises:
+        UnsupportedError: the model has no tower, or an option is not supported.
+        ConfigError: a file is invalid.
+        ModelStateError: the config was prepared without tensors.
     """
 
     def __init__(self, config: ExLlamaV2Config) -> None:
@@ -62,20 +69,25 @@ class ExLlamaV2VisionTower:
 
     @property
     def settings(self) -> Any:
-        """What the model's files say about the tower; frozen."""
+        """The settings of the tower in the model's files; frozen."""
         return self.encoder.settings  # type: ignore[attr-defined]
 
     # ------------------------------------------------------------------------------------------------------- loading
 
     def load(self, gpu_split: Sequence[float] | None = None, lazy: bool = False, progress: bool = False) -> None:
-        """Load the weights, float32, onto the default device; the arguments are those of `ExLlamaV2.load`."""
+        """Load the weights, float32, on the default device; arguments as for `ExLlamaV2.load`.
+
+        Raises:
+            FormatError, MissingTensorError: the weights are broken or incomplete.
+            DeviceError: the GPU has too little memory.
+        """
         for _ in self.load_gen(gpu_split, lazy, progress):
             pass
 
     def load_gen(
         self, gpu_split: Sequence[float] | None = None, lazy: bool = False, progress: bool = False
     ) -> Iterator[None]:
-        """As `load`, as a generator that must be exhausted."""
+        """Load as `load`, as a generator that must be exhausted."""
         if not lazy and not self.encoder.loaded:
             assert self.config.checkpoint is not None
             with out_of_memory_as_error("load the vision tower"):
@@ -83,6 +95,7 @@ class ExLlamaV2VisionTower:
         yield
 
     def load_tp(self, *args: Any, **kwargs: Any) -> None:
+        """Raise UnsupportedError: a vision tower is loaded whole."""
         raise UnsupportedError("a vision tower loads whole: use load()")
 
     load_autosplit = load_autosplit_gen = load_tp_gen = load_tp
@@ -94,6 +107,7 @@ class ExLlamaV2VisionTower:
     # -------------------------------------------------------------------------------------------------------- images
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
+        """Raise UnsupportedError: use `process` or `get_image_embeddings`."""
         raise UnsupportedError("a vision tower takes images: use process() or get_image_embeddings()")
 
     forward_chunk = forward
@@ -105,12 +119,21 @@ class ExLlamaV2VisionTower:
         abort_event: Event | None = None,
         thw_grid: Grid | None = None,
     ) -> Tensor | None:
-        """What the image processor makes -> float32 [rows, hidden size of the language model]; None if `abort_event`
-        is set.
+        """Encode the output of the image processor.
 
-        hidden_states: pixels float32 [3, H, W] (Pixtral, SigLIP), or for Qwen's towers patches [T * H * W, numbers of
-        a patch] with thw_grid = (T, H, W). patches_size: (columns, rows) of the output; only checked. Raises
-        InputError for sizes that the tower does not take.
+        Args:
+            hidden_states: pixels float32 [3, H, W] (Pixtral, SigLIP), or for Qwen's towers patches
+                [T * H * W, numbers of a patch].
+            patches_size: (columns, rows) of the output; only checked.
+            abort_event: when set, the result is None.
+            thw_grid: (T, H, W) of the patches, for Qwen's towers.
+
+        Returns:
+            float32 [rows, hidden size of the language model], or None.
+
+        Raises:
+            InputError: sizes do not fit the tower.
+            ModelStateError: the tower is not loaded.
         """
         if not isinstance(hidden_states, Tensor):
             raise InputError(f"hidden_states is a {type(hidden_states).__name__}, must be a tensor of pixels")
@@ -130,11 +153,25 @@ class ExLlamaV2VisionTower:
         text_alias: str | None = None,
         embeddings_cpu: bool = True,
     ) -> ExLlamaV2MMEmbedding:
-        """The rows that stand for a PIL image, with those that frame it.
+        """Return the rows of a PIL image with their framing rows.
 
-        Pixtral: after each row of patches an [IMG_BREAK], after the last an [IMG_END]. Others: one token before and one
-        behind. embeddings_cpu: keep them on the CPU. metadata: original_size and preprocessed_size (width, height),
-        patches_size (columns, rows). Raises InputError for what is no image that can be used.
+        Pixtral: an [IMG_BREAK] after each row of patches and an [IMG_END] after the last. Others: one token before and
+            one after.
+
+        Args:
+            model: the loaded language model.
+            tokenizer: its tokenizer.
+            image: a PIL image.
+            text_alias: text that represents the image; default a generated one.
+            embeddings_cpu: keep the rows on the CPU.
+
+        Returns:
+            The embedding. Its metadata has original_size and preprocessed_size (width, height), patches_size (columns,
+            rows).
+
+        Raises:
+            InputError: the image cannot be used.
+            ModelStateError: the tower or the model is not loaded.
         """
         picture = self.encoder.prepare(image)
         return self._embedding(model, tokenizer, picture, image.size, text_alias, embeddings_cpu)
@@ -149,10 +186,21 @@ class ExLlamaV2VisionTower:
         *,
         fps: float = DEFAULT_FPS,
     ) -> ExLlamaV2MMEmbedding:
-        """As for an image, of a list of PIL images of one size that show `fps` moments a second (Qwen's towers).
+        """Return the rows of a video with their framing rows (Qwen's towers).
 
-        The last one is repeated where they do not fill whole patches of time. Raises UnsupportedError for towers that
-        take images only.
+        The last frame is repeated where the frames do not fill whole patches of time.
+
+        Args:
+            model: the loaded language model.
+            tokenizer: its tokenizer.
+            video: PIL images of one size.
+            text_alias: text that represents the video; default a generated one.
+            embeddings_cpu: keep the rows on the CPU.
+            fps: frames a second of `video`.
+
+        Raises:
+            UnsupportedError: the tower takes images only.
+            InputError: the frames cannot be used.
         """
         if not isinstance(fps, (int, float)) or not (math.isfinite(fps) and fps > 0):
             raise InputError(f"fps is {fps!r}, must be a positive number of frames a second")
@@ -192,7 +240,7 @@ class ExLlamaV2VisionTower:
         return made
 
     def _framing(self, model: LanguageModel, tokenizer: ExLlamaV2Tokenizer) -> Tensor:
-        """Embeddings float32 [2, hidden] of the two framing tokens, as the language model embeds them."""
+        """Return the language model's embeddings of the two framing tokens, float32 [2, hidden]."""
         ids = []
         for piece in self.encoder.pieces:
             token = tokenizer.single_id(piece)
