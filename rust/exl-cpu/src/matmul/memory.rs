@@ -1,24 +1,73 @@
 //! Weight memory: zeroed, aligned to cache lines, in huge pages where the system gives them.
 //!
 //! A matrix is read once a token from end to end, so its address translations never stay in the processor: with 4 KiB pages they
-//! cost a fifth of the bandwidth. Huge pages must be asked for before the memory is touched, hence the own mapping.
+//! cost a fifth of the bandwidth. Huge pages must be asked for before the memory is touched, hence the own mapping. Matrices smaller
+//! than such a page, as experts are, share a mapping.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Size of a huge page, and from where on a buffer gets a mapping of its own.
 const HUGE: usize = 2 << 20;
+/// From where on a buffer is a part of a shared mapping; smaller ones come from the allocator.
+const SMALL: usize = 64 << 10;
+/// Size of a shared mapping. It is freed with the last of its buffers, so one that stays holds this much at most.
+const SLAB: usize = 8 * HUGE;
+/// Alignment of buffers: a cache line.
+const LINE: usize = 64;
 
 /// A fixed block of `T`s (plain numbers; all-zero bits are a valid value).
 pub struct Buffer<T: Copy> {
     ptr: NonNull<T>,
     len: usize,
     /// The mapping the buffer lies in; none for a small buffer, which comes from the allocator.
-    mapping: Option<Mapping>,
+    mapping: Option<Arc<Mapping>>,
 }
 
-/// Start and length of memory from the system.
-type Mapping = (NonNull<u8>, usize);
+/// Memory from the system.
+#[cfg_attr(not(target_os = "linux"), allow(dead_code))]
+struct Mapping {
+    raw: NonNull<u8>,
+    len: usize,
+    /// The first huge page boundary in it.
+    start: NonNull<u8>,
+}
+
+// SAFETY: the mapping is memory that belongs to nobody else.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; nothing is read or written through it.
+unsafe impl Sync for Mapping {}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        unmap(self.raw, self.len);
+    }
+}
+
+/// The shared mapping from which buffers are cut, and how much of it is used.
+static SLAB_IN_USE: Mutex<Option<(Arc<Mapping>, usize)>> = Mutex::new(None);
+
+/// Zeroed memory in huge pages, and the mapping it is in; none where the system gives no such pages or they are not worth it.
+fn huge(bytes: usize) -> Option<(Arc<Mapping>, NonNull<u8>)> {
+    if bytes >= HUGE {
+        let mapping = map_huge(bytes)?;
+        let start = mapping.start;
+        return Some((Arc::new(mapping), start));
+    }
+    if bytes < SMALL {
+        return None;
+    }
+    let mut slab = SLAB_IN_USE.lock().unwrap_or_else(PoisonError::into_inner);
+    if slab.as_ref().is_none_or(|(_, used)| used + bytes > SLAB) {
+        *slab = Some((Arc::new(map_huge(SLAB)?), 0));
+    }
+    let (mapping, used) = slab.as_mut()?;
+    // SAFETY: `used + bytes` is at most the size of the slab.
+    let start = unsafe { mapping.start.add(*used) };
+    *used += bytes.next_multiple_of(LINE);
+    Some((Arc::clone(mapping), start))
+}
 
 // SAFETY: the buffer owns its memory like a `Box<[T]>`.
 unsafe impl<T: Copy + Send> Send for Buffer<T> {}
@@ -27,14 +76,14 @@ unsafe impl<T: Copy + Sync> Sync for Buffer<T> {}
 
 impl<T: Copy> Buffer<T> {
     fn layout(len: usize) -> Layout {
-        Layout::from_size_align(len.max(1) * size_of::<T>(), 64)
+        Layout::from_size_align(len.max(1) * size_of::<T>(), LINE)
             .expect("the size of a matrix fits the address space")
     }
 
     /// `len` zeros.
     pub fn zeroed(len: usize) -> Self {
         let layout = Self::layout(len);
-        if let Some((mapping, start)) = map_huge(layout.size()) {
+        if let Some((mapping, start)) = huge(layout.size()) {
             return Self {
                 ptr: start.cast(),
                 len,
@@ -83,10 +132,9 @@ impl<T: Copy> std::ops::DerefMut for Buffer<T> {
 
 impl<T: Copy> Drop for Buffer<T> {
     fn drop(&mut self) {
-        match self.mapping {
-            Some(mapping) => unmap(mapping),
+        if self.mapping.is_none() {
             // SAFETY: allocated with this very layout.
-            None => unsafe { dealloc(self.ptr.as_ptr().cast(), Self::layout(self.len)) },
+            unsafe { dealloc(self.ptr.as_ptr().cast(), Self::layout(self.len)) }
         }
     }
 }
@@ -119,12 +167,9 @@ mod system {
     }
 }
 
-/// A fresh mapping (start, length) and the first huge page boundary in it, with room for `bytes`; none if it is not worth it.
+/// A fresh mapping with room for `bytes` from a huge page boundary on.
 #[cfg(target_os = "linux")]
-fn map_huge(bytes: usize) -> Option<(Mapping, NonNull<u8>)> {
-    if bytes < HUGE {
-        return None;
-    }
+fn map_huge(bytes: usize) -> Option<Mapping> {
     let len = bytes.checked_add(HUGE)?;
     let null = std::ptr::null_mut();
     // SAFETY: a new anonymous mapping touches nothing that exists; untouched pages of it cost nothing.
@@ -147,22 +192,22 @@ fn map_huge(bytes: usize) -> Option<(Mapping, NonNull<u8>)> {
     let start = unsafe { raw.add(offset) };
     // SAFETY: advice about our own mapping; a refusal changes nothing but speed.
     unsafe { system::madvise(start.as_ptr().cast(), bytes, system::ADVISE_HUGE_PAGE) };
-    Some(((raw, len), start))
+    Some(Mapping { raw, len, start })
 }
 
 #[cfg(target_os = "linux")]
-fn unmap((start, len): Mapping) {
-    // SAFETY: mapped by `map_huge`, and the buffer that lay in it is gone.
-    unsafe { system::munmap(start.as_ptr().cast(), len) };
+fn unmap(raw: NonNull<u8>, len: usize) {
+    // SAFETY: mapped by `map_huge`, and all buffers that lay in it are gone.
+    unsafe { system::munmap(raw.as_ptr().cast(), len) };
 }
 
 #[cfg(not(target_os = "linux"))]
-fn map_huge(_bytes: usize) -> Option<(Mapping, NonNull<u8>)> {
+fn map_huge(_bytes: usize) -> Option<Mapping> {
     None
 }
 
 #[cfg(not(target_os = "linux"))]
-fn unmap(_mapping: Mapping) {}
+fn unmap(_raw: NonNull<u8>, _len: usize) {}
 
 /// A pointer that several pool tasks write through, each to places of its own.
 #[derive(Clone, Copy, Debug)]
