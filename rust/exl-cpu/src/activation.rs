@@ -126,6 +126,21 @@ pub fn activate_in_place(kind: Activation, x: &mut [f32], up: Option<&[f32]>) {
     unsafe { activate_raw(kind, p, up.map(<[f32]>::as_ptr), x.len(), p) }
 }
 
+/// x = activation(x) * up on the calling thread: what a task of the pool does with its own results.
+pub(crate) fn activate_here(kind: Activation, x: &mut [f32], up: &[f32]) {
+    assert_eq!(up.len(), x.len(), "up must be as long as x");
+    let n = x.len();
+    let out = x.as_mut_ptr();
+    let kernel = Chunk {
+        kind,
+        x: out,
+        up: Some(up.as_ptr()),
+        out,
+        n,
+    };
+    dispatch(Isa::current(), kernel);
+}
+
 /// out = activation(x) [* up].
 /// # Safety
 /// `len` floats at `x` and `up`, room for as many at `out`; `out` may be `x` or `up` but not overlap them otherwise.

@@ -93,13 +93,13 @@ thread_local! {
 }
 
 /// `len` floats of the calling thread's kept memory; they hold anything until written.
-struct Scratch {
+pub(crate) struct Scratch {
     memory: Vec<f32>,
     len: usize,
 }
 
 impl Scratch {
-    fn new(len: usize) -> Self {
+    pub(crate) fn new(len: usize) -> Self {
         let mut memory = KEPT.with_borrow_mut(Vec::pop).unwrap_or_default();
         if memory.len() < len {
             memory.resize(len, 0.0);

@@ -10,6 +10,7 @@
 pub mod activation;
 pub mod attention;
 pub mod block;
+pub mod experts;
 pub mod isa;
 pub mod kv;
 pub mod matmul;

@@ -29,6 +29,8 @@ mod _native {
     #[pymodule_export]
     use crate::cpu::linear::Matrix;
     #[pymodule_export]
+    use crate::cpu::moe::Experts;
+    #[pymodule_export]
     use crate::cpu::norm::{layer_norm, rms_norm};
     #[pymodule_export]
     use crate::cpu::rope::apply_rope;

@@ -24,6 +24,7 @@ __all__ = [
     "CudaPages",
     "CudaShape",
     "ExpertRouter",
+    "Experts",
     "Launch",
     "MatmulInput",
     "MatmulPlan",
@@ -443,6 +444,37 @@ class ExpertRouter:
         """
         The experts of each row of h [rows, hidden] float16: `ids` int64 and `weights` float32 [rows, chosen]. `logits` float32
         [rows, experts] is scratch, `arrivals` int32 [rows] zeros before and after.
+        """
+
+@final
+class Experts:
+    """
+    The gated MLPs of a layer, among which rows choose.
+    """
+    def __new__(
+        cls, /, experts: Sequence[Sequence[Matrix]], shared: Sequence[Matrix] | None, activation: str
+    ) -> Experts:
+        """
+        `experts` and `shared`: gate, up and down.
+        """
+    @property
+    def hidden(self, /) -> int: ...
+    def run(
+        self,
+        /,
+        h: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        out: Tensor,
+        *,
+        add: bool = False,
+        shared: Tensor | None = None,
+        shared_weights: Tensor | None = None,
+    ) -> None:
+        """
+        out [rows, hidden] = (out, if `add`) + sum of weights * the experts of h (+ the shared expert's result * shared_weights). All
+        float32, `ids` int64; `ids` and `weights` [rows, chosen]. The shared expert's result is `shared` where given, else that of its own
+        matrices. `out` does not overlap the other operands.
         """
 
 @final

@@ -86,34 +86,51 @@ pub fn row_block(index: usize, rows: usize) -> (usize, usize) {
     (first, ROWS.min(rows - first))
 }
 
-/// One row block for the int8 path: `x` is `[rows, k]`, `out` is `[blocks][rows]`.
+/// Numbers of the rows that follow one another from the first on: what a pack of adjacent rows takes.
+pub static ADJACENT: [u32; ROWS] = {
+    let mut rows = [0; ROWS];
+    let mut row = 0;
+    while row < ROWS {
+        rows[row] = row as u32;
+        row += 1;
+    }
+    rows
+};
+
+/// Packs one row block for the int8 path: rows number `rows` of `x` `[.., k]` into `out` `[blocks][rows]`.
 ///
 /// # Safety
 /// Every entry of `source` is below `k` or [`NO_FEATURE`].
 #[inline(always)]
-pub unsafe fn pack_int8(x: &[f32], k: usize, source: &[u32], out: &mut [Int8Block]) {
-    let rows = x.len() / k;
+pub unsafe fn pack_int8(x: &[f32], k: usize, rows: &[u32], source: &[u32], out: &mut [Int8Block]) {
     let mut values = [0.0; BLOCK];
-    for (row, x) in x.chunks_exact(k).enumerate() {
+    for (row, &number) in rows.iter().enumerate() {
+        let x = &x[number as usize * k..][..k];
         for (block, source) in source.as_chunks::<BLOCK>().0.iter().enumerate() {
             // SAFETY: the caller's promise, and a row is `k` long.
             unsafe { gather(x, source, &mut values) };
-            out[block * rows + row] = quantize(&values);
+            out[block * rows.len() + row] = quantize(&values);
         }
     }
 }
 
-/// One row block for the exact path: `x` is `[rows, k]`, `out` is `[blocks][rows][32]`.
+/// Packs one row block for the exact path: rows number `rows` of `x` `[.., k]` into `out` `[blocks][rows][32]`.
 ///
 /// # Safety
 /// As for [`pack_int8`].
 #[inline(always)]
-pub unsafe fn pack_exact(x: &[f32], k: usize, source: &[u32], out: &mut [[f32; BLOCK]]) {
-    let rows = x.len() / k;
-    for (row, x) in x.chunks_exact(k).enumerate() {
+pub unsafe fn pack_exact(
+    x: &[f32],
+    k: usize,
+    rows: &[u32],
+    source: &[u32],
+    out: &mut [[f32; BLOCK]],
+) {
+    for (row, &number) in rows.iter().enumerate() {
+        let x = &x[number as usize * k..][..k];
         for (block, source) in source.as_chunks::<BLOCK>().0.iter().enumerate() {
             // SAFETY: as above.
-            unsafe { gather(x, source, &mut out[block * rows + row]) };
+            unsafe { gather(x, source, &mut out[block * rows.len() + row]) };
         }
     }
 }

@@ -10,8 +10,8 @@ use super::simd::Scalar;
 use super::simd::{Avx2, Avx512};
 use crate::isa::Isa;
 
-/// One row block of `x` `[rows, k]`, gathered through `source`, into `[blocks][rows]`.
-type Pack<T> = unsafe fn(&[f32], usize, &[u32], &mut [T]);
+/// Packs rows of `x` `[.., k]`, each gathered through `source`, into `[blocks][rows]`; arguments `x, k, rows, source, out`.
+pub type Pack<T> = unsafe fn(&[f32], usize, &[u32], &[u32], &mut [T]);
 
 /// The kernels of one instruction set. Calling one is sound when the processor has that set; arguments as in the generic functions.
 #[derive(Debug)]
@@ -60,12 +60,12 @@ macro_rules! kernels {
                 unsafe { exact::tile_floats::<$simd, $rows, $vectors>(m, blocks, t, x, rows, c, p) }
             }
             $(#[$features])?
-            unsafe fn pack_int8(x: &[f32], k: usize, source: &[u32], out: &mut [Int8Block]) {
-                unsafe { activations::pack_int8(x, k, source, out) }
+            unsafe fn pack_int8(x: &[f32], k: usize, rows: &[u32], source: &[u32], out: &mut [Int8Block]) {
+                unsafe { activations::pack_int8(x, k, rows, source, out) }
             }
             $(#[$features])?
-            unsafe fn pack_exact(x: &[f32], k: usize, source: &[u32], out: &mut [[f32; BLOCK]]) {
-                unsafe { activations::pack_exact(x, k, source, out) }
+            unsafe fn pack_exact(x: &[f32], k: usize, rows: &[u32], source: &[u32], out: &mut [[f32; BLOCK]]) {
+                unsafe { activations::pack_exact(x, k, rows, source, out) }
             }
 
             pub static KERNELS: Kernels = Kernels {

@@ -16,5 +16,7 @@ mod repack;
 mod simd;
 
 pub use matrix::{Compute, QuantMatrix};
+pub(crate) use memory::Shared;
 pub use product::matmul_together;
+pub(crate) use product::{Group, Operation, multiply};
 pub use repack::Epilogue;

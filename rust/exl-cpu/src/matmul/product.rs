@@ -1,22 +1,29 @@
 //! y = (x @ W + bias) * prescale over the tiles of a matrix, on the pool.
 
 use std::cell::RefCell;
+use std::ops::Range;
 
 use half::f16;
 
-use super::activations::{Int8Block, ROWS, row_block};
+use super::activations::{ADJACENT, Int8Block, ROWS, row_block};
 use super::exact::{self, Panel};
-use super::kernels::Kernels;
+use super::kernels::{Kernels, Pack};
 use super::layout::{BLOCK, TILE};
 use super::matrix::{Compute, Floats, NO_FEATURE, QuantMatrix, Storage};
 use super::memory::Shared;
 use super::simd::Scalar;
+use crate::activation::{Activation, activate_here};
 use crate::pool;
 
-/// Tasks a thread gets of one product: enough that a thread held up elsewhere leaves little behind.
+/// Tasks a thread gets of one call: enough that a thread held up elsewhere leaves little behind.
 const TASKS_PER_THREAD: usize = 16;
 
-/// Activations in the order of one permutation, in the form of one mode.
+/// Cost of a pass over a tile's weights in rows, beside that of the rows: tasks of groups with few and with many rows cost alike.
+const PASS_ROWS: usize = 8;
+/// Values of one row that a task packs at least, in blocks.
+const PACKED_BLOCKS: usize = 64;
+
+/// Activations in the order of their matrices' permutations, region by region.
 #[derive(Default)]
 struct Packed {
     int8: Vec<Int8Block>,
@@ -25,99 +32,334 @@ struct Packed {
 
 thread_local! {
     /// Packed activations of the calling thread, kept from call to call.
-    static PACKED: RefCell<Vec<Packed>> = const { RefCell::new(Vec::new()) };
+    static PACKED: RefCell<Packed> = const {
+        RefCell::new(Packed { int8: Vec::new(), exact: Vec::new() })
+    };
 }
 
 /// Outputs of one tile for one row block.
 #[repr(align(64))]
 struct Outputs([f32; ROWS * TILE]);
 
-/// One matrix of a joint product.
-struct Job<'a> {
-    matrix: &'a QuantMatrix,
-    out: Shared<f32>,
-    /// Which packed activations it takes.
-    packed: usize,
-    first_tile: usize,
+impl Outputs {
+    fn zeroed() -> Self {
+        Self([0.0; ROWS * TILE])
+    }
 }
 
-/// Multiplies `x` `[rows, K]` with several matrices of the same K in one go, each into its own `[rows, N]`: the same bits as one
-/// product after the other, with one wait instead of several, and activations packed once where permutations agree.
+/// The computation of a group over its rows.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Operation<'a> {
+    /// x @ matrix
+    One(&'a QuantMatrix),
+    /// activation(x @ gate) * (x @ up)
+    Gated {
+        gate: &'a QuantMatrix,
+        up: &'a QuantMatrix,
+        activation: Activation,
+        /// `gate.packs_like(up)`, asked once instead of in every call.
+        packs_alike: bool,
+    },
+}
+
+impl Operation<'_> {
+    /// The matrix whose size the results have.
+    fn matrix(&self) -> &QuantMatrix {
+        match self {
+            Self::One(matrix) => matrix,
+            Self::Gated { up, .. } => up,
+        }
+    }
+}
+
+/// One of the matmuls that [`multiply`] computes together: of all rows of `x` `[.., K]` or of those with the numbers `rows`, into
+/// `out` `[rows, N]`.
+pub(crate) struct Group<'a> {
+    pub x: &'a [f32],
+    pub rows: Option<&'a [u32]>,
+    pub operation: Operation<'a>,
+    pub out: &'a mut [f32],
+    /// An earlier group with the same rows of the same `x`, for a matrix that packs like this one.
+    pub packed_as: Option<usize>,
+}
+
+impl Group<'_> {
+    /// # Panics
+    /// If lengths do not fit, or a row is not in `x`.
+    fn count(&self) -> usize {
+        let matrix = self.operation.matrix();
+        if let Operation::Gated { gate, .. } = self.operation {
+            assert_eq!(gate.in_features, matrix.in_features, "inputs of a gate");
+            assert_eq!(gate.out_features, matrix.out_features, "outputs of a gate");
+        }
+        let held = self.x.len() / matrix.in_features;
+        assert_eq!(
+            self.x.len(),
+            held * matrix.in_features,
+            "x must hold rows * K"
+        );
+        let count = self.rows.map_or(held, <[u32]>::len);
+        assert_eq!(
+            self.out.len(),
+            count * matrix.out_features,
+            "out must hold rows * N"
+        );
+        count
+    }
+}
+
+/// Rows to be packed for one matrix.
+struct Region<'a> {
+    matrix: &'a QuantMatrix,
+    x: &'a [f32],
+    rows: Option<&'a [u32]>,
+    count: usize,
+    /// Where the region starts in the buffer of its kind.
+    at: usize,
+    /// Blocks that one task packs.
+    step: usize,
+    first_task: usize,
+}
+
+impl Region<'_> {
+    fn tasks(&self) -> usize {
+        self.count.div_ceil(ROWS) * self.matrix.blocks().div_ceil(self.step)
+    }
+
+    fn run(&self, task: usize, int8: Shared<Int8Block>, exact: Shared<[f32; BLOCK]>) {
+        let kernels = Kernels::current();
+        if self.matrix.is_int8() {
+            self.pack(task, int8, kernels.pack_int8);
+        } else {
+            self.pack(task, exact, kernels.pack_exact);
+        }
+    }
+
+    fn pack<T: Copy>(&self, task: usize, out: Shared<T>, pack: Pack<T>) {
+        let (k, blocks) = (self.matrix.in_features, self.matrix.blocks());
+        let steps = blocks.div_ceil(self.step);
+        let (first, count) = row_block(task / steps, self.count);
+        let from = task % steps * self.step;
+        let to = (from + self.step).min(blocks);
+        let (x, rows) = match self.rows {
+            Some(rows) => (self.x, &rows[first..first + count]),
+            None => (&self.x[first * k..], &ADJACENT[..count]),
+        };
+        let source = &self.matrix.source[from * BLOCK..to * BLOCK];
+        // SAFETY: tasks own disjoint blocks; the kernels are those of this processor; `source` holds features of this matrix.
+        unsafe {
+            let at = self.at + first * blocks + from * count;
+            pack(x, k, rows, source, out.slice(at, (to - from) * count));
+        }
+    }
+}
+
+/// The tiles of one group.
+struct Job<'a> {
+    operation: Operation<'a>,
+    count: usize,
+    out: Shared<f32>,
+    /// Where the activations start that the matrix takes, and the gate.
+    packed: usize,
+    packed_gate: usize,
+    /// Costs of all tiles before, and of one of this group's.
+    first_cost: usize,
+    tile_cost: usize,
+}
+
+impl Job<'_> {
+    /// The tiles that start within `costs`.
+    fn tiles_within(&self, costs: &Range<usize>) -> Range<usize> {
+        let tile = |cost: usize| {
+            let past = cost.saturating_sub(self.first_cost);
+            past.div_ceil(self.tile_cost)
+                .min(self.operation.matrix().tiles())
+        };
+        tile(costs.start)..tile(costs.end)
+    }
+
+    fn run(&self, packed: &Packed, tiles: Range<usize>, panel: &mut Panel) {
+        let kernels = Kernels::current();
+        let (mut sums, mut gates) = (Outputs::zeroed(), None);
+        for block in 0..self.count.div_ceil(ROWS) {
+            let rows = row_block(block, self.count);
+            for tile in tiles.clone() {
+                let sums = &mut sums.0[..rows.1 * TILE];
+                match self.operation {
+                    Operation::One(matrix) => {
+                        matrix.tile(kernels, (packed, self.packed), tile, rows, sums, panel);
+                        self.store(tile, rows, sums);
+                    }
+                    Operation::Gated {
+                        gate,
+                        up,
+                        activation,
+                        ..
+                    } => {
+                        let gates = &mut gates.get_or_insert_with(Outputs::zeroed).0;
+                        let gates = &mut gates[..rows.1 * TILE];
+                        gate.tile(
+                            kernels,
+                            (packed, self.packed_gate),
+                            tile,
+                            rows,
+                            gates,
+                            panel,
+                        );
+                        up.tile(kernels, (packed, self.packed), tile, rows, sums, panel);
+                        activate_here(activation, gates, sums);
+                        self.store(tile, rows, gates);
+                    }
+                }
+            }
+        }
+    }
+
+    fn store(&self, tile: usize, (first, _): (usize, usize), values: &[f32]) {
+        let n = self.operation.matrix().out_features;
+        let column = tile * TILE;
+        let width = TILE.min(n - column);
+        for (row, values) in values.chunks_exact(TILE).enumerate() {
+            // SAFETY: tasks own disjoint columns.
+            let out = unsafe { self.out.slice((first + row) * n + column, width) };
+            out.copy_from_slice(&values[..width]);
+        }
+    }
+}
+
+/// Multiplies all groups, bitwise as one after the other, with one wait for packed activations and one for results.
 ///
 /// # Panics
 /// If lengths do not fit.
-pub fn matmul_together(products: &mut [(&QuantMatrix, &mut [f32])], x: &[f32], rows: usize) {
-    for (matrix, out) in products.iter() {
-        assert_eq!(x.len(), rows * matrix.in_features, "x must hold rows * K");
-        assert_eq!(
-            out.len(),
-            rows * matrix.out_features,
-            "out must hold rows * N"
-        );
-    }
-    if rows == 0 {
-        return;
-    }
-    PACKED.with_borrow_mut(|buffers| {
-        let (mut jobs, mut packers, mut tiles): (Vec<Job<'_>>, Vec<&QuantMatrix>, _) =
-            (Vec::new(), Vec::new(), 0);
-        for (matrix, out) in products.iter_mut() {
-            let packed = packers
-                .iter()
-                .position(|m| m.packs_like(matrix))
-                .unwrap_or_else(|| {
-                    packers.push(matrix);
-                    packers.len() - 1
-                });
-            jobs.push(Job {
-                matrix,
-                out: Shared::new(out),
-                packed,
-                first_tile: tiles,
-            });
-            tiles += matrix.tiles();
-        }
-        buffers.resize_with(buffers.len().max(packers.len()), Packed::default);
-        for (matrix, buffer) in packers.iter().zip(buffers.iter_mut()) {
-            matrix.pack_activations(x, rows, buffer);
-        }
+pub(crate) fn multiply(groups: &mut [Group<'_>]) {
+    PACKED.with_borrow_mut(|packed| {
+        let jobs = pack(groups, packed);
+        let (tiles, cost) = jobs.iter().fold((0, 0), |(tiles, _), job| {
+            let own = job.operation.matrix().tiles();
+            (tiles + own, job.first_cost + own * job.tile_cost)
+        });
         let tasks = tiles.min(pool::threads() * TASKS_PER_THREAD);
+        let packed = &*packed;
         pool::run(tasks, &|task| {
-            let range = task * tiles / tasks..(task + 1) * tiles / tasks;
-            run_tiles(&jobs, buffers, range, rows);
+            let costs = task * cost / tasks..(task + 1) * cost / tasks;
+            let mut panel = Panel::new();
+            let first = jobs.partition_point(|job| job.first_cost <= costs.start) - 1;
+            for job in &jobs[first..] {
+                if job.first_cost >= costs.end {
+                    break;
+                }
+                job.run(packed, job.tiles_within(&costs), &mut panel);
+            }
         });
     });
 }
 
-/// The tiles `range` of all jobs' tiles, for all rows.
-fn run_tiles(jobs: &[Job<'_>], packed: &[Packed], range: std::ops::Range<usize>, rows: usize) {
-    let kernels = Kernels::current();
-    let mut sums = Outputs([0.0; ROWS * TILE]);
-    let mut panel = Panel::new();
-    for block in 0..rows.div_ceil(ROWS) {
-        let (first, count) = row_block(block, rows);
-        let sums = &mut sums.0[..count * TILE];
-        for t in range.clone() {
-            let job = &jobs[jobs.partition_point(|job| job.first_tile <= t) - 1];
-            let (matrix, tile) = (job.matrix, t - job.first_tile);
-            sums.fill(0.0);
-            matrix.tile_product(
-                kernels,
-                &packed[job.packed],
-                tile,
-                (first, count),
-                sums,
-                &mut panel,
-            );
-            let column = tile * TILE;
-            let width = TILE.min(matrix.out_features - column);
-            for (row, sums) in sums.chunks_exact(TILE).enumerate() {
-                let at = (first + row) * matrix.out_features + column;
-                // SAFETY: tasks own disjoint columns.
-                matrix.finish(column, &sums[..width], unsafe { job.out.slice(at, width) });
+/// Packs the activations of all groups that have rows.
+fn pack<'a>(groups: &mut [Group<'a>], packed: &mut Packed) -> Vec<Job<'a>> {
+    let mut regions: Vec<Region<'_>> = Vec::new();
+    let mut placed: Vec<usize> = Vec::with_capacity(groups.len());
+    let mut jobs = Vec::with_capacity(groups.len());
+    let (mut int8, mut exact, mut tasks, mut cost) = (0, 0, 0, 0);
+    for group in groups {
+        let count = group.count();
+        let mut place = |matrix: &'a QuantMatrix| {
+            let end = if matrix.is_int8() {
+                &mut int8
+            } else {
+                &mut exact
+            };
+            let blocks = matrix.blocks();
+            let in_block = count.clamp(1, ROWS);
+            let region = Region {
+                matrix,
+                x: group.x,
+                rows: group.rows,
+                count,
+                at: *end,
+                // One row is not worth several tasks.
+                step: if count == 1 {
+                    blocks
+                } else {
+                    (PACKED_BLOCKS / in_block).max(8)
+                },
+                first_task: tasks,
+            };
+            *end += count * blocks;
+            tasks += region.tasks();
+            let at = region.at;
+            regions.push(region);
+            at
+        };
+        let (at, gate_at) = match group.operation {
+            Operation::One(matrix) => {
+                let at = group
+                    .packed_as
+                    .map_or_else(|| place(matrix), |earlier| placed[earlier]);
+                (at, at)
             }
+            Operation::Gated {
+                gate,
+                up,
+                packs_alike,
+                ..
+            } => {
+                let at = place(up);
+                (at, if packs_alike { at } else { place(gate) })
+            }
+        };
+        placed.push(at);
+        if count > 0 {
+            let matrix = group.operation.matrix();
+            let tile_cost = matrix.blocks() * (count + PASS_ROWS * count.div_ceil(ROWS));
+            let tiles = matrix.tiles();
+            jobs.push(Job {
+                operation: group.operation,
+                count,
+                out: Shared::new(group.out),
+                packed: at,
+                packed_gate: gate_at,
+                first_cost: cost,
+                tile_cost,
+            });
+            cost += tiles * tile_cost;
         }
     }
+    packed
+        .int8
+        .resize(packed.int8.len().max(int8), Int8Block::ZERO);
+    packed
+        .exact
+        .resize(packed.exact.len().max(exact), [0.0; BLOCK]);
+    let (int8, exact) = (
+        Shared::new(&mut packed.int8),
+        Shared::new(&mut packed.exact),
+    );
+    pool::run(tasks, &|task| {
+        let region = &regions[regions.partition_point(|region| region.first_task <= task) - 1];
+        region.run(task - region.first_task, int8, exact);
+    });
+    jobs
+}
+
+/// Multiplies `x` `[rows, K]` with several matrices of the same K, each into its own `[rows, N]`, bitwise as one after the other.
+/// Activations are packed once where permutations agree.
+///
+/// # Panics
+/// If lengths do not fit.
+pub fn matmul_together(products: &mut [(&QuantMatrix, &mut [f32])], x: &[f32], rows: usize) {
+    let matrices: Vec<&QuantMatrix> = products.iter().map(|(matrix, _)| *matrix).collect();
+    let mut groups: Vec<Group<'_>> = Vec::with_capacity(products.len());
+    for (i, (matrix, out)) in products.iter_mut().enumerate() {
+        assert_eq!(x.len(), rows * matrix.in_features, "x must hold rows * K");
+        groups.push(Group {
+            x,
+            rows: None,
+            operation: Operation::One(matrix),
+            out,
+            packed_as: matrices[..i].iter().position(|m| m.packs_like(matrix)),
+        });
+    }
+    multiply(&mut groups);
 }
 
 impl QuantMatrix {
@@ -133,59 +375,24 @@ impl QuantMatrix {
         self.compute == Compute::Int8 && matches!(self.storage, Storage::Codes(_))
     }
 
-    fn packs_like(&self, other: &Self) -> bool {
+    /// Whether both take the same packed activations.
+    pub(crate) fn packs_like(&self, other: &Self) -> bool {
         self.is_int8() == other.is_int8() && self.source == other.source
     }
 
-    fn pack_activations(&self, x: &[f32], rows: usize, out: &mut Packed) {
-        let kernels = Kernels::current();
-        if self.is_int8() {
-            self.pack(x, rows, Int8Block::ZERO, &mut out.int8, kernels.pack_int8);
-        } else {
-            self.pack(x, rows, [0.0; BLOCK], &mut out.exact, kernels.pack_exact);
-        }
-    }
-
-    /// Brings `x` into block order: `[row block][block][row]`.
-    fn pack<T: Copy + Send>(
-        &self,
-        x: &[f32],
-        rows: usize,
-        zero: T,
-        out: &mut Vec<T>,
-        pack: unsafe fn(&[f32], usize, &[u32], &mut [T]),
-    ) {
-        let (k, blocks) = (self.in_features, self.blocks());
-        out.resize(rows * blocks, zero);
-        // A task packs these blocks of one row block; one row is not worth a task of its own.
-        let step = if rows == 1 { blocks } else { 8 };
-        let steps = blocks.div_ceil(step);
-        let shared = Shared::new(out);
-        pool::run(rows.div_ceil(ROWS) * steps, &|task| {
-            let (first, count) = row_block(task / steps, rows);
-            let from = task % steps * step;
-            let to = (from + step).min(blocks);
-            let x = &x[first * k..][..count * k];
-            let source = &self.source[from * BLOCK..to * BLOCK];
-            // SAFETY: tasks own disjoint blocks; the kernels are those of this processor; `source` holds features of this matrix.
-            unsafe {
-                let out = shared.slice((first * blocks) + from * count, (to - from) * count);
-                pack(x, k, source, out);
-            }
-        });
-    }
-
-    /// Adds one tile's product for `count` rows from `first` on to `sums`.
-    fn tile_product(
+    /// One tile's results for `count` rows from `first` on, `[count][32]`; columns that pad the tile hold anything. The activations
+    /// of the matrix start at `at`.
+    fn tile(
         &self,
         kernels: &Kernels,
-        packed: &Packed,
+        (packed, at): (&Packed, usize),
         tile: usize,
         (first, count): (usize, usize),
         sums: &mut [f32],
         panel: &mut Panel,
     ) {
-        let at = first * self.blocks();
+        sums.fill(0.0);
+        let at = at + first * self.blocks();
         let c = sums.as_mut_ptr();
         // SAFETY: the kernels are those of this processor; the activations hold `count` rows of every block.
         unsafe {
@@ -207,20 +414,20 @@ impl QuantMatrix {
                 }
             }
         }
+        self.finish(tile * TILE, sums);
     }
 
-    fn finish(&self, column: usize, sums: &[f32], out: &mut [f32]) {
-        match &self.bias {
-            Some(bias) => {
-                for ((out, sum), bias) in out.iter_mut().zip(sums).zip(&bias[column..]) {
-                    *out = (sum + bias) * self.prescale;
+    /// (sums + bias) * prescale
+    fn finish(&self, column: usize, sums: &mut [f32]) {
+        if let Some(bias) = &self.bias {
+            for sums in sums.chunks_exact_mut(TILE) {
+                for (sum, bias) in sums.iter_mut().zip(&bias[column..]) {
+                    *sum += bias;
                 }
             }
-            None => {
-                for (out, sum) in out.iter_mut().zip(sums) {
-                    *out = sum * self.prescale;
-                }
-            }
+        }
+        for sum in sums {
+            *sum *= self.prescale;
         }
     }
 

@@ -285,7 +285,7 @@ impl MlpBlock {
         Ok(block::Mlp {
             norm: view_norm(norm)?,
             post: view_norm(post)?,
-            gate: self.gate.as_ref().map(|gate| &gate.get().inner),
+            gate: self.gate.as_ref().map(|gate| &*gate.get().inner),
             up: &up.get().inner,
             down: &down.get().inner,
             activation: self.activation,

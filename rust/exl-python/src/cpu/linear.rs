@@ -3,6 +3,8 @@
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
 
+use std::sync::Arc;
+
 use exl_cpu::matmul::{Compute, Epilogue, QuantMatrix};
 use exl_format::exl2::Exl2View;
 use exl_format::gptq::GptqView;
@@ -29,7 +31,7 @@ fn compute(exact: bool) -> Compute {
 /// A matrix in the kernels' layout.
 #[pyclass(frozen, name = "Matrix", module = "exl_kernels._native")]
 pub struct Matrix {
-    pub inner: QuantMatrix,
+    pub inner: Arc<QuantMatrix>,
 }
 
 #[pymethods]
@@ -47,7 +49,9 @@ impl Matrix {
         let epilogue = epilogue(bias.as_ref(), prescale)?;
         let view = Exl2View::new(name, tensors).map_err(|e| format_error(py, &e))?;
         let inner = py.detach(|| QuantMatrix::from_exl2(&view, epilogue, compute(exact)));
-        Ok(Self { inner })
+        Ok(Self {
+            inner: Arc::new(inner),
+        })
     }
 
     #[staticmethod]
@@ -69,7 +73,9 @@ impl Matrix {
         let view = GptqView::new(name, tensors, bits, zeros, group_size)
             .map_err(|e| format_error(py, &e))?;
         let inner = py.detach(|| QuantMatrix::from_gptq(&view, zeros, epilogue, compute(exact)));
-        Ok(Self { inner })
+        Ok(Self {
+            inner: Arc::new(inner),
+        })
     }
 
     /// `weight` [out, in].
@@ -96,7 +102,9 @@ impl Matrix {
                 py.detach(|| QuantMatrix::from_bf16(data, k, epilogue))
             }
         };
-        Ok(Self { inner })
+        Ok(Self {
+            inner: Arc::new(inner),
+        })
     }
 
     #[getter]

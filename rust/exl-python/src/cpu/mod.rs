@@ -5,6 +5,7 @@ pub mod attention;
 pub mod block;
 pub mod kv;
 pub mod linear;
+pub mod moe;
 pub mod norm;
 pub mod rope;
 pub mod sampling;

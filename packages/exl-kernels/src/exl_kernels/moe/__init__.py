@@ -1,5 +1,7 @@
-"""Mixtures of experts: the router and the grouped matmuls of the chosen experts, on a GPU."""
+"""Mixtures of experts: the router on a GPU, and the grouped matmuls of the chosen experts."""
 
+from .cpu import CpuExperts
 from .cuda import ExpertRouter, GroupedExperts, why_apart
+from .grouped import ExpertGroup, group_experts
 
-__all__ = ["ExpertRouter", "GroupedExperts", "why_apart"]
+__all__ = ["CpuExperts", "ExpertGroup", "ExpertRouter", "GroupedExperts", "group_experts", "why_apart"]

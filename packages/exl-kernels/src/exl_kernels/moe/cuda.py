@@ -94,6 +94,9 @@ class ExpertRouter:
 class GroupedExperts:
     """The quantized gated MLPs of a layer: expert(h) = down(act(gate(h)) * up(h)), each matrix EXL2 or GPTQ."""
 
+    dtype = torch.float16
+    joins_shared = False
+
     def __init__(self, experts: Sequence[Expert], activation: ActivationKind) -> None:
         """Raises UnsupportedError where `why_apart` names a reason."""
         why = why_apart(experts, activation)
