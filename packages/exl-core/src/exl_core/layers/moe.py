@@ -13,7 +13,7 @@ from exl_kernels.activation import activation as activate
 from exl_kernels.activation import gated_activation
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaFloatMatrix
-from exl_kernels.moe.cuda import ExpertRouter, GroupedExperts, why_apart
+from exl_kernels.moe import ExpertGroup, ExpertRouter, group_experts
 
 from ..architectures.base import Activation
 from ..execution.sharded.matrix import SplitMatrix
@@ -74,9 +74,10 @@ class MoE(FeedForward):
     nearly as likely. Each row's contributions are added from the likeliest expert to the least, whatever rows are in
     the call, so that batching cannot change a bit.
 
-    On a GPU the quantized experts of few rows share launches that read there which of them are chosen
-    (`exl_kernels.moe.cuda`), to the bits of one expert after the other, as which they run anywhere else: more rows,
-    float matrices, adapters on experts, experts on several devices.
+    All experts of a call share one native call on the CPU and, if they are quantized and the rows are few, launches on
+    a GPU that read there which experts are chosen (`exl_kernels.moe`). Results are bitwise those of one expert after
+    the other, which is how all others run: adapters on experts, experts on several devices, on a GPU float matrices
+    and more rows.
     """
 
     name = "MoEMLP"
@@ -105,9 +106,9 @@ class MoE(FeedForward):
         self.jitter = jitter
         self.shared = shared
         self.shared_gate = shared_gate
-        self.capturable = False  # unless experts share launches: else the host decides which ones run
+        self.capturable = False  # unless experts share launches on a GPU: else the host decides which ones run
         self._router: ExpertRouter | None = None
-        self._grouped: GroupedExperts | None = None
+        self._grouped: ExpertGroup | None = None
 
     def load(self, source: TensorSource, device: torch.device) -> None:
         """Read the weights and group the experts. An error leaves the module unloaded."""
@@ -120,17 +121,17 @@ class MoE(FeedForward):
         super().unload()
 
     def group(self) -> None:
-        """Let the loaded experts share launches where they can."""
+        """Let the loaded experts share calls where they can."""
         router = self.router.loaded_matrix
-        experts = [expert.matrices() for expert in self.experts]
         if isinstance(router, CudaFloatMatrix) and router.in_features % 8 == 0:
             self._router = ExpertRouter(router, self.chosen, self.normalize, self.jitter)
-        if any(parts is None for parts in experts):
-            return
+        experts = [expert.matrices() for expert in self.experts]
         whole = [parts for parts in experts if parts is not None]
-        if why_apart(whole, self.activation, self.chosen) is None and whole[0][0].device == router.device:
-            self._grouped = GroupedExperts(whole, self.activation)
-            self.capturable = True
+        if len(whole) < len(experts) or whole[0][0].device != router.device:
+            return
+        shared = None if self.shared is None else Expert(*self.shared.submodules()).matrices()
+        self._grouped = group_experts(whole, self.activation, self.chosen, shared)
+        self.capturable = self._grouped is not None and self._grouped.device.type == "cuda"
 
     def describe(self) -> MlpDescription:
         """Return the description of the half."""
@@ -180,9 +181,9 @@ class MoE(FeedForward):
         weights, indices = probabilities.topk(self.chosen, dim=-1)
         return weights / weights.sum(dim=-1, keepdim=True) if self.normalize else weights, indices
 
-    def _grouped_for(self, h: Tensor, loras: Sequence[Adapter]) -> GroupedExperts | None:
-        """The experts of `h` in shared launches; None where they run one after the other."""
-        if self._grouped is None or h.dtype != torch.float16 or not self._grouped.shares(h.shape[0], self.chosen):
+    def _grouped_for(self, h: Tensor, loras: Sequence[Adapter]) -> ExpertGroup | None:
+        """The experts of `h` in shared calls; None where they run one after the other."""
+        if self._grouped is None or h.dtype != self._grouped.dtype or not self._grouped.shares(h.shape[0], self.chosen):
             return None
         if loras and any(linear.adapted(loras) for expert in self.experts for linear in expert):
             return None
@@ -190,18 +191,22 @@ class MoE(FeedForward):
 
     def _together(
         self,
-        grouped: GroupedExperts,
+        grouped: ExpertGroup,
         h: Tensor,
         loras: Sequence[Adapter],
         residual: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         weights, indices = self.route(h, loras)
-        shared = None if self.shared is None else self.shared.inner(h, loras)
-        gate = None
+        shared = gate = None
+        if self.shared is not None and not (grouped.joins_shared and not self._adapts_shared(loras)):
+            shared = self.shared.inner(h, loras)
         if self.shared_gate is not None:
             gate = activate(self.shared_gate.forward_precise(h, loras), "sigmoid")
         return grouped(h, weights, indices, shared=shared, shared_weights=gate, residual=residual, out=out)
+
+    def _adapts_shared(self, loras: Sequence[Adapter]) -> bool:
+        return self.shared is not None and any(linear.adapted(loras) for linear in self.shared.submodules())
 
     def _outputs(self, h: Tensor, indices: Tensor, loras: Sequence[Adapter]) -> Tensor:
         """Unweighted outputs float32 [T, chosen, hidden]: every expert runs once, over the rows that chose it."""

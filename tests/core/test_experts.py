@@ -1,0 +1,166 @@
+"""Mixtures of experts on the CPU: one native call a layer, bitwise the experts one after the other, in any batch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from random_models import write_random_model
+from torch import Tensor
+
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Config
+from exl_core.convert import quantize_model
+from exl_core.layers import MoE
+from exl_core.lora.pairs import LoraPair
+
+LENGTH = 40
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+}
+MOE = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "MixtralForCausalLM": MOE,
+    "Qwen2MoeForCausalLM": {**MOE, "shared_expert_intermediate_size": 64},
+    "Qwen3MoeForCausalLM": {**MOE, "norm_topk_prob": True},
+    "PhiMoEForCausalLM": {**MOE, "num_experts_per_tok": 2},
+    "DbrxForCausalLM": {"ffn_config": {"moe_num_experts": 4, "moe_top_k": 2}, "attn_config": {"clip_qkv": 1.5}},
+}
+CASES = [(family, "4.0", "int8") for family in FAMILIES] + [
+    ("Qwen2MoeForCausalLM", "4.0", "exact"),
+    ("MixtralForCausalLM", "gptq", "int8"),
+    ("Qwen2MoeForCausalLM", "float", "exact"),
+]
+
+quick = settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ExLlamaV2:
+    family, bits, compute = request.param
+    folder: Path = tmp_path_factory.mktemp("experts")
+    source = write_random_model(folder / "float", {**SIZES, "architectures": [family], **FAMILIES[family]})
+    if bits != "float":
+        options: dict[str, Any] = {"format": "gptq", "bits": 4, "group_size": 32} if bits == "gptq" else {"bits": 4.0}
+        quantize_model(source, folder / "quantized", **options)
+        source = folder / "quantized"
+    config = ExLlamaV2Config(source)
+    config.cpu_matmul = compute
+    made = ExLlamaV2(config)
+    made.load()
+    return made
+
+
+def mixtures(model: ExLlamaV2) -> list[MoE]:
+    return [module for module in model.modules if isinstance(module, MoE)]
+
+
+def ids_of(batch: int, seed: int = 1) -> Tensor:
+    return torch.randint(0, 96, (batch, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def one_after_the_other(model: ExLlamaV2, ids: Tensor, **options: Any) -> Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MoE, "_grouped_for", lambda *_: None)
+        logits: Tensor = model.forward(ids, **options)
+        return logits
+
+
+def in_one_call(model: ExLlamaV2, ids: Tensor, **options: Any) -> Tensor:
+    """Logits; fails where experts run one after the other."""
+
+    def fail(*_: Any) -> Tensor:
+        raise AssertionError("experts ran one after the other")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MoE, "_outputs", fail)
+        logits: Tensor = model.forward(ids, **options)
+        return logits
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_in_one_call_and_one_after_the_other(model: ExLlamaV2, batch: int) -> None:
+    assert mixtures(model)
+    ids = ids_of(batch)
+    assert torch.equal(in_one_call(model, ids), one_after_the_other(model, ids))
+
+
+@quick
+@given(data=st.data())
+@pytest.mark.parametrize("cache_class", [ExLlamaV2Cache, ExLlamaV2Cache_Q4])
+def test_batch_and_chunks_change_nothing(model: ExLlamaV2, cache_class: Any, data: st.DataObject) -> None:
+    sequences = ids_of(4, seed=2)
+    rows = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
+    cuts = data.draw(st.lists(st.integers(1, LENGTH - 1), max_size=4, unique=True).map(sorted))
+    cache = cache_class(model, batch_size=len(rows), max_seq_len=LENGTH)
+    parts = [model.forward(sequences[rows, a:b], cache) for a, b in pairwise([0, *cuts, LENGTH])]
+    logits = torch.cat(parts, dim=1)
+    for index, row in enumerate(rows):
+        alone = model.forward(sequences[row : row + 1], cache_class(model, max_seq_len=LENGTH))
+        assert torch.equal(logits[index], alone[0])
+
+
+def adapter(linear: Any) -> Any:
+    gen = torch.Generator().manual_seed(5)
+    a, b = (torch.randn(shape, generator=gen) * 0.2 for shape in ((4, linear.in_features), (linear.out_features, 4)))
+    pair = LoraPair(a, b, None, 1.0, torch.device("cpu"), linear.key)
+    return SimpleNamespace(touched={linear.key}, pairs={linear.key: pair}, replacements={})
+
+
+def test_an_adapted_expert_runs_by_itself(model: ExLlamaV2) -> None:
+    """Its layer alone: adapters of other matrices leave the experts in one call."""
+    mixture = mixtures(model)[1]
+    h = torch.randn(20, 128, generator=torch.Generator().manual_seed(3))
+    weights, numbers = mixture.route(h)
+    lora = adapter(mixture.experts[int(numbers[0, 0])].up)
+    adapted, plain = mixture.inner(h, [lora]), mixture.inner(h)
+    changed = (numbers == int(numbers[0, 0])).any(-1)
+    assert torch.equal(adapted[~changed], plain[~changed])
+    assert not torch.isclose(adapted[changed], plain[changed]).all(-1).any()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MoE, "_run", lambda *_: pytest.fail("an expert ran by itself"))
+        others = mixtures(model)[0]
+        others.inner(h, [lora])
+        with pytest.raises(pytest.fail.Exception):
+            mixture.inner(h, [lora])
+    assert weights.shape == numbers.shape
+
+
+def test_an_adapted_shared_expert_joins_the_others(model: ExLlamaV2) -> None:
+    mixture = mixtures(model)[1]
+    if mixture.shared is None:
+        assert mixture._grouped is not None
+        assert not mixture._grouped.joins_shared
+        return
+    h = torch.randn(20, 128, generator=torch.Generator().manual_seed(3))
+    lora = adapter(mixture.shared.down_proj)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MoE, "_run", lambda *_: pytest.fail("an expert ran by itself"))
+        together = mixture.inner(h, [lora])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MoE, "_grouped_for", lambda *_: None)
+        apart = mixture.inner(h, [lora])
+    assert torch.equal(together, apart)
+    assert not torch.equal(together, mixture.inner(h))
+
+
+def test_unloading_and_loading_again(model: ExLlamaV2) -> None:
+    ids = ids_of(1)
+    before = in_one_call(model, ids)
+    model.unload()
+    assert all(mixture._grouped is None for mixture in mixtures(model))
+    model.load()
+    assert torch.equal(in_one_call(model, ids), before)
