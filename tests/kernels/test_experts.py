@@ -136,8 +136,7 @@ def test_a_row_depends_on_itself_alone(compute: str, data: st.DataObject) -> Non
     assert torch.equal(together(h[rows], weights[rows], ids[rows]), alone[rows])
 
 
-def test_rows_beyond_the_scratch_memory_give_the_same_bits() -> None:
-    """A call of many rows is taken in parts."""
+def test_rows_beyond_the_scratch_memory_are_taken_in_parts() -> None:
     wide = [expert("float16", 4096, seed, hidden=64) for seed in range(2)]
     together = CpuExperts(wide, "silu")
     h, (weights, ids) = rows_of(2100, 64), choices(2100, 2, 2, 3)
