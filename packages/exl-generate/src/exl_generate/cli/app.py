@@ -261,14 +261,26 @@ def bench(
     prompt_tokens: Annotated[int, typer.Option(min=2, help="Length of the prompt that is timed.")] = 512,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per sequence.")] = 128,
     batch: Annotated[list[int] | None, typer.Option("--batch", min=1, help="Sequences at once; repeatable.")] = None,
+    report: Annotated[
+        bool,
+        typer.Option(
+            "--report",
+            help="One JSON object about this machine, for an issue. Default: random weights, batches 1, 8 and 32.",
+        ),
+    ] = False,
     cache: Cache = "fp16",
     device: Device = None,
     json_: Json = False,
 ) -> None:
     """Measure prefill and decode speed, tokens per second."""
-    from exl_generate.cli import bench as command
-
     with _on(device):
+        if report:
+            from exl_generate.cli import report as reporting
+
+            reporting.run(model, prompt_tokens, new_tokens, batch or [1, 8, 32], cache)
+            return
+        from exl_generate.cli import bench as command
+
         command.run(model, prompt_tokens, new_tokens, batch or [1], cache, json_)
 
 

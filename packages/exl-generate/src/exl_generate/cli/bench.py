@@ -19,7 +19,7 @@ from exl_generate.sampling import Settings
 from exl_kernels import threads
 from exl_kernels.kv import KVKind
 
-__all__ = ["measure", "run"]
+__all__ = ["check", "measure", "run"]
 
 #: Positions of one sequence in a step, as the dynamic generator counts them by default.
 MAX_Q_SIZE = 8
@@ -30,11 +30,7 @@ def run(
 ) -> None:
     """One line per batch size: a JSON object each with `as_json`."""
     place = model_folder(folder)
-    config = ExLlamaV2Config(place)
-    longest = config.max_seq_len
-    if prompt_tokens + new_tokens > longest:
-        raise RequestError(f"prompt and new tokens are {prompt_tokens + new_tokens}, the model's limit is {longest}")
-    _check_batch(config, max(batches), prompt_tokens + new_tokens, cache)
+    check(ExLlamaV2Config(place), prompt_tokens, new_tokens, batches, cache)
     loaded = load(place)
     rows = [measure(loaded, prompt_tokens, new_tokens, batch, cache) for batch in batches]
     if as_json:
@@ -54,6 +50,19 @@ def run(
             for r in rows
         ],
     )
+
+
+def check(config: ExLlamaV2Config, prompt_tokens: int, new_tokens: int, batches: list[int], cache: KVKind) -> None:
+    """Reject what the model or the machine has no room for, before anything is loaded.
+
+    Raises:
+        RequestError: prompt and new tokens are more than the model's context.
+        CapacityError: a batch has more sequences than a step takes, or its cache does not fit.
+    """
+    length = prompt_tokens + new_tokens
+    if length > config.max_seq_len:
+        raise RequestError(f"prompt and new tokens are {length}, the model's limit is {config.max_seq_len}")
+    _check_batch(config, max(batches), length, cache)
 
 
 def _cache_tokens(batch: int, length: int) -> int:
