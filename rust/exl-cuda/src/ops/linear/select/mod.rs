@@ -1,0 +1,250 @@
+//! The table that picks the kernel of a quantized matmul by rows, matrices, card, epilogue and alignment.
+//!
+//! All kernels give bitwise identical results up to [`MOST_PACKED_ROWS`] rows, so the choice only affects speed. Each kernel's module
+//! reports what it cannot take as a [`Refusal`]; this module has the order in which kernels are tried. Launches and reports use the same
+//! functions: [`plan`] for matrices over one input with an epilogue, [`plan_alone`] for one matrix.
+
+mod call;
+mod plan;
+#[cfg(test)]
+mod tests;
+
+use super::{Matrix, batch, few, ring};
+use crate::capabilities::Capabilities;
+use crate::launch::CudaError;
+
+pub(super) use call::check_alike;
+pub(crate) use call::check_rows;
+pub use call::{Call, Epilogue, Refusal};
+pub use plan::{Plan, Planned, Tuning};
+
+/// Most rows of a call that run on packed weights; for more rows it is cheaper to dequantize once.
+pub const MOST_PACKED_ROWS: usize = 64;
+
+/// Largest number of rows for which [`Kernel::GemvRing`] is faster than [`Kernel::GemmFew`], by measurement.
+pub const MOST_GEMV_ROWS: usize = 2;
+
+/// Kernels of a quantized matmul, and dequantization.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kernel {
+    /// A ring of weight stages in shared memory, with the activations beside it; one launch with norm, gate and residual.
+    GemvRing,
+    /// Activations packed once by an earlier launch or by the previous kernel; weights stream at the speed of one row.
+    GemmFew,
+    /// Warpgroup matrix instructions on packed activations.
+    GemmBatch,
+    /// `mma.sync` on packed activations, for every card; one matrix, no epilogue.
+    GemmTile,
+    /// Dequantize the matrix, then cuBLAS.
+    GemmLarge,
+}
+
+impl Kernel {
+    pub const ALL: [Self; 5] = [
+        Self::GemvRing,
+        Self::GemmFew,
+        Self::GemmBatch,
+        Self::GemmTile,
+        Self::GemmLarge,
+    ];
+
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::GemvRing => "gemv_ring",
+            Self::GemmFew => "gemm_few",
+            Self::GemmBatch => "gemm_batch",
+            Self::GemmTile => "gemm_tile",
+            Self::GemmLarge => "gemm_large",
+        }
+    }
+
+    /// Most rows of a launch.
+    pub const fn most_rows(self) -> usize {
+        match self {
+            Self::GemvRing => ring::MOST_ROWS,
+            Self::GemmFew => few::MOST_ROWS,
+            Self::GemmBatch => batch::MOST_ROWS,
+            Self::GemmTile => MOST_PACKED_ROWS,
+            Self::GemmLarge => usize::MAX,
+        }
+    }
+
+    /// The kernel of this name.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|kernel| kernel.name() == name)
+    }
+
+    /// Returns why the kernel cannot take this call; `Ok` if it can.
+    fn takes(self, caps: &Capabilities, matrices: &[&Matrix], call: Call) -> Result<(), Refusal> {
+        let Call { rows, epilogue, .. } = call;
+        check_rows(rows, self.most_rows())?;
+        match self {
+            Self::GemvRing => ring::takes(caps, matrices, rows, epilogue)?,
+            Self::GemmFew => few::takes(caps, matrices, epilogue.gate)?,
+            Self::GemmBatch => batch::takes(caps, matrices, epilogue)?,
+            Self::GemmTile | Self::GemmLarge if matrices.len() > 1 || epilogue.is_some() => {
+                return Err(Refusal::Matrices(
+                    "one matrix a launch, without an epilogue",
+                ));
+            }
+            Self::GemmTile | Self::GemmLarge => {}
+        }
+        let (reads_lines, stores_pairs) = match self {
+            Self::GemvRing | Self::GemmFew => (true, false),
+            Self::GemmBatch => (epilogue.norm, epilogue.residual),
+            Self::GemmTile | Self::GemmLarge => (false, false),
+        };
+        if reads_lines && !call.aligned_input {
+            return Err(Refusal::Operands("inputs aligned to 16 bytes"));
+        }
+        if stores_pairs && !call.aligned_output {
+            return Err(Refusal::Operands(
+                "results aligned to 8 bytes and residuals to 4",
+            ));
+        }
+        Ok(())
+    }
+}
+/// Plan a call of `matrices` over one input, on a card of these capabilities.
+pub fn plan(caps: &Capabilities, matrices: &[&Matrix], call: Call) -> Plan {
+    let (kernel, refused) = first_of(&joined_order(call.rows), caps, matrices, call);
+    if let Some(kernel) = kernel {
+        return Plan::new(
+            caps,
+            matrices,
+            call,
+            (kernel, true),
+            refused,
+            Tuning::default(),
+        );
+    }
+    let alone = plan_alone(caps, matrices[0], call.rows, call.epilogue.bf16);
+    Plan::new(
+        caps,
+        matrices,
+        call,
+        (alone.kernel, false),
+        refused,
+        Tuning::default(),
+    )
+}
+
+/// Plan one matrix without an epilogue and without scratch memory that outlives the call. [`Kernel::GemmFew`] is not tried, because usually
+/// another kernel packs its input. Inputs that are not aligned are copied.
+pub fn plan_alone(caps: &Capabilities, matrix: &Matrix, rows: usize, bf16: bool) -> Plan {
+    let order = [Kernel::GemvRing, Kernel::GemmBatch, Kernel::GemmTile];
+    let call = Call::aligned(
+        rows,
+        Epilogue {
+            bf16,
+            ..Epilogue::default()
+        },
+    );
+    let (kernel, refused) = first_of(&order, caps, &[matrix], call);
+    let kernel = kernel.unwrap_or(Kernel::GemmLarge);
+    Plan::new(
+        caps,
+        &[matrix],
+        call,
+        (kernel, true),
+        refused,
+        Tuning::default(),
+    )
+}
+
+/// Plan a call by `kernel`, for benchmarks and tests that compare kernels; an error if it does not take the call.
+pub fn plan_with(
+    kernel: Kernel,
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    call: Call,
+    tuning: Tuning,
+) -> Result<Plan, CudaError> {
+    kernel
+        .takes(caps, matrices, call)
+        .map_err(|why| why.for_kernel(kernel))?;
+    Ok(Plan::new(
+        caps,
+        matrices,
+        call,
+        (kernel, true),
+        Vec::new(),
+        tuning,
+    ))
+}
+
+/// The kernel of a call, and why faster ones do not take it, for reports.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Selection {
+    pub kernel: Kernel,
+    /// As in [`Plan`], and true for one matrix without an epilogue.
+    pub joined: bool,
+    pub refused: Vec<(Kernel, Refusal)>,
+}
+
+/// The kernel that [`plan`] launches for aligned operands.
+pub fn select(
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    rows: usize,
+    epilogue: Epilogue,
+) -> Selection {
+    let Plan {
+        kernel,
+        joined,
+        mut refused,
+        ..
+    } = plan(caps, matrices, Call::aligned(rows, epilogue));
+    let bare = matrices.len() == 1 && !epilogue.is_some();
+    if bare && !joined {
+        for (kernel, why) in plan_alone(caps, matrices[0], rows, epilogue.bf16).refused {
+            if refused.iter().all(|(known, _)| *known != kernel) {
+                refused.push((kernel, why));
+            }
+        }
+    }
+    Selection {
+        kernel,
+        joined: joined || bare,
+        refused,
+    }
+}
+
+/// The kernel that [`plan_alone`] launches.
+pub fn select_alone(caps: &Capabilities, matrix: &Matrix, rows: usize, bf16: bool) -> Selection {
+    let Plan {
+        kernel, refused, ..
+    } = plan_alone(caps, matrix, rows, bf16);
+    Selection {
+        kernel,
+        joined: true,
+        refused,
+    }
+}
+
+/// The first kernel of `order` that takes the call, and why the earlier ones do not.
+fn first_of(
+    order: &[Kernel],
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    call: Call,
+) -> (Option<Kernel>, Vec<(Kernel, Refusal)>) {
+    let mut refused = Vec::new();
+    for &kernel in order {
+        match kernel.takes(caps, matrices, call) {
+            Ok(()) => return (Some(kernel), refused),
+            Err(Refusal::Rows { rows, limit }) if rows > limit && limit < MOST_PACKED_ROWS => {}
+            Err(why) => refused.push((kernel, why)),
+        }
+    }
+    (None, refused)
+}
+
+/// Kernels that take an epilogue, fastest first.
+fn joined_order(rows: usize) -> [Kernel; 3] {
+    if rows <= MOST_GEMV_ROWS {
+        [Kernel::GemvRing, Kernel::GemmFew, Kernel::GemmBatch]
+    } else {
+        [Kernel::GemmFew, Kernel::GemvRing, Kernel::GemmBatch]
+    }
+}

@@ -1,0 +1,158 @@
+//! The launch plan of a matmul: kernel, memory and chaining.
+
+use super::super::{Matrix, batch, few, ring};
+use super::{Call, Epilogue, Kernel, MOST_GEMV_ROWS, Refusal};
+use crate::capabilities::Capabilities;
+
+/// Launch parameters of benchmarks and tests that override the plan.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tuning {
+    pub ring: Option<ring::Tuning>,
+    pub few: few::Tuning,
+    pub batch: batch::Tuning,
+}
+
+/// A launch without addresses, kept so that calls need not plan it again.
+#[derive(Clone, Debug)]
+pub enum Planned {
+    Ring(Box<ring::Plan>),
+    Few(Box<few::Plan>),
+    /// Kernels that plan each launch from its operands.
+    Each,
+}
+
+/// A launch plan: the kernel of a call, the memory that it needs, and the chaining that it supports.
+#[derive(Clone, Debug)]
+// Independent properties of a launch, not states of one thing.
+#[allow(clippy::struct_excessive_bools)]
+pub struct Plan {
+    pub call: Call,
+    pub kernel: Kernel,
+    /// One call of the kernel takes all matrices with the epilogue. Otherwise each matrix has a separate plan ([`super::plan_alone`];
+    /// `kernel` is that of the first), and norm, gate and residual are separate launches.
+    pub joined: bool,
+    /// Bytes of scratch memory of the call, aligned to 128; it begins with the packed input.
+    pub scratch_bytes: usize,
+    /// Place of the rows' multipliers (FP32) in the scratch memory of [`Kernel::GemmBatch`] and [`Kernel::GemmTile`].
+    pub multipliers_at: usize,
+    /// Bytes of the inter-block workspace, all ones before and after every launch; 0 for none.
+    pub exchange_bytes: usize,
+    /// The kernel stores the results of a gate's two matrices one after the other; the activation is a separate launch.
+    pub separate_gate: bool,
+    /// The previous matmul can write its results packed as the input of this one, in [`Kernel::GemmFew`]'s layout.
+    pub takes_packed: bool,
+    /// Columns of the kernel's layout in which a launch other than a matmul can write F16 rows packed as the input.
+    pub input_columns: Option<usize>,
+    /// Results can be written packed as the input of the next matmul.
+    pub hands_on: bool,
+    /// Why faster kernels do not take the call. Kernels for fewer rows are left out, unless there are too many rows for packed weights.
+    pub refused: Vec<(Kernel, Refusal)>,
+    pub tuning: Tuning,
+    pub planned: Planned,
+}
+
+impl Plan {
+    pub(super) fn new(
+        caps: &Capabilities,
+        matrices: &[&Matrix],
+        call: Call,
+        (kernel, joined): (Kernel, bool),
+        refused: Vec<(Kernel, Refusal)>,
+        tuning: Tuning,
+    ) -> Self {
+        let mut plan = Self {
+            call,
+            kernel,
+            joined,
+            scratch_bytes: 0,
+            multipliers_at: 0,
+            exchange_bytes: 0,
+            separate_gate: false,
+            takes_packed: false,
+            input_columns: None,
+            hands_on: false,
+            refused,
+            tuning,
+            planned: Planned::Each,
+        };
+        if joined {
+            plan.add_launch(caps, matrices);
+            plan.add_memory(caps, matrices);
+            plan.add_chaining(caps, matrices);
+        }
+        plan
+    }
+
+    fn add_launch(&mut self, caps: &Capabilities, matrices: &[&Matrix]) {
+        let (Call { rows, epilogue, .. }, tuning) = (self.call, self.tuning);
+        match self.kernel {
+            Kernel::GemvRing => {
+                let plan = ring::planned(caps, matrices, rows, epilogue, tuning.ring);
+                self.planned = plan.map_or(Planned::Each, |plan| Planned::Ring(Box::new(plan)));
+            }
+            Kernel::GemmFew => {
+                let plan = few::planned(caps, matrices, rows, epilogue.gate, tuning.few);
+                self.planned = plan.map_or(Planned::Each, |plan| Planned::Few(Box::new(plan)));
+            }
+            Kernel::GemmBatch | Kernel::GemmTile | Kernel::GemmLarge => {}
+        }
+    }
+
+    fn add_memory(&mut self, caps: &Capabilities, matrices: &[&Matrix]) {
+        let (rows, gate) = (self.call.rows, self.call.epilogue.gate);
+        match self.kernel {
+            Kernel::GemvRing | Kernel::GemmLarge => {}
+            Kernel::GemmFew => {
+                self.scratch_bytes = few::scratch_bytes(caps, matrices, gate, self.tuning.few);
+            }
+            Kernel::GemmBatch => {
+                let gates = gate && batch::gates(matrices);
+                self.separate_gate = gate && !gates;
+                self.exchange_bytes =
+                    batch::exchange_bytes(caps, matrices, rows, gates, self.tuning.batch);
+                self.add_multipliers(batch::scratch_bytes(matrices, rows));
+            }
+            Kernel::GemmTile => self.add_multipliers(matrices[0].prepared_bytes(rows)),
+        }
+    }
+
+    fn add_multipliers(&mut self, packed_bytes: usize) {
+        self.multipliers_at = packed_bytes;
+        self.scratch_bytes = packed_bytes + 4 * self.call.rows;
+    }
+
+    fn add_chaining(&mut self, caps: &Capabilities, matrices: &[&Matrix]) {
+        let Call { rows, epilogue, .. } = self.call;
+        let Epilogue {
+            gate, norm, bf16, ..
+        } = epilogue;
+        if bf16 || !self.call.aligned_input {
+            return;
+        }
+        match self.kernel {
+            Kernel::GemmFew if rows > MOST_GEMV_ROWS => {
+                self.takes_packed = few::takes_prepared(caps, matrices, gate);
+                self.hands_on = gate || matrices.len() == 1;
+                let bare = self.takes_packed && matrices.len() == 1 && !norm;
+                self.input_columns = bare.then_some(few::MOST_ROWS);
+            }
+            Kernel::GemmBatch if batch::stores_pairs(matrices) => {
+                self.hands_on = gate && !self.separate_gate;
+                if matrices.len() == 1 && !norm {
+                    self.input_columns = batch::input(matrices, rows);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Whether this matmul can write its results packed as the input of `next`, whose input has as many features.
+    pub fn chains_to(&self, next: &Self) -> bool {
+        let takes = match self.kernel {
+            Kernel::GemmFew => next.takes_packed,
+            Kernel::GemmBatch => next.input_columns.is_some(),
+            _ => false,
+        };
+        self.hands_on && self.kernel == next.kernel && self.call.rows == next.call.rows && takes
+    }
+}

@@ -1,0 +1,299 @@
+//! Tests of the table as data, for cards that need not be present.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::capabilities::CARDS;
+use crate::capabilities::tests::{RELEASE, card};
+use crate::ops::linear::tests::{matrix, sized};
+
+const PLAIN: Epilogue = Epilogue {
+    gate: false,
+    norm: false,
+    residual: false,
+    bf16: false,
+};
+const NORM: Epilogue = Epilogue {
+    norm: true,
+    ..PLAIN
+};
+const GATE: Epilogue = Epilogue { gate: true, ..NORM };
+const RESIDUAL: Epilogue = Epilogue {
+    residual: true,
+    ..PLAIN
+};
+
+/// The matmuls of a layer of an 8B Llama at 4 bits, and its head.
+fn layer() -> [(&'static str, Vec<Matrix>, Epilogue); 5] {
+    let of = |units, n| sized(units, 2064, n);
+    [
+        ("qkv", vec![of(16, 4096), of(16, 1024), of(16, 1024)], NORM),
+        ("o", vec![of(16, 4096)], RESIDUAL),
+        ("gate_up", vec![of(16, 14336), of(16, 14336)], GATE),
+        ("down", vec![of(56, 4096)], RESIDUAL),
+        ("head", vec![of(16, 128_256)], NORM),
+    ]
+}
+
+/// One word for each matmul of the layer: the kernel, with `+` if one launch includes the epilogue.
+fn selected(caps: &Capabilities, rows: usize) -> String {
+    let words = layer().map(|(_, matrices, epilogue)| {
+        let all: Vec<&Matrix> = matrices.iter().collect();
+        let found = select(caps, &all, rows, epilogue);
+        let word = found.kernel.name().trim_start_matches("gem");
+        format!("{word}{}", if found.joined { "+" } else { "" })
+    });
+    words.join(" ")
+}
+
+fn all(word: &str) -> String {
+    [word; 5].join(" ")
+}
+
+#[test]
+fn the_table_of_a_layer_on_every_card() {
+    for name in CARDS.map(|card| card.name) {
+        let found = [1, 8, 32, 64, 512].map(|rows| selected(&card(name, RELEASE), rows));
+        let expected = match name {
+            "H100" | "H200" => ["v_ring+", "m_few+", "m_batch+", "m_batch+", "m_large"].map(all),
+            "B200" => ["v_ring+", "m_few+", "m_tile", "m_tile", "m_large"].map(all),
+            // `down` has more activations than the ring leaves room for in 99 KB.
+            "5090" => [
+                "v_ring+ v_ring+ v_ring+ m_tile v_ring+".to_owned(),
+                all("m_tile"),
+                all("m_tile"),
+                all("m_tile"),
+                all("m_large"),
+            ],
+            _ => ["m_tile", "m_tile", "m_tile", "m_tile", "m_large"].map(all),
+        };
+        assert_eq!(found, expected, "{name}");
+    }
+}
+
+#[test]
+fn a_module_of_older_code_keeps_newer_kernels_off_the_card() {
+    let (proxy, native) = (card("H100", &["80+ptx"]), card("H100", &["80+ptx", "90a"]));
+    for rows in [1, 2, 3, 8, 9, 64] {
+        assert_eq!(selected(&proxy, rows), all("m_tile"), "{rows}");
+        assert!(!selected(&native, rows).contains("tile"), "{rows}");
+    }
+    assert!(selected(&card("H100", &["90"]), 64).contains("tile"));
+}
+
+#[test]
+fn rows_decide_the_kernel_at_each_limit() {
+    let hopper = card("H100", &["90a"]);
+    let made = matrix(16, 2064);
+    let kernel = |rows, epilogue| select(&hopper, &[&made], rows, epilogue).kernel;
+    let limits = [
+        (1, Kernel::GemvRing),
+        (MOST_GEMV_ROWS, Kernel::GemvRing),
+        (MOST_GEMV_ROWS + 1, Kernel::GemmFew),
+        (few::MOST_ROWS, Kernel::GemmFew),
+        (few::MOST_ROWS + 1, Kernel::GemmBatch),
+        (MOST_PACKED_ROWS, Kernel::GemmBatch),
+        (MOST_PACKED_ROWS + 1, Kernel::GemmLarge),
+    ];
+    for (rows, expected) in limits {
+        for epilogue in [PLAIN, NORM, RESIDUAL, Epilogue { bf16: true, ..NORM }] {
+            assert_eq!(kernel(rows, epilogue), expected, "{rows} {epilogue:?}");
+        }
+        let alone = select_alone(&hopper, &made, rows, false).kernel;
+        let few = expected == Kernel::GemmFew;
+        assert_eq!(alone, if few { Kernel::GemvRing } else { expected });
+    }
+}
+
+#[test]
+fn a_refusal_says_why_the_faster_kernel_is_not_used() {
+    let made = matrix(16, 2064);
+    let found = select(&card("4090", RELEASE), &[&made], 1, PLAIN);
+    assert_eq!(found.kernel, Kernel::GemmTile);
+    let why: Vec<String> = found
+        .refused
+        .iter()
+        .map(|(kernel, why)| format!("{}: {why}", kernel.name()))
+        .collect();
+    assert_eq!(
+        why,
+        [
+            "gemv_ring: it needs bulk copies (code for sm_90 or newer)",
+            "gemm_few: it needs bulk copies (code for sm_90 or newer)",
+            "gemm_batch: it needs wgmma (code for sm_90a on an sm_90 card)",
+        ]
+    );
+    // Two matrices with different permutations share no packed input.
+    let mut other = matrix(16, 2064);
+    other.features_host.reverse();
+    let hopper = card("H100", &["90a"]);
+    let apart = select(&hopper, &[&made, &other], 32, NORM);
+    assert_eq!((apart.kernel, apart.joined), (Kernel::GemmBatch, false));
+    let last = apart.refused.last().map(|(kernel, _)| *kernel);
+    assert_eq!(last, Some(Kernel::GemmBatch));
+    assert!(select(&hopper, &[&made, &other], 8, NORM).joined);
+}
+
+/// The plan of the matmul of this name in [`layer`].
+fn planned(caps: &Capabilities, name: &str, rows: usize) -> Plan {
+    let found = layer().into_iter().find(|(known, ..)| *known == name);
+    let (_, matrices, epilogue) = found.expect("a matmul of the layer");
+    let all: Vec<&Matrix> = matrices.iter().collect();
+    plan(caps, &all, Call::aligned(rows, epilogue))
+}
+
+#[test]
+fn matmuls_chain_if_one_kernel_packs_the_input_of_the_other() {
+    for name in CARDS.map(|card| card.name) {
+        let caps = card(name, RELEASE);
+        for rows in [1, 2, 3, 8, 9, 32, 64, 65, 512] {
+            let of = |matmul| planned(&caps, matmul, rows);
+            let (qkv, o, gate_up, down) = (of("qkv"), of("o"), of("gate_up"), of("down"));
+            let both = |a: &Plan, b: &Plan, kernel| {
+                [a, b]
+                    .iter()
+                    .all(|plan| plan.joined && plan.kernel == kernel)
+            };
+            let few = rows > MOST_GEMV_ROWS;
+            let expected = few && both(&o, &gate_up, Kernel::GemmFew);
+            assert_eq!(o.chains_to(&gate_up), expected, "{name} {rows}");
+            let expected = (few && both(&gate_up, &down, Kernel::GemmFew))
+                || both(&gate_up, &down, Kernel::GemmBatch);
+            assert_eq!(gate_up.chains_to(&down), expected, "{name} {rows}");
+            assert!(!qkv.chains_to(&o), "several matrices without a gate");
+            let columns = o.input_columns;
+            let packs = match o.kernel {
+                Kernel::GemmFew => few,
+                kernel => kernel == Kernel::GemmBatch,
+            };
+            assert_eq!(columns.is_some(), o.joined && packs, "{name} {rows}");
+            assert!(columns.is_none_or(|columns| (rows..=MOST_PACKED_ROWS).contains(&columns)));
+        }
+    }
+}
+
+#[test]
+fn bf16_rows_and_unaligned_inputs_do_not_chain() {
+    let (hopper, made) = (card("H100", &["90a"]), sized(16, 2064, 4096));
+    for rows in [4, 32] {
+        let aligned = Call::aligned(rows, PLAIN);
+        let bf16 = Epilogue {
+            bf16: true,
+            ..PLAIN
+        };
+        for call in [
+            Call {
+                aligned_input: false,
+                ..aligned
+            },
+            Call::aligned(rows, bf16),
+        ] {
+            let plan = plan(&hopper, &[&made], call);
+            assert!(!plan.takes_packed && !plan.hands_on && plan.input_columns.is_none());
+        }
+        assert!(plan(&hopper, &[&made], aligned).input_columns.is_some());
+    }
+}
+
+#[test]
+fn unaligned_operands_use_kernels_that_take_them() {
+    let (hopper, made) = (card("H100", &["90a"]), matrix(16, 2064));
+    let kernel = |call| {
+        let plan = plan(&hopper, &[&made], call);
+        plan.joined.then_some(plan.kernel)
+    };
+    for rows in [1, 4, 32] {
+        let of = |epilogue| Call {
+            aligned_input: false,
+            ..Call::aligned(rows, epilogue)
+        };
+        assert_eq!(kernel(of(PLAIN)), Some(Kernel::GemmBatch));
+        assert_eq!(kernel(of(NORM)), None);
+    }
+    let of = |rows| Call {
+        aligned_output: false,
+        ..Call::aligned(rows, RESIDUAL)
+    };
+    let kernels = [1, 4, 32].map(|rows| kernel(of(rows)));
+    assert_eq!(
+        kernels,
+        [Some(Kernel::GemvRing), Some(Kernel::GemmFew), None]
+    );
+    let plain = |rows| Call {
+        aligned_output: false,
+        ..Call::aligned(rows, PLAIN)
+    };
+    assert_eq!(kernel(plain(32)), Some(Kernel::GemmBatch));
+}
+
+#[test]
+fn a_plan_has_memory_for_its_kernel() {
+    let (hopper, made) = (card("H100", &["90a"]), matrix(16, 2064));
+    for (kernel, rows) in [
+        (Kernel::GemmBatch, 9),
+        (Kernel::GemmTile, 9),
+        (Kernel::GemmBatch, 64),
+    ] {
+        let call = Call::aligned(rows, PLAIN);
+        let plan = plan_with(kernel, &hopper, &[&made], call, Tuning::default()).expect("taken");
+        assert_eq!(plan.scratch_bytes, plan.multipliers_at + 4 * rows);
+        assert!(
+            plan.multipliers_at >= 2 * rows * made.in_features()
+                && plan.multipliers_at.is_multiple_of(128)
+        );
+    }
+    let few = plan(&hopper, &[&made], Call::aligned(8, PLAIN));
+    assert!(few.scratch_bytes >= 16 * made.in_features() && few.exchange_bytes == 0);
+    assert_eq!(
+        plan(&hopper, &[&made], Call::aligned(1, PLAIN)).scratch_bytes,
+        0
+    );
+    let pair = [&made, &made];
+    let gated = plan(&hopper, &pair, Call::aligned(32, GATE));
+    assert!(
+        gated.separate_gate && gated.exchange_bytes > 0,
+        "small matrices share K"
+    );
+    assert!(
+        plan_with(
+            Kernel::GemmTile,
+            &hopper,
+            &pair,
+            Call::aligned(1, GATE),
+            Tuning::default()
+        )
+        .is_err()
+    );
+}
+
+proptest! {
+    /// A selected kernel has a plan within the card's shared memory, and `select` never takes a kernel that rejects the call.
+    #[test]
+    fn a_selected_launch_fits_its_card(
+        known in proptest::sample::select(CARDS.to_vec()),
+        units in 1usize..80,
+        bytes in proptest::sample::select(vec![1040u32, 1552, 2064, 2576, 3088, 4112]),
+        outs in proptest::collection::vec(1usize..400, 1..4),
+        rows in 1usize..100,
+        flags in any::<[bool; 4]>(),
+    ) {
+        let caps = known.with(RELEASE);
+        let made: Vec<Matrix> = outs.iter().map(|n| sized(units, bytes, 16 * n)).collect();
+        let all: Vec<&Matrix> = made.iter().collect();
+        let [gate, norm, residual, bf16] = flags;
+        let gate = gate && all.len() == 2;
+        let epilogue = Epilogue { gate, norm, residual: residual && !gate, bf16 };
+        let found = select(&caps, &all, rows, epilogue);
+        prop_assert!(rows <= found.kernel.most_rows());
+        let taken = if found.joined { &all[..] } else { &all[..1] };
+        let asked = if found.joined { epilogue } else { Epilogue { bf16, ..PLAIN } };
+        prop_assert_eq!(found.kernel.takes(&caps, taken, Call::aligned(rows, asked)), Ok(()));
+        let shared = match found.kernel {
+            Kernel::GemvRing => ring::shared_bytes(&caps, taken, rows, asked),
+            Kernel::GemmFew => few::shared_bytes(&caps, taken, asked.gate),
+            Kernel::GemmBatch => batch::shared_bytes(&caps, taken, rows, asked.gate),
+            Kernel::GemmTile | Kernel::GemmLarge => Some(0),
+        };
+        prop_assert!(shared.is_some_and(|bytes| bytes <= caps.shared_per_block));
+    }
+}
