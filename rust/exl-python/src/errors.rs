@@ -1,11 +1,11 @@
-//! The exceptions of `exl_kernels.errors`, raised from here.
+//! The exceptions of `exl_kernels.errors`.
 
 use std::fmt::Display;
 
 use exl_cuda::CudaError;
 use pyo3::prelude::*;
 
-/// `exl_kernels.errors.<class>` with this text, or what went wrong in making it.
+/// `exl_kernels.errors.<class>` with this text, or the error that making it raised.
 fn raised(py: Python<'_>, class: &str, text: String) -> PyErr {
     let made = py
         .import("exl_kernels.errors")

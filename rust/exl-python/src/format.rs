@@ -67,7 +67,7 @@ fn float_weight(tensor: &Tensor) -> PyResult<Weight<'_>> {
 
 fn permutation(perm: Option<&Tensor>) -> PyResult<Option<Vec<u32>>> {
     let Some(perm) = perm else { return Ok(None) };
-    // A value that is no row number becomes one that the permutation check refuses.
+    // A value that is no row number becomes one that the permutation check rejects.
     let rows = perm.slice::<i64>("perm")?.iter();
     Ok(Some(
         rows.map(|&row| u32::try_from(row).unwrap_or(u32::MAX))
@@ -79,7 +79,7 @@ fn plan(py: Python<'_>, name: &str, text: &str) -> PyResult<Plan> {
     text.parse().map_err(|error| problem(py, name, error))
 }
 
-/// Checks an EXL2 matrix; (bits, rows) of each group.
+/// Check an EXL2 matrix and return (bits, rows) of each group.
 #[pyfunction]
 pub fn exl2_check(py: Python<'_>, name: &str, parts: Exl2Parts) -> PyResult<Vec<(u32, usize)>> {
     let tensors = parts.tensors()?;
@@ -90,7 +90,7 @@ pub fn exl2_check(py: Python<'_>, name: &str, parts: Exl2Parts) -> PyResult<Vec<
     Ok(groups.map(|group| (group.bits, group.rows.len())).collect())
 }
 
-/// W [K, N] into `out`.
+/// Dequantize W [K, N] into `out`.
 #[pyfunction]
 pub fn exl2_dequantize(py: Python<'_>, name: &str, parts: Exl2Parts, out: Tensor) -> PyResult<()> {
     let tensors = parts.tensors()?;
@@ -103,7 +103,7 @@ pub fn exl2_dequantize(py: Python<'_>, name: &str, parts: Exl2Parts, out: Tensor
     .map_err(|error: FormatError| format_error(py, &error))
 }
 
-/// (bits, rows) of each group that `plan` cuts `k` rows into.
+/// Return (bits, rows) of each group that `plan` cuts `k` rows into.
 #[pyfunction]
 pub fn exl2_groups(
     py: Python<'_>,
@@ -116,7 +116,7 @@ pub fn exl2_groups(
         .map_err(|error| problem(py, name, error))
 }
 
-/// Bits that a [k, n] matrix takes under `plan`.
+/// Bits of a [k, n] matrix under `plan`.
 #[pyfunction]
 pub fn exl2_total_bits(
     py: Python<'_>,
@@ -130,7 +130,7 @@ pub fn exl2_total_bits(
         .map_err(|error| problem(py, name, error))
 }
 
-/// Quantizes `weight` [out, in] into `parts`.
+/// Quantize `weight` [out, in] into `parts`.
 #[pyfunction]
 pub fn exl2_quantize(
     py: Python<'_>,
@@ -160,7 +160,7 @@ pub fn exl2_quantize(
     parts.fill(&matrix)
 }
 
-/// Packs codes [K, N] and scale codes [G, N] into `parts`.
+/// Pack codes [K, N] and scale codes [G, N] into `parts`.
 #[pyfunction]
 pub fn exl2_pack(
     py: Python<'_>,
@@ -186,7 +186,7 @@ pub fn exl2_pack(
     parts.fill(&matrix)
 }
 
-/// Checks a GPTQ matrix; the group of each row.
+/// Check a GPTQ matrix and return the group of each row.
 #[pyfunction]
 pub fn gptq_check(
     py: Python<'_>,
@@ -201,7 +201,7 @@ pub fn gptq_check(
     Ok((view.in_features(), view.out_features()))
 }
 
-/// W [K, N] into `out`.
+/// Dequantize W [K, N] into `out`.
 #[pyfunction]
 pub fn gptq_dequantize(
     py: Python<'_>,
@@ -222,7 +222,7 @@ pub fn gptq_dequantize(
     .map_err(|error: FormatError| format_error(py, &error))
 }
 
-/// Quantizes `weight` [out, in] into `parts` (qweight, qzeros, scales, g_idx).
+/// Quantize `weight` [out, in] into `parts` (qweight, qzeros, scales, g_idx).
 #[pyfunction]
 pub fn gptq_quantize(
     py: Python<'_>,
@@ -263,7 +263,7 @@ pub fn gptq_quantize(
 /// Name, dtype, shape, absolute offset, bytes.
 type Entry = (String, &'static str, Vec<u64>, u64, u64);
 
-/// The checked header of a safetensors file: entries in data order, metadata.
+/// Check the header of a safetensors file and return its entries in data order and its metadata.
 #[pyfunction]
 pub fn safetensors_header(
     py: Python<'_>,
@@ -280,7 +280,7 @@ pub fn safetensors_header(
     Ok((entries, header.metadata))
 }
 
-/// Fills `out` (uint8) with the file's bytes at `offset`.
+/// Fill `out` (uint8) with the file's bytes at `offset`.
 #[pyfunction]
 pub fn read_into(
     py: Python<'_>,

@@ -1,4 +1,4 @@
-//! The border between Python and the Rust crates: checks arguments, releases the GIL, maps errors. No arithmetic lives here.
+//! Bindings of the Rust crates: they check arguments, release the GIL and map errors. They do no arithmetic.
 
 use pyo3::prelude::*;
 
@@ -10,7 +10,7 @@ mod matrix_parts;
 mod operands;
 mod tensor;
 
-/// Native operators, private to `exl_kernels`: the package's modules check what they pass and are the public API.
+/// Native operators, private to `exl_kernels`. The package's modules check their arguments and are the public API.
 #[pymodule]
 mod _native {
     /// Version of the native module.

@@ -1,4 +1,4 @@
-//! Quantized matrices as Python hands them over: tuples of tensors, for every subject that reads them.
+//! Quantized matrices as tuples of tensors, for every subject that reads them.
 
 use exl_format::exl2::Exl2Tensors;
 use exl_format::gptq::{GptqTensors, Zeros};

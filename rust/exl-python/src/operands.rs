@@ -1,4 +1,4 @@
-//! Operands that several calls share: where a launch goes, which keys tokens see, how positions are rotated.
+//! Operands that several calls share: the target of a launch, the visible keys, and the rotation of positions.
 
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
@@ -7,8 +7,8 @@ use pyo3::prelude::*;
 
 use crate::tensor::Tensor;
 
-/// How kernels are queued: the stream, as the driver's handle, and whether a kernel may begin while its predecessor drains
-/// (programmatic dependent launch).
+/// Queueing of kernels: the stream, as the driver's handle, and whether a kernel may begin while its predecessor drains (programmatic
+/// dependent launch).
 #[pyclass(frozen, module = "exl_kernels._native")]
 #[derive(Debug)]
 pub struct Launch {
@@ -17,7 +17,7 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// On `stream`, behind everything queued there before.
+    /// A launch on `stream` after all work queued there before.
     pub fn in_order(stream: usize) -> Self {
         Self {
             stream,
@@ -37,7 +37,7 @@ impl Launch {
     }
 }
 
-/// Which keys the tokens of a call see.
+/// The keys that the tokens of a call see.
 #[pyclass(frozen, module = "exl_kernels._native")]
 #[derive(Debug)]
 pub struct AttentionTables {
@@ -51,7 +51,7 @@ pub struct AttentionTables {
 #[pymethods]
 impl AttentionTables {
     /// `block_table` int32 [B, max_pages], `rows` and `positions` int32 [T], `key_mask` float32 [B, width]. Every position is below
-    /// `max_keys`, by default below what the block table has room for.
+    /// `max_keys`, which is the capacity of the block table by default.
     #[new]
     #[pyo3(signature = (block_table, rows, positions, key_mask=None, max_keys=None))]
     fn new(
@@ -84,7 +84,7 @@ impl AttentionTables {
     }
 }
 
-/// A layer's choices between scores and weights.
+/// A layer's options for scores and weights.
 #[pyclass(frozen, module = "exl_kernels._native")]
 #[derive(Debug)]
 pub struct AttentionOptions {
@@ -95,7 +95,7 @@ pub struct AttentionOptions {
 
 #[pymethods]
 impl AttentionOptions {
-    /// `scale` of q * k; `window`: a token sees so many keys, 0 for all before it; `softcap`: limit of scores, 0 for none.
+    /// `scale` of q * k; `window`: number of keys that a token sees, 0 for all before it; `softcap`: limit of scores, 0 for none.
     #[new]
     fn new(scale: f32, window: usize, softcap: f32) -> Self {
         Self {

@@ -1,7 +1,7 @@
 //! Torch tensors seen as plain memory, without linking to torch.
 //!
-//! A tensor crosses the border as the object itself; its pointer, shape and dtype are read through the attributes every torch
-//! version has. One module owns this, so that no other ever handles an address given as a bare integer.
+//! A tensor crosses the border as an object; its pointer, shape and dtype are read through attributes that every torch version has. Only
+//! this module reads addresses, so no binding takes an address as a bare integer.
 
 #![allow(dead_code)]
 
@@ -14,7 +14,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyTuple;
 
-/// What a tensor is called in the generated signatures.
+/// The name of a tensor's type in the generated signatures.
 #[cfg(feature = "stubs")]
 const TORCH_TENSOR: PyStaticExpr = pyo3::type_hint_identifier!("torch", "Tensor");
 
@@ -45,7 +45,7 @@ impl DType {
     }
 }
 
-/// Rust types that stand for a tensor's elements.
+/// Rust types of tensor elements.
 pub trait Element: Copy + 'static {
     const DTYPE: DType;
 }
@@ -79,7 +79,7 @@ fn dtype_table(py: Python<'_>) -> PyResult<&Vec<(Py<PyAny>, DType)>> {
     })
 }
 
-/// A contiguous tensor, borrowed from Python for the length of one call (or kept alive by whoever stores `owner`).
+/// A contiguous tensor, borrowed from Python for the length of one call, or kept alive by the object that stores `owner`.
 #[derive(Debug)]
 pub struct Tensor {
     pub ptr: usize,
@@ -87,7 +87,7 @@ pub struct Tensor {
     pub dtype: DType,
     /// CUDA device index; `None` on the CPU.
     pub cuda: Option<u32>,
-    /// The Python object; hold it wherever `ptr` is held.
+    /// The Python object; keep it as long as `ptr`.
     pub owner: Py<PyAny>,
 }
 
@@ -153,7 +153,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Tensor {
     }
 }
 
-/// A tensor that Rust made and hands to Python.
+/// A tensor that Rust allocates and returns to Python.
 #[derive(Debug)]
 pub struct TensorObject(pub Py<PyAny>);
 
@@ -211,19 +211,19 @@ impl Tensor {
         Ok(unsafe { std::slice::from_raw_parts(self.ptr as *const T, self.numel()) })
     }
 
-    /// The elements as a mutable slice; the caller passes no other view of the same memory to the same call.
+    /// The elements as a mutable slice; the caller must not pass another view of the same memory to the same call.
     #[allow(clippy::mut_from_ref)]
     pub fn slice_mut<T: Element>(&self, what: &str) -> PyResult<&mut [T]> {
         self.check::<T>(what)?;
         if self.numel() == 0 {
             return Ok(&mut []);
         }
-        // SAFETY: as above; exclusive because Python-side wrappers pass freshly made or exclusively owned outputs.
+        // SAFETY: as above; exclusive because Python-side wrappers pass new or exclusively owned outputs.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.ptr as *mut T, self.numel()) })
     }
 }
 
-/// Refuses two tensors of different shape; the Python doors then say it better.
+/// Reject two tensors of different shape. The Python wrappers check this first, with a better message.
 pub fn same_shape(what: &str, got: &Tensor, expected: &[usize]) -> PyResult<()> {
     if got.shape == expected {
         Ok(())
@@ -235,7 +235,7 @@ pub fn same_shape(what: &str, got: &Tensor, expected: &[usize]) -> PyResult<()> 
     }
 }
 
-/// Refuses two tensors of different size; the Python doors give the better message first.
+/// Reject two tensors of different size. The Python wrappers check this first, with a better message.
 pub fn same_length(what: &str, got: usize, expected: usize) -> PyResult<()> {
     if got == expected {
         Ok(())

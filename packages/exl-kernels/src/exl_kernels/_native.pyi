@@ -1,5 +1,5 @@
 """
-Native operators, private to `exl_kernels`: the package's modules check what they pass and are the public API.
+Native operators, private to `exl_kernels`. The package's modules check their arguments and are the public API.
 """
 
 from collections.abc import Sequence
@@ -126,17 +126,17 @@ class AttentionBlock:
 @final
 class AttentionOptions:
     """
-    A layer's choices between scores and weights.
+    A layer's options for scores and weights.
     """
     def __new__(cls, /, scale: float, window: int, softcap: float) -> AttentionOptions:
         """
-        `scale` of q * k; `window`: a token sees so many keys, 0 for all before it; `softcap`: limit of scores, 0 for none.
+        `scale` of q * k; `window`: number of keys that a token sees, 0 for all before it; `softcap`: limit of scores, 0 for none.
         """
 
 @final
 class AttentionTables:
     """
-    Which keys the tokens of a call see.
+    The keys that the tokens of a call see.
     """
     def __new__(
         cls,
@@ -149,13 +149,13 @@ class AttentionTables:
     ) -> AttentionTables:
         """
         `block_table` int32 [B, max_pages], `rows` and `positions` int32 [T], `key_mask` float32 [B, width]. Every position is below
-        `max_keys`, by default below what the block table has room for.
+        `max_keys`, which is the capacity of the block table by default.
         """
 
 @final
 class AttentionWorkspace:
     """
-    Memory of a launch over many keys: what `cuda_attention_plan` asks for.
+    Memory of a launch over many keys, of the sizes that `cuda_attention_plan` returns.
     """
     def __new__(cls, /, partials: Tensor | None, tickets: Tensor | None) -> AttentionWorkspace:
         """
@@ -165,14 +165,14 @@ class AttentionWorkspace:
 @final
 class BlockNorm:
     """
-    A norm inside a block: rms without a bias, or layer.
+    A norm inside a block: RMSNorm without a bias, or LayerNorm.
     """
     def __new__(cls, /, weight: Tensor, bias: Tensor | None, eps: float, layer: bool) -> BlockNorm: ...
 
 @final
 class CudaCard:
     """
-    A GPU as far as it decides which kernels run: one that is here, or one known by name.
+    The properties of a GPU that decide its kernels: a GPU of this machine, or one known by name.
     """
     @property
     def code(self, /) -> int:
@@ -187,7 +187,7 @@ class CudaCard:
     @property
     def features(self, /) -> list[str]:
         """
-        Those of "bulk_copy", "clusters" and "wgmma" that the code has.
+        The features of "bulk_copy", "clusters" and "wgmma" that the code has.
         """
     @staticmethod
     def named(name: str) -> CudaCard | None:
@@ -198,7 +198,7 @@ class CudaCard:
 @final
 class CudaExperts:
     """
-    The quantized gated MLPs of a layer, of which every row takes some.
+    The quantized gated MLPs of a layer, some of which each row uses.
     """
 
     most_pairs: Final[int]
@@ -207,7 +207,7 @@ class CudaExperts:
     """
     def __new__(cls, /, matrices: Sequence[Sequence[CudaMatrix]], activation: str) -> CudaExperts:
         """
-        (gate, up, down) of each expert, all on one GPU. ValueError says what cannot be launched together.
+        (gate, up, down) of each expert, all on one GPU. Raises ValueError with the reason if shared launches cannot take them.
         """
     def run(
         self,
@@ -226,9 +226,9 @@ class CudaExperts:
         tuning: Sequence[int] | None = None,
     ) -> None:
         """
-        out [rows, hidden] = residual + sum of weights * the experts of h, + shared * shared_weights; all float16, but `weights` and
-        `shared_weights` float32. `ids` int64 and `weights` [rows, chosen]; `table` as `table` gave it, `scratch` uint8. `tuning`, row tiles
-        of a block of gate and up and of down, is for benchmarks.
+        Compute out [rows, hidden] = residual + sum of weights * the experts of h, + shared * shared_weights. All are float16, except
+        `weights` and `shared_weights`, which are float32. `ids` int64 and `weights` have shape [rows, chosen]; `table` holds the bytes of
+        `table`; `scratch` is uint8. `tuning` is for benchmarks: row tiles of a block of gate and up, and of down.
         """
     def scratch_bytes(self, /, rows: int, chosen: int) -> int:
         """
@@ -240,7 +240,7 @@ class CudaExperts:
         """
     def table(self, /) -> bytes:
         """
-        What the launches read of all experts: bytes to be placed in the GPU's memory.
+        The table of all experts that the launches read, to be copied to the GPU.
         """
 
 @final
@@ -250,7 +250,7 @@ class CudaLayout:
     """
     def code(self, /, row: int, feature: int) -> int:
         """
-        The code at a row of the layout and a feature, read back from the image.
+        The code at a row of the layout and a feature, read from the image.
         """
     @property
     def entry_rows(self, /) -> int:
@@ -295,7 +295,7 @@ class CudaLayout:
     @property
     def rows(self, /) -> int:
         """
-        Rows of K in the layout, padding included.
+        Rows of K in the layout, including padding.
         """
     @property
     def units(self, /) -> Tensor:
@@ -306,12 +306,12 @@ class CudaLayout:
 @final
 class CudaLinearGroup:
     """
-    One to three quantized matrices on a GPU over one input, with the activation of a gate or without.
+    One to three quantized matrices on a GPU over one input, optionally with the activation of a gate.
     """
     def __new__(cls, /, matrices: Sequence[CudaMatrix], gate: str | None = None) -> CudaLinearGroup: ...
     def chains_to(self, /, plan: MatmulPlan, next: CudaLinearGroup, next_plan: MatmulPlan) -> bool:
         """
-        Whether a call by `plan` can leave its results packed as the input of a call of `next` by `next_plan`.
+        Whether a call by `plan` can write its results packed as the input of a call of `next` by `next_plan`.
         """
     def plan(
         self,
@@ -330,7 +330,7 @@ class CudaLinearGroup:
         """
     def plan_alone(self, /, rows: int, *, bfloat16: bool = False) -> MatmulPlan:
         """
-        The plan of a call of the first matrix alone, as `QuantMatrix.matmul` launches it; x is aligned to 16 bytes.
+        The plan of a call of the first matrix only, as `QuantMatrix.matmul` launches it; x is aligned to 16 bytes.
         """
     def plan_with(
         self,
@@ -344,8 +344,9 @@ class CudaLinearGroup:
         tuning: Sequence[int] | None = None,
     ) -> MatmulPlan:
         """
-        The plan of a call by the kernel of this name, for benchmarks and tests that compare kernels. `tuning`: of gemv_ring (slots, window),
-        of gemm_few (cut, slots, window), of gemm_batch (slots, activations, cut, groups, looks); zeros leave a number as planned.
+        The plan of a call by the kernel of this name, for benchmarks and tests that compare kernels. `tuning` is (slots, window) for
+        gemv_ring, (cut, slots, window) for gemm_few, and (slots, activations, cut, groups, looks) for gemm_batch; zeros keep the planned
+        number.
         """
     def run(
         self,
@@ -363,11 +364,11 @@ class CudaLinearGroup:
         chained: bool = False,
     ) -> None:
         """
-        y [m, N] = norm(x) @ W, gated, with `residual` added, as `plan` says; y is [2, m, N] where the plan has a separate gate.
+        Compute y [m, N] = norm(x) @ W, gated, with `residual` added, by `plan`; y is [2, m, N] if the plan has a separate gate.
 
-        `scratch` and `exchange`, uint8 and aligned to 128 bytes, are of the plan's sizes. Without x its rows are packed in `scratch`; `chained`:
-        the matmul before put them there as its `next`. `norm` then is weight and offset added up, in the order of the layout, padded to
-        whole units of 256. Without y results go to `next` alone.
+        `scratch` and `exchange`, uint8 and aligned to 128 bytes, have the plan's sizes. Without x, its rows are packed in `scratch`;
+        `chained`: the previous matmul wrote them there as its `next`. `norm` is then weight plus offset, in the order of the layout, padded
+        to whole units of 256. Without y, results go only to `next`.
         """
 
 @final
@@ -392,7 +393,7 @@ class CudaMatrix:
         """
     def dequantize(self, /, out: Tensor, stream: int) -> None:
         """
-        W [in_features, out_features] float16 into `out`.
+        Write W [in_features, out_features] float16 into `out`.
         """
 
 @final
@@ -411,7 +412,7 @@ class CudaPages:
         value_scales: Tensor | None,
     ) -> CudaPages:
         """
-        key, value: [P, page, H, row]; scales [P, page, H, row] where the kind has them.
+        key, value: [P, page, H, row]; scales [P, page, H, row] if the kind has them.
         """
 
 @final
@@ -429,21 +430,21 @@ class CudaShape:
 @final
 class ExpertRouter:
     """
-    How the rows of a router's logits become experts and weights: made once with the layer.
+    The choice of experts and weights from the logits of a router: made once with the layer.
     """
     def __new__(
         cls, /, weight: Tensor, bias: Tensor | None, prescale: float, chosen: int, normalize: bool, jitter: float | None
     ) -> ExpertRouter:
         """
-        Logits (h @ weight^T + bias) * prescale; `weight` [experts, hidden] float16 or bfloat16, `bias` float32. `jitter` not negative: the
-        sparse choice of two.
+        Logits are (h @ weight^T + bias) * prescale; `weight` [experts, hidden] float16 or bfloat16, `bias` float32. If `jitter` is not
+        negative, two experts are chosen by the sparse mixer.
         """
     def route(
         self, /, h: Tensor, logits: Tensor, arrivals: Tensor, ids: Tensor, weights: Tensor, launch: Launch
     ) -> None:
         """
-        The experts of each row of h [rows, hidden] float16: `ids` int64 and `weights` float32 [rows, chosen]. `logits` float32
-        [rows, experts] is scratch, `arrivals` int32 [rows] zeros before and after.
+        Write the experts of each row of h [rows, hidden] float16: `ids` int64 and `weights` float32 [rows, chosen]. `logits` float32 [rows,
+        experts] is scratch; `arrivals` int32 [rows] is zero before and after.
         """
 
 @final
@@ -480,19 +481,19 @@ class Experts:
 @final
 class Launch:
     """
-    How kernels are queued: the stream, as the driver's handle, and whether a kernel may begin while its predecessor drains
-    (programmatic dependent launch).
+    Queueing of kernels: the stream, as the driver's handle, and whether a kernel may begin while its predecessor drains (programmatic
+    dependent launch).
     """
     def __new__(cls, /, stream: int, programmatic: bool) -> Launch: ...
 
 @final
 class MatmulInput:
     """
-    The input of a matmul, in that kernel's order, as the place of results.
+    The packed input of a matmul as the destination of results.
     """
     def __new__(cls, /, matrix: CudaMatrix, columns: int, scratch: Tensor) -> MatmulInput:
         """
-        `scratch` uint8 of the matmul by `matrix`, laid out for `columns` rows.
+        `scratch` uint8 of the matmul by `matrix`, packed for `columns` rows.
         """
 
 @final
@@ -508,17 +509,17 @@ class MatmulPlan:
     @property
     def hands_on(self, /) -> bool:
         """
-        Whether results can be left packed as the input of the next matmul.
+        Whether results can be written packed as the input of the next matmul.
         """
     @property
     def input_columns(self, /) -> int | None:
         """
-        Columns of the kernel's layout in which a launch that is no matmul can pack rows in the scratch memory, or None.
+        Columns of the kernel's layout in which a launch other than a matmul can pack rows into the scratch memory, or None.
         """
     @property
     def joined(self, /) -> bool:
         """
-        Whether `run` takes all matrices with norm, gate and residual. Otherwise each matrix has a plan of its own.
+        Whether `run` takes all matrices with norm, gate and residual. Otherwise each matrix has a separate plan.
         """
     @property
     def kernel(self, /) -> str:
@@ -543,7 +544,7 @@ class MatmulPlan:
     @property
     def takes_packed(self, /) -> bool:
         """
-        Whether the matmul before can leave its results packed in the scratch memory, in the layout of `gemm_few`.
+        Whether the previous matmul can write its results packed into the scratch memory, in the layout of `gemm_few`.
         """
 
 @final
@@ -555,7 +556,7 @@ class Matrix:
     def bits_per_weight(self, /) -> float: ...
     def dequantize(self, /, out: Tensor) -> None:
         """
-        W [K, N] float16 into `out`.
+        Write W [K, N] float16 into `out`.
         """
     @staticmethod
     def from_exl2(
@@ -585,7 +586,7 @@ class Matrix:
     def in_features(self, /) -> int: ...
     def matmul(self, /, x: Tensor, out: Tensor) -> None:
         """
-        `x` [.., K] into `out` [.., N]; both float32. Refuses lengths that do not fit.
+        Multiply `x` [.., K] with the matrix into `out` [.., N]; both float32. Raises ValueError if the lengths do not fit.
         """
     @property
     def nbytes(self, /) -> int: ...
@@ -608,7 +609,7 @@ class MlpBlock:
 @final
 class NewKeys:
     """
-    Keys and values of the call's own tokens, which the pages lack: rotated and stored in the same launch.
+    Keys and values of the call's own tokens, which are not in the pages: rotated and stored in the same launch.
     """
     def __new__(
         cls,
@@ -622,19 +623,19 @@ class NewKeys:
         norms: tuple[Tensor, Tensor, float] | None = None,
     ) -> NewKeys:
         """
-        `key` and `value` flat, `stride` elements between tokens; `slots` int64 [T]. `early`: everything but queries, keys and values may be
-        read before the launches right before this one have ended. `norms`: RMS norms of each head of the queries and of the keys before the
+        `key` and `value` flat, `stride` elements between tokens; `slots` int64 [T]. `early`: everything except queries, keys and values may
+        be read before the preceding launches have ended. `norms`: RMS norms of each head of the queries and of the keys before the
         rotation, weights float32 [head_dim] each, and their epsilon.
         """
 
 @final
 class NextInput:
     """
-    The input of the next matmul, as a place for results.
+    The input of the next matmul as the destination of results.
     """
     def __new__(cls, /, group: CudaLinearGroup, scratch: Tensor, normed: bool = False) -> NextInput:
         """
-        `scratch` uint8, of the plan of that `group`; `normed`: it norms its input, so that results bring their sums of squares.
+        `scratch` uint8, of the plan of that `group`; `normed`: it norms its input, so that results include their sums of squares.
         """
 
 @final
@@ -663,7 +664,7 @@ class Pages:
         value_scales: Tensor | None,
     ) -> Pages:
         """
-        key, value: [P, page, H, row]; scales [P, page, H, row] where the kind has them.
+        key, value: [P, page, H, row]; scales [P, page, H, row] if the kind has them.
         """
 
 @final
@@ -679,7 +680,7 @@ class Rotation:
 @final
 class SamplingPlan:
     """
-    The settings of a request as numbers, and the sets that they name: what stays the same over its rows.
+    A request's settings as numbers, and the sets that they name. They are the same for all of its rows.
     """
     def __new__(
         cls,
@@ -701,22 +702,23 @@ class SamplingPlan:
         cfg_scale: float | None,
     ) -> SamplingPlan:
         """
-        0 or None switches a transform off. `size`: ids of the vocabulary; `cuts` = (top_p, top_a, min_p, tfs, typical); `late` = (low, high,
-        exponent) of the temperature behind the cuts; `xtc` = (probability, threshold); `penalties` = (repetition, presence, frequency, range,
-        decay); `dry` = (multiplier, base, allowed_length, max_ngram, range, breakers).
+        0 or None switches a transform off. `size`: ids of the vocabulary; `cuts` = (top_p, top_a, min_p, tfs, typical); `late` = (low,
+        high, exponent) of the temperature after the cuts; `xtc` = (probability, threshold); `penalties` = (repetition, presence, frequency,
+        range, decay); `dry` = (multiplier, base, allowed_length, max_ngram, range, breakers).
         """
 
 @final
 class SamplingWorkspace:
     """
-    Memory that calls of one GPU share: what rows are staged in, and what the kernels compute in.
+    Memory that calls of one GPU share: staged rows, and the workspace of the kernels.
     """
     def __new__(
         cls, /, staging: Tensor, device_copy: Tensor, shaped: Tensor, maxima: Tensor, sums: Tensor, wide: Tensor
     ) -> SamplingWorkspace:
         """
-        `staging` uint8 in pinned memory, `device_copy` as much on the GPU; there too `shaped` float32 [N, pitch], `maxima` int32 and `sums`
-        int64 [N, 2048], for calls of up to N rows of up to `pitch` logits; `wide` uint8 of `wide_bytes(N)`, all zero when it is made.
+        `staging` uint8 in pinned memory, `device_copy` of the same size on the GPU. Also on the GPU: `shaped` float32 [N, pitch], `maxima`
+        int32 and `sums` int64 [N, 2048], for calls of up to N rows of up to `pitch` logits, and `wide` uint8 of `wide_bytes(N)`, zero at
+        the beginning.
         """
     @property
     def rows(self, /) -> int:
@@ -736,31 +738,31 @@ class StepStage:
     """
     def __new__(cls, /, buffer: Tensor, sizes: tuple[int, int, int, int]) -> StepStage:
         """
-        `buffer`: uint8 on the CPU, of the bytes that `sizes` = (batch, q_len, pages, page_size) take.
+        `buffer`: uint8 on the CPU, of `bytes(sizes)` bytes; `sizes` = (batch, q_len, pages, page_size).
         """
     @staticmethod
     def bytes(sizes: tuple[int, int, int, int]) -> int:
         """
-        Bytes that (batch, q_len, pages, page_size) take.
+        Bytes of a step of (batch, q_len, pages, page_size).
         """
     def fill(self, /, ids: Tensor | None, past: Tensor, table: Tensor, limits: tuple[int, int, int]) -> bool:
         """
-        Lays a step out in the buffer; False, with the buffer as it was, when something about it is wrong or too large.
+        Write a step into the buffer. Returns False and leaves the buffer unchanged if an operand is invalid or too large.
         ids int64 [rows, q_len] or None for zeros, past int32 [rows], table int32 [rows, width]; limits = (vocabulary, positions, pages).
         """
     def send(self, /, to: Tensor, stream: int) -> None:
         """
-        Queues the copy of the buffer to `to`, uint8 on a GPU and as long.
+        Queue the copy of the buffer to `to`, uint8 of the same length on a GPU.
         """
 
 @final
 class Tokens:
     """
-    Where the tokens of one step lie: made once, used by every layer.
+    Operands of a step's tokens: made once, used by every layer.
     """
     def __new__(cls, /, tables: AttentionTables, rotation: Rotation, slots: Tensor) -> Tokens:
         """
-        `slots` int64 [T]: where keys and values of the tokens are stored.
+        `slots` int64 [T]: the places of the tokens' keys and values.
         """
 
 def activate(kind: str, x: Tensor, up: Tensor | None, out: Tensor) -> None:
@@ -770,7 +772,7 @@ def activate(kind: str, x: Tensor, up: Tensor | None, out: Tensor) -> None:
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> None:
     """
-    Rotates x [T, H, D] in place; cos, sin [S, R/2].
+    Rotate x [T, H, D] in place; cos, sin [S, R/2].
     """
 
 def best_isa() -> str: ...
@@ -799,33 +801,33 @@ def cuda_attention_plan(
     pages: CudaPages, tokens: int, q_heads: int, batch: int, max_pages: int, max_keys: int, own: bool
 ) -> tuple[str, int, int, int]:
     """
-    (kernel, blocks that share a tile's keys, floats of workspace, zeroed counters) for a call of `tokens` x `q_heads` over `max_keys`
-    keys; `own`: the tokens' keys and values are not in the pages yet.
+    Return (kernel, blocks that share a tile's keys, floats of workspace, zeroed counters) for a call of `tokens` x `q_heads` over
+    `max_keys` keys. `own`: the tokens' keys and values are not in the pages yet.
     """
 
 def cuda_build() -> tuple[list[str], str, str, str]:
     """
-    (architectures, why these, toolkit version, why there are none) of this build.
+    Return (architectures, the reason for them, toolkit version, the reason for missing kernels) of this build.
     """
 
 def cuda_cards() -> list[str]:
     """
-    Names of the cards whose kernels can be listed without having one.
+    Names of the cards whose kernels can be listed on other machines.
     """
 
 def cuda_embed(table: Tensor, ids: Tensor, out: Tensor, factor: float, launch: Launch) -> None:
     """
-    out [T, width] float16 = table[ids] * factor.
+    Write table[ids] * factor into out [T, width] float16.
     """
 
 def cuda_kv_transfer(pages: CudaPages, k: Tensor, v: Tensor, slots: Tensor, load: bool, launch: Launch) -> None:
     """
-    Encodes k, v [T, H, D] into slots [T], or (`load`) decodes into them.
+    Encode k, v [T, H, D] into slots [T], or (`load`) decode the slots into them.
     """
 
 def cuda_launches() -> dict[str, int]:
     """
-    How often this process has launched each kernel of the GPUs in use, captured launches once; empty before the first use of a
+    Number of launches of each kernel of the GPUs in use by this process. A captured launch counts once. Empty before the first use of a
     GPU.
     """
 
@@ -834,9 +836,10 @@ def cuda_layer_norm(
 ) -> None: ...
 def cuda_lora_add(x: Tensor, y: Tensor, table: Tensor, slots: Tensor | None, middle: Tensor, launch: Launch) -> None:
     """
-    y [T, out] += (x [T, in] A) B of the entry that each row's slot names, all float16. table: int64 [entries, 5], addresses of A
-    [rank, in] and B [rank, out] float16, scale [rank] and bias [out] (or 0) float32, and the rank. slots: int32 [T], negative for none;
-    None: entry 0 for all rows. middle: float32 [T, largest rank], overwritten.
+    Compute y [T, out] += (x [T, in] A) B with the entry that each row's slot names, all float16.
+
+    table: int64 [entries, 5], addresses of A [rank, in] and B [rank, out] float16, scale [rank] and bias [out] (or 0) float32, and the
+    rank. slots: int32 [T], negative for none; None: entry 0 for all rows. middle: float32 [T, largest rank], overwritten.
     """
 
 def cuda_paged_attention(
@@ -853,8 +856,8 @@ def cuda_paged_attention(
     into: MatmulInput | None = None,
 ) -> None:
     """
-    See `exl_kernels.attention.cuda`. q: flat, `q_stride` elements between tokens; `workspace`: at least what the plan asks for; with `into`
-    results go there, and only the shape of `out` counts.
+    See `exl_kernels.attention.cuda`. q: flat, `q_stride` elements between tokens; `workspace`: of at least the plan's sizes. With `into`,
+    results go there, and only the shape of `out` is used.
     """
 
 def cuda_probe() -> tuple[
@@ -863,17 +866,17 @@ def cuda_probe() -> tuple[
     str | None,
 ]:
     """
-    (driver's CUDA version, devices, reason why CUDA cannot be used).
+    Return (driver's CUDA version, devices, reason why CUDA cannot be used).
     """
 
 def cuda_probe_empty(device: int, launch: Launch) -> None:
     """
-    Launches a kernel that does nothing, for measuring what a launch costs.
+    Launch an empty kernel, to measure the cost of a launch.
     """
 
 def cuda_probe_read(buffer: Tensor, sink: Tensor, stream: int) -> None:
     """
-    Reads all of `buffer` (uint8), for measuring the read bandwidth; `sink` is a uint8 tensor of at least 4 elements.
+    Read all of `buffer` (uint8) to measure the read bandwidth; `sink` is a uint8 tensor of at least 4 elements.
     """
 
 def cuda_rms_norm(x: Tensor, weight: Tensor, out: Tensor, eps: float, weight_offset: float, launch: Launch) -> None: ...
@@ -887,14 +890,14 @@ def cuda_rope_store(
 
 def cuda_row_limits() -> tuple[int, int, int]:
     """
-    Most rows of a matmul by `gemv_ring` where others fit too, by `gemm_few`, and on packed weights by any kernel.
+    Most rows of a matmul by `gemv_ring` if other kernels fit too, by `gemm_few`, and on packed weights by any kernel.
     """
 
 def cuda_sample_answers(
     workspace: SamplingWorkspace, count: int
 ) -> list[tuple[int, float, tuple[list[int], list[float]] | None]]:
     """
-    The answers of the last launch over `workspace`, whose stream has been synchronized; token -3: sample this row on the CPU.
+    The answers of the last launch over `workspace`, whose stream has been synchronized. Token -3: sample this row on the CPU.
     """
 
 def cuda_sample_fill(
@@ -918,8 +921,9 @@ def cuda_sample_fill(
     stream: int,
 ) -> tuple[int, tuple[bool, bool, bool]]:
     """
-    Write the rows to the staging memory and queue its copy on `stream`. Returns the bytes that are needed (more than there are: nothing of use
-    was written, nothing is queued) and what `cuda_sample_launch` is to be told of the rows' needs. `constants`: of each request.
+    Write the rows to the staging memory and queue its copy on `stream`. Returns the needed bytes and the rows' needs for
+    `cuda_sample_launch`. If the needed bytes exceed the staging memory, nothing useful was written and nothing is queued. `constants`: of
+    each request.
     """
 
 def cuda_sample_launch(
@@ -930,14 +934,14 @@ def cuda_sample_launch(
     next: tuple[Tensor, int, tuple[Tensor, Tensor] | None] | None = None,
 ) -> None:
     """
-    Launch for `count` rows that were filled in and copied, with the needs that `cuda_sample_fill` told; the answers are in the workspace once the stream has passed. `next`: int64
-    [count] on the GPU that gets the tokens, cut to ids below the number beside it (rows that are left to the CPU may write nothing), and
-    what is copied to where before.
+    Launch for `count` rows that were written and copied, with the needs that `cuda_sample_fill` returned. The answers are in the workspace
+    once the stream has passed. `next`: int64 [count] on the GPU that receives the tokens, clamped to ids below the given limit, and the
+    source and destination of a copy before the launch. Rows that are left to the CPU may write no token.
     """
 
 def cuda_select_alone(card: CudaCard, shape: CudaShape, rows: int) -> tuple[str, bool, list[tuple[str, str]]]:
     """
-    The kernel of one matrix by itself, as `QuantMatrix.matmul` runs it.
+    The kernel of one matrix without an epilogue, as `QuantMatrix.matmul` runs it.
     """
 
 def cuda_select_attention(
@@ -961,7 +965,7 @@ def cuda_select_experts(
     card: CudaCard, experts: Sequence[Sequence[CudaShape]], rows: int, chosen: int
 ) -> tuple[str, str | None]:
     """
-    How the experts (gate, up, down) of a layer run for `rows` rows with `chosen` experts each, and why not in launches that they share.
+    How the experts (gate, up, down) of a layer run for `rows` rows with `chosen` experts each, and why not in shared launches.
     """
 
 def cuda_select_fused(
@@ -979,17 +983,17 @@ def cuda_select_fused(
 
 def exl2_check(name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]) -> list[tuple[int, int]]:
     """
-    Checks an EXL2 matrix; (bits, rows) of each group.
+    Check an EXL2 matrix and return (bits, rows) of each group.
     """
 
 def exl2_dequantize(name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], out: Tensor) -> None:
     """
-    W [K, N] into `out`.
+    Dequantize W [K, N] into `out`.
     """
 
 def exl2_groups(name: str, plan_text: str, k: int) -> list[tuple[int, int]]:
     """
-    (bits, rows) of each group that `plan` cuts `k` rows into.
+    Return (bits, rows) of each group that `plan` cuts `k` rows into.
     """
 
 def exl2_pack(
@@ -1002,7 +1006,7 @@ def exl2_pack(
     parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:
     """
-    Packs codes [K, N] and scale codes [G, N] into `parts`.
+    Pack codes [K, N] and scale codes [G, N] into `parts`.
     """
 
 def exl2_quantize(
@@ -1014,19 +1018,19 @@ def exl2_quantize(
     parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:
     """
-    Quantizes `weight` [out, in] into `parts`.
+    Quantize `weight` [out, in] into `parts`.
     """
 
 def exl2_total_bits(name: str, plan_text: str, k: int, n: int) -> int:
     """
-    Bits that a [k, n] matrix takes under `plan`.
+    Bits of a [k, n] matrix under `plan`.
     """
 
 def gptq_check(
     name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor | None], bits: int, v2: bool, group_size: int | None
 ) -> tuple[int, int]:
     """
-    Checks a GPTQ matrix; the group of each row.
+    Check a GPTQ matrix and return the group of each row.
     """
 
 def gptq_dequantize(
@@ -1038,7 +1042,7 @@ def gptq_dequantize(
     out: Tensor,
 ) -> None:
     """
-    W [K, N] into `out`.
+    Dequantize W [K, N] into `out`.
     """
 
 def gptq_quantize(
@@ -1052,23 +1056,23 @@ def gptq_quantize(
     parts: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
     """
-    Quantizes `weight` [out, in] into `parts` (qweight, qzeros, scales, g_idx).
+    Quantize `weight` [out, in] into `parts` (qweight, qzeros, scales, g_idx).
     """
 
 def isa() -> str: ...
 def kv_load(pages: Pages, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """
-    Decodes slots [T] into k, v [T, H, D].
+    Decode slots [T] into k, v [T, H, D].
     """
 
 def kv_store(pages: Pages, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """
-    Encodes k, v [T, H, D] into slots [T].
+    Encode k, v [T, H, D] into slots [T].
     """
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor) -> None:
     """
-    As `rms_norm`, with mean and bias.
+    Like `rms_norm`, with mean and bias.
     """
 
 def num_threads() -> int: ...
@@ -1082,27 +1086,27 @@ def paged_attention(
 def pin_threads() -> bool: ...
 def read_bandwidth(data: Tensor) -> float:
     """
-    Bytes per second at which the pool reads `data` (int64), once.
+    Bytes per second at which the pool reads `data` (int64) once.
     """
 
 def read_into(path: str | PathLike[str], offset: int, out: Tensor, name: str) -> None:
     """
-    Fills `out` (uint8) with the file's bytes at `offset`.
+    Fill `out` (uint8) with the file's bytes at `offset`.
     """
 
 def rms_norm(x: Tensor, weight: Tensor, offset: float, eps: float, out: Tensor) -> None:
     """
-    x [.., D] normalised into out (which may be x); weight f32 [D] or [H, D], the end of x's shape.
+    Normalize x [.., D] into out (which may be x); weight float32 [D] or [H, D], the last dimensions of x's shape.
     """
 
 def run_empty(tasks: int) -> None:
     """
-    Runs `tasks` empty tasks: what a job costs by itself.
+    Run `tasks` empty tasks, to measure the overhead of a job.
     """
 
 def safetensors_header(path: str | PathLike[str]) -> tuple[list[tuple[str, str, list[int], int, int]], dict[str, str]]:
     """
-    The checked header of a safetensors file: entries in data order, metadata.
+    Check the header of a safetensors file and return its entries in data order and its metadata.
     """
 
 def sample_rows(
@@ -1123,7 +1127,7 @@ def sample_rows(
     ],
 ) -> list[tuple[int, float, tuple[list[int], list[float]] | None]]:
     """
-    Samples each row from its float32 logits in CPU memory.
+    Sample each row from its float32 logits in CPU memory.
     """
 
 def sampling_distribution(
@@ -1142,7 +1146,7 @@ def sampling_distribution(
     ],
 ) -> tuple[list[int], list[int]]:
     """
-    The final candidates of one row by ascending id, with their weights; raises `LookupError` where there are none.
+    The final candidates of one row by ascending id, with their weights. Raises `LookupError` if there are none.
     """
 
 def sampling_shaped(
@@ -1162,7 +1166,7 @@ def sampling_shaped(
     out: Tensor,
 ) -> None:
     """
-    The logits of one row as steps 1 to 8 leave them, written into `out` (float32, one per id of the vocabulary).
+    Write the logits of one row after steps 1 to 8 into `out` (float32, one for each id of the vocabulary).
     """
 
 def set_isa(wanted: str) -> str: ...

@@ -20,7 +20,7 @@ fn refused(py: Python<'_>, what: &str, error: BlockError) -> PyErr {
     shape_error(py, format!("{what}: {error}"))
 }
 
-/// Where the tokens of one step lie: made once, used by every layer.
+/// Operands of a step's tokens: made once, used by every layer.
 #[pyclass(frozen, name = "Tokens", module = "exl_kernels._native")]
 pub struct Tokens {
     tables: Py<AttentionTables>,
@@ -30,7 +30,7 @@ pub struct Tokens {
 
 #[pymethods]
 impl Tokens {
-    /// `slots` int64 [T]: where keys and values of the tokens are stored.
+    /// `slots` int64 [T]: the places of the tokens' keys and values.
     #[new]
     fn new(
         py: Python<'_>,
@@ -53,7 +53,7 @@ impl Tokens {
             rotation,
             slots,
         };
-        tokens.view()?; // element types
+        tokens.view()?; // Checks the element types.
         Ok(tokens)
     }
 }
@@ -83,7 +83,7 @@ impl Tokens {
     }
 }
 
-/// A norm inside a block: rms without a bias, or layer.
+/// A norm inside a block: RMSNorm without a bias, or LayerNorm.
 #[pyclass(frozen, name = "BlockNorm")]
 pub struct BlockNorm {
     weight: Tensor,
@@ -116,7 +116,7 @@ impl BlockNorm {
             eps,
             layer,
         };
-        norm.view()?; // element types
+        norm.view()?; // Checks the element types.
         Ok(norm)
     }
 }
@@ -154,7 +154,7 @@ fn view_norm(norm: &MaybeNorm) -> PyResult<Option<RowNorm<'_>>> {
 /// Norm, q, k, v, their norms, RoPE, cache, attention, o, post norm, residual.
 #[pyclass(frozen, name = "AttentionBlock")]
 pub struct AttentionBlock {
-    /// Before, of q, of k, after.
+    /// The norm before, those of q and of k, and the norm after.
     norms: [MaybeNorm; 4],
     matrices: [Py<Matrix>; 4],
     head_dim: usize,
@@ -236,7 +236,7 @@ impl AttentionBlock {
 /// Norm, gate if there is one, up, activation, down, post norm, residual.
 #[pyclass(frozen, name = "MlpBlock")]
 pub struct MlpBlock {
-    /// Before and after.
+    /// The norms before and after.
     norms: [MaybeNorm; 2],
     gate: Option<Py<Matrix>>,
     /// Up and down.

@@ -18,7 +18,7 @@ pub struct Pages {
 }
 
 impl Pages {
-    /// The pages, if their tensors still lie where they did (`resize_` and `share_memory_` move them).
+    /// The pages, if their tensors still have the same addresses (`resize_` and `share_memory_` move them).
     pub fn get_checked(&self, py: Python<'_>) -> PyResult<&kv::Pages> {
         for tensor in &self.owners {
             let now = tensor
@@ -36,7 +36,7 @@ impl Pages {
 
 #[pymethods]
 impl Pages {
-    /// key, value: [P, page, H, row]; scales [P, page, H, row] where the kind has them.
+    /// key, value: [P, page, H, row]; scales [P, page, H, row] if the kind has them.
     #[new]
     #[pyo3(signature = (kind, head_dim, key, value, key_scales, value_scales))]
     fn new(
@@ -104,7 +104,7 @@ impl Pages {
     }
 }
 
-/// Encodes k, v [T, H, D] into slots [T].
+/// Encode k, v [T, H, D] into slots [T].
 #[pyfunction]
 pub fn kv_store(
     py: Python<'_>,
@@ -123,7 +123,7 @@ pub fn kv_store(
         .map_err(|error| shape_error(py, format!("store_kv: {error}")))
 }
 
-/// Decodes slots [T] into k, v [T, H, D].
+/// Decode slots [T] into k, v [T, H, D].
 #[pyfunction]
 pub fn kv_load(
     py: Python<'_>,

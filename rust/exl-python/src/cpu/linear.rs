@@ -1,4 +1,4 @@
-//! Bindings of the `linear` subject: repacked matrices and their products.
+//! Bindings of the `linear` subject: repacked matrices and their matmuls.
 
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
@@ -127,7 +127,7 @@ impl Matrix {
         self.inner.bytes()
     }
 
-    /// `x` [.., K] into `out` [.., N]; both float32. Refuses lengths that do not fit.
+    /// Multiply `x` [.., K] with the matrix into `out` [.., N]; both float32. Raises ValueError if the lengths do not fit.
     fn matmul(&self, py: Python<'_>, x: Tensor, out: Tensor) -> PyResult<()> {
         let (k, n) = (self.inner.in_features(), self.inner.out_features());
         let (x, out) = (x.slice::<f32>("x")?, out.slice_mut::<f32>("out")?);
@@ -143,7 +143,7 @@ impl Matrix {
         Ok(())
     }
 
-    /// W [K, N] float16 into `out`.
+    /// Write W [K, N] float16 into `out`.
     fn dequantize(&self, py: Python<'_>, out: Tensor) -> PyResult<()> {
         let expected = self.inner.in_features() * self.inner.out_features();
         let out = out.slice_mut::<f16>("out")?;

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use crate::tensor::{Tensor, same_shape};
 use pyo3::exceptions::PyValueError;
 
-/// x [.., D] normalised into out (which may be x); weight f32 [D] or [H, D], the end of x's shape.
+/// Normalize x [.., D] into out (which may be x); weight float32 [D] or [H, D], the last dimensions of x's shape.
 #[pyfunction]
 pub fn rms_norm(
     py: Python<'_>,
@@ -26,7 +26,7 @@ pub fn rms_norm(
     run(py, norm, &x, &weight, eps, &out)
 }
 
-/// As `rms_norm`, with mean and bias.
+/// Like `rms_norm`, with mean and bias.
 #[pyfunction]
 #[pyo3(signature = (x, weight, bias, eps, out))]
 pub fn layer_norm(

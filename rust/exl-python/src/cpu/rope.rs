@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use crate::errors::shape_error;
 use crate::tensor::{Tensor, same_shape};
 
-/// Rotates x [T, H, D] in place; cos, sin [S, R/2].
+/// Rotate x [T, H, D] in place; cos, sin [S, R/2].
 #[pyfunction]
 pub fn apply_rope(
     py: Python<'_>,

@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 
 use crate::tensor::Tensor;
 
-/// The settings of a request as numbers, and the sets that they name: what stays the same over its rows.
+/// A request's settings as numbers, and the sets that they name. They are the same for all of its rows.
 #[pyclass(frozen, module = "exl_kernels._native")]
 pub struct SamplingPlan {
     pub chain: Chain,
@@ -36,9 +36,9 @@ struct DryPlan {
 
 #[pymethods]
 impl SamplingPlan {
-    /// 0 or None switches a transform off. `size`: ids of the vocabulary; `cuts` = (top_p, top_a, min_p, tfs, typical); `late` = (low, high,
-    /// exponent) of the temperature behind the cuts; `xtc` = (probability, threshold); `penalties` = (repetition, presence, frequency, range,
-    /// decay); `dry` = (multiplier, base, allowed_length, max_ngram, range, breakers).
+    /// 0 or None switches a transform off. `size`: ids of the vocabulary; `cuts` = (top_p, top_a, min_p, tfs, typical); `late` = (low,
+    /// high, exponent) of the temperature after the cuts; `xtc` = (probability, threshold); `penalties` = (repetition, presence, frequency,
+    /// range, decay); `dry` = (multiplier, base, allowed_length, max_ngram, range, breakers).
     #[new]
     #[pyo3(signature = (*, size, greedy, scale, smooth, top_k, cuts, late, xtc, descending, penalties, dry, bias, xtc_ignored, cfg_scale))]
     fn new(
@@ -60,7 +60,7 @@ impl SamplingPlan {
         let (top_p, top_a, min_p, tfs, typical) = cuts;
         let late = match late {
             None => Late::None,
-            // Only one temperature: p^(1/T)
+            // A single temperature: p^(1/T).
             Some((low, high, _)) if low == high => Late::Fixed(((1.0 / low) as f32).min(3e38)),
             Some((low, high, exponent)) => Late::Dynamic {
                 low,
@@ -215,10 +215,10 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Request {
     }
 }
 
-/// A token, or -1 (nothing is left) or -2 (NaN or +inf); its probability; the first candidates with theirs.
+/// A token, or -1 (no candidate is left) or -2 (NaN or +inf); its probability; the first candidates with their probabilities.
 pub type Answer = (i64, f64, Option<(Vec<u32>, Vec<f64>)>);
 
-/// The elements of a contiguous buffer. Nobody may write to it while the slice lives.
+/// The elements of a contiguous buffer. No other thread may write to it while the slice lives.
 fn elements<'a, T: Element>(buffer: &'a PyBuffer<T>, what: &str) -> PyResult<&'a [T]> {
     if !buffer.is_c_contiguous() {
         return Err(PyValueError::new_err(format!("{what} is not contiguous")));
@@ -230,7 +230,7 @@ fn elements<'a, T: Element>(buffer: &'a PyBuffer<T>, what: &str) -> PyResult<&'a
     Ok(unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), buffer.item_count()) })
 }
 
-/// The changes of single logits that a request's settings ask for, and the lists it brings.
+/// The edits of single logits by a request's settings and by the lists that it brings.
 pub struct Edits {
     pub penalties: Vec<Edit>,
     pub discouraged: Vec<Edit>,
@@ -246,7 +246,7 @@ impl Edits {
         banned: &[i64],
         rare: &[i64],
     ) -> Self {
-        // Ids that no token has ban nothing.
+        // Ids outside the vocabulary ban nothing.
         let set = |ids: &[i64], value: f64| {
             let known = ids.iter().filter_map(|&id| u32::try_from(id).ok());
             known.map(|id| Edit::set(id, value)).collect()
@@ -276,10 +276,10 @@ impl Edits {
     }
 }
 
-/// Tokens of context below which waking other threads costs more than it saves.
+/// Context tokens below which waking other threads costs more than it saves.
 const PARALLEL_FROM: usize = 8192;
 
-/// What `finish` makes of the edits of every request and the number of its ids, on the pool's threads.
+/// Pass the edits and the index of each request to `finish`, on the pool's threads.
 pub fn prepared<T: Send>(
     py: Python<'_>,
     requests: &[Request],
@@ -378,7 +378,7 @@ pub fn only(request: &Request) -> PyResult<Option<&[i64]>> {
         .transpose()
 }
 
-/// Samples each row from its float32 logits in CPU memory.
+/// Sample each row from its float32 logits in CPU memory.
 #[pyfunction]
 pub fn sample_rows(py: Python<'_>, requests: Vec<Request>) -> PyResult<Vec<Answer>> {
     let edits = prepared(py, &requests, |edits, _| edits)?;
@@ -402,7 +402,7 @@ pub fn answer(result: Result<sampling::Sampled, Failure>) -> Answer {
     }
 }
 
-/// The final candidates of one row by ascending id, with their weights; raises `LookupError` where there are none.
+/// The final candidates of one row by ascending id, with their weights. Raises `LookupError` if there are none.
 #[pyfunction]
 pub fn sampling_distribution(py: Python<'_>, request: Request) -> PyResult<(Vec<u32>, Vec<u64>)> {
     let edits = prepared(py, std::slice::from_ref(&request), |edits, _| edits)?;
@@ -413,7 +413,7 @@ pub fn sampling_distribution(py: Python<'_>, request: Request) -> PyResult<(Vec<
         .map_err(|_| pyo3::exceptions::PyLookupError::new_err("no candidates"))
 }
 
-/// The logits of one row as steps 1 to 8 leave them, written into `out` (float32, one per id of the vocabulary).
+/// Write the logits of one row after steps 1 to 8 into `out` (float32, one for each id of the vocabulary).
 #[pyfunction]
 pub fn sampling_shaped(py: Python<'_>, request: Request, out: Tensor) -> PyResult<()> {
     let edits = prepared(py, std::slice::from_ref(&request), |edits, _| edits)?;

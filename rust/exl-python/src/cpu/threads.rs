@@ -47,13 +47,13 @@ pub fn pin_threads() -> bool {
     pool::pin()
 }
 
-/// Runs `tasks` empty tasks: what a job costs by itself.
+/// Run `tasks` empty tasks, to measure the overhead of a job.
 #[pyfunction]
 pub fn run_empty(py: Python<'_>, tasks: usize) {
     py.detach(|| pool::run(tasks, &|_| {}));
 }
 
-/// Bytes per second at which the pool reads `data` (int64), once.
+/// Bytes per second at which the pool reads `data` (int64) once.
 #[pyfunction]
 #[allow(clippy::needless_pass_by_value)] // PyO3 hands extracted arguments over by value.
 pub fn read_bandwidth(py: Python<'_>, data: Tensor) -> PyResult<f64> {

@@ -27,7 +27,7 @@ pub struct CudaPages {
 
 #[pymethods]
 impl CudaPages {
-    /// key, value: [P, page, H, row]; scales [P, page, H, row] where the kind has them.
+    /// key, value: [P, page, H, row]; scales [P, page, H, row] if the kind has them.
     #[new]
     #[pyo3(signature = (kind, head_dim, key, value, key_scales, value_scales))]
     fn new(
@@ -73,7 +73,7 @@ impl CudaPages {
         if let Some((what, _)) = all.iter().find(|(_, t)| t.ptr % 16 != 0) {
             return Err(shape_error(
                 py,
-                format!("{what} does not begin at a multiple of 16 bytes: allocate it by itself"),
+                format!("{what} does not begin at a multiple of 16 bytes: allocate it separately"),
             ));
         }
         let device = target(&all, &Launch::in_order(0))?.device;
@@ -97,7 +97,7 @@ impl CudaPages {
 }
 
 impl CudaPages {
-    /// Where a launch on `tensors` and these pages goes.
+    /// Target of a launch on `tensors` and these pages.
     pub fn target(&self, tensors: &[(&str, &Tensor)], launch: &Launch) -> PyResult<Target> {
         let to = target(tensors, launch)?;
         if to.device == self.device {
@@ -110,7 +110,7 @@ impl CudaPages {
     }
 }
 
-/// Encodes k, v [T, H, D] into slots [T], or (`load`) decodes into them.
+/// Encode k, v [T, H, D] into slots [T], or (`load`) decode the slots into them.
 #[pyfunction]
 pub fn cuda_kv_transfer(
     py: Python<'_>,
@@ -145,7 +145,7 @@ pub fn cuda_kv_transfer(
     .map_err(|e| device_error(py, &e))
 }
 
-/// Keys and values of the call's own tokens, which the pages lack: rotated and stored in the same launch.
+/// Keys and values of the call's own tokens, which are not in the pages: rotated and stored in the same launch.
 #[pyclass(frozen, module = "exl_kernels._native")]
 #[derive(Debug)]
 pub struct NewKeys {
@@ -160,8 +160,8 @@ pub struct NewKeys {
 
 #[pymethods]
 impl NewKeys {
-    /// `key` and `value` flat, `stride` elements between tokens; `slots` int64 [T]. `early`: everything but queries, keys and values may be
-    /// read before the launches right before this one have ended. `norms`: RMS norms of each head of the queries and of the keys before the
+    /// `key` and `value` flat, `stride` elements between tokens; `slots` int64 [T]. `early`: everything except queries, keys and values may
+    /// be read before the preceding launches have ended. `norms`: RMS norms of each head of the queries and of the keys before the
     /// rotation, weights float32 [head_dim] each, and their epsilon.
     #[new]
     #[pyo3(signature = (key, value, stride, rotation, slots, early, norms=None))]
@@ -186,7 +186,7 @@ impl NewKeys {
     }
 }
 
-/// Memory of a launch over many keys: what `cuda_attention_plan` asks for.
+/// Memory of a launch over many keys, of the sizes that `cuda_attention_plan` returns.
 #[pyclass(frozen, module = "exl_kernels._native")]
 #[derive(Debug)]
 pub struct AttentionWorkspace {
@@ -204,7 +204,7 @@ impl AttentionWorkspace {
     }
 }
 
-/// The input of a matmul, in that kernel's order, as the place of results.
+/// The packed input of a matmul as the destination of results.
 #[pyclass(frozen, module = "exl_kernels._native")]
 #[derive(Debug)]
 pub struct MatmulInput {
@@ -215,7 +215,7 @@ pub struct MatmulInput {
 
 #[pymethods]
 impl MatmulInput {
-    /// `scratch` uint8 of the matmul by `matrix`, laid out for `columns` rows.
+    /// `scratch` uint8 of the matmul by `matrix`, packed for `columns` rows.
     #[new]
     fn new(matrix: Py<CudaMatrix>, columns: usize, scratch: Tensor) -> Self {
         Self {
@@ -226,7 +226,7 @@ impl MatmulInput {
     }
 }
 
-/// The operands of one call, checked; what `attention::plan` and `attention::attend` take.
+/// The checked operands of one call, for `attention::plan` and `attention::attend`.
 fn operands(
     pages: &CudaPages,
     (q, q_stride): (&Tensor, usize),
@@ -262,7 +262,7 @@ fn operands(
         key_mask.is_none_or(|m| m.dtype == DType::F32 && m.shape.len() == 2 && m.shape[0] == batch);
     if !(integers && fits && mask_fits) {
         return Err(PyValueError::new_err(
-            "operands of paged attention do not fit each other",
+            "the operands of paged attention do not fit each other",
         ));
     }
     Ok(Attention {
@@ -292,7 +292,7 @@ fn operands(
     })
 }
 
-/// Rows of `width` elements, `stride` apart, lie within the tensor and on even addresses of 4 bytes.
+/// Whether rows of `width` elements, `stride` apart, lie within the tensor, on addresses that are multiples of 4 bytes.
 fn covers(t: &Tensor, rows: usize, stride: usize, width: usize) -> bool {
     rows == 0
         || (stride >= width
@@ -384,12 +384,12 @@ fn ordered_operands(op: &Attention, to: &MatmulInput) -> Result<Ordered, String>
     let features = op.q_heads * op.pages.head_dim;
     if matrix.in_features() != features {
         return Err(format!(
-            "the product takes {} inputs, a token has {features} results",
+            "the matmul takes {} inputs, but a token has {features} results",
             matrix.in_features()
         ));
     }
     if op.element != 0 {
-        return Err("a product's input in its order: of float16 only".to_owned());
+        return Err("results packed for a matmul must be float16".to_owned());
     }
     if !ORDERED_COLUMNS.contains(columns) || op.tokens > *columns {
         return Err(format!(
@@ -398,7 +398,7 @@ fn ordered_operands(op: &Attention, to: &MatmulInput) -> Result<Ordered, String>
         ));
     }
     let ordered = Ordered::of(matrix, *columns, scratch.ptr)
-        .ok_or("the product's matrix pads its input: lay that out by itself")?;
+        .ok_or("the matmul's matrix pads its input: pack the input in a separate launch")?;
     let bytes = ordered.bytes(features);
     let fits =
         scratch.dtype == DType::U8 && scratch.ptr.is_multiple_of(16) && scratch.numel() >= bytes;
@@ -411,8 +411,8 @@ fn ordered_operands(op: &Attention, to: &MatmulInput) -> Result<Ordered, String>
     Ok(ordered)
 }
 
-/// (kernel, blocks that share a tile's keys, floats of workspace, zeroed counters) for a call of `tokens` x `q_heads` over `max_keys`
-/// keys; `own`: the tokens' keys and values are not in the pages yet.
+/// Return (kernel, blocks that share a tile's keys, floats of workspace, zeroed counters) for a call of `tokens` x `q_heads` over
+/// `max_keys` keys. `own`: the tokens' keys and values are not in the pages yet.
 #[pyfunction]
 pub fn cuda_attention_plan(
     py: Python<'_>,
@@ -437,8 +437,8 @@ pub fn cuda_attention_plan(
     Ok((mode, plan.chunks, plan.workspace(), plan.tickets))
 }
 
-/// See `exl_kernels.attention.cuda`. q: flat, `q_stride` elements between tokens; `workspace`: at least what the plan asks for; with `into`
-/// results go there, and only the shape of `out` counts.
+/// See `exl_kernels.attention.cuda`. q: flat, `q_stride` elements between tokens; `workspace`: of at least the plan's sizes. With `into`,
+/// results go there, and only the shape of `out` is used.
 #[pyfunction]
 #[pyo3(signature = (q, q_stride, pages, tables, options, out, launch, *, new_keys=None, workspace=None, into=None))]
 pub fn cuda_paged_attention(
@@ -478,7 +478,7 @@ pub fn cuda_paged_attention(
         let fits = ordered_operands(&op, into).map_err(PyValueError::new_err)?;
         if op.own.is_none() || into.matrix.get().device != to.device {
             return Err(PyValueError::new_err(
-                "a product's input: with own keys and a matrix on the same GPU only",
+                "results packed for a matmul need own keys and a matrix on the same GPU",
             ));
         }
         op.ordered = Some(fits);

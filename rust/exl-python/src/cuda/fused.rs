@@ -1,4 +1,4 @@
-//! Bindings of the launches that join what stands between two matrix products.
+//! Bindings of launches that fuse the operators between two matmuls.
 
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
@@ -183,7 +183,7 @@ pub fn cuda_rope_store(
         .map_err(|e| device_error(py, &e))
 }
 
-/// out [T, width] float16 = table[ids] * factor.
+/// Write table[ids] * factor into out [T, width] float16.
 #[pyfunction]
 pub fn cuda_embed(
     py: Python<'_>,
@@ -227,7 +227,7 @@ pub struct StepStage {
 
 #[pymethods]
 impl StepStage {
-    /// `buffer`: uint8 on the CPU, of the bytes that `sizes` = (batch, q_len, pages, page_size) take.
+    /// `buffer`: uint8 on the CPU, of `bytes(sizes)` bytes; `sizes` = (batch, q_len, pages, page_size).
     #[new]
     fn new(buffer: Tensor, sizes: (usize, usize, usize, usize)) -> PyResult<Self> {
         let (batch, q_len, pages, page_size) = sizes;
@@ -245,7 +245,7 @@ impl StepStage {
         Ok(Self { buffer, sizes })
     }
 
-    /// Bytes that (batch, q_len, pages, page_size) take.
+    /// Bytes of a step of (batch, q_len, pages, page_size).
     #[staticmethod]
     fn bytes(sizes: (usize, usize, usize, usize)) -> usize {
         let (batch, q_len, pages, page_size) = sizes;
@@ -258,7 +258,7 @@ impl StepStage {
         .bytes()
     }
 
-    /// Lays a step out in the buffer; False, with the buffer as it was, when something about it is wrong or too large.
+    /// Write a step into the buffer. Returns False and leaves the buffer unchanged if an operand is invalid or too large.
     /// ids int64 [rows, q_len] or None for zeros, past int32 [rows], table int32 [rows, width]; limits = (vocabulary, positions, pages).
     fn fill(
         &self,
@@ -305,7 +305,7 @@ impl StepStage {
         Ok(true)
     }
 
-    /// Queues the copy of the buffer to `to`, uint8 on a GPU and as long.
+    /// Queue the copy of the buffer to `to`, uint8 of the same length on a GPU.
     fn send(&self, py: Python<'_>, to: Tensor, stream: usize) -> PyResult<()> {
         let target = target(&[("to", &to)], &Launch::in_order(stream))?;
         let bytes = self.buffer.numel();
@@ -313,7 +313,7 @@ impl StepStage {
             to.dtype == DType::U8 && to.numel() == bytes,
             "to must be uint8 and as long as the buffer",
         )?;
-        // SAFETY: sizes were checked; the caller writes to the buffer again only when the stream has passed.
+        // SAFETY: sizes were checked; the caller writes to the buffer again only after the stream has passed.
         py.detach(|| unsafe { step::send(target, to.ptr, self.buffer.ptr, bytes) })
             .map_err(|e| device_error(py, &e))
     }

@@ -11,9 +11,10 @@ use crate::errors::device_error;
 use crate::operands::Launch;
 use crate::tensor::{DType, Tensor};
 
-/// y [T, out] += (x [T, in] A) B of the entry that each row's slot names, all float16. table: int64 [entries, 5], addresses of A
-/// [rank, in] and B [rank, out] float16, scale [rank] and bias [out] (or 0) float32, and the rank. slots: int32 [T], negative for none;
-/// None: entry 0 for all rows. middle: float32 [T, largest rank], overwritten.
+/// Compute y [T, out] += (x [T, in] A) B with the entry that each row's slot names, all float16.
+///
+/// table: int64 [entries, 5], addresses of A [rank, in] and B [rank, out] float16, scale [rank] and bias [out] (or 0) float32, and the
+/// rank. slots: int32 [T], negative for none; None: entry 0 for all rows. middle: float32 [T, largest rank], overwritten.
 #[pyfunction]
 #[pyo3(signature = (x, y, table, slots, middle, launch))]
 pub fn cuda_lora_add(

@@ -1,4 +1,4 @@
-//! Bindings of a quantized matrix on a GPU: repacking on the CPU, its product and dequantization on torch's stream.
+//! Bindings of a quantized matrix on a GPU: repacking on the CPU, dequantization on torch's stream.
 
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
@@ -129,7 +129,7 @@ impl CudaLayout {
         self.layout.out_features
     }
 
-    /// Rows of K in the layout, padding included.
+    /// Rows of K in the layout, including padding.
     #[getter]
     fn rows(&self) -> usize {
         self.layout.rows()
@@ -141,7 +141,7 @@ impl CudaLayout {
         self.layout.entry_rows
     }
 
-    /// The code at a row of the layout and a feature, read back from the image.
+    /// The code at a row of the layout and a feature, read from the image.
     fn code(&self, py: Python<'_>, row: usize, feature: usize) -> PyResult<u32> {
         if row >= self.layout.rows() || feature >= self.layout.out_features {
             return Err(PyValueError::new_err(format!(
@@ -188,7 +188,7 @@ impl CudaMatrix {
             let original = from.view(py)?;
             expect(
                 moved.dtype == original.dtype && moved.shape == original.shape,
-                "a tensor of the layout changed on its way",
+                "a tensor does not have the size or dtype of the layout",
             )?;
         }
         expect(
@@ -231,7 +231,7 @@ impl CudaMatrix {
         })
     }
 
-    /// W [in_features, out_features] float16 into `out`.
+    /// Write W [in_features, out_features] float16 into `out`.
     fn dequantize(&self, py: Python<'_>, out: Tensor, stream: usize) -> PyResult<()> {
         let size = self.matrix.in_features() * self.matrix.out_features();
         expect(

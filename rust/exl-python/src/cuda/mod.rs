@@ -1,4 +1,4 @@
-//! Bindings of the CUDA operators: devices, probes and elementwise operators here, a file for each other subject.
+//! Bindings of the CUDA operators: devices, probes and elementwise operators here, one file for each other subject.
 
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
@@ -37,7 +37,7 @@ pub fn element(tensor: &Tensor, what: &str) -> PyResult<Element> {
     }
 }
 
-/// The one GPU that all `tensors` are on.
+/// The GPU that all `tensors` are on.
 pub fn target(tensors: &[(&str, &Tensor)], launch: &Launch) -> PyResult<Target> {
     let mut found: Option<(&str, u32)> = None;
     for (what, tensor) in tensors {
@@ -70,7 +70,7 @@ pub fn expect(holds: bool, what: &str) -> PyResult<()> {
     Err(PyValueError::new_err(what.to_owned()))
 }
 
-/// (architectures, why these, toolkit version, why there are none) of this build.
+/// Return (architectures, the reason for them, toolkit version, the reason for missing kernels) of this build.
 #[pyfunction]
 pub fn cuda_build() -> (Vec<&'static str>, &'static str, &'static str, &'static str) {
     (
@@ -93,7 +93,7 @@ type DeviceRow = (
     String,
 );
 
-/// (driver's CUDA version, devices, reason why CUDA cannot be used).
+/// Return (driver's CUDA version, devices, reason why CUDA cannot be used).
 #[pyfunction]
 pub fn cuda_probe(py: Python<'_>) -> (Option<(i32, i32)>, Vec<DeviceRow>, Option<String>) {
     py.detach(|| match (Driver::get(), devices()) {
@@ -125,7 +125,7 @@ pub fn cuda_probe(py: Python<'_>) -> (Option<(i32, i32)>, Vec<DeviceRow>, Option
     })
 }
 
-/// Checks what both norms share and launches.
+/// Check the operands that both norms have, and launch.
 fn launch_norm(
     py: Python<'_>,
     x: &Tensor,
@@ -310,7 +310,7 @@ pub fn cuda_activation(
         .map_err(|e| device_error(py, &e))
 }
 
-/// Reads all of `buffer` (uint8), for measuring the read bandwidth; `sink` is a uint8 tensor of at least 4 elements.
+/// Read all of `buffer` (uint8) to measure the read bandwidth; `sink` is a uint8 tensor of at least 4 elements.
 #[pyfunction]
 pub fn cuda_probe_read(
     py: Python<'_>,
@@ -332,7 +332,7 @@ pub fn cuda_probe_read(
         .map_err(|e| device_error(py, &e))
 }
 
-/// Launches a kernel that does nothing, for measuring what a launch costs.
+/// Launch an empty kernel, to measure the cost of a launch.
 #[pyfunction]
 pub fn cuda_probe_empty(py: Python<'_>, device: u32, launch: &Launch) -> PyResult<()> {
     let to = Target {
@@ -344,7 +344,7 @@ pub fn cuda_probe_empty(py: Python<'_>, device: u32, launch: &Launch) -> PyResul
         .map_err(|e| device_error(py, &e))
 }
 
-/// How often this process has launched each kernel of the GPUs in use, captured launches once; empty before the first use of a
+/// Number of launches of each kernel of the GPUs in use by this process. A captured launch counts once. Empty before the first use of a
 /// GPU.
 #[pyfunction]
 pub fn cuda_launches() -> BTreeMap<String, u64> {

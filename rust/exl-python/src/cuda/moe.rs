@@ -14,7 +14,7 @@ use crate::errors::device_error;
 use crate::operands::Launch;
 use crate::tensor::{DType, Tensor};
 
-/// How the rows of a router's logits become experts and weights: made once with the layer.
+/// The choice of experts and weights from the logits of a router: made once with the layer.
 #[pyclass(frozen, module = "exl_kernels._native")]
 #[derive(Debug)]
 pub struct ExpertRouter {
@@ -27,8 +27,8 @@ pub struct ExpertRouter {
 
 #[pymethods]
 impl ExpertRouter {
-    /// Logits (h @ weight^T + bias) * prescale; `weight` [experts, hidden] float16 or bfloat16, `bias` float32. `jitter` not negative: the
-    /// sparse choice of two.
+    /// Logits are (h @ weight^T + bias) * prescale; `weight` [experts, hidden] float16 or bfloat16, `bias` float32. If `jitter` is not
+    /// negative, two experts are chosen by the sparse mixer.
     #[new]
     #[pyo3(signature = (weight, bias, prescale, chosen, normalize, jitter))]
     fn new(
@@ -66,8 +66,8 @@ impl ExpertRouter {
         })
     }
 
-    /// The experts of each row of h [rows, hidden] float16: `ids` int64 and `weights` float32 [rows, chosen]. `logits` float32
-    /// [rows, experts] is scratch, `arrivals` int32 [rows] zeros before and after.
+    /// Write the experts of each row of h [rows, hidden] float16: `ids` int64 and `weights` float32 [rows, chosen]. `logits` float32 [rows,
+    /// experts] is scratch; `arrivals` int32 [rows] is zero before and after.
     fn route(
         &self,
         py: Python<'_>,
@@ -131,7 +131,7 @@ impl ExpertRouter {
     }
 }
 
-/// The quantized gated MLPs of a layer, of which every row takes some.
+/// The quantized gated MLPs of a layer, some of which each row uses.
 #[pyclass(frozen, name = "CudaExperts", module = "exl_kernels._native")]
 pub struct CudaExperts {
     experts: Experts,
@@ -143,7 +143,7 @@ pub struct CudaExperts {
 
 #[pymethods]
 impl CudaExperts {
-    /// (gate, up, down) of each expert, all on one GPU. ValueError says what cannot be launched together.
+    /// (gate, up, down) of each expert, all on one GPU. Raises ValueError with the reason if shared launches cannot take them.
     #[new]
     fn new(py: Python<'_>, matrices: Vec<[Py<CudaMatrix>; 3]>, activation: &str) -> PyResult<Self> {
         let activation = match activation {
@@ -177,7 +177,7 @@ impl CudaExperts {
         })
     }
 
-    /// What the launches read of all experts: bytes to be placed in the GPU's memory.
+    /// The table of all experts that the launches read, to be copied to the GPU.
     fn table<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, self.experts.table())
     }
@@ -198,9 +198,9 @@ impl CudaExperts {
         self.experts.scratch_bytes(rows, chosen)
     }
 
-    /// out [rows, hidden] = residual + sum of weights * the experts of h, + shared * shared_weights; all float16, but `weights` and
-    /// `shared_weights` float32. `ids` int64 and `weights` [rows, chosen]; `table` as `table` gave it, `scratch` uint8. `tuning`, row tiles
-    /// of a block of gate and up and of down, is for benchmarks.
+    /// Compute out [rows, hidden] = residual + sum of weights * the experts of h, + shared * shared_weights. All are float16, except
+    /// `weights` and `shared_weights`, which are float32. `ids` int64 and `weights` have shape [rows, chosen]; `table` holds the bytes of
+    /// `table`; `scratch` is uint8. `tuning` is for benchmarks: row tiles of a block of gate and up, and of down.
     #[pyo3(signature = (table, h, ids, weights, scratch, out, launch, *, shared=None, shared_weights=None, residual=None, tuning=None))]
     fn run(
         &self,
@@ -286,7 +286,7 @@ impl CudaExperts {
             activation: self.activation,
             tuning,
         };
-        // SAFETY: as in `ExpertRouter::route`; ids are those of experts by the caller's contract, and others are passed over.
+        // SAFETY: as in `ExpertRouter::route`; the caller's contract is that ids are expert indices; kernels skip others.
         py.detach(|| unsafe { moe::run(to, &self.experts, &op) })
             .map_err(|error| device_error(py, &error))
     }

@@ -1,4 +1,4 @@
-//! Bindings of the `sampling` subject on a GPU: what a request says becomes rows in pinned memory.
+//! Bindings of the `sampling` subject on a GPU: requests become rows in pinned memory.
 
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
@@ -21,10 +21,11 @@ use crate::tensor::{DType, Tensor};
 /// Constants of a row's plan on the GPU: bias float32, ids that XTC ignores as packed int32.
 type Constants = (Option<Tensor>, Option<Tensor>);
 
-/// What follows: int64 ids on the GPU, what they must be below, and uint8 in pinned memory that is copied to as much on the GPU.
+/// Inputs of the next step: int64 ids on the GPU, their exclusive limit, and uint8 in pinned memory with its destination of the same size
+/// on the GPU.
 type Following = (Tensor, usize, Option<(Tensor, Tensor)>);
 
-/// Memory that calls of one GPU share: what rows are staged in, and what the kernels compute in.
+/// Memory that calls of one GPU share: staged rows, and the workspace of the kernels.
 #[pyclass(frozen, module = "exl_kernels._native")]
 #[derive(Debug)]
 pub struct SamplingWorkspace {
@@ -38,8 +39,9 @@ pub struct SamplingWorkspace {
 
 #[pymethods]
 impl SamplingWorkspace {
-    /// `staging` uint8 in pinned memory, `device_copy` as much on the GPU; there too `shaped` float32 [N, pitch], `maxima` int32 and `sums`
-    /// int64 [N, 2048], for calls of up to N rows of up to `pitch` logits; `wide` uint8 of `wide_bytes(N)`, all zero when it is made.
+    /// `staging` uint8 in pinned memory, `device_copy` of the same size on the GPU. Also on the GPU: `shaped` float32 [N, pitch], `maxima`
+    /// int32 and `sums` int64 [N, 2048], for calls of up to N rows of up to `pitch` logits, and `wide` uint8 of `wide_bytes(N)`, zero at
+    /// the beginning.
     #[new]
     fn new(
         staging: Tensor,
@@ -92,14 +94,14 @@ impl SamplingWorkspace {
     }
 }
 
-/// Whether the kernels have all stages of this row. A tail-free cut needs its candidates in order, so that they must fit the choosing
-/// block's table.
+/// Whether the kernels support all stages of this row. A tail-free cut needs its candidates in order, so they must fit the choosing block's
+/// table.
 fn fits(request: &Request, chain: &Chain, all: bool) -> bool {
     request.top_n <= MOST_TOP
         && (chain.greedy || chain.tfs == 0.0 || (!goes_wide(chain, all) && chain.typical == 0.0))
 }
 
-/// Whether the choosing block has no first cut that makes the candidates few.
+/// Whether the choosing block has no first cut that limits the candidates.
 fn goes_wide(chain: &Chain, all: bool) -> bool {
     let by_weight = chain.top_p > 0.0 || chain.top_a > 0.0 || chain.min_p > 0.0;
     let mirostat_first = chain.mirostat > 0.0 && chain.tfs == 0.0;
@@ -111,13 +113,13 @@ fn goes_wide(chain: &Chain, all: bool) -> bool {
     chain.typical > 0.0 || !few
 }
 
-/// Whether the candidates of a row are few whatever its logits are.
+/// Whether the candidates of a row are few for any logits.
 fn stays_few(request: &Request, row: &Row) -> bool {
-    // Equal logits can make the first `top_k`, or the candidates that are reported, too many to tell apart in the table.
+    // Equal logits can make the first `top_k`, or the reported candidates, too many for the table to tell apart.
     row.flags & flag::GREEDY != 0 || (row.flags & flag::PLAIN != 0 && request.top_n == 0)
 }
 
-/// The draw is over all logits as they are, or at one late temperature.
+/// Whether the draw is over all logits unchanged, or at one late temperature.
 fn is_plain(chain: &Chain) -> bool {
     let cuts = [
         chain.top_p,
@@ -151,7 +153,7 @@ fn flags(chain: &Chain, all: bool) -> i32 {
     flags
 }
 
-/// Two lists of edits, before and after the bias, as the kernels take them.
+/// Two lists of edits, before and after the bias, in the kernels' format.
 struct Grouped([(Vec<Edit>, Vec<u32>); 2]);
 
 impl Grouped {
@@ -171,7 +173,7 @@ impl Grouped {
     }
 }
 
-/// Edits below `size` with those of a segment together, and where each segment begins. The second list overrides the first.
+/// Edits below `size`, sorted by segment, and the start of each segment. The second list overrides the first.
 fn grouped(lists: [&[cpu::Edit]; 2], size: usize) -> (Vec<Edit>, Vec<u32>) {
     if lists.iter().all(|list| list.is_empty()) {
         return Default::default();
@@ -211,7 +213,7 @@ fn grouped(lists: [&[cpu::Edit]; 2], size: usize) -> (Vec<Edit>, Vec<u32>) {
     (edits, starts)
 }
 
-/// The ids a row may have as packed words; None: all.
+/// The ids that a row may have as packed words; None: all.
 fn allowed(request: &Request, size: usize) -> PyResult<Option<Vec<i32>>> {
     let mask = mask(request)?;
     let Some(only) = only(request)? else {
@@ -263,7 +265,7 @@ fn row(
     let (bias, ignored) = constants;
     let negative = request.negative.as_ref().map_or(0, |t| t.ptr);
     Ok(Row {
-        // A mix is made where the shaped row will be.
+        // A mix is written to the place of the shaped row.
         logits: if negative == 0 {
             request.logits.ptr
         } else {
@@ -302,8 +304,9 @@ fn row(
     })
 }
 
-/// Write the rows to the staging memory and queue its copy on `stream`. Returns the bytes that are needed (more than there are: nothing of use
-/// was written, nothing is queued) and what `cuda_sample_launch` is to be told of the rows' needs. `constants`: of each request.
+/// Write the rows to the staging memory and queue its copy on `stream`. Returns the needed bytes and the rows' needs for
+/// `cuda_sample_launch`. If the needed bytes exceed the staging memory, nothing useful was written and nothing is queued. `constants`: of
+/// each request.
 #[pyfunction]
 pub fn cuda_sample_fill(
     py: Python<'_>,
@@ -331,7 +334,7 @@ pub fn cuda_sample_fill(
     expect(constants.len() == rows, "constants must be one a request")?;
     let bytes = staging.slice_mut::<u8>("staging")?;
     let (base, device) = (bytes.as_mut_ptr() as usize, device_copy.ptr);
-    // SAFETY: the caller synchronizes after every launch, so nothing reads or writes it now; torch owns it.
+    // SAFETY: the caller synchronizes after every launch, so no launch reads or writes the memory now; torch owns it.
     let Some(mut memory) = (unsafe { Staging::new(base, device, bytes.len(), rows) }) else {
         let front = size_of::<sampling::Answer>() + size_of::<Row>();
         return Ok((2 * rows * front + (1 << 16), (false, false, false)));
@@ -348,16 +351,16 @@ pub fn cuda_sample_fill(
     }
     let (start, end) = (memory.rows_at(), memory.used());
     if !memory.overflows() {
-        // SAFETY: both are as long; the caller keeps them until the stream has passed.
+        // SAFETY: both have the same length; the caller keeps them until the stream has passed.
         py.detach(|| unsafe { sampling::send(to, base, device, start, end - start) })
             .map_err(|e| device_error(py, &e))?;
     }
     Ok((end, (needs.sums, needs.wide, needs.mix)))
 }
 
-/// Launch for `count` rows that were filled in and copied, with the needs that `cuda_sample_fill` told; the answers are in the workspace once the stream has passed. `next`: int64
-/// [count] on the GPU that gets the tokens, cut to ids below the number beside it (rows that are left to the CPU may write nothing), and
-/// what is copied to where before.
+/// Launch for `count` rows that were written and copied, with the needs that `cuda_sample_fill` returned. The answers are in the workspace
+/// once the stream has passed. `next`: int64 [count] on the GPU that receives the tokens, clamped to ids below the given limit, and the
+/// source and destination of a copy before the launch. Rows that are left to the CPU may write no token.
 #[pyfunction]
 #[pyo3(signature = (workspace, count, needs, launch, next=None))]
 pub fn cuda_sample_launch(
@@ -423,10 +426,10 @@ fn following(count: usize, (ids, limit, inputs): &Following) -> PyResult<samplin
 }
 
 fn copied(from: &Tensor, to: &Tensor) -> PyResult<sampling::Inputs> {
-    let source = from.slice::<u8>("what inputs are copied from")?;
+    let source = from.slice::<u8>("the source of inputs")?;
     expect(
         to.dtype == DType::U8 && to.numel() == source.len() && source.len().is_multiple_of(4),
-        "inputs must be uint8, as long as what they are copied from, a multiple of 4",
+        "inputs must be uint8 of the same length as their source, a multiple of 4",
     )?;
     let from = source.as_ptr() as usize;
     expect(
@@ -464,7 +467,7 @@ fn check_row(request: &Request, pitch: usize) -> PyResult<()> {
     Err(PyValueError::new_err("uniform must be in [0, 1)"))
 }
 
-/// The answers of the last launch over `workspace`, whose stream has been synchronized; token -3: sample this row on the CPU.
+/// The answers of the last launch over `workspace`, whose stream has been synchronized. Token -3: sample this row on the CPU.
 #[pyfunction]
 pub fn cuda_sample_answers(workspace: &SamplingWorkspace, count: usize) -> PyResult<Vec<Answer>> {
     let bytes = workspace.staging.slice::<u8>("staging")?;

@@ -1,4 +1,4 @@
-//! Which kernels a card runs, asked without launching anything: for `exl info --kernels`, and for tests that need a kernel to be there.
+//! The kernels that a card runs, without launching anything: for `exl info --kernels`, and for tests that need a certain kernel.
 
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
@@ -18,7 +18,7 @@ use pyo3::prelude::*;
 use crate::errors::{device_error, format_error, unsupported_error};
 use crate::matrix_parts::{Exl2Parts, GptqParts, zeros};
 
-/// A GPU as far as it decides which kernels run: one that is here, or one known by name.
+/// The properties of a GPU that decide its kernels: a GPU of this machine, or one known by name.
 #[pyclass(frozen, name = "CudaCard", module = "exl_kernels._native")]
 pub struct CudaCard {
     caps: Capabilities,
@@ -49,7 +49,7 @@ impl CudaCard {
         self.caps.code
     }
 
-    /// Those of "bulk_copy", "clusters" and "wgmma" that the code has.
+    /// The features of "bulk_copy", "clusters" and "wgmma" that the code has.
     #[getter]
     fn features(&self) -> Vec<&'static str> {
         [
@@ -64,13 +64,13 @@ impl CudaCard {
     }
 }
 
-/// Names of the cards whose kernels can be listed without having one.
+/// Names of the cards whose kernels can be listed on other machines.
 #[pyfunction]
 pub fn cuda_cards() -> Vec<&'static str> {
     CARDS.iter().map(|card| card.name).collect()
 }
 
-/// Most rows of a matmul by `gemv_ring` where others fit too, by `gemm_few`, and on packed weights by any kernel.
+/// Most rows of a matmul by `gemv_ring` if other kernels fit too, by `gemm_few`, and on packed weights by any kernel.
 #[pyfunction]
 pub fn cuda_row_limits() -> (usize, usize, usize) {
     (
@@ -164,13 +164,13 @@ pub fn cuda_select_fused(
     row(select::select(&card.caps, &matrices, rows, epilogue))
 }
 
-/// The kernel of one matrix by itself, as `QuantMatrix.matmul` runs it.
+/// The kernel of one matrix without an epilogue, as `QuantMatrix.matmul` runs it.
 #[pyfunction]
 pub fn cuda_select_alone(card: &CudaCard, shape: &CudaShape, rows: usize) -> Row {
     row(select::select_alone(&card.caps, &shape.matrix, rows, false))
 }
 
-/// How the experts (gate, up, down) of a layer run for `rows` rows with `chosen` experts each, and why not in launches that they share.
+/// How the experts (gate, up, down) of a layer run for `rows` rows with `chosen` experts each, and why not in shared launches.
 #[pyfunction]
 pub fn cuda_select_experts(
     card: &CudaCard,

@@ -1,0 +1,357 @@
+//! Bindings of quantized matmuls on a GPU: one to three matrices over one input, launched by the plan of `ops::linear::select`.
+
+// PyO3 hands extracted arguments over by value.
+#![allow(clippy::needless_pass_by_value)]
+
+mod launch;
+
+use exl_cuda::ops::linear::select::{self, Call, Epilogue, Kernel, Plan, Tuning};
+use exl_cuda::ops::linear::{Matrix, batch, few, ring};
+use exl_cuda::{Capabilities, Device};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::cuda::expect;
+use crate::cuda::matrix::CudaMatrix;
+use crate::errors::device_error;
+use crate::operands::Launch;
+use crate::tensor::Tensor;
+use launch::Operands;
+
+/// RMS norm of a matmul's input: made once with the layer, used by every step.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct NormPrologue {
+    weight: Tensor,
+    eps: f32,
+    offset: f32,
+}
+
+#[pymethods]
+impl NormPrologue {
+    /// x / sqrt(mean(x^2) + eps) * (weight + offset); `weight` float32 [in_features], aligned to 16 bytes, on the matrices' GPU.
+    #[new]
+    fn new(weight: Tensor, eps: f32, offset: f32) -> Self {
+        Self {
+            weight,
+            eps,
+            offset,
+        }
+    }
+}
+
+impl NormPrologue {
+    fn argument(&self) -> ring::Norm {
+        ring::Norm {
+            weight: self.weight.ptr,
+            eps: self.eps,
+            offset: self.offset,
+        }
+    }
+}
+
+/// The input of the next matmul as the destination of results.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct NextInput {
+    group: Py<CudaLinearGroup>,
+    scratch: Tensor,
+    normed: bool,
+}
+
+#[pymethods]
+impl NextInput {
+    /// `scratch` uint8, of the plan of that `group`; `normed`: it norms its input, so that results include their sums of squares.
+    #[new]
+    #[pyo3(signature = (group, scratch, normed=false))]
+    fn new(group: Py<CudaLinearGroup>, scratch: Tensor, normed: bool) -> Self {
+        Self {
+            group,
+            scratch,
+            normed,
+        }
+    }
+}
+
+/// The kernel of a call of `CudaLinearGroup.run` and the memory that it needs.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct MatmulPlan {
+    plan: Plan,
+}
+
+#[pymethods]
+impl MatmulPlan {
+    /// gemv_ring, gemm_few, gemm_batch, gemm_tile or gemm_large.
+    #[getter]
+    fn kernel(&self) -> &'static str {
+        self.plan.kernel.name()
+    }
+
+    /// Whether `run` takes all matrices with norm, gate and residual. Otherwise each matrix has a separate plan.
+    #[getter]
+    fn joined(&self) -> bool {
+        self.plan.joined
+    }
+
+    /// Bytes of scratch memory, aligned to 128.
+    #[getter]
+    fn scratch_bytes(&self) -> usize {
+        self.plan.scratch_bytes
+    }
+
+    /// Bytes of the inter-block workspace, all ones before and after every launch; 0 for none.
+    #[getter]
+    fn exchange_bytes(&self) -> usize {
+        self.plan.exchange_bytes
+    }
+
+    /// Whether y is [2, m, N], the results of gate and up, with the activation left to the caller.
+    #[getter]
+    fn separate_gate(&self) -> bool {
+        self.plan.separate_gate
+    }
+
+    /// Whether the previous matmul can write its results packed into the scratch memory, in the layout of `gemm_few`.
+    #[getter]
+    fn takes_packed(&self) -> bool {
+        self.plan.takes_packed
+    }
+
+    /// Columns of the kernel's layout in which a launch other than a matmul can pack rows into the scratch memory, or None.
+    #[getter]
+    fn input_columns(&self) -> Option<usize> {
+        self.plan.input_columns
+    }
+
+    /// Whether results can be written packed as the input of the next matmul.
+    #[getter]
+    fn hands_on(&self) -> bool {
+        self.plan.hands_on
+    }
+
+    /// Faster kernels and why each does not take the call.
+    #[getter]
+    fn refused(&self) -> Vec<(&'static str, String)> {
+        let refused = self.plan.refused.iter();
+        refused
+            .map(|(kernel, why)| (kernel.name(), why.to_string()))
+            .collect()
+    }
+}
+
+/// One to three quantized matrices on a GPU over one input, optionally with the activation of a gate.
+#[pyclass(frozen, name = "CudaLinearGroup", module = "exl_kernels._native")]
+pub struct CudaLinearGroup {
+    matrices: Vec<Py<CudaMatrix>>,
+    /// Number of the activation of the first of two matrices, which gates the second.
+    gate: Option<i32>,
+    device: u32,
+    in_features: usize,
+    out_features: usize,
+}
+
+impl CudaLinearGroup {
+    fn parts(&self) -> Vec<&Matrix> {
+        self.matrices.iter().map(|m| &m.get().matrix).collect()
+    }
+
+    fn caps(&self, py: Python<'_>) -> PyResult<Capabilities> {
+        let device = Device::get(self.device).map_err(|error| device_error(py, &error))?;
+        Ok(device.info.caps)
+    }
+
+    fn epilogue(&self, norm: bool, residual: bool, bf16: bool) -> Epilogue {
+        Epilogue {
+            gate: self.gate.is_some(),
+            norm,
+            residual,
+            bf16,
+        }
+    }
+}
+
+#[pymethods]
+impl CudaLinearGroup {
+    #[new]
+    #[pyo3(signature = (matrices, gate=None))]
+    fn new(matrices: Vec<Py<CudaMatrix>>, gate: Option<&str>) -> PyResult<Self> {
+        let gate = match gate {
+            None => None,
+            Some("silu") => Some(0),
+            Some("gelu") => Some(1),
+            Some("quickgelu") => Some(2),
+            Some(other) => {
+                return Err(PyValueError::new_err(format!(
+                    "unknown activation {other:?}"
+                )));
+            }
+        };
+        expect(
+            (1..=ring::MATRICES).contains(&matrices.len()),
+            "one to three matrices",
+        )?;
+        let first = matrices[0].get();
+        let alike = |m: &Py<CudaMatrix>| {
+            m.get().device == first.device
+                && m.get().matrix.in_features() == first.matrix.in_features()
+        };
+        expect(
+            matrices.iter().all(alike),
+            "matrices of one GPU and one input size",
+        )?;
+        let (device, in_features) = (first.device, first.matrix.in_features());
+        let out_features = match gate {
+            Some(_) => first.matrix.out_features(),
+            None => matrices.iter().map(|m| m.get().matrix.out_features()).sum(),
+        };
+        Ok(Self {
+            matrices,
+            gate,
+            device,
+            in_features,
+            out_features,
+        })
+    }
+
+    /// The plan of a call of `rows` rows of float16, or of `bfloat16`. `aligned_input`: x is aligned to 16 bytes; `aligned_output`: y is
+    /// aligned to 8 bytes and the residual to 4.
+    #[pyo3(signature = (rows, *, bfloat16=false, norm=false, residual=false, aligned_input=true, aligned_output=true))]
+    #[allow(clippy::fn_params_excessive_bools)] // one keyword each
+    fn plan(
+        &self,
+        py: Python<'_>,
+        rows: usize,
+        bfloat16: bool,
+        norm: bool,
+        residual: bool,
+        aligned_input: bool,
+        aligned_output: bool,
+    ) -> PyResult<MatmulPlan> {
+        let call = Call {
+            rows,
+            epilogue: self.epilogue(norm, residual, bfloat16),
+            aligned_input,
+            aligned_output,
+        };
+        let plan = select::plan(&self.caps(py)?, &self.parts(), call);
+        Ok(MatmulPlan { plan })
+    }
+
+    /// The plan of a call of the first matrix only, as `QuantMatrix.matmul` launches it; x is aligned to 16 bytes.
+    #[pyo3(signature = (rows, *, bfloat16=false))]
+    fn plan_alone(&self, py: Python<'_>, rows: usize, bfloat16: bool) -> PyResult<MatmulPlan> {
+        let caps = self.caps(py)?;
+        let plan = select::plan_alone(&caps, &self.matrices[0].get().matrix, rows, bfloat16);
+        Ok(MatmulPlan { plan })
+    }
+
+    /// The plan of a call by the kernel of this name, for benchmarks and tests that compare kernels. `tuning` is (slots, window) for
+    /// gemv_ring, (cut, slots, window) for gemm_few, and (slots, activations, cut, groups, looks) for gemm_batch; zeros keep the planned
+    /// number.
+    #[pyo3(signature = (kernel, rows, *, bfloat16=false, norm=false, residual=false, tuning=None))]
+    fn plan_with(
+        &self,
+        py: Python<'_>,
+        kernel: &str,
+        rows: usize,
+        bfloat16: bool,
+        norm: bool,
+        residual: bool,
+        tuning: Option<Vec<usize>>,
+    ) -> PyResult<MatmulPlan> {
+        let kernel = Kernel::named(kernel)
+            .ok_or_else(|| PyValueError::new_err(format!("no kernel {kernel:?}")))?;
+        let call = Call::aligned(rows, self.epilogue(norm, residual, bfloat16));
+        let tuning = tuned(kernel, &tuning.unwrap_or_default())?;
+        let plan = select::plan_with(kernel, &self.caps(py)?, &self.parts(), call, tuning);
+        plan.map(|plan| MatmulPlan { plan })
+            .map_err(|error| device_error(py, &error))
+    }
+
+    /// Whether a call by `plan` can write its results packed as the input of a call of `next` by `next_plan`.
+    fn chains_to(&self, plan: &MatmulPlan, next: &Self, next_plan: &MatmulPlan) -> bool {
+        self.out_features == next.in_features
+            && self.device == next.device
+            && plan.plan.chains_to(&next_plan.plan)
+    }
+
+    /// Compute y [m, N] = norm(x) @ W, gated, with `residual` added, by `plan`; y is [2, m, N] if the plan has a separate gate.
+    ///
+    /// `scratch` and `exchange`, uint8 and aligned to 128 bytes, have the plan's sizes. Without x, its rows are packed in `scratch`;
+    /// `chained`: the previous matmul wrote them there as its `next`. `norm` is then weight plus offset, in the order of the layout, padded
+    /// to whole units of 256. Without y, results go only to `next`.
+    #[pyo3(signature = (plan, x, y, launch, *, scratch=None, exchange=None, residual=None, norm=None, next=None, chained=false))]
+    fn run(
+        &self,
+        py: Python<'_>,
+        plan: &MatmulPlan,
+        x: Option<Tensor>,
+        y: Option<Tensor>,
+        launch: &Launch,
+        scratch: Option<Tensor>,
+        exchange: Option<Tensor>,
+        residual: Option<Tensor>,
+        norm: Option<&NormPrologue>,
+        next: Option<&NextInput>,
+        chained: bool,
+    ) -> PyResult<()> {
+        let call = Operands {
+            group: self,
+            plan: &plan.plan,
+            x,
+            y,
+            scratch,
+            exchange,
+            residual,
+            norm,
+            next,
+            chained,
+        };
+        let to = call.check(launch)?;
+        let done = match plan.plan.kernel {
+            Kernel::GemvRing => py.detach(|| call.gemv_ring(to)),
+            Kernel::GemmFew => py.detach(|| call.gemm_few(to)),
+            Kernel::GemmBatch => py.detach(|| call.gemm_batch(to)),
+            Kernel::GemmTile => py.detach(|| call.gemm_tile(to)),
+            Kernel::GemmLarge => {
+                return Err(PyValueError::new_err(
+                    "gemm_large dequantizes and calls cuBLAS: it has no launch here",
+                ));
+            }
+        };
+        done.map_err(|error| device_error(py, &error))
+    }
+}
+fn tuned(kernel: Kernel, numbers: &[usize]) -> PyResult<Tuning> {
+    let mut tuning = Tuning::default();
+    match (kernel, numbers) {
+        (_, []) => {}
+        (Kernel::GemvRing, &[slots, window]) => {
+            let (slots, window) = (slots as i32, window as i32);
+            tuning.ring = Some(ring::Tuning { slots, window });
+        }
+        (Kernel::GemmFew, &[cut, slots, window]) => {
+            let (cut, slots, window) = (cut as i32, slots as i32, window as i32);
+            tuning.few = few::Tuning { cut, slots, window };
+        }
+        (Kernel::GemmBatch, &[slots, activations, cut, groups, looks]) => {
+            tuning.batch = batch::Tuning {
+                slots,
+                activations,
+                cut,
+                groups,
+                looks,
+                whole: false,
+            };
+        }
+        _ => {
+            return Err(PyValueError::new_err(format!(
+                "{} does not take {} tuning numbers",
+                kernel.name(),
+                numbers.len()
+            )));
+        }
+    }
+    Ok(tuning)
+}
