@@ -17,7 +17,7 @@ def test_a_wait_gives_up() -> None:
         assert await box.take(SOON) == []
         box.put(Content(0, "a"))
         assert [event.text for event in await box.take(SOON) if isinstance(event, Content)] == ["a"]
-        box.stop_timer()
+        box.release()
 
     asyncio.run(run())
 
@@ -38,7 +38,7 @@ def test_an_earlier_wait_does_not_end_a_later_one() -> None:
             assert not later.done()
             box.put(Content(0, "b"))
             assert await later
-        box.stop_timer()
+        box.release()
 
     asyncio.run(run())
 

@@ -110,6 +110,12 @@ class Generation:
         for running in self._running:
             running.cancel()
 
+    def release(self) -> None:
+        """Let go of the engine's requests and of callbacks: nothing happens to it any more. They refer to it, so that
+        only the garbage collector, which runs rarely, would free them."""
+        self.mailbox.release()
+        self._running.clear()
+
     def _sink(self, base: int) -> Callable[[EngineEvent], None]:
         machines, put = self._machines, self.mailbox.put
 
@@ -158,11 +164,11 @@ async def serve(
             await _whole(call, generation, answer, extra)
     finally:
         call.stop_watching()
-        generation.mailbox.stop_timer()
         call.state.running.discard(generation)
         left = generation.is_cancelled() and not answer.finished
         if not answer.finished or answer.error is not None:
             generation.cancel()
+        generation.release()
         if ticket is not None:
             ticket.spend(answer.prompt_tokens + _generated(generation, answer))
             ticket.release()

@@ -49,10 +49,14 @@ class Mailbox:
         """Nobody reads any more: `take` returns at once."""
         self.closed = True
         self._arrived.set()
-        self.stop_timer()
+        self._stop_timer()
 
-    def stop_timer(self) -> None:
-        """Nothing is taken any more: keep nothing alive."""
+    def release(self) -> None:
+        """Keep nothing alive: nothing is taken any more."""
+        self._stop_timer()
+        self._pause = self._resume = None
+
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -74,7 +78,7 @@ class Mailbox:
         loop = asyncio.get_running_loop()
         self._deadline = loop.time() + seconds
         if self._timer is None or self._timer_at > self._deadline:
-            self.stop_timer()
+            self._stop_timer()
             self._set_timer(loop)
 
     def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
