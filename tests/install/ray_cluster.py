@@ -37,7 +37,8 @@ PACED = ModelConfig(
     id="paced", path=PATH, device="cpu", max_batch_size=32, cache_tokens=32768, engine="paced", family="hermes"
 )
 STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
-WAIT = 120.0
+#: Seconds that only a hang takes, also for three engines that start beside others on two cores.
+WAIT = 600.0
 
 
 def free_port() -> int:
@@ -52,6 +53,7 @@ def config(port: int, **changes: Any) -> ServeConfig:
         min_replicas=REPLICAS,
         max_replicas=REPLICAS,
         engine_cpus=0.1,
+        health_seconds=90.0,
     )
     return ServeConfig(server=ServerConfig(port=port), model=(FABLE, PACED), **{"ray": replicas, **changes})
 
@@ -77,12 +79,14 @@ class Cluster:
                 found[said["replica"]] = said | {"status": msgspec.json.decode(said["status"])}
             return found if want is None or len(found) == len(names) == want else {}
 
-        found: dict[str, dict[str, Any]] = until(look)
+        found: dict[str, dict[str, Any]] = until(look, seconds=WAIT)
         return found
 
     def busy(self, model: str) -> dict[str, Any]:
         """The replica that is decoding."""
-        return until(lambda: [r for r in self.replicas(model, None).values() if r["status"]["decoding"]])[0]
+        return until(lambda: [r for r in self.replicas(model, None).values() if r["status"]["decoding"]], seconds=WAIT)[
+            0
+        ]
 
 
 def _running(model: str) -> list[dict[str, Any]]:
@@ -97,7 +101,8 @@ def _running(model: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    ray.init(num_cpus=8, include_dashboard=False, object_store_memory=80 << 20, _node_ip_address="127.0.0.1")
+    # Ray starts a worker for each CPU at once; the replicas ask for tenths.
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, _node_ip_address="127.0.0.1")
     made = config(free_port())
     app.start(made)
     threads = {one.id: EngineThread(one) for one in made.model}
@@ -315,7 +320,7 @@ def test_clients_that_leave_hold_nothing(cluster: Cluster) -> None:
         states = [one["status"] for one in cluster.replicas("paced").values()]
         return all(s["decoding"] == s["prefilling"] == s["queued"] == s["pages_pinned"] == 0 for s in states)
 
-    until(idle)
+    until(idle, seconds=WAIT)
 
 
 def test_a_second_start_is_refused(cluster: Cluster) -> None:
@@ -375,7 +380,7 @@ def test_a_new_version_takes_over_without_errors(cluster: Cluster) -> None:
     changed = msgspec.structs.replace(made, model=(FABLE, msgspec.structs.replace(PACED, max_batch_size=16)))
     replace(changed)
     before = done[0]
-    until(lambda: done[0] > before + 8)
+    until(lambda: done[0] > before + 8, seconds=WAIT)
     ended.set()
     for thread in threads:
         thread.join()

@@ -11,6 +11,21 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Processes on a busy machine with two cores take their time: only a hang takes these seconds. No workers are started
+#: that nobody has asked for.
+PATIENT = {
+    "RAY_worker_register_timeout_seconds": "600",
+    "RAY_health_check_timeout_ms": "60000",
+    "RAY_gcs_server_port_wait_time_s": "300",
+    "RAY_gcs_server_request_timeout_seconds": "300",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "OMP_NUM_THREADS": "1",
+    "EXL_CPU_THREADS": "1",
+}
 pytestmark = [pytest.mark.install, pytest.mark.timeout(7200)]
 
 
@@ -23,7 +38,7 @@ def test_a_cluster_on_loopback(tmp_path: Path) -> None:
     done = subprocess.run(
         [str(python), "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", "tests/install/ray_cluster.py"],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RAY_USAGE_STATS_ENABLED": "0"},
+        env=os.environ | PATIENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
         check=False,

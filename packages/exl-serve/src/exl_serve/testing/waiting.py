@@ -11,10 +11,12 @@ __all__ = ["until"]
 HANG_SECONDS = 120.0
 
 
-def until(true: Callable[[], Any], explain: Callable[[], str] = str) -> Any:
-    """What `true()` gives, once that is true. Raises TimeoutError, with what `explain()` says, when it never is: after
-    two minutes, which only a hang takes."""
-    end = time.monotonic() + HANG_SECONDS
+def until(true: Callable[[], Any], explain: Callable[[], str] = str, *, seconds: float = HANG_SECONDS) -> Any:
+    """Return what `true()` gives, once that is true.
+
+    Raises TimeoutError, with what `explain()` says, if it is not after so many seconds, which only a hang takes.
+    """
+    end = time.monotonic() + seconds
     while not (found := true()):
         if time.monotonic() > end:
             raise TimeoutError(explain() or "waited for nothing")
