@@ -194,7 +194,7 @@ def main() -> None:
                     "gbps": read / float(str(line["p50_us"])) / 1e3,
                     "pct_of_read_roof": share,
                     "share_of_llama": share / of_llama[batch],
-                    "plan_reason": model.decode.plan_reason,
+                    "apart_reason": model.decode.apart_reason,
                     "reason": model.decode.reason,
                 }
             )

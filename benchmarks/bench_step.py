@@ -376,7 +376,9 @@ def main() -> None:
             emit({**line, **measure(model, kind, int(context), int(batch), roof, 0)})
             set_programmatic_launch(True)
         if args.apart:
-            with unittest.mock.patch("exl_core.execution.captured.plan_of", return_value="asked for with --apart"):
+            with unittest.mock.patch(
+                "exl_core.execution.captured.joined_launches_of", return_value="asked for with --apart"
+            ):
                 emit({**line, "apart": True, **measure(model, kind, int(context), int(batch), roof, 0)})
         if args.profile:
             print(profile(model, kind, int(context), int(batch)), flush=True)

@@ -197,7 +197,7 @@ def _fill_layer(module: Module, weights: _Weights, place: torch.device) -> None:
         module.group()
     for holder in holders:
         if isinstance(holder, SubLayer):
-            holder.block = holder._fuse()
+            holder.block = holder._make_block()
 
 
 class _Weights:

@@ -18,7 +18,7 @@ from exl_core import ExLlamaV2
 from exl_core.execution import captured as graphs
 from exl_core.execution import inputs, select
 from exl_core.execution.batch import Step
-from exl_core.execution.fused import DecodePlan
+from exl_core.execution.fused import JoinedLaunches
 from exl_core.layers import Head, Module
 from exl_kernels.staging import StepStage
 
@@ -87,7 +87,7 @@ class Graph:
         Stream.add(self.body)
 
 
-class Modules(DecodePlan):
+class Modules(JoinedLaunches):
     """The modules' own pass, of those that the model has when it is recorded."""
 
     def __init__(self, model: ExLlamaV2) -> None:
@@ -117,7 +117,7 @@ def captured_on_cpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Stream, "held", False)
     patch.setattr(select, "may_fuse", lambda model: True)
     patch.setattr(graphs, "_refusal", lambda model: "a module is wrapped" if model.hooked else None)
-    patch.setattr(graphs, "plan_of", Modules)
+    patch.setattr(graphs, "joined_launches_of", Modules)
     patch.setattr(graphs, "counters", lambda device: nullcontext(torch.zeros(1)))
 
     def send(stage: StepStage, to: Tensor) -> int:

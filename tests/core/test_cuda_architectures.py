@@ -153,6 +153,6 @@ def test_captured_steps_are_the_eager_ones(folder: Path, monkeypatch: pytest.Mon
         found.append((out, [tensor.clone() for tensor in cache.all_tensors()]))
         experts = any(isinstance(module, MoE) for module in model.modules)
         assert (model.decode.count > 0) == (graphs == "1" and not experts), model.decode.reason
-    print(folder.name, "plan:", model.decode.plan_reason or "yes")
+    print(folder.name, "plan:", model.decode.apart_reason or "yes")
     for eager, captured in zip(*found, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(eager, captured, strict=True))

@@ -65,7 +65,7 @@ def steps(model: ExLlamaV2, rows: int, ids: Tensor, *, planned: bool) -> list[Te
         params = PagedParams(rows, tables, torch.full((rows,), begin, dtype=torch.int32), begin, PAGE)
         found.append(model.forward_chunk(ids[:, begin:end], cache, attn_params=params)["logits"].clone())
     assert model.decode.count > 0, model.decode.reason
-    assert (model.decode.plan_reason is None) == planned
+    assert (model.decode.apart_reason is None) == planned
     return [*found, *(tensor.clone() for tensor in cache.all_tensors())]
 
 
@@ -74,7 +74,7 @@ def test_the_plan_is_the_modules_own_pass(model: ExLlamaV2, monkeypatch: pytest.
     batches = (1, 2, 5, 12, 33)
     planned = [steps(model, rows, ids[:rows], planned=True) for rows in batches]
     assert torch.equal(planned[0][0][0], planned[-1][0][0]), "a row depends on its batch"
-    monkeypatch.setattr("exl_core.execution.captured.plan_of", lambda _: "not covered")
+    monkeypatch.setattr("exl_core.execution.captured.joined_launches_of", lambda _: "not covered")
     model.decode.clear()
     for rows, found in zip(batches, planned, strict=True):
         for index, (a, b) in enumerate(zip(found, steps(model, rows, ids[:rows], planned=False), strict=True)):

@@ -65,11 +65,11 @@ def with_and_without_plan(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> 
     for plan in (True, False):
         captured(model, monkeypatch)
         if not plan:
-            monkeypatch.setattr("exl_core.execution.captured.plan_of", lambda _: "not covered")
+            monkeypatch.setattr("exl_core.execution.captured.joined_launches_of", lambda _: "not covered")
         cache = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE)
         yield cache
         assert model.decode.count > 0
-        assert (model.decode.plan_reason is None) == plan
+        assert (model.decode.apart_reason is None) == plan
 
 
 def run(model: ExLlamaV2, cache: ExLlamaV2CacheBase, batch: int, q_len: int) -> list[Tensor]:
@@ -286,7 +286,7 @@ def test_what_cannot_be_captured_runs_eagerly(model: ExLlamaV2, monkeypatch: pyt
 
     with monkeypatch.context() as patch:
         forward = type(model.modules[0]).forward
-        patch.setattr("exl_core.execution.captured.plan_of", reads_back)
+        patch.setattr("exl_core.execution.captured.joined_launches_of", reads_back)
         patch.setattr(type(model.modules[0]), "forward", lambda *a: (reads_back(), forward(*a))[1])
         got = model.forward_chunk(ids, cache, attn_params=at)["logits"]
     assert torch.equal(got, want)
@@ -296,7 +296,7 @@ def test_what_cannot_be_captured_runs_eagerly(model: ExLlamaV2, monkeypatch: pyt
     captured(model, monkeypatch)
     assert torch.equal(model.forward_chunk(ids, cache, attn_params=at)["logits"], want)
     assert model.decode.count == 1
-    assert model.decode.plan_reason is None
+    assert model.decode.apart_reason is None
 
 
 def test_captured_without_the_plan(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:

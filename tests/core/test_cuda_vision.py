@@ -177,7 +177,7 @@ def test_towers_on_a_gpu(family: str, tmp_path: Path) -> None:
     weights = encoder._weights
     assert weights is not None
     for size in ((48, 32), (100, 37)):
-        given = encoder.prepare(picture(*size))
+        given = encoder.preprocess(picture(*size))
         expected = encoder.forward(given.pixels, given.grid)
         encoder._weights = {key: t.cuda() for key, t in weights.items()}
         found = encoder.forward(given.pixels, given.grid).cpu()

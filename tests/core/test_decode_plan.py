@@ -15,7 +15,7 @@ from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, PagedParams
 from exl_core.errors import InputError
 from exl_core.execution import fused as plans
 from exl_core.execution import select
-from exl_core.execution.fused import DecodePlan, joined_rows, plan_of
+from exl_core.execution.fused import JoinedLaunches, joined_launches_of, joined_rows
 from exl_core.execution.halves import why_apart
 from exl_core.execution.step import build_step
 from exl_core.layers import Attention, FeedForward
@@ -39,8 +39,8 @@ def test_the_plan_is_the_modules_own_pass(
     model: ExLlamaV2, joined: str, batch: int, q_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EXL_DECODE_JOINED_ROWS", joined)
-    plan = plan_of(model)
-    assert isinstance(plan, DecodePlan), plan
+    plan = joined_launches_of(model)
+    assert isinstance(plan, JoinedLaunches), plan
     generator = torch.Generator().manual_seed(batch)
     table = torch.arange(batch * 4, dtype=torch.int32).flip(0).view(batch, 4)
     ids = torch.randint(0, model.config.vocab_size, (batch, 20 + q_len), generator=generator)
@@ -72,8 +72,8 @@ def test_the_plan_is_the_modules_own_pass(
 @pytest.mark.parametrize("lengths", [[3], [40], [20, 1, 50], [60, 64, 30]])
 def test_a_planned_prompt_is_the_modules_own_pass(model: ExLlamaV2, lengths: list[int]) -> None:
     """Prompts of one sequence or several: what is stored, and the logits."""
-    plan = plan_of(model)
-    assert isinstance(plan, DecodePlan), plan
+    plan = joined_launches_of(model)
+    assert isinstance(plan, JoinedLaunches), plan
     batch, total = len(lengths), sum(lengths)
     table = torch.arange(batch * 4, dtype=torch.int32).flip(0).view(batch, 4)
     ids = torch.randint(0, model.config.vocab_size, (1, total), generator=torch.Generator().manual_seed(total))
@@ -96,11 +96,11 @@ def test_a_planned_prompt_is_the_modules_own_pass(model: ExLlamaV2, lengths: lis
 
 def test_a_planned_prompt_that_fails_has_stored_nothing(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next try begins where this one did, and so do callers that ask the cache how far it is."""
-    plan = plan_of(model)
-    assert isinstance(plan, DecodePlan), plan
+    plan = joined_launches_of(model)
+    assert isinstance(plan, JoinedLaunches), plan
     monkeypatch.setattr(select, "may_fuse", lambda model: True)
     monkeypatch.setattr(model.decode, "takes", lambda model, step: True)
-    monkeypatch.setattr(model.decode, "prompt_plan", lambda step: plan)
+    monkeypatch.setattr(model.decode, "joined_launches", lambda step: plan)
     ids = torch.randint(0, model.config.vocab_size, (1, 30), generator=torch.Generator().manual_seed(1))
     want = model.forward(ids, ExLlamaV2Cache(model, max_seq_len=64))
     cache = ExLlamaV2Cache(model, max_seq_len=64)
@@ -111,7 +111,7 @@ def test_a_planned_prompt_that_fails_has_stored_nothing(model: ExLlamaV2, monkey
 
     for name, how in (("store", {"preprocess_only": True}), ("hidden", {})):
         with monkeypatch.context() as patch:
-            patch.setattr(DecodePlan, name, full)
+            patch.setattr(JoinedLaunches, name, full)
             with pytest.raises(MemoryError):
                 model.forward(ids[:, 10:], cache, **how)
         assert cache.current_seq_len == 10
@@ -184,15 +184,15 @@ def test_every_description_is_run_as_the_modules_run_it(
     monkeypatch.setenv("EXL_DECODE_JOINED_ROWS", joined)
     config = {**SIZES, "architectures": [family], **more}
     model = loaded_on("cpu", write_random_model(tmp_path / family, config), monkeypatch)
-    plan = plan_of(model)
-    assert isinstance(plan, DecodePlan), plan
+    plan = joined_launches_of(model)
+    assert isinstance(plan, JoinedLaunches), plan
     halves = [m for m in model.modules[1:-2] if isinstance(m, Attention | FeedForward)]
     assert tuple(why_apart(half) is not None for half in halves) == apart * 3
     for batch, q_len in ((1, 1), (3, 1), (5, 1), (2, 4), (1, 20), (2, 40)):
         assert_same(model, plan, batch, q_len)
 
 
-def assert_same(model: ExLlamaV2, plan: DecodePlan, batch: int, q_len: int) -> None:
+def assert_same(model: ExLlamaV2, plan: JoinedLaunches, batch: int, q_len: int) -> None:
     """Compare the plan's results of a pass after 20 tokens with the modules'."""
     table = torch.arange(batch * 4, dtype=torch.int32).flip(0).view(batch, 4)
     generator = torch.Generator().manual_seed(batch)
@@ -222,7 +222,7 @@ def assert_same(model: ExLlamaV2, plan: DecodePlan, batch: int, q_len: int) -> N
 
 def test_why_there_is_no_plan(model: ExLlamaV2) -> None:
     del model.modules[1:-2]
-    assert plan_of(model) == "the model has no attention"
+    assert joined_launches_of(model) == "the model has no attention"
     assert "is not the attention or the MLP" in str(why_apart(model.modules[0]))
 
 
@@ -242,11 +242,11 @@ def test_modules_with_code_of_their_own_run_it(model: ExLlamaV2, place: int, way
         module.forward = partial(forward, module)  # type: ignore[method-assign]
     else:
         module.__class__ = type("Own", (type(module),), {"forward": forward})
-    plan = plan_of(model)
+    plan = joined_launches_of(model)
     if place in (0, -1):
         assert module.key in str(plan)
         return
-    assert isinstance(plan, DecodePlan)
+    assert isinstance(plan, JoinedLaunches)
     for batch, q_len in ((3, 1), (1, 40)):
         called.clear()
         assert_same(model, plan, batch, q_len)

@@ -42,7 +42,7 @@ def outputs(folder: Path) -> list[Tensor]:
     tower, model = ExLlamaV2VisionTower(config), ExLlamaV2(config)
     tower.load()
     model.load()
-    given = tower.encoder.prepare(picture(60, 33))
+    given = tower.encoder.preprocess(picture(60, 33))
     rows = tower.process(given.pixels, thw_grid=given.grid)
     assert rows is not None
     return [rows, model.forward(torch.tensor([[1, 2, 3, 50, 60]]))]

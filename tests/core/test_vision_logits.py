@@ -54,7 +54,7 @@ def prompt(images: list[ExLlamaV2MMEmbedding]) -> Tensor:
 @pytest.fixture(scope="module")
 def expected(pair: Pair) -> Tensor:
     """transformers' logits of the same prompt, from its own pixels on."""
-    pictures = [pair.tower.encoder.prepare(picture(*size)) for size in ((60, 24), (37, 41))]
+    pictures = [pair.tower.encoder.preprocess(picture(*size)) for size in ((60, 24), (37, 41))]
     ids: list[int] = []
     for text, one in zip((FIRST, MIDDLE), pictures, strict=True):
         rows, columns = pair.tower.encoder.side(one.grid)
@@ -268,7 +268,7 @@ def test_a_video(pair: Pair) -> None:
     on behind height and width alone, we behind the largest position used, as the spec has it and as it used to."""
     frames = [picture(80, 24, seed=i) for i in range(7)]
     made = pair.tower.get_video_embeddings(pair.ours, pair.tokenizer, frames)
-    given = pair.tower.encoder.prepare_video(frames)
+    given = pair.tower.encoder.preprocess_video(frames)
     assert made.time_step == (2.0 if pair.family == "Qwen2_5_VL" else 1.0)
     tokens = torch.tensor([[*FIRST, START, *[VIDEO] * (made.length - 2), END, *LAST]])
     expected = pair.theirs(

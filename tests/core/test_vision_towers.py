@@ -50,7 +50,7 @@ def their_pixels(pair: Pair, image: Image.Image) -> tuple[torch.Tensor, tuple[in
 @torch.no_grad()
 def test_rows_of_an_image(pair: Pair) -> None:
     for size in SIZES:
-        picture_ = pair.tower.encoder.prepare(picture(*size))
+        picture_ = pair.tower.encoder.preprocess(picture(*size))
         if pair.qwen:
             grid = torch.tensor([picture_.grid])
             expected = pair.theirs.get_image_features(picture_.pixels, image_grid_thw=grid).pooler_output[0]
@@ -66,7 +66,7 @@ def test_rows_of_an_image(pair: Pair) -> None:
 @torch.no_grad()
 def test_rows_of_a_video(pair: Pair) -> None:
     frames = [picture(50, 34, seed=i) for i in range(5)]
-    made = pair.tower.encoder.prepare_video(frames)
+    made = pair.tower.encoder.preprocess_video(frames)
     assert made.grid[0] == 3
     expected = pair.theirs.get_video_features(made.pixels, torch.tensor([made.grid])).pooler_output[0]
     found = pair.tower.process(made.pixels, thw_grid=made.grid)
@@ -78,7 +78,7 @@ def test_rows_of_a_video(pair: Pair) -> None:
 def test_frames_of_a_video_are_cut_as_published(pair: Pair) -> None:
     """Each frame resized as an image is, the last one repeated; patches of two frames in one row, frame by frame."""
     frames = [picture(50, 34, seed=i) for i in range(3)]
-    made = pair.tower.encoder.prepare_video(frames)
+    made = pair.tower.encoder.preprocess_video(frames)
     single = [their_pixels(pair, frame)[0] for frame in (*frames, frames[-1])]  # an image is one frame twice
     apart = [one.view(-1, 3, 2, 4, 4)[:, :, 0] for one in single]
     pairs = [torch.stack(apart[i : i + 2], dim=2).flatten(1) for i in (0, 2)]
@@ -94,7 +94,7 @@ def test_images_are_prepared_as_transformers_does(pair: Pair, size: tuple[int, i
     image = picture(*size)
     image = image.quantize(32) if mode == "P" else image.convert(mode)
     expected, grid = their_pixels(pair, image.convert("RGB"))
-    found = pair.tower.encoder.prepare(image)
+    found = pair.tower.encoder.preprocess(image)
     assert found.grid == grid
     torch.testing.assert_close(found.pixels, expected.view(found.pixels.shape), atol=1e-5, rtol=0)
 
@@ -127,7 +127,7 @@ def test_videos_are_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_pixels_that_do_not_fit_are_refused(pair: Pair) -> None:
-    made = pair.tower.encoder.prepare(picture(40, 40))
+    made = pair.tower.encoder.preprocess(picture(40, 40))
     wrong: list[tuple[Any, Any]] = [(made.pixels[:-1], made.grid), (made.pixels, (1, 3, 5)), (made.pixels, (2, 8, 8))]
     for pixels, grid in wrong:
         with pytest.raises(errors.InputError):

@@ -19,7 +19,7 @@ from .device import out_of_memory_as_error
 from .embeddings import ExLlamaV2MMEmbedding
 from .errors import UnsupportedError
 from .execution.attn_params import AttentionParams, PagedParams
-from .execution.captured import DecodeGraphs, NextStep
+from .execution.captured import DecodeGraphs, PendingStep
 from .execution.forward import forward_all, forward_chunk
 from .execution.forward_pass import ForwardPass
 from .execution.select import prepare_step
@@ -216,7 +216,7 @@ class ExLlamaV2(LoadableModel):
         attn_params: PagedParams,
         *,
         row_loras: Sequence[Sequence[ExLlamaV2Lora]] | None = None,
-    ) -> NextStep | None:
+    ) -> PendingStep | None:
         """Prepare a paged step whose ids are not known yet.
 
         The result's `run` takes int64 ids [batch, q_len] on the CPU, or integers on the model's GPU that the current

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import UnsupportedArchitectureError
-from .base import Architecture, Experts, FusedLinear
+from .base import Architecture, Experts, FusedTensor
 from .cohere import COHERE, COHERE2
 from .dbrx import DBRX
 from .gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_MULTIMODAL, GEMMOE
@@ -23,7 +23,7 @@ from .smollm3 import SMOLLM3
 from .stablelm import STABLELM
 from .starcoder2 import STARCODER2
 
-__all__ = ["Architecture", "Experts", "FusedLinear", "find_architecture", "supported_architectures"]
+__all__ = ["Architecture", "Experts", "FusedTensor", "find_architecture", "supported_architectures"]
 
 SUPPORTED: dict[str, Architecture] = {
     a.name: a

@@ -9,13 +9,13 @@ from typing import Any, Literal
 from ..config.json_reader import JsonReader
 from .windows import LayerRope, main_rope, no_windows
 
-__all__ = ["Activation", "Architecture", "Experts", "FusedLinear"]
+__all__ = ["Activation", "Architecture", "Experts", "FusedTensor"]
 
 Activation = Literal["silu", "gelu", "quickgelu", "gelu_erf", "relu2"]
 
 
 @dataclass(frozen=True)
-class FusedLinear:
+class FusedTensor:
     """A matrix that some files store as one tensor and others as several."""
 
     fused: str  # key below the layer, e.g. "self_attn.qkv_proj"
@@ -24,8 +24,8 @@ class FusedLinear:
     packing: Literal["rows", "grouped"] = "rows"
 
 
-LLAMA_QKV = FusedLinear("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
-LLAMA_GATE_UP = FusedLinear("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))
+LLAMA_QKV = FusedTensor("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
+LLAMA_GATE_UP = FusedTensor("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))
 LLAMA_FUSED = (LLAMA_QKV, LLAMA_GATE_UP)
 
 
@@ -42,9 +42,9 @@ class Experts:
     up: str = "mlp.experts.{}.up_proj"
     down: str = "mlp.experts.{}.down_proj"
     # Tensors that hold the matrices of all experts, stacked, in files that have such tensors.
-    stacked: tuple[FusedLinear, ...] = (
-        FusedLinear("mlp.experts.gate_up_proj", ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")),
-        FusedLinear("mlp.experts.down_proj", ("mlp.experts.{}.down_proj",)),
+    stacked: tuple[FusedTensor, ...] = (
+        FusedTensor("mlp.experts.gate_up_proj", ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")),
+        FusedTensor("mlp.experts.down_proj", ("mlp.experts.{}.down_proj",)),
     )
     stacked_transposed: tuple[str, ...] = ()  # those of them whose experts are stored [in, out]
     count_keys: tuple[str, ...] = ("num_local_experts", "ffn_config->moe_num_experts", "num_experts")
@@ -147,7 +147,7 @@ class Architecture:
     requires_bos: bool = False
 
     # Files
-    fused: tuple[FusedLinear, ...] = LLAMA_FUSED
+    fused: tuple[FusedTensor, ...] = LLAMA_FUSED
     transposed: bool = False  # float matrices are stored [in, out]
     keymap: tuple[tuple[str, str], ...] = ()  # applied in order to tensor names; `$` anchors at the start
     # Multimodal models: requirements for the vision part of the file.
@@ -177,7 +177,7 @@ class Architecture:
             return [*keys, e.router, e.gate, e.up, e.down]
         return [*keys, *([self.gate_proj] if self.mlp_gated else []), self.up_proj, self.down_proj]
 
-    def fused_key(self, part: str) -> tuple[FusedLinear, int] | None:
+    def fused_key(self, part: str) -> tuple[FusedTensor, int] | None:
         """Return (fused matrix, index of the part) for a split key below the layer, such as `mlp.up_proj`."""
         stacked = self.experts.stacked if self.experts is not None else ()
         for matrix in (*self.fused, *stacked):

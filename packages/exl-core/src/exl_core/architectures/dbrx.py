@@ -2,7 +2,7 @@
 
 from ..config.json_reader import JsonReader
 from ..errors import UnsupportedError
-from .base import Architecture, Experts, FusedLinear
+from .base import Architecture, Experts, FusedTensor
 
 
 def normalize(read: JsonReader) -> bool:
@@ -42,7 +42,7 @@ DBRX = Architecture(
         up="block_sparse_moe.experts.{}.v1",
         down="block_sparse_moe.experts.{}.w2",
         stacked=tuple(
-            FusedLinear(f"block_sparse_moe.experts.{w}", (f"block_sparse_moe.experts.{{}}.{w}",))
+            FusedTensor(f"block_sparse_moe.experts.{w}", (f"block_sparse_moe.experts.{{}}.{w}",))
             for w in ("w1", "v1", "w2")
         ),
         stacked_transposed=("block_sparse_moe.experts.w2",),
@@ -51,7 +51,7 @@ DBRX = Architecture(
         width_keys=("ffn_config->ffn_hidden_size",),
         normalize=normalize,
     ),
-    fused=(FusedLinear("self_attn.Wqkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),),
+    fused=(FusedTensor("self_attn.Wqkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),),
     keymap=(
         ("transformer.", "model."),
         (".blocks.", ".layers."),

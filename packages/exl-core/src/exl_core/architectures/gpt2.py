@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ..config.json_reader import JsonReader
-from .base import Architecture, FusedLinear
+from .base import Architecture, FusedTensor
 
 
 def a_head_each(read: JsonReader) -> int | None:
@@ -19,10 +19,10 @@ def bigcode_kv_heads(read: JsonReader) -> int | None:
     return a_head_each(read)
 
 
-def fused(packing: str) -> tuple[FusedLinear, ...]:
+def fused(packing: str) -> tuple[FusedTensor, ...]:
     """Return `c_attn` in one of its packings."""
     parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    return (FusedLinear("self_attn.c_attn", parts, "grouped" if packing == "grouped" else "rows"),)
+    return (FusedTensor("self_attn.c_attn", parts, "grouped" if packing == "grouped" else "rows"),)
 
 
 GPT2 = Architecture(

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from .base import Architecture, Experts, FusedLinear
+from .base import Architecture, Experts, FusedTensor
 
 GRANITE = Architecture(
     name="GraniteForCausalLM",
@@ -27,10 +27,10 @@ GRANITE_MOE = replace(
         up="block_sparse_moe.experts.{}.w3",
         down="block_sparse_moe.experts.{}.w2",
         stacked=(
-            FusedLinear(
+            FusedTensor(
                 "block_sparse_moe.input_linear", ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3")
             ),
-            FusedLinear("block_sparse_moe.output_linear", ("block_sparse_moe.experts.{}.w2",)),
+            FusedTensor("block_sparse_moe.output_linear", ("block_sparse_moe.experts.{}.w2",)),
         ),
         width_keys=(),
     ),

@@ -1,6 +1,6 @@
 """InternLM2: Llama with other key names and q, k, v packed by key/value head."""
 
-from .base import Architecture, FusedLinear
+from .base import Architecture, FusedTensor
 
 INTERNLM2 = Architecture(
     name="InternLM2ForCausalLM",
@@ -12,8 +12,8 @@ INTERNLM2 = Architecture(
     up_proj="feed_forward.w3",
     down_proj="feed_forward.w2",
     fused=(
-        FusedLinear("self_attn.wqkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "grouped"),
-        FusedLinear("feed_forward.gate_up_proj", ("feed_forward.w1", "feed_forward.w3")),
+        FusedTensor("self_attn.wqkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "grouped"),
+        FusedTensor("feed_forward.gate_up_proj", ("feed_forward.w1", "feed_forward.w3")),
     ),
     keymap=(
         ("$output.", "lm_head."),

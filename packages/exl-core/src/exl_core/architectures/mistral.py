@@ -1,6 +1,6 @@
 """Mistral: Llama with a sliding window on every layer if the file defines one. Mixtral: the same with experts."""
 
-from .base import Architecture, Experts, FusedLinear
+from .base import Architecture, Experts, FusedTensor
 from .windows import one_window
 
 DEFAULT_WINDOW = 4096  # transformers' MistralConfig default when config.json has no `sliding_window`
@@ -14,11 +14,11 @@ MIXTRAL_EXPERTS = Experts(
     up="block_sparse_moe.experts.{}.w3",
     down="block_sparse_moe.experts.{}.w2",
     stacked=(
-        FusedLinear(
+        FusedTensor(
             "block_sparse_moe.experts.gate_up_proj",
             ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
         ),
-        FusedLinear("block_sparse_moe.experts.down_proj", ("block_sparse_moe.experts.{}.w2",)),
+        FusedTensor("block_sparse_moe.experts.down_proj", ("block_sparse_moe.experts.{}.w2",)),
     ),
     width_keys=(),
 )

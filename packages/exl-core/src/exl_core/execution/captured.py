@@ -1,7 +1,7 @@
 """Captured decode steps of one model: which exist, when one applies, and the fallback.
 
-A captured step is recorded once with static inputs and replayed as one launch. It holds the plan's launches
-(`fused.py`) where a plan covers the model and no row has an adapter, else the modules' own forward pass. The results
+A captured step is recorded once with static inputs and replayed as one launch. It holds the joined launches of
+`fused.py` where these cover the model and no row has an adapter, else the modules' own forward pass. The results
 are bitwise identical to the eager pass. Grids and workspaces depend on the bucket only; kernels read lengths and tables
 on the device.
 """
@@ -30,7 +30,7 @@ from ..lora.pairs import KERNEL_ROWS, LoraPair
 from ..lora.rows import RowAdapters
 from .attn_params import PagedParams
 from .batch import Step
-from .fused import DecodePlan, plan_of
+from .fused import JoinedLaunches, joined_launches_of
 from .inputs import Bucket, StepInputs, passed
 from .step import build_step
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ..contracts import Adapter
     from ..language_model import LanguageModel
 
-__all__ = ["GRAPHS_VARIABLE", "CaptureFailure", "DecodeGraphs", "NextStep"]
+__all__ = ["GRAPHS_VARIABLE", "CaptureFailure", "DecodeGraphs", "PendingStep"]
 
 GRAPHS_VARIABLE = "EXL_CUDA_GRAPHS"  # "0": always launch operator by operator
 
@@ -89,17 +89,17 @@ class _Graph:
     logits: Tensor  # float32 [tokens, padded vocabulary]
     kept: tuple[Tensor, ...]  # rope tables, counters of attention, inter-block workspaces
     adapters: RowAdapters | None = None
-    slots: list[int] = field(default_factory=list)  # contents of the adapters' tensor at this point of the stream
+    set_ids: list[int] = field(default_factory=list)  # contents of the adapters' tensor at this point of the stream
     views: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
-    def send_slots(self, slots: list[int]) -> None:
+    def send_set_ids(self, set_ids: list[int]) -> None:
         """Queue the copy of the adapters of the first rows unless the GPU has them; the other rows are padding."""
-        if self.adapters is None or slots == self.slots:
+        if self.adapters is None or set_ids == self.set_ids:
             return
-        padded = slots + [-1] * (len(self.adapters.slots) - len(slots))
+        padded = set_ids + [-1] * (len(self.adapters.set_ids) - len(set_ids))
         # torch keeps pinned memory until the stream has passed its copies.
-        self.adapters.slots.copy_(torch.tensor(padded, dtype=torch.int32).pin_memory(), non_blocking=True)
-        self.slots = slots
+        self.adapters.set_ids.copy_(torch.tensor(padded, dtype=torch.int32).pin_memory(), non_blocking=True)
+        self.set_ids = set_ids
 
     def logits_of(self, batch: int, q_len: int) -> Tensor:
         """Return a cached view [batch, q_len, columns], since making one costs host time in every step."""
@@ -110,7 +110,7 @@ class _Graph:
         return view
 
 
-class NextStep:
+class PendingStep:
     """A captured step that waits for its ids. It must run before any other pass of its model, or never.
 
     Its logits are float32 [B, q, padded vocabulary], in memory that the model's next step overwrites: `is_current` says
@@ -118,7 +118,18 @@ class NextStep:
     """
 
     __slots__ = (
-        *("_cache", "_captured", "_inputs", "_limits", "_longest", "_number", "_offsets", "_owner", "_shape", "_slots"),
+        *(
+            "_cache",
+            "_captured",
+            "_inputs",
+            "_limits",
+            "_longest",
+            "_number",
+            "_offsets",
+            "_owner",
+            "_set_ids",
+            "_shape",
+        ),
     )
 
     def __init__(
@@ -131,9 +142,9 @@ class NextStep:
         limits: tuple[int, int, int],
         offsets: Tensor | None,
         longest: int,
-        slots: list[int],
+        set_ids: list[int],
     ) -> None:
-        self._slots = slots
+        self._set_ids = set_ids
         self._owner, self._cache, self._captured, self._shape, self._inputs = owner, cache, captured, shape, inputs
         self._limits, self._offsets, self._longest = limits, offsets, longest
         self._number = -1
@@ -182,7 +193,7 @@ class NextStep:
         """Queue the step after its inputs were copied and its ids filled in; return its logits."""
         self._owner.steps += 1
         try:
-            self._captured.send_slots(self._slots)
+            self._captured.send_set_ids(self._set_ids)
             self._captured.graph.replay()
         except RuntimeError as error:
             raise _typed(error) from error
@@ -198,9 +209,8 @@ def _typed(error: RuntimeError) -> Exception:
 class DecodeGraphs:
     """The captured steps of one model, made when a bucket is first needed. One thread at a time, on one stream.
 
-    `reason` says why the last paged step of few tokens was launched eagerly; None when it was captured. `plan_reason`
-    says why steps are captured as the modules' own passes rather than by the plan (`fused.py`); None when the plan is
-    used.
+    `reason` says why the last paged step of few tokens was launched eagerly; None when it was captured. `apart_reason`
+    says why steps are captured as the modules' own passes rather than as joined launches (`fused.py`); else None.
 
     A failed capture, for lack of memory for example, does not affect other buckets. Its bucket runs eagerly and is
     tried again after 64 of its steps, then 128 and so on; `failures` lists those buckets. A model that cannot be
@@ -216,24 +226,24 @@ class DecodeGraphs:
         self._failed: dict[tuple[tuple[int, ...], Bucket], CaptureFailure] = {}
         self._logits: dict[int, Tensor] = {}
         self._workspaces: list[Tensor] = []
-        self._plan: DecodePlan | str | None = None
+        self._joined: JoinedLaunches | str | None = None
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._refused: str | None = None
         self._exact_batch = False
-        self._sets: dict[tuple[Adapter, ...], int] = {}  # adapters that rows of captured steps may have -> their slot
+        self._sets: dict[tuple[Adapter, ...], int] = {}  # adapters that rows of captured steps may have -> number
         self._versions = 0  # counts changes of `_sets`
         self._arrangement: list[Module] | None = None  # the modules that `_refused` refers to
         self._modules: list[Module] | None = None  # the modules, without hooks, that the captured steps belong to
         self.longest = 0  # tokens of the longest sequence after the last captured step
         self.steps = 0  # captured steps run so far; each may overwrite the logits of another
         self.reason: str | None = None
-        self.plan_reason: str | None = None
+        self.apart_reason: str | None = None
 
     # ------------------------------------------------------------------------------------------------------- the step
 
     def takes(self, model: LanguageModel, *, step: bool) -> bool:
-        """Return whether passes of this model may be captured or planned.
+        """Return whether passes of this model may be captured or run by joined launches.
 
         With `step`, `reason` gets the reason if not.
         """
@@ -264,16 +274,16 @@ class DecodeGraphs:
                 messages.
         """
         batch, q_len = ids.shape
-        prepared = None if params.batch_size != batch else self.prepare(q_len, cache, params, adapters)
+        prepared = None if params.batch_size != batch else self.prepare_step(q_len, cache, params, adapters)
         return None if prepared is None else prepared.run(ids)
 
-    def prepare(
+    def prepare_step(
         self,
         q_len: int,
         cache: ExLlamaV2CacheBase | None,
         params: PagedParams,
         adapters: Sequence[tuple[Adapter, ...]] = (),
-    ) -> NextStep | None:
+    ) -> PendingStep | None:
         """Do all work of a step of `q_len` tokens a row that does not need its ids; None as for `step`.
 
         adapters: of each row; () where no row has any.
@@ -297,23 +307,23 @@ class DecodeGraphs:
         if adapters and batch * q_len > KERNEL_ROWS:
             self.reason = f"adapters are added by kernels to at most {KERNEL_ROWS} rows"
             return None
-        slots = self._slots_of(model, adapters) if adapters else []
-        if slots is None:
+        set_ids = self._set_ids_of(model, adapters) if adapters else []
+        if set_ids is None:
             return None
         captured = self._captured(model, cache, self._bucket(batch, q_len, longest, size, places), bool(adapters))
         if captured is None:
             return None
         limits = (model.config.vocab_size, model.config.max_seq_len, places)
-        of_tokens = [slot for slot in slots for _ in range(q_len)]
-        return NextStep(self, cache, captured, (batch, q_len), (past, table), limits, offsets, longest, of_tokens)
+        of_tokens = [set_id for set_id in set_ids for _ in range(q_len)]
+        return PendingStep(self, cache, captured, (batch, q_len), (past, table), limits, offsets, longest, of_tokens)
 
     def forget_adapters(self) -> None:
         """Drop the captured steps with adapters, which hold the adapters' tensors."""
         self._sets.clear()
         self._drop([key for key in self._graphs if len(key) > PLACE_PARTS])
 
-    def _slots_of(self, model: LanguageModel, adapters: Sequence[tuple[Adapter, ...]]) -> list[int] | None:
-        """Return the slot of each row's adapters, -1 for none.
+    def _set_ids_of(self, model: LanguageModel, adapters: Sequence[tuple[Adapter, ...]]) -> list[int] | None:
+        """Return the number in `_sets` of each row's adapters, -1 for none.
 
         None where captured steps cannot have these adapters; `reason` says why. New adapters invalidate the captured
         steps with others, whose tables have no room for more.
@@ -326,25 +336,25 @@ class DecodeGraphs:
             if len(self._sets) + len(new) > MAX_SETS:
                 self._sets = {found: 0 for found in dict.fromkeys(adapters) if found}
                 new = []
-            self._sets = {found: slot for slot, found in enumerate([*self._sets, *new])}
+            self._sets = {found: set_id for set_id, found in enumerate([*self._sets, *new])}
             self._versions += 1
         return [self._sets[found] if found else -1 for found in adapters]
 
-    def prompt_plan(self, step: Step) -> DecodePlan | None:
-        """Return the plan for a pass that is no captured step; None where the modules run their own passes."""
+    def joined_launches(self, step: Step) -> JoinedLaunches | None:
+        """Return the joined launches for a pass that is no captured step; None where modules run their own passes."""
         model = self._model()
         if model is None or model.device is None or model.device.type != "cuda" or self._refusal_of(model):
             return None
         if step.loras or step.embeddings or step.sharding or step.key_mask is not None or step.abort_event is not None:
             return None
-        plan = self._planned(model)
-        return plan if isinstance(plan, DecodePlan) else None
+        joined = self._joined_or_reason(model)
+        return joined if isinstance(joined, JoinedLaunches) else None
 
-    def _planned(self, model: LanguageModel) -> DecodePlan | str:
-        if self._plan is None:
-            self._plan = plan_of(model)
-        self.plan_reason = self._plan if isinstance(self._plan, str) else None
-        return self._plan
+    def _joined_or_reason(self, model: LanguageModel) -> JoinedLaunches | str:
+        if self._joined is None:
+            self._joined = joined_launches_of(model)
+        self.apart_reason = self._joined if isinstance(self._joined, str) else None
+        return self._joined
 
     def clear(self) -> None:
         """Drop every captured step and free its memory."""
@@ -353,7 +363,7 @@ class DecodeGraphs:
         self._failed.clear()
         self._logits.clear()
         self._workspaces.clear()
-        self._plan = None
+        self._joined = None
         self._arrangement = self._modules = None
         self._refused = self.reason = None
 
@@ -456,7 +466,7 @@ class DecodeGraphs:
         assert isinstance(head, Head)
         logits = self._logits_of(bucket.tokens, model.config.padded_vocab_size, device)
 
-        plan: DecodePlan | str | None = None if adapted else self._planned(model)
+        joined: JoinedLaunches | str | None = None if adapted else self._joined_or_reason(model)
         rows: RowAdapters | None = None
         if adapted:
             rows = RowAdapters(
@@ -465,8 +475,8 @@ class DecodeGraphs:
             step = replace(step, loras=(rows,))
 
         def body(out: Tensor) -> None:
-            if isinstance(plan, DecodePlan):
-                plan.run(inputs.ids, step, out)
+            if isinstance(joined, JoinedLaunches):
+                joined.run(inputs.ids, step, out)
                 return
             x = inputs.ids
             for module in model.modules[:-1]:

@@ -1,8 +1,8 @@
 """The decode step of a model, and the pass of a prompt, with the launches between matmuls joined.
 
-A plan is made from the descriptions of the loaded modules. A half of a layer whose launches can be joined runs joined,
-any other as the module's own forward pass, in the same captured step. Results are bitwise identical to the modules'
-own.
+The launches are made from the descriptions of the loaded modules. A half of a layer whose launches can be joined runs
+joined, any other as the module's own forward pass, in the same captured step. Results are bitwise identical to the
+modules' own.
 
 Up to 64 rows a Llama layer takes five launches: norm and q, k, v; rotation, storing and attention; o and residual;
 norm, gate, up and activation; down and residual. For three to eight rows each matmul packs the input of the next one,
@@ -32,7 +32,7 @@ from .halves import AttentionHalf, Half, MlpHalf, ModuleHalf, chains, half_of, i
 if TYPE_CHECKING:
     from ..language_model import LanguageModel
 
-__all__ = ["DecodePlan", "plan_of"]
+__all__ = ["JoinedLaunches", "joined_launches_of"]
 
 JOINED_ROWS_VARIABLE = "EXL_DECODE_JOINED_ROWS"
 JOINED_ROWS = PACKED_ROWS
@@ -47,7 +47,7 @@ def joined_rows() -> int:
     return min(int(text or JOINED_ROWS), PACKED_ROWS)
 
 
-class DecodePlan:
+class JoinedLaunches:
     """The joined launches of a model, for a step of few tokens or a prompt."""
 
     def __init__(self, embedding: Embedding, halves: Sequence[Half], norm: Norm, head: Head) -> None:
@@ -132,8 +132,8 @@ class DecodePlan:
         head = self._normed_head(step, logits, x.shape[0])
         packed: Packed | None = None
         following = [*(attention.qkv for attention, _ in layers[1:]), head]
-        for layer, product in zip(layers, following, strict=True):
-            packed = run_chained(*layer, x, packed, product, step)
+        for layer, matmul in zip(layers, following, strict=True):
+            packed = run_chained(*layer, x, packed, matmul, step)
         if head is None or packed is None:
             self._head.forward(self._norm.forward(x), step, out=logits)
         else:
@@ -166,8 +166,8 @@ def _last_rows(x: Tensor, batch: int) -> Tensor:
     return x.view(batch, -1, x.shape[1])[:, -1].contiguous()
 
 
-def plan_of(model: LanguageModel) -> DecodePlan | str:
-    """Return the plan of a loaded model, or the reason why there is none."""
+def joined_launches_of(model: LanguageModel) -> JoinedLaunches | str:
+    """Return the joined launches of a loaded model, or the reason why there are none."""
     why = uncovered(model.modules)
     if why is not None:
         return why
@@ -178,7 +178,7 @@ def plan_of(model: LanguageModel) -> DecodePlan | str:
     halves = [half_of(module, first.float_residual) for module in middle]
     if all(isinstance(half, ModuleHalf) for half in halves):
         return next((why for why in map(why_apart, middle) if why), "all matrices have padding columns")
-    return DecodePlan(first, halves, norm, head)
+    return JoinedLaunches(first, halves, norm, head)
 
 
 def _parts(modules: Sequence[Module]) -> tuple[Module, Module, Module, Sequence[Module]]:
@@ -187,16 +187,16 @@ def _parts(modules: Sequence[Module]) -> tuple[Module, Module, Module, Sequence[
 
 
 def uncovered(modules: Sequence[Module]) -> str | None:
-    """Return why no plan can cover a model of these modules, loaded or not; None if a plan may.
+    """Return why a model of these modules, loaded or not, has no joined launches; None if it may have them.
 
-    A plan still needs a half whose launches can be joined.
+    At least one half of a layer must still be joinable.
     """
     first, norm, head, middle = _parts(modules)
     if not isinstance(first, Embedding) or not isinstance(norm, Norm) or not isinstance(head, Head):
         return "the model's modules are not those of a decoder"
     for module, kind in ((first, Embedding), (head, Head)):
         if type(module) is not kind or is_changed(module):
-            return f"{module.key} has code that a plan does not know"
+            return f"{module.key} has code that joined launches do not support"
     if not any(isinstance(module, Attention) for module in middle):
         return "the model has no attention"
     return None

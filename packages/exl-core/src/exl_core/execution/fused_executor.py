@@ -16,19 +16,20 @@ from .forward_pass import ForwardPass, checked
 if TYPE_CHECKING:
     from .batch import Step
     from .executor import ExecutableModel
-    from .fused import DecodePlan
+    from .fused import JoinedLaunches
 
 __all__ = ["FUSED", "Fused"]
 
 
 class Fused:
-    """Run a pass as a captured step (`captured.py`) or by the joined launches of the model's plan (`fused.py`).
+    """Run a pass as a captured step (`captured.py`) or by the model's joined launches (`fused.py`).
 
-    A model without a plan, a pass that a plan does not cover, and a captured step with adapters run module by module.
+    A model without joined launches, a pass that these do not cover, and a captured step with adapters run module by
+    module.
     """
 
     def run(self, model: ExecutableModel, asked: ForwardPass) -> dict[str, Any] | None:
-        """Run a pass captured, by the plan, or module by module; see `Executor.run`."""
+        """Run a pass captured, by joined launches, or module by module; see `Executor.run`."""
         if asked.capturable:
             logits = _captured(model, asked)
             if logits is not None:
@@ -36,10 +37,10 @@ class Fused:
         asked = checked(model, asked)
         with out_of_memory_as_error("run the model"):
             step = first_step(model, asked)
-            plan = model.decode.prompt_plan(step)
-            if plan is None:
+            joined = model.decode.joined_launches(step)
+            if joined is None:
                 return run_modules(model, asked, step)
-            result = _planned(plan, asked, step)
+            result = _run_joined(joined, asked, step)
         if asked.cache is not None:  # last, so that a failed pass leaves the cache's length unchanged
             asked.cache.current_seq_len = asked.end()
         return result
@@ -66,12 +67,12 @@ def _captured(model: ExecutableModel, asked: ForwardPass) -> Tensor | None:
     return logits
 
 
-def _planned(plan: DecodePlan, asked: ForwardPass, step: Step) -> dict[str, Any]:
+def _run_joined(joined: JoinedLaunches, asked: ForwardPass, step: Step) -> dict[str, Any]:
     """Run the pass by joined launches."""
     batch = asked.ids.shape[0]
     flat = asked.ids.reshape(-1).to(step.slots.device)
     if asked.preprocess_only:
-        plan.store(flat, step)
+        joined.store(flat, step)
         return {}
-    logits = plan.head(plan.hidden(flat, step, batch if asked.last_id_only else 0), step)
+    logits = joined.head(joined.hidden(flat, step, batch if asked.last_id_only else 0), step)
     return {"logits": logits.view(batch, -1, logits.shape[-1])}

@@ -163,7 +163,7 @@ class _JoinedHalf(Half):
         x.add_(y if self.post is None else self.post.apply(y.to(x.dtype)))
         return None
 
-    def add_product(self, x: Tensor, y: Tensor, h: Tensor | None, following: RMSNorm | None) -> Tensor | None:
+    def add_matmul(self, x: Tensor, y: Tensor, h: Tensor | None, following: RMSNorm | None) -> Tensor | None:
         """Compute x += post(y @ W) with the last matmul; return `following`(x), in h if given."""
         matrix = self.last.quant
         plain = self.post is None and not self.float_residual
@@ -197,15 +197,15 @@ class AttentionHalf(_JoinedHalf):
 
     def join(self, rows: int) -> bool:
         """Return whether the matmuls qkv and o have fused kernels for `rows` rows."""
-        return all(product.kernel(rows) is not None for product in (self.qkv, self.o))
+        return all(matmul.kernel(rows) is not None for matmul in (self.qkv, self.o))
 
     def run_joined(
         self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step
     ) -> tuple[Tensor, Tensor | None]:
         """Run norm, q, k, v, attention, o and residual with joined launches."""
         own = self.qkv if self._own_norm is not None else None
-        product, taken = self.first_of(own, self.qkv_normed, x, h)
-        qkv = product(taken, taken.new_empty(x.shape[0], product.out_features))
+        matmul, taken = self.first_of(own, self.qkv_normed, x, h)
+        qkv = matmul(taken, taken.new_empty(x.shape[0], matmul.out_features))
         out, residual = self.result(x)
         self._attend_to(out, residual, qkv, step)
         return x, self.left(x, out, following, h)
@@ -239,14 +239,14 @@ class AttentionHalf(_JoinedHalf):
             mixed = _attend(a, q, k, v, step)
         else:
             mixed = self.attend(qkv, step)
-        return x, self.add_product(x, mixed.view(rows, -1), given, following)
+        return x, self.add_matmul(x, mixed.view(rows, -1), given, following)
 
     def run_last(
         self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step, batch: int
     ) -> tuple[Tensor, Tensor | None]:
         """Run the half for the last token of each of `batch` rows; x and h of these, [batch, hidden]."""
         x, _, mixed = self._attend_last(x, h, step, batch)
-        return x, self.add_product(x, mixed, None, following)
+        return x, self.add_matmul(x, mixed, None, following)
 
     def _attend_last(self, x: Tensor, h: Tensor | None, step: Step, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return x, h and the attention of the last token of each row; keys and values of all tokens are stored."""
@@ -312,12 +312,12 @@ class MlpHalf(_JoinedHalf):
     ) -> tuple[Tensor, Tensor | None]:
         """Run the MLP with joined launches."""
         own = self.up if self._own_norm is not None else None
-        product, taken = self.first_of(own, self.up_normed, x, h)
+        matmul, taken = self.first_of(own, self.up_normed, x, h)
         out, residual = self.result(x)
         if self.gated:
-            product.then(self.down, taken, out, residual=residual)
+            matmul.then(self.down, taken, out, residual=residual)
         else:
-            up = product(taken, taken.new_empty(x.shape[0], product.out_features))
+            up = matmul(taken, taken.new_empty(x.shape[0], matmul.out_features))
             self.down(activate(up, self.mlp.activation, out=up), out, residual=residual)
         return x, self.left(x, out, following, h)
 
@@ -331,7 +331,7 @@ class MlpHalf(_JoinedHalf):
                 inner = gated_activation(inner, up[0], self.mlp.activation, out=inner)
         if not self.gated:
             activate(inner, self.mlp.activation, out=inner)
-        return x, self.add_product(x, inner, given, following)
+        return x, self.add_matmul(x, inner, given, following)
 
     @property
     def matrices(self) -> list[CudaQuantMatrix]:
@@ -374,7 +374,7 @@ class ParallelHalf(AttentionHalf):
     ) -> tuple[Tensor, Tensor | None]:
         """Run the layer for the last token of each of `batch` rows."""
         x, h, mixed = self._attend_last(x, h, step, batch)
-        self.add_product(x, mixed, None, None)
+        self.add_matmul(x, mixed, None, None)
         return self.mlp.run(x, h, following, step)
 
 
@@ -396,7 +396,7 @@ def chains(attention: AttentionHalf, mlp: MlpHalf, rows: int) -> bool:
     return (
         attention.plain
         and mlp.plain
-        and all(product.takes_packed(rows) for product in (attention.qkv, mlp.up, mlp.down))
+        and all(matmul.takes_packed(rows) for matmul in (attention.qkv, mlp.up, mlp.down))
         and attention.o.chains_to(mlp.up, rows)
     )
 
@@ -426,16 +426,16 @@ def run_chained(
     return mlp.down.chained(gated, x, x, following)
 
 
-def _in_blocks(product: FusedLinear, h: Tensor) -> Tensor | None:
+def _in_blocks(matmul: FusedLinear, h: Tensor) -> Tensor | None:
     """Return the matmul of the normed h by `gemm_batch`, PACKED_ROWS rows at a time; None where another kernel runs."""
     rows = h.shape[0]
     if rows > PACKED_ROWS and not row_invariant():
         return None
-    if product.kernel(min(rows, PACKED_ROWS)) != "gemm_batch":
+    if matmul.kernel(min(rows, PACKED_ROWS)) != "gemm_batch":
         return None
-    out = h.new_empty(rows, product.out_features)
+    out = h.new_empty(rows, matmul.out_features)
     for some, to in zip(torch.split(h, PACKED_ROWS), torch.split(out, PACKED_ROWS), strict=True):
-        product(some, to)
+        matmul(some, to)
     return out
 
 

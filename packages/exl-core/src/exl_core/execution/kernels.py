@@ -156,7 +156,7 @@ class _WithoutWeights:
 
 
 @dataclass(frozen=True)
-class _Product:
+class _Matmul:
     """Matrices that are multiplied in one launch if possible."""
 
     operation: str
@@ -166,20 +166,20 @@ class _Product:
     residual: bool = False
 
 
-def _products(half: Module) -> list[_Product]:
+def _matmuls(half: Module) -> list[_Matmul]:
     """Return the matmuls of a half whose launches are joined."""
     about = half.describe()
     assert about is not None
     norm, residual = about.norm == "rms", about.post is None
     if isinstance(half, Attention):
         qkv = (half.q_proj, half.k_proj, half.v_proj)
-        inner = _products(half.mlp) if isinstance(half, ParallelDecoder) else []
-        return [_Product("q+k+v", qkv, norm=norm), _Product("o", (half.o_proj,), residual=residual), *inner]
-    down = [_Product("down", (half.down_proj,), residual=residual)] if isinstance(half, GatedMLP | PlainMLP) else []
+        inner = _matmuls(half.mlp) if isinstance(half, ParallelDecoder) else []
+        return [_Matmul("q+k+v", qkv, norm=norm), _Matmul("o", (half.o_proj,), residual=residual), *inner]
+    down = [_Matmul("down", (half.down_proj,), residual=residual)] if isinstance(half, GatedMLP | PlainMLP) else []
     if isinstance(half, GatedMLP):
-        return [_Product("gate+up", (half.gate_proj, half.up_proj), norm=norm, gate=True), *down]
+        return [_Matmul("gate+up", (half.gate_proj, half.up_proj), norm=norm, gate=True), *down]
     assert isinstance(half, PlainMLP)
-    return [_Product("up", (half.up_proj,), norm=norm), *down]
+    return [_Matmul("up", (half.up_proj,), norm=norm), *down]
 
 
 class _Uses:
@@ -207,18 +207,18 @@ class _Uses:
 
         If one of them, except the last, cannot launch with norm, gate and residual, none does.
         """
-        found = [(product, self._product(product)) for half in halves for product in _products(half)]
+        found = [(matmul, self._joined(matmul)) for half in halves for matmul in _matmuls(half)]
         apart = [
-            f"{product.operation} is launched apart: {reason}"
-            for product, selected in found
-            if product.operation != "down" and (selected is None or not selected.joined)
+            f"{matmul.operation} is launched apart: {reason}"
+            for matmul, selected in found
+            if matmul.operation != "down" and (selected is None or not selected.joined)
             for reason in (["it is not quantized"] if selected is None else _reasons(selected)[-1:])
         ]
         if apart or self.count > PACKED_ROWS:
             self.alone([linear for half in halves for linear in half.submodules()], apart)
             return
-        for product, selected in found:
-            self._matmul(product.operation, selected)
+        for matmul, selected in found:
+            self._matmul(matmul.operation, selected)
 
     def head(self, head: Head, *, chained: bool) -> None:
         """Add the head's matmul, which includes the last norm where kernels pack the inputs of the next ones."""
@@ -263,9 +263,9 @@ class _Uses:
         shape = self._shapes.of(linear)
         return None if shape is None else self._card.matmul(shape, self.count)
 
-    def _product(self, product: _Product) -> Selection | None:
+    def _joined(self, matmul: _Matmul) -> Selection | None:
         """Return the selection; None where a matrix is not quantized."""
-        return self._fused(product.linears, norm=product.norm, gate=product.gate, residual=product.residual)
+        return self._fused(matmul.linears, norm=matmul.norm, gate=matmul.gate, residual=matmul.residual)
 
     def _fused(
         self, linears: Sequence[Linear], *, norm: bool = False, gate: bool = False, residual: bool = False

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
     from ..contracts import Adapter
     from .attn_params import PagedParams
-    from .captured import NextStep
+    from .captured import PendingStep
     from .forward_pass import ForwardPass
 
 __all__ = ["prepare_step", "select"]
@@ -42,12 +42,12 @@ def prepare_step(
     cache: ExLlamaV2CacheBase,
     params: PagedParams,
     adapters: Sequence[tuple[Adapter, ...]] = (),
-) -> NextStep | None:
+) -> PendingStep | None:
     """Return a captured step of `q_len` tokens a row whose ids are not known yet.
 
     None where `select` would not use one.
     """
-    return model.decode.prepare(q_len, cache, params, adapters) if may_fuse(model) else None
+    return model.decode.prepare_step(q_len, cache, params, adapters) if may_fuse(model) else None
 
 
 def may_fuse(model: ExecutableModel) -> bool:

@@ -20,7 +20,7 @@ from ..loading.checkpoint import TensorSource
 from .description import AttentionDescription
 from .linear import Linear
 from .mlp import FeedForward
-from .norm import Norm, fused_norm, kind_of
+from .norm import Norm, block_norm, kind_of
 from .sublayer import SubLayer
 
 if TYPE_CHECKING:
@@ -114,27 +114,27 @@ class Attention(SubLayer[AttentionBlock]):
         """Whether the weights are loaded."""
         return self.o_proj.matrix is not None
 
-    def _fuse(self) -> AttentionBlock | None:
+    def _make_block(self) -> AttentionBlock | None:
         """Return a native block that computes all of `forward`, if the matrices allow it."""
-        if not all(linear.fusable() for linear in (self.q_proj, self.k_proj, self.v_proj, self.o_proj)):
+        if not all(linear.fits_block() for linear in (self.q_proj, self.k_proj, self.v_proj, self.o_proj)):
             return None
         return AttentionBlock(
-            fused_norm(self.norm),
+            block_norm(self.norm),
             (self.q_proj.quant, self.k_proj.quant, self.v_proj.quant, self.o_proj.quant),
             head_dim=self.head_dim,
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
             clip=self.clip,
-            q_norm=fused_norm(self.q_norm),
-            k_norm=fused_norm(self.k_norm),
-            post=fused_norm(self.post),
+            q_norm=block_norm(self.q_norm),
+            k_norm=block_norm(self.k_norm),
+            post=block_norm(self.post),
         )
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """Run the half on x [T, hidden], in place where possible, and return the result."""
-        fusable = self.block is not None and not (self.window and step.pictures is not None)
-        if fusable and not any(linear.adapted(step.loras) for linear in self.submodules()):
+        usable = self.block is not None and not (self.window and step.pictures is not None)
+        if usable and not any(linear.adapted(step.loras) for linear in self.submodules()):
             assert self.block is not None
             return self.block.forward(x, step.tokens(self.interleaved, self.rope), step.pages(self.layer_idx))
         return self.forward_unfused(x, step)
@@ -266,7 +266,7 @@ class ParallelDecoder(Attention):
         """Return the bytes of loaded weights."""
         return super().weight_bytes() + self.mlp.weight_bytes()
 
-    def _fuse(self) -> AttentionBlock | None:
+    def _make_block(self) -> AttentionBlock | None:
         return None
 
     def forward_unfused(self, x: Tensor, step: Step) -> Tensor:

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, cast
 
-from ..architectures import Experts, FusedLinear
+from ..architectures import Experts, FusedTensor
 from ..errors import ConfigError
 from ..loading.linears import LinearOptions, LinearSpec, Ranges
 from .attention import Attention, ParallelDecoder
@@ -208,7 +208,7 @@ class _Builder:
             )
         return Linear(spec, self.options)
 
-    def _fused_rows(self, matrix: FusedLinear, index: int, expert: int) -> Ranges:
+    def _fused_rows(self, matrix: FusedTensor, index: int, expert: int) -> Ranges:
         """Return the rows of part `index` in a fused matrix, of expert `expert` if the matrix stacks experts."""
         if matrix.packing == "grouped":
             groups, d = self.config.num_key_value_groups, self.config.head_dim
@@ -219,7 +219,7 @@ class _Builder:
         begin = expert * sum(widths) + sum(widths[:index])
         return ((begin, begin + widths[index]),)
 
-    def _fused_size(self, matrix: FusedLinear) -> int:
+    def _fused_size(self, matrix: FusedTensor) -> int:
         """Return the rows of a whole fused matrix, of all experts if it stacks them."""
         experts = self.arch.experts
         stacked = experts is not None and matrix in experts.stacked

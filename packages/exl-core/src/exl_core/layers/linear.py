@@ -72,7 +72,7 @@ class Linear:
             raise ModelStateError(f"{self.key} is sharded over several devices: it has no single matrix")
         return matrix
 
-    def fusable(self) -> bool:
+    def fits_block(self) -> bool:
         """Return whether the matrix can be part of a CPU block: on the CPU, in one piece, without padding columns."""
         if isinstance(self.matrix, SplitMatrix):
             return False

@@ -17,7 +17,7 @@ from ..execution.batch import Step
 from ..execution.sharded.matrix import Part, over_parts
 from .description import MlpDescription
 from .linear import Linear
-from .norm import Norm, fused_norm, kind_of
+from .norm import Norm, block_norm, kind_of
 from .sublayer import SubLayer
 
 if TYPE_CHECKING:
@@ -88,11 +88,11 @@ class GatedMLP(FeedForward):
         """Yield gate, up and down."""
         yield from (self.gate_proj, self.up_proj, self.down_proj)
 
-    def _fuse(self) -> MlpBlock | None:
-        if not all(linear.fusable() for linear in self.submodules()):
+    def _make_block(self) -> MlpBlock | None:
+        if not all(linear.fits_block() for linear in self.submodules()):
             return None
         matrices = (self.up_proj.quant, self.down_proj.quant)
-        norm, post = fused_norm(self.norm), fused_norm(self.post)
+        norm, post = block_norm(self.norm), block_norm(self.post)
         return MlpBlock(norm, self.gate_proj.quant, matrices, self.activation, post=post)
 
     def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
@@ -134,11 +134,11 @@ class PlainMLP(FeedForward):
         """Yield up and down."""
         yield from (self.up_proj, self.down_proj)
 
-    def _fuse(self) -> MlpBlock | None:
-        if not all(linear.fusable() for linear in self.submodules()):
+    def _make_block(self) -> MlpBlock | None:
+        if not all(linear.fits_block() for linear in self.submodules()):
             return None
         matrices = (self.up_proj.quant, self.down_proj.quant)
-        return MlpBlock(fused_norm(self.norm), None, matrices, self.activation, post=fused_norm(self.post))
+        return MlpBlock(block_norm(self.norm), None, matrices, self.activation, post=block_norm(self.post))
 
     def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
         """Compute down(act(up(h)))."""

@@ -18,7 +18,7 @@ from ..loading.linears import require_finite_float
 from .description import NormKind
 from .module import WeightModule
 
-__all__ = ["LayerNorm", "Norm", "RMSNorm", "fused_norm", "kind_of"]
+__all__ = ["LayerNorm", "Norm", "RMSNorm", "block_norm", "kind_of"]
 
 
 class Norm(WeightModule):
@@ -70,7 +70,7 @@ def kind_of(norm: Norm | None) -> NormKind | None:
     return None if norm is None else norm.kind
 
 
-def fused_norm(norm: Norm | None) -> BlockNorm | None:
+def block_norm(norm: Norm | None) -> BlockNorm | None:
     """Return a loaded norm as a part of a CPU block; None for no norm."""
     return None if norm is None else norm.block()
 

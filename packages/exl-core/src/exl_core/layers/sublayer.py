@@ -30,7 +30,7 @@ class SubLayer(Module, Generic[Block]):
     def _parts(self) -> Iterator[Norm | Linear]:
         """Yield everything with weights."""
 
-    def _fuse(self) -> Block | None:
+    def _make_block(self) -> Block | None:
         """Return a native call that computes all of `forward`, if the kind and the matrices allow it."""
         return None
 
@@ -39,7 +39,7 @@ class SubLayer(Module, Generic[Block]):
         try:
             for part in self._parts():
                 part.load(source, device)
-            self.block = self._fuse()
+            self.block = self._make_block()
         except BaseException:
             self.unload()
             raise

@@ -57,10 +57,10 @@ class Encoder(ABC):
         """Return the shape of every tensor, by name."""
 
     @abstractmethod
-    def prepare(self, image: Any) -> Picture:
+    def preprocess(self, image: Any) -> Picture:
         """Preprocess a PIL image as the published processor does. Raises InputError."""
 
-    def prepare_video(self, frames: Sequence[Any]) -> Picture:
+    def preprocess_video(self, frames: Sequence[Any]) -> Picture:
         """Preprocess PIL images of one size, in order. Raises UnsupportedError if the tower takes images only."""
         raise UnsupportedError(f"{type(self).__name__} takes images only, no video")
 

@@ -56,7 +56,7 @@ class PixtralEncoder(Encoder):
             shapes |= {f"{p}{m}_norm.weight": (h,) for m in ("attention", "ffn")}
         return shapes
 
-    def prepare(self, image: Any) -> Picture:
+    def preprocess(self, image: Any) -> Picture:
         """Preprocess a PIL image. Raises InputError."""
         pixels = preprocess(image, self.settings)
         return Picture(pixels, self._grid(pixels), (pixels.shape[2], pixels.shape[1]))

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from ..errors import InputError
 from .encoder import Encoder, Framed, Grid, Picture, rms_norm, rotate
-from .qwen_images import prepare, prepare_video
+from .qwen_images import preprocess, preprocess_video
 from .qwen_settings import QwenSettings
 from .reading import ACTIVATIONS, MAX_EDGE
 
@@ -63,13 +63,13 @@ class QwenEncoder(Encoder):
             shapes |= {f"{norm}.bias": (h,) for norm in norms}
         return shapes
 
-    def prepare(self, image: Any) -> Picture:
+    def preprocess(self, image: Any) -> Picture:
         """Preprocess a PIL image. Raises InputError."""
-        return prepare(image, self.settings)
+        return preprocess(image, self.settings)
 
-    def prepare_video(self, frames: Sequence[Any]) -> Picture:
+    def preprocess_video(self, frames: Sequence[Any]) -> Picture:
         """Preprocess PIL images of one size, in order. Raises InputError."""
-        return prepare_video(frames, self.settings)
+        return preprocess_video(frames, self.settings)
 
     def time_step(self, fps: float) -> float:
         """Return the positions from one patch of time to the next: by time in Qwen2.5-VL, else 1."""

@@ -14,7 +14,7 @@ from .encoder import Grid, Picture
 from .images import as_rgb, pixels_of
 from .qwen_settings import PixelRange, QwenSettings
 
-__all__ = ["MAX_FRAMES", "MAX_PATCHES", "output_size", "patches_of", "prepare", "prepare_video"]
+__all__ = ["MAX_FRAMES", "MAX_PATCHES", "output_size", "patches_of", "preprocess", "preprocess_video"]
 
 MAX_FRAMES = 4096
 MAX_PATCHES = 1 << 19
@@ -37,14 +37,14 @@ def output_size(height: int, width: int, step: int, limits: PixelRange) -> tuple
     return rows, columns
 
 
-def prepare(image: Any, settings: QwenSettings) -> Picture:
+def preprocess(image: Any, settings: QwenSettings) -> Picture:
     """Preprocess one image: the same image fills every place of a patch's time."""
     rgb = as_rgb(image)
     frame = _resized(rgb, settings, settings.image_pixels)
     return _picture(frame[None].expand(settings.temporal_patch, -1, -1, -1), settings)
 
 
-def prepare_video(frames: Sequence[Any], settings: QwenSettings) -> Picture:
+def preprocess_video(frames: Sequence[Any], settings: QwenSettings) -> Picture:
     """Preprocess images of one size; the last is repeated until the frames fill whole patches of time."""
     if not isinstance(frames, (list, tuple)) or not frames:
         raise InputError("a video is a list of PIL images, one at least")

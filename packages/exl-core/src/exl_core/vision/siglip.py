@@ -143,7 +143,7 @@ class SiglipEncoder(Encoder):
         assert self._weights is not None
         self._weights[f"{PROJECTOR}.mm_soft_emb_norm.weight"] += 1.0  # Gemma stores norm weights minus 1
 
-    def prepare(self, image: Any) -> Picture:
+    def preprocess(self, image: Any) -> Picture:
         """Preprocess a PIL image. Raises InputError."""
         s = self.settings
         pixels = pixels_of(as_rgb(image), s.image_size, s.image_size, s.preprocessing)

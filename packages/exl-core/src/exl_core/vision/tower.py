@@ -173,7 +173,7 @@ class ExLlamaV2VisionTower:
             InputError: the image cannot be used.
             ModelStateError: the tower or the model is not loaded.
         """
-        picture = self.encoder.prepare(image)
+        picture = self.encoder.preprocess(image)
         return self._embedding(model, tokenizer, picture, image.size, text_alias, embeddings_cpu)
 
     def get_video_embeddings(
@@ -204,7 +204,7 @@ class ExLlamaV2VisionTower:
         """
         if not isinstance(fps, (int, float)) or not (math.isfinite(fps) and fps > 0):
             raise InputError(f"fps is {fps!r}, must be a positive number of frames a second")
-        picture = self.encoder.prepare_video(video)
+        picture = self.encoder.preprocess_video(video)
         step = self.encoder.time_step(fps)
         return self._embedding(model, tokenizer, picture, video[0].size, text_alias, embeddings_cpu, step)
 

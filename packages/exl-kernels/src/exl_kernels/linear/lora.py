@@ -59,7 +59,7 @@ class LoraEntry:
 
 
 class LoraTable:
-    """The adapters that rows of a pass may have for one matrix: rows of slot i use entry i; None adds nothing.
+    """The adapters that rows of a pass may have for one matrix; None adds nothing.
 
     A row's result depends on that row and its entry alone.
 
@@ -85,14 +85,14 @@ class LoraTable:
         ]
         self._table = torch.tensor(rows, dtype=torch.int64, device=first.a.device)
 
-    def add(self, x: Tensor, y: Tensor, slots: Tensor | None = None) -> None:
+    def add(self, x: Tensor, y: Tensor, entry_ids: Tensor | None = None) -> None:
         """Add the adapters' results to y.
 
         Args:
             x: float16 [T, in].
             y: float16 [T, out], changed in place.
-            slots: int32 [T], smaller than the number of entries, negative for a row without an adapter. They are not
-                checked, since a check would read them back. None: every row has entry 0.
+            entry_ids: int32 [T], the entry of each row, below their number, negative for a row without an adapter. They
+                are not checked, since a check would read them back. None: every row has entry 0.
 
         Raises:
             DTypeError, ShapeError: an operand does not fit.
@@ -104,9 +104,9 @@ class LoraTable:
                 raise DTypeError(f"{name} has dtype {t.dtype}: expected float16")
             if t.dim() != 2 or t.shape[1] != width or t.shape[0] != x.shape[0]:
                 raise ShapeError(f"{name} is {tuple(t.shape)}: expected [T, {width}], with one T for x and y")
-        if slots is not None and (slots.dtype != torch.int32 or tuple(slots.shape) != (x.shape[0],)):
-            raise ShapeError(f"slots is {tuple(slots.shape)} {slots.dtype}: expected int32 [{x.shape[0]}]")
+        if entry_ids is not None and (entry_ids.dtype != torch.int32 or tuple(entry_ids.shape) != (x.shape[0],)):
+            raise ShapeError(f"entry_ids is {tuple(entry_ids.shape)} {entry_ids.dtype}: expected int32 [{x.shape[0]}]")
         if x.shape[0]:
             x = aligned(x)  # the kernels read 16 bytes at a time
             middle = torch.empty((x.shape[0], self.most_rank), dtype=torch.float32, device=x.device)
-            _native.cuda_lora_add(x, y, self._table, slots, middle, launch_on(x))
+            _native.cuda_lora_add(x, y, self._table, entry_ids, middle, launch_on(x))
