@@ -19,7 +19,7 @@ ALLOWED = ROOT / "scripts" / "words_allowed.txt"
 SUFFIXES = {".py", ".pyi", ".rs", ".cu", ".cuh", ".toml", ".md", ".yml", ".yaml", ".sh", ".html", ".js", ""}
 # Stories, recorded data, and the word list's own files.
 EXCLUDED = re.compile(
-    r"^(tests/docs/test_check_words\.py$|tests/(golden/data|[^/]+/(data|corpus))/|scripts/bundled_model/corpus/|benchmarks/results/|LICENSE$)"
+    r"^(tests/docs/test_check_words\.py$|tests/(golden/data|[^/]+/(data|corpus))/|bundled-model/corpus/|benchmarks/results/|LICENSE$)"
 )
 CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 

@@ -22,7 +22,7 @@ SIZE = 2000
 SPECIALS = ["<unk>", "<s>", "</s>", "<pad>"]
 BYTES = [f"<0x{i:02X}>" for i in range(256)]
 
-sys.path.insert(0, str(ROOT / "scripts" / "bundled_model"))
+sys.path.insert(0, str(ROOT / "bundled-model"))
 
 
 def texts(count: int = 3000) -> Iterator[str]:

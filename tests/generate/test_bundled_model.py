@@ -17,7 +17,7 @@ from exl_generate.testing import drain, streamed_text
 
 END_OF_TURN = 7
 FOLDERS = {"default": default_model_dir, "draft": draft_model_dir}
-SCRIPTS = Path(__file__).parents[2] / "scripts" / "bundled_model"
+SCRIPTS = Path(__file__).parents[2] / "bundled-model"
 
 
 @cache

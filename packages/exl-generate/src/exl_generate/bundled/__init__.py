@@ -1,6 +1,7 @@
 """The models that come with the package: Fable, a 10 M-parameter Llama as EXL2, and its 2.4 M-parameter draft sibling.
 
-Both were trained by scripts/bundled_model on text that the script makes; `fable-10m/README.md` is the model card.
+The folder bundled-model of the repository holds the scripts that trained them and the corpus; `fable-10m/README.md` is
+the model card.
 """
 
 from __future__ import annotations
