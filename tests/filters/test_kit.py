@@ -1,17 +1,19 @@
 """The law kit: each broken filter of the zoo fails its law and good filters pass, through every entry point."""
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
+from zoo import LONG, OPTIONS, ZOO, Plain
 
 from exl_filters import ExLlamaV2SelectFilter, FilterContext, FilterUsageError, Vocabulary, registry
 from exl_filters.cli import main
 from exl_filters.testing import LAWS, FilterContract, check_filter, check_machine, filter_laws, finite, regex
 from exl_filters.testing.runner import read_xfail
-from exl_filters.testing.zoo import LONG, OPTIONS, ZOO, Plain
 
 
 def plain(vocab):
@@ -371,7 +373,7 @@ def test_the_decorator_in_an_authors_file(tmp_path):
     (tmp_path / "test_mine.py").write_text(
         textwrap.dedent("""
         from exl_filters.testing import filter_laws
-        from exl_filters.testing.zoo import ZOO, OPTIONS
+        from zoo import ZOO, OPTIONS
         bad = next(m for m in ZOO if m.name == "Unsorted")
 
         @filter_laws(bad, language=OPTIONS, laws=["1", "3"], profile="quick")
@@ -383,8 +385,12 @@ def test_the_decorator_in_an_authors_file(tmp_path):
             law()
         """)
     )
+    here = Path(__file__).parent  # of the zoo
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)], capture_output=True, text=True
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])},
     )
     assert "1 failed, 2 passed, 1 xfailed" in run.stdout, run.stdout
     assert "LAW-03 a list is strictly ascending" in run.stdout

@@ -7,8 +7,8 @@ import threading
 from typing import Any, ClassVar
 
 from exl_filters.base import Allowed
-from exl_filters.testing.zoo.plain import Plain, mutants
 from exl_filters.vocabulary import Vocabulary
+from zoo.plain import Plain, mutants
 
 __all__: list[str] = []
 

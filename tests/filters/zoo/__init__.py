@@ -4,9 +4,9 @@
 one detail that some real filter got wrong.
 """
 
-from exl_filters.testing.zoo.plain import LONG, OPTIONS, ZOO, Mutant, Plain, mutants
+from zoo.plain import LONG, OPTIONS, ZOO, Mutant, Plain, mutants
 
 # Importing the modules registers their mutants in ZOO.
-from exl_filters.testing.zoo import copies, deep, states, texts  # isort: skip  # noqa: F401
+from zoo import copies, deep, states, texts  # isort: skip  # noqa: F401
 
 __all__ = ["LONG", "OPTIONS", "ZOO", "Mutant", "Plain", "mutants"]

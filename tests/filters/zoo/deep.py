@@ -8,7 +8,7 @@ from exl_filters import bits
 from exl_filters.base import Allowed
 from exl_filters.bits import Words
 from exl_filters.context import FilterContext
-from exl_filters.testing.zoo.plain import LONG, Plain, mutants
+from zoo.plain import LONG, Plain, mutants
 
 __all__: list[str] = []
 

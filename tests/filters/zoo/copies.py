@@ -9,7 +9,7 @@ import numpy as np
 from exl_filters import bits
 from exl_filters.base import Allowed
 from exl_filters.bits import Words
-from exl_filters.testing.zoo.plain import Plain, mutants
+from zoo.plain import Plain, mutants
 
 __all__: list[str] = []
 

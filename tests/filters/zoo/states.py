@@ -8,9 +8,9 @@ import numpy as np
 
 from exl_filters.base import Allowed
 from exl_filters.errors import FilterRejected
-from exl_filters.testing.zoo.plain import Plain, mutants
 from exl_filters.tokens import as_token
 from exl_filters.vocabulary import Vocabulary
+from zoo.plain import Plain, mutants
 
 __all__: list[str] = []
 
