@@ -300,7 +300,7 @@ def test_planned_bytes_and_refusal(lab: Any, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(errors.DeviceError, match="Insufficient space"):
         model.load_tp([0.0001, 0.0001])
     assert model.tp_context is None
-    assert all(linear.cut is None for m in model.modules for linear in m.submodules())
+    assert all(linear.shards is None for m in model.modules for linear in m.submodules())
     listed = list(model.load_tp_gen([1.0, 1.0], callback_gen=lambda i, n: iter([i])))
     assert listed == list(range(len(model.modules) + 1))
 

@@ -89,8 +89,9 @@ def using_devices(value: str | None, option: str = "device") -> Iterator[None]:
 def devices() -> list[Device]:
     """Return the devices of EXL_DEVICE in order; those of "auto" if the variable is not set.
 
-    The choice of "auto" is logged once, unless `device_line` has returned it: as INFO, or as WARNING if models run on
-    the CPU although an NVIDIA card may be present. Python prints a warning even for programs that configure no logging.
+    The choice of "auto" is logged once, unless `device_line` has returned it. The level is INFO, or WARNING if models
+    run on the CPU although an NVIDIA card may be present. Python prints a warning even for programs that configure no
+    logging.
 
     Raises:
         DeviceError: the value names no device of this machine, or a device that the kernels cannot run on.

@@ -45,7 +45,7 @@ def inverse_frequencies(s: RopeSettings) -> tuple[Tensor, float]:
     """Return (inv_freq float32 [rotary_dim / 2], factor m on sin and cos).
 
     inv_freq[j] = base^(-2j/d), base = theta * alpha^(d/(d-2)), followed by the method's correction. Methods that depend
-    on the length ("su", "dynamic") use the configured maximum, not the length of a call: keys in the cache were rotated
+    on the length ("su", "dynamic") use the configured maximum, not the length of a call. Keys in the cache were rotated
     before later lengths are known, and a request's tokens must not depend on how it is cut or shared.
     """
     d = s.rotary_dim

@@ -133,8 +133,8 @@ def rope_store(
     """Rotate q [T, Hq, D] and k [T, H, D] in place (`apply_rope`), then store k and v [T, H, D] (`store_kv`).
 
     On a GPU the kernel reads positions, slots, cos and sin before the preceding launches have ended, as with `early` of
-    `attend_own`. They must have been written before those launches began: by a copy that the host has waited for, or
-    before the launch of the captured graph that contains this call.
+    `attend_own`. These tensors must have been written before those launches began. A copy that the host has waited for
+    is such a write, and so is work before the launch of the captured graph that contains this call.
     """
     if not q.is_cuda:
         apply_rope(q, cos, sin, positions, interleaved=interleaved)

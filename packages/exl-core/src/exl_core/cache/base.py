@@ -294,9 +294,9 @@ class ExLlamaV2CacheBase:
     ) -> tuple[Tensor, Tensor]:
         """Return a layer's keys and values as half tensors [batch, max_seq_len, kv_heads, head_dim].
 
-        FP16 returns the storage. Other formats decode tokens [offset, offset + width) of the first `batch_size` rows,
-        or with `page_size` the stored tokens of every sequence in `block_table`, into a pair of tensors that all layers
-        share.
+        FP16 returns the storage. Other formats decode into a pair of tensors that all layers share: tokens
+        [offset, offset + width) of the first `batch_size` rows, or with `page_size` the stored tokens of every
+        sequence.
 
         Args:
             layer_idx: layer.

@@ -28,7 +28,7 @@ def passed(memory: Tensor) -> Iterator[Callable[[], None]]:
     """Free the pinned copies of deleted inputs after a wait.
 
     Inside the block the caller waits for torch's current stream on the GPU of `memory` and then calls the yielded
-    function, which frees the copies whose inputs were deleted before the block.
+    function. That call frees the copies whose inputs were deleted before the block.
     """
     key = (memory.device, stream_of(memory))
     gone = _unread.pop(key, [])

@@ -137,9 +137,9 @@ class Attention(SubLayer[AttentionBlock]):
         if usable and not any(linear.adapted(step.loras) for linear in self.submodules()):
             assert self.block is not None
             return self.block.forward(x, step.tokens(self.interleaved, self.rope), step.pages(self.layer_idx))
-        return self.forward_unfused(x, step)
+        return self.forward_by_operator(x, step)
 
-    def forward_unfused(self, x: Tensor, step: Step) -> Tensor:
+    def forward_by_operator(self, x: Tensor, step: Step) -> Tensor:
         """Run operator by operator, bitwise identical: for padded matrices, adapters, and as the block's twin."""
         y = self.attend(x if self.norm is None else self.norm.forward(x), step)
         if self.post is not None:
@@ -269,7 +269,7 @@ class ParallelDecoder(Attention):
     def _make_block(self) -> AttentionBlock | None:
         return None
 
-    def forward_unfused(self, x: Tensor, step: Step) -> Tensor:
+    def forward_by_operator(self, x: Tensor, step: Step) -> Tensor:
         """Run the layer operator by operator."""
         h = x if self.norm is None else self.norm.forward(x)
         return x.add_(self.attend(h, step)).add_(self.mlp.inner(h, step.loras))

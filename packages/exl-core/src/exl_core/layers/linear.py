@@ -35,13 +35,13 @@ class Linear:
         self.in_features = spec.in_features
         self.out_features = spec.out_features
         self.matrix: QuantMatrix | SplitMatrix | None = None
-        self.cut: tuple[TensorParallel, Bounds] | None = None  # the device of each output; None: one device
+        self.shards: tuple[TensorParallel, Bounds] | None = None  # the device of each output; None: one device
         self.place: torch.device | None = None  # another device than the module's
 
     def load(self, source: TensorSource, device: torch.device) -> None:
         """Read, check and repack the matrix. Raises as `load_linear`."""
-        if self.cut is not None:
-            self.matrix = load_split(source, self.spec, self.options, *self.cut)
+        if self.shards is not None:
+            self.matrix = load_split(source, self.spec, self.options, *self.shards)
         else:
             options = replace(self.options, device=str(self.place or device))
             self.matrix = load_linear(source, self.spec, options)

@@ -53,9 +53,9 @@ class FeedForward(SubLayer[MlpBlock]):
         """Run the half on x [T, hidden], in place where possible, and return the result."""
         if self.block is not None and not any(linear.adapted(step.loras) for linear in self.submodules()):
             return self.block.forward(x)
-        return self.forward_unfused(x, step.loras)
+        return self.forward_by_operator(x, step.loras)
 
-    def forward_unfused(self, x: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
+    def forward_by_operator(self, x: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
         """Run operator by operator, bitwise identical: for padded matrices, adapters, and as the block's twin."""
         y = self.inner(x if self.norm is None else self.norm.forward(x), loras)
         if self.post is not None:

@@ -31,10 +31,11 @@ __all__ = ["Expert", "MoE", "sparse_mixture"]
 
 
 def sparse_mixture(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
-    """(weights float32, expert numbers int64) [T, 2] of router logits [T, experts] as Phi-3.5-MoE mixes two experts.
+    """Choose two experts by router logits [T, experts] as Phi-3.5-MoE does.
 
-    The likeliest expert, weighted by a softmax over those within a relative distance of 2 * jitter; then the same among
-    the others. The weights are not made to sum to 1.
+    Returns weights float32 and expert numbers int64, both [T, 2]. The first is the likeliest expert, weighted by a
+    softmax over those within a relative distance of 2 * jitter; the second is chosen likewise among the others. The
+    weights are not scaled to sum 1.
     """
     left = logits
     weights, indices = [], []
@@ -59,7 +60,7 @@ class Expert:
         return iter((self.gate, self.up, self.down))
 
     def matrices(self) -> tuple[QuantMatrix, QuantMatrix, QuantMatrix] | None:
-        """The loaded matrices; None where one is cut over devices or has columns that pad it."""
+        """Return the loaded matrices; None where a matrix is sharded over devices or has padding columns."""
         if any(isinstance(m.matrix, SplitMatrix) or m.stored_features != m.out_features for m in self):
             return None
         return self.gate.quant, self.up.quant, self.down.quant
@@ -68,16 +69,15 @@ class Expert:
 class MoE(FeedForward):
     """inner(h) = sum over the chosen experts of p_e * down_e(act(gate_e(h)) * up_e(h)) [+ the shared expert's output].
 
-    Probabilities are a softmax over all experts in float32, of which the `chosen` largest are kept and, if
-    `normalize`, divided by their sum; with `jitter` they are those of `sparse_mixture`. The router's
-    logits are float32 on a GPU too, where all else is half: rounding them would choose other experts wherever two are
-    nearly as likely. Each row's contributions are added from the likeliest expert to the least, whatever rows are in
-    the call, so that batching cannot change a bit.
+    Probabilities are a softmax over all experts in float32. The `chosen` largest are kept and, if `normalize`, divided
+    by their sum; with `jitter` they are those of `sparse_mixture`. The router's logits are float32 on a GPU too, since
+    rounding them to half would choose other experts where two are nearly as likely. Each row's contributions are added
+    from the likeliest expert to the least, so the result does not depend on the other rows of the batch.
 
-    All experts of a call share one native call on the CPU and, if they are quantized and the rows are few, launches on
-    a GPU that read there which experts are chosen (`exl_kernels.moe`). Results are bitwise those of one expert after
-    the other, which is how all others run: adapters on experts, experts on several devices, on a GPU float matrices
-    and more rows.
+    The experts of a call share one native call on the CPU. On a GPU quantized experts of few rows share launches, which
+    read on the device which experts are chosen (`exl_kernels.moe`). All other experts run one after the other, with
+    bitwise
+    identical results: experts with adapters or on several devices, and on a GPU float matrices and more rows.
     """
 
     name = "MoEMLP"
@@ -121,7 +121,7 @@ class MoE(FeedForward):
         super().unload()
 
     def group(self) -> None:
-        """Let the loaded experts share calls where they can."""
+        """Let the loaded experts share calls where possible."""
         router = self.router.loaded_matrix
         if isinstance(router, CudaFloatMatrix) and router.in_features % 8 == 0:
             self._router = ExpertRouter(router, self.chosen, self.normalize, self.jitter)
@@ -148,11 +148,11 @@ class MoE(FeedForward):
         if self.shared_gate is not None:
             yield self.shared_gate
 
-    def forward_unfused(self, x: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
+    def forward_by_operator(self, x: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
         """Run the half on x [T, hidden] operator by operator, or with the experts in shared launches."""
         grouped = None if self.post is not None else self._grouped_for(x, loras)
         if grouped is None:
-            return super().forward_unfused(x, loras)
+            return super().forward_by_operator(x, loras)
         h = x if self.norm is None else self.norm.forward(x)
         return self._together(grouped, h, loras, residual=x, out=x)
 
@@ -171,7 +171,7 @@ class MoE(FeedForward):
         return y.to(h.dtype)
 
     def route(self, h: Tensor, loras: Sequence[Adapter] = ()) -> tuple[Tensor, Tensor]:
-        """(weights float32, expert numbers int64), both [T, chosen], likeliest first."""
+        """Return (weights float32, expert numbers int64), both [T, chosen], likeliest first."""
         if self._router is not None and h.dtype == torch.float16 and not self.router.adapted(loras):
             return self._router(h)
         logits = self.router.forward_precise(h, loras)
@@ -182,7 +182,7 @@ class MoE(FeedForward):
         return weights / weights.sum(dim=-1, keepdim=True) if self.normalize else weights, indices
 
     def _grouped_for(self, h: Tensor, loras: Sequence[Adapter]) -> ExpertGroup | None:
-        """The experts of `h` in shared calls; None where they run one after the other."""
+        """Return the experts of `h` in shared calls; None where they run one after the other."""
         if self._grouped is None or h.dtype != self._grouped.dtype or not self._grouped.shares(h.shape[0], self.chosen):
             return None
         if loras and any(linear.adapted(loras) for expert in self.experts for linear in expert):
@@ -209,7 +209,7 @@ class MoE(FeedForward):
         return self.shared is not None and any(linear.adapted(loras) for linear in self.shared.submodules())
 
     def _outputs(self, h: Tensor, indices: Tensor, loras: Sequence[Adapter]) -> Tensor:
-        """Unweighted outputs float32 [T, chosen, hidden]: every expert runs once, over the rows that chose it."""
+        """Return unweighted outputs float32 [T, chosen, hidden]; every expert runs once, on the rows that chose it."""
         out = torch.empty((*indices.shape, self.experts[0].down.out_features), dtype=torch.float32, device=h.device)
         flat, order = indices.reshape(-1).sort(stable=True)
         counts = torch.bincount(flat, minlength=len(self.experts)).tolist()

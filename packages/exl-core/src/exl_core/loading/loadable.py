@@ -16,7 +16,7 @@ from ..config import ExLlamaV2Config
 from ..device import GIB, Device, devices, out_of_memory_as_error, torch_device
 from ..errors import CacheError, FormatError, InputError, ModelStateError
 from ..execution.sharded import TensorParallel
-from ..execution.sharded.cutting import cut_modules, unshard_modules
+from ..execution.sharded.cutting import shard_modules, unshard_modules
 from ..layers import Attention, Intervention, Linear, Module, build_modules
 from ..placement import Placement
 from ..rope import RopeTable
@@ -222,7 +222,7 @@ class LoadableModel:
         names = [place.name for place in places]
         heads, float_residual = self.config.num_key_value_heads, self.config.arch.float_residual
         self.tp_context = TensorParallel(names, shares, heads, float_residual=float_residual)
-        cut_modules(self.modules, self.tp_context)
+        shard_modules(self.modules, self.tp_context)
         yield from self._load(callback, callback_gen, found)
 
     def set_device_map(self, allocation: Sequence[float], embed_cpu: bool = True) -> list[float]:

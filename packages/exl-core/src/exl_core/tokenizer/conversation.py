@@ -1,7 +1,7 @@
 """Token ids of untrusted users' conversations: text that users write stays text, and images have places.
 
-A template's own markers become special tokens, but a marker that a user or a tool wrote into a message must not forge
-a turn or an image. Such spellings are replaced before rendering, and restored as ordinary text in the prompt.
+A template's own markers become special tokens. A marker that a user or a tool wrote into a message must not forge a
+turn or an image. Such spellings are replaced before rendering, and restored as ordinary text in the prompt.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention over paged keys and values: causal, grouped heads, window, softcap, additive mask.
 
-A query token's result is bitwise identical whatever else is in the call, however the prompt was cut into calls,
-wherever its pages are, and at any thread count.
+A query token's result is bitwise identical in any batch, any chunking of the prompt, any placement of its pages, and
+any number of threads.
 """
 
 from __future__ import annotations

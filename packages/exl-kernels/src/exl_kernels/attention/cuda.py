@@ -74,8 +74,8 @@ def counters(device: torch.device | str) -> Iterator[Tensor]:
     """Provide a tensor of counters to the launches of this thread on a GPU, for capturing graphs.
 
     Launches that share counters must not run at the same time. Outside this context launches of one stream share a
-    tensor, and every captured launch first fills a separate one with zeros, which costs more than the counters save.
-    Keep the tensor as long as the graph.
+    tensor. Every captured launch then first fills a separate tensor with zeros, which costs more than the counters
+    save. Keep the tensor as long as the graph.
     """
     place = torch.device(device)
     blocks = 2 * torch.cuda.get_device_properties(place).multi_processor_count

@@ -1,7 +1,12 @@
 """Matmuls with EXL2, GPTQ and float matrices at the bits per weight of their files.
 
-`matrix` has the public class for every device, `cuda` one matrix on a GPU, `fused` several matrices that share an
-input, with their prologue and epilogue, `workspace` the memory of inter-block reductions.
+| module | contents |
+|---|---|
+| `matrix` | the public class for every device |
+| `cuda` | one matrix on a GPU |
+| `fused` | several matrices that share an input, with their prologue and epilogue |
+| `lora` | adapters of rows on a GPU |
+| `workspace` | the memory of inter-block reductions |
 """
 
 from .matrix import Compute, Format, QuantMatrix

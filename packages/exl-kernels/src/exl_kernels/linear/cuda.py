@@ -234,17 +234,17 @@ class CudaQuantMatrix(_CudaMatrix):
             torch.mm(x, weight, out=out.view(-1, self.out_features))
             return
         if x.dtype == torch.float16:
-            product = x @ weight
+            result = x @ weight
         else:
             # As halves: bfloat16 weights would lose three of their eleven bits, and float32 weights would be slow.
             largest = x.abs().amax(dim=1, keepdim=True).float()
             factor = torch.exp2(-torch.floor(torch.log2(largest.clamp(min=1e-30))))
-            product = (x.float() * factor).half() @ weight
-            product = product.float() / factor
+            result = (x.float() * factor).half() @ weight
+            result = result.float() / factor
         if not self._plain:
-            product = product.float()
-            product = (product if self._bias is None else product + self._bias) * self._prescale
-        out.view(-1, self.out_features).copy_(product)
+            result = result.float()
+            result = (result if self._bias is None else result + self._bias) * self._prescale
+        out.view(-1, self.out_features).copy_(result)
 
     def dequantize(self) -> Tensor:
         """Return W [K, N] float16 in file order on the GPU, bitwise identical to the format's definition."""
@@ -280,14 +280,14 @@ class CudaFloatMatrix(_CudaMatrix):
             torch.mm(x.reshape(-1, rows), self._weight.t(), out=out.view(-1, columns))  # no temporary result
             return out
         if x.dtype == self._weight.dtype:
-            product = torch.nn.functional.linear(x, self._weight)
+            result = torch.nn.functional.linear(x, self._weight)
         else:
-            product = torch.nn.functional.linear(x.float(), self._weight.float())
+            result = torch.nn.functional.linear(x.float(), self._weight.float())
         if not bare:
-            product = product.float()
-            product = product if self._bias is None else product.add_(self._bias)
-            product = product.mul_(self._prescale)
-        return out.copy_(product)
+            result = result.float()
+            result = result if self._bias is None else result.add_(self._bias)
+            result = result.mul_(self._prescale)
+        return out.copy_(result)
 
     def matmul_precise(self, x: Tensor) -> Tensor:
         """Multiply x [.., K] to float32 [.., N], summed in float64 and rounded once; for the few columns of a router.
@@ -296,10 +296,10 @@ class CudaFloatMatrix(_CudaMatrix):
         of rows. Larger sums may differ in the last bit where the rounding of float64 coincides with that of float32.
         """
         self._output(x, None)
-        product = torch.nn.functional.linear(x.double(), self._weight.double())
+        result = torch.nn.functional.linear(x.double(), self._weight.double())
         if self._bias is not None:
-            product += self._bias
-        return (product * self._prescale).float()
+            result += self._bias
+        return (result * self._prescale).float()
 
     def stored(self) -> tuple[Tensor, Tensor | None]:
         """Return the weight [N, K] as stored, float16 or bfloat16, and the bias float32 [N] or None."""

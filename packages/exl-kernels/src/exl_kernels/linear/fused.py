@@ -1,9 +1,9 @@
 """Quantized linear layers with a fused norm prologue and activation or residual epilogue.
 
-Intended for code that captures a decode step: a call reads nothing back, takes scratch memory from torch's allocator
-only and launches on torch's current stream, so a call can be captured in a CUDA graph. Results are bitwise identical to
-the separate operators (`norm.rms_norm`, `QuantMatrix.matmul`, `cuda_ops.gated_activation`, `torch.add`), whichever
-kernels run. `_native.CudaLinearGroup.plan` picks them.
+Intended for code that captures a decode step. A call reads nothing back, takes scratch memory from torch's allocator
+only and launches on torch's current stream, so a CUDA graph can capture it. Results are bitwise identical to the
+separate operators (`norm.rms_norm`, `QuantMatrix.matmul`, `cuda_ops.gated_activation`, `torch.add`), whichever kernels
+run. `_native.CudaLinearGroup.plan` picks the kernels.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def forget_workspaces(device: torch.device | str) -> None:
     """Free the workspaces of this device's streams; the next launches allocate new ones.
 
     Captured launches keep theirs. Queued launches may still use the memory: torch reuses freed memory at once only on
-    the stream that it was allocated on, in order, and elsewhere after the device is idle.
+    the stream of its allocation, in order. Other streams get it when the device is idle.
     """
     place = torch.device(device)
     for key in list(_by_stream):  # a copy: another thread may be adding keys

@@ -22,18 +22,27 @@ Expert = tuple[QuantMatrix, QuantMatrix, QuantMatrix]
 class CpuExperts:
     """The gated MLPs of a layer: expert(h) = down(act(gate(h)) * up(h)), each matrix EXL2, GPTQ or float.
 
-    Formats, bit widths, inner sizes and `compute` may differ from matrix to matrix. A row's result is bitwise that of
-    one expert after the other (`QuantMatrix.matmul` and `gated_activation`), added in the order of the row's choice. It
-    depends neither on the other rows nor on the number of threads.
+    Formats, bit widths, inner sizes and `compute` may differ from matrix to matrix. A row's result is bitwise identical
+    to that of one expert after the other (`QuantMatrix.matmul` and `gated_activation`), added in the order of the row's
+    choice. It depends neither on the other rows nor on the number of threads.
 
-    Attributes: device, dtype (of activations), hidden, joins_shared (whether it holds a shared expert).
+    Args:
+        experts: gate, up and down of each expert.
+        activation: kind of activation.
+        shared: an expert for every row, in addition to the chosen ones.
+
+    Attributes:
+        device: the CPU.
+        dtype: dtype of activations, float32.
+        hidden: hidden size.
+        joins_shared: whether calls compute the shared expert.
+
+    Raises:
+        ShapeError: there are no experts, or sizes do not fit.
+        UnsupportedError: a matrix is not on the CPU.
     """
 
     def __init__(self, experts: Sequence[Expert], activation: ActivationKind, shared: Expert | None = None) -> None:
-        """`shared`: an expert that every row takes besides those that it chooses.
-
-        Raises ShapeError (no experts, or sizes that do not fit) and UnsupportedError (a matrix that is not on the CPU).
-        """
         self.device, self.dtype = torch.device("cpu"), torch.float32
         for matrix in (matrix for parts in (*experts, *([] if shared is None else [shared])) for matrix in parts):
             if matrix.device.type != "cpu":
@@ -46,7 +55,7 @@ class CpuExperts:
         self.joins_shared = shared is not None
 
     def shares(self, rows: int, chosen: int) -> bool:
-        """Always: one call is faster at any number of rows."""
+        """Return True: one call is faster for any number of rows."""
         return True
 
     def __call__(
@@ -60,12 +69,21 @@ class CpuExperts:
         residual: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return residual + (sum over c of weights[:, c] * expert ids[:, c] of h, in that order, + the shared expert).
+        """Compute residual + (sum over c of weights[:, c] * expert ids[:, c] of h, in that order, + the shared expert).
 
-        h, shared, residual and out: [T, hidden] float32, contiguous; out may be residual. weights float32 and ids int64
-        [T, chosen]. shared: the shared expert's result; None for that of the held one, if any. shared_weights: float32
-        [T] or [T, 1], its factors; None for ones. Raises ShapeError (also for the number of an expert that does not
-        exist), DTypeError and UnsupportedError (a tensor on a GPU).
+        Args:
+            h: [T, hidden] float32, contiguous.
+            weights: float32 [T, chosen].
+            ids: int64 [T, chosen], expert numbers.
+            shared: like h, the shared expert's result; None for that of `joins_shared`.
+            shared_weights: float32 [T] or [T, 1], factors of the shared expert; None for ones.
+            residual: like h, or None.
+            out: like h, may be residual.
+
+        Raises:
+            ShapeError: shapes do not fit, or an expert does not exist.
+            DTypeError: an element type does not fit.
+            UnsupportedError: a tensor is on a GPU.
         """
         require_cpu("experts", h, weights, ids, shared, shared_weights, residual, out)
         rows = h.shape[0] if h.dim() == 2 else -1

@@ -1,8 +1,8 @@
-"""A mixture of experts on a GPU: which experts a row goes to, and their weighted sum.
+"""A mixture of experts on a GPU: routing rows to experts, and the weighted sum of the experts' results.
 
-Nothing is read back: which experts are chosen stays on the device, where every launch reads what it has to do, so that
-calls can be captured in a CUDA graph. A row's result is that of one expert after the other (`QuantMatrix.matmul` and
-`gated_activation`) to the bit, and does not depend on the other rows.
+Nothing is read back: the chosen experts stay on the device, where every launch reads its work, so calls can be captured
+in a CUDA graph. A row's result is bitwise identical to that of one expert after the other (`QuantMatrix.matmul` and
+`gated_activation`), and does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KINDS = ("silu", "gelu", "quickgelu")
 
 
 def why_apart(experts: Sequence[Expert], activation: ActivationKind, chosen: int = 1) -> str | None:
-    """Why `GroupedExperts` does not take these experts, `chosen` of them a row; None where it does."""
+    """Return why `GroupedExperts` does not support these experts, `chosen` of them a row; None where it does."""
     for number, parts in enumerate(experts):
         for matrix in parts:
             if not isinstance(matrix, CudaQuantMatrix):
@@ -53,14 +53,22 @@ def _native_experts(experts: Sequence[Expert], activation: str) -> _native.CudaE
 class ExpertRouter:
     """The experts of each row by a float matrix on a GPU.
 
-    Logits (h @ W + bias) * prescale are summed in float64 and rounded to float32. Their softmax over all experts gives
-    the weights of the `chosen` likeliest, of equally likely ones of that with the lower number, divided by their sum if
-    `normalize`. With `jitter` each next expert is instead weighted by a softmax over those within a relative distance
-    of 2 * jitter from it, the ones before left out.
+    Logits (h @ W + bias) * prescale are summed in float64 and rounded to float32. A softmax over all experts gives the
+    weights of the `chosen` likeliest; ties go to the lower number. With `normalize` the weights are divided by their
+    sum. With `jitter` each next expert is weighted by a softmax over those within a relative distance of 2 * jitter
+    from it, without the experts before it.
+
+    Args:
+        matrix: the router's matrix; in_features is a multiple of 8.
+        chosen: experts a row.
+        normalize: scale the weights to sum 1.
+        jitter: sparse mixing as in Phi-3.5-MoE, or None.
+
+    Raises:
+        ShapeError: more experts are chosen than there are, or in_features is no multiple of 8.
     """
 
     def __init__(self, matrix: CudaFloatMatrix, chosen: int, normalize: bool, jitter: float | None = None) -> None:
-        """Raises ShapeError (a choice of more experts than there are, or hidden is no multiple of 8)."""
         if not 1 <= chosen <= matrix.out_features:
             raise ShapeError(f"{chosen} experts of {matrix.out_features} cannot be chosen")
         if matrix.in_features % 8:
@@ -71,9 +79,10 @@ class ExpertRouter:
         self._arrivals = torch.zeros(64, dtype=torch.int32, device=matrix.device)
 
     def __call__(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        """h [T, hidden] float16, contiguous. Returns weights float32 and expert numbers int64, both [T, chosen].
+        """Route h [T, hidden] float16, contiguous, to weights float32 and expert numbers int64, both [T, chosen].
 
-        Raises ShapeError and DTypeError.
+        Raises:
+            ShapeError, DTypeError: h does not fit.
         """
         check_operand("h", h)
         if h.dtype != torch.float16 or h.device != self._arrivals.device:
@@ -92,13 +101,16 @@ class ExpertRouter:
 
 
 class GroupedExperts:
-    """The quantized gated MLPs of a layer: expert(h) = down(act(gate(h)) * up(h)), each matrix EXL2 or GPTQ."""
+    """The quantized gated MLPs of a layer: expert(h) = down(act(gate(h)) * up(h)), each matrix EXL2 or GPTQ.
+
+    Raises:
+        UnsupportedError: `why_apart` names a reason.
+    """
 
     dtype = torch.float16
     joins_shared = False
 
     def __init__(self, experts: Sequence[Expert], activation: ActivationKind) -> None:
-        """Raises UnsupportedError where `why_apart` names a reason."""
         why = why_apart(experts, activation)
         if why is not None:
             raise UnsupportedError(f"the experts cannot share launches: {why}")
@@ -111,7 +123,7 @@ class GroupedExperts:
         torch.cuda.current_stream(self.device).synchronize()
 
     def shares(self, rows: int, chosen: int) -> bool:
-        """Whether a call of `rows` rows with `chosen` experts each is faster than one expert after the other."""
+        """Return whether a call of `rows` rows with `chosen` experts each is faster than one expert after the other."""
         return self._native.shares(rows, chosen)
 
     def __call__(
@@ -125,12 +137,21 @@ class GroupedExperts:
         residual: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """sum over c of weights[:, c] * expert ids[:, c] of h, in float32 and in that order, + shared * shared_weights,
-        rounded to a half; then the residual is added.
+        """Compute sum over c of weights[:, c] * expert ids[:, c] of h, + shared * shared_weights, + residual.
 
-        h, shared, residual and out: [T, hidden] float16, contiguous; out may be residual. weights float32 and ids int64
-        [T, chosen], chosen at most 1,024, a row's ids different and those of experts (of others it is undefined).
-        shared_weights: float32 [T] or [T, 1]; None for ones. Raises ShapeError, DTypeError.
+        The sum is in float32 and in that order, and is rounded to a half before the residual is added.
+
+        Args:
+            h: [T, hidden] float16, contiguous.
+            weights: float32 [T, chosen], chosen at most 1,024.
+            ids: int64 [T, chosen], valid expert numbers, distinct for each row; otherwise the result is undefined.
+            shared: like h, the shared expert's result, or None.
+            shared_weights: float32 [T] or [T, 1]; None for ones.
+            residual: like h, or None.
+            out: like h, may be residual.
+
+        Raises:
+            ShapeError, DTypeError: an operand does not fit.
         """
         if h.dim() != 2 or h.shape[1] != self.hidden or weights.shape != ids.shape or ids.shape[:1] != h.shape[:1]:
             raise ShapeError(

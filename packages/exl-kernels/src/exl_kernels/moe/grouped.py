@@ -39,9 +39,9 @@ class ExpertGroup(Protocol):
         residual: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return residual + (sum over c of weights[:, c] * expert ids[:, c] of h + shared * shared_weights).
+        """Compute residual + (sum over c of weights[:, c] * expert ids[:, c] of h + shared * shared_weights).
 
-        Shapes and errors as `CpuExperts` and `GroupedExperts` say.
+        Shapes and errors as for `CpuExperts` and `GroupedExperts`.
         """
         ...
 
@@ -51,7 +51,14 @@ def group_experts(
 ) -> ExpertGroup | None:
     """Group the experts of a layer, of which rows take `chosen` each; None where the kernels cannot share calls.
 
-    shared: an expert that every row takes, besides. Raises ShapeError for matrices on the CPU that do not fit.
+    Args:
+        experts: gate, up and down of each expert.
+        activation: kind of activation.
+        chosen: experts a row.
+        shared: an expert for every row, in addition to the chosen ones.
+
+    Raises:
+        ShapeError: matrices on the CPU do not fit.
     """
     every = (*experts, *([] if shared is None else [shared]))
     if all(matrix.device.type == "cpu" for parts in every for matrix in parts):

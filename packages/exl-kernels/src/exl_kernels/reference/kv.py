@@ -1,7 +1,7 @@
 """Twins of the cache codecs, written step by step in torch's half arithmetic.
 
-Layout of a head: `head_dim` elements, padded with zeros to a multiple of 64 for the Hadamard codecs, so that no block
-of 64 ever holds two heads or two tokens.
+A head has `head_dim` elements, padded with zeros to a multiple of 64 for the Hadamard codecs. So no block of 64 holds
+two heads or two tokens.
 """
 
 from __future__ import annotations

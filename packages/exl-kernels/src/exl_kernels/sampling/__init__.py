@@ -294,9 +294,9 @@ def launch(rows: Sequence[Row], into: NextInputs | None = None) -> Launched:
     """Queue the sampling of one token a row. Rows may differ in width, settings and device.
 
     Rows on a GPU are sampled there, in one set of launches on torch's current stream, and only the answers are read
-    back. `collect` samples the other rows on the CPU, with the same token as the GPU would give: rows on the CPU, rows
-    that report more than 64 candidates, and rows whose tail-free cut has more than 2,048 candidates or follows a
-    typical cut.
+    back. `collect` samples the other rows on the CPU, with the same token as the GPU would give. These are rows on the
+    CPU, rows that report more than 64 candidates, and some rows with a tail-free cut: of more than 2,048 candidates, or
+    after a typical cut.
 
     Logits must not change until `collect`; those of plans that are `never_left_to_cpu` until the stream has passed the
     launches.

@@ -18,30 +18,30 @@ from ...layers import (
 )
 from .context import TensorParallel
 
-__all__ = ["cut_modules", "unshard_modules"]
+__all__ = ["shard_modules", "unshard_modules"]
 
 
-def cut_modules(modules: Sequence[Module], context: TensorParallel) -> None:
+def shard_modules(modules: Sequence[Module], context: TensorParallel) -> None:
     """Shard q, k and v at key/value heads, and every other matrix by blocks of output features.
 
     Each expert is whole on one device; routers, norms and the embedding are on the first device.
     """
     for module in _inner(modules):
         if isinstance(module, Attention):
-            _cut_attention(module, context)
+            _shard_attention(module, context)
         if isinstance(module, ParallelDecoder):
-            _cut_feed_forward(module.mlp, context)
+            _shard_feed_forward(module.mlp, context)
         elif isinstance(module, FeedForward):
-            _cut_feed_forward(module, context)
+            _shard_feed_forward(module, context)
         elif isinstance(module, Head):
-            _cut_linear(module.linear, context)
+            _shard_linear(module.linear, context)
 
 
 def unshard_modules(modules: Sequence[Module]) -> None:
-    """Undo `cut_modules` after an unload."""
+    """Undo `shard_modules` after an unload."""
     for module in _inner(modules):
         for linear in module.submodules():
-            linear.cut = linear.place = None
+            linear.shards = linear.place = None
 
 
 def _inner(modules: Sequence[Module]) -> Iterator[Module]:
@@ -51,25 +51,25 @@ def _inner(modules: Sequence[Module]) -> Iterator[Module]:
         yield module
 
 
-def _cut_attention(attention: Attention, context: TensorParallel) -> None:
+def _shard_attention(attention: Attention, context: TensorParallel) -> None:
     dim, groups = attention.head_dim, attention.num_attention_heads // attention.num_key_value_heads
     for linear, width in ((attention.q_proj, groups * dim), (attention.k_proj, dim), (attention.v_proj, dim)):
-        linear.cut = (context, tuple((shard, begin * width, end * width) for shard, begin, end in context.heads))
-    _cut_linear(attention.o_proj, context)
+        linear.shards = (context, tuple((shard, begin * width, end * width) for shard, begin, end in context.heads))
+    _shard_linear(attention.o_proj, context)
 
 
-def _cut_feed_forward(module: FeedForward, context: TensorParallel) -> None:
+def _shard_feed_forward(module: FeedForward, context: TensorParallel) -> None:
     if isinstance(module, MoE):
         shards = context.shares.experts(len(module.experts))
         for expert, shard in zip(module.experts, shards, strict=True):
             for linear in expert:
                 linear.place = context.device(shard)
         if module.shared is not None:
-            _cut_feed_forward(module.shared, context)
+            _shard_feed_forward(module.shared, context)
     elif isinstance(module, (GatedMLP, PlainMLP)):
         for linear in module.submodules():
-            _cut_linear(linear, context)
+            _shard_linear(linear, context)
 
 
-def _cut_linear(linear: Linear, context: TensorParallel) -> None:
-    linear.cut = (context, context.shares.features(linear.out_features))
+def _shard_linear(linear: Linear, context: TensorParallel) -> None:
+    linear.shards = (context, context.shares.features(linear.out_features))
