@@ -1,4 +1,4 @@
-//! Activations of the MLP (spec core 4.4), elementwise over float32.
+//! Activations of the MLP, elementwise over float32.
 
 use crate::isa::Isa;
 use crate::pool;
@@ -6,7 +6,7 @@ use crate::simd::{Kernel, Lanes, dispatch, exp, sigmoid, tanh};
 
 const PER_TASK: usize = 1 << 13;
 
-/// Which function.
+/// The activation functions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
     /// x * sigmoid(x)
@@ -25,7 +25,7 @@ pub enum Activation {
 }
 
 impl Activation {
-    /// Parses the name that Python knows it by.
+    /// Parse the name that Python uses.
     pub fn from_name(name: &str) -> Option<Self> {
         match name {
             "silu" => Some(Self::Silu),
@@ -40,7 +40,7 @@ impl Activation {
     }
 }
 
-/// One of the functions, as a type so that each gets a loop of its own.
+/// One of the functions, as a type so that each gets a separate loop.
 trait Function {
     fn of<V: Lanes>(x: V) -> V;
 }
@@ -79,7 +79,7 @@ impl Function for GeluErf {
     /// max(x, 0) - |x| / 2 * erfc(|x| / sqrt(2)), with Abramowitz and Stegun 7.1.26 for erfc (error below 1.5e-7).
     #[inline(always)]
     fn of<V: Lanes>(x: V) -> V {
-        // Beyond 100 the second term is nothing; bounded so that infinity times nothing stays nothing.
+        // Beyond 100 the second term is zero. The bound avoids infinity times zero.
         let magnitude = V::splat(100.0).min(V::splat(0.0).sub(x).max(x));
         let z = magnitude.mul(V::splat(std::f32::consts::FRAC_1_SQRT_2));
         let t = V::splat(1.0).div(z.fma(V::splat(0.327_591_1), V::splat(1.0)));
@@ -115,7 +115,7 @@ impl Function for Tanh {
     }
 }
 
-/// x = activation(x), or x = activation(x) * up where `up` is given (as long as `x`).
+/// x = activation(x), or x = activation(x) * up if `up` is given (as long as `x`).
 pub fn activate_in_place(kind: Activation, x: &mut [f32], up: Option<&[f32]>) {
     assert!(
         up.is_none_or(|up| up.len() == x.len()),
@@ -126,7 +126,7 @@ pub fn activate_in_place(kind: Activation, x: &mut [f32], up: Option<&[f32]>) {
     unsafe { activate_raw(kind, p, up.map(<[f32]>::as_ptr), x.len(), p) }
 }
 
-/// x = activation(x) * up on the calling thread: what a task of the pool does with its own results.
+/// x = activation(x) * up on the calling thread, for a pool task that processes its results.
 pub(crate) fn activate_here(kind: Activation, x: &mut [f32], up: &[f32]) {
     assert_eq!(up.len(), x.len(), "up must be as long as x");
     let n = x.len();

@@ -1,5 +1,5 @@
-//! Whole sub-layers of a decoder in one call: the same kernels in the same order as calling them one by one, hence the same bits,
-//! without a trip to Python between them. For one token that trip costs about as much as the small kernels themselves.
+//! Whole sub-layers of a decoder in one call. They run the same kernels in the same order as separate calls, so results are bitwise
+//! identical. One call avoids the way through Python between kernels, which for one token costs about as much as the small kernels.
 
 use std::cell::RefCell;
 use std::ops::{Deref, DerefMut};
@@ -12,12 +12,12 @@ use crate::norm::{Norm, normalize, normalize_in_place};
 use crate::pool;
 use crate::rope::{self, RopeError, Tables};
 
-/// Tokens that go through a block together: more give no speed, and would cost scratch memory in proportion.
+/// Tokens that go through a block together: more are not faster, and scratch memory grows in proportion.
 const CHUNK: usize = 512;
 /// Elements of a residual sum that one task adds.
 const PER_TASK: usize = 1 << 15;
 
-/// Why a block refused.
+/// Errors of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BlockError {
     #[error("{what}: {got}, expected {expected}")]
@@ -34,7 +34,7 @@ pub enum BlockError {
     Attention(#[from] AttentionError),
 }
 
-/// Where the tokens of a call lie and what they see; the fields are those of the kernels they go to.
+/// Places and visible keys of a call's tokens; the fields are those of the kernels.
 #[derive(Clone, Copy, Debug)]
 pub struct Tokens<'a> {
     /// [batch, max_pages]
@@ -65,8 +65,7 @@ impl Tokens<'_> {
         }
     }
 
-    /// Whether every sequence's tokens come in rising order of position, so that cutting the call in two leaves no query
-    /// before a key that it sees.
+    /// Whether the tokens of each sequence have increasing positions. Then a cut of the call leaves no query before a key that it sees.
     fn keys_come_before_queries(&self) -> bool {
         let batch = self.block_table.len() / self.max_pages.max(1);
         let mut reached = vec![i32::MIN; batch];
@@ -78,7 +77,7 @@ impl Tokens<'_> {
                     .ok()
                     .and_then(|row| reached.get_mut(row))
                 else {
-                    return false; // refused by the attention kernel
+                    return false; // the attention kernel rejects it
                 };
                 let rising = position >= *last;
                 *last = position;
@@ -88,11 +87,11 @@ impl Tokens<'_> {
 }
 
 thread_local! {
-    /// Activations of calls gone by, kept for the next: fresh memory costs a prompt a quarter of its time in page faults.
+    /// Activation memory of earlier calls: new memory costs a prompt a quarter of its time in page faults.
     static KEPT: RefCell<Vec<Vec<f32>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// `len` floats of the calling thread's kept memory; they hold anything until written.
+/// `len` floats of the calling thread's kept memory; undefined until written.
 pub(crate) struct Scratch {
     memory: Vec<f32>,
     len: usize,
@@ -124,12 +123,12 @@ impl DerefMut for Scratch {
 impl Drop for Scratch {
     fn drop(&mut self) {
         let memory = std::mem::take(&mut self.memory);
-        // During the thread's end there is nothing left to keep it for.
+        // While the thread ends, the memory is freed instead.
         let _ = KEPT.try_with(|kept| kept.borrow_mut().push(memory));
     }
 }
 
-/// A norm inside a block: rows of `dim` elements, with weights for one or more rows that are used in turn (one a head).
+/// A norm inside a block: rows of `dim` elements, with weights for one or more rows that are used cyclically (one a head).
 #[derive(Clone, Copy, Debug)]
 pub struct RowNorm<'a> {
     pub norm: Norm<'a>,
@@ -148,7 +147,7 @@ impl RowNorm<'_> {
         normalize_in_place(self.norm, x, self.dim, self.eps);
     }
 
-    /// The norm must take rows of `width`, whole weights at a time, in pieces of `dim`.
+    /// Check that the norm takes rows of `width`, in whole multiples of its weights and in pieces of `dim`.
     fn check(&self, what: &'static str, width: usize, dim: usize) -> Result<(), BlockError> {
         expect(what, self.dim, dim)?;
         let weights = self.norm.weights();
@@ -159,12 +158,12 @@ impl RowNorm<'_> {
     }
 }
 
-/// The input of a block's matrices: normalised, or as it is where there is no norm.
+/// The input of a block's matrices: normalized, or None without a norm.
 fn normalized(norm: Option<RowNorm<'_>>, x: &[f32]) -> Option<Scratch> {
     norm.map(|norm| norm.apply(x))
 }
 
-/// x += post(o(attention(rope(q_norm(q(h))), rope(k_norm(k(h))), v(h)))) with h = norm(x), where there are such norms.
+/// x += post(o(attention(rope(q_norm(q(h))), rope(k_norm(k(h))), v(h)))) with h = norm(x); norms are optional.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionBlock<'a> {
     pub norm: Option<RowNorm<'a>>,
@@ -179,12 +178,12 @@ pub struct AttentionBlock<'a> {
     pub scale: f32,
     pub window: usize,
     pub softcap: f32,
-    /// q, k and v are clamped to +- this, if it is above zero.
+    /// q, k and v are clamped to +- this value if it is above zero.
     pub clip: f32,
 }
 
 impl AttentionBlock<'_> {
-    /// Whether the matrices fit each other, the norms and `head_dim`.
+    /// Check that the matrices fit each other, the norms and `head_dim`.
     pub fn check(&self) -> Result<(), BlockError> {
         let hidden = self.q.in_features();
         let (q, k, d) = (
@@ -223,7 +222,7 @@ impl AttentionBlock<'_> {
         Ok(())
     }
 
-    /// Adds the block's output to `x` [tokens, hidden] and the tokens' keys and values to `pages`.
+    /// Add the block's output to `x` [tokens, hidden] and the tokens' keys and values to `pages`.
     pub fn forward(
         &self,
         x: &mut [f32],
@@ -258,7 +257,7 @@ impl AttentionBlock<'_> {
         let n = tokens.rows.len();
         let h = normalized(self.norm, x);
         let h = h.as_deref().unwrap_or(x);
-        let [mut q, mut k, mut v] = products([self.q, self.k, self.v], h, n);
+        let [mut q, mut k, mut v] = matmuls([self.q, self.k, self.v], h, n);
         if self.clip > 0.0 {
             for values in [&mut q, &mut k, &mut v] {
                 for value in values.iter_mut() {
@@ -303,7 +302,7 @@ impl AttentionBlock<'_> {
         };
         let mut mixed = Scratch::new(q.len());
         paged_attention(&attention, &mut mixed)?;
-        let [mut y] = products([self.o], &mixed, n);
+        let [mut y] = matmuls([self.o], &mixed, n);
         if let Some(post) = self.post {
             post.apply_in_place(&mut y);
         }
@@ -312,7 +311,7 @@ impl AttentionBlock<'_> {
     }
 }
 
-/// x += post(down(activation(gate(h)) * up(h))) with h = norm(x); without a gate, activation(up(h)) takes the product's place.
+/// x += post(down(activation(gate(h)) * up(h))) with h = norm(x); without a gate: x += post(down(activation(up(h)))).
 #[derive(Clone, Copy, Debug)]
 pub struct Mlp<'a> {
     pub norm: Option<RowNorm<'a>>,
@@ -324,7 +323,7 @@ pub struct Mlp<'a> {
 }
 
 impl Mlp<'_> {
-    /// Whether the matrices fit each other and the norms.
+    /// Check that the matrices fit each other and the norms.
     pub fn check(&self) -> Result<(), BlockError> {
         let (hidden, inner) = (self.up.in_features(), self.up.out_features());
         let gate = self.gate.unwrap_or(self.up);
@@ -347,7 +346,7 @@ impl Mlp<'_> {
         Ok(())
     }
 
-    /// Adds the block's output to `x` [rows, hidden].
+    /// Add the block's output to `x` [rows, hidden].
     pub fn forward(&self, x: &mut [f32]) -> Result<(), BlockError> {
         let hidden = self.up.in_features();
         expect(
@@ -365,15 +364,15 @@ impl Mlp<'_> {
         let h = normalized(self.norm, x);
         let h = h.as_deref().unwrap_or(x);
         let inner = if let Some(gate) = self.gate {
-            let [mut gate, up] = products([gate, self.up], h, rows);
+            let [mut gate, up] = matmuls([gate, self.up], h, rows);
             activate_in_place(self.activation, &mut gate, Some(&up));
             gate
         } else {
-            let [mut up] = products([self.up], h, rows);
+            let [mut up] = matmuls([self.up], h, rows);
             activate_in_place(self.activation, &mut up, None);
             up
         };
-        let [mut y] = products([self.down], &inner, rows);
+        let [mut y] = matmuls([self.down], &inner, rows);
         if let Some(post) = self.post {
             post.apply_in_place(&mut y);
         }
@@ -393,8 +392,8 @@ fn expect(what: &'static str, got: usize, expected: usize) -> Result<(), BlockEr
     }
 }
 
-/// Products of one input, as one job of the pool.
-fn products<const M: usize>(matrices: [&QuantMatrix; M], x: &[f32], rows: usize) -> [Scratch; M] {
+/// Matmuls of one input, as one job of the pool.
+fn matmuls<const M: usize>(matrices: [&QuantMatrix; M], x: &[f32], rows: usize) -> [Scratch; M] {
     let mut outs = matrices.map(|matrix| Scratch::new(rows * matrix.out_features()));
     let out_slices = outs.iter_mut().map(|out| &mut **out);
     let mut jobs: Vec<_> = matrices.into_iter().zip(out_slices).collect();
@@ -408,7 +407,7 @@ fn add(x: &mut [f32], y: &[f32]) {
     pool::run(len.div_ceil(PER_TASK), &|task| {
         let first = task * PER_TASK;
         let n = PER_TASK.min(len - first);
-        // SAFETY: `first + n <= len`, and each task has a range of its own.
+        // SAFETY: `first + n <= len`, and each task has a separate range.
         let part = unsafe { std::slice::from_raw_parts_mut((base as *mut f32).add(first), n) };
         for (a, b) in part.iter_mut().zip(&y[first..first + n]) {
             *a += b;

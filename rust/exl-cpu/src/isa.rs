@@ -1,8 +1,8 @@
-//! Which instruction set the kernels use: detected once, or forced (tests run every path on the same cases).
+//! The instruction set of the kernels: detected once, or forced (tests run every path on the same cases).
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// Instruction sets with kernels of their own, weakest first.
+/// Instruction sets that have kernels, weakest first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Isa {
@@ -17,7 +17,7 @@ pub enum Isa {
 static CURRENT: AtomicU8 = AtomicU8::new(0);
 
 impl Isa {
-    /// The best this processor has.
+    /// The best instruction set of this processor.
     pub fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
         {
@@ -40,7 +40,7 @@ impl Isa {
         Self::Scalar
     }
 
-    /// The one in force: forced by [`Isa::force`], else by `EXL_CPU_ISA` (`scalar`, `avx2`, `avx512`), else detected.
+    /// The current instruction set: forced by [`Isa::force`], else by `EXL_CPU_ISA` (`scalar`, `avx2`, `avx512`), else detected.
     pub fn current() -> Self {
         match CURRENT.load(Ordering::Relaxed) {
             1 => Self::Scalar,
@@ -51,7 +51,7 @@ impl Isa {
                     .ok()
                     .and_then(|name| Self::from_name(&name));
                 let isa = wanted.map_or(Self::detect(), |isa| isa.min(Self::detect()));
-                // Another thread may have forced one meanwhile: what was forced stays.
+                // Another thread may have forced one meanwhile; the forced one stays.
                 match CURRENT.compare_exchange(0, isa as u8, Ordering::Relaxed, Ordering::Relaxed) {
                     Ok(_) => isa,
                     Err(_) => Self::current(),
@@ -60,7 +60,7 @@ impl Isa {
         }
     }
 
-    /// Uses `isa`, or the best available below it; returns what is in force now.
+    /// Use `isa`, or the best available one below it. Returns the current one.
     pub fn force(isa: Self) -> Self {
         let isa = isa.min(Self::detect());
         CURRENT.store(isa as u8, Ordering::Relaxed);

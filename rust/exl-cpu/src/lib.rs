@@ -1,11 +1,11 @@
 //! CPU kernels and their thread pool.
 //!
-//! Every kernel gives the same bits for the same inputs at any thread count: work is split over outputs only, and each output is
+//! All kernels give bitwise identical results for the same inputs at any thread count: work is split over outputs only, and each output is
 //! reduced in one fixed order.
 //!
-//! The operators beside [`matmul`] take and fill slices of float32, run on the [`pool`] by themselves, and are what a fused layer
-//! calls in turn: [`norm::normalize`], [`rope::apply`], [`kv::store`], [`attention::paged_attention`],
-//! [`activation::activate_in_place`]. [`kv::Pages`] says where a layer's keys and values lie.
+//! The operators beside [`matmul`] take and fill slices of float32 and run on the [`pool`]. Fused layers call them: [`norm::normalize`],
+//! [`rope::apply`], [`kv::store`], [`attention::paged_attention`], [`activation::activate_in_place`]. [`kv::Pages`] has the places of a
+//! layer's keys and values.
 
 pub mod activation;
 pub mod attention;

@@ -1,4 +1,4 @@
-//! RMSNorm and LayerNorm of float32 rows (spec core 4.3).
+//! RMSNorm and LayerNorm of float32 rows.
 
 use crate::isa::Isa;
 use crate::pool;
@@ -7,7 +7,7 @@ use crate::simd::{Kernel, Lanes, dispatch};
 /// Elements below which a call stays on the calling thread.
 const PARALLEL_FROM: usize = 1 << 15;
 
-/// What to do with each row; weights hold one or more rows of `dim`, used in turn (one a head).
+/// A norm of each row. Weights hold one or more rows of `dim`, used cyclically (one a head).
 #[derive(Clone, Copy, Debug)]
 pub enum Norm<'a> {
     /// x * (weight + offset) / sqrt(mean(x^2) + eps)
@@ -20,7 +20,7 @@ pub enum Norm<'a> {
 }
 
 impl<'a> Norm<'a> {
-    /// How many weights there are.
+    /// Number of weights.
     pub fn weights(&self) -> usize {
         self.weight().len()
     }
@@ -32,14 +32,14 @@ impl<'a> Norm<'a> {
     }
 }
 
-/// Normalises each row of `dim` elements of `x` into `out`. Panics unless `out` is as long as `x`, `dim` divides both and the weights.
+/// Normalize each row of `dim` elements of `x` into `out`. Panics unless `out` is as long as `x` and `dim` divides both and the weights.
 pub fn normalize(norm: Norm<'_>, x: &[f32], dim: usize, eps: f32, out: &mut [f32]) {
     assert_eq!(x.len(), out.len(), "out must be as long as x");
     // SAFETY: both slices hold the elements, and they are different slices.
     unsafe { normalize_raw(norm, x.as_ptr(), x.len(), dim, eps, out.as_mut_ptr()) }
 }
 
-/// As [`normalize`], in place.
+/// Like [`normalize`], in place.
 pub fn normalize_in_place(norm: Norm<'_>, x: &mut [f32], dim: usize, eps: f32) {
     let (p, len) = (x.as_mut_ptr(), x.len());
     // SAFETY: source and destination may be the same memory.
@@ -47,7 +47,7 @@ pub fn normalize_in_place(norm: Norm<'_>, x: &mut [f32], dim: usize, eps: f32) {
 }
 
 /// # Safety
-/// `len` floats at `x`, room for as many at `out`; `out` is `x` or does not overlap it; nobody else uses them meanwhile.
+/// `len` floats at `x`, room for as many at `out`; `out` is `x` or does not overlap it; no other thread uses them meanwhile.
 pub unsafe fn normalize_raw(
     norm: Norm<'_>,
     x: *const f32,

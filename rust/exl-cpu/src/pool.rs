@@ -1,7 +1,7 @@
-//! The thread pool of the CPU kernels: own threads, never the host process's global pool.
+//! The thread pool of the CPU kernels: separate threads, never the host process's global pool.
 //!
-//! Workers spin a little after each job and then sleep, so that the hundred short products of a decode step find them awake and an
-//! idle process costs nothing. Jobs from several threads take turns; a job started inside a task runs on that task's thread.
+//! Workers spin briefly after each job and then sleep. So the many short matmuls of a decode step find them awake, and an idle process
+//! costs nothing. Jobs from several threads alternate; a job started inside a task runs on that task's thread.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -13,12 +13,12 @@ use std::time::{Duration, Instant};
 
 static THREADS: AtomicUsize = AtomicUsize::new(0);
 
-/// How long a worker looks for the next job before it sleeps: longer than what lies between two products of a decode step.
+/// Time that a worker polls for the next job before it sleeps: longer than the gap between two matmuls of a decode step.
 const SPIN: Duration = Duration::from_micros(150);
-/// Looks at the ticket between two looks at the clock.
+/// Polls of the ticket between two readings of the clock.
 const SPIN_ROUND: u32 = 64;
 
-/// Number of threads the kernels use, the calling one included: set by [`set_threads`], else `EXL_CPU_THREADS`, else the cores.
+/// Number of threads of the kernels, including the calling thread: set by [`set_threads`], else by `EXL_CPU_THREADS`, else the cores.
 pub fn threads() -> usize {
     match THREADS.load(Ordering::Relaxed) {
         0 => {
@@ -27,7 +27,7 @@ pub fn threads() -> usize {
                 .and_then(|n| n.trim().parse::<usize>().ok())
                 .filter(|&n| n > 0)
                 .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
-            // A set size wins over the default found here.
+            // A set number takes precedence over the default found here.
             match THREADS.compare_exchange(0, n, Ordering::Relaxed, Ordering::Relaxed) {
                 Ok(_) => n,
                 Err(set) => set,
@@ -37,13 +37,13 @@ pub fn threads() -> usize {
     }
 }
 
-/// Sets the number of threads, at least 1.
+/// Set the number of threads, at least 1.
 pub fn set_threads(n: usize) {
     THREADS.store(n.max(1), Ordering::Relaxed);
 }
 
-/// Pins the calling thread to its first processor and the pool's threads, which start now, to the others in turn. For
-/// measurements: call it before the first job. False where the system knows no such thing.
+/// Pin the calling thread to its first processor and the pool's threads, which start now, to the others cyclically. For measurements: call
+/// it before the first job. Returns false if the system does not support pinning.
 pub fn pin() -> bool {
     let helpers = threads() - 1;
     let cpus = affinity::allowed();
@@ -52,13 +52,13 @@ pub fn pin() -> bool {
     }
     let first = cpus[0];
     *lock(&PINNED) = cpus;
-    // Before this thread is pinned: a thread begins where its parent may run.
+    // Start workers before this thread is pinned: a thread inherits its parent's affinity.
     let pool = Pool::get();
     pool.start_workers(&mut lock(&pool.turn), helpers);
     affinity::set(first)
 }
 
-/// Processors that workers pin themselves to; empty: none.
+/// Processors to which workers pin themselves; empty: none.
 static PINNED: Mutex<Vec<usize>> = Mutex::new(Vec::new());
 
 #[cfg(target_os = "linux")]
@@ -71,10 +71,10 @@ mod affinity {
         fn sched_setaffinity(pid: i32, len: usize, mask: *const Mask) -> i32;
     }
 
-    /// Processors the calling thread may use.
+    /// Processors that the calling thread may use.
     pub fn allowed() -> Vec<usize> {
         let mut mask: Mask = [0; WORDS];
-        // SAFETY: the kernel writes at most the size it is given.
+        // SAFETY: the kernel writes at most the given size.
         if unsafe { sched_getaffinity(0, size_of::<Mask>(), &raw mut mask) } < 0 {
             return Vec::new();
         }
@@ -83,11 +83,11 @@ mod affinity {
             .collect()
     }
 
-    /// Pins the calling thread.
+    /// Pin the calling thread.
     pub fn set(cpu: usize) -> bool {
         let mut mask: Mask = [0; WORDS];
         mask[cpu / 64] |= 1 << (cpu % 64);
-        // SAFETY: the kernel reads the size it is given.
+        // SAFETY: the kernel reads the given size.
         unsafe { sched_setaffinity(0, size_of::<Mask>(), &raw const mask) == 0 }
     }
 }
@@ -103,11 +103,11 @@ mod affinity {
     }
 }
 
-/// Runs `task(0)` to `task(tasks - 1)`, each exactly once, on the pool; returns when all are done. Tasks must write to disjoint
-/// places. Which thread runs which task is not fixed, so no result may depend on it.
+/// Run `task(0)` to `task(tasks - 1)`, each exactly once, on the pool, and return when all are done. Tasks must write to disjoint memory.
+/// Any thread may run any task, so no result may depend on the assignment.
 ///
 /// # Panics
-/// With the first panic of a task, after all tasks have ended.
+/// Panics with the first panic of a task, after all tasks have ended.
 pub fn run(tasks: usize, task: &(dyn Fn(usize) + Sync)) {
     let workers = threads().min(tasks);
     if workers <= 1 || INSIDE.get() {
@@ -117,7 +117,7 @@ pub fn run(tasks: usize, task: &(dyn Fn(usize) + Sync)) {
     Pool::get().run(tasks, workers - 1, task);
 }
 
-/// The results of `task(0)` to `task(tasks - 1)`, in this order; otherwise as [`run`].
+/// The results of `task(0)` to `task(tasks - 1)`, in this order; otherwise like [`run`].
 pub fn map<T: Send>(tasks: usize, task: &(dyn Fn(usize) -> T + Sync)) -> Vec<T> {
     if tasks < 2 {
         return (0..tasks).map(task).collect();
@@ -129,20 +129,20 @@ pub fn map<T: Send>(tasks: usize, task: &(dyn Fn(usize) -> T + Sync)) -> Vec<T> 
 }
 
 thread_local! {
-    /// This thread is running a task, so the pool is taken.
+    /// Whether this thread is running a task, which occupies the pool.
     static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
 type Task = dyn Fn(usize) + Sync + 'static;
 
-/// What the workers see of the job under way.
+/// State of the current job that the workers share.
 struct Job {
-    /// Tasks not yet claimed; at or below zero when there are none. Claiming one is what entitles a thread to read `task`.
+    /// Tasks not yet claimed; at or below zero if there are none. Only a thread that claimed a task may read `task`.
     unclaimed: AtomicI64,
     tasks: AtomicUsize,
     task: AtomicPtr<&'static Task>,
     finished: AtomicUsize,
-    /// Workers numbered below this may claim.
+    /// Workers with numbers below this may claim.
     workers: AtomicUsize,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
@@ -154,11 +154,11 @@ struct Worker {
 
 struct Pool {
     job: Job,
-    /// Held for the length of a job; the workers started so far.
+    /// Locked during a job; the workers started so far.
     turn: Mutex<Vec<Worker>>,
 }
 
-/// The pool of this process; null before the first job and in a forked child, where the parent's threads do not exist.
+/// The pool of this process; null before the first job, and in a forked child, where the parent's threads do not exist.
 static POOL: AtomicPtr<Pool> = AtomicPtr::new(std::ptr::null_mut());
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -185,7 +185,7 @@ impl Pool {
             pool = match POOL.compare_exchange(null, fresh, Ordering::AcqRel, Ordering::Acquire) {
                 Ok(_) => fresh,
                 Err(other) => {
-                    // SAFETY: nobody else has seen `fresh`.
+                    // SAFETY: no other thread has seen `fresh`.
                     drop(unsafe { Box::from_raw(fresh) });
                     other
                 }
@@ -199,8 +199,8 @@ impl Pool {
         let mut workers = lock(&self.turn);
         self.start_workers(&mut workers, helpers);
         let job = &self.job;
-        // SAFETY: only the lifetime changes. The reference is read only by threads that claimed a task, and this function returns
-        // after the last claimed task has finished.
+        // SAFETY: only the lifetime changes. Only threads that claimed a task read the reference, and this function returns after the last
+        // claimed task has finished.
         let task: &'static Task =
             unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static Task>(task) };
         let slot = &task;
@@ -210,7 +210,7 @@ impl Pool {
         job.finished.store(0, Ordering::Relaxed);
         job.workers.store(helpers, Ordering::Relaxed);
         job.unclaimed.store(tasks as i64, Ordering::Release);
-        // Either a worker that falls asleep sees the tasks, or this thread sees it asleep.
+        // Either a worker that is about to sleep sees the tasks, or this thread sees it asleep.
         fence(Ordering::SeqCst);
         for worker in workers.iter().take(helpers) {
             if worker.asleep.swap(false, Ordering::Relaxed) {
@@ -238,7 +238,7 @@ impl Pool {
         while workers.len() < wanted {
             match self.start_worker(workers.len()) {
                 Some(worker) => workers.push(worker),
-                // No more threads to be had: fewer do the same work.
+                // The system has no more threads: fewer threads do the same work.
                 None => break,
             }
         }
@@ -264,7 +264,7 @@ impl Pool {
 }
 
 impl Job {
-    /// Claims and runs one task; false when there was none.
+    /// Claim and run one task; false if there was none.
     fn run_one(&self) -> bool {
         if self.unclaimed.load(Ordering::Relaxed) <= 0 {
             return false;
@@ -273,7 +273,7 @@ impl Job {
         if left <= 0 {
             return false;
         }
-        // The claim holds the job open, so these belong to it.
+        // The claim keeps the job open, so these belong to it.
         let index = self.tasks.load(Ordering::Relaxed) - left as usize;
         // SAFETY: `run` keeps the slot alive until this task is counted as finished.
         let task = unsafe { *self.task.load(Ordering::Relaxed) };
@@ -309,7 +309,7 @@ impl Job {
         }
     }
 
-    /// Waits a little for a task; true when there is one.
+    /// Poll briefly for a task; true if there is one.
     fn spin(&self) -> bool {
         let start = Instant::now();
         loop {
@@ -326,7 +326,7 @@ impl Job {
     }
 }
 
-/// A forked child has the parent's memory but none of its threads: it starts with no pool and makes its own.
+/// A forked child has the parent's memory but none of its threads. It starts without a pool and creates a new one.
 #[cfg(unix)]
 fn forget_pool_after_fork() {
     static ONCE: AtomicBool = AtomicBool::new(false);
@@ -339,7 +339,7 @@ fn forget_pool_after_fork() {
         INSIDE.set(false);
     }
     if !ONCE.swap(true, Ordering::Relaxed) {
-        // SAFETY: the handler only stores to memory of its own.
+        // SAFETY: the handler only stores to static memory of this module.
         unsafe { pthread_atfork(None, None, Some(child)) };
     }
 }
@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_reaches_the_caller_and_the_pool_lives_on() {
+    fn a_panic_reaches_the_caller_and_the_pool_survives() {
         set_threads(3);
         let result = catch_unwind(|| run(8, &|i| assert!(i != 5, "task five")));
         assert!(result.is_err());

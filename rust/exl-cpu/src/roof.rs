@@ -1,4 +1,4 @@
-//! The memory roof: how fast the pool's threads can read memory that is not in a cache.
+//! The memory roofline: the bandwidth at which the pool's threads read memory that is not in a cache.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -8,7 +8,7 @@ use crate::pool;
 /// Words one task reads: 1 MiB.
 const CHUNK: usize = 1 << 17;
 
-/// Reads `data` once on the pool and returns bytes per second.
+/// Read `data` once on the pool and return bytes per second.
 pub fn read_bandwidth(data: &[u64]) -> f64 {
     let start = Instant::now();
     pool::run(data.len().div_ceil(CHUNK), &|task| {

@@ -1,4 +1,4 @@
-//! Rotary position embedding in place (spec core 5.2).
+//! Rotary position embedding in place.
 
 use crate::isa::Isa;
 use crate::pool;
@@ -16,18 +16,18 @@ pub struct Tables<'a> {
     pub interleaved: bool,
 }
 
-/// Why [`apply`] refused.
+/// Errors of [`apply`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RopeError {
     #[error(
         "position {position} outside the tables' 0..{rows}; build the tables for more positions or shorten the context"
     )]
     Position { position: i64, rows: usize },
-    #[error("x, tables and positions do not fit together")]
+    #[error("x, tables and positions do not match")]
     Shape,
 }
 
-/// Rotates the first `2 * half` dimensions of each head of `x` [tokens, heads, dim] by the tables' row of the token's position.
+/// Rotate the first `2 * half` dimensions of each head of `x` [tokens, heads, dim] by the tables' row of the token's position.
 pub fn apply(
     x: &mut [f32],
     heads: usize,
@@ -57,7 +57,7 @@ pub fn apply(
     pool::run(tokens.div_ceil(per_task), &|task| {
         for t in task * per_task..((task + 1) * per_task).min(tokens) {
             let row = positions[t] as usize * half;
-            // SAFETY: token `t` lies within `x`, and belongs to this task alone.
+            // SAFETY: token `t` lies within `x`, and only this task uses it.
             let token = unsafe {
                 std::slice::from_raw_parts_mut((base as *mut f32).add(t * per_token), per_token)
             };

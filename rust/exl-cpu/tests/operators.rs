@@ -1,4 +1,4 @@
-//! The operators through their slice API, as a fused layer would call them: every instruction set against plain float64 loops.
+//! Tests of the operators through their slice API: every instruction set against plain float64 loops.
 
 use exl_cpu::activation::{Activation, activate_in_place};
 use exl_cpu::attention::{Attention, AttentionError, paged_attention};
@@ -9,7 +9,7 @@ use exl_cpu::rope::{RopeError, Tables, apply};
 
 const ALL: [Isa; 3] = [Isa::Scalar, Isa::Avx2, Isa::Avx512];
 
-/// Numbers in -1..1 that look random.
+/// Pseudo-random numbers in -1..1.
 fn noise(n: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     (0..n)
@@ -32,7 +32,7 @@ fn assert_near(got: &[f32], expected: &[f64], tolerance: f64) {
     }
 }
 
-/// Memory of a cache, and the pages that point at it.
+/// Memory of a cache, and pages over it.
 struct Cache {
     data: [Vec<u8>; 2],
     scales: [Vec<u16>; 2],
@@ -69,7 +69,7 @@ impl Cache {
     }
 }
 
-// One test for everything that forces an instruction set: the setting belongs to the process.
+// One test for all cases that force an instruction set: the setting is global to the process.
 #[test]
 fn every_instruction_set_agrees_with_plain_loops() {
     for isa in ALL {
@@ -220,7 +220,7 @@ fn attention(kind: &str, dim: usize, groups: usize) {
             }
         }
     }
-    // `load` rounds to half on the way, attention does not.
+    // `load` rounds to half, attention does not.
     assert_near(
         &out,
         &expected,
@@ -229,7 +229,7 @@ fn attention(kind: &str, dim: usize, groups: usize) {
 }
 
 #[test]
-fn refusals_name_the_value() {
+fn errors_name_the_value() {
     let mut cache = Cache::new("fp16", [2, 4, 1, 8]);
     let pages = cache.pages();
     let x = vec![0.0; 8];

@@ -1,9 +1,9 @@
-//! The one packing rule of both formats: codes are a little-endian bit stream over 32-bit words (formats.md 2.3).
+//! The packing rule of both formats: codes are a little-endian bit stream over 32-bit words.
 //!
-//! Down the columns of a matrix of words (`q_weight`, `qweight`) the stream of column n is words `[0][n], [1][n], ...`; along a row
-//! (`q_scale`, `qzeros`) it is the row's words from left to right.
+//! Along the columns of a matrix of words (`q_weight`, `qweight`), the stream of column n is words `[0][n], [1][n], ...`. Along a row
+//! (`q_scale`, `qzeros`), it is the row's words from left to right.
 
-/// Where code `index` of a stream begins: word and bit.
+/// Place of the first bit of code `index` of a stream: word and bit.
 #[inline(always)]
 pub fn position(index: usize, bits: u32) -> (usize, u32) {
     let bit = index * bits as usize;
@@ -47,7 +47,7 @@ pub fn unpack_row(words: &[i32], row: usize, bits: u32, out: &mut [u8]) {
     }
 }
 
-/// Puts the codes of row `row` into words `[rows, n]` that are zero there. Codes must fit `bits`.
+/// Put the codes of row `row` into words `[rows, n]` that are zero there. Codes must fit `bits`.
 pub fn pack_row(codes: &[u8], row: usize, bits: u32, words: &mut [i32]) {
     let n = codes.len();
     let (word, shift) = position(row, bits);
@@ -68,7 +68,7 @@ pub fn stream_code(words: &[i32], index: usize, bits: u32) -> u32 {
     column_code(words, 1, index, 0, bits)
 }
 
-/// Puts `codes` into the zeroed words of one row.
+/// Put `codes` into the zeroed words of one row.
 pub fn pack_stream(codes: &[u8], bits: u32, words: &mut [i32]) {
     for (index, code) in codes.iter().enumerate() {
         pack_row(std::slice::from_ref(code), index, bits, words);

@@ -1,4 +1,4 @@
-//! What can be wrong with a quantized matrix: every variant carries the value found and the limit it broke.
+//! Errors of a quantized matrix: every variant has the value found and the limit.
 
 use thiserror::Error;
 
@@ -6,7 +6,7 @@ use thiserror::Error;
 #[derive(Debug, Clone, PartialEq, Error)]
 #[error("{name}: {problem}")]
 pub struct FormatError {
-    /// The matrix's key in its file, or what the caller calls it.
+    /// The matrix's key in its file, or the caller's name for it.
     pub name: String,
     pub problem: Problem,
 }
@@ -21,7 +21,7 @@ impl FormatError {
     }
 }
 
-/// One broken rule. Section numbers are those of the format specification (formats.md).
+/// One broken rule of a format.
 #[derive(Debug, Clone, PartialEq, Error)]
 pub enum Problem {
     #[error("{tensor} has shape {found:?}, expected {expected}")]
@@ -30,7 +30,7 @@ pub enum Problem {
         found: Vec<usize>,
         expected: String,
     },
-    #[error("{tensor} holds {found} elements where its shape {shape:?} asks for another number")]
+    #[error("{tensor} holds {found} elements, which does not match its shape {shape:?}")]
     Length {
         tensor: &'static str,
         found: usize,
@@ -65,7 +65,7 @@ pub enum Problem {
     GroupSum { found: usize, expected: usize },
     #[error("{tensor}: entry {index} is {value}; {rule} 0..{k}")]
     Permutation {
-        /// `q_invperm` of a file, or `perm` handed to a writer.
+        /// `q_invperm` of a file, or `perm` passed to a writer.
         tensor: &'static str,
         index: usize,
         value: i32,

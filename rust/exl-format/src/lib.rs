@@ -1,7 +1,7 @@
-//! EXL2 and GPTQ bit layouts, and safetensors header checks. No unsafe code, no GPU, no threads of its own.
+//! EXL2 and GPTQ bit layouts, and safetensors header checks. No unsafe code, no GPU, no threads.
 //!
-//! Every door checks its input once and hands out a view whose accessors cannot fail: [`exl2::Exl2View`] and [`gptq::GptqView`].
-//! Matrices stand in "row = input feature" orientation, W `[K, N]`, y = x @ W; float weights come as `[N, K]`, torch's `Linear`.
+//! Every entry point checks its input once and returns a view with accessors that cannot fail: [`exl2::Exl2View`] and [`gptq::GptqView`].
+//! Matrices have "row = input feature" orientation, W `[K, N]`, y = x @ W. Float weights have the shape `[N, K]` of torch's `Linear`.
 //!
 //! | module | holds |
 //! |---|---|
@@ -20,7 +20,7 @@ pub mod source;
 
 pub use error::{FormatError, Problem};
 
-/// Runs `task(0)` to `task(tasks - 1)`, in any order and on any threads: a thread pool's door, or [`serial`].
+/// Runs `task(0)` to `task(tasks - 1)`, in any order and on any threads: the entry point of a thread pool, or [`serial`].
 pub type Executor<'e> = &'e (dyn Fn(usize, &(dyn Fn(usize) + Sync)) + Sync);
 
 /// The executor that uses the calling thread.

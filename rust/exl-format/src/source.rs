@@ -1,4 +1,4 @@
-//! Float weights in the order a quantizer walks them: packed rows, columns in blocks that fit the first-level cache.
+//! Float weights in the order that a quantizer reads: packed rows, columns in blocks that fit the first-level cache.
 
 use std::sync::Mutex;
 
@@ -9,7 +9,7 @@ use crate::{Executor, bits};
 
 /// Columns of a block.
 pub const COLUMNS: usize = 64;
-/// Rows moved at once, so that a 64 x 64 tile stays in cache while it is turned.
+/// Rows moved together, so that a 64 x 64 tile stays in cache while it is transposed.
 const TILE: usize = 64;
 
 /// A float weight `[out_features, in_features]`, as torch's `Linear` holds it.
@@ -39,7 +39,7 @@ impl Weight<'_> {
     }
 }
 
-/// A weight turned to `[block][packed row][column of the block]`; columns past `out_features` are zero.
+/// A weight transposed to `[block][packed row][column of the block]`; columns past `out_features` are zero.
 #[derive(Debug)]
 pub struct Blocked {
     data: Vec<f32>,
@@ -47,10 +47,10 @@ pub struct Blocked {
 }
 
 impl Blocked {
-    /// Turns `weight` `[out, in]`; packed row k takes input feature `perm[k]`, or k without `perm`.
-    /// `columns` >= `out` is the number of columns wanted.
+    /// Transpose `weight` `[out, in]`. Packed row k takes input feature `perm[k]`, or k without `perm`. `columns` >= `out` is the number of
+    /// columns of the result.
     ///
-    /// Refuses values that are not finite or lie beyond the half range, which no format here can hold.
+    /// Rejects values that are not finite or beyond the half range, which no format of this crate can hold.
     ///
     /// # Panics
     /// If `perm` is not as long as the weight is wide.
@@ -77,7 +77,7 @@ impl Blocked {
         run(blocks, &|block| {
             let mut part = parts[block].lock().expect("no task panics");
             let first = block * COLUMNS;
-            let wrong = turn(
+            let wrong = transpose(
                 weight,
                 k,
                 perm,
@@ -113,8 +113,8 @@ impl Blocked {
     }
 }
 
-/// Fills one block and returns the first value that cannot be quantized, as (output row, input column, value).
-fn turn(
+/// Fill one block and return the first value that cannot be quantized, as (output row, input column, value).
+fn transpose(
     weight: Weight<'_>,
     k: usize,
     perm: Option<&[u32]>,
@@ -140,7 +140,7 @@ fn turn(
     bad
 }
 
-/// Rounds to the nearest integer, ties to even; exact for |x| < 2^22 and vectorized on every machine.
+/// Round to the nearest integer, ties to even; exact for |x| < 2^22 and vectorized on every processor.
 #[inline(always)]
 pub(crate) fn round(x: f32) -> f32 {
     const MAGIC: f32 = 12_582_912.0; // 1.5 * 2^23

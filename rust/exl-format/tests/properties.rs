@@ -1,4 +1,4 @@
-//! Properties of both formats over widths, odd shapes, group sizes and permutations: what is packed is what is read.
+//! Properties of both formats over widths, odd shapes, group sizes and permutations: reading returns the packed values.
 
 use std::str::FromStr;
 use std::sync::Mutex;
@@ -18,7 +18,7 @@ fn config(cases: u32) -> ProptestConfig {
     }
 }
 
-/// A small generator, so that big arrays cost proptest one number.
+/// A small generator, so that large arrays need only one number from proptest.
 fn noise(seed: u64) -> impl FnMut() -> u32 {
     let mut state = seed | 1;
     move || {
@@ -98,7 +98,7 @@ proptest! {
     }
 
     #[test]
-    fn exl2_matrices_come_back(
+    fn exl2_matrices_round_trip(
         groups in groups(),
         columns in (1usize..6).prop_map(|eights| 8 * eights),
         seed: u64,
@@ -213,7 +213,7 @@ proptest! {
     }
 
     #[test]
-    fn gptq_matrices_come_back(
+    fn gptq_matrices_round_trip(
         width in prop::sample::select(vec![2u32, 3, 4, 8]),
         blocks in (1usize..5, 1usize..4),
         group_size in 1usize..200,
@@ -254,7 +254,7 @@ proptest! {
     }
 
     #[test]
-    fn checked_headers_keep_their_promises(
+    fn checked_headers_are_consistent(
         entries in prop::collection::vec((prop::collection::vec(0u64..5, 0..3), 0u64..60, 0u64..60, 0usize..4), 0..4),
         data in 0u64..60,
     ) {
@@ -282,7 +282,7 @@ proptest! {
 }
 
 #[test]
-fn the_example_of_the_specification() {
+fn a_plan_of_three_widths_divides_4096_rows() {
     let plan: Plan = "0.05:8b_32g/0.1:4b_128g/0.85:3b_128g".parse().unwrap();
     let groups = plan.groups(4096).unwrap();
     let count = |width| groups.iter().filter(|group| group.0 == width).count();
@@ -291,14 +291,14 @@ fn the_example_of_the_specification() {
 }
 
 #[test]
-fn offsets_beyond_sixteen_bits_are_refused() {
+fn offsets_beyond_sixteen_bits_are_rejected() {
     // 8 bits: 8 words of 32 rows, so group 8193 would begin at word 65544.
     let groups = vec![(8, 32); 8194];
     match Exl2Matrix::empty(&groups, 8, None) {
         Err(Problem::Range { value, limit, .. }) => assert_eq!((value, limit), (65536, 65535)),
         other => panic!("{other:?}"),
     }
-    // Half of that fits this project and, past 32767, no longer the reference.
+    // Half of that fits this crate and, past 32767, exceeds signed offsets.
     let matrix = Exl2Matrix::empty(&vec![(8, 32); 8192], 8, None).unwrap();
     let view = Exl2View::new("m", matrix.tensors()).unwrap();
     assert_eq!(view.in_features(), 262_144);

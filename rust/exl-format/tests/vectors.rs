@@ -1,4 +1,4 @@
-//! The numeric vectors of formats.md section 8, which came out of another program (hashes are checked from Python).
+//! Numeric test vectors of the formats from another implementation (Python tests check hashes).
 
 use exl_format::bits;
 use exl_format::exl2::{Exl2Tensors, Exl2View};
@@ -19,7 +19,7 @@ fn halves(hex: &str) -> Vec<u16> {
 
 #[test]
 fn packing_of_one_column() {
-    // 8.1: code(r) = (7 r + 3) mod 2^bits.
+    // code(r) = (7 r + 3) mod 2^bits.
     for (width, expected) in [
         (2, "1b1b1b1b 1b1b1b1b"),
         (3, "53977053 70539770 97705397"),
@@ -81,7 +81,7 @@ fn one_group(scale_max: u16, nibble: u32) -> Exl2Case {
 
 #[test]
 fn scale_chain() {
-    // 8.2: half bits of q_scale_max, of smax, the stored nibble, half bits of s.
+    // Half bits of q_scale_max, of smax, the stored nibble, half bits of s.
     for (max, smax, nibble, scale) in [
         (0x3800, 0x1800, 9, 0x3240),
         (0x224c, 0x0326, 15, 0x224c),

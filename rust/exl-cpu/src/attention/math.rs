@@ -1,10 +1,10 @@
-//! The arithmetic of a block: logits, weights, weighted values. Each function's order of operations is part of the promise that a
-//! result never depends on what else is computed beside it.
+//! The arithmetic of a block: logits, weights, weighted values. Each function has a fixed order of operations, so that a result never
+//! depends on other results of the call.
 
 use super::KEY_BLOCK;
 use crate::simd::{Lanes, MAX_LANES, exp, tanh};
 
-/// Query rows a matrix kernel handles together.
+/// Query rows that a matrix kernel processes together.
 pub(super) const ROWS: usize = 4;
 
 /// values *= factor

@@ -1,15 +1,15 @@
-//! Attention over paged keys and values (spec core 6.3, 6.5).
+//! Attention over paged keys and values.
 //!
-//! Order of arithmetic, which depends on a query's own position only:
-//! * keys come in blocks of [`KEY_BLOCK`] from position 0, whatever the page size; within a block, logits are dot products summed in
-//!   order of the dimension, and values are summed in order of the key;
-//! * blocks are joined by the online softmax in order, within splits of [`SPLIT`] keys; splits are joined in order.
+//! The order of arithmetic depends only on a query's own position:
+//! * Keys come in blocks of [`KEY_BLOCK`] from position 0, for any page size. Within a block, logits are dot products summed in
+//!   order of the dimension, and values are summed in order of the key.
+//! * The online softmax joins blocks in order, within splits of [`SPLIT`] keys. Splits are joined in order.
 //!
-//! So the result is the same to the bit alone or in a batch, in any chunking, at any page placement and thread count. Splits exist so
-//! that few queries over a long context still fill the threads.
+//! So results are bitwise identical alone and in a batch, for any chunking, page placement and thread count. With splits, few queries over
+//! a long context can still use all threads.
 //!
-//! Rows of the Hadamard codecs are used as stored: the transform H is its own inverse times 32, so q . k = (H q / 32) . (H k), and the
-//! weighted sum of transformed values is transformed back once a query.
+//! Rows of the Hadamard codecs are used as stored. The transform H satisfies H H = 32 I, so q . k = (H q / 32) . (H k). The weighted sum of
+//! transformed values is transformed back once a query.
 
 mod math;
 mod plan;
@@ -22,7 +22,7 @@ pub(crate) const KEY_BLOCK: usize = 64;
 /// Keys of one split.
 pub(crate) const SPLIT: usize = 512;
 
-/// One call's queries and where their keys are.
+/// One call's queries and the places of their keys.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention<'a> {
     /// [tokens, q_heads, head_dim]
@@ -39,13 +39,13 @@ pub struct Attention<'a> {
     pub scale: f32,
     /// Only the last `window` keys up to the position are visible; 0 = all.
     pub window: usize,
-    /// s * tanh(logit / s) where above 0.
+    /// s * tanh(logit / s) if above 0.
     pub softcap: f32,
-    /// [batch, width], added to the logits; -inf takes a key out.
+    /// [batch, width], added to the logits; -inf hides a key.
     pub key_mask: Option<(&'a [f32], usize)>,
 }
 
-/// Why [`paged_attention`] refused.
+/// Errors of [`paged_attention`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AttentionError {
     #[error("{what}: {got} elements, expected {expected}")]
@@ -78,9 +78,9 @@ pub enum AttentionError {
     },
 }
 
-/// Writes softmax(mask(softcap(scale q k^T))) v to `out` [tokens, q_heads, head_dim]; tokens that see no key get zeros.
+/// Write softmax(mask(softcap(scale q k^T))) v to `out` [tokens, q_heads, head_dim]; tokens that see no key get zeros.
 ///
-/// Runs on the pool; no allocation the size of the context unless few queries are split over the threads.
+/// Runs on the pool. It allocates memory in proportion to the context only if few queries are split over the threads.
 pub fn paged_attention(args: &Attention<'_>, out: &mut [f32]) -> Result<(), AttentionError> {
     check(args, out.len())?;
     if out.is_empty() {
@@ -148,7 +148,7 @@ fn check(args: &Attention<'_>, out: usize) -> Result<(), AttentionError> {
         let last = &mut last_visible[row as usize];
         *last = (*last).max(position);
     }
-    // Pages before the window of every query of a row may have been given back: only those somebody reads are checked.
+    // Pages before the window of all queries of a row may have been freed, so only pages that a query reads are checked.
     check_pages(args, &last_visible)
 }
 

@@ -1,4 +1,4 @@
-//! Which thread does which queries: tiles of neighbouring tokens x key/value heads, and splits of the context where those are few.
+//! Division of queries among threads: tiles of neighbouring tokens x key/value heads, and splits of the context if these are few.
 
 use std::cell::RefCell;
 
@@ -31,7 +31,7 @@ pub(super) fn run(args: &Attention<'_>, out: &mut [f32]) {
         run_split(args, &tiles, isa, &out, splits, state);
     } else {
         pool::run(units, &|i| {
-            // Heaviest last tiles first: later tokens see more keys.
+            // Heaviest tiles first: later tokens see more keys.
             let i = units - 1 - i;
             SCRATCH.with_borrow_mut(|scratch| {
                 let work = tiles[i / heads].work(args, i % heads);
@@ -42,7 +42,7 @@ pub(super) fn run(args: &Attention<'_>, out: &mut [f32]) {
     }
 }
 
-/// Splits as tasks of their own, then the joining: the same steps in the same order as one thread would take.
+/// Run splits as separate tasks, then join them: the same steps in the same order as on one thread.
 fn run_split(
     args: &Attention<'_>,
     tiles: &[Tile],
@@ -92,7 +92,7 @@ impl Out {
 // SAFETY: tasks write to disjoint places.
 unsafe impl Sync for Out {}
 
-/// Neighbouring tokens of one sequence, as many as fill [`TILE_ROWS`].
+/// Tiles of neighbouring tokens of one sequence, each of up to [`TILE_ROWS`] rows.
 fn tiles(args: &Attention<'_>) -> Vec<Tile> {
     let groups = args.q_heads / args.pages.heads;
     let limit = (TILE_ROWS / groups).max(1);

@@ -1,4 +1,4 @@
-//! The codecs themselves: one row (a head of a token) at a time.
+//! The codecs, for one row (a head of a token) at a time.
 
 use std::ptr;
 
@@ -33,7 +33,7 @@ impl Kernel for EncodeToken<'_> {
     }
 }
 
-/// Decodes the heads of one token as formats 5 says, half roundings included.
+/// Decodes the heads of one token, with the format's roundings to half.
 pub(super) struct DecodeToken<'a> {
     pub plane: &'a Plane,
     pub first_row: usize,
@@ -77,10 +77,10 @@ impl Kernel for DecodeToken<'_> {
     }
 }
 
-/// How the elements of a row become floats: halves and bytes as they are, Hadamard codes as (code - m) * scale, still transformed
-/// and without half rounding.
+/// Conversion of a row's elements to floats: halves and bytes unchanged, Hadamard codes as (code - m) * scale, still transformed and
+/// without rounding to half.
 pub(crate) trait RowFormat {
-    /// Elements that whole vectors may read of a row with `n`; the rest is for `load_tail`.
+    /// Number of elements that whole vectors may read in a row of `n`; `load_tail` reads the rest.
     fn whole<V: Lanes>(n: usize) -> usize;
 
     /// Elements `e..e + LANES`.
@@ -88,7 +88,7 @@ pub(crate) trait RowFormat {
     /// A row of this format, `e` a multiple of `LANES` below `whole(n)`.
     unsafe fn load<V: Lanes>(data: *const u8, scales: *const u16, e: usize) -> V;
 
-    /// The last elements `e..n` of a row, zeros after them.
+    /// The last elements `e..n` of a row, followed by zeros.
     /// # Safety
     /// A row of this format with `n` elements, `e` = `whole(n)` < `n`.
     unsafe fn load_tail<V: Lanes>(data: *const u8, e: usize, n: usize) -> V;
@@ -117,15 +117,15 @@ impl RowFormat for HalfRow {
         n - n % V::LANES
     }
     #[inline(always)]
-    // Loads of halves do not need alignment, and torch aligns to their size anyway.
+    // Loads of halves need no alignment, and torch aligns tensors to the size of their elements.
     #[allow(clippy::cast_ptr_alignment)]
     unsafe fn load<V: Lanes>(data: *const u8, _: *const u16, e: usize) -> V {
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller's contract.
         unsafe { V::load_f16(data.add(2 * e).cast()) }
     }
     #[inline(always)]
     unsafe fn load_tail<V: Lanes>(data: *const u8, e: usize, n: usize) -> V {
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller's contract.
         unsafe { load_through_copy::<V, Self>(data.add(2 * e), 2 * (n - e)) }
     }
 }
@@ -137,12 +137,12 @@ impl RowFormat for E5M2Row {
     }
     #[inline(always)]
     unsafe fn load<V: Lanes>(data: *const u8, _: *const u16, e: usize) -> V {
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller's contract.
         unsafe { V::load_e5m2(data.add(e)) }
     }
     #[inline(always)]
     unsafe fn load_tail<V: Lanes>(data: *const u8, e: usize, n: usize) -> V {
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller's contract.
         unsafe { load_through_copy::<V, Self>(data.add(e), n - e) }
     }
 }
@@ -154,7 +154,7 @@ impl<const BITS: usize> RowFormat for CodeRow<BITS> {
     }
     #[inline(always)]
     unsafe fn load<V: Lanes>(data: *const u8, scales: *const u16, e: usize) -> V {
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller's contract.
         unsafe {
             let scale = V::splat_f16(*scales.add(e / RUN));
             let codes = if BITS == 8 {
@@ -171,7 +171,7 @@ impl<const BITS: usize> RowFormat for CodeRow<BITS> {
     }
 }
 
-/// A row of `n` elements to `out`, with zeros up to the next multiple of `LANES` (of 64 for the Hadamard codecs).
+/// Decode a row of `n` elements to `out`, with zeros up to the next multiple of `LANES` (of 64 for the Hadamard codecs).
 ///
 /// # Safety
 /// `data` and `scales` point at a row of the format with `n` elements; room for `n` rounded up as above at `out`.
@@ -184,7 +184,7 @@ pub(crate) unsafe fn decode_row<V: Lanes, F: RowFormat>(
 ) {
     let whole = F::whole::<V>(n);
     let mut e = 0;
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller's contract.
     unsafe {
         while e < whole {
             F::load::<V>(data, scales, e).store(out.add(e));
@@ -227,7 +227,7 @@ unsafe fn encode_e5m2<V: Lanes>(x: &[f32], out: *mut u8) {
     }
 }
 
-/// Nearest E5M2, ties to even, saturating; infinities stay, every NaN becomes the same quiet one.
+/// Nearest E5M2, ties to even, saturating; infinities stay, and every NaN becomes the same quiet NaN.
 #[inline(always)]
 fn e5m2_from_half(bits: u16) -> u8 {
     let (sign, magnitude) = (bits & 0x8000, bits & 0x7fff);
@@ -276,9 +276,9 @@ fn peak<V: Lanes>(run: &[f32]) -> f32 {
     while e < RUN {
         // SAFETY: a run has 32 elements, a multiple of every `LANES`.
         let x = unsafe { V::load(run.as_ptr().add(e)) };
-        // `max` returns its second operand where either is NaN.
+        // `max` returns its second operand if either is NaN.
         most = x.max(V::splat(0.0).sub(x)).max(most);
-        // 0 unless something is infinite or NaN, which no comparison would keep.
+        // 0 unless an element is infinite or NaN; no comparison would keep those.
         poison = poison.add(x.sub(x));
         e += V::LANES;
     }
@@ -290,7 +290,7 @@ fn peak<V: Lanes>(run: &[f32]) -> f32 {
     }
 }
 
-/// Step 3 of formats 5.4; every intermediate is a half. NaN ratios (an all-zero run) give code 0.
+/// Quantize a run; every intermediate is a half. NaN ratios (an all-zero run) give code 0.
 #[inline(always)]
 fn quantize_run<V: Lanes>(run: &mut [f32], peak: f32, m: f32) {
     let (peak, m, zero) = (V::splat(peak), V::splat(m), V::splat(0.0));
@@ -301,7 +301,7 @@ fn quantize_run<V: Lanes>(run: &mut [f32], peak: f32, m: f32) {
             let p = run.as_mut_ptr().add(e);
             let ratio = V::load(p).div(peak).round_half();
             let shifted = ratio.fma(m, m).round_half().round();
-            // NaN first: `max` returns its second operand then.
+            // NaN comes first, because `max` then returns its second operand.
             shifted.max(zero).min(top).store(p);
         }
     }
@@ -318,8 +318,8 @@ fn round_all<V: Lanes>(block: &mut [f32; BLOCK]) {
     }
 }
 
-/// Unnormalised Sylvester transforms of the even and of the odd elements: butterflies at strides 2, 4, 8, 16, 32 of the block.
-/// `HALF`: every sum is rounded to half.
+/// Unnormalized Sylvester transforms of the even and of the odd elements: butterflies at strides 2, 4, 8, 16, 32 of the block. `HALF`:
+/// every sum is rounded to half.
 #[inline(always)]
 fn butterflies<V: Lanes, const HALF: bool>(block: &mut [f32; BLOCK]) {
     stage::<V, 2, HALF>(block);
@@ -366,7 +366,7 @@ fn stage<V: Lanes, const S: usize, const HALF: bool>(block: &mut [f32; BLOCK]) {
     }
 }
 
-/// Transforms each block of 64 in float32 and multiplies by `factor`.
+/// Transform each block of 64 in float32 and multiply it by `factor`.
 #[inline(always)]
 pub(crate) fn hadamard_rows<V: Lanes>(rows: &mut [f32], factor: f32) {
     for block in rows.as_chunks_mut::<BLOCK>().0 {

@@ -1,7 +1,7 @@
-//! Keys and values of one layer in pages, and the codecs that store them (spec formats 5).
+//! Keys and values of one layer in pages, and the codecs that store them.
 //!
-//! A plane is `[pages, page_size, heads, row]`; a slot is `page * page_size + offset`. A head of a token is a row of its own: its
-//! elements are padded to a multiple of 64 for the Hadamard codecs, so that storing one token touches no other.
+//! A plane is `[pages, page_size, heads, row]`; a slot is `page * page_size + offset`. A head of a token is a separate row. Its elements
+//! are padded to a multiple of 64 for the Hadamard codecs, so that storing one token changes no other.
 
 mod codec;
 
@@ -16,20 +16,20 @@ pub const BLOCK: usize = 64;
 /// Elements that share one scale.
 pub const RUN: usize = 32;
 
-/// How one plane (keys or values) is stored.
+/// Storage format of one plane (keys or values).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Codec {
     F16,
     /// FP8: the upper byte of the half, rounded to nearest even, saturating.
     E5M2,
-    /// Hadamard codec of formats 5.4 with 8 bits.
+    /// Hadamard codec with 8 bits.
     Hadamard8,
-    /// The same with 4 bits.
+    /// Hadamard codec with 4 bits.
     Hadamard4,
 }
 
 impl Codec {
-    /// Bytes of one head of one token, scales aside.
+    /// Bytes of one head of one token, without scales.
     pub fn row_bytes(self, head_dim: usize) -> usize {
         match self {
             Self::F16 => 2 * head_dim,
@@ -66,7 +66,7 @@ pub fn codecs(kind: &str) -> Option<(Codec, Codec)> {
     })
 }
 
-/// Keys or values: memory of `[pages, page_size, heads, row]`, and the scales' if the codec has them.
+/// Keys or values: memory of `[pages, page_size, heads, row]`, and the scales if the codec has them.
 #[derive(Clone, Copy, Debug)]
 pub struct Plane {
     codec: Codec,
@@ -77,7 +77,7 @@ pub struct Plane {
     row_scales: usize,
 }
 
-// SAFETY: a plane is an address; `Pages::new` makes its caller answer for who uses the memory when.
+// SAFETY: a plane is an address; the contract of `Pages::new` makes its caller responsible for concurrent access.
 unsafe impl Send for Plane {}
 // SAFETY: as above.
 unsafe impl Sync for Plane {}
@@ -94,21 +94,21 @@ impl Plane {
         }
     }
 
-    /// How rows are stored.
+    /// The storage format of rows.
     pub fn codec(&self) -> Codec {
         self.codec
     }
 
     #[inline(always)]
     pub(crate) fn row(&self, row: usize) -> (*const u8, *const u16) {
-        // Rows are checked against the pages where slots and block tables come in.
+        // Callers check slots and block tables, and so rows, against the pages.
         (
             self.data.wrapping_add(row * self.row_bytes),
             self.scales.wrapping_add(row * self.row_scales),
         )
     }
 
-    /// Asks for the cache lines of a row that will be read soon.
+    /// Prefetch the cache lines of a row.
     #[inline(always)]
     pub(crate) fn prefetch(&self, row: usize) {
         let data = self.data.wrapping_add(row * self.row_bytes);
@@ -132,7 +132,7 @@ pub struct Pages {
     pub(crate) head_dim: usize,
 }
 
-/// Why a store or load refused.
+/// Errors of [`store`] and [`load`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum KvError {
     #[error("slot {slot} outside -1 (skip) to {last}")]
@@ -146,12 +146,12 @@ pub enum KvError {
 }
 
 impl Pages {
-    /// Pages in memory owned by somebody else. `scales` are null for codecs without.
+    /// Pages in memory that the caller owns. `scales` are null for codecs without scales.
     ///
     /// # Safety
-    /// `data` and `scales` of both planes hold `num_pages * page_size * heads` rows of `Codec::row_bytes` bytes and
-    /// `Codec::row_scales` halves, stay valid while this value is used, and are written only through [`store`], by one caller at
-    /// a time and not while [`load`] or attention read the same slots.
+    /// `data` and `scales` of both planes hold `num_pages * page_size * heads` rows of `Codec::row_bytes` bytes and `Codec::row_scales`
+    /// halves. They stay valid while this value is used. They are written only through [`store`], by one caller at a time, and not while
+    /// [`load`] or attention read the same slots.
     pub unsafe fn new(
         (key, value): (Codec, Codec),
         data: (*mut u8, *mut u8),
@@ -178,7 +178,7 @@ impl Pages {
         self.head_dim
     }
 
-    /// Tokens the pages hold.
+    /// Tokens that the pages hold.
     pub fn tokens(&self) -> usize {
         self.num_pages * self.page_size
     }
@@ -204,7 +204,7 @@ impl Pages {
     }
 }
 
-/// Encodes `k` and `v` [tokens, heads, head_dim] into `slots`, one a token; -1 skips the token. No slot may come twice.
+/// Encode `k` and `v` [tokens, heads, head_dim] into `slots`, one a token; -1 skips the token. Slots must differ.
 pub fn store(pages: &Pages, k: &[f32], v: &[f32], slots: &[i64]) -> Result<(), KvError> {
     pages.check(slots, [("k", k.len()), ("v", v.len())])?;
     let isa = Isa::current();
@@ -228,7 +228,7 @@ pub fn store(pages: &Pages, k: &[f32], v: &[f32], slots: &[i64]) -> Result<(), K
     Ok(())
 }
 
-/// Decodes `slots` into `k` and `v` [tokens, heads, head_dim] with the codec's own half roundings; slot -1 gives zeros.
+/// Decode `slots` into `k` and `v` [tokens, heads, head_dim] with the codec's roundings to half; slot -1 gives zeros.
 pub fn load(pages: &Pages, slots: &[i64], k: &mut [f32], v: &mut [f32]) -> Result<(), KvError> {
     pages.check(slots, [("k", k.len()), ("v", v.len())])?;
     let isa = Isa::current();

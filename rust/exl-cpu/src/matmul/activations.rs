@@ -1,7 +1,7 @@
-//! Activations in the order the tiles want them: gathered through the permutation, for the int8 path quantized.
+//! Activations packed for the tiles: gathered through the permutation, and quantized for the int8 path.
 //!
-//! Rows are taken in blocks of [`ROWS`]; inside a row block the order is `[block of 32 positions][row]`, so a tile that walks down
-//! its blocks reads one stream.
+//! Rows are packed in blocks of [`ROWS`]. Inside a row block the order is `[block of 32 positions][row]`, so a tile reads its blocks as one
+//! stream.
 
 use super::layout::BLOCK;
 use super::matrix::NO_FEATURE;
@@ -14,7 +14,7 @@ pub const ROWS: usize = 64;
 #[repr(C)]
 pub struct Int8Block {
     pub q: [i8; BLOCK],
-    /// max |x| / 127. NaN if a value is not finite, so that the whole output row says so.
+    /// max |x| / 127. NaN if a value is not finite, so that the whole output row becomes NaN.
     pub scale: f32,
     /// Sum of `q`.
     pub sum: i32,
@@ -28,13 +28,13 @@ impl Int8Block {
     };
 }
 
-/// Below this a block counts as zero: its reciprocal would overflow, and it could not reach any output.
+/// A block with a smaller maximum counts as zero: its reciprocal would overflow, and it could not affect any output.
 const TINY: f32 = 1e-36;
 
 /// Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, ties to even, on every processor.
 const ROUND: f32 = 12_582_912.0;
 
-/// Quantizes 32 values. The rounding is to nearest even of x * (127 / max).
+/// Quantize 32 values. The rounding is to nearest even of x * (127 / max).
 #[inline(always)]
 pub fn quantize(x: &[f32; BLOCK]) -> Int8Block {
     let mut largest = 0u32;
@@ -63,30 +63,30 @@ pub fn quantize(x: &[f32; BLOCK]) -> Int8Block {
     out
 }
 
-/// Gathers one block of one row.
+/// Gather one block of one row.
 ///
 /// # Safety
 /// Every entry of `source` is below `x.len()` or [`NO_FEATURE`].
 #[inline(always)]
 unsafe fn gather(x: &[f32], source: &[u32; BLOCK], out: &mut [f32; BLOCK]) {
     for (value, &feature) in out.iter_mut().zip(source) {
-        // Padding stands only in blocks of GPTQ groups and float matrices; the branch is one the processor learns.
+        // Padding exists only in blocks of GPTQ groups and float matrices; the branch is well predicted.
         *value = if feature == NO_FEATURE {
             0.0
         } else {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller's contract.
             unsafe { *x.get_unchecked(feature as usize) }
         };
     }
 }
 
-/// A row block: where it starts in `[rows of all blocks before][..]` and how many rows it has.
+/// The start of a row block in `[rows of all blocks before][..]`, and its number of rows.
 pub fn row_block(index: usize, rows: usize) -> (usize, usize) {
     let first = index * ROWS;
     (first, ROWS.min(rows - first))
 }
 
-/// Numbers of the rows that follow one another from the first on: what a pack of adjacent rows takes.
+/// Indices of consecutive rows from the first on, to pack adjacent rows.
 pub static ADJACENT: [u32; ROWS] = {
     let mut rows = [0; ROWS];
     let mut row = 0;
@@ -97,7 +97,7 @@ pub static ADJACENT: [u32; ROWS] = {
     rows
 };
 
-/// Packs one row block for the int8 path: rows number `rows` of `x` `[.., k]` into `out` `[blocks][rows]`.
+/// Pack one row block for the int8 path: the rows `rows` of `x` `[.., k]` into `out` `[blocks][rows]`.
 ///
 /// # Safety
 /// Every entry of `source` is below `k` or [`NO_FEATURE`].
@@ -107,14 +107,14 @@ pub unsafe fn pack_int8(x: &[f32], k: usize, rows: &[u32], source: &[u32], out: 
     for (row, &number) in rows.iter().enumerate() {
         let x = &x[number as usize * k..][..k];
         for (block, source) in source.as_chunks::<BLOCK>().0.iter().enumerate() {
-            // SAFETY: the caller's promise, and a row is `k` long.
+            // SAFETY: the caller's contract, and a row is `k` long.
             unsafe { gather(x, source, &mut values) };
             out[block * rows.len() + row] = quantize(&values);
         }
     }
 }
 
-/// Packs one row block for the exact path: rows number `rows` of `x` `[.., k]` into `out` `[blocks][rows][32]`.
+/// Pack one row block for the exact path: the rows `rows` of `x` `[.., k]` into `out` `[blocks][rows][32]`.
 ///
 /// # Safety
 /// As for [`pack_int8`].
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn zeros_tiny_and_broken_values() {
+    fn zeros_tiny_values_and_values_that_are_not_finite() {
         assert_eq!(quantize(&[0.0; BLOCK]).scale, 0.0);
         assert_eq!(quantize(&[1e-40; BLOCK]).q, [0; BLOCK]);
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {

@@ -1,21 +1,21 @@
-//! From tile words back to codes, scales and weights.
+//! Unpacking of tile words into codes, scales and weights.
 
 use super::layout::TILE;
 use super::matrix::{Scales, Span};
 use super::simd::{LANES, Simd};
 
-/// How far ahead of the block being multiplied the next ones are asked for, in words. The work between two loads is too long for
-/// the processor to find the stream by itself: without this a third of the bandwidth is lost.
+/// Prefetch distance in words. The work between two loads is too long for the hardware prefetcher to find the stream; without the prefetch
+/// a third of the bandwidth is lost.
 const AHEAD: usize = 1024;
 
-/// Asks for the block that stands [`AHEAD`] words after `block`.
+/// Prefetch the block that is [`AHEAD`] words after `block`.
 ///
 /// # Safety
 /// [`Simd`]'s contract.
 #[inline(always)]
 pub unsafe fn prefetch<S: Simd, const BITS: u32>(block: *const u32) {
     for line in 0..BITS as usize * TILE / 16 {
-        // SAFETY: a prefetch reads nothing the program can see.
+        // SAFETY: a prefetch reads nothing that the program can see.
         unsafe { S::prefetch(block.wrapping_add(AHEAD + 16 * line)) }
     }
 }
@@ -77,14 +77,14 @@ pub unsafe fn operands<S: Simd, const BITS: u32>(block: *const u32, v: usize) ->
 
 #[inline(always)]
 unsafe fn word<S: Simd>(block: *const u32, w: usize) -> S::I {
-    // SAFETY: the caller's pointer reaches this word.
+    // SAFETY: the caller's pointer is valid for this word.
     unsafe { S::load_i(block.add(w * TILE)) }
 }
 
-/// Adds the field at bit `from` of every byte of `plane` to `codes` at bit `to`, where `mask` has its bits.
+/// Add the field at bit `from` of every byte of `plane` to `codes` at bit `to`, under `mask`.
 #[inline(always)]
 unsafe fn merge<S: Simd>(codes: S::I, plane: S::I, from: u32, to: u32, mask: u32) -> S::I {
-    // SAFETY: Simd's contract. Bits that the shift brings in from other bytes fall outside the mask.
+    // SAFETY: Simd's contract. The mask removes bits that the shift brings in from other bytes.
     unsafe {
         let moved = if from >= to {
             S::shr_i(plane, from - to)
@@ -133,10 +133,10 @@ pub unsafe fn scale_and_zero<S: Simd, const BITS: u32>(
     }
 }
 
-/// 2^23: a code or-ed into its low bits is 2^23 + code as float32.
+/// 2^23: a code or-ed into its low bits is the float32 2^23 + code.
 const MAGIC: u32 = 0x4b00_0000;
 
-/// 2^23 + zero, what [`weight`] subtracts.
+/// 2^23 + zero, which [`weight`] subtracts.
 ///
 /// # Safety
 /// [`Simd`]'s contract.
@@ -146,7 +146,7 @@ pub unsafe fn magic_zero<S: Simd>(zero: S::I) -> S::F {
     unsafe { S::cast_f(S::add_i(zero, S::splat_i(MAGIC))) }
 }
 
-/// h16((code - zero) * scale) of byte `j` of an operand (formats.md 2.4.5, 3.2); the difference and the product are exact.
+/// h16((code - zero) * scale) of byte `j` of an operand. The difference and the multiplication are exact.
 ///
 /// # Safety
 /// [`Simd`]'s contract.
@@ -160,7 +160,7 @@ pub unsafe fn weight<S: Simd>(operand: S::I, j: u32, magic_zero: S::F, scale: S:
     }
 }
 
-/// [`weight`] with one instruction less, where the sign of a zero does not matter: `scaled_zero` is zero * scale, which is exact.
+/// [`weight`] with one instruction less, for uses where the sign of a zero does not matter: `scaled_zero` is zero * scale, which is exact.
 ///
 /// # Safety
 /// [`Simd`]'s contract.

@@ -1,8 +1,8 @@
-//! The exact product of one tile: FP32 activations times the exact half weights.
+//! The exact matmul of one tile: FP32 activations times the exact half weights.
 //!
-//! Each output sums a block of 32 packed rows in one chain of fused multiply-adds from zero, then adds the block's sum to its
-//! total, block after block. One row (decode) multiplies as it unpacks; more rows unpack a panel of blocks once and multiply from
-//! the cache. Same bits.
+//! Each output sums a block of 32 packed rows in one chain of fused multiply-adds from zero, then adds the block's sum to its total, block
+//! after block. One row (decode) is multiplied while unpacking. For more rows, a panel of blocks is unpacked once and multiplied from the
+//! cache. Results are bitwise identical.
 
 use std::mem::MaybeUninit;
 
@@ -15,7 +15,7 @@ use super::simd::{LANES, Simd};
 const PANEL: usize = 4;
 const VECTORS: usize = TILE / LANES;
 
-/// One tile's product with one row, added to `c` `[32]`; `x` is `[blocks][32]`.
+/// Multiply one tile with one row and add to `c` `[32]`; `x` is `[blocks][32]`.
 ///
 /// # Safety
 /// [`Simd`]'s contract; `tile` is a tile of `codes` and the pointers are valid for its blocks.
@@ -92,8 +92,8 @@ impl Panel {
     }
 }
 
-/// One tile's product with `rows` rows, added to `c` `[rows][32]`; `x` is `[blocks][rows][32]`. `R` rows and `V` vectors make a
-/// register block.
+/// Multiply one tile with `rows` rows and add to `c` `[rows][32]`; `x` is `[blocks][rows][32]`. `R` rows and `V` vectors make a register
+/// block.
 ///
 /// # Safety
 /// As for [`tile_one_row`], for `rows` rows.
@@ -181,7 +181,7 @@ unsafe fn decode_width<S: Simd, const BITS: u32>(
     }
 }
 
-/// Unquantized: one tile's product with `rows` rows, added to `c` `[rows][32]`; `x` is `[blocks][rows][32]`.
+/// Unquantized: multiply one tile with `rows` rows and add to `c` `[rows][32]`; `x` is `[blocks][rows][32]`.
 ///
 /// # Safety
 /// As for [`tile_rows`].
@@ -225,9 +225,9 @@ pub unsafe fn tile_floats<S: Simd, const R: usize, const V: usize>(
     }
 }
 
-/// Multiplies a decoded panel of `blocks` blocks with all rows.
+/// Multiply a decoded panel of `blocks` blocks with all rows.
 ///
-/// A register block is R rows and B blocks deep: few rows need several blocks side by side to keep the multipliers busy.
+/// A register block is R rows and B blocks deep: few rows need several blocks in parallel to keep the multipliers busy.
 #[inline(always)]
 unsafe fn panel_rows<S: Simd, const R: usize, const V: usize>(
     weights: *const f32,

@@ -1,4 +1,4 @@
-//! The int8 product of one tile.
+//! The int8 matmul of one tile.
 
 use super::activations::Int8Block;
 use super::decode::{operands, prefetch, scale_and_zero};
@@ -6,10 +6,10 @@ use super::layout::TILE;
 use super::matrix::{Codes, Span};
 use super::simd::{LANES, Simd};
 
-/// Adds one tile's product to `c` `[rows][32]`; `acts` is `[blocks][rows]`.
+/// Multiply one tile and add to `c` `[rows][32]`; `acts` is `[blocks][rows]`.
 ///
-/// Each output is the sum over its blocks, in order, of `int * (column scale * activation scale)`: one product rounding, one fused
-/// multiply-add a block. `V` vectors are held at once; their eight operands are decoded once for all rows.
+/// Each output is the sum over its blocks, in order, of `int * (column scale * activation scale)`: one rounded multiplication and one fused
+/// multiply-add a block. `V` vectors are processed together; their eight operands are decoded once for all rows.
 ///
 /// # Safety
 /// [`Simd`]'s contract; `tile` is a tile of `codes`, and the pointers are valid for `rows` rows.

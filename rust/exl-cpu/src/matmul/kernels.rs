@@ -13,7 +13,7 @@ use crate::isa::Isa;
 /// Packs rows of `x` `[.., k]`, each gathered through `source`, into `[blocks][rows]`; arguments `x, k, rows, source, out`.
 pub type Pack<T> = unsafe fn(&[f32], usize, &[u32], &[u32], &mut [T]);
 
-/// The kernels of one instruction set. Calling one is sound when the processor has that set; arguments as in the generic functions.
+/// The kernels of one instruction set. Calling one is sound if the processor has that set; arguments as in the generic functions.
 #[derive(Debug)]
 pub struct Kernels {
     pub int8_tile: unsafe fn(&Codes, usize, *const Int8Block, usize, *mut f32),
@@ -25,7 +25,7 @@ pub struct Kernels {
 }
 
 impl Kernels {
-    /// Those of the instruction set in force.
+    /// The kernels of the current instruction set.
     pub fn current() -> &'static Self {
         match Isa::current() {
             #[cfg(target_arch = "x86_64")]

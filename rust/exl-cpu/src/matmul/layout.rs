@@ -1,18 +1,18 @@
-//! Where a code lies in a tile: the in-memory form of a quantized matrix.
+//! The tile layout: the in-memory form of a quantized matrix.
 //!
-//! A *tile* is 32 columns over all rows; a *block* is 32 rows of a tile, all of one width. A block of width b is b words a column,
-//! words of one index side by side (`[b][32]`), so a tile is one contiguous stream of as many bits as the file has.
+//! A *tile* is 32 columns over all rows; a *block* is 32 rows of a tile, all of one width. A block of width b is b words a column, with
+//! words of one index side by side (`[b][32]`). So a tile is one contiguous stream of as many bits as the file has.
 //!
-//! Inside a block the codes stand in *operand order*: position p = 4 i + j is byte j of operand i, the 32-bit lane that a
-//! byte-wise dot product takes. Codes of 2, 4 and 8 bits keep the file's words; 3, 5 and 6 bits are cut into planes
-//! (3 = 2 + 1, 5 = 4 + 1, 6 = 4 + 2) so that shifts and masks alone make operands.
+//! Inside a block the codes are in *operand order*: position p = 4 i + j is byte j of operand i, the 32-bit lane of a byte-wise dot
+//! product. Codes of 2, 4 and 8 bits keep the file's words. Codes of 3, 5 and 6 bits are cut into planes (3 = 2 + 1, 5 = 4 + 1, 6 = 4 + 2),
+//! so that shifts and masks alone make operands.
 
 /// Columns of a tile.
 pub const TILE: usize = 32;
 /// Rows of a block.
 pub const BLOCK: usize = 32;
 
-/// The row of a block that stands at operand position `p` (0..32).
+/// The row of a block at operand position `p` (0..32).
 pub const fn row_at(bits: u32, p: usize) -> usize {
     let (i, j) = (p / 4, p % 4);
     match bits {
@@ -36,7 +36,7 @@ pub const fn planes(bits: u32) -> &'static [(u32, u32)] {
     }
 }
 
-/// Packs one block from codes in operand order, `codes[p][column]`.
+/// Pack one block from codes in operand order, `codes[p][column]`.
 ///
 /// A plane of q-bit fields holds operand i in word i / (8 / q), field i % (8 / q) of every byte.
 #[inline(always)]
@@ -75,7 +75,7 @@ mod tests {
         }
     }
 
-    /// The promise that lets 2-, 4- and 8-bit words be copied as they are.
+    /// This property allows 2-, 4- and 8-bit words to be copied unchanged.
     #[test]
     fn whole_byte_fractions_keep_the_file_words() {
         for bits in [2u32, 4, 8] {

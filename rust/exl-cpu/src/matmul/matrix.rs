@@ -1,9 +1,9 @@
-//! The repacked matrix and what it is made of.
+//! The repacked matrix and its parts.
 
 use super::layout::{BLOCK, TILE};
 use super::memory::Buffer;
 
-/// How products are formed.
+/// The arithmetic of a matmul.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compute {
     /// FP32 activations times the exact half weights, FP32 accumulation: the oracle.
@@ -89,7 +89,7 @@ pub enum Storage {
 pub struct QuantMatrix {
     pub(super) in_features: usize,
     pub(super) out_features: usize,
-    /// Input feature at each packed position, [`NO_FEATURE`] where padding stands; a multiple of 32 long.
+    /// Input feature at each packed position, [`NO_FEATURE`] for padding; the length is a multiple of 32.
     pub(super) source: Vec<u32>,
     pub(super) storage: Storage,
     pub(super) bias: Option<Vec<f32>>,
@@ -115,7 +115,7 @@ impl QuantMatrix {
         self.bits_per_weight
     }
 
-    /// Bytes held in memory.
+    /// Bytes in memory.
     pub fn bytes(&self) -> usize {
         let weights = match &self.storage {
             Storage::Codes(codes) => codes.words.bytes() + codes.scales.bytes(),
@@ -128,7 +128,7 @@ impl QuantMatrix {
         self.compute
     }
 
-    /// Tiles of 32 columns; the last may be partly padding.
+    /// Tiles of 32 columns; the last one may be partly padding.
     pub fn tiles(&self) -> usize {
         self.out_features.div_ceil(TILE)
     }

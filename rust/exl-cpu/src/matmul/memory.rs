@@ -1,18 +1,18 @@
-//! Weight memory: zeroed, aligned to cache lines, in huge pages where the system gives them.
+//! Weight memory: zeroed, aligned to cache lines, and in huge pages if the system provides them.
 //!
-//! A matrix is read once a token from end to end, so its address translations never stay in the processor: with 4 KiB pages they
-//! cost a fifth of the bandwidth. Huge pages must be asked for before the memory is touched, hence the own mapping. Matrices smaller
-//! than such a page, as experts are, share a mapping.
+//! A matrix is read once a token from end to end, so its address translations never stay in the TLB: with 4 KiB pages they cost a fifth of
+//! the bandwidth. Huge pages must be requested before the memory is touched, so buffers have their own mappings. Matrices smaller than a
+//! huge page, such as those of experts, share a mapping.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Size of a huge page, and from where on a buffer gets a mapping of its own.
+/// Size of a huge page, and the smallest size of a buffer with a separate mapping.
 const HUGE: usize = 2 << 20;
-/// From where on a buffer is a part of a shared mapping; smaller ones come from the allocator.
+/// Smallest size of a buffer in a shared mapping; smaller ones come from the allocator.
 const SMALL: usize = 64 << 10;
-/// Size of a shared mapping. It is freed with the last of its buffers, so one that stays holds this much at most.
+/// Size of a shared mapping. It is freed with the last of its buffers, so one remaining buffer holds at most this much memory.
 const SLAB: usize = 8 * HUGE;
 /// Alignment of buffers: a cache line.
 const LINE: usize = 64;
@@ -21,7 +21,7 @@ const LINE: usize = 64;
 pub struct Buffer<T: Copy> {
     ptr: NonNull<T>,
     len: usize,
-    /// The mapping the buffer lies in; none for a small buffer, which comes from the allocator.
+    /// The mapping that contains the buffer; None for a small buffer, which comes from the allocator.
     mapping: Option<Arc<Mapping>>,
 }
 
@@ -34,7 +34,7 @@ struct Mapping {
     start: NonNull<u8>,
 }
 
-// SAFETY: the mapping is memory that belongs to nobody else.
+// SAFETY: no other object owns the memory of the mapping.
 unsafe impl Send for Mapping {}
 // SAFETY: as above; nothing is read or written through it.
 unsafe impl Sync for Mapping {}
@@ -48,7 +48,7 @@ impl Drop for Mapping {
 /// The shared mapping from which buffers are cut, and how much of it is used.
 static SLAB_IN_USE: Mutex<Option<(Arc<Mapping>, usize)>> = Mutex::new(None);
 
-/// Zeroed memory in huge pages, and the mapping it is in; none where the system gives no such pages or they are not worth it.
+/// Zeroed memory in huge pages and its mapping; None if the system provides none or they are not worth it.
 fn huge(bytes: usize) -> Option<(Arc<Mapping>, NonNull<u8>)> {
     if bytes >= HUGE {
         let mapping = map_huge(bytes)?;
@@ -167,12 +167,12 @@ mod system {
     }
 }
 
-/// A fresh mapping with room for `bytes` from a huge page boundary on.
+/// A new mapping with room for `bytes` from a huge page boundary on.
 #[cfg(target_os = "linux")]
 fn map_huge(bytes: usize) -> Option<Mapping> {
     let len = bytes.checked_add(HUGE)?;
     let null = std::ptr::null_mut();
-    // SAFETY: a new anonymous mapping touches nothing that exists; untouched pages of it cost nothing.
+    // SAFETY: a new anonymous mapping does not change existing memory; untouched pages of it cost nothing.
     let raw = unsafe {
         system::mmap(
             null,
@@ -188,16 +188,16 @@ fn map_huge(bytes: usize) -> Option<Mapping> {
     }
     let raw = NonNull::new(raw.cast::<u8>())?;
     let offset = raw.as_ptr().align_offset(HUGE);
-    // SAFETY: `offset` is below HUGE, so start and `bytes` lie in the mapping.
+    // SAFETY: `offset` is below HUGE, so start and `bytes` are in the mapping.
     let start = unsafe { raw.add(offset) };
-    // SAFETY: advice about our own mapping; a refusal changes nothing but speed.
+    // SAFETY: advice about our own mapping; a refusal only affects speed.
     unsafe { system::madvise(start.as_ptr().cast(), bytes, system::ADVISE_HUGE_PAGE) };
     Some(Mapping { raw, len, start })
 }
 
 #[cfg(target_os = "linux")]
 fn unmap(raw: NonNull<u8>, len: usize) {
-    // SAFETY: mapped by `map_huge`, and all buffers that lay in it are gone.
+    // SAFETY: mapped by `map_huge`, and all buffers in it have been dropped.
     unsafe { system::munmap(raw.as_ptr().cast(), len) };
 }
 
@@ -209,11 +209,11 @@ fn map_huge(_bytes: usize) -> Option<Mapping> {
 #[cfg(not(target_os = "linux"))]
 fn unmap(_raw: NonNull<u8>, _len: usize) {}
 
-/// A pointer that several pool tasks write through, each to places of its own.
+/// A pointer through which several pool tasks write, each to separate places.
 #[derive(Clone, Copy, Debug)]
 pub struct Shared<T>(*mut T);
 
-// SAFETY: the tasks that share it write disjoint elements; `pool::run` orders them before the caller goes on.
+// SAFETY: the tasks that share it write disjoint elements; `pool::run` orders them before the caller continues.
 unsafe impl<T> Send for Shared<T> {}
 // SAFETY: as above.
 unsafe impl<T> Sync for Shared<T> {}
@@ -224,10 +224,10 @@ impl<T> Shared<T> {
     }
 
     /// # Safety
-    /// `offset..offset + len` lies in the slice this was made from and no other task touches it meanwhile.
+    /// `offset..offset + len` must be in the slice that this was made from, and no other task may access it meanwhile.
     #[allow(clippy::mut_from_ref)]
     pub unsafe fn slice(&self, offset: usize, len: usize) -> &mut [T] {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract.
         unsafe { std::slice::from_raw_parts_mut(self.0.add(offset), len) }
     }
 }

@@ -1,7 +1,7 @@
-//! Quantized matrix products: EXL2, GPTQ and float weights, for one row or many (formats.md 2-4, performance.md 6).
+//! Quantized matmuls: EXL2, GPTQ and float weights, for one row or many.
 //!
-//! A matrix is repacked once into tiles ([`layout`]) and kept in as many bits as its file has. A row's result depends on that row
-//! alone: not on the other rows of the call, the number of threads, or the instruction set.
+//! A matrix is repacked once into tiles ([`layout`]) and kept in as many bits as its file has. A row's result depends only on that row: not
+//! on the other rows of the call, the number of threads, or the instruction set.
 
 mod activations;
 mod decode;

@@ -15,12 +15,13 @@ use super::simd::Scalar;
 use crate::activation::{Activation, activate_here};
 use crate::pool;
 
-/// Tasks a thread gets of one call: enough that a thread held up elsewhere leaves little behind.
+/// Tasks of a thread in one call: enough that the other threads can finish the work of a delayed thread.
 const TASKS_PER_THREAD: usize = 16;
 
-/// Cost of a pass over a tile's weights in rows, beside that of the rows: tasks of groups with few and with many rows cost alike.
+/// Cost of a pass over a tile's weights, in rows, in addition to the rows: tasks of groups with few and with many rows then have equal
+/// costs.
 const PASS_ROWS: usize = 8;
-/// Values of one row that a task packs at least, in blocks.
+/// Least number of values of one row that a task packs, in blocks.
 const PACKED_BLOCKS: usize = 64;
 
 /// Activations in the order of their matrices' permutations, region by region.
@@ -31,7 +32,7 @@ struct Packed {
 }
 
 thread_local! {
-    /// Packed activations of the calling thread, kept from call to call.
+    /// Packed activations of the calling thread, kept between calls.
     static PACKED: RefCell<Packed> = const {
         RefCell::new(Packed { int8: Vec::new(), exact: Vec::new() })
     };
@@ -57,13 +58,13 @@ pub(crate) enum Operation<'a> {
         gate: &'a QuantMatrix,
         up: &'a QuantMatrix,
         activation: Activation,
-        /// `gate.packs_like(up)`, asked once instead of in every call.
+        /// `gate.packs_like(up)`, computed once and not in every call.
         packs_alike: bool,
     },
 }
 
 impl Operation<'_> {
-    /// The matrix whose size the results have.
+    /// The matrix that determines the size of the results.
     fn matrix(&self) -> &QuantMatrix {
         match self {
             Self::One(matrix) => matrix,
@@ -72,14 +73,13 @@ impl Operation<'_> {
     }
 }
 
-/// One of the matmuls that [`multiply`] computes together: of all rows of `x` `[.., K]` or of those with the numbers `rows`, into
-/// `out` `[rows, N]`.
+/// One of the matmuls that [`multiply`] computes together: of all rows of `x` `[.., K]` or of the rows `rows`, into `out` `[rows, N]`.
 pub(crate) struct Group<'a> {
     pub x: &'a [f32],
     pub rows: Option<&'a [u32]>,
     pub operation: Operation<'a>,
     pub out: &'a mut [f32],
-    /// An earlier group with the same rows of the same `x`, for a matrix that packs like this one.
+    /// An earlier group with the same rows of the same `x`, for a matrix with the same packing.
     pub packed_as: Option<usize>,
 }
 
@@ -114,7 +114,7 @@ struct Region<'a> {
     x: &'a [f32],
     rows: Option<&'a [u32]>,
     count: usize,
-    /// Where the region starts in the buffer of its kind.
+    /// Start of the region in the buffer of its kind.
     at: usize,
     /// Blocks that one task packs.
     step: usize,
@@ -159,10 +159,10 @@ struct Job<'a> {
     operation: Operation<'a>,
     count: usize,
     out: Shared<f32>,
-    /// Where the activations start that the matrix takes, and the gate.
+    /// Starts of the packed activations of the matrix and of the gate.
     packed: usize,
     packed_gate: usize,
-    /// Costs of all tiles before, and of one of this group's.
+    /// Costs of all earlier tiles, and of one tile of this group.
     first_cost: usize,
     tile_cost: usize,
 }
@@ -227,7 +227,7 @@ impl Job<'_> {
     }
 }
 
-/// Multiplies all groups, bitwise as one after the other, with one wait for packed activations and one for results.
+/// Multiply all groups, bitwise identical to separate calls, with one wait for packed activations and one for results.
 ///
 /// # Panics
 /// If lengths do not fit.
@@ -254,7 +254,7 @@ pub(crate) fn multiply(groups: &mut [Group<'_>]) {
     });
 }
 
-/// Packs the activations of all groups that have rows.
+/// Pack the activations of all groups that have rows.
 fn pack<'a>(groups: &mut [Group<'a>], packed: &mut Packed) -> Vec<Job<'a>> {
     let mut regions: Vec<Region<'_>> = Vec::new();
     let mut placed: Vec<usize> = Vec::with_capacity(groups.len());
@@ -341,8 +341,8 @@ fn pack<'a>(groups: &mut [Group<'a>], packed: &mut Packed) -> Vec<Job<'a>> {
     jobs
 }
 
-/// Multiplies `x` `[rows, K]` with several matrices of the same K, each into its own `[rows, N]`, bitwise as one after the other.
-/// Activations are packed once where permutations agree.
+/// Multiply `x` `[rows, K]` with several matrices of the same K, each into a separate `[rows, N]`, bitwise identical to separate calls.
+/// Activations are packed once if permutations agree.
 ///
 /// # Panics
 /// If lengths do not fit.
@@ -363,7 +363,7 @@ pub fn matmul_together(products: &mut [(&QuantMatrix, &mut [f32])], x: &[f32], r
 }
 
 impl QuantMatrix {
-    /// Multiplies `x` `[rows, K]` into `out` `[rows, N]`. A row's result depends on that row alone.
+    /// Multiply `x` `[rows, K]` into `out` `[rows, N]`. A row's result depends only on that row.
     ///
     /// # Panics
     /// If the lengths do not fit `rows`.
@@ -375,13 +375,13 @@ impl QuantMatrix {
         self.compute == Compute::Int8 && matches!(self.storage, Storage::Codes(_))
     }
 
-    /// Whether both take the same packed activations.
+    /// Whether both matrices take the same packed activations.
     pub(crate) fn packs_like(&self, other: &Self) -> bool {
         self.is_int8() == other.is_int8() && self.source == other.source
     }
 
-    /// One tile's results for `count` rows from `first` on, `[count][32]`; columns that pad the tile hold anything. The activations
-    /// of the matrix start at `at`.
+    /// One tile's results for `count` rows from `first` on, `[count][32]`; columns of padding are undefined. The activations of the matrix
+    /// start at `at`.
     fn tile(
         &self,
         kernels: &Kernels,
@@ -431,7 +431,7 @@ impl QuantMatrix {
         }
     }
 
-    /// W `[K, N]` in half, file order, from the repacked form.
+    /// Dequantize W `[K, N]` to half in file order, from the repacked form.
     ///
     /// # Panics
     /// If `out` does not hold K * N elements.

@@ -1,4 +1,4 @@
-//! From file order to tiles.
+//! Repacking from file order into tiles.
 
 use exl_format::bits;
 use exl_format::exl2::Exl2View;
@@ -11,19 +11,19 @@ use super::matrix::{Codes, Compute, Floats, NO_FEATURE, QuantMatrix, Scales, Spa
 use super::memory::{Buffer, Shared};
 use crate::pool;
 
-/// Tiles one task repacks: wide enough that it reads the file's rows in pieces of a kilobyte.
+/// Tiles that one task repacks: wide enough that it reads the file's rows in pieces of a kilobyte.
 const TILES_PER_TASK: usize = 8;
 
-/// What a matrix has beside its weights.
+/// Epilogue of a matrix's matmul.
 #[derive(Debug, Clone)]
 pub struct Epilogue {
-    /// `[N]`, added to the product.
+    /// `[N]`, added to the result.
     pub bias: Option<Vec<f32>>,
-    /// Multiplies product and bias.
+    /// Factor of result and bias.
     pub prescale: f32,
 }
 
-/// Cuts packed rows into the blocks of consecutive groups of `(bits, rows)`; a group's last block may be partly empty.
+/// Cut packed rows into the blocks of consecutive groups of `(bits, rows)`; a group's last block may be partly empty.
 fn cut_spans(groups: impl Iterator<Item = (u32, usize)>) -> (Vec<Span>, usize) {
     let (mut first_block, mut word) = (0, 0);
     let spans = groups
@@ -45,7 +45,7 @@ fn cut_spans(groups: impl Iterator<Item = (u32, usize)>) -> (Vec<Span>, usize) {
     (spans, word)
 }
 
-/// Runs `fill(tile, words of the tile)` for all tiles on the pool.
+/// Run `fill(tile, words of the tile)` for all tiles on the pool.
 fn fill_tiles<T: Copy + Send>(
     data: &mut Buffer<T>,
     tile_len: usize,
@@ -62,7 +62,7 @@ fn fill_tiles<T: Copy + Send>(
     });
 }
 
-/// One block whose 32 rows stand in consecutive words of the file: `words` begins at the block's first word row.
+/// One block whose 32 rows are in consecutive words of the file; `words` begins at the block's first word row.
 #[inline(always)]
 fn repack_consecutive(bits: u32, words: &[i32], n: usize, column: usize, out: &mut [u32]) {
     let width = TILE.min(n - column);
@@ -97,7 +97,7 @@ fn repack_consecutive(bits: u32, words: &[i32], n: usize, column: usize, out: &m
     pack_block(bits, &codes, out);
 }
 
-/// One block whose rows lie anywhere in the file; `rows[r]` is the file row of block row r.
+/// One block whose rows may be anywhere in the file; `rows[r]` is the file row of block row r.
 #[inline(always)]
 fn repack_scattered(
     bits: u32,
@@ -168,7 +168,7 @@ fn exl2_scales(view: &Exl2View<'_>, tiles: usize) -> Scales {
     let groups = view.groups().len();
     let mut tables = Buffer::<[f32; 16]>::zeroed(groups);
     for (g, table) in tables.iter_mut().enumerate() {
-        // h16((code + 1)^2 * smax), the product exact in float32 (formats.md 2.4.4).
+        // h16((code + 1)^2 * smax); the multiplication is exact in float32.
         let smax = view.smax(g).to_f32();
         *table = std::array::from_fn(|code| {
             f16::from_f32(((code + 1) * (code + 1)) as f32 * smax).to_f32()
@@ -193,7 +193,7 @@ fn exl2_scales(view: &Exl2View<'_>, tiles: usize) -> Scales {
 }
 
 impl QuantMatrix {
-    /// Repacks an EXL2 matrix.
+    /// Repack an EXL2 matrix.
     pub fn from_exl2(view: &Exl2View<'_>, epilogue: Epilogue, compute: Compute) -> Self {
         let (k, n) = (view.in_features(), view.out_features());
         let tiles = n.div_ceil(TILE);
@@ -235,7 +235,7 @@ impl QuantMatrix {
         }
     }
 
-    /// Repacks a GPTQ matrix: rows sorted by group (stably), each group padded to whole blocks.
+    /// Repack a GPTQ matrix: rows sorted by group (stably), each group padded to whole blocks.
     pub fn from_gptq(
         view: &GptqView<'_>,
         zeros: Zeros,
@@ -303,19 +303,19 @@ impl QuantMatrix {
         }
     }
 
-    /// Repacks an unquantized `[n, k]` matrix; the product is always [`Compute::Exact`].
+    /// Repack an unquantized `[n, k]` matrix; its matmul is always [`Compute::Exact`].
     pub fn from_f16(data: &[f16], k: usize, epilogue: Epilogue) -> Self {
         let floats = Floats::F16(transpose(data.reinterpret_cast(), k));
         Self::from_floats(floats, data.len() / k, k, 16.0, epilogue)
     }
 
-    /// As [`QuantMatrix::from_f16`] for bfloat16.
+    /// Like [`QuantMatrix::from_f16`], for bfloat16.
     pub fn from_bf16(data: &[bf16], k: usize, epilogue: Epilogue) -> Self {
         let floats = Floats::BF16(transpose(data.reinterpret_cast(), k));
         Self::from_floats(floats, data.len() / k, k, 16.0, epilogue)
     }
 
-    /// As [`QuantMatrix::from_f16`] for float32.
+    /// Like [`QuantMatrix::from_f16`], for float32.
     pub fn from_f32(data: &[f32], k: usize, epilogue: Epilogue) -> Self {
         let floats = Floats::F32(transpose(data, k));
         Self::from_floats(floats, data.len() / k, k, 32.0, epilogue)
@@ -369,7 +369,7 @@ fn gptq_scales(view: &GptqView<'_>, zeros: Zeros, tiles: usize) -> Scales {
     }
 }
 
-/// `[n, k]` to tiles `[tile][k padded][32]`, padding zero.
+/// Transpose `[n, k]` to tiles `[tile][k padded][32]`; padding is zero.
 fn transpose<T: Copy + Default + Send + Sync>(data: &[T], k: usize) -> Buffer<T> {
     let n = data.len() / k;
     let tile_len = k.next_multiple_of(BLOCK) * TILE;

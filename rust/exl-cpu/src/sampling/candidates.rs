@@ -1,4 +1,4 @@
-//! The candidates of a row, by ascending id, and the borders of their orders.
+//! The candidates of a row, in ascending order of id, and the borders of their orders.
 
 use std::ops::RangeInclusive;
 
@@ -9,12 +9,12 @@ use crate::simd::{Kernel, Lanes, MAX_LANES, dispatch};
 
 /// Bins of a histogram over an order.
 const BINS: usize = 2048;
-/// Fewer than this are sorted at once.
+/// Shorter lists are sorted directly.
 const SORTED_AT_ONCE: usize = 96;
-/// More than this are sorted by radix.
+/// Longer lists are sorted by radix.
 const RADIX_FROM: usize = 1536;
 
-/// Ids above -inf that have not been cut away, with logits, log-weights and weights. `total` is the sum of `q`.
+/// Ids above -inf that have not been cut, with logits, log-weights and weights. `total` is the sum of `q`.
 #[derive(Default, Debug)]
 pub struct Candidates {
     pub id: Vec<u32>,
@@ -42,7 +42,7 @@ impl Border {
         place() <= self.last
     }
 
-    /// Place of the last that is kept.
+    /// Place of the last candidate that is kept.
     pub fn last(self) -> (u64, u64) {
         self.last
     }
@@ -63,7 +63,7 @@ impl Candidates {
         self.x.push(x);
     }
 
-    /// Takes every logit that `keep` wants from the blocks that `look` wants.
+    /// Collect every logit for which `keep` is true from the blocks for which `look` is true.
     pub fn gather(&mut self, x: &[f32], look: impl Fn(usize) -> bool, keep: impl Fn(f32) -> bool) {
         self.clear();
         for (b, block) in x.chunks(BLOCK).enumerate() {
@@ -73,7 +73,7 @@ impl Candidates {
             let at = self.id.len();
             self.id.resize(at + BLOCK, 0);
             self.x.resize(at + BLOCK, 0.0);
-            // Written always, counted if wanted: no branch to mispredict.
+            // Written always, counted conditionally: no branch to mispredict.
             let (ids, xs) = (&mut self.id[at..], &mut self.x[at..]);
             let mut count = 0;
             for (j, &v) in block.iter().enumerate() {
@@ -86,7 +86,7 @@ impl Candidates {
         }
     }
 
-    /// Takes every logit above -inf whose distance from the peak is within `distances`.
+    /// Collect every logit above -inf whose distance from the peak is within `distances`.
     pub fn gather_within(
         &mut self,
         isa: Isa,
@@ -106,14 +106,14 @@ impl Candidates {
             to,
         };
         let count = dispatch(isa, within);
-        // SAFETY: the kernel has written as many.
+        // SAFETY: the kernel has written `count` elements.
         unsafe {
             self.id.set_len(count);
             self.x.set_len(count);
         }
     }
 
-    /// Keeps the candidates that `keep` wants by logit and id; weights are not there yet.
+    /// Keep the candidates for which `keep` is true by logit and id; weights are not computed yet.
     pub fn retain_by_logit(&mut self, keep: impl Fn(f32, u32) -> bool) {
         let mut to = 0;
         for i in 0..self.id.len() {
@@ -124,7 +124,7 @@ impl Candidates {
         self.x.truncate(to);
     }
 
-    /// Computes l, q and the total from the logits.
+    /// Compute l, q and the total from the logits.
     pub fn weigh(&mut self, isa: Isa, slope: Slope) {
         self.l.resize(self.x.len(), 0.0);
         self.q.resize(self.x.len(), 0);
@@ -132,14 +132,14 @@ impl Candidates {
         self.total = self.q.iter().sum();
     }
 
-    /// p^(scale), over the candidates' own highest.
+    /// p^(scale), relative to the candidates' own highest.
     pub fn reweigh(&mut self, isa: Isa, scale: f32) {
         let highest = self.l.iter().fold(f32::NEG_INFINITY, |a, &b| a.max(b));
         weights::reweigh(isa, highest, scale, &mut self.l, &mut self.q);
         self.total = self.q.iter().sum();
     }
 
-    /// The k first by (logit descending, id ascending); weights are not there yet.
+    /// Keep the first k by (logit descending, id ascending); weights are not computed yet.
     pub fn keep_top(&mut self, k: usize, scratch: &mut Vec<u64>) {
         if self.len() <= k {
             return;
@@ -150,7 +150,7 @@ impl Candidates {
         self.retain_by_logit(|x, id| place(x, id) <= last);
     }
 
-    /// Keeps the candidates at the indices that `keep` wants.
+    /// Keep the candidates at the indices for which `keep` is true.
     pub fn retain(&mut self, keep: impl Fn(&Self, usize) -> bool) {
         let mut to = 0;
         for i in 0..self.len() {
@@ -174,13 +174,13 @@ impl Candidates {
         (!self.q[i], place(self.x[i], self.id[i]))
     }
 
-    /// Index of the first in descending order.
+    /// Index of the first candidate in descending order.
     pub fn first(&self) -> usize {
         let order = |&i: &usize| self.descending(i);
         (0..self.len()).min_by_key(order).unwrap_or(0)
     }
 
-    /// Keeps the candidates of at least this weight, or the first.
+    /// Keep the candidates of at least this weight, or the first one.
     pub fn keep_weight(&mut self, least: u64) {
         if self.q.iter().any(|&q| q >= least) {
             self.retain(|c, i| c.q[i] >= least);
@@ -199,7 +199,7 @@ impl Candidates {
         self.retain(|c, i| border.keeps(bin_of_weight(c.q[i]), || c.descending(i)));
     }
 
-    /// Border of the smallest prefix whose weight reaches `target`, in the order of `order`, along which `bin` must not fall.
+    /// Border of the smallest prefix whose weight reaches `target`, in the order of `order`, along which `bin` must not decrease.
     pub fn border(
         &self,
         target: u64,
@@ -260,7 +260,7 @@ impl Candidates {
         order
     }
 
-    /// The `n` first in descending order with their probabilities.
+    /// The first `n` in descending order with their probabilities.
     pub fn top(&self, n: usize) -> Vec<(u32, f64)> {
         let mut order: Vec<usize> = (0..self.len()).collect();
         if n < order.len() && n > 0 {
@@ -291,14 +291,14 @@ impl Kernel for Within<'_> {
     fn run<V: Lanes>(self) -> usize {
         let (low, high) = (*self.distances.start(), *self.distances.end());
         let peak = V::splat(self.peak);
-        // Numbers of lanes, carried through registers of floats.
+        // Indices of lanes, carried through float registers.
         let lanes: [f32; MAX_LANES] = std::array::from_fn(|i| f32::from_bits(i as u32));
         // SAFETY: `MAX_LANES` floats.
         let lanes = unsafe { V::load(lanes.as_ptr()) };
         let mut count = 0;
         let whole = self.x.len() / V::LANES * V::LANES;
         for at in (0..whole).step_by(V::LANES) {
-            // SAFETY: `whole` is a multiple of `LANES`; there is room for a vector behind `count`, all of which is written.
+            // SAFETY: `whole` is a multiple of `LANES`; there is room for a vector after `count`, all of which is written.
             unsafe {
                 let x = V::load(self.x.as_ptr().add(at));
                 let mask = peak.sub(x).within(low, high) & x.within(f32::MIN, f32::MAX);
@@ -312,7 +312,7 @@ impl Kernel for Within<'_> {
         }
         for at in whole..self.x.len() {
             let x = self.x[at];
-            // SAFETY: no more are written than there are logits.
+            // SAFETY: at most as many elements are written as there are logits.
             unsafe {
                 self.id.add(count).write(at as u32);
                 self.to.add(count).write(x);
@@ -324,7 +324,7 @@ impl Kernel for Within<'_> {
     }
 }
 
-/// Falls from the largest weights to 0, five bits an octave.
+/// Bins from the largest weights to 0, 32 an octave.
 #[inline(always)]
 fn bin_of_weight(q: u64) -> usize {
     const LOWEST: u32 = 127 << 5;

@@ -26,12 +26,12 @@ pub struct Scratch {
     ranked: Ranked,
 }
 
-/// Fewer candidates than this are listed and cut one after the other.
+/// Shorter lists of candidates are collected and cut one after the other.
 const RANKED_FROM: usize = 2048;
-/// A share of the blocks (1 / FEW) up to which looking at them one by one is quicker than reading the whole row.
+/// Largest share of the blocks (1 / FEW) for which reading them one by one is faster than reading the whole row.
 const FEW: usize = 16;
 
-/// The cuts behind top-k, in their order.
+/// The cuts after top-k, in their order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Cut {
     TopP,
@@ -56,12 +56,12 @@ impl Chain {
         active.map(|(cut, _)| *cut).collect()
     }
 
-    /// Whether the draw is over all logits as they are.
+    /// Whether the draw is over all logits unchanged.
     fn is_plain(&self) -> bool {
         self.late == Late::None && self.xtc_probability == 0.0 && !self.descending
     }
 
-    /// Least weight that a cut by threshold keeps; None for the others.
+    /// Least weight that a cut by threshold keeps; None for the other cuts.
     fn least_weight(&self, cut: Cut, total: u64, highest: u64) -> Option<u64> {
         let (total, highest) = (total as f64, highest as f64);
         let least = match cut {
@@ -74,7 +74,7 @@ impl Chain {
     }
 }
 
-/// Weight that a share of `total` asks for: at least 1, at most all.
+/// Weight of a share of `total`: at least 1, at most all.
 pub(super) fn share(part: f64, total: u64) -> u64 {
     ((part * total as f64).ceil() as u64).clamp(1, total.max(1))
 }
@@ -87,7 +87,7 @@ fn draw_target(uniform: f64, total: u64) -> u64 {
 struct View<'a> {
     x: &'a [f32],
     slope: Slope,
-    /// least id of the largest logit
+    /// lowest id of the largest logit
     best: usize,
 }
 
@@ -159,7 +159,7 @@ pub fn distribution(
     Ok(c.id.iter().copied().zip(c.q.iter().copied()).collect())
 }
 
-/// Shapes the row and finds its largest logit.
+/// Shape the row and find its largest logit.
 fn look<'a>(
     isa: Isa,
     row: &Row<'a>,
@@ -197,13 +197,13 @@ fn only(best: usize, top_n: usize) -> Sampled {
     }
 }
 
-/// Nothing cuts or reorders: the draw can go over the row itself.
+/// Whether no cut or order applies: the draw can then read the row directly.
 fn unrestricted(row: &Row<'_>, x: &[f32]) -> bool {
     let all = row.chain.top_k == 0 || row.chain.top_k >= x.len();
     all && row.chain.is_plain() && row.chain.cuts().is_empty()
 }
 
-/// A draw over all logits by ascending id.
+/// A draw over all logits in ascending order of id.
 fn draw_all(view: &View<'_>, sums: &[u64], uniform: f64) -> (u32, f64) {
     let total: u64 = sums.iter().sum();
     let target = draw_target(uniform, total);
@@ -237,7 +237,7 @@ fn gather_top(
     c.keep_top(count, places);
 }
 
-/// Fills the candidates with what all stages leave, weights final.
+/// Fill the candidates with the result of all stages, with final weights.
 #[allow(clippy::too_many_arguments)]
 fn select(
     isa: Isa,
@@ -294,8 +294,8 @@ fn select(
     }
 }
 
-/// Whether the first cut leaves so many candidates of a long row, or needs so many in order, that ranking all is quicker than listing
-/// them. A guess: results are the same either way.
+/// Whether the first cut leaves so many candidates of a long row, or needs so many in order, that ranking all is faster than listing them.
+/// This is a heuristic; results are the same either way.
 fn stays_wide(
     isa: Isa,
     chain: &Chain,
@@ -304,7 +304,7 @@ fn stays_wide(
     maxima: &[i32],
     keys: &mut Vec<i32>,
 ) -> bool {
-    /// One block of so many is looked at.
+    /// One block in this many is examined.
     const STRIDE: usize = 16;
     if view.x.len() < RANKED_FROM {
         return false;
@@ -328,7 +328,7 @@ fn stays_wide(
     }
 }
 
-/// The candidates without top-k. Where the first cut can be made on the way, it is, without listing what it cuts off: then true.
+/// The candidates without top-k. If the first cut can be made while reading, the cut candidates are not listed, and the result is true.
 #[allow(clippy::too_many_arguments)]
 fn gather_first(
     isa: Isa,
@@ -370,7 +370,7 @@ fn gather_first(
     c.clear();
     if let Some(reach) = view.slope.reach(least) {
         let near = |v: f32| (view.slope.peak - v).to_bits() <= reach;
-        // A block's sum is no less than its largest weight.
+        // A block's sum is at least its largest weight.
         let blocks = sums.iter().filter(|&&sum| sum >= least).count();
         if blocks > sums.len() / FEW {
             let distances = 0.0..=f32::from_bits(reach);
@@ -414,7 +414,7 @@ fn apply_ranked(chain: &Chain, cut: Cut, ranked: &mut Ranked) {
     }
 }
 
-/// Keeps one more than the leading terms of |second difference| whose running share is at most z (P-13).
+/// Keep one more than the leading terms of |second difference| whose running share is at most z.
 fn tail_free(z: f64, c: &mut Candidates) {
     let least = (1e-8 * c.total as f64).ceil() as u64;
     let order = c.sorted();
@@ -443,8 +443,8 @@ fn tail_free(z: f64, c: &mut Candidates) {
     c.retain(|c, i| c.descending(i) <= last);
 }
 
-/// The smallest set by |surprise - entropy| that reaches a mass, the crossing token included. With surprise = ln Z - l and entropy =
-/// ln Z + E[-l], ln Z drops out.
+/// The smallest set by |surprise - entropy| that reaches a mass, including the token that crosses it. With surprise = ln Z - l and entropy
+/// = ln Z + E[-l], ln Z cancels.
 fn typical(isa: Isa, mass: f64, c: &mut Candidates) {
     let expected = expected_surprise(isa, c);
     let away = move |c: &Candidates, i: usize| (-f64::from(c.l[i]) - expected).abs();
@@ -462,7 +462,7 @@ fn expected_surprise(isa: Isa, c: &Candidates) -> f64 {
     weights::surprises(isa, &c.l) as f64 / c.total as f64
 }
 
-/// Step 18: dynamic temperature replaces the late one (P-16, P-17).
+/// Step 18: dynamic temperature replaces the late temperature.
 fn late(isa: Isa, chain: &Chain, c: &mut Candidates) {
     match chain.late {
         Late::None => {}
@@ -483,8 +483,8 @@ fn late(isa: Isa, chain: &Chain, c: &mut Candidates) {
     }
 }
 
-/// Exclude top choices, in expectation (P-18): all of at least the threshold but the last of them lose a share of their mass, which
-/// the others gain in proportion.
+/// Exclude top choices in expectation: all candidates of at least the threshold except the last lose a share of their mass, which the
+/// others gain in proportion.
 fn xtc(chain: &Chain, ignored: &[i32], c: &mut Candidates) {
     let least = (chain.xtc_threshold * c.total as f64).ceil() as u64;
     let choice: Vec<usize> = (0..c.len())
@@ -519,7 +519,7 @@ fn xtc(chain: &Chain, ignored: &[i32], c: &mut Candidates) {
 fn draw(c: &Candidates, chain: &Chain, uniform: f64) -> usize {
     let target = draw_target(uniform, c.total);
     if chain.descending {
-        // The first whose running sum exceeds the target is the last of the smallest prefix that reaches one more.
+        // The first candidate whose running sum exceeds the target is the last of the smallest prefix that reaches one more.
         let border = c.descending_border(target + 1);
         let place = border.last();
         let found = (0..c.len()).find(|&i| c.descending(i) == place);

@@ -1,11 +1,11 @@
-//! Changes to single logits: penalties over the context (P-4), DRY (P-5), ids that are discouraged or banned.
+//! Edits of single logits: penalties over the context, DRY, and discouraged or banned ids.
 
 use std::cell::RefCell;
 
-/// Logit of a token that is to be avoided while anything else is possible.
+/// Logit of a token that is used only if no other is possible.
 pub const DISCOURAGED: f64 = -1e30;
 
-/// x := (x > 0 ? x / factor : x * factor) - minus, in f64; x := -minus where `factor` is 0.
+/// x := (x > 0 ? x / factor : x * factor) - minus, in f64; x := -minus if `factor` is 0.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub struct Edit {
@@ -15,7 +15,7 @@ pub struct Edit {
 }
 
 impl Edit {
-    /// Sets a logit.
+    /// Set a logit.
     pub fn set(id: u32, value: f64) -> Self {
         Self {
             factor: 0.0,
@@ -46,7 +46,7 @@ pub struct Penalties {
     pub frequency: f64,
     /// tokens at full strength; negative: all
     pub sustain: i64,
-    /// tokens over which the strength falls to 0 behind them
+    /// tokens over which the strength then falls to 0
     pub decay: i64,
 }
 
@@ -55,8 +55,8 @@ impl Penalties {
         self.repetition != 1.0 || self.presence != 0.0 || self.frequency != 0.0
     }
 
-    /// One edit a token of the context, newest first. Repetition and presence act once, with the strength of the most recent
-    /// occurrence; frequency at each occurrence. Ids outside `width` are passed over.
+    /// One edit for each token of the context, newest first. Repetition and presence act once, with the strength of the most recent
+    /// occurrence; frequency acts at each occurrence. Ids outside `width` are skipped.
     pub fn edits(&self, context: &[i64], width: usize) -> Vec<Edit> {
         thread_local! {
             static PLACES: RefCell<Vec<u32>> = const { RefCell::new(Vec::new()) };
@@ -121,8 +121,8 @@ impl Dry<'_> {
         id < 0 || contains(self.breakers, id as usize)
     }
 
-    /// One edit a penalised token, by ascending id. L is the longest suffix of the context, up to `max_ngram` tokens and free of
-    /// breakers, that occurred before with that token behind it.
+    /// One edit for each penalized token, in ascending order of id. L is the longest suffix of the context, up to `max_ngram` tokens and
+    /// without breakers, that occurred before, followed by that token.
     pub fn edits(&self, context: &[i64], width: usize) -> Vec<Edit> {
         let context = match self.window {
             0 => context,

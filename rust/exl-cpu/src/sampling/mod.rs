@@ -1,16 +1,16 @@
-//! From a row of logits to a token: the whole transform chain in the order of spec/generators.md 4.3, for a batch of rows.
+//! From a row of logits to a token: the transform chain in a fixed order of steps, for a batch of rows.
 //!
-//! A token is a function of (logits, settings, random number) alone: on every instruction set, at any thread count, in any batch and on
-//! the GPU (`exl-cuda`, kernels/sampling, follows the same definitions to the bit). Three rules make it so:
+//! A token depends only on logits, settings and random number. All instruction sets, thread counts, batches and the GPU give bitwise
+//! identical results (`exl-cuda`, kernels/sampling, follows the same definitions). Three rules ensure this:
 //!
 //! * Weights are fixed-point: w = e^l by one polynomial of separate multiplications and additions ([`weights::weight`]), cut to
-//!   `q = floor(w * 2^44)` in a u64. Sums of q are exact, so no order of summation can matter. A candidate below 2^-44 of the most
-//!   probable weighs nothing; it stays a candidate, and a later temperature may give it weight.
+//!   `q = floor(w * 2^44)` in a u64. Sums of q are exact, so the order of summation does not matter. A candidate below 2^-44 of the most
+//!   probable one has weight zero. It stays a candidate, and a later temperature may give it weight.
 //! * Every cut is a comparison of integers. Orders are total: "descending" is (q descending, logit descending, id ascending). q never
-//!   falls as the logit rises, so up to XTC this is the order of logits.
-//! * A draw walks the candidates by ascending id, or in descending order where a skew is set, which is defined over that order.
+//!   decreases as the logit rises, so up to XTC this is the order of logits.
+//! * A draw walks the candidates in ascending order of id, or in descending order if a skew is set, which is defined over that order.
 //!
-//! Nothing is sorted but what must be: a prefix of the descending order is found by its border (histograms and selection).
+//! Sorting is avoided: a prefix of the descending order is found by its border (histograms and selection).
 
 mod candidates;
 mod chain;
@@ -32,7 +32,7 @@ pub use edits::{Dry, Edit, Penalties};
 /// Widest row: sums of 2^19 weights of 2^44 fit a u64.
 pub const MAX_WIDTH: usize = 1 << 19;
 
-/// What happens after the truncation stages (steps 18).
+/// Late temperature, after the truncation stages (step 18).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Late {
     None,
@@ -68,7 +68,7 @@ pub struct Chain {
     pub descending: bool,
 }
 
-/// One row: logits and what changes them.
+/// One row: logits and the edits of them.
 #[derive(Clone, Copy, Debug)]
 pub struct Row<'a> {
     pub logits: &'a [f32],
@@ -87,14 +87,14 @@ pub struct Row<'a> {
     /// only these ids
     pub only: Option<&'a [i64]>,
     pub chain: Chain,
-    /// packed ids that XTC leaves alone
+    /// packed ids that XTC does not change
     pub xtc_ignored: &'a [i32],
     /// in [0, 1), already skewed
     pub uniform: f64,
     pub top_n: usize,
 }
 
-/// A chosen token with its final probability, and the `top_n` first candidates in descending order.
+/// A chosen token with its final probability, and the first `top_n` candidates in descending order.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampled {
     pub token: u32,
@@ -102,10 +102,10 @@ pub struct Sampled {
     pub top: Vec<(u32, f64)>,
 }
 
-/// Why there is no token.
+/// Reason for a missing token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Failure {
-    /// everything is excluded
+    /// all ids are excluded
     Empty,
     /// an allowed logit is NaN or +inf; in a mix of two prompts, any logit of either
     NotFinite,
@@ -115,19 +115,19 @@ thread_local! {
     static SCRATCH: RefCell<chain::Scratch> = RefCell::default();
 }
 
-/// Samples every row; rows are shared out over the pool's threads. Panics on rows beyond [`MAX_WIDTH`].
+/// Sample every row; the pool's threads divide the rows. Panics on rows beyond [`MAX_WIDTH`].
 pub fn sample(rows: &[Row<'_>]) -> Vec<Result<Sampled, Failure>> {
     let isa = Isa::current();
     let one = |row: &Row<'_>| SCRATCH.with_borrow_mut(|scratch| chain::run(isa, row, scratch));
     pool::map(rows.len(), &|i| one(&rows[i]))
 }
 
-/// The final candidates of a row by ascending id, with their weights in units of 2^-44: what a draw chooses from.
+/// The final candidates of a row in ascending order of id, with their weights in units of 2^-44: a draw chooses from these.
 pub fn distribution(row: &Row<'_>) -> Result<Vec<(u32, u64)>, Failure> {
     SCRATCH.with_borrow_mut(|scratch| chain::distribution(Isa::current(), row, scratch))
 }
 
-/// The logits of a row's vocabulary as steps 1 to 8 leave them; `out` has one element per id.
+/// The logits of a row's vocabulary after steps 1 to 8; `out` has one element per id.
 pub fn shaped(row: &Row<'_>, out: &mut [f32]) {
     let mut scratch = Vec::new();
     out.copy_from_slice(shape::shape(Isa::current(), row, &mut scratch));

@@ -1,4 +1,4 @@
-//! Block maxima: they find the largest of a long row without sorting it.
+//! Block maxima, to find the largest logits of a long row without sorting it.
 
 use crate::isa::Isa;
 use crate::simd::{Kernel, Lanes, dispatch};
@@ -8,21 +8,21 @@ pub const BLOCK: usize = 64;
 
 const NEG_INF: i32 = key(f32::NEG_INFINITY);
 
-/// An integer that orders as the number does; -0 and 0 are the same.
+/// An integer with the order of the number; -0 and 0 are equal.
 #[inline(always)]
 pub const fn key(x: f32) -> i32 {
     let bits = (x + 0.0).to_bits() as i32;
     bits ^ ((bits >> 31) as u32 >> 1) as i32
 }
 
-/// Ascending = logit descending, then id ascending.
+/// Ascending: logit descending, then id ascending.
 #[inline(always)]
 pub fn place(x: f32, id: u32) -> u64 {
     let falling = !(key(x) as u32 ^ 0x8000_0000);
     u64::from(falling) << 32 | u64::from(id)
 }
 
-/// Fills `maxima` with the largest key of each block; true if a NaN or +inf is among the logits.
+/// Fill `maxima` with the largest key of each block. Returns true if a logit is NaN or +inf.
 pub fn block_maxima(isa: Isa, x: &[f32], maxima: &mut Vec<i32>) -> bool {
     maxima.clear();
     maxima.resize(x.len().div_ceil(BLOCK), NEG_INF);
@@ -56,7 +56,7 @@ impl Kernel for Maxima<'_> {
     }
 }
 
-/// The `count`-th largest maximum: at least `count` logits are no smaller. The smallest if there are fewer blocks.
+/// The `count`-th largest maximum, so that at least `count` logits are no smaller. The smallest maximum if there are fewer blocks.
 pub fn border(maxima: &[i32], count: usize, scratch: &mut Vec<i32>) -> i32 {
     if count >= maxima.len() {
         return NEG_INF;

@@ -2,12 +2,12 @@
 
 const BITS: u32 = 11;
 const BINS: usize = 1 << BITS;
-/// Low bits that two passes may leave to the insertion sort behind them.
+/// Low bits that two passes may leave to the final insertion sort.
 const LEFT: u32 = 6;
-/// Moves an element that the insertion sort may cost before a third pass is cheaper.
+/// Moves per element above which a third pass is cheaper than the insertion sort.
 const MOVES: usize = 4;
 
-/// Sorts the first `count` of `all`; `spare` is memory.
+/// Sort the first `count` of `all`; `spare` is scratch memory.
 pub fn sort(all: &mut Vec<u32>, spare: &mut Vec<u32>, count: usize) {
     if spare.len() < all.len() {
         spare.resize(all.len(), 0);
@@ -18,7 +18,7 @@ pub fn sort(all: &mut Vec<u32>, spare: &mut Vec<u32>, count: usize) {
     }
 }
 
-/// Two passes and what they leave; false, with the same keys in some order, if that is too much.
+/// Two passes and an insertion sort. Returns false, with the same keys in some order, if that takes too long.
 fn nearly(keys: &mut [u32], spare: &mut [u32]) -> bool {
     let low = keys.iter().copied().min().unwrap_or(0);
     let range = keys.iter().copied().max().unwrap_or(0) - low;
@@ -67,7 +67,7 @@ fn pass(from: &[u32], to: &mut [u32], counts: &mut [u32; BINS], digit: impl Fn(u
     }
 }
 
-/// Sorts what is nearly sorted; false, with the same keys in some order, if it is not that near.
+/// Sort keys that are nearly sorted. Returns false, with the same keys in some order, if they are too far from sorted.
 fn insertion(keys: &mut [u32]) -> bool {
     let mut left = MOVES * keys.len();
     for i in 1..keys.len() {
@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sorts_whatever_there_is() {
+    fn sorts_any_keys() {
         let mut state = 1u32;
         let mut random = || {
             state ^= state << 13;
@@ -107,7 +107,7 @@ mod tests {
             |r| r % 7,
             |r| r >> 8,
             |r| r >> 4,
-            // All but one in a corner that two passes do not tell apart.
+            // All but one in a range that two passes do not distinguish.
             |r| if r % 4096 == 0 { r >> 4 } else { r % 64 },
             |r| (f64::from(r) / 4e9 * 9.0) as f32 as u32,
             |r| ((f64::from(r) / 4e9 * 9.0) as f32).to_bits(),

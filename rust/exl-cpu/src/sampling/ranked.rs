@@ -1,9 +1,9 @@
-//! Many candidates in descending order, without ids: cuts over the order where so many stay that listing and sorting them with all they
-//! carry would take most of the time.
+//! Many candidates in descending order, without ids. Used for cuts that keep so many candidates that listing and sorting them with all
+//! their data would take most of the time.
 //!
-//! What a logit weighs depends on its distance from the largest one alone, so the distances are sorted by themselves (a float's bits
-//! order as the float does where it is not negative) and every cut leaves one range of ranks, "typical" at most two. Candidates of one
-//! distance stand in the order of (logit descending, id ascending); only those at the ends of a range are ever told apart.
+//! A logit's weight depends only on its distance from the largest logit, so only the distances are sorted. The bits of a float that is not
+//! negative have the order of the float. Every cut leaves one range of ranks, "typical" at most two. Candidates of one distance have the
+//! order (logit descending, id ascending); only those at the ends of a range are ever distinguished.
 
 use std::ops::{Range, RangeInclusive};
 
@@ -15,17 +15,17 @@ use super::weights::{self, Slope};
 use crate::isa::Isa;
 use crate::simd::{Kernel, Lanes, MAX_LANES, dispatch};
 
-/// Weights whose sum is kept together.
+/// Weights that share a stored sum.
 const BLOCK: usize = 256;
 
-/// Distances of candidates from the largest logit, ascending, and which ranks are kept.
+/// Distances of candidates from the largest logit, ascending, and the ranks that are kept.
 #[derive(Default)]
 pub struct Ranked {
-    /// those of all candidates as bits, ascending; what stands behind them means nothing
+    /// distances of all candidates as bits, ascending; entries after them are undefined
     distances: Vec<u32>,
     near: Vec<u32>,
     spare: Vec<u32>,
-    /// their weights
+    /// weights of the distances
     q: Vec<u64>,
     /// weight of the blocks before each
     before: Vec<u64>,
@@ -36,15 +36,15 @@ pub struct Ranked {
 }
 
 impl Ranked {
-    /// Ranks every finite logit of `x`.
+    /// Rank every finite logit of `x`.
     pub fn rank(&mut self, isa: Isa, slope: Slope, x: &[f32]) {
         self.read(isa, slope, x);
         radix::sort(&mut self.distances, &mut self.spare, self.count);
         self.weigh();
     }
 
-    /// Makes `c` the smallest prefix of the descending order whose share of the weight is `part`, by ascending id, without ranking all:
-    /// a sample says between which distances the last of them lies.
+    /// Set `c` to the smallest prefix of the descending order whose share of the weight is `part`, in ascending order of id, without
+    /// ranking all candidates. A sample bounds the distance of the last one.
     pub fn list_share(&mut self, isa: Isa, slope: Slope, x: &[f32], part: f64, c: &mut Candidates) {
         self.read(isa, slope, x);
         self.weigh();
@@ -64,7 +64,7 @@ impl Ranked {
         }
     }
 
-    /// Distances, in no order yet, of every finite logit.
+    /// Distances of every finite logit, not sorted yet.
     fn read(&mut self, isa: Isa, slope: Slope, x: &[f32]) {
         let room = x.len() + MAX_LANES;
         if self.distances.len() < room {
@@ -93,7 +93,7 @@ impl Ranked {
 
     /// Distances between which a share of the weight is most likely reached.
     fn bracket(&self, part: f64) -> (u32, u32) {
-        // The bracket reaches over 80 of 1024 samples to either side: five deviations of the rank of a share.
+        // The bracket reaches over 80 of 1024 samples to either side: five standard deviations of the rank of a share.
         const SAMPLES: usize = 1024;
         const REACH: usize = 80;
         let step = (self.count / SAMPLES).max(1);
@@ -112,8 +112,8 @@ impl Ranked {
         (nearest, farthest)
     }
 
-    /// The distance at which the weight `target` is reached, the number of candidates there and how many of them it takes; None if that is
-    /// not within these distances.
+    /// The distance at which the weight `target` is reached, the number of candidates there and how many of them it takes. None if the
+    /// distance is not within these bounds.
     fn reach(&mut self, target: u64, nearest: u32, farthest: u32) -> Option<(u32, usize, usize)> {
         let split = Split {
             distances: &self.distances[..self.count],
@@ -142,17 +142,17 @@ impl Ranked {
         self.kept.iter().map(Range::len).sum()
     }
 
-    /// Weight of all that are kept.
+    /// Weight of all candidates that are kept.
     pub fn total(&self) -> u64 {
         self.kept.iter().map(|r| self.weight(r.clone())).sum()
     }
 
-    /// Weight of the first.
+    /// Weight of the first candidate.
     pub fn highest(&self) -> u64 {
         self.kept.first().map_or(0, |r| self.q[r.start])
     }
 
-    /// Keeps the smallest prefix whose weight reaches `target`.
+    /// Keep the smallest prefix whose weight reaches `target`.
     pub fn keep_mass(&mut self, target: u64) {
         let kept = self.prefix();
         let block = self.before.partition_point(|&b| b < target) - 1;
@@ -168,7 +168,7 @@ impl Ranked {
         self.kept[0].end = at;
     }
 
-    /// Keeps the candidates of at least this weight, or the first.
+    /// Keep the candidates of at least this weight, or the first one.
     pub fn keep_weight(&mut self, least: u64) {
         let first = self.kept[0].start;
         for range in &mut self.kept {
@@ -181,7 +181,7 @@ impl Ranked {
         }
     }
 
-    /// Keeps one more than the leading terms of |second difference| whose running share is at most z (P-13).
+    /// Keep one more than the leading terms of |second difference| whose running share is at most z.
     pub fn keep_tail_free(&mut self, z: f64) {
         let kept = self.prefix();
         let least = (1e-8 * self.total() as f64).ceil() as u64;
@@ -216,12 +216,12 @@ impl Ranked {
         self.kept[0].end = leading + 1;
     }
 
-    /// Keeps the smallest set by |surprise - entropy| that reaches the weight `target`, as [`super::chain`] defines it.
+    /// Keep the smallest set by |surprise - entropy| that reaches the weight `target`, as [`super::chain`] defines it.
     pub fn keep_typical(&mut self, target: u64) {
         let kept = self.prefix();
         let expected = self.expected_surprise();
         let away = |i: usize| (-f64::from(self.log_weight(i)) - expected).abs();
-        // Left of `middle` the surprise is below the entropy: there, further left is further away.
+        // Left of `middle` the surprise is below the entropy: there, candidates further left are further away.
         let middle = first_of(kept.clone(), |i| -f64::from(self.log_weight(i)) >= expected);
         let within = |a: f64, strictly: bool| {
             let near = |i: usize| away(i) < a || (!strictly && away(i) == a);
@@ -262,7 +262,7 @@ impl Ranked {
         self.kept.retain(|r| !r.is_empty());
     }
 
-    /// Makes `c` the kept candidates by ascending id. `x`: the row they come from; None if `c` holds all that were ranked.
+    /// Set `c` to the kept candidates in ascending order of id. `x`: the row that they come from; None if `c` holds all ranked candidates.
     pub fn list(&self, x: Option<&[f32]>, c: &mut Candidates) {
         let (first, last) = (
             self.kept[0].start,
@@ -298,7 +298,7 @@ impl Ranked {
         });
     }
 
-    /// (distance, place) from which on candidates stand at `rank` or behind.
+    /// (distance, place) from which on candidates have rank `rank` or higher.
     fn end(&self, rank: usize, c: &Candidates) -> (u32, u64) {
         let distances = &self.distances[..self.count];
         let Some(&distance) = distances.get(rank) else {
@@ -314,7 +314,7 @@ impl Ranked {
         )
     }
 
-    /// The kept ranks while they are a prefix: before "typical".
+    /// The kept ranks while they form a prefix, before "typical".
     fn prefix(&self) -> Range<usize> {
         debug_assert!(self.kept.len() == 1 && self.kept[0].start == 0);
         self.kept[0].clone()
@@ -341,14 +341,14 @@ impl Ranked {
     }
 }
 
-/// Place of the candidate that `before` others of its distance stand before.
+/// Place of the candidate that follows `before` others of its distance.
 fn nth_place(c: &Candidates, peak: f32, distance: u32, before: usize) -> u64 {
     let equal = (0..c.id.len()).filter(|&i| (peak - c.x[i]).to_bits() == distance);
     let mut places: Vec<u64> = equal.map(|i| place(c.x[i], c.id[i])).collect();
     *places.select_nth_unstable(before).1
 }
 
-/// First of `range` from which on `holds` is true; its end if it never is.
+/// First element of `range` from which on `holds` is true; its end if it never is.
 fn first_of(range: Range<usize>, holds: impl Fn(usize) -> bool) -> usize {
     let (mut low, mut high) = (range.start, range.end);
     while low < high {
@@ -430,7 +430,7 @@ struct Split<'a> {
 }
 
 impl Kernel for Split<'_> {
-    /// weight of all nearer ones, and number of those between, which are written
+    /// weight of all nearer distances, and number of those in between, which are written
     type Output = (u64, usize);
     #[inline(always)]
     fn run<V: Lanes>(self) -> Self::Output {

@@ -1,4 +1,4 @@
-//! ln, e^x and powers of one f64 from additions and multiplications only, so that CPU and GPU give the same bits.
+//! ln, e^x and powers of one f64 from additions and multiplications only, so that CPU and GPU give bitwise identical results.
 
 const LN2_HIGH: f64 = 0.693_147_180_369_123_8;
 const LN2_LOW: f64 = 1.908_214_929_270_587_7e-10;
@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn close_to_the_library() {
+    fn functions_are_close_to_those_of_std() {
         for i in 1..4000 {
             let x = f64::from(i) * 0.0137;
             assert!(

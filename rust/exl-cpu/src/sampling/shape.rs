@@ -1,11 +1,11 @@
-//! Steps 1 to 8: the logits a row is sampled from. Arithmetic of single tokens is float64, rounded once.
+//! Steps 1 to 8: the logits from which a row is sampled. Arithmetic of single tokens is float64, rounded once.
 
 use super::weights::{self, Slope};
 use super::{Edit, Row, peaks};
 use crate::isa::Isa;
 use crate::simd::{Kernel, Lanes, dispatch};
 
-/// Writes the shaped logits of ids below the vocabulary's size into `out`, or returns the row itself if nothing changes it.
+/// Write the shaped logits of ids below the vocabulary's size into `out`, or return the row itself if nothing changes it.
 pub fn shape<'a>(isa: Isa, row: &Row<'a>, out: &'a mut Vec<f32>) -> &'a [f32] {
     let size = row.size.min(row.logits.len());
     let plain = row.negative.is_none()
@@ -22,7 +22,7 @@ pub fn shape<'a>(isa: Isa, row: &Row<'a>, out: &'a mut Vec<f32>) -> &'a [f32] {
     }
     out.clear();
     match row.negative {
-        // All of the width takes part in the mix, padding too.
+        // The whole width takes part in the mix, including padding.
         Some((negative, scale)) => mix(isa, row.logits, negative, scale, out),
         None => out.extend_from_slice(&row.logits[..size]),
     }
@@ -65,8 +65,8 @@ fn keep_only(ids: &[i64], x: &mut [f32]) {
     }
 }
 
-/// scale * logsoftmax(positive) + (1 - scale) * logsoftmax(negative) (P-1). Every logit of both rows is part of the sums: NaN where one
-/// of them is NaN or +inf, whatever a mask leaves of them. What the positive row excludes stays so.
+/// scale * logsoftmax(positive) + (1 - scale) * logsoftmax(negative). The sums include every logit of both rows, masked or not: the mix is
+/// NaN if one of them is NaN or +inf. Ids that the positive row excludes stay excluded.
 fn mix(isa: Isa, positive: &[f32], negative: &[f32], scale: f64, out: &mut Vec<f32>) {
     let shift = scale * log_sum(isa, positive) + (1.0 - scale) * log_sum(isa, negative);
     let broken = shift.is_nan();
@@ -81,7 +81,7 @@ fn mix(isa: Isa, positive: &[f32], negative: &[f32], scale: f64, out: &mut Vec<f
     }));
 }
 
-/// ln of the sum of e^x; NaN where one of them is NaN or +inf, or all are -inf.
+/// ln of the sum of e^x; NaN if one of them is NaN or +inf, or all are -inf.
 fn log_sum(isa: Isa, x: &[f32]) -> f64 {
     let mut maxima = Vec::new();
     if peaks::block_maxima(isa, x, &mut maxima) {

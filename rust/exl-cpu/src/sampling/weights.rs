@@ -1,4 +1,4 @@
-//! Weights: e^l as fixed-point numbers, the same bits everywhere.
+//! Weights: e^l as fixed-point numbers, bitwise identical on all processors.
 
 use crate::isa::Isa;
 use crate::simd::{Kernel, Lanes, dispatch};
@@ -12,10 +12,10 @@ const ROUNDER: f32 = 12_582_912.0;
 // ln 2 in two parts, the first with few enough bits that n * LN2_HIGH is exact.
 const LN2_HIGH: f32 = 0.693_359_4;
 const LN2_LOW: f32 = -2.121_944_4e-4;
-/// Below this a weight is under 2^-44.
+/// Below this, a weight is under 2^-44.
 const LOWEST: f32 = -31.0;
 
-/// How a logit becomes the logarithm of a weight.
+/// The map from a logit to the logarithm of a weight.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Slope {
     pub peak: f32,
@@ -30,7 +30,7 @@ impl Slope {
         self.log_weight_at(self.peak - x)
     }
 
-    /// l of the logit that lies `distance` below the peak.
+    /// l of the logit at `distance` below the peak.
     #[inline(always)]
     pub fn log_weight_at(self, distance: f32) -> f32 {
         let d = if self.smooth {
@@ -41,7 +41,7 @@ impl Slope {
         -d * self.scale
     }
 
-    /// Weight of the logit that lies the distance with these bits below the peak.
+    /// Weight of the logit at the distance with these bits below the peak.
     #[inline(always)]
     pub fn weight_at(self, distance: u32) -> u64 {
         fixed(weight(self.log_weight_at(f32::from_bits(distance))))
@@ -49,7 +49,7 @@ impl Slope {
 
     /// Bits of the largest distance at which a logit has at least this weight; None if the peak has less.
     pub fn reach(self, least: u64) -> Option<u32> {
-        // A weight never grows with the distance, and distances order as their bits.
+        // A weight never increases with the distance, and distances have the order of their bits.
         let (mut low, mut high) = (0, f32::INFINITY.to_bits() + 1);
         while low < high {
             let half = low + (high - low) / 2;
@@ -63,8 +63,8 @@ impl Slope {
     }
 }
 
-/// e^l for l <= 0 within 2 units in the last place, never falling as l rises, 0 below -31. Multiplications and additions are separate on purpose: a fused one
-/// gives other bits, and not every processor has it.
+/// e^l for l <= 0 within 2 units in the last place, monotonic in l, 0 below -31. Multiplications and additions are separate on purpose: a
+/// fused one rounds differently, and not every processor has it.
 #[inline(always)]
 pub fn weight(l: f32) -> f32 {
     let held = if l > -40.0 { l } else { -40.0 };
@@ -72,7 +72,7 @@ pub fn weight(l: f32) -> f32 {
     let n = t - ROUNDER;
     let r = held - n * LN2_HIGH;
     let r = r - n * LN2_LOW;
-    // Taylor to r^7 for |r| <= ln(2) / 2: the next term is below 2^-25. In this form no weight is above that of a larger l.
+    // Taylor series to r^7 for |r| <= ln(2) / 2: the next term is below 2^-25. In this form a larger l never has a lower weight.
     let z = r * r;
     let mut p = 1.0f32 / 5040.0;
     p = p * r + 1.0 / 720.0;
@@ -127,7 +127,7 @@ impl Kernel for Weigh<'_> {
     }
 }
 
-/// l := (l - highest) * scale, q to match.
+/// l := (l - highest) * scale, with q updated.
 pub fn reweigh(isa: Isa, highest: f32, scale: f32, l: &mut [f32], q: &mut [u64]) {
     dispatch(
         isa,
@@ -177,7 +177,7 @@ impl Kernel for Surprises<'_> {
     }
 }
 
-/// The same over distances from the peak as bits.
+/// The same for distances from the peak as bits.
 pub fn surprises_at(isa: Isa, slope: Slope, distances: &[u32]) -> u64 {
     dispatch(isa, SurprisesAt { slope, distances })
 }
@@ -255,7 +255,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn weights_are_close_and_the_same_on_every_instruction_set() {
+    fn weights_are_close_and_identical_on_every_instruction_set() {
         let l: Vec<f32> = (0..200_000).map(|i| -(i as f32) * 1.7e-4).collect();
         let slope = Slope {
             peak: 0.0,
@@ -278,7 +278,7 @@ mod tests {
                 assert_eq!(run(isa), plain);
             }
         }
-        // Every float: a larger logit never weighs less.
+        // Every float: a larger logit never has a lower weight.
         let mut last = f32::INFINITY;
         for bits in 1e-9f32.to_bits()..=31.0f32.to_bits() {
             let w = weight(-f32::from_bits(bits));

@@ -1,7 +1,7 @@
 //! Eight lanes: AVX2, FMA and F16C.
 
-// Values of this type exist only inside `dispatch`, which has made sure of the instructions; memory is vouched for by the caller of
-// the unsafe methods. Both hold for every `unsafe` block below.
+// Values of this type exist only inside `dispatch`, which checks for the instructions. The caller of an unsafe method guarantees the
+// memory. Both hold for every `unsafe` block below.
 #![allow(
     clippy::undocumented_unsafe_blocks,
     clippy::cast_ptr_alignment,
@@ -17,7 +17,7 @@ pub(crate) struct Avx2(__m256);
 
 const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 
-/// For each mask its lanes, lowest first.
+/// The lanes of each mask, lowest first.
 static CHOSEN: [[u32; 8]; 256] = {
     let mut table = [[0; 8]; 256];
     let mut mask = 0;
@@ -35,7 +35,7 @@ static CHOSEN: [[u32; 8]; 256] = {
     table
 };
 
-/// Finite values clamped to the range of half; infinities and NaN as they are.
+/// Finite values clamped to the range of half; infinities and NaN unchanged.
 #[inline(always)]
 fn saturate(x: __m256) -> __m256 {
     unsafe {
@@ -210,7 +210,7 @@ impl Lanes for Avx2 {
     #[inline(always)]
     unsafe fn store_columns(rows: &[Self; MAX_LANES], dst: *mut f32, stride: usize) {
         unsafe {
-            // Pairs of rows, then of pairs, then of halves.
+            // Pairs of rows, then pairs of pairs, then halves.
             let mut a = [_mm256_setzero_ps(); 8];
             for i in 0..4 {
                 a[2 * i] = _mm256_unpacklo_ps(rows[2 * i].0, rows[2 * i + 1].0);

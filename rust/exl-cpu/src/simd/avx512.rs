@@ -1,7 +1,7 @@
 //! Sixteen lanes: AVX-512 F, BW, VL and DQ.
 
-// Values of this type exist only inside `dispatch`, which has made sure of the instructions; memory is vouched for by the caller of
-// the unsafe methods. Both hold for every `unsafe` block below.
+// Values of this type exist only inside `dispatch`, which checks for the instructions. The caller of an unsafe method guarantees the
+// memory. Both hold for every `unsafe` block below.
 #![allow(
     clippy::undocumented_unsafe_blocks,
     clippy::cast_ptr_alignment,
@@ -17,7 +17,7 @@ pub(crate) struct Avx512(__m512);
 
 const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 
-/// Finite values clamped to the range of half; infinities and NaN as they are.
+/// Finite values clamped to the range of half; infinities and NaN unchanged.
 #[inline(always)]
 fn saturate(x: __m512) -> __m512 {
     unsafe {
@@ -184,7 +184,7 @@ impl Lanes for Avx512 {
                     _mm512_storeu_ps(dst.add(($i) * stride), $x)
                 };
             }
-            // Pairs of rows, then of pairs, then 128-bit quarters in two rounds.
+            // Pairs of rows, then pairs of pairs, then 128-bit quarters in two steps.
             let mut a = [_mm512_setzero_ps(); 16];
             for i in 0..8 {
                 a[2 * i] = _mm512_unpacklo_ps(rows[2 * i].0, rows[2 * i + 1].0);

@@ -9,15 +9,15 @@ const LN2_LOW: f32 = -2.121_944_4e-4;
 const EXP_MIN: f32 = -87.3;
 const EXP_MAX: f32 = 88.3;
 
-/// e^x within 2 units in the last place; exactly 0 below -87.3 (so for -inf), held at e^88.3 above; NaN stays.
+/// e^x within 2 units in the last place; exactly 0 below -87.3 (so for -inf), limited to e^88.3 above; NaN stays.
 #[inline(always)]
 pub(crate) fn exp<V: Lanes>(x: V) -> V {
-    // The bound comes first: `max` and `min` return the second operand where either is NaN.
+    // The bound comes first: `max` and `min` return the second operand if either is NaN.
     let clamped = V::splat(EXP_MIN).max(V::splat(EXP_MAX).min(x));
     let n = clamped.mul(V::splat(LOG2_E)).round();
     let r = n.fma(V::splat(-LN2_HIGH), clamped);
     let r = n.fma(V::splat(-LN2_LOW), r);
-    // Taylor to r^7 for |r| <= ln(2) / 2: the next term is below 2^-25.
+    // Taylor series to r^7 for |r| <= ln(2) / 2: the next term is below 2^-25.
     let mut p = V::splat(1.0 / 5040.0);
     for c in [
         1.0 / 720.0,
@@ -43,7 +43,7 @@ pub(crate) fn sigmoid<V: Lanes>(x: V) -> V {
 /// tanh x within a few units in the last place.
 #[inline(always)]
 pub(crate) fn tanh<V: Lanes>(x: V) -> V {
-    // 1 - 2 / (e^2x + 1) loses digits near zero; an odd polynomial (minimax on 0.625) has them.
+    // 1 - 2 / (e^2x + 1) loses digits near zero, so an odd polynomial (minimax up to 0.625) is used there.
     const SPLIT: f32 = 0.625;
     const BELOW: f32 = 0.624_999_94;
     let negative = V::splat(0.0).sub(x);

@@ -1,9 +1,9 @@
-//! Vectors of f32 lanes, one type an instruction set, so that a kernel is written once and compiled for each.
+//! Vectors of f32 lanes, one type for each instruction set, so that a kernel is written once and compiled for each.
 //!
-//! A kernel is a value of a [`Kernel`] type; [`dispatch`] runs it with the lanes of the wanted instruction set. Everything below
-//! `Kernel::run` must be `#[inline(always)]`: only then does the code end up inside the function that has the instructions enabled.
+//! A kernel is a value of a [`Kernel`] type; [`dispatch`] runs it with the lanes of the chosen instruction set. All functions below
+//! `Kernel::run` must be `#[inline(always)]`: only then is their code inside the function that enables the instructions.
 //!
-//! Lane types exist only inside [`dispatch`], which uses none that the processor lacks; that is why their arithmetic is safe to call.
+//! Lane types exist only inside [`dispatch`], which uses no set that the processor lacks. So their arithmetic is safe to call.
 
 mod scalar;
 
@@ -17,23 +17,23 @@ pub(crate) use math::{exp, sigmoid, tanh};
 
 use crate::isa::Isa;
 
-/// Most lanes any instruction set has; scratch rows are padded to a multiple of it.
+/// Most lanes of any instruction set; scratch rows are padded to a multiple of it.
 pub(crate) const MAX_LANES: usize = 16;
 
-/// A vector of f32. Minimum and maximum return the second operand where either is NaN, as the x86 instructions do.
+/// A vector of f32. Minimum and maximum return the second operand if either is NaN, as the x86 instructions do.
 pub(crate) trait Lanes: Copy {
     const LANES: usize;
-    /// Vectors of accumulators a matrix kernel keeps in registers beside four rows.
+    /// Vectors of accumulators that a matrix kernel keeps in registers beside four rows.
     const COLUMNS: usize;
 
     fn splat(x: f32) -> Self;
-    /// All lanes one half.
+    /// All lanes set to one half.
     fn splat_f16(bits: u16) -> Self;
     fn add(self, other: Self) -> Self;
     fn sub(self, other: Self) -> Self;
     fn mul(self, other: Self) -> Self;
     fn div(self, other: Self) -> Self;
-    /// self * a + b, fused where the instruction set can.
+    /// self * a + b, fused if the instruction set supports it.
     fn fma(self, a: Self, b: Self) -> Self;
     fn min(self, other: Self) -> Self;
     fn max(self, other: Self) -> Self;
@@ -43,7 +43,7 @@ pub(crate) trait Lanes: Copy {
     fn exp2_int(self) -> Self;
     /// Lanes of self where `x >= limit` or NaN, else zero.
     fn zero_below(self, x: Self, limit: f32) -> Self;
-    /// A bit for each lane with `low <= x <= high`, the first lane's lowest.
+    /// One bit for each lane with `low <= x <= high`; the first lane has the lowest bit.
     fn within(self, low: f32, high: f32) -> u32;
     /// Rounded to half and back; finite values saturate at +-65504, infinities and NaN stay.
     fn round_half(self) -> Self;
@@ -60,14 +60,14 @@ pub(crate) trait Lanes: Copy {
     /// # Safety
     /// Room for `LANES` floats at `p`.
     unsafe fn store(self, p: *mut f32);
-    /// Stores the lanes of `mask` one behind the other, and anything behind them up to `LANES` floats.
+    /// Store the lanes of `mask` contiguously, followed by undefined values up to `LANES` floats.
     /// # Safety
     /// Room for `LANES` floats at `p`.
     unsafe fn store_chosen(self, mask: u32, p: *mut f32);
     /// # Safety
     /// `LANES` halves at `p`.
     unsafe fn load_f16(p: *const u16) -> Self;
-    /// Rounds to nearest even, finite values saturating.
+    /// Round to nearest even; finite values saturate.
     /// # Safety
     /// Room for `LANES` halves at `p`.
     unsafe fn store_f16(self, p: *mut u16);
@@ -94,14 +94,14 @@ pub(crate) trait Lanes: Copy {
     #[inline(always)]
     unsafe fn load_partial(p: *const f32, n: usize) -> Self {
         let mut lanes = [0.0f32; MAX_LANES];
-        // SAFETY: the caller vouches for `n` floats; the copy has room for `LANES`.
+        // SAFETY: the caller guarantees `n` floats; the copy has room for `LANES`.
         unsafe {
             std::ptr::copy_nonoverlapping(p, lanes.as_mut_ptr(), n);
             Self::load(lanes.as_ptr())
         }
     }
 
-    /// Stores the first `n` lanes.
+    /// Store the first `n` lanes.
     /// # Safety
     /// Room for `n` floats at `p`, `n <= LANES`.
     #[inline(always)]
@@ -122,7 +122,7 @@ pub(crate) trait Kernel {
     fn run<V: Lanes>(self) -> Self::Output;
 }
 
-/// Runs `kernel` with the lanes of `isa`, which the caller got from [`Isa::current`].
+/// Run `kernel` with the lanes of `isa`, which the caller got from [`Isa::current`].
 pub(crate) fn dispatch<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
     match isa {
         // SAFETY: `Isa::current` never returns an instruction set that the processor lacks.
@@ -147,7 +147,7 @@ fn run_avx2<K: Kernel>(kernel: K) -> K::Output {
     kernel.run::<avx2::Avx2>()
 }
 
-/// Asks for the cache line at `p`; any address is allowed.
+/// Prefetch the cache line at `p`; any address is allowed.
 #[inline(always)]
 pub(crate) fn prefetch(p: *const u8) {
     #[cfg(target_arch = "x86_64")]

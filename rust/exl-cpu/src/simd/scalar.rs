@@ -1,4 +1,4 @@
-//! Eight lanes in plain Rust: for processors without AVX2, and as the check of the others.
+//! Eight lanes in plain Rust: for processors without AVX2, and as the reference of the others.
 
 use half::f16;
 
@@ -56,7 +56,7 @@ impl Lanes for Scalar {
     }
     #[inline(always)]
     fn fma(self, a: Self, b: Self) -> Self {
-        // Unfused on purpose: without the instruction a fused one is a library call.
+        // Not fused on purpose: without the instruction, a fused multiply-add is a library call.
         self.mul(a).add(b)
     }
     #[inline(always)]
@@ -69,7 +69,7 @@ impl Lanes for Scalar {
     }
     #[inline(always)]
     fn round(self) -> Self {
-        // Adding and taking away 1.5 * 2^23 rounds to even; larger values are integers already.
+        // Adding and subtracting 1.5 * 2^23 rounds to even; larger values are integers already.
         const MAGIC: f32 = 12_582_912.0;
         Self(self.0.map(|x| {
             if x.abs() < 4_194_304.0 {
@@ -117,7 +117,7 @@ impl Lanes for Scalar {
 
     #[inline(always)]
     unsafe fn load(p: *const f32) -> Self {
-        // SAFETY: the caller vouches for the memory, here and below.
+        // SAFETY: the caller guarantees the memory, here and below.
         Self(unsafe { p.cast::<[f32; N]>().read_unaligned() })
     }
     #[inline(always)]
@@ -135,7 +135,7 @@ impl Lanes for Scalar {
                 at += 1;
             }
         }
-        // SAFETY: the caller vouches for the room.
+        // SAFETY: the caller guarantees the room.
         unsafe { p.cast::<[f32; N]>().write_unaligned(chosen) }
     }
     #[inline(always)]

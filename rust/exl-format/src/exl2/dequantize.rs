@@ -1,4 +1,4 @@
-//! W `[K, N]` in half, bit for bit as formats.md 2.4 and 2.5 define it.
+//! Dequantization of W `[K, N]` to half, bitwise as the format defines it.
 
 use half::f16;
 use half::slice::HalfFloatSliceExt;
@@ -6,11 +6,11 @@ use half::slice::HalfFloatSliceExt;
 use super::Exl2View;
 use crate::bits;
 
-/// Columns handled at once, so that the scratch rows stay in the first-level cache.
+/// Columns processed together, so that the scratch rows stay in the first-level cache.
 const BLOCK: usize = 2048;
 
 impl Exl2View<'_> {
-    /// Writes W `[K, N]`, row = input feature in file order: h16((code - zero) * scale).
+    /// Write W `[K, N]`, row = input feature in file order: h16((code - zero) * scale).
     ///
     /// # Panics
     /// If `out` does not hold K * N elements.

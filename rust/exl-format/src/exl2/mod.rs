@@ -1,4 +1,4 @@
-//! EXL2: mixed-width groups of rows, 4-bit square-root scales, row permutation (formats.md section 2).
+//! EXL2: mixed-width groups of rows, 4-bit square-root scales, row permutation.
 
 mod dequantize;
 mod pack;
@@ -12,5 +12,5 @@ pub use plan::{Part, Plan};
 pub use quantize::{Search, quantize};
 pub use view::{Exl2Tensors, Exl2View, Group};
 
-/// The widths a group may have.
+/// The widths of groups.
 pub const WIDTHS: [u32; 6] = [2, 3, 4, 5, 6, 8];

@@ -1,4 +1,4 @@
-//! The tensors of an EXL2 matrix, made from codes and scale codes.
+//! Packing of codes and scale codes into the tensors of an EXL2 matrix.
 
 use half::f16;
 
@@ -19,7 +19,7 @@ pub struct Exl2Matrix {
 }
 
 impl Exl2Matrix {
-    /// Zeroed tensors for `groups` of (bits, rows) and `n` columns; packed row k holds input feature `perm[k]`, or k without.
+    /// Zeroed tensors for `groups` of (bits, rows) and `n` columns; packed row k holds input feature `perm[k]`, or k without `perm`.
     pub fn empty(groups: &[(u32, usize)], n: usize, perm: Option<&[u32]>) -> Result<Self, Problem> {
         if n == 0 || !n.is_multiple_of(8) {
             return Err(Problem::Multiple {
@@ -46,7 +46,7 @@ impl Exl2Matrix {
                     remedy: "groups hold whole blocks of 32 rows",
                 });
             }
-            // Files keep the offset in 16 bits; this project reads it unsigned.
+            // Files store the offset in 16 bits; this crate reads it unsigned.
             let first = u16::try_from(words).map_err(|_| Problem::Range {
                 tensor: "q_groups",
                 row: group,
@@ -68,7 +68,7 @@ impl Exl2Matrix {
         })
     }
 
-    /// Packs codes `[K, N]` (packed rows) and stored scale codes `[G, N]`, 0..16.
+    /// Pack codes `[K, N]` (packed rows) and stored scale codes `[G, N]`, 0..16.
     pub fn pack(
         codes: &[u8],
         scale_codes: &[u8],
@@ -111,7 +111,7 @@ impl Exl2Matrix {
         Ok(matrix)
     }
 
-    /// The tensors as a view takes them.
+    /// The tensors in the form that a view takes.
     pub fn tensors(&self) -> Exl2Tensors<'_> {
         let n = self.out_features;
         Exl2Tensors {

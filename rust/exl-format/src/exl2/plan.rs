@@ -1,4 +1,4 @@
-//! How many rows get how many bits: `0.1:5b_32g/0.9:4b_32g` (formats.md 6.5).
+//! Bit widths by shares of the rows: `0.1:5b_32g/0.9:4b_32g`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,11 +12,11 @@ pub struct Part {
     /// Share of the rows, 0..=1.
     pub fraction: f64,
     pub bits: u32,
-    /// Rows a group, a multiple of 32.
+    /// Rows of a group, a multiple of 32.
     pub group_size: usize,
 }
 
-/// Widths from wide to narrow, as the reference's device code needs them.
+/// Widths from wide to narrow, as the device code of EXL2 loaders requires.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Plan {
     pub parts: Vec<Part>,
@@ -86,7 +86,7 @@ fn read_part(text: &str) -> Option<Part> {
 impl Plan {
     /// Width and rows of each group for `k` packed rows; the last group may be short.
     ///
-    /// `k` must be a multiple of 32: EXL2 cannot hold other sizes (2.2.6).
+    /// `k` must be a multiple of 32: EXL2 cannot hold other sizes.
     pub fn groups(&self, k: usize) -> Result<Vec<(u32, usize)>, Problem> {
         if k == 0 || !k.is_multiple_of(32) {
             return Err(Problem::Multiple {
@@ -116,7 +116,7 @@ impl Plan {
         Ok(groups)
     }
 
-    /// Bits a matrix `[k, n]` takes in the file, all five tensors counted (6.5).
+    /// Bits of a matrix `[k, n]` in the file, including all five tensors.
     pub fn total_bits(&self, k: usize, n: usize) -> Result<u64, Problem> {
         let groups = self.groups(k)?;
         let n = n.next_multiple_of(32) as u64;

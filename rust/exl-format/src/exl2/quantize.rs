@@ -1,4 +1,4 @@
-//! Round-to-nearest EXL2 quantization: step 3 of formats.md 6.8 without error compensation.
+//! Round-to-nearest EXL2 quantization, without error compensation.
 
 use std::sync::Mutex;
 
@@ -13,7 +13,7 @@ use crate::{Executor, bits};
 /// Candidates for the factor on a group's largest scale: 0.70 .. 1.20.
 const FACTORS: usize = 97;
 
-/// How hard to look for a group's largest scale.
+/// Search method for a group's largest scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Search {
     /// Try 97 factors and keep the one with the least sum of |error|^3.5.
@@ -22,8 +22,8 @@ pub enum Search {
     None,
 }
 
-/// Quantizes `weight` `[out, in]`. Packed row k takes input feature `perm[k]` (most important first, so that it gets the widest
-/// code), or k without `perm`. Columns are padded with zero weights to a multiple of 32.
+/// Quantize `weight` `[out, in]`. Packed row k takes input feature `perm[k]` (most important first, so that it gets the widest code), or k
+/// without `perm`. Columns are padded with zero weights to a multiple of 32.
 ///
 /// The result does not depend on `run`.
 pub fn quantize(
@@ -47,7 +47,7 @@ pub fn quantize(
     Ok(matrix)
 }
 
-/// The places one group writes to.
+/// The output of one group.
 struct Output<'m> {
     bits: u32,
     rows: std::ops::Range<usize>,
@@ -86,7 +86,7 @@ fn split<'m>(matrix: &'m mut Exl2Matrix, groups: &[(u32, usize)]) -> Vec<Mutex<O
 
 fn quantize_group(source: &Blocked, out: &mut Output<'_>, n: usize, search: Search) {
     let (base, widest) = column_scales(source, out);
-    // c1 in 1..=16 stands for (c1 / 16)^2 of the widest column's scale.
+    // c1 in 1..=16 is the factor (c1 / 16)^2 of the widest column's scale.
     let codes: Vec<f32> = base
         .iter()
         .map(|base| {
@@ -127,7 +127,7 @@ fn quantize_group(source: &Blocked, out: &mut Output<'_>, n: usize, search: Sear
     }
 }
 
-/// Scale that would just cover each column, and the widest of them.
+/// The smallest scale that covers each column, and the largest of these.
 fn column_scales(source: &Blocked, out: &Output<'_>) -> (Vec<f32>, f32) {
     let half_range = largest(out.bits) / 2.0;
     let mut base = vec![0.0f32; source.blocks() * COLUMNS];
@@ -146,7 +146,7 @@ fn column_scales(source: &Blocked, out: &Output<'_>) -> (Vec<f32>, f32) {
     (base, widest)
 }
 
-/// The factor of the grid with the least sum over the group of |error|^3.5; the first of equals.
+/// The factor of the grid with the least sum over the group of |error|^3.5; the first of equal ones.
 fn best_factor(source: &Blocked, out: &Output<'_>, codes: &[f32], widest: f32) -> f32 {
     let zero = (1u32 << (out.bits - 1)) as f32;
     let (low, high) = (-zero, largest(out.bits) - zero);
@@ -173,7 +173,7 @@ fn best_factor(source: &Blocked, out: &Output<'_>, codes: &[f32], widest: f32) -
     factor(best)
 }
 
-/// Sum of |round(w / s) s - w|^3.5 in units of the widest scale, which keeps the powers away from underflow.
+/// Sum of |round(w / s) s - w|^3.5 in units of the widest scale, which avoids underflow of the powers.
 #[inline(never)]
 fn block_cost(
     weights: &[f32],

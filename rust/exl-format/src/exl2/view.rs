@@ -1,4 +1,4 @@
-//! A checked look at the five tensors of one EXL2 matrix.
+//! A checked view of the five tensors of one EXL2 matrix.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use super::WIDTHS;
 use crate::bits;
 use crate::error::{FormatError, Problem};
 
-/// The tensors of one matrix as they stand in the file, C-contiguous. I32 words are bit patterns.
+/// The tensors of one matrix as stored in the file, C-contiguous. I32 words are bit patterns.
 #[derive(Debug, Clone, Copy)]
 pub struct Exl2Tensors<'a> {
     /// Packed codes `[R, N]`.
@@ -30,28 +30,28 @@ pub struct Exl2Tensors<'a> {
 pub struct Group {
     /// Width of its codes: 2, 3, 4, 5, 6 or 8.
     pub bits: u32,
-    /// The packed rows it owns; start and length are multiples of 32.
+    /// The packed rows of the group; start and length are multiples of 32.
     pub rows: Range<usize>,
-    /// Its first row of words in `q_weight`; it has `rows.len() / 32 * bits` of them.
+    /// The group's first row of words in `q_weight`; it has `rows.len() / 32 * bits` rows of words.
     pub first_word: usize,
 }
 
 impl Group {
-    /// The code that stands for zero, 2^(bits-1).
+    /// The code of the value zero, 2^(bits-1).
     #[inline(always)]
     pub fn zero(&self) -> u32 {
         1 << (self.bits - 1)
     }
 
-    /// The rows of words it owns in `q_weight`.
+    /// The group's rows of words in `q_weight`.
     pub fn words(&self) -> Range<usize> {
         self.first_word..self.first_word + self.rows.len() / 32 * self.bits as usize
     }
 }
 
-/// An EXL2 matrix that is known to be well-formed.
+/// A well-formed EXL2 matrix.
 ///
-/// Packed row k holds input feature `perm()[k]`. Groups may come in any order of widths.
+/// Packed row k holds input feature `perm()[k]`. Groups may have any order of widths.
 #[derive(Debug, Clone)]
 pub struct Exl2View<'a> {
     tensors: Exl2Tensors<'a>,
@@ -60,7 +60,7 @@ pub struct Exl2View<'a> {
 }
 
 impl<'a> Exl2View<'a> {
-    /// Checks everything section 2.2 asks for. `name` is the matrix's key, for errors.
+    /// Check all rules of the format. `name` is the matrix's key, for errors.
     pub fn new(name: &str, tensors: Exl2Tensors<'a>) -> Result<Self, FormatError> {
         Self::check(tensors).map_err(|problem| FormatError::new(name, problem))
     }
@@ -82,7 +82,7 @@ impl<'a> Exl2View<'a> {
         self.tensors.q_invperm.len()
     }
 
-    /// N as stored, padding included.
+    /// N as stored, including padding.
     pub fn out_features(&self) -> usize {
         self.tensors.q_weight_shape[1]
     }
@@ -129,18 +129,18 @@ impl<'a> Exl2View<'a> {
         bits::unpack_row(self.group_words(g), k - group.rows.start, group.bits, out);
     }
 
-    /// Stored scale code of group `g`, column `n`, in 0..16; it stands for (code + 1)^2 / 256 of the group's largest scale.
+    /// Stored scale code of group `g`, column `n`, in 0..16; its scale is (code + 1)^2 / 256 of the group's largest scale.
     pub fn scale_code(&self, g: usize, n: usize) -> u32 {
         let words = self.tensors.q_scale_shape[1];
         bits::stream_code(&self.tensors.q_scale[g * words..][..words], n, 4)
     }
 
-    /// `q_scale_max[g] / 256` rounded to half: the first of the two normative roundings (2.4.3), prescale 1.
+    /// `q_scale_max[g] / 256` rounded to half: the first of the format's two roundings, for prescale 1.
     pub fn smax(&self, g: usize) -> f16 {
         self.smax[g]
     }
 
-    /// Scale of group `g`, column `n`, after both normative roundings (2.4.4).
+    /// Scale of group `g`, column `n`, after both roundings of the format.
     pub fn scale(&self, g: usize, n: usize) -> f16 {
         scale(self.smax[g], self.scale_code(g, n))
     }
@@ -173,7 +173,7 @@ impl<'a> Exl2View<'a> {
         perm
     }
 
-    /// Stored bits per weight of the codes alone.
+    /// Average bits per weight of the codes only.
     pub fn code_bits(&self) -> f64 {
         let bits: usize = self
             .groups
@@ -184,7 +184,7 @@ impl<'a> Exl2View<'a> {
     }
 }
 
-/// h16((code + 1)^2 * smax); the product is exact in float32.
+/// h16((code + 1)^2 * smax); the multiplication is exact in float32.
 #[inline(always)]
 pub(crate) fn scale(smax: f16, code: u32) -> f16 {
     f16::from_f32(((code + 1) * (code + 1)) as f32 * smax.to_f32())
@@ -244,7 +244,7 @@ fn check_shapes(t: &Exl2Tensors<'_>) -> Result<(), Problem> {
     Ok(())
 }
 
-/// `q_groups` as unsigned 16-bit row offsets: twice the reference's range.
+/// Read `q_groups` as unsigned 16-bit row offsets, which doubles the range of signed ones.
 fn read_groups(t: &Exl2Tensors<'_>) -> Result<Vec<Group>, Problem> {
     let rows = t.q_weight_shape[0];
     let count = t.q_groups.len() / 2;
@@ -328,7 +328,7 @@ fn read_scales(q_scale_max: &[f16], groups: &[Group]) -> Result<Vec<f16>, Proble
                 value,
             });
         }
-        // The widest column of a group uses the whole scale, so beyond this its extreme code would be infinite.
+        // The widest column of a group uses the whole scale, so above this limit its extreme code would be infinite.
         let limit = f16::MAX.to_f32() / group.zero() as f32;
         if value.abs() > limit {
             return Err(Problem::ScaleTooLarge {

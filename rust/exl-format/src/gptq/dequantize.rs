@@ -1,15 +1,15 @@
-//! W `[K, N]` in half, bit for bit as formats.md 3.2 defines it.
+//! Dequantization of W `[K, N]` to half, bitwise as the format defines it.
 
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 
 use super::GptqView;
 
-/// Columns handled at once, so that the scratch rows stay in the first-level cache.
+/// Columns processed together, so that the scratch rows stay in the first-level cache.
 const BLOCK: usize = 2048;
 
 impl GptqView<'_> {
-    /// Writes W `[K, N]`, row = input feature: h16((code - zero) * scale).
+    /// Write W `[K, N]`, row = input feature: h16((code - zero) * scale).
     ///
     /// # Panics
     /// If `out` does not hold K * N elements.
@@ -20,7 +20,7 @@ impl GptqView<'_> {
             self.in_features() * n,
             "output must hold K * N elements"
         );
-        // Act-order visits groups in any order, so the zeros are unpacked once for all of them.
+        // Act-order uses groups in any order, so the zeros of all groups are unpacked once.
         let zeros: Vec<i16> = (0..self.num_groups() * n)
             .map(|i| self.zero(i / n, i % n) as i16)
             .collect();

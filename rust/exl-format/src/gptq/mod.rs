@@ -1,7 +1,7 @@
-//! GPTQ in AutoGPTQ's safetensors layout: 2, 3, 4 and 8 bits, act-order, both zero conventions (formats.md section 3).
+//! GPTQ in AutoGPTQ's safetensors layout: 2, 3, 4 and 8 bits, act-order, both zero conventions.
 //!
-//! `qweight` packs codes down the columns and `qzeros` along the rows, both as little-endian bit streams; at 3 bits that is 32
-//! codes in 3 words.
+//! `qweight` packs codes along the columns and `qzeros` along the rows, both as little-endian bit streams. At 3 bits, 32 codes take 3
+//! words.
 
 mod dequantize;
 mod quantize;
@@ -10,5 +10,5 @@ mod view;
 pub use quantize::{GptqMatrix, Settings, quantize};
 pub use view::{GptqTensors, GptqView, Zeros};
 
-/// The widths a matrix may have.
+/// The widths of matrices.
 pub const WIDTHS: [u32; 4] = [2, 3, 4, 8];

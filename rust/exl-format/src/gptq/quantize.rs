@@ -1,4 +1,4 @@
-//! Round-to-nearest GPTQ quantization (formats.md section 3 read backwards).
+//! Round-to-nearest GPTQ quantization.
 
 use std::sync::Mutex;
 
@@ -20,7 +20,7 @@ pub struct GptqMatrix {
 }
 
 impl GptqMatrix {
-    /// The tensors as a view takes them.
+    /// The tensors in the form that a view takes.
     pub fn tensors(&self) -> GptqTensors<'_> {
         let n = self.out_features;
         let groups = self.scales.len() / n;
@@ -36,20 +36,20 @@ impl GptqMatrix {
     }
 }
 
-/// What a GPTQ matrix is to look like.
+/// Settings of a new GPTQ matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Settings {
     /// 2, 3, 4 or 8.
     pub bits: u32,
-    /// Rows a group; the last may be short.
+    /// Rows of a group; the last group may be short.
     pub group_size: usize,
-    /// Zero point fixed in the middle.
+    /// The zero point is fixed at the middle code.
     pub symmetric: bool,
     pub zeros: Zeros,
 }
 
-/// Quantizes `weight` `[out, in]`. With `perm` (act-order) the rows `perm[0..group_size]` make group 0 and so on; without it the
-/// groups are consecutive rows. Rows stay where they are either way.
+/// Quantize `weight` `[out, in]`. With `perm` (act-order), the rows `perm[0..group_size]` make group 0 and so on; without it, groups are
+/// consecutive rows. Rows keep their places in both cases.
 ///
 /// The result does not depend on `run`.
 pub fn quantize(
@@ -124,7 +124,7 @@ fn group_of_rows(k: usize, group_size: usize, perm: Option<&[u32]>) -> Result<Ve
         .collect())
 }
 
-/// Smallest and largest weight of each group and column, zero included, as `[block][group][column]`.
+/// Smallest and largest weight of each group and column, including zero, as `[block][group][column]`.
 fn ranges(source: &Blocked, g_idx: &[i32], groups: usize, run: Executor<'_>) -> Vec<(f32, f32)> {
     let mut ranges = vec![(0.0f32, 0.0f32); source.blocks() * groups * COLUMNS];
     let parts: Vec<_> = ranges
@@ -145,7 +145,7 @@ fn ranges(source: &Blocked, g_idx: &[i32], groups: usize, run: Executor<'_>) -> 
     ranges
 }
 
-/// Scale and zero point for weights in `low..=high`; the zero point is one the stored convention can express.
+/// Scale and zero point for weights in `low..=high`; the stored convention can express the zero point.
 fn scale_and_zero((low, high): (f32, f32), settings: Settings) -> (f16, f32) {
     let steps = largest(settings.bits);
     let first = if settings.zeros == Zeros::Classic {

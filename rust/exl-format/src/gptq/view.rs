@@ -1,4 +1,4 @@
-//! A checked look at the tensors of one GPTQ matrix.
+//! A checked view of the tensors of one GPTQ matrix.
 
 use half::f16;
 
@@ -6,7 +6,7 @@ use super::WIDTHS;
 use crate::bits;
 use crate::error::{FormatError, Problem};
 
-/// How a stored zero code is to be read.
+/// The meaning of a stored zero code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Zeros {
     /// Zero point = stored code + 1; the sum does not wrap (a stored 15 gives 16).
@@ -15,7 +15,7 @@ pub enum Zeros {
     V2,
 }
 
-/// The tensors of one matrix as they stand in the file, C-contiguous. I32 words are bit patterns.
+/// The tensors of one matrix as stored in the file, C-contiguous. I32 words are bit patterns.
 #[derive(Debug, Clone, Copy)]
 pub struct GptqTensors<'a> {
     /// Packed codes `[K * bits / 32, N]`.
@@ -27,11 +27,11 @@ pub struct GptqTensors<'a> {
     /// Scales `[G, N]`.
     pub scales: &'a [f16],
     pub scales_shape: [usize; 2],
-    /// Group of each row `[K]`; all zeros means the same as none.
+    /// Group of each row `[K]`; all zeros means the same as None.
     pub g_idx: Option<&'a [i32]>,
 }
 
-/// A GPTQ matrix that is known to be well-formed.
+/// A well-formed GPTQ matrix.
 #[derive(Debug, Clone)]
 pub struct GptqView<'a> {
     tensors: GptqTensors<'a>,
@@ -42,10 +42,10 @@ pub struct GptqView<'a> {
 }
 
 impl<'a> GptqView<'a> {
-    /// Checks shapes, groups and scales. `name` is the matrix's key, for errors.
+    /// Check shapes, groups and scales. `name` is the matrix's key, for errors.
     ///
-    /// Without `g_idx`, row k belongs to group k / group_size. Without a `group_size` it is the smallest power of two that
-    /// yields the file's number of groups (what the reference assumes), else ceil(K / G).
+    /// Without `g_idx`, row k belongs to group k / group_size. Without a `group_size`, it is the smallest power of two that gives the
+    /// file's number of groups, as other loaders assume, else ceil(K / G).
     pub fn new(
         name: &str,
         tensors: GptqTensors<'a>,
@@ -111,7 +111,7 @@ impl<'a> GptqView<'a> {
         self.tensors.qweight
     }
 
-    /// Group of each input feature, `[K]`, exactly as `g_idx` says.
+    /// Group of each input feature, `[K]`, as in `g_idx`.
     pub fn group_of(&self) -> &[u32] {
         &self.group_of
     }
@@ -158,7 +158,7 @@ fn check_length(tensor: &'static str, found: usize, shape: &[usize]) -> Result<(
     })
 }
 
-/// K, after every shape has been held against the others.
+/// Check all shapes against each other and return K.
 fn check_shapes(t: &GptqTensors<'_>, bits: u32) -> Result<usize, Problem> {
     if !WIDTHS.contains(&bits) {
         return Err(Problem::Bits {

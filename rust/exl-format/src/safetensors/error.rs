@@ -1,10 +1,10 @@
-//! What can be wrong with a safetensors file.
+//! Errors of a safetensors file.
 
 use std::fmt;
 
 use thiserror::Error;
 
-/// A file that cannot be taken; names the file and, where one is to blame, the tensor.
+/// A file that was rejected, with its name and the tensor that caused the error, if there is one.
 #[derive(Debug, Error)]
 pub struct SafetensorsError {
     pub file: String,
@@ -47,7 +47,7 @@ pub enum HeaderProblem {
         "header is {length} bytes long, but only {available} bytes follow. The file is truncated: download it again"
     )]
     HeaderTruncated { length: u64, available: u64 },
-    #[error("header is not a JSON object as safetensors has it: {0}")]
+    #[error("header is not a JSON object of tensor entries: {0}")]
     Json(String),
     #[error("occurs twice in the header")]
     Duplicate,
@@ -83,7 +83,7 @@ pub enum HeaderProblem {
     },
 }
 
-/// A name short enough to print, whatever a stranger put into the file.
+/// A name short enough to print, for any content of the file.
 pub(crate) fn clip(name: &str) -> String {
     const LIMIT: usize = 200;
     match name.char_indices().nth(LIMIT) {

@@ -1,4 +1,4 @@
-//! Reading from the file system: the header, and pieces of data at a position.
+//! Reading of files: the header, and data at an offset.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -9,7 +9,7 @@ use super::error::{HeaderProblem, SafetensorsError};
 use super::header::{Header, parse};
 
 fn open(path: &Path) -> Result<(File, u64), HeaderProblem> {
-    // Asked before opening: opening a pipe would wait for its other end.
+    // Checked before opening: opening a pipe would block until its other end is opened.
     if !std::fs::metadata(path)?.is_file() {
         return Err(HeaderProblem::NotAFile);
     }
@@ -18,7 +18,7 @@ fn open(path: &Path) -> Result<(File, u64), HeaderProblem> {
     Ok((file, length))
 }
 
-/// Reads and checks the header of the file at `path`.
+/// Read and check the header of the file at `path`.
 pub fn read_header(path: &Path) -> Result<Header, SafetensorsError> {
     let name = path.display().to_string();
     let fail = |problem| SafetensorsError::new(&name, None, problem);
@@ -50,7 +50,7 @@ fn read_header_bytes(path: &Path) -> Result<(Vec<u8>, u64), HeaderProblem> {
     Ok((header, file_length))
 }
 
-/// Fills `out` with the bytes at `offset`. `tensor` names what is read, for errors.
+/// Fill `out` with the bytes at `offset`. `tensor` names the data, for errors.
 pub fn read_at(
     path: &Path,
     tensor: Option<&str>,

@@ -1,4 +1,4 @@
-//! The JSON header, taken apart and checked.
+//! Parsing and checks of the JSON header.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
@@ -9,10 +9,10 @@ use serde::de::{MapAccess, Visitor};
 use super::error::{HeaderProblem, SafetensorsError, clip};
 use super::{MAX_DIMENSIONS, MAX_HEADER};
 
-/// Element types a header may name. Whole bytes only.
+/// Element types of tensors; whole bytes only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DType {
-    /// As the header spells it.
+    /// The spelling in headers.
     pub name: &'static str,
     /// Bytes of one element.
     pub size: u64,
@@ -93,13 +93,13 @@ pub struct TensorInfo {
     pub name: String,
     pub dtype: DType,
     pub shape: Vec<u64>,
-    /// First byte, counted from the start of the file.
+    /// First byte, relative to the start of the file.
     pub offset: u64,
     /// Number of bytes; equals dtype times shape.
     pub nbytes: u64,
 }
 
-/// A checked header: every tensor lies within the file, has the size its shape asks for, and overlaps no other.
+/// A checked header: every tensor is within the file, has the size of its shape, and overlaps no other tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Header {
     /// In the order of their data.
@@ -114,7 +114,7 @@ struct RawInfo {
     data_offsets: (u64, u64),
 }
 
-/// Entries as they come, so that a name given twice is seen.
+/// Entries in file order, so that duplicate names are detected.
 #[derive(Default)]
 struct RawHeader {
     entries: Vec<(String, RawInfo)>,
@@ -152,7 +152,7 @@ impl<'de> Deserialize<'de> for RawHeader {
     }
 }
 
-/// Checks the header bytes of a file of `file_length` bytes. `file` is its name, for errors.
+/// Check the header bytes of a file of `file_length` bytes. `file` is its name, for errors.
 pub fn parse(file: &str, header: &[u8], file_length: u64) -> Result<Header, SafetensorsError> {
     let fail = |tensor: Option<&str>, problem| SafetensorsError::new(file, tensor, problem);
     let header_length = header.len() as u64;
@@ -221,7 +221,7 @@ fn check_entry(info: &RawInfo, available: u64) -> Result<(DType, u64), HeaderPro
             limit: MAX_DIMENSIONS,
         });
     }
-    // A zero anywhere makes the tensor empty, but the other sizes must still make sense to whoever allocates it.
+    // A zero makes the tensor empty, but the other sizes must still be valid for the caller that allocates it.
     let bytes = info
         .shape
         .iter()
@@ -245,7 +245,7 @@ fn check_entry(info: &RawInfo, available: u64) -> Result<(DType, u64), HeaderPro
     Ok((dtype, expected))
 }
 
-/// `tensors` come sorted by offset.
+/// `tensors` must be sorted by offset.
 fn check_overlap(tensors: &[TensorInfo]) -> Result<(), (&str, HeaderProblem)> {
     let mut last: Option<&TensorInfo> = None;
     for tensor in tensors.iter().filter(|tensor| tensor.nbytes > 0) {

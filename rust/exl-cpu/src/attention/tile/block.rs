@@ -1,11 +1,11 @@
-//! What a tile reads of the pages for one block of keys: where they lie, and keys, values and mask as the arithmetic takes them.
+//! Reads one block of keys from the pages for a tile: locates the rows, and decodes keys, values and mask for the arithmetic.
 
 use super::Work;
 use crate::attention::KEY_BLOCK;
 use crate::kv::{CodeRow, Codec, E5M2Row, HalfRow, RowFormat, decode_row};
 use crate::simd::{Lanes, MAX_LANES};
 
-/// Where the keys `from..to` of a block lie: row numbers of the planes.
+/// Places of the keys `from..to` of a block: row numbers of the planes.
 pub(super) struct BlockRows {
     pub first_key: usize,
     /// Keys of the block that exist for this tile: `from..to`, relative to `first_key`.
@@ -15,7 +15,7 @@ pub(super) struct BlockRows {
 }
 
 impl Work<'_> {
-    /// Finds the rows of a block's keys through the block table.
+    /// Find the rows of a block's keys through the block table.
     #[inline(always)]
     pub(super) fn locate(&self, block: usize) -> BlockRows {
         let pages = self.args.pages;
@@ -46,8 +46,7 @@ impl Work<'_> {
         }
     }
 
-    /// Decodes the block's keys to `keys` [key_dim, KEY_BLOCK]. Columns outside the tile's keys hold anything: their logits are
-    /// thrown away.
+    /// Decode the block's keys to `keys` [key_dim, KEY_BLOCK]. Columns outside the tile's keys are undefined: their logits are discarded.
     #[inline(always)]
     pub(super) unsafe fn load_keys<V: Lanes>(
         &self,
@@ -106,7 +105,7 @@ impl Work<'_> {
         }
     }
 
-    /// Decodes the tile's keys' values of the block to `values` [KEY_BLOCK, value_dim]; other rows stay as they were.
+    /// Decode the values of the tile's keys in the block to `values` [KEY_BLOCK, value_dim]; other rows are not changed.
     #[inline(always)]
     pub(super) unsafe fn load_values<V: Lanes>(
         &self,

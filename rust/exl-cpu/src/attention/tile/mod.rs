@@ -1,4 +1,4 @@
-//! One tile: some query tokens of one sequence, the heads that share one key/value head, all their visible keys.
+//! One tile: query tokens of one sequence, the heads that share one key/value head, and all their visible keys.
 
 mod block;
 
@@ -52,7 +52,7 @@ pub(super) struct Work<'a> {
     tile: &'a Tile,
     args: &'a Attention<'a>,
     head: usize,
-    /// Floats of a decoded key, padding included.
+    /// Floats of a decoded key, including padding.
     key_dim: usize,
     value_dim: usize,
 }
@@ -66,12 +66,12 @@ pub(super) struct State {
 }
 
 impl State {
-    /// Floats that a state of `rows` rows takes.
+    /// Floats of a state of `rows` rows.
     pub fn floats(rows: usize, args: &Attention<'_>) -> usize {
         rows * (2 + args.pages.head_dim.next_multiple_of(crate::kv::BLOCK))
     }
 
-    /// Lays a state out in `floats` floats at `p`.
+    /// A state in `floats` floats at `p`.
     fn at(p: *mut f32, rows: usize) -> Self {
         Self {
             max: p,
@@ -81,10 +81,10 @@ impl State {
     }
 }
 
-/// Buffers a thread keeps from tile to tile.
+/// Buffers that a thread keeps between tiles.
 #[derive(Default)]
 pub(super) struct Scratch {
-    /// Queries [rows, key_dim], scaled, transformed where the keys are.
+    /// Queries [rows, key_dim], scaled, and transformed if the keys are.
     q: Vec<f32>,
     /// Values of a block, [KEY_BLOCK, value_dim].
     values: Vec<f32>,
@@ -114,7 +114,7 @@ impl Scratch {
 }
 
 impl<'a> Work<'a> {
-    /// All splits one after the other, result to `out`.
+    /// All splits in sequence, with the result in `out`.
     pub fn whole(self, scratch: &'a mut Scratch, out: *mut f32) -> Span<'a> {
         let splits = self.tile.split_range();
         Span {
@@ -125,7 +125,7 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// One split, its state to `partial`.
+    /// One split, with its state in `partial`.
     pub fn split(self, scratch: &'a mut Scratch, split: usize, partial: *mut f32) -> Span<'a> {
         let splits = split..split + 1;
         Span {
@@ -136,7 +136,7 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Joins the states of the splits, in order, result to `out`.
+    /// Joins the states of the splits in order, with the result in `out`.
     pub fn join(self, parts: &'a [*mut f32], out: *mut f32) -> Join<'a> {
         Join {
             work: self,
@@ -146,7 +146,7 @@ impl<'a> Work<'a> {
     }
 }
 
-/// Some successive splits of a tile.
+/// Consecutive splits of a tile.
 pub(super) struct Span<'a> {
     work: Work<'a>,
     scratch: &'a mut Scratch,
@@ -185,7 +185,7 @@ impl Kernel for Span<'_> {
             Target::Out(_) => State::at(own.wrapping_add(State::floats(rows, work.args)), rows),
             Target::Partial(p) => State::at(p, rows),
         };
-        // SAFETY: `reserve` sized the scratch for this work; a partial has room for a state, `out` a place for every query.
+        // SAFETY: `reserve` sized the scratch for this work; a partial has room for a state, `out` has room for every query.
         unsafe {
             work.load_queries::<V>(scratch.q.as_mut_ptr());
             work.clear(total);
@@ -280,7 +280,7 @@ impl Work<'_> {
         }
     }
 
-    /// Adds the keys of one split to an empty state.
+    /// Add the keys of one split to an empty state.
     #[inline(always)]
     unsafe fn run_split<V: Lanes>(&self, scratch: &mut Scratch, split: usize, state: State) {
         let begin = (split * SPLIT).max(self.tile.from) / KEY_BLOCK;
@@ -297,7 +297,7 @@ impl Work<'_> {
             // SAFETY: the scratch is sized for this work, the located rows lie within the pages.
             unsafe {
                 self.load_keys::<V>(&here, &next, &mut scratch.keys);
-                // Padded dimensions hold zeros on both sides unless the rows are transformed; then all of them count.
+                // Padded dimensions are zero on both sides unless the rows are transformed; then all dimensions count.
                 let dim = if self.args.pages.key.codec().is_hadamard() {
                     self.key_dim
                 } else {
@@ -331,7 +331,7 @@ impl Work<'_> {
         (from, to)
     }
 
-    /// Logits to weights exp(logit - max), with the row's running max, sum and accumulator brought along.
+    /// Turn logits into weights exp(logit - max), and update the row's running max, sum and accumulator.
     #[inline(always)]
     unsafe fn softmax<V: Lanes>(&self, scratch: &mut Scratch, here: &BlockRows, state: State) {
         let softcap = self.args.softcap;
@@ -356,7 +356,7 @@ impl Work<'_> {
                 let (max, sum) = (&mut *state.max.add(row), &mut *state.sum.add(row));
                 let before = *max;
                 *max = largest::<V>(logits, before);
-                // With no key so far the weights are exp(-inf) = 0 against any finite number.
+                // If there was no key so far, the weights are exp(-inf) = 0 for any finite reference.
                 let reference = if *max == f32::NEG_INFINITY { 0.0 } else { *max };
                 let total = weigh::<V>(logits, reference);
                 if before == *max {
@@ -374,7 +374,7 @@ impl Work<'_> {
         }
     }
 
-    /// A key taken out by the mask has weight 0, but 0 times a value that is not a number would still be one.
+    /// A masked key has weight 0, but 0 times a NaN or infinite value would be NaN.
     #[inline(always)]
     fn drop_masked_values(&self, scratch: &mut Scratch, here: &BlockRows) {
         if self.args.key_mask.is_none() {
@@ -406,7 +406,7 @@ impl Work<'_> {
             let together = row + ROWS <= rows
                 && spans.iter().all(|s| s.0 == spans[0].0)
                 && spans[0].0 < spans[0].1;
-            // SAFETY: `weights`, `values` and the accumulators hold what `reserve` and `State::floats` say.
+            // SAFETY: `weights`, `values` and the accumulators have the sizes of `reserve` and `State::floats`.
             unsafe {
                 let acc = state.acc.add(row * dim);
                 if together {
@@ -431,14 +431,14 @@ impl Work<'_> {
         }
     }
 
-    /// total = total and part, part being the later keys.
+    /// total = total joined with part, whose keys come later.
     #[inline(always)]
     unsafe fn merge<V: Lanes>(&self, total: State, part: State) {
         for row in 0..self.tile.rows() {
             // SAFETY: both states hold every row.
             unsafe {
                 let (a, b) = (*total.max.add(row), *part.max.add(row));
-                // A part without keys must leave no trace, or the result would depend on which other rows share the tile.
+                // A part without keys must change nothing; otherwise the result would depend on the other rows of the tile.
                 if b == f32::NEG_INFINITY && *part.sum.add(row) == 0.0 {
                     continue;
                 }
@@ -472,12 +472,12 @@ impl Work<'_> {
         }
     }
 
-    /// acc / sum to `out`, transformed back; zeros where no key was seen.
+    /// Write acc / sum to `out`, transformed back; zeros if no key was seen.
     #[inline(always)]
     unsafe fn finish<V: Lanes>(&self, state: State, out: *mut f32) {
         let dim = self.args.pages.head_dim;
         for row in 0..self.tile.rows() {
-            // SAFETY: the state holds every row; `out` has a place for every query.
+            // SAFETY: the state holds every row; `out` has room for every query.
             unsafe {
                 let sum = *state.sum.add(row);
                 let acc = std::slice::from_raw_parts_mut(

@@ -16,7 +16,7 @@ macro_rules! both {
     };
 }
 
-/// Codes whose pair products, this many deep, fit 16 bits: 2 * 127 * (2^bits - 1) * depth < 32768.
+/// Depth of sums of pairs of products that fit 16 bits: 2 * 127 * (2^bits - 1) * depth < 32768.
 const fn depth(code_bits: u32) -> usize {
     match code_bits {
         0..=4 => 8,
@@ -26,7 +26,7 @@ const fn depth(code_bits: u32) -> usize {
     }
 }
 
-// SAFETY (whole block): the trait's contract; nothing here touches memory but through the caller's pointers.
+// SAFETY (whole block): the trait's contract; only the caller's pointers access memory.
 impl Simd for Avx2 {
     type I = [__m256i; 2];
     type F = [__m256; 2];
@@ -94,7 +94,7 @@ impl Simd for Avx2 {
         acts: *const u32,
     ) -> Self::I {
         if CODE_BITS > 7 {
-            // 8-bit codes would saturate maddubs: even and odd bytes are multiplied as 16-bit integers instead.
+            // 8-bit codes would saturate maddubs, so even and odd bytes are multiplied as 16-bit integers.
             return unsafe { dot_wide(acc, codes, acts) };
         }
         unsafe {
@@ -215,7 +215,7 @@ impl Simd for Avx2 {
     }
 }
 
-/// Bit 3 of the index chooses the half of the table.
+/// Bit 3 of the index selects the half of the table.
 #[inline(always)]
 unsafe fn lookup8(low: __m256, high: __m256, index: __m256i) -> __m256 {
     unsafe {

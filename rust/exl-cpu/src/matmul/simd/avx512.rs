@@ -9,7 +9,7 @@ use super::Simd;
 #[derive(Clone, Copy, Debug)]
 pub struct Avx512;
 
-// SAFETY (whole block): the trait's contract; nothing here touches memory but through the caller's pointers.
+// SAFETY (whole block): the trait's contract; only the caller's pointers access memory.
 impl Simd for Avx512 {
     type I = __m512i;
     type F = __m512;

@@ -1,10 +1,10 @@
-//! Sixteen lanes of 32 bits, once for every instruction set.
+//! Sixteen lanes of 32 bits for every instruction set.
 //!
-//! A kernel is written once over [`Simd`]; a lane is an output column, lanes never mix, and every lane operation is an exact
-//! integer operation or one correctly rounded float operation. So all instruction sets give the same bits.
+//! A kernel is written once over [`Simd`]. A lane is an output column, and lanes never mix. Every lane operation is an exact integer
+//! operation or one correctly rounded float operation. So all instruction sets give bitwise identical results.
 //!
-//! The methods are `inline(always)` and carry no target feature of their own: they are sound only inside a function compiled with
-//! the features of their instruction set, which is why every one is `unsafe`.
+//! The methods are `inline(always)` and have no target feature themselves. They are sound only inside a function compiled with the features
+//! of their instruction set, so all of them are `unsafe`.
 #![allow(clippy::missing_safety_doc)]
 
 #[cfg(target_arch = "x86_64")]
@@ -22,15 +22,15 @@ pub use scalar::Scalar;
 /// Lanes of a vector.
 pub const LANES: usize = 16;
 
-/// Vector operations of one instruction set. Safety of every method: the processor has the set; pointers are valid for the lanes
-/// they name (no alignment needed).
+/// Vector operations of one instruction set. Safety of all methods: the processor has the set; pointers are valid for the lanes that they
+/// name (no alignment needed).
 pub trait Simd: Copy {
     /// Sixteen 32-bit integers.
     type I: Copy;
     /// Sixteen float32.
     type F: Copy;
 
-    /// Asks for the cache line at `p`, which may lie outside any allocation.
+    /// Prefetch the cache line at `p`, which may be outside any allocation.
     unsafe fn prefetch(p: *const u32);
     unsafe fn load_i(p: *const u32) -> Self::I;
     unsafe fn splat_i(x: u32) -> Self::I;
@@ -65,7 +65,7 @@ pub trait Simd: Copy {
     unsafe fn fma_f(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     /// `a * b - c`, rounded once.
     unsafe fn fms_f(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
-    /// Rounds to IEEE half (nearest even, subnormals kept) and back.
+    /// Round to IEEE half (nearest even, subnormals kept) and back.
     unsafe fn round_half(x: Self::F) -> Self::F;
     /// Sixteen halves, widened.
     unsafe fn load_half(p: *const u16) -> Self::F;

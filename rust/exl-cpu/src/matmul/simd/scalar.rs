@@ -1,4 +1,4 @@
-//! Plain arrays: the reference for the other instruction sets and the path of every other processor.
+//! Plain arrays: the reference for the other instruction sets, and the path of all other processors.
 
 use half::{bf16, f16};
 
