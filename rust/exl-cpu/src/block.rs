@@ -87,7 +87,7 @@ impl Tokens<'_> {
 }
 
 thread_local! {
-    /// Activation memory of earlier calls: new memory costs a prompt a quarter of its time in page faults.
+    /// Activation memory of earlier calls: page faults of new memory would slow a prompt down.
     static KEPT: RefCell<Vec<Vec<f32>>> = const { RefCell::new(Vec::new()) };
 }
 

@@ -507,11 +507,6 @@ class MatmulPlan:
         Bytes of the inter-block workspace, all ones before and after every launch; 0 for none.
         """
     @property
-    def hands_on(self, /) -> bool:
-        """
-        Whether results can be written packed as the input of the next matmul.
-        """
-    @property
     def input_columns(self, /) -> int | None:
         """
         Columns of the kernel's layout in which a launch other than a matmul can pack rows into the scratch memory, or None.
@@ -525,6 +520,11 @@ class MatmulPlan:
     def kernel(self, /) -> str:
         """
         gemv_ring, gemm_few, gemm_batch, gemm_tile or gemm_large.
+        """
+    @property
+    def packs_results(self, /) -> bool:
+        """
+        Whether results can be written packed as the input of the next matmul.
         """
     @property
     def refused(self, /) -> list[tuple[str, str]]:

@@ -4,8 +4,8 @@ use super::layout::TILE;
 use super::matrix::{Scales, Span};
 use super::simd::{LANES, Simd};
 
-/// Prefetch distance in words. The work between two loads is too long for the hardware prefetcher to find the stream; without the prefetch
-/// a third of the bandwidth is lost.
+/// Prefetch distance in words. The work between two loads is too long for the hardware prefetcher to find the stream, so it would lose
+/// bandwidth.
 const AHEAD: usize = 1024;
 
 /// Prefetch the block that is [`AHEAD`] words after `block`.

@@ -1,7 +1,7 @@
 //! Weight memory: zeroed, aligned to cache lines, and in huge pages if the system provides them.
 //!
-//! A matrix is read once a token from end to end, so its address translations never stay in the TLB: with 4 KiB pages they cost a fifth of
-//! the bandwidth. Huge pages must be requested before the memory is touched, so buffers have their own mappings. Matrices smaller than a
+//! A matrix is read once a token from end to end, so its address translations never stay in the TLB: with 4 KiB pages they would
+//! limit the bandwidth. Huge pages must be requested before the memory is touched, so buffers have their own mappings. Matrices smaller than a
 //! huge page, such as those of experts, share a mapping.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};

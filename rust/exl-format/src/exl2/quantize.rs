@@ -18,7 +18,7 @@ const FACTORS: usize = 97;
 pub enum Search {
     /// Try 97 factors and keep the one with the least sum of |error|^3.5.
     Grid,
-    /// Take the factor 1: about thirty times faster, slightly worse.
+    /// Take the factor 1: much faster, slightly less accurate.
     None,
 }
 

@@ -23,7 +23,7 @@ type Constants = (Option<Tensor>, Option<Tensor>);
 
 /// Inputs of the next step: int64 ids on the GPU, their exclusive limit, and uint8 in pinned memory with its destination of the same size
 /// on the GPU.
-type Following = (Tensor, usize, Option<(Tensor, Tensor)>);
+type NextInputs = (Tensor, usize, Option<(Tensor, Tensor)>);
 
 /// Memory that calls of one GPU share: staged rows, and the workspace of the kernels.
 #[pyclass(frozen, module = "exl_kernels._native")]
@@ -369,7 +369,7 @@ pub fn cuda_sample_launch(
     count: usize,
     needs: (bool, bool, bool),
     launch: &Launch,
-    next: Option<Following>,
+    next: Option<NextInputs>,
 ) -> PyResult<()> {
     let SamplingWorkspace {
         staging,
@@ -395,7 +395,7 @@ pub fn cuda_sample_launch(
         shaped.shape[0] >= count,
         "the workspace has fewer rows than there are requests",
     )?;
-    let next = next.map(|next| following(count, &next)).transpose()?;
+    let next = next.map(|next| next_inputs(count, &next)).transpose()?;
     let host = staging.slice_mut::<u8>("staging")?.as_mut_ptr() as usize;
     let workspace = Workspace {
         shaped: shaped.ptr,
@@ -412,7 +412,7 @@ pub fn cuda_sample_launch(
         .map_err(|e| device_error(py, &e))
 }
 
-fn following(count: usize, (ids, limit, inputs): &Following) -> PyResult<sampling::Next> {
+fn next_inputs(count: usize, (ids, limit, inputs): &NextInputs) -> PyResult<sampling::Next> {
     expect(
         ids.dtype == DType::I64 && ids.numel() == count && *limit > 0,
         "next must be int64, with an id a request and a limit of at least 1",

@@ -125,7 +125,7 @@ impl Matrix {
     }
 
     /// Bytes of scratch memory that [`matmul`] needs for `m` rows.
-    pub fn prepared_bytes(&self, m: usize) -> usize {
+    pub fn packed_bytes(&self, m: usize) -> usize {
         self.argument.unit_count as usize * m.div_ceil(8) * 16 * UNIT_ROWS
     }
 }
@@ -258,7 +258,7 @@ pub(super) unsafe fn prepare(
     unsafe { launch.run(device, &mut arguments) }
 }
 
-/// The matmul in separate launches, for any GPU: `prepared` is [`Matrix::prepared_bytes`] and `multipliers` `[m]` FP32 of scratch memory.
+/// The matmul in separate launches, for any GPU: `prepared` is [`Matrix::packed_bytes`] and `multipliers` `[m]` FP32 of scratch memory.
 /// Bitwise identical to `ring`.
 ///
 /// # Safety
@@ -372,6 +372,6 @@ pub(super) mod tests {
 
     #[test]
     fn scratch_memory_counts_whole_blocks() {
-        assert_eq!(matrix(16, 2064).prepared_bytes(9), 16 * 2 * 4096);
+        assert_eq!(matrix(16, 2064).packed_bytes(9), 16 * 2 * 4096);
     }
 }

@@ -107,7 +107,7 @@ impl Operands<'_> {
             "y must be [m, out_features] of the plan's rows",
         )?;
         expect(
-            self.y.is_some() || (self.next.is_some() && self.plan.hands_on),
+            self.y.is_some() || (self.next.is_some() && self.plan.packs_results),
             "results need y or next",
         )?;
         let Some(residual) = &self.residual else {
@@ -132,7 +132,7 @@ impl Operands<'_> {
         )?;
         let Some(next) = self.next else { return Ok(()) };
         expect(
-            self.plan.hands_on && next.scratch.dtype == DType::U8,
+            self.plan.packs_results && next.scratch.dtype == DType::U8,
             "this plan cannot pack results for next, or the scratch of next is not uint8",
         )?;
         if self.plan.kernel != Kernel::GemmBatch {
@@ -205,7 +205,7 @@ impl Operands<'_> {
     pub(super) fn gemm_few(&self, to: Target) -> Result<(), CudaError> {
         let input = match (&self.x, self.norm) {
             (Some(_), _) => few::Input::Rows,
-            (None, None) => few::Input::Prepared,
+            (None, None) => few::Input::Packed,
             (None, Some(norm)) => few::Input::Unnormed {
                 weight: norm.weight.ptr,
                 eps: norm.eps,

@@ -126,8 +126,8 @@ impl MatmulPlan {
 
     /// Whether results can be written packed as the input of the next matmul.
     #[getter]
-    fn hands_on(&self) -> bool {
-        self.plan.hands_on
+    fn packs_results(&self) -> bool {
+        self.plan.packs_results
     }
 
     /// Faster kernels and why each does not take the call.

@@ -25,8 +25,8 @@ pub enum Input {
     /// `x` of the matmul, with its norm, packed by a separate launch.
     Rows,
     /// Packed in the scratch memory by the kernel that made it.
-    Prepared,
-    /// Packed like `Prepared`, but not normed yet; the sums of squares of each eight features follow it.
+    Packed,
+    /// Packed like `Packed`, but not normed yet; the sums of squares of each eight features follow it.
     Unnormed {
         /// Weight plus offset of an RMS norm, FP32, in the layout's order: `[units][256]`, aligned to 16 bytes.
         weight: usize,
@@ -84,7 +84,7 @@ pub fn scratch_bytes(
 }
 
 /// Whether another kernel can pack the input: all matrices read it in one order without padding rows.
-pub fn takes_prepared(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> bool {
+pub fn takes_packed(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> bool {
     let tuning = Tuning::default();
     plan(caps, matrices, MOST_ROWS, gated, tuning).is_ok_and(|plan| {
         plan.task.copies == 1
@@ -144,7 +144,7 @@ impl Plan {
     fn bind_next(&mut self, caps: &Capabilities, next: Next) -> Result<(), CudaError> {
         let tuning = Tuning::default();
         let plan = plan(caps, next.matrices, MOST_ROWS, next.gated, tuning);
-        let fits = takes_prepared(caps, next.matrices, next.gated)
+        let fits = takes_packed(caps, next.matrices, next.gated)
             && next.matrices[0].in_features() == self.task.y_stride as usize
             && (self.task.gate >= 0 || self.task.count == 1);
         let (Ok(plan), true) = (plan, fits) else {

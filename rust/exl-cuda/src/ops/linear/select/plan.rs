@@ -44,7 +44,7 @@ pub struct Plan {
     /// Columns of the kernel's layout in which a launch other than a matmul can write F16 rows packed as the input.
     pub input_columns: Option<usize>,
     /// Results can be written packed as the input of the next matmul.
-    pub hands_on: bool,
+    pub packs_results: bool,
     /// Why faster kernels do not take the call. Kernels for fewer rows are left out, unless there are too many rows for packed weights.
     pub refused: Vec<(Kernel, Refusal)>,
     pub tuning: Tuning,
@@ -70,7 +70,7 @@ impl Plan {
             separate_gate: false,
             takes_packed: false,
             input_columns: None,
-            hands_on: false,
+            packs_results: false,
             refused,
             tuning,
             planned: Planned::Each,
@@ -112,7 +112,7 @@ impl Plan {
                     batch::exchange_bytes(caps, matrices, rows, gates, self.tuning.batch);
                 self.add_multipliers(batch::scratch_bytes(matrices, rows));
             }
-            Kernel::GemmTile => self.add_multipliers(matrices[0].prepared_bytes(rows)),
+            Kernel::GemmTile => self.add_multipliers(matrices[0].packed_bytes(rows)),
         }
     }
 
@@ -131,13 +131,13 @@ impl Plan {
         }
         match self.kernel {
             Kernel::GemmFew if rows > MOST_GEMV_ROWS => {
-                self.takes_packed = few::takes_prepared(caps, matrices, gate);
-                self.hands_on = gate || matrices.len() == 1;
+                self.takes_packed = few::takes_packed(caps, matrices, gate);
+                self.packs_results = gate || matrices.len() == 1;
                 let bare = self.takes_packed && matrices.len() == 1 && !norm;
                 self.input_columns = bare.then_some(few::MOST_ROWS);
             }
             Kernel::GemmBatch if batch::stores_pairs(matrices) => {
-                self.hands_on = gate && !self.separate_gate;
+                self.packs_results = gate && !self.separate_gate;
                 if matrices.len() == 1 && !norm {
                     self.input_columns = batch::input(matrices, rows);
                 }
@@ -153,6 +153,9 @@ impl Plan {
             Kernel::GemmBatch => next.input_columns.is_some(),
             _ => false,
         };
-        self.hands_on && self.kernel == next.kernel && self.call.rows == next.call.rows && takes
+        self.packs_results
+            && self.kernel == next.kernel
+            && self.call.rows == next.call.rows
+            && takes
     }
 }

@@ -189,7 +189,7 @@ fn bf16_rows_and_unaligned_inputs_do_not_chain() {
             Call::aligned(rows, bf16),
         ] {
             let plan = plan(&hopper, &[&made], call);
-            assert!(!plan.takes_packed && !plan.hands_on && plan.input_columns.is_none());
+            assert!(!plan.takes_packed && !plan.packs_results && plan.input_columns.is_none());
         }
         assert!(plan(&hopper, &[&made], aligned).input_columns.is_some());
     }
