@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import subprocess
 import sys
@@ -489,13 +490,14 @@ def test_a_full_replica_refuses_and_takes_requests_again(tmp_path: Path) -> None
         streams = [replica.generate(frame(), ingress="i", tag=tag) for tag in range(BATCHES)]
         for stream in streams:
             await anext(stream)
-        (refusal,) = [item async for item in replica.generate(frame(), ingress="i", tag=9)]
+        head, refusal = [item async for item in replica.generate(frame(), ingress="i", tag=9)]
+        assert json.loads(head) == {"replica": "here", "digest": "d", "refused": True}
         message = wire.decode_to_worker(refusal)
         assert isinstance(message, wire.Rejected)
         assert (message.status, message.code, message.retry_after) == (429, "queue_full", 1.0)
         engine.sinks[0](Finished(0, "length", None, USAGE))
         assert [len(decode_events(item)) async for item in streams[0]] == [1]
-        assert (await anext(replica.generate(frame(), ingress="i", tag=9))).startswith(b"{")
+        assert not json.loads(await anext(replica.generate(frame(), ingress="i", tag=9)))["refused"]
 
     asyncio.run(steps())
 
@@ -559,7 +561,7 @@ class FakeStream:
         if not self._first:
             await asyncio.Event().wait()
         self._first = False
-        return b'{"replica": "here", "digest": "d"}'
+        return b'{"replica": "here", "digest": "d", "refused": false}'
 
     def cancel(self) -> None:
         self._handle.stopped += 1
@@ -578,6 +580,72 @@ def test_an_operator_s_cancel_reaches_the_replica_and_the_client() -> None:
         assert handle.stopped == 1
         assert [event.code for event in events if isinstance(event, Failed)] == ["cancelled"]
         await engine.close()
+
+    asyncio.run(steps())
+
+
+class Unwilling:
+    """A deployment whose replicas a, b, c ... answer a request in turn: each refuses with a code or dies, "" takes it.
+    A replica that is to be avoided is not asked."""
+
+    def __init__(self, *answers: str) -> None:
+        self._answers = dict(zip("abcdef", answers, strict=False))
+        self.asked: list[str] = []
+        self.generate = self.tell = self.describe = self
+
+    def options(self, **_: Any) -> Unwilling:
+        return self
+
+    def remote(self, *given: Any, **named: Any) -> Any:
+        if given and isinstance(given[0], str):
+            return asyncio.sleep(0)
+        open_to_it = [name for name in self._answers if name not in named["avoid"]]
+        return self._stream((open_to_it or list(self._answers))[0])
+
+    async def _stream(self, name: str) -> AsyncIterator[bytes]:
+        self.asked.append(name)
+        answer = self._answers[name]
+        if answer == "dies":
+            del self._answers[name]  # Ray's router forgets it
+            raise RuntimeError("the actor has died")
+        yield json.dumps({"replica": name, "digest": "d", "refused": bool(answer)}).encode()
+        if answer:
+            yield wire.encode(wire.Rejected(1, 429, "rate_limit_error", answer, "no"))
+        yield encode_events([Started(0, 1, 0), Finished(0, "length", None, USAGE)])
+
+
+@pytest.mark.parametrize(
+    ("answers", "asked", "code"),
+    [
+        (["queue_full", ""], "ab", ""),
+        (["dies", "engine_restarting", ""], "abc", ""),
+        (["queue_full", "queue_full", "queue_full", ""], "abc", "queue_full"),
+        (["queue_full"], "aa", "queue_full"),
+        (["invalid_value", ""], "a", "invalid_value"),
+        (["dies", "dies", "dies", ""], "abc", "engine_restarting"),
+    ],
+)
+def test_a_request_that_a_replica_cannot_take_goes_to_another(answers: list[str], asked: str, code: str) -> None:
+    async def steps() -> None:
+        handle = Unwilling(*answers)
+        engine = RayEngine(handle, "i")
+        engine._card = SimpleNamespace(digest="d", namespace=b"n" * 16, page_size=256)  # type: ignore[assignment]
+        ended = asyncio.Event()
+
+        def take(event: EngineEvent) -> None:
+            if isinstance(event, Finished):
+                ended.set()
+
+        submitted = engine.submit(msgspec.msgpack.decode(frame(), type=EngineRequest), take)
+        if code:
+            with pytest.raises(ServeError) as caught:
+                await submitted
+            assert caught.value.code == code
+        else:
+            await submitted
+            async with asyncio.timeout(HANG_SECONDS):
+                await ended.wait()
+        assert "".join(handle.asked) == asked
 
     asyncio.run(steps())
 

@@ -28,6 +28,9 @@ log = logging.getLogger("ray.serve")
 
 DEATHS = 2
 """A request on which so many replicas have died is not tried again: it may be what kills them."""
+TRIES = 3
+"""So many replicas are asked to take a request, if one refuses for a reason of its own or ends before it answers."""
+ELSEWHERE = ("queue_full", "engine_restarting", "draining")
 LEASE_PERIOD, STATUS_PERIOD = 1.0, 2.0
 DIVERGED = "the replica that ran this request has ended, and another one gives another answer: try again"
 GONE = "the replica that ran this request has ended, and the request could not be finished on another: try again"
@@ -62,6 +65,22 @@ class _Call:
 
     async def _open(self) -> Any:
         """The stream of a replica that has taken the request. Raises ServeError, or an error of Ray."""
+        avoid = list(self._dead)
+        for last in (*[False] * (TRIES - 1), True):
+            try:
+                return await self._ask(avoid)
+            except ServeError as error:
+                if last or error.code not in ELSEWHERE or self.replica in avoid:
+                    raise
+                avoid.append(self.replica)
+            except Exception as error:  # Ray has many for an actor that has died
+                if last:
+                    raise
+                log.info("request %s is asked for again: %s", self._request.id, type(error).__name__)
+        raise AssertionError
+
+    async def _ask(self, avoid: list[str]) -> Any:
+        """The stream of the replica that Ray's router chooses, once it has taken the request. Raises as `_open`."""
         engine = self._engine
         self._stream = stream = _called(
             engine.handle.options(stream=True).generate,
@@ -70,20 +89,20 @@ class _Call:
             tag=self.tag,
             labels=self._labels,
             tokens=len(self._request.prompt) // 4,
-            avoid=self._dead,
+            avoid=avoid,
         )
         try:
             head = await anext(stream)
         except StopAsyncIteration:
             raise ServeError.unavailable("engine_restarting", GONE) from None
-        if not head.startswith(b"{"):
-            message = wire.decode_to_worker(head)
-            assert isinstance(message, wire.Rejected)
-            raise message.error()
         said = json.loads(head)
         if said["digest"] != engine.card.digest:
             raise ServeError.unavailable("engine_version", "the replicas serve different models or versions", None)
         self.replica = said["replica"]
+        if said["refused"]:
+            message = wire.decode_to_worker(await anext(stream))
+            assert isinstance(message, wire.Rejected)
+            raise message.error()
         return stream
 
     def _behind(self) -> EngineRequest:

@@ -155,7 +155,8 @@ class EngineReplica:
         avoid: Any = None,
         to: str | None = None,
     ) -> AsyncIterator[bytes]:
-        """A request's events. The first item is JSON: this replica's name and its model's digest, or a refusal."""
+        """A request's events. The first item is JSON: this replica's name, its model's digest, and whether it refuses
+        the request; the refusal then follows."""
         engine = await self._connected()
         self._heard[ingress] = time.monotonic()
         request = _requests.decode(frame)
@@ -163,6 +164,7 @@ class EngineReplica:
         if self._open >= most:
             message = f"{most} requests are open on this replica, the most that may: try again later"
             error = ServeError(429, "rate_limit_error", "queue_full", message, retry_after=1.0)
+            yield self._head(engine, refused=True)
             yield wire.encode(wire.Rejected.of(tag, error))
             return
         queue: asyncio.Queue[EngineEvent | None] = asyncio.Queue()
@@ -172,11 +174,12 @@ class EngineReplica:
             try:
                 running = await self._submitted(engine, request, queue.put_nowait)
             except ServeError as error:
+                yield self._head(engine, refused=True)
                 yield wire.encode(wire.Rejected.of(tag, error))
                 return
             self._running[ingress, tag] = _Taken(running, queue)
             self._taken += 1
-            yield json.dumps({"replica": self._name, "digest": engine.card.digest}).encode()
+            yield self._head(engine, refused=False)
             begun = False
             while left:
                 events, cancelled = await _next_events(queue, ITEM_SECONDS if begun else 0.0, ITEM_TOKENS * request.n)
@@ -191,6 +194,9 @@ class EngineReplica:
             taken = self._running.pop((ingress, tag), None)
             if taken is not None and left:
                 taken.cancel()
+
+    def _head(self, engine: LocalEngine, *, refused: bool) -> bytes:
+        return json.dumps({"replica": self._name, "digest": engine.card.digest, "refused": refused}).encode()
 
     async def _submitted(self, engine: LocalEngine, request: EngineRequest, take: Sink) -> RunningRequest:
         """Submit the request. Its images become files until the engine has taken it, as one message cannot hold them.
