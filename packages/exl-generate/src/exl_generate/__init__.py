@@ -70,6 +70,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name from its module when it is first used."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

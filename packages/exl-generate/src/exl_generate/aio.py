@@ -20,16 +20,17 @@ __all__ = ["ExLlamaV2DynamicGeneratorAsync", "ExLlamaV2DynamicJobAsync"]
 
 log = logging.getLogger(__name__)
 
-#: Iterations that may fail one after the other, for a reason of no job in particular, before all jobs end with it.
+#: Consecutive iterations that may fail, for a reason of no job in particular, before all jobs end with the error.
 MAX_FAILED_ITERATIONS = 3
 
 
 class ExLlamaV2DynamicGeneratorAsync:
-    """Takes the arguments of `ExLlamaV2DynamicGenerator`, which is the attribute `generator`.
+    """The dynamic generator for asyncio. It takes the arguments of `ExLlamaV2DynamicGenerator`, its attribute
+    `generator`.
 
-    Jobs may be submitted from any task, event loop or thread. Results go to their job alone; a job that fails gets
-    its own last result and disturbs no other. After `close()` every consumer has seen its job end, and new jobs raise
-    `JobStateError`. A generator that nobody refers to any more ends its thread, too.
+    Jobs may be submitted from any task, event loop or thread. Results go to their job alone. A failing job gets a last
+    result, and other jobs are not affected. After `close()`, every consumer has seen its job end, and new jobs raise
+    `JobStateError`. When nothing refers to the generator any more, its thread ends, too.
     """
 
     generator_class: ClassVar[type[ExLlamaV2DynamicGenerator]] = ExLlamaV2DynamicGenerator
@@ -40,7 +41,7 @@ class ExLlamaV2DynamicGeneratorAsync:
         weakref.finalize(self, self._worker.stop).atexit = False
 
     def enqueue(self, job: ExLlamaV2DynamicJobAsync) -> None:
-        """Queue a job; raises what `ExLlamaV2DynamicGenerator.enqueue` raises, and then leaves nothing behind."""
+        """Queue a job. It raises the errors of `ExLlamaV2DynamicGenerator.enqueue`; the job is then not queued."""
         self._worker.enqueue(job)
 
     async def cancel(self, job: ExLlamaV2DynamicJobAsync) -> None:
@@ -57,7 +58,7 @@ class ExLlamaV2DynamicGeneratorAsync:
         self._worker.discard(job.job)
 
     async def close(self) -> None:
-        """Cancel all jobs, deliver their last results and end the thread. Once is enough."""
+        """Cancel all jobs, deliver their last results and end the thread. Further calls do nothing."""
         self._worker.stop()
         await asyncio.to_thread(self._worker.join)
 
@@ -69,9 +70,10 @@ class ExLlamaV2DynamicGeneratorAsync:
 
 
 class _Worker:
-    """The thread that runs a generator's iterations and hands each result to its job.
+    """The thread that runs a generator's iterations and passes each result to its job.
 
-    It does not refer to the object that made it, so that one without users is collected, which stops the thread.
+    It holds no reference to the generator object that made it. So an unused generator is collected, which stops the
+    thread.
     """
 
     def __init__(self, generator: ExLlamaV2DynamicGenerator) -> None:
@@ -86,7 +88,7 @@ class _Worker:
 
     @property
     def jobs(self) -> dict[ExLlamaV2DynamicJob, ExLlamaV2DynamicJobAsync]:
-        """The jobs that have not ended and that somebody refers to; a copy."""
+        """A copy of the jobs that have not ended and that are still referenced."""
         found = {}
         for inner in list(self._jobs):
             reference = self._jobs.get(inner)
@@ -95,6 +97,7 @@ class _Worker:
         return found
 
     def enqueue(self, job: ExLlamaV2DynamicJobAsync) -> None:
+        """Queue a job and wake the thread."""
         inner = job.job
         with defer_sigint(), self._wake:
             if self._closing:
@@ -122,7 +125,7 @@ class _Worker:
                 self._wake.notify()
 
     def stop(self) -> None:
-        """Have the thread end all jobs, and then itself; does not wait."""
+        """Tell the thread to end all jobs and then itself; does not wait."""
         with defer_sigint(), self._wake:
             self._closing = True
             self._wake.notify()
@@ -132,7 +135,7 @@ class _Worker:
         self._thread.join()
 
     def _abandon(self, job: ExLlamaV2DynamicJob) -> None:
-        """As `discard`, called by the garbage collector in the middle of anything."""
+        """Discard a job; the garbage collector may call this in the middle of any code."""
         with defer_sigint(), self._wake:
             self._jobs.pop(job, None)
             self._generator.discard_soon(job)
@@ -166,11 +169,11 @@ class _Worker:
             self._deliver(dict_of(job.cancelled()))
 
     def _cleared(self) -> list[ExLlamaV2DynamicJob]:
-        """Jobs that somebody has taken out of the generator itself: there is no result of theirs to come."""
+        """Return the jobs that were removed from the generator directly: no result of theirs will come."""
         return [job for job in list(self._jobs) if job.is_finished]
 
     def _fail_all(self, error: BaseException) -> None:
-        """End every job with an error that is none of its own and does not go away."""
+        """End every job with an error that belongs to none of them and does not go away."""
         for job in list(self._jobs):
             self._generator.discard(job)
             self._deliver(dict_of(job.fail(error)))
@@ -192,10 +195,15 @@ class _Worker:
 
 
 class ExLlamaV2DynamicJobAsync:
-    """Arguments after `generator` as `ExLlamaV2DynamicJob`; enqueues itself. Iterate over it for its result dicts.
+    """A job for asyncio: it enqueues itself, and iterating over it yields its result dicts.
 
-    A loop that was left by `break` may be taken up again. `cancel()`, closing the iterator (`aclose`), cancelling the
-    task that waits in it, or dropping the job (no reference left, as when the function that made it returns) ends it.
+    A loop that was left by `break` may be continued. The job ends by `cancel()`, by closing the iterator (`aclose`), by
+    cancelling the task that waits in it, or when no reference to it is left.
+
+    Args:
+        generator: The generator that runs the job.
+        *args: Arguments of `ExLlamaV2DynamicJob`.
+        **kwargs: Arguments of `ExLlamaV2DynamicJob`.
     """
 
     def __init__(self, generator: ExLlamaV2DynamicGeneratorAsync, *args: Any, **kwargs: Any) -> None:
@@ -211,12 +219,12 @@ class ExLlamaV2DynamicJobAsync:
         return _Results(self)
 
     async def cancel(self) -> None:
-        """End the job; whoever iterates over it gets its last result (`eos_reason` "cancelled"). Once is enough."""
+        """End the job; its iterator gets a last result (`eos_reason` "cancelled"). Further calls do nothing."""
         self.cancelled = True
         await self.generator.cancel(self)
 
     async def finished(self) -> None:
-        """Wait until the job's last result is there."""
+        """Wait until the job's last result has arrived."""
         await self._ended.wait()
 
     def abandon(self) -> None:
@@ -226,11 +234,11 @@ class ExLlamaV2DynamicJobAsync:
             self.generator.cancel_soon(self)
 
     def put(self, result: Result) -> None:
-        """Hand a result to the job's event loop; called by the generator's thread."""
+        """Pass a result to the job's event loop; called by the generator's thread."""
         self._call_in_loop(self._receive, result)
 
     async def take(self) -> Result | None:
-        """The next result; None after the last, for everyone who waits or asks."""
+        """Return the next result; None after the last one, for every caller."""
         result = await self._results.get()
         if result is None:
             self._results.put_nowait(None)
@@ -242,19 +250,19 @@ class ExLlamaV2DynamicJobAsync:
             self._end()
 
     def _end(self) -> None:
-        """There are no more results: release everyone who waits. In the job's event loop."""
+        """Release everyone who waits: there are no more results. Runs in the job's event loop."""
         self._ended.set()
         self._results.put_nowait(None)
 
     def _call_in_loop(self, call: Callable[..., None], *args: Any) -> None:
-        """Run `call` in the job's event loop: now if this is it, else soon."""
+        """Run `call` in the job's event loop: now if the current loop is that one, else soon."""
         here: asyncio.AbstractEventLoop | None = None
         with contextlib.suppress(RuntimeError):
             here = asyncio.get_running_loop()
         if here is self._loop:
             call(*args)
             return
-        with contextlib.suppress(RuntimeError):  # that loop has been closed: nobody is listening
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(call, *args)
 
 

@@ -1,5 +1,4 @@
-"""Protocols of the layers below, as far as generators use them: exl_core's classes satisfy them, and so do test
-doubles."""
+"""Protocols of the layers below, as far as generators use them. exl_core's classes and test doubles implement them."""
 
 from __future__ import annotations
 
@@ -33,11 +32,11 @@ class Cache(Protocol):
 
     @property
     def model(self) -> Any:
-        """The model that it was made for."""
+        """The model that the cache was made for."""
 
     @property
     def kind(self) -> str:
-        """The format of what it stores."""
+        """The format of the stored keys and values."""
 
     def copy_states(
         self,
@@ -55,7 +54,7 @@ class Cache(Protocol):
 
 
 class CacheView:
-    """A cache that shows the memory of another one."""
+    """A cache object over the memory of another cache."""
 
     @property
     def underlying(self) -> Any:
@@ -64,7 +63,7 @@ class CacheView:
 
 
 class Adapter(Protocol):
-    """A LoRA adapter, as far as generators look into it."""
+    """The part of a LoRA adapter that generators use."""
 
     lora_scaling: float
     mixable: bool
@@ -72,59 +71,65 @@ class Adapter(Protocol):
 
     @property
     def content_digest(self) -> bytes:
-        """Bytes that no adapter with another effect has, in any process."""
+        """Bytes that differ, in any process, from those of every adapter with another effect."""
 
     def check_usable(self, model: Any) -> None:
         """Raise `ModelStateError` unless the adapter was loaded for `model` as it is loaded now."""
 
 
 class PreparedStep(Protocol):
-    """A decode step whose ids are not known yet. Run it before anything else of its model, or not at all."""
+    """A decode step whose ids are not known yet. Run it before any other step of its model, or not at all."""
 
     @property
     def is_current(self) -> bool:
-        """Whether the logits returned last are still this step's: the model may reuse their memory in its next step."""
+        """Whether the logits returned last are still valid: the model may reuse their memory in its next step."""
 
     def inputs(self) -> NextInputs | None:
-        """Where the sampler writes the tokens, one a sequence; None if the step cannot run."""
+        """Return the memory for the sampler's tokens, one for each sequence; None if the step cannot run."""
 
     def launch(self) -> torch.Tensor:
-        """Queue the step behind the work that fills in `inputs`; logits [B, q, Vp] in the model's memory."""
+        """Queue the step behind the work that fills in `inputs`; returns logits [B, q, Vp] in the model's memory."""
 
     def run(self, ids: torch.Tensor) -> torch.Tensor | None:
-        """Queue the step for int64 `ids` [B, q]; its logits, or None, with nothing queued, if it cannot run."""
+        """Queue the step for int64 `ids` [B, q]; returns its logits, or None, with nothing queued, if it cannot run."""
 
 
 class Model(Protocol):
-    """A loaded model. `exl_generate.testing.ModelBase` has the answers of a model on the CPU, for test doubles."""
+    """A loaded model. `exl_generate.testing.ModelBase` implements most of it for test doubles on the CPU."""
 
     @property
     def config(self) -> Any:
-        """Its `Config`."""
+        """The model's `Config`."""
 
     @property
     def device(self) -> torch.device | None:
-        """Where logits are computed; None is the CPU."""
+        """The device of the logits; None is the CPU."""
 
     @property
     def arrangement(self) -> object:
-        """An object that is another one after a module of the model was replaced: earlier results are stale then."""
+        """An object that changes when a module of the model is replaced: earlier results are then stale."""
 
     @property
     def content_digest(self) -> bytes:
-        """Bytes that stand for all that decides K/V beside tokens, adapters, cache format and device: no model that
-        computes others has them, in any process. Another value after a module was replaced by one of the caller's."""
+        """Bytes that identify everything that decides K/V beside tokens, adapters, cache format and device.
+
+        No model that computes other K/V has the same bytes, in any process. They change when a caller replaces a
+        module.
+        """
 
     @property
     def hooked(self) -> bool:
-        """Whether hooks of the caller look at hidden states: each prompt must then be a pass of its own."""
+        """Whether hooks of the caller read hidden states: each prompt then needs a pass of its own."""
 
     def invariant_tokens(self, loras: Any = ()) -> int | None:
-        """Most tokens of a pass whose results are batch-invariant under these adapters; None means any number."""
+        """Return the most tokens of a pass whose results are batch-invariant under `loras`; None means any number."""
 
     def prepare_step(self, q_len: int, cache: Any, attn_params: Any, *, row_loras: Any = None) -> PreparedStep | None:
-        """A step of `q_len` tokens a row whose ids are not known yet (`ExLlamaV2.prepare_step`), or None.
-        `row_loras`: the adapters of each row."""
+        """Prepare a step of `q_len` tokens a row whose ids are not known yet (`ExLlamaV2.prepare_step`), or return
+        None.
+
+        `row_loras` are the adapters of each row.
+        """
 
     def forward_chunk(
         self,
@@ -138,13 +143,15 @@ class Model(Protocol):
         return_last_state: bool = False,
         row_loras: Any = None,
     ) -> dict[str, Any]:
-        """One pass over int64 [B, q] ids with `PagedParams`, all with the adapters `loras`, or each row with those that
-        `row_loras` has for it; "logits" float [B, q, Vp] unless `preprocess_only`,
-        "last_state" [B, q, hidden] if asked for."""
+        """Run one pass over int64 [B, q] ids with `PagedParams`.
+
+        All rows use the adapters `loras`, or each row those of its entry in `row_loras`. The result holds "logits",
+        float [B, q, Vp], unless `preprocess_only`; and "last_state", [B, q, hidden], with `return_last_state`.
+        """
 
 
 class Tokenizer(Protocol):
-    """Text to ids, ids to bytes."""
+    """Conversion of text to ids, and of ids to text and bytes."""
 
     @property
     def config(self) -> Any:
@@ -152,7 +159,7 @@ class Tokenizer(Protocol):
 
     @property
     def extended_id_to_piece(self) -> Mapping[int, str]:
-        """Special and added ids with their text."""
+        """Texts of special and added ids."""
 
     def encode(
         self,
@@ -162,19 +169,19 @@ class Tokenizer(Protocol):
         encode_special_tokens: bool = False,
         embeddings: Any = None,
     ) -> torch.Tensor:
-        """int64 [1, n]; the `text_alias` of an embedding becomes the ids of its rows."""
+        """Return int64 [1, n]; the `text_alias` of an embedding becomes the ids of its rows."""
 
     def decode(self, ids: Any, decode_special_tokens: bool = False) -> Any:
-        """Text of a 1-D tensor of ids."""
+        """Return the text of a 1-D tensor of ids."""
 
     def get_vocab_size(self) -> int:
-        """1 + the highest known id."""
+        """Return 1 + the highest known id."""
 
     def get_id_to_piece_list(self, include_special_tokens: bool = False) -> list[str]:
-        """Text of each id."""
+        """Return the text of each id."""
 
     def get_id_to_bytes_list(self, include_special_tokens: bool = False) -> list[bytes]:
-        """Bytes of each id."""
+        """Return the bytes of each id."""
 
     def single_id(self, piece: str) -> int | None:
-        """Id of a whole piece."""
+        """Return the id of a whole piece, or None."""

@@ -40,6 +40,8 @@ class NoCandidatesError(ExlError, RuntimeError):
 
 
 class UserCodeError(ExlError, RuntimeError):
-    """A hook or filter raised something that is no `Exception` (SystemExit, CancelledError, ...): see `__cause__`."""
+    """A hook or filter raised an exception that is not an `Exception` (SystemExit, CancelledError, ...): see
+    `__cause__`.
+    """
 
     code: ClassVar[str] = "user_code"

@@ -24,7 +24,7 @@ __all__ = ["as_job_error", "defer_sigint", "interruptible"]
 #: sections that are open in the main thread, innermost last
 _open: list[defer_sigint] = []
 
-#: seconds between two looks for a recorded Ctrl-C while another thread holds a lock
+#: seconds between two checks for a recorded Ctrl-C while another thread holds a lock
 _LOCK_POLL_SECONDS = 0.05
 
 
@@ -71,8 +71,10 @@ class defer_sigint:
         self._recorded = True
 
     def deliver(self) -> None:
-        """Call the previous handler now if a Ctrl-C was recorded. The section stays open, also while the exception of
-        that handler propagates."""
+        """Call the previous handler now if a Ctrl-C was recorded.
+
+        The section stays open, also while the exception of that handler propagates.
+        """
         if self._recorded:
             self._recorded = False
             try:

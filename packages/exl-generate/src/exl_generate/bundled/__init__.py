@@ -30,5 +30,5 @@ def default_model_dir() -> Path:
 
 
 def draft_model_dir() -> Path:
-    """Return the folder of its draft model (EXL2, 6 bits per weight, same tokenizer), for speculative decoding."""
+    """Return the folder of the bundled model's draft model (EXL2, 6 bits per weight, same tokenizer)."""
     return _folder("fable-2m-draft")

@@ -25,17 +25,17 @@ class CacheOwner(Protocol):
     """The part of a generator that other generators on its caches use."""
 
     def leave_caches(self) -> None:
-        """Make room for another generator. Raises `JobStateError` while jobs of this one are queued or running."""
+        """Release the caches for another generator. Raises `JobStateError` while jobs are queued or running."""
 
     def forget_pages(self) -> None:
-        """Another generator has written into the caches."""
+        """Forget all pages: another generator has written into the caches."""
 
 
 @contextlib.contextmanager
 def owning(owner: CacheOwner, caches: Sequence[object]) -> Iterator[None]:
     """Make `owner` the owner of the caches; no other generator can take them before the block ends.
 
-    Raises what `leave_caches` of the present owner raises.
+    Raises the errors of the present owner's `leave_caches`.
     """
     with _lock:
         memories = [cache.underlying if isinstance(cache, CacheView) else cache for cache in caches]

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 __all__ = ["COLUMN_FLAGS", "Extra", "JobEnd", "StepColumns", "columns_of", "unreadable"]
 
-#: The bits of `StepColumns.flags`: "started": the job has left the queue; "first": its first token was sampled; "end":
-#: this is the last that is heard of it; "held": tokens are held back behind the text.
+#: The bits of `StepColumns.flags`. "started": the job has left the queue. "first": its first token was sampled. "end":
+#: this is its last entry. "held": tokens after the text are held back.
 COLUMN_FLAGS = {"started": STARTED, "first": FIRST, "end": END, "held": HELD}
 
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:
-    """Why a job is over. `reason` and `statistics` as in the last result dict."""
+    """The end of a job. `reason` and `statistics` are those of the last result dict."""
 
     reason: str
     statistics: dict[str, Any]
@@ -55,8 +55,10 @@ class Extra:
 
 @dataclass(frozen=True, slots=True)
 class StepColumns:
-    """The results since the last call, one entry a job. `ids` holds the tokens of all entries, one after the other:
-    `counts[i]` of them belong to entry i."""
+    """The results since the last call, one entry for each job.
+
+    `ids` holds the tokens of all entries in order: `counts[i]` of them belong to entry i.
+    """
 
     #: uint32 [n]: the jobs' serial numbers, modulo 2^32
     serials: NDArray[np.uint32]
@@ -76,7 +78,7 @@ class StepColumns:
 
 
 def unreadable(job: ExLlamaV2DynamicJob) -> str:
-    """The option that keeps a job's results from being written as columns; "" if there is none."""
+    """Return the option that keeps a job's results from being written as columns; "" if there is none."""
     return "return_hidden_state" if job.request.return_hidden_state else ""
 
 
@@ -108,7 +110,7 @@ def _columns(serials: list[int], entries: Events, events: Events) -> StepColumns
 
 
 def _joined(events: Events) -> Event:
-    """Events of one job as one: what it has released, and its flags."""
+    """Merge events of one job into one: its released tokens and text, and its flags."""
     if len(events) == 1:
         return events[0]
     flags = events[-1].flags & HELD
@@ -134,7 +136,7 @@ def _note(extra: dict[int, Extra], event: Event) -> None:
 
 
 def _report(note: Extra, job: ExLlamaV2DynamicJob, records: list[Record]) -> None:
-    """Add the reports that were asked for with these tokens."""
+    """Add the requested reports of these tokens."""
     asked = job.request
     if asked.return_probs:
         note.probabilities += [record.probability for record in records]

@@ -28,7 +28,7 @@ def build_jobs(
     add_bos: bool,
     **kwargs: Any,
 ) -> list[ExLlamaV2DynamicJob]:
-    """One job per prompt; nothing is enqueued, so a refused prompt leaves nothing behind."""
+    """Build one job per prompt. Nothing is enqueued, so a rejected prompt leaves nothing behind."""
     prompts = _prompts(prompt)
     listed = isinstance(prompt, list)
     first = seed_of(seed)
@@ -80,8 +80,10 @@ class Completions:
             self._last[result["job"]] = result
 
     def answer(self, return_last_results: bool) -> Any:
-        """Return the value of `generate()`; raises the first job's error unless the caller gets to see the last
-        results."""
+        """Return the value of `generate()`.
+
+        Raises the first job's error, unless the caller asked for the last results.
+        """
         if len(self._last) < len(self._jobs):
             raise JobStateError("the queue was cleared while these prompts were running")
         last = [self._last[job] for job in self._jobs]
@@ -115,7 +117,7 @@ def _prompts(prompt: Any) -> list[tuple[str, ...]]:
         for text in texts:
             if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
                 raise RequestError(
-                    f"the prompt {text[:40]!r} holds half of a surrogate pair, which is no text; decode it first"
+                    f"the prompt {text[:40]!r} holds an unpaired surrogate, which has no UTF-8; decode it first"
                 )
     return prompts
 

@@ -43,7 +43,7 @@ class TokenConstraints:
         self.rewinds = 0
 
     def at(self, generated: int) -> Constraint:
-        """The constraint on the token behind `generated` others, a healed token counted."""
+        """Return the constraint on the token after `generated` others, a healed token counted."""
         mask = None if self._filters is None else self._mask(self._filters)
         request = self._request
         early = request.stop_tokens if generated - request.healing < request.min_new_tokens else ()
@@ -59,7 +59,7 @@ class TokenConstraints:
         )
 
     def heals(self, generated: int, token: int) -> bool:
-        """Whether token healing allows `token` behind `generated` others."""
+        """Whether token healing allows `token` after `generated` others."""
         return generated >= self._request.healing or token in self._healing_candidates()
 
     def prefetch(self, pool: Callable[[], Executor]) -> None:
@@ -69,7 +69,7 @@ class TokenConstraints:
                 self._filters.prefetch(pool())
 
     def feed(self, record: Record) -> bool:
-        """Show a token to the filters; True if they say that it was the last."""
+        """Feed a token to the filters. Returns True if the filters end with it."""
         if self._filters is None or not record.fed:
             return False
         with interruptible():
@@ -77,8 +77,10 @@ class TokenConstraints:
             return self._filters.feed(record.token)
 
     def rewind(self, gone: list[Record], generated: int) -> None:
-        """The tokens `gone` behind `generated` others spelled a banned string and were removed. Exclude the first of
-        them, and the token that a hook replaced by it, at that position."""
+        """Exclude a banned string's first token, and the token that a hook replaced by it, at its position.
+
+        `gone` are the removed tokens; `generated` others come before them.
+        """
         if self._filters is not None:
             with interruptible():
                 self._filters.rewind(sum(record.fed for record in gone))
@@ -88,7 +90,7 @@ class TokenConstraints:
         self.rewinds += 1
 
     def close(self) -> None:
-        """Give the filters back. An error of a filter here is dropped: the job is over."""
+        """Release the filters. Their errors are ignored here: the job is over."""
         filters, self._filters = self._filters, None
         if filters is not None:
             try:
@@ -109,7 +111,7 @@ class TokenConstraints:
             self._begun = True
 
     def _healing_candidates(self) -> NDArray[np.int64]:
-        """Ids whose bytes begin with the removed token's; a token without text can only be itself."""
+        """Return the ids whose bytes begin with the removed token's. A token without text is its only candidate."""
         healed = self._request.healed_id
         assert healed is not None
         prefix = self._pieces[healed]

@@ -16,13 +16,15 @@ __all__ = ["JobContext"]
 
 
 class JobContext:
-    """The part of a generator that its jobs see.
+    """The part of a generator that its jobs use.
 
     Args:
-        model, cache, tokenizer: as the generator's.
-        page_table: the pages of `cache`.
-        num_draft_tokens: most tokens drafted a step; 0 without drafting.
-        new_acceptance: makes the draft statistics of a job that has drafted nothing yet.
+        model: As the generator's.
+        cache: As the generator's.
+        tokenizer: As the generator's.
+        page_table: The pages of `cache`.
+        num_draft_tokens: Most tokens drafted in a step; 0 without drafting.
+        new_acceptance: Makes the draft statistics of a job that has drafted nothing yet.
     """
 
     def __init__(
@@ -50,8 +52,10 @@ class JobContext:
         self._private_token = secrets.token_hex(16)
 
     def update_arrangement(self) -> bool:
-        """Look whether a module of the model was replaced since the last call. Pages named before are then found under
-        names that no job starts with any more."""
+        """Return whether a module of the model was replaced since the last call.
+
+        Pages named before get names that no new job uses.
+        """
         now = self.model.arrangement
         if now is self._arrangement:
             return False
@@ -59,10 +63,10 @@ class JobContext:
         return True
 
     def namespace_of(self, loras: Sequence[Adapter]) -> bytes:
-        """Digest that precedes the first page of every sequence under these adapters, 16 bytes.
+        """Return the digest that precedes the first page of every sequence under these adapters, 16 bytes.
 
-        It is equal in every process with the same model, settings, adapters, cache format and kind of device. Once a
-        module was replaced it is this generator's own, since K/V of before may be stored under the names of then.
+        It is equal in every process with the same model, settings, adapters, cache format and kind of device. After a
+        module was replaced it is unique to this generator, since earlier K/V may be stored under the earlier names.
         """
         model, device = self.model, self.model.device
         own = [f"modules {self.arrangements} of {self._private_token}"] if self.arrangements else []
@@ -72,6 +76,8 @@ class JobContext:
 
 
 def _name_of(lora: Adapter) -> str:
-    """Name of an adapter's effect, the same in every process. The order of adapters counts: they add up in it, and the
-    first replacement of a matrix holds."""
+    """Return the name of an adapter's effect, the same in every process.
+
+    The order of adapters counts: their results are added in that order, and the first replacement of a matrix wins.
+    """
     return f"adapter {lora.content_digest.hex()} x {lora.lora_scaling!r}"

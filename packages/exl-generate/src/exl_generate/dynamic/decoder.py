@@ -1,4 +1,4 @@
-"""From the logits of one job to its next token, and from there to text."""
+"""Turn the logits of one job into its next token, and that token into text."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ class Decoder:
 
     @property
     def reads_logits_once(self) -> bool:
-        """Whether only the sampler of a GPU reads the job's logits, and that at once."""
+        """Whether the job's logits are read once only, at once, by the sampler on a GPU."""
         request = self._request
         return self.sampler.never_left_to_cpu and not (
             request.return_logits or request.return_top_tokens or self.sampler.settings.post_sampling_hooks
         )
 
     def refresh(self) -> None:
-        """Before a step: take over changes of live settings. Raises `RequestError` for values without meaning."""
+        """Apply changes of live settings before a step. Raises `RequestError` for invalid values."""
         self.sampler.refresh()
         scale = self.sampler.settings.cfg_scale
         if scale is not None and len(self._request.prompts) == 1:
@@ -94,7 +94,7 @@ class Decoder:
             )
 
     def draw(self, windows: list[Window], at: int, sequence: Sequence) -> Draw:
-        """The sampler's input for the token behind position `at` of each window."""
+        """Return the sampler's input for the token after position `at` of each window."""
         if at > 0:  # position 0 keeps what `refresh` found: the engine has planned with it which logits stay
             self.refresh()
         generated = sequence.generated
@@ -111,8 +111,10 @@ class Decoder:
         )
 
     def record(self, drawn: Sample, window: Window, at: int) -> Record:
-        """The sampled token after the post-sampling hooks, with what is reported about it. `window` and `at`: where its
-        logits are."""
+        """Return the sampled token after the post-sampling hooks, with the requested reports.
+
+        `window` and `at` locate its logits.
+        """
         sample, feed = drawn, True
         if self.sampler.settings.post_sampling_hooks:
             sample, feed = self._hooked(drawn, window.row(at))
@@ -141,11 +143,11 @@ class Decoder:
         return Outcome("max_new_tokens") if generated - request.healing >= request.max_new_tokens else None
 
     def piece(self, token: int, special: bool) -> str:
-        """Text of one token by itself; `special`: special tokens have their text, too."""
+        """Return the text of one token by itself; `special`: special tokens have their text, too."""
         return PieceTable.of(self._tokenizer, special)[token].decode(errors="replace")
 
     def _hooked(self, sample: Sample, logits: torch.Tensor) -> tuple[Sample, bool]:
-        """The sample after all post-sampling hooks, and whether filters are to see it."""
+        """Return the sample after all post-sampling hooks, and whether filters receive it."""
         told = self._request.return_top_tokens > 0
         seen = ExLlamaV2PostSamplingResult(
             sampled_token=torch.tensor([[sample.token]]),

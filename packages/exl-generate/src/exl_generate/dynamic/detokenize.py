@@ -27,14 +27,14 @@ class PieceTable:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, special: bool) -> PieceTable:
-        """The table of this tokenizer, built once and shared by all requests."""
+        """Return the table of this tokenizer, built once and shared by all requests."""
         tables = _cache.setdefault(tokenizer, {})
         if special not in tables:
             tables[special] = cls(tokenizer.get_id_to_bytes_list(include_special_tokens=special))
         return tables[special]
 
     def starting_with(self, prefix: bytes) -> NDArray[np.int64]:
-        """Ids whose bytes begin with `prefix`, ascending."""
+        """Return the ids whose bytes begin with `prefix`, ascending."""
         found = self._starting.get(prefix)
         if found is None:
             ids = [i for i, piece in enumerate(self._pieces) if piece.startswith(prefix)]
@@ -42,7 +42,7 @@ class PieceTable:
         return found
 
     def text_of(self, token: int) -> str | None:
-        """Text of a token whose bytes are whole characters by themselves; None for any other."""
+        """Return the text of a token whose bytes are complete characters; None for any other token."""
         try:
             return self._texts[token]
         except KeyError:
@@ -54,10 +54,10 @@ class PieceTable:
 
 
 def decode_incremental(pending: bytes, new: bytes, final: bool = False) -> tuple[str, bytes]:
-    """Text that is complete, and the bytes (at most three) of a character that is not. Invalid bytes become U+FFFD
-    at once.
+    """Return the complete text, and the bytes (at most three) of an incomplete last character.
 
-    Feeding any split of a byte string and flushing with `final` gives that string decoded with errors="replace".
+    Invalid bytes become U+FFFD at once. Feeding any split of a byte string and flushing with `final` gives that string
+    decoded with errors="replace".
     """
     data = pending + new
     text, used = codecs.utf_8_decode(data, "replace", final)

@@ -15,26 +15,27 @@ __all__ = ["Acceptance", "DraftLength", "JobDrafts"]
 
 Clock = Callable[[], float]
 
-#: Turns of the first comparison, so that a load on the machine slows all lengths: as many guesses as allowed, fewer,
-#: and none. The first step with or without guesses is not measured: others may be prelaunched, and find warm caches.
+#: Iterations of the first comparison of lengths: as many guesses as allowed, fewer, and none. A load on the machine
+#: then slows all of them. The first step with or without guesses is not measured: others may be prelaunched and have
+#: warm caches.
 FIRST_TURNS = 4
-#: Steps with guesses between two looks at what a step without them costs.
+#: Steps with guesses between two measurements of a step without guesses.
 STEPS_BETWEEN_LOOKS = 128
-#: Share of the time without drafting that may go into finding out whether guesses would hold.
+#: Largest share of the time without drafting that may be spent on testing whether guesses would hold.
 REVIEW_SHARE = 0.015
-#: Share of that time that may go into measuring steps with guesses anew.
+#: Largest share of that time that may be spent on measuring steps with guesses again.
 MEASURE_SHARE = 0.015
 #: A change of length must promise this much more speed, so that noise does not flip it.
 WORTH_CHANGING = 1.04
 
 
 def _typical(times: Sequence[float] | deque[float]) -> float:
-    """A time of these that a load on the machine has not stretched: below the median."""
+    """Return a time that a load on the machine has probably not stretched: one below the median."""
     return sorted(times)[(len(times) - 1) // 3]
 
 
 class Acceptance:
-    """The share of guesses that hold; recent ones count more. What it learns, `parent` learns, too."""
+    """The share of guesses that hold; recent guesses count more. `parent` learns the same observations."""
 
     def __init__(self, memory: float, parent: Acceptance | None = None) -> None:
         self._memory = memory
@@ -42,7 +43,7 @@ class Acceptance:
         self._held = self._tried = 0.0
 
     def learn(self, drafted: int, held: int) -> None:
-        """Of `drafted` consecutive guesses the first `held` held; those behind the first that did not say nothing."""
+        """Record that the first `held` of `drafted` consecutive guesses held; later guesses carry no information."""
         tried = held + (held < drafted)
         kept = (1.0 - 1.0 / self._memory) ** tried
         self._held = self._held * kept + held
@@ -51,7 +52,7 @@ class Acceptance:
             self._parent.learn(drafted, held)
 
     def review(self, tried: int, held: int) -> None:
-        """Of `tried` tokens, each guessed after the true ones before it, `held` were guessed."""
+        """Record that `held` of `tried` tokens, each guessed after the true tokens before it, were guessed right."""
         kept = (1.0 - 1.0 / self._memory) ** tried
         self._held = self._held * kept + held
         self._tried = self._tried * kept + tried
@@ -60,13 +61,15 @@ class Acceptance:
 
     @property
     def rate(self) -> float:
-        """Probability that the next guess holds. With little evidence, that of `parent`; at first an optimistic one."""
+        """Probability that the next guess holds. With little evidence, the rate of `parent`; at first an optimistic
+        one.
+        """
         prior, weight = (0.8, 2.0) if self._parent is None else (self._parent.rate, 4.0)
         return (self._held + weight * prior) / (self._tried + weight)
 
 
 class JobDrafts:
-    """The draft tokens of one job. `enabled`: its generator drafts at all."""
+    """The draft tokens of one job. `enabled`: whether the generator drafts at all."""
 
     __slots__ = ("acceptance", "accepted", "drafted", "enabled")
 
@@ -85,7 +88,7 @@ class JobDrafts:
 
 
 class _Costs:
-    """Cost of steps of one batch size, in seconds without guesses, and relative to that with guesses."""
+    """Costs of steps of one batch size: seconds without guesses, and with guesses relative to that."""
 
     def __init__(self, planned: Sequence[int], ratios: dict[int, deque[float]]) -> None:
         self.planned = deque(planned)
@@ -105,7 +108,7 @@ class _Costs:
             self.waiting.clear()
 
     def of(self, guesses: int) -> float:
-        """Cost of a step with so many guesses, a step without being 1: measured, or on the line between neighbours."""
+        """Return the cost of a step with `guesses` guesses, relative to one without: measured, or interpolated."""
         below, above = (0, 1.0), None
         for k, found in sorted(self.ratios.items()):
             if k <= guesses:
@@ -118,10 +121,14 @@ class _Costs:
 
 
 class DraftLength:
-    """Chooses the number of guesses of each step, from 0 to `most`, the same for all jobs of the step.
+    """Choose the number of guesses of each step, from 0 to `most`, the same for all jobs of the step.
 
-    `clock` returns seconds. Use: `plan` before a step, `record` after it; without drafting `review_due` now and then
-    asks for a review of the jobs' acceptance, whose time goes to `reviewed`.
+    Call `plan` before a step and `record` after it. Without drafting, `review_due` sometimes asks for a review of the
+    jobs' acceptance; pass its time to `reviewed`.
+
+    Args:
+        most: Most guesses in a step.
+        clock: Returns seconds.
     """
 
     def __init__(self, most: int, clock: Clock = time.perf_counter) -> None:
@@ -139,18 +146,22 @@ class DraftLength:
         self._review_steps = 0
 
     def acceptance(self) -> Acceptance:
-        """An estimate for a new job, which starts from those of all jobs."""
+        """Return an estimate for a new job; it starts from the estimates of all jobs."""
         return Acceptance(32.0, self._overall)
 
     @property
     def next_is_plain(self) -> bool:
-        """Whether the next step will have no guesses, so far as known before its jobs are chosen."""
+        """Whether the next step will have no guesses, as known before its jobs are chosen."""
         costs = self._last
         return self.most == 0 or (costs.planned[0] if costs is not None and costs.planned else self.current) == 0
 
     def plan(self, jobs: Sequence[tuple[float, int]], overhead: Callable[[], float] = lambda: 0.0) -> int:
-        """Guesses in the next step of these jobs: of each its acceptance rate, and the guesses that it has room for.
-        `overhead`: seconds that drafting would take before the step, to make up for steps without."""
+        """Return the number of guesses in the next step of these jobs.
+
+        Args:
+            jobs: For each job its acceptance rate and the number of guesses that it has room for.
+            overhead: Seconds that drafting would take before the step, to catch up after steps without drafting.
+        """
         if self.most == 0 or not jobs:
             return 0
         costs = self._last = self._costs(len(jobs))
@@ -172,7 +183,9 @@ class DraftLength:
         return self.current
 
     def record(self, size: int, guesses: int, seconds: float) -> None:
-        """A step of `size` jobs, the longest draft of which had `guesses` tokens, took so long, drafting included."""
+        """Record a step of `size` jobs that took `seconds`, drafting included; its longest draft had `guesses`
+        tokens.
+        """
         costs = self._costs(size)
         if (guesses > 0) == (self._before > 0):
             costs.add(guesses, seconds)
@@ -183,13 +196,13 @@ class DraftLength:
             self._review_steps += 1
 
     def review_due(self) -> bool:
-        """Whether it is time to look, without drafting, at how guesses would have fared."""
+        """Whether it is time to test, without drafting, how many guesses would have held."""
         return (
             self.current == 0 and self._review_steps >= 32 and self._review_seconds <= REVIEW_SHARE * self._idle_seconds
         )
 
     def reviewed(self, seconds: float) -> None:
-        """A review took so long."""
+        """Record the time of a review, in seconds."""
         self._review_seconds, self._idle_seconds, self._review_steps = seconds, 0.0, 0
 
     def _costs(self, size: int) -> _Costs:
@@ -206,7 +219,7 @@ class DraftLength:
         return found
 
     def _another(self) -> int:
-        """A length to try: each in turn."""
+        """Return a length to try; the lengths alternate."""
         self._tried = self._tried % self.most + 1
         return self._tried
 
@@ -217,7 +230,7 @@ class DraftLength:
 
     @staticmethod
     def _tokens(guesses: int, jobs: Sequence[tuple[float, int]]) -> float:
-        """Expected tokens of a step: of each job one, and those guesses before which all held."""
+        """Return the expected tokens of a step: one for each job, and the guesses before which all guesses held."""
         total = 0.0
         for rate, room in jobs:
             k = min(guesses, room)

@@ -1,7 +1,7 @@
-"""Guesses by a smaller model of the same vocabulary.
+"""Draft tokens with a smaller model of the same vocabulary.
 
-Its cache has the main cache's pages. `Page.drafted` says how far it holds the draft model's K/V of a page's tokens:
-steps without drafting leave a gap, which is computed when drafting resumes.
+The draft cache has the same pages as the main cache. `Page.drafted` is the number of the page's tokens whose draft K/V
+it holds. Steps without drafting leave a gap, which is computed when drafting resumes.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ __all__ = ["ModelDrafter"]
 
 log = logging.getLogger(__name__)
 
-#: Ids that the first draft pass of a step may make up for along with the last one.
+#: Missing ids that the first draft pass of a step may compute together with the last id.
 WINDOW = 2
-#: Ids whose guesses a review looks at.
+#: Ids whose guesses a review tests.
 REVIEWED = 64
 
 
 @dataclass(frozen=True, slots=True)
 class _Fed:
-    """Guesses that the draft model has computed K/V of, at places from `start` on, in these pages."""
+    """Guesses whose draft K/V were computed, at positions from `start` on, in these pages."""
 
     start: int
     tokens: list[int]
@@ -46,7 +46,15 @@ class _Fed:
 
 
 class ModelDrafter(Drafter):
-    """Guesses greedily. If the draft model fails, the step goes on without. `budget`: ids of a catching-up pass."""
+    """Draft greedily with a model. If the draft model fails, the step continues without guesses.
+
+    Args:
+        runner: Runs the draft model over its cache.
+        table: The pages of the main cache.
+        most: Most guesses in a step.
+        vocab_size: Ids of the main model.
+        budget: Most ids in a pass that catches up.
+    """
 
     def __init__(self, runner: Runner, table: PageTable, most: int, vocab_size: int, budget: int) -> None:
         super().__init__(most)
@@ -62,8 +70,9 @@ class ModelDrafter(Drafter):
         self._reviews = 0
 
     def prefill(self, chunks: SequenceOf[Chunk]) -> None:
+        """Compute the draft K/V of these parts of prompts, unless drafting is off."""
         if self.length.current == 0:
-            return  # made up for if drafting resumes
+            return  # computed if drafting resumes
         mine = []
         for chunk in chunks:
             known = self._known(chunk.sequence)
@@ -72,6 +81,7 @@ class ModelDrafter(Drafter):
         self._compute(mine)
 
     def copy_page_head(self, source: int, target: int, tokens: int) -> None:
+        """Copy the draft K/V of the head of a page, as far as they exist."""
         drafted = min(tokens, self._table.pages[source].drafted)
         if drafted > self._table.pages[target].drafted:
             self._runner.copy_page_head(source, target, drafted)
@@ -101,7 +111,9 @@ class ModelDrafter(Drafter):
         return drafts
 
     def _first(self, jobs: list[ExLlamaV2DynamicJob]) -> dict[ExLlamaV2DynamicJob, tuple[int, float]]:
-        """The guess behind the last id of each job, whose few ids without K/V are computed along."""
+        """Return the guess after the last id of each job; the job's few ids without K/V are computed in the same
+        pass.
+        """
         windows: dict[int, list[tuple[ExLlamaV2DynamicJob, int]]] = defaultdict(list)
         for job in jobs:
             start = min(self._known(job.sequence), len(job.sequence) - 1)
@@ -117,7 +129,7 @@ class ModelDrafter(Drafter):
         return found
 
     def _further(self, jobs: list[ExLlamaV2DynamicJob], drafts: Drafts) -> dict[ExLlamaV2DynamicJob, tuple[int, float]]:
-        """The guess behind the last guess of each job."""
+        """Return the guess after the last guess of each job."""
         if not jobs:
             return {}
         ids = np.array([[drafts[job][-1]] for job in jobs], dtype=np.int64)
@@ -128,8 +140,10 @@ class ModelDrafter(Drafter):
     def _feed(
         self, ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]], sequences: list[Sequence], places: list[int]
     ) -> list[tuple[int, float]]:
-        """Compute `ids` [B, q] at these places; the most probable token behind each row, and its probability where a
-        threshold asks for it."""
+        """Compute `ids` [B, q] at these positions.
+
+        Returns the most probable token after each row, and its probability where a threshold needs it.
+        """
         for sequence, place in zip(sequences, places, strict=True):
             sequence.provide(place + ids.shape[1])
         out = self._runner.forward(ids, sequences, places)
@@ -143,7 +157,7 @@ class ModelDrafter(Drafter):
     # ---- the draft cache -------------------------------------------------------------------------------------------
 
     def _known(self, sequence: Sequence) -> int:
-        """Leading ids of a sequence whose K/V the draft cache holds."""
+        """Return the number of leading ids of a sequence whose K/V the draft cache holds."""
         known, size = 0, self._table.page_size
         for page in sequence.allocated_pages:
             known += page.drafted
@@ -152,14 +166,14 @@ class ModelDrafter(Drafter):
         return min(known, len(sequence))
 
     def _mark(self, sequence: Sequence, start: int, end: int) -> None:
-        """K/V of the ids start..end have been computed; those before are there."""
+        """Record that the K/V of ids start..end were computed; those before exist already."""
         size = self._table.page_size
         for k in range(start // size, -(-end // size)):
             page = sequence.allocated_pages[k]
             page.drafted = max(page.drafted, min(size, end - k * size))
 
     def _remember(self, job: ExLlamaV2DynamicJob, tokens: list[int]) -> None:
-        """These guesses have been computed behind the job's ids: K/V of those that hold need not be computed again."""
+        """Record that these guesses were computed after the job's ids: K/V of guesses that hold are kept."""
         start, size = len(job.sequence), self._table.page_size
         pages = job.sequence.allocated_pages[start // size : -(-(start + len(tokens)) // size)]
         self._fed[job] = _Fed(start, tokens, pages, job.pages.requeues)
@@ -190,7 +204,7 @@ class ModelDrafter(Drafter):
             if budget <= 0 or not self._lags(sequence, known):
                 continue
             if not pages.isdisjoint(sequence.pages_between(known, len(sequence))):
-                self._compute(chunks)  # some of them are pages of this job, too
+                self._compute(chunks)  # some of these pages belong to this job, too
                 chunks, known = [], self._known(sequence)
                 if not self._lags(sequence, known):
                     continue
@@ -203,7 +217,7 @@ class ModelDrafter(Drafter):
         return [job for job in jobs if not self._lags(job.sequence, self._known(job.sequence))]
 
     def _lags(self, sequence: Sequence, known: int) -> bool:
-        """Whether more ids are missing than the first draft pass of a step computes, or some in a page of others."""
+        """Whether more ids are missing than the first draft pass of a step computes, or some in a shared page."""
         if known >= len(sequence) - 1:
             return False
         page = sequence.allocated_pages[known // self._table.page_size]
@@ -213,7 +227,7 @@ class ModelDrafter(Drafter):
         return self._pace * sum(len(job.sequence) - self._known(job.sequence) for job in jobs)
 
     def _compute(self, chunks: list[Chunk]) -> None:
-        """Compute K/V of these ids, each behind what is there."""
+        """Compute the draft K/V of these ids; each chunk follows existing K/V."""
         groups = [[chunk] for chunk in chunks] if self._runner.hooked else [chunks] if chunks else []
         for group in groups:
             for chunk, error in zip(group, self._runner.compute(group), strict=True):
@@ -223,8 +237,11 @@ class ModelDrafter(Drafter):
                     self._mark(chunk.sequence, chunk.start, chunk.end)
 
     def _review(self, jobs: list[ExLlamaV2DynamicJob]) -> None:
-        """Let the draft model guess at each of the last tokens of one job, by turns, in one pass: in a free page, as if
-        the text began there, or where there is no such page behind what its cache holds."""
+        """Let the draft model guess each of the last tokens of one job, in one pass; the jobs alternate.
+
+        The pass uses a free page, as if the text began there. Without such a page it follows the K/V of the draft
+        cache.
+        """
         self._reviews += 1
         job = jobs[self._reviews % len(jobs)]
         self._settle(job)

@@ -38,7 +38,7 @@ class JobStep:
         self._before = job.drafts.accepted
 
     def begin(self) -> bool:
-        """Count the draft tokens after the forward pass. False if the pass failed for this job."""
+        """Count the draft tokens after the forward pass. Returns False if the pass failed for this job."""
         for window in self.windows:
             if window.error is not None:
                 return self.fail(window.error)
@@ -46,7 +46,9 @@ class JobStep:
         return True
 
     def draw(self, at: int) -> Draw | None:
-        """The sampler's input for position `at` of the windows; None if the job fails, in a filter for example."""
+        """Return the sampler's input for position `at` of the windows; None if the job fails, for example in a
+        filter.
+        """
         try:
             return self.job.draw(self.windows, at)
         except BaseException as error:
@@ -54,7 +56,7 @@ class JobStep:
             return None
 
     def accept(self, at: int, sample: Sample | Exception) -> bool:
-        """Accept a sample; True if the logits of the next position are valid: the draft token held."""
+        """Accept a sample. Returns True if the draft token held, so that the logits of the next position are valid."""
         if isinstance(sample, Exception):
             return self.fail(sample)
         guess = self.guesses[at] if at < len(self.guesses) else None
@@ -72,7 +74,7 @@ class JobStep:
         return self.job.drafts.accepted - self._before
 
     def settle(self) -> None:
-        """End the step for this job: learn from its draft tokens and share its full pages."""
+        """Finish the step for this job: learn from its draft tokens and share its full pages."""
         if self.guesses:
             held = self.held
             if held == len(self.guesses) or not self.job.is_finished:  # otherwise draft tokens were unused, not wrong
@@ -92,8 +94,15 @@ class JobStep:
 class Engine:
     """Run all jobs step by step.
 
-    `deliver` gets all events: those of a job together, jobs in the order they started. `pool` runs filters while the
-    model runs. On a GPU the next step is launched before the host has made text of the last tokens (`next_step.py`).
+    On a GPU the next step is launched before the host has made text of the last tokens (`next_step.py`).
+
+    Args:
+        scheduler: Chooses the running jobs.
+        runner: Runs the model over the cache.
+        drafter: Drafts tokens.
+        max_chunk_size: Most prompt tokens of a step.
+        deliver: Receives all events: those of a job together, jobs in the order they started.
+        pool: Returns the executor in which filters run while the model runs.
     """
 
     def __init__(
@@ -122,8 +131,11 @@ class Engine:
         self._next = None
 
     def step(self) -> None:
-        """Run one step. After an interrupt the next call goes on: events of sampled tokens are delivered, logits that
-        were not sampled are computed again, and finished jobs are removed."""
+        """Run one step. After an interrupt the next call continues.
+
+        Events of sampled tokens are then delivered, logits that were not sampled are computed again, and finished jobs
+        are removed.
+        """
         current, self._next = self._next, None
         self.counters.steps += 1
         try:
@@ -197,7 +209,7 @@ class Engine:
             self._drafter.length.record(len(steps), longest, took)
 
     def _sample(self, steps: list[JobStep], began: float) -> None:
-        """Sample tokens from the logits, position by position over all windows, while the draft tokens hold."""
+        """Sample tokens from the logits, position by position over all windows, as long as the draft tokens hold."""
         live = [step for step in steps if step.begin()]
         expected = self._prepare_next(live)
         at = 0
@@ -219,8 +231,10 @@ class Engine:
             at += 1
 
     def _prepare_next(self, steps: list[JobStep]) -> list[JobStep]:
-        """Prepare the next step of the jobs that are not known to finish in this one, while the GPU is busy. Returns
-        those jobs; an empty list if no next step could be prepared."""
+        """Prepare the next step of the jobs that are not known to finish in this step, while the GPU is busy.
+
+        Returns those jobs; an empty list if no next step could be prepared.
+        """
         if not self._runner.asynchronous or not self._drafter.length.next_is_plain:
             return []
         found = [step for step in steps if predictable(step.job)]
@@ -229,8 +243,11 @@ class Engine:
         return found if self._next else []
 
     def _settle_next(self, expected: list[JobStep], samples: dict[JobStep, Sample | Exception], written: bool) -> None:
-        """Give the next step its tokens. Unless it was launched with them already (`written`), launch it now if any job
-        needs it. The row of a job that a stop token ends stays unused."""
+        """Give the next step its tokens.
+
+        Unless it was launched with them already (`written`), launch it now if any job needs it. The row of a job that a
+        stop token ends stays unused.
+        """
         assert self._next is not None
         drawn = [samples.get(step) for step in expected]
         tokens = [sample.token if isinstance(sample, Sample) else 0 for sample in drawn]

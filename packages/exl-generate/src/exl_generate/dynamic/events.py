@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["END", "FIRST", "HELD", "STARTED", "Ending", "Event", "Events", "aborted", "ended"]
 
-#: Bits of `Event.flags`: the job has left the queue; its first token was sampled; this is its last event; tokens are
-#: held back behind the text.
+#: Bits of `Event.flags`: the job has left the queue; its first token was sampled; this is its last event; tokens after
+#: the text are held back.
 STARTED, FIRST, END, HELD = 1, 2, 4, 8
 
 _NOTHING = Released("", [])
@@ -21,7 +21,7 @@ _NOTHING = Released("", [])
 
 @dataclass(slots=True)
 class Ending:
-    """Why a job is over, and its statistics as the last result dict has them."""
+    """The reason that a job is over, and its statistics as the last result dict has them."""
 
     reason: str
     statistics: dict[str, Any]
@@ -71,7 +71,7 @@ def ended(
     held_text: str = "",
     flags: int = 0,
 ) -> Event:
-    """A job's last event. `token`: the stop token; `held_text` begins with the stop string."""
+    """Return a job's last event. `token`: the stop token; `held_text` begins with the stop string."""
     event = Event(job, "streaming", released, flags | END)
     texts = ("", "") if token is None else (job.piece(token.token, special=True), job.piece(token.token))
     event.ending = Ending(reason, _statistics(job), token, texts, string, held_text)
@@ -79,7 +79,7 @@ def ended(
 
 
 def aborted(job: ExLlamaV2DynamicJob, reason: str, kept: Released | None, error: BaseException | None = None) -> Event:
-    """The last event of a job that was cancelled, or ended by its own `error`."""
+    """Return the last event of a job that was cancelled, or ended by its own `error`."""
     event = Event(job, "streaming", flags=END)
     event.ending = Ending(reason, _statistics(job), kept=kept, error=error)
     return event

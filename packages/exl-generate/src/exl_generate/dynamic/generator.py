@@ -153,8 +153,11 @@ class ExLlamaV2DynamicGenerator:
     # ---- jobs ------------------------------------------------------------------------------------------------------
 
     def enqueue(self, job: ExLlamaV2DynamicJob | Sequence[ExLlamaV2DynamicJob]) -> int | list[int]:
-        """Queue one job or several; returns the serial number(s). Either all are queued or, if one is refused, none. A
-        job that has a `serial_number` is queued, also when a Ctrl-C comes out of this call."""
+        """Queue one job or several; returns the serial number(s).
+
+        Either all jobs are queued or, if one is rejected, none. A job that has a `serial_number` is queued, also when a
+        Ctrl-C interrupts this call. Raises `RequestError`, `CapacityError` or `JobStateError`.
+        """
         if isinstance(job, ExLlamaV2DynamicJob):
             return self._enqueue([job])[0]
         if not isinstance(job, Iterable):
@@ -162,14 +165,18 @@ class ExLlamaV2DynamicGenerator:
         return self._enqueue(list(job))
 
     def check(self, job: ExLlamaV2DynamicJob) -> None:
-        """Raise what `enqueue` would raise for a job that can never run here; queues nothing. May be called from any
-        thread."""
+        """Raise the error of `enqueue` for a job that can never run here; queues nothing.
+
+        May be called from any thread.
+        """
         self._check(job)
         self._scheduler.check(job)
 
     def cancel(self, job: ExLlamaV2DynamicJob) -> None:
-        """End a job in whatever phase it is. Its last result (`eos_reason` "cancelled") comes with the next
-        `iterate()`. A job that is unknown or finished is ignored."""
+        """End a job in any phase. A job that is unknown or finished is ignored.
+
+        Its last result (`eos_reason` "cancelled") comes with the next `iterate()`.
+        """
         if not isinstance(job, ExLlamaV2DynamicJob):
             raise RequestError(f"cancel takes a job, not {type(job).__name__}")
         with defer_sigint() as section, section.holding(self._lock):
@@ -196,13 +203,17 @@ class ExLlamaV2DynamicGenerator:
                     self._lock.release()
 
     def discard_soon(self, job: ExLlamaV2DynamicJob) -> None:
-        """As `discard`, but the job counts until the next iteration takes it out. Takes no lock: for finalizers."""
+        """Discard a job as `discard` does, but count it until the next iteration removes it. Takes no lock: for
+        finalizers.
+        """
         if job.serial_number is not None and not job.is_finished:
             self._discards.append(job)
 
     def clear_queue(self) -> None:
-        """Drop every job, queued or running, without results. A `generate()` of another thread raises
-        `JobStateError`."""
+        """Drop every job, queued or running, without results.
+
+        A `generate()` in another thread then raises `JobStateError`.
+        """
         with defer_sigint() as section, section.holding(self._lock):
             for job in [*self._scheduler.pending, *self._scheduler.active]:
                 self._drop(job)
@@ -210,8 +221,10 @@ class ExLlamaV2DynamicGenerator:
             self._discards.clear()
 
     def num_remaining_jobs(self) -> int:
-        """Jobs that are queued or running, and those that have ended but whose last result no `iterate()` has returned
-        yet (after a Ctrl-C in the last step, or `cancel`)."""
+        """Return the number of jobs that are queued or running, or whose last result is still to be returned.
+
+        A result waits after a Ctrl-C in the last step, or after `cancel`.
+        """
         waiting = self.num_pending_jobs()
         active = set(self._scheduler.active)  # before the outbox: what ends meanwhile is found there
         ended = {event.job for event in tuple(self._outbox.events) if event.job.is_finished}
@@ -223,27 +236,29 @@ class ExLlamaV2DynamicGenerator:
         return bool(self._discards or self._scheduler.num_pending or self._scheduler.active or self._outbox.events)
 
     def num_pending_jobs(self) -> int:
-        """Jobs that wait in the queue."""
+        """Return the number of jobs that wait in the queue."""
         # Counted, not gone through, where nothing is discarded: loops ask every step.
         return len(self.pending_jobs) if self._discards else self._scheduler.num_pending
 
     def num_active_jobs(self) -> int:
-        """Jobs that have started and not ended."""
+        """Return the number of jobs that have started and not ended."""
         return len(self.active_jobs)
 
     def snapshot(self) -> GeneratorSnapshot:
-        """Return counts of jobs, pages and tokens. Takes no lock and looks at no page: for health checks and
-        schedulers, from any thread, also while a step runs."""
+        """Return counts of jobs, pages and tokens, for health checks and schedulers.
+
+        Takes no lock and reads no page; may be called from any thread, also while a step runs.
+        """
         return snapshot_of(self._scheduler, self._engine.counters)
 
     @property
     def pending_jobs(self) -> list[ExLlamaV2DynamicJob]:
-        """Jobs that wait in the queue, in order; a copy."""
+        """A copy of the jobs that wait in the queue, in order."""
         return [job for job in self._scheduler.pending if not job.discarded]
 
     @property
     def active_jobs(self) -> list[ExLlamaV2DynamicJob]:
-        """Jobs that have started and not ended; a copy."""
+        """A copy of the jobs that have started and not ended."""
         return [job for job in self._scheduler.active if not job.discarded]
 
     def iterate(self) -> list[Result]:
@@ -257,11 +272,13 @@ class ExLlamaV2DynamicGenerator:
         return self._run_step(dicts_of)
 
     def iterate_columns(self) -> StepColumns:
-        """Run one step as `iterate`, and return the results as parallel arrays: for servers, which pass on ids and text
-        of many jobs. Errors of jobs are in `StepColumns.extra`. Calls of `iterate` and `iterate_columns` may alternate.
+        """Run one step as `iterate` does, and return the results as parallel arrays.
 
-        Raises `RequestError` if a queued or running job has asked for hidden states, which columns do not hold; nothing
-        has happened then. From the first call on, `enqueue` refuses such jobs.
+        For servers, which pass on ids and text of many jobs. Errors of jobs are in `StepColumns.extra`. Calls of
+        `iterate` and `iterate_columns` may alternate.
+
+        Raises `RequestError`, before anything happens, if a queued or running job has asked for hidden states, which
+        columns do not hold. From the first call on, `enqueue` rejects such jobs.
         """
         if not self._by_columns:
             with self._submitting, self._lock:
@@ -287,8 +304,8 @@ class ExLlamaV2DynamicGenerator:
                     taken = self._outbox.take(self.raises_job_errors and not self._by_columns)
                 return write(taken)
         except BaseException:
-            # For a Ctrl-C at the section's end. Python looks for signals at calls, jumps back and entries only, and
-            # there is none of them between here and the list, or between the section and the caller.
+            # A Ctrl-C at the section's end loses nothing: Python checks for signals at calls, jumps back and entries
+            # only. None of them is between here and the list, or between the section and the caller.
             self._outbox.events[:0] = taken
             raise
 
@@ -313,13 +330,34 @@ class ExLlamaV2DynamicGenerator:
         banned_strings: Iterable[str] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Complete one prompt (str) or several (list); returns str or list of str, in the order of the prompts.
+        """Complete one prompt (str) or several (list). Returns str or list of str, in the order of the prompts.
 
-        Prompt i uses seed + i; settings and filters may be lists with one entry per prompt. With
-        `return_last_results` the return value is (completions, last result dicts). None if `abort_event` was set.
-        `kwargs` go to the jobs (`max_skips`, `return_probs`, ...). Other jobs in the queue run along and keep their
-        results for `iterate()`. A job's own error is raised, once all prompts are done; with `return_last_results`
-        it is in that prompt's result.
+        Other jobs in the queue run along and keep their results for `iterate()`. A job's own error is raised once all
+        prompts are done; with `return_last_results` it is in that prompt's result.
+
+        Args:
+            prompt: A text, a pair of texts (positive, negative) for CFG, or a list of these.
+            max_new_tokens: Most tokens of each completion.
+            min_new_tokens: Stop tokens are avoided until so many tokens were sampled.
+            seed: Prompt i uses `seed` + i. None draws a seed from the operating system.
+            gen_settings: Sampler settings, or a list with one entry per prompt.
+            token_healing: Sample the last token of the prompt again, among tokens that begin with its text.
+            encode_special_tokens: Special tokens in a prompt's text become their ids.
+            decode_special_tokens: Special tokens have their text in the completion.
+            stop_conditions: Token ids and strings that end a completion. None: only the limit ends it.
+            add_bos: Put the BOS token in front of each prompt.
+            abort_event: When it is set, the jobs are cancelled and None is returned.
+            completion_only: Leave the prompt out of the returned text.
+            filters: Filters of all prompts (one prompt: a list of filters), or one list of filters per prompt.
+            filter_prefer_eos: Choose a stop token as soon as the filters allow one.
+            return_last_results: Return (completions, last result dicts).
+            embeddings: `ExLlamaV2MMEmbedding` objects whose `text_alias` the prompts hold, or one list per prompt.
+            banned_strings: Strings that must not be generated.
+            **kwargs: Further parameters of the jobs (`max_skips`, `return_probs`, ...).
+
+        Raises:
+            RequestError: a parameter is not valid.
+            CapacityError: a prompt does not fit.
         """
         check_abort_event(abort_event)
         jobs = build_jobs(
@@ -354,7 +392,7 @@ class ExLlamaV2DynamicGenerator:
         self.reset_page_table()
 
     def reset_page_table(self) -> None:
-        """Forget all cached content. Only while no job is running."""
+        """Forget all cached content. Raises `JobStateError` while jobs are running."""
         with defer_sigint() as section, section.holding(self._lock):
             self._drop_discarded()
             if self._scheduler.active:
@@ -362,16 +400,20 @@ class ExLlamaV2DynamicGenerator:
             self.page_table.reset()
 
     def set_loras(self, loras: Any) -> None:
-        """Adapters of all jobs enqueued from now on that name none themselves: None, one, or a list. Jobs that are
-        queued or running keep theirs; nothing has to be idle."""
+        """Set the adapters of all jobs enqueued from now on that name none: None, one adapter, or a list.
+
+        Jobs that are queued or running keep theirs, so the generator need not be idle.
+        """
         self._context.current_loras = list(adapters_of(loras) or ())
 
     def defrag_cache(self) -> None:
         """Do nothing: attention reads pages in any order at the same speed, and no result depends on the order."""
 
     def namespace_of(self, loras: Sequence[Adapter]) -> bytes:
-        """Digest of everything but the tokens that decides the content of cached pages, 16 bytes: equal in every
-        process with the same model, settings, adapters, cache format and kind of device."""
+        """Return the digest of everything but the tokens that decides the content of cached pages, 16 bytes.
+
+        It is equal in every process with the same model, settings, adapters, cache format and kind of device.
+        """
         return self._context.namespace_of(loras)
 
     @property
@@ -386,13 +428,14 @@ class ExLlamaV2DynamicGenerator:
 
     @property
     def arrangements(self) -> int:
-        """How often a module of the model was replaced, or wrapped in an `Intervention`, since this generator was
-        made."""
+        """Number of replacements of the model's modules, `Intervention`s included, since this generator was made."""
         return self._context.arrangements
 
     def leave_caches(self) -> None:
-        """For `cache_owner`: another generator queues jobs on a cache of this one. Raises `JobStateError` if jobs are
-        in its way."""
+        """Release the caches, for `cache_owner`: another generator queues jobs on one of them.
+
+        Raises `JobStateError` if this generator has jobs.
+        """
         if not self._lock.acquire(timeout=0 if self.num_remaining_jobs() else LAST_ITERATION):
             raise JobStateError("another generator works in this cache just now, in another thread; wait for it")
         try:
@@ -410,13 +453,15 @@ class ExLlamaV2DynamicGenerator:
             self._lock.release()
 
     def forget_pages(self) -> None:
-        """For `cache_owner`: another generator has written into a cache of this one, which had no jobs meanwhile."""
+        """Forget all pages, for `cache_owner`: another generator has written into a cache while this one had no
+        jobs.
+        """
         with self._lock:
             self.page_table.reset()
 
     @property
     def all_pages(self) -> list[Page]:
-        """Every page of the cache, in its order there."""
+        """Every page of the cache, in the cache's order."""
         return list(self.page_table.pages)
 
     @property
@@ -431,17 +476,19 @@ class ExLlamaV2DynamicGenerator:
 
     @property
     def access_serial(self) -> int:
-        """How often a sequence was given a page, new or shared."""
+        """Number of times that a sequence was given a page, new or shared."""
         return self.page_table.access_serial
 
     def get_paged_params(
         self, batch_size: int, block_index: Tensor, cache_seqlens: Tensor, max_cache_seqlen: int, q_len: int = 0
     ) -> PagedParams:
-        """Parameters of an attention call over this generator's pages, as `exl_core.PagedParams` describes them."""
+        """Return the parameters of an attention call over this generator's pages, see `exl_core.PagedParams`."""
         return PagedParams(batch_size, block_index, cache_seqlens, max_cache_seqlen, self.page_size, q_len)
 
     def print_page_list(self, short: bool = True) -> None:
-        """One character a page: its number of users (+ beyond 9), . for none. With `short` off, one line a page."""
+        """Print one character a page: its number of users (+ beyond 9), . for none. Without `short`, one line a
+        page.
+        """
         pages = self.page_table.pages
         if short:
             print("".join("." if p.ref_count == 0 else str(p.ref_count) if p.ref_count < 10 else "+" for p in pages))
@@ -520,7 +567,7 @@ class ExLlamaV2DynamicGenerator:
             self._drop_discarded()
 
     def _drop_discarded(self) -> None:
-        """Take out what `discard` has marked, unless a step is running, which does so at its end."""
+        """Remove the jobs that `discard` has marked. A running step does so at its end."""
         while self._discards and not self._in_step:
             self._drop(self._discards[0])
             self._discards.popleft()
@@ -541,8 +588,10 @@ class ExLlamaV2DynamicGenerator:
         take: Callable[[Result], None],
         abort_event: threading.Event | None,
     ) -> bool:
-        """Run until these jobs are done, and `take` their last results; False if aborted. Whatever happens, none of
-        them stays in the queue."""
+        """Run until these jobs are done, and pass their last results to `take`. Returns False if aborted.
+
+        Afterwards none of the jobs is in the queue, whatever happened.
+        """
         sink: Events = []
         with (
             defer_sigint() as section
@@ -576,12 +625,12 @@ class ExLlamaV2DynamicGenerator:
 def _check_columns(job: ExLlamaV2DynamicJob) -> None:
     if name := unreadable(job):
         raise RequestError(
-            f"job {job.serial_number} has {name}, which columns have no place for: leave it out, or read with iterate()"
+            f"job {job.serial_number} has {name}, which columns cannot hold: leave it out, or read with iterate()"
         )
 
 
 def _reusable(name: str, value: Iterable[Any] | None) -> list[Any] | str | None:
-    """Return the value as a list that several jobs can read. A lone string stays one: the job rejects it."""
+    """Return the value as a list that several jobs can read. A lone string stays a string: the job rejects it."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, bytes) or not isinstance(value, Iterable):

@@ -182,17 +182,17 @@ class ExLlamaV2DynamicJob:
 
     @property
     def max_new_tokens(self) -> int:
-        """As given."""
+        """Most tokens to generate, as given."""
         return self.request.max_new_tokens
 
     @property
     def min_new_tokens(self) -> int:
-        """As given."""
+        """Tokens before stop tokens are permitted, as given."""
         return self.request.min_new_tokens
 
     @property
     def max_skips(self) -> int | None:
-        """As given."""
+        """Number of times that smaller jobs may start before this one, as given."""
         return self.request.max_skips
 
     @property
@@ -202,27 +202,27 @@ class ExLlamaV2DynamicJob:
 
     @property
     def identifier(self) -> object:
-        """As given."""
+        """The caller's object that every result holds, as given."""
         return self.request.identifier
 
     @property
     def filter_prefer_eos(self) -> bool:
-        """As given."""
+        """Whether a stop token is chosen as soon as the filters allow one, as given."""
         return self.request.filter_prefer_eos
 
     @property
     def return_top_tokens(self) -> int:
-        """As given."""
+        """Number of reported candidates for each token, as given."""
         return self.request.return_top_tokens
 
     @property
     def return_logits(self) -> bool:
-        """As given."""
+        """Whether logits are reported, as given."""
         return self.request.return_logits
 
     @property
     def return_probs(self) -> bool:
-        """As given."""
+        """Whether probabilities are reported, as given."""
         return self.request.return_probs
 
     # ---- progress --------------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ class ExLlamaV2DynamicJob:
 
     @property
     def loras(self) -> tuple[Any, ...] | None:
-        """The adapters in force; before the job is enqueued those asked for, None for the generator's."""
+        """The adapters in force; before the job is enqueued those requested, None for the generator's."""
         return self.request.loras if self._decoder is None else self.sequence.loras
 
     @property
@@ -269,7 +269,7 @@ class ExLlamaV2DynamicJob:
 
     @property
     def requeues(self) -> int:
-        """How often the job went back to the queue."""
+        """Number of times that the job went back to the queue."""
         return self.pages.requeues
 
     @property
@@ -294,7 +294,7 @@ class ExLlamaV2DynamicJob:
 
     @property
     def non_sequential_pages(self) -> int:
-        """Pages taken so far that do not follow, in the cache, the page before them in their sequence."""
+        """Number of pages taken so far that do not follow, in the cache, the previous page of their sequence."""
         return self.pages.non_sequential
 
     @property
@@ -335,21 +335,23 @@ class ExLlamaV2DynamicJob:
     # ---- control ---------------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Generate nothing from the next step on; prompt, pages and place in the batch stay.
+        """Generate nothing from the next step on; prompt, pages and place in the batch are kept.
 
-        May be called from any thread and in any state: a job that is paused before it starts computes its prompt and
-        waits then, and nothing changes for one that has ended. `cancel` ends a paused job.
+        May be called from any thread and in any state. A job that is paused before it starts computes its prompt and
+        then waits; a job that has ended does not change. `cancel` ends a paused job.
         """
         if not self.is_finished:
             self.paused = True
 
     def unpause(self) -> None:
-        """Go on where `pause` stopped, with the tokens that would have come without it."""
+        """Continue where `pause` stopped, with the same tokens as without the pause."""
         self.paused = False
 
     def avoid(self, tokens: tuple[int, ...]) -> None:
-        """Avoid these ids from the next step on, as long as any other token is possible; () ends that. For callers that
-        decide step by step; call only once the job is enqueued."""
+        """Avoid these ids from the next step on, as long as any other token is possible; () ends that.
+
+        For callers that decide step by step; call it only once the job is enqueued.
+        """
         self._decoding.constraints.avoided = tokens
 
     # ---- for the generator -----------------------------------------------------------------------------------------
@@ -378,23 +380,23 @@ class ExLlamaV2DynamicJob:
             decoder.constraints.close()
 
     def detach(self) -> None:
-        """Give back pages and filters; the job is over, whatever the reason."""
+        """Release pages and filters: the job is over."""
         self.is_finished = True
         self.pages.release()
         if self._decoder is not None:
             self._decoder.constraints.close()
 
     def give_way(self) -> None:
-        """Give all pages back and be ready to start again."""
+        """Release all pages and prepare to start again."""
         self.pages.give_way(self._held_tokens)
 
     @property
     def reads_logits_once(self) -> bool:
-        """Whether only the sampler of a GPU reads the job's logits, and that at once."""
+        """Whether the job's logits are read once only, at once, by the sampler on a GPU."""
         return self._decoding.reads_logits_once
 
     def refresh(self) -> None:
-        """Before a step: take over changes of live settings. Raises `RequestError` for values without meaning."""
+        """Apply changes of live settings before a step. Raises `RequestError` for invalid values."""
         self._decoding.refresh()
 
     def prefetch(self, pool: Callable[[], Executor]) -> None:
@@ -402,13 +404,18 @@ class ExLlamaV2DynamicJob:
         self._decoding.constraints.prefetch(pool)
 
     def draw(self, windows: list[Window], at: int) -> Draw:
-        """The sampler's input for the token behind position `at` of each sequence's window, whose K/V are computed."""
+        """Return the sampler's input for the token after position `at` of each sequence's window, whose K/V are
+        computed.
+        """
         self.pages.commit()
         return self._decoding.draw(windows, at, self.sequence)
 
     def accept(self, drawn: Sample, guess: int | None, window: Window, at: int) -> tuple[Event, bool]:
-        """Accept a sampled token. Returns the event to report, and whether the token is the draft token `guess` and
-        stays, so that the logits behind it are valid."""
+        """Accept a sampled token.
+
+        Returns the event to report, and whether the token is the draft token `guess` and stays, so that the logits
+        after it are valid.
+        """
         decoder = self._decoding
         record = decoder.record(drawn, window, at)
         held, rewinds = record.token == guess, decoder.constraints.rewinds
@@ -417,7 +424,7 @@ class ExLlamaV2DynamicJob:
         return event, held and rewinds == decoder.constraints.rewinds
 
     def settle(self) -> None:
-        """After a step: share full pages that no rewind can change any more."""
+        """Share, after a step, the full pages that no rewind can change any more."""
         self.pages.publish(self._held_tokens)
 
     def start(self) -> Events:
@@ -430,24 +437,24 @@ class ExLlamaV2DynamicJob:
         return [started] if outcome is None else [started, self._end(self._decoding, outcome)]
 
     def progress(self) -> Event:
-        """How far the prompt has come."""
+        """Return an event with the computed part of the prompt."""
         event = Event(self, "prefill")
         event.progress = self.pages.progress
         return event
 
     def fail(self, error: BaseException) -> Event:
-        """The last event of a job that an error ended; tokens that were held back are reported as `held`."""
+        """Return the last event of a job that an error ended; held-back tokens are reported as `held`."""
         self.is_finished = self.has_failed = True
         reason = "filter_error" if isinstance(error, FilterError) else "error"
         return aborted(self, "filter_dead_end" if isinstance(error, FilterDeadEnd) else reason, self._held(), error)
 
     def cancelled(self) -> Event:
-        """The last event of a cancelled job; tokens that were held back are reported as `held`."""
+        """Return the last event of a cancelled job; held-back tokens are reported as `held`."""
         self.is_finished = True
         return aborted(self, "cancelled", self._held())
 
     def piece(self, token: int, special: bool | None = None) -> str:
-        """Text of one token by itself; `special` None = as this job decodes special tokens."""
+        """Return the text of one token by itself; `special` None = as this job decodes special tokens."""
         return self._decoding.piece(token, self.request.decode_special_tokens if special is None else special)
 
     # ---- internals -------------------------------------------------------------------------------------------------
@@ -459,7 +466,7 @@ class ExLlamaV2DynamicJob:
 
     @property
     def _held_tokens(self) -> int:
-        """Last tokens of the output that a banned string may still withdraw."""
+        """Number of the output's last tokens that a banned string may still withdraw."""
         return 0 if self._decoder is None else self._decoder.output.held_tokens
 
     def _held(self) -> Released | None:
@@ -496,7 +503,7 @@ class ExLlamaV2DynamicJob:
         return released if self._replay is None else self._replay.strip(released, ended=ended)
 
     def _rewind(self, decoder: Decoder, match: Match, flags: int) -> Event:
-        """Withdraw a banned string, exclude the token it began with at that position, and go on from there."""
+        """Withdraw a banned string, exclude its first token at that position, and continue from there."""
         gone, text = decoder.output.withdraw(match)
         self.pages.rewind(len(gone))
         decoder.constraints.rewind(gone, self.sequence.generated)

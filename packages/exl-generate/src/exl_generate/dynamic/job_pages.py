@@ -18,7 +18,7 @@ class JobPages:
     """The sequences of one job with their pages.
 
     A job reserves pages for `max_new_tokens` or, with `max_rq_tokens`, for that many new tokens at a time. A job that
-    has used up its share while others wait gives all pages back (`give_way`) and resumes from the prefix cache.
+    has used up its share while others wait releases all pages (`give_way`) and resumes from the prefix cache.
     """
 
     __slots__ = ("_arrangements", "_request", "requeues", "sequence", "sequences", "total")
@@ -60,7 +60,7 @@ class JobPages:
         return done, sum(s.prefill_end for s in self.sequences)
 
     def commit(self) -> None:
-        """K/V of all ids so far have been computed."""
+        """Record that the K/V of all ids so far have been computed."""
         for sequence in self.sequences:
             sequence.commit(len(sequence))
 
@@ -75,8 +75,11 @@ class JobPages:
             sequence.rewind(len(sequence) - count)
 
     def publish(self, held_tokens: int) -> None:
-        """Share full pages. The last token, whose K/V is not computed yet, and the `held_tokens` last tokens, which may
-        still be withdrawn, stay private."""
+        """Share full pages.
+
+        The last token, whose K/V is not computed yet, and the `held_tokens` last tokens, which may still be withdrawn,
+        stay private.
+        """
         for sequence in self.sequences:
             sequence.publish(len(sequence) - held_tokens - 1)
 
@@ -89,16 +92,18 @@ class JobPages:
         self._name(context)
 
     def refresh_names(self, context: JobContext) -> None:
-        """Name the pages again if a module of the model was replaced since. Call before the job starts, for the first
-        time or after `give_way`."""
+        """Name the pages again if a module of the model was replaced meanwhile.
+
+        Call it before the job starts, for the first time or after `give_way`.
+        """
         if self._arrangements != context.arrangements:
             self._name(context)
 
     def make_private(self, context: JobContext, serial: int | None) -> None:
-        """Share no page that gets its name from now on: a module of the model was replaced while the job runs.
+        """Share no page that is named from now on: a module of the model was replaced while the job runs.
 
-        The job keeps the pages that it has. Prompt pages that it shares with other running jobs are still filled by
-        whichever comes first: none of those jobs reads K/V of an arrangement that it has not run under itself.
+        The job keeps its pages. Running jobs that share prompt pages still fill them in any order: all these jobs have
+        run with the same modules.
         """
         root = self._namespace(context)
         for number, sequence in enumerate(self.sequences):
@@ -131,22 +136,22 @@ class JobPages:
         return left if most is None else min(left, most)
 
     def count(self, page_size: int) -> int:
-        """Pages under all sequences at their longest; pages of a common prefix count once."""
+        """Return the pages under all sequences at their longest; pages of a common prefix count once."""
         return full_pages(self.sequences) + self._own(page_size, self._request.max_new_tokens - self.new_tokens)
 
     def own(self, page_size: int) -> int:
-        """Pages to reserve at a start that no other job can share: those after the full pages of the prompts."""
+        """Return the pages to reserve at a start that no other job can share: those after the prompts' full pages."""
         return self._own(page_size, self._share)
 
     def _own(self, page_size: int, new: int) -> int:
         return sum(sequence.pages_needed(new, page_size) - len(sequence.labels) for sequence in self.sequences)
 
     def missing(self, table: PageTable) -> int:
-        """Free pages that a start would use: all pages but those that running jobs hold already."""
+        """Return the free pages that a start would use: all pages but those that running jobs hold already."""
         return full_pages(self.sequences) - full_pages(self.sequences, table) + self.own(table.page_size)
 
     def uncached_tokens(self, table: PageTable) -> int:
-        """Tokens to compute before decoding can begin that are not in leading full pages of the cache."""
+        """Return the tokens to compute before decoding that are not in leading full pages of the cache."""
         size = table.page_size
         return sum(max(0, s.prefill_end - size * table.computed(s.labels)) for s in self.sequences)
 
@@ -162,7 +167,7 @@ class JobPages:
 
     @property
     def non_sequential(self) -> int:
-        """Pages taken so far that do not follow, in the cache, the page before them in their sequence."""
+        """Number of pages taken so far that do not follow, in the cache, the previous page of their sequence."""
         return sum(s.non_sequential_pages for s in self.sequences)
 
     # ---- taking and returning --------------------------------------------------------------------------------------
@@ -173,7 +178,9 @@ class JobPages:
 
     @property
     def room(self) -> int:
-        """Tokens that have a place in every sequence's pages, besides the next step's own; -1 if that has none."""
+        """Number of tokens that fit in every sequence's pages, besides the next step's token; -1 if that does not
+        fit.
+        """
         return self.sequence.room if len(self.sequences) == 1 else min(sequence.room for sequence in self.sequences)
 
     def reserve_more(self, table: PageTable) -> bool:
@@ -186,12 +193,12 @@ class JobPages:
         return True
 
     def give_way(self, held_tokens: int) -> None:
-        """Give all pages back and be ready to start again. `held_tokens` as in `publish`."""
+        """Release all pages and prepare to start again. `held_tokens` as in `publish`."""
         self.requeues += 1
         for sequence in self.sequences:
             sequence.give_way(len(sequence) - held_tokens - 1)
 
     def release(self) -> None:
-        """Give all pages back at the end of the job; their content stays reusable."""
+        """Release all pages at the end of the job; their content stays reusable."""
         for sequence in self.sequences:
             sequence.release()

@@ -15,7 +15,9 @@ __all__ = ["Limits", "check_drafting", "check_tokenizer"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Page size and count, and the most that one step or one sequence may hold, in tokens or sequences."""
+    """The limits of a dynamic generator: page size and count, and the most tokens or sequences of a step or
+    sequence.
+    """
 
     page_size: int
     num_pages: int
@@ -35,8 +37,10 @@ class Limits:
         paged: bool,
         page_size: int,
     ) -> Limits:
-        """Fill in defaults and check the constructor's parameters against model and cache. Unpaged, one page spans the
-        cache and one sequence runs at a time. Raises `RequestError` or `CapacityError`."""
+        """Fill in defaults and check the constructor's parameters against model and cache.
+
+        Unpaged, one page spans the cache and one sequence runs at a time. Raises `RequestError` or `CapacityError`.
+        """
         _check_parts(model, cache)
         config = model.config
         for name, value, least in (
@@ -80,7 +84,7 @@ class Limits:
 
 
 def check_count(name: str, value: object, least: int, optional: bool = False) -> None:
-    """Refuse what is no whole number of at least `least`."""
+    """Raise `RequestError` unless `value` is an integer of at least `least`."""
     if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -112,7 +116,7 @@ def _chunk_size(asked: int | None, longest: int, page_size: int) -> int:
 
 
 def check_tokenizer(tokenizer: object) -> None:
-    """Raise `RequestError` for an object that is no tokenizer."""
+    """Raise `RequestError` for an object that is not a tokenizer."""
     if not hasattr(tokenizer, "get_id_to_bytes_list"):
         raise RequestError(f"tokenizer is a {type(tokenizer).__name__}; pass the model's ExLlamaV2Tokenizer")
 

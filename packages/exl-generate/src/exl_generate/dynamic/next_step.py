@@ -1,10 +1,10 @@
 """Prelaunch the next decode step: prepare it while the current one runs, launch it before the host sees the tokens.
 
 Pages, positions and the captured graph are known beforehand; the tokens go from the sampler to the model without
-leaving the GPU. Where the step is no captured graph, or a row was not sampled on the GPU, the host passes the tokens on
-as soon as it has them. The next step decides nothing: the engine uses its logits only for the windows whose prediction
-held, and computes the others again. Pages of a job that has ended are valid only up to the job's last token, so what
-the step wrote beyond is never read.
+leaving the GPU. Where the step is not a captured graph, or a row was not sampled on the GPU, the host passes the tokens
+on as soon as it has them. The engine uses the step's logits only for the windows whose prediction held, and computes
+the others again. Pages of an ended job are valid only up to the job's last token, so later writes of the step are never
+read.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ log = logging.getLogger(__name__)
 
 
 def attempt(compute: Callable[[], T]) -> T | None:
-    """Return the result of `compute`, or None if it raises. That is no failure yet: the engine computes the step again,
-    and meets the error there."""
+    """Return the result of `compute`, or None if it raises.
+
+    The error is not reported here: the engine computes the step again and raises it there.
+    """
     try:
         return compute()
     except Exception:
@@ -39,9 +41,11 @@ def attempt(compute: Callable[[], T]) -> T | None:
 
 
 def predictable(job: ExLlamaV2DynamicJob) -> bool:
-    """Whether all of the job's next step but its token is known: one sequence, whose adapters other rows may lack, of
-    which the model is asked for logits alone, with a place for one token more. What changes tokens after they are drawn
-    forbids it."""
+    """Whether everything of the job's next step but its token is known.
+
+    The job must have one sequence, request only logits, have room for one more token, and use adapters that other rows
+    may lack. Features that change tokens after they are drawn rule it out.
+    """
     return (
         len(job.sequences) == 1
         and mixable(job.sequence)
@@ -58,7 +62,7 @@ class NextStep:
     def __init__(self, runner: Runner, sequences: list[Sequence]) -> None:
         self._runner = runner
         self._rows = {id(sequence): row for row, sequence in enumerate(sequences)}
-        self._sequences = sequences  # kept alive, so that the numbers above stay theirs
+        self._sequences = sequences  # kept alive, so that the ids above are not reused
         self._positions = [len(sequence) for sequence in sequences]
         self._tokens: list[int] = []
         self._logits: torch.Tensor | None = None
@@ -76,22 +80,26 @@ class NextStep:
         return self._logits is not None
 
     def inputs(self) -> NextInputs | None:
-        """The inputs that the sampler fills in for `launch`, one token a sequence. None if the step is not captured."""
+        """Return the inputs that the sampler fills in for `launch`, one token a sequence. None if the step is not
+        captured.
+        """
         return None if self._captured is None else attempt(self._captured.inputs)
 
     def launch(self) -> None:
-        """Queue the step behind the sampling of its tokens, which fills in `inputs`. A failure is no job's failure yet:
-        the step is computed again, and that meets it."""
+        """Queue the step behind the sampling of its tokens, which fills in `inputs`.
+
+        A failure is not a job's failure yet: the step is computed again, and then raises it.
+        """
         self._logits, self._own_logits = None, False
         if (captured := self._captured) is not None:
             self._logits = attempt(lambda: captured.launch().float())
 
     def withdraw(self) -> None:
-        """Drop the launched step: it ran with other tokens."""
+        """Drop the launched step, because it ran with other tokens."""
         self._logits = None
 
     def run(self, tokens: list[int]) -> None:
-        """Queue the step for these tokens, one a sequence. Failures as of `launch`."""
+        """Queue the step for these tokens, one a sequence. Failures are handled as in `launch`."""
         self._logits = None
         self._logits = attempt(lambda: self._run(torch.tensor(tokens, dtype=torch.int64).unsqueeze(1)))
 
@@ -101,12 +109,14 @@ class NextStep:
         return self._runner.run(ids, self._sequences, self._params) if logits is None else logits.float()
 
     def set_tokens(self, tokens: list[int]) -> None:
-        """Store the tokens that were sampled, one a sequence."""
+        """Store the sampled tokens, one a sequence."""
         self._tokens = tokens
 
     def serve(self, windows: list[Window], keep: bool) -> list[Window]:
-        """Give the windows whose prediction held their logits; return the others. `keep`: the logits may be read after
-        the model has run again."""
+        """Give the windows whose prediction held their logits; return the others.
+
+        `keep`: the logits may be read after the model has run again.
+        """
         if self._logits is None or not (self._own_logits or (self._captured is not None and self._captured.is_current)):
             return windows  # another user of the model has run it since
         rows = [self._row_of(window) for window in windows]
@@ -120,7 +130,7 @@ class NextStep:
         return left
 
     def _row_of(self, window: Window) -> int | None:
-        """The row whose input is exactly that of the window; None if there is none."""
+        """Return the row whose input is exactly that of the window; None if there is none."""
         sequence = window.sequence
         row = self._rows.get(id(sequence))
         if row is None or window.wants_state:
@@ -134,5 +144,5 @@ class NextStep:
 
     @staticmethod
     def _page(sequence: Sequence, position: int) -> int:
-        """The page that the token at `position` is stored in."""
+        """Return the page that stores the token at `position`."""
         return int(sequence.block[position // sequence.page_size])

@@ -1,4 +1,4 @@
-"""Events of jobs on their way to whoever reads them."""
+"""Queue events of jobs for their readers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ __all__ = ["Outbox"]
 
 
 class Outbox:
-    """Keeps the events of each step until `iterate` returns them. Events of jobs that `generate` runs go to a list of
-    that call instead."""
+    """Keep the events of each step until `iterate` returns them.
+
+    Events of jobs that `generate` runs go to a list of that call instead.
+    """
 
     def __init__(self) -> None:
         #: events that wait
@@ -30,25 +32,27 @@ class Outbox:
             self._redirects.get(event.job, self.events).append(event)
 
     def redirect(self, jobs: list[ExLlamaV2DynamicJob], target: Events) -> None:
-        """From now on append the events of these jobs to `target`."""
+        """Append further events of these jobs to `target`."""
         self._redirects.update((job, target) for job in jobs)
 
     def is_redirected(self, job: ExLlamaV2DynamicJob) -> bool:
-        """Whether the job's events go elsewhere."""
+        """Whether the job's events go to another list."""
         return job in self._redirects
 
     @property
     def has_redirects(self) -> bool:
-        """Whether any job's events go elsewhere."""
+        """Whether any job's events go to another list."""
         return bool(self._redirects)
 
     def end_redirect(self, job: ExLlamaV2DynamicJob) -> bool:
-        """Undo `redirect`; False if the job was not redirected."""
+        """Undo `redirect`. Returns False if the job was not redirected."""
         return self._redirects.pop(job, None) is not None
 
     def take(self, raise_errors: bool) -> Events:
-        """Remove and return all events but those of discarded jobs. With `raise_errors` the first job's error among
-        them is raised, and the other events stay."""
+        """Remove and return all events but those of discarded jobs.
+
+        With `raise_errors` the first job's error among them is raised, and the other events stay.
+        """
         events = [event for event in self.events if not event.job.discarded]
         if raise_errors:
             for at, event in enumerate(events):

@@ -1,8 +1,8 @@
-"""From accepted tokens to text that may be shown: hold back, release, withdraw.
+"""Turn accepted tokens into text that may be shown: hold back, release, withdraw.
 
-Text, ids, probabilities and logits of a token travel together in one record, so they are released, held and
-withdrawn together. A record leaves when all its characters are complete and none of them can still become part of a
-stop string or banned string.
+Text, ids, probabilities and logits of a token are kept in one record, so they are released, held and withdrawn
+together. A record is released when all its characters are complete and none of them can become part of a stop string or
+banned string.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ __all__ = ["Match", "Record", "Released", "TextStream"]
 
 @dataclass(slots=True, unsafe_hash=True)
 class _Scan:
-    """Everything the stream knows beside the held records; restoring it undoes a token exactly. Never changed, only
-    replaced."""
+    """The state of the stream beside the held records. Restoring it undoes a token exactly; it is never changed in
+    place.
+    """
 
     pending: bytes = b""
     length: int = 0
@@ -37,7 +38,7 @@ _START = _Scan()
 
 @dataclass(slots=True)
 class Record:
-    """One accepted token and what was asked to be reported with it."""
+    """One accepted token and the requested reports."""
 
     token: int
     probability: float = 1.0
@@ -68,7 +69,7 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A stop string or banned string has been completed: `start` is its first character's place in the whole output."""
+    """A completed stop string or banned string; `start` is the position of its first character in the whole output."""
 
     kind: str
     string: str
@@ -91,17 +92,16 @@ class TextStream:
 
     @property
     def held_tokens(self) -> int:
-        """Tokens that may still be withdrawn."""
+        """Number of tokens that may still be withdrawn."""
         return len(self._held) if self._banning else 0
 
     @property
     def holds(self) -> bool:
-        """Whether there are tokens that have not been handed out."""
+        """Whether there are tokens that have not been released."""
         return bool(self._held)
 
     def push(self, record: Record) -> Match | None:
-        """Add a token's text to the held text and look for what it completes: the first match wins, a ban before a
-        stop."""
+        """Add a token's text to the held text. Returns the first string that it completes, a ban before a stop."""
         record.before = self._scan
         self._held.append(record)
         if not (self._scan.pending or self._scan.skip) and (whole := self._pieces.text_of(record.token)) is not None:
@@ -112,11 +112,11 @@ class TextStream:
         return self._append(record, text, pending)
 
     def release(self) -> Released:
-        """Hand out every leading token whose text is safe to show.
+        """Release every leading token whose text is safe to show.
 
-        Tokens leave only at a point where no banned string has begun: a token behind that point may yet be withdrawn,
-        and what follows instead may continue the banned string from there. For the same reason the first bytes of a
-        character wait for the token that completes it.
+        Tokens are released only up to a point where no banned string has begun. A token after that point may still be
+        withdrawn, and its replacement may continue the banned string from there. For the same reason, the first bytes
+        of a character wait for the token that completes it.
         """
         if len(self._held) == 1 and not (self._scan.stop or self._scan.ban or self._held[0].open):
             return self._take(1, self._scan.length)
@@ -131,14 +131,14 @@ class TextStream:
         return self._take(count, self._held[count - 1].end if count else self._start)
 
     def flush(self) -> Released:
-        """Hand out all that is held: the output ends here, so an incomplete character becomes U+FFFD."""
+        """Release everything that is held: the output ends here, so an incomplete character becomes U+FFFD."""
         text, _ = decode_incremental(self._scan.pending, b"", final=True)
         self._text += text
         self._scan = _Scan(length=self._scan.length + len(text))
         return self._take(len(self._held), self._scan.length)
 
     def flush_held(self) -> Released:
-        """Return what is still held, without adding it to the full text."""
+        """Return everything that is still held, without adding it to the full text."""
         text, _ = decode_incremental(self._scan.pending, b"", final=True)
         return Released(self._text + text, list(self._held))
 
@@ -155,8 +155,9 @@ class TextStream:
         return released, held
 
     def withdraw(self, match: Match) -> tuple[list[Record], str]:
-        """Take back the tokens that spelled a banned string, from the token its first character is in. Their text is
-        returned."""
+        """Remove the tokens that spelled a banned string, from the token with its first character on. Returns them and
+        their text.
+        """
         first = next(i for i, record in enumerate(self._held) if record.end > match.start)
         gone = self._held[first:]
         del self._held[first:]
@@ -167,7 +168,7 @@ class TextStream:
 
     @property
     def _start(self) -> int:
-        """Place of the held text's first character in the whole output."""
+        """Position of the held text's first character in the whole output."""
         return len(self.full_text)
 
     def _append(self, record: Record, text: str, pending: bytes) -> Match | None:

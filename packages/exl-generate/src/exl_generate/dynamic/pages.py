@@ -1,15 +1,15 @@
 """The page table: which physical page of the cache holds which tokens, who uses it, and what may be reused.
 
 A page is `page_size` tokens of K/V. Full pages are labelled with a chained hash over everything that decides their
-content (the namespace of model, cache and adapters, then every token from the start), so equal label means equal
+content: the namespace of model, cache and adapters, then every token from the start. So an equal label means an equal
 prefix, in other processes too; the tokens are compared as well. A label may be set before the content exists: jobs that
-need the same prefix share the page, and whichever runs first fills it.
+need the same prefix share the page, and the first one that runs fills it.
 
-Pages nobody uses keep their content and wait in least-recently-used order. A sequence gives its pages back last page
-first, and whoever holds a page holds all pages before it, so a prefix is never evicted before what follows it.
+Unused pages keep their content and wait in least-recently-used order. A sequence releases its last page first, and
+every user of a page holds all pages before it. So a prefix is never evicted before the pages that follow it.
 
-Reservations are counted, not taken: a job reserves the pages its output may need, and takes each when it writes
-there. So a reservation that is never used evicts nothing, and a started job can never run out of pages.
+Reservations are counted, not taken: a job reserves the pages that its output may need, and takes each when it writes
+there. So an unused reservation evicts nothing, and a started job can never run out of pages.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def page_hash(previous: bytes, ids: Ids) -> bytes:
 
 
 def namespace_digest(parts: Sequence[str]) -> bytes:
-    """Return the digest that precedes the first page, 16 bytes: of everything besides the tokens that decides their
-    K/V."""
+    """Return the digest that precedes the first page, 16 bytes: of everything besides the tokens that decides K/V."""
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16, person=b"exl-namespace").digest()
 
 
 class Page:
-    """One physical page. `tokens[:valid]` are the ids whose K/V it holds; a labelled page knows all its ids in
-    advance."""
+    """One physical page. `tokens[:valid]` are the ids whose K/V it holds; a labelled page stores all its ids
+    beforehand.
+    """
 
     __slots__ = ("drafted", "index", "label", "parent", "ref_count", "tokens", "valid")
 
@@ -62,8 +62,9 @@ class Page:
 
 
 class PageTable:
-    """Owns all pages of one cache. Every page is either referenced (by `ref_count` sequences) or waiting in eviction
-    order."""
+    """Own all pages of one cache. Every page is either referenced by `ref_count` sequences or waits in eviction
+    order.
+    """
 
     def __init__(self, num_pages: int, page_size: int = PAGED_PAGE_SIZE) -> None:
         self.page_size = page_size
@@ -97,14 +98,16 @@ class PageTable:
         self.cached = 0
 
     def find(self, label: bytes, ids: Ids) -> Page | None:
-        """The page labelled `label`, if its ids really are `ids`."""
+        """Return the page with this label if its ids are `ids`, else None."""
         page = self._by_label.get(label)
         return page if page is not None and np.array_equal(page.tokens, ids) else None
 
     def held(self, labels: Sequence[bytes]) -> int:
-        """How many of a sequence's pages are in use, from the first on: whoever holds a page holds those before it (if
-        one of them is a copy of its own, what is behind it is not counted). Called for every waiting job in every step,
-        so their ids are not compared."""
+        """Return how many of a sequence's leading pages are in use.
+
+        Every user of a page holds the pages before it; pages after a private copy are not counted. The ids are not
+        compared, because this runs for every waiting job in every step.
+        """
         for count, label in enumerate(labels):
             page = self._by_label.get(label)
             if page is None or page.ref_count == 0:
@@ -112,8 +115,10 @@ class PageTable:
         return len(labels)
 
     def computed(self, labels: Sequence[bytes]) -> int:
-        """How many of these full pages are in the cache, used or not, from the first on. Their ids are not compared.
-        May be called from any thread."""
+        """Return how many of these leading full pages are in the cache, used or not.
+
+        The ids are not compared. May be called from any thread.
+        """
         for count, label in enumerate(labels):
             page = self._by_label.get(label)
             if page is None or page.valid < self.page_size:
@@ -139,8 +144,10 @@ class PageTable:
         return page
 
     def take(self, parent: bytes | None, keep: Page | None = None) -> Page:
-        """An empty page that will follow `parent` (None = not known yet): the least recently used one, `keep` last
-        of all."""
+        """Return an empty page that will follow `parent` (None = not known yet).
+
+        The least recently used page is taken; `keep` last of all.
+        """
         assert self._waiting, "a page was taken that was not reserved"
         index = next((i for i in self._waiting if keep is None or i != keep.index), None)
         page = self._waiting.pop(next(iter(self._waiting)) if index is None else index)
@@ -152,7 +159,7 @@ class PageTable:
         return page
 
     def label(self, page: Page, label: bytes, ids: Ids) -> None:
-        """Say what the full page holds or will hold, so that other sequences may share it."""
+        """Label a full page with its present or future content, so that other sequences may share it."""
         assert label not in self._by_label, "a label belongs to one page"
         page.tokens[:] = ids
         page.label = label
@@ -160,14 +167,14 @@ class PageTable:
         self._index(page)
 
     def adopt(self, page: Page, parent: bytes) -> None:
-        """Name the parent of a page that was taken before its parent was complete."""
+        """Set the parent of a page that was taken before its parent was complete."""
         if page.parent is None:
             page.parent = parent
             if page.valid > 0:
                 self._index(page)
 
     def fill(self, page: Page, start: int, ids: Ids) -> None:
-        """K/V of `ids` are now at offsets start.. of the page (at or below `valid`)."""
+        """Record that the K/V of `ids` are at offsets start.. of the page (at or below `valid`)."""
         assert start <= page.valid, "a gap of unwritten K/V inside a page"
         end = start + len(ids)
         if page.label is None:
@@ -187,8 +194,10 @@ class PageTable:
         page.valid = valid
 
     def publish(self, page: Page, label: bytes) -> Page:
-        """Label a page that has just become full; returns the page to use from now on: an older one with the same
-        content wins."""
+        """Label a page that has just become full. Returns the page to use from now on.
+
+        An older page with the same content wins.
+        """
         assert page.valid == self.page_size
         if page.label is not None:
             return page
@@ -197,14 +206,13 @@ class PageTable:
             self.label(page, label, page.tokens.copy())
             return page
         if other.valid < self.page_size or not np.array_equal(other.tokens, page.tokens):
-            return page  # somebody is still filling the other one; ours stays private
+            return page  # a job is still filling the other page; this one stays private
         self.share(other)
         self.release(page)
         return other
 
     def release(self, page: Page) -> None:
-        """Drop one reference. An unreferenced page keeps its valid content; a label without full content is taken
-        back."""
+        """Drop one reference. An unreferenced page keeps its valid content; a label without full content is removed."""
         assert page.ref_count > 0, "a page was released more often than it was taken"
         page.ref_count -= 1
         if page.ref_count > 0:
@@ -222,13 +230,14 @@ class PageTable:
             self.cached += 1
 
     def partial(self, parent: bytes, ids: Ids) -> tuple[Page, int] | None:
-        """The page behind `parent` whose valid ids share the longest prefix with `ids`, and that length (at least
-        2)."""
+        """Return the page after `parent` whose valid ids share the longest prefix with `ids`, and its length (at least
+        2).
+        """
         best, most = None, 1
         for page in self._children.get((parent, int(ids[0])), {}).values() if len(ids) > 1 else ():
             length = min(page.valid, len(ids))
             if length <= most or page.tokens[most] != ids[most]:
-                continue  # no better than what was found: of many pages with one head only a few are compared
+                continue  # no longer than the best one: of many pages with one head only a few are compared
             differ = np.flatnonzero(page.tokens[:length] != ids[:length])
             common = int(differ[0]) if len(differ) else length
             if common > most:

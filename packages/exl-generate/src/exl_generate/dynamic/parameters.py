@@ -42,26 +42,26 @@ MAX_SALT = 256
 
 
 def count_of(name: str, value: object) -> int:
-    """A number of at least 0."""
+    """Check an integer of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
         raise RequestError(f"{name} is {value!r}; it must be an integer of at least 0")
     return int(value)
 
 
 def optional_count_of(name: str, value: object) -> int | None:
-    """A number of at least 0, or None."""
+    """Check an integer of at least 0, or None."""
     return None if value is None else count_of(name, value)
 
 
 def flag_of(name: str, value: object) -> bool:
-    """True, False, their numbers, None for False; not what JSON spells in quotes, where "false" would be true."""
+    """Check True, False, 0 or 1; None means False. Strings are rejected: "false" would be true."""
     if value is None or isinstance(value, np.bool_) or (isinstance(value, Real) and value in (0, 1)):
         return bool(value)
     raise RequestError(f"{name} is {value!r}; it must be True or False")
 
 
 def listed(name: str, values: Iterable[Any] | None) -> list[Any]:
-    """The entries of any iterable, in a list of its own; none for None."""
+    """Return the entries of any iterable as a new list; an empty one for None."""
     try:
         return [] if values is None else list(values)
     except TypeError as error:
@@ -69,7 +69,7 @@ def listed(name: str, values: Iterable[Any] | None) -> list[Any]:
 
 
 def salt_of(salt: object) -> bytes:
-    """Bytes, at most 256."""
+    """Check bytes, at most 256."""
     if not isinstance(salt, bytes) or len(salt) > MAX_SALT:
         raise RequestError(f"cache_salt is {salt!r:.80}; pass at most {MAX_SALT} bytes")
     return salt
@@ -86,7 +86,7 @@ def resumed_of(ids: object) -> tuple[int, ...]:
 
 
 def seed_of(seed: object) -> int | None:
-    """A whole number of any size, or None."""
+    """Check an integer of any size, or None."""
     if seed is None:
         return None
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
@@ -95,7 +95,7 @@ def seed_of(seed: object) -> int | None:
 
 
 def settings_of(settings: object) -> Settings:
-    """Settings for one job: a copy of the given ones (`Settings.for_job`), or the defaults for None."""
+    """Return settings for one job: a copy of the given ones (`Settings.for_job`), or the defaults for None."""
     if settings is not None and not isinstance(settings, Settings):
         raise RequestError(f"gen_settings is a {type(settings).__name__}; pass ExLlamaV2Sampler.Settings or None")
     given = Settings() if settings is None else settings
@@ -104,13 +104,13 @@ def settings_of(settings: object) -> Settings:
 
 
 def check_abort_event(event: object) -> None:
-    """Refuse what nobody can ask whether it is set."""
+    """Reject an object without `is_set`."""
     if event is not None and not callable(getattr(event, "is_set", None)):
         raise RequestError(f"abort_event is {event!r:.80}; pass a threading.Event or None")
 
 
 def strings_of(name: str, values: Iterable[str] | None) -> list[str]:
-    """Texts, none of them empty."""
+    """Check a list of non-empty texts."""
     if isinstance(values, str):
         raise RequestError(f"{name} is the bare string {values!r}; pass a list: [{values!r}]")
     found: list[str] = listed(name, values)
@@ -121,7 +121,7 @@ def strings_of(name: str, values: Iterable[str] | None) -> list[str]:
 
 
 def stop_conditions_of(conditions: Iterable[int | str] | None) -> tuple[frozenset[int], list[str]]:
-    """Ids and strings, the strings in the order given."""
+    """Split into ids and strings, the strings in the given order."""
     if isinstance(conditions, str | bytes | int | float):
         raise RequestError(f"stop_conditions is {conditions!r}; pass a list of ids and strings: [{conditions!r}]")
     tokens: set[int] = set()
@@ -139,7 +139,7 @@ def stop_conditions_of(conditions: Iterable[int | str] | None) -> tuple[frozense
 
 
 def sequences_of(input_ids: object) -> list[NDArray[np.int64]]:
-    """The prompt, or the pair of prompts, as checked int64 vectors."""
+    """Return the prompt, or the pair of prompts, as checked int64 vectors."""
     rows = list(input_ids) if isinstance(input_ids, list | tuple) else [input_ids]
     if not 1 <= len(rows) <= 2:
         raise RequestError(f"input_ids holds {len(rows)} sequences; a job takes one, or a pair for CFG")
@@ -159,7 +159,7 @@ def _ids(input_ids: object) -> NDArray[np.int64]:
 
 
 def adapters_of(loras: object) -> tuple[Any, ...] | None:
-    """Adapters as a tuple; None stays None (those of the generator)."""
+    """Return adapters as a tuple; None stays None (those of the generator)."""
     if loras is None:
         return None
     found = tuple(loras) if isinstance(loras, list | tuple) else (loras,)
@@ -174,7 +174,7 @@ def adapters_of(loras: object) -> tuple[Any, ...] | None:
 
 
 def embeddings_of(embeddings: object) -> tuple[Any, ...]:
-    """Embeddings as a tuple of objects with ids of their own that do not overlap."""
+    """Return embeddings as a tuple of objects whose ids do not overlap."""
     if embeddings is None:
         return ()
     if not isinstance(embeddings, list | tuple):
@@ -193,10 +193,10 @@ def embeddings_of(embeddings: object) -> tuple[Any, ...]:
 
 
 def keys_of(ids: NDArray[np.int64], embeddings: SequenceOf[Any]) -> NDArray[np.int64] | None:
-    """Return the name of each id in the page table, or None if no id is a row of an embedding. Such rows have negative
-    numbers made of their content, so that equal images are found again.
+    """Return the name of each id in the page table, or None if no id is a row of an embedding.
 
-    Raises `RequestError` for an id that no embedding holds.
+    The names of such rows are negative numbers made from their content, so that equal images are found again. Raises
+    `RequestError` for an id that no embedding holds.
     """
     indexed = ids >= EMBEDDING_INDEX
     if not indexed.any():
@@ -214,7 +214,10 @@ def keys_of(ids: NDArray[np.int64], embeddings: SequenceOf[Any]) -> NDArray[np.i
 
 
 def pictures_of(ids: NDArray[np.int64], embeddings: SequenceOf[Any]) -> Pictures:
-    """Positions behind images, and images that must stay whole. Raises `RequestError` for a part of an image."""
+    """Return position offsets after images, and images that must stay whole.
+
+    Raises `RequestError` for a part of an image.
+    """
     if not any(getattr(one, "grid", None) is not None for one in embeddings):
         return NO_PICTURES
     try:
@@ -233,7 +236,7 @@ def pictures_of(ids: NDArray[np.int64], embeddings: SequenceOf[Any]) -> Pictures
 
 
 def _content(embedding: Any) -> np.int64:
-    """63 bits of everything about an embedding that decides what K/V its rows get."""
+    """Return 63 bits of everything about an embedding that decides the K/V of its rows."""
     digest = hashlib.blake2b(digest_size=8, person=b"exl-embedding")
     rows = embedding.embeddings.detach().to("cpu", torch.float32).contiguous()
     grid = getattr(embedding, "thw_grid", None)

@@ -1,10 +1,10 @@
 """Prefill: choose which parts of the prompts a step computes, and which of them share a forward pass.
 
-A pass over several prompts costs a GPU little more than a pass over one short prompt: every matrix is read, and beyond
-a few rows dequantized, once. Tokens must not depend on the choice. Passes of up to `ExLlamaV2.invariant_tokens` tokens
-are batch-invariant: short prompts share passes up to that length, longer prompts share passes among themselves. Where a
-hook of the caller (`Intervention`) sees the hidden states, each prompt has its own pass. A prompt waits for the pass
-before it if that computes a prefix which both have in common.
+On a GPU a pass over several prompts costs little more than a pass over one short prompt: every matrix is read once and,
+beyond a few rows, dequantized once. Tokens must not depend on the choice. Passes of up to `ExLlamaV2.invariant_tokens`
+tokens are batch-invariant: short prompts share passes up to that length, longer prompts share passes among themselves.
+Where a hook of the caller (`Intervention`) reads the hidden states, each prompt has its own pass. A prompt waits for an
+earlier pass that computes a prefix which both have in common.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Prompts"]
 
-#: A prefix in common that is at least as long is computed once, whatever else could share the pass.
+#: A common prefix that is at least as long is computed once, whatever else could share the pass.
 WORTH_WAITING = 16
 
 
 class Prompts:
-    """Compute prompt tokens for jobs in the order they started. A step computes at most `max_chunk_size` tokens in all,
-    which bounds the time that running streams wait."""
+    """Compute prompt tokens for jobs in the order they started.
+
+    A step computes at most `max_chunk_size` tokens in all, which bounds the time that running streams wait.
+    """
 
     def __init__(
         self,
@@ -52,8 +54,10 @@ class Prompts:
         self.worth = max(2, min(WORTH_WAITING, scheduler.table.page_size // 8))
 
     def step(self) -> None:
-        """Compute one step's tokens, at most one chunk of each sequence. After an interrupt the computed part is kept
-        and the next step computes the rest."""
+        """Compute one step's tokens, at most one chunk of each sequence.
+
+        After an interrupt the computed part is kept and the next step computes the rest.
+        """
         step = _PrefillStep(self)
         try:
             left = self._budget
@@ -112,8 +116,11 @@ class _PrefillStep:
         return said
 
     def _catch_up(self, job: ExLlamaV2DynamicJob, sequence: Sequence) -> None:
-        """Skip prompt K/V that is in the cache already. Compute the collected chunks before if one of them computes a
-        page that both sequences share, or a prefix in common that is long enough."""
+        """Skip prompt K/V that is in the cache already.
+
+        First compute the collected chunks if one of them computes a page that both sequences share, or a long common
+        prefix.
+        """
         alike = self._heads.get(self._head(sequence), {})
         head = None
         if alike:
@@ -130,14 +137,14 @@ class _PrefillStep:
             self._owner.counters.found_tokens += gained
 
     def _worth_waiting(self, alike: Iterable[Chunk], sequence: Sequence, start: int) -> bool:
-        """Whether one of these chunks computes enough of the sequence behind `start`."""
+        """Whether one of these chunks computes enough of the sequence after `start`."""
         end = start + self._owner.worth
         if end > sequence.prefill_end:
             return False
         return any(chunk.end >= end and sequence.begins_like(chunk.sequence, end) for chunk in alike)
 
     def _head(self, sequence: Sequence) -> bytes:
-        """The first ids of the prompt, which all prompts that may wait for each other have in common."""
+        """Return the first ids of the prompt; prompts that may wait for each other have them in common."""
         return sequence.keys[: min(self._owner.worth, sequence.page_size)].tobytes()
 
     def _put(self, job: ExLlamaV2DynamicJob, chunk: Chunk) -> None:

@@ -48,8 +48,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """The parameters of one completion. `ExLlamaV2DynamicJob` documents each parameter; the fields hold the checked
-    values."""
+    """The parameters of one completion. `ExLlamaV2DynamicJob` documents them; the fields hold the checked values."""
 
     #: the prompt or, for CFG, the positive and the negative prompt
     prompts: tuple[Prompt, ...]
@@ -179,7 +178,7 @@ def _reservation(max_rq_tokens: object) -> int | None:
 def _prompts(
     input_ids: object, embeddings: tuple[Any, ...], healing: bool, cfg_scale: float | None
 ) -> tuple[tuple[Prompt, ...], int | None]:
-    """The prompts, and the token that healing has taken off them; None without healing."""
+    """Return the prompts, and the token that healing has removed from them; None without healing."""
     rows = sequences_of(input_ids)
     if (len(rows) == 2) != (cfg_scale is not None):
         raise RequestError(

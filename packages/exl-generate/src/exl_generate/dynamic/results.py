@@ -18,12 +18,12 @@ Result = dict[str, Any]
 
 
 def dicts_of(events: list[Event]) -> list[Result]:
-    """A result dict for each event."""
+    """Return a result dict for each event."""
     return [dict_of(event) for event in events]
 
 
 def dict_of(event: Event) -> Result:
-    """One event as a result dict."""
+    """Return one event as a result dict."""
     job, ending = event.job, event.ending
     result: Result = {"job": job, "stage": event.stage, "eos": ending is not None, "serial": job.serial_number}
     if job.request.identifier is not None:
@@ -59,7 +59,7 @@ def _end(result: Result, job: ExLlamaV2DynamicJob, ending: Ending) -> None:
 
 
 def _data(job: ExLlamaV2DynamicJob, text: str, records: list[Record]) -> Result:
-    """Text and per-token data, each key only where there is something to say."""
+    """Return text and per-token data; each key exists only where it has content."""
     data: Result = {}
     _fill_in(data, job, text, records)
     return data

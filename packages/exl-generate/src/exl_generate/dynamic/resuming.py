@@ -1,4 +1,4 @@
-"""Continue a job behind ids that an earlier run of it has handed out."""
+"""Continue a job after ids that an earlier run of it has handed out."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["Replay", "advance"]
 
 
 def advance(decoder: Decoder, ids: SequenceOf[int], width: int) -> Outcome | None:
-    """Advance filters, stop strings and decoded text over `ids`, all of which count as handed out. Returns how the job
-    ended with the last of them, or None if it goes on. `width`: size of the model's vocabulary.
+    """Advance filters, stop strings and decoded text over `ids`, all of which count as handed out.
 
-    Raises `ResumeError` for an id that the job would not have produced at its place.
+    Returns the end of the job with the last id, or None if the job continues. `width` is the size of the model's
+    vocabulary. Raises `ResumeError` for an id that the job would not have produced at its position.
     """
     outcome: Outcome | None = None
     for at, token in enumerate(ids):
@@ -58,9 +58,9 @@ class Replay:
         self._end = 0
 
     def strip(self, released: Released, *, ended: bool) -> Released:
-        """Return what is new in the next released text and tokens. `ended`: nothing more is released.
+        """Return the new part of the next released text and tokens. `ended`: nothing more is released.
 
-        Raises `ResumeError` if the tokens are others than those of the earlier run.
+        Raises `ResumeError` if the tokens differ from those of the earlier run.
         """
         start, self._end = self._end, self._end + len(released.text)
         if not self._left:

@@ -1,4 +1,4 @@
-"""Runs the model over pages: chunks of prompts, or one step of a whole batch."""
+"""Run the model over pages: chunks of prompts, or one step of a whole batch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ class Chunk:
 
 
 class Window:
-    """The ids one sequence evaluates in a step (its last token, then drafts), and after the step logits or an error."""
+    """The ids that one sequence evaluates in a step (its last token, then drafts), and then their logits or an
+    error.
+    """
 
     __slots__ = ("error", "ids", "logits", "sequence", "state", "wants_state")
 
@@ -61,13 +63,13 @@ class Window:
         self.error: Exception | None = None
 
     def row(self, at: int) -> torch.Tensor:
-        """Logits behind `ids[at]`."""
+        """Return the logits after `ids[at]`."""
         assert self.logits is not None, "the window has not been evaluated"
         return self.logits[at]
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Windows of one kind go through the model together."""
+        """A key: windows of one kind go through the model together."""
         indexed = self.sequence.embeddings and max(self.ids) >= EMBEDDING_INDEX
         loras = () if mixable(self.sequence) else self.sequence.loras
         return len(self.ids), loras, self.sequence.embeddings if indexed else (), self.wants_state
@@ -79,8 +81,10 @@ def mixable(sequence: Sequence) -> bool:
 
 
 class Runner:
-    """Runs one model over the pages of its cache; knows no jobs. A `draft` model sees no adapters, and id 0 in place of
-    rows of embeddings."""
+    """Run one model over the pages of its cache; it knows no jobs.
+
+    A `draft` model uses no adapters, and id 0 in place of rows of embeddings.
+    """
 
     def __init__(self, model: Model, cache: Cache, page_size: int, draft: bool = False) -> None:
         self._model = model
@@ -114,8 +118,11 @@ class Runner:
         return self._model.hooked
 
     def compute(self, chunks: SequenceOf[Chunk]) -> list[Exception | None]:
-        """Compute the K/V of these chunks in one pass, or, if that fails, by halves. Each chunk must follow the valid
-        K/V of its sequence and have its pages. Returns the error of each chunk, None for success."""
+        """Compute the K/V of these chunks in one pass or, if that fails, by halves.
+
+        Each chunk must follow the valid K/V of its sequence and have its pages. Returns the error of each chunk, None
+        for success.
+        """
         error = _attempt(lambda: self._compute(chunks))
         if error is None or len(chunks) == 1:
             return [error] * len(chunks)
@@ -131,8 +138,10 @@ class Runner:
         self.forward(ids, sequences, starts, embeddings, preprocess_only=True, lengths=lengths)
 
     def decode(self, windows: list[Window]) -> None:
-        """Evaluate every window, those of a kind together. A failing call is repeated window by window, so that only
-        those that fail by themselves are marked with an error."""
+        """Evaluate every window; windows of one kind together.
+
+        A failing call is repeated window by window, so that only the windows that fail alone get an error.
+        """
         groups: dict[tuple[Any, ...], list[Window]] = defaultdict(list)
         for window in windows:
             groups[window.kind].append(window)
@@ -144,8 +153,11 @@ class Runner:
                     window.error = _attempt(partial(self._evaluate, [window], True))
 
     def _passes(self, group: list[Window]) -> list[list[Window]]:
-        """The passes of windows of one kind. Those with different adapters share one only as far as its results do not
-        depend on the number of its tokens: nobody's tokens change with the adapters of others."""
+        """Return the passes of windows of one kind.
+
+        Windows with different adapters share a pass only while its results are batch-invariant: tokens never depend on
+        the adapters of other windows.
+        """
         by_adapters: dict[tuple[Any, ...], list[Window]] = defaultdict(list)
         for window in group:
             by_adapters[tuple(window.sequence.loras)].append(window)
@@ -155,7 +167,7 @@ class Runner:
         return list(by_adapters.values())
 
     def _evaluate(self, group: list[Window], keep: bool) -> None:
-        """`keep`: the model may run again before these logits are read, and overwrite them."""
+        """Evaluate one pass. `keep`: the model may run again, and overwrite these logits, before they are read."""
         _, _, embeddings, wants_state = group[0].kind
         for window in group:
             window.sequence.provide(window.sequence.kv_position + len(window.ids))
@@ -181,8 +193,10 @@ class Runner:
         wants_state: bool = False,
         lengths: list[int] | None = None,
     ) -> dict[str, Any]:
-        """One pass over int64 `ids` [B, q], row b at places positions[b].. of sequences[b]. With `lengths`, ids are
-        [1, sum of them], one sequence after the other, and all have the same adapters."""
+        """Run one pass over int64 `ids` [B, q], row b at positions[b].. of sequences[b].
+
+        With `lengths`, ids are [1, their sum], one sequence after the other, and all have the same adapters.
+        """
         params = self._params(sequences, positions, ids.shape[1])
         if lengths is not None:
             params.q_lens = torch.tensor(lengths, dtype=torch.int32)
@@ -201,20 +215,22 @@ class Runner:
             )
 
     def prepare(self, sequences: list[Sequence], positions: list[int]) -> tuple[PagedParams, PreparedStep | None]:
-        """A pass over one token of each sequence at places `positions`, for sequences without embeddings there and with
-        mixable adapters: its parameters and, where the model can do all of it but the tokens beforehand, the step of
-        `Model.prepare_step`, else None."""
+        """Prepare a pass over one token of each sequence at `positions`.
+
+        The sequences have no embeddings there and have mixable adapters. Returns the pass's parameters, and the step of
+        `Model.prepare_step` where the model can do everything but the tokens beforehand, else None.
+        """
         params = self._params(sequences, positions, 1)
         adapters = [list(sequence.loras) for sequence in sequences]
         extra = {"row_loras": adapters} if any(adapters) and not self._draft else {}
         return params, self._model.prepare_step(1, self._cache, params, **extra)
 
     def run(self, ids: torch.Tensor, sequences: list[Sequence], params: PagedParams) -> torch.Tensor:
-        """The pass of `prepare` over int64 `ids` [B, 1]: logits float32 [B, 1, Vp] in memory of their own."""
+        """Run the pass of `prepare` over int64 `ids` [B, 1]; returns logits float32 [B, 1, Vp] in new memory."""
         extra = {} if self._draft else _adapters_of(sequences)
         with torch.inference_mode():
             found = self._model.forward_chunk(ids, cache=self._cache, attn_params=params, **extra)
-        return torch.as_tensor(found["logits"]).float().clone()  # what forward_chunk gives may be the model's own
+        return torch.as_tensor(found["logits"]).float().clone()  # the result of forward_chunk may be the model's memory
 
     def _params(self, sequences: list[Sequence], positions: list[int], q_len: int) -> PagedParams:
         blocks = [sequence.block for sequence in sequences]
@@ -247,7 +263,7 @@ def _attempt(run: Callable[[], object]) -> Exception | None:
 
 
 def _offsets(sequences: list[Sequence], places: list[int]) -> torch.Tensor | None:
-    """int32 [B]: how far positions are from places, behind images; None where they are the same."""
+    """Return int32 [B]: the offset of each row's position after images; None where all are 0."""
     if not any(sequence.pictures.offsets for sequence in sequences):
         return None
     pairs = zip(sequences, places, strict=True)
@@ -255,7 +271,7 @@ def _offsets(sequences: list[Sequence], places: list[int]) -> torch.Tensor | Non
 
 
 def _adapters_of(sequences: list[Sequence]) -> dict[str, Any]:
-    """The arguments of a pass that name the adapters of its rows."""
+    """Return the arguments of a pass that name the adapters of its rows."""
     first = sequences[0].loras
     if all(sequence.loras == first for sequence in sequences):
         return {"loras": list(first)} if first else {}

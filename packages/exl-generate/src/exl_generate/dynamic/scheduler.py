@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Scheduler"]
 
-#: Queued jobs looked at in a step, so that its cost does not grow with the queue.
+#: Queued jobs considered in a step, so that its cost does not grow with the queue.
 LOOKAHEAD = 64
 
 
 class Scheduler:
-    """Owns the queue and the set of running jobs.
+    """Own the queue and the set of running jobs.
 
-    A job starts when there are free pages for all that it reserves: usually for `max_new_tokens`, so that it never
-    waits for pages again. A job with `max_rq_tokens` reserves for so many tokens at a time. When they are used up and
-    others wait, it goes to the end of the queue with its state and resumes from the prefix cache later. The queue
-    always moves: when nothing runs, any job that passed `check` fits.
+    A job starts when there are free pages for everything that it reserves: usually for `max_new_tokens`, so that it
+    never waits for pages again. A job with `max_rq_tokens` reserves for so many tokens at a time. When they are used up
+    and others wait, it goes to the end of the queue with its state and later resumes from the prefix cache. The queue
+    always advances: when nothing runs, any job that passed `check` fits.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Scheduler:
 
     @property
     def pending(self) -> list[ExLlamaV2DynamicJob]:
-        """Waiting jobs in order; a copy."""
+        """A copy of the waiting jobs, in order."""
         with self._lock:
             return list(self._queue)
 
@@ -100,7 +100,7 @@ class Scheduler:
         return job in self._queue
 
     def admit(self) -> list[ExLlamaV2DynamicJob]:
-        """Start what fits, in order; returns the started jobs."""
+        """Start the jobs that fit, in order; returns the started jobs."""
         if not self._queue:
             return []
         with self._lock:
@@ -134,8 +134,10 @@ class Scheduler:
         return job.pages.missing(self.table) <= self.table.available
 
     def extend(self, job: ExLlamaV2DynamicJob) -> bool:
-        """Give the job pages for one more token. False if it must wait for them: none are free, or its share is used up
-        and others wait."""
+        """Give the job pages for one more token. Returns False if it must wait for them.
+
+        It waits when none are free, or when its share is used up and others wait.
+        """
         if job.pages.room >= 0:
             return True
         return not self._queue and job.pages.reserve_more(self.table)
@@ -148,7 +150,7 @@ class Scheduler:
         self.add([job])
 
     def retire(self) -> None:
-        """Take finished jobs out and give their pages back."""
+        """Remove finished jobs and release their pages."""
         finished = [job for job in self.active if job.is_finished]
         if not finished:
             return

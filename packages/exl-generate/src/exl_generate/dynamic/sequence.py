@@ -1,4 +1,4 @@
-"""One token sequence of a job: its ids, the pages under them, and how far their K/V has been computed."""
+"""One token sequence of a job: its ids, its pages, and how far their K/V have been computed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Pictures:
     whole: tuple[tuple[int, int], ...] = ()
 
     def offset_at(self, place: int) -> int:
-        """How far the position of the token at `place` is from it (inside an image: of its first one)."""
+        """Return the position of the token at `place`, minus `place` (inside an image: of its first token)."""
         found = bisect_right(self.offsets, place, key=lambda mark: mark[0])
         return self.offsets[found - 1][1] if found else 0
 
@@ -44,7 +44,7 @@ NO_PICTURES = Pictures()
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Where the head of a sequence's page number `page` is found in another page (`found`), and where it ends."""
+    """The head of a sequence's page number `page` in another page (`found`), and the position where it ends."""
 
     page: int
     end: int
@@ -54,10 +54,9 @@ class Head:
 class Sequence:
     """Ids and K/V of one sequence. `kv_position` is the number of leading ids whose K/V are in the pages.
 
-    The last id of the context is never prefilled: it is the first input of the generation step, so prefill is done when
-    `kv_position` reaches `prefill_end`. Pages are told apart by `keys`: the ids, with rows of embeddings named by their
-    content, so that the same image is found again under other ids. `generated`: ids that are generated already; they
-    are computed with the prompt.
+    The last id of the context is never prefilled: it is the first input of the decode step, so prefill is done when
+    `kv_position` reaches `prefill_end`. Pages are identified by `keys`: the ids, with rows of embeddings named by their
+    content. So the same image is found again under other ids.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class Sequence:
 
     @property
     def generated(self) -> int:
-        """Ids behind the prompt."""
+        """Number of ids after the prompt."""
         return self._length - self.prompt_length
 
     @property
@@ -111,12 +110,12 @@ class Sequence:
 
     @property
     def input_ids(self) -> Tensor:
-        """The prompt's ids, int64 [1, n], a copy."""
+        """A copy of the prompt's ids, int64 [1, n]."""
         return torch.tensor(self._buffer[: self.prompt_length])[None]
 
     @property
     def sequence_ids(self) -> SeqTensor:
-        """All ids so far, int64 [1, n], a copy."""
+        """A copy of all ids so far, int64 [1, n]."""
         return SeqTensor.from_tensor(torch.tensor(self.ids)[None], seq_dim=-1)
 
     @property
@@ -149,8 +148,10 @@ class Sequence:
     # ---- admission -------------------------------------------------------------------------------------------------
 
     def prepare(self, table: PageTable, root: bytes) -> None:
-        """Compute the labels of the context's full pages under namespace `root`; of one that has given way, of those
-        that had labels."""
+        """Compute the labels of the context's full pages under namespace `root`.
+
+        After `give_way`, the pages that had labels are labelled.
+        """
         self._table, self._root, self._private_from = table, root, 0
         size = table.page_size
         count = len(self.labels) if self._resumed else self.prefill_end // size
@@ -159,23 +160,24 @@ class Sequence:
             self.labels.append(page_hash(self._parent(k), self.keys[k * size : (k + 1) * size]))
 
     def make_private(self, root: bytes) -> None:
-        """Name all further pages under namespace `root`, which no other sequence has, so that none of them is
-        shared."""
+        """Name all further pages under namespace `root`, which is unique, so that none of them is shared."""
         self._root, self._private_from = root, len(self.labels)
 
     def context_pages(self) -> Iterator[tuple[bytes, Ids]]:
-        """Label and keys of each full page of the context."""
+        """Yield label and keys of each full page of the context."""
         size = self._pages.page_size
         for k, label in enumerate(self.labels):
             yield label, self.keys[k * size : (k + 1) * size]
 
     def pages_needed(self, max_new_tokens: int, page_size: int) -> int:
-        """Pages under the prompt and `max_new_tokens` more, shared or not."""
+        """Return the pages under the prompt and `max_new_tokens` more, shared or not."""
         return -(-(self._length + max_new_tokens) // page_size)
 
     def acquire(self, max_new_tokens: int) -> int:
-        """Hold the context's full pages, shared where they exist, and reserve the rest under `max_new_tokens` more ids;
-        returns the number of all of them."""
+        """Hold the context's full pages, shared where they exist, and reserve pages for `max_new_tokens` more ids.
+
+        Returns the number of all of them.
+        """
         table = self._pages
         total_pages = self.pages_needed(max_new_tokens, table.page_size)
         self.non_sequential_pages = 0
@@ -193,12 +195,12 @@ class Sequence:
 
     @property
     def room(self) -> int:
-        """Ids that still fit under the pages held and reserved."""
+        """Number of ids that still fit under the pages held and reserved."""
         assert self._table is not None
         return (len(self.allocated_pages) + self._reserved) * self._table.page_size - self._length
 
     def pages_missing(self, more: int) -> int:
-        """Pages to reserve before `more` ids fit."""
+        """Return the pages to reserve before `more` ids fit."""
         return max(0, -(-(more - self.room) // self._pages.page_size))
 
     def reserve_more(self, count: int) -> None:
@@ -207,14 +209,15 @@ class Sequence:
         self._reserved += count
 
     def release(self) -> None:
-        """Give back every page, last page first, and what is left of the reservation. The computed K/V stay
-        reusable."""
+        """Release every page, last page first, and the rest of the reservation. Computed K/V stay reusable."""
         self.publish(self.kv_position)
         self._let_go()
 
     def give_way(self, settled: int) -> None:
-        """Give back every page, and be ready to go on from the prefix cache. Ids from `settled` on may yet be taken
-        back, so their pages get no names."""
+        """Release every page, and prepare to resume from the prefix cache.
+
+        Ids from `settled` on may still be withdrawn, so their pages get no names.
+        """
         self.publish(settled)
         self._let_go()
         self.kv_position = 0
@@ -224,10 +227,10 @@ class Sequence:
     # ---- running ---------------------------------------------------------------------------------------------------
 
     def skip_cached(self, copy: Callable[[int, int, int], None], head: Head | None = None) -> int:
-        """Advance over prompt K/V that is there already; `copy(source, target, tokens)` copies the head of a page.
+        """Advance over prompt K/V that exist already; `copy(source, target, tokens)` copies the head of a page.
 
-        Returns the number of tokens gained. Stops where something has to be computed. `head`: what `head_elsewhere` has
-        just found.
+        Returns the number of tokens gained. Stops where something has to be computed. `head` is a fresh result of
+        `head_elsewhere`.
         """
         start = self.kv_position
         size = self._pages.page_size
@@ -243,7 +246,7 @@ class Sequence:
         return gained
 
     def computed_end(self) -> int:
-        """The place in the prompt up to which the pages held contain K/V."""
+        """Return the position in the prompt up to which the pages held contain K/V."""
         at, size = self.kv_position, self._pages.page_size
         while at < self.prefill_end:
             k, offset = divmod(at, size)
@@ -253,7 +256,7 @@ class Sequence:
         return at
 
     def head_elsewhere(self) -> Head:
-        """The page whose head `skip_cached` would copy behind the K/V in the pages held."""
+        """Return the page whose head `skip_cached` would copy after the K/V in the pages held."""
         at = self.computed_end()
         k, offset = divmod(at, self._pages.page_size)
         found = None if offset or at >= self.prefill_end else self._partial(k)
@@ -266,13 +269,15 @@ class Sequence:
         return self._root == other._root and np.array_equal(self._keys[:length], other._keys[:length])
 
     def pages_between(self, start: int, end: int) -> set[int]:
-        """Numbers of the pages held so far under ids start..end."""
+        """Return the numbers of the pages held under ids start..end."""
         size = self._pages.page_size
         return {page.index for page in self.allocated_pages[start // size : -(-end // size)]}
 
     def next_chunk(self, budget: int) -> tuple[int, int]:
-        """Bounds of the next prompt ids to compute: at most `budget`, to a page boundary where that is not the whole
-        rest, and more than that where an image that must stay whole takes more."""
+        """Return the bounds of the next prompt ids to compute.
+
+        At most `budget` ids, up to a page boundary unless they are the whole rest; more where an image must stay whole.
+        """
         start = self.kv_position
         end = start + budget
         size = self._pages.page_size
@@ -285,12 +290,12 @@ class Sequence:
         return start, end
 
     def provide(self, end: int) -> None:
-        """Take pages until ids up to `end` (exclusive) have a place."""
+        """Take pages until ids up to `end` (exclusive) fit."""
         while len(self.allocated_pages) * self._pages.page_size < end:
             self._take_next()
 
     def commit(self, end: int) -> None:
-        """The K/V of ids kv_position..end are now in the pages."""
+        """Record that the K/V of ids kv_position..end are in the pages."""
         size = self._pages.page_size
         at = self.kv_position
         if end - at == 1 and (offset := at % size) and (page := self.allocated_pages[at // size]).label is None:
@@ -307,7 +312,7 @@ class Sequence:
             self.kv_position = stop
 
     def rewind(self, length: int) -> None:
-        """Drop all ids from `length` on, and their K/V; the last id left is computed again."""
+        """Drop all ids from `length` on, and their K/V; the last remaining id is computed again."""
         size = self._pages.page_size
         self._length = length
         self.kv_position = min(self.kv_position, length - 1)
@@ -317,7 +322,7 @@ class Sequence:
                 self._pages.truncate(page, max(0, self.kv_position - k * size))
 
     def publish(self, settled: int) -> None:
-        """Label full pages whose first `settled` ids can no longer be taken back, so that others may share them."""
+        """Label full pages whose first `settled` ids can no longer be withdrawn, so that others may share them."""
         size = self._pages.page_size
         while (len(self.labels) + 1) * size <= min(settled, self.kv_position):
             k = len(self.labels)
@@ -361,11 +366,11 @@ class Sequence:
         self._reserved = 0
 
     def _valid(self, k: int) -> int:
-        """Ids of page `k` with valid K/V, if it is held."""
+        """Return the number of page `k`'s ids with valid K/V, if the page is held."""
         return self.allocated_pages[k].valid if k < len(self.allocated_pages) else 0
 
     def _copy_partial(self, k: int, copy: Callable[[int, int, int], None], head: Head | None) -> bool:
-        """Reuse the head of a page that begins like the prompt's page `k` behind the same prefix."""
+        """Reuse the head of a page that begins like the prompt's page `k` after the same prefix."""
         found = self._partial(k) if head is None or head.page != k else head.found
         if found is None:
             return False
@@ -378,15 +383,17 @@ class Sequence:
         return True
 
     def _partial(self, k: int) -> tuple[Page, int] | None:
-        """A page that begins like the prompt's page `k` behind the same prefix, and how far."""
+        """Return a page that begins like the prompt's page `k` after the same prefix, and the length in common."""
         if self._private_from or k > len(self.labels):
-            return None  # private, or given way with ids that may yet be taken back: no name to look under
+            return None  # private, or released with ids that may still be withdrawn: it has no name
         size = self._pages.page_size
         return self._pages.partial(self._parent(k), self.keys[k * size : min((k + 1) * size, self.prefill_end)])
 
 
 def full_pages(sequences: SequenceOf[Sequence], held_in: PageTable | None = None) -> int:
-    """Full pages of the contexts of a job's sequences, those of a common prefix once; with a table only those that
-    somebody holds there."""
+    """Return the full pages of the contexts of a job's sequences; pages of a common prefix count once.
+
+    With a table, only pages in use there count.
+    """
     labels = [s.labels if held_in is None else s.labels[: held_in.held(s.labels)] for s in sequences]
     return len(labels[0]) if len(labels) == 1 else len(set().union(*labels))  # in one sequence no two are the same

@@ -26,8 +26,11 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorSnapshot:
-    """The state of a generator. A snapshot taken during a step may mix numbers of before and after it. The totals, from
-    `steps` on, never decrease."""
+    """The state of a generator.
+
+    A snapshot taken during a step may mix numbers from before and after it. The totals, from `steps` on, never
+    decrease.
+    """
 
     #: sequences in the next decode step
     decoding_rows: int

@@ -1,8 +1,8 @@
 """Speculative decoding: cheap guesses at the next tokens, which the model then evaluates together.
 
-A guess never decides anything. Each position is sampled from the model's own logits with the request's own settings
-and random numbers; a guess that agrees with the sample saves a pass, the first that does not ends the step. So
-tokens are the same with any drafter, with a failing one, and without.
+A guess never decides anything. Each position is sampled from the model's own logits with the request's own settings and
+random numbers. A guess that agrees with the sample saves a pass; the first one that does not ends the step. So tokens
+are the same with any drafter, with a failing one, and without one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Drafts = dict["ExLlamaV2DynamicJob", list[int]]
 
 
 class Drafter:
-    """Guesses nothing. `most` is the longest draft per step; `length` chooses how much of it pays."""
+    """Draft nothing: the base class of drafters. `most` is the longest draft of a step; `length` chooses its length."""
 
     def __init__(self, most: int = 0) -> None:
         self.most = most
@@ -37,8 +37,10 @@ class Drafter:
         self.seconds = 0.0
 
     def propose(self, jobs: list[ExLlamaV2DynamicJob], fixed: bool = False) -> Drafts:
-        """Guesses for each job: as many as pay, or always `most` if `fixed`, and never more than it may still generate
-        after its next token."""
+        """Return guesses for each job: the number that `length` chooses, or always `most` if `fixed`.
+
+        A job never gets more than it may still generate after its next token.
+        """
         self.seconds = 0.0
         if not self.most or not jobs:
             return {}
@@ -58,38 +60,40 @@ class Drafter:
         return drafts
 
     def new_acceptance(self) -> Acceptance:
-        """Statistics for a job that has drafted nothing yet."""
+        """Return statistics for a job that has drafted nothing yet."""
         return self.length.acceptance()
 
     def prefill(self, chunks: SequenceOf[Chunk]) -> None:
-        """The model is about to compute these parts of prompts."""
+        """Prepare for these parts of prompts, which the model computes next."""
 
     def copy_page_head(self, source: int, target: int, tokens: int) -> None:
-        """The model's K/V of the head of a page have been copied."""
+        """Follow a copy of the head of a page, whose main K/V have been copied."""
 
     def room(self, job: ExLlamaV2DynamicJob) -> int:
-        """Guesses that the job has room for."""
+        """Return the number of guesses that the job has room for."""
         return max(0, min(self.most, job.remaining_tokens - 1, job.pages.room))
 
     def _guess(self, jobs: list[ExLlamaV2DynamicJob], length: int) -> Drafts:
-        """Up to `length` guesses for each of these jobs."""
+        """Return up to `length` guesses for each of these jobs."""
         return {}
 
     def _catch_up(self, jobs: list[ExLlamaV2DynamicJob]) -> list[ExLlamaV2DynamicJob]:
-        """Make up for steps without drafting; returns the jobs that guesses can be made for."""
+        """Catch up after steps without drafting; returns the jobs that can get guesses."""
         return jobs
 
     def _overhead(self, jobs: list[ExLlamaV2DynamicJob]) -> float:
-        """Seconds that `_catch_up` would take."""
+        """Return the seconds that `_catch_up` would take."""
         return 0.0
 
     def _review(self, jobs: list[ExLlamaV2DynamicJob]) -> None:
-        """Tell the jobs' `acceptance` how guesses at their last tokens would have fared."""
+        """Record in the jobs' `acceptance` how many guesses at their last tokens would have held."""
 
 
 class NGramTrie:
-    """Which token followed each context of up to `max_ngram` - 1 tokens most often, the latest of equals. Rows of
-    embeddings are no tokens: they are part of contexts, and never what follows."""
+    """The token that followed each context of up to `max_ngram` - 1 tokens most often, the latest among equals.
+
+    Rows of embeddings are not tokens: they are part of contexts, and never predicted.
+    """
 
     def __init__(self, max_ngram: int) -> None:
         self._depth = max_ngram - 1
@@ -99,11 +103,11 @@ class NGramTrie:
 
     @property
     def seen(self) -> int:
-        """How many ids it has taken in."""
+        """Number of ids that the trie has read."""
         return self._seen
 
     def update(self, ids: NDArray[np.int64]) -> None:
-        """Take in what has been appended to `ids` since the last call."""
+        """Read the ids that were appended to `ids` since the last call."""
         start = min(self._seen, len(ids))
         tail = ids[max(0, start - self._depth) :].tolist()
         shift = len(ids) - len(tail)
@@ -121,8 +125,10 @@ class NGramTrie:
         self._seen = len(ids)
 
     def predict(self, context: SequenceOf[int], shortest: int = 1, threshold: int = 1) -> int | None:
-        """Return the id that followed the longest known ending of `context` of at least `shortest` tokens, if it did
-        `threshold` times."""
+        """Return the id that followed the longest known suffix of `context`, or None.
+
+        The suffix has at least `shortest` tokens, and the id must have followed it `threshold` times.
+        """
         for n in range(min(self._depth, len(context)), shortest - 1, -1):
             key = tuple(context[len(context) - n :])
             best = self._best.get(key)
@@ -132,7 +138,9 @@ class NGramTrie:
 
 
 class NgramDrafter(Drafter):
-    """Guesses by what followed the last few tokens earlier in the same request, or in a preloaded example text."""
+    """Draft the tokens that followed the last few tokens earlier in the same request, or in a preloaded example
+    text.
+    """
 
     def __init__(self, most: int, max_ngram: int) -> None:
         super().__init__(most)
@@ -143,7 +151,9 @@ class NgramDrafter(Drafter):
         self._tries: weakref.WeakKeyDictionary[ExLlamaV2DynamicJob, NGramTrie] = weakref.WeakKeyDictionary()
 
     def configure(self, shortest: int, threshold: int, preloaded: list[int] | None) -> None:
-        """Shortest context to go by, count that the first guess needs (one more for each further), example text."""
+        """Set the shortest context, the count that the first guess needs (one more for each further), and the example
+        text.
+        """
         self._shortest, self._threshold = shortest, threshold
         if preloaded is not self._preloaded:
             self._preloaded = preloaded
@@ -187,7 +197,7 @@ class NgramDrafter(Drafter):
         return trie
 
     def _next(self, trie: NGramTrie, context: list[int], before: int) -> int | None:
-        """The guess behind `context`, which ends with `before` guesses."""
+        """Return the guess after `context`, which ends with `before` guesses."""
         needed = self._threshold + before if self._threshold > 1 else 1
         token = trie.predict(context, self._shortest, needed)
         if token is None and self._example is not None:

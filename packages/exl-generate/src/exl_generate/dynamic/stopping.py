@@ -1,4 +1,4 @@
-"""Stop strings and banned strings: an automaton that is advanced character by character and never looks back."""
+"""Stop strings and banned strings: an automaton that advances character by character and never looks back."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ __all__ = ["Automaton", "automaton_of"]
 
 
 class Automaton:
-    """Aho-Corasick over characters. A state is an int, 0 at the start; `depth[state]` characters of the text so far
-    may still become part of a match, and no more than that ever has to be held back.
+    """Aho-Corasick over characters. A state is an int, 0 at the start.
 
-    The first pattern to be completed decides; of several completed by the same character, the longest (the earliest
-    start). That depends on the text alone, not on how tokens cut it. With `fold`, patterns and text are compared
-    lower-cased.
+    `depth[state]` characters of the text so far may still become part of a match; no more than that has to be held
+    back. The first completed pattern wins; among patterns completed by the same character, the longest. So the result
+    depends on the text alone, not on its tokens. With `fold`, patterns and text are compared in lower case.
     """
 
     def __init__(self, patterns: Iterable[str], *, fold: bool = False) -> None:
@@ -32,8 +31,9 @@ class Automaton:
         self._firsts = frozenset(self._goto[0])
 
     def sees(self, text: str) -> bool:
-        """False if `text`, read at the start state, leaves the automaton there: none of its characters begins a
-        pattern."""
+        """Return False if `text`, read at the start state, leaves the automaton there: it holds no pattern's first
+        character.
+        """
         if self._fold:
             if not text.isascii():
                 return True
@@ -44,7 +44,7 @@ class Automaton:
         return len(self._goto) > 1
 
     def step(self, state: int, character: str) -> int:
-        """The state after one more character."""
+        """Return the state after one more character."""
         if self._fold:
             character = _lower(character)
         while (following := self._goto[state].get(character)) is None and state:
@@ -52,11 +52,11 @@ class Automaton:
         return following or 0
 
     def match_length(self, state: int) -> int:
-        """Length of the pattern completed in this state, 0 if none."""
+        """Return the length of the pattern completed in this state, 0 if none."""
         return self._match[state]
 
     def matched(self, state: int) -> str:
-        """The pattern completed in this state, as it was given."""
+        """Return the pattern completed in this state, as it was given."""
         while self.depth[state] != self._match[state]:
             state = self._fail[state]
         return self._patterns[state]
@@ -94,11 +94,11 @@ class Automaton:
 
 @lru_cache(maxsize=256)
 def automaton_of(patterns: tuple[str, ...], fold: bool = False) -> Automaton:
-    """The automaton of these patterns; requests with the same ones share it, since it never changes."""
+    """Return the automaton of these patterns. Requests with equal patterns share it, since it never changes."""
     return Automaton(patterns, fold=fold)
 
 
 def _lower(character: str) -> str:
-    """Lower case where that is one character, so that positions in text and pattern stay comparable."""
+    """Return lower case where that is one character, so that positions in text and pattern stay comparable."""
     lowered = character.lower()
     return lowered if len(lowered) == 1 else character

@@ -10,7 +10,7 @@ __all__ = ["JobTimes"]
 
 @dataclass(slots=True)
 class JobTimes:
-    """Readings of `time.monotonic`, in seconds; None until the job has come that far."""
+    """Readings of `time.monotonic`, in seconds; None until the job reaches the phase."""
 
     enqueued: float | None = None
     first_prefill: float | None = None
@@ -19,29 +19,32 @@ class JobTimes:
     last_token: float | None = None
 
     def mark_enqueued(self) -> None:
-        """The job has joined the queue."""
+        """Record that the job has joined the queue."""
         self.enqueued = time.monotonic()
 
     def mark_prefill(self) -> None:
-        """Prompt tokens are about to be computed."""
+        """Record that prompt tokens are about to be computed."""
         if self.first_prefill is None:
             self.first_prefill = time.monotonic()
 
     def mark_decode(self) -> None:
-        """A decode step is about to run."""
+        """Record that a decode step is about to run."""
         if self.first_token is None:
             self.mark_prefill()
             self.first_token = time.monotonic()
 
     def mark_token(self) -> bool:
-        """A token was sampled. Returns whether it was the first."""
+        """Record that a token was sampled. Returns whether it was the first."""
         first = self.last_token is None
         self.last_token = time.monotonic()
         return first
 
     def phases(self) -> tuple[float, float, float]:
-        """Seconds from the queue to the first prefill, from there to the first decode step, and to the last token. A
-        phase that the job did not reach takes 0 seconds."""
+        """Return the seconds from the queue to the first prefill, from there to the first decode step, and to the last
+        token.
+
+        A phase that the job did not reach takes 0 seconds.
+        """
         enqueued = self.enqueued or 0.0
         last = self.last_token or self.first_token or self.first_prefill or enqueued
         prefill = self.first_prefill or last

@@ -1,12 +1,12 @@
 """Threads for filters that compute while the model runs.
 
-The threads are daemons: a filter that never returns cannot keep the process from ending, which it could in the standard
+The threads are daemons: a filter that never returns cannot keep the process from ending, unlike in the standard
 library's pool.
 
-A Ctrl-C may interrupt whatever the main thread does here (`interrupts.interruptible`). Python raises it between two
-calls, so also after a pure-Python lock of `threading` has taken its inner lock and before the `with` that releases it:
-a Semaphore, a Condition or a starting Thread then stays locked. Threads here share only locks and queues implemented in
-C. (CPython 3.14 may leave even those locked: its issue 148874.)
+A Ctrl-C may interrupt any code of the main thread here (`interrupts.interruptible`). Python raises it between two
+calls. So it may come after a pure-Python lock of `threading` has taken its inner lock and before the `with` that
+releases it: a Semaphore, a Condition or a starting Thread then stays locked. Threads here share only locks and queues
+implemented in C. (CPython 3.14 may leave even those locked: its issue 148874.)
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _Work = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...], dict[str, Any]
 
 
 class _Condition(threading.Condition):
-    """One that `with` locks in C, so that it is either not locked or unlocked at the end of the block."""
+    """A condition that `with` locks in C, so that it is either not locked, or unlocked at the end of the block."""
 
     __enter__ = property(lambda self: self._lock.__enter__)
     __exit__ = property(lambda self: self._lock.__exit__)
 
 
 class _Future(Future[Any]):
-    """An interrupted waiter does not keep the thread from handing over the result."""
+    """A future whose interrupted waiter does not keep the thread from delivering the result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ _lock = threading.Lock()
 
 
 def filter_pool() -> Executor:
-    """The process's filter threads, made when a filter first needs one."""
+    """Return the process's filter threads, started when a filter first needs one."""
     with _lock:
         if not _pool:
             _pool.append(_DaemonPool(WORKERS))
@@ -92,7 +92,7 @@ def filter_pool() -> Executor:
 
 
 def _forget() -> None:
-    """In a forked child: the threads are the parent's."""
+    """Forget the threads in a forked child: they exist only in the parent."""
     global _lock
     _lock = threading.Lock()
     _pool.clear()

@@ -1,5 +1,7 @@
-"""Sampling: settings, the sampler of a request over `exl_kernels.sampling`, random numbers that belong to the request;
-`transforms` has the definitions in float64."""
+"""Sampling: settings, the sampler of a request over `exl_kernels.sampling`, and each request's random numbers.
+
+`transforms` has the definitions in float64.
+"""
 
 from exl_generate.sampling.batch import Draw, LaunchedBatch, launch_batch, sample_batch
 from exl_generate.sampling.hooks import ExLlamaV2PostSamplingHook, ExLlamaV2PostSamplingResult

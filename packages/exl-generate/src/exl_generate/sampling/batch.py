@@ -19,8 +19,10 @@ __all__ = ["Draw", "LaunchedBatch", "launch_batch", "sample_batch"]
 
 @dataclass(slots=True)
 class Draw:
-    """The sampler's input for one job: `logits` and `negative` float32 [Vp] on any device, the rest as in
-    `RequestSampler.sample`."""
+    """The sampler's input for one job.
+
+    `logits` and `negative` are float32 [Vp] on any device; the other fields are those of `RequestSampler.sample`.
+    """
 
     sampler: RequestSampler
     logits: torch.Tensor
@@ -32,7 +34,7 @@ class Draw:
     top_n: int = 0
 
     def row(self) -> Row:
-        """As the kernels take it."""
+        """Return the kernels' input."""
         return self.sampler.row(
             self.logits,
             self.context,
@@ -44,7 +46,7 @@ class Draw:
         )
 
     def take(self, row: Row | Exception, outcome: Sampled | Failure | Exception) -> Sample | Exception:
-        """The sample that the kernels made of `row`, or what went wrong with it."""
+        """Return the sample that the kernels made of `row`, or its error."""
         if isinstance(row, Exception):
             return row
         if isinstance(outcome, Exception):
@@ -56,7 +58,7 @@ class Draw:
 
 
 class LaunchedBatch:
-    """The sampling of draws that `launch_batch` has queued; `collect` waits for it."""
+    """The queued sampling of draws (`launch_batch`); `collect` waits for it."""
 
     __slots__ = ("_draws", "_good", "_launched", "_rows")
 
@@ -77,7 +79,7 @@ class LaunchedBatch:
         return self._launched is not None and self._launched.written
 
     def collect(self) -> list[Sample | Exception]:
-        """Wait, and return the sample of each draw, or what went wrong with it. Call once."""
+        """Wait, and return the sample of each draw, or its error. Call it once."""
         if not self._draws:
             return []
         left = iter(self._outcomes())
@@ -86,7 +88,7 @@ class LaunchedBatch:
             for draw, row in zip(self._draws, self._rows, strict=True)
         ]
         drawn = [sample for sample in samples if isinstance(sample, Sample)]
-        # One tensor for all is cheaper than one for each: these are what most results show.
+        # One tensor for all is cheaper than one for each; most results return it.
         ids = torch.tensor([sample.token for sample in drawn], dtype=torch.int64).view(-1, 1, 1)
         for sample, own in zip(drawn, ids.unbind(0), strict=True):
             sample.ids = own
@@ -97,19 +99,22 @@ class LaunchedBatch:
             try:
                 return self._launched.collect()
             except Exception:
-                self._launched = None  # what it has written is of no use
+                self._launched = None  # its output is not used
         return [_alone(row) for row in self._good]
 
 
 def launch_batch(draws: Sequence[Draw], into: NextInputs | None = None) -> LaunchedBatch:
-    """Queue a sample for each draw, by one native call. A sample depends on its own draw alone; if the call fails, rows
-    are tried one by one, so that only those that fail by themselves do. `into` gets the tokens, in the order of their
-    GPU's stream, if all draws are sampled there (`LaunchedBatch.written`)."""
+    """Queue a sample for each draw, by one native call.
+
+    A sample depends on its own draw alone. If the call fails, rows are tried one by one, so that only failing rows
+    fail. `into` gets the tokens, in the order of their GPU's stream, if all draws are sampled there
+    (`LaunchedBatch.written`).
+    """
     return LaunchedBatch(draws, into)
 
 
 def sample_batch(draws: Sequence[Draw]) -> list[Sample | Exception]:
-    """A sample for each draw, or what went wrong with it: `launch_batch` and `collect` in one call."""
+    """Return a sample for each draw, or its error: `launch_batch` and `collect` in one call."""
     return launch_batch(draws).collect()
 
 

@@ -12,11 +12,11 @@ __all__ = ["ExLlamaV2PostSamplingHook", "ExLlamaV2PostSamplingResult"]
 
 @dataclass
 class ExLlamaV2PostSamplingResult:
-    """The argument of a hook. The sampler reads back `sampled_token` and `feed_filters` (False = filters do not see the
-    token); other changes have no effect.
+    """The argument of a post-sampling hook.
 
-    `sampled_token` int64 [1, 1], `sampled_prob` float32 [1, 1], `logits` float32 [1, 1, Vp] as the model made them;
-    `candidate_tokens` and `candidate_probs` [1, 1, K] only if top tokens were asked for.
+    The sampler reads back `sampled_token` and `feed_filters` (False = filters do not receive the token); other changes
+    have no effect. `sampled_token` int64 [1, 1], `sampled_prob` float32 [1, 1], `logits` float32 [1, 1, Vp] as the
+    model made them; `candidate_tokens` and `candidate_probs` [1, 1, K] only if top tokens were requested.
     """
 
     sampled_token: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""From validated settings to the numbers of an `exl_kernels.sampling.Plan`; sets of tokens are resolved here."""
+"""Turn validated settings into the numbers of an `exl_kernels.sampling.Plan`; sets of tokens are resolved here."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = ["plan_of"]
 
-#: Lengths in tokens beyond this mean no more than this.
+#: Longer lengths in tokens have the same meaning.
 _LONGEST = 1 << 40
 
 
 def plan_of(s: Settings, vocabulary: Vocabulary) -> Plan:
-    """The transforms of a request. Raises `RequestError` for sets and biases that do not fit the vocabulary."""
+    """Return the transforms of a request. Raises `RequestError` for sets and biases that do not fit the vocabulary."""
     if s.token_bias is not None and len(s.token_bias) < vocabulary.least_bias:
         raise RequestError(
             f"Settings.token_bias has {len(s.token_bias)} values, the vocabulary {vocabulary.least_bias} ids; pass one "

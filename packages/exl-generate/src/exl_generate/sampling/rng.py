@@ -1,4 +1,4 @@
-"""Counter-based random numbers that belong to a request: no state, so nothing to share, lock or rewind."""
+"""Counter-based random numbers of a request: without state, so nothing needs to be shared, locked or rewound."""
 
 from __future__ import annotations
 
@@ -33,11 +33,15 @@ def _whole(seed: SupportsIndex) -> int:
 
 
 class RequestRandom:
-    """Uniform numbers in [0, 1) as a function of (seed, position of the token in the request, attempt at that
-    position).
+    """Uniform numbers in [0, 1): a function of seed, position of the token in the request, and attempt there.
 
-    `seed` is any integer, of any size; None takes 64 bits from the operating system; `RequestError` for anything else.
     The seed is hashed, so that neighbouring seeds, which batches use on purpose, give unrelated streams.
+
+    Args:
+        seed: An integer of any size; None takes 64 bits from the operating system.
+
+    Raises:
+        RequestError: `seed` is neither.
     """
 
     __slots__ = ("_key", "seed")

@@ -1,13 +1,12 @@
 """The sampler of one request: from its settings to the rows of `exl_kernels.sampling`, and from tokens to its state.
 
-The order of steps: 1 CFG mix - 2 penalties - 3 blocked tokens - 4 bias - 5 DRY - 6
-filter mask - 7 healing prefix - 8 ids beyond the vocabulary - 9 greedy switch - 10 softmax with temperature - 11 top-k
-- 12 top-p - 13 top-a - 14 min-p - 15 TFS - 16 typical - 17 mirostat - 18 late or dynamic temperature - 19 XTC - 20
-order - 21 report - 22 skewed draw - 23 mirostat update. All but the last run in one native call, which may hold the
-rows of many requests. `exl_generate.sampling.transforms` defines them in float64.
+The order of steps: 1 CFG mix - 2 penalties - 3 blocked tokens - 4 bias - 5 DRY - 6 filter mask - 7 healing prefix - 8
+ids beyond the vocabulary - 9 greedy switch - 10 softmax with temperature - 11 top-k - 12 top-p - 13 top-a - 14 min-p -
+15 TFS - 16 typical - 17 mirostat - 18 late or dynamic temperature - 19 XTC - 20 order - 21 report - 22 skewed draw - 23
+mirostat update. All but the last run in one native call, which may hold the rows of many requests.
+`exl_generate.sampling.transforms` defines them in float64.
 
-A token depends on (logits, settings, seed, position) only: not on the batch, the machine, or what was asked to be
-reported.
+A token depends on (logits, settings, seed, position) only: not on the batch, the machine, or the requested reports.
 """
 
 from __future__ import annotations
@@ -80,12 +79,14 @@ class RequestSampler:
 
     @property
     def never_left_to_cpu(self) -> bool:
-        """Whether a GPU that has the logits never leaves them to be read later."""
+        """Whether a GPU that has the logits always reads them itself, at once."""
         return self._plan.never_left_to_cpu
 
     def refresh(self) -> None:
-        """Take over what has changed in settings that running jobs follow. Call between tokens. Raises `RequestError`
-        for values that have no meaning; the settings in force then stay."""
+        """Apply changes of settings that running jobs follow. Call it between tokens.
+
+        Raises `RequestError` for invalid values; the settings in force then stay.
+        """
         if self._source.revision() == self._revision:
             return
         before = self.settings
@@ -113,10 +114,16 @@ class RequestSampler:
         attempt: int = 0,
         top_n: int = 0,
     ) -> kernels.Row:
-        """Return the kernels' input for token `position` (0 = first of the request) from float32 `logits` [Vp],
-        which stay as they are.
+        """Return the kernels' input for token `position` (0 = first of the request).
 
-        `context` holds all ids so far, prompt included; `negative` the logits of the negative prompt (CFG).
+        Args:
+            logits: float32 [Vp]; not changed.
+            context: All ids so far, prompt included.
+            position: Number of tokens sampled before this one.
+            constraint: Constraint besides the settings.
+            negative: Logits of the negative prompt (CFG).
+            attempt: Number of rewinds to this position.
+            top_n: Number of candidates to report.
         """
         s = self.settings
         return kernels.Row(
@@ -134,8 +141,10 @@ class RequestSampler:
         )
 
     def take(self, row: kernels.Row, outcome: kernels.Sampled | kernels.Failure, position: int) -> Sample:
-        """The sample that the kernels made of `row`; remembers what later positions depend on. Raises
-        `NoCandidatesError` if nothing could be chosen."""
+        """Return the sample that the kernels made of `row`, and keep the state that later positions depend on.
+
+        Raises `NoCandidatesError` if nothing could be chosen.
+        """
         if isinstance(outcome, kernels.Failure):
             raise NoCandidatesError(why_none(row, outcome))
         if self.settings.mirostat:
@@ -156,14 +165,14 @@ class RequestSampler:
         attempt: int = 0,
         top_n: int = 0,
     ) -> Sample:
-        """Choose token `position`: `row` and `take` around a native call of one row."""
+        """Choose token `position`: calls `row`, the kernels and `take` for one row."""
         row = self.row(logits, context, position, constraint, negative=negative, attempt=attempt, top_n=top_n)
         return self.take(row, kernels.sample([row])[0], position)
 
     def distribution(
         self, logits: Logits, context: Ids, position: int = 0, constraint: Constraint = UNCONSTRAINED
     ) -> tuple[Ids, Probabilities]:
-        """Final candidates by ascending id and their probabilities, without drawing."""
+        """Return the final candidates by ascending id and their probabilities, without drawing."""
         row = self.row(logits, context, position, constraint)
         found = kernels.distribution(row)
         if found is None:
@@ -187,7 +196,7 @@ class RequestSampler:
 
 
 def skewed(uniform: float, amount: float) -> float:
-    """Step 22's number, below 1: r^(exp(-skew)) of a number just below 1 rounds to 1."""
+    """Return step 22's number, below 1: r^(exp(-skew)) of a number just below 1 rounds to 1."""
     return uniform if amount == 0 else min(skew(uniform, amount), 1.0 - 2.0**-53)
 
 
@@ -196,7 +205,7 @@ def _tensor(logits: Logits) -> torch.Tensor:
 
 
 def report(ids: Sequence[int], p: Sequence[float], top_n: int, width: int) -> tuple[Ids, NDArray[np.float32]]:
-    """The `top_n` first candidates; missing ones become the lowest unused ids with probability 0."""
+    """Return the `top_n` first candidates; missing ones become the lowest unused ids with probability 0."""
     tokens, probabilities = np.array(ids, dtype=np.int64), np.array(p, dtype=np.float32)
     missing = min(top_n, width) - len(tokens)
     if missing > 0:

@@ -75,13 +75,16 @@ class Settings:
 
     @classmethod
     def greedy(cls, **kwargs: Any) -> Self:
-        """The most probable token each time: temperature 1, no repetition penalty, `top_p` 0, `top_k` 1, changed by
-        `kwargs`."""
+        """Return settings that choose the most probable token: temperature 1, no repetition penalty, `top_p` 0, `top_k`
+        1.
+
+        `kwargs` replace fields.
+        """
         greedy: dict[str, Any] = {"temperature": 1.0, "token_repetition_penalty": 1.0, "top_p": 0.0, "top_k": 1}
         return cls(**{**greedy, **kwargs})
 
     def clone(self) -> Self:
-        """A copy whose bias, hooks and sets are its own: changing one never changes the other."""
+        """Return a copy with its own bias, hooks and sets: changing one never changes the other."""
         return replace(
             self,
             token_bias=self.token_bias.clone() if isinstance(self.token_bias, torch.Tensor) else self.token_bias,
@@ -95,8 +98,7 @@ class Settings:
         )
 
     def greedy_clone(self) -> Self:
-        """Greedy settings that keep this object's penalties, DRY and XTC fields: what a draft of its output is made
-        with."""
+        """Return greedy settings with this object's penalties, DRY and XTC fields, for drafts of its output."""
         return type(self)(
             token_repetition_penalty=self.token_repetition_penalty,
             token_repetition_range=self.token_repetition_range,
@@ -124,15 +126,14 @@ class Settings:
         self.token_bias = bias
 
     def allow_tokens(self, tokenizer: Tokenizer, tokens: Iterable[int | str]) -> None:
-        """Sample only these ids or whole pieces; with a bias already set, lift the ban on these and keep the rest as
-        it is."""
+        """Sample only these ids or whole pieces. With a bias already set, lift the ban on these and keep the rest."""
         ids = [_token_id(tokenizer, token) for token in tokens]
         bias = self._own_bias(tokenizer, -math.inf)
         bias[ids] = 0.0
         self.token_bias = bias
 
     def validate(self) -> None:
-        """Raise `RequestError`, with the field, its value and the limit, for a value that has no meaning."""
+        """Raise `RequestError`, with the field, its value and the limit, for an invalid value."""
         validate(self)
 
     def for_job(self) -> Settings:
@@ -140,13 +141,15 @@ class Settings:
         return self.clone()
 
     def resolve(self, width: int | None = None) -> Settings:
-        """Validate the settings and return those that the sampler applies: this object. `width`: ids that settings may
-        name, None if not known yet. Raises as `validate`."""
+        """Validate the settings and return those that the sampler applies: this object.
+
+        `width` is the number of ids that settings may name, None if not known yet. Raises as `validate`.
+        """
         self.validate()
         return self
 
     def revision(self) -> Hashable:
-        """A value that differs after a change that running jobs follow. Constant here: a job has its own copy."""
+        """Return a value that changes when running jobs must refresh. Constant here: a job has its own copy."""
         return None
 
     @property
@@ -165,7 +168,7 @@ class Settings:
         )
 
     def effective(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, for logs and for echoing back what was really applied."""
+        """Return the fields that differ from their defaults, for logs and for echoing the applied settings."""
         default = Settings()
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {k: v for k, v in values.items() if v is not getattr(default, k) and not _same(v, getattr(default, k))}

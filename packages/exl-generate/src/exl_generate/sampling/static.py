@@ -27,7 +27,7 @@ _NONE = torch.empty((1, 1), device="meta")
 
 
 class ExLlamaV2Sampler:
-    """Sampling for scripts with a loop of their own; generators have their own sampler for each request."""
+    """Sampling for scripts that run a loop of their own. Generators use one sampler for each request instead."""
 
     Settings = SamplerSettings
 
@@ -45,18 +45,29 @@ class ExLlamaV2Sampler:
         filter_prefer_eos: bool = False,
         sync: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-        """One token a row of `logits` [B, 1, Vp]: tokens int64 [B, 1], top tokens and their probabilities [B, 1, K]
-        (tensors on "meta" if K is 0), probabilities of the tokens [B, 1], and whether a filter names the token as its
-        end.
+        """Sample one token for each row of `logits` [B, 1, Vp].
 
-        `sequence_ids` int64 [B, n]; `random` in [0, 1) is row 0's number, from which further rows derive theirs;
-        `prefix_token` [B, 1]: the token must begin with this token's text. With `cfg_scale` the rows are a positive and
-        a negative prompt and give one token. `filters` have been begun and are fed by the caller. The logits stay as
-        they are. Mirostat's state is `settings.mirostat_mu`, one number a row. `sync` is taken and means nothing: the
-        logits are read in the order of their stream. `tokenizer` None: every id of the logits may be chosen, and
-        options that need the text of tokens raise RequestError.
+        Returns tokens int64 [B, 1], top tokens and their probabilities [B, 1, K] (tensors on "meta" if K is 0),
+        probabilities of the tokens [B, 1], and whether a filter names the token as its end.
 
-        Raises RequestError for operands that do not fit, NoCandidatesError if nothing is left.
+        Args:
+            logits: float [B, 1, Vp]; not changed.
+            settings: Sampler settings. With `cfg_scale` the rows are a positive and a negative prompt and give one
+                token.
+                `mirostat_mu` holds mirostat's state, one number a row.
+            sequence_ids: int64 [B, n], all ids so far.
+            random: Row 0's number in [0, 1), from which further rows derive theirs.
+            tokenizer: None: every id of the logits may be chosen, and options that need the text of tokens raise.
+            prefix_token: int64 [B, 1]; the token must begin with this token's text.
+            return_top_tokens: K, the number of reported candidates.
+            blocked_tokens: Ids that are never chosen.
+            filters: Filters that were begun; the caller feeds them.
+            filter_prefer_eos: Choose EOS as soon as the filters allow it.
+            sync: Accepted without effect: the logits are read in the order of their stream.
+
+        Raises:
+            RequestError: operands do not fit.
+            NoCandidatesError: no token is left.
         """
         given = settings
         vocabulary = Vocabulary(None, logits.shape[-1]) if tokenizer is None else Vocabulary.of(tokenizer)
@@ -102,7 +113,7 @@ class ExLlamaV2Sampler:
     def apply_dry(
         settings: SamplerSettings, tokenizer: Tokenizer, sequence_ids: torch.Tensor, logits: torch.Tensor
     ) -> None:
-        """Subtracts DRY's penalties from float32 `logits` [1, .., Vp] in place; `sequence_ids` int64 [1, n]."""
+        """Subtract DRY's penalties from float32 `logits` [1, .., Vp] in place; `sequence_ids` int64 [1, n]."""
         vocabulary = Vocabulary.of(tokenizer)
         settings = settings.resolve(vocabulary.width)
         only = SamplerSettings(
@@ -121,17 +132,17 @@ class ExLlamaV2Sampler:
 
     @staticmethod
     def get_dry_default_sequence_breaker_tokens(tokenizer: Tokenizer) -> set[int]:
-        """Ids that end a repeat unless `Settings.dry_sequence_breakers` says otherwise."""
+        """Return the ids that end a repeat unless `Settings.dry_sequence_breakers` names others."""
         return Vocabulary.of(tokenizer).dry_breaker_ids
 
     @staticmethod
     def get_default_xtc_mask_tokens(tokenizer: Tokenizer) -> frozenset[int]:
-        """Ids that XTC leaves alone unless `Settings.xtc_ignore_tokens` says otherwise."""
+        """Return the ids that XTC never excludes unless `Settings.xtc_ignore_tokens` names others."""
         return frozenset(Vocabulary.of(tokenizer).xtc_ignored_ids)
 
     @staticmethod
     def get_xtc_mask_tensor(tokenizer: Tokenizer, vocab_size: int, xtc_mask_tokens: frozenset[int]) -> torch.Tensor:
-        """bool [vocab_size]: True for ids that XTC leaves alone."""
+        """Return bool [vocab_size]: True for ids that XTC never excludes."""
         mask = torch.zeros(vocab_size, dtype=torch.bool)
         mask[[i for i in xtc_mask_tokens if 0 <= i < vocab_size]] = True
         return mask
@@ -159,7 +170,7 @@ def _taken(row: kernels.Row, outcome: kernels.Sampled | kernels.Failure) -> kern
 
 
 def _mirostat_state(settings: SamplerSettings, batch: int) -> list[float]:
-    """mu of each row, 2 tau where none is kept."""
+    """Return mu of each row, 2 tau where no state is kept."""
     kept = settings.mirostat_mu or []
     return [kept[b] if b < len(kept) and kept[b] else 2.0 * settings.mirostat_tau for b in range(batch)]
 
@@ -187,7 +198,8 @@ def _opinion(filter_: Any, width: int) -> tuple[np.ndarray[Any, np.dtype[np.bool
         if prepared is False:
             return None, set()
         return np.asarray(filter_.mask_logits(torch.zeros(width)).numpy() == 0), set()
-    # Also asked of a filter that can mask: formatron's mask needs an NVIDIA driver. Its end tokens count for nothing.
+    # A filter that can mask is asked for its ids, too: formatron's mask needs an NVIDIA driver. Its end tokens are
+    # ignored.
     ids, ends = filter_.next() if get is None else get()
     ends = () if masks else ends
     if ids is None:
@@ -204,7 +216,7 @@ def _masks_logits(filter_: Any) -> bool:
 
 
 def _only_eos(mask: Mask, tokenizer: Any) -> Mask:
-    """EOS alone, if it is allowed."""
+    """Return a mask of EOS alone, if it is allowed."""
     eos = getattr(tokenizer, "eos_token_id", None)
     if eos is None or not mask[eos // 32] >> (eos % 32) & 1:
         return mask
@@ -212,7 +224,7 @@ def _only_eos(mask: Mask, tokenizer: Any) -> Mask:
 
 
 def _continuing(token: int, tokenizer: Tokenizer | None) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Ids whose bytes begin with this token's; a token without text can only be itself."""
+    """Return the ids whose bytes begin with this token's. A token without text is its only candidate."""
     if tokenizer is None:
         raise RequestError("tokenizer is None, and prefix_token needs the text of tokens: pass the tokenizer")
     pieces = tokenizer.get_id_to_bytes_list()

@@ -2,10 +2,10 @@
 
 Logit transforms change a float32 row [Vp] in place. Candidate transforms take probabilities as a float64 vector in
 descending order that sums to 1. A *cut* returns which entries stay, as a boolean vector or as a count of leading
-entries; the others return new probabilities. None of them knows of settings, tokens or requests.
+entries; the others return new probabilities. None of them uses settings, tokens or requests.
 
 Where exllamav2 departs from the definition (top-p, min-p, top-a, typical, XTC, DRY, dynamic temperature), the
-definition is followed; the docstring says so.
+definition is followed; the docstring states the difference.
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ def dry(
     """DRY: a token that would extend a repeat of L >= `allowed_length` tokens loses multiplier * base^(L -
     allowed_length).
 
-    L is the longest suffix of the context, up to `max_ngram` tokens and free of `breakers`, that occurred before
-    with that token behind it, within the newest `window` tokens (0 = all). exllamav2 multiplies by the number of
-    occurrences, lets a long suffix without continuation hide shorter ones, and stops penalising at `max_ngram`; the
-    definition does none of that.
+    L is the longest suffix of the context, up to `max_ngram` tokens and free of `breakers`, that occurred before with
+    that token after it, within the newest `window` tokens (0 = all). exllamav2 multiplies by the number of occurrences,
+    lets a long suffix without continuation hide shorter ones, and stops penalising at `max_ngram`. The definition does
+    none of that.
     """
     if window > 0:
         context = context[-window:]
@@ -162,8 +162,9 @@ def top_k(logits: Logits, k: int) -> Ids:
 
 
 def _descending(x: Logits) -> Ids:
-    """The stable order of falling values. Long vectors are sorted as integers that carry their index: ten times as
-    fast."""
+    """Return the stable order of falling values. Long vectors are sorted as integers that carry their index, which is
+    faster.
+    """
     if len(x) < 1024:
         return np.argsort(-x, kind="stable")
     bits = (x + np.float32(0)).view(np.uint32)  # adding 0 makes -0 and 0 equal
@@ -173,8 +174,11 @@ def _descending(x: Logits) -> Ids:
 
 
 def top_p(p: Probabilities, threshold: float) -> int:
-    """Length of the smallest prefix whose sum reaches `threshold`, the crossing token included (the nucleus, not
-    P-10)."""
+    """Return the length of the smallest prefix whose sum reaches `threshold`, the crossing token included (the
+    nucleus).
+
+    exllamav2 leaves the crossing token out.
+    """
     return int(np.searchsorted(np.cumsum(p), threshold, side="left")) + 1
 
 
@@ -189,8 +193,7 @@ def min_p(p: Probabilities, threshold: float) -> int:
 
 
 def tail_free(p: Probabilities, z: float) -> int:
-    """Tail-free sampling: keep one more than the leading terms of |second difference| whose running share is <= z
-    ."""
+    """Tail-free sampling: keep one more than the leading terms of |second difference| whose running share is <= z."""
     kept = p[p >= 1e-8]
     if len(kept) < 3:
         return len(p)
@@ -202,8 +205,11 @@ def tail_free(p: Probabilities, z: float) -> int:
 
 
 def typical(p: Probabilities, mass: float) -> Keep:
-    """Locally typical: smallest set by |-ln p - entropy| whose sum reaches `mass`, the crossing token included (not
-    P-14)."""
+    """Locally typical sampling: the smallest set by |-ln p - entropy| whose sum reaches `mass`, the crossing token
+    included.
+
+    exllamav2 leaves the crossing token out.
+    """
     positive = p > 0
     surprise = np.full(len(p), np.inf)
     surprise[positive] = -np.log(p[positive])
@@ -241,9 +247,11 @@ def dynamic_temperature(p: Probabilities, low: float, high: float, exponent: flo
 
 
 def xtc(p: Probabilities, probability: float, threshold: float, ignored: Keep | None = None) -> Probabilities:
-    """Exclude top choices, in expectation: all tokens with p >= threshold but the least probable of them lose
-    `probability` of their mass, which the others share in proportion. `ignored` marks tokens that are never
-    excluded."""
+    """Exclude top choices, in expectation.
+
+    All tokens with p >= threshold but the least probable of them lose `probability` of their mass, which the others
+    share in proportion. `ignored` marks tokens that are never excluded.
+    """
     choice = p >= threshold
     if ignored is not None:
         choice &= ~ignored
@@ -265,8 +273,9 @@ def skew(r: float, amount: float) -> float:
 
 
 def draw(p: Probabilities, r: float) -> int:
-    """Index of the first entry whose running share exceeds r in [0, 1); an entry of probability 0 is never drawn
-    ."""
+    """Return the index of the first entry whose running share exceeds r in [0, 1). An entry of probability 0 is never
+    drawn.
+    """
     running = np.cumsum(p)
     index = min(int(np.searchsorted(running, r * running[-1], side="right")), len(p) - 1)
     while p[index] == 0:

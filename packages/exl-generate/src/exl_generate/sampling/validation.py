@@ -1,4 +1,4 @@
-"""Which values of the sampler's settings mean something; all others are refused where they come in."""
+"""Validate the sampler's settings where they come in."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _SWITCHES = ("temperature_last", "mirostat")
 
 
 def validate(s: Settings) -> None:
-    """Raises `RequestError` with the field, its value and the limit."""
+    """Raise `RequestError` with the field, its value and the limit."""
     _no_others(s)
     for name in _RANGES:
         _number(name, getattr(s, name))
@@ -88,9 +88,10 @@ def _is_real(value: object) -> bool:
 
 
 def _no_others(s: Settings) -> None:
-    """An attribute set on the object that is no field would do nothing: a slip of the pen, or `filters`, which are of
-    the job. Empty values ask for nothing, names that begin with an underscore are the caller's own, and a class derived
-    from `Settings` may have attributes of its own."""
+    """Reject an attribute that is not a field: a typing error, or `filters`, which belong to the job.
+
+    Permitted are empty values, names that begin with an underscore, and attributes of a class derived from `Settings`.
+    """
     known: dict[str, Any] = vars(type(s)).get("__dataclass_fields__", {})
     for name in sorted(vars(s).keys() - known.keys()) if known else ():
         value = getattr(s, name)
@@ -98,7 +99,7 @@ def _no_others(s: Settings) -> None:
         if name.startswith("_") or value is None or value is False or (sized and not len(value)):
             continue
         near = difflib.get_close_matches(name, known, 1)
-        remedy = f"did you mean {near[0]}?" if near else "what is not of sampling is given to the job"
+        remedy = f"did you mean {near[0]}?" if near else "parameters that are not of sampling belong to the job"
         raise RequestError(f"Settings.{name} is no setting and would do nothing: {remedy}")
 
 

@@ -1,4 +1,4 @@
-"""What the sampler must know of a vocabulary: which ids are real, DRY's default breakers, XTC's default ignore set."""
+"""Facts of a vocabulary that the sampler uses: real ids, DRY's default breakers, XTC's default ignored ids."""
 
 from __future__ import annotations
 
@@ -25,7 +25,14 @@ _cache: weakref.WeakKeyDictionary[Tokenizer, Vocabulary] = weakref.WeakKeyDictio
 
 
 class Vocabulary:
-    """Facts derived once per tokenizer; the sets are built on first use, since most requests need none of them."""
+    """Facts derived once per tokenizer; the sets are built on first use, since most requests need none of them.
+
+    Args:
+        tokenizer: The tokenizer, or None.
+        width: Ids of the logits, which serve as the vocabulary if `tokenizer` is None; padding (at most 31 ids) then
+            counts,
+            too.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, width: int = 0) -> None:
         """`width`: ids of the logits, which stand for the vocabulary if `tokenizer` is None; padding (at most 31 ids)
@@ -35,14 +42,14 @@ class Vocabulary:
         known = width if tokenizer is None else int(tokenizer.config.vocab_size)
         #: ids that settings may name: the model may know more of them than its tokenizer
         self.width = max(self.size, known)
-        #: a bias says something of each of these; ids that only one of the two knows may be missing
+        #: a bias has a value for each of these; ids that only one of the two knows may be missing
         self.least_bias = max(0, width - 31) if tokenizer is None else min(self.size, known)
         self._dry_breakers: Mask | None = None
         self._xtc_ignored: Mask | None = None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Vocabulary:
-        """The facts of this tokenizer, shared by all requests that use it."""
+        """Return the facts of this tokenizer, shared by all requests that use it."""
         found = _cache.get(tokenizer)
         if found is None:
             found = _cache[tokenizer] = cls(tokenizer)
@@ -57,7 +64,7 @@ class Vocabulary:
 
     @property
     def dry_breaker_ids(self) -> set[int]:
-        """The same as ids."""
+        """The set of the ids in `dry_breakers`."""
         return self.containing(_BREAKERS) | self.special
 
     @property
@@ -69,7 +76,7 @@ class Vocabulary:
 
     @property
     def xtc_ignored_ids(self) -> set[int]:
-        """The same as ids."""
+        """The set of the ids in `xtc_ignored`."""
         return self.containing("\n") | self.special
 
     @property
@@ -78,8 +85,10 @@ class Vocabulary:
         return set(self._owner.extended_id_to_piece)
 
     def breaking(self, text: str) -> set[int]:
-        """Ids that a breaker given as text means: every id whose piece contains it; for a text that spans pieces,
-        the last id of its encoding."""
+        """Return the ids that a breaker text means: every id whose piece contains it.
+
+        For a text that spans pieces, the last id of its encoding.
+        """
         if not text:
             raise RequestError("a DRY sequence breaker is an empty string; pass text or token ids")
         found = {i for i, piece in enumerate(self._owner.get_id_to_piece_list()) if text in piece}
@@ -91,7 +100,7 @@ class Vocabulary:
         return found
 
     def containing(self, characters: Collection[str]) -> set[int]:
-        """Ids whose piece contains any of these characters."""
+        """Return the ids whose piece contains any of these characters."""
         wanted = frozenset(characters)
         pieces = self._owner.get_id_to_piece_list()
         return {i for i, piece in enumerate(pieces) if not wanted.isdisjoint(piece)}

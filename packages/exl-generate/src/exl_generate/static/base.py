@@ -22,15 +22,21 @@ from exl_generate.static.rows import OneRow, page_size_of
 
 __all__ = ["ExLlamaV2BaseGenerator", "eos_ids"]
 
-#: Where `input_embeddings` go in a prompt.
+#: Marks the place of `input_embeddings` in a prompt.
 MARKER = "{{EMBED_HERE}}"
 
 
 class ExLlamaV2BaseGenerator:
-    """Completes one prompt or a batch of prompts. Every prompt is a request of its own on the dynamic generator's
-    engine, so batches need no padding, and a prompt's text does not depend on the others.
+    """Complete one prompt or a batch of prompts.
 
-    `sequence_ids`: int64 [B, n], all ids of the last call, left-padded with the pad id (0 if there is none).
+    Every prompt is a request of its own on the dynamic generator's engine. So batches need no padding, and a prompt's
+    text does not depend on the others. `sequence_ids` holds all ids of the last call, int64 [B, n], left-padded with
+    the pad id (0 if there is none).
+
+    Args:
+        model: A loaded model.
+        cache: A cache of the model.
+        tokenizer: The model's tokenizer.
     """
 
     def __init__(self, model: Model, cache: Cache, tokenizer: Tokenizer) -> None:
@@ -51,7 +57,7 @@ class ExLlamaV2BaseGenerator:
 
     @property
     def limit(self) -> int:
-        """Longest sequence, prompt and completion together: of model and cache the shorter."""
+        """Longest sequence, prompt and completion together: the shorter limit of model and cache."""
         return int(min(self.model.config.max_seq_len, self.cache.max_seq_len))
 
     def warmup(self) -> None:
@@ -65,7 +71,7 @@ class ExLlamaV2BaseGenerator:
         return self.sequence_ids is not None and self.sequence_ids.shape[-1] >= self.limit
 
     def engine(self) -> ExLlamaV2DynamicGenerator:
-        """The dynamic generator that does the work, over all rows of the cache."""
+        """Return the dynamic generator over all rows of the cache."""
         if self._engine is None:
             self._engine = ExLlamaV2DynamicGenerator(
                 self.model, OneRow(self.cache), self.tokenizer, page_size=page_size_of(self.cache), max_q_size=1
@@ -92,12 +98,30 @@ class ExLlamaV2BaseGenerator:
     ) -> Any:
         """Complete `prompt`, a str or a list of str; returns the same shape.
 
-        At most `num_tokens` tokens are sampled per prompt, a healed one included. `stop_token`: -1 = every EOS of the
-        tokenizer, None = none. A prompt that leaves no room for them is cut on the left, with a warning;
-        `truncated_tokens` says by how much. Prompt i draws with seed + i. If `abort_event` is set, what exists is
-        returned ("" if nothing). `filters` is a list of filters, used for every prompt, or one list per prompt.
-        `loras`: an adapter or a list. `input_embeddings`: float [B, m, hidden], hidden states that stand for m tokens
-        at the marker {{EMBED_HERE}}, which each prompt then holds once; spaces and tabs around it are dropped.
+        Args:
+            prompt: A text or a list of texts. A prompt without room for `num_tokens` is cut on the left, with a
+                warning;
+                `truncated_tokens` holds the number of removed tokens.
+            gen_settings: Sampler settings.
+            num_tokens: Most tokens sampled per prompt, a healed one included.
+            seed: Prompt i draws with `seed` + i. None draws a seed from the operating system.
+            token_healing: Sample the last token of the prompt again, among tokens that begin with its text.
+            encode_special_tokens: Special tokens in a prompt's text become their ids.
+            decode_special_tokens: Special tokens have their text in the completion.
+            loras: An adapter or a list of adapters.
+            stop_token: A token id; -1 means every EOS of the tokenizer, None means none.
+            add_bos: Put the BOS token in front of each prompt.
+            abort_event: When it is set, the text so far is returned ("" if there is none).
+            input_embeddings: float [B, m, hidden]: hidden states for m tokens at the marker {{EMBED_HERE}}, which each
+                prompt
+                then holds once. Spaces and tabs around the marker are dropped.
+            completion_only: Leave the prompt out of the returned text.
+            filters: Filters for every prompt, or one list per prompt.
+            filter_prefer_eos: Choose a stop token as soon as the filters allow one.
+
+        Raises:
+            RequestError: a parameter is not valid.
+            CapacityError: `num_tokens` does not fit the model or the cache.
         """
         check_abort_event(abort_event)
         first_seed, num_tokens = seed_of(seed), count_of("num_tokens", num_tokens)
@@ -138,7 +162,7 @@ class ExLlamaV2BaseGenerator:
         return texts if isinstance(prompt, list) else texts[0]
 
     def _run(self, jobs: list[ExLlamaV2DynamicJob], abort_event: threading.Event | None) -> list[str] | None:
-        """Completions of all jobs; None if aborted before the first token."""
+        """Return the completions of all jobs; None if aborted before the first token."""
         engine = self.engine()
         aborted = False
         last: dict[ExLlamaV2DynamicJob, dict[str, Any]] = {}
@@ -179,7 +203,7 @@ class ExLlamaV2BaseGenerator:
         return torch.cat([front, torch.tensor([embedding.get_ids()], dtype=torch.int64), back], dim=1)
 
     def _embeddings(self, rows: torch.Tensor | None, prompts: list[str]) -> list[Any]:
-        """One embedding per prompt, or None for each."""
+        """Return one embedding per prompt, or None for each."""
         if rows is None:
             return [None] * len(prompts)
         if not isinstance(rows, torch.Tensor) or rows.dim() != 3 or rows.shape[0] != len(prompts):
@@ -205,13 +229,13 @@ class ExLlamaV2BaseGenerator:
             return []
         given: object = stop_token
         if not isinstance(stop_token, bool):
-            with contextlib.suppress(TypeError):  # `count_of` puts it into words
+            with contextlib.suppress(TypeError):  # `count_of` raises the error
                 given = index(stop_token)  # also of numpy's numbers and of an id out of a tensor
         return eos_ids(self.tokenizer) if isinstance(given, int) and given == -1 else [count_of("stop_token", given)]
 
 
 def eos_ids(tokenizer: Any) -> list[int]:
-    """Every id that ends a text of this tokenizer: a model may have several."""
+    """Return every id that ends a text of this tokenizer: a model may have several."""
     first = getattr(tokenizer, "eos_token_id", None)
     every = [*([] if first is None else [first]), *getattr(tokenizer, "eos_token_ids", ())]
     return sorted({int(i) for i in every if i >= 0})

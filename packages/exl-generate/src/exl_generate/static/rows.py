@@ -1,4 +1,4 @@
-"""A cache of several rows as the one long row that pages are cut from: same memory, other numbers."""
+"""Present a cache of several rows as one long row from which pages are cut: the same memory with other numbers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ __all__ = ["OneRow", "page_size_of"]
 
 
 class OneRow(CacheView):
-    """Presents `cache` with batch_size 1 and the length of all its rows together; everything else is the cache's
-    own."""
+    """Present `cache` with batch_size 1 and the length of all its rows together. Other attributes are the cache's
+    own.
+    """
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache
@@ -21,7 +22,7 @@ class OneRow(CacheView):
 
     @property
     def underlying(self) -> Any:
-        """The cache whose memory this shows."""
+        """The cache that owns the memory."""
         return self._cache
 
     def __getattr__(self, name: str) -> Any:
@@ -37,5 +38,7 @@ class OneRow(CacheView):
 
 
 def page_size_of(cache: Any) -> int:
-    """The largest page size up to 64 tokens that divides the cache's length; short, since few sequences share it."""
+    """Return the largest page size up to 64 tokens that divides the cache's length; short, since few sequences share
+    it.
+    """
     return next(size for size in range(min(64, cache.max_seq_len), 0, -1) if cache.max_seq_len % size == 0)

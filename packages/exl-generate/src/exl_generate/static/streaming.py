@@ -27,7 +27,7 @@ __all__ = ["ExLlamaV2StreamingGenerator"]
 
 Result = dict[str, Any]
 
-#: Attributes that say how drafts are made: whole numbers of at least 0.
+#: Attributes that configure drafting: integers of at least 0.
 COUNTS = (
     "num_speculative_tokens",
     "speculative_ngram_min",
@@ -38,11 +38,18 @@ COUNTS = (
 
 
 class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
-    """Streams one request: `set_stop_conditions`, `begin_stream_ex`, then `stream_ex` until `eos`.
+    """Stream one request: `set_stop_conditions`, `begin_stream_ex`, then `stream_ex` until `eos`.
 
-    What an earlier request computed is reused wherever the new ids begin alike. The stream ends by itself where
-    model or cache are full. A draft model without `draft_cache` gets an FP16 cache of the main cache's size. A stream
-    between two calls ends with `JobStateError` when another generator takes the cache.
+    K/V of an earlier request are reused for a common beginning of the new ids. The stream ends where model or cache are
+    full. A stream between two calls ends with `JobStateError` when another generator takes the cache.
+
+    Args:
+        model: A loaded model.
+        cache: A cache of the model.
+        tokenizer: The model's tokenizer.
+        draft_model: A smaller model with the same vocabulary, for speculative decoding.
+        draft_cache: A cache of the draft model. None: an FP16 cache of the main cache's size.
+        num_speculative_tokens: Most draft tokens of a step.
     """
 
     # Constants that programs written for exllamav2 may read; nothing here depends on them.
@@ -83,7 +90,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
     # ---- before a stream -------------------------------------------------------------------------------------------
 
     def set_stop_conditions(self, stop_conditions: Iterable[int | str]) -> None:
-        """Ids and strings that end a stream; replaces all earlier ones, the tokenizer's EOS included."""
+        """Set the ids and strings that end a stream; replaces all earlier ones, the tokenizer's EOS included."""
         if not isinstance(stop_conditions, list | tuple | set):
             raise RequestError(f"stop_conditions is {stop_conditions!r}; pass a list, tuple or set of ids and strings")
         tokens, strings = set[int](), set[str]()
@@ -97,7 +104,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         self.stop_tokens, self.stop_strings = tokens, strings
 
     def ngram_preload(self, input_ids: torch.Tensor | list[int]) -> None:
-        """Example text for n-gram guesses, consulted where the request's own text has nothing to offer."""
+        """Set example text for n-gram guesses, used where the request's own text has no match."""
         flat = input_ids.reshape(-1).tolist() if isinstance(input_ids, torch.Tensor) else input_ids
         preloaded, vocab = _ids("ngram_preload", flat), self.model.config.vocab_size
         bad = next((i for i in preloaded if i < 0 or vocab <= i < EMBEDDING_INDEX), None)
@@ -116,7 +123,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         abort_event: threading.Event | None = None,
         **kwargs: Any,
     ) -> None:
-        """Older name of `begin_stream_ex`."""
+        """Begin a stream: an older name of `begin_stream_ex`."""
         self.begin_stream_ex(
             input_ids,
             gen_settings,
@@ -147,11 +154,29 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         filter_prefer_eos: bool = False,
         seed: int | None = None,
     ) -> None:
-        """Take a prompt in and compute it, `input_ids` [1, n], or [2, n] for CFG: positive and negative prompt,
-        left-padded as `input_mask` (additive, -inf at padding) says. `position_offsets` follow from the mask: others
-        than those are refused. `abort_event` ends the prefill only; the next `stream_ex` then reports the end. `loras`:
-        an adapter or a list. `input_embeddings`: the `ExLlamaV2MMEmbedding` objects whose ids stand in `input_ids`.
-        `seed` is an addition here.
+        """Begin a stream: compute the prompt.
+
+        Args:
+            input_ids: int64 [1, n], or [2, n] for CFG: positive and negative prompt, left-padded.
+            gen_settings: Sampler settings.
+            token_healing: Sample the last token of the prompt again, among tokens that begin with its text.
+            loras: An adapter or a list of adapters.
+            input_mask: Additive mask, -inf at padding.
+            position_offsets: Offsets that follow from the mask; other values are rejected.
+            return_probabilities: Report the probability of each token.
+            return_top_tokens: Number of candidates to report with each token.
+            return_logits: Report the logits of each token.
+            abort_event: Ends the prefill only; the next `stream_ex` then reports the end.
+            input_embeddings: The `ExLlamaV2MMEmbedding` objects whose ids are in `input_ids`.
+            decode_special_tokens: Special tokens have their text in the output.
+            banned_strings: Strings that must not be generated.
+            filters: Filters that the output must satisfy.
+            filter_prefer_eos: Choose a stop token as soon as the filters allow one.
+            seed: Seed of the random numbers; None draws one. (exllamav2 has no such parameter.)
+
+        Raises:
+            RequestError: a parameter is not valid.
+            CapacityError: the prompt fills the model's or the cache's length.
         """
         check_abort_event(abort_event)
         rows = _rows(input_ids, input_mask)
@@ -200,9 +225,18 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
     # ---- a stream --------------------------------------------------------------------------------------------------
 
     def stream_ex(self, ban_tokens: Iterable[int] | None = None) -> Result:
-        """One more token. Keys: `chunk` (str, may be empty), `eos`, `chunk_token_ids` [1, k] (k may be 0; a healed
-        token is never included); `probs`, `top_tokens`, `top_probs`, `logits` as asked for, [1, k, ..]; `suppressed`,
-        the text of a banned string taken back. `ban_tokens` are avoided in this call alone."""
+        """Return the next token as a dict.
+
+        Keys: `chunk` (str, may be empty), `eos`, `chunk_token_ids` [1, k] (k may be 0; a healed token is never
+        included); `probs`, `top_tokens`, `top_probs`, `logits` [1, k, ..] where requested; `suppressed`, the text of a
+        banned string that was withdrawn.
+
+        Args:
+            ban_tokens: Ids to avoid in this call alone.
+
+        Raises:
+            JobStateError: no stream has begun, or it has ended.
+        """
         told, after = self._next(ban_tokens)
         before = self._results, self._healed_pending, self._healed_hidden
         try:
@@ -213,7 +247,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             raise
 
     def stream(self, ban_tokens: Iterable[int] | None = None) -> tuple[Any, ...]:
-        """Older form: (chunk, eos, chunk_token_ids), then probs and logits if they were asked for."""
+        """Return the next token as (chunk, eos, chunk_token_ids), then probs and logits where requested."""
         result, after = self._next(ban_tokens)
         names = ("chunk", "eos", "chunk_token_ids", "probs", "logits")
         told = tuple(result[key] for key in names if key in result)
@@ -234,7 +268,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         self.total_tokens = self.total_draft_tokens = self.accepted_draft_tokens = 0
 
     def get_sd_stats(self) -> tuple[float, float, int, int, int]:
-        """(accepted / all tokens, accepted / drafted tokens, all, drafted, accepted); 0 where nothing was counted."""
+        """Return (accepted / all tokens, accepted / drafted tokens, all, drafted, accepted); 0 without any count."""
         efficiency = self.accepted_draft_tokens / self.total_tokens if self.total_tokens else 0.0
         accuracy = self.accepted_draft_tokens / self.total_draft_tokens if self.total_draft_tokens else 0.0
         return efficiency, accuracy, self.total_tokens, self.total_draft_tokens, self.accepted_draft_tokens
@@ -242,7 +276,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
     # ---- internals -------------------------------------------------------------------------------------------------
 
     def engine(self) -> ExLlamaV2DynamicGenerator:
-        """The engine, made anew when the way of drafting has changed."""
+        """Return the engine, made again when the configuration of drafting has changed."""
         for name in COUNTS:
             value = getattr(self, name)
             if value is not None or name != "num_speculative_tokens" or self.draft_model is not None:
@@ -273,27 +307,32 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         engine = ExLlamaV2DynamicGenerator(
             self.model, OneRow(self.cache), self.tokenizer, page_size=page_size_of(self.cache), max_q_size=most, **kw
         )
-        engine.yields_cache = True  # a stream that is left unfinished keeps nobody out
+        engine.yields_cache = True  # an unfinished stream does not block other generators
         return engine
 
     def _close(self) -> None:
-        """Give up the current stream; what it computed stays reusable."""
+        """End the current stream; its K/V stay reusable."""
         if self._engine is not None:
             self._engine.clear_queue()
         self._results = []
         self._job = None
 
     def _shown(self, result: Result, hidden: bool) -> tuple[Result, bool]:
-        """A job's result in the keys of this generator, without the healed token if it is in it, and whether that has
-        been left out by now: its text may have been held for a while."""
+        """Convert a job's result to the keys of this generator, without the healed token.
+
+        Also returns whether the healed token has been left out by now: its text may have been held for a while.
+        """
         told = self._told(result)
         if hidden or told["chunk_token_ids"].shape[1] == 0:
             return told, hidden
         return _without_first(told), True
 
     def _next(self, ban_tokens: Iterable[int] | None) -> tuple[Result, tuple[list[Result], bool, bool]]:
-        """Return the result of one call and the state after it: the remaining results, whether the healed token is
-        still to come, and whether it was left out. The caller stores that state, so that an interrupt loses nothing."""
+        """Return the result of one call and the state after it.
+
+        The state is the remaining results, whether the healed token is still to come, and whether it was left out. The
+        caller stores that state, so that an interrupt loses nothing.
+        """
         if self._job is None:
             raise JobStateError("no stream has begun; call begin_stream_ex first")
         told, hidden = self._shown(self._look(0, ban_tokens), self._healed_hidden)
@@ -304,14 +343,14 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         return told, (self._results[count:], False, hidden)
 
     def _look(self, at: int, ban_tokens: Iterable[int] | None) -> Result:
-        """The job's result `at` places behind the last that was handed out; it stays in the line."""
+        """Return the job's result `at` positions after the last returned one; it stays in the queue."""
         job, engine = self._job, self._engine
         assert job is not None
         assert engine is not None
         bans = tuple(_ids("ban_tokens", ban_tokens or ()))
         if bans and engine.num_draft_tokens:
             raise UnsupportedError(
-                "ban_tokens does not go with drafting, which is ahead of the call; use banned_strings"
+                "ban_tokens does not work with drafting, which runs before the call; use banned_strings"
             )
         job.avoid(bans)
         while len(self._results) <= at:
@@ -338,7 +377,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             self._results.extend(result for result in engine.iterate() if result["stage"] == "streaming")
 
     def _told(self, result: Result) -> Result:
-        """A job's result dict in the keys of this generator."""
+        """Convert a job's result dict to the keys of this generator."""
         told: Result = {
             "chunk": result.get("text", ""),
             "eos": result["eos"],
@@ -355,7 +394,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         return told
 
     def _of_no_token(self) -> Result:
-        """The requested report of a result without tokens: its text is held, or was withdrawn."""
+        """Return the requested reports of a result without tokens: its text is held, or was withdrawn."""
         job = self._job
         assert job is not None
         told: Result = {}
@@ -370,7 +409,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
 
 
 def _rows(input_ids: torch.Tensor, input_mask: torch.Tensor | None) -> list[torch.Tensor]:
-    """One [1, n] tensor per sequence, without the padding that the mask marks."""
+    """Return one [1, n] tensor per sequence, without the padding that the mask marks."""
     if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or not 1 <= input_ids.shape[0] <= 2:
         shape = list(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
         raise RequestError(f"input_ids has shape {shape}; pass [1, n], or [2, n] for a CFG pair")
@@ -384,7 +423,7 @@ def _rows(input_ids: torch.Tensor, input_mask: torch.Tensor | None) -> list[torc
 
 
 def _check_offsets(offsets: torch.Tensor | None, padding: list[int]) -> None:
-    """Refuse positions that do not begin at 0 behind each row's padding: they are not a choice."""
+    """Reject positions that do not begin at 0 after each row's padding."""
     if offsets is None:
         return
     try:
@@ -408,7 +447,7 @@ def _ids(name: str, ids: Any) -> list[int]:
 
 
 def _without_first(result: Result) -> Result:
-    """A result without its first token, the healed one; its text stays."""
+    """Return a result without its first token, the healed one; its text stays."""
     tensors = {key: value[:, 1:] for key, value in result.items() if isinstance(value, torch.Tensor)}
     return result | tensors
 

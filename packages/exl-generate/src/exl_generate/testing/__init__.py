@@ -1,4 +1,4 @@
-"""Stand-ins for model, cache and tokenizer to test generators against, with an oracle for K/V provenance built in."""
+"""Stand-ins for model, cache and tokenizer to test generators with; they check the provenance of K/V."""
 
 from exl_generate.testing.driving import check_pages, drain, streamed_text, streamed_tokens
 from exl_generate.testing.scripted import (

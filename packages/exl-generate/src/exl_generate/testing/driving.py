@@ -1,4 +1,4 @@
-"""Running a generator to the end and looking at what it said."""
+"""Run a generator to the end and inspect its results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Results = dict[ExLlamaV2DynamicJob, list[dict[str, Any]]]
 
 
 def drain(generator: ExLlamaV2DynamicGenerator, limit: int = 10_000) -> Results:
-    """Iterate until the queue is empty; results by job, in order. Fails if that takes more than `limit` steps."""
+    """Iterate until the queue is empty; returns results by job, in order. Raises after more than `limit` steps."""
     results: Results = defaultdict(list)
     for _ in range(limit):
         for result in generator.iterate():
@@ -27,17 +27,17 @@ def drain(generator: ExLlamaV2DynamicGenerator, limit: int = 10_000) -> Results:
 
 
 def streamed_text(results: list[dict[str, Any]]) -> str:
-    """All text of one job."""
+    """Return all text of one job."""
     return "".join(result.get("text", "") for result in results)
 
 
 def streamed_tokens(results: list[dict[str, Any]]) -> list[int]:
-    """All token ids of one job."""
+    """Return all token ids of one job."""
     return [int(i) for result in results if "token_ids" in result for i in result["token_ids"][0]]
 
 
 def check_pages(generator: ExLlamaV2DynamicGenerator) -> None:
-    """The invariants of page accounting, from what the table and the jobs show."""
+    """Check the invariants of page accounting between the table and the jobs. Raises `AssertionError`."""
     table = generator.page_table
     users: dict[int, list[tuple[bytes, ...]]] = defaultdict(list)
     for job in generator.active_jobs:

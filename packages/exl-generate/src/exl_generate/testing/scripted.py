@@ -1,9 +1,9 @@
 """A model made of a hash function.
 
 Next-token logits are a function of the whole token context. Each slot of the cache stores the token and a running hash
-of its prefix; every forward pass recomputes the chain over the block table and fails where K/V of another context would
-have been used. Generators cannot tell it from a model, but with it a wrong page, a lost copy or a stale rewind is an
-error, not a nuance.
+of its prefix. Every forward pass recomputes the hash chain over the block table and fails where K/V of another context
+would have been used. Generators cannot tell it from a model. With it, a wrong page, a lost copy or a stale rewind is an
+error instead of slightly different text.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class ScriptedCache:
         self.chain = np.zeros(max_seq_len, dtype=np.uint64)
 
     def all_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors of the cache."""
         return [torch.from_numpy(self.tokens)]
 
     def copy_states(self, target: ScriptedCache, from_column: int, from_columns: int, to_column: int, *_: int) -> None:
@@ -74,7 +75,7 @@ class ScriptedCache:
 
 
 class ScriptedLora:
-    """An adapter: changes every hash, and so all K/V and logits computed under it."""
+    """An adapter that changes every hash, and so all K/V and logits computed with it."""
 
     mixable = True
 
@@ -84,15 +85,15 @@ class ScriptedLora:
 
     @property
     def content_digest(self) -> bytes:
-        """Its seed decides what it does."""
+        """Bytes made of the seed, which decides the adapter's effect."""
         return f"scripted {self.seed}".encode()
 
     def check_usable(self, model: Any) -> None:
-        """Usable with any model."""
+        """Accept any model."""
 
 
 class ScriptedEmbedding:
-    """Rows with ids of their own, as `ExLlamaV2MMEmbedding`; `values` (below 1000) stand for hidden states."""
+    """Rows with ids of their own, like `ExLlamaV2MMEmbedding`; `values` (below 1000) replace hidden states."""
 
     def __init__(self, values: Sequence[int], text_alias: str | None = None) -> None:
         ids = [next(_embedding_ids) for _ in values]
@@ -101,12 +102,12 @@ class ScriptedEmbedding:
         self.text_alias = f"<$EMB_{self.first_index}$>" if text_alias is None else text_alias
 
     def get_ids(self) -> list[int]:
-        """The ids of all rows."""
+        """Return the ids of all rows."""
         return list(range(self.first_index, self.first_index + self.length))
 
 
 class ModelBase:
-    """All of `exl_generate.contracts.Model` but `config` and `forward_chunk`, as a model on the CPU answers it."""
+    """Everything of `exl_generate.contracts.Model` but `config` and `forward_chunk`, for a model on the CPU."""
 
     device: torch.device | None = None
     arrangement: object = None
@@ -115,22 +116,25 @@ class ModelBase:
 
     @property
     def content_digest(self) -> bytes:
-        """Of this object alone: nothing is known of what it computes."""
+        """Bytes of this object alone: its computation is unknown."""
         self._digest = self._digest or secrets.token_bytes(16)
         return self._digest
 
     def invariant_tokens(self, loras: Any = ()) -> int | None:
-        """None: tokens of a pass never depend on each other."""
+        """Return None: tokens of a pass never depend on each other."""
         return None
 
     def prepare_step(self, q_len: int, cache: Any, attn_params: Any, *, row_loras: Any = None) -> Any:
-        """None: a step is computed when its ids are known."""
+        """Return None: a step is computed when its ids are known."""
         return None
 
 
 class ScriptedModel(ModelBase):
-    """`script(context)` names the next token, or None where the hash decides. `faults` are raised by the forward passes
-    that see a context ending in that token. In a context a row of an embedding is 10000 + its value."""
+    """A model whose `script(context)` names the next token, or returns None where the hash decides.
+
+    `faults` are raised by the forward passes whose context ends in that token. In a context, a row of an embedding is
+    10000 + its value.
+    """
 
     def __init__(self, config: ScriptedConfig | None = None, script: Script | None = None, scale: float = 4.0) -> None:
         self.config = config or ScriptedConfig()
@@ -144,7 +148,7 @@ class ScriptedModel(ModelBase):
 
     @property
     def content_digest(self) -> bytes:
-        """Of the config, as a model's. The script decides logits only: what is stored is the same for all."""
+        """Bytes of the config. The script decides logits only: the stored K/V are the same for all scripts."""
         return hashlib.blake2b(f"{type(self).__qualname__} {self.config}".encode(), digest_size=16).digest()
 
     def forward_chunk(
@@ -187,7 +191,7 @@ class ScriptedModel(ModelBase):
         return result | ({"last_state": torch.from_numpy(state).view(batch, q_len, -1)} if return_last_state else {})
 
     def logits(self, context: NDArray[np.int64], loras: Sequence[ScriptedLora] = ()) -> NDArray[np.float32]:
-        """float32 [Vp] for the token after `context`: what a correct generator must have sampled from."""
+        """Return float32 [Vp] for the token after `context`: a correct generator samples from them."""
         vocab = self.config.vocab_size
         row = np.full(-(-vocab // 32) * 32, _PAD_LOGIT, dtype=np.float32)
         with np.errstate(over="ignore"):
@@ -229,7 +233,7 @@ class ScriptedModel(ModelBase):
         return chain
 
     def _hash(self, tokens: NDArray[np.int64], loras: Sequence[ScriptedLora] = ()) -> NDArray[np.uint64]:
-        """Prefix hash of every position, under these adapters in their order."""
+        """Return the prefix hash of every position, under these adapters in their order."""
         with np.errstate(over="ignore"):
             start = np.uint64(0)
             for lora in loras:
@@ -240,8 +244,10 @@ class ScriptedModel(ModelBase):
 
 
 class ScriptedTokenizer:
-    """A vocabulary of byte strings after three special ids: 0 pad, 1 BOS, 2 EOS. Encodes by longest match
-    and drops what it cannot spell."""
+    """A vocabulary of byte strings after three special ids: 0 pad, 1 BOS, 2 EOS.
+
+    It encodes by longest match and drops characters that it cannot spell.
+    """
 
     def __init__(self, pieces: Sequence[str | bytes], config: ScriptedConfig | None = None) -> None:
         special = [b"<pad>", b"<s>", b"</s>"]
@@ -253,15 +259,19 @@ class ScriptedTokenizer:
         self._ids = {piece: i for i, piece in reversed(list(enumerate(self.pieces))) if i > 2}
 
     def get_vocab_size(self) -> int:
+        """Return the number of ids."""
         return len(self.pieces)
 
     def get_id_to_bytes_list(self, include_special_tokens: bool = False) -> list[bytes]:
+        """Return the bytes of each id; special ids are b"" unless included."""
         return [p if i > 2 or include_special_tokens else b"" for i, p in enumerate(self.pieces)]
 
     def get_id_to_piece_list(self, include_special_tokens: bool = False) -> list[str]:
+        """Return the text of each id; special ids are "" unless included."""
         return [p.decode(errors="replace") for p in self.get_id_to_bytes_list(include_special_tokens)]
 
     def single_id(self, piece: str) -> int | None:
+        """Return the id of a whole piece, or None."""
         return self._ids.get(piece.encode())
 
     def encode(
@@ -273,7 +283,7 @@ class ScriptedTokenizer:
         *,
         embeddings: Sequence[Any] | None = None,
     ) -> torch.Tensor:
-        """int64 [1, n]. Special tokens are never read from text."""
+        """Return int64 [1, n]. Special tokens are never read from text."""
         for one in embeddings or ():
             if one.text_alias in text:
                 before, after = text.split(one.text_alias, 1)
@@ -292,6 +302,7 @@ class ScriptedTokenizer:
         return torch.tensor([ids + [self.eos_token_id] * add_eos], dtype=torch.int64)
 
     def decode(self, ids: torch.Tensor, decode_special_tokens: bool = False) -> Any:
+        """Return the text of a 1-D tensor of ids, or a list of texts for a 2-D one."""
         if ids.dim() == 2:
             return [self.decode(row, decode_special_tokens) for row in ids]
         table = self.get_id_to_bytes_list(decode_special_tokens)

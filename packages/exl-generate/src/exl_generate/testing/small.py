@@ -1,4 +1,4 @@
-"""A small vocabulary and short ways to make generators, jobs and runs on the scripted model."""
+"""A small vocabulary and helpers to make generators, jobs and runs on the scripted model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Script = Callable[[list[int]], int | None]
 
 
 def make(script: Script | None = None, cache_tokens: int = 512, **kw: Any) -> ExLlamaV2DynamicGenerator:
-    """A generator on the scripted model, with pages of 16 tokens; `model_len` is the model's max_seq_len."""
+    """Return a generator on the scripted model, with pages of 16 tokens; `model_len` is the model's max_seq_len."""
     model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB, max_seq_len=kw.pop("model_len", 256)), script)
     cache = ScriptedCache(model, max_seq_len=cache_tokens)
     kw.setdefault("page_size", PAGE)
@@ -50,14 +50,17 @@ def make(script: Script | None = None, cache_tokens: int = 512, **kw: Any) -> Ex
 
 
 class AsAsked(DraftLength):
-    """As many guesses in every step as were asked for, whatever the clock says."""
+    """Draft the full length in every step, whatever the clock measures."""
 
     def plan(self, jobs: Sequence[tuple[float, int]], overhead: Callable[[], float] = lambda: 0.0) -> int:
+        """Return the full length."""
         return self.most
 
 
 def speculate(how: str, script: Script | None = None) -> ExLlamaV2DynamicGenerator:
-    """One that guesses in every step: `how` is "ngram", or "model" for a draft model with the same script."""
+    """Return a generator that drafts in every step: `how` is "ngram", or "model" for a draft model with the same
+    script.
+    """
     config = ScriptedConfig(vocab_size=VOCAB, max_seq_len=256)
     model, draft = ScriptedModel(config, script), ScriptedModel(config, script)
     cache, draft_cache = ScriptedCache(model, max_seq_len=512), ScriptedCache(draft, max_seq_len=512)
@@ -70,25 +73,27 @@ def speculate(how: str, script: Script | None = None) -> ExLlamaV2DynamicGenerat
 
 
 def ids(text: str) -> torch.Tensor:
-    """int64 [1, n]."""
+    """Return the ids of a text, int64 [1, n]."""
     return TOKENIZER.encode(text)
 
 
 def says(*texts: str | int, after: int) -> Script:
-    """A script that answers a prompt of `after` tokens with these texts or ids, one token each, whatever was
-    sampled."""
+    """Return a script that answers a prompt of `after` tokens with these texts or ids, one token each.
+
+    It does not depend on the sampled tokens.
+    """
     answer = [t if isinstance(t, int) else int(i) for t in texts for i in ([t] if isinstance(t, int) else ids(t)[0])]
     return lambda context: answer[len(context) - after] if 0 <= len(context) - after < len(answer) else None
 
 
 def job(text: str, new: int = 8, **kw: Any) -> ExLlamaV2DynamicJob:
-    """A greedy request."""
+    """Return a greedy request."""
     kw.setdefault("gen_settings", Settings.greedy())
     return ExLlamaV2DynamicJob(ids(text), new, **kw)
 
 
 def run(generator: ExLlamaV2DynamicGenerator, one: ExLlamaV2DynamicJob) -> list[dict[str, Any]]:
-    """Results of a job that runs alone; the pages are checked when it is done."""
+    """Return the results of a job that runs alone; the pages are checked when it is done."""
     generator.enqueue(one)
     results = drain(generator)[one]
     check_pages(generator)
@@ -98,7 +103,7 @@ def run(generator: ExLlamaV2DynamicGenerator, one: ExLlamaV2DynamicJob) -> list[
 def naive(
     generator: ExLlamaV2DynamicGenerator, prompt: list[int], new: int, loras: Sequence[ScriptedLora] = ()
 ) -> list[int]:
-    """Greedy continuation straight from the model's definition."""
+    """Return the greedy continuation computed from the model's definition."""
     context = list(prompt)
     for _ in range(new):
         model: Any = generator.model
