@@ -237,7 +237,7 @@ class Heard:
                 self.open += 1
             elif isinstance(message, wire.Rejected):
                 raise RuntimeError(f"the engine refused a request: {message.message}")
-            elif isinstance(message, wire.Round):
+            elif isinstance(message, wire.StepEvents):
                 for tag, event in message.events:
                     self.tags[tag].append(event)
                     self.open -= isinstance(event, Finished | Failed)
@@ -497,7 +497,7 @@ def served(generator: Any, floor: Any, folder: str, place: str, requests: Any, a
     status = StatusWriter(Path(place) / f"status-{time.monotonic_ns()}", os.urandom(16))
     config = ModelConfig(id="bench", path=folder)
     limits = Limits(max_queued_requests=4096)
-    host = Host(generator, card_of(generator, folder), address, status, config=config, limits=limits, round_floor=floor)
+    host = Host(generator, card_of(generator, folder), address, status, config=config, limits=limits, step_floor=floor)
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     out: Any = multiprocessing.Queue()
     workers = [

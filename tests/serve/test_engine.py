@@ -412,14 +412,14 @@ def test_the_queue_has_an_end(scripted: EngineThread) -> None:
 def test_the_status_page(scripted: EngineThread) -> None:
     async def work(engine: LocalEngine) -> None:
         sink = Sink()
-        before = engine.status.round
+        before = engine.status.step
         await engine.submit(request(scripted, max_tokens=20), sink)
         await sink.ended()
         async with asyncio.timeout(120):
-            while (status := engine.status).decoding or status.pages_pinned or status.round <= before:
+            while (status := engine.status).decoding or status.pages_pinned or status.step <= before:
                 await asyncio.sleep(0.01)
         assert status.state == "ready"
-        assert status.round > before
+        assert status.step > before
         assert (status.decoding, status.queued, status.pages_pinned) == (0, 0, 0)
         assert status.pages_free + status.pages_cached == scripted.generator.max_pages
 
@@ -449,7 +449,7 @@ def test_messages_survive_the_wire(fable: EngineThread) -> None:
         wire.Call(1, "x", {"a": 1}),
     ):
         assert wire.decode_to_engine(wire.encode(message)) == message
-    rounds = wire.Round([(1, Tokens(0, (1, 2), "ab")), (2, Failed(0, 500, "t", "c", "m"))])
+    rounds = wire.StepEvents([(1, Tokens(0, (1, 2), "ab")), (2, Failed(0, 500, "t", "c", "m"))])
     assert wire.decode_to_worker(wire.encode(rounds)) == rounds
     assert wire.encode(wire.Cancel(3)) == b"\x92\xa6cancel\x03"
 

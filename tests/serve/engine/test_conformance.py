@@ -265,7 +265,7 @@ def test_whatever_clients_do_in_whatever_order(place: Place, operations: list[tu
 @pytest.fixture
 def slow(thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> EngineThread:
     """Rounds of 20 ms; silence alone ends nothing."""
-    monkeypatch.setattr(thread.host, "_round_floor", lambda jobs: 0.02)
+    monkeypatch.setattr(thread.host, "_step_floor", lambda jobs: 0.02)
     monkeypatch.setattr(wire, "SILENCE", float("inf"))
     return thread
 
@@ -304,9 +304,9 @@ def test_a_worker_that_dies_is_noticed(slow: EngineThread, paused: bool) -> None
         if paused:
             one.pause()
         die(engine)
-        died = slow.host._status.round
+        died = slow.host._status.step
         until(lambda: all(group.request.id != "mine" for group in list(slow.host._groups.values())))
-        assert slow.host._status.round < died + 400, "it has run to its end"
+        assert slow.host._status.step < died + 400, "it has run to its end"
         await theirs.ended()
         assert isinstance(theirs.ends[0], Finished)
         until(lambda: not slow.generator.referenced_pages)
@@ -368,11 +368,11 @@ def test_one_key_does_not_take_all_compilers(monkeypatch: pytest.MonkeyPatch) ->
         for task in many[2:]:
             task.cancel()
         await asyncio.gather(*many[2:], return_exceptions=True)
-        until(lambda: len(thread.host._turns) == 2)
+        until(lambda: len(thread.host._compile_queue) == 2)
         gate.set()
         for running in await asyncio.gather(*many[:2]):
             running.cancel()
-        until(lambda: not thread.host._groups and not len(thread.host._turns))
+        until(lambda: not thread.host._groups and not len(thread.host._compile_queue))
         await engine.close()
 
     try:

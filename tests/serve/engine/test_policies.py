@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from exl_serve.engine import wire
 from exl_serve.engine.admission import SPARE, Admission, Entry, Rates
 from exl_serve.engine.events import Failed, Finished, Progress, Started, TokenLogprob, Tokens, Usage
-from exl_serve.engine.turns import Turns
+from exl_serve.engine.fair_queue import FairQueue
 from exl_serve.request.internal import Constraint, EngineRequest, Sampling
 
 
@@ -107,16 +107,16 @@ def test_a_key_that_was_forgotten_has_saved_nothing_up() -> None:
     at_once=st.integers(1, 4),
     of_a_key=st.integers(1, 3),
 )
-def test_turns_keep_their_limits(steps: list[tuple[str, str, int]], at_once: int, of_a_key: int) -> None:
-    turns: Turns[tuple[str, int]] = Turns(at_once, of_a_key)
+def test_fair_queue_keeps_its_limits(steps: list[tuple[str, str, int]], at_once: int, of_a_key: int) -> None:
+    queue: FairQueue[tuple[str, int]] = FairQueue(at_once, of_a_key)
     waiting: list[tuple[str, int]] = []
     working: list[str] = []
     for number, (what, key, pick) in enumerate(steps):
         if what == "add":
-            turns.add(key, (key, number))
+            queue.add(key, (key, number))
             waiting.append((key, number))
         elif what == "take":
-            taken = turns.take()
+            taken = queue.take()
             if taken is None:
                 free = [k for k, _ in waiting if working.count(k) < of_a_key]
                 assert not free or len(working) >= at_once
@@ -125,26 +125,26 @@ def test_turns_keep_their_limits(steps: list[tuple[str, str, int]], at_once: int
                 waiting.remove(taken)
                 working.append(taken[0])
         elif what == "done" and working:
-            turns.done(working.pop(pick % len(working)))
+            queue.done(working.pop(pick % len(working)))
         elif what == "remove" and waiting:
             gone = waiting.pop(pick % len(waiting))
-            assert turns.remove(gone[0], gone)
-            assert not turns.remove(gone[0], gone)
+            assert queue.remove(gone[0], gone)
+            assert not queue.remove(gone[0], gone)
         assert len(working) <= at_once
         assert all(working.count(k) <= of_a_key for k in working)
-        assert len(turns) == len(waiting) + len(working)
+        assert len(queue) == len(waiting) + len(working)
 
 
 def test_a_key_with_one_waits_for_one_turn_of_another() -> None:
-    turns: Turns[str] = Turns(1, 1)
+    queue: FairQueue[str] = FairQueue(1, 1)
     for number in range(1000):
-        turns.add("many", f"many {number}")
-    assert turns.take() == "many 0"
-    turns.add("one", "one")
+        queue.add("many", f"many {number}")
+    assert queue.take() == "many 0"
+    queue.add("one", "one")
     taken = []
     for key in ("many", "many"):
-        turns.done(key)
-        one = turns.take()
+        queue.done(key)
+        one = queue.take()
         assert one is not None
         taken.append(one)
         if one == "one":
@@ -178,7 +178,7 @@ TO_WORKER = [
     wire.Accepted(1),
     wire.Rejected(1, 429, "t", "c", "m", None, 1.5),
     wire.Reply(1, {"requests": [{"id": "x"}]}),
-    wire.Round(
+    wire.StepEvents(
         [
             (1, Started(0, 4, 2)),
             (1, Progress(0, 1, 4)),
@@ -236,8 +236,11 @@ def test_messages_to_an_engine_by_bytes(data: bytes, message: Any) -> None:
     ("data", "message"),
     [
         (b"\x92\xa8accepted\x07", wire.Accepted(7)),
-        (b"\x92\xa5round\x91\x92\x07\x95\x02\x00\x92\x01\x02\xa2ab\x90", wire.Round([(7, Tokens(0, (1, 2), "ab"))])),
-        (b"\x92\xa5round\x91\x92\x07\x94\x01\x00\x05\x09", wire.Round([(7, Progress(0, 5, 9))])),
+        (
+            b"\x92\xa5round\x91\x92\x07\x95\x02\x00\x92\x01\x02\xa2ab\x90",
+            wire.StepEvents([(7, Tokens(0, (1, 2), "ab"))]),
+        ),
+        (b"\x92\xa5round\x91\x92\x07\x94\x01\x00\x05\x09", wire.StepEvents([(7, Progress(0, 5, 9))])),
     ],
 )
 def test_messages_to_a_worker_by_bytes(data: bytes, message: Any) -> None:

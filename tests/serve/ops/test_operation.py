@@ -212,7 +212,7 @@ def test_a_model_for_which_there_is_no_room_is_refused_with_the_numbers(start: S
     server = start("memory.budget.cpu = 1000000\n" + models(a="free", b="model"))
     answer = server.complete("b")
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "memory_budget")
-    assert re.search(r"cpu: needs 0\.\d\d GiB of 0\.00; held by nobody", answer.json()["error"]["message"])
+    assert re.search(r"cpu: needs 0\.\d\d GiB of 0\.00; held by no model", answer.json()["error"]["message"])
     assert server.complete("a").status_code == 200
 
 

@@ -24,7 +24,7 @@ def status(began: float, ended: float) -> EngineStatus:
         ("decoding", "prefilling", "queued", "queued_prompt_tokens", "pages_pinned", "pages_cached", "pages_free"), 0
     )
     return EngineStatus(
-        boot=b"", state="ready", round=1, began=began, ended=ended, prefill_rate=0, decode_rate=0, **counts
+        boot=b"", state="ready", step=1, began=began, ended=ended, prefill_rate=0, decode_rate=0, **counts
     )
 
 

@@ -68,7 +68,7 @@ def serve(
         str | None, typer.Option(help="debug, info, warning, error. Default: info.", show_default=False)
     ] = None,
 ) -> None:
-    """Serve models over HTTP: OpenAI's API, until Ctrl-C. `check FILE` looks at a configuration without serving."""
+    """Serve models over HTTP with OpenAI's API, until Ctrl-C. `check FILE` checks a configuration without serving."""
     if ctx.invoked_subcommand is not None:
         return
     options: dict[str, Any] = {
@@ -138,7 +138,7 @@ def top(
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Look once.")] = False,
 ) -> None:
-    """What a running server is doing."""
+    """Show the load of a running server."""
     import time
 
     import click
@@ -180,7 +180,7 @@ def new(
     name: Annotated[str, typer.Argument(help="Name of the client.")],
     scope: Annotated[list[str] | None, typer.Option(help="infer, admin, metrics; repeatable.")] = None,
 ) -> None:
-    """Make a key: prints it once, and the entry for the key file, which holds its hash alone."""
+    """Make a key: prints it once, and the entry for the key file, which holds only its hash."""
     import hashlib
 
     from exl_serve.api.keys import SCOPES, new_key
@@ -269,7 +269,7 @@ def _adapters(given: list[str]) -> dict[str, str]:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Errors made on purpose become one line."""
+    """Print an intended error as one line and exit with 1."""
     from exl_kernels.errors import ExlError
     from exl_serve.config.load import ConfigError
     from exl_serve.errors import ServeError

@@ -1,4 +1,4 @@
-"""Counting where nobody counts."""
+"""A meter that counts nothing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ __all__ = ["NoMeter"]
 
 
 class NoMeter:
-    """A `Meter` that forgets."""
+    """A `Meter` that ignores all values."""
 
-    def count(self, name: str, amount: float = 1.0, **labels: str) -> None: ...
+    def count(self, name: str, amount: float = 1.0, **labels: str) -> None:
+        """Ignore the value."""
 
-    def observe(self, name: str, value: float, **labels: str) -> None: ...
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """Ignore the value."""

@@ -1,1 +1,1 @@
-"""HTTP routes: what the API worker serves."""
+"""HTTP routes of the API worker."""

@@ -36,6 +36,7 @@ log = logging.getLogger("exl_serve")
 
 
 def main() -> None:
+    """Run an API worker until the supervisor stops it. The start message is one line of JSON on standard input."""
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=link.WorkerStart)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -97,7 +98,7 @@ async def _serve(start: link.WorkerStart) -> None:
 
 
 def _take_over(config: ServeConfig, state: AppState, authenticator: Authenticator, protocol: Any) -> None:
-    """What the supervisor has read again."""
+    """Apply the changed configuration that the supervisor has read."""
     state.config = config
     protocol.limits = config.server.limits
     logging.getLogger().setLevel(config.log.level.upper())
@@ -126,7 +127,7 @@ def _settings(config: ServeConfig, app: Any, protocol: Any) -> uvicorn.Config:
 
 
 async def _drain(stopping: asyncio.Event, server: uvicorn.Server, state: AppState) -> None:
-    """Let what runs finish, up to the limit; tell the rest; end."""
+    """Let running requests finish, up to the limit; then end the rest with an error."""
     await stopping.wait()
     server.should_exit = True  # no new connections; those that are open finish their request
     refusal = ServeError.unavailable("draining", "the server stops: try again elsewhere", 5.0)
@@ -144,7 +145,9 @@ async def _drain(stopping: asyncio.Event, server: uvicorn.Server, state: AppStat
 
 
 def _logger(config: ServeConfig) -> Any:
-    """One line for each finished request, on standard error: JSON, or text on a terminal."""
+    """Return a function that logs one line for each finished request, on standard error: JSON, or text on a
+    terminal.
+    """
     as_json = config.log.format == "json" or (config.log.format == "auto" and not sys.stderr.isatty())
     if config.log.level in ("warning", "error"):
         return lambda fields: None
@@ -158,7 +161,7 @@ def _logger(config: ServeConfig) -> Any:
                 f"{fields['prompt_tokens']} ({fields['cached_tokens']} cached) + {fields['completion_tokens']} tokens "
                 f"in {fields['seconds']:.2f} s"
             )
-        # In one call, or another process's line would come between it and its end.
+        # One call, so that no line of another process comes in between.
         sys.stderr.write(line + "\n")
         sys.stderr.flush()
 

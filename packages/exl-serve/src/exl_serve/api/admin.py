@@ -28,7 +28,7 @@ def _text(body: dict[str, Any], name: str) -> str:
 
 
 def _handle(call: Call, body: dict[str, Any]) -> ModelHandle:
-    """The model that is named, or the only one."""
+    """Return the model that the body names, or the only one."""
     handles = call.state.models.list()
     if body.get("model") is None and len(handles) == 1:
         return handles[0]
@@ -36,7 +36,7 @@ def _handle(call: Call, body: dict[str, Any]) -> ModelHandle:
 
 
 async def load_adapter(call: Call) -> None:
-    """Load an adapter: {lora_name, lora_path}. 200 once it is loaded and fits."""
+    """Load an adapter: {lora_name, lora_path}. Answers 200 once it is loaded."""
     body = await call.json()
     engine = await _handle(call, body).engine()
     name, path = _text(body, "lora_name"), _text(body, "lora_path")
@@ -44,14 +44,14 @@ async def load_adapter(call: Call) -> None:
 
 
 async def unload_adapter(call: Call) -> None:
-    """Unload an adapter: {lora_name}. 409 while requests use it."""
+    """Unload an adapter: {lora_name}. Answers 409 while requests use it."""
     body = await call.json()
     engine = await _handle(call, body).engine()
     await call.answer(200, await engine.control("unload_adapter", name=_text(body, "lora_name")))
 
 
 async def list_adapters(call: Call) -> None:
-    """The adapters that are loaded."""
+    """List the loaded adapters."""
     found = []
     for handle in call.state.models.list():
         if handle.state == "ready":
@@ -69,7 +69,7 @@ async def reset_cache(call: Call) -> None:
 
 
 async def list_requests(call: Call) -> None:
-    """The requests that are queued or running."""
+    """List the requests that are queued or running."""
     found: list[dict[str, Any]] = []
     for handle in call.state.models.list():
         if handle.state == "ready":

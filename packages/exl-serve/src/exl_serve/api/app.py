@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """One route: `scope` is what a key needs for it; open: no key."""
+    """One route. `scope` is the scope that a key needs for it; "open" needs no key."""
 
     method: str
     path: str
@@ -87,7 +87,7 @@ PAGE_POLICY = (
 
 
 def create_app(state: AppState) -> ASGIApp:
-    """The application over `state`, to be run by any ASGI server, or mounted."""
+    """Return the ASGI application over `state`. Any ASGI server can run it, or another application mount it."""
     routes = [(Route(path.path, _unused, methods=[path.method]), path) for path in ROUTES]
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,7 +102,7 @@ def create_app(state: AppState) -> ASGIApp:
 
 
 async def _unused(*_: Any) -> None:
-    """Routes are matched by starlette and called here."""
+    """Do nothing: starlette matches the routes, and this module calls the endpoints."""
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:
@@ -146,7 +146,7 @@ async def _handle(
 async def _refuse(call: Call, error: ServeError) -> None:
     call.state.meter.count("exl_rejected_total", code=error.code)
     if error.status == 499 or call.started:
-        return  # nobody reads it, or a stream has begun, which has its own end
+        return  # the client has left, or a stream has begun, which ends by itself
     try:
         await error_response(call, error)
     except OSError:  # the client left
@@ -154,7 +154,7 @@ async def _refuse(call: Call, error: ServeError) -> None:
 
 
 def _find(routes: Sequence[tuple[Route, Path]], scope: Scope) -> tuple[Path, dict[str, Any]]:
-    """Raises ServeError 404, 405."""
+    """Return the route of a request and its path parameters. Raises ServeError 404 or 405."""
     allowed: list[str] = []
     for route, path in routes:
         match, child = route.matches(scope)
@@ -174,7 +174,9 @@ def _find(routes: Sequence[tuple[Route, Path]], scope: Scope) -> tuple[Path, dic
 
 
 def _check_host(call: Call) -> None:
-    """A page of another origin whose name was made to point here must not reach a server on loopback."""
+    """Reject a host name that is not allowed: a page of another origin whose name resolves to loopback (DNS
+    rebinding).
+    """
     server = call.state.config.server
     if not _is_loopback(server.host) or server.uds is not None:
         return
@@ -190,7 +192,7 @@ def _check_host(call: Call) -> None:
 
 
 def _check_origin(call: Call) -> None:
-    """A page of another site must not use a visitor's browser to change anything here, or to spend its work."""
+    """Reject a page of another site that would use a visitor's browser to change anything here or to spend its work."""
     if call.scope["method"] in ("GET", "HEAD", "OPTIONS"):
         return
     origin = call.header("origin")
@@ -204,7 +206,7 @@ def _check_origin(call: Call) -> None:
             403,
             "permission_error",
             "origin_not_allowed",
-            "this comes from a page of another site: name its origin in cors_origins if it may use this server",
+            "the request comes from a page of another site: name its origin in cors_origins if it may use this server",
         )
 
 
@@ -218,7 +220,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _cors(call: Call) -> bool:
-    """Add the headers for allowed origins; True for a preflight request."""
+    """Add the headers for allowed origins. Returns True for a preflight request."""
     origin = call.header("origin")
     if origin is None or origin not in call.state.config.server.cors_origins:
         return False
@@ -233,7 +235,7 @@ def _cors(call: Call) -> bool:
 
 
 async def _page(call: Call) -> bool:
-    """The chat page's files; True if this was one."""
+    """Serve the chat page's files. Returns True if the request was for one."""
     path = call.scope["path"]
     if call.scope["method"] != "GET" or not call.state.config.server.ui:
         return False

@@ -1,4 +1,4 @@
-"""Who sent a request, and whether it may."""
+"""Authenticate requests, and check their scopes and limits."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ HEADERS = (b"authorization", b"x-api-key", b"api-key", b"x-admin-key")
 
 
 def is_loopback(host: str) -> bool:
+    """Whether a host name or address is this machine's loopback."""
     return host in ("localhost", "::1", "[::1]") or (host.startswith("127.") and host.replace(".", "").isdigit())
 
 
 def check_bind(config: ServeConfig) -> None:
-    """Raises ConfigError where anybody who reaches the port could use the server without a key."""
+    """Raise ConfigError where anyone who reaches the port could use the server without a key."""
     server = config.server
     if server.uds is not None or is_loopback(server.host) or config.auth.key_file is not None or server.no_auth:
         return
@@ -39,7 +40,7 @@ def check_bind(config: ServeConfig) -> None:
 
 
 class Ticket:
-    """One request of a key in its limits. `release` at its end; `spend` its tokens."""
+    """One admitted request, counted against its key's limits. Call `spend` for its tokens and `release` at its end."""
 
     __slots__ = ("_clock", "_released", "_usage", "headers")
 
@@ -49,20 +50,31 @@ class Ticket:
         usage.open += 1
 
     def spend(self, tokens: int) -> None:
+        """Count tokens against the key's limit."""
         self._usage.spend(self._clock(), tokens)
 
     def release(self) -> None:
-        """May be called again."""
+        """End the request. Further calls do nothing."""
         if not self._released:
             self._released = True
             self._usage.open -= 1
 
 
 class Authenticator:
-    """Called with an ASGI scope and the scope that a route needs; "open" needs none. Raises ServeError 401, 403, 429.
+    """Authenticate an ASGI scope for the scope that a route needs; "open" needs none.
 
-    Without a key file everybody has all scopes, as `check_bind` allows that. Limits are those of one worker process:
-    each of N workers grants its share, 1/N of them, at least 1.
+    Without a key file everyone has all scopes, as far as `check_bind` allows that. Limits are those of one worker
+    process: each of N workers grants 1/N of them, at least 1.
+
+    Args:
+        auth: The configuration of keys.
+        workers: Number of worker processes.
+        clock: Returns monotonic seconds.
+        wall: Returns seconds since the epoch.
+
+    Raises:
+        ServeError: on a call: 401, 403 or 429.
+        ConfigError: the key file cannot be used.
     """
 
     def __init__(
@@ -80,9 +92,9 @@ class Authenticator:
         self._usage: dict[str, Usage] = {}
 
     def reload(self, auth: Auth) -> None:
-        """Another configuration. Raises ConfigError and keeps the old one."""
+        """Use another configuration. Raises ConfigError and keeps the old one."""
         if (auth.key_file is None) != (self._auth.key_file is None):
-            raise ConfigError("auth.key_file was added or taken away: restart", "auth.key_file")
+            raise ConfigError("auth.key_file was added or removed: restart", "auth.key_file")
         if auth.key_file is not None and auth.key_file != self._auth.key_file:
             self.file = KeyFile(Path(auth.key_file))
         elif self.file is not None:
@@ -90,6 +102,7 @@ class Authenticator:
         self._auth = auth
 
     def __call__(self, scope: Mapping[str, Any], needed: str) -> Caller:
+        """Return the caller of a request. Raises ServeError 401, 403 or 429."""
         address = _address(scope)
         if self.file is None:
             return Caller(name=address if self._auth.per_address else "")
@@ -119,7 +132,7 @@ class Authenticator:
         return Caller(key.name, key.scopes, key.weight, key.priority, key.models, salt)
 
     def admit(self, caller: Caller, choices: int = 1) -> Ticket | None:
-        """Count a request against its key's limits; None where there are none. Raises ServeError 429."""
+        """Count a request against its key's limits. Returns None for a key without limits. Raises ServeError 429."""
         key = next((k for k in self.file.keys if k.name == caller.name), None) if self.file is not None else None
         if key is None:
             return None
@@ -172,7 +185,7 @@ def _address(scope: Mapping[str, Any]) -> str:
 
 
 def _given(scope: Mapping[str, Any]) -> list[str]:
-    """The keys in the headers of a request."""
+    """Return the keys in the headers of a request."""
     found = []
     for name, value in scope.get("headers", ()):
         if name not in HEADERS:

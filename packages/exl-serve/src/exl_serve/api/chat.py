@@ -46,11 +46,14 @@ RESERVED = frozenset(
         *("parse_special_in_content", "parse_special", "tokenizer", "self"),
     }
 )
-"""What is the server's to say, or no variable of a template."""
+"""Names that the server sets itself, or that are not variables of a template."""
 
 
 async def chat_completions(call: Call) -> None:
-    """The next message of a conversation. Raises ServeError for everything that can be known before the first token."""
+    """Answer with the next message of a conversation.
+
+    Raises ServeError for every fault that is known before the first token.
+    """
     body = await call.json(media=True)
     fields = read_request(call, body, FIELDS, frozenset({"messages", "functions", "function_call"}))
     state = call.state
@@ -99,7 +102,7 @@ async def chat_completions(call: Call) -> None:
 
 
 def _old_or_new(body: Mapping[str, Any], fields: Mapping[str, Any], name: str) -> Any:
-    """The field, or its form of 2023: functions, function_call."""
+    """Return a field, or its form of 2023: functions, function_call."""
     if name == "tools" and body.get("functions") is not None and "tools" not in fields:
         old = body["functions"]
         return [{"type": "function", "function": one} for one in old] if isinstance(old, list) else old
@@ -119,7 +122,7 @@ def _logprobs(fields: Mapping[str, Any]) -> int | None:
 
 
 def variables_of(call: Call, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of the chat template. Raises ServeError 400."""
+    """Return the options of the chat template. Raises ServeError 400."""
     given = fields.get("chat_template_kwargs", {})
     if not isinstance(given, dict):
         raise ServeError.invalid("chat_template_kwargs must be an object", "chat_template_kwargs")

@@ -31,7 +31,10 @@ PLAIN = Format("text", think=None)
 
 
 async def completions(call: Call) -> None:
-    """The continuation of a text. Raises ServeError for everything that can be known before the first token."""
+    """Answer with the continuation of a text.
+
+    Raises ServeError for every fault that is known before the first token.
+    """
     body = await call.json()
     fields = read_request(call, body, FIELDS, frozenset({"prompt", "suffix"}))
     if body.get("suffix"):
@@ -91,7 +94,7 @@ async def completions(call: Call) -> None:
 
 
 async def _prompts(value: Any, fields: Mapping[str, Any], target: Target) -> list[list[int]]:
-    """A text, texts, ids, or lists of ids. Raises ServeError 400."""
+    """Return the token ids of each prompt: a text, texts, ids, or lists of ids. Raises ServeError 400."""
     if value is None:
         raise ServeError.invalid("prompt is missing", "prompt", "missing_field")
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""A conversation on its way to the engine, whichever API it came by."""
+"""A conversation on its way to the engine, for every API alike."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Conversation", "Prepared", "prepare"]
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What is said and asked for, checked; sampling is in the request's fields."""
+    """The checked content of a conversation request. Sampling is in the request's fields."""
 
     messages: list[dict[str, Any]]
     #: as chat templates take them
@@ -40,13 +40,18 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
+    """A conversation that is ready to run: the model, the engine request, and the generation."""
+
     target: Target
     request: EngineRequest
     generation: Generation
 
 
 async def prepare(call: Call, fields: Mapping[str, Any], asked: Conversation) -> Prepared:
-    """The rendered prompt's request. Raises ServeError for everything that can be known before the first token."""
+    """Build the engine request of the rendered prompt.
+
+    Raises ServeError for every fault that is known before the first token.
+    """
     target = await resolve(call, fields)
     text, family = target.handle.text, target.handle.family
     if asked.images and "image" not in target.engine.card.modalities:

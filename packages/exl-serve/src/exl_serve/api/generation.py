@@ -1,4 +1,4 @@
-"""A generation from its engine requests to the client: streamed or whole, cancelled when the client leaves."""
+"""Run a generation from its engine requests to the client: streamed or whole, cancelled when the client leaves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Generation", "answer_id", "serve"]
 T = TypeVar("T")
 
 STALLED_SECONDS = 30.0
-"""A client that reads nothing for so long while its request is paused is given up."""
+"""A paused request ends when its client reads nothing for so many seconds."""
 TOO_LATE = "the request's deadline has passed while its images were decoded: allow more time, or send smaller images"
 SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -38,11 +38,12 @@ SSE_HEADERS = {
 
 
 def answer_id(prefix: str) -> str:
+    """Return a new random id that begins with `prefix`."""
     return prefix + base64.b32encode(secrets.token_bytes(15)).decode().lower()
 
 
 class Generation:
-    """The completions of one HTTP request: `machines` has one for each choice, those of the first request first."""
+    """The completions of one HTTP request. `machines` has one for each choice, those of the first request first."""
 
     def __init__(
         self, engine: EngineClient, requests: Sequence[EngineRequest], machines: Sequence[ChannelMachine]
@@ -60,8 +61,10 @@ class Generation:
         self.started = False
 
     async def prepare(self, steps: Awaitable[T]) -> T | None:
-        """The result of `steps`, which come before `submit`; None if the request is cancelled meanwhile. Raises
-        ServeError 408 at the request's deadline."""
+        """Return the result of `steps`, which come before `submit`; None if the request is cancelled meanwhile.
+
+        Raises ServeError 408 at the request's deadline.
+        """
         loop = asyncio.get_running_loop()
         deadline = self._requests[0].deadline
         try:
@@ -78,7 +81,9 @@ class Generation:
             self._interrupt = None
 
     async def submit(self, media: tuple[MediaRef, ...] = ()) -> None:
-        """Queue all requests, with their images. Raises ServeError if one is refused: the others are cancelled."""
+        """Queue all requests, with their images. Raises ServeError if one is rejected; the others are then
+        cancelled.
+        """
         base = 0
         try:
             for request in self._requests:
@@ -94,15 +99,17 @@ class Generation:
             self.cancel()
 
     def fail(self, error: ServeError) -> None:
-        """End it with an error that the client is told."""
+        """End the generation with an error for the client."""
         for running in self._running:
             running.cancel()
         self.mailbox.put(Error(0, error.status, error.type, error.code, error.message))
 
     def is_cancelled(self) -> bool:
+        """Whether the generation was cancelled."""
         return self._cancelled
 
     def cancel(self) -> None:
+        """Cancel all requests, and release everyone who waits for events."""
         self._cancelled = True
         self.mailbox.close()
         if self._interrupt is not None:
@@ -194,7 +201,7 @@ async def _stream(call: Call, generation: Generation, answer: Answer) -> None:
     if generation.is_cancelled():
         return
     chunks = answer.chunks(events)
-    if answer.error is not None and not chunks:  # nothing of an answer is there: the status can still tell
+    if answer.error is not None and not chunks:  # no part of an answer exists: the status can still report it
         raise answer.error
     await call.start(200, SSE_HEADERS)
     while True:
@@ -226,12 +233,12 @@ def _first(generation: Generation) -> None:
 
 
 def _generated(generation: Generation, answer: Answer) -> int:
-    """Tokens that were made, also for a client that left."""
+    """Return the tokens that were generated, also for a client that left."""
     return max(int(answer.usage()["completion_tokens"]), generation.generated)
 
 
 def _account(call: Call, generation: Generation, answer: Answer, began: float, left: bool) -> None:
-    """Metrics and the log line of a request."""
+    """Record the metrics and the log line of a request."""
     meter, now = call.state.meter, time.monotonic()
     model = str(answer.head.get("model", ""))
     usage = answer.usage()

@@ -1,4 +1,4 @@
-"""Health, version, load: read from status pages, never asked of an engine."""
+"""Health, version and load: read from status pages, so that no engine is asked."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from exl_serve.errors import ServeError
 __all__ = ["live", "load", "metrics", "problem", "ready", "version"]
 
 STALLED_SECONDS = 30.0
-"""A round that has been open for longer is taken for hung."""
+"""A generator step that takes longer counts as hung."""
 
 
 async def live(call: Call) -> None:
-    """200 while this process's loop runs."""
+    """Answer 200 while this process's event loop runs."""
     await call.answer(200, {"status": "ok"})
 
 
 async def ready(call: Call) -> None:
-    """200 if this address should get traffic, else 503 with the reason."""
+    """Answer 200 if this address should get traffic, else 503 with the reason."""
     if call.state.draining:
         raise ServeError.unavailable("draining", "the server is about to stop", 5.0)
     reasons = [await problem(handle) for handle in call.state.models.list()]
@@ -34,7 +34,7 @@ async def ready(call: Call) -> None:
 
 
 async def problem(handle: ModelHandle) -> tuple[str, str] | None:
-    """(code, message) for a model that does not serve; None for one that does, or that is loaded when asked for."""
+    """Return (code, message) for a model that does not serve; None for one that does, or that is loaded on demand."""
     if handle.state == "unloaded":
         return None
     if handle.state == "failed":
@@ -53,17 +53,17 @@ async def problem(handle: ModelHandle) -> tuple[str, str] | None:
 
 
 def is_stalled(status: EngineStatus) -> bool:
-    """Busy is not dead: only a round that does not end counts."""
+    """Whether a generator step does not end. A busy engine is not stalled."""
     return status.began > status.ended and time.monotonic() - status.began > STALLED_SECONDS
 
 
 async def version(call: Call) -> None:
-    """The server's version."""
+    """Answer the server's version."""
     await call.answer(200, {"version": __version__, "server": "exl-serve"})
 
 
 async def load(call: Call) -> None:
-    """What each engine is doing."""
+    """Answer the load of each engine."""
     found: dict[str, Any] = {}
     for handle in call.state.models.list():
         entry: dict[str, Any] = {"state": handle.state}
@@ -78,14 +78,14 @@ async def load(call: Call) -> None:
                 "pages_free": status.pages_free,
                 "prefill_tokens_per_second": round(status.prefill_rate, 1),
                 "decode_tokens_per_second": round(status.decode_rate, 1),
-                "rounds": status.round,
+                "rounds": status.step,
             }
         found[handle.config.id] = entry
     await call.answer(200, {"models": found})
 
 
 async def metrics(call: Call) -> None:
-    """In Prometheus's text format."""
+    """Answer the metrics in Prometheus's text format."""
     render = call.state.render_metrics
     data = b"" if render is None else (await render()).encode()
     await call.start(

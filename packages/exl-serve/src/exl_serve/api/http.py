@@ -1,4 +1,4 @@
-"""Reading requests and writing answers: bodies, errors, headers, streams, clients that leave."""
+"""Read requests and write answers: bodies, errors, headers, streams, clients that leave."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class Call:
         self._watching: asyncio.Task[None] | None = None
 
     def header(self, name: str) -> str | None:
+        """Return a header of the request by its lower-case name, or None."""
         wanted = name.encode()
         for key, value in self.scope["headers"]:
             if key == wanted:
@@ -52,12 +53,13 @@ class Call:
 
     @property
     def query(self) -> dict[str, str]:
+        """Parameters of the query string; the last value of each name."""
         from urllib.parse import parse_qsl
 
         return dict(parse_qsl(self.scope.get("query_string", b"").decode("latin-1")))
 
     async def body(self, *, media: bool = False) -> bytes:
-        """Raises ServeError 413 for a body beyond the limit, 499 if the client leaves."""
+        """Return the body. Raises ServeError 413 for a body beyond the limit, 499 if the client leaves."""
         limits = self.state.config.server.limits
         most = limits.max_body_bytes if media else limits.max_plain_body_bytes
         length = self.header("content-length")
@@ -78,7 +80,7 @@ class Call:
                 return b"".join(parts)
 
     async def json(self, *, media: bool = False) -> dict[str, Any]:
-        """The body as an object. Raises ServeError."""
+        """Return the body as an object. Raises ServeError 400, 413 or 415."""
         kind = (self.header("content-type") or "application/json").partition(";")[0].strip().lower()
         if kind != "application/json" and not kind.endswith("+json"):
             raise ServeError(
@@ -110,20 +112,23 @@ class Call:
         self._watching = asyncio.create_task(watch())
 
     def stop_watching(self) -> None:
+        """Stop waiting for the client to leave."""
         if self._watching is not None:
             self._watching.cancel()
             self._watching = None
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        """Send status and headers."""
         self.started, self.status = True, status
         sent = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in {**self.headers, **headers}.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": sent})
 
     async def write(self, data: bytes, *, more: bool) -> None:
+        """Send a part of the body; `more`: further parts follow."""
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def answer(self, status: int, value: Any, headers: Mapping[str, str] | None = None) -> None:
-        """A JSON answer."""
+        """Send a JSON answer."""
         await send_json(self, status, value, headers)
 
 
@@ -140,6 +145,7 @@ def _too_large(most: int) -> ServeError:
 
 
 async def send_json(call: Call, status: int, value: Any, headers: Mapping[str, str] | None = None) -> None:
+    """Send a JSON answer with these headers."""
     data = _encoder.encode(value)
     given = {"content-type": "application/json", "content-length": str(len(data)), **(headers or {})}
     await call.start(status, given)
@@ -147,7 +153,7 @@ async def send_json(call: Call, status: int, value: Any, headers: Mapping[str, s
 
 
 async def error_response(call: Call, error: ServeError) -> None:
-    """An error, before anything of an answer was sent."""
+    """Send an error, before any part of an answer was sent."""
     headers: dict[str, str] = {}
     if error.retry_after is not None:
         headers["retry-after"] = str(max(1, round(error.retry_after)))
@@ -157,4 +163,5 @@ async def error_response(call: Call, error: ServeError) -> None:
 
 
 def now() -> int:
+    """Return the time in whole seconds since the epoch."""
     return int(time.time())

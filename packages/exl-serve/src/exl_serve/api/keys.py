@@ -1,4 +1,4 @@
-"""The file of keys, and what each key may take."""
+"""The file of keys, and the use of each key."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_FILE = 1 << 20
 
 
 class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """None: no limit."""
+    """Limits of a key; None means no limit."""
 
     concurrent: int | None = None
     requests_per_minute: int | None = None
@@ -53,7 +53,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry of the file; of the key itself only its SHA-256."""
+    """An entry of the key file, with the SHA-256 of the key instead of the key."""
 
     name: str
     digest: bytes
@@ -67,12 +67,15 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def new_key() -> str:
-    """A key of 32 random bytes."""
+    """Return a new key of 32 random bytes."""
     return "exl-" + secrets.token_urlsafe(32)
 
 
 def read_keys(path: Path) -> tuple[Key, ...]:
-    """Raises ConfigError, also where others than its owner may read the file. Its messages hold no key."""
+    """Read the key file.
+
+    Raises ConfigError, also where others than its owner may read the file. The messages hold no key.
+    """
     try:
         with open(path, "rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -142,8 +145,11 @@ def _seconds(when: datetime | date | None) -> float | None:
 
 
 class KeyFile:
-    """Keys that follow their file: it is read again once it has changed. A file that has become unusable leaves the
-    keys as they were, and `problem` says why."""
+    """Keys that follow their file: it is read again when it has changed.
+
+    A file that has become unusable leaves the keys as they were, and `problem` holds the reason. The constructor raises
+    ConfigError.
+    """
 
     CHECK_SECONDS = 1.0
 
@@ -163,6 +169,7 @@ class KeyFile:
         return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode
 
     def refresh(self, now: float, *, force: bool = False) -> None:
+        """Read the file again if it has changed; at most once in `CHECK_SECONDS` seconds unless `force`."""
         if not force and now - self._checked < self.CHECK_SECONDS:
             return
         self._checked = now
@@ -176,7 +183,7 @@ class KeyFile:
             self.problem = str(error)
 
     def find(self, given: str, wall: float) -> Key | None:
-        """The entry of a key. Compares with every entry, so that time tells nothing of them."""
+        """Return the entry of a key. Compares with every entry, so that the time reveals nothing about them."""
         digest = hashlib.sha256(given.encode("utf-8", "surrogateescape")).digest()
         found = None
         for key in self.keys:
@@ -186,7 +193,7 @@ class KeyFile:
 
 
 class Usage:
-    """What a key has taken in the last minute, and has open."""
+    """The use of a key: requests and tokens of the last minute, and open requests."""
 
     def __init__(self) -> None:
         self.open = 0
@@ -195,22 +202,24 @@ class Usage:
         self.sum = 0
 
     def trim(self, now: float) -> None:
+        """Forget the use before the last minute."""
         while self.requests and self.requests[0] <= now - MINUTE:
             self.requests.popleft()
         while self.tokens and self.tokens[0][0] <= now - MINUTE:
             self.sum -= self.tokens.popleft()[1]
 
     def spend(self, now: float, tokens: int) -> None:
+        """Record tokens."""
         self.trim(now)
         self.tokens.append((now, tokens))
         self.sum += tokens
 
     def requests_reset(self, now: float) -> float:
-        """Seconds until a request of the window leaves it."""
+        """Return the seconds until a request leaves the window."""
         return max(0.0, self.requests[0] + MINUTE - now) if self.requests else 0.0
 
     def tokens_reset(self, now: float, limit: int) -> float:
-        """Seconds until the tokens of the window are fewer than `limit`."""
+        """Return the seconds until the window holds fewer tokens than `limit`."""
         left, over = 0.0, self.sum - limit
         for at, count in self.tokens:
             if over < 0:

@@ -1,4 +1,4 @@
-"""Deadlines and limits of connections: a uvicorn protocol, which has none itself."""
+"""Deadlines and limits of connections, which uvicorn's own protocol does not have."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ GRACE = 5.0
 
 
 def guarded(limits: Limits) -> type[HttpToolsProtocol]:
-    """The protocol class for one process: its connections are counted together. `limits` may be changed later: they are
-    the class's attribute."""
+    """Return the protocol class for one process: its connections are counted together.
+
+    `limits` is an attribute of the class and may be changed later.
+    """
     return type("GuardedProtocol", (_Guarded,), {"limits": limits, "addresses": Counter()})
 
 
@@ -158,7 +160,7 @@ class _Guarded(HttpToolsProtocol):
         self._refuse(self._refusal or ServeError.invalid("this is not an HTTP/1.1 request", code="bad_request"))
 
     def _refuse(self, error: ServeError) -> None:
-        """Answer without the application, and close."""
+        """Answer without the application, and close the connection."""
         self._disarm()
         if self.transport.is_closing():
             return

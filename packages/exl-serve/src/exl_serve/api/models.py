@@ -14,7 +14,7 @@ __all__ = ["apply_template", "card_of", "detokenize", "get_model", "list_models"
 
 
 async def card_of(handle: ModelHandle) -> list[dict[str, Any]]:
-    """The model's entry in the list, and those of its adapters."""
+    """Return the list entries of the model and its adapters."""
     card: dict[str, Any] = {
         "id": handle.config.id,
         "object": "model",
@@ -47,7 +47,7 @@ async def card_of(handle: ModelHandle) -> list[dict[str, Any]]:
 
 
 async def list_models(call: Call) -> None:
-    """Every model and adapter that requests may name."""
+    """List every model and adapter that requests may name."""
     entries = [
         entry for handle in call.state.models.list() if _allowed(call, handle) for entry in await card_of(handle)
     ]
@@ -59,7 +59,7 @@ def _allowed(call: Call, handle: ModelHandle) -> bool:
 
 
 async def get_model(call: Call) -> None:
-    """One model or adapter."""
+    """Answer one model or adapter."""
     name = call.path["id"]
     handle, adapter = call.state.models.resolve(name, call.caller)
     wanted = handle.config.id if adapter is None else f"{handle.config.id}:{adapter}"
@@ -73,8 +73,10 @@ async def get_model(call: Call) -> None:
 
 
 async def tokenize(call: Call) -> None:
-    """The tokens of a text or a conversation. Takes vLLM's fields (prompt or messages), llama.cpp's (content,
-    with_pieces) and TabbyAPI's (text)."""
+    """Answer the tokens of a text or a conversation.
+
+    Accepts vLLM's fields (prompt or messages), llama.cpp's (content, with_pieces) and TabbyAPI's (text).
+    """
     body = await call.json()
     handle, _ = call.state.models.resolve(str(body.get("model") or ""), call.caller)
     text = handle.text
@@ -112,7 +114,7 @@ def _flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 async def detokenize(call: Call) -> None:
-    """The text of tokens."""
+    """Answer the text of tokens."""
     body = await call.json()
     handle, _ = call.state.models.resolve(str(body.get("model") or ""), call.caller)
     ids = body.get("tokens")
@@ -126,7 +128,7 @@ async def detokenize(call: Call) -> None:
 
 
 async def apply_template(call: Call) -> None:
-    """The prompt that a conversation is rendered to."""
+    """Answer the prompt that a conversation is rendered to."""
     body = await call.json()
     handle, _ = call.state.models.resolve(str(body.get("model") or ""), call.caller)
     limits = call.state.config.server.limits

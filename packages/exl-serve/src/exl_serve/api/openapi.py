@@ -37,13 +37,13 @@ MESSAGES = {"type": "array", "minItems": 1, "items": {"type": "object", "require
 
 
 async def openapi(call: Call) -> None:
-    """This document."""
+    """Answer the OpenAPI document."""
     await call.answer(200, document())
 
 
 @cache
 def document() -> dict[str, Any]:
-    """The OpenAPI 3.1 document of every route."""
+    """Return the OpenAPI 3.1 document of every route."""
     from exl_serve.api.app import ROUTES
 
     paths: dict[str, dict[str, Any]] = {}

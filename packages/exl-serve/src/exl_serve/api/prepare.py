@@ -1,4 +1,4 @@
-"""What chat and text completions have in common: from clean fields to an `EngineRequest`."""
+"""Steps that chat and text completions share: from clean fields to an `EngineRequest`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Target:
 
 
 async def resolve(call: Call, fields: Mapping[str, Any]) -> Target:
-    """Raises ServeError 404, 503."""
+    """Return the model that the request names, loaded. Raises ServeError 404 or 503."""
     if call.state.refusing:
         raise ServeError.unavailable("draining", "the server is about to stop: try again elsewhere", 5.0)
     name = fields.get("model", "")
@@ -50,7 +50,7 @@ async def resolve(call: Call, fields: Mapping[str, Any]) -> Target:
 def read_request(
     call: Call, body: Mapping[str, Any], fields: Mapping[str, Field], own: frozenset[str]
 ) -> dict[str, Any]:
-    """The clean fields; unknown ones are named in a header, or refused. Raises ServeError 400."""
+    """Return the clean fields. Unknown fields are named in a header, or rejected. Raises ServeError 400."""
     found, unknown = read_fields(body, fields, own)
     if unknown:
         if call.state.config.server.strict_fields:
@@ -67,7 +67,7 @@ def read_request(
 
 
 def stream_options(fields: Mapping[str, Any]) -> tuple[bool, bool]:
-    """(include_usage, continuous_usage_stats). Raises ServeError 400."""
+    """Return (include_usage, continuous_usage_stats). Raises ServeError 400."""
     value = fields.get("stream_options")
     if value is None:
         return False, False
@@ -97,7 +97,7 @@ def engine_request(
     special_text: bool,
     seed: int | None = None,
 ) -> EngineRequest:
-    """One prompt with its n completions. Raises ServeError 400."""
+    """Build the engine request of one prompt with its n completions. Raises ServeError 400 or 403."""
     card, text = target.engine.card, target.handle.text
     if not ids:
         raise ServeError.invalid("the prompt is empty: it needs at least one token", "prompt")
@@ -125,7 +125,7 @@ def engine_request(
         raise ServeError(
             403, "permission_error", "insufficient_scope", f"priority {priority} is not allowed for this key"
         )
-    # A digest: a key's salt is of one length, whatever the request's own is.
+    # A digest, so that salts have one length whatever the request's own salt is.
     salt = _salt(fields.get("cache_salt", ""), call.caller.salt)
     return EngineRequest(
         id=f"{call.id}/{number}" if number else call.id,
@@ -156,14 +156,14 @@ def engine_request(
 
 
 def seed_of(call: Call, fields: Mapping[str, Any]) -> int:
-    """The request's seed, or one that is drawn; told in a header."""
+    """Return the request's seed, or a random one; a header reports it."""
     seed = int(fields["seed"]) if "seed" in fields else draw_seed()
     call.headers["x-exl-seed"] = str(seed)
     return seed
 
 
 def _timeout_of(header: str | None) -> float | None:
-    """Seconds. Raises ServeError 400."""
+    """Return the timeout in seconds, or None. Raises ServeError 400."""
     if header is None:
         return None
     if not header.isascii() or not header.isdecimal() or not 1 <= len(header) <= 8 or int(header) == 0:

@@ -1,4 +1,6 @@
-"""GET /health/generate: whether a model makes the token that it should, asked at most once in so many seconds."""
+"""GET /health/generate: test whether a model generates the expected token. The engine is asked at most once in a
+while.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ __all__ = ["Probe", "generate"]
 TEXT = "The quick brown fox jumps over"
 PROMPT_TOKENS = 4
 SECONDS = 10.0
-"""A token that takes longer is none."""
+"""Seconds in which the token must come."""
 MAX_AGE = 30.0
 """Seconds for which an answer holds, unless the request says otherwise."""
 LONGEST_AGE = 3600.0
@@ -37,9 +39,11 @@ class Probe:
         self._expected: int | None = None
 
     async def check(self, handle: ModelHandle, max_age: float) -> float:
-        """Seconds since the last right token, a new one if that is longer ago than `max_age`. Callers that come
-        together share one, also where it fails: an engine that hangs would make each wait for all before it. Raises
-        ServeError 503."""
+        """Return the seconds since the last right token; generate a new one if that is longer ago than `max_age`.
+
+        Concurrent callers share one generation, also a failing one: with an engine that hangs, each would otherwise
+        wait for all before it. Raises ServeError 503.
+        """
         came = time.monotonic()
         async with self._lock:
             if self._failure is not None and self._failed_at >= came:
@@ -52,7 +56,7 @@ class Probe:
 
     async def _check(self, handle: ModelHandle, max_age: float) -> float:
         engine = await handle.engine()
-        if engine.status.boot != self._boot:  # another engine process: nothing is known of it
+        if engine.status.boot != self._boot:  # another engine process: its token is not known yet
             self._boot, self._expected, self._at = engine.status.boot, None, -math.inf
         if time.monotonic() - self._at > max_age:
             token = await _first_token(handle, engine)
@@ -68,8 +72,10 @@ class Probe:
 
 
 async def generate(call: Call) -> None:
-    """200 if every loaded model, or the one that `model` names, has made the right token no longer than `max_age`
-    seconds ago. Raises ServeError 503 with the reason, 400, 404."""
+    """Answer 200 if every loaded model, or the one that `model` names, generates the right token.
+
+    An answer of at most `max_age` seconds ago counts. Raises ServeError 503 with the reason, 400 or 404.
+    """
     max_age = _max_age(call.query.get("max_age"))
     if "model" in call.query:
         handles = [call.state.models.resolve(call.query["model"], call.caller)[0]]
@@ -100,7 +106,7 @@ def _max_age(text: str | None) -> float:
 
 
 async def _first_token(handle: ModelHandle, engine: EngineClient) -> int:
-    """Raises ServeError 503 for an engine that makes none."""
+    """Return the first token. Raises ServeError 503 for an engine that generates none."""
     ids = handle.text.encode(TEXT, bos=True)[:PROMPT_TOKENS]
     request = EngineRequest(
         id=f"probe-{time.monotonic_ns()}",

@@ -1,4 +1,4 @@
-"""POST /v1/responses, without a store: every request brings its whole conversation."""
+"""POST /v1/responses, without a store: every request holds its whole conversation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "prompt": "inp
 
 
 async def responses(call: Call) -> None:
-    """The answer to a list of items. Raises ServeError for everything that can be known before the first token."""
+    """Answer a list of items.
+
+    Raises ServeError for every fault that is known before the first token.
+    """
     fields, asked, conversation = await _read(call)
     try:
         prepared = await prepare(call, fields, conversation)
@@ -36,7 +39,7 @@ async def responses(call: Call) -> None:
 
 
 async def input_tokens(call: Call) -> None:
-    """How many tokens the rendered prompt has; nothing is generated."""
+    """Answer the number of tokens of the rendered prompt; nothing is generated."""
     fields, _, conversation = await _read(call)
     if conversation.images:
         param = conversation.images[0].param
@@ -48,7 +51,7 @@ async def input_tokens(call: Call) -> None:
 
 
 async def no_response(call: Call) -> None:
-    """Nothing is kept that could be asked for: always 404."""
+    """Answer 404: no response is stored."""
     name = call.path["id"][:64]
     raise ServeError(
         404,
@@ -85,7 +88,7 @@ async def _read(call: Call) -> tuple[dict[str, Any], Asked, Conversation]:
 
 
 def _checked(asked: Asked, limits: Limits) -> list[dict[str, Any]]:
-    """The messages as chat has them. Contents with images were checked with the items that they came in."""
+    """Return the messages in chat's form. Contents with images were checked with their items."""
     texts = [{**one, "content": ""} if isinstance(one["content"], list) else one for one in asked.messages]
     checked = messages_of(texts, limits)
     return [
@@ -95,7 +98,7 @@ def _checked(asked: Asked, limits: Limits) -> list[dict[str, Any]]:
 
 
 def _head(fields: Mapping[str, Any], asked: Asked, choice: str, sampling: Sampling) -> dict[str, Any]:
-    """All of the response that is known before its first token."""
+    """Return the part of the response that is known before its first token."""
     return {
         "id": answer_id("resp_"),
         "object": "response",
@@ -122,7 +125,7 @@ def _head(fields: Mapping[str, Any], asked: Asked, choice: str, sampling: Sampli
 
 
 def _choice(given: Any, choice: str) -> Any:
-    """A function has its name where this API has it, also if it came in chat's form."""
+    """Return a tool choice in this API's form, also if it came in chat's form."""
     return {"type": "function", "name": choice} if isinstance(given, Mapping) else given
 
 
@@ -131,7 +134,7 @@ def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(error: ServeError) -> ServeError:
-    """The error with this API's name of the field."""
+    """Return the error with this API's name of the field."""
     if error.param in _NAMES:
         error.param = _NAMES[error.param]
     return error

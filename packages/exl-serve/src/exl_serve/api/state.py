@@ -1,4 +1,4 @@
-"""What the routes of one API worker work with; a worker process, a test and a Ray ingress each build one."""
+"""The state that the routes of one API worker use. A worker process, a test and a Ray ingress each build one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from exl_serve.engine.client import EngineClient
 from exl_serve.media.reader import MediaReader
 from exl_serve.stream.channels import OutputFamily
 
-__all__ = ["AppState", "Caller", "Meter", "ModelHandle", "Models", "TextDoor"]
+__all__ = ["AppState", "Caller", "Meter", "ModelHandle", "Models", "TextCodec"]
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request, as authentication found it. Without keys everybody has all scopes and the name ""."""
+    """The sender of a request, as authenticated. Without keys everyone has all scopes and the name ""."""
 
     name: str = ""
     scopes: frozenset[str] = frozenset({"infer", "admin", "metrics"})
@@ -28,21 +28,27 @@ class Caller:
     salt: bytes = b""
 
 
-class TextDoor(Protocol):
+class TextCodec(Protocol):
     """Tokenizer and chat template of a model folder, without torch."""
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+
     @property
     def special(self) -> Mapping[str, int]:
         """Special tokens by spelling."""
 
-    def encode(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]: ...
+    def encode(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]:
+        """Return the token ids of a text. `special`: spellings of special tokens become their ids; `bos`: add the
+        BOS.
+        """
 
-    def decode(self, ids: Sequence[int], *, special: bool = False) -> str: ...
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of token ids. `special`: special tokens have their spelling."""
 
     def piece(self, id: int) -> bytes:
-        """The bytes of one token; of a special token its spelling."""
+        """Return the bytes of one token; of a special token its spelling."""
 
     async def render(
         self,
@@ -50,46 +56,59 @@ class TextDoor(Protocol):
         tools: Sequence[Mapping[str, Any]] | None,
         options: Mapping[str, Any],
     ) -> tuple[str, list[int]]:
-        """A conversation as prompt: (text, ids). Special tokens' spellings in the content of users and tools stay
-        text unless options["parse_special_in_content"]. Raises `ServeError` 400 `chat_template`."""
+        """Render a conversation as a prompt; returns (text, ids).
+
+        Spellings of special tokens in the content of users and tools stay text unless
+        options["parse_special_in_content"]. Raises `ServeError` 400 `chat_template`.
+        """
 
 
 class ModelHandle(Protocol):
     """A model that requests may name."""
 
     @property
-    def config(self) -> ModelConfig: ...
+    def config(self) -> ModelConfig:
+        """The model's configuration."""
+
     @property
-    def text(self) -> TextDoor: ...
+    def text(self) -> TextCodec:
+        """The model's tokenizer and chat template."""
+
     @property
-    def family(self) -> OutputFamily: ...
+    def family(self) -> OutputFamily:
+        """The model's output format."""
+
     @property
     def state(self) -> str:
         """unloaded, loading, ready, draining or failed."""
 
     async def engine(self) -> EngineClient:
-        """The loaded engine; waits while it loads if the registry allows that. Raises `ServeError` 503."""
+        """Return the loaded engine; waits while it loads if the registry allows that. Raises `ServeError` 503."""
 
 
 class Models(Protocol):
     """The models of a server."""
 
     def resolve(self, name: str, caller: Caller) -> tuple[ModelHandle, str | None]:
-        """(model, adapter) for an id, an alias or `model:adapter`. Raises `ServeError` 404 naming what there is."""
+        """Return (model, adapter) for an id, an alias or `model:adapter`. Raises `ServeError` 404 with the known
+        names.
+        """
 
-    def list(self) -> Sequence[ModelHandle]: ...
+    def list(self) -> Sequence[ModelHandle]:
+        """Return all models."""
 
     async def control(self, name: str, /, **parameters: Any) -> dict[str, Any]:
-        """An operator's call on the registry: load, unload (model=...). Raises `ServeError`."""
+        """Run an operator's call on the registry: load, unload (model=...). Raises `ServeError`."""
 
 
 class Meter(Protocol):
-    """Where a worker counts and measures; labels are few and bounded."""
+    """Counters and measurements of a worker; labels are few and bounded."""
 
-    def count(self, name: str, amount: float = 1.0, **labels: str) -> None: ...
+    def count(self, name: str, amount: float = 1.0, **labels: str) -> None:
+        """Add to a counter."""
 
     def observe(self, name: str, value: float, **labels: str) -> None:
-        """A value of a histogram."""
+        """Add a value to a histogram."""
 
 
 @dataclass
@@ -113,7 +132,7 @@ class AppState:
     log_request: Callable[[Mapping[str, Any]], None] = lambda fields: None
     #: generations that are under way, which a drain ends at last
     running: set[Any] = field(default_factory=set)
-    #: of /health/generate, by model
+    #: probes of /health/generate, by model
     probes: dict[str, Any] = field(default_factory=dict)
     #: decodes images
     media: MediaReader = field(default_factory=MediaReader)

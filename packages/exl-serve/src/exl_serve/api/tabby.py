@@ -30,7 +30,7 @@ def _entry(handle: ModelHandle) -> dict[str, Any]:
 
 
 def _loaded(call: Call) -> ModelHandle:
-    """Raises ServeError 404."""
+    """Return the first loaded model. Raises ServeError 404."""
     for handle in call.state.models.list():
         if handle.state == "ready":
             return handle
@@ -38,7 +38,7 @@ def _loaded(call: Call) -> ModelHandle:
 
 
 async def current_model(call: Call) -> None:
-    """The first model that is loaded."""
+    """Answer the first loaded model."""
     handle = _loaded(call)
     card = (await handle.engine()).card
     parameters = {
@@ -51,19 +51,19 @@ async def current_model(call: Call) -> None:
 
 
 async def list_folders(call: Call) -> None:
-    """The models that can be loaded: those of the configuration."""
+    """Answer the models that can be loaded: those of the configuration."""
     await call.answer(200, {"object": "list", "data": [_entry(handle) for handle in call.state.models.list()]})
 
 
 async def load_model(call: Call) -> None:
-    """Load a model: {model_name}. A stream of events until it is loaded, or could not be."""
+    """Load a model: {model_name}. Answers a stream of events until it is loaded, or has failed."""
     body = await call.json()
     name = body.get("model_name", body.get("name"))
     if not isinstance(name, str):
         raise ServeError.invalid("model_name must be a text", "model_name", "missing_field")
     handle, _ = call.state.models.resolve(name, call.caller)
     id = handle.config.id
-    told = await call.state.models.control("load", model=id)  # refused before the stream begins
+    told = await call.state.models.control("load", model=id)  # an error comes before the stream begins
     await call.start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
     async with asyncio.timeout(LOAD_SECONDS):
         while told["state"] not in ("ready", "failed", "unloaded"):
@@ -81,7 +81,7 @@ async def load_model(call: Call) -> None:
 
 
 async def unload_model(call: Call) -> None:
-    """Every model that is loaded."""
+    """Unload every loaded model."""
     found = [
         await call.state.models.control("unload", model=handle.config.id)
         for handle in call.state.models.list()
@@ -91,16 +91,16 @@ async def unload_model(call: Call) -> None:
 
 
 async def load_lora(call: Call) -> None:
-    """As /v1/load_lora_adapter."""
+    """Load an adapter, as /v1/load_lora_adapter does."""
     await load_adapter(call)
 
 
 async def unload_lora(call: Call) -> None:
-    """As /v1/unload_lora_adapter."""
+    """Unload an adapter, as /v1/unload_lora_adapter does."""
     await unload_adapter(call)
 
 
 async def permission(call: Call) -> None:
-    """What the key may do."""
+    """Answer the scopes of the key."""
     scopes = sorted(call.caller.scopes)
     await call.answer(200, {"permission": "admin" if "admin" in scopes else "api", "scopes": scopes})

@@ -15,11 +15,19 @@ from exl_serve.errors import ServeError
 __all__ = ["FolderText"]
 
 _renderers = ThreadPoolExecutor(4, thread_name_prefix="exl-render")
-"""They wait for the processes that render templates, and tokenize: the tokenizers library releases the GIL."""
+"""Threads that wait for the template processes, and tokenize: the tokenizers library releases the GIL."""
 
 
 class FolderText:
-    """A `TextDoor`. `template`: the text of a chat template instead of the folder's. Raises TokenizerError."""
+    """Tokenizer and chat template of a model folder, as a `TextCodec`.
+
+    Args:
+        folder: The model folder.
+        template: Text of a chat template instead of the folder's.
+
+    Raises:
+        TokenizerError: the folder has no usable tokenizer.
+    """
 
     def __init__(self, folder: str, template: str | None = None) -> None:
         self._tokenizer = TextTokenizer.from_folder(folder)
@@ -37,16 +45,21 @@ class FolderText:
         return known.get("tool_use") or known.get("default") or next(iter(known.values()), None)
 
     def encode(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]:
+        """Return the token ids of a text. `special`: spellings of special tokens become their ids; `bos`: add the
+        BOS.
+        """
         return self._tokenizer.encode_ids(text, special, None if bos else False)
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of token ids. `special`: special tokens have their spelling."""
         return self._tokenizer.decode_ids(ids, special)
 
     def piece(self, id: int) -> bytes:
+        """Return the bytes of one token; b"" for an unknown id."""
         return self._pieces[id] if 0 <= id < len(self._pieces) else b""
 
     async def encode_long(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]:
-        """As `encode`; a long text does not hold the event loop up."""
+        """Encode a text without blocking the event loop."""
         if len(text) <= 1500:
             return self.encode(text, special=special, bos=bos)
         loop = asyncio.get_running_loop()
@@ -58,6 +71,7 @@ class FolderText:
         tools: Sequence[Mapping[str, Any]] | None,
         options: Mapping[str, Any],
     ) -> tuple[str, list[int]]:
+        """Render a conversation as a prompt; returns (text, ids). Raises ServeError 400."""
         if self.template is None:
             raise ServeError.invalid(
                 "this model has no chat template: use /v1/completions, or name one in the server's configuration",

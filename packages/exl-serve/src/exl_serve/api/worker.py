@@ -1,4 +1,4 @@
-"""One API worker: its models as the supervisor tells them, its metrics, its HTTP server."""
+"""One API worker: the models that the supervisor reports, its metrics, its HTTP server."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = ["Handle", "Link", "WorkerModels", "find_model"]
 log = logging.getLogger(__name__)
 
 LIVING = ("ready", "draining", "stalled")
-"""States in which an engine may still answer what it has taken."""
+"""States in which an engine may still answer its accepted requests."""
 LOAD_WAIT = 5.0
 """Seconds that a request waits for a model that is being loaded."""
 REPORT_SECONDS = 1.0
 
 
 class Handle:
-    """A model whose engine is a process of its own."""
+    """A model whose engine is a separate process."""
 
     def __init__(self, told: link.ModelState, load: Callable[[str], Awaitable[Any]]) -> None:
         self.told = told
@@ -53,14 +53,16 @@ class Handle:
 
     @property
     def config(self) -> ModelConfig:
+        """The model's configuration."""
         return self.told.config
 
     @property
     def state(self) -> str:
+        """unloaded, loading, ready, draining, stalled or failed."""
         return self.told.state
 
     def update(self, told: link.ModelState) -> None:
-        """A new state. A client of an engine that is gone fails what runs on it."""
+        """Store a new state. The client of an engine that has ended fails its running requests."""
         self.told = told
         if self._client is not None and (told.epoch != self._epoch or told.state not in LIVING):
             client, self._client = self._client, None
@@ -69,7 +71,10 @@ class Handle:
         self._changed.set()
 
     async def engine(self) -> EngineClient:
-        """Loads the model if it is not. Raises ServeError 503, or 409 where there is no room for it."""
+        """Return the engine's client; loads the model if necessary.
+
+        Raises ServeError 503, or 409 where there is no room for the model.
+        """
         if self.state == "unloaded":
             await self._load(self.config.id)
         if self.state in ("unloaded", "loading"):
@@ -103,7 +108,7 @@ class Handle:
 def find_model(
     handles: Sequence[ModelHandle], name: str, caller: Caller, accept_any: bool
 ) -> tuple[ModelHandle, str | None]:
-    """(model, adapter). Raises ServeError 404 naming what there is."""
+    """Return (model, adapter) for a name. Raises ServeError 404 with the known names."""
     allowed = [handle for handle in handles if caller.models is None or handle.config.id in caller.models]
     base, _, adapter = name.partition(":")
     for handle in allowed:
@@ -133,6 +138,7 @@ class WorkerModels:
         self._accept_any, self._call = accept_any, call
 
     def update(self, told: Sequence[link.ModelState]) -> None:
+        """Store the states of all models; add new ones and forget removed ones."""
         for id in self._handles.keys() - {one.config.id for one in told}:
             del self._handles[id]  # the operator has removed it
         for one in told:
@@ -142,19 +148,22 @@ class WorkerModels:
                 continue
             try:
                 self._handles[one.config.id] = Handle(one, self._load)
-            except Exception as error:  # the engine meets the same, and says it
+            except Exception as error:  # the engine fails alike, and reports it
                 log.error("the tokenizer of %s cannot be used: %s", one.config.id, error)
 
     def resolve(self, name: str, caller: Caller) -> tuple[ModelHandle, str | None]:
+        """Return (model, adapter) for a name. Raises ServeError 404."""
         return find_model(self.list(), name, caller, self._accept_any)
 
     def list(self) -> Sequence[ModelHandle]:
+        """Return all models."""
         return list(self._handles.values())
 
     async def _load(self, id: str) -> None:
         await self._call("load", {"model": id, "wanted": True})
 
     async def control(self, name: str, /, **parameters: Any) -> dict[str, Any]:
+        """Ask the supervisor for an operator's call. Raises ServeError."""
         found: dict[str, Any] = await self._call(name, parameters)
         return found
 
@@ -178,14 +187,16 @@ class Link:
         self._task = asyncio.create_task(self._report())
 
     def count(self, name: str, amount: float = 1.0, **labels: str) -> None:
+        """Add to a counter; reported once a second."""
         key = (name, tuple(sorted(labels.items())))
         self._counts[key] = self._counts.get(key, 0.0) + amount
 
     def observe(self, name: str, value: float, **labels: str) -> None:
+        """Add a value to a histogram; reported once a second."""
         self._observed.append((False, name, labels, value))
 
     async def call(self, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises ServeError."""
+        """Ask the supervisor for an operator's call. Raises ServeError."""
         tag = next(self._tags)
         answer: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self._answers[tag] = answer
@@ -199,10 +210,12 @@ class Link:
             del self._answers[tag]
 
     async def metrics(self) -> str:
+        """Return the server's metrics in Prometheus's text format."""
         self._flush()
         return str((await self.call("metrics", {}))["text"])
 
     def close(self) -> None:
+        """Report the last metrics and close the socket."""
         self._task.cancel()
         self._flush()
         self._loop.remove_reader(self._descriptor)
@@ -231,7 +244,7 @@ class Link:
             except zmq.Again:
                 return
             except msgspec.MsgspecError:
-                log.error("the supervisor sent what is no message")
+                log.error("the supervisor sent an invalid message")
                 continue
             if isinstance(message, link.State):
                 self._on_state(message)

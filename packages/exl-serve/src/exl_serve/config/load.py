@@ -1,4 +1,4 @@
-"""The configuration from a TOML file, EXL_SERVE_ variables and command-line options, each over the one before."""
+"""Read the configuration from a TOML file, EXL_SERVE_ variables and command-line options; later sources win."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ RANGES: dict[str, tuple[float, float]] = {
     "ray.engine_gpus": (0, 64),
     "ray.health_seconds": (1, 3600),
 }
-"""Of numbers, both ends allowed. Limits that are not listed are at least 1."""
+"""Ranges of numbers, both ends included. Limits that are not listed are at least 1."""
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be used; `path` is the key, such as server.port, or empty."""
+    """The configuration cannot be used. `path` is the key, such as server.port, or empty."""
 
     def __init__(self, message: str, path: str = "") -> None:
         super().__init__(message)
@@ -59,7 +59,7 @@ class ConfigError(ValueError):
 
 
 def fields_of(kind: Any) -> dict[str, Any]:
-    """The fields of a configuration struct and their types."""
+    """Return the fields of a configuration struct and their types."""
     hints = get_type_hints(kind)
     return {name: hints[name] for name in kind.__struct_fields__}
 
@@ -69,7 +69,7 @@ def _is_group(kind: Any) -> bool:
 
 
 def keys(kind: Any = ServeConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, type) of every key but those of models."""
+    """Yield (path, type) of every key but those of models."""
     for name, of in fields_of(kind).items():
         if _is_group(of):
             yield from keys(of, f"{prefix}{name}.")
@@ -80,8 +80,17 @@ def keys(kind: Any = ServeConfig, prefix: str = "") -> Iterator[tuple[str, Any]]
 def load(
     file: Path | None = None, environment: Mapping[str, str] | None = None, options: Mapping[str, Any] | None = None
 ) -> ServeConfig:
-    """`options` maps paths to values, as text or as they are; "model" to a sequence of model tables, which replace the
-    file's. Raises ConfigError."""
+    """Load the configuration.
+
+    Args:
+        file: A TOML file, or None.
+        environment: Environment variables; those that begin with EXL_SERVE_ are read.
+        options: Values by path, as text or as they are. "model" maps to a sequence of model tables, which replace the
+            file's.
+
+    Raises:
+        ConfigError: a key is unknown, or a value is not valid.
+    """
     data: dict[str, Any] = {}
     if file is not None:
         try:
@@ -104,7 +113,7 @@ def load(
 
 
 def parse(data: Mapping[str, Any]) -> ServeConfig:
-    """A configuration from its tables. Raises ConfigError that names the key."""
+    """Build a configuration from its tables. Raises ConfigError that names the key."""
     _check_keys(data, ServeConfig, "")
     try:
         config = msgspec.convert(data, ServeConfig)
@@ -123,8 +132,10 @@ def parse(data: Mapping[str, Any]) -> ServeConfig:
 
 
 def reloaded(old: ServeConfig, new: ServeConfig) -> tuple[ServeConfig, list[str]]:
-    """What a running server takes over of `new`: keys, limits, the log level, models that were added or removed; and
-    the paths of what needs a restart."""
+    """Return the configuration that a running server uses after a reload, and the paths that need a restart.
+
+    A running server takes over keys, limits, the log level, and models that were added or removed.
+    """
     server = msgspec.structs.replace(old.server, limits=new.server.limits)
     before = {model.id: model for model in old.model}
     models = tuple(before.get(model.id, model) for model in new.model)
@@ -156,7 +167,7 @@ def _from_environment(environment: Mapping[str, str], known: Mapping[str, Any]) 
 
 
 def _value(path: str, text: str, kind: Any) -> Any:
-    """A value from its text: JSON where the key is no string, a list also with commas."""
+    """Parse a value from its text: JSON where the key is not a string; a list also with commas."""
     hint = str(kind)
     if "tuple" in hint and not text.lstrip().startswith("["):
         return [part.strip() for part in text.split(",") if part.strip()]

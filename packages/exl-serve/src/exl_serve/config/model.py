@@ -1,4 +1,4 @@
-"""The configuration as data: what the TOML file, the command line and EXL_SERVE_ variables set."""
+"""The configuration as data: the values that the TOML file, the command line and EXL_SERVE_ variables set."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one request, one client and all of them may take."""
+    """Limits of one request, of one client, and of all of them together."""
 
     max_body_bytes: int = 32 << 20
     #: of routes without media
@@ -51,6 +51,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The HTTP server: addresses, pages, headers and general behaviour of requests."""
+
     host: str = "127.0.0.1"
     port: int = 8000
     #: path of a Unix socket instead of host and port
@@ -82,6 +84,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Auth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Keys of clients, and fairness."""
+
     #: file with keys, mode 0600
     key_file: str | None = None
     #: a cache salt of its own for every key
@@ -92,6 +96,8 @@ class Auth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One model: its folder, its memory, and its limits."""
+
     id: str
     path: str
     aliases: tuple[str, ...] = ()
@@ -101,7 +107,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     cache_tokens: int | None = None
     max_seq_len: int | None = None
     max_batch_size: int = 16
-    #: most prompt tokens of a round; None: by `Qos.target_itl`
+    #: most prompt tokens of a step; None: by `Qos.target_itl`
     max_chunk_size: int | None = None
     draft: str | None = None
     ngram: bool = False
@@ -124,11 +130,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Memory that models may use."""
+
     #: bytes a device by its name; a device that is not listed: 90 % of what is free at the start
     budget: dict[str, int] = {}
 
 
 class Qos(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Targets of latency and fairness, in seconds."""
+
     target_itl: float = 0.05
     target_ttft: float = 20.0
     #: seconds of waiting that lift a request by one priority class
@@ -137,12 +147,16 @@ class Qos(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The end of a server: seconds until it stops, and seconds for running requests."""
+
     delay: float = 5.0
     #: seconds; -1: no limit
     timeout: float = 30.0
 
 
 class Log(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Log lines."""
+
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["auto", "json", "text"] = "auto"
 
@@ -159,7 +173,7 @@ class Media(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of `exl serve ray`: every model has its own engine replicas."""
+    """Options of `exl serve ray`: every model has its own engine replicas."""
 
     #: replicas that answer HTTP
     ingress_replicas: int = 2
@@ -174,6 +188,8 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole configuration."""
+
     server: ServerConfig = ServerConfig()
     auth: Auth = Auth()
     model: tuple[ModelConfig, ...] = ()

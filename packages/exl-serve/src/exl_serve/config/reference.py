@@ -27,7 +27,7 @@ what else has changed and needs a restart.
 
 
 def reference() -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     parts = [HEAD]
     for name, kind in _groups():
         title = "[[model]]" if kind is ModelConfig else f"[{name}]" if name else "Top level"
@@ -69,7 +69,7 @@ def _type(kind: Any) -> str:
 
 
 def _comments(kind: Any) -> dict[str, str]:
-    """The `#:` comment above each field."""
+    """Return the `#:` comment above each field."""
     found, pending = {}, []
     for line in inspect.getsource(getattr(source, kind.__name__)).splitlines():
         comment, field = re.match(r"\s+#: (.*)", line), re.match(r"    (\w+):", line)

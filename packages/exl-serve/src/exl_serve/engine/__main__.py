@@ -24,7 +24,7 @@ __all__ = ["EngineStart", "main"]
 
 
 class EngineStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine process is told at its start."""
+    """The start message of an engine process."""
 
     model: ModelConfig
     #: the runtime directory, mode 0700
@@ -37,6 +37,7 @@ class EngineStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main() -> None:
+    """Run an engine process until the supervisor stops it. The start message is one line of JSON on standard input."""
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineStart)
     _die_with(start.parent)
     logging.basicConfig(level=start.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
@@ -65,7 +66,7 @@ def _serve(start: EngineStart) -> None:
         config=start.model,
         limits=start.limits,
         qos=start.qos,
-        round_floor=loaded.floor,
+        step_floor=loaded.floor,
         vision=loaded.vision,
     )
     signal.signal(signal.SIGTERM, lambda *_: host.stop())
@@ -83,10 +84,10 @@ def _say(**fields: Any) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """End when the parent ends, however it does."""
+    """End when the parent ends, for any reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before
+    if os.getppid() != parent:  # the parent died before
         sys.exit(1)
 
 

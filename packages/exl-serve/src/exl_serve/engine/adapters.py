@@ -1,4 +1,4 @@
-"""The LoRA adapters of an engine: loaded at run time from folders that the operator allows."""
+"""The LoRA adapters of an engine, loaded at run time from folders that the operator allows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Adapters"]
 
 
 class Adapters:
-    """By name. Those of the configuration are loaded at once."""
+    """Adapters by name. Those of the configuration are loaded at once."""
 
     def __init__(self, model: Any, config: ModelConfig) -> None:
         self._model = model
@@ -23,10 +23,11 @@ class Adapters:
             self._loaded[name] = self._read(Path(folder))
 
     def names(self) -> list[str]:
+        """Return the names of the loaded adapters."""
         return list(self._loaded)
 
     def find(self, name: str | None) -> list[Any]:
-        """The adapters of a request. Raises ServeError 404."""
+        """Return the adapters of a request. Raises ServeError 404."""
         if name is None:
             return []
         if name not in self._loaded:
@@ -34,7 +35,11 @@ class Adapters:
         return [self._loaded[name]]
 
     def load(self, name: str, path: str) -> dict[str, Any]:
-        """Raises ServeError 403 outside the allowed folders, 404 for a missing one, 400 for one that does not fit."""
+        """Load an adapter.
+
+        Raises ServeError 403 outside the allowed folders, 404 for a missing one, 400 for one that does not fit, 409 for
+        a name in use.
+        """
         if not name or len(name) > 128 or ":" in name:
             raise ServeError.invalid(
                 f"lora_name is {name[:128]!r}; 1 to 128 characters, none of them a colon", "lora_name"
@@ -48,7 +53,7 @@ class Adapters:
         return {"name": name}
 
     def unload(self, name: str, used: int) -> dict[str, Any]:
-        """Raises ServeError 404 and, while requests use it, 409."""
+        """Unload an adapter. Raises ServeError 404 and, while requests use it, 409."""
         if name not in self._loaded:
             raise ServeError(404, "not_found_error", "adapter_not_found", f"no adapter {name!r} is loaded")
         if used:

@@ -1,9 +1,9 @@
-"""Who is next: the queue in front of the generator. A pure data structure; the clock is an argument.
+"""The queue in front of the generator: choose the next request. A pure data structure; the clock is an argument.
 
 Priority classes come first, and a request moves up one class for every `ageing` seconds that it has waited. Within a
-class the key with the smallest counter of served cost is next (virtual token counters: Sheng et al., "Fairness in
-Serving Large Language Models", OSDI 2024); within a key, who came first. The generator is fed only what can start soon,
-so that all this is decided late.
+class, the key with the smallest counter of served cost is next (virtual token counters: Sheng et al., "Fairness in
+Serving Large Language Models", OSDI 2024). Within a key, the oldest request is next. The generator gets only requests
+that can start soon, so that the order is decided late.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from exl_serve.errors import ServeError
 __all__ = ["Admission", "Entry", "Rates"]
 
 PROMPT_COST, CACHED_COST, GENERATED_COST = 1.0, 0.1, 2.0
-"""Cost of a token, in tokens of a prompt that are computed."""
+"""Cost of a token, in computed prompt tokens."""
 LEAST_RETRY, MOST_RETRY = 1.0, 60.0
 SPARE = 1024
-"""Entries of keys and deadlines that nothing waits for any more, before they are cleared out."""
+"""Unused entries of keys and deadlines that are kept before they are removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Rates:
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A request that waits."""
+    """A waiting request."""
 
     key: str
     weight: float
@@ -50,8 +50,10 @@ class Entry:
 
 @dataclass
 class Admission:
-    """At most `max_requests` requests with `max_prompt_tokens` prompt tokens wait (None: the tokens that `target_ttft`
-    seconds of the measured prefill rate compute)."""
+    """The waiting requests: at most `max_requests`, with at most `max_prompt_tokens` prompt tokens.
+
+    `max_prompt_tokens` None means the tokens that `target_ttft` seconds of the measured prefill rate compute.
+    """
 
     max_requests: int
     max_prompt_tokens: int | None = None
@@ -104,18 +106,18 @@ class Admission:
             heapq.heappush(self._deadlines, (entry.deadline, entry.number, entry))
 
     def check_room(self, besides: int, rates: Rates) -> None:
-        """Raises ServeError 429 if the queue is full, together with `besides` requests that wait elsewhere."""
+        """Raise ServeError 429 if the queue is full, together with `besides` requests that wait elsewhere."""
         if self._count + besides >= self.max_requests:
             text = f"{self._count + besides} requests wait, the most that may"
             raise self._full(text, self.predicted_wait(rates))
 
     def pop(self, now: float) -> Entry | None:
-        """The next request; it counts as active until `done`."""
+        """Return the next request, or None; it counts as active until `done`."""
         best: tuple[float, float, int] | None = None
         chosen: Entry | None = None
         for key, classes in self._waiting.items():
             for entries in classes.values():
-                entry = next(iter(entries.values()))  # of one priority, who has waited longest comes first
+                entry = next(iter(entries.values()))  # of one priority, the oldest request comes first
                 rank = (self._class(entry, now), self.counters.get(key, 0.0), entry.number)
                 if best is None or rank < best:
                     best, chosen = rank, entry
@@ -125,14 +127,14 @@ class Admission:
         return chosen
 
     def remove(self, entry: Entry) -> bool:
-        """Take out one that waits; False if it does not."""
+        """Remove a waiting request. Returns False if it does not wait."""
         if not self._waits(entry):
             return False
         self._take(entry)
         return True
 
     def expired(self, now: float) -> list[Entry]:
-        """Take out all whose deadline has passed."""
+        """Remove and return all requests whose deadline has passed."""
         late = []
         while self._deadlines and now > self._deadlines[0][0]:
             entry = heapq.heappop(self._deadlines)[2]
@@ -142,43 +144,43 @@ class Admission:
         return late
 
     def charge(self, key: str, weight: float, *, prompt: int = 0, cached: int = 0, generated: int = 0) -> None:
-        """Count what was computed for a key."""
+        """Add the cost of computed tokens to a key's counter."""
         cost = PROMPT_COST * prompt + CACHED_COST * cached + GENERATED_COST * generated
         self.counters[key] = self.counters.get(key, 0.0) + cost / max(weight, 1e-6)
 
     def done(self, key: str) -> None:
-        """An active request of this key has ended."""
+        """Record that an active request of this key has ended."""
         left = self._active.get(key, 0) - 1
         if left > 0:
             self._active[key] = left
         else:
             self._active.pop(key, None)
         if not self._active and not self._waiting:
-            self.counters.clear()  # nobody is owed anything
+            self.counters.clear()  # no key waits or runs
         elif len(self.counters) > 2 * (len(self._active) + len(self._waiting)) + SPARE:
             self._forget_keys()
 
     def predicted_wait(self, rates: Rates) -> float:
-        """Seconds until a request that comes now would start, about."""
+        """Return the approximate seconds until a request that comes now would start."""
         if not self._count:
             return 0.0
         wait = self.queued_tokens / rates.prefill if rates.prefill > 0 else 0.0
-        # Answers are rarely as long as they may be.
+        # Answers are rarely as long as their limit.
         return wait + (0.25 * self._new_tokens / rates.decode if rates.decode > 0 else 0.0)
 
     def _lift(self, key: str) -> None:
-        """A key that comes back from idleness has saved nothing up."""
+        """Raise the counter of a key that returns from idleness to the least busy one: idle time earns no credit."""
         if key in self._active or key in self._waiting:
             return
         if self._active or self._waiting:
             self.counters[key] = max(self.counters.get(key, 0.0), self._least())
 
     def _least(self) -> float:
-        """The smallest counter of the keys that are busy."""
+        """Return the smallest counter of the busy keys."""
         return min(self.counters.get(key, 0.0) for key in (*self._active, *self._waiting))
 
     def _forget_keys(self) -> None:
-        """Idle keys with no more than the smallest counter: if they come back, they are lifted to that anyway."""
+        """Forget idle keys with at most the smallest counter: on return they are lifted to it anyway."""
         busy, least = {*self._active, *self._waiting}, self._least()
         self.counters = {key: cost for key, cost in self.counters.items() if key in busy or cost > least}
 
@@ -212,5 +214,5 @@ class Admission:
         )
 
     def _retry(self, wait: float) -> float:
-        """With 20 % of jitter: clients that were refused together do not come back together."""
+        """Return seconds with 20 % of jitter, so that rejected clients do not return together."""
         return min(MOST_RETRY, max(LEAST_RETRY, wait)) * self._random.uniform(0.8, 1.2)

@@ -11,10 +11,15 @@ __all__ = ["ThinkingBudget"]
 
 
 class ThinkingBudget(ExLlamaV2Filter):
-    """Allows `limit` tokens of reasoning, then only the tokens that end it; after that everything.
+    """Allow `limit` tokens of reasoning, then only the tokens that end it; after that everything.
 
-    opens, closes, calls: the markers, each the id of a special token or a text. `calls` opens a tool call, after which
-    no end is forced. inside: whether the prompt ends in an open region.
+    Args:
+        tokenizer: The model's tokenizer.
+        limit: Most tokens of reasoning.
+        opens: Marker that opens reasoning: the id of a special token, or a text.
+        closes: Marker that closes reasoning.
+        calls: Marker that opens a tool call, after which no end is forced; or None.
+        inside: Whether the prompt ends in an open region of reasoning.
     """
 
     def __init__(
@@ -30,11 +35,13 @@ class ThinkingBudget(ExLlamaV2Filter):
         self.begin()
 
     def begin(self, prefix_str: str | bytes | None = "") -> None:
+        """Reset the count of reasoning tokens."""
         self._thinking, self._over = self._inside, False
         self._count = self._at = 0
         self._tail = b""
 
     def feed(self, token: Any) -> None:
+        """Count a token, and look for the markers in the text."""
         id = int(token)
         if self._over:
             return
@@ -53,16 +60,17 @@ class ThinkingBudget(ExLlamaV2Filter):
         self._tail = self._tail[-self._longest :] if self._longest else b""
 
     def clone(self, c: Any = None) -> Any:
-        """The table of the tokens' bytes is shared: it has an entry for each token and never changes."""
+        """Return a copy that shares the table of the tokens' bytes, which never changes."""
         return self._clone_sharing(c)
 
     def next(self) -> Allowed:
+        """Return the next token of the forced end, or no opinion."""
         if self._over or not self._thinking or self._count < self._limit:
             return None, set()
         return [self._forced[self._at]], set()
 
     def _ends_with(self, marker: int | str, id: int) -> bool:
-        """Whether the token completes the marker: a text may end in the middle of a token."""
+        """Whether the token completes the marker; a text may end in the middle of a token."""
         if isinstance(marker, int):
             return id == marker
         text, new = marker.encode(), len(self._bytes[id]) if 0 <= id < len(self._bytes) else 0

@@ -1,5 +1,7 @@
-"""The seam between the API and what runs requests: an engine process on this machine, one in this process, a Ray
-replica. The same conformance tests run against each."""
+"""The interface between the API and engines: an engine process here, one in this process, or a Ray replica.
+
+The same conformance tests run against each implementation.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from exl_serve.request.internal import EngineRequest
 __all__ = ["EngineClient", "EngineStatus", "ModelCard", "RunningRequest", "Sink"]
 
 Sink = Callable[[EngineEvent], None]
-"""Takes a request's events, on the event loop's thread, in order; must not block or raise."""
+"""Receives a request's events, on the event loop's thread, in order; must not block or raise."""
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine says of its model when a client connects."""
+    """The description of a model that an engine sends to a connecting client."""
 
     id: str
     #: the model's folder; never told to clients
@@ -46,12 +48,12 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A moment of an engine, as its status page holds it. Times are of `time.monotonic`."""
+    """The state of an engine at one moment, as in its status page. Times are of `time.monotonic`."""
 
     boot: bytes
     state: Literal["loading", "warming", "ready", "draining", "failed"]
-    round: int
-    #: begin and end of the last round; in a round if `began > ended`
+    step: int
+    #: begin and end of the last step; inside a step if `began > ended`
     began: float
     ended: float
     decoding: int
@@ -67,38 +69,44 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunningRequest(Protocol):
-    """A request that an engine has taken. All methods return at once and may be called at any time, also again, and
-    after the end."""
+    """A request that an engine has accepted. All methods return at once; they may be called repeatedly, also after the
+    end.
+    """
 
     def cancel(self) -> None:
-        """End it; events may still come for two rounds, then none: a cancelled completion has no last event."""
+        """End the request.
+
+        Events may still come for two steps, then none: a cancelled completion has no last event.
+        """
 
     def pause(self) -> None:
-        """Generate nothing more until `resume`; pages are kept."""
+        """Generate nothing until `resume`; pages are kept."""
 
-    def resume(self) -> None: ...
+    def resume(self) -> None:
+        """Continue after `pause`."""
 
 
 class EngineClient(Protocol):
     """One loaded model."""
 
     @property
-    def card(self) -> ModelCard: ...
+    def card(self) -> ModelCard:
+        """The description of the model."""
 
     @property
     def status(self) -> EngineStatus:
-        """Read without asking the engine."""
+        """The engine's state, read without asking the engine."""
 
     async def submit(self, request: EngineRequest, sink: Sink) -> RunningRequest:
-        """Queue a request. Returns when the engine has taken it, before its first event reaches `sink`.
+        """Queue a request. Returns when the engine has accepted it, before its first event reaches `sink`.
 
-        Raises `ServeError` if it is refused: 400 for what can never run (constraints that do not compile, a prompt that
-        does not fit), 408 for a deadline that cannot be met, 429 with `retry_after` for a full queue, 503 while the
-        engine does not run.
+        Raises `ServeError` if it is rejected: 400 for a request that can never run (constraints that do not compile, a
+        prompt that does not fit), 408 for a deadline that cannot be met, 429 with `retry_after` for a full queue, 503
+        while the engine does not run.
         """
 
     async def control(self, name: str, /, **parameters: Any) -> dict[str, Any]:
-        """An operator's call: load_adapter, unload_adapter, reset_cache, drain, stats. Raises `ServeError`."""
+        """Run an operator's call: load_adapter, unload_adapter, reset_cache, drain, stats. Raises `ServeError`."""
 
     async def close(self) -> None:
-        """Cancel what this client has running, and disconnect."""
+        """Cancel this client's running requests, and disconnect."""

@@ -1,4 +1,4 @@
-"""What an engine tells of one request, completion by completion, in this order:
+"""Events of one request, completion by completion, in this order:
 
 `Started`, then any number of `Progress`, then `Tokens`, and at the end exactly one `Finished` or `Failed`.
 """
@@ -35,7 +35,7 @@ class Usage(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 class Started(msgspec.Struct, array_like=True, frozen=True, tag=0, tag_field="kind"):
-    """The engine has begun with the prompt."""
+    """The engine has begun to compute the prompt."""
 
     choice: int
     prompt_tokens: int
@@ -46,7 +46,7 @@ class Started(msgspec.Struct, array_like=True, frozen=True, tag=0, tag_field="ki
 
 
 class Progress(msgspec.Struct, array_like=True, frozen=True, tag=1, tag_field="kind"):
-    """Prompt tokens computed so far."""
+    """Number of prompt tokens computed so far."""
 
     choice: int
     done: int
@@ -54,8 +54,10 @@ class Progress(msgspec.Struct, array_like=True, frozen=True, tag=1, tag_field="k
 
 
 class Tokens(msgspec.Struct, array_like=True, frozen=True, tag=2, tag_field="kind"):
-    """Tokens that are released, and their text: complete UTF-8, without what may yet become a stop string. The text of
-    a special token is empty unless the request asked for it."""
+    """Released tokens and their text: complete UTF-8, without text that may become a stop string.
+
+    The text of a special token is empty unless the request asked for it.
+    """
 
     choice: int
     ids: tuple[int, ...]
@@ -65,7 +67,7 @@ class Tokens(msgspec.Struct, array_like=True, frozen=True, tag=2, tag_field="kin
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True, tag=3, tag_field="kind"):
-    """The completion ended by itself. `reason` length: max_tokens is used up; filter: a grammar came to its end."""
+    """The completion ended without error. `reason` length: max_tokens is used up; filter: a grammar came to its end."""
 
     choice: int
     reason: Literal["stop_token", "stop_string", "length", "filter"]
@@ -75,7 +77,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True, tag=3, tag_field="k
 
 
 class Failed(msgspec.Struct, array_like=True, frozen=True, tag=4, tag_field="kind"):
-    """The completion ended by an error; the others of the request go on unless they failed too."""
+    """The completion ended by an error. The others of the request continue unless they failed too."""
 
     choice: int
     status: int

@@ -1,4 +1,4 @@
-"""What an error of the library is to an HTTP client."""
+"""Translate errors of the libraries to errors for an HTTP client."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BY_CODE: dict[str, tuple[int, str, str]] = {
     "no_candidates": (*_INVALID, "no_candidates"),
     # Another run of it has produced other tokens, or filters that differ.
     "resume": (409, "conflict", "resume_refused"),
-    # What this installation or model does not offer.
+    # A feature that this installation or model does not offer.
     "unsupported": (501, "not_implemented", "unsupported"),
     "missing_extra": (501, "not_implemented", "unsupported"),
     "architecture": (501, "not_implemented", "unsupported"),
@@ -38,13 +38,15 @@ BY_CODE: dict[str, tuple[int, str, str]] = {
 
 
 def serve_error(error: BaseException, param: str | None = None) -> ServeError:
-    """An error for the client. One that nobody foresaw tells its kind alone: its text may hold paths or a prompt."""
+    """Return an error for the client. An unexpected error reports only its type: its text may hold paths or a
+    prompt.
+    """
     if isinstance(error, ServeError):
         return error
     code = getattr(error, "code", None)
     if not isinstance(code, str):
-        return ServeError.engine(f"the engine failed on this request ({type(error).__name__}); its log says more")
+        return ServeError.engine(f"the engine failed on this request ({type(error).__name__}); see its log for more")
     status, kind, name = BY_CODE.get(code, (*_ENGINE, "engine_error"))
     if status == 500 and name == "engine_error":
-        return ServeError.engine(f"the engine failed on this request ({code}); its log says more")
+        return ServeError.engine(f"the engine failed on this request ({code}); see its log for more")
     return ServeError(status, kind, name, str(error), param=param)

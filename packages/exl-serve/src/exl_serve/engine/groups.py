@@ -1,4 +1,4 @@
-"""What the engine process keeps of a request: its completions, and where they are."""
+"""The engine process's records of a request and its completions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Group", "Running"]
 
 @dataclass(eq=False)
 class Group:
-    """One request: its completions, of which the later ones begin when the first has computed the prompt."""
+    """One request and its completions; the later completions begin when the first has computed the prompt."""
 
     worker: bytes
     tag: int
@@ -42,7 +42,7 @@ class Group:
 
 
 class Running:
-    """A completion that the generator has queued or runs, with all that is needed for each of its tokens."""
+    """A completion that the generator has queued or runs, with everything that is needed for each of its tokens."""
 
     __slots__ = ("account", "choice", "group", "job", "number", "reader", "tag", "worker")
 
@@ -57,5 +57,5 @@ class Running:
 
     @property
     def serial(self) -> int:
-        """As it stands in columns."""
+        """The serial number of its job, as in columns."""
         return self.number & 0xFFFFFFFF

@@ -1,4 +1,4 @@
-"""The engine process: one thread that runs rounds of the generator and talks to workers between them."""
+"""The engine process: one thread that runs steps of the generator and exchanges messages with workers between them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from exl_serve.engine.admission import Admission, Entry, Rates
 from exl_serve.engine.client import ModelCard
 from exl_serve.engine.events import EngineEvent, Failed, Finished, Tokens
 from exl_serve.engine.failures import serve_error
+from exl_serve.engine.fair_queue import FairQueue
 from exl_serve.engine.groups import Group, Running
 from exl_serve.engine.jobs import END, FIRST, HELD, STARTED, Reader, compile_constraints, make_job
 from exl_serve.engine.status import StatusWriter
-from exl_serve.engine.turns import Turns
 from exl_serve.engine.vision import Vision
 from exl_serve.errors import ServeError
 from exl_serve.request.labels import joined_labels
@@ -40,10 +40,10 @@ __all__ = ["Host"]
 log = logging.getLogger(__name__)
 
 SPARE_JOBS = 4
-"""Jobs that may stand in the generator's own queue."""
+"""Jobs that may wait in the generator's own queue."""
 INBOUND_SECONDS = 0.005
-"""How long messages are read between two rounds. Requests that come together are better taken together: their prompts
-are computed in one pass, while one a round costs a pass each."""
+"""Seconds in which messages are read between two steps. Requests that come together are taken together: their prompts
+then share a pass, while one request a step would cost a pass each."""
 TOO_LATE = "the request's deadline has passed: allow more time, or ask for fewer tokens"
 IDLE_SECONDS, BUSY_WAIT = 1.0, 0.02
 STATUS_SECONDS, GREET_SECONDS = 0.1, 1.0
@@ -51,7 +51,7 @@ COMPILERS, COMPILERS_OF_A_KEY = 4, 2
 
 
 class Host:
-    """Serves one generator at `address` until `stop`. `wake` ends a wait from another thread."""
+    """Serve one generator at `address` until `stop`. `wake` ends a wait from another thread."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Host:
         limits: Limits | None = None,
         qos: Qos | None = None,
         context: zmq.Context[Any] | None = None,
-        round_floor: Callable[[int], float] | None = None,
+        step_floor: Callable[[int], float] | None = None,
         vision: Vision | None = None,
     ) -> None:
         limits, qos = limits or Limits(), qos or Qos()
@@ -79,19 +79,19 @@ class Host:
             qos.target_ttft,
             qos.ageing,
         )
-        #: seconds that a round lasts at least, by the jobs in it: for test engines
-        self._round_floor = round_floor
+        #: least seconds of a step, by its number of jobs: for test engines
+        self._step_floor = step_floor
         self._workers: dict[bytes, float] = {}
         self._groups: dict[tuple[bytes, int], Group] = {}
-        #: by serial number as it stands in columns
+        #: by serial number as in columns
         self._running: dict[int, Running] = {}
-        #: tokens of this round that no key has been charged for yet
+        #: tokens of this step that no key has been charged for yet
         self._uncharged: dict[tuple[str, float], int] = {}
         self._outgoing: defaultdict[bytes, list[tuple[int, Any]]] = defaultdict(list)
         #: no request's deadline passes before this time
         self._soonest = math.inf
         self._compilers: ThreadPoolExecutor | None = None
-        self._turns: Turns[Group] = Turns(COMPILERS, COMPILERS_OF_A_KEY)
+        self._compile_queue: FairQueue[Group] = FairQueue(COMPILERS, COMPILERS_OF_A_KEY)
         self._compiled: deque[Callable[[], None]] = deque()
         self._rates = Rates()
         self._stopping = False
@@ -102,7 +102,7 @@ class Host:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
-        # A message to a worker that has died is an error, so that its jobs end within a round.
+        # A message to a worker that has died is an error, so that its jobs end within a step.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.bind(address)
         self._wake_read, self._wake_write = os.pipe()
@@ -120,22 +120,23 @@ class Host:
         self._status.write()
         try:
             while not self._stopping:
-                self._turn()
+                self._run_once()
         finally:
             self._close()
 
     def stop(self) -> None:
-        """End `run`; what is running is cancelled. May be called from another thread or a signal handler."""
+        """End `run`; running requests are cancelled. May be called from another thread or a signal handler."""
         self._stopping = True
         self.wake()
 
     def drain(self) -> None:
-        """Take nothing new; end when all is done."""
+        """Accept no new requests; end when all are done."""
         self._draining = True
         self._status.state = "draining"
         self.wake()
 
     def wake(self) -> None:
+        """End a wait of `run`, from any thread or a signal handler."""
         with self._waking:
             if not self._closed:
                 os.write(self._wake_write, b"\0")
@@ -146,13 +147,13 @@ class Host:
         if self._compilers is not None:
             self._compilers.shutdown(wait=False, cancel_futures=True)
         self._socket.close()
-        with self._waking:  # a number that is closed may be another file's at once
+        with self._waking:  # a closed number may belong to another file at once
             self._closed = True
             os.close(self._wake_read)
             os.close(self._wake_write)
         self._status.close()
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         now = time.monotonic()
         running = any(not one.group.paused for one in self._running.values())
         self._receive(0.0 if running else BUSY_WAIT if self._groups else IDLE_SECONDS)
@@ -162,7 +163,7 @@ class Host:
         self._expire()
         self._feed()
         if self._running:
-            self._round()
+            self._step()
         self._send()
         if now - self._written >= STATUS_SECONDS or not self._running:
             self._write_status(now)
@@ -237,15 +238,15 @@ class Host:
             log.warning("a worker has been silent for %s seconds; its requests are cancelled", wire.SILENCE)
             self._leave(worker)
         if now - self._greeted >= GREET_SECONDS:
-            # One whose requests are all queued or paused is told nothing, so its death would not be noticed.
+            # A worker whose requests are all queued or paused gets no messages, so its death would not be noticed.
             self._greeted = now
             for worker in {group.worker for group in self._groups.values()}:
-                self._tell(worker, wire.Round([]))
+                self._tell(worker, wire.StepEvents([]))
 
     def _tell(self, worker: bytes, message: wire.ToWorker) -> None:
         try:
             data = wire.encode(message)
-            # Not send_multipart, which looks at its frames first: this is done every round.
+            # Not send_multipart, which checks its frames first: this runs in every step.
             self._socket.send(worker, zmq.SNDMORE)
             self._socket.send(data)
         except wire.WireError as error:
@@ -261,7 +262,7 @@ class Host:
     def _send(self) -> None:
         outgoing, self._outgoing = self._outgoing, defaultdict(list)
         for worker, events in outgoing.items():
-            self._tell(worker, wire.Round(events))
+            self._tell(worker, wire.StepEvents(events))
 
     def _emit(self, group: Group, events: Sequence[EngineEvent]) -> None:
         self._outgoing[group.worker] += [(group.tag, event) for event in events]
@@ -293,20 +294,23 @@ class Host:
             self._refuse(group, error)
 
     def _compile(self, group: Group) -> None:
-        """On another thread: a grammar or an image may take seconds. Raises ServeError 429 where too many wait."""
-        self._admission.check_room(len(self._turns), self._rates)
+        """Compile constraints and encode images on another thread, which may take seconds.
+
+        Raises ServeError 429 where too many requests wait.
+        """
+        self._admission.check_room(len(self._compile_queue), self._rates)
         group.compiling = True
-        self._turns.add(group.request.key, group)
+        self._compile_queue.add(group.request.key, group)
         self._compile_next()
 
     def _compile_next(self) -> None:
         if self._compilers is None:
             self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="exl-compile")
-        while (group := self._turns.take()) is not None:
+        while (group := self._compile_queue.take()) is not None:
             self._compilers.submit(self._compile_one, group)
 
     def _compile_one(self, group: Group) -> None:
-        """On a thread of the pool."""
+        """Compile one request's constraints; runs on a thread of the pool."""
         generator, vision, request = self._generator, self._vision, group.request
         made: tuple[Sequence[Any], Sequence[Any]] | Exception
         try:
@@ -320,7 +324,7 @@ class Host:
             self.wake()
 
     def _compiled_for(self, group: Group, made: tuple[Sequence[Any], Sequence[Any]] | Exception) -> None:
-        self._turns.done(group.request.key)
+        self._compile_queue.done(group.request.key)
         self._compile_next()
         if group.cancelled:
             return
@@ -334,7 +338,7 @@ class Host:
             self._refuse(group, error)
 
     def _enter(self, group: Group) -> None:
-        """Into the queue, once it is known that it can run. Raises ServeError."""
+        """Put a request into the queue, once it is known that it can run. Raises ServeError."""
         request = group.request
         job = self._job(group, 0)
         self._generator.check(job)
@@ -377,7 +381,7 @@ class Host:
         self._tell(group.worker, wire.Rejected.of(group.tag, found))
 
     def _feed(self) -> None:
-        """Give the generator what can start soon."""
+        """Give the generator the requests that can start soon."""
         generator = self._generator
         while len(self._admission):
             most = generator.max_batch_size + SPARE_JOBS
@@ -417,7 +421,7 @@ class Host:
                     one.job.unpause()
 
     def _drop(self, group: Group, *, forget: bool = True) -> None:
-        """Cancel what is left of a request; `forget`: also what has not been told of it."""
+        """Cancel the rest of a request; `forget`: also its events that were not sent."""
         group.cancelled = True
         self._groups.pop((group.worker, group.tag), None)
         if group.entry is not None:
@@ -425,7 +429,7 @@ class Host:
                 self._admission.done(group.request.key)
             group.entry = None
         if group.compiling:
-            self._turns.remove(group.request.key, group)
+            self._compile_queue.remove(group.request.key, group)
         for one in list(group.running.values()):
             self._end_running(one)
             self._generator.discard(one.job)
@@ -459,21 +463,21 @@ class Host:
             self._emit(group, [Failed(choice, 408, "timeout", "deadline_exceeded", TOO_LATE)])
         self._drop(group, forget=False)
 
-    # ---- rounds ----------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------------------------
 
-    def _round(self) -> None:
+    def _step(self) -> None:
         began = time.monotonic()
-        self._status.round += 1
+        self._status.step += 1
         self._status.began = began
         self._status.write()
         columns: StepColumns | None = None
         try:
             columns = self._generator.iterate_columns()
         except Exception:
-            log.exception("a round failed; the jobs in it are ended")
+            log.exception("a step failed; its jobs are ended")
             self._fail_all()
-        if self._round_floor is not None:
-            rest = began + self._round_floor(len(self._running)) - time.monotonic()
+        if self._step_floor is not None:
+            rest = began + self._step_floor(len(self._running)) - time.monotonic()
             if rest > 0:
                 time.sleep(rest)
         self._status.ended = time.monotonic()
@@ -483,8 +487,10 @@ class Host:
             self._rates = Rates(self._rates.prefill, _average(self._rates.decode, tokens / took))
 
     def _deliver(self, columns: StepColumns) -> int:
-        """Tell a round's results; returns how many tokens they have. Most entries are nothing but tokens: these lines
-        run for every token of the engine."""
+        """Send a step's results; returns their number of tokens.
+
+        Most entries hold nothing but tokens: these lines run for every token of the engine.
+        """
         running, extra, outgoing, uncharged = self._running, columns.extra, self._outgoing, self._uncharged
         ids = tuple(np.frombuffer(columns.ids, dtype="<i4").tolist())
         tokens = end = 0
@@ -507,7 +513,7 @@ class Host:
         return tokens
 
     def _deliver_more(self, one: Running, ids: tuple[int, ...], text: str, flags: int, extra: Extra | None) -> None:
-        """Tell an entry that says more than tokens."""
+        """Send an entry that holds more than tokens."""
         group, job = one.group, one.job
         events = one.reader.read(job, ids, text, flags, extra)
         self._emit(group, events)
@@ -517,7 +523,7 @@ class Host:
         if flags & FIRST:
             self._measure_prompt(job)
         if one.choice == 0 and group.waiting and flags & (FIRST | END):
-            # The prompt's pages are there: the other completions find them.
+            # The prompt's pages are cached now, so the other completions find them.
             for other in list(group.waiting):
                 self._start(group, other)
         if events and isinstance(last := events[-1], Finished | Failed):
@@ -534,7 +540,7 @@ class Host:
 
     def _ended_one(self, group: Group) -> None:
         if not group.running and group.waiting and not group.cancelled:
-            # The first has failed before its prompt was computed: the others try for themselves.
+            # The first has failed before its prompt was computed: start the others without it.
             self._start(group, group.waiting[0])
         elif not group.running and not group.waiting:
             self._groups.pop((group.worker, group.tag), None)
@@ -550,7 +556,7 @@ class Host:
                 self._rates = Rates(_average(self._rates.prefill, new / took), self._rates.decode)
 
     def _fail_all(self) -> None:
-        text = "the engine failed in the middle of this request; its log says more"
+        text = "the engine failed in the middle of this request; see its log for more"
         for one in list(self._running.values()):
             self._emit(one.group, [Failed(one.choice, 500, "server_error", "engine_error", text)])
             self._end_running(one)
@@ -588,7 +594,7 @@ class Host:
         raise ServeError.invalid(f"the engine knows no call {name!r}", "name")
 
     def _cancel(self, id: str) -> bool:
-        """End the request of this id, all its prompts and completions; its client is told."""
+        """End the request of this id, with all its prompts and completions; its client gets an error."""
         groups = [g for g in self._groups.values() if g.request.id.partition("/")[0] == id]
         for group in groups:
             for choice in self._unfinished(group):

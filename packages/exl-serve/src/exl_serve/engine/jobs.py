@@ -1,4 +1,4 @@
-"""From an `EngineRequest` to the generator's jobs, and from the columns of its rounds to events."""
+"""Build the generator's jobs from an `EngineRequest`, and events from the columns of its steps."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ __all__ = [
 
 STARTED, FIRST, END, HELD = (COLUMN_FLAGS[name] for name in ("started", "first", "end", "held"))
 PAGES_AT_ONCE = 512
-"""New tokens that a job reserves pages for at a time: a large limit does not take the cache away from others."""
+"""New tokens that a job reserves pages for at a time, so that a large limit does not block the cache for others."""
 
 
 def settings_of(sampling: Sampling, vocab_size: int) -> Any:
-    """The sampler's settings; every field is set, so that none of the library's defaults leaks in."""
+    """Return the sampler's settings. Every field is set, so that no default of the library is used."""
     return ExLlamaV2Sampler.Settings(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -74,7 +74,7 @@ def settings_of(sampling: Sampling, vocab_size: int) -> Any:
 
 
 def _bias(sampling: Sampling, vocab_size: int) -> torch.Tensor | None:
-    """float32 [vocab_size] or None. Raises ServeError for ids outside the vocabulary."""
+    """Return the biases, float32 [vocab_size], or None. Raises ServeError for ids outside the vocabulary."""
     if not sampling.logit_bias and sampling.allowed_token_ids is None:
         return None
     for param, ids in (("logit_bias", sampling.logit_bias), ("allowed_token_ids", sampling.allowed_token_ids or ())):
@@ -93,7 +93,9 @@ def _bias(sampling: Sampling, vocab_size: int) -> torch.Tensor | None:
 
 
 def compile_constraints(constraints: Sequence[Constraint], model: Any, tokenizer: Any) -> list[Any]:
-    """The filters of a request. May take seconds: not on the engine's thread. Raises ServeError 400."""
+    """Compile the filters of a request. May take seconds: do not call it on the engine's thread. Raises
+    ServeError 400.
+    """
     return [_compiled(constraint, model, tokenizer) for constraint in constraints]
 
 
@@ -133,7 +135,7 @@ def _json(constraint: Constraint) -> Any:
         return json.loads(constraint.source)
     except (ValueError, RecursionError) as error:
         code = "invalid_schema" if constraint.kind == "json_schema" else "invalid_grammar"
-        raise ServeError.invalid(f"no JSON that can be read: {error}", constraint.param, code) from error
+        raise ServeError.invalid(f"not valid JSON: {error}", constraint.param, code) from error
 
 
 def make_job(
@@ -147,7 +149,10 @@ def make_job(
     embeddings: Sequence[Any] = (),
     max_seq_len: int | None = None,
 ) -> ExLlamaV2DynamicJob:
-    """One completion. embeddings: of the request's images. Raises ServeError, or the library's RequestError."""
+    """Build the job of one completion.
+
+    `embeddings` are those of the request's images. Raises ServeError, or the library's RequestError.
+    """
     _offered(request)
     prompts = [with_images(_ids(request.prompt), embeddings)]
     max_tokens = request.max_tokens
@@ -179,14 +184,14 @@ def make_job(
 
 
 def _offered(request: EngineRequest) -> None:
-    """Raises ServeError 501 for what requests can say and this engine cannot do."""
+    """Raise ServeError 501 for an option that this engine does not offer."""
     if request.prompt_logprobs is not None:
         name = "prompt_logprobs"
         raise ServeError(501, "not_implemented", "unsupported", f"this engine does not offer {name}", param=name)
 
 
 def _what_fits(request: EngineRequest, length: int, max_seq_len: int) -> int:
-    """Most new tokens of a prompt whose images are known. Raises ServeError 400."""
+    """Return the most new tokens of a prompt whose images are known. Raises ServeError 400."""
     room = max_seq_len - length
     wanted = 1 if request.fill else request.max_tokens
     if wanted > room:
@@ -200,7 +205,7 @@ def _what_fits(request: EngineRequest, length: int, max_seq_len: int) -> int:
 
 
 def _produced(request: EngineRequest, choice: int) -> torch.Tensor | None:
-    """Ids that an earlier run of this completion has handed out."""
+    """Return the ids that an earlier run of this completion has handed out, or None."""
     if not request.resume:
         return None
     if len(request.resume) != request.n:
@@ -211,7 +216,7 @@ def _produced(request: EngineRequest, choice: int) -> torch.Tensor | None:
 
 def _ids(data: bytes, name: str = "prompt") -> torch.Tensor:
     if len(data) % 4:
-        raise ServeError.invalid(f"a {name} of {len(data)} bytes, which is no list of 4-byte token ids", name)
+        raise ServeError.invalid(f"a {name} of {len(data)} bytes, which is not a list of 4-byte token ids", name)
     return torch.from_numpy(np.frombuffer(data, dtype="<i4").astype(np.int64))[None]
 
 
@@ -225,7 +230,7 @@ _NOTHING = Extra()
 
 
 class Reader:
-    """Turns one completion's entries in the columns of rounds into events."""
+    """Turn one completion's entries in the columns of steps into events."""
 
     __slots__ = ("_choice", "_top", "_vocab_size")
 
@@ -237,7 +242,7 @@ class Reader:
     def read(
         self, job: ExLlamaV2DynamicJob, ids: tuple[int, ...], text: str, flags: int, extra: Extra | None
     ) -> list[EngineEvent]:
-        """The events of one entry; of a cancelled completion none that says so."""
+        """Return the events of one entry. The end of a cancelled completion gives none."""
         extra = extra or _NOTHING
         events: list[EngineEvent] = []
         if flags & STARTED:
@@ -259,7 +264,7 @@ class Reader:
         return Finished(self._choice, reason, end.stop, usage)
 
     def _logprobs(self, ids: tuple[int, ...], logits: list[torch.Tensor]) -> tuple[TokenLogprob, ...]:
-        """Of the raw logits, before any transform; ties go to the lower id."""
+        """Return log-probabilities of the raw logits, before any transform; ties go to the lower id."""
         if self._top is None or not logits:
             return ()
         rows = torch.log_softmax(torch.stack(logits)[:, : self._vocab_size].double(), dim=-1)
@@ -287,5 +292,5 @@ def _usage(statistics: dict[str, Any]) -> Usage:
 
 
 def _finite(value: float) -> float:
-    """JSON knows no infinity: OpenAI writes -9999 for tokens that cannot be."""
+    """Replace infinity, which JSON does not have: OpenAI writes -9999 for impossible tokens."""
     return max(value, -9999.0) if value == value else -9999.0

@@ -1,4 +1,4 @@
-"""From a model's configuration to the generator that runs it."""
+"""Load the generator of a model's configuration."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["Loaded", "cache_tokens", "load"]
 log = logging.getLogger(__name__)
 
 MOST_CACHE_TOKENS = 1 << 18
-"""Of a cache whose size the configuration leaves open."""
+"""Largest cache where the configuration sets no size."""
 PAGE = 256
 STEP_SECONDS = (0.00149, 0.00413)
-"""A round of 1 and of 64 sequences of an 8B model on an H200, which the paced test engine takes as long as."""
+"""Seconds of a step with 1 and with 64 sequences, for the paced test engine: an 8B model on an H200."""
 
 
 class Loaded(NamedTuple):
@@ -31,14 +31,14 @@ class Loaded(NamedTuple):
 
     generator: Any
     card: ModelCard
-    #: least seconds of a step, by its jobs: of the paced test engine
+    #: least seconds of a step by its number of jobs, for the paced test engine
     floor: Callable[[int], float] | None
     #: takes images
     vision: Vision | None = None
 
 
 def load(config: ModelConfig, report: Callable[[int, int], None] | None = None) -> Loaded:
-    """Load the weights of a model; `report(done, modules)`."""
+    """Load the weights of a model; calls `report(done, modules)`. Raises ServeError."""
     from exl_core import ExLlamaV2Config
     from exl_core.device import using_devices
 
@@ -96,7 +96,7 @@ def _loaded(
 
 
 def _tower(config: ModelConfig, described: Any) -> Any:
-    """The loaded image encoder; None where the model has none that is offered here."""
+    """Return the loaded image encoder; None where the model has none that is supported here."""
     from exl_core import ExLlamaV2VisionTower
     from exl_core.errors import ConfigFileError, UnsupportedError
 
@@ -115,7 +115,9 @@ def _tower(config: ModelConfig, described: Any) -> Any:
 
 
 def cache_tokens(config: ModelConfig, described: Any) -> int:
-    """Whole pages. As configured, else a full context for every sequence, or what fits."""
+    """Return the cache's size in tokens, in whole pages: as configured, else a full context for every sequence, or what
+    fits.
+    """
     asked = config.cache_tokens
     if asked is not None:
         return -(-asked // PAGE) * PAGE
@@ -129,7 +131,7 @@ def cache_tokens(config: ModelConfig, described: Any) -> int:
 
 
 def _scripted(config: ModelConfig, described: Any) -> Any:
-    """A test engine: a hash function instead of the weights, everything else as it is."""
+    """Return a test engine: a hash function instead of the weights; everything else is real."""
     from exl_core import ExLlamaV2Tokenizer
     from exl_generate import ExLlamaV2DynamicGenerator
     from exl_generate.testing import ScriptedCache, ScriptedConfig, ScriptedModel
@@ -162,7 +164,7 @@ def _card(config: ModelConfig, described: Any, generator: Any, folder: Path, ima
 
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted(folder.iterdir()):
-        # Names, sizes and headers: a safetensors header has every tensor's shape and place.
+        # Names, sizes and headers: a safetensors header has every tensor's shape and offset.
         if file.suffix in (".safetensors", ".json") and file.is_file():
             digest.update(f"{file.name} {file.stat().st_size}".encode())
             with open(file, "rb") as opened:
@@ -197,7 +199,7 @@ def _quantization(folder: Path) -> str:
 
 
 def _defaults(folder: Path, config: ModelConfig) -> dict[str, Any]:
-    """Of generation_config.json, then of the server's configuration, by the names of `Sampling`."""
+    """Return the defaults of generation_config.json, then of the server's configuration, by the names of `Sampling`."""
     said = _json(folder / "generation_config.json")
     found: dict[str, Any] = {}
     if said.get("do_sample", True):

@@ -27,7 +27,7 @@ GONE = "the engine process has ended; it is being restarted: try again"
 
 
 class _Running:
-    """A request that the engine has taken."""
+    """A request that the engine has accepted."""
 
     __slots__ = ("_engine", "_tag", "open", "sink")
 
@@ -48,7 +48,7 @@ class _Running:
 
 
 class LocalEngine:
-    """One engine process, or one engine thread for `inproc://` addresses. Use `connect`."""
+    """The client of one engine process, or of one engine thread at an `inproc://` address. Use `connect`."""
 
     def __init__(self, address: str, context: zmq.Context[Any] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -71,7 +71,7 @@ class LocalEngine:
 
     @classmethod
     async def connect(cls, address: str, context: zmq.Context[Any] | None = None) -> LocalEngine:
-        """Raises ServeError 503 when no engine answers."""
+        """Connect to an engine. Raises ServeError 503 when no engine answers."""
         engine = cls(address, context)
         engine._send(wire.Hello(wire.VERSION, f"pid {os.getpid()}"))
         try:
@@ -92,17 +92,20 @@ class LocalEngine:
 
     @property
     def card(self) -> ModelCard:
+        """The description of the model."""
         if self._card is None:
             raise RuntimeError("the engine is not connected: use LocalEngine.connect")
         return self._card
 
     @property
     def status(self) -> EngineStatus:
+        """The engine's state, read from its status page."""
         if self._status is None:
             raise RuntimeError("the engine is not connected: use LocalEngine.connect")
         return self._status.read()
 
     async def submit(self, request: EngineRequest, sink: Sink) -> _Running:
+        """Queue a request; returns when the engine has accepted it. Raises ServeError."""
         self._check_open()
         tag = next(self._tags)
         taken = self._answers[tag] = self._loop.create_future()
@@ -120,6 +123,7 @@ class LocalEngine:
         return running
 
     async def control(self, name: str, /, **parameters: Any) -> dict[str, Any]:
+        """Run an operator's call. Raises ServeError."""
         self._check_open()
         tag = next(self._tags)
         answered = self._answers[tag] = self._loop.create_future()
@@ -133,6 +137,7 @@ class LocalEngine:
         return found
 
     async def close(self) -> None:
+        """Cancel all running requests, and disconnect."""
         if self._closed:
             return
         self.fail(GONE)
@@ -146,7 +151,7 @@ class LocalEngine:
             self._status.close()
 
     def fail(self, message: str) -> None:
-        """The engine is gone: everything that runs on it ends with an error."""
+        """End every running request with an error: the engine has ended."""
         running, self._running = self._running, {}
         for one in running.values():
             for choice in sorted(one.open):
@@ -156,11 +161,12 @@ class LocalEngine:
                 answer.set_exception(ServeError.unavailable("engine_restarting", message))
 
     def forget(self, tag: int, message: wire.ToEngine, *, always: bool = False) -> None:
-        """Tell the engine, and take no more events of this request."""
+        """Send the engine a message, and drop further events of this request."""
         if self._running.pop(tag, None) is not None or always:
             self._send(message)
 
     def send_if_running(self, tag: int, message: wire.ToEngine) -> None:
+        """Send a message about a request unless it has ended."""
         if tag in self._running:
             self._send(message)
 
@@ -186,12 +192,12 @@ class LocalEngine:
         except wire.WireError as error:
             raise ServeError(413, "invalid_request_error", "body_too_large", str(error)) from error
         self._socket.send(data)
-        # The descriptor tells changes alone: what came while this was sent would be found with the next change.
+        # The descriptor reports changes only: a message that came during the send would be found with the next change.
         if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
-        """Everything that has come."""
+        """Read all messages that have arrived."""
         while not self._closed:
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
@@ -203,7 +209,7 @@ class LocalEngine:
                 log.error("the engine sent %s", error)
 
     def _take(self, message: wire.ToWorker) -> None:
-        if isinstance(message, wire.Round):
+        if isinstance(message, wire.StepEvents):
             running = self._running
             for tag, event in message.events:
                 one = running.get(tag)
@@ -223,10 +229,10 @@ class LocalEngine:
         if isinstance(message, wire.Accepted):
             waiting = self._waiting.get(message.tag)
             if waiting is None or answer is None or answer.done():
-                self._send(wire.Cancel(message.tag))  # nobody waits for it any more
+                self._send(wire.Cancel(message.tag))  # the request was cancelled meanwhile
                 return
             running_one = _Running(self, message.tag, *waiting)
-            # Now, not when the waiting task runs: events may follow in the same batch of messages.
+            # Here, not when the waiting task runs: events may follow in the same batch of messages.
             self._running[message.tag] = running_one
             answer.set_result(running_one)
         elif answer is not None and not answer.done():

@@ -1,6 +1,6 @@
-"""What models would take, without loading them: `python -m exl_serve.engine.plan`.
+"""Compute the memory that models need, without loading them: `python -m exl_serve.engine.plan`.
 
-It reads `ModelConfig`s, one as JSON a line, and writes one line of JSON for each: `needs` and `free` (bytes a device),
+It reads one `ModelConfig` as JSON a line, and writes one line of JSON for each: `needs` and `free` (bytes a device),
 `fits`, `table`, or `problem`.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["main", "plan_of"]
 
 
 def plan_of(config: ModelConfig) -> dict[str, Any]:
-    """The plan of one model; `problem` instead where its folder cannot be used."""
+    """Return the plan of one model; `problem` instead where its folder cannot be used."""
     from exl_core import ExLlamaV2Config
     from exl_core.device import using_devices
     from exl_core.loading.plan import plan
@@ -54,6 +54,7 @@ def plan_of(config: ModelConfig) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Answer one line for each line of standard input."""
     for line in sys.stdin.buffer:
         if line.strip():
             found = plan_of(msgspec.json.decode(line, type=ModelConfig))

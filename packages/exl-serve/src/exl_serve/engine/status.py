@@ -1,7 +1,7 @@
-"""The status page: what an engine is doing, in a file that anybody may map and read without asking it.
+"""The status page: the state of an engine in a file that any process may map and read without asking the engine.
 
-The engine's thread writes plain stores between two increments of a sequence number; a reader that finds the number odd,
-or changed, reads again. So a hung engine still shows that it is in a round, and since when.
+The engine's thread writes plain stores between two increments of a sequence number. A reader that finds the number odd
+or changed reads again. So a hung engine still shows that it is inside a step, and since when.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["STATES", "StatusReader", "StatusWriter", "status_path"]
 State = Literal["loading", "warming", "ready", "draining", "failed"]
 STATES: tuple[State, ...] = ("loading", "warming", "ready", "draining", "failed")
 _SEQUENCE = struct.Struct("<Q")
-# boot, state, round, began, ended, seven counts, two rates.
+# boot, state, step, began, ended, seven counts, two rates.
 _BODY = struct.Struct("<16sQQddQQQQQQQdd")
 _SIZE = 4096
 _TRIES = 1000
 
 
 class StatusWriter:
-    """Makes the file, mode 0600."""
+    """Write the status page. The constructor creates the file with mode 0600."""
 
     def __init__(self, path: Path, boot: bytes) -> None:
         self.path = path
@@ -40,13 +40,14 @@ class StatusWriter:
             os.close(descriptor)
         self._sequence = 0
         self.state: State = "loading"
-        self.round = 0
+        self.step = 0
         self.began = self.ended = time.monotonic()
         self.counts = (0, 0, 0, 0, 0, 0, 0)
         self.rates = (0.0, 0.0)
         self.write()
 
     def write(self) -> None:
+        """Write the current state."""
         self._sequence += 1
         _SEQUENCE.pack_into(self._map, 0, self._sequence)
         _BODY.pack_into(
@@ -54,7 +55,7 @@ class StatusWriter:
             8,
             self.boot,
             STATES.index(self.state),
-            self.round,
+            self.step,
             self.began,
             self.ended,
             *self.counts,
@@ -64,12 +65,13 @@ class StatusWriter:
         _SEQUENCE.pack_into(self._map, 0, self._sequence)
 
     def close(self) -> None:
+        """Close and delete the file."""
         self._map.close()
         self.path.unlink(missing_ok=True)
 
 
 class StatusReader:
-    """Raises OSError where there is no such file."""
+    """Read a status page. The constructor raises OSError where there is no such file."""
 
     def __init__(self, path: Path) -> None:
         with open(path, "rb") as file:
@@ -77,12 +79,12 @@ class StatusReader:
 
     @property
     def writes(self) -> int:
-        """A number that changes with every write: an engine that writes no more makes no progress."""
+        """A number that changes with every write: an engine that stops writing makes no progress."""
         found: int = _SEQUENCE.unpack_from(self._map, 0)[0]
         return found
 
     def read(self) -> EngineStatus:
-        """The last state that was written whole. Raises RuntimeError if the engine died while it wrote."""
+        """Return the last complete state. Raises RuntimeError if the engine died while it wrote."""
         for _ in range(_TRIES):
             before = _SEQUENCE.unpack_from(self._map, 0)[0]
             values = _BODY.unpack_from(self._map, 8)
@@ -92,7 +94,7 @@ class StatusReader:
                 return EngineStatus(
                     boot=boot,
                     state=STATES[state],
-                    round=number,
+                    step=number,
                     began=began,
                     ended=ended,
                     decoding=decoding,
@@ -109,9 +111,10 @@ class StatusReader:
         raise RuntimeError("the engine's status page was left half written")
 
     def close(self) -> None:
+        """Close the file."""
         self._map.close()
 
 
 def status_path(folder: Path, model: str) -> Path:
-    """Where an engine's status page is."""
+    """Return the path of an engine's status page."""
     return folder / f"status-{model.replace('/', '_')}"

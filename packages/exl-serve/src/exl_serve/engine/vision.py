@@ -20,25 +20,26 @@ if TYPE_CHECKING:
 __all__ = ["Vision", "with_images"]
 
 CACHED_BYTES = 256 << 20
-"""Rows of images that are kept for later requests, which then need not be encoded again."""
+"""Bytes of image rows that are kept, so that later requests need not encode the images again."""
 
 
 class Vision:
-    """The image encoder of one engine. Methods may be called from several threads; one image is encoded at a time."""
+    """The image encoder of one engine. Several threads may call its methods; one image is encoded at a time."""
 
     def __init__(self, tower: ExLlamaV2VisionTower, model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer) -> None:
         self._tower, self._model, self._tokenizer = tower, model, tokenizer
         self._lock = threading.Lock()
-        #: by cache salt and digest: a faster answer would tell that another tenant has sent the image
+        #: by cache salt and digest: otherwise a fast answer would reveal that another tenant has sent the image
         self._kept: OrderedDict[tuple[bytes, bytes], ExLlamaV2MMEmbedding] = OrderedDict()
         self._bytes = 0
-        #: a stream other than the engine thread's, whose steps then go on while an image is encoded
+        #: a stream other than the engine thread's, whose steps continue while an image is encoded
         self._stream = torch.cuda.Stream() if model.placement.device(0).type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def embed(self, images: Sequence[MediaRef], salt: bytes = b"") -> list[ExLlamaV2MMEmbedding]:
-        """The images' rows on the CPU, in order; equal images of requests with equal cache salts share an object.
+        """Return the images' rows on the CPU, in order. Equal images of requests with equal cache salts share an
+        object.
 
-        Takes up to seconds: not for the engine's thread. Raises ServeError 400, or the library's InputError.
+        Takes up to seconds: do not call it on the engine's thread. Raises ServeError 400, or the library's InputError.
         """
         return [self._one(image, salt) for image in images]
 
@@ -71,7 +72,7 @@ def _opened(image: MediaRef) -> Any:
 
 
 def with_images(ids: torch.Tensor, embeddings: Sequence[ExLlamaV2MMEmbedding]) -> torch.Tensor:
-    """int64 [1, n] with the rows' ids in place of -1 - k. Raises ServeError 400 for an image that is not there."""
+    """Return int64 [1, n] with the rows' ids in place of -1 - k. Raises ServeError 400 for a missing image."""
     places = (ids[0] < 0).nonzero()[:, 0].tolist()
     if not places:
         return ids

@@ -1,7 +1,7 @@
 """The protocol between API workers and an engine process: msgpack arrays, the kind of message first.
 
 A connection begins with `Hello` from the worker and `Welcome` from the engine; a worker of another major version is
-refused. A request is named by its sender: `tag` counts up in a connection. Nothing is pickled.
+rejected. The sender numbers its requests: `tag` counts up in a connection. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
     "Rejected",
     "Reply",
     "Resume",
-    "Round",
+    "StepEvents",
     "Submit",
     "ToEngine",
     "ToWorker",
@@ -50,33 +50,43 @@ PING_SECONDS, SILENCE = 2.0, 20.0
 
 
 class WireError(ValueError):
-    """A message that is none: its sender's connection is ended."""
+    """An invalid message. The connection of its sender is ended."""
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, tag="hello", tag_field="kind"):
+    """A worker connects: protocol version and worker name."""
+
     version: int
     worker: str
 
 
 class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit", tag_field="kind"):
+    """Queue a request under a tag."""
+
     tag: int
     request: EngineRequest
 
 
 class Cancel(msgspec.Struct, array_like=True, frozen=True, tag="cancel", tag_field="kind"):
+    """Cancel a request."""
+
     tag: int
 
 
 class Pause(msgspec.Struct, array_like=True, frozen=True, tag="pause", tag_field="kind"):
+    """Pause a request."""
+
     tag: int
 
 
 class Resume(msgspec.Struct, array_like=True, frozen=True, tag="resume", tag_field="kind"):
+    """Continue a paused request."""
+
     tag: int
 
 
 class Call(msgspec.Struct, array_like=True, frozen=True, tag="call", tag_field="kind"):
-    """An operator's call."""
+    """Run an operator's call."""
 
     tag: int
     name: str
@@ -84,14 +94,16 @@ class Call(msgspec.Struct, array_like=True, frozen=True, tag="call", tag_field="
 
 
 class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping", tag_field="kind"):
-    """The worker lives. One that is silent for `SILENCE` seconds is taken for dead: its requests are cancelled."""
+    """The worker is alive. After `SILENCE` seconds of silence it counts as dead: its requests are cancelled."""
 
 
 class Goodbye(msgspec.Struct, array_like=True, frozen=True, tag="goodbye", tag_field="kind"):
-    """The worker leaves: what it has running is cancelled."""
+    """The worker disconnects: its running requests are cancelled."""
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True, tag="welcome", tag_field="kind"):
+    """The engine accepts a worker: protocol version, boot id, model card and status page."""
+
     version: int
     boot: bytes
     card: bytes  # a ModelCard, as JSON: it is read by people too
@@ -99,10 +111,14 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True, tag="welcome", tag_f
 
 
 class Accepted(msgspec.Struct, array_like=True, frozen=True, tag="accepted", tag_field="kind"):
+    """The engine has accepted a request."""
+
     tag: int
 
 
 class Rejected(msgspec.Struct, array_like=True, frozen=True, tag="rejected", tag_field="kind"):
+    """The engine has rejected a request or an operator's call."""
+
     tag: int
     status: int
     type: str
@@ -113,27 +129,31 @@ class Rejected(msgspec.Struct, array_like=True, frozen=True, tag="rejected", tag
 
     @classmethod
     def of(cls, tag: int, error: ServeError) -> Rejected:
+        """Build the message of an error."""
         return cls(tag, error.status, error.type, error.code, error.message, error.param, error.retry_after)
 
     def error(self) -> ServeError:
+        """Return the error of the message."""
         return ServeError(
             self.status, self.type, self.code, self.message, param=self.param, retry_after=self.retry_after
         )
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True, tag="reply", tag_field="kind"):
+    """The result of an operator's call."""
+
     tag: int
     result: dict[str, Any]
 
 
-class Round(msgspec.Struct, array_like=True, frozen=True, tag="round", tag_field="kind"):
-    """What one round has made for a worker: pairs of a request's tag and an event of it, in order."""
+class StepEvents(msgspec.Struct, array_like=True, frozen=True, tag="round", tag_field="kind"):
+    """The events of one step for a worker: pairs of a request's tag and an event, in order."""
 
     events: list[tuple[int, Started | Progress | Tokens | Finished | Failed]]
 
 
 ToEngine = Hello | Submit | Cancel | Pause | Resume | Call | Ping | Goodbye
-ToWorker = Welcome | Accepted | Rejected | Reply | Round
+ToWorker = Welcome | Accepted | Rejected | Reply | StepEvents
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
@@ -141,7 +161,10 @@ _to_worker = msgspec.msgpack.Decoder(ToWorker)
 
 
 def encode(message: ToEngine | ToWorker) -> bytes:
-    """Raises WireError for a message of more than `MAX_MESSAGE` bytes, or with a text that is no UTF-8."""
+    """Return the bytes of a message.
+
+    Raises WireError for a message of more than `MAX_MESSAGE` bytes, or with a text that is not UTF-8.
+    """
     try:
         data = _encoder.encode(message)
     except UnicodeEncodeError as error:
@@ -152,13 +175,13 @@ def encode(message: ToEngine | ToWorker) -> bytes:
 
 
 def decode_to_engine(data: bytes) -> ToEngine:
-    """Raises WireError for whatever is no message to an engine."""
+    """Decode a message to an engine. Raises WireError for anything else."""
     message: ToEngine = _decoded(_to_engine, data)
     return message
 
 
 def decode_to_worker(data: bytes) -> ToWorker:
-    """Raises WireError for whatever is no message to a worker."""
+    """Decode a message to a worker. Raises WireError for anything else."""
     message: ToWorker = _decoded(_to_worker, data)
     return message
 
@@ -169,12 +192,14 @@ def _decoded(decoder: Any, data: bytes) -> Any:
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"no message of this protocol: {error}") from error
+        raise WireError(f"not a message of this protocol: {error}") from error
 
 
 def card_bytes(card: ModelCard) -> bytes:
+    """Return a model card as JSON."""
     return msgspec.json.encode(card)
 
 
 def card_of(data: bytes) -> ModelCard:
+    """Read a model card from JSON."""
     return msgspec.json.decode(data, type=ModelCard)

@@ -1,1 +1,1 @@
-"""Images of requests: decoded in a process that has limits, before anything of them reaches a model."""
+"""Images of requests: decoded in a process with limits, before any of their bytes reach a model."""

@@ -22,16 +22,16 @@ from exl_serve.request.messages import ImagePart
 __all__ = ["MediaReader"]
 
 PROCESSES = 2
-"""Started when they are needed."""
+"""Decoder processes, started when they are needed."""
 SECONDS = 20.0
-"""That one image may take."""
+"""Seconds that one image may take."""
 ACTIVE, WAITING = 4, 32
-"""Requests of one API worker whose images are decoded at a time, and requests that may wait for that."""
+"""Requests of one API worker whose images are decoded at once, and requests that may wait for a decoder."""
 RETRY_SECONDS = 2.0
 
 
 class MediaReader:
-    """The decoders of one API worker. `folder`: where files are written; a temporary one of its own by default."""
+    """The image decoders of one API worker. `folder`: the place of its files; default: a new temporary folder."""
 
     def __init__(self, folder: str | None = None) -> None:
         self._parent = folder
@@ -42,7 +42,7 @@ class MediaReader:
 
     @asynccontextmanager
     async def decoded(self, images: Sequence[ImagePart], limits: Media) -> AsyncIterator[tuple[MediaRef, ...]]:
-        """The images as files, which are deleted at the end of the context.
+        """Decode the images to files, which are deleted at the end of the context.
 
         Raises ServeError 400 `image_invalid` or `image_too_large` with the place of the image, 429 where too many
         requests wait for a decoder, 501 without Pillow.
@@ -76,7 +76,7 @@ class MediaReader:
                     os.unlink(path)
 
     async def _decode_all(self, images: Sequence[ImagePart], limits: Media, paths: list[str]) -> tuple[MediaRef, ...]:
-        """The images as files, whose paths are added to `paths` before they are written."""
+        """Decode the images to files. The paths are added to `paths` before they are written."""
         found: list[MediaRef] = []
         pixels = 0
         for image in images:
@@ -142,7 +142,7 @@ class MediaReader:
         )
 
     async def _ask(self, header: dict[str, Any], data: bytes) -> dict[str, Any] | None:
-        """A decoder's answer; None if it died or took too long."""
+        """Return a decoder's answer; None if it died or took too long."""
         if self._idle is None:
             self._idle = asyncio.LifoQueue()
             for _ in range(PROCESSES):
@@ -186,7 +186,7 @@ class _Decoder:
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
-            if answer is None:  # also where the client has left: the answer would be taken for the next one
+            if answer is None:  # also where the client has left: the next request would read this answer
                 self.end()
         return answer
 

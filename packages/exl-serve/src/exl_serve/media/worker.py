@@ -1,8 +1,8 @@
 """The process that decodes images: `python -m exl_serve.media.worker`.
 
 It reads requests on standard input, writes each image as raw RGB bytes into a file, and answers on standard output. It
-ends with its input. Its memory is limited before it sees the first image, so a decompression bomb ends this process
-and nothing else; whoever waits for an answer ends it when an image takes too long.
+ends with its input. Its memory is limited before the first image, so a decompression bomb ends only this process. Its
+caller ends the process when an image takes too long.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["HEAD", "LOW_SIDE", "main"]
 HEAD = 8
 """Bytes of each of the two lengths before a message: of its JSON, and of the bytes that follow."""
 EXTRA_MEMORY = 1536 << 20
-"""Bytes that decoding may take: 2^26 pixels take up to 8 bytes each, twice where they are converted."""
+"""Memory for decoding, in bytes: 2^26 pixels of up to 8 bytes each, twice for a conversion."""
 LOW_SIDE = 512
-"""Pixels of the longer side of an image that is asked for with little detail."""
+"""Pixels of the longer side of an image with the detail "low"."""
 
 
 class _RefusedError(Exception):
@@ -37,7 +37,7 @@ class _RefusedError(Exception):
 
 
 def main() -> None:
-    """Serve until standard input ends."""
+    """Answer requests until standard input ends."""
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     _limit_memory()
     while (request := _read(requests)) is not None:
@@ -64,7 +64,7 @@ def _limit_memory() -> None:
 
 
 def _answer(header: dict[str, Any], text: bytes) -> dict[str, Any]:
-    """Of an image in base64: {"width", "height", "digest"} and a written file, or {"code", "error"}."""
+    """Decode a base64 image. Returns {"width", "height", "digest"} and writes a file, or {"code", "error"}."""
     try:
         image = _decoded(text, header)
         pixels = image.tobytes()

@@ -1,4 +1,4 @@
-"""The Ray Serve application, and how it is started."""
+"""The Ray Serve application and its start."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from exl_serve.config.model import ModelConfig, ServeConfig
 __all__ = ["application", "check", "check_versions", "run", "start", "versions"]
 
 OLDEST, NEWEST = (2, 57), (2, 70)
-"""Versions of Ray: from the first one to before the second one."""
+"""Supported versions of Ray: from the first, below the second."""
 APP = "exl"
 HEAD_ROOM = 64
-"""Calls to a replica beyond the requests that it takes: messages about them."""
+"""Calls to a replica beyond its requests: messages about them."""
 
 _current: dict[str, Any] = {}
 
 
 def versions() -> dict[str, str]:
-    """Versions that have to be the same on all nodes: routers and policies travel as pickles."""
+    """Return the versions that must be equal on all nodes: routers and policies are sent as pickles."""
     import platform
 
     import ray
@@ -36,13 +36,13 @@ def versions() -> dict[str, str]:
 
 
 def check_versions(expected: Mapping[str, str]) -> None:
-    """Raises RuntimeError where this node has other versions than the one that started the application."""
+    """Raise RuntimeError where this node's versions differ from those of the node that started the application."""
     if versions() != expected:
         raise RuntimeError(f"this node has {versions()}, the one that started the application {dict(expected)}")
 
 
 def check(config: ServeConfig, address: str | None, environment: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError for what cannot be served on Ray, or must not be."""
+    """Raise ConfigError for a configuration that Ray cannot, or must not, serve."""
     if not config.model:
         raise ConfigError("no model is configured", "model")
     for name in ("uds", "tls_cert", "tls_key"):
@@ -72,7 +72,7 @@ def check(config: ServeConfig, address: str | None, environment: Mapping[str, st
 
 
 def application(config: ServeConfig) -> Any:
-    """The deployments, bound: an ingress, and the engine replicas of each model."""
+    """Return the bound deployments: an ingress, and the engine replicas of each model."""
     from ray import serve
 
     data = msgspec.json.encode(config)
@@ -142,10 +142,10 @@ def _engine(config: ServeConfig, model: ModelConfig, data: bytes) -> Any:
 
 
 def run(config: ServeConfig, address: str | None = None, *, replace: bool = False) -> None:
-    """Serve until SIGTERM or Ctrl-C: on the cluster at `address`, or on a new one on this machine.
+    """Serve until SIGTERM or Ctrl-C, on the cluster at `address`, or on a new one on this machine.
 
-    replace: take the place of the server that runs on the cluster, replica by replica, and return when that is done.
-    Raises ConfigError where the cluster serves already, and leaves that server alone.
+    `replace`: replace the server that runs on the cluster, replica by replica, and return when that is done. Raises
+    ConfigError where the cluster serves already, and then leaves that server alone.
     """
     check(config, address)
     if replace and address is None:
@@ -181,8 +181,10 @@ def run(config: ServeConfig, address: str | None = None, *, replace: bool = Fals
 
 
 def start(config: ServeConfig, *, replace: bool = False) -> None:
-    """Deploy on the cluster that this process is connected to, and wait until it serves. Raises ConfigError where it
-    is served already."""
+    """Deploy on the cluster that this process is connected to, and wait until it serves.
+
+    Raises ConfigError where the cluster serves already.
+    """
     from ray import serve
 
     if not replace and APP in serve.status().applications:
@@ -192,6 +194,6 @@ def start(config: ServeConfig, *, replace: bool = False) -> None:
     try:
         serve.run(made, name=APP, route_prefix="/")
     except BaseException:
-        if not replace:  # a failed application would refuse the next start
+        if not replace:  # a failed application would block the next start
             serve.delete(APP)
         raise

@@ -1,4 +1,4 @@
-"""How many engine replicas there should be. `wanted` is a pure function; `policy` is what Ray Serve calls."""
+"""Compute the number of engine replicas. `wanted` is a pure function; Ray Serve calls `policy`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 __all__ = ["policy", "record", "wanted"]
 
 BATCH_SHARE, PAGE_SHARE = 0.75, 0.85
-"""How full batches and caches are to be."""
+"""Target load of batches and caches."""
 PREFILL_RATE = 2000.0
 CALM_SHARE, CALM_SECONDS = 0.5, 600.0
-"""A replica is taken away when the load of all has been below this share for so long."""
+"""A replica is removed when the load of all has been below this share for so many seconds."""
 BUSY_PERIODS = 2
-"""Looks in which more replicas are wanted before there are more."""
+"""Calls in which more replicas are wanted before they are added."""
 
 
 def record(status: Any, batch: int, pages: int, target_ttft: float) -> dict[str, float]:
-    """A replica's share of the load in the terms of `wanted`; `status` is its `EngineStatus`."""
+    """Return a replica's share of the load for `wanted`; `status` is its `EngineStatus`."""
     rate = status.prefill_rate or PREFILL_RATE
     return {
         "exl_prompt_load": status.queued_prompt_tokens / rate / target_ttft,
@@ -28,14 +28,19 @@ def record(status: Any, batch: int, pages: int, target_ttft: float) -> dict[str,
 
 
 def wanted(loads: Sequence[Mapping[str, float]]) -> float:
-    """Replicas that this load is enough for, not rounded: the largest of the sums over all replicas."""
+    """Return the number of replicas that suffice for this load, not rounded: the largest of the sums over all
+    replicas.
+    """
     names = ("exl_prompt_load", "exl_batch_load", "exl_page_load")
     return max(sum(load.get(name, 0.0) for load in loads) for name in names)
 
 
 def policy(context: Any) -> tuple[int, dict[str, Any]]:
-    """(target number of replicas, state for the next call). Up when more are wanted in two calls, by as many as that;
-    down by one, when half of them would have been enough for ten minutes."""
+    """Return (target number of replicas, state for the next call).
+
+    The number rises when more are wanted in two consecutive calls. It falls by one when half of them would have been
+    enough for ten minutes.
+    """
     by_metric: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
     replicas = {replica for values in by_metric.values() for replica in values}
     loads = [{name: values.get(replica, 0.0) for name, values in by_metric.items()} for replica in replicas]
@@ -47,7 +52,7 @@ def policy(context: Any) -> tuple[int, dict[str, Any]]:
         return 0, state
     if current < context.capacity_adjusted_min_replicas:
         current = context.capacity_adjusted_min_replicas
-    # Requests that no replica has taken yet are in nobody's report.
+    # Requests that no replica has accepted yet are in no report.
     if load == 0 and (context.total_queued_requests or 0) > 0:
         load = current + 1.0
     target = current

@@ -1,4 +1,4 @@
-"""An `EngineClient` over the handle of an engine deployment: many replicas look like one engine."""
+"""An `EngineClient` over the handle of an engine deployment: many replicas appear as one engine."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ __all__ = ["RayEngine"]
 log = logging.getLogger("ray.serve")
 
 DEATHS = 2
-"""A request on which so many replicas have died is not tried again: it may be what kills them."""
+"""A request is not tried again after so many of its replicas have died: the request may cause it."""
 TRIES = 3
-"""So many replicas are asked to take a request, if one refuses for a reason of its own or ends before it answers."""
+"""Most replicas that a request is sent to, if one rejects it for its own state or ends before it answers."""
 ELSEWHERE = ("queue_full", "engine_restarting", "draining")
 LEASE_PERIOD, STATUS_PERIOD = 1.0, 2.0
 DIVERGED = "the replica that ran this request has ended, and another one gives another answer: try again"
@@ -37,10 +37,10 @@ GONE = "the replica that ran this request has ended, and the request could not b
 
 
 def _called(method: Any, *given: Any, **named: Any) -> Any:
-    """A call of a handle's method, in a context of its own.
+    """Call a handle's method in a new context.
 
-    Calls in the context of an HTTP request share its id, by which Ray's router tells requests apart: of two that wait
-    at once it would forget one.
+    Calls in the context of an HTTP request share its id, by which Ray's router identifies requests. Of two that wait at
+    once, it would forget one.
     """
     return contextvars.Context().run(lambda: method.remote(*given, **named))
 
@@ -59,12 +59,12 @@ class _Call:
         self.replica = ""
 
     async def start(self) -> None:
-        """Returns once a replica has taken it. Raises ServeError."""
+        """Return once a replica has accepted the request. Raises ServeError."""
         first = await self._open()
         self._task = asyncio.create_task(self._run(first))
 
     async def _open(self) -> Any:
-        """The stream of a replica that has taken the request. Raises ServeError, or an error of Ray."""
+        """Return the stream of a replica that has accepted the request. Raises ServeError, or an error of Ray."""
         avoid = list(self._dead)
         for last in (*[False] * (TRIES - 1), True):
             try:
@@ -80,7 +80,7 @@ class _Call:
         raise AssertionError
 
     async def _ask(self, avoid: list[str]) -> Any:
-        """The stream of the replica that Ray's router chooses, once it has taken the request. Raises as `_open`."""
+        """Return the stream of the replica that Ray's router chooses, once it has accepted. Raises as `_open`."""
         engine = self._engine
         self._stream = stream = _called(
             engine.handle.options(stream=True).generate,
@@ -106,7 +106,7 @@ class _Call:
         return stream
 
     def _behind(self) -> EngineRequest:
-        """The request, to continue behind what the client has received of it."""
+        """Return the request, to continue after the part that the client has received."""
         resume = tuple(choice.ids for choice in self._choices)
         return msgspec.structs.replace(self._request, resume=resume if any(resume) else ())
 
@@ -130,7 +130,7 @@ class _Call:
             self._engine.calls.pop(self.tag, None)
 
     async def _relay(self, stream: Any) -> bool:
-        """Hand on a stream's events; False if its replica ended before they did."""
+        """Pass on a stream's events. Returns False if its replica ended before them."""
         try:
             async for item in stream:
                 for event in decode_events(item):
@@ -180,7 +180,7 @@ class _Call:
 
 
 class RayEngine:
-    """One model, on the replicas of its deployment. Use `connect`."""
+    """The client of one model on the replicas of its deployment. Use `connect`."""
 
     def __init__(self, handle: Any, name: str) -> None:
         #: of the engine deployment
@@ -197,7 +197,7 @@ class RayEngine:
 
     @classmethod
     async def connect(cls, handle: Any, name: str) -> RayEngine:
-        """Waits for a replica that is ready."""
+        """Connect, and wait for a replica that is ready."""
         engine = cls(handle, name)
         await engine._look()
         engine._keep(asyncio.create_task(engine._lease()))
@@ -205,18 +205,23 @@ class RayEngine:
 
     @property
     def card(self) -> ModelCard:
+        """The description of the model."""
         if self._card is None:
             raise RuntimeError("the engine is not connected: use RayEngine.connect")
         return self._card
 
     @property
     def status(self) -> EngineStatus:
-        """Of one replica, a moment ago. Its clock is another machine's, so its rounds are never taken for hung."""
+        """The recent state of one replica.
+
+        Its clock is another machine's, so the times of its steps are zero and it never counts as hung.
+        """
         if self._status is None:
             raise RuntimeError("the engine is not connected: use RayEngine.connect")
         return self._status
 
     async def submit(self, request: EngineRequest, sink: Sink) -> _Call:
+        """Queue a request; returns when a replica has accepted it. Raises ServeError."""
         if self._closed:
             raise ServeError.unavailable("engine_restarting", GONE)
         if request.media:
@@ -243,6 +248,7 @@ class RayEngine:
         return call
 
     async def control(self, name: str, /, **parameters: Any) -> dict[str, Any]:
+        """Run an operator's call: requests, cancel. Raises ServeError 501 for others."""
         if name == "requests":
             return {"requests": [{"id": call._request.id, "key": call._request.key} for call in self.calls.values()]}
         if name == "cancel":
@@ -256,6 +262,7 @@ class RayEngine:
         )
 
     async def close(self) -> None:
+        """Cancel all running requests."""
         self._closed = True
         for call in list(self.calls.values()):
             call.cancel()
@@ -263,12 +270,12 @@ class RayEngine:
             task.cancel()
 
     def labels(self, request: EngineRequest) -> list[tuple[int, bytes]]:
-        """Those of its prompt's pages."""
+        """Return the labels of its prompt's pages."""
         card = self.card
         return page_labels(salted(card.namespace, request.cache_salt, request.adapter), request.prompt, card.page_size)
 
     def tell(self, what: str, tags: list[int], replica: str, upto: int = 0) -> None:
-        """Send a message to one replica; nobody waits for it."""
+        """Send a message to one replica, without waiting."""
         self._keep(asyncio.create_task(self._told(what, tags, replica, upto)))
 
     async def _told(self, what: str, tags: list[int], replica: str, upto: int) -> None:
@@ -282,12 +289,12 @@ class RayEngine:
         task.add_done_callback(self._tasks.discard)
 
     async def _lease(self) -> None:
-        """Tell the replicas what this ingress has there, once a second, also that it has nothing there any more."""
+        """Send the replicas this ingress's running requests, once a second, also when there are none left."""
         before: set[str] = set()
         looked = time.monotonic()
         while True:
             await asyncio.sleep(LEASE_PERIOD)
-            # All tags to each: one that a replica has just taken may not be known to run there.
+            # All tags to each: a replica that has just accepted a request may not be known yet as its replica.
             here = {call.replica for call in self.calls.values() if call.replica}
             for replica in before | here:
                 self.tell("live", list(self.calls), replica, self._last)

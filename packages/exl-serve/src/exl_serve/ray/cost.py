@@ -1,4 +1,4 @@
-"""Which replica a request goes to, by what its prompt costs there. Pure functions and data; imports nothing of Ray."""
+"""Choose the replica of a request by the cost of its prompt there. Pure functions and data; imports nothing of Ray."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from exl_serve.request.labels import LABEL_BYTES
 __all__ = ["Index", "Load", "rank"]
 
 PREFILL_RATE = 2000.0
-"""Prompt tokens a second, of a replica that has not measured any."""
+"""Prompt tokens a second of a replica without measurements."""
 ROW_SECONDS = 0.5
-"""Cost of one waiting request to those behind it, where nothing is known."""
+"""Assumed cost, in seconds, of one waiting request to the requests after it."""
 BUSY_WEIGHT = 0.02
-"""Seconds that a batch which is full costs a new request, because its steps take longer."""
+"""Seconds that a full batch costs a new request, because its steps take longer."""
 CLOSE = 0.1
-"""Replicas within this share of the best cost are as good."""
+"""Replicas within this share of the best cost count as equal."""
 MOST_LABELS = 1 << 18
 
 
 @dataclass(slots=True)
 class Load:
-    """State of one replica as a router knows it: numbers of its last report, and what was sent there since."""
+    """State of one replica as a router knows it: its last report, and the requests sent there since."""
 
     running: int = 0
     queued: int = 0
@@ -47,7 +47,7 @@ class Load:
         return self.prefill_rate or PREFILL_RATE
 
     def advance(self, now: float) -> None:
-        """Take off what was computed since `sent_at`."""
+        """Subtract the tokens computed since `sent_at`."""
         self.sent_tokens = max(0.0, self.sent_tokens - self.speed * (now - self.sent_at))
         self.sent_at = now
 
@@ -55,17 +55,18 @@ class Load:
 def rank(
     matched: Mapping[str, int], prompt_tokens: int, loads: Mapping[str, Load], first_label: bytes = b""
 ) -> list[list[str]]:
-    """Replicas in ranks, best first: by the seconds until the first token.
+    """Return the replicas in ranks, best first, by the seconds until the first token.
 
-    matched: tokens of the prompt that a replica has in its cache. Replicas whose cost is within 10 % of the best one's
-    are ordered by a rendezvous hash of the first label, so prefixes that nobody holds spread alike from every router.
+    `matched` are the prompt tokens that a replica has in its cache. Replicas whose cost is within 10 % of the best are
+    ordered by a rendezvous hash of the first label. So every router spreads prefixes that no replica has in the same
+    way.
     """
     costs = {name: _cost(load, prompt_tokens - matched.get(name, 0)) for name, load in loads.items()}
     if not costs:
         return []
     limit = min(costs.values()) * (1 + CLOSE) + 1e-6
     near = [name for name in costs if costs[name] <= limit]
-    # A holder comes before those that would have to compute the prefix: otherwise it would be spread over all.
+    # A holder comes before replicas that would have to compute the prefix: otherwise the prefix would spread over all.
     near.sort(key=lambda name: (-matched.get(name, 0), _hash(name, first_label)))
     far = sorted(
         (name for name in costs if costs[name] > limit), key=lambda name: (costs[name], _hash(name, first_label))
@@ -86,7 +87,7 @@ def _hash(name: str, label: bytes) -> bytes:
 
 @dataclass
 class Index:
-    """Which replica has which pages, as far as one router knows: from reports, and from what it has sent since."""
+    """The pages of each replica as one router knows them: from reports, and from requests sent since."""
 
     page_size: int = 256
     clock: Callable[[], float] = time.monotonic
@@ -95,7 +96,7 @@ class Index:
     _labels: dict[str, OrderedDict[bytes, float]] = field(default_factory=dict)
 
     def keep(self, names: Sequence[str]) -> None:
-        """These are the replicas; whatever is known of others is forgotten."""
+        """Keep these replicas and forget all others."""
         for gone in set(self.loads) - set(names):
             del self.loads[gone], self._labels[gone]
         for name in names:
@@ -103,7 +104,7 @@ class Index:
             self._labels.setdefault(name, OrderedDict())
 
     def report(self, name: str, stats: Mapping[str, object]) -> None:
-        """Take a replica's report, if it is a new one and makes sense; a broken one changes nothing."""
+        """Store a replica's report if it is new and valid; an invalid one changes nothing."""
         load = self.loads.get(name)
         number, boot, labels = stats.get("report"), stats.get("boot"), stats.get("labels", b"")
         if load is None or not isinstance(number, int) or not isinstance(boot, bytes) or not isinstance(labels, bytes):
@@ -126,7 +127,7 @@ class Index:
         self.loads[name] = Load(running, queued, queued_tokens, max(1, batch), float(rate), boot, number)
 
     def matched(self, name: str, labels: Sequence[tuple[int, bytes]]) -> int:
-        """Tokens of the longest run of pages, from the first on, that a replica has."""
+        """Return the tokens of the longest run of leading pages that a replica has."""
         known = self._labels.get(name, OrderedDict[bytes, float]())
         pages = 0
         for page, label in labels:
@@ -136,7 +137,7 @@ class Index:
         return pages * self.page_size
 
     def sent(self, name: str, labels: Sequence[tuple[int, bytes]], prompt_tokens: int) -> None:
-        """A request was sent to a replica."""
+        """Record that a request was sent to a replica."""
         load = self.loads.get(name)
         if load is None:
             return
@@ -150,7 +151,7 @@ class Index:
             kept.popitem(last=False)
 
     def order(self, labels: Sequence[tuple[int, bytes]], prompt_tokens: int) -> list[list[str]]:
-        """The replicas in ranks for a prompt."""
+        """Return the replicas in ranks for a prompt."""
         now = self.clock()
         for load in self.loads.values():
             load.advance(now)

@@ -28,7 +28,7 @@ CONNECT_SECONDS = 30.0
 
 
 class Application:
-    """An ASGI application. `handles`: of the engine deployments, by model."""
+    """An ASGI application. `handles` are those of the engine deployments, by model."""
 
     def __init__(self, config: bytes, handles: Mapping[str, Any]) -> None:
         made = msgspec.json.decode(config, type=ServeConfig)
@@ -41,6 +41,7 @@ class Application:
         self._app = create_app(self._state)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve one ASGI scope."""
         if scope["type"] == "lifespan":
             while (message := await receive())["type"] == "lifespan.startup":
                 await send({"type": "lifespan.startup.complete"})
@@ -65,7 +66,7 @@ class _Handle:
         self._lock = asyncio.Lock()
 
     async def engine(self) -> EngineClient:
-        """Raises ServeError 503 while no replica is ready."""
+        """Return the engine's client. Raises ServeError 503 while no replica is ready."""
         async with self._lock:
             if self._engine is None:
                 try:

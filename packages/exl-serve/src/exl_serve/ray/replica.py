@@ -1,4 +1,4 @@
-"""An engine replica: a Ray Serve deployment around one engine process. It does not import torch."""
+"""An engine replica: a Ray Serve deployment of one engine process. It does not import torch."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _requests = msgspec.msgpack.Decoder(EngineRequest)
 
 
 def encode_events(events: list[EngineEvent]) -> bytes:
-    """An item of a stream: the engine's events, in order."""
-    return wire.encode(wire.Round([(0, event) for event in events]))
+    """Return an item of a stream: the engine's events, in order."""
+    return wire.encode(wire.StepEvents([(0, event) for event in events]))
 
 
 def decode_events(data: bytes) -> list[EngineEvent]:
-    """Raises WireError."""
+    """Return the events of an item. Raises WireError."""
     message = wire.decode_to_worker(data)
-    return [event for _, event in message.events] if isinstance(message, wire.Round) else []
+    return [event for _, event in message.events] if isinstance(message, wire.StepEvents) else []
 
 
 class _Taken:
@@ -68,7 +68,7 @@ class _Taken:
 
 
 class EngineReplica:
-    """Owns an engine process. Ends itself when that process ends, so that Ray starts another replica."""
+    """Own an engine process. Ends itself when that process ends, so that Ray starts another replica."""
 
     def __init__(self, config: bytes, model: str) -> None:
         from ray import serve
@@ -122,7 +122,7 @@ class EngineReplica:
             return self._engine
 
     async def _watch(self) -> None:
-        """End with the engine process; forget the requests of ingresses that have died; ask for the labels."""
+        """End with the engine process; forget the requests of ingresses that have died; read the labels."""
         asked = 0.0
         while True:
             await asyncio.sleep(0.25)
@@ -130,7 +130,7 @@ class EngineReplica:
                 log.error("the engine process of %s has ended with %s", self._model.id, self._process.returncode)
                 self._engine.fail("the engine of this replica has ended")
                 await asyncio.sleep(0.25)  # the streams tell it
-                os._exit(1)  # a replica that lives without its engine would be given requests
+                os._exit(1)  # a replica without its engine would still get requests
             now = time.monotonic()
             for ingress in [name for name, heard in self._heard.items() if now - heard > LEASE_SECONDS]:
                 self._keep(ingress, frozenset(), math.inf)
@@ -155,8 +155,11 @@ class EngineReplica:
         avoid: Any = None,
         to: str | None = None,
     ) -> AsyncIterator[bytes]:
-        """A request's events. The first item is JSON: this replica's name, its model's digest, and whether it refuses
-        the request; the refusal then follows."""
+        """Yield a request's events.
+
+        The first item is JSON: this replica's name, its model's digest, and whether it rejects the request. If so, the
+        error follows.
+        """
         engine = await self._connected()
         self._heard[ingress] = time.monotonic()
         request = _requests.decode(frame)
@@ -199,8 +202,11 @@ class EngineReplica:
         return json.dumps({"replica": self._name, "digest": engine.card.digest, "refused": refused}).encode()
 
     async def _submitted(self, engine: LocalEngine, request: EngineRequest, take: Sink) -> RunningRequest:
-        """Submit the request. Its images become files until the engine has taken it, as one message cannot hold them.
-        Raises ServeError."""
+        """Submit the request.
+
+        Its images become files until the engine has accepted it, because one message cannot hold them. Raises
+        ServeError.
+        """
         paths: list[Path] = []
         media: list[MediaRef] = []
         try:
@@ -214,7 +220,7 @@ class EngineReplica:
                 path.unlink(missing_ok=True)
 
     async def tell(self, what: str, *, ingress: str, tags: Any, to: str, upto: int = 0) -> None:
-        """Cancel, pause or resume requests of an ingress. `live`: of its tags up to `upto` it has these only.
+        """Cancel, pause or resume requests of an ingress. `live`: of its tags up to `upto`, it has only these.
 
         A request that is newer than a `live` message may arrive before it. Messages to a replica that has ended reach
         another one, which ignores them.
@@ -231,8 +237,10 @@ class EngineReplica:
                 {"cancel": running.cancel, "pause": running.pause, "resume": running.resume}[what]()
 
     async def describe(self, *, to: str | None = None) -> dict[str, Any]:
-        """The model's card and the engine's state as JSON, and of this replica its name, the process id of its engine
-        and how many requests it has taken."""
+        """Return the model's card and the engine's state as JSON, and facts of this replica.
+
+        These are its name, the process id of its engine, and the number of requests that it has accepted.
+        """
         engine = await self._connected()
         return {
             "card": wire.card_bytes(engine.card),
@@ -250,12 +258,12 @@ class EngineReplica:
     # ---- calls of Ray Serve --------------------------------------------------------------------------------------
 
     def check_health(self) -> None:
-        """Raises RuntimeError once the engine process has ended."""
+        """Raise RuntimeError once the engine process has ended."""
         if self._process.poll() is not None:
             raise RuntimeError(f"the engine process of {self._model.id} has ended")
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """For `cost.Index.report`."""
+        """Return the report for `cost.Index.report`."""
         if self._engine is None:
             return {}
         status, card = self._engine.status, self._engine.card
@@ -272,7 +280,7 @@ class EngineReplica:
         }
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """For `autoscale.policy`."""
+        """Return the report for `autoscale.policy`."""
         if self._engine is None:
             return record_nothing()
         card, status = self._engine.card, self._engine.status
@@ -291,8 +299,11 @@ class EngineReplica:
 async def _next_events(
     queue: asyncio.Queue[EngineEvent | None], seconds: float, tokens: int
 ) -> tuple[list[EngineEvent], bool]:
-    """(events of the next item, whether the request was cancelled): those of so many seconds after the first event, or
-    of so many tokens; all events to the end of a completion at most."""
+    """Return (events of the next item, whether the request was cancelled).
+
+    An item has the events of so many seconds after its first event, or of so many tokens; at most those up to the end
+    of a completion.
+    """
     events: list[EngineEvent] = []
     end = math.inf
     while True:
@@ -318,4 +329,5 @@ async def _next_events(
 
 
 def record_nothing() -> dict[str, float]:
+    """Return a report without load."""
     return {"exl_prompt_load": 0.0, "exl_batch_load": 0.0, "exl_page_load": 0.0}

@@ -14,7 +14,7 @@ __all__ = ["Completion"]
 
 
 class Completion:
-    """One completion over several runs: what the client has of it."""
+    """One completion over several runs, as the client has received it."""
 
     __slots__ = ("_ids", "ended", "started")
 
@@ -28,7 +28,7 @@ class Completion:
         return np.array(self._ids, dtype="<i4").tobytes()
 
     def feed(self, event: EngineEvent) -> EngineEvent | None:
-        """The event for the client; None for one that it had from an earlier run."""
+        """Return the event for the client; None for an event that it received from an earlier run."""
         if self.ended:
             return None
         match event:

@@ -1,4 +1,4 @@
-"""Ray Serve's hook for choosing replicas, over `cost.Index`. The one module that knows Ray's alpha routing API."""
+"""Ray Serve's hook for choosing replicas, over `cost.Index`. The only module that uses Ray's alpha routing API."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ __all__ = ["PageHashRouter"]
 
 
 class PageHashRouter(RequestRouter):  # type: ignore[misc]
-    """Sends a request where its prompt costs least: to a replica that has its pages, unless that one is too busy.
+    """Send a request to the replica where its prompt costs least.
 
-    Keyword arguments of a call that it reads: `labels` [(pages, label)] and `tokens` of the prompt; `to`, the name of
-    the replica that a message is for.
+    That is a replica that has its pages, unless that replica is too busy. The router reads three keyword arguments of a
+    call: `labels` [(pages, label)] and `tokens` of the prompt, and `to`, the replica's name for a message.
     """
 
     def initialize_state(self, page_size: int = 256, **_: Any) -> None:
+        """Set up the index; called by Ray Serve."""
         self._index = Index(page_size)
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
-        """Ranks of replicas."""
+        """Return ranks of replicas."""
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         index = self._index
         index.keep(list(by_name))
@@ -31,7 +32,7 @@ class PageHashRouter(RequestRouter):  # type: ignore[misc]
         given: Any = {}
         if pending_request is not None:
             given = pending_request.kwargs
-            # Otherwise Serve asks again at once, without ever giving its event loop back.
+            # Otherwise Serve asks again at once, without yielding to its event loop.
             pending_request.routing_context.should_backoff = True
         if given.get("to") in by_name:
             return [[by_name[given["to"]]]]
@@ -41,7 +42,7 @@ class PageHashRouter(RequestRouter):  # type: ignore[misc]
         return kept or [[by_name[name]] for (name,) in ranks]
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
-        """Count what was sent, until the replica reports it."""
+        """Count the sent request until the replica reports it."""
         given = pending_request.kwargs
         if "labels" in given:
             self._index.sent(replica_id.unique_id, given["labels"], given.get("tokens") or 0)

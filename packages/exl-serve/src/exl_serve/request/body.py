@@ -1,4 +1,4 @@
-"""Reading a JSON body: strictly, and within limits."""
+"""Read a JSON body strictly and within limits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ _BRACKET = re.compile(r"[{}\[\]]")
 
 
 def read_json(data: bytes, limits: Limits) -> dict[str, Any]:
-    """The object of a body. Raises ServeError 400: no UTF-8, no JSON, no object, a key twice, NaN or infinity, or
-    nested deeper than `limits.max_depth`."""
+    """Return the object of a body.
+
+    Raises ServeError 400 for a body that is not UTF-8, not JSON or not an object. Repeated keys, NaN, infinity, and
+    nesting deeper than `limits.max_depth` raise it, too.
+    """
     if data.startswith(b"\xef\xbb\xbf"):
         data = data[3:]
     try:
@@ -36,7 +39,7 @@ def read_json(data: bytes, limits: Limits) -> dict[str, Any]:
 
 
 def check_depth(text: str, most: int) -> None:
-    """Raises ServeError 400 for a JSON text that is nested deeper."""
+    """Raise ServeError 400 for a JSON text that is nested deeper than `most`."""
     if text.count("{") + text.count("[") <= most:
         return
     depth = at = 0
@@ -54,8 +57,10 @@ def check_depth(text: str, most: int) -> None:
 
 
 def _behind_string(text: str, at: int) -> int:
-    """Where the string whose content begins at `at` has ended. A body may be one string of 32 MiB: it is searched, not
-    read character by character."""
+    """Return the position after the string whose content begins at `at`.
+
+    A body may be one string of 32 MiB: it is searched, not read character by character.
+    """
     while (quote := text.find('"', at)) >= 0:
         before = quote
         while before > at and text[before - 1] == "\\":
@@ -72,7 +77,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise ServeError.invalid(f"the key {key[:64]!r} stands twice in an object", key[:64])
+                raise ServeError.invalid(f"the key {key[:64]!r} comes twice in an object", key[:64])
             seen.add(key)
     for key in found:
         if "\ud800" <= max(key, default="") <= "\udfff":
@@ -81,7 +86,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _constant(name: str) -> NoReturn:
-    raise ServeError.invalid(f"{name} is no number in JSON")
+    raise ServeError.invalid(f"{name} is not a number in JSON")
 
 
 def _kind(value: object) -> str:

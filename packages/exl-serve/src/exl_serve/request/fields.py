@@ -1,7 +1,7 @@
-"""The fields of requests, as a table: what is read, under which names, within which limits, and what is not offered.
+"""The fields of requests as a table: names, limits, and fields that are not offered.
 
-docs/serving/fields.md is written from this table. A field that is neither here nor read by a route is unknown: it is
-named in the header x-exl-ignored, or refused where the configuration says `strict_fields`.
+docs/serving/fields.md is written from this table. A field that is neither here nor read by a route is unknown. It is
+named in the header x-exl-ignored, or rejected with `strict_fields`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a field may hold: `check(param, value)` returns the clean value or raises ServeError; `schema` is the same
-    in JSON schema, without null."""
+    """The allowed values of a field.
+
+    `check(param, value)` returns the clean value or raises ServeError; `schema` is the same rule as a JSON schema,
+    without null.
+    """
 
     check: Callable[[str, Any], Any]
     schema: Mapping[str, Any]
 
     def __call__(self, param: str, value: Any) -> Any:
+        """Return the clean value. Raises ServeError 400."""
         return self.check(param, value)
 
 
@@ -57,7 +61,7 @@ def _refuse(param: str, value: object, wanted: str) -> ServeError:
 
 
 def number(low: float, high: float) -> Rule:
-    """A finite number from low to high."""
+    """Accept a finite number from low to high."""
 
     def check(param: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -70,7 +74,7 @@ def number(low: float, high: float) -> Rule:
 
 
 def integer(low: int, high: int) -> Rule:
-    """A whole number; 3.0 counts as one."""
+    """Accept a whole number; 3.0 counts as one."""
 
     def check(param: str, value: Any) -> int:
         whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
@@ -91,6 +95,8 @@ boolean = Rule(_boolean, {"type": "boolean"})
 
 
 def string(most: int) -> Rule:
+    """Accept a string of at most `most` characters."""
+
     def check(param: str, value: Any) -> str:
         if not isinstance(value, str) or len(value) > most:
             raise _refuse(param, value, f"a string of at most {most} characters")
@@ -108,7 +114,7 @@ def _check_text(param: str, value: str) -> None:
 
 
 def strings(most: int, length: int) -> Rule:
-    """A string, or a list of at most `most`, none of them empty."""
+    """Accept a string, or a list of at most `most` strings, none of them empty."""
 
     def check(param: str, value: Any) -> tuple[str, ...]:
         found = [value] if isinstance(value, str) else value
@@ -125,6 +131,8 @@ def strings(most: int, length: int) -> Rule:
 
 
 def ids(most: int) -> Rule:
+    """Accept a token id, or a list of at most `most` token ids."""
+
     def check(param: str, value: Any) -> tuple[int, ...]:
         found = [value] if isinstance(value, int) else value
         if not isinstance(found, list) or len(found) > most:
@@ -137,7 +145,7 @@ def ids(most: int) -> Rule:
 
 
 def biases(most: int) -> Rule:
-    """{token id: bias from -100 to 100}; -100 bans, as OpenAI has it."""
+    """Accept {token id: bias from -100 to 100}; -100 bans, as in OpenAI's API."""
 
     def check(param: str, value: Any) -> dict[int, float]:
         if not isinstance(value, dict) or len(value) > most:
@@ -160,7 +168,7 @@ def biases(most: int) -> Rule:
 
 
 anything = Rule(lambda param, value: value, {})
-"""What its own reader checks."""
+"""Accepts any value; the field's reader checks it."""
 
 
 SAMPLING: tuple[Field, ...] = (
@@ -196,7 +204,7 @@ SAMPLING: tuple[Field, ...] = (
     Field("allowed_token_ids", ids(1 << 16), "only these are generated"),
     Field("banned_tokens", ids(1 << 16), "never generated", ("custom_token_bans",)),
 )
-"""How tokens are drawn."""
+"""Fields of sampling."""
 
 COMMON: tuple[Field, ...] = (
     Field("model", string(256), "as /v1/models lists it"),
@@ -266,14 +274,17 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "id_slot": (None, -1),
     "cache_prompt": (None, True),
 }
-"""Fields of OpenAI's API and of other servers that are not offered: the values that change nothing are taken."""
+"""Fields of other APIs that are not offered, with the values that change nothing and are therefore accepted."""
 
 
 def read_fields(
     body: Mapping[str, Any], fields: Mapping[str, Field], own: frozenset[str] = frozenset()
 ) -> tuple[dict[str, Any], list[str]]:
-    """(clean values by name, unknown names). `fields` is by name and alias; `own` is read by the route itself. null is
-    as good as absent. Raises ServeError 400."""
+    """Return (clean values by name, unknown names).
+
+    `fields` is by name and alias; the route itself reads the fields in `own`. null counts as absent. Raises ServeError
+    400.
+    """
     found: dict[str, Any] = {}
     under: dict[str, str] = {}
     unknown: list[str] = []
@@ -295,5 +306,5 @@ def read_fields(
 
 
 def by_name(*tables: tuple[Field, ...]) -> dict[str, Field]:
-    """Fields by name and alias."""
+    """Return fields by name and alias."""
     return {name: field for table in tables for field in table for name in (field.name, *field.aliases)}

@@ -1,4 +1,4 @@
-"""Formats that an answer has to follow: OpenAI's response_format, and the names of vLLM, llama.cpp and TabbyAPI."""
+"""Formats that an answer must follow: OpenAI's response_format, and the names of vLLM, llama.cpp and TabbyAPI."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["format_of", "schema_of"]
 
 
 def format_of(fields: Mapping[str, Any], limits: Limits) -> Constraint | None:
-    """The one that a request asks for. Raises ServeError 400 for more than one, or a malformed one."""
+    """Return the format that a request asks for. Raises ServeError 400 for more than one, or a malformed one."""
     found = [made for name in _READERS if name in fields and (made := _READERS[name](fields[name], limits)) is not None]
     if len(found) > 1:
         names = " and ".join(made.param for made in found)
@@ -45,7 +45,7 @@ def _response_format(value: Any, limits: Limits) -> Constraint | None:
 
 
 def schema_of(value: Any, param: str, limits: Limits) -> Constraint:
-    """A JSON schema, or its text. Raises ServeError 400."""
+    """Return the constraint of a JSON schema, or of its text. Raises ServeError 400."""
     if isinstance(value, str):
         check_depth(value, limits.max_depth)
         try:

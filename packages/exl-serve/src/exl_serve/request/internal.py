@@ -1,7 +1,7 @@
-"""The one internal request: every public API translates into it, and nothing else reaches an engine.
+"""The internal request: every public API translates into it, and nothing else reaches an engine.
 
-The structs are arrays on the wire (msgpack), so that the order of their fields is part of the protocol: add new fields
-at the end, with a default.
+The structs are arrays on the wire (msgpack), so the order of their fields is part of the protocol: add new fields at
+the end, with a default.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 class Constraint(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """A grammar that output has to follow, as data: the engine compiles it."""
+    """A grammar that output must follow, as data: the engine compiles it."""
 
     #: json_schema: the text of a schema; json_object: any object, `source` is empty; regex: a pattern for the whole
     #: text; choice: a JSON list of texts; lark, gbnf: a grammar; plugin: a registered filter's name; budget: of
     #: reasoning, `options` are the arguments of `ThinkingBudget`
     kind: Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf", "plugin", "budget"]
     source: str
-    #: it begins behind this token id or text; None: at the first token
+    #: it begins after this token id or text; None: at the first token
     after: int | str | None = None
     #: what happens when it has ended: the answer ends, anything may follow, or it waits for `after` again
     then: Literal["stop", "release", "rearm"] = "stop"
@@ -70,8 +70,10 @@ class Constraint(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 class MediaRef(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """A decoded image of a request: RGB bytes, row by row, in a file that its writer deletes once the engine has taken
-    the request, or in the message itself."""
+    """A decoded image of a request: RGB bytes, row by row.
+
+    They are in a file that its writer deletes once the engine has accepted the request, or in the message itself.
+    """
 
     width: int
     height: int
@@ -85,7 +87,7 @@ class EngineRequest(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """One prompt and its n completions."""
 
     id: str
-    #: token ids, int32 little endian; -1 - k stands for image k of `media`
+    #: token ids, int32 little endian; -1 - k is image k of `media`
     prompt: bytes
     sampling: Sampling
     #: one for each completion
@@ -117,12 +119,12 @@ class EngineRequest(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     weight: float = 1.0
     #: 0 urgent, 1 interactive, 2 batch
     priority: int = 1
-    #: ids that an earlier run of the same request has produced, int32 little endian, one entry a completion
+    #: ids that an earlier run of the same request has produced, int32 little endian, one entry for each completion
     resume: tuple[bytes, ...] = ()
-    #: max_tokens is all that the context leaves: the engine takes off what images need
+    #: max_tokens is the rest of the context: the engine subtracts the tokens of images
     fill: bool = False
 
     @property
     def n(self) -> int:
-        """Completions of this request."""
+        """Number of completions of this request."""
         return len(self.seeds)

@@ -1,4 +1,4 @@
-"""Labels of a prompt's full pages, as the engine's page table has them: computed without the engine, for routing."""
+"""Labels of a prompt's full pages, as in the engine's page table, computed without the engine, for routing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 __all__ = ["LABEL_BYTES", "joined_labels", "page_labels", "salted"]
 
 LABEL_BYTES = 8
-"""The first bytes of a label, which are enough to tell pages apart: a mistake costs time and changes no answer."""
+"""Leading bytes of a label that identify a page well enough: a mistake costs time and changes no answer."""
 MOST_LABELS = 128
 ALL_UP_TO = 32
 MOST_TOLD = 4096
@@ -18,8 +18,11 @@ MOST_TOLD = 4096
 
 
 def salted(root: bytes, salt: bytes, adapter: str | None) -> bytes:
-    """The root of a request's labels from that of its model. An adapter's root is known to the engine only: requests of
-    one adapter get a root of their own, which is the same in every ingress."""
+    """Return the root of a request's labels, from that of its model.
+
+    Only the engine knows an adapter's root: requests of one adapter get another root, which is the same in every
+    ingress.
+    """
     if adapter is not None:
         root = hashlib.blake2b(root + adapter.encode(), digest_size=16).digest()
     if not salt:
@@ -29,15 +32,15 @@ def salted(root: bytes, salt: bytes, adapter: str | None) -> bytes:
 
 
 def joined_labels(labels: Iterable[bytes | None]) -> bytes:
-    """The first bytes of each label that is one, one after the other: what a replica reports of its pages."""
+    """Return the first bytes of each label that is set, joined: a replica's report of its pages."""
     return b"".join(label[:LABEL_BYTES] for label in labels if label is not None)[: MOST_TOLD * LABEL_BYTES]
 
 
 def page_labels(root: bytes, prompt: bytes, page_size: int) -> list[tuple[int, bytes]]:
-    """(pages so far, label) of a prompt's full pages: each of the first 32, every second up to 64, every fourth up
-    to 128 and so on.
+    """Return (pages so far, label) of a prompt's full pages.
 
-    prompt: int32 little endian. Pages behind an image have labels that only the engine knows, and are left out.
+    Labels of each of the first 32 pages, every second up to 64, every fourth up to 128 and so on. `prompt` is int32
+    little endian. Only the engine knows the labels of pages after an image, so they are left out.
     """
     ids = np.frombuffer(prompt, dtype="<i4").astype("<i8")
     images = np.flatnonzero(ids < 0)

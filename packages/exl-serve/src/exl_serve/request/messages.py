@@ -1,4 +1,4 @@
-"""Messages and tools of a chat request, checked, in the form that chat templates take."""
+"""Messages and tools of a chat request, checked, in the form that chat templates use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REFUSED_PARTS = ("input_audio", "video_url", "file", "input_file")
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """An image of a conversation, as the client sent it. `param`: its place in the request."""
+    """An image of a conversation, as the client sent it. `param` is its place in the request."""
 
     url: str
     detail: str
@@ -29,9 +29,10 @@ class ImagePart:
 
 
 def messages_of(value: Any, limits: Limits, images: list[ImagePart] | None = None) -> list[dict[str, Any]]:
-    """The messages as chat templates take them; images are appended to `images`, in order, and refused without it.
+    """Return the messages in the form of chat templates.
 
-    Raises ServeError 400 `invalid_messages`, `unsupported_modality`, `remote_images_disabled`, `image_invalid`.
+    Images are appended to `images`, in order; without `images` they are rejected. Raises ServeError 400
+    `invalid_messages`, `unsupported_modality`, `remote_images_disabled` or `image_invalid`.
     """
     if not isinstance(value, list) or not value:
         raise ServeError.invalid("messages must be a list of at least one message", "messages", "invalid_messages")
@@ -69,9 +70,10 @@ def _message(value: Any, param: str, limits: Limits, images: list[ImagePart] | N
 def content_of(
     value: Any, param: str, limits: Limits, images: list[ImagePart] | None = None
 ) -> str | list[dict[str, Any]]:
-    """The content of a message: a text, or with images a list of parts `{"type": "text", "text"}`, `{"type": "image"}`.
+    """Return the content of a message.
 
-    Raises ServeError 400 as `messages_of`.
+    It is a text, or with images a list of parts `{"type": "text", "text"}`, `{"type": "image"}`. Raises ServeError 400
+    as `messages_of` does.
     """
     if isinstance(value, str):
         return _text(value, param)
@@ -138,7 +140,7 @@ def _calls(value: Any, param: str) -> list[dict[str, Any]]:
             raise _bad(f"{param}[{at}]", "a call is an object with a function that has a name and arguments")
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
-            # Templates write an object as the model would; what is none stays the text that it is.
+            # Templates write an object as the model would; a text that is not an object stays a text.
             try:
                 parsed = json.loads(arguments) if arguments.strip() else {}
             except ValueError:
@@ -149,7 +151,7 @@ def _calls(value: Any, param: str) -> list[dict[str, Any]]:
 
 
 def tools_of(value: Any, limits: Limits) -> tuple[list[dict[str, Any]], tuple[ToolSpec, ...]]:
-    """(as templates take them, what is known of each). Raises ServeError 400."""
+    """Return the tools in the form of templates, and their specs. Raises ServeError 400."""
     if value is None:
         return [], ()
     if not isinstance(value, list) or len(value) > limits.max_tools:
@@ -189,7 +191,7 @@ def tools_of(value: Any, limits: Limits) -> tuple[list[dict[str, Any]], tuple[To
 
 
 def tool_choice_of(value: Any, tools: tuple[ToolSpec, ...]) -> str:
-    """none, auto, required, or the name of a tool. Raises ServeError 400."""
+    """Return none, auto, required, or the name of a tool. Raises ServeError 400."""
     if value is None:
         return "auto" if tools else "none"
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""docs/serving/fields.md, written from the table of fields: `python -m exl_serve.request.reference > FILE`."""
+"""Generate docs/serving/fields.md from the table of fields: `python -m exl_serve.request.reference > FILE`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["render"]
 
 
 def render() -> str:
-    """The page."""
+    """Return the page."""
     from exl_serve.api.chat import CHAT
     from exl_serve.api.completions import COMPLETION
     from exl_serve.request.responses import NEUTRAL, RESPONSE

@@ -1,4 +1,4 @@
-"""Bodies of POST /v1/responses: items in, the messages of a chat out; and fields that chat has under other names."""
+"""Bodies of POST /v1/responses: convert items to the messages of a chat, and rename fields to those of chat."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ RESPONSE: tuple[Field, ...] = (
 )
 """Fields of responses alone."""
 OF_CHAT = frozenset({"n", "response_format", "stream_options", "return_token_ids"})
-"""Fields that chat has and responses have not."""
+"""Fields of chat that responses do not have."""
 FIELDS = by_name(tuple(one for one in COMMON if one.name not in OF_CHAT), SAMPLING, RESPONSE)
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -61,13 +61,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields that are not offered, with the values that change nothing: nothing is kept, cut or run in the background."""
 OWN = frozenset({"input", "stream_options", *NEUTRAL})
-"""Fields that are read here."""
+"""Fields that this module reads."""
 LOGPROBS = "message.output_text.logprobs"
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a body says beside sampling and tools."""
+    """The content of a body besides sampling and tools."""
 
     messages: list[dict[str, Any]]
     images: list[ImagePart]
@@ -79,7 +79,7 @@ class Asked:
 
 
 def asked_of(body: Mapping[str, Any], fields: Mapping[str, Any], limits: Limits) -> Asked:
-    """Raises ServeError 400, with the path of the field."""
+    """Read a body. Raises ServeError 400, with the path of the field."""
     for name, neutral in NEUTRAL.items():
         value = body.get(name)
         if not any(value == one and type(value) is type(one) for one in neutral):
@@ -99,7 +99,7 @@ def asked_of(body: Mapping[str, Any], fields: Mapping[str, Any], limits: Limits)
 
 
 def tools_as_chat(value: Any) -> Any:
-    """The tools in the form of chat completions. Raises ServeError 400."""
+    """Return the tools in the form of chat completions. Raises ServeError 400."""
     if not isinstance(value, list):
         return value
     found = []
@@ -118,7 +118,7 @@ def tools_as_chat(value: Any) -> Any:
 
 
 def tool_choice_as_chat(value: Any) -> Any:
-    """The tool choice in the form of chat completions. Raises ServeError 400."""
+    """Return the tool choice in the form of chat completions. Raises ServeError 400."""
     if isinstance(value, dict) and value.get("type") != "function":
         kind = str(value.get("type"))[:64]
         raise ServeError.unsupported("tool_choice.type", f"tool_choice.type {kind!r} is not offered: function")
@@ -126,7 +126,7 @@ def tool_choice_as_chat(value: Any) -> Any:
 
 
 def _check_texts(value: Any, param: str) -> None:
-    """Raises ServeError 400 for a lone surrogate anywhere in it."""
+    """Raise ServeError 400 for a lone surrogate anywhere in the value."""
     if isinstance(value, str):
         string(len(value))(param, value)
     elif isinstance(value, list):
@@ -218,7 +218,7 @@ def _logprobs(fields: Mapping[str, Any]) -> int | None:
 
 @dataclass(slots=True)
 class _Talk:
-    """Messages so far. Items of the assistant that follow one another are one message."""
+    """The messages so far. Consecutive items of the assistant are one message."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     reasoning: str = ""
@@ -240,7 +240,7 @@ class _Talk:
 
 
 def _messages(value: Any, instructions: str | None, limits: Limits) -> tuple[list[dict[str, Any]], list[ImagePart]]:
-    """(messages, their images in order)."""
+    """Return (messages, their images in order)."""
     talk = _Talk()
     if isinstance(value, str):
         talk.add({"role": "user", "content": content_of(value, "input", limits)})

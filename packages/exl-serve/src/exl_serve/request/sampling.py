@@ -1,4 +1,4 @@
-"""From a request's fields to `Sampling`."""
+"""Convert a request's fields to `Sampling`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from exl_serve.api.state import TextDoor
+from exl_serve.api.state import TextCodec
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import Sampling
 
@@ -28,8 +28,11 @@ _SAME = (
 )
 
 
-def sampling_of(fields: Mapping[str, Any], defaults: Mapping[str, Any], text: TextDoor) -> Sampling:
-    """`defaults`: of the model and the server, by the names of `Sampling`. Raises ServeError 400."""
+def sampling_of(fields: Mapping[str, Any], defaults: Mapping[str, Any], text: TextCodec) -> Sampling:
+    """Return the sampling of a request.
+
+    `defaults` are those of the model and the server, by the names of `Sampling`. Raises ServeError 400.
+    """
     values: dict[str, Any] = {k: v for k, v in defaults.items() if k in Sampling.__struct_fields__}
     values |= {name: fields[name] for name in _SAME if name in fields}
     values |= {ours: fields[theirs] for theirs, ours in _NAMES.items() if theirs in fields}
@@ -52,25 +55,27 @@ def sampling_of(fields: Mapping[str, Any], defaults: Mapping[str, Any], text: Te
     return Sampling(**values)
 
 
-def _breakers(texts: tuple[str, ...], text: TextDoor) -> tuple[int, ...]:
-    """The last id of each text: where it ends, a sequence ends."""
+def _breakers(texts: tuple[str, ...], text: TextCodec) -> tuple[int, ...]:
+    """Return the last id of each text: a sequence ends where the text ends."""
     found = [text.encode(one) for one in texts]
     return tuple(sorted({ids[-1] for ids in found if ids}))
 
 
 def draw_seed() -> int:
-    """A seed for a request that has none: it is told, so that the answer can be repeated."""
+    """Return a random seed for a request without one. The answer reports it, so that it can be repeated."""
     return secrets.randbits(63)
 
 
 def seeds_of(seed: int, n: int) -> tuple[int, ...]:
-    """One for each choice: the seed itself, then numbers of splitmix64, begun at it."""
+    """Return one seed for each choice: the seed itself, then numbers of splitmix64 started with it."""
     begin = _splitmix64(seed % (1 << 64))
     return (seed, *(_splitmix64((begin + i) % (1 << 64)) for i in range(1, n)))
 
 
 def _splitmix64(x: int) -> int:
-    """Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; cut to 63 bits."""
+    """SplitMix64, cut to 63 bits: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA
+    2014.
+    """
     mask = (1 << 64) - 1
     z = (x + 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask

@@ -1,1 +1,1 @@
-"""From the engine's events to the client's: channels, mailboxes, chunks."""
+"""Turn the engine's events into the client's: channels, mailboxes, chunks."""

@@ -1,4 +1,4 @@
-"""Reading tool calls out of JSON, character by character: arguments are passed on as they come."""
+"""Read tool calls from JSON, character by character; arguments are passed on as they arrive."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ SPACE = " \t\r\n"
 
 
 def call_id(request_id: str, choice: int, index: int, length: int | None = None) -> str:
-    """The same for the same request: an answer can be repeated to the letter. length: letters and digits in all."""
+    """Return the id of a call; equal requests get equal ids. `length`: number of letters and digits."""
     digest = hashlib.blake2b(f"{request_id} {choice} {index}".encode(), digest_size=15).digest()
     letters = base64.b32encode(digest).decode().lower()
     return f"call_{letters[:24]}" if length is None else letters[:length]
 
 
 class CallReader:
-    """The inside of one region: an object for a call, or with `listed` an array of them.
+    """Read the inside of one region: an object for a call, or with `listed` an array of them.
 
-    `names` and `arguments`: the keys that a format uses. `ended` is true once the region's JSON is complete, `broken`
-    once it cannot be what it should be; what has been told until then stands.
+    `names` and `arguments` are the keys of a format. `ended` is true once the region's JSON is complete; `broken` once
+    the text cannot be a call. Events that were returned before stay valid.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class CallReader:
         self._said_arguments = False
 
     def feed(self, text: str) -> tuple[list[AnswerEvent], str]:
-        """(events, what stands behind the end of the region's JSON, or behind where it is broken)."""
+        """Return (events, text after the end of the region's JSON, or after the place where it is broken)."""
         for at, c in enumerate(text):
             if self.ended or self.broken:
                 return self._flushed(), text[at:]
@@ -72,14 +72,14 @@ class CallReader:
         return events
 
     def marker(self, spelled: str) -> list[AnswerEvent] | None:
-        """No special token is part of this syntax."""
+        """Return None: this syntax has no special tokens."""
         return None
 
     def finish(self) -> list[AnswerEvent]:
-        """A JSON text says itself where it ends."""
+        """Return no events: a JSON text shows its own end."""
         return []
 
-    # Each step takes one character, and returns whether it may stand there.
+    # Each step takes one character, and returns whether it is allowed there.
 
     def _list_start(self, c: str) -> bool:
         if c == "[":
@@ -145,7 +145,7 @@ class CallReader:
             if self._early is not None:
                 self._pending, self._said_arguments = self._early, True
         elif self._streaming:
-            # A call whose arguments are no JSON is not closed.
+            # A call whose arguments are not JSON is not closed.
             return _is_json(text)
         elif self._key in self._arguments:
             value = _loads(text)
@@ -190,7 +190,7 @@ class CallReader:
 
     @property
     def open(self) -> bool:
-        """Whether a call has been told of whose end has not."""
+        """Whether a call was begun and not ended."""
         return bool(self._name) and self._step in (
             self._key_start,
             self._in_key,
@@ -201,7 +201,7 @@ class CallReader:
 
 
 class Value:
-    """One JSON value, character by character: where it ends."""
+    """Read one JSON value, character by character, up to its end."""
 
     __slots__ = ("_depth", "_escaped", "_parts", "bare", "inside", "wrong")
 
@@ -214,14 +214,16 @@ class Value:
 
     @property
     def empty(self) -> bool:
+        """Whether no character was read."""
         return not self._parts
 
     @property
     def text(self) -> str:
+        """The characters read so far."""
         return "".join(self._parts)
 
     def feed(self, c: str) -> bool:
-        """Whether the value is complete with this character."""
+        """Read a character. Returns whether the value is complete with it."""
         first = not self._parts
         self._parts.append(c)
         if self.inside:

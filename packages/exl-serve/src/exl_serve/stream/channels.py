@@ -1,7 +1,7 @@
 """One machine reads all output formats: token by token, marker by marker, in time linear in the text.
 
-A marker that is a special token is recognised by its id, so text cannot forge it. Others are found as text; what may be
-the beginning of one is held back, at most a marker's length.
+A marker that is a special token is recognized by its id, so text cannot forge it. Other markers are found as text. The
+end of the text that may begin a marker is held back, at most a marker's length.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OPEN_CALL = "/[ \\t\\r\\n]{0,4}/"
 
 
 class OutputFamily:
-    """One format, for one tokenizer. `piece(id)`: the bytes of a token, of a special one its spelling."""
+    """One format for one tokenizer. `piece(id)` returns the bytes of a token; of a special one its spelling."""
 
     def __init__(self, form: Format, special: Mapping[str, int], piece: Callable[[int], bytes]) -> None:
         self.form = form
@@ -41,25 +41,28 @@ class OutputFamily:
 
     @property
     def special_text(self) -> bool:
-        """Always: a marker is placed in the text by its spelling; the machine takes the others out again."""
+        """True: the text has the spellings of special tokens, which locate markers; the machine removes the others."""
         return True
 
     def machine(
         self, choice: int, settings: ChannelSettings, request_id: str = "", *, show_special: bool = False
     ) -> ChannelMachine:
-        """show_special: special tokens that are no markers are part of the text."""
+        """Return the machine of one completion. `show_special`: special tokens that are not markers are part of the
+        text.
+        """
         if isinstance(self.form.inside, Harmony):
             return HarmonyMachine(choice, settings, request_id, self._special)
         return ChannelReader(self, choice, settings, request_id, show_special)
 
     def starts_in_reasoning(self, prompt_ids: Sequence[int], prompt_text: str) -> bool:
+        """Whether the rendered prompt ends in an open region of reasoning."""
         if self.form.think is None:
             return False
         begin, end = self.form.think
         return prompt_text.rfind(begin) > prompt_text.rfind(end)
 
     def forced_prefix(self, settings: ChannelSettings) -> str:
-        """What stands behind the prompt of an answer that has to be a call: the machine starts inside of the region."""
+        """Return the text after the prompt of an answer that must be a call: the machine starts inside the region."""
         if self.forces_call(settings) and isinstance(self.form.inside, Harmony):
             return forced_header()
         if not self.forces_call(settings) or self.form.call is None:
@@ -68,10 +71,11 @@ class OutputFamily:
         return closed + ("" if self.form.leading else self.form.call[0])
 
     def forces_call(self, settings: ChannelSettings) -> bool:
+        """Whether the answer must be a call."""
         return bool(settings.tools) and settings.tool_choice not in ("none", "auto")
 
     def constraints(self, settings: ChannelSettings, response_format: Constraint | None) -> tuple[Constraint, ...]:
-        """Raises ServeError 400 or 501."""
+        """Return the constraints of tools and response format. Raises ServeError 400 or 501."""
         if settings.tools and settings.tool_choice != "none":
             return self._tool_constraints(settings, response_format)
         if response_format is None:
@@ -81,7 +85,7 @@ class OutputFamily:
         return (response_format,)
 
     def budget(self, tokens: int, starts_in_reasoning: bool) -> Constraint:
-        """A limit on the tokens of reasoning. Raises ServeError 400 for a format without a region for it."""
+        """Return a limit on the tokens of reasoning. Raises ServeError 400 for a format without reasoning."""
         form = self.form
         if form.think is None or isinstance(form.inside, Harmony):
             raise ServeError.unsupported(
@@ -112,7 +116,7 @@ class OutputFamily:
                 param="tools",
             )
         forced = self.forces_call(settings)
-        if response_format is not None and not forced:  # of an answer that is a call there is no content to shape
+        if response_format is not None and not forced:  # an answer that is a call has no content to constrain
             raise ServeError.unsupported(
                 response_format.param,
                 f"{response_format.param} and tools that may be left alone exclude each other: ask for a call by "
@@ -143,7 +147,7 @@ class OutputFamily:
         return found
 
     def _grammar(self, tools: Sequence[ToolSpec], many: bool) -> str:
-        """Lark: a call of one of the tools, its arguments by that tool's schema."""
+        """Return the Lark grammar of a call of one of the tools, with arguments by that tool's schema."""
         name, arguments = self.form.names[0], self.form.arguments[0]
         lines = []
         for at, tool in enumerate(tools):
@@ -152,7 +156,7 @@ class OutputFamily:
                 "properties": {name: {"const": tool.name}, arguments: tool.parameters or {"type": "object"}},
                 "required": [name, arguments],
                 "additionalProperties": False,
-                # One space behind colons and commas, as most models were taught: free space is never told to end.
+                # One space after colons and commas, as most models were trained: unbounded space may never end.
                 "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
             }
             # References in a tool's schema begin at its own root.
@@ -205,6 +209,7 @@ class ChannelReader:
             self._open_region()
 
     def feed(self, event: EngineEvent) -> list[AnswerEvent]:
+        """Return the answer's events that this engine event completes."""
         if isinstance(event, Tokens):
             return self._tokens(event)
         if isinstance(event, Finished):
@@ -255,7 +260,7 @@ class ChannelReader:
             spelled = specials.get(token)
             if spelled is None:
                 continue
-            # What stands before it are the pieces of the tokens before.
+            # The text before it is the pieces of the earlier tokens.
             before, found, behind = rest.partition(spelled)
             if found:
                 events += self._text(before)
@@ -264,7 +269,7 @@ class ChannelReader:
         return [*events, *self._text(rest)]
 
     def _marker(self, spelled: str) -> list[AnswerEvent]:
-        """A special token: a marker of the format, or nothing that is shown."""
+        """Handle a special token: a marker of the format, or a token that is not shown."""
         form = self._form
         if self._think is not None and spelled == self._think[0] and self._mode == "content":
             return self._switch("reasoning")
@@ -289,7 +294,7 @@ class ChannelReader:
         return self._say(spelled) if self._show_special and self._mode != "call" else []
 
     def _text(self, text: str) -> list[AnswerEvent]:
-        """Ordinary text, with markers that are no special tokens."""
+        """Read ordinary text, with markers that are not special tokens."""
         events: list[AnswerEvent] = []
         while text or self._held:
             if self._mode == "call":
@@ -320,12 +325,12 @@ class ChannelReader:
         return events
 
     def _leads_to_call(self, text: str) -> bool:
-        """Whether the answer begins with the sign of a call without marker, or may yet."""
+        """Whether the answer begins with the sign of a call without marker, or may still."""
         leading = self._form.leading
         return bool(leading) and self._at_start and (not text.strip() or text.lstrip()[0] == leading)
 
     def _watched(self) -> list[tuple[str, str]]:
-        """Markers that text may hold now, each with what it begins."""
+        """Return the markers that text may hold now, each with the mode that it begins."""
         special = self._family._special
         found: list[tuple[str, str]] = []
         if self._think is not None:
@@ -353,7 +358,7 @@ class ChannelReader:
         return self._switch(mode)
 
     def _holds(self, text: str) -> int:
-        """Characters at the end that may be the beginning of a marker."""
+        """Return the number of characters at the end that may begin a marker."""
         most = 0
         for marker, _ in self._watched():
             for size in range(min(len(marker) - 1, len(text)), most, -1):
@@ -370,7 +375,7 @@ class ChannelReader:
 
     def _say(self, text: str) -> list[AnswerEvent]:
         if self._strip:
-            # The line breaks behind a marker are the format's.
+            # Line breaks after a marker belong to the format.
             text = text.lstrip("\n")
             self._strip = not text
         if not text:
@@ -385,11 +390,11 @@ class ChannelReader:
         return [Content(self._choice, text, ids, logprobs)]
 
     def _release(self, *, keep: bool = False) -> list[AnswerEvent]:
-        """What was held back is text after all. Tokens without text are forgotten, unless they are to be kept."""
+        """Release the held-back text as text. Tokens without text are dropped, unless `keep`."""
         text, self._held = self._held, ""
         events = self._say(text) if self._mode != "call" else []
         if self._mode == "call" and self._calls is not None and not self._told():
-            # Nothing of a call came of it: it stays what it was.
+            # No call was found: the text stays text.
             self._mode = "content"
             events = self._say(self._raw + text)
         if not keep:
@@ -441,14 +446,14 @@ class ChannelReader:
             said = any(isinstance(event, ToolBegin) for event in events) or self._told()
             raw, self._raw = self._raw, ""
             self._leave_region()
-            # A call that was told of stays open; what was no call at all is text.
+            # A call that was reported stays open; text that was no call at all is text.
             return (events, rest) if said else (self._say(raw.removesuffix(rest)), rest)
         if reader.ended:
             return events, rest
         return events, ""
 
     def _behind_region(self, text: str) -> tuple[list[AnswerEvent], str]:
-        """Between the end of the JSON and the closing marker there is nothing but space."""
+        """Read the text between the end of the JSON and the closing marker, which must be space."""
         closing = self._form.call[1] if self._form.call is not None else ""
         stripped = text.lstrip()
         if closing and closing not in self._family._special:
@@ -468,7 +473,7 @@ class ChannelReader:
         return [], stripped
 
     def _left_if_over(self) -> list[AnswerEvent]:
-        """Behind a special token of the call's syntax."""
+        """Leave the region if it has ended, after a special token of the call's syntax."""
         assert self._calls is not None
         if self._calls.took_closing:
             self._leave_region()
@@ -494,7 +499,10 @@ class ChannelReader:
 def detect_family(
     configured: str, template: str | None, special: Mapping[str, int], piece: Callable[[int], bytes]
 ) -> OutputFamily:
-    """As configured, else by the signs in the chat template. Raises ServeError 400 for a name that is none."""
+    """Return the configured format, else the one whose signs the chat template has.
+
+    Raises ServeError 400 for an unknown name.
+    """
     if configured != "auto":
         if configured not in FORMATS:
             raise ServeError.invalid(f"family is {configured!r}; known are auto, {', '.join(FORMATS)}", "family")

@@ -1,4 +1,6 @@
-"""Answers of /v1/chat/completions and /v1/completions: chunks of a stream, and the whole, from the same events."""
+"""Answers of /v1/chat/completions and /v1/completions: chunks of a stream, and the whole answer, from the same
+events.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from exl_serve.api.state import TextDoor
+from exl_serve.api.state import TextCodec
 from exl_serve.engine.events import TokenLogprob, Usage
 from exl_serve.errors import ServeError
 from exl_serve.stream.events import (
@@ -29,13 +31,13 @@ _encoder = msgspec.json.Encoder()
 
 
 def sse(value: Any) -> bytes:
-    """One event of a stream."""
+    """Return one event of a stream."""
     return b"data: " + _encoder.encode(value) + b"\n\n"
 
 
 @dataclass
 class Choice:
-    """What there is of one choice so far."""
+    """The content of one choice so far."""
 
     begun: bool = False
     text: list[str] = field(default_factory=list)
@@ -49,7 +51,7 @@ class Choice:
 
 
 class Answer:
-    """One answer, streamed by `chunks` or told whole by `whole`: the same events give the same content."""
+    """One answer, streamed by `chunks` or returned by `whole`: the same events give the same content."""
 
     object_name = ""
     chunk_name = ""
@@ -58,7 +60,7 @@ class Answer:
         self,
         head: Mapping[str, Any],
         n: int,
-        text: TextDoor,
+        text: TextCodec,
         *,
         include_usage: bool = False,
         continuous_usage: bool = False,
@@ -78,7 +80,7 @@ class Answer:
         self._usages: dict[int, Usage] = {}
         self._reasoning_tokens = 0
         self._running = 0
-        #: choices of one prompt stand together; each prompt counts once
+        #: choices of one prompt are consecutive; each prompt counts once
         self._per_prompt = max(1, n // prompts)
         self.prompt_tokens = self.cached_tokens = 0
 
@@ -88,11 +90,11 @@ class Answer:
         return self.error is not None or all(choice.finish is not None for choice in self.choices)
 
     def line(self, chunk: dict[str, Any]) -> bytes:
-        """A chunk as one event of a stream."""
+        """Return a chunk as one event of a stream."""
         return sse(chunk)
 
     def chunks(self, events: Sequence[AnswerEvent]) -> list[dict[str, Any]]:
-        """The chunks that these events make."""
+        """Return the chunks of these events."""
         found: list[dict[str, Any]] = []
         for event in events:
             if self.error is not None:
@@ -113,7 +115,7 @@ class Answer:
         return found
 
     def last_chunks(self) -> list[dict[str, Any]]:
-        """What stands behind the last choice's end: the usage, or the error."""
+        """Return the chunks after the last choice's end: the usage, or the error."""
         if self.error is not None:
             return [self.error.body()]
         if not self._include_usage:
@@ -121,7 +123,7 @@ class Answer:
         return [self.head | {"object": self.chunk_name, "choices": [], "usage": self.usage()}]
 
     def usage(self) -> dict[str, Any]:
-        """The prompt counts once, however many choices there are."""
+        """Return the usage. The prompt counts once, however many choices there are."""
         new = sum(usage.completion_tokens for usage in self._usages.values())
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -136,14 +138,14 @@ class Answer:
         }
 
     def whole(self) -> dict[str, Any]:
-        """The answer without a stream. Raises ServeError where a choice has failed."""
+        """Return the answer without a stream. Raises ServeError where a choice has failed."""
         if self.error is not None:
             raise self.error
         choices = [self._whole_choice(i, choice) for i, choice in enumerate(self.choices)]
         return self.head | {"object": self.object_name, "choices": choices, "usage": self.usage()}
 
     def timings(self) -> dict[str, float]:
-        """Seconds of the slowest choice."""
+        """Return the seconds of the slowest choice."""
         usages = self._usages.values()
         return {
             name: max((getattr(usage, name) for usage in usages), default=0.0)
@@ -320,14 +322,14 @@ class Completion(Answer):
         return found
 
     def _shape(self, logprobs: Sequence[TokenLogprob], choice: Choice) -> dict[str, list[Any]]:
-        """The old shape: parallel lists; offsets count characters of the completion."""
+        """Return the log-probabilities in the old shape: parallel lists; offsets count characters of the completion."""
         shape: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for one in logprobs:
             text = self._text.piece(one.id).decode("utf-8", "replace")
             shape["tokens"].append(text)
             shape["token_logprobs"].append(one.logprob)
             top = {self._text.piece(i).decode("utf-8", "replace"): p for i, p in one.top}
-            # The token that was drawn is among them, as OpenAI has it.
+            # The sampled token is among them, as in OpenAI's API.
             shape["top_logprobs"].append({**top, text: one.logprob} if top else None)
             shape["text_offset"].append(choice.offset)
             choice.offset += len(text)

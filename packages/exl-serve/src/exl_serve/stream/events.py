@@ -1,6 +1,6 @@
-"""What an answer is made of, for every public API alike.
+"""The parts of an answer, for every public API alike.
 
-Of each choice: `Begun`, then any number of `Reasoning`, `Content` and tool calls (`ToolBegin`, any `ToolArgs`,
+For each choice: `Begun`, then any number of `Reasoning`, `Content` and tool calls (`ToolBegin`, any `ToolArgs`,
 `ToolEnd`), then exactly one `Finish` or `Error`. Texts are complete UTF-8 and not empty.
 """
 
@@ -26,6 +26,8 @@ __all__ = [
 
 @dataclass(slots=True)
 class Begun:
+    """The prompt of a choice is being computed."""
+
     choice: int
     prompt_tokens: int
     cached_tokens: int
@@ -34,6 +36,8 @@ class Begun:
 
 @dataclass(slots=True)
 class Reasoning:
+    """A piece of reasoning."""
+
     choice: int
     text: str
     ids: tuple[int, ...] = ()
@@ -42,6 +46,8 @@ class Reasoning:
 
 @dataclass(slots=True)
 class Content:
+    """A piece of content."""
+
     choice: int
     text: str
     #: the tokens whose text this is
@@ -51,7 +57,7 @@ class Content:
 
 @dataclass(slots=True)
 class ToolBegin:
-    """A call is open: its number in the answer, its id and the whole name."""
+    """A call begins: its number in the answer, its id and its whole name."""
 
     choice: int
     index: int
@@ -61,7 +67,7 @@ class ToolBegin:
 
 @dataclass(slots=True)
 class ToolArgs:
-    """A piece of the call's arguments, which joined are a JSON text."""
+    """A piece of the call's arguments; joined, the pieces are a JSON text."""
 
     choice: int
     index: int
@@ -70,7 +76,7 @@ class ToolArgs:
 
 @dataclass(slots=True)
 class ToolEnd:
-    """The call is closed: its joined arguments are valid JSON."""
+    """The call ends: its joined arguments are valid JSON."""
 
     choice: int
     index: int
@@ -78,6 +84,8 @@ class ToolEnd:
 
 @dataclass(slots=True)
 class Finish:
+    """The choice ended without error."""
+
     choice: int
     reason: Literal["stop", "length", "tool_calls"]
     #: the stop token or string
@@ -92,6 +100,8 @@ class Finish:
 
 @dataclass(slots=True)
 class Error:
+    """The choice ended with an error."""
+
     choice: int
     status: int
     type: str

@@ -1,4 +1,4 @@
-"""What decides how a model's output is read."""
+"""Settings that decide how a model's output is read."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True)
 class ChannelSettings:
-    """What of a request decides how its output is read."""
+    """The parts of a request that decide how its output is read."""
 
     tools: Sequence[ToolSpec] = ()
     #: none, auto, required, or the name of the function to call
     tool_choice: str = "none"
     parallel: bool = True
-    #: whether output starts inside of reasoning: the rendered prompt ends in an open region
+    #: whether output starts inside reasoning: the rendered prompt ends in an open region
     starts_in_reasoning: bool = False
-    #: whether reasoning is told apart; else it stays part of the content
+    #: whether reasoning is separated; else it stays part of the content
     reasoning: bool = True
 
 
 class ChannelMachine(Protocol):
-    """Reads one completion, token by token; holds back at most the length of a marker."""
+    """Read one completion, token by token; holds back at most the length of a marker."""
 
     def feed(self, event: EngineEvent) -> list[AnswerEvent]:
-        """The answer's events that this engine event completes; of `Finished` and `Failed` the last ones."""
+        """Return the answer's events that this engine event completes; for `Finished` and `Failed` the last ones."""

@@ -22,12 +22,12 @@ _UNENFORCED = (
 
 
 def marker_rule(text: str, special: Mapping[str, int]) -> str:
-    """A marker: the special token that it is, else its text."""
+    """Return the rule of a marker: its special token, else its text."""
     return f"<[{special[text]}]>" if text in special else json.dumps(text, ensure_ascii=False)
 
 
 def json_rule(schema: Any, root: Mapping[str, Any]) -> str:
-    """A JSON value by a schema, whose references begin at `root`."""
+    """Return the rule of a JSON value by a schema, whose references begin at `root`."""
     whole = dict(schema) if isinstance(schema, Mapping) else {}
     if schema is False:
         whole = {"not": {}}
@@ -36,7 +36,7 @@ def json_rule(schema: Any, root: Mapping[str, Any]) -> str:
 
 
 def call_grammar(form: Format, tools: Sequence[ToolSpec], special: Mapping[str, int], *, many: bool) -> str:
-    """What may stand in a region, behind its opening marker: calls of the tools, by their schemas.
+    """Return the grammar of a region after its opening marker: calls of the tools, by their schemas.
 
     Raises ServeError 400 for a schema that this syntax cannot follow.
     """
@@ -119,7 +119,7 @@ class _Rules:
 
 
 def _plain_text(at: str, schema: Mapping[str, Any], end: str, literal: str | None) -> list[str]:
-    """A string that stands as it is, up to the marker behind it; `literal`: that marker, if it is text."""
+    """Return rules for a raw string up to the marker after it; `literal`: that marker, if it is text."""
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if values is not None:
         texts = [one for one in values if isinstance(one, str)]
@@ -145,7 +145,7 @@ def _regex(text: str) -> str:
 
 
 def _comma_separated(parts: list[str], required: int) -> str:
-    """The first `required` of the parts, then any of the others in their order, with commas between."""
+    """Return the first `required` parts, then any of the others in their order, separated by commas."""
     if required:
         optional = " ".join(f'(", " {part})?' for part in parts[required:])
         return ' ", " '.join(parts[:required]) + " " + optional
@@ -159,7 +159,7 @@ def _parameters(at: int, tool: ToolSpec) -> tuple[dict[str, Any], list[str]]:
     if found is not None:
         raise ServeError.invalid(
             f"tools[{at}].function.parameters.{found}: calls of this model are written parameter by parameter, and "
-            f"{found} says something of all together; describe them under properties",
+            f"{found} applies to all of them together; describe them under properties",
             "tools",
             "invalid_tool_schema",
         )

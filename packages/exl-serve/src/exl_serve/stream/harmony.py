@@ -1,9 +1,9 @@
-"""The harmony format (gpt-oss): messages with a header that names a channel and, of a call, the function.
+"""The harmony format (gpt-oss): messages with a header that names a channel and, for a call, the function.
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.NAME
     <|constrain|>json<|message|>{...}<|call|>
 
-The prompt ends in `<|start|>assistant`, so that an answer begins inside of a header.
+The prompt ends in `<|start|>assistant`, so an answer begins inside a header.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _HEADER_LIMIT = 4096
 
 
 def forced_header() -> str:
-    """What stands behind the prompt of an answer that has to be a call."""
+    """Return the text after the prompt of an answer that must be a call."""
     return "<|channel|>commentary to=functions."
 
 
 def harmony_grammar(
     tools: Sequence[ToolSpec], special: Mapping[str, int], *, forced: bool, parallel: bool
 ) -> Constraint:
-    """A call from the function's name on: that is where its arguments' schema is known."""
+    """Return the constraint of a call from the function's name on, where the schema of its arguments is known."""
     lines = [f"call_{i}: {json.dumps(tool.name)} _TAIL json_{i}" for i, tool in enumerate(tools)]
     lines += [
         f"json_{i}: {json_rule(tool.parameters or {'type': 'object'}, tool.parameters)}" for i, tool in enumerate(tools)
@@ -68,6 +68,7 @@ class HarmonyMachine:
         self._scan = Value()
 
     def feed(self, event: EngineEvent) -> list[AnswerEvent]:
+        """Return the answer's events that this engine event completes."""
         if isinstance(event, Tokens):
             return self._tokens(event)
         if isinstance(event, Started):
@@ -86,7 +87,7 @@ class HarmonyMachine:
         held, self._held = self._held, ""
         events = self._say(held)
         if self._mode == "header" and not self._header.startswith("<|") and "<|" not in self._header:
-            # No header came of it: a model that was not taught the format.
+            # There was no header: the model was not trained on the format.
             self._mode = "content"
             events += self._say(self._header)
         return events
@@ -141,7 +142,7 @@ class HarmonyMachine:
         return events
 
     def _begin(self) -> list[AnswerEvent]:
-        """A message begins: its header is complete."""
+        """Begin a message: its header is complete."""
         header, self._header = self._header, ""
         self._ids.clear()
         self._logprobs.clear()

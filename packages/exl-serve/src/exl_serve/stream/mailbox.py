@@ -1,4 +1,4 @@
-"""What waits to be written to one client: consecutive pieces of a kind are one."""
+"""Events that wait to be written to one client; consecutive pieces of a kind are joined."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from exl_serve.stream.events import AnswerEvent, Content, Reasoning, ToolArgs
 __all__ = ["HIGH_WATER", "LOW_WATER", "Mailbox"]
 
 HIGH_WATER, LOW_WATER = 64 << 10, 16 << 10
-"""Characters that wait: from the first on the request is paused, below the second it goes on."""
+"""Waiting characters: above the first number the request is paused, below the second it continues."""
 
 
 class Mailbox:
-    """Events of one answer, in order. `put` never blocks; `take` waits for something and takes all there is."""
+    """Events of one answer, in order. `put` never blocks; `take` waits for events and returns all of them."""
 
     def __init__(self, pause: Callable[[], None] | None = None, resume: Callable[[], None] | None = None) -> None:
         self._events: list[AnswerEvent] = []
@@ -25,12 +25,13 @@ class Mailbox:
         self._paused = False
         self.size = 0
         self.closed = False
-        #: when a waiting `take` gives up; the timer may be of an earlier one, and then waits on
+        #: when a waiting `take` gives up; the timer may belong to an earlier one, and then waits again
         self._deadline = math.inf
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
 
     def put(self, event: AnswerEvent) -> None:
+        """Add an event; pauses the request when too much waits."""
         last = self._events[-1] if self._events else None
         if isinstance(event, Content | Reasoning | ToolArgs):
             self.size += len(event.text)
@@ -46,13 +47,13 @@ class Mailbox:
         self._arrived.set()
 
     def close(self) -> None:
-        """Nobody reads any more: `take` returns at once."""
+        """End all waiting: the client reads no more, so `take` returns at once."""
         self.closed = True
         self._arrived.set()
         self._stop_timer()
 
     def release(self) -> None:
-        """Keep nothing alive: nothing is taken any more."""
+        """Release the timer and the request: no event is taken any more."""
         self._stop_timer()
         self._pause = self._resume = None
 
@@ -62,7 +63,7 @@ class Mailbox:
             self._timer = None
 
     async def take(self, seconds: float | None = None) -> list[AnswerEvent]:
-        """All events there are; none after so many seconds, or once closed."""
+        """Return all waiting events; an empty list after `seconds`, or once closed."""
         if not self._events and not self.closed:
             self._arrived.clear()
             if seconds is not None:
@@ -74,7 +75,9 @@ class Mailbox:
         return [] if self.closed else events
 
     def _give_up_after(self, seconds: float) -> None:
-        """A timer for each `take` would be set and cancelled for every token: one that has come too early waits on."""
+        """Set the timer of a waiting `take`; one that fires too early waits again, which saves a timer for every
+        token.
+        """
         loop = asyncio.get_running_loop()
         self._deadline = loop.time() + seconds
         if self._timer is None or self._timer_at > self._deadline:
@@ -93,7 +96,7 @@ class Mailbox:
             self._set_timer(loop)
 
     def written(self) -> None:
-        """What was taken has been written: a paused request goes on once little waits."""
+        """Record that the taken events have been written: a paused request continues once little waits."""
         if self._paused and self.size < LOW_WATER and self._resume is not None:
             self._paused = False
             self._resume()

@@ -1,6 +1,6 @@
-"""Reading tool calls whose syntax is not one JSON value: a name and JSON, tagged parameters, Python calls.
+"""Read tool calls whose syntax is not one JSON value: a name and JSON, tagged parameters, Python calls.
 
-Each reader is fed the text inside of one region, in any pieces, and passes arguments on as JSON as they come.
+Each reader gets the text inside one region, in any pieces, and passes arguments on as JSON as they arrive.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LONGEST_NAME = 256
 
 
 def value_kind(schema: Any) -> str:
-    """How a parameter stands in a tagged call: "string" as it is, "optional" as it is or null, "json" as JSON."""
+    """Return the form of a parameter in a tagged call: "string" raw, "optional" raw or null, "json" as JSON."""
     if not isinstance(schema, Mapping):
         return "json"
     kinds = schema.get("type")
@@ -44,7 +44,7 @@ def _dumps(value: Any) -> str:
 
 
 class _Reader:
-    """What all readers do alike: the calls' numbers, names, ends."""
+    """The common part of all readers: numbers, names and ends of calls."""
 
     def __init__(
         self, choice: int, first_index: int, new_id: Callable[[int], str], form: Format, special: Mapping[str, int]
@@ -83,16 +83,16 @@ class _Reader:
         return events
 
     def marker(self, spelled: str) -> list[AnswerEvent] | None:
-        """A special token inside of the region; None where it is none of this syntax."""
+        """Read a special token inside the region; returns None where it is not part of this syntax."""
         return None
 
     def finish(self) -> list[AnswerEvent]:
-        """The answer ended by itself: a call that needs no more than the region's end is closed."""
+        """End the answer: a call that needs only the region's end is closed."""
         return []
 
 
 class _MarkedReader(_Reader):
-    """States that each end at one of a few markers, which are found in the text or are special tokens."""
+    """A reader whose states each end at one of a few markers: texts or special tokens."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -101,19 +101,19 @@ class _MarkedReader(_Reader):
         self._name = ""
 
     def _wanted(self) -> Sequence[str]:
-        """The markers that may come in this state."""
+        """Return the markers that may come in this state."""
         raise NotImplementedError
 
     def _text(self, text: str) -> bool:
-        """Text of this state, in pieces; whether it may stand there."""
+        """Read text of this state, in pieces; returns whether it is allowed there."""
         raise NotImplementedError
 
     def _reached(self, marker: str) -> bool:
-        """The state's text is complete."""
+        """Complete the state's text at a marker; returns whether it is allowed."""
         raise NotImplementedError
 
     def feed(self, text: str) -> tuple[list[AnswerEvent], str]:
-        """(events, what stands behind the end of the region's calls, or behind where it is broken)."""
+        """Return (events, text after the end of the region's calls, or after the place where they are broken)."""
         text = self._held + text
         self._held = ""
         at = 0
@@ -138,7 +138,7 @@ class _MarkedReader(_Reader):
         return self._taken(), text[at:]
 
     def _broken(self, text: str) -> tuple[list[AnswerEvent], str]:
-        """Text that may not stand here: it is no part of the calls, wherever it was cut."""
+        """Handle text that is not allowed here: it is not part of the calls, wherever it was cut."""
         self.broken = True
         return self._taken(), text.lstrip()
 
@@ -146,7 +146,7 @@ class _MarkedReader(_Reader):
         raise NotImplementedError
 
     def _keep(self, text: str, at: int) -> int:
-        """Characters at the end that may be the beginning of a marker."""
+        """Return the number of characters at the end that may begin a marker."""
         most = 0
         for one in self._wanted():
             if one and one not in self._special:
@@ -169,7 +169,7 @@ class _MarkedReader(_Reader):
 
 
 class NamedReader(_MarkedReader):
-    """NAME, a marker, and the arguments as JSON, by the format's `Named`."""
+    """Read NAME, a marker, and the arguments as JSON, by the format's `Named`."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -240,7 +240,7 @@ class NamedReader(_MarkedReader):
 
 
 class TaggedReader(_MarkedReader):
-    """Parameters between tags, by the format's `Tags`; each becomes JSON by its schema."""
+    """Read parameters between tags, by the format's `Tags`; each becomes JSON by its schema."""
 
     def __init__(self, tools: Sequence[ToolSpec], *args: Any) -> None:
         super().__init__(*args)
@@ -345,7 +345,8 @@ class TaggedReader(_MarkedReader):
         self._pending.append(_dumps(_json_or_text(text, self._kind)))
 
     def finish(self) -> list[AnswerEvent]:
-        # What has no end of its own ends with the region; a grammar that came to its end is one.
+        """End the answer: a call without an end marker is closed."""
+        # A call without an end marker ends with the region; the end of a grammar is such an end.
         if self.ended or self.broken or self._tags.end or self._held.strip() or self._state not in ("name", "gap"):
             return []
         if self._state == "name" and not self._name.strip():
@@ -363,11 +364,11 @@ def _json_or_text(text: str, kind: str) -> Any:
 
 
 def _no_constant(word: str) -> Any:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")
 
 
 class PythonReader(_Reader):
-    """Calls as Python writes them: `[name(key=value), name()]`, or with `listed` off one call a line."""
+    """Read calls in Python's syntax: `[name(key=value), name()]`, or with `listed` off one call a line."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -378,7 +379,7 @@ class PythonReader(_Reader):
         self._count = 0
 
     def feed(self, text: str) -> tuple[list[AnswerEvent], str]:
-        """(events, what stands behind the end of the region's calls, or behind where it is broken)."""
+        """Return (events, text after the end of the region's calls, or after the place where they are broken)."""
         for at, c in enumerate(text):
             if self.ended or self.broken:
                 return self._taken(), text[at:]

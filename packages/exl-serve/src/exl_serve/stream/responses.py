@@ -1,11 +1,11 @@
-"""Answers of /v1/responses: the events of a stream, and the whole, from the same events as chat's."""
+"""Answers of /v1/responses: the events of a stream, and the whole response, from the same events as chat's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from exl_serve.api.state import TextDoor
+from exl_serve.api.state import TextCodec
 from exl_serve.engine.events import TokenLogprob
 from exl_serve.stream.chunks import Answer, Choice, sse
 from exl_serve.stream.events import AnswerEvent, Content, Finish, Reasoning, ToolArgs, ToolBegin
@@ -16,12 +16,12 @@ _PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 
 
 def usage_of(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """Chat's usage in the shape of responses."""
+    """Return chat's usage in the shape of responses."""
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {
             "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
-            "cache_write_tokens": 0,  # of a cache that is paid for: OpenAI's type wants it
+            "cache_write_tokens": 0,  # OpenAI's type requires it, for a paid cache
         },
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
@@ -30,27 +30,29 @@ def usage_of(usage: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Responses(Answer):
-    """One response: items one after another, each opened, filled and closed before the next.
+    """One response: items in sequence, each opened, filled and closed before the next.
 
-    `head` is all of the response object that is known before the first token, with `id` and `model` among it.
+    `head` is the part of the response object that is known before the first token, including `id` and `model`.
     """
 
-    def __init__(self, head: Mapping[str, Any], text: TextDoor, *, logprobs: bool = False) -> None:
+    def __init__(self, head: Mapping[str, Any], text: TextCodec, *, logprobs: bool = False) -> None:
         super().__init__(head, 1, text, logprobs=logprobs)
         self._number = 0
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
 
     def line(self, chunk: dict[str, Any]) -> bytes:
+        """Return a chunk as one event of a stream."""
         return f"event: {chunk['type']}\n".encode() + sse(chunk)
 
     def whole(self) -> dict[str, Any]:
-        """Raises ServeError where it has failed."""
+        """Return the response. Raises ServeError where it has failed."""
         if self.error is not None:
             raise self.error
         return self._response()
 
     def last_chunks(self) -> list[dict[str, Any]]:
+        """Return the events of a failed response; none for others."""
         if self.error is None:
             return []
         choice = self.choices[0]
@@ -129,7 +131,7 @@ class Responses(Answer):
         return [*found, delta]
 
     def _begin(self, kind: str, **values: Any) -> list[dict[str, Any]]:
-        """A new item; the one before is closed."""
+        """Open a new item; the item before is closed."""
         closed = self._close("completed")
         number = len(self._output)
         own = f"{_PREFIXES[kind]}{str(self.head['id']).removeprefix('resp_')}{number}"
@@ -181,6 +183,6 @@ class Responses(Answer):
 
 
 def _without_bytes(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """As deltas have it."""
+    """Return an entry in the form of deltas."""
     top = [{"token": one["token"], "logprob": one["logprob"]} for one in entry["top_logprobs"]]
     return {"token": entry["token"], "logprob": entry["logprob"], "top_logprobs": top}

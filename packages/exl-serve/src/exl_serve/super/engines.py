@@ -1,4 +1,4 @@
-"""The engine processes of a supervisor: what the registry of models wants done, done."""
+"""Run the engine processes of a supervisor, as the registry of models requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 STATES = ("unloaded", "planning", "loading", "warming", "ready", "draining", "unloading", "failed")
 DRAIN_SECONDS = 1.0
-"""How long a draining engine must have been idle: workers have heard of it by then."""
+"""Seconds that a draining engine must have been idle; the workers know its state by then."""
 STOP_SECONDS = 10.0
 
 
@@ -44,7 +44,9 @@ class _Process:
 
 
 class Engines:
-    """`step` is to be called now and then, and when `wake` was written to; `changed` when states have changed."""
+    """The engine processes. Call `step` regularly, and when `wake` was written to; `changed` is set when states
+    change.
+    """
 
     def __init__(
         self,
@@ -68,17 +70,20 @@ class Engines:
             self.registry.add(model)
 
     def address(self, id: str) -> str:
+        """Return the address of a model's engine."""
         return f"ipc://{self._folder}/engine-{self._numbers.setdefault(id, len(self._numbers))}"
 
     def entries(self) -> list[Entry]:
+        """Return all models of the registry."""
         return list(self.registry.entries.values())
 
     def is_stalled(self, id: str) -> bool:
+        """Whether a model's engine makes no progress."""
         process = self._processes.get(id)
         return process is not None and process.stalled
 
     def replace(self, config: ServeConfig) -> None:
-        """Another list of models: new ones are added, those that are missing unloaded."""
+        """Use another list of models: new ones are added, missing ones unloaded."""
         self.config = config
         wanted = {model.id for model in config.model}
         for id in [id for id in self.registry.entries if id not in wanted]:
@@ -91,6 +96,7 @@ class Engines:
         self.changed = True
 
     def step(self) -> None:
+        """Read the processes' messages and states, and run the registry's actions."""
         now = self._clock()
         for id, process in list(self._processes.items()):
             self._watch(id, process, now)
@@ -102,7 +108,7 @@ class Engines:
             self._act(self.registry.actions.popleft())
 
     def stop(self, seconds: float) -> None:
-        """End all of them."""
+        """End all processes."""
         self.running = False
         children = [process.child for process in self._processes.values()] + list(self._planning.values())
         for child in children:
@@ -209,7 +215,7 @@ class Engines:
         elif process.idle_since is None:
             process.idle_since = now
         if entry is not None:
-            # A draining engine is told to be free once it has been idle since the workers know.
+            # A draining engine counts as free once it has been idle since the workers know.
             free = process.idle_since is not None and now - max(process.idle_since, entry.since) >= DRAIN_SECONDS
             self.registry.used(id, open if open or free or entry.state != "draining" else 1, False)
         found = process.watch.look(status, reader.writes, now)
@@ -239,7 +245,9 @@ class Engines:
             self._metrics.set("exl_device_bytes", float(size), device=device)
 
     def rss(self) -> dict[str, int]:
+        """Return the resident memory of each engine process in bytes."""
         return {f"engine {id}": process.child.rss() for id, process in self._processes.items()}
 
     def models(self) -> list[ModelConfig]:
+        """Return the configurations of all models."""
         return [entry.config for entry in self.registry.entries.values()]

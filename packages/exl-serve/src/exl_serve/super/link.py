@@ -1,4 +1,4 @@
-"""Between the supervisor and its workers: states of the models one way, metrics and calls the other."""
+"""Messages between the supervisor and its workers: states of the models one way, metrics and calls the other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ModelState(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is told at its start, as JSON on its standard input."""
+    """The start message of a worker, as JSON on its standard input."""
 
     config: ServeConfig
     #: the listening socket's number in the worker
@@ -32,27 +32,33 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True, tag="report", tag_field="kind"):
-    """From a worker, once a second: (is a count, name, labels, value), and lines of finished requests."""
+    """Metrics from a worker, once a second: (is a count, name, labels, value)."""
 
     metrics: list[tuple[bool, str, dict[str, str], float]]
 
 
 class Operator(msgspec.Struct, array_like=True, frozen=True, tag="call", tag_field="kind"):
+    """An operator's call from a worker."""
+
     tag: int
     name: str
     parameters: dict[str, Any]
 
 
 class State(msgspec.Struct, array_like=True, frozen=True, tag="state", tag_field="kind"):
-    """To a worker, at every change. phase: serving; draining (new requests are refused); stopping (finish and end)."""
+    """States to a worker, at every change. phase: serving; draining (rejects new requests); stopping (finish and
+    end).
+    """
 
     models: list[ModelState]
     phase: str
-    #: what a reload has changed since the worker's start
+    #: the configuration, where a reload has changed it since the worker's start
     config: ServeConfig | None = None
 
 
 class Told(msgspec.Struct, array_like=True, frozen=True, tag="told", tag_field="kind"):
+    """The answer to an operator's call."""
+
     tag: int
     result: dict[str, Any]
     #: (status, type, code, message), where the call failed
@@ -65,16 +71,17 @@ _told = msgspec.msgpack.Decoder(State | Told)
 
 
 def encode(message: Report | Operator | State | Told) -> bytes:
+    """Return the bytes of a message."""
     return _encoder.encode(message)
 
 
 def decode_report(data: bytes) -> Report | Operator:
-    """Raises msgspec.DecodeError."""
+    """Decode a message of a worker. Raises msgspec.DecodeError."""
     message: Report | Operator = _report.decode(data)
     return message
 
 
 def decode_told(data: bytes) -> State | Told:
-    """Raises msgspec.DecodeError."""
+    """Decode a message of the supervisor. Raises msgspec.DecodeError."""
     message: State | Told = _told.decode(data)
     return message

@@ -1,4 +1,4 @@
-"""Log lines as JSON, one object a line. Prompts, answers and keys are in none."""
+"""Log lines as JSON, one object a line. They hold no prompts, answers or keys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Json(logging.Formatter):
 
 
 class _Text(logging.Formatter):
-    """One record, one line, but for tracebacks: what a client sent must not begin another."""
+    """One line for each record, except tracebacks: text of a client cannot begin another line."""
 
     def format(self, record: logging.LogRecord) -> str:
         record.message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in record.getMessage())
@@ -35,7 +35,7 @@ class _Text(logging.Formatter):
 
 
 def set_up(config: Log, text: str) -> None:
-    """The log of this process, on standard error; `text`: the format where it is not JSON."""
+    """Set up the log of this process, on standard error; `text` is the format where it is not JSON."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if config.format == "json" else _Text(text))
     root = logging.getLogger()

@@ -1,5 +1,7 @@
-"""The models of a server as a state machine: which are loaded, in which order others make room, when one is started
-again. It does nothing itself: what is to be done stands in `actions`, what was done is told to it."""
+"""The models of a server as a state machine: loading, making room for others, restarting.
+
+It does nothing itself: `actions` lists what the supervisor must do, and methods report what was done.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ __all__ = ["Action", "Entry", "Registry", "State"]
 
 State = Literal["unloaded", "planning", "loading", "warming", "ready", "draining", "unloading", "failed"]
 HOLDING: frozenset[State] = frozenset({"loading", "warming", "ready", "draining", "unloading"})
-"""States in which a model has a process, and so memory."""
+"""States in which a model has a process and memory."""
 MIN_RESIDENCY = 30.0
 CRASHES, CRASH_SECONDS, MAX_BACKOFF = 5, 600.0, 60.0
 MARGIN, SHARE = 1.05, 0.9
@@ -23,8 +25,11 @@ GIB = 1 << 30
 
 
 class Action(NamedTuple):
-    """plan: find out what it takes, then tell `planned` or `failed`. start: start its process. stop: end it, told by
-    `exited`; a draining one has nothing open any more."""
+    """An action for the supervisor.
+
+    plan: compute the memory of a model, then call `planned` or `failed`. start: start its process. stop: end it, then
+    call `exited`; a draining model has no open requests any more.
+    """
 
     what: Literal["plan", "start", "stop"]
     id: str
@@ -36,7 +41,7 @@ class Entry:
 
     config: ModelConfig
     state: State = "unloaded"
-    #: since when it is in this state
+    #: time at which it entered this state
     since: float = 0.0
     #: bytes a device; None: not planned yet
     needs: dict[str, int] | None = None
@@ -52,17 +57,17 @@ class Entry:
     #: when it is started again after a crash
     retry_at: float | None = None
     reason: str = ""
-    #: why the last load ended without success
+    #: reason that the last load failed
     error: ServeError | None = None
     #: load it again once it is unloaded
     again: bool = False
-    #: who asked for the load is an operator: others make room though they were used lately
+    #: an operator asked for the load: recently used models make room, too
     urgent: bool = False
     removed: bool = False
 
 
 class Registry:
-    """`changed` is called with an entry after each change of its state."""
+    """All models. `changed` is called with an entry after each change of its state."""
 
     def __init__(
         self,
@@ -77,6 +82,7 @@ class Registry:
         self.actions: deque[Action] = deque()
 
     def add(self, config: ModelConfig) -> None:
+        """Add a model."""
         found = self.entries.get(config.id)
         if found is not None and found.removed:
             found.removed, found.config = False, config
@@ -84,7 +90,7 @@ class Registry:
             self.entries[config.id] = Entry(config, since=self._clock())
 
     def remove(self, id: str) -> None:
-        """Unload it once nothing is open, and forget it."""
+        """Unload a model once no request is open, and forget it."""
         entry = self.get(id)
         entry.removed, entry.again = True, False
         if entry.state in HOLDING:
@@ -93,7 +99,7 @@ class Registry:
             del self.entries[id]
 
     def get(self, id: str) -> Entry:
-        """Raises ServeError 404."""
+        """Return the entry of a model. Raises ServeError 404."""
         entry = self.entries.get(id)
         if entry is None or entry.removed:
             raise ServeError(
@@ -104,7 +110,9 @@ class Registry:
     # ---- what others ask for -----------------------------------------------------------------------------------------
 
     def load(self, id: str, *, urgent: bool = False) -> Entry:
-        """Begin, unless it is loaded or being loaded; its outcome is in `state` and `error`. Raises ServeError."""
+        """Begin to load a model, unless it is loaded or loading; the outcome is in `state` and `error`. Raises
+        ServeError.
+        """
         entry = self.get(id)
         entry.urgent |= urgent
         if entry.state in ("draining", "unloading"):
@@ -118,7 +126,7 @@ class Registry:
         return entry
 
     def unload(self, id: str, *, force: bool = False) -> Entry:
-        """Let what is open end, or with `force` end it, then unload. Raises ServeError 404."""
+        """Let open requests end, or with `force` end them, then unload. Raises ServeError 404."""
         entry = self.get(id)
         entry.again = False
         if entry.state == "planning" or (entry.state == "failed" and entry.retry_at is not None):
@@ -130,7 +138,7 @@ class Registry:
         return entry
 
     def used(self, id: str, open: int, touched: bool) -> None:
-        """What the workers have open of a model, and whether there was a request."""
+        """Record a model's open requests, and whether there was a new one."""
         entry = self.entries.get(id)
         if entry is None:
             return
@@ -143,7 +151,7 @@ class Registry:
     # ---- what was done -----------------------------------------------------------------------------------------------
 
     def planned(self, id: str, needs: Mapping[str, int], free: Mapping[str, int | None]) -> None:
-        """What a model takes on each device, and what is free there now."""
+        """Record a model's memory on each device, and the free memory there."""
         entry = self.entries.get(id)
         if entry is None or entry.state != "planning":
             return
@@ -156,7 +164,7 @@ class Registry:
         self._make_room(entry)
 
     def told(self, id: str, state: str, *, done: int = 0, total: int = 0, reason: str = "") -> None:
-        """Its process has said how far it is: loading, warming, ready, failed."""
+        """Record the reported state of its process: loading, warming, ready, failed."""
         entry = self.entries.get(id)
         if entry is None or entry.state not in ("loading", "warming"):
             return
@@ -173,14 +181,14 @@ class Registry:
             entry.reason = reason
 
     def failed(self, id: str, error: ServeError) -> None:
-        """It cannot be loaded; it is not tried again by itself."""
+        """Record that the model cannot be loaded; it is not tried again automatically."""
         entry = self.entries.get(id)
         if entry is not None and entry.state not in HOLDING:
             entry.error, entry.reason, entry.retry_at = error, error.message, None
             self._set(entry, "failed")
 
     def exited(self, id: str, how: str) -> None:
-        """Its process has ended; `how` for the log, such as "signal 9"."""
+        """Record that its process has ended; `how` is for the log, such as "signal 9"."""
         entry = self.entries.get(id)
         if entry is None or entry.state not in HOLDING:
             return
@@ -197,7 +205,7 @@ class Registry:
         self._retry_waiting()
 
     def tick(self) -> None:
-        """Now and then: starts what is to be started again, and what waits for memory."""
+        """Start models that are due for a restart or wait for memory. Call it regularly."""
         now = self._clock()
         for entry in list(self.entries.values()):
             if entry.state == "failed" and entry.retry_at is not None and now >= entry.retry_at:
@@ -269,7 +277,7 @@ class Registry:
                 self._make_room(entry)
 
     def _make_room(self, entry: Entry) -> None:
-        """Start it, or let idle models make room for it, or refuse."""
+        """Start the model, let idle models make room for it, or fail."""
         if self._fits(entry, self._held()):
             entry.boot += 1
             entry.urgent = False
@@ -308,8 +316,7 @@ class Registry:
                 if e.state in HOLDING and (e.needs or {}).get(device)
             )
             if most is not None:
-                parts.append(
-                    f"{device}: needs {size * MARGIN / GIB:.2f} GiB of {most / GIB:.2f}; held by {holders or 'nobody'}"
-                )
+                needed = f"{size * MARGIN / GIB:.2f} GiB of {most / GIB:.2f}"
+                parts.append(f"{device}: needs {needed}; held by {holders or 'no model'}")
         text = f"no room for the model {entry.config.id}: {'; '.join(parts)}; unload one, or give it a smaller cache"
         return ServeError(409, "conflict", "memory_budget", text)

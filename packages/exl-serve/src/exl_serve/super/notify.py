@@ -1,4 +1,4 @@
-"""Telling systemd how the service is: its protocol is a datagram to a Unix socket."""
+"""Notify systemd of the service's state: its protocol is a datagram to a Unix socket."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Notifier"]
 
 
 class Notifier:
-    """Does nothing where no service manager asks for it."""
+    """Send states to the service manager; does nothing where there is none."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self._address = environment.get("NOTIFY_SOCKET", "")
@@ -21,12 +21,12 @@ class Notifier:
         self.interval = int(microseconds) / 2e6 if microseconds.isdecimal() and int(microseconds) > 0 else None
 
     def tell(self, state: str) -> None:
-        """`state` such as READY=1, STOPPING=1, WATCHDOG=1, STATUS=text."""
+        """Send `state` such as READY=1, STOPPING=1, WATCHDOG=1, STATUS=text."""
         if not self._address:
             return
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection:
                 connection.setblocking(False)  # a manager that does not read must not stop the service
                 connection.sendto(state.encode(), self._address)
-        except OSError:  # the manager's affair; the service goes on
+        except OSError:  # a problem of the manager; the service continues
             return

@@ -1,4 +1,4 @@
-"""Memory plans from a child process, as planning needs torch."""
+"""Memory plans from a child process, because planning needs torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ __all__ = ["plans"]
 
 
 def plans(models: Sequence[ModelConfig]) -> list[dict[str, Any]]:
-    """What `exl_serve.engine.plan` says of each. Raises ConfigError for a model that cannot be used."""
+    """Return the plan of each model from `exl_serve.engine.plan`. Raises ConfigError for a model that cannot be
+    used.
+    """
     data = b"".join(msgspec.json.encode(model) + b"\n" for model in models)
     done = subprocess.run(
         [sys.executable, "-P", "-m", "exl_serve.engine.plan"], input=data, capture_output=True, check=False

@@ -1,4 +1,4 @@
-"""The metrics of a server: one registry, in the supervisor, whatever the number of workers."""
+"""The metrics of a server: one registry in the supervisor, whatever the number of workers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "exl_queued_prompt_tokens": ("Prompt tokens in the queue", ("model_name",), None),
     "exl_kv_cache_usage": ("Pinned pages of all", ("model_name",), "vllm:kv_cache_usage_perc"),
     "exl_pages": ("Pages of the cache", ("model_name", "state"), None),
-    "exl_rounds": ("Rounds since the engine's start", ("model_name",), None),
+    "exl_rounds": ("Generator steps since the engine's start", ("model_name",), None),
     "exl_prefill_tokens_per_second": ("Running average", ("model_name",), None),
     "exl_decode_tokens_per_second": ("Running average", ("model_name",), None),
     "exl_model_state": ("1 for the state that a model is in", ("model_name", "state"), None),
@@ -54,7 +54,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...], str | None]] = {
 
 
 class Metrics:
-    """By name; with `alias`, also under the names of vLLM, which published dashboards and scalers read."""
+    """Metrics by name; with `alias`, also under the names of vLLM, which published dashboards and scalers read."""
 
     def __init__(self, alias: bool = True) -> None:
         self.registry = CollectorRegistry()
@@ -75,7 +75,7 @@ class Metrics:
         return [name] if other is None or not self._alias else [name, other]
 
     def take(self, reported: Iterable[tuple[bool, str, Mapping[str, str], float]]) -> None:
-        """What a worker has counted and measured. Unknown names and labels are left out."""
+        """Add the counts and values of a worker. Unknown names and labels are left out."""
         for is_count, name, labels, value in reported:
             known = COUNTERS if is_count else HISTOGRAMS
             if name not in known or set(labels) != set(known[name][1]) or not value >= 0:
@@ -88,14 +88,16 @@ class Metrics:
                     one.observe(value)
 
     def count(self, name: str, **labels: str) -> None:
+        """Add one to a counter."""
         self.take([(True, name, labels, 1.0)])
 
     def set(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge."""
         for metric in self._made[name]:
             (metric.labels(**labels) if labels else metric).set(value)
 
     def engine(self, model: str, status: EngineStatus) -> None:
-        """The gauges of an engine."""
+        """Set the gauges of an engine."""
         pages = status.pages_pinned + status.pages_cached + status.pages_free
         self.set("exl_requests_running", status.decoding + status.prefilling, model_name=model)
         self.set("exl_requests_waiting", status.queued, model_name=model)
@@ -103,9 +105,10 @@ class Metrics:
         self.set("exl_kv_cache_usage", status.pages_pinned / max(pages, 1), model_name=model)
         for state in ("pinned", "cached", "free"):
             self.set("exl_pages", getattr(status, f"pages_{state}"), model_name=model, state=state)
-        self.set("exl_rounds", status.round, model_name=model)
+        self.set("exl_rounds", status.step, model_name=model)
         self.set("exl_prefill_tokens_per_second", status.prefill_rate, model_name=model)
         self.set("exl_decode_tokens_per_second", status.decode_rate, model_name=model)
 
     def text(self) -> str:
+        """Return all metrics in Prometheus's text format."""
         return str(generate_latest(self.registry).decode())

@@ -1,4 +1,4 @@
-"""Child processes: started with their configuration on standard input, read line by line, never left behind."""
+"""Child processes: started with their configuration on standard input, read line by line, ended with their parent."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)", re.DOTALL)
 
 
 class Child:
-    """`python -m MODULE` with `start` on its standard input. Lines of its standard output come into `lines`, and `wake`
-    is written to; its standard error goes to the log, unless `inherit_log`.
+    """`python -m MODULE` with `start` on its standard input.
 
-    To be made on the main thread: the kernel ends a child with the thread that started it.
+    Lines of its standard output are added to `lines`, and `wake` is written to. Its standard error goes to the log,
+    unless `inherit_log`. Make it on the main thread: the kernel ends a child with the thread that started it.
     """
 
     def __init__(
@@ -58,21 +58,22 @@ class Child:
             threading.Thread(target=read, name=f"exl-{name}", daemon=True).start()
 
     def poll(self) -> int | None:
-        """The exit status, negative for a signal; None while it runs."""
+        """Return the exit status, negative for a signal; None while it runs."""
         return self._process.poll()
 
     def terminate(self) -> None:
+        """Send SIGTERM."""
         self._process.terminate()
 
     def kill(self, *, stacks: bool = False) -> None:
-        """With `stacks` it writes what its threads are doing into the log first, if it still can."""
+        """End it at once. With `stacks` it first writes the stacks of its threads to the log, if it still can."""
         if stacks:
             self._process.send_signal(signal.SIGUSR1)
             time.sleep(0.2)
         self._process.kill()
 
     def end(self, seconds: float) -> None:
-        """Wait for the end, and after `seconds` bring it about."""
+        """Wait for its end, and force it after `seconds`."""
         try:
             self._process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
@@ -80,7 +81,7 @@ class Child:
             self._process.wait()
 
     def rss(self) -> int:
-        """Resident memory, bytes; 0 where that is not known."""
+        """Return its resident memory in bytes; 0 where that is unknown."""
         try:
             with open(f"/proc/{self.pid}/statm", encoding="ascii") as file:
                 return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -105,7 +106,7 @@ class Child:
 
 
 def describe(status: int) -> str:
-    """An exit status in words."""
+    """Return an exit status in words."""
     if status >= 0:
         return f"status {status}"
     with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""Whether an engine makes progress. Busy is not dead: a round may be long, and what counts is that one ends."""
+"""Detect an engine without progress. A busy engine is not stalled: a step may be long, as long as it ends."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ __all__ = ["Patience", "Watch"]
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds: `stall` without progress, or 20 times the longest recent round, is a stall; `kill` more, and the engine
-    is ended."""
+    """Limits in seconds.
+
+    `stall` seconds without progress, or 20 times the longest recent step, are a stall. After `kill` more seconds the
+    engine is ended.
+    """
 
     stall: float = 30.0
     kill: float = 90.0
@@ -21,10 +24,10 @@ class Patience:
 
 @dataclass
 class Watch:
-    """Looks at one engine's status now and then.
+    """Watch the status of one engine.
 
-    Its page changes with each round, and at least once a second when it is idle: one that does not change belongs to an
-    engine that hangs, or was stopped.
+    Its page changes with each step, and at least once a second when idle. A page that does not change belongs to an
+    engine that hangs or was stopped.
     """
 
     patience: Patience = field(default_factory=Patience)
@@ -33,7 +36,7 @@ class Watch:
     _longest: float = 0.0
 
     def look(self, status: EngineStatus, writes: int, now: float) -> Literal["ok", "stalled", "kill"]:
-        """`writes`: how often the page was written so far."""
+        """Return the engine's condition; `writes` is the number of writes to the page so far."""
         if writes != self._writes:
             if status.ended >= status.began:
                 self._longest = max(0.95 * self._longest, status.ended - status.began)

@@ -1,6 +1,6 @@
 """The supervisor: starts an engine process for each model and the API workers, watches them, drains them.
 
-It loads no model and answers no request, so there is little that can end it. Everything that it starts ends with it.
+It loads no model and answers no request, so it rarely fails. All its processes end with it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 STOP_SECONDS = 10.0
 ANSWER_SECONDS = 25.0
-"""How long a call that loads a model waits for the outcome."""
+"""Seconds that a call which loads a model waits for the outcome."""
 SHOWN = {"planning": "loading", "warming": "loading", "unloading": "draining"}
 
 
@@ -60,10 +60,16 @@ class _Waiting:
 
 
 class Supervisor:
-    """`run` serves until SIGTERM or SIGINT, and returns the exit code.
+    """Serve by `run` until SIGTERM or SIGINT.
 
-    `announce` is called once the first model is ready. `reload` reads the configuration again after SIGHUP; it may
-    raise ConfigError. `patience`: when an engine without progress is ended.
+    Args:
+        config: The configuration.
+        announce: Called once the first model is ready.
+        reload: Reads the configuration again after SIGHUP; may raise ConfigError.
+        patience: Limits after which an engine without progress is ended.
+
+    Raises:
+        ServeError: nothing can listen at the address.
     """
 
     def __init__(
@@ -100,7 +106,7 @@ class Supervisor:
 
     @property
     def address(self) -> str:
-        """Where it listens, for people."""
+        """The server's address, for people."""
         server = self._config.server
         if server.uds is not None:
             return f"unix:{server.uds}"
@@ -109,7 +115,7 @@ class Supervisor:
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def run(self) -> int:
-        """1 if no model could be loaded at the start, else 0."""
+        """Serve, and return the exit code: 1 if no model could be loaded at the start, else 0."""
         _check_descriptors(self._config)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -201,7 +207,7 @@ class Supervisor:
         )
 
     def _is_hopeless(self) -> bool:
-        """No model was ever ready, and none will be."""
+        """Whether no model was ever ready, and none will be."""
         entries = [e for e in self._engines.entries() if e.config.preload]
         if self._announced or not entries or any(e.boot > 1 and e.ready_at for e in entries):
             return False
@@ -226,7 +232,7 @@ class Supervisor:
     # ---- signals, the end ------------------------------------------------------------------------------------------
 
     def _on_signal(self, number: int, _: Any) -> None:
-        """SIGTERM drains, SIGINT drains without delay, a second one ends at once; SIGHUP reloads."""
+        """Handle a signal: SIGTERM drains, SIGINT drains without delay, a second one ends at once; SIGHUP reloads."""
         if number == signal.SIGHUP:
             self._hung_up = True
         elif self._phase == "serving":
@@ -240,7 +246,7 @@ class Supervisor:
             os.write(self._wake_write, b"\0")
 
     def _take_over(self) -> None:
-        """What may change while it runs; the rest is named in the log."""
+        """Apply the changes that a running server accepts; the log names the others."""
         if self._reload is None:
             log.warning("there is no configuration file to read again")
             return
@@ -321,7 +327,7 @@ class Supervisor:
             try:
                 message = link.decode_report(data)
             except msgspec.MsgspecError:
-                log.error("a worker sent what is no message")
+                log.error("a worker sent an invalid message")
                 continue
             if worker not in self._known:
                 self._known.add(worker)
@@ -341,13 +347,13 @@ class Supervisor:
             self._socket.send_multipart([worker, link.encode(answer)])
 
     def _operate(self, worker: bytes, call: link.Operator) -> dict[str, Any] | None:
-        """The answer, or None if it comes later. Raises ServeError."""
+        """Return the answer of a call, or None if it comes later. Raises ServeError."""
         parameters = call.parameters
         if call.name == "metrics":
             return {"text": self._metrics.text()}
         registry, id = self._engines.registry, str(parameters.get("model"))
         if call.name == "load":
-            # `wanted`: by a request, which moves nobody who was used lately.
+            # `wanted`: by a request, which unloads no recently used model.
             registry.load(id, urgent=not parameters.get("wanted"))
             self._waiting.append(_Waiting(worker, call.tag, id, time.monotonic() + ANSWER_SECONDS))
             return None
@@ -378,7 +384,7 @@ def _described(entry: Entry) -> dict[str, Any]:
 
 
 def _check_descriptors(config: ServeConfig) -> None:
-    """A connection takes a descriptor: allow as many as are needed, or say that there are fewer."""
+    """Raise the limit of open files to what the connections need, or log that it is lower."""
     needed = config.server.limits.max_connections + 256
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= needed:
@@ -390,9 +396,9 @@ def _check_descriptors(config: ServeConfig) -> None:
 
 
 def _listen(config: ServeConfig) -> socket.socket:
-    """Raises ServeError where nothing can listen there.
+    """Return the listening socket. Raises ServeError where nothing can listen.
 
-    One socket for all workers: with one each (SO_REUSEPORT) the kernel would hand connections to a worker that has
+    All workers share one socket. With one each (SO_REUSEPORT), the kernel would give connections to a worker that has
     ended and is not started again yet.
     """
     server = config.server
@@ -422,7 +428,7 @@ def _listen(config: ServeConfig) -> socket.socket:
 
 
 def _remove_dead_socket(path: Path) -> None:
-    """One that a server left behind, to which nobody listens."""
+    """Remove a socket that a server left behind and that no process listens on."""
     if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

@@ -1,4 +1,4 @@
-"""`exl serve top`: what a running server is doing, as a table."""
+"""`exl serve top`: the load of a running server as a table."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ COLUMNS = {
 
 
 def fetch(url: str, key: str | None) -> dict[str, Any]:
-    """The answer of /load. Raises ConfigError where there is none."""
+    """Return the answer of /load. Raises ConfigError where there is none."""
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{url} is no address: give http://HOST:PORT")
+        raise ConfigError(f"{url} is not an address: give http://HOST:PORT")
     request = urllib.request.Request(url.rstrip("/") + "/load")
     if key is not None:
         request.add_header("authorization", f"Bearer {key}")
@@ -43,7 +43,7 @@ def fetch(url: str, key: str | None) -> dict[str, Any]:
 
 
 def table(load: Mapping[str, Any]) -> str:
-    """One line a model."""
+    """Return one line for each model."""
     rows = [["model", *COLUMNS.values()]]
     for id, entry in load.get("models", {}).items():
         rows.append([id, *(str(entry.get(name, "-")) for name in COLUMNS)])

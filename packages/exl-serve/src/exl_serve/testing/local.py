@@ -1,4 +1,4 @@
-"""An engine in this process, for tests and notebooks; not for load."""
+"""An engine in this process, for tests and notebooks; not for production."""
 
 from __future__ import annotations
 
@@ -42,16 +42,18 @@ class EngineThread:
             limits=limits,
             qos=qos,
             context=self.context,
-            round_floor=made.floor,
+            step_floor=made.floor,
             vision=made.vision,
         )
         self._thread = threading.Thread(target=self.host.run, name="exl-engine", daemon=True)
         self._thread.start()
 
     async def connect(self) -> LocalEngine:
+        """Return a new client of the engine."""
         return await LocalEngine.connect(self.address, self.context)
 
     def close(self) -> None:
+        """Stop the thread."""
         if self._thread.is_alive():
             self.host.stop()
             self._thread.join(30)
@@ -62,7 +64,7 @@ class EngineThread:
 async def local_engine(
     config: ModelConfig, limits: Limits | None = None, qos: Qos | None = None
 ) -> AsyncIterator[LocalEngine]:
-    """A loaded engine, and its client."""
+    """Yield the client of a loaded engine in this process."""
     thread = EngineThread(config, limits, qos)
     try:
         engine = await thread.connect()

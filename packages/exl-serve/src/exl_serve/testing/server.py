@@ -39,35 +39,40 @@ class LocalHandle:
         self._lock = asyncio.Lock()
 
     async def engine(self) -> EngineClient:
+        """Return the engine's client."""
         async with self._lock:
             if self._client is None:
                 self._client = await self._thread.connect()
             return self._client
 
     async def close(self) -> None:
+        """Close the client."""
         if self._client is not None:
             await self._client.close()
             self._client = None
 
 
 class LocalModels:
-    """The models of a server that loads and unloads nothing."""
+    """The models of a server that loads and unloads none."""
 
     def __init__(self, handles: Sequence[ModelHandle], *, accept_any: bool = False) -> None:
         self._handles, self._accept_any = handles, accept_any
 
     def resolve(self, name: str, caller: Caller) -> tuple[ModelHandle, str | None]:
+        """Return (model, adapter) for a name. Raises ServeError 404."""
         return find_model(self._handles, name, caller, self._accept_any)
 
     def list(self) -> Sequence[ModelHandle]:
+        """Return all models."""
         return self._handles
 
     async def control(self, name: str, /, **parameters: Any) -> dict[str, Any]:
+        """Raise ServeError 501."""
         raise ServeError(501, "not_implemented", "unsupported", f"this server cannot {name} models")
 
 
 class LiveServer:
-    """uvicorn in a thread over engines in threads; `url` is where it listens."""
+    """uvicorn in a thread over engines in threads; `url` is its address."""
 
     def __init__(
         self,
@@ -103,6 +108,7 @@ class LiveServer:
             await handle.close()
 
     def close(self) -> None:
+        """Stop the server."""
         if self._server is not None:
             self._server.should_exit = True
             self._server.force_exit = True

@@ -1,4 +1,4 @@
-"""Waiting for something that another thread or process does."""
+"""Wait for a result of another thread or process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ HANG_SECONDS = 120.0
 
 
 def until(true: Callable[[], Any], explain: Callable[[], str] = str, *, seconds: float = HANG_SECONDS) -> Any:
-    """Return what `true()` gives, once that is true.
+    """Return the first true result of `true()`.
 
-    Raises TimeoutError, with what `explain()` says, if it is not after so many seconds, which only a hang takes.
+    Raises TimeoutError with the text of `explain()` after `seconds` seconds, which only a hang takes.
     """
     end = time.monotonic() + seconds
     while not (found := true()):

@@ -12,10 +12,10 @@ class Named:
     """Calls of a name, a separator, and the arguments as JSON."""
 
     separator: str
-    #: around each call, where a region holds several
+    #: begin and end of each call, where a region holds several
     begin: str = ""
     end: str = ""
-    #: before the name stand this word and this marker
+    #: before the name come this word and this marker
     word: str = ""
     word_end: str = ""
     #: between the JSON and `end`
@@ -24,7 +24,7 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """Calls whose parameters stand between tags. `lines`: a line break on each side of a value is the format's."""
+    """Calls whose parameters are between tags. `lines`: a line break on each side of a value belongs to the format."""
 
     name_begin: str
     name_end: str
@@ -38,22 +38,22 @@ class Tags:
 
 @dataclass(frozen=True, slots=True)
 class Python:
-    """Calls as Python writes them."""
+    """Calls in Python's syntax."""
 
 
 @dataclass(frozen=True, slots=True)
 class Harmony:
-    """Messages, each with a header that names its channel and, of a call, whom it is for."""
+    """Messages, each with a header that names its channel and, for a call, its recipient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Where reasoning and tool calls begin and end in a family's output, and what is inside of a call's region."""
+    """The markers of reasoning and tool calls in a family's output, and the syntax inside a call's region."""
 
     name: str
     think: tuple[str, str] | None = ("<think>", "</think>")
     call: tuple[str, str] | None = None
-    #: inside of a region is an array of calls, else an object for one
+    #: a region holds an array of calls, else one object
     listed: bool = False
     names: tuple[str, ...] = ("name",)
     arguments: tuple[str, ...] = ("arguments", "parameters")
@@ -63,7 +63,7 @@ class Format:
     inside: Named | Tags | Python | Harmony | None = None
     #: letters and digits of a call's id; None: "call_" and 24
     id_length: int | None = None
-    #: texts of a chat template that tell the format; of a tuple all have to be there
+    #: texts of a chat template that identify the format; of a tuple, all must be present
     signs: tuple[str | tuple[str, ...], ...] = ()
 
 
@@ -152,4 +152,4 @@ FORMATS: dict[str, Format] = {
         Format("none"),
     )
 }
-"""By name. "none" reads reasoning alone."""
+"""Formats by name. "none" reads only reasoning."""
