@@ -11,7 +11,7 @@ import torch
 
 from exl_filters import ExLlamaV2SelectFilter
 from exl_generate import ExLlamaV2DynamicJob, ExLlamaV2Sampler, NoCandidatesError, RequestError
-from exl_generate.sampling import RequestRandom, RequestSampler, Vocabulary
+from exl_generate.sampling import RequestRandom, RequestSampler, SparseBias, Vocabulary
 from exl_generate.testing import ScriptedConfig, ScriptedTokenizer
 
 Settings = ExLlamaV2Sampler.Settings
@@ -85,6 +85,12 @@ def test_the_error_names_a_setting_that_is_no_number(name: str, value: Any) -> N
         ({"xtc_ignore_tokens": frozenset({"a"})}, "set of token ids"),
         ({"token_bias": [0.0] * 64}, "1-D tensor"),
         ({"token_bias": torch.full((64,), math.inf)}, r"\+inf"),
+        ({"token_bias": {3: math.nan}}, "NaN"),
+        ({"token_bias": SparseBias.of({3: 0.0}, rest=math.inf)}, r"\+inf"),
+        ({"token_bias": {-1: 0.0}}, "maps -1 to 0.0"),
+        ({"token_bias": {"a": 0.0}}, "maps 'a' to 0.0"),
+        ({"token_bias": {3: "1"}}, "maps 3 to '1'"),
+        ({"token_bias": {12: 0.0}}, "names id 12; the vocabulary has 12 ids"),
         ({"token_bias": torch.zeros(11)}, "has 11 values, the vocabulary 12 ids"),
         ({"dry_multiplier": 1.0, "dry_sequence_breakers": {12}}, "outside the vocabulary of 12"),
         ({"dry_multiplier": 1.0, "dry_sequence_breakers": [""]}, "empty string"),
@@ -133,6 +139,27 @@ def test_a_bias_must_reach_every_id_and_may_reach_further() -> None:
     for given in (bias, torch.cat([bias, torch.full((90,), 9.0)])):
         ids, _ = sampler(token_bias=given).distribution(row()[0, 0], np.zeros(0, dtype=np.int64))
         assert set(ids.tolist()) == {0, 1, 2, 3, 4}
+
+
+def test_a_bias_may_name_its_ids() -> None:
+    dense = torch.zeros(12)
+    dense[3], dense[7] = 2.5, -math.inf
+    context = np.zeros(0, dtype=np.int64)
+    want = sampler(token_bias=dense).distribution(row()[0, 0], context)
+    for given in ({3: 2.5, 7: -math.inf}, SparseBias.of({7: -math.inf, 3: 2.5})):
+        got = sampler(token_bias=given).distribution(row()[0, 0], context)
+        assert got[0].tolist() == want[0].tolist()
+        assert got[1].tolist() == want[1].tolist()
+    allowed, _ = sampler(token_bias=SparseBias.of({2: 0.0, 5: 0.0}, rest=-math.inf)).distribution(row()[0, 0], context)
+    assert allowed.tolist() == [2, 5]
+
+
+def test_a_job_s_bias_is_its_own() -> None:
+    given = {3: 2.5}
+    settings = Settings(token_bias=given)
+    copied = settings.clone()
+    given[4] = 1.0
+    assert copied.token_bias == {3: 2.5}
 
 
 @pytest.mark.covers("generators.md: 60")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from exl_kernels import sampling, threads
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.reference import sampling as twin
-from exl_kernels.sampling import Failure, Plan, Row, Sampled, pack_ids
+from exl_kernels.sampling import Failure, Plan, Row, Sampled, SparseBias, pack_ids
 from exl_kernels.sampling import cuda as sampling_cuda
 
 UNDER_A_TOOL = "EXL_SANITIZER" in os.environ  # as in attention_cases.py
@@ -47,10 +47,19 @@ def random_plan(rng: np.random.Generator, width: int) -> Plan:
         dry=maybe(
             (u(0, 2), 1.75, int(rng.integers(1, 3)), int(rng.integers(1, 8)), int(rng.choice([0, 25])), some), None
         ),
-        bias=maybe(torch.from_numpy(rng.normal(size=int(rng.integers(1, width + 5)))), None),
+        bias=maybe(random_bias(rng, width), None),
         cfg_scale=1.7,
         **{name: maybe(u(0.01, most), 0.0) for name, most in SHARES.items()},
     )
+
+
+def random_bias(rng: np.random.Generator, width: int) -> torch.Tensor | SparseBias:
+    """One value for each of the first ids, or for some ids up to beyond the vocabulary."""
+    if rng.random() < 0.5:
+        return torch.from_numpy(rng.normal(size=int(rng.integers(1, width + 5))))
+    ids = rng.permutation(width + 5)[: rng.integers(0, width + 5)].tolist()
+    values = np.where(rng.random(len(ids)) < 0.1, -np.inf, rng.normal(0, 5, len(ids)))
+    return SparseBias.of(dict(zip(ids, values.tolist(), strict=True)), float(rng.choice([0.0, -1.5, -np.inf])))
 
 
 def random_row(rng: np.random.Generator, plan: Plan, width: int) -> Row:
@@ -90,6 +99,19 @@ def test_native_is_bitwise_equal_to_the_twin(seed: int, width: int) -> None:
     np.testing.assert_array_equal(sampling.shaped(row), twin.shaped(row))
     got, want = sampling.sample([row])[0], twin.sample(row)
     assert same(got, want), (got, want)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**63 - 1), st.sampled_from([1, 40, 333]))
+def test_a_sparse_bias_is_that_of_a_value_for_each_id(seed: int, width: int) -> None:
+    rng = np.random.default_rng(seed)
+    bias = random_bias(rng, width)
+    if not isinstance(bias, SparseBias):
+        bias = SparseBias.of(dict(enumerate(bias.tolist())))
+    row = random_row(rng, replace(random_plan(rng, width), bias=bias), width)
+    dense = replace(row, plan=replace(row.plan, bias=bias.dense(width)))
+    np.testing.assert_array_equal(sampling.shaped(row), sampling.shaped(dense))
+    assert same(sampling.sample([row])[0], sampling.sample([dense])[0])
 
 
 @pytest.mark.parametrize("spread", [0.3, 1.0, 4.0])

@@ -700,11 +700,14 @@ class SamplingPlan:
         bias: Tensor | None,
         xtc_ignored: Tensor | None,
         cfg_scale: float | None,
+        bias_ids: Tensor | None = None,
+        bias_rest: float = 0.0,
     ) -> SamplingPlan:
         """
         0 or None switches a transform off. `size`: ids of the vocabulary; `cuts` = (top_p, top_a, min_p, tfs, typical); `late` = (low,
         high, exponent) of the temperature after the cuts; `xtc` = (probability, threshold); `penalties` = (repetition, presence, frequency,
-        range, decay); `dry` = (multiplier, base, allowed_length, max_ngram, range, breakers).
+        range, decay); `dry` = (multiplier, base, allowed_length, max_ngram, range, breakers). `bias` is that of the first ids, or of
+        `bias_ids` (int32, each once), and `bias_rest` then that of all others.
         """
 
 @final

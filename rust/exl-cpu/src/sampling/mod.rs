@@ -68,6 +68,29 @@ pub struct Chain {
     pub descending: bool,
 }
 
+/// Numbers that are added to the logits.
+#[derive(Clone, Copy, Debug)]
+pub enum Bias<'a> {
+    /// of the first ids
+    Dense(&'a [f32]),
+    /// of the named ids, each once; all others get `rest`
+    Sparse {
+        ids: &'a [i32],
+        values: &'a [f32],
+        rest: f32,
+    },
+}
+
+impl Bias<'_> {
+    /// Whether it changes no logit.
+    pub fn is_empty(&self) -> bool {
+        match self {
+            Self::Dense(values) => values.is_empty(),
+            Self::Sparse { ids, rest, .. } => ids.is_empty() && *rest == 0.0,
+        }
+    }
+}
+
 /// One row: logits and the edits of them.
 #[derive(Clone, Copy, Debug)]
 pub struct Row<'a> {
@@ -78,8 +101,7 @@ pub struct Row<'a> {
     pub size: usize,
     /// penalties and discouraged ids, before the bias; each list in order
     pub before: [&'a [Edit]; 2],
-    /// added to the first ids
-    pub bias: &'a [f32],
+    pub bias: Bias<'a>,
     /// DRY and banned ids
     pub after: [&'a [Edit]; 2],
     /// packed, 1 = allowed; ids beyond it are not

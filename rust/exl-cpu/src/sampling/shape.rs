@@ -1,7 +1,7 @@
 //! Steps 1 to 8: the logits from which a row is sampled. Arithmetic of single tokens is float64, rounded once.
 
 use super::weights::{self, Slope};
-use super::{Edit, Row, peaks};
+use super::{Bias, Edit, Row, peaks};
 use crate::isa::Isa;
 use crate::simd::{Kernel, Lanes, dispatch};
 
@@ -28,13 +28,7 @@ pub fn shape<'a>(isa: Isa, row: &Row<'a>, out: &'a mut Vec<f32>) -> &'a [f32] {
     }
     out.truncate(size);
     row.before.iter().for_each(|list| apply(list, out));
-    dispatch(
-        isa,
-        Add {
-            x: out,
-            bias: row.bias,
-        },
-    );
+    add(isa, row.bias, out);
     row.after.iter().for_each(|list| apply(list, out));
     if let Some(mask) = row.mask {
         dispatch(isa, Mask { x: out, mask });
@@ -49,6 +43,30 @@ fn apply(edits: &[Edit], x: &mut [f32]) {
     for edit in edits {
         if let Some(v) = x.get_mut(edit.id as usize) {
             *v = edit.apply(*v);
+        }
+    }
+}
+
+fn add(isa: Isa, bias: Bias<'_>, x: &mut [f32]) {
+    match bias {
+        Bias::Dense(bias) => dispatch(isa, Add { x, bias }),
+        Bias::Sparse { ids, values, rest } => {
+            let own: Vec<(usize, f32)> = ids
+                .iter()
+                .zip(values)
+                .filter_map(|(&id, value)| {
+                    let id = usize::try_from(id).ok()?;
+                    Some((id, *x.get(id)? + value))
+                })
+                .collect();
+            if rest != 0.0 {
+                for v in x.iter_mut() {
+                    *v += rest;
+                }
+            }
+            for (id, v) in own {
+                x[id] = v;
+            }
         }
     }
 }

@@ -5,7 +5,7 @@
 
 use exl_cpu::pool;
 use exl_cpu::sampling::{
-    self, Chain, Dry, Edit, Failure, Late, MAX_WIDTH, Penalties, Row, edits::DISCOURAGED,
+    self, Bias, Chain, Dry, Edit, Failure, Late, MAX_WIDTH, Penalties, Row, edits::DISCOURAGED,
 };
 use pyo3::buffer::{Element, PyBuffer};
 use pyo3::exceptions::{PyTypeError, PyValueError};
@@ -19,7 +19,11 @@ pub struct SamplingPlan {
     pub chain: Chain,
     pub penalties: Penalties,
     dry: Option<DryPlan>,
-    pub bias: Vec<f32>,
+    bias: Vec<f32>,
+    /// ids of `bias`; None: those from 0 on
+    bias_ids: Option<Vec<i32>>,
+    /// bias of all other ids
+    bias_rest: f32,
     pub xtc_ignored: Vec<i32>,
     pub cfg_scale: f64,
     pub size: usize,
@@ -38,9 +42,10 @@ struct DryPlan {
 impl SamplingPlan {
     /// 0 or None switches a transform off. `size`: ids of the vocabulary; `cuts` = (top_p, top_a, min_p, tfs, typical); `late` = (low,
     /// high, exponent) of the temperature after the cuts; `xtc` = (probability, threshold); `penalties` = (repetition, presence, frequency,
-    /// range, decay); `dry` = (multiplier, base, allowed_length, max_ngram, range, breakers).
+    /// range, decay); `dry` = (multiplier, base, allowed_length, max_ngram, range, breakers). `bias` is that of the first ids, or of
+    /// `bias_ids` (int32, each once), and `bias_rest` then that of all others.
     #[new]
-    #[pyo3(signature = (*, size, greedy, scale, smooth, top_k, cuts, late, xtc, descending, penalties, dry, bias, xtc_ignored, cfg_scale))]
+    #[pyo3(signature = (*, size, greedy, scale, smooth, top_k, cuts, late, xtc, descending, penalties, dry, bias, xtc_ignored, cfg_scale, bias_ids=None, bias_rest=0.0))]
     fn new(
         size: usize,
         greedy: bool,
@@ -56,6 +61,8 @@ impl SamplingPlan {
         bias: Option<Tensor>,
         xtc_ignored: Option<Tensor>,
         cfg_scale: Option<f64>,
+        bias_ids: Option<Tensor>,
+        bias_rest: f32,
     ) -> PyResult<Self> {
         let (top_p, top_a, min_p, tfs, typical) = cuts;
         let late = match late {
@@ -98,6 +105,16 @@ impl SamplingPlan {
                 })
             }
         };
+        let bias: Vec<f32> = copied(bias.as_ref(), "bias")?;
+        let bias_ids = match bias_ids {
+            None => None,
+            Some(ids) => Some(ids.slice::<i32>("bias_ids")?.to_vec()),
+        };
+        if bias_ids.as_ref().is_some_and(|ids| ids.len() != bias.len()) {
+            return Err(PyValueError::new_err(
+                "bias and bias_ids must have the same length",
+            ));
+        }
         Ok(Self {
             chain,
             penalties: Penalties {
@@ -108,11 +125,26 @@ impl SamplingPlan {
                 decay,
             },
             dry,
-            bias: copied(bias.as_ref(), "bias")?,
+            bias,
+            bias_ids,
+            bias_rest,
             xtc_ignored: copied(xtc_ignored.as_ref(), "xtc_ignored")?,
             cfg_scale: cfg_scale.unwrap_or(1.0),
             size,
         })
+    }
+}
+
+impl SamplingPlan {
+    fn bias(&self) -> Bias<'_> {
+        match &self.bias_ids {
+            None => Bias::Dense(&self.bias),
+            Some(ids) => Bias::Sparse {
+                ids,
+                values: &self.bias,
+                rest: self.bias_rest,
+            },
+        }
     }
 }
 
@@ -351,7 +383,7 @@ fn row<'a>(request: &'a Request, edits: &'a Edits) -> PyResult<Row<'a>> {
         negative: negative.map(|negative| (negative, plan.cfg_scale)),
         size: plan.size,
         before: [&edits.penalties, &edits.discouraged],
-        bias: &plan.bias,
+        bias: plan.bias(),
         after: [&edits.dry, &edits.banned],
         mask: mask(request)?,
         only: only(request)?,

@@ -10,6 +10,7 @@ from exl_generate.sampling.sampler import UNCONSTRAINED, Constraint, RequestSamp
 from exl_generate.sampling.settings import Settings
 from exl_generate.sampling.static import ExLlamaV2Sampler
 from exl_generate.sampling.vocabulary import Vocabulary
+from exl_kernels.sampling import SparseBias
 
 __all__ = [
     "UNCONSTRAINED",
@@ -23,6 +24,7 @@ __all__ = [
     "RequestSampler",
     "Sample",
     "Settings",
+    "SparseBias",
     "Vocabulary",
     "launch_batch",
     "sample_batch",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from exl_generate.errors import RequestError
-from exl_kernels.sampling import Plan
+from exl_kernels.sampling import Plan, SparseBias
 
 if TYPE_CHECKING:
+    import torch
+
     from exl_generate.sampling.settings import Settings
     from exl_generate.sampling.vocabulary import Mask, Vocabulary
 
@@ -20,11 +22,6 @@ _LONGEST = 1 << 40
 
 def plan_of(s: Settings, vocabulary: Vocabulary) -> Plan:
     """Return the transforms of a request. Raises `RequestError` for sets and biases that do not fit the vocabulary."""
-    if s.token_bias is not None and len(s.token_bias) < vocabulary.least_bias:
-        raise RequestError(
-            f"Settings.token_bias has {len(s.token_bias)} values, the vocabulary {vocabulary.least_bias} ids; pass one "
-            "value per id (Settings.disallow_tokens and allow_tokens make such a tensor)"
-        )
     return Plan(
         size=vocabulary.size,
         temperature=1.0 if s.temperature_last else float(s.temperature),
@@ -48,9 +45,25 @@ def plan_of(s: Settings, vocabulary: Vocabulary) -> Plan:
             min(int(s.token_repetition_decay), _LONGEST),
         ),
         dry=_dry(s, vocabulary),
-        bias=s.token_bias,
+        bias=_bias(s, vocabulary),
         cfg_scale=None if s.cfg_scale is None else float(s.cfg_scale),
     )
+
+
+def _bias(s: Settings, vocabulary: Vocabulary) -> torch.Tensor | SparseBias | None:
+    bias = s.token_bias
+    if isinstance(bias, Mapping):
+        bias = SparseBias.of(bias)
+    if isinstance(bias, SparseBias):
+        highest = max(bias.ids.tolist(), default=0)
+        if highest >= vocabulary.width:
+            raise RequestError(f"Settings.token_bias names id {highest}; the vocabulary has {vocabulary.width} ids")
+    elif bias is not None and len(bias) < vocabulary.least_bias:
+        raise RequestError(
+            f"Settings.token_bias has {len(bias)} values, the vocabulary {vocabulary.least_bias} ids; pass one value "
+            "per id (Settings.disallow_tokens and allow_tokens make such a tensor), or a dict of ids and values"
+        )
+    return bias
 
 
 def _share(value: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -13,6 +13,7 @@ import torch
 
 from exl_generate.errors import RequestError
 from exl_generate.sampling.validation import validate
+from exl_kernels.sampling import SparseBias
 
 if TYPE_CHECKING:
     from exl_generate.contracts import Tokenizer
@@ -30,7 +31,8 @@ class Settings:
     held state in exllamav2; they stay as names so that positional construction works, and are not used: that state
     belongs to the request. Only `ExLlamaV2Sampler.sample`, which knows no request, keeps `mirostat_mu` here.
 
-    `token_bias` has a value per id of the vocabulary, -inf bans; values of ids beyond it are ignored.
+    `token_bias` has a value per id of the vocabulary, -inf bans; values of ids beyond it are ignored. A dict of ids and
+    values, or a `SparseBias`, takes less memory where few ids have a bias.
     `dry_sequence_breakers` are ids or texts: a text means every id whose piece contains it, or, if it spans
     pieces, for the last id of its encoding.
     """
@@ -57,7 +59,7 @@ class Settings:
     mirostat_tau: float = 1.5
     mirostat_eta: float = 0.1
     mirostat_mu: list[float] | None = None
-    token_bias: torch.Tensor | None = None
+    token_bias: torch.Tensor | Mapping[int, float] | SparseBias | None = None
     cfg_scale: float | None = None
     post_sampling_hooks: list[Callable[..., None]] = field(default_factory=list)
     dry_allowed_length: int = 2
@@ -87,7 +89,7 @@ class Settings:
         """Return a copy with its own bias, hooks and sets: changing one never changes the other."""
         return replace(
             self,
-            token_bias=self.token_bias.clone() if isinstance(self.token_bias, torch.Tensor) else self.token_bias,
+            token_bias=self.token_bias.clone() if isinstance(self.token_bias, torch.Tensor) else copy(self.token_bias),
             post_sampling_hooks=copy(self.post_sampling_hooks) or [],
             dry_sequence_breakers=copy(self.dry_sequence_breakers),
             xtc_ignore_tokens=copy(self.xtc_ignore_tokens),
@@ -174,9 +176,13 @@ class Settings:
         return {k: v for k, v in values.items() if v is not getattr(default, k) and not _same(v, getattr(default, k))}
 
     def _own_bias(self, tokenizer: Tokenizer, fill: float) -> torch.Tensor:
+        width = -(-tokenizer.config.vocab_size // 32) * 32
+        if isinstance(self.token_bias, Mapping):
+            return SparseBias.of(self.token_bias).dense(width)
+        if isinstance(self.token_bias, SparseBias):
+            return self.token_bias.dense(width)
         if self.token_bias is not None:
             return self.token_bias.clone()
-        width = -(-tokenizer.config.vocab_size // 32) * 32
         return torch.full((width,), fill, dtype=torch.float32)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from exl_generate.errors import RequestError
+from exl_kernels.sampling import SparseBias
 
 if TYPE_CHECKING:
     from exl_generate.sampling.settings import Settings
@@ -117,11 +118,21 @@ def _number(name: str, value: Any) -> None:
 
 
 def _bias(bias: Any) -> None:
+    if isinstance(bias, Mapping):
+        for token, value in bias.items():
+            if not _is_id(token) or int(token) >= 1 << 31 or not _is_real(value):
+                raise RequestError(f"Settings.token_bias maps {token!r} to {value!r}; it must map token ids to numbers")
+        bias = torch.tensor(list(bias.values()), dtype=torch.float32)
+    if isinstance(bias, SparseBias):
+        bias = torch.cat([bias.values, torch.tensor([bias.rest])])
     if bias is None:
         return
     if not isinstance(bias, torch.Tensor) or bias.dim() != 1 or bias.is_complex() or bias.dtype == torch.bool:
         given = f"{tuple(bias.shape)} {bias.dtype}" if isinstance(bias, torch.Tensor) else type(bias).__name__
-        raise RequestError(f"Settings.token_bias is {given}; it must be a 1-D tensor, one value per token id, or None")
+        raise RequestError(
+            f"Settings.token_bias is {given}; it must be a 1-D tensor, one value per token id, a dict of ids and "
+            "values, a SparseBias, or None"
+        )
     if bool(bias.isnan().any()) or bool((bias == math.inf).any()):
         raise RequestError("Settings.token_bias holds NaN or +inf; a value must be a number or, to ban its token, -inf")
 

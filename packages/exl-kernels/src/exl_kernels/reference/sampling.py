@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from exl_kernels.sampling import Failure, Plan, Row, Sampled
+from exl_kernels.sampling import Failure, Plan, Row, Sampled, SparseBias
 
 __all__ = ["candidates", "sample", "shaped", "weight"]
 
@@ -57,7 +57,8 @@ def _shaped(row: Row) -> F32:
     _penalize(x, context, *plan.penalties)
     x[[t for t in row.discouraged if t < len(x)]] = _f(-1e30)
     if plan.bias is not None:
-        bias = plan.bias.detach().cpu().float().numpy()[: len(x)]
+        given = plan.bias.dense(len(x)) if isinstance(plan.bias, SparseBias) else plan.bias
+        bias = given.detach().cpu().float().numpy()[: len(x)]
         x[: len(bias)] += bias
     if plan.dry is not None:
         _dry(x, context, *plan.dry)

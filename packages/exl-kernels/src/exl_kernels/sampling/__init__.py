@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 from .. import _native
 from ..errors import DTypeError, ShapeError, UnsupportedError
 from . import cuda as sampling_cuda
+from .bias import SparseBias
 
 __all__ = [
     "MAX_WIDTH",
@@ -34,6 +35,7 @@ __all__ = [
     "Plan",
     "Row",
     "Sampled",
+    "SparseBias",
     "distribution",
     "launch",
     "pack_ids",
@@ -97,7 +99,7 @@ class Plan:
         greedy: choose the largest logit.
         penalties: (repetition, presence, frequency, range, decay).
         dry: (multiplier, base, allowed_length, max_ngram, range, packed breakers).
-        bias: float32, added to the logits of the first ids.
+        bias: float32, added to the logits of the first ids; or a `SparseBias`.
         cfg_scale: weight of the logits against the row's `negative` in classifier-free guidance.
         native: the plan of the native module.
         on_devices: constants on each GPU that has sampled with this plan.
@@ -119,7 +121,7 @@ class Plan:
     greedy: bool = False
     penalties: tuple[float, float, float, int, int] = (1.0, 0.0, 0.0, -1, 0)
     dry: tuple[float, float, int, int, int, Mask] | None = None
-    bias: Tensor | None = None
+    bias: Tensor | SparseBias | None = None
     cfg_scale: float | None = None
     native: _native.SamplingPlan = field(init=False, repr=False)
     on_devices: dict[torch.device, tuple[Tensor | None, Tensor | None]] = field(
@@ -129,7 +131,12 @@ class Plan:
     def __post_init__(self) -> None:
         dry = None if self.dry is None else (*self.dry[:5], torch.from_numpy(self.dry[5]))
         ignored = None if self.xtc_ignored is None else torch.from_numpy(self.xtc_ignored)
-        bias = None if self.bias is None else self.bias.detach().to("cpu", torch.float32).contiguous()
+        sparse: dict[str, Any] = {}
+        if isinstance(self.bias, SparseBias):
+            bias: Tensor | None = self.bias.values
+            sparse = {"bias_ids": self.bias.ids, "bias_rest": self.bias.rest}
+        else:
+            bias = None if self.bias is None else self.bias.detach().to("cpu", torch.float32).contiguous()
         native = _native.SamplingPlan(
             size=self.size,
             greedy=self.greedy,
@@ -145,6 +152,7 @@ class Plan:
             bias=bias,
             xtc_ignored=ignored,
             cfg_scale=self.cfg_scale,
+            **sparse,
         )
         object.__setattr__(self, "native", native)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import _native
 from ..cuda_ops import stream_of
 from ..device import launch_of
+from .bias import SparseBias
 
 if TYPE_CHECKING:
     from . import Answer, NextInputs, Plan, Row
@@ -119,7 +120,9 @@ def _constants(plan: Plan, device: torch.device) -> tuple[Tensor | None, Tensor 
         return None, None
     found = plan.on_devices.get(device)
     if found is None:
-        bias = None if plan.bias is None else plan.bias.detach().to(device, torch.float32).contiguous()
+        # The kernels take a row of values.
+        bias = plan.bias.dense(plan.size) if isinstance(plan.bias, SparseBias) else plan.bias
+        bias = None if bias is None else bias.detach().to(device, torch.float32).contiguous()
         ignored = None if plan.xtc_ignored is None else torch.from_numpy(plan.xtc_ignored).to(device)
         found = plan.on_devices[device] = (bias, ignored)
     return found

@@ -13,6 +13,7 @@ import torch
 from exl_filters import FilterError, TriggeredFilter, create
 from exl_generate import COLUMN_FLAGS, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.dynamic.columns import Extra, JobEnd
+from exl_generate.sampling import SparseBias
 from exl_serve.engine.budget import ThinkingBudget
 from exl_serve.engine.events import EngineEvent, Failed, Finished, Progress, Started, TokenLogprob, Tokens, Usage
 from exl_serve.engine.failures import serve_error
@@ -73,8 +74,8 @@ def settings_of(sampling: Sampling, vocab_size: int) -> Any:
     )
 
 
-def _bias(sampling: Sampling, vocab_size: int) -> torch.Tensor | None:
-    """Return the biases, float32 [vocab_size], or None. Raises ServeError for ids outside the vocabulary."""
+def _bias(sampling: Sampling, vocab_size: int) -> SparseBias | None:
+    """Return the biases; None where no token has one. Raises ServeError for ids outside the vocabulary."""
     if not sampling.logit_bias and sampling.allowed_token_ids is None:
         return None
     for param, ids in (("logit_bias", sampling.logit_bias), ("allowed_token_ids", sampling.allowed_token_ids or ())):
@@ -84,12 +85,9 @@ def _bias(sampling: Sampling, vocab_size: int) -> torch.Tensor | None:
                 f"{param} names token id {bad}; the vocabulary has ids 0 to {vocab_size - 1}", param, "token_id"
             )
     allowed = sampling.allowed_token_ids
-    bias = torch.full((vocab_size,), 0.0 if allowed is None else -math.inf)
-    if allowed is not None:
-        bias[list(allowed)] = 0.0
-    for token, value in sampling.logit_bias.items():
-        bias[token] += value
-    return bias
+    if allowed is None:
+        return SparseBias.of(sampling.logit_bias)
+    return SparseBias.of({token: sampling.logit_bias.get(token, 0.0) for token in allowed}, rest=-math.inf)
 
 
 def compile_constraints(constraints: Sequence[Constraint], model: Any, tokenizer: Any) -> list[Any]:
