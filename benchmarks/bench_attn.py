@@ -63,7 +63,7 @@ class Layers:
             KVPages.allocate(shape.kind, total, PAGE, shape.heads, shape.dim, "cuda") for _ in range(copies - 1)
         ]
         slots = torch.arange(total * PAGE, device="cuda")
-        for part in slots.split(1 << 14):
+        for part in torch.split(slots, 1 << 14):
             k, v = (
                 torch.randn(len(part), shape.heads, shape.dim, device="cuda", dtype=torch.float16) for _ in range(2)
             )

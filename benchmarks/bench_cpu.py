@@ -65,7 +65,12 @@ class Roof:
 
 def bench_pool() -> None:
     for tasks in (1, threads.num_threads(), 4 * threads.num_threads()):
-        seconds = median_seconds(lambda n=tasks: [threads.run_empty(n) for _ in range(1000)], 0.1)
+
+        def jobs(tasks: int = tasks) -> None:
+            for _ in range(1000):
+                threads.run_empty(tasks)
+
+        seconds = median_seconds(jobs, 0.1)
         emit(case="pool", tasks=tasks, us=seconds * 1e3)
 
 
@@ -76,9 +81,9 @@ def bench_matrices(roof: Roof, quick: bool) -> None:
         for bits in widths:
             tensors = random_exl2(k, n, bits, generator)
             for mode in ("int8", "exact"):
-                first = QuantMatrix.from_exl2(tensors, compute=mode)  # type: ignore[arg-type]
+                first = QuantMatrix.from_exl2(tensors, compute=mode)
                 copies = max(1, ROTATION_BYTES // first.nbytes)
-                ring = [first, *(QuantMatrix.from_exl2(tensors, compute=mode) for _ in range(copies - 1))]  # type: ignore[arg-type]
+                ring = [first, *(QuantMatrix.from_exl2(tensors, compute=mode) for _ in range(copies - 1))]
                 for rows in (1, 8) if quick else (1, 2, 4, 8, 64, 512):
                     bench_matrix(roof, ring, name, bits, mode, rows)
 
@@ -135,7 +140,7 @@ def measure_model(folder: Path, mode: str, seconds: float) -> dict[str, Any]:
     warm_page_cache(folder)
     base, start = status_bytes("VmHWM"), time.perf_counter()
     config = ExLlamaV2Config(str(folder))
-    config.cpu_matmul = mode  # type: ignore[assignment]
+    config.cpu_matmul = mode
     model = ExLlamaV2(config)
     model.load()
     load = time.perf_counter() - start
@@ -145,7 +150,10 @@ def measure_model(folder: Path, mode: str, seconds: float) -> dict[str, Any]:
     many = ExLlamaV2Cache(model, max_seq_len=512, batch_size=8)
     ids = torch.randint(3, config.vocab_size - 3, (1, PROMPT))
     roof = Roof()
-    roofs, steps, steps8, prefill = [], [], [], []
+    roofs: list[float] = []
+    steps: list[float] = []
+    steps8: list[float] = []
+    prefill: list[float] = []
 
     def decode(cache: ExLlamaV2Cache, batch: int, times: list[float]) -> None:
         cache.current_seq_len = 0

@@ -17,13 +17,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import tokenizers
 from filters_vocabulary import trained_tokenizer
 
 from exl_filters import ExLlamaV2PrefixFilter, ExLlamaV2SelectFilter, FilterStack, Vocabulary, bits, vocabulary_of
+
+if TYPE_CHECKING:
+    from exl_filters.llg import Matcher
 
 SCHEMA = {
     "type": "object",
@@ -106,7 +110,7 @@ def simple(vocabulary: Vocabulary) -> None:
 
         report(f"{name} next()", times(f.next), bar=50, tokens=size)
         report(f"{name} next(), first time in a state", times(afresh, 50), bar=100)
-        report(f"{name} fill_bitmask()", times(lambda f=f, words=words: f.fill_bitmask(words)))
+        report(f"{name} fill_bitmask()", times(partial(f.fill_bitmask, words)))
     rng = np.random.default_rng(0)
     open_, narrow = rng.random(size) < 0.7, rng.random(size) < 0.01
     one, two = (bits.from_ids(np.flatnonzero(flags), size) for flags in (open_, narrow))
@@ -118,7 +122,7 @@ def simple(vocabulary: Vocabulary) -> None:
     for name, words, flags in (("70 %", one, open_), ("1 %", two, narrow)):
         masked = bits.apply(words, logits.copy())
         check(bool((masked == np.where(flags, logits, -np.inf)).all()), "apply")
-        report(f"apply a mask of {name} to logits", times(lambda w=words: bits.apply(w, logits)), bar=100)
+        report(f"apply a mask of {name} to logits", times(partial(bits.apply, words, logits)), bar=100)
 
 
 def grammar(vocabulary: Vocabulary, path: list[int], rounds: int) -> None:
@@ -140,7 +144,7 @@ def grammar(vocabulary: Vocabulary, path: list[int], rounds: int) -> None:
     for round_ in range(rounds + 1):
         stack = FilterStack([template], vocab_size=vocabulary.size, stop_ids=vocabulary.stop_ids)
         stack.begin("")
-        raw = template._template.start().raw
+        raw = cast("Matcher", template._template.start()).raw
         other = theirs() if theirs else None
         step: dict[str, list[float]] = {name: [] for name in names}
         for index, token in enumerate(path):
@@ -169,8 +173,8 @@ def grammar(vocabulary: Vocabulary, path: list[int], rounds: int) -> None:
                 taken_by[name] += step[name]
     for name in names:
         if taken_by[name]:
-            bars = {"ours": {"bar": 60}}.get(name, {})
-            report(f"{name.replace(' feed', '')}: {'feed' if 'feed' in name else 'mask'}", taken_by[name], **bars)
+            bar = 60 if name == "ours" else None
+            report(f"{name.replace(' feed', '')}: {'feed' if 'feed' in name else 'mask'}", taken_by[name], bar=bar)
     report("ours: mask, 99 of 100", taken_by["ours"], bar=250, of="p99")
     ratio = statistics.fmean(taken_by["ours"]) / statistics.fmean(taken_by["llguidance"])
     print(json.dumps({"bench": "our mask / llguidance's", "ratio": round(ratio, 3), "bar": "1.2", "met": ratio <= 1.2}))
@@ -194,7 +198,8 @@ def concurrent(template: Any, vocabulary: Vocabulary, path: list[int], count: in
             stack.next_mask()
             stack.feed(token)
 
-    stacks, taken = begun(), []
+    taken: list[float] = []
+    stacks = begun()
     for token in path:
         with clocked(taken):
             advance(stacks, token)

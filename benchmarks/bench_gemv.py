@@ -56,7 +56,7 @@ MIXED = [Plan("5+4", ((5, 0.125), (4, 0.875))), Plan("4+3", ((4, 0.25), (3, 0.75
 ORDERED = Plan("4, no permutation", ((4, 1.0),), permuted=False)
 
 
-def random_exl2(k: int, n: int, plan: Plan) -> tuple[Tensor, ...]:
+def random_exl2(k: int, n: int, plan: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     groups = plan.groups(k)
     first, table = 0, []
     for bits in groups:
@@ -80,12 +80,16 @@ class Rotating:
 
     def __init__(self, k: int, n: int, plan: Plan) -> None:
         layout = _native.CudaLayout.from_exl2(plan.name, random_exl2(k, n, plan), 16)
-        shared = [t.cuda() for t in (layout.units, layout.maxima, layout.features, layout.row_of_feature)]
+        units, maxima, features = layout.units.cuda(), layout.maxima.cuda(), layout.features.cuda()
+        row_of_feature = layout.row_of_feature.cuda()
         image = layout.image.cuda()
         self.bytes: int = image.nbytes
         count = max(2, -(-ROTATE // image.nbytes))
         self.copies = [
-            _native.CudaMatrix(layout, image if i == 0 else image.clone(), *shared, None, 1.0) for i in range(count)
+            _native.CudaMatrix(
+                layout, image if i == 0 else image.clone(), units, maxima, features, row_of_feature, None, 1.0
+            )
+            for i in range(count)
         ]
         self.groups = [_native.CudaLinearGroup([copy]) for copy in self.copies]
         self.k, self.n = k, n
@@ -148,7 +152,7 @@ def measure(common: dict[str, object], roof: float, shape: str, plan: Plan, rows
             right = False
             continue
         plain, pdl = matrix.time(x, y, False), matrix.time(x, y, True)
-        best = pdl if m <= matrix.ring_rows or matrix.batch else plain
+        best = plain if matrix.groups[0].plan_alone(m).kernel == "gemm_tile" else pdl
         gbps = matrix.bytes / best.p50 / 1e3
         line |= {
             "bytes": matrix.bytes,

@@ -37,7 +37,7 @@ class FreeModel(ModelBase):
         self.best = int(self.logits.argmax())
         self.computed = 0
 
-    def forward_chunk(self, input_ids: torch.Tensor, **kw: Any) -> dict[str, torch.Tensor]:
+    def forward_chunk(self, input_ids: torch.Tensor, cache: Any = None, **kw: Any) -> dict[str, torch.Tensor]:
         self.computed += input_ids.numel()
         return {"logits": self.logits.expand(*input_ids.shape, -1)}
 

@@ -73,11 +73,12 @@ def main() -> None:
     for batch in (1, 8, 32):
         plain: float | None = None
         sets: list[list[ExLlamaV2Lora]] = [[], *([one] for one in adapters)]
-        for case, rows in (
+        cases: tuple[tuple[str, list[list[ExLlamaV2Lora]]], ...] = (
             ("plain", [[]] * batch),
             ("same", [[adapters[0]]] * batch),
             ("mixed", [sets[row % 5] for row in range(batch)]),
-        ):
+        )
+        for case, rows in cases:
             taken = seconds(model, batch, rows)
             plain = plain or taken
             line = {"bench": "lora", **environment(), "shape": args.shape, "bpw": "4.0", "rank": args.rank}

@@ -24,6 +24,7 @@ import torch
 from gpu_bars import BARS
 from gpu_model import build
 from gpu_timing import emit, environment, read_roof
+from torch._C._autograd import DeviceType
 
 from exl_core import (
     ExLlamaV2,
@@ -137,8 +138,8 @@ def nodes_of(model: ExLlamaV2, step: Callable[[], object]) -> int:
 
 def replay_time(run: Callable[[], object], samples: int = 30) -> tuple[float, float, float]:
     """(p50, p10, p90) us of a call by events around eight calls."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    taken = []
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    taken: list[float] = []
     until = time.perf_counter() + 0.2
     while time.perf_counter() < until or len(taken) < samples:
         start.record()
@@ -307,7 +308,7 @@ def profile(model: ExLlamaV2, kind: str, context: int, batch: int) -> str:
         for _ in range(rounds):
             model.forward_chunk(ids, cache, attn_params=params)
         torch.cuda.synchronize()
-    events = [e for e in p.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    events = [e for e in p.events() if e.device_type == DeviceType.CUDA]
     spans: dict[str, list[float]] = {}
     grown: dict[str, float] = {}
     previous = 0.0

@@ -10,7 +10,7 @@ import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from make_random_model import SHAPES, llama_config, write_tokenizer
@@ -114,17 +114,17 @@ def gptq_tensors(k: int, n: int) -> dict[str, Tensor]:
 class _Copies:
     """One matrix's tensors, of which any number of matrices are made, each with memory of its own."""
 
-    def __init__(self, tensors: dict[str, Tensor], format: str, device: torch.device) -> None:
+    def __init__(self, tensors: dict[str, Tensor], format: Literal["exl2", "gptq"], device: torch.device) -> None:
         self.tensors, self.format, self.device = tensors, format, device
         self.layout = None
         if device.type == "cuda":
             if format == "exl2":
-                keys = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
-                self.layout = _native.CudaLayout.from_exl2("random", tuple(tensors[key] for key in keys), 16)
+                t = tensors
+                exl2 = (t["q_weight"], t["q_scale"], t["q_scale_max"], t["q_groups"], t["q_invperm"])
+                self.layout = _native.CudaLayout.from_exl2("random", exl2, 16)
             else:
-                keys = ("qweight", "qzeros", "scales", "g_idx")
-                parts = tuple(tensors[key] for key in keys)
-                self.layout = _native.CudaLayout.from_gptq("random", parts, 4, False, None, 16)
+                gptq = (tensors["qweight"], tensors["qzeros"], tensors["scales"], tensors["g_idx"])
+                self.layout = _native.CudaLayout.from_gptq("random", gptq, 4, False, None, 16)
 
     def make(self, name: str, bias: bool = False, prescale: float = 1.0) -> QuantMatrix:
         """With a bias of zeros, if it is to have one."""
@@ -213,10 +213,11 @@ class _Weights:
         part = part if part == "head" else part.split(".")[-1] if part.split(".")[0].isdigit() else part
         made = self._made.get((part, k, n))
         if made is None:
-            made = self._made[part, k, n] = _Copies(*self._tensors(part, k, n), self._place)
+            tensors, format = self._tensors(part, k, n)
+            made = self._made[part, k, n] = _Copies(tensors, format, self._place)
         linear.matrix = made.make(linear.key, linear.spec.bias, linear.spec.prescale)
 
-    def _tensors(self, part: str, k: int, n: int) -> tuple[dict[str, Tensor], str]:
+    def _tensors(self, part: str, k: int, n: int) -> tuple[dict[str, Tensor], Literal["exl2", "gptq"]]:
         if self._recipe.format != "exl2" and part != "head":
             return gptq_tensors(k, n), "gptq"
         widths = self._recipe.widths.get(part, self._recipe.widths.get("", (4, 4)))

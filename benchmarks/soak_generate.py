@@ -141,7 +141,7 @@ def request(world: World, random_: random.Random, number: int) -> ExLlamaV2Dynam
     kind = random_.randrange(13)
     start = random_.choice(STARTS) + " and so on" * random_.randrange(0, 60)
     settings = [Settings(), Settings.greedy(), Settings(temperature=1.2, min_p=0.05, dry_multiplier=0.8)][number % 3]
-    kw: dict[str, Any] = {"stop_conditions": [tokenizer.eos_token_id, "\n\n"]}
+    kw: dict[str, Any] = {"stop_conditions": [*generator.model.config.eos_token_ids, "\n\n"]}
     ids: Any = tokenizer.encode(start, add_bos=True)
     if kind == 0:
         kw["filters"] = [ExLlamaV2SelectFilter(generator.model, tokenizer, [" yes", " no", " perhaps"])]

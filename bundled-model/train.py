@@ -75,7 +75,7 @@ def held_out_loss(model: Llama, file: Path, device: torch.device, rows: int = 25
     starts = starts[torch.linspace(0, starts.numel() - 1, rows, device=device).long()]
     batch = tokens[starts[:, None] + torch.arange(length + 1, device=device)]
     total = 0.0
-    for chunk in batch.split(32):
+    for chunk in torch.split(batch, 32):
         logits = model(chunk[:, :-1]).float()
         total += float(functional.cross_entropy(logits.flatten(0, 1), chunk[:, 1:].reshape(-1), reduction="sum"))
     return total / (rows * length)
@@ -119,7 +119,7 @@ def fit(a: argparse.Namespace, pool: TokenPool, big: Llama, draft: Llama, device
         rows = pool.batch(a.rows)
         with torch.autocast(device.type, torch.bfloat16):
             big_loss, draft_loss, objective = step_losses(big, draft, rows, teaching)
-        (big_loss + objective).backward()
+        (big_loss + objective).backward()  # type: ignore[no-untyped-call]
         for model, (opt, _) in zip((big, draft), optimizers, strict=True):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             opt.step()

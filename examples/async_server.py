@@ -6,16 +6,19 @@ python examples/async_server.py [MODEL_FOLDER]
 import asyncio
 import random
 import sys
+from pathlib import Path
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache_Q4, ExLlamaV2Config, ExLlamaV2Tokenizer
 from exl_generate import ExLlamaV2DynamicGeneratorAsync, ExLlamaV2DynamicJobAsync
 from exl_generate.bundled import default_model_dir
 
 
-async def answer(generator, tokenizer, prompt, patience):
+async def answer(
+    generator: ExLlamaV2DynamicGeneratorAsync, tokenizer: ExLlamaV2Tokenizer, prompt: str, patience: int
+) -> str:
     """One request. A client that hangs up has its job cancelled: its pages are free for others at once."""
     ids = tokenizer.encode(prompt, add_bos=True)
-    job = ExLlamaV2DynamicJobAsync(generator, ids, 40, stop_conditions=[tokenizer.eos_token_id], max_rq_tokens=16)
+    job = ExLlamaV2DynamicJobAsync(generator, ids, 40, stop_conditions=tokenizer.eos_token_ids, max_rq_tokens=16)
     text, reason = "", "client hung up"
     async for result in job:
         text += result.get("text", "")
@@ -27,7 +30,7 @@ async def answer(generator, tokenizer, prompt, patience):
     return f"{reason:14} {prompt}{text[:40]!r}"
 
 
-async def main(folder):
+async def main(folder: str | Path) -> None:
     config = ExLlamaV2Config(folder)
     model = ExLlamaV2(config)
     model.load()

@@ -6,6 +6,7 @@ Without an argument: a model of random numbers with a vocabulary of letters, to 
 """
 
 import sys
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -21,6 +22,7 @@ from transformers import (
 from exl_filters import ExLlamaV2SelectFilter
 from exl_filters.adapters.transformers import FilterLogitsProcessor
 
+model: Any  # the two classes share no type that has generate()
 if len(sys.argv) > 1:
     tokenizer, model = AutoTokenizer.from_pretrained(sys.argv[1]), AutoModelForCausalLM.from_pretrained(sys.argv[1])
 else:
@@ -28,8 +30,15 @@ else:
     letters = {c: i for i, c in enumerate(["<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz ?:"])}
     plain = Tokenizer(models.BPE(letters, []))
     plain.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<s>", eos_token="</s>")
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=plain, bos_token="<s>", eos_token="</s>"
+    )
+    shape: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(letters), bos_token_id=0, eos_token_id=1, **shape))
 
 choice = ExLlamaV2SelectFilter(None, tokenizer, ["yes", "no", "perhaps"])
@@ -41,4 +50,5 @@ output = model.generate(
     pad_token_id=tokenizer.eos_token_id,
     logits_processor=LogitsProcessorList([FilterLogitsProcessor([choice], tokenizer)]),
 )
-print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).replace(" ", ""))
+text = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+print(str(text).replace(" ", ""))

@@ -35,7 +35,7 @@ text = generator.generate(
     gen_settings=ExLlamaV2Sampler.Settings(temperature=0.8),
     seed=1,
     filters=[grammar],
-    stop_conditions=[tokenizer.eos_token_id],
+    stop_conditions=tokenizer.eos_token_ids,
     completion_only=True,
     add_bos=True,
 )

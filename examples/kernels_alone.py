@@ -14,17 +14,17 @@ from exl_kernels.safetensors_file import read_safetensors_header, read_tensor
 class QuantLinear(torch.nn.Module):
     """y = x W + b with W as the file has it, about 4 bits a weight. For inference: it has no gradients."""
 
-    def __init__(self, file, key):
+    def __init__(self, file: str, key: str) -> None:
         super().__init__()
         entries = read_safetensors_header(file).entries
         parts = {name: entry for name, entry in entries.items() if name.startswith(f"{key}.q_")}
         tensors = {name.removeprefix(f"{key}."): read_tensor(entry) for name, entry in parts.items()}
         self.matrix = QuantMatrix.from_exl2(tensors, name=key, compute="exact")
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.matrix.matmul(x)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return repr(self.matrix)
 
 

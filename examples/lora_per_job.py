@@ -18,7 +18,7 @@ from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlama
 from exl_generate.bundled import default_model_dir
 
 
-def random_adapter(config, folder):
+def random_adapter(config: ExLlamaV2Config, folder: Path) -> None:
     """The files that PEFT writes, with rank 8 on every query projection."""
     tensors = {}
     for layer in range(config.num_hidden_layers):
@@ -46,7 +46,8 @@ with tempfile.TemporaryDirectory() as name:
 
 ids = tokenizer.encode("Once upon a time, a small fox", add_bos=True)
 greedy = ExLlamaV2Sampler.Settings.greedy()
-for title, loras in (("no adapter", []), ("a quarter of it", [weak]), ("all of it", [strong])):
+adapters: dict[str, list[ExLlamaV2Lora]] = {"no adapter": [], "a quarter of it": [weak], "all of it": [strong]}
+for title, loras in adapters.items():
     generator.enqueue(ExLlamaV2DynamicJob(ids, 24, gen_settings=greedy, loras=loras, identifier=title))
 while generator.num_remaining_jobs():
     for result in generator.iterate():

@@ -4,13 +4,14 @@ echo "Tell me a story about a fox." | python examples/streaming_chat.py [MODEL_F
 """
 
 import sys
+from pathlib import Path
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.bundled import default_model_dir
 
 
-def main(folder):
+def main(folder: str | Path) -> None:
     config = ExLlamaV2Config(folder)
     model = ExLlamaV2(config)
     model.load()
@@ -18,7 +19,7 @@ def main(folder):
     generator = ExLlamaV2DynamicGenerator(model, ExLlamaV2Cache(model, max_seq_len=2048), tokenizer)
     settings = ExLlamaV2Sampler.Settings(temperature=0.7)
 
-    messages = []
+    messages: list[dict[str, str]] = []
     for line in sys.stdin:
         messages.append({"role": "user", "content": line.strip()})
         # The template ends where the answer begins. What earlier turns computed is found in the prefix cache.

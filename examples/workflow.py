@@ -18,6 +18,6 @@ generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer)
 
 settings = ExLlamaV2Sampler.Settings(temperature=0.9, top_p=0.95)
 prompts = ["Once upon a time, a small fox", "One day, an old bear"]
-stops = [tokenizer.eos_token_id]
+stops = tokenizer.eos_token_ids
 for text in generator.generate(prompts, 60, gen_settings=settings, seed=1, stop_conditions=stops, add_bos=True):
     print(text, end="\n\n")

@@ -56,7 +56,8 @@ def clocks(test: str) -> Iterator[int]:
         owner = getattr(node.func.value, "id", "") if isinstance(node.func, ast.Attribute) else ""
         given = [word.value for word in node.keywords if word.arg in ("timeout", "within")]
         given += node.args if name in WAITS else []
-        numbers = [a.value for a in given if isinstance(a, ast.Constant) and type(a.value) in (int, float)]
+        constants = [a.value for a in given if isinstance(a, ast.Constant)]
+        numbers = [x for x in constants if isinstance(x, (int, float)) and not isinstance(x, bool)]
         if (owner == "time" and name in CLOCKS) or any(0 < number < LEAST_WAIT for number in numbers):
             yield node.lineno
 

@@ -56,7 +56,7 @@ def _thin(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("sampled"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, cases in tests.items():
-        step = cases[0].get_closest_marker("sampled").args[0]
+        step = next(cases[0].iter_markers("sampled")).args[0]
         first = zlib.crc32(name.encode()) % min(step, len(cases))
         for number, item in enumerate(cases):
             if number % step != first:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 __all__ = ["lines"]
 
@@ -13,7 +14,7 @@ def lines(work: Callable[[], object]) -> int:
     """Lines of Python that `work` runs in this thread, every turn of a loop anew."""
     count = 0
 
-    def look(frame: FrameType, event: str, what: object) -> object:
+    def look(frame: FrameType, event: str, what: object) -> Any:
         nonlocal count
         count += 1
         return look

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 from . import lexicon as lex
 from .animals import ANIMALS, Animal
@@ -110,13 +111,14 @@ def animal(rng: random.Random, split: Split) -> list[Turn]:
         what, ask = rng.choice(
             (("eat", "what does {0} eat?"), ("live", "where does {0} live?"), ("legs", "how many legs does {0} have?"))
         )
-        answer = {
+        answers: dict[str, Callable[[Any], str]] = {
             "eat": lambda x: f"{article(x.kind)} eats {join(x.eats)}.",
             "live": lambda x: f"{article(x.kind)} lives {x.home}.",
             "legs": lambda x: (
                 f"{article(x.kind)} has {('no', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight')[x.legs]} legs."
             ),
-        }[what]
+        }
+        answer = answers[what]
         turns += [
             (fill(rng, ask.format(article(a.kind))), fill(rng, answer(a))),
             (fill(rng, "[and|what about] " + article(b.kind) + "?"), fill(rng, answer(b))),

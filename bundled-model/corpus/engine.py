@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from typing import Any
 
 Slots = Mapping[str, object]
 _Node = Callable[[random.Random, Slots], str]
@@ -108,7 +109,7 @@ def fill(rng: random.Random, template: str, slots: Slots | None = None) -> str:
 class Page:
     """A text under construction: sentences, grouped into paragraphs."""
 
-    def __init__(self, rng: random.Random, slots: dict[str, object]) -> None:
+    def __init__(self, rng: random.Random, slots: dict[str, Any]) -> None:
         self.rng = rng
         self.slots = slots
         self._paragraphs: list[list[str]] = [[]]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from .engine import LISTS
+from .engine import LISTS as LISTS
 
 GIRLS = [
     "Mia",

@@ -133,7 +133,7 @@ def afraid_of(p: Page) -> None:
 
 def hurt_animal(p: Page) -> None:
     """The hero helps a small animal in trouble, and it comes back."""
-    kind = p.rng.choice([a.kind for a in ANIMALS if a.size <= 4 and a.kind != p.slots["h"].kind])  # type: ignore[attr-defined]
+    kind = p.rng.choice([a.kind for a in ANIMALS if a.size <= 4 and a.kind != p.slots["h"].kind])
     trouble, help_ = p.rng.choice(
         (
             ("was caught in a net", "cut the net"),
@@ -506,7 +506,7 @@ def weather_day(p: Page) -> None:
     """The weather spoils a plan and another day turns out as good."""
     p.slots["plan"] = p.rng.choice(("go to {0}", "have a picnic {1}", "play {1}", "meet {2} {1}")).format(
         p.slots["place"], p.slots["place"].at, p.slots["f"]
-    )  # type: ignore[attr-defined]
+    )
     bad, after = p.rng.choice(
         (
             ("it rained and rained", "a rainbow stood in the sky"),

@@ -413,11 +413,9 @@ def magic_wish(p: Page) -> None:
         p.slots[key] = (
             value.replace("{h.s}", p.slots["h"].s)
             .replace("{h.p}", p.slots["h"].p)
-            .replace(  # type: ignore[attr-defined]
-                "{h.o}", p.slots["h"].o
-            )
+            .replace("{h.o}", p.slots["h"].o)
             .replace("{food.many}", p.slots["food"].many)
-        )  # type: ignore[attr-defined]
+        )
     introduce(p)
     p.say(
         "one {time}, {h} found {a look} {thing} {spot1} {place.at}.",
@@ -491,7 +489,7 @@ def found_coin(p: Page) -> None:
         "{h} went to {place} to buy some {food.many}."
         if p.slots["place"].name == "the market"
         else "{h} was on the way to {place2}.",
-    )  # type: ignore[attr-defined]
+    )
     weather_line(p)
     p.say("{spot1}, {h.s} saw something [shine|on the ground].", "something was lying {spot1}.")
     p.say("it was {a lost}.", "{h} picked it up. It was {a lost}!")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from . import lexicon as lex
 from .animals import ANIMALS, BY_KIND
@@ -73,7 +73,7 @@ def _some(pool: list[str]) -> Maker:
     return lambda rng: rng.sample(pool, rng.randint(1, 3))
 
 
-def _one(pool: list[str]) -> Maker:
+def _one(pool: Sequence[object]) -> Maker:
     return lambda rng: rng.choice(pool)
 
 
@@ -223,7 +223,7 @@ SUBJECTS: dict[str, dict[str, Maker]] = {
         "year": _whole(1980, 2025),
         "doors": _one([2, 4, 5]),
         "electric": _flag,
-    },  # type: ignore[list-item]
+    },
     "garden": {
         "owner": _NAMES,
         "flowers": _some(list(lex.LISTS["flower"])),

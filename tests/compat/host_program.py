@@ -145,7 +145,7 @@ class ModelContainer:
             ExLlamaV2PrefixFilter(self.model, self.tokenizer, ["{", "["]),
         ]
 
-    def settings(self, **values: Any) -> ExLlamaV2Sampler.Settings:
+    def settings(self, **values: Any) -> Any:
         """Sampler settings, set one by one as the fields of a request are read."""
         settings = ExLlamaV2Sampler.Settings()
         for name, value in {"token_repetition_penalty": 1.0, "temperature": 0.9, "top_k": 40, **values}.items():
@@ -165,7 +165,7 @@ class ModelContainer:
         seed: int | None = None,
         grammar: str | None = None,
         disconnected: asyncio.Event | None = None,
-        steer: Callable[[ExLlamaV2Sampler.Settings, int], None] | None = None,
+        steer: Callable[[Any, int], None] | None = None,
         **sampling: Any,
     ) -> AsyncIterator[dict[str, Any]]:
         """Stream one choice: {"text", "finish_reason", ...} a chunk. `steer` may change the running job's settings, by

@@ -57,9 +57,10 @@ def play(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return result
 
 
-def failing(after: int = 0) -> ExLlamaV2Sampler.Settings:
+def failing(after: int = 0) -> Any:
     """Settings whose hook raises when it is called once more than `after` times."""
-    settings, calls = ExLlamaV2Sampler.Settings.greedy(), []
+    calls: list[None] = []
+    settings = ExLlamaV2Sampler.Settings.greedy()
 
     def hook(_: Any) -> None:
         calls.append(None)
@@ -235,7 +236,7 @@ def test_one_clients_disconnect_ends_its_own_choices_only(how: str) -> None:
                 at_once(choice.cancel())
             del choice
         elif how == "aclose":
-            await asyncio.gather(*(stream.aclose() for stream in streams))  # type: ignore[attr-defined]
+            await asyncio.gather(*(stream.aclose() for stream in streams))
         for task in tasks:
             if how == "task":
                 task.cancel()

@@ -139,7 +139,7 @@ def test_settings_that_change_during_a_job_have_their_effect() -> None:
             if generated >= 8:
                 settings.token_bias = forced
 
-        request = {"max_tokens": 900, "token_bias": banned, "token_repetition_penalty": 1.05, "seed": 1}
+        request: dict[str, Any] = {"max_tokens": 900, "token_bias": banned, "token_repetition_penalty": 1.05, "seed": 1}
         choice = (await host.complete(PROMPTS[1], "steered", steer=steer, **request))[0]
         assert choice["finish_reason"] == "stop"
         assert 8 <= choice["usage"][1] < 900
@@ -186,7 +186,7 @@ def test_five_hundred_disconnects_leave_no_job_and_no_page() -> None:
 
     async def main(host: ModelContainer) -> None:
         rng = random.Random(5)
-        request = {"prompt": PROMPTS[0], "seed": 1, "max_tokens": 120}
+        request: dict[str, Any] = {"prompt": PROMPTS[0], "seed": 1, "max_tokens": 120}
         want = await host.complete(**request, request_id="alone")
         left = list(range(500))
 

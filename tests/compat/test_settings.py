@@ -27,7 +27,7 @@ NEUTRAL: dict[str, Any] = {"token_repetition_penalty": 1.0, "temperature": 1.0, 
 PENALTIES = {"token_repetition_penalty": 1.5, "token_frequency_penalty": 0.3}
 DRY = {"dry_multiplier": 0.8, "dry_sequence_breakers": frozenset[int]()}
 XTC = {"xtc_probability": 0.5, "xtc_ignore_tokens": frozenset[int]()}
-MIROSTAT = {"mirostat": True}
+MIROSTAT: dict[str, Any] = {"mirostat": True}
 DYNAMIC = {"min_temp": 0.5, "max_temp": 1.5}
 BIAS = torch.linspace(-2, 2, -(-VOCAB // 32) * 32)
 
@@ -159,7 +159,8 @@ def test_what_has_no_meaning_is_refused(field: str, value: Any) -> None:
 
 
 def test_native_settings_stay_strict() -> None:
-    for field, value in (("min_p", -0.1), ("dry_range", -1), ("xtc_probability", 1.5), ("dry_allowed_length", 0)):
+    wrong: dict[str, Any] = {"min_p": -0.1, "dry_range": -1, "xtc_probability": 1.5, "dry_allowed_length": 0}
+    for field, value in wrong.items():
         with pytest.raises(RequestError, match=field):
             ExLlamaV2DynamicJob(ids("a"), 4, gen_settings=Native(**{field: value}))
 
@@ -416,7 +417,12 @@ def test_nothing_is_compiled_again_without_a_change(monkeypatch: pytest.MonkeyPa
 
     compiled: list[Any] = []
     plan_of = sampler.plan_of
-    monkeypatch.setattr(sampler, "plan_of", lambda *args: compiled.append(args) or plan_of(*args))
+
+    def noted(*args: Any) -> Any:
+        compiled.append(args)
+        return plan_of(*args)
+
+    monkeypatch.setattr(sampler, "plan_of", noted)
     bias = torch.zeros(len(BIAS))
     generator, job, tokens = start(Settings(**NEUTRAL, token_bias=bias, dry_sequence_breakers={3, 4}))
     rest(generator, job, tokens)

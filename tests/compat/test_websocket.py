@@ -46,7 +46,7 @@ def with_client(parts: tuple[Any, Any], talk: Callable[[ClientConnection], Await
 
 async def ask(client: ClientConnection, **message: Any) -> dict[str, Any]:
     await client.send(json.dumps(message))
-    return json.loads(await client.recv())  # type: ignore[no-any-return]
+    return json.loads(await client.recv())
 
 
 async def until_full(client: ClientConnection, count: int = 1) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ import tempfile
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,11 @@ UNCHANGED = {  # what says nothing about the logits of a pass, or is the model's
     *("bos_token_id", "eos_token_id", "image_token_id", "image_token_index", "boi_token_index", "eoi_token_index"),
     *("vision_start_token_id", "vision_end_token_id", "vision_token_id", "video_token_id", "id2label", "label2id"),
 }
+
+
+def replace_rope(new: dict[str, Any], t: File) -> None:
+    """Write the parameters of RoPE into a config."""
+    t.update(rope_parameters=new)
 
 
 def base_config(case: str) -> File:
@@ -133,14 +139,14 @@ def _rotations(block: File, changed: Callable[[Callable[[File], Any]], File]) ->
     base = {"rope_theta": plain.get("rope_theta", 10000.0), "rope_type": "default", **kept}
     yield "rope gone", changed(lambda t: t.pop("rope_parameters"))
     for rope in ({}, {"rope_theta": 123.0}, *ROPES):
-        new = {**base, **rope}
-        top = {k: new[k] for k in ("rope_theta", "partial_rotary_factor") if k in new}
-        yield f"rope_parameters={json.dumps(new)}", changed(lambda t, new=new: t.update(rope_parameters=new))
+        new: dict[str, Any] = {**base, **rope}
+        top: dict[str, Any] = {k: new[k] for k in ("rope_theta", "partial_rotary_factor") if k in new}
+        yield f"rope_parameters={json.dumps(new)}", changed(partial(replace_rope, new))
         for spelling in ("rope_type", "type"):
             scaling = {spelling if k == "rope_type" else k: v for k, v in new.items() if k not in top}
             if scaling == {"type": "default"}:
                 continue
-            older = {**top, "rope_scaling": None if scaling == {"rope_type": "default"} else scaling}
+            older: dict[str, Any] = {**top, "rope_scaling": None if scaling == {"rope_type": "default"} else scaling}
 
             def put(t: File, older: File = older) -> None:
                 del t["rope_parameters"]
@@ -150,7 +156,7 @@ def _rotations(block: File, changed: Callable[[Callable[[File], Any]], File]) ->
     for kind in block if layered else ():
         for rope in ({"rope_theta": 123.0}, *ROPES):
             new = {**block, kind: {**block[kind], **rope}}
-            yield f"rope {kind} {json.dumps(rope)}", changed(lambda t, new=new: t.update(rope_parameters=new))
+            yield f"rope {kind} {json.dumps(rope)}", changed(partial(replace_rope, new))
 
 
 class Judge:

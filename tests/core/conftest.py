@@ -14,7 +14,7 @@ from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Config
 from exl_core.convert import quantize_model
-from exl_core.layers import Linear, MoE
+from exl_core.layers import Head, Linear, MoE
 from exl_core.loading.checkpoint import TensorReader
 from exl_kernels import formats
 from exl_kernels.safetensors_file import write_safetensors
@@ -173,7 +173,9 @@ def check_written(model: ExLlamaV2, ids: Tensor, kind: str, folder: Path) -> Non
     written = load(folder / "written")
     found = {linear.key: linear for m in written.modules for linear in m.submodules()}
     assert {key for key, linear in found.items() if linear.is_quant()} == set(report.plans)
-    head = model.modules[-1].linear.key
+    last = model.modules[-1]
+    assert isinstance(last, Head)
+    head = last.linear.key
     assert (head in report.plans) == (kind == "exl2")
     for module in model.modules[:-1]:
         slot = [linear for linear in module.submodules() if not is_router(module, linear)]

@@ -24,7 +24,7 @@ TALK: list[dict[str, Any]] = [
 ]
 PARAMETERS = {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]}
 TOOLS = [{"type": "function", "function": {"name": "get", "description": "Get 'x' <y>", "parameters": PARAMETERS}}]
-VARIABLES = {"documents": [{"title": "t", "text": "x"}], "enable_thinking": False, "custom": {"a": [1]}}
+VARIABLES: dict[str, Any] = {"documents": [{"title": "t", "text": "x"}], "enable_thinking": False, "custom": {"a": [1]}}
 
 TEMPLATES = {
     "loop": "{% for m in messages %}{{ m.role }}|{{ m['content'] }}{% if not loop.last %},{% endif %}\n{% endfor %}",
@@ -184,7 +184,7 @@ def test_final_message_that_cannot_be_continued(
 
 def test_keywords_of_transformers_are_not_variables(folder: Path) -> None:
     ours = ExLlamaV2Tokenizer(ExLlamaV2Config(folder))
-    refused = {
+    refused: dict[str, Any] = {
         "tokenize": True,
         "return_dict": True,
         "return_tensors": "pt",

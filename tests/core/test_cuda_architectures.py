@@ -58,7 +58,7 @@ class Choices:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kept: dict[str, tuple[Tensor, Tensor]] = {}
-        self.tokens = slice(None)
+        self.tokens: slice | torch.Tensor = slice(None)
         """Which of the kept rows the next GPU call computes."""
         self.turned: list[float] = []
         """How much likelier the CPU found its own expert than the GPU's other one."""

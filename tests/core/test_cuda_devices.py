@@ -10,6 +10,8 @@ import torch
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Cache_TP, ExLlamaV2Config, PagedParams
 from exl_core.device import GIB, devices
+from exl_core.execution.sharded import SplitMatrix
+from exl_core.layers import Linear
 from exl_core.loading.plan import plan, plan_modules
 
 pytestmark = [pytest.mark.cuda, pytest.mark.covers("core.md: loading")]
@@ -85,7 +87,10 @@ def test_matrices_cut_over_two_gpus(lab: Any, monkeypatch: pytest.MonkeyPatch, k
     start = allocated(1)
     model = build(folder)
     model.load_tp([6.0, 10.0])
-    assert [part.device for part in model.modules[1].o_proj.matrix.parts] == [torch.device("cuda", i) for i in (0, 1)]
+    out = model.modules_dict["model.layers.0.self_attn.o_proj"]
+    assert isinstance(out, Linear)
+    assert isinstance(out.matrix, SplitMatrix)
+    assert [part.device for part in out.matrix.parts] == [torch.device("cuda", i) for i in (0, 1)]
     monkeypatch.setenv("EXL_DEVICE", "cuda:0")
     whole = build(folder)
     whole.load()

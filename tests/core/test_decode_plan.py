@@ -109,7 +109,8 @@ def test_a_planned_prompt_that_fails_has_stored_nothing(model: ExLlamaV2, monkey
     def full(*args: Any) -> None:
         raise MemoryError("no room")
 
-    for name, how in (("store", {"preprocess_only": True}), ("hidden", {})):
+    ways: dict[str, dict[str, Any]] = {"store": {"preprocess_only": True}, "hidden": {}}
+    for name, how in ways.items():
         with monkeypatch.context() as patch:
             patch.setattr(JoinedLaunches, name, full)
             with pytest.raises(MemoryError):

@@ -19,6 +19,7 @@ from exl_core import (
     errors,
 )
 from exl_core.embeddings import EMBEDDING_INDEX
+from exl_core.layers import Embedding
 
 pytestmark = pytest.mark.covers("core.md: embedding-norms", "core.md: helpers")
 
@@ -37,7 +38,9 @@ def ids(lab: Any) -> Tensor:
 
 def with_embedding(model: ExLlamaV2, ids: Tensor, at: int, n: int, factor: float = 3.0) -> tuple[Tensor, Any]:
     """The ids with n of row 0 replaced by an embedding that holds what the model would have looked up."""
-    rows = model.modules[0].weight[ids[0, at : at + n]].float() * factor
+    first = model.modules[0]
+    assert isinstance(first, Embedding)
+    rows = first.weight[ids[0, at : at + n]].float() * factor
     embedding = ExLlamaV2MMEmbedding(model, rows)
     mixed = ids.clone()
     mixed[0, at : at + n] = embedding.get_ids_tensor()[0]
@@ -193,6 +196,6 @@ def test_hooks_that_break_the_rules(lab: Any, ids: Tensor) -> None:
         with pytest.raises(errors.InputError, match="post_forward"):
             model.forward(ids)
     with pytest.raises(errors.InputError, match="pre_forward"):
-        Intervention(inner, pre_forward=3)
+        Intervention(inner, pre_forward=3)  # type: ignore[arg-type]
     with pytest.raises(errors.InputError, match="Intervention"):
-        Intervention(object())
+        Intervention(object())  # type: ignore[arg-type]

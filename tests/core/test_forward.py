@@ -17,7 +17,7 @@ from exl_core import (
     PagedParams,
     errors,
 )
-from exl_core.layers import Attention
+from exl_core.layers import Attention, Embedding, Linear
 
 pytestmark = pytest.mark.covers("core.md: forward", "core.md: attention")
 
@@ -51,7 +51,9 @@ def test_modules_and_their_places(model: ExLlamaV2) -> None:
     assert model.get_cache_devices() == ["cpu"]
     assert "model.layers.1.mlp.down_proj" in model.modules_dict
     assert "model.embed_tokens" in model.modules_dict
-    assert model.modules_dict["lm_head"].get_weight_tensor_dq().shape == (64, 90)
+    head = model.modules_dict["lm_head"]
+    assert isinstance(head, Linear)
+    assert head.get_weight_tensor_dq().shape == (64, 90)
     assert not model.is_quant()
 
 
@@ -184,7 +186,7 @@ def test_abort(lab: Any, ids: torch.Tensor) -> None:
             event.set()
         return original(x, step)
 
-    model.modules[2].forward = set_in_second_chunk  # type: ignore[method-assign]
+    model.modules[2].forward = set_in_second_chunk
     assert model.forward(ids, cache, abort_event=event) is None
     assert cache.current_seq_len == 10
     assert model.forward_chunk(ids[:, :3], cache, abort_event=event) == {"aborted": True}
@@ -225,7 +227,9 @@ def test_extract_states(model: ExLlamaV2, ids: torch.Tensor) -> None:
     assert set(result) == {"states"}
     states = result["states"]
     assert set(states) == {1, 5}
-    embedding = model.modules[0].forward(ids.reshape(-1)).view(2, 30, 64)
+    first = model.modules[0]
+    assert isinstance(first, Embedding)
+    embedding = first.forward(ids.reshape(-1)).view(2, 30, 64)
     assert torch.equal(states[1], embedding)
     assert not torch.equal(states[5], embedding)
 
@@ -305,10 +309,12 @@ def test_block_table_entries_behind_the_end_are_not_read(model: ExLlamaV2, ids: 
 
 def test_not_loaded(lab: Any, ids: torch.Tensor) -> None:
     model = ExLlamaV2(ExLlamaV2Config(lab.write()))
+    head = model.modules_dict["lm_head"]
+    assert isinstance(head, Linear)
     with pytest.raises(errors.ModelStateError, match="load"):
         model.forward(ids)
     with pytest.raises(errors.ModelStateError, match="lm_head is not loaded"):
-        model.modules_dict["lm_head"].get_weight_tensor_dq()
+        head.get_weight_tensor_dq()
 
 
 @pytest.mark.covers("core.md: better-7.4")
@@ -410,13 +416,17 @@ def test_states_of_modules_that_do_not_exist(model: ExLlamaV2, ids: torch.Tensor
 @pytest.mark.covers("core.md: better-6.5.6")
 def test_attn_params_of_the_wrong_kind(model: ExLlamaV2, ids: torch.Tensor) -> None:
     with pytest.raises(errors.InputError, match="attn_params"):
-        model.forward_chunk(ids, attn_params=object())
+        model.forward_chunk(ids, attn_params=object())  # type: ignore[arg-type]
     with pytest.raises(errors.InputError, match="past_len"):
         model.forward_chunk(ids, cache_for(model), attn_params=AttentionParams(2, 30, -1))
     with pytest.raises(errors.UnsupportedError, match="list of past lengths"):  # pages do that
         AttentionParams(2, 30, [0, 4])  # type: ignore[arg-type]
     paged = PagedParams(1, torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 0, 16, 10)
-    for padding in ({"input_mask": torch.zeros(1, 10)}, {"position_offsets": torch.zeros(1, 1, dtype=torch.int32)}):
+    paddings: list[dict[str, Any]] = [
+        {"input_mask": torch.zeros(1, 10)},
+        {"position_offsets": torch.zeros(1, 1, dtype=torch.int32)},
+    ]
+    for padding in paddings:
         with pytest.raises(errors.UnsupportedError, match="pages need no padding"):
             model.forward_chunk(ids[:1, :10], ExLlamaV2Cache(model, max_seq_len=64), attn_params=paged, **padding)
 

@@ -152,10 +152,13 @@ def test_adapters_are_what_they_hold_and_how_strong_they_are(tmp_path: Path, mon
     monkeypatch.setenv("EXL_DEVICE", "cpu")
     model = ExLlamaV2(ExLlamaV2Config(FOLDER))
     model.load()
-    one, same, other, stronger = (
-        write_adapter(tmp_path / name, *values)
-        for name, values in {"one": (), "same": (), "other": (0.5,), "stronger": (1.0, 16)}.items()
-    )
+    settings: dict[str, dict[str, Any]] = {
+        "one": {},
+        "same": {},
+        "other": {"factor": 0.5},
+        "stronger": {"factor": 1.0, "alpha": 16},
+    }
+    one, same, other, stronger = (write_adapter(tmp_path / name, **values) for name, values in settings.items())
 
     def name(folder: Path, scaling: float = 1.0) -> bytes:
         return ExLlamaV2Lora.from_directory(model, folder, scaling).content_digest

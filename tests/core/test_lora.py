@@ -361,7 +361,8 @@ def test_fused_modules_of_the_original_model(lab: Any, ids: Tensor, tmp_path: Pa
     """Phi-3 style: one adapter for qkv_proj and for gate_up_proj, split over the matrices here."""
     model = lab.load(lab.write())
     generator = torch.Generator().manual_seed(4)
-    fused, split = {}, {}
+    fused: dict[str, Tensor] = {}
+    split: dict[str, Tensor] = {}
     for layer in range(2):
         prefix = f"base_model.model.model.layers.{layer}."
         for whole, parts in (
@@ -530,10 +531,10 @@ def test_wrong_arguments(lab: Any, bench: Bench, ids: Tensor, tmp_path: Path) ->
     lora = ExLlamaV2Lora.from_directory(bench.model, folder)
     for bad in (lora, ["q"], "adapter", 3):
         with pytest.raises(errors.InputError, match="loras"):
-            bench.model.forward(ids, loras=bad)
+            bench.model.forward(ids, loras=bad)  # type: ignore[arg-type]
     for factor in (float("nan"), "1", None, True):
         with pytest.raises(errors.AdapterError, match="lora_scaling"):
-            ExLlamaV2Lora.from_directory(bench.model, folder, lora_scaling=factor)
+            ExLlamaV2Lora.from_directory(bench.model, folder, lora_scaling=factor)  # type: ignore[arg-type]
     other = lab.load(lab.write())
     with pytest.raises(errors.ModelStateError, match="another model"):
         other.forward(ids, loras=[lora])

@@ -68,7 +68,7 @@ def test_a_dropped_cache_and_a_dropped_model_are_gone(
     else:
         inner = cache = ExLlamaV2Cache_Q4(model, max_seq_len=256)
     run(model, cache, lab)
-    held = [weakref.ref(t) for t in (cache, inner, inner.key_states[0], inner.key_scales[0])]
+    held: list[weakref.ref[Any]] = [weakref.ref(t) for t in (cache, inner, inner.key_states[0], inner.key_scales[0])]
     del cache, inner
     assert [ref() for ref in held] == [None] * 4
     held = [weakref.ref(m) for m in (model, *model.modules)]
@@ -84,7 +84,8 @@ def test_unload_drops_all_weights_and_the_model_loads_again(
     cache_of = ExLlamaV2Cache_TP if how == "cut" else ExLlamaV2Cache
     ids = lab.ids(1, 20)
     first = model.forward(ids, cache_of(model, max_seq_len=256))
-    norms = (m.norm for m in model.modules if getattr(m, "norm", None) is not None)
+    layers: list[Any] = model.modules
+    norms = (m.norm for m in layers if getattr(m, "norm", None) is not None)
     held = [weakref.ref(linear.matrix) for linear in model.linears() if how == "cut"]
     held += [weakref.ref(norm.weight) for norm in norms]
     model.unload()

@@ -24,6 +24,7 @@ from exl_core import (
 )
 from exl_core.device import Device, devices
 from exl_core.execution.sharded import Shares, SplitMatrix
+from exl_core.layers import Linear
 from exl_core.loading.parallel_plan import plan_parallel
 from exl_core.loading.sizes import CacheSize
 
@@ -84,18 +85,22 @@ def test_cut_matrices_give_the_bits_of_one_device(
         assert linear.matrix.parts[0].begin == 0
         assert linear.matrix.parts[-1].end == linear.out_features
         twin = whole.modules_dict[linear.key]
+        assert isinstance(twin, Linear)
         assert torch.equal(linear.get_weight_tensor_dq(), twin.get_weight_tensor_dq())
         assert linear.is_quant() == twin.is_quant()
-    assert len(model.modules[1].q_proj.matrix.parts) == min(len(shares), len(context.heads))
-    cache, twin = ExLlamaV2Cache_TP(model, batch_size=2), ExLlamaV2Cache(whole, batch_size=2)
+    query = model.modules_dict["model.layers.0.self_attn.q_proj"]
+    assert isinstance(query, Linear)
+    assert isinstance(query.matrix, SplitMatrix)
+    assert len(query.matrix.parts) == min(len(shares), len(context.heads))
+    cache, plain = ExLlamaV2Cache_TP(model, batch_size=2), ExLlamaV2Cache(whole, batch_size=2)
     for begin, end in ((0, 9), (9, 10), (10, 24)):
         found = model.forward(ids[:, begin:end], cache)
-        assert torch.equal(found, whole.forward(ids[:, begin:end], twin))
+        assert torch.equal(found, whole.forward(ids[:, begin:end], plain))
     assert torch.equal(model.forward(ids[:, :12]), whole.forward(ids[:, :12]))  # without a cache
     assert [c.num_key_value_heads for c in cache.caches] == [end - begin for _, begin, end in context.heads]
     for layer in range(2):
         keys = torch.cat([part[:, :24] for part in cache.key_states[layer]], dim=2)
-        assert torch.equal(keys, twin.key_states[layer][:, :24])
+        assert torch.equal(keys, plain.key_states[layer][:, :24])
     assert model.get_cache_devices() == [f"cpu:{shard}" for shard, _, _ in context.heads]
     model.unload()
     assert model.tp_context is None
@@ -184,7 +189,10 @@ def test_more_devices_than_heads(lab: Any, monkeypatch: pytest.MonkeyPatch, ids:
     model = spread(monkeypatch, folder, EVEN3)
     assert model.tp_context is not None
     ((shard, _, _),) = model.tp_context.heads
-    widths = {part.shard: part.width for part in model.modules_dict["model.layers.0.mlp.up_proj"].matrix.parts}
+    up = model.modules_dict["model.layers.0.mlp.up_proj"]
+    assert isinstance(up, Linear)
+    assert isinstance(up.matrix, SplitMatrix)
+    widths = {part.shard: part.width for part in up.matrix.parts}
     assert widths.get(shard, 0) < max(widths.values())
     for cls in (ExLlamaV2Cache, ExLlamaV2Cache_Q4):
         expected = whole.forward(ids, cls(whole, batch_size=2))
@@ -197,7 +205,7 @@ def test_gptq_of_other_widths(lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Te
     from exl_kernels import formats
 
     config = {**lab.config, **SIZES, "quantization_config": {"bits": bits, "group_size": 32, "quant_method": "gptq"}}
-    tensors = {}
+    tensors: dict[str, Any] = {}
     for name, tensor in lab.random_tensors(config).items():
         if name.endswith("_proj.weight") and tensor.shape[0] % 32 == 0:
             made = formats.gptq_quantize(tensor, bits=bits, group_size=32)
@@ -231,7 +239,7 @@ def test_wrong_caches_are_refused(lab: Any, monkeypatch: pytest.MonkeyPatch, ids
         ExLlamaV2Cache_TP(build(folder))
     for bad in (ExLlamaV2Cache_TP, "fp16", None):
         with pytest.raises(errors.CacheError, match="base"):
-            ExLlamaV2Cache_TP(model, bad)
+            ExLlamaV2Cache_TP(model, bad)  # type: ignore[arg-type]
     model.unload()
     model.load_tp([2.0, 20.0])
     with pytest.raises(errors.CacheError, match="made after load_tp"):
@@ -243,7 +251,9 @@ def test_a_device_may_get_nothing(lab: Any, monkeypatch: pytest.MonkeyPatch, ids
     whole = build(folder)
     whole.load()
     model = spread(monkeypatch, folder, [5.0, 0.0, 5.0])
-    assert {part.shard for m in model.modules for q in m.submodules() for part in q.matrix.parts} == {0, 2}
+    matrices = [linear.matrix for m in model.modules for linear in m.submodules()]
+    assert {part.shard for q in matrices if isinstance(q, SplitMatrix) for part in q.parts} == {0, 2}
+    assert all(isinstance(q, SplitMatrix) for q in matrices)
     cache = ExLlamaV2Cache_TP(model, batch_size=2)
     assert torch.equal(model.forward(ids, cache), whole.forward(ids, ExLlamaV2Cache(whole, batch_size=2)))
 
@@ -286,6 +296,7 @@ def test_planned_bytes_and_refusal(lab: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert sum(d.weights for d in found.devices) == pytest.approx(model.weight_bytes(), rel=0.02)
     held = [0, 0]
     for linear in (linear for m in model.modules for linear in m.submodules()):
+        assert isinstance(linear.matrix, SplitMatrix)
         for part in linear.matrix.parts:
             held[part.shard] += part.matrix.nbytes
     assert found.devices[1].weights == pytest.approx(held[1], rel=0.05)
@@ -301,17 +312,17 @@ def test_planned_bytes_and_refusal(lab: Any, monkeypatch: pytest.MonkeyPatch) ->
         model.load_tp([0.0001, 0.0001])
     assert model.tp_context is None
     assert all(linear.shards is None for m in model.modules for linear in m.submodules())
-    listed = list(model.load_tp_gen([1.0, 1.0], callback_gen=lambda i, n: iter([i])))
+    listed = list(model.load_tp_gen([1.0, 1.0], callback_gen=lambda i, n: iter([i])))  # type: ignore[arg-type, return-value]
     assert listed == list(range(len(model.modules) + 1))
 
 
 def test_a_failing_load_leaves_nothing(lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:
     monkeypatch.setenv("EXL_DEVICE", "cpu:0,cpu:1")
     model = build(lab.write(**SIZES))
-    steps = model.load_tp_gen([1.0, 1.0], callback_gen=lambda i, n: iter([i]))
+    steps = model.load_tp_gen([1.0, 1.0], callback_gen=lambda i, n: iter([i]))  # type: ignore[arg-type, return-value]
     for _ in range(4):
         next(steps)
-    steps.close()
+    steps.close()  # type: ignore[attr-defined]
     assert model.tp_context is None
     assert not model.loaded
     assert model.weight_bytes() == 0

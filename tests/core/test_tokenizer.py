@@ -183,7 +183,7 @@ def test_cached_encode_is_bounded(fixture_tokenizer: ExLlamaV2Tokenizer) -> None
 
 def test_other_objects_are_no_embeddings(fixture_tokenizer: ExLlamaV2Tokenizer) -> None:
     with pytest.raises(errors.InputError, match="ExLlamaV2MMEmbedding"):
-        fixture_tokenizer.encode("x", embeddings=[object()])
+        fixture_tokenizer.encode("x", embeddings=[object()])  # type: ignore[list-item]
     assert fixture_tokenizer.encode("x", embeddings=[]).shape[0] == 1
 
 

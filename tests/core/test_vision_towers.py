@@ -116,7 +116,7 @@ def test_videos_are_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None
         return
     for bad, match in (([], "one at least"), ([*frames, picture(20, 21)], "different sizes"), ("abc", "list of PIL")):
         with pytest.raises(errors.InputError, match=match):
-            video(pair.ours, pair.tokenizer, bad)  # type: ignore[arg-type]
+            video(pair.ours, pair.tokenizer, bad)
     monkeypatch.setattr("exl_core.vision.qwen_images.MAX_PATCHES", 1000)
     with pytest.raises(errors.InputError, match="makes 1280 patches, at most 1000"):
         video(pair.ours, pair.tokenizer, [picture(400, 400)] * 10)

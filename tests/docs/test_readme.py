@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ RUN_ELSEWHERE = re.compile(
 )
 
 
-def blocks(language: str) -> list[pytest.param]:
+def blocks(language: str) -> list[Any]:
     """Every block of a language in the documents; those of the README are in the default run."""
     found = []
     for path in DOCUMENTS:

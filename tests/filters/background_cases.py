@@ -1,6 +1,7 @@
 """Filters that notice when two threads are in one of them, and every method that one can be asked by."""
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,14 +128,15 @@ def grammar(watch, **options):
     f = ExLlamaV2GrammarFilter(None, V, **{"regex": "[abc]{5}", **options})
     f.attach(C)
     f.feed(0)
-    f._matcher = Watched(f._matcher, watch)
+    inside: Any = f
+    inside._matcher = Watched(inside._matcher, watch)
     return f
 
 
 class Slow(ExLlamaV2SelectFilter):
     """A part of a composite that computes its answers under a watch."""
 
-    watch = None
+    watch: Any = None
 
     def _choice(self, state):
         return self.watch("choice", lambda: ExLlamaV2SelectFilter._choice(self, state))

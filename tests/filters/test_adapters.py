@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +41,8 @@ def scores(seed, step):
 
 def plain_loop(seed):
     with FilterStack([select()], vocab_size=V.size, stop_ids=[EOS]) as stack:
-        out, ended = [], False
+        out: list[int] = []
+        ended = False
         while not ended:
             token = int(apply_mask(scores(seed, len(out)), stack.next_mask()).argmax())
             out.append(token)
@@ -70,7 +72,8 @@ def test_every_adapter_gives_the_text_of_the_plain_loop():
 
 def exllamav3(seed):
     """A job as exllamav3 runs it: mask, sample, accept; every third step is taken back and done again."""
-    job, out = ExLlamaV3Filter(V, [select()]), []
+    out: list[int] = []
+    job = ExLlamaV3Filter(V, [select()])
     assert not job.use_background_worker()
     while not job.is_completed():
         words = job.get_next_logit_mask()
@@ -130,8 +133,12 @@ def test_vllm_protocol():
     processor = vllm_processor()
     assert processor.is_argmax_invariant() is False
     spec = {"type": "select", "options": OPTIONS}
-    outputs = {0: [], 1: [], 2: []}
-    added = [(0, params(spec), [], outputs[0]), (1, params(), [], outputs[1]), (2, params(spec), [], outputs[2])]
+    outputs: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    added: list[Any] = [
+        (0, params(spec), [], outputs[0]),
+        (1, params(), [], outputs[1]),
+        (2, params(spec), [], outputs[2]),
+    ]
     processor.update_state(update(added=added))
     processor.update_state(None)
     where = {0: 0, 1: 1, 2: 2}  # request -> row
@@ -154,11 +161,12 @@ def test_vllm_protocol():
 
 def test_vllm_requests_are_checked_and_a_failing_filter_ends_its_row():
     VllmFilterProcessor.validate_params(params())
-    for bad in ("select", {"options": []}, {"type": 3}):
+    wrong: list[Any] = ["select", {"options": []}, {"type": 3}]
+    for bad in wrong:
         with pytest.raises(FilterUsageError):
             VllmFilterProcessor.validate_params(params(bad))
     processor = vllm_processor()
-    output = []
+    output: list[int] = []
     apart = {"type": "all-of", "filters": [{"type": "select", "options": [word]} for word in ("yes", "no")]}
     processor.update_state(update(added=[(0, params(apart), [], output)]))
     logits = processor.apply(np.zeros((1, WIDTH), np.float32))
@@ -166,7 +174,8 @@ def test_vllm_requests_are_checked_and_a_failing_filter_ends_its_row():
     assert isinstance(processor.failures[0], FilterDeadEnd)
     # One that cannot be made, beside one that can: the engine goes on, the row ends, and its failure moves with it.
     good = {"type": "select", "options": OPTIONS}
-    for bad in ({"type": "select", "options": 5}, {"type": "no-such"}, {"type": "grammar", "regex": "("}, {"type": 3}):
+    broken: list[Any] = [{"type": "select", "options": 5}, {"type": "no-such"}, {"type": "grammar", "regex": "("}]
+    for bad in (*broken, {"type": 3}):
         processor.update_state(update(removed=[0], added=[(0, params(bad), [], []), (1, params(good), [], [])]))
         assert list(processor.failures) == [0]
         logits = processor.apply(np.zeros((2, WIDTH), np.float32))

@@ -110,7 +110,7 @@ def test_whatever_comes_waits_and_nothing_is_stale(pool, what):
 
 def test_a_failure_beside_the_model_is_raised_where_the_mask_is_wanted(pool):
     class Failing(Slow):
-        fails_at = 1
+        fails_at = 1  # type: ignore[assignment]
 
     s = stack(Failing())
     s.feed(0)

@@ -4,6 +4,7 @@ import functools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from background_cases import METHODS, Plugin, V, Watch, composed, plugin
@@ -252,8 +253,8 @@ def test_methods_that_are_no_functions_drop_what_is_stale(feed, pool):
     by_name = not isinstance(feed, functools.singledispatchmethod)  # which dispatches by place only
     f.feed(token=2) if by_name else f.feed(2)
     assert f.get_next() == ([2], set())
-    Later = type("Later", (Odd,), {})
-    assert Later.feed is Odd.feed
+    Later: Any = type("Later", (Odd,), {})
+    assert Later.feed is Odd.feed  # type: ignore[attr-defined]
 
 
 def test_a_drop_of_the_filters_own_may_stop_its_computation(pool):
@@ -345,7 +346,8 @@ def test_a_copy_of_a_foreign_filter_waits_for_the_original(pool):
     f.background_next(pool)
     assert watch.entered.wait(250)
     with FilterStack([f], vocab_size=4, stop_ids=[3]) as stack:
-        inner = stack.filters[0].inner
+        wrapped: Any = stack.filters[0]
+        inner = wrapped.inner
         assert inner is not f
         assert (inner.a, inner.b) == (1, 1)
         assert inner.background_result is None

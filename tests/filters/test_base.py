@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def test_a_filter_of_states_that_lacks_one_of_its_functions_is_refused_when_it_i
             return 0
 
     with pytest.raises(TypeError, match=r"_advance.*_choice.*_whole"):
-        Half(None, ["a", "b"])
+        Half(None, ["a", "b"])  # type: ignore[abstract]
 
 
 def test_background_next_is_next(pool):
@@ -161,7 +162,7 @@ def test_default_clone_refuses_what_it_cannot_judge():
     class Holding(Counting):
         def __init__(self):
             super().__init__()
-            self.parser = object.__new__(type("Parser", (), {}))
+            self.parser: Any = object.__new__(type("Parser", (), {}))
 
     with pytest.raises(FilterUsageError, match="parser"):
         Holding().clone()
@@ -187,6 +188,6 @@ def test_tokens_and_prefixes_are_checked():
     assert int(fed) == fed.item() == fed[0][0] == int(fed[0][0]) == [*range(9)][fed] == 7
     assert as_prefix(None) == as_prefix("") == as_prefix([]) == b""
     assert as_prefix("é") == as_prefix("é".encode()) == as_prefix(["é"]) == b"\xc3\xa9"
-    for bad in (["a", "b"], 3):
+    for bad in (["a", "b"], 3):  # type: ignore[assignment]
         with pytest.raises(FilterUsageError):
             as_prefix(bad)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,7 +86,7 @@ def test_a_sequence_in_a_sequence_costs_no_multiple_of_it():
             Counted.made += 1
             return super().clone(c)
 
-    made = Counted(None, V, ["hello"])
+    made: Any = Counted(None, V, ["hello"])
     for _ in range(12):
         made = SequenceFilter([made])
     stack = FilterStack([made], vocab_size=len(PIECES), stop_ids=[EOS])
@@ -231,7 +232,7 @@ def test_zeros_and_ones_are_no_ids(dtype):
 
 def test_budgets_of_wrong_types():
     with pytest.raises(FilterUsageError, match="seconds above 0"):
-        CompileBudget(seconds="5")
+        CompileBudget(seconds="5")  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

@@ -194,7 +194,7 @@ def test_length_limits():
     [
         lambda: AllOf([]),
         lambda: TriggeredFilter(select(V, "a"), on=""),
-        lambda: TriggeredFilter(select(V, "a"), on="a", after="never"),
+        lambda: TriggeredFilter(select(V, "a"), on="a", after="never"),  # type: ignore[arg-type]
         lambda: TokenSetFilter(None, V, [[]]),
         lambda: TokenSetFilter(None, V, [V.size]),
         lambda: BanFilter(None, V),

@@ -39,7 +39,7 @@ def test_the_paths_that_third_parties_import():
         from exllamav2 import ExLlamaV2Tokenizer
         from exllamav2.generator.filters import select
 
-        assert ExLlamaV2Tokenizer is Tokenizer
+        assert ExLlamaV2Tokenizer is Tokenizer  # type: ignore[comparison-overlap]
         assert select.ExLlamaV2SelectFilter is ExLlamaV2SelectFilter
         compat.install()
         assert importlib.import_module("exllamav2.version").__version__ == "0.3.2"

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -205,7 +206,7 @@ def test_plain_grammars_start_no_process():
 
 
 def test_a_grammar_that_has_passed_is_not_tried_again():
-    source = {"json_schema": {"allOf": [{"type": "string", "maxLength": 7}]}}
+    source: dict[str, Any] = {"json_schema": {"allOf": [{"type": "string", "maxLength": 7}]}}
     ExLlamaV2GrammarFilter(None, V, **source)
     idle, trial._idle[:] = list(trial._idle), []
     try:
@@ -216,14 +217,14 @@ def test_a_grammar_that_has_passed_is_not_tried_again():
 
 
 def test_a_smaller_budget_is_not_met_by_what_passed_under_a_larger_one():
-    source = {"regex": "|".join(f"word{i}" for i in range(2000))}
+    source: dict[str, Any] = {"regex": "|".join(f"word{i}" for i in range(2000))}
     ExLlamaV2GrammarFilter(None, V, **source)
     with pytest.raises(FilterCompileError, match=r"within 0\.001 s"):
         ExLlamaV2GrammarFilter(None, V, **source, budget=CompileBudget(seconds=0.001))
 
 
 def test_where_no_process_can_be_started_it_is_said(monkeypatch):
-    source = {"json_schema": {"allOf": [{"type": "string", "maxLength": 13}]}}
+    source: dict[str, Any] = {"json_schema": {"allOf": [{"type": "string", "maxLength": 13}]}}
     idle, trial._idle[:] = list(trial._idle), []
     try:
         for executable in ("", "/no/such/python"):
@@ -340,7 +341,7 @@ def test_a_budget_is_not_part_of_the_spec():
 def test_trust_compiles_at_once():
     idle, trial._idle[:] = list(trial._idle), []
     try:
-        source = {"json_schema": {"allOf": [{"type": "string", "maxLength": 11}]}}
+        source: dict[str, Any] = {"json_schema": {"allOf": [{"type": "string", "maxLength": 11}]}}
         assert ExLlamaV2GrammarFilter(None, V, **source, budget=CompileBudget(trust=True)).next()[0]
         assert not trial._idle
     finally:

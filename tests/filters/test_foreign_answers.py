@@ -1,5 +1,7 @@
 """Answers of foreign filters: ids and masks in any container are read, anything else is rejected with its type."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -81,7 +83,8 @@ def test_as_many_ids_as_words_are_ids_when_in_order():
 
 
 def test_nothing_allowed_is_a_dead_end_whatever_holds_it():
-    for empty in ([], set(), np.array([]), np.zeros(258, dtype=bool), *EMPTY):
+    answers: list[Any] = [[], set(), np.array([]), np.zeros(258, dtype=bool), *EMPTY]
+    for empty in answers:
         s = stack(Answers(empty))
         assert s.status.value == "dead"
 

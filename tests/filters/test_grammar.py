@@ -232,8 +232,10 @@ def test_clones_are_independent_and_templates_are_shared_between_threads():
 
     make_from = make(json_schema=SCHEMA)
     threads = [threading.Thread(target=run, args=(seed,)) for seed in [1, 2, 3, 4] * 4]
-    [t.start() for t in threads]
-    [t.join() for t in threads]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
     alone = {generate(make_from, VOCAB, random.Random(seed)) for seed in (1, 2, 3, 4)}
     assert set(results) == alone
     assert len(results) == 16
@@ -417,7 +419,7 @@ def test_the_mask_taken_as_it_is_equals_the_mask_put_together(source, stops):
             assert (one == two).all()
             assert set(ids) <= set(bits.to_ids(one)) or not quick.is_complete()
             whole += quick.is_complete()
-            token = rng.choice(quick.next()[0])
+            token = rng.choice(list(quick.next()[0]))
             quick.feed(token)
             slow.feed(token)
             if quick.ended():
@@ -434,7 +436,7 @@ def test_a_vocabulary_goes_when_nobody_holds_it():
     """llguidance's tables of a large vocabulary are 100 MB; a server that changes models must not keep them."""
     vocab = Vocabulary([*(bytes([i]) for i in range(256)), None], eos_token_id=256, special_ids=[256])
     f = ExLlamaV2GrammarFilter(None, vocab, json_schema={"type": "object"})
-    f.feed(f.next()[0][0])
+    f.feed(next(iter(f.next()[0])))
     gone = weakref.ref(vocab)
     del f, vocab
     gc.collect()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 from zoo import LONG, OPTIONS, ZOO, Plain
@@ -136,14 +137,15 @@ def test_a_report_names_law_text_and_way():
     code = code.replace("f = make(vocab)", "f = make(vocab); f.attach(context)")
     namespace = {"make": mutant}
     exec(compile(code, "reproduction", "exec"), namespace | {"context": _context(code)}, namespace)  # noqa: S102
-    f, vocab = namespace["f"], namespace["vocab"]
+    f: Any = namespace["f"]
+    vocab: Any = namespace["vocab"]
     ends = f.next()[1] - vocab.stop_ids
     texts = {b"".join(vocab.bytes_of(t) for t in f.fed) + vocab.bytes_of(t) for t in ends}
     assert texts - {o.encode() for o in OPTIONS}
 
 
 def _context(code):
-    namespace = {}
+    namespace: dict[str, Any] = {}
     exec(code.split("f = make")[0], namespace)  # noqa: S102 - the head of the reproduction: the vocabulary
     v = namespace["vocab"]
     return FilterContext.make(v.size, v.stop_ids)
@@ -199,9 +201,10 @@ def test_raise_on_failure_and_bad_calls():
     mutant = next(m for m in ZOO if m.name == "Unsorted")
     with pytest.raises(AssertionError, match="LAW-03"):
         check_filter(mutant, laws=["3"], raise_on_failure=True)
-    for bad in ({"factory": 3}, {"profile": "huge"}, {"laws": ["LAW-40"]}, {"language": 3}):
+    wrong: list[dict[str, Any]] = [{"factory": 3}, {"profile": "huge"}, {"laws": ["LAW-40"]}, {"language": 3}]
+    for bad in wrong:
         with pytest.raises(FilterUsageError):
-            check_filter(**{"factory": plain, **bad})
+            check_filter(**({"factory": plain} | bad))
 
 
 @pytest.mark.covers("filters.md: CAP-33")
@@ -406,7 +409,7 @@ def test_the_vocabulary_is_a_tokenizer_for_the_minimal_custom_filter():
             super().__init__(model, tokenizer)
             self.allowed = {int(i) for w in words for i in tokenizer.encode(w, add_bos=False)[0]}
 
-        def begin(self, prefix_str):
+        def begin(self, prefix_str):  # type: ignore[override]
             self.sequence_str = ""
 
         def feed(self, token):

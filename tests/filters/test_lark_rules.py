@@ -2,6 +2,8 @@
 
 import json
 import random
+from functools import partial
+from typing import Any
 
 import pytest
 from counting import lines
@@ -74,9 +76,10 @@ def test_text_forced_for_ever_does_not_hang_a_mask(kind):
     from exl_filters import ExLlamaV2GrammarFilter
 
     source = "start: A B\nA: /a+/\nB: /ab/\n" if kind != "ebnf" else 'root ::= "a"+ "ab"\n'
-    f = ExLlamaV2GrammarFilter(None, V, **{kind: source})
+    given: dict[str, Any] = {kind: source}
+    f = ExLlamaV2GrammarFilter(None, V, **given)
     for _ in range(4):
-        allowed = f.next()[0]
+        allowed = list(f.next()[0])
         assert f.forced() == b""
         assert f.validate([allowed[0], allowed[0]]) >= 1
         f.feed(allowed[0])
@@ -121,8 +124,7 @@ def test_it_takes_large_grammars():
     "order", [list, lambda rules: rules[::-1], lambda rules: random.Random(0).sample(rules, len(rules))]
 )
 def test_it_does_as_much_for_every_rule_however_many_there_are(order):
-    once, eight_times = (
-        lines(lambda n=n: endless_rules("".join(order(chain(n))) + f'r{n}: "z"\n')) for n in (250, 2000)
-    )
+    sources = ["".join(order(chain(n))) + f'r{n}: "z"\n' for n in (250, 2000)]
+    once, eight_times = (lines(partial(endless_rules, source)) for source in sources)
     assert once > 250
     assert eight_times < 16 * once

@@ -174,13 +174,13 @@ def test_reference_results_on_ascii():
     assert pieces(ends) == {"cat"}
     f = ExLlamaV2SelectFilter(None, PLAIN, ["yes"], True)
     assert pieces(f.next()[1]) == {"yes", "Yes", "YES"}
-    f = ExLlamaV2PrefixFilter(None, PLAIN, ["{", "["])
-    assert pieces(f.next()[0]) == {"{", '{"', "[", "[_"}
-    assert f.next()[1] == set()
-    f.feed(LETTERS.index('{"'))
-    assert f.next() == (None, set())
-    assert f.current_prefixes == {"{"}
-    assert f.current_str == '{"'
+    prefix = ExLlamaV2PrefixFilter(None, PLAIN, ["{", "["])
+    assert pieces(prefix.next()[0]) == {"{", '{"', "[", "[_"}
+    assert prefix.next()[1] == set()
+    prefix.feed(LETTERS.index('{"'))
+    assert prefix.next() == (None, set())
+    assert prefix.current_prefixes == {"{"}
+    assert prefix.current_str == '{"'
 
 
 def test_nested_options_leave_the_longer_reachable():
@@ -215,7 +215,7 @@ def test_a_mismatch_is_refused_and_changes_nothing():
 
 @pytest.mark.covers("filters.md: CAP-20")
 def test_emoji_is_reached_over_split_tokens():
-    tokens = ["😀".encode()[:2], "😀".encode()[2:], "😀!", "!"]
+    tokens: list[str | bytes] = ["😀".encode()[:2], "😀".encode()[2:], "😀!", "!"]
     v = Vocabulary([*tokens, "</s>"], eos_token_id=4, special_ids=[4])
     s = FilterStack([ExLlamaV2SelectFilter(None, v, ["😀!"])], vocab_size=5, stop_ids=[4])
     assert bits.to_ids(s.next_mask()) == [0, 2]

@@ -117,7 +117,7 @@ def integration(monkeypatch):
         def decode(self, ids):
             return VOCAB.decode(ids)
 
-    package.ExLlamaV2Tokenizer = Tokenizer
+    package.ExLlamaV2Tokenizer = Tokenizer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "exllamav2", package)
     monkeypatch.delitem(sys.modules, "lmformatenforcer.integrations.exllamav2", raising=False)
     import lmformatenforcer.integrations.exllamav2 as module

@@ -4,6 +4,7 @@ import gc
 import json
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,7 +81,12 @@ def test_roles_and_pieces():
     assert v.decode([[4, 0, 5]]) == "a"
     with pytest.raises(FilterUsageError):
         v.encode("b")
-    for bad in ({"tokens": []}, {"tokens": ["a"], "eos_token_id": 1}, {"tokens": ["a"], "special_ids": [-1]}):
+    wrong: list[dict[str, Any]] = [
+        {"tokens": []},
+        {"tokens": ["a"], "eos_token_id": 1},
+        {"tokens": ["a"], "special_ids": [-1]},
+    ]
+    for bad in wrong:
         with pytest.raises(FilterUsageError):
             Vocabulary(**bad)
 
@@ -146,7 +152,7 @@ def test_tokens_and_ids_of_other_types_are_refused(tokens, roles, words):
 
 
 def test_bytes_of_other_kinds_are_bytes():
-    given = Vocabulary([bytearray(b"a"), memoryview(b"b"), "c"])
+    given = Vocabulary([bytearray(b"a"), memoryview(b"b"), "c"])  # type: ignore[list-item]
     assert [given.bytes_of(i) for i in range(3)] == [b"a", b"b", b"c"]
 
 

@@ -101,7 +101,7 @@ def test_what_it_would_not_enforce_is_refused(source):
 
 def test_unknown_backends_and_a_missing_library(monkeypatch):
     with pytest.raises(FilterCompileError):
-        ExLlamaV2GrammarFilter(None, BYTES, regex="a", backend="outlines")
+        ExLlamaV2GrammarFilter(None, BYTES, regex="a", backend="outlines")  # type: ignore[arg-type]
     monkeypatch.setitem(__import__("sys").modules, "xgrammar", None)
     with pytest.raises(MissingExtra):
         make(Vocabulary(["a", None], eos_token_id=1, special_ids=[1]), regex="a")
@@ -190,7 +190,7 @@ def test_compiling_has_a_budget():
     rng = random.Random(0)
     for _ in range(40):
         assert elsewhere.next() == here.next()
-        token = rng.choice(here.next()[0])
+        token = rng.choice(list(here.next()[0]))
         elsewhere.feed(token)
         here.feed(token)
     with pytest.raises(FilterCompileError, match="xgrammar"):

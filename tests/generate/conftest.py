@@ -15,7 +15,7 @@ TEMPLATE = "{{ bos_token }}{% for m in messages %}# {{ m['role'] }}: {{ m['conte
 
 
 @pytest.fixture
-def exl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+def exl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Call `exl` with arguments (and standard input); returns exit code, standard output, standard error."""
 
     def call(*args: str, stdin: str = "") -> tuple[int, str, str]:

@@ -7,6 +7,7 @@ import random
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ def reply(*turns: str, which: str = "default", limit: int = 300) -> tuple[str, d
     generate = generator(which)
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
-    prompt = generate.tokenizer.apply_chat_template(messages)
+    prompt = generate.tokenizer.apply_chat_template(messages)  # type: ignore[attr-defined]
     job = ExLlamaV2DynamicJob(
         generate.tokenizer.encode(prompt, encode_special_tokens=True),
         limit,
@@ -45,7 +46,7 @@ def reply(*turns: str, which: str = "default", limit: int = 300) -> tuple[str, d
     return streamed_text(results), results[-1]
 
 
-def story(prompt: str, which: str = "default", **options: object) -> str:
+def story(prompt: str, which: str = "default", **options: Any) -> str:
     generate = generator(which)
     settings = ExLlamaV2Sampler.Settings(**options) if options else ExLlamaV2Sampler.Settings.greedy()
     stop = generate.model.config.eos_token_ids
@@ -59,7 +60,7 @@ def known_words() -> frozenset[str]:
     """The words of a few thousand documents of the corpus that the models were trained on."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(SCRIPTS))
-        from corpus import document
+        from corpus import document  # type: ignore[attr-defined]
     rng = random.Random(3)
     return frozenset(
         word for _ in range(2500) for word in re.findall(r"[a-z]+", document(rng, "train", "story").lower())
@@ -81,7 +82,7 @@ def test_draft_has_the_same_tokenizer_and_a_quarter_of_the_weights() -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (draft_model_dir() / name).read_bytes() == (default_model_dir() / name).read_bytes()
     big, draft = generator().model, generator("draft").model
-    assert draft.weight_bytes() <= big.weight_bytes() / 2.5  # FP16 embeddings weigh more in the small one
+    assert draft.weight_bytes() <= big.weight_bytes() / 2.5  # type: ignore[attr-defined]  # FP16 embeddings weigh more in the small one
     assert (default_model_dir() / "README.md").read_text().count(">>>") >= 5
 
 
@@ -108,7 +109,7 @@ def test_chat_template_marks_every_turn() -> None:
         {"role": "assistant", "content": "Hi!"},
         {"role": "user", "content": "Bye"},
     ]
-    text = tokenizer.apply_chat_template(messages)
+    text = tokenizer.apply_chat_template(messages)  # type: ignore[attr-defined]
     assert (
         text == "<s><|system|>Be kind.<|end|><|user|>Hello<|end|><|assistant|>Hi!<|end|><|user|>Bye<|end|><|assistant|>"
     )

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ MODEL = str(Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5")
 BUNDLED = str(default_model_dir())
 
 
-def test_generate_streams_prompt_and_continuation(exl) -> None:  # type: ignore[no-untyped-def]
+def test_generate_streams_prompt_and_continuation(exl) -> None:
     code, out, err = exl("generate", "def read(", "-m", MODEL, "-n", "12", "--seed", "3")
     assert code == 0
     assert out.startswith("def read(")
@@ -31,9 +32,9 @@ def test_generate_streams_prompt_and_continuation(exl) -> None:  # type: ignore[
     assert exl("generate", "def read(", "-m", MODEL, "-n", "12", "--seed", "3")[1] == out
 
 
-def test_generate_json_and_cache_kinds(exl) -> None:  # type: ignore[no-untyped-def]
+def test_generate_json_and_cache_kinds(exl) -> None:
     for cache in ("fp16", "fp8", "q8", "q6", "q4"):
-        args = ("-m", MODEL, "-n", "8", "--greedy", "--json", "--cache", cache, "--stop", "zzz")
+        args: tuple[str, ...] = ("-m", MODEL, "-n", "8", "--greedy", "--json", "--cache", cache, "--stop", "zzz")
         args = (*args, "--set", "token_frequency_penalty=0.1")
         code, out, _ = exl("generate", "-", *args, stdin="import os")
         report = json.loads(out)
@@ -42,7 +43,7 @@ def test_generate_json_and_cache_kinds(exl) -> None:  # type: ignore[no-untyped-
         assert report["settings"]["token_frequency_penalty"] == "0.1"
 
 
-def test_generate_honours_stops_and_bans(exl) -> None:  # type: ignore[no-untyped-def]
+def test_generate_honours_stops_and_bans(exl) -> None:
     common = ("generate", "import os\n", "-m", MODEL, "--greedy", "--json", "-n", "30")
     plain = json.loads(exl(*common)[1])["completion"]
     stopped = json.loads(exl(*common, "--stop", plain[5:8])[1])
@@ -52,16 +53,16 @@ def test_generate_honours_stops_and_bans(exl) -> None:  # type: ignore[no-untype
     assert "import" not in banned
 
 
-def test_generate_with_guesses_says_the_same(exl) -> None:  # type: ignore[no-untyped-def]
+def test_generate_with_guesses_says_the_same(exl) -> None:
     common = ("generate", "One rainy day,", "-n", "40", "--seed", "3", "--json")
     plain, draft, ngram = (json.loads(exl(*common, *extra)[1]) for extra in ((), ("--draft", "bundled"), ("--ngram",)))
     assert plain["completion"] == draft["completion"] == ngram["completion"]
     assert draft["accepted_draft_tokens"] > 5
 
 
-def test_generate_obeys_schema_and_regex(exl, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_generate_obeys_schema_and_regex(exl, tmp_path: Path) -> None:
     pytest.importorskip("llguidance", reason="the grammar extra of exl-filters is optional")
-    schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+    schema: dict[str, Any] = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
     schema["additionalProperties"] = False
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(schema))
@@ -100,7 +101,7 @@ def test_generate_obeys_schema_and_regex(exl, tmp_path: Path) -> None:  # type: 
         (("bench", "-m", MODEL, "--prompt-tokens", "5000"), "limit is 2048"),
     ],
 )
-def test_errors_are_one_line_with_a_code(exl, args: tuple[str, ...], message: str) -> None:  # type: ignore[no-untyped-def]
+def test_errors_are_one_line_with_a_code(exl, args: tuple[str, ...], message: str) -> None:
     code, _, err = exl(*args, stdin="hello\n")
     assert code == 1
     assert message in err
@@ -108,7 +109,7 @@ def test_errors_are_one_line_with_a_code(exl, args: tuple[str, ...], message: st
     assert len(err.strip().splitlines()) == 1
 
 
-def test_info(exl) -> None:  # type: ignore[no-untyped-def]
+def test_info(exl) -> None:
     facts = json.loads(exl("info", MODEL, "--json")[1])
     assert facts["model"]["bits_per_weight"] == pytest.approx(4.5, abs=0.05)
     assert facts["cache"][0]["fp16"] == 2048 * 2 * 4 * 2 * 64 * 2
@@ -117,14 +118,14 @@ def test_info(exl) -> None:  # type: ignore[no-untyped-def]
     assert "down_proj" in out
 
 
-def test_info_takes_its_folder_as_other_commands_do(exl) -> None:  # type: ignore[no-untyped-def]
+def test_info_takes_its_folder_as_other_commands_do(exl) -> None:
     assert exl("info", "-m", MODEL)[:2] == exl("info", MODEL)[:2]
     code, _, err = exl("info", MODEL, "--model", MODEL)
     assert code == 1
     assert "name one" in err
 
 
-def test_info_plans_where_the_model_goes(exl) -> None:  # type: ignore[no-untyped-def]
+def test_info_plans_where_the_model_goes(exl) -> None:
     facts = json.loads(exl("info", MODEL, "--plan", "--cache", "q4", "--cache-tokens", "512", "--json")[1])["plan"]
     assert facts["fits"]
     assert facts["max_cache_tokens"] >= 512
@@ -137,7 +138,7 @@ def test_info_plans_where_the_model_goes(exl) -> None:  # type: ignore[no-untype
     assert "largest cache that fits" in out
 
 
-def test_doctor(exl) -> None:  # type: ignore[no-untyped-def]
+def test_doctor(exl) -> None:
     code, out, _ = exl("doctor", "--json")
     facts = json.loads(out)
     assert (code, facts["ok"]) == (0, True)
@@ -145,7 +146,7 @@ def test_doctor(exl) -> None:  # type: ignore[no-untyped-def]
     assert facts["cpu"]["instruction_set"] in ("scalar", "avx2", "avx512")
 
 
-def test_bench(exl) -> None:  # type: ignore[no-untyped-def]
+def test_bench(exl) -> None:
     args = ("--prompt-tokens", "40", "--new-tokens", "6", "--batch", "1", "--batch", "3", "--json")
     rows = [json.loads(line) for line in exl("bench", "-m", MODEL, *args)[1].splitlines()]
     assert [row["batch"] for row in rows] == [1, 3]
@@ -153,7 +154,7 @@ def test_bench(exl) -> None:  # type: ignore[no-untyped-def]
     assert min(row["decode_tps"] for row in rows) > 0
 
 
-def test_chat_keeps_history_and_obeys_commands(exl, chat_model: str) -> None:  # type: ignore[no-untyped-def]
+def test_chat_keeps_history_and_obeys_commands(exl, chat_model: str) -> None:
     talk = "hello\nagain\n/retry\n/system be brief\nhello\n/reset\n/retry\n/nonsense\n/quit\nnot reached\n"
     code, out, err = exl("chat", "-m", chat_model, "-n", "10", "--seed", "1", stdin=talk)
     assert code == 0
@@ -162,14 +163,14 @@ def test_chat_keeps_history_and_obeys_commands(exl, chat_model: str) -> None:  #
     assert "unknown command /nonsense" in err
 
 
-def test_chat_says_what_it_leaves_out(exl, chat_model: str) -> None:  # type: ignore[no-untyped-def]
+def test_chat_says_what_it_leaves_out(exl, chat_model: str) -> None:
     talk = "".join(f"message number {i} about reading files\n" for i in range(12))
     code, _, err = exl("chat", "-m", chat_model, "-n", "20", "--cache-tokens", "256", "--seed", "1", stdin=talk)
     assert code == 0
     assert "left out" in err
 
 
-def test_a_message_without_room_for_an_answer_does_not_end_the_talk(exl, chat_model: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_message_without_room_for_an_answer_does_not_end_the_talk(exl, chat_model: str) -> None:
     talk = "hello\n" + "word " * 2000 + "\n/history\nand now?\n"
     code, out, err = exl("chat", "-m", chat_model, "-n", "8", "--seed", "1", stdin=talk)
     assert code == 0
@@ -187,7 +188,7 @@ def test_the_command_line_answers_without_torch() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_version(exl) -> None:  # type: ignore[no-untyped-def]
+def test_version(exl) -> None:
     assert exl("--version")[:2] == (0, "exl 0.1.0\n")
 
 
@@ -218,13 +219,13 @@ def test_every_sampler_setting_has_an_option() -> None:
         (("--dry-multiplier", "1", "--dry-breaker", ","), {"dry_sequence_breakers": "frozenset({','})"}),
     ],
 )
-def test_options_reach_the_sampler(exl, args: tuple[str, ...], shown: dict[str, str]) -> None:  # type: ignore[no-untyped-def]
+def test_options_reach_the_sampler(exl, args: tuple[str, ...], shown: dict[str, str]) -> None:
     code, out, _ = exl("generate", "import os", "-m", MODEL, "-n", "4", "--json", *args)
     assert code == 0
     assert shown.items() <= json.loads(out)["settings"].items()
 
 
-def test_a_negative_prompt_changes_the_text(exl) -> None:  # type: ignore[no-untyped-def]
+def test_a_negative_prompt_changes_the_text(exl) -> None:
     common = ("generate", "import os\n", "-m", MODEL, "--greedy", "--json", "-n", "20")
     plain = json.loads(exl(*common)[1])["completion"]
     away = json.loads(exl(*common, "--negative-prompt", "import sys\n", "--cfg-scale", "3")[1])["completion"]
@@ -232,13 +233,13 @@ def test_a_negative_prompt_changes_the_text(exl) -> None:  # type: ignore[no-unt
     assert neutral == plain != away
 
 
-def test_an_adapter_that_is_none_is_refused(exl, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_an_adapter_that_is_none_is_refused(exl, tmp_path: Path) -> None:
     code, _, err = exl("generate", "import os", "-m", MODEL, "-n", "4", "--lora", str(tmp_path))
     assert code == 1
     assert "No LoRA found" in err
 
 
-def test_chat_history_is_kept_in_a_file(exl, chat_model: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_chat_history_is_kept_in_a_file(exl, chat_model: str, tmp_path: Path) -> None:
     file, copy = tmp_path / "talk.json", tmp_path / "copy.json"
     common = ("chat", "-m", chat_model, "-n", "6", "--greedy", "--history", str(file))
     assert exl(*common, "--system", "Be brief.", stdin="one\n")[0] == 0
@@ -255,7 +256,7 @@ def test_chat_history_is_kept_in_a_file(exl, chat_model: str, tmp_path: Path) ->
     assert "a conversation is a list" in err
 
 
-def test_chat_speaks_json_lines(exl, chat_model: str) -> None:  # type: ignore[no-untyped-def]
+def test_chat_speaks_json_lines(exl, chat_model: str) -> None:
     code, out, _ = exl("chat", "-m", chat_model, "-n", "6", "--greedy", "--json", stdin="one\ntwo\n")
     lines = [json.loads(line) for line in out.splitlines()]
     assert code == 0
@@ -312,7 +313,7 @@ def test_further_interrupts_do_not_spoil_the_end() -> None:
         (("bench", "-m", MODEL, "--batch", "2", "--batch", "257"), "--batch 257"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(exl, args: tuple[str, ...], message: str) -> None:  # type: ignore[no-untyped-def]
+def test_what_cannot_be_done_is_one_line(exl, args: tuple[str, ...], message: str) -> None:
     if "--json-schema" in args:
         pytest.importorskip("llguidance", reason="the grammar extra of exl-filters is optional")
     code, out, err = exl(*args, stdin="hello\n")
@@ -321,7 +322,7 @@ def test_what_cannot_be_done_is_one_line(exl, args: tuple[str, ...], message: st
     assert len(err.strip().splitlines()) == 1
 
 
-def test_a_batch_beyond_the_memory_is_refused(exl, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_batch_beyond_the_memory_is_refused(exl, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXL_DEVICE", "cpu:0=0.3")
     code, out, err = exl("bench", "-m", MODEL, "--batch", "200", "--prompt-tokens", "1900", "--json")
     assert (code, out) == (1, "")
@@ -331,7 +332,7 @@ def test_a_batch_beyond_the_memory_is_refused(exl, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("command", [("generate", "x"), ("chat",), ("info", MODEL, "--plan")])
 @pytest.mark.parametrize("tokens", ["0", "-300"])
-def test_cache_tokens_are_at_least_one(exl, command: tuple[str, ...], tokens: str) -> None:  # type: ignore[no-untyped-def]
+def test_cache_tokens_are_at_least_one(exl, command: tuple[str, ...], tokens: str) -> None:
     code, out, err = exl(*command, "--cache-tokens", tokens)
     assert (code, out) == (1, "")
     assert f"--cache-tokens is {tokens};" in err
@@ -339,19 +340,19 @@ def test_cache_tokens_are_at_least_one(exl, command: tuple[str, ...], tokens: st
 
 
 @pytest.mark.parametrize("extra", [(), ("--json",)])
-def test_a_plan_that_does_not_fit_is_exit_code_1(exl, extra: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
+def test_a_plan_that_does_not_fit_is_exit_code_1(exl, extra: tuple[str, ...]) -> None:
     code, out, _ = exl("info", MODEL, "--plan", "--cache-tokens", "999999999999", *extra)
     assert code == 1
     assert out
 
 
-def test_without_a_number_the_context_is_the_limit(exl) -> None:  # type: ignore[no-untyped-def]
+def test_without_a_number_the_context_is_the_limit(exl) -> None:
     report = json.loads(exl("generate", "x = 1\n" * 480, "-m", MODEL, "--greedy", "--json")[1])
     assert report["prompt_tokens"] > 2048 - 200
     assert report["prompt_tokens"] + report["new_tokens"] <= 2048
 
 
-def test_a_conversation_that_cannot_be_saved_is_told(exl, chat_model: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_conversation_that_cannot_be_saved_is_told(exl, chat_model: str) -> None:
     code, _, err = exl("chat", "-m", chat_model, "-n", "2", stdin="/save /nonexist/x.json\n/load /nonexist/x.json\n")
     assert code == 0
     assert "/nonexist/x.json: cannot write the conversation to it (No such file or directory)" in err
@@ -359,7 +360,7 @@ def test_a_conversation_that_cannot_be_saved_is_told(exl, chat_model: str) -> No
     assert "Errno" not in err.splitlines()[0]
 
 
-def test_a_history_stays_whole_where_the_new_one_does_not_fit(exl, chat_model: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_history_stays_whole_where_the_new_one_does_not_fit(exl, chat_model: str, tmp_path: Path) -> None:
     folder = tmp_path / "talks"
     folder.mkdir()
     file, link = folder / "talk.json", tmp_path / "link.json"
@@ -370,7 +371,7 @@ def test_a_history_stays_whole_where_the_new_one_does_not_fit(exl, chat_model: s
     before, write = file.read_text(), Path.write_text
 
     def full(self: Path, text: str, **how: str) -> int:
-        write(self, text[: len(text) // 2], **how)  # type: ignore[arg-type]
+        write(self, text[: len(text) // 2], **how)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -389,7 +390,7 @@ def test_a_history_stays_whole_where_the_new_one_does_not_fit(exl, chat_model: s
     assert "four" in long.read_text()
 
 
-def test_a_file_that_is_not_to_be_written_is_not_replaced_either(exl, chat_model: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_file_that_is_not_to_be_written_is_not_replaced_either(exl, chat_model: str, tmp_path: Path) -> None:
     """The system decides, of the file itself; root, as whom tests may run, writes it."""
     file = tmp_path / "talk.json"
     file.write_text("[]")
@@ -401,7 +402,7 @@ def test_a_file_that_is_not_to_be_written_is_not_replaced_either(exl, chat_model
     assert file.stat().st_ino == before
 
 
-def test_a_history_that_cannot_be_written_is_told_and_shown(exl, chat_model: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_history_that_cannot_be_written_is_told_and_shown(exl, chat_model: str, tmp_path: Path) -> None:
     """Even where it could be written at the start."""
     folder = tmp_path / "gone"
     folder.mkdir()

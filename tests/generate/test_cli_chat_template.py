@@ -29,7 +29,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ExLlamaV2, "load", load)
 
 
-def refusal(exl, *args: str) -> str:  # type: ignore[no-untyped-def]
+def refusal(exl, *args: str) -> str:
     code, out, err = exl("chat", "-m", MODEL, *args, stdin="hello\n")
     assert (code, out) == (1, "")
     assert len(err.splitlines()) == 1
@@ -37,7 +37,7 @@ def refusal(exl, *args: str) -> str:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_a_model_without_a_template_is_refused_at_the_start(exl) -> None:  # type: ignore[no-untyped-def]
+def test_a_model_without_a_template_is_refused_at_the_start(exl) -> None:
     told = refusal(exl)
     assert "has no chat template: give --chat-template" in told
     assert "alpaca, chatml, llama3, plain" in told
@@ -53,18 +53,18 @@ def test_a_model_without_a_template_is_refused_at_the_start(exl) -> None:  # typ
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
     ],
 )
-def test_a_template_that_does_not_work_is_refused_at_the_start(exl, given: str, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_template_that_does_not_work_is_refused_at_the_start(exl, given: str, message: str) -> None:
     assert message in refusal(exl, "--chat-template", given)
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_a_system_message_that_the_template_refuses(exl) -> None:  # type: ignore[no-untyped-def]
+def test_a_system_message_that_the_template_refuses(exl) -> None:
     strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ bos_token }}"
     assert "no system" in refusal(exl, "--chat-template", strict, "--system", "Be brief.")
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_files_that_are_no_templates(exl, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_files_that_are_no_templates(exl, tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text("hello")
     assert "the file holds no Jinja template" in refusal(exl, "--chat-template", str(file))
@@ -75,7 +75,7 @@ def test_files_that_are_no_templates(exl, tmp_path: Path) -> None:  # type: igno
 
 
 @pytest.mark.parametrize("how", ["file", "text", "plain", "alpaca", "chatml", "llama3"])
-def test_a_talk_by_a_template_that_was_given(exl, tmp_path: Path, how: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_talk_by_a_template_that_was_given(exl, tmp_path: Path, how: str) -> None:
     text = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# assistant:"
     (tmp_path / "mine.jinja").write_text(text)
     given = {"file": str(tmp_path / "mine.jinja"), "text": text}.get(how, how)
@@ -88,7 +88,7 @@ def test_a_talk_by_a_template_that_was_given(exl, tmp_path: Path, how: str) -> N
     assert lines[1]["prompt_tokens"] > lines[0]["prompt_tokens"] > 2
 
 
-def test_the_option_goes_before_the_template_of_the_model(exl, chat_model: str) -> None:  # type: ignore[no-untyped-def]
+def test_the_option_goes_before_the_template_of_the_model(exl, chat_model: str) -> None:
     common = ("chat", "-m", chat_model, "-n", "2", "--json")
     longer = json.loads(exl(*common, "--chat-template", "{{ 'word ' * 50 }}", stdin="one\n")[1])["prompt_tokens"]
     assert longer >= 50 > json.loads(exl(*common, stdin="one\n")[1])["prompt_tokens"]

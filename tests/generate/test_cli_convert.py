@@ -19,7 +19,7 @@ FLOAT = str(DATA / "pylib-4m-fp16")
 QUANTIZED = str(DATA / "pylib-4m-exl2-4.5")
 
 
-def test_a_converted_folder_generates(exl, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_converted_folder_generates(exl, tmp_path: Path) -> None:
     target = tmp_path / "out"
     code, out, err = exl("convert", FLOAT, str(target), "--bits", "4.5", "--head-bits", "8", "--fast", "--json")
     assert code == 0, err
@@ -33,7 +33,7 @@ def test_a_converted_folder_generates(exl, tmp_path: Path) -> None:  # type: ign
     assert exl("generate", "import os", "-m", str(target), "-n", "2")[0] == 0
 
 
-def test_gptq_groups(exl, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_gptq_groups(exl, tmp_path: Path) -> None:
     target = tmp_path / "out"
     common = ("convert", FLOAT, str(target), "--format", "gptq", "--bits", "4")
     code, out, _ = exl(*common, "--group-size", "32", "--no-reorder")
@@ -55,7 +55,7 @@ def test_gptq_groups(exl, tmp_path: Path) -> None:  # type: ignore[no-untyped-de
         (FLOAT, ("--group-size", "32"), "--group-size 32 is for --format gptq"),
     ],
 )
-def test_errors_are_one_line_and_leave_nothing(  # type: ignore[no-untyped-def]
+def test_errors_are_one_line_and_leave_nothing(
     exl, tmp_path: Path, source: str, options: tuple[str, ...], message: str
 ) -> None:
     code, out, err = exl("convert", source, str(tmp_path / "out"), *options)
@@ -65,7 +65,7 @@ def test_errors_are_one_line_and_leave_nothing(  # type: ignore[no-untyped-def]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_target_that_cannot_be_written_is_one_line(exl, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_target_that_cannot_be_written_is_one_line(exl, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     code, _, err = exl("convert", FLOAT, str(tmp_path / "file" / "out"))
     assert code == 1
@@ -86,7 +86,7 @@ def interrupting_progress(_: str) -> Iterator[Callable[[int, int, str], None]]:
 
 
 @pytest.mark.parametrize("existing", [False, True])
-def test_ctrl_c_leaves_no_half_written_folder(  # type: ignore[no-untyped-def]
+def test_ctrl_c_leaves_no_half_written_folder(
     exl, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, existing: bool
 ) -> None:
     """Also if it is pressed again while the files are removed."""

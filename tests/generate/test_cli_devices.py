@@ -44,7 +44,7 @@ def gpus(patch: pytest.MonkeyPatch, *reasons: str | None, free: int = 8 << 30) -
 
 
 @pytest.mark.parametrize("command", RUNS, ids=lambda c: c[0])
-def test_the_cpu_is_said_in_one_line(exl, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
+def test_the_cpu_is_said_in_one_line(exl, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]) -> None:
     gpus(monkeypatch)
     code, out, err = exl(*command, stdin="hello\n")
     assert code == 0
@@ -52,7 +52,7 @@ def test_the_cpu_is_said_in_one_line(exl, monkeypatch: pytest.MonkeyPatch, comma
     assert json.loads(out.splitlines()[0])
 
 
-def test_a_skipped_gpu_is_said_with_the_reason(exl, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_skipped_gpu_is_said_with_the_reason(exl, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, "no code for it")
     code, _, err = exl(*RUNS[0])
     assert (code, err) == (0, "exl: running on the CPU; cuda:0 (Card 0) is skipped: no code for it\n")
@@ -60,7 +60,7 @@ def test_a_skipped_gpu_is_said_with_the_reason(exl, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("command", RUNS, ids=lambda c: c[0])
 @pytest.mark.parametrize("option", [True, False])
-def test_a_named_device_is_not_said(  # type: ignore[no-untyped-def]
+def test_a_named_device_is_not_said(
     exl, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], option: bool
 ) -> None:
     """Neither is the GPU asked for anything."""
@@ -70,7 +70,7 @@ def test_a_named_device_is_not_said(  # type: ignore[no-untyped-def]
     assert (code, err) == (0, "")
 
 
-def test_a_plan_for_the_gpus(exl, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_plan_for_the_gpus(exl, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, "no code for it", None)
     code, out, err = exl(*RUNS[-1])
     assert code == 0
@@ -80,7 +80,7 @@ def test_a_plan_for_the_gpus(exl, monkeypatch: pytest.MonkeyPatch) -> None:  # t
     assert [d["device"] for d in json.loads(out)["plan"]["devices"]] == ["cpu:0", "cpu:1"]
 
 
-def test_a_model_beyond_the_gpu_names_the_way_to_the_cpu(exl, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_model_beyond_the_gpu_names_the_way_to_the_cpu(exl, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, None, free=1000)
     code, out, err = exl(*RUNS[0])
     assert (code, out) == (1, "")
@@ -89,7 +89,7 @@ def test_a_model_beyond_the_gpu_names_the_way_to_the_cpu(exl, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("command", RUNS, ids=lambda c: c[0])
-def test_a_device_that_is_none(exl, command: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
+def test_a_device_that_is_none(exl, command: tuple[str, ...]) -> None:
     code, out, err = exl(*command, "--device", "gpu", stdin="hello\n")
     assert (code, out) == (1, "")
     assert err.startswith('exl: --device is \'gpu\', must be "auto", "cpu"')
@@ -97,7 +97,7 @@ def test_a_device_that_is_none(exl, command: tuple[str, ...]) -> None:  # type: 
 
 
 @pytest.mark.parametrize("extra", [(), ("--draft", MODEL)])
-def test_several_devices_share_a_model(exl, monkeypatch: pytest.MonkeyPatch, extra: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
+def test_several_devices_share_a_model(exl, monkeypatch: pytest.MonkeyPatch, extra: tuple[str, ...]) -> None:
     """With its cache beside it, filled in order, to the same text."""
     common = (*RUNS[0], "--greedy", *extra)
     whole = json.loads(exl(*common, "--device", "cpu")[1])
@@ -116,7 +116,7 @@ def test_several_devices_share_a_model(exl, monkeypatch: pytest.MonkeyPatch, ext
     assert json.loads(out)["completion"] == whole["completion"]
 
 
-def test_doctor_says_where_models_run(exl, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_doctor_says_where_models_run(exl, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch)
     assert json.loads(exl("doctor", "--json")[1])["models"] == {"device": "running on the CPU: no NVIDIA GPU found"}
     monkeypatch.setenv("EXL_DEVICE", "cpu:0,cpu:1")
@@ -126,7 +126,7 @@ def test_doctor_says_where_models_run(exl, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("value", ["tpu", "cuda"])
-def test_doctor_fails_where_the_chosen_device_cannot_be_used(exl, monkeypatch: pytest.MonkeyPatch, value: str) -> None:  # type: ignore[no-untyped-def]
+def test_doctor_fails_where_the_chosen_device_cannot_be_used(exl, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     gpus(monkeypatch)
     monkeypatch.setenv("EXL_DEVICE", value)
     code, out, _ = exl("doctor")
@@ -134,7 +134,7 @@ def test_doctor_fails_where_the_chosen_device_cannot_be_used(exl, monkeypatch: p
     assert json.loads(exl("doctor", "--json")[1])["ok"] is False
 
 
-def test_doctor_says_what_would_make_a_card_faster(exl, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_doctor_says_what_would_make_a_card_faster(exl, monkeypatch: pytest.MonkeyPatch) -> None:
     def card(index: int, code: str | None) -> CudaDevice:
         reason = None if code else "no code"
         return CudaDevice(index, f"Card {index}", (8, 9), 128, 1 << 17, 24 << 30, reason, code, "89")

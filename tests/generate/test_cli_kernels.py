@@ -17,7 +17,7 @@ MODEL, FLOAT = str(GOLDEN / "pylib-4m-exl2-4.5"), str(GOLDEN / "pylib-4m-fp16")
 
 
 @pytest.fixture
-def exl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+def exl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Call `exl info`; returns exit code, standard output, standard error."""
 
     def call(*args: str) -> tuple[int, str, str]:
@@ -37,7 +37,7 @@ def kernels(found: dict[str, object]) -> dict[tuple[str, int], str]:
     return {(use["operation"], use["rows"]): use["kernel"] for use in found["uses"]}  # type: ignore[attr-defined]
 
 
-def test_a_card_that_is_not_here(exl) -> None:  # type: ignore[no-untyped-def]
+def test_a_card_that_is_not_here(exl) -> None:
     found = json.loads(exl(MODEL, "--kernels", "--card", "H100", "--json")[1])
     assert (found["code"], found["features"]) == (90, ["bulk_copy", "clusters", "wgmma"])
     of = kernels(found)
@@ -50,7 +50,7 @@ def test_a_card_that_is_not_here(exl) -> None:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("card", known_cards())
-def test_every_known_card_has_a_kernel_for_everything(exl, card: str) -> None:  # type: ignore[no-untyped-def]
+def test_every_known_card_has_a_kernel_for_everything(exl, card: str) -> None:
     code, out, _ = exl(MODEL, "--kernels", "--card", card)
     assert code == 0
     for word in ("attention", "head", "1 ", "512", f"kernels on {card}"):
@@ -62,17 +62,17 @@ def test_every_known_card_has_a_kernel_for_everything(exl, card: str) -> None:  
         assert joined <= of.keys() or apart <= of.keys(), rows
 
 
-def test_float_matrices_are_multiplied_by_cublas(exl) -> None:  # type: ignore[no-untyped-def]
+def test_float_matrices_are_multiplied_by_cublas(exl) -> None:
     of = kernels(json.loads(exl(FLOAT, "--kernels", "--card", "4090", "--json")[1]))
     assert of["q_proj", 1] == of["head", 64] == "cuBLAS"
 
 
-def test_the_cache_format_picks_the_attention(exl) -> None:  # type: ignore[no-untyped-def]
+def test_the_cache_format_picks_the_attention(exl) -> None:
     of = kernels(json.loads(exl(MODEL, "--kernels", "--card", "4090", "--cache", "q4", "--json")[1]))
     assert of["attention", 1].startswith("attention_q4_")
 
 
-def test_without_a_gpu_a_card_must_be_named(exl, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_without_a_gpu_a_card_must_be_named(exl, monkeypatch: pytest.MonkeyPatch) -> None:
     from exl_generate.cli import kernels as report
     from exl_kernels.device import CudaStatus
 
@@ -92,7 +92,7 @@ def test_without_a_gpu_a_card_must_be_named(exl, monkeypatch: pytest.MonkeyPatch
         (["--kernels", "--plan"], "one at a time"),
     ],
 )
-def test_what_does_not_go_together(exl, arguments: list[str], message: str) -> None:  # type: ignore[no-untyped-def]
+def test_what_does_not_go_together(exl, arguments: list[str], message: str) -> None:
     code, _, err = exl(MODEL, *arguments)
     assert code == 1
     assert message in err

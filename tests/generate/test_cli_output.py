@@ -39,13 +39,13 @@ def schema() -> str:
     ("typed", "prompt"),
     [("a\n", "a"), ("a\r\n", "a"), ("a", "a"), ("a\n\n", "a\n"), ("\na\n", "\na"), ("a \n", "a "), ("a\r", "a\r")],
 )
-def test_a_piped_prompt_loses_its_last_line_break(exl, typed: str, prompt: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_piped_prompt_loses_its_last_line_break(exl, typed: str, prompt: str) -> None:
     code, out, _ = exl("generate", "-", "-m", MODEL, "-n", "2", "--json", stdin=typed)
     assert code == 0
     assert json.loads(out)["prompt"] == prompt
 
 
-def test_a_prompt_of_the_command_line_is_taken_as_it_is(exl) -> None:  # type: ignore[no-untyped-def]
+def test_a_prompt_of_the_command_line_is_taken_as_it_is(exl) -> None:
     assert json.loads(exl("generate", "a\n", "-m", MODEL, "-n", "2", "--json")[1])["prompt"] == "a\n"
 
 
@@ -102,7 +102,7 @@ def test_a_closed_input_is_empty() -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_errors_about_files_keep_their_traceback(exl, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_errors_about_files_keep_their_traceback(exl, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are not about the output, and nobody foresaw them."""
     from exl_generate.cli import generate as command
 
@@ -117,7 +117,7 @@ def test_errors_about_files_keep_their_traceback(exl, monkeypatch: pytest.Monkey
 # ---- output that is cut ----
 
 
-def test_json_that_the_limit_cuts_is_an_error(exl, schema: str) -> None:  # type: ignore[no-untyped-def]
+def test_json_that_the_limit_cuts_is_an_error(exl, schema: str) -> None:
     common = ("generate", "A record:", "--json-schema", schema, "--seed", "1", "-m", BUNDLED)
     code, out, err = exl(*common, "-n", "3")
     assert code == 1
@@ -135,7 +135,7 @@ def test_json_that_the_limit_cuts_is_an_error(exl, schema: str) -> None:  # type
 
 
 @pytest.mark.parametrize("extra", [(), ("--draft", "bundled"), ("--ngram",)])
-def test_a_limit_at_the_end_of_a_whole_text_is_no_error(exl, schema: str, extra: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
+def test_a_limit_at_the_end_of_a_whole_text_is_no_error(exl, schema: str, extra: tuple[str, ...]) -> None:
     common = ("generate", "Once upon a time,", "-m", BUNDLED, "--seed", "1", "--json", *extra)
     code, out, err = exl(*common, "--regex", "[ -~]*", "-n", "3")
     assert (code, err) == (0, "")
@@ -145,12 +145,12 @@ def test_a_limit_at_the_end_of_a_whole_text_is_no_error(exl, schema: str, extra:
     assert "before the text that --regex asks for was complete" in err
 
 
-def test_a_text_without_a_schema_may_be_cut(exl) -> None:  # type: ignore[no-untyped-def]
+def test_a_text_without_a_schema_may_be_cut(exl) -> None:
     assert exl("generate", "Once", "-m", BUNDLED, "-n", "3")[0] == 0
 
 
 @pytest.mark.parametrize("name", ["nofile.json", "folder/nofile.json", "x" * 5000])
-def test_a_schema_that_is_neither_file_nor_json_says_so(exl, name: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_schema_that_is_neither_file_nor_json_says_so(exl, name: str) -> None:
     code, out, err = exl("generate", "x", "-m", BUNDLED, "--json-schema", name)
     assert (code, out) == (1, "")
     assert "there is no such file" in err or "File name too long" in err
@@ -161,7 +161,7 @@ def test_a_schema_that_is_neither_file_nor_json_says_so(exl, name: str) -> None:
 
 
 @pytest.mark.parametrize("command", [("generate", "Once", "-n", "2"), ("info",), ("bench", "--new-tokens", "2")])
-def test_the_bundled_model_is_named_once(exl, command: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
+def test_the_bundled_model_is_named_once(exl, command: tuple[str, ...]) -> None:
     _, out, err = exl(*command, "--json")
     assert json.loads(out.splitlines()[0])
     assert err == "exl: no model folder given (-m DIR): using the bundled model fable-10m\n"
@@ -180,7 +180,7 @@ def texts(value: object, name: str = "") -> set[str]:
     return {name} if isinstance(value, str) else set()
 
 
-def test_the_facts_of_a_model_are_numbers(exl) -> None:  # type: ignore[no-untyped-def]
+def test_the_facts_of_a_model_are_numbers(exl) -> None:
     facts = json.loads(exl("info", MODEL, "--plan", "--json")[1])
     assert texts(facts) == NAMES
     model, matrices = facts["model"], facts["matrices"]
@@ -190,7 +190,7 @@ def test_the_facts_of_a_model_are_numbers(exl) -> None:  # type: ignore[no-untyp
     assert "4,196,608" in exl("info", MODEL)[1]
 
 
-def test_the_bits_of_gptq_codes_are_a_number(exl, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_the_bits_of_gptq_codes_are_a_number(exl, tmp_path: Path) -> None:
     source, folder = str(Path(MODEL).parent / "pylib-4m-fp16"), str(tmp_path / "gptq")
     assert exl("convert", source, folder, "--format", "gptq", "--bits", "4")[0] == 0
     rows = json.loads(exl("info", folder, "--json")[1])["matrices"]
@@ -198,7 +198,7 @@ def test_the_bits_of_gptq_codes_are_a_number(exl, tmp_path: Path) -> None:  # ty
     assert "gptq 4" in exl("info", folder)[1]
 
 
-def test_every_key_of_info_is_documented(exl) -> None:  # type: ignore[no-untyped-def]
+def test_every_key_of_info_is_documented(exl) -> None:
     def keys(value: object) -> set[str]:
         if isinstance(value, dict):
             return set(value).union(*(keys(inner) for inner in value.values()))

@@ -16,7 +16,7 @@ MODEL = str(Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5")
 SHARES = ["top_p", "min_p", "top_a", "tfs", "typical", "xtc_probability", "xtc_threshold"]
 
 
-def refused(exl, *args: str) -> str:  # type: ignore[no-untyped-def]
+def refused(exl, *args: str) -> str:
     code, out, err = exl("generate", "x", "-m", MODEL, "-n", "2", *args)
     assert (code, out) == (2, ""), err
     return " ".join(err.replace("│", " ").split())
@@ -37,24 +37,24 @@ def refused(exl, *args: str) -> str:  # type: ignore[no-untyped-def]
         ("--dry-allowed-length", "0", "at least 1"),
     ],
 )
-def test_a_number_out_of_range_is_a_usage_error(exl, flag: str, value: str, limits: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_number_out_of_range_is_a_usage_error(exl, flag: str, value: str, limits: str) -> None:
     told = refused(exl, flag, value)
     assert flag in told
     assert f"{value} is out of range; it must be {limits}" in told
 
 
-def test_assignments_have_the_same_ranges(exl) -> None:  # type: ignore[no-untyped-def]
+def test_assignments_have_the_same_ranges(exl) -> None:
     assert "--set top_p=1.5: 1.5 is out of range; it must be from 0 to 1" in refused(exl, "--set", "top_p=1.5")
 
 
-def test_chat_has_the_same_ranges(exl, chat_model: str) -> None:  # type: ignore[no-untyped-def]
+def test_chat_has_the_same_ranges(exl, chat_model: str) -> None:
     code, _, err = exl("chat", "-m", chat_model, "--top-p", "80", stdin="hello\n")
     assert code == 2
     assert "80 is out of range" in err
 
 
 @pytest.mark.parametrize("name", sorted(RANGES))
-def test_the_ends_of_a_range_are_in_it(exl, name: str) -> None:  # type: ignore[no-untyped-def]
+def test_the_ends_of_a_range_are_in_it(exl, name: str) -> None:
     """They are values that the sampler takes; just outside is refused here, and by it unless the setting is a share."""
     low, high = RANGES[name]
     default = getattr(Settings(), name)

@@ -147,9 +147,9 @@ class Timed(ScriptedModel):
         super().__init__(ScriptedConfig(vocab_size=VOCAB, max_seq_len=1024), script)
         self.clock, self.base, self.row = clock, base, row
 
-    def forward_chunk(self, input_ids: torch.Tensor, **kw: Any) -> dict[str, torch.Tensor]:
+    def forward_chunk(self, input_ids: torch.Tensor, cache: Any = None, **kw: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
         self.clock.now += self.base + self.row * input_ids.numel()
-        return super().forward_chunk(input_ids, **kw)
+        return super().forward_chunk(input_ids, cache, **kw)
 
 
 def timed(base: float, row: float, draft: float, draft_script: Any = None, script: Any = None, **kw: Any) -> Any:

@@ -163,7 +163,7 @@ def test_drafting_keeps_max_new_tokens_exact(how: str, new: int) -> None:
 
 def test_a_failing_draft_model_costs_speed_only(caplog: pytest.LogCaptureFixture) -> None:
     generator = speculate("model")
-    generator.draft_model.faults[ids("a")[0, 0].item()] = RuntimeError("draft died")  # type: ignore[union-attr]
+    generator.draft_model.faults[ids("a")[0, 0].item()] = RuntimeError("draft died")  # type: ignore[attr-defined]
     results = run(generator, job("hello, this is a", 30))
     assert streamed_tokens(results) == naive(generator, ids("hello, this is a")[0].tolist(), 30)
     assert "draft died" in caplog.text
@@ -230,7 +230,7 @@ def test_healing_a_pair_takes_the_last_token_of_both_prompts_away(negative: str)
     cut = [row[0, :-1] if heals else row[0] for row in rows]
     for place, token in enumerate(got):
         contexts = [np.array([*row.tolist(), *got[:place]]) for row in cut]
-        mixed = transforms.cfg_mix(*(generator.model.logits(c) for c in contexts), 1.8)[:VOCAB]  # type: ignore[attr-defined]
+        mixed = transforms.cfg_mix(*(generator.model.logits(c) for c in contexts), 1.8)[:VOCAB]  # type: ignore[attr-defined, call-arg]
         assert token == max(begin_alike("say t") if heals and not place else range(VOCAB), key=lambda i: mixed[i])
     assert one.new_tokens == 3
     assert len(got) == 3 + heals

@@ -100,7 +100,7 @@ def test_settings_refuse_by_name(generator: ExLlamaV2DynamicGenerator, wrong: di
 )
 @pytest.mark.covers("generators.md: 25")
 def test_generators_refuse_by_name(generator: ExLlamaV2DynamicGenerator, wrong: dict[str, Any]) -> None:
-    parts = {"model": generator.model, "cache": generator.cache, "tokenizer": generator.tokenizer}
+    parts: dict[str, Any] = {"model": generator.model, "cache": generator.cache, "tokenizer": generator.tokenizer}
     with pytest.raises(RequestError, match=next(iter(reversed(wrong)))):
         ExLlamaV2DynamicGenerator(**(parts | wrong))
     for kind in (ExLlamaV2BaseGenerator, ExLlamaV2StreamingGenerator):

@@ -50,7 +50,7 @@ def said(made: ExLlamaV2DynamicGenerator) -> tuple[list[int], int]:
 
 def test_what_was_computed_without_a_hook_is_not_used_with_it(model: ExLlamaV2) -> None:
     inner = model.modules[3]
-    hooks = [Intervention(inner, post_forward=lambda state, step, by=by: state.roll(by, -1)) for by in (1, 7)]
+    hooks = [Intervention(inner, post_forward=lambda state, step, by=by: state.roll(by, -1)) for by in (1, 7)]  # type: ignore[misc]
     expected = []
     for module in (inner, *hooks):
         model.modules[3] = module

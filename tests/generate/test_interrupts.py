@@ -142,7 +142,7 @@ class Storm:
         self._former = signal.signal(signal.SIGALRM, self._strike), signal.signal(signal.SIGINT, self._raise)
         # Where one comes while Python takes an object away, Python itself reports it and goes on. pytest's report of it
         # is code that the next one breaks into; this is none.
-        self._reports, sys.unraisablehook = sys.unraisablehook, deque(maxlen=0).append
+        self._reports, sys.unraisablehook = sys.unraisablehook, deque(maxlen=0).append  # type: ignore[assignment]
         self._wait()
         return self
 
@@ -175,7 +175,7 @@ class Storm:
         self._wait()
         if self._alarm and self._passed() > self._alarm:
             self.armed = False
-            self._former[0](signal.SIGALRM, frame)
+            self._former[0](signal.SIGALRM, frame)  # type: ignore[operator]
         if self.armed:
             self.signals += 1
             if frame is not None:

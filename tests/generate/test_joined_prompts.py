@@ -56,7 +56,7 @@ def test_a_round_computes_no_more_than_its_budget() -> None:
 def test_tokens_whose_bits_do_not_depend_on_others_stay_among_themselves() -> None:
     """As on a GPU: short prompts up to so many tokens, longer ones together."""
     generator = make()
-    generator.model.invariant_tokens = lambda loras: 12  # type: ignore[attr-defined]
+    generator.model.invariant_tokens = lambda loras: 12  # type: ignore[assignment, method-assign, misc]
     prompts = ["abc def abc", "hello there", "x" * 22, "qr", "z" * 24]
     jobs = [job(prompt, 3) for prompt in prompts]
     assert said(generator, jobs) == [naive(generator, ids(prompt)[0].tolist(), 3) for prompt in prompts]
@@ -76,7 +76,7 @@ def test_adapters_part_them() -> None:
 def test_an_adapter_may_have_a_number_of_its_own() -> None:
     """As on a GPU one that brings float matrices: no prompt under it is to be alike with company and without."""
     generator, adapter = make(), ScriptedLora(3)
-    generator.model.invariant_tokens = lambda loras: 0 if loras else 12  # type: ignore[attr-defined]
+    generator.model.invariant_tokens = lambda loras: 0 if loras else 12  # type: ignore[assignment, method-assign, misc]
     prompts = ["abc def abc", "hello there", "xyz, you", "ef hello"]
     lengths = [ids(prompt).shape[1] - 1 for prompt in prompts]
     assert max(lengths) <= 12 < min(sum(lengths[:2]), sum(lengths[2:]))
@@ -195,7 +195,9 @@ def test_one_that_fails_fails_alone(how: str) -> None:
 def test_what_a_failed_pass_held_is_free_when_it_is_repeated(fails: str) -> None:
     """The memory that it lacked may be its own; also that of an error which is kept."""
     generator = make()
-    forward, held, alive = generator.model.forward_chunk, [], []
+    held: list[Any] = []
+    alive: list[Any] = []
+    forward = generator.model.forward_chunk
 
     class Big:
         pass
@@ -212,7 +214,7 @@ def test_what_a_failed_pass_held_is_free_when_it_is_repeated(fails: str) -> None
                 raise RuntimeError("typed") from error
         return forward(ids, *args, **kw)
 
-    generator.model.forward_chunk = full  # type: ignore[method-assign]
+    generator.model.forward_chunk = full  # type: ignore[assignment, method-assign]
     jobs = [job(prompt, 3) for prompt in PROMPTS]
     generator.enqueue(jobs)
     gc.disable()

@@ -134,8 +134,8 @@ class Preparing(OneBuffer):
         self.launch_faults: list[Exception] = []
         self.interrupts = False
 
-    def prepare_step(self, q_len: int, cache: Any, params: PagedParams) -> Captured:
-        return Captured(self, cache, params)
+    def prepare_step(self, q_len: int, cache: Any, attn_params: PagedParams, *, row_loras: Any = None) -> Captured:
+        return Captured(self, cache, attn_params)
 
 
 class OnDevice:

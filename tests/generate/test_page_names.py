@@ -83,7 +83,7 @@ def test_a_hook_that_was_there_before_the_generator_counts(model: ExLlamaV2) -> 
     plain, inner = namespace(model, ExLlamaV2Cache(model, max_seq_len=64)), model.modules[3]
     found = {plain}
     for by in (1, 7):
-        model.modules[3] = Intervention(inner, post_forward=lambda state, step, by=by: state.roll(by, -1))
+        model.modules[3] = Intervention(inner, post_forward=lambda state, step, by=by: state.roll(by, -1))  # type: ignore[misc]
         found.add(namespace(model, ExLlamaV2Cache(model, max_seq_len=64)))
     assert len(found) == 3
     model.modules[3] = inner
@@ -118,7 +118,7 @@ def test_an_adapter_that_is_loaded_again_finds_its_pages() -> None:
 
 
 def test_the_config_of_a_scripted_model_counts() -> None:
-    def root(**sizes: int) -> bytes:
+    def root(**sizes: Any) -> bytes:
         model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB, **sizes))
         cache = ScriptedCache(model, max_seq_len=64)
         return ExLlamaV2DynamicGenerator(model, cache, TOKENIZER, page_size=PAGE).namespace_of(())

@@ -61,7 +61,7 @@ def test_all_ids_of_an_eos_list_stop_generation() -> None:
     tokenizer = ScriptedTokenizer(PIECES)
     tokenizer.eos_token_ids = [EOS, 7]  # type: ignore[attr-defined]
     for eos in tokenizer.eos_token_ids:  # type: ignore[attr-defined]
-        model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB), lambda c, eos=eos: eos if len(c) == 6 else 10)
+        model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB), lambda c, eos=eos: eos if len(c) == 6 else 10)  # type: ignore[misc]
         cache = ScriptedCache(model)
         text = ExLlamaV2BaseGenerator(model, cache, tokenizer).generate_simple("abc", GREEDY, 9, completion_only=True)
         assert text == tokenizer.pieces[10].decode() * 3
@@ -236,8 +236,8 @@ def test_a_stop_string_over_token_boundaries_never_leaks() -> None:
         assert once == "ab"
         stream = ExLlamaV2StreamingGenerator(
             generator.model,
-            ScriptedCache(generator.model, max_seq_len=256),
-            TOKENIZER,  # type: ignore[arg-type]
+            ScriptedCache(generator.model, max_seq_len=256),  # type: ignore[arg-type]
+            TOKENIZER,
         )
         stream.set_stop_conditions([stop])
         stream.begin_stream_ex(ids("z" * cut), GREEDY)
@@ -468,14 +468,14 @@ def test_ten_thousand_requests_leave_nothing_and_get_no_slower() -> None:
 
 def test_samplers_do_not_stop_early(fable: ExLlamaV2DynamicGenerator) -> None:
     """textgen#6414: XTC, DRY and the cuts never end a text by themselves."""
-    eos = fable.tokenizer.eos_token_id
+    eos = fable.model.config.eos_token_ids[0]
     for extra in (
         {"xtc_probability": 1.0, "xtc_threshold": 0.05},
         {"dry_multiplier": 1.0},
         {"min_p": 0.2, "tfs": 0.9, "typical": 0.9, "top_a": 0.2},
         {"mirostat": True},
     ):
-        wide = Settings(temperature=1.0, top_k=0, top_p=0.95, **extra)  # type: ignore[arg-type]
+        wide = Settings(temperature=1.0, top_k=0, top_p=0.95, **extra)
         wide.disallow_tokens(fable.tokenizer, [eos])
         one = ExLlamaV2DynamicJob(fable.tokenizer.encode("Once"), 60, gen_settings=wide, seed=1, stop_conditions=[eos])
         assert run(fable, one)[-1]["new_tokens"] == 60

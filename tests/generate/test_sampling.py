@@ -115,7 +115,7 @@ def reference(logits: np.ndarray, context: np.ndarray, s: Any, mu: float | None 
         keep([v >= bound or i == 0 for i, v in enumerate(p)])
     if len(p) > 1:
         if s.max_temp > s.min_temp:
-            h = max(0.0, -sum(v * math.log(v) for v in p if v > 0))  # rounding may leave it just below 0
+            h = max(0.0, -sum(v * math.log(v) for v in p if v > 0))  # type: ignore[arg-type]  # rounding may leave it just below 0
             most = math.log(len(positive.intersection(order))) or 1
             t = s.min_temp + (s.max_temp - s.min_temp) * (h / most) ** s.temp_exponent
             p = np.power(p / max(p), 1 / max(t, 1e-4))

@@ -108,7 +108,7 @@ def test_settings_of_the_wrong_form_are_refused(fields: dict[str, Any], text: st
 
 
 def test_the_error_names_an_attribute_that_is_no_setting() -> None:
-    class Own(Settings):
+    class Own(Settings):  # type: ignore[misc, valid-type]
         pass
 
     for name, text in (("temprature", "did you mean temperature"), ("filters", "the job"), ("foo", "would do nothing")):
@@ -123,7 +123,7 @@ def test_the_error_names_an_attribute_that_is_no_setting() -> None:
         settings._note = "mine"  # type: ignore[attr-defined]
         ExLlamaV2DynamicJob(torch.tensor([[1]]), 1, gen_settings=settings)
     own = Own()
-    own.note = "mine"  # type: ignore[attr-defined]
+    own.note = "mine"
     ExLlamaV2DynamicJob(torch.tensor([[1]]), 1, gen_settings=own)
 
 

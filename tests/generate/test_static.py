@@ -76,10 +76,10 @@ def test_what_is_of_another_type_is_refused_by_its_name(junk: Any) -> None:
             with pytest.raises(RequestError, match=f"{name} is"):
                 stream.begin_stream_ex(prompt, GREEDY, **{name: junk})
     with pytest.raises(RequestError, match="ngram_preload"):
-        stream.ngram_preload([0.5] if isinstance(junk, torch.Tensor) else junk)
+        stream.ngram_preload([0.5] if isinstance(junk, torch.Tensor) else junk)  # type: ignore[list-item]
     stream.begin_stream_ex(prompt, GREEDY)
     with pytest.raises(RequestError, match="ban_tokens"):
-        stream.stream_ex(ban_tokens=[0.5] if isinstance(junk, torch.Tensor) else junk)
+        stream.stream_ex(ban_tokens=[0.5] if isinstance(junk, torch.Tensor) else junk)  # type: ignore[list-item]
     for name in ("num_speculative_tokens", "speculative_ngram_min", "speculative_ngram_max_inf"):
         other = ExLlamaV2StreamingGenerator(*parts())
         setattr(other, name, junk)
@@ -92,13 +92,13 @@ def test_what_is_of_another_type_is_refused_by_its_name(junk: Any) -> None:
 def test_a_number_of_numpy_is_a_seed() -> None:
     base, dynamic = ExLlamaV2BaseGenerator(*parts()), ExLlamaV2DynamicGenerator(*parts())
     want = dynamic.generate(["a", "b"], 8, gen_settings=Settings(), seed=7)
-    assert dynamic.generate(["a", "b"], 8, gen_settings=Settings(), seed=np.int64(7)) == want
-    assert base.generate_simple(["a", "b"], Settings(), 8, seed=np.int64(7), stop_token=None) == want
+    assert dynamic.generate(["a", "b"], 8, gen_settings=Settings(), seed=np.int64(7)) == want  # type: ignore[arg-type]
+    assert base.generate_simple(["a", "b"], Settings(), 8, seed=np.int64(7), stop_token=None) == want  # type: ignore[arg-type]
 
 
 def test_other_numbers_are_numbers() -> None:
     """numpy's and torch's, and a count of drafts where there is nothing to draft with."""
-    base, stream = ExLlamaV2BaseGenerator(*parts()), ExLlamaV2StreamingGenerator(*parts(), num_speculative_tokens=None)  # type: ignore[arg-type]
+    base, stream = ExLlamaV2BaseGenerator(*parts()), ExLlamaV2StreamingGenerator(*parts(), num_speculative_tokens=None)
     for stop, same in ((-1, (np.int64(-1), torch.tensor(-1))), (7, (np.int64(7), torch.tensor(7)))):
         for one in same:
             assert base._stops(one) == base._stops(stop)  # type: ignore[arg-type]
@@ -284,7 +284,7 @@ def test_stop_conditions_replace_eos() -> None:
         generator.stream_ex()
     for wrong in ("text", [None], [""]):
         with pytest.raises(RequestError):
-            generator.set_stop_conditions(wrong)  # type: ignore[arg-type]
+            generator.set_stop_conditions(wrong)
 
 
 @pytest.mark.covers("generators.md: 18")
@@ -301,7 +301,12 @@ def test_what_was_asked_for_is_there_where_no_token_is(healing: bool) -> None:
     """Held text and text taken back: a call without a token has tensors of none, and the older form all its values."""
     generator = ExLlamaV2StreamingGenerator(*parts(spelling("bad hi yo", 2, EOS)))
     generator.set_stop_conditions(["yo"])
-    wanted = {"return_probabilities": True, "return_top_tokens": 3, "return_logits": True, "token_healing": healing}
+    wanted: dict[str, Any] = {
+        "return_probabilities": True,
+        "return_top_tokens": 3,
+        "return_logits": True,
+        "token_healing": healing,
+    }
     results = stream(generator, "zz", 30, banned_strings=["BAD"], **wanted)
     counts = [r["chunk_token_ids"].shape[1] for r in results]
     assert 0 in counts
@@ -324,7 +329,7 @@ def test_tokens_banned_for_one_call() -> None:
     generator = ExLlamaV2StreamingGenerator(*parts(spelling("aaaa", 1)))
     generator.begin_stream_ex(TOKENIZER.encode("z"), GREEDY)
     bans = [TOKENIZER.single_id("a")]
-    chunks = [generator.stream_ex(ban_tokens=b)["chunk"] for b in (None, bans, None)]  # type: ignore[arg-type]
+    chunks = [generator.stream_ex(ban_tokens=b)["chunk"] for b in (None, bans, None)]
     assert chunks[0] == chunks[2] == "a" != chunks[1]
     assert bans == [TOKENIZER.single_id("a")]
 

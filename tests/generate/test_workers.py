@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import pytest
@@ -169,8 +170,8 @@ def test_what_is_over_is_not_counted_when_others_hear_of_it() -> None:
             begin, counts = threading.Event(), deque[int]()
             pool.submit(begin.wait)
             future = pool.submit(work, 0)  # type: ignore[arg-type]
-            future.add_done_callback(lambda _, counts=counts: counts.append(pool._load.qsize()))
-            wait_until(lambda counts=counts: bool(counts))
+            future.add_done_callback(lambda _, counts=counts: counts.append(pool._load.qsize()))  # type: ignore[misc]
+            wait_until(partial(bool, counts))
             assert counts == deque([1])
             begin.set()
             wait_until(lambda: not pool._load.qsize())

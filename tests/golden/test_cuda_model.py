@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -41,7 +41,7 @@ def models() -> Iterator[dict[str, ExLlamaV2]]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_against_the_reference(
-    name: str, models: dict[str, ExLlamaV2], golden: dict[str, Tensor], record_property: pytest.RecordProperty
+    name: str, models: dict[str, ExLlamaV2], golden: dict[str, Tensor], record_property: Callable[[str, object], None]
 ) -> None:
     reference = golden[f"{name}.logits"].float()
     model = models[name]
@@ -101,7 +101,7 @@ def test_cache_formats(
     limit: float,
     models: dict[str, ExLlamaV2],
     texts: dict[str, Any],
-    record_property: pytest.RecordProperty,
+    record_property: Callable[[str, object], None],
 ) -> None:
     model = models["fp16"]
     ids = ExLlamaV2Tokenizer(model.config).encode(texts["greedy_96_tokens"]["tiny"], add_bos=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from exl_core import (
     ExLlamaV2Config,
     ExLlamaV2Tokenizer,
 )
+from exl_core.layers import Linear
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,9 @@ def test_exl2_weights_are_bitwise_identical(
     assert len(keys) == 8
     for key in keys:
         for mode in ("exact", "int8"):
-            weight = models[name, mode].modules_dict[key[len(prefix) :]].get_weight_tensor_dq()
+            module = models[name, mode].modules_dict[key[len(prefix) :]]
+            assert isinstance(module, Linear)
+            weight = module.get_weight_tensor_dq()
             assert weight.dtype == torch.float16
             assert torch.equal(weight, golden[key]), key
 
@@ -74,7 +78,7 @@ def test_int8_path_stays_close_to_exact(
     name: str,
     models: dict[tuple[str, str], ExLlamaV2],
     golden: dict[str, Tensor],
-    record_property: pytest.RecordProperty,
+    record_property: Callable[[str, object], None],
 ) -> None:
     ids = golden["input_ids"]
     exact, int8 = (models[name, mode].forward(ids) for mode in ("exact", "int8"))
@@ -127,7 +131,7 @@ def test_cache_formats(
     limit: float,
     models: dict[tuple[str, str], ExLlamaV2],
     texts: dict[str, Any],
-    record_property: pytest.RecordProperty,
+    record_property: Callable[[str, object], None],
 ) -> None:
     model = models["fp16", "exact"]
     ids = ExLlamaV2Tokenizer(model.config).encode(texts["greedy_96_tokens"]["tiny"], add_bos=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
 
 from exl_kernels.activation import activation, gated_activation
 from exl_kernels.attention import paged_attention
@@ -33,7 +34,7 @@ def projections() -> tuple[QuantMatrix, QuantMatrix, QuantMatrix, QuantMatrix]:
     )
 
 
-def step(tokens: int) -> dict[str, Tensor]:
+def step(tokens: int) -> dict[str, Any]:
     """`tokens` of two sequences, on pages of 8."""
     generator = torch.Generator().manual_seed(tokens)
     rows = (torch.arange(tokens) % 2).int()
@@ -138,7 +139,7 @@ def test_plain_mlp_block_without_norm() -> None:
 
 def test_norms_that_do_not_fit() -> None:
     for wrong in ({"q_norm": torch.ones(DIM + 1)}, {"k_norm": torch.ones(HEADS, DIM)}, {"post": torch.ones(2, HIDDEN)}):
-        norms = {name: BlockNorm(weight, 1e-5) for name, weight in wrong.items()}
+        norms: dict[str, Any] = {name: BlockNorm(weight, 1e-5) for name, weight in wrong.items()}
         with pytest.raises(ShapeError, match="weights of the"):
             AttentionBlock(None, projections(), head_dim=DIM, scale=1.0, **norms)
     with pytest.raises(ShapeError, match="layer norm only"):

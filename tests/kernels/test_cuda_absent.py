@@ -137,9 +137,7 @@ def test_tensors_that_lie_askew_are_refused() -> None:
         first = -room.data_ptr() % 128 + odd
         return room[first : first + t.nbytes].view(t.dtype).view(t.shape).copy_(t)
 
-    parts = [layout.units, layout.features, layout.row_of_feature]
+    units, tables = layout.units, (layout.features, layout.row_of_feature)
     for what, image, maxima in (("image", 16, 0), ("maxima", 0, 8)):
         with pytest.raises(ValueError, match=what):
-            _native.CudaMatrix(
-                layout, at(layout.image, image), parts[0], at(layout.maxima, maxima), *parts[1:], None, 1.0
-            )
+            _native.CudaMatrix(layout, at(layout.image, image), units, at(layout.maxima, maxima), *tables, None, 1.0)

@@ -135,7 +135,7 @@ def test_own_keys_of_other_types_windows_and_caps(kind: Any, dtype: torch.dtype)
 def test_own_keys_in_a_graph_read_ahead_of_the_launches_before(kind: Any, page_size: int, lengths: list[int]) -> None:
     step = own_step(kind, lengths, dim=128, groups=4, heads=4, page_size=page_size)
     want = step.apart()
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream()
     with torch.cuda.stream(stream), attention_cuda.counters("cuda") as held:
         step.together(early=True)
         stream.synchronize()
@@ -165,8 +165,7 @@ def test_many_sequences_give_the_bits_of_each_alone(kind: Any, groups: int, dim:
     for b in (2, 63) if UNDER_A_TOOL else (0, 2, 7, 8, 30, 63):
         one = slice(b, b + 1)
         alone = attention_cuda.attend_own(
-            *(t[one] for t in (q, k, v)),
-            step.case.pages,
+            *(q[one], k[one], v[one], step.case.pages),
             *(step.table, step.rows[one], step.positions[one], step.slots[one]),
             *(step.cos, step.sin, step.rope_positions[one]),
             scale=step.case.scale,
@@ -244,7 +243,7 @@ def packed(matrix: CudaQuantMatrix, x: Tensor) -> tuple[int, Tensor]:
 @pytest.mark.parametrize("matrix", ["exl2", "gptq"])
 @pytest.mark.parametrize("options", [{}, {"softcap": 20.0}], ids=["few", "decode"])
 def test_results_packed_for_the_next_matmul(
-    kind: Any, heads: int, groups: int, dim: int, matrix: str, options: dict[str, float]
+    kind: Any, heads: int, groups: int, dim: int, matrix: str, options: dict[str, Any]
 ) -> None:
     made = product_of(heads * groups * dim, matrix)
     cycle = [65, 1, 700, 0, *([1, 1, 1, 64] if UNDER_A_TOOL else [256, 130, 513, 64])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -241,7 +242,7 @@ def test_so_many_tiles_that_a_block_has_all_of_k() -> None:
     for m in (8,) if UNDER_A_TOOL else (3, 4, 8):
         x = activations(m, K, torch.float16)
         out, apart = torch.full((m, 8712), float("nan"), dtype=x.dtype, device="cuda"), x.new_empty(m, 2 * 8712)
-        want = [matrix.matmul(x) for matrix in (gate, up)]
+        want = (gate.matmul(x), up.matmul(x))
         assert torch.equal(gated(x, out), gated_activation(*want, "silu")), m
         h = torch.randn_like(apart)
         assert torch.equal(single(x, apart, h), h + torch.cat([want[1], want[0]], 1)), m
@@ -311,7 +312,7 @@ FORMS = ["exl2", "exl2 groups of 32", "gptq", "gptq act-order", "gptq groups of 
 
 @pytest.mark.needs("wgmma")
 @pytest.mark.parametrize(("kind", "activation"), [*((kind, "silu") for kind in FORMS), ("gptq", "gelu")])
-def test_matmuls_of_all_forms_read_gated_results(kind: str, activation: str) -> None:
+def test_matmuls_of_all_forms_read_gated_results(kind: str, activation: Any) -> None:
     """Of few features and of so many that a block has three items of 64 at a time; gates far from zero, too."""
     group, n, perm = 32 if "32" in kind else 128, 8320, torch.randperm(K, generator=torch.Generator().manual_seed(5))
     if kind.startswith("exl2"):

@@ -44,8 +44,8 @@ def test_every_row_gets_its_own(inputs: int, outputs: int, rows: int) -> None:
     assert float((found.cpu().double() - expected).abs().max()) < 2e-3 * float(expected.abs().max())
     for row in {0, rows - 1}:  # a row alone
         single = y[row : row + 1].to(DEVICE)
-        slot = torch.tensor(slots[row : row + 1], dtype=torch.int32, device=DEVICE)
-        table.add(x[row : row + 1].to(DEVICE), single, slot)
+        own = torch.tensor(slots[row : row + 1], dtype=torch.int32, device=DEVICE)
+        table.add(x[row : row + 1].to(DEVICE), single, own)
         assert torch.equal(single, found[row : row + 1])
 
 

@@ -90,7 +90,7 @@ def test_rope(dtype: torch.dtype, interleaved: bool, heads: int, head_dim: int, 
 @pytest.mark.parametrize("count", [1, 8, 1000, 14336 * 3, 300_000])
 def test_activations(dtype: torch.dtype, kind: str, count: int) -> None:
     gate, up = randn(count, dtype=dtype) * 4, randn(count, dtype=dtype, seed=1)
-    alone = activation_twin.activation(gate.double(), kind)  # type: ignore[arg-type]
+    alone = activation_twin.activation(gate.double(), kind)
     assert_close(activation(gate, kind), alone, scale=2.0)  # type: ignore[arg-type]
     assert_close(gated_activation(gate, up, kind), alone * up.double(), scale=2.0)  # type: ignore[arg-type]
     assert gated_activation(gate, up, kind, out=up) is up  # type: ignore[arg-type]

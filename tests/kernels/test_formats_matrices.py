@@ -310,7 +310,7 @@ def test_random_damage_is_read_or_refused(data: st.DataObject) -> None:
     assert np.isfinite(expected).all()
 
 
-BROKEN_GPTQ = {
+BROKEN_GPTQ: dict[str, tuple[Any, dict[str, Any], str]] = {
     "group index too large": (edit("g_idx", 3, 4), {}, r"g_idx\[3\] is 4; groups are numbered 0..4"),
     "group index negative": (edit("g_idx", 3, -1), {}, r"g_idx\[3\] is -1"),
     "group index too short": (replace("g_idx", lambda t: t[:64]), {}, "g_idx has shape"),

@@ -35,7 +35,7 @@ def native_pack(
         torch.from_numpy(scale_codes.astype(np.uint8)),
         torch.from_numpy(maxima),
         rest["groups"],  # type: ignore[arg-type]
-        perm=None if perm is None else torch.from_numpy(perm),  # type: ignore[arg-type]
+        perm=None if perm is None else torch.from_numpy(perm),
     )
     return {key: tensor.numpy() for key, tensor in packed.items()}
 

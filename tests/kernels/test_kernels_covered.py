@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ def test_chosen_cases_have_every_kernel(tmp_path: Path) -> None:
         ("t.py::b", 0.1, {"norm": 3}),
         ("t.py::c", 0.1, {"few": 1}),
     ]
-    lines = [{"module": ["few", "never", "norm", "ring", "rope"]}]
+    lines: list[dict[str, Any]] = [{"module": ["few", "never", "norm", "ring", "rope"]}]
     for name, seconds, launches in cases:
         lines.append({"case": name, "outcome": "passed", "seconds": seconds, "launches": launches})
     lines.append({"case": "t.py::d", "outcome": "failed", "seconds": 1.0, "launches": {"few": 1}})
@@ -151,9 +152,9 @@ def test_a_kernel_that_was_never_launched_fails_its_part_by_name(missed: str | N
         (tmp_path / "bin" / name).chmod(0o755)
     for part in PARTS:
         launches = {"few": 2} if part == missed else {"few": 2, "whole_64x3": 1}
-        lines = [{"module": ["few", "whole_64x3"]}]
+        lines: list[dict[str, Any]] = [{"module": ["few", "whole_64x3"]}]
         lines.append({"case": "t.py::a", "outcome": "passed", "seconds": 1.0, "launches": launches})
-        # The last line is half a one, as a process leaves that is killed.
+        # The last line is incomplete, as a killed process leaves it.
         (tmp_path / f"{part}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"case": "t.p')
 
     done = prove(tmp_path, "kernels memcheck racecheck")

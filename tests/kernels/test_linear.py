@@ -133,14 +133,14 @@ class TestExl2:
     def test_int8_error_is_that_of_the_activations(self) -> None:
         tensors = without_bias(random_exl2(512, [(4, 128)] * 8))
         x = normal(16, 1024)
-        exact, int8 = (QuantMatrix.from_exl2(tensors, compute=c).matmul(x) for c in ("exact", "int8"))  # type: ignore[arg-type]
+        exact, int8 = (QuantMatrix.from_exl2(tensors, compute=c).matmul(x) for c in ("exact", "int8"))
         assert 1e-4 < distance(int8, exact) < INT8_TOLERANCE
 
     def test_an_outlier_costs_its_own_block_only(self) -> None:
         tensors = without_bias(random_exl2(256, [(4, 128)] * 4))
         x = normal(1, 512)
         x[0, 77] = 1000.0
-        exact, int8 = (QuantMatrix.from_exl2(tensors, compute=c).matmul(x) for c in ("exact", "int8"))  # type: ignore[arg-type]
+        exact, int8 = (QuantMatrix.from_exl2(tensors, compute=c).matmul(x) for c in ("exact", "int8"))
         assert distance(int8, exact) < INT8_TOLERANCE
 
     @pytest.mark.parametrize("bits", WIDTHS)

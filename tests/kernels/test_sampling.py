@@ -457,7 +457,8 @@ def test_gpu_mixes_pairs_of_prompts(width: int) -> None:
 @pytest.mark.cuda
 def test_gpu_leaves_wide_tail_free_cuts_to_the_cpu() -> None:
     x = torch.randn(60_000)
-    plans = [Plan(size=60_000, **fields) for fields in ({"tfs": 0.9}, {"tfs": 0.9, "typical": 0.9}, {"min_p": 0.5})]
+    asked: list[dict[str, Any]] = [{"tfs": 0.9}, {"tfs": 0.9, "typical": 0.9}, {"min_p": 0.5}]
+    plans = [Plan(size=60_000, **fields) for fields in asked]
     rows = [Row(plan, x.cuda(), uniform=0.7) for plan in plans]
     assert [answer[0] == LEFT for answer in sampling_cuda.launch(rows).answers()] == [True, True, False]
     want = sampling.sample([replace(row, logits=x) for row in rows])
@@ -535,12 +536,12 @@ def test_launches_are_collected_in_any_order() -> None:
 def test_inputs_of_the_next_step_are_there_with_the_tokens(rows: int, width: int, size: int) -> None:
     """Of any size, whatever the sampling before has queued, and also where every row is left to the CPU."""
     logits = torch.randn(rows, width, device="cuda") * 4
-    plans = [{"greedy": True}, {"top_p": 0.9}, {"typical": 0.9}, {"tfs": 0.9}]
+    plans: list[dict[str, Any]] = [{"greedy": True}, {"top_p": 0.9}, {"typical": 0.9}, {"tfs": 0.9}]
     for plan in (Plan(size=width, **fields) for fields in plans):
         asked = [Row(plan, logits[i], uniform=0.01 * i) for i in range(rows)]
         for _ in range(3):
             step = Step(rows, width, size)
-            torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(1_000_000)
             found, kept = sampled_into(step, asked)
             assert step.tokens is not None
             assert torch.equal(step.copied.cpu(), step.source[8 * rows :])
@@ -561,7 +562,7 @@ def test_a_launch_that_is_never_collected_leaves_the_next_call_alone() -> None:
     want = sampling.sample(second)
     for _ in range(1 if UNDER_A_TOOL else 5):
         step = Step(count, 9000)
-        torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(10_000_000)
         sampling.launch(first, step.inputs)
         step.launch()
         assert sampling.sample(second) == want

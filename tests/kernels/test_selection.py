@@ -62,7 +62,7 @@ def test_a_card_that_is_not_here_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("make", [exl2, gptq])
-def test_rows_decide_on_hopper(make) -> None:  # type: ignore[no-untyped-def]
+def test_rows_decide_on_hopper(make) -> None:
     card, qkv = Card.named("H200"), [make(512), make(128), make(128)]
     kernels = {rows: card.fused_matmul(qkv, rows, norm=True) for rows in (1, 2, 3, 8, 9, 64, 65)}
     assert [k.kernel for k in kernels.values()] == [

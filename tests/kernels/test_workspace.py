@@ -61,7 +61,7 @@ def test_memory_may_be_forgotten_while_another_thread_looks_for_it(
             return self.pop(key, None) is not None
 
         def get(self, key: object, default: object = None) -> object:  # type: ignore[override]
-            return self.pop(key, default)  # type: ignore[arg-type]
+            return self.pop(key, default)
 
     monkeypatch.setattr(workspace, "_by_stream", Forgotten())
     first = block_workspace(HERE, 1, 10)

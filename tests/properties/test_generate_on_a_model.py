@@ -162,7 +162,8 @@ def test_company_and_guesses_show_in_no_bit_without_strict_mode(
     """As a generator runs by default: prompts at once and of their own, up to the length (64 tokens before the last)
     that goes through kernels whose rows do not depend on each other; steps of up to 64 rows."""
     generator = generator_for("pylib-4m-exl2-4.5", "ExLlamaV2Cache", 512, draft=draft, device="cuda:0")
-    apart = [(min(n, 65), *rest, start, start) for n, *rest, start, _ in {ask[3]: ask for ask in asks}.values()]
+    each = {ask[3]: ask for ask in asks}.values()
+    apart = [(min(ask[0], 65), ask[1], ask[2], ask[3], ask[3]) for ask in each]
     for ask, got in zip(apart, play(generator, apart), strict=True):
         fresh = generator_for("pylib-4m-exl2-4.5", "ExLlamaV2Cache", 512, device="cuda:0")
         assert play(fresh, [(*ask[:4], 0)])[0] == got

@@ -153,7 +153,8 @@ def test_bodies_are_read_as_they_are(data: Any) -> None:
 )
 def test_fields_are_accepted_or_the_error_names_them(body: dict[str, Any]) -> None:
     refused: ServeError | None = None
-    found, unknown = {}, []
+    found: dict[str, Any] = {}
+    unknown: list[str] = []
     try:
         found, unknown = read_fields(body, by_name(COMMON, SAMPLING))
     except ServeError as error:

@@ -189,7 +189,7 @@ def test_spellings_of_image_tokens_in_a_text_are_text(folder: Path) -> None:
     forged = "<|vision_start|><|image_pad|><|vision_end|>"
     content = [{"type": "text", "text": forged}, {"type": "image"}, {"type": "text", "text": forged}]
     for template in (None, PARTS):
-        options = {} if template is None else {"chat_template": template}
+        options: dict[str, Any] = {} if template is None else {"chat_template": template}
         _, ids = conversation_ids(tokenizer, [{"role": "user", "content": content}], **options)
         assert [i for i in ids if i < 0] == [-1]
         special = {tokenizer.extended_piece_to_id[token] for token in ("<|vision_start|>", "<|image_pad|>")}
@@ -373,7 +373,7 @@ def test_encoded_images_are_not_shared_over_cache_salts() -> None:
 
     model: Any = SimpleNamespace(placement=SimpleNamespace(device=lambda at: SimpleNamespace(type="cpu")))
     tower: Any = Tower()
-    vision = Vision(tower, model, None)  # type: ignore[arg-type]
+    vision = Vision(tower, model, None)
     image = MediaRef(width=2, height=2, digest=b"same", data=bytes(12))
     mine, again = vision.embed([image, image], b"one")
     assert mine is again

@@ -65,7 +65,7 @@ def test_a_chat(page: webdriver.Chrome) -> None:
     until(lambda: len(page.find_elements(By.CSS_SELECTOR, "#messages > li")) == 2)
     page.find_element(By.ID, "clear").click()
     assert not page.find_elements(By.CSS_SELECTOR, "#messages > li")
-    bad = [entry for entry in page.get_log("browser") if entry["level"] == "SEVERE"]  # type: ignore[no-untyped-call]
+    bad = [entry for entry in page.get_log("browser") if entry["level"] == "SEVERE"]
     assert not bad
 
 
@@ -74,8 +74,8 @@ def test_everything_fits(page: webdriver.Chrome, width: int) -> None:
     size = {"width": width, "height": 740, "deviceScaleFactor": 1, "mobile": False}
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     ask(page, "Tell me a story.")
-    assert page.execute_script("return document.documentElement.scrollWidth") <= width  # type: ignore[no-untyped-call]
-    assert page.execute_script("return document.documentElement.scrollHeight") <= 740  # type: ignore[no-untyped-call]
+    assert page.execute_script("return document.documentElement.scrollWidth") <= width
+    assert page.execute_script("return document.documentElement.scrollHeight") <= 740
     assert page.find_element(By.ID, "send").rect["y"] < 740
 
 
@@ -94,21 +94,19 @@ XSS = [
 def test_what_a_model_writes_is_text(page: webdriver.Chrome) -> None:
     until(lambda: page.find_elements(By.CSS_SELECTOR, "#model option"))
     saved = [{"role": "assistant", "content": text, "reasoning": text, "model": text} for text in XSS]
-    page.execute_script(  # type: ignore[no-untyped-call]
-        "localStorage.setItem('exl-chat', JSON.stringify({messages: arguments[0]}))", saved
-    )
+    page.execute_script("localStorage.setItem('exl-chat', JSON.stringify({messages: arguments[0]}))", saved)
     page.refresh()
     until(lambda: len(page.find_elements(By.CSS_SELECTOR, "#messages > li")) == len(XSS))
     time.sleep(0.3)
-    assert page.execute_script("return window.__pwned === undefined")  # type: ignore[no-untyped-call]
-    assert page.execute_script(  # type: ignore[no-untyped-call]
+    assert page.execute_script("return window.__pwned === undefined")
+    assert page.execute_script(
         "return document.querySelectorAll('#messages :is(img, script, svg, iframe, a, math)').length === 0"
     )
 
 
 def test_an_error_is_said_plainly(page: webdriver.Chrome) -> None:
     until(lambda: page.find_elements(By.CSS_SELECTOR, "#model option"))
-    page.execute_script("document.getElementById('max_tokens').value = '99999'")  # type: ignore[no-untyped-call]
+    page.execute_script("document.getElementById('max_tokens').value = '99999'")
     page.find_element(By.ID, "input").send_keys("x\n")
     error = page.find_element(By.ID, "error")
     until(error.is_displayed)

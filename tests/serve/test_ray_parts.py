@@ -289,7 +289,7 @@ def test_a_model_without_replicas_gets_one_for_a_request_alone() -> None:
 
 def test_a_completion_continues_behind_what_the_client_has() -> None:
     one = Completion()
-    first = [Started(0, 3, 0), Progress(0, 3, 3), Tokens(0, (1, 2), "ab")]
+    first: list[EngineEvent] = [Started(0, 3, 0), Progress(0, 3, 3), Tokens(0, (1, 2), "ab")]
     assert [one.feed(event) for event in first] == first
     assert one.ids == np.array([1, 2], "<i4").tobytes()
     assert one.feed(Started(0, 3, 0)) is None
@@ -359,11 +359,8 @@ def told(events: list[EngineEvent], n: int) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_a_stream_continues_on_another_replica(fable: EngineThread, tmp_path: Path, case: str) -> None:
     """Wherever the first one ends: the client is told what one replica would have told."""
-    asked = EngineRequest(
-        **{"id": "r", "prompt": np.array([1, 40, 50, 60], "<i4").tobytes(), "sampling": Sampling()}
-        | {"seeds": (3,), "max_tokens": 20}
-        | CASES[case]
-    )
+    fields: dict[str, Any] = {"id": "r", "prompt": np.array([1, 40, 50, 60], "<i4").tobytes(), "sampling": Sampling()}
+    asked = EngineRequest(**(fields | {"seeds": (3,), "max_tokens": 20} | CASES[case]))
 
     async def ran(engine: Any) -> list[EngineEvent]:
         events: list[EngineEvent] = []

@@ -144,13 +144,14 @@ def test_a_stream_the_whole_and_chat_are_one(
         asked |= {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     whole = client.responses.create(**asked)
     assert without_names(of_a_stream(client, **asked)) == without_names(whole.model_dump(exclude_unset=True))
+    told: dict[str, Any] = {"logprobs": True, "top_logprobs": 2} if logprobs else {}
     chat = client.chat.completions.create(
         model="fable",
         messages=[{"role": "user", "content": STORY}],
         temperature=temperature,
         max_tokens=most,
         seed=seed,
-        **({"logprobs": True, "top_logprobs": 2} if logprobs else {}),
+        **told,
     )
     assert whole.output_text == chat.choices[0].message.content
     cut = chat.choices[0].finish_reason == "length"
@@ -163,10 +164,10 @@ def test_a_stream_the_whole_and_chat_are_one(
         chat.usage.completion_tokens,
     )
     if logprobs and whole.output_text:
-        (part,) = whole.output[0].content  # type: ignore[union-attr]
+        (part,) = whole.output[0].content
         assert chat.choices[0].logprobs is not None
         expected = [(one.token, one.logprob) for one in chat.choices[0].logprobs.content or []]
-        assert [(one.token, one.logprob) for one in part.logprobs] == expected  # type: ignore[union-attr]
+        assert [(one.token, one.logprob) for one in part.logprobs] == expected
 
 
 def test_the_client_s_own_stream(client: openai.OpenAI) -> None:
@@ -190,7 +191,7 @@ def test_items_are_the_messages_of_a_chat(client: openai.OpenAI, server: LiveSer
         {"role": "assistant", "content": "Hi."},
         {"role": "user", "content": "Go on"},
     ]
-    body = {"model": "fable", "input": items, "instructions": "Be short."}
+    body: dict[str, Any] = {"model": "fable", "input": items, "instructions": "Be short."}
     counted = httpx.post(f"{server.url}/v1/responses/input_tokens", json=body, timeout=180).json()
     chat = httpx.post(f"{server.url}/tokenize", json={"model": "fable", "messages": messages}, timeout=180).json()
     assert counted == {"object": "response.input_tokens", "input_tokens": chat["count"]}
@@ -241,7 +242,7 @@ def test_a_call(tooled: openai.OpenAI, choice: Any) -> None:
     assert without_names(of_a_stream(tooled, **asked)) == without_names(whole.model_dump(exclude_unset=True))
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain."}
     items = [{"role": "user", "content": "The weather?"}, call.model_dump(exclude_unset=True), output]
-    again = tooled.responses.create(model="fable", input=items, tools=[WEATHER], max_output_tokens=5)  # type: ignore[arg-type, list-item]
+    again = tooled.responses.create(model="fable", input=items, tools=[WEATHER], max_output_tokens=5)  # type: ignore[list-item]
     assert again.status in ("completed", "incomplete")
 
 

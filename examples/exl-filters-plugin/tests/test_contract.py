@@ -1,5 +1,7 @@
 """The laws every filter must obey, and the oracle that judges."""
 
+from collections.abc import Callable
+
 from exl_filters_iso_date import IsoDateFilter, possible
 from exl_filters_iso_date.oracle import dates, prefix
 from hypothesis import example, given
@@ -9,7 +11,7 @@ from exl_filters.testing import filter_laws
 
 
 @filter_laws(lambda vocab: IsoDateFilter(None, vocab), language=dates, profile="quick", examples=8)
-def test_contract(law):
+def test_contract(law: Callable[[], None]) -> None:
     law()
 
 
@@ -19,6 +21,6 @@ def test_contract(law):
 @example("2023-04-3", 11)
 @example("000", 11)
 @example("0000", 11)
-def test_the_oracle_and_the_filter_agree_on_beginnings(text, length):
+def test_the_oracle_and_the_filter_agree_on_beginnings(text: str, length: int) -> None:
     beginning = text[:length].encode()
     assert prefix(beginning) == possible(beginning)

@@ -4,6 +4,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,16 +32,16 @@ class Made:
     """A matrix of random codes, of which any number of copies can be had."""
 
     def __init__(self, k: int, n: int, plan: Plan, perm: torch.Tensor | None = None) -> None:
-        tensors = list(random_exl2(k, n, plan))
-        if perm is not None:
-            tensors[4] = perm.to(torch.int32)
-        self.layout = _native.CudaLayout.from_exl2(plan.name, tuple(tensors), 16)
-        parts = (self.layout.units, self.layout.maxima, self.layout.features, self.layout.row_of_feature)
-        self.shared = [t.cuda() for t in parts]
+        weight, scale, maximum, table, order = random_exl2(k, n, plan)
+        parts = (weight, scale, maximum, table, order if perm is None else perm.to(torch.int32))
+        layout = self.layout = _native.CudaLayout.from_exl2(plan.name, parts, 16)
+        self.units, self.maxima, self.features = layout.units.cuda(), layout.maxima.cuda(), layout.features.cuda()
+        self.row_of_feature = layout.row_of_feature.cuda()
         self.image = self.layout.image.cuda()
 
     def copy(self) -> _native.CudaMatrix:
-        return _native.CudaMatrix(self.layout, self.image.clone(), *self.shared, None, 1.0)
+        tables = (self.units, self.maxima, self.features, self.row_of_feature)
+        return _native.CudaMatrix(self.layout, self.image.clone(), *tables, None, 1.0)
 
 
 def few(
@@ -198,7 +199,7 @@ def times(m: int, layers: list[Layer]) -> None:
     for made in (qkv, o, gate, down):
         each(f"{made.__name__} packed", made)
     for tuning in ((2, 8, 0), (2, 9, 5)):
-        each(f"down packed {tuning}", lambda layer, tuning=tuning: down(layer, tuning))
+        each(f"down packed {tuning}", partial(down, tuning=tuning))
     each("a layer's matmuls chained", all_chained)
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from exl_serve.config.model import ServeConfig
 from exl_serve.super.registry import Metrics

@@ -7,6 +7,8 @@ mixin `FilterContract`) in a pytest file; `check_filter` for a report; `exl-filt
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 try:
     import hypothesis as _hypothesis  # noqa: F401
 except ImportError as error:
@@ -20,6 +22,9 @@ from exl_filters.testing.laws import LAWS, Law
 from exl_filters.testing.machine import check_machine, filter_machine
 from exl_filters.testing.runner import Outcome, Report, Subject, check_filter
 from exl_filters.testing.vocabularies import real_vocabulary, standard_vocabulary, vocabularies
+
+if TYPE_CHECKING:
+    from exl_filters.testing.entry_points import FilterContract, filter_laws
 
 __all__ = [
     "LAWS",

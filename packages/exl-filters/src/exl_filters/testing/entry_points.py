@@ -24,7 +24,7 @@ def filter_laws(
     profile: str = "ci",
     examples: int | None = None,
     seed: int | None = None,
-) -> Callable[[Callable[..., Any]], Any]:
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Parametrize a test with one `law` after another; the test calls it.
 
     ```python
