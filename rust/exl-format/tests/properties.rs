@@ -75,7 +75,7 @@ proptest! {
     #![proptest_config(config(512))]
 
     #[test]
-    fn streams_come_back(
+    fn streams_round_trip(
         width in 1u32..9,
         rows in (1usize..5).prop_map(|blocks| 32 * blocks),
         columns in 1usize..40,

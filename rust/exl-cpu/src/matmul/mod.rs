@@ -11,12 +11,12 @@ mod kernels;
 pub mod layout;
 mod matrix;
 mod memory;
-mod product;
+mod multiply;
 mod repack;
 mod simd;
 
 pub use matrix::{Compute, QuantMatrix};
 pub(crate) use memory::Shared;
-pub use product::matmul_together;
-pub(crate) use product::{Group, Operation, multiply};
+pub use multiply::matmul_together;
+pub(crate) use multiply::{Group, Operation, multiply};
 pub use repack::Epilogue;

@@ -346,10 +346,10 @@ fn pack<'a>(groups: &mut [Group<'a>], packed: &mut Packed) -> Vec<Job<'a>> {
 ///
 /// # Panics
 /// If lengths do not fit.
-pub fn matmul_together(products: &mut [(&QuantMatrix, &mut [f32])], x: &[f32], rows: usize) {
-    let matrices: Vec<&QuantMatrix> = products.iter().map(|(matrix, _)| *matrix).collect();
-    let mut groups: Vec<Group<'_>> = Vec::with_capacity(products.len());
-    for (i, (matrix, out)) in products.iter_mut().enumerate() {
+pub fn matmul_together(matmuls: &mut [(&QuantMatrix, &mut [f32])], x: &[f32], rows: usize) {
+    let matrices: Vec<&QuantMatrix> = matmuls.iter().map(|(matrix, _)| *matrix).collect();
+    let mut groups: Vec<Group<'_>> = Vec::with_capacity(matmuls.len());
+    for (i, (matrix, out)) in matmuls.iter_mut().enumerate() {
         assert_eq!(x.len(), rows * matrix.in_features, "x must hold rows * K");
         groups.push(Group {
             x,
