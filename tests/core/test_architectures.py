@@ -418,7 +418,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
             "rope_scaling": {"type": "linear", "factor": 3.0, "short_mscale": 1.1, "long_mscale": 1.2},
         },
         errors.UnsupportedError,
-        "short_mscale is not built for rope type 'linear'",
+        "short_mscale is not supported for rope type 'linear'",
     ),
     ("Phi3ForCausalLM", {"rope_scaling": {"type": "su", "long_mscale": 1.1}}, errors.UnsupportedError, "long_mscale"),
     ("Starcoder2ForCausalLM", {"hidden_act": "relu"}, errors.UnsupportedError, "relu"),

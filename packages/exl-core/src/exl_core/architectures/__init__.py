@@ -79,7 +79,7 @@ def find_architecture(name: str, override: str | None = None) -> Architecture:
         return SUPPORTED[name]
     known = ", ".join(supported_architectures())
     if override is None:
-        state = "not built in this version" if name in KNOWN_TO_DIFFER else "unknown"
+        state = "not supported" if name in KNOWN_TO_DIFFER else "unknown"
         raise UnsupportedArchitectureError(
             f"architecture {name} is {state}. Supported: {known}. If the model is the same as one of these under "
             'another name, set config.allow_unknown_architecture = "<supported name>" before prepare().'

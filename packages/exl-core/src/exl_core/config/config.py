@@ -234,7 +234,7 @@ class ExLlamaV2Config:
     def check_for_load(self) -> None:
         """Raise UnsupportedError or ConfigError for unsupported settings, before anything is allocated."""
         if self.load_in_q4:
-            raise UnsupportedError("load_in_q4 is not built in this version: convert the model to EXL2 instead")
+            raise UnsupportedError("load_in_q4 is not supported: convert the model to EXL2 instead")
         if self.cpu_matmul not in CPU_MATMUL_MODES:
             raise ConfigError(f"cpu_matmul is {self.cpu_matmul!r}, must be one of {', '.join(CPU_MATMUL_MODES)}")
         for name in ("max_seq_len", "max_batch_size", "max_input_len", "max_attention_size"):
@@ -265,8 +265,8 @@ class ExLlamaV2Config:
         text_type = read.string("text_config->model_type", default=None)
         if self.arch.text_model_types and text_type not in self.arch.text_model_types:
             raise UnsupportedArchitectureError(
-                f"{read.file}: {self.architecture} with a language model of type {text_type!r} is not built in this "
-                f"version; supported: {', '.join(self.arch.text_model_types)}"
+                f"{read.file}: {self.architecture} with a language model of type {text_type!r} is not supported; "
+                f"supported: {', '.join(self.arch.text_model_types)}"
             )
         if self.arch.name != self.architecture:
             log.warning("architecture %s is loaded as %s on request", self.architecture, self.arch.name)
@@ -278,7 +278,7 @@ class ExLlamaV2Config:
             allowed = expected if isinstance(expected, tuple) else (expected,)
             if found is not None and found[1] not in allowed:
                 raise UnsupportedError(
-                    f"{read.file}: {key} is {str(found[1])[:40]}, which is not built in this version; {self.arch.name} "
+                    f"{read.file}: {key} is {str(found[1])[:40]}, which is not supported; {self.arch.name} "
                     f"runs with {' or '.join(map(str, allowed))}"
                 )
 
@@ -344,7 +344,7 @@ class ExLlamaV2Config:
         self.norm_head = read.boolean("norm_head", default=None)
         for switch, built in (("use_qk_norm", self.head_norms), ("norm_head", arch.norm_head)):
             if getattr(self, switch) and not built:
-                raise UnsupportedError(f"{read.file}: {switch} is set, which {arch.name} does not have here")
+                raise UnsupportedError(f"{read.file}: {switch} is set, which {arch.name} does not support")
 
     def _read_experts(self, read: JsonReader) -> None:
         experts = self.arch.experts
@@ -387,12 +387,12 @@ class ExLlamaV2Config:
             self.final_logit_softcapping = _softcap(read, "final_logit_softcapping")
         self.clip_qkv = read.number(arch.clip_key, default=0.0, text=True) if arch.clip_key else 0.0
         if arch.clip_key is None and read.number("clip_qkv", default=None, text=True):
-            raise UnsupportedError(f"{read.file}: clip_qkv is set, which {arch.name} does not have here")
+            raise UnsupportedError(f"{read.file}: clip_qkv is set, which {arch.name} does not support")
         for key in SCALES if self.architecture == arch.name else ():
             found = read.raw(key, text=True)
             if key not in arch.scales and found is not None and found[1] != 1:
                 raise UnsupportedError(
-                    f"{read.file}: {key} is {str(found[1])[:40]}, which {arch.name} does not have here"
+                    f"{read.file}: {key} is {str(found[1])[:40]}, which {arch.name} does not support"
                 )
         self.scale_emb = read.number("scale_emb", "embedding_multiplier", default=1.0, text=True)
         depth = read.number("scale_depth", default=None)
@@ -439,7 +439,7 @@ class ExLlamaV2Config:
             self.gptq_group_size = group_size if group_size is not None and group_size > 0 else None
         elif self.quant_method not in (None, "exl2"):
             raise UnsupportedError(
-                f"{block.file}: quant_method {self.quant_method!r} has no reader here; supported: exl2, gptq, float"
+                f"{block.file}: quant_method {self.quant_method!r} is not supported; supported: exl2, gptq, float"
             )
 
     def _older_gptq_file(self) -> JsonReader | None:
@@ -504,7 +504,7 @@ def _activation(read: JsonReader, arch: Architecture) -> Activation:
     if name == "quick_gelu":
         return "quickgelu"
     raise UnsupportedError(
-        f"{read.file}: {arch.activation_keys[0]} {name!r} is not built in this version; supported: silu, gelu, "
+        f"{read.file}: {arch.activation_keys[0]} {name!r} is not supported; supported: silu, gelu, "
         "gelu_pytorch_tanh, quick_gelu, relu2"
     )
 

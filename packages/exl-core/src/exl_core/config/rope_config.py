@@ -85,21 +85,21 @@ def _blocks_per_layer_type(config: ExLlamaV2Config, block: JsonReader) -> JsonRe
     unknown = [name for name in block.data if name not in LAYER_TYPES]
     if unknown:
         raise UnsupportedError(
-            f"{block.file}: rope parameters for layers of type {', '.join(map(str, unknown))} are not built in this "
-            f"version; supported: {', '.join(LAYER_TYPES)}"
+            f"{block.file}: rope parameters for layers of type {', '.join(map(str, unknown))} are not supported; "
+            f"supported: {', '.join(LAYER_TYPES)}"
         )
     full, sliding = block.section("full_attention"), block.section("sliding_attention")
     if config.rotary_embedding_base_alt is None:
         if full is not None and sliding is not None and full.data != sliding.data:
             raise UnsupportedError(
-                f"{block.file}: rope parameters differ between layer types, which {config.arch.name} does not have here"
+                f"{block.file}: rope parameters differ between layer types, which {config.arch.name} does not support"
             )
         return full or sliding
     if sliding is not None:
         kind = _rope_type(sliding)
         if kind not in ("default", "linear"):
             raise UnsupportedError(
-                f"{sliding.file}: rope type {kind!r} is not built for sliding layers; supported: default, linear"
+                f"{sliding.file}: rope type {kind!r} is not supported for sliding layers; supported: default, linear"
             )
         config.rotary_embedding_base_alt = sliding.number("rope_theta", default=config.rotary_embedding_base_alt)
         config.scale_pos_emb_alt = sliding.number("factor") if kind == "linear" else 1.0
@@ -123,7 +123,7 @@ def _read_method(config: ExLlamaV2Config, block: JsonReader, read: JsonReader) -
     longrope = kind in ("su", "longrope") or (kind == "yarn" and "long_factor" in block.data)
     for key in MSCALES if config.arch.rope_mscales and not longrope else ():
         if block.raw(key) is not None:
-            raise UnsupportedError(f"{block.file}: {key} is not built for rope type {kind!r}, only for longrope")
+            raise UnsupportedError(f"{block.file}: {key} is not supported for rope type {kind!r}, only for longrope")
     if kind == "linear":
         config.scale_pos_emb = config.scale_pos_emb_from_file = block.number("factor")
         return
@@ -164,8 +164,7 @@ def _read_method(config: ExLlamaV2Config, block: JsonReader, read: JsonReader) -
             raise ConfigError(f"{block.file}: factor is {config.dynamic_rope_factor}, must be at least 1")
     else:
         raise UnsupportedError(
-            f"{block.file}: rope type {kind!r} is not built in this version; supported: "
-            + ", ".join(SUPPORTED_ROPE_TYPES)
+            f"{block.file}: rope type {kind!r} is not supported; supported: " + ", ".join(SUPPORTED_ROPE_TYPES)
         )
 
 
@@ -182,23 +181,23 @@ def _check_length(read: JsonReader, block: JsonReader, kind: str, longrope: bool
     if kind == "yarn":
         needed |= block.raw("factor") is None
     if needed:
-        raise ConfigKeyError(f"{read.file}: max_position_embeddings is missing, which rope type {kind!r} is made from")
+        raise ConfigKeyError(f"{read.file}: max_position_embeddings is missing, which rope type {kind!r} needs")
 
 
 def _mrope_section(block: JsonReader) -> list[int] | None:
     """Return the number of frequencies of each axis (time, height, width); text has the same position on all three."""
     section: list[Any] | None = block.listing("mrope_section", default=None)
     if section is not None and not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in section):
-        raise ConfigTypeError(f"{block.file}: mrope_section must be a list of numbers of frequencies, not {section!r}")
+        raise ConfigTypeError(f"{block.file}: mrope_section must be a list of frequency counts, not {section!r}")
     if block.boolean("mrope_interleaved", default=False):
-        raise UnsupportedError(f"{block.file}: mrope_interleaved is not built in this version")
+        raise UnsupportedError(f"{block.file}: mrope_interleaved is not supported")
     return section
 
 
 def _read_su(config: ExLlamaV2Config, block: JsonReader, original: int) -> None:
     for key in MSCALES:
         if block.raw(key) is not None and not config.arch.rope_mscales:
-            raise UnsupportedError(f"{block.file}: {key} is not built for {config.arch.name}; use attention_factor")
+            raise UnsupportedError(f"{block.file}: {key} is not supported for {config.arch.name}; use attention_factor")
     if config.arch.rope_mscales:
         config.su_rope_mscales = (block.number("short_mscale"), block.number("long_mscale"))
     config.alt_rope_method = "su"
@@ -236,7 +235,7 @@ def main_rope(config: ExLlamaV2Config) -> RopeSettings:
     fields = {"llama3": _llama3_fields, "yarn": _yarn_fields, "su": _su_fields, "dynamic": _dynamic_fields}
     if config.alt_rope_method not in fields:
         names = ", ".join(f'"{name}"' for name in fields)
-        raise UnsupportedError(f"alt_rope_method {config.alt_rope_method!r} is not built; use None, {names}")
+        raise UnsupportedError(f"alt_rope_method {config.alt_rope_method!r} is not supported; use None, {names}")
     return RopeSettings(**common, **fields[config.alt_rope_method](config, common["rotary_dim"]))
 
 

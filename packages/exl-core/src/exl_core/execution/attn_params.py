@@ -51,7 +51,7 @@ class AttentionParams:
             raise UnsupportedError("a list of past lengths (one cache a sequence) is not supported; use PagedParams")
         _check_rope(self.alt_rope_embed, self.rope_offsets, self.batch_size)
         if self.non_causal_attn:
-            raise UnsupportedError("bidirectional attention is not built in this version")
+            raise UnsupportedError("bidirectional attention is not supported")
 
     def is_causal(self) -> bool:
         """Return whether only causality restricts the keys."""
@@ -112,8 +112,7 @@ class PagedParams:
 def _check_rope(alt_rope_embed: Any, offsets: Tensor | None, batch: int) -> None:
     if alt_rope_embed is not None:
         raise UnsupportedError(
-            "alt_rope_embed is not built in this version: positions of images come from their embeddings, others from "
-            "rope_offsets"
+            "alt_rope_embed is not supported: positions of images come from their embeddings, others from rope_offsets"
         )
     if offsets is None:
         return

@@ -240,7 +240,7 @@ class LoadableModel:
             DeviceError: the model does not fit.
         """
         if self.loaded:
-            raise ModelStateError("the model is loaded: unload it before its devices are decided anew")
+            raise ModelStateError("the model is loaded: unload it before its devices are decided again")
         found = self._plan(devices(), None, allocation, None).check()
         names = ["cpu", *found.assignment[1:]] if embed_cpu else found.assignment
         self._place(names)

@@ -63,10 +63,10 @@ class AdapterConfig:
         read = JsonReader(data, file)
         kind = read.string("peft_type", default="LORA")
         if kind != "LORA":
-            raise UnsupportedError(f"{file}: peft_type {kind!r} has no code here; only LORA adapters can be loaded")
+            raise UnsupportedError(f"{file}: peft_type {kind!r} is not supported; only LORA adapters can be loaded")
         for key, meaning in UNBUILT.items():
             if data.get(key):
-                raise UnsupportedError(f"{file}: {key} is set ({meaning}), which this version has no code for")
+                raise UnsupportedError(f"{file}: {key} is set ({meaning}), which is not supported")
         if data.get("init_lora_weights", True) not in PLAIN_INITS:
             raise UnsupportedError(
                 f"{file}: init_lora_weights {data['init_lora_weights']!r} changes the model's own weights; convert the "

@@ -56,7 +56,7 @@ def preprocess_video(frames: Sequence[Any], settings: QwenSettings) -> Picture:
     _check_patches(len(frames), next(iter(sizes), (0, 0)), settings)
     done = [_resized(as_rgb(image), settings, settings.video_pixels) for image in frames]
     if len({tuple(f.shape) for f in done}) > 1:
-        raise InputError("frames that are turned differently: make all of one size first")
+        raise InputError("frames with different EXIF rotations: make all of one size first")
     done += [done[-1]] * (-len(done) % settings.temporal_patch)
     return _picture(torch.stack(done), settings)
 

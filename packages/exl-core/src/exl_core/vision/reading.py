@@ -82,10 +82,10 @@ def processor_file(folder: Path, names: Sequence[str], video: bool = False) -> J
     key = "video_processor_type" if video else "image_processor_type"
     kind = read.string(key, default=names[0])
     if kind not in names:
-        raise UnsupportedError(f"{read.file}: {key} {kind!r} is not built in this version; built: {', '.join(names)}")
+        raise UnsupportedError(f"{read.file}: {key} {kind!r} is not supported; supported: {', '.join(names)}")
     for switch in ("do_resize", "do_rescale", "do_normalize"):
         if not read.boolean(switch, default=True):
-            raise UnsupportedError(f"{read.file}: {switch} is false, which is not built in this version")
+            raise UnsupportedError(f"{read.file}: {switch} is false, which is not supported")
     return read
 
 
@@ -106,9 +106,7 @@ def activation(read: JsonReader, key: str, default: str, supported: Sequence[str
     """Return the name of an activation. Raises UnsupportedError for one that is not in `supported`."""
     name: str = read.string(key, default=default)
     if name not in supported:
-        raise UnsupportedError(
-            f"{read.file}: {key} {name!r} is not built in this version; supported: {', '.join(supported)}"
-        )
+        raise UnsupportedError(f"{read.file}: {key} {name!r} is not supported; supported: {', '.join(supported)}")
     return name
 
 

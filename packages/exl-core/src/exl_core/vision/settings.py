@@ -60,8 +60,7 @@ def read_settings(folder: Path, architecture: str, norm_eps: float) -> PixtralSe
     kind = vision.string("model_type", default=None)
     if kind != "pixtral":
         raise UnsupportedError(
-            f"{read.file}: a vision tower of type {kind!r} is not built in this version for {architecture}; built: "
-            "pixtral"
+            f"{read.file}: a vision tower of type {kind!r} is not supported for {architecture}; supported: pixtral"
         )
     mistral3 = architecture == "Mistral3ForConditionalGeneration"
     layers = vision.integer("num_hidden_layers", default=24, minimum=1, maximum=MAX_LAYERS)

@@ -67,7 +67,9 @@ def read_siglip_settings(folder: Path) -> SiglipSettings:
     read, vision = read_config(folder)
     kind = vision.string("model_type", default="siglip_vision_model")
     if kind != "siglip_vision_model":
-        raise UnsupportedError(f"{read.file}: a vision tower of type {kind!r} is not built for this model; SigLIP is")
+        raise UnsupportedError(
+            f"{read.file}: a vision tower of type {kind!r} is not supported for this model; SigLIP is"
+        )
     hidden = vision.integer("hidden_size", default=768, minimum=1, maximum=MAX_WIDTH)
     heads = vision.integer("num_attention_heads", default=12, minimum=1, maximum=MAX_WIDTH)
     patch = vision.integer("patch_size", default=16, minimum=1, maximum=1024)
@@ -81,7 +83,7 @@ def read_siglip_settings(folder: Path) -> SiglipSettings:
     images = processor_file(folder, PROCESSORS)
     assert images is not None
     if images.boolean("do_pan_and_scan", default=False):
-        raise UnsupportedError(f"{images.file}: do_pan_and_scan is not built in this version; crop the image yourself")
+        raise UnsupportedError(f"{images.file}: do_pan_and_scan is not supported; crop the image yourself")
     for key in ("size->height", "size->width"):
         found = images.integer(key, default=size)
         if found != size:
