@@ -17,7 +17,7 @@ LAUNCHER = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 CTRL_C = b"\x03"
 PATIENCE = 120  # seconds without a sign of life, which only a hang takes
 # CPython's input() prints its prompt before it waits for keys, and misses a signal that arrives in between. A person
-# then presses Ctrl-C again, and so does `Terminal.end`, after this many seconds of silence.
+# then presses Ctrl-C again, and so does `Terminal.end(keys, again=True)`, after this many seconds of silence.
 AGAIN = 20
 
 
@@ -61,14 +61,16 @@ class Terminal:
         head, _, self.shown = self.shown.partition(text)
         return head + text
 
-    def end(self, keys: bytes = b"") -> tuple[int, str]:
-        """Press `keys` and wait for the program's end; its exit code, and what it showed after the last `until`."""
+    def end(self, keys: bytes = b"", *, again: bool = False) -> tuple[int, str]:
+        """Press `keys` and wait for the program's end; its exit code, and what it showed after the last `until`.
+
+        again: press the keys once more if the program stays silent, for one that reads with input().
+        """
         self.type(keys)
-        pressed_again = False
         while True:
-            if keys and not pressed_again and not self._ready(AGAIN):
+            if again and not self._ready(AGAIN):
                 self.type(keys)
-                pressed_again = True
+                again = False
             if not self._read():
                 break
         return self._process.wait(), self.shown

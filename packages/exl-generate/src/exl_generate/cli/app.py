@@ -54,6 +54,17 @@ MaxTokens = Annotated[
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text.", show_default=False)]
 Stop = Annotated[list[str] | None, typer.Option("--stop", help="Stop at this text; may be given more than once.")]
 Loras = Annotated[list[Path] | None, typer.Option("--lora", help="Folder of an adapter; may be given more than once.")]
+JsonSchema = Annotated[
+    str | None, typer.Option(help="Write JSON of this schema: a file, or the schema itself.", show_default=False)
+]
+Regex = Annotated[
+    str | None,
+    typer.Option(help="Write text that matches this pattern, from beginning to end.", show_default=False),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(help='Folder of a draft model, or "bundled": guesses that save passes.', show_default=False),
+]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 Device = Annotated[
     str | None,
@@ -85,17 +96,9 @@ def generate(
     seed: Seed = None,
     stop: Stop = None,
     ban: Annotated[list[str] | None, typer.Option("--ban", help="Never write this text, in any case.")] = None,
-    json_schema: Annotated[
-        str | None, typer.Option(help="Write JSON of this schema: a file, or the schema itself.", show_default=False)
-    ] = None,
-    regex: Annotated[
-        str | None,
-        typer.Option(help="Write text that matches this pattern, from beginning to end.", show_default=False),
-    ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(help='Folder of a draft model, or "bundled": guesses that save passes.', show_default=False),
-    ] = None,
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
+    draft: Draft = None,
     negative_prompt: Annotated[
         str | None, typer.Option(help="Write away from this text; with --cfg-scale.", show_default=False)
     ] = None,
@@ -162,6 +165,22 @@ def chat(
         Path | None,
         typer.Option(help="JSON file of messages to go on from, and to write back to.", show_default=False),
     ] = None,
+    input_history: Annotated[
+        bool, typer.Option("--input-history/--no-input-history", help="Keep typed messages for later sessions.")
+    ] = True,
+    stats: Annotated[
+        bool | None,
+        typer.Option(
+            "--stats/--no-stats", help="Statistics after each answer. Default: at a terminal.", show_default=False
+        ),
+    ] = None,
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
+    draft: Draft = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option("--image", help="Image for the first message; may be given more than once."),
+    ] = None,
     lora: Loras = None,
     cache: Cache = "fp16",
     cache_tokens: CacheTokens = None,
@@ -182,6 +201,12 @@ def chat(
                 seed=seed,
                 stop=stop or [],
                 history=history,
+                input_history=input_history,
+                stats=stats,
+                json_schema=json_schema,
+                regex=regex,
+                draft=draft,
+                images=image or [],
                 loras=lora or [],
                 cache=cache,
                 cache_tokens=cache_tokens,

@@ -7,16 +7,15 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from exl_generate.cli.constraints import Constraints, read_schema
 from exl_generate.cli.interrupt import interruptible
-from exl_generate.cli.models import Loaded, load
+from exl_generate.cli.models import load
+from exl_generate.cli.statistics import generation_line
 from exl_generate.dynamic import PAGED_PAGE_SIZE, ExLlamaV2DynamicJob
 from exl_generate.errors import CapacityError, RequestError
 from exl_generate.sampling import Settings
-
-if TYPE_CHECKING:
-    from exl_filters.grammar import ExLlamaV2GrammarFilter
 
 __all__ = ["Options", "run"]
 
@@ -55,7 +54,7 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
     Raises RequestError, with the output written, where it ended before the schema or pattern was complete.
     """
     _check(options)
-    schema = None if options.json_schema is None else _schema(options.json_schema)
+    schema = None if options.json_schema is None else read_schema(options.json_schema)
     text = _piped() if prompt == "-" else prompt
     loaded = load(options.model)
     ids = loaded.tokenizer.encode(text, add_bos=None, encode_special_tokens=options.special)
@@ -70,7 +69,7 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
     new = _new_tokens(options, max(row.shape[1] for row in rows), loaded.config.max_seq_len)
     tokens = options.cache_tokens or sum(_pages(row.shape[1] + new) for row in rows)
     generator = loaded.generator(options.cache, tokens, draft=options.draft, use_ngram_draft=options.ngram)
-    filters = _filters(loaded, schema, options.regex)
+    constraints = Constraints(loaded, schema, options.regex)
     job = ExLlamaV2DynamicJob(
         rows,
         new,
@@ -79,7 +78,7 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
         seed=options.seed,
         stop_conditions=[*loaded.stop_ids(), *options.stop],
         banned_strings=options.ban,
-        filters=filters,
+        filters=list(constraints.filters),
         decode_special_tokens=options.special,
         loras=loaded.adapters(options.loras),
     )
@@ -104,13 +103,12 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
         print(json.dumps(_report(text, last, options)))
     else:
         _write("\n")
-        print(_statistics(last), file=sys.stderr)
+        print(generation_line(last), file=sys.stderr)
     if interrupted.is_set():
         sys.exit(130)
-    if last["eos_reason"] == "max_new_tokens" and not all(_is_complete(f, written) for f in filters):
-        what = "the JSON of --json-schema" if schema is not None else "the text that --regex asks for"
+    if last["eos_reason"] == "max_new_tokens" and not constraints.complete(written):
         raise RequestError(
-            f"the output was cut after {new} tokens, before {what} was complete: raise --max-tokens (-n)"
+            f"the output was cut after {new} tokens, before {constraints.what} was complete: raise --max-tokens (-n)"
         )
 
 
@@ -126,14 +124,6 @@ def _new_tokens(options: Options, longest: int, limit: int) -> int:
                 f"is {limit}: ask for at most {room}"
             )
     return min(max(DEFAULT_TOKENS, options.min_tokens), room) if options.max_tokens is None else options.max_tokens
-
-
-def _is_complete(constraint: ExLlamaV2GrammarFilter, ids: list[int]) -> bool:
-    """Whether an output of these tokens may end there. (The job works on a clone of the filter.)"""
-    constraint.begin()
-    for token in ids:
-        constraint.feed(token)
-    return constraint.is_complete()
 
 
 def _piped() -> str:
@@ -158,40 +148,6 @@ def _pages(tokens: int) -> int:
     return -(-tokens // PAGED_PAGE_SIZE) * PAGED_PAGE_SIZE
 
 
-def _filters(loaded: Loaded, schema: str | None, regex: str | None) -> list[ExLlamaV2GrammarFilter]:
-    """Build the filters that the output must satisfy."""
-    if schema is None and regex is None:
-        return []
-    from exl_filters.grammar import ExLlamaV2GrammarFilter
-
-    found = []
-    if schema is not None:
-        found.append(ExLlamaV2GrammarFilter(loaded.model, loaded.tokenizer, json_schema=schema))
-    if regex is not None:
-        found.append(ExLlamaV2GrammarFilter(loaded.model, loaded.tokenizer, regex=regex))
-    return found
-
-
-def _schema(source: str) -> str:
-    """The text of a schema that was given as a file, or as itself."""
-    if source.lstrip().startswith(("{", "[", '"')) or source.strip() in ("true", "false"):
-        return source
-    file = Path(source)
-    shown = source if len(source) <= 200 else f"{source[:200]}..."
-    try:
-        if file.is_dir():
-            raise RequestError(f"--json-schema {shown} is a folder: name a file, or write the schema itself")
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise RequestError(
-            f"--json-schema {shown}: there is no such file, and a schema itself begins with {{: check the name"
-        ) from None
-    except OSError as error:
-        raise RequestError(f"--json-schema {shown}: cannot read the file ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise RequestError(f"--json-schema {shown}: cannot read the file ({error})") from None
-
-
 def _write(text: str) -> None:
     if text:
         sys.stdout.write(text)
@@ -209,12 +165,3 @@ def _report(prompt: str, last: dict[str, Any], options: Options) -> dict[str, An
         "seed": last["job"].effective_seed,
         "settings": {k: repr(v) for k, v in options.settings.effective().items()},
     }
-
-
-def _statistics(last: dict[str, Any]) -> str:
-    seconds = max(last["time_generate"], 1e-9)
-    speed = (last["new_tokens"] - 1) / seconds if last["new_tokens"] > 1 else 0.0
-    return (
-        f"[{last['prompt_tokens']} prompt tokens in {last['time_prefill']:.2f} s, {last['new_tokens']} new tokens in "
-        f"{seconds:.2f} s, {speed:.0f} tokens/s; ended by {last['eos_reason']}; seed {last['job'].effective_seed}]"
-    )

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["conversion_progress", "loading_bar"]
+__all__ = ["conversion_progress", "is_dumb", "loading_bar"]
+
+
+def is_dumb() -> bool:
+    """Whether the terminal can neither move the cursor nor show colours."""
+    return os.environ.get("TERM", "").lower() in ("dumb", "unknown")
 
 
 @contextmanager
 def loading_bar(name: str) -> Iterator[Callable[[int, int], None] | None]:
     """Yield a callback (index, total) for `ExLlamaV2.load` that draws a bar, which is removed at the end.
 
-    Yields None if standard error is not a terminal.
+    Yields None if standard error is not a terminal that can redraw a line.
     """
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or is_dumb():
         yield None
         return
     from rich.console import Console
@@ -31,7 +37,7 @@ def loading_bar(name: str) -> Iterator[Callable[[int, int], None] | None]:
 def conversion_progress(name: str) -> Iterator[Callable[[int, int, str], None]]:
     """Yield a callback (done, total, matrix) for `quantize_model`: a bar with the time left on a terminal, which is
     removed at the end, and one line a matrix elsewhere."""
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or is_dumb():
         yield lambda done, total, key: print(f"{done}/{total} {key}", file=sys.stderr, flush=True)
         return
     from rich.console import Console

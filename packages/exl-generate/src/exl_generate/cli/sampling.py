@@ -13,7 +13,7 @@ from exl_generate.cli.options import FIELDS, RANGES
 from exl_generate.errors import RequestError
 from exl_generate.sampling import Settings
 
-__all__ = ["NOT_SETTABLE", "make_settings"]
+__all__ = ["NOT_SETTABLE", "change_setting", "idle_reason", "make_settings", "setting_names"]
 
 #: Fields that are objects or state, not something to type; cfg_scale comes with a second prompt.
 NOT_SETTABLE = frozenset(
@@ -64,7 +64,7 @@ def make_settings(assignments: list[str] | None, greedy: bool, **options: Any) -
             raise RequestError(f"--set {assignment!r}: use NAME=VALUE with one of {', '.join(sorted(names))}")
         if name in values:
             raise RequestError(f"--set {assignment!r}: {name} is given twice, also as {values[name]!r}; leave one out")
-        values[name] = _value(assignment, text)
+        values[name] = _value(f"--set {assignment!r}", text)
         _check_range(f"--set {assignment}", name, values[name])
     if greedy and (idle := sorted(_DRAW & set(values))):
         raise RequestError(f"--greedy always takes the most probable token, so that {', '.join(idle)} would do nothing")
@@ -72,6 +72,38 @@ def make_settings(assignments: list[str] | None, greedy: bool, **options: Any) -
     settings.validate()
     _check_use(settings, values)
     return settings
+
+
+def setting_names() -> list[str]:
+    """Names of the settings that can be typed, in the order of `Settings`."""
+    return [f.name for f in dataclasses.fields(Settings) if f.name not in NOT_SETTABLE]
+
+
+def change_setting(settings: Settings, name: str, text: str) -> Settings:
+    """A copy with one setting changed; the text "default" restores the default.
+
+    Raises RequestError for a name or value that there is none of, click's usage error for a number out of range.
+    """
+    if name not in setting_names():
+        raise RequestError(f"there is no setting {name!r}; the settings are {', '.join(setting_names())}")
+    value = getattr(Settings(), name) if text == "default" else _value(name, text)
+    if name in _SETS and text != "default":
+        value = frozenset(value if isinstance(value, (set, frozenset, list, tuple)) else [value])
+    _check_range(name, name, value)
+    changed = dataclasses.replace(settings, **{name: value})
+    changed.validate()
+    return changed
+
+
+def idle_reason(settings: Settings, name: str) -> str | None:
+    """Why a setting does nothing beside the others; None: it does something."""
+    if name in _DRAW - {"top_k"} and (settings.top_k == 1 or (name != "temperature" and settings.temperature == 0)):
+        return f"{name} does nothing while {'top_k is 1' if settings.top_k == 1 else 'temperature is 0'}"
+    try:
+        _check_use(settings, {name: getattr(settings, name)})
+    except RequestError as error:
+        return str(error)
+    return None
 
 
 def _check_use(settings: Settings, given: dict[str, Any]) -> None:
@@ -97,8 +129,8 @@ def _check_range(hint: str, name: str, value: Any) -> None:
     raise typer.BadParameter(f"{value:g} is out of range; it must be {limits}", param_hint=hint)
 
 
-def _value(assignment: str, text: str) -> Any:
+def _value(place: str, text: str) -> Any:
     try:
         return ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text.lower(), text))
     except (ValueError, SyntaxError):
-        raise RequestError(f"--set {assignment!r}: {text!r} is not a number, True, False or a set of ids") from None
+        raise RequestError(f"{place}: {text!r} is not a number, True, False or a set of ids") from None

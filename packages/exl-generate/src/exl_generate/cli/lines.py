@@ -1,0 +1,181 @@
+"""Where a chat reads its messages: a prompt with editing and history on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from exl_generate.cli.progress import is_dumb
+
+if TYPE_CHECKING:
+    from prompt_toolkit.history import FileHistory
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+    from prompt_toolkit.output import Output
+
+__all__ = ["Lines", "PlainLines", "TypedLines", "history_file", "open_lines", "unquoted"]
+
+PROMPT = "> "
+CONTINUED = "  "
+QUOTES = '"""'
+
+
+class Lines(Protocol):
+    """A source of messages."""
+
+    def read(self) -> str | None:
+        """The next message without white space around it; None at the end of the input, or for Ctrl-C."""
+
+
+def open_lines(completions: Callable[[str], Sequence[str]], keep_history: bool, note: Callable[[str], None]) -> Lines:
+    """The source of messages for standard input.
+
+    completions: gives whole lines that a line may be completed to. keep_history: keep typed messages for later
+    sessions. note: shows a line about files that cannot be used.
+    """
+    if not sys.stdin.isatty() or not (sys.stdout.isatty() or sys.stderr.isatty()):
+        return PlainLines()
+    return TypedLines(completions, history_file() if keep_history else None, note)
+
+
+class PlainLines:
+    """Each line of standard input is a message."""
+
+    def read(self) -> str | None:
+        """The next line."""
+        try:
+            return input().strip()
+        except (EOFError, KeyboardInterrupt):
+            return None
+
+
+class TypedLines:
+    """Messages from a terminal, edited with prompt_toolkit.
+
+    Enter sends a message. Alt-Enter, a backslash before Enter, or an open `\"""` begin another line of it. Ctrl-C drops
+    what was typed, and ends the chat if nothing was.
+    """
+
+    def __init__(
+        self, completions: Callable[[str], Sequence[str]], history: Path | None, note: Callable[[str], None]
+    ) -> None:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.application import create_app_session
+        from prompt_toolkit.completion import WordCompleter
+        from prompt_toolkit.history import InMemoryHistory
+        from prompt_toolkit.shortcuts import CompleteStyle
+        from prompt_toolkit.styles import Style
+
+        self._note = note
+        self._store = None if history is None else _open_history(history, note)
+        earlier = [] if self._store is None else list(self._store.load_history_strings())
+        with create_app_session(output=_output()):
+            session: PromptSession[str] = PromptSession(
+                [("class:prompt", PROMPT)],
+                style=Style.from_dict({"prompt": "bold ansicyan"}),
+                multiline=True,
+                prompt_continuation=CONTINUED,
+                key_bindings=_bindings(),
+                history=InMemoryHistory(earlier[::-1]),
+                completer=WordCompleter(lambda: list(completions(session.default_buffer.text)), sentence=True),
+                complete_style=CompleteStyle.READLINE_LIKE,
+                complete_while_typing=False,
+                enable_open_in_editor=True,
+            )
+        self._session = session
+
+    def read(self) -> str | None:
+        """The next message, which is also kept in the history."""
+        try:
+            text = self._session.prompt()
+        except (EOFError, KeyboardInterrupt):
+            return None
+        message = unquoted(text)
+        if message and self._store is not None:
+            try:
+                self._store.store_string(text)
+            except OSError as error:
+                self._note(f"the input history is not kept from here on ({error.strerror or error})")
+                self._store = None
+        return message
+
+
+def unquoted(text: str) -> str:
+    """A typed message without the `\"""` and white space around it."""
+    text = text.strip()
+    if text.startswith(QUOTES):
+        text = text[len(QUOTES) :].removesuffix(QUOTES).strip("\n")
+    return text
+
+
+def history_file() -> Path:
+    """The file of typed messages, in the XDG state directory."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    # The XDG specification ignores relative paths.
+    folder = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
+    return folder / "exl" / "chat_history"
+
+
+def _open_history(file: Path, note: Callable[[str], None]) -> FileHistory | None:
+    """The history in a file that only this user can read; None, with a note, if it cannot be written."""
+    from prompt_toolkit.history import FileHistory
+
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            os.fchmod(handle, 0o600)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        note(f"{file}: the input history is not kept ({error.strerror or error})")
+        return None
+    return FileHistory(str(file))
+
+
+def _bindings() -> KeyBindings:
+    from prompt_toolkit.application import get_app
+    from prompt_toolkit.enums import DEFAULT_BUFFER
+    from prompt_toolkit.filters import Condition, has_focus
+    from prompt_toolkit.key_binding import KeyBindings
+
+    bindings = KeyBindings()
+    typing = has_focus(DEFAULT_BUFFER)
+    bindings.add("enter", filter=typing)(_enter)
+    bindings.add("escape", "enter", filter=typing)(_new_line)
+    typed = Condition(lambda: bool(get_app().current_buffer.text))
+    bindings.add("c-c", filter=typing & typed)(_discard)
+    return bindings
+
+
+def _enter(event: KeyPressEvent) -> None:
+    """Send the message, or begin another line of it."""
+    buffer = event.current_buffer
+    text = buffer.text
+    if buffer.document.is_cursor_at_the_end and text.endswith("\\"):
+        buffer.delete_before_cursor(1)
+        buffer.insert_text("\n")
+    elif text.lstrip().startswith(QUOTES) and not text.strip()[len(QUOTES) :].endswith(QUOTES):
+        buffer.insert_text("\n")
+    else:
+        buffer.validate_and_handle()
+
+
+def _new_line(event: KeyPressEvent) -> None:
+    event.current_buffer.insert_text("\n")
+
+
+def _discard(event: KeyPressEvent) -> None:
+    """Ctrl-C: drop what was typed. Without any text, prompt_toolkit's own binding ends the prompt."""
+    event.current_buffer.reset()
+
+
+def _output() -> Output:
+    """The terminal of standard output, or else of standard error; no escape sequences if it is a dumb one."""
+    from prompt_toolkit.output import create_output
+    from prompt_toolkit.output.plain_text import PlainTextOutput
+
+    stream = sys.stdout if sys.stdout.isatty() else sys.stderr
+    return PlainTextOutput(stream) if is_dumb() else create_output(stdout=stream)

@@ -1,0 +1,236 @@
+"""`exl chat`: settings, statistics, constraints, drafts and images of a conversation, in a pipe."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exl_core import ExLlamaV2Tokenizer
+from exl_generate.bundled import default_model_dir
+from exl_generate.cli.chat_commands import COMMANDS, completions
+from exl_generate.cli.sampling import setting_names
+
+BUNDLED = str(default_model_dir())
+CHAT = ("chat", "-m", BUNDLED, "--seed", "1")
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "chat.md"
+
+
+def answers(out: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.splitlines()]
+
+
+# ---- /set ----
+
+
+def test_settings_change_the_next_answers(exl) -> None:  # type: ignore[no-untyped-def]
+    talk = "/set max_tokens 3\nhello\n/set max_tokens 30\n/set seed 5\n/retry\n/retry\n"
+    talk += "/set seed none\n/set temperature 0\n/retry\n/retry\n"
+    code, out, err = exl(*CHAT, "--json", stdin=talk)
+    assert (code, err.count("\n")) == (0, 0), err
+    first, *rest = answers(out)
+    assert first["new_tokens"] == 3
+    seeded, again, greedy, greedy_again = (answer["answer"] for answer in rest)
+    assert seeded == again
+    assert greedy == greedy_again != seeded
+
+
+def test_set_alone_lists_every_setting(exl) -> None:  # type: ignore[no-untyped-def]
+    _, _, err = exl(*CHAT, stdin="/set temperature 0.25\n/set top_k 7\n/set top_k default\n/set\n/set temperature\n")
+    *listed, alone = err.splitlines()
+    assert [line.split()[0] for line in listed] == ["max_tokens", "seed", "stats", *setting_names()]
+    assert {"max_tokens 400", "seed 1", "stats off", "temperature 0.25", "top_k 50"} < set(listed)
+    assert alone == "temperature 0.25"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/set heat 1", "there is no setting 'heat'"),
+        ("/set temperature warm", "temperature: 'warm' is not a number"),
+        ("/set temperature -1", "temperature: -1 is out of range; it must be at least 0"),
+        ("/set temperature 'warm'", "temperature"),
+        ("/set top_k 2.5", "top_k"),
+        ("/set max_tokens 0", "max_tokens is 0; it must be at least 1"),
+        ("/set max_tokens many", "max_tokens is 'many'; it must be a whole number"),
+        ("/set max_tokens 1024", "max_tokens is 1024; model and cache have 1024 tokens"),
+        ("/set seed -1", "seed is -1; it must be at least 0"),
+        ("/set stats yes", "stats is 'yes'; it is on or off"),
+        ("/set mirostat_tau 3", "mirostat_tau does nothing without mirostat"),
+        ("/set dry_sequence_breakers 3", "dry_sequence_breakers"),
+        ("/nothing", "unknown command /nothing"),
+        ("/save", "/save needs FILE"),
+    ],
+)
+def test_a_wrong_command_is_one_line_and_the_talk_goes_on(exl, line: str, message: str) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = exl(*CHAT, "-n", "2", "--json", stdin=f"{line}\nhello\n")
+    assert code == 0
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert len(answers(out)) == 1
+
+
+def test_a_setting_that_greedy_sampling_ignores_is_noted(exl) -> None:  # type: ignore[no-untyped-def]
+    _, _, err = exl(*CHAT, "--greedy", stdin="/set temperature 0.5\n/set top_k 20\n/set temperature 0.5\n")
+    assert err == "[temperature does nothing while top_k is 1]\n"
+
+
+# ---- statistics ----
+
+LINE = re.compile(r"\[(\d+) prompt tokens, (\d+) cached; (\d+) tokens, \d+\.\d tokens/s(; ended by max_tokens)?\]\n")
+
+
+def test_statistics_are_counts_of_each_answer(exl) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = exl(*CHAT, "-n", "4", "--stats", "--json", stdin="hello\nagain\n/set stats off\nthird\n")
+    assert code == 0
+    found = [tuple(map(int, match.groups()[:3])) for match in LINE.finditer(err)]
+    told = [(a["prompt_tokens"], a["cached_tokens"], a["new_tokens"]) for a in answers(out)]
+    assert found == told[:2]
+    assert found[1][1] > 0
+    assert exl(*CHAT, "-n", "4", stdin="hello\n")[2] == ""
+
+
+# ---- Ctrl-C ----
+
+
+def test_ctrl_c_before_the_first_token_leaves_the_chat_going(exl, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    render = ExLlamaV2Tokenizer.apply_chat_template
+
+    def interrupted(self: ExLlamaV2Tokenizer, messages: list[dict[str, str]], *args: Any, **options: Any) -> str:
+        if messages[-1]["content"] == "one":
+            signal.raise_signal(signal.SIGINT)
+        return render(self, messages, *args, **options)
+
+    monkeypatch.setattr(ExLlamaV2Tokenizer, "apply_chat_template", interrupted)
+    code, out, _ = exl(*CHAT, "-n", "4", "--json", stdin="one\ntwo\n")
+    assert code == 0
+    assert [(a["eos_reason"], a["new_tokens"]) for a in answers(out)] == [("cancelled", 0), ("max_new_tokens", 4)]
+
+
+# ---- constraints ----
+
+
+@pytest.fixture
+def grammars() -> None:
+    pytest.importorskip("llguidance", reason="the grammar extra of exl-filters is optional")
+
+
+@pytest.mark.usefixtures("grammars")
+def test_every_answer_obeys_the_schema(exl, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    schema = {
+        "type": "object",
+        "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["age"],
+        "additionalProperties": False,
+    }
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(schema))
+    for source in (str(file), json.dumps(schema)):
+        code, out, err = exl(*CHAT, "--json", "--json-schema", source, stdin="hello\nand now?\n")
+        assert (code, err) == (0, "")
+        assert [set(json.loads(answer["answer"])) for answer in answers(out)] == [{"age"}, {"age"}]
+
+
+@pytest.mark.usefixtures("grammars")
+def test_every_answer_obeys_the_pattern_or_says_what_is_missing(exl) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = exl(*CHAT, "--json", "--regex", "(yes|no), [a-z]{3}!", "--draft", "bundled", stdin="a\nb\n")
+    assert (code, err) == (0, "")
+    assert all(re.fullmatch("(yes|no), [a-z]{3}!", answer["answer"]) for answer in answers(out))
+    code, _, err = exl(*CHAT, "-n", "2", "--regex", "[a-z]{50}", stdin="a\n")
+    assert code == 0
+    assert (
+        err == "[the answer ends before the text that --regex asks for is complete: /set max_tokens raises its limit]\n"
+    )
+
+
+@pytest.mark.usefixtures("grammars")
+@pytest.mark.parametrize(
+    "extra", [("--json-schema", '{"type": "strin"}'), ("--json-schema", "no.json"), ("--regex", "((")]
+)
+def test_a_wrong_constraint_ends_the_chat_before_it_begins(exl, extra: tuple[str, str]) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = exl(*CHAT, *extra, stdin="hello\n")
+    assert (code, out) == (1, "")
+    assert len(err.splitlines()) == 1
+
+
+# ---- drafts ----
+
+
+def test_a_draft_changes_nothing_but_the_speed(exl) -> None:  # type: ignore[no-untyped-def]
+    talk = "Tell me a story about a fox.\nAnd then?\n"
+    plain = exl(*CHAT, "-n", "30", stdin=talk)
+    drafted = exl(*CHAT, "-n", "30", "--draft", "bundled", "--stats", stdin=talk)
+    assert drafted[1] == plain[1]
+    assert re.search(r"[1-9]\d* of \d+ drafted tokens accepted", drafted[2])
+
+
+# ---- images ----
+
+
+@pytest.fixture(scope="module")
+def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen2-VL with a picture beside it."""
+    pytest.importorskip("transformers")
+    from vision_models import QWEN_TEXT, picture, write_model, write_tokenizer
+
+    folder = tmp_path_factory.mktemp("vision")
+    text = {**QWEN_TEXT, "vocab_size": 288, "max_position_embeddings": 2048, "bos_token_id": None, "eos_token_id": 260}
+    write_model("Qwen2VL", folder, text_config=text)
+    write_tokenizer(folder)
+    picture(120, 70).save(folder / "photo.png")
+    picture(60, 70).save(folder / "other.png")
+    return folder
+
+
+def test_images_are_part_of_their_message(exl, vision_model: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    photo, saved = vision_model / "photo.png", tmp_path / "talk.json"
+    common = ("chat", "-m", str(vision_model), "-n", "4", "--greedy", "--json", "--cache-tokens", "2048")
+    talk = f"What is it?\nAnd now?\n/image {vision_model / 'other.png'}\nAnd this?\n/save {saved}\n"
+    code, out, err = exl(*common, "--image", str(photo), stdin=talk)
+    assert code == 0, err
+    notes = re.findall(r"\[(\w+\.png): (\d+ x \d+) pixels, (\d+) tokens; goes with the next message\]", err)
+    assert [note[:2] for note in notes] == [("photo.png", "120 x 70"), ("other.png", "60 x 70")]
+    found = answers(out)
+    assert found[0]["message"] == f"[image {photo}]What is it?"
+    assert found[0]["prompt_tokens"] > int(notes[0][2])
+    assert found[1]["cached_tokens"] >= int(notes[0][2])
+    assert found[2]["prompt_tokens"] - found[1]["prompt_tokens"] > int(notes[1][2])
+    assert json.loads(saved.read_text())[0]["content"] == f"[image {photo}]What is it?"
+    text_only = answers(exl(*common, stdin="What is it?\n")[1])[0]
+    assert text_only["prompt_tokens"] < found[0]["prompt_tokens"]
+
+
+def test_images_that_cannot_be_used_are_refused(exl, vision_model: Path) -> None:  # type: ignore[no-untyped-def]
+    common = ("chat", "-m", str(vision_model), "-n", "2", "--cache-tokens", "512")
+    code, _, err = exl(*common, "--image", str(vision_model / "config.json"), stdin="hello\n")
+    assert code == 1
+    assert "not an image" in err
+    code, _, err = exl(*common, stdin="/image nothing.png\nhello\n")
+    assert code == 0
+    assert "nothing.png" in err
+    for extra, code in (("--image", 1), (None, 0)):
+        arguments = (extra, str(vision_model / "photo.png")) if extra else ()
+        found = exl(*CHAT, "-n", "2", *arguments, stdin=f"/image {vision_model / 'photo.png'}\n")
+        assert found[0] == code
+        assert "has no vision tower" in found[2]
+
+
+# ---- completion and guide ----
+
+
+def test_lines_are_completed(tmp_path: Path) -> None:
+    (tmp_path / "talk.json").touch()
+    (tmp_path / "talks").mkdir()
+    assert "/history" in completions("/h")
+    assert "/set max_tokens " in completions("/set m")
+    assert completions(f"/load {tmp_path}/ta") == [f"/load {tmp_path}/talk.json", f"/load {tmp_path}/talks/"]
+    assert completions("") == completions("hello") == completions("hello /set") == []
+
+
+def test_the_guide_names_every_command() -> None:
+    text = GUIDE.read_text(encoding="utf-8")
+    assert [name for name, command in COMMANDS.items() if command.help and f"`{name}" not in text] == []
