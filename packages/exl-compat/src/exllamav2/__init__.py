@@ -1,4 +1,4 @@
-"""exllamav2's import paths on this project's packages: names are classes of exl_core, exl_filters and exl_generate.
+"""exllamav2's import paths: its names are classes of exl_core, exl_filters and exl_generate.
 
 A name without a counterpart can be imported; using it raises `UnsupportedError`, which names docs/guides/compat.md.
 """
@@ -54,7 +54,7 @@ __all__ = [
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """A submodule that nothing imported yet: scripts read `exllamav2.attn` after `import exllamav2` alone."""
+        """Import a submodule that nothing has imported yet: scripts read `exllamav2.attn` after `import exllamav2`."""
         from importlib import import_module
         from importlib.util import find_spec
 

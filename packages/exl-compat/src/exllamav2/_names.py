@@ -1,7 +1,7 @@
-"""Names of exllamav2's modules that are not simply classes of this project, and what third parties need before import.
+"""Names of exllamav2's modules that are not classes of this project, and preparation for third parties' imports.
 
-A name whose object is built differently here can be imported, and used in `isinstance`. A name without any counterpart
-can be imported, too. Every other use raises `MissingNameError`, which names the page that says what to use instead.
+A name whose object is built differently here can be imported and used in `isinstance`. A name without any counterpart
+can be imported, too. Every other use raises `MissingNameError`, which names the page with the alternative.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ GUIDE = "docs/guides/compat.md"
 class MissingNameError(UnsupportedError, AttributeError):
     """A name of exllamav2 that this project does not have was used.
 
-    Also an AttributeError, so that `hasattr` and `getattr` with a default see an attribute that is not there.
+    It is also an AttributeError, so that `hasattr` and `getattr` with a default see a missing attribute.
     """
 
 
 class _StandIn(type):
-    """Class of the stand-ins: instances of `counterparts` are theirs, any use but `isinstance` raises."""
+    """Class of the stand-ins: instances of `counterparts` are their instances; any use but `isinstance` raises."""
 
     counterparts: tuple[type, ...]
     label: str
@@ -48,9 +48,12 @@ class _StandIn(type):
 
 
 def stand_in(label: str, *counterparts: type, **attributes: Any) -> Any:
-    """A class for the name `label`, such as "exllamav2.linear.ExLlamaV2Linear".
+    """Return a class for the name `label`, such as "exllamav2.linear.ExLlamaV2Linear".
 
-    counterparts: classes here whose objects are its instances. attributes: what it does have.
+    Args:
+        label: The full name, for messages.
+        *counterparts: Classes of this project whose objects count as its instances.
+        **attributes: Attributes that the class has.
     """
     module, _, name = label.rpartition(".")
     fields = {"__module__": module, "label": label, "counterparts": counterparts}
@@ -58,7 +61,7 @@ def stand_in(label: str, *counterparts: type, **attributes: Any) -> Any:
 
 
 def without_counterpart(module: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a module of exllamav2's inner workings: every further name is a stand-in."""
+    """Return the `__getattr__` of a module of exllamav2's internals: every further name is a stand-in."""
 
     def get(name: str) -> Any:
         if name.startswith("_"):
@@ -69,7 +72,9 @@ def without_counterpart(module: str) -> Callable[[str], Any]:
 
 
 def prepare_third_parties() -> None:
-    """formatron imports names from pydantic that newer versions have dropped; it imports exllamav2 or is imported
-    after it."""
+    """Give pydantic back the names that formatron imports and that newer versions have removed.
+
+    formatron imports exllamav2, or is imported after it.
+    """
     if importlib.util.find_spec("formatron") is not None:
         restore_pydantic_names()

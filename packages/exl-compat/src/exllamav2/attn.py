@@ -1,7 +1,7 @@
-"""`exllamav2.attn`: the parameter objects of an attention call, and what attention can do.
+"""`exllamav2.attn`: the parameter objects of an attention call, and the features of attention.
 
-The flags say what scripts ask them for: whether paged batches, sliding windows and softcaps work. They do for every
-model, by this project's own kernels. Neither flash-attn nor xformers is used.
+The flags tell scripts whether paged batches, sliding windows and softcaps work. They do for every model, by this
+project's own kernels. Neither flash-attn nor xformers is used.
 """
 
 from exl_core import AttentionParams, PagedParams

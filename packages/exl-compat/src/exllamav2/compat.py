@@ -11,7 +11,7 @@ __all__ = ["pairwise", "safe_move_tensor"]
 
 
 def safe_move_tensor(tensor: Any, device: torch.device | str | int, non_blocking: bool = False) -> Any:
-    """The tensor, or each of a list or tuple of tensors, on `device`."""
+    """Return the tensor, or each of a list or tuple of tensors, on `device`."""
     if isinstance(tensor, (list, tuple)):
         return type(tensor)(safe_move_tensor(part, device, non_blocking) for part in tensor)
     return tensor.to(device, non_blocking=non_blocking)

@@ -6,7 +6,7 @@ __all__ = ["cleanup_stfiles"]
 
 
 def cleanup_stfiles() -> None:
-    """Return: no weight file stays open after loading."""
+    """Do nothing: no weight file stays open after loading."""
 
 
 __getattr__ = without_counterpart(__name__)

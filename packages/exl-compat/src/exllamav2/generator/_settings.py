@@ -1,8 +1,7 @@
-"""`ExLlamaV2Sampler.Settings` as exllamav2 has it: values out of range switch a transform off or count as the nearest
-limit, and running jobs follow changes.
+"""`ExLlamaV2Sampler.Settings` with exllamav2's behaviour: lenient ranges, and running jobs follow changes.
 
-`exl_generate` refuses values that have no meaning and gives each job a copy. Both differ here, so that host programs
-run unmodified. Settings in range give the same tokens.
+Values out of range switch a transform off or count as the nearest limit. `exl_generate` rejects invalid values and
+gives each job a copy. Both differ here, so that host programs run unmodified. Settings in range give the same tokens.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ _changes = itertools.count(1)
 class Settings(NativeSettings):
     """Sampling settings of exllamav2: its fields, defaults and positional order.
 
-    A job reads the object it was given, so a change applies from the next token on, to every job that shares the
-    object. Values out of range mean what they mean in exllamav2 (off, or the nearest limit). What cannot be
-    read as a number, infinite penalties and temperatures, and `dry_range` from 1 to `dry_max_ngram` raise
-    `RequestError`; a change to such a value ends the jobs that use the object, and no others.
+    A job reads the object that it was given, so a change applies from the next token on, to every job that shares the
+    object. Values out of range mean the same as in exllamav2 (off, or the nearest limit). Values that are not numbers,
+    infinite penalties and temperatures, and `dry_range` from 1 to `dry_max_ngram` raise `RequestError`. A change to
+    such a value ends the jobs that use the object, and no others.
     """
 
     __slots__ = ("_change",)  # no entry of vars(): host programs log and copy that
@@ -42,7 +41,7 @@ class Settings(NativeSettings):
             object.__setattr__(self, "_change", next(_changes))
 
     def validate(self) -> None:
-        """Raise `RequestError`, with the field, its value and the limit, for a value that has no meaning."""
+        """Raise `RequestError`, with the field, its value and the limit, for an invalid value."""
         self.resolve()
 
     def for_job(self) -> Settings:
@@ -50,8 +49,11 @@ class Settings(NativeSettings):
         return self
 
     def resolve(self, width: int | None = None) -> NativeSettings:
-        """Return the settings that the sampler applies, every value in its range. `width`: the ids that breakers may
-        name; others never occur. Raises `RequestError` as `validate`."""
+        """Return the settings that the sampler applies, every value in its range.
+
+        `width` is the number of ids that breakers may name; other ids never occur. Raises `RequestError` as `validate`
+        does.
+        """
         values = {name: getattr(self, name) for name in _FIELDS}
         for name, mean in _MEANINGS.items():
             values[name] = mean(values[name])
@@ -65,7 +67,7 @@ class Settings(NativeSettings):
         return settings
 
     def revision(self) -> Hashable:
-        """A value that differs after an assignment, and after a change inside a bias, a list of hooks or a set."""
+        """Return a value that changes after an assignment, or a change inside a bias, a list of hooks or a set."""
         change = getattr(self, "_change", 0)
         bias, hooks, breakers = self.token_bias, self.post_sampling_hooks, self.dry_sequence_breakers
         if bias is None and not hooks and not breakers:
@@ -75,7 +77,7 @@ class Settings(NativeSettings):
 
 
 def _content(bias: Any) -> Hashable:
-    """A value that differs after an operation in place on the tensor."""
+    """Return a value that changes after an in-place operation on the tensor."""
     if not isinstance(bias, torch.Tensor):
         return None
     if bias.is_inference():  # has no count of its operations
@@ -87,8 +89,9 @@ def _content(bias: Any) -> Hashable:
 
 
 def _number(value: Any) -> Any:
-    """A number as int or float: of a bool, a numpy scalar or a 0-d tensor, too. Anything else stays as it is and is
-    refused by validation."""
+    """Convert a bool, a numpy scalar or a 0-d tensor to int or float. Other values are returned, for validation to
+    reject.
+    """
     if type(value) is int or type(value) is float:
         return value
     if isinstance(value, str | bytes):
@@ -123,7 +126,7 @@ def _between(low: float, high: float) -> Callable[[Any], Any]:
 
 
 def _cut(value: Any) -> Any:
-    """A cut is on between 0 and 1, both excluded, and off everywhere else, infinity and NaN included."""
+    """Return a cut between 0 and 1, both excluded; all other values, infinity and NaN included, mean off."""
     value = _number(value)
     return 0 if isinstance(value, int | float) and not 0 < value < 1 else value
 
@@ -152,12 +155,12 @@ def _hooks(value: Any) -> Any:
 
 
 def _bias(value: Any) -> Any:
-    """One row of biases may come with leading dimensions of 1, which the addition to the logits ignores."""
+    """Remove leading dimensions of 1 from a row of biases; the addition to the logits ignores them."""
     return value.reshape(-1) if isinstance(value, torch.Tensor) and value.numel() == value.shape[-1:].numel() else value
 
 
 def _tokens(value: Any) -> Any:
-    """Ids of any integer type, and texts, as a set; ids below 0 never occur."""
+    """Return ids of any integer type, and texts, as a set; ids below 0 never occur."""
     if value is None or isinstance(value, str | bytes) or not isinstance(value, Iterable):
         return value
     return {token for token in map(_token, value) if not isinstance(token, int) or token >= 0}
@@ -175,8 +178,7 @@ def _ignored(value: Any) -> Any:
     return frozenset(found) if isinstance(found, Collection) and not isinstance(found, str | bytes) else found
 
 
-#: Field -> the value that the native settings take for it. Fields that are missing here take any value that they can
-#: take at all.
+#: Converts a field's value to that of the native settings. Fields without an entry are passed on unchanged.
 _MEANINGS: dict[str, Callable[[Any], Any]] = {
     "token_repetition_penalty": _between(1e-6, 1e6),
     "token_repetition_range": _whole,
@@ -220,7 +222,7 @@ _LARGEST = 1e30
 
 
 def _combined(values: dict[str, Any]) -> None:
-    """Fields that decide together: the range of penalties, dynamic temperature, DRY."""
+    """Adjust the fields that act together: the range of penalties, dynamic temperature, DRY."""
     _penalty_range(values)
     low, high = values["min_temp"], values["max_temp"]
     if _are_numbers(low, high) and low >= high:
@@ -229,8 +231,10 @@ def _combined(values: dict[str, Any]) -> None:
 
 
 def _penalty_range(values: dict[str, Any]) -> None:
-    """Penalties reach `range` + `decay` tokens back: a negative decay takes tokens from the range, and a range below -1
-    from the decay."""
+    """Adjust the range of penalties, which reach `range` + `decay` tokens back.
+
+    A negative decay takes tokens from the range, and a range below -1 takes tokens from the decay.
+    """
     reach, decay = values["token_repetition_range"], values["token_repetition_decay"]
     if not (isinstance(reach, int) and isinstance(decay, int)):
         return
@@ -242,7 +246,7 @@ def _penalty_range(values: dict[str, Any]) -> None:
 
 
 def _dry(values: dict[str, Any]) -> None:
-    """A penalty is multiplier * base^(length - allowed_length), for repeats of 1 token or more up to max_ngram."""
+    """Limit a DRY penalty, multiplier * base^(length - allowed_length), for repeats of 1 to max_ngram tokens."""
     allowed, most = values["dry_allowed_length"], values["dry_max_ngram"]
     multiplier, base = values["dry_multiplier"], values["dry_base"]
     if not (isinstance(allowed, int) and isinstance(most, int) and _are_numbers(multiplier, base)):

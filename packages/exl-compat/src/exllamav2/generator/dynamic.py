@@ -21,9 +21,10 @@ __all__ = [
 
 
 class ExLlamaV2DynamicGenerator(exl_generate.ExLlamaV2DynamicGenerator):
-    """As exl_generate's, but a cancelled job has no last result, and `iterate` raises a failed job's error.
+    """The dynamic generator of exl_generate with exllamav2's way of cancelling and failing.
 
-    Such a job has ended. The others go on, and their results come with the next call of `iterate`.
+    A cancelled job has no last result, and `iterate` raises a failed job's error. Such a job has ended. Other jobs
+    continue, and their results come with the next call of `iterate`.
     """
 
     raises_job_errors = True

@@ -1,7 +1,7 @@
 """`exllamav2.generator.dynamic_async`: the async generator with exllamav2's ways of cancelling and failing.
 
-exl_generate's classes hand over a last result when a job is cancelled or fails. Programs written for exllamav2 know of
-no such results: a cancelled job is gone before the next line runs, and an error is raised where the job is read.
+exl_generate's classes return a last result when a job is cancelled or fails. Programs written for exllamav2 do not
+expect such results: a cancelled job ends at once, and an error is raised where the job is read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class ExLlamaV2DynamicGeneratorAsync(exl_generate.ExLlamaV2DynamicGeneratorAsync):
-    """As exl_generate's, but `cancel` and `close` end jobs silently, and errors are raised by the jobs' iterators."""
+    """The async generator with silent `cancel` and `close`; errors are raised by the jobs' iterators."""
 
     generator_class = ExLlamaV2DynamicGenerator
 
@@ -29,15 +29,15 @@ class ExLlamaV2DynamicGeneratorAsync(exl_generate.ExLlamaV2DynamicGeneratorAsync
 
     @property
     def jobs(self) -> dict[ExLlamaV2DynamicJob, ExLlamaV2DynamicJobAsync]:
-        """Each job that has not ended, by its `ExLlamaV2DynamicJob`; a copy."""
+        """A copy of the jobs that have not ended, by their `ExLlamaV2DynamicJob`."""
         return self._worker.jobs  # type: ignore[return-value]
 
     async def cancel(self, job: exl_generate.ExLlamaV2DynamicJobAsync) -> None:
-        """End a job at once; this never suspends. Whoever waits for its next result sees the iteration end."""
+        """End a job at once; this never suspends. A waiting reader sees the iteration end."""
         job.abandon()
 
     async def close(self) -> None:
-        """End all jobs at once, then the thread. Whoever waits for a result sees the iteration end."""
+        """End all jobs at once, then the thread. Waiting readers see the iteration end."""
         self._worker.stop()
         for job in self.jobs.values():
             job.abandon()
@@ -45,24 +45,24 @@ class ExLlamaV2DynamicGeneratorAsync(exl_generate.ExLlamaV2DynamicGeneratorAsync
 
 
 class ExLlamaV2DynamicJobAsync(exl_generate.ExLlamaV2DynamicJobAsync):
-    """As exl_generate's, but there is no last result of a job that was cancelled, and an error is raised."""
+    """The async job without a last result after a cancellation; its iterator raises errors."""
 
     async def cancel(self) -> None:
-        """End the job at once; this never suspends. Results that nobody has read yet are dropped.
+        """End the job at once; this never suspends. Unread results are dropped.
 
         Calling it again, or when the job has ended, does nothing.
         """
         self.abandon()
 
     def abandon(self) -> None:
-        """As `cancel`, from any thread."""
+        """Cancel the job, from any thread."""
         if not self._ended.is_set():
             self.cancelled = True
             self.generator.discard(self)
             self._call_in_loop(self._end_silently)
 
     async def take(self) -> dict[str, Any] | None:
-        """The next result, None after the last one. Raises the error that ended the job, once."""
+        """Return the next result, None after the last one. Raises the error that ended the job, once."""
         result = await super().take()
         if result is not None and "exception" in result:
             raise result["exception"]

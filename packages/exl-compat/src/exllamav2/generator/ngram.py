@@ -1,4 +1,4 @@
-"""`exllamav2.generator.ngram`: which token followed a context, counted."""
+"""`exllamav2.generator.ngram`: counts of the tokens that followed each context."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ class NgramCacheNode:
     counts: dict[int, int] = field(default_factory=dict)
 
     def add(self, token: int) -> None:
-        """The context was followed by `token` once more."""
+        """Count `token` as a successor of the context."""
         self.counts[token] = self.counts.get(token, 0) + 1
 
     def best(self) -> tuple[int, int]:
-        """The most frequent successor and its count; the first of equals."""
+        """Return the most frequent successor and its count; the first among equals."""
         token = max(self.counts, key=self.counts.__getitem__)
         return token, self.counts[token]
 
 
 class NgramCache:
-    """Successors of contexts of `min_len` to `max_len` - 1 tokens. A context that is new here starts from the counts of
-    `preload`."""
+    """Successors of contexts of `min_len` to `max_len` - 1 tokens.
+
+    A context that is new here starts with the counts of `preload`.
+    """
 
     def __init__(self, min_len: int, max_len: int, preload: NgramCache | None = None) -> None:
         self.min_len = min_len
@@ -35,12 +37,12 @@ class NgramCache:
         self.nodes: dict[tuple[int, ...], NgramCacheNode] = {}
 
     def update(self, sequence: Sequence[int]) -> None:
-        """Take in every transition of `sequence`, the one into its last token included."""
+        """Count every transition of `sequence`, including the one into its last token."""
         for end in range(self.min_len + 1, len(sequence) + 1):
             self.update_single(sequence[max(0, end - self.max_len) : end])
 
     def update_single(self, sequence: Sequence[int]) -> None:
-        """Take in the last token of `sequence` as the successor of every ending of what stands before it."""
+        """Count the last token of `sequence` as the successor of every suffix of the tokens before it."""
         before, token = [int(i) for i in sequence[-self.max_len : -1]], int(sequence[-1])
         for length in range(self.min_len, len(before) + 1):
             context = tuple(before[len(before) - length :])
@@ -51,7 +53,10 @@ class NgramCache:
             node.add(token)
 
     def predict_next(self, context: Sequence[int], threshold: int = 1, preload: NgramCache | None = None) -> int | None:
-        """The most frequent successor of the longest known ending of `context` whose count reaches `threshold`."""
+        """Return the most frequent successor of the longest known suffix of `context`, or None.
+
+        Its count must reach `threshold`.
+        """
         example = self.preload if preload is None else preload
         for length in range(min(self.max_len - 1, len(context)), self.min_len - 1, -1):
             key = tuple(int(i) for i in context[len(context) - length :])

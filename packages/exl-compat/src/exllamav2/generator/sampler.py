@@ -10,6 +10,6 @@ __all__ = ["ExLlamaV2Filter", "ExLlamaV2Sampler"]
 
 
 class ExLlamaV2Sampler(NativeSampler):
-    """Sampling for scripts with a loop of their own, and the settings of all generators."""
+    """Sampling for scripts that run a loop of their own, and the settings of all generators."""
 
     Settings = SamplerSettings

@@ -1,9 +1,9 @@
-"""The WebSocket service of exllamav2 on the async generator: JSON messages with an `action`,
-answers with the same `action`, `request_id` and `response_id`.
+"""The WebSocket service of exllamav2 on the async generator.
 
-Requests of one connection and of many run together; `stop` ends the requests of its own connection (with `target`, the
-one of that `request_id`), and a connection that closes takes its requests along. A message that cannot be obeyed gets
-an answer with `error`; an unknown action gets none.
+Messages are JSON with an `action`; answers have the same `action`, `request_id` and `response_id`. Requests of one
+connection and of many run together. `stop` ends the requests of its own connection (with `target`, the one of that
+`request_id`). A connection that closes ends its requests. An invalid message gets an answer with `error`; an unknown
+action gets none.
 """
 
 from __future__ import annotations
@@ -42,13 +42,21 @@ SETTINGS = {
     "pres_pen": ("token_presence_penalty", 0.0),
     "skew": ("skew", 0.0),
 }
-#: Tokens a request reserves room for at a time, so that one long answer does not keep the others waiting.
+#: Tokens that a request reserves room for at a time, so that one long answer does not block the others.
 SHARE = 256
 REASONS = {"max_new_tokens": "num_tokens", "cancelled": "interrupted"}
 
 
 class ExLlamaV2WebSocketServer:
-    """Serves one model at `ip`:`port` (0 = any free port; `port` then says which). All requests share `cache`."""
+    """Serve one model at `ip`:`port`.
+
+    Args:
+        ip: Address to listen on.
+        port: Port; 0 means any free port, and the attribute `port` then holds its number.
+        model: A loaded model.
+        tokenizer: The model's tokenizer.
+        cache: The cache that all requests share.
+    """
 
     def __init__(self, ip: str, port: int, model: Any, tokenizer: Any, cache: Any) -> None:
         self.ip = ip
@@ -91,7 +99,7 @@ class _Client:
         self._running: dict[asyncio.Task[None], tuple[Any, list[ExLlamaV2DynamicJobAsync]]] = {}
 
     async def run(self) -> None:
-        """Obey messages until the connection closes."""
+        """Handle messages until the connection closes."""
         try:
             async for raw in self._connection:
                 await self._obey(raw)
@@ -178,7 +186,7 @@ class _Client:
             await answer({"error": f"{type(error).__name__}: {error}"})
 
     def _prompt(self, message: Message) -> tuple[torch.Tensor, str]:
-        """Ids of the prompt and its text, cut on the left until the answer has room; `customBos` stays in front."""
+        """Return ids and text of the prompt, cut on the left until the answer has room; `customBos` stays in front."""
         room = self._server.limit - _count(message, "max_new_tokens")
         front = self._tokenizer.encode(message.get("customBos", ""), encode_special_tokens=True)
         ids = self._tokenizer.encode(message["text"], encode_special_tokens=True)
