@@ -13,6 +13,7 @@ from typing import Any
 
 from exl_serve.api.http import Call
 from exl_serve.request.fields import Field
+from exl_serve.request.messages import ROLES
 
 __all__ = ["document", "openapi"]
 
@@ -33,7 +34,46 @@ ERROR = {
     },
 }
 TEXT_OR_LIST: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1}]}
-MESSAGES = {"type": "array", "minItems": 1, "items": {"type": "object", "required": ["role"]}}
+TEXT, IDS, FLAG = {"type": "string"}, {"type": "array", "items": {"type": "integer"}}, {"type": "boolean"}
+PARTS: dict[str, Any] = {
+    "type": "array",
+    "items": {
+        "anyOf": [
+            {
+                "type": "object",
+                "required": ["type", "text"],
+                "properties": {"type": {"const": "text"}, "text": TEXT},
+            },
+            {
+                "type": "object",
+                "required": ["type", "image_url"],
+                "properties": {
+                    "type": {"const": "image_url"},
+                    "image_url": {
+                        "type": "object",
+                        "required": ["url"],
+                        "properties": {"url": TEXT, "detail": {"enum": ["auto", "low", "high"]}},
+                    },
+                },
+            },
+        ]
+    },
+}
+MESSAGES = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "required": ["role"],
+        "properties": {
+            "role": {"enum": list(ROLES)},
+            "content": {"anyOf": [TEXT, PARTS, {"type": "null"}]},
+            "tool_calls": {"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]},
+            "tool_call_id": TEXT,
+        },
+        "anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}],
+    },
+}
 
 
 async def openapi(call: Call) -> None:
@@ -99,6 +139,15 @@ def _schemas() -> dict[str, Any]:
         "ChatCompletion": refer("Common", "OfChat", "Sampling") | _object(CHAT, {"messages": MESSAGES}),
         "Completion": refer("Common", "OfChat", "Sampling") | _object(COMPLETION, {"prompt": TEXT_OR_LIST}),
         "Response": refer("Common", "Sampling") | _object(RESPONSE, {"input": TEXT_OR_LIST}),
+        "Tokenize": _plain(
+            {"prompt": TEXT, "content": TEXT, "text": TEXT, "messages": MESSAGES, "with_pieces": FLAG}
+            | dict.fromkeys(("add_special_tokens", "parse_special", "return_token_strs"), FLAG)
+        ),
+        "Detokenize": _plain({"tokens": IDS, "decode_special_tokens": FLAG}, "tokens"),
+        "ApplyTemplate": _plain({"messages": MESSAGES, "add_generation_prompt": FLAG}, "messages"),
+        "LoadAdapter": _plain({"lora_name": TEXT, "lora_path": TEXT}, "lora_name", "lora_path"),
+        "UnloadAdapter": _plain({"lora_name": TEXT}, "lora_name"),
+        "LoadModel": _plain({"model_name": TEXT, "name": TEXT}),
     }
 
 
@@ -107,7 +156,23 @@ BODIES = {
     "/v1/completions": "Completion",
     "/v1/responses": "Response",
     "/v1/responses/input_tokens": "Response",
+    "/tokenize": "Tokenize",
+    "/v1/tokenize": "Tokenize",
+    "/v1/token/encode": "Tokenize",
+    "/detokenize": "Detokenize",
+    "/v1/detokenize": "Detokenize",
+    "/v1/token/decode": "Detokenize",
+    "/apply-template": "ApplyTemplate",
+    "/v1/load_lora_adapter": "LoadAdapter",
+    "/v1/unload_lora_adapter": "UnloadAdapter",
+    "/v1/model/load": "LoadModel",
 }
+
+
+def _plain(properties: Mapping[str, Any], *required: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {"model": TEXT, **properties}} | (
+        {"required": list(required)} if required else {}
+    )
 
 
 def _object(fields: Sequence[Field], own: Mapping[str, Any]) -> dict[str, Any]:
