@@ -370,7 +370,7 @@ def test_a_generator_without_users_ends_its_thread_and_frees_the_cache() -> None
         model, cache, tokenizer = parts()
         generator = ExLlamaV2DynamicGeneratorAsync(model, cache, tokenizer, page_size=16)
         await collect(job(generator, "abc", 3))
-        kept, thread = weakref.ref(cache), generator._worker._thread
+        kept, thread = weakref.ref(cache), generator._worker._thread  # noqa: SLF001
         del generator, model, cache
         while thread.is_alive():
             gc.collect()

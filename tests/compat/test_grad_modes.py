@@ -222,7 +222,7 @@ def test_an_image_is_no_inference_tensor(tmp_path: Path) -> None:
     reader = ExLlamaV2Tokenizer(own)
     image = tower.get_image_embeddings(model, reader, picture(60, 24))
     held = [value for value in vars(image).values() if isinstance(value, torch.Tensor)]
-    held += list((tower.encoder._weights or {}).values())
+    held += list((tower.encoder._weights or {}).values())  # noqa: SLF001
     assert held
     assert not any(tensor.is_inference() for tensor in held)
     generator = ExLlamaV2DynamicGenerator(model, cache, reader)

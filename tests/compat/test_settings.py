@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from internals import prelaunch
 
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 from exl_generate import ExLlamaV2Sampler as NativeSampler
@@ -375,7 +376,7 @@ def test_a_step_launched_early_is_sampled_with_the_settings_of_its_round(early: 
 
     model = Overwriting(ScriptedConfig(vocab_size=VOCAB, max_seq_len=128))
     generator = ExLlamaV2DynamicGenerator(model, ScriptedCache(model, max_seq_len=128), TOKENIZER, page_size=PAGE)
-    generator._engine._runner.asynchronous = early
+    prelaunch(generator, early)
     settings = Settings.greedy()
     job = ExLlamaV2DynamicJob(ids("the abc"), 60, gen_settings=settings, seed=4)
     generator.enqueue(job)

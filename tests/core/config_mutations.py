@@ -173,7 +173,7 @@ class Judge:
         (folder / "config.json").write_text(json.dumps(config))
         kind = getattr(transformers, CASES[self.case].model)
         read = kind.config_class.from_pretrained(folder)
-        read._attn_implementation = "eager"
+        read._attn_implementation = "eager"  # noqa: SLF001
         with torch.device("meta"):
             size = sum(p.numel() for p in kind(read).parameters())
         if size > LARGEST:

@@ -65,7 +65,7 @@ class Case:
         if self.text:
             sizes = {"text_config": sizes, "vision_config": VISION[self.model], "tie_word_embeddings": False}
         config = getattr(transformers, name)(**sizes)
-        config._attn_implementation = "eager"
+        config._attn_implementation = "eager"  # noqa: SLF001
         return config
 
 
@@ -396,7 +396,7 @@ def test_layers_over_two_devices_are_bitwise_identical(
     monkeypatch.setenv("EXL_DEVICE", "cpu:0,cpu:1")
     split = ExLlamaV2(whole.config)
     half = len(split.modules) // 2
-    split._place(["cpu:0"] * half + ["cpu:1"] * (len(split.modules) - half))
+    split._place(["cpu:0"] * half + ["cpu:1"] * (len(split.modules) - half))  # noqa: SLF001
     for index in range(len(split.modules)):
         split.load_module(index)
     assert split.loaded

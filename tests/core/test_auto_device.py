@@ -25,6 +25,9 @@ TOO_OLD = (
 NO_CODE = "this build's kernels are for sm_90a, and {} is sm_{}: rebuild with EXL_CUDA_ARCHS={}"
 
 
+may_have_gpu = auto_device._may_have_gpu  # noqa: SLF001
+
+
 def gpu(index: int, name: str, capability: tuple[int, int], code: bool = True) -> CudaDevice:
     number = f"{capability[0]}{capability[1]}"
     reason = None if code else NO_CODE.format(name, number, number)
@@ -227,9 +230,9 @@ def test_the_hardware_is_looked_for_where_linux_lists_it(tmp_path: Path, monkeyp
         card.mkdir(exist_ok=True)
         (card / "vendor").write_text(f"{vendor}\n")
         (card / "class").write_text(f"{kind}\n")
-        assert auto_device._may_have_gpu(status) is expected
+        assert may_have_gpu(status) is expected
     (tmp_path / "0000:01:00.0" / "vendor").unlink()
-    assert not auto_device._may_have_gpu(status)
+    assert not may_have_gpu(status)
     (tmp_path / "nvidiactl").touch()
-    assert auto_device._may_have_gpu(status)
-    assert auto_device._may_have_gpu(dataclasses.replace(status, devices=(gpu(0, "A", (9, 0)),)))
+    assert may_have_gpu(status)
+    assert may_have_gpu(dataclasses.replace(status, devices=(gpu(0, "A", (9, 0)),)))

@@ -99,7 +99,7 @@ def test_positions_of_a_prompt_in_chunks(made: tuple[NDArray[np.int64], list[Pic
     wanted, marks = oracle(ids, pictures), marks_of(ids, pictures)
     remembered = RopeOffsets(1)
     for _ in range(2):
-        start = data.draw(st.integers(0, len(ids) - 1)) if remembered._marks[0] else 0
+        start = data.draw(st.integers(0, len(ids) - 1)) if remembered._marks[0] else 0  # noqa: SLF001
         while start < len(ids):
             end = data.draw(st.integers(start + 1, len(ids)))
             offset = remembered.at(0, start)
@@ -108,7 +108,7 @@ def test_positions_of_a_prompt_in_chunks(made: tuple[NDArray[np.int64], list[Pic
             assert plain(part, pictures, start, offset).T.tolist() == [list(one) for one in wanted[start:end]]
             remembered.write(0, start, positions_on_axes(part, pictures, start, offset)[1])
             start = end
-        assert remembered._marks[0] == marks
+        assert remembered._marks[0] == marks  # noqa: SLF001
 
 
 @given(prompts(), st.data())

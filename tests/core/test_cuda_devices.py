@@ -34,7 +34,7 @@ def halves(model: ExLlamaV2) -> list[float]:
 def allocated(device: int) -> int:
     """Bytes of tensors there. cuBLAS's workspace (32 MiB a stream on an H200) is torch's, for all of the process: not
     counted."""
-    torch._C._cuda_clearCublasWorkspaces()
+    torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001
     return torch.cuda.memory_allocated(device)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from internals import gpu_sleep
 from torch import Tensor
 
 from exl_core import (
@@ -169,7 +170,7 @@ def test_a_queued_step_outlives_its_graph(model: ExLlamaV2, monkeypatch: pytest.
         step = model.prepare_step(1, cache, at)
         assert step is not None
         torch.cuda.synchronize()
-        torch.cuda._sleep(200_000_000)  # about 0.1 s
+        gpu_sleep(200_000_000)  # about 0.1 s
         logits = step.run(ids)
         del step
         model.decode.clear()

@@ -162,7 +162,7 @@ def encoder_of(family: str, folder: Path) -> Encoder:
     else:
         made = QwenEncoder(read_qwen_settings(folder, gated=family == "Qwen2_5_VL"), 64)
     generator = torch.Generator().manual_seed(4)
-    made._weights = {
+    made._weights = {  # noqa: SLF001
         key: torch.randn(shape, generator=generator) * (0.3 if len(shape) == 1 else shape[-1] ** -0.5)
         for key, shape in made.shapes().items()
     }
@@ -174,12 +174,12 @@ def encoder_of(family: str, folder: Path) -> Encoder:
 def test_towers_on_a_gpu(family: str, tmp_path: Path) -> None:
     """float32 on both, in other orders of summation."""
     encoder = encoder_of(family, tmp_path)
-    weights = encoder._weights
+    weights = encoder._weights  # noqa: SLF001
     assert weights is not None
     for size in ((48, 32), (100, 37)):
         given = encoder.preprocess(picture(*size))
         expected = encoder.forward(given.pixels, given.grid)
-        encoder._weights = {key: t.cuda() for key, t in weights.items()}
+        encoder._weights = {key: t.cuda() for key, t in weights.items()}  # noqa: SLF001
         found = encoder.forward(given.pixels, given.grid).cpu()
-        encoder._weights = weights
+        encoder._weights = weights  # noqa: SLF001
         assert error(found, expected) < 1e-4

@@ -6,6 +6,7 @@ import weakref
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,11 @@ from exl_core.execution.inputs import STAGES
 
 FOLDER = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"
 PAGE = 16
+
+
+def captured_of(step: Any) -> Any:
+    """The captured graph of a prepared step: tests tell whether it is used again."""
+    return step._captured  # noqa: SLF001
 
 
 @cache
@@ -65,7 +71,7 @@ def test_what_is_still_to_be_copied_to_the_gpu_outlives_its_step(
     assert prepared is not None
     monkeypatch.setattr(Stream, "held", True)
     prepared.run(torch.full((2, 1), 7))
-    stages = [weakref.ref(stage.pinned) for stage in prepared._captured.inputs._stages]
+    stages = [weakref.ref(stage.pinned) for stage in captured_of(prepared).inputs._stages]  # noqa: SLF001
     model.decode.clear()
     del prepared
     Stream.queue.clear()  # of the stand-ins; the driver holds no tensor either
@@ -144,7 +150,7 @@ def test_what_is_captured_serves_again_when_a_hook_is_taken_out(model: ExLlamaV2
     cache, inner = ExLlamaV2Cache(model, max_seq_len=8 * PAGE), model.modules[3]
     before = model.prepare_step(1, cache, params([1]))
     assert before is not None
-    recorded = before._captured
+    recorded = captured_of(before)
     try:
         for factor in (1.1, 1.2):
             model.modules[3] = Intervention(inner, post_forward=partial(scaled, factor))
@@ -153,7 +159,7 @@ def test_what_is_captured_serves_again_when_a_hook_is_taken_out(model: ExLlamaV2
             model.modules[3] = inner
             again = model.prepare_step(1, cache, params([1]))
             assert again is not None
-            assert again._captured is recorded
+            assert captured_of(again) is recorded
         model.modules[3] = model.modules[5]
         other = model.prepare_step(1, cache, params([1]))
         assert other is not None
@@ -164,8 +170,8 @@ def test_what_is_captured_serves_again_when_a_hook_is_taken_out(model: ExLlamaV2
         model.modules[3] = inner
     last = model.prepare_step(1, cache, params([1]))
     assert last is not None
-    assert last._captured is not recorded
-    assert last._captured is not other._captured
+    assert captured_of(last) is not recorded
+    assert captured_of(last) is not captured_of(other)
 
 
 def test_what_is_captured_of_a_module_that_is_gone_is_dropped(
@@ -174,7 +180,7 @@ def test_what_is_captured_of_a_module_that_is_gone_is_dropped(
     """With the module, whose weights would stay on the GPU: also while a hook is in, or for one that cannot be
     captured."""
     cache, inner = ExLlamaV2Cache(model, max_seq_len=8 * PAGE), model.modules[3]
-    hooked, refused = graphs._refusal, [False]
+    hooked, refused = graphs._refusal, [False]  # noqa: SLF001
     monkeypatch.setattr(graphs, "_refusal", lambda of: "decides on the host" if refused[0] else hooked(of))
     try:
         for around in (False, True):
@@ -185,7 +191,7 @@ def test_what_is_captured_of_a_module_that_is_gone_is_dropped(
             model.modules[3] = Intervention(Intervention(model.modules[5])) if around else model.modules[5]
             assert model.prepare_step(1, cache, params([1])) is None
             assert model.decode.count == 0
-            assert inner not in (model.decode._modules or [])
+            assert inner not in (model.decode._modules or [])  # noqa: SLF001
             refused[0] = False
     finally:
         model.modules[3] = inner
@@ -201,7 +207,7 @@ def test_batches_of_models_with_float_matrices_stay_as_they_are(
 
     def rows() -> int:
         assert model.prepare_step(1, cache, params([1] * 4)) is not None
-        return model.decode._bucket(3, 1, 2, PAGE, 8).batch
+        return model.decode._bucket(3, 1, 2, PAGE, 8).batch  # noqa: SLF001
 
     try:
         assert rows() == 4

@@ -142,8 +142,8 @@ def test_an_adapted_expert_runs_by_itself(model: ExLlamaV2) -> None:
 def test_an_adapted_shared_expert_joins_the_others(model: ExLlamaV2) -> None:
     mixture = mixtures(model)[1]
     if mixture.shared is None:
-        assert mixture._grouped is not None
-        assert not mixture._grouped.joins_shared
+        assert mixture._grouped is not None  # noqa: SLF001
+        assert not mixture._grouped.joins_shared  # noqa: SLF001
         return
     h = torch.randn(20, 128, generator=torch.Generator().manual_seed(3))
     lora = adapter(mixture.shared.down_proj)
@@ -161,6 +161,6 @@ def test_unloading_and_loading_again(model: ExLlamaV2) -> None:
     ids = ids_of(1)
     before = in_one_call(model, ids)
     model.unload()
-    assert all(mixture._grouped is None for mixture in mixtures(model))
+    assert all(mixture._grouped is None for mixture in mixtures(model))  # noqa: SLF001
     model.load()
     assert torch.equal(in_one_call(model, ids), before)

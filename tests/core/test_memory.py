@@ -40,7 +40,7 @@ def loaded(lab: Any, monkeypatch: pytest.MonkeyPatch, how: str, kind: str) -> Ex
     if how == "cut":
         model.load_tp([3.0, 5.0])
     elif how == "split":
-        model._place(["cpu:0"] * 3 + ["cpu:1"] * (len(model.modules) - 3))
+        model._place(["cpu:0"] * 3 + ["cpu:1"] * (len(model.modules) - 3))  # noqa: SLF001
         for index in range(len(model.modules)):
             model.load_module(index)
     else:

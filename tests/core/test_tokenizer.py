@@ -177,7 +177,7 @@ def test_cached_encode_is_bounded(fixture_tokenizer: ExLlamaV2Tokenizer) -> None
     assert t.cached_encode_str("text 0") is first
     for i in range(150):
         t.cached_encode_str(f"text {i}")
-    assert len(t._encode_cache) == 100
+    assert len(t._encode_cache) == 100  # noqa: SLF001
     assert torch.equal(t.cached_encode_str("text 0"), first)
 
 

@@ -64,7 +64,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         tie_word_embeddings=False,
         **KINDS[request.param],
     )
-    config._attn_implementation = "eager"
+    config._attn_implementation = "eager"  # noqa: SLF001
     theirs = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():

@@ -120,7 +120,12 @@ def test_truncated_files_are_refused(kind: str) -> None:
     for length in (len(data) // 3, len(data) * 2 // 3):
         with pytest.raises(errors.InputError):
             open_image(data[:length])
-        with pytest.raises((errors.InputError, OSError)), Image.open(io.BytesIO(data[:length])) as image:
+        if kind == "WEBP":  # PIL itself opens no part of one
+            continue
+        with (
+            Image.open(io.BytesIO(data[:length])) as image,
+            pytest.raises(errors.InputError, match="cannot be decoded"),
+        ):
             as_rgb(image)  # opened by the caller: a header is there, pixels are not
 
 

@@ -119,7 +119,7 @@ def write_model(family: str, folder: Path, **changes: Any) -> Any:
 
     fields, processor = FAMILIES[family]
     config = getattr(transformers, f"{family}Config")(**{**fields, "tie_word_embeddings": False, **changes})
-    config._attn_implementation = "eager"
+    config._attn_implementation = "eager"  # noqa: SLF001
     theirs = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
     randomize(theirs)
     theirs.save_pretrained(folder)

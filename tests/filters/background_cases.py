@@ -129,7 +129,7 @@ def grammar(watch, **options):
     f.attach(C)
     f.feed(0)
     inside: Any = f
-    inside._matcher = Watched(inside._matcher, watch)
+    inside._matcher = Watched(inside._matcher, watch)  # noqa: SLF001
     return f
 
 
@@ -139,10 +139,10 @@ class Slow(ExLlamaV2SelectFilter):
     watch: Any = None
 
     def _choice(self, state):
-        return self.watch("choice", lambda: ExLlamaV2SelectFilter._choice(self, state))
+        return self.watch("choice", lambda: ExLlamaV2SelectFilter._choice(self, state))  # noqa: SLF001
 
     def _advance(self, state, token):
-        return self.watch("advance", lambda: ExLlamaV2SelectFilter._advance(self, state, token))
+        return self.watch("advance", lambda: ExLlamaV2SelectFilter._advance(self, state, token))  # noqa: SLF001
 
 
 def composed(make):
@@ -184,7 +184,7 @@ METHODS = {
     "ended": lambda f: f.ended(),
     "validate": lambda f: f.validate([1, 2]),
     "forced": lambda f: f.forced(),
-    "captures": lambda f: f.captures() if hasattr(f, "captures") and f._options["backend"] == "llguidance" else None,
+    "captures": lambda f: f.captures() if hasattr(f, "captures") and f._options["backend"] == "llguidance" else None,  # noqa: SLF001
     "clone": lambda f: f.clone(),
     "feed": lambda f: f.feed(1),
     "rewind": lambda f: f.rewind(1),

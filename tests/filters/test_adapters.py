@@ -116,7 +116,7 @@ def test_exllamav3s_own_base_class_is_given_what_it_asks_for(monkeypatch):
 
 def vllm_processor():
     processor = VllmFilterProcessor(SimpleNamespace(), "cpu", False)
-    processor._vocabulary = V
+    processor._vocabulary = V  # noqa: SLF001
     return processor
 
 

@@ -77,7 +77,7 @@ def test_a_quick_mask_stays_where_it_is(pool):
     s = stack(ExLlamaV2SelectFilter(None, V, ["abcabc"]))
     for token in (0, 1, 2):
         s.next_mask()
-        s._cost = min(s._cost, 50e-6)  # the machine may be busy
+        s._cost = min(s._cost, 50e-6)  # the machine may be busy  # noqa: SLF001
         s.feed(token)
         assert s.prefetch(pool) is False
 
@@ -105,7 +105,7 @@ def test_whatever_comes_waits_and_nothing_is_stale(pool, what):
         assert bits.to_ids(other.next_mask()) == [2]
     else:
         assert s.status.value == "open"
-    assert s._pending is None
+    assert s._pending is None  # noqa: SLF001
 
 
 def test_a_failure_beside_the_model_is_raised_where_the_mask_is_wanted(pool):

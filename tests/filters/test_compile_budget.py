@@ -97,15 +97,29 @@ def test_what_would_not_end_is_ended(name):
     assert ExLlamaV2GrammarFilter(None, V, json_schema=joined(1), budget=LONG).next()[0]
 
 
+ask_a_worker = trial._ask  # noqa: SLF001
+
+
+@contextlib.contextmanager
+def no_workers():
+    """No process waits for grammars meanwhile: a test sees whether one is started. The list of those that wait."""
+    waiting = trial._idle  # noqa: SLF001
+    before, waiting[:] = list(waiting), []
+    try:
+        yield waiting
+    finally:
+        waiting[:] = before
+
+
 @contextlib.contextmanager
 def ended():
     """Processes that try grammars wait for the next one or are gone, and they had no more of the processor's time than
     SHORT allows them, the second that it is rounded to, the two that `restrict` adds, and their start."""
-    trial._stop()
+    trial._stop()  # noqa: SLF001
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     yield
-    assert all(worker.process.poll() is None for worker in trial._idle)
-    trial._stop()
+    assert all(worker.process.poll() is None for worker in trial._idle)  # noqa: SLF001
+    trial._stop()  # noqa: SLF001
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < SHORT.seconds + 3 + 14
 
@@ -208,12 +222,9 @@ def test_plain_grammars_start_no_process():
 def test_a_grammar_that_has_passed_is_not_tried_again():
     source: dict[str, Any] = {"json_schema": {"allOf": [{"type": "string", "maxLength": 7}]}}
     ExLlamaV2GrammarFilter(None, V, **source)
-    idle, trial._idle[:] = list(trial._idle), []
-    try:
+    with no_workers() as idle:
         ExLlamaV2GrammarFilter(None, V, **source)
-        assert not trial._idle
-    finally:
-        trial._idle[:] = idle
+        assert not idle
 
 
 def test_a_smaller_budget_is_not_met_by_what_passed_under_a_larger_one():
@@ -225,8 +236,7 @@ def test_a_smaller_budget_is_not_met_by_what_passed_under_a_larger_one():
 
 def test_where_no_process_can_be_started_it_is_said(monkeypatch):
     source: dict[str, Any] = {"json_schema": {"allOf": [{"type": "string", "maxLength": 13}]}}
-    idle, trial._idle[:] = list(trial._idle), []
-    try:
+    with no_workers():
         for executable in ("", "/no/such/python"):
             monkeypatch.setattr(sys, "executable", executable)
             with pytest.raises(FilterError, match="trust=True"):
@@ -235,8 +245,6 @@ def test_where_no_process_can_be_started_it_is_said(monkeypatch):
         monkeypatch.setattr(sys, "frozen", True, raising=False)
         with pytest.raises(FilterError, match="trust=True"):
             ExLlamaV2GrammarFilter(None, V, **source)
-    finally:
-        trial._idle[:] = idle
 
 
 @pytest.mark.skipif(os.name == "nt", reason="scripts are not started by their first line here")
@@ -259,7 +267,7 @@ def test_a_process_that_is_ended_in_the_middle_of_its_answer(tmp_path, monkeypat
     monkeypatch.setattr(sys, "executable", str(script))
     with pytest.raises(FilterCompileError, match="exit code 0"):
         ExLlamaV2GrammarFilter(None, V, json_schema=joined(2), budget=CompileBudget(seconds=60))
-    assert not trial._idle
+    assert not trial._idle  # noqa: SLF001
 
 
 def test_a_grammar_may_name_control_tokens_where_it_is_tried():
@@ -309,14 +317,15 @@ def test_other_work_goes_on_and_the_thread_ends():
 
 def test_cancelling_ends_the_trial(monkeypatch):
     asked, compiling = threading.Event(), []
-    ask = trial._Worker.ask
+    worker = trial._Worker  # noqa: SLF001
+    ask = worker.ask
 
     def noted(self, request, seconds):
         compiling.append((self.process, threading.current_thread()))
         asked.set()
         return ask(self, request, seconds)
 
-    monkeypatch.setattr(trial._Worker, "ask", noted)
+    monkeypatch.setattr(worker, "ask", noted)
     budget = CompileBudget(seconds=1000.0, megabytes=1 << 20)
     future = compile_in_background(ExLlamaV2GrammarFilter, None, V, **ENDLESS["Lark & of 40 patterns"], budget=budget)
     assert asked.wait(250)
@@ -339,13 +348,10 @@ def test_a_budget_is_not_part_of_the_spec():
 
 
 def test_trust_compiles_at_once():
-    idle, trial._idle[:] = list(trial._idle), []
-    try:
+    with no_workers() as idle:
         source: dict[str, Any] = {"json_schema": {"allOf": [{"type": "string", "maxLength": 11}]}}
         assert ExLlamaV2GrammarFilter(None, V, **source, budget=CompileBudget(trust=True)).next()[0]
-        assert not trial._idle
-    finally:
-        trial._idle[:] = idle
+        assert not idle
 
 
 class Answering:
@@ -369,23 +375,23 @@ def test_an_interrupt_at_any_call_leaves_all_places(monkeypatch):
     """Behind it as many grammars as ever may be on trial at once."""
     monkeypatch.setattr(trial, "_Worker", Answering)
     monkeypatch.setattr(trial, "_idle", [])
-    monkeypatch.setattr(trial, "_places", trial._Places(trial.MOST_WORKERS))
+    monkeypatch.setattr(trial, "_places", trial._Places(trial.MOST_WORKERS))  # noqa: SLF001
     budget = CompileBudget(seconds=20.0)
     for number in itertools.count(1):
         try:
             with broken_into(number) as struck:
-                trial._ask({}, budget)
+                ask_a_worker({}, budget)
         except KeyboardInterrupt:
             pass
         if not struck:
             break
         together = threading.Barrier(trial.MOST_WORKERS, timeout=120)
         request = {"together": together}
-        asked = [compile_in_background(trial._ask, request, budget) for _ in range(trial.MOST_WORKERS)]
+        asked = [compile_in_background(ask_a_worker, request, budget) for _ in range(trial.MOST_WORKERS)]
         assert all(not future.result(timeout=120)["error"] for future in asked)
     assert number > 20
-    with trial._places.one(1.0), trial._places.one(1.0):
+    with trial._places.one(1.0), trial._places.one(1.0):  # noqa: SLF001
         with pytest.raises(FilterCompileError, match=r"^not tried: 2 other grammars have been compiling for 0\.1 s"):
-            trial._ask({}, CompileBudget(seconds=0.01))
+            ask_a_worker({}, CompileBudget(seconds=0.01))
         with pytest.raises(FilterCompileError, match=r"not compiled within 0\.05 s"):
-            compile_within(0.05, trial._ask, {}, budget)
+            compile_within(0.05, ask_a_worker, {}, budget)

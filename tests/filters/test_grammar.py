@@ -406,8 +406,8 @@ def test_the_mask_taken_as_it_is_equals_the_mask_put_together(source, stops):
     rng = random.Random(1)
     for f in (quick, slow):
         f.attach(FilterContext.make(vocab.size, ids, [260, 261]))
-    assert quick._verbatim is (stops == "the one it knows")
-    slow._verbatim = False
+    assert quick._verbatim is (stops == "the one it knows")  # noqa: SLF001
+    slow._verbatim = False  # noqa: SLF001
     whole = 0
     for _ in range(20):
         quick.begin("")

@@ -5,7 +5,15 @@ import sys
 
 import pytest
 
-from exl_filters import ExLlamaV2SelectFilter, FilterUsageError, PluginError, UnknownFilter, Vocabulary, registry
+from exl_filters import (
+    ExLlamaV2SelectFilter,
+    FilterError,
+    FilterUsageError,
+    PluginError,
+    UnknownFilter,
+    Vocabulary,
+    registry,
+)
 from exl_filters.cli import main
 from exl_filters.errors import AmbiguousPlugin
 
@@ -165,11 +173,20 @@ def test_specs_round_trip(spec):
 
 
 @pytest.mark.parametrize(
-    "bad", [{}, {"type": 3}, [], {"type": "nothing"}, {"type": "select"}, {"type": "select", "o": 1}]
+    ("bad", "error"),
+    [
+        ({}, FilterUsageError),
+        ({"type": 3}, FilterUsageError),
+        ([], FilterUsageError),
+        ({"type": "nothing"}, UnknownFilter),
+        ({"type": "select"}, FilterUsageError),
+        ({"type": "select", "o": 1}, FilterUsageError),
+    ],
 )
-def test_bad_specs(bad):
-    with pytest.raises((FilterUsageError, UnknownFilter)):
+def test_bad_specs(bad, error):
+    with pytest.raises(FilterError) as raised:
         registry.from_spec(bad, VOCAB)
+    assert type(raised.value) is error
 
 
 @pytest.mark.covers("filters.md: CAP-30")

@@ -257,7 +257,7 @@ def test_rewind_at_random():
     f.feed(-1)
     for n in itertools.chain([2], [1] * 7):
         f.rewind(n)
-        trace_here = trace[len(f._steps) - 1]
+        trace_here = trace[len(f._steps) - 1]  # noqa: SLF001
         assert f.next() == trace_here
     with pytest.raises(FilterUsageError):
         f.rewind(1)

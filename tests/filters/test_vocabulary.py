@@ -122,10 +122,10 @@ def test_one_vocabulary_per_tokenizer_and_none_after_it():
     assert vocabulary_of(tokenizer) is vocabulary_of(tokenizer)
     assert vocabulary_of(Exl()) is not vocabulary_of(tokenizer)
     key = id(tokenizer)
-    assert key in vocabulary._cache
+    assert key in vocabulary._cache  # noqa: SLF001
     del tokenizer
     gc.collect()
-    assert key not in vocabulary._cache
+    assert key not in vocabulary._cache  # noqa: SLF001
 
 
 def test_plain_lists_and_strangers():

@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+from internals import engine_of
 
 from exl_generate import (
     CapacityError,
@@ -276,7 +277,7 @@ def test_iterations_that_keep_failing_end_all_jobs(monkeypatch: pytest.MonkeyPat
                 raise ZeroDivisionError("in the engine")
 
             with monkeypatch.context() as patch:
-                patch.setattr(generator.generator._engine, "step", broken)
+                patch.setattr(engine_of(generator.generator), "step", broken)
                 ends = [(await collect(job(generator, "abc")))[-1] for _ in range(2)]
             assert [(end["eos_reason"], type(end["exception"])) for end in ends] == [("error", ZeroDivisionError)] * 2
             assert tries == 6

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from internals import has_redirects
 
 from exl_generate import (
     ExLlamaV2BaseGenerator,
@@ -74,7 +75,7 @@ def test_jobs_of_another_are_a_refusal_that_leaves_nothing() -> None:
             second.generate("no", 4)
         assert second.num_remaining_jobs() == 0
         assert refused.serial_number is None
-        assert not second._outbox.has_redirects
+        assert not has_redirects(second)
         first.iterate()
     drain(first)
     assert streamed_tokens_of(second, refused) == naive(second, ids("no")[0].tolist(), 4)

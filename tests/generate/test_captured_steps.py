@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from captured_on_cpu import captured_on_cpu
+from internals import prelaunch
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer, Intervention
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
@@ -32,7 +33,7 @@ def said(lengths: list[int], style: Any, new: int, early: bool) -> list[list[int
     ids = tokenizer.encode("def main(argv):\n    import os, sys\n")
     cache = ExLlamaV2Cache(model, max_seq_len=1024)
     made = ExLlamaV2DynamicGenerator(model, cache, tokenizer, page_size=16)
-    made._engine._runner.asynchronous = early
+    prelaunch(made, early)
     jobs = [ExLlamaV2DynamicJob(ids[:, :length], new, gen_settings=style, seed=length) for length in lengths]
     made.enqueue(jobs)
     results = drain(made)
@@ -63,7 +64,7 @@ def test_a_hook_takes_effect_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
             model.decode.clear()
         cache = ExLlamaV2Cache(model, max_seq_len=256)
         made = ExLlamaV2DynamicGenerator(model, cache, tokenizer, page_size=16)
-        made._engine._runner.asynchronous = early
+        prelaunch(made, early)
         made.enqueue(ExLlamaV2DynamicJob(tokenizer.encode("import os"), 20, gen_settings=Settings.greedy()))
         results: list[Any] = []
         try:

@@ -407,7 +407,7 @@ def test_a_history_that_cannot_be_written_is_told_and_shown(exl, chat_model: str
     folder = tmp_path / "gone"
     folder.mkdir()
     common = ("chat", "-m", chat_model, "-n", "4", "--greedy", "--history", str(folder / "talk.json"))
-    answer = chat._exchange
+    answer = chat._exchange  # noqa: SLF001
 
     def lose(*args: object) -> None:
         answer(*args)  # type: ignore[arg-type]

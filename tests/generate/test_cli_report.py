@@ -19,7 +19,7 @@ MODEL = Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5"
 QUICK = ("bench", "--report", "--prompt-tokens", "16", "--new-tokens", "4", "--device", "cpu")
 
 
-def test_report_of_random_weights(exl, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_report_of_random_weights(exl, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code, out, err = exl(*QUICK)
     found = json.loads(out)
@@ -35,7 +35,7 @@ def test_report_of_random_weights(exl, monkeypatch: pytest.MonkeyPatch, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_report_of_a_folder_holds_no_path(exl) -> None:  # type: ignore[no-untyped-def]
+def test_report_of_a_folder_holds_no_path(exl) -> None:
     out = exl(*QUICK, "-m", str(MODEL), "--batch", "2")[1]
     found = json.loads(out)
     assert found["model"]["name"] == MODEL.name
@@ -45,7 +45,7 @@ def test_report_of_a_folder_holds_no_path(exl) -> None:  # type: ignore[no-untyp
     assert str(Path.home()) not in out
 
 
-def test_report_rejects_what_the_model_has_no_room_for(exl) -> None:  # type: ignore[no-untyped-def]
+def test_report_rejects_what_the_model_has_no_room_for(exl) -> None:
     code, out, err = exl("bench", "--report", "--prompt-tokens", "9000", "--device", "cpu", "--batch", "1")
     assert (code, out) == (1, "")
     assert "the model's limit is 8192" in err

@@ -98,10 +98,10 @@ def test_the_order_of_pages_in_memory_changes_nothing() -> None:
             model, ExLlamaV2Cache_Q4(model, max_seq_len=1024), tokenizer, page_size=16
         )
         table = generator.page_table
-        order = list(table._waiting.items())
+        order = list(table._waiting.items())  # noqa: SLF001
         if seed:
             random.Random(seed).shuffle(order)
-        table._waiting = OrderedDict(order)
+        table._waiting = OrderedDict(order)  # noqa: SLF001
         one = ExLlamaV2DynamicJob(prompt, 40, seed=1, return_logits=True)
         generator.enqueue(one)
         results = drain(generator)[one]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from internals import prelaunch, prelaunches
 
 from exl_core import (
     ExLlamaV2,
@@ -76,8 +77,8 @@ def generator(model: ExLlamaV2 | None = None, early: bool = True, **kw: Any) -> 
     model = model or loaded()
     store = kw.pop("cache", None) or ExLlamaV2Cache(model, max_seq_len=kw.pop("tokens", 4096))
     made = ExLlamaV2DynamicGenerator(model, store, tokenizer(), page_size=16, **kw)
-    assert made._engine._runner.asynchronous
-    made._engine._runner.asynchronous = early
+    assert prelaunches(made)
+    prelaunch(made, early)
     return made
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from internals import has_redirects
 
 from exl_filters import ExLlamaV2Filter
 from exl_generate import (
@@ -455,5 +456,5 @@ def test_finished_jobs_leave_nothing_behind() -> None:
         del jobs
         gc.collect()
         assert [ref() for ref in alive] == [None] * 5
-        assert not generator._outbox.has_redirects
+        assert not has_redirects(generator)
         check_pages(generator)

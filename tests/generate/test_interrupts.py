@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from internals import engine_of, has_redirects
 
 from exl_filters import ExLlamaV2Filter
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler, ExLlamaV2StreamingGenerator
@@ -143,7 +144,7 @@ class Storm:
         # Where one comes while Python takes an object away, Python itself reports it and goes on. pytest's report of it
         # is code that the next one breaks into; this is none.
         self._reports, sys.unraisablehook = sys.unraisablehook, deque(maxlen=0).append  # type: ignore[assignment]
-        self._wait()
+        self.wait()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -168,11 +169,11 @@ class Storm:
             self._patience = max(1.0, self._patience / 2)
         self.mean = self._patience * self._dice.choice([5e-5, 2e-4, 1e-3, 5e-3])
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, 2e-5 + self._dice.expovariate(1 / self.mean))
 
     def _strike(self, _: int, frame: FrameType | None) -> None:
-        self._wait()
+        self.wait()
         if self._alarm and self._passed() > self._alarm:
             self.armed = False
             self._former[0](signal.SIGALRM, frame)  # type: ignore[operator]
@@ -242,7 +243,7 @@ def test_any_number_of_them_at_any_moment_changes_nothing(how: str) -> None:
 
     with Storm(1) as storm:
         storm.mean = 1e9
-        storm._wait()
+        storm.wait()
         want = [heard(results) for results in weathered(new(), storm)]
     broken = 0
     with Storm(2) as storm:
@@ -286,7 +287,7 @@ def test_generate_in_a_storm_leaves_nothing_behind() -> None:
                 assert text == want
                 got += 1
             assert generator.num_remaining_jobs() == 0
-            assert not generator._outbox.has_redirects
+            assert not has_redirects(generator)
             check_pages(generator)
             assert generator.page_table.unreferenced == generator.max_pages
     assert told > 300
@@ -367,7 +368,7 @@ def test_a_stream_in_a_storm_says_what_it_says(older: bool) -> None:
 
     with Storm(5) as storm:
         storm.mean = 1e9
-        storm._wait()
+        storm.wait()
         calm = stream(storm) if not storm.armed else []
     with Storm(6) as storm:
         for _ in range(2000):
@@ -440,14 +441,14 @@ def test_a_loop_gets_the_results_of_an_interrupted_last_step(monkeypatch: pytest
     generator = make()
     one = job("the quick", 3)
     generator.enqueue(one)
-    step, interrupts = generator._engine.step, 0
+    step, interrupts = engine_of(generator).step, 0
 
     def interrupted() -> None:
         step()
         if one.is_finished and not interrupts:
             interrupt()
 
-    monkeypatch.setattr(generator._engine, "step", interrupted)
+    monkeypatch.setattr(engine_of(generator), "step", interrupted)
     results: list[dict[str, Any]] = []
     while generator.num_remaining_jobs():
         try:
@@ -547,6 +548,6 @@ def test_generate_takes_its_jobs_back_when_interrupted_while_they_are_queued(mon
         with pytest.raises(KeyboardInterrupt):
             generator.generate("abc", 5)
     assert generator.num_remaining_jobs() == 0
-    assert not generator._outbox.has_redirects
+    assert not has_redirects(generator)
     check_pages(generator)
     assert generator.generate("abc", 5, completion_only=True)

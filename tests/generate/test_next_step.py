@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from internals import prelaunch
 
 from exl_core import PagedParams
 from exl_filters import ExLlamaV2Filter
@@ -240,7 +241,7 @@ def play(
     model = kind(CONFIG)
     cache = ScriptedCache(model, max_seq_len=160)
     generator = ExLlamaV2DynamicGenerator(model, cache, TOKENIZER, page_size=8, max_chunk_size=16, max_batch_size=4)
-    generator._engine._runner.asynchronous = early
+    prelaunch(generator, early)
     jobs = [ask.job() for ask in asks]
     said: list[list[Any]] = [[] for _ in jobs]
     for at in range(400):
@@ -291,7 +292,7 @@ def test_generators_that_share_a_model_keep_their_logits(kind: type[OneBuffer]) 
         for prompt in ([3, 4, 5], [6, 7]):
             cache = ScriptedCache(model, max_seq_len=160)
             generator = ExLlamaV2DynamicGenerator(model, cache, TOKENIZER, page_size=8)
-            generator._engine._runner.asynchronous = True
+            prelaunch(generator, True)
             generator.enqueue(ExLlamaV2DynamicJob(torch.tensor([prompt]), 16, gen_settings=Settings.greedy()))
             generators.append(generator)
         own = ScriptedCache(model, max_seq_len=64)
@@ -314,7 +315,7 @@ def test_generators_that_share_a_model_keep_their_logits(kind: type[OneBuffer]) 
 def test_a_step_that_cannot_be_queued_is_computed_later() -> None:
     model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB, max_seq_len=96, max_input_len=32), lambda context: 6)
     generator = ExLlamaV2DynamicGenerator(model, ScriptedCache(model, max_seq_len=64), TOKENIZER, page_size=8)
-    generator._engine._runner.asynchronous = True
+    prelaunch(generator, True)
     job = ExLlamaV2DynamicJob(torch.tensor([[3, 4, 5]]), 8, gen_settings=Settings.greedy())
     generator.enqueue(job)
     generator.iterate()
@@ -340,7 +341,7 @@ class Stage:
         patch.setattr(kernels, "launch", self.device.launch)
         cache = ScriptedCache(self.model, max_seq_len=160)
         self.generator = ExLlamaV2DynamicGenerator(self.model, cache, TOKENIZER, page_size=8)
-        self.generator._engine._runner.asynchronous = True
+        prelaunch(self.generator, True)
         self.results: list[dict[str, Any]] = []
 
     def add(self, prompt: list[int], new: int, style: Any = None, **kw: Any) -> ExLlamaV2DynamicJob:

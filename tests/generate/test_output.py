@@ -106,7 +106,7 @@ def test_a_withdrawn_token_leaves_the_stream_as_if_it_had_never_come(
             fresh = TextStream(PieceTable(pieces), Automaton([]), Automaton(bans, fold=True))
             for earlier in kept:
                 assert fresh.push(Record(earlier)) is None
-            assert (stream._scan, shown + stream._text) == (fresh._scan, fresh._text)
+            assert (stream._scan, shown + stream._text) == (fresh._scan, fresh._text)  # noqa: SLF001
         shown += stream.release().text
         assert not any(b.lower() in shown.lower() for b in bans)
 

@@ -32,6 +32,21 @@ LONG = 120
 INTERRUPTED = (KeyboardInterrupt, RuntimeError)
 
 
+def started(pool: Any) -> int:
+    """Threads that the pool has started."""
+    return int(pool._started)  # noqa: SLF001
+
+
+def load(pool: Any) -> int:
+    """Tasks that the pool has not finished."""
+    return int(pool._load.qsize())  # noqa: SLF001
+
+
+def python_threads() -> int:
+    """Threads that run Python, also those that `threading` does not know."""
+    return len(sys._current_frames())  # noqa: SLF001
+
+
 class _End(Future[Any]):
     """Ends the thread that comes to it."""
 
@@ -45,7 +60,7 @@ def pool_of(count: int) -> Iterator[_DaemonPool]:
     pool = _DaemonPool(count)
     yield pool
     for _ in range(count + 1):  # an interrupt may have left one too many
-        pool._queue.put((_End(), int, (), {}))
+        pool._queue.put((_End(), int, (), {}))  # noqa: SLF001
 
 
 def all_at_once(pool: _DaemonPool, count: int) -> None:
@@ -77,7 +92,7 @@ def cancel(pool: _DaemonPool) -> None:
 @pytest.mark.parametrize("use", [submit, wait, cancel])
 @pytest.mark.parametrize("begun", [False, True])
 def test_an_interrupt_at_any_call_of_the_pools_own(use: Callable[[_DaemonPool], None], begun: bool) -> None:
-    threads = len(sys._current_frames())
+    threads = python_threads()
     for number in itertools.count(1):
         with pool_of(2) as pool:
             if begun:
@@ -91,7 +106,7 @@ def test_an_interrupt_at_any_call_of_the_pools_own(use: Callable[[_DaemonPool], 
         if not struck:
             break
     assert number > 8
-    wait_until(lambda: len(sys._current_frames()) <= threads)  # none that nobody can end
+    wait_until(lambda: python_threads() <= threads)  # none that nobody can end
 
 
 @contextlib.contextmanager
@@ -151,15 +166,15 @@ def test_no_more_threads_than_are_needed() -> None:
     with pool_of(8) as pool:
         for _ in range(50):
             assert pool.submit(len, "abc").result(timeout=LONG) == 3
-        assert pool._started == 1
+        assert started(pool) == 1
         all_at_once(pool, 4)
-        assert pool._started == 4
+        assert started(pool) == 4
         failed = pool.submit(int, "x")
         with pytest.raises(ValueError, match="invalid literal"):
             failed.result(timeout=LONG)
         all_at_once(pool, 8)
         all_at_once(pool, 8)
-        assert pool._started == 8
+        assert started(pool) == 8
     assert workers.filter_pool() is workers.filter_pool()
 
 
@@ -170,11 +185,11 @@ def test_what_is_over_is_not_counted_when_others_hear_of_it() -> None:
             begin, counts = threading.Event(), deque[int]()
             pool.submit(begin.wait)
             future = pool.submit(work, 0)  # type: ignore[arg-type]
-            future.add_done_callback(lambda _, counts=counts: counts.append(pool._load.qsize()))  # type: ignore[misc]
+            future.add_done_callback(lambda _, counts=counts: counts.append(load(pool)))  # type: ignore[misc]
             wait_until(partial(bool, counts))
             assert counts == deque([1])
             begin.set()
-            wait_until(lambda: not pool._load.qsize())
+            wait_until(lambda: not load(pool))
 
 
 def test_a_thread_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,11 +199,11 @@ def test_a_thread_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Monk
     with pool_of(2) as pool:
         for _ in range(3):
             with monkeypatch.context() as patch:
-                patch.setattr(workers._thread, "start_new_thread", none_left)
+                patch.setattr(workers._thread, "start_new_thread", none_left)  # noqa: SLF001
                 with pytest.raises(RuntimeError, match="can't start"):
                     pool.submit(int)
         all_at_once(pool, 2)
-        assert pool._started == 2
+        assert started(pool) == 2
 
 
 def test_a_thread_has_a_name_and_keeps_nothing_of_what_it_did() -> None:

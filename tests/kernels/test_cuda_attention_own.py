@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import KINDS, UNDER_A_TOOL, OwnStep, own_step
+from internals import group_of
 from torch import Tensor
 
 from exl_kernels import _native
@@ -229,7 +230,7 @@ def product_of(k: int, kind: str) -> CudaQuantMatrix:
 
 def packed(matrix: CudaQuantMatrix, x: Tensor) -> tuple[int, Tensor]:
     """Columns, and scratch memory as the matmul's own packing launch leaves it for x [T, K]."""
-    rows, group = x.shape[0], matrix._group
+    rows, group = x.shape[0], group_of(matrix)
     few = rows <= FEW_ROWS
     plan = group.plan_with("gemm_few" if few else "gemm_batch", rows)
     scratch = torch.zeros(plan.scratch_bytes, dtype=torch.uint8, device="cuda")
@@ -293,7 +294,7 @@ def test_a_matmul_takes_only_inputs_packed_for_it() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_blocks_that_share_k_need_not_wait_for_one_another(dtype: torch.dtype) -> None:
     made = product_of(4096, "exl2")
-    group, stream = made._group, torch.cuda.current_stream().cuda_stream
+    group, stream = group_of(made), torch.cuda.current_stream().cuda_stream
     bf16 = dtype == torch.bfloat16
     for rows in (9, 16, 23, 32, 64):
         x = torch.randn(rows, 4096, device="cuda").to(dtype)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from internals import group_of
 from torch import Tensor
 
 from exl_kernels.device import programmatic_launch, set_programmatic_launch, set_row_invariant
@@ -205,13 +206,13 @@ def ways(made: CudaQuantMatrix, x: Tensor) -> dict[str, Tensor]:
     names = ["gemm_tile", "gemm_batch", *(["gemv_ring"] if planned(made, rows, bf16) == "gemv_ring" else [])]
     out = {name: torch.full((rows, made.out_features), float("nan"), device="cuda") for name in names}
     for name, y in out.items():
-        launch_matmul(made._group, made._group.plan_with(name, rows, bfloat16=bf16), x, y)
+        launch_matmul(group_of(made), group_of(made).plan_with(name, rows, bfloat16=bf16), x, y)
     return out
 
 
 def planned(made: CudaQuantMatrix, rows: int, bf16: bool = False) -> str:
     """The kernel that `matmul` launches."""
-    return made._group.plan_alone(rows, bfloat16=bf16).kernel
+    return group_of(made).plan_alone(rows, bfloat16=bf16).kernel
 
 
 @pytest.mark.needs("bulk_copy", "wgmma")
@@ -288,7 +289,7 @@ def test_so_many_columns_that_some_are_left_over(kind: str, group: int) -> None:
         got = ways(made, x)
         assert torch.equal(got["gemm_batch"], got["gemm_tile"]), m
         again = torch.full_like(got["gemm_batch"], float("nan"))
-        launch_matmul(made._group, made._group.plan_with("gemm_batch", m), x, again)
+        launch_matmul(group_of(made), group_of(made).plan_with("gemm_batch", m), x, again)
         assert torch.equal(again, got["gemm_tile"]), m
 
 

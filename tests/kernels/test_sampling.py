@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from internals import gpu_sleep
 
 from exl_kernels import sampling, threads
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
@@ -541,7 +542,7 @@ def test_inputs_of_the_next_step_are_there_with_the_tokens(rows: int, width: int
         asked = [Row(plan, logits[i], uniform=0.01 * i) for i in range(rows)]
         for _ in range(3):
             step = Step(rows, width, size)
-            torch.cuda._sleep(1_000_000)
+            gpu_sleep(1_000_000)
             found, kept = sampled_into(step, asked)
             assert step.tokens is not None
             assert torch.equal(step.copied.cpu(), step.source[8 * rows :])
@@ -562,7 +563,7 @@ def test_a_launch_that_is_never_collected_leaves_the_next_call_alone() -> None:
     want = sampling.sample(second)
     for _ in range(1 if UNDER_A_TOOL else 5):
         step = Step(count, 9000)
-        torch.cuda._sleep(10_000_000)
+        gpu_sleep(10_000_000)
         sampling.launch(first, step.inputs)
         step.launch()
         assert sampling.sample(second) == want

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from internals import gpu_sleep
 
 from exl_kernels.linear import QuantMatrix, workspace
 from exl_kernels.linear.workspace import block_workspace, forget_workspaces, workspaces_in
@@ -91,10 +92,10 @@ def test_what_is_queued_outlives_its_memory() -> None:
     for give_back in (False, True):
         with torch.cuda.stream(aside):
             matrix.matmul(x)
-            known = [key for key in workspace._by_stream if key[1] == aside.cuda_stream]
+            known = [key for key in workspace._by_stream if key[1] == aside.cuda_stream]  # noqa: SLF001
             assert known, "blocks of this product meet nowhere: another shape is needed"
-            size = workspace._by_stream[known[0]].numel()
-            torch.cuda._sleep(20_000_000)  # about 10 ms
+            size = workspace._by_stream[known[0]].numel()  # noqa: SLF001
+            gpu_sleep(20_000_000)  # about 10 ms
             got = matrix.matmul(x)
         forget_workspaces(x.device)
         if give_back:

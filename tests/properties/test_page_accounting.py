@@ -9,6 +9,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from internals import prelaunch
 
 from exl_generate import CapacityError, ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.testing import ScriptedCache, ScriptedConfig, ScriptedModel, ScriptedTokenizer, check_pages
@@ -119,7 +120,7 @@ class PagesWithStepsAhead(Pages):
 
     def __init__(self) -> None:
         super().__init__()
-        self.generator._engine._runner.asynchronous = True
+        prelaunch(self.generator, True)
 
 
 TestPagesWithStepsAhead = PagesWithStepsAhead.TestCase

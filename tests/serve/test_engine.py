@@ -74,7 +74,7 @@ def on(thread: EngineThread, work: Callable[[LocalEngine], Awaitable[Any]]) -> A
 def idle(thread: EngineThread) -> bool:
     """Whether nothing is left of any request, within a few rounds."""
     g = thread.generator
-    return bool(until(lambda: not g.num_remaining_jobs() and not g.referenced_pages and not thread.host._groups))
+    return bool(until(lambda: not g.num_remaining_jobs() and not g.referenced_pages and not thread.host._groups))  # noqa: SLF001
 
 
 def library(thread: EngineThread, asked: EngineRequest, choice: int = 0) -> str:
@@ -461,7 +461,7 @@ def test_a_malformed_message_ends_that_worker_s_requests_alone(scripted: EngineT
         mine, theirs = Sink(), Sink()
         await engine.submit(request(scripted, max_tokens=300), mine)
         await other.submit(request(scripted, max_tokens=900), theirs)
-        other._socket.send(b"\xc1 no message")
+        other._socket.send(b"\xc1 no message")  # noqa: SLF001
         assert isinstance((await mine.ended())[-1], Finished)
         with pytest.raises(ServeError, match="restarted"):
             await other.submit(request(scripted), Sink())
@@ -533,8 +533,8 @@ def test_two_busy_keys_are_served_alike(lengths: list[int], batch: int, other: i
     served = {"a": 0.0, "b": 0.0}
     running: list[Entry] = []
     longest = max([*lengths, other])
-    while {"a", "b"} <= set(queue._waiting):
-        while len(running) < batch and {"a", "b"} <= set(queue._waiting):
+    while {"a", "b"} <= set(queue._waiting):  # noqa: SLF001
+        while len(running) < batch and {"a", "b"} <= set(queue._waiting):  # noqa: SLF001
             one = queue.pop(0.0)
             assert one is not None
             queue.charge(one.key, 1.0, prompt=one.prompt_tokens)
@@ -615,5 +615,5 @@ def test_an_engine_that_has_ended_may_be_stopped_again(fable: EngineThread) -> N
     made = Loaded(fable.generator, fable.card, None)
     thread = EngineThread(ModelConfig(id="again", path=fable.card.folder), loaded=made)
     thread.close()
-    assert not thread._thread.is_alive()
+    assert not thread._thread.is_alive()  # noqa: SLF001
     thread.host.stop()

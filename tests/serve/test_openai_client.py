@@ -311,7 +311,7 @@ def test_an_error_that_comes_with_the_first_text(
         return iterate()
 
     async def late(mailbox: Mailbox, seconds: float | None = None) -> Any:
-        while not any(isinstance(event, Error) for event in mailbox._events):
+        while not any(isinstance(event, Error) for event in mailbox._events):  # noqa: SLF001
             await asyncio.sleep(0.01)
         return await take(mailbox, seconds)
 

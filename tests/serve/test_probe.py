@@ -78,7 +78,7 @@ def test_an_engine_that_fails_or_writes_something_else(
         failed = http.get("/health/generate?max_age=0")
     assert (failed.status_code, failed.json()["error"]["code"]) == (503, "engine_error")
     assert http.get("/health/generate?max_age=0").status_code == 200
-    first = probe._first_token
+    first = probe._first_token  # noqa: SLF001
 
     async def other(*args: Any) -> int:
         return await first(*args) + 1
@@ -112,7 +112,7 @@ def test_a_hanging_engine(http: httpx.Client, fable: EngineThread, monkeypatch: 
 
 
 def test_a_long_queue_is_no_failure(http: httpx.Client, fable: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fable.host._admission, "predicted_wait", lambda rates: 100.0)
+    monkeypatch.setattr(fable.host._admission, "predicted_wait", lambda rates: 100.0)  # noqa: SLF001
     assert http.get("/health/generate?max_age=0").status_code == 200
 
 
@@ -127,7 +127,7 @@ def test_those_who_come_together_do_not_wait_for_one_another(
         return iterate()
 
     made: list[Any] = []
-    first = probe._first_token
+    first = probe._first_token  # noqa: SLF001
 
     async def counted(*args: Any) -> int:
         made.append(args)

@@ -215,7 +215,7 @@ def test_keys(served: Callable[..., Served], tmp_path: Path) -> None:
 def test_what_cannot_be_served_is_said_at_once(served: Callable[..., Served], options: list[str], says: str) -> None:
     server = served(*options)
     assert server.process.wait(SECONDS) == 1
-    server._reader.join(SECONDS)
+    server._reader.join(SECONDS)  # noqa: SLF001
     assert says in server.log
     assert "Traceback" not in server.log
 

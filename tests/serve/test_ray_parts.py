@@ -41,6 +41,11 @@ USAGE = Usage(prompt_tokens=3, completion_tokens=4)
 # ---- labels ----------------------------------------------------------------------------------------------------------
 
 
+def set_card(engine: Any, card: Any) -> None:
+    """Give a client the description of an engine that is not there."""
+    engine._card = card  # noqa: SLF001
+
+
 @pytest.mark.parametrize("salt", [b"", b"of a key"])
 def test_labels_are_those_of_the_engine_s_page_table(fable: EngineThread, salt: bytes) -> None:
     """A prompt's pages are found in the table under what an ingress computes without it."""
@@ -209,7 +214,7 @@ def test_a_simulated_cluster_finds_its_pages_and_shares_the_work() -> None:
         number[0] += 1
         if number[0] % 40 == 0:  # a report empties what was counted as sent
             for name in names:
-                index.report(name, report(number[0], boot=b"", labels=b"".join(index._labels[name])))
+                index.report(name, report(number[0], boot=b"", labels=b"".join(index._labels[name])))  # noqa: SLF001
         chosen = index.order(labels, tokens)[0][0]
         index.sent(chosen, labels, tokens)
         return chosen
@@ -318,7 +323,7 @@ class Fragile:
 
     async def _stream(self, frame: bytes, ingress: str, tag: int) -> AsyncIterator[bytes]:
         self.taken.append(msgspec.msgpack.decode(frame, type=EngineRequest))
-        stream = replica_of(self._engine, self._folder).generate(frame, ingress=ingress, tag=tag)
+        stream = StartedReplica(self._engine, self._folder).generate(frame, ingress=ingress, tag=tag)
         yield await anext(stream)
         async for item in stream:
             for event in decode_events(item):
@@ -386,7 +391,7 @@ def test_a_stream_continues_on_another_replica(fable: EngineThread, tmp_path: Pa
             for at in range(0, len(whole), 1 if case == "stop" else 4):
                 handle = Fragile(local, tmp_path, at)
                 engine = RayEngine(handle, "i")
-                engine._card = local.card
+                set_card(engine, local.card)
                 assert told(await ran(engine), asked.n) == told(whole, asked.n), at
                 assert len(handle.taken) == 2
                 assert not any(handle.taken[0].resume)
@@ -402,7 +407,7 @@ def test_another_answer_is_never_joined(tmp_path: Path) -> None:
     async def steps() -> None:
         fake = FakeEngine()
         engine = RayEngine(Fragile(fake, tmp_path, 1), "i")
-        engine._card = SimpleNamespace(digest="d", namespace=b"n" * 16, page_size=256)  # type: ignore[assignment]
+        set_card(engine, SimpleNamespace(digest="d", namespace=b"n" * 16, page_size=256))
         events: list[EngineEvent] = []
         await engine.submit(msgspec.msgpack.decode(frame(), type=EngineRequest), events.append)
         fake.sinks[0](Tokens(0, (7, 8), "ab"))
@@ -445,15 +450,20 @@ class FakeEngine:
         self.cancelled += 1
 
 
-def replica_of(engine: Any, folder: Path) -> EngineReplica:
+class StartedReplica(EngineReplica):
     """A replica whose engine process is there already."""
-    made = EngineReplica.__new__(EngineReplica)
-    made._model, made._name, made._engine = ModelConfig(id="m", path="m", max_batch_size=1), "here", engine
-    made._connecting, made._running, made._heard = asyncio.Lock(), {}, {}
-    made._open = made._taken = 0
-    made._folder = SimpleNamespace(name=str(folder), cleanup=lambda: None)  # type: ignore[assignment]
-    made._process = SimpleNamespace(poll=lambda: 0)  # type: ignore[assignment]
-    return made
+
+    def __init__(self, engine: Any, folder: Path) -> None:
+        self._model, self._name, self._engine = ModelConfig(id="m", path="m", max_batch_size=1), "here", engine
+        self._connecting, self._running, self._heard = asyncio.Lock(), {}, {}
+        self._open = self._taken = 0
+        self._folder = SimpleNamespace(name=str(folder), cleanup=lambda: None)  # type: ignore[assignment]
+        self._process = SimpleNamespace(poll=lambda: 0)  # type: ignore[assignment]
+
+    @property
+    def open(self) -> int:
+        """Requests that it holds."""
+        return self._open
 
 
 def frame(*media: MediaRef) -> bytes:
@@ -465,7 +475,7 @@ def frame(*media: MediaRef) -> bytes:
 def test_a_cancelled_request_ends_its_stream(tmp_path: Path, by: str) -> None:
     async def steps() -> None:
         engine = FakeEngine()
-        replica = replica_of(engine, tmp_path)
+        replica = StartedReplica(engine, tmp_path)
         stream = replica.generate(frame(), ingress="i", tag=1)
         await anext(stream)
         tags = [1] if by == "cancel" else []
@@ -475,7 +485,7 @@ def test_a_cancelled_request_ends_its_stream(tmp_path: Path, by: str) -> None:
         assert engine.cancelled
         async with asyncio.timeout(HANG_SECONDS):
             assert [item async for item in stream] == []
-        assert replica._open == 0
+        assert replica.open == 0
 
     asyncio.run(steps())
 
@@ -483,7 +493,7 @@ def test_a_cancelled_request_ends_its_stream(tmp_path: Path, by: str) -> None:
 def test_a_full_replica_refuses_and_takes_requests_again(tmp_path: Path) -> None:
     async def steps() -> None:
         engine = FakeEngine()
-        replica = replica_of(engine, tmp_path)
+        replica = StartedReplica(engine, tmp_path)
         streams = [replica.generate(frame(), ingress="i", tag=tag) for tag in range(BATCHES)]
         for stream in streams:
             await anext(stream)
@@ -504,7 +514,7 @@ def test_images_reach_an_engine_as_files_and_none_is_left(tmp_path: Path) -> Non
         engine = FakeEngine()
         large = MediaRef(width=2048, height=4096, digest=b"d", data=bytes(3 * 2048 * 4096))
         assert len(large.data) > wire.MAX_MESSAGE
-        await anext(replica_of(engine, tmp_path).generate(frame(large), ingress="i", tag=1))
+        await anext(StartedReplica(engine, tmp_path).generate(frame(large), ingress="i", tag=1))
         assert engine.images == [large.data]
         assert len(wire.encode(wire.Submit(1, engine.requests[0]))) < 1000
         assert list(tmp_path.iterdir()) == []
@@ -521,8 +531,8 @@ def test_a_request_that_is_too_large_leaves_nothing_behind(fable: EngineThread) 
             with pytest.raises(ServeError, match="a message of") as caught:
                 await engine.submit(large, lambda event: None)
             assert caught.value.status == 413
-            assert not engine._answers
-            assert not engine._waiting
+            assert not engine._answers  # noqa: SLF001
+            assert not engine._waiting  # noqa: SLF001
         finally:
             await engine.close()
 
@@ -568,7 +578,7 @@ def test_an_operator_s_cancel_reaches_the_replica_and_the_client() -> None:
     async def steps() -> None:
         handle = FakeHandle()
         engine = RayEngine(handle, "i")
-        engine._card = SimpleNamespace(digest="d", namespace=b"n" * 16, page_size=256)  # type: ignore[assignment]
+        set_card(engine, SimpleNamespace(digest="d", namespace=b"n" * 16, page_size=256))
         events: list[EngineEvent] = []
         await engine.submit(msgspec.msgpack.decode(frame(), type=EngineRequest), events.append)
         assert await engine.control("cancel", id="r") == {"cancelled": True}
@@ -626,7 +636,7 @@ def test_a_request_that_a_replica_cannot_take_goes_to_another(answers: list[str]
     async def steps() -> None:
         handle = Unwilling(*answers)
         engine = RayEngine(handle, "i")
-        engine._card = SimpleNamespace(digest="d", namespace=b"n" * 16, page_size=256)  # type: ignore[assignment]
+        set_card(engine, SimpleNamespace(digest="d", namespace=b"n" * 16, page_size=256))
         ended = asyncio.Event()
 
         def take(event: EngineEvent) -> None:

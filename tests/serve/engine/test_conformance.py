@@ -43,6 +43,11 @@ CONFIG = ModelConfig(
 HANG = 120.0
 
 
+def groups(host: Any) -> Any:
+    """The requests that an engine's host holds."""
+    return host._groups  # noqa: SLF001
+
+
 def request(**fields: Any) -> EngineRequest:
     given: dict[str, Any] = {
         "id": "r",
@@ -272,11 +277,11 @@ def slow(thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> EngineThread:
 
 def die(engine: LocalEngine) -> None:
     """As a process dies: without a word."""
-    assert engine._pinging is not None
-    engine._pinging.cancel()
-    engine._loop.remove_reader(engine._socket.FD)
-    engine._closed = True
-    engine._socket.close(0)
+    assert engine._pinging is not None  # noqa: SLF001
+    engine._pinging.cancel()  # noqa: SLF001
+    engine._loop.remove_reader(engine._socket.FD)  # noqa: SLF001
+    engine._closed = True  # noqa: SLF001
+    engine._socket.close(0)  # noqa: SLF001
 
 
 def test_who_leaves_hears_of_what_had_not_ended(slow: EngineThread) -> None:
@@ -304,9 +309,9 @@ def test_a_worker_that_dies_is_noticed(slow: EngineThread, paused: bool) -> None
         if paused:
             one.pause()
         die(engine)
-        died = slow.host._status.step
-        until(lambda: all(group.request.id != "mine" for group in list(slow.host._groups.values())))
-        assert slow.host._status.step < died + 400, "it has run to its end"
+        died = slow.host._status.step  # noqa: SLF001
+        until(lambda: all(group.request.id != "mine" for group in list(groups(slow.host).values())))
+        assert slow.host._status.step < died + 400, "it has run to its end"  # noqa: SLF001
         await theirs.ended()
         assert isinstance(theirs.ends[0], Finished)
         until(lambda: not slow.generator.referenced_pages)
@@ -318,11 +323,11 @@ def test_a_worker_that_dies_is_noticed(slow: EngineThread, paused: bool) -> None
 def test_a_tag_that_is_used_twice_ends_that_worker_s_requests(slow: EngineThread) -> None:
     async def work() -> None:
         engine = await slow.connect()
-        engine._tags = itertools.repeat(7)  # type: ignore[assignment]
+        engine._tags = itertools.repeat(7)  # type: ignore[assignment]  # noqa: SLF001
         sink = Sink()
         await engine.submit(request(max_tokens=900), sink)
-        engine._send(wire.Submit(7, request(max_tokens=900)))
-        until(lambda: not slow.host._groups)
+        engine._send(wire.Submit(7, request(max_tokens=900)))  # noqa: SLF001
+        until(lambda: not groups(slow.host))
         until(lambda: not slow.generator.referenced_pages)
         await engine.close()
 
@@ -368,11 +373,11 @@ def test_one_key_does_not_take_all_compilers(monkeypatch: pytest.MonkeyPatch) ->
         for task in many[2:]:
             task.cancel()
         await asyncio.gather(*many[2:], return_exceptions=True)
-        until(lambda: len(thread.host._compile_queue) == 2)
+        until(lambda: len(thread.host._compile_queue) == 2)  # noqa: SLF001
         gate.set()
         for running in await asyncio.gather(*many[:2]):
             running.cancel()
-        until(lambda: not thread.host._groups and not len(thread.host._compile_queue))
+        until(lambda: not groups(thread.host) and not len(thread.host._compile_queue))  # noqa: SLF001
         await engine.close()
 
     try:

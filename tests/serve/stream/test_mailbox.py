@@ -51,6 +51,6 @@ def test_a_box_that_is_closed_keeps_no_timer() -> None:
         box.close()
         assert await waiting == []
         assert await box.take(NEVER) == []
-        assert box._timer is None
+        assert box._timer is None  # noqa: SLF001
 
     asyncio.run(run())
