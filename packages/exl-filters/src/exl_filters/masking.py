@@ -1,4 +1,4 @@
-"""Apply packed masks to logits: numpy arrays, and torch tensors on any device. Imports no torch of its own."""
+"""Apply packed masks to logits: numpy arrays, and torch tensors on any device. Does not import torch."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def _from_exllama(tokenizer: Any, tokens: list[bytes | str | None]) -> Vocabular
 
 
 def _bytes_from_pieces(tokenizer: Any) -> list[bytes | str | None]:
-    """Return the pieces as text; pieces that are no complete characters are read as bytes from the raw pieces."""
+    """Return the pieces as text; incomplete characters are read as bytes from the raw pieces."""
     pieces: list[bytes | str | None] = list(tokenizer.get_id_to_piece_list())
     broken = [
         i for i, piece in enumerate(pieces) if isinstance(piece, str) and "�" in piece and _UNDEFINED not in piece

@@ -1,7 +1,7 @@
-"""llguidance's error messages in the words of whoever wrote the schema or pattern.
+"""Translate llguidance's error messages to terms of the schema or pattern that the caller wrote.
 
-llguidance reports errors in the grammar text that this package makes of a schema, with options and names of its own
-types. This module keeps the reason and leaves out the rest.
+llguidance reports errors in the grammar text that this package makes of a schema, with its own options and type
+names. This module keeps the reason and leaves out the rest.
 """
 
 from __future__ import annotations

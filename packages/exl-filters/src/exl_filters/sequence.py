@@ -148,7 +148,7 @@ class SequenceFilter(ReplayedFilter):
         return index == len(self._parts) - 1
 
     def _started(self, index: int, prefix: bytes = b"") -> FilterDriver:
-        with self._starting:  # llguidance refuses a matcher that two threads use
+        with self._starting:  # llguidance rejects a matcher that two threads use
             driver = self._starts[index].copy()
         driver.begin(prefix)
         return driver

@@ -78,7 +78,7 @@ class _Worker:
 
     def __init__(self, generator: ExLlamaV2DynamicGenerator) -> None:
         self._generator = generator
-        # Weakly held: a job that nobody can read any more is discarded.
+        # Weakly held: a job without any reference is discarded.
         self._jobs: dict[ExLlamaV2DynamicJob, weakref.ref[ExLlamaV2DynamicJobAsync]] = {}
         self._cancels: deque[ExLlamaV2DynamicJob] = deque()
         self._wake = threading.Condition()

@@ -1,4 +1,6 @@
-"""Protocols of the layers below, as far as generators use them. exl_core's classes and test doubles implement them."""
+"""Protocols of the layers below with the members that generators use. exl_core's classes and test doubles implement
+them.
+"""
 
 from __future__ import annotations
 

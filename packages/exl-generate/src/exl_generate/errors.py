@@ -28,7 +28,7 @@ class CapacityError(ExlError, ValueError):
 
 
 class JobStateError(ExlError, RuntimeError):
-    """An operation does not fit the state the job or generator is in, such as enqueueing a job twice."""
+    """An operation does not fit the state of the job or generator, for example enqueueing a job twice."""
 
     code: ClassVar[str] = "job_state"
 

@@ -21,10 +21,12 @@ class CommandGroup(TyperGroup):
     """The built-in commands, then those of other packages; no package replaces a built-in one."""
 
     def list_commands(self, ctx: Any) -> list[str]:
+        """Return the built-in commands, then the names of other packages' commands in order."""
         own = super().list_commands(ctx)
         return [*own, *sorted(set(_found()) - set(own))]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command by name, imported from its package if it is not built in; None for an unknown name."""
         own = super().get_command(ctx, cmd_name)
         if own is not None:
             return own

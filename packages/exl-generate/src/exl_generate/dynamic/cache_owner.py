@@ -2,7 +2,7 @@
 
 A page table describes the content of one cache. Two page tables over one cache would each trust pages that the other
 has overwritten. So a generator becomes the owner of its caches when it queues jobs, and forgets its pages if another
-generator owned one of them meanwhile. Owners are held weakly: a generator that nobody uses any more owns nothing.
+generator owned one of them meanwhile. Owners are held weakly: an unused generator owns nothing.
 """
 
 from __future__ import annotations

@@ -33,8 +33,10 @@ __all__ = ["Decoder", "Outcome"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Effect of a token after which a job does not simply go on: the job has ended for `reason`, as in its last result,
-    or a banned string is to be withdrawn ("banned")."""
+    """Effect of a token that does not let the job simply continue.
+
+    The job has ended for `reason`, as in its last result, or a banned string must be withdrawn ("banned").
+    """
 
     reason: str
     #: the stop token
@@ -129,8 +131,11 @@ class Decoder:
         return record
 
     def take(self, record: Record, generated: int) -> Outcome | None:
-        """Append a token to the output; None if the job simply goes on. Stop tokens come first, then text, then the end
-        of the filters, then the limit. `generated`: tokens so far with this one, a healed one counted."""
+        """Append a token to the output; returns None if the job continues.
+
+        Stop tokens come first, then text, then the end of the filters, then the limit. `generated` is the number of
+        tokens so far with this one, a healed one counted.
+        """
         request = self._request
         filter_ended = self.constraints.feed(record)
         if record.token in request.stop_tokens:

@@ -57,7 +57,7 @@ class ExLlamaV2DynamicGenerator:
     generator on the same cache raises `JobStateError`. Generators may take turns, but each change of owner drops the
     cached prefixes. Call `reset_page_table` after a `forward` of your own that writes into the cache.
 
-    A Ctrl-C is raised at the end of the step. No token is lost or doubled, however many arrive: the next call goes on.
+    A Ctrl-C is raised at the end of the step. No token is lost or doubled, however many arrive: the next call resumes.
     From the second one on they also interrupt a filter or hook, which ends its job, and a forward pass on the CPU,
     which the next call repeats.
 
@@ -126,12 +126,12 @@ class ExLlamaV2DynamicGenerator:
         self.num_draft_tokens, self.use_ngram_draft, self.max_ngram = drafts, use_ngram_draft, max_ngram
         self.max_sampling_threads, self.min_sampling_threads = max_sampling_threads, min_sampling_threads
         self.paged, self.filter_background_eval = paged, filter_background_eval
-        #: whether another generator that takes the cache ends this one's jobs; otherwise it is refused
+        #: whether another generator that takes the cache ends this one's jobs; otherwise it is rejected
         self.yields_cache = False
         self.page_table = PageTable(limits.num_pages, limits.page_size)
         self.drafter = drafter = self._make_drafter()
         self.job_serial = 0
-        # None of these may refer to this object: a generator that nobody uses any more must be freed at once.
+        # None of these may refer to this object: an unused generator must be freed at once.
         self._context = JobContext(model, cache, tokenizer, self.page_table, drafts, drafter.new_acceptance)
         self._scheduler = Scheduler(self._context, limits.max_batch_size, limits.max_seq_len)
         self._outbox = Outbox()

@@ -50,7 +50,7 @@ class Record:
     drawn: int = -1
     #: whether the filters have seen it
     fed: bool = True
-    #: the token as int64 [1, 1], where somebody has made that already
+    #: the token as int64 [1, 1], if that tensor exists already
     ids: torch.Tensor | None = None
     #: characters of the whole output up to the end of this token; one more while its last character is incomplete
     end: int = 0

@@ -71,7 +71,7 @@ class _DaemonPool(Executor):
                     result = fn(*args, **kwargs)
                 except BaseException as error:
                     failure = error
-            self._load.get_nowait()  # before anybody sees that this is over, and gives the next one
+            self._load.get_nowait()  # before a waiter sees the result and submits the next job
             if failure is not None:
                 future.set_exception(failure)
             elif wanted:

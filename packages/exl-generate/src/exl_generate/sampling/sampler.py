@@ -58,7 +58,7 @@ class Sample:
     probability: float
     top_tokens: Ids
     top_probabilities: NDArray[np.float32]
-    #: the token as int64 [1, 1], where somebody has made that already
+    #: the token as int64 [1, 1], if that tensor exists already
     ids: torch.Tensor | None = None
 
 

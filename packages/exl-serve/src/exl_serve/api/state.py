@@ -120,9 +120,9 @@ class AppState:
     meter: Meter
     #: raises ServeError 401, 403 or 429: (ASGI scope, needed scope) -> caller
     authenticate: Callable[[Mapping[str, Any], str], Caller]
-    #: about to stop: load balancers are told to go elsewhere, requests are still taken
+    #: about to stop: load balancers are told to use other servers, requests are still accepted
     draining: bool = False
-    #: stopping: new requests are refused
+    #: stopping: new requests are rejected
     refusing: bool = False
     #: counts a request against its key's limits: raises ServeError 429; (caller, choices) -> its place, or None
     admit: Callable[[Caller, int], Any] = lambda caller, choices: None

@@ -64,7 +64,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cors_origins: tuple[str, ...] = ()
     #: host names besides loopback ones that requests may name in Host when bound to loopback
     allowed_hosts: tuple[str, ...] = ()
-    #: refuse unknown fields instead of naming them in a header
+    #: reject unknown fields instead of naming them in a header
     strict_fields: bool = False
     #: answer for any model name while one model is loaded
     accept_any_model: bool = False
@@ -88,7 +88,7 @@ class Auth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     #: file with keys, mode 0600
     key_file: str | None = None
-    #: a cache salt of its own for every key
+    #: a separate cache salt for every key
     per_key_salt: bool = False
     #: fairness by client address where there is no key
     per_address: bool = False
@@ -183,7 +183,7 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     #: CPUs and GPUs of one engine replica
     engine_cpus: float = 1.0
     engine_gpus: float = 0.0
-    #: seconds without a heartbeat after which a replica is taken for dead
+    #: seconds without a heartbeat after which a replica counts as dead
     health_seconds: float = 15.0
 
 

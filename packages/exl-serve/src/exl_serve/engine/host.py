@@ -545,7 +545,7 @@ class Host:
         elif not group.running and not group.waiting:
             self._groups.pop((group.worker, group.tag), None)
             if group.entry is not None:
-                self._charge()  # before: an account that nobody uses may be closed
+                self._charge()  # before: an unused account may be closed
                 self._admission.done(group.request.key)
                 group.entry = None
 

@@ -61,7 +61,7 @@ class Engines:
         self._folder, self._metrics, self._clock, self._wake, self._patience = folder, metrics, clock, wake, patience
         self.registry = Registry(clock, config.memory.budget, self._on_change)
         self.changed = True
-        #: starting and restarting goes on
+        #: whether processes are started and restarted
         self.running = True
         self._processes: dict[str, _Process] = {}
         self._planning: dict[str, Child] = {}

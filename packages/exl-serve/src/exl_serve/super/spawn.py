@@ -38,7 +38,7 @@ class Child:
         inherit_log: bool = False,
     ) -> None:
         self.name = name
-        #: a session of its own, so that Ctrl-C reaches the supervisor alone
+        #: a separate session, so that Ctrl-C reaches only the supervisor
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", module],
             stdin=subprocess.PIPE,
