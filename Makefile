@@ -3,7 +3,7 @@
 UV ?= uv
 CARGO_DIR := rust
 
-.PHONY: help sync format lint types layers lock deny workflows docs test test-full test-rust fuzz test-install test-ray test-cuda cuda-archs wheels bench ci
+.PHONY: help sync format lint types layers lock deny workflows docs test test-full test-rust fuzz test-install test-wheels test-ray test-cuda cuda-archs wheels bench ci
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -65,6 +65,9 @@ fuzz:  ## hostile files and matrices for FUZZ_SECONDS a target (needs cargo-fuzz
 
 test-install:  ## every package alone, in an environment that holds only it
 	$(UV) run --no-sync pytest -m install tests/install
+
+test-wheels:  ## the wheels in dist/VARIANT, on every Python that is here and with the oldest and the newest torch (gigabytes)
+	EXL_WHEELS=dist/$(VARIANT) $(UV) run --no-sync pytest -m install tests/install/wheels_on_pythons.py
 
 test-ray:  ## the server on Ray, on loopback, in an environment that gets Ray (6 minutes, nothing else on two cores)
 	$(UV) run --no-sync pytest -m install tests/install/ray_on_loopback.py
