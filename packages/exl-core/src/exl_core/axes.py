@@ -94,8 +94,11 @@ def runs_of(ids: Ids, embeddings: Sequence[Any]) -> list[Run]:
 def marks_of(ids: Ids, embeddings: Sequence[Any], first: int = 0, offset: int = 0) -> list[Mark]:
     """Return the places where offsets change: after each image with positions on three axes.
 
-    `first` is the place of ids[0]. `offset` is the offset of the preceding tokens, or, if the ids begin inside an
-    image, of the tokens before that image.
+    Args:
+        ids: ids [n] of a sequence.
+        embeddings: embeddings that ids may refer to.
+        first: the place of ids[0].
+        offset: offset of the preceding tokens, or, if the ids begin inside an image, of the tokens before that image.
     """
     marks = []
     for run in runs_of(ids, embeddings):
@@ -108,9 +111,16 @@ def marks_of(ids: Ids, embeddings: Sequence[Any], first: int = 0, offset: int = 
 def positions_on_axes(
     ids: Ids, embeddings: Sequence[Any], first: int, offset: int
 ) -> tuple[NDArray[np.int64] | None, list[Mark]]:
-    """Return (positions int64 [3, n] of ids at places `first` on, marks where offsets change).
+    """Return the positions of ids on three axes, and the places where offsets change.
 
-    Positions are None where all axes agree and the offset holds for all ids.
+    Args:
+        ids: ids [n] of a sequence.
+        embeddings: embeddings that ids may refer to.
+        first: the place of ids[0].
+        offset: as for `marks_of`.
+
+    Returns:
+        int64 [3, n], or None where all axes agree and the offset holds for all ids; and the marks.
     """
     runs = [run for run in runs_of(ids, embeddings) if run.embedding.axes is not None]
     if not runs:
@@ -155,7 +165,14 @@ def gather_axes(cos: Tensor, sin: Tensor, positions: Tensor, section: Sequence[i
 def chunk_end(rows: Sequence[Ids], begin: int, end: int, embeddings: Sequence[Any]) -> int:
     """Move `end` so that no image whose rows see each other is cut.
 
-    `end` moves back to the first row of the image, or behind its last row if nothing precedes it.
+    Args:
+        rows: ids of each sequence.
+        begin: first place of the chunk.
+        end: exclusive end of the chunk.
+        embeddings: embeddings that ids may refer to.
+
+    Returns:
+        The first row of the cut image; its exclusive end if nothing of the chunk precedes the image; else `end`.
     """
     spans = [(run.start, run.end) for ids in rows for run in runs_of(ids, embeddings) if run.embedding.sees_itself]
     cut = end

@@ -117,7 +117,15 @@ def check_row_loras(
 
 
 def check_context(cache: object, input_mask: object, position_offsets: object, abort_event: object, batch: int) -> None:
-    """Raise InputError for arguments of the wrong type or shape."""
+    """Raise InputError for arguments of the wrong type or shape.
+
+    Args:
+        cache: a cache, a view of some of its rows, or None.
+        input_mask: float [batch, total length], or None.
+        position_offsets: int [batch, 1], or None.
+        abort_event: a threading.Event, or None.
+        batch: number of sequences.
+    """
     # Duck typing, since the generators pass views of one row of a cache.
     if cache is not None and not (callable(getattr(cache, "pages", None)) and hasattr(cache, "current_seq_len")):
         raise InputError(f"cache is a {type(cache).__name__}, expected one of the ExLlamaV2Cache classes or None")
@@ -170,6 +178,13 @@ def check_indices(indices: Sequence[int] | None, count: int) -> frozenset[int]:
 def check_length(config: ExLlamaV2Config, cache: ExLlamaV2CacheBase | None, batch: int, past: int, q_len: int) -> None:
     """Check the number of tokens.
 
+    Args:
+        config: the model's config.
+        cache: the cache, or None.
+        batch: number of sequences.
+        past: stored tokens of a sequence.
+        q_len: new tokens of a sequence.
+
     Raises:
         SequenceTooLongError: the tokens exceed the chunk, the model or the cache.
         InputError: there are too many rows.
@@ -201,6 +216,13 @@ def chunk_size(config: ExLlamaV2Config, batch: int, past: int, remaining: int, c
 
     Our attention needs no score matrix, so max_attention_size limits a chunk only where the caller has switched off
     both fused back ends of exllamav2.
+
+    Args:
+        config: the model's config.
+        batch: number of sequences.
+        past: stored tokens of a sequence.
+        remaining: tokens of a sequence that are not stored yet.
+        cached: whether there is a cache.
     """
     size = min(remaining, _effective_max(config, batch))
     limit = config.max_attention_size

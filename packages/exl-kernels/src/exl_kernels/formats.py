@@ -122,6 +122,11 @@ def exl2_groups(plan: str, in_features: int) -> list[tuple[int, int]]:
 def exl2_total_bits(plan: str, in_features: int, out_features: int) -> int:
     """Return the bits that the five tensors of a matrix take in a file, with columns padded to a multiple of 32.
 
+    Args:
+        plan: a plan as for `exl2_groups`.
+        in_features: rows of the matrix.
+        out_features: columns of the matrix.
+
     Raises:
         FormatError: the plan is malformed.
     """
@@ -244,7 +249,18 @@ def gptq_check(
     group_size: int | None = None,
     name: str = "",
 ) -> tuple[int, int]:
-    """Check a matrix completely and return (in_features, out_features). Errors as for `gptq_dequantize`."""
+    """Check a matrix completely and return (in_features, out_features).
+
+    Args:
+        tensors: as for `gptq_dequantize`.
+        bits: 2, 3, 4 or 8.
+        zeros: "classic" or "v2".
+        group_size: as for `gptq_dequantize`.
+        name: name of the matrix in messages.
+
+    Raises:
+        FormatError: the tensors violate the format, or an option is invalid.
+    """
     parts = _gptq_parts(tensors, bits, name)
     return _native.gptq_check(name, parts, bits, _is_v2(zeros), _group_size(group_size))
 

@@ -130,11 +130,25 @@ def rope_store(
     *,
     interleaved: bool = False,
 ) -> None:
-    """Rotate q [T, Hq, D] and k [T, H, D] in place (`apply_rope`), then store k and v [T, H, D] (`store_kv`).
+    """Rotate q and k in place (`apply_rope`), then store k and v (`store_kv`).
 
     On a GPU the kernel reads positions, slots, cos and sin before the preceding launches have ended, as with `early` of
     `attend_own`. These tensors must have been written before those launches began. A copy that the host has waited for
     is such a write, and so is work before the launch of the captured graph that contains this call.
+
+    Args:
+        pages: keys and values of one layer.
+        q: [T, Hq, D].
+        k: [T, H, D].
+        v: [T, H, D].
+        cos: as for `apply_rope`.
+        sin: as for `apply_rope`.
+        positions: as for `apply_rope`.
+        slots: as for `store_kv`.
+        interleaved: as for `apply_rope`.
+
+    Raises:
+        ShapeError, DTypeError, UnsupportedError: an operand does not fit.
     """
     if not q.is_cuda:
         apply_rope(q, cos, sin, positions, interleaved=interleaved)

@@ -71,7 +71,14 @@ class MatrixShape:
         group_size: int | None = None,
         name: str = "",
     ) -> MatrixShape:
-        """Take the shape from qweight, qzeros, scales (float16) and g_idx (or None), as `QuantMatrix.from_gptq`.
+        """Take the shape from GPTQ tensors.
+
+        Args:
+            tensors: qweight, qzeros, scales (float16) and g_idx (or None), as for `QuantMatrix.from_gptq`.
+            bits: 2, 3, 4 or 8.
+            zeros: "classic" or "v2".
+            group_size: as for `QuantMatrix.from_gptq`.
+            name: name of the matrix in messages.
 
         Raises:
             FormatError: the tensors do not fit the format.
@@ -157,10 +164,16 @@ class Card:
     def experts(
         self, experts: Sequence[tuple[MatrixShape, MatrixShape, MatrixShape]], rows: int, chosen: int
     ) -> Selection:
-        """Return how the experts (gate, up, down) of a layer run for `rows` rows with `chosen` experts each.
+        """Return how the experts of a layer run.
 
-        The answer is experts_few or experts_many in shared launches (`moe.GroupedExperts`), or experts_apart, one after
-        the other.
+        Args:
+            experts: gate, up and down of each expert.
+            rows: number of rows.
+            chosen: experts a row.
+
+        Returns:
+            experts_few or experts_many in shared launches (`moe.GroupedExperts`), or experts_apart, one after the
+            other.
         """
         shapes = [[matrix._native for matrix in parts] for parts in experts]
         kernel, why = _native.cuda_select_experts(self._native, shapes, rows, chosen)

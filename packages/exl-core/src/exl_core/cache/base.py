@@ -337,8 +337,17 @@ class ExLlamaV2CacheBase:
     ) -> None:
         """Encode the region from the pair that `get_kv_state` returned. FP16 needs no work.
 
-        With `page_size` the region is the `width` tokens after `cache_seqlens` of every sequence. Arguments and errors
-        as for `get_kv_state`.
+        Args:
+            layer_idx: layer.
+            batch_size: rows, or sequences in paged terms.
+            offset: first token, in contiguous terms.
+            width: number of tokens; in paged terms after `cache_seqlens` of every sequence.
+            page_size: tokens of a page; 0 for contiguous terms.
+            cache_seqlens: int32 [batch], tokens stored for each sequence before the region.
+            block_table: int32 [batch, max_pages], page numbers.
+
+        Raises:
+            CacheError, InputError, ModelStateError: as for `get_kv_state`.
         """
         storage = self._storage(layer_idx)
         if self.kind == "fp16":

@@ -49,10 +49,32 @@ class ExLlamaV2Config:
     """Configuration of a model folder.
 
     The folder is read at construction if `model_dir` is given, else by `prepare()`. Set overrides before building the
-    model.
+    model. The other attributes are the fields of config.json under the names that exllamav2 uses.
 
     Args:
         model_dir: folder with config.json, weights and tokenizer.
+
+    Attributes:
+        model_dir: folder with config.json, weights and tokenizer.
+        max_seq_len: most positions of a sequence; default from config.json.
+        max_batch_size: number of sequences to plan memory for; a chunk has at most max_input_len * max_batch_size
+            tokens.
+        max_input_len: tokens of a chunk of a prompt at batch 1.
+        max_attention_size: limit of (past + q) * q of a chunk; only if no_flash_attn and no_xformers are both set.
+        max_output_len: most positions that one chunk may produce logits for; None for no limit.
+        scale_pos_emb: divisor of positions (linear RoPE scaling).
+        scale_alpha_value: alpha of NTK RoPE scaling.
+        no_flash_attn: as exllamav2 without flash-attn: see max_attention_size.
+        no_xformers: as exllamav2 without xformers: see max_attention_size.
+        no_sdpa: accepted without effect.
+        no_graphs: launch every step eagerly, without CUDA graphs.
+        load_in_q4: not supported.
+        max_dq_size: accepted without effect.
+        fasttensors: accepted without effect.
+        allow_unknown_architecture: name of a supported architecture to load an unknown one as; set it before
+            `prepare()`.
+        cpu_matmul: "int8" (fast) or "exact" (float32) arithmetic of quantized matrices on the CPU; default
+            EXL_CPU_MATMUL.
 
     Raises:
         ConfigError: config.json is invalid (also the subclasses of this error).

@@ -258,7 +258,16 @@ class _Planner:
 def budgets_of(
     places: Sequence[Device], gpu_split: Sequence[float] | None, reserve: int | Sequence[int] | None
 ) -> list[DevicePlan]:
-    """Return the devices with their usable memory. Raises InputError for invalid splits and reserves."""
+    """Return the devices with their usable memory.
+
+    Args:
+        places: the devices.
+        gpu_split: GiB a device for weights and fixed buffers, or None for the free memory.
+        reserve: bytes to leave free, of all devices or each; None for the default.
+
+    Raises:
+        InputError: a split or a reserve is invalid.
+    """
     if gpu_split is not None:
         split = check_split(gpu_split, len(places))
         return [DevicePlan(place, int(gb * GIB), 0) for place, gb in zip(places[: len(split)], split, strict=True)]

@@ -164,7 +164,14 @@ class TextTokenizer:
         add_eos: bool | None = False,
         encode_special_tokens: bool = False,
     ) -> int:
-        """Return the number of ids that `encode` returns with the same options."""
+        """Return the number of ids that `encode` returns with the same options.
+
+        Args:
+            text: the text.
+            add_bos: as for `ExLlamaV2Tokenizer.encode`.
+            add_eos: as for `ExLlamaV2Tokenizer.encode`.
+            encode_special_tokens: as for `ExLlamaV2Tokenizer.encode`.
+        """
         ids = self.tokenizer_model.encode(text, encode_special_tokens)
         return len(self._with_control_ids(ids, add_bos, add_eos))
 

@@ -75,7 +75,12 @@ class ExLlamaV2VisionTower:
     # ------------------------------------------------------------------------------------------------------- loading
 
     def load(self, gpu_split: Sequence[float] | None = None, lazy: bool = False, progress: bool = False) -> None:
-        """Load the weights, float32, on the default device; arguments as for `ExLlamaV2.load`.
+        """Load the weights, float32, on the default device.
+
+        Args:
+            gpu_split: accepted as by `ExLlamaV2.load`, without effect.
+            lazy: do not load.
+            progress: accepted without effect.
 
         Raises:
             FormatError, MissingTensorError: the weights are broken or incomplete.

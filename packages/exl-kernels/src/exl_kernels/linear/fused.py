@@ -230,10 +230,15 @@ class FusedLinear:
         return MatmulInput(matrix, plan.input_columns, self.scratch(m), rows=m)
 
     def from_input(self, given: MatmulInput, out: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Multiply the rows packed in `given`, which `input_of` returned for the rows of out; else as `__call__`.
+        """Multiply the rows packed in `given`.
+
+        Args:
+            given: the result of `input_of` for the rows of out, filled by another launch.
+            out: [m, N].
+            residual: as for `__call__`.
 
         Raises:
-            ShapeError: `given` belongs to another matmul or another number of rows.
+            ShapeError: `given` belongs to another matmul or another number of rows; or as for `__call__`.
         """
         m = out.shape[0]
         plan = self._plan(m)
@@ -252,7 +257,14 @@ class FusedLinear:
         return out
 
     def then(self, following: FusedLinear, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Compute `following(self(x), out, residual)`, bitwise, without storing the intermediate where both chain."""
+        """Compute `following(self(x), out, residual)`, bitwise, without storing the intermediate where both chain.
+
+        Args:
+            following: the next matmul.
+            x: input of this matmul.
+            out: output of `following`.
+            residual: residual of `following`, or None.
+        """
         m = x.shape[0]
         if following.norm is None and m <= self.max_rows:
             aligned = residual is None or _stores_pairs(out, residual)
