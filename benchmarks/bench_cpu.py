@@ -1,11 +1,14 @@
 """The CPU path against this machine's read bandwidth, measured in the same run: one JSON line a case.
 
-    python benchmarks/bench_cpu.py [--quick] [--bits 4.0 4.5] [--threads N] [--peer PYTHON SCRIPT WORKDIR]
+    python benchmarks/bench_cpu.py [--quick] [--bits 4.0 4.5] [--shape tinyllama] [--family NAME ...] [--threads N]
+        [--peer PYTHON SCRIPT WORKDIR]
 
 Lines: "roof" (read bandwidth of all threads), "pool" (cost of an empty job), "matrix" (one matmul by shape, width,
-mode and rows: GB/s of weight memory and its share of the roof), "model" (a random TinyLlama-1.1B-shaped model through
-exl_core: load, decode, prefill, eight sequences at once, peak memory), "modes" (exact over int8). Threads are pinned to
-one core each. Roofs are measured beside each case, because on shared machines they drift.
+mode and rows: GB/s of weight memory and its share of the roof), "experts" (with --family, cpu_experts.py: a layer's
+experts in one call over one after the other and over a dense MLP), "model" (a random model of a shape of
+make_random_model.py through exl_core: load, decode, prefill, eight sequences at once, peak memory; the generator's
+tokens a second), "modes" (exact over int8). Threads are pinned to one core each. Roofs are
+measured beside each case, because on shared machines they drift.
 
 --peer runs another engine's script before and after ours in the same minute and reprints its lines with the ratio.
 """
@@ -134,7 +137,9 @@ def warm_page_cache(folder: Path) -> None:
 def measure_model(folder: Path, mode: str, seconds: float) -> dict[str, Any]:
     """Load, decode and prefill in this process, which should be fresh: peak memory counts from its start."""
     # Here, so that the matrix cases run where exl_core is not installed.
-    from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config
+    from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
+    from exl_core.layers import MoE
+    from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2Sampler
 
     file_bytes = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
     warm_page_cache(folder)
@@ -146,6 +151,7 @@ def measure_model(folder: Path, mode: str, seconds: float) -> dict[str, Any]:
     load = time.perf_counter() - start
     peak = status_bytes("VmHWM")
     streamed = model.weight_bytes() - model.modules[0].weight_bytes()
+    streamed -= sum((1 - m.chosen / len(m.experts)) * _expert_bytes(m) for m in model.modules if isinstance(m, MoE))
     cache = ExLlamaV2Cache(model, max_seq_len=PROMPT + 512, batch_size=1)
     many = ExLlamaV2Cache(model, max_seq_len=512, batch_size=8)
     ids = torch.randint(3, config.vocab_size - 3, (1, PROMPT))
@@ -154,6 +160,10 @@ def measure_model(folder: Path, mode: str, seconds: float) -> dict[str, Any]:
     steps: list[float] = []
     steps8: list[float] = []
     prefill: list[float] = []
+    generated: list[float] = []
+    pages = ExLlamaV2Cache(model, max_seq_len=512, batch_size=1)
+    generator = ExLlamaV2DynamicGenerator(model=model, cache=pages, tokenizer=ExLlamaV2Tokenizer(config))
+    settings = ExLlamaV2Sampler.Settings.greedy()
 
     def decode(cache: ExLlamaV2Cache, batch: int, times: list[float]) -> None:
         cache.current_seq_len = 0
@@ -171,6 +181,9 @@ def measure_model(folder: Path, mode: str, seconds: float) -> dict[str, Any]:
         decode(cache, 1, steps)
         roofs.append(roof.now())
         decode(many, 8, steps8)
+        begin = time.perf_counter()
+        generator.generate("a", max_new_tokens=64, gen_settings=settings, stop_conditions=[])
+        generated.append(64 / (time.perf_counter() - begin))
         cache.current_seq_len = 0
         begin = time.perf_counter()
         model.forward(ids, cache, last_id_only=True)
@@ -185,6 +198,7 @@ def measure_model(folder: Path, mode: str, seconds: float) -> dict[str, Any]:
         "share": streamed / step / bandwidth,
         "prefill_tok_s": statistics.median(prefill),
         "decode8_tok_s": 8 / statistics.median(steps8),
+        "generator_tok_s": statistics.median(generated),
         "batch8_over_1": 8 * step / statistics.median(steps8),
         "streamed_bytes": streamed,
         "file_bytes": file_bytes,
@@ -192,6 +206,11 @@ def measure_model(folder: Path, mode: str, seconds: float) -> dict[str, Any]:
         "load_gb_s": file_bytes / load / 1e9,
         "peak_over_file": (peak - base) / file_bytes if base else None,
     }
+
+
+def _expert_bytes(mixture: Any) -> int:
+    """Of all experts of a layer that rows choose among."""
+    return sum(linear.weight_bytes() for expert in mixture.experts for linear in expert)
 
 
 def run_fresh(folder: Path, mode: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -220,12 +239,12 @@ def bench_models(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for bits in args.bits:
             folder = Path(scratch) / f"{bits}"
-            make_model(folder, SHAPES["tinyllama"], bits)
+            make_model(folder, SHAPES[args.shape], bits)
             before = run_peer(args.peer)
             ours = {mode: run_fresh(folder, mode, args) for mode in ("int8", "exact")}
             after = run_peer(args.peer)
             for result in ours.values():
-                emit(case="model", shape="tinyllama", bits=bits, threads=threads.num_threads(), **result)
+                emit(case="model", shape=args.shape, bits=bits, threads=threads.num_threads(), **result)
             emit(case="modes", bits=bits, exact_over_int8=ours["exact"]["decode_tok_s"] / ours["int8"]["decode_tok_s"])
             for line, again in zip(before, after, strict=True):
                 decode, prefill = (statistics.mean((line[k], again[k])) for k in ("decode_tok_s", "prefill_tok_s"))
@@ -245,6 +264,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one shape and width, short runs")
     parser.add_argument("--bits", type=float, nargs="*", default=[4.0, 4.5], help="models; none: matrices only")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama", help="of the models")
+    parser.add_argument("--family", nargs="*", default=[], help="mixtures of experts, of cpu_experts.py")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--no-matrices", action="store_true")
     parser.add_argument("--peer", nargs=3, metavar=("PYTHON", "SCRIPT", "WORKDIR"))
@@ -263,6 +284,11 @@ def main() -> None:
     bench_pool()
     if not args.no_matrices:
         bench_matrices(roof, args.quick)
+    for family in args.family:
+        from cpu_experts import bench_family  # matrix cases run with older versions of the package, too
+
+        for line in bench_family(family, 4.0, (1, 8), 2.0 if args.quick else 20.0, roof.now):
+            emit(case="experts", threads=threads.num_threads(), **line)
     del roof
     if allowed is not None:
         os.sched_setaffinity(0, allowed)  # what the processes of the models inherit

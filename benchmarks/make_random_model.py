@@ -26,7 +26,7 @@ WEIGHT_STD = 0.02
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that make a Llama, or a Qwen3."""
+    """The sizes that make a Llama, a Qwen3 or a Qwen3 with experts."""
 
     hidden: int
     intermediate: int
@@ -36,18 +36,22 @@ class Shape:
     vocab: int
     head_norms: bool = False
     """Of q and k, as Qwen3 has them."""
+    experts: int = 0
+    """Of `intermediate` each, with a router of float weights, as Qwen3-MoE has them; 0: one MLP."""
+    chosen: int = 0
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """Key below the layer -> (in, out)."""
         head_dim = self.hidden // self.heads
+        mlps = [f"mlp.experts.{number}" for number in range(self.experts)] or ["mlp"]
         return {
             "self_attn.q_proj": (self.hidden, self.hidden),
             "self_attn.k_proj": (self.hidden, self.kv_heads * head_dim),
             "self_attn.v_proj": (self.hidden, self.kv_heads * head_dim),
             "self_attn.o_proj": (self.hidden, self.hidden),
-            "mlp.gate_proj": (self.hidden, self.intermediate),
-            "mlp.up_proj": (self.hidden, self.intermediate),
-            "mlp.down_proj": (self.intermediate, self.hidden),
+            **{f"{mlp}.gate_proj": (self.hidden, self.intermediate) for mlp in mlps},
+            **{f"{mlp}.up_proj": (self.hidden, self.intermediate) for mlp in mlps},
+            **{f"{mlp}.down_proj": (self.intermediate, self.hidden) for mlp in mlps},
         }
 
 
@@ -55,6 +59,7 @@ SHAPES = {
     "tinyllama": Shape(2048, 5632, 22, 32, 4, 32000),
     "8b": Shape(4096, 14336, 32, 32, 8, 128256),
     "qwen3-8b": Shape(4096, 12288, 36, 32, 8, 151936, head_norms=True),
+    "qwen3-moe": Shape(2048, 768, 3, 32, 4, 4096, head_norms=True, experts=128, chosen=8),
     "tiny": Shape(256, 768, 2, 4, 2, 2048),
     "tiny-qwen3": Shape(256, 768, 2, 4, 2, 2048, head_norms=True),
 }
@@ -112,6 +117,13 @@ def make_model(folder: Path, shape: Shape, bits: float, head_bits: float = 6, se
             add(f"model.layers.{layer}.{part}", in_features, out_features, bits)
         for norm in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"model.layers.{layer}.{norm}.weight"] = torch.ones(shape.hidden, dtype=torch.float16)
+        if shape.head_norms:
+            for norm in ("q_norm", "k_norm"):
+                ones = torch.ones(shape.hidden // shape.heads, dtype=torch.float16)
+                tensors[f"model.layers.{layer}.self_attn.{norm}.weight"] = ones
+        if shape.experts:
+            router = torch.randn(shape.experts, shape.hidden, generator=generator) * WEIGHT_STD
+            tensors[f"model.layers.{layer}.mlp.gate.weight"] = router.half()
     tensors["model.norm.weight"] = torch.ones(shape.hidden, dtype=torch.float16)
     add("lm_head", shape.hidden, shape.vocab, head_bits)
     write_safetensors(folder / "model.safetensors", tensors)
@@ -124,8 +136,9 @@ def make_model(folder: Path, shape: Shape, bits: float, head_bits: float = 6, se
 
 def llama_config(shape: Shape, positions: int, *, rope_theta: float) -> dict[str, Any]:
     """Return the content of config.json for a model of this shape."""
+    family = ("Qwen3Moe" if shape.experts else "Qwen3") if shape.head_norms else "Llama"
     return {
-        "architectures": ["Qwen3ForCausalLM" if shape.head_norms else "LlamaForCausalLM"],
+        "architectures": [f"{family}ForCausalLM"],
         "bos_token_id": 1,
         "eos_token_id": 2,
         "head_dim": shape.hidden // shape.heads,
@@ -133,13 +146,23 @@ def llama_config(shape: Shape, positions: int, *, rope_theta: float) -> dict[str
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
         "max_position_embeddings": positions,
-        "model_type": "qwen3" if shape.head_norms else "llama",
+        "model_type": {"Qwen3Moe": "qwen3_moe", "Qwen3": "qwen3", "Llama": "llama"}[family],
         "num_attention_heads": shape.heads,
         "num_hidden_layers": shape.layers,
         "num_key_value_heads": shape.kv_heads,
         "rms_norm_eps": 1e-5,
         "rope_theta": rope_theta,
         "vocab_size": shape.vocab,
+        **(
+            {
+                "num_experts": shape.experts,
+                "num_experts_per_tok": shape.chosen,
+                "moe_intermediate_size": shape.intermediate,
+                "norm_topk_prob": True,
+            }
+            if shape.experts
+            else {}
+        ),
     }
 
 
