@@ -151,7 +151,8 @@ def measure_model(folder: Path, mode: str, seconds: float) -> dict[str, Any]:
     load = time.perf_counter() - start
     peak = status_bytes("VmHWM")
     streamed = model.weight_bytes() - model.modules[0].weight_bytes()
-    streamed -= sum((1 - m.chosen / len(m.experts)) * _expert_bytes(m) for m in model.modules if isinstance(m, MoE))
+    mixtures = [m for m in model.modules if isinstance(m, MoE)]
+    streamed -= sum(_expert_bytes(m) * (len(m.experts) - m.chosen) // len(m.experts) for m in mixtures)
     cache = ExLlamaV2Cache(model, max_seq_len=PROMPT + 512, batch_size=1)
     many = ExLlamaV2Cache(model, max_seq_len=512, batch_size=8)
     ids = torch.randint(3, config.vocab_size - 3, (1, PROMPT))

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,13 +115,13 @@ def _bench_rows(
 
         def choice() -> tuple[Tensor, int]:
             drawn = torch.rand(rows, family.experts, generator=generator).topk(family.chosen).indices
-            return drawn, each * len(drawn.unique())
+            return drawn, each * len(set(drawn.flatten().tolist()))
 
         ids, size = choice()
-        turns["together"].append(size / seconds_of(lambda at=layer, ids=ids: grouped[at](h, weights, ids)))
+        turns["together"].append(size / seconds_of(partial(grouped[layer], h, weights, ids)))
         ids, size = choice()
-        turns["one_by_one"].append(size / seconds_of(lambda at=layer, ids=ids: one_by_one(layers[at], h, weights, ids)))
-        turns["dense"].append(dense_bytes / seconds_of(lambda at=turn: blocks[at % copies].forward(x)))
+        turns["one_by_one"].append(size / seconds_of(partial(one_by_one, layers[layer], h, weights, ids)))
+        turns["dense"].append(dense_bytes / seconds_of(partial(blocks[turn % copies].forward, x)))
         turn += 1
     bandwidth = (before + roof()) / 2
     rates = {key: statistics.median(values[2:]) for key, values in turns.items()}
