@@ -69,7 +69,7 @@ test-install:  ## every package alone, in an environment that holds only it
 test-wheels:  ## the wheels in dist/VARIANT, on every Python that is here and with the oldest and the newest torch (gigabytes)
 	EXL_WHEELS=dist/$(VARIANT) $(UV) run --no-sync pytest -m install tests/install/wheels_on_pythons.py
 
-test-ray:  ## the server on Ray, on loopback, in an environment that gets Ray (6 minutes, nothing else on two cores)
+test-ray:  ## the server on Ray, on loopback, in an environment that gets Ray (11 minutes on two busy cores)
 	$(UV) run --no-sync pytest -m install tests/install/ray_on_loopback.py
 
 test-cuda:  ## on a machine with an NVIDIA GPU

@@ -12,8 +12,10 @@ import pytest
 from exl_serve.api import probe
 from exl_serve.api.state import Caller
 from exl_serve.config.model import ModelConfig
+from exl_serve.errors import ServeError
 from exl_serve.testing.local import EngineThread
 from exl_serve.testing.server import LiveServer
+from exl_serve.testing.waiting import HANG_SECONDS
 
 
 @pytest.fixture
@@ -44,6 +46,29 @@ def test_one_token_in_so_many_seconds(http: httpx.Client, fable: EngineThread) -
     assert asked(fable) == before + 1
     assert http.get("/health/generate?max_age=0").status_code == 200
     assert asked(fable) == before + 2
+
+
+def test_a_fresh_token_counts_against_the_limits_of_its_key(
+    fable: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A probe with the usual age does not, whose interval cannot add load."""
+    live = LiveServer({"fable": fable}, [ModelConfig(id="fable", path=fable.card.folder)])
+    counted: list[int] = []
+
+    def admit(caller: Caller, choices: int = 1) -> None:
+        counted.append(choices)
+        if len(counted) > 1:
+            raise ServeError(429, "rate_limit_error", "rate_limit_exceeded", "too many")
+
+    assert live.state is not None
+    monkeypatch.setattr(live.state, "admit", admit)
+    with httpx.Client(base_url=live.url, timeout=HANG_SECONDS) as client:
+        statuses = [
+            client.get("/health/generate", params=age).status_code for age in ({}, {"max_age": 0}, {"max_age": 5}, {})
+        ]
+    live.close()
+    assert statuses == [200, 200, 429, 200]
+    assert counted == [1, 1]
 
 
 @pytest.mark.parametrize("age", ["-1", "3601", "nan", "soon"])

@@ -74,7 +74,8 @@ class Probe:
 async def generate(call: Call) -> None:
     """Answer 200 if every loaded model, or the one that `model` names, generates the right token.
 
-    An answer of at most `max_age` seconds ago counts. Raises ServeError 503 with the reason, 400 or 404.
+    An answer of at most `max_age` seconds ago counts. A request for a fresher one than by default may make the engine
+    work each time, so it counts against the limits of its key. Raises ServeError 503 with the reason, 400, 404 or 429.
     """
     max_age = _max_age(call.query.get("max_age"))
     if "model" in call.query:
@@ -88,10 +89,15 @@ async def generate(call: Call) -> None:
         ]
     if not handles:
         raise ServeError.unavailable("model_loading", "no model is loaded")
+    ticket = call.state.admit(call.caller, len(handles)) if max_age < MAX_AGE else None
     ages = {}
-    for handle in handles:
-        probe = call.state.probes.setdefault(handle.config.id, Probe())
-        ages[handle.config.id] = round(await probe.check(handle, max_age), 3)
+    try:
+        for handle in handles:
+            probe = call.state.probes.setdefault(handle.config.id, Probe())
+            ages[handle.config.id] = round(await probe.check(handle, max_age), 3)
+    finally:
+        if ticket is not None:
+            ticket.release()
     await call.answer(200, {"status": "ok", "token_age_seconds": ages})
 
 
