@@ -27,7 +27,7 @@ def answers(out: str) -> list[dict[str, Any]]:
 # ---- /set ----
 
 
-def test_settings_change_the_next_answers(exl) -> None:  # type: ignore[no-untyped-def]
+def test_settings_change_the_next_answers(exl) -> None:
     talk = "/set max_tokens 3\nhello\n/set max_tokens 30\n/set seed 5\n/retry\n/retry\n"
     talk += "/set seed none\n/set temperature 0\n/retry\n/retry\n"
     code, out, err = exl(*CHAT, "--json", stdin=talk)
@@ -39,7 +39,7 @@ def test_settings_change_the_next_answers(exl) -> None:  # type: ignore[no-untyp
     assert greedy == greedy_again != seeded
 
 
-def test_set_alone_lists_every_setting(exl) -> None:  # type: ignore[no-untyped-def]
+def test_set_alone_lists_every_setting(exl) -> None:
     _, _, err = exl(*CHAT, stdin="/set temperature 0.25\n/set top_k 7\n/set top_k default\n/set\n/set temperature\n")
     *listed, alone = err.splitlines()
     assert [line.split()[0] for line in listed] == ["max_tokens", "seed", "stats", *setting_names()]
@@ -66,7 +66,7 @@ def test_set_alone_lists_every_setting(exl) -> None:  # type: ignore[no-untyped-
         ("/save", "/save needs FILE"),
     ],
 )
-def test_a_wrong_command_is_one_line_and_the_talk_goes_on(exl, line: str, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_wrong_command_is_one_line_and_the_talk_goes_on(exl, line: str, message: str) -> None:
     code, out, err = exl(*CHAT, "-n", "2", "--json", stdin=f"{line}\nhello\n")
     assert code == 0
     assert message in err
@@ -74,7 +74,7 @@ def test_a_wrong_command_is_one_line_and_the_talk_goes_on(exl, line: str, messag
     assert len(answers(out)) == 1
 
 
-def test_a_setting_that_greedy_sampling_ignores_is_noted(exl) -> None:  # type: ignore[no-untyped-def]
+def test_a_setting_that_greedy_sampling_ignores_is_noted(exl) -> None:
     _, _, err = exl(*CHAT, "--greedy", stdin="/set temperature 0.5\n/set top_k 20\n/set temperature 0.5\n")
     assert err == "[temperature does nothing while top_k is 1]\n"
 
@@ -84,7 +84,7 @@ def test_a_setting_that_greedy_sampling_ignores_is_noted(exl) -> None:  # type: 
 LINE = re.compile(r"\[(\d+) prompt tokens, (\d+) cached; (\d+) tokens, \d+\.\d tokens/s(; ended by max_tokens)?\]\n")
 
 
-def test_statistics_are_counts_of_each_answer(exl) -> None:  # type: ignore[no-untyped-def]
+def test_statistics_are_counts_of_each_answer(exl) -> None:
     code, out, err = exl(*CHAT, "-n", "4", "--stats", "--json", stdin="hello\nagain\n/set stats off\nthird\n")
     assert code == 0
     found = [tuple(map(int, match.groups()[:3])) for match in LINE.finditer(err)]
@@ -97,7 +97,7 @@ def test_statistics_are_counts_of_each_answer(exl) -> None:  # type: ignore[no-u
 # ---- Ctrl-C ----
 
 
-def test_ctrl_c_before_the_first_token_leaves_the_chat_going(exl, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_ctrl_c_before_the_first_token_leaves_the_chat_going(exl, monkeypatch: pytest.MonkeyPatch) -> None:
     render = ExLlamaV2Tokenizer.apply_chat_template
 
     def interrupted(self: ExLlamaV2Tokenizer, messages: list[dict[str, str]], *args: Any, **options: Any) -> str:
@@ -120,7 +120,7 @@ def grammars() -> None:
 
 
 @pytest.mark.usefixtures("grammars")
-def test_every_answer_obeys_the_schema(exl, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_every_answer_obeys_the_schema(exl, tmp_path: Path) -> None:
     schema = {
         "type": "object",
         "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 9}},
@@ -136,7 +136,7 @@ def test_every_answer_obeys_the_schema(exl, tmp_path: Path) -> None:  # type: ig
 
 
 @pytest.mark.usefixtures("grammars")
-def test_every_answer_obeys_the_pattern_or_says_what_is_missing(exl) -> None:  # type: ignore[no-untyped-def]
+def test_every_answer_obeys_the_pattern_or_says_what_is_missing(exl) -> None:
     code, out, err = exl(*CHAT, "--json", "--regex", "(yes|no), [a-z]{3}!", "--draft", "bundled", stdin="a\nb\n")
     assert (code, err) == (0, "")
     assert all(re.fullmatch("(yes|no), [a-z]{3}!", answer["answer"]) for answer in answers(out))
@@ -151,7 +151,7 @@ def test_every_answer_obeys_the_pattern_or_says_what_is_missing(exl) -> None:  #
 @pytest.mark.parametrize(
     "extra", [("--json-schema", '{"type": "strin"}'), ("--json-schema", "no.json"), ("--regex", "((")]
 )
-def test_a_wrong_constraint_ends_the_chat_before_it_begins(exl, extra: tuple[str, str]) -> None:  # type: ignore[no-untyped-def]
+def test_a_wrong_constraint_ends_the_chat_before_it_begins(exl, extra: tuple[str, str]) -> None:
     code, out, err = exl(*CHAT, *extra, stdin="hello\n")
     assert (code, out) == (1, "")
     assert len(err.splitlines()) == 1
@@ -160,7 +160,7 @@ def test_a_wrong_constraint_ends_the_chat_before_it_begins(exl, extra: tuple[str
 # ---- drafts ----
 
 
-def test_a_draft_changes_nothing_but_the_speed(exl) -> None:  # type: ignore[no-untyped-def]
+def test_a_draft_changes_nothing_but_the_speed(exl) -> None:
     talk = "Tell me a story about a fox.\nAnd then?\n"
     plain = exl(*CHAT, "-n", "30", stdin=talk)
     drafted = exl(*CHAT, "-n", "30", "--draft", "bundled", "--stats", stdin=talk)
@@ -186,7 +186,7 @@ def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_images_are_part_of_their_message(exl, vision_model: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_images_are_part_of_their_message(exl, vision_model: Path, tmp_path: Path) -> None:
     photo, saved = vision_model / "photo.png", tmp_path / "talk.json"
     common = ("chat", "-m", str(vision_model), "-n", "4", "--greedy", "--json", "--cache-tokens", "2048")
     talk = f"What is it?\nAnd now?\n/image {vision_model / 'other.png'}\nAnd this?\n/save {saved}\n"
@@ -204,7 +204,7 @@ def test_images_are_part_of_their_message(exl, vision_model: Path, tmp_path: Pat
     assert text_only["prompt_tokens"] < found[0]["prompt_tokens"]
 
 
-def test_images_that_cannot_be_used_are_refused(exl, vision_model: Path) -> None:  # type: ignore[no-untyped-def]
+def test_images_that_cannot_be_used_are_refused(exl, vision_model: Path) -> None:
     common = ("chat", "-m", str(vision_model), "-n", "2", "--cache-tokens", "512")
     code, _, err = exl(*common, "--image", str(vision_model / "config.json"), stdin="hello\n")
     assert code == 1

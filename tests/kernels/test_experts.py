@@ -156,7 +156,7 @@ def test_float_experts_against_float64(activation: ActivationKind) -> None:
     experts = [tuple(QuantMatrix.from_float(w.float()) for w in parts) for parts in weights64]
     h, (weights, ids) = rows_of(9, 70), choices(9, 4, 2, 5)
     plain = [tuple(w.float().double().T for w in parts) for parts in weights64]
-    expected = expert_sum(h.double(), weights.double(), ids, plain, activation)  # type: ignore[arg-type]
+    expected = expert_sum(h.double(), weights.double(), ids, plain, activation)
     found = CpuExperts(experts, activation)(h, weights, ids)  # type: ignore[arg-type]
     assert float((found - expected).abs().max()) < 1e-5
 
