@@ -2,9 +2,9 @@
 
     uv run python benchmarks/bench_filters.py [--size 128000] [--rounds 10]
 
-The vocabulary is a byte-level BPE trained on this machine's Python text. Prints JSON lines: wall
-clock per call in microseconds unless named otherwise, one thread unless named otherwise, with the bar (issue 6, spec
-CAP-41) where there is one. Every piece is checked first; a wrong one stops the run before any speed is printed.
+The vocabulary is a byte-level BPE trained on this machine's Python text. Prints JSON lines: wall clock per call in
+microseconds and one thread, unless named otherwise, with the bar where there is one. Every piece is checked first; a
+wrong one stops the run before any speed is printed.
 """
 
 from __future__ import annotations

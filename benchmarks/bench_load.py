@@ -9,7 +9,7 @@ runs; `read_s` is the time to merely read the file into a buffer in the same sta
 
 With --cold the file is taken out of the page cache before each reading and each load, so that `read_s` is the disk's
 sequential rate (one stream, 16 MiB at a time; `direct_s` the same past the page cache) and `of_read_rate` how much of
-it loading reaches: the acceptance is 0.8, and less than 1.2 GB of host memory beyond the weights.
+it loading reaches: the target is 0.8, and less than 1.2 GB of host memory beyond the weights.
 """
 
 from __future__ import annotations

@@ -191,7 +191,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def test_answers_are_those_of_one_machine(cluster: Cluster) -> None:
-    """R1."""
     asked: list[tuple[str, Any]] = []
     for seed in range(6):
         asked += [
@@ -213,7 +212,7 @@ def test_answers_are_those_of_one_machine(cluster: Cluster) -> None:
 
 
 def test_sessions_find_their_pages(cluster: Cluster) -> None:
-    """R2: later turns go to the replica that has the earlier ones."""
+    """Later turns go to the replica that has the earlier ones."""
     prefixes = [f"You are number {i}. " + f"Rule {i}: be brief and kind. " * 45 for i in range(3)]
     hits, prompts = 0, 0
 
@@ -236,7 +235,7 @@ def test_sessions_find_their_pages(cluster: Cluster) -> None:
 
 
 def test_a_hot_prefix_does_not_stay_on_one_replica(cluster: Cluster) -> None:
-    """R3: where the holder is busy, others compute the prefix and become holders."""
+    """Where the holder is busy, others compute the prefix and become holders."""
     before = {name: one["taken"] for name, one in cluster.replicas("paced").items()}
     prefix = "The same beginning for all. " * 60
     body = {"model": "paced", "max_tokens": 60, "ignore_eos": True}
@@ -251,7 +250,7 @@ def test_a_hot_prefix_does_not_stay_on_one_replica(cluster: Cluster) -> None:
 @pytest.mark.parametrize("what", ["engine", "actor"])
 @pytest.mark.parametrize("case", ["plain", "three", "schema", "tools"])
 def test_a_stream_goes_on_when_its_replica_dies(cluster: Cluster, case: str, what: str) -> None:
-    """R4: the client sees a pause, and the answer that it would have had."""
+    """The client sees a pause, and the answer that it would have had."""
     body = {"model": "paced", "messages": STORY, "max_tokens": 900, "seed": 5, "temperature": 1} | CASES[case]
     if case in ("plain", "three"):
         body["ignore_eos"] = True
@@ -276,7 +275,7 @@ def test_a_stream_goes_on_when_its_replica_dies(cluster: Cluster, case: str, wha
 
 
 def test_a_request_that_kills_two_replicas_is_given_up(cluster: Cluster) -> None:
-    """R11: it ends with an error and [DONE]; others go on."""
+    """It ends with an error and [DONE]; others go on."""
     body = {"model": "paced", "messages": STORY, "max_tokens": 1000, "ignore_eos": True, "seed": 6, "n": 8}
 
     def killer() -> None:
@@ -298,7 +297,6 @@ def test_a_request_that_kills_two_replicas_is_given_up(cluster: Cluster) -> None
 
 
 def test_clients_that_leave_hold_nothing(cluster: Cluster) -> None:
-    """R5."""
 
     async def storm() -> None:
         async with httpx.AsyncClient(timeout=WAIT, limits=httpx.Limits(max_connections=64)) as client:
@@ -324,13 +322,11 @@ def test_clients_that_leave_hold_nothing(cluster: Cluster) -> None:
 
 
 def test_a_second_start_is_refused(cluster: Cluster) -> None:
-    """R9."""
     with pytest.raises(ConfigError, match="serves exl already"):
         app.start(config(cluster.port))
 
 
 def test_a_cluster_that_others_reach_needs_a_token(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """R9."""
     made = config(cluster.port)
     for address in ("10.0.0.5:6379", "ray://head.example:10001", "auto", "127.0.0.1:6379"):
         with pytest.raises(ConfigError, match="RAY_AUTH_MODE=token"):
@@ -343,7 +339,7 @@ def test_a_cluster_that_others_reach_needs_a_token(cluster: Cluster, monkeypatch
 
 
 def test_a_node_with_other_versions_is_refused() -> None:
-    """R9: what an ingress checks when it starts."""
+    """An ingress checks versions when it starts."""
     app.check_versions(app.versions())
     with pytest.raises(RuntimeError, match="this node has"):
         app.check_versions(app.versions() | {"exl-serve": "0.0.0"})
@@ -361,7 +357,7 @@ def replace(made: ServeConfig) -> None:
 
 
 def test_a_new_version_takes_over_without_errors(cluster: Cluster) -> None:
-    """R7: clients that try again at 503 see no other error."""
+    """Clients that try again at 503 see no other error."""
     ended, errors, done = threading.Event(), [], [0]
 
     def client(number: int) -> None:
@@ -389,7 +385,7 @@ def test_a_new_version_takes_over_without_errors(cluster: Cluster) -> None:
 
 
 def test_replicas_come_with_the_load(cluster: Cluster) -> None:
-    """R6: no request fails while replicas are added. (That they go again is tested with the policy alone.)"""
+    """No request fails while replicas are added. (That they go again is tested with the policy alone.)"""
     few = RayConfig(ingress_replicas=1, ingress_cpus=0.1, min_replicas=1, max_replicas=REPLICAS, engine_cpus=0.1)
     small = msgspec.structs.replace(PACED, max_batch_size=4)
     made = msgspec.structs.replace(config(cluster.port), ray=few, model=(small,))

@@ -155,7 +155,7 @@ def test_an_index_knows_what_was_sent_and_what_is_reported() -> None:
     )
 )
 def test_reports_that_lie_or_are_late_cost_only_time(stats: dict[str, Any]) -> None:
-    """R8: every replica can still be chosen."""
+    """Every replica can still be chosen."""
     index = Index(256)
     index.keep(["a", "b", "c"])
     index.report("a", stats)
