@@ -1,8 +1,4 @@
-"""Check the tracked text files against the word list in scripts/words.txt.
-
-scripts/words_allowed.txt lists the findings that each file still has. A file may not have more, and a file that is not
-listed may have none. A file that was moved keeps its allowance. `--update` lowers the allowances to what is found.
-"""
+"""Check the tracked text files against the word list in scripts/words.txt."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = ROOT / "scripts" / "words.txt"
-ALLOWED = ROOT / "scripts" / "words_allowed.txt"
 SUFFIXES = {".py", ".pyi", ".rs", ".cu", ".cuh", ".toml", ".md", ".yml", ".yaml", ".sh", ".html", ".js", ""}
 # Stories, recorded data, and the word list's own files.
 EXCLUDED = re.compile(
@@ -60,37 +55,16 @@ def tracked() -> list[str]:
     ]
 
 
-def allowances(text: str, present: set[str]) -> dict[str, int]:
-    """The number of findings that each file may have; an entry of a file that is gone counts for its new place."""
-    entries = {name: int(count) for count, name in (line.split() for line in text.splitlines() if line.strip())}
-    moved: dict[str, int] = {}
-    for name, count in entries.items():
-        if name not in present:
-            base = Path(name).name
-            moved[base] = moved.get(base, 0) + count
-    return {name: entries.get(name, moved.get(Path(name).name, 0)) for name in present}
-
-
-def main(arguments: list[str]) -> int:
-    """Print what is wrong; with `--update`, lower the allowances first."""
+def main() -> int:
+    """Print every place of a listed word; 1 if there is one."""
     listed = rules(WORDS.read_text(encoding="utf-8"))
-    found = {
-        name: list(findings((ROOT / name).read_text(encoding="utf-8", errors="replace"), listed)) for name in tracked()
-    }
-    allowed = allowances(ALLOWED.read_text(encoding="utf-8") if ALLOWED.exists() else "", set(found))
     failed = False
-    for name, places in sorted(found.items()):
-        if len(places) > allowed[name]:
+    for name in tracked():
+        for line, words, instead in findings((ROOT / name).read_text(encoding="utf-8", errors="replace"), listed):
             failed = True
-            for line, words, instead in places:
-                print(f"error: {name}:{line}: {words!r}: write {instead}")
-            print(f"error: {name}: {len(places)} places, {allowed[name]} allowed (scripts/words_allowed.txt)")
-    if "--update" in arguments:
-        left = {name: min(len(places), allowed[name]) for name, places in found.items()}
-        ALLOWED.write_text("".join(f"{count} {name}\n" for name, count in sorted(left.items()) if count))
-        print(f"{sum(left.values())} places are allowed in {sum(map(bool, left.values()))} files")
+            print(f"error: {name}:{line}: {words!r}: write {instead}")
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
