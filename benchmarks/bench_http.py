@@ -166,7 +166,7 @@ def host_cost(folder: str, streams: int, new: int) -> dict[str, Any]:
             in_generator.clear()
             encoding.clear()
             began = time.perf_counter()
-            host._turn()
+            host._step()
             took = time.perf_counter() - began
             encoded = sum(encoding)
             tokens, decoded = heard.read(client)

@@ -34,4 +34,4 @@ def group_of(matrix: Any) -> Any:
 
 def gpu_sleep(cycles: int) -> None:
     """Keep the current stream of a GPU busy."""
-    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # noqa: SLF001
+    torch.cuda._sleep(cycles)  # noqa: SLF001
