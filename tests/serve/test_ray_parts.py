@@ -592,8 +592,8 @@ def test_an_operator_s_cancel_reaches_the_replica_and_the_client() -> None:
 
 
 class Unwilling:
-    """A deployment whose replicas a, b, c ... answer a request in turn: each refuses with a code or dies, "" takes it.
-    A replica that is to be avoided is not asked."""
+    """A deployment whose replicas a, b, c ... answer a request in turn: each rejects it with a code, dies before or
+    (breaks) after it has accepted, or completes it (""). A replica that is to be avoided is not asked."""
 
     def __init__(self, *answers: str) -> None:
         self._answers = dict(zip("abcdef", answers, strict=False))
@@ -615,7 +615,10 @@ class Unwilling:
         if answer == "dies":
             del self._answers[name]  # Ray's router forgets it
             raise RuntimeError("the actor has died")
-        yield json.dumps({"replica": name, "digest": "d", "refused": bool(answer)}).encode()
+        rejects = answer not in ("", "breaks")
+        yield json.dumps({"replica": name, "digest": "d", "refused": rejects}).encode()
+        if answer == "breaks":
+            raise RuntimeError("the actor has died")
         if answer:
             yield wire.encode(wire.Rejected(1, 429, "rate_limit_error", answer, "no"))
         yield encode_events([Started(0, 1, 0), Finished(0, "length", None, USAGE)])
@@ -625,11 +628,19 @@ class Unwilling:
     ("answers", "asked", "code"),
     [
         (["queue_full", ""], "ab", ""),
-        (["dies", "engine_restarting", ""], "abc", ""),
+        (["dies", ""], "ab", ""),
+        (["engine_restarting", ""], "ab", ""),
+        (["dies", "queue_full", "draining", ""], "abcd", ""),
+        (["dies", "engine_restarting", ""], "ab", "engine_error"),
+        (["engine_restarting", "engine_restarting", ""], "ab", "engine_error"),
+        (["engine_restarting", "queue_full", "dies", ""], "abc", "engine_error"),
         (["queue_full", "queue_full", "queue_full", ""], "abc", "queue_full"),
         (["queue_full"], "aa", "queue_full"),
         (["invalid_value", ""], "a", "invalid_value"),
-        (["dies", "dies", "dies", ""], "abc", "engine_restarting"),
+        (["dies", "dies", "dies", ""], "ab", "engine_error"),
+        (["breaks", "breaks", ""], "ab", "engine_error"),
+        (["breaks", "engine_restarting", ""], "ab", "engine_error"),
+        (["breaks", ""], "ab", ""),
     ],
 )
 def test_a_request_that_a_replica_cannot_take_goes_to_another(answers: list[str], asked: str, code: str) -> None:
@@ -639,20 +650,24 @@ def test_a_request_that_a_replica_cannot_take_goes_to_another(answers: list[str]
         set_card(engine, SimpleNamespace(digest="d", namespace=b"n" * 16, page_size=256))
         ended = asyncio.Event()
 
+        last: list[Finished | Failed] = []
+
         def take(event: EngineEvent) -> None:
-            if isinstance(event, Finished):
+            if isinstance(event, Finished | Failed):
+                last.append(event)
                 ended.set()
 
-        submitted = engine.submit(msgspec.msgpack.decode(frame(), type=EngineRequest), take)
-        if code:
-            with pytest.raises(ServeError) as caught:
-                await submitted
-            assert caught.value.code == code
-        else:
-            await submitted
+        found = ""
+        try:
+            await engine.submit(msgspec.msgpack.decode(frame(), type=EngineRequest), take)
             async with asyncio.timeout(HANG_SECONDS):
                 await ended.wait()
+            found = last[0].code if isinstance(last[0], Failed) else ""
+        except ServeError as error:
+            found = error.code
+        assert found == code
         assert "".join(handle.asked) == asked
+        assert not engine.calls
 
     asyncio.run(steps())
 

@@ -29,8 +29,9 @@ log = logging.getLogger("ray.serve")
 DEATHS = 2
 """A request is not tried again after so many of its replicas have died: the request may cause it."""
 TRIES = 3
-"""Most replicas that a request is sent to, if one rejects it for its own state or ends before it answers."""
-ELSEWHERE = ("queue_full", "engine_restarting", "draining")
+"""Most replicas that may reject a request for their own state."""
+ELSEWHERE = ("queue_full", "draining")
+POISON = "two replicas ended while they ran this request"
 LEASE_PERIOD, STATUS_PERIOD = 1.0, 2.0
 DIVERGED = "the replica that ran this request has ended, and another one gives another answer: try again"
 GONE = "the replica that ran this request has ended, and the request could not be finished on another: try again"
@@ -64,24 +65,35 @@ class _Call:
         self._task = asyncio.create_task(self._run(first))
 
     async def _open(self) -> Any:
-        """Return the stream of a replica that has accepted the request. Raises ServeError, or an error of Ray."""
-        avoid = list(self._dead)
-        for last in (*[False] * (TRIES - 1), True):
+        """Return the stream of a replica that has accepted the request. Raises ServeError."""
+        rejected: list[str] = []
+        while True:
+            avoid = [name for name in (*self._dead, *rejected) if name]
             try:
                 return await self._ask(avoid)
             except ServeError as error:
-                if last or error.code not in ELSEWHERE or self.replica in avoid:
+                if error.code == "engine_restarting":
+                    self._died()
+                    continue
+                rejected.append(self.replica)
+                if error.code not in ELSEWHERE or self.replica in avoid or len(rejected) >= TRIES:
                     raise
-                avoid.append(self.replica)
             except Exception as error:  # Ray has many for an actor that has died
-                if last:
-                    raise
                 log.info("request %s is asked for again: %s", self._request.id, type(error).__name__)
-        raise AssertionError
+                self._died()
+
+    def _died(self) -> None:
+        """Note that the replica has ended; its name is empty if it had not answered. Raises ServeError at `DEATHS`."""
+        self._dead.append(self.replica)
+        if len(self._dead) >= DEATHS:
+            raise ServeError.engine(POISON)
 
     async def _ask(self, avoid: list[str]) -> Any:
-        """Return the stream of the replica that Ray's router chooses, once it has accepted. Raises as `_open`."""
+        """Return the stream of the replica that Ray's router chooses, once it has accepted. Raises as `_open`, or an
+        error of Ray.
+        """
         engine = self._engine
+        self.replica = ""
         self._stream = stream = _called(
             engine.handle.options(stream=True).generate,
             msgspec.msgpack.encode(self._behind()),
@@ -96,9 +108,9 @@ class _Call:
         except StopAsyncIteration:
             raise ServeError.unavailable("engine_restarting", GONE) from None
         said = json.loads(head)
+        self.replica = said["replica"]
         if said["digest"] != engine.card.digest:
             raise ServeError.unavailable("engine_version", "the replicas serve different models or versions", None)
-        self.replica = said["replica"]
         if said["refused"]:
             message = wire.decode_to_worker(await anext(stream))
             assert isinstance(message, wire.Rejected)
@@ -113,10 +125,7 @@ class _Call:
     async def _run(self, stream: Any) -> None:
         try:
             while not await self._relay(stream) and not self._cancelled:
-                self._dead.append(self.replica)
-                if len(self._dead) >= DEATHS:
-                    self._fail("engine_error", 500, "two replicas ended while they ran this request")
-                    return
+                self._died()
                 log.warning("replica %s has ended: request %s goes on elsewhere", self.replica, self._request.id)
                 stream = await self._open()
                 if self._paused:
