@@ -43,8 +43,36 @@ def test_a_number_out_of_range_is_a_usage_error(exl, flag: str, value: str, limi
     assert f"{value} is out of range; it must be {limits}" in told
 
 
+def test_an_option_beyond_every_float_is_a_usage_error(exl) -> None:
+    assert "--top-k: a number below -1e308 is out of range" in refused(exl, "--top-k", f"-1{'0' * 400}")
+
+
 def test_assignments_have_the_same_ranges(exl) -> None:
     assert "--set top_p=1.5: 1.5 is out of range; it must be from 0 to 1" in refused(exl, "--set", "top_p=1.5")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("{[1]}", "[[1]]", "{1: [2]}", "1j", "b'x'", "..."),
+        pytest.param(f"1{'0' * 400}", id="too large"),
+        pytest.param(f"-1{'0' * 400}", id="too small"),
+        pytest.param(f"{'-' * 5000}1", id="signs"),
+    ],
+)
+def test_values_that_python_reads_and_no_setting_takes(exl, value: str) -> None:
+    for name in ("temperature", "top_k", "dry_sequence_breakers"):
+        code, out, err = exl("generate", "x", "-m", MODEL, "-n", "2", "--set", f"{name}={value}")
+        assert (code, out) == (1, ""), err
+        assert len(err.splitlines()) == 1
+        assert err.endswith(" [request]\n")
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), 1 << 20_000], ids=["large", "small", "not to be printed"])
+def test_an_int_that_no_float_can_hold_is_refused(value: int) -> None:
+    for name in ("temperature", "skew", "cfg_scale"):
+        with pytest.raises(RequestError, match=f"Settings.{name} is "):
+            Settings(**{name: value}).validate()
 
 
 def test_chat_has_the_same_ranges(exl, chat_model: str) -> None:

@@ -64,7 +64,7 @@ def make_settings(assignments: list[str] | None, greedy: bool, **options: Any) -
             raise RequestError(f"--set {assignment!r}: use NAME=VALUE with one of {', '.join(sorted(names))}")
         if name in values:
             raise RequestError(f"--set {assignment!r}: {name} is given twice, also as {values[name]!r}; leave one out")
-        values[name] = _value(f"--set {assignment!r}", text)
+        values[name] = _value(f"--set {_short(assignment)}", text)
         _check_range(f"--set {assignment}", name, values[name])
     if greedy and (idle := sorted(_DRAW & set(values))):
         raise RequestError(f"--greedy always takes the most probable token, so that {', '.join(idle)} would do nothing")
@@ -88,7 +88,7 @@ def change_setting(settings: Settings, name: str, text: str) -> Settings:
         raise RequestError(f"there is no setting {name!r}; the settings are {', '.join(setting_names())}")
     value = getattr(Settings(), name) if text == "default" else _value(name, text)
     if name in _SETS and text != "default":
-        value = frozenset(value if isinstance(value, (set, frozenset, list, tuple)) else [value])
+        value = _id_set(name, text, value)
     _check_range(name, name, value)
     changed = dataclasses.replace(settings, **{name: value})
     changed.validate()
@@ -126,11 +126,31 @@ def _check_range(hint: str, name: str, value: Any) -> None:
     if low is None or not isinstance(value, (int, float)) or low <= value <= (math.inf if high is None else high):
         return
     limits = f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
-    raise typer.BadParameter(f"{value:g} is out of range; it must be {limits}", param_hint=hint)
+    shown = f"{value:g}" if value >= -1e308 else "a number below -1e308"  # an int need not fit a float
+    raise typer.BadParameter(f"{shown} is out of range; it must be {limits}", param_hint=hint)
 
 
 def _value(place: str, text: str) -> Any:
+    """Return the Python literal in `text`. Raises RequestError, which names `place`, for anything else."""
     try:
-        return ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text.lower(), text))
-    except (ValueError, SyntaxError):
-        raise RequestError(f"{place}: {text!r} is not a number, True, False or a set of ids") from None
+        value = ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text.lower(), text))
+        for number in value if isinstance(value, (set, list, tuple)) else [value]:
+            if isinstance(number, int):
+                float(number)  # the sampler computes with floats
+    except OverflowError:
+        raise RequestError(f"{place}: {_short(text)} holds a number beyond the limit of 1e308") from None
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        # TypeError: a set that holds a list. MemoryError and RecursionError: too deeply nested for Python's parser.
+        raise RequestError(f"{place}: {_short(text)} is not a number, True, False or a set of ids") from None
+    return value
+
+
+def _id_set(name: str, text: str, value: Any) -> frozenset[Any]:
+    try:
+        return frozenset(value if isinstance(value, (set, frozenset, list, tuple)) else [value])
+    except TypeError:
+        raise RequestError(f"{name}: {_short(text)} is not a set of token ids or texts") from None
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 200 else f"{text[:200]}...")

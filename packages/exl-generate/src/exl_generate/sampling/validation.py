@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
 from collections.abc import Collection, Mapping
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["validate"]
 
+_LARGEST = sys.float_info.max
 _ANY = (-math.inf, math.inf)
 _POSITIVE = (0.0, math.inf)
 
@@ -77,8 +79,8 @@ def validate(s: Settings) -> None:
         raise RequestError(f"Settings.min_temp {s.min_temp} exceeds max_temp {s.max_temp}; swap them")
     if s.dry_multiplier > 0 and 0 < s.dry_range <= s.dry_max_ngram:
         raise RequestError(f"Settings.dry_range {s.dry_range} must be 0 or exceed dry_max_ngram {s.dry_max_ngram}")
-    if s.cfg_scale is not None and (not _is_real(s.cfg_scale) or not math.isfinite(s.cfg_scale)):
-        raise RequestError(f"Settings.cfg_scale is {s.cfg_scale!r}; it must be a finite number or None")
+    if s.cfg_scale is not None and (not _is_real(s.cfg_scale) or not _is_finite(s.cfg_scale)):
+        raise RequestError(f"Settings.cfg_scale is {_shown(s.cfg_scale)}; it must be a finite number or None")
     _bias(s.token_bias)
     _tokens("dry_sequence_breakers", s.dry_sequence_breakers, (set, frozenset, list, tuple), texts=True)
     _tokens("xtc_ignore_tokens", s.xtc_ignore_tokens, (set, frozenset), texts=False)
@@ -86,6 +88,13 @@ def validate(s: Settings) -> None:
 
 def _is_real(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int that no float can hold
+        return False
 
 
 def _no_others(s: Settings) -> None:
@@ -108,13 +117,20 @@ def _number(name: str, value: Any) -> None:
     low, high = _RANGES[name]
     whole = name in _INTEGERS
     plain = type(value) is int or (type(value) is float and not whole)  # nearly always, and far quicker to find
-    if plain and low <= value <= high and (whole or math.isfinite(value)):
+    if plain and low <= value <= high and (whole or -_LARGEST <= value <= _LARGEST):
         return
     kind = "a whole number, as an int," if whole else "a finite number"
-    if _is_real(value) and (isinstance(value, Integral) if whole else math.isfinite(value)) and low <= value <= high:
+    if _is_real(value) and (isinstance(value, Integral) if whole else _is_finite(value)) and low <= value <= high:
         return
     limit = f"{kind} of at least {low:g}" if high == math.inf else f"{kind} from {low:g} to {high:g}"
-    raise RequestError(f"Settings.{name} is {value!r}; it must be {kind if low == -math.inf else limit}")
+    raise RequestError(f"Settings.{name} is {_shown(value)}; it must be {kind if low == -math.inf else limit}")
+
+
+def _shown(value: object) -> str:
+    """Return the text of a value in a message. Python does not print ints of any length."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an int of {value.bit_length()} bits"
+    return repr(value)
 
 
 def _bias(bias: Any) -> None:
