@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,6 +22,10 @@ __all__ = ["Lines", "PlainLines", "TypedLines", "history_file", "open_lines", "u
 PROMPT = "> "
 CONTINUED = "  "
 QUOTES = '"""'
+#: Entries of the input history that a new session keeps.
+HISTORY_LIMIT = 10_000
+#: What begins each entry in a file of prompt_toolkit's FileHistory; the lines of a message begin with "+".
+ENTRY = b"\n# "
 
 
 class Lines(Protocol):
@@ -37,7 +43,10 @@ def open_lines(completions: Callable[[str], Sequence[str]], keep_history: bool, 
     """
     if not sys.stdin.isatty() or not (sys.stdout.isatty() or sys.stderr.isatty()):
         return PlainLines()
-    return TypedLines(completions, history_file() if keep_history else None, note)
+    history = history_file() if keep_history else None
+    if keep_history and history is None:
+        note("the input history is not kept: there is no home folder (HOME is not set)")
+    return TypedLines(completions, history, note)
 
 
 class PlainLines:
@@ -70,7 +79,7 @@ class TypedLines:
 
         self._note = note
         self._store = None if history is None else _open_history(history, note)
-        earlier = [] if self._store is None else list(self._store.load_history_strings())
+        earlier = [] if self._store is None else list(islice(self._store.load_history_strings(), HISTORY_LIMIT))
         with create_app_session(output=_output()):
             session: PromptSession[str] = PromptSession(
                 [("class:prompt", PROMPT)],
@@ -110,29 +119,55 @@ def unquoted(text: str) -> str:
     return text
 
 
-def history_file() -> Path:
-    """The file of typed messages, in the XDG state directory."""
+def history_file() -> Path | None:
+    """The file of typed messages, in the XDG state directory; None for a user without a home folder."""
     state = os.environ.get("XDG_STATE_HOME", "")
-    # The XDG specification ignores relative paths.
-    folder = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
-    return folder / "exl" / "chat_history"
+    if os.path.isabs(state):  # the XDG specification ignores relative paths
+        return Path(state) / "exl" / "chat_history"
+    try:
+        return Path.home() / ".local" / "state" / "exl" / "chat_history"
+    except RuntimeError:
+        return None
 
 
 def _open_history(file: Path, note: Callable[[str], None]) -> FileHistory | None:
-    """The history in a file that only this user can read; None, with a note, if it cannot be written."""
+    """The history in a regular file; None, with a note, if it cannot be kept there.
+
+    A file of this user becomes readable for this user only and loses its oldest entries beyond `HISTORY_LIMIT`. A file
+    that is reached through a link, or is another user's, keeps its mode and its entries.
+    """
     from prompt_toolkit.history import FileHistory
 
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            os.fchmod(handle, 0o600)
-        finally:
-            os.close(handle)
+        linked = file.is_symlink()
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | (0 if linked else os.O_NOFOLLOW)
+        with open(os.open(file, flags, 0o600), "rb") as opened:
+            found = os.fstat(opened.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                note(f"{file}: the input history is not kept (not a regular file)")
+                return None
+            if not linked and found.st_uid == os.geteuid():
+                os.fchmod(opened.fileno(), 0o600)
+                _shorten(file, opened.read())
     except OSError as error:
         note(f"{file}: the input history is not kept ({error.strerror or error})")
         return None
     return FileHistory(str(file))
+
+
+def _shorten(file: Path, content: bytes) -> None:
+    """Drop the oldest entries of a history beyond the limit. `content`: what the file holds."""
+    entries = content.split(ENTRY)[1:]
+    if len(entries) <= HISTORY_LIMIT:
+        return
+    beside = file.with_name(f"{file.name}.{os.getpid()}.new")
+    try:
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as new:
+            new.writelines(ENTRY + entry for entry in entries[-HISTORY_LIMIT:])
+        beside.replace(file)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _bindings() -> KeyBindings:

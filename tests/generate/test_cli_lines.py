@@ -1,0 +1,91 @@
+"""The input history of `exl chat`: its file, the modes of files, its length."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.history import FileHistory
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+
+from exl_generate.cli import lines
+from exl_generate.cli.lines import TypedLines, history_file
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, str], tuple[str | None, list[str]]]:
+    """Type keys into a new session with this history file; returns the message and the notes."""
+
+    def send(file: Path, keys: str) -> tuple[str | None, list[str]]:
+        notes: list[str] = []
+        monkeypatch.setattr(lines, "_output", DummyOutput)
+        with create_pipe_input() as pipe, create_app_session(input=pipe):
+            pipe.send_text(keys)
+            return TypedLines(lambda _: [], file, notes.append).read(), notes
+
+    return send
+
+
+def mode(file: Path) -> int:
+    return file.stat().st_mode & 0o777
+
+
+def test_a_history_of_this_user_becomes_private(sent, tmp_path: Path) -> None:
+    file = tmp_path / "chat_history"
+    file.touch(mode=0o644)
+    assert sent(file, "hello\r") == ("hello", [])
+    assert mode(file) == 0o600
+    assert b"+hello\n" in file.read_bytes()
+
+
+def test_a_link_is_followed_and_its_target_keeps_its_mode(sent, tmp_path: Path) -> None:
+    target, file = tmp_path / "target", tmp_path / "chat_history"
+    target.touch()
+    target.chmod(0o640)
+    file.symlink_to(target)
+    assert sent(file, "hello\r") == ("hello", [])
+    assert file.is_symlink()
+    assert mode(target) == 0o640
+    assert b"+hello\n" in target.read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "linked pipe", "device"])
+def test_a_history_that_is_no_regular_file_is_not_used(sent, tmp_path: Path, kind: str) -> None:
+    target, file = tmp_path / "pipe", tmp_path / "chat_history"
+    if kind == "pipe":
+        os.mkfifo(file, 0o644)
+    else:
+        os.mkfifo(target, 0o644)
+        file.symlink_to(target if kind == "linked pipe" else os.devnull)
+    before = mode(file)
+    message, notes = sent(file, "hello\r")
+    assert message == "hello"
+    assert notes == [f"{file}: the input history is not kept (not a regular file)"]
+    assert mode(file) == before
+
+
+def test_a_long_history_loses_its_oldest_entries(sent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "HISTORY_LIMIT", 3)
+    file = tmp_path / "chat_history"
+    texts = ["one", "# two\n# lines", "three", "\n# four", "five"]
+    for text in texts:
+        FileHistory(str(file)).store_string(text)
+    assert sent(file, "\x1b[A" * 4 + "\r") == ("three", [])
+    assert list(FileHistory(str(file)).load_history_strings()) == ["three", *reversed(texts[2:])]
+    assert mode(file) == 0o600
+    assert [found.name for found in tmp_path.iterdir()] == ["chat_history"]
+
+
+def test_nobody_without_a_home_has_a_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    assert history_file() is None
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert history_file() == Path("/state/exl/chat_history")
