@@ -305,6 +305,23 @@ def test_a_completion_continues_behind_what_the_client_has() -> None:
     assert one.feed(Tokens(0, (4,), "d")) is None
 
 
+class Answer:
+    """The response of a call as Ray gives it: a stream that can be cancelled, which may be lost."""
+
+    def __init__(self, items: AsyncIterator[bytes]) -> None:
+        self._items = items
+        self.cancelled = False
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        return await anext(self._items)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
 class Fragile:
     """A deployment of replicas over one engine. The first one ends behind `at` events of a request."""
 
@@ -319,7 +336,7 @@ class Fragile:
     def remote(self, *given: Any, **named: Any) -> Any:
         if given and isinstance(given[0], str):
             return asyncio.sleep(0)
-        return self._stream(given[0], named["ingress"], named["tag"])
+        return Answer(self._stream(given[0], named["ingress"], named["tag"]))
 
     async def _stream(self, frame: bytes, ingress: str, tag: int) -> AsyncIterator[bytes]:
         self.taken.append(msgspec.msgpack.decode(frame, type=EngineRequest))
@@ -453,8 +470,8 @@ class FakeEngine:
 class StartedReplica(EngineReplica):
     """A replica whose engine process is there already."""
 
-    def __init__(self, engine: Any, folder: Path) -> None:
-        self._model, self._name, self._engine = ModelConfig(id="m", path="m", max_batch_size=1), "here", engine
+    def __init__(self, engine: Any, folder: Path, name: str = "here") -> None:
+        self._model, self._name, self._engine = ModelConfig(id="m", path="m", max_batch_size=1), name, engine
         self._connecting, self._running, self._heard = asyncio.Lock(), {}, {}
         self._open = self._taken = 0
         self._folder = SimpleNamespace(name=str(folder), cleanup=lambda: None)  # type: ignore[assignment]
@@ -539,6 +556,84 @@ def test_a_request_that_is_too_large_leaves_nothing_behind(fable: EngineThread) 
     asyncio.run(steps())
 
 
+class Interrupted:
+    """A deployment of two replicas over engines of their own. The first stream breaks, though its replica goes on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.engines = {"a": FakeEngine(), "b": FakeEngine()}
+        self._replicas = {name: StartedReplica(engine, folder, name) for name, engine in self.engines.items()}
+        self.asked: list[tuple[str, int]] = []
+        self.streams: list[Answer] = []
+        self.broken = asyncio.Event()
+        self.generate = self.tell = self.describe = self
+
+    def options(self, **_: Any) -> Interrupted:
+        return self
+
+    def remote(self, *given: Any, **named: Any) -> Any:
+        if given and isinstance(given[0], str):
+            return self._replicas[named["to"]].tell(*given, **named)
+        name = next(name for name in self._replicas if name not in named["avoid"])
+        self.asked.append((name, named["tag"]))
+        self.streams.append(Answer(self._stream(name, given[0], named["tag"])))
+        return self.streams[-1]
+
+    async def _stream(self, name: str, frame: bytes, tag: int) -> AsyncIterator[bytes]:
+        stream = self._replicas[name].generate(frame, ingress="i", tag=tag)
+        yield await anext(stream)
+        if name == "a":
+            await self.broken.wait()
+            raise RuntimeError("the connection to the actor was lost")
+        async for item in stream:
+            yield item
+
+
+def test_an_attempt_is_cancelled_before_the_next_one(tmp_path: Path) -> None:
+    """A replica whose stream broke may still run the request: it is told to end it, and the other one is not."""
+
+    async def steps() -> None:
+        handle = Interrupted(tmp_path)
+        engine = RayEngine(handle, "i")
+        set_card(engine, SimpleNamespace(digest="d", namespace=b"n" * 16, page_size=256))
+        events: list[EngineEvent] = []
+        call = await engine.submit(msgspec.msgpack.decode(frame(), type=EngineRequest), events.append)
+        handle.broken.set()
+        second = handle.engines["b"]
+        async with asyncio.timeout(HANG_SECONDS):
+            while not second.sinks or not handle.engines["a"].cancelled:
+                await asyncio.sleep(0)
+        assert handle.asked == [("a", 1), ("b", 2)]
+        assert [stream.cancelled for stream in handle.streams] == [True, False]
+        assert engine.calls == {2: call}
+        second.sinks[0](Finished(0, "length", None, USAGE))
+        async with asyncio.timeout(HANG_SECONDS):
+            while not events:
+                await asyncio.sleep(0)
+        assert isinstance(events[0], Finished)
+        assert not second.cancelled
+        await engine.close()
+
+    asyncio.run(steps())
+
+
+def test_the_end_of_a_run_leaves_another_of_its_tag_alone(tmp_path: Path) -> None:
+    async def steps() -> None:
+        engine = FakeEngine()
+        replica = StartedReplica(engine, tmp_path)
+        old = replica.generate(frame(), ingress="i", tag=1)
+        await anext(old)
+        new = replica.generate(frame(), ingress="i", tag=1)
+        await anext(new)
+        await old.aclose()  # type: ignore[attr-defined]
+        assert engine.cancelled == 1
+        await replica.tell("cancel", ingress="i", tags=[1], to="here")
+        assert engine.cancelled == 2
+        async with asyncio.timeout(HANG_SECONDS):
+            assert [item async for item in new] == []
+
+    asyncio.run(steps())
+
+
 class FakeHandle:
     """A deployment with one replica that generates nothing. Notes the messages that it is sent."""
 
@@ -607,7 +702,7 @@ class Unwilling:
         if given and isinstance(given[0], str):
             return asyncio.sleep(0)
         open_to_it = [name for name in self._answers if name not in named["avoid"]]
-        return self._stream((open_to_it or list(self._answers))[0])
+        return Answer(self._stream((open_to_it or list(self._answers))[0]))
 
     async def _stream(self, name: str) -> AsyncIterator[bytes]:
         self.asked.append(name)

@@ -47,10 +47,11 @@ def _called(method: Any, *given: Any, **named: Any) -> Any:
 
 
 class _Call:
-    """One request, on whichever replica runs it."""
+    """One request, on whichever replica runs it. Each attempt has its own tag."""
 
-    def __init__(self, engine: RayEngine, tag: int, request: EngineRequest, sink: Sink) -> None:
-        self._engine, self.tag, self._request, self._sink = engine, tag, request, sink
+    def __init__(self, engine: RayEngine, request: EngineRequest, sink: Sink) -> None:
+        self._engine, self._request, self._sink = engine, request, sink
+        self.tag = 0
         self._choices = [Completion() for _ in range(request.n)]
         self._labels = engine.labels(request)
         self._dead: list[str] = []
@@ -84,6 +85,7 @@ class _Call:
 
     def _died(self) -> None:
         """Note that the replica has ended; its name is empty if it had not answered. Raises ServeError at `DEATHS`."""
+        self._abandon()  # a broken stream does not prove that the replica has ended
         self._dead.append(self.replica)
         if len(self._dead) >= DEATHS:
             raise ServeError.engine(POISON)
@@ -93,7 +95,10 @@ class _Call:
         error of Ray.
         """
         engine = self._engine
+        if self._cancelled:
+            raise ServeError(409, "conflict", "cancelled", "the request was cancelled")
         self.replica = ""
+        engine.retag(self)
         self._stream = stream = _called(
             engine.handle.options(stream=True).generate,
             msgspec.msgpack.encode(self._behind()),
@@ -164,6 +169,12 @@ class _Call:
                 choice.ended = True
                 self._sink(Failed(number, status, "server_error", code, message))
 
+    def _abandon(self) -> None:
+        """End the current attempt on its replica, if that still runs it."""
+        self._tell("cancel")  # Ray loses some cancellations, most of all early ones
+        if self._stream is not None:
+            self._stream.cancel()
+
     def _tell(self, what: str) -> None:
         if self.replica:
             self._engine.tell(what, [self.tag], self.replica)
@@ -174,8 +185,7 @@ class _Call:
         self._cancelled = True
         live = self._engine.calls.pop(self.tag, None) is not None
         if live and not all(choice.ended for choice in self._choices):
-            self._tell("cancel")  # Ray loses some cancellations, most of all early ones
-            self._stream.cancel()
+            self._abandon()
         if self._task is not None:
             self._task.cancel()
 
@@ -239,9 +249,7 @@ class RayEngine:
                 data = one.data or await asyncio.to_thread(Path(one.path).read_bytes)
                 media.append(msgspec.structs.replace(one, path="", data=data))
             request = msgspec.structs.replace(request, media=tuple(media))
-        self._last = next(self._tags)
-        call = _Call(self, self._last, request, sink)
-        self.calls[call.tag] = call
+        call = _Call(self, request, sink)
         try:
             await call.start()
         except ServeError:
@@ -282,6 +290,12 @@ class RayEngine:
         """Return the labels of its prompt's pages."""
         card = self.card
         return page_labels(salted(card.namespace, request.cache_salt, request.adapter), request.prompt, card.page_size)
+
+    def retag(self, call: _Call) -> None:
+        """Give a call the next tag, so that its attempts are told apart."""
+        self.calls.pop(call.tag, None)
+        self._last = call.tag = next(self._tags)
+        self.calls[call.tag] = call
 
     def tell(self, what: str, tags: list[int], replica: str, upto: int = 0) -> None:
         """Send a message to one replica, without waiting."""

@@ -172,6 +172,7 @@ class EngineReplica:
             return
         queue: asyncio.Queue[EngineEvent | None] = asyncio.Queue()
         left = request.n
+        taken: _Taken | None = None
         self._open += 1
         try:
             try:
@@ -180,7 +181,7 @@ class EngineReplica:
                 yield self._head(engine, refused=True)
                 yield wire.encode(wire.Rejected.of(tag, error))
                 return
-            self._running[ingress, tag] = _Taken(running, queue)
+            taken = self._running[ingress, tag] = _Taken(running, queue)
             self._taken += 1
             yield self._head(engine, refused=False)
             begun = False
@@ -194,9 +195,11 @@ class EngineReplica:
                     return
         finally:
             self._open -= 1
-            taken = self._running.pop((ingress, tag), None)
-            if taken is not None and left:
-                taken.cancel()
+            if taken is not None:
+                if self._running.get((ingress, tag)) is taken:
+                    del self._running[ingress, tag]
+                if left:
+                    taken.cancel()
 
     def _head(self, engine: LocalEngine, *, refused: bool) -> bytes:
         return json.dumps({"replica": self._name, "digest": engine.card.digest, "refused": refused}).encode()
