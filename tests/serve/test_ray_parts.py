@@ -688,11 +688,14 @@ def test_an_operator_s_cancel_reaches_the_replica_and_the_client() -> None:
 
 class Unwilling:
     """A deployment whose replicas a, b, c ... answer a request in turn: each rejects it with a code, dies before or
-    (breaks) after it has accepted, or completes it (""). A replica that is to be avoided is not asked."""
+    (breaks) after it has accepted, serves another model (mixed), speaks another version (strange), or completes it (""
+    and old). A replica that is to be avoided is not asked."""
 
     def __init__(self, *answers: str) -> None:
         self._answers = dict(zip("abcdef", answers, strict=False))
         self.asked: list[str] = []
+        self.streams: list[Answer] = []
+        self.told: list[tuple[str, str]] = []
         self.generate = self.tell = self.describe = self
 
     def options(self, **_: Any) -> Unwilling:
@@ -700,9 +703,11 @@ class Unwilling:
 
     def remote(self, *given: Any, **named: Any) -> Any:
         if given and isinstance(given[0], str):
+            self.told.append((given[0], named["to"]))
             return asyncio.sleep(0)
         open_to_it = [name for name in self._answers if name not in named["avoid"]]
-        return Answer(self._stream((open_to_it or list(self._answers))[0]))
+        self.streams.append(Answer(self._stream((open_to_it or list(self._answers))[0])))
+        return self.streams[-1]
 
     async def _stream(self, name: str) -> AsyncIterator[bytes]:
         self.asked.append(name)
@@ -710,11 +715,16 @@ class Unwilling:
         if answer == "dies":
             del self._answers[name]  # Ray's router forgets it
             raise RuntimeError("the actor has died")
-        rejects = answer not in ("", "breaks")
-        yield json.dumps({"replica": name, "digest": "d", "refused": rejects}).encode()
+        rejects = answer not in ("", "breaks", "mixed", "old")
+        head = {"replica": name, "digest": "another" if answer == "mixed" else "d", "refused": rejects}
+        if answer == "old":
+            del head["refused"]
+        yield json.dumps(head).encode()
         if answer == "breaks":
             raise RuntimeError("the actor has died")
-        if answer:
+        if answer == "strange":
+            yield b"of a later protocol"
+        if rejects:
             yield wire.encode(wire.Rejected(1, 429, "rate_limit_error", answer, "no"))
         yield encode_events([Started(0, 1, 0), Finished(0, "length", None, USAGE)])
 
@@ -736,6 +746,9 @@ class Unwilling:
         (["breaks", "breaks", ""], "ab", "engine_error"),
         (["breaks", "engine_restarting", ""], "ab", "engine_error"),
         (["breaks", ""], "ab", ""),
+        (["mixed", ""], "ab", ""),
+        (["mixed", "mixed", "mixed", ""], "abc", "engine_version"),
+        (["strange", "old"], "ab", ""),
     ],
 )
 def test_a_request_that_a_replica_cannot_take_goes_to_another(answers: list[str], asked: str, code: str) -> None:
@@ -763,6 +776,53 @@ def test_a_request_that_a_replica_cannot_take_goes_to_another(answers: list[str]
         assert found == code
         assert "".join(handle.asked) == asked
         assert not engine.calls
+        mixed = [name for name, answer in zip("abcdef", answers, strict=False) if answer == "mixed"]
+        await asyncio.sleep(0)
+        assert {("cancel", name) for name in mixed} <= set(handle.told)
+        assert all(stream.cancelled for name, stream in zip(asked, handle.streams, strict=True) if name in mixed)
+
+    asyncio.run(steps())
+
+
+def test_the_status_of_a_replica_of_an_older_version_is_read() -> None:
+    """Its number of steps has the name that it had in messages always."""
+    numbers = dict.fromkeys(
+        [
+            "began",
+            "ended",
+            "decoding",
+            "prefilling",
+            "queued",
+            "queued_prompt_tokens",
+            "pages_pinned",
+            "pages_cached",
+            "pages_free",
+            "prefill_rate",
+            "decode_rate",
+        ],
+        1,
+    )
+    status = {"boot": "", "state": "ready", "round": 7} | numbers
+    card = {
+        "id": "m",
+        "folder": "",
+        "max_seq_len": 1,
+        "max_batch_size": 1,
+        "cache_tokens": 1,
+        "vocab_size": 1,
+        "eos_ids": [],
+        "digest": "d",
+    }
+
+    class Described:
+        async def remote(self) -> dict[str, Any]:
+            return {"card": json.dumps(card).encode(), "status": json.dumps(status).encode()}
+
+    async def steps() -> None:
+        engine = await RayEngine.connect(SimpleNamespace(describe=Described()), "i")
+        assert engine.status.step == 7
+        assert json.loads(msgspec.json.encode(engine.status))["round"] == 7
+        await engine.close()
 
     asyncio.run(steps())
 

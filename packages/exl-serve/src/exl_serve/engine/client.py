@@ -52,7 +52,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     boot: bytes
     state: Literal["loading", "warming", "ready", "draining", "failed"]
-    step: int
+    #: number of steps so far. Its name in messages is older: replicas of two versions read each other's status
+    step: int = msgspec.field(name="round")
     #: begin and end of the last step; inside a step if `began > ended`
     began: float
     ended: float

@@ -29,11 +29,12 @@ log = logging.getLogger("ray.serve")
 DEATHS = 2
 """A request is not tried again after so many of its replicas have died: the request may cause it."""
 TRIES = 3
-"""Most replicas that may reject a request for their own state."""
-ELSEWHERE = ("queue_full", "draining")
+"""Most replicas that may reject a request for their own state, or serve another model or version."""
+ELSEWHERE = ("queue_full", "draining", "engine_version")
 POISON = "two replicas ended while they ran this request"
 LEASE_PERIOD, STATUS_PERIOD = 1.0, 2.0
 DIVERGED = "the replica that ran this request has ended, and another one gives another answer: try again"
+MIXED = "the replicas serve different models or versions"
 GONE = "the replica that ran this request has ended, and the request could not be finished on another: try again"
 
 
@@ -44,6 +45,15 @@ def _called(method: Any, *given: Any, **named: Any) -> Any:
     once, it would forget one.
     """
     return contextvars.Context().run(lambda: method.remote(*given, **named))
+
+
+def _rejection(data: bytes) -> ServeError:
+    """Return the error of a message `Rejected`. Another message is one of another version."""
+    try:
+        message = wire.decode_to_worker(data)
+    except wire.WireError:
+        message = None
+    return message.error() if isinstance(message, wire.Rejected) else ServeError.unavailable("engine_version", MIXED)
 
 
 class _Call:
@@ -115,11 +125,10 @@ class _Call:
         said = json.loads(head)
         self.replica = said["replica"]
         if said["digest"] != engine.card.digest:
-            raise ServeError.unavailable("engine_version", "the replicas serve different models or versions", None)
-        if said["refused"]:
-            message = wire.decode_to_worker(await anext(stream))
-            assert isinstance(message, wire.Rejected)
-            raise message.error()
+            self._abandon()
+            raise ServeError.unavailable("engine_version", MIXED)
+        if said.get("refused", False):  # older versions raise the error of a rejection
+            raise _rejection(await anext(stream))
         return stream
 
     def _behind(self) -> EngineRequest:
