@@ -73,6 +73,11 @@ def test_the_error_names_a_setting_that_is_no_number(name: str, value: Any) -> N
         sampler(**{name: value})
 
 
+def sparse(ids: Any, *, values: Any = None, dtype: torch.dtype = torch.int32, rest: Any = 0.0) -> SparseBias:
+    """A bias as it is not meant to be made."""
+    return SparseBias(torch.tensor(ids, dtype=dtype), torch.zeros(len(ids)) if values is None else values, rest)
+
+
 @pytest.mark.covers("generators.md: 63")
 @pytest.mark.parametrize(
     ("fields", "text"),
@@ -87,6 +92,18 @@ def test_the_error_names_a_setting_that_is_no_number(name: str, value: Any) -> N
         ({"token_bias": torch.full((64,), math.inf)}, r"\+inf"),
         ({"token_bias": {3: math.nan}}, "NaN"),
         ({"token_bias": SparseBias.of({3: 0.0}, rest=math.inf)}, r"\+inf"),
+        ({"token_bias": sparse([-1, 3])}, "names id -1; ids begin at 0"),
+        ({"token_bias": sparse([12, 3])}, "names id 12; the vocabulary has 12 ids"),
+        ({"token_bias": sparse([5, 3, 5])}, "names id 5 twice"),
+        ({"token_bias": sparse([5, 3], values=torch.zeros(3))}, "2 ids and 3 values"),
+        ({"token_bias": sparse([5, 3], values=torch.zeros(2).double())}, "values is torch.float64"),
+        ({"token_bias": sparse([5, 3], values=torch.zeros(1, 2))}, r"values is torch.float32 \[1, 2\]"),
+        ({"token_bias": sparse([5, 3], values=[0.0, 0.0])}, "values is list"),
+        ({"token_bias": sparse([5, 3], values=torch.zeros(2, device="meta"))}, "on meta"),
+        ({"token_bias": sparse([[5, 3]])}, r"ids is torch.int32 \[1, 2\]"),
+        ({"token_bias": sparse([5, 3], dtype=torch.int64)}, "ids is torch.int64"),
+        ({"token_bias": sparse([5, 3], rest="0")}, "rest is '0'"),
+        ({"token_bias": sparse([5, 3], rest=math.nan)}, "NaN"),
         ({"token_bias": {-1: 0.0}}, "maps -1 to 0.0"),
         ({"token_bias": {"a": 0.0}}, "maps 'a' to 0.0"),
         ({"token_bias": {3: "1"}}, "maps 3 to '1'"),

@@ -109,6 +109,9 @@ def test_a_sparse_bias_is_that_of_a_value_for_each_id(seed: int, width: int) -> 
     bias = random_bias(rng, width)
     if not isinstance(bias, SparseBias):
         bias = SparseBias.of(dict(enumerate(bias.tolist())))
+    if rng.random() < 0.3:  # an id that no vocabulary has
+        below = torch.tensor([-int(rng.integers(1, width + 2))], dtype=torch.int32)
+        bias = replace(bias, ids=torch.cat([below, bias.ids]), values=torch.cat([torch.tensor([3.0]), bias.values]))
     row = random_row(rng, replace(random_plan(rng, width), bias=bias), width)
     dense = replace(row, plan=replace(row.plan, bias=bias.dense(width)))
     np.testing.assert_array_equal(sampling.shaped(row), sampling.shaped(dense))

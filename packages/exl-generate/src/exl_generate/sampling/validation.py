@@ -140,7 +140,8 @@ def _bias(bias: Any) -> None:
                 raise RequestError(f"Settings.token_bias maps {token!r} to {value!r}; it must map token ids to numbers")
         bias = torch.tensor(list(bias.values()), dtype=torch.float32)
     if isinstance(bias, SparseBias):
-        bias = torch.cat([bias.values, torch.tensor([bias.rest])])
+        _sparse_bias(bias)
+        bias = torch.cat([bias.values, torch.tensor([float(bias.rest)])])
     if bias is None:
         return
     if not isinstance(bias, torch.Tensor) or bias.dim() != 1 or bias.is_complex() or bias.dtype == torch.bool:
@@ -151,6 +152,39 @@ def _bias(bias: Any) -> None:
         )
     if bool(bias.isnan().any()) or bool((bias == math.inf).any()):
         raise RequestError("Settings.token_bias holds NaN or +inf; a value must be a number or, to ban its token, -inf")
+
+
+def _sparse_bias(bias: SparseBias) -> None:
+    remedy = "; SparseBias.of makes one from a dict of ids and values"
+    for name, dtype in (("ids", torch.int32), ("values", torch.float32)):
+        held = getattr(bias, name)
+        if (
+            not isinstance(held, torch.Tensor)
+            or held.dim() != 1
+            or held.dtype != dtype
+            or held.device.type != "cpu"
+            or held.layout != torch.strided
+        ):
+            given = (
+                f"{held.dtype} {list(held.shape)} on {held.device}"
+                if isinstance(held, torch.Tensor)
+                else type(held).__name__
+            )
+            raise RequestError(f"Settings.token_bias.{name} is {given}; it must be {dtype} [k] on the CPU{remedy}")
+    if len(bias.ids) != len(bias.values):
+        raise RequestError(
+            f"Settings.token_bias has {len(bias.ids)} ids and {len(bias.values)} values; each id has one value{remedy}"
+        )
+    if not _is_real(bias.rest):
+        raise RequestError(f"Settings.token_bias.rest is {bias.rest!r}; it must be a number, or -inf")
+    if len(bias.ids) and (lowest := int(bias.ids.min())) < 0:
+        raise RequestError(f"Settings.token_bias names id {lowest}; ids begin at 0, so leave it out")
+    ordered = bias.ids.sort().values
+    again = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(again):
+        raise RequestError(
+            f"Settings.token_bias names id {int(again[0])} twice or more; each id may have one value{remedy}"
+        )
 
 
 def _tokens(name: str, tokens: Any, kinds: tuple[type[Collection[Any]], ...], *, texts: bool) -> None:

@@ -133,8 +133,8 @@ class Plan:
         ignored = None if self.xtc_ignored is None else torch.from_numpy(self.xtc_ignored)
         sparse: dict[str, Any] = {}
         if isinstance(self.bias, SparseBias):
-            bias: Tensor | None = self.bias.values
-            sparse = {"bias_ids": self.bias.ids, "bias_rest": self.bias.rest}
+            bias: Tensor | None = self.bias.values.detach().contiguous()
+            sparse = {"bias_ids": self.bias.ids.contiguous(), "bias_rest": self.bias.rest}
         else:
             bias = None if self.bias is None else self.bias.detach().to("cpu", torch.float32).contiguous()
         native = _native.SamplingPlan(

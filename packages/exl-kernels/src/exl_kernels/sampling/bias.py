@@ -30,8 +30,8 @@ class SparseBias:
         return cls(ids, torch.tensor(list(values.values()), dtype=torch.float32), rest)
 
     def dense(self, width: int) -> Tensor:
-        """float32 [width]: the same bias with a value for each id below `width`."""
+        """float32 [width]: the same bias with a value for each id from 0 to `width` - 1; other ids are ignored."""
         bias = torch.full((width,), self.rest, dtype=torch.float32)
-        inside = self.ids < width
+        inside = (self.ids >= 0) & (self.ids < width)
         bias[self.ids[inside].long()] = self.values[inside]
         return bias
