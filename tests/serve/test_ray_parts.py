@@ -616,6 +616,66 @@ def test_an_attempt_is_cancelled_before_the_next_one(tmp_path: Path) -> None:
     asyncio.run(steps())
 
 
+class Scripted:
+    """A deployment whose one replica sends these items."""
+
+    def __init__(self, *items: bytes) -> None:
+        self._items = items
+        self.told: list[str] = []
+        self.streams: list[Answer] = []
+        self.generate = self.tell = self.describe = self
+
+    def options(self, **_: Any) -> Scripted:
+        return self
+
+    def remote(self, *given: Any, **named: Any) -> Any:
+        if given and isinstance(given[0], str):
+            self.told.append(given[0])
+            return asyncio.sleep(0)
+        self.streams.append(Answer(self._stream()))
+        return self.streams[-1]
+
+    async def _stream(self) -> AsyncIterator[bytes]:
+        yield b'{"replica": "a", "digest": "d", "refused": false}'
+        for item in self._items:
+            yield item
+
+
+@pytest.mark.parametrize("broken", ["sink", "item"])
+def test_errors_of_a_sink_and_of_decoding_fail_the_request(broken: str, caplog: pytest.LogCaptureFixture) -> None:
+    """They are no death of a replica: running the request again would lose the text that the sink did not take."""
+    text = encode_events([Tokens(0, (7,), "a")])
+
+    async def steps() -> None:
+        handle = Scripted(text, b"no message" if broken == "item" else text)
+        engine = RayEngine(handle, "i")
+        set_card(engine, SimpleNamespace(digest="d", namespace=b"n" * 16, page_size=256))
+        events: list[EngineEvent] = []
+        ended = asyncio.Event()
+
+        def take(event: EngineEvent) -> None:
+            if broken == "sink" and len(events) == 1 and isinstance(event, Tokens):
+                raise RuntimeError("the sink failed")
+            events.append(event)
+            if isinstance(event, Failed):
+                ended.set()
+
+        await engine.submit(msgspec.msgpack.decode(frame(), type=EngineRequest), take)
+        async with asyncio.timeout(HANG_SECONDS):
+            await ended.wait()
+        assert isinstance(last := events[-1], Failed)
+        assert (last.status, last.code) == (500, "engine_error")
+        assert events[:-1] == [Tokens(0, (7,), "a")]
+        await asyncio.sleep(0)
+        assert handle.told == ["cancel"]
+        assert [stream.cancelled for stream in handle.streams] == [True]
+        assert not engine.calls
+        await engine.close()
+
+    asyncio.run(steps())
+    assert "could not be finished" in caplog.text
+
+
 def test_the_end_of_a_run_leaves_another_of_its_tag_alone(tmp_path: Path) -> None:
     async def steps() -> None:
         engine = FakeEngine()

@@ -35,6 +35,7 @@ POISON = "two replicas ended while they ran this request"
 LEASE_PERIOD, STATUS_PERIOD = 1.0, 2.0
 DIVERGED = "the replica that ran this request has ended, and another one gives another answer: try again"
 MIXED = "the replicas serve different models or versions"
+BROKEN = "the server failed on this request; see its log for more"
 GONE = "the replica that ran this request has ended, and the request could not be finished on another: try again"
 
 
@@ -148,24 +149,35 @@ class _Call:
             self._fail(error.code, error.status, error.message)
         except Exception:
             log.exception("request %s could not be finished", self._request.id)
-            self._fail("engine_restarting", 503, GONE)
+            self._abandon()
+            self._fail("engine_error", 500, BROKEN)
         finally:
             self._engine.calls.pop(self.tag, None)
 
     async def _relay(self, stream: Any) -> bool:
-        """Pass on a stream's events. Returns False if its replica ended before them."""
+        """Pass on a stream's events. Returns False if its replica ended before them.
+
+        Raises the errors of decoding an item and of the sink: another replica would not help.
+        """
+        while (item := await self._next(stream)) is not None:
+            for event in decode_events(item):
+                if isinstance(event, Failed) and event.code == "engine_restarting":
+                    return False
+                if isinstance(event, Failed) and event.code == "resume_refused":
+                    event = Failed(event.choice, 503, "server_error", "engine_restarting", DIVERGED)
+                self._take(event)
+        return all(choice.ended for choice in self._choices)
+
+    async def _next(self, stream: Any) -> bytes | None:
+        """Return the next item of a stream, or None behind its end or break."""
         try:
-            async for item in stream:
-                for event in decode_events(item):
-                    if isinstance(event, Failed) and event.code == "engine_restarting":
-                        return False
-                    if isinstance(event, Failed) and event.code == "resume_refused":
-                        event = Failed(event.choice, 503, "server_error", "engine_restarting", DIVERGED)
-                    self._take(event)
+            item: bytes = await anext(stream)
+        except StopAsyncIteration:
+            return None
         except Exception as error:  # Ray has many for an actor that has died
             log.info("the stream of request %s broke: %s", self._request.id, type(error).__name__)
-            return all(choice.ended for choice in self._choices)
-        return all(choice.ended for choice in self._choices)
+            return None
+        return item
 
     def _take(self, event: EngineEvent) -> None:
         new = self._choices[event.choice].feed(event)
