@@ -136,6 +136,37 @@ def test_a_row_depends_on_itself_alone(compute: str, data: st.DataObject) -> Non
     assert torch.equal(together(h[rows], weights[rows], ids[rows]), alone[rows])
 
 
+def test_formats_differ_within_an_expert_and_a_row_chooses_one_twice() -> None:
+    forms = (("float32", "exl2", "gptq"), ("exl2", "bfloat16", "float16"), ("gptq", "float16", "exl2"))
+    experts = [
+        (
+            matrix(gate, HIDDEN, 64, 3 * seed, "int8", order=seed),
+            matrix(up, HIDDEN, 64, 3 * seed + 1, "exact", order=seed + 1),
+            matrix(down, 64, HIDDEN, 3 * seed + 2, "int8"),
+        )
+        for seed, (gate, up, down) in enumerate(forms)
+    ]
+    h, weights = rows_of(20), torch.rand(20, 4, generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, 3, (20, 4), generator=torch.Generator().manual_seed(2))
+    assert torch.equal(CpuExperts(experts, "silu")(h, weights, ids), one_by_one(h, weights, ids, experts, "silu"))
+
+
+@pytest.mark.parametrize("alias", ["h", "shared", "part of h", "part of residual"])
+def test_the_result_may_share_memory_with_an_operand(alias: str) -> None:
+    together = CpuExperts([expert("exl2", 64, seed) for seed in range(3)], "silu")
+    weights, ids = choices(6, 3, 2, 1)
+
+    def operands() -> dict[str, Tensor]:
+        return {"h": rows_of(7), "shared": rows_of(7, seed=1), "residual": rows_of(7, seed=2)}
+
+    plain = {name: rows[:6].clone() for name, rows in operands().items()}
+    expected = together(plain["h"], weights, ids, shared=plain["shared"], residual=plain["residual"])
+    rows = operands()
+    out = rows[alias.split()[-1]][1:] if alias.startswith("part") else rows[alias][:6]
+    found = together(rows["h"][:6], weights, ids, shared=rows["shared"][:6], residual=rows["residual"][:6], out=out)
+    assert torch.equal(found, expected)
+
+
 def test_rows_beyond_the_scratch_memory_are_taken_in_parts() -> None:
     wide = [expert("float16", 4096, seed, hidden=64) for seed in range(2)]
     together = CpuExperts(wide, "silu")

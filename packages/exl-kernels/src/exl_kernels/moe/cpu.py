@@ -78,7 +78,7 @@ class CpuExperts:
             shared: like h, the shared expert's result; None for that of `joins_shared`.
             shared_weights: float32 [T] or [T, 1], factors of the shared expert; None for ones.
             residual: like h, or None.
-            out: like h, may be residual.
+            out: like h; may share memory with the other arguments.
 
         Raises:
             ShapeError: shapes do not fit, or an expert does not exist.
@@ -105,10 +105,16 @@ class CpuExperts:
             require_shape("experts: shared_weights", shared_weights.reshape(-1), (rows,))
             shared_weights = shared_weights.contiguous()
         out = torch.empty_like(h) if out is None else out
+        # The native call writes `out` while it reads the others.
+        h = h.clone() if _overlaps(h, out) else h
+        shared = shared.clone() if shared is not None and _overlaps(shared, out) else shared
+        weights = weights.clone() if _overlaps(weights, out) else weights
+        if shared_weights is not None and _overlaps(shared_weights, out):
+            shared_weights = shared_weights.clone()
         if residual is not None and residual is not out:
-            out.copy_(residual)
+            out.copy_(residual.clone() if _overlaps(residual, out) else residual)
         self._native.run(
-            h.clone() if h.data_ptr() == out.data_ptr() else h,
+            h,
             ids.contiguous(),
             weights.contiguous(),
             out,
@@ -117,6 +123,12 @@ class CpuExperts:
             shared_weights=shared_weights,
         )
         return out
+
+
+def _overlaps(a: Tensor, b: Tensor) -> bool:
+    """Whether two contiguous tensors share memory."""
+    begin, other = a.data_ptr(), b.data_ptr()
+    return begin < other + b.numel() * b.element_size() and other < begin + a.numel() * a.element_size()
 
 
 def _natives(parts: Expert) -> list[_native.Matrix]:
