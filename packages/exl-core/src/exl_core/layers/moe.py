@@ -112,16 +112,26 @@ class MoE(FeedForward):
 
     def load(self, source: TensorSource, device: torch.device) -> None:
         """Read the weights and group the experts. An error leaves the module unloaded."""
+        self._ungroup()
         super().load(source, device)
-        self.group()
+        try:
+            self.group()
+        except BaseException:
+            self.unload()
+            raise
 
     def unload(self) -> None:
         """Drop the weights."""
-        self.capturable, self._router, self._grouped = False, None, None
+        self._ungroup()
         super().unload()
+
+    def _ungroup(self) -> None:
+        """Drop what `group` made, which holds the weights of the experts."""
+        self.capturable, self._router, self._grouped = False, None, None
 
     def group(self) -> None:
         """Let the loaded experts share calls where possible."""
+        self._ungroup()
         router = self.router.loaded_matrix
         if isinstance(router, CudaFloatMatrix) and router.in_features % 8 == 0:
             self._router = ExpertRouter(router, self.chosen, self.normalize, self.jitter)
