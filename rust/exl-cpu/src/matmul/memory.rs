@@ -50,11 +50,14 @@ impl Drop for Mapping {
     }
 }
 
-/// The shared mapping from which buffers are cut, and how much of it is used.
-static SLAB_IN_USE: Mutex<Option<(Arc<Mapping>, usize)>> = Mutex::new(None);
+/// A shared mapping and how many of its bytes are used; None before the first one.
+type Slab = Option<(Arc<Mapping>, usize)>;
+
+/// The shared mapping from which buffers are cut.
+static SLAB_IN_USE: Mutex<Slab> = Mutex::new(None);
 
 /// Locks the shared mapping. None if another thread holds the lock for long: in a forked child this thread may not exist.
-fn slab_in_use() -> Option<MutexGuard<'static, Option<(Arc<Mapping>, usize)>>> {
+fn slab_in_use() -> Option<MutexGuard<'static, Slab>> {
     for _ in 0..ATTEMPTS {
         match SLAB_IN_USE.try_lock() {
             Ok(slab) => return Some(slab),
@@ -331,7 +334,9 @@ mod tests {
         for _ in 0..16 {
             kept.push(Buffer::<u8>::zeroed(SMALL));
             let mut large: Vec<Buffer<u8>> = (0..14).map(|_| Buffer::zeroed(HUGE / 2)).collect();
-            large.iter_mut().for_each(|buffer| buffer.fill(1));
+            for buffer in &mut large {
+                buffer.fill(1);
+            }
         }
         // 16 rounds touched 14 MiB each; other tests of this process run beside this one.
         assert!(resident().saturating_sub(before) < 100 << 20);
