@@ -16,6 +16,7 @@ from internals import prelaunch
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 from exl_generate import ExLlamaV2Sampler as NativeSampler
 from exl_generate.errors import RequestError
+from exl_generate.sampling import SparseBias
 from exl_generate.testing import ScriptedCache, ScriptedConfig, ScriptedModel, check_pages, drain, streamed_tokens
 from exl_generate.testing.small import PAGE, TOKENIZER, VOCAB, ids, make, speculate
 from exllamav2.generator import ExLlamaV2BaseGenerator, ExLlamaV2Sampler, ExLlamaV2StreamingGenerator
@@ -234,6 +235,18 @@ def ban_in_place(settings: Any) -> None:
     settings.token_bias[10:] = -float("inf")
 
 
+def ban_in_dict(settings: Any) -> None:
+    settings.token_bias.update(dict.fromkeys(range(10, VOCAB), -float("inf")))
+
+
+def ban_in_sparse_bias(settings: Any) -> None:
+    settings.token_bias.values[10:] = -float("inf")
+
+
+def move_in_sparse_bias(settings: Any) -> None:
+    settings.token_bias.ids.copy_(settings.token_bias.ids.flip(0))
+
+
 CHANGES: list[tuple[dict[str, Any], Callable[[Any], None]]] = [
     ({}, assign("temperature", 0.0)),
     ({}, assign("top_k", 1)),
@@ -241,6 +254,9 @@ CHANGES: list[tuple[dict[str, Any], Callable[[Any], None]]] = [
     ({**PENALTIES, "token_frequency_penalty": 3.0, "token_repetition_range": 0}, assign("token_repetition_range", -1)),
     ({}, assign("token_bias", BIAS * 50)),
     ({"token_bias": torch.zeros(len(BIAS))}, ban_in_place),
+    ({"token_bias": {3: 0.0}}, ban_in_dict),
+    ({"token_bias": SparseBias.of(dict.fromkeys(range(VOCAB), 0.0))}, ban_in_sparse_bias),
+    ({"token_bias": SparseBias.of({i: float(-i) for i in range(VOCAB)})}, move_in_sparse_bias),
     ({"xtc_threshold": 0.0, "xtc_ignore_tokens": frozenset[int]()}, assign("xtc_probability", 1.0)),
     ({"temperature": 3.0}, assign("mirostat", True)),
     ({}, lambda settings: settings.disallow_tokens(TOKENIZER, list(range(3, VOCAB - 4)))),

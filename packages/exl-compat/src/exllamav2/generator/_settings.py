@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import fields
 from operator import index
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from exl_generate.sampling import Settings as NativeSettings
+from exl_generate.sampling import SparseBias
 
 __all__ = ["Settings"]
 
@@ -77,7 +78,11 @@ class Settings(NativeSettings):
 
 
 def _content(bias: Any) -> Hashable:
-    """Return a value that changes after an in-place operation on the tensor."""
+    """Return a value that changes after an in-place operation on the tensor, or a change inside a dict."""
+    if isinstance(bias, Mapping):
+        return tuple(bias.items())
+    if isinstance(bias, SparseBias):
+        return _content(bias.ids), _content(bias.values), bias.rest
     if not isinstance(bias, torch.Tensor):
         return None
     if bias.is_inference():  # has no count of its operations
