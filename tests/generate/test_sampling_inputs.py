@@ -177,6 +177,13 @@ def test_a_job_s_bias_is_its_own() -> None:
     copied = settings.clone()
     given[4] = 1.0
     assert copied.token_bias == {3: 2.5}
+    sparse_bias = SparseBias.of({3: 2.5})
+    copied = Settings(token_bias=sparse_bias).clone()
+    sparse_bias.values[0] = 1.0
+    assert isinstance(copied.token_bias, SparseBias)
+    assert copied.token_bias.values.tolist() == [2.5]
+    with torch.inference_mode():
+        assert isinstance(Settings(token_bias=SparseBias.of({3: 2.5})).clone().token_bias, SparseBias)
 
 
 @pytest.mark.covers("generators.md: 60")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -89,7 +89,7 @@ class Settings:
         """Return a copy with its own bias, hooks and sets: changing one never changes the other."""
         return replace(
             self,
-            token_bias=self.token_bias.clone() if isinstance(self.token_bias, torch.Tensor) else copy(self.token_bias),
+            token_bias=_copied(self.token_bias),
             post_sampling_hooks=copy(self.post_sampling_hooks) or [],
             dry_sequence_breakers=copy(self.dry_sequence_breakers),
             xtc_ignore_tokens=copy(self.xtc_ignore_tokens),
@@ -184,6 +184,12 @@ class Settings:
         if self.token_bias is not None:
             return self.token_bias.clone()
         return torch.full((width,), fill, dtype=torch.float32)
+
+
+def _copied(bias: Any) -> Any:
+    if isinstance(bias, torch.Tensor):
+        return bias.clone()
+    return deepcopy(bias) if isinstance(bias, SparseBias) else copy(bias)
 
 
 def _same(a: object, b: object) -> bool:
