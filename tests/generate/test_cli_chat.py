@@ -92,6 +92,13 @@ def test_a_setting_that_greedy_sampling_ignores_is_noted(exl) -> None:
     assert err == "[temperature does nothing while top_k is 1]\n"
 
 
+def test_two_slashes_begin_a_message_with_one(exl) -> None:
+    code, out, err = exl(*CHAT, "-n", "2", "--json", stdin="//help me\n/retry\n/help\n")
+    assert code == 0
+    assert [answer["message"] for answer in answers(out)] == ["/help me", "/help me"]
+    assert "//TEXT sends /TEXT" in err
+
+
 # ---- statistics ----
 
 LINE = re.compile(r"\[(\d+) prompt tokens, (\d+) cached; (\d+) tokens, \d+\.\d tokens/s(; ended by max_tokens)?\]\n")

@@ -1,7 +1,8 @@
-"""The input history of `exl chat`: its file, the modes of files, its length."""
+"""Input of `exl chat`: what is a command; the file of the input history, its mode and length."""
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from exl_generate.cli import lines
-from exl_generate.cli.lines import TypedLines, history_file
+from exl_generate.cli.lines import Line, PlainLines, TypedLines, history_file
 
 
 @pytest.fixture
@@ -25,9 +26,34 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, str], tuple[str | N
         monkeypatch.setattr(lines, "_output", DummyOutput)
         with create_pipe_input() as pipe, create_app_session(input=pipe):
             pipe.send_text(keys)
-            return TypedLines(lambda _: [], file, notes.append).read(), notes
+            line = TypedLines(lambda _: [], file, notes.append).read()
+            return None if line is None else line.text, notes
 
     return send
+
+
+@pytest.mark.parametrize(
+    ("keys", "text", "is_command"),
+    [
+        (" /retry", "/retry", True),
+        ("hello /retry", "hello /retry", False),
+        ("//etc is what?", "/etc is what?", False),
+        ("///", "//", False),
+        ('"""/quit"""', "/quit", False),
+        ('"""//quit"""', "//quit", False),
+        ("/quit\x1b\r/help", "/quit\n/help", False),
+        ("// a comment\x1b\rx = 1", "// a comment\nx = 1", False),
+        ('""""""', "", False),
+    ],
+)
+def test_what_a_command_is(monkeypatch: pytest.MonkeyPatch, keys: str, text: str, is_command: bool) -> None:
+    with create_pipe_input() as pipe, create_app_session(input=pipe):
+        monkeypatch.setattr(lines, "_output", DummyOutput)
+        pipe.send_text(f"{keys}\r")
+        assert TypedLines(lambda _: [], None, print).read() == Line(text, is_command)
+    if '"' not in keys and "\r" not in keys:  # a pipe has no quotes and no messages of several lines
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"{keys}\n"))
+        assert PlainLines().read() == Line(text, is_command)
 
 
 def mode(file: Path) -> int:

@@ -143,7 +143,7 @@ def _talk(session: Session, lines: Lines, history: Path | None, as_json: bool) -
             if sys.stdin.isatty():
                 print(file=sys.stderr)  # the shell's prompt begins a line
             return
-        message = obey(session, line) if line.startswith("/") else line
+        message = obey(session, line.text) if line.is_command else line.text
         if message:
             message = "".join(session.attached) + message
             session.attached.clear()

@@ -80,7 +80,7 @@ def _help(session: Session, _: str) -> None:
         session.screen.note(f"{f'{name} {command.argument}':{width}}  {command.help}", "")
     session.screen.note(
         'Alt-Enter, or \\ before Enter, begins another line of a message; """ begins and ends a message of several '
-        "lines. Ctrl-C interrupts an answer, Ctrl-D leaves.",
+        "lines, which is no command. //TEXT sends /TEXT. Ctrl-C interrupts an answer, Ctrl-D leaves.",
     )
 
 

@@ -6,6 +6,7 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
     from prompt_toolkit.output import Output
 
-__all__ = ["Lines", "PlainLines", "TypedLines", "history_file", "open_lines", "unquoted"]
+__all__ = ["Line", "Lines", "PlainLines", "TypedLines", "history_file", "open_lines"]
 
 PROMPT = "> "
 CONTINUED = "  "
@@ -28,11 +29,19 @@ HISTORY_LIMIT = 10_000
 ENTRY = b"\n# "
 
 
-class Lines(Protocol):
-    """A source of messages."""
+@dataclass(frozen=True)
+class Line:
+    """A message, or a command, which begins with a slash. The text has no white space around it."""
 
-    def read(self) -> str | None:
-        """The next message without white space around it; None at the end of the input, or for Ctrl-C."""
+    text: str
+    is_command: bool
+
+
+class Lines(Protocol):
+    """A source of messages and commands."""
+
+    def read(self) -> Line | None:
+        """The next message or command; None at the end of the input, or for Ctrl-C."""
 
 
 def open_lines(completions: Callable[[str], Sequence[str]], keep_history: bool, note: Callable[[str], None]) -> Lines:
@@ -50,12 +59,12 @@ def open_lines(completions: Callable[[str], Sequence[str]], keep_history: bool, 
 
 
 class PlainLines:
-    """Each line of standard input is a message."""
+    """Each line of standard input is a message or a command."""
 
-    def read(self) -> str | None:
+    def read(self) -> Line | None:
         """The next line."""
         try:
-            return input().strip()
+            return _line(input())
         except (EOFError, KeyboardInterrupt):
             return None
 
@@ -95,28 +104,37 @@ class TypedLines:
             )
         self._session = session
 
-    def read(self) -> str | None:
-        """The next message, which is also kept in the history."""
+    def read(self) -> Line | None:
+        """The next message or command, which is also kept in the history."""
         try:
             text = self._session.prompt()
         except (EOFError, KeyboardInterrupt):
             return None
-        message = unquoted(text)
-        if message and self._store is not None:
+        line = _unquoted(text)
+        if line.text and self._store is not None:
             try:
                 self._store.store_string(text)
             except OSError as error:
                 self._note(f"the input history is not kept from here on ({error.strerror or error})")
                 self._store = None
-        return message
+        return line
 
 
-def unquoted(text: str) -> str:
-    """A typed message without the `\"""` and white space around it."""
+def _line(text: str) -> Line:
+    """A line that begins with one slash is a command; two slashes begin a message with one. Text of several lines is
+    a message as it is."""
+    text = text.strip()
+    if "\n" in text or not text.startswith("/"):
+        return Line(text, is_command=False)
+    return Line(text[1:], is_command=False) if text.startswith("//") else Line(text, is_command=True)
+
+
+def _unquoted(text: str) -> Line:
+    """A typed line. Text between `\"""` is a message, without these marks."""
     text = text.strip()
     if text.startswith(QUOTES):
-        text = text[len(QUOTES) :].removesuffix(QUOTES).strip("\n")
-    return text
+        return Line(text[len(QUOTES) :].removesuffix(QUOTES).strip("\n"), is_command=False)
+    return _line(text)
 
 
 def history_file() -> Path | None:
