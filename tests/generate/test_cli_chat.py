@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from exl_core import ExLlamaV2Tokenizer
+from exl_core import ExLlamaV2Tokenizer, ExLlamaV2VisionTower
+from exl_core.errors import DeviceError
 from exl_generate.bundled import default_model_dir
 from exl_generate.cli.chat_commands import COMMANDS, completions
 from exl_generate.cli.sampling import setting_names
@@ -97,6 +99,19 @@ def test_two_slashes_begin_a_message_with_one(exl) -> None:
     assert code == 0
     assert [answer["message"] for answer in answers(out)] == ["/help me", "/help me"]
     assert "//TEXT sends /TEXT" in err
+
+
+def test_a_setting_that_does_not_fit_the_model_leaves_the_chat_going(exl) -> None:
+    talk = "one\n/set xtc_probability 0.5\n/set xtc_ignore_tokens {999999}\ntwo\n/retry\n"
+    talk += "/set xtc_ignore_tokens default\n/retry\n"
+    code, out, err = exl(*CHAT, "-n", "2", "--json", stdin=talk)
+    assert (code, err) == (0, "")
+    one, *failed, again = answers(out)
+    assert [("token id 999999" in answer["error"], answer["message"]) for answer in failed] == [
+        (True, "two"),
+        (True, "one"),
+    ]
+    assert again["message"] == one["message"] == "one"
 
 
 # ---- statistics ----
@@ -237,6 +252,56 @@ def test_images_that_cannot_be_used_are_refused(exl, vision_model: Path) -> None
         found = exl(*CHAT, "-n", "2", *arguments, stdin=f"/image {vision_model / 'photo.png'}\n")
         assert found[0] == code
         assert "has no vision tower" in found[2]
+
+
+def test_images_wait_for_a_message_that_fits(exl, vision_model: Path) -> None:
+    photo = vision_model / "photo.png"
+    common = ("chat", "-m", str(vision_model), "-n", "2", "--greedy", "--json", "--cache-tokens", "512")
+    talk = f"first\n/image {photo}\n{'too long ' * 500}\n/retry\nWhat is it?\nAnd now?\n"
+    code, out, err = exl(*common, stdin=talk)
+    assert code == 0, err
+    _, failed, again, shown, plain = answers(out)
+    assert "shorten it" in failed["error"]
+    assert failed["message"].startswith(f"[image {photo}]too long")
+    assert again["message"] == "first"
+    assert shown["message"] == f"[image {photo}]What is it?"
+    assert plain["message"] == "And now?"
+
+
+@pytest.mark.parametrize("command", ["/reset", "/system Be brief.", "/load {saved}"])
+def test_images_are_forgotten_with_the_conversation(exl, vision_model: Path, tmp_path: Path, command: str) -> None:
+    saved = tmp_path / "talk.json"
+    saved.write_text("[]")
+    common = ("chat", "-m", str(vision_model), "-n", "2", "--json", "--cache-tokens", "512")
+    talk = f"/image {vision_model / 'photo.png'}\n{command.format(saved=saved)}\nhello\n"
+    code, out, _ = exl(*common, stdin=talk)
+    assert code == 0
+    assert answers(out)[0]["message"] == "hello"
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (torch.OutOfMemoryError("2 GiB"), "not enough GPU memory to encode"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "not enough memory to encode"),
+        (MemoryError(), "not enough memory to encode"),
+        (DeviceError("no device"), "no device"),
+        (KeyboardInterrupt(), "interrupted"),
+    ],
+)
+def test_an_image_that_fails_leaves_the_chat_going(
+    exl, vision_model: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, message: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(ExLlamaV2VisionTower, "get_image_embeddings", fail)
+    common = ("chat", "-m", str(vision_model), "-n", "2", "--json", "--cache-tokens", "512")
+    code, out, err = exl(*common, stdin=f"/image {vision_model / 'photo.png'}\nhello\n")
+    assert code == 0
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert answers(out)[0]["message"] == "hello"
 
 
 # ---- completion and guide ----

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from exl_core.errors import ChatTemplateError
-from exl_generate.cli.chat_commands import Session, completions, obey
+from exl_generate.cli.chat_commands import Session, attach, completions, obey
 from exl_generate.cli.chat_templates import NamedTemplate, find_template, known_names
 from exl_generate.cli.constraints import Constraints, read_schema
 from exl_generate.cli.conversation import Conversation
@@ -76,7 +76,7 @@ def run(options: Options, as_json: bool) -> None:
     if sys.stdin.isatty():
         screen.note(f"{Path(loaded.config.model_dir or '').name}: /help lists the commands.")
     for file in options.images:
-        obey(session, f"/image {file}")
+        attach(session, file)
     try:
         _talk(session, open_lines(completions, options.input_history, screen.note), options.history, as_json)
     finally:
@@ -143,16 +143,22 @@ def _talk(session: Session, lines: Lines, history: Path | None, as_json: bool) -
             if sys.stdin.isatty():
                 print(file=sys.stderr)  # the shell's prompt begins a line
             return
-        message = obey(session, line.text) if line.is_command else line.text
+        before = list(session.talk.messages)
+        if line.is_command:
+            message = obey(session, line.text)
+        else:
+            message = "".join([*session.attached, line.text]) if line.text else None
         if message:
-            message = "".join(session.attached) + message
-            session.attached.clear()
-            _exchange(session, message, as_json)
+            if not _exchange(session, message, as_json):
+                session.talk.messages = before
+            elif not line.is_command:
+                session.attached.clear()
             if history is not None:
                 session.talk.keep(history)
 
 
-def _exchange(session: Session, message: str, as_json: bool) -> None:
+def _exchange(session: Session, message: str, as_json: bool) -> bool:
+    """Answer a message; False, with what is wrong written, if it cannot be answered."""
     talk, screen = session.talk, session.screen
     screen.begin()
     try:
@@ -161,12 +167,13 @@ def _exchange(session: Session, message: str, as_json: bool) -> None:
     except ChatTemplateError:
         talk.messages.clear()
         raise
-    except CapacityError as error:  # of this message: the conversation goes on
+    except (CapacityError, RequestError) as error:  # of this message or a setting: the conversation goes on
         if as_json:
+            message = talk.images.readable(message)
             print(json.dumps({"message": message, "error": str(error)}), flush=True)
         else:
             screen.error(f"[{error}]")
-        return
+        return False
     last = talk.last
     if as_json:
         keys = ("eos_reason", "new_tokens", "prompt_tokens", "cached_tokens", "time_prefill", "time_generate")
@@ -182,3 +189,4 @@ def _exchange(session: Session, message: str, as_json: bool) -> None:
         screen.note(f"[the context left {talk.cut_to} tokens for this answer]")
     if talk.dropped:
         screen.note(f"[the oldest {talk.dropped} messages no longer fit and were left out]")
+    return True

@@ -12,13 +12,13 @@ from typing import Any
 
 import typer
 
-from exl_core.errors import InputError, UnsupportedError
+from exl_core.errors import ExlError
 from exl_generate.cli.conversation import Conversation
 from exl_generate.cli.sampling import change_setting, idle_reason, setting_names
 from exl_generate.cli.terminal import Screen
 from exl_generate.errors import RequestError
 
-__all__ = ["COMMANDS", "Session", "completions", "obey"]
+__all__ = ["COMMANDS", "Session", "attach", "completions", "obey"]
 
 
 @dataclass
@@ -91,6 +91,7 @@ def _history(session: Session, _: str) -> None:
 
 def _reset(session: Session, _: str) -> None:
     session.talk.reset()
+    session.attached.clear()
 
 
 def _retry(session: Session, _: str) -> str | None:
@@ -112,20 +113,29 @@ def _load(session: Session, rest: str) -> None:
         session.talk.load(Path(rest).expanduser())
     except RequestError as error:
         session.screen.error(str(error))
+    else:
+        session.attached.clear()
 
 
 def _system(session: Session, rest: str) -> None:
     session.talk.reset(rest)
+    session.attached.clear()
+
+
+def attach(session: Session, file: Path) -> None:
+    """Encode an image that goes with the next message. Raises ExlError."""
+    text, description = session.talk.images.add(file)
+    session.attached.append(text)
+    session.screen.note(f"[{description}; goes with the next message]")
 
 
 def _image(session: Session, rest: str) -> None:
     try:
-        text, description = session.talk.images.add(Path(rest).expanduser())
-    except (InputError, UnsupportedError) as error:
+        attach(session, Path(rest).expanduser())
+    except ExlError as error:
         session.screen.error(str(error))
-        return
-    session.attached.append(text)
-    session.screen.note(f"[{description}; goes with the next message]")
+    except KeyboardInterrupt:
+        session.screen.error(f"[interrupted: {rest} does not go with the next message]")
 
 
 def _set(session: Session, rest: str) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from exl_core import ExLlamaV2VisionTower
+from exl_core.device import out_of_memory_as_error
 from exl_core.embeddings import ExLlamaV2MMEmbedding
+from exl_core.errors import DeviceError
 from exl_core.image_files import open_image
 from exl_core.tokenizer.conversation import image_spelling
 from exl_generate.cli.models import Loaded
@@ -31,11 +35,13 @@ class Images:
         open_image(file)
 
     def add(self, file: Path) -> tuple[str, str]:
-        """Encode an image; its text in a message, and a description for people. Raises as `check`."""
+        """Encode an image; its text in a message, and a description for people. Raises as `check`, and DeviceError
+        where memory is missing."""
         tower = self._encoder()
-        image = open_image(file)
-        tower.load()
-        made = tower.get_image_embeddings(self._loaded.model, self._loaded.tokenizer, image)
+        with _memory_for(file):
+            image = open_image(file)
+            tower.load()
+            made = tower.get_image_embeddings(self._loaded.model, self._loaded.tokenizer, image)
         self._known.append((file, made))
         spelling = image_spelling(self._loaded.tokenizer)
         around = "" if spelling is None else spelling[1]
@@ -56,3 +62,15 @@ class Images:
         if self._tower is None:
             self._tower = ExLlamaV2VisionTower(self._loaded.config)
         return self._tower
+
+
+@contextmanager
+def _memory_for(file: Path) -> Iterator[None]:
+    """Convert what torch and Python raise for missing memory, on a GPU or not, into DeviceError."""
+    try:
+        with out_of_memory_as_error(f"encode {file}"):
+            yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
+            raise DeviceError(f"not enough memory to encode {file}: use a smaller image") from error
+        raise
