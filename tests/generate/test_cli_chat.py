@@ -101,6 +101,13 @@ def test_two_slashes_begin_a_message_with_one(exl) -> None:
     assert "//TEXT sends /TEXT" in err
 
 
+def test_default_resets_every_setting(exl) -> None:
+    fresh = exl(*CHAT, stdin="/set seed none\n/set\n")[2]
+    changes = "/set max_tokens 3\n/set stats on\n/set seed 7\n/set temperature 0.5\n"
+    resets = "".join(f"/set {name} default\n" for name in ("max_tokens", "stats", "seed", *setting_names()))
+    assert exl(*CHAT, "-n", "5", "--stats", stdin=f"{changes}{resets}/set\n")[2] == fresh
+
+
 def test_a_setting_that_does_not_fit_the_model_leaves_the_chat_going(exl) -> None:
     talk = "one\n/set xtc_probability 0.5\n/set xtc_ignore_tokens {999999}\ntwo\n/retry\n"
     talk += "/set xtc_ignore_tokens default\n/retry\n"

@@ -12,7 +12,7 @@ from exl_core.errors import ChatTemplateError
 from exl_generate.cli.chat_commands import Session, attach, completions, obey
 from exl_generate.cli.chat_templates import NamedTemplate, find_template, known_names
 from exl_generate.cli.constraints import Constraints, read_schema
-from exl_generate.cli.conversation import Conversation
+from exl_generate.cli.conversation import DEFAULT_TOKENS, Conversation
 from exl_generate.cli.images import Images
 from exl_generate.cli.lines import Lines, open_lines
 from exl_generate.cli.models import Loaded, load
@@ -22,9 +22,6 @@ from exl_generate.errors import CapacityError, RequestError
 from exl_generate.sampling import Settings
 
 __all__ = ["Options", "run"]
-
-#: Tokens of an answer when nobody says how many.
-DEFAULT_TOKENS = 400
 
 
 @dataclass(frozen=True)
@@ -71,8 +68,7 @@ def run(options: Options, as_json: bool) -> None:
                 "leave --system out, or name another file"
             )
     screen = Screen()
-    at_terminal = sys.stdin.isatty() and screen.wraps
-    session = Session(talk, screen, at_terminal if options.stats is None else options.stats)
+    session = Session(talk, screen, options.stats)
     if sys.stdin.isatty():
         screen.note(f"{Path(loaded.config.model_dir or '').name}: /help lists the commands.")
     for file in options.images:
@@ -181,7 +177,7 @@ def _exchange(session: Session, message: str, as_json: bool) -> bool:
         print(json.dumps({"message": message, "answer": answer, **{key: last[key] for key in keys}}), flush=True)
     else:
         screen.end(" [interrupted]" if last["eos_reason"] == "cancelled" else "")
-    if session.stats:
+    if session.shows_stats:
         screen.note(answer_line(last))
     if talk.incomplete is not None:
         screen.error(f"[the answer ends before {talk.incomplete} is complete: /set max_tokens raises its limit]")

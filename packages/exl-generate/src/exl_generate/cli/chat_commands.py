@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from exl_core.errors import ExlError
-from exl_generate.cli.conversation import Conversation
+from exl_generate.cli.conversation import DEFAULT_TOKENS, Conversation
 from exl_generate.cli.sampling import change_setting, idle_reason, setting_names
 from exl_generate.cli.terminal import Screen
 from exl_generate.errors import RequestError
@@ -27,10 +27,16 @@ class Session:
 
     talk: Conversation
     screen: Screen
-    stats: bool
+    #: show statistics after each answer; None: at a terminal
+    stats: bool | None
     #: texts of images that go with the next message
     attached: list[str] = field(default_factory=list)
     over: bool = False
+
+    @property
+    def shows_stats(self) -> bool:
+        """Whether statistics follow each answer."""
+        return (sys.stdin.isatty() and self.screen.wraps) if self.stats is None else self.stats
 
 
 @dataclass(frozen=True)
@@ -160,11 +166,13 @@ def _change(session: Session, name: str, value: str) -> None:
     """Change one value. Raises RequestError, or typer.BadParameter for a number out of range."""
     talk = session.talk
     if name == "stats":
-        if value not in ("on", "off"):
+        if value not in ("on", "off", "default"):
             raise RequestError(f"stats is {value!r}; it is on or off")
-        session.stats = value == "on"
+        session.stats = None if value == "default" else value == "on"
     elif name == "seed":
         talk.seed = None if value in ("none", "default") else _whole(name, value, 0)
+    elif name == "max_tokens" and value == "default":
+        talk.max_tokens = DEFAULT_TOKENS
     elif name == "max_tokens":
         tokens = _whole(name, value, 1)
         if tokens >= talk.longest:
@@ -197,7 +205,7 @@ def _values(session: Session) -> dict[str, str]:
     return {
         "max_tokens": str(talk.max_tokens),
         "seed": "none" if talk.seed is None else str(talk.seed),
-        "stats": "on" if session.stats else "off",
+        "stats": "on" if session.shows_stats else "off",
         **{name: _shown(getattr(talk.settings, name)) for name in setting_names()},
     }
 

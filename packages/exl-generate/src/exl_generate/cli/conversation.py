@@ -19,7 +19,10 @@ from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 from exl_generate.errors import CapacityError, RequestError
 from exl_generate.sampling import Settings
 
-__all__ = ["Conversation"]
+__all__ = ["DEFAULT_TOKENS", "Conversation"]
+
+#: Tokens of an answer when nobody says how many.
+DEFAULT_TOKENS = 400
 
 #: End-of-turn markers of the common templates, for models whose EOS list misses them.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>", "</s>", "<|endoftext|>")
