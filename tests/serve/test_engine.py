@@ -390,6 +390,25 @@ def test_completions_go_on_without_the_first(scripted: EngineThread, monkeypatch
 
 
 @pytest.mark.full
+def test_the_log_of_a_refused_resumption_holds_no_text_of_the_request(
+    fable: EngineThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = fable.generator.tokenizer.encode("the")[0].numpy().astype("<i4")
+    asked = request(fable, resume=(ids.tobytes(),), banned_strings=("the",), max_tokens=30)
+
+    async def work(engine: LocalEngine) -> list[Any]:
+        sink = Sink()
+        await engine.submit(asked, sink)
+        return await sink.ended()
+
+    (last,) = on(fable, work)
+    assert isinstance(last, Failed)
+    assert (last.code, "'the'" in last.message) == ("resume_refused", True)
+    assert f"request {asked.id} failed: ResumeError" in caplog.text
+    assert "'the'" not in caplog.text
+    assert "resume_from" not in caplog.text
+
+
 def test_the_queue_has_an_end(scripted: EngineThread) -> None:
     async def work(engine: LocalEngine) -> None:
         refused, sinks = [], []

@@ -343,6 +343,8 @@ class Fragile:
         stream = StartedReplica(self._engine, self._folder).generate(frame, ingress=ingress, tag=tag)
         yield await anext(stream)
         async for item in stream:
+            if isinstance(wire.decode_to_worker(item), wire.Rejected):
+                yield item
             for event in decode_events(item):
                 if self._left == 0 and len(self.taken) == 1:
                     await stream.aclose()  # type: ignore[attr-defined]
@@ -418,7 +420,9 @@ def test_a_stream_continues_on_another_replica(fable: EngineThread, tmp_path: Pa
     asyncio.run(steps())
 
 
-def test_another_answer_is_never_joined(tmp_path: Path) -> None:
+@pytest.mark.parametrize("accepted", [True, False])
+@pytest.mark.parametrize("code", ["resume_refused", "engine_error", "filter_dead_end"])
+def test_another_answer_is_never_joined(tmp_path: Path, code: str, *, accepted: bool) -> None:
     """The second replica would not have produced the first one's ids: the request ends with an error."""
 
     async def steps() -> None:
@@ -427,17 +431,47 @@ def test_another_answer_is_never_joined(tmp_path: Path) -> None:
         set_card(engine, SimpleNamespace(digest="d", namespace=b"n" * 16, page_size=256))
         events: list[EngineEvent] = []
         await engine.submit(msgspec.msgpack.decode(frame(), type=EngineRequest), events.append)
+        if not accepted:
+            fake.rejection = ServeError(409, "conflict", code, "resume_from[1] is 8")
         fake.sinks[0](Tokens(0, (7, 8), "ab"))
         fake.sinks[0](Tokens(0, (9,), "c"))
         async with asyncio.timeout(HANG_SECONDS):
             while len(fake.requests) < 2:
                 await asyncio.sleep(0)
             assert fake.requests[1].resume == (np.array([7, 8], "<i4").tobytes(),)
-            fake.sinks[1](Failed(0, 409, "conflict", "resume_refused", "resume_from[1] is 8"))
+            if accepted:
+                fake.sinks[1](Failed(0, 409, "conflict", code, "resume_from[1] is 8"))
             while len(events) < 2:
                 await asyncio.sleep(0)
         assert isinstance(last := events[-1], Failed)
         assert (last.status, last.code) == (503, "engine_restarting")
+        assert "8" not in last.message
+        assert len(fake.requests) == 2
+        await engine.close()
+
+    asyncio.run(steps())
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_an_error_of_a_running_request_stays_what_it_is(tmp_path: Path, *, resumed: bool) -> None:
+    async def steps() -> None:
+        fake = FakeEngine()
+        engine = RayEngine(Fragile(fake, tmp_path, 1 if resumed else 9), "i")
+        set_card(engine, SimpleNamespace(digest="d", namespace=b"n" * 16, page_size=256))
+        events: list[EngineEvent] = []
+        await engine.submit(msgspec.msgpack.decode(frame(), type=EngineRequest), events.append)
+        if resumed:
+            fake.sinks[0](Tokens(0, (7, 8), "ab"))
+            fake.sinks[0](Tokens(0, (9,), "c"))
+        async with asyncio.timeout(HANG_SECONDS):
+            while len(fake.requests) < 1 + resumed:
+                await asyncio.sleep(0)
+            if resumed:
+                fake.sinks[-1](Tokens(0, (9,), "c"))
+            fake.sinks[-1](Failed(0, 500, "server_error", "filter_dead_end", "no token is allowed"))
+            while not events or not isinstance(events[-1], Failed):
+                await asyncio.sleep(0)
+        assert events[-1] == Failed(0, 500, "server_error", "filter_dead_end", "no token is allowed")
         await engine.close()
 
     asyncio.run(steps())
@@ -455,10 +489,13 @@ class FakeEngine:
         self.requests: list[EngineRequest] = []
         self.sinks: list[Any] = []
         self.images: list[bytes] = []
+        self.rejection: ServeError | None = None
         self.cancelled = 0
 
     async def submit(self, request: EngineRequest, sink: Any) -> Any:
         self.requests.append(request)
+        if self.rejection is not None:
+            raise self.rejection
         self.sinks.append(sink)
         self.images += [Path(image.path).read_bytes() for image in request.media]
         return SimpleNamespace(cancel=self.cancel, pause=lambda: None, resume=lambda: None)

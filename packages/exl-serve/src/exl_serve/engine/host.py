@@ -399,7 +399,9 @@ class Host:
             self._generator.enqueue(job)
         except Exception as error:
             found = serve_error(error)
-            log.error("request %s failed", group.request.id, exc_info=error)
+            # The text of the client's own errors, such as ResumeError, holds token ids and strings of the request.
+            ours = error if found.status >= 500 else None
+            log.error("request %s failed: %s", group.request.id, type(error).__name__, exc_info=ours)
             self._emit(group, [Failed(choice, found.status, found.type, found.code, found.message)])
             group.waiting = [c for c in group.waiting if c != choice]
             self._ended_one(group)

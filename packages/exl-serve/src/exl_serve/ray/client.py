@@ -31,6 +31,8 @@ DEATHS = 2
 TRIES = 3
 """Most replicas that may reject a request for their own state, or serve another model or version."""
 ELSEWHERE = ("queue_full", "draining", "engine_version")
+RESUMING = ("resume_refused", "engine_error", "filter_dead_end")
+"""Errors of a resumed completion before its first event that mean: this replica would have given another answer."""
 POISON = "two replicas ended while they ran this request"
 LEASE_PERIOD, STATUS_PERIOD = 1.0, 2.0
 DIVERGED = "the replica that ran this request has ended, and another one gives another answer: try again"
@@ -57,6 +59,13 @@ def _rejection(data: bytes) -> ServeError:
     return message.error() if isinstance(message, wire.Rejected) else ServeError.unavailable("engine_version", MIXED)
 
 
+class _DivergedError(ServeError):
+    """The replica cannot continue behind the ids that the client has."""
+
+    def __init__(self) -> None:
+        super().__init__(503, "server_error", "engine_restarting", DIVERGED, retry_after=1.0)
+
+
 class _Call:
     """One request, on whichever replica runs it. Each attempt has its own tag."""
 
@@ -68,7 +77,7 @@ class _Call:
         self._dead: list[str] = []
         self._stream: Any = None
         self._task: asyncio.Task[None] | None = None
-        self._paused = self._cancelled = False
+        self._paused = self._cancelled = self._resumed = False
         self.replica = ""
 
     async def start(self) -> None:
@@ -83,6 +92,8 @@ class _Call:
             avoid = [name for name in (*self._dead, *rejected) if name]
             try:
                 return await self._ask(avoid)
+            except _DivergedError:
+                raise
             except ServeError as error:
                 if error.code == "engine_restarting":
                     self._died()
@@ -110,9 +121,11 @@ class _Call:
             raise ServeError(409, "conflict", "cancelled", "the request was cancelled")
         self.replica = ""
         engine.retag(self)
+        request = self._behind()
+        self._resumed = bool(request.resume)
         self._stream = stream = _called(
             engine.handle.options(stream=True).generate,
-            msgspec.msgpack.encode(self._behind()),
+            msgspec.msgpack.encode(request),
             ingress=engine.name,
             tag=self.tag,
             labels=self._labels,
@@ -129,7 +142,8 @@ class _Call:
             self._abandon()
             raise ServeError.unavailable("engine_version", MIXED)
         if said.get("refused", False):  # older versions raise the error of a rejection
-            raise _rejection(await anext(stream))
+            error = _rejection(await anext(stream))
+            raise _DivergedError() if self._resumed and error.code in RESUMING else error
         return stream
 
     def _behind(self) -> EngineRequest:
@@ -159,14 +173,19 @@ class _Call:
 
         Raises the errors of decoding an item and of the sink: another replica would not help.
         """
+        begun: set[int] = set()
         while (item := await self._next(stream)) is not None:
             for event in decode_events(item):
                 if isinstance(event, Failed) and event.code == "engine_restarting":
                     return False
-                if isinstance(event, Failed) and event.code == "resume_refused":
+                if isinstance(event, Failed) and self._has_diverged(event, event.choice in begun):
                     event = Failed(event.choice, 503, "server_error", "engine_restarting", DIVERGED)
+                begun.add(event.choice)
                 self._take(event)
         return all(choice.ended for choice in self._choices)
+
+    def _has_diverged(self, event: Failed, begun: bool) -> bool:
+        return self._resumed and (event.code == "resume_refused" or (not begun and event.code in RESUMING))
 
     async def _next(self, stream: Any) -> bytes | None:
         """Return the next item of a stream, or None behind its end or break."""
