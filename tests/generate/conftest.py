@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from exl_core import ExLlamaV2
 from exl_generate.cli import main
 
 MODEL = str(Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5")
@@ -29,6 +30,16 @@ def exl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
         return code, *capsys.readouterr()
 
     return call
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail if weights are read: what is known to be wrong is rejected before."""
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr(ExLlamaV2, "load", load)
 
 
 @pytest.fixture(scope="module")

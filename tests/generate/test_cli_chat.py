@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -189,13 +190,29 @@ def test_every_answer_obeys_the_pattern_or_says_what_is_missing(exl) -> None:
     )
 
 
-@pytest.mark.usefixtures("grammars")
+@pytest.mark.parametrize("command", [("chat",), ("generate", "x")])
+@pytest.mark.usefixtures("grammars", "no_weights")
 @pytest.mark.parametrize(
     "extra", [("--json-schema", '{"type": "strin"}'), ("--json-schema", "no.json"), ("--regex", "((")]
 )
-def test_a_wrong_constraint_ends_the_chat_before_it_begins(exl, extra: tuple[str, str]) -> None:
-    code, out, err = exl(*CHAT, *extra, stdin="hello\n")
+def test_a_wrong_constraint_is_refused_before_the_weights_are_read(
+    exl, command: tuple[str, ...], extra: tuple[str, str]
+) -> None:
+    code, out, err = exl(*command, "-m", BUNDLED, *extra, stdin="hello\n")
     assert (code, out) == (1, "")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("command", [("chat",), ("generate", "x")])
+@pytest.mark.parametrize("extra", [("--json-schema", '{"type": "object"}'), ("--regex", "a+")])
+def test_a_constraint_without_its_library_names_what_to_install(
+    exl, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], extra: tuple[str, str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    code, out, err = exl(*command, "-m", BUNDLED, *extra, stdin="hello\n")
+    assert (code, out) == (1, "")
+    assert 'pip install "./packages/exl-filters[grammar]"' in err
     assert len(err.splitlines()) == 1
 
 

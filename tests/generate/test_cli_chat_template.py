@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from exl_core import ExLlamaV2, ExLlamaV2Config, ExLlamaV2Tokenizer
+from exl_core import ExLlamaV2Config, ExLlamaV2Tokenizer
 from exl_generate.cli.chat_templates import find_template
 
 MODEL = str(Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5")
@@ -17,16 +17,6 @@ TALK = [
     {"role": "assistant", "content": "Yes."},
     {"role": "user", "content": "Two?"},
 ]
-
-
-@pytest.fixture
-def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A template that is known to be wrong is rejected before the weights are read."""
-
-    def load(*_: object, **__: object) -> None:
-        raise AssertionError("the weights were read")
-
-    monkeypatch.setattr(ExLlamaV2, "load", load)
 
 
 def refusal(exl, *args: str) -> str:

@@ -72,7 +72,10 @@ def _pil() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise UnsupportedError("images need Pillow: install exl-core[vision]") from error
+        raise UnsupportedError(
+            'images need Pillow: pip install "exl-core[vision]" (in a checkout: '
+            'pip install "./packages/exl-core[vision]")'
+        ) from error
     return Image
 
 

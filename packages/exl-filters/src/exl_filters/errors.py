@@ -71,7 +71,10 @@ class MissingExtra(FilterError, ImportError):
     code = "missing_extra"
 
     def __init__(self, what: str, extra: str, library: str) -> None:
-        super().__init__(f"{what} needs {library}, the extra {extra!r} of exl-filters: install {library}")
+        super().__init__(
+            f'{what} needs {library}: pip install "exl-filters[{extra}]" (in a checkout: '
+            f'pip install "./packages/exl-filters[{extra}]")'
+        )
         self.extra = extra
         self.library = library
 

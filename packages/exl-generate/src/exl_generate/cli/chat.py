@@ -55,11 +55,12 @@ def run(options: Options, as_json: bool) -> None:
     schema = None if options.json_schema is None else read_schema(options.json_schema)
     loaded = load(options.model)
     _check_template(loaded, template, options.system)
+    constraints = Constraints(loaded, schema, options.regex)  # a wrong one is refused before the weights are read
     if options.images:
         images = Images(loaded)
         for file in options.images:
             images.check(file)
-    talk = _conversation(loaded, options, template, schema)
+    talk = _conversation(loaded, options, template, constraints)
     if options.history is not None and options.history.exists():
         talk.load(options.history)
         if options.system is not None and talk.system != options.system:
@@ -82,7 +83,9 @@ def run(options: Options, as_json: bool) -> None:
         raise RequestError(f"{options.history}: the conversation could not be written there; it is printed above")
 
 
-def _conversation(loaded: Loaded, options: Options, template: NamedTemplate | None, schema: str | None) -> Conversation:
+def _conversation(
+    loaded: Loaded, options: Options, template: NamedTemplate | None, constraints: Constraints
+) -> Conversation:
     """Load the weights and begin a conversation. Raises CapacityError for more tokens than model or cache have."""
     longest = loaded.config.max_seq_len
     if options.max_tokens is not None and options.max_tokens >= longest:
@@ -102,7 +105,7 @@ def _conversation(loaded: Loaded, options: Options, template: NamedTemplate | No
         [*options.stop, *(template.stops if template is not None else ())],
         loaded.adapters(options.loras),
         None if template is None else template.source,
-        Constraints(loaded, schema, options.regex),
+        constraints,
     )
 
 

@@ -57,6 +57,7 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
     schema = None if options.json_schema is None else read_schema(options.json_schema)
     text = _piped() if prompt == "-" else prompt
     loaded = load(options.model)
+    constraints = Constraints(loaded, schema, options.regex)  # a wrong one is refused before the weights are read
     ids = loaded.tokenizer.encode(text, add_bos=None, encode_special_tokens=options.special)
     if ids.shape[1] == 0:
         raise RequestError("the prompt is empty and this model has no BOS token: write at least one word")
@@ -69,7 +70,6 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
     new = _new_tokens(options, max(row.shape[1] for row in rows), loaded.config.max_seq_len)
     tokens = options.cache_tokens or sum(_pages(row.shape[1] + new) for row in rows)
     generator = loaded.generator(options.cache, tokens, draft=options.draft, use_ngram_draft=options.ngram)
-    constraints = Constraints(loaded, schema, options.regex)
     job = ExLlamaV2DynamicJob(
         rows,
         new,
