@@ -340,6 +340,18 @@ def test_lines_are_completed(tmp_path: Path) -> None:
     assert completions("") == completions("hello") == completions("hello /set") == []
 
 
+def test_a_home_folder_stays_as_it_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "talk.json").touch()
+    (tmp_path / "talks").mkdir()
+    (tmp_path / "talks" / "~one").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "talks")
+    assert completions("/load ~/ta") == ["/load ~/talk.json", "/load ~/talks/"]
+    assert completions("/load ~/talks/") == ["/load ~/talks/~one"]
+    assert completions("/load ~") == ["/load ~one"]
+    assert completions("/load ~nobody-has-this-name/") == []
+
+
 def test_the_guide_names_every_command() -> None:
     text = GUIDE.read_text(encoding="utf-8")
     assert [name for name, command in COMMANDS.items() if command.help and f"`{name}" not in text] == []

@@ -74,9 +74,18 @@ def completions(typed: str) -> Sequence[str]:
     if name == "/set":
         return [f"/set {setting} " for setting in _values_names()]
     if COMMANDS.get(name) is not None and COMMANDS[name].argument == "FILE":
-        found = glob.glob(glob.escape(os.path.expanduser(rest)) + "*")
-        return [f"{name} {path}{'/' if os.path.isdir(path) else ''}" for path in sorted(found)]
+        return [f"{name} {path}" for path in _paths(rest)]
     return []
+
+
+def _paths(typed: str) -> list[str]:
+    """Paths that begin with a typed one, folders with a slash at the end. A ~ stays as it was typed."""
+    start, slash, _ = typed.partition("/")
+    home = os.path.expanduser(start) if slash else start
+    if home == start:  # no ~, or one of a user that there is none of
+        start = home = ""
+    found = sorted(glob.glob(glob.escape(home + typed[len(start) :]) + "*"))
+    return [f"{start}{path[len(home) :]}{'/' if os.path.isdir(path) else ''}" for path in found]
 
 
 def _help(session: Session, _: str) -> None:
