@@ -31,6 +31,12 @@ def wrapped(text: str, width: int, cuts: list[int] | None = None) -> str:
         ("中文中文中文", 5, "中文\n中文\n中文"),
         ("see:\n```\nx = call(1, 2, 3)\n```\none two three", 8, "see:\n```\nx = call(1, 2, 3)\n```\none two\nthree"),
         ("a\x1b[2Jb\x07\x9b", 20, "a\ufffd[2Jb\ufffd\ufffd"),
+        ("a\u202eb\u2066c\u200fd\ufeff\U000e0041", 20, "a\ufffdb\ufffdc\ufffdd\ufffd\ufffd"),
+        (
+            "\u0646\u200c\u0645 \U0001f468\u200d\U0001f469 \u2764\ufe0f",
+            20,
+            "\u0646\u200c\u0645 \U0001f468\u200d\U0001f469 \u2764\ufe0f",
+        ),
         ("a\tb", 20, "a    b"),
         ("", 20, ""),
     ],
@@ -58,6 +64,8 @@ def test_lines_fit_and_no_word_is_lost(text: str, width: int) -> None:
         assert rich_cells.cell_len(line.rstrip()) <= width or longest > width - 8
 
 
-@given(st.text(max_size=60), st.integers(4, 30))
+@given(st.text(st.characters() | st.characters(categories=["Cc", "Cf"]), max_size=60), st.integers(4, 30))
 def test_no_control_character_reaches_the_terminal(text: str, width: int) -> None:
-    assert not [c for c in wrapped(text, width) if unicodedata.category(c) == "Cc" and c != "\n"]
+    assert not [
+        c for c in wrapped(text, width) if unicodedata.category(c) in ("Cc", "Cf") and c not in "\n\u200c\u200d"
+    ]

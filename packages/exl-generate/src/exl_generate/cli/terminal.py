@@ -16,12 +16,15 @@ except ImportError:  # not a POSIX system
     termios = None  # type: ignore[assignment]
 
 TAB = "    "
+#: Zero-width non-joiner and joiner, which scripts and emoji need.
+JOINERS = "\u200c\u200d"
 
 
 class Wrapper:
     """Breaks streamed text between words at `width()` columns; lines of code between ``` marks are left alone.
 
-    Control characters but line breaks become U+FFFD, so that an answer cannot send escape sequences to the terminal.
+    Control characters but line breaks become U+FFFD, so that an answer cannot send escape sequences to the terminal. So
+    do invisible format characters, for example those that reverse the order of text.
     White space before the first word is dropped.
     """
 
@@ -53,7 +56,7 @@ class Wrapper:
             return self._break()
         if character == "\t":
             character = TAB
-        elif unicodedata.category(character) == "Cc":
+        elif _is_control(character):
             character = "\ufffd"
         if len(self._line_start) < 3:
             self._line_start += character
@@ -94,6 +97,12 @@ class Wrapper:
             return "\n" + word
         self._column += len(spaces) + size
         return spaces + word
+
+
+def _is_control(character: str) -> bool:
+    """Whether a character must not reach the terminal. (Variation selectors are of another category.)"""
+    category = unicodedata.category(character)
+    return category == "Cc" or (category == "Cf" and character not in JOINERS)
 
 
 def _cells(text: str) -> int:
