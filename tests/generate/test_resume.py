@@ -79,6 +79,18 @@ def test_a_job_that_had_ended_ends_at_once() -> None:
     assert generator.model.calls == []  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(("new", "reason"), [(3, "max_new_tokens"), (9, "stop_token")])
+def test_an_incomplete_character_at_the_end_is_handed_out_once(new: int, reason: str) -> None:
+    given = [A, *ids("\U0001f600")[0, :2].tolist(), EOS][:new]
+    script = says(*given, after=3)
+    whole = run(make(script), job("abc", new, stop_conditions=[EOS]))
+    assert (streamed_text(whole), whole[-1]["eos_reason"]) == ("a\ufffd", reason)
+    for cut in range(len(given) + 1):
+        resumed = run(make(script), job("abc", new, stop_conditions=[EOS], resume_from=given[:cut]))
+        assert streamed_text(resumed) == ("a\ufffd" if cut == 0 else "\ufffd" if cut < len(given) else "")
+        assert resumed[-1]["full_completion"] == "a\ufffd"
+
+
 def test_a_stop_string_that_began_in_text_handed_out_ends_the_job_there() -> None:
     """As after a failure of a machine whose tokens were others."""
     results = run(make(says("b", after=4)), job("abc", 9, resume_from=[A], stop_conditions=["ab"]))

@@ -142,9 +142,15 @@ class TextStream:
         text, _ = decode_incremental(self._scan.pending, b"", final=True)
         return Released(self._text + text, list(self._held))
 
-    def hand_out(self) -> None:
-        """Treat all tokens so far as handed out, with their text: an earlier run of the job has done so."""
-        self._take(len(self._held), self._scan.length)
+    def hand_out(self, *, ended: bool) -> None:
+        """Treat all tokens so far as handed out, with their text: an earlier run of the job has done so.
+
+        `ended`: the output ended with them, so the U+FFFD of an incomplete character was handed out too.
+        """
+        if ended:
+            self.flush()
+        else:
+            self._take(len(self._held), self._scan.length)
 
     def stop_at(self, match: Match) -> tuple[Released, str]:
         """Hand out the text before a stop string with all tokens; also returns the text that is kept back, from the

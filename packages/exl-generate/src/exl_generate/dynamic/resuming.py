@@ -33,7 +33,7 @@ def advance(decoder: Decoder, ids: SequenceOf[int], width: int) -> Outcome | Non
         if outcome is not None and outcome.reason == "banned":
             assert outcome.match is not None
             raise ResumeError(f"resume_from[{at}] is {token}, which ends the banned string {outcome.match.string!r}")
-    decoder.output.hand_out()
+    decoder.output.hand_out(ended=outcome is not None and outcome.match is None)
     return outcome
 
 
