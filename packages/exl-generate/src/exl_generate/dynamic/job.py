@@ -73,9 +73,11 @@ class ExLlamaV2DynamicJob:
         resume_from: ids that an earlier run of the same request has handed out (`token_ids` of its results so far, a
             healed token included; a list, or int64 [1, n]). The job continues behind them, with the tokens, text and
             probabilities that the earlier run would have continued with: limits, penalties, random numbers, stop
-            strings and filters count them, and results do not repeat them. Filters see all of them. If the last id
-            ended the job, the first result is the last one. With mirostat, whose state is more than the ids, the job
-            samples them again and fails if they differ.
+            strings and filters count them, and results do not repeat them. On a GPU the continuation is bitwise the
+            same only where docs/reference/reproducibility.md guarantees it for the passes of both runs: the new job
+            computes the ids as part of its prompt. Filters see all of the ids. If the last id ended the job, the first
+            result is the last one. With mirostat, whose state is more than the ids, the job samples them again and
+            fails if they differ.
 
     Raises:
         RequestError: a parameter is malformed or out of its range. `enqueue` raises further errors for a request that
