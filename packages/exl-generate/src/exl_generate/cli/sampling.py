@@ -126,7 +126,8 @@ def _check_range(hint: str, name: str, value: Any) -> None:
     if low is None or not isinstance(value, (int, float)) or low <= value <= (math.inf if high is None else high):
         return
     limits = f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
-    shown = f"{value:g}" if value >= -1e308 else "a number below -1e308"  # an int need not fit a float
+    too_small = isinstance(value, int) and value < -1e308  # no float
+    shown = "a number below -1e308" if too_small else f"{value:g}"
     raise typer.BadParameter(f"{shown} is out of range; it must be {limits}", param_hint=hint)
 
 
