@@ -61,7 +61,7 @@ def test_python_programs(url: str) -> None:
 
 
 def test_the_command_that_begins_it_all() -> None:
-    assert blocks("bash")[0].strip() == "exl serve -m DIR"
+    assert blocks("bash")[0].strip() == "uv run exl serve -m DIR"
     done = subprocess.run([sys.executable, "-m", "exl_serve", "--help"], capture_output=True, text=True, check=True)
     for option in ("--model", "--host", "--port", "--key-file", "--no-auth", "--workers"):
         assert option in done.stdout
