@@ -1,0 +1,86 @@
+"""Engines, replicas and responses of Ray for tests without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from exl_serve.config.model import ModelConfig
+from exl_serve.engine.events import Usage
+from exl_serve.errors import ServeError
+from exl_serve.ray.replica import EngineReplica
+from exl_serve.request.internal import EngineRequest, MediaRef, Sampling
+
+USAGE = Usage(prompt_tokens=3, completion_tokens=4)
+
+
+def set_card(engine: Any, card: Any) -> None:
+    """Give a client the description of an engine that is not there."""
+    engine._card = card  # noqa: SLF001
+
+
+class Answer:
+    """The response of a call as Ray gives it: a stream that can be cancelled, which may be lost."""
+
+    def __init__(self, items: AsyncIterator[bytes]) -> None:
+        self._items = items
+        self.cancelled = False
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        return await anext(self._items)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class FakeEngine:
+    """Takes every request, and generates nothing until it is told."""
+
+    card = SimpleNamespace(digest="d")
+
+    def __init__(self) -> None:
+        self.requests: list[EngineRequest] = []
+        self.sinks: list[Any] = []
+        self.images: list[bytes] = []
+        self.rejection: ServeError | None = None
+        self.cancelled = 0
+
+    async def submit(self, request: EngineRequest, sink: Any) -> Any:
+        self.requests.append(request)
+        if self.rejection is not None:
+            raise self.rejection
+        self.sinks.append(sink)
+        self.images += [Path(image.path).read_bytes() for image in request.media]
+        return SimpleNamespace(cancel=self.cancel, pause=lambda: None, resume=lambda: None)
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+
+class StartedReplica(EngineReplica):
+    """A replica whose engine process is there already."""
+
+    def __init__(self, engine: Any, folder: Path, name: str = "here") -> None:
+        self._model, self._name, self._engine = ModelConfig(id="m", path="m", max_batch_size=1), name, engine
+        self._connecting, self._running, self._heard = asyncio.Lock(), {}, {}
+        self._open = self._taken = 0
+        self._folder = SimpleNamespace(name=str(folder), cleanup=lambda: None)  # type: ignore[assignment]
+        self._process = SimpleNamespace(poll=lambda: 0)  # type: ignore[assignment]
+
+    @property
+    def open(self) -> int:
+        """Requests that it holds."""
+        return self._open
+
+
+def frame(*media: MediaRef) -> bytes:
+    request = EngineRequest(id="r", prompt=b"", sampling=Sampling(), seeds=(1,), max_tokens=1, media=media)
+    return msgspec.msgpack.encode(request)
