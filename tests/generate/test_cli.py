@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from exl_generate.bundled import default_model_dir
-from exl_generate.cli import chat
+from exl_generate.cli.conversation import Conversation
 
 MODEL = str(Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5")
 BUNDLED = str(default_model_dir())
@@ -407,14 +407,14 @@ def test_a_history_that_cannot_be_written_is_told_and_shown(exl, chat_model: str
     folder = tmp_path / "gone"
     folder.mkdir()
     common = ("chat", "-m", chat_model, "-n", "4", "--greedy", "--history", str(folder / "talk.json"))
-    answer = chat._exchange  # noqa: SLF001
+    answer = Conversation.answer
 
-    def lose(*args: object) -> None:
-        answer(*args)  # type: ignore[arg-type]
+    def lose(*args: Any) -> str:
         folder.rmdir()
+        return answer(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat, "_exchange", lose)
+        patch.setattr(Conversation, "answer", lose)
         code, _, err = exl(*common, stdin="remember me\n")
     assert code == 1
     assert "cannot write the conversation" in err
