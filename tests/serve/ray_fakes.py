@@ -25,20 +25,30 @@ def set_card(engine: Any, card: Any) -> None:
 
 
 class Answer:
-    """The response of a call as Ray gives it: a stream that can be cancelled, which may be lost."""
+    """The response of a call as Ray gives it: a stream that can be cancelled, which may be lost. Cancelling a stream
+    that broke before its first item raises its error again."""
 
     def __init__(self, items: AsyncIterator[bytes]) -> None:
         self._items = items
-        self.cancelled = False
+        self.cancelled = self._begun = False
+        self._error: Exception | None = None
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self
 
     async def __anext__(self) -> bytes:
-        return await anext(self._items)
+        try:
+            item = await anext(self._items)
+        except RuntimeError as error:
+            self._error = error
+            raise
+        self._begun = True
+        return item
 
     def cancel(self) -> None:
         self.cancelled = True
+        if self._error is not None and not self._begun:
+            raise self._error
 
 
 class FakeEngine:

@@ -212,8 +212,12 @@ class _Call:
     def _abandon(self) -> None:
         """End the current attempt on its replica, if that still runs it."""
         self._tell("cancel")  # Ray loses some cancellations, most of all early ones
-        if self._stream is not None:
+        if self._stream is None:
+            return
+        try:
             self._stream.cancel()
+        except Exception as error:  # Ray raises the error of a call that no replica has got
+            log.info("request %s had ended already: %s", self._request.id, type(error).__name__)
 
     def _tell(self, what: str) -> None:
         if self.replica:
