@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,8 +72,9 @@ def test_values_that_python_reads_and_no_setting_takes(exl, value: str) -> None:
 @pytest.mark.parametrize("value", [10**400, -(10**400), 1 << 20_000], ids=["large", "small", "not to be printed"])
 def test_an_int_that_no_float_can_hold_is_refused(value: int) -> None:
     for name in ("temperature", "skew", "cfg_scale"):
+        changed: dict[str, Any] = {name: value}
         with pytest.raises(RequestError, match=f"Settings.{name} is "):
-            Settings(**{name: value}).validate()
+            Settings(**changed).validate()
 
 
 def test_chat_has_the_same_ranges(exl, chat_model: str) -> None:
