@@ -1,5 +1,5 @@
-"""Quantized mixtures of experts on a GPU: captured steps, batches and chunks, all to the bits of one expert after the
-other; needs a GPU."""
+"""Quantized mixtures of experts on a GPU: captured steps, batches and chunks, bitwise equal to one expert after
+the other; needs a GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from mixtures import FAMILIES, SIZES
 from random_models import loaded_on, write_random_model
 from torch import Tensor
 
@@ -16,26 +17,6 @@ from exl_core.convert import quantize_model
 from exl_core.layers import MoE
 
 pytestmark = pytest.mark.cuda
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 128,
-    "intermediate_size": 160,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-}
-MOE = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "MixtralForCausalLM": MOE,
-    "Qwen2MoeForCausalLM": {**MOE, "shared_expert_intermediate_size": 64},
-    "Qwen3MoeForCausalLM": {**MOE, "norm_topk_prob": True},
-    "PhiMoEForCausalLM": {**MOE, "num_experts_per_tok": 2},
-    "DbrxForCausalLM": {"ffn_config": {"moe_num_experts": 4, "moe_top_k": 2}, "attn_config": {"clip_qkv": 1.5}},
-}
 
 
 @pytest.fixture(params=[(family, bits) for family in FAMILIES for bits in ("4.0", "gptq")], ids=lambda p: "-".join(p))
