@@ -373,7 +373,7 @@ def test_pages_and_batches_are_bitwise_identical(pair: tuple[Any, Any], ids: Ten
 
 
 def test_fused_blocks_equal_the_steps(pair: tuple[Any, Any], ids: Tensor) -> None:
-    """Wherever a layer runs as one native call, to the bits of its operators."""
+    """A layer that runs as one native call is bitwise equal to its operators."""
     _, ours = pair
     fused = ours.forward(ids)
     blocks = {m: m.block for m in ours.modules if getattr(m, "block", None) is not None}

@@ -83,7 +83,7 @@ def test_the_whole_prompt(pair: Pair, images: list[Any], prompt: Tensor, expecte
 
 @pytest.mark.parametrize("step", [1, 7, 40])
 def test_in_chunks(pair: Pair, images: list[Any], prompt: Tensor, expected: Tensor, step: int) -> None:
-    """By the limit of a chunk, which a picture whose rows see each other overrules; to the bits of the whole."""
+    """Chunks are bitwise equal to the whole. A picture whose rows see each other is not cut by the limit."""
     whole = pair.ours.forward(prompt, indexed_embeddings=images)
     cache = ExLlamaV2Cache(pair.ours, max_seq_len=256)
     limit = pair.ours.config.max_input_len
@@ -244,7 +244,7 @@ def over_two(pair: Pair, how: str) -> ExLlamaV2:
 def test_over_two_devices(
     pair: Pair, images: list[Any], prompt: Tensor, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bits of one."""
+    """Two devices give bitwise the results of one."""
     monkeypatch.setenv("EXL_DEVICE", "cpu:0,cpu:1")
     model = over_two(pair, how)
     own = [

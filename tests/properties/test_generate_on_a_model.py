@@ -123,7 +123,7 @@ def test_output_is_bitwise_the_same(
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[None]:
-    """Products of many rows on the GPU to the bits of those of one: what makes chunks and cache hits invisible."""
+    """Make GPU matmuls batch-invariant for any number of rows, so that chunks and cache hits change no bit."""
     exl_kernels.device.set_row_invariant(True)
     yield
     exl_kernels.device.set_row_invariant(False)

@@ -43,7 +43,7 @@ def open_image(file: str | os.PathLike[str] | bytes) -> Any:
 
 
 def as_rgb(image: Any) -> Any:
-    """Convert a PIL image to RGB, turned upright by its EXIF data, with transparent parts on white.
+    """Convert a PIL image to RGB, rotated by its EXIF orientation, with transparent parts on white.
 
     Sizes are checked before decoding. Greyscale of 16 bits is reduced to the upper 8 bits.
 

@@ -191,7 +191,7 @@ class ForeignFilter(ExLlamaV2Filter):
         return ids, frozenset(ended[np.isin(ended, ids)].tolist())
 
     def _ask_mask(self) -> npt.NDArray[np.int64]:
-        """Return the ids of a filter that can only mask: those that stay finite in a row of zeros."""
+        """Return the ids of a filter that can only mask: those that stay finite when all logits are zero."""
         if self.context is None:
             raise FilterUsageError(f"{self.describe()} only masks logits: attach a context with the logits width first")
         zeros: Any = np.zeros(self.context.logits_width, dtype=np.float32)

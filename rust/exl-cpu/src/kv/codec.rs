@@ -80,7 +80,7 @@ impl Kernel for DecodeToken<'_> {
 /// Conversion of a row's elements to floats: halves and bytes unchanged, Hadamard codes as (code - m) * scale, still transformed and
 /// without rounding to half.
 pub(crate) trait RowFormat {
-    /// Number of elements that whole vectors may read in a row of `n`; `load_tail` reads the rest.
+    /// Number of elements of `n` that whole vectors may read; `load_tail` reads the rest.
     fn whole<V: Lanes>(n: usize) -> usize;
 
     /// Elements `e..e + LANES`.
