@@ -495,15 +495,19 @@ def test_loading_and_dropping_many_times_holds_no_memory(lab: Any) -> None:
         model.forward(lab.ids(1, 20), ExLlamaV2Cache(model, max_seq_len=64))
         model.unload()
 
-    for _ in range(5):
-        once()
-    gc.collect()
-    before, files = resident(), open_files()
-    for _ in range(30):
-        once()
-    gc.collect()
+    def growth(loads: int) -> int:
+        before = resident()
+        for _ in range(loads):
+            once()
+        gc.collect()
+        return resident() - before
+
+    growth(5)
+    files = open_files()
     size = sum(e.nbytes for e in read_safetensors_header(folder / "model.safetensors").entries.values())
-    assert resident() - before < 4 * size  # thirty leaks would be thirty times the size
+    # Every batch of a leak grows by ten times the size. The allocator decides when it gives free pages back, so that
+    # one batch in a large process may grow by several megabytes without a leak.
+    assert min(growth(10) for _ in range(3)) < 3 * size
     assert open_files() <= files
 
 
