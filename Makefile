@@ -16,13 +16,14 @@ format:  ## rewrite sources in the house style
 	$(UV) run --no-sync ruff check --fix .
 	cd $(CARGO_DIR) && cargo fmt --all
 
-lint:  ## ruff, rustfmt, clippy, the tree, the word list; nothing is rewritten
+lint:  ## ruff, rustfmt, clippy, the tree, the word list, docstrings; nothing is rewritten
 	$(UV) run --no-sync ruff format --check .
 	$(UV) run --no-sync ruff check .
 	cd $(CARGO_DIR) && cargo fmt --all --check
 	cd $(CARGO_DIR) && cargo clippy --locked --workspace --all-targets -- -D warnings
 	$(UV) run --no-sync python scripts/check_tree.py
 	$(UV) run --no-sync python scripts/check_words.py
+	$(UV) run --no-sync python scripts/check_docstrings.py
 
 types:  ## the native module's stub is current; mypy on packages, benchmarks, examples, scripts and tests
 	$(UV) run --no-sync python scripts/native_stubs.py --check

@@ -62,7 +62,7 @@ class SeqTensor:
         return self.seq_len > 0
 
     def append(self, new: Tensor | SeqTensor | None) -> None:
-        """Add positions at the end. Raises ShapeError if the other dimensions differ."""
+        """Add the positions of `new` at the end; None adds none. Raises ShapeError if the other dimensions differ."""
         if new is None:
             return
         tensor = new.torch() if isinstance(new, SeqTensor) else new
@@ -77,7 +77,7 @@ class SeqTensor:
         self.seq_len += added
 
     def set(self, new: Tensor | SeqTensor | None = None) -> None:
-        """Replace the content."""
+        """Replace the content by `new`; None leaves it empty. Raises ShapeError if the other dimensions differ."""
         self.clear()
         self.append(new)
 

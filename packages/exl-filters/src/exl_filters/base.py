@@ -210,7 +210,7 @@ class ExLlamaV2Filter(CopiesItself):
     # Optional methods of the native contract. Hosts check whether a class overrides them.
 
     def attach(self, context: FilterContext) -> None:
-        """Receive the host's vocabulary size and stop ids. Called before `begin`."""
+        """Receive the host's vocabulary size and stop ids in `context`. Called before `begin`."""
         self._discard_pending()
         self.context = context
 

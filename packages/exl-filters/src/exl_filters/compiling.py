@@ -159,7 +159,7 @@ def compile_in_background(make: Callable[..., F], *args: Any, within: float | No
 
 
 def compile_within(seconds: float, make: Callable[..., F], *args: Any, **kwargs: Any) -> F:
-    """Return the filter that `make` builds. Raises `FilterCompileError` when it takes longer than `seconds`.
+    """Return the filter that `make(*args, **kwargs)` builds. Raises `FilterCompileError` after `seconds`.
 
     A compilation that takes too long is killed, and its thread ends; see `compile_in_background`.
     """

@@ -38,7 +38,12 @@ class FilterUsageError(FilterError, ValueError):
 
 
 class FilterRejected(FilterError, ValueError):
-    """A token was fed that the filter does not allow here. The filter's state is as before the call."""
+    """A token was fed that the filter does not allow here. The filter's state is as before the call.
+
+    Args:
+        message: the text of the error.
+        token: the id that was fed; None if it is not known.
+    """
 
     code = "filter_rejected"
 
@@ -66,7 +71,13 @@ class FilterFailed(FilterError, RuntimeError):
 
 
 class MissingExtra(FilterError, ImportError):
-    """An optional library is not installed; `extra` names the extra that installs it."""
+    """An optional library is not installed.
+
+    Args:
+        what: the feature that needs it, as the message begins.
+        extra: the extra of exl-filters that installs it.
+        library: its name.
+    """
 
     code = "missing_extra"
 
@@ -109,7 +120,7 @@ class Opinion:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why nothing may follow: every filter's opinion, the text so far and its number of tokens."""
+    """Why nothing may follow: the `opinions` of all filters, the `text` so far and its number of `tokens`."""
 
     opinions: Sequence[Opinion] = field(default_factory=tuple)
     text: str = ""

@@ -195,7 +195,7 @@ def register(name: str, obj: _F, *, replace: bool = False) -> _F: ...
 @overload
 def register(name: str, obj: None = None, *, replace: bool = False) -> Callable[[_F], _F]: ...
 def register(name: str, obj: Any = None, *, replace: bool = False) -> Any:
-    """Register a filter class or a factory `f(vocab, **params)` in this process; also as a decorator.
+    """Register `obj`, a filter class or a factory `f(vocab, **params)`, in this process; also as a decorator.
 
     Returns the object. Raises `PluginError` when the name is taken (by a built-in, for example), unless `replace`.
     """
@@ -257,9 +257,15 @@ def build(factory: Any, vocab: Any, name: str, params: Mapping[str, Any]) -> ExL
 
 
 def from_spec(spec: Mapping[str, Any], vocab: Any, *, allow: Collection[str] | None = None) -> ExLlamaV2Filter:
-    """Build the filter that a `spec()` describes: `{"type": name, **params}`.
+    """Build the filter that a `spec()` describes.
 
-    Filters made of filters hold specs, nested up to MOST_NESTED deep. Raises the errors of `create`.
+    Args:
+        spec: `{"type": name, **params}`. Filters made of filters hold specs, nested up to MOST_NESTED deep.
+        vocab: A `Vocabulary` or any tokenizer that `vocabulary_of` takes.
+        allow: Names of plugins that may be loaded; default: EXL_FILTERS_PLUGINS.
+
+    Raises:
+        FilterError: as `create`.
     """
     return _from_spec(spec, vocab, allow, 1)
 

@@ -98,19 +98,19 @@ class Vocabulary:
     # Questions about ids.
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes of an id; b"" for control and undefined ids and outside the vocabulary."""
+        """Return the bytes of the id `token`; b"" for control and undefined ids and outside the vocabulary."""
         return (self._bytes[token] or b"") if 0 <= token < self.size else b""
 
     def is_defined(self, token: int) -> bool:
-        """Whether the id is text or control."""
+        """Whether the id `token` is text or control."""
         return 0 <= token < self.size and (self._bytes[token] is not None or self.is_control(token))
 
     def is_control(self, token: int) -> bool:
-        """Whether the id is a control or stop id."""
+        """Whether the id `token` is a control or stop id."""
         return token in self.special_ids or token in self.stop_ids
 
     def piece(self, token: int) -> str:
-        """Return the id as text for people: control ids by their spelling, incomplete characters as U+FFFD."""
+        """Return the id `token` as text for people: control ids by their spelling, incomplete characters as U+FFFD."""
         if token in self.special_texts:
             return self.special_texts[token]
         return self.bytes_of(token).decode("utf-8", "replace") if self.is_defined(token) else f"<{token}>"
@@ -165,7 +165,8 @@ class Vocabulary:
     def encode(self, text: str | bytes, add_bos: bool = False, **_: Any) -> npt.NDArray[np.int64]:
         """Return greedy longest-match token ids, int64 (1, n). Not the model's canonical tokenization.
 
-        Raises `FilterUsageError` where no token begins the rest of the text.
+        With `add_bos` they begin with `bos_token_id`, if there is one. Raises `FilterUsageError` where no token begins
+        the rest of the text.
         """
         raw = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
         ids = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []

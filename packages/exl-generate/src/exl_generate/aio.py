@@ -25,12 +25,18 @@ MAX_FAILED_ITERATIONS = 3
 
 
 class ExLlamaV2DynamicGeneratorAsync:
-    """The dynamic generator for asyncio. It takes the arguments of `ExLlamaV2DynamicGenerator`, its attribute
-    `generator`.
+    """The dynamic generator for asyncio. Its attribute `generator` is the `ExLlamaV2DynamicGenerator` that works.
 
     Jobs may be submitted from any task, event loop or thread. Results go to their job alone. A failing job gets a last
     result, and other jobs are not affected. After `close()`, every consumer has seen its job end, and new jobs raise
     `JobStateError`. When nothing refers to the generator any more, its thread ends, too.
+
+    Args:
+        args: positional arguments of `ExLlamaV2DynamicGenerator`.
+        kwargs: keyword arguments of `ExLlamaV2DynamicGenerator`.
+
+    Raises:
+        RequestError, CapacityError: as `ExLlamaV2DynamicGenerator`.
     """
 
     generator_class: ClassVar[type[ExLlamaV2DynamicGenerator]] = ExLlamaV2DynamicGenerator

@@ -28,12 +28,17 @@ class CudaDevice:
     """One visible GPU, in torch's numbering."""
 
     index: int
+    """Number of the GPU, as in "cuda:0"."""
     name: str
+    """The driver's name of the card."""
     compute_capability: tuple[int, int]
+    """(major, minor), e.g. (9, 0)."""
     sm_count: int
     """Number of SMs."""
     shared_bytes_per_block: int
+    """Most bytes of shared memory of a block."""
     memory_bytes: int
+    """Bytes of the card's memory."""
     reason: str | None
     """Why this build's kernels do not run on it; None when they do."""
     code: str | None = None
@@ -47,6 +52,7 @@ class CudaStatus:
     """The state of CUDA in this process. `reason` is None exactly when at least one GPU can be used."""
 
     built_with_cuda: bool
+    """Whether the native module has kernels for GPUs."""
     archs: tuple[str, ...]
     """Architectures the kernels were built for, e.g. ("90a",)."""
     toolkit: str
@@ -54,6 +60,7 @@ class CudaStatus:
     driver_version: str | None
     """Highest CUDA version the driver supports, e.g. "13.0"; None when no driver could be opened."""
     devices: tuple[CudaDevice, ...]
+    """The visible GPUs, whether this build runs on them or not."""
     reason: str | None
     archs_origin: str = ""
     """The origin of the choice of architectures, e.g. "EXL_CUDA_ARCHS=89" or "the GPUs present at build time"."""
@@ -131,7 +138,10 @@ def launch_of(stream: int) -> _native.Launch:
 
 
 def set_programmatic_launch(enabled: bool) -> None:
-    """Turn programmatic dependent launch on (the default) or off, as EXL_CUDA_PDL=0 does. Results do not change."""
+    """Turn programmatic dependent launch on (`enabled`, the default) or off, as EXL_CUDA_PDL=0 does.
+
+    Results do not change.
+    """
     global _programmatic
     _programmatic = bool(enabled)
 
@@ -145,7 +155,7 @@ def row_invariant() -> bool:
 
 
 def set_row_invariant(enabled: bool) -> None:
-    """Make quantized matmuls of more than 64 rows on a GPU batch-invariant, or not (the default).
+    """Make quantized matmuls of more than 64 rows on a GPU batch-invariant if `enabled`, or not (the default).
 
     `EXL_ROW_INVARIANT=1` does the same. Off: cuBLAS multiplies many rows fast, with sums that depend on the number of
     rows. On: the kernels for few rows take 64 rows at a time, so a prompt's logits depend neither on its chunks nor on

@@ -97,7 +97,7 @@ def exl2_check(tensors: Mapping[str, Tensor], *, name: str = "") -> list[tuple[i
 def exl2_dequantize(tensors: Mapping[str, Tensor], *, name: str = "") -> Tensor:
     """Return W [K, N] float16, rows in file order of the input features, exactly as the format defines it.
 
-    N is the stored size, padding included. Arguments and errors as for `exl2_check`.
+    N is the stored size, padding included. `tensors`, `name` and the errors are those of `exl2_check`.
     """
     exl2_check(tensors, name=name)  # before allocating: a broken file may claim any size
     parts = _exl2_parts(tensors, name)

@@ -49,7 +49,10 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a file. `offset` counts from the start of the file; `nbytes` equals dtype times shape."""
+    """The tensor `name` of the file `path`.
+
+    `offset` counts bytes from the start of the file; `nbytes` equals dtype times shape.
+    """
 
     name: str
     dtype: str
@@ -71,7 +74,10 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """A checked header: every entry lies within the file, has the size of its shape, and overlaps no other entry."""
+    """The checked header of the file `path`: its `entries` by name, and its `metadata`.
+
+    Every entry lies within the file, has the size of its shape, and overlaps no other entry.
+    """
 
     path: Path
     entries: dict[str, TensorEntry]
@@ -79,7 +85,7 @@ class SafetensorsHeader:
 
 
 def read_safetensors_header(path: str | os.PathLike[str]) -> SafetensorsHeader:
-    """Read and check the header of one file without reading the data.
+    """Read and check the header of the file `path` without reading the data.
 
     Raises:
         FormatError: the file is malformed: unreadable or truncated; header too long or no JSON; duplicate names;

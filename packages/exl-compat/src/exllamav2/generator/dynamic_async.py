@@ -19,7 +19,12 @@ log = logging.getLogger(__name__)
 
 
 class ExLlamaV2DynamicGeneratorAsync(exl_generate.ExLlamaV2DynamicGeneratorAsync):
-    """The async generator with silent `cancel` and `close`; errors are raised by the jobs' iterators."""
+    """The async generator with silent `cancel` and `close`; errors are raised by the jobs' iterators.
+
+    Args:
+        args: positional arguments of `ExLlamaV2DynamicGenerator`.
+        kwargs: keyword arguments of `ExLlamaV2DynamicGenerator`.
+    """
 
     generator_class = ExLlamaV2DynamicGenerator
 

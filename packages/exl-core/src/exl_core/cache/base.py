@@ -153,7 +153,10 @@ class ExLlamaV2CacheBase:
         return (self,)
 
     def device_of(self, layer_idx: int) -> torch.device:
-        """Return torch's device of a layer's tensors. Raises ModelStateError while a lazy cache has none."""
+        """Return torch's device of the tensors of layer `layer_idx`.
+
+        Raises ModelStateError while a lazy cache has none.
+        """
         return self._storage(layer_idx).device
 
     def pages(self, layer_idx: int, page_size: int) -> KVPages:

@@ -99,7 +99,7 @@ class ExLlamaV2Cache_TP(ExLlamaV2CacheBase):
         return tuple(self.caches)
 
     def device_of(self, layer_idx: int) -> torch.device:
-        """Return the device of a layer's tensors in the first cache."""
+        """Return the device of the tensors of layer `layer_idx` in the first cache."""
         return self.caches[0].device_of(layer_idx)
 
     def pages(self, layer_idx: int, page_size: int) -> KVPages:
@@ -145,12 +145,12 @@ class ExLlamaV2Cache_TP(ExLlamaV2CacheBase):
         return [sum(part[i] for part in held if i < len(part)) for i in range(max(map(len, held)))]
 
     def get_kv_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a list of keys and a list of values, one of each cache; arguments as for `base`."""
+        """Return a list of keys and a list of values, one of each cache. `args` and `kwargs` are those of `base`."""
         pairs = [cache.get_kv_state(*args, **kwargs) for cache in self.caches]
         return [keys for keys, _ in pairs], [values for _, values in pairs]
 
     def store_kv_state(self, *args: Any, **kwargs: Any) -> None:
-        """Encode the pairs that `get_kv_state` returned; arguments as for `base`."""
+        """Encode the pairs that `get_kv_state` returned. `args` and `kwargs` are those of `base`."""
         for cache in self.caches:
             cache.store_kv_state(*args, **kwargs)
 

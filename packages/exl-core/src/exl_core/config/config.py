@@ -231,7 +231,10 @@ class ExLlamaV2Config:
             self.max_output_len = min(self.max_output_len, 1024)
 
     def arch_compat_overrides(self, quiet: bool = False, warn_only: bool = False) -> None:
-        """Do nothing: exllamav2 disables attention back ends here that a model cannot use."""
+        """Do nothing: exllamav2 disables attention back ends here that a model cannot use.
+
+        `quiet` and `warn_only` are accepted as by exllamav2, without effect.
+        """
 
     @property
     def padded_vocab_size(self) -> int:

@@ -60,7 +60,7 @@ class Intervention(Module):
         return getattr(self.inner, name)
 
     def load(self, source: TensorSource, device: torch.device) -> None:
-        """Load the inner module."""
+        """Load the inner module from the tensors of `source` to `device`."""
         self.inner.load(source, device)
 
     def unload(self) -> None:

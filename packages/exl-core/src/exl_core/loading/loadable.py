@@ -107,7 +107,10 @@ class LoadableModel:
         callback: Callback | None = None,
         callback_gen: CallbackGen | None = None,
     ) -> Iterator[Any]:
-        """Load as `load`, as a generator that must be exhausted; yields the items of `callback_gen(index, total)`."""
+        """Load as `load`, as a generator that must be exhausted; yields the items of `callback_gen(index, total)`.
+
+        `gpu_split`, `lazy`, `stats` and `callback`, and the errors, are those of `load`.
+        """
         places = devices()
         if gpu_split is None or [d.name for d in places] == ["cpu"]:
             check_split([0.0] if gpu_split is None else gpu_split, max(len(places), 64))
@@ -158,7 +161,10 @@ class LoadableModel:
         callback: Callback | None = None,
         callback_gen: CallbackGen | None = None,
     ) -> Iterator[Any]:
-        """Load as `load_autosplit`, as a generator that must be exhausted."""
+        """Load as `load_autosplit`, as a generator that must be exhausted; yields the items of `callback_gen`.
+
+        `cache`, `reserve_vram`, `last_id_only` and `callback`, and the errors, are those of `load_autosplit`.
+        """
         if not isinstance(cache, ExLlamaV2CacheBase):
             raise InputError(f"load_autosplit needs a cache made with lazy=True, not a {type(cache).__name__}")
         if any(t is not None for t in cache.key_states):
@@ -207,7 +213,10 @@ class LoadableModel:
         expect_cache_tokens: int = 0,
         expect_cache_base: type[ExLlamaV2CacheBase] | None = None,
     ) -> Iterator[Any]:
-        """Load as `load_tp`, as a generator that must be exhausted."""
+        """Load as `load_tp`, as a generator that must be exhausted; yields the items of `callback_gen`.
+
+        `gpu_split`, `callback`, `expect_cache_tokens` and `expect_cache_base`, and the errors, are those of `load_tp`.
+        """
         places = devices()
         if gpu_split is not None:
             places = places[: len(check_split(gpu_split, len(places)))]
@@ -256,7 +265,7 @@ class LoadableModel:
         self.cache_map = {layer: first or names[i] for i, layer in layers}
 
     def load_module(self, index: int) -> None:
-        """Load one of `modules` on the device decided by `load(lazy=True)` or `set_device_map`.
+        """Load `modules[index]` on the device decided by `load(lazy=True)` or `set_device_map`.
 
         The model can run once all modules are loaded. Loading a loaded module reads it again.
 
@@ -274,7 +283,7 @@ class LoadableModel:
             self._settle()
 
     def unload_module(self, index: int) -> None:
-        """Drop the weights of one of `modules`."""
+        """Drop the weights of `modules[index]`."""
         self._weights_change()
         self.modules[index].unload()
         self._settle()

@@ -183,11 +183,13 @@ class TextTokenizer:
     # --------------------------------------------------------------------------------------------------------- tables
 
     def get_id_to_piece_list(self, include_special_tokens: bool = False) -> list[str]:
-        """Return the text of each id: incomplete UTF-8 is U+FFFD, special tokens are "" unless included."""
+        """Return the text of each id. Incomplete UTF-8 is U+FFFD; special tokens are "" unless
+        `include_special_tokens`.
+        """
         return self._tables.id_to_piece(include_special_tokens)
 
     def get_id_to_bytes_list(self, include_special_tokens: bool = False) -> list[bytes]:
-        """Return the bytes that each id adds to a text.
+        """Return the bytes that each id adds to a text; special tokens add none unless `include_special_tokens`.
 
         Joined over a sequence they are its exact UTF-8, except for the space that some tokenizers strip at the very
         start. So a stream can be cut anywhere and decoded incrementally.

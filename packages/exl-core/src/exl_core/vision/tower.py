@@ -92,7 +92,10 @@ class ExLlamaV2VisionTower:
     def load_gen(
         self, gpu_split: Sequence[float] | None = None, lazy: bool = False, progress: bool = False
     ) -> Iterator[None]:
-        """Load as `load`, as a generator that must be exhausted."""
+        """Load as `load`, as a generator that must be exhausted.
+
+        `gpu_split`, `lazy` and `progress`, and the errors, are those of `load`.
+        """
         if not lazy and not self.encoder.loaded:
             assert self.config.checkpoint is not None
             with out_of_memory_as_error("load the vision tower"):
@@ -100,7 +103,7 @@ class ExLlamaV2VisionTower:
         yield
 
     def load_tp(self, *args: Any, **kwargs: Any) -> None:
-        """Raise UnsupportedError: a vision tower is loaded whole."""
+        """Raise UnsupportedError whatever `args` and `kwargs` are: a vision tower is loaded whole."""
         raise UnsupportedError("a vision tower loads whole: use load()")
 
     load_autosplit = load_autosplit_gen = load_tp_gen = load_tp
@@ -112,7 +115,7 @@ class ExLlamaV2VisionTower:
     # -------------------------------------------------------------------------------------------------------- images
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
-        """Raise UnsupportedError: use `process` or `get_image_embeddings`."""
+        """Raise UnsupportedError whatever `args` and `kwargs` are: use `process` or `get_image_embeddings`."""
         raise UnsupportedError("a vision tower takes images: use process() or get_image_embeddings()")
 
     forward_chunk = forward

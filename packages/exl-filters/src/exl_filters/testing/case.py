@@ -25,7 +25,12 @@ Observed = tuple[frozenset[int] | None, frozenset[int]]
 
 
 class Broken(AssertionError):  # noqa: N818 - named as the statement about a law
-    """A law does not hold; carries the law's case with the recorded calls."""
+    """A law does not hold.
+
+    Args:
+        message: what was expected and what was found.
+        case: the law's case, with the recorded calls.
+    """
 
     def __init__(self, message: str, case: Case | None = None) -> None:
         super().__init__(message)
@@ -35,7 +40,8 @@ class Broken(AssertionError):  # noqa: N818 - named as the statement about a law
 class Case:
     """One run of one law: a vocabulary, the factory under test, and hypothesis' choices.
 
-    Filters are attached (if they can be) and begun. Every call through this object is recorded.
+    Filters are attached (if they can be) and begun. Every call through this object is recorded. The parameter `f` of
+    its methods is a filter that `make` or `clone` has returned.
 
     Args:
         data: hypothesis' source of choices.
@@ -76,7 +82,10 @@ class Case:
         vocabulary: Vocabulary | None = None,
         context: FilterContext | None = None,
     ) -> Any:
-        """Return a new filter, attached and begun with `prefix`."""
+        """Return a new filter over `vocabulary`, attached with `context` and begun with `prefix`.
+
+        The case's own vocabulary and context are the defaults.
+        """
         vocabulary = vocabulary or self.vocabulary
         f = self.factory(vocabulary)
         self.name(f, f"make({'vocab' if vocabulary is self.vocabulary else 'other_vocab'})")
@@ -92,7 +101,7 @@ class Case:
         return f
 
     def begin(self, f: Any, prefix: Any = "") -> None:
-        """Call `begin`."""
+        """Call `begin` with `prefix`."""
         self.note(f"{self.of(f)}.begin({prefix!r})")
         f.begin(prefix)
 
@@ -120,7 +129,7 @@ class Case:
         return copy
 
     def walk(self, f: Any, most: int = 8, *, least: int = 0, deep: int = DEEP) -> list[int]:
-        """Feed up to `most` permitted tokens; returns them. Ends early where the filter or the text ends.
+        """Feed `least` to `most` permitted tokens; returns them. Ends early where the filter or the text ends.
 
         One walk in `deep` is longer and follows a sentence of the language: it finds faults deep in texts, or near
         their end.
@@ -234,7 +243,7 @@ class Case:
             raise Broken(message, self)
 
     def equal(self, one: Any, other: Any, message: str) -> None:
-        """Raise `Broken` with `message` and both values unless they are equal."""
+        """Raise `Broken` with `message` and both values unless `one` and `other` are equal."""
         if one != other:
             raise Broken(f"{message}: {self.show(one)} against {self.show(other)}", self)
 
@@ -269,7 +278,7 @@ class Case:
         return repr(value)
 
     def show_id(self, token: Any) -> str:
-        """Format an id with its role or bytes."""
+        """Format the id `token` with its role or bytes."""
         if not isinstance(token, int):
             return repr(token)
         role = "stop" if token in self.stops else "special" if token in self.vocabulary.special_ids else ""

@@ -108,7 +108,7 @@ class FilterContract:
 
     @pytest.mark.parametrize("law_id", sorted(LAWS), ids=lambda name: f"{name} {LAWS[name].title}")
     def test_law(self, law_id: str) -> None:
-        """Check one law; skipped where it does not apply."""
+        """Check the law `law_id`; skipped where it does not apply."""
         __tracebackhide__ = True
         cls = type(self)
         # A function stored on the class is bound to the instance; take the plain factory.

@@ -39,7 +39,7 @@ class Language:
 
 
 def finite(options: Iterable[str | bytes]) -> Language:
-    """Build the language of exactly these texts. Raises `FilterUsageError` for none."""
+    """Build the language of exactly the texts in `options`. Raises `FilterUsageError` for none."""
     texts = [_bytes(option) for option in options]
     if not texts:
         raise FilterUsageError("a finite language needs at least one text")
@@ -51,7 +51,7 @@ def finite(options: Iterable[str | bytes]) -> Language:
 
 
 def starts_with(prefixes: Iterable[str | bytes]) -> Language:
-    """Build the language of texts that begin with one of these; the filter may have no opinion afterwards."""
+    """Build the language of texts that begin with one of `prefixes`; the filter may have no opinion afterwards."""
     texts = [_bytes(prefix) for prefix in prefixes]
 
     def reached(text: bytes) -> bool:

@@ -41,7 +41,7 @@ def filter_machine(
 ) -> type[RuleBasedStateMachine]:
     """Return a `RuleBasedStateMachine` class over the filters of `factory(vocabulary)`.
 
-    Run it as `Machine.TestCase`, or by `check_machine`.
+    `language` and `capabilities` are those of `Subject`. Run it as `Machine.TestCase`, or by `check_machine`.
     """
     oracle = as_language(language)
     claims = frozenset(capabilities)

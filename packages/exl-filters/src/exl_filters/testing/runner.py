@@ -41,7 +41,8 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
 class Outcome:
     """The outcome of one law. `message` is the failure, or the reason that the law does not apply.
 
-    `reproduction` is Python source that repeats a failure.
+    `status` "known" is a failure that was listed as such, "unexpected" a listed law that holds. `reproduction` is
+    Python source that repeats a failure.
     """
 
     law: Law
@@ -116,7 +117,9 @@ class Subject:
 
     @classmethod
     def of(cls, factory: Factory, *, language: Any = None, capabilities: Iterable[str] = (), **options: Any) -> Subject:
-        """Build a subject; language and capabilities default to the factory's. Raises `FilterUsageError`."""
+        """Build a subject. `language` and `capabilities` default to attributes of `factory`; `options` are the other
+        fields. Raises `FilterUsageError`.
+        """
         if not callable(factory):
             raise FilterUsageError(f"the factory must take a vocabulary and return a filter; got {factory!r:.60}")
         if options.get("profile", "ci") not in PROFILES:
@@ -219,7 +222,7 @@ class Subject:
             raise Broken(_own_failure(error), last[0] if last else None) from error
 
     def outcome(self, law: Law, xfail: Mapping[str, str]) -> Outcome:
-        """Run a law and compare the result with the known failures."""
+        """Run a law and compare the result with `xfail`: the known failures, a reason by the law's number."""
         reason = self.not_applicable(law)
         if reason:
             return Outcome(law, "not applicable", reason)

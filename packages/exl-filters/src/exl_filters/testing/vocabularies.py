@@ -21,7 +21,9 @@ _BYTES = [bytes([i]) for i in range(256)]
 
 
 def real_vocabulary(name: Literal["bpe", "unigram"]) -> Vocabulary:
-    """Return a vocabulary of 2000 tokens: byte-level BPE, or unigram with word-start marks and byte fallback."""
+    """Return a vocabulary of 2000 tokens by its `name`: "bpe", byte-level BPE, or "unigram", with word-start marks and
+    byte fallback.
+    """
     from exl_filters.readers import from_tokenizer_json
 
     with resources.as_file(resources.files("exl_filters.testing") / "data" / f"{name}.json") as path:
@@ -50,9 +52,9 @@ def vocabularies(
 ) -> Vocabulary:
     """Draw a vocabulary of about 300 ids over `language`.
 
-    It holds the 256 bytes (unless `all_bytes` is False), words, repeated texts, tokens without text, holes, tokens
-    longer than 300 bytes, and control tokens that spell like content. It also holds pieces of the language's texts cut
-    anywhere, inside characters too. One or two stop ids are at the end, at 0, or in between.
+    It holds the 256 bytes (unless `all_bytes` is False), up to `max_words` words, repeated texts, tokens without text,
+    holes, tokens longer than 300 bytes, and control tokens that spell like content. It also holds pieces of the
+    language's texts cut anywhere, inside characters too. One or two stop ids are at the end, at 0, or in between.
     """
     samples = list(language.samples if language else ())
     if language is not None:

@@ -60,18 +60,19 @@ class StepColumns:
     `ids` holds the tokens of all entries in order: `counts[i]` of them belong to entry i.
     """
 
-    #: uint32 [n]: the jobs' serial numbers, modulo 2^32
     serials: NDArray[np.uint32]
-    #: uint16 [n]: tokens released
+    """uint32 [n]: the jobs' serial numbers, modulo 2^32."""
     counts: NDArray[np.uint16]
-    #: tokens as little-endian int32
+    """uint16 [n]: tokens released."""
     ids: bytes
-    #: text released
+    """Tokens as little-endian int32."""
     texts: list[str]
-    #: uint8 [n]: sums of `COLUMN_FLAGS`
+    """Text released."""
     flags: NDArray[np.uint8]
-    #: serial number -> what else the job says; most jobs have no entry in most steps
+    """uint8 [n]: sums of 1 (the job has left the queue), 2 (its first token was sampled), 4 (its last entry) and 8
+    (tokens after the text are held back)."""
     extra: dict[int, Extra]
+    """Serial number -> what else the job says; most jobs have no entry in most steps."""
 
     def __len__(self) -> int:
         return len(self.texts)

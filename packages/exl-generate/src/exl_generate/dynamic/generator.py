@@ -400,7 +400,7 @@ class ExLlamaV2DynamicGenerator:
             self.page_table.reset()
 
     def set_loras(self, loras: Any) -> None:
-        """Set the adapters of all jobs enqueued from now on that name none: None, one adapter, or a list.
+        """Set the adapters of all jobs enqueued from now on that name none. `loras` is None, one adapter, or a list.
 
         Jobs that are queued or running keep theirs, so the generator need not be idle.
         """
@@ -412,7 +412,8 @@ class ExLlamaV2DynamicGenerator:
     def namespace_of(self, loras: Sequence[Adapter]) -> bytes:
         """Return the digest of everything but the tokens that decides the content of cached pages, 16 bytes.
 
-        It is equal in every process with the same model, settings, adapters, cache format and kind of device.
+        `loras` are the job's adapters. The digest is equal in every process with the same model, settings, adapters,
+        cache format and kind of device.
         """
         return self._context.namespace_of(loras)
 
@@ -482,7 +483,11 @@ class ExLlamaV2DynamicGenerator:
     def get_paged_params(
         self, batch_size: int, block_index: Tensor, cache_seqlens: Tensor, max_cache_seqlen: int, q_len: int = 0
     ) -> PagedParams:
-        """Return the parameters of an attention call over this generator's pages, see `exl_core.PagedParams`."""
+        """Return the parameters of an attention call over this generator's pages.
+
+        `batch_size`, `block_index`, `cache_seqlens`, `max_cache_seqlen` and `q_len` are those of
+        `exl_core.PagedParams`.
+        """
         return PagedParams(batch_size, block_index, cache_seqlens, max_cache_seqlen, self.page_size, q_len)
 
     def print_page_list(self, short: bool = True) -> None:

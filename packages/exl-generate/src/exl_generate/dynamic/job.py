@@ -361,7 +361,8 @@ class ExLlamaV2DynamicJob:
     def attach(self, context: JobContext, serial: int) -> None:
         """Prepare the job for a generator's queue. After an error call `undo_attach`.
 
-        Raises `RequestError` for settings or adapters that do not fit the model, `ResumeError`, and `FilterError`.
+        Generators call this. `context` holds what their jobs share, and `serial` is the job's number. Raises
+        `RequestError` for settings or adapters that do not fit the model, `ResumeError`, and `FilterError`.
         """
         loras = tuple(context.current_loras) if self.request.loras is None else self.request.loras
         for lora in loras:
@@ -407,13 +408,13 @@ class ExLlamaV2DynamicJob:
 
     def draw(self, windows: list[Window], at: int) -> Draw:
         """Return the sampler's input for the token after position `at` of each sequence's window, whose K/V are
-        computed.
+        computed. `windows` has one window for each sequence. Generators call this.
         """
         self.pages.commit()
         return self._decoding.draw(windows, at, self.sequence)
 
     def accept(self, drawn: Sample, guess: int | None, window: Window, at: int) -> tuple[Event, bool]:
-        """Accept a sampled token.
+        """Accept the token that `drawn` holds, sampled after position `at` of `window`. Generators call this.
 
         Returns the event to report, and whether the token is the draft token `guess` and stays, so that the logits
         after it are valid.

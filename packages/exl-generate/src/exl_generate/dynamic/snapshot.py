@@ -32,36 +32,39 @@ class GeneratorSnapshot:
     decrease.
     """
 
-    #: sequences in the next decode step
     decoding_rows: int
-    #: running jobs whose prompt is not computed yet
+    """Sequences in the next decode step."""
     prefilling_jobs: int
-    #: running jobs that `pause` holds after their prompt
+    """Running jobs whose prompt is not computed yet."""
     paused_jobs: int
+    """Running jobs that `pause` holds after their prompt."""
     queued_jobs: int
-    #: prompt tokens of the queued jobs, without full pages that were computed when the job was queued
+    """Jobs that wait for pages or a place in the batch."""
     queued_tokens: int
-    #: pages in use by running jobs
+    """Prompt tokens of the queued jobs, without full pages that were computed when the job was queued."""
     pinned_pages: int
-    #: pages that no job uses, whose content can be found again
+    """Pages in use by running jobs."""
     cached_pages: int
-    #: pages without content
+    """Pages that no job uses, whose content can be found again."""
     free_pages: int
+    """Pages without content."""
     total_pages: int
+    """All pages of the cache."""
 
-    #: steps begun
     steps: int
-    #: tokens of the prompts that have been started, the last one of each, which is never looked up, not counted
+    """Steps begun."""
     prompt_tokens: int
-    #: those of them that were found in the cache
+    """Tokens of the prompts that have been started, the last one of each, which is never looked up, not counted."""
     found_tokens: int
-    #: prompt tokens computed; a job that went back to the queue may add to them again
+    """Prompt tokens that were found in the cache."""
     prefilled_tokens: int
-    #: tokens sampled, including those taken back because of banned strings
+    """Prompt tokens computed; a job that went back to the queue may add to them again."""
     generated_tokens: int
-    #: draft tokens evaluated
+    """Tokens sampled, including those taken back because of banned strings."""
     drafted_tokens: int
+    """Draft tokens evaluated."""
     accepted_draft_tokens: int
+    """Draft tokens that agreed with the model."""
 
 
 def snapshot_of(scheduler: Scheduler, counters: Counters) -> GeneratorSnapshot:

@@ -25,16 +25,58 @@ __all__ = ["Settings"]
 class Settings:
     """Sampling settings. They hold no state of a running request: one object may serve any number of jobs at once.
 
-    `top_k` 0, `top_p`, `tfs` and `typical` 0 or >= 1, `min_p`, `top_a`, `smoothing_factor`, `skew`, `dry_multiplier`
-    and `xtc_probability` 0 switch a transform off; a temperature below 0.01 means greedy. The order in which transforms
-    apply is that of `exl_generate.sampling.sampler`. `mirostat_mu`, `ngram_trie`, `ngram_index` and `ngram_history`
-    held state in exllamav2; they stay as names so that positional construction works, and are not used: that state
-    belongs to the request. Only `ExLlamaV2Sampler.sample`, which knows no request, keeps `mirostat_mu` here.
+    Transforms apply in this order: CFG, penalties, bans and bias, DRY, filters, temperature, `top_k`, `top_p`, `top_a`,
+    `min_p`, `tfs`, `typical`, mirostat, late or dynamic temperature, XTC, the draw. `p` is a token's probability,
+    `pmax` the largest one.
 
-    `token_bias` has a value per id of the vocabulary, -inf bans; values of ids beyond it are ignored. A dict of ids and
-    values, or a `SparseBias`, takes less memory where few ids have a bias.
-    `dry_sequence_breakers` are ids or texts: a text means every id whose piece contains it, or, if it spans
-    pieces, for the last id of its encoding.
+    Args:
+        token_repetition_penalty: positive logits of tokens that have occurred are divided by it, others multiplied; 1
+            is off.
+        token_repetition_range: newest tokens that the three penalties look at; -1 for all.
+        token_repetition_decay: tokens before that range over which the penalties fade to nothing.
+        token_frequency_penalty: subtracted from a logit for each occurrence of the token.
+        token_presence_penalty: subtracted once from the logit of a token that has occurred.
+        temperature: logits are divided by it; below 0.01 the most probable token is taken (greedy).
+        smoothing_factor: quadratic sampling: a logit at distance d below the largest one becomes -d * d * factor; 0 is
+            off.
+        min_temp: lowest temperature of dynamic temperature.
+        max_temp: highest temperature of dynamic temperature, which is off unless this exceeds `min_temp`.
+        temp_exponent: exponent of the relative entropy between those two temperatures.
+        top_k: keep so many of the most probable tokens; 0 is off, 1 is greedy.
+        top_p: keep the most probable tokens whose sum reaches it; 0 and 1 are off.
+        top_a: drop tokens with p < top_a * pmax * pmax; 0 is off.
+        min_p: drop tokens with p < min_p * pmax; 0 is off.
+        tfs: tail-free sampling: the share of the curvature of the sorted probabilities to keep; 0 and 1 are off.
+        typical: keep the tokens of most typical surprise whose sum reaches it; 0 and 1 are off.
+        skew: warps the draw: above 0 favours less probable tokens, below 0 more probable ones; 0 is off.
+        temperature_last: apply the temperature after the cuts.
+        mirostat: keep tokens whose surprise is at most mu bits, where mu follows the text (mirostat 2).
+        mirostat_tau: target surprise, bits.
+        mirostat_eta: rate at which mu follows.
+        mirostat_mu: state of `ExLlamaV2Sampler.sample`, which knows no request. Jobs keep theirs themselves.
+        token_bias: added to the logits, -inf bans: a tensor with a value for each id of the vocabulary (values of ids
+            beyond it are ignored), a dict of ids and values, or a `SparseBias`. The last two take less memory.
+        cfg_scale: weight of the positive prompt in classifier-free guidance; None without a negative prompt.
+        post_sampling_hooks: functions called after each draw, see `ExLlamaV2PostSamplingHook`.
+        dry_allowed_length: shortest repeat, in tokens, whose continuation DRY penalises.
+        dry_base: a repeat of L tokens costs dry_multiplier * dry_base ** (L - dry_allowed_length).
+        dry_multiplier: 0 switches DRY off.
+        dry_sequence_breakers: ids or texts that end a repeat: a text means every id whose piece contains it, or, if it
+            spans pieces, the last id of its encoding. None means ids whose piece has one of
+            `.,!?<>[](){}"`, a tab or a line end, and special ids.
+        dry_range: newest tokens in which DRY looks for repeats; 0 for all. Otherwise more than `dry_max_ngram`.
+        dry_max_ngram: longest repeat that DRY looks for, tokens.
+        ngram_trie: exllamav2's state of DRY, not used; kept so that positional construction works.
+        ngram_index: likewise.
+        ngram_history: likewise.
+        xtc_probability: chance that XTC excludes the most probable tokens; 0 is off. Here each of them loses this share
+            of its probability, which is the same in expectation.
+        xtc_threshold: XTC excludes tokens with p of at least this, but the least probable of them.
+        xtc_ignore_tokens: ids that XTC never excludes; None means ids whose piece has a line end, and
+            special ids.
+
+    Raises:
+        RequestError: from `validate`, which jobs call: a value is out of its range.
     """
 
     token_repetition_penalty: float = 1.025
@@ -121,14 +163,20 @@ class Settings:
         )
 
     def disallow_tokens(self, tokenizer: Tokenizer, tokens: Iterable[int]) -> None:
-        """Never sample these ids. A bias of the padded vocabulary's width is created if none exists."""
+        """Never sample the ids in `tokens`.
+
+        A bias as wide as the padded vocabulary of `tokenizer` is created if none exists.
+        """
         ids = [_token_id(tokenizer, token) for token in tokens]
         bias = self._own_bias(tokenizer, 0.0)
         bias[ids] = -math.inf
         self.token_bias = bias
 
     def allow_tokens(self, tokenizer: Tokenizer, tokens: Iterable[int | str]) -> None:
-        """Sample only these ids or whole pieces. With a bias already set, lift the ban on these and keep the rest."""
+        """Sample only `tokens`: ids, or texts that are whole pieces of `tokenizer`.
+
+        With a bias already set, lift the ban on these and keep the rest.
+        """
         ids = [_token_id(tokenizer, token) for token in tokens]
         bias = self._own_bias(tokenizer, -math.inf)
         bias[ids] = 0.0

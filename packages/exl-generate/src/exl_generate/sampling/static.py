@@ -113,7 +113,11 @@ class ExLlamaV2Sampler:
     def apply_dry(
         settings: SamplerSettings, tokenizer: Tokenizer, sequence_ids: torch.Tensor, logits: torch.Tensor
     ) -> None:
-        """Subtract DRY's penalties from float32 `logits` [1, .., Vp] in place; `sequence_ids` int64 [1, n]."""
+        """Subtract DRY's penalties from float32 `logits` [1, .., Vp] in place.
+
+        `settings` has the `dry_` fields, `tokenizer` resolves its sequence breakers, and `sequence_ids`, int64 [1, n],
+        are the tokens so far.
+        """
         vocabulary = Vocabulary.of(tokenizer)
         settings = settings.resolve(vocabulary.width)
         only = SamplerSettings(
@@ -132,17 +136,20 @@ class ExLlamaV2Sampler:
 
     @staticmethod
     def get_dry_default_sequence_breaker_tokens(tokenizer: Tokenizer) -> set[int]:
-        """Return the ids that end a repeat unless `Settings.dry_sequence_breakers` names others."""
+        """Return the ids of `tokenizer` that end a repeat unless `Settings.dry_sequence_breakers` names others."""
         return Vocabulary.of(tokenizer).dry_breaker_ids
 
     @staticmethod
     def get_default_xtc_mask_tokens(tokenizer: Tokenizer) -> frozenset[int]:
-        """Return the ids that XTC never excludes unless `Settings.xtc_ignore_tokens` names others."""
+        """Return the ids of `tokenizer` that XTC never excludes unless `Settings.xtc_ignore_tokens` names others."""
         return frozenset(Vocabulary.of(tokenizer).xtc_ignored_ids)
 
     @staticmethod
     def get_xtc_mask_tensor(tokenizer: Tokenizer, vocab_size: int, xtc_mask_tokens: frozenset[int]) -> torch.Tensor:
-        """Return bool [vocab_size]: True for ids that XTC never excludes."""
+        """Return bool [vocab_size]: True for the ids in `xtc_mask_tokens`, which XTC never excludes.
+
+        `tokenizer` is accepted as by exllamav2, without effect.
+        """
         mask = torch.zeros(vocab_size, dtype=torch.bool)
         mask[[i for i in xtc_mask_tokens if 0 <= i < vocab_size]] = True
         return mask

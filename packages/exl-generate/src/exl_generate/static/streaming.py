@@ -90,7 +90,10 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
     # ---- before a stream -------------------------------------------------------------------------------------------
 
     def set_stop_conditions(self, stop_conditions: Iterable[int | str]) -> None:
-        """Set the ids and strings that end a stream; replaces all earlier ones, the tokenizer's EOS included."""
+        """Set the ids and strings that end a stream; replaces all earlier ones, the tokenizer's EOS included.
+
+        Raises `RequestError` unless `stop_conditions` is a list, tuple or set of ids and non-empty strings.
+        """
         if not isinstance(stop_conditions, list | tuple | set):
             raise RequestError(f"stop_conditions is {stop_conditions!r}; pass a list, tuple or set of ids and strings")
         tokens, strings = set[int](), set[str]()
@@ -104,7 +107,10 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         self.stop_tokens, self.stop_strings = tokens, strings
 
     def ngram_preload(self, input_ids: torch.Tensor | list[int]) -> None:
-        """Set example text for n-gram guesses, used where the request's own text has no match."""
+        """Set example text for n-gram guesses, used where the request's own text has no match.
+
+        `input_ids` are its ids, a list or a tensor of any shape.
+        """
         flat = input_ids.reshape(-1).tolist() if isinstance(input_ids, torch.Tensor) else input_ids
         preloaded, vocab = _ids("ngram_preload", flat), self.model.config.vocab_size
         bad = next((i for i in preloaded if i < 0 or vocab <= i < EMBEDDING_INDEX), None)
@@ -123,7 +129,11 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         abort_event: threading.Event | None = None,
         **kwargs: Any,
     ) -> None:
-        """Begin a stream: an older name of `begin_stream_ex`."""
+        """Begin a stream: an older name of `begin_stream_ex`.
+
+        `input_ids`, `gen_settings`, `token_healing`, `loras`, `input_mask`, `position_offsets`, `abort_event` and all
+        `kwargs` are its parameters.
+        """
         self.begin_stream_ex(
             input_ids,
             gen_settings,
@@ -247,7 +257,10 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             raise
 
     def stream(self, ban_tokens: Iterable[int] | None = None) -> tuple[Any, ...]:
-        """Return the next token as (chunk, eos, chunk_token_ids), then probs and logits where requested."""
+        """Return the next token as (chunk, eos, chunk_token_ids), then probs and logits where requested.
+
+        The ids in `ban_tokens` are not sampled in this call.
+        """
         result, after = self._next(ban_tokens)
         names = ("chunk", "eos", "chunk_token_ids", "probs", "logits")
         told = tuple(result[key] for key in names if key in result)

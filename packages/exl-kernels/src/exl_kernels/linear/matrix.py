@@ -66,7 +66,7 @@ class QuantMatrix:
     )
 
     def __init__(self, native: _native.Matrix, format: Format, compute: Compute, name: str) -> None:
-        """Internal constructor; use `from_exl2`, `from_gptq` or `from_float`."""
+        """Wrap a matrix `native` of the native module; use `from_exl2`, `from_gptq` or `from_float`."""
         self._native = native
         self.format: Format = format
         self.compute: Compute = compute

@@ -230,7 +230,10 @@ class NextInputs(NamedTuple):
 
 @dataclass(slots=True)
 class Sampled:
-    """A token with its final probability, and the first candidates by falling probability, at most `top_n`."""
+    """A `token` with its final `probability`.
+
+    `top_tokens` and `top_probabilities` are the first candidates by falling probability, at most `top_n` of the row.
+    """
 
     token: int
     probability: float
@@ -249,7 +252,7 @@ class Failure:
 
 
 class Launched:
-    """The queued sampling of rows; `collect` waits for it."""
+    """The queued sampling of `rows`; `collect` waits for it. `launch` makes it, and writes tokens to `into`."""
 
     __slots__ = ("_on_gpus", "_results", "_rows", "written")
 
@@ -329,7 +332,7 @@ def launch(rows: Sequence[Row], into: NextInputs | None = None) -> Launched:
 
 
 def sample(rows: Sequence[Row]) -> list[Sampled | Failure]:
-    """Sample one token a row: `launch` and `collect` in one call, with the same errors."""
+    """Sample one token for each of `rows`: `launch` and `collect` in one call, with the same errors."""
     return launch(rows).collect()
 
 
@@ -347,7 +350,7 @@ def _result(token: int, probability: float, top: tuple[list[int], list[float]] |
 
 
 def distribution(row: Row) -> tuple[Ids, NDArray[np.uint64]] | None:
-    """Return the ids of the final candidates, ascending, and their weights; None if there is no candidate.
+    """Return the ids of the final candidates of `row`, ascending, and their weights; None if there is no candidate.
 
     A weight is the probability times a common factor.
     """
@@ -359,7 +362,7 @@ def distribution(row: Row) -> tuple[Ids, NDArray[np.uint64]] | None:
 
 
 def shaped(row: Row) -> NDArray[np.float32]:
-    """Return the logits after penalties, bans, bias, DRY and masks, cut to the vocabulary."""
+    """Return the logits of `row` after penalties, bans, bias, DRY and masks, cut to the vocabulary."""
     out = torch.empty(min(row.plan.size, row.logits.numel()))
     _native.sampling_shaped(_on_cpu(row).request(), out)
     return out.numpy()
