@@ -316,8 +316,6 @@ def test_a_format_begins_behind_the_reasoning() -> None:
     assert family.constraints(ChannelSettings(), wanted) == (wanted,)
     (behind,) = family.constraints(ChannelSettings(starts_in_reasoning=True), wanted)
     assert behind.after == 9
-    with pytest.raises(ServeError, match="exclude each other"):
-        family.constraints(ChannelSettings(tools=TOOLS, tool_choice="auto"), wanted)
     for choice in ("required", "clock"):  # an answer that is a call has no content to shape
         forced = ChannelSettings(tools=TOOLS, tool_choice=choice)
         assert family.constraints(forced, wanted) == family.constraints(forced, None)

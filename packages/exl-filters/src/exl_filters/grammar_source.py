@@ -12,7 +12,7 @@ from exl_filters.lark_rules import endless_rules
 from exl_filters.llg import caught, llguidance
 from exl_filters.schema_checks import allowed_escapes, check_schema
 
-__all__ = ["BOUNDED_WHITESPACE", "grammar_text", "plain_source", "the_one_source"]
+__all__ = ["BOUNDED_WHITESPACE", "grammar_text", "plain_source", "rules_of", "the_one_source"]
 
 BOUNDED_WHITESPACE = r"[ ]|\n[ \t]{0,20}"
 """Whitespace of JSON by default: at most one space, or a newline and indentation, wherever JSON allows whitespace.
@@ -75,6 +75,29 @@ def grammar_text(
         lark = f"{_options_line(no_forcing)}start: {space}REGEX\nREGEX: {body}\n"
     lark = lark or f"{_options_line(no_forcing)}start: {space}{body}\n"
     return str(llguidance().LLMatcher.grammar_from_lark(lark))
+
+
+def rules_of(name: str, source: Mapping[str, Any], *, whitespace: str = "bounded") -> str:
+    """Return the lines of a Lark grammar that define the rule `name` as a JSON schema, a pattern or a choice.
+
+    For a part of a larger Lark grammar. A pattern also defines the terminal of the same name in capitals.
+
+    Args:
+        name: The rule, in small letters.
+        source: One entry, json_schema, regex or choice, as `ExLlamaV2GrammarFilter` takes it.
+        whitespace: Whitespace in JSON, as `ExLlamaV2GrammarFilter` takes it.
+
+    Raises:
+        FilterCompileError: the source cannot be enforced, or is of another kind.
+    """
+    ((kind, value),) = plain_source(source).items()
+    if kind == "json_schema":
+        return f"{name}: %json {json.dumps(_with_whitespace(value, whitespace))}"
+    if kind == "choice":
+        return f"{name}: {' | '.join(json.dumps(option) for option in value)}"
+    if kind == "regex":
+        return f"{name}: {name.upper()}\n{name.upper()}: /{_slashes_escaped(value)}/"
+    raise FilterCompileError(f"{kind} is a grammar of its own; rules are made of json_schema, regex or choice")
 
 
 def _options_line(no_forcing: bool) -> str:

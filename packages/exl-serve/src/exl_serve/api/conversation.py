@@ -64,6 +64,7 @@ async def prepare(call: Call, fields: Mapping[str, Any], asked: Conversation) ->
         tool_choice=asked.choice,
         parallel=fields.get("parallel_tool_calls", True),
         starts_in_reasoning=family.starts_in_reasoning(ids, prompt),
+        formatted=asked.wanted is not None and asked.choice == "auto",
     )
     constraints = family.constraints(settings, asked.wanted)
     if "reasoning_budget" in fields and not family.forces_call(settings):

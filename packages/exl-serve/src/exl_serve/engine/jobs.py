@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -104,7 +105,12 @@ def _compiled(constraint: Constraint, model: Any, tokenizer: Any) -> Any:
             return made
         return TriggeredFilter(made, constraint.after, constraint.then, tokenizer=tokenizer)
     except FilterError as error:
-        found = serve_error(error, constraint.param)
+        param = constraint.param
+        if constraint.around:
+            # The content's format alone shows whether the fault is in it, or in the schemas of the tools.
+            _compiled(msgspec.structs.replace(constraint, around="", after=None), model, tokenizer)
+            param = "tools"
+        found = serve_error(error, param)
         if found.code == "invalid_grammar" and constraint.kind in ("json_schema", "json_object"):
             found.code = "invalid_schema"
         raise found from error
@@ -112,6 +118,7 @@ def _compiled(constraint: Constraint, model: Any, tokenizer: Any) -> Any:
 
 def _filter(constraint: Constraint, model: Any, tokenizer: Any) -> Any:
     from exl_filters.grammar import ExLlamaV2GrammarFilter
+    from exl_filters.grammar_source import rules_of
 
     kind, source = constraint.kind, constraint.source
     if kind == "budget":
@@ -125,6 +132,8 @@ def _filter(constraint: Constraint, model: Any, tokenizer: Any) -> Any:
         given = {"json_schema": {"type": "object"}}
     else:
         given = {kind: _json(constraint) if kind == "choice" else source}
+    if constraint.around:
+        given = {"lark": "\n".join(["start: answer", constraint.around, rules_of("content", given)])}
     return ExLlamaV2GrammarFilter(model, tokenizer, on_complete="end", **given, **constraint.options)
 
 

@@ -67,6 +67,8 @@ class Constraint(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     param: str = "response_format"
     #: of a plugin
     options: dict[str, Any] = {}
+    #: Lark rules, among them `answer`, which refers to `source` as `content`; "": the answer is the content alone
+    around: str = ""
 
 
 class MediaRef(msgspec.Struct, array_like=True, frozen=True, kw_only=True):

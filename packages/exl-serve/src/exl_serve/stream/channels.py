@@ -6,9 +6,10 @@ end of the text that may begin a marker is held back, at most a marker's length.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
+
+import msgspec
 
 from exl_serve.engine.events import EngineEvent, Failed, Finished, Progress, Started, TokenLogprob, Tokens
 from exl_serve.errors import ServeError
@@ -17,13 +18,14 @@ from exl_serve.stream.calls import CallReader, call_id
 from exl_serve.stream.events import AnswerEvent, Begun, Content, Error, Finish, Reasoning, ToolBegin
 from exl_serve.stream.families.table import FORMATS, Format, Harmony, Named, Python, Tags
 from exl_serve.stream.family import ChannelMachine, ChannelSettings, ToolSpec
-from exl_serve.stream.grammars import call_grammar
-from exl_serve.stream.harmony import HarmonyMachine, forced_header, harmony_grammar
+from exl_serve.stream.grammars import answer_rules, call_grammar
+from exl_serve.stream.harmony import HarmonyMachine, forced_header, harmony_answer, harmony_grammar
 from exl_serve.stream.readers import NamedReader, PythonReader, TaggedReader
 
 __all__ = ["OutputFamily", "detect_family"]
 
-_OPEN_CALL = "/[ \\t\\r\\n]{0,4}/"
+JOINABLE = ("json_schema", "json_object", "regex", "choice")
+"""Kinds of formats that can be a part of a larger grammar."""
 
 
 class OutputFamily:
@@ -80,6 +82,8 @@ class OutputFamily:
             return self._tool_constraints(settings, response_format)
         if response_format is None:
             return ()
+        if isinstance(self.form.inside, Harmony) and response_format.kind in JOINABLE:
+            return (self._around(response_format, harmony_answer((), self._special)),)
         if settings.starts_in_reasoning and self.form.think is not None:
             return (self._behind(response_format, self.form.think[1]),)
         return (response_format,)
@@ -116,21 +120,17 @@ class OutputFamily:
                 param="tools",
             )
         forced = self.forces_call(settings)
-        if response_format is not None and not forced:  # an answer that is a call has no content to constrain
-            raise ServeError.unsupported(
-                response_format.param,
-                f"{response_format.param} and tools that may be left alone exclude each other: ask for a call by "
-                "tool_choice, or leave out one of both",
-            )
         tools = settings.tools if settings.tool_choice in ("auto", "required") else self._named(settings)
         if isinstance(form.inside, Harmony):
+            if response_format is not None and not forced:
+                return (self._around(response_format, harmony_answer(tools, self._special)),)
             return (harmony_grammar(tools, self._special, forced=forced, parallel=settings.parallel),)
         assert form.call is not None
         many = settings.parallel and not forced
-        if form.inside is None:
-            grammar = self._grammar(tools, many)
-        else:
-            grammar = call_grammar(form, tools, self._special, many=many)
+        if response_format is not None and not forced:  # an answer that must be a call has no content
+            either = self._around(response_format, answer_rules(form, tools, self._special, many=many))
+            return (self._behind(either, form.think[1]) if settings.starts_in_reasoning and form.think else either,)
+        grammar = call_grammar(form, tools, self._special, many=many)
         if forced:
             return (Constraint(kind="lark", source=grammar, param="tools"),)
         then: Literal["rearm", "release"] = "rearm" if settings.parallel else "release"
@@ -146,39 +146,18 @@ class OutputFamily:
             )
         return found
 
-    def _grammar(self, tools: Sequence[ToolSpec], many: bool) -> str:
-        """Return the Lark grammar of a call of one of the tools, with arguments by that tool's schema."""
-        name, arguments = self.form.names[0], self.form.arguments[0]
-        lines = []
-        for at, tool in enumerate(tools):
-            schema = {
-                "type": "object",
-                "properties": {name: {"const": tool.name}, arguments: tool.parameters or {"type": "object"}},
-                "required": [name, arguments],
-                "additionalProperties": False,
-                # One space after colons and commas, as most models were trained: unbounded space may never end.
-                "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
-            }
-            # References in a tool's schema begin at its own root.
-            schema |= {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
-            lines.append(f"call_{at}: %json {json.dumps(schema)}")
-        one = " | ".join(f"call_{at}" for at in range(len(tools)))
-        if self.form.listed:
-            more = '("," _SPACE call)*' if many else ""
-            head = f'start: _SPACE "[" call {more} "]"'
-        else:
-            head = "start: _SPACE call"
-        return "\n".join([head, f"call: {one}", f"_SPACE: {_OPEN_CALL}", *lines])
-
     def _behind(self, constraint: Constraint, marker: str) -> Constraint:
-        return Constraint(
-            kind=constraint.kind,
-            source=constraint.source,
-            after=self._special.get(marker, marker),
-            then="stop",
-            param=constraint.param,
-            options=constraint.options,
-        )
+        return msgspec.structs.replace(constraint, after=self._special.get(marker, marker), then="stop")
+
+    def _around(self, content: Constraint, rules: str) -> Constraint:
+        """Return the format of a content with the rules of the answer around it. Raises ServeError 400."""
+        if content.kind not in JOINABLE:
+            raise ServeError.unsupported(
+                content.param,
+                f"{content.param} is a grammar, which cannot be joined with tools that may be left alone: give a JSON "
+                "schema, a pattern or a choice, ask for a call by tool_choice, or leave out one of both",
+            )
+        return msgspec.structs.replace(content, around=rules)
 
 
 class ChannelReader:
@@ -204,7 +183,9 @@ class ChannelReader:
         self._next_index = self._closed = 0
         self._reasoning_tokens = 0
         self._at_start = True
-        self._strip = False
+        #: the content has begun and follows a format, so that it holds no call
+        self._sealed, self._formatted = False, settings.formatted
+        self._strip = settings.formatted
         if tools and family.forces_call(settings):
             self._open_region()
 
@@ -327,7 +308,12 @@ class ChannelReader:
     def _leads_to_call(self, text: str) -> bool:
         """Whether the answer begins with the sign of a call without marker, or may still."""
         leading = self._form.leading
-        return bool(leading) and self._at_start and (not text.strip() or text.lstrip()[0] == leading)
+        return (
+            bool(leading)
+            and not self._formatted
+            and self._at_start
+            and (not text.strip() or text.lstrip()[0] == leading)
+        )
 
     def _watched(self) -> list[tuple[str, str]]:
         """Return the markers that text may hold now, each with the mode that it begins."""
@@ -338,7 +324,7 @@ class ChannelReader:
                 found.append((self._think[1], "content"))
             elif self._at_start:
                 found.append((self._think[0], "reasoning"))
-        if self._tools and self._mode == "content" and self._form.call is not None:
+        if self._tools and self._mode == "content" and self._form.call is not None and not self._sealed:
             found.append((self._form.call[0], "call"))
         return [(marker, mode) for marker, mode in found if marker and marker not in special]
 
@@ -382,6 +368,7 @@ class ChannelReader:
             return []
         if text.strip():
             self._at_start = False
+            self._sealed = self._formatted and self._mode == "content"
         ids, logprobs = tuple(self._ids), tuple(self._logprobs)
         self._ids.clear()
         self._logprobs.clear()

@@ -34,6 +34,8 @@ class ChannelSettings:
     starts_in_reasoning: bool = False
     #: whether reasoning is separated; else it stays part of the content
     reasoning: bool = True
+    #: whether a grammar decides at the answer's beginning between calls and a content that has a format
+    formatted: bool = False
 
 
 class ChannelMachine(Protocol):

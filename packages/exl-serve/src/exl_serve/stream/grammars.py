@@ -12,9 +12,10 @@ from exl_serve.stream.families.table import Format, Named, Python, Tags
 from exl_serve.stream.family import ToolSpec
 from exl_serve.stream.readers import value_kind
 
-__all__ = ["call_grammar", "json_rule", "marker_rule"]
+__all__ = ["answer_rules", "call_grammar", "json_rule", "marker_rule", "text_until"]
 
 _SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_SPACE = "/[ \\t\\r\\n]{0,4}/"
 _UNENFORCED = (
     "$ref", "anyOf", "oneOf", "allOf", "not", "if", "minProperties", "maxProperties", "propertyNames",
     "dependentRequired", "dependentSchemas", "dependencies",
@@ -40,10 +41,76 @@ def call_grammar(form: Format, tools: Sequence[ToolSpec], special: Mapping[str, 
 
     Raises ServeError 400 for a schema that this syntax cannot follow.
     """
+    if form.inside is None:
+        return _json_grammar(form, tools, many)
     rules = _Rules(form, special)
     for at, tool in enumerate(tools):
         rules.tool(at, tool)
     return rules.text([f"call_{at}" for at in range(len(tools))], many)
+
+
+def answer_rules(form: Format, tools: Sequence[ToolSpec], special: Mapping[str, int], *, many: bool) -> str:
+    """Return the rules of an answer that is `content`, a rule defined elsewhere, or regions of calls with their
+    markers.
+
+    A format whose calls may begin without a marker has the marker here: the call is told from a content by it.
+    Raises ServeError 400 for a schema that this syntax cannot follow.
+    """
+    assert form.call is not None
+    begin, end = form.call
+    inside = call_grammar(form, tools, special, many=many).removeprefix("start: ")
+    listed = form.listed or isinstance(form.inside, Python)
+    named = isinstance(form.inside, Named) and bool(form.inside.begin)
+    closed = (
+        form.leading
+        or named
+        or isinstance(form.inside, Python)
+        or (isinstance(form.inside, Tags) and not form.inside.end)
+    )
+    closing = "" if closed or not end else f"_SPACE {marker_rule(end, special)}"
+    more = "(_LINES region)*" if many and not (listed or named or form.leading) else ""
+    return "\n".join(
+        [
+            "answer: content | _LINES calls",
+            r"_LINES: /\n{0,2}/",  # the reader drops line breaks before and between calls
+            f"calls: region {more}",
+            f"region: {marker_rule(begin, special)} inside {closing}",
+            f"inside: {inside}",
+        ]
+    )
+
+
+def text_until(name: str, marker: str, special: Mapping[str, int]) -> list[str]:
+    """Return the rules of any text and the marker after it. Rule `name`; a text that is a token cannot be in it."""
+    if marker in special:
+        return [f"{name}: {name.upper()} {marker_rule(marker, special)}", f"{name.upper()}: /(?s:.)*/"]
+    closing = _regex(marker)
+    return [
+        f"{name}[lazy]: {name.upper()}",
+        f"{name.upper()}: /(?s:.)*{closing}/ & ~/(?s:.)*{closing}(?s:.)+/",
+    ]
+
+
+def _json_grammar(form: Format, tools: Sequence[ToolSpec], many: bool) -> str:
+    """Return the grammar of a region whose calls are JSON objects."""
+    name, arguments = form.names[0], form.arguments[0]
+    lines = []
+    for at, tool in enumerate(tools):
+        schema = {
+            "type": "object",
+            "properties": {name: {"const": tool.name}, arguments: tool.parameters or {"type": "object"}},
+            "required": [name, arguments],
+            "additionalProperties": False,
+            # One space after colons and commas, as most models were trained: unbounded space may never end.
+            "x-guidance": _SPACED,
+        }
+        # References in a tool's schema begin at its own root.
+        schema |= {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
+        lines.append(f"call_{at}: %json {json.dumps(schema)}")
+    more = '("," _SPACE call)*' if many else ""
+    start = f'_SPACE "[" call {more} "]"' if form.listed else "_SPACE call"
+    one = " | ".join(f"call_{at}" for at in range(len(tools)))
+    return "\n".join([f"start: {start}", f"call: {one}", f"_SPACE: {_SPACE}", *lines])
 
 
 class _Rules:
@@ -69,7 +136,7 @@ class _Rules:
             start = f"call {'(_SPACE call)*' if many else ''} _SPACE {closing}"
         else:
             start = one
-        head = [f"start: {start}", f"call: {' | '.join(calls)}", "_SPACE: /[ \\t\\r\\n]{0,4}/"]
+        head = [f"start: {start}", f"call: {' | '.join(calls)}", f"_SPACE: {_SPACE}"]
         return "\n".join([*head, *self._lines])
 
     def tool(self, at: int, tool: ToolSpec) -> None:

@@ -18,9 +18,9 @@ from exl_serve.request.internal import Constraint
 from exl_serve.stream.calls import SPACE, Value, call_id
 from exl_serve.stream.events import AnswerEvent, Begun, Content, Error, Finish, Reasoning, ToolArgs, ToolBegin, ToolEnd
 from exl_serve.stream.family import ChannelSettings, ToolSpec
-from exl_serve.stream.grammars import json_rule, marker_rule
+from exl_serve.stream.grammars import json_rule, marker_rule, text_until
 
-__all__ = ["HarmonyMachine", "forced_header", "harmony_grammar"]
+__all__ = ["HarmonyMachine", "forced_header", "harmony_answer", "harmony_grammar"]
 
 MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
@@ -36,17 +36,40 @@ def harmony_grammar(
     tools: Sequence[ToolSpec], special: Mapping[str, int], *, forced: bool, parallel: bool
 ) -> Constraint:
     """Return the constraint of a call from the function's name on, where the schema of its arguments is known."""
-    lines = [f"call_{i}: {json.dumps(tool.name)} _TAIL json_{i}" for i, tool in enumerate(tools)]
-    lines += [
-        f"json_{i}: {json_rule(tool.parameters or {'type': 'object'}, tool.parameters)}" for i, tool in enumerate(tools)
-    ]
-    tail = f'" "? ({marker_rule("<|constrain|>", special)} "json")? {marker_rule("<|message|>", special)}'
-    lines = [line.replace("_TAIL", "tail") for line in lines]
-    source = "\n".join([f"start: {' | '.join(f'call_{i}' for i in range(len(tools)))}", f"tail: {tail}", *lines])
+    source = "\n".join([f"start: {_any(tools)}", *_calls(tools, special)])
     if forced:
         return Constraint(kind="lark", source=source, param="tools")
     then: Literal["rearm", "release"] = "rearm" if parallel else "release"
     return Constraint(kind="lark", source=source, after="to=functions.", then=then, param="tools")
+
+
+def harmony_answer(tools: Sequence[ToolSpec], special: Mapping[str, int]) -> str:
+    """Return the rules of an answer: any reasoning, then `content`, a rule defined elsewhere, or a call of a tool."""
+    channel, message, start = (marker_rule(f"<|{one}|>", special) for one in ("channel", "message", "start"))
+    lines = [
+        f"answer: (thought {start} {json.dumps('assistant')})* ({'final | called' if tools else 'final'})",
+        f'thought: {channel} "analysis" {message} thinking',
+        *text_until("thinking", "<|end|>", special),
+        f'final: {channel} "final" tail content',
+        *_calls(tools, special),
+    ]
+    if tools:
+        lines.append(f'called: {channel} "commentary to=functions." ({_any(tools)})')
+    return "\n".join(lines)
+
+
+def _any(tools: Sequence[ToolSpec]) -> str:
+    return " | ".join(f"call_{i}" for i in range(len(tools)))
+
+
+def _calls(tools: Sequence[ToolSpec], special: Mapping[str, int]) -> list[str]:
+    """Return the rules call_0, call_1, ... of each tool's name, the rest of the header, and the arguments."""
+    lines = [f"call_{i}: {json.dumps(tool.name)} tail json_{i}" for i, tool in enumerate(tools)]
+    lines += [
+        f"json_{i}: {json_rule(tool.parameters or {'type': 'object'}, tool.parameters)}" for i, tool in enumerate(tools)
+    ]
+    tail = f'" "? ({marker_rule("<|constrain|>", special)} "json")? {marker_rule("<|message|>", special)}'
+    return [f"tail: {tail}", *lines]
 
 
 class HarmonyMachine:
