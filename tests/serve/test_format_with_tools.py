@@ -126,7 +126,7 @@ def drawn(made: Any, tokenizer: TextTokenizer, begin: str, draw: random.Random) 
 
 
 def read(form: str, text: str) -> dict[str, Any]:
-    """What a client is told of an answer, piece by piece."""
+    """Return the content and calls that a client receives of an answer, piece by piece."""
     machine = OutputFamily(FORMATS[form], {}, lambda i: b"").machine(0, AUTO, "r")
     events: list[AnswerEvent] = []
     for at, c in enumerate(text):
