@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import zlib
+from pathlib import Path
 
 # The suite is written for the CPU, also where there is a GPU; a test of the GPU names its device. Programs that tests
 # start inherit the variable.
 os.environ.setdefault("EXL_DEVICE", "cpu")
+
+# Containers often switch off the cache of compiled modules: each process that a test starts would compile torch again.
+if sys.dont_write_bytecode:
+    sys.pycache_prefix = str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+
+# A shell starts background jobs with this signal ignored, and so would be the programs that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Processes side by side (pytest-xdist) share the cores; each would have a thread a core, and torch as many again.
 if (_processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from exl_kernels.device import set_row_invariant
 from exl_kernels.safetensors_file import read_safetensors_header, read_tensor, write_safetensors
 from exl_kernels.selection import PACKED_ROWS
 
-peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.covers("core.md: lora")
@@ -45,6 +45,12 @@ SIZES: dict[str, Any] = {
 }
 
 
+@cache
+def peft() -> Any:
+    """The library. Its import takes seconds, so a process that runs other tests does without."""
+    return pytest.importorskip("peft")
+
+
 class Bench:
     """One model in transformers and here, and adapters for it made by PEFT."""
 
@@ -62,7 +68,7 @@ class Bench:
     def adapter(self, seed: int = 1, **options: Any) -> Path:
         """A saved PEFT adapter whose every trained tensor is random."""
         torch.manual_seed(seed)
-        model = peft.get_peft_model(self.plain(), peft.LoraConfig(task_type="CAUSAL_LM", **options))
+        model = peft().get_peft_model(self.plain(), peft().LoraConfig(task_type="CAUSAL_LM", **options))
         for parameter in model.parameters():
             if parameter.requires_grad:
                 torch.nn.init.normal_(parameter, std=0.15)
@@ -73,7 +79,7 @@ class Bench:
 
     def expected(self, adapter: Path, ids: Tensor) -> Tensor:
         with torch.no_grad():
-            return peft.PeftModel.from_pretrained(self.plain(), str(adapter)).eval()(ids).logits
+            return peft().PeftModel.from_pretrained(self.plain(), str(adapter)).eval()(ids).logits
 
     def logits(self, ids: Tensor, *loras: ExLlamaV2Lora) -> Tensor:
         return self.model.forward(ids, loras=list(loras))[..., :90]
@@ -147,8 +153,8 @@ def test_a_tied_head_keeps_the_model_s_table(lab: Any, tmp_path: Path, ids: Tens
     expected = bench.plain()
     expected.lm_head.weight = torch.nn.Parameter(expected.lm_head.weight.detach().clone())
     expected.model.embed_tokens.weight = torch.nn.Parameter(tensors[name])
-    merged = peft.get_peft_model(expected, peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]))
-    peft.set_peft_model_state_dict(merged, {k: v for k, v in tensors.items() if k != name})
+    merged = peft().get_peft_model(expected, peft().LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]))
+    peft().set_peft_model_state_dict(merged, {k: v for k, v in tensors.items() if k != name})
     with torch.no_grad():
         logits = merged.eval()(ids).logits
     assert_close(bench.logits(ids, ExLlamaV2Lora.from_directory(bench.model, folder)), logits)
@@ -178,7 +184,7 @@ def test_several_adapters_add_up(bench: Bench, ids: Tensor) -> None:
         bench.adapter(seed=5, r=8, lora_alpha=16, target_modules=ALL),
         bench.adapter(seed=6, r=2, lora_alpha=3, target_modules=["k_proj", "down_proj"]),
     ]
-    reference = peft.PeftModel.from_pretrained(bench.plain(), str(folders[0]), adapter_name="first")
+    reference = peft().PeftModel.from_pretrained(bench.plain(), str(folders[0]), adapter_name="first")
     reference.load_adapter(str(folders[1]), adapter_name="second")
     reference.base_model.set_adapter(["first", "second"])
     with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from exl_core import ExLlamaV2Lora
 
 transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
 pytestmark = [
     pytest.mark.covers("core.md: better-14.4", "core.md: lora"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -33,6 +33,12 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 }
 
 
+@cache
+def peft() -> Any:
+    """The library. Its import takes seconds, so a process that runs other tests does without."""
+    return pytest.importorskip("peft")
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_logits_with_an_adapter(name: str, lab: Any, tmp_path: Path) -> None:
@@ -43,10 +49,10 @@ def test_logits_with_an_adapter(name: str, lab: Any, tmp_path: Path) -> None:
         scale = 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
         parameter.copy_((torch.randn_like(parameter) * scale).half().float())
     copy.deepcopy(theirs).half().save_pretrained(tmp_path / "model")
-    options = peft.LoraConfig(
+    options = peft().LoraConfig(
         r=4, lora_alpha=8, target_modules=targets, fan_in_fan_out=name == "GPT2LMHeadModel", task_type="CAUSAL_LM"
     )
-    adapted = peft.get_peft_model(theirs, options).eval()
+    adapted = peft().get_peft_model(theirs, options).eval()
     for key, parameter in adapted.named_parameters():
         if "lora_" in key:
             parameter.copy_((torch.randn_like(parameter) * 0.2).half().float())
