@@ -368,9 +368,10 @@ def test_a_new_generator_takes_the_cache_right_after_the_old_ones_jobs_were_canc
 def test_a_generator_without_users_ends_its_thread_and_frees_the_cache() -> None:
     async def main() -> None:
         model, cache, tokenizer = parts()
+        before = set(threading.enumerate())
         generator = ExLlamaV2DynamicGeneratorAsync(model, cache, tokenizer, page_size=16)
         await collect(job(generator, "abc", 3))
-        kept, thread = weakref.ref(cache), generator._worker._thread  # noqa: SLF001
+        kept, (thread,) = weakref.ref(cache), set(threading.enumerate()) - before
         del generator, model, cache
         while thread.is_alive():
             gc.collect()

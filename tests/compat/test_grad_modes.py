@@ -216,15 +216,17 @@ def test_an_image_is_no_inference_tensor(tmp_path: Path) -> None:
         write_model("Qwen2VL", tmp_path, text_config={**QWEN_TEXT, **sizes})
         write_tokenizer(tmp_path)
     own = ExLlamaV2Config(str(tmp_path))
+    before = {id(tensor) for tensor in inference_tensors()}
     tower = ExLlamaV2VisionTower(own)
     tower.load()
     model, cache = lazy_load(own, ExLlamaV2Cache, "inference", "inference")
     reader = ExLlamaV2Tokenizer(own)
     image = tower.get_image_embeddings(model, reader, picture(60, 24))
     held = [value for value in vars(image).values() if isinstance(value, torch.Tensor)]
-    held += list((tower.encoder._weights or {}).values())  # noqa: SLF001
     assert held
     assert not any(tensor.is_inference() for tensor in held)
+    left = [tuple(tensor.shape) for tensor in inference_tensors() if id(tensor) not in before]
+    assert not left, left
     generator = ExLlamaV2DynamicGenerator(model, cache, reader)
     with torch.inference_mode(False):
         texts = [

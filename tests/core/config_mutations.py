@@ -172,8 +172,7 @@ class Judge:
         """transformers' logits of the file, with weights by their names, which are left in `folder`."""
         (folder / "config.json").write_text(json.dumps(config))
         kind = getattr(transformers, CASES[self.case].model)
-        read = kind.config_class.from_pretrained(folder)
-        read._attn_implementation = "eager"  # noqa: SLF001
+        read = kind.config_class.from_pretrained(folder, attn_implementation="eager")
         with torch.device("meta"):
             size = sum(p.numel() for p in kind(read).parameters())
         if size > LARGEST:

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Config
+from exl_core.device import GIB, devices
 from exl_core.layers import Attention, Embedding, FeedForward, LayerNorm, Module, Norm, PositionEmbedding, build_modules
+from exl_core.loading.plan import plan_modules
 from exl_kernels.safetensors_file import write_safetensors
 
-__all__ = ["loaded_on", "write_random_model"]
+__all__ = ["loaded_on", "split_over_two", "write_random_model"]
 
 
 def write_random_model(folder: Path, config: dict[str, Any]) -> Path:
@@ -73,3 +75,12 @@ def loaded_on(device: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ExL
     model = ExLlamaV2(config)
     model.load()
     return model
+
+
+def split_over_two(model: ExLlamaV2) -> None:
+    """Load about half of a model's modules on each of the first two devices."""
+    found = plan_modules(model.config, model.modules, devices()[:1], None, [64.0], None, True).devices[0]
+    model.set_device_map([(found.weights / 2 + found.tables + found.scratch) / GIB, 64.0], embed_cpu=False)
+    assert len(set(model.placement.names)) == 2
+    for index in range(len(model.modules)):
+        model.load_module(index)

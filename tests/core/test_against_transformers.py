@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_models import split_over_two
 from torch import Tensor
 
 from exl_core import (
@@ -64,9 +65,7 @@ class Case:
         sizes = {k: v for k, v in {**SIZES, **self.changes}.items() if v is not ...}
         if self.text:
             sizes = {"text_config": sizes, "vision_config": VISION[self.model], "tie_word_embeddings": False}
-        config = getattr(transformers, name)(**sizes)
-        config._attn_implementation = "eager"  # noqa: SLF001
-        return config
+        return getattr(transformers, name)(**sizes, attn_implementation="eager")
 
 
 def llama(**changes: Any) -> Case:
@@ -395,10 +394,7 @@ def test_layers_over_two_devices_are_bitwise_identical(
     whole = pair[1]
     monkeypatch.setenv("EXL_DEVICE", "cpu:0,cpu:1")
     split = ExLlamaV2(whole.config)
-    half = len(split.modules) // 2
-    split._place(["cpu:0"] * half + ["cpu:1"] * (len(split.modules) - half))  # noqa: SLF001
-    for index in range(len(split.modules)):
-        split.load_module(index)
+    split_over_two(split)
     assert split.loaded
     found, expected = (m.forward(ids, ExLlamaV2Cache(m, batch_size=2)) for m in (split, whole))
     assert torch.equal(found, expected)

@@ -25,7 +25,7 @@ TOO_OLD = (
 NO_CODE = "this build's kernels are for sm_90a, and {} is sm_{}: rebuild with EXL_CUDA_ARCHS={}"
 
 
-may_have_gpu = auto_device._may_have_gpu  # noqa: SLF001
+may_have_gpu = auto_device.may_have_gpu
 
 
 def gpu(index: int, name: str, capability: tuple[int, int], code: bool = True) -> CudaDevice:
@@ -55,7 +55,7 @@ class Machine:
         self._patch.setattr(torch.cuda, "get_arch_list", lambda: list(archs))
 
     def pci(self, *, present: bool) -> None:
-        self._patch.setattr(auto_device, "_may_have_gpu", lambda status: present or bool(status.devices))
+        self._patch.setattr(auto_device, "may_have_gpu", lambda status: present or bool(status.devices))
 
     def free_memory(self, count: int) -> None:
         self._patch.setattr(memory, "_cuda_bytes", lambda device: count)

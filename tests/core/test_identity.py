@@ -63,7 +63,7 @@ def test_every_tensor_counts(folder: Path, tmp_path: Path) -> None:
 @given(seed=st.binary(min_size=16, max_size=16), nbytes=st.integers(0, 1 << 40))
 @settings(max_examples=300)
 def test_samples_lie_in_their_tensor_and_small_ones_are_read_whole(seed: bytes, nbytes: int) -> None:
-    found = identity._samples(seed, nbytes)  # noqa: SLF001
+    found = identity.samples(seed, nbytes)
     assert all(0 <= start <= start + length <= nbytes for start, length in found)
     ends = [start + length for start, length in found]
     assert all(end <= start for end, (start, _) in zip(ends, found[1:], strict=False))

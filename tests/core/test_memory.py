@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_models import split_over_two
 
 from exl_core import (
     ExLlamaV2,
@@ -40,9 +41,7 @@ def loaded(lab: Any, monkeypatch: pytest.MonkeyPatch, how: str, kind: str) -> Ex
     if how == "cut":
         model.load_tp([3.0, 5.0])
     elif how == "split":
-        model._place(["cpu:0"] * 3 + ["cpu:1"] * (len(model.modules) - 3))  # noqa: SLF001
-        for index in range(len(model.modules)):
-            model.load_module(index)
+        split_over_two(model)
     else:
         model.load()
     return model

@@ -177,8 +177,11 @@ def test_cached_encode_is_bounded(fixture_tokenizer: ExLlamaV2Tokenizer) -> None
     assert t.cached_encode_str("text 0") is first
     for i in range(150):
         t.cached_encode_str(f"text {i}")
-    assert len(t._encode_cache) == 100  # noqa: SLF001
-    assert torch.equal(t.cached_encode_str("text 0"), first)
+    last = t.cached_encode_str("text 149")
+    assert t.cached_encode_str("text 149") is last
+    again = t.cached_encode_str("text 0")
+    assert again is not first, "all of them are kept"
+    assert torch.equal(again, first)
 
 
 def test_other_objects_are_no_embeddings(fixture_tokenizer: ExLlamaV2Tokenizer) -> None:

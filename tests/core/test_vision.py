@@ -62,9 +62,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         vision_config={**VISION, **activation},
         image_token_index=IMAGE_TOKEN,
         tie_word_embeddings=False,
+        attn_implementation="eager",
         **KINDS[request.param],
     )
-    config._attn_implementation = "eager"  # noqa: SLF001
     theirs = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():

@@ -118,8 +118,8 @@ def write_model(family: str, folder: Path, **changes: Any) -> Any:
     import transformers
 
     fields, processor = FAMILIES[family]
-    config = getattr(transformers, f"{family}Config")(**{**fields, "tie_word_embeddings": False, **changes})
-    config._attn_implementation = "eager"  # noqa: SLF001
+    given = {"tie_word_embeddings": False, "attn_implementation": "eager", **changes}
+    config = getattr(transformers, f"{family}Config")(**{**fields, **given})
     theirs = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
     randomize(theirs)
     theirs.save_pretrained(folder)

@@ -184,7 +184,7 @@ METHODS = {
     "ended": lambda f: f.ended(),
     "validate": lambda f: f.validate([1, 2]),
     "forced": lambda f: f.forced(),
-    "captures": lambda f: f.captures() if hasattr(f, "captures") and f._options["backend"] == "llguidance" else None,  # noqa: SLF001
+    "captures": lambda f: f.captures() if hasattr(f, "captures") and f.spec()["backend"] == "llguidance" else None,
     "clone": lambda f: f.clone(),
     "feed": lambda f: f.feed(1),
     "rewind": lambda f: f.rewind(1),

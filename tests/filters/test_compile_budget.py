@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,29 +98,22 @@ def test_what_would_not_end_is_ended(name):
     assert ExLlamaV2GrammarFilter(None, V, json_schema=joined(1), budget=LONG).next()[0]
 
 
-ask_a_worker = trial._ask  # noqa: SLF001
-
-
 @contextlib.contextmanager
 def no_workers():
-    """No process waits for grammars meanwhile: a test sees whether one is started. The list of those that wait."""
-    waiting = trial._idle  # noqa: SLF001
-    before, waiting[:] = list(waiting), []
-    try:
-        yield waiting
-    finally:
-        waiting[:] = before
+    """No process waits for grammars at first: a test sees whether one is started."""
+    trial.workers.stop()
+    yield trial.workers
 
 
 @contextlib.contextmanager
 def ended():
     """Processes that try grammars wait for the next one or are gone, and they had no more of the processor's time than
     SHORT allows them, the second that it is rounded to, the two that `restrict` adds, and their start."""
-    trial._stop()  # noqa: SLF001
+    trial.workers.stop()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     yield
-    assert all(worker.process.poll() is None for worker in trial._idle)  # noqa: SLF001
-    trial._stop()  # noqa: SLF001
+    assert all(worker.process.poll() is None for worker in trial.workers.idle)
+    trial.workers.stop()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < SHORT.seconds + 3 + 14
 
@@ -209,10 +203,10 @@ def test_plain_grammars_start_no_process():
         "from exl_filters import ExLlamaV2GrammarFilter, trial\n"
         "from exl_filters.testing import standard_vocabulary\n"
         "ExLlamaV2GrammarFilter(None, standard_vocabulary(), json_schema={'type': 'object'})\n"
-        "assert not trial._idle\n"
+        "assert not trial.workers.idle\n"
         "ExLlamaV2GrammarFilter(None, standard_vocabulary(), json_schema={'allOf': [{'type': 'object'}]})\n"
-        "assert len(trial._idle) == 1\n"
-        "print(trial._idle[0].process.pid)\n"
+        "assert len(trial.workers.idle) == 1\n"
+        "print(trial.workers.idle[0].process.pid)\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
     # At the end of the program the process is gone.
@@ -222,9 +216,9 @@ def test_plain_grammars_start_no_process():
 def test_a_grammar_that_has_passed_is_not_tried_again():
     source: dict[str, Any] = {"json_schema": {"allOf": [{"type": "string", "maxLength": 7}]}}
     ExLlamaV2GrammarFilter(None, V, **source)
-    with no_workers() as idle:
+    with no_workers() as workers:
         ExLlamaV2GrammarFilter(None, V, **source)
-        assert not idle
+        assert not workers.idle
 
 
 def test_a_smaller_budget_is_not_met_by_what_passed_under_a_larger_one():
@@ -263,11 +257,11 @@ def test_a_process_that_is_ended_in_the_middle_of_its_answer(tmp_path, monkeypat
         "send({'error': '', 'warnings': [], 'took': 0.0}, less=5)\n"
     )
     script.chmod(0o755)
-    monkeypatch.setattr(trial, "_idle", [])
+    trial.workers.stop()
     monkeypatch.setattr(sys, "executable", str(script))
     with pytest.raises(FilterCompileError, match="exit code 0"):
         ExLlamaV2GrammarFilter(None, V, json_schema=joined(2), budget=CompileBudget(seconds=60))
-    assert not trial._idle  # noqa: SLF001
+    assert not trial.workers.idle
 
 
 def test_a_grammar_may_name_control_tokens_where_it_is_tried():
@@ -317,15 +311,14 @@ def test_other_work_goes_on_and_the_thread_ends():
 
 def test_cancelling_ends_the_trial(monkeypatch):
     asked, compiling = threading.Event(), []
-    worker = trial._Worker  # noqa: SLF001
-    ask = worker.ask
+    ask = trial.Worker.ask
 
     def noted(self, request, seconds):
         compiling.append((self.process, threading.current_thread()))
         asked.set()
         return ask(self, request, seconds)
 
-    monkeypatch.setattr(worker, "ask", noted)
+    monkeypatch.setattr(trial.Worker, "ask", noted)
     budget = CompileBudget(seconds=1000.0, megabytes=1 << 20)
     future = compile_in_background(ExLlamaV2GrammarFilter, None, V, **ENDLESS["Lark & of 40 patterns"], budget=budget)
     assert asked.wait(250)
@@ -348,20 +341,19 @@ def test_a_budget_is_not_part_of_the_spec():
 
 
 def test_trust_compiles_at_once():
-    with no_workers() as idle:
+    with no_workers() as workers:
         source: dict[str, Any] = {"json_schema": {"allOf": [{"type": "string", "maxLength": 11}]}}
         assert ExLlamaV2GrammarFilter(None, V, **source, budget=CompileBudget(trust=True)).next()[0]
-        assert not idle
+        assert not workers.idle
 
 
-class Answering:
+class Answering(trial.Worker):
     """A worker that answers at once that a grammar is fine."""
 
-    process = SimpleNamespace(poll=lambda: None, kill=lambda: None)
+    process: Any = SimpleNamespace(poll=lambda: None, kill=lambda: None)
 
     def __init__(self, library: str) -> None:
         self.library = library
-        self.together: threading.Barrier | None = None
 
     def ask(self, request, seconds):
         if "together" in request:
@@ -371,27 +363,30 @@ class Answering:
     def kill(self) -> None: ...
 
 
-def test_an_interrupt_at_any_call_leaves_all_places(monkeypatch):
+def test_an_interrupt_at_any_call_leaves_all_places():
     """Behind it as many grammars as ever may be on trial at once."""
-    monkeypatch.setattr(trial, "_Worker", Answering)
-    monkeypatch.setattr(trial, "_idle", [])
-    monkeypatch.setattr(trial, "_places", trial._Places(trial.MOST_WORKERS))  # noqa: SLF001
+    pool = trial.WorkerPool(2, start=Answering)
     budget = CompileBudget(seconds=20.0)
     for number in itertools.count(1):
         try:
             with broken_into(number) as struck:
-                ask_a_worker({}, budget)
+                pool.ask({}, budget)
         except KeyboardInterrupt:
             pass
         if not struck:
             break
-        together = threading.Barrier(trial.MOST_WORKERS, timeout=120)
+        together = threading.Barrier(2, timeout=120)
         request = {"together": together}
-        asked = [compile_in_background(ask_a_worker, request, budget) for _ in range(trial.MOST_WORKERS)]
+        asked = [compile_in_background(pool.ask, request, budget) for _ in range(2)]
         assert all(not future.result(timeout=120)["error"] for future in asked)
     assert number > 20
-    with trial._places.one(1.0), trial._places.one(1.0):  # noqa: SLF001
-        with pytest.raises(FilterCompileError, match=r"^not tried: 2 other grammars have been compiling for 0\.1 s"):
-            ask_a_worker({}, CompileBudget(seconds=0.01))
-        with pytest.raises(FilterCompileError, match=r"not compiled within 0\.05 s"):
-            compile_within(0.05, ask_a_worker, {}, budget)
+    working = threading.Barrier(3, timeout=120)
+    held = [compile_in_background(pool.ask, {"together": working}, budget) for _ in range(2)]
+    while working.n_waiting < 2:
+        time.sleep(0.001)
+    with pytest.raises(FilterCompileError, match=r"^not tried: 2 other grammars have been compiling for 0\.1 s"):
+        pool.ask({}, CompileBudget(seconds=0.01))
+    with pytest.raises(FilterCompileError, match=r"not compiled within 0\.05 s"):
+        compile_within(0.05, pool.ask, {}, budget)
+    working.wait()
+    assert all(not future.result(timeout=120)["error"] for future in held)

@@ -36,7 +36,7 @@ def gpus(patch: pytest.MonkeyPatch, *reasons: str | None, free: int = 8 << 30) -
     cards = tuple(CudaDevice(i, f"Card {i}", (9, 0), 132, 1 << 17, 80 << 30, why) for i, why in enumerate(reasons))
     none = "no NVIDIA driver" if not cards else cards[0].reason if all(reasons) else None
     patch.setattr(auto_device, "cuda_status", lambda: CudaStatus(True, ("90a",), "13.0", "13.0", cards, none))
-    patch.setattr(auto_device, "_may_have_gpu", lambda status: bool(status.devices))
+    patch.setattr(auto_device, "may_have_gpu", lambda status: bool(status.devices))
     patch.setattr(torch.cuda, "is_available", lambda: bool(cards))
     patch.setattr(torch.cuda, "device_count", lambda: len(cards))
     patch.setattr(torch.cuda, "get_arch_list", lambda: [])

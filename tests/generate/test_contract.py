@@ -6,7 +6,6 @@ import inspect
 import random
 import threading
 import time
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -98,10 +97,11 @@ def test_the_order_of_pages_in_memory_changes_nothing() -> None:
             model, ExLlamaV2Cache_Q4(model, max_seq_len=1024), tokenizer, page_size=16
         )
         table = generator.page_table
-        order = list(table._waiting.items())  # noqa: SLF001
+        pages = [table.take(None) for _ in table.pages]
         if seed:
-            random.Random(seed).shuffle(order)
-        table._waiting = OrderedDict(order)  # noqa: SLF001
+            random.Random(seed).shuffle(pages)
+        for page in pages:
+            table.release(page)
         one = ExLlamaV2DynamicJob(prompt, 40, seed=1, return_logits=True)
         generator.enqueue(one)
         results = drain(generator)[one]

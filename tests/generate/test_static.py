@@ -100,8 +100,9 @@ def test_other_numbers_are_numbers() -> None:
     """numpy's and torch's, and a count of drafts where there is nothing to draft with."""
     base, stream = ExLlamaV2BaseGenerator(*parts()), ExLlamaV2StreamingGenerator(*parts(), num_speculative_tokens=None)
     for stop, same in ((-1, (np.int64(-1), torch.tensor(-1))), (7, (np.int64(7), torch.tensor(7)))):
+        want = base.generate_simple("a", GREEDY, 8, stop_token=stop)
         for one in same:
-            assert base._stops(one) == base._stops(stop)  # type: ignore[arg-type]  # noqa: SLF001
+            assert base.generate_simple("a", GREEDY, 8, stop_token=one) == want  # type: ignore[arg-type]
     assert [flag_of("x", one) for one in (np.int64(1), 1.0, 0.0, None)] == [True, True, False, False]
     stream.speculative_prob_threshold = np.float32(0.5)  # type: ignore[assignment]
     stream.speculative_ngram_min = np.int64(2)  # type: ignore[assignment]

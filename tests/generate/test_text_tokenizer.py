@@ -102,7 +102,7 @@ def test_a_slow_template_does_not_stop_the_others(pair, monkeypatch: pytest.Monk
     """The slow one lasts until this test ends its process, so the result does not depend on any process's speed."""
     plain, _ = pair
     monkeypatch.setattr(sandbox, "SECONDS", 600.0)
-    monkeypatch.setattr(sandbox, "_pool", sandbox._Pool(2))  # noqa: SLF001
+    monkeypatch.setattr(sandbox, "pool", sandbox.TemplatePool(2))
     level = "{% for _ in range(99999) %}"
     endless = level * 4 + "{% endfor %}" * 4
     ended: list[str] = []
@@ -114,12 +114,12 @@ def test_a_slow_template_does_not_stop_the_others(pair, monkeypatch: pytest.Monk
 
     thread = threading.Thread(target=run_endless, daemon=True)
     thread.start()
-    while sandbox._pool._idle.qsize() == 2:  # noqa: SLF001
+    while not sandbox.pool.busy:
         time.sleep(0.01)
     for _ in range(3):
         assert plain.apply_chat_template([], chat_template="{{ 'quick' }}") == "quick"
     assert not ended
     while thread.is_alive():
-        sandbox._pool.end()  # noqa: SLF001
+        sandbox.pool.end()
         time.sleep(0.01)
     assert ended == ["slow"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import gc
 import itertools
@@ -15,7 +16,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ import pytest
 from breaking_in import broken_into
 
 from exl_generate.dynamic import workers
-from exl_generate.dynamic.workers import _DaemonPool
+from exl_generate.dynamic.workers import DaemonPool
 
 #: Seconds for what takes none: whoever waits as long waits for ever.
 LONG = 120
@@ -32,38 +32,20 @@ LONG = 120
 INTERRUPTED = (KeyboardInterrupt, RuntimeError)
 
 
-def started(pool: Any) -> int:
-    """Threads that the pool has started."""
-    return int(pool._started)  # noqa: SLF001
-
-
-def load(pool: Any) -> int:
-    """Tasks that the pool has not finished."""
-    return int(pool._load.qsize())  # noqa: SLF001
-
-
 def python_threads() -> int:
     """Threads that run Python, also those that `threading` does not know."""
     return len(sys._current_frames())  # noqa: SLF001
 
 
-class _End(Future[Any]):
-    """Ends the thread that comes to it."""
-
-    def set_running_or_notify_cancel(self) -> bool:
-        raise SystemExit
-
-
 @contextlib.contextmanager
-def pool_of(count: int) -> Iterator[_DaemonPool]:
+def pool_of(count: int) -> Iterator[DaemonPool]:
     """A pool whose threads end behind it."""
-    pool = _DaemonPool(count)
+    pool = DaemonPool(count)
     yield pool
-    for _ in range(count + 1):  # an interrupt may have left one too many
-        pool._queue.put((_End(), int, (), {}))  # noqa: SLF001
+    pool.shutdown()
 
 
-def all_at_once(pool: _DaemonPool, count: int) -> None:
+def all_at_once(pool: DaemonPool, count: int) -> None:
     """All its threads work, each beside the others."""
     together = threading.Barrier(count, timeout=LONG)
     futures = [pool.submit(together.wait) for _ in range(count)]
@@ -75,15 +57,15 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def submit(pool: _DaemonPool) -> None:
+def submit(pool: DaemonPool) -> None:
     pool.submit(int)
 
 
-def wait(pool: _DaemonPool) -> None:
+def wait(pool: DaemonPool) -> None:
     assert pool.submit(time.sleep, 0.002).result(timeout=LONG) is None
 
 
-def cancel(pool: _DaemonPool) -> None:
+def cancel(pool: DaemonPool) -> None:
     future = pool.submit(time.sleep, 0.002)
     if not future.cancel():
         future.exception(timeout=LONG)
@@ -91,7 +73,7 @@ def cancel(pool: _DaemonPool) -> None:
 
 @pytest.mark.parametrize("use", [submit, wait, cancel])
 @pytest.mark.parametrize("begun", [False, True])
-def test_an_interrupt_at_any_call_of_the_pools_own(use: Callable[[_DaemonPool], None], begun: bool) -> None:
+def test_an_interrupt_at_any_call_of_the_pools_own(use: Callable[[DaemonPool], None], begun: bool) -> None:
     threads = python_threads()
     for number in itertools.count(1):
         with pool_of(2) as pool:
@@ -166,15 +148,15 @@ def test_no_more_threads_than_are_needed() -> None:
     with pool_of(8) as pool:
         for _ in range(50):
             assert pool.submit(len, "abc").result(timeout=LONG) == 3
-        assert started(pool) == 1
+        assert pool.started == 1
         all_at_once(pool, 4)
-        assert started(pool) == 4
+        assert pool.started == 4
         failed = pool.submit(int, "x")
         with pytest.raises(ValueError, match="invalid literal"):
             failed.result(timeout=LONG)
         all_at_once(pool, 8)
         all_at_once(pool, 8)
-        assert started(pool) == 8
+        assert pool.started == 8
     assert workers.filter_pool() is workers.filter_pool()
 
 
@@ -185,11 +167,11 @@ def test_what_is_over_is_not_counted_when_others_hear_of_it() -> None:
             begin, counts = threading.Event(), deque[int]()
             pool.submit(begin.wait)
             future = pool.submit(work, 0)  # type: ignore[arg-type]
-            future.add_done_callback(lambda _, counts=counts: counts.append(load(pool)))  # type: ignore[misc]
+            future.add_done_callback(lambda _, counts=counts: counts.append(pool.load))  # type: ignore[misc]
             wait_until(partial(bool, counts))
             assert counts == deque([1])
             begin.set()
-            wait_until(lambda: not load(pool))
+            wait_until(lambda: not pool.load)
 
 
 def test_a_thread_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,11 +181,11 @@ def test_a_thread_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Monk
     with pool_of(2) as pool:
         for _ in range(3):
             with monkeypatch.context() as patch:
-                patch.setattr(workers._thread, "start_new_thread", none_left)  # noqa: SLF001
+                patch.setattr(_thread, "start_new_thread", none_left)
                 with pytest.raises(RuntimeError, match="can't start"):
                     pool.submit(int)
         all_at_once(pool, 2)
-        assert started(pool) == 2
+        assert pool.started == 2
 
 
 def test_a_thread_has_a_name_and_keeps_nothing_of_what_it_did() -> None:

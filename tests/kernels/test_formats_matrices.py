@@ -125,7 +125,7 @@ def test_exl2_scale_search_finds_the_best_factor(bits: int) -> None:
     for g in range(4):
         block = weight.T[64 * g : 64 * g + 64].numpy()
         factors, costs = twin.exl2_scale_costs(block, bits)
-        widest, _ = twin._column_scales(block, bits)  # noqa: SLF001
+        widest, _ = twin.column_scales(block, bits)
         grid = (widest * factors.astype(np.float32)).astype(np.float16)
         used = int(np.argmin(np.abs(grid.astype(np.float64) - found["q_scale_max"][g].item())))
         assert costs[used] <= costs.min() * 1.001

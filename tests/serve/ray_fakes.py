@@ -19,9 +19,8 @@ from exl_serve.request.internal import EngineRequest, MediaRef, Sampling
 USAGE = Usage(prompt_tokens=3, completion_tokens=4)
 
 
-def set_card(engine: Any, card: Any) -> None:
-    """Give a client the description of an engine that is not there."""
-    engine._card = card  # noqa: SLF001
+CARD: Any = SimpleNamespace(digest="d", namespace=b"n" * 16, page_size=256)
+"""The description of an engine that is not there."""
 
 
 class Answer:

@@ -74,7 +74,7 @@ WITH_TOOLS = [name for name, form in FORMATS.items() if form.call is not None an
 
 def run(family: OutputFamily, text: str, cuts: list[int], settings: ChannelSettings = AUTO) -> dict[str, Any]:
     """Return the machine's reading of a text in pieces; a special token is a piece of its own."""
-    special = family._special  # noqa: SLF001
+    special = family.special
     machine = family.machine(0, settings, "request")
     events = machine.feed(Started(0, 1, 0))
     parts = re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special else [text]

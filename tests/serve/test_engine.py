@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from raw_worker import RawWorker
 
 from exl_generate import ExLlamaV2DynamicJob
 from exl_generate.testing.small import AsAsked
@@ -74,7 +76,7 @@ def on(thread: EngineThread, work: Callable[[LocalEngine], Awaitable[Any]]) -> A
 def idle(thread: EngineThread) -> bool:
     """Whether nothing is left of any request, within a few rounds."""
     g = thread.generator
-    return bool(until(lambda: not g.num_remaining_jobs() and not g.referenced_pages and not thread.host._groups))  # noqa: SLF001
+    return bool(until(lambda: not g.num_remaining_jobs() and not g.referenced_pages and not thread.host.requests()))
 
 
 def library(thread: EngineThread, asked: EngineRequest, choice: int = 0) -> str:
@@ -476,15 +478,15 @@ def test_messages_survive_the_wire(fable: EngineThread) -> None:
 
 def test_a_malformed_message_ends_that_worker_s_requests_alone(scripted: EngineThread) -> None:
     async def work(engine: LocalEngine) -> None:
-        other = await scripted.connect()
-        mine, theirs = Sink(), Sink()
+        other, mine = RawWorker(scripted), Sink()
         await engine.submit(request(scripted, max_tokens=300), mine)
-        await other.submit(request(scripted, max_tokens=900), theirs)
-        other._socket.send(b"\xc1 no message")  # noqa: SLF001
+        assert isinstance(other.submit(1, request(scripted, max_tokens=900)), wire.Accepted)
+        other.send(b"\xc1 no message")
         assert isinstance((await mine.ended())[-1], Finished)
-        with pytest.raises(ServeError, match="restarted"):
-            await other.submit(request(scripted), Sink())
-        await other.close()
+        refused = other.submit(2, request(scripted))
+        assert isinstance(refused, wire.Rejected)
+        assert "restarted" in refused.message
+        other.close()
 
     on(scripted, work)
     assert idle(scripted)
@@ -552,10 +554,12 @@ def test_two_busy_keys_are_served_alike(lengths: list[int], batch: int, other: i
     served = {"a": 0.0, "b": 0.0}
     running: list[Entry] = []
     longest = max([*lengths, other])
-    while {"a", "b"} <= set(queue._waiting):  # noqa: SLF001
-        while len(running) < batch and {"a", "b"} <= set(queue._waiting):  # noqa: SLF001
+    waiting = Counter({"a": len(lengths), "b": len(lengths)})
+    while all(waiting.values()):
+        while len(running) < batch and all(waiting.values()):
             one = queue.pop(0.0)
             assert one is not None
+            waiting[one.key] -= 1
             queue.charge(one.key, 1.0, prompt=one.prompt_tokens)
             served[one.key] += one.prompt_tokens
             running.append(one)
@@ -634,5 +638,5 @@ def test_an_engine_that_has_ended_may_be_stopped_again(fable: EngineThread) -> N
     made = Loaded(fable.generator, fable.card, None)
     thread = EngineThread(ModelConfig(id="again", path=fable.card.folder), loaded=made)
     thread.close()
-    assert not thread._thread.is_alive()  # noqa: SLF001
+    assert not thread.running
     thread.host.stop()

@@ -385,7 +385,7 @@ def test_encoded_images_are_not_shared_over_cache_salts() -> None:
 def test_no_file_is_left(client: openai.OpenAI, live: LiveServer) -> None:
     ask(client, user(part(SMALL)))
     assert live.state is not None
-    place = live.state.media._folder  # noqa: SLF001
+    place = live.state.media.folder
     assert place is not None
     assert os.listdir(place) == []
 

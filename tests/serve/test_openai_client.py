@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
-from exl_serve.stream.events import Error
+from exl_serve.stream.events import AnswerEvent, Error
 from exl_serve.stream.mailbox import Mailbox
 from exl_serve.testing.local import EngineThread
 from exl_serve.testing.server import LiveServer
@@ -303,19 +303,26 @@ def test_an_error_that_comes_with_the_first_text(
     client: openai.OpenAI, scripted: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The text is told once, role first, and the prompt is counted once."""
-    rounds, iterate, take = iter(range(10**9)), scripted.generator.iterate_columns, Mailbox.take
+    rounds, iterate = iter(range(10**9)), scripted.generator.iterate_columns
+    put, take, failed = Mailbox.put, Mailbox.take, set[Mailbox]()
 
     def failing() -> Any:
         if next(rounds) > 10:
             raise RuntimeError("a device error, say")
         return iterate()
 
+    def noted(mailbox: Mailbox, event: AnswerEvent) -> None:
+        put(mailbox, event)
+        if isinstance(event, Error):
+            failed.add(mailbox)
+
     async def late(mailbox: Mailbox, seconds: float | None = None) -> Any:
-        while not any(isinstance(event, Error) for event in mailbox._events):  # noqa: SLF001
+        while mailbox not in failed:
             await asyncio.sleep(0.01)
         return await take(mailbox, seconds)
 
     monkeypatch.setattr(scripted.generator, "iterate_columns", failing)
+    monkeypatch.setattr(Mailbox, "put", noted)
     monkeypatch.setattr(Mailbox, "take", late)
     chunks: list[Any] = []
     asked: dict[str, Any] = {"model": "scripted", "messages": STORY, "max_tokens": 500, "stream": True}

@@ -7,12 +7,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from exl_serve.api import probe
 from exl_serve.api.state import Caller
 from exl_serve.config.model import ModelConfig
+from exl_serve.engine.admission import Admission
+from exl_serve.engine.client import Sink
+from exl_serve.engine.events import EngineEvent, Tokens
+from exl_serve.engine.local import LocalEngine
 from exl_serve.errors import ServeError
+from exl_serve.request.internal import EngineRequest
 from exl_serve.testing.local import EngineThread
 from exl_serve.testing.server import LiveServer
 from exl_serve.testing.waiting import HANG_SECONDS
@@ -103,13 +109,18 @@ def test_an_engine_that_fails_or_writes_something_else(
         failed = http.get("/health/generate?max_age=0")
     assert (failed.status_code, failed.json()["error"]["code"]) == (503, "engine_error")
     assert http.get("/health/generate?max_age=0").status_code == 200
-    first = probe._first_token  # noqa: SLF001
+    submit = LocalEngine.submit
 
-    async def other(*args: Any) -> int:
-        return await first(*args) + 1
+    async def other(engine: LocalEngine, request: EngineRequest, sink: Sink) -> Any:
+        def changed(event: EngineEvent) -> None:
+            if isinstance(event, Tokens):
+                event = msgspec.structs.replace(event, ids=tuple(id + 1 for id in event.ids))
+            sink(event)
+
+        return await submit(engine, request, changed)
 
     with monkeypatch.context() as patch:
-        patch.setattr(probe, "_first_token", other)
+        patch.setattr(LocalEngine, "submit", other)
         wrong = http.get("/health/generate?max_age=0")
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (503, "engine_wrong_token")
     assert http.get("/health/generate?max_age=0").status_code == 200
@@ -137,7 +148,7 @@ def test_a_hanging_engine(http: httpx.Client, fable: EngineThread, monkeypatch: 
 
 
 def test_a_long_queue_is_no_failure(http: httpx.Client, fable: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fable.host._admission, "predicted_wait", lambda rates: 100.0)  # noqa: SLF001
+    monkeypatch.setattr(Admission, "predicted_wait", lambda self, rates: 100.0)
     assert http.get("/health/generate?max_age=0").status_code == 200
 
 
@@ -152,13 +163,13 @@ def test_those_who_come_together_do_not_wait_for_one_another(
         return iterate()
 
     made: list[Any] = []
-    first = probe._first_token  # noqa: SLF001
+    submit = LocalEngine.submit
 
-    async def counted(*args: Any) -> int:
-        made.append(args)
-        return await first(*args)
+    async def counted(engine: LocalEngine, request: EngineRequest, sink: Sink) -> Any:
+        made.append(request)
+        return await submit(engine, request, sink)
 
-    monkeypatch.setattr(probe, "_first_token", counted)
+    monkeypatch.setattr(LocalEngine, "submit", counted)
     monkeypatch.setattr(probe, "SECONDS", 1.0)
     monkeypatch.setattr(fable.generator, "iterate_columns", held)
     answers: list[httpx.Response] = []

@@ -34,8 +34,8 @@ class Served:
             start_new_session=True,
         )
         self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
         self.url = ""
 
     def _read(self) -> None:
@@ -80,7 +80,7 @@ class Served:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        self._reader.join(SECONDS)
+        self.reader.join(SECONDS)
 
 
 def gone(pids: list[int]) -> bool:
@@ -215,7 +215,7 @@ def test_keys(served: Callable[..., Served], tmp_path: Path) -> None:
 def test_what_cannot_be_served_is_said_at_once(served: Callable[..., Served], options: list[str], says: str) -> None:
     server = served(*options)
     assert server.process.wait(SECONDS) == 1
-    server._reader.join(SECONDS)  # noqa: SLF001
+    server.reader.join(SECONDS)
     assert says in server.log
     assert "Traceback" not in server.log
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -198,15 +201,16 @@ def test_a_simulated_cluster_finds_its_pages_and_shares_the_work() -> None:
     index = Index(256)
     names = [f"r{i}" for i in range(8)]
     index.keep(names)
-    number = [0]
+    number, sent = [0], {name: dict[bytes, None]() for name in names}
 
     def routed(labels: Any, tokens: int, session: int) -> str:
         number[0] += 1
         if number[0] % 40 == 0:  # a report empties what was counted as sent
             for name in names:
-                index.report(name, report(number[0], boot=b"", labels=b"".join(index._labels[name])))  # noqa: SLF001
+                index.report(name, report(number[0], boot=b"", labels=b"".join(sent[name])))
         chosen = index.order(labels, tokens)[0][0]
         index.sent(chosen, labels, tokens)
+        sent[chosen].update(dict.fromkeys(label for _, label in labels))
         return chosen
 
     turn = [0]
@@ -339,11 +343,14 @@ def test_a_request_that_is_too_large_leaves_nothing_behind(fable: EngineThread) 
         try:
             large = msgspec.msgpack.decode(frame(), type=EngineRequest)
             large = msgspec.structs.replace(large, prompt=bytes(wire.MAX_MESSAGE))
+            sink = mock.Mock()
             with pytest.raises(ServeError, match="a message of") as caught:
-                await engine.submit(large, lambda event: None)
+                await engine.submit(large, sink)
             assert caught.value.status == 413
-            assert not engine._answers  # noqa: SLF001
-            assert not engine._waiting  # noqa: SLF001
+            kept = weakref.ref(sink)
+            del sink, caught
+            gc.collect()
+            assert kept() is None
         finally:
             await engine.close()
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from ray_fakes import USAGE, Answer, FakeEngine, StartedReplica, frame, set_card
+from ray_fakes import CARD, USAGE, Answer, FakeEngine, StartedReplica, frame
 
 from exl_serve.engine import wire
 from exl_serve.engine.events import EngineEvent, Failed, Finished, Progress, Started, Tokens
@@ -127,8 +127,7 @@ def test_a_stream_continues_on_another_replica(fable: EngineThread, tmp_path: Pa
             whole = await ran(local)
             for at in range(0, len(whole), 1 if case == "stop" else 4):
                 handle = Fragile(local, tmp_path, at)
-                engine = RayEngine(handle, "i")
-                set_card(engine, local.card)
+                engine = RayEngine(handle, "i", local.card)
                 assert told(await ran(engine), asked.n) == told(whole, asked.n), at
                 assert len(handle.taken) == 2
                 assert not any(handle.taken[0].resume)
@@ -145,8 +144,7 @@ def test_another_answer_is_never_joined(tmp_path: Path, code: str, *, accepted: 
 
     async def steps() -> None:
         fake = FakeEngine()
-        engine = RayEngine(Fragile(fake, tmp_path, 1), "i")
-        set_card(engine, SimpleNamespace(digest="d", namespace=b"n" * 16, page_size=256))
+        engine = RayEngine(Fragile(fake, tmp_path, 1), "i", CARD)
         events: list[EngineEvent] = []
         await engine.submit(msgspec.msgpack.decode(frame(), type=EngineRequest), events.append)
         if not accepted:
@@ -174,8 +172,7 @@ def test_another_answer_is_never_joined(tmp_path: Path, code: str, *, accepted: 
 def test_an_error_of_a_running_request_stays_what_it_is(tmp_path: Path, *, resumed: bool) -> None:
     async def steps() -> None:
         fake = FakeEngine()
-        engine = RayEngine(Fragile(fake, tmp_path, 1 if resumed else 9), "i")
-        set_card(engine, SimpleNamespace(digest="d", namespace=b"n" * 16, page_size=256))
+        engine = RayEngine(Fragile(fake, tmp_path, 1 if resumed else 9), "i", CARD)
         events: list[EngineEvent] = []
         await engine.submit(msgspec.msgpack.decode(frame(), type=EngineRequest), events.append)
         if resumed:
@@ -232,8 +229,7 @@ def test_an_attempt_is_cancelled_before_the_next_one(tmp_path: Path) -> None:
 
     async def steps() -> None:
         handle = Interrupted(tmp_path)
-        engine = RayEngine(handle, "i")
-        set_card(engine, SimpleNamespace(digest="d", namespace=b"n" * 16, page_size=256))
+        engine = RayEngine(handle, "i", CARD)
         events: list[EngineEvent] = []
         call = await engine.submit(msgspec.msgpack.decode(frame(), type=EngineRequest), events.append)
         handle.broken.set()
@@ -287,8 +283,7 @@ def test_errors_of_a_sink_and_of_decoding_fail_the_request(broken: str, caplog: 
 
     async def steps() -> None:
         handle = Scripted(text, b"no message" if broken == "item" else text)
-        engine = RayEngine(handle, "i")
-        set_card(engine, SimpleNamespace(digest="d", namespace=b"n" * 16, page_size=256))
+        engine = RayEngine(handle, "i", CARD)
         events: list[EngineEvent] = []
         ended = asyncio.Event()
 
@@ -353,8 +348,7 @@ class FakeStream:
 def test_an_operator_s_cancel_reaches_the_replica_and_the_client() -> None:
     async def steps() -> None:
         handle = FakeHandle()
-        engine = RayEngine(handle, "i")
-        set_card(engine, SimpleNamespace(digest="d", namespace=b"n" * 16, page_size=256))
+        engine = RayEngine(handle, "i", CARD)
         events: list[EngineEvent] = []
         await engine.submit(msgspec.msgpack.decode(frame(), type=EngineRequest), events.append)
         assert await engine.control("cancel", id="r") == {"cancelled": True}
@@ -435,8 +429,7 @@ class Unwilling:
 def test_a_request_that_a_replica_cannot_take_goes_to_another(answers: list[str], asked: str, code: str) -> None:
     async def steps() -> None:
         handle = Unwilling(*answers)
-        engine = RayEngine(handle, "i")
-        set_card(engine, SimpleNamespace(digest="d", namespace=b"n" * 16, page_size=256))
+        engine = RayEngine(handle, "i", CARD)
         ended = asyncio.Event()
 
         last: list[Finished | Failed] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from raw_worker import RawWorker
 
 from exl_generate import bundled
 from exl_serve.config.model import Limits, ModelConfig
@@ -41,11 +41,6 @@ CONFIG = ModelConfig(
     engine="free",
 )
 HANG = 120.0
-
-
-def groups(host: Any) -> Any:
-    """The requests that an engine's host holds."""
-    return host._groups  # noqa: SLF001
 
 
 def request(**fields: Any) -> EngineRequest:
@@ -275,15 +270,6 @@ def slow(thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> EngineThread:
     return thread
 
 
-def die(engine: LocalEngine) -> None:
-    """As a process dies: without a word."""
-    assert engine._pinging is not None  # noqa: SLF001
-    engine._pinging.cancel()  # noqa: SLF001
-    engine._loop.remove_reader(engine._socket.FD)  # noqa: SLF001
-    engine._closed = True  # noqa: SLF001
-    engine._socket.close(0)  # noqa: SLF001
-
-
 def test_who_leaves_hears_of_what_had_not_ended(slow: EngineThread) -> None:
     """The first completion is ahead of the others, which wait for its prompt."""
 
@@ -301,17 +287,16 @@ def test_who_leaves_hears_of_what_had_not_ended(slow: EngineThread) -> None:
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_worker_that_dies_is_noticed(slow: EngineThread, paused: bool) -> None:
     async def work() -> None:
-        engine, other = await slow.connect(), await slow.connect()
-        mine, theirs = Sink(), Sink()
-        one = await engine.submit(request(id="mine", max_tokens=900), mine)
+        worker, other, theirs = RawWorker(slow), await slow.connect(), Sink()
+        assert isinstance(worker.submit(1, request(id="mine", max_tokens=900)), wire.Accepted)
         await other.submit(request(max_tokens=100), theirs)
-        await mine.until(lambda: bool(mine.ids[0]))
+        assert isinstance(worker.receive(), wire.StepEvents)
         if paused:
-            one.pause()
-        die(engine)
-        died = slow.host._status.step  # noqa: SLF001
-        until(lambda: all(group.request.id != "mine" for group in list(groups(slow.host).values())))
-        assert slow.host._status.step < died + 400, "it has run to its end"  # noqa: SLF001
+            worker.send(wire.Pause(1))
+        worker.close()
+        died = other.status.step
+        until(lambda: all(one["id"] != "mine" for one in slow.host.requests()))
+        assert other.status.step < died + 400, "it has run to its end"
         await theirs.ended()
         assert isinstance(theirs.ends[0], Finished)
         until(lambda: not slow.generator.referenced_pages)
@@ -321,17 +306,12 @@ def test_a_worker_that_dies_is_noticed(slow: EngineThread, paused: bool) -> None
 
 
 def test_a_tag_that_is_used_twice_ends_that_worker_s_requests(slow: EngineThread) -> None:
-    async def work() -> None:
-        engine = await slow.connect()
-        engine._tags = itertools.repeat(7)  # type: ignore[assignment]  # noqa: SLF001
-        sink = Sink()
-        await engine.submit(request(max_tokens=900), sink)
-        engine._send(wire.Submit(7, request(max_tokens=900)))  # noqa: SLF001
-        until(lambda: not groups(slow.host))
-        until(lambda: not slow.generator.referenced_pages)
-        await engine.close()
-
-    asyncio.run(work())
+    worker = RawWorker(slow)
+    assert isinstance(worker.submit(7, request(max_tokens=900)), wire.Accepted)
+    worker.send(wire.Submit(7, request(max_tokens=900)))
+    until(lambda: not slow.host.requests())
+    until(lambda: not slow.generator.referenced_pages)
+    worker.close()
 
 
 GRAMMAR = (Constraint(kind="regex", source="[a-z]+"),)
@@ -373,11 +353,14 @@ def test_one_key_does_not_take_all_compilers(monkeypatch: pytest.MonkeyPatch) ->
         for task in many[2:]:
             task.cancel()
         await asyncio.gather(*many[2:], return_exceptions=True)
-        until(lambda: len(thread.host._compile_queue) == 2)  # noqa: SLF001
+        until(lambda: len(thread.host.requests()) == 2)
         gate.set()
         for running in await asyncio.gather(*many[:2]):
             running.cancel()
-        until(lambda: not groups(thread.host) and not len(thread.host._compile_queue))  # noqa: SLF001
+        until(lambda: not thread.host.requests())
+        again = Sink()
+        await engine.submit(request(key="many", constraints=held), again)  # no compiler is left taken
+        await again.ended()
         await engine.close()
 
     try:

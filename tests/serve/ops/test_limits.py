@@ -45,7 +45,7 @@ async def server(limits: Limits) -> AsyncIterator[int]:
         backlog=4096,
     )
     running = uvicorn.Server(config)
-    task = asyncio.create_task(running._serve())  # noqa: SLF001
+    task = asyncio.create_task(running.serve())
     while not running.started:
         await asyncio.sleep(0.01)
     yield running.servers[0].sockets[0].getsockname()[1]

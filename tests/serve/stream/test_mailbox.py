@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 from exl_serve.stream.events import Content
 from exl_serve.stream.mailbox import Mailbox
@@ -51,6 +53,9 @@ def test_a_box_that_is_closed_keeps_no_timer() -> None:
         box.close()
         assert await waiting == []
         assert await box.take(NEVER) == []
-        assert box._timer is None  # noqa: SLF001
+        kept = weakref.ref(box)
+        del box, waiting
+        gc.collect()
+        assert kept() is None, "a timer of the event loop holds it"
 
     asyncio.run(run())

@@ -131,7 +131,7 @@ def events_of(
     form: str, text: str, cuts: list[int], as_text: bool, chosen: ChannelSettings = AUTO, reason: Any = "stop_token"
 ) -> list[AnswerEvent]:
     one = family(form, as_text)
-    special = one._special  # noqa: SLF001
+    special = one.special
     machine = one.machine(0, chosen, "request")
     events = machine.feed(Started(0, 1, 0))
     pattern = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))

@@ -41,7 +41,7 @@ def choose_devices() -> AutoDevices:
     # Cards without kernel code are listed one by one; every other reason applies to all cards.
     why = None if status.devices and not coded else status.reason or _torch_reason(status)
     if why is not None:
-        card = _may_have_gpu(status)
+        card = may_have_gpu(status)
         return AutoDevices(("cpu",), f"running on the CPU: {why if card else 'no NVIDIA GPU found'}", unused_card=card)
     reasons = [(d, d.reason or _torch_skips(d)) for d in status.devices]
     usable = [d for d, reason in reasons if reason is None]
@@ -95,7 +95,7 @@ def _runs_on(arch: str, capability: tuple[int, int]) -> bool:
     return built <= capability and (match[1] == "compute" or built[0] == capability[0])
 
 
-def _may_have_gpu(status: CudaStatus) -> bool:
+def may_have_gpu(status: CudaStatus) -> bool:
     """Return whether an NVIDIA card may be present, so that the reason why CUDA cannot be used is of interest."""
     if status.devices or not sys.platform.startswith("linux") or any(file.exists() for file in DRIVER_FILES):
         return True

@@ -33,7 +33,7 @@ from exl_filters.compiling import CompileBudget, Deadline, deadline
 from exl_filters.errors import FilterCompileError, FilterError
 from exl_filters.trial_worker import receive, send
 
-__all__ = ["compile_elsewhere", "convert_ebnf", "try_grammar"]
+__all__ = ["Worker", "WorkerPool", "compile_elsewhere", "convert_ebnf", "try_grammar", "workers"]
 
 # Processes that work at once, kept for the next grammar.
 MOST_WORKERS = 2
@@ -48,7 +48,7 @@ _OUT_OF_TIME = -getattr(signal, "SIGXCPU", 1 << 16)
 
 def convert_ebnf(text: str, budget: CompileBudget) -> str:
     """Return the Lark grammar for one in llama.cpp's EBNF, converted in the other process."""
-    return str(_ask({"ebnf": text}, budget)["lark"])
+    return str(workers.ask({"ebnf": text}, budget)["lark"])
 
 
 def try_grammar(
@@ -75,7 +75,7 @@ def try_grammar(
     with _lock:
         taken, allowed = _passed.get(key, (math.inf, 0))
     if taken > budget.seconds or allowed > budget.megabytes:
-        reply = _ask(request, budget)
+        reply = workers.ask(request, budget)
         if reply["error"]:
             raise FilterCompileError(reply["error"])
         if reply["warnings"]:
@@ -107,13 +107,13 @@ def compile_elsewhere(
     `vocabulary` is the key of `tokens()`; the tokens are sent to a process that does not have them yet.
     """
     request = {"call": call, "text": text, "options": dict(options), "vocabulary": vocabulary}
-    reply = _ask(request, budget, "xgrammar")
+    reply = workers.ask(request, budget, "xgrammar")
     if "unknown" in reply:
-        reply = _ask({**request, "tokens": [token.decode("latin-1") for token in tokens()]}, budget, "xgrammar")
+        reply = workers.ask({**request, "tokens": [token.decode("latin-1") for token in tokens()]}, budget, "xgrammar")
     return str(reply["compiled"])
 
 
-class _Worker:
+class Worker:
     """One process; one thread at a time uses it."""
 
     def __init__(self, library: str) -> None:
@@ -199,64 +199,91 @@ class _Place:
         return self._free.put  # `with` passes an argument, which becomes the returned entry
 
 
-_lock = threading.Lock()
-_places = _Places(MOST_WORKERS)
-_idle: list[_Worker] = []
-# Seconds taken and megabytes allowed, by grammar that passed.
-_passed: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
+class WorkerPool:
+    """Processes that compile grammars: at most `count` work at once, and each is kept for the next grammar.
+
+    Args:
+        count: Processes that may work at once.
+        start: Starts the process of a library (`"llguidance"` or `"xgrammar"`).
+    """
+
+    def __init__(self, count: int, start: Callable[[str], Worker] = Worker) -> None:
+        self._count, self._start = count, start
+        self._lock, self._places = threading.Lock(), _Places(count)
+        self._idle: list[Worker] = []
+
+    @property
+    def idle(self) -> tuple[Worker, ...]:
+        """The processes that wait for a grammar."""
+        with self._lock:
+            return tuple(self._idle)
+
+    def ask(self, request: dict[str, Any], budget: CompileBudget, library: str = "llguidance") -> dict[str, Any]:
+        """Return a process's answer to a request.
+
+        Raises:
+            FilterCompileError: the budget is used up, the process died, or no process was free in time.
+            FilterError: no process can be started.
+        """
+        limit = deadline() or Deadline(None)
+        # Every holder of a slot has a budget, so the wait has an end.
+        longest = 10 * budget.seconds
+        try:
+            with self._places.one(min(limit.left(), longest)):
+                reply = self._ask_one(request, budget, library, limit)
+        except Empty:
+            if limit.over():
+                raise limit.error() from None
+            raise FilterCompileError(
+                f"not tried: {self._count} other grammars have been compiling for {longest:g} s; try again later"
+            ) from None
+        if "refused" in reply:
+            raise FilterCompileError(f"{library}: {reply['refused']}")
+        return reply
+
+    def stop(self) -> None:
+        """End the processes that wait for a grammar; the next grammar that needs one starts it again."""
+        with self._lock:
+            ended, self._idle[:] = list(self._idle), []
+        for worker in ended:
+            worker.kill()
+
+    def forget(self) -> None:
+        """Forget the processes, without ending them: in a forked child they are the parent's."""
+        self._lock, self._places = threading.Lock(), _Places(self._count)
+        self._idle.clear()
+
+    def _ask_one(self, request: dict[str, Any], budget: CompileBudget, library: str, limit: Deadline) -> dict[str, Any]:
+        worker = self._take(library)
+        seconds = min(budget.seconds, limit.left())
+        start = time.monotonic()
+        try:
+            with limit.killing(worker.process):
+                reply = worker.ask({**request, "megabytes": budget.megabytes, "seconds": seconds}, seconds)
+        except BaseException:
+            worker.kill()
+            raise
+        if reply is None:
+            worker.kill()
+            raise _cause(worker, budget, limit, time.monotonic() - start >= seconds)
+        with self._lock:
+            self._idle.append(worker)
+        return reply
+
+    def _take(self, library: str) -> Worker:
+        while True:
+            with self._lock:
+                worker = next((w for w in reversed(self._idle) if w.library == library), None)
+                if worker is not None:
+                    self._idle.remove(worker)
+            if worker is None:
+                return self._start(library)
+            if worker.process.poll() is None:
+                return worker
+            worker.kill()
 
 
-def _ask(request: dict[str, Any], budget: CompileBudget, library: str = "llguidance") -> dict[str, Any]:
-    """Return the worker's answer. Raises `FilterCompileError` when the budget is used up or the worker died."""
-    limit = deadline() or Deadline(None)
-    # Every holder of a slot has a budget, so the wait has an end.
-    longest = 10 * budget.seconds
-    try:
-        with _places.one(min(limit.left(), longest)):
-            reply = _ask_worker(request, budget, library, limit)
-    except Empty:
-        if limit.over():
-            raise limit.error() from None
-        raise FilterCompileError(
-            f"not tried: {MOST_WORKERS} other grammars have been compiling for {longest:g} s; try again later"
-        ) from None
-    if "refused" in reply:
-        raise FilterCompileError(f"{library}: {reply['refused']}")
-    return reply
-
-
-def _ask_worker(request: dict[str, Any], budget: CompileBudget, library: str, limit: Deadline) -> dict[str, Any]:
-    worker = _take(library)
-    seconds = min(budget.seconds, limit.left())
-    start = time.monotonic()
-    try:
-        with limit.killing(worker.process):
-            reply = worker.ask({**request, "megabytes": budget.megabytes, "seconds": seconds}, seconds)
-    except BaseException:
-        worker.kill()
-        raise
-    if reply is None:
-        worker.kill()
-        raise _cause(worker, budget, limit, time.monotonic() - start >= seconds)
-    with _lock:
-        _idle.append(worker)
-    return reply
-
-
-def _take(library: str) -> _Worker:
-    while True:
-        with _lock:
-            worker = next((w for w in reversed(_idle) if w.library == library), None)
-            if worker is not None:
-                _idle.remove(worker)
-        if worker is None:
-            return _Worker(library)
-        if worker.process.poll() is None:
-            return worker
-        worker.kill()
-
-
-def _cause(worker: _Worker, budget: CompileBudget, limit: Deadline, late: bool) -> FilterCompileError:
+def _cause(worker: Worker, budget: CompileBudget, limit: Deadline, late: bool) -> FilterCompileError:
     """Return the error for a worker that gave no answer."""
     if limit.over():
         return limit.error()
@@ -290,20 +317,19 @@ def _stack() -> int:
     return max(256 << 10, min(sizes) // 2 // 4096 * 4096)
 
 
-def _stop() -> None:
-    with _lock:
-        workers, _idle[:] = list(_idle), []
-    for worker in workers:
-        worker.kill()
+workers = WorkerPool(MOST_WORKERS)
+"""The processes of this process."""
+_lock = threading.Lock()
+# Seconds taken and megabytes allowed, by grammar that passed.
+_passed: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
 
 
 def _forget() -> None:
-    """Forget the workers in a forked child: they are the parent's."""
-    global _lock, _places
-    _lock, _places = threading.Lock(), _Places(MOST_WORKERS)
-    _idle.clear()
+    global _lock
+    _lock = threading.Lock()
+    workers.forget()
 
 
-atexit.register(_stop)
+atexit.register(workers.stop)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)

@@ -86,7 +86,7 @@ def _tensors_of(file: Path, entries: Iterable[tuple[str, TensorEntry]]) -> dict[
         with open(file, "rb", buffering=0) as opened:
             for key, entry in sorted(entries, key=lambda item: item[1].offset):
                 one = hashlib.blake2b(f"{key} {entry.dtype} {entry.shape}".encode(), digest_size=16)
-                for start, length in _samples(one.digest(), entry.nbytes):
+                for start, length in samples(one.digest(), entry.nbytes):
                     opened.seek(entry.offset + start)
                     block = opened.read(length)
                     if len(block) != length:
@@ -98,7 +98,7 @@ def _tensors_of(file: Path, entries: Iterable[tuple[str, TensorEntry]]) -> dict[
     return found
 
 
-def _samples(seed: bytes, nbytes: int) -> list[tuple[int, int]]:
+def samples(seed: bytes, nbytes: int) -> list[tuple[int, int]]:
     """Return (offset in the tensor, length) of the blocks to read: one in each of SAMPLES equal parts."""
     if nbytes <= SAMPLES * SAMPLE:
         return [(0, nbytes)]

@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import ChatTemplateError
 from .template_worker import PREFIX, write_message
 
-__all__ = ["render"]
+__all__ = ["TemplatePool", "pool", "render"]
 
 MEMORY = 512 << 20  # bytes that a template may use
 SECONDS = 10.0
@@ -50,7 +50,7 @@ def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mappin
         request = json.loads(json.dumps({"source": source, "values": values, "most": MOST_CHARACTERS}, default=_plain))
     except (TypeError, ValueError, RecursionError) as e:
         raise ChatTemplateError(f"messages and variables of a chat template must be plain data: {e}") from e
-    answer = _pool.ask(request)
+    answer = pool.ask(request)
     if "error" in answer:
         raise ChatTemplateError(answer["error"])
     return str(answer["text"])
@@ -153,7 +153,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         process.wait(1.0)
 
 
-class _Pool:
+class TemplatePool:
     """Several processes, so that a slow template does not block the others.
 
     The most recently used free process is taken; waiting requests are served in order.
@@ -162,6 +162,11 @@ class _Pool:
     def __init__(self, size: int) -> None:
         self._workers = [_Worker() for _ in range(size)]
         self._fill()
+
+    @property
+    def busy(self) -> int:
+        """How many of the processes render a template now."""
+        return len(self._workers) - self._idle.qsize()
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer to a request.
@@ -196,7 +201,8 @@ class _Pool:
             self._idle.put(worker)
 
 
-_pool = _Pool(PROCESSES)
-atexit.register(_pool.end)
+pool = TemplatePool(PROCESSES)
+"""The processes for the chat templates of this process."""
+atexit.register(pool.end)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.forget)
+    os.register_at_fork(after_in_child=pool.forget)

@@ -19,7 +19,7 @@ from concurrent.futures import Executor, Future
 from queue import SimpleQueue
 from typing import Any
 
-__all__ = ["filter_pool"]
+__all__ = ["DaemonPool", "filter_pool"]
 
 #: Threads for all generators of the process; each is started when there is more work than threads.
 WORKERS = 16
@@ -42,13 +42,30 @@ class _Future(Future[Any]):
         self._condition = _Condition()
 
 
-class _DaemonPool(Executor):
+class DaemonPool(Executor):
+    """At most `workers` daemon threads, each started when there is more work than threads."""
+
     def __init__(self, workers: int) -> None:
-        self._queue: SimpleQueue[_Work] = SimpleQueue()
+        self._queue: SimpleQueue[_Work | None] = SimpleQueue()
         # One entry for what is queued or runs. One more, after an interrupt, costs no more than a thread too many.
         self._load: SimpleQueue[None] = SimpleQueue()
         self._workers, self._started = workers, 0
         self._lock = threading.Lock()
+
+    @property
+    def started(self) -> int:
+        """Threads that have been started."""
+        return self._started
+
+    @property
+    def load(self) -> int:
+        """Tasks that wait or run."""
+        return self._load.qsize()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the threads once they have run what was submitted. Does not wait for them, and cancels nothing."""
+        for _ in range(self._started + 1):  # an interrupt may have left one too many
+            self._queue.put(None)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Run fn(*args, **kwargs) in a thread."""
@@ -64,7 +81,10 @@ class _DaemonPool(Executor):
     def _run(self) -> None:
         threading.current_thread().name = "exl-filter"
         while True:
-            future, fn, args, kwargs = self._queue.get()
+            work = self._queue.get()
+            if work is None:
+                return
+            future, fn, args, kwargs = work
             result = failure = None
             if wanted := future.set_running_or_notify_cancel():
                 try:
@@ -76,10 +96,10 @@ class _DaemonPool(Executor):
                 future.set_exception(failure)
             elif wanted:
                 future.set_result(result)
-            del future, fn, args, kwargs, result, failure  # an idle thread keeps no request alive
+            del work, future, fn, args, kwargs, result, failure  # an idle thread keeps no request alive
 
 
-_pool: list[_DaemonPool] = []
+_pool: list[DaemonPool] = []
 _lock = threading.Lock()
 
 
@@ -87,7 +107,7 @@ def filter_pool() -> Executor:
     """Return the process's filter threads, started when a filter first needs one."""
     with _lock:
         if not _pool:
-            _pool.append(_DaemonPool(WORKERS))
+            _pool.append(DaemonPool(WORKERS))
         return _pool[0]
 
 

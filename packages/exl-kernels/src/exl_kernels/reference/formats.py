@@ -117,7 +117,7 @@ def exl2_quantize(
     all_codes, all_scales, maxima, row = [], [], [], 0
     for g, (bits, rows) in enumerate(groups):
         block, zero = packed[row : row + rows], 2 ** (bits - 1)
-        widest, scale_codes = _column_scales(block, bits)
+        widest, scale_codes = column_scales(block, bits)
         factor = np.float32(1.0 if factors is None else factors[g])
         maximum = np.minimum(widest * factor, np.float32(65504 / zero)).astype(np.float16)
         stored = (scale_codes - 1).astype(np.int64)
@@ -133,7 +133,7 @@ def exl2_quantize(
 
 def exl2_scale_costs(block: Array, bits: int) -> tuple[Array, Array]:
     """Return factors of a group's largest scale and the sum of |error|^3.5 of each, float64, for a block [rows, N]."""
-    widest, scale_codes = _column_scales(block, bits)
+    widest, scale_codes = column_scales(block, bits)
     trial = (scale_codes.astype(np.float64) / 16) ** 2 * widest
     zero, factors, costs = 2 ** (bits - 1), np.linspace(0.70, 1.20, 97), []
     for factor in factors:
@@ -142,7 +142,7 @@ def exl2_scale_costs(block: Array, bits: int) -> tuple[Array, Array]:
     return factors, np.array(costs)
 
 
-def _column_scales(block: Array, bits: int) -> tuple[Any, Array]:
+def column_scales(block: Array, bits: int) -> tuple[Any, Array]:
     """Return the largest column scale and the codes c1 (1..16) of all columns."""
     base = (np.abs(block).max(axis=0) + np.float32(1e-12)) / np.float32((2**bits - 1) / 2)
     widest = base.max()

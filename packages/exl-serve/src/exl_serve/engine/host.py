@@ -585,7 +585,7 @@ class Host:
             self._generator.reset_page_table()
             return {}
         if name == "requests":
-            return {"requests": [self._summary(group) for group in self._groups.values()]}
+            return {"requests": self.requests()}
         if name == "cancel":
             return {"cancelled": self._cancel(str(parameters["id"]))}
         if name == "labels":
@@ -606,6 +606,10 @@ class Host:
 
     def _unfinished(self, group: Group) -> list[int]:
         return sorted([*group.waiting, *group.running])
+
+    def requests(self) -> list[dict[str, Any]]:
+        """Return id, key, numbers of tokens and state of every request that the engine holds; from any thread."""
+        return [self._summary(group) for group in list(self._groups.values())]
 
     def _summary(self, group: Group) -> dict[str, Any]:
         return {

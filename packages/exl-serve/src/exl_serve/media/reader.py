@@ -35,7 +35,8 @@ class MediaReader:
 
     def __init__(self, folder: str | None = None) -> None:
         self._parent = folder
-        self._folder: str | None = None
+        #: the folder of decoded images, made for the first one
+        self.folder: str | None = None
         self._idle: asyncio.LifoQueue[_Decoder] | None = None
         self._active = asyncio.Semaphore(ACTIVE)
         self._open = 0
@@ -97,14 +98,14 @@ class MediaReader:
         """End the processes and delete the folder."""
         while self._idle is not None and not self._idle.empty():
             await self._idle.get_nowait().close()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder = None
 
     def _place(self) -> str:
-        if self._folder is None:
-            self._folder = tempfile.mkdtemp(prefix="exl-media-", dir=self._parent)  # 0700
-        return self._folder
+        if self.folder is None:
+            self.folder = tempfile.mkdtemp(prefix="exl-media-", dir=self._parent)  # 0700
+        return self.folder
 
     async def _decode(self, image: ImagePart, path: str, limits: Media) -> MediaRef:
         head, comma, data = image.url.partition(",")

@@ -243,9 +243,11 @@ class _Call:
 
 
 class RayEngine:
-    """The client of one model on the replicas of its deployment. Use `connect`."""
+    """The client of one model on the replicas of its deployment. Use `connect`, or give the `card` of a model that is
+    known already.
+    """
 
-    def __init__(self, handle: Any, name: str) -> None:
+    def __init__(self, handle: Any, name: str, card: ModelCard | None = None) -> None:
         #: of the engine deployment
         self.handle = handle
         #: of this ingress
@@ -253,7 +255,7 @@ class RayEngine:
         self.calls: dict[int, _Call] = {}
         self._tags = itertools.count(1)
         self._last = 0
-        self._card: ModelCard | None = None
+        self._card = card
         self._status: EngineStatus | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False

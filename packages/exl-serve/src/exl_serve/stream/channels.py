@@ -37,7 +37,8 @@ class OutputFamily:
         harmony = isinstance(form.inside, Harmony)
         self.has_reasoning = harmony or form.think is not None
         self.has_tools = harmony or form.call is not None
-        self._special = dict(special)
+        #: ids of the special tokens, by spelling
+        self.special = dict(special)
         self._piece = piece
         self._specials_by_id = {token: text for text, token in special.items()}
 
@@ -53,7 +54,7 @@ class OutputFamily:
         text.
         """
         if isinstance(self.form.inside, Harmony):
-            return HarmonyMachine(choice, settings, request_id, self._special)
+            return HarmonyMachine(choice, settings, request_id, self.special)
         return ChannelReader(self, choice, settings, request_id, show_special)
 
     def starts_in_reasoning(self, prompt_ids: Sequence[int], prompt_text: str) -> bool:
@@ -83,7 +84,7 @@ class OutputFamily:
         if response_format is None:
             return ()
         if isinstance(self.form.inside, Harmony) and response_format.kind in JOINABLE:
-            return (self._around(response_format, harmony_answer((), self._special)),)
+            return (self._around(response_format, harmony_answer((), self.special)),)
         if settings.starts_in_reasoning and self.form.think is not None:
             return (self._behind(response_format, self.form.think[1]),)
         return (response_format,)
@@ -95,8 +96,8 @@ class OutputFamily:
             raise ServeError.unsupported(
                 "reasoning_budget", "reasoning_budget: this model's output format has no region of reasoning to close"
             )
-        opens, closes = (self._special.get(one, one) for one in form.think)
-        calls = None if form.call is None else self._special.get(form.call[0], form.call[0])
+        opens, closes = (self.special.get(one, one) for one in form.think)
+        calls = None if form.call is None else self.special.get(form.call[0], form.call[0])
         options = {
             "limit": tokens,
             "opens": opens,
@@ -123,19 +124,19 @@ class OutputFamily:
         tools = settings.tools if settings.tool_choice in ("auto", "required") else self._named(settings)
         if isinstance(form.inside, Harmony):
             if response_format is not None and not forced:
-                return (self._around(response_format, harmony_answer(tools, self._special)),)
-            return (harmony_grammar(tools, self._special, forced=forced, parallel=settings.parallel),)
+                return (self._around(response_format, harmony_answer(tools, self.special)),)
+            return (harmony_grammar(tools, self.special, forced=forced, parallel=settings.parallel),)
         assert form.call is not None
         many = settings.parallel and not forced
         if response_format is not None and not forced:  # an answer that must be a call has no content
-            either = self._around(response_format, answer_rules(form, tools, self._special, many=many))
+            either = self._around(response_format, answer_rules(form, tools, self.special, many=many))
             return (self._behind(either, form.think[1]) if settings.starts_in_reasoning and form.think else either,)
-        grammar = call_grammar(form, tools, self._special, many=many)
+        grammar = call_grammar(form, tools, self.special, many=many)
         if forced:
             return (Constraint(kind="lark", source=grammar, param="tools"),)
         then: Literal["rearm", "release"] = "rearm" if settings.parallel else "release"
         begin = form.call[0]
-        after = self._special.get(begin, begin)
+        after = self.special.get(begin, begin)
         return (Constraint(kind="lark", source=grammar, after=after, then=then, param="tools"),)
 
     def _named(self, settings: ChannelSettings) -> Sequence[ToolSpec]:
@@ -147,7 +148,7 @@ class OutputFamily:
         return found
 
     def _behind(self, constraint: Constraint, marker: str) -> Constraint:
-        return msgspec.structs.replace(constraint, after=self._special.get(marker, marker), then="stop")
+        return msgspec.structs.replace(constraint, after=self.special.get(marker, marker), then="stop")
 
     def _around(self, content: Constraint, rules: str) -> Constraint:
         """Return the format of a content with the rules of the answer around it. Raises ServeError 400."""
@@ -317,7 +318,7 @@ class ChannelReader:
 
     def _watched(self) -> list[tuple[str, str]]:
         """Return the markers that text may hold now, each with the mode that it begins."""
-        special = self._family._special
+        special = self._family.special
         found: list[tuple[str, str]] = []
         if self._think is not None:
             if self._mode == "reasoning":
@@ -394,7 +395,7 @@ class ChannelReader:
     def _open_region(self) -> None:
         self._mode, self._raw, self._at_start = "call", "", False
         form = self._form
-        special = self._family._special
+        special = self._family.special
         if isinstance(form.inside, Tags):
             self._calls = TaggedReader(self._specs, self._choice, self._next_index, self._call_id, form, special)
         elif isinstance(form.inside, Named):
@@ -443,7 +444,7 @@ class ChannelReader:
         """Read the text between the end of the JSON and the closing marker, which must be space."""
         closing = self._form.call[1] if self._form.call is not None else ""
         stripped = text.lstrip()
-        if closing and closing not in self._family._special:
+        if closing and closing not in self._family.special:
             if stripped.startswith(closing):
                 self._leave_region()
                 return [], stripped[len(closing) :]

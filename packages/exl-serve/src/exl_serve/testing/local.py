@@ -52,9 +52,14 @@ class EngineThread:
         """Return a new client of the engine."""
         return await LocalEngine.connect(self.address, self.context)
 
+    @property
+    def running(self) -> bool:
+        """Whether the engine's thread runs."""
+        return self._thread.is_alive()
+
     def close(self) -> None:
         """Stop the thread."""
-        if self._thread.is_alive():
+        if self.running:
             self.host.stop()
             self._thread.join(30)
         self._folder.cleanup()
