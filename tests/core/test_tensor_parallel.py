@@ -23,7 +23,7 @@ from exl_core import (
     errors,
 )
 from exl_core.device import Device, devices
-from exl_core.execution.sharded import Shares, SplitMatrix
+from exl_core.execution.sharded import ShardedMatrix, Shares, SplitMatrix, SumMatrix
 from exl_core.layers import Linear
 from exl_core.loading.parallel_plan import plan_parallel
 from exl_core.loading.sizes import CacheSize
@@ -61,11 +61,11 @@ def ids(lab: Any) -> Tensor:
     return lab.ids(2, 24)
 
 
-EVEN2, EVEN3, UNEVEN = [8.0, 8.0], [8.0, 8.0, 8.0], [4.0, 14.0, 2.0]
+EVEN2, EVEN3, UNEVEN, FIVE = [8.0, 8.0], [8.0, 8.0, 8.0], [4.0, 14.0, 2.0], [8.0] * 5
 
 
 @pytest.mark.covers("core.md: better-10.4")
-@pytest.mark.parametrize("shares", [EVEN2, EVEN3, UNEVEN], ids=["two", "three", "uneven"])
+@pytest.mark.parametrize("shares", [EVEN2, EVEN3, UNEVEN, FIVE], ids=["two", "three", "uneven", "five"])
 @pytest.mark.parametrize("kind", ["float", "exl2", "gptq-act-order"])
 @pytest.mark.parametrize("mode", ["int8", "exact"])
 def test_cut_matrices_give_the_bits_of_one_device(
@@ -79,11 +79,17 @@ def test_cut_matrices_give_the_bits_of_one_device(
     context = model.tp_context
     assert context is not None
     linears = [linear for m in model.modules for linear in m.submodules()]
-    assert all(isinstance(linear.matrix, SplitMatrix) for linear in linears)
+    assert context.shares.sums == (len(shares) < 5)  # K has four quarters
     for linear in linears:
-        assert isinstance(linear.matrix, SplitMatrix)
-        assert linear.matrix.parts[0].begin == 0
-        assert linear.matrix.parts[-1].end == linear.out_features
+        matrix = linear.matrix
+        if linear.key.endswith("down_proj") and context.shares.sums:
+            assert isinstance(matrix, SumMatrix)
+            held = torch.cat([piece.features for piece in matrix.pieces])
+        else:
+            assert isinstance(matrix, SplitMatrix)
+            held = torch.cat([torch.arange(linear.out_features)[part.columns] for part in matrix.parts])
+        assert sorted(held.tolist()) == list(range(len(held)))
+        assert len(held) == (linear.in_features if isinstance(matrix, SumMatrix) else linear.out_features)
         twin = whole.modules_dict[linear.key]
         assert isinstance(twin, Linear)
         assert torch.equal(linear.get_weight_tensor_dq(), twin.get_weight_tensor_dq())
@@ -108,6 +114,21 @@ def test_cut_matrices_give_the_bits_of_one_device(
     monkeypatch.setenv("EXL_DEVICE", "cpu")
     model.load()
     assert torch.equal(model.forward(ids), whole.forward(ids))
+
+
+@pytest.mark.parametrize(("shares", "per_layer"), [(EVEN2, 3), (UNEVEN, 3), ([8.0] * 4, 3), (FIVE, 4)])
+@pytest.mark.parametrize("kind", ["exl2", "gptq-act-order"])
+def test_exchanges_of_a_layer(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor, kind: str, shares: list[float], per_layer: int
+) -> None:
+    """Attention's outputs, o's outputs and down's sums; hidden features where K has too few quarters; logits once."""
+    model = spread(monkeypatch, lab.write(kind=kind, **SIZES), shares)
+    assert model.tp_context is not None
+    exchange, cache = model.tp_context.exchange, ExLlamaV2Cache_TP(model, batch_size=2)
+    for begin, end in ((0, 9), (9, 10)):
+        before = exchange.count
+        model.forward(ids[:, begin:end], cache)
+        assert exchange.count - before == per_layer * model.config.num_hidden_layers + 1
 
 
 @pytest.mark.parametrize("base", [ExLlamaV2Cache_8bit, ExLlamaV2Cache_Q4, ExLlamaV2Cache_Q6, ExLlamaV2Cache_Q8])
@@ -253,7 +274,7 @@ def test_a_device_may_get_nothing(lab: Any, monkeypatch: pytest.MonkeyPatch, ids
     model = spread(monkeypatch, folder, [5.0, 0.0, 5.0])
     matrices = [linear.matrix for m in model.modules for linear in m.submodules()]
     assert {part.shard for q in matrices if isinstance(q, SplitMatrix) for part in q.parts} == {0, 2}
-    assert all(isinstance(q, SplitMatrix) for q in matrices)
+    assert all(isinstance(q, ShardedMatrix) for q in matrices)
     cache = ExLlamaV2Cache_TP(model, batch_size=2)
     assert torch.equal(model.forward(ids, cache), whole.forward(ids, ExLlamaV2Cache(whole, batch_size=2)))
 
@@ -296,8 +317,9 @@ def test_planned_bytes_and_refusal(lab: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert sum(d.weights for d in found.devices) == pytest.approx(model.weight_bytes(), rel=0.02)
     held = [0, 0]
     for linear in (linear for m in model.modules for linear in m.submodules()):
-        assert isinstance(linear.matrix, SplitMatrix)
-        for part in linear.matrix.parts:
+        assert isinstance(linear.matrix, SplitMatrix | SumMatrix)
+        for part in linear.matrix.parts if isinstance(linear.matrix, SplitMatrix) else linear.matrix.pieces:
+            assert part.matrix is not None
             held[part.shard] += part.matrix.nbytes
     assert found.devices[1].weights == pytest.approx(held[1], rel=0.05)
     cache = ExLlamaV2Cache_TP(model, ExLlamaV2Cache_Q4, max_seq_len=2048)
@@ -311,7 +333,7 @@ def test_planned_bytes_and_refusal(lab: Any, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(errors.DeviceError, match="Insufficient space"):
         model.load_tp([0.0001, 0.0001])
     assert model.tp_context is None
-    assert all(linear.shards is None for m in model.modules for linear in m.submodules())
+    assert all(linear.cut is None for m in model.modules for linear in m.submodules())
     listed = list(model.load_tp_gen([1.0, 1.0], callback_gen=lambda i, n: iter([i])))  # type: ignore[arg-type, return-value]
     assert listed == list(range(len(model.modules) + 1))
 

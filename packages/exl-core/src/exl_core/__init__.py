@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .config import ExLlamaV2Config
     from .embeddings import ExLlamaV2MMEmbedding
     from .execution.attn_params import AttentionParams, PagedParams
+    from .execution.sharded.processes import ProcessExchange
     from .layers import Intervention
     from .lora import ExLlamaV2Lora
     from .model import ExLlamaV2
@@ -48,6 +49,7 @@ __all__ = [
     "ExLlamaV2VisionTower",
     "Intervention",
     "PagedParams",
+    "ProcessExchange",
     "SeqTensor",
     "Timer",
     "__version__",
@@ -72,6 +74,7 @@ _HOME = {
     "ExLlamaV2VisionTower": "vision",
     "Intervention": "layers",
     "PagedParams": "execution.attn_params",
+    "ProcessExchange": "execution.sharded.processes",
     "SeqTensor": "seq_tensor",
     "Timer": "timer",
 }

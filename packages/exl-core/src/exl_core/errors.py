@@ -22,6 +22,7 @@ __all__ = [
     "InputError",
     "MissingTensorError",
     "ModelStateError",
+    "PeerError",
     "SequenceTooLongError",
     "ShapeError",
     "TokenIdError",
@@ -87,6 +88,12 @@ class ModelStateError(ExlError, RuntimeError):
     """The call does not fit the model's state: not loaded, already loaded, or unloaded."""
 
     code = "model_state"
+
+
+class PeerError(DeviceError):
+    """Another process of a tensor parallel model died, does not answer, or computes something else."""
+
+    code = "peer"
 
 
 class CacheError(ExlError, ValueError):

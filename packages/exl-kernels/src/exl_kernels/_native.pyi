@@ -554,6 +554,10 @@ class Matrix:
     """
     @property
     def bits_per_weight(self, /) -> float: ...
+    def columns(self, /, columns: Sequence[int]) -> Matrix:
+        """
+        The given columns, in this order. Raises ValueError for columns that the matrix does not have.
+        """
     def dequantize(self, /, out: Tensor) -> None:
         """
         Write W [K, N] float16 into `out`.
@@ -592,6 +596,14 @@ class Matrix:
     def nbytes(self, /) -> int: ...
     @property
     def out_features(self, /) -> int: ...
+    def quarter_features(self, /, first: int, last: int) -> list[int]:
+        """
+        The input features of quarters [first, last) of K, in the order in which `quarters` takes them.
+        """
+    def quarters(self, /, first: int, last: int) -> Matrix:
+        """
+        The rows of quarters [first, last) of K, without bias and prescale. Raises ValueError if they have no rows.
+        """
 
 @final
 class MlpBlock:

@@ -5,6 +5,7 @@
 //! cache. Results are bitwise identical.
 
 use std::mem::MaybeUninit;
+use std::ops::Range;
 
 use super::decode::{magic_zero, operands, prefetch, scale_and_zero, weight, weight_to_multiply};
 use super::layout::{BLOCK, TILE};
@@ -15,16 +16,22 @@ use super::simd::{LANES, Simd};
 const PANEL: usize = 4;
 const VECTORS: usize = TILE / LANES;
 
-/// Multiply one tile with one row and add to `c` `[32]`; `x` is `[blocks][32]`.
+/// Multiply `spans` of one tile with one row and add to `c` `[32]`; `x` is `[blocks][32]`.
 ///
 /// # Safety
-/// [`Simd`]'s contract; `tile` is a tile of `codes` and the pointers are valid for its blocks.
+/// [`Simd`]'s contract; `tile` is a tile of `codes`, `spans` are some of theirs, and the pointers are valid for its blocks.
 #[inline(always)]
-pub unsafe fn tile_one_row<S: Simd>(codes: &Codes, tile: usize, x: *const f32, c: *mut f32) {
+pub unsafe fn tile_one_row<S: Simd>(
+    codes: &Codes,
+    spans: &[Span],
+    tile: usize,
+    x: *const f32,
+    c: *mut f32,
+) {
     // SAFETY: the caller's.
     unsafe {
         let words = codes.words.as_ptr().add(tile * codes.tile_words);
-        for span in &codes.spans {
+        for span in spans {
             match span.bits {
                 2 => span_one_row::<S, 2>(codes, tile, span, words, x, c),
                 3 => span_one_row::<S, 3>(codes, tile, span, words, x, c),
@@ -92,14 +99,15 @@ impl Panel {
     }
 }
 
-/// Multiply one tile with `rows` rows and add to `c` `[rows][32]`; `x` is `[blocks][rows][32]`. `R` rows and `V` vectors make a register
-/// block.
+/// Multiply consecutive `spans` of one tile with `rows` rows and add to `c` `[rows][32]`; `x` is `[blocks][rows][32]`. `R` rows and `V`
+/// vectors make a register block.
 ///
 /// # Safety
 /// As for [`tile_one_row`], for `rows` rows.
 #[inline(always)]
 pub unsafe fn tile_rows<S: Simd, const R: usize, const V: usize>(
     codes: &Codes,
+    spans: &[Span],
     tile: usize,
     x: *const f32,
     rows: usize,
@@ -110,8 +118,8 @@ pub unsafe fn tile_rows<S: Simd, const R: usize, const V: usize>(
     unsafe {
         let out = panel.0.as_mut_ptr().cast::<f32>();
         let mut filled = 0;
-        let mut first_block = 0;
-        for span in &codes.spans {
+        let mut first_block = spans.first().map_or(0, |span| span.first_block);
+        for span in spans {
             for b in 0..span.blocks {
                 decode_block::<S>(codes, tile, span, b, out.add(filled * BLOCK * TILE));
                 filled += 1;
@@ -181,7 +189,7 @@ unsafe fn decode_width<S: Simd, const BITS: u32>(
     }
 }
 
-/// Unquantized: multiply one tile with `rows` rows and add to `c` `[rows][32]`; `x` is `[blocks][rows][32]`.
+/// Unquantized: multiply the blocks `section` of one tile with `rows` rows and add to `c` `[rows][32]`; `x` is `[blocks][rows][32]`.
 ///
 /// # Safety
 /// As for [`tile_rows`].
@@ -189,6 +197,7 @@ unsafe fn decode_width<S: Simd, const BITS: u32>(
 pub unsafe fn tile_floats<S: Simd, const R: usize, const V: usize>(
     floats: &Floats,
     blocks: usize,
+    section: Range<usize>,
     tile: usize,
     x: *const f32,
     rows: usize,
@@ -198,9 +207,9 @@ pub unsafe fn tile_floats<S: Simd, const R: usize, const V: usize>(
     // SAFETY: the caller's.
     unsafe {
         let out = panel.0.as_mut_ptr().cast::<f32>();
-        let mut block = 0;
-        while block < blocks {
-            let count = PANEL.min(blocks - block);
+        let mut block = section.start;
+        while block < section.end {
+            let count = PANEL.min(section.end - block);
             let x = x.add(block * rows * BLOCK);
             let at = (tile * blocks + block) * BLOCK * TILE;
             match floats {

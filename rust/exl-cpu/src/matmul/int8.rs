@@ -6,16 +6,17 @@ use super::layout::TILE;
 use super::matrix::{Codes, Span};
 use super::simd::{LANES, Simd};
 
-/// Multiply one tile and add to `c` `[rows][32]`; `acts` is `[blocks][rows]`.
+/// Multiply `spans` of one tile and add to `c` `[rows][32]`; `acts` is `[blocks][rows]`.
 ///
 /// Each output is the sum over its blocks, in order, of `int * (column scale * activation scale)`: one rounded multiplication and one fused
 /// multiply-add a block. `V` vectors are processed together; their eight operands are decoded once for all rows.
 ///
 /// # Safety
-/// [`Simd`]'s contract; `tile` is a tile of `codes`, and the pointers are valid for `rows` rows.
+/// [`Simd`]'s contract; `tile` is a tile of `codes`, `spans` are some of theirs, and the pointers are valid for `rows` rows.
 #[inline(always)]
 pub unsafe fn tile<S: Simd, const V: usize>(
     codes: &Codes,
+    spans: &[Span],
     tile: usize,
     acts: *const Int8Block,
     rows: usize,
@@ -24,7 +25,7 @@ pub unsafe fn tile<S: Simd, const V: usize>(
     // SAFETY: the caller's.
     unsafe {
         let words = codes.words.as_ptr().add(tile * codes.tile_words);
-        for group in &codes.spans {
+        for group in spans {
             match group.bits {
                 2 => span::<S, V, 2>(codes, tile, group, words, acts, rows, c),
                 3 => span::<S, V, 3>(codes, tile, group, words, acts, rows, c),

@@ -11,6 +11,13 @@
 pub const TILE: usize = 32;
 /// Rows of a block.
 pub const BLOCK: usize = 32;
+/// Consecutive parts of K that are summed separately: K can be cut between them without changing a result.
+pub const QUARTERS: usize = 4;
+
+/// The first of `blocks` blocks that is in quarter `quarter`; the number of blocks for [`QUARTERS`].
+pub const fn quarter_start(blocks: usize, quarter: usize) -> usize {
+    blocks * quarter / QUARTERS
+}
 
 /// The row of a block at operand position `p` (0..32).
 pub const fn row_at(bits: u32, p: usize) -> usize {

@@ -1,6 +1,8 @@
 //! The repacked matrix and its parts.
 
-use super::layout::{BLOCK, TILE};
+use std::ops::Range;
+
+use super::layout::{BLOCK, QUARTERS, TILE, quarter_start};
 use super::memory::Buffer;
 
 /// The arithmetic of a matmul.
@@ -12,7 +14,7 @@ pub enum Compute {
     Int8,
 }
 
-/// One group's blocks in a tile.
+/// One group's blocks in a tile, or those of them that are in one [`Section`].
 #[derive(Clone, Copy, Debug)]
 pub struct Span {
     pub bits: u32,
@@ -21,6 +23,46 @@ pub struct Span {
     pub blocks: usize,
     /// First word in the tile.
     pub word: usize,
+}
+
+/// Consecutive blocks of K that are summed separately.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Section {
+    pub blocks: Range<usize>,
+    /// Their spans; empty for floats.
+    pub spans: Range<usize>,
+}
+
+/// The quarters of K that are not empty, and `spans` cut at their borders.
+pub fn quarters(blocks: usize, spans: &[Span]) -> (Vec<Section>, Vec<Span>) {
+    let (mut sections, mut cut) = (Vec::new(), Vec::new());
+    for quarter in 0..QUARTERS {
+        let (first, last) = (
+            quarter_start(blocks, quarter),
+            quarter_start(blocks, quarter + 1),
+        );
+        let before = cut.len();
+        for span in spans {
+            let begin = span.first_block.max(first);
+            let end = (span.first_block + span.blocks).min(last);
+            if begin < end {
+                let skipped = begin - span.first_block;
+                cut.push(Span {
+                    first_block: begin,
+                    blocks: end - begin,
+                    word: span.word + skipped * span.bits as usize * TILE,
+                    ..*span
+                });
+            }
+        }
+        if first < last {
+            sections.push(Section {
+                blocks: first..last,
+                spans: before..cut.len(),
+            });
+        }
+    }
+    (sections, cut)
 }
 
 /// Scales (and zero points) of the groups, tile by tile.
@@ -92,6 +134,8 @@ pub struct QuantMatrix {
     /// Input feature at each packed position, [`NO_FEATURE`] for padding; the length is a multiple of 32.
     pub(super) source: Vec<u32>,
     pub(super) storage: Storage,
+    /// Blocks whose sums are added in this order, each section from zero.
+    pub(super) sections: Vec<Section>,
     pub(super) bias: Option<Vec<f32>>,
     pub(super) prescale: f32,
     pub(super) compute: Compute,

@@ -14,6 +14,7 @@ mod memory;
 mod multiply;
 mod repack;
 mod simd;
+mod slice;
 
 pub use matrix::{Compute, QuantMatrix};
 pub(crate) use memory::Shared;

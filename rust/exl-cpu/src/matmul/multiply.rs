@@ -1,6 +1,7 @@
 //! y = (x @ W + bias) * prescale over the tiles of a matrix, on the pool.
 
 use std::cell::RefCell;
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use half::f16;
@@ -9,7 +10,7 @@ use super::activations::{ADJACENT, Int8Block, ROWS, row_block};
 use super::exact::{self, Panel};
 use super::kernels::{Kernels, Pack};
 use super::layout::{BLOCK, TILE};
-use super::matrix::{Compute, Floats, NO_FEATURE, QuantMatrix, Storage};
+use super::matrix::{Compute, Floats, NO_FEATURE, QuantMatrix, Section, Storage};
 use super::memory::Shared;
 use super::simd::Scalar;
 use crate::activation::{Activation, activate_here};
@@ -391,30 +392,64 @@ impl QuantMatrix {
         sums: &mut [f32],
         panel: &mut Panel,
     ) {
-        sums.fill(0.0);
         let at = at + first * self.blocks();
+        let mut later = MaybeUninit::<Outputs>::uninit();
+        for (i, section) in self.sections.iter().enumerate() {
+            if i == 0 {
+                sums.fill(0.0);
+                self.add_section(kernels, (packed, at), tile, section, count, sums, panel);
+                continue;
+            }
+            // SAFETY: the first `sums.len()` values are written before they are read.
+            let own = unsafe {
+                let start = later.as_mut_ptr().cast::<f32>();
+                start.write_bytes(0, sums.len());
+                std::slice::from_raw_parts_mut(start, sums.len())
+            };
+            self.add_section(kernels, (packed, at), tile, section, count, own, panel);
+            for (sum, own) in sums.iter_mut().zip(own.iter()) {
+                *sum += *own;
+            }
+        }
+        self.finish(tile * TILE, sums);
+    }
+
+    /// Add one section's matmul of `count` rows to `sums` `[count][32]`; the activations of these rows start at `at`.
+    fn add_section(
+        &self,
+        kernels: &Kernels,
+        (packed, at): (&Packed, usize),
+        tile: usize,
+        section: &Section,
+        count: usize,
+        sums: &mut [f32],
+        panel: &mut Panel,
+    ) {
         let c = sums.as_mut_ptr();
         // SAFETY: the kernels are those of this processor; the activations hold `count` rows of every block.
         unsafe {
             match &self.storage {
-                Storage::Codes(codes) if self.compute == Compute::Int8 => {
-                    (kernels.int8_tile)(codes, tile, packed.int8[at..].as_ptr(), count, c);
-                }
                 Storage::Codes(codes) => {
+                    let spans = &codes.spans[section.spans.clone()];
+                    if self.compute == Compute::Int8 {
+                        let x = packed.int8[at..].as_ptr();
+                        (kernels.int8_tile)(codes, spans, tile, x, count, c);
+                        return;
+                    }
                     let x = packed.exact[at..].as_ptr().cast();
                     if count == 1 {
-                        (kernels.exact_one_row)(codes, tile, x, c);
+                        (kernels.exact_one_row)(codes, spans, tile, x, c);
                     } else {
-                        (kernels.exact_rows)(codes, tile, x, count, c, panel);
+                        (kernels.exact_rows)(codes, spans, tile, x, count, c, panel);
                     }
                 }
                 Storage::Floats(floats) => {
                     let x = packed.exact[at..].as_ptr().cast();
-                    (kernels.floats)(floats, self.blocks(), tile, x, count, c, panel);
+                    let (blocks, section) = (self.blocks(), section.blocks.clone());
+                    (kernels.floats)(floats, blocks, section, tile, x, count, c, panel);
                 }
             }
         }
-        self.finish(tile * TILE, sums);
     }
 
     /// (sums + bias) * prescale

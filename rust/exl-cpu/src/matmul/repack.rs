@@ -7,7 +7,9 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use super::layout::{BLOCK, TILE, pack_block, row_at};
-use super::matrix::{Codes, Compute, Floats, NO_FEATURE, QuantMatrix, Scales, Span, Storage};
+use super::matrix::{
+    Codes, Compute, Floats, NO_FEATURE, QuantMatrix, Scales, Span, Storage, quarters,
+};
 use super::memory::{Buffer, Shared};
 use crate::pool;
 
@@ -217,6 +219,7 @@ impl QuantMatrix {
             .collect();
         let groups = view.groups().len();
         let bits = view.words().len() * 32 + groups * (48 + 4 * n) + 32 * k;
+        let (sections, spans) = quarters(k.div_ceil(BLOCK), &spans);
         Self {
             in_features: k,
             out_features: n,
@@ -228,6 +231,7 @@ impl QuantMatrix {
                 words,
                 scales: exl2_scales(view, tiles),
             }),
+            sections,
             bias: epilogue.bias,
             prescale: epilogue.prescale,
             compute,
@@ -278,6 +282,7 @@ impl QuantMatrix {
         let source = (0..rows.len())
             .map(|p| rows[p - p % BLOCK + row_at(bits, p % BLOCK)].unwrap_or(NO_FEATURE))
             .collect();
+        let (sections, spans) = quarters(rows.len() / BLOCK, &spans);
         let stored = view.words().len() * 32
             + groups * n * (16 + bits as usize)
             + if view.group_of().is_sorted() {
@@ -296,6 +301,7 @@ impl QuantMatrix {
                 words,
                 scales: gptq_scales(view, zeros, tiles),
             }),
+            sections,
             bias: epilogue.bias,
             prescale: epilogue.prescale,
             compute,
@@ -326,11 +332,13 @@ impl QuantMatrix {
         let source = (0..positions)
             .map(|p| if p < k { p as u32 } else { NO_FEATURE })
             .collect();
+        let (sections, _) = quarters(positions / BLOCK, &[]);
         Self {
             in_features: k,
             out_features: n,
             source,
             storage: Storage::Floats(floats),
+            sections,
             bias: epilogue.bias,
             prescale: epilogue.prescale,
             compute: Compute::Exact,

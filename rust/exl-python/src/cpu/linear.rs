@@ -3,8 +3,10 @@
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
 
+use std::ops::Range;
 use std::sync::Arc;
 
+use exl_cpu::matmul::layout::QUARTERS;
 use exl_cpu::matmul::{Compute, Epilogue, QuantMatrix};
 use exl_format::exl2::Exl2View;
 use exl_format::gptq::GptqView;
@@ -22,6 +24,15 @@ fn epilogue(bias: Option<&Tensor>, prescale: f32) -> PyResult<Epilogue> {
         bias: bias.transpose()?,
         prescale,
     })
+}
+
+fn quarters(first: usize, last: usize) -> PyResult<Range<usize>> {
+    if first >= last || last > QUARTERS {
+        return Err(PyValueError::new_err(format!(
+            "quarters [{first}, {last}) of K; expected a range within 0 to {QUARTERS} that is not empty"
+        )));
+    }
+    Ok(first..last)
 }
 
 fn compute(exact: bool) -> Compute {
@@ -141,6 +152,37 @@ impl Matrix {
         }
         py.detach(|| self.inner.matmul(x, rows, out));
         Ok(())
+    }
+
+    /// The input features of quarters [first, last) of K, in the order in which `quarters` takes them.
+    fn quarter_features(&self, first: usize, last: usize) -> PyResult<Vec<u32>> {
+        Ok(self.inner.quarter_features(quarters(first, last)?))
+    }
+
+    /// The rows of quarters [first, last) of K, without bias and prescale. Raises ValueError if they have no rows.
+    fn quarters(&self, py: Python<'_>, first: usize, last: usize) -> PyResult<Self> {
+        let quarters = quarters(first, last)?;
+        if self.inner.quarter_features(quarters.clone()).is_empty() {
+            return Err(PyValueError::new_err("these quarters have no rows"));
+        }
+        let inner = py.detach(|| self.inner.quarters(quarters));
+        Ok(Self {
+            inner: Arc::new(inner),
+        })
+    }
+
+    /// The given columns, in this order. Raises ValueError for columns that the matrix does not have.
+    fn columns(&self, py: Python<'_>, columns: Vec<u32>) -> PyResult<Self> {
+        let n = self.inner.out_features();
+        if columns.is_empty() || columns.iter().any(|&column| column as usize >= n) {
+            return Err(PyValueError::new_err(format!(
+                "columns must name at least one of the {n} columns, and no others"
+            )));
+        }
+        let inner = py.detach(|| self.inner.columns(&columns));
+        Ok(Self {
+            inner: Arc::new(inner),
+        })
     }
 
     /// Write W [K, N] float16 into `out`.

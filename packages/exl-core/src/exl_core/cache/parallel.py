@@ -69,7 +69,7 @@ class ExLlamaV2Cache_TP(ExLlamaV2CacheBase):
         context = self.model.tp_context
         places: list[tuple[int | None, str | None]] = [(None, None)]
         if context is not None:
-            places = [(end - begin, context.names[shard]) for shard, begin, end in context.heads]
+            places = [(end - begin, context.names[shard]) for shard, begin, end in context.local_heads]
         sources: Sequence[ExLlamaV2CacheBase | None] = [None] * len(places)
         if copy_from is not None:
             sources = copy_from.shards()

@@ -13,14 +13,13 @@ from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaFloatMatrix
 
 from ..errors import ModelStateError
-from ..execution.sharded.matrix import SplitMatrix, load_split
+from ..execution.sharded.matrix import Cut, ShardedMatrix, SplitMatrix
+from ..execution.sharded.sums import SumMatrix
 from ..loading.checkpoint import TensorSource
 from ..loading.linears import LinearOptions, LinearSpec, load_linear
 
 if TYPE_CHECKING:
     from ..contracts import Adapter
-    from ..execution.sharded.context import TensorParallel
-    from ..execution.sharded.shares import Bounds
 
 __all__ = ["Linear"]
 
@@ -34,14 +33,14 @@ class Linear:
         self.key = spec.key
         self.in_features = spec.in_features
         self.out_features = spec.out_features
-        self.matrix: QuantMatrix | SplitMatrix | None = None
-        self.shards: tuple[TensorParallel, Bounds] | None = None  # the device of each output; None: one device
+        self.matrix: QuantMatrix | ShardedMatrix | None = None
+        self.cut: Cut | None = None  # how the matrix is cut for several devices; None: whole on one
         self.place: torch.device | None = None  # another device than the module's
 
     def load(self, source: TensorSource, device: torch.device) -> None:
         """Read, check and repack the matrix. Raises as `load_linear`."""
-        if self.shards is not None:
-            self.matrix = load_split(source, self.spec, self.options, *self.shards)
+        if self.cut is not None:
+            self.matrix = self.cut.load(source, self.spec, self.options)
         else:
             options = replace(self.options, device=str(self.place or device))
             self.matrix = load_linear(source, self.spec, options)
@@ -55,7 +54,7 @@ class Linear:
         return self.loaded_matrix.format != "float"
 
     @property
-    def loaded_matrix(self) -> QuantMatrix | SplitMatrix:
+    def loaded_matrix(self) -> QuantMatrix | ShardedMatrix:
         """The loaded matrix, sharded over devices or not. Raises ModelStateError before load()."""
         if self.matrix is None:
             raise ModelStateError(f"{self.key} is not loaded: call model.load() first")
@@ -68,13 +67,13 @@ class Linear:
         Raises ModelStateError before load(), and where it is sharded over devices.
         """
         matrix = self.loaded_matrix
-        if isinstance(matrix, SplitMatrix):
+        if isinstance(matrix, ShardedMatrix):
             raise ModelStateError(f"{self.key} is sharded over several devices: it has no single matrix")
         return matrix
 
     def fits_block(self) -> bool:
         """Return whether the matrix can be part of a CPU block: on the CPU, in one piece, without padding columns."""
-        if isinstance(self.matrix, SplitMatrix):
+        if isinstance(self.matrix, ShardedMatrix):
             return False
         return self.quant.device.type == "cpu" and self.quant.out_features == self.out_features
 
@@ -82,7 +81,7 @@ class Linear:
     def stored_features(self) -> int:
         """Number of outputs in the files: heads may have more than the vocabulary, quantized matrices are padded."""
         matrix = self.loaded_matrix
-        return matrix.stored_features if isinstance(matrix, SplitMatrix) else matrix.out_features
+        return matrix.stored_features if isinstance(matrix, ShardedMatrix) else matrix.out_features
 
     def weight_bytes(self) -> int:
         """Return the bytes of the loaded matrix."""
@@ -127,7 +126,7 @@ class Linear:
             y = matrix.matmul(x, out=x.new_empty((*x.shape[:-1], matrix.out_features), dtype=torch.float32))
         return self._add_adapters(x, y[..., : self.out_features].contiguous(), loras)
 
-    def _matrix(self, loras: Sequence[Adapter]) -> QuantMatrix | SplitMatrix:
+    def _matrix(self, loras: Sequence[Adapter]) -> QuantMatrix | ShardedMatrix:
         """Return the matrix to multiply by: an adapter's first replacement, else the model's own."""
         for lora in loras:
             replacement = lora.replacements.get(self.key)
@@ -148,5 +147,9 @@ class Linear:
         return self.loaded_matrix.device
 
     def parts_for(self, loras: Sequence[Adapter]) -> SplitMatrix | None:
-        """Return the matrix if it is sharded and no adapter changes it, so that results may stay on the devices."""
+        """Return the matrix if it is cut by outputs and no adapter changes it: results may stay on the devices."""
         return self.matrix if isinstance(self.matrix, SplitMatrix) and not self.adapted(loras) else None
+
+    def sums_for(self, loras: Sequence[Adapter]) -> SumMatrix | None:
+        """Return the matrix if it is cut by inputs and no adapter changes it: inputs may stay on the devices."""
+        return self.matrix if isinstance(self.matrix, SumMatrix) and not self.adapted(loras) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from exl_kernels.block import MlpBlock
 
 from ..architectures.base import Activation
 from ..execution.batch import Step
-from ..execution.sharded.matrix import Part, over_parts
+from ..execution.sharded.matrix import Part, SplitMatrix, over_parts
 from .description import MlpDescription
 from .linear import Linear
 from .norm import Norm, block_norm, kind_of
@@ -99,7 +99,7 @@ class GatedMLP(FeedForward):
         """Compute down(act(gate(h)) * up(h))."""
         gate, up = self.gate_proj.parts_for(loras), self.up_proj.parts_for(loras)
         if gate is not None and up is not None:
-            return self.down_proj.forward(over_parts(h, (gate, up), self._gated), loras)
+            return _multiplied(self.down_proj, (gate, up), h, self._gated, loras)
         y = self.gate_proj.forward(h, loras)
         gated_activation(y, self.up_proj.forward(h, loras), self.activation, out=y)
         return self.down_proj.forward(y, loras)
@@ -144,10 +144,24 @@ class PlainMLP(FeedForward):
         """Compute down(act(up(h)))."""
         whole = self.up_proj.parts_for(loras)
         if whole is not None:
-            return self.down_proj.forward(over_parts(h, (whole,), self._activated), loras)
+            return _multiplied(self.down_proj, (whole,), h, self._activated, loras)
         up = self.up_proj.forward(h, loras)
         return self.down_proj.forward(activate(up, self.activation, out=up), loras)
 
     def _activated(self, h: Tensor, parts: Sequence[Part]) -> Tensor:
         up = parts[0].matmul(h)
         return activate(up, self.activation, out=up)
+
+
+def _multiplied(
+    down: Linear,
+    matrices: Sequence[SplitMatrix],
+    h: Tensor,
+    run: Callable[[Tensor, Sequence[Part]], Tensor],
+    loras: Sequence[Adapter],
+) -> Tensor:
+    """Multiply `down` with the hidden features that `run` computes on each device from its parts of `matrices`."""
+    sums = down.sums_for(loras)
+    if sums is not None:
+        return sums.after(h, matrices, run)
+    return down.forward(over_parts(h, matrices, run), loras)

@@ -16,7 +16,7 @@ from exl_kernels.linear.cuda import CudaFloatMatrix
 from exl_kernels.moe import ExpertGroup, ExpertRouter, group_experts
 
 from ..architectures.base import Activation
-from ..execution.sharded.matrix import SplitMatrix
+from ..execution.sharded.matrix import ShardedMatrix
 from ..execution.sharded.transfer import send
 from ..loading.checkpoint import TensorSource
 from .description import MlpDescription
@@ -26,6 +26,7 @@ from .norm import Norm, kind_of
 
 if TYPE_CHECKING:
     from ..contracts import Adapter
+    from ..execution.sharded.context import TensorParallel
 
 __all__ = ["Expert", "MoE", "sparse_mixture"]
 
@@ -61,7 +62,7 @@ class Expert:
 
     def matrices(self) -> tuple[QuantMatrix, QuantMatrix, QuantMatrix] | None:
         """Return the loaded matrices; None where a matrix is sharded over devices or has padding columns."""
-        if any(isinstance(m.matrix, SplitMatrix) or m.stored_features != m.out_features for m in self):
+        if any(isinstance(m.matrix, ShardedMatrix) or m.stored_features != m.out_features for m in self):
             return None
         return self.gate.quant, self.up.quant, self.down.quant
 
@@ -107,6 +108,7 @@ class MoE(FeedForward):
         self.shared = shared
         self.shared_gate = shared_gate
         self.capturable = False  # unless experts share launches on a GPU: else the host decides which ones run
+        self.sharding: tuple[TensorParallel, Sequence[int]] | None = None  # the device number of each expert
         self._router: ExpertRouter | None = None
         self._grouped: ExpertGroup | None = None
 
@@ -223,6 +225,8 @@ class MoE(FeedForward):
         out = torch.empty((*indices.shape, self.experts[0].down.out_features), dtype=torch.float32, device=h.device)
         flat, order = indices.reshape(-1).sort(stable=True)
         counts = torch.bincount(flat, minlength=len(self.experts)).tolist()
+        if self.sharding is not None and not self.sharding[0].exchange.whole:
+            return self._exchanged(h, order, counts, loras, *self.sharding, out)
         begin = 0
         for expert, count in zip(self.experts, counts, strict=True):
             if count:
@@ -230,6 +234,31 @@ class MoE(FeedForward):
                 x = send(h[places // self.chosen], expert.gate.device)
                 out.view(-1, out.shape[-1])[places] = send(self._run(expert, x, loras), out.device).float()
                 begin += count
+        return out
+
+    def _exchanged(
+        self,
+        h: Tensor,
+        order: Tensor,
+        counts: Sequence[int],
+        loras: Sequence[Adapter],
+        context: TensorParallel,
+        shards: Sequence[int],
+        out: Tensor,
+    ) -> Tensor:
+        """Fill `out` as `_outputs` does, where some experts are on the devices of other processes."""
+        parts: list[tuple[int, tuple[int, ...]]] = []
+        made: list[Tensor] = []
+        groups = torch.split(order, list(counts))
+        for expert, shard, places in zip(self.experts, shards, groups, strict=True):
+            if not len(places):
+                continue
+            parts.append((shard, (len(places), out.shape[-1])))
+            if context.is_local(shard):
+                made.append(self._run(expert, h[places // self.chosen], loras).float())
+        chosen = [places for places in groups if len(places)]
+        for places, values in zip(chosen, context.exchange.collect(parts, made, out), strict=True):
+            out.view(-1, out.shape[-1])[places] = values
         return out
 
     def _run(self, expert: Expert, h: Tensor, loras: Sequence[Adapter]) -> Tensor:

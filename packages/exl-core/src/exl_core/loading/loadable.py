@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from exl_kernels.linear.workspace import forget_workspaces
 from ..cache import ExLlamaV2Cache, ExLlamaV2CacheBase
 from ..config import ExLlamaV2Config
 from ..device import GIB, Device, devices, out_of_memory_as_error, torch_device
-from ..errors import CacheError, FormatError, InputError, ModelStateError
-from ..execution.sharded import TensorParallel
+from ..errors import CacheError, DeviceError, FormatError, InputError, ModelStateError
+from ..execution.sharded import Exchange, LocalExchange, TensorParallel
 from ..execution.sharded.cutting import shard_modules, unshard_modules
 from ..layers import Attention, Intervention, Linear, Module, build_modules
 from ..placement import Placement
@@ -181,12 +182,13 @@ class LoadableModel:
         progress: bool = False,
         expect_cache_tokens: int = 0,
         expect_cache_base: type[ExLlamaV2CacheBase] | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
-        """Load all weights, every matrix sharded over all devices by its outputs, in proportion to their free memory.
+        """Load all weights, every matrix sharded over all devices, in proportion to their free memory.
 
-        Each output is computed whole on one device and gathered on the first, so results are those of one device
-        (bitwise on the CPU). Key/value heads and experts are not cut: each is on one device. The cache must be an
-        `ExLlamaV2Cache_TP`. With one device this is `load`.
+        Sums are not cut, or only where one device cuts them too, so results are those of one device (bitwise on the
+        CPU). Key/value heads and experts are not cut: each is on one device. The cache must be an `ExLlamaV2Cache_TP`.
+        With one device this is `load`.
 
         Args:
             gpu_split: GiB a device for weights and fixed buffers, whose proportions replace those of the free memory.
@@ -195,14 +197,18 @@ class LoadableModel:
             progress: as for `load`.
             expect_cache_tokens: tokens of the future cache, to be planned for; default max_seq_len * max_batch_size.
             expect_cache_base: class of the future cache.
+            exchange: a `ProcessExchange` where each device has its own process, all of which call this; default one
+                process for all devices.
 
         Raises:
-            DeviceError: the model does not fit, or the devices are of two kinds.
+            DeviceError: the model does not fit, the devices are of two kinds, or a process would have no heads.
+            PeerError: another process failed.
             InputError: an argument is invalid.
         """
         check_callbacks(callback, progress)
         report = progress_bar() if progress else callback
-        for _ in self.load_tp_gen(gpu_split, report, callback_gen, expect_cache_tokens, expect_cache_base):
+        arguments = (gpu_split, report, callback_gen, expect_cache_tokens, expect_cache_base, exchange)
+        for _ in self.load_tp_gen(*arguments):
             pass
 
     def load_tp_gen(
@@ -212,6 +218,7 @@ class LoadableModel:
         callback_gen: CallbackGen | None = None,
         expect_cache_tokens: int = 0,
         expect_cache_base: type[ExLlamaV2CacheBase] | None = None,
+        exchange: Exchange | None = None,
     ) -> Iterator[Any]:
         """Load as `load_tp`, as a generator that must be exhausted; yields the items of `callback_gen`.
 
@@ -227,10 +234,22 @@ class LoadableModel:
             return
         self.config.check_for_load()
         self._checkpoint()
-        found, shares = plan_parallel(self.config, self.modules, places, size, gpu_split)
+        if exchange is None:
+            exchange = LocalExchange(len(places))
+        separate = not exchange.whole
+        found, shares = plan_parallel(self.config, self.modules, places, size, gpu_split, separate=separate)
+        # Each process measures free memory at another time: all take the first one's shares.
+        shares = exchange.agree(shares)
         names = [place.name for place in places]
+        found = replace(found, assignment=[names[exchange.home]] * len(self.modules))
         heads, float_residual = self.config.num_key_value_heads, self.config.arch.float_residual
-        self.tp_context = TensorParallel(names, shares, heads, float_residual=float_residual)
+        context = TensorParallel(names, shares, heads, float_residual=float_residual, exchange=exchange)
+        if not context.local_heads:
+            raise DeviceError(
+                f"load_tp: {names[exchange.home]} gets none of the {heads} key/value heads, and a process needs one: "
+                "take fewer processes, or one process for all devices"
+            )
+        self.tp_context = context
         shard_modules(self.modules, self.tp_context)
         yield from self._load(callback, callback_gen, found)
 
@@ -261,7 +280,7 @@ class LoadableModel:
         """Set the device of every layer's keys and values to that of the layer."""
         layers = [(i, m.layer_idx) for i, m in enumerate(self.modules) if isinstance(m, Attention)]
         names, context = self.placement.names, self.tp_context
-        first = None if context is None else context.names[context.heads[0][0]]
+        first = None if context is None else context.names[context.local_heads[0][0]]
         self.cache_map = {layer: first or names[i] for i, layer in layers}
 
     def load_module(self, index: int) -> None:
@@ -358,7 +377,7 @@ class LoadableModel:
             unshard_modules(self.modules)
         self.cache_map = {}
         self.loaded = False
-        names = [*self.placement.names, *(self.tp_context.names if self.tp_context is not None else ())]
+        names = [*self.placement.names, *(self.tp_context.local_names if self.tp_context is not None else ())]
         self.tp_context = None
         if self.device is not None and any(name.startswith("cuda") for name in names):
             self.rope, self.rope_alt = self._rope_tables()  # copies on GPUs go too
@@ -382,7 +401,7 @@ class LoadableModel:
     def get_cache_devices(self) -> list[str]:
         """Return the devices that hold a part of the cache."""
         if self.tp_context is not None:
-            return sorted(self.tp_context.names[shard] for shard, _, _ in self.tp_context.heads)
+            return sorted(self.tp_context.names[shard] for shard, _, _ in self.tp_context.local_heads)
         return sorted(set(self.cache_map.values()))
 
     def is_quant(self) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from exl_kernels.linear import QUARTERS
+
 from ..device import Device
 from ..errors import DeviceError
 from ..execution.sharded.shares import Shares
@@ -26,8 +28,12 @@ def plan_parallel(
     places: Sequence[Device],
     cache: CacheSize,
     gpu_split: Sequence[float] | None,
+    *,
+    separate: bool = False,
 ) -> tuple[LoadPlan, Shares]:
     """Distribute heads, features and experts in proportion to the devices' budgets.
+
+    MLPs are cut at quarters of K on the CPU, where every device gets one and all fits; otherwise by outputs.
 
     Args:
         config: a prepared config.
@@ -35,6 +41,7 @@ def plan_parallel(
         places: the devices.
         cache: size of the future cache.
         gpu_split: budgets in GiB a device, for weights and fixed buffers; default free memory.
+        separate: each device has its own process, with embedding, norms and routers.
 
     Raises:
         DeviceError: the model does not fit, or GPUs and CPUs, whose arithmetic differs, are mixed.
@@ -44,8 +51,13 @@ def plan_parallel(
         raise DeviceError(f"load_tp: {names} are of two kinds: use GPUs or CPUs alone, or split by layers with load")
     planner = _Planner.of(config, modules, places)
     budgets = budgets_of(places, gpu_split, None)
-    planner.split = gpu_split is not None
+    planner.split, planner.separate = gpu_split is not None, separate
+    # Kernels of GPUs cannot return the sums of quarters of K.
+    planner.sums = not places[0].is_cuda
     found, shares = planner.place(budgets, cache)
+    if planner.sums and not (all(d.fits() for d in found) and shares.all_have_quarters()):
+        planner.sums = False
+        found, shares = planner.place(budgets, cache)
     fits = all(d.fits() for d in found)
     most = None
     if not planner.split and all(d.free is not None for d in budgets):
@@ -65,14 +77,17 @@ class _Planner:
     config: ExLlamaV2Config
     by_heads: int  # bytes of q, k and v
     by_features: dict[int, int]  # outputs of a matrix -> bytes of all matrices with so many
+    by_mlp: dict[int, int]  # the same, of the matrices of MLPs
     experts: dict[int, int]  # experts of a layer -> bytes of all layers with so many
-    home: int  # bytes on the first device
+    home: int  # bytes on the home device
     scratch: int
     embedding: int
     modules: int
     rows: int
     kind: str
     split: bool = False
+    separate: bool = False
+    sums: bool = False
 
     @classmethod
     def of(cls, config: ExLlamaV2Config, modules: Sequence[Module], places: Sequence[Device]) -> _Planner:
@@ -80,7 +95,7 @@ class _Planner:
         rows = config.max_input_len * config.max_batch_size
         sizes = module_sizes(config, modules, kind, rows, config.max_batch_size)
         made = cls(
-            *(config, 0, {}, {}, sum(s.weights for s in sizes), max(s.scratch for s in sizes), sizes[0].weights),
+            *(config, 0, {}, {}, {}, sum(s.weights for s in sizes), max(s.scratch for s in sizes), sizes[0].weights),
             *(len(modules), rows, kind),
         )
         for module in modules:
@@ -94,9 +109,12 @@ class _Planner:
             self._feature(module.o_proj)
         if isinstance(module, ParallelDecoder):
             self._count(module.mlp)
-        elif isinstance(module, (GatedMLP, PlainMLP, Head)):
+        elif isinstance(module, Head):
+            self._feature(module.linear)
+        elif isinstance(module, (GatedMLP, PlainMLP)):
             for linear in module.submodules():
-                self._feature(linear)
+                width = linear.out_features
+                self.by_mlp[width] = self.by_mlp.get(width, 0) + self._taken(linear)
         elif isinstance(module, MoE):
             count = len(module.experts)
             held = sum(self._taken(linear) for expert in module.experts for linear in expert)
@@ -121,7 +139,11 @@ class _Planner:
         cached = self.config.num_hidden_layers * cache_layer_bytes(self.config, cache)
         plans = [
             replace(
-                d, tables=tables, scratch=self.scratch, weights=0 if i else self.home, modules=[*range(self.modules)]
+                d,
+                tables=tables,
+                scratch=self.scratch,
+                weights=0 if i and not self.separate else self.home,
+                modules=[*range(self.modules)],
             )
             for i, d in enumerate(budgets)
         ]
@@ -130,19 +152,23 @@ class _Planner:
             room = [1.0] * len(plans)
         wanted = [part / sum(room) for part in room]
         beside = 0 if self.split else cached
-        rest = sum(self.by_features.values()) + sum(self.experts.values())
+        rest = sum(self.by_features.values()) + sum(self.by_mlp.values()) + sum(self.experts.values())
         count = self.config.num_key_value_heads
         heads = [0.0] * len(plans)
         for shard, begin, end in Shares(tuple(wanted), tuple(wanted)).kv_heads(count):
             heads[shard] = (end - begin) / count
         total = self.by_heads + beside + rest
         left = [max(wanted[i] * total - heads[i] * (self.by_heads + beside), 0.0) for i in range(len(plans))]
-        shares = Shares(tuple(wanted), tuple(part / sum(left) for part in left) if sum(left) else tuple(wanted))
+        others = tuple(part / sum(left) for part in left) if sum(left) else tuple(wanted)
+        shares = Shares(tuple(wanted), others, self.sums)
         for i, d in enumerate(plans):
             d.weights += math.ceil(self.by_heads * heads[i])
             d.cache = 0 if self.split else math.ceil(cached * heads[i])
-        for width, held in self.by_features.items():
-            for shard, begin, end in shares.features(width):
+        cuts = [(held, width, shares.features(width)) for width, held in self.by_features.items()]
+        for width, held in self.by_mlp.items():
+            cuts.append((held, QUARTERS, shares.quarters()) if self.sums else (held, width, shares.features(width)))
+        for held, width, bounds in cuts:
+            for shard, begin, end in bounds:
                 plans[shard].weights += math.ceil(held * (end - begin) / width)
         for number, held in self.experts.items():
             for shard in shares.experts(number):

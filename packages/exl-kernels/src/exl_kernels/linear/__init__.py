@@ -9,6 +9,6 @@
 | `workspace` | the memory of inter-block reductions |
 """
 
-from .matrix import Compute, Format, QuantMatrix
+from .matrix import QUARTERS, Compute, Format, QuantMatrix
 
-__all__ = ["Compute", "Format", "QuantMatrix"]
+__all__ = ["QUARTERS", "Compute", "Format", "QuantMatrix"]

@@ -13,7 +13,10 @@ from .. import _native
 from ..errors import DTypeError, FormatError, ShapeError, UnsupportedError
 from ..formats import Exl2Parts, GptqParts
 
-__all__ = ["Compute", "Format", "QuantMatrix"]
+__all__ = ["QUARTERS", "Compute", "Format", "QuantMatrix"]
+
+QUARTERS = 4
+"""Parts of K that a matmul sums one by one, so that K can be cut between them without changing a result."""
 
 Compute = Literal["exact", "int8"]
 Format = Literal["exl2", "gptq", "float"]
@@ -39,8 +42,8 @@ class QuantMatrix:
     half: an error of at most 2^-11 of a weight, a twentieth of that of the activations' rounding.
 
     Float weights are always computed exactly. A row's result is bitwise identical for any number of rows in the call,
-    any number of threads, and every instruction set. NaN and infinite activations make that row's outputs NaN (int8) or
-    give the result of float32 arithmetic (exact).
+    any number of threads, and every instruction set. K is summed in QUARTERS parts, which are added in order. NaN and
+    infinite activations make that row's outputs NaN (int8) or give the result of float32 arithmetic (exact).
 
     Attributes:
         in_features: K.
@@ -249,6 +252,65 @@ class QuantMatrix:
         out = torch.empty((self.in_features, self.out_features), dtype=torch.float16)
         self._native.dequantize(out)
         return out
+
+    def quarter_features(self, first: int, last: int) -> Tensor:
+        """Return the input features of quarters [first, last) of K, in the order in which `quarters` takes them.
+
+        K is cut in QUARTERS parts of whole blocks of 32 packed rows; a small matrix has parts without rows.
+
+        Returns:
+            int64 [features].
+
+        Raises:
+            UnsupportedError: the matrix is on a GPU.
+            ShapeError: there are no such quarters.
+        """
+        self._check_quarters(first, last)
+        return torch.tensor(self._native.quarter_features(first, last), dtype=torch.int64)
+
+    def quarters(self, first: int, last: int) -> QuantMatrix:
+        """Return a matrix of the rows of quarters [first, last) of K, without bias and prescale.
+
+        Its input has the features of `quarter_features`. The results of all single quarters that have rows, added in
+        order in float32, are bitwise those of the whole matrix before bias and prescale; so are those of [0, n) and the
+        single quarters after it.
+
+        Raises:
+            UnsupportedError, ShapeError: as for `quarter_features`, and for quarters without rows.
+        """
+        if not len(self.quarter_features(first, last)):
+            raise ShapeError(f"{self.name or 'matrix'}: quarters [{first}, {last}) of its K have no rows")
+        return QuantMatrix(self._native.quarters(first, last), self.format, self.compute, self.name)
+
+    def columns(self, columns: Tensor) -> QuantMatrix:
+        """Return a matrix of the given columns, in this order, whose results are bitwise theirs.
+
+        Args:
+            columns: integers [n] of 0 to out_features - 1, at least one.
+
+        Raises:
+            UnsupportedError: the matrix is on a GPU.
+            ShapeError: a column is not in the matrix, or there are none.
+        """
+        self._on_cpu("columns")
+        numbers = columns.tolist()
+        if not numbers or min(numbers) < 0 or max(numbers) >= self.out_features:
+            raise ShapeError(
+                f"{self.name or 'matrix'}: columns must be one or more of 0 to {self.out_features - 1}, not "
+                f"{numbers[:4]} to {numbers[-4:]}"
+            )
+        return QuantMatrix(self._native.columns(numbers), self.format, self.compute, self.name)
+
+    def _on_cpu(self, what: str) -> None:
+        if self.device.type != "cpu":
+            raise UnsupportedError(f"{self.name or 'matrix'}: {what} of a matrix on {self.device}; only on the CPU")
+
+    def _check_quarters(self, first: int, last: int) -> None:
+        self._on_cpu("quarters")
+        if not 0 <= first < last <= QUARTERS:
+            raise ShapeError(
+                f"{self.name or 'matrix'}: quarters [{first}, {last}); K has quarters 0 to {QUARTERS - 1}, first < last"
+            )
 
     def __repr__(self) -> str:
         return (

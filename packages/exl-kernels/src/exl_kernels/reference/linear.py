@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ Array = npt.NDArray[Any]
 # A block: input features of up to 32 rows, code - zero point [rows, N], column scales [N] float32.
 Block = tuple[Array, Array, Array]
 BLOCK = 32
+QUARTERS = 4  # of K, each summed from zero
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, prescale: float = 1.0) -> Tensor:
@@ -78,13 +80,19 @@ def matmul_int8(
 ) -> Tensor:
     """Compute the int8 path of `QuantMatrix.matmul`: exact integers in a block, float32 over the blocks in order.
 
-    The fused multiply-add is computed in float64 and rounded again, so a result may differ in its last bit.
+    The blocks of each quarter of K are summed from zero, and the quarters are added in order. The fused multiply-add is
+    computed in float64 and rounded again, so a result may differ in its last bit.
     """
-    total = np.zeros((x.shape[0], out_features), dtype=np.float32)
     activations = x.numpy().astype(np.float32)
-    for features, codes, scales in blocks:
-        q, scale = quantize_activations(activations[:, features])
-        factor = scales[None, :] * scale[:, None]
-        total = ((q @ codes) * factor.astype(np.float64) + total).astype(np.float32)
+    every = list(blocks)
+    borders = [len(every) * quarter // QUARTERS for quarter in range(QUARTERS + 1)]
+    total = np.zeros((x.shape[0], out_features), dtype=np.float32)
+    for begin, end in pairwise(borders):
+        own = np.zeros_like(total)
+        for features, codes, scales in every[begin:end]:
+            q, scale = quantize_activations(activations[:, features])
+            factor = scales[None, :] * scale[:, None]
+            own = ((q @ codes) * factor.astype(np.float64) + own).astype(np.float32)
+        total += own
     y = torch.from_numpy(total)
     return (y if bias is None else y + bias.float()) * prescale

@@ -1,8 +1,31 @@
-"""Matrices sharded over several devices by their outputs."""
+"""Matrices sharded over several devices.
+
+| module | contents |
+|---|---|
+| `shares`, `context` | the devices and the share of each |
+| `cutting` | which device has what, before loading |
+| `matrix`, `sums` | matrices cut by outputs, and by quarters of K |
+| `heads` | attention whose heads are on several devices |
+| `exchange`, `processes` | results on their way to the home device: within a process, between processes |
+| `executor` | runs the modules |
+"""
 
 from .context import TensorParallel
-from .matrix import Part, SplitMatrix, load_split, over_parts
+from .exchange import Exchange, LocalExchange
+from .matrix import Part, ShardedMatrix, SplitMatrix, over_parts
 from .shares import Shares
+from .sums import SumMatrix
 from .transfer import send
 
-__all__ = ["Part", "Shares", "SplitMatrix", "TensorParallel", "load_split", "over_parts", "send"]
+__all__ = [
+    "Exchange",
+    "LocalExchange",
+    "Part",
+    "ShardedMatrix",
+    "Shares",
+    "SplitMatrix",
+    "SumMatrix",
+    "TensorParallel",
+    "over_parts",
+    "send",
+]

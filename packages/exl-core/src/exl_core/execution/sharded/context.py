@@ -13,6 +13,7 @@ from exl_kernels.kv import KVPages
 from ...device import torch_device
 from ...errors import CacheError
 from ...placement import Placement
+from .exchange import Exchange, LocalExchange
 from .shares import Bounds, Shares
 from .transfer import send
 
@@ -24,14 +25,42 @@ __all__ = ["TensorParallel"]
 
 
 class TensorParallel:
-    """Devices by name; the first holds hidden states, norms, embedding and routers, and gathers every result."""
+    """Devices by name. One of this process' devices is the home: it holds hidden states, norms, embedding and routers.
 
-    def __init__(self, names: Sequence[str], shares: Shares, kv_heads: int, *, float_residual: bool = False) -> None:
+    Attributes:
+        names: names of all devices.
+        shares: share of each device.
+        exchange: brings results to the home device.
+        heads: key/value heads of each device that has any.
+        local_heads: the same, of this process' devices.
+        home: torch's device of hidden states.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        shares: Shares,
+        kv_heads: int,
+        *,
+        float_residual: bool = False,
+        exchange: Exchange | None = None,
+    ) -> None:
         self.names = list(names)
         self.shares = shares
-        self.heads: Bounds = shares.kv_heads(kv_heads)  # key/value heads of each device that has any
-        self.home = torch_device(self.names[0])
+        self.exchange = LocalExchange(len(self.names)) if exchange is None else exchange
+        self.heads: Bounds = shares.kv_heads(kv_heads)
+        self.local_heads: Bounds = tuple(bounds for bounds in self.heads if self.is_local(bounds[0]))
+        self.home = torch_device(self.names[self.exchange.home])
         self._placement = Placement(self.names, float_residual)
+
+    @property
+    def local_names(self) -> list[str]:
+        """Names of this process' devices."""
+        return [name for shard, name in enumerate(self.names) if self.is_local(shard)]
+
+    def is_local(self, shard: int) -> bool:
+        """Return whether this process computes for a device."""
+        return shard in self.exchange.local
 
     def device(self, shard: int) -> torch.device:
         """Return torch's device of a shard."""
@@ -63,7 +92,7 @@ class TensorParallel:
     def pages(
         self, cache: PagedCache | None, page_size: int, scratch: tuple[int, int]
     ) -> tuple[Callable[[int], KVPages], ...]:
-        """Return, for every entry of `heads`, a function layer -> pages of those heads.
+        """Return, for every entry of `local_heads`, a function layer -> pages of those heads.
 
         Without a cache one scratch layer of `scratch` = (pages, head_dim) serves all layers. Raises CacheError unless
         the cache was made for this model with these shards.
@@ -72,11 +101,11 @@ class TensorParallel:
             count, head_dim = scratch
             made = [
                 KVPages.allocate("fp16", count, page_size, end - begin, head_dim, self.device(shard))
-                for shard, begin, end in self.heads
+                for shard, begin, end in self.local_heads
             ]
             return tuple(_always(pages) for pages in made)
         caches = cache.shards()
-        wanted = [(self.device(shard), end - begin) for shard, begin, end in self.heads]
+        wanted = [(self.device(shard), end - begin) for shard, begin, end in self.local_heads]
         if [(c.device_of(0), c.num_key_value_heads) for c in caches] != wanted:
             raise CacheError(
                 f"the matrices of this model are sharded over {', '.join(self.names)}: it needs an ExLlamaV2Cache_TP "

@@ -34,9 +34,9 @@ class ShardedHeads:
     """
 
     def __init__(self, context: TensorParallel, pages: Sequence[Callable[[int], KVPages]]) -> None:
-        """pages: for every entry of `context.heads`, layer -> pages of those heads."""
+        """pages: for every entry of `context.local_heads`, layer -> pages of those heads."""
         self.context = context
-        self.heads = context.heads
+        self.heads = context.local_heads
         self._pages = pages
 
     def attend(self, attention: Attention, h: Tensor, step: Step) -> Tensor:
@@ -45,12 +45,12 @@ class ShardedHeads:
         dim, groups = a.head_dim, a.num_attention_heads // a.num_key_value_heads
         projected = self._projected(a, h, step)
         made = []
-        for (shard, begin, end), pages, (q, k, v) in zip(self.heads, self._pages, projected, strict=True):
+        for (shard, _, _), pages, (q, k, v) in zip(self.heads, self._pages, projected, strict=True):
             there = context.step_on(step, shard)
-            mixed = a.mix(q, k, v, pages(a.layer_idx), there).view(h.shape[0], -1)
-            made.append((begin * groups * dim, end * groups * dim, mixed))
+            made.append(a.mix(q, k, v, pages(a.layer_idx), there).view(h.shape[0], -1))
         whole = torch.empty((h.shape[0], a.num_attention_heads * dim), dtype=h.dtype, device=h.device)
-        return a.o_proj.forward(gathered(made, whole), step.loras)
+        columns = [(shard, slice(begin * groups * dim, end * groups * dim)) for shard, begin, end in context.heads]
+        return a.o_proj.forward(gathered(context.exchange, columns, made, whole), step.loras)
 
     def _projected(self, a: Attention, h: Tensor, step: Step) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return q, k and v [T, heads, head_dim] of every device, on it."""
@@ -67,7 +67,7 @@ class ShardedHeads:
                     for shard, begin, end in self.heads
                 ]
         inputs = self.context.spread(h)
-        cut = [m.parts for m in matrices if isinstance(m, SplitMatrix)]
+        cut = [m.local for m in matrices if isinstance(m, SplitMatrix)]
         found = []
         for parts, norms in zip(zip(*cut, strict=True), kept, strict=True):
             shard = parts[0].shard

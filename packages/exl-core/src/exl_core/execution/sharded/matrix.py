@@ -1,8 +1,9 @@
-"""A matrix whose outputs are computed on several devices."""
+"""Matrices of which every device has some outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -11,39 +12,96 @@ from torch import Tensor
 
 from exl_kernels.linear import Compute, Format, QuantMatrix
 
+from ...errors import ModelStateError
 from ...loading.linears import LinearOptions, LinearSpec, Ranges, load_columns
-from .shares import Bounds
-from .transfer import send
+from .shares import FEATURES, Bounds
 
 if TYPE_CHECKING:
     from ...loading.checkpoint import TensorSource
     from .context import TensorParallel
+    from .exchange import Exchange
 
-__all__ = ["Part", "SplitMatrix", "load_split", "over_parts"]
+__all__ = [
+    "Columns",
+    "Cut",
+    "OutputCut",
+    "Part",
+    "RemoteMatrix",
+    "ShardedMatrix",
+    "SplitMatrix",
+    "WholeElsewhere",
+    "gathered",
+    "over_parts",
+    "run_parts",
+]
+
+Columns = slice | Tensor
+"""Outputs of a matrix: a range, or int64 numbers in any order."""
+
+
+class ShardedMatrix(ABC):
+    """The counterpart of a `QuantMatrix` over several devices, with x and y on the home device.
+
+    Attributes:
+        in_features: inputs.
+        out_features: outputs.
+        stored_features: outputs of the matrix in the files.
+        name: name in the files.
+        format: format in the files.
+        compute: arithmetic on the CPU.
+        bits_per_weight: of the files' form.
+        nbytes: bytes on the devices of this process.
+        device: torch's home device.
+    """
+
+    def __init__(self, spec: LinearSpec, context: TensorParallel, held: Iterable[QuantMatrix]) -> None:
+        """held: the matrices on this process' devices, at least one."""
+        self.context = context
+        self.in_features, self.out_features = spec.in_features, spec.out_features
+        self.stored_features = spec.out_features
+        self.name = spec.key
+        own = list(held)
+        self.format: Format = own[0].format
+        self.compute: Compute = own[0].compute
+        weights = [matrix.in_features * matrix.out_features for matrix in own]
+        bits = sum(w * m.bits_per_weight for w, m in zip(weights, own, strict=True))
+        self.bits_per_weight = bits / sum(weights)
+        self.nbytes = sum(matrix.nbytes for matrix in own)
+        self.device = context.home
+
+    @abstractmethod
+    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Multiply x [T, in] on the home device -> [T, out], in `out` if given."""
+
+    @abstractmethod
+    def dequantize(self) -> Tensor:
+        """Return W float16 [in, out] on the CPU without padding columns."""
+
+
+class Cut(ABC):
+    """How the matrix of a linear is cut for several devices."""
+
+    @abstractmethod
+    def load(self, source: TensorSource, spec: LinearSpec, options: LinearOptions) -> ShardedMatrix:
+        """Read the parts of this process' devices to them. Raises as `load_linear`."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Outputs [begin, end) of a matrix on device number `shard`. `kept`: the columns of `matrix` that hold them."""
+    """Outputs `columns` of a matrix, as many as `width`, on device number `shard`.
+
+    `matrix` is None in processes without that device; its columns `kept` are the outputs.
+    """
 
     shard: int
-    begin: int
-    end: int
-    matrix: QuantMatrix
+    columns: Columns
+    width: int
+    matrix: QuantMatrix | None
     kept: Ranges
-
-    @property
-    def width(self) -> int:
-        """Number of outputs."""
-        return self.end - self.begin
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the part."""
-        return self.matrix.device
 
     def matmul(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Multiply x [T, in] on the part's device -> [T, width], contiguous, of x's type or `dtype`."""
+        assert self.matrix is not None, "a part of another process"
         columns = self.matrix.out_features
         out = None if dtype is None else torch.empty((x.shape[0], columns), dtype=dtype, device=x.device)
         y = self.matrix.matmul(x, out=out)
@@ -51,76 +109,157 @@ class Part:
             return y
         return torch.cat([y[:, begin:end] for begin, end in self.kept], dim=1)
 
+    @property
+    def device(self) -> torch.device | None:
+        """Device of the part; None in processes without it."""
+        return None if self.matrix is None else self.matrix.device
 
-class SplitMatrix:
-    """The counterpart of a `QuantMatrix` over several devices, with x and y on the first.
+    def dequantize(self) -> Tensor:
+        """Return W float16 [in, width] on the CPU."""
+        assert self.matrix is not None, "a part of another process"
+        whole = self.matrix.dequantize()
+        return torch.cat([whole[:, begin:end].cpu() for begin, end in self.kept], dim=1)
+
+
+class SplitMatrix(ShardedMatrix):
+    """A matrix cut by outputs.
 
     Every output is computed whole on one device, in the order of one device's sum. On the CPU, and wherever a kernel's
     results do not depend on the number of columns, the result is bitwise identical to that of the whole matrix.
     """
 
-    def __init__(self, spec: LinearSpec, context: TensorParallel, parts: Sequence[Part], stored: int) -> None:
-        """stored: number of outputs of the matrix in the files."""
-        self.context = context
+    def __init__(
+        self,
+        spec: LinearSpec,
+        context: TensorParallel,
+        parts: Sequence[Part],
+        stored: int,
+        sample: QuantMatrix | None = None,
+    ) -> None:
+        """Describe the parts of all devices, in the order of the devices.
+
+        Args:
+            spec: the matrix.
+            context: the devices.
+            parts: the parts.
+            stored: outputs of the matrix in the files.
+            sample: some columns of the matrix, needed where no part is on this process' devices.
+        """
         self.parts = tuple(parts)
-        self.in_features, self.out_features = spec.in_features, spec.out_features
+        self.local = tuple(part for part in parts if part.matrix is not None)
+        held = [part.matrix for part in self.local if part.matrix is not None]
+        super().__init__(spec, context, held or ([] if sample is None else [sample]))
+        self.nbytes = sum(matrix.nbytes for matrix in held)
         self.stored_features = stored
-        self.name = spec.key
-        first = parts[0].matrix
-        self.format: Format = first.format
-        self.compute: Compute = first.compute
-        self.bits_per_weight = sum(p.width * p.matrix.bits_per_weight for p in parts) / spec.out_features
-        self.nbytes = sum(p.matrix.nbytes for p in parts)
-        self.device = context.home
+        self.places = [(part.shard, part.columns) for part in self.parts]
 
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Multiply x [T, in] on the first device -> [T, out], in `out` if given."""
+        """Multiply x [T, in] on the home device -> [T, out], in `out` if given."""
         if out is None:
             out = torch.empty((x.shape[0], self.out_features), dtype=x.dtype, device=x.device)
         inputs = self.context.spread(x)
         dtype = None if out.dtype == x.dtype else out.dtype
-        made = [(p.begin, p.end, p.matmul(inputs(p.shard), dtype)) for p in self.parts]
-        return gathered(made, out)
+        made = [part.matmul(inputs(part.shard), dtype) for part in self.local]
+        return gathered(self.context.exchange, self.places, made, out)
 
     def dequantize(self) -> Tensor:
         """Return W float16 [in, out] on the CPU without padding columns."""
-        wholes = [(p, p.matrix.dequantize()) for p in self.parts]
-        return torch.cat([w[:, begin:end].cpu() for p, w in wholes for begin, end in p.kept], dim=1)
+        home = self.context.home
+        out = torch.empty((self.in_features, self.out_features), dtype=torch.float16, device=home)
+        made = [part.dequantize().to(home) for part in self.local]
+        return gathered(self.context.exchange, self.places, made, out).cpu()
 
 
-def load_split(
-    source: TensorSource, spec: LinearSpec, options: LinearOptions, context: TensorParallel, bounds: Bounds
-) -> SplitMatrix:
-    """Read every part from the files to its device. Raises as `load_linear`."""
-    parts, stored = [], 0
-    for shard, begin, end in bounds:
-        there = replace(options, device=str(context.device(shard)))
-        matrix, kept, stored = load_columns(source, spec, there, begin, end)
-        parts.append(Part(shard, begin, end, matrix, kept))
-    return SplitMatrix(spec, context, parts, stored)
+@dataclass(frozen=True)
+class OutputCut(Cut):
+    """Contiguous outputs for every device."""
+
+    context: TensorParallel
+    bounds: Bounds
+
+    def load(self, source: TensorSource, spec: LinearSpec, options: LinearOptions) -> SplitMatrix:
+        """Read the parts of this process' devices to them. Raises as `load_linear`."""
+        parts, stored, sample = [], 0, None
+        for shard, begin, end in self.bounds:
+            matrix: QuantMatrix | None = None
+            kept: Ranges = ((0, end - begin),)
+            if self.context.is_local(shard):
+                there = replace(options, device=str(self.context.device(shard)))
+                matrix, kept, stored = load_columns(source, spec, there, begin, end)
+            parts.append(Part(shard, slice(begin, end), end - begin, matrix, kept))
+        if all(part.matrix is None for part in parts):
+            few = min(FEATURES, spec.out_features)
+            sample, _, stored = load_columns(source, spec, replace(options, device="cpu"), 0, few)
+        return SplitMatrix(spec, self.context, parts, stored, sample)
+
+
+class RemoteMatrix(ShardedMatrix):
+    """A matrix that is whole on another process' device. It can not be multiplied or read here."""
+
+    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Raise ModelStateError."""
+        raise ModelStateError(f"{self.name} is on the device of another process")
+
+    def dequantize(self) -> Tensor:
+        """Raise ModelStateError."""
+        raise ModelStateError(f"{self.name} is on the device of another process: ask that process for its weights")
+
+
+@dataclass(frozen=True)
+class WholeElsewhere(Cut):
+    """The whole matrix on a device of another process."""
+
+    context: TensorParallel
+
+    def load(self, source: TensorSource, spec: LinearSpec, options: LinearOptions) -> RemoteMatrix:
+        """Read the format of the matrix. Raises as `load_linear`."""
+        few = min(FEATURES, spec.out_features)
+        sample, _, stored = load_columns(source, spec, replace(options, device="cpu"), 0, few)
+        made = RemoteMatrix(spec, self.context, [sample])
+        made.nbytes, made.stored_features = 0, stored
+        return made
 
 
 def over_parts(x: Tensor, matrices: Sequence[SplitMatrix], run: Callable[[Tensor, Sequence[Part]], Tensor]) -> Tensor:
     """Run a function over several matrices with equal shards, one after the other on each device.
 
     Args:
-        x: [T, in] on the first device.
+        x: [T, in] on the home device.
         matrices: the matrices.
-        run: called as run(x on the device, the parts there); returns [T, width].
+        run: called as run(x on the device, the parts there); returns [T, width] of x's type.
 
     Returns:
-        [T, out] on the first device.
+        [T, out] on the home device.
     """
-    context = matrices[0].context
-    inputs = context.spread(x)
-    parts = list(zip(*(m.parts for m in matrices), strict=True))
-    made = [(group[0].begin, group[0].end, run(inputs(group[0].shard), group)) for group in parts]
-    out = torch.empty((x.shape[0], matrices[0].out_features), dtype=made[0][2].dtype, device=x.device)
-    return gathered(made, out)
+    first = matrices[0]
+    made = run_parts(x, matrices, run)
+    out = torch.empty((x.shape[0], first.out_features), dtype=x.dtype, device=x.device)
+    return gathered(first.context.exchange, first.places, made, out)
 
 
-def gathered(made: Sequence[tuple[int, int, Tensor]], out: Tensor) -> Tensor:
-    """Copy columns (begin, end, values) from any device to `out`."""
-    for begin, end, values in made:
-        out[:, begin:end] = send(values, out.device)
+def run_parts(
+    x: Tensor, matrices: Sequence[SplitMatrix], run: Callable[[Tensor, Sequence[Part]], Tensor]
+) -> list[Tensor]:
+    """Return the results of `run` of each of this process' devices, there; arguments as for `over_parts`."""
+    inputs = matrices[0].context.spread(x)
+    return [run(inputs(group[0].shard), group) for group in zip(*(m.local for m in matrices), strict=True)]
+
+
+def gathered(exchange: Exchange, places: Sequence[tuple[int, Columns]], made: Sequence[Tensor], out: Tensor) -> Tensor:
+    """Gather the columns of all devices in `out` [rows, columns] on the home device.
+
+    Args:
+        exchange: the exchange.
+        places: device number and columns of every part.
+        made: the parts of this process' devices, in order, of the type of `out`.
+        out: the result.
+    """
+    rows = out.shape[0]
+    parts = [(shard, (rows, _width(columns))) for shard, columns in places]
+    for (_, columns), values in zip(places, exchange.collect(parts, made, out), strict=True):
+        out[:, columns] = values
     return out
+
+
+def _width(columns: Columns) -> int:
+    return columns.stop - columns.start if isinstance(columns, slice) else len(columns)
