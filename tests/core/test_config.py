@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from effort import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from exl_core import ExLlamaV2, ExLlamaV2Config, errors
@@ -414,7 +415,7 @@ COMPLETE = {
 }
 
 
-@settings(max_examples=600, deadline=None)
+@examples(600, 200)
 @given(
     changes=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3),
     nested=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=2),

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from effort import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from exl_core import (
@@ -27,7 +28,7 @@ PAGE = 16
 CACHES = [ExLlamaV2Cache, ExLlamaV2Cache_8bit, ExLlamaV2Cache_Q4, ExLlamaV2Cache_Q6, ExLlamaV2Cache_Q8]
 
 pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.NonInteractiveExampleWarning")
-quick = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+some = examples(15, 6, list(HealthCheck))
 
 
 @pytest.fixture(scope="module", params=["exact", "int8"])
@@ -66,7 +67,7 @@ def alone(model: ExLlamaV2, sequence: torch.Tensor, cache_class: Any) -> torch.T
 cuts = st.lists(st.integers(1, LENGTH - 1), max_size=6, unique=True).map(sorted)
 
 
-@quick
+@some
 @given(data=st.data())
 @pytest.mark.parametrize("cache_class", CACHES)
 def test_chunking(model: ExLlamaV2, sequences: torch.Tensor, cache_class: Any, data: st.DataObject) -> None:
@@ -77,7 +78,7 @@ def test_chunking(model: ExLlamaV2, sequences: torch.Tensor, cache_class: Any, d
     assert torch.equal(torch.cat(parts, dim=1)[0], alone(model, sequences[0], cache_class))
 
 
-@quick
+@some
 @given(data=st.data())
 @pytest.mark.parametrize("cache_class", [ExLlamaV2Cache, ExLlamaV2Cache_Q4])
 def test_batch_neighbours(model: ExLlamaV2, sequences: torch.Tensor, cache_class: Any, data: st.DataObject) -> None:
@@ -91,7 +92,7 @@ def test_batch_neighbours(model: ExLlamaV2, sequences: torch.Tensor, cache_class
         assert torch.equal(logits[index], alone(model, sequences[row], cache_class))
 
 
-@quick
+@some
 @given(data=st.data())
 @pytest.mark.parametrize("cache_class", CACHES)
 def test_pages_against_contiguous(

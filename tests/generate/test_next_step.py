@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from effort import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from internals import prelaunch
 
@@ -258,13 +259,13 @@ def play(
     raise AssertionError("the jobs do not end")
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150, 40)
 @given(st.lists(ASKS, min_size=1, max_size=6))
 def test_nobody_can_tell(asks: list[Ask]) -> None:
     assert play(asks, early=True)[0] == play(asks, early=False)[0]
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100, 40)
 @given(st.lists(ASKS, min_size=1, max_size=6), st.booleans())
 def test_nobody_can_tell_that_tokens_stayed_on_the_device(asks: list[Ask], leaves: bool) -> None:
     """Also where logits are read after the next step has overwritten its buffer."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -206,7 +207,7 @@ cases = st.builds(
     "filters.md: CAP-14",
 )
 @pytest.mark.parametrize("pair", PAIRS, ids=["+".join(pair) for pair in PAIRS])
-@settings(max_examples=4, deadline=None)
+@examples(4, 2)
 @given(case=cases, cancel_at=st.integers(0, 8), share=st.sampled_from([None, 3]))
 def test_pair(pair: tuple[str, str], case: Case, cancel_at: int, share: int | None) -> None:
     check_pair(pair, case, cancel_at, share)

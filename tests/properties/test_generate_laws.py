@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from effort import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from exl_filters import ExLlamaV2Filter
@@ -245,7 +246,7 @@ def alone(ask: Ask) -> dict[str, Any]:
     return said(play(Shape(page=64, pages=3).generator(), [ask])[0])
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300, 60)
 @given(shapes, st.lists(asks(), min_size=1, max_size=7), st.booleans())
 # The two prompts of a pair end in other tokens; pages of both are shared later (draft cache).
 @example(
@@ -286,7 +287,7 @@ def test_a_jobs_output_is_the_same_alone_and_in_company(shape: Shape, requests: 
         assert said(results) == alone(ask)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150, 40)
 @given(shapes, st.lists(asks(), min_size=1, max_size=4), st.lists(asks(faulty=True), min_size=1, max_size=4))
 @pytest.mark.covers("generators.md: 61")
 def test_failing_and_cancelled_jobs_disturb_nobody(shape: Shape, good: list[Ask], bad: list[Ask]) -> None:
@@ -298,7 +299,7 @@ def test_failing_and_cancelled_jobs_disturb_nobody(shape: Shape, good: list[Ask]
         assert sum(r["eos"] for r in mine) <= 1
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150, 40)
 @given(shapes, asks())
 @pytest.mark.covers("generators.md: 51", "generators.md: 52")
 def test_stop_strings_and_bans_never_show(shape: Shape, ask: Ask) -> None:
@@ -324,7 +325,7 @@ def reach(table: list[bytes], tokens: list[int]) -> int:
     return len(text) + bool(pending)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60, 30)
 @given(asks())
 @pytest.mark.covers("generators.md: 52")
 def test_banned_strings_against_a_naive_search(ask: Ask) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -86,7 +87,7 @@ def play(
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("cache", CACHES)
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(15, 8, list(HealthCheck))
 @given(
     st.sampled_from(["pylib-4m-exl2-4.5", "pylib-4m-fp16"]),
     st.lists(requests, min_size=1, max_size=6),

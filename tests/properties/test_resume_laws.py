@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -222,6 +223,7 @@ def test_a_job_resumes_with_filters(ask: Ask, cut: int) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FILTERS))
+@examples(100, 12)
 @given(seed=st.integers(0, 50), style=st.sampled_from(["wide", "mirostat"]), cut=st.integers(0, 40))
 def test_a_job_resumes_with_each_filter(name: str, seed: int, style: str, cut: int) -> None:
     ask = Ask([3, 4, 5], 20, 0, seed, style, [name], [EOS])
