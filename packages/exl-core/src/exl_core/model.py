@@ -66,6 +66,11 @@ class ExLlamaV2(LoadableModel):
     def _weights_change(self) -> None:
         self.decode.clear()  # captured steps read the old weights
 
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether other processes must run the same passes: a `load_tp` with a process for each device."""
+        return self.tp_context is not None and not self.tp_context.exchange.whole
+
     def update_loras(self) -> None:
         """Drop the captured steps with adapters, whose tensors they hold. Called when an adapter is unloaded."""
         self.decode.forget_adapters()

@@ -123,6 +123,10 @@ class Model(Protocol):
     def hooked(self) -> bool:
         """Whether hooks of the caller read hidden states: each prompt then needs a pass of its own."""
 
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether other processes must run the same passes, so that no choice may depend on time."""
+
     def invariant_tokens(self, loras: Any = ()) -> int | None:
         """Return the most tokens of a pass whose results are batch-invariant under `loras`; None means any number."""
 

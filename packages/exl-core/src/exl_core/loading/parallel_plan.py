@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING
 
 from exl_kernels.linear import QUARTERS
 
-from ..device import Device
-from ..errors import DeviceError
+from ..device import Device, devices
+from ..errors import DeviceError, ModelStateError
 from ..execution.sharded.shares import Shares
-from ..layers import Attention, GatedMLP, Head, Linear, Module, MoE, ParallelDecoder, PlainMLP
+from ..layers import Attention, GatedMLP, Head, Linear, Module, MoE, ParallelDecoder, PlainMLP, build_modules
 from .plan import MOST_TOKENS, PAGE, DevicePlan, LoadPlan, budgets_of
 from .sizes import CacheSize, cache_layer_bytes, linear_bytes, module_sizes, rope_bytes, state_bytes
 
 if TYPE_CHECKING:
+    from exl_kernels.kv import KVKind
+
     from ..config import ExLlamaV2Config
 
-__all__ = ["plan_parallel"]
+__all__ = ["plan_parallel", "plan_tp"]
 
 
 def plan_parallel(
@@ -31,9 +33,7 @@ def plan_parallel(
     *,
     separate: bool = False,
 ) -> tuple[LoadPlan, Shares]:
-    """Distribute heads, features and experts in proportion to the devices' budgets.
-
-    MLPs are cut at quarters of K on the CPU, where every device gets one and all fits; otherwise by outputs.
+    """Plan as `plan_tp`, for existing modules, and return the share of each device as well.
 
     Args:
         config: a prepared config.
@@ -45,6 +45,58 @@ def plan_parallel(
 
     Raises:
         DeviceError: the model does not fit, or GPUs and CPUs, whose arithmetic differs, are mixed.
+    """
+    plan, shares = _planned(config, modules, places, cache, gpu_split, separate)
+    if not plan.fits:
+        raise DeviceError(f"Insufficient space in device allocation: {plan.table()}")
+    return plan, shares
+
+
+def plan_tp(
+    config: ExLlamaV2Config,
+    *,
+    cache: KVKind = "fp16",
+    cache_tokens: int | None = None,
+    gpu_split: Sequence[float] | None = None,
+    on: Sequence[Device] | None = None,
+) -> LoadPlan:
+    """Plan what `load_tp` puts on each device, without building or allocating anything.
+
+    Args:
+        config: a prepared config.
+        cache: format of the cache.
+        cache_tokens: length of the cache over all rows; default config.max_seq_len.
+        gpu_split: GiB a device for weights and fixed buffers, caches not included; default free memory.
+        on: the devices; default those of EXL_DEVICE.
+
+    Raises:
+        DeviceError: there is one device, or GPUs and CPUs, whose arithmetic differs, are mixed.
+        InputError: the split is invalid.
+        ModelStateError: the config was prepared without tensors.
+    """
+    if config.checkpoint is None:
+        raise ModelStateError("the config was prepared with no_tensors=True: call config.prepare() first")
+    places = list(devices() if on is None else on)
+    if len(places) < 2:
+        raise DeviceError(
+            f"tensor parallelism needs several devices, this run has one ({places[0].name}): name them, as in "
+            "EXL_DEVICE=cuda:0,cuda:1, or --device cuda:0,cuda:1 on the command line"
+        )
+    size = CacheSize(cache, config.max_seq_len if cache_tokens is None else cache_tokens)
+    return _planned(config, build_modules(config), places, size, gpu_split, False)[0]
+
+
+def _planned(
+    config: ExLlamaV2Config,
+    modules: Sequence[Module],
+    places: Sequence[Device],
+    cache: CacheSize,
+    gpu_split: Sequence[float] | None,
+    separate: bool,
+) -> tuple[LoadPlan, Shares]:
+    """Distribute heads, features and experts in proportion to the devices' budgets.
+
+    MLPs are cut at quarters of K on the CPU, where every device gets one and all fits; otherwise by outputs.
     """
     if len({place.is_cuda for place in places}) > 1:
         names = ", ".join(place.name for place in places)
@@ -64,10 +116,7 @@ def plan_parallel(
         most = planner.most_tokens(budgets, cache)
     problem = "does not fit (MiB): take a shorter or quantized cache, a smaller config.max_input_len, or more devices"
     homes = [budgets[0].device.name] * len(modules)
-    plan = LoadPlan(found, homes, cache, fits, most, "" if fits else problem, planner.embedding)
-    if not fits:
-        raise DeviceError(f"Insufficient space in device allocation: {plan.table()}")
-    return plan, shares
+    return LoadPlan(found, homes, cache, fits, most, "" if fits else problem, planner.embedding), shares
 
 
 @dataclass

@@ -75,6 +75,10 @@ Device = Annotated[
     ),
 ]
 
+Tp = Annotated[
+    bool, typer.Option("--tp", help="Tensor parallel: shard every matrix over all devices, instead of the layers.")
+]
+
 
 @contextmanager
 def _on(device: str | None) -> Iterator[None]:
@@ -113,6 +117,7 @@ def generate(
     cache: Cache = "fp16",
     cache_tokens: CacheTokens = None,
     device: Device = None,
+    tp: Tp = False,
     json_: Json = False,
 ) -> None:
     """Continue a text, streamed as it is written. Ctrl-C ends it."""
@@ -139,6 +144,7 @@ def generate(
                 special=special,
                 cache=cache,
                 cache_tokens=cache_tokens,
+                tp=tp,
             ),
             echo=echo,
             as_json=json_,
@@ -240,6 +246,7 @@ def info(
         typer.Option(help='With --kernels: a card that need not be here, such as "4090".', show_default=False),
     ] = None,
     device: Device = None,
+    tp: Tp = False,
     json_: Json = False,
 ) -> None:
     """Describe a model folder: shape, bits per weight of each kind of matrix, memory at several context lengths. Exit
@@ -255,7 +262,7 @@ def info(
 
         raise RequestError(f"--card {card} says which card's kernels to show: add --kernels")
     if kernels:
-        if plan or cache_tokens:
+        if plan or cache_tokens or tp:
             from exl_generate.errors import RequestError
 
             raise RequestError("--kernels and --plan are two reports: ask for one at a time")
@@ -263,12 +270,12 @@ def info(
 
         report.run(folder or model, card, cache or "fp16", json_)
         return
-    if not plan and (cache or cache_tokens or device):
+    if not plan and (cache or cache_tokens or device or tp):
         from exl_generate.errors import RequestError
 
-        raise RequestError("--cache, --cache-tokens and --device say what to plan with: add --plan")
+        raise RequestError("--cache, --cache-tokens, --device and --tp say what to plan with: add --plan")
     with _on(device):
-        code = command.run(folder or model, json_, cache or "fp16" if plan else None, cache_tokens)
+        code = command.run(folder or model, json_, cache or "fp16" if plan else None, cache_tokens, tp)
     raise typer.Exit(code)
 
 
@@ -295,18 +302,23 @@ def bench(
     ] = False,
     cache: Cache = "fp16",
     device: Device = None,
+    tp: Tp = False,
     json_: Json = False,
 ) -> None:
     """Measure prefill and decode speed, tokens per second."""
     with _on(device):
         if report:
+            if tp:
+                from exl_generate.errors import RequestError
+
+                raise RequestError("--report measures one device: leave out --tp")
             from exl_generate.cli import report as reporting
 
             reporting.run(model, prompt_tokens, new_tokens, batch or [1, 8, 32], cache)
             return
         from exl_generate.cli import bench as command
 
-        command.run(model, prompt_tokens, new_tokens, batch or [1], cache, json_)
+        command.run(model, prompt_tokens, new_tokens, batch or [1], cache, json_, tp)
 
 
 @app.command()

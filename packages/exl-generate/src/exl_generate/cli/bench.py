@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from exl_core import ExLlamaV2Config
+from exl_core.loading.parallel_plan import plan_tp
 from exl_core.loading.plan import plan
 from exl_generate.cli.models import Loaded, load, model_folder
 from exl_generate.cli.tables import show_table
@@ -26,12 +27,18 @@ MAX_Q_SIZE = 8
 
 
 def run(
-    folder: Path | None, prompt_tokens: int, new_tokens: int, batches: list[int], cache: KVKind, as_json: bool
+    folder: Path | None,
+    prompt_tokens: int,
+    new_tokens: int,
+    batches: list[int],
+    cache: KVKind,
+    as_json: bool,
+    tp: bool = False,
 ) -> None:
-    """One line per batch size: a JSON object each with `as_json`."""
+    """One line per batch size: a JSON object each with `as_json`. `tp`: every matrix sharded over all devices."""
     place = model_folder(folder)
-    check(ExLlamaV2Config(place), prompt_tokens, new_tokens, batches, cache)
-    loaded = load(place)
+    loaded = load(place, tp)
+    check(loaded.config, prompt_tokens, new_tokens, batches, cache, tp)
     rows = [measure(loaded, prompt_tokens, new_tokens, batch, cache) for batch in batches]
     if as_json:
         for row in rows:
@@ -52,7 +59,14 @@ def run(
     )
 
 
-def check(config: ExLlamaV2Config, prompt_tokens: int, new_tokens: int, batches: list[int], cache: KVKind) -> None:
+def check(
+    config: ExLlamaV2Config,
+    prompt_tokens: int,
+    new_tokens: int,
+    batches: list[int],
+    cache: KVKind,
+    tp: bool = False,
+) -> None:
     """Reject what the model or the machine has no room for, before anything is loaded.
 
     Raises:
@@ -62,7 +76,7 @@ def check(config: ExLlamaV2Config, prompt_tokens: int, new_tokens: int, batches:
     length = prompt_tokens + new_tokens
     if length > config.max_seq_len:
         raise RequestError(f"prompt and new tokens are {length}, the model's limit is {config.max_seq_len}")
-    _check_batch(config, max(batches), length, cache)
+    _check_batch(config, max(batches), length, cache, tp)
 
 
 def _cache_tokens(batch: int, length: int) -> int:
@@ -70,13 +84,13 @@ def _cache_tokens(batch: int, length: int) -> int:
     return batch * (length + PAGED_PAGE_SIZE)
 
 
-def _check_batch(config: ExLlamaV2Config, batch: int, length: int, cache: KVKind) -> None:
+def _check_batch(config: ExLlamaV2Config, batch: int, length: int, cache: KVKind, tp: bool) -> None:
     """Refuse more sequences than one step or this machine's memory holds, before anything is loaded."""
     most = config.max_batch_size * config.max_input_len // MAX_Q_SIZE
     if batch > most:
         raise CapacityError(f"--batch {batch}: a step of this model has at most {most} sequences")
     tokens = _cache_tokens(batch, length)
-    found = plan(config, cache=cache, cache_tokens=tokens)
+    found = (plan_tp if tp else plan)(config, cache=cache, cache_tokens=tokens)
     if not found.fits:
         raise CapacityError(f"--batch {batch} needs a cache of {tokens} tokens: {found.verdict()}")
 

@@ -46,6 +46,7 @@ class Options:
     special: bool
     cache: str
     cache_tokens: int | None
+    tp: bool = False
 
 
 def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
@@ -56,7 +57,7 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
     _check(options)
     schema = None if options.json_schema is None else read_schema(options.json_schema)
     text = _piped() if prompt == "-" else prompt
-    loaded = load(options.model)
+    loaded = load(options.model, options.tp)
     constraints = Constraints(loaded, schema, options.regex)  # a wrong one is refused before the weights are read
     ids = loaded.tokenizer.encode(text, add_bos=None, encode_special_tokens=options.special)
     if ids.shape[1] == 0:

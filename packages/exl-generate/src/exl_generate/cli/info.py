@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from exl_core import ExLlamaV2Config
+from exl_core.loading.parallel_plan import plan_tp
 from exl_core.loading.plan import LoadPlan, plan
 from exl_generate.cli.models import model_folder, say_device
 from exl_generate.cli.tables import show_table
@@ -20,14 +21,22 @@ CONTEXTS = (2048, 8192, 32768, 131072)
 KV_BYTES = {"fp16": 2.0, "fp8": 1.0, "q8": 1.0625, "q6": 0.8125, "q4": 0.5625}
 
 
-def run(folder: Path | None, as_json: bool, planned_cache: KVKind | None = None, tokens: int | None = None) -> int:
-    """`planned_cache`: also plan where the model would go with such a cache of `tokens` (default: its context).
-    Returns the exit code: 1 when that does not fit."""
+def run(
+    folder: Path | None,
+    as_json: bool,
+    planned_cache: KVKind | None = None,
+    tokens: int | None = None,
+    tp: bool = False,
+) -> int:
+    """`planned_cache`: also plan where the model would go with such a cache of `tokens` (default: its context), with
+    `tp` sharded over all devices. Returns the exit code: 1 when that does not fit."""
     place = model_folder(folder)
     if planned_cache is not None:
         say_device()
     facts = describe(place)
-    found = None if planned_cache is None else plan(ExLlamaV2Config(place), cache=planned_cache, cache_tokens=tokens)
+    found = None
+    if planned_cache is not None:
+        found = (plan_tp if tp else plan)(ExLlamaV2Config(place), cache=planned_cache, cache_tokens=tokens)
     code = 0 if found is None or found.fits else 1
     if found is not None:
         facts["plan"] = _plan_facts(found)

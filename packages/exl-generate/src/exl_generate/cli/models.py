@@ -15,6 +15,7 @@ from exl_core import (
     ExLlamaV2Cache_Q4,
     ExLlamaV2Cache_Q6,
     ExLlamaV2Cache_Q8,
+    ExLlamaV2Cache_TP,
     ExLlamaV2Config,
     ExLlamaV2Lora,
     ExLlamaV2Tokenizer,
@@ -39,11 +40,12 @@ CACHES: dict[str, Any] = {
 @dataclass
 class Loaded:
     """A model whose files are read but for the weights: those are loaded with the first generator, when the length of
-    the cache that has to fit beside them is known."""
+    the cache that has to fit beside them is known. `tp`: shard every matrix over all devices."""
 
     config: ExLlamaV2Config
     model: ExLlamaV2
     tokenizer: ExLlamaV2Tokenizer
+    tp: bool = False
 
     def generator(self, cache: str, tokens: int, draft: str | None = None, **kwargs: Any) -> ExLlamaV2DynamicGenerator:
         """With a cache of at least `tokens` tokens, in whole pages; `draft`: folder of a draft model, or "bundled"."""
@@ -58,7 +60,12 @@ class Loaded:
         return ExLlamaV2DynamicGenerator(self.model, kv, self.tokenizer, **kwargs)
 
     def _cache(self, kind: Any, length: int) -> Any:
-        """A cache of the loaded model. With several devices both fill them in order."""
+        """A cache of the loaded model. With several devices both fill them in order, or each has a part of all."""
+        if self.tp:
+            if not self.model.loaded:
+                with loading_bar(_name(self.model)) as report:
+                    self.model.load_tp(callback=report, expect_cache_tokens=length, expect_cache_base=kind)
+            return ExLlamaV2Cache_TP(self.model, kind, max_seq_len=length)
         if self.model.loaded or len(devices()) == 1:
             _load_weights(self.model)
             return kind(self.model, max_seq_len=length)
@@ -77,10 +84,18 @@ class Loaded:
         return sorted({i for i in ids if i is not None and i >= 0})
 
 
-def load(folder: Path | None) -> Loaded:
-    """Read configuration and tokenizer of a folder, or of the bundled model."""
+def load(folder: Path | None, tp: bool = False) -> Loaded:
+    """Read configuration and tokenizer of a folder, or of the bundled model.
+
+    Raises RequestError where `tp` asks for several devices and there is one.
+    """
+    if tp and len(devices()) < 2:
+        raise RequestError(
+            f"--tp shards a model over several devices, this run has one ({devices()[0].name}): name them, as in "
+            "--device cuda:0,cuda:1"
+        )
     config = ExLlamaV2Config(model_folder(folder))
-    return Loaded(config, ExLlamaV2(config), ExLlamaV2Tokenizer(config))
+    return Loaded(config, ExLlamaV2(config), ExLlamaV2Tokenizer(config), tp)
 
 
 def _load_weights(model: ExLlamaV2) -> None:

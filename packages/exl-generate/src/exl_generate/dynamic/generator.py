@@ -14,6 +14,7 @@ from exl_generate.dynamic.cache_owner import owning
 from exl_generate.dynamic.columns import StepColumns, columns_of, unreadable
 from exl_generate.dynamic.completion import Completions, build_jobs
 from exl_generate.dynamic.context import JobContext
+from exl_generate.dynamic.draft_length import FixedDraftLength
 from exl_generate.dynamic.draft_model import ModelDrafter
 from exl_generate.dynamic.engine import Engine
 from exl_generate.dynamic.events import Events
@@ -504,6 +505,12 @@ class ExLlamaV2DynamicGenerator:
     # ---- internals -------------------------------------------------------------------------------------------------
 
     def _make_drafter(self) -> Drafter:
+        made = self._chosen_drafter()
+        if self.model.in_lockstep:  # each process would measure other times
+            made.length = FixedDraftLength(made.most)
+        return made
+
+    def _chosen_drafter(self) -> Drafter:
         if self.use_ngram_draft:
             return NgramDrafter(self.num_draft_tokens, self.max_ngram)
         if self.draft_model is None or self.draft_cache is None:

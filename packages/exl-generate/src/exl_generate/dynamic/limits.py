@@ -91,7 +91,16 @@ def check_count(name: str, value: object, least: int, optional: bool = False) ->
         raise RequestError(f"{name} is {value!r}; it must be an integer of at least {least}")
 
 
-_OF_MODELS = ("forward_chunk", "config", "device", "arrangement", "hooked", "invariant_tokens", "prepare_step")
+_OF_MODELS = (
+    "forward_chunk",
+    "config",
+    "device",
+    "arrangement",
+    "hooked",
+    "in_lockstep",
+    "invariant_tokens",
+    "prepare_step",
+)
 _OF_CACHES = ("copy_states", "model", "batch_size", "max_seq_len")
 
 

@@ -112,6 +112,7 @@ class ModelBase:
     device: torch.device | None = None
     arrangement: object = None
     hooked: bool = False
+    in_lockstep: bool = False
     _digest = b""
 
     @property

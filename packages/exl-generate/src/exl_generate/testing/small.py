@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
-from exl_generate.dynamic.draft_length import DraftLength
+from exl_generate.dynamic.draft_length import FixedDraftLength
 from exl_generate.sampling import Settings
 from exl_generate.testing.driving import check_pages, drain
 from exl_generate.testing.scripted import ScriptedCache, ScriptedConfig, ScriptedLora, ScriptedModel, ScriptedTokenizer
@@ -49,12 +49,7 @@ def make(script: Script | None = None, cache_tokens: int = 512, **kw: Any) -> Ex
     return ExLlamaV2DynamicGenerator(model, cache, TOKENIZER, **kw)
 
 
-class AsAsked(DraftLength):
-    """Draft the full length in every step, whatever the clock measures."""
-
-    def plan(self, jobs: Sequence[tuple[float, int]], overhead: Callable[[], float] = lambda: 0.0) -> int:
-        """Return the full length."""
-        return self.most
+AsAsked = FixedDraftLength
 
 
 def speculate(how: str, script: Script | None = None) -> ExLlamaV2DynamicGenerator:
