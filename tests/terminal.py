@@ -12,6 +12,8 @@ import termios
 from collections.abc import Mapping
 from types import TracebackType
 
+from preloaded import Program
+
 # The program's own process makes the terminal its controlling one before the program begins.
 LAUNCHER = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
 CTRL_C = b"\x03"
@@ -22,21 +24,30 @@ AGAIN = 20
 
 
 class Terminal:
-    """Runs `command` until the block ends; typed text is not echoed. The terminal is dumb, unless `env` says else."""
+    """Runs Python with `arguments` until the block ends; typed text is not echoed.
 
-    def __init__(self, *command: str, env: Mapping[str, str] | None = None) -> None:
+    The terminal is dumb, unless `env` says else. The program is a fork of a process that has imported torch, unless it
+    is to be `fresh`.
+    """
+
+    def __init__(self, *arguments: str, env: Mapping[str, str] | None = None, fresh: bool = False) -> None:
         self._master, slave = pty.openpty()
         modes = termios.tcgetattr(slave)
         modes[3] &= ~termios.ECHO
         termios.tcsetattr(slave, termios.TCSANOW, modes)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, *command],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            env=os.environ | {"TERM": "dumb"} | dict(env or {}),
-            start_new_session=True,
-        )
+        variables = os.environ | {"TERM": "dumb"} | dict(env or {})
+        self._process: subprocess.Popen[bytes] | Program
+        if fresh:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", LAUNCHER, sys.executable, *arguments],
+                stdin=slave,
+                stdout=slave,
+                stderr=slave,
+                env=variables,
+                start_new_session=True,
+            )
+        else:
+            self._process = Program(arguments, slave, variables)
         os.close(slave)
         self.shown = ""
 

@@ -421,7 +421,14 @@ def test_a_history_that_cannot_be_written_is_told_and_shown(exl, chat_model: str
     assert '"content": "remember me"' in err
 
 
-@pytest.mark.parametrize("arguments", [["generate", "Once", "-n", "400", "-m", BUNDLED], ["info", BUNDLED], ["--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "Once", "-n", "400", "-m", BUNDLED],
+        pytest.param(["info", BUNDLED], marks=pytest.mark.full),
+        ["--help"],
+    ],
+)
 def test_a_reader_that_goes_away_is_exit_code_141(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "exl_generate", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

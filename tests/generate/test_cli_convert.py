@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,7 +112,7 @@ def test_ctrl_c_leaves_no_half_written_folder(
 
 
 def test_a_terminal_shows_a_bar_with_the_time_left(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "exl_generate", "convert", FLOAT, str(tmp_path / "out"), "--fast"]
+    command = ["-m", "exl_generate", "convert", FLOAT, str(tmp_path / "out"), "--fast"]
     with Terminal(*command, env={"TERM": "xterm", "COLUMNS": "120"}) as terminal:
         code, shown = terminal.end()
     assert code == 0

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ def state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def chat(model: str, *options: str, **env: str) -> Terminal:
-    return Terminal(sys.executable, "-m", "exl_generate", "chat", "-m", model, *options, env=env)
+    return Terminal("-m", "exl_generate", "chat", "-m", model, *options, env=env)
 
 
 def test_ctrl_c_after_an_answer_ends_the_chat_quietly(chat_model: str) -> None:
@@ -66,7 +65,7 @@ def test_ctrl_c_in_an_answer_leaves_the_template_process_alone(chat_model: str) 
 
 @pytest.mark.parametrize("answered", [False, True])
 def test_ctrl_c_ends_the_example_quietly(answered: bool) -> None:
-    with Terminal(sys.executable, str(EXAMPLE), str(default_model_dir())) as terminal:
+    with Terminal(str(EXAMPLE), str(default_model_dir()), fresh=True) as terminal:
         terminal.type(b"Tell me a story about a fox.\n")
         shown = terminal.until("e")  # of the answer
         if answered:
