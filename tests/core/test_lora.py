@@ -292,6 +292,26 @@ def test_quantized_model_with_the_adapter_of_the_float_model(lab: Any, ids: Tens
     assert_close(model.forward(ids, loras=[lora])[..., :90], reference.forward(ids)[..., :90])
 
 
+@pytest.mark.covers("core.md: tensor-parallel")
+@pytest.mark.parametrize("kind", ["exl2", "gptq-act-order"])
+@pytest.mark.parametrize("modules", [ALL, ["down_proj"], ["q_proj", "gate_proj"]], ids=["all", "down", "some"])
+def test_adapters_of_a_model_sharded_over_devices(
+    lab: Any, ids: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, modules: list[str]
+) -> None:
+    """Hidden features that stay on their devices meet on the first one where an adapter needs them; so do sums."""
+    folder = lab.write_model(tmp_path / "model", lab.config, lab.quantize(lab.random_tensors(lab.config), kind))
+    adapter = hand_made(tmp_path / "adapter", modules)
+    whole = lab.load(folder, cpu_matmul="int8")
+    expected = whole.forward(ids, loras=[ExLlamaV2Lora.from_directory(whole, adapter)])
+    for devices in (2, 4):
+        monkeypatch.setenv("EXL_DEVICE", ",".join(f"cpu:{i}" for i in range(devices)))
+        model = ExLlamaV2(whole.config)
+        model.load_tp()
+        found = model.forward(ids, loras=[ExLlamaV2Lora.from_directory(model, adapter)])
+        assert torch.equal(found, expected)
+        assert torch.equal(model.forward(ids), whole.forward(ids))
+
+
 # ------------------------------------------------------------------------------------------------------------- layouts
 
 

@@ -65,7 +65,9 @@ EVEN2, EVEN3, UNEVEN, FIVE = [8.0, 8.0], [8.0, 8.0, 8.0], [4.0, 14.0, 2.0], [8.0
 
 
 @pytest.mark.covers("core.md: better-10.4")
-@pytest.mark.parametrize("shares", [EVEN2, EVEN3, UNEVEN, FIVE], ids=["two", "three", "uneven", "five"])
+@pytest.mark.parametrize(
+    "shares", [EVEN2, EVEN3, [8.0] * 4, UNEVEN, FIVE], ids=["two", "three", "four", "uneven", "five"]
+)
 @pytest.mark.parametrize("kind", ["float", "exl2", "gptq-act-order"])
 @pytest.mark.parametrize("mode", ["int8", "exact"])
 def test_cut_matrices_give_the_bits_of_one_device(

@@ -6,10 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import tp_texts
+from torch import Tensor
+
+from exl_core import ExLlamaV2, ExLlamaV2Cache_TP, ExLlamaV2Config, ExLlamaV2Tokenizer
+from exl_core.errors import PeerError
+from exl_core.execution.sharded import LocalExchange
+from exl_core.execution.sharded.exchange import Parts
+from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exl_generate.bundled import default_model_dir
+from exl_generate.testing import drain
 
 pytestmark = pytest.mark.covers("core.md: tensor-parallel")
 
@@ -97,3 +107,36 @@ def test_tp_without_devices_is_rejected(exl, arguments: tuple[str, ...], message
     code, _, err = exl(*arguments)
     assert code == 1
     assert message in err
+
+
+class Losing(LocalExchange):
+    """An exchange whose other process is lost as soon as `lost` is set."""
+
+    lost = False
+
+    def collect(self, parts: Parts, made: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+        if self.lost:
+            raise PeerError("another process is lost")
+        return super().collect(parts, made, like)
+
+
+def test_a_lost_process_ends_every_job_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of their texts; the generator itself stays usable, and its pages are free again."""
+    monkeypatch.setenv("EXL_DEVICE", "cpu:0,cpu:1")
+    model, exchange = ExLlamaV2(ExLlamaV2Config(default_model_dir())), Losing(2)
+    model.load_tp(exchange=exchange)
+    cache = ExLlamaV2Cache_TP(model, max_seq_len=1024)
+    generator = ExLlamaV2DynamicGenerator(model, cache, ExLlamaV2Tokenizer(model.config))
+    ids = [generator.tokenizer.encode(prompt, add_bos=True) for prompt in tp_texts.PROMPTS]
+    jobs = [ExLlamaV2DynamicJob(row, 24, gen_settings=ExLlamaV2Sampler.Settings.greedy()) for row in ids]
+    generator.enqueue(jobs)
+    while not all(job.new_tokens for job in jobs):
+        generator.iterate()
+    exchange.lost = True
+    results = drain(generator)
+    assert all(isinstance(results[job][-1]["exception"], PeerError) for job in jobs)
+    exchange.lost = False
+    assert all(page.ref_count == 0 for page in generator.page_table.pages)
+    again = ExLlamaV2DynamicJob(ids[0], 4, gen_settings=ExLlamaV2Sampler.Settings.greedy())
+    generator.enqueue(again)
+    assert drain(generator)[again][-1]["new_tokens"] == 4
