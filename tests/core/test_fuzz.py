@@ -91,17 +91,19 @@ def resident(field: str) -> int:
 
 def run(target: Callable[[bytes], None], raw: bytes) -> None:
     """Anything but a result or an ExlError fails the test, and so do slowness and memory beyond the bound."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    before, highest = resident("VmRSS"), resident("VmHWM")
-    for _ in range(4):  # once; a slow machine may be slow, but not again and again by as much
+    for _ in range(4):  # once; other work of the process and the machine costs something, but not again and again
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+        before, highest = resident("VmRSS"), resident("VmHWM")
         start = time.thread_time()
         with contextlib.suppress(errors.ExlError):
             target(raw)
-        if (taken := time.thread_time() - start) < SECONDS:
+        taken, peak = time.thread_time() - start, resident("VmHWM")
+        most = max(highest, before + FACTOR * len(raw) + SLACK)
+        if taken < SECONDS and peak <= most:
             break
     assert taken < SECONDS
-    assert resident("VmHWM") <= max(highest, before + FACTOR * len(raw) + SLACK)
+    assert peak <= most
 
 
 def mutate(raw: bytes, dice: random.Random, other: bytes) -> bytes:
