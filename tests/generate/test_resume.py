@@ -142,3 +142,44 @@ def test_a_model_resumes_bitwise(generator: ExLlamaV2DynamicGenerator, constrain
         for name in ("token_ids", "token_probs", "logits"):
             ours, theirs = ([r[name] for r in results if name in r] for results in (resumed, after))
             assert torch.equal(torch.cat(ours, 1), torch.cat(theirs, 1))
+
+
+def test_a_job_prepared_in_parts_continues_as_one_that_is_enqueued_at_once() -> None:
+    given = run(make(), job("abc", 40))
+    handed = [int(token) for result in given for token in streamed_tokens([result])][:25]
+    whole = run(make(), job("abc", 40, resume_from=handed))
+    generator, other = make(), make()
+    one = job("abc", 40, resume_from=handed)
+    assert not other.prepare(one, 7)  # work for another generator is dropped
+    parts = 1
+    while not generator.prepare(one, 7):
+        parts += 1
+        assert generator.num_remaining_jobs() == 0
+    assert parts == 4
+    assert streamed_tokens(run(generator, one)) == streamed_tokens(whole)
+    assert generator.prepare(job("abc", 4))  # nothing to do
+
+
+class Closing(ExLlamaV2SelectFilter):
+    """Counts how often its copies are released."""
+
+    closed: list[int] = []  # noqa: RUF012
+
+    def background_drop(self) -> None:
+        self.closed.append(1)
+        super().background_drop()
+
+
+def test_a_prepared_job_that_is_discarded_releases_its_filters() -> None:
+    generator = make()
+    one = job("abc", 9, filters=[Closing(None, TOKENIZER, ["ab", "abba"])], resume_from=[A, B, B])
+    assert not generator.prepare(one, 2)
+    before = len(Closing.closed)
+    generator.discard(one)
+    assert len(Closing.closed) == before + 1
+    bad = job("abc", 9, filters=[select()], resume_from=[A, A])
+    assert not generator.prepare(bad, 1)
+    with pytest.raises(ResumeError, match="the filters do not allow"):
+        generator.prepare(bad, 1)
+    generator.discard(bad)
+    assert run(generator, one)[-1]["eos_reason"] == "end_filter"

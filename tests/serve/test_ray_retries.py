@@ -129,8 +129,11 @@ def test_a_stream_continues_on_another_replica(fable: EngineThread, tmp_path: Pa
                 handle = Fragile(local, tmp_path, at)
                 engine = RayEngine(handle, "i", local.card)
                 assert told(await ran(engine), asked.n) == told(whole, asked.n), at
-                assert len(handle.taken) == 2
-                assert not any(handle.taken[0].resume)
+                first, second = handle.taken
+                assert not any(first.resume)
+                assert (first.again, second.again) == (False, True)
+                over = tuple(event.choice for event in whole[:at] if isinstance(event, Finished))
+                assert (first.over, sorted(second.over)) == ((), sorted(over))
         finally:
             await local.close()
 
@@ -497,5 +500,22 @@ def test_the_status_of_a_replica_of_an_older_version_is_read() -> None:
         assert engine.status.step == 7
         assert json.loads(msgspec.json.encode(engine.status))["round"] == 7
         await engine.close()
+
+    asyncio.run(steps())
+
+
+def test_a_full_replica_takes_a_request_that_was_accepted_before(tmp_path: Path) -> None:
+    async def steps() -> None:
+        engine = FakeEngine()
+        replica = StartedReplica(engine, tmp_path)
+        streams = [replica.generate(frame(), ingress="i", tag=tag) for tag in range(4)]
+        for stream in streams:
+            assert not json.loads(await anext(stream))["refused"]
+        assert json.loads(await anext(replica.generate(frame(), ingress="i", tag=5)))["refused"]
+        again = msgspec.structs.replace(msgspec.msgpack.decode(frame(), type=EngineRequest), again=True)
+        last = replica.generate(msgspec.msgpack.encode(again), ingress="i", tag=6)
+        assert not json.loads(await anext(last))["refused"]
+        for stream in (*streams, last):
+            await stream.aclose()  # type: ignore[attr-defined]
 
     asyncio.run(steps())

@@ -173,6 +173,20 @@ class ExLlamaV2DynamicGenerator:
         self._check(job)
         self._scheduler.check(job)
 
+    def prepare(self, job: ExLlamaV2DynamicJob, ids: int = 64) -> bool:
+        """Do part of the work of `enqueue` beforehand: advance filters and text over `ids` further ids of
+        `resume_from`.
+
+        Returns whether `enqueue` has no such work left. For callers whose running jobs must not wait for a long
+        `resume_from`: `enqueue` alone advances over all of it. A job that is prepared and then given up must be
+        discarded. Raises `RequestError`, `JobStateError`, `FilterError`, or `ResumeError` for an id that the job would
+        not have produced.
+        """
+        with self._submitting:
+            if not job.is_prepared:
+                self._check(job)
+            return job.prepare(self._context, ids)
+
     def cancel(self, job: ExLlamaV2DynamicJob) -> None:
         """End a job in any phase. A job that is unknown or finished is ignored.
 
@@ -189,11 +203,13 @@ class ExLlamaV2DynamicGenerator:
         """End a job without any further result, and without waiting for an iteration in another thread.
 
         The job counts as gone at once. Its pages are free when this returns or, if an iteration is running, before the
-        next job is admitted. A job that is unknown or finished is ignored.
+        next job is admitted. A job that was only prepared drops its work. One that is unknown or finished is ignored.
         """
         if not isinstance(job, ExLlamaV2DynamicJob):
             raise RequestError(f"discard takes a job, not {type(job).__name__}")
         with defer_sigint():
+            if job.is_prepared:
+                job.undo_attach()
             if job.serial_number is not None and not job.is_finished:
                 job.discarded = True
             self.discard_soon(job)

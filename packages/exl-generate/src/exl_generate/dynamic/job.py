@@ -15,7 +15,7 @@ from exl_generate.dynamic.events import FIRST, HELD, STARTED, Event, Events, abo
 from exl_generate.dynamic.job_pages import JobPages
 from exl_generate.dynamic.output import Match, Record, Released
 from exl_generate.dynamic.request import request_of
-from exl_generate.dynamic.resuming import Replay, advance
+from exl_generate.dynamic.resuming import Advance, Replay
 from exl_generate.dynamic.times import JobTimes
 from exl_generate.errors import NoCandidatesError
 from exl_generate.sampling import Draw, Sample, Settings
@@ -177,6 +177,9 @@ class ExLlamaV2DynamicJob:
         self.times, self.drafts = JobTimes(), JobDrafts()
         self._decoder: Decoder | None = None
         self._replay = Replay(self.request.replayed) if self.request.replayed else None
+        #: the way over `resume_from` before the job is enqueued, and where it was begun
+        self._advance: Advance | None = None
+        self._prepared_in: JobContext | None = None
         #: how the job ended in the run that it resumes
         self._ended_before: Outcome | None = None
 
@@ -369,10 +372,24 @@ class ExLlamaV2DynamicJob:
             lora.check_usable(context.model)
         self.pages.name(context, loras)
         self.drafts = JobDrafts(context.new_acceptance(), enabled=context.num_draft_tokens > 0)
-        self._decoder = Decoder(self.request, context)
-        self._ended_before = advance(self._decoder, self.request.resumed, context.model.config.vocab_size)
+        advance = self._advance_in(context)
+        self._advance, self._decoder = None, advance.decoder
+        advance.step()
+        self._ended_before = advance.outcome
         self.serial_number = serial
         self.times.mark_enqueued()
+
+    def prepare(self, context: JobContext, ids: int) -> bool:
+        """Advance over up to `ids` further ids of `resume_from`, before `attach`. Returns whether none is left.
+
+        Raises as `attach` does for settings, filters and `resume_from`. `undo_attach` drops what was prepared.
+        """
+        return self._advance_in(context).step(ids)
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether `prepare` has begun and `attach` has not."""
+        return self._advance is not None
 
     def undo_attach(self) -> None:
         """Undo `attach`, however far it came, so that the job may be enqueued elsewhere."""
@@ -381,6 +398,7 @@ class ExLlamaV2DynamicJob:
         decoder, self._decoder = self._decoder, None
         if decoder is not None:
             decoder.constraints.close()
+        self._drop_advance()
 
     def detach(self) -> None:
         """Release pages and filters: the job is over."""
@@ -471,6 +489,20 @@ class ExLlamaV2DynamicJob:
     def _held_tokens(self) -> int:
         """Number of the output's last tokens that a banned string may still withdraw."""
         return 0 if self._decoder is None else self._decoder.output.held_tokens
+
+    def _advance_in(self, context: JobContext) -> Advance:
+        """Return the way over `resume_from` in a generator; one that was begun in another generator is dropped."""
+        if self._advance is None or self._prepared_in is not context:
+            self._drop_advance()
+            width = context.model.config.vocab_size
+            self._advance = Advance(Decoder(self.request, context), self.request.resumed, width)
+            self._prepared_in = context
+        return self._advance
+
+    def _drop_advance(self) -> None:
+        advance, self._advance, self._prepared_in = self._advance, None, None
+        if advance is not None:
+            advance.decoder.constraints.close()
 
     def _held(self) -> Released | None:
         return None if self._decoder is None else self._decoder.output.flush_held()

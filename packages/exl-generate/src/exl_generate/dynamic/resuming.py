@@ -12,20 +12,48 @@ from exl_generate.errors import ResumeError
 if TYPE_CHECKING:
     from exl_generate.dynamic.decoder import Decoder, Outcome
 
-__all__ = ["Replay", "advance"]
+__all__ = ["Advance", "Replay"]
 
 
-def advance(decoder: Decoder, ids: SequenceOf[int], width: int) -> Outcome | None:
-    """Advance filters, stop strings and decoded text over `ids`, all of which count as handed out.
+class Advance:
+    """Advance a job's filters, stop strings and decoded text over ids that count as handed out, in parts.
 
-    Returns the end of the job with the last id, or None if the job continues. `width` is the size of the model's
-    vocabulary. Raises `ResumeError` for an id that the job would not have produced at its position.
+    `width` is the size of the model's vocabulary.
     """
-    outcome: Outcome | None = None
-    for at, token in enumerate(ids):
-        if outcome is not None:
-            raise ResumeError(f"resume_from holds {len(ids)} ids, but the job ended with id {at - 1}: {outcome.reason}")
-        _check(decoder, at, token, width)
+
+    __slots__ = ("_at", "_ids", "_width", "decoder", "is_done", "outcome")
+
+    def __init__(self, decoder: Decoder, ids: SequenceOf[int], width: int) -> None:
+        self.decoder = decoder
+        self._ids, self._width, self._at = ids, width, 0
+        self.is_done = False
+        #: the end of the job with the last id; None if the job continues
+        self.outcome: Outcome | None = None
+
+    def step(self, most: int | None = None) -> bool:
+        """Advance over `most` further ids, by default all. Returns whether none is left.
+
+        Raises `ResumeError` for an id that the job would not have produced at its position.
+        """
+        end = len(self._ids) if most is None else min(len(self._ids), self._at + most)
+        while self._at < end:
+            self._take(self._at, self._ids[self._at])
+            self._at += 1
+        if self._at == len(self._ids) and not self.is_done:
+            self.is_done = True
+            self.decoder.output.hand_out(ended=self.outcome is not None and self.outcome.match is None)
+        return self.is_done
+
+    def _take(self, at: int, token: int) -> None:
+        before, decoder = self.outcome, self.decoder
+        if before is not None:
+            raise ResumeError(
+                f"resume_from holds {len(self._ids)} ids, but the job ended with id {at - 1}: {before.reason}"
+            )
+        if token >= self._width:
+            raise ResumeError(f"resume_from[{at}] is {token}; the vocabulary has ids 0 to {self._width - 1}")
+        if not decoder.constraints.heals(at, token):
+            raise ResumeError(f"resume_from[{at}] is {token}, which does not begin with the text of the healed token")
         try:
             outcome = decoder.take(Record(token), at + 1)
         except FilterRejected as error:
@@ -33,15 +61,7 @@ def advance(decoder: Decoder, ids: SequenceOf[int], width: int) -> Outcome | Non
         if outcome is not None and outcome.reason == "banned":
             assert outcome.match is not None
             raise ResumeError(f"resume_from[{at}] is {token}, which ends the banned string {outcome.match.string!r}")
-    decoder.output.hand_out(ended=outcome is not None and outcome.match is None)
-    return outcome
-
-
-def _check(decoder: Decoder, at: int, token: int, width: int) -> None:
-    if token >= width:
-        raise ResumeError(f"resume_from[{at}] is {token}; the vocabulary has ids 0 to {width - 1}")
-    if not decoder.constraints.heals(at, token):
-        raise ResumeError(f"resume_from[{at}] is {token}, which does not begin with the text of the healed token")
+        self.outcome = outcome
 
 
 class Replay:

@@ -46,6 +46,8 @@ class Entry:
     deadline: float | None
     payload: Any
     number: int = 0
+    #: it was accepted before, by an engine that has ended
+    again: bool = False
 
 
 @dataclass
@@ -77,7 +79,25 @@ class Admission:
         return self._count
 
     def add(self, entry: Entry, now: float, rates: Rates) -> None:
-        """Queue a request. Raises ServeError 429 for a full queue, 408 for a deadline that cannot be met."""
+        """Queue a request.
+
+        Raises ServeError 429 for a full queue, 408 for a deadline that cannot be met. One that was accepted before is
+        always queued.
+        """
+        if not entry.again:
+            self._check(entry, now, rates)
+        self._numbers += 1
+        entry.number = self._numbers
+        self._lift(entry.key)
+        self._waiting.setdefault(entry.key, {}).setdefault(entry.priority, OrderedDict())[entry.number] = entry
+        self._count += 1
+        self.queued_tokens += entry.prompt_tokens
+        self._new_tokens += entry.new_tokens
+        if entry.deadline is not None:
+            heapq.heappush(self._deadlines, (entry.deadline, entry.number, entry))
+
+    def _check(self, entry: Entry, now: float, rates: Rates) -> None:
+        """Raise ServeError 429 or 408 for a request that must not be queued."""
         self.check_room(0, rates)
         wait = self.predicted_wait(rates)
         most = self.max_prompt_tokens
@@ -95,15 +115,6 @@ class Admission:
                 "more time",
                 retry_after=self._retry(wait),
             )
-        self._numbers += 1
-        entry.number = self._numbers
-        self._lift(entry.key)
-        self._waiting.setdefault(entry.key, {}).setdefault(entry.priority, OrderedDict())[entry.number] = entry
-        self._count += 1
-        self.queued_tokens += entry.prompt_tokens
-        self._new_tokens += entry.new_tokens
-        if entry.deadline is not None:
-            heapq.heappush(self._deadlines, (entry.deadline, entry.number, entry))
 
     def check_room(self, besides: int, rates: Rates) -> None:
         """Raise ServeError 429 if the queue is full, together with `besides` requests that wait elsewhere."""

@@ -31,6 +31,8 @@ class Group:
     first: ExLlamaV2DynamicJob | None = None
     #: by choice
     running: dict[int, Running] = field(default_factory=dict)
+    #: by choice: jobs that advance over the ids of an earlier run
+    resuming: dict[int, ExLlamaV2DynamicJob] = field(default_factory=dict)
     waiting: list[int] = field(default_factory=list)
     #: tokens of all completions so far
     generated: int = 0
@@ -39,6 +41,16 @@ class Group:
     entry: Entry | None = None
     #: its constraints are being compiled and its images encoded, or wait for that
     compiling: bool = False
+
+    @classmethod
+    def of(cls, worker: bytes, tag: int, request: EngineRequest) -> Group:
+        """Build the record of a new request. Completions that are over do not wait."""
+        return cls(worker, tag, request, waiting=list(request.open_choices))
+
+    @property
+    def first_choice(self) -> int:
+        """The completion that begins first."""
+        return self.request.open_choices[0]
 
 
 class Running:
@@ -54,6 +66,11 @@ class Running:
         self.account = (request.key, request.weight)
         assert job.serial_number is not None
         self.number = job.serial_number
+
+    @property
+    def leads(self) -> bool:
+        """Whether the request's other completions wait for this one to compute the prompt."""
+        return self.choice == self.group.first_choice
 
     @property
     def serial(self) -> int:

@@ -26,6 +26,7 @@ from exl_serve.engine.failures import serve_error
 from exl_serve.engine.fair_queue import FairQueue
 from exl_serve.engine.groups import Group, Running
 from exl_serve.engine.jobs import END, FIRST, HELD, STARTED, Reader, compile_constraints, make_job
+from exl_serve.engine.resuming import Resuming
 from exl_serve.engine.status import StatusWriter
 from exl_serve.engine.vision import Vision
 from exl_serve.errors import ServeError
@@ -85,6 +86,7 @@ class Host:
         self._groups: dict[tuple[bytes, int], Group] = {}
         #: by serial number as in columns
         self._running: dict[int, Running] = {}
+        self._resuming = Resuming(generator, self._run_job)
         #: tokens of this step that no key has been charged for yet
         self._uncharged: dict[tuple[str, float], int] = {}
         self._outgoing: defaultdict[bytes, list[tuple[int, Any]]] = defaultdict(list)
@@ -155,13 +157,14 @@ class Host:
 
     def _run_once(self) -> None:
         now = time.monotonic()
-        running = any(not one.group.paused for one in self._running.values())
+        running = bool(self._resuming) or any(not one.group.paused for one in self._running.values())
         self._receive(0.0 if running else BUSY_WAIT if self._groups else IDLE_SECONDS)
         while self._compiled:
             self._compiled.popleft()()
         self._forget_silent(now)
         self._expire()
         self._feed()
+        self._resuming.advance()
         if self._running:
             self._step()
         self._send()
@@ -274,12 +277,12 @@ class Host:
             log.warning("a worker has used the tag of a running request again; its requests are cancelled")
             self._leave(worker)
             return
-        group = Group(worker, message.tag, message.request, waiting=list(range(message.request.n)))
+        group = Group.of(worker, message.tag, message.request)
         try:
             if self._draining:
                 raise ServeError.unavailable("draining", "this engine is about to stop: try again elsewhere", 5.0)
             if not group.waiting:
-                raise ServeError.invalid("a request needs at least one seed", "n")
+                raise ServeError.invalid("a request needs at least one seed, and one completion that is not over", "n")
             group.loras = self._adapters.find(message.request.adapter)
             self._groups[worker, message.tag] = group
             if message.request.deadline is not None:
@@ -298,7 +301,8 @@ class Host:
 
         Raises ServeError 429 where too many requests wait.
         """
-        self._admission.check_room(len(self._compile_queue), self._rates)
+        if not group.request.again:
+            self._admission.check_room(len(self._compile_queue), self._rates)
         group.compiling = True
         self._compile_queue.add(group.request.key, group)
         self._compile_next()
@@ -340,7 +344,7 @@ class Host:
     def _enter(self, group: Group) -> None:
         """Put a request into the queue, once it is known that it can run. Raises ServeError."""
         request = group.request
-        job = self._job(group, 0)
+        job = self._job(group, group.first_choice)
         self._generator.check(job)
         wall = request.deadline
         now = time.monotonic()
@@ -349,10 +353,11 @@ class Host:
             request.weight,
             request.priority,
             job.prompt_tokens,
-            job.max_new_tokens * request.n,
+            job.max_new_tokens * len(group.waiting),
             now,
             None if wall is None else now + wall - time.time(),
             group,
+            again=request.again,
         )
         self._admission.add(entry, now, self._rates)
         group.entry = entry
@@ -385,32 +390,49 @@ class Host:
         generator = self._generator
         while len(self._admission):
             most = generator.max_batch_size + SPARE_JOBS
-            if len(self._running) >= most or generator.num_pending_jobs() >= SPARE_JOBS:
+            if len(self._running) + len(self._resuming) >= most or generator.num_pending_jobs() >= SPARE_JOBS:
                 return
             entry = self._admission.pop(time.monotonic())
             if entry is None:
                 return
-            self._start(entry.payload, 0)
+            self._start(entry.payload, entry.payload.first_choice)
 
     def _start(self, group: Group, choice: int) -> None:
+        """Queue a job in the generator; first advance it over the ids of an earlier run, if there are any."""
+        group.waiting.remove(choice)
         try:
-            job, group.first = group.first if choice == 0 else None, None
+            job, group.first = group.first if choice == group.first_choice else None, None
             job = self._job(group, choice) if job is None else job
-            self._generator.enqueue(job)
+            if group.request.resume and group.request.resume[choice]:
+                self._resuming.add(group, choice, job)
+                return
         except Exception as error:
-            found = serve_error(error)
-            # The text of the client's own errors, such as ResumeError, holds token ids and strings of the request.
-            ours = error if found.status >= 500 else None
-            log.error("request %s failed: %s", group.request.id, type(error).__name__, exc_info=ours)
-            self._emit(group, [Failed(choice, found.status, found.type, found.code, found.message)])
-            group.waiting = [c for c in group.waiting if c != choice]
-            self._ended_one(group)
+            self._cannot_start(group, choice, error)
+            return
+        self._run_job(group, choice, job)
+
+    def _run_job(self, group: Group, choice: int, job: ExLlamaV2DynamicJob, error: Exception | None = None) -> None:
+        """Queue a job in the generator; or end its completion with `error`, which its preparation has raised."""
+        try:
+            if error is not None:
+                raise error
+            self._generator.enqueue(job)
+        except Exception as found:
+            self._generator.discard(job)
+            self._cannot_start(group, choice, found)
             return
         if group.paused:
             job.pause()
-        group.waiting.remove(choice)
         one = Running(group, choice, job, Reader(group.request, choice, self._card.vocab_size))
         group.running[choice] = self._running[one.serial] = one
+
+    def _cannot_start(self, group: Group, choice: int, error: Exception) -> None:
+        found = serve_error(error)
+        # The text of the client's own errors, such as ResumeError, holds token ids and strings of the request.
+        ours = error if found.status >= 500 else None
+        log.error("request %s failed: %s", group.request.id, type(error).__name__, exc_info=ours)
+        self._emit(group, [Failed(choice, found.status, found.type, found.code, found.message)])
+        self._ended_one(group)
 
     def _set_paused(self, worker: bytes, tag: int, paused: bool) -> None:
         group = self._groups.get((worker, tag))
@@ -435,6 +457,7 @@ class Host:
         for one in list(group.running.values()):
             self._end_running(one)
             self._generator.discard(one.job)
+        self._resuming.drop(group)
         group.first = None
         left = self._outgoing.get(group.worker)
         if left and forget:
@@ -455,7 +478,7 @@ class Host:
         for group in [g for g in self._groups.values() if g.request.deadline is not None and wall > g.request.deadline]:
             if group.compiling:
                 self._refuse(group, ServeError(408, "timeout", "deadline_exceeded", TOO_LATE))
-            elif group.running:
+            elif group.running or group.resuming:
                 self._end_late(group)
         left = (group.request.deadline for group in self._groups.values())
         self._soonest = min((deadline for deadline in left if deadline is not None), default=math.inf)
@@ -524,7 +547,7 @@ class Host:
             self._admission.charge(*one.account, prompt=job.prompt_tokens - cached, cached=cached)
         if flags & FIRST:
             self._measure_prompt(job)
-        if one.choice == 0 and group.waiting and flags & (FIRST | END):
+        if group.waiting and one.leads and flags & (FIRST | END):
             # The prompt's pages are cached now, so the other completions find them.
             for other in list(group.waiting):
                 self._start(group, other)
@@ -541,10 +564,12 @@ class Host:
         self._uncharged.clear()
 
     def _ended_one(self, group: Group) -> None:
-        if not group.running and group.waiting and not group.cancelled:
+        if group.running or group.resuming:
+            return
+        if group.waiting and not group.cancelled:
             # The first has failed before its prompt was computed: start the others without it.
             self._start(group, group.waiting[0])
-        elif not group.running and not group.waiting:
+        elif not group.waiting:
             self._groups.pop((group.worker, group.tag), None)
             if group.entry is not None:
                 self._charge()  # before: an unused account may be closed
@@ -605,7 +630,7 @@ class Host:
         return bool(groups)
 
     def _unfinished(self, group: Group) -> list[int]:
-        return sorted([*group.waiting, *group.running])
+        return sorted([*group.waiting, *group.resuming, *group.running])
 
     def requests(self) -> list[dict[str, Any]]:
         """Return id, key, numbers of tokens and state of every request that the engine holds; from any thread."""
@@ -617,7 +642,7 @@ class Host:
             "key": group.request.key,
             "prompt_tokens": len(group.request.prompt) // 4,
             "generated": group.generated,
-            "state": "running" if group.running else "queued",
+            "state": "running" if group.running or group.resuming else "queued",
         }
 
     def _write_status(self, now: float) -> None:

@@ -31,11 +31,11 @@ class _Running:
 
     __slots__ = ("_engine", "_tag", "open", "sink")
 
-    def __init__(self, engine: LocalEngine, tag: int, sink: Sink, choices: int) -> None:
+    def __init__(self, engine: LocalEngine, tag: int, sink: Sink, choices: tuple[int, ...]) -> None:
         self._engine, self._tag = engine, tag
         self.sink = sink
         #: completions that have not ended
-        self.open = set(range(choices))
+        self.open = set(choices)
 
     def cancel(self) -> None:
         self._engine.forget(self._tag, wire.Cancel(self._tag))
@@ -61,7 +61,7 @@ class LocalEngine:
         self._tags = itertools.count(1)
         self._running: dict[int, _Running] = {}
         self._answers: dict[int, asyncio.Future[Any]] = {}
-        self._waiting: dict[int, tuple[Sink, int]] = {}
+        self._waiting: dict[int, tuple[Sink, tuple[int, ...]]] = {}
         self._welcome: asyncio.Future[wire.Welcome] = self._loop.create_future()
         self._card: ModelCard | None = None
         self._status: StatusReader | None = None
@@ -109,7 +109,7 @@ class LocalEngine:
         self._check_open()
         tag = next(self._tags)
         taken = self._answers[tag] = self._loop.create_future()
-        self._waiting[tag] = (sink, request.n)
+        self._waiting[tag] = (sink, request.open_choices)
         try:
             self._send(wire.Submit(tag, request))
             running: _Running = await taken

@@ -77,7 +77,7 @@ class _Call:
         self._dead: list[str] = []
         self._stream: Any = None
         self._task: asyncio.Task[None] | None = None
-        self._paused = self._cancelled = self._resumed = False
+        self._paused = self._cancelled = self._resumed = self._accepted = False
         self.replica = ""
 
     async def start(self) -> None:
@@ -144,12 +144,16 @@ class _Call:
         if said.get("refused", False):  # older versions raise the error of a rejection
             error = _rejection(await anext(stream))
             raise _DivergedError() if self._resumed and error.code in RESUMING else error
+        self._accepted = True
         return stream
 
     def _behind(self) -> EngineRequest:
         """Return the request, to continue after the part that the client has received."""
-        resume = tuple(choice.ids for choice in self._choices)
-        return msgspec.structs.replace(self._request, resume=resume if any(resume) else ())
+        over = tuple(number for number, choice in enumerate(self._choices) if choice.ended)
+        resume = tuple(b"" if choice.ended else choice.ids for choice in self._choices)
+        return msgspec.structs.replace(
+            self._request, resume=resume if any(resume) else (), over=over, again=self._accepted
+        )
 
     async def _run(self, stream: Any) -> None:
         try:

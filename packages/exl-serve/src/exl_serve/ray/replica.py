@@ -164,14 +164,14 @@ class EngineReplica:
         self._heard[ingress] = time.monotonic()
         request = _requests.decode(frame)
         most = BATCHES * self._model.max_batch_size
-        if self._open >= most:
+        if self._open >= most and not request.again:
             message = f"{most} requests are open on this replica, the most that may: try again later"
             error = ServeError(429, "rate_limit_error", "queue_full", message, retry_after=1.0)
             yield self._head(engine, refused=True)
             yield wire.encode(wire.Rejected.of(tag, error))
             return
         queue: asyncio.Queue[EngineEvent | None] = asyncio.Queue()
-        left = request.n
+        left = len(request.open_choices)
         taken: _Taken | None = None
         self._open += 1
         try:

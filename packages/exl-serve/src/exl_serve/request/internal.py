@@ -125,8 +125,17 @@ class EngineRequest(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     resume: tuple[bytes, ...] = ()
     #: max_tokens is the rest of the context: the engine subtracts the tokens of images
     fill: bool = False
+    #: an engine that has ended had accepted this request, so its client waits: no full queue rejects it
+    again: bool = False
+    #: completions that had ended there, which are not run
+    over: tuple[int, ...] = ()
 
     @property
     def n(self) -> int:
         """Number of completions of this request."""
         return len(self.seeds)
+
+    @property
+    def open_choices(self) -> tuple[int, ...]:
+        """The completions to run: all that are not over."""
+        return tuple(choice for choice in range(self.n) if choice not in self.over)
