@@ -3,7 +3,7 @@
 UV ?= uv
 CARGO_DIR := rust
 
-.PHONY: help sync format lint types layers lock deny workflows docs test test-full test-rust fuzz test-install test-wheels test-ray test-cuda cuda-archs wheels bench ci
+.PHONY: help sync format lint types layers lock deny workflows docs test test-full test-rust fuzz test-install test-wheels test-ray soak test-cuda cuda-archs wheels bench ci
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -72,6 +72,10 @@ test-wheels:  ## the wheels in dist/VARIANT, on every Python that is here and wi
 
 test-ray:  ## the server on Ray, on loopback, in an environment that gets Ray (11 minutes on two busy cores)
 	$(UV) run --no-sync pytest -m install tests/install/ray_on_loopback.py
+
+SOAK_REQUESTS ?= 100000
+soak:  ## SOAK_REQUESTS requests to a server, a fifth of them cut off: nothing may be left of them (20 minutes)
+	$(UV) run --no-sync python benchmarks/soak_serve.py --requests $(SOAK_REQUESTS)
 
 test-cuda:  ## on a machine with an NVIDIA GPU
 	$(UV) run --no-sync pytest -m cuda

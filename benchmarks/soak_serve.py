@@ -5,9 +5,9 @@
 Starts `exl serve` with the free test engine (a scripted model; everything else as with a real one), sends streamed
 completions over raw sockets, and cuts a share of the connections at a random place: while the request is queued, behind
 the first event, or later. One JSON line: requests a second, and for the engine, the API workers and the supervisor the
-resident memory, open files and threads after a warm-up and at the end. `left` is what the server still holds: running
-and waiting requests, pinned pages, generations, tasks and connections. `idle_cpu` is the share of a core that all
-processes took while nothing was asked. Ends with 1 if anything is left, or memory grew by more than `--slope` bytes a
+resident memory, open files and threads after a warm-up and at the end. `left` is what the engine still holds: running
+and waiting requests, and pinned pages; a connection is an open file. `idle_cpu` is the share of a core that each
+process took while nothing was asked. Ends with 1 if anything is left, or memory grew by more than `--slope` bytes a
 request.
 """
 

@@ -19,7 +19,7 @@ from exl_serve.errors import ServeError
 from exl_serve.request.internal import EngineRequest, MediaRef
 from exl_serve.request.messages import ImagePart
 from exl_serve.stream.chunks import DONE, Answer
-from exl_serve.stream.events import Error
+from exl_serve.stream.events import AnswerEvent, Error
 from exl_serve.stream.family import ChannelMachine
 from exl_serve.stream.mailbox import Mailbox
 
@@ -204,6 +204,23 @@ async def _stream(call: Call, generation: Generation, answer: Answer) -> None:
     if answer.error is not None and not chunks:  # no part of an answer exists: the status can still report it
         raise answer.error
     await call.start(200, SSE_HEADERS)
+    with _Writing() as writing:
+        await _pieces(call, generation, answer, writing, events, chunks)
+    if writing.stalled:
+        call.state.meter.count("exl_stalled_streams_total")
+        generation.cancel()
+
+
+async def _pieces(
+    call: Call,
+    generation: Generation,
+    answer: Answer,
+    writing: _Writing,
+    events: list[AnswerEvent],
+    chunks: list[dict[str, Any]],
+) -> None:
+    """Write these chunks of the answer, of these events, then those of further events to the answer's end."""
+    server = call.state.config.server
     while True:
         data = b"".join(map(answer.line, chunks))
         if events:
@@ -213,18 +230,61 @@ async def _stream(call: Call, generation: Generation, answer: Answer) -> None:
             await call.write(data + tail + DONE, more=False)
             return
         if data or not events:
-            try:
-                async with asyncio.timeout(STALLED_SECONDS):
-                    await call.write(data or b": ping\n\n", more=True)
-            except TimeoutError:
-                call.state.meter.count("exl_stalled_streams_total")
-                generation.cancel()
-                return
+            writing.begin()
+            await call.write(data or b": ping\n\n", more=True)
+            writing.end()
         generation.mailbox.written()
         events = await generation.mailbox.take(server.ping_seconds)
         if generation.is_cancelled():
             return
         chunks = answer.chunks(events)
+
+
+class _Writing:
+    """Cancel this task's write once it has waited `STALLED_SECONDS` for the client; then `stalled` is true.
+
+    One timer serves all writes of a stream: `asyncio.timeout` would set one for each token.
+    """
+
+    __slots__ = ("_loop", "_since", "_task", "_timer", "stalled")
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._since: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.stalled = False
+
+    def __enter__(self) -> _Writing:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        if self._timer is not None:
+            self._timer.cancel()
+        assert self._task is not None
+        # Another cancellation of the task stays one.
+        return self.stalled and kind is asyncio.CancelledError and self._task.uncancel() == 0
+
+    def begin(self) -> None:
+        """A write begins."""
+        self._since = self._loop.time()
+        if self._timer is None:
+            self._timer = self._loop.call_later(STALLED_SECONDS, self._look)
+
+    def end(self) -> None:
+        """The write has ended."""
+        self._since = None
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._since is None:
+            return
+        left = self._since + STALLED_SECONDS - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._look)
+        elif self._task is not None:
+            self.stalled = True
+            self._task.cancel()
 
 
 def _first(generation: Generation) -> None:

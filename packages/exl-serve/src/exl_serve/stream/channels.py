@@ -230,7 +230,7 @@ class ChannelReader:
         if self._mode == "reasoning":
             self._reasoning_tokens += len(event.ids)
         specials = self._family._specials_by_id
-        if not any(token in specials for token in event.ids):
+        if specials.keys().isdisjoint(event.ids):
             self._ids += event.ids
             self._logprobs += event.logprobs
             return self._text(event.text)
@@ -277,6 +277,8 @@ class ChannelReader:
 
     def _text(self, text: str) -> list[AnswerEvent]:
         """Read ordinary text, with markers that are not special tokens."""
+        if not self._held and self._plain(text):
+            return self._say(text)
         events: list[AnswerEvent] = []
         while text or self._held:
             if self._mode == "call":
@@ -305,6 +307,13 @@ class ChannelReader:
             self._held = text[len(text) - keep :]
             break
         return events
+
+    def _plain(self, text: str) -> bool:
+        """Whether no marker may begin in the text: a quick test, as most texts have none."""
+        if self._mode == "content":
+            call = self._form.call
+            return not self._at_start and (not self._tools or call is None or call[0][:1] not in text)
+        return self._mode == "reasoning" and self._think is not None and self._think[1][:1] not in text
 
     def _leads_to_call(self, text: str) -> bool:
         """Whether the answer begins with the sign of a call without marker, or may still."""

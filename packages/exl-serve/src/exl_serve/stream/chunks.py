@@ -77,6 +77,8 @@ class Answer:
         self._logprobs, self._return_ids = logprobs, return_ids
         self._reasoning_field = reasoning_field
         self.error: ServeError | None = None
+        #: choices without a finish
+        self._unfinished = n
         self._usages: dict[int, Usage] = {}
         self._reasoning_tokens = 0
         self._running = 0
@@ -87,7 +89,7 @@ class Answer:
     @property
     def finished(self) -> bool:
         """Whether every choice has ended, or one has failed."""
-        return self.error is not None or all(choice.finish is not None for choice in self.choices)
+        return not self._unfinished or self.error is not None
 
     def line(self, chunk: dict[str, Any]) -> bytes:
         """Return a chunk as one event of a stream."""
@@ -164,6 +166,7 @@ class Answer:
         raise NotImplementedError
 
     def _end(self, event: Finish, choice: Choice) -> None:
+        self._unfinished -= choice.finish is None
         choice.finish, choice.stop = event.reason, event.stop
         choice.logprobs += event.logprobs
         choice.ids += event.ids

@@ -15,12 +15,16 @@ HIGH_WATER, LOW_WATER = 64 << 10, 16 << 10
 """Waiting characters: above the first number the request is paused, below the second it continues."""
 
 
+Piece = Content | Reasoning | ToolArgs
+
+
 class Mailbox:
     """Events of one answer, in order. `put` never blocks; `take` waits for events and returns all of them."""
 
     def __init__(self, pause: Callable[[], None] | None = None, resume: Callable[[], None] | None = None) -> None:
         self._events: list[AnswerEvent] = []
-        self._arrived = asyncio.Event()
+        #: of a `take` that waits
+        self._waiter: asyncio.Future[None] | None = None
         self._pause, self._resume = pause, resume
         self._paused = False
         self.size = 0
@@ -32,24 +36,26 @@ class Mailbox:
 
     def put(self, event: AnswerEvent) -> None:
         """Add an event; pauses the request when too much waits."""
-        last = self._events[-1] if self._events else None
-        if isinstance(event, Content | Reasoning | ToolArgs):
+        events = self._events
+        if isinstance(event, Piece):
             self.size += len(event.text)
-            if type(last) is type(event) and isinstance(last, Content | Reasoning | ToolArgs) and _joins(last, event):
-                self._events[-1] = _joined(last, event)
+            last = events[-1] if events else None
+            if type(last) is type(event) and isinstance(last, Piece) and _joins(last, event):
+                events[-1] = _joined(last, event)
             else:
-                self._events.append(event)
+                events.append(event)
             if self.size > HIGH_WATER and not self._paused and self._pause is not None:
                 self._paused = True
                 self._pause()
         else:
-            self._events.append(event)
-        self._arrived.set()
+            events.append(event)
+        if self._waiter is not None:
+            self._wake()
 
     def close(self) -> None:
         """End all waiting: the client reads no more, so `take` returns at once."""
         self.closed = True
-        self._arrived.set()
+        self._wake()
         self._stop_timer()
 
     def release(self) -> None:
@@ -65,20 +71,27 @@ class Mailbox:
     async def take(self, seconds: float | None = None) -> list[AnswerEvent]:
         """Return all waiting events; an empty list after `seconds`, or once closed."""
         if not self._events and not self.closed:
-            self._arrived.clear()
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
             if seconds is not None:
-                self._give_up_after(seconds)
-            await self._arrived.wait()
-            self._deadline = math.inf
+                self._give_up_after(loop, seconds)
+            try:
+                await self._waiter
+            finally:
+                self._waiter, self._deadline = None, math.inf
         events, self._events = self._events, []
         self.size = 0
         return [] if self.closed else events
 
-    def _give_up_after(self, seconds: float) -> None:
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def _give_up_after(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
         """Set the timer of a waiting `take`; one that fires too early waits again, which saves a timer for every
         token.
         """
-        loop = asyncio.get_running_loop()
         self._deadline = loop.time() + seconds
         if self._timer is None or self._timer_at > self._deadline:
             self._stop_timer()
@@ -91,7 +104,7 @@ class Mailbox:
     def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = None
         if loop.time() >= self._deadline:
-            self._arrived.set()
+            self._wake()
         elif self._deadline < math.inf:
             self._set_timer(loop)
 
@@ -100,9 +113,6 @@ class Mailbox:
         if self._paused and self.size < LOW_WATER and self._resume is not None:
             self._paused = False
             self._resume()
-
-
-Piece = Content | Reasoning | ToolArgs
 
 
 def _joins(last: Piece, event: Piece) -> bool:
