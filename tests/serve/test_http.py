@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from exl_generate import bundled
+from exl_serve.api import http as serve_http
 from exl_serve.api.app import ROUTES
 from exl_serve.api.text import FolderText
 from exl_serve.config.model import Limits
@@ -111,6 +113,11 @@ def test_the_grammar_of_a_stream(
         (b'{"prompt": "x", "model": "fable", "n": 1.5}', "whole number"),
         (b'{"prompt": "x", "model": "fable", "logprobs": true}', "whole number"),
         (b'{"model": "fable"}', "missing"),
+        (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "at most 4300"),
+        (b'{"prompt": "x", "stop": [null]}', "stop[0] is null; it"),
+        (b'{"prompt": "x", "seed": true}', "seed is true; it"),
+        (b'{"prompt": "x", "temperature": [' + b"1," * 300_000 + b"1]}", "temperature is a list; it"),
+        (b'{"prompt": "x", "model": "fable", "allowed_token_ids": []}', "name at least one"),
     ],
 )
 def test_malformed_bodies(http: httpx.Client, body: bytes, says: str) -> None:
@@ -127,6 +134,30 @@ def test_sizes(http: httpx.Client) -> None:
     assert http.post("/v1/completions", content=b"a=b").status_code == 400
     form = {"content-type": "application/x-www-form-urlencoded"}
     assert http.post("/v1/completions", content=b"a=b", headers=form).status_code == 415
+
+
+def test_an_error_of_a_long_prompt_gives_advice_that_can_be_followed(http: httpx.Client) -> None:
+    body: dict[str, Any] = {"model": "fable", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5000}
+    told = http.post("/v1/chat/completions", json=body).json()["error"]["message"]
+    most = int(told.rpartition("ask for at most ")[2])
+    assert http.post("/v1/chat/completions", json=body | {"max_tokens": most, "stop": [" "]}).status_code == 200
+    body["messages"][0]["content"] = "x y" * 2000
+    told = http.post("/v1/chat/completions", json=body).json()["error"]["message"]
+    assert told.endswith("shorten the prompt")
+
+
+def test_a_large_body_is_read_beside_the_loop(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+
+    def reading(data: bytes, limits: Limits) -> dict[str, Any]:
+        threads.append(threading.get_ident())
+        return read_json(data, limits)
+
+    monkeypatch.setattr(serve_http, "read_json", reading)
+    body: dict[str, Any] = {"model": "fable", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    for more in ({}, {"metadata": {"a": "b" * (2 << 20)}}, {}):
+        http.post("/v1/chat/completions", json=body | more)
+    assert threads[0] == threads[2] != threads[1]
 
 
 @given(data=st.recursive(

@@ -19,6 +19,8 @@ from exl_serve.request.body import read_json
 __all__ = ["Call", "Endpoint", "error_response", "send_json"]
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+LARGE_BODY = 1 << 20
+"""A body of more bytes is parsed in another thread, so that the streams of other requests go on."""
 _encoder = msgspec.json.Encoder()
 
 
@@ -97,7 +99,10 @@ class Call:
                 "unsupported_media_type",
                 f"content-encoding is {coding[:64]}; send the body as it is",
             )
-        return read_json(await self.body(media=media), self.state.config.server.limits)
+        data, limits = await self.body(media=media), self.state.config.server.limits
+        if len(data) > LARGE_BODY:
+            return await asyncio.to_thread(read_json, data, limits)
+        return read_json(data, limits)
 
     def on_disconnect(self, act: Callable[[], None]) -> None:
         """Run `act` once the client has left. The body must have been read."""

@@ -107,7 +107,7 @@ def engine_request(
     if room < 1 or new > room:
         raise ServeError.invalid(
             f"the prompt has {len(ids)} tokens and {max(new, 1)} are asked for, together more than the context of "
-            f"{card.max_seq_len} tokens: shorten the prompt, or ask for at most {max(room, 0)}",
+            f"{card.max_seq_len} tokens: shorten the prompt{f', or ask for at most {room}' if room >= 1 else ''}",
             "max_tokens" if room >= 1 else "messages",
             "context_length_exceeded",
         )

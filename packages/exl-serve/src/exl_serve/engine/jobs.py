@@ -204,7 +204,8 @@ def _what_fits(request: EngineRequest, length: int, max_seq_len: int) -> int:
     if wanted > room:
         raise ServeError.invalid(
             f"the prompt has {length} tokens with its images and {wanted} are asked for, together more than the "
-            f"context of {max_seq_len} tokens: send fewer or smaller images, or ask for at most {max(room, 0)}",
+            f"context of {max_seq_len} tokens: send fewer or smaller images"
+            + (f", or ask for at most {room}" if room >= 1 else ""),
             "max_tokens" if room >= 1 else "messages",
             "context_length_exceeded",
         )

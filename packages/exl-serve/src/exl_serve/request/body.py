@@ -31,7 +31,11 @@ def read_json(data: bytes, limits: Limits) -> dict[str, Any]:
         found = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
     except ServeError:
         raise
-    except (ValueError, RecursionError) as error:
+    except json.JSONDecodeError as error:
+        raise ServeError.invalid(f"the body is not valid JSON: {error}"[:300]) from None
+    except ValueError:
+        raise ServeError.invalid("a number in the body has too many digits: write at most 4300") from None
+    except RecursionError as error:
         raise ServeError.invalid(f"the body is not valid JSON: {error}"[:300]) from None
     if not isinstance(found, dict):
         raise ServeError.invalid(f"the body must be a JSON object, not {_kind(found)}")

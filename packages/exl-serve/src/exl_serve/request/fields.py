@@ -56,8 +56,17 @@ class Field:
 
 
 def _refuse(param: str, value: object, wanted: str) -> ServeError:
-    shown = repr(value) if len(repr(value)) <= 64 else repr(value)[:61] + "..."
-    return ServeError.invalid(f"{param} is {shown}; it must be {wanted}", param)
+    return ServeError.invalid(f"{param} is {_shown(value)}; it must be {wanted}", param)
+
+
+def _shown(value: object) -> str:
+    """Return a value as a short text. A list or an object may be as large as a body, so it is only named."""
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(value[:64] if isinstance(value, str) else value)
+    return text if len(text) <= 64 else text[:61] + "..."
 
 
 def number(low: float, high: float) -> Rule:

@@ -50,6 +50,8 @@ def sampling_of(fields: Mapping[str, Any], defaults: Mapping[str, Any], text: Te
             raise ServeError.invalid(
                 f"{name} names token {bad}; the vocabulary has ids 0 to {text.vocab_size - 1}", name, "token_id"
             )
+    if fields.get("allowed_token_ids") == ():
+        raise ServeError.invalid("allowed_token_ids allows no token: name at least one", "allowed_token_ids")
     if bias:
         values["logit_bias"] = bias
     return Sampling(**values)
