@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from terminal import Terminal
 
 from exl_generate.cli import convert
@@ -76,6 +79,24 @@ def test_a_target_that_cannot_be_written_is_one_line(exl, tmp_path: Path) -> Non
     assert code == 1
     assert "must be new or empty" in err
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine"]
+
+
+def test_parents_that_were_made_are_removed_again(exl, tmp_path: Path) -> None:
+    """Folders that were there, or that hold something by then, stay."""
+    broken = tmp_path / "broken"
+    shutil.copytree(FLOAT, broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], 1e5, dtype=torch.float32)
+    save_file(weights, broken / "model.safetensors")
+    (tmp_path / "old").mkdir()
+    code, _, err = exl("convert", str(broken), str(tmp_path / "old" / "new" / "parent" / "out"), "--fast")
+    assert code == 1
+    assert "does not fit half precision" in err
+    assert list((tmp_path / "old").iterdir()) == []
+    code, _, err = exl("convert", FLOAT, str(tmp_path / "new" / ("x" * 300)))
+    assert code == 1
+    assert "File name too long; nothing was written to" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "old"]
 
 
 @contextmanager

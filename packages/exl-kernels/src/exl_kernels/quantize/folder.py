@@ -8,6 +8,7 @@ are.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -201,13 +202,17 @@ class _Writer:
         self.target = target
         self.files: list[Path] = []
         self.stored_bits: dict[str, int] = {}
-        self._made_target = not target.exists()
+        self._made = [folder for folder in (target, *target.parents) if not folder.exists()]
         self._shard_bytes = shard_bytes
         self._method = method
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
         self._shards: list[list[str]] = []
-        target.mkdir(parents=True, exist_ok=True)
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            self._remove_folders()  # parents may have been made before the name that is not possible
+            raise
 
     def write(
         self,
@@ -277,12 +282,16 @@ class _Writer:
         _write_json(self.target / "config.json", config)
 
     def discard(self) -> None:
-        """Remove the files written so far."""
+        """Remove the files written so far, and the folders made for them."""
         for path in list(self.target.iterdir()):
             if path.is_file():
                 path.unlink()
-        if self._made_target:
-            self.target.rmdir()
+        self._remove_folders()
+
+    def _remove_folders(self) -> None:
+        for folder in self._made:
+            with contextlib.suppress(OSError):  # never made, or somebody else has put something there
+                folder.rmdir()
 
 
 def _half(tensor: Tensor, key: str) -> Tensor:
