@@ -98,6 +98,7 @@ def test_generate_obeys_schema_and_regex(exl, tmp_path: Path) -> None:
         (("info", MODEL, "--cache", "q4"), "--plan"),
         (("info", MODEL, "--cache-tokens", "512"), "--plan"),
         (("chat", "-m", MODEL), "chat template"),
+        (("generate", "x", "-m", MODEL, "--draft", "bundled"), "ids are other text in the draft model's vocabulary"),
         (("bench", "-m", MODEL, "--prompt-tokens", "5000"), "limit is 2048"),
     ],
 )

@@ -227,6 +227,13 @@ def test_a_draft_changes_nothing_but_the_speed(exl) -> None:
     assert re.search(r"[1-9]\d* of \d+ drafted tokens accepted", drafted[2])
 
 
+def test_a_draft_with_another_tokenizer_is_rejected(exl) -> None:
+    other = Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5"
+    code, out, err = exl(*CHAT, "--draft", str(other), stdin="Hello!\n")
+    assert (code, out) == (1, "")
+    assert "take a draft model that shares the tokenizer [request]" in err.splitlines()[-1]
+
+
 # ---- images ----
 
 

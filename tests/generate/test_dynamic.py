@@ -491,6 +491,7 @@ def test_enqueue_refuses_what_can_never_run() -> None:
 @pytest.mark.covers("generators.md: 25")
 def test_generator_refuses_wrong_sizes() -> None:
     model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB))
+    other = ScriptedModel(ScriptedConfig(vocab_size=VOCAB + 1025))
     cases: list[tuple[dict[str, Any], int, int, type[Exception], str]] = [
         ({}, 1, 300, CapacityError, "multiple of 256"),
         ({}, 1, 128, CapacityError, "use 256"),
@@ -503,6 +504,7 @@ def test_generator_refuses_wrong_sizes() -> None:
         ({"use_ngram_draft": True, "max_ngram": 1}, 1, 256, RequestError, "max_ngram"),
         ({"draft_model": model}, 1, 256, RequestError, "go together"),
         ({"draft_model": model, "draft_cache": ScriptedCache(model, 1, 512)}, 1, 256, RequestError, "must be equal"),
+        ({"draft_model": other, "draft_cache": ScriptedCache(other, 1, 256)}, 1, 256, RequestError, "at most 1024"),
     ]
     for kw, batch, length, error, message in cases:
         with pytest.raises(error, match=message):

@@ -14,6 +14,7 @@ from internals import has_redirects
 from exl_filters import ExLlamaV2Filter
 from exl_generate import (
     CapacityError,
+    ExLlamaV2DynamicGenerator,
     ExLlamaV2DynamicJob,
     ExLlamaV2Sampler,
     NoCandidatesError,
@@ -24,8 +25,22 @@ from exl_generate.testing import (
     streamed_text,
     streamed_tokens,
 )
-from exl_generate.testing.scripted import ScriptedModel
-from exl_generate.testing.small import EOS, PIECES, TOKENIZER, VOCAB, ids, job, make, naive, run, says, speculate
+from exl_generate.testing.scripted import ScriptedCache, ScriptedConfig, ScriptedModel
+from exl_generate.testing.small import (
+    EOS,
+    PAGE,
+    PIECES,
+    TOKENIZER,
+    VOCAB,
+    AsAsked,
+    ids,
+    job,
+    make,
+    naive,
+    run,
+    says,
+    speculate,
+)
 
 Settings = ExLlamaV2Sampler.Settings
 
@@ -160,6 +175,25 @@ def test_ngram_drafts_catch_repetition() -> None:
 @pytest.mark.covers("generators.md: 36", "generators.md: 55", "generators.md: 56")
 def test_drafting_keeps_max_new_tokens_exact(how: str, new: int) -> None:
     assert run(speculate(how), job("ab", new))[-1]["new_tokens"] == new
+
+
+@pytest.mark.parametrize("more", [-5, 40])
+def test_a_draft_model_may_have_fewer_or_more_ids(more: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Models of one family differ by padding and added tokens: ids that a draft does not have are no error."""
+    highest = [VOCAB - 1, 7, VOCAB - 5, 8]
+    model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB, max_seq_len=256), lambda c: highest[len(c) % 4])
+    config = ScriptedConfig(vocab_size=VOCAB + more, max_seq_len=256)
+    draft = ScriptedModel(config, lambda c: highest[len(c) % 4] % config.vocab_size)
+    caches = [ScriptedCache(one, max_seq_len=512) for one in (model, draft)]
+    generator = ExLlamaV2DynamicGenerator(
+        model, caches[0], TOKENIZER, page_size=PAGE, draft_model=draft, draft_cache=caches[1]
+    )
+    generator.drafter.length = AsAsked(generator.num_draft_tokens)
+    prompt = torch.tensor([[VOCAB - 1, 5, VOCAB - 2]])
+    results = run(generator, ExLlamaV2DynamicJob(prompt, 60, gen_settings=Settings.greedy()))
+    assert streamed_tokens(results) == naive(generator, prompt[0].tolist(), 60)
+    assert results[-1]["accepted_draft_tokens"] > 10
+    assert not caplog.text
 
 
 def test_a_failing_draft_model_costs_speed_only(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,6 +21,7 @@ from exl_core import (
     ExLlamaV2Tokenizer,
 )
 from exl_core.device import device_line, devices
+from exl_generate.draft_vocabulary import check_draft_tokenizer
 from exl_generate.dynamic import PAGED_PAGE_SIZE, ExLlamaV2DynamicGenerator
 from exl_generate.errors import RequestError
 
@@ -54,6 +55,7 @@ class Loaded:
             say_device()
         if draft is not None:
             small = ExLlamaV2(ExLlamaV2Config(_draft_folder(draft)))
+            check_draft_tokenizer(self.tokenizer, ExLlamaV2Tokenizer(small.config))
             _load_weights(small)
             kwargs |= {"draft_model": small, "draft_cache": CACHES[cache](small, max_seq_len=length)}
         kv = self._cache(CACHES[cache], length)

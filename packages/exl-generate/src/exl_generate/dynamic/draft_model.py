@@ -52,7 +52,7 @@ class ModelDrafter(Drafter):
         runner: Runs the draft model over its cache.
         table: The pages of the main cache.
         most: Most guesses in a step.
-        vocab_size: Ids of the main model.
+        vocab_size: Ids of the main model. Guesses are ids that both models have.
         budget: Most ids in a pass that catches up.
     """
 
@@ -62,7 +62,7 @@ class ModelDrafter(Drafter):
         self.threshold = 0.0
         self._runner = runner
         self._table = table
-        self._vocab_size = vocab_size
+        self._vocab_size = min(vocab_size, runner.vocab_size)
         self._budget = budget
         self._fed: weakref.WeakKeyDictionary[ExLlamaV2DynamicJob, _Fed] = weakref.WeakKeyDictionary()
         #: seconds a token of the last pass that caught up

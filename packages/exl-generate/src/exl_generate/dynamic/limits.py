@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Limits", "check_drafting", "check_tokenizer"]
 
+#: Models of one family have vocabularies of slightly different sizes: padding, and tokens that a fine-tuning has added.
+MOST_OTHER_IDS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -167,8 +170,8 @@ def check_drafting(
     main, draft = model.config, draft_model.config
     if draft.max_seq_len < main.max_seq_len:
         raise RequestError(f"the draft model's max_seq_len {draft.max_seq_len} is below the model's {main.max_seq_len}")
-    if draft.vocab_size < main.vocab_size:
+    if abs(draft.vocab_size - main.vocab_size) > MOST_OTHER_IDS:
         raise RequestError(
-            f"the draft model's vocabulary has {draft.vocab_size} ids, the model's {main.vocab_size}; "
-            "a draft model must share the tokenizer"
+            f"the draft model's vocabulary has {draft.vocab_size} ids, the model's {main.vocab_size}; they may differ "
+            f"by at most {MOST_OTHER_IDS}: take a draft model that shares the tokenizer"
         )

@@ -83,7 +83,7 @@ def mixable(sequence: Sequence) -> bool:
 class Runner:
     """Run one model over the pages of its cache; it knows no jobs.
 
-    A `draft` model uses no adapters, and id 0 in place of rows of embeddings.
+    A `draft` model uses no adapters, and id 0 in place of ids that it does not have, such as those of embeddings.
     """
 
     def __init__(self, model: Model, cache: Cache, page_size: int, draft: bool = False) -> None:
@@ -111,6 +111,11 @@ class Runner:
         if alike is None or len(chunk) > alike:
             return (loras, "any"), sys.maxsize
         return (loras, "alike"), alike
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids that the model knows."""
+        return int(self._model.config.vocab_size)
 
     @property
     def hooked(self) -> bool:
@@ -202,7 +207,7 @@ class Runner:
             params.q_lens = torch.tensor(lengths, dtype=torch.int32)
         extra: dict[str, Any] = {}
         if self._draft:
-            ids = np.where(ids < EMBEDDING_INDEX, ids, 0)
+            ids = np.where(ids < self.vocab_size, ids, 0)
         else:
             extra |= _adapters_of(sequences)
             if embeddings:

@@ -165,6 +165,8 @@ class ScriptedModel(ModelBase):
     ) -> dict[str, torch.Tensor]:
         """As `ExLlamaV2.forward_chunk` in paged mode: store K/V, check provenance, return logits float32 [B, q, Vp]."""
         ids = self._values(input_ids.numpy(), indexed_embeddings or ())
+        if not indexed_embeddings and (ids >= self.config.vocab_size).any():
+            raise AssertionError(f"id {ids.max()} is beyond the vocabulary of {self.config.vocab_size}")
         batch, q_len = ids.shape
         self.calls.append((batch, q_len, preprocess_only))
         table, past = attn_params.block_index.numpy(), attn_params.cache_seqlens.numpy()

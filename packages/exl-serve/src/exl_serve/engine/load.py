@@ -67,9 +67,13 @@ def _loaded(
     from exl_core.device import devices
     from exl_generate import ExLlamaV2DynamicGenerator
     from exl_generate.cli.models import CACHES
+    from exl_generate.draft_vocabulary import check_draft_tokenizer
 
-    tower = _tower(config, described)  # before the cache, which takes what is left
     model, tokenizer = ExLlamaV2(described), ExLlamaV2Tokenizer(described)
+    small = None if config.draft is None else ExLlamaV2(ExLlamaV2Config(config.draft))
+    if small is not None:
+        check_draft_tokenizer(tokenizer, ExLlamaV2Tokenizer(small.config))
+    tower = _tower(config, described)  # before the cache, which takes what is left
     kind = CACHES[config.cache]
     tokens = cache_tokens(config, described)
     if len(devices()) > 1:
@@ -79,8 +83,7 @@ def _loaded(
         model.load(callback=report)
         cache = kind(model, max_seq_len=tokens)
     extra: dict[str, Any] = {"use_ngram_draft": config.ngram}
-    if config.draft is not None:
-        small = ExLlamaV2(ExLlamaV2Config(config.draft))
+    if small is not None:
         small.load()
         extra |= {"draft_model": small, "draft_cache": kind(small, max_seq_len=tokens)}
     generator = ExLlamaV2DynamicGenerator(
