@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from contextlib import suppress
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +74,23 @@ def test_a_file_that_is_not_toml_is_refused(tmp_path: Path, text: str) -> None:
 def test_any_text_for_any_key_is_taken_or_refused(path: str, text: str) -> None:
     with suppress(ConfigError):
         assert isinstance(load(options={path: text}), ServeConfig)
+
+
+def test_the_example_of_the_page_is_a_configuration() -> None:
+    (example,) = re.findall(r"^```toml\n(.*?)^```", reference(), re.DOTALL | re.MULTILINE)
+    config = parse(tomllib.loads(example))
+    assert (config.server.port, config.model[0].id, config.model[0].cache_tokens) == (9000, "llama", 65536)
+
+
+def test_every_key_has_a_note_and_a_reader() -> None:
+    """A key that nothing reads would be ignored in silence."""
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \|[^|]*\| (.*) \|$", reference(), re.MULTILINE)
+    assert len(rows) > 70
+    assert [key for key, note in rows if not note.strip()] == []
+    package = Path(str(files("exl_serve")))
+    source = "".join(path.read_text() for path in package.rglob("*.py") if path.parent.name != "config")
+    source += (package / "config" / "load.py").read_text()
+    assert [key for key, _ in rows if f".{key}" not in source] == []
 
 
 def test_every_default_survives_its_own_text() -> None:

@@ -24,25 +24,37 @@ __all__ = [
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of one request, of one client, and of all of them together."""
 
+    #: bytes of a request with media: chat, responses
     max_body_bytes: int = 32 << 20
-    #: of routes without media
+    #: bytes of a request to the other routes
     max_plain_body_bytes: int = 1 << 20
+    #: levels of nested JSON
     max_depth: int = 64
+    #: messages of a chat, items of a response
     max_messages: int = 4096
+    #: parts of a message
     max_parts: int = 1024
+    #: tools of a request
     max_tools: int = 128
+    #: choices of a request (`n`)
     max_n: int = 8
+    #: choices of all prompts of a text completion together
     max_choices: int = 64
-    max_stop: int = 16
-    max_stop_chars: int = 256
-    max_logit_bias: int = 1024
+    #: of a JSON schema or a grammar
     max_schema_bytes: int = 256 << 10
+    #: of a pattern
     max_regex_bytes: int = 8 << 10
+    #: open connections of an API process
     max_connections: int = 4096
+    #: requests at a time of an ingress replica on Ray; without Ray the connections limit them
     max_streams: int = 1024
+    #: open connections of one client address to an API process
     max_connections_per_address: int = 256
+    #: seconds in which a body has to arrive
     body_seconds: float = 60.0
+    #: seconds in which the headers have to arrive
     header_seconds: float = 10.0
+    #: seconds that an idle connection stays open
     keep_alive_seconds: float = 75.0
     #: of each model; None: 8 times its max_batch_size
     max_queued_requests: int | None = None
@@ -53,14 +65,21 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The HTTP server: addresses, pages, headers and general behaviour of requests."""
 
+    #: address to listen on; beyond loopback needs keys
     host: str = "127.0.0.1"
+    #: 0 takes a free one
     port: int = 8000
     #: path of a Unix socket instead of host and port
     uds: str | None = None
+    #: API processes
     workers: int = 1
+    #: path of a certificate (PEM); needs `tls_key`
     tls_cert: str | None = None
+    #: path of its private key (PEM)
     tls_key: str | None = None
+    #: answer / with the chat page
     ui: bool = True
+    #: origins whose pages may use this server, such as "https://chat.example.org"
     cors_origins: tuple[str, ...] = ()
     #: host names besides loopback ones that requests may name in Host when bound to loopback
     allowed_hosts: tuple[str, ...] = ()
@@ -70,12 +89,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     accept_any_model: bool = False
     #: refuse to start without keys on an address that is not loopback, unless this is set
     no_auth: bool = False
+    #: `max_tokens` of a chat or response that names none; none: what the context leaves
     default_max_tokens: int | None = None
+    #: name of the field with the reasoning in chat answers
     reasoning_field: Literal["reasoning_content", "reasoning", "both", "none"] = "reasoning_content"
-    allow_prompt_logprobs: bool = False
-    allow_request_templates: bool = False
+    #: the spelling of a special token in a message becomes that token: only for trusted clients
     parse_special_in_content: bool = False
-    constrain_tools: bool = True
     #: seconds of silence after which a stream gets a comment
     ping_seconds: float = 5.0
     #: seconds after which headers leave though the engine has said nothing
@@ -86,40 +105,56 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class Auth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Keys of clients, and fairness."""
 
-    #: file with keys, mode 0600
+    #: file with keys, mode 0600: `exl serve key new` prints entries
     key_file: str | None = None
     #: a separate cache salt for every key
     per_key_salt: bool = False
     #: fairness by client address where there is no key
     per_address: bool = False
+    #: requests with wrong keys from one address, after which it gets status 429
     max_failures_per_minute: int = 20
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One model: its folder, its memory, and its limits."""
 
+    #: name of the model in requests; no colon
     id: str
+    #: its folder
     path: str
+    #: further names
     aliases: tuple[str, ...] = ()
+    #: as `EXL_DEVICE`, for example "cuda:0" or "cuda:0=20,cuda:1"; none: every usable GPU, else the CPU
     device: str | None = None
+    #: number format of the K/V cache
     cache: Literal["fp16", "fp8", "q8", "q6", "q4"] = "fp16"
-    #: tokens in the K/V cache; None: what fits and is useful
+    #: tokens in the K/V cache, shared by all requests; none: a full context for each sequence, at most 262,144 or one
+    #: context, and what fits
     cache_tokens: int | None = None
+    #: longest prompt and answer together, tokens; none: the model's
     max_seq_len: int | None = None
+    #: most sequences in a decode step
     max_batch_size: int = 16
-    #: most prompt tokens of a step; None: by `Qos.target_itl`
+    #: most prompt tokens of a step; none: the model's max_input_len
     max_chunk_size: int | None = None
+    #: folder of a draft model, which needs the same tokenizer
     draft: str | None = None
+    #: draft from the text so far, without a model; not together with `draft`
     ngram: bool = False
     #: folders under which adapters may be loaded
     adapter_roots: tuple[str, ...] = ()
+    #: adapters to load at the start: folders by name, for requests to MODEL:NAME
     adapters: dict[str, str] = {}
     #: path of a chat template instead of the folder's
     template: str | None = None
-    #: output format: of reasoning and tool calls
+    #: output format of reasoning and tool calls; auto: by the chat template
     family: str = "auto"
+    #: defaults of requests, by the names of `Settings`, such as { temperature = 0.7, min_p = 0.05 }; over
+    #: generation_config.json
     sampling: dict[str, Any] = {}
+    #: load it when the server starts; otherwise with its first request
     preload: bool = True
+    #: never unload it for another model
     pinned: bool = False
     #: load the image encoder of a model that has one
     vision: bool = True
@@ -139,34 +174,38 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Qos(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Targets of latency and fairness, in seconds."""
 
-    target_itl: float = 0.05
+    #: seconds of queued prompt tokens, at the measured speed, after which requests get status 429
     target_ttft: float = 20.0
     #: seconds of waiting that lift a request by one priority class
     ageing: float = 30.0
-    max_skips: int = 4
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The end of a server: seconds until it stops, and seconds for running requests."""
 
+    #: seconds between SIGTERM and refusing new requests, for load balancers to notice
     delay: float = 5.0
-    #: seconds; -1: no limit
+    #: seconds that running requests may still take; -1: no limit
     timeout: float = 30.0
 
 
 class Log(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Log lines."""
 
+    #: least severity that is logged
     level: Literal["debug", "info", "warning", "error"] = "info"
+    #: auto: text at a terminal, else JSON lines
     format: Literal["auto", "json", "text"] = "auto"
 
 
 class Media(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Images of requests, which are `data:` URLs: nothing is fetched."""
 
+    #: of a request
     max_images: int = 20
     #: of an image file
     max_bytes: int = 20 << 20
+    #: of an image
     max_pixels: int = 1 << 26
     #: of all images of a request
     max_request_pixels: int = 1 << 27
@@ -177,11 +216,15 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     #: replicas that answer HTTP
     ingress_replicas: int = 2
+    #: CPUs of one ingress replica
     ingress_cpus: float = 1.0
+    #: fewest engine replicas of a model
     min_replicas: int = 1
+    #: most engine replicas of a model
     max_replicas: int = 1
-    #: CPUs and GPUs of one engine replica
+    #: CPUs of one engine replica
     engine_cpus: float = 1.0
+    #: GPUs of one engine replica
     engine_gpus: float = 0.0
     #: seconds without a heartbeat after which a replica counts as dead
     health_seconds: float = 15.0
@@ -199,4 +242,5 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     log: Log = Log()
     media: Media = Media()
     ray: RayConfig = RayConfig()
+    #: vllm: metrics also have the names that dashboards for vLLM read
     metrics_alias: Literal["vllm", "none"] = "vllm"

@@ -21,6 +21,21 @@ HEAD = """# Configuration of exl serve
 underscores (`EXL_SERVE_SERVER_PORT=9000`), and an option, `--set PATH=VALUE`. Options go over variables, variables over
 the file. A key that does not exist is an error. `exl serve check FILE` checks a file and prints what the models take.
 
+```toml
+[server]
+host = "0.0.0.0"
+port = 9000
+
+[auth]
+key_file = "keys.toml"
+
+[[model]]
+id = "llama"
+path = "models/llama-8b-4.0bpw"
+cache = "q8"
+cache_tokens = 65536
+```
+
 After SIGHUP a running server takes over keys, limits, the log level and models that were added or removed, and logs
 what else has changed and needs a restart.
 """
