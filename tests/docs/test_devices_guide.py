@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from exl_core import ExLlamaV2Cache, ExLlamaV2Cache_8bit, ExLlamaV2Cache_Q4, ExLlamaV2Cache_Q6, ExLlamaV2Cache_Q8
+from exl_core import (
+    ExLlamaV2Cache,
+    ExLlamaV2Cache_8bit,
+    ExLlamaV2Cache_Q4,
+    ExLlamaV2Cache_Q6,
+    ExLlamaV2Cache_Q8,
+    ExLlamaV2CacheBase,
+)
 from exl_kernels.kv import KVPages
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "devices.md").read_text(encoding="utf-8")
@@ -20,7 +27,13 @@ SHAPES = {
     "Qwen2.5 32B": (64, 5120, 27648, 40, 8, 128, 152064),
     "Llama 3.1 70B": (80, 8192, 28672, 64, 8, 128, 128256),
 }
-CACHES = (ExLlamaV2Cache, ExLlamaV2Cache_8bit, ExLlamaV2Cache_Q8, ExLlamaV2Cache_Q6, ExLlamaV2Cache_Q4)
+CACHES: tuple[type[ExLlamaV2CacheBase], ...] = (
+    ExLlamaV2Cache,
+    ExLlamaV2Cache_8bit,
+    ExLlamaV2Cache_Q8,
+    ExLlamaV2Cache_Q6,
+    ExLlamaV2Cache_Q4,
+)
 
 
 def weights(shape: tuple[int, ...], bits: float) -> float:
@@ -30,7 +43,7 @@ def weights(shape: tuple[int, ...], bits: float) -> float:
     return layers * layer * bits / 8 + vocabulary * hidden * (6 + 16) / 8
 
 
-def cache(shape: tuple[int, ...], kind: type[ExLlamaV2Cache], tokens: int) -> float:
+def cache(shape: tuple[int, ...], kind: type[ExLlamaV2CacheBase], tokens: int) -> float:
     layers, *_, kv_heads, head, _ = shape
     return layers * KVPages.allocate(kind.kind, 1, 256, kv_heads, head).nbytes * tokens / 256
 

@@ -72,5 +72,5 @@ def test_the_command_for_a_key_makes_an_entry_that_is_read(tmp_path: Path) -> No
     )
     (tmp_path / "keys.toml").chmod(0o600)
     (key,) = read_keys(tmp_path / "keys.toml")
-    assert (key.name, key.scopes, key.limits.concurrent) == ("alice", {"infer"}, 3)
+    assert (key.name, sorted(key.scopes), key.limits.concurrent) == ("alice", ["infer"], 3)
     assert {"`name`", "`scopes`", "`weight`", "`priority`", "`limits`", "`models`", "`expires`"} <= fields

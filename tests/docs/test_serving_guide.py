@@ -67,5 +67,11 @@ def test_the_command_that_begins_it_all() -> None:
         assert option in done.stdout
 
 
+def test_every_field_has_a_meaning() -> None:
+    rows = re.findall(r"^\| `.*`[^|]*\|[^|]*\|[^|]*\|(.*)\|$", render(), re.MULTILINE)
+    assert len(rows) > 80
+    assert all(meaning.strip() for meaning in rows)
+
+
 def test_the_page_of_fields_is_current() -> None:
     assert (ROOT / "docs/serving/fields.md").read_text(encoding="utf-8") == render()

@@ -19,24 +19,41 @@ __all__ = ["CHAT", "FIELDS", "chat_completions", "variables_of"]
 
 CHAT: tuple[Field, ...] = (
     Field(
-        "max_tokens", integer(1, 1 << 24), "1 to what the context leaves; absent: all of it", ("max_completion_tokens",)
+        "max_tokens",
+        integer(1, 1 << 24),
+        "1 to what the context leaves",
+        ("max_completion_tokens", "max_length"),
+        meaning="most new tokens; absent: the server's `default_max_tokens`, or all that the context leaves",
     ),
-    Field("logprobs", boolean, "true or false"),
-    Field("top_logprobs", integer(0, 20), "0 to 20, with logprobs"),
-    Field("tools", anything, "functions with a JSON schema each"),
-    Field("tool_choice", anything, "none, auto, required, or a function's name"),
-    Field("parallel_tool_calls", boolean, "false: at most one call"),
-    Field("chat_template_kwargs", anything, "variables of the chat template"),
-    Field("enable_thinking", boolean, "a variable of the chat template"),
-    Field("reasoning_effort", anything, "a variable of the chat template"),
+    Field("logprobs", boolean, "true or false", meaning="the log-probability of each token"),
+    Field(
+        "top_logprobs",
+        integer(0, 20),
+        "0 to 20, with `logprobs`",
+        meaning="the most probable candidates for each token",
+    ),
+    Field("tools", anything, "functions with a JSON schema each", meaning="functions that the model may call"),
+    Field("tool_choice", anything, "`none`, `auto`, `required`, or a function", meaning="whether it has to call one"),
+    Field("parallel_tool_calls", boolean, "true or false", meaning="false: at most one call"),
+    Field("chat_template_kwargs", anything, "an object", ("template_vars",), meaning="variables of the chat template"),
+    Field("enable_thinking", boolean, "true or false", meaning="a variable of the chat template"),
+    Field("reasoning_effort", anything, "as the template takes it", meaning="a variable of the chat template"),
     Field(
         "reasoning_budget",
         integer(0, 1 << 24),
-        "tokens of reasoning, after which it is closed",
+        "tokens",
         ("thinking_token_budget", "thinking_budget"),
+        meaning="of reasoning, after which it is closed",
     ),
-    Field("add_generation_prompt", boolean, "true or false"),
-    Field("continue_final_message", boolean, "go on with the last message"),
+    Field(
+        "add_generation_prompt", boolean, "true or false", meaning="begin the assistant's message; true where absent"
+    ),
+    Field(
+        "continue_final_message",
+        boolean,
+        "true or false",
+        meaning="go on with the last message instead of answering it",
+    ),
 )
 """Fields of chat alone."""
 FIELDS = by_name(COMMON, SAMPLING, CHAT)

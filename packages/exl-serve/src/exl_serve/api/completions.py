@@ -19,10 +19,18 @@ from exl_serve.stream.family import ChannelSettings
 __all__ = ["COMPLETION", "FIELDS", "completions"]
 
 COMPLETION: tuple[Field, ...] = (
-    Field("max_tokens", integer(1, 1 << 24), "1 to what the context leaves; absent: 16", ("n_predict",)),
-    Field("logprobs", integer(0, 20), "0 to 20"),
-    Field("echo", boolean, "the prompt in front of its completion"),
-    Field("add_special_tokens", boolean, "false: no BOS in front of a prompt", ("add_bos_token",)),
+    Field(
+        "max_tokens",
+        integer(1, 1 << 24),
+        "1 to what the context leaves",
+        ("n_predict", "max_length"),
+        meaning="most new tokens; absent: 16",
+    ),
+    Field("logprobs", integer(0, 20), "0 to 20", meaning="candidates for each token, with log-probabilities"),
+    Field("echo", boolean, "true or false", meaning="the prompt in front of its completion"),
+    Field(
+        "add_special_tokens", boolean, "true or false", ("add_bos_token",), meaning="false: no BOS in front of a prompt"
+    ),
 )
 """Fields of text completions alone."""
 FIELDS = by_name(COMMON, SAMPLING, COMPLETION)

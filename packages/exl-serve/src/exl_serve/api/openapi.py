@@ -182,7 +182,7 @@ def _object(fields: Sequence[Field], own: Mapping[str, Any]) -> dict[str, Any]:
         if schema:
             schema = {"anyOf": [schema, {"type": "null"}]}
         for name in (field.name, *field.aliases):
-            properties[name] = {"description": field.limits, **schema}
+            properties[name] = {"description": f"{field.meaning} ({field.limits})", **schema}
     found: dict[str, Any] = {"type": "object", "properties": properties}
     return found | ({"required": sorted(own)} if own else {})
 

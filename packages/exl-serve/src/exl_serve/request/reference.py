@@ -8,6 +8,8 @@ from exl_serve.request.fields import COMMON, SAMPLING, UNSUPPORTED, Field
 
 __all__ = ["render"]
 
+_HEAD = ("| field | also called | values | meaning |", "|---|---|---|---|")
+
 
 def render() -> str:
     """Return the page."""
@@ -19,9 +21,9 @@ def render() -> str:
         [
             "# Fields of requests",
             "",
-            "Every field is read, or refused by its name; one that is not listed here is named in the answer's header "
-            "`x-exl-ignored`, or refused",
-            "where the configuration says `strict_fields = true`. null is as good as absent.",
+            "The server reads a field, or rejects it with an error that names it. A field that is not listed here is "
+            "named in the answer's header",
+            "`x-exl-ignored`, or rejected where the configuration says `strict_fields = true`. null counts as absent.",
             "",
             "## Chat and text completions",
             "",
@@ -35,11 +37,11 @@ def render() -> str:
             "",
             "## Chat alone",
             "",
-            "| field | also called | values |",
-            "|---|---|---|",
-            "| `messages` | | roles system, developer, user, assistant, tool; content: a text, or parts of text |",
+            *_HEAD,
+            "| `messages` | | roles system, developer, user, assistant, tool | the conversation; content is a text, "
+            "or a list of parts: text, `image_url` |",
             *_rows(CHAT, head=False),
-            "| `functions`, `function_call` | | OpenAI's older form of `tools` and `tool_choice` |",
+            "| `functions`, `function_call` | | | OpenAI's older form of `tools` and `tool_choice` |",
             "",
             "## Responses alone",
             "",
@@ -47,18 +49,18 @@ def render() -> str:
             "`response_format` and `return_token_ids`",
             "are not read.",
             "",
-            "| field | also called | values |",
-            "|---|---|---|",
-            "| `input` | | a text, or items: message, function_call, function_call_output, reasoning |",
+            *_HEAD,
+            "| `input` | | a text, or items: message, function_call, function_call_output, reasoning | "
+            "the conversation |",
             *_rows(RESPONSE, head=False),
             "",
             "Refused unless neutral: " + ", ".join(f"`{name}`" for name in NEUTRAL) + ".",
             "",
             "## Text completions alone",
             "",
-            "| field | also called | values |",
-            "|---|---|---|",
-            "| `prompt` | | a text, a list of texts, token ids, or a list of lists of token ids |",
+            *_HEAD,
+            "| `prompt` | | a text, a list of texts, token ids, or a list of lists of token ids | each gets its own "
+            "`n` completions |",
             *_rows(COMPLETION, head=False),
             "",
             "## Not offered",
@@ -74,10 +76,10 @@ def render() -> str:
 
 
 def _rows(fields: Iterable[Field], *, head: bool = True) -> list[str]:
-    rows = ["| field | also called | values |", "|---|---|---|"] if head else []
+    rows = list(_HEAD) if head else []
     for field in fields:
         others = ", ".join(f"`{alias}`" for alias in field.aliases)
-        rows.append(f"| `{field.name}` | {others} | {field.limits} |")
+        rows.append(f"| `{field.name}` | {others} | {field.limits} | {field.meaning} |")
     return rows
 
 

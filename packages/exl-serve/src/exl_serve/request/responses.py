@@ -27,22 +27,33 @@ __all__ = [
 ]
 
 RESPONSE: tuple[Field, ...] = (
-    Field("max_output_tokens", integer(1, 1 << 24), "1 to what the context leaves; absent: all of it"),
-    Field("instructions", string(1 << 20), "the system message"),
-    Field("tools", anything, "functions with a JSON schema each"),
-    Field("tool_choice", anything, "none, auto, required, or a function's name"),
-    Field("parallel_tool_calls", boolean, "false: at most one call"),
-    Field("text", anything, "format: text, json_object or json_schema"),
-    Field("reasoning", anything, "effort: a variable of the chat template"),
-    Field("include", anything, "message.output_text.logprobs"),
-    Field("top_logprobs", integer(0, 20), "0 to 20, with message.output_text.logprobs in include"),
-    Field("chat_template_kwargs", anything, "variables of the chat template"),
-    Field("enable_thinking", boolean, "a variable of the chat template"),
+    Field(
+        "max_output_tokens",
+        integer(1, 1 << 24),
+        "1 to what the context leaves",
+        meaning="most new tokens; absent: the server's `default_max_tokens`, or all that the context leaves",
+    ),
+    Field("instructions", string(1 << 20), "a text", meaning="the system message"),
+    Field("tools", anything, "functions with a JSON schema each", meaning="functions that the model may call"),
+    Field("tool_choice", anything, "`none`, `auto`, `required`, or a function", meaning="whether it has to call one"),
+    Field("parallel_tool_calls", boolean, "true or false", meaning="false: at most one call"),
+    Field("text", anything, "`format`: `text`, `json_object` or `json_schema`", meaning="the form of the answer"),
+    Field("reasoning", anything, "`effort`", meaning="a variable of the chat template"),
+    Field("include", anything, "`message.output_text.logprobs`", meaning="what else the answer holds"),
+    Field(
+        "top_logprobs",
+        integer(0, 20),
+        "0 to 20, with `message.output_text.logprobs` in `include`",
+        meaning="the most probable candidates for each token",
+    ),
+    Field("chat_template_kwargs", anything, "an object", meaning="variables of the chat template"),
+    Field("enable_thinking", boolean, "true or false", meaning="a variable of the chat template"),
     Field(
         "reasoning_budget",
         integer(0, 1 << 24),
-        "tokens of reasoning, after which it is closed",
+        "tokens",
         ("thinking_token_budget", "thinking_budget"),
+        meaning="of reasoning, after which it is closed",
     ),
 )
 """Fields of responses alone."""
