@@ -222,7 +222,8 @@ class LoadableModel:
     ) -> Iterator[Any]:
         """Load as `load_tp`, as a generator that must be exhausted; yields the items of `callback_gen`.
 
-        `gpu_split`, `callback`, `expect_cache_tokens` and `expect_cache_base`, and the errors, are those of `load_tp`.
+        `gpu_split`, `callback`, `expect_cache_tokens`, `expect_cache_base` and `exchange`, and the errors, are those of
+        `load_tp`.
         """
         places = devices()
         if gpu_split is not None:

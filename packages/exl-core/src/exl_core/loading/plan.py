@@ -31,7 +31,20 @@ MOST_TOKENS = 1 << 26
 
 @dataclass
 class DevicePlan:
-    """One device's share, in bytes. `budget` is the usable memory (None: unknown), `used` the planned use."""
+    """One device's share, in bytes. `budget` is the usable memory (None: unknown), `used` the planned use.
+
+    Attributes:
+        device: the device.
+        free: free memory; None if unknown.
+        reserve: memory to leave free.
+        modules: indices of the modules on it.
+        weights: of these modules.
+        cache: keys and values of its layers.
+        loras: adapters.
+        draft: a draft model with its cache.
+        tables: RoPE and hidden states.
+        scratch: working memory of the widest module.
+    """
 
     device: Device
     free: int | None
@@ -41,8 +54,8 @@ class DevicePlan:
     cache: int = 0
     loras: int = 0
     draft: int = 0
-    tables: int = 0  # RoPE and hidden states
-    scratch: int = 0  # the widest module
+    tables: int = 0
+    scratch: int = 0
 
     @property
     def used(self) -> int:
@@ -175,7 +188,11 @@ def plan_modules(
     loras: int = 0,
     draft: int = 0,
 ) -> LoadPlan:
-    """Plan as `plan`, for existing modules."""
+    """Plan as `plan`, for existing `modules` on `places`.
+
+    `config`, `cache`, `gpu_split`, `reserve` and `last_id_only` are those of `plan`; `loras` and `draft` are the bytes
+    of adapters on each device and of a draft model on the first.
+    """
     budgets = budgets_of(places, gpu_split, reserve)
     planner = _planner(config, modules, places, last_id_only)
     planner.split, planner.loras, planner.draft = gpu_split is not None, loras, draft

@@ -90,7 +90,7 @@ class VllmFilterProcessor(_Base):  # type: ignore[misc]
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Reject a request whose filter spec is not a mapping with "type"; vLLM answers the client with the
+        """Reject `sampling_params` whose filter spec is not a mapping with "type"; vLLM answers the client with the
         `ValueError`.
         """
         spec = _spec_of(sampling_params)
@@ -102,7 +102,7 @@ class VllmFilterProcessor(_Base):  # type: ignore[misc]
         return False
 
     def update_state(self, batch_update: Any) -> None:
-        """Apply the changes of the batch: removed, then added, then moved rows."""
+        """Apply `batch_update`, vLLM's changes of the batch: removed, then added, then moved rows."""
         if batch_update is None:
             return
         for index in batch_update.removed:

@@ -77,7 +77,10 @@ class ProcessExchange(Exchange):
         return held[0]
 
     def check_same(self, what: str, digest: bytes) -> None:
-        """Raise PeerError unless all processes call this with equal digests."""
+        """Raise PeerError unless all processes call this with equal digests.
+
+        `digest` has at least 8 bytes. `what` names the operation in the message.
+        """
         own = torch.frombuffer(bytearray(digest[:8]), dtype=torch.int64)
         found = [torch.empty_like(own) for _ in range(self.shards)]
         self._run(lambda: dist.all_gather(found, own, group=self._control))
