@@ -66,6 +66,34 @@ def test_processes_of_torchrun_write_the_same_texts(monkeypatch: pytest.MonkeyPa
     assert first["texts"] == tp_texts.texts(None, "model", tp=False)["texts"]
 
 
+def test_generate_of_torchrun_writes_one_output(exl, tmp_path: Path) -> None:
+    """Without a seed the processes draw one seed; the output names it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ("generate", "Once upon a time", "-n", "8", "--temperature", "1.5", "--json")
+    done = subprocess.run(
+        [*command, "-m", "exl_generate", *options, "--device", "cpu:0,cpu:1", "--tp"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    found = json.loads(line)
+    code, out, _ = exl(*options, "--seed", str(found["seed"]), "--device", "cpu")
+    assert code == 0
+    assert found | TIMES == json.loads(out) | TIMES
+
+
+def test_processes_do_not_share_standard_input(exl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    code, _, err = exl("generate", "-", "--device", "cpu:0,cpu:1", "--tp", stdin="x")
+    assert code == 1
+    assert "give the prompt as an argument" in err
+
+
 def test_generate_and_bench_and_plan_with_tp(exl) -> None:
     """The text is that of one device; the plan gives weights to every device."""
     options = ("-n", "8", "--seed", "1", "--json")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from exl_generate.cli import processes
 from exl_generate.cli.constraints import Constraints, read_schema
 from exl_generate.cli.interrupt import interruptible
 from exl_generate.cli.models import load
@@ -56,6 +57,8 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
     """
     _check(options)
     schema = None if options.json_schema is None else read_schema(options.json_schema)
+    if prompt == "-" and options.tp and processes.started():
+        raise RequestError("the processes of torchrun cannot all read standard input: give the prompt as an argument")
     text = _piped() if prompt == "-" else prompt
     loaded = load(options.model, options.tp)
     constraints = Constraints(loaded, schema, options.regex)  # a wrong one is refused before the weights are read
@@ -76,7 +79,7 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
         new,
         min_new_tokens=options.min_tokens,
         gen_settings=settings,
-        seed=options.seed,
+        seed=loaded.seed(options.seed),
         stop_conditions=[*loaded.stop_ids(), *options.stop],
         banned_strings=options.ban,
         filters=list(constraints.filters),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from exl_generate.draft_vocabulary import check_draft_tokenizer
 from exl_generate.dynamic import PAGED_PAGE_SIZE, ExLlamaV2DynamicGenerator
 from exl_generate.errors import RequestError
 
+from . import processes
 from .progress import loading_bar
 
 __all__ = ["CACHES", "Loaded", "load", "model_folder", "note", "say_device"]
@@ -65,8 +67,11 @@ class Loaded:
         """A cache of the loaded model. With several devices both fill them in order, or each has a part of all."""
         if self.tp:
             if not self.model.loaded:
+                exchange = processes.exchange()
                 with loading_bar(_name(self.model)) as report:
-                    self.model.load_tp(callback=report, expect_cache_tokens=length, expect_cache_base=kind)
+                    self.model.load_tp(
+                        callback=report, expect_cache_tokens=length, expect_cache_base=kind, exchange=exchange
+                    )
             return ExLlamaV2Cache_TP(self.model, kind, max_seq_len=length)
         if self.model.loaded or len(devices()) == 1:
             _load_weights(self.model)
@@ -79,6 +84,13 @@ class Loaded:
     def adapters(self, folders: Sequence[Path]) -> list[ExLlamaV2Lora]:
         """The adapters in these folders."""
         return [ExLlamaV2Lora.from_directory(self.model, str(folder)) for folder in folders]
+
+    def seed(self, asked: int | None) -> int | None:
+        """The seed of a job: `asked`, or where several processes run one model, one that all of them draw."""
+        context = self.model.tp_context
+        if asked is not None or context is None or context.exchange.whole:
+            return asked
+        return context.exchange.agree(secrets.randbits(31))
 
     def stop_ids(self) -> list[int]:
         """Every id that ends a text of this model."""
@@ -96,6 +108,8 @@ def load(folder: Path | None, tp: bool = False) -> Loaded:
             f"--tp shards a model over several devices, this run has one ({devices()[0].name}): name them, as in "
             "--device cuda:0,cuda:1"
         )
+    if tp:
+        processes.mute()
     config = ExLlamaV2Config(model_folder(folder))
     return Loaded(config, ExLlamaV2(config), ExLlamaV2Tokenizer(config), tp)
 
