@@ -89,11 +89,20 @@ def write_adapter(folder: Path) -> Path:
 
 
 def test_two_processes_give_the_bits_of_one_device(lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """EXL2, GPTQ and float, FP16 and quantized caches, an adapter, and a mixture with a shared expert."""
+    """EXL2, GPTQ and float, FP16 and quantized caches, an adapter, and mixtures."""
     mixture = tmp_path / "mixture"
     mixture.mkdir()
     write_random_model(
         mixture, {**lab.config, **MIXTURE, "architectures": ["Qwen2MoeForCausalLM"], **FAMILIES["Qwen2MoeForCausalLM"]}
+    )
+    uneven = tmp_path / "uneven"  # the first process has both experts
+    uneven.mkdir()
+    write_random_model(
+        uneven,
+        {
+            **{**lab.config, **MIXTURE, "architectures": ["MixtralForCausalLM"], **FAMILIES["MixtralForCausalLM"]},
+            **{"num_local_experts": 2, "num_experts_per_tok": 2},
+        },
     )
     exl2 = str(lab.write(kind="exl2", **SIZES))
     cases: list[dict[str, Any]] = [
@@ -102,6 +111,7 @@ def test_two_processes_give_the_bits_of_one_device(lab: Any, tmp_path: Path, mon
         {"folder": str(lab.write(kind="gptq-act-order", **SIZES))},
         {"folder": str(lab.write(**SIZES))},
         {"folder": str(mixture)},
+        {"folder": str(uneven), "split": [7.4, 2.6]},
     ]
     found = run(tmp_path, {"task": "cases", "limit": 120.0, "cases": cases})
     monkeypatch.setenv("EXL_DEVICE", "cpu")
@@ -132,6 +142,7 @@ def test_two_processes_give_the_bits_of_one_device(lab: Any, tmp_path: Path, mon
         ("die", 120.0, "lost another process"),
         ("hang", 4.0, "waited for it for 4 s"),
         ("differ", 120.0, "run a forward pass with different arguments"),
+        ("starve", 120.0, "load_tp: cpu:1 would have none of the 4 key/value heads"),
     ],
 )
 def test_a_failing_process_ends_the_passes_of_the_others(
@@ -142,7 +153,7 @@ def test_a_failing_process_ends_the_passes_of_the_others(
     assert len(first) == 2
     assert message in first[0]
     assert first[0] == first[1]
-    if task == "differ":
+    if task in ("differ", "starve"):
         assert message in second[0]
     if task == "die":
         assert second is None

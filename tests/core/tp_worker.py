@@ -1,7 +1,8 @@
 """One process of a tensor parallel model: `python tp_worker.py JOB.json`, with torchrun's variables set.
 
 The job's `task` is "cases": run every model of `cases` and save its results; or the failure that process 1 causes:
-"die", "hang" or "differ". Each process writes what it saw to `JOB.json.RANK`.
+"die", "hang" or "differ"; or "starve": a split that leaves process 1 without heads. Each process writes what it saw to
+`JOB.json.RANK`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def run_case(case: dict[str, Any], exchange: Exchange | None) -> dict[str, Any]:
         model.load()
         cache = base(model, batch_size=2, max_seq_len=64)
     else:
-        model.load_tp(exchange=exchange)
+        model.load_tp(case.get("split"), exchange=exchange)
         cache = ExLlamaV2Cache_TP(model, base, batch_size=2, max_seq_len=64)
     loras = [ExLlamaV2Lora.from_directory(model, case["lora"])] if "lora" in case else None
     ids = ids_of(config.vocab_size)
@@ -61,6 +62,11 @@ def run_case(case: dict[str, Any], exchange: Exchange | None) -> dict[str, Any]:
 def failure(job: dict[str, Any], exchange: ProcessExchange) -> list[str]:
     """Let process 1 fail after the first pass; return the errors that this process saw in two more passes."""
     model = ExLlamaV2(ExLlamaV2Config(job["folder"]))
+    if job["task"] == "starve":
+        try:
+            model.load_tp([99.0, 1.0], exchange=exchange)
+        except errors.DeviceError as error:
+            return [str(error)] * 2
     model.load_tp(exchange=exchange)
     ids = ids_of(model.config.vocab_size)
     model.forward(ids)

@@ -125,12 +125,12 @@ def drawn(made: Any, tokenizer: TextTokenizer, begin: str, draw: random.Random) 
     return None
 
 
-def read(form: str, text: str) -> dict[str, Any]:
-    """Return the content and calls that a client receives of an answer, piece by piece."""
+def read(form: str, text: str, size: int = 1) -> dict[str, Any]:
+    """Return the content and calls that a client receives of an answer, in pieces of `size` characters."""
     machine = OutputFamily(FORMATS[form], {}, lambda i: b"").machine(0, AUTO, "r")
     events: list[AnswerEvent] = []
-    for at, c in enumerate(text):
-        events += machine.feed(Tokens(0, (at,), c))
+    for at in range(0, len(text), size):
+        events += machine.feed(Tokens(0, (at,), text[at : at + size]))
     events += machine.feed(Finished(0, "filter", None, USAGE))
     calls: list[list[Any]] = [[event.name, "", False] for event in events if isinstance(event, ToolBegin)]
     for event in events:
@@ -168,6 +168,16 @@ def test_each_way_of_the_grammar_is_read_as_such(form: str, tokenizer: TextToken
     text = '{"name": "<tool_call>", "parameters": {}}'
     assert takes(made, tokenizer, headed(form, text))
     assert read(form, headed(form, text)) == {"content": text, "reasoning": "", "calls": [], "finish": "stop"}
+
+
+@pytest.mark.parametrize("size", [1, 7, 200])
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "harmony"])
+def test_a_content_may_hold_the_marker_of_a_call(form: str, size: int) -> None:
+    """Also where both are in one piece, as with drafts."""
+    assert FORMATS[form].call is not None
+    text = json.dumps({"name": "".join(FORMATS[form].call or ()), "parameters": {}}, ensure_ascii=False)
+    found = read(form, text, size)
+    assert found == {"content": text, "reasoning": "", "calls": [], "finish": "stop"}
 
 
 def test_several_calls_and_one(tokenizer: TextTokenizer) -> None:

@@ -137,6 +137,8 @@ class MoE(FeedForward):
         router = self.router.loaded_matrix
         if isinstance(router, CudaFloatMatrix) and router.in_features % 8 == 0:
             self._router = ExpertRouter(router, self.chosen, self.normalize, self.jitter)
+        if self.sharding is not None and not self.sharding[0].exchange.whole:
+            return  # all processes exchange outputs in `_outputs`, also one that has every expert
         experts = [expert.matrices() for expert in self.experts]
         whole = [parts for parts in experts if parts is not None]
         if len(whole) < len(experts) or whole[0][0].device != router.device:

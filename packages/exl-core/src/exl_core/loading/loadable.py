@@ -245,10 +245,11 @@ class LoadableModel:
         found = replace(found, assignment=[names[exchange.home]] * len(self.modules))
         heads, float_residual = self.config.num_key_value_heads, self.config.arch.float_residual
         context = TensorParallel(names, shares, heads, float_residual=float_residual, exchange=exchange)
-        if not context.local_heads:
+        idle = set(range(len(names))) - {shard for shard, _, _ in context.heads}
+        if separate and idle:  # in every process, so that none waits for another
             raise DeviceError(
-                f"load_tp: {names[exchange.home]} gets none of the {heads} key/value heads, and a process needs one: "
-                "take fewer processes, or one process for all devices"
+                f"load_tp: {', '.join(names[shard] for shard in sorted(idle))} would have none of the {heads} "
+                "key/value heads, and each process needs one: take fewer processes, or one process for all devices"
             )
         self.tp_context = context
         shard_modules(self.modules, self.tp_context)

@@ -342,7 +342,9 @@ class ChannelReader:
         best: tuple[int, str, str] | None = None
         for marker, mode in self._watched():
             at = text.find(marker)
-            if at >= 0 and (mode != "reasoning" or not text[:at].strip()) and (best is None or at < best[0]):
+            # Nothing but space is before reasoning, and before calls that a grammar tells from a content.
+            leads = mode == "reasoning" or (mode == "call" and self._formatted)
+            if at >= 0 and not (leads and text[:at].strip()) and (best is None or at < best[0]):
                 best = (at, marker, mode)
         return (None, "") if best is None else best[1:]
 

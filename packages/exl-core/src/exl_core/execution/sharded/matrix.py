@@ -164,7 +164,8 @@ class SplitMatrix(ShardedMatrix):
 
     def dequantize(self) -> Tensor:
         """Return W float16 [in, out] on the CPU without padding columns."""
-        home = self.context.home
+        # One process joins the parts on the CPU: a GPU may have no room for the whole.
+        home = torch.device("cpu") if self.context.exchange.whole else self.context.home
         out = torch.empty((self.in_features, self.out_features), dtype=torch.float16, device=home)
         made = [part.dequantize().to(home) for part in self.local]
         return gathered(self.context.exchange, self.places, made, out).cpu()
