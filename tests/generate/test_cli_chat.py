@@ -225,6 +225,15 @@ def test_a_draft_changes_nothing_but_the_speed(exl) -> None:
     drafted = exl(*CHAT, "-n", "30", "--draft", "bundled", "--stats", stdin=talk)
     assert drafted[1] == plain[1]
     assert re.search(r"[1-9]\d* of \d+ drafted tokens accepted", drafted[2])
+    from_text = exl(*CHAT, "-n", "30", "--ngram", "--stats", stdin=talk)
+    assert from_text[1] == plain[1]
+    assert re.search(r"\d+ of [1-9]\d* drafted tokens accepted", from_text[2])
+
+
+def test_one_source_of_drafts_at_a_time(exl) -> None:
+    code, _, err = exl(*CHAT, "--ngram", "--draft", "bundled", stdin="Hello\n")
+    assert code != 0
+    assert "exclude each other" in err
 
 
 def test_a_draft_with_another_tokenizer_is_rejected(exl) -> None:

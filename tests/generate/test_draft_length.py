@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
-from exl_generate.dynamic.draft_length import DraftLength
+from exl_generate.dynamic.draft_length import DraftLength, geometric
 from exl_generate.testing import (
     ScriptedCache,
     ScriptedConfig,
@@ -52,7 +52,7 @@ def simulate(
     acceptances = [length.acceptance() for _ in range(jobs)]
     taken, seconds, reviewed = [], 0.0, 0.0
     for step in range(steps):
-        k = length.plan([(acceptance.rate, MOST) for acceptance in acceptances])
+        k = length.plan([geometric(acceptance.rate, MOST) for acceptance in acceptances])
         taken.append(k)
         if k == 0 and review is not None and length.review_due():
             held = sum(rng.random() < rate(step) for _ in range(48))
@@ -129,12 +129,12 @@ def test_a_stopped_clock_leaves_the_length_as_asked_for() -> None:
 def test_other_batch_sizes_begin_with_what_is_known() -> None:
     length = DraftLength(MOST, Clock())
     for size in (1, 2, 3, 9):
-        rates = [(0.5, MOST)] * size
+        rates = [geometric(0.5, MOST)] * size
         for _ in range(100):
             k = length.plan(rates)
             length.record(size, k, size * (1.0 + k))
         assert [length.plan(rates) for _ in range(5)] == [0] * 5
-    assert DraftLength(0).plan([(0.9, 0)]) == 0
+    assert DraftLength(0).plan([geometric(0.9, 0)]) == 0
 
 
 # ---- in a generator ------------------------------------------------------------------------------------------------
@@ -228,6 +228,25 @@ def test_ngram_guesses_are_chosen_by_gain_too() -> None:
     assert cheap_last["accepted_draft_tokens"] > 400 > dear_last["accepted_draft_tokens"]
 
 
+@pytest.mark.parametrize(("row", "least"), [(0.01, 0.97), (1.0, 0.9)], ids=["cheap rows", "dear rows"])
+@pytest.mark.parametrize("max_ngram", [4, 32])
+def test_a_text_that_never_agrees_loses_little(row: float, least: float, max_ngram: int) -> None:
+    """Each pair of tokens comes once: short contexts match, and what followed them never follows again."""
+    order = [3 + (a * b) % 37 for b in range(1, 37) for a in range(37)]
+    clock = Clock()
+    model = Timed(clock, 1.0 - row, row, lambda context: order[len(context) % len(order)])
+    generator = ExLlamaV2DynamicGenerator(
+        *(model, ScriptedCache(model, max_seq_len=1024), TOKENIZER),
+        page_size=PAGE,
+        use_ngram_draft=True,
+        max_ngram=max_ngram,
+    )
+    generator.drafter.length.clock = clock
+    _, fast, last = speed(generator, clock, 900)
+    assert fast > least
+    assert last["accepted_draft_tokens"] < 90
+
+
 # ---- tokens --------------------------------------------------------------------------------------------------------
 
 
@@ -238,7 +257,7 @@ class Whim(DraftLength):
         super().__init__(most)
         self._rng = random.Random(seed)
 
-    def plan(self, jobs: Sequence[tuple[float, int]], overhead: Callable[[], float] = lambda: 0.0) -> int:
+    def plan(self, jobs: Sequence[Sequence[float]], overhead: Callable[[], float] = lambda: 0.0) -> int:
         overhead()
         if self._rng.random() < 0.1:
             self.current = self._rng.choice((0, self.most))  # decides whether prompts are computed

@@ -159,7 +159,9 @@ class Shape:
     def generator(self, cache_tokens: int = CACHE) -> ExLlamaV2DynamicGenerator:
         model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB, max_seq_len=128, max_input_len=64))
         cache = ScriptedCache(model, max_seq_len=cache_tokens)
-        kw: dict[str, Any] = {"use_ngram_draft": True} if self.draft == "ngram" else {}
+        kw: dict[str, Any] = {"use_ngram_draft": True} if self.draft in ("ngram", "shared") else {}
+        if self.draft == "shared":
+            kw |= {"shared_ngram_tokens": 48, "max_ngram": 8}
         if self.draft == "model":
             guesser = ScriptedModel(model.config, lambda context: context[-1] if len(context) % 3 == 0 else None)
             kw = {"draft_model": guesser, "draft_cache": ScriptedCache(guesser, max_seq_len=cache_tokens)}
@@ -181,7 +183,7 @@ shapes = st.sampled_from([2, 4, 8, 16, 32]).flatmap(
         page=st.just(page),
         chunk=st.sampled_from([page, page * 2, 64, None]),
         batch=st.integers(2, 8),
-        draft=st.sampled_from(["none", "ngram", "model"]),
+        draft=st.sampled_from(["none", "ngram", "shared", "model"]),
     )
 )
 

@@ -4,6 +4,7 @@ use pyo3::prelude::*;
 
 mod cpu;
 mod cuda;
+mod draft;
 mod errors;
 mod format;
 mod matrix_parts;
@@ -72,6 +73,8 @@ mod _native {
         cuda_activation, cuda_build, cuda_launches, cuda_layer_norm, cuda_probe, cuda_probe_empty,
         cuda_probe_read, cuda_rms_norm, cuda_rope,
     };
+    #[pymodule_export]
+    use crate::draft::{DraftHistory, DraftRates, DraftText};
     #[pymodule_export]
     use crate::format::{
         exl2_check, exl2_dequantize, exl2_groups, exl2_pack, exl2_quantize, exl2_total_bits,

@@ -10,6 +10,7 @@ of the process.
 | `kv`, `attention` | keys and values in pages (FP16, FP8, Q8, Q6, Q4), attention that reads them as they are stored |
 | `norm`, `rope`, `activation` | the elementwise operators between the matmuls of a layer |
 | `sampling` | from rows of logits to tokens, all transforms in one call |
+| `drafting` | guesses at the next tokens of a text, for speculative decoding |
 | `block`, `fused`, `linear.fused`, `staging` | parts of a layer or a step in one launch, bitwise identical |
 | `formats`, `safetensors_file`, `quantize` | matrices exactly as files hold them; a float folder to EXL2 or GPTQ |
 | `device`, `threads` | which GPU is here and why one is not used; the CPU kernels' threads |

@@ -23,6 +23,9 @@ __all__ = [
     "CudaMatrix",
     "CudaPages",
     "CudaShape",
+    "DraftHistory",
+    "DraftRates",
+    "DraftText",
     "ExpertRouter",
     "Experts",
     "Launch",
@@ -426,6 +429,75 @@ class CudaShape:
     def from_gptq(
         name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor | None], bits: int, v2: bool, group_size: int | None
     ) -> CudaShape: ...
+
+@final
+class DraftHistory:
+    """
+    Texts in bounded memory, which the guesses of many requests may depend on.
+    """
+    def __new__(cls, /, order: int, capacity: int, limit: int) -> DraftHistory:
+        """
+        `order`: longest n-gram; `capacity`: most tokens; ids from `limit` on are never proposed.
+        """
+    def append(self, /, ids: NDArray[int64]) -> None:
+        """
+        Append these ids to the present text.
+        """
+    def cut(self, /) -> None:
+        """
+        End the present text.
+        """
+    @property
+    def memory(self, /) -> int:
+        """
+        Bytes in use.
+        """
+    @property
+    def tokens(self, /) -> int:
+        """
+        Tokens that can be found.
+        """
+
+@final
+class DraftRates:
+    """
+    The share of guesses that held, by evidence; see exl_kernels.drafting.
+    """
+    def __new__(cls, /, memory: float) -> DraftRates:
+        """
+        After `memory` guesses of one kind, earlier ones count half.
+        """
+
+@final
+class DraftText:
+    """
+    The text of one request, and guesses at its next tokens.
+    """
+    def __new__(cls, /, order: int, capacity: int, limit: int) -> DraftText:
+        """
+        `order`: longest n-gram; `capacity`: most tokens kept; ids from `limit` on are never proposed.
+        """
+    def follow(self, /, ids: NDArray[int64], budget: int, rates: DraftRates) -> bool:
+        """
+        Read at most `budget` further ids of the text. Returns whether all of it has been read.
+        """
+    def guess(
+        self, /, most: int, rules: tuple[int, int, bool], shared: DraftHistory | None, rates: DraftRates
+    ) -> tuple[list[int], list[float]]:
+        """
+        Return up to `most` guesses at the next tokens, and for each the probability that it and those before it hold.
+        `rules` = (shortest context, threshold, other texts only as a fallback).
+        """
+    @property
+    def memory(self, /) -> int:
+        """
+        Bytes in use.
+        """
+    @property
+    def read(self, /) -> int:
+        """
+        Tokens read.
+        """
 
 @final
 class ExpertRouter:

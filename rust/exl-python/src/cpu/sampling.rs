@@ -153,7 +153,7 @@ fn copied<T: crate::tensor::Element>(tensor: Option<&Tensor>, what: &str) -> PyR
 }
 
 /// The elements of a numpy array.
-pub struct Ids(PyBuffer<i64>);
+pub struct Ids(pub PyBuffer<i64>);
 /// The elements of a numpy array.
 pub struct Words(PyBuffer<i32>);
 
@@ -251,7 +251,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Request {
 pub type Answer = (i64, f64, Option<(Vec<u32>, Vec<f64>)>);
 
 /// The elements of a contiguous buffer. No other thread may write to it while the slice lives.
-fn elements<'a, T: Element>(buffer: &'a PyBuffer<T>, what: &str) -> PyResult<&'a [T]> {
+pub fn elements<'a, T: Element>(buffer: &'a PyBuffer<T>, what: &str) -> PyResult<&'a [T]> {
     if !buffer.is_c_contiguous() {
         return Err(PyValueError::new_err(format!("{what} is not contiguous")));
     }

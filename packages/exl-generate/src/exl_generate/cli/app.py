@@ -65,6 +65,7 @@ Draft = Annotated[
     str | None,
     typer.Option(help='Folder of a draft model, or "bundled": guesses that save passes.', show_default=False),
 ]
+Ngram = Annotated[bool, typer.Option("--ngram", help="Guess by what the text has said before.")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 Device = Annotated[
     str | None,
@@ -111,7 +112,7 @@ def generate(
         typer.Option(help="Weight of the prompt against the negative prompt. Default: 1.5.", show_default=False),
     ] = None,
     lora: Loras = None,
-    ngram: Annotated[bool, typer.Option("--ngram", help="Guess by what the text has said before.")] = False,
+    ngram: Ngram = False,
     special: Annotated[bool, typer.Option("--special", help="Read special tokens in the prompt, show them.")] = False,
     echo: Annotated[bool, typer.Option(help="Show the prompt before its continuation.")] = True,
     cache: Cache = "fp16",
@@ -183,6 +184,7 @@ def chat(
     json_schema: JsonSchema = None,
     regex: Regex = None,
     draft: Draft = None,
+    ngram: Ngram = False,
     image: Annotated[
         list[Path] | None,
         typer.Option("--image", help="Image for the first message; may be given more than once."),
@@ -212,6 +214,7 @@ def chat(
                 json_schema=json_schema,
                 regex=regex,
                 draft=draft,
+                ngram=ngram,
                 images=image or [],
                 loras=lora or [],
                 cache=cache,

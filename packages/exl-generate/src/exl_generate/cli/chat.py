@@ -41,6 +41,7 @@ class Options:
     json_schema: str | None
     regex: str | None
     draft: str | None
+    ngram: bool
     images: list[Path]
     loras: list[Path]
     cache: str
@@ -91,7 +92,7 @@ def _conversation(
     if options.max_tokens is not None and options.max_tokens >= longest:
         raise CapacityError(f"--max-tokens is {options.max_tokens}; the model's limit is {longest}, prompt included")
     tokens = options.cache_tokens or min(longest, 8192)
-    generator = loaded.generator(options.cache, tokens, draft=options.draft)
+    generator = loaded.generator(options.cache, tokens, draft=options.draft, ngram=options.ngram)
     room = generator.max_total_tokens
     if options.max_tokens is not None and options.max_tokens >= room:
         raise CapacityError(f"--max-tokens is {options.max_tokens}; the cache has {room} tokens, prompt included")

@@ -73,7 +73,7 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
         settings = dataclasses.replace(settings, cfg_scale=scale)
     new = _new_tokens(options, max(row.shape[1] for row in rows), loaded.config.max_seq_len)
     tokens = options.cache_tokens or sum(_pages(row.shape[1] + new) for row in rows)
-    generator = loaded.generator(options.cache, tokens, draft=options.draft, use_ngram_draft=options.ngram)
+    generator = loaded.generator(options.cache, tokens, draft=options.draft, ngram=options.ngram)
     job = ExLlamaV2DynamicJob(
         rows,
         new,

@@ -29,7 +29,7 @@ from exl_generate.errors import RequestError
 from . import processes
 from .progress import loading_bar
 
-__all__ = ["CACHES", "Loaded", "load", "model_folder", "note", "say_device"]
+__all__ = ["CACHES", "Loaded", "load", "model_folder", "note", "say_device", "text_drafts"]
 
 CACHES: dict[str, Any] = {
     "fp16": ExLlamaV2Cache,
@@ -50,8 +50,11 @@ class Loaded:
     tokenizer: ExLlamaV2Tokenizer
     tp: bool = False
 
-    def generator(self, cache: str, tokens: int, draft: str | None = None, **kwargs: Any) -> ExLlamaV2DynamicGenerator:
-        """With a cache of at least `tokens` tokens, in whole pages; `draft`: folder of a draft model, or "bundled"."""
+    def generator(
+        self, cache: str, tokens: int, draft: str | None = None, ngram: bool = False, **kwargs: Any
+    ) -> ExLlamaV2DynamicGenerator:
+        """With a cache of at least `tokens` tokens, in whole pages; `draft`: folder of a draft model, or "bundled";
+        `ngram`: draft from the text."""
         length = -(-tokens // PAGED_PAGE_SIZE) * PAGED_PAGE_SIZE
         if not self.model.loaded:
             say_device()
@@ -61,6 +64,8 @@ class Loaded:
             _load_weights(small)
             kwargs |= {"draft_model": small, "draft_cache": CACHES[cache](small, max_seq_len=length)}
         kv = self._cache(CACHES[cache], length)
+        if ngram:
+            kwargs |= text_drafts(self.model)
         return ExLlamaV2DynamicGenerator(self.model, kv, self.tokenizer, **kwargs)
 
     def _cache(self, kind: Any, length: int) -> Any:
@@ -134,6 +139,15 @@ def say_device() -> None:
     line = device_line()
     if line is not None:
         note(line)
+
+
+def text_drafts(model: ExLlamaV2) -> dict[str, Any]:
+    """Return the generator's options to draft from text with a loaded model.
+
+    Long matches cost no more than short ones. Rows of a step are cheap on a GPU.
+    """
+    on_gpu = model.device is not None and model.device.type == "cuda"
+    return {"use_ngram_draft": True, "max_ngram": 32, "num_draft_tokens": 7 if on_gpu else 4}
 
 
 def _draft_folder(name: str) -> Path:

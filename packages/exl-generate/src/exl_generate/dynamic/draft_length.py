@@ -10,14 +10,21 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-__all__ = ["Acceptance", "DraftLength", "FixedDraftLength", "JobDrafts"]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from exl_kernels.drafting import DraftText
+
+__all__ = ["Acceptance", "DraftLength", "FixedDraftLength", "JobDrafts", "geometric"]
 
 Clock = Callable[[], float]
 
 #: Iterations of the first comparison of lengths: as many guesses as allowed, fewer, and none. A load on the machine
-#: then slows all of them. The first step with or without guesses is not measured: others may be prelaunched and have
-#: warm caches.
+#: then slows all of them. The first step with or without guesses is not measured if others were: those may be
+#: prelaunched and have warm caches.
 FIRST_TURNS = 4
 #: Steps with guesses between two measurements of a step without guesses.
 STEPS_BETWEEN_LOOKS = 128
@@ -71,7 +78,7 @@ class Acceptance:
 class JobDrafts:
     """The draft tokens of one job. `enabled`: whether the generator drafts at all."""
 
-    __slots__ = ("acceptance", "accepted", "drafted", "enabled")
+    __slots__ = ("acceptance", "accepted", "drafted", "enabled", "on_end", "text")
 
     def __init__(self, acceptance: Acceptance | None = None, enabled: bool = False) -> None:
         self.acceptance = Acceptance(1.0) if acceptance is None else acceptance
@@ -80,6 +87,16 @@ class JobDrafts:
         self.drafted = 0
         #: draft tokens that the model sampled itself
         self.accepted = 0
+        #: the job's text, where guesses come from it
+        self.text: DraftText | None = None
+        #: receives the job's ids when it ends
+        self.on_end: Callable[[NDArray[np.int64]], None] | None = None
+
+    def end(self, ids: NDArray[np.int64]) -> None:
+        """Release the memory for drafting: the job with these ids is over."""
+        on_end, self.on_end, self.text = self.on_end, None, None
+        if on_end is not None:
+            on_end(ids)
 
     @property
     def rejected(self) -> int:
@@ -107,6 +124,10 @@ class _Costs:
                 self.ratios.setdefault(k, deque(maxlen=5)).append(took / unit)
             self.waiting.clear()
 
+    def knows(self, guesses: int) -> bool:
+        """Whether a step with so many guesses was measured."""
+        return guesses in self.ratios or any(k == guesses for k, _ in self.waiting)
+
     def of(self, guesses: int) -> float:
         """Return the cost of a step with `guesses` guesses, relative to one without: measured, or interpolated."""
         below, above = (0, 1.0), None
@@ -118,6 +139,11 @@ class _Costs:
         if below[0] == guesses or above is None:
             return below[1] * (1.0 if below[0] == 0 else (1 + guesses) / (1 + below[0]))
         return below[1] + (above[1] - below[1]) * (guesses - below[0]) / (above[0] - below[0])
+
+
+def geometric(rate: float, room: int) -> list[float]:
+    """Return the chances of `room` consecutive guesses of which each holds with probability `rate`."""
+    return [rate**guess for guess in range(1, room + 1)]
 
 
 class DraftLength:
@@ -136,6 +162,8 @@ class DraftLength:
         self.clock = clock
         #: the length in force
         self.current = most
+        #: a guess that holds less probably than this, with all guesses before it, costs more than it gains
+        self.least_chance = 0.0
         self._overall = Acceptance(256.0)
         self._sizes: dict[int, _Costs] = {}
         self._last: _Costs | None = None
@@ -155,20 +183,21 @@ class DraftLength:
         costs = self._last
         return self.most == 0 or (costs.planned[0] if costs is not None and costs.planned else self.current) == 0
 
-    def plan(self, jobs: Sequence[tuple[float, int]], overhead: Callable[[], float] = lambda: 0.0) -> int:
+    def plan(self, jobs: Sequence[Sequence[float]], overhead: Callable[[], float] = lambda: 0.0) -> int:
         """Return the number of guesses in the next step of these jobs.
 
         Args:
-            jobs: For each job its acceptance rate and the number of guesses that it has room for.
+            jobs: For each guess that a job has room for, the probability that it and all guesses before it hold.
             overhead: Seconds that drafting would take before the step, to catch up after steps without drafting.
         """
+        self.least_chance = 0.0
         if self.most == 0 or not jobs:
             return 0
         costs = self._last = self._costs(len(jobs))
         if costs.planned:
             return costs.planned.popleft()
         self._steps += 1
-        self.current = self._best(costs, jobs)
+        self.current = self._best(costs, self._tokens(jobs))
         if self.current > 0:
             if self._steps % STEPS_BETWEEN_LOOKS == 0:
                 other = self._another()
@@ -183,11 +212,11 @@ class DraftLength:
         return self.current
 
     def record(self, size: int, guesses: int, seconds: float) -> None:
-        """Record a step of `size` jobs that took `seconds`, drafting included; its longest draft had `guesses`
-        tokens.
+        """Record a step of `size` jobs that took `seconds`, drafting included, with `guesses` guesses a job on average,
+        rounded up.
         """
         costs = self._costs(size)
-        if (guesses > 0) == (self._before > 0):
+        if (guesses > 0) == (self._before > 0) or (guesses > 0 and not costs.knows(guesses)):
             costs.add(guesses, seconds)
         self._before = guesses
         if self.current == 0:
@@ -223,24 +252,31 @@ class DraftLength:
         self._tried = self._tried % self.most + 1
         return self._tried
 
-    def _best(self, costs: _Costs, jobs: Sequence[tuple[float, int]]) -> int:
-        speeds = [self._tokens(k, jobs) / costs.of(k) for k in range(self.most + 1)]
+    def _best(self, costs: _Costs, tokens: Sequence[float]) -> int:
+        speeds = [expected / costs.of(k) for k, expected in enumerate(tokens)]
         best = max(range(len(speeds)), key=speeds.__getitem__)
-        return best if speeds[best] > WORTH_CHANGING * speeds[self.current] else self.current
+        if speeds[best] <= WORTH_CHANGING * speeds[self.current]:
+            best = self.current
+        if best > 0:
+            # A row costs its share of what makes the step slower; a token is worth the time that one takes.
+            self.least_chance = max(0.0, speeds[best] * (costs.of(best) - 1.0) / (best * tokens[0]))
+        return best
 
-    @staticmethod
-    def _tokens(guesses: int, jobs: Sequence[tuple[float, int]]) -> float:
-        """Return the expected tokens of a step: one for each job, and the guesses before which all guesses held."""
-        total = 0.0
-        for rate, room in jobs:
-            k = min(guesses, room)
-            total += k + 1 if rate >= 1.0 else (1.0 - rate ** (k + 1)) / (1.0 - rate)
-        return total
+    def _tokens(self, jobs: Sequence[Sequence[float]]) -> list[float]:
+        """Return the expected tokens of a step by the number of guesses: one for each job, and the guesses that hold.
+
+        The sum of the chances of a job's guesses is the expected number of those that hold.
+        """
+        gains = [0.0] * self.most
+        for chances in jobs:
+            for guess, chance in enumerate(chances[: self.most]):
+                gains[guess] += chance
+        return [len(jobs) + sum(gains[:guesses]) for guesses in range(self.most + 1)]
 
 
 class FixedDraftLength(DraftLength):
     """Draft the full length in every step, whatever the clock measures."""
 
-    def plan(self, jobs: Sequence[tuple[float, int]], overhead: Callable[[], float] = lambda: 0.0) -> int:
+    def plan(self, jobs: Sequence[Sequence[float]], overhead: Callable[[], float] = lambda: 0.0) -> int:
         """Return the full length."""
         return self.most

@@ -145,7 +145,7 @@ class Engine:
                 self._deliver(job.start())
             self._alone = not self._drafter.most or all(job.pages.prefilled for job in self._scheduler.active)
             self._prompts.step()
-            self._decode(self._job_steps(), current)
+            self._decode(self._job_steps(prelaunched=current is not None), current)
         finally:
             self._scheduler.retire()
 
@@ -174,7 +174,7 @@ class Engine:
             self.counters.drafted_tokens += len(step.guesses)
             self.counters.accepted_draft_tokens += step.held
 
-    def _job_steps(self) -> list[JobStep]:
+    def _job_steps(self, prelaunched: bool) -> list[JobStep]:
         """The jobs that are past their prompt, each with its draft tokens."""
         ready: list[ExLlamaV2DynamicJob] = []
         for job in list(self._scheduler.active):
@@ -187,7 +187,7 @@ class Engine:
             if self._prepared(job):
                 ready.append(job)
         # A hook may see how many rows a step has: that must not depend on a clock.
-        drafts = self._drafter.propose(ready, fixed=self._runner.hooked)
+        drafts = self._drafter.propose(ready, self._runner.hooked, prelaunched)
         return [JobStep(job, drafts.get(job, [])) for job in ready]
 
     def _prepared(self, job: ExLlamaV2DynamicJob) -> bool:
@@ -204,9 +204,9 @@ class Engine:
     def _measure(self, steps: list[JobStep], began: float) -> None:
         """Report to the drafter how long the step took until its logits were ready."""
         if self._drafter.most and self._alone:
-            longest = max(len(step.guesses) for step in steps)
+            each = -(-sum(len(step.guesses) for step in steps) // len(steps))
             took = self._drafter.seconds + self._drafter.length.clock() - began
-            self._drafter.length.record(len(steps), longest, took)
+            self._drafter.length.record(len(steps), each, took)
 
     def _sample(self, steps: list[JobStep], began: float) -> None:
         """Sample tokens from the logits, position by position over all windows, as long as the draft tokens hold."""

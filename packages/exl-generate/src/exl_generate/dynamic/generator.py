@@ -19,7 +19,7 @@ from exl_generate.dynamic.draft_model import ModelDrafter
 from exl_generate.dynamic.engine import Engine
 from exl_generate.dynamic.events import Events
 from exl_generate.dynamic.job import ExLlamaV2DynamicJob
-from exl_generate.dynamic.limits import Limits, check_drafting, check_tokenizer
+from exl_generate.dynamic.limits import Limits, check_drafting, check_history, check_tokenizer
 from exl_generate.dynamic.outbox import Outbox
 from exl_generate.dynamic.pages import PAGED_PAGE_SIZE, Page, PageTable
 from exl_generate.dynamic.parameters import adapters_of, check_abort_event, count_of
@@ -28,7 +28,8 @@ from exl_generate.dynamic.runner import Runner
 from exl_generate.dynamic.scheduler import Scheduler
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 from exl_generate.dynamic.snapshot import GeneratorSnapshot, snapshot_of
-from exl_generate.dynamic.speculation import Drafter, NgramDrafter
+from exl_generate.dynamic.speculation import Drafter
+from exl_generate.dynamic.text_drafter import TextDrafter
 from exl_generate.dynamic.workers import filter_pool
 from exl_generate.errors import JobStateError, RequestError
 from exl_generate.interrupts import defer_sigint
@@ -76,12 +77,14 @@ class ExLlamaV2DynamicGenerator:
         draft_cache: a cache of the draft model with the size of `cache`.
         num_draft_tokens: most draft tokens of a sequence in a step, below `max_q_size`.
         use_ngram_draft: draft from n-grams of the sequence itself; excludes `draft_model`.
-        max_ngram: longest n-gram, at least 2.
+        max_ngram: longest n-gram, at least 2: a guess depends on at most `max_ngram` - 1 tokens before it.
         max_sampling_threads, min_sampling_threads: accepted for exllamav2's sake, without effect: one native call
             samples all tokens of a step.
         paged: False means one page for the whole cache and one sequence at a time.
         filter_background_eval: let slow filters compute in threads while the model runs.
         page_size: tokens of a page, for tests and tuning.
+        shared_ngram_tokens: with `use_ngram_draft`, draft also from so many tokens of the answers to earlier jobs,
+            about 100 bytes each. It changes speed only. Jobs with a `cache_salt` are left out.
 
     Raises:
         RequestError: a parameter is out of its range, or parts do not belong together.
@@ -111,6 +114,7 @@ class ExLlamaV2DynamicGenerator:
         filter_background_eval: bool = True,
         *,
         page_size: int = PAGED_PAGE_SIZE,
+        shared_ngram_tokens: int = 0,
     ) -> None:
         check_tokenizer(tokenizer)
         count_of("max_sampling_threads", max_sampling_threads)
@@ -118,6 +122,7 @@ class ExLlamaV2DynamicGenerator:
         limits = Limits.resolve(model, cache, max_batch_size, max_seq_len, max_chunk_size, max_q_size, paged, page_size)
         drafts = num_draft_tokens if draft_model is not None or use_ngram_draft else 0
         check_drafting(model, cache, draft_model, draft_cache, use_ngram_draft, drafts, max_ngram, max_q_size)
+        check_history(shared_ngram_tokens, use_ngram_draft)
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
         self.draft_model, self.draft_cache = draft_model, draft_cache
         self.page_size, self.max_pages = limits.page_size, limits.num_pages
@@ -130,7 +135,7 @@ class ExLlamaV2DynamicGenerator:
         #: whether another generator that takes the cache ends this one's jobs; otherwise it is rejected
         self.yields_cache = False
         self.page_table = PageTable(limits.num_pages, limits.page_size)
-        self.drafter = drafter = self._make_drafter()
+        self.drafter = drafter = self._make_drafter(shared_ngram_tokens)
         self.job_serial = 0
         # None of these may refer to this object: an unused generator must be freed at once.
         self._context = JobContext(model, cache, tokenizer, self.page_table, drafts, drafter.new_acceptance)
@@ -520,15 +525,16 @@ class ExLlamaV2DynamicGenerator:
 
     # ---- internals -------------------------------------------------------------------------------------------------
 
-    def _make_drafter(self) -> Drafter:
-        made = self._chosen_drafter()
+    def _make_drafter(self, history: int) -> Drafter:
+        made = self._chosen_drafter(history)
         if self.model.in_lockstep:  # each process would measure other times
             made.length = FixedDraftLength(made.most)
         return made
 
-    def _chosen_drafter(self) -> Drafter:
+    def _chosen_drafter(self, history: int) -> Drafter:
         if self.use_ngram_draft:
-            return NgramDrafter(self.num_draft_tokens, self.max_ngram)
+            device, capacity = self.model.device, 2 * self.max_seq_len
+            return TextDrafter(self.num_draft_tokens, self.max_ngram, capacity, device, history)
         if self.draft_model is None or self.draft_cache is None:
             return Drafter()
         runner = Runner(self.draft_model, self.draft_cache, self.page_size, draft=True)

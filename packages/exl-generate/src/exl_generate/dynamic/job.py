@@ -403,6 +403,7 @@ class ExLlamaV2DynamicJob:
     def detach(self) -> None:
         """Release pages and filters: the job is over."""
         self.is_finished = True
+        self.drafts.end(self.sequence.ids)
         self.pages.release()
         if self._decoder is not None:
             self._decoder.constraints.close()

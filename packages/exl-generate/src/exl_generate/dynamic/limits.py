@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from exl_generate.errors import CapacityError, RequestError
+from exl_kernels.drafting import MOST_TOKENS
 
 if TYPE_CHECKING:
     from exl_generate.contracts import Cache, Model
 
-__all__ = ["Limits", "check_drafting", "check_tokenizer"]
+__all__ = ["Limits", "check_drafting", "check_history", "check_tokenizer"]
 
 #: Models of one family have vocabularies of slightly different sizes: padding, and tokens that a fine-tuning has added.
 MOST_OTHER_IDS = 1024
@@ -131,6 +132,15 @@ def check_tokenizer(tokenizer: object) -> None:
     """Raise `RequestError` for an object that is not a tokenizer."""
     if not hasattr(tokenizer, "get_id_to_bytes_list"):
         raise RequestError(f"tokenizer is a {type(tokenizer).__name__}; pass the model's ExLlamaV2Tokenizer")
+
+
+def check_history(shared_ngram_tokens: int, use_ngram: bool) -> None:
+    """Check the number of tokens that jobs draft from together. Raises `RequestError`."""
+    check_count("shared_ngram_tokens", shared_ngram_tokens, 0)
+    if shared_ngram_tokens > MOST_TOKENS:
+        raise RequestError(f"shared_ngram_tokens is {shared_ngram_tokens}; it must be at most {MOST_TOKENS}")
+    if shared_ngram_tokens and not use_ngram:
+        raise RequestError(f"shared_ngram_tokens is {shared_ngram_tokens}, which needs use_ngram_draft=True")
 
 
 def check_drafting(

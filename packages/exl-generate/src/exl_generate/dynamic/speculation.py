@@ -7,7 +7,6 @@ are the same with any drafter, with a failing one, and without one.
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
@@ -15,14 +14,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from exl_generate.dynamic.draft_length import Acceptance, DraftLength
+from exl_generate.dynamic.draft_length import Acceptance, DraftLength, geometric
 from exl_generate.dynamic.runner import Chunk
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 
 if TYPE_CHECKING:
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 
-__all__ = ["Drafter", "Drafts", "NGramTrie", "NgramDrafter"]
+__all__ = ["Drafter", "Drafts", "NGramTrie"]
 
 Drafts = dict["ExLlamaV2DynamicJob", list[int]]
 
@@ -36,15 +35,16 @@ class Drafter:
         #: seconds that the last `propose` took for guesses
         self.seconds = 0.0
 
-    def propose(self, jobs: list[ExLlamaV2DynamicJob], fixed: bool = False) -> Drafts:
+    def propose(self, jobs: list[ExLlamaV2DynamicJob], fixed: bool = False, prelaunched: bool = False) -> Drafts:
         """Return guesses for each job: the number that `length` chooses, or always `most` if `fixed`.
 
-        A job never gets more than it may still generate after its next token.
+        A job never gets more than it may still generate after its next token. `prelaunched`: the step runs already,
+        without guesses.
         """
         self.seconds = 0.0
         if not self.most or not jobs:
             return {}
-        chances = [(job.drafts.acceptance.rate, self.room(job)) for job in jobs]
+        chances = [geometric(job.drafts.acceptance.rate, self.room(job)) for job in jobs]
         length = self.most if fixed else self.length.plan(chances, lambda: self._overhead(jobs))
         clock = self.length.clock
         start = clock()
@@ -90,7 +90,9 @@ class Drafter:
 
 
 class NGramTrie:
-    """The token that followed each context of up to `max_ngram` - 1 tokens most often, the latest among equals.
+    """A name of exllamav2, which the generators do not use: `exl_kernels.drafting` guesses from text.
+
+    Holds the token that followed each context of up to `max_ngram` - 1 tokens most often, the latest among equals.
 
     Rows of embeddings are not tokens: they are part of contexts, and never predicted.
     """
@@ -135,71 +137,3 @@ class NGramTrie:
             if best is not None and self._counts[key][best] >= threshold:
                 return best
         return None
-
-
-class NgramDrafter(Drafter):
-    """Draft the tokens that followed the last few tokens earlier in the same request, or in a preloaded example
-    text.
-    """
-
-    def __init__(self, most: int, max_ngram: int) -> None:
-        super().__init__(most)
-        self._max_ngram = max_ngram
-        self._shortest = self._threshold = 1
-        self._preloaded: list[int] | None = None
-        self._example: NGramTrie | None = None
-        self._tries: weakref.WeakKeyDictionary[ExLlamaV2DynamicJob, NGramTrie] = weakref.WeakKeyDictionary()
-
-    def configure(self, shortest: int, threshold: int, preloaded: list[int] | None) -> None:
-        """Set the shortest context, the count that the first guess needs (one more for each further), and the example
-        text.
-        """
-        self._shortest, self._threshold = shortest, threshold
-        if preloaded is not self._preloaded:
-            self._preloaded = preloaded
-            self._example = NGramTrie(self._max_ngram) if preloaded else None
-            if self._example is not None:
-                self._example.update(np.array(preloaded, dtype=np.int64))
-
-    def _guess(self, jobs: list[ExLlamaV2DynamicJob], length: int) -> Drafts:
-        return {job: self._guesses(job, min(length, room)) for job in jobs if (room := self.room(job))}
-
-    def _guesses(self, job: ExLlamaV2DynamicJob, most: int) -> list[int]:
-        trie = self._trie(job)
-        ids = job.sequence.ids
-        trie.update(ids)
-        context = ids[-self._max_ngram :].tolist()
-        found: list[int] = []
-        while len(found) < most:
-            token = self._next(trie, context, len(found))
-            if token is None:
-                break
-            found.append(token)
-            context.append(token)
-        return found
-
-    def _review(self, jobs: list[ExLlamaV2DynamicJob]) -> None:
-        for job in jobs:
-            trie, ids = self._trie(job), job.sequence.ids
-            tried = held = 0
-            trie.update(ids[: max(trie.seen, job.sequence.prompt_length)])
-            for at in range(trie.seen, len(ids)):
-                token = self._next(trie, ids[max(0, at - self._max_ngram) : at].tolist(), 0)
-                tried += token is not None
-                held += token == int(ids[at])
-                trie.update(ids[: at + 1])
-            job.drafts.acceptance.review(tried, held)
-
-    def _trie(self, job: ExLlamaV2DynamicJob) -> NGramTrie:
-        trie = self._tries.get(job)
-        if trie is None:
-            trie = self._tries[job] = NGramTrie(self._max_ngram)
-        return trie
-
-    def _next(self, trie: NGramTrie, context: list[int], before: int) -> int | None:
-        """Return the guess after `context`, which ends with `before` guesses."""
-        needed = self._threshold + before if self._threshold > 1 else 1
-        token = trie.predict(context, self._shortest, needed)
-        if token is None and self._example is not None:
-            token = self._example.predict(context, self._shortest, needed)
-        return token

@@ -15,7 +15,7 @@ from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 from exl_generate.dynamic.draft_model import ModelDrafter
 from exl_generate.dynamic.parameters import check_abort_event, count_of
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX
-from exl_generate.dynamic.speculation import NgramDrafter
+from exl_generate.dynamic.text_drafter import TextDrafter
 from exl_generate.errors import CapacityError, JobStateError, RequestError
 from exl_generate.interrupts import defer_sigint
 from exl_generate.sampling import Settings
@@ -304,7 +304,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         drafter = self._engine.drafter
         if isinstance(drafter, ModelDrafter):
             drafter.threshold = self.speculative_prob_threshold
-        if isinstance(drafter, NgramDrafter):
+        if isinstance(drafter, TextDrafter):
             drafter.configure(self.speculative_ngram_min, self.speculative_ngram_threshold, self.ngram_preloaded)
         return self._engine
 

@@ -66,7 +66,7 @@ def _loaded(
     from exl_core import ExLlamaV2, ExLlamaV2Config, ExLlamaV2Tokenizer
     from exl_core.device import devices
     from exl_generate import ExLlamaV2DynamicGenerator
-    from exl_generate.cli.models import CACHES
+    from exl_generate.cli.models import CACHES, text_drafts
     from exl_generate.draft_vocabulary import check_draft_tokenizer
 
     model, tokenizer = ExLlamaV2(described), ExLlamaV2Tokenizer(described)
@@ -82,7 +82,7 @@ def _loaded(
     else:
         model.load(callback=report)
         cache = kind(model, max_seq_len=tokens)
-    extra: dict[str, Any] = {"use_ngram_draft": config.ngram}
+    extra: dict[str, Any] = text_drafts(model) if config.ngram else {}
     if small is not None:
         small.load()
         extra |= {"draft_model": small, "draft_cache": kind(small, max_seq_len=tokens)}
