@@ -71,7 +71,10 @@ class Exchange(ABC):
 
 
 class LocalExchange(Exchange):
-    """All devices belong to this process: results are copied between them, on the CPU not even that."""
+    """All devices belong to this process: results are copied between them, on the CPU not even that.
+
+    Between GPUs these are torch's copies to the home device, one a part. The class was never run on GPUs.
+    """
 
     def __init__(self, shards: int) -> None:
         super().__init__(shards, 0, range(shards))
