@@ -3,8 +3,8 @@
     python scripts/check_types.py [FOLDER ...]
 
 Programs and tests import helpers by bare names, and several folders have a conftest.py, so one run of mypy cannot hold
-them all. Tests are checked with fewer rules than the rest: functions need no annotations, and a None fails at run time.
-Both kinds run at the same time, each with a cache folder, because mypy keeps one set of options in a cache.
+them all. Tests are checked with fewer rules than the rest: functions need no annotations. Both kinds run at the same
+time, each with a cache folder, because mypy keeps one set of options in a cache.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ RELAXED = [
     "--implicit-reexport",
     "--no-warn-return-any",
     "--no-warn-unreachable",
-    "--no-strict-optional",
     "--check-untyped-defs",
     "--cache-dir=.mypy_cache/tests",
 ]

@@ -503,6 +503,7 @@ def test_learned_positions_do_not_extend(lab: Any, tmp_path: Path) -> None:
     model.unload()
     assert model.modules[1].weight_bytes() == 0
     config = ExLlamaV2Config(tmp_path)
+    assert config.checkpoint is not None
     tensors = {name: TensorReader(config.checkpoint).read(name) for name in config.checkpoint.tensors}
     tensors["model.wpe.weight"] = tensors["model.wpe.weight"][:, :31].contiguous()
     with pytest.raises(errors.FormatError, match=r"wpe.*expected \[positions, 32\]"):

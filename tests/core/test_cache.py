@@ -152,7 +152,9 @@ def test_get_and_store_kv_state(cache_class: type[ExLlamaV2CacheBase], model: Ex
         error = (found[:, :20] - expected[:, :20]).abs().max() / expected.abs().max()
         assert float(error) <= tolerance
     if cache.kind == "fp16":
-        assert k.data_ptr() == cache.key_states[1].data_ptr()
+        states = cache.key_states[1]
+        assert states is not None
+        assert k.data_ptr() == states.data_ptr()
         return
     k[:, 20:22] = 1.5
     v[:, 20:22] = -0.75

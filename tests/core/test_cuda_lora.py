@@ -114,6 +114,7 @@ def test_rows_with_adapters_of_their_own(lab: Any, tmp_path: Path, monkeypatch: 
         rows = [[loras[i] for i in found] for found in sets]
         cache = ExLlamaV2Cache(model, max_seq_len=2048)
         together = model.forward_chunk(ids, cache, attn_params=params, row_loras=rows)["logits"].cpu().clone()
+        assert model.device is not None
         assert model.device.type == "cpu" or model.decode.reason == expected_reason, model.decode.reason
         single = []
         for row, adapters in enumerate(rows):

@@ -131,7 +131,7 @@ def test_autosplit_fills_the_devices_in_order(
     with pytest.raises(errors.CacheError, match="lazy=True"):
         model.load_autosplit(cache)
     with pytest.raises(errors.InputError, match="lazy=True"):
-        model.load_autosplit(None)
+        model.load_autosplit(None)  # type: ignore[arg-type]
 
 
 def test_refused_in_no_time_with_the_numbers(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:

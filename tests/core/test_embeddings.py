@@ -40,6 +40,7 @@ def with_embedding(model: ExLlamaV2, ids: Tensor, at: int, n: int, factor: float
     """The ids with n of row 0 replaced by an embedding that holds what the model would have looked up."""
     first = model.modules[0]
     assert isinstance(first, Embedding)
+    assert first.weight is not None
     rows = first.weight[ids[0, at : at + n]].float() * factor
     embedding = ExLlamaV2MMEmbedding(model, rows)
     mixed = ids.clone()
@@ -191,7 +192,8 @@ def test_hooks_around_attention_embedding_and_head(lab: Any, ids: Tensor) -> Non
 def test_hooks_that_break_the_rules(lab: Any, ids: Tensor) -> None:
     model = lab.load(lab.write())
     inner = model.modules[1]
-    for bad in (lambda s, step: None, lambda s, step: s[:, 1:], lambda s, step: s.view(-1)):
+    wrong: list[Any] = [lambda s, step: None, lambda s, step: s[:, 1:], lambda s, step: s.view(-1)]
+    for bad in wrong:
         model.modules[1] = Intervention(inner, post_forward=bad)
         with pytest.raises(errors.InputError, match="post_forward"):
             model.forward(ids)

@@ -422,6 +422,7 @@ def test_reading_ahead_knows_every_matrix_and_is_no_need(lab: Any, monkeypatch: 
     for kind, changes in (("exl2", {}), ("gptq", {}), ("float", {"tie_word_embeddings": True})):
         config = ExLlamaV2Config(lab.write(kind=kind, shards=2, **changes))
         modules = ExLlamaV2(config).modules
+        assert config.checkpoint is not None
         asked = set().union(*module_tensors(modules, config.checkpoint))
         assert asked == {name for name in config.tensor_file_map if "norm" not in name}
     before = set(threading.enumerate())

@@ -153,6 +153,7 @@ def test_table_names_every_device_and_sum(lab: Any) -> None:
     assert sum(int(line.split()[1]) for line in lines[1:3]) == len(found.assignment)
     for device in found.devices:
         parts = (device.weights, device.cache, device.loras, device.draft, device.tables, device.scratch)
+        assert device.budget is not None
         assert device.used == sum(parts) <= device.budget
 
 

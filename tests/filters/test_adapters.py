@@ -107,6 +107,8 @@ def test_exllamav3s_own_base_class_is_given_what_it_asks_for(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "exllamav3", SimpleNamespace(Filter=Filter))
     source = importlib.util.find_spec("exl_filters.adapters.exllamav3")
+    assert source is not None
+    assert source.loader is not None
     module = importlib.util.module_from_spec(source)
     source.loader.exec_module(module)
     job = module.ExLlamaV3Filter(V, [select()], trigger_token=3)

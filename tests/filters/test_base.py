@@ -126,6 +126,7 @@ def test_drop_waits_for_running_work():
         future = f.background_result
         go.set()
         f.background_drop()
+        assert future is not None
         assert future.done()
 
 

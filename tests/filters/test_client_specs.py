@@ -152,6 +152,7 @@ def test_a_healing_prefix_does_not_count_for_lengths():
     f = LengthFilter(None, V, max_chars=2)
     f.begin("hell")
     allowed, _ = f.next()
+    assert allowed is not None
     assert {PIECES[i] for i in allowed} == {"he", "hell", "hello", "hello!"}
     for tokens, left in ((["hello"], 1), (["hell", "o"], 1), (["he", "l", "lo"], 1), (["hello!"], 0)):
         f.begin("hell")

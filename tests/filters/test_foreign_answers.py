@@ -138,7 +138,7 @@ def test_end_tokens_outside_the_allowed_ids_are_left_out():
 
 def test_a_row_of_logits_is_a_float_row_of_their_width():
     class Masks(Answers):
-        next = None
+        next: Any = None
 
         def prepare_logit_mask(self):
             return True

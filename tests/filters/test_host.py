@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from answers import mask_ids
 
 from exl_filters import (
     ExLlamaV2Filter,
@@ -345,9 +346,9 @@ def test_healing_a_filter_that_ignores_its_prefix():
     vocab = Vocabulary([b"a", b"ab", b"b", b"abc", b"c", b"abx"], eos_token_id=None)
     s = FilterStack([Words([2], [4], tokenizer=vocab)], vocab_size=6, stop_ids=[])
     s.begin("a")
-    assert bits.to_ids(s.next_mask()) == [0, 1]  # nothing beyond the prefix, or "b" beyond it
+    assert mask_ids(s) == [0, 1]  # nothing beyond the prefix, or "b" beyond it
     s.feed(0)
-    assert bits.to_ids(s.next_mask()) == [2, 4]
+    assert mask_ids(s) == [2, 4]
     s.begin("a")
     assert s.feed(1) is True
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from answers import mask_ids
 from zoo import LONG, OPTIONS, ZOO, Plain
 
 from exl_filters import ExLlamaV2SelectFilter, FilterContext, FilterUsageError, Vocabulary, registry
@@ -170,6 +171,8 @@ def test_a_reader_that_stops_reading_does_not_change_the_status(module):
         "quick",
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        assert run.stdout is not None
+        assert run.stderr is not None
         run.stdout.close()
         told = run.stderr.read()
         assert run.wait(250) == 1, told
@@ -402,7 +405,7 @@ def test_the_decorator_in_an_authors_file(tmp_path):
 
 def test_the_vocabulary_is_a_tokenizer_for_the_minimal_custom_filter():
     """The example filter of exllamav2's documentation, as users copied it."""
-    from exl_filters import ExLlamaV2Filter, FilterStack, bits
+    from exl_filters import ExLlamaV2Filter, FilterStack
 
     class WordFilter(ExLlamaV2Filter):
         def __init__(self, model, tokenizer, words):
@@ -420,9 +423,9 @@ def test_the_vocabulary_is_a_tokenizer_for_the_minimal_custom_filter():
 
     vocab = Vocabulary(["yes", "no", "maybe", "</s>"], eos_token_id=3, special_ids=[3])
     stack = FilterStack([WordFilter(None, vocab, ["yes", "no"])], vocab_size=4, stop_ids=[3])
-    assert bits.to_ids(stack.next_mask()) == [0, 1]
+    assert mask_ids(stack) == [0, 1]
     stack.feed(0)
-    assert bits.to_ids(stack.next_mask()) == [0, 1]
+    assert mask_ids(stack) == [0, 1]
 
 
 class Unregistered(Plain):

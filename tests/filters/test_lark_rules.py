@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from answers import allowed_ids
 from counting import lines
 
 from exl_filters import FilterCompileError
@@ -79,7 +80,7 @@ def test_text_forced_for_ever_does_not_hang_a_mask(kind):
     given: dict[str, Any] = {kind: source}
     f = ExLlamaV2GrammarFilter(None, V, **given)
     for _ in range(4):
-        allowed = list(f.next()[0])
+        allowed = allowed_ids(f)
         assert f.forced() == b""
         assert f.validate([allowed[0], allowed[0]]) >= 1
         f.feed(allowed[0])
@@ -117,7 +118,7 @@ def chain(rules):
 
 def test_it_takes_large_grammars():
     assert endless_rules("".join(chain(20_000))) == []
-    assert endless_rules("".join(reversed(chain(20_000))) + "r20000: r0\n")[:1] == ["r19999"]
+    assert (endless_rules("".join(reversed(chain(20_000))) + "r20000: r0\n") or [])[:1] == ["r19999"]
 
 
 @pytest.mark.parametrize(

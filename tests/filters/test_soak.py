@@ -16,6 +16,8 @@ SOURCE = Path(__file__).parents[2] / "benchmarks" / "soak_filters.py"
 @pytest.fixture(scope="module")
 def soak():
     spec = importlib.util.spec_from_file_location("soak_filters", SOURCE)
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["soak_filters"] = module
     spec.loader.exec_module(module)

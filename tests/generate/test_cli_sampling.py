@@ -91,6 +91,7 @@ def test_the_ends_of_a_range_are_in_it(exl, name: str) -> None:
     for end in (low, high):
         if end is not None:
             dataclasses.replace(Settings(max_temp=1e9), **{name: type(default)(end)}).validate()
+    assert low is not None
     outside = type(default)(math.floor(low) - 1)
     with pytest.raises(RequestError):
         dataclasses.replace(Settings(), **{name: outside}).validate()

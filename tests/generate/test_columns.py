@@ -109,6 +109,7 @@ def test_columns_say_what_the_dicts_say(asked: list[dict[str, Any]], how: str) -
     columns = read(other)
     assert set(columns) == {own.serial_number for own in mine}
     for own, twin in zip(wanted, mine, strict=True):
+        assert twin.serial_number is not None
         results, said = dicts[own], columns[twin.serial_number]
         assert said.ids == streamed_tokens(results)
         assert said.text == streamed_text(results)

@@ -476,7 +476,7 @@ def test_enqueue_refuses_what_can_never_run() -> None:
     with pytest.raises(RequestError, match="jobs"):
         generator.enqueue("abc")  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="jobs, not NoneType"):
-        generator.enqueue(None)
+        generator.enqueue(None)  # type: ignore[arg-type]
     used = job("abc", 2)
     run(generator, used)
     with pytest.raises(JobStateError, match="enqueued before"):

@@ -198,7 +198,8 @@ def test_a_draft_model_may_have_fewer_or_more_ids(more: int, caplog: pytest.LogC
 
 def test_a_failing_draft_model_costs_speed_only(caplog: pytest.LogCaptureFixture) -> None:
     generator = speculate("model")
-    generator.draft_model.faults[ids("a")[0, 0].item()] = RuntimeError("draft died")  # type: ignore[attr-defined]
+    assert isinstance(generator.draft_model, ScriptedModel)
+    generator.draft_model.faults[int(ids("a")[0, 0])] = RuntimeError("draft died")
     results = run(generator, job("hello, this is a", 30))
     assert streamed_tokens(results) == naive(generator, ids("hello, this is a")[0].tolist(), 30)
     assert "draft died" in caplog.text

@@ -105,7 +105,7 @@ def test_generators_refuse_by_name(generator: ExLlamaV2DynamicGenerator, wrong: 
         ExLlamaV2DynamicGenerator(**(parts | wrong))
     for kind in (ExLlamaV2BaseGenerator, ExLlamaV2StreamingGenerator):
         with pytest.raises(RequestError, match="cache"):
-            kind(generator.model, None, generator.tokenizer)
+            kind(generator.model, None, generator.tokenizer)  # type: ignore[arg-type]
 
 
 @pytest.mark.covers("generators.md: 30")

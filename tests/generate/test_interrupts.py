@@ -176,7 +176,7 @@ class Storm:
         self.wait()
         if self._alarm and self._passed() > self._alarm:
             self.armed = False
-            self._former[0](signal.SIGALRM, frame)  # type: ignore[operator]
+            self._former[0](signal.SIGALRM, frame)  # type: ignore[operator, misc]
         if self.armed:
             self.signals += 1
             if frame is not None:

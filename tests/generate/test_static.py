@@ -98,7 +98,9 @@ def test_a_number_of_numpy_is_a_seed() -> None:
 
 def test_other_numbers_are_numbers() -> None:
     """numpy's and torch's, and a count of drafts where there is nothing to draft with."""
-    base, stream = ExLlamaV2BaseGenerator(*parts()), ExLlamaV2StreamingGenerator(*parts(), num_speculative_tokens=None)
+    none: Any = None
+    base = ExLlamaV2BaseGenerator(*parts())
+    stream = ExLlamaV2StreamingGenerator(*parts(), num_speculative_tokens=none)
     for stop, same in ((-1, (np.int64(-1), torch.tensor(-1))), (7, (np.int64(7), torch.tensor(7)))):
         want = base.generate_simple("a", GREEDY, 8, stop_token=stop)
         for one in same:
@@ -283,7 +285,8 @@ def test_stop_conditions_replace_eos() -> None:
     assert "".join(r["chunk"] for r in stream(generator, "z")) == "hi"
     with pytest.raises(JobStateError, match="has ended"):
         generator.stream_ex()
-    for wrong in ("text", [None], [""]):
+    mistakes: list[Any] = ["text", [None], [""]]
+    for wrong in mistakes:
         with pytest.raises(RequestError):
             generator.set_stop_conditions(wrong)
 
@@ -329,7 +332,7 @@ def test_what_was_asked_for_is_there_where_no_token_is(healing: bool) -> None:
 def test_tokens_banned_for_one_call() -> None:
     generator = ExLlamaV2StreamingGenerator(*parts(spelling("aaaa", 1)))
     generator.begin_stream_ex(TOKENIZER.encode("z"), GREEDY)
-    bans = [TOKENIZER.single_id("a")]
+    bans: Any = [TOKENIZER.single_id("a")]
     chunks = [generator.stream_ex(ban_tokens=b)["chunk"] for b in (None, bans, None)]
     assert chunks[0] == chunks[2] == "a" != chunks[1]
     assert bans == [TOKENIZER.single_id("a")]

@@ -97,7 +97,9 @@ class Crate:
     def says(self, name: str, profile: str = "edit") -> str:
         """A constant of the generated file."""
         text = (self.folder / "target" / profile / "build" / "exl-cuda" / "out" / "fatbins.rs").read_text()
-        return re.search(rf"const {name}: [^=]*= (.*);", text)[1]
+        found = re.search(rf"const {name}: [^=]*= (.*);", text)
+        assert found is not None
+        return found[1]
 
     def archs(self, *args: object, **kwargs: object) -> str:
         done = self.build(*args, **kwargs)  # type: ignore[arg-type]

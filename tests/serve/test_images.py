@@ -373,7 +373,8 @@ def test_encoded_images_are_not_shared_over_cache_salts() -> None:
 
     model: Any = SimpleNamespace(placement=SimpleNamespace(device=lambda at: SimpleNamespace(type="cpu")))
     tower: Any = Tower()
-    vision = Vision(tower, model, None)
+    tokenizer: Any = None
+    vision = Vision(tower, model, tokenizer)
     image = MediaRef(width=2, height=2, digest=b"same", data=bytes(12))
     mine, again = vision.embed([image, image], b"one")
     assert mine is again

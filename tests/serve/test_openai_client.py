@@ -188,7 +188,9 @@ def _first_id(client: openai.OpenAI, prompt: str) -> int:
     answer = client.completions.create(
         model="fable", prompt=prompt, max_tokens=1, temperature=0, extra_body={"return_token_ids": True}
     )
-    return int(answer.choices[0].model_extra["token_ids"][0])
+    extra = answer.choices[0].model_extra
+    assert extra is not None
+    return int(extra["token_ids"][0])
 
 
 def test_prompts_of_every_kind(client: openai.OpenAI, fable: EngineThread) -> None:
