@@ -3,7 +3,7 @@
 UV ?= uv
 CARGO_DIR := rust
 
-.PHONY: help sync format lint types layers lock deny workflows docs test test-full test-rust fuzz test-install test-wheels test-ray soak test-cuda cuda-archs wheels bench ci
+.PHONY: help sync format lint types layers lock deny workflows docs test test-full test-rust fuzz test-install test-wheels test-ray soak test-cuda test-emulated cuda-archs wheels bench ci
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -79,6 +79,11 @@ soak:  ## SOAK_REQUESTS requests to a server, a fifth of them cut off: nothing m
 
 test-cuda:  ## on a machine with an NVIDIA GPU
 	$(UV) run --no-sync pytest -m cuda
+
+EMULATED ?= test_cuda_ops test_cuda_kv test_cuda_lora_table
+test-emulated:  ## CUDA kernels on the CPU: tests of tests/kernels (EMULATED) on the interpreter of PTX (needs a build with PTX, such as 80+ptx)
+	cd $(CARGO_DIR) && cargo build --locked --profile edit --package exl-ptx
+	$(UV) run --no-sync pytest -p emulated.plugin -m cuda $(EMULATED:%=tests/kernels/%.py)
 
 cuda-archs:  ## compile the kernels for every architecture of a release (no GPU needed; minutes on two cores)
 	cd $(CARGO_DIR) && EXL_CUDA_ARCHS=release EXL_CUDA_CACHE="$(CURDIR)/$(CARGO_DIR)/target/cuda-cache" cargo build --locked --package exl-cuda --target-dir target/archs

@@ -1,0 +1,36 @@
+//! A CUDA driver for tests: it interprets PTX on the CPU and checks what a card does not.
+//!
+//! `driver` has the C functions of `libcuda.so.1`; `module` reads images; `parse` and `decode` make instructions of PTX; `grid` schedules
+//! blocks and warps; `warp`, `together`, `bulk` and `warpgroup` execute.
+
+// Tables of instructions are long, and their functions are declared where they are chosen.
+#![allow(
+    clippy::too_many_lines,
+    clippy::unreadable_literal,
+    clippy::cast_ptr_alignment,
+    clippy::items_after_statements,
+    clippy::enum_glob_use,
+    clippy::wildcard_imports,
+    clippy::implicit_hasher,
+    clippy::match_same_arms,
+    clippy::format_push_string,
+    clippy::unused_self
+)]
+
+pub mod bulk;
+pub mod card;
+pub mod code;
+pub mod decode;
+pub mod driver;
+pub mod float;
+pub mod grid;
+pub mod halves;
+pub mod lanes;
+pub mod memory;
+pub mod module;
+pub mod parse;
+pub mod product;
+pub mod registers;
+pub mod together;
+pub mod warp;
+pub mod warpgroup;

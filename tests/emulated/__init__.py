@@ -1,0 +1,1 @@
+"""CUDA tests on the CPU: the harness around the interpreter of rust/exl-ptx."""
