@@ -2,6 +2,7 @@
 //!
 //! `EXL_PTX_CARD` names the card (3090), `EXL_PTX_DEVICES` the number of cards (1), `EXL_PTX_SEED` the order of warps and of asynchronous
 //! copies (0: copies land as late as the program allows; 1: each by chance; 2: at once; other seeds repeat these three with other orders).
+//! `EXL_PTX_UNWRITTEN=error` rejects loads of shared memory that was never written; without it they give NaN.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
@@ -378,6 +379,7 @@ unsafe fn launch(
         params: values,
         number: state.launches,
         seed: state.seed,
+        strict: std::env::var("EXL_PTX_UNWRITTEN").is_ok_and(|how| how == "error"),
     };
     if cluster.is_some() && card.compute.0 < 9 {
         return Err(format!("{} has no clusters", card.name));

@@ -23,6 +23,8 @@ pub struct Launch {
     pub params: Vec<u8>,
     pub number: u64,
     pub seed: u64,
+    /// Whether a load of shared memory that was never written is an error. Otherwise it gives NaN: some kernels load padding.
+    pub strict: bool,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -298,7 +300,7 @@ fn unit(kernel: &Kernel, launch: &Launch, threads: u32, shared: usize, number: u
             number: u64::from(index[0])
                 + u64::from(gx) * (u64::from(index[1]) + u64::from(gy) * u64::from(index[2])),
             rank,
-            shared: vec![0xcd; shared],
+            shared: vec![0xff; shared],
             known: vec![0; shared],
             barriers: std::array::from_fn(|_| Named::default()),
             mbarriers: std::collections::HashMap::new(),

@@ -587,7 +587,7 @@ fn larger(a: f32, b: f32) -> f32 {
     }
 }
 
-/// The exact result of an additionas a double and its error, rounded.
+/// The exact result of an addition as a double and its error, rounded.
 fn directed_sum(a: f32, b: f32, rounding: Rounding) -> f32 {
     let (sum, error) = float::two_sum(f64::from(a), f64::from(b));
     float::single(sum, error, rounding)

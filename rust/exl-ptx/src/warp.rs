@@ -476,10 +476,9 @@ impl Warp {
                 }
                 let at = at - SHARED_START;
                 if loads {
-                    if let Some(bad) = block.known[at..at + bytes]
-                        .iter()
-                        .position(|&state| state != KNOWN)
-                    {
+                    if let Some(bad) = block.known[at..at + bytes].iter().position(|&state| {
+                        state == COMING || (state != KNOWN && world.launch.strict)
+                    }) {
                         let state = block.known[at + bad];
                         return Err(format!(
                             "load of {bytes} bytes at offset {at} of shared memory, byte {bad} {} (lane {lane})",

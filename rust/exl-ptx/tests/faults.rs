@@ -37,6 +37,7 @@ fn outcome_of(text: &str, number: u32, seed: u64) -> Result<Vec<u32>, String> {
         params,
         number: 1,
         seed,
+        strict: true,
     };
     let card = Card::named("3090").expect("a known card");
     run(&kernel, &launch, &card, &ranges)?;
