@@ -31,7 +31,7 @@ PROGRAMS = {
 EXCLUDED = re.compile(r"tests/(golden/data|compat/scripts|compat/scripts_vision)/")
 HELPERS = [
     "tests",
-    *(f"tests/{name}" for name in ("compat", "core", "filters", "generate", "golden", "kernels", "serve")),
+    *(f"tests/{name}" for name in ("compat", "core", "emulated", "filters", "generate", "golden", "kernels", "serve")),
 ]
 RELAXED = [
     "--allow-untyped-defs",

@@ -1,4 +1,4 @@
-"""Run tests that need a GPU on the interpreter of PTX: `pytest -p emulated.plugin -m cuda tests/kernels/...`.
+"""Run tests that need a GPU on the interpreter of PTX: `pytest -p emulated_plugin -m cuda tests/kernels/...`.
 
 `EXL_PTX_LIBRARY` names the library; without it, the newest build of rust/exl-ptx is taken. `EXL_PTX_CARD` names the
 card (3090). Import this module before the first use of the native module.
@@ -10,7 +10,7 @@ import ctypes
 import os
 from pathlib import Path
 
-from emulated import torch_cuda
+import torch_cuda
 
 
 def _library() -> Path:

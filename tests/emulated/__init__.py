@@ -1,1 +1,0 @@
-"""CUDA tests on the CPU: the harness around the interpreter of rust/exl-ptx."""
