@@ -142,6 +142,7 @@ def test_two_processes_give_the_bits_of_one_device(lab: Any, tmp_path: Path, mon
         ("die", 120.0, "lost another process"),
         ("hang", 4.0, "waited for it for 4 s"),
         ("differ", 120.0, "run a forward pass with different arguments"),
+        ("dequantize", 120.0, "run a forward pass with different arguments"),
         ("starve", 120.0, "load_tp: cpu:1 would have none of the 4 key/value heads"),
     ],
 )

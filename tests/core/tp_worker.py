@@ -1,8 +1,8 @@
 """One process of a tensor parallel model: `python tp_worker.py JOB.json`, with torchrun's variables set.
 
 The job's `task` is "cases": run every model of `cases` and save its results; or the failure that process 1 causes:
-"die", "hang" or "differ"; or "starve": a split that leaves process 1 without heads. Each process writes what it saw to
-`JOB.json.RANK`.
+"die", "hang", "differ" or "dequantize"; or "starve": a split that leaves process 1 without heads. Each process writes
+what it saw to `JOB.json.RANK`.
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ def failure(job: dict[str, Any], exchange: ProcessExchange) -> list[str]:
     seen = []
     for _ in range(2):
         try:
+            if exchange.home == 1 and job["task"] == "dequantize":
+                next(model.linears()).get_weight_tensor_dq()
             model.forward(ids)
         except errors.PeerError as error:
             seen.append(str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -75,7 +76,12 @@ class ShardedMatrix(ABC):
 
     @abstractmethod
     def dequantize(self) -> Tensor:
-        """Return W float16 [in, out] on the CPU without padding columns."""
+        """Return W float16 [in, out] on the CPU without padding columns. All processes call this, else PeerError."""
+
+    def _check_together(self) -> None:
+        """Raise PeerError unless all processes dequantize this matrix now: gloo ends a process that exchanges alone."""
+        name = hashlib.blake2b(self.name.encode(), digest_size=8).digest()
+        self.context.exchange.check_same(f"dequantize of {self.name}", name)
 
 
 class Cut(ABC):
@@ -164,6 +170,7 @@ class SplitMatrix(ShardedMatrix):
 
     def dequantize(self) -> Tensor:
         """Return W float16 [in, out] on the CPU without padding columns."""
+        self._check_together()
         # One process joins the parts on the CPU: a GPU may have no room for the whole.
         home = torch.device("cpu") if self.context.exchange.whole else self.context.home
         out = torch.empty((self.in_features, self.out_features), dtype=torch.float16, device=home)

@@ -104,6 +104,7 @@ class SumMatrix(ShardedMatrix):
 
     def dequantize(self) -> Tensor:
         """Return W float16 [in, out] on the CPU without padding columns."""
+        self._check_together()
         out = torch.empty((self.in_features, self.out_features), dtype=torch.float16)
         made = [piece.matrix.dequantize() for piece in self.pieces if piece.matrix is not None]
         parts = [(piece.shard, (len(piece.features), self.out_features)) for piece in self.pieces]
