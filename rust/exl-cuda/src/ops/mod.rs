@@ -65,6 +65,8 @@ pub(crate) fn feature_of(file: &str) -> Option<Feature> {
         Some(Feature::Wgmma)
     } else if starts(&["ring", "few", "attention_few_", "attention_long_"]) {
         Some(Feature::BulkCopy)
+    } else if starts(&["warp_ring"]) {
+        Some(Feature::WarpRing)
     } else {
         None
     }
@@ -95,6 +97,7 @@ mod tests {
         let newest = ["batch_exl2_128", "attention_wide"];
         let any = [
             "linear",
+            "rows",
             "matmul_gptq_32",
             "attention_decode_q6",
             "attention_prefill_fp16",
@@ -114,6 +117,7 @@ mod tests {
                 any.iter()
                     .all(|file| loads(archs, file) && !kernels_of(file).is_empty())
             );
+            assert!(!loads(archs, "warp_ring") && !kernels_of("warp_ring_gptq").is_empty());
         }
     }
 }

@@ -5,6 +5,7 @@ pub mod few;
 pub mod lora;
 pub mod ring;
 pub mod select;
+mod warps;
 
 use super::{Target, index32};
 use crate::abi::assert_layout;
@@ -138,13 +139,15 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
             .flat_map(|kind| [128, 32].map(|entry| (kind, entry)))
     };
     match file {
-        "ring" => ring_kernels("exl2"),
-        "ring_gptq" => ring_kernels("gptq"),
-        "few" => few_kernels("exl2")
-            .into_iter()
-            .chain(["prepare_rows_f16", "prepare_rows_bf16"].map(str::to_owned))
-            .collect(),
-        "few_gptq" => few_kernels("gptq"),
+        "ring" => named("ring_exl2"),
+        "ring_gptq" => named("ring_gptq"),
+        "warp_ring" => named("warp_ring_exl2"),
+        "warp_ring_gptq" => named("warp_ring_gptq"),
+        "few" => named("few_exl2"),
+        "few_gptq" => named("few_gptq"),
+        "rows" => ["prepare_rows_f16", "prepare_rows_bf16"]
+            .map(str::to_owned)
+            .to_vec(),
         "lora" => lora::kernels(),
         "linear" => kinds()
             .map(|(kind, entry)| format!("dequantize_{kind}_{entry}"))
@@ -169,18 +172,9 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
     }
 }
 
-fn ring_kernels(kind: &str) -> Vec<String> {
-    [128, 32]
-        .into_iter()
-        .map(|entry| format!("ring_{kind}_{entry}"))
-        .collect()
-}
-
-fn few_kernels(kind: &str) -> Vec<String> {
-    [128, 32]
-        .into_iter()
-        .map(|entry| format!("few_{kind}_{entry}"))
-        .collect()
+/// A kernel for each distance of scale entries.
+fn named(kernel: &str) -> Vec<String> {
+    [128, 32].map(|entry| format!("{kernel}_{entry}")).to_vec()
 }
 
 /// Activations and results of a matmul; device addresses, row-major and contiguous.

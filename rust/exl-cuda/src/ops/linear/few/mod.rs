@@ -6,6 +6,7 @@ mod task;
 
 use super::ring::Matmul;
 use super::select::Refusal;
+use super::warps;
 use super::{Half, Matrix};
 use crate::capabilities::Capabilities;
 use crate::device::Device;
@@ -73,14 +74,9 @@ pub(super) fn shared_bytes(
         .map(|plan| plan.shared)
 }
 
-/// Bytes of scratch memory that [`launch`] needs, for any number of rows; a packed input is at its beginning.
-pub fn scratch_bytes(
-    caps: &Capabilities,
-    matrices: &[&Matrix],
-    gated: bool,
-    tuning: Tuning,
-) -> usize {
-    plan(caps, matrices, MOST_ROWS, gated, tuning).map_or(0, |plan| plan.scratch_bytes())
+/// Bytes of scratch memory that [`launch`] needs, for any number of rows and any tuning; a packed input is at its beginning.
+pub fn scratch_bytes(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> usize {
+    plan(caps, matrices, MOST_ROWS, gated, Tuning::default()).map_or(0, |plan| plan.scratch_bytes())
 }
 
 /// Whether another kernel can pack the input: all matrices read it in one order without padding rows.
@@ -138,6 +134,18 @@ impl Plan {
         task.residual = op.residual;
         task.gate = op.gate.unwrap_or(-1);
         task.scaled = i32::from(op.x_type == Half::BF16);
+    }
+
+    /// Pass the addresses of a call on to the warp ring kernel.
+    fn bind_warps(&self, to: &mut warps::Plan) {
+        let (from, task) = (&self.task, &mut to.task);
+        (task.x, task.copy_bytes) = (from.x, from.copy_bytes);
+        (task.multipliers, task.scaled) = (from.multipliers, from.scaled);
+        (task.norm, task.squares, task.eps) = (from.norm, from.squares, from.eps);
+        (task.y, task.y_kind) = (from.y, from.y_kind);
+        (task.residual, task.gate) = (from.residual, from.gate);
+        (task.next, task.next_rows) = (from.next, from.next_rows);
+        task.next_squares = from.next_squares;
     }
 
     /// Set `next` as the destination of the results.
@@ -202,6 +210,12 @@ impl Plan {
         device: &Device,
         matrix: &Matrix,
     ) -> Result<(), CudaError> {
+        if let Some(planned) = &self.warps {
+            let mut planned = planned.clone();
+            self.bind_warps(&mut planned);
+            // SAFETY: this function's contract.
+            return unsafe { planned.launch(to, device, matrix) };
+        }
         let kernel = format!("few_{}_{}", matrix.kind, matrix.entry_rows);
         let launch = Launch {
             kernel: &kernel,

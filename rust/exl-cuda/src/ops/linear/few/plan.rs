@@ -3,6 +3,7 @@
 use super::super::Matrix;
 use super::super::ring::MATRICES;
 use super::super::select::{Refusal, check_alike, check_rows};
+use super::super::warps;
 use super::MOST_ROWS;
 pub(super) use super::task::{LISTED, Part, Preparation, Task};
 use crate::capabilities::{Capabilities, Feature};
@@ -47,6 +48,8 @@ pub struct Plan {
     pub(super) rows: Preparation,
     pub(super) shared: usize,
     pub(super) groups: usize,
+    /// The launch of the warp ring kernel in place of `task`'s, whose operands it has too.
+    pub(super) warps: Option<Box<warps::Plan>>,
 }
 
 /// Cut and stages of K: parts, and log2 of the units of a tile in a stage.
@@ -167,6 +170,9 @@ pub(super) fn plan(
     gated: bool,
     tuning: Tuning,
 ) -> Result<Plan, Refusal> {
+    if caps.has(Feature::WarpRing) {
+        return plan_warps(caps, matrices, m, gated, tuning);
+    }
     if !caps.has(Feature::BulkCopy) {
         return Err(Refusal::Needs(Feature::BulkCopy));
     }
@@ -372,6 +378,56 @@ fn preparation(matrices: &[&Matrix], copies: &[usize], units: usize, m: usize) -
     rows
 }
 
+/// Plan both launches with the warp ring kernel. `tuning`: phases in place of `cut`, stages of `slots` and teams of `window`.
+fn plan_warps(
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    m: usize,
+    gated: bool,
+    tuning: Tuning,
+) -> Result<Plan, Refusal> {
+    let size = |value: i32| usize::try_from(value).unwrap_or(0);
+    let shape = warps::Shape {
+        phases: size(tuning.cut),
+        teams: size(tuning.window),
+        stages: size(tuning.slots),
+    };
+    let planned = warps::plan(caps, matrices, m, gated, true, shape)?;
+    // A block of the packing launch holds one row.
+    if 2 * matrices[0].in_features() + 1024 > caps.shared_per_block {
+        return Err(Refusal::SharedMemory(caps.shared_per_block));
+    }
+    let copies = copies(matrices);
+    let rows = preparation(matrices, &copies, planned.task.units as usize, m);
+    let parts = planned.task.parts.map(|part| Part {
+        matrix: part.matrix,
+        pieces_at: 0,
+        units_at: 0,
+        maxima_at: 0,
+        x_at: 0,
+        copy: part.copy,
+        y_offset: part.y_offset,
+        listed: -1,
+    });
+    let task = Task {
+        count: planned.task.count,
+        units: planned.task.units,
+        m: planned.task.m,
+        y_stride: planned.task.y_stride,
+        copies: rows.copies,
+        copy_bytes: rows.copy_bytes,
+        k: rows.k,
+        ..Task::without_operands(&parts)
+    };
+    Ok(Plan {
+        task,
+        rows,
+        shared: planned.shared,
+        groups: 0,
+        warps: Some(Box::new(planned)),
+    })
+}
+
 fn plan_cut(
     caps: &Capabilities,
     matrices: &[&Matrix],
@@ -441,6 +497,7 @@ fn plan_cut(
         rows,
         shared: ring.total.max(LEAST_SHARED.min(space)),
         groups: deal.groups,
+        warps: None,
     })
 }
 

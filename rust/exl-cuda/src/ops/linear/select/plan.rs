@@ -103,7 +103,7 @@ impl Plan {
         match self.kernel {
             Kernel::GemvRing | Kernel::GemmLarge => {}
             Kernel::GemmFew => {
-                self.scratch_bytes = few::scratch_bytes(caps, matrices, gate, self.tuning.few);
+                self.scratch_bytes = few::scratch_bytes(caps, matrices, gate);
             }
             Kernel::GemmBatch => {
                 let gates = gate && batch::gates(matrices);

@@ -3,8 +3,8 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::capabilities::CARDS;
 use crate::capabilities::tests::{RELEASE, card};
+use crate::capabilities::{CARDS, Feature};
 use crate::ops::linear::tests::{matrix, sized};
 
 const PLAIN: Epilogue = Epilogue {
@@ -68,6 +68,47 @@ fn the_table_of_a_layer_on_every_card() {
             _ => ["m_tile", "m_tile", "m_tile", "m_tile", "m_large"].map(all),
         };
         assert_eq!(found, expected, "{name}");
+    }
+}
+
+/// A card that selects the experimental warp ring kernels.
+fn with_warp_ring(name: &str, archs: &[&'static str]) -> Capabilities {
+    card(name, archs).with_warp_ring(true)
+}
+
+#[test]
+fn the_table_with_the_warp_ring_kernels() {
+    for name in CARDS.map(|card| card.name) {
+        let caps = with_warp_ring(name, RELEASE);
+        let found = [1, 2, 3, 8, 9, 64].map(|rows| selected(&caps, rows));
+        if caps.has(Feature::WarpRing) {
+            let expected = ["v_ring+", "v_ring+", "m_few+", "m_few+", "m_tile", "m_tile"];
+            assert_eq!(found, expected.map(all), "{name}");
+        } else {
+            let plain = card(name, RELEASE);
+            assert_eq!(
+                found,
+                [1, 2, 3, 8, 9, 64].map(|rows| selected(&plain, rows))
+            );
+        }
+    }
+    let proxy = with_warp_ring("H100", &["80+ptx"]);
+    assert_eq!(selected(&proxy, 1), all("v_ring+"));
+    assert_eq!(selected(&proxy, 8), all("m_few+"));
+}
+
+#[test]
+fn warp_ring_matmuls_chain_as_on_hopper() {
+    for name in ["3060", "3090", "4090", "A100", "L4", "L40S"] {
+        let caps = with_warp_ring(name, RELEASE);
+        for rows in 1..=8 {
+            let of = |matmul| planned(&caps, matmul, rows);
+            let (qkv, o, gate_up, down) = (of("qkv"), of("o"), of("gate_up"), of("down"));
+            let few = rows > MOST_GEMV_ROWS;
+            assert_eq!(o.chains_to(&gate_up), few, "{name} {rows}");
+            assert_eq!(gate_up.chains_to(&down), few, "{name} {rows}");
+            assert_eq!(down.chains_to(&qkv), few, "{name} {rows}");
+        }
     }
 }
 
@@ -271,13 +312,14 @@ proptest! {
     #[test]
     fn a_selected_launch_fits_its_card(
         known in proptest::sample::select(CARDS.to_vec()),
+        warp_ring in any::<bool>(),
         units in 1usize..80,
         bytes in proptest::sample::select(vec![1040u32, 1552, 2064, 2576, 3088, 4112]),
         outs in proptest::collection::vec(1usize..400, 1..4),
         rows in 1usize..100,
         flags in any::<[bool; 4]>(),
     ) {
-        let caps = known.with(RELEASE);
+        let caps = known.with(RELEASE).with_warp_ring(warp_ring);
         let made: Vec<Matrix> = outs.iter().map(|n| sized(units, bytes, 16 * n)).collect();
         let all: Vec<&Matrix> = made.iter().collect();
         let [gate, norm, residual, bf16] = flags;
