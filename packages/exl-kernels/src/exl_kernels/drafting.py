@@ -26,7 +26,10 @@ Ids = NDArray[np.int64]
 
 
 class DraftRates:
-    """The share of guesses that held, by the evidence for them. Recent guesses count more."""
+    """The share of guesses that held, by the evidence for them. Recent guesses count more.
+
+    After `memory` guesses of one kind, earlier ones count half. Raises UnsupportedError if it is out of its range.
+    """
 
     def __init__(self, memory: int = 256) -> None:
         #: the rates of the native module
@@ -71,7 +74,10 @@ class DraftHistory:
 
 
 class DraftText:
-    """The text of one request, and guesses at its next tokens; arguments as those of `DraftHistory`."""
+    """The text of one request, and guesses at its next tokens.
+
+    `max_ngram`, `capacity` and the errors are those of `DraftHistory`.
+    """
 
     def __init__(self, max_ngram: int, capacity: int) -> None:
         _within("max_ngram", max_ngram, 2, MOST_NGRAM)

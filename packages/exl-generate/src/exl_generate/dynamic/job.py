@@ -382,7 +382,8 @@ class ExLlamaV2DynamicJob:
     def prepare(self, context: JobContext, ids: int) -> bool:
         """Advance over up to `ids` further ids of `resume_from`, before `attach`. Returns whether none is left.
 
-        Raises as `attach` does for settings, filters and `resume_from`. `undo_attach` drops what was prepared.
+        `context` is that of `attach`. Raises as `attach` does for settings, filters and `resume_from`.
+        `undo_attach` drops what was prepared.
         """
         return self._advance_in(context).step(ids)
 
