@@ -196,6 +196,21 @@ def test_a_draft_model_may_have_fewer_or_more_ids(more: int, caplog: pytest.LogC
     assert not caplog.text
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Settings(temperature=2.0, top_k=0, top_p=0.0),
+        Settings(temperature=1.5, top_k=8, token_repetition_penalty=1.3, dry_multiplier=0.8),
+        Settings(top_k=1, token_repetition_penalty=2.0),
+    ],
+    ids=["sampled", "penalties", "greedy with a penalty"],
+)
+def test_a_draft_model_draws_with_the_random_numbers_of_the_tokens_it_guesses(settings: Any) -> None:
+    """A draft model that equals the model is never wrong, whatever the settings."""
+    last = run(speculate("model"), job("hello", 50, gen_settings=settings, seed=5))[-1]
+    assert (last["accepted_draft_tokens"], last["rejected_draft_tokens"]) == (40, 0)
+
+
 def test_a_failing_draft_model_costs_speed_only(caplog: pytest.LogCaptureFixture) -> None:
     generator = speculate("model")
     assert isinstance(generator.draft_model, ScriptedModel)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from exl_filters import FilterStack
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from exl_generate.dynamic.context import JobContext
     from exl_generate.dynamic.request import Request
     from exl_generate.dynamic.runner import Window
-    from exl_generate.dynamic.sequence import Sequence
+    from exl_generate.dynamic.sequence import Ids, Sequence
+    from exl_kernels.sampling import Row
 
 __all__ = ["Decoder", "Outcome"]
 
@@ -111,6 +113,16 @@ class Decoder:
             len(constraint.blocked),  # each token that was excluded here took a random number
             self._request.return_top_tokens,
         )
+
+    def guess_row(self, logits: torch.Tensor, ids: Ids, generated: int, guesses: list[int]) -> Row:
+        """Return the kernels' input for a guess at the token after `ids` and `guesses`.
+
+        It has the settings and the random number of that token, so a draft model that agrees with the model draws the
+        same token. Constraints, which change speed only, are left out.
+        """
+        if guesses and self.sampler.reads_context:
+            ids = np.concatenate([ids, np.array(guesses, dtype=np.int64)])
+        return self.sampler.row(logits, ids, generated + len(guesses))
 
     def record(self, drawn: Sample, window: Window, at: int) -> Record:
         """Return the sampled token after the post-sampling hooks, with the requested reports.

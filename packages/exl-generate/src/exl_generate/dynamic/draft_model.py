@@ -7,6 +7,7 @@ it holds. Steps without drafting leave a gap, which is computed when drafting re
 from __future__ import annotations
 
 import logging
+import operator
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence as SequenceOf
@@ -15,12 +16,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
-import torch
 
 from exl_generate.dynamic.pages import Page, PageTable
 from exl_generate.dynamic.runner import Chunk, Runner
 from exl_generate.dynamic.sequence import Sequence
 from exl_generate.dynamic.speculation import Drafter, Drafts
+from exl_kernels.sampling import Sampled, launch
 
 if TYPE_CHECKING:
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
@@ -46,7 +47,10 @@ class _Fed:
 
 
 class ModelDrafter(Drafter):
-    """Draft greedily with a model. If the draft model fails, the step continues without guesses.
+    """Draft with a model. If the draft model fails, the step continues without guesses.
+
+    A guess is drawn from the draft model's logits with the settings and the random number of the token that it guesses:
+    the more alike both distributions are, the more often both draw the same token.
 
     Args:
         runner: Runs the draft model over its cache.
@@ -122,8 +126,7 @@ class ModelDrafter(Drafter):
         for group in windows.values():
             sequences = [job.sequence for job, _ in group]
             ids = np.stack([job.sequence.ids[start:] for job, start in group])
-            guesses = self._feed(ids, sequences, [start for _, start in group])
-            found.update((job, guess) for (job, _), guess in zip(group, guesses, strict=True))
+            found |= self._feed(ids, {job: [] for job, _ in group}, [start for _, start in group])
             for sequence, (_, start) in zip(sequences, group, strict=True):
                 self._mark(sequence, start, len(sequence))
         return found
@@ -134,25 +137,32 @@ class ModelDrafter(Drafter):
             return {}
         ids = np.array([[drafts[job][-1]] for job in jobs], dtype=np.int64)
         places = [len(job.sequence) + len(drafts[job]) - 1 for job in jobs]
-        guesses = self._feed(ids, [job.sequence for job in jobs], places)
-        return dict(zip(jobs, guesses, strict=True))
+        return self._feed(ids, {job: drafts[job] for job in jobs}, places)
 
     def _feed(
-        self, ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]], sequences: list[Sequence], places: list[int]
-    ) -> list[tuple[int, float]]:
-        """Compute `ids` [B, q] at these positions.
+        self, ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]], drafts: Drafts, places: list[int]
+    ) -> dict[ExLlamaV2DynamicJob, tuple[int, float]]:
+        """Compute `ids` [B, q] at these positions, one row for each job of `drafts`.
 
-        Returns the most probable token after each row, and its probability where a threshold needs it.
+        Returns the token that each job draws after its row, and the draft model's probability of it where a threshold
+        needs it. A job that can draw none has no guess.
         """
+        sequences = [job.sequence for job in drafts]
         for sequence, place in zip(sequences, places, strict=True):
             sequence.provide(place + ids.shape[1])
         out = self._runner.forward(ids, sequences, places)
         last = out["logits"][:, -1, : self._vocab_size].float()
-        best = last.argmax(dim=-1)
+        rows = [job.guess_row(logits, guesses) for (job, guesses), logits in zip(drafts.items(), last, strict=True)]
+        drawn = launch(rows).collect()
+        tokens = {job: found.token for job, found in zip(drafts, drawn, strict=True) if isinstance(found, Sampled)}
         if self.threshold <= 0:
-            return [(token, 1.0) for token in best.tolist()]
-        probabilities = last.softmax(dim=-1).gather(1, best[:, None])[:, 0]
-        return list(zip(best.tolist(), probabilities.tolist(), strict=True))
+            return {job: (token, 1.0) for job, token in tokens.items()}
+        chances = last.softmax(dim=-1).cpu()
+        return {
+            job: (tokens[job], float(row[tokens[job]]))
+            for job, row in zip(drafts, chances, strict=True)
+            if job in tokens
+        }
 
     # ---- the draft cache -------------------------------------------------------------------------------------------
 
@@ -264,8 +274,10 @@ class ModelDrafter(Drafter):
         except Exception as error:
             log.warning("the draft model failed: %s", error)
             return
-        guesses = out["logits"][0, :, : self._vocab_size].argmax(dim=-1).cpu()
         skipped = 0 if free is None else (end - start) // 4  # guesses that have seen too little of the text
-        skipped = max(skipped, sequence.prompt_length - start - 1)
-        held = guesses[skipped:] == torch.from_numpy(sequence.ids[start + 1 + skipped : end + 1].copy())
-        job.drafts.acceptance.review(len(held), int(held.sum()))
+        first = max(start + 1 + skipped, sequence.prompt_length)
+        logits = out["logits"][0, first - start - 1 :, : self._vocab_size].float()
+        rows = [job.guess_row(row, [], at) for at, row in enumerate(logits, first)]
+        wanted = sequence.ids[first : end + 1].tolist()
+        guesses = [found.token if isinstance(found, Sampled) else None for found in launch(rows).collect()]
+        job.drafts.acceptance.review(len(wanted), sum(map(operator.eq, guesses, wanted)))

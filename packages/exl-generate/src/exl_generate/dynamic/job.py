@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from exl_generate.dynamic.context import JobContext
     from exl_generate.dynamic.runner import Window
+    from exl_kernels.sampling import Row
 
 __all__ = ["ExLlamaV2DynamicJob"]
 
@@ -432,6 +433,14 @@ class ExLlamaV2DynamicJob:
         """
         self.pages.commit()
         return self._decoding.draw(windows, at, self.sequence)
+
+    def guess_row(self, logits: torch.Tensor, guesses: list[int], length: int | None = None) -> Row:
+        """Return the sampler's input for a guess after the first `length` ids (None: all) and `guesses`.
+
+        `logits` are those of a draft model, float32 [V].
+        """
+        ids = self.sequence.ids[:length]
+        return self._decoding.guess_row(logits, ids, len(ids) - self.sequence.prompt_length, guesses)
 
     def accept(self, drawn: Sample, guess: int | None, window: Window, at: int) -> tuple[Event, bool]:
         """Accept the token that `drawn` holds, sampled after position `at` of `window`. Generators call this.

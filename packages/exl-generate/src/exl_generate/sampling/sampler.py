@@ -82,6 +82,11 @@ class RequestSampler:
         """Whether a GPU that has the logits always reads them itself, at once."""
         return self._plan.never_left_to_cpu
 
+    @property
+    def reads_context(self) -> bool:
+        """Whether a token depends on the ids before it other than through the logits."""
+        return self._reads_context
+
     def refresh(self) -> None:
         """Apply changes of settings that running jobs follow. Call it between tokens.
 
