@@ -264,7 +264,7 @@ proptest! {
         ] {
             let out = warp(&format!("{to}{op}\ncvt.u32.u16 %r9, %h4;"), &input);
             for (lane, w) in words.iter().enumerate() {
-                // Sums and products of halves are exact in double precision but for the widest sums of a product.
+                // Sums and products of halves are exact in double precision except for the widest fused sums.
                 let value = exact(h(w[0]), h(w[1]), h(w[2]));
                 let candidates = [f16::from_f64(value), f16::from_f32(value as f32)];
                 let error = |bits: u16| (f64::from(f16::from_bits(bits).to_f32()) - value).abs();
