@@ -137,7 +137,7 @@ def test_the_error_names_an_attribute_that_is_no_setting() -> None:
         with pytest.raises(RequestError, match=rf"Settings\.{name}"):
             ExLlamaV2DynamicJob(torch.tensor([[1]]), 1, gen_settings=settings)
         setattr(settings, name, [])  # as scripts do that begin with none
-        settings._note = "mine"  # type: ignore[attr-defined]  # noqa: SLF001
+        vars(settings)["_note"] = "mine"
         ExLlamaV2DynamicJob(torch.tensor([[1]]), 1, gen_settings=settings)
     own = Own()
     own.note = "mine"

@@ -92,9 +92,9 @@ def test_what_is_queued_outlives_its_memory() -> None:
     for give_back in (False, True):
         with torch.cuda.stream(aside):
             matrix.matmul(x)
-            known = [key for key in workspace._by_stream if key[1] == aside.cuda_stream]  # noqa: SLF001
+            known = [memory for key, memory in workspace._by_stream.items() if key[1] == aside.cuda_stream]  # noqa: SLF001
             assert known, "blocks of this product meet nowhere: another shape is needed"
-            size = workspace._by_stream[known[0]].numel()  # noqa: SLF001
+            size = known[0].numel()
             gpu_sleep(20_000_000)  # about 10 ms
             got = matrix.matmul(x)
         forget_workspaces(x.device)
