@@ -526,7 +526,7 @@ def test_every_error_code_is_in_the_table() -> None:
     internal = {
         "error", "format", "shape", "dtype", "device", "config", "config_file", "config_key", "config_type",
         "missing_tensor", "model_state", "cache", "tokenizer_file", "job_state", "user_code", "filter_error",
-        "filter_rejected", "filter_busy", "filter_failed",
+        "filter_rejected", "filter_busy", "filter_failed", "peer",
     }  # fmt: skip
     assert codes - internal <= set(BY_CODE) <= codes
     assert not internal & set(BY_CODE)
