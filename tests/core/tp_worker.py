@@ -94,7 +94,8 @@ def main(path: Path) -> None:
     cases = job.get("cases")
     result = failure(job, exchange) if cases is None else [run_case(case, exchange) for case in cases]
     torch.save(result, f"{path}.{exchange.home}")
-    exchange.close()
+    if cases is None:  # else the end of the process closes the exchange
+        exchange.close()
 
 
 if __name__ == "__main__":

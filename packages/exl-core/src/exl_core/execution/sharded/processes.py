@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -57,6 +58,8 @@ class ProcessExchange(Exchange):
         if self._owns:
             wait = timedelta(seconds=limit)
             self._run(lambda: dist.init_process_group("nccl" if place.is_cuda else "gloo", timeout=wait))
+            # gloo's threads abort a process that ends while they run.
+            atexit.register(self.close)
         # Plans and digests are on the CPU whatever the devices are.
         self._control = self._run(lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=limit)))
 
@@ -93,7 +96,8 @@ class ProcessExchange(Exchange):
             raise PeerError(self._lost)
 
     def close(self) -> None:
-        """Leave the group of processes."""
+        """Leave the group of processes; a process that ends does so by itself."""
+        atexit.unregister(self.close)
         self._lost = self._lost or "tensor parallel: the exchange between the processes is closed"
         if self._owns and dist.is_initialized():
             dist.destroy_process_group()
