@@ -31,6 +31,15 @@ def blocks(language: str) -> list[Any]:
     return found
 
 
+def files() -> dict[str, str]:
+    """Programs of the documents that their shell commands start, by their titles."""
+    found: dict[str, str] = {}
+    for path in DOCUMENTS:
+        text = path.read_text(encoding="utf-8")
+        found |= re.findall(r'^```python title="(.*?)"\n(.*?)^```', text, re.DOTALL | re.MULTILINE)
+    return found
+
+
 def environment() -> dict[str, str]:
     bin_dir = str(Path(sys.executable).parent)
     return os.environ | {"PATH": bin_dir + os.pathsep + os.environ["PATH"], "OMP_NUM_THREADS": "2"}
@@ -53,6 +62,10 @@ def test_shell_example(source: str, tmp_path: Path) -> None:
             # In a checkout `uv run` means: in this environment. SRC and DST are a float folder and a new one.
             command = command.replace("uv run ", "").replace("SRC", str(FLOAT_MODEL))
             command = command.replace("DST", str(tmp_path / f"converted-{len(list(tmp_path.iterdir()))}"))
+            for name, program in files().items():
+                if command.endswith(f" {name}"):
+                    (tmp_path / name).write_text(program, encoding="utf-8")
+                    command = command.removesuffix(name) + str(tmp_path / name)
             done = subprocess.run(
                 command, shell=True, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
             )
