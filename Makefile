@@ -80,10 +80,10 @@ soak:  ## SOAK_REQUESTS requests to a server, a fifth of them cut off: nothing m
 test-cuda:  ## on a machine with an NVIDIA GPU
 	$(UV) run --no-sync pytest -m cuda
 
-EMULATED ?= test_cuda_ops test_cuda_kv test_cuda_lora_table
+EMULATED ?= test_cuda_ops test_cuda_kv test_cuda_lora_table test_cuda_warp_ring
 test-emulated:  ## CUDA kernels on the CPU: tests of tests/kernels (EMULATED) on the interpreter of PTX (needs a build with PTX, such as 80+ptx)
 	cd $(CARGO_DIR) && cargo build --locked --profile edit --package exl-ptx
-	EXL_PTX_UNWRITTEN=error $(UV) run --no-sync pytest -p emulated_plugin -m cuda $(EMULATED:%=tests/kernels/%.py)
+	EXL_PTX_UNWRITTEN=error EXL_SM80_RING=1 $(UV) run --no-sync pytest -p emulated_plugin -m cuda $(EMULATED:%=tests/kernels/%.py)
 
 cuda-archs:  ## compile the kernels for every architecture of a release (no GPU needed; minutes on two cores)
 	cd $(CARGO_DIR) && EXL_CUDA_ARCHS=release EXL_CUDA_CACHE="$(CURDIR)/$(CARGO_DIR)/target/cuda-cache" cargo build --locked --package exl-cuda --target-dir target/archs
@@ -95,4 +95,4 @@ wheels:  ## manylinux wheels of all packages into dist/; VARIANT=cpu leaves the 
 bench:  ## CPU benchmarks, JSON lines
 	$(UV) run --no-sync python benchmarks/bench_cpu.py
 
-ci: lint types layers lock docs test test-rust test-install  ## everything CI checks, after `make sync`
+ci: lint types layers lock docs test test-rust test-emulated test-install  ## everything CI checks, after `make sync`
