@@ -82,6 +82,17 @@ pub enum Flow {
     Turn,
 }
 
+/// Write the lanes of `mask` of a register.
+fn write_lanes<T: std::marker::Copy>(register: &mut [T; 32], values: &[T; 32], mask: u32) {
+    if mask == !0 {
+        *register = *values;
+    } else {
+        for lane in lanes_of(mask) {
+            register[lane] = values[lane];
+        }
+    }
+}
+
 impl Warp {
     pub fn new(kernel: &Kernel, block: usize, number: u32, threads: u32) -> Self {
         Self {
@@ -313,16 +324,7 @@ impl Warp {
     pub fn set_word(&mut self, to: Value, values: &Words, mask: u32) {
         match to {
             Value::Word(r) => {
-                let slot = &mut self.words[r as usize];
-                if mask == !0 {
-                    *slot = *values;
-                } else {
-                    for lane in 0..32 {
-                        if mask >> lane & 1 == 1 {
-                            slot[lane] = values[lane];
-                        }
-                    }
-                }
+                write_lanes(&mut self.words[r as usize], values, mask);
             }
             Value::Double(_) => self.set_double(to, &values.map(u64::from), mask),
             _ => {}
@@ -332,16 +334,7 @@ impl Warp {
     pub fn set_double(&mut self, to: Value, values: &Doubles, mask: u32) {
         match to {
             Value::Double(r) => {
-                let slot = &mut self.doubles[r as usize];
-                if mask == !0 {
-                    *slot = *values;
-                } else {
-                    for lane in 0..32 {
-                        if mask >> lane & 1 == 1 {
-                            slot[lane] = values[lane];
-                        }
-                    }
-                }
+                write_lanes(&mut self.doubles[r as usize], values, mask);
             }
             Value::Word(_) => self.set_word(to, &values.map(|v| v as u32), mask),
             _ => {}
