@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from make_random_model import random_exl2
 from torch import Tensor
@@ -48,7 +49,9 @@ DENSE_BYTES = 512 << 20  # the dense MLPs in turn hold at least this much
 def matrices(hidden: int, inner: int, bits: float, generator: torch.Generator, copies: int) -> list[Expert]:
     """Gate, up and down with memory of their own and, to be made quickly, the same codes."""
     shapes = ((hidden, inner), (hidden, inner), (inner, hidden))
-    drawn = [random_exl2(k, n, bits, generator) for k, n in shapes]
+    seed = int(torch.randint(2**31, (), generator=generator))
+    rng = np.random.default_rng(seed)
+    drawn = [random_exl2(k, n, bits, rng) for k, n in shapes]
     drawn[1]["q_invperm"] = drawn[0]["q_invperm"]  # as files have it: gate and up take the same inputs
     return [tuple(QuantMatrix.from_exl2(tensors) for tensors in drawn) for _ in range(copies)]  # type: ignore[misc]
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
-from make_random_model import SHAPES, llama_config, write_tokenizer
+from make_random_model import SHAPES, llama_config, random_codes, write_tokenizer
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Config
@@ -65,18 +66,8 @@ def _words(*shape: int) -> Tensor:
 
 
 def _codes(rows: int, n: int, width: int) -> Tensor:
-    """Words of random codes [rows, n] of `width` bits whose mean is their zero, 2^(width - 1): the top bit is set with
-    a probability of 1/2 + 2^-width. Codes of a lower mean add up: outputs grow from layer to layer, beyond halves."""
-    shape = rows * width // 32, n
-    words = _words(*shape)
-    if width == HEAD_BITS:  # nothing comes after the head
-        return words
-    more = _words(*shape)
-    for _ in range(width - 2):
-        more &= _words(*shape)
-    tops = torch.tensor([sum(1 << b for b in range(32) if (32 * i + b) % width == width - 1) for i in range(width)])
-    tops = torch.where(tops >= 2**31, tops - 2**32, tops).to(torch.int32).repeat(shape[0] // width)
-    return words | (more & tops[:, None])
+    """Words of random codes [rows, n] of `width` bits whose mean is their zero. torch's seed decides them."""
+    return random_codes(rows, n, width, np.random.Generator(np.random.SFC64(int(torch.randint(2**31, ())))))
 
 
 def exl2_tensors(k: int, n: int, widths: tuple[int, int], order: Tensor) -> dict[str, Tensor]:

@@ -2,17 +2,23 @@
 
     python benchmarks/make_random_model.py OUT [--shape tinyllama] [--bits 4.0] [--layers N | --gigabytes G]
 
-Values are scaled so that activations stay of order one through the layers. The same arguments give the same bytes.
+Values are scaled so that activations stay of order one through the layers, and the mean of a matrix is zero. The same
+arguments give the same bytes. Matrices are drawn in threads, one for each core.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -75,57 +81,110 @@ def plan_for(bits: float, group_size: int = 128) -> str:
     return f"{share:.4f}:{high}b_{group_size}g/{1 - share:.4f}:{low}b_{group_size}g"
 
 
-def random_exl2(in_features: int, out_features: int, bits: float, generator: torch.Generator) -> dict[str, Tensor]:
-    """The five tensors of one matrix, every code equally likely."""
+def random_words(shape: tuple[int, int], generator: np.random.Generator) -> Tensor:
+    """Return int32 words of random bits."""
+    count = -(-shape[0] * shape[1] // 2)
+    drawn = generator.integers(0, 2**64, count, dtype=np.uint64).view(np.int32)
+    return torch.from_numpy(drawn[: shape[0] * shape[1]].reshape(shape))
+
+
+def random_codes(rows: int, columns: int, width: int, generator: np.random.Generator) -> Tensor:
+    """Return the int32 words of random codes [rows, columns] of `width` bits whose mean is their zero, 2^(width - 1).
+
+    The top bit is set with a probability of 1/2 + 2^-width. Codes of a lower mean would add up: outputs would grow from
+    layer to layer, beyond halves, and depend on nothing but their mean.
+    """
+    shape = rows * width // 32, columns
+    words, more = random_words(shape, generator), random_words(shape, generator)
+    for _ in range(width - 2):
+        more &= random_words(shape, generator)
+    tops = [sum(1 << bit for bit in range(32) if (32 * word + bit) % width == width - 1) for word in range(width)]
+    mask = torch.from_numpy(np.array(tops, dtype=np.uint32).view(np.int32)).repeat(shape[0] // width)
+    return words.bitwise_or_(more.bitwise_and_(mask[:, None]))
+
+
+def random_exl2(in_features: int, out_features: int, bits: float, generator: np.random.Generator) -> dict[str, Tensor]:
+    """The five tensors of one matrix, of random codes."""
     columns = -(-out_features // 32) * 32
     groups = exl2_groups(plan_for(bits), in_features)
-    starts, scales, words = [], [], 0
+    starts, scales, codes, words = [], [], [], 0
     for width, rows in groups:
         starts += [width, words]
         words += rows * width // 32
+        codes.append(random_codes(rows, columns, width, generator))
         code_rms = (2.0**width) / 12**0.5
         scale_rms = 108.5  # root mean square of (c + 1)^2 over c = 0..15
         scales.append(256 * WEIGHT_STD / (code_rms * scale_rms))
-
-    def integers(*shape: int) -> Tensor:
-        return torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64).to(torch.int32)
-
     return {
-        "q_weight": integers(words, columns),
-        "q_scale": integers(len(groups), columns // 8),
+        "q_weight": torch.cat(codes),
+        "q_scale": random_words((len(groups), columns // 8), generator),
         "q_scale_max": torch.tensor(scales, dtype=torch.float16),
         "q_groups": torch.tensor(starts, dtype=torch.int16),
-        "q_invperm": torch.randperm(in_features, generator=generator).to(torch.int32),
+        "q_invperm": torch.from_numpy(generator.permutation(in_features).astype(np.int32)),
     }
+
+
+def random_halves(rows: int, columns: int, std: float, generator: np.random.Generator) -> Tensor:
+    """Return normal values [rows, columns] in half precision."""
+    return torch.from_numpy(generator.standard_normal((rows, columns), dtype=np.float32)).mul_(std).half()
+
+
+class _Parts:
+    """Tensors that threads draw, each matrix with a random generator of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._drawn: list[tuple[str, Callable[[], Tensor | dict[str, Tensor]]]] = []
+
+    def _generator(self) -> np.random.Generator:
+        return np.random.Generator(np.random.SFC64((self._seed, len(self._drawn))))
+
+    def matrix(self, key: str, in_features: int, out_features: int, bits: float) -> None:
+        """Add the five tensors of an EXL2 matrix."""
+        self._drawn.append((key, partial(random_exl2, in_features, out_features, bits, self._generator())))
+
+    def halves(self, key: str, rows: int, columns: int, std: float) -> None:
+        """Add a matrix of normal values."""
+        self._drawn.append((key, partial(random_halves, rows, columns, std, self._generator())))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Draw everything. Tensors of a matrix have its key and their own name."""
+        found: dict[str, Tensor] = {}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for (key, _), drawn in zip(self._drawn, pool.map(lambda part: part[1](), self._drawn), strict=True):
+                if isinstance(drawn, Tensor):
+                    found[key] = drawn
+                else:
+                    found |= {f"{key}.{part}": tensor for part, tensor in drawn.items()}
+        return found
+
+
+EMBEDDING_BLOCK = 8192
+"""Rows of the embedding that one thread draws at a time."""
 
 
 def make_model(folder: Path, shape: Shape, bits: float, head_bits: float = 6, seed: int = 0) -> int:
     """Write config.json, tokenizer.json and model.safetensors into `folder`; returns the bytes of the weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(seed)
-    tensors: dict[str, Tensor] = {}
-
-    def add(key: str, in_features: int, out_features: int, width: float) -> None:
-        matrix = random_exl2(in_features, out_features, width, generator)
-        tensors.update({f"{key}.{part}": tensor for part, tensor in matrix.items()})
-
-    embedding = torch.randn(shape.vocab, shape.hidden, generator=generator)
-    tensors["model.embed_tokens.weight"] = embedding.half()
-    del embedding
+    parts = _Parts(seed)
+    starts = range(0, shape.vocab, EMBEDDING_BLOCK)
+    for start in starts:
+        parts.halves(f"embedding.{start}", min(EMBEDDING_BLOCK, shape.vocab - start), shape.hidden, 1.0)
+    ones: dict[str, int] = {"model.norm.weight": shape.hidden}
     for layer in range(shape.layers):
         for part, (in_features, out_features) in shape.linears().items():
-            add(f"model.layers.{layer}.{part}", in_features, out_features, bits)
+            parts.matrix(f"model.layers.{layer}.{part}", in_features, out_features, bits)
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"model.layers.{layer}.{norm}.weight"] = torch.ones(shape.hidden, dtype=torch.float16)
+            ones[f"model.layers.{layer}.{norm}.weight"] = shape.hidden
         if shape.head_norms:
             for norm in ("q_norm", "k_norm"):
-                ones = torch.ones(shape.hidden // shape.heads, dtype=torch.float16)
-                tensors[f"model.layers.{layer}.self_attn.{norm}.weight"] = ones
+                ones[f"model.layers.{layer}.self_attn.{norm}.weight"] = shape.hidden // shape.heads
         if shape.experts:
-            router = torch.randn(shape.experts, shape.hidden, generator=generator) * WEIGHT_STD
-            tensors[f"model.layers.{layer}.mlp.gate.weight"] = router.half()
-    tensors["model.norm.weight"] = torch.ones(shape.hidden, dtype=torch.float16)
-    add("lm_head", shape.hidden, shape.vocab, head_bits)
+            parts.halves(f"model.layers.{layer}.mlp.gate.weight", shape.experts, shape.hidden, WEIGHT_STD)
+    parts.matrix("lm_head", shape.hidden, shape.vocab, head_bits)
+    tensors = parts.tensors()
+    tensors["model.embed_tokens.weight"] = torch.cat([tensors.pop(f"embedding.{start}") for start in starts])
+    tensors |= {name: torch.ones(size, dtype=torch.float16) for name, size in ones.items()}
     write_safetensors(folder / "model.safetensors", tensors)
     quantization = {"quant_method": "exl2", "bits": bits, "head_bits": head_bits}
     config = {**llama_config(shape, 4096, rope_theta=10000.0), "quantization_config": quantization}

@@ -2,7 +2,7 @@
 # The whole table of the CUDA backend on one GPU, about three minutes: JSON lines into a folder, a summary last.
 #
 # usage: scripts/gpu/bench_all.sh FOLDER [quick: the three most telling decode steps only
-#        | PART ...: some of step batches others prefill serve gemv attn roof, for GPUs side by side]
+#        | PART ...: some of step batches others features prefill serve gemv attn roof, for GPUs side by side]
 #
 # BENCH_SECONDS: no part goes on for longer than so many in all, and one that has less than ten of them left is not begun. What a part
 # had printed until it was cut off counts. PACKED names a file that holds the folder as a .tgz after each part (environment.sh).
@@ -47,6 +47,7 @@ for part in "${parts[@]}"; do
       run others 70 "${step[@]}" --steps 100 --case 8b:3.0:fp16:256:1 --case 8b:gptq4:fp16:256:1 --case 8b:4.0:fp16:16384:1 \
         --case 8b:4.0:q4:16384:1
       ;;
+    features) run features 300 python3 benchmarks/bench_features.py ;;
     prefill) run prefill 30 python3 benchmarks/bench_prefill.py --strict ;;
     serve) run serve 40 python3 benchmarks/bench_serve.py --requests 64 ;;
     gemv) run gemv 40 python3 benchmarks/bench_gemv.py --quick ;;

@@ -105,6 +105,34 @@ def families(lines: list[Line]) -> list[str]:
     return table("| other families | us | tok/s | of the bandwidth | of a Llama's share |", rows) if rows else []
 
 
+def features(lines: list[Line]) -> list[str]:
+    """Features through the generator, beside greedy steps of the same run."""
+    found = {(d["model_shape"], d["feature"], d["batch"]): d for d in lines}
+    batches = sorted({batch for _, _, batch in found})
+    commits = {d["commit"] for d in found.values()}
+
+    def cells(line: Line | None) -> str:
+        if line is None:
+            return " | | |"
+        ratio, must = number(line, "ratio_vs_reference", ".2f"), number(line, "must", ".2f")
+        target = f" (target {must})" if must else ""
+        return f" {line['us']:,.0f} | {line['share_of_greedy']:.2f} | {ratio}{target} |"
+
+    rows = []
+    for shape, feature in dict.fromkeys((shape, feature) for shape, feature, _ in found):
+        of_batches = [found.get((shape, feature, batch)) for batch in batches]
+        first = next(d for d in of_batches if d is not None)
+        reference = first.get("reference_name") or ""
+        rows.append(
+            f"| {shape}: {first['about']}{source(first, commits)} | {reference} |{''.join(map(cells, of_batches))}"
+        )
+    head = "| feature | beside |" + "".join(
+        f" us a step, {batch} sequence{'s' if batch > 1 else ''} | of greedy | of what it is beside |"
+        for batch in batches
+    )
+    return table(head, rows)
+
+
 def layers(line: Line) -> str:
     """How many layers ran."""
     return f"{line['layers']} layers"
@@ -211,6 +239,7 @@ def lines_of(file: Path) -> list[Line]:
 KINDS = {
     "step": steps,
     "families": families,
+    "features": features,
     "prefill": prefills,
     "serve": serves,
     "http": http,
@@ -221,7 +250,7 @@ KINDS = {
 
 def text_of(files: list[Path]) -> str:
     """All tables of the files, one section per kind of GPU."""
-    known = [d for file in files for d in lines_of(file) if d.get("bench") in KINDS and "gpu" in d]
+    known = [d for file in files for d in lines_of(file) if d.get("bench") in KINDS and d.get("gpu")]
     known.sort(key=lambda d: d.get("date") or "")
     out = []
     for gpu in sorted({d["gpu"] for d in known}, key=lambda name: ("H200" not in name, name)):

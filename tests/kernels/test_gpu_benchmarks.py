@@ -107,3 +107,11 @@ def test_the_tables_in_the_docs_are_those_of_the_results() -> None:
     page = (SCRIPTS.parents[1] / "docs" / "performance.md").read_text()
     shown = page.split("<!-- scripts/gpu/tables.py writes from here -->")[1].split("<!-- to here -->")[0]
     assert tables()[0].strip() == shown.strip()
+
+
+def test_features_are_shown_beside_what_they_are_compared_with(tmp_path: Path) -> None:
+    line = {**ABOUT, "bench": "features", "model_shape": "8b", "feature": "cfg", "about": "CFG", "batch": 1}
+    line |= {"us": 2000.4, "share_of_greedy": 0.75, "ratio_vs_reference": 0.9, "reference_name": "greedy-twice"}
+    more = {**line, "batch": 32, "us": 4000.0, "ratio_vs_reference": None, "must": 0.85}
+    text, _ = tables(write(tmp_path / "features.jsonl", {**line, "must": 0.85}, more, {**line, "gpu": None, "us": 1.0}))
+    assert "| 8b: CFG | greedy-twice | 2,000 | 0.75 | 0.90 (target 0.85) | 4,000 | 0.75 |  (target 0.85) |" in text
