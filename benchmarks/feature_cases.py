@@ -54,7 +54,7 @@ OPEN: dict[str, Any] = {**NEUTRAL, "temperature": 1.0, "top_k": 0, "top_p": 0.0}
 
 
 class Parts:
-    """What jobs of features need besides the model; made when first asked for."""
+    """Adapters and filters of the jobs, made when first asked for."""
 
     def __init__(self, model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer, scratch: Path) -> None:
         self.model, self.tokenizer, self._scratch = model, tokenizer, scratch

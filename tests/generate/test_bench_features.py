@@ -28,7 +28,7 @@ KEYS = {
 
 
 def measure(folder: Path, *words: str) -> tuple[list[dict[str, Any]], str]:
-    command = [sys.executable, SCRIPT, "--shape", "bundled", "--quick", "--folder", folder, *words]
+    command = [sys.executable, str(SCRIPT), "--shape", "bundled", "--quick", "--folder", str(folder), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
