@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+from served import Served
 
 from exl_generate import bundled
 from exl_serve.config.model import ModelConfig
@@ -37,3 +39,17 @@ def server(fable: EngineThread, scripted: EngineThread) -> Iterator[LiveServer]:
     live = LiveServer({"fable": fable, "scripted": scripted}, [FABLE, SCRIPTED])
     yield live
     live.close()
+
+
+@pytest.fixture
+def served() -> Iterator[Callable[..., Served]]:
+    """Starts `exl serve` with these options; what is left of it ends with the test."""
+    made: list[Served] = []
+
+    def start(*options: str, **given: Any) -> Served:
+        made.append(Served(*options, **given))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()

@@ -2,108 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
+from served import SECONDS, Served, gone
 
 from exl_serve.testing.waiting import until
-
-SECONDS = 120.0
-
-
-class Served:
-    """A running `exl serve`."""
-
-    def __init__(self, *options: str, environment: dict[str, str] | None = None) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "exl_serve", "--port", "0", *options],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"EXL_DEVICE": "cpu"} | (environment or {}),
-            start_new_session=True,
-        )
-        self.lines: list[str] = []
-        self.reader = threading.Thread(target=self._read, daemon=True)
-        self.reader.start()
-        self.url = ""
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line)
-
-    @property
-    def log(self) -> str:
-        return "".join(self.lines)
-
-    def up(self) -> Served:
-        until(lambda: "serving at" in self.log or self.process.poll() is not None, lambda: self.log)
-        found = re.search(r"serving at (\S+)", self.log)
-        assert found is not None, self.log
-        self.url = found[1]
-        until(lambda: self.get("/health/ready") == 200, lambda: self.log)
-        return self
-
-    def get(self, path: str, **options: Any) -> int:
-        try:
-            return httpx.get(self.url + path, timeout=SECONDS, **options).status_code
-        except httpx.HTTPError:
-            return 0
-
-    def complete(self, **fields: Any) -> httpx.Response:
-        body = {"prompt": "Once upon", "max_tokens": 4, "seed": 1} | fields
-        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=SECONDS)
-
-    def children(self, module: str = "exl_serve") -> list[int]:
-        """Its processes of this module, by /proc."""
-        found = []
-        for place in Path("/proc").iterdir():
-            with contextlib.suppress(OSError, ValueError):
-                words = (place / "cmdline").read_bytes().decode().split("\0")
-                parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == self.process.pid and module in words:
-                    found.append(int(place.name))
-        return found
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        self.reader.join(SECONDS)
-
-
-def gone(pids: list[int]) -> bool:
-    return not any(Path(f"/proc/{pid}/exe").exists() and _alive(pid) for pid in pids)
-
-
-def _alive(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
-@pytest.fixture
-def served() -> Iterator[Callable[..., Served]]:
-    made: list[Served] = []
-
-    def start(*options: str, **given: Any) -> Served:
-        made.append(Served(*options, **given))
-        return made[-1]
-
-    yield start
-    for one in made:
-        one.close()
 
 
 def test_it_serves_restarts_what_dies_and_ends(served: Callable[..., Served]) -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,20 @@ def test_the_container_has_no_privileges() -> None:
     assert compose["cap_drop"] == ["ALL"]
     assert compose["secrets"] == ["exl-keys"]
     assert all(volume.endswith(":ro") for volume in compose["volumes"])
+
+
+def test_every_package_of_the_lock_file_has_a_hash() -> None:
+    lock = tomllib.loads((FILES.parents[2] / "uv.lock").read_text(encoding="utf-8"))
+    names = {package["name"] for package in lock["package"]}
+    assert {"starlette", "uvicorn", "pyzmq"} <= names
+    assert "litellm" not in names, (
+        "its versions 1.82.7 and 1.82.8 were malicious: clients have environments of their own"
+    )
+    for package in lock["package"]:
+        if "registry" in package["source"]:
+            archives = [*package.get("wheels", ()), *([package["sdist"]] if "sdist" in package else ())]
+            assert archives, package["name"]
+            assert all(one["hash"].startswith("sha256:") for one in archives), package["name"]
 
 
 def test_the_options_in_the_files_exist() -> None:

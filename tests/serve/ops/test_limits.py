@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import uvicorn
 
+from exl_serve.api import limits as api_limits
 from exl_serve.api.limits import guarded
 from exl_serve.config.model import Limits
 
@@ -94,6 +95,23 @@ def test_a_slow_body_ends_with_408() -> None:
         assert code(answer) == (408, "body_timeout")
 
     run(SLOW, work)
+
+
+def test_a_body_that_drips_ends_before_its_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes keep coming, but fewer than 1,024 a second."""
+    monkeypatch.setattr(api_limits, "GRACE", 0.1)
+
+    async def work(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 100000\r\n\r\n")
+        answer = asyncio.create_task(reader.read())
+        while not answer.done():
+            writer.write(b"x")
+            await asyncio.sleep(0.05)
+        writer.close()
+        assert code(await answer) == (408, "body_timeout")
+
+    run(PATIENT, work)
 
 
 def test_a_body_that_comes_in_pieces_is_read() -> None:

@@ -79,6 +79,8 @@ ROUTES: tuple[Path, ...] = (
 )
 """Every route but those of the page."""
 
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+"""Methods that change nothing."""
 SECURITY_HEADERS = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
 PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data: blob:; "
@@ -133,6 +135,8 @@ async def _handle(
         scope["path_params"] = parameters
         if path.scope != "open":
             call.caller = state.authenticate(scope, path.scope)
+        if scope["method"] not in SAFE_METHODS:
+            call.check_kind()
         await path.endpoint(call)
     except ServeError as error:
         await _refuse(call, error)
@@ -193,7 +197,7 @@ def _check_host(call: Call) -> None:
 
 def _check_origin(call: Call) -> None:
     """Reject a page of another site that would use a visitor's browser to change anything here or to spend its work."""
-    if call.scope["method"] in ("GET", "HEAD", "OPTIONS"):
+    if call.scope["method"] in SAFE_METHODS:
         return
     origin = call.header("origin")
     if origin is None:

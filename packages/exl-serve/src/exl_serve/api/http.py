@@ -81,8 +81,11 @@ class Call:
             if not message.get("more_body"):
                 return b"".join(parts)
 
-    async def json(self, *, media: bool = False) -> dict[str, Any]:
-        """Return the body as an object. Raises ServeError 400, 413 or 415."""
+    def check_kind(self) -> None:
+        """Raise ServeError 415 for a body that is not plain JSON.
+
+        Routes without a body ask for this as well: a form of another site cannot send JSON.
+        """
         kind = (self.header("content-type") or "application/json").partition(";")[0].strip().lower()
         if kind != "application/json" and not kind.endswith("+json"):
             raise ServeError(
@@ -99,6 +102,9 @@ class Call:
                 "unsupported_media_type",
                 f"content-encoding is {coding[:64]}; send the body as it is",
             )
+
+    async def json(self, *, media: bool = False) -> dict[str, Any]:
+        """Return the body as an object. Raises ServeError 400 or 413."""
         data, limits = await self.body(media=media), self.state.config.server.limits
         if len(data) > LARGE_BODY:
             return await asyncio.to_thread(read_json, data, limits)

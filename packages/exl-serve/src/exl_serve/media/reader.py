@@ -137,6 +137,8 @@ class MediaReader:
         if "error" in answer:
             if answer["code"] == "unsupported":
                 raise ServeError(501, "not_implemented", "unsupported", answer["error"], param=image.param)
+            if answer["code"] == "unavailable":
+                raise ServeError.unavailable("media_unavailable", f"{answer['error']}: try again later", RETRY_SECONDS)
             raise ServeError.invalid(f"{image.param}: {answer['error']}", image.param, answer["code"])
         return MediaRef(
             path=path, width=answer["width"], height=answer["height"], digest=bytes.fromhex(answer["digest"])

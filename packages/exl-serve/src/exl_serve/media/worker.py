@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import ctypes
 import hashlib
 import json
 import sys
@@ -26,6 +27,8 @@ HEAD = 8
 """Bytes of each of the two lengths before a message: of its JSON, and of the bytes that follow."""
 EXTRA_MEMORY = 1536 << 20
 """Memory for decoding, in bytes: 2^26 pixels of up to 8 bytes each, twice for a conversion."""
+CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
+"""Flags of unshare(2)."""
 LOW_SIDE = 512
 """Pixels of the longer side of an image with the detail "low"."""
 
@@ -40,6 +43,7 @@ def main() -> None:
     """Answer requests until standard input ends."""
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     _limit_memory()
+    _leave_network()
     while (request := _read(requests)) is not None:
         raw = json.dumps(_answer(*request)).encode()
         answers.write(len(raw).to_bytes(HEAD, "little") + raw)
@@ -63,6 +67,12 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
+def _leave_network() -> None:
+    """Move to a network namespace without interfaces, where the kernel allows that to any user."""
+    with contextlib.suppress(OSError, AttributeError):  # AttributeError: a C library without it
+        ctypes.CDLL(None).unshare(CLONE_NEWUSER | CLONE_NEWNET)
+
+
 def _answer(header: dict[str, Any], text: bytes) -> dict[str, Any]:
     """Decode a base64 image. Returns {"width", "height", "digest"} and writes a file, or {"code", "error"}."""
     try:
@@ -72,8 +82,11 @@ def _answer(header: dict[str, Any], text: bytes) -> dict[str, Any]:
         return {"code": error.code, "error": str(error)}
     except MemoryError:
         return {"code": "image_too_large", "error": "the image takes more memory than an image may take"}
-    with open(header["path"], "xb") as file:
-        file.write(pixels)
+    try:
+        with open(header["path"], "xb") as file:
+            file.write(pixels)
+    except OSError as error:  # such as a full disk
+        return {"code": "unavailable", "error": f"the decoded image cannot be stored ({error.strerror})"}
     width, height = image.size
     digest = hashlib.blake2b(pixels, digest_size=16, person=f"{width} {height}".encode()).hexdigest()
     return {"width": width, "height": height, "digest": digest}

@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 
 from exl_serve.api.app import create_app
+from exl_serve.api.limits import guarded
 from exl_serve.api.state import AppState, Caller, ModelHandle
 from exl_serve.api.text import FolderText
 from exl_serve.api.worker import find_model
@@ -98,7 +99,14 @@ class LiveServer:
         handles = [LocalHandle(self._engines[one.id], one) for one in self._configs]
         models = LocalModels(handles, accept_any=self._config.server.accept_any_model)
         self.state = AppState(self._config, models, NoMeter(), self._authenticate)
-        settings = uvicorn.Config(create_app(self.state), log_level="warning", lifespan="off", access_log=False)
+        settings = uvicorn.Config(
+            create_app(self.state),
+            http=guarded(self._config.server.limits),
+            log_level="warning",
+            lifespan="off",
+            access_log=False,
+            server_header=False,
+        )
         self._server = uvicorn.Server(settings)
         self._server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         asyncio.get_running_loop().call_soon(self._up.set)

@@ -1,0 +1,123 @@
+"""The process that decodes images: it has no network, and what goes wrong in it is its request's alone."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import subprocess
+import sys
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+
+from exl_serve.config.model import Media
+from exl_serve.errors import ServeError
+from exl_serve.media import reader as media
+from exl_serve.media.reader import MediaReader
+from exl_serve.media.worker import CLONE_NEWNET, CLONE_NEWUSER
+from exl_serve.request.messages import ImagePart
+
+Image = pytest.importorskip("PIL.Image", reason="images need exl-serve[vision]")
+
+
+def part(side: int = 4) -> ImagePart:
+    file = BytesIO()
+    Image.new("RGB", (side, side), (10, 20, 30)).save(file, "png")
+    return ImagePart("data:image/png;base64," + base64.b64encode(file.getvalue()).decode(), "auto", "x")
+
+
+def decoders() -> list[int]:
+    """Decoder processes of this process."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (place / "cmdline").read_bytes().split(b"\0")
+            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            continue
+        if parent == os.getpid() and b"exl_serve.media.worker" in words:
+            found.append(int(place.name))
+    return found
+
+
+async def decode(reader: MediaReader, image: ImagePart) -> bytes | ServeError:
+    try:
+        async with reader.decoded([image], Media()) as (found,):
+            return Path(found.path).read_bytes()
+    except ServeError as error:
+        return error
+
+
+def test_it_has_no_network() -> None:
+    """On kernels that let any user leave the network; on others the process keeps it."""
+    program = f"import ctypes; print(ctypes.CDLL(None).unshare({CLONE_NEWUSER | CLONE_NEWNET}))"
+    may = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+
+    async def work() -> tuple[bytes | ServeError, list[str]]:
+        reader = MediaReader()
+        try:
+            found = await decode(reader, part())
+            return found, [os.readlink(f"/proc/{pid}/ns/net") for pid in decoders()]
+        finally:
+            await reader.close()
+
+    pixels, networks = asyncio.run(work())
+    assert pixels == bytes([10, 20, 30] * 16)
+    own = os.readlink("/proc/self/ns/net")
+    assert len(networks) == 1
+    assert (networks[0] != own) == (may == "0")
+
+
+def test_one_that_takes_too_long_is_ended_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> tuple[list[int], list[int], bytes | ServeError, bytes | ServeError]:
+        reader = MediaReader()
+        try:
+            await decode(reader, part())
+            first = decoders()
+            monkeypatch.setattr(media, "SECONDS", 0.0)
+            late = await decode(reader, part())
+            monkeypatch.undo()
+            again = await decode(reader, part())
+            return first, decoders(), late, again
+        finally:
+            await reader.close()
+
+    first, second, late, again = asyncio.run(work())
+    assert isinstance(late, ServeError)
+    assert (late.status, late.code) == (400, "image_too_large")
+    assert len(first) == 1
+    assert not set(first) & set(second)
+    assert again == bytes([10, 20, 30] * 16)
+
+
+def test_one_that_is_killed_is_replaced() -> None:
+    async def work() -> bytes | ServeError:
+        reader = MediaReader()
+        try:
+            await decode(reader, part())
+            for pid in decoders():
+                os.kill(pid, 9)
+            await decode(reader, part())  # may meet the dead one
+            return await decode(reader, part())
+        finally:
+            await reader.close()
+
+    assert asyncio.run(work()) == bytes([10, 20, 30] * 16)
+
+
+def test_a_full_disk_is_said(tmp_path: Path) -> None:
+    async def work() -> bytes | ServeError:
+        reader = MediaReader(str(tmp_path))
+        reader.folder = "/dev/full"  # no file can be made below it
+        try:
+            return await decode(reader, part())
+        finally:
+            reader.folder = None
+            await reader.close()
+
+    found = asyncio.run(work())
+    assert isinstance(found, ServeError)
+    assert (found.status, found.code) == (503, "media_unavailable")
+    assert "/dev/full" not in found.message
