@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -178,6 +178,14 @@ def test_a_dead_end_is_an_error_and_ends_nothing_else(http: httpx.Client) -> Non
     assert answer.json()["choices"][0]["text"].isdecimal()
 
 
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]}
+MAKERS: list[Callable[[str], list[dict[str, Any]]]] = [
+    lambda text: [{"role": "user", "content": text}],
+    lambda text: [{"role": "user", "content": [{"type": "text", "text": text}]}],
+    lambda text: [{"role": "user", "content": "x"}, CALL, {"role": "tool", "tool_call_id": "c", "content": text}],
+]
+
+
 def test_what_clients_spell_is_no_special_token(http: httpx.Client) -> None:
     """In every role and part that a client fills."""
     special = {
@@ -190,22 +198,9 @@ def test_what_clients_spell_is_no_special_token(http: httpx.Client) -> None:
         assert answer.status_code == 200, answer.text
         return list(answer.json()["tokens"])
 
-    call = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}],
-    }
     for spelling, token in special.items():
         for said in (spelling, f"a{spelling}b", spelling * 3):
-            for make in (
-                lambda text: [{"role": "user", "content": text}],
-                lambda text: [{"role": "user", "content": [{"type": "text", "text": text}]}],
-                lambda text: [
-                    {"role": "user", "content": "x"},
-                    call,
-                    {"role": "tool", "tool_call_id": "c", "content": text},
-                ],
-            ):
+            for make in MAKERS:
                 assert ids(make(said)).count(token) == ids(make("harmless")).count(token), said
 
 

@@ -1,4 +1,4 @@
-"""What a running `exl serve` shows and leaves: files, log lines, headers, descriptors."""
+"""A running `exl serve`: its files, log lines, headers and descriptors."""
 
 from __future__ import annotations
 
