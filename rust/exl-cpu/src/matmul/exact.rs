@@ -5,41 +5,64 @@
 //! cache. Results are bitwise identical.
 
 use std::mem::MaybeUninit;
-use std::ops::Range;
 
 use super::decode::{magic_zero, operands, prefetch, scale_and_zero, weight, weight_to_multiply};
 use super::layout::{BLOCK, TILE};
-use super::matrix::{Codes, Floats, Span};
+use super::matrix::{Codes, Floats, Section, Span};
 use super::simd::{LANES, Simd};
 
 /// Blocks of a panel.
 const PANEL: usize = 4;
 const VECTORS: usize = TILE / LANES;
 
-/// Multiply `spans` of one tile with one row and add to `c` `[32]`; `x` is `[blocks][32]`.
+/// Multiply one tile with one row and add to `c` `[32]`; `x` is `[blocks][32]`. `partial` `[32]` is zero before and after the call.
 ///
 /// # Safety
-/// [`Simd`]'s contract; `tile` is a tile of `codes`, `spans` are some of theirs, and the pointers are valid for its blocks.
+/// [`Simd`]'s contract; `tile` is a tile of `codes`, `sections` are theirs, and the pointers are valid for its blocks.
+/// `partial` is not read if there is only one section.
 #[inline(always)]
 pub unsafe fn tile_one_row<S: Simd>(
     codes: &Codes,
-    spans: &[Span],
+    sections: &[Section],
     tile: usize,
     x: *const f32,
     c: *mut f32,
+    partial: *mut f32,
 ) {
     // SAFETY: the caller's.
     unsafe {
         let words = codes.words.as_ptr().add(tile * codes.tile_words);
-        for span in spans {
-            match span.bits {
-                2 => span_one_row::<S, 2>(codes, tile, span, words, x, c),
-                3 => span_one_row::<S, 3>(codes, tile, span, words, x, c),
-                4 => span_one_row::<S, 4>(codes, tile, span, words, x, c),
-                5 => span_one_row::<S, 5>(codes, tile, span, words, x, c),
-                6 => span_one_row::<S, 6>(codes, tile, span, words, x, c),
-                _ => span_one_row::<S, 8>(codes, tile, span, words, x, c),
+        for (i, section) in sections.iter().enumerate() {
+            let sums = if i == 0 { c } else { partial };
+            for span in &codes.spans[section.spans.clone()] {
+                match span.bits {
+                    2 => span_one_row::<S, 2>(codes, tile, span, words, x, sums),
+                    3 => span_one_row::<S, 3>(codes, tile, span, words, x, sums),
+                    4 => span_one_row::<S, 4>(codes, tile, span, words, x, sums),
+                    5 => span_one_row::<S, 5>(codes, tile, span, words, x, sums),
+                    6 => span_one_row::<S, 6>(codes, tile, span, words, x, sums),
+                    _ => span_one_row::<S, 8>(codes, tile, span, words, x, sums),
+                }
             }
+            if i > 0 {
+                move_sums::<S>(partial, 1, c);
+            }
+        }
+    }
+}
+
+/// Add `partial` `[rows][32]` to `c` and zero it.
+///
+/// # Safety
+/// [`Simd`]'s contract.
+#[inline(always)]
+unsafe fn move_sums<S: Simd>(partial: *mut f32, rows: usize, c: *mut f32) {
+    // SAFETY: the caller's.
+    unsafe {
+        for at in (0..rows * TILE).step_by(LANES) {
+            let sum = S::add_f(S::load_f(c.add(at)), S::load_f(partial.add(at)));
+            S::store_f(c.add(at), sum);
+            S::store_f(partial.add(at), S::splat_f(0.0));
         }
     }
 }
@@ -99,39 +122,47 @@ impl Panel {
     }
 }
 
-/// Multiply consecutive `spans` of one tile with `rows` rows and add to `c` `[rows][32]`; `x` is `[blocks][rows][32]`. `R` rows and `V`
-/// vectors make a register block.
+/// Multiply one tile with `rows` rows and add to `c` `[rows][32]`; `x` is `[blocks][rows][32]`. `R` rows and `V` vectors make a register
+/// block. `partial` as for [`tile_one_row`], with `rows` rows.
 ///
 /// # Safety
 /// As for [`tile_one_row`], for `rows` rows.
 #[inline(always)]
 pub unsafe fn tile_rows<S: Simd, const R: usize, const V: usize>(
     codes: &Codes,
-    spans: &[Span],
+    sections: &[Section],
     tile: usize,
     x: *const f32,
     rows: usize,
     c: *mut f32,
+    partial: *mut f32,
     panel: &mut Panel,
 ) {
     // SAFETY: the caller's.
     unsafe {
         let out = panel.0.as_mut_ptr().cast::<f32>();
-        let mut filled = 0;
-        let mut first_block = spans.first().map_or(0, |span| span.first_block);
-        for span in spans {
-            for b in 0..span.blocks {
-                decode_block::<S>(codes, tile, span, b, out.add(filled * BLOCK * TILE));
-                filled += 1;
-                if filled == PANEL {
-                    panel_rows::<S, R, V>(out, filled, x.add(first_block * rows * BLOCK), rows, c);
-                    first_block += filled;
-                    filled = 0;
+        for (i, section) in sections.iter().enumerate() {
+            let sums = if i == 0 { c } else { partial };
+            let (mut filled, mut first_block) = (0, section.blocks.start);
+            for span in &codes.spans[section.spans.clone()] {
+                for b in 0..span.blocks {
+                    decode_block::<S>(codes, tile, span, b, out.add(filled * BLOCK * TILE));
+                    filled += 1;
+                    if filled == PANEL {
+                        let x = x.add(first_block * rows * BLOCK);
+                        panel_rows::<S, R, V>(out, filled, x, rows, sums);
+                        first_block += filled;
+                        filled = 0;
+                    }
                 }
             }
-        }
-        if filled > 0 {
-            panel_rows::<S, R, V>(out, filled, x.add(first_block * rows * BLOCK), rows, c);
+            if filled > 0 {
+                let x = x.add(first_block * rows * BLOCK);
+                panel_rows::<S, R, V>(out, filled, x, rows, sums);
+            }
+            if i > 0 {
+                move_sums::<S>(partial, rows, c);
+            }
         }
     }
 }
@@ -189,47 +220,52 @@ unsafe fn decode_width<S: Simd, const BITS: u32>(
     }
 }
 
-/// Unquantized: multiply the blocks `section` of one tile with `rows` rows and add to `c` `[rows][32]`; `x` is `[blocks][rows][32]`.
+/// Unquantized: multiply one tile with `rows` rows and add to `c` `[rows][32]`; `x` is `[blocks][rows][32]`. `partial` as for
+/// [`tile_rows`].
 ///
 /// # Safety
 /// As for [`tile_rows`].
 #[inline(always)]
 pub unsafe fn tile_floats<S: Simd, const R: usize, const V: usize>(
     floats: &Floats,
-    blocks: usize,
-    section: Range<usize>,
+    sections: &[Section],
     tile: usize,
     x: *const f32,
     rows: usize,
     c: *mut f32,
+    partial: *mut f32,
     panel: &mut Panel,
 ) {
     // SAFETY: the caller's.
     unsafe {
         let out = panel.0.as_mut_ptr().cast::<f32>();
-        let mut block = section.start;
-        while block < section.end {
-            let count = PANEL.min(section.end - block);
-            let x = x.add(block * rows * BLOCK);
-            let at = (tile * blocks + block) * BLOCK * TILE;
-            match floats {
-                Floats::F32(data) => {
-                    panel_rows::<S, R, V>(data.as_ptr().add(at), count, x, rows, c);
-                }
-                Floats::F16(data) => {
-                    for i in (0..count * BLOCK * TILE).step_by(LANES) {
-                        S::store_f(out.add(i), S::load_half(data.as_ptr().add(at + i)));
+        let blocks = sections.last().map_or(0, |section| section.blocks.end);
+        for (i, section) in sections.iter().enumerate() {
+            let sums = if i == 0 { c } else { partial };
+            for block in section.blocks.clone().step_by(PANEL) {
+                let count = PANEL.min(section.blocks.end - block);
+                let x = x.add(block * rows * BLOCK);
+                let at = (tile * blocks + block) * BLOCK * TILE;
+                let weights = match floats {
+                    Floats::F32(data) => data.as_ptr().add(at),
+                    Floats::F16(data) => {
+                        for i in (0..count * BLOCK * TILE).step_by(LANES) {
+                            S::store_f(out.add(i), S::load_half(data.as_ptr().add(at + i)));
+                        }
+                        out.cast_const()
                     }
-                    panel_rows::<S, R, V>(out, count, x, rows, c);
-                }
-                Floats::BF16(data) => {
-                    for i in (0..count * BLOCK * TILE).step_by(LANES) {
-                        S::store_f(out.add(i), S::load_bf16(data.as_ptr().add(at + i)));
+                    Floats::BF16(data) => {
+                        for i in (0..count * BLOCK * TILE).step_by(LANES) {
+                            S::store_f(out.add(i), S::load_bf16(data.as_ptr().add(at + i)));
+                        }
+                        out.cast_const()
                     }
-                    panel_rows::<S, R, V>(out, count, x, rows, c);
-                }
+                };
+                panel_rows::<S, R, V>(weights, count, x, rows, sums);
             }
-            block += count;
+            if i > 0 {
+                move_sums::<S>(partial, rows, c);
+            }
         }
     }
 }

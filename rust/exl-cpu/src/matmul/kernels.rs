@@ -1,12 +1,10 @@
 //! One table of kernels for each instruction set.
 
-use std::ops::Range;
-
 use super::activations::{self, Int8Block};
 use super::exact::{self, Panel};
 use super::int8;
 use super::layout::BLOCK;
-use super::matrix::{Codes, Floats, Span};
+use super::matrix::{Codes, Floats, Section};
 use super::simd::Scalar;
 #[cfg(target_arch = "x86_64")]
 use super::simd::{Avx2, Avx512};
@@ -18,11 +16,13 @@ pub type Pack<T> = unsafe fn(&[f32], usize, &[u32], &[u32], &mut [T]);
 /// The kernels of one instruction set. Calling one is sound if the processor has that set; arguments as in the generic functions.
 #[derive(Debug)]
 pub struct Kernels {
-    pub int8_tile: unsafe fn(&Codes, &[Span], usize, *const Int8Block, usize, *mut f32),
-    pub exact_one_row: unsafe fn(&Codes, &[Span], usize, *const f32, *mut f32),
-    pub exact_rows: unsafe fn(&Codes, &[Span], usize, *const f32, usize, *mut f32, &mut Panel),
+    pub int8_tile:
+        unsafe fn(&Codes, &[Section], usize, *const Int8Block, usize, *mut f32, *mut f32),
+    pub exact_one_row: unsafe fn(&Codes, &[Section], usize, *const f32, *mut f32, *mut f32),
+    pub exact_rows:
+        unsafe fn(&Codes, &[Section], usize, *const f32, usize, *mut f32, *mut f32, &mut Panel),
     pub floats:
-        unsafe fn(&Floats, usize, Range<usize>, usize, *const f32, usize, *mut f32, &mut Panel),
+        unsafe fn(&Floats, &[Section], usize, *const f32, usize, *mut f32, *mut f32, &mut Panel),
     pub pack_int8: Pack<Int8Block>,
     pub pack_exact: Pack<[f32; BLOCK]>,
 }
@@ -47,20 +47,20 @@ macro_rules! kernels {
 
             // SAFETY (all): the generic function's contract, and the features are those of the instruction set.
             $(#[$features])?
-            unsafe fn int8_tile(m: &Codes, s: &[Span], t: usize, acts: *const Int8Block, rows: usize, c: *mut f32) {
-                unsafe { int8::tile::<$simd, $vectors>(m, s, t, acts, rows, c) }
+            unsafe fn int8_tile(m: &Codes, s: &[Section], t: usize, acts: *const Int8Block, rows: usize, c: *mut f32, partial: *mut f32) {
+                unsafe { int8::tile::<$simd, $vectors>(m, s, t, acts, rows, c, partial) }
             }
             $(#[$features])?
-            unsafe fn exact_one_row(m: &Codes, s: &[Span], t: usize, x: *const f32, c: *mut f32) {
-                unsafe { exact::tile_one_row::<$simd>(m, s, t, x, c) }
+            unsafe fn exact_one_row(m: &Codes, s: &[Section], t: usize, x: *const f32, c: *mut f32, partial: *mut f32) {
+                unsafe { exact::tile_one_row::<$simd>(m, s, t, x, c, partial) }
             }
             $(#[$features])?
-            unsafe fn exact_rows(m: &Codes, s: &[Span], t: usize, x: *const f32, rows: usize, c: *mut f32, p: &mut Panel) {
-                unsafe { exact::tile_rows::<$simd, $rows, $vectors>(m, s, t, x, rows, c, p) }
+            unsafe fn exact_rows(m: &Codes, s: &[Section], t: usize, x: *const f32, rows: usize, c: *mut f32, partial: *mut f32, p: &mut Panel) {
+                unsafe { exact::tile_rows::<$simd, $rows, $vectors>(m, s, t, x, rows, c, partial, p) }
             }
             $(#[$features])?
-            unsafe fn floats(m: &Floats, blocks: usize, s: Range<usize>, t: usize, x: *const f32, rows: usize, c: *mut f32, p: &mut Panel) {
-                unsafe { exact::tile_floats::<$simd, $rows, $vectors>(m, blocks, s, t, x, rows, c, p) }
+            unsafe fn floats(m: &Floats, s: &[Section], t: usize, x: *const f32, rows: usize, c: *mut f32, partial: *mut f32, p: &mut Panel) {
+                unsafe { exact::tile_floats::<$simd, $rows, $vectors>(m, s, t, x, rows, c, partial, p) }
             }
             $(#[$features])?
             unsafe fn pack_int8(x: &[f32], k: usize, rows: &[u32], source: &[u32], out: &mut [Int8Block]) {

@@ -25,7 +25,8 @@ pub struct Span {
     pub word: usize,
 }
 
-/// Consecutive blocks of K that are summed separately.
+/// Consecutive blocks of K that are summed from zero. The first section is summed in the outputs; a later one is summed in a buffer
+/// `partial`, which is added to the outputs at its end.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Section {
     pub blocks: Range<usize>,
@@ -134,7 +135,7 @@ pub struct QuantMatrix {
     /// Input feature at each packed position, [`NO_FEATURE`] for padding; the length is a multiple of 32.
     pub(super) source: Vec<u32>,
     pub(super) storage: Storage,
-    /// Blocks whose sums are added in this order, each section from zero.
+    /// All blocks in order; at least one section.
     pub(super) sections: Vec<Section>,
     pub(super) bias: Option<Vec<f32>>,
     pub(super) prescale: f32,

@@ -10,7 +10,7 @@ use super::activations::{ADJACENT, Int8Block, ROWS, row_block};
 use super::exact::{self, Panel};
 use super::kernels::{Kernels, Pack};
 use super::layout::{BLOCK, TILE};
-use super::matrix::{Compute, Floats, NO_FEATURE, QuantMatrix, Section, Storage};
+use super::matrix::{Compute, Floats, NO_FEATURE, QuantMatrix, Storage};
 use super::memory::Shared;
 use super::simd::Scalar;
 use crate::activation::{Activation, activate_here};
@@ -44,8 +44,16 @@ thread_local! {
 struct Outputs([f32; ROWS * TILE]);
 
 impl Outputs {
-    fn zeroed() -> Self {
-        Self([0.0; ROWS * TILE])
+    /// The first `rows` rows of a buffer, all zero. The other rows are not touched: a whole buffer takes longer to fill than a small tile
+    /// to compute.
+    fn zeroed(buffer: &mut MaybeUninit<Self>, rows: usize) -> &mut [f32] {
+        assert!(rows <= ROWS, "rows of a row block");
+        // SAFETY: the buffer holds so many values, which are written here.
+        unsafe {
+            let start = (&raw mut (*buffer.as_mut_ptr()).0).cast::<f32>();
+            start.write_bytes(0, rows * TILE);
+            std::slice::from_raw_parts_mut(start, rows * TILE)
+        }
     }
 }
 
@@ -181,11 +189,11 @@ impl Job<'_> {
 
     fn run(&self, packed: &Packed, tiles: Range<usize>, panel: &mut Panel) {
         let kernels = Kernels::current();
-        let (mut sums, mut gates) = (Outputs::zeroed(), None);
+        let (mut sums, mut gates) = (MaybeUninit::uninit(), MaybeUninit::uninit());
         for block in 0..self.count.div_ceil(ROWS) {
             let rows = row_block(block, self.count);
             for tile in tiles.clone() {
-                let sums = &mut sums.0[..rows.1 * TILE];
+                let sums = Outputs::zeroed(&mut sums, rows.1);
                 match self.operation {
                     Operation::One(matrix) => {
                         matrix.tile(kernels, (packed, self.packed), tile, rows, sums, panel);
@@ -197,8 +205,7 @@ impl Job<'_> {
                         activation,
                         ..
                     } => {
-                        let gates = &mut gates.get_or_insert_with(Outputs::zeroed).0;
-                        let gates = &mut gates[..rows.1 * TILE];
+                        let gates = Outputs::zeroed(&mut gates, rows.1);
                         gate.tile(
                             kernels,
                             (packed, self.packed_gate),
@@ -223,7 +230,11 @@ impl Job<'_> {
         for (row, values) in values.chunks_exact(TILE).enumerate() {
             // SAFETY: tasks own disjoint columns.
             let out = unsafe { self.out.slice((first + row) * n + column, width) };
-            out.copy_from_slice(&values[..width]);
+            // A copy of constant length is inlined.
+            match out.as_chunks_mut::<TILE>() {
+                ([out], []) => out.copy_from_slice(values),
+                _ => out.copy_from_slice(&values[..width]),
+            }
         }
     }
 }
@@ -381,8 +392,8 @@ impl QuantMatrix {
         self.is_int8() == other.is_int8() && self.source == other.source
     }
 
-    /// One tile's results for `count` rows from `first` on, `[count][32]`; columns of padding are undefined. The activations of the matrix
-    /// start at `at`.
+    /// One tile's results for `count` rows from `first` on, in `sums` `[count][32]`, which is zero; columns of padding are undefined. The
+    /// activations of the matrix start at `at`.
     fn tile(
         &self,
         kernels: &Kernels,
@@ -393,63 +404,34 @@ impl QuantMatrix {
         panel: &mut Panel,
     ) {
         let at = at + first * self.blocks();
-        let mut later = MaybeUninit::<Outputs>::uninit();
-        for (i, section) in self.sections.iter().enumerate() {
-            if i == 0 {
-                sums.fill(0.0);
-                self.add_section(kernels, (packed, at), tile, section, count, sums, panel);
-                continue;
-            }
-            // SAFETY: the first `sums.len()` values are written before they are read.
-            let own = unsafe {
-                let start = later.as_mut_ptr().cast::<f32>();
-                start.write_bytes(0, sums.len());
-                std::slice::from_raw_parts_mut(start, sums.len())
-            };
-            self.add_section(kernels, (packed, at), tile, section, count, own, panel);
-            for (sum, own) in sums.iter_mut().zip(own.iter()) {
-                *sum += *own;
-            }
-        }
-        self.finish(tile * TILE, sums);
-    }
-
-    /// Add one section's matmul of `count` rows to `sums` `[count][32]`; the activations of these rows start at `at`.
-    fn add_section(
-        &self,
-        kernels: &Kernels,
-        (packed, at): (&Packed, usize),
-        tile: usize,
-        section: &Section,
-        count: usize,
-        sums: &mut [f32],
-        panel: &mut Panel,
-    ) {
+        let sections = self.sections.as_slice();
+        let mut partial = MaybeUninit::uninit();
+        let partial_rows = if sections.len() > 1 { count } else { 0 };
+        let partial = Outputs::zeroed(&mut partial, partial_rows).as_mut_ptr();
         let c = sums.as_mut_ptr();
-        // SAFETY: the kernels are those of this processor; the activations hold `count` rows of every block.
+        // SAFETY: the kernels are those of this processor; the activations hold `count` rows of every block; so do `c` and, for several
+        // sections, `partial`.
         unsafe {
             match &self.storage {
+                Storage::Codes(codes) if self.compute == Compute::Int8 => {
+                    let x = packed.int8[at..].as_ptr();
+                    (kernels.int8_tile)(codes, sections, tile, x, count, c, partial);
+                }
                 Storage::Codes(codes) => {
-                    let spans = &codes.spans[section.spans.clone()];
-                    if self.compute == Compute::Int8 {
-                        let x = packed.int8[at..].as_ptr();
-                        (kernels.int8_tile)(codes, spans, tile, x, count, c);
-                        return;
-                    }
                     let x = packed.exact[at..].as_ptr().cast();
                     if count == 1 {
-                        (kernels.exact_one_row)(codes, spans, tile, x, c);
+                        (kernels.exact_one_row)(codes, sections, tile, x, c, partial);
                     } else {
-                        (kernels.exact_rows)(codes, spans, tile, x, count, c, panel);
+                        (kernels.exact_rows)(codes, sections, tile, x, count, c, partial, panel);
                     }
                 }
                 Storage::Floats(floats) => {
                     let x = packed.exact[at..].as_ptr().cast();
-                    let (blocks, section) = (self.blocks(), section.blocks.clone());
-                    (kernels.floats)(floats, blocks, section, tile, x, count, c, panel);
+                    (kernels.floats)(floats, sections, tile, x, count, c, partial, panel);
                 }
             }
         }
+        self.finish(tile * TILE, sums);
     }
 
     /// (sums + bias) * prescale
@@ -461,8 +443,10 @@ impl QuantMatrix {
                 }
             }
         }
-        for sum in sums {
-            *sum *= self.prescale;
+        if self.prescale != 1.0 {
+            for sum in sums {
+                *sum *= self.prescale;
+            }
         }
     }
 
