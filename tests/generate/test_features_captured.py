@@ -24,13 +24,12 @@ from exl_core import (
     ExLlamaV2Config,
     ExLlamaV2Tokenizer,
 )
-from exl_core.execution import forward
 from exl_core.execution.captured import MAX_Q_LEN
 from exl_core.execution.forward_pass import ForwardPass
+from exl_core.execution.select import select
 from exl_core.lora.pairs import KERNEL_ROWS
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 from exl_generate.bundled import default_model_dir, draft_model_dir
-from exl_generate.sampling import batch as sampling
 from exl_generate.testing import AsAsked
 from exl_kernels import _native
 from exl_kernels import sampling as kernels
@@ -109,7 +108,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[kernels.Row]:
         seen.extend(rows)
         return launch(rows, into)
 
-    monkeypatch.setattr(sampling.kernels, "launch", watched)
+    monkeypatch.setattr(kernels, "launch", watched)
     return seen
 
 
@@ -117,13 +116,12 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[kernels.Row]:
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[ForwardPass]:
     """The forward passes that models are asked for."""
     seen: list[ForwardPass] = []
-    select = forward.select
 
     def watched(model: Any, asked: ForwardPass) -> Any:
         seen.append(asked)
         return select(model, asked)
 
-    monkeypatch.setattr(forward, "select", watched)
+    monkeypatch.setattr("exl_core.execution.forward.select", watched)
     return seen
 
 

@@ -31,12 +31,24 @@ pub fn column_code(words: &[i32], n: usize, row: usize, column: usize, bits: u32
 
 /// Codes of row `row` in words `[rows, n]`, all columns.
 pub fn unpack_row(words: &[i32], row: usize, bits: u32, out: &mut [u8]) {
-    let n = out.len();
+    unpack_columns(words, out.len(), row, bits, 0, out);
+}
+
+/// Codes of row `row` in words `[rows, n]`, columns `begin..begin + out.len()`.
+#[inline(always)] // compiled for the instruction set of its caller
+pub fn unpack_columns(
+    words: &[i32],
+    n: usize,
+    row: usize,
+    bits: u32,
+    begin: usize,
+    out: &mut [u8],
+) {
     let (word, shift) = position(row, bits);
     let mask = mask(bits) as u8;
-    let low = &words[word * n..][..n];
+    let low = &words[word * n + begin..][..out.len()];
     if shift + bits > 32 {
-        let high = &words[(word + 1) * n..][..n];
+        let high = &words[(word + 1) * n + begin..][..out.len()];
         for ((code, &l), &h) in out.iter_mut().zip(low).zip(high) {
             *code = ((l as u32 >> shift) | ((h as u32) << (32 - shift))) as u8 & mask;
         }

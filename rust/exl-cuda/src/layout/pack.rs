@@ -7,8 +7,8 @@ use super::{CHUNK_ROWS, CHUNKS_PER_UNIT, Layout, Place, TILE, pieces, word_offse
 
 /// Source data of packing.
 pub trait Codes: Sync {
-    /// Codes of source row `row`, all N columns.
-    fn row(&self, row: usize, out: &mut [u8]);
+    /// Codes of source row `row`, columns `begin..begin + out.len()`.
+    fn columns(&self, row: usize, begin: usize, out: &mut [u8]);
     /// The code of the value zero, for columns beyond N.
     fn neutral(&self, group: usize) -> u8;
     /// Write the scale bytes of an entry (group `group`) for features `n` and `n + 8`, either of which may be beyond N.
@@ -16,8 +16,9 @@ pub trait Codes: Sync {
 }
 
 impl Codes for Exl2View<'_> {
-    fn row(&self, row: usize, out: &mut [u8]) {
-        self.unpack_row(row, out);
+    #[inline(always)]
+    fn columns(&self, row: usize, begin: usize, out: &mut [u8]) {
+        self.unpack_columns(row, begin, out);
     }
 
     fn neutral(&self, group: usize) -> u8 {
@@ -37,8 +38,9 @@ impl Codes for Exl2View<'_> {
 }
 
 impl Codes for GptqView<'_> {
-    fn row(&self, row: usize, out: &mut [u8]) {
-        self.unpack_row(row, out);
+    #[inline(always)]
+    fn columns(&self, row: usize, begin: usize, out: &mut [u8]) {
+        self.unpack_columns(row, begin, out);
     }
 
     fn neutral(&self, _group: usize) -> u8 {
@@ -80,6 +82,19 @@ impl Image {
         // SAFETY: in bounds by the check above; disjoint by the callers' split over chunks.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start.add(at), bytes.len()) };
     }
+
+    fn write_words(&self, at: usize, words: &[u32]) {
+        assert!(
+            at + size_of_val(words) <= self.len,
+            "the plan stays within the image"
+        );
+        for (i, word) in words.iter().enumerate() {
+            // SAFETY: in bounds by the check above; disjoint by the callers' split over chunks.
+            unsafe {
+                (self.start.add(at + 4 * i).cast::<[u8; 4]>()).write(word.to_le_bytes());
+            };
+        }
+    }
 }
 
 impl Layout {
@@ -97,13 +112,13 @@ impl Layout {
         let chunks = self.rows() / CHUNK_ROWS;
         let next = std::sync::atomic::AtomicUsize::new(0);
         let work = || {
-            let mut buffer = vec![0u8; CHUNK_ROWS * self.tiles() * TILE];
+            let mut codes_of_block = vec![0u8; CHUNK_ROWS * BLOCK_COLUMNS];
             loop {
                 let chunk = next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
                 if chunk >= chunks {
                     break;
                 }
-                self.pack_chunk(codes, chunk, &mut buffer, &shared);
+                self.pack_chunk(codes, chunk, &mut codes_of_block, &shared);
                 if chunk.is_multiple_of(CHUNKS_PER_UNIT) {
                     self.pack_scales(codes, chunk / CHUNKS_PER_UNIT, &shared);
                 }
@@ -117,26 +132,45 @@ impl Layout {
         });
     }
 
-    /// Codes of 64 rows, every tile. `buffer` holds them unpacked, `[64][tiles * 16]`.
+    /// Codes of 64 rows, every tile, in blocks of columns. `buffer` holds a block unpacked, `[64][BLOCK_COLUMNS]`.
     fn pack_chunk(&self, codes: &impl Codes, chunk: usize, buffer: &mut [u8], image: &Image) {
-        let width = self.tiles() * TILE;
-        let group = self.groups[chunk * CHUNK_ROWS / self.entry_rows] as usize;
-        for (row, out) in buffer.chunks_mut(width).enumerate() {
-            out.fill(codes.neutral(group));
-            let source = self.source_rows[chunk * CHUNK_ROWS + row];
-            if source >= 0 {
-                codes.row(source as usize, &mut out[..self.out_features]);
-            }
+        #[cfg(target_arch = "x86_64")]
+        if std::arch::is_x86_feature_detected!("avx2") {
+            // SAFETY: the CPU has these instructions.
+            return unsafe { self.pack_chunk_avx2(codes, chunk, buffer, image) };
         }
+        self.pack_chunk_of(codes, chunk, buffer, image);
+    }
+
+    /// `pack_chunk_of`, compiled for AVX2.
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2")]
+    fn pack_chunk_avx2(&self, codes: &impl Codes, chunk: usize, buffer: &mut [u8], image: &Image) {
+        self.pack_chunk_of(codes, chunk, buffer, image);
+    }
+
+    #[inline(always)]
+    fn pack_chunk_of(&self, codes: &impl Codes, chunk: usize, buffer: &mut [u8], image: &Image) {
+        let group = self.groups[chunk * CHUNK_ROWS / self.entry_rows] as usize;
+        let neutral = codes.neutral(group);
         let (offset, bits) = self.chunk(chunk);
         let plan = Scatter::new(bits);
-        for tile in 0..self.tiles() {
-            let start = tile * self.tile_bytes() + offset;
-            for lane in 0..32 {
-                let words = plan.words(buffer, width, tile * TILE, lane);
-                for (w, word) in words[..bits].iter().enumerate() {
-                    image.write(start + word_offset(bits, lane, w), &word.to_le_bytes());
+        let mut words = [0u32; LANES * MOST_BITS];
+        for begin in (0..self.tiles() * TILE).step_by(BLOCK_COLUMNS) {
+            let stored = self.out_features.saturating_sub(begin).min(BLOCK_COLUMNS);
+            for (row, out) in buffer.chunks_exact_mut(BLOCK_COLUMNS).enumerate() {
+                let source = self.source_rows[chunk * CHUNK_ROWS + row];
+                let (known, rest) = out.split_at_mut(if source >= 0 { stored } else { 0 });
+                rest.fill(neutral);
+                if source >= 0 {
+                    codes.columns(source as usize, begin, known);
                 }
+            }
+            let end = (begin + BLOCK_COLUMNS).min(self.tiles() * TILE);
+            for column in (begin..end).step_by(TILE) {
+                plan.pack(buffer, column - begin, &mut words);
+                let bytes = &words[..LANES * bits];
+                image.write_words(column / TILE * self.tile_bytes() + offset, bytes);
             }
         }
     }
@@ -166,9 +200,18 @@ impl Layout {
     }
 }
 
-/// The place of each code in a lane's words, computed once a chunk.
+const LANES: usize = 32;
+/// Features, and as many neighbouring lanes, that are packed together.
+const FEATURES: usize = 8;
+const MOST_BITS: usize = 8;
+/// Columns that are unpacked at a time: a block of 64 rows stays in the cache.
+const BLOCK_COLUMNS: usize = 512;
+
+/// The place of each code in the words of a tile's chunk, computed once a chunk.
 struct Scatter {
     steps: Vec<Step>,
+    /// Place of each word of lane 0 in the chunk, and the distance to that of the next lane, in words.
+    places: Vec<(usize, usize)>,
 }
 
 struct Step {
@@ -197,16 +240,32 @@ impl Scatter {
                 }));
             }
         }
-        Self { steps }
+        let place = |lane, word| word_offset(bits, lane, word) / 4;
+        let places = (0..bits)
+            .map(|word| (place(0, word), place(1, word) - place(0, word)))
+            .collect();
+        Self { steps, places }
     }
 
-    fn words(&self, codes: &[u8], width: usize, column: usize, lane: usize) -> [u32; 8] {
-        let mut words = [0u32; 8];
-        let base = lane % 4 * 8 * width + column + lane / 4;
-        for step in &self.steps {
-            let code = u32::from(codes[base + step.row * width + step.feature]);
-            words[step.word] |= (code >> step.shift & step.mask) << step.bit;
+    /// Pack the tile of 16 columns from `column` on of `codes`, `[64][BLOCK_COLUMNS]`, in the order of a chunk.
+    #[inline(always)]
+    fn pack(&self, codes: &[u8], column: usize, chunk: &mut [u32; LANES * MOST_BITS]) {
+        for t in 0..LANES / FEATURES {
+            // Lanes 4 g + t: their codes are neighbours.
+            let mut words = [[0u32; FEATURES]; MOST_BITS];
+            for step in &self.steps {
+                let at = (step.row + 8 * t) * BLOCK_COLUMNS + column + step.feature;
+                let codes: &[u8; FEATURES] = codes[at..].first_chunk().expect("inside the block");
+                let words = &mut words[step.word % MOST_BITS];
+                for (word, &code) in words.iter_mut().zip(codes) {
+                    *word |= (u32::from(code) >> step.shift & step.mask) << step.bit;
+                }
+            }
+            for (&(place, stride), words) in self.places.iter().zip(&words) {
+                for (g, &word) in words.iter().enumerate() {
+                    chunk[place + (4 * g + t) * stride] = word;
+                }
+            }
         }
-        words
     }
 }

@@ -129,6 +129,17 @@ impl<'a> Exl2View<'a> {
         bits::unpack_row(self.group_words(g), k - group.rows.start, group.bits, out);
     }
 
+    /// Codes of packed row `k`, columns `begin..begin + out.len()`.
+    #[inline(always)]
+    pub fn unpack_columns(&self, k: usize, begin: usize, out: &mut [u8]) {
+        let n = self.out_features();
+        assert!(begin + out.len() <= n, "columns of the matrix");
+        let g = self.group_of(k);
+        let group = &self.groups[g];
+        let row = k - group.rows.start;
+        bits::unpack_columns(self.group_words(g), n, row, group.bits, begin, out);
+    }
+
     /// Stored scale code of group `g`, column `n`, in 0..16; its scale is (code + 1)^2 / 256 of the group's largest scale.
     pub fn scale_code(&self, g: usize, n: usize) -> u32 {
         let words = self.tensors.q_scale_shape[1];

@@ -127,6 +127,14 @@ impl<'a> GptqView<'a> {
         bits::unpack_row(self.tensors.qweight, k, self.bits, out);
     }
 
+    /// Codes of row `k`, columns `begin..begin + out.len()`.
+    #[inline(always)]
+    pub fn unpack_columns(&self, k: usize, begin: usize, out: &mut [u8]) {
+        let n = self.out_features();
+        assert!(begin + out.len() <= n, "columns of the matrix");
+        bits::unpack_columns(self.tensors.qweight, n, k, self.bits, begin, out);
+    }
+
     /// Zero point of group `g`, column `n`, in 0..=2^bits.
     pub fn zero(&self, g: usize, n: usize) -> u32 {
         let words = self.tensors.qzeros_shape[1];
