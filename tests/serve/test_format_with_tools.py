@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -10,6 +11,9 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+from grammar_texts import takes
+from hypothesis import given
+from hypothesis import strategies as st
 
 from exl_core.tokenizer import TextTokenizer
 from exl_generate import bundled
@@ -71,18 +75,6 @@ def grammar(form: str, tokenizer: Any, content: Constraint = BY_SCHEMA, settings
     (constraint,) = OutputFamily(FORMATS[form], {}, lambda i: b"").constraints(settings, content)
     (made,) = compile_constraints([constraint], None, tokenizer)
     return made
-
-
-def takes(made: Any, tokenizer: TextTokenizer, text: str) -> bool:
-    """Whether the grammar takes the whole text, and is complete with it."""
-    one = made.clone()
-    one.begin("")
-    for token in tokenizer.encode_ids(text):
-        allowed, _ = one.next()
-        if allowed is not None and token not in allowed:
-            return False
-        one.feed(token)
-    return bool(one.is_complete())
 
 
 def headed(form: str, text: str) -> str:
@@ -178,6 +170,44 @@ def test_a_content_may_hold_the_marker_of_a_call(form: str, size: int) -> None:
     text = json.dumps({"name": "".join(FORMATS[form].call or ()), "parameters": {}}, ensure_ascii=False)
     found = read(form, text, size)
     assert found == {"content": text, "reasoning": "", "calls": [], "finish": "stop"}
+
+
+CALL = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+ALIKE = ["<tool_call>", "<tool_call>no", '\n<tool_call> {"name": "x"}', CALL, CALL + "!", "no"]
+
+
+@given(said=st.sampled_from(ALIKE), cuts=st.lists(st.integers(1, 70), max_size=6))
+def test_a_choice_may_begin_as_a_call_does(said: str, cuts: list[int]) -> None:
+    """What is one of the texts is a content, though it may look like a call."""
+    settings = ChannelSettings(tools=TOOLS, tool_choice="auto", formatted=True, contents=ALIKE)
+    pieces = [said[a:b] for a, b in itertools.pairwise(sorted({0, len(said), *(min(c, len(said)) for c in cuts)}))]
+    machine = OutputFamily(FORMATS["hermes"], {}, lambda i: b"").machine(0, settings, "r")
+    events: list[AnswerEvent] = []
+    for at, piece in enumerate(pieces):
+        events += machine.feed(Tokens(0, (at,), piece))
+    events += machine.feed(Finished(0, "filter", None, USAGE))
+    assert "".join(event.text for event in events if isinstance(event, Content)) == said.lstrip("\n")
+    assert sum(len(event.ids) for event in events if isinstance(event, Content)) == len(pieces)
+    assert isinstance(events[-1], Finish)
+    assert events[-1].reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "contents", [["<tool_call>no", "no"], [CALL + "!"], [CALL[:-2] + "!", '<tool_call>{"name": 5']]
+)
+@pytest.mark.parametrize("size", [1, 9, 100])
+def test_a_call_beside_such_choices_is_a_call(contents: list[str], size: int) -> None:
+    settings = ChannelSettings(tools=TOOLS, tool_choice="auto", formatted=True, contents=contents)
+    machine = OutputFamily(FORMATS["hermes"], {}, lambda i: b"").machine(0, settings, "r")
+    events: list[AnswerEvent] = []
+    for at in range(0, len(CALL), size):
+        events += machine.feed(Tokens(0, (at,), CALL[at : at + size]))
+    events += machine.feed(Finished(0, "filter", None, USAGE))
+    assert [event.name for event in events if isinstance(event, ToolBegin)] == ["clock"]
+    assert "".join(event.text for event in events if isinstance(event, ToolArgs)) == "{}"
+    assert not any(isinstance(event, Content) for event in events)
+    assert isinstance(events[-1], Finish)
+    assert events[-1].reason == "tool_calls"
 
 
 def test_several_calls_and_one(tokenizer: TextTokenizer) -> None:

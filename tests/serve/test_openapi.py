@@ -18,12 +18,17 @@ from exl_serve.api.chat import CHAT
 from exl_serve.api.completions import COMPLETION
 from exl_serve.api.openapi import document
 from exl_serve.errors import ServeError
-from exl_serve.request.fields import COMMON, SAMPLING, Field
+from exl_serve.request.fields import COMMON, CONVERSATION, SAMPLING, Field
 from exl_serve.request.responses import RESPONSE
 from exl_serve.testing.server import LiveServer
 
 ROOT = Path(__file__).parents[2]
-FIELDS = [field for table in (COMMON, SAMPLING, CHAT, COMPLETION, RESPONSE) for field in table if field.check.schema]
+FIELDS = [
+    field
+    for table in (COMMON, CONVERSATION, SAMPLING, CHAT, COMPLETION, RESPONSE)
+    for field in table
+    if field.check.schema
+]
 
 
 def test_the_file_is_the_document(server: LiveServer) -> None:

@@ -10,7 +10,7 @@ from exl_serve.api.generation import answer_id, serve
 from exl_serve.api.http import Call, now
 from exl_serve.api.prepare import read_request, stream_options
 from exl_serve.errors import ServeError
-from exl_serve.request.fields import COMMON, SAMPLING, Field, anything, boolean, by_name, integer
+from exl_serve.request.fields import COMMON, CONVERSATION, SAMPLING, Field, anything, boolean, by_name, integer
 from exl_serve.request.formats import format_of
 from exl_serve.request.messages import ImagePart, messages_of, tool_choice_of, tools_of
 from exl_serve.stream.chunks import Chat
@@ -32,19 +32,7 @@ CHAT: tuple[Field, ...] = (
         "0 to 20, with `logprobs`",
         meaning="the most probable candidates for each token",
     ),
-    Field("tools", anything, "functions with a JSON schema each", meaning="functions that the model may call"),
-    Field("tool_choice", anything, "`none`, `auto`, `required`, or a function", meaning="whether it has to call one"),
-    Field("parallel_tool_calls", boolean, "true or false", meaning="false: at most one call"),
-    Field("chat_template_kwargs", anything, "an object", ("template_vars",), meaning="variables of the chat template"),
-    Field("enable_thinking", boolean, "true or false", meaning="a variable of the chat template"),
     Field("reasoning_effort", anything, "as the template takes it", meaning="a variable of the chat template"),
-    Field(
-        "reasoning_budget",
-        integer(0, 1 << 24),
-        "tokens",
-        ("thinking_token_budget", "thinking_budget"),
-        meaning="of reasoning, after which it is closed",
-    ),
     Field(
         "add_generation_prompt", boolean, "true or false", meaning="begin the assistant's message; true where absent"
     ),
@@ -56,7 +44,7 @@ CHAT: tuple[Field, ...] = (
     ),
 )
 """Fields of chat alone."""
-FIELDS = by_name(COMMON, SAMPLING, CHAT)
+FIELDS = by_name(COMMON, SAMPLING, CONVERSATION, CHAT)
 RESERVED = frozenset(
     {
         *("messages", "tools", "bos_token", "eos_token", "add_generation_prompt", "documents", "chat_template"),

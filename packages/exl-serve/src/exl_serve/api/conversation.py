@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,7 @@ async def prepare(call: Call, fields: Mapping[str, Any], asked: Conversation) ->
         parallel=fields.get("parallel_tool_calls", True),
         starts_in_reasoning=family.starts_in_reasoning(ids, prompt),
         formatted=asked.wanted is not None and asked.choice == "auto",
+        contents=() if asked.wanted is None or asked.wanted.kind != "choice" else json.loads(asked.wanted.source),
     )
     constraints = family.constraints(settings, asked.wanted)
     if "reasoning_budget" in fields and not family.forces_call(settings):

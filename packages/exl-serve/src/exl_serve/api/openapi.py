@@ -125,7 +125,7 @@ def document() -> dict[str, Any]:
 def _schemas() -> dict[str, Any]:
     from exl_serve.api.chat import CHAT
     from exl_serve.api.completions import COMPLETION
-    from exl_serve.request.fields import COMMON, SAMPLING
+    from exl_serve.request.fields import COMMON, CONVERSATION, SAMPLING
     from exl_serve.request.responses import OF_CHAT, RESPONSE
 
     def refer(*names: str) -> dict[str, Any]:
@@ -136,9 +136,10 @@ def _schemas() -> dict[str, Any]:
         "Common": _object([field for field in COMMON if field.name not in OF_CHAT], {}),
         "OfChat": _object([field for field in COMMON if field.name in OF_CHAT], {}),
         "Sampling": _object(SAMPLING, {}),
-        "ChatCompletion": refer("Common", "OfChat", "Sampling") | _object(CHAT, {"messages": MESSAGES}),
+        "ChatCompletion": refer("Common", "OfChat", "Sampling")
+        | _object((*CONVERSATION, *CHAT), {"messages": MESSAGES}),
         "Completion": refer("Common", "OfChat", "Sampling") | _object(COMPLETION, {"prompt": TEXT_OR_LIST}),
-        "Response": refer("Common", "Sampling") | _object(RESPONSE, {"input": TEXT_OR_LIST}),
+        "Response": refer("Common", "Sampling") | _object((*CONVERSATION, *RESPONSE), {"input": TEXT_OR_LIST}),
         "Tokenize": _plain(
             {"prompt": TEXT, "content": TEXT, "text": TEXT, "messages": MESSAGES, "with_pieces": FLAG}
             | dict.fromkeys(("add_special_tokens", "parse_special", "return_token_strs"), FLAG)

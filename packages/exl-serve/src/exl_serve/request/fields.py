@@ -15,6 +15,7 @@ from exl_serve.errors import ServeError
 
 __all__ = [
     "COMMON",
+    "CONVERSATION",
     "SAMPLING",
     "UNSUPPORTED",
     "Field",
@@ -400,6 +401,22 @@ COMMON: tuple[Field, ...] = (
     Field("return_token_ids", boolean, "true or false", meaning="the ids of prompt and answer are in the answer"),
 )
 """Fields of chat and text completions alike."""
+
+CONVERSATION: tuple[Field, ...] = (
+    Field("tools", anything, "functions with a JSON schema each", meaning="functions that the model may call"),
+    Field("tool_choice", anything, "`none`, `auto`, `required`, or a function", meaning="whether it has to call one"),
+    Field("parallel_tool_calls", boolean, "true or false", meaning="false: at most one call"),
+    Field("chat_template_kwargs", anything, "an object", ("template_vars",), meaning="variables of the chat template"),
+    Field("enable_thinking", boolean, "true or false", meaning="a variable of the chat template"),
+    Field(
+        "reasoning_budget",
+        integer(0, 1 << 24),
+        "tokens",
+        ("thinking_token_budget", "thinking_budget"),
+        meaning="of reasoning, after which it is closed",
+    ),
+)
+"""Fields of conversations: chat and responses."""
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from exl_serve.request.fields import COMMON, SAMPLING, UNSUPPORTED, Field
+from exl_serve.request.fields import COMMON, CONVERSATION, SAMPLING, UNSUPPORTED, Field
 
 __all__ = ["render"]
 
@@ -34,6 +34,10 @@ def render() -> str:
             "Absent fields: as generation_config.json and the server's configuration say, else what changes nothing.",
             "",
             *_rows(SAMPLING),
+            "",
+            "## Chat and responses",
+            "",
+            *_rows(CONVERSATION),
             "",
             "## Chat alone",
             "",

@@ -9,7 +9,7 @@ from typing import Any
 
 from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
-from exl_serve.request.fields import COMMON, SAMPLING, Field, anything, boolean, by_name, integer, string
+from exl_serve.request.fields import COMMON, CONVERSATION, SAMPLING, Field, anything, by_name, integer, string
 from exl_serve.request.formats import format_of, schema_of
 from exl_serve.request.internal import Constraint
 from exl_serve.request.messages import ImagePart, content_of
@@ -34,9 +34,6 @@ RESPONSE: tuple[Field, ...] = (
         meaning="most new tokens; absent: the server's `default_max_tokens`, or all that the context leaves",
     ),
     Field("instructions", string(1 << 20), "a text", meaning="the system message"),
-    Field("tools", anything, "functions with a JSON schema each", meaning="functions that the model may call"),
-    Field("tool_choice", anything, "`none`, `auto`, `required`, or a function", meaning="whether it has to call one"),
-    Field("parallel_tool_calls", boolean, "true or false", meaning="false: at most one call"),
     Field("text", anything, "`format`: `text`, `json_object` or `json_schema`", meaning="the form of the answer"),
     Field("reasoning", anything, "`effort`", meaning="a variable of the chat template"),
     Field("include", anything, "`message.output_text.logprobs`", meaning="what else the answer holds"),
@@ -46,20 +43,11 @@ RESPONSE: tuple[Field, ...] = (
         "0 to 20, with `message.output_text.logprobs` in `include`",
         meaning="the most probable candidates for each token",
     ),
-    Field("chat_template_kwargs", anything, "an object", meaning="variables of the chat template"),
-    Field("enable_thinking", boolean, "true or false", meaning="a variable of the chat template"),
-    Field(
-        "reasoning_budget",
-        integer(0, 1 << 24),
-        "tokens",
-        ("thinking_token_budget", "thinking_budget"),
-        meaning="of reasoning, after which it is closed",
-    ),
 )
 """Fields of responses alone."""
 OF_CHAT = frozenset({"n", "response_format", "stream_options", "return_token_ids"})
 """Fields of chat that responses do not have."""
-FIELDS = by_name(tuple(one for one in COMMON if one.name not in OF_CHAT), SAMPLING, RESPONSE)
+FIELDS = by_name(tuple(one for one in COMMON if one.name not in OF_CHAT), SAMPLING, CONVERSATION, RESPONSE)
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (None,),

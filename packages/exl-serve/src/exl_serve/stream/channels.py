@@ -187,6 +187,9 @@ class ChannelReader:
         #: the content has begun and follows a format, so that it holds no call
         self._sealed, self._formatted = False, settings.formatted
         self._strip = settings.formatted
+        begin = "" if form.call is None else form.call[0]
+        #: contents that begin as a call does
+        self._alike = [text for text in settings.contents if begin and text.lstrip().startswith(begin)]
         if tools and family.forces_call(settings):
             self._open_region()
 
@@ -195,8 +198,9 @@ class ChannelReader:
         if isinstance(event, Tokens):
             return self._tokens(event)
         if isinstance(event, Finished):
+            read = self._end_of_alike()
             ended = [] if self._calls is None or event.reason == "length" else self._calls.finish()
-            return [*ended, *self._release(), self._finish(event)]
+            return [*read, *ended, *self._release(), self._finish(event)]
         if isinstance(event, Failed):
             return [
                 *self._release(),
@@ -290,6 +294,9 @@ class ChannelReader:
                 continue
             text, self._held = self._held + text, ""
             marker, mode = self._next_marker(text)
+            if marker is not None and mode == "call" and any(one.startswith(text) for one in self._alike):
+                self._held = text  # until it is told which one it is
+                break
             if marker is not None:
                 before, _, text = text.partition(marker)
                 events += self._say(before)
@@ -307,6 +314,13 @@ class ChannelReader:
             self._held = text[len(text) - keep :]
             break
         return events
+
+    def _end_of_alike(self) -> list[AnswerEvent]:
+        """Read text that was held back as it may have been a content that begins as a call does."""
+        alike, self._alike = self._alike, []
+        if not self._held or not any(one.startswith(self._held) for one in alike):
+            return []
+        return self._release(keep=True) if self._held in alike else self._text("")
 
     def _plain(self, text: str) -> bool:
         """Whether no marker may begin in the text: a quick test, as most texts have none."""

@@ -36,6 +36,8 @@ class ChannelSettings:
     reasoning: bool = True
     #: whether a grammar decides at the answer's beginning between calls and a content that has a format
     formatted: bool = False
+    #: the contents that a choice allows beside calls: one of them may begin as a call does
+    contents: Sequence[str] = ()
 
 
 class ChannelMachine(Protocol):
