@@ -36,7 +36,7 @@ def url() -> Iterator[str]:
 
 def test_shell_commands(url: str) -> None:
     commands = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("curl")]
-    assert len(commands) == 7
+    assert len(commands) == 8
     for command in commands:
         done = subprocess.run(
             command.replace("http://127.0.0.1:8000", url).replace("curl -s", "curl -s -f"),

@@ -183,7 +183,6 @@ def test_completions_of_one_request_are_those_of_many(place: Place) -> None:
         ({"resume": (b"\1\0\0",)}, 400, "invalid_value"),
         ({"resume": (b"\1\0\0\0", b"")}, 400, "invalid_value"),
         ({"resume": (b"\1\0\0\0" * 100,)}, 409, "resume_refused"),
-        ({"prompt_logprobs": 1}, 501, "unsupported"),
         ({"adapter": "none"}, 404, "model_not_found"),
         ({"deadline": 1.0}, 408, "deadline_exceeded"),
     ],

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from exl_generate.dynamic.context import JobContext
+    from exl_generate.dynamic.prompt_scores import TokenScore
     from exl_generate.dynamic.runner import Window
     from exl_kernels.sampling import Row
 
@@ -69,6 +70,10 @@ class ExLlamaV2DynamicJob:
             has used its share up while others wait goes back to the queue and is resumed later. Its results stay one
             continuous stream.
         return_hidden_state: report the last hidden state that each token's logits come from.
+        prompt_logprobs: compute log-probabilities of the (positive) prompt's tokens, with so many of the most probable
+            tokens at each place (`prompt_scores`). The whole prompt is then computed: nothing of it is taken from the
+            cache. With `max_new_tokens` 0 the job ends behind the prompt. Not together with `embeddings` or
+            `token_healing`.
         cache_salt: at most 256 bytes. Jobs with different salts share no cached pages, so that nobody learns from
             timing what another user has asked.
         resume_from: ids that an earlier run of the same request has handed out (`token_ids` of its results so far, a
@@ -143,6 +148,7 @@ class ExLlamaV2DynamicJob:
         loras: object = None,
         max_rq_tokens: int | None = None,
         return_hidden_state: bool = False,
+        prompt_logprobs: int | None = None,
         cache_salt: bytes = b"",
         resume_from: SequenceOf[int] | torch.Tensor | None = None,
     ) -> None:
@@ -159,6 +165,7 @@ class ExLlamaV2DynamicJob:
             return_logits=return_logits,
             return_probs=return_probs,
             return_hidden_state=return_hidden_state,
+            prompt_logprobs=prompt_logprobs,
             filters=filters,
             filter_prefer_eos=filter_prefer_eos,
             token_healing=token_healing,
@@ -272,6 +279,12 @@ class ExLlamaV2DynamicJob:
     def prefilled(self) -> bool:
         """Whether the prompt is computed."""
         return self.pages.prefilled
+
+    @property
+    def prompt_scores(self) -> SequenceOf[TokenScore]:
+        """The scores of the prompt's tokens so far, with `prompt_logprobs`; all of them from the first token on."""
+        scores = self.sequence.scores
+        return () if scores is None else scores.found
 
     @property
     def requeues(self) -> int:
@@ -465,14 +478,20 @@ class ExLlamaV2DynamicJob:
         if self.resumed:
             return []
         started = Event(self, "started", flags=STARTED)
-        outcome = self._ended_before if self.max_new_tokens > 0 else Outcome("max_new_tokens")
+        outcome = self._ended_before
+        if self.max_new_tokens == 0 and (self.request.prompt_logprobs is None or self.pages.prefilled):
+            outcome = Outcome("max_new_tokens")
         return [started] if outcome is None else [started, self._end(self._decoding, outcome)]
 
-    def progress(self) -> Event:
-        """Return an event with the computed part of the prompt."""
+    def progress(self) -> Events:
+        """Return an event with the computed part of the prompt; with it, the last event of a job for the prompt
+        alone.
+        """
         event = Event(self, "prefill")
         event.progress = self.pages.progress
-        return event
+        if self.max_new_tokens == 0 and self.pages.prefilled:
+            return [event, self._end(self._decoding, Outcome("max_new_tokens"))]
+        return [event]
 
     def fail(self, error: BaseException) -> Event:
         """Return the last event of a job that an error ended; held-back tokens are reported as `held`."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING, Any
 
 from exl_generate.dynamic.pages import PageTable, namespace_digest
+from exl_generate.dynamic.prompt_scores import PromptScores
 from exl_generate.dynamic.sequence import Sequence, full_pages
 
 if TYPE_CHECKING:
@@ -21,14 +23,19 @@ class JobPages:
     has used up its share while others wait releases all pages (`give_way`) and resumes from the prefix cache.
     """
 
-    __slots__ = ("_arrangements", "_request", "requeues", "sequence", "sequences", "total")
+    __slots__ = ("_arrangements", "_own_name", "_request", "requeues", "sequence", "sequences", "total")
 
     def __init__(self, request: Request) -> None:
         self._request = request
         #: one sequence, or the positive and the negative prompt of a CFG pair
+        top, first = request.prompt_logprobs, request.prompts[0]
+        scores = None if top is None else PromptScores(top, first.ids.tolist())
         self.sequences = [
-            Sequence(p.ids, request.embeddings, p.keys, p.pictures, request.resumed) for p in request.prompts
+            Sequence(p.ids, request.embeddings, p.keys, p.pictures, request.resumed, scores if p is first else None)
+            for p in request.prompts
         ]
+        #: names pages that no other job finds, so that the whole prompt is computed
+        self._own_name = "" if top is None else secrets.token_hex(16)
         #: the sequence that is decoded: the only one, or the positive prompt
         self.sequence = self.sequences[0]
         #: pages under all sequences when the job started last, reserved pages included
@@ -125,6 +132,8 @@ class JobPages:
     def _namespace(self, context: JobContext) -> bytes:
         root = context.namespace_of(self.sequence.loras)
         salt = self._request.cache_salt
+        if self._own_name:
+            root = namespace_digest((root.hex(), f"scored {self._own_name}"))
         return namespace_digest((root.hex(), f"salt {salt.hex()}")) if salt else root
 
     # ---- counts ----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from exl_generate.dynamic.events import Events
+from exl_generate.dynamic.prompt_scores import ROWS
 from exl_generate.dynamic.runner import Chunk, Runner
 from exl_generate.dynamic.scheduler import Scheduler
 from exl_generate.dynamic.sequence import Sequence
@@ -95,7 +96,8 @@ class _PrefillStep:
                 self._catch_up(job, sequence)
                 if sequence.prefilled or spent >= budget:
                     continue
-                chunk = Chunk(sequence, *sequence.next_chunk(budget - spent))
+                most = min(budget - spent, ROWS) if sequence.scoring else budget - spent
+                chunk = Chunk(sequence, *sequence.next_chunk(most))
                 sequence.provide(chunk.end)
                 spent += len(chunk)
                 self._put(job, chunk)
@@ -112,7 +114,10 @@ class _PrefillStep:
         """The events of the jobs, in their order."""
         said: Events = []
         for job, moved in self._moved.items():
-            said += self._failed.get(job, [job.progress()] if moved and not job.resumed else [])
+            if job in self._failed:
+                said += self._failed[job]
+            elif moved and not job.resumed:
+                said += job.progress()
         return said
 
     def _catch_up(self, job: ExLlamaV2DynamicJob, sequence: Sequence) -> None:

@@ -66,6 +66,8 @@ class Request:
     return_logits: bool
     return_probs: bool
     return_hidden_state: bool
+    #: candidates for each token of the prompt, whose log-probabilities are reported; None: they are not
+    prompt_logprobs: int | None
     filters: tuple[Any, ...]
     filter_prefer_eos: bool
     #: last id of the prompt, which the first sampled token replaces and must begin with; None without token healing
@@ -103,6 +105,7 @@ def request_of(
     return_logits: bool,
     return_probs: bool,
     return_hidden_state: bool,
+    prompt_logprobs: int | None,
     filters: SequenceOf[object] | None,
     filter_prefer_eos: bool,
     token_healing: bool,
@@ -140,6 +143,7 @@ def request_of(
         return_logits=flag_of("return_logits", return_logits),
         return_probs=flag_of("return_probs", return_probs),
         return_hidden_state=flag_of("return_hidden_state", return_hidden_state),
+        prompt_logprobs=_prompt_logprobs(prompt_logprobs, images, healing),
         filters=tuple(listed("filters", filters)),
         filter_prefer_eos=flag_of("filter_prefer_eos", filter_prefer_eos),
         healed_id=healed_id,
@@ -159,6 +163,14 @@ def _limits(max_new_tokens: object, min_new_tokens: object) -> tuple[int, int]:
     if least > most:
         raise RequestError(f"min_new_tokens is {least}, more than max_new_tokens {most}; lower it")
     return most, least
+
+
+def _prompt_logprobs(value: object, images: tuple[Any, ...], healing: int) -> int | None:
+    count = optional_count_of("prompt_logprobs", value)
+    if count is not None and (images or healing):
+        other = "embeddings" if images else "token_healing"
+        raise RequestError(f"prompt_logprobs and {other} exclude each other: leave one out")
+    return count
 
 
 def _resumed(resume_from: object, most: int) -> tuple[int, ...]:

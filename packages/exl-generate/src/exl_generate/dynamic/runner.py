@@ -105,7 +105,11 @@ class Runner:
     def kind_of(self, chunk: Chunk) -> tuple[object, int]:
         """Return a key, and the most tokens of a pass: chunks of one key may be computed in one pass."""
         loras = chunk.sequence.loras
-        if self.hooked or (chunk.sequence.embeddings and int(chunk.ids.max()) >= EMBEDDING_INDEX):
+        if (
+            chunk.sequence.scoring
+            or self.hooked
+            or (chunk.sequence.embeddings and int(chunk.ids.max()) >= EMBEDDING_INDEX)
+        ):
             return chunk, len(chunk)  # by itself
         alike = self._model.invariant_tokens(loras)
         if alike is None or len(chunk) > alike:
@@ -140,7 +144,10 @@ class Runner:
         lengths = None if len(chunks) == 1 else [len(chunk) for chunk in chunks]
         embeddings = sequences[0].embeddings if lengths is None else ()
         starts = [chunk.start for chunk in chunks]
-        self.forward(ids, sequences, starts, embeddings, preprocess_only=True, lengths=lengths)
+        scores = sequences[0].scores if sequences[0].scoring and not self._draft else None
+        found = self.forward(ids, sequences, starts, embeddings, preprocess_only=scores is None, lengths=lengths)
+        if scores is not None:
+            scores.add(starts[0], found["logits"][0].float(), self.vocab_size)
 
     def decode(self, windows: list[Window]) -> None:
         """Evaluate every window; windows of one kind together.

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from torch import Tensor
 
 from exl_core import SeqTensor
 from exl_generate.dynamic.pages import Page, PageTable, page_hash
+
+if TYPE_CHECKING:
+    from exl_generate.dynamic.prompt_scores import PromptScores
 
 __all__ = ["EMBEDDING_INDEX", "NO_PICTURES", "Head", "Pictures", "Sequence", "full_pages"]
 
@@ -66,10 +69,13 @@ class Sequence:
         keys: Ids | None = None,
         pictures: Pictures = NO_PICTURES,
         generated: SequenceOf[int] = (),
+        scores: PromptScores | None = None,
     ) -> None:
         self.prompt_length = len(input_ids)
         self.embeddings = tuple(embeddings)
         self.pictures = pictures
+        #: takes the logits of the prompt, where they are asked for
+        self.scores = scores
         #: adapters that are active for this sequence; set when the job is queued
         self.loras: tuple[Any, ...] = ()
         known = np.array(generated, dtype=np.int64)
@@ -132,6 +138,11 @@ class Sequence:
     def prefilled(self) -> bool:
         """Whether K/V of all prompt ids but the last are in the pages."""
         return self.kv_position >= self.prefill_end
+
+    @property
+    def scoring(self) -> bool:
+        """Whether log-probabilities of the prompt are still to be computed."""
+        return self.scores is not None and not self.scores.complete
 
     def append(self, token: int) -> None:
         """Append a generated id."""

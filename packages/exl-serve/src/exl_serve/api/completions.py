@@ -21,12 +21,17 @@ __all__ = ["COMPLETION", "FIELDS", "completions"]
 COMPLETION: tuple[Field, ...] = (
     Field(
         "max_tokens",
-        integer(1, 1 << 24),
-        "1 to what the context leaves",
+        integer(0, 1 << 24),
+        "0 to what the context leaves",
         ("n_predict", "max_length"),
-        meaning="most new tokens; absent: 16",
+        meaning="most new tokens; absent: 16. 0 needs `echo`",
     ),
-    Field("logprobs", integer(0, 20), "0 to 20", meaning="candidates for each token, with log-probabilities"),
+    Field(
+        "logprobs",
+        integer(0, 20),
+        "0 to 20",
+        meaning="candidates for each token, with log-probabilities; with `echo` also for the prompt",
+    ),
     Field("echo", boolean, "true or false", meaning="the prompt in front of its completion"),
     Field(
         "add_special_tokens", boolean, "true or false", ("add_bos_token",), meaning="false: no BOS in front of a prompt"
@@ -47,9 +52,15 @@ async def completions(call: Call) -> None:
     fields = read_request(call, body, FIELDS, frozenset({"prompt", "suffix"}))
     if body.get("suffix"):
         raise ServeError.unsupported("suffix", "suffix is not offered for this model: it has no format for infilling")
-    if fields.get("echo") and "logprobs" in fields:
-        raise ServeError.unsupported(
-            "echo", "echo and logprobs together are not offered: prompts have no logprobs here"
+    echo = fields.get("echo", False)
+    scored = fields.get("logprobs") if echo else None
+    if fields.get("max_tokens") == 0 and not echo:
+        raise ServeError.invalid(
+            "max_tokens is 0, which leaves nothing to answer: set echo for the prompt", "max_tokens"
+        )
+    if scored is not None and fields.get("token_healing"):
+        raise ServeError.invalid(
+            "echo with logprobs and token_healing exclude each other: leave one out", "token_healing"
         )
     limits = call.state.config.server.limits
     usage, continuous = stream_options(fields)
@@ -75,6 +86,7 @@ async def completions(call: Call) -> None:
             max_tokens=fields.get("max_tokens", DEFAULT_MAX_TOKENS),
             n=n,
             logprobs=fields.get("logprobs"),
+            prompt_logprobs=scored,
             constraints=() if wanted is None else (wanted,),
             special_text=True,
             seed=seed + number,
@@ -96,8 +108,10 @@ async def completions(call: Call) -> None:
         return_ids=fields.get("return_token_ids", False),
         prompts=len(prompts),
     )
-    if fields.get("echo"):
-        answer.echo = [text.decode(prompts[i // n]) for i in range(total)]
+    if not shown:
+        answer.hidden = frozenset(text.special.values())
+    if echo:
+        answer.echo = [text.decode(prompts[i // n], special=shown) for i in range(total)]
     await serve(call, Generation(target.engine, requests, machines), answer, stream=fields.get("stream", False))
 
 

@@ -93,6 +93,7 @@ def engine_request(
     max_tokens: int | None,
     n: int,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     constraints: tuple[Constraint, ...] = (),
     special_text: bool,
     seed: int | None = None,
@@ -104,7 +105,7 @@ def engine_request(
     room = card.max_seq_len - len(ids)
     asked = max_tokens if max_tokens is not None else call.state.config.server.default_max_tokens
     new = room if asked is None else asked
-    if room < 1 or new > room:
+    if room < (0 if asked == 0 else 1) or new > room:
         raise ServeError.invalid(
             f"the prompt has {len(ids)} tokens and {max(new, 1)} are asked for, together more than the context of "
             f"{card.max_seq_len} tokens: shorten the prompt{f', or ask for at most {room}' if room >= 1 else ''}",
@@ -145,6 +146,7 @@ def engine_request(
         token_healing=fields.get("token_healing", False),
         special_text=special_text,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         adapter=target.adapter,
         cache_salt=salt,
         deadline=None if timeout is None else time.time() + timeout,

@@ -1,6 +1,7 @@
 """Events of one request, completion by completion, in this order:
 
-`Started`, then any number of `Progress`, then `Tokens`, and at the end exactly one `Finished` or `Failed`.
+`Started`, then any number of `Progress`, then `Tokens`, and at the end exactly one `Finished` or `Failed`. Where the
+prompt's log-probabilities were asked for, further `Started` come with them before the first `Tokens`.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Started(msgspec.Struct, array_like=True, frozen=True, tag=0, tag_field="ki
     choice: int
     prompt_tokens: int
     cached_tokens: int
-    #: log-probabilities of the prompt's tokens, where they were asked for; the first one's is None. They may come with
-    #: a later Started of the same choice
+    #: log-probabilities of the prompt's tokens, where they were asked for; the first one's is None. They come in order
+    #: with later events of this kind, of the first choice
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 

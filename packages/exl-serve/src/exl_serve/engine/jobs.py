@@ -14,6 +14,7 @@ import torch
 from exl_filters import FilterError, TriggeredFilter, create
 from exl_generate import COLUMN_FLAGS, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.dynamic.columns import Extra, JobEnd
+from exl_generate.dynamic.prompt_scores import TokenScore, scores_of
 from exl_generate.sampling import SparseBias
 from exl_serve.engine.budget import ThinkingBudget
 from exl_serve.engine.events import EngineEvent, Failed, Finished, Progress, Started, TokenLogprob, Tokens, Usage
@@ -160,7 +161,6 @@ def make_job(
 
     `embeddings` are those of the request's images. Raises ServeError, or the library's RequestError.
     """
-    _offered(request)
     prompts = [with_images(_ids(request.prompt), embeddings)]
     max_tokens = request.max_tokens
     if embeddings and max_seq_len is not None:
@@ -182,6 +182,7 @@ def make_job(
         token_healing=request.token_healing,
         banned_strings=list(request.banned_strings),
         return_logits=request.logprobs is not None,
+        prompt_logprobs=request.prompt_logprobs if _scores_prompt(request, choice) else None,
         loras=list(loras),
         embeddings=list(embeddings),
         max_rq_tokens=PAGES_AT_ONCE,
@@ -190,11 +191,9 @@ def make_job(
     )
 
 
-def _offered(request: EngineRequest) -> None:
-    """Raise ServeError 501 for an option that this engine does not offer."""
-    if request.prompt_logprobs is not None:
-        name = "prompt_logprobs"
-        raise ServeError(501, "not_implemented", "unsupported", f"this engine does not offer {name}", param=name)
+def _scores_prompt(request: EngineRequest, choice: int) -> bool:
+    """Whether this completion reports the prompt's log-probabilities: the first one does, before any token of it."""
+    return request.prompt_logprobs is not None and choice == 0 and not request.resume
 
 
 def _what_fits(request: EngineRequest, length: int, max_seq_len: int) -> int:
@@ -240,11 +239,13 @@ _NOTHING = Extra()
 class Reader:
     """Turn one completion's entries in the columns of steps into events."""
 
-    __slots__ = ("_choice", "_top", "_vocab_size")
+    __slots__ = ("_choice", "_scored", "_top", "_vocab_size")
 
     def __init__(self, request: EngineRequest, choice: int, vocab_size: int) -> None:
         self._choice = choice
         self._top = request.logprobs
+        #: tokens of the prompt whose log-probabilities were told
+        self._scored = 0
         self._vocab_size = vocab_size
 
     def read(
@@ -257,6 +258,11 @@ class Reader:
             events.append(Started(self._choice, job.prompt_tokens, job.cached_tokens))
         if extra.progress is not None:
             events.append(Progress(self._choice, *extra.progress))
+        scores = job.prompt_scores[self._scored :]
+        if scores:  # besides the event that every run begins with
+            self._scored += len(scores)
+            told = tuple(_told(score) for score in scores)
+            events.append(Started(self._choice, job.prompt_tokens, job.cached_tokens, told))
         if ids or text:
             events.append(Tokens(self._choice, ids, text, self._logprobs(ids, extra.logits)))
         if extra.end is not None and extra.end.reason != "cancelled":
@@ -275,15 +281,13 @@ class Reader:
         """Return log-probabilities of the raw logits, before any transform; ties go to the lower id."""
         if self._top is None or not logits:
             return ()
-        rows = torch.log_softmax(torch.stack(logits)[:, : self._vocab_size].double(), dim=-1)
-        found = []
-        for token, row in zip(ids, rows, strict=True):
-            top: tuple[tuple[int, float], ...] = ()
-            if self._top:
-                values, numbers = torch.sort(row, descending=True, stable=True)
-                top = tuple(zip(numbers[: self._top].tolist(), map(_finite, values[: self._top].tolist()), strict=True))
-            found.append(TokenLogprob(token, _finite(float(row[token])), top))
-        return tuple(found)
+        found = scores_of(torch.stack(logits), ids, self._vocab_size, self._top)
+        return tuple(_told(score) for score in found)
+
+
+def _told(score: TokenScore) -> TokenLogprob:
+    value = None if score.logprob is None else _finite(score.logprob)
+    return TokenLogprob(score.token, value, tuple((token, _finite(logprob)) for token, logprob in score.top))
 
 
 def _usage(statistics: dict[str, Any]) -> Usage:

@@ -6,6 +6,7 @@ over them (`ExLlamaV2DynamicJob(resume_from=...)`), so the client sees a pause a
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from exl_serve.engine.events import EngineEvent, Failed, Finished, Progress, Started, Tokens
@@ -16,11 +17,13 @@ __all__ = ["Completion"]
 class Completion:
     """One completion over several runs, as the client has received it."""
 
-    __slots__ = ("_ids", "ended", "started")
+    __slots__ = ("_ids", "_scores", "_told", "ended", "started")
 
     def __init__(self) -> None:
         self.ended = self.started = False
         self._ids: list[int] = []
+        #: log-probabilities of the prompt that the client has, and those of the present run
+        self._scores = self._told = 0
 
     @property
     def ids(self) -> bytes:
@@ -32,8 +35,11 @@ class Completion:
         if self.ended:
             return None
         match event:
+            case Started() if event.prompt_logprobs:
+                return self._more_scores(event)
             case Started():
                 first, self.started = not self.started, True
+                self._told = 0
                 return event if first else None
             case Progress():
                 return None if self._ids else event
@@ -43,3 +49,11 @@ class Completion:
             case Finished() | Failed():
                 self.ended = True
                 return event
+
+    def _more_scores(self, event: Started) -> Started | None:
+        """Return the event with what is new to the client: each run computes them from the prompt's begin."""
+        known = max(0, self._scores - self._told)
+        self._told += len(event.prompt_logprobs)
+        self._scores = max(self._scores, self._told)
+        new = event.prompt_logprobs[known:]
+        return msgspec.structs.replace(event, prompt_logprobs=new) if new else None

@@ -4,6 +4,7 @@ events.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +48,8 @@ class Choice:
     calls: list[dict[str, Any]] = field(default_factory=list)
     finish: str | None = None
     stop: int | str | None = None
-    offset: int = 0
+    #: of its tokens in the text of a completion
+    places: _Places = field(default_factory=lambda: _Places())
 
 
 class Answer:
@@ -85,6 +87,9 @@ class Answer:
         #: choices of one prompt are consecutive; each prompt counts once
         self._per_prompt = max(1, n // prompts)
         self.prompt_tokens = self.cached_tokens = 0
+        #: log-probabilities of the tokens of each prompt
+        self._prompt_logprobs: list[list[TokenLogprob]] = [[] for _ in range(prompts)]
+        self._counted: set[int] = set()
 
     @property
     def finished(self) -> bool:
@@ -103,9 +108,7 @@ class Answer:
                 break
             choice = self.choices[event.choice]
             if isinstance(event, Begun):
-                if event.choice % self._per_prompt == 0:
-                    self.prompt_tokens += event.prompt_tokens
-                    self.cached_tokens += event.cached_tokens
+                self._count_prompt(event)
                 continue
             if isinstance(event, Error):
                 self.error = ServeError(event.status, event.type, event.code, event.message)
@@ -115,6 +118,17 @@ class Answer:
                 found += self._first(event.choice)
             found += self._piece(event, choice)
         return found
+
+    def _count_prompt(self, event: Begun) -> None:
+        """Count the prompt of a first choice, and take its log-probabilities."""
+        prompt, other = divmod(event.choice, self._per_prompt)
+        if other:
+            return
+        self._prompt_logprobs[prompt] += event.prompt_logprobs
+        if prompt not in self._counted:
+            self._counted.add(prompt)
+            self.prompt_tokens += event.prompt_tokens
+            self.cached_tokens += event.cached_tokens
 
     def last_chunks(self) -> list[dict[str, Any]]:
         """Return the chunks after the last choice's end: the usage, or the error."""
@@ -278,13 +292,37 @@ class Chat(Answer):
 
 
 class Completion(Answer):
-    """The shape of /v1/completions. `echo`: the text of each choice's prompt, in front of its completion."""
+    """The shape of /v1/completions. `echo`: the text of each choice's prompt, in front of its completion; with
+    log-probabilities also those of the prompt. `hidden`: tokens without a text in the answer.
+    """
 
     object_name = chunk_name = "text_completion"
     echo: Sequence[str] = ()
+    hidden: frozenset[int] = frozenset()
 
     def _first(self, index: int) -> list[dict[str, Any]]:
-        return [self._text_chunk(index, self.echo[index])] if self.echo and self.echo[index] else []
+        if not self.echo:
+            return []
+        choice = self.choices[index]
+        choice.places = self._places(index)
+        logprobs = self._shape(self._of_prompt(index), choice.places) if self._logprobs else None
+        return [self._text_chunk(index, self.echo[index], logprobs)] if self.echo[index] or logprobs else []
+
+    def _of_prompt(self, index: int) -> list[TokenLogprob]:
+        return self._prompt_logprobs[index // self._per_prompt] if self.echo else []
+
+    def _places(self, index: int) -> _Places:
+        """Return the places of tokens in the text of a choice, from its first one on."""
+        if not self.echo:
+            return _Places()
+        places = _Places()
+        for one in self._of_prompt(index):
+            places.take(self._piece_of(one.id))
+        # Decoding a prompt may drop the space in front of it, which its first token has.
+        return _Places(min(0, len(self.echo[index]) - places.at) if places.at else len(self.echo[index]))
+
+    def _piece_of(self, token: int) -> bytes:
+        return b"" if token in self.hidden else self._text.piece(token)
 
     def _text_chunk(
         self, index: int, text: str, logprobs: Any = None, finish: str | None = None, ids: Sequence[int] = ()
@@ -297,7 +335,7 @@ class Completion(Answer):
     def _piece(self, event: AnswerEvent, choice: Choice) -> list[dict[str, Any]]:
         if isinstance(event, Finish):
             self._end(event, choice)
-            left = self._shape(event.logprobs, choice) if self._logprobs and event.logprobs else None
+            left = self._shape(event.logprobs, choice.places) if self._logprobs and event.logprobs else None
             chunk = self._text_chunk(event.choice, "", left, event.reason, event.ids)
             if event.stop is not None:
                 chunk["choices"][0]["stop_reason"] = event.stop
@@ -307,12 +345,13 @@ class Completion(Answer):
         choice.text.append(event.text)
         choice.logprobs += event.logprobs
         choice.ids += event.ids
-        logprobs = self._shape(event.logprobs, choice) if self._logprobs else None
+        logprobs = self._shape(event.logprobs, choice.places) if self._logprobs else None
         return [self._text_chunk(event.choice, event.text, logprobs, None, event.ids)]
 
     def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        choice.offset = 0
-        logprobs = self._shape(choice.logprobs, choice) if self._logprobs else None
+        logprobs = None
+        if self._logprobs:
+            logprobs = self._shape([*self._of_prompt(index), *choice.logprobs], self._places(index))
         found: dict[str, Any] = {
             "index": index,
             "text": (self.echo[index] if self.echo else "") + "".join(choice.text),
@@ -324,8 +363,8 @@ class Completion(Answer):
             found["token_ids"] = choice.ids
         return found
 
-    def _shape(self, logprobs: Sequence[TokenLogprob], choice: Choice) -> dict[str, list[Any]]:
-        """Return the log-probabilities in the old shape: parallel lists; offsets count characters of the completion."""
+    def _shape(self, logprobs: Sequence[TokenLogprob], places: _Places) -> dict[str, list[Any]]:
+        """Return the log-probabilities in the old shape: parallel lists; offsets count characters of the text."""
         shape: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for one in logprobs:
             text = self._text.piece(one.id).decode("utf-8", "replace")
@@ -334,6 +373,21 @@ class Completion(Answer):
             top = {self._text.piece(i).decode("utf-8", "replace"): p for i, p in one.top}
             # The sampled token is among them, as in OpenAI's API.
             shape["top_logprobs"].append({**top, text: one.logprob} if top else None)
-            shape["text_offset"].append(choice.offset)
-            choice.offset += len(text)
+            shape["text_offset"].append(places.take(self._piece_of(one.id)))
         return shape
+
+
+class _Places:
+    """Places of tokens in a text, in characters. `at`: that of the next one; below 0 while it lies before the text."""
+
+    __slots__ = ("_decoder", "at")
+
+    def __init__(self, at: int = 0) -> None:
+        self.at = at
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def take(self, piece: bytes) -> int:
+        """Return the place of a token with these bytes, which may be a part of a character."""
+        found = max(0, self.at)
+        self.at += len(self._decoder.decode(piece))
+        return found
