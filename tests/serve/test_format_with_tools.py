@@ -178,7 +178,7 @@ ALIKE = ["<tool_call>", "<tool_call>no", '\n<tool_call> {"name": "x"}', CALL, CA
 
 @given(said=st.sampled_from(ALIKE), cuts=st.lists(st.integers(1, 70), max_size=6))
 def test_a_choice_may_begin_as_a_call_does(said: str, cuts: list[int]) -> None:
-    """What is one of the texts is a content, though it may look like a call."""
+    """One of the texts is a content, though it may look like a call."""
     settings = ChannelSettings(tools=TOOLS, tool_choice="auto", formatted=True, contents=ALIKE)
     pieces = [said[a:b] for a, b in itertools.pairwise(sorted({0, len(said), *(min(c, len(said)) for c in cuts)}))]
     machine = OutputFamily(FORMATS["hermes"], {}, lambda i: b"").machine(0, settings, "r")
