@@ -1,17 +1,20 @@
 """Decode steps with adapters beside plain ones, on a GPU: JSON lines.
 
-    python benchmarks/bench_lora.py [--shape tinyllama] [--rank 16]
+    python benchmarks/bench_lora.py [--shape tinyllama] [--rank 16] [--layers 8] [--batch 1 --batch 32] [--apart]
 
 `same`: all rows have one adapter; `mixed`: four adapters and none in turn. `share_of_plain` is the speed beside steps
-without adapters of the same run. Random weights; adapters of every projection.
+without adapters of the same run, and `us_a_layer` the time that adapters add to a layer. With `--apart` the cases run
+again as the modules' own passes, `apart`. Random weights; adapters of every projection.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -59,8 +62,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--batch", type=int, action="append", help="default: 1, 8 and 32")
+    parser.add_argument("--apart", action="store_true", help="also as the modules' own passes")
     args = parser.parse_args()
-    shape = SHAPES[args.shape]
+    shape = replace(SHAPES[args.shape], layers=args.layers or SHAPES[args.shape].layers)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "model", shape, 4.0)
@@ -70,20 +76,26 @@ def main() -> None:
             ExLlamaV2Lora.from_directory(model, make_adapter(folder / str(seed), shape, args.rank, seed))
             for seed in range(4)
         ]
-    for batch in (1, 8, 32):
+    for batch in args.batch or (1, 8, 32):
         plain: float | None = None
         sets: list[list[ExLlamaV2Lora]] = [[], *([one] for one in adapters)]
-        cases: tuple[tuple[str, list[list[ExLlamaV2Lora]]], ...] = (
-            ("plain", [[]] * batch),
-            ("same", [[adapters[0]]] * batch),
-            ("mixed", [sets[row % 5] for row in range(batch)]),
-        )
-        for case, rows in cases:
+        cases: list[tuple[str, bool, list[list[ExLlamaV2Lora]]]] = [
+            ("plain", True, [[]] * batch),
+            ("same", True, [[adapters[0]]] * batch),
+            ("mixed", True, [sets[(row + 1) % 5] for row in range(batch)]),
+        ]
+        if args.apart:
+            cases += [(f"{case} apart", False, rows) for case, _, rows in cases[1:]]
+        for case, joined, rows in cases:
+            os.environ["EXL_DECODE_JOINED_ADAPTERS"] = str(int(joined))
+            model.decode.forget_adapters()
             taken = seconds(model, batch, rows)
             plain = plain or taken
-            line = {"bench": "lora", **environment(), "shape": args.shape, "bpw": "4.0", "rank": args.rank}
-            line |= {"case": case, "batch": batch, "us": round(taken * 1e6, 1), "tok_s": round(batch / taken, 1)}
-            print(json.dumps(line | {"share_of_plain": round(plain / taken, 3), "eager": model.decode.reason}))
+            line = {"bench": "lora", **environment(), "shape": args.shape, "layers": shape.layers, "bpw": "4.0"}
+            line |= {"rank": args.rank, "case": case, "batch": batch, "us": round(taken * 1e6, 1)}
+            line |= {"tok_s": round(batch / taken, 1), "share_of_plain": round(plain / taken, 3)}
+            line |= {"us_a_layer": round((taken - plain) * 1e6 / shape.layers, 2), "eager": model.decode.reason}
+            print(json.dumps(line))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from exl_core.execution import fused as plan
 from exl_core.execution import halves
+from exl_core.lora.rows import RowAdapters
 from exl_kernels.activation import gated_activation
 from exl_kernels.attention import paged_attention
 from exl_kernels.attention.cuda import MatmulInput
@@ -20,7 +22,7 @@ from exl_kernels.linear.fused import Packed
 from exl_kernels.norm import rms_norm
 from exl_kernels.selection import FEW_ROWS, GEMV_ROWS, PACKED_ROWS
 
-__all__ = ["FusedDouble", "joined_on_cpu"]
+__all__ = ["FusedDouble", "GroupDouble", "joined_on_cpu"]
 
 
 class FusedDouble:
@@ -120,8 +122,51 @@ def own_double(
     return mixed
 
 
+class GroupDouble:
+    """`LoraGroup` as its documentation states it, out of the pairs of each matrix."""
+
+    calls = 0
+
+    def __init__(self, rows: RowAdapters, keys: Sequence[str], widths: Sequence[int]) -> None:
+        self.rows, self.keys, self.widths = rows, keys, list(widths)
+
+    def shrink(self, x: Tensor, set_ids: Tensor, *, norm: Any = None, normed: Tensor | None = None) -> Tensor:
+        """The input itself, from which `expand` computes all."""
+        assert set_ids is self.rows.set_ids
+        GroupDouble.calls += 1
+        if norm is None:
+            return x.clone()
+        assert normed is not None
+        return rms_norm(x, norm.weight, norm.eps, out=normed).clone()
+
+    def expand(
+        self,
+        y: Tensor,
+        middle: Tensor,
+        set_ids: Tensor,
+        *,
+        out: Tensor | None = None,
+        residual: Tensor | None = None,
+        activation: Any = None,
+    ) -> Tensor:
+        parts = [part.clone() for part in torch.split(y, self.widths, dim=1)]
+        for key, part in zip(self.keys, parts, strict=True):
+            if key in self.rows.pairs:
+                self.rows.pairs[key].add_to(middle, part)
+        if activation is not None:
+            return gated_activation(parts[0], parts[1], activation)
+        whole = torch.cat(parts, 1)
+        return (y if out is None else out).copy_(whole if residual is None else residual + whole)
+
+    @staticmethod
+    def of(rows: RowAdapters, keys: Sequence[str], in_features: int, widths: Sequence[int]) -> GroupDouble | None:
+        return None if rows.touched.isdisjoint(keys) else GroupDouble(rows, keys, widths)
+
+
 def joined_on_cpu(patch: pytest.MonkeyPatch) -> None:
     """Plans of models on the CPU, out of the doubles."""
     for module in (plan, halves):
         patch.setattr(module, "FusedLinear", FusedDouble)
     patch.setattr(halves, "attend_own", own_double)
+    patch.setattr(RowAdapters, "groups", lambda self, keys, in_features, widths: True)
+    patch.setattr(RowAdapters, "group", GroupDouble.of)

@@ -141,3 +141,50 @@ def test_rows_with_adapters_of_their_own(lab: Any, tmp_path: Path, monkeypatch: 
     eager_model.load()
     eager, _ = steps(eager_model)
     assert torch.equal(eager, together)
+
+
+@pytest.mark.parametrize("kind", ["exl2", "gptq"])
+@pytest.mark.parametrize(("batch", "q_len"), [(1, 1), (1, 4), (2, 1), (6, 1), (3, 2), (32, 1), (64, 1)])
+def test_captured_steps_with_adapters(
+    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, batch: int, q_len: int
+) -> None:
+    """Captured with joined launches, captured module by module, and eager: bitwise the same, while adapters change."""
+    folder = lab.write(kind=kind, **SIZES)
+    folders = [projections(tmp_path / str(rank), rank) for rank in (6, 40, 16)]
+    ids = lab.ids(batch, 5 * q_len, vocab=512)
+    monkeypatch.setenv("EXL_DEVICE", "cuda:0")
+    model = ExLlamaV2(ExLlamaV2Config(folder))
+    model.load()
+
+    def steps(*, captured: bool) -> list[torch.Tensor]:
+        """Logits of five steps, each with other adapters; the third adapter comes late, and the first one goes."""
+        loras = [ExLlamaV2Lora.from_directory(model, one) for one in folders[:2]]
+        cache, found = ExLlamaV2Cache(model, max_seq_len=256 * batch), []
+        for turn in range(5):
+            if turn == 2:
+                loras.append(ExLlamaV2Lora.from_directory(model, folders[2]))
+            if turn == 4:
+                loras.pop(0).unload()
+            sets = [[], [loras[0]], [loras[-1], loras[0]], [loras[1]]]
+            rows = [sets[(row + turn + 1) % 4] for row in range(batch)]
+            past = torch.full((batch,), turn * q_len, dtype=torch.int32)
+            table = torch.arange(batch, dtype=torch.int32)[:, None]
+            params = PagedParams(batch, table, past, turn * q_len, q_len=q_len)
+            now = ids[:, turn * q_len : (turn + 1) * q_len]
+            logits = model.forward_chunk(now, cache, attn_params=params, row_loras=rows)["logits"]
+            assert (model.decode.reason is None) == captured, model.decode.reason
+            found.append(logits.cpu().clone())
+        for lora in loras:
+            lora.unload()
+        return found
+
+    joined = steps(captured=True)
+    assert model.decode.apart_reason is None
+    monkeypatch.setenv("EXL_DECODE_JOINED_ADAPTERS", "0")
+    apart = steps(captured=True)
+    monkeypatch.setenv("EXL_CUDA_GRAPHS", "0")
+    model.decode.clear()
+    eager = steps(captured=False)
+    for turn in range(5):
+        assert torch.equal(joined[turn], apart[turn]), turn
+        assert torch.equal(joined[turn], eager[turn]), turn

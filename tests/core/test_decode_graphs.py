@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from functools import cache, partial
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 import torch
 from captured_on_cpu import Stream, captured_on_cpu
 
-from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, Intervention, PagedParams
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, Intervention, PagedParams
 from exl_core.execution import captured as graphs
+from exl_core.execution import select
 from exl_core.execution.inputs import STAGES
+from exl_kernels.safetensors_file import write_safetensors
 
 FOLDER = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"
 PAGE = 16
@@ -104,6 +107,63 @@ def test_steps_queued_ahead_of_the_gpu_find_their_inputs(model: ExLlamaV2, monke
     assert len(found[0]) == 3 * STAGES
     for step_, (one, other) in enumerate(zip(*found, strict=True)):
         assert torch.equal(one, other), step_
+
+
+def small_adapter(model: ExLlamaV2, folder: Path) -> ExLlamaV2Lora:
+    """An adapter of the first o_proj."""
+    folder.mkdir()
+    key, size = "base_model.model.model.layers.0.self_attn.o_proj", model.config.hidden_size
+    generator = torch.Generator().manual_seed(len(folder.name))
+    tensors = {
+        f"{key}.lora_A.weight": torch.randn(2, size, generator=generator),
+        f"{key}.lora_B.weight": torch.randn(size, 2, generator=generator),
+    }
+    write_safetensors(folder / "adapter_model.safetensors", tensors)
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 4}')
+    return ExLlamaV2Lora.from_directory(model, folder)
+
+
+def test_a_step_does_not_keep_an_adapter_that_nothing_else_refers_to(
+    model: ExLlamaV2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tensors are freed with it; steps with other adapters are captured again, with the right ones."""
+    monkeypatch.setattr(graphs, "_not_captured", lambda model, sets: None)  # on a CPU there are no kernels of adapters
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    cache = ExLlamaV2Cache(model, max_seq_len=8 * PAGE)
+    dropped, kept = (small_adapter(model, tmp_path / name) for name in ("one", "second"))
+    ids = torch.full((2, 1), 7)
+
+    def logits(rows: list[tuple[ExLlamaV2Lora, ...]]) -> torch.Tensor:
+        step = model.prepare_step(1, cache, params([0, 0]), row_loras=rows or None)
+        assert step is not None, model.decode.reason
+        found = step.run(ids)
+        assert found is not None
+        return found.clone()
+
+    def eager(rows: list[tuple[ExLlamaV2Lora, ...]]) -> torch.Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(select, "may_fuse", lambda model: False)
+            step = model.forward_chunk(ids, cache, attn_params=params([0, 0]), row_loras=[list(row) for row in rows])
+        found: torch.Tensor = step["logits"]
+        return found.clone()
+
+    plain = logits([])
+    mixed = logits([(dropped,), (kept,)])
+    assert torch.equal(mixed, eager([(dropped,), (kept,)]))
+    assert not torch.equal(mixed, plain)
+    assert model.decode.count == 2
+    tensor = weakref.ref(dropped.tensors["model.layers.0.self_attn.o_proj"])
+    del dropped
+    gc.collect()
+    assert tensor() is None
+    assert model.decode.count == 1
+    third = small_adapter(model, tmp_path / "three")
+    rows: list[tuple[ExLlamaV2Lora, ...]] = [(third,), (kept,)]
+    assert torch.equal(logits(rows), eager(rows))
+    assert torch.equal(logits([*rows[:1], ()])[1], plain[1])
+    kept.unload()
+    assert model.decode.count == 1
+    assert torch.equal(logits([(third,), ()]), eager([(third,), ()]))
 
 
 def test_a_module_that_is_read_again_is_in_no_captured_step(model: ExLlamaV2) -> None:

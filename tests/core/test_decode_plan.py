@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from joined_on_cpu import FusedDouble, joined_on_cpu
+from joined_on_cpu import FusedDouble, GroupDouble, joined_on_cpu
 from random_models import loaded_on, write_random_model
 
-from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, PagedParams
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, PagedParams
 from exl_core.errors import InputError
 from exl_core.execution import fused as plans
 from exl_core.execution import select
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of, joined_rows
 from exl_core.execution.halves import why_apart
 from exl_core.execution.step import build_step
-from exl_core.layers import Attention, FeedForward
+from exl_core.layers import Attention, FeedForward, Head, MoE
+from exl_core.lora.rows import RowAdapters
+from exl_kernels.safetensors_file import write_safetensors
 from exl_kernels.selection import FEW_ROWS, GEMV_ROWS
 
 FOLDER = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"
@@ -219,6 +221,68 @@ def assert_same(model: ExLlamaV2, plan: JoinedLaunches, batch: int, q_len: int) 
     plan.store(flat, steps[2])
     for tensors in zip(*(cache.all_tensors() for cache in caches), strict=True):
         assert all(torch.equal(tensor, tensors[0]) for tensor in tensors[1:])
+
+
+def adapters_of_all_matrices(model: ExLlamaV2, folder: Path, count: int) -> list[ExLlamaV2Lora]:
+    """Adapters of every matrix of every layer but experts and heads; each leaves out one kind of matrix in turn."""
+    found = []
+    for number in range(count):
+        generator = torch.Generator().manual_seed(number)
+        tensors = {}
+        linears = [one for m in model.modules if not isinstance(m, Head | MoE) for one in m.submodules()]
+        for place, linear in enumerate(linears):
+            if number and place % 4 == number:
+                continue
+            for part, shape in (("A", (3, linear.in_features)), ("B", (linear.out_features, 3))):
+                name = f"base_model.model.{linear.key}.lora_{part}.weight"
+                tensors[name] = (torch.randn(shape, generator=generator) * 0.2).half()
+        path = folder / str(number)
+        path.mkdir(parents=True)
+        write_safetensors(path / "adapter_model.safetensors", tensors)
+        (path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 3, "lora_alpha": 6}')
+        found.append(ExLlamaV2Lora.from_directory(model, path))
+    return found
+
+
+@pytest.mark.parametrize("joined", ["0", "64"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_with_adapters_is_the_modules_own_pass(
+    family: str, joined: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows with one adapter, with two in both orders, and with none, of every layout."""
+    joined_on_cpu(monkeypatch)
+    monkeypatch.setenv("EXL_DECODE_JOINED_ROWS", joined)
+    config = {**SIZES, "architectures": [family], **FAMILIES[family][0]}
+    model = loaded_on("cpu", write_random_model(tmp_path / family, config), monkeypatch)
+    plan = joined_launches_of(model)
+    assert isinstance(plan, JoinedLaunches), plan
+    a, b = adapters_of_all_matrices(model, tmp_path / "adapters", 2)
+    sets = [(a,), (b, a), (a, b)]
+    for numbers, q_len in (([0], 1), ([-1], 1), ([1, -1, 2, 0, 0], 1), ([2, -1], 4)):
+        batch = len(numbers)
+        table = torch.arange(batch * 2, dtype=torch.int32).view(batch, 2)
+        ids = torch.randint(0, 96, (batch, 20 + q_len), generator=torch.Generator().manual_seed(batch))
+        begin = PagedParams(batch, table, torch.zeros(batch, dtype=torch.int32), 0, PAGE, 20)
+        params = PagedParams(batch, table, torch.full((batch,), 20, dtype=torch.int32), 20, PAGE, q_len)
+        caches = [ExLlamaV2Cache(model, max_seq_len=PAGE * 2 * batch) for _ in range(2)]
+        set_ids = torch.tensor(numbers, dtype=torch.int32).repeat_interleave(q_len)
+        rows = RowAdapters(sets, set_ids, q_len)
+        steps = []
+        for cache in caches:
+            model.forward_chunk(ids[:, :20], cache, attn_params=begin, preprocess_only=True)
+            basics = (model.config, model.rope, cache, params, batch, q_len, None, torch.device("cpu"))
+            steps.append(build_step(*basics, (rows,), (), model.rope_alt))
+        x = flat = ids[:, 20:].reshape(-1)
+        with torch.inference_mode():
+            for module in model.modules:
+                x = module.forward(x, steps[0])
+            logits = torch.empty_like(x)
+            GroupDouble.calls = 0
+            plan.run(flat, steps[1], logits)
+        assert torch.equal(logits, x)
+        assert (GroupDouble.calls > 0) == (joined != "0")
+        for one, other in zip(*(cache.all_tensors() for cache in caches), strict=True):
+            assert torch.equal(one, other)
 
 
 def test_why_there_is_no_plan(model: ExLlamaV2) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from exl_kernels.activation import gated_activation
 from exl_kernels.errors import ShapeError
-from exl_kernels.linear.lora import LoraEntry, LoraTable
+from exl_kernels.linear.fused import Norm
+from exl_kernels.linear.lora import LoraEntry, LoraGroup, LoraTable
+from exl_kernels.norm import rms_norm
 
 pytestmark = [pytest.mark.cuda, pytest.mark.covers("core.md: lora")]
 
@@ -60,3 +65,119 @@ def test_what_does_not_fit_is_refused() -> None:
         table.add(x[:, :32].contiguous(), y)
     with pytest.raises(ShapeError, match="entry_ids"):
         table.add(x, y, torch.zeros(3, dtype=torch.int32, device=DEVICE))
+
+
+WIDTHS = (96, 34, 64)
+
+
+def group_of(levels: int, widths: tuple[int, ...], inputs: int, ranks: tuple[int, ...]) -> list[Any]:
+    """Entries by level, matrix and set; the second set has none, and some matrices have no adapter."""
+    found = []
+    for level in range(levels):
+        lines = []
+        for matrix, width in enumerate(widths):
+            present = (True, False, (level + matrix) % 2 == 0, level == 0)
+            lines.append(
+                [
+                    entry(inputs, width, rank, bias=matrix == 1)[0] if there else None
+                    for rank, there in zip(ranks, present, strict=True)
+                ]
+            )
+        found.append(lines)
+    return found
+
+
+def separate(levels: list[Any], x: torch.Tensor, y: torch.Tensor, widths: tuple[int, ...], ids: torch.Tensor) -> Any:
+    """The results of each matrix, by one table after another."""
+    parts = [part.clone(memory_format=torch.contiguous_format) for part in torch.split(y, list(widths), dim=1)]
+    for level in levels:
+        for part, entries in zip(parts, level, strict=True):
+            if any(one is not None for one in entries):
+                LoraTable(entries).add(x, part, ids)
+    return parts
+
+
+def operands(rows: int, inputs: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, y, a residual like y, and the sets of rows."""
+    generator = torch.Generator().manual_seed(rows + inputs)
+    x = torch.randn(rows, inputs, generator=generator).half().to(DEVICE)
+    y, residual = (torch.randn(rows, width, generator=generator).half().to(DEVICE) for _ in range(2))
+    ids = torch.tensor([(0, 2, -1, 3, 1)[row % 5] for row in range(rows)], dtype=torch.int32, device=DEVICE)
+    return x, y, residual, ids
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "levels", "ranks"),
+    [(1, 64, 1, (16, 1, 8, 1)), (3, 256, 2, (6, 4, 40, 17)), (5, 2056, 1, (1, 1, 3, 2)), (64, 16, 2, (4, 4, 8, 3))],
+)
+def test_a_group_is_bitwise_one_table_after_another(
+    rows: int, inputs: int, levels: int, ranks: tuple[int, ...]
+) -> None:
+    """With a norm and without, in place and with a residual; for one matrix and for three."""
+    for widths in (WIDTHS, WIDTHS[:1]):
+        entries = group_of(levels, widths, inputs, ranks)
+        group = LoraGroup(entries, inputs, widths)
+        x, y, residual, ids = operands(rows, inputs, sum(widths))
+        norm = Norm((torch.rand(inputs, generator=torch.Generator().manual_seed(1)) + 0.5).to(DEVICE), 1e-5)
+        h = rms_norm(x, norm.weight, norm.eps)
+        normed = torch.full_like(x, float("nan"))
+        middle = group.shrink(x, ids, norm=norm, normed=normed)
+        assert torch.equal(normed, h)
+        want = torch.cat(separate(entries, h, y, widths, ids), 1)
+        assert torch.equal(group.expand(y.clone(), middle, ids), want)
+        into = residual.clone()
+        assert torch.equal(group.expand(y, group.shrink(h, ids), ids, out=into, residual=into), residual + want)
+        alone = y[-1:].clone()
+        own = ids[-1:].clone()
+        group.expand(alone, group.shrink(h[-1:].clone(), own), own)
+        assert torch.equal(alone, want[-1:])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "quickgelu"])
+@pytest.mark.parametrize(("rows", "levels"), [(1, 1), (7, 2)])
+def test_a_gated_group_is_bitwise_its_parts(rows: int, levels: int, activation: Any) -> None:
+    widths = (66, 66)
+    entries = group_of(levels, widths, 64, (16, 1, 30, 4))
+    group = LoraGroup(entries, 64, widths)
+    x, y, _, ids = operands(rows, 64, sum(widths))
+    gate, up = separate(entries, x, y, widths, ids)
+    found = group.expand(y, group.shrink(x, ids), ids, activation=activation)
+    assert torch.equal(found, gated_activation(gate, up, activation))
+
+
+def test_all_rows_have_the_first_set_without_numbers() -> None:
+    entries = group_of(1, (32,), 64, (8, 1, 4, 2))
+    group = LoraGroup(entries, 64, (32,))
+    x, y, _, _ = operands(3, 64, 32)
+    zeros = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    assert torch.equal(group.expand(y.clone(), group.shrink(x)), separate(entries, x, y, (32,), zeros)[0])
+
+
+def test_a_group_rejects_what_does_not_fit() -> None:
+    one = entry(64, 32, 4, False)[0]
+    wrong: tuple[tuple[list[Any], tuple[int, ...], str], ...] = (
+        ([[[one]]], (34,), "32 outputs"),
+        ([[[None]]], (32,), "needs an entry"),
+        ([[[one]], [[one, None]]], (32,), "every level"),
+        ([[[one], [one]]], (32,), "every level"),
+        ([[[one]]], (31,), "in pairs"),
+    )
+    for entries, widths, match in wrong:
+        with pytest.raises(ShapeError, match=match):
+            LoraGroup(entries, 64, widths)
+    group = LoraGroup([[[one]]], 64, (32,))
+    x, y, _, _ = operands(2, 64, 32)
+    ids = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    middle = group.shrink(x, ids)
+    with pytest.raises(ShapeError, match="T, 64"):
+        group.shrink(x[:, :32].contiguous())
+    with pytest.raises(ShapeError, match="slots"):
+        group.shrink(x, ids[:1].clone())
+    with pytest.raises(ShapeError, match="come together"):
+        group.shrink(x, ids, normed=torch.empty_like(x))
+    with pytest.raises(ShapeError, match="sum of widths"):
+        group.expand(y[:, :16].contiguous(), middle, ids)
+    with pytest.raises(ShapeError, match="middle"):
+        group.expand(y, middle[:1].clone(), ids)
+    with pytest.raises(ShapeError, match="residual"):
+        group.expand(y, middle, ids, residual=y[:1].clone())

@@ -54,7 +54,7 @@ mod _native {
     #[pymodule_export]
     use crate::cuda::linear::{CudaLinearGroup, MatmulPlan, NextInput, NormPrologue};
     #[pymodule_export]
-    use crate::cuda::lora::cuda_lora_add;
+    use crate::cuda::lora::{cuda_lora_add, cuda_lora_expand, cuda_lora_shrink};
     #[pymodule_export]
     use crate::cuda::matrix::{CudaLayout, CudaMatrix};
     #[pymodule_export]

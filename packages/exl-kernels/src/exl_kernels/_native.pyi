@@ -57,6 +57,8 @@ __all__ = [
     "cuda_launches",
     "cuda_layer_norm",
     "cuda_lora_add",
+    "cuda_lora_expand",
+    "cuda_lora_shrink",
     "cuda_paged_attention",
     "cuda_probe",
     "cuda_probe_empty",
@@ -927,6 +929,41 @@ def cuda_lora_add(x: Tensor, y: Tensor, table: Tensor, slots: Tensor | None, mid
 
     table: int64 [entries, 5], addresses of A [rank, in] and B [rank, out] float16, scale [rank] and bias [out] (or 0) float32, and the
     rank. slots: int32 [T], negative for none; None: entry 0 for all rows. middle: float32 [T, largest rank], overwritten.
+    """
+
+def cuda_lora_expand(
+    y: Tensor,
+    out: Tensor,
+    residual: Tensor | None,
+    gate: str | None,
+    widths: Sequence[int],
+    table: Tensor,
+    slots: Tensor | None,
+    middle: Tensor,
+    launch: Launch,
+) -> None:
+    """
+    Compute out = y + the adapters' results [+ residual], or the gated activation of both halves of y, all float16.
+
+    y: [T, sum of widths], the outputs of all matrices side by side. out: like y, or [T, width] with `gate` ("silu", "gelu" or
+    "quickgelu"); may be y or the residual. table, slots, middle: as for `cuda_lora_shrink`, which filled `middle`.
+    """
+
+def cuda_lora_shrink(
+    x: Tensor,
+    table: Tensor,
+    slots: Tensor | None,
+    middle: Tensor,
+    norm: tuple[Tensor, float, float] | None,
+    normed: Tensor | None,
+    launch: Launch,
+) -> None:
+    """
+    Compute middle float32 [T, levels * matrices * largest rank], the products of x [T, in] float16 with the A of each row's adapters.
+
+    table: int64 [levels, matrices, sets, 5], as for `cuda_lora_add`; slots as there. norm: (weight float32 [in], eps, weight offset) of an
+    RMS norm of x that comes first; normed like x, which gets the normed rows. Table and slots must be written before the launches that
+    may overlap with this one.
     """
 
 def cuda_paged_attention(

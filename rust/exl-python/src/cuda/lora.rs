@@ -6,7 +6,7 @@
 use exl_cuda::ops::linear::lora::{self, LoraEntry};
 use pyo3::prelude::*;
 
-use super::{expect, target};
+use super::{activation_kind, expect, target};
 use crate::errors::device_error;
 use crate::operands::Launch;
 use crate::tensor::{DType, Tensor};
@@ -65,5 +65,173 @@ pub fn cuda_lora_add(
     };
     // SAFETY: torch owns the memory; sizes were checked above; what the table names is kept alive by its owner in Python.
     py.detach(|| unsafe { lora::add(to, &op) })
+        .map_err(|e| device_error(py, &e))
+}
+
+/// The operands that shrink and expand share. table: int64 [levels, matrices, sets, 5].
+fn group(
+    table: &Tensor,
+    slots: Option<&Tensor>,
+    middle: &Tensor,
+    rows: usize,
+) -> PyResult<lora::Group> {
+    let [levels, matrices, sets, fields] = match table.shape[..] {
+        [levels, matrices, sets, fields] => [levels, matrices, sets, fields],
+        _ => [0; 4],
+    };
+    expect(
+        table.dtype == DType::I64
+            && levels * matrices * sets > 0
+            && matrices <= 3
+            && fields * 8 == size_of::<LoraEntry>(),
+        "table must be int64 [levels, matrices, sets, 5]",
+    )?;
+    let lines = levels * matrices;
+    expect(
+        middle.dtype == DType::F32
+            && middle.shape.len() == 2
+            && middle.shape[0] == rows
+            && middle.shape[1].is_multiple_of(lines),
+        "middle must be float32 [T, levels * matrices * largest rank]",
+    )?;
+    expect(
+        slots.is_none_or(|slots| slots.dtype == DType::I32 && slots.shape == [rows]),
+        "slots must be int32 [T]",
+    )?;
+    Ok(lora::Group {
+        table: table.ptr,
+        slots: slots.map_or(0, |slots| slots.ptr),
+        middle: middle.ptr,
+        rows,
+        sets,
+        matrices,
+        levels,
+        most_rank: middle.shape[1] / lines,
+    })
+}
+
+fn is_halves(tensor: &Tensor, shape: &[usize], alignment: usize) -> bool {
+    tensor.dtype == DType::F16 && tensor.shape == shape && tensor.ptr.is_multiple_of(alignment)
+}
+
+/// Compute middle float32 [T, levels * matrices * largest rank], the products of x [T, in] float16 with the A of each row's adapters.
+///
+/// table: int64 [levels, matrices, sets, 5], as for `cuda_lora_add`; slots as there. norm: (weight float32 [in], eps, weight offset) of an
+/// RMS norm of x that comes first; normed like x, which gets the normed rows. Table and slots must be written before the launches that
+/// may overlap with this one.
+#[pyfunction]
+#[pyo3(signature = (x, table, slots, middle, norm, normed, launch))]
+#[allow(clippy::too_many_arguments)]
+pub fn cuda_lora_shrink(
+    py: Python<'_>,
+    x: Tensor,
+    table: Tensor,
+    slots: Option<Tensor>,
+    middle: Tensor,
+    norm: Option<(Tensor, f32, f32)>,
+    normed: Option<Tensor>,
+    launch: &Launch,
+) -> PyResult<()> {
+    expect(
+        x.shape.len() == 2 && is_halves(&x, &x.shape, 16),
+        "x must be float16 [T, in], aligned to 16 bytes",
+    )?;
+    expect(
+        norm.is_some() == normed.is_some(),
+        "a norm and its result come together",
+    )?;
+    let group = group(&table, slots.as_ref(), &middle, x.shape[0])?;
+    let mut all = vec![("x", &x), ("table", &table), ("middle", &middle)];
+    all.extend(slots.as_ref().map(|slots| ("slots", slots)));
+    if let (Some((weight, _, _)), Some(normed)) = (&norm, &normed) {
+        expect(
+            weight.dtype == DType::F32
+                && weight.shape == [x.shape[1]]
+                && weight.ptr.is_multiple_of(16),
+            "the norm's weight must be float32 [in], aligned to 16 bytes",
+        )?;
+        expect(
+            is_halves(normed, &x.shape, 16),
+            "normed must be like x, aligned to 16 bytes",
+        )?;
+        all.extend([("weight", weight), ("normed", normed)]);
+    }
+    let to = target(&all, launch)?;
+    let (weight, eps, offset) = norm
+        .as_ref()
+        .map_or((0, 0.0, 0.0), |(weight, eps, offset)| {
+            (weight.ptr, *eps, *offset)
+        });
+    let input = lora::Input {
+        x: x.ptr,
+        in_features: x.shape[1],
+        weight,
+        eps,
+        offset,
+        normed: normed.as_ref().map_or(0, |normed| normed.ptr),
+    };
+    // SAFETY: torch owns the memory; sizes were checked above; what the table names is kept alive by its owner in Python.
+    py.detach(|| unsafe { lora::shrink(to, &group, &input) })
+        .map_err(|e| device_error(py, &e))
+}
+
+/// Compute out = y + the adapters' results [+ residual], or the gated activation of both halves of y, all float16.
+///
+/// y: [T, sum of widths], the outputs of all matrices side by side. out: like y, or [T, width] with `gate` ("silu", "gelu" or
+/// "quickgelu"); may be y or the residual. table, slots, middle: as for `cuda_lora_shrink`, which filled `middle`.
+#[pyfunction]
+#[pyo3(signature = (y, out, residual, gate, widths, table, slots, middle, launch))]
+#[allow(clippy::too_many_arguments)]
+pub fn cuda_lora_expand(
+    py: Python<'_>,
+    y: Tensor,
+    out: Tensor,
+    residual: Option<Tensor>,
+    gate: Option<&str>,
+    widths: Vec<usize>,
+    table: Tensor,
+    slots: Option<Tensor>,
+    middle: Tensor,
+    launch: &Launch,
+) -> PyResult<()> {
+    let (rows, width) = (
+        y.shape.first().copied().unwrap_or(0),
+        widths.iter().sum::<usize>(),
+    );
+    let group = group(&table, slots.as_ref(), &middle, rows)?;
+    expect(
+        widths.len() == group.matrices && is_halves(&y, &[rows, width], 4),
+        "y must be float16 [T, sum of widths], a width for each matrix",
+    )?;
+    let gate = gate.map(activation_kind).transpose()?;
+    let wide = if gate.is_some() { widths[0] } else { width };
+    expect(
+        is_halves(&out, &[rows, wide], 4),
+        "out must be float16 [T, width]",
+    )?;
+    expect(
+        residual
+            .as_ref()
+            .is_none_or(|t| gate.is_none() && is_halves(t, &[rows, width], 4)),
+        "the residual must be like y, and there is none with a gate",
+    )?;
+    let mut all = vec![
+        ("y", &y),
+        ("out", &out),
+        ("table", &table),
+        ("middle", &middle),
+    ];
+    all.extend(slots.as_ref().map(|slots| ("slots", slots)));
+    all.extend(residual.as_ref().map(|residual| ("residual", residual)));
+    let to = target(&all, launch)?;
+    let results = lora::Results {
+        y: y.ptr,
+        out: out.ptr,
+        residual: residual.as_ref().map_or(0, |residual| residual.ptr),
+        widths: std::array::from_fn(|i| widths.get(i).copied().unwrap_or(0)),
+        gate,
+    };
+    // SAFETY: torch owns the memory; sizes were checked above; what the table names is kept alive by its owner in Python.
+    py.detach(|| unsafe { lora::expand(to, &group, &results) })
         .map_err(|e| device_error(py, &e))
 }

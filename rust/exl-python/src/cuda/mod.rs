@@ -267,6 +267,18 @@ pub fn cuda_rope(
         .map_err(|e| device_error(py, &e))
 }
 
+/// The activation of that name.
+pub fn activation_kind(name: &str) -> PyResult<elementwise::Activation> {
+    match name {
+        "silu" => Ok(elementwise::Activation::Silu),
+        "gelu" => Ok(elementwise::Activation::Gelu),
+        "quickgelu" => Ok(elementwise::Activation::QuickGelu),
+        other => Err(PyValueError::new_err(format!(
+            "kind = {other:?}: expected \"silu\", \"gelu\" or \"quickgelu\""
+        ))),
+    }
+}
+
 #[pyfunction]
 #[pyo3(signature = (gate, up, out, kind, launch))]
 pub fn cuda_activation(
@@ -277,16 +289,7 @@ pub fn cuda_activation(
     kind: &str,
     launch: &Launch,
 ) -> PyResult<()> {
-    let kind = match kind {
-        "silu" => elementwise::Activation::Silu,
-        "gelu" => elementwise::Activation::Gelu,
-        "quickgelu" => elementwise::Activation::QuickGelu,
-        other => {
-            return Err(PyValueError::new_err(format!(
-                "kind = {other:?}: expected \"silu\", \"gelu\" or \"quickgelu\""
-            )));
-        }
-    };
+    let kind = activation_kind(kind)?;
     let mut all = vec![("gate", &gate), ("out", &out)];
     all.extend(up.as_ref().map(|t| ("up", t)));
     for (what, tensor) in &all {

@@ -1,9 +1,9 @@
 """Captured decode steps of one model: which exist, when one applies, and the fallback.
 
 A captured step is recorded once with static inputs and replayed as one launch. It holds the joined launches of
-`fused.py` where these cover the model and no row has an adapter, else the modules' own forward pass. The results
-are bitwise identical to the eager pass. Grids and workspaces depend on the bucket only; kernels read lengths and tables
-on the device.
+`fused.py` where these cover the model, adapters included, else the modules' own forward pass. The results are bitwise
+identical to the eager pass. Grids and workspaces depend on the bucket only; kernels read lengths and tables on the
+device.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from ..errors import DeviceError
 from ..layers import Head, Intervention, Module, MoE
 from ..lora.pairs import KERNEL_ROWS, LoraPair
 from ..lora.rows import RowAdapters
+from .adapter_sets import AdapterSets
 from .attn_params import PagedParams
 from .batch import Step
-from .fused import JoinedLaunches, joined_launches_of
+from .fused import JoinedLaunches, joined_launches_of, joins_adapters
 from .inputs import Bucket, StepInputs, passed
 from .step import build_step
 
@@ -45,7 +46,6 @@ GRAPHS_VARIABLE = "EXL_CUDA_GRAPHS"  # "0": always launch operator by operator
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MAX_Q_LEN = 8
-MAX_SETS = 32  # most combinations of adapters that rows of captured steps can have at a time
 PLACE_PARTS = 4  # numbers of `_place`; the version of the adapters follows in keys of steps with adapters
 MAX_GRAPHS = 64
 """Most captured steps of one cache. Beyond them the oldest is dropped, since each takes a few MB of GPU memory."""
@@ -231,8 +231,8 @@ class DecodeGraphs:
         self._stream: torch.cuda.Stream | None = None
         self._refused: str | None = None
         self._exact_batch = False
-        self._sets: dict[tuple[Adapter, ...], int] = {}  # adapters that rows of captured steps may have -> number
-        self._versions = 0  # counts changes of `_sets`
+        self._sets = AdapterSets()
+        self._recording = False
         self._arrangement: list[Module] | None = None  # the modules that `_refused` refers to
         self._modules: list[Module] | None = None  # the modules, without hooks, that the captured steps belong to
         self.longest = 0  # tokens of the longest sequence after the last captured step
@@ -320,7 +320,16 @@ class DecodeGraphs:
     def forget_adapters(self) -> None:
         """Drop the captured steps with adapters, which hold the adapters' tensors."""
         self._sets.clear()
-        self._drop([key for key in self._graphs if len(key) > PLACE_PARTS])
+        self._drop_adapted()
+
+    def _drop_adapted(self) -> None:
+        self._drop([key for key in list(self._graphs) if len(key) > PLACE_PARTS])
+
+    def _adapter_died(self) -> None:
+        """Drop the captured steps that hold the tensors of an adapter that nothing else refers to any more."""
+        self._sets.stale = True
+        if not self._recording:  # the garbage collector may find the adapter at any time
+            self._drop_adapted()
 
     def _set_ids_of(self, model: LanguageModel, adapters: Sequence[tuple[Adapter, ...]]) -> list[int] | None:
         """Return the number in `_sets` of each row's adapters, -1 for none.
@@ -328,17 +337,15 @@ class DecodeGraphs:
         None where captured steps cannot have these adapters; `reason` says why. New adapters invalidate the captured
         steps with others, whose tables have no room for more.
         """
-        new = list(dict.fromkeys(found for found in adapters if found and found not in self._sets))
+        if self._sets.stale:
+            self.forget_adapters()
+        new = self._sets.new_of(adapters)
         if new:
             self.reason = _not_captured(model, new)
             if self.reason is not None:
                 return None
-            if len(self._sets) + len(new) > MAX_SETS:
-                self._sets = {found: 0 for found in dict.fromkeys(adapters) if found}
-                new = []
-            self._sets = {found: set_id for set_id, found in enumerate([*self._sets, *new])}
-            self._versions += 1
-        return [self._sets[found] if found else -1 for found in adapters]
+            self._sets.add(new, adapters, weakref.WeakMethod(self._adapter_died))
+        return self._sets.ids_of(adapters)
 
     def joined_launches(self, step: Step) -> JoinedLaunches | None:
         """Return the joined launches for a pass that is no captured step; None where modules run their own passes."""
@@ -381,7 +388,7 @@ class DecodeGraphs:
 
     def _drop(self, keys: list[tuple[int, ...]]) -> None:
         for key in keys:
-            del self._graphs[key]
+            self._graphs.pop(key, None)
         self._failed = {at: failure for at, failure in self._failed.items() if at[0] in self._graphs}
         if not self.count:
             self._pool = None  # torch drops a pool with its last graph; its number must not be used again
@@ -418,13 +425,14 @@ class DecodeGraphs:
         self, model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, adapted: bool
     ) -> _Graph | None:
         place = _place(cache, bucket.page_size)
-        key = (*place, self._versions) if adapted else place
+        key = (*place, self._sets.version) if adapted else place
         held = self._graphs.get(key)
         if held is not None and bucket in held:
             return held[bucket]
         if held is None:
             known = any(k[0] == key[0] for k in self._graphs)
-            current = (place, (*place, self._versions))  # other keys: the cache's tensors moved, or adapters changed
+            # Of other keys the cache's tensors moved, or the adapters changed.
+            current = (place, (*place, self._sets.version))
             self._drop([k for k in self._graphs if k[:2] == key[:2] and k not in current])
             self._graphs[key] = {}
             if not known:
@@ -435,6 +443,7 @@ class DecodeGraphs:
             self.reason = str(failure)
             return None
         try:
+            self._recording = True
             with torch.inference_mode(False), torch.no_grad():
                 made = self._record(model, cache, bucket, adapted)
         except _NotCapturableError as error:
@@ -450,8 +459,10 @@ class DecodeGraphs:
             if not self.count:
                 self._pool = None  # as in `_drop`
             return None
+        finally:
+            self._recording = False
         self._failed.pop((key, bucket), None)
-        held = self._graphs[key]
+        held = self._graphs.setdefault(key, {})
         held[bucket] = made
         if len(held) > MAX_GRAPHS:
             del held[next(iter(held))]
@@ -466,12 +477,11 @@ class DecodeGraphs:
         assert isinstance(head, Head)
         logits = self._logits_of(bucket.tokens, model.config.padded_vocab_size, device)
 
-        joined: JoinedLaunches | str | None = None if adapted else self._joined_or_reason(model)
+        joined = None if adapted and not joins_adapters() else self._joined_or_reason(model)
         rows: RowAdapters | None = None
         if adapted:
-            rows = RowAdapters(
-                list(self._sets), torch.full((bucket.tokens,), -1, dtype=torch.int32, device=device), bucket.q_len
-            )
+            set_ids = torch.full((bucket.tokens,), -1, dtype=torch.int32, device=device)
+            rows = RowAdapters(self._sets.adapters(), set_ids, bucket.q_len)
             step = replace(step, loras=(rows,))
 
         def body(out: Tensor) -> None:

@@ -7,8 +7,10 @@ modules' own.
 Up to 64 rows a Llama layer takes five launches: norm and q, k, v; rotation, storing and attention; o and residual;
 norm, gate, up and activation; down and residual. For three to eight rows each matmul packs the input of the next one,
 and the head's matmul includes the last norm. For more rows, and for BF16, a separate launch norms and packs the input
-of a matmul. Where the matrices do not allow joining, a layer takes ten launches plus those that pack inputs. For
-prompts of more rows than are batch-invariant (`PACKED_ROWS`) torch runs the matmuls, residual sums included.
+of a matmul. Where the matrices do not allow joining, a layer takes ten launches plus those that pack inputs. Adapters
+take two launches more for each matmul that they change: one before it, which also norms the input, and one behind it,
+which also adds the residual or applies the gate. For prompts of more rows than are batch-invariant (`PACKED_ROWS`)
+torch runs the matmuls, residual sums included.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ from .halves import AttentionHalf, Half, MlpHalf, ModuleHalf, chains, half_of, i
 if TYPE_CHECKING:
     from ..language_model import LanguageModel
 
-__all__ = ["JoinedLaunches", "joined_launches_of"]
+__all__ = ["JoinedLaunches", "joined_launches_of", "joins_adapters"]
 
 JOINED_ROWS_VARIABLE = "EXL_DECODE_JOINED_ROWS"
+JOINED_ADAPTERS_VARIABLE = "EXL_DECODE_JOINED_ADAPTERS"  # "0": a step with adapters runs the modules' own passes
 JOINED_ROWS = PACKED_ROWS
 """Most rows of joined launches, unless the variable says otherwise."""
 
@@ -45,6 +48,11 @@ def joined_rows() -> int:
     if text and not text.isdecimal():
         raise InputError(f"{JOINED_ROWS_VARIABLE} is {text!r}, must be a number of rows from 0 to {PACKED_ROWS}")
     return min(int(text or JOINED_ROWS), PACKED_ROWS)
+
+
+def joins_adapters() -> bool:
+    """Return whether captured steps with adapters use joined launches: EXL_DECODE_JOINED_ADAPTERS is not 0."""
+    return os.environ.get(JOINED_ADAPTERS_VARIABLE, "1").strip() != "0"
 
 
 class JoinedLaunches:
@@ -64,10 +72,15 @@ class JoinedLaunches:
         self._last = max(i for i, half in enumerate(self._halves) if _stores(half))
 
     def run(self, ids: Tensor, step: Step, logits: Tensor) -> None:
-        """Run ids int64 [T] on the device; writes logits float32 [T, padded vocabulary]."""
+        """Run ids int64 [T] on the device; writes logits float32 [T, padded vocabulary].
+
+        Adapters of the step must be `RowAdapters`.
+        """
         x, joined = self._begin(ids)
         layers = self._layers
-        if joined and layers is not None and all(chains(*layer, x.shape[0]) for layer in layers):
+        if step.loras:
+            self._head.forward(self._adapted(x, joined, step), step, out=logits)
+        elif joined and layers is not None and all(chains(*layer, x.shape[0]) for layer in layers):
             self._run_chained(layers, x, step, logits)
         else:
             self._head.forward(self._hidden(x, joined, step), step, out=logits)
@@ -94,6 +107,16 @@ class JoinedLaunches:
                 x, h = half.run_last(x, h, following, step, last_of)
             else:
                 x, h = _last_rows(half.run(x, h, None, step)[0], last_of), None
+        return self._norm.forward(x) if h is None else h
+
+    def _adapted(self, x: Tensor, joined: bool, step: Step) -> Tensor:
+        """Return the head's input of a step with adapters."""
+        h: Tensor | None = None
+        for half, following in zip(self._halves, self._following(), strict=True):
+            if joined and half.takes_adapters(step):
+                x, h = half.run_joined(x, h, following, step)
+            else:
+                x, h = half.module.forward(x, step), None
         return self._norm.forward(x) if h is None else h
 
     def head(self, h: Tensor, step: Step) -> Tensor:

@@ -24,8 +24,7 @@ __all__ = ["FUSED", "Fused"]
 class Fused:
     """Run a pass as a captured step (`captured.py`) or by the model's joined launches (`fused.py`).
 
-    A model without joined launches, a pass that these do not cover, and a captured step with adapters run module by
-    module.
+    A model without joined launches, and a pass that these do not cover, run module by module.
     """
 
     def run(self, model: ExecutableModel, asked: ForwardPass) -> dict[str, Any] | None:

@@ -31,6 +31,7 @@ from exl_kernels.selection import PACKED_ROWS
 from ..device import activation_dtype
 from ..layers import Attention, FeedForward, GatedMLP, Linear, Module, Norm, ParallelDecoder, PlainMLP, RMSNorm
 from ..layers.description import AttentionDescription, MlpDescription
+from .adapted import MatmulAdapters, adapters_of, takes_adapters
 from .batch import Step
 
 __all__ = [
@@ -73,8 +74,13 @@ def is_changed(module: Module) -> bool:
 class Half(ABC):
     """A module between embedding and last norm."""
 
+    module: Module
     input_norm: RMSNorm | None = None
     """Norm of the input, if the preceding half may compute it."""
+
+    def takes_adapters(self, step: Step) -> bool:
+        """Return whether `run_joined` adds the adapters of the step."""
+        return True
 
     def join(self, rows: int) -> bool:
         """Return whether the matmuls of `rows` rows can run with their prologue and epilogue."""
@@ -121,8 +127,11 @@ class ModuleHalf(Half):
 class _JoinedHalf(Half):
     """Norms and residual of a half whose launches are joined."""
 
-    def __init__(self, norm: Norm | None, post: Norm | None, last: Linear, float_residual: bool) -> None:
+    def __init__(
+        self, module: Module, norm: Norm | None, post: Norm | None, last: Linear, float_residual: bool
+    ) -> None:
         """float_residual: x is float32 on a GPU, where matmuls take halves."""
+        self.module = module
         self.norm, self.post, self.last, self.float_residual = norm, post, last, float_residual
         self.input_norm = norm if type(norm) is RMSNorm and not is_changed(norm) else None
         self._own_norm = None if float_residual else self.input_norm
@@ -144,6 +153,14 @@ class _JoinedHalf(Half):
         if h is not None:
             return h
         return x if self.norm is None else self.norm.forward(x)
+
+    def adapt_input(self, adapters: MatmulAdapters, x: Tensor, h: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the input of the first matmul without a fused norm, and its product with the adapters' A."""
+        if h is None and self._own_norm is not None:
+            h = torch.empty_like(x)
+            return h, adapters.shrink(x, norm=_input_norm(self._own_norm), normed=h)
+        h = self.normed(x, h)
+        return h, adapters.shrink(h)
 
     def result(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the output tensor of the last matmul, and its residual."""
@@ -184,7 +201,8 @@ class AttentionHalf(_JoinedHalf):
 
     def __init__(self, attention: Attention, float_residual: bool = False) -> None:
         a = self.attention = attention
-        super().__init__(a.norm, a.post, a.o_proj, float_residual)
+        super().__init__(a, a.norm, a.post, a.o_proj, float_residual)
+        self._first_linears = (a.q_proj, a.k_proj, a.v_proj)
         self.qkv_normed = _joined(a.q_proj, a.k_proj, a.v_proj)
         self.qkv = self.qkv_normed
         if self._own_norm is not None:
@@ -199,13 +217,23 @@ class AttentionHalf(_JoinedHalf):
         """Return whether the matmuls qkv and o have fused kernels for `rows` rows."""
         return all(matmul.kernel(rows) is not None for matmul in (self.qkv, self.o))
 
+    def takes_adapters(self, step: Step) -> bool:
+        """Return whether the adapters of q, k and v and of o can be added behind the joined matmuls."""
+        return takes_adapters(step, self._first_linears) and takes_adapters(step, (self.last,))
+
     def run_joined(
         self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step
     ) -> tuple[Tensor, Tensor | None]:
         """Run norm, q, k, v, attention, o and residual with joined launches."""
-        own = self.qkv if self._own_norm is not None else None
-        matmul, taken = self.first_of(own, self.qkv_normed, x, h)
-        qkv = matmul(taken, taken.new_empty(x.shape[0], matmul.out_features))
+        adapters = adapters_of(step, self._first_linears)
+        if adapters is None:
+            own = self.qkv if self._own_norm is not None else None
+            matmul, taken = self.first_of(own, self.qkv_normed, x, h)
+            qkv = matmul(taken, taken.new_empty(x.shape[0], matmul.out_features))
+        else:
+            taken, middle = self.adapt_input(adapters, x, h)
+            qkv = self.qkv_normed(taken, taken.new_empty(x.shape[0], self.qkv_normed.out_features))
+            adapters.expand(qkv, middle)
         out, residual = self.result(x)
         self._attend_to(out, residual, qkv, step)
         return x, self.left(x, out, following, h)
@@ -213,6 +241,10 @@ class AttentionHalf(_JoinedHalf):
     def _attend_to(self, out: Tensor, residual: Tensor | None, qkv: Tensor, step: Step) -> None:
         """Compute o of the attention plus the residual; attention packs o's input if possible."""
         rows, o = qkv.shape[0], self.o
+        adapters = adapters_of(step, (self.last,))
+        if adapters is not None:
+            adapters.multiply(o, self.attend(qkv, step).view(rows, -1), out, residual)
+            return
         given = o.input_of(rows) if step.q_len == 1 else None
         if given is not None:
             self.attend(qkv, step, given)
@@ -291,12 +323,15 @@ class MlpHalf(_JoinedHalf):
     def __init__(self, mlp: FeedForward, float_residual: bool = False) -> None:
         assert isinstance(mlp, GatedMLP | PlainMLP), "why_apart lets no other through"
         self.mlp = mlp
-        super().__init__(mlp.norm, mlp.post, mlp.down_proj, float_residual)
+        super().__init__(mlp, mlp.norm, mlp.post, mlp.down_proj, float_residual)
         gate = mlp.gate_proj if isinstance(mlp, GatedMLP) else None
         self.gated = gate is not None
         self.plain = self.plain and self.gated
         linears = (mlp.up_proj,) if gate is None else (gate, mlp.up_proj)
-        joins = None if gate is None else cast(Activation, mlp.activation)
+        self._first_linears = linears
+        self._activation = joins = None if gate is None else cast(Activation, mlp.activation)
+        self.up_bare = _joined(*linears)
+        """The first matmul with neither norm nor gate, for adapters."""
         self.up_normed = _joined(*linears, activation=joins)
         self.up = self.up_normed
         if self._own_norm is not None:
@@ -307,10 +342,17 @@ class MlpHalf(_JoinedHalf):
         """Return whether gate and up (or up) have a fused kernel for `rows` rows."""
         return self.up.kernel(rows) is not None  # down may run separately
 
+    def takes_adapters(self, step: Step) -> bool:
+        """Return whether the adapters of gate and up (or up) and of down can be added behind the joined matmuls."""
+        return takes_adapters(step, self._first_linears) and takes_adapters(step, (self.last,))
+
     def run_joined(
         self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step
     ) -> tuple[Tensor, Tensor | None]:
         """Run the MLP with joined launches."""
+        first, last = adapters_of(step, self._first_linears), adapters_of(step, (self.last,))
+        if first is not None or last is not None:
+            return self._run_adapted(first, last, x, h, following)
         own = self.up if self._own_norm is not None else None
         matmul, taken = self.first_of(own, self.up_normed, x, h)
         out, residual = self.result(x)
@@ -319,6 +361,32 @@ class MlpHalf(_JoinedHalf):
         else:
             up = matmul(taken, taken.new_empty(x.shape[0], matmul.out_features))
             self.down(activate(up, self.mlp.activation, out=up), out, residual=residual)
+        return x, self.left(x, out, following, h)
+
+    def _run_adapted(
+        self,
+        first: MatmulAdapters | None,
+        last: MatmulAdapters | None,
+        x: Tensor,
+        h: Tensor | None,
+        following: RMSNorm | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the MLP with the adapters of its first matmul, of down, or of both."""
+        if first is None:
+            own = self.up if self._own_norm is not None else None
+            matmul, taken = self.first_of(own, self.up_normed, x, h)
+            inner = matmul(taken, taken.new_empty(x.shape[0], matmul.out_features))
+        else:
+            taken, middle = self.adapt_input(first, x, h)
+            inner = self.up_bare(taken, taken.new_empty(x.shape[0], self.up_bare.out_features))
+            inner = first.expand(inner, middle, activation=self._activation)
+        if not self.gated:
+            activate(inner, self.mlp.activation, out=inner)
+        out, residual = self.result(x)
+        if last is None:
+            self.down(inner, out, residual)
+        else:
+            last.multiply(self.down, inner, out, residual)
         return x, self.left(x, out, following, h)
 
     def run(self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step) -> tuple[Tensor, Tensor | None]:
@@ -354,6 +422,10 @@ class ParallelHalf(AttentionHalf):
     def join(self, rows: int) -> bool:
         """Return whether both halves can run joined."""
         return super().join(rows) and self.mlp.join(rows)
+
+    def takes_adapters(self, step: Step) -> bool:
+        """Return whether both halves add the adapters of the step."""
+        return super().takes_adapters(step) and self.mlp.takes_adapters(step)
 
     def run_joined(
         self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step

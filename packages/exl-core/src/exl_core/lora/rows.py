@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from exl_kernels.linear.lora import LoraTable
+from exl_kernels.linear.lora import LoraEntry, LoraGroup, LoraTable
 
 from .pairs import LoraPair
 
@@ -41,29 +41,64 @@ class RowAdapters:
     embedding_pair: EmbeddingPair | None = None
 
     def __init__(self, sets: Sequence[tuple[Adapter, ...]], set_ids: Tensor, q_len: int) -> None:
-        self.sets = tuple(sets)
         self.set_ids = set_ids
         self._ends = set_ids if q_len == 1 else set_ids[q_len - 1 :: q_len]
-        keys = {key: None for adapters in self.sets for adapter in adapters for key in adapter.pairs}
-        self.pairs: dict[str, _RowPairs] = {key: _RowPairs(self, key) for key in keys}
+        keys = {key: None for adapters in sets for adapter in adapters for key in adapter.pairs}
+        self.pairs: dict[str, _RowPairs] = {key: _RowPairs(self, sets, key) for key in keys}
         self.touched = frozenset(keys)
+        self._set_count = len(sets)
+        self._groups: dict[tuple[str, ...], LoraGroup] = {}
 
     def set_ids_of(self, x: Tensor) -> Tensor:
         """Return the sets of the rows of x: of all tokens, or of the last token of each sequence for a head."""
         found = self.set_ids if x.shape[0] == self.set_ids.shape[0] else self._ends
         return found.to(x.device)
 
+    def groups(self, keys: Sequence[str], in_features: int, widths: Sequence[int]) -> bool:
+        """Return whether `group` supports these matrices: their sizes, and the pairs of all adapters for them."""
+        pairs = [self.pairs[key] for key in keys if key in self.pairs]
+        sizes = in_features % 8 == 0 and all(width % 2 == 0 for width in widths)
+        return not pairs or (sizes and all(pair.for_kernels for pair in pairs))
+
+    def group(self, keys: Sequence[str], in_features: int, widths: Sequence[int]) -> LoraGroup | None:
+        """Return the adapters of the matrices of one joined matmul; None where no adapter changes any of them.
+
+        Args:
+            keys: keys of one to three matrices.
+            in_features: inputs of each matrix.
+            widths: outputs of each matrix.
+        """
+        key = tuple(keys)
+        if self.touched.isdisjoint(key):
+            return None
+        if key not in self._groups:
+            lines = [self.pairs[one].entries if one in self.pairs else [] for one in key]
+            none: list[LoraEntry | None] = [None] * self._set_count
+            levels = [[line[n] if n < len(line) else none for line in lines] for n in range(max(map(len, lines)))]
+            self._groups[key] = LoraGroup(levels, in_features, widths)
+        return self._groups[key]
+
 
 class _RowPairs:
     """The pairs that the adapters of a batch add to one matrix."""
 
-    def __init__(self, rows: RowAdapters, key: str) -> None:
+    def __init__(self, rows: RowAdapters, sets: Sequence[tuple[Adapter, ...]], key: str) -> None:
         self._rows = rows
         # The n-th adapters of all sets, then the next ones: each set's adapters add up in its order.
-        chains = [[a.pairs[key] for a in adapters if key in a.pairs] for adapters in rows.sets]
+        chains = [[a.pairs[key] for a in adapters if key in a.pairs] for adapters in sets]
         depth = max(map(len, chains))
         self._levels = [[chain[n] if n < len(chain) else None for chain in chains] for n in range(depth)]
         self._tables: list[LoraTable | None] = [_table(level) for level in self._levels]
+
+    @property
+    def for_kernels(self) -> bool:
+        """Whether the kernels support every pair."""
+        return all(table is not None for table in self._tables)
+
+    @property
+    def entries(self) -> list[list[LoraEntry | None]]:
+        """The entries of the kernels by level and set."""
+        return [_entries(level) for level in self._levels]
 
     def add_to(self, x: Tensor, y: Tensor) -> None:
         """Add the results of each row's adapters for x [T, in] to y [T, out]."""
@@ -80,9 +115,13 @@ class _RowPairs:
                     y[rows] = part
 
 
+def _entries(level: Sequence[AdapterPair | None]) -> list[LoraEntry | None]:
+    return [pair.entry if isinstance(pair, LoraPair) else None for pair in level]
+
+
 def _table(level: Sequence[AdapterPair | None]) -> LoraTable | None:
     """Return a table of the pairs; None where the kernels do not support one of them."""
-    entries = [pair.entry if isinstance(pair, LoraPair) else None for pair in level]
+    entries = _entries(level)
     if any(pair is not None and entry is None for pair, entry in zip(level, entries, strict=True)):
         return None
     return LoraTable(entries)

@@ -1,4 +1,9 @@
-"""Low-rank adapters on a GPU: y += (x A) B, where each row has a different adapter or none."""
+"""Low-rank adapters on a GPU: y += (x A) B, where each row has a different adapter or none.
+
+`LoraTable` adds the adapters of one matrix. `LoraGroup` adds those of the matrices of one joined matmul, bitwise
+identically, with two launches for all of them: one before the matmul, which also norms the input, and one behind it,
+which also adds the residual or applies the gate.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +17,11 @@ from exl_kernels import _native
 from exl_kernels.cuda_ops import check_operand, launch_on
 from exl_kernels.errors import DTypeError, ShapeError
 from exl_kernels.linear.cuda import aligned
+from exl_kernels.linear.fused import Activation, Norm
 
-__all__ = ["LoraEntry", "LoraTable"]
+__all__ = ["LoraEntry", "LoraGroup", "LoraTable"]
+
+FIELDS = 5  # numbers of an entry in a table
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,13 +85,7 @@ class LoraTable:
         self.most_rank = max(entry.rank for entry in present)
         if any((e.a.shape[1], e.b.shape[1]) != (self.in_features, self.out_features) for e in present):
             raise ShapeError("the adapters of a table are for one matrix: their inputs and outputs must be equal")
-        rows = [
-            (0, 0, 0, 0, 0)
-            if e is None
-            else (*(t.data_ptr() for t in (e.a, e.b, e.scale)), 0 if e.bias is None else e.bias.data_ptr(), e.rank)
-            for e in entries
-        ]
-        self._table = torch.tensor(rows, dtype=torch.int64, device=first.a.device)
+        self._table = torch.tensor(list(map(_fields, entries)), dtype=torch.int64, device=first.a.device)
 
     def add(self, x: Tensor, y: Tensor, entry_ids: Tensor | None = None) -> None:
         """Add the adapters' results to y.
@@ -110,3 +112,131 @@ class LoraTable:
             x = aligned(x)  # the kernels read 16 bytes at a time
             middle = torch.empty((x.shape[0], self.most_rank), dtype=torch.float32, device=x.device)
             _native.cuda_lora_add(x, y, self._table, entry_ids, middle, launch_on(x))
+
+
+class LoraGroup:
+    """The adapters that rows of a pass may have for one to three matrices over one input.
+
+    A row with set i has the entries `levels[n][matrix][i]`, first those of the first level: each level's results are
+    added and rounded in turn, as by one `LoraTable` after another. None adds nothing.
+
+    The kernels read entries and set numbers before the preceding launches have ended. A copy that the host has waited
+    for is early enough, and so is work before the launch of the captured graph that contains the calls.
+
+    Args:
+        levels: entries by level, matrix and set.
+        in_features: inputs of the matrices, a multiple of 8.
+        widths: outputs of each matrix, even.
+
+    Raises:
+        ShapeError: an entry does not fit its matrix, there is no entry, or a size is not supported.
+    """
+
+    def __init__(
+        self, levels: Sequence[Sequence[Sequence[LoraEntry | None]]], in_features: int, widths: Sequence[int]
+    ) -> None:
+        self.in_features, self.widths = in_features, tuple(widths)
+        if not 1 <= len(self.widths) <= 3 or in_features % 8 or any(width % 2 for width in self.widths):
+            raise ShapeError(
+                f"matrices of {in_features} inputs and {self.widths} outputs: a group has one to three, with inputs in "
+                "eights and outputs in pairs"
+            )
+        sets = {len(entries) for level in levels for entries in level}
+        if len(sets) != 1 or any(len(level) != len(self.widths) for level in levels):
+            raise ShapeError("every level of a group needs the entries of every matrix, one for each set")
+        present = [
+            (entry, width)
+            for level in levels
+            for entries, width in zip(level, self.widths, strict=True)
+            for entry in entries
+            if entry is not None
+        ]
+        if not present:
+            raise ShapeError("a group of adapters needs an entry")
+        for entry, width in present:
+            if (entry.a.shape[1], entry.b.shape[1]) != (in_features, width):
+                raise ShapeError(
+                    f"an adapter of {entry.a.shape[1]} inputs and {entry.b.shape[1]} outputs for a matrix of "
+                    f"{in_features} and {width}"
+                )
+        self._entries = [entry for entry, _ in present]  # keeps the tensors alive: the table holds their addresses
+        self.most_rank = max(entry.rank for entry in self._entries)
+        fields = [[[_fields(entry) for entry in entries] for entries in level] for level in levels]
+        self._table = torch.tensor(fields, dtype=torch.int64, device=self._entries[0].a.device)
+
+    def shrink(
+        self, x: Tensor, set_ids: Tensor | None = None, *, norm: Norm | None = None, normed: Tensor | None = None
+    ) -> Tensor:
+        """Multiply x by the A of each row's adapters.
+
+        Args:
+            x: float16 [T, in], contiguous, aligned to 16 bytes.
+            set_ids: int32 [T], the set of each row, below their number, negative for a row without adapters. None:
+                every row has set 0.
+            norm: RMS norm of x that comes first, with a weight of float32.
+            normed: like x, gets norm(x); None without a norm.
+
+        Returns:
+            The argument of `expand`, float32 [T, levels * matrices * largest rank].
+
+        Raises:
+            ShapeError: an operand does not fit.
+            DeviceError: the launch failed, or CUDA cannot be used.
+        """
+        check_operand("x", x, self._table)
+        if x.dim() != 2 or x.shape[1] != self.in_features:
+            raise ShapeError(f"x is {tuple(x.shape)}: expected [T, {self.in_features}]")
+        columns = self._table.shape[0] * self._table.shape[1] * self.most_rank
+        middle = torch.empty((x.shape[0], columns), dtype=torch.float32, device=x.device)
+        before = None if norm is None else (norm.weight, norm.eps, norm.offset)
+        try:
+            _native.cuda_lora_shrink(x, self._table, set_ids, middle, before, normed, launch_on(x))
+        except ValueError as error:
+            raise ShapeError(f"shrink: {error}") from None
+        return middle
+
+    def expand(
+        self,
+        y: Tensor,
+        middle: Tensor,
+        set_ids: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+        residual: Tensor | None = None,
+        activation: Activation | None = None,
+    ) -> Tensor:
+        """Add the adapters' results to those of the matrices.
+
+        Args:
+            y: float16 [T, sum of widths], the outputs of all matrices side by side.
+            middle: result of `shrink` for these rows.
+            set_ids: as for `shrink`.
+            out: gets the result; None: y, or a new tensor with an activation. May be the residual.
+            residual: like y, added last; or None.
+            activation: of two matrices [gate, up]: the result is activation(gate) * up, [T, width].
+
+        Returns:
+            out.
+
+        Raises:
+            ShapeError: an operand does not fit.
+            DeviceError: the launch failed, or CUDA cannot be used.
+        """
+        check_operand("y", y, self._table)
+        if out is None:
+            out = y if activation is None else y.new_empty((y.shape[0], self.widths[0]))
+        try:
+            _native.cuda_lora_expand(
+                y, out, residual, activation, list(self.widths), self._table, set_ids, middle, launch_on(y)
+            )
+        except ValueError as error:
+            raise ShapeError(f"expand: {error}") from None
+        return out
+
+
+def _fields(entry: LoraEntry | None) -> tuple[int, ...]:
+    """Return the entry as a row of a table: addresses, then the rank."""
+    if entry is None:
+        return (0,) * FIELDS
+    bias = 0 if entry.bias is None else entry.bias.data_ptr()
+    return (*(t.data_ptr() for t in (entry.a, entry.b, entry.scale)), bias, entry.rank)

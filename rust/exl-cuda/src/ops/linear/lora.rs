@@ -4,6 +4,7 @@ use crate::abi::assert_layout;
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
+use crate::ops::elementwise::Activation;
 use crate::ops::{Target, index32};
 
 /// `struct LoraEntry` of `kernels/linear/lora.cu`: the adapter of one slot for one matrix, as device addresses.
@@ -45,10 +46,22 @@ pub struct Lora {
 }
 
 pub(super) fn kernels() -> Vec<String> {
-    ["lora_shrink", "lora_expand"].map(str::to_owned).to_vec()
+    [
+        "lora_shrink",
+        "lora_expand",
+        "lora_shrink_group_1",
+        "lora_shrink_group_4",
+        "lora_expand_group",
+        "lora_expand_gated",
+    ]
+    .map(str::to_owned)
+    .to_vec()
 }
 
 const THREADS: u32 = 256;
+const EXPAND_THREADS: u32 = 128;
+/// Blocks of one rank each up to which a launch takes one rank a block; beyond, four.
+const MOST_SINGLE: usize = 512;
 
 /// Add every row's adapter to its results, in two launches.
 ///
@@ -92,4 +105,188 @@ pub unsafe fn add(to: Target, op: &Lora) -> Result<(), CudaError> {
         launch("lora_shrink", most_rank as u32).run(device, &mut shrink)?;
         launch("lora_expand", (outputs as u32).div_ceil(2 * THREADS)).run(device, &mut expand)
     }
+}
+
+/// The adapters of the rows of a pass for one to three matrices over one input. The device addresses, including those in the table, were
+/// written before the first of the launches that may overlap: the kernels read them before they wait.
+#[derive(Clone, Copy, Debug)]
+pub struct Group {
+    /// [`LoraEntry`]s `[levels, matrices, sets]`: the first adapters of each set, then the next ones.
+    pub table: usize,
+    /// `[rows]` i32: the set of each row; negative: none. 0: the first set for all rows.
+    pub slots: usize,
+    /// `[rows, levels * matrices * most_rank]` FP32.
+    pub middle: usize,
+    pub rows: usize,
+    pub sets: usize,
+    pub matrices: usize,
+    pub levels: usize,
+    /// The largest rank in the table.
+    pub most_rank: usize,
+}
+
+/// The input of [`shrink`], as device addresses.
+#[derive(Clone, Copy, Debug)]
+pub struct Input {
+    /// `[rows, in]` half, aligned to 16 bytes.
+    pub x: usize,
+    pub in_features: usize,
+    /// FP32 `[in]` of an RMS norm that is applied first, aligned to 16 bytes; 0 for none.
+    pub weight: usize,
+    pub eps: f32,
+    pub offset: f32,
+    /// `[rows, in]` half: the normed rows; 0 without a norm.
+    pub normed: usize,
+}
+
+/// The results that [`expand`] adds to, as device addresses of halves, aligned to 4 bytes.
+#[derive(Clone, Copy, Debug)]
+pub struct Results {
+    /// `[rows, width]`, the outputs of all matrices side by side.
+    pub y: usize,
+    /// `[rows, width]`, or half as wide with `gate`; may be `y` or `residual` without it.
+    pub out: usize,
+    /// `[rows, width]`, added last; 0 for none.
+    pub residual: usize,
+    /// Outputs of the matrices, even; 0 for absent ones.
+    pub widths: [usize; 3],
+    /// Of two matrices: the activation of the first, by which the second is multiplied.
+    pub gate: Option<Activation>,
+}
+
+/// Compute `middle`, the products of every row with the A of its adapters, in one launch.
+///
+/// # Safety
+/// The addresses, including those in the table, must be device memory of the stated sizes, valid until the stream has passed this launch.
+/// Slots must be smaller than the number of sets.
+pub unsafe fn shrink(to: Target, group: &Group, input: &Input) -> Result<(), CudaError> {
+    let columns = group.levels * group.matrices * group.most_rank;
+    if group.rows == 0 || columns == 0 {
+        return Ok(());
+    }
+    if !input.in_features.is_multiple_of(8) {
+        return Err(CudaError::Argument {
+            what: format!("matrices of {} inputs", input.in_features),
+            limit: "adapters take inputs in eights".to_owned(),
+        });
+    }
+    let device = Device::get(to.device)?;
+    let (inputs, sets) = (
+        index32("in_features", input.in_features)?,
+        index32("sets", group.sets)?,
+    );
+    let (rows, most_rank, columns) = (
+        index32("rows", group.rows)? as u32,
+        index32("rank", group.most_rank)?,
+        index32("columns", columns)?,
+    );
+    let single = columns as usize * group.rows <= MOST_SINGLE;
+    let launch = Launch {
+        kernel: if single {
+            "lora_shrink_group_1"
+        } else {
+            "lora_shrink_group_4"
+        },
+        grid: [
+            (columns as u32).div_ceil(if single { 1 } else { 4 }),
+            rows,
+            1,
+        ],
+        block: THREADS,
+        shared_bytes: 0,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    let mut arguments = kernel_arguments![
+        input.x,
+        input.weight,
+        input.normed,
+        group.table,
+        group.slots,
+        group.middle,
+        inputs,
+        sets,
+        most_rank,
+        columns,
+        input.eps,
+        input.offset
+    ];
+    // SAFETY: the order is that of the kernel; the caller guarantees that the addresses are valid.
+    unsafe { launch.run(device, &mut arguments) }
+}
+
+/// Add the adapters to the results of the matrices by the `middle` of [`shrink`], then the residual or the gate, in one launch.
+///
+/// # Safety
+/// As for [`shrink`].
+pub unsafe fn expand(to: Target, group: &Group, results: &Results) -> Result<(), CudaError> {
+    if group.rows == 0 || group.most_rank == 0 {
+        return Ok(());
+    }
+    let [first, second, third] = results.widths;
+    let pairs = results.widths.iter().all(|width| width.is_multiple_of(2));
+    let gates = results.gate.is_none() || (first == second && third == 0);
+    if !pairs || !gates {
+        return Err(CudaError::Argument {
+            what: format!("matrices of {first}, {second} and {third} outputs"),
+            limit: "adapters take outputs in pairs, and a gate two matrices of one size".to_owned(),
+        });
+    }
+    let device = Device::get(to.device)?;
+    let width = index32("out_features", first + second + third)?;
+    let (begin, last) = (
+        index32("out_features", first)?,
+        index32("out_features", first + second)?,
+    );
+    let (rows, most_rank, sets) = (
+        index32("rows", group.rows)? as u32,
+        index32("rank", group.most_rank)?,
+        index32("sets", group.sets)?,
+    );
+    let (matrices, levels) = (
+        index32("matrices", group.matrices)?,
+        index32("levels", group.levels)?,
+    );
+    let launch = |kernel, columns: i32| Launch {
+        kernel,
+        grid: [(columns as u32).div_ceil(2 * EXPAND_THREADS), rows, 1],
+        block: EXPAND_THREADS,
+        shared_bytes: 0,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    if let Some(gate) = results.gate {
+        let kind = gate as i32;
+        let mut arguments = kernel_arguments![
+            results.y,
+            results.out,
+            group.table,
+            group.slots,
+            group.middle,
+            begin,
+            sets,
+            most_rank,
+            levels,
+            kind
+        ];
+        // SAFETY: the order is that of the kernel; the caller guarantees that the addresses are valid.
+        return unsafe { launch("lora_expand_gated", begin).run(device, &mut arguments) };
+    }
+    let mut arguments = kernel_arguments![
+        results.y,
+        results.residual,
+        results.out,
+        group.table,
+        group.slots,
+        group.middle,
+        width,
+        begin,
+        last,
+        sets,
+        most_rank,
+        matrices,
+        levels
+    ];
+    // SAFETY: as above.
+    unsafe { launch("lora_expand_group", width).run(device, &mut arguments) }
 }

@@ -1,0 +1,68 @@
+"""The adapters of a step's rows for the matrices of one joined matmul.
+
+A launch before the matmul multiplies its input by the adapters' A, and norms the input where that is needed. A launch
+behind it adds the products with B, then the residual or the gate. Results are bitwise identical to those of
+`Linear.forward` and the operators that follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from exl_kernels.linear.fused import Activation, FusedLinear
+from exl_kernels.linear.fused import Norm as InputNorm
+from exl_kernels.linear.lora import LoraGroup
+
+from ..layers import Linear
+from ..lora.rows import RowAdapters
+from .batch import Step
+
+__all__ = ["MatmulAdapters", "adapters_of", "takes_adapters"]
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulAdapters:
+    """The adapters that the rows of a step have for the matrices of one matmul."""
+
+    group: LoraGroup
+    set_ids: Tensor
+    """int32 [T], the set of each row."""
+
+    def shrink(self, x: Tensor, norm: InputNorm | None = None, normed: Tensor | None = None) -> Tensor:
+        """Multiply x [T, in], or its norm, which is stored in `normed`, by A; as `LoraGroup.shrink`."""
+        return self.group.shrink(x, self.set_ids, norm=norm, normed=normed)
+
+    def expand(self, y: Tensor, middle: Tensor, activation: Activation | None = None) -> Tensor:
+        """Add the results to y [T, outputs of all matrices], in place or in a new tensor of gated results."""
+        return self.group.expand(y, middle, self.set_ids, activation=activation)
+
+    def multiply(self, matmul: FusedLinear, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
+        """Compute out = x @ W + adapters [+ residual] with the matmul of one matrix; out may be the residual."""
+        middle = self.shrink(x)
+        y = matmul(x, out if residual is None else torch.empty_like(out))
+        self.group.expand(y, middle, self.set_ids, out=out, residual=residual)
+
+
+def takes_adapters(step: Step, linears: Sequence[Linear]) -> bool:
+    """Return whether `adapters_of` finds all adapters that the step has for these matrices."""
+    found = all(isinstance(rows, RowAdapters) and rows.groups(*_about(linears)) for rows in step.loras)
+    return found and len(step.loras) <= 1
+
+
+def adapters_of(step: Step, linears: Sequence[Linear]) -> MatmulAdapters | None:
+    """Return the adapters of the matrices of a joined matmul; None where no adapter of the step changes them."""
+    if not step.loras:
+        return None
+    (rows,) = step.loras
+    assert isinstance(rows, RowAdapters), "takes_adapters lets no other through"
+    group = rows.group(*_about(linears))
+    return None if group is None else MatmulAdapters(group, rows.set_ids)
+
+
+def _about(linears: Sequence[Linear]) -> tuple[list[str], int, list[int]]:
+    """Return the keys of the matrices, their inputs and the outputs of each."""
+    return [one.key for one in linears], linears[0].in_features, [one.out_features for one in linears]
