@@ -113,16 +113,16 @@ def results(
 @pytest.mark.parametrize(("batch", "q_len"), [(1, 1), (2, 1), (5, 1), (3, 2), (12, 1)])
 @pytest.mark.parametrize("model", ["exl2"], indirect=True)
 def test_joined_launches_add_adapters(model: ExLlamaV2, tmp_path: Path, case: str, batch: int, q_len: int) -> None:
-    same_bits(model, tmp_path, case, batch, q_len)
+    assert_identical(model, tmp_path, case, batch, q_len)
 
 
 @pytest.mark.parametrize("batch", [1, 4, 64])
 @pytest.mark.parametrize("model", ["gptq", "gptq-act-order"], indirect=True)
 def test_joined_launches_add_adapters_of_gptq(model: ExLlamaV2, tmp_path: Path, batch: int) -> None:
-    same_bits(model, tmp_path, "mixed", batch, 1)
+    assert_identical(model, tmp_path, "mixed", batch, 1)
 
 
-def same_bits(model: ExLlamaV2, folder: Path, case: str, batch: int, q_len: int) -> None:
+def assert_identical(model: ExLlamaV2, folder: Path, case: str, batch: int, q_len: int) -> None:
     adapters, chosen = CASES[case]
     loras = [
         ExLlamaV2Lora.from_directory(model, write_adapter(folder / str(number), *adapter))

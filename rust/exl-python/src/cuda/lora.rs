@@ -114,7 +114,7 @@ fn is_halves(tensor: &Tensor, shape: &[usize], alignment: usize) -> bool {
     tensor.dtype == DType::F16 && tensor.shape == shape && tensor.ptr.is_multiple_of(alignment)
 }
 
-/// Compute middle float32 [T, levels * matrices * largest rank], the products of x [T, in] float16 with the A of each row's adapters.
+/// Compute middle float32 [T, levels * matrices * largest rank]: x [T, in] float16 times the A of each row's adapters.
 ///
 /// table: int64 [levels, matrices, sets, 5], as for `cuda_lora_add`; slots as there. norm: (weight float32 [in], eps, weight offset) of an
 /// RMS norm of x that comes first; normed like x, which gets the normed rows. Table and slots must be written before the launches that

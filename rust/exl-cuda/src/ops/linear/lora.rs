@@ -154,7 +154,7 @@ pub struct Results {
     pub gate: Option<Activation>,
 }
 
-/// Compute `middle`, the products of every row with the A of its adapters, in one launch.
+/// Compute `middle`, every row times the A of its adapters, in one launch.
 ///
 /// # Safety
 /// The addresses, including those in the table, must be device memory of the stated sizes, valid until the stream has passed this launch.
