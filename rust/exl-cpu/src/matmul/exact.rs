@@ -292,9 +292,12 @@ unsafe fn panel_rows<S: Simd, const R: usize, const V: usize>(
             depth::<S, 4, V, 2>(weights, blocks, x, rows, row, c);
             row += 4;
         }
-        while row < rows {
+        if row + 2 <= rows {
+            depth::<S, 2, V, 2>(weights, blocks, x, rows, row, c);
+            row += 2;
+        }
+        if row < rows {
             depth::<S, 1, V, 4>(weights, blocks, x, rows, row, c);
-            row += 1;
         }
     }
 }
@@ -314,6 +317,11 @@ unsafe fn depth<S: Simd, const R: usize, const V: usize, const B: usize>(
         while block + B <= blocks {
             register_block::<S, R, V, B>(weights, block, x, rows, row, c);
             block += B;
+        }
+        // Panels of small matrices end at their sections and are short.
+        while B > 2 && block + 2 <= blocks {
+            register_block::<S, R, V, 2>(weights, block, x, rows, row, c);
+            block += 2;
         }
         while block < blocks {
             register_block::<S, R, V, 1>(weights, block, x, rows, row, c);
