@@ -1,7 +1,7 @@
 """The adapters of a step's rows for the matrices of one joined matmul.
 
 A launch before the matmul multiplies its input by the adapters' A, and norms the input where that is needed. A launch
-behind it adds t B, then the residual or the gate. Results are bitwise identical to those of
+behind it multiplies that by B and adds it to the results, then the residual or the gate. Bitwise identical to
 `Linear.forward` and the operators that follow it.
 """
 
