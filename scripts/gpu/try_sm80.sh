@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests and times the experimental warp ring kernels (EXL_SM80_RING=1) on a GPU that runs code for sm_80, sm_86 or sm_89. On an H100 that is a
+# Tests and times the experimental warp ring and attention kernels (EXL_SM80_RING=1) on a GPU that runs code for sm_80, sm_86 or sm_89. On an H100 that is a
 # module built with EXL_CUDA_ARCHS=80+ptx. It builds nothing: see run_tests.sh for how the module gets there.
 #
 # usage: scripts/gpu/try_sm80.sh FOLDER
@@ -28,6 +28,9 @@ check one-matrix "test_one_matrix"
 check shapes "test_every_shape or test_blocks_of_many_tiles or test_rows_that_do_not_fit"
 check fused "test_random_matmuls"
 check chained "test_a_chained_layer"
+for file in teams own; do
+  part "test-attention-$file" "${TEST_SECONDS:-60}" env EXL_SM80_RING=1 python3 -m pytest -q -m cuda -p no:cacheprovider "tests/kernels/test_cuda_attention_$file.py"
+done
 part test-others "${TEST_SECONDS:-60}" env EXL_SM80_RING=1 python3 -m pytest -q -m cuda -p no:cacheprovider tests/kernels/test_cuda_fused_linear.py
 
 for switch in 0 1; do

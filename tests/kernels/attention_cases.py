@@ -13,6 +13,8 @@ from torch import Tensor
 from exl_kernels.attention import cuda as attention_cuda
 from exl_kernels.attention import paged_attention
 from exl_kernels.kv import KVPages, store_kv
+from exl_kernels.linear import QuantMatrix
+from exl_kernels.linear.cuda import CudaQuantMatrix
 from exl_kernels.norm import rms_norm
 from exl_kernels.reference import attention as twin
 from exl_kernels.rope import apply_rope
@@ -188,3 +190,20 @@ def own_step(kind: Any, lengths: list[int], **options: Any) -> OwnStep:
         rope.get("interleaved", False),
         rope.get("dtype", torch.float16),
     )
+
+
+def product_of(k: int, kind: str) -> CudaQuantMatrix:
+    """[k, 64] at four bits: EXL2 with a permutation, or GPTQ, whose rows stand in the features' order."""
+    generator = torch.Generator().manual_seed(k)
+    words = torch.randint(-(2**31), 2**31, (k // 8 + k // 128, 64), generator=generator).to(torch.int32)
+    scales = torch.rand(k // 128, 64, generator=generator).half() * 0.01 + 0.001
+    if kind == "gptq":
+        parts = {"qweight": words[: k // 8], "qzeros": words[k // 8 :, :8].contiguous(), "scales": scales}
+        made = QuantMatrix.from_gptq(parts, bits=4, group_size=128, device="cuda")
+    else:
+        groups = torch.tensor([[4, 16 * i] for i in range(k // 128)], dtype=torch.int16).flatten()
+        perm = torch.randperm(k, generator=generator).to(torch.int32)
+        parts = {"q_weight": words[: k // 8], "q_scale": words[k // 8 :, :8].contiguous(), "q_scale_max": scales[:, 0]}
+        made = QuantMatrix.from_exl2(parts | {"q_groups": groups, "q_invperm": perm}, device="cuda")
+    assert isinstance(made, CudaQuantMatrix)
+    return made

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import KINDS, UNDER_A_TOOL, OwnStep, own_step
+from attention_cases import KINDS, UNDER_A_TOOL, OwnStep, own_step, product_of
 from internals import group_of
 from torch import Tensor
 
@@ -15,7 +15,6 @@ from exl_kernels import _native
 from exl_kernels.attention import cuda as attention_cuda
 from exl_kernels.attention import paged_attention
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
-from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaQuantMatrix, launch_matmul
 from exl_kernels.linear.fused import FusedLinear
 from exl_kernels.selection import FEW_ROWS
@@ -209,23 +208,6 @@ def test_own_keys_that_do_not_fit_are_refused() -> None:
         attention_cuda.attend_own(q, k.float(), v, step.case.pages, *where, scale=1.0)
     with pytest.raises(ShapeError, match="own keys"):
         attention_cuda.attend_own(q, k, v, step.case.pages, *where[:3], step.slots[:1], *where[4:], scale=1.0)
-
-
-def product_of(k: int, kind: str) -> CudaQuantMatrix:
-    """[k, 64] at four bits: EXL2 with a permutation, or GPTQ, whose rows stand in the features' order."""
-    generator = torch.Generator().manual_seed(k)
-    words = torch.randint(-(2**31), 2**31, (k // 8 + k // 128, 64), generator=generator).to(torch.int32)
-    scales = torch.rand(k // 128, 64, generator=generator).half() * 0.01 + 0.001
-    if kind == "gptq":
-        parts = {"qweight": words[: k // 8], "qzeros": words[k // 8 :, :8].contiguous(), "scales": scales}
-        made = QuantMatrix.from_gptq(parts, bits=4, group_size=128, device="cuda")
-    else:
-        groups = torch.tensor([[4, 16 * i] for i in range(k // 128)], dtype=torch.int16).flatten()
-        perm = torch.randperm(k, generator=generator).to(torch.int32)
-        parts = {"q_weight": words[: k // 8], "q_scale": words[k // 8 :, :8].contiguous(), "q_scale_max": scales[:, 0]}
-        made = QuantMatrix.from_exl2(parts | {"q_groups": groups, "q_invperm": perm}, device="cuda")
-    assert isinstance(made, CudaQuantMatrix)
-    return made
 
 
 def packed(matrix: CudaQuantMatrix, x: Tensor) -> tuple[int, Tensor]:

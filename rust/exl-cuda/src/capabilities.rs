@@ -15,7 +15,7 @@ pub struct Capabilities {
     pub sms: usize,
     /// Bytes of shared memory that a block may request.
     pub shared_per_block: usize,
-    /// Whether the experimental warp ring kernels are selected where the code has them.
+    /// Whether the experimental warp ring and attention kernels are selected where the code has them.
     pub warp_ring: bool,
 }
 

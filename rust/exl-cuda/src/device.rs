@@ -255,7 +255,7 @@ fn describe(driver: &Driver, index: u32) -> Result<(CuDevice, DeviceInfo), CudaE
     ))
 }
 
-/// Selects the warp ring kernels. They are experimental: no card has run them yet.
+/// Selects the warp ring kernels and `attention_teams`. They are experimental: no card has run them yet.
 const WARP_RING_VARIABLE: &str = "EXL_SM80_RING";
 
 fn not_built_for(name: &str, compute @ (major, minor): (i32, i32)) -> String {

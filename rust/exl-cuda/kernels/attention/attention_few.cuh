@@ -23,6 +23,7 @@ struct Few : Stages<KEY_CODEC, VALUE_CODEC, DIM_, 4, 0> {
   static constexpr int QUERIES_AT = Base::UNIT_BYTES, WEIGHTS_AT = QUERIES_AT + COLUMNS * DIM * 2, MAXIMA_AT = WEIGHTS_AT + 4 * NT * 256;
   static constexpr int OWN_AT = MAXIMA_AT + 4 * COLUMNS * 4, BARRIER_AT = OWN_AT + packed_bytes<KC, DIM>() + packed_bytes<VC, DIM>();
   static constexpr int PLACES_AT = BARRIER_AT + 16, ROWS_AT = PLACES_AT + 4 * THREADS;
+  DEVICE static constexpr int warps() { return WARPS; }
 };
 
 #if __CUDA_ARCH__ >= 900
@@ -139,7 +140,7 @@ DEVICE void attention_few(const Attention& a) {
   if (a.early) pdl_wait();
   uint32_t raw[2][S::BLOCKS];
   load_items<S>(raw, source, second);
-  prepare_items<S>(a, job, rotation, shared, home_unit, slot, raw);
+  prepare_items<S>(a, job, rotation, shared, own, home_unit == 0 ? 0 : -1, slot, raw);
 #pragma unroll 1
   for (int index = begin, turn = 0; index < stop; index += size, turn++) {
     const int next = index + size < stop ? index + size : -1;

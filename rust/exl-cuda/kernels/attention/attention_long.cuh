@@ -16,6 +16,7 @@ struct Long : Stages<KEY_CODEC, VALUE_CODEC, DIM_, 4, 0> {
   static constexpr int MAXIMUM_BYTES = 4 * COLUMNS * 4, OWN_AT = MAXIMA_AT + TEAMS * MAXIMUM_BYTES;
   static constexpr int BARRIERS_AT = OWN_AT + packed_bytes<KC, DIM>() + packed_bytes<VC, DIM>(), ROWS_AT = BARRIERS_AT + 4 * 8 * SPLIT_UNITS;
   static constexpr int PARTS = TEAMS == 1 ? 1 : SPLIT_UNITS;
+  DEVICE static constexpr int warps() { return WARPS; }
 };
 
 #if __CUDA_ARCH__ >= 900
@@ -165,7 +166,7 @@ DEVICE void attention_long(const Attention& a) {
   if (a.early) pdl_wait();
   uint32_t raw[2][S::BLOCKS];
   load_items<S>(raw, source, second);
-  prepare_items<S>(a, job, rotation, shared, own ? 1 : -1, slot, raw);
+  prepare_items<S>(a, job, rotation, shared, own, -1, slot, raw);
   bar<8>(S::THREADS + 32);
   const int team = warp / 4;
   const uint32_t valid = (1u << a.group) - 1;

@@ -1,10 +1,10 @@
-// Shared by the kernels for one token a sequence (attention_few.cuh, attention_long.cuh): rotation, fetching, the own key and value, the
-// joining of units and splits, and storing. For whole heads of halves or bfloat16.
+// Shared by the kernels for one token a sequence (attention_few.cuh, attention_long.cuh, attention_teams.cuh): rotation, fetching, the own
+// key and value, the joining of units and splits, and storing. For whole heads of halves or bfloat16.
 #pragma once
 #include "attention/attention_decode.cuh"
 #include "common/pipeline.cuh"
 
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 800
 // Two neighbouring elements from a word.
 DEVICE float2 pair_of(uint32_t word, __half) { return __half22float2(*reinterpret_cast<const __half2*>(&word)); }
 DEVICE float2 pair_of(uint32_t word, __nv_bfloat16) { return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&word)); }
@@ -71,6 +71,7 @@ struct Job {
 // The first key of a unit for this head, in rows of pages, and the number of keys.
 struct Rows {
   int first, count;
+  DEVICE bool has(int row) const { return row < count; }
 };
 DEVICE int page_of(const Attention& a, int key) {
   const int index = (int)__umulhi((unsigned)key, a.page_inverse);  // the quotient may be one too large if page_size is not a power of two
@@ -82,16 +83,21 @@ DEVICE Rows rows_of(const Attention& a, const Job& job, int unit, int page) {
   return {((known ? page : 0) * a.page_size + inside) * a.heads + job.key_head, known ? job.to - key : 0};
 }
 
+#if __CUDA_ARCH__ >= 900
 // Copies data that is read once a step, with a policy that evicts it from L2 first. Used for halves only: for some packed pages ptxas 13.0
 // emits an illegal instruction for it.
 DEVICE void copy_once(void* to, const void* from, bool present, uint64_t policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(to)), "l"(from), "r"(present ? 16 : 0), "l"(policy)
                : "memory");
 }
-// Starts the copies of a unit's keys or values: existing rows other than the fresh one, and zeros for rows past the last. Run by THREADS
-// threads.
-template <int CODEC, int DIM, int THREADS>
-DEVICE void fetch(uint8_t* to, int stride, const uint8_t* from, const uint8_t* scales, int heads, Rows rows, int skip) {
+#else
+DEVICE uint64_t evict_first() { return 0; }
+DEVICE void copy_once(void* to, const void* from, bool present, uint64_t) { copy_async<16>(to, from, present); }
+#endif
+// Starts the copies of a unit's keys or values: existing rows other than the fresh one, and zeros for hidden rows and rows past the last. Run
+// by THREADS threads.
+template <int CODEC, int DIM, int THREADS, class R>
+DEVICE void fetch(uint8_t* to, int stride, const uint8_t* from, const uint8_t* scales, int heads, R rows, int skip) {
   constexpr int BYTES = row_bytes<CODEC, DIM>(), CHUNKS = BYTES / 16, ROWS = THREADS / CHUNKS, PASSES = STAGE / ROWS;
   const int tid = threadIdx.x % THREADS, row = tid / CHUNKS;
   const uint8_t* source = from + ((int64_t)(rows.first + row * heads) * BYTES + tid % CHUNKS * 16);
@@ -102,8 +108,8 @@ DEVICE void fetch(uint8_t* to, int stride, const uint8_t* from, const uint8_t* s
   for (int i = 0; i < PASSES; i++) {
     const int r = row + i * ROWS;
     if (r != skip) {
-      if constexpr (CODEC == F16) copy_once(mine, source, r < rows.count, once);
-      else copy_async<16>(mine, source, r < rows.count);
+      if constexpr (CODEC == F16) copy_once(mine, source, rows.has(r), once);
+      else copy_async<16>(mine, source, rows.has(r));
     }
     source += step;
     mine += ROWS * stride;
@@ -111,16 +117,16 @@ DEVICE void fetch(uint8_t* to, int stride, const uint8_t* from, const uint8_t* s
   if constexpr (is_hadamard<CODEC>()) {
     constexpr int WIDE = DIM / 16;
     for (int r = tid; r < STAGE; r += THREADS)
-      if (r != skip) copy_async<WIDE>(to + STAGE * stride + r * WIDE, scales + (int64_t)(rows.first + r * heads) * WIDE, r < rows.count);
+      if (r != skip) copy_async<WIDE>(to + STAGE * stride + r * WIDE, scales + (int64_t)(rows.first + r * heads) * WIDE, rows.has(r));
   }
 }
-template <class S>
-DEVICE void fetch_keys(const Attention& a, const Job& job, uint8_t* shared, Rows rows, int unit) {
+template <class S, class R>
+DEVICE void fetch_keys(const Attention& a, const Job& job, uint8_t* shared, R rows, int unit) {
   fetch<S::KC, S::DIM, S::FETCHERS>(shared, key_stride<S::KC, S::DIM>(), a.key, reinterpret_cast<const uint8_t*>(a.key_scales), a.heads, rows,
                                     job.fresh - unit * UNIT);
 }
-template <class S>
-DEVICE void fetch_values(const Attention& a, const Job& job, uint8_t* shared, Rows rows, int unit) {
+template <class S, class R>
+DEVICE void fetch_values(const Attention& a, const Job& job, uint8_t* shared, R rows, int unit) {
   fetch<S::VC, S::DIM, S::FETCHERS>(shared + S::KEY_BYTES, value_stride<S::VC, S::DIM>(), a.value, reinterpret_cast<const uint8_t*>(a.value_scales),
                                     a.heads, rows, job.fresh - unit * UNIT);
 }
@@ -225,21 +231,21 @@ DEVICE void put_norms(const Attention& a, uint8_t* shared, float2 weights) {
   if (a.q_norm && threadIdx.x < S::DIM) reinterpret_cast<float2*>(shared + S::WEIGHTS_AT)[threadIdx.x] = weights;
 }
 
-// Prepares queries, and the own key and value if this block has them. `home_unit`: 0: in the first unit; larger: stored aside; -1: not in
-// this block. Data of the previous launch is never read through the SM's L1 cache, which may hold older lines. `raw`: the warp's first two
-// items.
+// Prepares queries, and the own key and value if this block has them (`own`). `home`: offset in shared memory of the unit that takes them, or
+// -1: stored aside, for a later unit. Data of the previous launch is never read through the SM's L1 cache, which may hold older lines.
+// `raw`: the warp's first two items.
 template <class S>
-DEVICE void prepare_items(const Attention& a, const Job& job, const Rotation<typename S::Element, S::DIM>& rotation, uint8_t* shared, int home_unit,
-                        int64_t slot, uint32_t (&raw)[2][S::BLOCKS]) {
+DEVICE void prepare_items(const Attention& a, const Job& job, const Rotation<typename S::Element, S::DIM>& rotation, uint8_t* shared, bool own,
+                        int home, int64_t slot, uint32_t (&raw)[2][S::BLOCKS]) {
   using Element = typename S::Element;
-  const int warp = warp_index(), before = home_unit >= 0 ? 2 : 0, items = before + a.group;
+  const int warp = warp_index(), warps = S::warps(), before = own ? 2 : 0, items = before + a.group;
   uint32_t* queries = reinterpret_cast<uint32_t*>(shared + S::QUERIES_AT);
 #pragma unroll 1
-  for (int base = warp; base < items; base += 2 * S::WARPS) {
-    if (base != warp) load_items<S>(raw, source_of<S>(a, job, base, before), source_of<S>(a, job, base + S::WARPS, before));
+  for (int base = warp; base < items; base += 2 * warps) {
+    if (base != warp) load_items<S>(raw, source_of<S>(a, job, base, before), source_of<S>(a, job, base + warps, before));
 #pragma unroll 1
     for (int i = 0; i < 2; i++) {
-      const int column = base + i * S::WARPS - before;
+      const int column = base + i * warps - before;
       if (column >= a.group) break;
       Head<S::DIM> head;
 #pragma unroll
@@ -259,14 +265,13 @@ DEVICE void prepare_items(const Attention& a, const Job& job, const Rotation<typ
         put_pairs<Element, S::KC, S::DIM>(queries + column * 16, S::COLUMNS * 16, head);
         continue;
       }
-      // Its place in the first unit, or a place aside for a later unit.
       constexpr int KS = key_stride<S::KC, S::DIM>(), VS = value_stride<S::VC, S::DIM>(), VALUE_AT = S::OWN_AT + packed_bytes<S::KC, S::DIM>();
       const int key = job.fresh % UNIT, plane = -1 - column;
       int row = plane ? VALUE_AT : S::OWN_AT;
       int scales = row + (plane ? row_bytes<S::VC, S::DIM>() : row_bytes<S::KC, S::DIM>());
-      if (home_unit == 0) {
-        row = plane ? S::KEY_BYTES + row_of<S::VC, S::DIM, VS>(key) : row_of<S::KC, S::DIM, KS>(key);
-        scales = plane ? S::KEY_BYTES + scales_of<S::VC, S::DIM, VS>(key) : scales_of<S::KC, S::DIM, KS>(key);
+      if (home >= 0) {
+        row = home + (plane ? S::KEY_BYTES + row_of<S::VC, S::DIM, VS>(key) : row_of<S::KC, S::DIM, KS>(key));
+        scales = home + (plane ? S::KEY_BYTES + scales_of<S::VC, S::DIM, VS>(key) : scales_of<S::KC, S::DIM, KS>(key));
       }
       if (S::KC == S::VC || !plane) encode_own<Element, S::KC, S::DIM>(a, plane, head, shared + row, shared + scales, slot, job.key_head);
       else encode_own<Element, S::VC, S::DIM>(a, plane, head, shared + row, shared + scales, slot, job.key_head);

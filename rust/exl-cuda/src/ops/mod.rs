@@ -65,7 +65,7 @@ pub(crate) fn feature_of(file: &str) -> Option<Feature> {
         Some(Feature::Wgmma)
     } else if starts(&["ring", "few", "attention_few_", "attention_long_"]) {
         Some(Feature::BulkCopy)
-    } else if starts(&["warp_ring"]) {
+    } else if starts(&["warp_ring", "attention_teams_"]) {
         Some(Feature::WarpRing)
     } else {
         None
@@ -117,7 +117,9 @@ mod tests {
                 any.iter()
                     .all(|file| loads(archs, file) && !kernels_of(file).is_empty())
             );
-            assert!(!loads(archs, "warp_ring") && !kernels_of("warp_ring_gptq").is_empty());
+            for file in ["warp_ring", "attention_teams_q4"] {
+                assert!(!loads(archs, file) && !kernels_of(file).is_empty());
+            }
         }
     }
 }

@@ -4,6 +4,7 @@ mod ordered;
 mod room;
 mod select;
 mod single;
+mod teams;
 
 pub use ordered::{ORDERED_COLUMNS, Ordered};
 use room::{prefill_shared, prefill_warps};
@@ -504,6 +505,7 @@ mod tests {
         assert_eq!(kernels("attention_decode_q6").len(), 6);
         assert_eq!(kernels("attention_few_q6").len(), 8);
         assert_eq!(kernels("attention_long_q6").len(), 16);
+        assert_eq!(kernels("attention_teams_q6").len(), 8);
         assert_eq!(kernels("attention_long_fp16").len(), 8);
         assert!(kernels("attention_few_q6").contains(&"attention_q6_bf16_64_few2".into()));
         assert_eq!(

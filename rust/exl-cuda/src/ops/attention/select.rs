@@ -126,8 +126,11 @@ mod tests {
 
     #[test]
     fn every_selected_launch_fits_its_card() {
-        for name in CARDS.map(|card| card.name) {
-            let caps = card(name, RELEASE);
+        for (name, warp_ring) in CARDS
+            .into_iter()
+            .flat_map(|card| [false, true].map(|warp_ring| (card.name, warp_ring)))
+        {
+            let caps = card(name, RELEASE).with_warp_ring(warp_ring);
             for (kind, head_dim) in KINDS
                 .into_iter()
                 .flat_map(|kind| [64, 80, 96, 128, 192, 256].map(|dim| (kind, dim)))
@@ -194,6 +197,13 @@ mod tests {
             }
             for tokens in [512, 2048] {
                 assert_eq!(kernel(&caps, (1, tokens), tokens), prompt, "{caps:?}");
+            }
+        }
+        for name in ["3060", "3090", "4090", "A100", "L4", "L40S"] {
+            let caps = card(name, RELEASE).with_warp_ring(true);
+            for rows in [(1, 1), (8, 1), (64, 1)] {
+                let teams = "attention_fp16_f16_128_teams1";
+                assert_eq!(kernel(&caps, rows, 16384), teams, "{name} {rows:?}");
             }
         }
         for (rows, keys) in [((32, 1), 256), ((32, 1), 2048)] {

@@ -1,13 +1,13 @@
-//! The kernels for one token a sequence (`kernels/attention/attention_few.cuh`, `attention_long.cuh`): the calls that they take, and their
-//! blocks.
+//! The kernels for one token a sequence (`kernels/attention/attention_few.cuh`, `attention_long.cuh`, `attention_teams.cuh`): the calls that
+//! they take, and the blocks of the kernels of sm_90.
 
 use super::room::{packed, unit_bytes};
-use super::{Attention, Mode, Plan, ROWS, SPLIT_UNITS, UNIT};
+use super::{Attention, Mode, Plan, ROWS, SPLIT_UNITS, UNIT, teams};
 use crate::capabilities::{Capabilities, Feature};
 use crate::ops::Element;
 use crate::ops::kv::{Codec, KINDS, Kind};
 
-/// Head dimensions that these kernels support (compute capability 9.0 and later).
+/// Head dimensions that these kernels support.
 const FEW_DIMS: [usize; 2] = [64, 128];
 
 /// Element types of their queries.
@@ -36,7 +36,7 @@ fn long_name(
     format!("attention_{kind}_{element}_{dim}_long{column_tiles}x{teams}")
 }
 
-/// Kernels of `attention_few_<kind>.cu` or `attention_long_<kind>.cu`; None for other files.
+/// Kernels of `attention_few_<kind>.cu`, `attention_long_<kind>.cu` or `attention_teams_<kind>.cu`; None for other files.
 pub(super) fn kernels(file: &str) -> Option<Vec<String>> {
     let of = |prefix| {
         let suffix = file.strip_prefix(prefix)?;
@@ -49,6 +49,9 @@ pub(super) fn kernels(file: &str) -> Option<Vec<String>> {
     };
     if let Some((kind, each)) = of("attention_few_") {
         return Some(each.map(|(e, d, t)| few_name(kind, e, d, t)).collect());
+    }
+    if let Some((kind, each)) = of("attention_teams_") {
+        return Some(each.map(|(e, d, t)| teams::name(kind, e, d, t)).collect());
     }
     let (kind, each) = of("attention_long_")?;
     let teams = if is_half(kind) { 1 } else { MOST_TEAMS };
@@ -79,11 +82,18 @@ pub(super) struct Blocks {
 
 /// The launch of a call that one of these kernels can take.
 pub(super) fn blocks(caps: &Capabilities, op: &Attention, plan: &Plan) -> Option<Blocks> {
-    if !is_single(caps, op, plan) {
+    if !is_single(op, plan) {
         return None;
     }
     let group = op.q_heads / op.pages.heads;
     let element = FEW_ELEMENTS[op.element as usize];
+    if caps.has(Feature::WarpRing) {
+        return teams::blocks(caps, op, plan, element);
+    }
+    // Only tested on compute capability 9: other cards may hold fewer clusters.
+    if caps.compute.0 != 9 || !caps.has(Feature::Clusters) || !sees_all(op, plan) {
+        return None;
+    }
 
     let few = few(caps, op, plan);
     let long =
@@ -197,30 +207,28 @@ fn few_room(blocks: usize, sms: usize, per_block: usize) -> usize {
 }
 
 /// Whether the kernels of one token a sequence can take this call. They need whole heads and units that lie in one page; only the tokens'
-/// positions may hide keys.
-fn is_single(caps: &Capabilities, op: &Attention, plan: &Plan) -> bool {
+/// positions and windows may hide keys.
+fn is_single(op: &Attention, plan: &Plan) -> bool {
     let (dim, heads) = (op.pages.head_dim, op.pages.heads);
     let group = op.q_heads / heads;
     let whole_rotation = op
         .own
         .is_none_or(|own| own.cos == 0 || own.rotated == 0 || own.rotated == dim);
     let elements = (op.tokens * op.q_heads * dim).max(op.tokens * op.q_stride);
-    // A window as long as all keys hides no keys.
-    let whole = op.window == 0 || op.window >= plan.key_limit;
     plan.mode == Mode::Decode
         && op.element < FEW_ELEMENTS.len() as i32
         && i32::try_from(elements).is_ok()
-        // Only tested on compute capability 9: other cards may hold fewer clusters.
-        && caps.compute.0 == 9
-        && caps.has(Feature::Clusters)
         && FEW_DIMS.contains(&dim)
         && group <= ROWS
         && plan.tile_rows == group
-        && whole
-        && op.softcap == 0.0
         && op.key_mask == 0
         && op.pages.page_size.is_multiple_of(UNIT)
         && whole_rotation
+}
+
+/// Whether tokens see all keys up to their positions, with plain logits. A window as long as all keys hides no keys.
+fn sees_all(op: &Attention, plan: &Plan) -> bool {
+    (op.window == 0 || op.window >= plan.key_limit) && op.softcap == 0.0
 }
 
 /// The division of a call's keys among blocks in clusters, if this is faster.

@@ -1,0 +1,121 @@
+"""Attention of one token a sequence in code for sm_80, sm_86 and sm_89 equals the kernel for few tokens; needs a GPU.
+
+Its cards select it with EXL_SM80_RING=1 only; scripts/gpu/try_sm80.sh runs these tests that way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import KINDS, UNDER_A_TOOL, OwnStep, own_step, product_of
+
+from exl_kernels import _native
+from exl_kernels.attention import cuda as attention_cuda
+from exl_kernels.attention import paged_attention
+
+pytestmark = [pytest.mark.cuda, pytest.mark.needs("warp_ring")]
+
+F16, BF16 = torch.float16, torch.bfloat16
+
+
+def launches() -> int:
+    """Launches of the kernel so far."""
+    return sum(count for name, count in _native.cuda_launches().items() if "_teams" in name)
+
+
+def assert_equals_few_tokens(step: OwnStep, norms: bool = False, **options: Any) -> None:
+    """A mask of zeros changes no logit and selects the kernel for few tokens."""
+    weights = step.norms() if norms else None
+    pages, where = step.case.pages, (step.table, step.rows, step.positions)
+    mask = torch.zeros(len(step.lengths), max(step.lengths) + 1, device="cuda")
+    step.forget()
+    q, before = step.stored(weights), launches()
+    want = paged_attention(q, pages, *where, scale=step.case.scale, key_mask=mask, **options)
+    stored = [t.clone() for t in pages.tensors()]
+    assert launches() == before
+    apart = paged_attention(q, pages, *where, scale=step.case.scale, **options)
+    step.forget()
+    together = step.together(norms=weights, **options)
+    assert launches() == before + 2
+    assert want.isfinite().all()
+    assert torch.equal(apart, want)
+    assert torch.equal(together, want)
+    for a, b in zip(pages.tensors(), stored, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("groups", "dim", "dtype"),
+    [(4, 128, F16), (4, 128, BF16), (12, 128, F16), (16, 128, BF16), (1, 64, F16), (7, 64, BF16), (9, 64, F16)],
+)
+def test_one_token_a_sequence(kind: Any, groups: int, dim: int, dtype: torch.dtype) -> None:
+    """Parts of a unit, whole units, several units of a team, several splits; a sequence without keys."""
+    batches = [[200, 1, 64, 0], [513], [449, 65, 512]]
+    for at, lengths in enumerate(batches[:1] if UNDER_A_TOOL else batches):
+        step = own_step(kind, lengths, heads=2, groups=groups, dim=dim, page_size=64 << at, dtype=dtype)
+        assert_equals_few_tokens(step, norms=at == 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_splits(kind: Any) -> None:
+    step = own_step(kind, [130] if UNDER_A_TOOL else [2300, 1025], heads=1, groups=4, dim=128, page_size=192)
+    assert_equals_few_tokens(step)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("groups", "dim"), [(4, 128), (16, 64)])
+@pytest.mark.parametrize("sequences", [20, 60])
+def test_blocks_with_fewer_teams(kind: Any, groups: int, dim: int, sequences: int) -> None:
+    """More blocks than SMs: several share an SM, with fewer teams each. Most sequences are short."""
+    long = 2 if UNDER_A_TOOL else 520
+    step = own_step(kind, [long, 1, 65, *[1] * (sequences - 4), 257], heads=4, groups=groups, dim=dim, page_size=64)
+    assert_equals_few_tokens(step)
+
+
+@pytest.mark.parametrize("shuffle", [1, 2, 3])
+def test_pages_in_any_order(shuffle: int) -> None:
+    step = own_step("fp16", [300, 700], heads=2, groups=4, dim=128, page_size=64, shuffle=shuffle)
+    assert_equals_few_tokens(step)
+
+
+@pytest.mark.parametrize("kind", ["fp16", "q4"])
+@pytest.mark.parametrize("window", [1, 63, 64, 65, 200, 513, 1000, 4096])
+def test_windows(kind: Any, window: int) -> None:
+    """Keys before the window are NaN, and their pages are gone."""
+    lengths = [130, 64, 1] if UNDER_A_TOOL else [1100, 513, 64, 1]
+    step = own_step(kind, lengths, heads=1, groups=4, dim=128, page_size=64)
+    for b, length in enumerate(lengths):
+        hidden = max(length - window, 0)
+        page, inside = divmod(hidden, 64)
+        for t in step.case.pages.tensors():
+            t[step.table[b, page], :inside] = torch.nan if t.dtype == torch.float16 else 0xFF
+        step.table[b, :page] = -12345
+    assert_equals_few_tokens(step, window=window)
+
+
+@pytest.mark.parametrize("kind", ["fp16", "q6"])
+def test_softcap(kind: Any) -> None:
+    step = own_step(kind, [300, 65], heads=1, groups=4, dim=128, page_size=64)
+    assert_equals_few_tokens(step, softcap=5.0)
+    assert_equals_few_tokens(step, softcap=5.0, window=100)
+
+
+@pytest.mark.parametrize("matrix", ["exl2", "gptq"])
+@pytest.mark.parametrize(("groups", "dim"), [(4, 128), (8, 64)])
+def test_results_packed_for_the_next_matmul(matrix: str, groups: int, dim: int) -> None:
+    """Pages of 16 keys select the kernel for few tokens."""
+    made = product_of(2 * groups * dim, matrix)
+    for lengths in ([300], [65, 1, 130, 0, 257]):
+        packed = []
+        for page_size in (16, 64):
+            step = own_step("q8", lengths, heads=2, groups=groups, dim=dim, page_size=page_size)
+            scratch = torch.full((made.in_features * 8 * 2 + 1300,), 0xA5, dtype=torch.uint8, device="cuda")
+            before = launches()
+            step.together(into=attention_cuda.MatmulInput(made, 8, scratch))
+            assert launches() - before == (page_size == 64)
+            packed.append(scratch)
+        assert (packed[0] != 0xA5).any()
+        assert torch.equal(*packed)
