@@ -82,6 +82,7 @@ class Rotating:
         layout = _native.CudaLayout.from_exl2(plan.name, random_exl2(k, n, plan), 16)
         units, maxima, features = layout.units.cuda(), layout.maxima.cuda(), layout.features.cuda()
         row_of_feature = layout.row_of_feature.cuda()
+        assert layout.image is not None, "it was packed as a whole"
         image = layout.image.cuda()
         self.bytes: int = image.nbytes
         count = max(2, -(-ROTATE // image.nbytes))

@@ -251,7 +251,8 @@ class CudaExperts:
 @final
 class CudaLayout:
     """
-    A matrix repacked on the CPU: five tensors to be moved to the GPU.
+    A matrix repacked on the CPU: five tensors to be moved to the GPU. The image may be packed in parts instead, by `pack_exl2` and
+    `pack_gptq`.
     """
     def code(self, /, row: int, feature: int) -> int:
         """
@@ -268,7 +269,12 @@ class CudaLayout:
         int32
         """
     @staticmethod
-    def from_exl2(name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], threads: int) -> CudaLayout: ...
+    def from_exl2(
+        name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], threads: int, pack: bool = True
+    ) -> CudaLayout:
+        """
+        `pack` = False leaves the image to `pack_exl2`.
+        """
     @staticmethod
     def from_gptq(
         name: str,
@@ -277,11 +283,12 @@ class CudaLayout:
         v2: bool,
         group_size: int | None,
         threads: int,
+        pack: bool = True,
     ) -> CudaLayout: ...
     @property
-    def image(self, /) -> Tensor:
+    def image(self, /) -> Tensor | None:
         """
-        uint8
+        uint8; None if it is packed in parts
         """
     @property
     def in_features(self, /) -> int: ...
@@ -292,6 +299,27 @@ class CudaLayout:
         """
     @property
     def out_features(self, /) -> int: ...
+    def pack_exl2(
+        self, /, name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], first: int, out: Tensor, threads: int
+    ) -> None:
+        """
+        Pack the tiles from `first` on into `out`, uint8 [their number * tile_bytes] on the CPU. `parts`: as given to `from_exl2`.
+        """
+    def pack_gptq(
+        self,
+        /,
+        name: str,
+        parts: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        bits: int,
+        v2: bool,
+        group_size: int | None,
+        first: int,
+        out: Tensor,
+        threads: int,
+    ) -> None:
+        """
+        As `pack_exl2`, with the arguments of `from_gptq`.
+        """
     @property
     def row_of_feature(self, /) -> Tensor:
         """
@@ -301,6 +329,16 @@ class CudaLayout:
     def rows(self, /) -> int:
         """
         Rows of K in the layout, including padding.
+        """
+    @property
+    def tile_bytes(self, /) -> int:
+        """
+        Bytes of a tile of the image.
+        """
+    @property
+    def tiles(self, /) -> int:
+        """
+        Number of tiles of the image.
         """
     @property
     def units(self, /) -> Tensor:

@@ -1,5 +1,7 @@
 //! Packing of codes and scales of a checked matrix in the order of a [`Layout`].
 
+use std::ops::Range;
+
 use exl_format::exl2::Exl2View;
 use exl_format::gptq::GptqView;
 
@@ -100,9 +102,19 @@ impl Image {
 impl Layout {
     /// Write the image, `self.bytes()` long, on `threads` threads.
     pub fn pack(&self, codes: &impl Codes, image: &mut [u8], threads: usize) {
-        assert_eq!(
-            image.len(),
-            self.bytes(),
+        self.pack_tiles(codes, 0..self.tiles(), image, threads);
+    }
+
+    /// Write these tiles of the image, `self.tile_bytes()` each, on `threads` threads.
+    pub fn pack_tiles(
+        &self,
+        codes: &impl Codes,
+        tiles: Range<usize>,
+        image: &mut [u8],
+        threads: usize,
+    ) {
+        assert!(
+            tiles.end <= self.tiles() && image.len() == tiles.len() * self.tile_bytes(),
             "the image has the size the plan says"
         );
         let shared = Image {
@@ -118,9 +130,9 @@ impl Layout {
                 if chunk >= chunks {
                     break;
                 }
-                self.pack_chunk(codes, chunk, &mut codes_of_block, &shared);
+                self.pack_chunk(codes, chunk, &tiles, &mut codes_of_block, &shared);
                 if chunk.is_multiple_of(CHUNKS_PER_UNIT) {
-                    self.pack_scales(codes, chunk / CHUNKS_PER_UNIT, &shared);
+                    self.pack_scales(codes, chunk / CHUNKS_PER_UNIT, &tiles, &shared);
                 }
             }
         };
@@ -132,31 +144,53 @@ impl Layout {
         });
     }
 
-    /// Codes of 64 rows, every tile, in blocks of columns. `buffer` holds a block unpacked, `[64][BLOCK_COLUMNS]`.
-    fn pack_chunk(&self, codes: &impl Codes, chunk: usize, buffer: &mut [u8], image: &Image) {
+    /// Codes of 64 rows of `tiles`, in blocks of columns. `buffer` holds a block unpacked, `[64][BLOCK_COLUMNS]`.
+    fn pack_chunk(
+        &self,
+        codes: &impl Codes,
+        chunk: usize,
+        tiles: &Range<usize>,
+        buffer: &mut [u8],
+        image: &Image,
+    ) {
         #[cfg(target_arch = "x86_64")]
         if std::arch::is_x86_feature_detected!("avx2") {
             // SAFETY: the CPU has these instructions.
-            return unsafe { self.pack_chunk_avx2(codes, chunk, buffer, image) };
+            return unsafe { self.pack_chunk_avx2(codes, chunk, tiles, buffer, image) };
         }
-        self.pack_chunk_of(codes, chunk, buffer, image);
+        self.pack_chunk_of(codes, chunk, tiles, buffer, image);
     }
 
     /// `pack_chunk_of`, compiled for AVX2.
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2")]
-    fn pack_chunk_avx2(&self, codes: &impl Codes, chunk: usize, buffer: &mut [u8], image: &Image) {
-        self.pack_chunk_of(codes, chunk, buffer, image);
+    fn pack_chunk_avx2(
+        &self,
+        codes: &impl Codes,
+        chunk: usize,
+        tiles: &Range<usize>,
+        buffer: &mut [u8],
+        image: &Image,
+    ) {
+        self.pack_chunk_of(codes, chunk, tiles, buffer, image);
     }
 
     #[inline(always)]
-    fn pack_chunk_of(&self, codes: &impl Codes, chunk: usize, buffer: &mut [u8], image: &Image) {
+    fn pack_chunk_of(
+        &self,
+        codes: &impl Codes,
+        chunk: usize,
+        tiles: &Range<usize>,
+        buffer: &mut [u8],
+        image: &Image,
+    ) {
         let group = self.groups[chunk * CHUNK_ROWS / self.entry_rows] as usize;
         let neutral = codes.neutral(group);
         let (offset, bits) = self.chunk(chunk);
         let plan = Scatter::new(bits);
         let mut words = [0u32; LANES * MOST_BITS];
-        for begin in (0..self.tiles() * TILE).step_by(BLOCK_COLUMNS) {
+        let last = tiles.end * TILE;
+        for begin in (tiles.start * TILE..last).step_by(BLOCK_COLUMNS) {
             let stored = self.out_features.saturating_sub(begin).min(BLOCK_COLUMNS);
             for (row, out) in buffer.chunks_exact_mut(BLOCK_COLUMNS).enumerate() {
                 let source = self.source_rows[chunk * CHUNK_ROWS + row];
@@ -166,19 +200,18 @@ impl Layout {
                     codes.columns(source as usize, begin, known);
                 }
             }
-            let end = (begin + BLOCK_COLUMNS).min(self.tiles() * TILE);
-            for column in (begin..end).step_by(TILE) {
+            for column in (begin..(begin + BLOCK_COLUMNS).min(last)).step_by(TILE) {
                 plan.pack(buffer, column - begin, &mut words);
-                let bytes = &words[..LANES * bits];
-                image.write_words(column / TILE * self.tile_bytes() + offset, bytes);
+                let start = (column / TILE - tiles.start) * self.tile_bytes();
+                image.write_words(start + offset, &words[..LANES * bits]);
             }
         }
     }
 
-    fn pack_scales(&self, codes: &impl Codes, unit: usize, image: &Image) {
+    fn pack_scales(&self, codes: &impl Codes, unit: usize, tiles: &Range<usize>, image: &Image) {
         let per_unit = self.entries_per_unit();
-        for tile in 0..self.tiles() {
-            let start = tile * self.tile_bytes() + self.scales_offset(unit);
+        for tile in tiles.clone() {
+            let start = (tile - tiles.start) * self.tile_bytes() + self.scales_offset(unit);
             for entry in 0..per_unit {
                 // The last entries of a unit that is not full have no groups; their bytes are never used.
                 let Some(&group) = self.groups.get(unit * per_unit + entry) else {

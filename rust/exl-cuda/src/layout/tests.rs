@@ -73,12 +73,31 @@ impl Exl2 {
     }
 }
 
+/// The unused bytes of scales may differ.
+fn assert_same_codes(layout: &Layout, image: &[u8], parts: &[u8]) {
+    assert_eq!(image.len(), parts.len());
+    for tile in 0..layout.tiles() {
+        for chunk in 0..layout.rows() / CHUNK_ROWS {
+            let (offset, bits) = layout.chunk(chunk);
+            let codes = tile * layout.tile_bytes() + offset..;
+            let size = 128 * bits;
+            assert_eq!(image[codes.clone()][..size], parts[codes][..size]);
+        }
+    }
+}
+
 fn check_exl2(groups: &[(u32, usize)], n: usize, seed: u32) -> Layout {
     let matrix = Exl2::new(groups, n, seed);
     let view = matrix.view();
     let layout = Layout::exl2(&view).expect("fits");
     let mut image = vec![0xa5u8; layout.bytes()];
     layout.pack(&view, &mut image, 3);
+    let parts = [0..1, 1..layout.tiles()].map(|tiles| {
+        let mut part = vec![0u8; tiles.len() * layout.tile_bytes()];
+        layout.pack_tiles(&view, tiles, &mut part, 2);
+        part
+    });
+    assert_same_codes(&layout, &image, &parts.concat());
     let mut seen = vec![false; view.in_features()];
     for row in 0..layout.rows() {
         let feature = layout.features[row];

@@ -3,7 +3,7 @@
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
 
-use exl_cuda::layout::{Codes, Layout};
+use exl_cuda::layout::{Codes, Layout, Scales};
 use exl_cuda::ops::linear::{self, Addresses, Matrix};
 use exl_format::exl2::Exl2View;
 use exl_format::gptq::GptqView;
@@ -34,13 +34,14 @@ fn tensor<T: Element + Send>(
     Ok(TensorObject(made.unbind()))
 }
 
-/// A matrix repacked on the CPU: five tensors to be moved to the GPU.
+/// A matrix repacked on the CPU: five tensors to be moved to the GPU. The image may be packed in parts instead, by `pack_exl2` and
+/// `pack_gptq`.
 #[pyclass(frozen, name = "CudaLayout", module = "exl_kernels._native")]
 pub struct CudaLayout {
     layout: Layout,
-    /// uint8
+    /// uint8; None if it is packed in parts
     #[pyo3(get)]
-    image: TensorObject,
+    image: Option<TensorObject>,
     /// int32, two a unit
     #[pyo3(get)]
     units: TensorObject,
@@ -56,10 +57,19 @@ pub struct CudaLayout {
 }
 
 impl CudaLayout {
-    fn new(py: Python<'_>, layout: Layout, codes: &impl Codes, threads: usize) -> PyResult<Self> {
-        let image = tensor::<u8>(py, "uint8", layout.bytes(), |out| {
-            layout.pack(codes, out, threads);
-        })?;
+    fn new(
+        py: Python<'_>,
+        layout: Layout,
+        codes: &impl Codes,
+        threads: usize,
+        pack: bool,
+    ) -> PyResult<Self> {
+        let packed = || {
+            tensor::<u8>(py, "uint8", layout.bytes(), |out| {
+                layout.pack(codes, out, threads);
+            })
+        };
+        let image = pack.then(packed).transpose()?;
         let units = tensor::<i32>(py, "int32", 2 * layout.units.len(), |out| {
             for (to, unit) in out.chunks_mut(2).zip(&layout.units) {
                 to.copy_from_slice(&[unit.offset as i32, unit.widths as i32]);
@@ -88,22 +98,98 @@ impl CudaLayout {
     }
 }
 
+/// Write the tiles from `first` on that fill `out` into it.
+fn pack_part(
+    py: Python<'_>,
+    layout: &Layout,
+    codes: &impl Codes,
+    first: usize,
+    out: &Tensor,
+    threads: usize,
+) -> PyResult<()> {
+    let out = out.slice_mut::<u8>("out")?;
+    let tiles = first..first.saturating_add(out.len() / layout.tile_bytes().max(1));
+    expect(
+        tiles.end <= layout.tiles() && out.len() == tiles.len() * layout.tile_bytes(),
+        "out must be uint8 with the bytes of whole tiles of the matrix",
+    )?;
+    py.detach(|| layout.pack_tiles(codes, tiles, out, threads));
+    Ok(())
+}
+
+impl CudaLayout {
+    /// Check that a matrix is of the size and the format that this layout was made for.
+    fn expect_matrix(&self, k: usize, n: usize, gptq: bool) -> PyResult<()> {
+        expect(
+            (k, n) == (self.layout.in_features, self.layout.out_features)
+                && gptq == (self.layout.scales == Scales::Gptq),
+            "the parts are not those of this layout",
+        )
+    }
+}
+
 fn layout_error(py: Python<'_>, name: &str, error: &exl_cuda::layout::Problem) -> PyErr {
     unsupported_error(py, format!("{name}: {error}"))
 }
 
 #[pymethods]
 impl CudaLayout {
+    /// `pack` = False leaves the image to `pack_exl2`.
     #[staticmethod]
-    fn from_exl2(py: Python<'_>, name: &str, parts: Exl2Parts, threads: usize) -> PyResult<Self> {
+    #[pyo3(signature = (name, parts, threads, pack = true))]
+    fn from_exl2(
+        py: Python<'_>,
+        name: &str,
+        parts: Exl2Parts,
+        threads: usize,
+        pack: bool,
+    ) -> PyResult<Self> {
         let view =
             Exl2View::new(name, parts.tensors()?).map_err(|error| format_error(py, &error))?;
         let layout = Layout::exl2(&view).map_err(|error| layout_error(py, name, &error))?;
-        Self::new(py, layout, &view, threads)
+        Self::new(py, layout, &view, threads, pack)
+    }
+
+    /// Pack the tiles from `first` on into `out`, uint8 [their number * tile_bytes] on the CPU. `parts`: as given to `from_exl2`.
+    fn pack_exl2(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        parts: Exl2Parts,
+        first: usize,
+        out: Tensor,
+        threads: usize,
+    ) -> PyResult<()> {
+        let view =
+            Exl2View::new(name, parts.tensors()?).map_err(|error| format_error(py, &error))?;
+        self.expect_matrix(view.in_features(), view.out_features(), false)?;
+        pack_part(py, &self.layout, &view, first, &out, threads)
+    }
+
+    /// As `pack_exl2`, with the arguments of `from_gptq`.
+    #[allow(clippy::too_many_arguments)]
+    #[pyo3(signature = (name, parts, bits, v2, group_size, first, out, threads))]
+    fn pack_gptq(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        parts: GptqParts,
+        bits: u32,
+        v2: bool,
+        group_size: Option<usize>,
+        first: usize,
+        out: Tensor,
+        threads: usize,
+    ) -> PyResult<()> {
+        let view = GptqView::new(name, parts.tensors()?, bits, zeros(v2), group_size)
+            .map_err(|error| format_error(py, &error))?;
+        self.expect_matrix(view.in_features(), view.out_features(), true)?;
+        pack_part(py, &self.layout, &view, first, &out, threads)
     }
 
     #[staticmethod]
-    #[pyo3(signature = (name, parts, bits, v2, group_size, threads))]
+    #[pyo3(signature = (name, parts, bits, v2, group_size, threads, pack = true))]
+    #[allow(clippy::too_many_arguments)]
     fn from_gptq(
         py: Python<'_>,
         name: &str,
@@ -112,11 +198,12 @@ impl CudaLayout {
         v2: bool,
         group_size: Option<usize>,
         threads: usize,
+        pack: bool,
     ) -> PyResult<Self> {
         let view = GptqView::new(name, parts.tensors()?, bits, zeros(v2), group_size)
             .map_err(|error| format_error(py, &error))?;
         let layout = Layout::gptq(&view).map_err(|error| layout_error(py, name, &error))?;
-        Self::new(py, layout, &view, threads)
+        Self::new(py, layout, &view, threads, pack)
     }
 
     #[getter]
@@ -135,6 +222,18 @@ impl CudaLayout {
         self.layout.rows()
     }
 
+    /// Number of tiles of the image.
+    #[getter]
+    fn tiles(&self) -> usize {
+        self.layout.tiles()
+    }
+
+    /// Bytes of a tile of the image.
+    #[getter]
+    fn tile_bytes(&self) -> usize {
+        self.layout.tile_bytes()
+    }
+
     /// Rows that share a scale entry.
     #[getter]
     fn entry_rows(&self) -> usize {
@@ -148,7 +247,10 @@ impl CudaLayout {
                 "({row}, {feature}) is outside the matrix"
             )));
         }
-        let image = self.image.view(py)?;
+        let packed = self.image.as_ref();
+        let image = packed
+            .ok_or_else(|| PyValueError::new_err("the image is packed in parts"))?
+            .view(py)?;
         Ok(self.layout.code(image.slice::<u8>("image")?, row, feature))
     }
 }
@@ -178,8 +280,11 @@ impl CudaMatrix {
         bias: Option<Tensor>,
         prescale: f32,
     ) -> PyResult<Self> {
+        expect(
+            image.dtype == DType::U8 && image.shape == [layout.layout.bytes()],
+            "the image must be uint8 with the bytes of the layout",
+        )?;
         for (moved, from) in [
-            (&image, &layout.image),
             (&units, &layout.units),
             (&maxima, &layout.maxima),
             (&features, &layout.features),

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from exl_kernels.linear.upload import Uploads
+
 from ..errors import InputError
 from .ahead import ReadAhead
 from .checkpoint import Checkpoint, TensorReader
@@ -58,18 +60,20 @@ def load_modules(
         if callback_gen is not None:
             yield from callback_gen(index, total)
 
-    ahead = ReadAhead(modules, checkpoint)
+    ahead, uploads = ReadAhead(modules, checkpoint), Uploads()
     try:
         checkpoint.check_unchanged()
         reader = TensorReader(checkpoint, shared)
         for index, (module, device) in enumerate(zip(modules, devices, strict=True)):
             yield from report(index)
             ahead.advance(index)
-            with torch.inference_mode(False):  # weights outlive the mode that they are loaded in
+            with uploads, torch.inference_mode(False):  # weights outlive the mode that they are loaded in
                 module.load(reader, device)
         checkpoint.check_unchanged()
+        uploads.finish()
         yield from report(total)
     except BaseException:
+        uploads.finish()
         for module in modules:
             module.unload()
         raise

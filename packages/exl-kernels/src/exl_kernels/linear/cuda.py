@@ -13,7 +13,6 @@ allocates the memory that the plan lists and launches the kernel.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable
 from typing import Literal
@@ -28,6 +27,7 @@ from ..errors import DTypeError, FormatError, ShapeError, UnsupportedError
 from ..formats import Exl2Parts, GptqParts
 from ..selection import PACKED_ROWS
 from .matrix import Compute, Format, QuantMatrix
+from .upload import Pack, moved, packed_image, settle
 from .workspace import block_workspace
 
 __all__ = [
@@ -143,12 +143,20 @@ class CudaQuantMatrix(_CudaMatrix):
         prescale: float,
         compute: Compute,
         name: str,
+        pack: Pack | None = None,
     ) -> None:
-        """Internal constructor; use `QuantMatrix.from_exl2` or `from_gptq` with a CUDA device."""
-        image, units = layout.image.to(device), layout.units.to(device)
-        maxima, features = layout.maxima.to(device), layout.features.to(device)
-        row_of_feature = layout.row_of_feature.to(device)
-        self._bias = None if bias is None else bias.to(device)
+        """Internal constructor; use `QuantMatrix.from_exl2` or `from_gptq` with a CUDA device.
+
+        `pack` packs the image where the layout has none.
+        """
+        units, maxima = moved(layout.units, device), moved(layout.maxima, device)
+        features, row_of_feature = moved(layout.features, device), moved(layout.row_of_feature, device)
+        self._bias = None if bias is None else moved(bias, device)
+        if pack is not None:
+            image = packed_image(layout, device, pack)
+        else:
+            assert layout.image is not None, "a layout without an image comes with its packing"
+            image = layout.image.to(device)
         self._features = features
         self._cuda = _native.CudaMatrix(layout, image, units, maxima, features, row_of_feature, self._bias, prescale)
         self._prescale = prescale
@@ -163,8 +171,7 @@ class CudaQuantMatrix(_CudaMatrix):
         self.bits_per_weight = bits_per_weight
         held = [image, units, maxima, features, row_of_feature, *([] if self._bias is None else [self._bias])]
         self.nbytes: int = sum(part.nbytes for part in held)
-        # The weights must be in place before a kernel that starts early reads them (programmatic dependent launch).
-        torch.cuda.current_stream(device).synchronize()
+        settle(device)
 
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Multiply x [.., K] float16 or bfloat16 to [.., N] of that type, or into `out` (also float32).
@@ -325,9 +332,13 @@ def exl2_matrix(
 ) -> CudaQuantMatrix:
     """Implement `QuantMatrix.from_exl2` for a GPU; `parts` are its five checked CPU tensors."""
     place = require_cuda(device)
-    layout = _native.CudaLayout.from_exl2(name, parts, _threads())
+    layout = _native.CudaLayout.from_exl2(name, parts, _threads(), pack=False)
     bits = _bits(parts, layout)
-    return CudaQuantMatrix(layout, place, "exl2", bits, bias, prescale, compute, name)
+
+    def pack(first: int, out: Tensor) -> None:
+        layout.pack_exl2(name, parts, first, out, _threads())
+
+    return CudaQuantMatrix(layout, place, "exl2", bits, bias, prescale, compute, name, pack)
 
 
 def gptq_matrix(
@@ -343,9 +354,14 @@ def gptq_matrix(
 ) -> CudaQuantMatrix:
     """Implement `QuantMatrix.from_gptq` for a GPU; `parts` are CPU tensors."""
     place = require_cuda(device)
-    layout = _native.CudaLayout.from_gptq(name, parts, bits, zeros == "v2", group_size, _threads())
+    v2 = zeros == "v2"
+    layout = _native.CudaLayout.from_gptq(name, parts, bits, v2, group_size, _threads(), pack=False)
     stored = _bits((part for part in parts if part is not None), layout)
-    return CudaQuantMatrix(layout, place, "gptq", stored, bias, prescale, compute, name)
+
+    def pack(first: int, out: Tensor) -> None:
+        layout.pack_gptq(name, parts, bits, v2, group_size, first, out, _threads())
+
+    return CudaQuantMatrix(layout, place, "gptq", stored, bias, prescale, compute, name, pack)
 
 
 def float_matrix(
@@ -381,4 +397,5 @@ def _bits(parts: Iterable[Tensor], layout: _native.CudaLayout) -> float:
 
 
 def _threads() -> int:
-    return max(1, math.ceil((os.cpu_count() or 1) / 2))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores)
