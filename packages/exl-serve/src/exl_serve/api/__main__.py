@@ -129,7 +129,6 @@ def _settings(config: ServeConfig, app: Any, protocol: Any) -> uvicorn.Config:
 async def _drain(stopping: asyncio.Event, server: uvicorn.Server, state: AppState) -> None:
     """Let running requests finish, up to the limit; then end the rest with an error."""
     await stopping.wait()
-    server.should_exit = True  # no new connections; those that are open finish their request
     refusal = ServeError.unavailable("draining", "the server stops: try again elsewhere", 5.0)
     for generation in list(state.running):
         if not generation.started:
@@ -140,6 +139,8 @@ async def _drain(stopping: asyncio.Event, server: uvicorn.Server, state: AppStat
         await asyncio.sleep(0.05)
     for generation in list(state.running):
         generation.fail(refusal)
+    # Until here new requests were refused with 503: a closed socket would leave them in the supervisor's backlog.
+    server.should_exit = True
     await asyncio.sleep(0.2)
     server.force_exit = True
 

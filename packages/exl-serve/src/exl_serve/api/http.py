@@ -168,6 +168,8 @@ async def error_response(call: Call, error: ServeError) -> None:
     headers: dict[str, str] = {}
     if error.retry_after is not None:
         headers["retry-after"] = str(max(1, round(error.retry_after)))
+    if error.code == "draining":
+        headers["connection"] = "close"
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     await send_json(call, error.status, error.body(), headers)

@@ -76,6 +76,8 @@ def _serve(start: EngineStart) -> None:
     gc.set_threshold(50_000, 20, 100)
     _say(state="ready", card=json.loads(msgspec.json.encode(loaded.card)))
     host.run()
+    if host.broken:
+        sys.exit(1)
 
 
 def _say(**fields: Any) -> None:

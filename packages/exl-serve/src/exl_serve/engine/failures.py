@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from exl_serve.errors import ServeError
 
-__all__ = ["BY_CODE", "serve_error"]
+__all__ = ["BY_CODE", "has_lost_the_gpu", "serve_error"]
 
 _INVALID = (400, "invalid_request_error")
 _ENGINE = (500, "server_error")
@@ -50,3 +52,19 @@ def serve_error(error: BaseException, param: str | None = None) -> ServeError:
     if status == 500 and name == "engine_error":
         return ServeError.engine(f"the engine failed on this request ({code}); see its log for more")
     return ServeError(status, kind, name, str(error), param=param)
+
+
+_LOST = re.compile(
+    "context is lost|CUDA error: (?!out of memory)|CUDA_ERROR_(ILLEGAL|LAUNCH_FAILED|LAUNCH_TIMEOUT|MISALIGNED|ASSERT|"
+    "HARDWARE|INVALID_PC|INVALID_ADDRESS_SPACE|INVALID_CONTEXT|CONTEXT_IS_DESTROYED|ECC)"
+)
+"""Errors after which every further call of the process to the GPU fails."""
+
+
+def has_lost_the_gpu(error: BaseException | None) -> bool:
+    """Whether an error, or one that caused it, means that this process cannot use its GPU any more."""
+    while error is not None:
+        if _LOST.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

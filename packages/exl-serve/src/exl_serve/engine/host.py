@@ -22,7 +22,7 @@ from exl_serve.engine.adapters import Adapters
 from exl_serve.engine.admission import Admission, Entry, Rates
 from exl_serve.engine.client import ModelCard
 from exl_serve.engine.events import EngineEvent, Failed, Finished, Tokens
-from exl_serve.engine.failures import serve_error
+from exl_serve.engine.failures import has_lost_the_gpu, serve_error
 from exl_serve.engine.fair_queue import FairQueue
 from exl_serve.engine.groups import Group, Running
 from exl_serve.engine.jobs import END, FIRST, HELD, STARTED, Reader, compile_constraints, make_job
@@ -98,6 +98,8 @@ class Host:
         self._rates = Rates()
         self._stopping = False
         self._draining = False
+        #: an error has shown that every further request would fail, so that this process has to be replaced
+        self.broken = False
         self._written = self._greeted = 0.0
         self._socket = (context or zmq.Context.instance()).socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)
@@ -498,9 +500,10 @@ class Host:
         columns: StepColumns | None = None
         try:
             columns = self._generator.iterate_columns()
-        except Exception:
+        except Exception as error:
             log.exception("a step failed; its jobs are ended")
             self._fail_all()
+            self._give_up_if_broken(error)
         if self._step_floor is not None:
             rest = began + self._step_floor(len(self._running)) - time.monotonic()
             if rest > 0:
@@ -555,8 +558,15 @@ class Host:
             if isinstance(last, Failed) and last.status >= 500:
                 error = None if extra is None or extra.end is None else extra.end.error
                 log.error("request %s failed", group.request.id, exc_info=error)
+                self._give_up_if_broken(error)
             self._end_running(one)
             self._ended_one(group)
+
+    def _give_up_if_broken(self, error: BaseException | None) -> None:
+        """End `run` after an error that no later request survives: health would tell of an engine that answers none."""
+        if has_lost_the_gpu(error):
+            log.error("the GPU can no longer be used by this process: the engine ends")
+            self.broken = self._stopping = True
 
     def _charge(self) -> None:
         for account, new in self._uncharged.items():

@@ -1,0 +1,306 @@
+"""Processes that are stopped or killed, steps that hang or fail, a lost GPU, a drain that takes too long."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from raw_worker import RawWorker
+from served import SECONDS, Served
+
+from exl_generate import bundled
+from exl_serve.config.model import ModelConfig
+from exl_serve.engine import wire
+from exl_serve.engine.client import EngineStatus
+from exl_serve.engine.failures import has_lost_the_gpu
+from exl_serve.engine.status import StatusReader
+from exl_serve.request.internal import EngineRequest, Sampling
+from exl_serve.super.stall import Patience, Watch
+from exl_serve.testing.local import EngineThread
+from exl_serve.testing.server import LiveServer
+from exl_serve.testing.waiting import HANG_SECONDS, until
+
+FOLDER = str(bundled.default_model_dir())
+FREE = ModelConfig(id="free", path=FOLDER, device="cpu", max_batch_size=4, engine="free", max_chunk_size=256)
+LONG = {"prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture
+def engine() -> Iterator[EngineThread]:
+    thread = EngineThread(FREE)
+    yield thread
+    thread.close()
+
+
+def request(tokens: int = 20, **fields: Any) -> EngineRequest:
+    given: dict[str, Any] = {"id": "r", "sampling": Sampling(), "seeds": (1,), "max_tokens": 900, "ignore_eos": True}
+    return EngineRequest(prompt=np.full(tokens, 7, dtype="<i4").tobytes(), **given | fields)
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["queue", "prompt", "decode", "several"])
+def test_a_cancelled_request_frees_its_pages_within_two_steps(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    """Counted in steps of the engine, from the one during which the message came. Other requests run on."""
+    generator, step = engine.generator, engine.generator.iterate_columns
+    monkeypatch.setattr(engine.host, "_step_floor", lambda jobs: 0.002)
+    others = FREE.max_batch_size if phase == "queue" else 1
+    tokens = 1000 if phase == "prompt" else 20
+    worker = RawWorker(engine)
+    for tag in range(others):
+        assert isinstance(worker.submit(tag, request()), wire.Accepted)
+    until(lambda: generator.num_active_jobs() == others)
+    jobs: list[Any] = []
+    #: of each step from the cancellation on: whether the engine knows the request, and the pages that it holds
+    seen: list[tuple[bool, int]] = []
+    done = threading.Event()
+
+    def group() -> Any:
+        return next((one for (_, tag), one in engine.host._groups.items() if tag == 99), None)  # noqa: SLF001
+
+    def reached(found: Any) -> bool:
+        if phase == "queue":
+            return found.entry is not None
+        computed = [one.job.pages.progress[0] for one in found.running.values()]
+        return bool(computed) and (0 < computed[0] < tokens - 1 if phase == "prompt" else found.generated > 3)
+
+    def counted() -> Any:
+        found = group()
+        if found is not None and not seen and reached(found):
+            jobs.extend(one.job for one in found.running.values())
+            seen.append((True, sum(len(s.allocated_pages) for job in jobs for s in job.sequences)))
+            worker.send(wire.Cancel(99))
+        columns = step()
+        if seen and not done.is_set():
+            seen.append((group() is not None, sum(len(s.allocated_pages) for job in jobs for s in job.sequences)))
+            if len(seen) == 4:
+                done.set()
+        return columns
+
+    monkeypatch.setattr(generator, "iterate_columns", counted)
+    seeds = (1, 2, 3) if phase == "several" else (1,)
+    worker.send(wire.Submit(99, request(tokens, seeds=seeds, max_tokens=20 if phase == "prompt" else 900)))
+    assert done.wait(HANG_SECONDS)
+    assert (seen[0][1] > 0) == (phase != "queue")
+    assert len(jobs) == len(seeds)
+    assert seen[2] == (False, 0), "the step under way, then the next one"
+    assert len(engine.host.requests()) <= others
+    worker.close()
+
+
+def test_a_step_that_never_returns_is_seen_on_the_status_page(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a long step that does return is none. The page is all that the supervisor looks at."""
+    go_on, entered = threading.Event(), threading.Event()
+    step = engine.generator.iterate_columns
+
+    def hanging() -> Any:
+        entered.set()
+        assert go_on.wait(HANG_SECONDS)
+        return step()
+
+    monkeypatch.setattr(engine.generator, "iterate_columns", hanging)
+    worker = RawWorker(engine)
+    assert isinstance(worker.submit(1, request(max_tokens=3)), wire.Accepted)
+    assert entered.wait(HANG_SECONDS)
+    reader = StatusReader(engine.host._status.path)  # noqa: SLF001
+    watch = Watch(Patience(stall=30, kill=90))
+    before: EngineStatus = reader.read()
+    assert before.began > before.ended, "a step is open"
+    writes = reader.writes
+    assert [watch.look(reader.read(), writes, now) for now in (0, 29, 31, 119, 121)] == [
+        "ok",
+        "ok",
+        "stalled",
+        "stalled",
+        "kill",
+    ]
+    assert reader.writes == writes
+    go_on.set()
+    until(lambda: reader.read().ended >= reader.read().began)
+    assert watch.look(reader.read(), reader.writes, 122) == "ok"
+    worker.close()
+    reader.close()
+
+
+LOST = "CUDA error: an illegal memory access was encountered"
+
+
+@pytest.mark.parametrize("where", ["step", "job"])
+def test_an_engine_that_has_lost_its_gpu_ends(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """So that the supervisor starts another one; until then its requests fail."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(LOST)
+
+    if where == "step":
+        monkeypatch.setattr(engine.generator, "iterate_columns", fail)
+    else:
+        monkeypatch.setattr(engine.generator.model, "forward_chunk", fail)
+    worker = RawWorker(engine)
+    worker.send(wire.Submit(1, request()))
+    until(lambda: not engine.running)
+    assert engine.host.broken
+    worker.close()
+
+
+def test_other_errors_end_no_engine(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("CUDA error: out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.generator.model, "forward_chunk", fail)
+        live = LiveServer({"free": engine}, [FREE])
+        try:
+            body = {"prompt": "x", "max_tokens": 3}
+            answer = httpx.post(f"{live.url}/v1/completions", json=body, timeout=HANG_SECONDS)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_error")
+            assert "CUDA" not in answer.text
+            patched.undo()
+            assert httpx.post(f"{live.url}/v1/completions", json=body, timeout=HANG_SECONDS).status_code == 200
+        finally:
+            live.close()
+    assert not engine.host.broken
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        (LOST, True),
+        ("the GPU failed while asked to run: its context is lost, restart the process (x)", True),
+        ("kernel: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered", True),
+        ("CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure", True),
+        ("CUDA error: out of memory", False),
+        ("CUDA_ERROR_OUT_OF_MEMORY: out of memory", False),
+        ("no token is left", False),
+    ],
+)
+def test_errors_after_which_a_gpu_is_lost(text: str, lost: bool) -> None:
+    assert has_lost_the_gpu(RuntimeError(text)) == lost
+    outer = ValueError("a job failed")
+    outer.__cause__ = RuntimeError(text)
+    assert has_lost_the_gpu(outer) == lost
+    assert not has_lost_the_gpu(None)
+
+
+def test_a_worker_that_says_nothing_is_forgotten(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that was stopped: its requests would run for nobody."""
+    monkeypatch.setattr(engine.host, "_step_floor", lambda jobs: 0.02)
+    worker = RawWorker(engine)
+    assert isinstance(worker.submit(1, request()), wire.Accepted)
+    assert engine.host.requests()
+    monkeypatch.setattr(wire, "SILENCE", 0.05)
+    until(lambda: not engine.host.requests() and not engine.generator.referenced_pages)
+    worker.close()
+
+
+def test_templates_are_rendered_after_their_processes_have_died(engine: EngineThread) -> None:
+    live = LiveServer({"free": engine}, [FREE])
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+
+    def ask() -> int:
+        return httpx.post(f"{live.url}/v1/chat/completions", json=body, timeout=HANG_SECONDS).status_code
+
+    def renderers() -> list[int]:
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == os.getpid() and b"template_worker" in (place / "cmdline").read_bytes():
+                    found.append(int(place.name))
+            except (OSError, ValueError):
+                continue
+        return found
+
+    try:
+        assert ask() == 200
+        assert renderers()
+        for pid in renderers():
+            os.kill(pid, signal.SIGKILL)
+        assert [ask() for _ in range(6)] == [200] * 6
+    finally:
+        live.close()
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+def configured(folder: Path, text: str = "", engine: str = "free") -> list[str]:
+    file = folder / "serve.toml"
+    file.write_text(f'{text}\n[[model]]\nid = "m"\npath = "{FOLDER}"\ndevice = "cpu"\nengine = "{engine}"\n')
+    return ["--config", str(file)]
+
+
+@pytest.mark.full
+def test_a_stopped_api_worker_stops_no_other(served: Callable[..., Served], tmp_path: Path) -> None:
+    server = served(*configured(tmp_path), "--workers", "2").up()
+    until(lambda: len(server.children("exl_serve.api")) == 2)
+    for worker in server.children("exl_serve.api"):
+        os.kill(worker, signal.SIGSTOP)
+        assert [server.complete().status_code for _ in range(3)] == [200] * 3
+        os.kill(worker, signal.SIGCONT)
+    assert server.complete().status_code == 200
+
+
+def test_a_drain_refuses_new_requests_and_finishes_old_ones(served: Callable[..., Served], tmp_path: Path) -> None:
+    server = served(*configured(tmp_path, "drain.timeout = -1")).up()
+    (engine,) = server.children("exl_serve.engine")
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=SECONDS) as stream:
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: {")
+        os.kill(engine, signal.SIGSTOP)  # the stream does not end meanwhile
+        server.process.send_signal(signal.SIGINT)
+        until(lambda: server.get("/health/ready") == 503)
+
+        def refused() -> httpx.Response | None:
+            answer = server.complete()
+            return answer if answer.json()["error"]["code"] == "draining" else None
+
+        answer = until(refused)
+        assert (answer.status_code, answer.headers["retry-after"], answer.headers["connection"]) == (503, "5", "close")
+        assert server.get("/health/live") == 200
+        os.kill(engine, signal.SIGCONT)
+        rest = [line for line in lines if line.startswith("data: ")]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+    assert server.process.wait(SECONDS) == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["timeout", "second signal"])
+def test_what_outlives_a_drain_ends_with_an_error(served: Callable[..., Served], tmp_path: Path, how: str) -> None:
+    server = served(*configured(tmp_path, f"drain.timeout = {0 if how == 'timeout' else -1}")).up()
+    (engine,) = server.children("exl_serve.engine")
+    rest: list[str] = []
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=SECONDS) as stream:
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: {")
+        os.kill(engine, signal.SIGSTOP)  # the stream does not end by itself
+        server.process.send_signal(signal.SIGINT)
+        if how == "second signal":
+            until(lambda: server.get("/health/ready") == 503)
+            assert server.process.poll() is None
+            server.process.send_signal(signal.SIGINT)
+        with contextlib.suppress(httpx.TransportError):
+            rest += (line for line in lines if line.startswith("data: "))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(engine, signal.SIGCONT)  # so that it ends when it is asked to
+    assert server.process.wait(SECONDS) == 0
+    if how == "timeout":
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2][6:])["error"]["code"] == "draining"

@@ -1,0 +1,295 @@
+"""Random requests over all fields: however one is sent, and whatever runs beside it, the answer is the library's.
+
+Alone, streamed, among others, without cached pages and with drafts the answers are equal to the last bit, which a CPU
+promises (docs/reference/reproducibility.md).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from exl_filters.grammar import ExLlamaV2GrammarFilter
+from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exl_generate.sampling import SparseBias
+from exl_generate.testing.small import AsAsked
+from exl_serve.config.model import ModelConfig
+from exl_serve.request.sampling import seeds_of
+from exl_serve.testing.local import EngineThread
+from exl_serve.testing.server import LiveServer
+from exl_serve.testing.waiting import HANG_SECONDS
+
+AT_ONCE = 8
+WORDS = (
+    "Once upon a time",
+    "The fox and the crow",
+    "A",
+    "Tell me about the river.",
+    'She said: "no',
+    "1, 2, 3",
+    "é — 中",
+)
+LONG = "The fox and the crow met at the river. " * 40
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}, "ok": {"type": "boolean"}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("count", "look")]
+SAMPLING: dict[str, Any] = {
+    "temperature": lambda r: r.choice([0.0, 0.3, 1.0, 1.7]),
+    "top_p": lambda r: r.choice([0.3, 0.9]),
+    "top_k": lambda r: r.choice([1, 5, 60]),
+    "min_p": lambda r: r.choice([0.02, 0.2]),
+    "top_a": lambda r: 0.1,
+    "typical": lambda r: 0.8,
+    "tfs": lambda r: 0.9,
+    "skew": lambda r: r.choice([-0.5, 0.5]),
+    "presence_penalty": lambda r: r.choice([-0.5, 1.0]),
+    "frequency_penalty": lambda r: r.choice([-0.2, 0.7]),
+    "repetition_penalty": lambda r: r.choice([1.05, 1.3]),
+    "repetition_range": lambda r: r.choice([4, 64]),
+    "temperature_last": lambda r: True,
+    "smoothing_factor": lambda r: 0.3,
+    "xtc_probability": lambda r: 0.5,
+    "dry_multiplier": lambda r: 0.8,
+    "logit_bias": lambda r: {str(r.randrange(3, 400)): r.choice([-100, -2, 5]) for _ in range(3)},
+}
+"""Fields of sampling, each with a random value."""
+NAMES = {
+    "presence_penalty": "token_presence_penalty",
+    "frequency_penalty": "token_frequency_penalty",
+    "repetition_penalty": "token_repetition_penalty",
+    "repetition_range": "token_repetition_range",
+}
+"""Fields that the library's settings name otherwise."""
+
+
+def sampled(r: random.Random) -> dict[str, Any]:
+    return {name: SAMPLING[name](r) for name in r.sample(sorted(SAMPLING), r.randrange(5))}
+
+
+def common(r: random.Random) -> dict[str, Any]:
+    body: dict[str, Any] = {"seed": r.randrange(1 << 40), "n": r.choice([1, 1, 1, 2, 3]), **sampled(r)}
+    if r.random() < 0.3:
+        body["stop"] = r.sample([" the", ".", "e ", "\n", "fox", " a"], r.randrange(1, 4))
+    if r.random() < 0.15:
+        body["stop_token_ids"] = r.sample(range(3, 400), 20)
+    if r.random() < 0.2:
+        body["min_tokens"] = r.randrange(1, 5)
+    if r.random() < 0.2:
+        body["ignore_eos"] = True
+    if r.random() < 0.15:
+        body["banned_strings"] = r.sample([" and", "fox", "the", " was"], 2)
+    return body
+
+
+def completion(r: random.Random) -> dict[str, Any]:
+    body = {"model": "fable", "max_tokens": r.randrange(5, 25), **common(r)}
+    text = r.choice([*WORDS, LONG + r.choice(WORDS)])
+    body["prompt"] = text
+    if r.random() < 0.3:
+        body["logprobs"] = r.randrange(4)
+    if r.random() < 0.25:
+        body["echo"] = True
+    elif r.random() < 0.2:
+        body["token_healing"] = True
+    if r.random() < 0.15:
+        body |= {"negative_prompt": "A sad story", "cfg_scale": 1.5}
+    form = r.random()
+    if form < 0.1:
+        body["guided_regex"] = "[a-z]{2,9}, [0-9]{1,3}!"
+    elif form < 0.2:
+        body["guided_json"] = SCHEMA
+    elif form < 0.3:
+        body["guided_choice"] = ["yes", "no", "perhaps so"]
+    return body
+
+
+def chat(r: random.Random) -> dict[str, Any]:
+    body = {"model": "hermes", "max_tokens": r.randrange(8, 50), **common(r)}
+    messages = [{"role": "system", "content": "Be brief."}] if r.random() < 0.3 else []
+    body["messages"] = [*messages, {"role": "user", "content": r.choice([*WORDS, LONG])}]
+    if r.random() < 0.3:
+        body |= {"logprobs": True, "top_logprobs": r.randrange(4)}
+    form = r.random()
+    if form < 0.3:
+        body |= {
+            "tools": TOOLS,
+            "tool_choice": r.choice(["auto", "none", "required", {"type": "function", "function": {"name": "look"}}]),
+        }
+        body["parallel_tool_calls"] = r.random() < 0.5
+    if form < 0.15 or 0.3 < form < 0.45:
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    return body
+
+
+@pytest.fixture(scope="module")
+def http(fable: EngineThread) -> Iterator[httpx.Client]:
+    """One model as `fable`, as `hermes` with tool calls, and with drafts as `fable-drafts` and `hermes-drafts`."""
+    drafting = EngineThread(
+        ModelConfig(id="drafts", path=fable.card.folder, device="cpu", max_batch_size=8, ngram=True)
+    )
+    drafting.generator.drafter.length = AsAsked(drafting.generator.num_draft_tokens)  # whatever it costs
+    engines = {"fable": fable, "hermes": fable, "fable-drafts": drafting, "hermes-drafts": drafting}
+    models = [
+        ModelConfig(id=id, path=fable.card.folder, family="hermes" if id.startswith("hermes") else "auto")
+        for id in engines
+    ]
+    live = LiveServer(engines, models)
+    with httpx.Client(base_url=live.url, timeout=HANG_SECONDS) as client:
+        yield client
+    live.close()
+    drafting.close()
+
+
+def path_of(body: dict[str, Any]) -> str:
+    return "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+
+
+def clean(answer: dict[str, Any]) -> Any:
+    """Return the content of an answer, without names, times, ids of calls, and what was cached or guessed."""
+    if "error" in answer:
+        return answer["error"]["code"]
+    for choice in answer["choices"]:
+        for call in choice.get("message", {}).get("tool_calls") or ():
+            call.pop("id")
+    usage = {name: answer["usage"][name] for name in ("prompt_tokens", "completion_tokens")}
+    return answer["choices"], usage
+
+
+def whole(http: httpx.Client, body: dict[str, Any], **more: Any) -> Any:
+    return clean(http.post(path_of(body), json=body | more).json())
+
+
+def streamed(http: httpx.Client, body: dict[str, Any]) -> Any:
+    """The stream, joined to what the whole answer would be."""
+    extra = {"stream": True, "stream_options": {"include_usage": True}}
+    text = http.post(path_of(body), json=body | extra).text
+    if not text.startswith("data: "):
+        return clean(json.loads(text))
+    lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    chunks = [json.loads(line) for line in lines[:-1]]
+    if "error" in chunks[-1]:
+        return chunks[-1]["error"]["code"]
+    found = [joined([c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == i]) for i in range(body["n"])]
+    if "top_logprobs" in body:
+        for choice in found:  # a stream of calls alone has no place for an empty list
+            choice["logprobs"] = choice["logprobs"] or {"content": [], "refusal": None}
+    return clean({"choices": found, "usage": chunks[-1]["usage"]})
+
+
+def joined(pieces: list[dict[str, Any]]) -> dict[str, Any]:
+    one: dict[str, Any] = {"index": pieces[0]["index"], "logprobs": None, "finish_reason": None, "stop_reason": None}
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        delta = piece.get("delta", {})
+        texts.append(piece.get("text") or delta.get("content") or "")
+        for change in delta.get("tool_calls") or ():
+            if "id" in change:
+                assert change["index"] == len(calls)
+                calls.append({"id": change["id"], "type": "function", "function": dict(change["function"])})
+            else:
+                calls[change["index"]]["function"]["arguments"] += change["function"]["arguments"]
+        for name, values in (piece["logprobs"] or {}).items():
+            own = one["logprobs"] = one["logprobs"] or {}
+            own[name] = values if values is None else [*(own.get(name) or ()), *values]
+        one["finish_reason"] = piece["finish_reason"] or one["finish_reason"]
+        one["stop_reason"] = piece.get("stop_reason", one["stop_reason"])
+    text = "".join(texts)
+    if "text" in pieces[0]:
+        return one | {"text": text}
+    message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+    return one | {"message": message | ({"tool_calls": calls} if calls else {})}
+
+
+def library(fable: EngineThread, body: dict[str, Any]) -> list[str] | None:
+    """The texts of a completion by jobs of the library, each in a generator of its own; None where one fails."""
+    tokenizer, model = fable.generator.tokenizer, fable.generator.model
+    settings = ExLlamaV2Sampler.Settings(temperature=1.0, top_k=0, top_p=0.0, token_repetition_penalty=1.0)
+    settings.token_repetition_range = -1
+    for name in SAMPLING.keys() & body.keys() - {"logit_bias"}:
+        setattr(settings, NAMES.get(name, name), body[name])
+    if "logit_bias" in body:
+        bias = {int(token): float("-inf") if value == -100 else value for token, value in body["logit_bias"].items()}
+        settings.token_bias = SparseBias.of(bias)
+    settings.cfg_scale = body.get("cfg_scale")
+    prompts = [
+        tokenizer.encode(t, add_bos=True, encode_special_tokens=True)
+        for t in (body["prompt"], body.get("negative_prompt"))
+        if t
+    ]
+    given = {
+        "regex": body.get("guided_regex"),
+        "json_schema": body.get("guided_json"),
+        "choice": body.get("guided_choice"),
+    }
+    grammar = {name: value for name, value in given.items() if value is not None}
+    texts = []
+    for seed in seeds_of(body["seed"], body["n"]):
+        job = ExLlamaV2DynamicJob(
+            prompts if len(prompts) > 1 else prompts[0],
+            body["max_tokens"],
+            body.get("min_tokens", 0),
+            gen_settings=settings,
+            seed=seed,
+            stop_conditions=[
+                *body.get("stop", ()),
+                *body.get("stop_token_ids", ()),
+                *(() if body.get("ignore_eos") else fable.card.eos_ids),
+            ],
+            banned_strings=body.get("banned_strings"),
+            token_healing=body.get("token_healing", False),
+            filters=[ExLlamaV2GrammarFilter(model, tokenizer, on_complete="end", **grammar)] if grammar else [],
+        )
+        generator = ExLlamaV2DynamicGenerator(model, type(fable.generator.cache)(model, max_seq_len=2048), tokenizer)
+        generator.enqueue(job)
+        results: list[dict[str, Any]] = []
+        while generator.num_remaining_jobs():
+            results += generator.iterate()
+        if "exception" in results[-1]:
+            return None
+        texts.append((body["prompt"] if body.get("echo") else "") + job.full_completion)
+    return texts
+
+
+def check(http: httpx.Client, fable: EngineThread, bodies: list[dict[str, Any]]) -> None:
+    alone = [whole(http, body) for body in bodies]
+    assert sum(isinstance(one, str) for one in alone) <= len(bodies) // 4, "most of them have an answer"
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        ways = {
+            "streams": list(pool.map(lambda body: streamed(http, body), bodies)),
+            "no cached pages": list(pool.map(lambda at: whole(http, at[1], cache_salt=f"s{at[0]}"), enumerate(bodies))),
+            "drafts": list(pool.map(lambda body: whole(http, body, model=f"{body['model']}-drafts"), bodies)),
+        }
+    for name, found in ways.items():
+        for body, one, other in zip(bodies, alone, found, strict=True):
+            assert other == one, (name, body)
+    for body, one in zip(bodies, alone, strict=True):
+        if "prompt" in body:
+            texts = library(fable, body)
+            assert (isinstance(one, str) and texts is None) or [c["text"] for c in one[0]] == texts, body
+
+
+def drawn(seed: int, count: int) -> list[dict[str, Any]]:
+    r = random.Random(seed)
+    return [r.choice([completion, chat])(r) for _ in range(count)]
+
+
+def test_a_few_random_requests(http: httpx.Client, fable: EngineThread) -> None:
+    check(http, fable, drawn(7, 16))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(10))
+def test_five_hundred_random_requests(http: httpx.Client, fable: EngineThread, part: int) -> None:
+    check(http, fable, drawn(1000 + part, 50))
