@@ -208,6 +208,9 @@ def test_seeds_of_choices_differ() -> None:
 def test_routes_and_methods(http: httpx.Client) -> None:
     missing = http.get("/v1/nothing")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+    assert "/openapi.json" in missing.json()["error"]["message"]
+    for path in ("/chat/completions", "/v1/v1/chat/completions", "/models"):
+        assert "ends with /v1, and holds it once" in http.post(path, json={}).json()["error"]["message"], path
     wrong = http.get("/v1/chat/completions")
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
     assert len({(path.method, path.path) for path in ROUTES}) == len(ROUTES)

@@ -174,7 +174,11 @@ def _find(routes: Sequence[tuple[Route, Path]], scope: Scope) -> tuple[Path, dic
             f"{scope['method']} is not served here: use {', '.join(sorted(set(allowed)))}",
         )
         raise error
-    raise ServeError(404, "not_found_error", "not_found", f"there is no route {scope['path'][:128]}")
+    path = scope["path"]
+    there = "/openapi.json lists those that there are"
+    if any(one.path in (f"/v1{path}", path.replace("/v1/v1/", "/v1/", 1)) for one in ROUTES):
+        there = "a client's base URL ends with /v1, and holds it once"
+    raise ServeError(404, "not_found_error", "not_found", f"there is no route {path[:128]}: {there}")
 
 
 def _check_host(call: Call) -> None:
