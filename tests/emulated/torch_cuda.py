@@ -174,10 +174,13 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "to" and func is Tensor.to:
         return _to(args, kwargs)
     if name == "pin_memory":
-        return args[0]
+        with DISABLED():
+            copied = args[0].clone()
+            _allocate(copied)  # kernels may read and write it
+        return copied
     if name == "is_pinned":
         return True
-    kwargs.pop("pin_memory", None)
+    pinned = kwargs.pop("pin_memory", False)
     index, inputs = None, [0]
     if "device" in kwargs and func is not torch.device:
         index = _index_of(kwargs["device"])
@@ -200,6 +203,9 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(out, Tensor):
         return out
     if index is None:
+        if pinned and isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in _owned:
+            with DISABLED():
+                _allocate(result)  # as for `pin_memory`
         return result
     if isinstance(args[0] if args else None, CudaTensor) and isinstance(result, Tensor) and result is lowered[0]:
         return args[0]

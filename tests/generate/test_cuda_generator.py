@@ -39,7 +39,7 @@ STYLES = [
     Settings(temperature=1.0, top_k=30, xtc_probability=0.4, mirostat=True),
     Settings(typical=0.9, top_k=0, top_p=0),
     Settings(temperature=1.0, top_k=0, top_p=0, xtc_probability=0.5, min_p=0.0001, token_repetition_penalty=1.1),
-    Settings(tfs=0.9, top_k=0, top_p=0),  # left to the CPU by the kernels
+    Settings(tfs=0.9, top_k=0, top_p=0),
 ]
 
 

@@ -148,7 +148,7 @@ class OnDevice:
         self.device, self.rows, self.written = device, rows, into is not None
         self.found: list[Any] = []
         for row in rows:
-            left = device.leaves and not row.plan.never_left_to_cpu
+            left = device.leaves and row.top_n > 0
             self.found.append(None if left else device.really(row))
         for i, found in enumerate(self.found if into is not None else []):
             assert into is not None
@@ -163,7 +163,7 @@ class OnDevice:
 
 
 class Device:
-    """Replace `exl_kernels.sampling.launch` of rows on a GPU; leave to the CPU whatever is allowed if `leaves`."""
+    """Replace `exl_kernels.sampling.launch` of rows on a GPU; `leaves`: rows that report candidates to the CPU."""
 
     def __init__(self, events: list[str], leaves: bool = False) -> None:
         self.events, self.leaves = events, leaves
@@ -393,13 +393,12 @@ def test_the_next_step_is_launched_between_sampling_and_collecting(monkeypatch: 
 
 def test_a_step_whose_row_is_left_to_the_cpu_is_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(monkeypatch, leaves=True)
-    tail_free = Settings(temperature=1.0, top_k=0, top_p=0, tfs=0.9)
-    one, other = stage.add([3, 4, 5], 6), stage.add([6, 7], 6, tail_free)
+    one, other = stage.add([3, 4, 5], 6), stage.add([6, 7], 6, PLAIN, return_top_tokens=2)
     for _ in range(5):
         assert stage.round() == ["sample", "step", "collect", "run"]
     stage.finish()
     assert stage.tokens(one) == alone([3, 4, 5], 6)
-    assert stage.tokens(other) == alone([6, 7], 6, tail_free)
+    assert stage.tokens(other) == alone([6, 7], 6, PLAIN)
 
 
 def test_the_host_passes_the_tokens_on_where_a_job_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:

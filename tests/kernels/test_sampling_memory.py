@@ -103,9 +103,10 @@ def test_a_call_without_memory_leaves_buffers_that_fit_each_other(
     assert len(sampling_cuda.launch(small).answers()) == 1
 
 
-@pytest.mark.parametrize("wrong", ["device_copy", "shaped", "maxima", "sums", "wide"])
+@pytest.mark.parametrize("wrong", ["device_copy", "shaped", "maxima", "sums", "wide", "tails"])
 def test_buffers_that_do_not_fit_each_other_are_refused(wrong: str) -> None:
     buffers = {
+        "tails": torch.zeros(2, 2, 4096, dtype=torch.int32),
         "staging": torch.zeros(64, dtype=torch.uint8),
         "device_copy": torch.zeros(64, dtype=torch.uint8),
         "shaped": torch.zeros(2, 4096),

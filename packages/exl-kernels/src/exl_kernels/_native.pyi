@@ -840,12 +840,20 @@ class SamplingWorkspace:
     Memory that calls of one GPU share: staged rows, and the workspace of the kernels.
     """
     def __new__(
-        cls, /, staging: Tensor, device_copy: Tensor, shaped: Tensor, maxima: Tensor, sums: Tensor, wide: Tensor
+        cls,
+        /,
+        staging: Tensor,
+        device_copy: Tensor,
+        shaped: Tensor,
+        maxima: Tensor,
+        sums: Tensor,
+        wide: Tensor,
+        tails: Tensor,
     ) -> SamplingWorkspace:
         """
         `staging` uint8 in pinned memory, `device_copy` of the same size on the GPU. Also on the GPU: `shaped` float32 [N, pitch], `maxima`
-        int32 and `sums` int64 [N, 2048], for calls of up to N rows of up to `pitch` logits, and `wide` uint8 of `wide_bytes(N)`, zero at
-        the beginning.
+        int32 and `sums` int64 [N, 2048], for calls of up to N rows of up to `pitch` logits, `wide` uint8 of `wide_bytes(N)`, zero at the
+        beginning, and `tails` int32 [N, 2, pitch], which may be empty until a row has a tail-free cut.
         """
     @property
     def rows(self, /) -> int:

@@ -1,7 +1,6 @@
 // From rows of logits to tokens, bitwise identical to exl-cpu's sampling (rust/exl-cpu/src/sampling defines the transforms): fixed-point
 // weights, integer sums, total orders. A batch takes three launches: shape the logits and find block maxima; sum the weights of each block;
-// choose, one block a row. Rows whose candidates do not fit a block's table are left to sample_wide. Those with a tail-free cut, which
-// needs all candidates in order, are left to the CPU: their answer is FALLBACK.
+// choose, one block a row. Rows whose candidates do not fit a block's table are left to sample_wide.
 //
 // Answers are written directly to pinned host memory, so there is no copy to wait for. Each launch begins while its predecessor ends, and
 // waits for it before it reads its results. So work after the last launch is ordered after all of them. Multiplications and additions are
@@ -183,7 +182,6 @@ DEVICE void finish(const Results& to, int status, int token, u64 weight, u64 tot
 }
 
 DEVICE void leave_to_passes(const Row& row, int peak, const Results& to) {
-  if (row.tfs > 0.0) return finish(to, FALLBACK, 0, 0, 0);
   if (threadIdx.x == 0) begin_wide(row, to.wide, to.control, peak);
 }
 

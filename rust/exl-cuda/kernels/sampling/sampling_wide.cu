@@ -149,6 +149,8 @@ DEVICE void other_pass(const Row& row, const Wide& s, const Slope& slope, const 
     } else if (s.op == EXCLUDE) {
       const bool ignored = id / 32 < row.ignored_words && (row.ignored[id / 32] >> (id % 32) & 1);
       if (q >= s.xtc_least && !ignored) seen++, total += q, last = max(last, c.place);
+    } else if (s.op == TAIL) {
+      if (q >= s.tail_least) seen++, last = max(last, c.place);
     } else {
       unsigned w[WORDS];
       words_of(s, c, q, w);
@@ -156,7 +158,7 @@ DEVICE void other_pass(const Row& row, const Wide& s, const Slope& slope, const 
       if (s.op == FIND && at_border(s, w)) to->found = (unsigned)id;
     }
   }
-  if (s.op != MEASURE && s.op != EXCLUDE) return;
+  if (s.op != MEASURE && s.op != EXCLUDE && s.op != TAIL) return;
   total = warp_sum_u64(total);
   surprise = warp_sum_u64(surprise);
   first = warp_min_u64(first);
@@ -174,6 +176,54 @@ DEVICE void other_pass(const Row& row, const Wide& s, const Slope& slope, const 
     atomicAdd(&to->excluded, total);
     atomicMax(&to->last, last);
     atomicAdd(&to->chosen, seen);
+  }
+}
+
+// ---- the candidates of a tail-free cut in order: they are counted by bins, spread over the bins, and ranked within their bin ----
+
+DEVICE unsigned tail_bin(const Wide& s, float l) { return min((unsigned)__fmul_rn(-l, s.tail_scale), (unsigned)BINS - 1); }
+DEVICE Candidate tail_at(const Slope& slope, const float* x, const unsigned* ids, int i) {
+  const unsigned id = fresh(ids + i);
+  return candidate(slope, x[id], id);
+}
+// How much the weights bend at place i of the order.
+DEVICE u64 bend(const Wide& s, const Slope& slope, const float* x, const Tail& tail, int i) {
+  if (i >= (int)s.tail_count - 2) return 0;
+  const long long a = (long long)tail_at(slope, x, tail.sorted, i).q, b = (long long)tail_at(slope, x, tail.sorted, i + 1).q;
+  const long long d = a - 2 * b + (long long)tail_at(slope, x, tail.sorted, i + 2).q;
+  return (u64)(d < 0 ? -d : d);
+}
+
+// Runs the passes of a tail-free cut over ids, or places of the order, from `base` to `end`.
+DEVICE void tail_pass(const Row& row, const Wide& s, const Slope& slope, const float* x, int base, int end, WideRow* memory,
+                      const Tail& tail) {
+  if (s.op == RANK || s.op == CURVE) end = min(end, (int)s.tail_count);
+#pragma unroll 1
+  for (int first = base; first < end; first += WIDE_THREADS) {
+    const int i = first + threadIdx.x;
+    if (s.op == CURVE) {  // a segment is a multiple of the block
+      const u64 sum = warp_sum_u64(i < end ? bend(s, slope, x, tail, i) : 0);
+      if (threadIdx.x % 32 == 0 && sum) atomicAdd(&memory->sums[first / WIDE_SEGMENT], sum);
+      continue;
+    }
+    if (i >= end) continue;
+    if (s.op == RANK) {
+      const Candidate c = tail_at(slope, x, tail.binned, i);
+      const unsigned bin = tail_bin(s, c.l), from = fresh(memory->starts + bin);
+      const unsigned to = bin + 1 < BINS ? fresh(memory->starts + bin + 1) : s.tail_count;
+      unsigned rank = from;
+      for (unsigned j = from; j < to; j++) {
+        const unsigned id = fresh(tail.binned + j);
+        rank += place_of(x[id], id) < c.place;
+      }
+      tail.sorted[rank] = (unsigned)c.place;
+      continue;
+    }
+    if (key_of(x[i]) <= NEG_INF) continue;
+    const Candidate c = candidate(slope, x[i], i);
+    if (!is_kept(s, c) || c.q < s.tail_least) continue;
+    const unsigned bin = tail_bin(s, c.l), before = atomicAdd(&memory->counts[bin], 1u);
+    if (s.op == SPREAD) tail.binned[fresh(memory->starts + bin) + before] = (unsigned)i;
   }
 }
 
@@ -262,6 +312,65 @@ DEVICE bool resolve_digit(Wide& s, WideRow* memory) {
   return known;
 }
 
+// Sets the places of the bins' first candidates from their numbers, or only clears these.
+DEVICE void resolve_bins(WideRow* memory, bool place) {
+  constexpr int EACH = BINS / WIDE_THREADS;
+  unsigned counts[EACH];
+  u64 sum = 0, total;
+  for (int i = 0; i < EACH; i++) {
+    unsigned* count = memory->counts + threadIdx.x * EACH + i;
+    counts[i] = fresh(count);
+    *count = 0;
+    sum += counts[i];
+  }
+  if (!place) return;
+  u64 before = scan_threads(sum, &total);
+  for (int i = 0; i < EACH; i++) {
+    memory->starts[threadIdx.x * EACH + i] = (unsigned)before;
+    before += counts[i];
+  }
+}
+
+// Keeps the first candidates, up to the place at which the bends before it exceed their share; all if there are none.
+DEVICE void resolve_curve(const Row& row, Wide& s, const Slope& slope, const float* x, WideRow* memory, const Tail& tail) {
+  constexpr int EACH = BINS / WIDE_THREADS, STEPS = WIDE_SEGMENT / WIDE_THREADS;
+  __shared__ int segment, leading;
+  __shared__ u64 start;
+  u64 sums[EACH], sum = 0, total;
+  for (int i = 0; i < EACH; i++) {
+    u64* at = memory->sums + threadIdx.x * EACH + i;
+    sums[i] = fresh(at);
+    *at = 0;
+    sum += sums[i];
+  }
+  u64 before = scan_threads(sum, &total);
+  if (total == 0) return;  // the same in all threads
+  if (threadIdx.x == 0) segment = -1, leading = (int)s.tail_count - 2;
+  __syncthreads();
+  const u64 limit = __double2ull_rz(__dmul_rn(row.tfs, __ull2double_rn(total)));
+  for (int i = 0; i < EACH; i++) {
+    if (before <= limit && before + sums[i] > limit) segment = threadIdx.x * EACH + i, start = before;  // once
+    before += sums[i];
+  }
+  __syncthreads();
+  const int first = segment;
+  u64 running = start;
+  for (int step = 0; first >= 0 && step < STEPS; step++) {
+    const int i = first * WIDE_SEGMENT + step * WIDE_THREADS + threadIdx.x;
+    const u64 own = bend(s, slope, x, tail, i);
+    u64 all;
+    const u64 reached = running + scan_threads(own, &all) + own;
+    if (reached > limit) atomicMin(&leading, i);
+    running += all;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const Candidate c = tail_at(slope, x, tail.sorted, min(leading, (int)s.tail_count - 2));
+    keep_up_to(s, bin_of(c.l), c.place);
+  }
+  __syncthreads();
+}
+
 // Writes the list, sorted by (weight descending, place), into the answer.
 DEVICE void report_list(const WideRow* memory, Answer* answer) {
   __shared__ Listed list[MOST_TOP];
@@ -280,7 +389,7 @@ DEVICE void report_list(const WideRow* memory, Answer* answer) {
 
 // Runs after a pass over all segments of a row, in the block that ended it: evaluates the pass and picks the next one.
 DEVICE void resolve(const Row& row, Wide& s, const Slope& slope, const float* x, WideRow* memory, WideControl* control, Answer* answer,
-                    int64_t* next, int limit) {
+                    int64_t* next, int limit, const Tail& tail) {
   copy_state(&s, &memory->state);
   __syncthreads();
   bool more = false;
@@ -288,7 +397,12 @@ DEVICE void resolve(const Row& row, Wide& s, const Slope& slope, const float* x,
     more = !resolve_digit(s, memory);
   } else if (s.op == LIST) {
     report_list(memory, answer);
+  } else if (s.op == BIN || s.op == SPREAD) {
+    resolve_bins(memory, s.op == BIN);
+  } else if (s.op == CURVE) {
+    resolve_curve(row, s, slope, x, memory, tail);
   }
+  __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
     if (!more) {
@@ -309,7 +423,7 @@ DEVICE void resolve(const Row& row, Wide& s, const Slope& slope, const float* x,
 // Two blocks an SM, all of them resident. A block takes neighbouring segments, so that it merges its sums once a row.
 extern "C" __global__ void __launch_bounds__(WIDE_THREADS, 2)
     sample_wide(const Row* rows, const float* shaped, WideRow* memory, WideControl* control, Answer* answers, int pitch, int count,
-                int64_t* next, int limit) {
+                int64_t* next, int limit, unsigned* tails) {
   __shared__ Histogram histogram;
   __shared__ Row row;
   __shared__ Wide state;
@@ -333,10 +447,14 @@ extern "C" __global__ void __launch_bounds__(WIDE_THREADS, 2)
       const float* x = shaped + (size_t)r * pitch;
       Slope slope = slope_of(row, 0);
       slope.peak = state.peak;
+      unsigned* ids = tails ? tails + (size_t)r * 2 * pitch : nullptr;
+      const Tail tail{ids, ids + pitch};
       if (state.op == SELECT) {
         for (; base < last; base += WIDE_SEGMENT) select_pass(row, state, slope, x, base, histogram);
         __syncthreads();
         merge_bins(histogram, memory + r);
+      } else if (state.op >= BIN) {
+        tail_pass(row, state, slope, x, base, last, memory + r, tail);
       } else {
         other_pass(row, state, slope, x, base, last, memory + r);
       }
@@ -347,7 +465,7 @@ extern "C" __global__ void __launch_bounds__(WIDE_THREADS, 2)
       __syncthreads();
       if (ended) {
         __threadfence();
-        resolve(row, state, slope, x, memory + r, control, answers + r, next ? next + r : nullptr, limit);
+        resolve(row, state, slope, x, memory + r, control, answers + r, next ? next + r : nullptr, limit, tail);
       }
     }
     if (synchronize(control, generation)) return;

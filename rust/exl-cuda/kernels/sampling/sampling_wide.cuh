@@ -1,7 +1,7 @@
 // Sampling of rows whose candidates do not fit sample_choose's table: each row runs a program of passes over all logits.
 //
-// Nothing is sorted. A cut keeps a prefix of a total order, so its last candidate defines it. Radix selection finds that candidate digit by
-// digit. A pass adds the weights of the candidates of each value of a digit. The digit at which the sum reaches the target weight belongs
+// Nothing is sorted but the candidates of a tail-free cut. A cut keeps a prefix of a total order, so its last candidate defines it. Radix
+// selection finds that candidate digit by digit. A pass adds the weights of the candidates of each value of a digit. The digit at which the sum reaches the target weight belongs
 // to the border. Sums are integers, so their order does not matter.
 #pragma once
 #include "sampling/sampling_math.cuh"
@@ -16,10 +16,11 @@ constexpr int WIDE_SEGMENT = 1024; // ids that a block takes at a time
 enum Order { BY_PLACE, BY_AWAY, BY_WEIGHT, BY_ID };
 constexpr int WORDS = 5;
 enum Goal { COUNT, SHARE, DRAW };
-enum Op { DONE, MEASURE, SELECT, EXCLUDE, LIST, FIND };
+enum Op { DONE, MEASURE, SELECT, EXCLUDE, LIST, FIND, TAIL, BIN, SPREAD, RANK, CURVE };
 // The transforms in their order: the position of a row's program.
 enum Stage {
-  AT_TOP_K, AT_TOP_P, AT_TOP_A, TOP_A_MEASURED, AT_TYPICAL, TYPICAL_MEASURED, AT_MIROSTAT, MIROSTAT_MEASURED, AT_LATE, LATE_MEASURED,
+  AT_TOP_K, AT_TOP_P, AT_TOP_A, TOP_A_MEASURED, AT_TFS, TFS_MEASURED, TFS_COUNTED, TFS_BINNED, TFS_SPREAD, TFS_RANKED, TFS_CURVED,
+  AT_TYPICAL, TYPICAL_MEASURED, AT_MIROSTAT, MIROSTAT_MEASURED, AT_LATE, LATE_MEASURED,
   AT_XTC, XTC_MEASURED, XTC_EXCLUDED, AT_REPORT, REPORT_SELECTED, REPORT_LISTED, AT_DRAW, DRAWN, FOUND
 };
 
@@ -46,16 +47,29 @@ struct Wide {
   float highest, late, peak;
   u64 xtc_least, xtc_last, all;
   double gain, loss;
+  // A tail-free cut: its candidates are those of at least a weight, so many; their bins are equally wide in log-weight.
+  u64 tail_least;
+  unsigned tail_count;
+  float tail_scale;
 };
 
-// Memory of a row: its state, then the weight and the number of candidates of each value of a digit, zero between passes.
+// Memory of a row: its state, then the weight and the number of candidates of each value of a digit, zero between passes. `starts`: place
+// of the first candidate of each bin of a tail-free cut.
 struct WideRow {
   Wide state;
   Listed list[MOST_TOP];
   u64 sums[BINS];
   unsigned counts[BINS];
+  unsigned starts[BINS];
 };
-ABI_SIZE(WideRow, 25856); ABI_AT(WideRow, state, 0); ABI_AT(WideRow, list, 256); ABI_AT(WideRow, sums, 1280); ABI_AT(WideRow, counts, 17664);
+
+// Ids of the candidates of a row's tail-free cut: by bins, and in order.
+struct Tail {
+  unsigned* binned;
+  unsigned* sorted;
+};
+ABI_SIZE(WideRow, 34064); ABI_AT(WideRow, state, 0); ABI_AT(WideRow, list, 272); ABI_AT(WideRow, sums, 1296); ABI_AT(WideRow, counts, 17680);
+ABI_AT(WideRow, starts, 25872);
 
 // State of a launch: rows that are not done, and the barrier of all blocks.
 struct WideControl {
@@ -207,16 +221,38 @@ DEVICE void cut(const Row& row, const Slope& slope, Wide& s) {
         break;
       case AT_TOP_A:
         if (row.top_a > 0.0 || row.min_p > 0.0) return ask(s, MEASURE, TOP_A_MEASURED);
-        s.stage = AT_TYPICAL;
+        s.stage = AT_TFS;
         break;
       case TOP_A_MEASURED: {
         const double high = __ull2double_rn(candidate(slope, logit_at(s.first), 0).q);
         if (row.top_a > 0.0)
           keep_least(s, slope, __ddiv_rn(__dmul_rn(__dmul_rn(row.top_a, high), high), __ull2double_rn(s.total)), s.first);
         if (row.min_p > 0.0) keep_least(s, slope, __dmul_rn(row.min_p, high), s.first);
-        s.stage = AT_TYPICAL;
+        s.stage = AT_TFS;
         break;
       }
+      case AT_TFS:
+        if (row.tfs > 0.0) return ask(s, MEASURE, TFS_MEASURED);
+        s.stage = AT_TYPICAL;
+        break;
+      case TFS_MEASURED:
+        s.tail_least = __double2ull_rz(ceil(__dmul_rn(1e-8, __ull2double_rn(s.total))));
+        return ask(s, TAIL, TFS_COUNTED);
+      case TFS_COUNTED: {
+        s.tail_count = s.chosen;
+        const float deepest = s.chosen ? log_weight(slope, logit_at(s.last)) : 0.f;
+        // Fewer have no curve; those of one weight have a straight one.
+        if (s.tail_count < 3 || deepest >= 0.f) {
+          s.stage = AT_TYPICAL;
+          break;
+        }
+        s.tail_scale = __fdiv_rn((float)(BINS - 1), -deepest);
+        return ask(s, BIN, TFS_BINNED);
+      }
+      case TFS_BINNED: return ask(s, SPREAD, TFS_SPREAD);
+      case TFS_SPREAD: return ask(s, RANK, TFS_RANKED);
+      case TFS_RANKED: return ask(s, CURVE, TFS_CURVED);
+      case TFS_CURVED: s.stage = AT_TYPICAL; break;
       case AT_TYPICAL:
         if (row.typical > 0.0) return ask(s, MEASURE, TYPICAL_MEASURED);
         s.stage = AT_MIROSTAT;
@@ -296,18 +332,21 @@ DEVICE void advance(const Row& row, const Slope& slope, Wide& s) {
   if (s.stage >= AT_LATE) weigh_again(row, slope, s);
 }
 
+// Keeps candidates up to a place, unless the border of an earlier cut is nearer.
+DEVICE void keep_up_to(Wide& s, unsigned bin, u64 place) {
+  if (bin < s.border_bin) {
+    s.border_bin = bin;
+    s.border = place;
+  } else if (bin == s.border_bin) {
+    s.border = min(s.border, place);
+  }
+}
+
 // Keeps candidates up to the border that a selection found.
 DEVICE void take_border(Wide& s) {
   if (s.order == BY_PLACE) {
-    // A selection that ended early knows only the first digits of its border: the border of an earlier cut may be nearer.
-    const unsigned bin = (unsigned)last_of(s.prefix[0], s.mask[0]);
-    const u64 place = last_place(s);
-    if (bin < s.border_bin) {
-      s.border_bin = bin;
-      s.border = place;
-    } else if (bin == s.border_bin) {
-      s.border = min(s.border, place);
-    }
+    // A selection that ended early knows only the first digits of its border.
+    keep_up_to(s, (unsigned)last_of(s.prefix[0], s.mask[0]), last_place(s));
   } else if (s.order == BY_AWAY) {
     s.away_bin = (unsigned)last_of(s.prefix[0], s.mask[0]);
     s.away = last_of(s.prefix[1], s.mask[1]) << 32 | last_of(s.prefix[2], s.mask[2]);

@@ -35,13 +35,14 @@ pub struct SamplingWorkspace {
     maxima: Tensor,
     sums: Tensor,
     wide: Tensor,
+    tails: Tensor,
 }
 
 #[pymethods]
 impl SamplingWorkspace {
     /// `staging` uint8 in pinned memory, `device_copy` of the same size on the GPU. Also on the GPU: `shaped` float32 [N, pitch], `maxima`
-    /// int32 and `sums` int64 [N, 2048], for calls of up to N rows of up to `pitch` logits, and `wide` uint8 of `wide_bytes(N)`, zero at
-    /// the beginning.
+    /// int32 and `sums` int64 [N, 2048], for calls of up to N rows of up to `pitch` logits, `wide` uint8 of `wide_bytes(N)`, zero at the
+    /// beginning, and `tails` int32 [N, 2, pitch], which may be empty until a row has a tail-free cut.
     #[new]
     fn new(
         staging: Tensor,
@@ -50,6 +51,7 @@ impl SamplingWorkspace {
         maxima: Tensor,
         sums: Tensor,
         wide: Tensor,
+        tails: Tensor,
     ) -> PyResult<Self> {
         expect(
             staging.slice::<u8>("staging")?.len() == device_copy.numel()
@@ -71,6 +73,10 @@ impl SamplingWorkspace {
             wide.dtype == DType::U8 && wide.numel() >= Self::wide_bytes(rows),
             "wide must be uint8 of wide_bytes(N)",
         )?;
+        expect(
+            tails.dtype == DType::I32 && [0, 2 * shaped.numel()].contains(&tails.numel()),
+            "tails must be int32 [N, 2, pitch], or empty",
+        )?;
         Ok(Self {
             staging,
             device_copy,
@@ -78,6 +84,7 @@ impl SamplingWorkspace {
             maxima,
             sums,
             wide,
+            tails,
         })
     }
 
@@ -92,13 +99,6 @@ impl SamplingWorkspace {
     fn rows(&self) -> usize {
         self.shaped.shape[0]
     }
-}
-
-/// Whether the kernels support all stages of this row. A tail-free cut needs its candidates in order, so they must fit the choosing block's
-/// table.
-fn fits(request: &Request, chain: &Chain, all: bool) -> bool {
-    request.top_n <= MOST_TOP
-        && (chain.greedy || chain.tfs == 0.0 || (!goes_wide(chain, all) && chain.typical == 0.0))
 }
 
 /// Whether the choosing block has no first cut that limits the candidates.
@@ -245,7 +245,7 @@ fn row(
     };
     let size = plan.size.min(request.logits.numel());
     let all = chain.top_k == 0 || chain.top_k >= size;
-    if size == 0 || !fits(request, &chain, all) {
+    if size == 0 || request.top_n > MOST_TOP {
         return Ok(Row {
             flags: flag::SKIP,
             ..Row::default()
@@ -319,6 +319,7 @@ pub fn cuda_sample_fill(
         staging,
         device_copy,
         shaped,
+        tails,
         ..
     } = workspace;
     let mut all = vec![("device_copy", device_copy)];
@@ -347,6 +348,10 @@ pub fn cuda_sample_fill(
         needs.sums |= row.flags & flag::SUMS != 0;
         needs.wide |= row.flags & flag::SKIP == 0 && !stays_few(request, &row);
         needs.mix |= row.negative != 0;
+        expect(
+            row.tfs == 0.0 || row.flags & flag::GREEDY != 0 || tails.numel() > 0,
+            "a row with a tail-free cut needs tails",
+        )?;
         memory.set_row(i, &row);
     }
     let (start, end) = (memory.rows_at(), memory.used());
@@ -378,6 +383,7 @@ pub fn cuda_sample_launch(
         maxima,
         sums,
         wide,
+        tails,
     } = workspace;
     let mut all = vec![
         ("wide", wide),
@@ -389,6 +395,9 @@ pub fn cuda_sample_launch(
     if let Some((ids, _, inputs)) = &next {
         all.push(("next", ids));
         all.extend(inputs.as_ref().map(|(_, to)| ("inputs", to)));
+    }
+    if tails.numel() > 0 {
+        all.push(("tails", tails));
     }
     let to = target(&all, launch)?;
     expect(
@@ -402,6 +411,7 @@ pub fn cuda_sample_launch(
         maxima: maxima.ptr,
         sums: sums.ptr,
         wide: wide.ptr,
+        tails: if tails.numel() > 0 { tails.ptr } else { 0 },
         pitch: shaped.shape[1],
     };
     let (sums, wide, mix) = needs;

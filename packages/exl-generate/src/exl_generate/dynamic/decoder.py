@@ -83,9 +83,8 @@ class Decoder:
     def reads_logits_once(self) -> bool:
         """Whether the job's logits are read once only, at once, by the sampler on a GPU."""
         request = self._request
-        return self.sampler.never_left_to_cpu and not (
-            request.return_logits or request.return_top_tokens or self.sampler.settings.post_sampling_hooks
-        )
+        hooks = self.sampler.settings.post_sampling_hooks
+        return not (request.return_logits or request.return_top_tokens or hooks)
 
     def refresh(self) -> None:
         """Apply changes of live settings before a step. Raises `RequestError` for invalid values."""

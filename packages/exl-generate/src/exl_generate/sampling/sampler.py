@@ -78,11 +78,6 @@ class RequestSampler:
         self._mu = [2.0 * self.settings.mirostat_tau]
 
     @property
-    def never_left_to_cpu(self) -> bool:
-        """Whether a GPU that has the logits always reads them itself, at once."""
-        return self._plan.never_left_to_cpu
-
-    @property
     def reads_context(self) -> bool:
         """Whether a token depends on the ids before it other than through the logits."""
         return self._reads_context

@@ -29,6 +29,7 @@ from .bias import SparseBias
 
 __all__ = [
     "MAX_WIDTH",
+    "MOST_REPORTED",
     "Failure",
     "Launched",
     "NextInputs",
@@ -43,6 +44,8 @@ __all__ = [
     "shaped",
 ]
 
+#: Most candidates that a GPU reports; rows that report more are left to the CPU.
+MOST_REPORTED = 64
 #: Widest row of logits: 2^19 weights of 2^44 fit an unsigned 64-bit sum.
 MAX_WIDTH = 1 << 19
 _LEFT_TO_CPU = -3
@@ -155,11 +158,6 @@ class Plan:
             **sparse,
         )
         object.__setattr__(self, "native", native)
-
-    @property
-    def never_left_to_cpu(self) -> bool:
-        """Whether a GPU samples every row of this plan that reports no candidates, whatever its logits are."""
-        return self.greedy or self.tfs == 0.0
 
     @property
     def scale(self) -> float:
@@ -306,10 +304,9 @@ def launch(rows: Sequence[Row], into: NextInputs | None = None) -> Launched:
 
     Rows on a GPU are sampled there, in one set of launches on torch's current stream, and only the answers are read
     back. `collect` samples the other rows on the CPU, with the same token as the GPU would give. These are rows on the
-    CPU, rows that report more than 64 candidates, and some rows with a tail-free cut: of more than 2,048 candidates, or
-    after a typical cut.
+    CPU, and rows that report more than `MOST_REPORTED` candidates.
 
-    Logits must not change until `collect`; those of plans that are `never_left_to_cpu` until the stream has passed the
+    Logits of rows that are left to the CPU must not change until `collect`, others until the stream has passed the
     launches.
 
     Args:

@@ -48,6 +48,7 @@ class _Place:
         self.maxima = torch.empty(0, _BLOCKS, dtype=torch.int32, device=device)
         self.sums = torch.empty(0, _BLOCKS, dtype=torch.int64, device=device)
         self.wide = torch.zeros(_native.SamplingWorkspace.wide_bytes(0), dtype=torch.uint8, device=device)
+        self.tails = torch.empty(0, dtype=torch.int32, device=device)
 
     @torch.inference_mode(False)
     def grow(self, size: int) -> None:
@@ -58,10 +59,14 @@ class _Place:
         self.staging, self.copy = staging, copy  # both, or none if the second allocation fails
         self._beside.wait_stream(self.stream())  # earlier users of this memory
 
-    def reserve(self, rows: int, width: int) -> None:
-        """Make room for `rows` rows of `width` logits."""
+    def reserve(self, rows: int, width: int, tail_free: bool) -> None:
+        """Make room for `rows` rows of `width` logits, any of them with a tail-free cut."""
         have_rows, have_width = self.shaped.shape
         if rows <= have_rows and width <= have_width:
+            if tail_free and not self.tails.numel():
+                with torch.inference_mode(False):
+                    tails = torch.empty(have_rows, 2, have_width, dtype=torch.int32, device=self.device)
+                self._workspace, self.tails = None, tails
             return
         rows = max(have_rows, 1 << (rows - 1).bit_length())
         pitch = max(have_width, -(-width // _SEGMENT) * _SEGMENT)
@@ -70,14 +75,16 @@ class _Place:
             maxima = torch.empty(rows, _BLOCKS, dtype=torch.int32, device=self.device)
             sums = torch.empty(rows, _BLOCKS, dtype=torch.int64, device=self.device)
             wide = torch.zeros(_native.SamplingWorkspace.wide_bytes(rows), dtype=torch.uint8, device=self.device)
+            sizes = (rows, 2, pitch) if tail_free or self.tails.numel() else (0,)
+            tails = torch.empty(sizes, dtype=torch.int32, device=self.device)
         self._workspace = None
-        self.shaped, self.maxima, self.sums, self.wide = shaped, maxima, sums, wide  # all or none
+        self.shaped, self.maxima, self.sums, self.wide, self.tails = shaped, maxima, sums, wide, tails  # all or none
 
     def workspace(self) -> _native.SamplingWorkspace:
         """Return the buffers as the native functions take them, made again when one of them has grown."""
         if self._workspace is None:
             self._workspace = _native.SamplingWorkspace(
-                self.staging, self.copy, self.shaped, self.maxima, self.sums, self.wide
+                self.staging, self.copy, self.shaped, self.maxima, self.sums, self.wide, self.tails
             )
         return self._workspace
 
@@ -87,7 +94,8 @@ class _Place:
         `beside`: copy on a separate stream while the current stream is still busy with earlier work. Only for calls
         whose preceding launches have all been waited for.
         """
-        self.reserve(len(rows), max(row.logits.shape[0] for row in rows))
+        tail_free = any(row.plan.tfs > 0 and not row.plan.greedy for row in rows)
+        self.reserve(len(rows), max(row.logits.shape[0] for row in rows), tail_free)
         requests = [row.request() for row in rows]
         constants = [_constants(row.plan, self.device) for row in rows]
         stream = stream_of(rows[0].logits)

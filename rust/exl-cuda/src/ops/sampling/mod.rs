@@ -207,13 +207,14 @@ assert_layout!(WideControl, sampling_wide::WideControl, { active, arrived, passe
 #[allow(dead_code)] // used by the kernels only
 #[repr(C)]
 struct WideRow {
-    state: [u64; 32],
+    state: [u64; 34],
     list: [[u64; 2]; MOST_TOP],
     sums: [u64; CAPACITY],
     counts: [u32; CAPACITY],
+    starts: [u32; CAPACITY],
 }
 
-assert_layout!(WideRow, sampling_wide::WideRow, { state, list, sums, counts });
+assert_layout!(WideRow, sampling_wide::WideRow, { state, list, sums, counts, starts });
 
 /// Bytes before the rows of [`Workspace::wide`].
 pub const WIDE_CONTROL_BYTES: usize = size_of::<WideControl>();
@@ -221,13 +222,15 @@ pub const WIDE_CONTROL_BYTES: usize = size_of::<WideControl>();
 pub const WIDE_ROW_BYTES: usize = size_of::<WideRow>();
 
 /// Buffers of a launch, as device addresses: `shaped` f32 [rows, pitch], `maxima` i32 and `sums` u64 [rows, BLOCKS]. `wide` has
-/// [`WIDE_CONTROL_BYTES`] and [`WIDE_ROW_BYTES`] a row, zero before the first launch over them.
+/// [`WIDE_CONTROL_BYTES`] and [`WIDE_ROW_BYTES`] a row, zero before the first launch over them. `tails` u32 [rows, 2, pitch], or 0 where no
+/// row has a tail-free cut.
 #[derive(Clone, Copy, Debug)]
 pub struct Workspace {
     pub shaped: usize,
     pub maxima: usize,
     pub sums: usize,
     pub wide: usize,
+    pub tails: usize,
     pub pitch: usize,
 }
 
@@ -313,6 +316,7 @@ pub unsafe fn sample(
         maxima,
         sums,
         wide: control,
+        tails,
         pitch,
     } = workspace;
     let passes = control + WIDE_CONTROL_BYTES;
@@ -385,7 +389,7 @@ pub unsafe fn sample(
         programmatic: to.programmatic,
     };
     let mut arguments = kernel_arguments![
-        rows, shaped, passes, control, answers, width, number, ids, limit
+        rows, shaped, passes, control, answers, width, number, ids, limit, tails
     ];
     // SAFETY: as above.
     unsafe { wide.run(device, &mut arguments) }
