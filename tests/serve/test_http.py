@@ -218,6 +218,20 @@ def test_routes_and_methods(http: httpx.Client) -> None:
         assert http.get(path).status_code == 200
 
 
+def test_the_load_of_an_engine_that_ends_meanwhile(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert server.state is not None
+    handle = next(one for one in server.state.models.list() if one.config.id == "fable")
+
+    async def ended() -> None:
+        monkeypatch.setattr(handle, "state", "unloaded")
+        raise ServeError.unavailable("model_unloaded", "it is unloaded")
+
+    monkeypatch.setattr(handle, "engine", ended)
+    found = httpx.get(f"{server.url}/load", timeout=120).json()["models"]
+    assert found["fable"] == {"state": "unloaded"}
+    assert found["scripted"]["running"] == 0
+
+
 def test_every_route_but_open_ones_asks_for_a_key(fable: Any) -> None:
     from exl_serve.config.model import ModelConfig
 

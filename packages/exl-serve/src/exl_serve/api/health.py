@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -12,6 +13,8 @@ from exl_serve.engine.client import EngineStatus
 from exl_serve.errors import ServeError
 
 __all__ = ["live", "load", "metrics", "problem", "ready", "version"]
+
+log = logging.getLogger(__name__)
 
 STALLED_SECONDS = 30.0
 """A generator step that takes longer counts as hung."""
@@ -66,22 +69,28 @@ async def load(call: Call) -> None:
     """Answer the load of each engine."""
     found: dict[str, Any] = {}
     for handle in call.state.models.list():
-        entry: dict[str, Any] = {"state": handle.state}
+        entry: dict[str, Any] = {}
         if handle.state == "ready":
-            status = (await handle.engine()).status
-            entry |= {
-                "running": status.decoding + status.prefilling,
-                "waiting": status.queued,
-                "queued_prompt_tokens": status.queued_prompt_tokens,
-                "pages_pinned": status.pages_pinned,
-                "pages_cached": status.pages_cached,
-                "pages_free": status.pages_free,
-                "prefill_tokens_per_second": round(status.prefill_rate, 1),
-                "decode_tokens_per_second": round(status.decode_rate, 1),
-                "rounds": status.step,
-            }
-        found[handle.config.id] = entry
+            try:
+                entry = _counts((await handle.engine()).status)
+            except ServeError as error:  # its engine has ended meanwhile, so that its state is another one
+                log.debug("the load of %s: %s", handle.config.id, error.message)
+        found[handle.config.id] = {"state": handle.state, **entry}
     await call.answer(200, {"models": found})
+
+
+def _counts(status: EngineStatus) -> dict[str, Any]:
+    return {
+        "running": status.decoding + status.prefilling,
+        "waiting": status.queued,
+        "queued_prompt_tokens": status.queued_prompt_tokens,
+        "pages_pinned": status.pages_pinned,
+        "pages_cached": status.pages_cached,
+        "pages_free": status.pages_free,
+        "prefill_tokens_per_second": round(status.prefill_rate, 1),
+        "decode_tokens_per_second": round(status.decode_rate, 1),
+        "rounds": status.step,
+    }
 
 
 async def metrics(call: Call) -> None:
