@@ -311,6 +311,7 @@ def _rowwise(theirs: Any, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.covers("core.md: better-3.6.4", "core.md: better-6.5.2")
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("chunk", [1, 7, 16])
 def test_in_chunks_and_token_by_token(pair: tuple[Any, Any], ids: Tensor, chunk: int) -> None:
     theirs, ours = pair
@@ -419,6 +420,7 @@ def test_matrices_over_three_devices_are_bitwise_identical(
         assert torch.equal(cut.forward(ids[:, begin:end], cache), whole.forward(ids[:, begin:end], twin))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.covers("core.md: better-14.4", "core.md: lora")
 def test_adapters_of_every_linear(
     pair: tuple[Any, Any], ids: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -461,6 +463,7 @@ def quantized_tensors(linear: Linear, kind: str, lab: Any) -> dict[str, Tensor] 
     return tensors | lab.bias_of(linear)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("kind", ["exl2", "gptq"])
 def test_quantized_equals_dequantized(pair: tuple[Any, Any], ids: Tensor, kind: str, tmp_path: Path, lab: Any) -> None:
     _, ours = pair
@@ -480,6 +483,7 @@ def test_quantized_equals_dequantized(pair: tuple[Any, Any], ids: Tensor, kind: 
     assert torch.equal(torch.cat(chunks, dim=1), quantized.forward(ids))
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("kind", ["exl2", "gptq"])
 def test_folder_of_our_quantizer(pair: tuple[Any, Any], ids: Tensor, kind: str, tmp_path: Path, lab: Any) -> None:
     lab.check_written(pair[1], ids, kind, tmp_path)

@@ -39,7 +39,7 @@ def sample(case: str) -> list[tuple[str, dict[str, Any]]]:
     return [*drawn.sample(known, A_FAMILY), *drawn.sample(list(foreign_keys(base)), 3)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("case", sorted(FAMILIES.values()))
 def test_one_key_at_a_time(case: str) -> None:
     judge = Judge(case)

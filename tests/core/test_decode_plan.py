@@ -176,6 +176,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[bool, ...]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("joined", ["0", "64"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_description_is_run_as_the_modules_run_it(

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from effort import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from exl_core import ExLlamaV2, ExLlamaV2Config, ExLlamaV2Lora, ExLlamaV2Tokenizer, errors
@@ -144,7 +145,7 @@ def test_corpus(targets: Targets, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(150, 30, suppress=list(HealthCheck))
 @given(seed=st.integers(0, 2**64), rounds=st.integers(1, 3))
 def test_mutations(targets: Targets, name: str, seed: int, rounds: int) -> None:
     dice = random.Random(seed)

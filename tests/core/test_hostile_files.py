@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from effort import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from exl_core import ExLlamaV2Config, ExLlamaV2Tokenizer, errors
@@ -19,7 +20,7 @@ from exl_core import ExLlamaV2Config, ExLlamaV2Tokenizer, errors
 pytestmark = pytest.mark.covers("core.md: better-9.6-files", "core.md: safetensors")
 
 FIXTURE = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-fp16"
-quick = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+quick = examples(80, 25, suppress=list(HealthCheck))
 
 SHAPES = st.lists(st.sampled_from([0, 1, 2, 64, 96, 2**31, 2**62, -1]), max_size=3)
 OFFSETS = st.lists(st.sampled_from([0, 1, 2**40, 2**63, 2**64, -5]), min_size=2, max_size=2)

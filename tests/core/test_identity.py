@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from effort import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from exl_core import ExLlamaV2, ExLlamaV2Config, ExLlamaV2Lora, Intervention
@@ -61,7 +62,7 @@ def test_every_tensor_counts(folder: Path, tmp_path: Path) -> None:
 
 
 @given(seed=st.binary(min_size=16, max_size=16), nbytes=st.integers(0, 1 << 40))
-@settings(max_examples=300)
+@examples(300, 60)
 def test_samples_lie_in_their_tensor_and_small_ones_are_read_whole(seed: bytes, nbytes: int) -> None:
     found = identity.samples(seed, nbytes)
     assert all(0 <= start <= start + length <= nbytes for start, length in found)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from effort import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -88,7 +89,7 @@ def test_round_trip(fixture_tokenizer: ExLlamaV2Tokenizer, text: str) -> None:
 
 
 @pytest.mark.covers("core.md: better-11.6-text")
-@settings(max_examples=200, deadline=None)
+@examples(200, 40)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
 def test_bytes_of_the_ids_are_the_text(fixture_tokenizer: ExLlamaV2Tokenizer, text: str) -> None:
     table = fixture_tokenizer.get_id_to_bytes_list()

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from effort import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -117,7 +118,7 @@ PIECE = st.sampled_from(["<keep>", "<|im|>", "<s>", "</s>", "<unk>", "<0x41>", "
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250, 50)
 @given(st.lists(st.tuples(TEXT, PIECE, TEXT).map("".join) | TEXT, min_size=10, max_size=10))
 def test_transformers_agrees_on_random_unicode(pair: tuple[Any, Any], texts: list[str]) -> None:
     """Ten strings a time: ten thousand over the four families."""
@@ -160,7 +161,7 @@ def test_sentencepiece_s_own_ids_and_text(spm: tuple[Any, Any, Path], text: str)
     assert plain.decode(ids) == text.removeprefix("") or "\x00" in text or "▁" in text
 
 
-@settings(max_examples=150)
+@examples(150, 30)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
 def test_bytes_of_pieces_are_the_text(spm: tuple[Any, Any, Path], text: str) -> None:
     tokenizer, plain, _ = spm

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from effort import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -150,7 +151,7 @@ def test_things_that_are_no_images_are_refused() -> None:
 KINDS = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300, 60)
 @given(st.sampled_from(KINDS), st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 255)), max_size=8), st.data())
 def test_damaged_files_end_in_an_image_or_in_an_input_error(
     kind: str, changes: list[tuple[int, int]], data: st.DataObject

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from effort import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -209,7 +210,7 @@ JUNK = st.one_of(
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(150, 30, suppress=list(HealthCheck))
 @given(st.data())
 def test_any_values_give_settings_or_a_typed_error(family: str, tmp_path: Path, data: st.DataObject) -> None:
     """And settings that are taken name tensors of sizes that can be."""

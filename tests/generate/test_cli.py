@@ -281,6 +281,7 @@ def test_an_interrupt_ends_the_text_not_the_accounting() -> None:
         assert "ended by cancelled" in err
 
 
+@pytest.mark.full
 def test_further_interrupts_do_not_spoil_the_end() -> None:
     """Ctrl-C does not interrupt the clean-up of libraries at exit: no traceback after the statistics."""
     command = [sys.executable, "-m", "exl_generate", "generate", "Once upon a time", "-n", "1000", "--ban", "zzzz"]

@@ -50,6 +50,7 @@ def test_set_alone_lists_every_setting(exl) -> None:
     assert alone == "temperature 0.25"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -52,6 +52,7 @@ def test_a_prompt_of_the_command_line_is_taken_as_it_is(exl) -> None:
 # ---- standard output ----
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
 @pytest.mark.parametrize("buffered", ["", "1"])
 @pytest.mark.parametrize("arguments", [["generate", "Once", "-n", "4", "-m", BUNDLED], ["info", BUNDLED], ["--help"]])

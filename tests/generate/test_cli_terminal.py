@@ -63,7 +63,7 @@ def test_ctrl_c_in_an_answer_leaves_the_template_process_alone(chat_model: str) 
     assert "Traceback" not in shown + rest
 
 
-@pytest.mark.parametrize("answered", [False, True])
+@pytest.mark.parametrize("answered", [pytest.param(False, marks=pytest.mark.full), True])
 def test_ctrl_c_ends_the_example_quietly(answered: bool) -> None:
     with Terminal(str(EXAMPLE), str(default_model_dir()), fresh=True) as terminal:
         terminal.type(b"Tell me a story about a fox.\n")

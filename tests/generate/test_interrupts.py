@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import trials
 from internals import engine_of, has_redirects
 
 from exl_filters import ExLlamaV2Filter
@@ -120,7 +121,7 @@ def test_no_token_is_lost_or_doubled(how: str) -> None:
     _, none, lines = play(new(), -1)
     assert none == 0
     dice = random.Random(how)
-    for number in [*range(1, 12), *(dice.randrange(12, lines - 50) for _ in range(30))]:
+    for number in [*range(1, 12), *(dice.randrange(12, lines - 50) for _ in range(trials(30, 8)))]:
         said, interrupts, _ = play(new(), number)
         assert (said, interrupts) == (want, 1), number
 
@@ -411,7 +412,7 @@ def test_a_stream_goes_on_where_it_was() -> None:
     with at_line(-1, interrupt) as lines:
         stream(new())
     dice = random.Random(1)
-    for number in (dice.randrange(lines[0]) for _ in range(150)):
+    for number in (dice.randrange(lines[0]) for _ in range(trials(150, 30))):
         generator = new()
         with at_line(number, interrupt):
             try:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -220,7 +221,7 @@ def any_settings(draw: st.DrawFn) -> dict[str, Any]:
     return {name: draw(fields[name]) for name in names}
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400, 80)
 @given(any_settings(), st.integers(0, 2**32 - 1), st.lists(st.integers(3, 12), max_size=40))
 @pytest.mark.covers(
     "generators.md: 65",
@@ -417,7 +418,7 @@ def test_a_draw_reaches_the_whole_mass() -> None:
 
 
 @given(any_settings(), st.integers(0, 1000), st.integers(0, 50))
-@settings(max_examples=100, deadline=None)
+@examples(100, 20)
 @pytest.mark.covers("generators.md: 75")
 def test_reporting_does_not_change_the_token(fields: dict[str, Any], position: int, top_n: int) -> None:
     sampler = make_sampler(**fields)

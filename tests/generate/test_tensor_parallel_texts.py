@@ -40,6 +40,7 @@ def test_drafted_texts_are_those_of_one_device(monkeypatch: pytest.MonkeyPatch, 
     assert found["texts"] == tp_texts.texts(None, drafts, tp=False)["texts"]
 
 
+@pytest.mark.full
 def test_processes_of_torchrun_write_the_same_texts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Guesses have a fixed length there, since each process measures other times."""
     target = tmp_path / "texts"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from effort import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -190,7 +191,7 @@ def test_every_plan_of_the_tables_is_valid() -> None:
         assert sum(rows for _, rows in formats.exl2_groups(plan, 4096)) == 4096
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40, 8)
 @given(
     layers=st.integers(1, 40),
     hidden=st.sampled_from([64, 256, 2048, 4096]),

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -291,7 +292,7 @@ def test_missing_tensors_are_named() -> None:
         formats.exl2_check(tensors, name="lm_head")
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150, 30)
 @given(st.data())
 def test_random_damage_is_read_or_refused(data: st.DataObject) -> None:
     torch.manual_seed(0)

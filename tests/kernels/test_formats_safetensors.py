@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from effort import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -293,7 +294,7 @@ def read_bytes(content: bytes) -> None:
             assert tensor is None or (tensor.nbytes == item.nbytes and tuple(tensor.shape) == item.shape)
 
 
-many = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+many = examples(300, 60)
 
 
 @many

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from effort import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from test_linear import ISAS, bitwise_equal, group_lists, normal, random_exl2, random_gptq, row_counts, without_bias
 from torch import Tensor
@@ -51,7 +52,7 @@ def matrices(draw: st.DrawFn) -> tuple[QuantMatrix, QuantMatrix, Tensor | None, 
     return made(tensors, compute=compute, prescale=prescale), plain, tensors["bias"].float(), prescale
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80, 16)
 @given(
     matrix=matrices(),
     rows=row_counts,
@@ -80,7 +81,7 @@ def test_sums_of_quarters_are_those_of_the_matrix(
     assert bitwise_equal((total if bias is None else total + bias) * prescale, expected)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80, 16)
 @given(matrix=matrices(), rows=row_counts, isa=st.sampled_from(ISAS), data=st.data())
 def test_columns_give_the_results_of_the_matrix(
     matrix: tuple[QuantMatrix, QuantMatrix, Tensor | None, float], rows: int, isa: threads.ISA, data: st.DataObject

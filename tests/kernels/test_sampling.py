@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from internals import gpu_sleep
@@ -92,7 +93,7 @@ def same(a: Sampled | Failure, b: Sampled | Failure) -> bool:
     return (a.token, a.probability) == (b.token, b.probability) and tops[0] == tops[1]
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500, 100)
 @given(st.integers(0, 2**63 - 1), st.sampled_from([1, 5, 40, 64, 100, 333, 2000, 5000]))
 def test_native_is_bitwise_equal_to_the_twin(seed: int, width: int) -> None:
     rng = np.random.default_rng(seed)
@@ -102,7 +103,7 @@ def test_native_is_bitwise_equal_to_the_twin(seed: int, width: int) -> None:
     assert same(got, want), (got, want)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100, 20)
 @given(st.integers(0, 2**63 - 1), st.sampled_from([1, 40, 333]))
 def test_a_sparse_bias_is_that_of_a_value_for_each_id(seed: int, width: int) -> None:
     rng = np.random.default_rng(seed)
@@ -146,7 +147,7 @@ def test_long_rows_equal_the_twin(fields: dict[str, Any], spread: float) -> None
         assert same(sampling.sample([row])[0], twin.sample(row))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200, 40)
 @given(
     st.integers(0, 2**63 - 1),
     st.sampled_from([2100, 5000, 9000]),
@@ -224,7 +225,7 @@ def broken_row(rng: np.random.Generator, width: int) -> tuple[Row, bool | None]:
     return row, True if bad and pair else None
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400, 80)
 @given(st.integers(0, 2**63 - 1), st.sampled_from([1, 40, 64, 333, 2500]))
 def test_odd_logits_anywhere_are_seen_alike(seed: int, width: int) -> None:
     """In a pair of prompts every logit counts, masked or padding; in a single prompt those that may be chosen."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import trials
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -124,6 +125,6 @@ class PagesWithStepsAhead(Pages):
 
 
 TestPagesWithStepsAhead = PagesWithStepsAhead.TestCase
-TestPagesWithStepsAhead.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPagesWithStepsAhead.settings = settings(max_examples=trials(60, 15), stateful_step_count=30, deadline=None)
 TestPages = Pages.TestCase
-TestPages.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestPages.settings = settings(max_examples=trials(120, 30), stateful_step_count=30, deadline=None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import certifi
 import pytest
 from served import Served
 
@@ -15,6 +17,18 @@ from exl_serve.testing.server import LiveServer
 
 FABLE = ModelConfig(id="fable", path=str(bundled.default_model_dir()), device="cpu", max_batch_size=8)
 SCRIPTED = ModelConfig(id="scripted", path=FABLE.path, device="cpu", max_batch_size=8, engine="free")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Clients of httpx trust one authority: each client reads all of them, which takes longer than most requests."""
+    context = ssl.create_default_context(cafile=certifi.where())
+    first = ssl.DER_cert_to_PEM_cert(context.get_ca_certs(binary_form=True)[0])
+    file = tmp_path_factory.mktemp("authorities") / "one.pem"
+    file.write_text(first)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(file))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -253,6 +253,7 @@ ASKED: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_a_call_that_is_asked_for_is_made(tooled: openai.OpenAI, choice: Any) -> None:
     for seed in range(3):

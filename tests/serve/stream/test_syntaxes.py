@@ -11,8 +11,9 @@ from typing import Any
 
 import jsonschema
 import pytest
+from effort import examples
 from grammar_texts import takes
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from exl_core.tokenizer import TextTokenizer
@@ -190,7 +191,7 @@ CALLS: st.SearchStrategy[Call] = st.one_of(
 )
 
 
-@settings(max_examples=300)
+@examples(300, 60)
 @given(
     form=st.sampled_from(FORMS),
     as_text=st.booleans(),
