@@ -80,7 +80,7 @@ soak:  ## SOAK_REQUESTS requests to a server, a fifth of them cut off: nothing m
 test-cuda:  ## on a machine with an NVIDIA GPU
 	$(UV) run --no-sync pytest -m cuda
 
-EMULATED ?= test_cuda_ops test_cuda_kv test_cuda_lora_table test_cuda_warp_ring
+EMULATED ?= test_cuda_ops test_cuda_kv test_cuda_lora_table test_cuda_direct
 test-emulated:  ## CUDA kernels on the CPU: tests of tests/kernels (EMULATED) on the interpreter of PTX (needs a build with PTX, such as 80+ptx)
 	cd $(CARGO_DIR) && cargo build --locked --profile edit --package exl-ptx
 	EXL_PTX_UNWRITTEN=error EXL_SM80_RING=1 $(UV) run --no-sync pytest -p emulated_plugin -m cuda $(EMULATED:%=tests/kernels/%.py)

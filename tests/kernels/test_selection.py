@@ -75,11 +75,11 @@ def test_rows_decide_on_hopper(make) -> None:
 
 
 @pytest.mark.parametrize("name", ["2080 Ti", "3060", "3090", "4090", "A100", "L4", "L40S"])
-def test_cards_before_hopper_have_one_kernel_up_to_64_rows(name: str) -> None:
+def test_cards_before_hopper_join_launches_up_to_eight_rows(name: str) -> None:
     card, made = Card.named(name), exl2(512)
-    for rows in (1, 8, 64):
+    for rows in (1, 8, 9, 64):
         found = card.fused_matmul([made], rows, residual=True)
-        assert (found.kernel, found.joined) == ("gemm_tile", False)
+        assert (found.kernel, found.joined) == (("gemm_direct", True) if rows < 9 else ("gemm_tile", False))
         assert any("bulk copies" in why or "wgmma" in why for _, why in found.refused), rows
     assert card.matmul(made, 512).kernel == "gemm_large"
 

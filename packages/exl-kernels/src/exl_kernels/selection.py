@@ -30,7 +30,7 @@ class Selection:
     """The kernel of a matmul, or of a layer's experts."""
 
     kernel: str
-    """gemv_ring, gemm_few, gemm_batch, gemm_tile or gemm_large (dequantize, then cuBLAS)."""
+    """gemv_ring, gemm_few, gemm_direct, gemm_batch, gemm_tile or gemm_large (dequantize, then cuBLAS)."""
     joined: bool
     """Whether one launch takes all matrices with norm, gate and residual. Otherwise `kernel` is that of the first
     matrix alone."""

@@ -31,7 +31,8 @@ DEVICE void matmul(const Matrix& a, const uint8_t* x, const float* multipliers, 
 #pragma unroll
       for (int n = 0; n < NT; n++)
         columns.block[n] = x + prepared_block(u, min(first_row / 8 + n, column_tiles - 1), column_tiles);
-      columns.lane = lane;
+      // Columns past the last row of a single column tile repeat it, so that they cost no memory traffic.
+      columns.lane = NT == 1 ? min(g, m - first_row - 1) * 4 + t : lane;
       UnitMatmul<KIND, ENTRY, NT, R, GlobalBytes, PreparedColumns<NT>> product{
           weights, columns, a.maxima + u * (UNIT_ROWS / ENTRY), total, lane, {}};
       product.run(unit.y);

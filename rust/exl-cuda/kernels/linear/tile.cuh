@@ -4,6 +4,8 @@
 // All additions are explicit (fmaf, matrix instructions in a fixed order). So all kernels that compute a unit's matmul give bitwise
 // identical results for any NT and R. A row's result does not depend on the number of rows in the call.
 #pragma once
+#include <type_traits>
+
 #include "common/abi.cuh"
 #include "common/common.cuh"
 
@@ -330,7 +332,9 @@ struct UnitMatmul {
   // Four chunks of one width, the most frequent kind of unit.
   template <int B>
   DEVICE void uniform() {
-    constexpr int UNROLL = NT == 1 && R == 1 ? 2 : 1;
+    // Wide codes from global memory stay in registers from load to use: two entries of them would not fit.
+    constexpr bool SHORT = B <= 4 || !std::is_same<W, GlobalBytes>::value;
+    constexpr int UNROLL = NT == 1 && R == 1 && SHORT ? 2 : 1;
 #pragma unroll UNROLL
     for (int p = 0; p < 2; p++) pair<B>(p, 256 * B * p, true);
   }

@@ -65,7 +65,7 @@ pub(crate) fn feature_of(file: &str) -> Option<Feature> {
         Some(Feature::Wgmma)
     } else if starts(&["ring", "few", "attention_few_", "attention_long_"]) {
         Some(Feature::BulkCopy)
-    } else if starts(&["warp_ring", "attention_teams_"]) {
+    } else if starts(&["attention_teams_"]) {
         Some(Feature::WarpRing)
     } else {
         None
@@ -99,6 +99,8 @@ mod tests {
             "linear",
             "rows",
             "matmul_gptq_32",
+            "tiles_exl2",
+            "tiles_gptq",
             "attention_decode_q6",
             "attention_prefill_fp16",
             "experts",
@@ -117,9 +119,8 @@ mod tests {
                 any.iter()
                     .all(|file| loads(archs, file) && !kernels_of(file).is_empty())
             );
-            for file in ["warp_ring", "attention_teams_q4"] {
-                assert!(!loads(archs, file) && !kernels_of(file).is_empty());
-            }
+            let teams = "attention_teams_q4";
+            assert!(!loads(archs, teams) && !kernels_of(teams).is_empty());
         }
     }
 }

@@ -223,7 +223,7 @@ class _Uses:
     def head(self, head: Head, *, chained: bool) -> None:
         """Add the head's matmul, which includes the last norm where kernels pack the inputs of the next ones."""
         fused = self._fused((head.linear,), norm=True)
-        if chained and fused is not None and fused.joined and fused.kernel == "gemm_few":
+        if chained and fused is not None and fused.joined and fused.kernel in ("gemm_few", "gemm_direct"):
             self._matmul("head", fused)
         else:
             self._matmul("head", self._alone(head.linear))

@@ -5,7 +5,6 @@ pub mod few;
 pub mod lora;
 pub mod ring;
 pub mod select;
-mod warps;
 
 use super::{Target, index32};
 use crate::abi::assert_layout;
@@ -141,8 +140,8 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
     match file {
         "ring" => named("ring_exl2"),
         "ring_gptq" => named("ring_gptq"),
-        "warp_ring" => named("warp_ring_exl2"),
-        "warp_ring_gptq" => named("warp_ring_gptq"),
+        "tiles_exl2" => [named("tiles_exl2"), vec!["norm_packed".to_owned()]].concat(),
+        "tiles_gptq" => named("tiles_gptq"),
         "few" => named("few_exl2"),
         "few_gptq" => named("few_gptq"),
         "rows" => ["prepare_rows_f16", "prepare_rows_bf16"]

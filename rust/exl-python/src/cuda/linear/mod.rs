@@ -248,7 +248,7 @@ impl CudaLinearGroup {
 
     /// The plan of a call by the kernel of this name, for benchmarks and tests that compare kernels. `tuning` is (slots, window) for
     /// gemv_ring, (cut, slots, window) for gemm_few, and (slots, activations, cut, groups, looks) for gemm_batch; zeros keep the planned
-    /// number. The warp ring kernel has (stages, teams) and (phases, stages, teams) instead.
+    /// number.
     #[pyo3(signature = (kernel, rows, *, bfloat16=false, norm=false, residual=false, tuning=None))]
     fn plan_with(
         &self,
@@ -311,7 +311,7 @@ impl CudaLinearGroup {
         let to = call.check(launch)?;
         let done = match plan.plan.kernel {
             Kernel::GemvRing => py.detach(|| call.gemv_ring(to)),
-            Kernel::GemmFew => py.detach(|| call.gemm_few(to)),
+            Kernel::GemmFew | Kernel::GemmDirect => py.detach(|| call.gemm_few(to)),
             Kernel::GemmBatch => py.detach(|| call.gemm_batch(to)),
             Kernel::GemmTile => py.detach(|| call.gemm_tile(to)),
             Kernel::GemmLarge => {

@@ -6,19 +6,20 @@ mod task;
 
 use super::ring::Matmul;
 use super::select::Refusal;
-use super::warps;
 use super::{Half, Matrix};
 use crate::capabilities::Capabilities;
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::Target;
+use plan::{DIRECT_THREADS, SQUARES_BYTES, THREADS, copies, plan, plan_direct};
 pub use plan::{Plan, Tuning};
-use plan::{SQUARES_BYTES, THREADS, plan};
 
 /// Most rows of the kernel.
 pub const MOST_ROWS: usize = 8;
 const ROWS_THREADS: u32 = 128;
+/// Words of 16 bytes of a unit's activations, a row.
+const WORDS: usize = 32;
 
 /// Source of a matmul's input.
 #[derive(Clone, Copy, Debug)]
@@ -51,6 +52,25 @@ pub(super) fn takes(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> R
     plan(caps, matrices, MOST_ROWS, gated, Tuning::default()).map(|_| ())
 }
 
+/// As [`takes`], for the kernel without bulk copies.
+pub(super) fn takes_direct(
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    gated: bool,
+) -> Result<(), Refusal> {
+    plan_direct(caps, matrices, MOST_ROWS, gated).map(|_| ())
+}
+
+/// As [`planned`], for the kernel without bulk copies.
+pub(super) fn planned_direct(
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    rows: usize,
+    gated: bool,
+) -> Result<Plan, Refusal> {
+    plan_direct(caps, matrices, rows, gated)
+}
+
 /// The launches of `rows` rows, without addresses.
 pub(super) fn planned(
     caps: &Capabilities,
@@ -79,14 +99,20 @@ pub fn scratch_bytes(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> 
     plan(caps, matrices, MOST_ROWS, gated, Tuning::default()).map_or(0, |plan| plan.scratch_bytes())
 }
 
+/// As [`scratch_bytes`], for the kernel without bulk copies.
+pub(super) fn direct_scratch_bytes(
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    gated: bool,
+) -> usize {
+    plan_direct(caps, matrices, MOST_ROWS, gated).map_or(0, |plan| plan.scratch_bytes())
+}
+
 /// Whether another kernel can pack the input: all matrices read it in one order without padding rows.
-pub fn takes_packed(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> bool {
-    let tuning = Tuning::default();
-    plan(caps, matrices, MOST_ROWS, gated, tuning).is_ok_and(|plan| {
-        plan.task.copies == 1
-            && matrices[0].rows() == matrices[0].in_features()
-            && matrices[0].rows() < 1 << 16
-    })
+pub fn takes_packed(matrices: &[&Matrix]) -> bool {
+    copies(matrices).iter().all(|&copy| copy == 0)
+        && matrices[0].rows() == matrices[0].in_features()
+        && matrices[0].rows() < 1 << 16
 }
 
 fn check_scratch((at, room): (usize, usize), needed: usize) -> Result<(), CudaError> {
@@ -136,23 +162,20 @@ impl Plan {
         task.scaled = i32::from(op.x_type == Half::BF16);
     }
 
-    /// Pass the addresses of a call on to the warp ring kernel.
-    fn bind_warps(&self, to: &mut warps::Plan) {
-        let (from, task) = (&self.task, &mut to.task);
-        (task.x, task.copy_bytes) = (from.x, from.copy_bytes);
-        (task.multipliers, task.scaled) = (from.multipliers, from.scaled);
-        (task.norm, task.squares, task.eps) = (from.norm, from.squares, from.eps);
-        (task.y, task.y_kind) = (from.y, from.y_kind);
-        (task.residual, task.gate) = (from.residual, from.gate);
-        (task.next, task.next_rows) = (from.next, from.next_rows);
-        task.next_squares = from.next_squares;
-    }
-
     /// Set `next` as the destination of the results.
     fn bind_next(&mut self, caps: &Capabilities, next: Next) -> Result<(), CudaError> {
-        let tuning = Tuning::default();
-        let plan = plan(caps, next.matrices, MOST_ROWS, next.gated, tuning);
-        let fits = takes_packed(caps, next.matrices, next.gated)
+        let plan = if self.direct {
+            plan_direct(caps, next.matrices, MOST_ROWS, next.gated)
+        } else {
+            plan(
+                caps,
+                next.matrices,
+                MOST_ROWS,
+                next.gated,
+                Tuning::default(),
+            )
+        };
+        let fits = takes_packed(next.matrices)
             && next.matrices[0].in_features() == self.task.y_stride as usize
             && (self.task.gate >= 0 || self.task.count == 1);
         let (Ok(plan), true) = (plan, fits) else {
@@ -210,11 +233,9 @@ impl Plan {
         device: &Device,
         matrix: &Matrix,
     ) -> Result<(), CudaError> {
-        if let Some(planned) = &self.warps {
-            let mut planned = planned.clone();
-            self.bind_warps(&mut planned);
+        if self.direct {
             // SAFETY: this function's contract.
-            return unsafe { planned.launch(to, device, matrix) };
+            return unsafe { self.multiply_direct(to, device, matrix) };
         }
         let kernel = format!("few_{}_{}", matrix.kind, matrix.entry_rows);
         let launch = Launch {
@@ -230,6 +251,38 @@ impl Plan {
         let mut arguments = kernel_arguments![task];
         // SAFETY: the struct is the kernel's; the caller guarantees that the addresses are valid.
         unsafe { launch.run_in_clusters(device, cluster, &mut arguments) }
+    }
+
+    /// The norm of a packed input, if there is one, then the matmul.
+    ///
+    /// # Safety
+    /// As for [`launch`].
+    unsafe fn multiply_direct(
+        &self,
+        to: Target,
+        device: &Device,
+        matrix: &Matrix,
+    ) -> Result<(), CudaError> {
+        let task = self.task;
+        let mut arguments = kernel_arguments![task];
+        let mut run = |kernel: &str, blocks: usize| {
+            let launch = Launch {
+                kernel,
+                grid: [blocks as u32, 1, 1],
+                block: DIRECT_THREADS,
+                shared_bytes: 0,
+                stream: to.stream,
+                programmatic: false,
+            };
+            // SAFETY: the struct is the kernel's; the caller guarantees that the addresses are valid.
+            unsafe { launch.run(device, &mut arguments) }
+        };
+        if task.norm != 0 {
+            let words = task.units as usize * WORDS * task.m as usize;
+            run("norm_packed", words.div_ceil(DIRECT_THREADS as usize))?;
+        }
+        let kernel = format!("tiles_{}_{}", matrix.kind, matrix.entry_rows);
+        run(&kernel, self.groups)
     }
 }
 

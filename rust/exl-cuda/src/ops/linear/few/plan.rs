@@ -3,11 +3,12 @@
 use super::super::Matrix;
 use super::super::ring::MATRICES;
 use super::super::select::{Refusal, check_alike, check_rows};
-use super::super::warps;
 use super::MOST_ROWS;
 pub(super) use super::task::{LISTED, Part, Preparation, Task};
 use crate::capabilities::{Capabilities, Feature};
 
+/// Threads of a block of `kernels/linear/tiles.cuh`.
+pub(super) const DIRECT_THREADS: u32 = 256;
 /// Warps that multiply, one that streams weights, and finishing warps.
 pub(super) const THREADS: u32 = (16 + 1 + FINISHERS as u32) * 32;
 /// Warps that finish tiles, each with separate result buffers.
@@ -48,8 +49,8 @@ pub struct Plan {
     pub(super) rows: Preparation,
     pub(super) shared: usize,
     pub(super) groups: usize,
-    /// The launch of the warp ring kernel in place of `task`'s, whose operands it has too.
-    pub(super) warps: Option<Box<warps::Plan>>,
+    /// The kernel without bulk copies, whose blocks (`groups`) have a tile or a gated pair of tiles each.
+    pub(super) direct: bool,
 }
 
 /// Cut and stages of K: parts, and log2 of the units of a tile in a stage.
@@ -133,7 +134,7 @@ impl Arena {
 }
 
 /// The packed copy of x that each matrix reads: matrices of one order share a copy.
-fn copies(matrices: &[&Matrix]) -> Vec<usize> {
+pub(super) fn copies(matrices: &[&Matrix]) -> Vec<usize> {
     let mut found: Vec<usize> = Vec::new();
     for (i, matrix) in matrices.iter().enumerate() {
         let same = matrices[..i]
@@ -170,9 +171,6 @@ pub(super) fn plan(
     gated: bool,
     tuning: Tuning,
 ) -> Result<Plan, Refusal> {
-    if caps.has(Feature::WarpRing) {
-        return plan_warps(caps, matrices, m, gated, tuning);
-    }
     if !caps.has(Feature::BulkCopy) {
         return Err(Refusal::Needs(Feature::BulkCopy));
     }
@@ -378,42 +376,47 @@ fn preparation(matrices: &[&Matrix], copies: &[usize], units: usize, m: usize) -
     rows
 }
 
-/// Plan both launches with the warp ring kernel. `tuning`: phases in place of `cut`, stages of `slots` and teams of `window`.
-fn plan_warps(
+/// Plan the launches of the kernel without bulk copies, which runs on every card.
+pub(super) fn plan_direct(
     caps: &Capabilities,
     matrices: &[&Matrix],
     m: usize,
     gated: bool,
-    tuning: Tuning,
 ) -> Result<Plan, Refusal> {
-    let size = |value: i32| usize::try_from(value).unwrap_or(0);
-    let shape = warps::Shape {
-        phases: size(tuning.cut),
-        teams: size(tuning.window),
-        stages: size(tuning.slots),
-    };
-    let planned = warps::plan(caps, matrices, m, gated, true, shape)?;
+    check_rows(m, MOST_ROWS)?;
+    check_alike(matrices, gated)?;
     // A block of the packing launch holds one row.
     if 2 * matrices[0].in_features() + 1024 > caps.shared_per_block {
         return Err(Refusal::SharedMemory(caps.shared_per_block));
     }
     let copies = copies(matrices);
-    let rows = preparation(matrices, &copies, planned.task.units as usize, m);
-    let parts = planned.task.parts.map(|part| Part {
-        matrix: part.matrix,
-        pieces_at: 0,
-        units_at: 0,
-        maxima_at: 0,
-        x_at: 0,
-        copy: part.copy,
-        y_offset: part.y_offset,
-        listed: -1,
+    let units = |a: &Matrix| a.argument.unit_count as usize;
+    let most = matrices.iter().map(|a| units(a)).max().unwrap_or(0);
+    let rows = preparation(matrices, &copies, most, m);
+    let mut columns = 0;
+    let parts = std::array::from_fn(|i| {
+        let matrix = matrices.get(i).unwrap_or(&matrices[0]);
+        let y_offset = if gated { 0 } else { columns };
+        columns += matrix.argument.out_features;
+        Part {
+            matrix: matrix.argument,
+            pieces_at: 0,
+            units_at: 0,
+            maxima_at: 0,
+            x_at: 0,
+            copy: copies.get(i).copied().unwrap_or(0) as i32,
+            y_offset,
+            listed: -1,
+        }
     });
+    let columns: i32 = matrices.iter().map(|a| a.argument.out_features).sum();
+    let tiles: usize = matrices.iter().map(|a| a.argument.tiles as usize).sum();
     let task = Task {
-        count: planned.task.count,
-        units: planned.task.units,
-        m: planned.task.m,
-        y_stride: planned.task.y_stride,
+        count: matrices.len() as i32,
+        units: most as i32,
+        tiles: tiles as i32,
+        m: m as i32,
+        y_stride: if gated { columns / 2 } else { columns },
         copies: rows.copies,
         copy_bytes: rows.copy_bytes,
         k: rows.k,
@@ -422,9 +425,9 @@ fn plan_warps(
     Ok(Plan {
         task,
         rows,
-        shared: planned.shared,
-        groups: 0,
-        warps: Some(Box::new(planned)),
+        shared: 0,
+        groups: if gated { tiles / 2 } else { tiles },
+        direct: true,
     })
 }
 
@@ -497,7 +500,7 @@ fn plan_cut(
         rows,
         shared: ring.total.max(LEAST_SHARED.min(space)),
         groups: deal.groups,
-        warps: None,
+        direct: false,
     })
 }
 

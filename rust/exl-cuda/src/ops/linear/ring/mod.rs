@@ -3,12 +3,13 @@
 mod plan;
 
 use super::select::{Epilogue, Refusal};
-use super::{Half, Matrix, warps};
-use crate::capabilities::{Capabilities, Feature};
+use super::{Half, Matrix};
+use crate::capabilities::Capabilities;
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::Target;
+pub use plan::Plan;
 use plan::{THREADS, plan};
 
 /// Most rows of the ring kernel.
@@ -42,16 +43,7 @@ pub struct Matmul {
     pub norm: Option<Norm>,
 }
 
-/// A planned launch, without addresses.
-#[derive(Clone, Debug)]
-pub enum Plan {
-    /// Bulk copies by one warp into the ring of a block.
-    Block(Box<plan::Plan>),
-    /// Copies by every warp into its own ring, before Hopper.
-    Warps(Box<warps::Plan>),
-}
-
-/// Depth and window of the ring, for benchmarks that override the plan; stages and teams of the warp ring kernel.
+/// Depth and window of the ring, for benchmarks that override the plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuning {
     pub slots: i32,
@@ -76,18 +68,7 @@ pub(super) fn planned(
     epilogue: Epilogue,
     tuning: Option<Tuning>,
 ) -> Result<Plan, Refusal> {
-    if !caps.has(Feature::WarpRing) {
-        return plan(caps, matrices, rows, epilogue, tuning)
-            .map(|plan| Plan::Block(Box::new(plan)));
-    }
-    let size = |value: i32| usize::try_from(value).unwrap_or(0);
-    let shape = tuning.map_or(warps::Shape::default(), |tuning| warps::Shape {
-        phases: 0,
-        teams: size(tuning.window),
-        stages: size(tuning.slots),
-    });
-    warps::plan(caps, matrices, rows, epilogue.gate, false, shape)
-        .map(|plan| Plan::Warps(Box::new(plan)))
+    plan(caps, matrices, rows, epilogue, tuning)
 }
 
 /// Bytes of shared memory of a block, if [`takes`] holds.
@@ -99,10 +80,7 @@ pub(super) fn shared_bytes(
     epilogue: Epilogue,
 ) -> Option<usize> {
     let planned = planned(caps, matrices, rows, epilogue, None).ok()?;
-    Some(match planned {
-        Plan::Block(plan) => plan.shared,
-        Plan::Warps(plan) => plan.shared,
-    })
+    Some(planned.shared)
 }
 
 /// Number of activation rows that one launch for these matrices takes on this GPU; 0 if it cannot run there.
@@ -112,19 +90,6 @@ pub fn rows(caps: &Capabilities, matrices: &[&Matrix], epilogue: Epilogue) -> us
         .rev()
         .find(|&m| plan(caps, matrices, m, epilogue, None).is_ok())
         .unwrap_or(0)
-}
-
-/// Set the addresses of a call.
-fn bind_warps(plan: &mut warps::Plan, op: &Matmul) {
-    let task = &mut plan.task;
-    (task.x, task.x_kind) = (op.x, op.x_type as i32);
-    (task.y, task.y_kind) = (op.y, op.y_type as i32);
-    task.residual = op.residual;
-    task.gate = op.gate.unwrap_or(-1);
-    if let Some(norm) = op.norm {
-        task.norm = norm.weight;
-        (task.eps, task.offset) = (norm.eps, norm.offset);
-    }
 }
 
 /// The matmul in one launch, as planned for these matrices, rows and epilogue. Results of `matrices` are side by side in their order.
@@ -139,16 +104,7 @@ pub unsafe fn launch(
 ) -> Result<(), CudaError> {
     let device = Device::get(to.device)?;
     let gated = op.gate.is_some();
-    let plan = match plan {
-        Plan::Block(plan) => plan.as_ref(),
-        Plan::Warps(plan) => {
-            let mut plan = plan.clone();
-            bind_warps(&mut plan, op);
-            // SAFETY: this function's contract.
-            return unsafe { plan.launch(to, device, matrices[0]) };
-        }
-    };
-    let plan::Plan {
+    let Plan {
         mut task,
         shared,
         deal,

@@ -31,6 +31,8 @@ pub enum Kernel {
     GemvRing,
     /// Activations packed once by an earlier launch or by the previous kernel; weights stream at the speed of one row.
     GemmFew,
+    /// [`Kernel::GemmFew`] without bulk copies: weights go from global memory directly into registers, and a norm is a launch of its own.
+    GemmDirect,
     /// Warpgroup matrix instructions on packed activations.
     GemmBatch,
     /// `mma.sync` on packed activations, for every card; one matrix, no epilogue.
@@ -40,9 +42,10 @@ pub enum Kernel {
 }
 
 impl Kernel {
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 6] = [
         Self::GemvRing,
         Self::GemmFew,
+        Self::GemmDirect,
         Self::GemmBatch,
         Self::GemmTile,
         Self::GemmLarge,
@@ -52,6 +55,7 @@ impl Kernel {
         match self {
             Self::GemvRing => "gemv_ring",
             Self::GemmFew => "gemm_few",
+            Self::GemmDirect => "gemm_direct",
             Self::GemmBatch => "gemm_batch",
             Self::GemmTile => "gemm_tile",
             Self::GemmLarge => "gemm_large",
@@ -62,7 +66,7 @@ impl Kernel {
     pub const fn most_rows(self) -> usize {
         match self {
             Self::GemvRing => ring::MOST_ROWS,
-            Self::GemmFew => few::MOST_ROWS,
+            Self::GemmFew | Self::GemmDirect => few::MOST_ROWS,
             Self::GemmBatch => batch::MOST_ROWS,
             Self::GemmTile => MOST_PACKED_ROWS,
             Self::GemmLarge => usize::MAX,
@@ -81,6 +85,7 @@ impl Kernel {
         match self {
             Self::GemvRing => ring::takes(caps, matrices, rows, epilogue)?,
             Self::GemmFew => few::takes(caps, matrices, epilogue.gate)?,
+            Self::GemmDirect => few::takes_direct(caps, matrices, epilogue.gate)?,
             Self::GemmBatch => batch::takes(caps, matrices, epilogue)?,
             Self::GemmTile | Self::GemmLarge if matrices.len() > 1 || epilogue.is_some() => {
                 return Err(Refusal::Matrices(
@@ -90,7 +95,7 @@ impl Kernel {
             Self::GemmTile | Self::GemmLarge => {}
         }
         let (reads_lines, stores_pairs) = match self {
-            Self::GemvRing | Self::GemmFew => (true, false),
+            Self::GemvRing | Self::GemmFew | Self::GemmDirect => (true, false),
             Self::GemmBatch => (epilogue.norm, epilogue.residual),
             Self::GemmTile | Self::GemmLarge => (false, false),
         };
@@ -241,10 +246,11 @@ fn first_of(
 }
 
 /// Kernels that take an epilogue, fastest first.
-fn joined_order(rows: usize) -> [Kernel; 3] {
-    if rows <= MOST_GEMV_ROWS {
-        [Kernel::GemvRing, Kernel::GemmFew, Kernel::GemmBatch]
+fn joined_order(rows: usize) -> [Kernel; 4] {
+    let (first, second) = if rows <= MOST_GEMV_ROWS {
+        (Kernel::GemvRing, Kernel::GemmFew)
     } else {
-        [Kernel::GemmFew, Kernel::GemvRing, Kernel::GemmBatch]
-    }
+        (Kernel::GemmFew, Kernel::GemvRing)
+    };
+    [first, second, Kernel::GemmDirect, Kernel::GemmBatch]
 }

@@ -78,7 +78,7 @@ impl Plan {
         if joined {
             plan.add_launch(caps, matrices);
             plan.add_memory(caps, matrices);
-            plan.add_chaining(caps, matrices);
+            plan.add_chaining(matrices);
         }
         plan
     }
@@ -94,6 +94,10 @@ impl Plan {
                 let plan = few::planned(caps, matrices, rows, epilogue.gate, tuning.few);
                 self.planned = plan.map_or(Planned::Each, |plan| Planned::Few(Box::new(plan)));
             }
+            Kernel::GemmDirect => {
+                let plan = few::planned_direct(caps, matrices, rows, epilogue.gate);
+                self.planned = plan.map_or(Planned::Each, |plan| Planned::Few(Box::new(plan)));
+            }
             Kernel::GemmBatch | Kernel::GemmTile | Kernel::GemmLarge => {}
         }
     }
@@ -104,6 +108,9 @@ impl Plan {
             Kernel::GemvRing | Kernel::GemmLarge => {}
             Kernel::GemmFew => {
                 self.scratch_bytes = few::scratch_bytes(caps, matrices, gate);
+            }
+            Kernel::GemmDirect => {
+                self.scratch_bytes = few::direct_scratch_bytes(caps, matrices, gate)
             }
             Kernel::GemmBatch => {
                 let gates = gate && batch::gates(matrices);
@@ -121,7 +128,7 @@ impl Plan {
         self.scratch_bytes = packed_bytes + 4 * self.call.rows;
     }
 
-    fn add_chaining(&mut self, caps: &Capabilities, matrices: &[&Matrix]) {
+    fn add_chaining(&mut self, matrices: &[&Matrix]) {
         let Call { rows, epilogue, .. } = self.call;
         let Epilogue {
             gate, norm, bf16, ..
@@ -130,8 +137,10 @@ impl Plan {
             return;
         }
         match self.kernel {
-            Kernel::GemmFew if rows > MOST_GEMV_ROWS => {
-                self.takes_packed = few::takes_packed(caps, matrices, gate);
+            Kernel::GemmFew | Kernel::GemmDirect
+                if rows > MOST_GEMV_ROWS || self.kernel == Kernel::GemmDirect =>
+            {
+                self.takes_packed = few::takes_packed(matrices);
                 self.packs_results = gate || matrices.len() == 1;
                 let bare = self.takes_packed && matrices.len() == 1 && !norm;
                 self.input_columns = bare.then_some(few::MOST_ROWS);
@@ -149,7 +158,7 @@ impl Plan {
     /// Whether this matmul can write its results packed as the input of `next`, whose input has as many features.
     pub fn chains_to(&self, next: &Self) -> bool {
         let takes = match self.kernel {
-            Kernel::GemmFew => next.takes_packed,
+            Kernel::GemmFew | Kernel::GemmDirect => next.takes_packed,
             Kernel::GemmBatch => next.input_columns.is_some(),
             _ => false,
         };

@@ -3,8 +3,8 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::capabilities::CARDS;
 use crate::capabilities::tests::{RELEASE, card};
-use crate::capabilities::{CARDS, Feature};
 use crate::ops::linear::tests::{matrix, sized};
 
 const PLAIN: Epilogue = Epilogue {
@@ -59,55 +59,28 @@ fn the_table_of_a_layer_on_every_card() {
             "B200" => ["v_ring+", "m_few+", "m_tile", "m_tile", "m_large"].map(all),
             // `down` has more activations than the ring leaves room for in 99 KB.
             "5090" => [
-                "v_ring+ v_ring+ v_ring+ m_tile v_ring+".to_owned(),
-                all("m_tile"),
+                "v_ring+ v_ring+ v_ring+ m_direct+ v_ring+".to_owned(),
+                all("m_direct+"),
                 all("m_tile"),
                 all("m_tile"),
                 all("m_large"),
             ],
-            _ => ["m_tile", "m_tile", "m_tile", "m_tile", "m_large"].map(all),
+            _ => ["m_direct+", "m_direct+", "m_tile", "m_tile", "m_large"].map(all),
         };
         assert_eq!(found, expected, "{name}");
     }
 }
 
-/// A card that selects the experimental warp ring kernels.
-fn with_warp_ring(name: &str, archs: &[&'static str]) -> Capabilities {
-    card(name, archs).with_warp_ring(true)
-}
-
 #[test]
-fn the_table_with_the_warp_ring_kernels() {
-    for name in CARDS.map(|card| card.name) {
-        let caps = with_warp_ring(name, RELEASE);
-        let found = [1, 2, 3, 8, 9, 64].map(|rows| selected(&caps, rows));
-        if caps.has(Feature::WarpRing) {
-            let expected = ["v_ring+", "v_ring+", "m_few+", "m_few+", "m_tile", "m_tile"];
-            assert_eq!(found, expected.map(all), "{name}");
-        } else {
-            let plain = card(name, RELEASE);
-            assert_eq!(
-                found,
-                [1, 2, 3, 8, 9, 64].map(|rows| selected(&plain, rows))
-            );
-        }
-    }
-    let proxy = with_warp_ring("H100", &["80+ptx"]);
-    assert_eq!(selected(&proxy, 1), all("v_ring+"));
-    assert_eq!(selected(&proxy, 8), all("m_few+"));
-}
-
-#[test]
-fn warp_ring_matmuls_chain_as_on_hopper() {
-    for name in ["3060", "3090", "4090", "A100", "L4", "L40S"] {
-        let caps = with_warp_ring(name, RELEASE);
+fn matmuls_without_bulk_copies_chain_for_any_number_of_rows() {
+    for name in ["2080 Ti", "3060", "3090", "4090", "A100", "L4", "L40S"] {
+        let caps = card(name, RELEASE);
         for rows in 1..=8 {
             let of = |matmul| planned(&caps, matmul, rows);
             let (qkv, o, gate_up, down) = (of("qkv"), of("o"), of("gate_up"), of("down"));
-            let few = rows > MOST_GEMV_ROWS;
-            assert_eq!(o.chains_to(&gate_up), few, "{name} {rows}");
-            assert_eq!(gate_up.chains_to(&down), few, "{name} {rows}");
-            assert_eq!(down.chains_to(&qkv), few, "{name} {rows}");
+            assert!(o.chains_to(&gate_up), "{name} {rows}");
+            assert!(gate_up.chains_to(&down), "{name} {rows}");
+            assert!(down.chains_to(&qkv), "{name} {rows}");
         }
     }
 }
@@ -116,8 +89,14 @@ fn warp_ring_matmuls_chain_as_on_hopper() {
 fn a_module_of_older_code_keeps_newer_kernels_off_the_card() {
     let (proxy, native) = (card("H100", &["80+ptx"]), card("H100", &["80+ptx", "90a"]));
     for rows in [1, 2, 3, 8, 9, 64] {
-        assert_eq!(selected(&proxy, rows), all("m_tile"), "{rows}");
-        assert!(!selected(&native, rows).contains("tile"), "{rows}");
+        let direct = rows <= few::MOST_ROWS;
+        let expected = if direct { "m_direct+" } else { "m_tile" };
+        assert_eq!(selected(&proxy, rows), all(expected), "{rows}");
+        let found = selected(&native, rows);
+        assert!(
+            !found.contains("tile") && !found.contains("direct"),
+            "{rows}"
+        );
     }
     assert!(selected(&card("H100", &["90"]), 64).contains("tile"));
 }
@@ -149,7 +128,7 @@ fn rows_decide_the_kernel_at_each_limit() {
 #[test]
 fn a_refusal_says_why_the_faster_kernel_is_not_used() {
     let made = matrix(16, 2064);
-    let found = select(&card("4090", RELEASE), &[&made], 1, PLAIN);
+    let found = select(&card("4090", RELEASE), &[&made], 9, PLAIN);
     assert_eq!(found.kernel, Kernel::GemmTile);
     let why: Vec<String> = found
         .refused
@@ -158,12 +137,18 @@ fn a_refusal_says_why_the_faster_kernel_is_not_used() {
         .collect();
     assert_eq!(
         why,
-        [
-            "gemv_ring: it needs bulk copies (code for sm_90 or newer)",
-            "gemm_few: it needs bulk copies (code for sm_90 or newer)",
-            "gemm_batch: it needs wgmma (code for sm_90a on an sm_90 card)",
-        ]
+        ["gemm_batch: it needs wgmma (code for sm_90a on an sm_90 card)",]
     );
+    let found = select(&card("4090", RELEASE), &[&made], 1, PLAIN);
+    assert_eq!((found.kernel, found.joined), (Kernel::GemmDirect, true));
+    let why = found
+        .refused
+        .iter()
+        .map(|(kernel, why)| format!("{}: {why}", kernel.name()));
+    assert!(why.eq([
+        "gemv_ring: it needs bulk copies (code for sm_90 or newer)",
+        "gemm_few: it needs bulk copies (code for sm_90 or newer)",
+    ]));
     // Two matrices with different permutations share no packed input.
     let mut other = matrix(16, 2064);
     other.features_host.reverse();
@@ -196,16 +181,18 @@ fn matmuls_chain_if_one_kernel_packs_the_input_of_the_other() {
                     .all(|plan| plan.joined && plan.kernel == kernel)
             };
             let few = rows > MOST_GEMV_ROWS;
-            let expected = few && both(&o, &gate_up, Kernel::GemmFew);
+            let expected = (few && both(&o, &gate_up, Kernel::GemmFew))
+                || both(&o, &gate_up, Kernel::GemmDirect);
             assert_eq!(o.chains_to(&gate_up), expected, "{name} {rows}");
             let expected = (few && both(&gate_up, &down, Kernel::GemmFew))
+                || both(&gate_up, &down, Kernel::GemmDirect)
                 || both(&gate_up, &down, Kernel::GemmBatch);
             assert_eq!(gate_up.chains_to(&down), expected, "{name} {rows}");
             assert!(!qkv.chains_to(&o), "several matrices without a gate");
             let columns = o.input_columns;
             let packs = match o.kernel {
                 Kernel::GemmFew => few,
-                kernel => kernel == Kernel::GemmBatch,
+                kernel => [Kernel::GemmDirect, Kernel::GemmBatch].contains(&kernel),
             };
             assert_eq!(columns.is_some(), o.joined && packs, "{name} {rows}");
             assert!(columns.is_none_or(|columns| (rows..=MOST_PACKED_ROWS).contains(&columns)));
@@ -312,14 +299,13 @@ proptest! {
     #[test]
     fn a_selected_launch_fits_its_card(
         known in proptest::sample::select(CARDS.to_vec()),
-        warp_ring in any::<bool>(),
         units in 1usize..80,
         bytes in proptest::sample::select(vec![1040u32, 1552, 2064, 2576, 3088, 4112]),
         outs in proptest::collection::vec(1usize..400, 1..4),
         rows in 1usize..100,
         flags in any::<[bool; 4]>(),
     ) {
-        let caps = known.with(RELEASE).with_warp_ring(warp_ring);
+        let caps = known.with(RELEASE);
         let made: Vec<Matrix> = outs.iter().map(|n| sized(units, bytes, 16 * n)).collect();
         let all: Vec<&Matrix> = made.iter().collect();
         let [gate, norm, residual, bf16] = flags;
@@ -334,7 +320,7 @@ proptest! {
             Kernel::GemvRing => ring::shared_bytes(&caps, taken, rows, asked),
             Kernel::GemmFew => few::shared_bytes(&caps, taken, asked.gate),
             Kernel::GemmBatch => batch::shared_bytes(&caps, taken, rows, asked.gate),
-            Kernel::GemmTile | Kernel::GemmLarge => Some(0),
+            Kernel::GemmDirect | Kernel::GemmTile | Kernel::GemmLarge => Some(0),
         };
         prop_assert!(shared.is_some_and(|bytes| bytes <= caps.shared_per_block));
     }

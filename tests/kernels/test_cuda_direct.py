@@ -1,11 +1,10 @@
-"""The warp ring kernel gives the results of `gemm_tile`, bitwise, in every shape and with every prologue and epilogue.
+"""`gemm_direct` gives the results of `gemm_tile`, bitwise, for every width and with every prologue and epilogue.
 
-Its cards select it with EXL_SM80_RING=1 only; scripts/gpu/try_sm80.sh runs these tests that way.
+Cards before Hopper select it for up to eight rows; every card can run it.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 
@@ -18,10 +17,10 @@ from torch import Tensor
 from exl_kernels import _native
 from exl_kernels.cuda_ops import gated_activation, rms_norm
 from exl_kernels.linear import QuantMatrix
-from exl_kernels.linear.cuda import launch_matmul
+from exl_kernels.linear.cuda import CudaQuantMatrix, launch_matmul
 from exl_kernels.linear.fused import FusedLinear, Norm
 
-pytestmark = [pytest.mark.cuda, pytest.mark.needs("warp_ring")]
+pytestmark = pytest.mark.cuda
 
 UNDER_A_TOOL = "EXL_SANITIZER" in os.environ  # as in attention_cases.py
 ROWS = (1, 2, 5, 8) if UNDER_A_TOOL else range(1, 9)
@@ -64,62 +63,77 @@ def activations(m: int, k: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(m, k, generator=torch.Generator().manual_seed(seed)).to(dtype).cuda()
 
 
-def by(made: QuantMatrix, kernel: str, x: Tensor, tuning: tuple[int, ...] | None = None) -> Tensor:
+def by(made: QuantMatrix, kernel: str, x: Tensor) -> Tensor:
     """x @ W in float32 by the kernel of this name."""
     out = torch.full((x.shape[0], made.out_features), float("nan"), device="cuda")
     group, bf16 = group_of(made), x.dtype == torch.bfloat16
-    launch_matmul(group, group.plan_with(kernel, x.shape[0], bfloat16=bf16, tuning=tuning), x, out)
+    launch_matmul(group, group.plan_with(kernel, x.shape[0], bfloat16=bf16), x, out)
     return out
+
+
+class Direct:
+    """Matmuls by `gemm_direct`, which newer cards do not select."""
+
+    def __init__(self, fused: FusedLinear) -> None:
+        self.group = group_of(fused)
+        self.bf16, self.norm = fused.dtype == torch.bfloat16, fused.norm
+        self.prologue = self.packed_prologue = None
+        if fused.norm is not None:
+            weight, first = fused.norm.weight.float(), fused.matrices[0]
+            assert isinstance(first, CudaQuantMatrix)
+            self.prologue = _native.NormPrologue(weight, fused.norm.eps, fused.norm.offset)
+            packed = first.in_layout(weight + fused.norm.offset)
+            self.packed_prologue = _native.NormPrologue(packed, fused.norm.eps, 0.0)
+
+    def plan(self, m: int, residual: bool = False) -> _native.MatmulPlan:
+        normed = self.norm is not None
+        return self.group.plan_with("gemm_direct", m, bfloat16=self.bf16, norm=normed, residual=residual)
+
+    def __call__(
+        self,
+        m: int,
+        x: Tensor,
+        out: Tensor | None,
+        residual: Tensor | None = None,
+        following: Direct | None = None,
+        packed: bool = False,
+    ) -> Tensor:
+        """Multiply m rows: x, or those that the launch before `packed` in x. Return the packed input of `following`."""
+        onward, next_input = torch.empty(0), None
+        if following is not None:
+            onward = torch.empty(following.plan(m).scratch_bytes, dtype=torch.uint8, device="cuda")
+            next_input = _native.NextInput(following.group, onward, following.norm is not None)
+        launch_matmul(
+            self.group,
+            self.plan(m, residual is not None),
+            None if packed else x,
+            out,
+            scratch=x if packed else None,
+            residual=residual,
+            norm=self.packed_prologue if packed else self.prologue,
+            next_input=next_input,
+            chained=packed,
+        )
+        return onward
 
 
 @pytest.mark.parametrize("case", [*EXL2, *(f"gptq {name}" for name in GPTQ)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_one_matrix(case: str, dtype: torch.dtype) -> None:
-    """x in rows (`gemv_ring`) and packed by another launch (`gemm_few`)."""
     made = matrix(case)
     for m in ROWS:
         x = activations(m, made.in_features, dtype, seed=m)
         want = by(made, "gemm_tile", x)
-        assert torch.equal(by(made, "gemv_ring", x), want), m
-        assert torch.equal(by(made, "gemm_few", x), want), m
+        assert torch.equal(by(made, "gemm_direct", x), want), m
 
 
-@pytest.mark.parametrize(("phases", "teams", "stages"), list(itertools.product((1, 4), (1, 2, 4), (2, 3, 4))))
-def test_every_shape(phases: int, teams: int, stages: int) -> None:
-    """In one walk or one for each quarter of K, with rings of any length."""
-    # Slots have the size of the largest unit, and the rings fit 99 KB.
-    most = {"21 units of 2 bits": 16, "one chunk": 16, "17 units": 6, "gptq 4 bits, act-order": 6, "mixed widths": 5}
-    for case in (case for case, slots in most.items() if teams * stages <= slots):
-        made = matrix(case)
-        for m in (1, 2) if "units" in case else (1, 3, 8):
-            x = activations(m, made.in_features, torch.float16, seed=m)
-            want = by(made, "gemm_tile", x)
-            assert torch.equal(by(made, "gemm_few", x, (phases, stages, teams)), want), (case, m)
-            if phases == 1:
-                assert torch.equal(by(made, "gemv_ring", x, (stages, teams)), want), (case, m)
-
-
-def test_blocks_of_many_tiles() -> None:
-    """More tiles than SMs, a half tile at the end, in one walk and in phases."""
-    groups = [(4, 128)] * 2
+def test_more_tiles_than_blocks_that_are_resident() -> None:
+    """With a half tile at the end."""
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    made = QuantMatrix.from_exl2(exl2_tensors(groups, 16 * (5 * sms + 3) + 8), device="cuda")
+    made = QuantMatrix.from_exl2(exl2_tensors([(4, 128)] * 2, 16 * (5 * sms + 3) + 8), device="cuda")
     for m in (1, 4):
         x = activations(m, made.in_features, torch.float16)
-        want = by(made, "gemm_tile", x)
-        assert torch.equal(by(made, "gemv_ring", x), want), m
-        for phases in (1, 4):
-            assert torch.equal(by(made, "gemm_few", x, (phases, 0, 0)), want), (m, phases)
-
-
-def test_rows_that_do_not_fit_shared_memory_at_once() -> None:
-    """`down` of an 8B Llama and a little more: a block walks its tiles once for each quarter of K."""
-    made = QuantMatrix.from_exl2(exl2_tensors([(5, 128)] * 8 + [(4, 128)] * 104 + [(4, 64)], 48), device="cuda")
-    for m in (2, 8):
-        x = activations(m, made.in_features, torch.float16)
-        want = by(made, "gemm_tile", x)
-        assert torch.equal(by(made, "gemv_ring", x), want), m
-        assert torch.equal(by(made, "gemm_few", x), want), m
+        assert torch.equal(by(made, "gemm_direct", x), by(made, "gemm_tile", x)), m
 
 
 @pytest.mark.parametrize("seed", range(10) if UNDER_A_TOOL else range(60))
@@ -147,27 +161,28 @@ def test_random_matmuls_with_prologues_and_epilogues(seed: int) -> None:
         matrices.append(QuantMatrix.from_exl2(tensors, device="cuda"))
     weight = (torch.rand(k, generator=torch.Generator().manual_seed(seed)) + 0.5).to(dtype).cuda()
     norm = Norm(weight, 1e-5, rng.choice((0.0, 1.0))) if rng.random() < 0.6 else None
-    fused = FusedLinear(matrices, norm=norm, activation="silu" if gated else None, dtype=dtype)
+    direct = Direct(FusedLinear(matrices, norm=norm, activation="silu" if gated else None, dtype=dtype))
     for m in (rng.randint(1, 2), rng.randint(3, 8)):
         x = activations(m, k, dtype, seed)
         inner = rms_norm(x, norm.weight, norm.eps, weight_offset=norm.offset) if norm else x
         parts = [by(made, "gemm_tile", inner).to(dtype) for made in matrices]
         want = gated_activation(parts[0], parts[1], "silu") if gated else torch.cat(parts, 1)
         h = activations(m, want.shape[1], dtype, seed + 1) if not gated and rng.random() < 0.4 else None
-        assert fused.kernel(m) == ("gemv_ring" if m < 3 else "gemm_few")
-        got = fused(x, torch.full_like(want, float("nan")), h)
+        got = torch.full_like(want, float("nan"))
+        direct(m, x, got, h)
         assert torch.equal(got, want if h is None else h + want), (k, sizes, m)
 
 
 @pytest.mark.parametrize("k", [256, 1024, 1152])
-def test_a_chained_layer_launches_nothing_between_its_matmuls(k: int) -> None:
+def test_a_chained_layer_launches_only_a_norm_between_its_matmuls(k: int) -> None:
     """The attention's output, gate and up, down, and the next layer's q, k, v, each packed by the one before."""
     o, down = matrix_of(k, k, 1), matrix_of(512, k, 2)
     order = torch.randperm(k, generator=torch.Generator().manual_seed(5)).to(torch.int32)
     gate, up = (matrix_of(k, 512, 3 + i, order) for i in range(2))
     norm = Norm(torch.rand(k, generator=torch.Generator().manual_seed(6)).half().cuda() + 0.5, 1e-5, 1.0)
-    layer = [FusedLinear([o]), FusedLinear([gate, up], norm=norm, activation="gelu"), FusedLinear([down])]
-    for m in (3, 8) if UNDER_A_TOOL else range(3, 9):
+    fused = [FusedLinear([o]), FusedLinear([gate, up], norm=norm, activation="gelu"), FusedLinear([down])]
+    layer = [Direct(one) for one in fused]
+    for m in ROWS:
         attended, before = (activations(m, k, torch.float16, seed) for seed in (m, m + 9))
         want = before + by(o, "gemm_tile", attended).half()
         inner = rms_norm(want, norm.weight, norm.eps, weight_offset=norm.offset)
@@ -176,13 +191,11 @@ def test_a_chained_layer_launches_nothing_between_its_matmuls(k: int) -> None:
         want_after = want + by(down, "gemm_tile", gated).half()
         x = before.clone()
         counts = launches()
-        normed = layer[0].chained(attended, x, x, layer[1])
-        assert normed is not None
-        packed = layer[1].chained(normed, following=layer[2])
+        normed = layer[0](m, attended, x, x, layer[1])
+        packed = layer[1](m, normed, None, following=layer[2], packed=True)
         assert torch.equal(x, want), m
-        assert packed is not None
-        assert layer[2].chained(packed, x, x) is None
-        assert launches() - counts == 3
+        layer[2](m, packed, x, x, packed=True)
+        assert launches() - counts == 4  # three matmuls and the norm between the first two
         assert torch.equal(x, want_after), m
 
 
@@ -196,4 +209,4 @@ def matrix_of(k: int, n: int, seed: int, order: Tensor | None = None) -> QuantMa
 
 def launches() -> int:
     """Launches of the kernel so far."""
-    return sum(count for name, count in _native.cuda_launches().items() if name.startswith("warp_ring_"))
+    return sum(count for name, count in _native.cuda_launches().items() if name.startswith(("tiles_", "norm_packed")))
