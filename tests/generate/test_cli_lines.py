@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from prompt_toolkit.application import create_app_session
-from prompt_toolkit.history import FileHistory
-from prompt_toolkit.input import create_pipe_input
-from prompt_toolkit.output import DummyOutput
 
 from exl_generate.cli import lines
 from exl_generate.cli.lines import Line, PlainLines, TypedLines, history_file
+
+
+@contextmanager
+def typed(monkeypatch: pytest.MonkeyPatch, keys: str) -> Iterator[None]:
+    """A terminal in which these keys are typed. Machines that only collect this file may lack prompt_toolkit."""
+    from prompt_toolkit.application import create_app_session
+    from prompt_toolkit.input import create_pipe_input
+    from prompt_toolkit.output import DummyOutput
+
+    monkeypatch.setattr(lines, "_output", DummyOutput)
+    with create_pipe_input() as pipe, create_app_session(input=pipe):
+        pipe.send_text(keys)
+        yield
 
 
 @pytest.fixture
@@ -23,11 +33,9 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, str], tuple[str | N
 
     def send(file: Path, keys: str) -> tuple[str | None, list[str]]:
         notes: list[str] = []
-        monkeypatch.setattr(lines, "_output", DummyOutput)
-        with create_pipe_input() as pipe, create_app_session(input=pipe):
-            pipe.send_text(keys)
+        with typed(monkeypatch, keys):
             line = TypedLines(lambda _: [], file, notes.append).read()
-            return None if line is None else line.text, notes
+        return None if line is None else line.text, notes
 
     return send
 
@@ -47,9 +55,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, str], tuple[str | N
     ],
 )
 def test_what_a_command_is(monkeypatch: pytest.MonkeyPatch, keys: str, text: str, is_command: bool) -> None:
-    with create_pipe_input() as pipe, create_app_session(input=pipe):
-        monkeypatch.setattr(lines, "_output", DummyOutput)
-        pipe.send_text(f"{keys}\r")
+    with typed(monkeypatch, f"{keys}\r"):
         assert TypedLines(lambda _: [], None, print).read() == Line(text, is_command)
     if '"' not in keys and "\r" not in keys:  # a pipe has no quotes and no messages of several lines
         monkeypatch.setattr("sys.stdin", io.StringIO(f"{keys}\n"))
@@ -95,6 +101,8 @@ def test_a_history_that_is_no_regular_file_is_not_used(sent, tmp_path: Path, kin
 
 
 def test_a_long_history_loses_its_oldest_entries(sent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from prompt_toolkit.history import FileHistory
+
     monkeypatch.setattr(lines, "HISTORY_LIMIT", 3)
     file = tmp_path / "chat_history"
     texts = ["one", "# two\n# lines", "three", "\n# four", "five"]

@@ -14,7 +14,13 @@ from exl_kernels.selection import Card, MatrixShape
 pytestmark = pytest.mark.cuda
 
 K = 1024
-FAMILIES = {"gemv_ring": "ring_", "gemm_few": "few_", "gemm_direct": "tiles_", "gemm_batch": "batch_", "gemm_tile": "matmul_"}
+FAMILIES = {
+    "gemv_ring": "ring_",
+    "gemm_few": "few_",
+    "gemm_direct": "tiles_",
+    "gemm_batch": "batch_",
+    "gemm_tile": "matmul_",
+}
 
 
 def matrix(n: int, seed: int, k: int = K) -> tuple[QuantMatrix, MatrixShape]:

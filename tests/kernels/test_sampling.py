@@ -572,7 +572,7 @@ def test_inputs_of_the_next_step_are_there_with_the_tokens(rows: int, width: int
             assert torch.equal(step.copied.cpu(), step.source[8 * rows :])
             assert kept
             assert step.tokens.tolist() == [one.token for one in found if isinstance(one, Sampled)]
-    with pytest.raises(ValueError, match="as long as"):
+    with pytest.raises(ValueError, match="the same length as their source"):
         sampling.launch(asked, sampling.NextInputs(step.ids, width, (step.source[:-4], step.device)))
 
 

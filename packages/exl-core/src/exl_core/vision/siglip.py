@@ -143,7 +143,9 @@ class SiglipEncoder(Encoder):
         """Read all weights. Raises MissingTensorError, FormatError."""
         super().load(source, device)
         assert self._weights is not None
-        self._weights[f"{PROJECTOR}.mm_soft_emb_norm.weight"] += 1.0  # Gemma stores norm weights minus 1
+        key = f"{PROJECTOR}.mm_soft_emb_norm.weight"
+        # Gemma stores norm weights minus 1. Not in place: the tensor may be the source's.
+        self._weights[key] = self._weights[key] + 1.0
 
     def preprocess(self, image: Any) -> Picture:
         """Preprocess a PIL image. Raises InputError."""
