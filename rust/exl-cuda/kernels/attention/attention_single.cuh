@@ -254,7 +254,8 @@ DEVICE void prepare_items(const Attention& a, const Job& job, const Rotation<typ
         raw[0][b] = raw[1][b];
       }
       if (column >= -1) {
-        if (a.q_norm) {
+        // Unlikely: its code lies behind that of the models without these norms, which a launch runs once and cold.
+        if (__builtin_expect(a.q_norm != nullptr, 0)) {
           head.norm(S::DIM, a.norm_eps, reinterpret_cast<const float*>(shared + S::WEIGHTS_AT) + (column >= 0 ? 0 : S::DIM));
 #pragma unroll
           for (int b = 0; b < S::BLOCKS; b++) head.pairs[b] = pair_of(word_of(head.pairs[b], Element()), Element());
