@@ -1,7 +1,4 @@
-"""Attention of one token a sequence in code for sm_80, sm_86 and sm_89 equals the kernel for few tokens; needs a GPU.
-
-Its cards select it with EXL_SM80_RING=1 only; scripts/gpu/try_sm80.sh runs these tests that way.
-"""
+"""Attention of one token a sequence in code for sm_80, sm_86 and sm_89 equals the kernel for few tokens; needs a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from exl_kernels import _native
 from exl_kernels.attention import cuda as attention_cuda
 from exl_kernels.attention import paged_attention
 
-pytestmark = [pytest.mark.cuda, pytest.mark.needs("warp_ring")]
+pytestmark = [pytest.mark.cuda, pytest.mark.needs("async_copy")]
 
 F16, BF16 = torch.float16, torch.bfloat16
 

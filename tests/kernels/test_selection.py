@@ -48,7 +48,8 @@ def test_a_card_of_each_generation() -> None:
     assert Card.named("rtx-4090").code == Card.named("RTX 4090").code == 89
     assert Card.named("h200").features == {"bulk_copy", "clusters", "wgmma"}
     assert Card.named("5090").features == {"bulk_copy"}
-    assert not Card.named("3090").features
+    assert Card.named("3090").features == {"async_copy"}
+    assert not Card.named("2080 Ti").features
 
 
 def test_an_unknown_card_is_named_with_those_that_are_known() -> None:
@@ -121,7 +122,7 @@ def test_attention_by_card_cache_and_shape() -> None:
 
     assert kernel("H100") == "attention_fp16_f16_128_few1"
     assert kernel("H100", kind="q4") == "attention_q4_f16_128_few1"
-    assert kernel("4090") == "attention_fp16_128_decode1"
+    assert kernel("4090") == "attention_fp16_f16_128_teams1"
     assert kernel("H100", softcap=30.0) == kernel("H100", window=128) == "attention_fp16_128_decode1"
     assert kernel("H100", dim=256) == "attention_fp16_256_decode1"
     assert kernel("H100", tokens=512) == "attention_fp16_128_wide"

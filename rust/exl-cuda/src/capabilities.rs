@@ -15,8 +15,6 @@ pub struct Capabilities {
     pub sms: usize,
     /// Bytes of shared memory that a block may request.
     pub shared_per_block: usize,
-    /// Whether the experimental warp ring and attention kernels are selected where the code has them.
-    pub warp_ring: bool,
 }
 
 /// Instructions that a kernel may need beyond those of every supported card.
@@ -29,7 +27,7 @@ pub enum Feature {
     /// Matrix instructions of a warpgroup.
     Wgmma,
     /// Copies to shared memory by a warp's lanes (`cp.async`), in kernels that newer code does not need.
-    WarpRing,
+    AsyncCopy,
 }
 
 impl Feature {
@@ -39,7 +37,7 @@ impl Feature {
             Self::BulkCopy => "bulk copies (code for sm_90 or newer)",
             Self::Clusters => "thread block clusters (code for sm_90 or newer, data-center cards)",
             Self::Wgmma => "wgmma (code for sm_90a on an sm_90 card)",
-            Self::WarpRing => "code for sm_80, sm_86 or sm_89 and EXL_SM80_RING=1",
+            Self::AsyncCopy => "code for sm_80, sm_86 or sm_89",
         }
     }
 }
@@ -122,14 +120,7 @@ impl Capabilities {
             specific: chosen.is_some_and(|arch| arch.ends_with('a')),
             sms,
             shared_per_block,
-            warp_ring: false,
         }
-    }
-
-    /// These capabilities with or without the experimental warp ring kernels.
-    #[must_use]
-    pub fn with_warp_ring(self, warp_ring: bool) -> Self {
-        Self { warp_ring, ..self }
     }
 
     /// Whether the module holds code that the card runs.
@@ -144,7 +135,7 @@ impl Capabilities {
             // Consumer Blackwell (sm_12x) is planned without clusters: no kernel that uses them has been tested there.
             Feature::Clusters => self.code >= 90 && self.compute.0 < 12,
             Feature::Wgmma => self.specific && self.compute == (9, 0) && self.code == 90,
-            Feature::WarpRing => self.warp_ring && (80..90).contains(&self.code),
+            Feature::AsyncCopy => (80..90).contains(&self.code),
         }
     }
 
@@ -246,15 +237,10 @@ pub(crate) mod tests {
         assert_eq!(features(card("B200", RELEASE)), [true, true, false]);
         assert_eq!(features(card("5090", RELEASE)), [true, false, false]);
         assert_eq!(features(card("4090", RELEASE)), [false; 3]);
-        let warp_ring = |name, archs| {
-            card(name, archs)
-                .with_warp_ring(true)
-                .has(Feature::WarpRing)
-        };
-        assert!(warp_ring("4090", RELEASE) && warp_ring("A100", RELEASE));
-        assert!(warp_ring("H100", &["80+ptx"]) && !warp_ring("H100", RELEASE));
-        assert!(!warp_ring("2080 Ti", RELEASE) && !warp_ring("5090", RELEASE));
-        assert!(!card("4090", RELEASE).has(Feature::WarpRing));
+        let copies = |name, archs| card(name, archs).has(Feature::AsyncCopy);
+        assert!(copies("4090", RELEASE) && copies("A100", RELEASE));
+        assert!(copies("H100", &["80+ptx"]) && !copies("H100", RELEASE));
+        assert!(!copies("2080 Ti", RELEASE) && !copies("5090", RELEASE));
         assert!(!card("H100", &["80+ptx"]).programmatic() && card("5090", RELEASE).programmatic());
         assert!(CARDS.iter().all(|card| card.with(RELEASE).runs()));
         assert!(Card::named("rtx 4090").is_some() && Card::named("RTX4090").is_some());

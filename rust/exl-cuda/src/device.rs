@@ -240,8 +240,7 @@ fn describe(driver: &Driver, index: u32) -> Result<(CuDevice, DeviceInfo), CudaE
         usize::try_from(attribute(ffi::ATTRIBUTE_SM_COUNT)).unwrap_or(0),
         usize::try_from(attribute(ffi::ATTRIBUTE_SHARED_OPTIN)).unwrap_or(0),
         images::ARCHS,
-    )
-    .with_warp_ring(std::env::var(WARP_RING_VARIABLE).is_ok_and(|value| value == "1"));
+    );
     Ok((
         handle,
         DeviceInfo {
@@ -254,9 +253,6 @@ fn describe(driver: &Driver, index: u32) -> Result<(CuDevice, DeviceInfo), CudaE
         },
     ))
 }
-
-/// Selects the warp ring kernels and `attention_teams`. They are experimental: no card has run them yet.
-const WARP_RING_VARIABLE: &str = "EXL_SM80_RING";
 
 fn not_built_for(name: &str, compute @ (major, minor): (i32, i32)) -> String {
     format!(

@@ -66,7 +66,7 @@ pub(crate) fn feature_of(file: &str) -> Option<Feature> {
     } else if starts(&["ring", "few", "attention_few_", "attention_long_"]) {
         Some(Feature::BulkCopy)
     } else if starts(&["attention_teams_"]) {
-        Some(Feature::WarpRing)
+        Some(Feature::AsyncCopy)
     } else {
         None
     }

@@ -49,14 +49,14 @@ impl CudaCard {
         self.caps.code
     }
 
-    /// The features of "bulk_copy", "clusters", "wgmma" and "warp_ring" (experimental: EXL_SM80_RING=1) that the code has.
+    /// The features of "bulk_copy", "clusters", "wgmma" and "async_copy" that the code has.
     #[getter]
     fn features(&self) -> Vec<&'static str> {
         [
             (Feature::BulkCopy, "bulk_copy"),
             (Feature::Clusters, "clusters"),
             (Feature::Wgmma, "wgmma"),
-            (Feature::WarpRing, "warp_ring"),
+            (Feature::AsyncCopy, "async_copy"),
         ]
         .into_iter()
         .filter(|&(feature, _)| self.caps.has(feature))

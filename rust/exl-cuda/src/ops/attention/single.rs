@@ -87,7 +87,7 @@ pub(super) fn blocks(caps: &Capabilities, op: &Attention, plan: &Plan) -> Option
     }
     let group = op.q_heads / op.pages.heads;
     let element = FEW_ELEMENTS[op.element as usize];
-    if caps.has(Feature::WarpRing) {
+    if caps.has(Feature::AsyncCopy) {
         return teams::blocks(caps, op, plan, element);
     }
     // Only tested on compute capability 9: other cards may hold fewer clusters.

@@ -152,7 +152,7 @@ mod tests {
             heads: 8,
             head_dim: 128,
         };
-        let caps = card("3090", RELEASE).with_warp_ring(true);
+        let caps = card("3090", RELEASE);
         let of = |window, keys| {
             let op = Attention {
                 window,
