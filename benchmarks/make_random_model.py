@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -103,8 +104,14 @@ def random_codes(rows: int, columns: int, width: int, generator: np.random.Gener
     return words.bitwise_or_(more.bitwise_and_(mask[:, None]))
 
 
-def random_exl2(in_features: int, out_features: int, bits: float, generator: np.random.Generator) -> dict[str, Tensor]:
-    """The five tensors of one matrix, of random codes."""
+SHARED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+"""Matrices that share the order of rows of another one beside them, as in converted models: they have one input."""
+
+
+def random_exl2(
+    in_features: int, out_features: int, bits: float, generator: np.random.Generator, order: np.random.Generator
+) -> dict[str, Tensor]:
+    """The five tensors of one matrix, of random codes; `order` draws the permutation of its rows."""
     columns = -(-out_features // 32) * 32
     groups = exl2_groups(plan_for(bits), in_features)
     starts, scales, codes, words = [], [], [], 0
@@ -120,7 +127,7 @@ def random_exl2(in_features: int, out_features: int, bits: float, generator: np.
         "q_scale": random_words((len(groups), columns // 8), generator),
         "q_scale_max": torch.tensor(scales, dtype=torch.float16),
         "q_groups": torch.tensor(starts, dtype=torch.int16),
-        "q_invperm": torch.from_numpy(generator.permutation(in_features).astype(np.int32)),
+        "q_invperm": torch.from_numpy(order.permutation(in_features).astype(np.int32)),
     }
 
 
@@ -141,7 +148,10 @@ class _Parts:
 
     def matrix(self, key: str, in_features: int, out_features: int, bits: float) -> None:
         """Add the five tensors of an EXL2 matrix."""
-        self._drawn.append((key, partial(random_exl2, in_features, out_features, bits, self._generator())))
+        layer, _, name = key.rpartition(".")
+        seed = zlib.crc32(f"{layer}.{SHARED.get(name, name)}".encode())
+        order = np.random.Generator(np.random.SFC64((self._seed, seed)))
+        self._drawn.append((key, partial(random_exl2, in_features, out_features, bits, self._generator(), order)))
 
     def halves(self, key: str, rows: int, columns: int, std: float) -> None:
         """Add a matrix of normal values."""
