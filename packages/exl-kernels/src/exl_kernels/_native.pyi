@@ -192,7 +192,7 @@ class CudaCard:
     @property
     def features(self, /) -> list[str]:
         """
-        The features of "bulk_copy", "clusters", "wgmma" and "warp_ring" (experimental: EXL_SM80_RING=1) that the code has.
+        The features of "bulk_copy", "clusters", "wgmma" and "async_copy" that the code has.
         """
     @staticmethod
     def named(name: str) -> CudaCard | None:
@@ -389,7 +389,7 @@ class CudaLinearGroup:
         """
         The plan of a call by the kernel of this name, for benchmarks and tests that compare kernels. `tuning` is (slots, window) for
         gemv_ring, (cut, slots, window) for gemm_few, and (slots, activations, cut, groups, looks) for gemm_batch; zeros keep the planned
-        number. The warp ring kernel has (stages, teams) and (phases, stages, teams) instead.
+        number.
         """
     def run(
         self,

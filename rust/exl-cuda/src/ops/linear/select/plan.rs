@@ -110,7 +110,7 @@ impl Plan {
                 self.scratch_bytes = few::scratch_bytes(caps, matrices, gate);
             }
             Kernel::GemmDirect => {
-                self.scratch_bytes = few::direct_scratch_bytes(caps, matrices, gate)
+                self.scratch_bytes = few::direct_scratch_bytes(caps, matrices, gate);
             }
             Kernel::GemmBatch => {
                 let gates = gate && batch::gates(matrices);
