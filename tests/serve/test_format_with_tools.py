@@ -12,7 +12,7 @@ import jsonschema
 import openai
 import pytest
 from grammar_texts import takes
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from exl_core.tokenizer import TextTokenizer
@@ -177,6 +177,7 @@ ALIKE = ["<tool_call>", "<tool_call>no", '\n<tool_call> {"name": "x"}', CALL, CA
 
 
 @given(said=st.sampled_from(ALIKE), cuts=st.lists(st.integers(1, 70), max_size=6))
+@example(said=ALIKE[2], cuts=[1])
 def test_a_choice_may_begin_as_a_call_does(said: str, cuts: list[int]) -> None:
     """One of the texts is a content, though it may look like a call."""
     settings = ChannelSettings(tools=TOOLS, tool_choice="auto", formatted=True, contents=ALIKE)

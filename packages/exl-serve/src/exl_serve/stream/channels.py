@@ -188,8 +188,9 @@ class ChannelReader:
         self._sealed, self._formatted = False, settings.formatted
         self._strip = settings.formatted
         begin = "" if form.call is None else form.call[0]
-        #: contents that begin as a call does
-        self._alike = [text for text in settings.contents if begin and text.lstrip().startswith(begin)]
+        #: contents that begin as a call does, without line breaks before them: an answer begins without them (`_say`)
+        alike = [text for text in settings.contents if begin and text.lstrip().startswith(begin)]
+        self._alike = [text.lstrip("\n") for text in alike]
         if tools and family.forces_call(settings):
             self._open_region()
 
@@ -294,7 +295,7 @@ class ChannelReader:
                 continue
             text, self._held = self._held + text, ""
             marker, mode = self._next_marker(text)
-            if marker is not None and mode == "call" and any(one.startswith(text) for one in self._alike):
+            if marker is not None and mode == "call" and any(one.startswith(text.lstrip("\n")) for one in self._alike):
                 self._held = text  # until it is told which one it is
                 break
             if marker is not None:
@@ -318,9 +319,10 @@ class ChannelReader:
     def _end_of_alike(self) -> list[AnswerEvent]:
         """Read text that was held back as it may have been a content that begins as a call does."""
         alike, self._alike = self._alike, []
-        if not self._held or not any(one.startswith(self._held) for one in alike):
+        held = self._held.lstrip("\n")
+        if not held or not any(one.startswith(held) for one in alike):
             return []
-        return self._release(keep=True) if self._held in alike else self._text("")
+        return self._release(keep=True) if held in alike else self._text("")
 
     def _plain(self, text: str) -> bool:
         """Whether no marker may begin in the text: a quick test, as most texts have none."""
