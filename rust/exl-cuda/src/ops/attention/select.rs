@@ -194,7 +194,9 @@ mod tests {
                 ),
             })
         {
-            for rows in [(1, 1), (8, 1)] {
+            // Teams need room for the parts of all splits of the table, which small cards plan for long keys only.
+            let most = if (80..90).contains(&caps.code) { 1 } else { 8 };
+            for rows in [(1, 1), (most, 1)] {
                 assert_eq!(kernel(&caps, rows, 256), single, "{caps:?} {rows:?}");
             }
             for tokens in [512, 2048] {
