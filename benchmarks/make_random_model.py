@@ -109,9 +109,13 @@ SHARED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 
 
 def random_exl2(
-    in_features: int, out_features: int, bits: float, generator: np.random.Generator, order: np.random.Generator
+    in_features: int,
+    out_features: int,
+    bits: float,
+    generator: np.random.Generator,
+    order: np.random.Generator | None = None,
 ) -> dict[str, Tensor]:
-    """The five tensors of one matrix, of random codes; `order` draws the permutation of its rows."""
+    """The five tensors of one matrix, of random codes; `order`, or `generator`, draws the order of its rows."""
     columns = -(-out_features // 32) * 32
     groups = exl2_groups(plan_for(bits), in_features)
     starts, scales, codes, words = [], [], [], 0
@@ -127,7 +131,7 @@ def random_exl2(
         "q_scale": random_words((len(groups), columns // 8), generator),
         "q_scale_max": torch.tensor(scales, dtype=torch.float16),
         "q_groups": torch.tensor(starts, dtype=torch.int16),
-        "q_invperm": torch.from_numpy(order.permutation(in_features).astype(np.int32)),
+        "q_invperm": torch.from_numpy((order or generator).permutation(in_features).astype(np.int32)),
     }
 
 

@@ -32,6 +32,7 @@ EXCLUDED = re.compile(r"tests/(golden/data|compat/scripts|compat/scripts_vision)
 HELPERS = [
     "tests",
     *(f"tests/{name}" for name in ("compat", "core", "emulated", "filters", "generate", "golden", "kernels", "serve")),
+    "benchmarks",
 ]
 RELAXED = [
     "--allow-untyped-defs",

@@ -6,7 +6,6 @@ with adapters are not recorded there, so the test looks at what they ask of the 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from captured_on_cpu import captured_on_cpu
+from feature_cases import FEATURES, Feature, Parts
 
 from exl_core import (
     ExLlamaV2,
@@ -34,12 +34,6 @@ from exl_generate.testing import AsAsked
 from exl_kernels import _native
 from exl_kernels import sampling as kernels
 from exl_kernels.selection import PACKED_ROWS
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))  # after everything else: only for this module
-from feature_cases import FEATURES, Feature, Parts  # noqa: E402
-
-sys.path.remove(str(BENCHMARKS))
 
 CACHES = {"fp16": ExLlamaV2Cache, "q8": ExLlamaV2Cache_Q8, "q4": ExLlamaV2Cache_Q4}
 STEPS = 4

@@ -37,7 +37,9 @@ class Made:
         layout = self.layout = _native.CudaLayout.from_exl2(plan.name, parts, 16)
         self.units, self.maxima, self.features = layout.units.cuda(), layout.maxima.cuda(), layout.features.cuda()
         self.row_of_feature = layout.row_of_feature.cuda()
-        self.image = self.layout.image.cuda()
+        image = self.layout.image
+        assert image is not None, "of weights that were given"
+        self.image = image.cuda()
 
     def copy(self) -> _native.CudaMatrix:
         tables = (self.units, self.maxima, self.features, self.row_of_feature)
