@@ -13,6 +13,7 @@ import torch
 
 from exl_kernels import _native
 from exl_kernels.device import cuda_status
+from exl_kernels.selection import Card
 
 
 @dataclass(frozen=True)
@@ -68,15 +69,19 @@ def read_roof(gigabytes: float = 4.0) -> float:
 
 
 def environment() -> dict[str, object]:
-    """The keys every line carries: GPU, driver, torch, commit, date."""
+    """The keys every line carries: GPU (with its code, where older), driver, torch, commit, date."""
     status = cuda_status()
+    gpu, device = torch.cuda.get_device_name(), torch.cuda.current_device()
+    major, minor = torch.cuda.get_device_capability(device)
+    if (code := Card.device(device).code) != 10 * major + minor:
+        gpu += f", code for sm_{code}"
     commit = os.environ.get("EXL_COMMIT")
     if commit is None:
         commit = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
         ).stdout.strip()
     return {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": gpu,
         "driver_cuda": status.driver_version,
         "torch": torch.__version__,
         "commit": commit,
