@@ -159,9 +159,11 @@ def test_with_salts_no_key_finds_the_pages_of_another(key_file: Path, fable: Eng
             )
             return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
-        assert cached("ann") == 0
+        # Prompts of other tests may have the first tokens in common.
+        few = 8
+        assert cached("ann") < few
         assert cached("ann") >= 256
-        assert (cached("bob") == 0) == salted
+        assert (cached("bob") < few) == salted
 
 
 def test_one_key_neither_sees_nor_ends_the_requests_of_another(key_file: Path, scripted: EngineThread) -> None:

@@ -12,14 +12,12 @@ import binascii
 import contextlib
 import ctypes
 import hashlib
+import importlib
 import json
 import sys
 import warnings
 from io import BytesIO
 from typing import IO, Any
-
-from exl_core.errors import InputError
-from exl_core.image_files import FORMATS, as_rgb
 
 __all__ = ["HEAD", "LOW_SIDE", "main"]
 
@@ -42,8 +40,10 @@ class _RefusedError(Exception):
 def main() -> None:
     """Answer requests until standard input ends."""
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    _limit_memory()
+    # Only a process of one thread may leave the network, and numpy starts others.
     _leave_network()
+    importlib.import_module("exl_core.image_files")
+    _limit_memory()
     while (request := _read(requests)) is not None:
         raw = json.dumps(_answer(*request)).encode()
         answers.write(len(raw).to_bytes(HEAD, "little") + raw)
@@ -93,6 +93,9 @@ def _answer(header: dict[str, Any], text: bytes) -> dict[str, Any]:
 
 
 def _decoded(text: bytes, header: dict[str, Any]) -> Any:
+    from exl_core.errors import InputError
+    from exl_core.image_files import FORMATS, as_rgb
+
     try:
         from PIL import Image
     except ImportError:
