@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Every test on a GPU, once, in about three minutes on two GPUs: all tests marked `cuda`, memcheck, racecheck. A
+# Every test on a GPU, once, in about five minutes on two GPUs: all tests marked `cuda`, memcheck, racecheck. A
 # table of what passed comes last. Racecheck keeps a GPU busy for most of that time: it has the second and what the others leave of
 # the first, which all else runs on. With one GPU all of it runs there.
 #
-# usage: scripts/gpu/prove_all.sh FOLDER [seconds, default 170: what has not ended by then is cut off, and the table says so]
+# usage: scripts/gpu/prove_all.sh FOLDER [seconds, default 330: what has not ended by then is cut off, and the table says so]
 #
 # FOLDER receives each part's output. A kernel of the module that no test launched, or none under a tool, is a failure with its name
 # (`kernels_covered.py`; of the tests in the row `launched`, which the part `kernels` brings with it). None is excepted. Parts can
@@ -13,7 +13,7 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 source scripts/gpu/environment.sh
 out=${1:?folder for the results}
-limit=${2:-170}
+limit=${2:-330}
 parts=" ${PROVE_PARTS:-two kernels rest errors memcheck racecheck} "
 rm -rf "$out"/{parts,kernels} && mkdir -p "$out"/{parts,kernels/tests}
 out=$(cd "$out" && pwd)
