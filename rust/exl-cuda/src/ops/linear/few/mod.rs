@@ -1,5 +1,5 @@
-//! Matmuls of 3 to 8 rows: activations are packed once, by a separate launch or by the kernel that makes them. The weights then stream at
-//! the speed of one row.
+//! Matmuls of few rows: activations are packed once, by a separate launch or by the kernel that makes them. The weights then stream at the
+//! speed of one row. One kernel copies weights in bulk, for 3 to 8 rows; the other one, for 1 to 8, loads them directly.
 
 mod plan;
 mod task;
@@ -12,7 +12,8 @@ use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::Target;
-use plan::{DIRECT_THREADS, SQUARES_BYTES, THREADS, copies, plan, plan_direct};
+pub(super) use plan::plan_direct;
+use plan::{DIRECT_THREADS, SQUARES_BYTES, THREADS, copies, plan};
 pub use plan::{Plan, Tuning};
 
 /// Most rows of the kernel.
@@ -52,25 +53,6 @@ pub(super) fn takes(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> R
     plan(caps, matrices, MOST_ROWS, gated, Tuning::default()).map(|_| ())
 }
 
-/// As [`takes`], for the kernel without bulk copies.
-pub(super) fn takes_direct(
-    caps: &Capabilities,
-    matrices: &[&Matrix],
-    gated: bool,
-) -> Result<(), Refusal> {
-    plan_direct(caps, matrices, MOST_ROWS, gated).map(|_| ())
-}
-
-/// As [`planned`], for the kernel without bulk copies.
-pub(super) fn planned_direct(
-    caps: &Capabilities,
-    matrices: &[&Matrix],
-    rows: usize,
-    gated: bool,
-) -> Result<Plan, Refusal> {
-    plan_direct(caps, matrices, rows, gated)
-}
-
 /// The launches of `rows` rows, without addresses.
 pub(super) fn planned(
     caps: &Capabilities,
@@ -99,15 +81,6 @@ pub fn scratch_bytes(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> 
     plan(caps, matrices, MOST_ROWS, gated, Tuning::default()).map_or(0, |plan| plan.scratch_bytes())
 }
 
-/// As [`scratch_bytes`], for the kernel without bulk copies.
-pub(super) fn direct_scratch_bytes(
-    caps: &Capabilities,
-    matrices: &[&Matrix],
-    gated: bool,
-) -> usize {
-    plan_direct(caps, matrices, MOST_ROWS, gated).map_or(0, |plan| plan.scratch_bytes())
-}
-
 /// Whether another kernel can pack the input: all matrices read it in one order without padding rows.
 pub fn takes_packed(matrices: &[&Matrix]) -> bool {
     copies(matrices).iter().all(|&copy| copy == 0)
@@ -126,8 +99,8 @@ fn check_scratch((at, room): (usize, usize), needed: usize) -> Result<(), CudaEr
 }
 
 impl Plan {
-    /// Packed activations, followed by the rows' multipliers and the sums of squares.
-    fn scratch_bytes(&self) -> usize {
+    /// Packed activations, followed by the rows' multipliers and the sums of squares; the same for any number of rows.
+    pub(super) fn scratch_bytes(&self) -> usize {
         self.squares_at() + self.task.units as usize * SQUARES_BYTES
     }
 

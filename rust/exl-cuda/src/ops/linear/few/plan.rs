@@ -377,7 +377,7 @@ fn preparation(matrices: &[&Matrix], copies: &[usize], units: usize, m: usize) -
 }
 
 /// Plan the launches of the kernel without bulk copies, which runs on every card.
-pub(super) fn plan_direct(
+pub(in crate::ops::linear) fn plan_direct(
     caps: &Capabilities,
     matrices: &[&Matrix],
     m: usize,

@@ -85,7 +85,9 @@ impl Kernel {
         match self {
             Self::GemvRing => ring::takes(caps, matrices, rows, epilogue)?,
             Self::GemmFew => few::takes(caps, matrices, epilogue.gate)?,
-            Self::GemmDirect => few::takes_direct(caps, matrices, epilogue.gate)?,
+            Self::GemmDirect => {
+                few::plan_direct(caps, matrices, rows, epilogue.gate).map(|_| ())?;
+            }
             Self::GemmBatch => batch::takes(caps, matrices, epilogue)?,
             Self::GemmTile | Self::GemmLarge if matrices.len() > 1 || epilogue.is_some() => {
                 return Err(Refusal::Matrices(

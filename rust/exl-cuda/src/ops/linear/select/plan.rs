@@ -95,8 +95,10 @@ impl Plan {
                 self.planned = plan.map_or(Planned::Each, |plan| Planned::Few(Box::new(plan)));
             }
             Kernel::GemmDirect => {
-                let plan = few::planned_direct(caps, matrices, rows, epilogue.gate);
-                self.planned = plan.map_or(Planned::Each, |plan| Planned::Few(Box::new(plan)));
+                if let Ok(plan) = few::plan_direct(caps, matrices, rows, epilogue.gate) {
+                    self.scratch_bytes = plan.scratch_bytes();
+                    self.planned = Planned::Few(Box::new(plan));
+                }
             }
             Kernel::GemmBatch | Kernel::GemmTile | Kernel::GemmLarge => {}
         }
@@ -105,12 +107,10 @@ impl Plan {
     fn add_memory(&mut self, caps: &Capabilities, matrices: &[&Matrix]) {
         let (rows, gate) = (self.call.rows, self.call.epilogue.gate);
         match self.kernel {
-            Kernel::GemvRing | Kernel::GemmLarge => {}
+            // `add_launch` knows the memory of a direct launch.
+            Kernel::GemvRing | Kernel::GemmDirect | Kernel::GemmLarge => {}
             Kernel::GemmFew => {
                 self.scratch_bytes = few::scratch_bytes(caps, matrices, gate);
-            }
-            Kernel::GemmDirect => {
-                self.scratch_bytes = few::direct_scratch_bytes(caps, matrices, gate);
             }
             Kernel::GemmBatch => {
                 let gates = gate && batch::gates(matrices);
