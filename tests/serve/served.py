@@ -15,10 +15,22 @@ import httpx
 
 from exl_serve.testing.waiting import until
 
-__all__ = ["SECONDS", "Served", "gone", "processor_seconds"]
+__all__ = ["SECONDS", "Served", "children_of", "gone", "processor_seconds"]
 
 SECONDS = 120.0
 """Only a hang takes so long."""
+
+
+def children_of(parent: int, module: str) -> list[int]:
+    """Child processes of `parent` that run a module, by /proc."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):  # it may end meanwhile
+            words = (place / "cmdline").read_bytes().split(b"\0")
+            own_parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+            if own_parent == parent and module.encode() in words:
+                found.append(int(place.name))
+    return found
 
 
 class Served:
@@ -68,15 +80,8 @@ class Served:
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=SECONDS)
 
     def children(self, module: str = "exl_serve") -> list[int]:
-        """Its processes of this module, by /proc."""
-        found = []
-        for place in Path("/proc").iterdir():
-            with contextlib.suppress(OSError, ValueError):
-                words = (place / "cmdline").read_bytes().decode().split("\0")
-                parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == self.process.pid and module in words:
-                    found.append(int(place.name))
-        return found
+        """Its processes of this module."""
+        return children_of(self.process.pid, module)
 
     def close(self) -> None:
         if self.process.poll() is None:

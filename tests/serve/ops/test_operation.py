@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from served import children_of
 
 from exl_generate import bundled
 
@@ -88,16 +89,7 @@ class Server:
         return {id: entry["state"] for id, entry in found.items()}
 
     def children(self, module: str) -> list[int]:
-        found = []
-        for place in Path("/proc").glob("[0-9]*"):
-            try:
-                words = (place / "cmdline").read_bytes().split(b"\0")
-                parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
-            except (OSError, ValueError):
-                continue
-            if parent == self.process.pid and module.encode() in words:
-                found.append(int(place.name))
-        return found
+        return children_of(self.process.pid, module)
 
 
 Start = Callable[..., Server]

@@ -11,6 +11,7 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
+from served import children_of
 
 from exl_serve.config.model import Media
 from exl_serve.errors import ServeError
@@ -30,16 +31,7 @@ def part(side: int = 4) -> ImagePart:
 
 def decoders() -> list[int]:
     """Decoder processes of this process."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (place / "cmdline").read_bytes().split(b"\0")
-            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):
-            continue
-        if parent == os.getpid() and b"exl_serve.media.worker" in words:
-            found.append(int(place.name))
-    return found
+    return children_of(os.getpid(), "exl_serve.media.worker")
 
 
 async def decode(reader: MediaReader, image: ImagePart) -> bytes | ServeError:
