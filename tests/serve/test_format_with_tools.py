@@ -211,6 +211,23 @@ def test_a_call_beside_such_choices_is_a_call(contents: list[str], size: int) ->
     assert events[-1].reason == "tool_calls"
 
 
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "harmony"])
+def test_what_a_pattern_allows_is_no_call(form: str, tokenizer: TextTokenizer) -> None:
+    """A pattern may match texts that begin as a call does: the grammar leaves these out, so each text is one thing."""
+    assert FORMATS[form].call is not None
+    marker = (FORMATS[form].call or ("",))[0]
+    made = grammar(form, tokenizer, wanted(guided_regex="(?s:.){1,200}"))
+    for text in (marker, marker + "x", f"\n\n\n{marker}", f"\n{marker}"):
+        assert not takes(made, tokenizer, text), text
+    for text in (marker[:-1], f" {marker}", f"{marker[:-1]} {marker}", f"a{marker}", "\n \n" + marker, "\nab"):
+        assert takes(made, tokenizer, text), text
+        for size in (1, 3, 200):
+            found = read(form, text, size)
+            assert found == {"content": text.lstrip("\n"), "reasoning": "", "calls": [], "finish": "stop"}, text
+    called = drawn(made, tokenizer, marker, random.Random(1))
+    assert called is None or read(form, called)["finish"] == "tool_calls"
+
+
 def test_several_calls_and_one(tokenizer: TextTokenizer) -> None:
     one = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
     assert takes(grammar("hermes", tokenizer), tokenizer, f"{one}\n{one}")

@@ -20,6 +20,7 @@ from exl_serve.api.app import ROUTES, SAFE_METHODS
 from exl_serve.api.auth import Authenticator
 from exl_serve.api.keys import KeyFile
 from exl_serve.config.model import Auth, ModelConfig, ServeConfig, ServerConfig
+from exl_serve.engine.load import load as load_engine
 from exl_serve.testing.local import EngineThread
 from exl_serve.testing.server import LiveServer
 from exl_serve.testing.waiting import HANG_SECONDS
@@ -166,20 +167,40 @@ def test_with_salts_no_key_finds_the_pages_of_another(key_file: Path, fable: Eng
         assert (cached("bob") < few) == salted
 
 
-def test_one_key_neither_sees_nor_ends_the_requests_of_another(key_file: Path, scripted: EngineThread) -> None:
+@pytest.fixture
+def slow(fable: EngineThread) -> Iterator[EngineThread]:
+    """An engine whose requests last until they are cancelled."""
+    config = ModelConfig(id="slow", path=fable.card.folder, device="cpu", engine="free")
+    thread = EngineThread(config, loaded=load_engine(config)._replace(floor=lambda jobs: 0.1))
+    yield thread
+    thread.close()
+
+
+def test_one_key_neither_sees_nor_ends_the_requests_of_another(key_file: Path, slow: EngineThread) -> None:
     auth = Authenticator(Auth(key_file=str(key_file)))
-    model = ModelConfig(id="scripted", path=scripted.card.folder)
+    model = ModelConfig(id="slow", path=slow.card.folder)
     body = {"prompt": "secret of ann", "max_tokens": 900, "stream": True, "ignore_eos": True}
-    with live({"scripted": scripted}, [model], auth=auth) as url:
+    with live({"slow": slow}, [model], auth=auth) as url:
         headers = {"x-api-key": KEYS["ann"], "x-request-id": "req-of-ann"}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=HANG_SECONDS) as stream:
-            next(stream.iter_lines())
-            for method, path in (("GET", "/v1/requests"), ("DELETE", "/v1/requests/req-of-ann")):
-                answer = httpx.request(method, url + path, headers={"x-api-key": KEYS["bob"]}, timeout=HANG_SECONDS)
-                assert (answer.status_code, answer.json()["error"]["code"]) == (403, "insufficient_scope")
-                assert "ann" not in answer.text
-            listed = httpx.get(f"{url}/v1/requests", headers={"x-api-key": KEYS["boss"]}, timeout=HANG_SECONDS)
-            assert "secret" not in listed.text
+            assert stream.status_code == 200, stream.read()
+            lines = stream.iter_lines()
+            next(lines)
+
+            def ask(method: str, path: str, key: str) -> httpx.Response:
+                return httpx.request(method, url + path, headers={"x-api-key": KEYS[key]}, timeout=HANG_SECONDS)
+
+            def seen(key: str) -> list[str]:
+                return [one["id"] for one in ask("GET", "/v1/requests", key).json()["data"]]
+
+            assert (seen("ann"), seen("bob"), seen("boss")) == (["req-of-ann"], [], ["req-of-ann"])
+            answer = ask("DELETE", "/v1/requests/req-of-ann", "bob")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "request_not_found")
+            assert seen("ann") == ["req-of-ann"]
+            assert "secret" not in ask("GET", "/v1/requests", "boss").text
+            assert ask("DELETE", "/v1/requests/req-of-ann", "ann").status_code == 200
+            assert "cancelled" in "".join(lines)
+            assert seen("boss") == []
 
 
 # ---- pages of other sites ------------------------------------------------------------------------------------------

@@ -69,24 +69,31 @@ async def reset_cache(call: Call) -> None:
 
 
 async def list_requests(call: Call) -> None:
-    """List the requests that are queued or running."""
+    """List the requests that are queued or running: all of them for an operator, else those of the caller's key."""
+    owner = _owner(call)
     found: list[dict[str, Any]] = []
     for handle in call.state.models.list():
         if handle.state == "ready":
             told = await (await handle.engine()).control("requests")
-            found += [{**one, "model": handle.config.id} for one in told["requests"]]
+            found += [{**one, "model": handle.config.id} for one in told["requests"] if owner in (None, one["key"])]
     await call.answer(200, {"object": "list", "data": found})
 
 
 async def cancel_request(call: Call) -> None:
-    """End a request."""
+    """End a request: any for an operator, else one of the caller's key."""
+    owner = _owner(call)
     for handle in call.state.models.list():
         if handle.state == "ready":
-            told = await (await handle.engine()).control("cancel", id=call.path["id"])
+            told = await (await handle.engine()).control("cancel", id=call.path["id"], key=owner)
             if told["cancelled"]:
                 await call.answer(200, {"id": call.path["id"], "cancelled": True})
                 return
     raise ServeError(404, "not_found_error", "request_not_found", "there is no such request")
+
+
+def _owner(call: Call) -> str | None:
+    """Return the key whose requests the caller may see and end; None: all."""
+    return None if "admin" in call.caller.scopes else call.caller.name
 
 
 async def load_model(call: Call) -> None:

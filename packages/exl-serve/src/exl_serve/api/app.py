@@ -27,7 +27,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """One route. `scope` is the scope that a key needs for it; "open" needs no key."""
+    """One route.
+
+    `scope` is the scope that a key needs for it; "open" needs no key, "own" admin or infer: the latter for what belongs
+    to the key.
+    """
 
     method: str
     path: str
@@ -65,8 +69,8 @@ ROUTES: tuple[Path, ...] = (
     Path("POST", "/v1/unload_lora_adapter", "admin", admin.unload_adapter),
     Path("GET", "/v1/lora/list", "admin", admin.list_adapters),
     Path("POST", "/reset_prefix_cache", "admin", admin.reset_cache),
-    Path("GET", "/v1/requests", "admin", admin.list_requests),
-    Path("DELETE", "/v1/requests/{id}", "admin", admin.cancel_request),
+    Path("GET", "/v1/requests", "own", admin.list_requests),
+    Path("DELETE", "/v1/requests/{id}", "own", admin.cancel_request),
     Path("POST", "/v1/models/{id:path}/load", "admin", admin.load_model),
     Path("POST", "/v1/models/{id:path}/unload", "admin", admin.unload_model),
     Path("GET", "/v1/model", "admin", tabby.current_model),

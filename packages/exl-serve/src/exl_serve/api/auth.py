@@ -61,7 +61,7 @@ class Ticket:
 
 
 class Authenticator:
-    """Authenticate an ASGI scope for the scope that a route needs; "open" needs none.
+    """Authenticate an ASGI scope for the scope that a route needs; "open" needs none, "own" admin or infer.
 
     Without a key file everyone has all scopes, as far as `check_bind` allows that. Limits are those of one worker
     process: each of N workers grants 1/N of them, at least 1.
@@ -120,14 +120,12 @@ class Authenticator:
         if not found:
             self._failed(address, now)
             raise ServeError(401, "authentication_error", "invalid_api_key", "the key is not known or has expired")
-        key = next((k for k in found if needed in k.scopes), None)
+        allowed = ("admin", "infer") if needed == "own" else (needed,)
+        key = next((k for one in allowed for k in found if one in k.scopes), None)
         if key is None:
-            raise ServeError(
-                403,
-                "permission_error",
-                "insufficient_scope",
-                f"this needs the scope {needed}; the key {found[0].name!r} has {', '.join(sorted(found[0].scopes))}",
-            )
+            wanted, has = " or ".join(allowed), ", ".join(sorted(found[0].scopes))
+            text = f"this needs the scope {wanted}; the key {found[0].name!r} has {has}"
+            raise ServeError(403, "permission_error", "insufficient_scope", text)
         salt = hashlib.sha256(b"exl-salt\0" + key.digest).digest()[:16] if self._auth.per_key_salt else b""
         return Caller(key.name, key.scopes, key.weight, key.priority, key.models, salt)
 

@@ -622,7 +622,7 @@ class Host:
         if name == "requests":
             return {"requests": self.requests()}
         if name == "cancel":
-            return {"cancelled": self._cancel(str(parameters["id"]))}
+            return {"cancelled": self._cancel(str(parameters["id"]), parameters.get("key"))}
         if name == "labels":
             return {"labels": joined_labels(page.label for page in self._generator.page_table.pages)}
         if name == "drain":
@@ -630,9 +630,13 @@ class Host:
             return {}
         raise ServeError.invalid(f"the engine knows no call {name!r}", "name")
 
-    def _cancel(self, id: str) -> bool:
-        """End the request of this id, with all its prompts and completions; its client gets an error."""
+    def _cancel(self, id: str, key: str | None = None) -> bool:
+        """End the request of this id, with all its prompts and completions; its client gets an error.
+
+        `key`: only if it is a request of this key.
+        """
         groups = [g for g in self._groups.values() if g.request.id.partition("/")[0] == id]
+        groups = [g for g in groups if key in (None, g.request.key)]
         for group in groups:
             for choice in self._unfinished(group):
                 self._emit(group, [Failed(choice, 409, "conflict", "cancelled", "the request was cancelled")])

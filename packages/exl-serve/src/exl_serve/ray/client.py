@@ -320,6 +320,7 @@ class RayEngine:
             return {"requests": [{"id": call._request.id, "key": call._request.key} for call in self.calls.values()]}
         if name == "cancel":
             found = [call for call in self.calls.values() if call._request.id.partition("/")[0] == parameters["id"]]
+            found = [call for call in found if parameters.get("key") in (None, call._request.key)]
             for call in found:
                 call.cancel()  # first: a request whose completions have all ended is not cancelled on its replica
                 call._fail("cancelled", 409, "the request was cancelled")

@@ -129,7 +129,9 @@ class OutputFamily:
         assert form.call is not None
         many = settings.parallel and not forced
         if response_format is not None and not forced:  # an answer that must be a call has no content
-            either = self._around(response_format, answer_rules(form, tools, self.special, many=many))
+            pattern = response_format.kind == "regex"
+            rules = answer_rules(form, tools, self.special, many=many, pattern=pattern)
+            either = self._around(response_format, rules)
             return (self._behind(either, form.think[1]) if settings.starts_in_reasoning and form.think else either,)
         grammar = call_grammar(form, tools, self.special, many=many)
         if forced:
@@ -189,8 +191,8 @@ class ChannelReader:
         self._strip = settings.formatted
         begin = "" if form.call is None else form.call[0]
         #: contents that begin as a call does, without line breaks before them: an answer begins without them (`_say`)
-        alike = [text for text in settings.contents if begin and text.lstrip().startswith(begin)]
-        self._alike = [text.lstrip("\n") for text in alike]
+        contents = [text.lstrip("\n") for text in settings.contents]
+        self._alike = [text for text in contents if begin and text.startswith(begin)]
         if tools and family.forces_call(settings):
             self._open_region()
 
@@ -358,9 +360,11 @@ class ChannelReader:
         best: tuple[int, str, str] | None = None
         for marker, mode in self._watched():
             at = text.find(marker)
-            # Nothing but space is before reasoning, and before calls that a grammar tells from a content.
+            # Nothing but space is before reasoning, and only line breaks before calls that a grammar tells from a
+            # content.
             leads = mode == "reasoning" or (mode == "call" and self._formatted)
-            if at >= 0 and not (leads and text[:at].strip()) and (best is None or at < best[0]):
+            before = text[:at].strip(None if mode == "reasoning" else "\n")
+            if at >= 0 and not (leads and before) and (best is None or at < best[0]):
                 best = (at, marker, mode)
         return (None, "") if best is None else best[1:]
 
@@ -394,9 +398,9 @@ class ChannelReader:
             self._strip = not text
         if not text:
             return []
+        self._sealed = self._formatted and self._mode == "content"
         if text.strip():
             self._at_start = False
-            self._sealed = self._formatted and self._mode == "content"
         ids, logprobs = tuple(self._ids), tuple(self._logprobs)
         self._ids.clear()
         self._logprobs.clear()

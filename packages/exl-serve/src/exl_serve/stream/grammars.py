@@ -49,15 +49,19 @@ def call_grammar(form: Format, tools: Sequence[ToolSpec], special: Mapping[str, 
     return rules.text([f"call_{at}" for at in range(len(tools))], many)
 
 
-def answer_rules(form: Format, tools: Sequence[ToolSpec], special: Mapping[str, int], *, many: bool) -> str:
+def answer_rules(
+    form: Format, tools: Sequence[ToolSpec], special: Mapping[str, int], *, many: bool, pattern: bool = False
+) -> str:
     """Return the rules of an answer that is `content`, a rule defined elsewhere, or regions of calls with their
     markers.
 
     A format whose calls may begin without a marker has the marker here: the call is told from a content by it.
-    Raises ServeError 400 for a schema that this syntax cannot follow.
+    `pattern`: the content is the terminal `CONTENT` of any pattern, so that its texts that begin as a call are left
+    out. Raises ServeError 400 for a schema that this syntax cannot follow.
     """
     assert form.call is not None
     begin, end = form.call
+    told = pattern and begin not in special
     inside = call_grammar(form, tools, special, many=many).removeprefix("start: ")
     listed = form.listed or isinstance(form.inside, Python)
     named = isinstance(form.inside, Named) and bool(form.inside.begin)
@@ -71,7 +75,8 @@ def answer_rules(form: Format, tools: Sequence[ToolSpec], special: Mapping[str, 
     more = "(_LINES region)*" if many and not (listed or named or form.leading) else ""
     return "\n".join(
         [
-            "answer: content | _LINES calls",
+            f"answer: {'PLAIN' if told else 'content'} | _LINES calls",
+            *([rf"PLAIN: CONTENT & ~/\n*{_regex(begin)}(?s:.)*/"] if told else []),
             r"_LINES: /\n{0,2}/",  # the reader drops line breaks before and between calls
             f"calls: region {more}",
             f"region: {marker_rule(begin, special)} inside {closing}",
