@@ -36,7 +36,19 @@ def test_a_cluster_on_loopback(tmp_path: Path) -> None:
     subprocess.run([uv, "venv", "-q", "--python", sys.executable, str(tmp_path / "env")], check=True)
     subprocess.run([uv, "pip", "install", "-q", "--python", str(python), "ray[serve]>=2.57,<2.70"], check=True)
     done = subprocess.run(
-        [str(python), "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", "-W", "ignore", "tests/install/ray_cluster.py"],
+        [
+            str(python),
+            "-m",
+            "pytest",
+            "-q",
+            "-m",
+            "",
+            "-p",
+            "no:cacheprovider",
+            "-W",
+            "ignore",
+            "tests/install/ray_cluster.py",
+        ],
         cwd=ROOT,
         env=os.environ | PATIENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
