@@ -10,7 +10,8 @@ time between events as a client sees them. The tokens of both ways are compared.
 
 With --host there is no HTTP: the engine process's thread alone, on a scripted model, all streams in nearly every round.
 Microseconds of CPU time per token: `host_us` outside the generator, `generator_us` in it with its results, `encode_us`
-the share of encoding, `decode_us` what a worker decodes. Medians of rounds. `events` is a digest of all that the clients are told.
+the share of encoding, `decode_us` what a worker decodes. Medians of rounds. `events` is a digest of all that the
+clients are told.
 """
 
 from __future__ import annotations
