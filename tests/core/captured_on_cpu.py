@@ -93,6 +93,9 @@ class Modules(JoinedLaunches):
     def __init__(self, model: ExLlamaV2) -> None:
         self._model = model
 
+    def takes(self, rows: int) -> bool:
+        return True
+
     def run(self, ids: Tensor, step: Step, logits: Tensor) -> None:
         if Graph.recording is None:
             Stream.add(lambda: logits.fill_(float("nan")))

@@ -122,6 +122,24 @@ def own_double(
     return mixed
 
 
+def rope_store_double(pages: Any, q: Tensor, k: Tensor, v: Tensor, *tables: Tensor, interleaved: bool) -> None:
+    """`rope_store` of views of wider rows, which only a GPU takes."""
+    turned = q.contiguous()
+    rope_store(pages, turned, k.contiguous(), v.contiguous(), *tables, interleaved=interleaved)
+    q.copy_(turned)
+
+
+def stored_double(
+    q: Tensor, pages: Any, block_table: Tensor, rows: Tensor, positions: Tensor, *, into: Any = None, **options: Any
+) -> Tensor:
+    """`attend_stored` as its documentation states it."""
+    mixed = paged_attention(q.contiguous(), pages, block_table, rows, positions, **options)
+    if into is not None:
+        assert into.columns == 8
+        into.scratch.append(mixed.flatten(1))
+    return mixed
+
+
 class GroupDouble:
     """`LoraGroup` as its documentation states it, out of the pairs of each matrix."""
 
@@ -168,5 +186,7 @@ def joined_on_cpu(patch: pytest.MonkeyPatch) -> None:
     for module in (plan, halves):
         patch.setattr(module, "FusedLinear", FusedDouble)
     patch.setattr(halves, "attend_own", own_double)
+    patch.setattr(halves, "attend_stored", stored_double)
+    patch.setattr(halves, "rope_store", rope_store_double)
     patch.setattr(RowAdapters, "groups", lambda self, keys, in_features, widths: True)
     patch.setattr(RowAdapters, "group", GroupDouble.of)

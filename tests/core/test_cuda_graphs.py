@@ -21,7 +21,7 @@ from exl_core import (
     PagedParams,
 )
 from exl_core.errors import InputError, SequenceTooLongError, TokenIdError
-from exl_kernels.device import set_programmatic_launch
+from exl_kernels.device import set_programmatic_launch, set_row_invariant
 
 pytestmark = pytest.mark.cuda
 
@@ -109,6 +109,33 @@ def test_captured_steps_are_the_eager_ones(
         assert torch.equal(a, b), "padding rows or the step wrote elsewhere"
 
 
+@pytest.mark.parametrize(("batch", "q_len"), [(13, 5), (16, 8), (90, 1), (5, 16)])
+def test_more_rows_than_a_kernel_takes_are_captured_in_blocks(
+    model: ExLlamaV2, batch: int, q_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bitwise the results of row-invariant eager steps, and of every sequence alone."""
+    results = []
+    for way in (eager, captured):
+        way(model, monkeypatch)
+        set_row_invariant(way is eager)
+        before = model.decode.steps
+        try:
+            cache = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE)
+            pages = table(batch, 1 if batch > 24 else 4)
+            past = [0] * batch if q_len == PAGE else [1 + row % (PAGE - q_len) for row in range(batch)]
+            generator = torch.Generator().manual_seed(batch)
+            ids = torch.randint(0, model.config.vocab_size, (batch, q_len), generator=generator)
+            results.append(model.forward_chunk(ids, cache, attn_params=params(pages, past, q_len))["logits"].clone())
+        finally:
+            set_row_invariant(False)
+        assert (model.decode.steps > before) == (way is captured), model.decode.reason
+    assert torch.equal(*results)
+    for row in (0, batch - 1):
+        alone = params(pages[row : row + 1], past[row : row + 1], q_len)
+        logits = model.forward_chunk(ids[row : row + 1], cache, attn_params=alone)["logits"]
+        assert torch.equal(logits[0], results[1][row])
+
+
 def test_a_row_is_the_same_in_every_bucket(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
     captured(model, monkeypatch)
     cache = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE)
@@ -116,7 +143,7 @@ def test_a_row_is_the_same_in_every_bucket(model: ExLlamaV2, monkeypatch: pytest
     ids = torch.randint(0, model.config.vocab_size, (1, 20), generator=torch.Generator().manual_seed(1))
     model.forward_chunk(ids[:, :19], cache, attn_params=params(pages, [0], 19), preprocess_only=True)
     alone = model.forward_chunk(ids[:, 19:], cache, attn_params=params(pages, [19], 1))["logits"].clone()
-    for batch in (2, 4, 7, 8, 16, 31, 32, 64):
+    for batch in (2, 4, 7, 8, 16, 31, 32, 64, 65, 100, 128, 160, 256):
         # Every row the same request: all of them write the same token to the same place.
         many = model.forward_chunk(
             ids[:, 19:].repeat(batch, 1), cache, attn_params=params(pages.repeat(batch, 1), [19] * batch, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,6 +64,40 @@ def test_a_capture_leaves_the_logits_of_the_step_before(model: ExLlamaV2) -> Non
     assert model.decode.count == 2
     assert step.is_current
     assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize(("batch", "q_len"), [(16, 5), (80, 1), (32, 8)])
+def test_steps_of_more_rows_than_a_kernel_takes_are_captured(model: ExLlamaV2, batch: int, q_len: int) -> None:
+    """Sequences with drafts, and many sequences: each row has the logits that it has alone."""
+    cache = ExLlamaV2Cache(model, max_seq_len=batch * PAGE)
+    ids = torch.randint(0, model.config.vocab_size, (batch, q_len), generator=torch.Generator().manual_seed(q_len))
+    many = replace(params([1] * batch, width=1), q_len=q_len)
+    before = model.decode.steps
+    step = model.prepare_step(q_len, cache, many)
+    assert step is not None, model.decode.reason
+    found = step.run(ids)
+    assert found is not None
+    found = found.clone()
+    assert model.decode.steps == before + 1
+    for row in (0, batch - 1):
+        pages = many.block_index[row : row + 1]
+        alone = replace(params([1], width=1), q_len=q_len, block_index=pages)
+        logits = model.forward_chunk(ids[row : row + 1], cache, attn_params=alone)["logits"]
+        assert torch.equal(logits[0], found[row])
+
+
+def test_the_largest_step(model: ExLlamaV2) -> None:
+    """Buckets hold their batch, with few more rows where these cost a block."""
+    cache = ExLlamaV2Cache(model, max_seq_len=512 * PAGE)
+    assert model.prepare_step(1, cache, params([1] * 257, width=1)) is None
+    assert model.prepare_step(17, cache, params([1], width=2)) is None
+    for q_len in range(1, graphs.MAX_Q_LEN + 1):
+        for batch in range(1, graphs.MOST_ROWS // q_len + 1):
+            bucket = model.decode._bucket(batch, q_len, 20, PAGE, 64)  # noqa: SLF001
+            assert batch <= bucket.batch
+            assert bucket.tokens <= graphs.MOST_ROWS
+            assert bucket.tokens <= 64 or batch * q_len > 64
+            assert batch * q_len <= 64 or bucket.batch <= 1.25 * batch
 
 
 def test_what_is_still_to_be_copied_to_the_gpu_outlives_its_step(

@@ -71,6 +71,41 @@ def test_the_plan_is_the_modules_own_pass(
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(("batch", "q_len"), [(13, 5), (65, 1), (3, 50)])
+def test_more_rows_than_a_kernel_takes_run_in_blocks(model: ExLlamaV2, batch: int, q_len: int) -> None:
+    """The doubles take at most 64 rows, too. Logits and cache are those of the modules' own pass."""
+    plan = joined_launches_of(model)
+    assert isinstance(plan, JoinedLaunches), plan
+    assert plan.takes(batch * q_len)
+    table = torch.arange(batch * 4, dtype=torch.int32).flip(0).view(batch, 4)
+    ids = torch.randint(0, model.config.vocab_size, (batch, q_len), generator=torch.Generator().manual_seed(batch))
+    params = PagedParams(batch, table, torch.zeros(batch, dtype=torch.int32), 0, PAGE, q_len)
+    one, other = (ExLlamaV2Cache(model, max_seq_len=PAGE * 4 * batch) for _ in range(2))
+    want = model.forward_chunk(ids, one, attn_params=params)["logits"].flatten(0, 1)
+    step = build_step(model.config, model.rope, other, params, batch, q_len, None, torch.device("cpu"))
+    logits = torch.empty_like(want)
+    FusedDouble.calls = 0
+    plan.run(ids.flatten(), step, logits)
+    layers = sum(isinstance(module, Attention) for module in model.modules)
+    assert FusedDouble.calls == -(-batch * q_len // 64) * 4 * layers
+    assert torch.equal(logits, want)
+    for a, b in zip(one.all_tensors(), other.all_tensors(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_blocks_need_joined_launches_of_every_half(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXL_DECODE_JOINED_ROWS", "8")
+    plan = joined_launches_of(model)
+    assert isinstance(plan, JoinedLaunches), plan
+    assert plan.takes(64)
+    assert not plan.takes(65)
+    monkeypatch.delenv("EXL_DECODE_JOINED_ROWS")
+    model.modules[1].forward = model.modules[1].forward  # type: ignore[method-assign]
+    changed = joined_launches_of(model)
+    assert isinstance(changed, JoinedLaunches), changed
+    assert not changed.takes(65), "a module's own pass multiplies all rows at once"
+
+
 @pytest.mark.parametrize("lengths", [[3], [40], [20, 1, 50], [60, 64, 30]])
 def test_a_planned_prompt_is_the_modules_own_pass(model: ExLlamaV2, lengths: list[int]) -> None:
     """Prompts of one sequence or several: what is stored, and the logits."""

@@ -933,11 +933,18 @@ def cuda_add_rms_norm(
     """
 
 def cuda_attention_plan(
-    pages: CudaPages, tokens: int, q_heads: int, batch: int, max_pages: int, max_keys: int, own: bool
+    pages: CudaPages,
+    tokens: int,
+    q_heads: int,
+    batch: int,
+    max_pages: int,
+    max_keys: int,
+    own: bool,
+    apart: bool = False,
 ) -> tuple[str, int, int, int]:
     """
     Return (kernel, blocks that share a tile's keys, floats of workspace, zeroed counters) for a call of `tokens` x `q_heads` over
-    `max_keys` keys. `own`: the tokens' keys and values are not in the pages yet.
+    `max_keys` keys. `own`: the tokens' keys and values are not in the pages yet. `apart`: as for `cuda_paged_attention`.
     """
 
 def cuda_build() -> tuple[list[str], str, str, str]:
@@ -1024,10 +1031,11 @@ def cuda_paged_attention(
     new_keys: NewKeys | None = None,
     workspace: AttentionWorkspace | None = None,
     into: MatmulInput | None = None,
+    apart: bool = False,
 ) -> None:
     """
     See `exl_kernels.attention.cuda`. q: flat, `q_stride` elements between tokens; `workspace`: of at least the plan's sizes. With `into`,
-    results go there, and only the shape of `out` is used.
+    results go there, and only the shape of `out` is used. `apart`: few tokens a sequence, whose keys are stored, never run as a prompt.
     """
 
 def cuda_probe() -> tuple[
@@ -1052,10 +1060,19 @@ def cuda_probe_read(buffer: Tensor, sink: Tensor, stream: int) -> None:
 def cuda_rms_norm(x: Tensor, weight: Tensor, out: Tensor, eps: float, weight_offset: float, launch: Launch) -> None: ...
 def cuda_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool, launch: Launch) -> None: ...
 def cuda_rope_store(
-    pages: CudaPages, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, slots: Tensor, launch: Launch
+    pages: CudaPages,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_heads: int,
+    strides: tuple[int, int],
+    rotation: Rotation,
+    slots: Tensor,
+    launch: Launch,
 ) -> None:
     """
-    Rotate q [T, Hq, D] and k [T, H, D] in place; encode k and v [T, H, D] into slots [T].
+    Rotate q [T, `q_heads`, D] and k [T, H, D] in place; encode k and v [T, H, D] into slots [T]. q, k and v are flat, with `strides`
+    elements between tokens of q, and of k and v.
     """
 
 def cuda_row_limits() -> tuple[int, int, int]:

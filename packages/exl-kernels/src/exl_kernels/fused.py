@@ -10,7 +10,9 @@ from torch import Tensor
 
 from . import _native
 from ._check import require_shape
-from .cuda_ops import check_operand, launch_on
+from .attention.cuda import flat_rows
+from .cuda_ops import check_operand, launch_on, stream_of
+from .device import launch_of
 from .errors import DTypeError, ShapeError
 from .kv import KVPages, store_kv
 from .linear.fused import Norm
@@ -138,8 +140,8 @@ def rope_store(
 
     Args:
         pages: keys and values of one layer.
-        q: [T, Hq, D].
-        k: [T, H, D].
+        q: [T, Hq, D]. On a GPU q, k and v may be views of wider rows, such as those of one fused matmul.
+        k: [T, H, D], on a GPU with the same stride between tokens as v.
         v: [T, H, D].
         cos: as for `apply_rope`.
         sin: as for `apply_rope`.
@@ -155,14 +157,29 @@ def rope_store(
         apply_rope(k, cos, sin, positions, interleaved=interleaved)
         store_kv(pages, k, v, slots)
         return
-    for name, operand in (("q", q), ("k", k), ("v", v), ("cos", cos), ("sin", sin)):
+    for name, operand in (("cos", cos), ("sin", sin)):
         check_operand(f"rope_store: {name}", operand, q)
+    tokens = slots.shape[0]
+    for name, operand, heads in (("q", q, -1), ("k", k, pages.heads), ("v", v, pages.heads)):
+        if operand.device != q.device or operand.dtype != q.dtype:
+            raise DTypeError(f"rope_store: {name} is {operand.dtype} on {operand.device}, q {q.dtype} on {q.device}")
+        require_shape(f"rope_store: {name}", operand, (tokens, q.shape[1] if heads < 0 else heads, pages.head_dim))
+    if not tokens:
+        return
+    if k.stride(0) != v.stride(0) and tokens > 1:
+        raise ShapeError(
+            f"rope_store: k and v are {k.stride(0)} and {v.stride(0)} elements a token apart; use one stride"
+        )
     if pages.device != q.device:
         raise DTypeError(f"rope_store: q is on {q.device}, the pages are on {pages.device}; use one device")
     if pages.head_dim % 8 or pages.head_dim > 256:
         raise ShapeError(f"rope_store: head_dim {pages.head_dim}; on a GPU it must be a multiple of 8, at most 256")
     try:
         rotation = _native.Rotation(cos, sin, positions, interleaved)
-        _native.cuda_rope_store(pages.native_cuda(), q, k, v, rotation, slots, launch_on(q))
+        (flat_q, q_stride), (flat_k, stride), (flat_v, _) = (
+            flat_rows("rope_store", name, t) for name, t in (("q", q), ("k", k), ("v", v))
+        )
+        native, strides, launch = pages.native_cuda(), (q_stride, stride), launch_of(stream_of(q))
+        _native.cuda_rope_store(native, flat_q, flat_k, flat_v, q.shape[1], strides, rotation, slots, launch)
     except ValueError as error:
         raise ShapeError(f"rope_store: {error}") from None

@@ -11,9 +11,11 @@ struct Rotation {
   const float *cos, *sin;
   const int64_t* positions;
   int rotated, table_rows, interleaved;
+  int q_stride, kv_stride;  // elements between tokens of q, and of k and v
 };
-ABI_SIZE(Rotation, 40); ABI_AT(Rotation, cos, 0); ABI_AT(Rotation, sin, 8); ABI_AT(Rotation, positions, 16);
+ABI_SIZE(Rotation, 48); ABI_AT(Rotation, cos, 0); ABI_AT(Rotation, sin, 8); ABI_AT(Rotation, positions, 16);
 ABI_AT(Rotation, rotated, 24); ABI_AT(Rotation, table_rows, 28); ABI_AT(Rotation, interleaved, 32);
+ABI_AT(Rotation, q_stride, 36); ABI_AT(Rotation, kv_stride, 40);
 
 // Grid: tokens, quarters of the heads of q, then of k, then of v. Positions, slots and tables are read before the wait: they were written
 // before the previous launch.
@@ -25,8 +27,8 @@ DEVICE void rope_store_kernel(const Pages& p, const Rotation& r, T* q, T* k, con
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = blockIdx.x, item = blockIdx.y * WARPS + warp;
   const int kv_head = (item - q_heads) % p.heads, kind = item < q_heads ? 0 : 1 + (item - q_heads) / p.heads;
   if (kind > 2) return pdl_wait();
-  T* x = kind == 0 ? q + ((int64_t)token * q_heads + item) * p.dim
-                   : (kind == 1 ? k : const_cast<T*>(v)) + ((int64_t)token * p.heads + kv_head) * p.dim;
+  T* x = kind == 0 ? q + (int64_t)token * r.q_stride + item * p.dim
+                   : (kind == 1 ? k : const_cast<T*>(v)) + (int64_t)token * r.kv_stride + kv_head * p.dim;
   float* row = rows[warp];
   const int half_dim = r.rotated / 2;
   const int64_t position = r.positions[token], slot = kind ? slots[token] : 0;
@@ -86,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) rope_store_many(
   pdl_wait();
   for (int i = threadIdx.x; i < (q_heads + p.heads) * eights; i += WARPS * 32) {
     const int head = i / eights, kv_head = head - q_heads, at = i % eights * 8;
-    __half* x = kv_head < 0 ? q + (token * q_heads + head) * p.dim : k + (token * p.heads + kv_head) * p.dim;
+    __half* x = kv_head < 0 ? q + token * r.q_stride + head * p.dim : k + token * r.kv_stride + kv_head * p.dim;
     float low[8], high[8];
     load8(low, x + at);
     load8(high, x + half_dim + at);
@@ -111,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) rope_store_many(
   if (!stored) return;
   for (int i = threadIdx.x * 8; i < p.heads * p.dim; i += WARPS * 32 * 8) {
     float value[8];
-    load8(value, v + token * p.heads * p.dim + i);
+    load8(value, v + token * r.kv_stride + i);
     store8_saturated(rows[1] + i, value);
   }
 }

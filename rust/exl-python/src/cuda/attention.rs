@@ -288,12 +288,13 @@ fn operands(
         window: options.window,
         softcap: options.softcap,
         own: None,
+        apart: false,
         ordered: None,
     })
 }
 
 /// Whether rows of `width` elements, `stride` apart, lie within the tensor, on addresses that are multiples of 4 bytes.
-fn covers(t: &Tensor, rows: usize, stride: usize, width: usize) -> bool {
+pub fn covers(t: &Tensor, rows: usize, stride: usize, width: usize) -> bool {
     rows == 0
         || (stride >= width
             && stride.is_multiple_of(2)
@@ -412,8 +413,9 @@ fn ordered_operands(op: &Attention, to: &MatmulInput) -> Result<Ordered, String>
 }
 
 /// Return (kernel, blocks that share a tile's keys, floats of workspace, zeroed counters) for a call of `tokens` x `q_heads` over
-/// `max_keys` keys. `own`: the tokens' keys and values are not in the pages yet.
+/// `max_keys` keys. `own`: the tokens' keys and values are not in the pages yet. `apart`: as for `cuda_paged_attention`.
 #[pyfunction]
+#[pyo3(signature = (pages, tokens, q_heads, batch, max_pages, max_keys, own, apart=false))]
 pub fn cuda_attention_plan(
     py: Python<'_>,
     pages: &Bound<'_, CudaPages>,
@@ -423,10 +425,12 @@ pub fn cuda_attention_plan(
     max_pages: usize,
     max_keys: usize,
     own: bool,
+    apart: bool,
 ) -> PyResult<(&'static str, usize, usize, usize)> {
     let pages = pages.get();
     let op = Attention {
         own: own.then_some(Own::default()),
+        apart,
         ..Attention::of_shape(pages.inner, tokens, q_heads, (batch, max_pages))
     };
     let plan = attention::plan(pages.device, &op, max_keys).map_err(|e| device_error(py, &e))?;
@@ -438,9 +442,9 @@ pub fn cuda_attention_plan(
 }
 
 /// See `exl_kernels.attention.cuda`. q: flat, `q_stride` elements between tokens; `workspace`: of at least the plan's sizes. With `into`,
-/// results go there, and only the shape of `out` is used.
+/// results go there, and only the shape of `out` is used. `apart`: few tokens a sequence, whose keys are stored, never run as a prompt.
 #[pyfunction]
-#[pyo3(signature = (q, q_stride, pages, tables, options, out, launch, *, new_keys=None, workspace=None, into=None))]
+#[pyo3(signature = (q, q_stride, pages, tables, options, out, launch, *, new_keys=None, workspace=None, into=None, apart=false))]
 pub fn cuda_paged_attention(
     py: Python<'_>,
     q: Tensor,
@@ -453,6 +457,7 @@ pub fn cuda_paged_attention(
     new_keys: Option<&NewKeys>,
     workspace: Option<&AttentionWorkspace>,
     into: Option<&MatmulInput>,
+    apart: bool,
 ) -> PyResult<()> {
     let pages = pages.get();
     let (partials, tickets) = workspace.map_or((None, None), |memory| {
@@ -474,11 +479,12 @@ pub fn cuda_paged_attention(
     let to = pages.target(&all, launch)?;
     let mut op = operands(pages, (&q, q_stride), &out, tables, options)?;
     op.own = new_keys.map(|new| own_operands(&op, &q, new)).transpose()?;
+    op.apart = apart;
     if let Some(into) = into {
         let fits = ordered_operands(&op, into).map_err(PyValueError::new_err)?;
-        if op.own.is_none() || into.matrix.get().device != to.device {
+        if !(op.own.is_some() || apart) || into.matrix.get().device != to.device {
             return Err(PyValueError::new_err(
-                "results packed for a matmul need own keys and a matrix on the same GPU",
+                "results packed for a matmul need own keys or tokens apart, and a matrix on the same GPU",
             ));
         }
         op.ordered = Some(fits);

@@ -8,7 +8,7 @@ use exl_cuda::ops::kv::rope_store;
 use exl_cuda::step::{self, Limits, Request, Sizes};
 use pyo3::prelude::*;
 
-use crate::cuda::attention::CudaPages;
+use crate::cuda::attention::{CudaPages, covers};
 use crate::cuda::{element, expect, target};
 use crate::errors::device_error;
 use crate::operands::{Launch, Rotation};
@@ -114,7 +114,8 @@ pub fn cuda_add_post_norm(
         .map_err(|e| device_error(py, &e))
 }
 
-/// Rotate q [T, Hq, D] and k [T, H, D] in place; encode k and v [T, H, D] into slots [T].
+/// Rotate q [T, `q_heads`, D] and k [T, H, D] in place; encode k and v [T, H, D] into slots [T]. q, k and v are flat, with `strides`
+/// elements between tokens of q, and of k and v.
 #[pyfunction]
 pub fn cuda_rope_store(
     py: Python<'_>,
@@ -122,6 +123,8 @@ pub fn cuda_rope_store(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    q_heads: usize,
+    strides: (usize, usize),
     rotation: &Rotation,
     slots: Tensor,
     launch: &Launch,
@@ -144,14 +147,14 @@ pub fn cuda_rope_store(
     ];
     let to = pages.target(&all, launch)?;
     let (heads, dim) = (pages.inner.heads, pages.inner.head_dim);
-    expect(
-        q.shape.len() == 3 && q.shape[2] == dim,
-        "q must be [tokens, heads, head_dim]",
-    )?;
-    let tokens = q.shape[0];
-    for (what, tensor) in [("k", &k), ("v", &v)] {
-        let fits = tensor.shape == [tokens, heads, dim] && tensor.dtype == q.dtype;
-        expect(fits, &format!("{what} does not fit q and the pages"))?;
+    let tokens = slots.numel();
+    for (what, tensor, stride, width) in [
+        ("q", &q, strides.0, q_heads * dim),
+        ("k", &k, strides.1, heads * dim),
+        ("v", &v, strides.1, heads * dim),
+    ] {
+        let fits = tensor.dtype == q.dtype && covers(tensor, tokens, stride, width);
+        expect(fits, &format!("{what} does not fit q, the pages and slots"))?;
     }
     expect(
         cos.shape.len() == 2
@@ -172,14 +175,20 @@ pub fn cuda_rope_store(
         sin: sin.ptr,
         positions: positions.ptr,
         tokens,
-        heads: q.shape[1],
+        heads: q_heads,
         head_dim: dim,
         rotated: 2 * cos.shape[1],
         table_rows: cos.shape[0],
         interleaved: *interleaved,
     };
     // SAFETY: as in `cuda_add_rms_norm`.
-    py.detach(|| unsafe { rope_store::rope_store(to, &op, &pages.inner, k.ptr, v.ptr, slots.ptr) })
+    let new = rope_store::NewKeys {
+        key: k.ptr,
+        value: v.ptr,
+        stride: strides.1,
+        slots: slots.ptr,
+    };
+    py.detach(|| unsafe { rope_store::rope_store(to, &op, strides.0, &pages.inner, &new) })
         .map_err(|e| device_error(py, &e))
 }
 

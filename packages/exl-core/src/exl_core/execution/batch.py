@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from ..architectures.windows import LayerRope
     from ..contracts import Adapter, EmbeddedRows
 
-__all__ = ["Sharding", "Step"]
+__all__ = ["DECODE_TOKENS", "Sharding", "Step"]
+
+DECODE_TOKENS = 16
+"""Most tokens of a row in a decode step: the last token and its drafts."""
 
 
 class Sharding(Protocol):
@@ -57,6 +60,11 @@ class Step:
     # Of tokens in images that see themselves: their numbers int64 [n], their own places int32 [n].
     pictures: tuple[Tensor, Tensor] | None = None
     _tokens: dict[tuple[bool, LayerRope], Tokens] = field(default_factory=dict, repr=False)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether a row has few tokens, as in a decode step."""
+        return self.q_len <= DECODE_TOKENS
 
     def table(self, rope: LayerRope) -> tuple[Tensor, Tensor]:
         """Return (cos, sin) of a layer; without columns for a layer without rotation."""

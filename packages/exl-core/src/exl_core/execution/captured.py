@@ -30,7 +30,7 @@ from ..lora.pairs import KERNEL_ROWS, LoraPair
 from ..lora.rows import RowAdapters
 from .adapter_sets import AdapterSets
 from .attn_params import PagedParams
-from .batch import Step
+from .batch import DECODE_TOKENS, Step
 from .fused import JoinedLaunches, joined_launches_of, joins_adapters
 from .inputs import Bucket, StepInputs, passed
 from .step import build_step
@@ -45,7 +45,9 @@ __all__ = ["GRAPHS_VARIABLE", "CaptureFailure", "DecodeGraphs", "PendingStep"]
 GRAPHS_VARIABLE = "EXL_CUDA_GRAPHS"  # "0": always launch operator by operator
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-MAX_Q_LEN = 8
+MOST_ROWS = 256
+"""Most rows of a captured step."""
+MAX_Q_LEN = DECODE_TOKENS
 PLACE_PARTS = 4  # numbers of `_place`; the version of the adapters follows in keys of steps with adapters
 MAX_GRAPHS = 64
 """Most captured steps of one cache. Beyond them the oldest is dropped, since each takes a few MB of GPU memory."""
@@ -289,7 +291,7 @@ class DecodeGraphs:
         adapters: of each row; () where no row has any.
         """
         batch = params.batch_size
-        if q_len > MAX_Q_LEN or batch * q_len > PACKED_ROWS or cache is None or params.q_lens is not None:
+        if q_len > MAX_Q_LEN or batch * q_len > MOST_ROWS or cache is None or params.q_lens is not None:
             return None
         model = self._model()
         if model is None or not self._usable(model) or cache.batch_size != 1:
@@ -310,7 +312,8 @@ class DecodeGraphs:
         set_ids = self._set_ids_of(model, adapters) if adapters else []
         if set_ids is None:
             return None
-        captured = self._captured(model, cache, self._bucket(batch, q_len, longest, size, places), bool(adapters))
+        bucket = self._bucket(batch, q_len, longest, size, places)
+        captured = self._captured(model, cache, bucket, bool(adapters)) if self._takes(model, bucket) else None
         if captured is None:
             return None
         limits = (model.config.vocab_size, model.config.max_seq_len, places)
@@ -413,13 +416,21 @@ class DecodeGraphs:
         return self._refused
 
     def _bucket(self, batch: int, q_len: int, longest: int, page_size: int, places: int) -> Bucket:
-        rows = batch if self._exact_batch else next(b for b in BATCHES if b >= batch)
-        if rows * q_len > PACKED_ROWS:
-            rows = batch
+        rows = batch if self._exact_batch else _padded(batch, q_len)
         pages = -(-longest // page_size)
         # Four buckets an octave: a launch is planned for all keys of its bucket.
         grain = 1 << max(0, (pages - 1).bit_length() - 3)
         return Bucket(rows, q_len, min(-(-pages // grain) * grain, places), page_size)
+
+    def _takes(self, model: LanguageModel, bucket: Bucket) -> bool:
+        """Return whether steps of a bucket have batch-invariant results if they are captured."""
+        if bucket.tokens <= PACKED_ROWS:
+            return True
+        joined = self._joined_or_reason(model)
+        if isinstance(joined, JoinedLaunches) and joined.takes(bucket.tokens):
+            return True
+        self.reason = f"modules run more than {PACKED_ROWS} rows by matmuls that are not batch-invariant"
+        return False
 
     def _captured(
         self, model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, adapted: bool
@@ -534,9 +545,21 @@ class DecodeGraphs:
 
     def _logits_of(self, tokens: int, columns: int, device: torch.device) -> Tensor:
         """Return one buffer for all steps of a size: a step's logits are valid until the next step."""
-        if tokens not in self._logits:
-            self._logits[tokens] = torch.empty((tokens, columns), dtype=torch.float32, device=device)
-        return self._logits[tokens]
+        most = 1 << (tokens - 1).bit_length()
+        if most not in self._logits:
+            self._logits[most] = torch.empty((most, columns), dtype=torch.float32, device=device)
+        return self._logits[most][:tokens]
+
+
+def _padded(batch: int, q_len: int) -> int:
+    """Return the rows of the bucket that holds `batch` rows of `q_len` tokens.
+
+    Buckets up to PACKED_ROWS tokens are few. Beyond that, where a row costs more, there are four an octave.
+    """
+    if batch * q_len <= PACKED_ROWS:
+        return min(next(b for b in BATCHES if b >= batch), PACKED_ROWS // q_len)
+    grain = 1 << max(0, (batch - 1).bit_length() - 3)
+    return min(-(-batch // grain) * grain, max(batch, MOST_ROWS // q_len))
 
 
 def _abandon(graph: torch.cuda.CUDAGraph) -> None:

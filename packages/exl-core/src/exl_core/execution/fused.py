@@ -7,7 +7,8 @@ modules' own.
 Up to 64 rows a Llama layer takes five launches: norm and q, k, v; rotation, storing and attention; o and residual;
 norm, gate, up and activation; down and residual. For three to eight rows each matmul packs the input of the next one,
 and the head's matmul includes the last norm. For more rows, and for BF16, a separate launch norms and packs the input
-of a matmul. Where the matrices do not allow joining, a layer takes ten launches plus those that pack inputs. Adapters
+of a matmul. Captured steps of still more rows run their matmuls in blocks of 64 rows: results stay batch-invariant.
+Where the matrices do not allow joining, a layer takes ten launches plus those that pack inputs. Adapters
 take two launches more for each matmul that they change: one before it, which also norms the input, and one behind it,
 which also adds the residual or applies the gate. For prompts of more rows than are batch-invariant (`PACKED_ROWS`)
 torch runs the matmuls, residual sums included.
@@ -29,7 +30,18 @@ from exl_kernels.selection import PACKED_ROWS
 from ..errors import InputError
 from ..layers import Attention, Embedding, Head, Module, Norm, RMSNorm
 from .batch import Step
-from .halves import AttentionHalf, Half, MlpHalf, ModuleHalf, chains, half_of, is_changed, run_chained, why_apart
+from .halves import (
+    AttentionHalf,
+    Half,
+    MlpHalf,
+    ModuleHalf,
+    chains,
+    half_of,
+    is_changed,
+    row_blocks,
+    run_chained,
+    why_apart,
+)
 
 if TYPE_CHECKING:
     from ..language_model import LanguageModel
@@ -78,12 +90,27 @@ class JoinedLaunches:
         """
         x, joined = self._begin(ids)
         layers = self._layers
-        if step.loras:
+        if x.shape[0] > PACKED_ROWS and self.takes(x.shape[0]):
+            h = self._hidden(x, True, step)
+            for rows in row_blocks(h.shape[0]):
+                self._head.forward(h[rows], step, out=logits[rows])
+        elif step.loras:
             self._head.forward(self._adapted(x, joined, step), step, out=logits)
         elif joined and layers is not None and all(chains(*layer, x.shape[0]) for layer in layers):
             self._run_chained(layers, x, step, logits)
         else:
             self._head.forward(self._hidden(x, joined, step), step, out=logits)
+
+    def takes(self, rows: int) -> bool:
+        """Return whether results of `run` for `rows` rows are batch-invariant: every matmul has a joined kernel.
+
+        Up to PACKED_ROWS rows the modules' own passes are, too.
+        """
+        if rows <= PACKED_ROWS:
+            return True
+        if joined_rows() < PACKED_ROWS or any(isinstance(half, ModuleHalf) for half in self._halves):
+            return False
+        return all(half.join(rows) for half in self._halves)
 
     def hidden(self, ids: Tensor, step: Step, last_of: int = 0) -> Tensor:
         """Return the head's input [T, hidden] for ids int64 [T] on the device.

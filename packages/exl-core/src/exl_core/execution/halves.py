@@ -17,7 +17,7 @@ from torch import Tensor
 from exl_kernels.activation import activation as activate
 from exl_kernels.activation import gated_activation
 from exl_kernels.attention import paged_attention
-from exl_kernels.attention.cuda import HeadNorms, MatmulInput, attend_own
+from exl_kernels.attention.cuda import HeadNorms, MatmulInput, attend_own, attend_stored
 from exl_kernels.device import row_invariant
 from exl_kernels.fused import add_post_norm, add_rms_norm, rope_store
 from exl_kernels.kv import store_kv
@@ -43,6 +43,7 @@ __all__ = [
     "chains",
     "half_of",
     "is_changed",
+    "row_blocks",
     "run_chained",
     "why_apart",
 ]
@@ -83,7 +84,10 @@ class Half(ABC):
         return True
 
     def join(self, rows: int) -> bool:
-        """Return whether the matmuls of `rows` rows can run with their prologue and epilogue."""
+        """Return whether the matmuls of `rows` rows can run with their prologue and epilogue.
+
+        More than PACKED_ROWS rows run in blocks of so many.
+        """
         return True
 
     @abstractmethod
@@ -215,7 +219,7 @@ class AttentionHalf(_JoinedHalf):
 
     def join(self, rows: int) -> bool:
         """Return whether the matmuls qkv and o have fused kernels for `rows` rows."""
-        return all(matmul.kernel(rows) is not None for matmul in (self.qkv, self.o))
+        return all(_joins(matmul, rows) for matmul in (self.qkv, self.o))
 
     def takes_adapters(self, step: Step) -> bool:
         """Return whether the adapters of q, k and v and of o can be added behind the joined matmuls."""
@@ -229,7 +233,7 @@ class AttentionHalf(_JoinedHalf):
         if adapters is None:
             own = self.qkv if self._own_norm is not None else None
             matmul, taken = self.first_of(own, self.qkv_normed, x, h)
-            qkv = matmul(taken, taken.new_empty(x.shape[0], matmul.out_features))
+            qkv = _multiply(matmul, taken, taken.new_empty(x.shape[0], matmul.out_features))
         else:
             taken, middle = self.adapt_input(adapters, x, h)
             qkv = self.qkv_normed(taken, taken.new_empty(x.shape[0], self.qkv_normed.out_features))
@@ -245,12 +249,12 @@ class AttentionHalf(_JoinedHalf):
         if adapters is not None:
             adapters.multiply(o, self.attend(qkv, step).view(rows, -1), out, residual)
             return
-        given = o.input_of(rows) if step.q_len == 1 else None
+        given = o.input_of(rows) if step.decodes else None
         if given is not None:
             self.attend(qkv, step, given)
             o.from_input(given, out, residual=residual)
         else:
-            o(self.attend(qkv, step).view(rows, -1), out, residual=residual)
+            _multiply(o, self.attend(qkv, step).view(rows, -1), out, residual)
 
     def attend(self, qkv: Tensor, step: Step, into: MatmulInput | None = None) -> Tensor:
         """Return the attention of rows that hold q, k and v side by side: [T, heads, head_dim]."""
@@ -340,7 +344,7 @@ class MlpHalf(_JoinedHalf):
 
     def join(self, rows: int) -> bool:
         """Return whether gate and up (or up) have a fused kernel for `rows` rows."""
-        return self.up.kernel(rows) is not None  # down may run separately
+        return _joins(self.up, rows)  # down may run separately
 
     def takes_adapters(self, step: Step) -> bool:
         """Return whether the adapters of gate and up (or up) and of down can be added behind the joined matmuls."""
@@ -357,10 +361,11 @@ class MlpHalf(_JoinedHalf):
         matmul, taken = self.first_of(own, self.up_normed, x, h)
         out, residual = self.result(x)
         if self.gated:
-            matmul.then(self.down, taken, out, residual=residual)
+            for rows in row_blocks(x.shape[0]):
+                matmul.then(self.down, taken[rows], out[rows], None if residual is None else residual[rows])
         else:
-            up = matmul(taken, taken.new_empty(x.shape[0], matmul.out_features))
-            self.down(activate(up, self.mlp.activation, out=up), out, residual=residual)
+            up = _multiply(matmul, taken, taken.new_empty(x.shape[0], matmul.out_features))
+            _multiply(self.down, activate(up, self.mlp.activation, out=up), out, residual)
         return x, self.left(x, out, following, h)
 
     def _run_adapted(
@@ -488,7 +493,7 @@ def run_chained(
     rows, first, o = x.shape[0], attention.qkv, attention.o
     qkv = x.new_empty(rows, first.out_features)
     first.chained(x if packed is None else packed, qkv)
-    given = o.input_of(rows) if step.q_len == 1 else None
+    given = o.input_of(rows) if step.decodes else None
     mixed = attention.attend(qkv, step, given)
     attended: Tensor | Packed = mixed.view(rows, -1) if given is None else Packed(given.scratch, rows)
     normed = o.chained(attended, x, x, mlp.up)
@@ -496,6 +501,25 @@ def run_chained(
     gated = mlp.up.chained(normed, following=mlp.down)
     assert gated is not None
     return mlp.down.chained(gated, x, x, following)
+
+
+def row_blocks(rows: int) -> list[slice]:
+    """Return the rows of a matmul in blocks of at most PACKED_ROWS, whose results do not depend on their number."""
+    return [slice(begin, min(begin + PACKED_ROWS, rows)) for begin in range(0, rows, PACKED_ROWS)]
+
+
+def _joins(matmul: FusedLinear, rows: int) -> bool:
+    """Return whether a joined kernel takes every block of `rows` rows."""
+    return all(matmul.kernel(some.stop - some.start) is not None for some in row_blocks(rows))
+
+
+def _multiply(matmul: FusedLinear, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
+    """Compute matmul(x, out, residual) block by block; returns out."""
+    if x.shape[0] <= PACKED_ROWS:
+        return matmul(x, out, residual)
+    for rows in row_blocks(x.shape[0]):
+        matmul(x[rows], out[rows], None if residual is None else residual[rows])
+    return out
 
 
 def _in_blocks(matmul: FusedLinear, h: Tensor) -> Tensor | None:
@@ -542,7 +566,7 @@ def _attend(
 ) -> Tensor:
     """Rotate, store and attend: one launch, which also applies `norms`, where a row is one token."""
     if step.q_len > 1:
-        return _attend_many(a, q, k, v, step)
+        return _attend_many(a, q, k, v, step, into)
     return attend_own(
         q,
         k,
@@ -566,13 +590,28 @@ def _attend(
     )
 
 
-def _attend_many(a: Attention, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-    q, k, v, pages = q.contiguous(), k.contiguous(), v.contiguous(), step.pages(a.layer_idx)
+def _attend_many(a: Attention, q: Tensor, k: Tensor, v: Tensor, step: Step, into: MatmulInput | None = None) -> Tensor:
+    pages = step.pages(a.layer_idx)
+    if not step.decodes:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if a.rope == "none":
         store_kv(pages, k, v, step.slots)
     else:
         rope_store(pages, q, k, v, *step.table(a.rope), step.rope_positions, step.slots, interleaved=a.interleaved)
-    return _attend_stored(a, q, step, step.rows, step.positions)
+    if not step.decodes:
+        return _attend_stored(a, q, step, step.rows, step.positions)
+    return attend_stored(
+        q,
+        pages,
+        step.block_table,
+        step.rows,
+        step.positions,
+        scale=a.scale,
+        window=a.window,
+        softcap=a.softcap,
+        max_keys=step.max_keys,
+        into=into,
+    )
 
 
 def _attend_stored(a: Attention, q: Tensor, step: Step, rows: Tensor, positions: Tensor) -> Tensor:

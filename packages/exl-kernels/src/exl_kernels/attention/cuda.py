@@ -33,7 +33,17 @@ from ..linear.cuda import CudaQuantMatrix
 if TYPE_CHECKING:
     from ..kv import KVPages
 
-__all__ = ["HeadNorms", "MatmulInput", "attend_own", "counters", "load_kv", "paged_attention", "store_kv"]
+__all__ = [
+    "HeadNorms",
+    "MatmulInput",
+    "attend_own",
+    "attend_stored",
+    "counters",
+    "flat_rows",
+    "load_kv",
+    "paged_attention",
+    "store_kv",
+]
 
 attention_options = functools.lru_cache(maxsize=256)(_native.AttentionOptions)
 """Attention options by scale, window and softcap of a layer: the same for every step."""
@@ -234,7 +244,7 @@ def attend_own(
         raise ShapeError(
             f"{what}: k and v are {k.stride(0)} and {v.stride(0)} elements a token apart; expected one stride"
         )
-    flat = [_flat(what, name, t) for name, t in (("q", q), ("k", k), ("v", v))]
+    flat = [flat_rows(what, name, t) for name, t in (("q", q), ("k", k), ("v", v))]
     tables = (block_table, rows, positions, key_mask)
     try:
         rotation = _native.Rotation(cos.contiguous(), sin.contiguous(), rope_positions, interleaved)
@@ -243,6 +253,61 @@ def attend_own(
         _launch(flat[0], pages, tables, window, options, new_keys, out, max_keys, into)
     except ValueError as error:
         raise ShapeError(f"{what}: {error}") from None
+    return out if into is None else into.scratch
+
+
+def attend_stored(
+    q: Tensor,
+    pages: KVPages,
+    block_table: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    max_keys: int | None = None,
+    into: MatmulInput | None = None,
+) -> Tensor:
+    """Run `paged_attention` for a few tokens of each sequence, whose keys are stored already, on a GPU.
+
+    The result is bitwise identical. Tokens that read few keys get blocks of their own, as in `attend_own`; others share
+    what they read of a sequence. Capturable, as `attend_own`.
+
+    Args:
+        q: [T, Hq, D] in rotated form; may be a view of wider rows.
+        pages: keys and values of the layer.
+        block_table: as for `paged_attention`; so are the arguments that follow.
+        rows: row of block_table of each token; tokens may share one.
+        positions: int32 [T].
+        scale: factor of the logits.
+        window: number of visible keys, or 0.
+        softcap: cap of the logits, or 0.
+        max_keys: exclusive upper bound of the positions.
+        into: the results go there, as float16; the function returns its scratch.
+
+    Returns:
+        [T, Hq, D], or the scratch of `into`.
+
+    Raises:
+        ShapeError, DTypeError: an operand does not fit.
+        UnsupportedError: the matrix of `into` has no packed input.
+    """
+    what = "attend_stored"
+    require_dtype(f"{what}: q", q, torch.float16, torch.bfloat16, torch.float32)
+    _one_device(what, pages, q, block_table, rows, positions)
+    if q.dim() != 3 or q.shape[1] % pages.heads or q.shape[2] != pages.head_dim:
+        raise ShapeError(f"{what}: q {tuple(q.shape)}, expected [T, n x {pages.heads}, {pages.head_dim}]")
+    if into is not None:
+        _check_into(what, into, q, None)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if q.shape[0]:
+        tables = (block_table, rows, positions, None)
+        options = attention_options(scale, window, softcap)
+        try:
+            _launch(flat_rows(what, "q", q), pages, tables, window, options, None, out, max_keys, into, apart=True)
+        except ValueError as error:
+            raise ShapeError(f"{what}: {error}") from None
     return out if into is None else into.scratch
 
 
@@ -262,8 +327,17 @@ def _check_into(what: str, into: MatmulInput, q: Tensor, out: Tensor | None) -> 
             raise DTypeError(f"{what}: the matmul's {name} is on {device}, q on {q.device}; use one device")
 
 
-def _flat(what: str, name: str, t: Tensor) -> tuple[Tensor, int]:
-    """Return rows [T, H, D] as one dimension, and the elements between them."""
+def flat_rows(what: str, name: str, t: Tensor) -> tuple[Tensor, int]:
+    """Return rows [T, H, D] as one dimension, and the elements between them.
+
+    Args:
+        what: operator that an error names.
+        name: operand that an error names.
+        t: the rows, views of wider ones or not; each has its heads side by side.
+
+    Raises:
+        ShapeError: the heads of a row are not side by side.
+    """
     heads, dim = t.shape[1:]
     if t.stride(2) != 1 or (heads > 1 and t.stride(1) != dim):
         raise ShapeError(f"{what}: {name} has strides {t.stride()}; expected heads side by side")
@@ -281,6 +355,7 @@ def _launch(
     out: Tensor,
     max_keys: int | None,
     into: MatmulInput | None = None,
+    apart: bool = False,
 ) -> None:
     native, stream = pages.native_cuda(), stream_of(out)
     block_table, rows, positions, key_mask = tables
@@ -292,7 +367,7 @@ def _launch(
         )
     limit = max_pages * pages.page_size if max_keys is None else max_keys
     own = new_keys is not None
-    _, _, floats, count = _native.cuda_attention_plan(native, tokens, q_heads, batch, max_pages, limit, own)
+    _, _, floats, count = _native.cuda_attention_plan(native, tokens, q_heads, batch, max_pages, limit, own, apart)
     workspace = None
     if floats or count:
         partials = torch.empty(floats, dtype=torch.float32, device=out.device) if floats else None
@@ -302,7 +377,7 @@ def _launch(
     to = None if into is None else _native.MatmulInput(into.matrix._cuda, into.columns, into.scratch)
     launch = launch_of(stream)
     _native.cuda_paged_attention(
-        q[0], q[1], native, seen, options, out, launch, new_keys=new_keys, workspace=workspace, into=to
+        q[0], q[1], native, seen, options, out, launch, new_keys=new_keys, workspace=workspace, into=to, apart=apart
     )
 
 

@@ -32,6 +32,10 @@ const PREFILL_ROWS: usize = 64;
 /// Target number of decode blocks per SM.
 const BLOCKS_PER_SM: usize = 2;
 
+/// Most keys that each token, or all tokens, of an `apart` call read, if every token has its own blocks. Beyond both, tiles of several
+/// tokens read a sequence's keys once.
+const APART_KEYS: (usize, usize) = (512, 16 * 1024);
+
 /// Most floats of parts (256 MiB). For more, one block processes a tile alone.
 const MOST_PARTS: usize = 1 << 26;
 
@@ -79,7 +83,9 @@ pub struct Attention {
     pub softcap: f32,
     /// Keys and values that are not in the pages yet: one token a row, decode only.
     pub own: Option<Own>,
-    /// Destination of results instead of `out`; only with `own`.
+    /// Few tokens a sequence, whose keys are in the pages: decode only, with a block for each token where this is faster.
+    pub apart: bool,
+    /// Destination of results instead of `out`; only with `own` or `apart`.
     pub ordered: Option<Ordered>,
 }
 
@@ -110,6 +116,7 @@ impl Attention {
             window: 0,
             softcap: 0.0,
             own: None,
+            apart: false,
             ordered: None,
         }
     }
@@ -155,6 +162,8 @@ pub struct Plan {
     /// Tiles of tokens times key heads times tiles of query heads.
     groups: usize,
     tile_rows: usize,
+    /// Whether a tile has one token only.
+    lone: bool,
     dim: usize,
     /// Keys at or beyond this index are not read.
     key_limit: usize,
@@ -261,16 +270,12 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
 /// Packing of query rows into tiles: heads and tokens of a tile, tiles of heads. It uses the mean number of tokens a sequence, which is all
 /// that the host knows. For uneven sequences this affects the speed, not the results. A tile may hold tokens of several sequences, one run
 /// after the other. Results do not depend on tiles or on the kernel.
-fn tile(op: &Attention, warps: usize) -> (usize, usize, usize) {
+fn tile(op: &Attention, warps: usize, lone: bool) -> (usize, usize, usize) {
     let group = op.q_heads / op.pages.heads;
     let heads = group.min(ROWS);
     let of_sequence = op.tokens.div_ceil(op.batch.max(1)).max(1);
     let tokens = (ROWS * warps / heads).clamp(1, of_sequence);
-    (
-        heads,
-        if op.own.is_some() { 1 } else { tokens },
-        group.div_ceil(heads),
-    )
+    (heads, if lone { 1 } else { tokens }, group.div_ceil(heads))
 }
 
 /// The kernel for a call and its resources. `max_keys`: no token sees a key at or beyond this index.
@@ -279,6 +284,16 @@ pub fn plan(device: u32, op: &Attention, max_keys: usize) -> Result<Plan, CudaEr
 }
 
 fn plan_on(caps: &Capabilities, op: &Attention, max_keys: usize) -> Plan {
+    if op.apart && (max_keys <= APART_KEYS.0 || op.tokens * max_keys <= APART_KEYS.1) {
+        let plan = plan_tiles(caps, op, max_keys, true);
+        if single::blocks(caps, op, &plan).is_some() {
+            return plan;
+        }
+    }
+    plan_tiles(caps, op, max_keys, op.own.is_some())
+}
+
+fn plan_tiles(caps: &Capabilities, op: &Attention, max_keys: usize, lone: bool) -> Plan {
     let dim = padded(op.pages.head_dim);
     let group = op.q_heads / op.pages.heads;
     let sms = caps.sms;
@@ -290,19 +305,21 @@ fn plan_on(caps: &Capabilities, op: &Attention, max_keys: usize) -> Plan {
     let per_block = caps.shared_per_block;
     let fits = prefill_shared(op.pages.kind, dim, per_block).1 <= per_block;
     let enough = 2 * blocks >= sms || keys <= UNIT * SPLIT_UNITS;
-    if rows_of_sequence >= PREFILL_ROWS && fits && enough && op.own.is_none() {
+    let decodes = op.own.is_some() || op.apart;
+    if rows_of_sequence >= PREFILL_ROWS && fits && enough && !decodes {
         return Plan {
             mode: Mode::Prefill,
             chunks: 1,
             part_slots: 0,
             groups: 0,
             tile_rows: 0,
+            lone: false,
             dim,
             key_limit: capacity,
             tickets: 0,
         };
     }
-    let (tile_heads, tile_tokens, head_tiles) = tile(op, 1);
+    let (tile_heads, tile_tokens, head_tiles) = tile(op, 1, lone);
     let groups = op.tokens.div_ceil(tile_tokens) * op.pages.heads * head_tiles;
     let units = keys.div_ceil(UNIT).max(1);
     let tile_rows = tile_heads * tile_tokens;
@@ -323,6 +340,7 @@ fn plan_on(caps: &Capabilities, op: &Attention, max_keys: usize) -> Plan {
         part_slots: if shared { slots } else { 0 },
         groups,
         tile_rows,
+        lone,
         dim,
         key_limit: if shared { keys } else { capacity },
         // One a token of a tile, or one for 64 dimensions of a row, as the kernels need.

@@ -40,7 +40,7 @@ pub(super) fn select(caps: &Capabilities, op: &Attention, plan: &Plan) -> Select
     let decode = plan.mode == Mode::Decode;
     let wide = !decode && is_wide(caps, op, dim);
     let warps = if decode { 4 } else { prefill_warps(dim) };
-    let (tile_heads, tile_tokens, head_tiles) = tile(op, if decode { 1 } else { warps });
+    let (tile_heads, tile_tokens, head_tiles) = tile(op, if decode { 1 } else { warps }, plan.lone);
     let column_tiles = (tile_heads * tile_tokens).div_ceil(8);
     let per_block = caps.shared_per_block;
     let (kernel, (ring, shared)) = if decode {

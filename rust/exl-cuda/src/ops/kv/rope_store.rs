@@ -21,9 +21,22 @@ struct RotationArgument {
     rotated: i32,
     table_rows: i32,
     interleaved: i32,
+    q_stride: i32,
+    kv_stride: i32,
 }
 
-assert_layout!(RotationArgument, rope_store::Rotation, { cos, sin, positions, rotated, table_rows, interleaved });
+assert_layout!(RotationArgument, rope_store::Rotation, { cos, sin, positions, rotated, table_rows, interleaved, q_stride, kv_stride });
+
+/// Keys and values of [`rope_store`], and where they go.
+#[derive(Clone, Copy, Debug)]
+pub struct NewKeys {
+    /// `[tokens, pages.heads, head_dim]` of the queries' type; `stride` elements between tokens
+    pub key: usize,
+    pub value: usize,
+    pub stride: usize,
+    /// `[tokens]` int64; a slot outside the pages is not stored
+    pub slots: usize,
+}
 
 fn name(element: Element) -> String {
     format!("rope_store_{}", element.suffix())
@@ -42,8 +55,18 @@ const MANY: &str = "rope_store_many";
 const MANY_TOKENS: usize = 64;
 
 /// Whether that kernel takes this call.
-fn many(q: &Rope, pages: &Pages, k: usize, v: usize) -> bool {
-    let aligned = [q.x, k, v, q.cos, q.sin, pages.data[0], pages.data[1]];
+fn many(q: &Rope, q_stride: usize, pages: &Pages, new: &NewKeys) -> bool {
+    let aligned = [
+        q.x,
+        new.key,
+        new.value,
+        q.cos,
+        q.sin,
+        pages.data[0],
+        pages.data[1],
+        2 * q_stride,
+        2 * new.stride,
+    ];
     q.tokens >= MANY_TOKENS
         && q.element == Element::F16
         && (pages.kind.key, pages.kind.value) == (Codec::F16, Codec::F16)
@@ -53,18 +76,17 @@ fn many(q: &Rope, pages: &Pages, k: usize, v: usize) -> bool {
         && aligned.iter().all(|address| address.is_multiple_of(16))
 }
 
-/// Rotate q (the operand `x` of `q`) and k `[tokens, pages.heads, head_dim]` in place and encode k and v into `slots`. Bitwise identical to
-/// [`crate::ops::elementwise::rope::apply`] for both and [`super::transfer`].
+/// Rotate q (the operand `x` of `q`, with `q_stride` elements between tokens) and the new keys in place, and encode keys and values into
+/// their slots. Bitwise identical to [`crate::ops::elementwise::rope::apply`] for both and [`super::transfer`].
 ///
 /// # Safety
 /// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
 pub unsafe fn rope_store(
     to: Target,
     q: &Rope,
+    q_stride: usize,
     pages: &Pages,
-    k: usize,
-    v: usize,
-    slots: usize,
+    new: &NewKeys,
 ) -> Result<(), CudaError> {
     if q.tokens == 0 {
         return Ok(());
@@ -77,8 +99,10 @@ pub unsafe fn rope_store(
         rotated: index32("rotated dimensions", q.rotated)?,
         table_rows: index32("table rows", q.table_rows)?,
         interleaved: i32::from(q.interleaved),
+        q_stride: index32("values per token", q_stride)?,
+        kv_stride: index32("values per token", new.stride)?,
     };
-    let many = many(q, pages, k, v);
+    let many = many(q, q_stride, pages, new);
     let kernel = if many {
         MANY.to_owned()
     } else {
@@ -98,7 +122,8 @@ pub unsafe fn rope_store(
         programmatic: to.programmatic,
     };
     let (pages, heads) = (pages.argument()?, index32("heads", q.heads)?);
-    let mut arguments = kernel_arguments![pages, rotation, q.x, k, v, slots, heads];
+    let mut arguments =
+        kernel_arguments![pages, rotation, q.x, new.key, new.value, new.slots, heads];
     // SAFETY: the order is that of `rope_store_kernel`; the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }
