@@ -35,7 +35,7 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, scale: float = 1.0) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weight_dtype", DTYPES)
-@pytest.mark.parametrize("width", [1, 7, 8, 64, 72, 1000, 2048, 4096, 5120, 14336])
+@pytest.mark.parametrize("width", [1, 7, 8, 64, 72, 1000, 2048, 4096, 4608, 5120, 14336])
 def test_norms(dtype: torch.dtype, weight_dtype: torch.dtype, width: int) -> None:
     x, w = randn(5, width, dtype=dtype), randn(width, dtype=weight_dtype, seed=1)
     b = randn(width, dtype=weight_dtype, seed=2)
@@ -57,6 +57,18 @@ def test_norm_of_heads_in_place_and_unaligned(dtype: torch.dtype) -> None:
     assert torch.equal(rms_norm(moved, w, 1e-6), aligned), "an address changes no bit"
     assert rms_norm(x, w, 1e-6, out=x) is x
     assert torch.equal(x, aligned)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 1000, 4608, 12288])
+def test_a_layer_norm_depends_on_no_address_and_no_other_row(dtype: torch.dtype, width: int) -> None:
+    x, w, b = 3.0 + randn(9, width, dtype=dtype), randn(width, seed=1), randn(width, seed=2)
+    whole = layer_norm(x, w, b, 1e-5)
+    moved = torch.empty(x.numel() + 1, dtype=dtype, device="cuda")[1:].view(x.shape).copy_(x)
+    assert torch.equal(layer_norm(moved, w, b, 1e-5), whole)
+    assert torch.equal(layer_norm(x[4:5].contiguous(), w, b, 1e-5), whole[4:5])
+    assert layer_norm(x, w, b, 1e-5, out=x) is x
+    assert torch.equal(x, whole)
 
 
 def test_rows_do_not_depend_on_each_other() -> None:

@@ -72,6 +72,8 @@ def test_rows_decide_on_hopper(make) -> None:
     assert [k.joined for k in kernels.values()] == [True] * 6 + [False]
     assert not kernels[1].refused
     assert card.matmul(qkv[0], 8).kernel == "gemv_ring"
+    head = make(16 * K)
+    assert [card.matmul(head, rows).kernel for rows in (1, 2, 3, 8)] == ["gemv_ring"] * 2 + ["gemm_few"] * 2
     assert card.matmul(qkv[0], 64).kernel == "gemm_batch"
 
 

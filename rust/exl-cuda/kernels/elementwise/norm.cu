@@ -37,6 +37,38 @@ DEVICE void rms_norm_kernel(const T* x, const W* weight, T* out, int width, int 
   }
 }
 
+// Eight elements of a row of a LayerNorm. Halves stay halves, so that a block needs few registers: it is then resident beside a block of a
+// matmul and starts as soon as that one ends.
+template <class T>
+struct Eight {
+  union {
+    uint4 words[sizeof(T) / 2];
+    T items[8];
+  };
+  DEVICE void load(const T* row, int k, int width, bool wide) {
+    if (wide) {
+#pragma unroll
+      for (int i = 0; i < (int)sizeof(T) / 2; i++) words[i] = reinterpret_cast<const uint4*>(row + k)[i];
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; i++) items[i] = k + i < width ? row[k + i] : from_float<T>(0.f);
+    }
+  }
+  DEVICE float sum() const {
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = to_float(items[i]);
+    return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+  }
+  // Squares of the deviations of the elements before `left`.
+  DEVICE float squares(float mean, int left) const {
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = i < left ? to_float(items[i]) - mean : 0.f;
+    return eight_squares(v);
+  }
+};
+
 template <class T, class W>
 DEVICE void layer_norm_kernel(const T* x, const W* weight, const W* bias, T* out, int width, int heads, float eps) {
   pdl_trigger();
@@ -44,18 +76,61 @@ DEVICE void layer_norm_kernel(const T* x, const W* weight, const W* bias, T* out
   out += (size_t)blockIdx.x * width;
   weight += (size_t)(blockIdx.x % heads) * width;
   if (bias) bias += (size_t)(blockIdx.x % heads) * width;
+  const bool wide = width % 8 == 0 && aligned8(x) && aligned8(out) && aligned8(weight) && aligned8(bias);
+  const int first = threadIdx.x * 8;
+  constexpr int BATCH = THREADS * 8, KEPT = sizeof(T) == 4 ? 2 : 4;  // batches that a thread keeps: rows of up to 8192, FP32 4096
+  for (int k = first; k < width; k += BATCH) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(weight + k));
+    if (bias) asm volatile("prefetch.global.L2 [%0];" ::"l"(bias + k));
+  }
   pdl_wait();
+  // As in rms_norm_kernel, thread (k / 8) % 256 adds element k.
+  Eight<T> kept[KEPT], later;
+#pragma unroll
+  for (int i = 0; i < KEPT; i++)
+    if (first + i * BATCH < width) kept[i].load(x, first + i * BATCH, width, wide);
   float sum = 0.f;
-  for (int k = threadIdx.x; k < width; k += THREADS) sum += to_float(x[k]);
+#pragma unroll
+  for (int i = 0; i < KEPT; i++)
+    if (first + i * BATCH < width) sum += kept[i].sum();
+  for (int k = first + KEPT * BATCH; k < width; k += BATCH) {
+    later.load(x, k, width, wide);
+    sum += later.sum();
+  }
   const float mean = block_sum(sum) / (float)width;
   float squares = 0.f;
-  for (int k = threadIdx.x; k < width; k += THREADS) {
-    const float d = to_float(x[k]) - mean;
-    squares = fmaf(d, d, squares);
+#pragma unroll
+  for (int i = 0; i < KEPT; i++)
+    if (first + i * BATCH < width) squares += kept[i].squares(mean, width - first - i * BATCH);
+  for (int k = first + KEPT * BATCH; k < width; k += BATCH) {
+    later.load(x, k, width, wide);
+    squares += later.squares(mean, width - k);
   }
   const float scale = 1.f / sqrtf(block_sum(squares) / (float)width + eps);
-  for (int k = threadIdx.x; k < width; k += THREADS)
-    out[k] = from_float<T>((to_float(x[k]) - mean) * scale * to_float(weight[k]) + (bias ? to_float(bias[k]) : 0.f));
+  auto store = [&](const Eight<T>& v, int k) {
+    if (wide) {
+      float r[8], w[8], b[8] = {};
+      load8(w, weight + k);
+      if (bias) load8(b, bias + k);
+#pragma unroll
+      for (int i = 0; i < 8; i++) r[i] = fmaf((to_float(v.items[i]) - mean) * scale, w[i], b[i]);
+      store8(out + k, r);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        if (k + i >= width) break;
+        const float b = bias ? to_float(bias[k + i]) : 0.f;
+        out[k + i] = from_float<T>(fmaf((to_float(v.items[i]) - mean) * scale, to_float(weight[k + i]), b));
+      }
+    }
+  };
+#pragma unroll
+  for (int i = 0; i < KEPT; i++)
+    if (first + i * BATCH < width) store(kept[i], first + i * BATCH);
+  for (int k = first + KEPT * BATCH; k < width; k += BATCH) {
+    later.load(x, k, width, wide);
+    store(later, k);
+  }
 }
 
 #define RMS_NORM(T, t, W, w)                                                                                       \
@@ -64,7 +139,7 @@ DEVICE void layer_norm_kernel(const T* x, const W* weight, const W* bias, T* out
                                                                            float offset) {                         \
     rms_norm_kernel(x, weight, out, width, heads, eps, offset);                                                    \
   }                                                                                                                \
-  extern "C" __global__ void __launch_bounds__(THREADS) layer_norm_##t##_##w(                                      \
+  extern "C" __global__ void __launch_bounds__(THREADS, 5) layer_norm_##t##_##w(                                   \
       const T* x, const W* weight, const W* bias, T* out, int width, int heads, float eps) {                       \
     layer_norm_kernel(x, weight, bias, out, width, heads, eps);                                                    \
   }

@@ -124,6 +124,11 @@ impl Matrix {
         self.argument.rows as usize
     }
 
+    /// Bytes of the packed weights.
+    pub fn image_bytes(&self) -> usize {
+        self.argument.tiles as usize * self.argument.tile_bytes as usize
+    }
+
     /// Bytes of scratch memory that [`matmul`] needs for `m` rows.
     pub fn packed_bytes(&self, m: usize) -> usize {
         self.argument.unit_count as usize * m.div_ceil(8) * 16 * UNIT_ROWS

@@ -24,6 +24,9 @@ pub const MOST_PACKED_ROWS: usize = 64;
 /// Largest number of rows for which [`Kernel::GemvRing`] is faster than [`Kernel::GemmFew`], by measurement.
 pub const MOST_GEMV_ROWS: usize = 2;
 
+/// Least bytes of packed weights for which [`Kernel::GemmFew`] saves more than the launch that packs its input takes.
+pub const LEAST_PACKED_ALONE: usize = 8 << 20;
+
 /// Kernels of a quantized matmul, and dequantization.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kernel {
@@ -136,10 +139,15 @@ pub fn plan(caps: &Capabilities, matrices: &[&Matrix], call: Call) -> Plan {
     )
 }
 
-/// Plan one matrix without an epilogue and without scratch memory that outlives the call. [`Kernel::GemmFew`] is not tried, because usually
-/// another kernel packs its input. Inputs that are not aligned are copied.
+/// Plan one matrix without an epilogue and without scratch memory that outlives the call. A separate launch packs the input of
+/// [`Kernel::GemmFew`], which only large matrices repay. Inputs that are not aligned are copied.
 pub fn plan_alone(caps: &Capabilities, matrix: &Matrix, rows: usize, bf16: bool) -> Plan {
-    let order = [Kernel::GemvRing, Kernel::GemmBatch, Kernel::GemmTile];
+    let few = (rows > MOST_GEMV_ROWS && matrix.image_bytes() >= LEAST_PACKED_ALONE)
+        .then_some(Kernel::GemmFew);
+    let order: Vec<Kernel> = few
+        .into_iter()
+        .chain([Kernel::GemvRing, Kernel::GemmBatch, Kernel::GemmTile])
+        .collect();
     let call = Call::aligned(
         rows,
         Epilogue {

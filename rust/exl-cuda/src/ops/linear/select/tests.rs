@@ -119,10 +119,39 @@ fn rows_decide_the_kernel_at_each_limit() {
         for epilogue in [PLAIN, NORM, RESIDUAL, Epilogue { bf16: true, ..NORM }] {
             assert_eq!(kernel(rows, epilogue), expected, "{rows} {epilogue:?}");
         }
-        let alone = select_alone(&hopper, &made, rows, false).kernel;
+        let small = sized(16, 2064, 64);
         let few = expected == Kernel::GemmFew;
-        assert_eq!(alone, if few { Kernel::GemvRing } else { expected });
+        for bf16 in [false, true] {
+            let alone = |matrix| select_alone(&hopper, matrix, rows, bf16).kernel;
+            assert_eq!(alone(&made), expected, "{rows}");
+            let expected = if few { Kernel::GemvRing } else { expected };
+            assert_eq!(alone(&small), expected, "{rows}");
+        }
     }
+}
+
+#[test]
+fn a_large_matrix_alone_has_its_input_packed_by_a_launch() {
+    let size = sized(16, 2064, 16).image_bytes();
+    let tiles = LEAST_PACKED_ALONE.div_ceil(size);
+    let kernel = |caps: &Capabilities, tiles, rows| {
+        plan_alone(caps, &sized(16, 2064, 16 * tiles), rows, false).kernel
+    };
+    for name in ["H100", "H200", "B200"] {
+        let caps = card(name, RELEASE);
+        for rows in MOST_GEMV_ROWS + 1..=few::MOST_ROWS {
+            assert_eq!(
+                kernel(&caps, tiles - 1, rows),
+                Kernel::GemvRing,
+                "{name} {rows}"
+            );
+            assert_eq!(kernel(&caps, tiles, rows), Kernel::GemmFew, "{name} {rows}");
+        }
+    }
+    assert_eq!(kernel(&card("4090", RELEASE), tiles, 8), Kernel::GemmTile);
+    let head = sized(14, 2064, 256_000);
+    let plan = plan_alone(&card("H100", RELEASE), &head, 8, false);
+    assert!(plan.joined && plan.scratch_bytes >= 16 * head.in_features());
 }
 
 #[test]
