@@ -16,6 +16,7 @@ from internals import prelaunch
 from exl_core import PagedParams
 from exl_filters import ExLlamaV2Filter
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exl_generate.dynamic.draft_length import FixedDraftLength
 from exl_generate.testing import (
     ScriptedCache,
     ScriptedConfig,
@@ -195,9 +196,16 @@ class Ask:
 
     def job(self) -> ExLlamaV2DynamicJob:
         style = Settings.greedy() if self.kind == "greedy" else Settings(temperature=1.0, top_k=0, top_p=0)
+        if self.kind == "pair":
+            style.cfg_scale = 1.5
+        if self.kind == "penalties":
+            style.token_repetition_penalty = 1.3
+        if self.kind == "mirostat":
+            style.mirostat, style.mirostat_tau = True, 2.0
         style.post_sampling_hooks = [one_less] if self.kind == "hook" else []
+        prompt = torch.tensor([self.prompt])
         return ExLlamaV2DynamicJob(
-            torch.tensor([self.prompt]),
+            [prompt, prompt[:, -1:]] if self.kind == "pair" else prompt,
             self.new,
             gen_settings=style,
             seed=self.seed,
@@ -211,12 +219,26 @@ class Ask:
         )
 
 
+KINDS = [
+    "plain",
+    "greedy",
+    "greedy",
+    "pair",
+    "penalties",
+    "mirostat",
+    "hook",
+    "bans",
+    "filter",
+    "lora",
+    "share",
+    "state",
+]
 ASKS = st.builds(
     Ask,
     prompt=st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=20).map(tuple),
     new=st.integers(0, 20),
     seed=st.integers(0, 3),
-    kind=st.sampled_from(["plain", "greedy", "greedy", "hook", "bans", "filter", "lora", "share", "state"]),
+    kind=st.sampled_from(KINDS),
     stops=st.sampled_from([(), (EOS,), ("bc",), (5, "a ")]),
     arrives=st.integers(0, 10),
     cancelled_at=st.sampled_from([-1, -1, -1, 4, 9]),
@@ -232,16 +254,34 @@ def comparable(value: Any) -> Any:
     return repr(value)
 
 
+def in_all(results: list[dict[str, Any]]) -> Any:
+    """The output of a job, of which drafts change only in how many results it comes."""
+    ends = ("eos_reason", "full_completion", "new_tokens", "eos_triggering_string")
+    logits = [result["logits"] for result in results if "logits" in result]
+    return comparable(
+        {key: results[-1].get(key) for key in ends}
+        | {"ids": streamed_tokens(results), "logits": torch.cat(logits, 1) if logits else None}
+    )
+
+
 CONFIG = ScriptedConfig(vocab_size=VOCAB, max_seq_len=96, max_input_len=32)
 
 
 def play(
-    asks: list[Ask], early: bool, kind: type[ScriptedModel] = Overwriting
+    asks: list[Ask], early: bool, kind: type[ScriptedModel] = Overwriting, drafts: int | None = None
 ) -> tuple[list[list[Any]], ScriptedModel]:
-    """Return the output of every job, iteration by iteration, and the model that was called."""
+    """Return the output of every job, iteration by iteration, and the model that was called.
+
+    `drafts`: draft tokens of every step, from the text. All results of a job are then one, and none is cancelled.
+    """
     model = kind(CONFIG)
     cache = ScriptedCache(model, max_seq_len=160)
-    generator = ExLlamaV2DynamicGenerator(model, cache, TOKENIZER, page_size=8, max_chunk_size=16, max_batch_size=4)
+    more: dict[str, Any] = {"use_ngram_draft": True, "num_draft_tokens": drafts} if drafts else {}
+    generator = ExLlamaV2DynamicGenerator(
+        model, cache, TOKENIZER, page_size=8, max_chunk_size=16, max_batch_size=4, **more
+    )
+    if drafts:
+        generator.drafter.length = FixedDraftLength(drafts)
     prelaunch(generator, early)
     jobs = [ask.job() for ask in asks]
     said: list[list[Any]] = [[] for _ in jobs]
@@ -249,13 +289,13 @@ def play(
         for job, ask in zip(jobs, asks, strict=True):
             if ask.arrives == at:
                 generator.enqueue(job)
-            if ask.cancelled_at == at:
+            if ask.cancelled_at == at and drafts is None:
                 generator.cancel(job)
         for result in generator.iterate():
-            said[jobs.index(result["job"])].append(comparable(result))
+            said[jobs.index(result["job"])].append(comparable(result) if drafts is None else result)
         check_pages(generator)
         if at > 10 and not generator.num_remaining_jobs():
-            return said, model
+            return said if drafts is None else [[in_all(results)] for results in said], model
     raise AssertionError("the jobs do not end")
 
 
@@ -273,6 +313,54 @@ def test_nobody_can_tell_that_tokens_stayed_on_the_device(asks: list[Ask], leave
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "launch", Device([], leaves).launch)
         assert play(asks, early=True, kind=Preparing)[0] == expected
+
+
+@examples(150, 40)
+@given(st.lists(ASKS, min_size=1, max_size=6), st.integers(1, 4), st.booleans())
+def test_nobody_can_tell_that_drafts_are_launched_early(asks: list[Ask], drafts: int, on_device: bool) -> None:
+    """Nor that all positions of a step are drawn at once. Tokens are those without drafts, too."""
+    expected = play(asks, early=False, drafts=0)[0]
+    assert play(asks, early=False, drafts=drafts)[0] == expected
+    with pytest.MonkeyPatch.context() as patch:
+        if on_device:
+            patch.setattr(kernels, "launch", Device([]).launch)
+        assert play(asks, early=True, kind=Preparing, drafts=drafts)[0] == expected
+
+
+def test_a_step_with_drafts_is_one_pass_and_one_launch_of_the_sampler() -> None:
+    """Text that repeats itself: all guesses hold, and each step is launched before the results of the last come out."""
+    model = Preparing(CONFIG)
+    model.script = lambda context: 3 + (int(context[-1]) - 2) % 4
+    cache = ScriptedCache(model, max_seq_len=160)
+    generator = ExLlamaV2DynamicGenerator(
+        model, cache, TOKENIZER, page_size=8, use_ngram_draft=True, num_draft_tokens=3
+    )
+    generator.drafter.length = FixedDraftLength(3)
+    prelaunch(generator, True)
+    job = ExLlamaV2DynamicJob(torch.tensor([[3, 4, 5, 6] * 6]), 40, gen_settings=Settings.greedy())
+    generator.enqueue(job)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "launch", Device(model.events).launch)
+        while generator.num_remaining_jobs():
+            generator.iterate()
+            if model.calls[-1][1] == 4 and job.new_tokens < 36:
+                assert model.events[-3:] == ["sample", "collect", "run"]
+                assert len(model.events) == 3 or model.events[-4] == "run"
+    assert job.accepted_draft_tokens == 30
+    check_pages(generator)
+
+
+def test_a_pair_of_prompts_is_prelaunched() -> None:
+    """The sampler's token goes to both rows; beside a job without a negative prompt, too."""
+    for kinds in (["pair"], ["pair", "pair"], ["plain", "pair"]):
+        asks = [Ask((3, 4, 5 + at), 9, at, kind, (), 0, -1) for at, kind in enumerate(kinds)]
+        expected = play(asks, early=False)[0]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "launch", Device([]).launch)
+            said, model = play(asks, early=True, kind=Preparing)
+        assert said == expected
+        assert isinstance(model, Preparing)
+        assert model.events == ["step"] * 8, "of nine steps the first one has nobody to launch it"
 
 
 def test_steps_are_prelaunched_and_computed_once() -> None:

@@ -58,6 +58,11 @@ class TokenConstraints:
             prefix=self._healing_candidates() if heal else None,
         )
 
+    @property
+    def needs_text(self) -> bool:
+        """Whether a constraint depends on the tokens before it, not on their number alone."""
+        return self._filters is not None
+
     def heals(self, generated: int, token: int) -> bool:
         """Whether token healing allows `token` after `generated` others."""
         return generated >= self._request.healing or token in self._healing_candidates()

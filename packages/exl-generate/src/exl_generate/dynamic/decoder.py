@@ -113,6 +113,33 @@ class Decoder:
             self._request.return_top_tokens,
         )
 
+    def draws(self, windows: list[Window], at: int, sequence: Sequence, guesses: list[int]) -> list[Draw]:
+        """Return the sampler's inputs for position `at` and those behind it, as far as they are known beforehand.
+
+        Position `at` + i has the input of the case that the first i of `guesses` hold; its sample is of no use
+        otherwise. Filters, hooks and mirostat need the tokens before, so only position `at` is drawn with them.
+        """
+        drawn = [self.draw(windows, at, sequence)]
+        settings = self.sampler.settings
+        if not guesses or self.constraints.needs_text or settings.mirostat or settings.post_sampling_hooks:
+            return drawn
+        ids, generated, reads = sequence.ids, sequence.generated, self.sampler.reads_context
+        for i in range(1, len(guesses) + 1):
+            constraint = self.constraints.at(generated + i)
+            drawn.append(
+                Draw(
+                    self.sampler,
+                    windows[0].row(at + i),
+                    np.concatenate([ids, np.array(guesses[:i], dtype=np.int64)]) if reads else ids,
+                    generated + i,
+                    constraint,
+                    windows[1].row(at + i) if len(windows) > 1 else None,
+                    len(constraint.blocked),
+                    self._request.return_top_tokens,
+                )
+            )
+        return drawn
+
     def guess_row(self, logits: torch.Tensor, ids: Ids, generated: int, guesses: list[int]) -> Row:
         """Return the kernels' input for a guess at the token after `ids` and `guesses`.
 

@@ -11,7 +11,7 @@ from exl_generate.dynamic.prompts import Prompts
 from exl_generate.dynamic.runner import Runner, Window
 from exl_generate.dynamic.scheduler import Scheduler
 from exl_generate.dynamic.snapshot import Counters
-from exl_generate.dynamic.speculation import Drafter
+from exl_generate.dynamic.speculation import Drafter, Drafts
 from exl_generate.interrupts import as_job_error
 from exl_generate.sampling import Draw, Sample, launch_batch
 
@@ -45,20 +45,33 @@ class JobStep:
         self.job.drafts.drafted += len(self.guesses)
         return True
 
-    def draw(self, at: int) -> Draw | None:
-        """Return the sampler's input for position `at` of the windows; None if the job fails, for example in a
-        filter.
+    def draws(self, ahead: bool) -> list[Draw]:
+        """Return the sampler's inputs for the next position of the windows and, with `ahead`, for those behind it that
+        need no earlier token. None if the job fails, for example in a filter.
         """
         try:
-            return self.job.draw(self.windows, at)
+            return self.job.draws(self.windows, self.taken, self.guesses[self.taken :] if ahead else [])
         except BaseException as error:
             self.fail(as_job_error(error))
-            return None
+            return []
 
-    def accept(self, at: int, sample: Sample | Exception) -> bool:
+    def accept_all(self, samples: list[Sample | Exception]) -> bool:
+        """Accept the samples of consecutive positions while their draft tokens hold.
+
+        Returns True if all held, so that the logits of the next position are valid.
+        """
+        for number, sample in enumerate(samples):
+            if number:
+                self.job.pages.commit()  # the draft token that held has its K/V
+            if not self.accept(sample):
+                return False
+        return bool(samples)
+
+    def accept(self, sample: Sample | Exception) -> bool:
         """Accept a sample. Returns True if the draft token held, so that the logits of the next position are valid."""
         if isinstance(sample, Exception):
             return self.fail(sample)
+        at = self.taken
         guess = self.guesses[at] if at < len(self.guesses) else None
         self.taken += 1
         try:
@@ -123,6 +136,8 @@ class Engine:
         self._pool = pool
         #: the next step, if the last one prepared it
         self._next: NextStep | None = None
+        #: the draft tokens of the next step, if the last one has looked them up
+        self._drafts: Drafts | None = None
         #: whether this step computes no prompts
         self._alone = True
 
@@ -161,10 +176,21 @@ class Engine:
             self._runner.decode(windows)
             if not self._runner.asynchronous:
                 self._measure(steps, began)
-            self._sample(steps, began)
-        finally:
+            self._sample(steps, began if current is None or current.began is None else current.began)
+        except BaseException:
+            self._settle(steps)
+            raise
+        self._settle(steps, self._launch_drafts)
+
+    def _settle(self, steps: list[JobStep], go_on: Callable[[list[JobStep]], None] | None = None) -> None:
+        """Finish the step for all jobs; `go_on` is called before the events are delivered."""
+        try:
             for step in steps:
                 step.settle()
+            if go_on is not None:
+                go_on(steps)
+        finally:
+            for step in steps:
                 self._count(step)
                 self._deliver(step.events)
 
@@ -186,9 +212,14 @@ class Engine:
             job.times.mark_decode()
             if self._prepared(job):
                 ready.append(job)
-        # A hook may see how many rows a step has: that must not depend on a clock.
-        drafts = self._drafter.propose(ready, self._runner.hooked, prelaunched)
+        drafts, self._drafts = self._drafts, None
+        if drafts is None:
+            drafts = self._propose(ready, prelaunched)
         return [JobStep(job, drafts.get(job, [])) for job in ready]
+
+    def _propose(self, jobs: list[ExLlamaV2DynamicJob], prelaunched: bool = False) -> Drafts:
+        # A hook may see how many rows a step has: that must not depend on a clock.
+        return self._drafter.propose(jobs, self._runner.hooked, prelaunched)
 
     def _prepared(self, job: ExLlamaV2DynamicJob) -> bool:
         """Refresh the job's settings and start its filters in the pool; False if the job fails."""
@@ -212,23 +243,25 @@ class Engine:
         """Sample tokens from the logits, position by position over all windows, as long as the draft tokens hold."""
         live = [step for step in steps if step.begin()]
         expected = self._prepare_next(live)
-        at = 0
+        first = True
         while live:
-            drawn = [(step, draw) for step in live if (draw := step.draw(at)) is not None]
+            # On a CPU a sample costs more than asking again.
+            drawn = [(step, draw) for step in live for draw in step.draws(ahead=self._runner.asynchronous)]
             # The sampler writes the tokens into the next step if that has exactly these jobs.
             prelaunch = self._next if expected and [step for step, _ in drawn] == expected else None
             launched = launch_batch([draw for _, draw in drawn], None if prelaunch is None else prelaunch.inputs())
             if prelaunch is not None and launched.written:
                 prelaunch.launch()
             samples = launched.collect()
-            if at == 0 and self._runner.asynchronous:
+            if first and self._runner.asynchronous:
                 self._measure(steps, began)  # the sampler has waited for the logits
+            found: dict[JobStep, list[Sample | Exception]] = {}
+            for (step, _), sample in zip(drawn, samples, strict=True):
+                found.setdefault(step, []).append(sample)
             if expected:
-                found = {step: sample for (step, _), sample in zip(drawn, samples, strict=True)}
-                self._settle_next(expected, found, launched.written)
-                expected = []
-            live = [step for (step, _), sample in zip(drawn, samples, strict=True) if step.accept(at, sample)]
-            at += 1
+                self._settle_next(expected, {step: own[0] for step, own in found.items()}, launched.written)
+            expected, first = [], False
+            live = [step for step, own in found.items() if step.accept_all(own)]
 
     def _prepare_next(self, steps: list[JobStep]) -> list[JobStep]:
         """Prepare the next step of the jobs that are not known to finish in this step, while the GPU is busy.
@@ -237,9 +270,11 @@ class Engine:
         """
         if not self._runner.asynchronous or not self._drafter.length.next_is_plain:
             return []
+        if any(step.guesses for step in steps):
+            return []  # the number of tokens is not known: `_launch_drafts` launches the next step
         found = [step for step in steps if predictable(step.job)]
         if found:
-            self._next = attempt(lambda: NextStep(self._runner, [step.job.sequence for step in found]))
+            self._next = attempt(lambda: NextStep(self._runner, [step.job.sequences for step in found]))
         return found if self._next else []
 
     def _settle_next(self, expected: list[JobStep], samples: dict[JobStep, Sample | Exception], written: bool) -> None:
@@ -258,4 +293,22 @@ class Engine:
             isinstance(sample, Sample) and sample.token not in step.job.request.stop_tokens
             for step, sample in zip(expected, drawn, strict=True)
         ):
-            self._next.run(tokens)
+            self._next.run()
+
+    def _launch_drafts(self, steps: list[JobStep]) -> None:
+        """Look up the next step's draft tokens and launch it, before the results of this step are delivered."""
+        if self._next is not None or not (self._runner.asynchronous and self._drafter.most):
+            return
+        jobs = [step.job for step in steps if not step.job.is_finished]
+        if not jobs or not all(not job.paused and predictable(job, missing=0) for job in jobs):
+            return
+        self._drafts = drafts = attempt(lambda: self._propose(jobs))
+        if drafts is None:
+            return
+        windows = [[int(job.sequence.ids[-1]), *drafts.get(job, [])] for job in jobs]
+        if len({len(window) for window in windows}) == 1:
+            began = self._drafter.length.clock()
+            self._next = attempt(lambda: NextStep(self._runner, [job.sequences for job in jobs], windows))
+            if self._next is not None:
+                self._next.began = began
+                self._next.run()

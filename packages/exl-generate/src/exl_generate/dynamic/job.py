@@ -440,12 +440,13 @@ class ExLlamaV2DynamicJob:
         """Compute the filters' next masks in `pool` while the model runs."""
         self._decoding.constraints.prefetch(pool)
 
-    def draw(self, windows: list[Window], at: int) -> Draw:
-        """Return the sampler's input for the token after position `at` of each sequence's window, whose K/V are
-        computed. `windows` has one window for each sequence. Generators call this.
+    def draws(self, windows: list[Window], at: int, guesses: list[int]) -> list[Draw]:
+        """Return the sampler's inputs for the token after position `at` of each sequence's window, whose K/V are
+        computed, and for those after as many of the `guesses` that follow as can be drawn before they are accepted.
+        `windows` has one window for each sequence. Generators call this.
         """
         self.pages.commit()
-        return self._decoding.draw(windows, at, self.sequence)
+        return self._decoding.draws(windows, at, self.sequence, guesses)
 
     def guess_row(self, logits: torch.Tensor, guesses: list[int], length: int | None = None) -> Row:
         """Return the sampler's input for a guess after the first `length` ids (None: all) and `guesses`.

@@ -1,5 +1,7 @@
 """Prelaunch the next decode step: prepare it while the current one runs, launch it before the host sees the tokens.
 
+A step with draft tokens is launched once the host has accepted the tokens before it, while these are delivered.
+
 Pages, positions and the captured graph are known beforehand; the tokens go from the sampler to the model without
 leaving the GPU. Where the step is not a captured graph, or a row was not sampled on the GPU, the host passes the tokens
 on as soon as it has them. The engine uses the step's logits only for the windows whose prediction held, and computes
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -19,6 +22,7 @@ from exl_generate.dynamic.runner import Runner, Window, mixable
 from exl_generate.dynamic.sequence import Sequence
 
 if TYPE_CHECKING:
+    from exl_generate.contracts import PreparedStep
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
     from exl_kernels.sampling import NextInputs
 
@@ -40,38 +44,56 @@ def attempt(compute: Callable[[], T]) -> T | None:
         return None
 
 
-def predictable(job: ExLlamaV2DynamicJob) -> bool:
+def predictable(job: ExLlamaV2DynamicJob, missing: int = 1) -> bool:
     """Whether everything of the job's next step but its token is known.
 
-    The job must have one sequence, request only logits, have room for one more token, and use adapters that other rows
-    may lack. Features that change tokens after they are drawn rule it out.
+    The job must request only logits, have room for one more token, and use adapters that other rows may lack. Features
+    that change tokens after they are drawn rule it out. `missing`: tokens that the current step still adds.
     """
     return (
-        len(job.sequences) == 1
-        and mixable(job.sequence)
+        mixable(job.sequence)
         and not job.request.return_hidden_state
         and not job.settings.post_sampling_hooks
-        and job.remaining_tokens > 1
-        and job.pages.room >= 1
+        and job.remaining_tokens > missing
+        and job.pages.room >= missing
     )
 
 
 class NextStep:
-    """A forward pass over the given sequences, each one token longer than now."""
+    """A forward pass over the sequences of some jobs.
 
-    def __init__(self, runner: Runner, sequences: list[Sequence]) -> None:
+    Args:
+        runner: Runs the model.
+        jobs: The sequences of each job; all of a job's sequences get the same tokens.
+        windows: The ids that each job evaluates, equally many: its last token and its draft tokens. None: one token
+            each, which is still to be sampled.
+    """
+
+    def __init__(
+        self, runner: Runner, jobs: SequenceOf[SequenceOf[Sequence]], windows: list[list[int]] | None = None
+    ) -> None:
         self._runner = runner
-        self._rows = {id(sequence): row for row, sequence in enumerate(sequences)}
-        self._sequences = sequences  # kept alive, so that the ids above are not reused
-        self._positions = [len(sequence) for sequence in sequences]
-        self._tokens: list[int] = []
+        # The first sequence of every job, whose rows the sampler fills in, then the others.
+        placed = [(number, job, sequence) for job, group in enumerate(jobs) for number, sequence in enumerate(group)]
+        placed.sort(key=lambda row: row[0] > 0)
+        self._jobs = len(jobs)
+        self._job_of = [job for _, job, _ in placed]
+        self._sequences = [sequence for _, _, sequence in placed]  # kept alive, so that their ids are not reused
+        self._rows = {id(sequence): row for row, sequence in enumerate(self._sequences)}
+        self._windows = windows or []
+        self._length = 1 if windows is None else len(windows[0])
+        self._positions = [len(sequence) - (windows is not None) for sequence in self._sequences]
         self._logits: torch.Tensor | None = None
         self._own_logits = False  # no later pass of the model writes over them
-        for sequence, position in zip(sequences, self._positions, strict=True):
-            sequence.provide(position + 1)
-        self._params, self._captured = runner.prepare(sequences, self._positions)
+        self._ids: torch.Tensor | None = None  # of all rows, which `launch` completes
+        #: When the step was launched, by the clock that measures steps; None if within the step before
+        self.began: float | None = None
+        for sequence, position in zip(self._sequences, self._positions, strict=True):
+            sequence.provide(position + self._length)
+        self._params, self._captured = runner.prepare(self._sequences, self._positions, self._length)
         self._pages = [
-            self._page(sequence, position) for sequence, position in zip(sequences, self._positions, strict=True)
+            self._pages_of(sequence, position)
+            for sequence, position in zip(self._sequences, self._positions, strict=True)
         ]
 
     @property
@@ -80,10 +102,14 @@ class NextStep:
         return self._logits is not None
 
     def inputs(self) -> NextInputs | None:
-        """Return the inputs that the sampler fills in for `launch`, one token a sequence. None if the step is not
+        """Return the inputs that the sampler fills in for `launch`, one token a job. None if the step is not
         captured.
         """
-        return None if self._captured is None else attempt(self._captured.inputs)
+        found = None if self._captured is None else attempt(self._captured.inputs)
+        if found is None or len(self._sequences) == self._jobs:
+            return found
+        self._ids = found.ids
+        return found._replace(ids=found.ids[: self._jobs])
 
     def launch(self) -> None:
         """Queue the step behind the sampling of its tokens, which fills in `inputs`.
@@ -92,16 +118,28 @@ class NextStep:
         """
         self._logits, self._own_logits = None, False
         if (captured := self._captured) is not None:
-            self._logits = attempt(lambda: captured.launch().float())
+            self._logits = attempt(lambda: self._launch(captured))
+
+    def _launch(self, captured: PreparedStep) -> torch.Tensor:
+        if self._ids is not None:
+            first, others = self._ids[: self._jobs], self._ids[self._jobs :]
+            if len(others) == len(first):
+                others.copy_(first)
+            else:
+                places = torch.tensor(self._job_of[self._jobs :])
+                places = places.pin_memory().to(first.device, non_blocking=True) if first.is_cuda else places
+                torch.index_select(first, 0, places, out=others)
+        return captured.launch().float()
 
     def withdraw(self) -> None:
         """Drop the launched step, because it ran with other tokens."""
         self._logits = None
 
-    def run(self, tokens: list[int]) -> None:
-        """Queue the step for these tokens, one a sequence. Failures are handled as in `launch`."""
+    def run(self) -> None:
+        """Queue the step for the tokens that are set. Failures are handled as in `launch`."""
         self._logits = None
-        self._logits = attempt(lambda: self._run(torch.tensor(tokens, dtype=torch.int64).unsqueeze(1)))
+        ids = [self._windows[job] for job in self._job_of]
+        self._logits = attempt(lambda: self._run(torch.tensor(ids, dtype=torch.int64)))
 
     def _run(self, ids: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor | None = None if self._captured is None else self._captured.run(ids)
@@ -109,8 +147,8 @@ class NextStep:
         return self._runner.run(ids, self._sequences, self._params) if logits is None else logits.float()
 
     def set_tokens(self, tokens: list[int]) -> None:
-        """Store the sampled tokens, one a sequence."""
-        self._tokens = tokens
+        """Store the sampled tokens, one a job."""
+        self._windows = [[token] for token in tokens]
 
     def serve(self, windows: list[Window], keep: bool) -> list[Window]:
         """Give the windows whose prediction held their logits; return the others.
@@ -135,14 +173,19 @@ class NextStep:
         row = self._rows.get(id(sequence))
         if row is None or window.wants_state:
             return None
-        if not self._tokens:  # an interrupt came before `set_tokens`
+        if not self._windows:  # an interrupt came before `set_tokens`
             return None
         position = self._positions[row]
-        if window.ids != [self._tokens[row]] or sequence.kv_position != position or len(sequence) != position + 1:
+        if (
+            window.ids != self._windows[self._job_of[row]]
+            or sequence.kv_position != position
+            or len(sequence) != position + 1
+        ):
             return None
-        return row if self._page(sequence, position) == self._pages[row] else None
+        return row if self._pages_of(sequence, position) == self._pages[row] else None
 
-    @staticmethod
-    def _page(sequence: Sequence, position: int) -> int:
-        """Return the page that stores the token at `position`."""
-        return int(sequence.block[position // sequence.page_size])
+    def _pages_of(self, sequence: Sequence, position: int) -> list[int]:
+        """Return the pages that store the window from `position` on."""
+        size = sequence.page_size
+        pages = sequence.block[position // size : (position + self._length - 1) // size + 1]
+        return [int(page) for page in pages]

@@ -226,19 +226,21 @@ class Runner:
                 torch.from_numpy(ids), cache=self._cache, attn_params=params, preprocess_only=preprocess_only, **extra
             )
 
-    def prepare(self, sequences: list[Sequence], positions: list[int]) -> tuple[PagedParams, PreparedStep | None]:
-        """Prepare a pass over one token of each sequence at `positions`.
+    def prepare(
+        self, sequences: list[Sequence], positions: list[int], q_len: int = 1
+    ) -> tuple[PagedParams, PreparedStep | None]:
+        """Prepare a pass over `q_len` tokens of each sequence from `positions` on.
 
         The sequences have no embeddings there and have mixable adapters. Returns the pass's parameters, and the step of
         `Model.prepare_step` where the model can do everything but the tokens beforehand, else None.
         """
-        params = self._params(sequences, positions, 1)
+        params = self._params(sequences, positions, q_len)
         adapters = [list(sequence.loras) for sequence in sequences]
         extra = {"row_loras": adapters} if any(adapters) and not self._draft else {}
-        return params, self._model.prepare_step(1, self._cache, params, **extra)
+        return params, self._model.prepare_step(q_len, self._cache, params, **extra)
 
     def run(self, ids: torch.Tensor, sequences: list[Sequence], params: PagedParams) -> torch.Tensor:
-        """Run the pass of `prepare` over int64 `ids` [B, 1]; returns logits float32 [B, 1, Vp] in new memory."""
+        """Run the pass of `prepare` over int64 `ids` [B, q]; returns logits float32 [B, q, Vp] in new memory."""
         extra = {} if self._draft else _adapters_of(sequences)
         with torch.inference_mode():
             found = self._model.forward_chunk(ids, cache=self._cache, attn_params=params, **extra)
