@@ -17,10 +17,20 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 VOCAB_SIZE = 3072
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{{ bos_token }}"
+    "{% if tools %}<|system|>Call functions so: "
+    '<tool_calls>[{"name": "NAME", "arguments": {}}]</tool_calls>'
+    "{% for tool in tools %}{{ '\\n' + tool['function'] | tojson }}{% endfor %}<|end|>{% endif %}"
+    "{% for message in messages %}"
+    "{{ '<|' + ('user' if message['role'] == 'tool' else message['role']) + '|>' + (message['content'] or '') }}"
+    "{% if message['tool_calls'] %}<tool_calls>[{% for call in message['tool_calls'] %}"
+    "{% if not loop.first %}, {% endif %}"
+    '{"name": {{ call["function"]["name"] | tojson }}, "arguments": {{ call["function"]["arguments"] | tojson }}}'
+    "{% endfor %}]</tool_calls>{% endif %}"
+    "<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+"""The models have never seen a tool: the template shows tools and calls, so that programs can be tried with them."""
 
 
 def train(documents: int, seed: int = 1) -> Tokenizer:

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exl_serve.config.model import ModelConfig
 from exl_serve.stream.events import AnswerEvent, Error
 from exl_serve.stream.mailbox import Mailbox
 from exl_serve.testing.local import EngineThread
@@ -222,7 +223,6 @@ def test_prompts_of_every_kind(client: openai.OpenAI, fable: EngineThread) -> No
         ({"response_format": {"type": "json_schema"}}, openai.BadRequestError, "json_schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}},
          openai.BadRequestError, "no"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.APIStatusError, "tool calls"),
         ({"stream_options": {"include_usage": True}}, openai.BadRequestError, "for streams"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}]},
          openai.BadRequestError, "takes no images"),
@@ -234,6 +234,65 @@ def test_refusals(client: openai.OpenAI, change: dict[str, Any], kind: type[Exce
     with pytest.raises(kind, match=says) as caught:
         client.chat.completions.create(**asked)
     assert set(caught.value.body) == {"message", "type", "param", "code"}  # type: ignore[attr-defined]
+
+
+NOTE: Any = {
+    "type": "function",
+    "function": {
+        "name": "note",
+        "description": "Write something down.",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string", "maxLength": 20}, "stars": {"enum": [1, 2, 3]}},
+            "required": ["text", "stars"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def test_the_bundled_model_takes_tools(client: openai.OpenAI) -> None:
+    """Its template shows them, so that the first server that somebody starts can be tried with them."""
+    asked: dict[str, Any] = {"model": "fable", "messages": STORY, "tools": [NOTE], "max_tokens": 90, "seed": 2}
+    whole = client.chat.completions.create(**asked, tool_choice="required")
+    (choice,) = whole.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    (call,) = choice.message.tool_calls or []
+    assert call.type == "function"
+    arguments = json.loads(call.function.arguments)
+    assert (call.function.name, set(arguments), arguments["stars"] in (1, 2, 3)) == ("note", {"text", "stars"}, True)
+    streamed, names, finish = "", [], ""
+    for chunk in client.chat.completions.create(**asked, tool_choice="required", stream=True):
+        for one in chunk.choices:
+            finish = one.finish_reason or finish
+            for part in one.delta.tool_calls or []:
+                assert part.function is not None
+                names += [part.function.name] if part.function.name else []
+                streamed += part.function.arguments or ""
+    assert (names, streamed, finish) == (["note"], call.function.arguments, "tool_calls")
+    free = client.chat.completions.create(**asked)
+    assert free.choices[0].message.content
+    again = [*STORY, choice.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "written"}]
+    answer = client.chat.completions.create(**asked | {"messages": again})
+    assert answer.choices[0].message.content
+    assert answer.usage is not None
+    assert free.usage is not None
+    assert answer.usage.prompt_tokens > free.usage.prompt_tokens
+
+
+def test_a_model_without_a_format_of_calls_takes_no_tools(fable: EngineThread) -> None:
+    live = LiveServer({"fable": fable}, [ModelConfig(id="fable", path=fable.card.folder, family="none")])
+    try:
+        asked = openai.OpenAI(base_url=f"{live.url}/v1", api_key="any", max_retries=0)
+        with pytest.raises(openai.APIStatusError, match="name it as `family`") as caught:
+            asked.chat.completions.create(model="fable", messages=STORY, tools=[NOTE], max_tokens=4)
+        assert caught.value.status_code == 501
+        assert asked.chat.completions.create(
+            model="fable", messages=STORY, tools=[NOTE], tool_choice="none", max_tokens=4
+        )
+    finally:
+        live.close()
 
 
 def test_unknown_fields_are_named(client: openai.OpenAI) -> None:
