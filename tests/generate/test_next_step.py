@@ -16,6 +16,7 @@ from internals import prelaunch
 from exl_core import PagedParams
 from exl_filters import ExLlamaV2Filter
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exl_generate.dynamic import draft_model
 from exl_generate.dynamic.draft_length import FixedDraftLength
 from exl_generate.testing import (
     ScriptedCache,
@@ -268,15 +269,24 @@ CONFIG = ScriptedConfig(vocab_size=VOCAB, max_seq_len=96, max_input_len=32)
 
 
 def play(
-    asks: list[Ask], early: bool, kind: type[ScriptedModel] = Overwriting, drafts: int | None = None
+    asks: list[Ask],
+    early: bool,
+    kind: type[ScriptedModel] = Overwriting,
+    drafts: int | None = None,
+    by_model: bool = False,
 ) -> tuple[list[list[Any]], ScriptedModel]:
     """Return the output of every job, iteration by iteration, and the model that was called.
 
-    `drafts`: draft tokens of every step, from the text. All results of a job are then one, and none is cancelled.
+    `drafts`: draft tokens of every step, from the text, or `by_model` from a model that agrees now and then. All
+    results of a job are then one, and none is cancelled.
     """
     model = kind(CONFIG)
     cache = ScriptedCache(model, max_seq_len=160)
     more: dict[str, Any] = {"use_ngram_draft": True, "num_draft_tokens": drafts} if drafts else {}
+    if drafts and by_model:
+        draft = kind(CONFIG)
+        draft.script = lambda context: None if sum(context[-3:]) % 4 else int(context[-1])
+        more = {"draft_model": draft, "draft_cache": ScriptedCache(draft, max_seq_len=160), "num_draft_tokens": drafts}
     generator = ExLlamaV2DynamicGenerator(
         model, cache, TOKENIZER, page_size=8, max_chunk_size=16, max_batch_size=4, **more
     )
@@ -316,15 +326,19 @@ def test_nobody_can_tell_that_tokens_stayed_on_the_device(asks: list[Ask], leave
 
 
 @examples(150, 40)
-@given(st.lists(ASKS, min_size=1, max_size=6), st.integers(1, 4), st.booleans())
-def test_nobody_can_tell_that_drafts_are_launched_early(asks: list[Ask], drafts: int, on_device: bool) -> None:
+@given(st.lists(ASKS, min_size=1, max_size=6), st.integers(1, 4), st.booleans(), st.booleans(), st.booleans())
+def test_nobody_can_tell_that_drafts_are_launched_early(
+    asks: list[Ask], drafts: int, by_model: bool, on_device: bool, leaves: bool
+) -> None:
     """Nor that all positions of a step are drawn at once. Tokens are those without drafts, too."""
     expected = play(asks, early=False, drafts=0)[0]
-    assert play(asks, early=False, drafts=drafts)[0] == expected
+    assert play(asks, early=False, drafts=drafts, by_model=by_model)[0] == expected
     with pytest.MonkeyPatch.context() as patch:
         if on_device:
-            patch.setattr(kernels, "launch", Device([]).launch)
-        assert play(asks, early=True, kind=Preparing, drafts=drafts)[0] == expected
+            device = Device([], leaves)
+            patch.setattr(kernels, "launch", device.launch)
+            patch.setattr(draft_model, "launch", device.launch)
+        assert play(asks, early=True, kind=Preparing, drafts=drafts, by_model=by_model)[0] == expected
 
 
 def test_a_step_with_drafts_is_one_pass_and_one_launch_of_the_sampler() -> None:
@@ -347,6 +361,37 @@ def test_a_step_with_drafts_is_one_pass_and_one_launch_of_the_sampler() -> None:
                 assert model.events[-3:] == ["sample", "collect", "run"]
                 assert len(model.events) == 3 or model.events[-4] == "run"
     assert job.accepted_draft_tokens == 30
+    check_pages(generator)
+
+
+def test_passes_of_a_draft_model_are_queued_before_their_ids_are_read() -> None:
+    """Each but the first, which follows the model's own tokens."""
+
+    def onward(context: Any) -> int:
+        return 3 + (int(context[-1]) - 2) % 4
+
+    model, draft = Preparing(CONFIG), Preparing(CONFIG)
+    model.script = draft.script = onward
+    draft.events = model.events
+    caches = [ScriptedCache(each, max_seq_len=160) for each in (model, draft)]
+    more: dict[str, Any] = {"draft_model": draft, "draft_cache": caches[1], "num_draft_tokens": 3}
+    generator = ExLlamaV2DynamicGenerator(model, caches[0], TOKENIZER, page_size=8, **more)
+    generator.drafter.length = FixedDraftLength(3)
+    prelaunch(generator, True)
+    job = ExLlamaV2DynamicJob(torch.tensor([[3, 4, 5, 6]]), 41, gen_settings=Settings.greedy())
+    generator.enqueue(job)
+    found: list[list[str]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        device = Device(model.events)
+        patch.setattr(kernels, "launch", device.launch)
+        patch.setattr(draft_model, "launch", device.launch)
+        while generator.num_remaining_jobs():
+            model.events.clear()
+            generator.iterate()
+            found.append(list(model.events))
+    drawn = ["sample", "step", "collect"]
+    assert found[2:8] == [["sample", "collect", *drawn, *drawn, "sample", "collect", "run"]] * 6
+    assert job.rejected_draft_tokens == 0
     check_pages(generator)
 
 

@@ -16,6 +16,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from exl_generate.dynamic.pages import Page, PageTable
 from exl_generate.dynamic.runner import Chunk, Runner
@@ -24,7 +26,12 @@ from exl_generate.dynamic.speculation import Drafter, Drafts
 from exl_kernels.sampling import Sampled, launch
 
 if TYPE_CHECKING:
+    from exl_generate.contracts import PreparedStep
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
+    from exl_kernels.sampling import NextInputs
+
+_Logits = dict["ExLlamaV2DynamicJob", torch.Tensor]
+"""Of each job, a row float32 [V]."""
 
 __all__ = ["ModelDrafter"]
 
@@ -46,8 +53,21 @@ class _Fed:
     requeues: int
 
 
+@dataclass(slots=True)
+class _Onward:
+    """A pass of the draft model that is queued before the host has seen its ids."""
+
+    jobs: list[ExLlamaV2DynamicJob]
+    step: PreparedStep
+    inputs: NextInputs
+    #: [B, 1, Vp], once queued with the right ids
+    logits: torch.Tensor | None = None
+
+
 class ModelDrafter(Drafter):
     """Draft with a model. If the draft model fails, the step continues without guesses.
+
+    On a GPU each pass is queued before the host has seen the guesses that it computes.
 
     A guess is drawn from the draft model's logits with the settings and the random number of the token that it guesses:
     the more alike both distributions are, the more often both draw the same token.
@@ -98,13 +118,15 @@ class ModelDrafter(Drafter):
         drafts: Drafts = {job: [] for job in rooms}
         fed: dict[ExLlamaV2DynamicJob, list[int]] = {job: [] for job in rooms}
         try:
-            guesses = self._first(list(rooms))
-            while guesses:
+            logits = self._first(list(rooms))
+            while logits:
+                onward = self._prelaunched(list(logits), drafts, rooms)
+                guesses = self._draw(logits, drafts, onward)
                 for job, (guess, probability) in guesses.items():
                     if probability >= self.threshold:
                         drafts[job].append(guess)
                 live = [job for job in guesses if len(fed[job]) < len(drafts[job]) < rooms[job]]
-                guesses = self._further(live, drafts)
+                logits = self._further(live, drafts, onward)
                 for job in live:
                     fed[job].append(drafts[job][-1])
         except Exception as error:
@@ -114,53 +136,86 @@ class ModelDrafter(Drafter):
             self._remember(job, tokens)
         return drafts
 
-    def _first(self, jobs: list[ExLlamaV2DynamicJob]) -> dict[ExLlamaV2DynamicJob, tuple[int, float]]:
-        """Return the guess after the last id of each job; the job's few ids without K/V are computed in the same
+    def _first(self, jobs: list[ExLlamaV2DynamicJob]) -> _Logits:
+        """Return the logits after the last id of each job; the job's few ids without K/V are computed in the same
         pass.
         """
         windows: dict[int, list[tuple[ExLlamaV2DynamicJob, int]]] = defaultdict(list)
         for job in jobs:
             start = min(self._known(job.sequence), len(job.sequence) - 1)
             windows[len(job.sequence) - start].append((job, start))
-        found: dict[ExLlamaV2DynamicJob, tuple[int, float]] = {}
+        found: _Logits = {}
         for group in windows.values():
-            sequences = [job.sequence for job, _ in group]
             ids = np.stack([job.sequence.ids[start:] for job, start in group])
-            found |= self._feed(ids, {job: [] for job, _ in group}, [start for _, start in group])
-            for sequence, (_, start) in zip(sequences, group, strict=True):
-                self._mark(sequence, start, len(sequence))
+            # The next pass may overwrite these logits.
+            found |= self._feed(ids, [job for job, _ in group], [start for _, start in group], keep=len(windows) > 1)
+            for job, start in group:
+                self._mark(job.sequence, start, len(job.sequence))
         return found
 
-    def _further(self, jobs: list[ExLlamaV2DynamicJob], drafts: Drafts) -> dict[ExLlamaV2DynamicJob, tuple[int, float]]:
-        """Return the guess after the last guess of each job."""
+    def _further(self, jobs: list[ExLlamaV2DynamicJob], drafts: Drafts, onward: _Onward | None) -> _Logits:
+        """Return the logits after the last guess of each job: those of the prelaunched pass, if it has run."""
         if not jobs:
             return {}
+        if onward is not None and onward.logits is not None:
+            return {job: row for job, row in self._rows(onward.jobs, onward.logits).items() if job in jobs}
         ids = np.array([[drafts[job][-1]] for job in jobs], dtype=np.int64)
         places = [len(job.sequence) + len(drafts[job]) - 1 for job in jobs]
-        return self._feed(ids, {job: drafts[job] for job in jobs}, places)
+        return self._feed(ids, jobs, places)
 
     def _feed(
-        self, ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]], drafts: Drafts, places: list[int]
-    ) -> dict[ExLlamaV2DynamicJob, tuple[int, float]]:
-        """Compute `ids` [B, q] at these positions, one row for each job of `drafts`.
-
-        Returns the token that each job draws after its row, and the draft model's probability of it where a threshold
-        needs it. A job that can draw none has no guess.
-        """
-        sequences = [job.sequence for job in drafts]
+        self, ids: NDArray[np.int64], jobs: list[ExLlamaV2DynamicJob], places: list[int], keep: bool = False
+    ) -> _Logits:
+        """Compute `ids` [B, q] at these positions, one row for each job; returns the logits after each row."""
+        sequences = [job.sequence for job in jobs]
         for sequence, place in zip(sequences, places, strict=True):
             sequence.provide(place + ids.shape[1])
-        out = self._runner.forward(ids, sequences, places)
-        last = out["logits"][:, -1, : self._vocab_size].float()
-        rows = [job.guess_row(logits, guesses) for (job, guesses), logits in zip(drafts.items(), last, strict=True)]
-        drawn = launch(rows).collect()
-        tokens = {job: found.token for job, found in zip(drafts, drawn, strict=True) if isinstance(found, Sampled)}
+        logits = self._runner.forward(ids, sequences, places)["logits"]
+        return self._rows(jobs, logits.clone() if keep else logits)
+
+    def _rows(self, jobs: list[ExLlamaV2DynamicJob], logits: torch.Tensor) -> _Logits:
+        return dict(zip(jobs, logits[:, -1, : self._vocab_size].float(), strict=True))
+
+    def _prelaunched(
+        self, jobs: list[ExLlamaV2DynamicJob], drafts: Drafts, rooms: dict[ExLlamaV2DynamicJob, int]
+    ) -> _Onward | None:
+        """Prepare the pass over the guesses that are drawn next, for the sampler to fill in on a GPU.
+
+        None where a job needs no further guess, or a guess may end a draft.
+        """
+        if self.threshold > 0 or not self._runner.asynchronous:
+            return None
+        if any(len(drafts[job]) + 1 >= rooms[job] for job in jobs):
+            return None
+        sequences = [job.sequence for job in jobs]
+        places = [len(job.sequence) + len(drafts[job]) for job in jobs]
+        for sequence, place in zip(sequences, places, strict=True):
+            sequence.provide(place + 1)
+        _, step = self._runner.prepare(sequences, places)
+        inputs = None if step is None else step.inputs()
+        return None if step is None or inputs is None else _Onward(jobs, step, inputs)
+
+    def _draw(
+        self, logits: _Logits, drafts: Drafts, onward: _Onward | None
+    ) -> dict[ExLlamaV2DynamicJob, tuple[int, float]]:
+        """Return the token that each job draws, and the draft model's probability of it where a threshold needs it.
+
+        A job that can draw none has no guess. The pass `onward` is queued before the tokens are read.
+        """
+        rows = [job.guess_row(row, drafts[job]) for job, row in logits.items()]
+        launched = launch(rows, None if onward is None else onward.inputs)
+        if onward is not None and launched.written:
+            onward.logits = onward.step.launch()
+        drawn = launched.collect()
+        if onward is not None and not launched.written:
+            onward.logits = None
+        tokens = {job: found.token for job, found in zip(logits, drawn, strict=True) if isinstance(found, Sampled)}
         if self.threshold <= 0:
             return {job: (token, 1.0) for job, token in tokens.items()}
-        chances = last.softmax(dim=-1).cpu()
+        chances = torch.stack(list(logits.values())).softmax(dim=-1).cpu()
         return {
             job: (tokens[job], float(row[tokens[job]]))
-            for job, row in zip(drafts, chances, strict=True)
+            for job, row in zip(logits, chances, strict=True)
             if job in tokens
         }
 
