@@ -244,7 +244,10 @@ def test_any_number_of_blocks_that_share_a_row_is_bitwise_identical(kind: Any, d
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("heads", "groups", "dim", "page_size"),
-    [(2, 4, 128, 256), (8, 4, 128, 64), (1, 1, 64, 256), (2, 7, 64, 192), (2, 8, 128, 128), (1, 16, 128, 256)],
+    [
+        *[(2, 4, 128, 256), (8, 4, 128, 64), (1, 1, 64, 256), (2, 7, 64, 192), (2, 8, 128, 128), (1, 16, 128, 256)],
+        *[(2, 2, 256, 256), (1, 12, 256, 64)],
+    ],
 )
 def test_tokens_one_a_sequence_have_the_bits_of_tokens_many(
     kind: Any, heads: int, groups: int, dim: int, page_size: int
@@ -262,7 +265,24 @@ def test_tokens_one_a_sequence_have_the_bits_of_tokens_many(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("groups", "dim"), [(2, 128), (4, 64)])
+@pytest.mark.parametrize(("groups", "dim"), [(2, 256), (4, 128), (16, 128), (1, 64)])
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+def test_tokens_one_a_sequence_equal_those_of_the_kernel_for_masks(
+    kind: Any, groups: int, dim: int, softcap: float
+) -> None:
+    """A mask of zeros changes no logit and selects the kernel for few tokens. 70 sequences: blocks of whole splits."""
+    lengths = [1, 64, 65] if UNDER_A_TOOL else [1, 64, 65, 200, 449, 512, 513, 2100]
+    case = make_cuda_case(kind, lengths, heads=2, groups=groups, dim=dim, page_size=64)
+    mask = torch.zeros(len(lengths), max(lengths), device="cuda")
+    for batch in ([2], [1, 0], range(len(lengths)), [i % len(lengths) for i in range(70)]):
+        rows, positions = list(batch), [lengths[i] - 1 for i in batch]
+        want = case.run(rows, positions, softcap=softcap, key_mask=mask)
+        assert torch.equal(case.run(rows, positions, softcap=softcap), want), batch
+        assert_close(want[:1], case.oracle(rows[:1], positions[:1], softcap=softcap), 2e-2 if softcap else BOUND)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("groups", "dim"), [(2, 128), (4, 64), (2, 256)])
 def test_a_batchs_clusters_are_bitwise_identical(kind: Any, groups: int, dim: int) -> None:
     lengths = [513, 512, 511, 65, 64, 1, 300] + ([1] * 9 if UNDER_A_TOOL else [257 + 5 * i for i in range(57)])
     case = make_cuda_case(kind, lengths, dim=dim, groups=groups, heads=4, page_size=256)

@@ -109,6 +109,7 @@ def test_norms_that_do_not_fit() -> None:
         *[(4, 128, 128, False), (4, 128, 128, True), (7, 64, 64, False), (1, 64, 64, True), (12, 128, 0, False)],
         *[(16, 128, 64, True), (4, 128, 64, False), (4, 128, 32, True), (2, 64, 32, False), (2, 64, 4, False)],
         *[(2, 128, 96, True), (2, 128, 96, False)],
+        *[(2, 256, 256, False), (2, 256, 256, True), (16, 256, 64, False), (1, 256, 128, False)],
     ],
 )
 def test_own_keys_in_pages_of_whole_units(
@@ -127,6 +128,15 @@ def test_own_keys_of_other_types_windows_and_caps(kind: Any, dtype: torch.dtype)
     assert_same_step(step)
     assert_same_step(step, window=100)
     assert_same_step(step, softcap=20.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("groups", "dim"), [(2, 256), (4, 128), (1, 64)])
+def test_caps_in_pages_of_whole_units(kind: Any, groups: int, dim: int) -> None:
+    for lengths in ([65], [513, 64, 0]) if UNDER_A_TOOL else ([150], [2100], [1, 64, 65, 0, 1000], [300] * 70):
+        step = own_step(kind, lengths, heads=2, groups=groups, dim=dim, page_size=64)
+        assert_same_step(step, softcap=20.0)
+        assert_same_step(step, softcap=20.0, window=4096, norms=step.norms())
 
 
 @pytest.mark.parametrize("kind", ["fp16", "q4"])

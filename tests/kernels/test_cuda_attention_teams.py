@@ -46,7 +46,10 @@ def assert_equals_few_tokens(step: OwnStep, norms: bool = False, **options: Any)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("groups", "dim", "dtype"),
-    [(4, 128, F16), (4, 128, BF16), (12, 128, F16), (16, 128, BF16), (1, 64, F16), (7, 64, BF16), (9, 64, F16)],
+    [
+        *[(4, 128, F16), (4, 128, BF16), (12, 128, F16), (16, 128, BF16), (1, 64, F16), (7, 64, BF16), (9, 64, F16)],
+        *[(2, 256, F16), (9, 256, BF16)],
+    ],
 )
 def test_one_token_a_sequence(kind: Any, groups: int, dim: int, dtype: torch.dtype) -> None:
     """Parts of a unit, whole units, several units of a team, several splits; a sequence without keys."""
@@ -54,6 +57,22 @@ def test_one_token_a_sequence(kind: Any, groups: int, dim: int, dtype: torch.dty
     for at, lengths in enumerate(batches[:1] if UNDER_A_TOOL else batches):
         step = own_step(kind, lengths, heads=2, groups=groups, dim=dim, page_size=64 << at, dtype=dtype)
         assert_equals_few_tokens(step, norms=at == 1)
+
+
+@pytest.mark.parametrize("kind", ["fp16", "q4"])
+@pytest.mark.parametrize(
+    ("dim", "rotated", "interleaved"),
+    [
+        *[(128, 64, True), (128, 64, False), (128, 32, True), (128, 96, True), (64, 32, False), (64, 4, False)],
+        *[(256, 64, False), (256, 128, True), (256, 256, True)],
+    ],
+)
+def test_partial_rotations(kind: Any, dim: int, rotated: int, interleaved: bool) -> None:
+    step = own_step(
+        kind, [130, 64, 1], heads=1, groups=2, dim=dim, page_size=64, rotated=rotated, interleaved=interleaved
+    )
+    for norms in (False, True):
+        assert_equals_few_tokens(step, norms=norms)
 
 
 @pytest.mark.parametrize("kind", KINDS)

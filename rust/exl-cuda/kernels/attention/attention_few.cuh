@@ -42,13 +42,13 @@ DEVICE void attend_unit_few(const Attention& a, const Job& job, Sums<S>& unit, u
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, key = index * UNIT + 16 * warp + (lane >> 2);
   float* maxima = reinterpret_cast<float*>(shared + S::MAXIMA_AT);
   uint2* weights = reinterpret_cast<uint2*>(shared + S::WEIGHTS_AT);
-  const float scale = a.scale * LOG2E;
   float x[S::NT][4];
   unit_logits<S>(x, shared, nullptr, reinterpret_cast<const uint4*>(shared + S::QUERIES_AT));
 #pragma unroll
   for (int j = 0; j < S::NT; j++) {
+    scale_logits(a, x[j]);
 #pragma unroll
-    for (int i = 0; i < 4; i++) x[j][i] = key + 8 * (i >> 1) < job.to ? __fmul_rn(x[j][i], scale) : -INFINITY;
+    for (int i = 0; i < 4; i++) x[j][i] = key + 8 * (i >> 1) < job.to ? x[j][i] : -INFINITY;
   }
   unit_maxima<S>(x, maxima);
   copy_wait<0>();
@@ -183,5 +183,6 @@ DEVICE void attention_few(const Attention&) {}
   }
 #define FEWS_OF(kind, element, ELEMENT, KC, VC)                                                       \
   FEW(kind, element, ELEMENT, KC, VC, 64, 1, 7) FEW(kind, element, ELEMENT, KC, VC, 64, 2, 5)         \
-  FEW(kind, element, ELEMENT, KC, VC, 128, 1, 7) FEW(kind, element, ELEMENT, KC, VC, 128, 2, 4)
+  FEW(kind, element, ELEMENT, KC, VC, 128, 1, 7) FEW(kind, element, ELEMENT, KC, VC, 128, 2, 4)       \
+  FEW(kind, element, ELEMENT, KC, VC, 256, 1, 5) FEW(kind, element, ELEMENT, KC, VC, 256, 2, 3)
 #define FEWS(kind, KC, VC) FEWS_OF(kind, f16, __half, KC, VC) FEWS_OF(kind, bf16, __nv_bfloat16, KC, VC)

@@ -98,7 +98,6 @@ DEVICE void attend_unit_long(const Attention& a, const Job& job, Sums<S>& unit, 
   const int lane = threadIdx.x & 31, key = index * UNIT + 16 * team_warp() + (lane >> 2);
   float* maxima = reinterpret_cast<float*>(shared + S::MAXIMA_AT + team * S::MAXIMUM_BYTES);
   uint2* weights = reinterpret_cast<uint2*>(shared + S::WEIGHTS_AT + team * S::WEIGHT_BYTES);
-  const float scale = a.scale * LOG2E;
   float x[S::NT][4];
   barrier_wait(slots.full(turn.slot, 0), turn.phase);
   // The own key is added here and the own value further down: a slot's keys may be this unit's while the previous unit's values are still
@@ -109,9 +108,11 @@ DEVICE void attend_unit_long(const Attention& a, const Job& job, Sums<S>& unit, 
   if (home || TEAMS_SHARE_BARRIER<S>) team_meets<S>(team);
   unit_logits<S>(x, stage, nullptr, reinterpret_cast<const uint4*>(shared + S::QUERIES_AT));
 #pragma unroll
-  for (int j = 0; j < S::NT; j++)
+  for (int j = 0; j < S::NT; j++) {
+    scale_logits(a, x[j]);
 #pragma unroll
-    for (int i = 0; i < 4; i++) x[j][i] = key + 8 * (i >> 1) < job.to ? __fmul_rn(x[j][i], scale) : -INFINITY;
+    for (int i = 0; i < 4; i++) x[j][i] = key + 8 * (i >> 1) < job.to ? x[j][i] : -INFINITY;
+  }
   warp_arrives(slots.empty(turn.slot, 0), lane);
   unit_maxima<S>(x, maxima);
   team_meets<S>(team);
@@ -216,5 +217,6 @@ DEVICE void attention_long(const Attention&) {}
   }
 #define LONGS_OF(kind, element, ELEMENT, KC, VC, TEAMS)                                                                 \
   LONG(kind, element, ELEMENT, KC, VC, 64, 1, TEAMS) LONG(kind, element, ELEMENT, KC, VC, 64, 2, TEAMS)                 \
-  LONG(kind, element, ELEMENT, KC, VC, 128, 1, TEAMS) LONG(kind, element, ELEMENT, KC, VC, 128, 2, TEAMS)
+  LONG(kind, element, ELEMENT, KC, VC, 128, 1, TEAMS) LONG(kind, element, ELEMENT, KC, VC, 128, 2, TEAMS)               \
+  LONG(kind, element, ELEMENT, KC, VC, 256, 1, TEAMS) LONG(kind, element, ELEMENT, KC, VC, 256, 2, TEAMS)
 #define LONGS(kind, KC, VC, TEAMS) LONGS_OF(kind, f16, __half, KC, VC, TEAMS) LONGS_OF(kind, bf16, __nv_bfloat16, KC, VC, TEAMS)

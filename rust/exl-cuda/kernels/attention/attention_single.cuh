@@ -14,43 +14,74 @@ DEVICE uint32_t word_of(float2 v, __nv_bfloat16) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// Rotation of whole heads; lane l holds elements 64 b + 2 l and the next one.
+// Rotation of a head; lane l holds elements 64 b + 2 l and the next one. The first `a.rotated` elements are rotated: all of them; any even
+// number, of neighbours (`a.interleaved`); or a multiple of four up to 64 (ops/attention/single.rs).
 template <class ELEMENT, int DIM>
 struct Rotation {
-  float cos[2] = {1.f, 1.f}, sin[2] = {0.f, 0.f};
+  static constexpr int BLOCKS = DIM / 64, PAIRS = BLOCKS > 2 ? BLOCKS : 2;
+  float cos[PAIRS], sin[PAIRS];
   bool turns = false;
   DEVICE Rotation(const Attention& a, int token) {
+#pragma unroll
+    for (int j = 0; j < PAIRS; j++) cos[j] = 1.f, sin[j] = 0.f;
     if (!a.cos || a.rotated == 0) return;
     const int64_t position = a.rope_positions[token];
     turns = position >= 0 && position < a.table_rows;
     if (!turns) return;
-    const int lane = threadIdx.x & 31, base = a.interleaved ? lane : DIM == 64 ? 2 * (lane & 15) : 2 * lane, step = a.interleaved ? 32 : 1;
+    const int lane = threadIdx.x & 31, pairs = a.rotated / 2;
+    const float *cosines = a.cos + position * pairs, *sines = a.sin + position * pairs;
+    if (a.interleaved) {
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-      if (DIM == 64 && a.interleaved && j) break;
-      cos[j] = a.cos[position * (DIM / 2) + base + j * step];
-      sin[j] = a.sin[position * (DIM / 2) + base + j * step];
+      for (int b = 0; b < BLOCKS; b++) {
+        const int pair = 32 * b + lane;
+        if (pair >= pairs) break;
+        cos[b] = cosines[pair];
+        sin[b] = sines[pair];
+      }
+    } else if (DIM > 64 && a.rotated == DIM) {
+#pragma unroll
+      for (int j = 0; j < BLOCKS; j++) {
+        const int pair = 64 * (j / 2) + 2 * lane + j % 2;
+        cos[j] = cosines[pair];
+        sin[j] = sines[pair];
+      }
+    } else {
+      const int half = pairs / 2;  // lanes that hold the first elements of pairs
+      if (lane >= 2 * half) return;
+      const int pair = 2 * (lane < half ? lane : lane - half);
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        cos[j] = cosines[pair + j];
+        sin[j] = sines[pair + j];
+      }
     }
   }
   DEVICE void turn(const Attention& a, Head<DIM>& head) const {
     if (!turns) return;
     if (a.interleaved) {
 #pragma unroll
-      for (int b = 0; b < DIM / 64; b++) head.pairs[b] = rotate(head.pairs[b].x, head.pairs[b].y, cos[b], sin[b]);
-    } else if constexpr (DIM == 128) {
-      const float2 x = rotate(head.pairs[0].x, head.pairs[1].x, cos[0], sin[0]), y = rotate(head.pairs[0].y, head.pairs[1].y, cos[1], sin[1]);
-      head.pairs[0] = make_float2(x.x, y.x);
-      head.pairs[1] = make_float2(x.y, y.y);
+      for (int b = 0; b < BLOCKS; b++) head.pairs[b] = rotate(head.pairs[b].x, head.pairs[b].y, cos[b], sin[b]);
+    } else if (DIM > 64 && a.rotated == DIM) {
+#pragma unroll
+      for (int b = 0; b < BLOCKS / 2; b++) {
+        const int c = b + BLOCKS / 2;
+        const float2 x = rotate(head.pairs[b].x, head.pairs[c].x, cos[2 * b], sin[2 * b]);
+        const float2 y = rotate(head.pairs[b].y, head.pairs[c].y, cos[2 * b + 1], sin[2 * b + 1]);
+        head.pairs[b] = make_float2(x.x, y.x);
+        head.pairs[c] = make_float2(x.y, y.y);
+      }
     } else {
-      const bool upper = threadIdx.x & 16;
+      const int lane = threadIdx.x & 31, half = a.rotated / 4;
+      const bool upper = lane >= half;
+      const int partner = lane >= 2 * half ? lane : upper ? lane - half : lane + half;
       const float2 mine = head.pairs[0];
-      const float2 other = make_float2(__shfl_xor_sync(~0u, mine.x, 16), __shfl_xor_sync(~0u, mine.y, 16));
+      const float2 other = make_float2(__shfl_sync(~0u, mine.x, partner), __shfl_sync(~0u, mine.y, partner));
       const float2 x = upper ? rotate(other.x, mine.x, cos[0], sin[0]) : rotate(mine.x, other.x, cos[0], sin[0]);
       const float2 y = upper ? rotate(other.y, mine.y, cos[1], sin[1]) : rotate(mine.y, other.y, cos[1], sin[1]);
-      head.pairs[0] = upper ? make_float2(x.y, y.y) : make_float2(x.x, y.x);
+      if (lane < 2 * half) head.pairs[0] = upper ? make_float2(x.y, y.y) : make_float2(x.x, y.x);
     }
 #pragma unroll
-    for (int b = 0; b < DIM / 64; b++) head.pairs[b] = pair_of(word_of(head.pairs[b], ELEMENT()), ELEMENT());
+    for (int b = 0; b < BLOCKS; b++) head.pairs[b] = pair_of(word_of(head.pairs[b], ELEMENT()), ELEMENT());
   }
 };
 
@@ -216,19 +247,29 @@ DEVICE void load_items(uint32_t (&raw)[2][S::BLOCKS], const unsigned* first, con
   }
 }
 
+// Whether the weights of the norms of q and k have no room in shared memory and are read where they are used.
+template <class S>
+constexpr bool NORMS_STAY = S::DIM > 128;
+
 // Loads the weights of the norms of q and k, two floats a thread. They are requested before the keys and stored before the block's barrier,
 // in the memory of the weights of the first unit's values.
 template <class S>
 DEVICE float2 load_norms(const Attention& a) {
   const int at = 2 * threadIdx.x;
-  if (!a.q_norm || at >= 2 * S::DIM) return make_float2(0.f, 0.f);
+  if (NORMS_STAY<S> || !a.q_norm || at >= 2 * S::DIM) return make_float2(0.f, 0.f);
   return __ldg(reinterpret_cast<const float2*>(at < S::DIM ? a.q_norm + at : a.k_norm + at - S::DIM));
 }
 template <class S>
 DEVICE void put_norms(const Attention& a, uint8_t* shared, float2 weights) {
-  static_assert(2 * S::DIM * 4 <= 4 * S::NT * 256, "norms of q and k fit the place of a unit's weights");
-  static_assert(S::DIM <= S::THREADS, "two floats a thread");
-  if (a.q_norm && threadIdx.x < S::DIM) reinterpret_cast<float2*>(shared + S::WEIGHTS_AT)[threadIdx.x] = weights;
+  static_assert(NORMS_STAY<S> || 2 * S::DIM * 4 <= 4 * S::NT * 256, "norms of q and k fit the place of a unit's weights");
+  static_assert(NORMS_STAY<S> || S::DIM <= S::THREADS, "two floats a thread");
+  if (!NORMS_STAY<S> && a.q_norm && threadIdx.x < S::DIM) reinterpret_cast<float2*>(shared + S::WEIGHTS_AT)[threadIdx.x] = weights;
+}
+// The weight of the norm of queries or of the own key.
+template <class S>
+DEVICE const float* norm_weight(const Attention& a, const uint8_t* shared, bool query) {
+  if constexpr (NORMS_STAY<S>) return query ? a.q_norm : a.k_norm;
+  else return reinterpret_cast<const float*>(shared + S::WEIGHTS_AT) + (query ? 0 : S::DIM);
 }
 
 // Prepares queries, and the own key and value if this block has them (`own`). `home`: offset in shared memory of the unit that takes them, or
@@ -256,7 +297,7 @@ DEVICE void prepare_items(const Attention& a, const Job& job, const Rotation<typ
       if (column >= -1) {
         // Unlikely: its code lies behind that of the models without these norms, which a launch runs once and cold.
         if (__builtin_expect(a.q_norm != nullptr, 0)) {
-          head.norm(S::DIM, a.norm_eps, reinterpret_cast<const float*>(shared + S::WEIGHTS_AT) + (column >= 0 ? 0 : S::DIM));
+          head.norm(S::DIM, a.norm_eps, norm_weight<S>(a, shared, column >= 0));
 #pragma unroll
           for (int b = 0; b < S::BLOCKS; b++) head.pairs[b] = pair_of(word_of(head.pairs[b], Element()), Element());
         }
@@ -333,7 +374,9 @@ DEVICE bool join_splits(const Attention& a, Pair& pair, int row, int block, int 
   float* parts = a.parts + (int64_t)group * a.part_slots * stride + row * S::ROW;
   float* mine = parts + split * stride;
   __stcg(reinterpret_cast<float2*>(mine + block * 64 + 2 * lane), pair.sums);
-  if (lane == 0) __stcg(reinterpret_cast<float2*>(mine + S::DIM + 2 * block), make_float2(pair.max, pair.sum));
+  // All blocks of a row have the same state: those that share one of its two places write equal values.
+  const int state_at = S::DIM + 2 * (block % 2);
+  if (lane == 0) __stcg(reinterpret_cast<float2*>(mine + state_at), make_float2(pair.max, pair.sum));
   __syncwarp();
   int before = 0;
   unsigned* ticket = a.tickets + (group * a.group + row) * S::BLOCKS + block;
@@ -350,7 +393,7 @@ DEVICE bool join_splits(const Attention& a, Pair& pair, int row, int block, int 
     join_in_order<MOST>(
         pair, splits - from,
         [&](int k) { return __ldcg(reinterpret_cast<const float2*>(at + k * stride + block * 64 + 2 * lane)); },
-        [&](int k) { return __ldcg(reinterpret_cast<const float2*>(at + k * stride + S::DIM + 2 * block)); });
+        [&](int k) { return __ldcg(reinterpret_cast<const float2*>(at + k * stride + state_at)); });
   }
   return true;
 }

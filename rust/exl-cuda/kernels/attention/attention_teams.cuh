@@ -204,5 +204,6 @@ DEVICE void attention_teams(const Attention&) {}
   }
 #define ALL_TEAMS_OF(kind, element, ELEMENT, KC, VC)                                           \
   TEAMS(kind, element, ELEMENT, KC, VC, 64, 1) TEAMS(kind, element, ELEMENT, KC, VC, 64, 2)    \
-  TEAMS(kind, element, ELEMENT, KC, VC, 128, 1) TEAMS(kind, element, ELEMENT, KC, VC, 128, 2)
+  TEAMS(kind, element, ELEMENT, KC, VC, 128, 1) TEAMS(kind, element, ELEMENT, KC, VC, 128, 2)  \
+  TEAMS(kind, element, ELEMENT, KC, VC, 256, 1) TEAMS(kind, element, ELEMENT, KC, VC, 256, 2)
 #define ALL_TEAMS(kind, KC, VC) ALL_TEAMS_OF(kind, f16, __half, KC, VC) ALL_TEAMS_OF(kind, bf16, __nv_bfloat16, KC, VC)

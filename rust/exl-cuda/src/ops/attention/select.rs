@@ -108,6 +108,7 @@ mod tests {
     use super::*;
     use crate::capabilities::CARDS;
     use crate::capabilities::tests::{RELEASE, card, hopper};
+    use crate::ops::attention::Own;
     use crate::ops::kv::{KINDS, Pages};
 
     fn call(kind: Kind, head_dim: usize, heads: (usize, usize), rows: (usize, usize)) -> Attention {
@@ -216,5 +217,47 @@ mod tests {
         }
         let plain = "attention_fp16_128_decode1";
         assert_eq!(kernel(&hopper(), (64, 1), 16384), plain);
+    }
+
+    #[test]
+    fn one_token_a_sequence_of_other_families_on_hopper() {
+        let fp16 = KINDS.into_iter().find(|kind| kind.name == "fp16").unwrap();
+        let own = |rotated, interleaved| Own {
+            key: 16,
+            value: 16,
+            cos: 16,
+            sin: 16,
+            table_rows: 1024,
+            rotated,
+            interleaved,
+            ..Own::default()
+        };
+        let kernel = |dim, heads, rotation: Option<(usize, bool)>, softcap, window, rows| {
+            let mut op = call(fp16, dim, heads, (rows, 1));
+            op.own = rotation.map(|(rotated, interleaved)| own(rotated, interleaved));
+            (op.softcap, op.window) = (softcap, window);
+            select(&hopper(), &op, &plan_on(&hopper(), &op, 256)).kernel
+        };
+        for rows in [1, 8] {
+            // GLM-4, heads of 64 of which half is rotated, and Gemma 2 on layers with and without a window.
+            let glm = kernel(128, (32, 2), Some((64, true)), 0.0, 0, rows);
+            assert_eq!(glm, "attention_fp16_f16_128_few2", "{rows}");
+            let half = kernel(64, (8, 8), Some((32, false)), 0.0, 0, rows);
+            assert_eq!(half, "attention_fp16_f16_64_few1", "{rows}");
+            for window in [0, 4096] {
+                let gemma = kernel(256, (16, 8), Some((256, false)), 50.0, window, rows);
+                assert_eq!(gemma, "attention_fp16_f16_256_few1", "{rows} {window}");
+            }
+        }
+        let cases = [
+            (128, Some((96, false)), 0, "attention_fp16_128_decode1"),
+            (128, Some((96, true)), 0, "attention_fp16_f16_128_few1"),
+            (128, None, 100, "attention_fp16_128_decode1"),
+            (96, None, 0, "attention_fp16_128_decode1"),
+        ];
+        for (dim, rotation, window, expected) in cases {
+            let found = kernel(dim, (32, 8), rotation, 0.0, window, 8);
+            assert_eq!(found, expected, "{dim} {rotation:?}");
+        }
     }
 }

@@ -2,18 +2,18 @@
 //! they take, and the blocks of the kernels of sm_90.
 
 use super::room::{packed, unit_bytes};
-use super::{Attention, Mode, Plan, ROWS, SPLIT_UNITS, UNIT, teams};
+use super::{Attention, Mode, Own, Plan, ROWS, SPLIT_UNITS, UNIT, teams};
 use crate::capabilities::{Capabilities, Feature};
 use crate::ops::Element;
 use crate::ops::kv::{Codec, KINDS, Kind};
 
 /// Head dimensions that these kernels support.
-const FEW_DIMS: [usize; 2] = [64, 128];
+const FEW_DIMS: [usize; 3] = [64, 128, 256];
 
 /// Element types of their queries.
 const FEW_ELEMENTS: [Element; 2] = [Element::F16, Element::BF16];
 
-/// Blocks of the cluster kernel that fit an SM, and most blocks of a cluster.
+/// Blocks of the cluster kernel that fit an SM for heads of up to 128 elements, and most blocks of a cluster.
 const FEW_BLOCKS: usize = 5;
 const MOST_CLUSTER: usize = 8;
 
@@ -171,12 +171,26 @@ fn few_shared(kind: Kind, dim: usize, rows: usize, size: usize) -> usize {
     unit_bytes(kind, dim) + work + own(kind.key) + own(kind.value) + joins
 }
 
+/// Blocks of the cluster kernel that fit an SM: memory limits those of long heads.
+fn few_blocks(kind: Kind, dim: usize, rows: usize, per_block: usize) -> usize {
+    if dim <= 128 {
+        return FEW_BLOCKS;
+    }
+    let block = few_shared(kind, dim, rows, MOST_CLUSTER) + 1024;
+    ((per_block + 1024) / block).clamp(1, FEW_BLOCKS)
+}
+
 /// Blocks of a cluster and clusters of a key head: one cluster a split, with as many blocks as leave all of them resident. By measurement
 /// (docs/design/attention.md), clusters of four are used only if a row is one split, and more blocks than are resident only for short rows
-/// of half pages. Otherwise None.
-fn few_clusters(groups: usize, units: usize, packed: bool, sms: usize) -> Option<(usize, usize)> {
+/// of half pages. Otherwise None. `of_sm`: blocks that fit an SM.
+fn few_clusters(
+    groups: usize,
+    units: usize,
+    packed: bool,
+    (sms, of_sm): (usize, usize),
+) -> Option<(usize, usize)> {
     let clusters = units.div_ceil(SPLIT_UNITS);
-    let (blocks, resident) = (groups * clusters, FEW_BLOCKS * sms);
+    let (blocks, resident) = (groups * clusters, of_sm * sms);
     let most = if clusters == 1 && !packed {
         8 * sms
     } else {
@@ -206,14 +220,25 @@ fn few_room(blocks: usize, sms: usize, per_block: usize) -> usize {
     }
 }
 
+/// Whether the kernels know this rotation of heads of `dim` elements: of all elements, of neighbours, or of the first 64 or fewer, which
+/// the lanes exchange.
+fn rotates(own: Own, dim: usize) -> bool {
+    let Own {
+        cos,
+        rotated,
+        interleaved,
+        ..
+    } = own;
+    let quarters = rotated <= 64 && rotated.is_multiple_of(4);
+    cos == 0 || rotated == 0 || rotated == dim || interleaved || quarters
+}
+
 /// Whether the kernels of one token a sequence can take this call. They need whole heads and units that lie in one page; only the tokens'
 /// positions and windows may hide keys.
 fn is_single(op: &Attention, plan: &Plan) -> bool {
     let (dim, heads) = (op.pages.head_dim, op.pages.heads);
     let group = op.q_heads / heads;
-    let whole_rotation = op
-        .own
-        .is_none_or(|own| own.cos == 0 || own.rotated == 0 || own.rotated == dim);
+    let rotates = op.own.is_none_or(|own| rotates(own, dim));
     let elements = (op.tokens * op.q_heads * dim).max(op.tokens * op.q_stride);
     plan.mode == Mode::Decode
         && op.element < FEW_ELEMENTS.len() as i32
@@ -223,12 +248,12 @@ fn is_single(op: &Attention, plan: &Plan) -> bool {
         && plan.tile_rows == group
         && op.key_mask == 0
         && op.pages.page_size.is_multiple_of(UNIT)
-        && whole_rotation
+        && rotates
 }
 
-/// Whether tokens see all keys up to their positions, with plain logits. A window as long as all keys hides no keys.
+/// Whether tokens see all keys up to their positions. A window as long as all keys hides no keys.
 fn sees_all(op: &Attention, plan: &Plan) -> bool {
-    (op.window == 0 || op.window >= plan.key_limit) && op.softcap == 0.0
+    op.window == 0 || op.window >= plan.key_limit
 }
 
 /// The division of a call's keys among blocks in clusters, if this is faster.
@@ -239,12 +264,13 @@ fn few(caps: &Capabilities, op: &Attention, plan: &Plan) -> Option<Few> {
     let units = plan.key_limit.div_ceil(UNIT).max(1);
     let groups = op.tokens * heads;
     let packed = !is_half(op.pages.kind);
-    let (size, clusters) = few_clusters(groups, units, packed, sms)?;
+    let per_block = caps.shared_per_block;
+    let of_sm = few_blocks(op.pages.kind, dim, group, per_block);
+    let (size, clusters) = few_clusters(groups, units, packed, (sms, of_sm))?;
     if clusters > 1 && plan.part_slots == 0 {
         return None;
     }
     let natural = few_shared(op.pages.kind, dim, group, size);
-    let per_block = caps.shared_per_block;
     // Blocks of one unit end soon.
     let shared = if size == 2 {
         natural.max(few_room(2 * groups * clusters, sms, per_block))
@@ -386,14 +412,14 @@ mod tests {
     #[test]
     fn clusters_of_one_token_a_sequence() {
         // The 8 key heads of an 8B Llama on 132 SMs: by keys, then by sequences of 512 keys.
-        let of_keys = |keys: usize| few_clusters(8, keys / UNIT, false, 132);
+        let of_keys = |keys: usize| few_clusters(8, keys / UNIT, false, (132, FEW_BLOCKS));
         assert_eq!(of_keys(64), Some((2, 1)));
         assert_eq!(of_keys(512), Some((8, 1)));
         assert_eq!(of_keys(5120), Some((8, 10)));
         assert_eq!(of_keys(8704), Some((2, 17)));
         assert_eq!(of_keys(20480), Some((2, 40)));
         assert_eq!(of_keys(32768), None);
-        let of_batch = |batch: usize, packed| few_clusters(8 * batch, 8, packed, 132);
+        let of_batch = |batch: usize, packed| few_clusters(8 * batch, 8, packed, (132, FEW_BLOCKS));
         assert_eq!(of_batch(8, true), Some((8, 1)));
         assert_eq!(of_batch(16, true), Some((4, 1)));
         assert_eq!(of_batch(32, true), Some((2, 1)));
@@ -422,21 +448,26 @@ mod tests {
         assert_eq!(few_room(128, 132, 227 * 1024), 0);
         for kind in KINDS {
             for dim in FEW_DIMS {
+                let most = if dim > 128 { 170 } else { 99 } * 1024;
                 for size in [2, 4, 8] {
-                    assert!(few_shared(kind, dim, ROWS, size) <= 99 * 1024);
+                    assert!(few_shared(kind, dim, ROWS, size) <= most);
                 }
-                assert!(few_shared(kind, dim, 4, 8) <= 45 * 1024);
+                assert!(few_shared(kind, dim, 4, 8) <= if dim > 128 { 90 } else { 45 } * 1024);
+                let blocks = few_blocks(kind, dim, 4, 227 * 1024);
+                assert!(blocks * (few_shared(kind, dim, 4, 8) + 1024) <= 228 * 1024);
+                assert!(blocks >= 2 && (dim > 128 || blocks == FEW_BLOCKS));
                 for (blocks, splits) in [(256, 1), (512, 1), (256, 32)] {
                     let (teams, share) = teams(is_half(kind), blocks, splits, 132);
                     let fit = |rows, most| {
                         long_slots(kind, dim, rows, teams, share, 227 * 1024, most).unwrap()
                     };
-                    assert!(fit(4, 8).0 == teams, "{} {dim}", kind.name);
+                    let one = dim > 128 && is_half(kind);
+                    assert!(fit(4, 8).0 == teams || one, "{} {dim}", kind.name);
                     for rows in 1..=ROWS {
                         for most in 1..=8 {
                             let (teams, slots) = fit(rows, most);
                             assert!(
-                                slots >= teams.min(most),
+                                slots >= teams.min(most) || (dim > 128 && rows > 8),
                                 "{} {dim} {rows} {most}",
                                 kind.name
                             );
