@@ -8,7 +8,7 @@
 // (attention_few.cuh). A fifth warp in every quarter leaves the same room. Each finisher has its own result buffers: a finisher that
 // skipped the iterations of others could read a buffer's barrier in the phase before the last.
 constexpr int MULTIPLIERS = 16, FINISHERS = 3, FEW_THREADS = (MULTIPLIERS + 1 + FINISHERS) * 32, FEW_REGISTERS = 88;
-constexpr int FEW_MATRICES = 3, FEW_LISTED = 64, X_BYTES = 4096;  // of a unit: eight activation rows in the layout of prepared.cuh
+constexpr int FEW_MATRICES = 3, FEW_LISTED = 80, X_BYTES = 4096;  // of a unit: eight activation rows in the layout of prepared.cuh
 
 // One matrix of a launch. Offsets are bytes in shared memory.
 struct FewPart {
@@ -54,7 +54,7 @@ struct FewTask {
   uint32_t units_listed[FEW_LISTED];  // {offset / 16, widths} in the halves of a word, with each matrix's end
   FewPart part[FEW_MATRICES];
 };
-ABI_SIZE(FewTask, 744); ABI_AT(FewTask, barriers_at, 0); ABI_AT(FewTask, stage_stride, 4); ABI_AT(FewTask, slots, 8);
+ABI_SIZE(FewTask, 808); ABI_AT(FewTask, barriers_at, 0); ABI_AT(FewTask, stage_stride, 4); ABI_AT(FewTask, slots, 8);
 ABI_AT(FewTask, window, 12); ABI_AT(FewTask, count, 16); ABI_AT(FewTask, cut, 20); ABI_AT(FewTask, units, 24);
 ABI_AT(FewTask, stages, 28); ABI_AT(FewTask, stage_log, 32); ABI_AT(FewTask, rounds, 36); ABI_AT(FewTask, longer, 40);
 ABI_AT(FewTask, tiles, 44); ABI_AT(FewTask, gate, 48); ABI_AT(FewTask, results_at, 52); ABI_AT(FewTask, places_at, 56);
@@ -62,7 +62,7 @@ ABI_AT(FewTask, exchange_at, 60); ABI_AT(FewTask, exchanges, 64); ABI_AT(FewTask
 ABI_AT(FewTask, y_stride, 76); ABI_AT(FewTask, scaled, 80); ABI_AT(FewTask, copies, 84); ABI_AT(FewTask, copy_bytes, 88);
 ABI_AT(FewTask, x, 96); ABI_AT(FewTask, multipliers, 104); ABI_AT(FewTask, norm, 112); ABI_AT(FewTask, squares, 120);
 ABI_AT(FewTask, eps, 128); ABI_AT(FewTask, k, 132); ABI_AT(FewTask, y, 136); ABI_AT(FewTask, residual, 144); ABI_AT(FewTask, next, 152);
-ABI_AT(FewTask, next_rows, 160); ABI_AT(FewTask, next_squares, 168); ABI_AT(FewTask, units_listed, 176); ABI_AT(FewTask, part, 432);
+ABI_AT(FewTask, next_rows, 160); ABI_AT(FewTask, next_squares, 168); ABI_AT(FewTask, units_listed, 176); ABI_AT(FewTask, part, 496);
 
 #if __CUDA_ARCH__ >= 900
 // {offset in the tile, widths} of a unit, or of the end of the last one. Parameters arrive one latency of L2 before the memory that they

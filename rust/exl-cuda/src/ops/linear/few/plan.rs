@@ -533,8 +533,10 @@ mod tests {
         for (matrices, known) in [
             (vec![&small, &small, &small], true),
             (vec![&large], true),
-            (vec![&large, &small], false),
-            (vec![&matrix(64, 2064)], false),
+            (vec![&large, &small], true),
+            (vec![&matrix(79, 2064)], true),
+            (vec![&matrix(80, 2064)], false),
+            (vec![&large, &small, &small], false),
             (vec![&matrix(16, 2060)], false),
         ] {
             let (list, begin) = listed(&matrices);

@@ -4,8 +4,8 @@ use super::super::MatrixArgument;
 use super::super::ring::MATRICES;
 use crate::abi::assert_layout;
 
-/// Units that fit a launch's parameters, including the end of each matrix's.
-pub(super) const LISTED: usize = 64;
+/// Units that fit a launch's parameters, including the end of each matrix's: those of an input of up to 20,224 features.
+pub(super) const LISTED: usize = 80;
 
 /// `struct FewPart` of `kernels/linear/few.cuh`.
 #[repr(C)]
