@@ -15,7 +15,7 @@ from exl_core.lora.rows import RowAdapters
 from exl_kernels.activation import gated_activation
 from exl_kernels.attention import paged_attention
 from exl_kernels.attention.cuda import MatmulInput
-from exl_kernels.fused import rope_store
+from exl_kernels.fused import add_post_norm, rope_store
 from exl_kernels.kv import store_kv
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.fused import Packed
@@ -29,6 +29,8 @@ class FusedDouble:
     """`FusedLinear` as its documentation states it, out of CPU operators."""
 
     calls = 0
+    packed = 0
+    """Inputs that launches with a norm of results have packed."""
 
     def __init__(
         self, matrices: list[QuantMatrix], *, norm: Any = None, activation: Any = None, max_rows: int = 64
@@ -54,7 +56,7 @@ class FusedDouble:
 
     def input_of(self, m: int) -> MatmulInput | None:
         """The plain input of few rows; attention packs none of more, here."""
-        if not self.takes_packed(m) or self.norm is not None or len(self.matrices) > 1:
+        if not self.takes_packed(m) or self.norm is not None:
             return None
         return MatmulInput(self.matrices[0], FEW_ROWS, [], rows=m)  # type: ignore[arg-type]
 
@@ -62,9 +64,10 @@ class FusedDouble:
         plain: Any = given.scratch[0]
         return self(plain, out, residual)
 
-    def then(self, following: FusedDouble, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
-        between = torch.empty((x.shape[0], self.out_features), dtype=x.dtype)
-        return following(self(x, between), out, residual)
+    def then(self, following: FusedDouble, x: Tensor | Packed, out: Tensor, residual: Tensor | None = None) -> Tensor:
+        plain: Any = x.scratch[0] if isinstance(x, Packed) else x
+        between = torch.empty((plain.shape[0], self.out_features), dtype=plain.dtype)
+        return following(self(plain, between), out, residual)
 
     def chains_to(self, following: FusedDouble, rows: int) -> bool:
         whole = self.activation is not None or len(self.matrices) == 1
@@ -140,6 +143,21 @@ def stored_double(
     return mixed
 
 
+def add_post_norm_double(
+    x: Tensor, y: Tensor, post: Any, norm: Any, *, out: Tensor | None = None, into: Any = None
+) -> Any:
+    """`add_post_norm` as its documentation states it."""
+    h = add_post_norm(x, y, post, norm, out=out)
+    if into is None:
+        return h
+    assert h is not None
+    assert into.columns == FEW_ROWS
+    assert len(x) <= FEW_ROWS
+    FusedDouble.packed += 1
+    into.scratch.append(h)
+    return into.scratch
+
+
 class GroupDouble:
     """`LoraGroup` as its documentation states it, out of the pairs of each matrix."""
 
@@ -186,6 +204,7 @@ def joined_on_cpu(patch: pytest.MonkeyPatch) -> None:
     for module in (plan, halves):
         patch.setattr(module, "FusedLinear", FusedDouble)
     patch.setattr(halves, "attend_own", own_double)
+    patch.setattr(halves, "add_post_norm", add_post_norm_double)
     patch.setattr(halves, "attend_stored", stored_double)
     patch.setattr(halves, "rope_store", rope_store_double)
     patch.setattr(RowAdapters, "groups", lambda self, keys, in_features, widths: True)

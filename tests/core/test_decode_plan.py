@@ -211,6 +211,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[bool, ...]]] = {
 }
 
 
+NORMS_ON_BOTH_SIDES = {"Glm4ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"}
+"""Layouts in which one launch norms a result and the input of the next matmul, which it packs."""
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("joined", ["0", "64"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -227,8 +231,10 @@ def test_every_description_is_run_as_the_modules_run_it(
     assert isinstance(plan, JoinedLaunches), plan
     halves = [m for m in model.modules[1:-2] if isinstance(m, Attention | FeedForward)]
     assert tuple(why_apart(half) is not None for half in halves) == apart * 3
+    FusedDouble.packed = 0
     for batch, q_len in ((1, 1), (3, 1), (5, 1), (2, 4), (1, 20), (2, 40)):
         assert_same(model, plan, batch, q_len)
+    assert (FusedDouble.packed > 0) == (joined == "64" and family in NORMS_ON_BOTH_SIDES)
 
 
 def assert_same(model: ExLlamaV2, plan: JoinedLaunches, batch: int, q_len: int) -> None:

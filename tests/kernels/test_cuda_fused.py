@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention_cases import product_of
 from torch import Tensor
 
-from exl_kernels.errors import DTypeError, ShapeError
+from exl_kernels.attention.cuda import MatmulInput
+from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.fused import add_post_norm, add_rms_norm, embed, rope_store
 from exl_kernels.kv import KVKind, KVPages, store_kv
-from exl_kernels.linear.fused import Norm
+from exl_kernels.linear.fused import FusedLinear, Norm, Packed
 from exl_kernels.norm import rms_norm
 from exl_kernels.reference import norm as norm_twin
 from exl_kernels.rope import apply_rope
@@ -61,6 +63,70 @@ def test_add_post_norm(dtype: torch.dtype, width: int, rows: int, with_post: boo
             want = rms_norm(added, norm.weight, norm.eps, weight_offset=1.0).half()
             assert found is not None
             assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("kind", ["exl2", "gptq"])
+@pytest.mark.parametrize("width", [128, 384, 3584, 8320])
+def test_add_post_norm_packs_the_input_of_a_matmul(dtype: torch.dtype, rows: int, kind: str, width: int) -> None:
+    """The matmul of the packed rows is bitwise that of the plain ones; columns past them are zero."""
+    made = product_of(width, kind)
+    matmul = FusedLinear([made])
+    x, y = randn(rows, width, dtype=dtype), randn(rows, width, dtype=torch.float16, seed=1)
+    post, norm = Norm(randn(width, seed=2), 1e-5), Norm(randn(width, seed=3), 1e-6, 1.0)
+    given = matmul.input_of(rows)
+    if given is None:
+        pytest.skip("on this card a matmul of so few rows packs its own input")
+    given.scratch.fill_(0xA5)
+    for one in (post, None):
+        plain, other = x.clone(), x.clone()
+        h = add_post_norm(plain, y, one, norm)
+        assert h is not None
+        assert add_post_norm(other, y, one, norm, into=given) is given.scratch
+        assert torch.equal(other, plain)
+        want, got = (torch.full((rows, 64), torch.nan, dtype=torch.float16, device="cuda") for _ in range(2))
+        matmul(h, want)
+        packed = given.scratch[: 16 * width].view(torch.float16).view(-1, 8, 32).clone()
+        assert bool((packed[:, rows:] == 0).all())
+        ordered = torch.stack([made.in_layout(row) for row in h])[:, :width]
+        assert torch.equal(packed[:, :rows].transpose(0, 1).reshape(rows, width), ordered)
+        matmul.from_input(given, got)
+        assert torch.equal(got, want)
+        assert want.isfinite().all()
+
+
+def test_packed_rows_are_the_input_of_joined_matmuls() -> None:
+    parts = [product_of(512, "gptq") for _ in range(2)]
+    norm = Norm(randn(512, seed=3), 1e-6)
+    for matmul in (FusedLinear(parts), FusedLinear(parts, activation="silu")):
+        given = matmul.input_of(3)
+        if given is None:
+            pytest.skip("on this card a matmul of so few rows packs its own input")
+        x, y = randn(3, 512), randn(3, 512, dtype=torch.float16, seed=1)
+        h = add_post_norm(x.clone(), y, None, norm)
+        assert h is not None
+        add_post_norm(x, y, None, norm, into=given)
+        want, got = (torch.full((3, matmul.out_features), torch.nan, device="cuda").half() for _ in range(2))
+        matmul(h, want)
+        matmul.chained(Packed(given.scratch, 3), got)
+        assert torch.equal(got, want)
+        assert want.isfinite().all()
+
+
+def test_packed_rows_that_do_not_fit() -> None:
+    made = product_of(256, "exl2")
+    into = MatmulInput(made, 8, torch.zeros(8192, dtype=torch.uint8, device="cuda"))
+    x, y, norm = randn(3, 256), randn(3, 256, dtype=torch.float16), Norm(randn(256), 1e-5)
+    with pytest.raises(ShapeError, match="8 columns of 256"):
+        add_post_norm(randn(9, 256), randn(9, 256, dtype=torch.float16), None, norm, into=into)
+    half = Norm(norm.weight[:128].clone(), 1e-5)
+    with pytest.raises(ShapeError, match="expected 1 to 8 rows"):
+        add_post_norm(x[:, :128].contiguous(), y[:, :128].contiguous(), None, half, into=into)
+    with pytest.raises(UnsupportedError, match="into needs a norm"):
+        add_post_norm(x, y, None, None, into=into)
+    with pytest.raises(ValueError, match="packed input"):
+        add_post_norm(x, y, None, norm, into=MatmulInput(made, 8, into.scratch[:1024]))
 
 
 def test_add_post_norm_operands() -> None:

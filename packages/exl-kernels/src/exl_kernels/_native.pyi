@@ -919,10 +919,12 @@ def cuda_add_post_norm(
     norm: tuple[Tensor, float, float] | None,
     out: Tensor | None,
     launch: Launch,
+    *,
+    into: MatmulInput | None = None,
 ) -> None:
     """
     x += post(y), out = norm(x): x [rows, width] float16 or float32, y and out float16. Norms are (weight float32 [width], eps, weight
-    offset); out and norm come together.
+    offset). A norm comes with out, or with `into`, whose scratch then has up to 8 normed rows packed as a matmul's input.
     """
 
 def cuda_add_rms_norm(

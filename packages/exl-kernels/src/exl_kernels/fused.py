@@ -10,14 +10,15 @@ from torch import Tensor
 
 from . import _native
 from ._check import require_shape
-from .attention.cuda import flat_rows
+from .attention.cuda import MatmulInput, flat_rows
 from .cuda_ops import check_operand, launch_on, stream_of
 from .device import launch_of
-from .errors import DTypeError, ShapeError
+from .errors import DTypeError, ShapeError, UnsupportedError
 from .kv import KVPages, store_kv
 from .linear.fused import Norm
 from .norm import rms_norm
 from .rope import apply_rope
+from .selection import FEW_ROWS
 
 __all__ = ["add_post_norm", "add_rms_norm", "embed", "rope_store"]
 
@@ -82,7 +83,13 @@ def add_rms_norm(
 
 
 def add_post_norm(
-    x: Tensor, y: Tensor, post: Norm | None, norm: Norm | None, *, out: Tensor | None = None
+    x: Tensor,
+    y: Tensor,
+    post: Norm | None,
+    norm: Norm | None,
+    *,
+    out: Tensor | None = None,
+    into: MatmulInput | None = None,
 ) -> Tensor | None:
     """Add post(y) to x in place, in the type of x, and return norm(x) in the type of y, or None without `norm`.
 
@@ -92,17 +99,22 @@ def add_post_norm(
         post: norm of y, or None.
         norm: norm of the sum, or None.
         out: like y, or None for a new tensor.
+        into: on a GPU, norm(x) of at most 8 rows goes there instead, packed; the function returns its scratch.
 
     Raises:
         DTypeError, ShapeError: an operand does not fit.
+        UnsupportedError: `into` without `norm`, with `out`, or on the CPU.
     """
     require_shape("add_post_norm: y", y, tuple(x.shape))
+    if into is not None and (norm is None or out is not None or not x.is_cuda):
+        raise UnsupportedError("add_post_norm: into needs a norm and a GPU, and takes the place of out")
     if not x.is_cuda:
         x += y if post is None else rms_norm(y.to(x.dtype), post.weight, post.eps, weight_offset=post.offset)
         return None if norm is None else rms_norm(x, norm.weight, norm.eps, weight_offset=norm.offset, out=out)
     if x.dim() != 2 or x.dtype not in (torch.float16, torch.float32) or y.dtype != torch.float16:
         raise DTypeError(f"add_post_norm: x is {x.dtype} of {x.dim()} dimensions, y {y.dtype}; expected two, half y")
-    out = None if norm is None else torch.empty_like(y) if out is None else out
+    if norm is not None and into is None and out is None:
+        out = torch.empty_like(y)
     for name, operand in (("x", x), ("y", y), ("out", out)):
         if operand is not None:
             check_operand(f"add_post_norm: {name}", operand, x)
@@ -115,9 +127,23 @@ def add_post_norm(
                 f"add_post_norm: weight of {name} {tuple(one.weight.shape)}, expected float32 [{x.shape[1]}]"
             )
         norms.append(None if one is None else (one.weight, one.eps, one.offset))
+    if into is not None:
+        _check_packs(into, x)
+        packed = _native.MatmulInput(into.matrix._cuda, into.columns, into.scratch)
+        _native.cuda_add_post_norm(x, y, norms[0], norms[1], None, launch_on(x), into=packed)
+        return into.scratch
     if x.numel():
         _native.cuda_add_post_norm(x, y, norms[0], norms[1], out, launch_on(x))
     return out
+
+
+def _check_packs(into: MatmulInput, x: Tensor) -> None:
+    rows, width = x.shape
+    if into.columns != FEW_ROWS or not 1 <= rows <= FEW_ROWS or into.matrix.in_features != width:
+        raise ShapeError(
+            f"add_post_norm: x is {tuple(x.shape)}, into has {into.columns} columns of {into.matrix.in_features} "
+            f"features; expected 1 to {FEW_ROWS} rows of as many features in {FEW_ROWS} columns"
+        )
 
 
 def rope_store(

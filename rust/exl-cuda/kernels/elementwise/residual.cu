@@ -98,12 +98,52 @@ DEVICE void put_row8(T* row, const float (&v)[8], int k, int width, bool wide) {
   for (int i = 0; i < 8 && k + i < width; i++) row[k + i] = from_float<T>(v[i]);
 }
 
-template <class T>
-DEVICE void add_post_norm_kernel(T* x, const __half* y, const RowNorm& post, const RowNorm& norm, __half* out, int width) {
+// Rows packed as the input of a matmul of few rows, in the layout of linear/rows.cuh.
+struct PackedRows {
+  uint8_t* out;         // [units][4096 bytes]
+  const int* features;  // [rows], aligned to 16 bytes: the feature in each row of the layout, or -1
+  int units, rows, m;   // columns past the m rows become zeros
+};
+// Stores the eight halves of a chunk of row `token`.
+DEVICE void store_chunk(const PackedRows& to, int token, int chunk, uint4 v) {
+  *reinterpret_cast<uint4*>(to.out + chunk / 4 * 512 + (token * 4 + chunk % 4) * 16) = v;
+}
+DEVICE void pack_row(const PackedRows& to, int token, const __half* row) {
+  for (int chunk = threadIdx.x; chunk < 32 * to.units; chunk += THREADS) {
+    union {
+      uint4 word;
+      __half v[8];
+    } out;
+    out.word = make_uint4(0, 0, 0, 0);
+    if (row && chunk * 8 < to.rows) {
+      const int4* from = reinterpret_cast<const int4*>(to.features) + 2 * chunk;
+      const int4 low = __ldg(from), high = __ldg(from + 1);
+      const int feature[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int e = 0; e < 8; e++)
+        if (feature[e] >= 0) out.v[e] = row[feature[e]];
+    }
+    store_chunk(to, token, chunk, out.word);
+  }
+}
+
+// With `packed.out` the normed row goes there instead of `out`, through `shared`, `width` halves.
+template <class T, bool PACKED>
+DEVICE void add_post_norm_kernel(T* x, const __half* y, const RowNorm& post, const RowNorm& norm, __half* out, int width,
+                                 const PackedRows& packed, __half* shared) {
   pdl_trigger();
+  const int token = blockIdx.x;
+  if (PACKED) {
+    for (int k = threadIdx.x * 32; k < packed.rows; k += THREADS * 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(packed.features + k));
+    if (token >= packed.m) {
+      pdl_wait();
+      return pack_row(packed, token, nullptr);
+    }
+  }
   x += (size_t)blockIdx.x * width;
   y += (size_t)blockIdx.x * width;
-  if (out) out += (size_t)blockIdx.x * width;
+  if (PACKED) out = shared;
+  else if (out) out += (size_t)blockIdx.x * width;
   const bool wide = width % 8 == 0 && aligned8(x) && aligned8(y) && aligned8(out) && aligned8(post.weight) && aligned8(norm.weight);
   constexpr int BATCH = THREADS * 8;
   float weights[2][HELD][8];  // weights of `post` and of `norm`
@@ -153,7 +193,7 @@ DEVICE void add_post_norm_kernel(T* x, const __half* y, const RowNorm& post, con
 #pragma unroll
   for (int i = 0; i < HELD; i++) {
     const int k = i * BATCH + threadIdx.x * 8;
-    if (k >= width) return;
+    if (k >= width) break;
 #pragma unroll
     for (int j = 0; j < 8; j++) held[i][j] = held[i][j] * scale * (weights[1][i][j] + norm.offset);
     put_row8(out, held[i], k, width, wide);
@@ -166,13 +206,25 @@ DEVICE void add_post_norm_kernel(T* x, const __half* y, const RowNorm& post, con
     for (int j = 0; j < 8; j++) v[j] = v[j] * scale * (w[j] + norm.offset);
     put_row8(out, v, k, width, wide);
   }
+  if (PACKED) {
+    __syncthreads();
+    pack_row(packed, token, shared);
+  }
 }
 
-#define ADD_POST_NORM(T, t)                                                                                                        \
-  extern "C" __global__ void __launch_bounds__(THREADS) add_post_norm_##t(T* x, const __half* y, const float* post, float post_eps, \
-                                                                          float post_offset, const float* weight, float eps,        \
-                                                                          float offset, __half* out, int width) {                   \
-    add_post_norm_kernel(x, y, RowNorm{post, post_eps, post_offset}, RowNorm{weight, eps, offset}, out, width);                      \
+#define ADD_POST_NORM(T, t)                                                                                                         \
+  extern "C" __global__ void __launch_bounds__(THREADS) add_post_norm_##t(T* x, const __half* y, const float* post, float post_eps,  \
+                                                                          float post_offset, const float* weight, float eps,         \
+                                                                          float offset, __half* out, int width) {                    \
+    add_post_norm_kernel<T, false>(x, y, RowNorm{post, post_eps, post_offset}, RowNorm{weight, eps, offset}, out, width,             \
+                                   PackedRows{}, nullptr);                                                                           \
+  }                                                                                                                                  \
+  extern "C" __global__ void __launch_bounds__(THREADS) add_post_norm_packed_##t(                                                    \
+      T* x, const __half* y, const float* post, float post_eps, float post_offset, const float* weight, float eps, float offset,     \
+      int width, uint8_t* out, const int* features, int units, int rows, int m) {                                                    \
+    extern __shared__ __align__(16) uint8_t memory[];                                                                                \
+    add_post_norm_kernel<T, true>(x, y, RowNorm{post, post_eps, post_offset}, RowNorm{weight, eps, offset}, nullptr, width,          \
+                                  PackedRows{out, features, units, rows, m}, reinterpret_cast<__half*>(memory));                     \
   }
 ADD_POST_NORM(__half, f16)
 ADD_POST_NORM(float, f32)

@@ -6,7 +6,9 @@
 use exl_cuda::ops::attention::{
     self, Attention, HeadNorms, MAX_DIM, Mode, ORDERED_COLUMNS, Ordered, Own,
 };
+use exl_cuda::ops::elementwise::residual;
 use exl_cuda::ops::kv::{self, Direction, KINDS, Kind};
+use exl_cuda::ops::linear::PackedInput;
 use exl_cuda::ops::{Element, Target};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -210,7 +212,31 @@ impl AttentionWorkspace {
 pub struct MatmulInput {
     matrix: Py<CudaMatrix>,
     columns: usize,
-    scratch: Tensor,
+    pub(super) scratch: Tensor,
+}
+
+impl MatmulInput {
+    /// The address and the layout of the input of up to `rows` rows of `width` F16 elements.
+    pub(super) fn packed(&self, rows: usize, width: usize) -> PyResult<(usize, PackedInput)> {
+        let matrix = &self.matrix.get().matrix;
+        let input = matrix.packed_input().filter(|input| {
+            let scratch = &self.scratch;
+            matrix.in_features() == width
+                && self.columns == residual::PACKED_ROWS
+                && rows <= self.columns
+                && width <= residual::MOST_PACKED_WIDTH
+                && scratch.dtype == DType::U8
+                && scratch.ptr.is_multiple_of(16)
+                && scratch.numel() >= input.bytes()
+        });
+        input.map(|input| (self.scratch.ptr, input)).ok_or_else(|| {
+            PyValueError::new_err(format!(
+                "{rows} rows of {width} elements do not fit the packed input: expected up to {} rows of {}",
+                residual::PACKED_ROWS,
+                matrix.in_features()
+            ))
+        })
+    }
 }
 
 #[pymethods]

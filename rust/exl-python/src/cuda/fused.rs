@@ -8,7 +8,7 @@ use exl_cuda::ops::kv::rope_store;
 use exl_cuda::step::{self, Limits, Request, Sizes};
 use pyo3::prelude::*;
 
-use crate::cuda::attention::{CudaPages, covers};
+use crate::cuda::attention::{CudaPages, MatmulInput, covers};
 use crate::cuda::{element, expect, target};
 use crate::errors::device_error;
 use crate::operands::{Launch, Rotation};
@@ -54,9 +54,9 @@ pub fn cuda_add_rms_norm(
 }
 
 /// x += post(y), out = norm(x): x [rows, width] float16 or float32, y and out float16. Norms are (weight float32 [width], eps, weight
-/// offset); out and norm come together.
+/// offset). A norm comes with out, or with `into`, whose scratch then has up to 8 normed rows packed as a matmul's input.
 #[pyfunction]
-#[pyo3(signature = (x, y, post, norm, out, launch))]
+#[pyo3(signature = (x, y, post, norm, out, launch, *, into=None))]
 pub fn cuda_add_post_norm(
     py: Python<'_>,
     x: Tensor,
@@ -65,6 +65,7 @@ pub fn cuda_add_post_norm(
     norm: Option<(Tensor, f32, f32)>,
     out: Option<Tensor>,
     launch: &Launch,
+    into: Option<&MatmulInput>,
 ) -> PyResult<()> {
     let width = x.shape.last().copied().unwrap_or(0);
     expect(
@@ -72,8 +73,8 @@ pub fn cuda_add_post_norm(
         "x must be float16 or float32",
     )?;
     expect(
-        norm.is_some() == out.is_some(),
-        "a norm and its result come together",
+        norm.is_some() == (out.is_some() || into.is_some()) && !(out.is_some() && into.is_some()),
+        "a norm and its result, out or into, come together",
     )?;
     let mut all = vec![("x", &x), ("y", &y)];
     for (what, tensor) in [("y", Some(&y)), ("out", out.as_ref())] {
@@ -81,6 +82,7 @@ pub fn cuda_add_post_norm(
         expect(fits, &format!("{what} must be float16 of the shape of x"))?;
     }
     all.extend(out.as_ref().map(|out| ("out", out)));
+    all.extend(into.map(|into| ("into", &into.scratch)));
     for (weight, _, _) in [&post, &norm].into_iter().flatten() {
         expect(
             weight.shape == [width] && weight.dtype == DType::F32,
@@ -106,6 +108,9 @@ pub fn cuda_add_post_norm(
         post: row_norm(&post),
         norm: row_norm(&norm),
         output: out.as_ref().map_or(0, |out| out.ptr),
+        packed: into
+            .map(|into| into.packed(x.numel() / width, width))
+            .transpose()?,
         rows: x.numel() / width,
         width,
     };

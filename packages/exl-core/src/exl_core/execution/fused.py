@@ -35,6 +35,7 @@ from .halves import (
     Half,
     MlpHalf,
     ModuleHalf,
+    Normed,
     chains,
     half_of,
     is_changed,
@@ -122,11 +123,7 @@ class JoinedLaunches:
     def _hidden(self, x: Tensor, joined: bool, step: Step, last_of: int = 0) -> Tensor:
         h: Tensor | None = None
         if joined:
-            for half, following in zip(self._halves, self._following(), strict=True):
-                x, h = half.run_joined(x, h, following, step)
-            if h is None:
-                return self._norm.forward(_last_rows(x, last_of) if last_of else x)
-            return _last_rows(h, last_of) if last_of else h
+            return self._joined_hidden(x, step, last_of)
         for index, (half, following) in enumerate(zip(self._halves, self._following(), strict=True)):
             if not last_of or index != self._last:
                 x, h = half.run(x, h, following, step)
@@ -136,14 +133,25 @@ class JoinedLaunches:
                 x, h = _last_rows(half.run(x, h, None, step)[0], last_of), None
         return self._norm.forward(x) if h is None else h
 
+    def _joined_hidden(self, x: Tensor, step: Step, last_of: int) -> Tensor:
+        h: Normed = None
+        matmuls = [*(half.first_matmul for half in self._halves[1:]), None]
+        for half, following, matmul in zip(self._halves, self._following(), matmuls, strict=True):
+            x, h = half.run_joined(x, h, following, step, matmul)
+        assert not isinstance(h, Packed), "no matmul follows the last half"
+        if h is None:
+            return self._norm.forward(_last_rows(x, last_of) if last_of else x)
+        return _last_rows(h, last_of) if last_of else h
+
     def _adapted(self, x: Tensor, joined: bool, step: Step) -> Tensor:
         """Return the head's input of a step with adapters."""
-        h: Tensor | None = None
+        h: Normed = None
         for half, following in zip(self._halves, self._following(), strict=True):
             if joined and half.takes_adapters(step):
                 x, h = half.run_joined(x, h, following, step)
             else:
                 x, h = half.module.forward(x, step), None
+        assert not isinstance(h, Packed), "no half was given a matmul to pack for"
         return self._norm.forward(x) if h is None else h
 
     def head(self, h: Tensor, step: Step) -> Tensor:
@@ -153,12 +161,14 @@ class JoinedLaunches:
     def store(self, ids: Tensor, step: Step) -> None:
         """Store the keys and values of ids int64 [T] in the cache without further results."""
         x, joined = self._begin(ids)
-        h: Tensor | None = None
+        h: Normed = None
         for half, following in zip(self._halves[: self._last], self._following(), strict=False):
             if joined:
                 x, h = half.run_joined(x, h, following, step)
             else:
+                assert not isinstance(h, Packed)
                 x, h = half.run(x, h, following, step)
+        assert not isinstance(h, Packed), "no half was given a matmul to pack for"
         last = self._halves[self._last]
         if isinstance(last, AttentionHalf):
             last.store(x, h, step)

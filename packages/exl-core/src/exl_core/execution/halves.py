@@ -26,7 +26,7 @@ from exl_kernels.linear.fused import Activation, FusedLinear, Packed
 from exl_kernels.linear.fused import Norm as InputNorm
 from exl_kernels.norm import rms_norm
 from exl_kernels.rope import apply_rope
-from exl_kernels.selection import PACKED_ROWS
+from exl_kernels.selection import FEW_ROWS, PACKED_ROWS
 
 from ..device import activation_dtype
 from ..layers import Attention, FeedForward, GatedMLP, Linear, Module, Norm, ParallelDecoder, PlainMLP, RMSNorm
@@ -39,6 +39,7 @@ __all__ = [
     "Half",
     "MlpHalf",
     "ModuleHalf",
+    "Normed",
     "ParallelHalf",
     "chains",
     "half_of",
@@ -47,6 +48,10 @@ __all__ = [
     "run_chained",
     "why_apart",
 ]
+
+
+Normed = Tensor | Packed | None
+"""The normed hidden state, if an earlier launch has computed it: [T, hidden], or packed for one matmul."""
 
 
 def why_apart(module: Module) -> str | None:
@@ -78,6 +83,8 @@ class Half(ABC):
     module: Module
     input_norm: RMSNorm | None = None
     """Norm of the input, if the preceding half may compute it."""
+    first_matmul: FusedLinear | None = None
+    """The only reader of the normed input, if the preceding half may pack it for this matmul."""
 
     def takes_adapters(self, step: Step) -> bool:
         """Return whether `run_joined` adds the adapters of the step."""
@@ -92,9 +99,12 @@ class Half(ABC):
 
     @abstractmethod
     def run_joined(
-        self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run the half with joined matmuls; arguments and results as for `run`."""
+        self, x: Tensor, h: Normed, following: RMSNorm | None, step: Step, into: FusedLinear | None = None
+    ) -> tuple[Tensor, Normed]:
+        """Run the half with joined matmuls; arguments and results as for `run`.
+
+        `h` may be packed as the input of `first_matmul`, and `following`(x) as that of `into`, the next half's.
+        """
 
     @abstractmethod
     def run(self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step) -> tuple[Tensor, Tensor | None]:
@@ -118,8 +128,8 @@ class ModuleHalf(Half):
         self.module = module
 
     def run_joined(
-        self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step
-    ) -> tuple[Tensor, Tensor | None]:
+        self, x: Tensor, h: Normed, following: RMSNorm | None, step: Step, into: FusedLinear | None = None
+    ) -> tuple[Tensor, Normed]:
         """Run the module's own forward pass."""
         return self.module.forward(x, step), None
 
@@ -147,9 +157,11 @@ class _JoinedHalf(Half):
         """The half has only an RMS norm and the residual besides its matmuls."""
 
     def first_of(
-        self, own: FusedLinear | None, normed: FusedLinear, x: Tensor, h: Tensor | None
-    ) -> tuple[FusedLinear, Tensor]:
+        self, own: FusedLinear | None, normed: FusedLinear, x: Tensor, h: Normed
+    ) -> tuple[FusedLinear, Tensor | Packed]:
         """Return the first matmul and its input: with a fused norm, if no other launch has computed the norm."""
+        if isinstance(h, Packed):
+            return normed, h
         return (own, x) if own is not None and h is None else (normed, self.normed(x, h))
 
     def normed(self, x: Tensor, h: Tensor | None = None) -> Tensor:
@@ -158,8 +170,9 @@ class _JoinedHalf(Half):
             return h
         return x if self.norm is None else self.norm.forward(x)
 
-    def adapt_input(self, adapters: MatmulAdapters, x: Tensor, h: Tensor | None) -> tuple[Tensor, Tensor]:
+    def adapt_input(self, adapters: MatmulAdapters, x: Tensor, h: Normed) -> tuple[Tensor, Tensor]:
         """Return the input of the first matmul without a fused norm, and its product with the adapters' A."""
+        assert not isinstance(h, Packed), "steps with adapters pack no input"
         if h is None and self._own_norm is not None:
             h = torch.empty_like(x)
             return h, adapters.shrink(x, norm=_input_norm(self._own_norm), normed=h)
@@ -183,6 +196,17 @@ class _JoinedHalf(Half):
             return add_post_norm(x, y, _input_norm(self._post), _input_norm(following), out=h)
         x.add_(y if self.post is None else self.post.apply(y.to(x.dtype)))
         return None
+
+    def left_packed(
+        self, x: Tensor, y: Tensor, following: RMSNorm | None, h: Normed, into: FusedLinear | None
+    ) -> Normed:
+        """Do the work of `left`, and pack `following`(x) as the input of `into` where the same launch can."""
+        given = into.input_of(x.shape[0]) if into is not None and self._adds_apart and following is not None else None
+        if given is None or given.columns != FEW_ROWS:
+            return self.left(x, y, following, None if isinstance(h, Packed) else h)
+        scratch = add_post_norm(x, y, _input_norm(self._post), _input_norm(following), into=given)
+        assert scratch is not None
+        return Packed(scratch, x.shape[0])
 
     def add_matmul(self, x: Tensor, y: Tensor, h: Tensor | None, following: RMSNorm | None) -> Tensor | None:
         """Compute x += post(y @ W) with the last matmul; return `following`(x), in h if given."""
@@ -214,6 +238,7 @@ class AttentionHalf(_JoinedHalf):
         self.o = _joined(a.o_proj)
         self.head_norms = _head_norms(a)
         """Norms of q and k that attention of one token a row applies."""
+        self.first_matmul = self.qkv_normed
         self._shapes = a.q_norm is not None or a.k_norm is not None or bool(a.clip)
         self.plain = self.plain and (not self._shapes or self.head_norms is not None)
 
@@ -226,21 +251,20 @@ class AttentionHalf(_JoinedHalf):
         return takes_adapters(step, self._first_linears) and takes_adapters(step, (self.last,))
 
     def run_joined(
-        self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step
-    ) -> tuple[Tensor, Tensor | None]:
+        self, x: Tensor, h: Normed, following: RMSNorm | None, step: Step, into: FusedLinear | None = None
+    ) -> tuple[Tensor, Normed]:
         """Run norm, q, k, v, attention, o and residual with joined launches."""
         adapters = adapters_of(step, self._first_linears)
         if adapters is None:
             own = self.qkv if self._own_norm is not None else None
-            matmul, taken = self.first_of(own, self.qkv_normed, x, h)
-            qkv = _multiply(matmul, taken, taken.new_empty(x.shape[0], matmul.out_features))
+            qkv = _multiplied(*self.first_of(own, self.qkv_normed, x, h), x)
         else:
             taken, middle = self.adapt_input(adapters, x, h)
             qkv = self.qkv_normed(taken, taken.new_empty(x.shape[0], self.qkv_normed.out_features))
             adapters.expand(qkv, middle)
         out, residual = self.result(x)
         self._attend_to(out, residual, qkv, step)
-        return x, self.left(x, out, following, h)
+        return x, self.left_packed(x, out, following, h, into)
 
     def _attend_to(self, out: Tensor, residual: Tensor | None, qkv: Tensor, step: Step) -> None:
         """Compute o of the attention plus the residual; attention packs o's input if possible."""
@@ -340,6 +364,7 @@ class MlpHalf(_JoinedHalf):
         self.up = self.up_normed
         if self._own_norm is not None:
             self.up = _joined(*linears, norm=self._own_norm, activation=joins)
+        self.first_matmul = self.up_normed
         self.down = _joined(mlp.down_proj)
 
     def join(self, rows: int) -> bool:
@@ -351,8 +376,8 @@ class MlpHalf(_JoinedHalf):
         return takes_adapters(step, self._first_linears) and takes_adapters(step, (self.last,))
 
     def run_joined(
-        self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step
-    ) -> tuple[Tensor, Tensor | None]:
+        self, x: Tensor, h: Normed, following: RMSNorm | None, step: Step, into: FusedLinear | None = None
+    ) -> tuple[Tensor, Normed]:
         """Run the MLP with joined launches."""
         first, last = adapters_of(step, self._first_linears), adapters_of(step, (self.last,))
         if first is not None or last is not None:
@@ -360,27 +385,29 @@ class MlpHalf(_JoinedHalf):
         own = self.up if self._own_norm is not None else None
         matmul, taken = self.first_of(own, self.up_normed, x, h)
         out, residual = self.result(x)
-        if self.gated:
+        if isinstance(taken, Packed) and self.gated:
+            matmul.then(self.down, taken, out, residual)
+        elif self.gated:
+            assert not isinstance(taken, Packed)
             for rows in row_blocks(x.shape[0]):
                 matmul.then(self.down, taken[rows], out[rows], None if residual is None else residual[rows])
         else:
-            up = _multiply(matmul, taken, taken.new_empty(x.shape[0], matmul.out_features))
+            up = _multiplied(matmul, taken, x)
             _multiply(self.down, activate(up, self.mlp.activation, out=up), out, residual)
-        return x, self.left(x, out, following, h)
+        return x, self.left_packed(x, out, following, h, into)
 
     def _run_adapted(
         self,
         first: MatmulAdapters | None,
         last: MatmulAdapters | None,
         x: Tensor,
-        h: Tensor | None,
+        h: Normed,
         following: RMSNorm | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Normed]:
         """Run the MLP with the adapters of its first matmul, of down, or of both."""
         if first is None:
             own = self.up if self._own_norm is not None else None
-            matmul, taken = self.first_of(own, self.up_normed, x, h)
-            inner = matmul(taken, taken.new_empty(x.shape[0], matmul.out_features))
+            inner = _multiplied(*self.first_of(own, self.up_normed, x, h), x)
         else:
             taken, middle = self.adapt_input(first, x, h)
             inner = self.up_bare(taken, taken.new_empty(x.shape[0], self.up_bare.out_features))
@@ -392,7 +419,7 @@ class MlpHalf(_JoinedHalf):
             self.down(inner, out, residual)
         else:
             last.multiply(self.down, inner, out, residual)
-        return x, self.left(x, out, following, h)
+        return x, self.left_packed(x, out, following, h, None)
 
     def run(self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step) -> tuple[Tensor, Tensor | None]:
         """Run the MLP as separate launches."""
@@ -422,6 +449,7 @@ class ParallelHalf(AttentionHalf):
     def __init__(self, decoder: ParallelDecoder, float_residual: bool = False) -> None:
         super().__init__(decoder, float_residual)
         self.mlp = MlpHalf(decoder.mlp, float_residual)
+        self.first_matmul = None  # the MLP reads the normed input, too
         self.plain = False
 
     def join(self, rows: int) -> bool:
@@ -433,12 +461,13 @@ class ParallelHalf(AttentionHalf):
         return super().takes_adapters(step) and self.mlp.takes_adapters(step)
 
     def run_joined(
-        self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step
-    ) -> tuple[Tensor, Tensor | None]:
+        self, x: Tensor, h: Normed, following: RMSNorm | None, step: Step, into: FusedLinear | None = None
+    ) -> tuple[Tensor, Normed]:
         """Run attention, then MLP, on one normed input with joined launches."""
+        assert not isinstance(h, Packed), "two matmuls read the input"
         h = self.normed(x, h)
         x, _ = super().run_joined(x, h, None, step)
-        return self.mlp.run_joined(x, h, following, step)
+        return self.mlp.run_joined(x, h, following, step, into)
 
     def run(self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step) -> tuple[Tensor, Tensor | None]:
         """Run attention, then MLP, on one normed input as separate launches."""
@@ -532,6 +561,15 @@ def _in_blocks(matmul: FusedLinear, h: Tensor) -> Tensor | None:
     out = h.new_empty(rows, matmul.out_features)
     for some, to in zip(torch.split(h, PACKED_ROWS), torch.split(out, PACKED_ROWS), strict=True):
         matmul(some, to)
+    return out
+
+
+def _multiplied(matmul: FusedLinear, taken: Tensor | Packed, x: Tensor) -> Tensor:
+    """Return the matmul of `taken`, in rows like those of the hidden state x."""
+    out = x.new_empty(x.shape[0], matmul.out_features, dtype=activation_dtype(x.device))
+    if not isinstance(taken, Packed):
+        return _multiply(matmul, taken, out)
+    matmul.chained(taken, out)
     return out
 
 

@@ -256,21 +256,22 @@ class FusedLinear:
         launch_matmul(self._group, plan, None, out, scratch=given.scratch, residual=residual)
         return out
 
-    def then(self, following: FusedLinear, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
+    def then(self, following: FusedLinear, x: Tensor | Packed, out: Tensor, residual: Tensor | None = None) -> Tensor:
         """Compute `following(self(x), out, residual)`, bitwise, without storing the intermediate where both chain.
 
         Args:
             following: the next matmul.
-            x: input of this matmul.
+            x: input of this matmul, also packed in what `input_of` gives.
             out: output of `following`.
             residual: residual of `following`, or None.
         """
-        m = x.shape[0]
+        m = x.rows if isinstance(x, Packed) else x.shape[0]
         if following.norm is None and m <= self.max_rows:
             aligned = residual is None or _stores_pairs(out, residual)
-            plan = self._plan(m, aligned_input=x.data_ptr() % 16 == 0)
+            plan = self._plan(m, aligned_input=isinstance(x, Packed) or x.data_ptr() % 16 == 0)
             if self._chains_to(plan, following, following._plan(m, residual is not None, True, aligned)):
-                self._check_operand("x", x, (m, self.in_features))
+                if not isinstance(x, Packed):
+                    self._check_operand("x", x, (m, self.in_features))
                 following._check_operand("out", out, (m, following.out_features))
                 if residual is not None:
                     following._check_operand("residual", residual, (m, following.out_features))
@@ -279,7 +280,11 @@ class FusedLinear:
                 following.chained(packed, out, residual)
                 return out
         between = torch.empty((m, self.out_features), dtype=self.dtype, device=self.device)
-        return following(self(x, between), out, residual)
+        if isinstance(x, Packed):
+            self.chained(x, between)
+        else:
+            self(x, between)
+        return following(between, out, residual)
 
     def chained(
         self,

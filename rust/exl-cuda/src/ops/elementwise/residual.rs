@@ -3,6 +3,7 @@
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
+use crate::ops::linear::PackedInput;
 use crate::ops::{Element, Target, index32};
 
 /// Operands of [`add_rms_norm`]: device addresses of `[rows, width]` of `element`, contiguous.
@@ -26,12 +27,15 @@ fn name(element: Element) -> String {
 }
 
 pub(in crate::ops) fn kernels() -> Vec<String> {
-    let post = [Element::F16, Element::F32].map(post_name);
-    Element::ALL.map(name).into_iter().chain(post).collect()
+    let post = [Element::F16, Element::F32].map(|element| post_name(element, false));
+    let packed = [Element::F16, Element::F32].map(|element| post_name(element, true));
+    let all = Element::ALL.map(name).into_iter();
+    all.chain(post).chain(packed).collect()
 }
 
-fn post_name(element: Element) -> String {
-    format!("add_post_norm_{}", element.suffix())
+fn post_name(element: Element, packed: bool) -> String {
+    let packed = if packed { "packed_" } else { "" };
+    format!("add_post_norm_{packed}{}", element.suffix())
 }
 
 /// An RMS norm over rows.
@@ -53,11 +57,19 @@ pub struct PostNorm {
     pub y: usize,
     pub post: RowNorm,
     pub norm: RowNorm,
-    /// F16; 0 if there is no `norm`
+    /// F16; 0 if there is no `norm`, or `packed`
     pub output: usize,
+    /// The normed rows go here, at most [`PACKED_ROWS`] of at most [`MOST_PACKED_WIDTH`] elements.
+    pub packed: Option<(usize, PackedInput)>,
     pub rows: usize,
     pub width: usize,
 }
+
+/// Columns of the packed layout.
+pub const PACKED_ROWS: usize = 8;
+
+/// Most elements of a packed row: halves in the shared memory that every card has.
+pub const MOST_PACKED_WIDTH: usize = 48 * 1024 / 2;
 
 /// x + post(y) in the type of x, then its norm as halves: each as [`super::norm::norm`] computes it.
 ///
@@ -68,16 +80,49 @@ pub unsafe fn add_post_norm(to: Target, op: &PostNorm) -> Result<(), CudaError> 
         return Ok(());
     }
     let device = Device::get(to.device)?;
-    let kernel = post_name(op.element);
+    let kernel = post_name(op.element, op.packed.is_some());
+    let rows = index32("rows", op.rows)?;
+    let (blocks, shared) = match op.packed {
+        None => (op.rows, 0),
+        Some(_) if op.rows <= PACKED_ROWS && op.width <= MOST_PACKED_WIDTH => {
+            (PACKED_ROWS, 2 * op.width)
+        }
+        Some(_) => {
+            return Err(CudaError::Argument {
+                what: format!("{} packed rows of {} elements", op.rows, op.width),
+                limit: format!("{PACKED_ROWS} rows of {MOST_PACKED_WIDTH}"),
+            });
+        }
+    };
     let launch = Launch {
         kernel: &kernel,
-        grid: [index32("rows", op.rows)? as u32, 1, 1],
+        grid: [blocks as u32, 1, 1],
         block: 256,
-        shared_bytes: 0,
+        shared_bytes: shared as u32,
         stream: to.stream,
         programmatic: to.programmatic,
     };
     let width = index32("width", op.width)?;
+    if let Some((scratch, input)) = op.packed {
+        let mut arguments = kernel_arguments![
+            op.x,
+            op.y,
+            op.post.weight,
+            op.post.eps,
+            op.post.weight_offset,
+            op.norm.weight,
+            op.norm.eps,
+            op.norm.weight_offset,
+            width,
+            scratch,
+            input.features,
+            input.units,
+            input.rows,
+            rows
+        ];
+        // SAFETY: the order is that of `add_post_norm_packed`; the caller guarantees that the addresses are valid.
+        return unsafe { launch.run(device, &mut arguments) };
+    }
     let mut arguments = kernel_arguments![
         op.x,
         op.y,

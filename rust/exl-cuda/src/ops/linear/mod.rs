@@ -73,7 +73,31 @@ pub struct Matrix {
     pub(super) features_host: Vec<i32>,
 }
 
+/// How a launch packs rows as the input of a matrix, in the layout of `kernels/linear/rows.cuh`.
+#[derive(Clone, Copy, Debug)]
+pub struct PackedInput {
+    /// `[rows]` i32: the feature in each row of the layout.
+    pub features: usize,
+    pub units: i32,
+    pub rows: i32,
+}
+
+impl PackedInput {
+    pub const fn bytes(self) -> usize {
+        self.units as usize * 16 * UNIT_ROWS
+    }
+}
+
 impl Matrix {
+    /// How its input is packed; None if the layout pads K.
+    pub fn packed_input(&self) -> Option<PackedInput> {
+        few::takes_packed(&[self]).then_some(PackedInput {
+            features: self.features,
+            units: self.argument.unit_count,
+            rows: self.argument.rows,
+        })
+    }
+
     /// A matrix with `layout`, placed at `at`; results are (x @ W + bias) * prescale.
     pub fn new(layout: &Layout, at: Addresses, prescale: f32) -> Self {
         Self {

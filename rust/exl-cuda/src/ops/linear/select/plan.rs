@@ -142,7 +142,7 @@ impl Plan {
             {
                 self.takes_packed = few::takes_packed(matrices);
                 self.packs_results = gate || matrices.len() == 1;
-                let bare = self.takes_packed && matrices.len() == 1 && !norm;
+                let bare = self.takes_packed && !norm;
                 self.input_columns = bare.then_some(few::MOST_ROWS);
             }
             Kernel::GemmBatch if batch::stores_pairs(matrices) => {
