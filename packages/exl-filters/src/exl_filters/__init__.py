@@ -34,6 +34,7 @@ from exl_filters.registry import create, from_spec, get, names, register, unregi
 from exl_filters.select import ExLlamaV2SelectFilter
 from exl_filters.sequence import SequenceFilter
 from exl_filters.state_filter import Choice, StateFilter
+from exl_filters.together import prefetch_together
 from exl_filters.token_filters import BanFilter, LengthFilter, TokenSetFilter
 from exl_filters.vocabulary import Vocabulary, vocabulary_of
 
@@ -83,6 +84,7 @@ __all__ = [
     "from_spec",
     "get",
     "names",
+    "prefetch_together",
     "register",
     "unregister",
     "vocabulary_of",

@@ -299,6 +299,13 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         assert self._prepared is not None
         return masked(logits, self._prepared)
 
+    @property
+    def verbatim_matcher(self) -> Matcher | None:
+        """The llguidance matcher whose mask of the current state is the filter's, unless it is stopped; or None."""
+        if not self._verbatim or self._done or self._pending or not isinstance(self._matcher, Matcher):
+            return None
+        return self._matcher
+
     def describe(self) -> str:
         """Return the source's kind and its first characters."""
         ((kind, value),) = self._source.items()

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from enum import Enum
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from exl_filters.errors import (
 )
 from exl_filters.foreign import ForeignFilter, as_filter, copy_of_foreign
 from exl_filters.tokens import as_token
+
+if TYPE_CHECKING:
+    from exl_filters.llg import Matcher
 
 __all__ = ["FilterStack", "Status"]
 
@@ -173,6 +176,36 @@ class FilterStack:
             return False
         self._pending = self._submit(pool)
         return True
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the mask of the current state is needed next and nothing computes it yet."""
+        return not self._fresh and self._pending is None and self._begun and not self._closed and not self.ended
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether recent masks took longer than a thread's hand-over, as far as known."""
+        return self._cost is None or self._cost >= WORTH_A_THREAD
+
+    def expect(self, pending: Pending, future: Future[None]) -> None:
+        """Wait in every method, here and in the filters, for a computation of this mask and others."""
+        self._pending = future
+        for driver in self._drivers:
+            driver.filter._background = pending
+            driver.filter.background_result = future
+
+    def take(self, matcher: Matcher, mask: Words) -> None:
+        """Use `mask` as the mask of the current state, computed by `matcher`, that of the only filter.
+
+        Called by the computation of `expect`. A failure is left to the next call that needs the mask.
+        """
+        matcher.known = mask
+        try:
+            self._compute_now(clocked=False)
+        except Exception:
+            self._fresh = False
+        finally:
+            matcher.known = None
 
     def _submit(self, pool: Executor) -> Future[None]:
         """Compute the mask on `pool`. Until it is over, calls on the filters themselves wait for it, too."""
@@ -374,8 +407,8 @@ class FilterStack:
             background.finish(self._pending)
             self._pending = None
 
-    def _compute_now(self) -> None:
-        clocked = self._clocked or self._cost is None
+    def _compute_now(self, clocked: bool = True) -> None:
+        clocked = clocked and (self._clocked or self._cost is None)
         begun = time.perf_counter() if clocked else 0.0
         if len(self._drivers) == 1 and not self._prefer_eos:
             words = self._drivers[0].mask()

@@ -129,6 +129,8 @@ class Matcher:
         self._target: Words | None = None
         self._buffer: Words | None = None
         self._address = self._octets = 0
+        #: the mask of the current state, if it is known already; the next `mask_into` uses it
+        self.known: Words | None = None
 
     def copy(self) -> Matcher:
         """Return an independent matcher in the same state."""
@@ -142,17 +144,26 @@ class Matcher:
         Returns True when the matcher is stopped and allows the EOS alone; a failed matcher is always stopped. A target
         of the matcher's own width is written in place, and its address is looked up once.
         """
+        if self.known is not None:
+            known, self.known = self.known, None
+            bits.copy_into(known, target)
+            return self._stopped_and_sound()
         if target is not self._target:
             fits = len(target) == bits.word_count(self.width) and target.flags.c_contiguous
             self._target = target
             self._buffer = buffer = target if fits else bits.empty(self.width)
             self._address, self._octets = buffer.ctypes.data, buffer.nbytes
         self.raw.unsafe_compute_mask_ptr(self._address, self._octets)
+        stopped = self._stopped_and_sound()
+        if self._buffer is not target and self._buffer is not None:
+            bits.copy_into(self._buffer, target)
+        return stopped
+
+    def _stopped_and_sound(self) -> bool:
+        """Return whether the matcher is stopped. Raises `FilterFailed` if it has failed."""
         stopped: bool = self.raw.is_stopped()
         if stopped:
             self.check()
-        if self._buffer is not target and self._buffer is not None:
-            bits.copy_into(self._buffer, target)
         return stopped
 
     def consume(self, tokens: list[int]) -> bool:

@@ -67,6 +67,11 @@ class TokenConstraints:
         """Whether token healing allows `token` after `generated` others."""
         return generated >= self._request.healing or token in self._healing_candidates()
 
+    @property
+    def begun_filters(self) -> FilterStack | None:
+        """The filters whose masks can be computed beforehand."""
+        return self._filters if self._begun else None
+
     def prefetch(self, pool: Callable[[], Executor]) -> None:
         """Compute the filters' next masks in `pool` while the model runs."""
         if self._filters is not None and self._begun:

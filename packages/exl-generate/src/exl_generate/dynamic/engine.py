@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from exl_filters import prefetch_together
 from exl_generate.dynamic.events import Events
 from exl_generate.dynamic.next_step import NextStep, attempt, predictable
 from exl_generate.dynamic.prompts import Prompts
@@ -180,7 +181,7 @@ class Engine:
         except BaseException:
             self._settle(steps)
             raise
-        self._settle(steps, self._launch_drafts)
+        self._settle(steps, self._go_on)
 
     def _settle(self, steps: list[JobStep], go_on: Callable[[list[JobStep]], None] | None = None) -> None:
         """Finish the step for all jobs; `go_on` is called before the events are delivered."""
@@ -294,6 +295,15 @@ class Engine:
             for step, sample in zip(expected, drawn, strict=True)
         ):
             self._next.run()
+
+    def _go_on(self, steps: list[JobStep]) -> None:
+        """Begin the work of the next step that needs no results of other jobs."""
+        if self._pool is not None:
+            found = [step.job.begun_filters for step in steps if not step.job.is_finished]
+            stacks, pool = [stack for stack in found if stack is not None], self._pool
+            if stacks:
+                attempt(lambda: prefetch_together(stacks, pool()))
+        self._launch_drafts(steps)
 
     def _launch_drafts(self, steps: list[JobStep]) -> None:
         """Look up the next step's draft tokens and launch it, before the results of this step are delivered."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from exl_filters import FilterDeadEnd, FilterError
+from exl_filters import FilterDeadEnd, FilterError, FilterStack
 from exl_generate.dynamic.decoder import Decoder, Outcome
 from exl_generate.dynamic.draft_length import JobDrafts
 from exl_generate.dynamic.events import FIRST, HELD, STARTED, Event, Events, aborted, ended
@@ -435,6 +435,11 @@ class ExLlamaV2DynamicJob:
     def refresh(self) -> None:
         """Apply changes of live settings before a step. Raises `RequestError` for invalid values."""
         self._decoding.refresh()
+
+    @property
+    def begun_filters(self) -> FilterStack | None:
+        """The filters whose masks can be computed beforehand."""
+        return self._decoding.constraints.begun_filters
 
     def prefetch(self, pool: Callable[[], Executor]) -> None:
         """Compute the filters' next masks in `pool` while the model runs."""

@@ -1,0 +1,86 @@
+"""Masks of many jobs in one native call that runs on several threads.
+
+A pool of Python threads hands the interpreter's lock over several times for every mask. For the jobs of a batch these
+hand-overs take longer than the masks. Here one thread asks llguidance for all masks; its own threads need no lock.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from exl_filters import bits
+from exl_filters.background import Pending
+from exl_filters.llg import llguidance
+
+if TYPE_CHECKING:
+    from exl_filters.host import FilterStack
+    from exl_filters.llg import Matcher
+
+__all__ = ["prefetch_together"]
+
+FEWEST = 2
+"""Fewest masks that are computed together."""
+
+_executors: list[Any] = []
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_executors.clear)  # the threads exist only in the parent
+
+
+def prefetch_together(stacks: Sequence[FilterStack], pool: Executor) -> int:
+    """Compute the next masks of many stacks on `pool`, in one task; `FilterStack.next_mask` returns them.
+
+    Call it right after `feed`. Stacks of one grammar each take part, of the llguidance back end, whose masks take long
+    enough (`FilterStack.prefetch`). A method of any of these stacks, or of their filters, waits for all masks.
+
+    Args:
+        stacks: stacks of one host.
+        pool: runs the task.
+
+    Returns:
+        The number of stacks that take part. Call `prefetch` for the others.
+    """
+    found = [(stack, matcher) for stack in stacks if (matcher := _matcher_of(stack)) is not None]
+    if len(found) < FEWEST or not any(stack.is_slow for stack, _ in found):
+        return 0
+    pending = Pending("")
+    pending.future = future = pool.submit(pending.run, lambda: _compute(found))
+    for stack, _ in found:
+        stack.expect(pending, future)
+    return len(found)
+
+
+def _matcher_of(stack: FilterStack) -> Matcher | None:
+    """Return the matcher whose mask is the stack's, or None."""
+    if not stack.is_due:
+        return None
+    if "exl_filters.grammar" not in sys.modules:
+        return None  # nobody has made such a filter
+    from exl_filters.grammar import ExLlamaV2GrammarFilter
+
+    filters = stack.filters
+    only = filters[0] if len(filters) == 1 else None
+    if not isinstance(only, ExLlamaV2GrammarFilter):
+        return None
+    inherited = type(only).fill_bitmask is ExLlamaV2GrammarFilter.fill_bitmask
+    return only.verbatim_matcher if inherited else None
+
+
+def _compute(found: Sequence[tuple[FilterStack, Matcher]]) -> None:
+    if not _executors:
+        _executors.append(llguidance().LLExecutor())
+    by_width: dict[int, list[tuple[FilterStack, Matcher]]] = {}
+    for stack, matcher in found:
+        by_width.setdefault(bits.word_count(matcher.width), []).append((stack, matcher))
+    for words, group in by_width.items():
+        masks = np.empty((len(group), words), dtype=np.int32)
+        wanted = [(matcher.raw, place) for place, (_, matcher) in enumerate(group)]
+        _executors[0].unsafe_compute_mask_ptr(wanted, masks.ctypes.data, 4 * words, len(group))
+        for mask, (stack, matcher) in zip(masks, group, strict=True):
+            stack.take(matcher, mask)
