@@ -188,7 +188,12 @@ class FilterStack:
         return self._cost is None or self._cost >= WORTH_A_THREAD
 
     def expect(self, pending: Pending, future: Future[None]) -> None:
-        """Wait in every method, here and in the filters, for a computation of this mask and others."""
+        """Wait in every method, here and in the filters, for a computation of this mask and others.
+
+        Args:
+            pending: the computation, which may call the filters itself.
+            future: its end.
+        """
         self._pending = future
         for driver in self._drivers:
             driver.filter._background = pending
