@@ -6,7 +6,8 @@
 Random weights of true shapes on a GPU (gpu_model.py), or with --paced a scripted model whose rounds last as long as
 those of an 8B model on an H200, on any machine. Processes as in `exl serve`: the engine here, API workers and the load
 generator in processes of their own. One JSON line: tokens a second both ways and their ratio, time to the first token,
-time between events as a client sees them. The tokens of both ways are compared.
+time between events as a client sees them, `added` what it is more than the engine alone. The tokens of both ways are
+compared. After the line, on standard error, the bars and whether each is met.
 
 With --host there is no HTTP: the engine process's thread alone, on a scripted model, all streams in nearly every round.
 Microseconds of CPU time per token: `host_us` outside the generator, `generator_us` in it with its results, `encode_us`
@@ -27,6 +28,7 @@ import multiprocessing
 import os
 import socket
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -80,6 +82,8 @@ def alone(generator: Any, requests: list[dict[str, Any]], streams: int, floor: A
     settings = ExLlamaV2Sampler.Settings(temperature=0.0, top_k=0, top_p=0.0, token_repetition_penalty=1.0)
     waiting = list(enumerate(requests))[::-1]
     answers: list[list[int]] = [[] for _ in requests]
+    stamps: list[list[float]] = [[] for _ in requests]
+    sent = [0.0] * len(requests)
     numbers: dict[Any, int] = {}
     began = time.perf_counter()
     while waiting or numbers:
@@ -91,17 +95,52 @@ def alone(generator: Any, requests: list[dict[str, Any]], streams: int, floor: A
             )  # fmt: skip
             generator.enqueue(job)
             numbers[job] = number
+            sent[number] = time.perf_counter()
         round_began = time.monotonic()
+        told = []
+        jobs = len(numbers)
         for result in generator.iterate():
             ids = result.get("token_ids")
             if ids is not None:
-                answers[numbers[result["job"]]] += ids[0].tolist()
+                told.append(numbers[result["job"]])
+                answers[told[-1]] += ids[0].tolist()
             if result["eos"]:
                 del numbers[result["job"]]
         if floor is not None:
-            time.sleep(max(0.0, round_began + floor(len(numbers)) - time.monotonic()))
+            time.sleep(max(0.0, round_began + floor(jobs) - time.monotonic()))
+        now = time.perf_counter()
+        for number in told:
+            stamps[number].append(now)
     seconds = time.perf_counter() - began
-    return {"seconds": seconds, "tok_s": sum(map(len, answers)) / seconds, "digest": digest(answers)}
+    found = {"seconds": seconds, "tok_s": sum(map(len, answers)) / seconds, "digest": digest(answers)}
+    return found | delays(sent, stamps)
+
+
+def delays(sent: list[float], stamps: list[list[float]]) -> dict[str, float]:
+    """Milliseconds to the first token of each request, and between its further events."""
+    first = [(own[0] - asked) * 1e3 for asked, own in zip(sent, stamps, strict=True)]
+    between = [(b - a) * 1e3 for own in stamps for a, b in itertools.pairwise(own)]
+    return {
+        "first_token_ms_p50": percentile(first, 0.5),
+        "first_token_ms_p99": percentile(first, 0.99),
+        "between_ms_p50": percentile(between, 0.5),
+        "between_ms_p99": percentile(between, 0.99),
+    }
+
+
+DELAYS = {"first_token_ms_p50": 3.0, "first_token_ms_p99": 10.0, "between_ms_p50": 0.3, "between_ms_p99": 2.0}
+"""Most milliseconds that HTTP may add."""
+
+
+def bars(line: dict[str, Any], paced: bool) -> list[tuple[str, float, str, bool]]:
+    """Return (name, figure, bar, met) of each bar."""
+    least = 0.98 if paced else 0.95
+    ratio = round(line["ratio_median"], 3)
+    found = [("throughput through HTTP / alone", ratio, f"at least {least}", ratio >= least)]
+    for name, most in DELAYS.items():
+        added = round(line["added"][name], 2)
+        found.append((f"{name}, added", added, f"at most {most}", added <= most))
+    return found
 
 
 class Rounds:
@@ -353,8 +392,8 @@ async def _load(port: int, requests: list[dict[str, Any]], streams: int) -> dict
     began = time.perf_counter()
     await asyncio.gather(*(stream() for _ in range(streams)))
     seconds = time.perf_counter() - began
-    first, between, answers = [], [], []
-    for number, events in enumerate(raw):
+    answers, all_stamps = [], []
+    for events in raw:
         ids: list[int] = []
         stamps: list[float] = []
         for stamp, line in events:
@@ -365,18 +404,14 @@ async def _load(port: int, requests: list[dict[str, Any]], streams: int) -> dict
                 ids += choice["token_ids"]
                 stamps.append(stamp)
         answers.append(ids)
-        first.append((stamps[0] - sent[number]) * 1e3)
-        between += [(b - a) * 1e3 for a, b in itertools.pairwise(stamps)]
+        all_stamps.append(stamps)
     made = sum(map(len, answers))
     return {
         "seconds": seconds,
         "tok_s": made / seconds,
         "digest": digest(answers),
-        "first_token_ms_p50": percentile(first, 0.5),
-        "first_token_ms_p99": percentile(first, 0.99),
-        "between_ms_p50": percentile(between, 0.5),
-        "between_ms_p99": percentile(between, 0.99),
-        "tokens_per_event": made / max(1, len(between) + len(first)),
+        **delays(sent, all_stamps),
+        "tokens_per_event": made / max(1, sum(map(len, all_stamps))),
     }
 
 
@@ -482,12 +517,15 @@ def main() -> None:
         "ratio_best": best,
         "same_tokens": all(a["digest"] == b["digest"] for a, b in measured),
         **through,
+        "added": {name: through[name] - by_itself[name] for name in DELAYS},
     }
     if not args.paced:
         from gpu_timing import environment
 
         line = {**environment(), **line}
-    print(json.dumps(line))
+    print(json.dumps(line), flush=True)
+    for name, figure, bar, met in bars(line, args.paced):
+        print(f"{name}: {figure} ({bar}): {'met' if met else 'MISSED'}", file=sys.stderr)
 
 
 def served(generator: Any, floor: Any, folder: str, place: str, requests: Any, args: Any) -> dict[str, Any]:

@@ -5,10 +5,10 @@
 Starts `exl serve` with the free test engine (a scripted model; everything else as with a real one), sends streamed
 completions over raw sockets, and cuts a share of the connections at a random place: while the request is queued, behind
 the first event, or later. One JSON line: requests a second, and for the engine, the API workers and the supervisor the
-resident memory, open files and threads after a warm-up and at the end. `left` is what the engine still holds: running
-and waiting requests, and pinned pages; a connection is an open file. `idle_cpu` is the share of a core that each
-process took while nothing was asked. Ends with 1 if anything is left, or memory grew by more than `--slope` bytes a
-request.
+resident memory, open files and threads after a warm-up and at the end. After it, on standard error, the bars and
+whether each is met. `left` is what the engine still holds: running and waiting requests, and pinned pages; a connection
+is an open file. `idle_cpu` is the share of a core that each process took while nothing was asked. Ends with 1 if
+anything is left, or memory grew by more than `--slope` bytes a request.
 """
 
 from __future__ import annotations
@@ -48,6 +48,31 @@ max_batch_size = {streams}
 WARM_UP = 0.1
 """Share of the requests after which memory is measured first."""
 SETTLE_SECONDS = 30.0
+SOAK_SECONDS = 1200.0
+"""Most seconds for 100,000 requests."""
+IDLE_SHARE = 0.01
+"""Most of a core that all processes together take when nothing is asked."""
+WORKER_BYTES = 120 << 20
+"""Most memory of an API worker."""
+
+
+def bars(line: dict[str, Any], slope: float) -> list[tuple[str, Any, str, bool]]:
+    """Return (name, figure, bar, met) of each bar."""
+    whole = line["seconds"] / line["requests"] * 100_000
+    found: list[tuple[str, Any, str, bool]] = [
+        ("left: requests and pages", sum(line["left"].values()), "0", not any(line["left"].values())),
+        ("more open files", max(line["more_files"].values()), "0", max(line["more_files"].values()) <= 0),
+        ("bytes of memory a request", line["bytes_a_request"], f"{slope:g}", line["bytes_a_request"] <= slope),
+        ("seconds for 100,000 requests", round(whole), f"{SOAK_SECONDS:g}", whole <= SOAK_SECONDS),
+    ]
+    workers = [one["memory"] for name, one in line["processes"].items() if name.startswith("worker")]
+    if workers:
+        most = max(workers)
+        found.append(("memory of an API worker, MiB", most >> 20, str(WORKER_BYTES >> 20), most <= WORKER_BYTES))
+    if line["idle_cpu"] is not None:
+        idle = round(sum(line["idle_cpu"].values()), 4)
+        found.append(("share of a core when idle", idle, f"{IDLE_SHARE}", idle < IDLE_SHARE))
+    return found
 
 
 class Server:
@@ -225,22 +250,21 @@ def main() -> None:
     grown = {name: after[name]["memory"] - before[name]["memory"] for name in before}
     slope = sum(grown.values()) / (given.requests - warm)
     more_files = {name: after[name]["files"] - before[name]["files"] for name in before}
-    print(
-        json.dumps(
-            {
-                "requests": given.requests - warm,
-                **done,
-                "seconds": round(seconds, 1),
-                "requests_s": round((given.requests - warm) / seconds, 1),
-                "left": left,
-                "more_files": more_files,
-                "memory_grown": grown,
-                "bytes_a_request": round(slope, 1),
-                "idle_cpu": idle if given.idle else None,
-                "processes": after,
-            }
-        )
-    )
+    line = {
+        "requests": given.requests - warm,
+        **done,
+        "seconds": round(seconds, 1),
+        "requests_s": round((given.requests - warm) / seconds, 1),
+        "left": left,
+        "more_files": more_files,
+        "memory_grown": grown,
+        "bytes_a_request": round(slope, 1),
+        "idle_cpu": idle if given.idle else None,
+        "processes": after,
+    }
+    print(json.dumps(line), flush=True)
+    for name, figure, bar, met in bars(line, given.slope):
+        print(f"{name}: {figure} (at most {bar}): {'met' if met else 'MISSED'}", file=sys.stderr)
     if any(left.values()) or any(more > 0 for more in more_files.values()) or slope > given.slope:
         sys.exit(1)
 

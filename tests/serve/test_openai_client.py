@@ -302,8 +302,14 @@ def test_unknown_fields_are_named(client: openai.OpenAI) -> None:
     assert raw.headers["x-exl-ignored"] == "frobnicate"
 
 
-def test_leaving_in_the_middle_frees_everything(client: openai.OpenAI, scripted: EngineThread) -> None:
+def test_leaving_in_the_middle_frees_everything(
+    client: openai.OpenAI, server: LiveServer, scripted: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that were made for a client that left are in the log, in the metrics, and count against its limits."""
     generator = scripted.generator
+    logged: list[Any] = []
+    assert server.state is not None
+    monkeypatch.setattr(server.state, "log_request", logged.append)
     for _ in range(3):
         stream = client.completions.create(
             model="scripted", prompt="x y z", max_tokens=900, stream=True, extra_body={"ignore_eos": True}, n=3
@@ -311,6 +317,9 @@ def test_leaving_in_the_middle_frees_everything(client: openai.OpenAI, scripted:
         next(iter(stream))
         stream.close()
     until(lambda: not generator.num_remaining_jobs() and not generator.referenced_pages)
+    until(lambda: len(logged) == 3)
+    assert all((one["status"], one["finish"]) == (499, "abort") for one in logged)
+    assert all(one["completion_tokens"] >= 1 for one in logged)
 
 
 def test_a_whole_answer_whose_client_leaves_is_cancelled(server: LiveServer, scripted: EngineThread) -> None:

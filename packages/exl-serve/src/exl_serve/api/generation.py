@@ -14,7 +14,7 @@ import msgspec
 
 from exl_serve.api.http import Call
 from exl_serve.engine.client import EngineClient, RunningRequest
-from exl_serve.engine.events import EngineEvent
+from exl_serve.engine.events import EngineEvent, Tokens
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import EngineRequest, MediaRef
 from exl_serve.request.messages import ImagePart
@@ -128,6 +128,8 @@ class Generation:
 
         def take(event: EngineEvent) -> None:
             self.started = True
+            if isinstance(event, Tokens):
+                self.generated += len(event.ids)
             for found in machines[base + event.choice].feed(event):
                 put(found)
 

@@ -232,7 +232,7 @@ class Engines:
     def _on_change(self, entry: Entry) -> None:
         self.changed = True
         id = entry.config.id
-        if not entry.since or entry.state != "loading" or not entry.done:
+        if not entry.since or entry.state != "loading" or not (entry.done or entry.total):
             log.info("model %s: %s%s", id, entry.state, f", {entry.reason}" if entry.reason else "")
         for one in STATES:
             self._metrics.set("exl_model_state", float(one == entry.state), model_name=id, state=one)
