@@ -364,6 +364,29 @@ def test_a_step_with_drafts_is_one_pass_and_one_launch_of_the_sampler() -> None:
     check_pages(generator)
 
 
+def test_jobs_with_and_without_guesses_share_a_pass() -> None:
+    """Few rows: windows of unequal length would each take a pass of their own."""
+    model = Preparing(CONFIG)
+    model.script = lambda context: 3 + (int(context[-1]) - 2) % 4 if context[0] == 3 else None
+    generator = ExLlamaV2DynamicGenerator(
+        model, ScriptedCache(model, max_seq_len=160), TOKENIZER, page_size=8, use_ngram_draft=True, num_draft_tokens=3
+    )
+    generator.drafter.length = FixedDraftLength(3)
+    prelaunch(generator, True)
+    prompts = [[3, 4, 5, 6] * 4, [9, 8, 7]]
+    jobs = [ExLlamaV2DynamicJob(torch.tensor([ids]), 40, gen_settings=Settings.greedy()) for ids in prompts]
+    generator.enqueue(jobs)
+    generator.iterate()
+    while generator.num_remaining_jobs() == 2:
+        before = len(model.calls)
+        generator.iterate()
+        if generator.num_remaining_jobs() == 2:
+            assert [batch for batch, _, _ in model.calls[before:]] == [2]
+    assert jobs[0].accepted_draft_tokens > 20
+    assert jobs[1].drafted_tokens < jobs[0].drafted_tokens, "what fills a window up is no guess"
+    check_pages(generator)
+
+
 def test_passes_of_a_draft_model_are_queued_before_their_ids_are_read() -> None:
     """Each but the first, which follows the model's own tokens."""
 

@@ -23,15 +23,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine"]
 
+#: Most rows of windows that are filled up to one length, for a GPU: one pass of so many takes less time than two passes
+#: of few, since each reads all weights.
+MOST_FILLED = 32
+
 
 class JobStep:
     """One job in one step: the windows that its sequences evaluate, then the tokens sampled from their logits."""
 
     __slots__ = ("_before", "events", "guesses", "job", "taken", "windows")
 
-    def __init__(self, job: ExLlamaV2DynamicJob, guesses: list[int]) -> None:
+    def __init__(self, job: ExLlamaV2DynamicJob, guesses: list[int], length: int = 0) -> None:
+        """`length`: tokens that the windows are filled up to; the logits of more than the guesses are not used."""
         self.job = job
-        self.windows = [Window(sequence, guesses, job.request.return_hidden_state) for sequence in job.sequences]
+        ids = [*guesses, *job.sequence.ids[-1:].tolist() * (length - 1 - len(guesses))]
+        self.windows = [Window(sequence, ids, job.request.return_hidden_state) for sequence in job.sequences]
         self.events: Events = []
         self.guesses = guesses
         #: tokens sampled so far
@@ -137,8 +143,8 @@ class Engine:
         self._pool = pool
         #: the next step, if the last one prepared it
         self._next: NextStep | None = None
-        #: the draft tokens of the next step, if the last one has looked them up
-        self._drafts: Drafts | None = None
+        #: the draft tokens of the next step and the length of its windows, if the last one has looked them up
+        self._drafts: tuple[Drafts, int] | None = None
         #: whether this step computes no prompts
         self._alone = True
 
@@ -213,10 +219,20 @@ class Engine:
             job.times.mark_decode()
             if self._prepared(job):
                 ready.append(job)
-        drafts, self._drafts = self._drafts, None
-        if drafts is None:
-            drafts = self._propose(ready, prelaunched)
-        return [JobStep(job, drafts.get(job, [])) for job in ready]
+        known, self._drafts = self._drafts, None
+        if known is not None:
+            drafts, length = known
+            return [JobStep(job, drafts.get(job, []), length if job in drafts else 0) for job in ready]
+        drafts = self._propose(ready, prelaunched)
+        length = self._length(ready, drafts)
+        return [JobStep(job, drafts.get(job, []), length) for job in ready]
+
+    def _length(self, jobs: list[ExLlamaV2DynamicJob], drafts: Drafts) -> int:
+        """Return the length that the windows of these jobs are filled up to; 0 to leave them as they are."""
+        longest = 1 + max((len(guesses) for guesses in drafts.values()), default=0)
+        rows = longest * sum(len(job.sequences) for job in jobs)
+        fits = rows <= MOST_FILLED and all(job.pages.room >= longest - 1 for job in jobs)
+        return longest if self._runner.asynchronous and fits else 0
 
     def _propose(self, jobs: list[ExLlamaV2DynamicJob], prelaunched: bool = False) -> Drafts:
         # A hook may see how many rows a step has: that must not depend on a clock.
@@ -312,10 +328,13 @@ class Engine:
         jobs = [step.job for step in steps if not step.job.is_finished]
         if not jobs or not all(not job.paused and predictable(job, missing=0) for job in jobs):
             return
-        self._drafts = drafts = attempt(lambda: self._propose(jobs))
-        if drafts is None:
+        found = attempt(lambda: self._propose(jobs))
+        if found is None:
             return
-        windows = [[int(job.sequence.ids[-1]), *drafts.get(job, [])] for job in jobs]
+        drafts = {job: found.get(job, []) for job in jobs}
+        length = self._length(jobs, drafts)
+        self._drafts = drafts, length
+        windows = [JobStep(job, drafts[job], length).windows[0].ids for job in jobs]
         if len({len(window) for window in windows}) == 1:
             began = self._drafter.length.clock()
             self._next = attempt(lambda: NextStep(self._runner, [job.sequences for job in jobs], windows))
