@@ -212,5 +212,8 @@ def test_embed(dtype: torch.dtype, width: int) -> None:
     for factor in (1.0, 11.3137085):
         want = (table[ids.clamp(min=0)].float() * factor).half()
         assert torch.equal(embed(table, ids, factor=factor), want)
+        exact = embed(table, ids, factor=factor, dtype="float32")
+        assert exact.dtype == torch.float32
+        assert torch.equal(exact, table[ids.clamp(min=0)].float() * factor)
     assert torch.equal(embed(table, torch.tensor([70], device="cuda")), table[49:].float().half())
     assert embed(table, ids[:0]).shape == (0, width)

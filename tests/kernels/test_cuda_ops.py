@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from exl_kernels.activation import activation, gated_activation
+from exl_kernels.activation import activation, gated_activation, softcap
 from exl_kernels.errors import DTypeError, ShapeError
 from exl_kernels.norm import layer_norm, rms_norm
 from exl_kernels.reference import activation as activation_twin
@@ -106,6 +106,21 @@ def test_activations(dtype: torch.dtype, kind: str, count: int) -> None:
     assert_close(activation(gate, kind), alone, scale=2.0)  # type: ignore[arg-type]
     assert_close(gated_activation(gate, up, kind), alone * up.double(), scale=2.0)  # type: ignore[arg-type]
     assert gated_activation(gate, up, kind, out=up) is up  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 1000, 70001])
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_softcap(count: int, cap: float) -> None:
+    x = randn(count + 1) * 40.0
+    for first in (0, 1):
+        part = x[first : first + count].clone() if first == 0 else x.clone()[1:]
+        want = cap * torch.tanh(part.double().cpu() / cap)
+        assert softcap(part, cap) is part
+        assert_close(part, want, scale=max(cap, 1.0))
+    limits = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 1e30], device="cuda")
+    assert softcap(limits, cap).tolist() == [0.0, 0.0, cap, -cap, cap]
+    with pytest.raises(DTypeError, match="float16"):
+        softcap(x.half(), cap)
 
 
 def test_activation_of_extremes() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from exl_kernels import threads
-from exl_kernels.activation import activation, gated_activation
+from exl_kernels.activation import activation, gated_activation, softcap
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.norm import layer_norm, rms_norm
 from exl_kernels.reference import activation as activation_twin
@@ -202,6 +202,25 @@ def test_activations_in_place_and_at_any_thread_count(restore_threads: None) -> 
     target = up.clone()
     assert gated_activation(x, target, "silu", out=target) is target
     assert torch.equal(target, results[0])
+
+
+@given(cap=st.floats(0.125, 100.0), scale=st.floats(0.01, 1e4), n=st.integers(1, 200))
+def test_softcap_matches_the_oracle(cap: float, scale: float, n: int) -> None:
+    x = randn(n, seed=n, scale=scale)
+    want = cap * torch.tanh(x.double() / cap)
+    assert softcap(x, cap) is x
+    assert_close(x / cap, want / cap)
+    assert bool((x.abs() <= cap * (1 + 1e-6)).all())
+
+
+def test_softcap_refuses_bad_input() -> None:
+    for cap in (0.0, -1.0, float("nan")):
+        with pytest.raises(UnsupportedError, match="positive"):
+            softcap(torch.ones(3), cap)
+    with pytest.raises(DTypeError):
+        softcap(torch.ones(3).half(), 1.0)
+    with pytest.raises(ShapeError, match="contiguous"):
+        softcap(torch.ones(4, 3).t(), 1.0)
 
 
 def test_activations_refuse_bad_input() -> None:

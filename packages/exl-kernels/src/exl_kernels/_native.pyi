@@ -74,6 +74,7 @@ __all__ = [
     "cuda_select_attention",
     "cuda_select_experts",
     "cuda_select_fused",
+    "cuda_softcap",
     "exl2_check",
     "exl2_dequantize",
     "exl2_groups",
@@ -1168,6 +1169,11 @@ def cuda_select_fused(
 ) -> tuple[str, bool, list[tuple[str, str]]]:
     """
     The kernel of a matmul of several matrices over one input with an epilogue, as `FusedLinear` runs it.
+    """
+
+def cuda_softcap(x: Tensor, cap: float, launch: Launch) -> None:
+    """
+    x = cap * tanh(x / cap), in place; x is float32.
     """
 
 def exl2_check(name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ from . import _native, cuda_ops
 from ._check import require_cpu, require_dtype, require_out
 from .errors import ShapeError, UnsupportedError
 
-__all__ = ["ActivationKind", "activation", "gated_activation"]
+__all__ = ["ActivationKind", "activation", "gated_activation", "softcap"]
 
 ActivationKind = Literal["silu", "gelu", "quickgelu", "gelu_erf", "relu2", "sigmoid", "tanh"]
 _KINDS = get_args(ActivationKind)
@@ -60,6 +60,32 @@ def activation(x: Tensor, kind: ActivationKind, *, out: Tensor | None = None) ->
         result = require_out("activation", out, x)
         _native.activate(kind, x.contiguous(), None, result)
     return result
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """Compute cap * tanh(x / cap) elementwise, in place.
+
+    Args:
+        x: float32, contiguous, on the CPU or a GPU.
+        cap: bound of the results, positive.
+
+    Returns:
+        x.
+
+    Raises:
+        DTypeError: x is not float32.
+        ShapeError: x is not contiguous.
+        UnsupportedError: the cap is not positive, or x is neither on the CPU nor on a CUDA device.
+    """
+    if not cap > 0.0:
+        raise UnsupportedError(f"softcap: cap is {cap}; expected a positive number")
+    if x.is_cuda:
+        return cuda_ops.softcap(x, cap)
+    require_cpu("softcap", x)
+    require_dtype("softcap: x", x, torch.float32)
+    if not x.is_contiguous():
+        raise ShapeError(f"softcap: x {tuple(x.shape)} has strides {x.stride()}; expected a contiguous tensor")
+    return activation(x.div_(cap), "tanh", out=x).mul_(cap)
 
 
 def gated_activation(gate: Tensor, up: Tensor, kind: ActivationKind, *, out: Tensor | None = None) -> Tensor:

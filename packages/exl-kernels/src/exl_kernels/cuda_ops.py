@@ -149,6 +149,15 @@ def activation(x: Tensor, kind: str, *, out: Tensor | None = None) -> Tensor:
     return out
 
 
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """Compute cap * tanh(x / cap) in place; x is float32."""
+    check_operand("x", x)
+    if x.dtype != torch.float32:
+        raise DTypeError(f"softcap: x has dtype {x.dtype}: expected float32")
+    _native.cuda_softcap(x, cap, launch_on(x))
+    return x
+
+
 def _check_kind(kind: str) -> None:
     if kind not in ("silu", "gelu", "quickgelu"):
         raise UnsupportedError(f"unknown activation {kind!r}, expected one of silu, gelu, quickgelu")

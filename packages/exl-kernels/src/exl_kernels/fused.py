@@ -5,6 +5,8 @@ Each is bitwise identical to the composition of the operators in `norm`, `rope` 
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -23,16 +25,19 @@ from .selection import FEW_ROWS
 __all__ = ["add_post_norm", "add_rms_norm", "embed", "rope_store"]
 
 
-def embed(table: Tensor, ids: Tensor, *, factor: float = 1.0) -> Tensor:
+def embed(
+    table: Tensor, ids: Tensor, *, factor: float = 1.0, dtype: Literal["float16", "float32"] = "float16"
+) -> Tensor:
     """Gather rows of an embedding table, multiplied by `factor` in float32.
 
     Args:
         table: [rows, D], any float type.
         ids: int64 [T]; an id outside the table reads the nearest row.
         factor: scale of the embeddings.
+        dtype: element type of the result on a GPU; on the CPU it is always float32.
 
     Returns:
-        float32 [T, D], rounded to float16 on a GPU.
+        [T, D], multiplied in float32 and rounded once.
 
     Raises:
         DTypeError, ShapeError: an operand does not fit.
@@ -45,7 +50,7 @@ def embed(table: Tensor, ids: Tensor, *, factor: float = 1.0) -> Tensor:
         raise DTypeError(f"embed: ids are {ids.dtype} on {ids.device}, expected int64 on {table.device}")
     if table.dim() != 2 or ids.dim() != 1:
         raise ShapeError(f"embed: table {tuple(table.shape)}, ids {tuple(ids.shape)}; expected [rows, D] and [T]")
-    out = torch.empty((ids.shape[0], table.shape[1]), dtype=torch.float16, device=table.device)
+    out = torch.empty((ids.shape[0], table.shape[1]), dtype=getattr(torch, dtype), device=table.device)
     if out.numel():
         _native.cuda_embed(table, ids.contiguous(), out, factor, launch_on(table))
     return out

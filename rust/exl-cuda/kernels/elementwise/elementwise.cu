@@ -22,6 +22,26 @@ DEVICE void activation_kernel(const T* gate, const T* up, T* out, int64_t count,
   }
 }
 
+// x = cap * tanh(x / cap), in place.
+extern "C" __global__ void __launch_bounds__(256) softcap_f32(float* x, int64_t count, float cap) {
+  pdl_trigger();
+  pdl_wait();
+  const bool wide = reinterpret_cast<uintptr_t>(x) % 16 == 0;
+  const int64_t stride = (int64_t)gridDim.x * blockDim.x * 4;
+  for (int64_t k = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * 4; k < count; k += stride) {
+    float v[4];
+    const bool whole = wide && k + 4 <= count;
+    if (whole) *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(x + k);
+    else
+      for (int i = 0; i < 4; i++) v[i] = k + i < count ? x[k + i] : 0.f;
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i] = __fmul_rn(tanhf(__fdiv_rn(v[i], cap)), cap);
+    if (whole) *reinterpret_cast<float4*>(x + k) = *reinterpret_cast<const float4*>(v);
+    else
+      for (int i = 0; i < 4 && k + i < count; i++) x[k + i] = v[i];
+  }
+}
+
 #define ACTIVATION(T, t)                                                                                       \
   extern "C" __global__ void __launch_bounds__(256) activation_##t(const T* gate, const T* up, T* out,         \
                                                                    int64_t count, int kind) {                  \

@@ -1,8 +1,8 @@
-// Rows of the embedding table as halves, times a factor in FP32. One block a token; an id outside the table reads the nearest row.
+// Rows of the embedding table as halves or FP32, times a factor in FP32. One block a token; an id outside the table reads the nearest row.
 #include "common/common.cuh"
 
-template <class T>
-DEVICE void embed_kernel(const T* table, const int64_t* ids, __half* out, int width, int64_t rows, float factor) {
+template <class T, class O>
+DEVICE void embed_kernel(const T* table, const int64_t* ids, O* out, int width, int64_t rows, float factor) {
   pdl_trigger();
   pdl_wait();
   const int64_t id = min(max(ids[blockIdx.x], int64_t(0)), rows - 1);
@@ -17,16 +17,17 @@ DEVICE void embed_kernel(const T* table, const int64_t* ids, __half* out, int wi
       for (int i = 0; i < 8; i++) v[i] *= factor;
       store8(out + k, v);
     } else {
-      for (int i = k; i < min(k + 8, width); i++) out[i] = __float2half_rn(to_float(table[i]) * factor);
+      for (int i = k; i < min(k + 8, width); i++) out[i] = from_float<O>(to_float(table[i]) * factor);
     }
   }
 }
 
-#define EMBED(T, t)                                                                                           \
-  extern "C" __global__ void __launch_bounds__(256) embed_##t(const T* table, const int64_t* ids, __half* out, \
-                                                              int width, int64_t rows, float factor) {         \
-    embed_kernel(table, ids, out, width, rows, factor);                                                        \
+#define EMBED(T, t, O, o)                                                                                       \
+  extern "C" __global__ void __launch_bounds__(256) embed_##t##_##o(const T* table, const int64_t* ids, O* out, \
+                                                                    int width, int64_t rows, float factor) {    \
+    embed_kernel(table, ids, out, width, rows, factor);                                                         \
   }
-EMBED(__half, f16)
-EMBED(__nv_bfloat16, bf16)
-EMBED(float, f32)
+#define EMBEDS(T, t) EMBED(T, t, __half, f16) EMBED(T, t, float, f32)
+EMBEDS(__half, f16)
+EMBEDS(__nv_bfloat16, bf16)
+EMBEDS(float, f32)

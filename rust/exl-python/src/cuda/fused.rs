@@ -214,8 +214,8 @@ pub fn cuda_embed(
         "ids must be int64 [tokens]",
     )?;
     expect(
-        out.dtype == DType::F16 && out.shape == [ids.shape[0], table.shape[1]],
-        "out must be float16 [tokens, width]",
+        matches!(out.dtype, DType::F16 | DType::F32) && out.shape == [ids.shape[0], table.shape[1]],
+        "out must be float16 or float32 [tokens, width]",
     )?;
     let op = embedding::Embed {
         table: table.ptr,
@@ -225,6 +225,7 @@ pub fn cuda_embed(
         ids: ids.ptr,
         tokens: ids.shape[0],
         output: out.ptr,
+        output_element: element(&out, "out")?,
         factor,
     };
     // SAFETY: as in `cuda_add_rms_norm`.

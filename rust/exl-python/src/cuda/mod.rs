@@ -313,6 +313,16 @@ pub fn cuda_activation(
         .map_err(|e| device_error(py, &e))
 }
 
+/// x = cap * tanh(x / cap), in place; x is float32.
+#[pyfunction]
+pub fn cuda_softcap(py: Python<'_>, x: Tensor, cap: f32, launch: &Launch) -> PyResult<()> {
+    expect(x.dtype == DType::F32, "x must be float32")?;
+    let to = target(&[("x", &x)], launch)?;
+    // SAFETY: as in `cuda_rms_norm`.
+    py.detach(|| unsafe { elementwise::softcap(to, x.ptr, x.numel(), cap) })
+        .map_err(|e| device_error(py, &e))
+}
+
 /// Read all of `buffer` (uint8) to measure the read bandwidth; `sink` is a uint8 tensor of at least 4 elements.
 #[pyfunction]
 pub fn cuda_probe_read(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
@@ -178,10 +178,8 @@ class JoinedLaunches:
     def _begin(self, ids: Tensor) -> tuple[Tensor, bool]:
         """Return the embedded ids, and whether the layers run joined."""
         assert self._embedding.weight is not None
-        if self._embedding.float_residual:
-            x = self._embedding.forward(ids)
-        else:
-            x = embed(self._embedding.weight, ids, factor=self._embedding.scale)
+        dtype: Literal["float16", "float32"] = "float32" if self._embedding.float_residual else "float16"
+        x = embed(self._embedding.weight, ids, factor=self._embedding.scale, dtype=dtype)
         return x, x.shape[0] <= joined_rows() and all(half.join(x.shape[0]) for half in self._halves)
 
     def _following(self) -> list[RMSNorm | None]:

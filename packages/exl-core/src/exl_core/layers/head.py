@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from exl_kernels.activation import activation
+from exl_kernels.activation import softcap
 
 from ..execution.batch import Step
 from ..loading.checkpoint import TensorSource
@@ -62,6 +62,6 @@ class Head(Module):
     def finish(self, logits: Tensor) -> Tensor:
         """Apply softcap and padding to the matmul's result, in place."""
         if self.softcap:
-            activation(logits.div_(self.softcap), "tanh", out=logits).mul_(self.softcap)
+            softcap(logits, self.softcap)
         logits[:, self.linear.out_features :] = PADDING_LOGIT
         return logits

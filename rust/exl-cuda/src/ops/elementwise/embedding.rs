@@ -16,20 +16,22 @@ pub struct Embed {
     /// `[tokens]` int64; an id outside the table reads the nearest row
     pub ids: usize,
     pub tokens: usize,
-    /// `[tokens, width]` F16
+    /// `[tokens, width]` of `output_element`, F16 or F32
     pub output: usize,
+    pub output_element: Element,
     pub factor: f32,
 }
 
-fn name(element: Element) -> String {
-    format!("embed_{}", element.suffix())
+fn name(element: Element, output: Element) -> String {
+    format!("embed_{}_{}", element.suffix(), output.suffix())
 }
 
 pub(in crate::ops) fn kernels() -> Vec<String> {
-    Element::ALL.map(name).to_vec()
+    let outputs = |element| [Element::F16, Element::F32].map(|output| name(element, output));
+    Element::ALL.into_iter().flat_map(outputs).collect()
 }
 
-/// output = half(table[ids] * factor), multiplied in FP32.
+/// output = table[ids] * factor, multiplied in FP32 and rounded once.
 ///
 /// # Safety
 /// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
@@ -38,7 +40,7 @@ pub unsafe fn embed(to: Target, op: &Embed) -> Result<(), CudaError> {
         return Ok(());
     }
     let device = Device::get(to.device)?;
-    let kernel = name(op.element);
+    let kernel = name(op.element, op.output_element);
     let launch = Launch {
         kernel: &kernel,
         grid: [index32("tokens", op.tokens)? as u32, 1, 1],

@@ -36,7 +36,33 @@ fn name(element: Element) -> String {
 }
 
 pub(super) fn kernels() -> Vec<String> {
-    Element::ALL.map(name).to_vec()
+    let mut all = Element::ALL.map(name).to_vec();
+    all.push("softcap_f32".to_owned());
+    all
+}
+
+/// x = cap * tanh(x / cap), for `count` F32 elements, in place.
+///
+/// # Safety
+/// The address must be device memory of the stated size, valid until the stream has passed this launch.
+pub unsafe fn softcap(to: Target, x: usize, count: usize, cap: f32) -> Result<(), CudaError> {
+    if count == 0 {
+        return Ok(());
+    }
+    let device = Device::get(to.device)?;
+    let blocks = count.div_ceil(256 * 4).min(device.info.caps.sms * 8);
+    let launch = Launch {
+        kernel: "softcap_f32",
+        grid: [blocks as u32, 1, 1],
+        block: 256,
+        shared_bytes: 0,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    let elements = count as i64;
+    let mut arguments = kernel_arguments![x, elements, cap];
+    // SAFETY: the order is that of `softcap_f32`; the caller guarantees that the address is valid.
+    unsafe { launch.run(device, &mut arguments) }
 }
 
 /// out = f(gate) * up, in FP32, rounded once.
