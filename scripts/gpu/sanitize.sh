@@ -46,7 +46,7 @@ case $tool in racecheck | synccheck) export EXL_CUDA_PDL=0 EXL_SUBSET_WITHOUT=se
 remaining
 if [ "$tool" = racecheck ]; then
   # Left out: a case of these has 400 to 1,200 million multiplications and takes minutes under the tool.
-  [ ${#paths[@]} -gt 0 ] || EXL_SUBSET_WITHOUT+=,test_large_shapes,test_a_following_matmul_that_would,test_matmuls_of_all_sizes_share
+  [ ${#paths[@]} -gt 0 ] || EXL_SUBSET_WITHOUT+=,test_large_shapes,test_many_rows_are_several,test_a_following_matmul_that_would,test_matmuls_of_all_sizes_share
   export EXL_SUBSET_FUNCTIONS=0 # for each kernel a case, for each function one as time allows: cases take 10 to 100 times memcheck's time
   options+=(--racecheck-report analysis --racecheck-num-workers "${RACECHECK_WORKERS:-2}")
   timeout -k 3 "$limit" scripts/gpu/racecheck_probe.sh > "$log/probe.txt" 2>&1 &

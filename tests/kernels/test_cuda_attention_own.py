@@ -282,7 +282,7 @@ def test_a_matmul_takes_only_inputs_packed_for_it() -> None:
             product.from_input(given, out[:, :32])
 
 
-@pytest.mark.needs("wgmma")
+@pytest.mark.needs("wgmma|mma_pipeline")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_blocks_that_share_k_need_not_wait_for_one_another(dtype: torch.dtype) -> None:
     made = product_of(4096, "exl2")

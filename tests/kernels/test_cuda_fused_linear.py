@@ -264,7 +264,7 @@ def test_one_row_of_gated_tiles_that_follow_each_other(dtype: torch.dtype, norme
         assert torch.equal(fused(x, torch.full_like(want, float("nan"))), want), m
 
 
-@pytest.mark.needs("wgmma")
+@pytest.mark.needs("wgmma|mma_pipeline")
 @pytest.mark.parametrize("kind", ["exl2", "gptq act-order"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [8200, 16640])
@@ -286,7 +286,7 @@ def test_a_gate_inside_the_matmul_of_many_rows(kind: str, dtype: torch.dtype, n:
         assert torch.equal(fused(x, torch.empty_like(out)), out), m
 
 
-@pytest.mark.needs("wgmma")
+@pytest.mark.needs("wgmma|mma_pipeline")
 @pytest.mark.parametrize("n", [8320, 8448])
 @pytest.mark.parametrize("ordered", [False, True])
 def test_many_gated_rows_are_packed_for_the_next_matmul(n: int, ordered: bool) -> None:
@@ -310,7 +310,7 @@ def test_many_gated_rows_are_packed_for_the_next_matmul(n: int, ordered: bool) -
 FORMS = ["exl2", "exl2 groups of 32", "gptq", "gptq act-order", "gptq groups of 32"]
 
 
-@pytest.mark.needs("wgmma")
+@pytest.mark.needs("wgmma|mma_pipeline")
 @pytest.mark.parametrize(("kind", "activation"), [*((kind, "silu") for kind in FORMS), ("gptq", "gelu")])
 def test_matmuls_of_all_forms_read_gated_results(kind: str, activation: Any) -> None:
     """Of few features and of so many that a block has three items of 64 at a time; gates far from zero, too."""

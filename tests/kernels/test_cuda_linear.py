@@ -239,7 +239,7 @@ def test_large_shapes_agree_bit_for_bit(case: str) -> None:
             assert torch.equal(again, found["gemm_tile"]), m
 
 
-@pytest.mark.needs("bulk_copy", "wgmma")
+@pytest.mark.needs("wgmma|mma_pipeline")
 @pytest.mark.parametrize("case", [c for c in CASES if c not in LARGE])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_kernels_agree_bit_for_bit(case: str, dtype: torch.dtype) -> None:
@@ -250,7 +250,7 @@ def test_the_kernels_agree_bit_for_bit(case: str, dtype: torch.dtype) -> None:
             assert torch.equal(value, got["gemm_tile"]), (name, m)
 
 
-@pytest.mark.needs("wgmma")
+@pytest.mark.needs("wgmma|mma_pipeline")
 @pytest.mark.parametrize(("bits", "k", "group", "n", "act_order", "zeros"), GPTQ)
 def test_the_kernels_agree_on_gptq(bits: int, k: int, group: int, n: int, act_order: bool, zeros: str) -> None:
     tensors = gptq_tensors(bits, k, group, n, act_order)
@@ -262,7 +262,7 @@ def test_the_kernels_agree_on_gptq(bits: int, k: int, group: int, n: int, act_or
             assert torch.equal(value, got["gemm_tile"]), (name, m)
 
 
-@pytest.mark.needs("wgmma")
+@pytest.mark.needs("wgmma|mma_pipeline")
 @pytest.mark.parametrize("case", ["wide", "long"])
 def test_large_shapes_by_every_way(case: str) -> None:
     made, _, _ = matrix(case)
@@ -272,7 +272,7 @@ def test_large_shapes_by_every_way(case: str) -> None:
             assert torch.equal(value, got["gemm_tile"]), (name, m)
 
 
-@pytest.mark.needs("wgmma")
+@pytest.mark.needs("wgmma|mma_pipeline")
 @pytest.mark.parametrize("kind", ["exl2", "gptq"])
 @pytest.mark.parametrize("group", [128, 32])
 def test_so_many_columns_that_a_block_has_three_items_at_a_time(kind: str, group: int) -> None:
@@ -284,7 +284,7 @@ def test_so_many_columns_that_a_block_has_three_items_at_a_time(kind: str, group
         assert torch.equal(got["gemm_batch"], got["gemm_tile"]), m
 
 
-@pytest.mark.needs("wgmma")
+@pytest.mark.needs("wgmma|mma_pipeline")
 @pytest.mark.parametrize("kind", ["exl2", "gptq"])
 @pytest.mark.parametrize("group", [128, 32])
 def test_so_many_columns_that_some_are_left_over(kind: str, group: int) -> None:

@@ -18,7 +18,7 @@ FAMILIES = {
     "gemv_ring": "ring_",
     "gemm_few": "few_",
     "gemm_direct": "tiles_",
-    "gemm_batch": "batch_",
+    "gemm_batch": ("batch_", "mma_"),
     "gemm_tile": "matmul_",
 }
 

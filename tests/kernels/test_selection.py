@@ -47,8 +47,8 @@ def test_a_card_of_each_generation() -> None:
     }  # fmt: skip
     assert Card.named("rtx-4090").code == Card.named("RTX 4090").code == 89
     assert Card.named("h200").features == {"bulk_copy", "clusters", "wgmma"}
-    assert Card.named("5090").features == {"bulk_copy"}
-    assert Card.named("3090").features == {"async_copy"}
+    assert Card.named("5090").features == {"bulk_copy", "mma_pipeline"}
+    assert Card.named("3090").features == {"async_copy", "mma_pipeline"}
     assert not Card.named("2080 Ti").features
 
 
@@ -78,12 +78,15 @@ def test_rows_decide_on_hopper(make) -> None:
 
 
 @pytest.mark.parametrize("name", ["2080 Ti", "3060", "3090", "4090", "A100", "L4", "L40S"])
-def test_cards_before_hopper_join_launches_up_to_eight_rows(name: str) -> None:
+def test_cards_before_hopper_join_launches(name: str) -> None:
     card, made = Card.named(name), exl2(512)
+    turing = name == "2080 Ti"
     for rows in (1, 8, 9, 64):
         found = card.fused_matmul([made], rows, residual=True)
-        assert (found.kernel, found.joined) == (("gemm_direct", True) if rows < 9 else ("gemm_tile", False))
-        assert any("bulk copies" in why or "wgmma" in why for _, why in found.refused), rows
+        many = ("gemm_tile", False) if turing else ("gemm_batch", True)
+        assert (found.kernel, found.joined) == (("gemm_direct", True) if rows < 9 else many)
+        assert rows < 9 or not turing or any("asynchronous copies" in why for _, why in found.refused), rows
+        assert rows >= 9 or any("bulk copies" in why for _, why in found.refused), rows
     assert card.matmul(made, 512).kernel == "gemm_large"
 
 

@@ -28,6 +28,8 @@ pub enum Feature {
     Wgmma,
     /// Copies to shared memory by a warp's lanes (`cp.async`), in kernels that newer code does not need.
     AsyncCopy,
+    /// `mma.sync` fed by `cp.async`, in kernels that code with wgmma does not need.
+    MmaPipeline,
 }
 
 impl Feature {
@@ -38,6 +40,7 @@ impl Feature {
             Self::Clusters => "thread block clusters (code for sm_90 or newer, data-center cards)",
             Self::Wgmma => "wgmma (code for sm_90a on an sm_90 card)",
             Self::AsyncCopy => "code for sm_80, sm_86 or sm_89",
+            Self::MmaPipeline => "asynchronous copies (code for sm_80 or newer)",
         }
     }
 }
@@ -136,6 +139,7 @@ impl Capabilities {
             Feature::Clusters => self.code >= 90 && self.compute.0 < 12,
             Feature::Wgmma => self.specific && self.compute == (9, 0) && self.code == 90,
             Feature::AsyncCopy => (80..90).contains(&self.code),
+            Feature::MmaPipeline => self.code >= 80 && !self.has(Feature::Wgmma),
         }
     }
 
@@ -241,6 +245,10 @@ pub(crate) mod tests {
         assert!(copies("4090", RELEASE) && copies("A100", RELEASE));
         assert!(copies("H100", &["80+ptx"]) && !copies("H100", RELEASE));
         assert!(!copies("2080 Ti", RELEASE) && !copies("5090", RELEASE));
+        let pipelines = |name, archs| card(name, archs).has(Feature::MmaPipeline);
+        assert!(["3090", "A100", "5090", "B200"].map(|name| pipelines(name, RELEASE)) == [true; 4]);
+        assert!(pipelines("H100", &["80+ptx"]) && pipelines("H100", &["90"]));
+        assert!(!pipelines("H100", RELEASE) && !pipelines("2080 Ti", RELEASE));
         assert!(!card("H100", &["80+ptx"]).programmatic() && card("5090", RELEASE).programmatic());
         assert!(CARDS.iter().all(|card| card.with(RELEASE).runs()));
         assert!(Card::named("rtx 4090").is_some() && Card::named("RTX4090").is_some());

@@ -193,7 +193,7 @@ class CudaCard:
     @property
     def features(self, /) -> list[str]:
         """
-        The features of "bulk_copy", "clusters", "wgmma" and "async_copy" that the code has.
+        The features of "bulk_copy", "clusters", "wgmma", "async_copy" and "mma_pipeline" that the code has.
         """
     @staticmethod
     def named(name: str) -> CudaCard | None:

@@ -19,8 +19,8 @@ struct Batch;
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // TRANSPOSED: the core matrices of the activations are transposed (prepared.cuh).
 template <int KIND, int ENTRY, int N, int W, bool TRANSPOSED>
-struct Batch : BatchFinish<N> {
-  using Finish = BatchFinish<N>;
+struct Batch : BatchFinish<N, true> {
+  using Finish = BatchFinish<N, true>;
   using Finish::Finish;
   using Finish::S, Finish::p, Finish::memory, Finish::base, Finish::full, Finish::empty, Finish::present, Finish::step, Finish::first;
   using Finish::order, Finish::own, Finish::per_block, Finish::place, Finish::numbered, Finish::leave, Finish::go_on, typename Finish::Place;

@@ -9,14 +9,16 @@
 #include "linear/batch_task.cuh"
 #include "linear/prepared.cuh"
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-template <int N>
+#if __CUDA_ARCH__ >= 800
+// BULK: for batch.cuh, whose blocks have a warp of their own that agrees with other blocks. Blocks of batch_mma.cuh agree before they leave
+// their sums, and do not store gated results transposed.
+template <int N, bool BULK>
 struct BatchFinish : BatchBlock {
   static constexpr int S = N / 2;  // sums a thread
   static constexpr int EIGHTS = N / 8;
   // Whether gated results are stored transposed (prepared.cuh). Not for 32 rows: the loops before `go_on` would lack the registers that it
   // needs.
-  static constexpr bool TRANSPOSES = prepared_transposes(N);
+  static constexpr bool TRANSPOSES = BULK && prepared_transposes(N);
   using BatchBlock::BatchBlock;
 
   // A thread has float4s of a warp's 16 features and eight rows: (feature, row) = (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1).
@@ -35,8 +37,16 @@ struct BatchFinish : BatchBlock {
   static constexpr int ALONE = 16;
   DEVICE void agree() const {
     if (threadIdx.x % 32) return;
+    number() = agree(announce());
+#if __CUDA_ARCH__ >= 900
+    if constexpr (BULK) barrier_arrive(numbered());
+#endif
+  }
+  // Counts the start of this block; returns the count before.
+  DEVICE int announce() const { return atomicAdd(p.arrivals + first, 16); }
+  DEVICE int agree(int begun) const {
     int* const counter = p.arrivals + first;
-    const int mine = 1 << order.first, begun = atomicAdd(counter, 16), before = begun + 16 >> 4 & 3;
+    const int mine = 1 << order.first, before = begun + 16 >> 4 & 3;
     auto all_there = [&](int now) { return ((now >> 4) - (begun >> 4) & 0xfff) >= QUARTERS - before; };
     int shares = mine;
     if (before == QUARTERS - 1) {
@@ -51,8 +61,7 @@ struct BatchFinish : BatchBlock {
         else shares = 0;
       }
     }
-    number() = shares;
-    barrier_arrive(numbered());
+    return shares;
   }
   DEVICE static int load_relaxed(const int* from) {
     int v;
@@ -60,7 +69,9 @@ struct BatchFinish : BatchBlock {
     return v;
   }
   DEVICE int agreed() const {
-    barrier_wait(numbered(), 0);
+#if __CUDA_ARCH__ >= 900
+    if constexpr (BULK) barrier_wait(numbered(), 0);
+#endif
     return __shfl_sync(~0u, number(), 0);
   }
   // N / 8 groups of eight rows are dealt in shares of SHARE groups; of 16 rows, two blocks have one group each.
@@ -90,7 +101,7 @@ struct BatchFinish : BatchBlock {
     if (!here.some) return;
     float4* to;
     if (p.cut == 1) {
-      to = keep(quarter > 0, sums);
+      to = keep(BULK && quarter > 0, sums);
       if (quarter < QUARTERS - 1) return;
       if (TRANSPOSES && p.into) return;
     } else {

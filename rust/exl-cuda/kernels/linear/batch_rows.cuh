@@ -174,10 +174,15 @@ DEVICE void pack_row(const LayoutTask& p) {
   if (number < 0) return pdl_wait();
   const Layout layout(p, memory, sums, number, (32 * p.units + p.shares - 1) / p.shares);
   const bool some = layout.token < p.m;
+#if __CUDA_ARCH__ >= 900
   if (some) layout.fetch_constants();
   pdl_wait();
+  if (some) layout.fetch_row();
+#else
+  // Nothing to wait for: the row is on its way while the constants are looked up.
+  if (some) layout.fetch_row(), layout.fetch_constants();
+#endif
   if (!some) return layout.store_nothing();
-  layout.fetch_row();
   await_copies();
   if (p.weight) layout.add_squares();
   __syncthreads();

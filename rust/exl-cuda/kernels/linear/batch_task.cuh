@@ -47,7 +47,7 @@ ABI_AT(BatchTask, barriers_at, 96); ABI_AT(BatchTask, numbered_at, 100); ABI_AT(
 ABI_AT(BatchTask, looks, 112); ABI_AT(BatchTask, gate, 116); ABI_AT(BatchTask, left, 120); ABI_AT(BatchTask, residual, 128);
 ABI_AT(BatchTask, into, 136); ABI_AT(BatchTask, into_rows, 144); ABI_AT(BatchTask, part, 152);
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if __CUDA_ARCH__ >= 800
 // A block's units in order: quarter after quarter, and in each the classes j, j + 8, j + 4, j + 12.
 struct Order {
   int first, quarters, units;
@@ -75,7 +75,7 @@ struct BatchBlock {
   DEVICE BatchBlock(const BatchTask& p, uint8_t* memory)
       : p(p),
         memory(memory),
-        base(shared_address(memory)),
+        base(static_cast<uint32_t>(__cvta_generic_to_shared(memory))),
         full(base + p.barriers_at),
         empty(full + p.slots * 8),
         present(empty + p.slots * 8),

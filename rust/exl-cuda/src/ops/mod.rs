@@ -67,6 +67,8 @@ pub(crate) fn feature_of(file: &str) -> Option<Feature> {
         Some(Feature::BulkCopy)
     } else if starts(&["attention_teams_"]) {
         Some(Feature::AsyncCopy)
+    } else if starts(&["mma_"]) {
+        Some(Feature::MmaPipeline)
     } else {
         None
     }
@@ -122,6 +124,8 @@ mod tests {
             let teams = "attention_teams_q4";
             assert_eq!(loads(archs, teams), archs == ["80+ptx"]);
             assert!(!kernels_of(teams).is_empty());
+            assert_eq!(loads(archs, "mma_gptq_32"), !expected.1);
+            assert_eq!(kernels_of("mma_gptq_32").len(), 3);
         }
     }
 }

@@ -49,7 +49,7 @@ impl CudaCard {
         self.caps.code
     }
 
-    /// The features of "bulk_copy", "clusters", "wgmma" and "async_copy" that the code has.
+    /// The features of "bulk_copy", "clusters", "wgmma", "async_copy" and "mma_pipeline" that the code has.
     #[getter]
     fn features(&self) -> Vec<&'static str> {
         [
@@ -57,6 +57,7 @@ impl CudaCard {
             (Feature::Clusters, "clusters"),
             (Feature::Wgmma, "wgmma"),
             (Feature::AsyncCopy, "async_copy"),
+            (Feature::MmaPipeline, "mma_pipeline"),
         ]
         .into_iter()
         .filter(|&(feature, _)| self.caps.has(feature))

@@ -191,6 +191,7 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
             )
             .collect(),
         _ if file.starts_with("batch_") => batch::kernels(&file["batch_".len()..]),
+        _ if file.starts_with("mma_") => batch::mma_kernels(&file["mma_".len()..]),
         _ => match file.strip_prefix("matmul_") {
             Some(rest) => [1, 2, 4]
                 .map(|columns| format!("matmul_{rest}_{columns}"))

@@ -1,6 +1,6 @@
 //! The launch that packs a matmul's input: rows of x in the order of the weights, with the norm.
 
-use super::plan::{LEFT_FREE, SHARED_BYTES, Shares, left_alone};
+use super::plan::{Code, LEFT_FREE, SHARED_BYTES, Shares, left_alone};
 use super::{MOST_ROWS, Matmul, Room};
 use crate::abi::assert_layout;
 use crate::capabilities::Capabilities;
@@ -130,7 +130,8 @@ unsafe fn pack(
     let columns = preparation.columns as usize;
     let norm = preparation.weight != 0;
     let (blocks, shared) = layout_shape(matrix, columns, norm);
-    let idle = if norm && to.programmatic && shared <= LEFT_FREE {
+    let overlaps = to.programmatic && Code::of(&device.info.caps) == Ok(Code::Wgmma);
+    let idle = if norm && overlaps && shared <= LEFT_FREE {
         idle_blocks(
             &device.info.caps,
             preparation.m as usize,

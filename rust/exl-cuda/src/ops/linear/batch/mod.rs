@@ -1,4 +1,4 @@
-//! The batch kernel: matmuls of 9 to 64 rows on sm_90a, of up to three matrices over one input.
+//! The batch kernel: matmuls of 9 to 64 rows, of up to three matrices over one input, by wgmma or, from sm_80 on, by `mma.sync`.
 
 mod layout;
 mod plan;
@@ -14,8 +14,8 @@ use crate::ops::{Target, index32};
 use layout::{packs, prepare};
 pub use plan::Tuning;
 use plan::{
-    COUNTERS, EVEN_GROUPS, Plan, Shares, Task, UNCUT_ITEMS, VARIANTS, items, plan, transposes,
-    unit_bytes, variant,
+    COUNTERS, Code, EVEN_GROUPS, MMA_VARIANTS, Plan, Shares, Task, UNCUT_ITEMS, VARIANTS,
+    columns_of, items, plan, unit_bytes,
 };
 
 /// Most rows of the batch kernel.
@@ -67,7 +67,7 @@ pub fn scratch_bytes(matrices: &[&Matrix], m: usize) -> usize {
     let units = matrices
         .first()
         .map_or(0, |first| first.argument.unit_count as usize);
-    units * unit_bytes(variant(m).0)
+    units * unit_bytes(columns_of(m))
 }
 
 /// Bytes of the workspace of blocks that share K, for `m` rows.
@@ -98,7 +98,7 @@ pub fn gates(matrices: &[&Matrix]) -> bool {
 /// padding rows.
 pub fn input(matrices: &[&Matrix], m: usize) -> Option<usize> {
     let first = matrices.first()?;
-    (first.rows() == first.in_features()).then(|| variant(m).0)
+    (first.rows() == first.in_features()).then(|| columns_of(m))
 }
 
 /// Whether packing can norm the input, whose address is a multiple of 16.
@@ -330,12 +330,12 @@ pub unsafe fn launch(
         first.entry_rows,
         shares.columns,
         shares.warpgroups,
-        suffix(op.transposed && transposes(shares.columns))
+        suffix(op.transposed && shares.code.transposes(shares.columns))
     );
     let launch = Launch {
         kernel: &kernel,
         grid: [shares.blocks as u32, 1, 1],
-        block: 128 * (shares.warpgroups as u32 + 1),
+        block: shares.threads() as u32,
         shared_bytes: shared as u32,
         stream: to.stream,
         programmatic: to.programmatic,
@@ -355,7 +355,7 @@ pub(super) fn kernels(form: &str) -> Vec<String> {
     VARIANTS
         .into_iter()
         .flat_map(|(columns, warpgroups)| {
-            let kinds = if transposes(columns) {
+            let kinds = if Code::Wgmma.transposes(columns) {
                 &[false, true][..]
             } else {
                 &[false]
@@ -368,6 +368,13 @@ pub(super) fn kernels(form: &str) -> Vec<String> {
             (form == "exl2_128").then(|| format!("batch_whole_{form}_{MOST_ROWS}x{EVEN_GROUPS}")),
         )
         .collect()
+}
+
+/// Kernels in the image of `mma_<form>`.
+pub(super) fn mma_kernels(form: &str) -> Vec<String> {
+    MMA_VARIANTS
+        .map(|(columns, warpgroups)| format!("mma_{form}_{columns}x{warpgroups}"))
+        .to_vec()
 }
 
 #[cfg(test)]

@@ -7,18 +7,70 @@ use crate::layout::{TILE, UNIT_ROWS};
 use crate::ops::linear::select::{Refusal, check_rows};
 use crate::ops::linear::{Matrix, MatrixArgument};
 
-/// The kernel's variants: columns, and the multiplying warpgroups of a block.
+/// Variants of the kernel for wgmma: columns, and the multiplying warpgroups of a block.
 pub const VARIANTS: [(usize, usize); 4] = [(16, 4), (32, 4), (64, 2), (64, 3)];
-/// Whether gated results of this number of columns go to the next matmul transposed (`prepared_transposes` of
-/// `kernels/linear/prepared.cuh`).
-pub fn transposes(columns: usize) -> bool {
-    columns != 32
+/// Variants of the kernel for `mma.sync`, with the same columns; a warpgroup is four warps.
+pub const MMA_VARIANTS: [(usize, usize); 3] = [(16, 4), (32, 4), (64, 2)];
+
+/// The code of the kernel, by the features of the card.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Code {
+    /// `kernels/linear/batch.cuh`.
+    Wgmma,
+    /// `kernels/linear/batch_mma.cuh`.
+    Mma,
+}
+
+impl Code {
+    pub fn of(caps: &Capabilities) -> Result<Self, Refusal> {
+        if caps.has(Feature::Wgmma) {
+            Ok(Self::Wgmma)
+        } else if caps.has(Feature::MmaPipeline) {
+            Ok(Self::Mma)
+        } else {
+            Err(Refusal::Needs(Feature::MmaPipeline))
+        }
+    }
+    fn variants(self) -> &'static [(usize, usize)] {
+        match self {
+            Self::Wgmma => &VARIANTS,
+            Self::Mma => &MMA_VARIANTS,
+        }
+    }
+    /// Whether gated results of this number of columns go to the next matmul transposed (`prepared_transposes` of
+    /// `kernels/linear/prepared.cuh`).
+    pub fn transposes(self, columns: usize) -> bool {
+        self == Self::Wgmma && columns != 32
+    }
+    /// The most warpgroups of a block of `columns` columns.
+    fn most_groups(self, columns: usize) -> usize {
+        let of = self.variants().iter().filter(|&&(of, _)| of == columns);
+        of.map(|&(_, most)| most).max().unwrap_or(1)
+    }
+    /// Warpgroups of the smallest block of `columns` columns that has `groups`: with fewer warpgroups, each has more registers.
+    fn warpgroups(self, columns: usize, groups: usize) -> usize {
+        self.variants()
+            .iter()
+            .filter(|&&(of, most)| of == columns && groups <= most)
+            .map(|&(_, most)| most)
+            .min()
+            .unwrap_or(groups)
+    }
+    /// Stages of the ring at most.
+    fn most_slots(self) -> usize {
+        match self {
+            Self::Wgmma => MOST_SLOTS,
+            Self::Mma => MOST_MMA_SLOTS,
+        }
+    }
 }
 /// Parts of K that are added last.
 const QUARTERS: usize = 4;
 /// Row tiles of an item, which a warpgroup processes at a time.
 const ITEM_TILES: usize = 4;
 const MOST_SLOTS: usize = 16;
+/// `await_stage` of `kernels/linear/batch_mma.cuh` has a case for each number from two on.
+const MOST_MMA_SLOTS: usize = 4;
 /// Warpgroups of the kernel of `kernels/linear/batch_whole.cuh`.
 pub const EVEN_GROUPS: usize = 3;
 /// Approximate cost of the exchange between blocks in a launch.
@@ -105,6 +157,7 @@ pub struct Tuning {
 /// Division of a launch's work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shares {
+    pub code: Code,
     pub columns: usize,
     /// Warpgroups of a block's code.
     pub warpgroups: usize,
@@ -123,25 +176,12 @@ pub struct Shares {
     pub left: usize,
 }
 
-/// Columns for `m` rows, and the most warpgroups of a block for them.
-pub fn variant(m: usize) -> (usize, usize) {
-    let columns = VARIANTS
-        .into_iter()
-        .map(|(columns, _)| columns)
+/// Columns for `m` rows.
+pub fn columns_of(m: usize) -> usize {
+    let all = MMA_VARIANTS.map(|(columns, _)| columns);
+    all.into_iter()
         .find(|&columns| m <= columns)
-        .unwrap_or(MOST_ROWS);
-    let of = VARIANTS.into_iter().filter(|&(of, _)| of == columns);
-    (columns, of.map(|(_, most)| most).max().unwrap_or(1))
-}
-
-/// Warpgroups of the smallest block of `columns` columns that has `groups`: with fewer warpgroups, each has more registers.
-fn warpgroups(columns: usize, groups: usize) -> usize {
-    VARIANTS
-        .into_iter()
-        .filter(|&(of, most)| of == columns && groups <= most)
-        .map(|(_, most)| most)
-        .min()
-        .unwrap_or(groups)
+        .unwrap_or(MOST_ROWS)
 }
 
 impl Shares {
@@ -150,7 +190,7 @@ impl Shares {
     fn dealt_evenly(&self, caps: &Capabilities, matrices: &[&Matrix]) -> Option<Self> {
         let [head] = matrices else { return None };
         let form = head.kind == "exl2" && head.entry_rows == 128;
-        if !form || self.cut > 1 || self.columns != MOST_ROWS {
+        if !form || self.code != Code::Wgmma || self.cut > 1 || self.columns != MOST_ROWS {
             return None;
         }
         let units = head.argument.unit_count as usize;
@@ -174,12 +214,14 @@ impl Shares {
     /// A division into whole items.
     fn new(
         caps: &Capabilities,
+        code: Code,
         matrices: &[&Matrix],
         m: usize,
         gated: bool,
         tuning: Tuning,
     ) -> Self {
-        let (columns, most) = variant(m);
+        let columns = columns_of(m);
+        let most = code.most_groups(columns);
         if gated {
             let items = items(matrices) / 2;
             let teams = caps.sms;
@@ -193,8 +235,9 @@ impl Shares {
                 forced => forced.min(most).max(2) / 2 * 2,
             };
             return Self {
+                code,
                 columns,
-                warpgroups: warpgroups(columns, groups),
+                warpgroups: code.warpgroups(columns, groups),
                 items,
                 cut: 1,
                 groups,
@@ -204,11 +247,12 @@ impl Shares {
                 left: 0,
             };
         }
-        Self::of_items(caps, items(matrices), m, tuning)
+        Self::of_items(caps, code, items(matrices), m, tuning)
     }
     /// A division into whole items of any matrices.
-    fn of_items(caps: &Capabilities, items: usize, m: usize, tuning: Tuning) -> Self {
-        let (columns, most) = variant(m);
+    fn of_items(caps: &Capabilities, code: Code, items: usize, m: usize, tuning: Tuning) -> Self {
+        let columns = columns_of(m);
+        let most = code.most_groups(columns);
         let cut = match tuning.cut {
             0 if items >= UNCUT_ITEMS => 1,
             0 => QUARTERS,
@@ -226,8 +270,9 @@ impl Shares {
             forced => forced.min(most),
         };
         Self {
+            code,
             columns,
-            warpgroups: warpgroups(columns, groups),
+            warpgroups: code.warpgroups(columns, groups),
             items,
             cut,
             groups,
@@ -246,13 +291,25 @@ impl Shares {
         let items = if self.cut == 1 { self.left } else { self.items };
         items * self.place()
     }
+    /// Bytes of a block's sums in shared memory, if it processes all of K.
+    fn own_sums(&self) -> usize {
+        if self.cut == 1 {
+            self.groups * self.place() / QUARTERS
+        } else {
+            0
+        }
+    }
     /// Prefix of a kernel's form in its name.
     pub fn family(&self) -> &'static str {
-        if self.left > 0 {
-            "batch_whole"
-        } else {
-            "batch"
+        match self.code {
+            Code::Mma => "mma",
+            Code::Wgmma if self.left > 0 => "batch_whole",
+            Code::Wgmma => "batch",
         }
+    }
+    /// Threads of a block: in the code for wgmma, one more warpgroup copies.
+    pub fn threads(&self) -> usize {
+        128 * (self.warpgroups + usize::from(self.code == Code::Wgmma))
     }
 }
 
@@ -277,14 +334,10 @@ fn unit_row(entry_rows: usize) -> usize {
     if entry_rows == 128 { 16 } else { 32 }
 }
 
-/// SMs on which a matmul of one matrix of `features` features has no block.
+/// SMs on which a matmul by wgmma of one matrix of `features` features has no block.
 pub fn left_alone(caps: &Capabilities, m: usize, features: usize) -> usize {
-    let shares = Shares::of_items(
-        caps,
-        features.div_ceil(ITEM_TILES * TILE),
-        m,
-        Tuning::default(),
-    );
+    let items = features.div_ceil(ITEM_TILES * TILE);
+    let shares = Shares::of_items(caps, Code::Wgmma, items, m, Tuning::default());
     caps.sms.saturating_sub(shares.blocks)
 }
 
@@ -303,10 +356,22 @@ pub fn plan(
     gated: bool,
     tuning: Tuning,
 ) -> Result<Plan, Refusal> {
-    if !caps.has(Feature::Wgmma) {
-        return Err(Refusal::Needs(Feature::Wgmma));
-    }
+    let code = Code::of(caps)?;
     check_rows(m, MOST_ROWS)?;
+    let found = match code {
+        Code::Wgmma => plan_wgmma(caps, matrices, m, gated, tuning),
+        Code::Mma => plan_mma(caps, matrices, m, gated, tuning),
+    };
+    found.ok_or(Refusal::SharedMemory(caps.shared_per_block))
+}
+
+fn plan_wgmma(
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    m: usize,
+    gated: bool,
+    tuning: Tuning,
+) -> Option<Plan> {
     let space = SHARED_BYTES.min(caps.shared_per_block);
     let of = |shares: Shares| {
         let left_free = if shares.cut == 1 {
@@ -317,16 +382,40 @@ pub fn plan(
         plan_within(space - left_free, matrices, m, shares, tuning)
             .or_else(|| plan_within(space, matrices, m, shares, tuning))
     };
-    let shares = Shares::new(caps, matrices, m, gated, tuning);
+    let shares = Shares::new(caps, Code::Wgmma, matrices, m, gated, tuning);
     let even = if tuning.whole || tuning.groups > 0 {
         None
     } else {
         shares.dealt_evenly(caps, matrices)
     };
     // Evenly dealt items need more memory than some forms of matrix leave.
-    even.and_then(of)
-        .or_else(|| of(shares))
-        .ok_or(Refusal::SharedMemory(caps.shared_per_block))
+    even.and_then(of).or_else(|| of(shares))
+}
+
+/// As many warpgroups a block as fit with two stages.
+fn plan_mma(
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    m: usize,
+    gated: bool,
+    tuning: Tuning,
+) -> Option<Plan> {
+    let of = |groups| {
+        Shares::new(
+            caps,
+            Code::Mma,
+            matrices,
+            m,
+            gated,
+            Tuning { groups, ..tuning },
+        )
+    };
+    let most = of(tuning.groups).groups;
+    let step = if gated { 2 } else { 1 };
+    (step..=most)
+        .rev()
+        .step_by(step)
+        .find_map(|groups| plan_within(caps.shared_per_block, matrices, m, of(groups), tuning))
 }
 
 /// Places in a block's shared memory that do not depend on the ring.
@@ -369,13 +458,11 @@ impl Layout {
             first_item += (matrix.argument.tiles as usize).div_ceil(ITEM_TILES) as i32;
             part
         });
-        let barriers_at = take((2 * MOST_SLOTS + own) * 8);
+        let bulk = shares.code == Code::Wgmma;
+        let barriers_at = take(if bulk { (2 * MOST_SLOTS + own) * 8 } else { 0 });
         let numbered_at = take(16);
-        let sums_at = take(if shares.cut == 1 {
-            shares.groups * shares.place() / QUARTERS
-        } else {
-            0
-        });
+        // With `mma.sync` the sums take the place of the ring, which is empty then.
+        let sums_at = take(if bulk { shares.own_sums() } else { 0 });
         Self {
             parts,
             barriers_at,
@@ -405,8 +492,8 @@ impl Ring {
         let x_bytes = unit_bytes(shares.columns);
         let weights = (shares.groups * ITEM_TILES * unit_room).next_multiple_of(128);
         let resident = match tuning.activations {
-            // The evenly dealt kernel has no such form.
-            _ if shares.left > 0 => false,
+            // These kernels have no such form.
+            _ if shares.left > 0 || shares.code == Code::Mma => false,
             0 => shares.rounds > 1 && space.saturating_sub(kept) / weights >= 2,
             1 => false,
             _ => true,
@@ -416,9 +503,10 @@ impl Ring {
         } else {
             ((weights + x_bytes).next_multiple_of(128), space)
         };
+        let most = (room / stage).min(shares.code.most_slots());
         let slots = match tuning.slots {
-            0 => (room / stage).min(MOST_SLOTS),
-            forced => forced.min(room / stage).min(MOST_SLOTS),
+            0 => most,
+            forced => forced.min(most),
         };
         (slots >= 2).then_some(Self {
             resident,
@@ -447,6 +535,14 @@ fn plan_within(
     let space = shared.checked_sub(at)?;
     let ring = Ring::new(space, unit_room as usize, kept, &shares, tuning)?;
     let ring_at = if ring.resident { at + kept } else { at };
+    let sums = match shares.code {
+        Code::Wgmma => 0,
+        Code::Mma => shares.own_sums(),
+    };
+    let ring_bytes = (ring.slots * ring.stage).max(sums);
+    if ring_at + ring_bytes > shared {
+        return None;
+    }
     Some(Plan {
         task: Task {
             x: 0,
@@ -484,7 +580,7 @@ fn plan_within(
             into_rows: 0,
             parts: layout.parts,
         },
-        shared: ring_at + ring.slots * ring.stage,
+        shared: ring_at + ring_bytes,
         shares,
     })
 }

@@ -36,9 +36,9 @@ pub enum Kernel {
     GemmFew,
     /// [`Kernel::GemmFew`] without bulk copies: weights go from global memory directly into registers, and a norm is a launch of its own.
     GemmDirect,
-    /// Warpgroup matrix instructions on packed activations.
+    /// Warpgroup matrix instructions, or `mma.sync` fed by asynchronous copies, on packed activations.
     GemmBatch,
-    /// `mma.sync` on packed activations, for every card; one matrix, no epilogue.
+    /// `mma.sync` on packed activations from global memory, for every card; one matrix, no epilogue.
     GemmTile,
     /// Dequantize the matrix, then cuBLAS.
     GemmLarge,

@@ -55,17 +55,19 @@ fn the_table_of_a_layer_on_every_card() {
     for name in CARDS.map(|card| card.name) {
         let found = [1, 8, 32, 64, 512].map(|rows| selected(&card(name, RELEASE), rows));
         let expected = match name {
-            "H100" | "H200" => ["v_ring+", "m_few+", "m_batch+", "m_batch+", "m_large"].map(all),
-            "B200" => ["v_ring+", "m_few+", "m_tile", "m_tile", "m_large"].map(all),
+            "H100" | "H200" | "B200" => {
+                ["v_ring+", "m_few+", "m_batch+", "m_batch+", "m_large"].map(all)
+            }
             // `down` has more activations than the ring leaves room for in 99 KB.
             "5090" => [
                 "v_ring+ v_ring+ v_ring+ m_direct+ v_ring+".to_owned(),
                 all("m_direct+"),
-                all("m_tile"),
-                all("m_tile"),
+                all("m_batch+"),
+                all("m_batch+"),
                 all("m_large"),
             ],
-            _ => ["m_direct+", "m_direct+", "m_tile", "m_tile", "m_large"].map(all),
+            "2080 Ti" => ["m_direct+", "m_direct+", "m_tile", "m_tile", "m_large"].map(all),
+            _ => ["m_direct+", "m_direct+", "m_batch+", "m_batch+", "m_large"].map(all),
         };
         assert_eq!(found, expected, "{name}");
     }
@@ -90,7 +92,7 @@ fn a_module_of_older_code_keeps_newer_kernels_off_the_card() {
     let (proxy, native) = (card("H100", &["80+ptx"]), card("H100", &["80+ptx", "90a"]));
     for rows in [1, 2, 3, 8, 9, 64] {
         let direct = rows <= few::MOST_ROWS;
-        let expected = if direct { "m_direct+" } else { "m_tile" };
+        let expected = if direct { "m_direct+" } else { "m_batch+" };
         assert_eq!(selected(&proxy, rows), all(expected), "{rows}");
         let found = selected(&native, rows);
         assert!(
@@ -98,7 +100,8 @@ fn a_module_of_older_code_keeps_newer_kernels_off_the_card() {
             "{rows}"
         );
     }
-    assert!(selected(&card("H100", &["90"]), 64).contains("tile"));
+    assert!(selected(&card("H100", &["90"]), 64).contains("batch"));
+    assert!(selected(&card("H100", &["75+ptx"]), 64).contains("tile"));
 }
 
 #[test]
@@ -157,7 +160,7 @@ fn a_large_matrix_alone_has_its_input_packed_by_a_launch() {
 #[test]
 fn a_refusal_says_why_the_faster_kernel_is_not_used() {
     let made = matrix(16, 2064);
-    let found = select(&card("4090", RELEASE), &[&made], 9, PLAIN);
+    let found = select(&card("2080 Ti", RELEASE), &[&made], 9, PLAIN);
     assert_eq!(found.kernel, Kernel::GemmTile);
     let why: Vec<String> = found
         .refused
@@ -166,7 +169,7 @@ fn a_refusal_says_why_the_faster_kernel_is_not_used() {
         .collect();
     assert_eq!(
         why,
-        ["gemm_batch: it needs wgmma (code for sm_90a on an sm_90 card)",]
+        ["gemm_batch: it needs asynchronous copies (code for sm_80 or newer)",]
     );
     let found = select(&card("4090", RELEASE), &[&made], 1, PLAIN);
     assert_eq!((found.kernel, found.joined), (Kernel::GemmDirect, true));
