@@ -23,6 +23,7 @@ from exl_core.device import GIB, devices
 from exl_core.errors import DeviceError
 from exl_core.loading.plan import plan_modules
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exl_generate.dynamic.draft_length import FixedDraftLength
 from exl_generate.sampling import RequestSampler, Vocabulary
 from exl_generate.testing import check_pages, drain, streamed_tokens
 
@@ -145,6 +146,33 @@ def test_sixty_four_at_once_say_what_each_says_alone() -> None:
         assert streamed_tokens(results) == streamed_tokens(mine)
         logits = [torch.cat([r["logits"] for r in part if "logits" in r], 1) for part in (results, mine)]
         assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
+@pytest.mark.parametrize("counts", [(1, 2, 5), pytest.param((20, 48), marks=pytest.mark.needs("wgmma"))], ids=str)
+def test_pairs_and_drafts_say_what_each_job_says_alone(drafter: str, counts: tuple[int, ...]) -> None:
+    """Steps of many rows, some of them of a negative prompt, launched early; alone and without drafts, one by one."""
+    more: dict[str, Any] = {}
+    if drafter == "ngram":
+        more = {"use_ngram_draft": True, "num_draft_tokens": 4}
+    elif drafter == "model":
+        draft = loaded(how="draft")
+        more = {"draft_model": draft, "draft_cache": ExLlamaV2Cache(draft, max_seq_len=8192), "num_draft_tokens": 4}
+
+    def ask(at: int) -> ExLlamaV2DynamicJob:
+        if at % 4:
+            return job(at, 24)
+        pair: Any = [ids(5 + at, at % 7), ids(3, at)]
+        return ExLlamaV2DynamicJob(pair, 24, gen_settings=Settings(cfg_scale=1.5, top_k=20), seed=at)
+
+    for count in counts:
+        made = generator(max_batch_size=20 if drafter != "none" else 2 * count, tokens=8192, **more)
+        if drafter != "none":
+            made.drafter.length = FixedDraftLength(4)
+        together = said(made, [ask(at) for at in range(count)])
+        assert made.model.decode.reason is None, made.model.decode.reason  # type: ignore[attr-defined]
+        for at in range(0, count, 1 + count // 6):
+            assert said(generator(early=False), [ask(at)]) == together[at : at + 1], at
 
 
 def test_tokens_are_those_the_cpu_samples_from_the_same_logits() -> None:
