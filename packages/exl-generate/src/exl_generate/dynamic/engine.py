@@ -145,6 +145,8 @@ class Engine:
         self._next: NextStep | None = None
         #: the draft tokens of the next step and the length of its windows, if the last one has looked them up
         self._drafts: tuple[Drafts, int] | None = None
+        #: when the first samples of the last step came, by the clock that measures steps
+        self._collected = 0.0
         #: whether this step computes no prompts
         self._alone = True
 
@@ -277,6 +279,10 @@ class Engine:
                 found.setdefault(step, []).append(sample)
             if expected:
                 self._settle_next(expected, {step: own[0] for step, own in found.items()}, launched.written)
+            if first:
+                self._collected = self._drafter.length.clock()
+                if self._next is not None:
+                    self._next.began = self._collected
             expected, first = [], False
             live = [step for step, own in found.items() if step.accept_all(own)]
 
@@ -336,8 +342,7 @@ class Engine:
         self._drafts = drafts, length
         windows = [JobStep(job, drafts[job], length).windows[0].ids for job in jobs]
         if len({len(window) for window in windows}) == 1:
-            began = self._drafter.length.clock()
             self._next = attempt(lambda: NextStep(self._runner, [job.sequences for job in jobs], windows))
             if self._next is not None:
-                self._next.began = began
+                self._next.began = self._collected + self._drafter.seconds  # `_measure` adds them
                 self._next.run()

@@ -86,7 +86,7 @@ class NextStep:
         self._logits: torch.Tensor | None = None
         self._own_logits = False  # no later pass of the model writes over them
         self._ids: torch.Tensor | None = None  # of all rows, which `launch` completes
-        #: When the step was launched, by the clock that measures steps; None if within the step before
+        #: When the samples of the step before came, by the clock that measures steps
         self.began: float | None = None
         for sequence, position in zip(self._sequences, self._positions, strict=True):
             sequence.provide(position + self._length)
