@@ -19,7 +19,7 @@ from exl_kernels.fused import add_post_norm, rope_store
 from exl_kernels.kv import store_kv
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.fused import Packed
-from exl_kernels.norm import rms_norm
+from exl_kernels.norm import layer_norm, rms_norm
 from exl_kernels.selection import FEW_ROWS, GEMV_ROWS, PACKED_ROWS
 
 __all__ = ["FusedDouble", "GroupDouble", "joined_on_cpu"]
@@ -30,7 +30,7 @@ class FusedDouble:
 
     calls = 0
     packed = 0
-    """Inputs that launches with a norm of results have packed."""
+    """Inputs that launches of norms have packed."""
 
     def __init__(
         self, matrices: list[QuantMatrix], *, norm: Any = None, activation: Any = None, max_rows: int = 64
@@ -158,6 +158,15 @@ def add_post_norm_double(
     return into.scratch
 
 
+def layer_norm_packed_double(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, into: Any) -> Any:
+    """`layer_norm_packed` as its documentation states it."""
+    assert into.columns == FEW_ROWS
+    assert len(x) <= FEW_ROWS
+    FusedDouble.packed += 1
+    into.scratch.append(layer_norm(x, weight, bias, eps))
+    return into.scratch
+
+
 class GroupDouble:
     """`LoraGroup` as its documentation states it, out of the pairs of each matrix."""
 
@@ -205,6 +214,7 @@ def joined_on_cpu(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "FusedLinear", FusedDouble)
     patch.setattr(halves, "attend_own", own_double)
     patch.setattr(halves, "add_post_norm", add_post_norm_double)
+    patch.setattr(halves, "layer_norm_packed", layer_norm_packed_double)
     patch.setattr(halves, "attend_stored", stored_double)
     patch.setattr(halves, "rope_store", rope_store_double)
     patch.setattr(RowAdapters, "groups", lambda self, keys, in_features, widths: True)

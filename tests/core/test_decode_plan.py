@@ -211,8 +211,12 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[bool, ...]]] = {
 }
 
 
-NORMS_ON_BOTH_SIDES = {"Glm4ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"}
-"""Layouts in which one launch norms a result and the input of the next matmul, which it packs."""
+NORMS_THAT_PACK = {
+    *("Glm4ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+    *("Starcoder2ForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "DbrxForCausalLM"),
+    *("OrionForCausalLM", "PhiMoEForCausalLM", "StableLmForCausalLM"),
+}
+"""Layouts in which the launch of a norm of results, or of a LayerNorm, packs the input of the next matmul."""
 
 
 @pytest.mark.sampled(3)
@@ -234,7 +238,7 @@ def test_every_description_is_run_as_the_modules_run_it(
     FusedDouble.packed = 0
     for batch, q_len in ((1, 1), (3, 1), (5, 1), (2, 4), (1, 20), (2, 40)):
         assert_same(model, plan, batch, q_len)
-    assert (FusedDouble.packed > 0) == (joined == "64" and family in NORMS_ON_BOTH_SIDES)
+    assert (FusedDouble.packed > 0) == (joined == "64" and family in NORMS_THAT_PACK)
 
 
 def assert_same(model: ExLlamaV2, plan: JoinedLaunches, batch: int, q_len: int) -> None:

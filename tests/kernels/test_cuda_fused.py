@@ -9,10 +9,10 @@ from torch import Tensor
 
 from exl_kernels.attention.cuda import MatmulInput
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
-from exl_kernels.fused import add_post_norm, add_rms_norm, embed, rope_store
+from exl_kernels.fused import add_post_norm, add_rms_norm, embed, layer_norm_packed, rope_store
 from exl_kernels.kv import KVKind, KVPages, store_kv
 from exl_kernels.linear.fused import FusedLinear, Norm, Packed
-from exl_kernels.norm import rms_norm
+from exl_kernels.norm import layer_norm, rms_norm
 from exl_kernels.reference import norm as norm_twin
 from exl_kernels.rope import apply_rope
 
@@ -94,6 +94,32 @@ def test_add_post_norm_packs_the_input_of_a_matmul(dtype: torch.dtype, rows: int
         matmul.from_input(given, got)
         assert torch.equal(got, want)
         assert want.isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("width", [128, 384, 4608, 8320])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_layer_norm_packs_the_input_of_a_matmul(rows: int, width: int, with_bias: bool) -> None:
+    x, weight = 2.0 + randn(rows, width, dtype=torch.float16), randn(width, seed=2)
+    bias = randn(width, seed=3) if with_bias else None
+    for kind in ("exl2", "gptq"):
+        matmul = FusedLinear([product_of(width, kind)])
+        given = matmul.input_of(rows)
+        if given is None:
+            pytest.skip("on this card a matmul of so few rows packs its own input")
+        given.scratch.fill_(0xA5)
+        want, got = (torch.full((rows, 64), torch.nan, dtype=torch.float16, device="cuda") for _ in range(2))
+        matmul(layer_norm(x, weight, bias, 1e-5), want)
+        assert layer_norm_packed(x, weight, bias, 1e-5, given) is given.scratch
+        packed = given.scratch[: 16 * width].view(torch.float16).view(-1, 8, 32)
+        assert bool((packed[:, rows:] == 0).all())
+        matmul.from_input(given, got)
+        assert torch.equal(got, want)
+        assert want.isfinite().all()
+    with pytest.raises(ShapeError, match="layer_norm_packed: weight"):
+        layer_norm_packed(x, weight[:8], None, 1e-5, given)
+    with pytest.raises(DTypeError):
+        layer_norm_packed(x.float(), weight, None, 1e-5, given)
 
 
 def test_packed_rows_are_the_input_of_joined_matmuls() -> None:

@@ -49,7 +49,8 @@ mod _native {
     };
     #[pymodule_export]
     use crate::cuda::fused::{
-        StepStage, cuda_add_post_norm, cuda_add_rms_norm, cuda_embed, cuda_rope_store,
+        StepStage, cuda_add_post_norm, cuda_add_rms_norm, cuda_embed, cuda_layer_norm_packed,
+        cuda_rope_store,
     };
     #[pymodule_export]
     use crate::cuda::linear::{CudaLinearGroup, MatmulPlan, NextInput, NormPrologue};

@@ -56,6 +56,7 @@ __all__ = [
     "cuda_kv_transfer",
     "cuda_launches",
     "cuda_layer_norm",
+    "cuda_layer_norm_packed",
     "cuda_lora_add",
     "cuda_lora_expand",
     "cuda_lora_shrink",
@@ -962,7 +963,7 @@ def cuda_cards() -> list[str]:
 
 def cuda_embed(table: Tensor, ids: Tensor, out: Tensor, factor: float, launch: Launch) -> None:
     """
-    Write table[ids] * factor into out [T, width] float16.
+    Write table[ids] * factor into out [T, width] float16 or float32.
     """
 
 def cuda_kv_transfer(pages: CudaPages, k: Tensor, v: Tensor, slots: Tensor, load: bool, launch: Launch) -> None:
@@ -979,6 +980,13 @@ def cuda_launches() -> dict[str, int]:
 def cuda_layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, eps: float, launch: Launch
 ) -> None: ...
+def cuda_layer_norm_packed(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, into: MatmulInput, launch: Launch
+) -> None:
+    """
+    LayerNorm of x [rows, width] float16 with weight and bias float32 [width], up to 8 rows packed in the scratch of `into`.
+    """
+
 def cuda_lora_add(x: Tensor, y: Tensor, table: Tensor, slots: Tensor | None, middle: Tensor, launch: Launch) -> None:
     """
     Compute y [T, out] += (x [T, in] A) B with the entry that each row's slot names, all float16.

@@ -22,7 +22,7 @@ from .norm import rms_norm
 from .rope import apply_rope
 from .selection import FEW_ROWS
 
-__all__ = ["add_post_norm", "add_rms_norm", "embed", "rope_store"]
+__all__ = ["add_post_norm", "add_rms_norm", "embed", "layer_norm_packed", "rope_store"]
 
 
 def embed(
@@ -133,7 +133,7 @@ def add_post_norm(
             )
         norms.append(None if one is None else (one.weight, one.eps, one.offset))
     if into is not None:
-        _check_packs(into, x)
+        _check_packs("add_post_norm", into, x)
         packed = _native.MatmulInput(into.matrix._cuda, into.columns, into.scratch)
         _native.cuda_add_post_norm(x, y, norms[0], norms[1], None, launch_on(x), into=packed)
         return into.scratch
@@ -142,11 +142,41 @@ def add_post_norm(
     return out
 
 
-def _check_packs(into: MatmulInput, x: Tensor) -> None:
+def layer_norm_packed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, into: MatmulInput) -> Tensor:
+    """Compute `norm.layer_norm` of x, packed as the input of a matmul, on a GPU.
+
+    Args:
+        x: [T, D] float16, contiguous; T at most 8.
+        weight: float32 [D].
+        bias: like weight, or None.
+        eps: added to the variance.
+        into: the packed input.
+
+    Returns:
+        The scratch memory of `into`.
+
+    Raises:
+        DTypeError, ShapeError: an operand does not fit.
+    """
+    check_operand("layer_norm_packed: x", x)
+    if x.dtype != torch.float16:
+        raise DTypeError(f"layer_norm_packed: x is {x.dtype}, expected float16")
+    for name, one in (("weight", weight), ("bias", bias)):
+        if one is not None and (one.dtype != torch.float32 or one.shape != x.shape[1:]):
+            raise ShapeError(
+                f"layer_norm_packed: {name} is {one.dtype} {tuple(one.shape)}; expected float32 [{x.shape[-1]}]"
+            )
+    _check_packs("layer_norm_packed", into, x)
+    packed = _native.MatmulInput(into.matrix._cuda, into.columns, into.scratch)
+    _native.cuda_layer_norm_packed(x, weight, bias, eps, packed, launch_on(x))
+    return into.scratch
+
+
+def _check_packs(what: str, into: MatmulInput, x: Tensor) -> None:
     rows, width = x.shape
     if into.columns != FEW_ROWS or not 1 <= rows <= FEW_ROWS or into.matrix.in_features != width:
         raise ShapeError(
-            f"add_post_norm: x is {tuple(x.shape)}, into has {into.columns} columns of {into.matrix.in_features} "
+            f"{what}: x is {tuple(x.shape)}, into has {into.columns} columns of {into.matrix.in_features} "
             f"features; expected 1 to {FEW_ROWS} rows of as many features in {FEW_ROWS} columns"
         )
 

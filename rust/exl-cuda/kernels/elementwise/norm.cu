@@ -1,6 +1,6 @@
 // RMSNorm: out = x / sqrt(mean(x^2) + eps) * (weight + offset). LayerNorm: out = (x - mean) / sqrt(var + eps) * weight + bias.
 // One block a row. The order of a row's sums does not depend on the number of rows.
-#include "common/block_sum.cuh"
+#include "elementwise/packed_rows.cuh"
 
 template <class T, class W>
 DEVICE void rms_norm_kernel(const T* x, const W* weight, T* out, int width, int heads, float eps, float offset) {
@@ -69,11 +69,20 @@ struct Eight {
   }
 };
 
-template <class T, class W>
-DEVICE void layer_norm_kernel(const T* x, const W* weight, const W* bias, T* out, int width, int heads, float eps) {
+// PACKED: normed rows go to `packed`, through `out`, shared memory of one row.
+template <class T, class W, bool PACKED = false>
+DEVICE void layer_norm_kernel(const T* x, const W* weight, const W* bias, T* out, int width, int heads, float eps,
+                              const PackedRows& packed = {}) {
   pdl_trigger();
+  if (PACKED) {
+    prefetch_order(packed);
+    if (blockIdx.x >= packed.m) {
+      pdl_wait();
+      return pack_row(packed, blockIdx.x, nullptr);
+    }
+  }
   x += (size_t)blockIdx.x * width;
-  out += (size_t)blockIdx.x * width;
+  if (!PACKED) out += (size_t)blockIdx.x * width;
   weight += (size_t)(blockIdx.x % heads) * width;
   if (bias) bias += (size_t)(blockIdx.x % heads) * width;
   const bool wide = width % 8 == 0 && aligned8(x) && aligned8(out) && aligned8(weight) && aligned8(bias);
@@ -131,6 +140,10 @@ DEVICE void layer_norm_kernel(const T* x, const W* weight, const W* bias, T* out
     later.load(x, k, width, wide);
     store(later, k);
   }
+  if constexpr (PACKED) {
+    __syncthreads();
+    pack_row(packed, blockIdx.x, out);
+  }
 }
 
 #define RMS_NORM(T, t, W, w)                                                                                       \
@@ -150,3 +163,10 @@ DEVICE void layer_norm_kernel(const T* x, const W* weight, const W* bias, T* out
 RMS_NORM_ALL(__half, f16)
 RMS_NORM_ALL(__nv_bfloat16, bf16)
 RMS_NORM_ALL(float, f32)
+
+extern "C" __global__ void __launch_bounds__(THREADS, 5)
+    layer_norm_packed(const __half* x, const float* weight, const float* bias, int width, float eps, uint8_t* out, const int* features, int units,
+                      int rows, int m) {
+  extern __shared__ __align__(16) uint8_t memory[];
+  layer_norm_kernel<__half, float, true>(x, weight, bias, reinterpret_cast<__half*>(memory), width, 1, eps, PackedRows{out, features, units, rows, (unsigned)m});
+}

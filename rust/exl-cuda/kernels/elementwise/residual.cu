@@ -2,7 +2,7 @@
 //
 // Bitwise identical to an addition of tensors followed by norm.cu: x is rounded to its type before the norm reads it, and element k is
 // added by thread (k / 8) % 256.
-#include "common/block_sum.cuh"
+#include "elementwise/packed_rows.cuh"
 
 constexpr int HELD = 4;  // batches of eight elements that a thread keeps in registers: rows of up to 8192
 
@@ -98,43 +98,14 @@ DEVICE void put_row8(T* row, const float (&v)[8], int k, int width, bool wide) {
   for (int i = 0; i < 8 && k + i < width; i++) row[k + i] = from_float<T>(v[i]);
 }
 
-// Rows packed as the input of a matmul of few rows, in the layout of linear/rows.cuh.
-struct PackedRows {
-  uint8_t* out;         // [units][4096 bytes]
-  const int* features;  // [rows], aligned to 16 bytes: the feature in each row of the layout, or -1
-  int units, rows, m;   // columns past the m rows become zeros
-};
-// Stores the eight halves of a chunk of row `token`.
-DEVICE void store_chunk(const PackedRows& to, int token, int chunk, uint4 v) {
-  *reinterpret_cast<uint4*>(to.out + chunk / 4 * 512 + (token * 4 + chunk % 4) * 16) = v;
-}
-DEVICE void pack_row(const PackedRows& to, int token, const __half* row) {
-  for (int chunk = threadIdx.x; chunk < 32 * to.units; chunk += THREADS) {
-    union {
-      uint4 word;
-      __half v[8];
-    } out;
-    out.word = make_uint4(0, 0, 0, 0);
-    if (row && chunk * 8 < to.rows) {
-      const int4* from = reinterpret_cast<const int4*>(to.features) + 2 * chunk;
-      const int4 low = __ldg(from), high = __ldg(from + 1);
-      const int feature[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-      for (int e = 0; e < 8; e++)
-        if (feature[e] >= 0) out.v[e] = row[feature[e]];
-    }
-    store_chunk(to, token, chunk, out.word);
-  }
-}
-
 // With `packed.out` the normed row goes there instead of `out`, through `shared`, `width` halves.
 template <class T, bool PACKED>
 DEVICE void add_post_norm_kernel(T* x, const __half* y, const RowNorm& post, const RowNorm& norm, __half* out, int width,
                                  const PackedRows& packed, __half* shared) {
   pdl_trigger();
-  const int token = blockIdx.x;
+  const unsigned token = blockIdx.x;
   if (PACKED) {
-    for (int k = threadIdx.x * 32; k < packed.rows; k += THREADS * 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(packed.features + k));
+    prefetch_order(packed);
     if (token >= packed.m) {
       pdl_wait();
       return pack_row(packed, token, nullptr);
@@ -224,7 +195,7 @@ DEVICE void add_post_norm_kernel(T* x, const __half* y, const RowNorm& post, con
       int width, uint8_t* out, const int* features, int units, int rows, int m) {                                                    \
     extern __shared__ __align__(16) uint8_t memory[];                                                                                \
     add_post_norm_kernel<T, true>(x, y, RowNorm{post, post_eps, post_offset}, RowNorm{weight, eps, offset}, nullptr, width,          \
-                                  PackedRows{out, features, units, rows, m}, reinterpret_cast<__half*>(memory));                     \
+                                  PackedRows{out, features, units, rows, (unsigned)m}, reinterpret_cast<__half*>(memory));                     \
   }
 ADD_POST_NORM(__half, f16)
 ADD_POST_NORM(float, f32)

@@ -3,7 +3,7 @@
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
 
-use exl_cuda::ops::elementwise::{embedding, residual, rope};
+use exl_cuda::ops::elementwise::{embedding, norm, residual, rope};
 use exl_cuda::ops::kv::rope_store;
 use exl_cuda::step::{self, Limits, Request, Sizes};
 use pyo3::prelude::*;
@@ -119,6 +119,47 @@ pub fn cuda_add_post_norm(
         .map_err(|e| device_error(py, &e))
 }
 
+/// LayerNorm of x [rows, width] float16 with weight and bias float32 [width], up to 8 rows packed in the scratch of `into`.
+#[pyfunction]
+#[pyo3(signature = (x, weight, bias, eps, into, launch))]
+pub fn cuda_layer_norm_packed(
+    py: Python<'_>,
+    x: Tensor,
+    weight: Tensor,
+    bias: Option<Tensor>,
+    eps: f32,
+    into: &MatmulInput,
+    launch: &Launch,
+) -> PyResult<()> {
+    let &[rows, width] = &x.shape[..] else {
+        return expect(false, "x must be [rows, width]");
+    };
+    expect(x.dtype == DType::F16, "x must be float16")?;
+    let mut all = vec![("x", &x), ("into", &into.scratch)];
+    for one in [Some(&weight), bias.as_ref()].into_iter().flatten() {
+        expect(
+            one.shape == [width] && one.dtype == DType::F32,
+            "weight and bias must be float32 with the width of x",
+        )?;
+        all.push(("weight", one));
+    }
+    let to = target(&all, launch)?;
+    let (output, packed) = into.packed(rows, width)?;
+    let op = norm::PackedNorm {
+        input: x.ptr,
+        weight: weight.ptr,
+        bias: bias.as_ref().map_or(0, |bias| bias.ptr),
+        output,
+        packed,
+        rows,
+        width,
+        eps,
+    };
+    // SAFETY: as in `cuda_add_rms_norm`.
+    py.detach(|| unsafe { norm::layer_norm_packed(to, &op) })
+        .map_err(|e| device_error(py, &e))
+}
+
 /// Rotate q [T, `q_heads`, D] and k [T, H, D] in place; encode k and v [T, H, D] into slots [T]. q, k and v are flat, with `strides`
 /// elements between tokens of q, and of k and v.
 #[pyfunction]
@@ -197,7 +238,7 @@ pub fn cuda_rope_store(
         .map_err(|e| device_error(py, &e))
 }
 
-/// Write table[ids] * factor into out [T, width] float16.
+/// Write table[ids] * factor into out [T, width] float16 or float32.
 #[pyfunction]
 pub fn cuda_embed(
     py: Python<'_>,

@@ -19,7 +19,7 @@ from exl_kernels.activation import gated_activation
 from exl_kernels.attention import paged_attention
 from exl_kernels.attention.cuda import HeadNorms, MatmulInput, attend_own, attend_stored
 from exl_kernels.device import row_invariant
-from exl_kernels.fused import add_post_norm, add_rms_norm, rope_store
+from exl_kernels.fused import add_post_norm, add_rms_norm, layer_norm_packed, rope_store
 from exl_kernels.kv import store_kv
 from exl_kernels.linear.cuda import CudaQuantMatrix
 from exl_kernels.linear.fused import Activation, FusedLinear, Packed
@@ -31,6 +31,7 @@ from exl_kernels.selection import FEW_ROWS, PACKED_ROWS
 from ..device import activation_dtype
 from ..layers import Attention, FeedForward, GatedMLP, Linear, Module, Norm, ParallelDecoder, PlainMLP, RMSNorm
 from ..layers.description import AttentionDescription, MlpDescription
+from ..layers.norm import LayerNorm
 from .adapted import MatmulAdapters, adapters_of, takes_adapters
 from .batch import Step
 
@@ -160,9 +161,21 @@ class _JoinedHalf(Half):
         self, own: FusedLinear | None, normed: FusedLinear, x: Tensor, h: Normed
     ) -> tuple[FusedLinear, Tensor | Packed]:
         """Return the first matmul and its input: with a fused norm, if no other launch has computed the norm."""
+        if h is None and own is None:
+            h = self._packed_norm(normed, x)
         if isinstance(h, Packed):
             return normed, h
         return (own, x) if own is not None and h is None else (normed, self.normed(x, h))
+
+    def _packed_norm(self, first: FusedLinear, x: Tensor) -> Packed | None:
+        """Return the LayerNorm of x, packed for the first matmul, if one launch does both."""
+        norm = self.norm
+        if type(norm) is not LayerNorm or is_changed(norm) or self.float_residual:
+            return None
+        given = first.input_of(x.shape[0])
+        if given is None or given.columns != FEW_ROWS:
+            return None
+        return Packed(layer_norm_packed(x, norm.loaded_weight, norm.bias, norm.eps, given), x.shape[0])
 
     def normed(self, x: Tensor, h: Tensor | None = None) -> Tensor:
         """Return the input of matmuls without a fused norm: h, if given."""

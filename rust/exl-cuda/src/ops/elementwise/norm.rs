@@ -3,6 +3,8 @@
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
+use crate::ops::elementwise::residual::{MOST_PACKED_WIDTH, PACKED_ROWS};
+use crate::ops::linear::PackedInput;
 use crate::ops::{Element, Target, index32};
 
 /// The kind of norm, with its specific parameters.
@@ -43,7 +45,60 @@ pub(in crate::ops) fn kernels() -> Vec<String> {
             all.extend([name("rms", element, weight), name("layer", element, weight)]);
         }
     }
+    all.push("layer_norm_packed".to_owned());
     all
+}
+
+/// Operands of [`layer_norm_packed`]: device addresses.
+#[derive(Clone, Copy, Debug)]
+pub struct PackedNorm {
+    /// `[rows, width]` F16, at most [`PACKED_ROWS`] rows of at most [`MOST_PACKED_WIDTH`] elements
+    pub input: usize,
+    /// `[width]` FP32; the bias may be 0 for none
+    pub weight: usize,
+    pub bias: usize,
+    pub output: usize,
+    pub packed: PackedInput,
+    pub rows: usize,
+    pub width: usize,
+    pub eps: f32,
+}
+
+/// LayerNorm as [`norm`] computes it, packed as the input of a matmul of few rows.
+///
+/// # Safety
+/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
+pub unsafe fn layer_norm_packed(to: Target, op: &PackedNorm) -> Result<(), CudaError> {
+    if op.rows > PACKED_ROWS || op.width > MOST_PACKED_WIDTH {
+        return Err(CudaError::Argument {
+            what: format!("{} packed rows of {} elements", op.rows, op.width),
+            limit: format!("{PACKED_ROWS} rows of {MOST_PACKED_WIDTH}"),
+        });
+    }
+    let device = Device::get(to.device)?;
+    let (rows, width) = (index32("rows", op.rows)?, index32("width", op.width)?);
+    let launch = Launch {
+        kernel: "layer_norm_packed",
+        grid: [PACKED_ROWS as u32, 1, 1],
+        block: 256,
+        shared_bytes: 2 * op.width as u32,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    let mut arguments = kernel_arguments![
+        op.input,
+        op.weight,
+        op.bias,
+        width,
+        op.eps,
+        op.output,
+        op.packed.features,
+        op.packed.units,
+        op.packed.rows,
+        rows
+    ];
+    // SAFETY: the order is that of `layer_norm_packed`; the caller guarantees that the addresses are valid.
+    unsafe { launch.run(device, &mut arguments) }
 }
 
 /// Normalize every row in FP32 and round once.

@@ -1,0 +1,37 @@
+// Packs the normed rows of a block of 256 threads as the input of a matmul of few rows.
+#pragma once
+#include "common/block_sum.cuh"
+
+// Rows packed as the input of a matmul of few rows, in the layout of linear/rows.cuh.
+struct PackedRows {
+  uint8_t* out;         // [units][4096 bytes]
+  const int* features;  // [rows], aligned to 16 bytes: the feature in each row of the layout, or -1
+  int units, rows;
+  unsigned m;           // columns past the m rows become zeros
+};
+// Fetches the order of K, which no launch writes, into L2.
+DEVICE void prefetch_order(const PackedRows& to) {
+  for (int k = threadIdx.x * 32; k < to.rows; k += THREADS * 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(to.features + k));
+}
+// Stores the eight halves of a chunk of row `token`.
+DEVICE void store_chunk(const PackedRows& to, int token, int chunk, uint4 v) {
+  *reinterpret_cast<uint4*>(to.out + chunk / 4 * 512 + (token * 4 + chunk % 4) * 16) = v;
+}
+DEVICE void pack_row(const PackedRows& to, int token, const __half* row) {
+  for (int chunk = threadIdx.x; chunk < 32 * to.units; chunk += THREADS) {
+    union {
+      uint4 word;
+      __half v[8];
+    } out;
+    out.word = make_uint4(0, 0, 0, 0);
+    if (row && chunk * 8 < to.rows) {
+      const int4* from = reinterpret_cast<const int4*>(to.features) + 2 * chunk;
+      const int4 low = __ldg(from), high = __ldg(from + 1);
+      const int feature[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int e = 0; e < 8; e++)
+        if (feature[e] >= 0) out.v[e] = row[feature[e]];
+    }
+    store_chunk(to, token, chunk, out.word);
+  }
+}
