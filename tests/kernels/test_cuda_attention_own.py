@@ -131,6 +131,16 @@ def test_own_keys_of_other_types_windows_and_caps(kind: Any, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("groups", [2, 12])
+@pytest.mark.parametrize("longest", [300, 600])
+def test_heads_of_256_of_many_sequences(kind: Any, dtype: torch.dtype, groups: int, longest: int) -> None:
+    """On Hopper blocks of whole splits: of one team up to 512 keys, of two beyond for packed pages."""
+    lengths = [longest, 1, 65, *[1] * 66, 257]
+    assert_same_step(own_step(kind, lengths, heads=4, groups=groups, dim=256, page_size=64, dtype=dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("groups", "dim"), [(2, 256), (4, 128), (1, 64)])
 def test_caps_in_pages_of_whole_units(kind: Any, groups: int, dim: int) -> None:
     for lengths in ([65], [513, 64, 0]) if UNDER_A_TOOL else ([150], [2100], [1, 64, 65, 0, 1000], [300] * 70):
