@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 import zlib
+from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 # The suite is written for the CPU, also where there is a GPU; a test of the GPU names its device. Programs that tests
@@ -36,6 +39,38 @@ settings.register_profile("default", deadline=None, print_blob=True, suppress_he
 settings.register_profile("quick", parent=settings.get_profile("default"), max_examples=40)
 settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=1000)
 
+# Files that take long with few tests; the others begin by their number of tests.
+LONG_FILES = {
+    "test_against_transformers.py",
+    "test_bench_features.py",
+    "test_bundled_model.py",
+    "test_chaos.py",
+    "test_cli_output.py",
+    "test_compile_budget.py",
+    "test_cuda_driver.py",
+    "test_cycles.py",
+    "test_distribution.py",
+    "test_equality.py",
+    "test_examples.py",
+    "test_generate_laws.py",
+    "test_host_program.py",
+    "test_interrupts.py",
+    "test_kernels_covered.py",
+    "test_memory.py",
+    "test_operation.py",
+    "test_page.py",
+    "test_processes.py",
+    "test_readme.py",
+    "test_real_model.py",
+    "test_resume_laws.py",
+    "test_soak.py",
+    "test_syntaxes.py",
+    "test_template_process.py",
+    "test_tensor_parallel_texts.py",
+    "test_tp_processes.py",
+    "test_watch.py",
+}
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose how many examples a property is tried on, where its test does not say: fewer in the default run."""
@@ -51,13 +86,36 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if everything and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
         config.option.numprocesses = "auto"
         config.option.dist = "loadfile"
+        config.option.loadscopereorder = False  # by _order
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the cases that a `sampled` test leaves to the full run, and leave out tests that the GPU cannot run."""
     _thin(items)
+    _order(config, items)
     _leave_out_gpu_tests(config, items)
+
+
+def pytest_collection_finish() -> None:
+    """Take what the imports made out of the garbage collector's sight."""
+    _freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None, item: pytest.Item) -> Generator[None, object, object]:
+    """Do the same after each file: some import large libraries, and laws of the kit unfreeze."""
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        _freeze()
+    return result
+
+
+def _freeze() -> None:
+    """Freeze the objects of large libraries: each of the many full collections would visit a million of them."""
+    if len(gc.get_objects()) > 200_000:
+        gc.collect()
+        gc.freeze()
 
 
 def _thin(items: list[pytest.Item]) -> None:
@@ -75,6 +133,14 @@ def _thin(items: list[pytest.Item]) -> None:
         for number, item in enumerate(cases):
             if number % step != first:
                 item.add_marker(pytest.mark.full)
+
+
+def _order(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let several processes begin with what takes long, so that none of them ends long after the others."""
+    if not hasattr(config, "workerinput"):
+        return
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path.name not in LONG_FILES, -tests[item.path], item.path))
 
 
 def _leave_out_gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> None:

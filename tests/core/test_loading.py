@@ -508,7 +508,7 @@ def test_loading_and_dropping_many_times_holds_no_memory(lab: Any) -> None:
     size = sum(e.nbytes for e in read_safetensors_header(folder / "model.safetensors").entries.values())
     # Every batch of a leak grows by ten times the size. The allocator decides when it gives free pages back, so that
     # one batch in a large process may grow by several megabytes without a leak.
-    assert min(growth(10) for _ in range(3)) < 3 * size
+    assert any(growth(10) < 3 * size for _ in range(3))
     assert open_files() <= files
 
 

@@ -126,6 +126,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+# A warning of a class of peft would make the process that collects results import peft, and torch with it.
+@pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed", "ignore:Adapter .default.")
 @pytest.mark.covers("core.md: better-14.4")
 @pytest.mark.parametrize("case", OPTIONS)
 def test_logits_are_peft_s(bench: Bench, ids: Tensor, case: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+from effort import trials
 from grammar_texts import takes
 from hypothesis import given
 from hypothesis import strategies as st
@@ -256,7 +257,7 @@ ASKED: dict[str, Any] = {
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_a_call_that_is_asked_for_is_made(tooled: openai.OpenAI, choice: Any) -> None:
-    for seed in range(3):
+    for seed in range(trials(3, 1)):
         whole = tooled.chat.completions.create(**ASKED, tool_choice=choice, seed=seed)
         calls = whole.choices[0].message.tool_calls
         assert calls is not None

@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+from effort import trials
 from grammar_texts import takes
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -144,7 +145,7 @@ def test_each_way_of_the_grammar_is_read_as_such(form: str, tokenizer: TextToken
     made = grammar(form, tokenizer)
     called = "<|channel|>commentary to=functions." if form == "harmony" else (FORMATS[form].call or ("",))[0]
     complete = 0
-    for seed in range(6):
+    for seed in range(trials(6, 3)):
         text = drawn(made, tokenizer, called, random.Random(seed))
         if text is None:
             continue
@@ -287,7 +288,7 @@ def test_over_http(tooled: openai.OpenAI) -> None:
         "parallel_tool_calls": False,
         "max_tokens": 300,
     }
-    for seed in range(4):
+    for seed in range(trials(4, 1)):
         (choice,) = tooled.chat.completions.create(**asked, seed=seed).choices
         if choice.message.tool_calls:
             assert choice.message.content is None
