@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from internals import gpu_sleep
+from make_random_model import SHAPES, make_model
 from torch import Tensor
 
 from exl_core import (
@@ -35,6 +36,19 @@ def model(request: pytest.FixtureRequest) -> Iterator[ExLlamaV2]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EXL_DEVICE", "cuda:0")
         loaded = ExLlamaV2(ExLlamaV2Config(DATA / f"pylib-4m-{request.param}"))
+        loaded.load()
+    yield loaded
+    loaded.unload()
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExLlamaV2]:
+    """A model whose q, k, v and gate, up have one permutation, so that launches of any number of rows are joined."""
+    folder = tmp_path_factory.mktemp("joined")
+    make_model(folder, SHAPES["tiny"], 4.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EXL_DEVICE", "cuda:0")
+        loaded = ExLlamaV2(ExLlamaV2Config(folder))
         loaded.load()
     yield loaded
     loaded.unload()
@@ -110,11 +124,12 @@ def test_captured_steps_are_the_eager_ones(
 
 
 @pytest.mark.parametrize(("batch", "q_len"), [(13, 5), (16, 8), (90, 1), (5, 16)])
+@pytest.mark.needs("wgmma|mma_pipeline")
 def test_more_rows_than_a_kernel_takes_are_captured_in_blocks(
-    model: ExLlamaV2, batch: int, q_len: int, monkeypatch: pytest.MonkeyPatch
+    joined: ExLlamaV2, batch: int, q_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bitwise the results of row-invariant eager steps, and of every sequence alone."""
-    results = []
+    model, results = joined, []
     for way in (eager, captured):
         way(model, monkeypatch)
         set_row_invariant(way is eager)
@@ -136,14 +151,47 @@ def test_more_rows_than_a_kernel_takes_are_captured_in_blocks(
         assert torch.equal(logits[0], results[1][row])
 
 
-def test_a_row_is_the_same_in_every_bucket(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_rows_of_matmuls_that_are_apart_are_not_captured(
+    model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their results would depend on the batch; those of set_row_invariant do not."""
+    captured(model, monkeypatch)
+    cache, pages = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE), table(1, 1)
+    before = model.decode.steps
+    ids = torch.tensor([[5]])
+    alone = model.forward_chunk(ids, cache, attn_params=params(pages, [3], 1))["logits"].clone()
+    assert model.decode.steps == before + 1
+    set_row_invariant(True)
+    try:
+        where = params(pages.repeat(65, 1), [3] * 65, 1)
+        many = model.forward_chunk(ids.repeat(65, 1), cache, attn_params=where)["logits"]
+    finally:
+        set_row_invariant(False)
+    assert model.decode.steps == before + 1
+    assert model.decode.reason is not None
+    assert "not batch-invariant" in model.decode.reason
+    assert torch.equal(many[64], alone[0])
+
+
+@pytest.mark.needs("wgmma|mma_pipeline")
+def test_a_row_is_the_same_in_every_bucket(joined: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows_are_the_same(joined, (2, 4, 7, 8, 16, 31, 32, 64, 65, 100, 128, 160, 256), monkeypatch)
+
+
+def test_a_row_of_matmuls_that_are_apart_is_the_same_in_every_bucket(
+    model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows_are_the_same(model, (2, 4, 7, 8, 16, 31, 32, 64), monkeypatch)
+
+
+def rows_are_the_same(model: ExLlamaV2, batches: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     captured(model, monkeypatch)
     cache = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE)
     pages = table(1, 4)
     ids = torch.randint(0, model.config.vocab_size, (1, 20), generator=torch.Generator().manual_seed(1))
     model.forward_chunk(ids[:, :19], cache, attn_params=params(pages, [0], 19), preprocess_only=True)
     alone = model.forward_chunk(ids[:, 19:], cache, attn_params=params(pages, [19], 1))["logits"].clone()
-    for batch in (2, 4, 7, 8, 16, 31, 32, 64, 65, 100, 128, 160, 256):
+    for batch in batches:
         # Every row the same request: all of them write the same token to the same place.
         many = model.forward_chunk(
             ids[:, 19:].repeat(batch, 1), cache, attn_params=params(pages.repeat(batch, 1), [19] * batch, 1)

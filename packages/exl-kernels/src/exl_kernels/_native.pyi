@@ -945,10 +945,12 @@ def cuda_attention_plan(
     max_keys: int,
     own: bool,
     apart: bool = False,
+    window: int = 0,
 ) -> tuple[str, int, int, int]:
     """
     Return (kernel, blocks that share a tile's keys, floats of workspace, zeroed counters) for a call of `tokens` x `q_heads` over
-    `max_keys` keys. `own`: the tokens' keys and values are not in the pages yet. `apart`: as for `cuda_paged_attention`.
+    `max_keys` keys. `own`: the tokens' keys and values are not in the pages yet. `apart`: as for `cuda_paged_attention`, for tokens of a
+    half type that see `window` keys (0: all).
     """
 
 def cuda_build() -> tuple[list[str], str, str, str]:

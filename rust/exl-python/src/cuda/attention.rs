@@ -439,9 +439,10 @@ fn ordered_operands(op: &Attention, to: &MatmulInput) -> Result<Ordered, String>
 }
 
 /// Return (kernel, blocks that share a tile's keys, floats of workspace, zeroed counters) for a call of `tokens` x `q_heads` over
-/// `max_keys` keys. `own`: the tokens' keys and values are not in the pages yet. `apart`: as for `cuda_paged_attention`.
+/// `max_keys` keys. `own`: the tokens' keys and values are not in the pages yet. `apart`: as for `cuda_paged_attention`, for tokens of a
+/// half type that see `window` keys (0: all).
 #[pyfunction]
-#[pyo3(signature = (pages, tokens, q_heads, batch, max_pages, max_keys, own, apart=false))]
+#[pyo3(signature = (pages, tokens, q_heads, batch, max_pages, max_keys, own, apart=false, window=0))]
 pub fn cuda_attention_plan(
     py: Python<'_>,
     pages: &Bound<'_, CudaPages>,
@@ -452,11 +453,13 @@ pub fn cuda_attention_plan(
     max_keys: usize,
     own: bool,
     apart: bool,
+    window: usize,
 ) -> PyResult<(&'static str, usize, usize, usize)> {
     let pages = pages.get();
     let op = Attention {
         own: own.then_some(Own::default()),
         apart,
+        window,
         ..Attention::of_shape(pages.inner, tokens, q_heads, (batch, max_pages))
     };
     let plan = attention::plan(pages.device, &op, max_keys).map_err(|e| device_error(py, &e))?;

@@ -367,7 +367,9 @@ def _launch(
         )
     limit = max_pages * pages.page_size if max_keys is None else max_keys
     own = new_keys is not None
-    _, _, floats, count = _native.cuda_attention_plan(native, tokens, q_heads, batch, max_pages, limit, own, apart)
+    apart = apart and out.dtype != torch.float32  # blocks for each token are of half types
+    shape = (tokens, q_heads, batch, max_pages, limit)
+    _, _, floats, count = _native.cuda_attention_plan(native, *shape, own, apart, window if apart else 0)
     workspace = None
     if floats or count:
         partials = torch.empty(floats, dtype=torch.float32, device=out.device) if floats else None
