@@ -151,7 +151,7 @@ fn a_large_matrix_alone_has_its_input_packed_by_a_launch() {
             assert_eq!(kernel(&caps, tiles, rows), Kernel::GemmFew, "{name} {rows}");
         }
     }
-    assert_eq!(kernel(&card("4090", RELEASE), tiles, 8), Kernel::GemmTile);
+    assert_eq!(kernel(&card("4090", RELEASE), tiles, 8), Kernel::GemmBatch);
     let head = sized(14, 2064, 256_000);
     let plan = plan_alone(&card("H100", RELEASE), &head, 8, false);
     assert!(plan.joined && plan.scratch_bytes >= 16 * head.in_features());
