@@ -54,9 +54,10 @@ pub(super) fn kernels(file: &str) -> Option<Vec<String>> {
         return Some(each.map(|(e, d, t)| teams::name(kind, e, d, t)).collect());
     }
     let (kind, each) = of("attention_long_")?;
-    let teams = if is_half(kind) { 1 } else { MOST_TEAMS };
-    let all = (1..=teams).flat_map(|teams| {
+    let most = if is_half(kind) { 1 } else { MOST_TEAMS };
+    let all = (1..=most).flat_map(|teams| {
         each.clone()
+            .filter(move |&(_, dim, tiles)| teams <= most_teams(dim, 8 * tiles))
             .map(move |(e, d, t)| long_name(kind, e, d, t, teams))
     });
     Some(all.collect())
@@ -301,6 +302,11 @@ const MOST_HALF_SPLITS: usize = 4;
 /// Most teams of a block.
 const MOST_TEAMS: usize = 2;
 
+/// Most teams of a block for `rows` query rows of a key head: results of two teams of more than eight rows of 256 elements never fit.
+const fn most_teams(dim: usize, rows: usize) -> usize {
+    if dim > 128 && rows > 8 { 1 } else { MOST_TEAMS }
+}
+
 /// Teams of a block, and number of blocks that share an SM. Many short sequences of packed keys are faster in small blocks that are all
 /// resident. Half pages are bound by memory bandwidth, which one team saturates.
 fn teams(half: bool, blocks: usize, splits: usize, sms: usize) -> (usize, usize) {
@@ -343,6 +349,7 @@ fn long_slots(
             ((per_block + 1024) / share - 1024).checked_sub(long_rest(kind, dim, rows, teams))?;
         Some((room / unit_bytes(kind, dim)).min(most))
     };
+    let wanted = wanted.min(most_teams(dim, rows));
     match slots(wanted) {
         Some(found) if found >= wanted.min(most) => Some((wanted, found)),
         _ => slots(1).map(|found| (1, found)),
