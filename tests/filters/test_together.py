@@ -4,6 +4,7 @@ import random
 import threading
 from concurrent.futures import Executor, Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ class Threads(Executor):
 
     def submit(self, fn, /, *args, **kwargs):
         self.tasks += 1
-        future = Future()
+        future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
 
         def run():
@@ -139,7 +140,9 @@ def test_a_vocabulary_without_the_text_that_a_grammar_needs():
         stack.feed(0)
     assert prefetch_together(made, Threads()) == 2
     for stack in made:
-        assert list(bits.to_ids(stack.next_mask())) == [1]
+        mask = stack.next_mask()
+        assert mask is not None
+        assert list(bits.to_ids(mask)) == [1]
 
 
 def test_closing_while_masks_are_computed():

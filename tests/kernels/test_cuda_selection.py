@@ -14,7 +14,7 @@ from exl_kernels.selection import Card, MatrixShape
 pytestmark = pytest.mark.cuda
 
 K = 1024
-FAMILIES = {
+FAMILIES: dict[str, str | tuple[str, ...]] = {
     "gemv_ring": "ring_",
     "gemm_few": "few_",
     "gemm_direct": "tiles_",
