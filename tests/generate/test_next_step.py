@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from internals import prelaunch
 
-from exl_core import PagedParams
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer, PagedParams
 from exl_filters import ExLlamaV2Filter
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exl_generate.bundled import draft_model_dir
 from exl_generate.dynamic import draft_model
 from exl_generate.dynamic.draft_length import FixedDraftLength
 from exl_generate.testing import (
@@ -618,3 +619,37 @@ def test_an_interrupt_between_launch_and_collection_loses_no_token(monkeypatch: 
     stage.model.interrupts = False
     stage.finish()
     assert stage.tokens(job) == alone([3, 4, 5], 6)
+
+
+def test_rows_beside_guesses_stay_within_the_context() -> None:
+    """A job that may fill the model's context, beside one whose guesses make every window longer."""
+    said = []
+    for early in (False, True):
+        config = ExLlamaV2Config(str(draft_model_dir()))
+        config.max_seq_len = 250  # no multiple of a page
+        model = ExLlamaV2(config)
+        model.load()
+        generator = ExLlamaV2DynamicGenerator(
+            model,
+            ExLlamaV2Cache(model, max_seq_len=1024),
+            ExLlamaV2Tokenizer(config),
+            max_seq_len=250,
+            use_ngram_draft=True,
+            num_draft_tokens=4,
+        )
+        generator.drafter.length = FixedDraftLength(4)
+        prelaunch(generator, early)
+        uneven = torch.randperm(2000, generator=torch.Generator().manual_seed(1))[None, :230] + 100
+        settings = [Settings.greedy(), Settings(temperature=1.5, top_k=0, top_p=0)]
+        prompts = [torch.tensor([[10, 11, 12, 13] * 6]), uneven]
+        jobs = [
+            ExLlamaV2DynamicJob(ids, new, gen_settings=given, seed=1, stop_conditions=[])
+            for ids, new, given in zip(prompts, (60, 20), settings, strict=True)
+        ]
+        generator.enqueue(jobs)
+        ends: list[Any] = []
+        while generator.num_remaining_jobs():
+            ends += [result for result in generator.iterate() if result["eos"]]
+        assert [end["eos_reason"] for end in ends] == ["max_new_tokens"] * 2, ends
+        said.append([job.sequence.ids.tolist() for job in jobs])
+    assert said[0] == said[1]

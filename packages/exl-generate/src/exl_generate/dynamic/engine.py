@@ -54,7 +54,7 @@ class JobStep:
 
     def draws(self, ahead: bool) -> list[Draw]:
         """Return the sampler's inputs for the next position of the windows and, with `ahead`, for those behind it that
-        need no earlier token. None if the job fails, for example in a filter.
+        need no earlier token. Empty if the job fails, for example in a filter.
         """
         try:
             return self.job.draws(self.windows, self.taken, self.guesses[self.taken :] if ahead else [])
@@ -230,11 +230,14 @@ class Engine:
         return [JobStep(job, drafts.get(job, []), length) for job in ready]
 
     def _length(self, jobs: list[ExLlamaV2DynamicJob], drafts: Drafts) -> int:
-        """Return the length that the windows of these jobs are filled up to; 0 to leave them as they are."""
+        """Return the length that the windows of these jobs are filled up to; 0 to leave them as they are.
+
+        A hook sees no rows that were filled in. Positions of filled rows lie within the job's pages and its tokens.
+        """
         longest = 1 + max((len(guesses) for guesses in drafts.values()), default=0)
         rows = longest * sum(len(job.sequences) for job in jobs)
-        fits = rows <= MOST_FILLED and all(job.pages.room >= longest - 1 for job in jobs)
-        return longest if self._runner.asynchronous and fits else 0
+        fits = rows <= MOST_FILLED and all(min(job.pages.room, job.remaining_tokens - 1) >= longest - 1 for job in jobs)
+        return longest if self._runner.asynchronous and fits and not self._runner.hooked else 0
 
     def _propose(self, jobs: list[ExLlamaV2DynamicJob], prelaunched: bool = False) -> Drafts:
         # A hook may see how many rows a step has: that must not depend on a clock.
