@@ -179,7 +179,7 @@ async def serve(
             generation.cancel()
         generation.release()
         if ticket is not None:
-            ticket.spend(answer.prompt_tokens + _generated(generation, answer))
+            ticket.spend(answer.prompt_tokens + _generated(generation, answer, left))
             ticket.release()
         _account(call, generation, answer, began, left)
 
@@ -294,9 +294,10 @@ def _first(generation: Generation) -> None:
         generation.first_token = time.monotonic()
 
 
-def _generated(generation: Generation, answer: Answer) -> int:
-    """Return the tokens that were generated, also for a client that left."""
-    return max(int(answer.usage()["completion_tokens"]), generation.generated)
+def _generated(generation: Generation, answer: Answer, left: bool) -> int:
+    """Return the tokens that were generated; for a client that left, those that had arrived."""
+    counted = int(answer.usage()["completion_tokens"])
+    return max(counted, generation.generated) if left or answer.error is not None else counted
 
 
 def _account(call: Call, generation: Generation, answer: Answer, began: float, left: bool) -> None:
@@ -307,10 +308,11 @@ def _account(call: Call, generation: Generation, answer: Answer, began: float, l
     reason = "abort" if left else "error" if answer.error is not None else (answer.choices[0].finish or "abort")
     meter.count("exl_requests_total", model_name=model, finished_reason=reason)
     meter.count("exl_prompt_tokens_total", usage["prompt_tokens"], model_name=model)
-    meter.count("exl_generation_tokens_total", _generated(generation, answer), model_name=model)
+    generated = _generated(generation, answer, left)
+    meter.count("exl_generation_tokens_total", generated, model_name=model)
     meter.count("exl_cached_tokens_total", usage["prompt_tokens_details"]["cached_tokens"], model_name=model)
     meter.observe("exl_request_prompt_tokens", usage["prompt_tokens"], model_name=model)
-    meter.observe("exl_request_generation_tokens", usage["completion_tokens"], model_name=model)
+    meter.observe("exl_request_generation_tokens", generated, model_name=model)
     meter.observe("exl_request_params_n", len(answer.choices), model_name=model)
     meter.observe("exl_request_seconds", now - began, model_name=model)
     if generation.first_token is not None:
@@ -326,7 +328,7 @@ def _account(call: Call, generation: Generation, answer: Answer, began: float, l
             "finish": reason,
             "prompt_tokens": usage["prompt_tokens"],
             "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
-            "completion_tokens": _generated(generation, answer),
+            "completion_tokens": generated,
             "seconds": round(now - began, 4),
             "ttft": None if generation.first_token is None else round(generation.first_token - began, 4),
         }
