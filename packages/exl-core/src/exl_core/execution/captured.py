@@ -427,7 +427,8 @@ class DecodeGraphs:
         if bucket.tokens <= PACKED_ROWS:
             return True
         joined = self._joined_or_reason(model)
-        if isinstance(joined, JoinedLaunches) and joined.takes(bucket.tokens):
+        # The matmuls of float matrices change with the number of rows, and each number would need a graph of its own.
+        if not self._exact_batch and isinstance(joined, JoinedLaunches) and joined.takes(bucket.tokens):
             return True
         self.reason = f"modules run more than {PACKED_ROWS} rows by matmuls that are not batch-invariant"
         return False

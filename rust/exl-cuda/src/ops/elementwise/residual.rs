@@ -68,8 +68,8 @@ pub struct PostNorm {
 /// Columns of the packed layout.
 pub const PACKED_ROWS: usize = 8;
 
-/// Most elements of a packed row: halves in the shared memory that every card has.
-pub const MOST_PACKED_WIDTH: usize = 48 * 1024 / 2;
+/// Most elements of a packed row: halves in the shared memory that every card has, without 1 KiB for the sums.
+pub const MOST_PACKED_WIDTH: usize = 47 * 1024 / 2;
 
 /// x + post(y) in the type of x, then its norm as halves: each as [`super::norm::norm`] computes it.
 ///

@@ -87,11 +87,13 @@ pub fn exchange_bytes(
     }
 }
 
-/// Whether the first of these matrices, for which [`takes`] holds, can gate the second within a launch.
-pub fn gates(matrices: &[&Matrix]) -> bool {
+/// Whether the first of these matrices, for which [`takes`] holds, can gate the second within a launch of `m` rows. Such a block needs room for
+/// units of both.
+pub fn gates(caps: &Capabilities, matrices: &[&Matrix], m: usize) -> bool {
     matrices.len() == 2
         && matrices[0].out_features() == matrices[1].out_features()
         && items(matrices) >= UNCUT_ITEMS
+        && plan(caps, matrices, m, true, Tuning::default()).is_ok()
 }
 
 /// Number of columns for which another launch packs the input of `m` rows at the beginning of the scratch memory. None if the layout has
@@ -109,15 +111,9 @@ pub fn norms(caps: &Capabilities, matrices: &[&Matrix]) -> bool {
 /// Whether these matrices can share launches of any number of rows: kernels exist, and the input's order and the form are the same.
 fn shares_launch(caps: &Capabilities, matrices: &[&Matrix]) -> Result<(), Refusal> {
     alike(matrices)?;
-    let planned =
-        |columns, gated| plan(caps, matrices, columns, gated, Tuning::default()).map(|_| ());
-    for (columns, _) in VARIANTS {
-        planned(columns, false)?;
-        if gates(matrices) {
-            planned(columns, true)?;
-        }
-    }
-    Ok(())
+    VARIANTS.into_iter().try_for_each(|(columns, _)| {
+        plan(caps, matrices, columns, false, Tuning::default()).map(|_| ())
+    })
 }
 
 /// Whether launches of up to [`MOST_ROWS`] rows take these matrices with this epilogue. A gate for which [`gates`] is false is a separate
@@ -152,7 +148,7 @@ pub(super) fn shared_bytes(
         caps,
         matrices,
         rows,
-        gate && gates(matrices),
+        gate && gates(caps, matrices, rows),
         Tuning::default(),
     )
     .ok()
@@ -192,7 +188,7 @@ fn check(
     let packed = op.x == 0;
     let demands = [
         (
-            op.gate.is_none() || gates(matrices),
+            op.gate.is_none() || gates(caps, matrices, op.m),
             "a gate",
             "two large matrices of equal size",
         ),

@@ -10,7 +10,7 @@ mod plan;
 mod tests;
 
 use super::{Matrix, batch, few, ring};
-use crate::capabilities::Capabilities;
+use crate::capabilities::{Capabilities, Feature};
 use crate::launch::CudaError;
 
 pub(super) use call::check_alike;
@@ -144,9 +144,13 @@ pub fn plan(caps: &Capabilities, matrices: &[&Matrix], call: Call) -> Plan {
 pub fn plan_alone(caps: &Capabilities, matrix: &Matrix, rows: usize, bf16: bool) -> Plan {
     let few = (rows > MOST_GEMV_ROWS && matrix.image_bytes() >= LEAST_PACKED_ALONE)
         .then_some(Kernel::GemmFew);
+    // Without wgmma, a batch of few rows costs as much as one of sixteen.
+    let batch = (rows > few::MOST_ROWS || caps.has(Feature::Wgmma)).then_some(Kernel::GemmBatch);
     let order: Vec<Kernel> = few
         .into_iter()
-        .chain([Kernel::GemvRing, Kernel::GemmBatch, Kernel::GemmTile])
+        .chain([Kernel::GemvRing])
+        .chain(batch)
+        .chain([Kernel::GemmTile])
         .collect();
     let call = Call::aligned(
         rows,

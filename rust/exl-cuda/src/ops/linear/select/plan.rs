@@ -113,7 +113,7 @@ impl Plan {
                 self.scratch_bytes = few::scratch_bytes(caps, matrices, gate);
             }
             Kernel::GemmBatch => {
-                let gates = gate && batch::gates(matrices);
+                let gates = gate && batch::gates(caps, matrices, rows);
                 self.separate_gate = gate && !gates;
                 self.exchange_bytes =
                     batch::exchange_bytes(caps, matrices, rows, gates, self.tuning.batch);

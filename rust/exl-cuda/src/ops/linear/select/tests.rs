@@ -73,6 +73,34 @@ fn the_table_of_a_layer_on_every_card() {
     }
 }
 
+/// Gated blocks need room for units of two matrices. Where that is too much, the activation is a separate launch.
+#[test]
+fn cards_of_99_kib_join_the_launches_of_every_width() {
+    for name in ["3060", "3090", "4090", "5090", "L4", "L40S"] {
+        let caps = card(name, RELEASE);
+        for (bytes, rows) in [1040, 1552, 2064, 2576, 3088, 4112]
+            .into_iter()
+            .flat_map(|bytes| [9, 16, 32, 64].map(|rows| (bytes, rows)))
+        {
+            let of = |units, n| sized(units, bytes, n);
+            let (up, down, o) = (of(16, 14336), of(56, 4096), of(16, 4096));
+            let qkv = [of(16, 4096), of(16, 1024), of(16, 1024)];
+            let calls: [(Vec<&Matrix>, Epilogue); 4] = [
+                (vec![&up, &up], GATE),
+                (qkv.iter().collect(), NORM),
+                (vec![&down], RESIDUAL),
+                (vec![&o], RESIDUAL),
+            ];
+            for (matrices, epilogue) in calls {
+                let plan = plan(&caps, &matrices, Call::aligned(rows, epilogue));
+                let found = (plan.kernel, plan.joined);
+                assert_eq!(found, (Kernel::GemmBatch, true), "{name} {bytes} {rows}");
+                assert!(bytes > 2064 || !plan.separate_gate, "{name} {bytes} {rows}");
+            }
+        }
+    }
+}
+
 #[test]
 fn matmuls_without_bulk_copies_chain_for_any_number_of_rows() {
     for name in ["2080 Ti", "3060", "3090", "4090", "A100", "L4", "L40S"] {
@@ -151,7 +179,7 @@ fn a_large_matrix_alone_has_its_input_packed_by_a_launch() {
             assert_eq!(kernel(&caps, tiles, rows), Kernel::GemmFew, "{name} {rows}");
         }
     }
-    assert_eq!(kernel(&card("4090", RELEASE), tiles, 8), Kernel::GemmBatch);
+    assert_eq!(kernel(&card("4090", RELEASE), tiles, 8), Kernel::GemmTile);
     let head = sized(14, 2064, 256_000);
     let plan = plan_alone(&card("H100", RELEASE), &head, 8, false);
     assert!(plan.joined && plan.scratch_bytes >= 16 * head.in_features());
