@@ -36,7 +36,10 @@ WEATHER = ToolSpec(
     "",
     {
         "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 20}, "days": {"type": "integer", "maximum": 9}},
+        "properties": {
+            "city": {"type": "string", "maxLength": 20},
+            "days": {"type": "integer", "minimum": 0, "maximum": 9},
+        },
         "required": ["city"],
         "additionalProperties": False,
     },
