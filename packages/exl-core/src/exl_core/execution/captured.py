@@ -271,9 +271,8 @@ class DecodeGraphs:
 
         Returns:
             Logits float32 [B, q, padded vocabulary], in memory that the next call overwrites. None where no captured
-            step
-            covers the arguments or an argument is invalid: the caller runs the step eagerly, with checks and error
-                messages.
+            step covers the arguments or an argument is invalid: the caller runs the step eagerly, with checks and
+            error messages.
         """
         batch, q_len = ids.shape
         prepared = None if params.batch_size != batch else self.prepare_step(q_len, cache, params, adapters)

@@ -83,6 +83,7 @@ class JoinedLaunches:
             before = InputNorm(self._last_norm.loaded_weight, norm.eps)
             self._joined_head = FusedLinear([head.linear.quant], norm=before)
         self._last = max(i for i, half in enumerate(self._halves) if _stores(half))
+        self._taken: dict[int, bool] = {}  # answers of `takes` for numbers of rows, which captured steps ask every time
 
     def run(self, ids: Tensor, step: Step, logits: Tensor) -> None:
         """Run ids int64 [T] on the device; writes logits float32 [T, padded vocabulary].
@@ -109,9 +110,11 @@ class JoinedLaunches:
         """
         if rows <= PACKED_ROWS:
             return True
-        if joined_rows() < PACKED_ROWS or any(isinstance(half, ModuleHalf) for half in self._halves):
+        if joined_rows() < PACKED_ROWS:
             return False
-        return all(half.join(rows) for half in self._halves)
+        if rows not in self._taken:
+            self._taken[rows] = all(not isinstance(half, ModuleHalf) and half.join(rows) for half in self._halves)
+        return self._taken[rows]
 
     def hidden(self, ids: Tensor, step: Step, last_of: int = 0) -> Tensor:
         """Return the head's input [T, hidden] for ids int64 [T] on the device.
