@@ -119,7 +119,7 @@ def captured_on_cpu(patch: pytest.MonkeyPatch) -> None:
     Stream.queue.clear()
     patch.setattr(Stream, "held", False)
     patch.setattr(select, "may_fuse", lambda model: True)
-    patch.setattr(graphs, "_refusal", lambda model: "a module is wrapped" if model.hooked else None)
+    patch.setattr(graphs, "refusal_of_model", lambda model: "a module is wrapped" if model.hooked else None)
     patch.setattr(graphs, "joined_launches_of", Modules)
     patch.setattr(graphs, "counters", lambda device: nullcontext(torch.zeros(1)))
 

@@ -15,8 +15,8 @@ import torch
 from captured_on_cpu import Stream, captured_on_cpu
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, Intervention, PagedParams
+from exl_core.execution import capturable, select
 from exl_core.execution import captured as graphs
-from exl_core.execution import select
 from exl_core.execution.inputs import STAGES
 from exl_kernels.safetensors_file import write_safetensors
 
@@ -91,11 +91,11 @@ def test_the_largest_step(model: ExLlamaV2) -> None:
     cache = ExLlamaV2Cache(model, max_seq_len=512 * PAGE)
     assert model.prepare_step(1, cache, params([1] * 257, width=1)) is None
     assert model.prepare_step(17, cache, params([1], width=2)) is None
-    for q_len in range(1, graphs.MAX_Q_LEN + 1):
-        for batch in range(1, graphs.MOST_ROWS // q_len + 1):
+    for q_len in range(1, capturable.MAX_Q_LEN + 1):
+        for batch in range(1, capturable.MOST_ROWS // q_len + 1):
             bucket = model.decode._bucket(batch, q_len, 20, PAGE, 64)  # noqa: SLF001
             assert batch <= bucket.batch
-            assert bucket.tokens <= graphs.MOST_ROWS
+            assert bucket.tokens <= capturable.MOST_ROWS
             assert bucket.tokens <= 64 or batch * q_len > 64
             assert batch * q_len <= 64 or bucket.batch <= 1.25 * batch
 
@@ -162,7 +162,9 @@ def test_a_step_does_not_keep_an_adapter_that_nothing_else_refers_to(
     model: ExLlamaV2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its tensors are freed with it; steps with other adapters are captured again, with the right ones."""
-    monkeypatch.setattr(graphs, "_not_captured", lambda model, sets: None)  # on a CPU there are no kernels of adapters
+    monkeypatch.setattr(
+        graphs, "refusal_of_adapters", lambda model, sets: None
+    )  # on a CPU there are no kernels of adapters
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     cache = ExLlamaV2Cache(model, max_seq_len=8 * PAGE)
     dropped, kept = (small_adapter(model, tmp_path / name) for name in ("one", "second"))
@@ -275,8 +277,8 @@ def test_what_is_captured_of_a_module_that_is_gone_is_dropped(
     """With the module, whose weights would stay on the GPU: also while a hook is in, or for one that cannot be
     captured."""
     cache, inner = ExLlamaV2Cache(model, max_seq_len=8 * PAGE), model.modules[3]
-    hooked, refused = graphs._refusal, [False]  # noqa: SLF001
-    monkeypatch.setattr(graphs, "_refusal", lambda of: "decides on the host" if refused[0] else hooked(of))
+    hooked, refused = vars(graphs)["refusal_of_model"], [False]
+    monkeypatch.setattr(graphs, "refusal_of_model", lambda of: "decides on the host" if refused[0] else hooked(of))
     try:
         for around in (False, True):
             model.modules[3] = inner

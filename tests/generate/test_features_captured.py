@@ -24,7 +24,7 @@ from exl_core import (
     ExLlamaV2Config,
     ExLlamaV2Tokenizer,
 )
-from exl_core.execution.captured import MAX_Q_LEN
+from exl_core.execution.capturable import MAX_Q_LEN
 from exl_core.execution.forward_pass import ForwardPass
 from exl_core.execution.select import select
 from exl_core.lora.pairs import KERNEL_ROWS

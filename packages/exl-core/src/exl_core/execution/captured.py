@@ -9,10 +9,9 @@ device.
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,45 +24,39 @@ from exl_kernels.selection import PACKED_ROWS
 
 from ..device import device_error
 from ..errors import DeviceError
-from ..layers import Head, Intervention, Module, MoE
-from ..lora.pairs import KERNEL_ROWS, LoraPair
+from ..layers import Head, Module
+from ..lora.pairs import KERNEL_ROWS
 from ..lora.rows import RowAdapters
 from .adapter_sets import AdapterSets
 from .attn_params import PagedParams
-from .batch import DECODE_TOKENS, Step
+from .batch import Step
+from .capturable import (
+    MAX_Q_LEN,
+    MOST_ROWS,
+    NotCapturableError,
+    padded_rows,
+    refusal_of_adapters,
+    refusal_of_model,
+    static_step,
+    without_hooks,
+)
 from .fused import JoinedLaunches, joined_launches_of, joins_adapters
 from .inputs import Bucket, StepInputs, passed
-from .step import build_step
 
 if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
     from ..contracts import Adapter
     from ..language_model import LanguageModel
 
-__all__ = ["GRAPHS_VARIABLE", "CaptureFailure", "DecodeGraphs", "PendingStep"]
+__all__ = ["CaptureFailure", "DecodeGraphs", "PendingStep"]
 
-GRAPHS_VARIABLE = "EXL_CUDA_GRAPHS"  # "0": always launch operator by operator
-
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
-MOST_ROWS = 256
-"""Most rows of a captured step."""
-MAX_Q_LEN = DECODE_TOKENS
 PLACE_PARTS = 4  # numbers of `_place`; the version of the adapters follows in keys of steps with adapters
 MAX_GRAPHS = 64
 """Most captured steps of one cache. Beyond them the oldest is dropped, since each takes a few MB of GPU memory."""
 
-# Fields of a step that change from replay to replay, and constant fields. All others must be empty.
-_STATIC = {"rows", "positions", "slots", "block_table", "rope_positions"}
-_CONSTANT = {"batch_size", "q_len", "cos", "sin", "pages", "max_keys", "alt"}
-
-
 FIRST_PAUSE, LONGEST_PAUSE = 64, 4096
 """Number of eager steps of a bucket between its first failed capture and the next try, which doubles with every
 failure, and its upper limit."""
-
-
-class _NotCapturableError(Exception):
-    """The reason why a step cannot be captured; never leaves this module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +336,7 @@ class DecodeGraphs:
             self.forget_adapters()
         new = self._sets.new_of(adapters)
         if new:
-            self.reason = _not_captured(model, new)
+            self.reason = refusal_of_adapters(model, new)
             if self.reason is not None:
                 return None
             self._sets.add(new, adapters, weakref.WeakMethod(self._adapter_died))
@@ -402,9 +395,9 @@ class DecodeGraphs:
     def _refusal_of(self, model: LanguageModel) -> str | None:
         found = model.arrangement
         if self._arrangement is not found:
-            refused = _refusal(model)
+            refused = refusal_of_model(model)
             # Captured steps are kept while a hook is in place, and used again when the same modules run without it.
-            modules = [_without_hooks(module) for module in found]
+            modules = [without_hooks(module) for module in found]
             if self._modules != modules:
                 self.clear()
                 self._modules = modules
@@ -415,7 +408,7 @@ class DecodeGraphs:
         return self._refused
 
     def _bucket(self, batch: int, q_len: int, longest: int, page_size: int, places: int) -> Bucket:
-        rows = batch if self._exact_batch else _padded(batch, q_len)
+        rows = batch if self._exact_batch else padded_rows(batch, q_len)
         pages = -(-longest // page_size)
         # Four buckets an octave: a launch is planned for all keys of its bucket.
         grain = 1 << max(0, (pages - 1).bit_length() - 3)
@@ -457,7 +450,7 @@ class DecodeGraphs:
             self._recording = True
             with torch.inference_mode(False), torch.no_grad():
                 made = self._record(model, cache, bucket, adapted)
-        except _NotCapturableError as error:
+        except NotCapturableError as error:
             self._refused = self.reason = f"the step could not be captured: {error}"
             return None
         except (DeviceError, RuntimeError) as error:
@@ -483,7 +476,7 @@ class DecodeGraphs:
         device = model.device
         assert device is not None
         inputs = StepInputs(bucket, device)
-        step = _static_step(model, cache, bucket, inputs, device)
+        step = static_step(model, cache, bucket, inputs, device)
         head = model.modules[-1]
         assert isinstance(head, Head)
         logits = self._logits_of(bucket.tokens, model.config.padded_vocab_size, device)
@@ -551,17 +544,6 @@ class DecodeGraphs:
         return self._logits[most][:tokens]
 
 
-def _padded(batch: int, q_len: int) -> int:
-    """Return the rows of the bucket that holds `batch` rows of `q_len` tokens.
-
-    Buckets up to PACKED_ROWS tokens are few. Beyond that, where a row costs more, there are four an octave.
-    """
-    if batch * q_len <= PACKED_ROWS:
-        return min(next(b for b in BATCHES if b >= batch), PACKED_ROWS // q_len)
-    grain = 1 << max(0, (batch - 1).bit_length() - 3)
-    return min(-(-batch // grain) * grain, max(batch, MOST_ROWS // q_len))
-
-
 def _abandon(graph: torch.cuda.CUDAGraph) -> None:
     """End a failed capture, so that the stream can be used again; the caller raises the failure itself."""
     with contextlib.suppress(RuntimeError):
@@ -572,34 +554,6 @@ def _forget(graphs: weakref.ref[DecodeGraphs], cache: int) -> None:
     owner = graphs()
     if owner is not None:
         owner._drop([key for key in owner._graphs if key[0] == cache])
-
-
-def _without_hooks(module: Module) -> Module:
-    while isinstance(module, Intervention):
-        module = module.inner
-    return module
-
-
-def _refusal(model: LanguageModel) -> str | None:
-    """Return why no step of this model can be captured, or None."""
-    if model.device is None or model.device.type != "cuda":
-        return "the model is not on a GPU"
-    if os.environ.get(GRAPHS_VARIABLE, "1").strip() == "0":
-        return f"{GRAPHS_VARIABLE}=0 asks for eager launches"
-    if model.config.no_graphs:
-        return "config.no_graphs asks for eager launches"
-    if model.tp_context is not None:
-        return "the matrices are sharded over several devices"
-    if model.placement.several:
-        return "the model is on several devices"
-    if any(isinstance(module, Intervention) for module in model.modules):
-        return "a module is wrapped in an Intervention"
-    if not isinstance(model.modules[-1], Head):
-        return "the last module is not a head"
-    host = next((m for m in model.modules if not m.capturable), None)
-    if host is not None:
-        return f"{host.key} ({host.name}) decides on the host what to launch"
-    return None
 
 
 def _on_cpu(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -620,51 +574,3 @@ def _place(cache: ExLlamaV2CacheBase, page_size: int) -> tuple[int, ...]:
     """Return which cache it is and where its tensors, allocated together, are: captured steps hold these addresses."""
     ends = (cache.pages(layer, page_size).value.data_ptr() for layer in (0, cache.num_hidden_layers - 1))
     return (id(cache), page_size, *ends)
-
-
-def _static_step(
-    model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, inputs: StepInputs, device: torch.device
-) -> Step:
-    """Build a step over `inputs` that is valid for every length that the bucket's pages can hold."""
-    longest = min(bucket.pages * bucket.page_size, model.config.max_seq_len)
-    params = PagedParams(
-        batch_size=bucket.batch,
-        block_index=torch.zeros((bucket.batch, bucket.pages), dtype=torch.int32),
-        cache_seqlens=torch.full((bucket.batch,), longest - bucket.q_len, dtype=torch.int32),
-        max_cache_seqlen=longest - bucket.q_len,
-        page_size=bucket.page_size,
-        q_len=bucket.q_len,
-    )
-    step = build_step(
-        model.config, model.rope, cache, params, bucket.batch, bucket.q_len, None, device, rope_alt=model.rope_alt
-    )
-    for name in (f.name for f in fields(Step)):
-        if name not in _STATIC | _CONSTANT and not name.startswith("_") and not _at_rest(getattr(step, name)):
-            raise _NotCapturableError(f"the step has {name}, which captured steps do not support")
-    return replace(
-        step,
-        rows=inputs.rows,
-        positions=inputs.positions,
-        slots=inputs.slots,
-        block_table=inputs.block_table,
-        rope_positions=inputs.rope_positions,
-        _tokens={},
-    )
-
-
-def _not_captured(model: LanguageModel, sets: Sequence[tuple[Adapter, ...]]) -> str | None:
-    """Return why rows of captured steps cannot have these adapters, or None."""
-    # The head and routers return float32, which the kernels of adapters cannot add to.
-    keys = {linear.key for m in model.modules if not isinstance(m, Head | MoE) for linear in m.submodules()}
-    for adapter in (adapter for adapters in sets for adapter in adapters):
-        if adapter.replacements or adapter.embedding is not None or adapter.embedding_pair is not None:
-            return "an adapter brings whole matrices or changes the embedding"
-        if not keys.issuperset(adapter.touched):
-            return "an adapter changes the head or a layer of experts"
-        if any(pair.entry is None for pair in adapter.pairs.values() if isinstance(pair, LoraPair)):
-            return "an adapter has values or a shape that its kernels do not support"
-    return None
-
-
-def _at_rest(value: object) -> bool:
-    return value is None or (not isinstance(value, Tensor) and not value)

@@ -1,0 +1,140 @@
+"""Conditions of a captured step: its models, adapters, tensors and number of rows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from exl_kernels.selection import PACKED_ROWS
+
+from ..layers import Head, Intervention, Module, MoE
+from ..lora.pairs import LoraPair
+from .attn_params import PagedParams
+from .batch import DECODE_TOKENS, Step
+from .inputs import Bucket, StepInputs
+from .step import build_step
+
+if TYPE_CHECKING:
+    from ..cache import ExLlamaV2CacheBase
+    from ..contracts import Adapter
+    from ..language_model import LanguageModel
+
+__all__ = [
+    "GRAPHS_VARIABLE",
+    "MAX_Q_LEN",
+    "MOST_ROWS",
+    "NotCapturableError",
+    "padded_rows",
+    "refusal_of_adapters",
+    "refusal_of_model",
+    "static_step",
+    "without_hooks",
+]
+
+GRAPHS_VARIABLE = "EXL_CUDA_GRAPHS"  # "0": always launch operator by operator
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+MOST_ROWS = 256
+"""Most rows of a captured step."""
+MAX_Q_LEN = DECODE_TOKENS
+
+# Fields of a step that change from replay to replay, and constant fields. All others must be empty.
+_STATIC = {"rows", "positions", "slots", "block_table", "rope_positions"}
+_CONSTANT = {"batch_size", "q_len", "cos", "sin", "pages", "max_keys", "alt"}
+
+
+class NotCapturableError(Exception):
+    """The reason why a step cannot be captured; never leaves this module."""
+
+
+def padded_rows(batch: int, q_len: int) -> int:
+    """Return the rows of the bucket that holds `batch` rows of `q_len` tokens.
+
+    Buckets up to PACKED_ROWS tokens are few. Beyond that, where a row costs more, there are four an octave.
+    """
+    if batch * q_len <= PACKED_ROWS:
+        return min(next(b for b in BATCHES if b >= batch), PACKED_ROWS // q_len)
+    grain = 1 << max(0, (batch - 1).bit_length() - 3)
+    return min(-(-batch // grain) * grain, max(batch, MOST_ROWS // q_len))
+
+
+def without_hooks(module: Module) -> Module:
+    """Return the module inside the `Intervention`s that wrap it."""
+    while isinstance(module, Intervention):
+        module = module.inner
+    return module
+
+
+def refusal_of_model(model: LanguageModel) -> str | None:
+    """Return why no step of this model can be captured, or None."""
+    if model.device is None or model.device.type != "cuda":
+        return "the model is not on a GPU"
+    if os.environ.get(GRAPHS_VARIABLE, "1").strip() == "0":
+        return f"{GRAPHS_VARIABLE}=0 asks for eager launches"
+    if model.config.no_graphs:
+        return "config.no_graphs asks for eager launches"
+    if model.tp_context is not None:
+        return "the matrices are sharded over several devices"
+    if model.placement.several:
+        return "the model is on several devices"
+    if any(isinstance(module, Intervention) for module in model.modules):
+        return "a module is wrapped in an Intervention"
+    if not isinstance(model.modules[-1], Head):
+        return "the last module is not a head"
+    host = next((m for m in model.modules if not m.capturable), None)
+    if host is not None:
+        return f"{host.key} ({host.name}) decides on the host what to launch"
+    return None
+
+
+def static_step(
+    model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, inputs: StepInputs, device: torch.device
+) -> Step:
+    """Build a step over `inputs` that is valid for every length that the bucket's pages can hold."""
+    longest = min(bucket.pages * bucket.page_size, model.config.max_seq_len)
+    params = PagedParams(
+        batch_size=bucket.batch,
+        block_index=torch.zeros((bucket.batch, bucket.pages), dtype=torch.int32),
+        cache_seqlens=torch.full((bucket.batch,), longest - bucket.q_len, dtype=torch.int32),
+        max_cache_seqlen=longest - bucket.q_len,
+        page_size=bucket.page_size,
+        q_len=bucket.q_len,
+    )
+    step = build_step(
+        model.config, model.rope, cache, params, bucket.batch, bucket.q_len, None, device, rope_alt=model.rope_alt
+    )
+    for name in (f.name for f in fields(Step)):
+        if name not in _STATIC | _CONSTANT and not name.startswith("_") and not _at_rest(getattr(step, name)):
+            raise NotCapturableError(f"the step has {name}, which captured steps do not support")
+    return replace(
+        step,
+        rows=inputs.rows,
+        positions=inputs.positions,
+        slots=inputs.slots,
+        block_table=inputs.block_table,
+        rope_positions=inputs.rope_positions,
+        _tokens={},
+    )
+
+
+def refusal_of_adapters(model: LanguageModel, sets: Sequence[tuple[Adapter, ...]]) -> str | None:
+    """Return why rows of captured steps cannot have these adapters, or None."""
+    # The head and routers return float32, which the kernels of adapters cannot add to.
+    keys = {linear.key for m in model.modules if not isinstance(m, Head | MoE) for linear in m.submodules()}
+    for adapter in (adapter for adapters in sets for adapter in adapters):
+        if adapter.replacements or adapter.embedding is not None or adapter.embedding_pair is not None:
+            return "an adapter brings whole matrices or changes the embedding"
+        if not keys.issuperset(adapter.touched):
+            return "an adapter changes the head or a layer of experts"
+        if any(pair.entry is None for pair in adapter.pairs.values() if isinstance(pair, LoraPair)):
+            return "an adapter has values or a shape that its kernels do not support"
+    return None
+
+
+def _at_rest(value: object) -> bool:
+    return value is None or (not isinstance(value, Tensor) and not value)
