@@ -40,7 +40,7 @@ def lines_of(folders: Iterable[Path]) -> tuple[set[str], list[Line]]:
 
 def measured(logs: Iterable[Path]) -> dict[str, float]:
     words = (text.split(" ", 2) for log in logs for text in log.read_text().splitlines())
-    return {name: float(seconds) for _, seconds, name in words}
+    return {name: max(0.1, float(seconds)) for _, seconds, name in words}
 
 
 def choose(cases: list[Line], costs: dict[str, float]) -> list[tuple[float, str]]:

@@ -65,7 +65,7 @@ if has racecheck; then
       timeout -k 5 "$(left)" python3 scripts/gpu/racecheck_images.py "$out/images" > "$out/images.txt" 2>&1 || { record images $? "$(passed)" "$(tail -1 "$out/images.txt")"; exit; }
       export EXL_CUDA_IMAGES=$out/images
     fi
-    run_tool racecheck "$tools $tools $tests" "$((limit * 2 / 5))" 12
+    run_tool racecheck "$tools $tools $tests" 0 12 # what sanitize_cases.txt names: under this tool a case that is not there may take minutes
     rm -rf "$out/images"
   ) &
 fi

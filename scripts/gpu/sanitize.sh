@@ -3,8 +3,9 @@
 #
 # usage: scripts/gpu/sanitize.sh memcheck|racecheck|synccheck|initcheck [seconds, default 70] [processes, default 1] [pytest paths, default tests/kernels]
 #
-# A case for every kernel at least, by the list sanitize_cases.txt (kernels_covered.py says in the end which were launched), and one of
-# every test function (racecheck: as time allows), then as many as the time allows (subset_plugin.py); processes side by side take one after the other.
+# A case for every kernel at least, by the list sanitize_cases.txt (kernels_covered.py says in the end which were launched), which has
+# cases of most test functions too, and one of every other test function (racecheck: as time allows), then as many as the time allows
+# (subset_plugin.py); processes side by side take one after the other.
 # Kernels of torch are left out by name where the tool can do without: they are not ours and cost most of the time.
 #
 # memcheck, initcheck: without torch's caching allocator, so that every tensor is an allocation of its own whose ends are watched.
