@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 from exl_generate.dynamic.events import END, FIRST, HELD, STARTED, Ending, Event, Events
 from exl_generate.dynamic.output import Record, Released
+from exl_generate.errors import RequestError
 
 if TYPE_CHECKING:
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 
-__all__ = ["COLUMN_FLAGS", "Extra", "JobEnd", "StepColumns", "columns_of", "unreadable"]
+__all__ = ["COLUMN_FLAGS", "Extra", "JobEnd", "StepColumns", "check_columns", "columns_of"]
 
 #: The bits of `StepColumns.flags`. "started": the job has left the queue. "first": its first token was sampled. "end":
 #: this is its last entry. "held": tokens after the text are held back.
@@ -78,9 +79,17 @@ class StepColumns:
         return len(self.texts)
 
 
-def unreadable(job: ExLlamaV2DynamicJob) -> str:
+def _unreadable(job: ExLlamaV2DynamicJob) -> str:
     """Return the option that keeps a job's results from being written as columns; "" if there is none."""
     return "return_hidden_state" if job.request.return_hidden_state else ""
+
+
+def check_columns(job: ExLlamaV2DynamicJob) -> None:
+    """Raise `RequestError` for a job whose results columns cannot hold."""
+    if name := _unreadable(job):
+        raise RequestError(
+            f"job {job.serial_number} has {name}, which columns cannot hold: leave it out, or read with iterate()"
+        )
 
 
 def columns_of(events: Events) -> StepColumns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from exl_generate.dynamic.job import ExLlamaV2DynamicJob
@@ -13,7 +14,7 @@ from exl_generate.sampling import Settings
 if TYPE_CHECKING:
     from exl_generate.contracts import Tokenizer
 
-__all__ = ["Completions", "build_jobs"]
+__all__ = ["Completions", "build_jobs", "reusable"]
 
 
 def build_jobs(
@@ -128,3 +129,12 @@ def _per_prompt(name: str, value: Any, count: int, *, shared: bool) -> list[Any]
     if not isinstance(value, list) or len(value) != count:
         raise RequestError(f"{name} must be a list with one entry for each of the {count} prompts")
     return value
+
+
+def reusable(name: str, value: Iterable[Any] | None) -> list[Any] | str | None:
+    """Return the value as a list that several jobs can read. A lone string stays a string: the job rejects it."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, bytes) or not isinstance(value, Iterable):
+        raise RequestError(f"{name} is {value!r}; pass a list")
+    return list(value)

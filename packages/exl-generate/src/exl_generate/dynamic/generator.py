@@ -7,26 +7,23 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import Tensor
-
-from exl_core import PagedParams
 from exl_generate.dynamic.cache_owner import owning
-from exl_generate.dynamic.columns import StepColumns, columns_of, unreadable
-from exl_generate.dynamic.completion import Completions, build_jobs
+from exl_generate.dynamic.columns import StepColumns, check_columns, columns_of
+from exl_generate.dynamic.completion import Completions, build_jobs, reusable
 from exl_generate.dynamic.context import JobContext
 from exl_generate.dynamic.draft_length import FixedDraftLength
 from exl_generate.dynamic.draft_model import ModelDrafter
 from exl_generate.dynamic.engine import Engine
 from exl_generate.dynamic.events import Events
 from exl_generate.dynamic.job import ExLlamaV2DynamicJob
-from exl_generate.dynamic.limits import Limits, check_drafting, check_history, check_tokenizer
+from exl_generate.dynamic.limits import Limits, check_drafting, check_history, check_tokenizer, check_tokens
 from exl_generate.dynamic.outbox import Outbox
-from exl_generate.dynamic.pages import PAGED_PAGE_SIZE, Page, PageTable
+from exl_generate.dynamic.page_views import PageViews
+from exl_generate.dynamic.pages import PAGED_PAGE_SIZE, PageTable
 from exl_generate.dynamic.parameters import adapters_of, check_abort_event, count_of
 from exl_generate.dynamic.results import Result, dict_of, dicts_of
 from exl_generate.dynamic.runner import Runner
 from exl_generate.dynamic.scheduler import Scheduler
-from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 from exl_generate.dynamic.snapshot import GeneratorSnapshot, snapshot_of
 from exl_generate.dynamic.speculation import Drafter
 from exl_generate.dynamic.text_drafter import TextDrafter
@@ -46,7 +43,7 @@ T = TypeVar("T")
 LAST_ITERATION = 120.0
 
 
-class ExLlamaV2DynamicGenerator:
+class ExLlamaV2DynamicGenerator(PageViews):
     """Run any number of jobs over one model and one cache, whose length all jobs share.
 
     A job's tokens depend on model, prompt, settings and seed alone: not on other jobs, chunk sizes or cached content.
@@ -200,7 +197,8 @@ class ExLlamaV2DynamicGenerator:
         if not isinstance(job, ExLlamaV2DynamicJob):
             raise RequestError(f"cancel takes a job, not {type(job).__name__}")
         with defer_sigint() as section, section.holding(self._lock):
-            if job.serial_number is not None and not job.is_finished and self._owns(job):
+            owned = job in self._scheduler.active or self._scheduler.holds(job)
+            if job.serial_number is not None and not job.is_finished and owned:
                 self._outbox.deliver([job.cancelled()])
                 self._drop(job)
 
@@ -310,7 +308,7 @@ class ExLlamaV2DynamicGenerator:
                     *(event.job for event in self._outbox.events),
                 ]:
                     if not self._outbox.is_redirected(job):
-                        _check_columns(job)
+                        check_columns(job)
                 self._by_columns = True
         return self._run_step(columns_of)
 
@@ -395,9 +393,9 @@ class ExLlamaV2DynamicGenerator:
             min_new_tokens=min_new_tokens,
             token_healing=token_healing,
             decode_special_tokens=decode_special_tokens,
-            stop_conditions=_reusable("stop_conditions", stop_conditions),
+            stop_conditions=reusable("stop_conditions", stop_conditions),
             filter_prefer_eos=filter_prefer_eos,
-            banned_strings=_reusable("banned_strings", banned_strings),
+            banned_strings=reusable("banned_strings", banned_strings),
             **kwargs,
         )
         completions = Completions(prompt, jobs, completion_only)
@@ -482,47 +480,6 @@ class ExLlamaV2DynamicGenerator:
         with self._lock:
             self.page_table.reset()
 
-    @property
-    def all_pages(self) -> list[Page]:
-        """Every page of the cache, in the cache's order."""
-        return list(self.page_table.pages)
-
-    @property
-    def referenced_pages(self) -> dict[int, Page]:
-        """Pages that jobs use, by index."""
-        return {page.index: page for page in self.page_table.pages if page.ref_count}
-
-    @property
-    def unreferenced_pages(self) -> dict[int, Page]:
-        """Pages that no job uses, by index; their content may be reused."""
-        return {page.index: page for page in self.page_table.pages if not page.ref_count}
-
-    @property
-    def access_serial(self) -> int:
-        """Number of times that a sequence was given a page, new or shared."""
-        return self.page_table.access_serial
-
-    def get_paged_params(
-        self, batch_size: int, block_index: Tensor, cache_seqlens: Tensor, max_cache_seqlen: int, q_len: int = 0
-    ) -> PagedParams:
-        """Return the parameters of an attention call over this generator's pages.
-
-        `batch_size`, `block_index`, `cache_seqlens`, `max_cache_seqlen` and `q_len` are those of
-        `exl_core.PagedParams`.
-        """
-        return PagedParams(batch_size, block_index, cache_seqlens, max_cache_seqlen, self.page_size, q_len)
-
-    def print_page_list(self, short: bool = True) -> None:
-        """Print one character a page: its number of users (+ beyond 9), . for none. Without `short`, one line a
-        page.
-        """
-        pages = self.page_table.pages
-        if short:
-            print("".join("." if p.ref_count == 0 else str(p.ref_count) if p.ref_count < 10 else "+" for p in pages))
-            return
-        for page in pages:
-            print(page)
-
     # ---- internals -------------------------------------------------------------------------------------------------
 
     def _make_drafter(self, history: int) -> Drafter:
@@ -547,7 +504,7 @@ class ExLlamaV2DynamicGenerator:
             for job in jobs:
                 self._check(job)
                 if self._by_columns and sink is None:
-                    _check_columns(job)
+                    check_columns(job)
             if len(set(jobs)) != len(jobs):
                 raise JobStateError("the list holds the same job twice; a job is used once, so build a second one")
             attached: list[ExLlamaV2DynamicJob] = []
@@ -576,16 +533,7 @@ class ExLlamaV2DynamicGenerator:
             raise JobStateError(
                 f"job {job.serial_number} has been enqueued before; a job is used once, so build a new one"
             )
-        vocab = self.model.config.vocab_size
-        known = max(vocab, self.tokenizer.get_vocab_size())
-        highest = max(job.request.stop_tokens, default=0)
-        if highest >= known:
-            raise RequestError(f"stop_conditions holds token id {highest}; the vocabulary has ids 0 to {known - 1}")
-        for sequence in job.sequences:
-            ids = sequence.ids[: sequence.prompt_length]
-            bad = ids[(ids < 0) | ((ids >= vocab) & (ids < EMBEDDING_INDEX))]
-            if len(bad):
-                raise RequestError(f"input_ids holds token id {int(bad[0])}; the vocabulary has ids 0 to {vocab - 1}")
+        check_tokens(job, self.model, self.tokenizer)
 
     def _step(self) -> None:
         self._drop_discarded()
@@ -606,9 +554,6 @@ class ExLlamaV2DynamicGenerator:
             self._drop(self._discards[0])
             self._discards.popleft()
 
-    def _owns(self, job: ExLlamaV2DynamicJob) -> bool:
-        return job in self._scheduler.active or self._scheduler.holds(job)
-
     def _drop(self, job: ExLlamaV2DynamicJob) -> None:
         job.is_finished = True
         if job in self._scheduler.active:
@@ -627,9 +572,8 @@ class ExLlamaV2DynamicGenerator:
         Afterwards none of the jobs is in the queue, whatever happened.
         """
         sink: Events = []
-        with (
-            defer_sigint() as section
-        ):  # from the first to the last, so that nothing comes between a failure and the end
+        # From the first to the last, so that nothing comes between a failure and the end.
+        with defer_sigint() as section:
             try:
                 self._enqueue(jobs, sink)
                 while not all(job.is_finished for job in jobs):
@@ -654,19 +598,3 @@ class ExLlamaV2DynamicGenerator:
             if event.ending is not None:
                 take(dict_of(event))
         sink.clear()
-
-
-def _check_columns(job: ExLlamaV2DynamicJob) -> None:
-    if name := unreadable(job):
-        raise RequestError(
-            f"job {job.serial_number} has {name}, which columns cannot hold: leave it out, or read with iterate()"
-        )
-
-
-def _reusable(name: str, value: Iterable[Any] | None) -> list[Any] | str | None:
-    """Return the value as a list that several jobs can read. A lone string stays a string: the job rejects it."""
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, bytes) or not isinstance(value, Iterable):
-        raise RequestError(f"{name} is {value!r}; pass a list")
-    return list(value)

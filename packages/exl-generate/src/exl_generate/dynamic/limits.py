@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 from exl_generate.errors import CapacityError, RequestError
 from exl_kernels.drafting import MOST_TOKENS
 
 if TYPE_CHECKING:
-    from exl_generate.contracts import Cache, Model
+    from exl_generate.contracts import Cache, Model, Tokenizer
+    from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 
-__all__ = ["Limits", "check_drafting", "check_history", "check_tokenizer"]
+__all__ = ["Limits", "check_drafting", "check_history", "check_tokenizer", "check_tokens"]
 
 #: Models of one family have vocabularies of slightly different sizes: padding, and tokens that a fine-tuning has added.
 MOST_OTHER_IDS = 1024
@@ -185,3 +187,17 @@ def check_drafting(
             f"the draft model's vocabulary has {draft.vocab_size} ids, the model's {main.vocab_size}; they may differ "
             f"by at most {MOST_OTHER_IDS}: take a draft model that shares the tokenizer"
         )
+
+
+def check_tokens(job: ExLlamaV2DynamicJob, model: Model, tokenizer: Tokenizer) -> None:
+    """Raise `RequestError` for a token id of a prompt or a stop condition that is outside the vocabulary."""
+    vocab = model.config.vocab_size
+    known = max(vocab, tokenizer.get_vocab_size())
+    highest = max(job.request.stop_tokens, default=0)
+    if highest >= known:
+        raise RequestError(f"stop_conditions holds token id {highest}; the vocabulary has ids 0 to {known - 1}")
+    for sequence in job.sequences:
+        ids = sequence.ids[: sequence.prompt_length]
+        bad = ids[(ids < 0) | ((ids >= vocab) & (ids < EMBEDDING_INDEX))]
+        if len(bad):
+            raise RequestError(f"input_ids holds token id {int(bad[0])}; the vocabulary has ids 0 to {vocab - 1}")
