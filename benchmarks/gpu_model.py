@@ -105,10 +105,10 @@ def gptq_tensors(k: int, n: int) -> dict[str, Tensor]:
 class _Copies:
     """One matrix's tensors, of which any number of matrices are made, each with memory of its own."""
 
-    def __init__(self, tensors: dict[str, Tensor], format: Literal["exl2", "gptq"], device: torch.device) -> None:
-        self.tensors, self.format, self.device = tensors, format, device
+    def __init__(self, tensors: dict[str, Tensor], format: Literal["exl2", "gptq"], on_gpus: bool) -> None:
+        self.tensors, self.format = tensors, format
         self.layout = None
-        if device.type == "cuda":
+        if on_gpus:
             if format == "exl2":
                 t = tensors
                 exl2 = (t["q_weight"], t["q_scale"], t["q_scale_max"], t["q_groups"], t["q_invperm"])
@@ -117,7 +117,7 @@ class _Copies:
                 gptq = (tensors["qweight"], tensors["qzeros"], tensors["scales"], tensors["g_idx"])
                 self.layout = _native.CudaLayout.from_gptq("random", gptq, 4, False, None, 16)
 
-    def make(self, name: str, bias: bool = False, prescale: float = 1.0) -> QuantMatrix:
+    def make(self, name: str, device: torch.device, bias: bool = False, prescale: float = 1.0) -> QuantMatrix:
         """With a bias of zeros, if it is to have one."""
         if self.layout is None:
             make = QuantMatrix.from_exl2 if self.format == "exl2" else QuantMatrix.from_gptq
@@ -125,7 +125,7 @@ class _Copies:
         weights = self.layout.in_features * self.layout.out_features
         bits = 8.0 * sum(t.nbytes for t in self.tensors.values()) / weights
         zeros = torch.zeros(self.layout.out_features) if bias else None
-        return CudaQuantMatrix(self.layout, self.device, self.format, bits, zeros, prescale, "int8", name)
+        return CudaQuantMatrix(self.layout, device, self.format, bits, zeros, prescale, "int8", name)
 
 
 def build(shape_name: str, recipe_name: str, max_seq_len: int, device: str = "cuda:0") -> ExLlamaV2:
@@ -135,7 +135,10 @@ def build(shape_name: str, recipe_name: str, max_seq_len: int, device: str = "cu
 
 
 def build_config(config_json: dict[str, Any], recipe_name: str, device: str = "cuda:0") -> ExLlamaV2:
-    """A loaded model of any family's config.json: norms are ones, routers float, all else as the recipe says."""
+    """A loaded model of any family's config.json: norms are ones, routers float, all else as the recipe says.
+
+    `device`: one name, or several with commas, which get equal runs of layers. The weights are the same for all.
+    """
     recipe = RECIPES[recipe_name]
     torch.manual_seed(1)
     folder = Path(tempfile.mkdtemp(prefix="exl-bench-"))
@@ -145,9 +148,10 @@ def build_config(config_json: dict[str, Any], recipe_name: str, device: str = "c
     config.prepare(no_tensors=True)
     write_tokenizer(folder, config.vocab_size)
     model = ExLlamaV2(config)
-    place = torch.device(device)
-    weights = _Weights(recipe, place)
-    for module in model.modules:
+    names = _spread(device.split(","), model.modules)
+    weights = _Weights(recipe, names[0].startswith("cuda"))
+    for module, name in zip(model.modules, names, strict=True):
+        place = torch.device(name)
         if isinstance(module, Embedding):
             rows = torch.randn(1024, config.hidden_size).to(place, torch.float16)
             module.weight = rows.repeat(-(-config.vocab_size // 1024), 1)[: config.vocab_size]
@@ -156,14 +160,18 @@ def build_config(config_json: dict[str, Any], recipe_name: str, device: str = "c
         elif isinstance(module, Norm):
             _fill_norm(module, place)
         elif isinstance(module, Head):
-            weights.fill(module.linear, "head")
+            weights.fill(module.linear, "head", place)
         else:
             _fill_layer(module, weights, place)
-    model.device = place
-    model.placement.names = [device] * len(model.modules)
-    model.cache_map = {m.layer_idx: device for m in model.modules if isinstance(m, Attention)}
+    model._place(names)
     model.loaded = True
     return model
+
+
+def _spread(names: list[str], modules: list[Module]) -> list[str]:
+    """The device of each module: equal runs of layers, the head with the last one."""
+    layers = [sum(isinstance(m, Attention) for m in modules[:at]) for at in range(1, len(modules) + 1)]
+    return [names[min(max(layer - 1, 0) * len(names) // layers[-1], len(names) - 1)] for layer in layers]
 
 
 def _fill_norm(norm: Norm, place: torch.device) -> None:
@@ -183,7 +191,7 @@ def _fill_layer(module: Module, weights: _Weights, place: torch.device) -> None:
             values = torch.randn(linear.out_features, linear.in_features) * WEIGHT_STD
             linear.matrix = QuantMatrix.from_float(values.half(), device=place, name=linear.key)
         else:
-            weights.fill(linear, ".".join(linear.key.split(".")[-2:]))
+            weights.fill(linear, ".".join(linear.key.split(".")[-2:]), place)
     if isinstance(module, MoE):
         module.group()
     for holder in holders:
@@ -194,19 +202,19 @@ def _fill_layer(module: Module, weights: _Weights, place: torch.device) -> None:
 class _Weights:
     """Matrices of a recipe: of each part of a layer one is drawn and repacked."""
 
-    def __init__(self, recipe: Recipe, place: torch.device) -> None:
-        self._recipe, self._place = recipe, place
+    def __init__(self, recipe: Recipe, on_gpus: bool) -> None:
+        self._recipe, self._on_gpus = recipe, on_gpus
         self._made: dict[tuple[str, int, int], _Copies] = {}
         self._orders: dict[tuple[str, int], Tensor] = {}
 
-    def fill(self, linear: Linear, part: str) -> None:
+    def fill(self, linear: Linear, part: str, place: torch.device) -> None:
         k, n = linear.in_features, linear.out_features
         part = part if part == "head" else part.split(".")[-1] if part.split(".")[0].isdigit() else part
         made = self._made.get((part, k, n))
         if made is None:
             tensors, format = self._tensors(part, k, n)
-            made = self._made[part, k, n] = _Copies(tensors, format, self._place)
-        linear.matrix = made.make(linear.key, linear.spec.bias, linear.spec.prescale)
+            made = self._made[part, k, n] = _Copies(tensors, format, self._on_gpus)
+        linear.matrix = made.make(linear.key, place, linear.spec.bias, linear.spec.prescale)
 
     def _tensors(self, part: str, k: int, n: int) -> tuple[dict[str, Tensor], Literal["exl2", "gptq"]]:
         if self._recipe.format != "exl2" and part != "head":

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from exl_core import ExLlamaV2
 from exl_core.execution import captured as graphs
-from exl_core.execution import inputs, select
+from exl_core.execution import inputs, sections, select
 from exl_core.execution.batch import Step
 from exl_core.execution.fused import JoinedLaunches
-from exl_core.layers import Head, Module
+from exl_core.layers import Module
 from exl_kernels.staging import StepStage
 
 __all__ = ["Stream", "captured_on_cpu"]
@@ -90,28 +90,31 @@ class Graph:
 class Modules(JoinedLaunches):
     """The modules' own pass, of those that the model has when it is recorded."""
 
-    def __init__(self, model: ExLlamaV2) -> None:
-        self._model = model
+    def __init__(self, model: ExLlamaV2, begin: int = 0, end: int | None = None) -> None:
+        self._model, self._begin_at, self._end_at = model, begin, end
+
+    def section(self, begin: int, end: int) -> JoinedLaunches:
+        return Modules(self._model, begin, end)
 
     def takes(self, rows: int) -> bool:
         return True
 
-    def run(self, ids: Tensor, step: Step, logits: Tensor) -> None:
+    def run(self, given: Tensor, step: Step, logits: Tensor | None = None) -> Tensor:
+        hidden = self._model.config.hidden_size
+        out = given.new_empty(len(given), hidden, dtype=torch.float32) if logits is None else logits
         if Graph.recording is None:
-            Stream.add(lambda: logits.fill_(float("nan")))
+            Stream.add(lambda: out.fill_(float("nan")))
         else:
-            modules = list(self._model.modules)
-            Graph.recording.body = lambda: self._compute(modules, ids, step, logits)
+            modules = list(self._model.modules)[self._begin_at : self._end_at]
+            Graph.recording.body = lambda: self._compute(modules, given, step, out)
+        return out
 
-    def _compute(self, modules: list[Module], ids: Tensor, step: Step, logits: Tensor) -> None:
+    def _compute(self, modules: list[Module], x: Tensor, step: Step, out: Tensor) -> None:
         assert bool((step.positions >= 0).all()), "these stand-ins know no padding: ask for 1, 2, 4, .. rows"
-        x = ids
         with torch.inference_mode():
-            for module in modules[:-1]:
+            for module in modules:
                 x = module.forward(x, step)
-            head = modules[-1]
-            assert isinstance(head, Head)
-            logits.copy_(head.forward(x, step))
+            out.copy_(x)
 
 
 def captured_on_cpu(patch: pytest.MonkeyPatch) -> None:
@@ -127,7 +130,11 @@ def captured_on_cpu(patch: pytest.MonkeyPatch) -> None:
         Stream.add(lambda: to.copy_(stage.pinned))
         return 0
 
+    def copy(source: Tensor, target: Tensor) -> None:
+        Stream.add(lambda: target.copy_(source))
+
     patch.setattr(StepStage, "send", send)
+    patch.setattr(sections, "queue_copy", copy)
     patch.setattr(inputs, "stream_of", lambda memory: 0)
     cuda: dict[str, Any] = {
         "current_stream": Stream,

@@ -16,7 +16,7 @@ from exl_core.layers import Attention, Embedding, FeedForward, LayerNorm, Module
 from exl_core.loading.plan import plan_modules
 from exl_kernels.safetensors_file import write_safetensors
 
-__all__ = ["loaded_on", "split_over_two", "write_random_model"]
+__all__ = ["loaded_on", "loaded_over", "split_over_two", "write_random_model"]
 
 
 def write_random_model(folder: Path, config: dict[str, Any]) -> Path:
@@ -74,6 +74,18 @@ def loaded_on(device: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ExL
     config.cpu_matmul = "exact"
     model = ExLlamaV2(config)
     model.load()
+    return model
+
+
+def loaded_over(model: ExLlamaV2, first: str, *others: tuple[int, str]) -> ExLlamaV2:
+    """The model on `first`, and from each module number on the device that is named with it."""
+    count = len(model.modules)
+    names = [first] * count
+    for begin, name in others:
+        names[begin:] = [name] * (count - begin)
+    model._place(names)  # noqa: SLF001
+    for index in range(count):
+        model.load_module(index)
     return model
 
 

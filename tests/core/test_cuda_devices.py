@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from make_random_model import SHAPES, make_model
+from random_models import loaded_over
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Cache_TP, ExLlamaV2Config, PagedParams
 from exl_core.device import GIB, devices
@@ -75,6 +79,57 @@ def test_a_split_model_gives_the_logits_of_one_device(
         ours = model.forward_chunk(step, paged, attn_params=params)["logits"].cpu()
         theirs = whole.forward_chunk(step, twin, attn_params=params)["logits"].cpu()
         assert torch.equal(ours, theirs) if other != "cpu" else torch.isfinite(ours).all()
+    assert (model.decode.count > 0) == (other != "cpu")
+    assert other != "cpu" or model.decode.reason == "a part of the model is on the CPU"
+
+
+@pytest.mark.parametrize(
+    "others",
+    [[(4, "cuda:1")], [(5, "cuda:1")], [(-1, "cuda:1")], [(-2, "cuda:1")], [(3, "cuda:1"), (6, "cuda:0")]],
+    ids=["between layers", "inside a layer", "head alone", "norm and head", "there and back"],
+)
+@pytest.mark.parametrize("kind", ["exl2", "gptq", "chained"])
+def test_captured_steps_of_a_split_model_are_those_of_one_gpu(
+    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, others: list[tuple[int, str]]
+) -> None:
+    """Wherever the border is; also the modules' own passes, and eager steps. Steps are queued without a wait.
+
+    The matrices of a chained model pack the inputs of one another.
+    """
+    second_device("cuda:1")
+    if kind == "chained":
+        folder = tmp_path / "chained"
+        make_model(folder, replace(SHAPES["tiny"], layers=4), 4.0)
+    else:
+        folder = lab.write(kind=kind, num_hidden_layers=4, **SIZES)
+    monkeypatch.setenv("EXL_DEVICE", "cuda:0")
+    whole = build(folder)
+    whole.load()
+    borders = [(at % len(whole.modules), name) for at, name in others]
+    model = loaded_over(build(folder), "cuda:0", *borders)
+    for how in ("joined", "apart", "eager"):
+        for m in (whole, model):
+            m.decode.clear()
+        with monkeypatch.context() as patch:
+            if how == "eager":
+                patch.setenv("EXL_CUDA_GRAPHS", "0")
+            if how == "apart":
+                patch.setattr("exl_core.execution.captured.joined_launches_of", lambda _: "asked for")
+            for batch, q_len in ((1, 1), (2, 1), (5, 1), (3, 4), (24, 1), (40, 2)):
+                assert torch.equal(*(steps_of(m, lab.ids(batch, 8, vocab=1000), q_len) for m in (whole, model)))
+            assert (model.decode.count > 0) == (how != "eager"), model.decode.reason
+            assert not model.decode.failures
+
+
+def steps_of(model: ExLlamaV2, ids: torch.Tensor, q_len: int) -> torch.Tensor:
+    """Logits of all steps of `q_len` tokens, all queued before the first is read."""
+    batch, cache, found = ids.shape[0], ExLlamaV2Cache_Q4(model, max_seq_len=256 * ids.shape[0]), []
+    for begin in range(0, ids.shape[1], q_len):
+        past = torch.full((batch,), begin, dtype=torch.int32)
+        table = torch.arange(batch, dtype=torch.int32).flip(0)[:, None]
+        params = PagedParams(batch, table, past, begin, q_len=q_len)
+        found.append(model.forward_chunk(ids[:, begin : begin + q_len], cache, attn_params=params)["logits"].clone())
+    return torch.cat(found, 1).cpu()
 
 
 @pytest.mark.covers("core.md: tensor-parallel")

@@ -86,8 +86,10 @@ def test_an_adapter_over_two_gpus(lab: Any, tmp_path: Path, monkeypatch: pytest.
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU here: this test runs on a machine with two")
     folder, adapted = lab.write(kind="exl2", num_hidden_layers=2, **SIZES), adapter(tmp_path / "adapter")
+    folders = [projections(tmp_path / str(rank), rank) for rank in (6, 40)]
     ids = lab.ids(2, 40, vocab=512)
-    found = []
+    found: list[torch.Tensor] = []
+    captured: list[torch.Tensor] = []
     for names, split in (("cuda:0", None), ("cuda:0,cuda:1", True)):
         monkeypatch.setenv("EXL_DEVICE", names)
         model = ExLlamaV2(ExLlamaV2Config(folder))
@@ -96,7 +98,17 @@ def test_an_adapter_over_two_gpus(lab: Any, tmp_path: Path, monkeypatch: pytest.
         assert len(set(model.cache_map.values())) == (2 if split else 1)
         lora = ExLlamaV2Lora.from_directory(model, adapted)
         found.append(model.forward(ids, ExLlamaV2Cache(model, batch_size=2), loras=[lora]).cpu())
+        loras = [ExLlamaV2Lora.from_directory(model, path) for path in folders]
+        cache = ExLlamaV2Cache(model, max_seq_len=1024)
+        for token, sets in enumerate(([(0,), (), (1, 0), (1,)], [(), (0, 1), (0,), ()])):
+            past = torch.full((4,), token, dtype=torch.int32)
+            params = PagedParams(4, torch.arange(4, dtype=torch.int32)[:, None], past, token)
+            rows = [[loras[i] for i in numbers] for numbers in sets]
+            step = model.forward_chunk(ids[:1, token::10].T, cache, attn_params=params, row_loras=rows)
+            captured.append(step["logits"].cpu())
+        assert model.decode.count > 0, model.decode.reason
     assert torch.equal(*found)
+    assert all(torch.equal(*pair) for pair in zip(captured[:2], captured[2:], strict=True))
 
 
 @pytest.mark.parametrize("kind", ["exl2", "gptq"])

@@ -16,7 +16,7 @@ from ..layers import Head, Intervention, Module, MoE
 from ..lora.pairs import LoraPair
 from .attn_params import PagedParams
 from .batch import DECODE_TOKENS, Step
-from .inputs import Bucket, StepInputs
+from .inputs import Bucket, StepTensors
 from .step import build_step
 
 if TYPE_CHECKING:
@@ -80,8 +80,8 @@ def refusal_of_model(model: LanguageModel) -> str | None:
         return "config.no_graphs asks for eager launches"
     if model.tp_context is not None:
         return "the matrices are sharded over several devices"
-    if model.placement.several:
-        return "the model is on several devices"
+    if any(not name.startswith("cuda") for name in model.placement.names):
+        return "a part of the model is on the CPU"
     if any(isinstance(module, Intervention) for module in model.modules):
         return "a module is wrapped in an Intervention"
     if not isinstance(model.modules[-1], Head):
@@ -93,7 +93,7 @@ def refusal_of_model(model: LanguageModel) -> str | None:
 
 
 def static_step(
-    model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, inputs: StepInputs, device: torch.device
+    model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, inputs: StepTensors, device: torch.device
 ) -> Step:
     """Build a step over `inputs` that is valid for every length that the bucket's pages can hold."""
     longest = min(bucket.pages * bucket.page_size, model.config.max_seq_len)

@@ -42,6 +42,7 @@ from .capturable import (
 )
 from .fused import JoinedLaunches, joined_launches_of, joins_adapters
 from .inputs import Bucket, StepInputs, passed
+from .sections import Handover, SectionGraphs, mirrored, sections_of
 
 if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
@@ -79,21 +80,22 @@ class CaptureFailure:
 class _Graph:
     """A captured step with everything that its addresses refer to."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: torch.cuda.CUDAGraph | SectionGraphs
     inputs: StepInputs
     logits: Tensor  # float32 [tokens, padded vocabulary]
-    kept: tuple[Tensor, ...]  # rope tables, counters of attention, inter-block workspaces
-    adapters: RowAdapters | None = None
+    kept: tuple[Tensor, ...]  # rope tables, hidden states between devices, counters of attention, workspaces
+    adapters: tuple[RowAdapters, ...] = ()  # on each device
     set_ids: list[int] = field(default_factory=list)  # contents of the adapters' tensor at this point of the stream
     views: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def send_set_ids(self, set_ids: list[int]) -> None:
-        """Queue the copy of the adapters of the first rows unless the GPU has them; the other rows are padding."""
-        if self.adapters is None or set_ids == self.set_ids:
+        """Queue the copy of the adapters of the first rows unless the GPUs have them; the other rows are padding."""
+        if not self.adapters or set_ids == self.set_ids:
             return
-        padded = set_ids + [-1] * (len(self.adapters.set_ids) - len(set_ids))
-        # torch keeps pinned memory until the stream has passed its copies.
-        self.adapters.set_ids.copy_(torch.tensor(padded, dtype=torch.int32).pin_memory(), non_blocking=True)
+        padded = torch.tensor(set_ids + [-1] * (self.inputs.bucket.tokens - len(set_ids)), dtype=torch.int32)
+        pinned = padded.pin_memory()  # torch keeps it until the streams have passed its copies
+        for rows in self.adapters:
+            rows.set_ids.copy_(pinned, non_blocking=True)
         self.set_ids = set_ids
 
     def logits_of(self, batch: int, q_len: int) -> Tensor:
@@ -222,8 +224,9 @@ class DecodeGraphs:
         self._logits: dict[int, Tensor] = {}
         self._workspaces: list[Tensor] = []
         self._joined: JoinedLaunches | str | None = None
-        self._pool: Any = None
-        self._stream: torch.cuda.Stream | None = None
+        # Of each device. One stream for all captures: torch reuses memory freed on a stream for that stream only.
+        self._pools: dict[torch.device, Any] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._refused: str | None = None
         self._exact_batch = False
         self._sets = AdapterSets()
@@ -347,6 +350,8 @@ class DecodeGraphs:
         model = self._model()
         if model is None or model.device is None or model.device.type != "cuda" or self._refusal_of(model):
             return None
+        if model.placement.several:
+            return None
         if step.loras or step.embeddings or step.sharding or step.key_mask is not None or step.abort_event is not None:
             return None
         joined = self._joined_or_reason(model)
@@ -386,7 +391,7 @@ class DecodeGraphs:
             self._graphs.pop(key, None)
         self._failed = {at: failure for at, failure in self._failed.items() if at[0] in self._graphs}
         if not self.count:
-            self._pool = None  # torch drops a pool with its last graph; its number must not be used again
+            self._pools.clear()  # torch drops a pool with its last graph; its number must not be used again
 
     def _usable(self, model: LanguageModel) -> bool:
         self.reason = self._refusal_of(model)
@@ -461,7 +466,7 @@ class DecodeGraphs:
             self._failed[key, bucket] = failure
             self.reason = str(failure)
             if not self.count:
-                self._pool = None  # as in `_drop`
+                self._pools.clear()  # as in `_drop`
             return None
         finally:
             self._recording = False
@@ -475,58 +480,65 @@ class DecodeGraphs:
     def _record(self, model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, adapted: bool) -> _Graph:
         device = model.device
         assert device is not None
-        inputs = StepInputs(bucket, device)
-        step = static_step(model, cache, bucket, inputs, device)
-        head = model.modules[-1]
-        assert isinstance(head, Head)
-        logits = self._logits_of(bucket.tokens, model.config.padded_vocab_size, device)
-
+        assert isinstance(model.modules[-1], Head)
         joined = None if adapted and not joins_adapters() else self._joined_or_reason(model)
-        rows: RowAdapters | None = None
-        if adapted:
-            set_ids = torch.full((bucket.tokens,), -1, dtype=torch.int32, device=device)
-            rows = RowAdapters(self._sets.adapters(), set_ids, bucket.q_len)
-            step = replace(step, loras=(rows,))
+        inputs = StepInputs(bucket, device)
+        logits = self._logits_of(bucket.tokens, model.config.padded_vocab_size, device)
+        sections = sections_of(model.placement)
+        tensors, copies = mirrored(sections, inputs)
+        steps = {name: static_step(model, cache, bucket, own, own.buffer.device) for name, own in tensors.items()}
+        adapters: list[RowAdapters] = []
+        for name, step in steps.items() if adapted else ():
+            set_ids = torch.full((bucket.tokens,), -1, dtype=torch.int32, device=step.rows.device)
+            adapters.append(RowAdapters(self._sets.adapters(), set_ids, bucket.q_len))
+            steps[name] = replace(step, loras=(adapters[-1],))
 
-        def body(out: Tensor) -> None:
-            if isinstance(joined, JoinedLaunches):
-                joined.run(inputs.ids, step, out)
-                return
-            x = inputs.ids
-            for module in model.modules[:-1]:
-                x = module.forward(x, step)
-            head.forward(x, step, out=out)
+        kept = [t for step in steps.values() for t in (step.rows, step.cos, step.sin, *(step.alt or ()))]
+        parts: list[tuple[list[Handover], torch.cuda.CUDAGraph]] = []
+        state = tensors[sections[0].name].ids
+        for section in sections:
+            handovers = [copies.pop(section.name)] if section.name in copies else []
+            given = state
+            if section.begin:
+                given = torch.zeros_like(state, device=section.device)
+                handovers.append(Handover(state, given))
+            body = section.body(model, joined, given, steps[section.name])
+            out = logits if section is sections[-1] else None
+            graph, state, held = self._capture(body, out, given)
+            parts.append((handovers, graph))
+            kept += [state, held]
+        whole = parts[0][1] if len(parts) == 1 else SectionGraphs(parts)
+        return _Graph(whole, inputs, logits, (*kept, *self._workspaces), tuple(adapters), [-1] * bucket.tokens)
 
-        graph, held = self._capture(body, logits)
-        kept = (step.cos, step.sin, *(step.alt or ()), held, *self._workspaces)
-        return _Graph(graph, inputs, logits, kept, rows, [-1] * bucket.tokens)
+    def _capture(
+        self, body: Callable[[Tensor | None], Tensor], logits: Tensor | None, memory: Tensor
+    ) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+        """Record the launches of `body` on the device of `memory`, after one run that is not recorded.
 
-    def _capture(self, body: Callable[[Tensor], None], logits: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Record the launches by which `body` fills `logits`, after one run that is not recorded.
+        body: gets the tensor for the logits, `logits` or in the first run another one, and returns its result.
 
-        Also returns the counters.
+        Returns the graph, the result, and the counters.
         """
-        device = logits.device
+        device = memory.device
         # A step may be captured while another reader still needs the logits of the previous step.
-        scratch = torch.empty_like(logits)
+        scratch = None if logits is None else torch.empty_like(logits)
         current = torch.cuda.current_stream(device)
-        # One stream for all captures: torch's allocator reuses memory freed on a stream for that stream only.
-        if self._stream is None or self._stream.device != device:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream = self._stream
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._streams[device]
         graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        with passed(logits) as all_read:
+        if device not in self._pools:
+            self._pools[device] = torch.cuda.graph_pool_handle()
+        with passed(memory) as all_read:
             stream.wait_stream(current)
             try:
                 with torch.cuda.stream(stream), counters(device) as held, workspaces_in(self._workspaces):
                     body(scratch)  # every row is padding, which is not stored
                     stream.synchronize()
                     all_read()
-                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                    graph.capture_begin(pool=self._pools[device], capture_error_mode="thread_local")
                     try:
-                        body(logits)
+                        result = body(logits)
                     except BaseException:
                         _abandon(graph)
                         raise
@@ -534,7 +546,7 @@ class DecodeGraphs:
             finally:
                 # Also after a partial failure: queued launches still read memory that others may reuse from here on.
                 current.wait_stream(stream)
-        return graph, held
+        return graph, result, held
 
     def _logits_of(self, tokens: int, columns: int, device: torch.device) -> Tensor:
         """Return one buffer for all steps of a size: a step's logits are valid until the next step."""

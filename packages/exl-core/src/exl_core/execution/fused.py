@@ -69,39 +69,74 @@ def joins_adapters() -> bool:
 
 
 class JoinedLaunches:
-    """The joined launches of a model, for a step of few tokens or a prompt."""
+    """The joined launches of a model, for a step of few tokens or a prompt; or of the modules on one of its devices.
 
-    def __init__(self, embedding: Embedding, halves: Sequence[Half], norm: Norm, head: Head) -> None:
+    Args:
+        embedding: the embedding; None for a later section, which takes the hidden state instead of ids.
+        halves: the halves of the layers.
+        norm: the last norm, or None.
+        head: the head; None for a section that returns the hidden state.
+    """
+
+    def __init__(
+        self, embedding: Embedding | None, halves: Sequence[Half], norm: Norm | None, head: Head | None
+    ) -> None:
         self._embedding = embedding
         self._halves = list(halves)
-        self._layers = _pairs(self._halves)
+        # A section may begin with the second half of a layer, or end with the first.
+        first = bool(halves) and isinstance(halves[0], MlpHalf)
+        pairs = len(halves) - (len(halves) - first) % 2
+        self._before, self._after = self._halves[:first], self._halves[pairs:]
+        self._layers = _pairs(self._halves[first:pairs])
         self._norm = norm
         self._last_norm = norm if type(norm) is RMSNorm and not is_changed(norm) else None
         self._head = head
-        self._joined_head = None
-        if self._last_norm is not None and head.linear.quant.out_features == head.linear.out_features:
-            before = InputNorm(self._last_norm.loaded_weight, norm.eps)
-            self._joined_head = FusedLinear([head.linear.quant], norm=before)
-        self._last = max(i for i, half in enumerate(self._halves) if _stores(half))
+        self._joined_head = _joined_head(self._last_norm, head)
+        self._last = max((i for i, half in enumerate(self._halves) if _stores(half)), default=-1)
         self._taken: dict[int, bool] = {}  # answers of `takes` for numbers of rows, which captured steps ask every time
 
-    def run(self, ids: Tensor, step: Step, logits: Tensor) -> None:
-        """Run ids int64 [T] on the device; writes logits float32 [T, padded vocabulary].
+    def section(self, begin: int, end: int) -> JoinedLaunches:
+        """Return the launches of the model's modules `begin` to `end` - 1, which are on one device.
 
-        Adapters of the step must be `RowAdapters`.
+        Call it on the launches of a whole model.
         """
-        x, joined = self._begin(ids)
+        norm_at = 1 + len(self._halves)
+        halves = self._halves[max(begin - 1, 0) : max(end - 1, 0)]
+        return JoinedLaunches(
+            self._embedding if begin == 0 else None,
+            halves,
+            self._norm if begin <= norm_at < end else None,
+            self._head if begin <= norm_at + 1 < end else None,
+        )
+
+    def run(self, given: Tensor, step: Step, logits: Tensor | None = None) -> Tensor:
+        """Run a step.
+
+        Args:
+            given: ids int64 [T] on the device; for a section without embedding, the hidden state [T, hidden], which is
+                changed in place.
+            step: the step. Its adapters must be `RowAdapters`.
+            logits: float32 [T, padded vocabulary], which a head fills.
+
+        Returns:
+            The logits; the hidden state [T, hidden] where there is no head.
+        """
+        x, joined = self._begin(given)
         layers = self._layers
-        if x.shape[0] > PACKED_ROWS and self.takes(x.shape[0]):
+        blocks = x.shape[0] > PACKED_ROWS and self.takes(x.shape[0])
+        if blocks:
             h = self._hidden(x, True, step)
-            for rows in row_blocks(h.shape[0]):
-                self._head.forward(h[rows], step, out=logits[rows])
         elif step.loras:
-            self._head.forward(self._adapted(x, joined, step), step, out=logits)
+            h = self._adapted(x, joined, step)
         elif joined and layers is not None and all(chains(*layer, x.shape[0]) for layer in layers):
-            self._run_chained(layers, x, step, logits)
+            return self._run_chained(layers, x, step, logits)
         else:
-            self._head.forward(self._hidden(x, joined, step), step, out=logits)
+            h = self._hidden(x, joined, step)
+        if self._head is None or logits is None:
+            return h
+        for rows in row_blocks(h.shape[0]) if blocks else [slice(None)]:
+            self._head.forward(h[rows], step, out=logits[rows])
+        return logits
 
     def takes(self, rows: int) -> bool:
         """Return whether results of `run` for `rows` rows are batch-invariant: every matmul has a joined kernel.
@@ -134,16 +169,19 @@ class JoinedLaunches:
                 x, h = half.run_last(x, h, following, step, last_of)
             else:
                 x, h = _last_rows(half.run(x, h, None, step)[0], last_of), None
-        return self._norm.forward(x) if h is None else h
+        return self._normed(x) if h is None else h
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return x if self._norm is None else self._norm.forward(x)
 
     def _joined_hidden(self, x: Tensor, step: Step, last_of: int) -> Tensor:
         h: Normed = None
-        matmuls = [*(half.first_matmul for half in self._halves[1:]), None]
+        matmuls = [*(half.first_matmul for half in self._halves[1:]), None][: len(self._halves)]
         for half, following, matmul in zip(self._halves, self._following(), matmuls, strict=True):
             x, h = half.run_joined(x, h, following, step, matmul)
         assert not isinstance(h, Packed), "no matmul follows the last half"
         if h is None:
-            return self._norm.forward(_last_rows(x, last_of) if last_of else x)
+            return self._normed(_last_rows(x, last_of) if last_of else x)
         return _last_rows(h, last_of) if last_of else h
 
     def _adapted(self, x: Tensor, joined: bool, step: Step) -> Tensor:
@@ -155,10 +193,11 @@ class JoinedLaunches:
             else:
                 x, h = half.module.forward(x, step), None
         assert not isinstance(h, Packed), "no half was given a matmul to pack for"
-        return self._norm.forward(x) if h is None else h
+        return self._normed(x) if h is None else h
 
     def head(self, h: Tensor, step: Step) -> Tensor:
         """Return logits float32 [T, padded vocabulary] for a result of `hidden`."""
+        assert self._head is not None, "asked of a whole model"
         return self._head.forward(h, step)
 
     def store(self, ids: Tensor, step: Step) -> None:
@@ -178,34 +217,53 @@ class JoinedLaunches:
         else:
             last.run(x, h, None, step)
 
-    def _begin(self, ids: Tensor) -> tuple[Tensor, bool]:
-        """Return the embedded ids, and whether the layers run joined."""
-        assert self._embedding.weight is not None
-        dtype: Literal["float16", "float32"] = "float32" if self._embedding.float_residual else "float16"
-        x = embed(self._embedding.weight, ids, factor=self._embedding.scale, dtype=dtype)
+    def _begin(self, given: Tensor) -> tuple[Tensor, bool]:
+        """Return the hidden state, of the embedded ids if there is an embedding, and whether the layers run joined."""
+        x = given
+        if self._embedding is not None:
+            assert self._embedding.weight is not None
+            dtype: Literal["float16", "float32"] = "float32" if self._embedding.float_residual else "float16"
+            x = embed(self._embedding.weight, given, factor=self._embedding.scale, dtype=dtype)
         return x, x.shape[0] <= joined_rows() and all(half.join(x.shape[0]) for half in self._halves)
 
     def _following(self) -> list[RMSNorm | None]:
         """Return the norm after each half."""
-        return [*(half.input_norm for half in self._halves[1:]), self._last_norm]
+        return [*(half.input_norm for half in self._halves[1:]), self._last_norm][: len(self._halves)]
 
-    def _run_chained(self, layers: list[tuple[AttentionHalf, MlpHalf]], x: Tensor, step: Step, logits: Tensor) -> None:
-        head = self._normed_head(step, logits, x.shape[0])
+    def _run_chained(
+        self, layers: list[tuple[AttentionHalf, MlpHalf]], x: Tensor, step: Step, logits: Tensor | None
+    ) -> Tensor:
+        for half in self._before:
+            x, _ = half.run_joined(x, None, None, step)
+        head = None if logits is None or self._after else self._normed_head(step, logits, x.shape[0])
         packed: Packed | None = None
-        following = [*(attention.qkv for attention, _ in layers[1:]), head]
+        following = [*(attention.qkv for attention, _ in layers[1:]), head][: len(layers)]
         for layer, matmul in zip(layers, following, strict=True):
             packed = run_chained(*layer, x, packed, matmul, step)
-        if head is None or packed is None:
-            self._head.forward(self._norm.forward(x), step, out=logits)
-        else:
+        for half in self._after:
+            x, _ = half.run_joined(x, None, None, step)
+        if head is not None and packed is not None and logits is not None and self._head is not None:
             head.chained(packed, logits)
             self._head.finish(logits)
+            return logits
+        h = self._normed(x)
+        return h if self._head is None or logits is None else self._head.forward(h, step, out=logits)
 
     def _normed_head(self, step: Step, logits: Tensor, rows: int) -> FusedLinear | None:
         """Return the last norm and the head as one matmul, if it takes packed input."""
         head = self._joined_head
         fits = head is not None and head.takes_packed(rows) and head.out_features == logits.shape[-1]
         return head if fits and not step.loras else None
+
+
+def _joined_head(norm: RMSNorm | None, head: Head | None) -> FusedLinear | None:
+    """Return the last norm and the head as one matmul, if one device has both."""
+    if norm is None or head is None or head.linear.quant.out_features != head.linear.out_features:
+        return None
+    weight = norm.loaded_weight
+    if weight.device != head.linear.quant.device:
+        return None
+    return FusedLinear([head.linear.quant], norm=InputNorm(weight, norm.eps))
 
 
 def _pairs(halves: Sequence[Half]) -> list[tuple[AttentionHalf, MlpHalf]] | None:

@@ -1,4 +1,4 @@
-"""The fused executor: joined launches on one GPU, a decode step as one launch of a captured graph."""
+"""The fused executor: joined launches, a decode step as the launch of one captured graph on each GPU."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from exl_kernels.cuda_ops import stream_of
 from exl_kernels.staging import StepStage
 
-__all__ = ["Bucket", "StepInputs", "passed"]
+__all__ = ["Bucket", "StepInputs", "StepTensors", "passed"]
 
 STAGES = 4
 """Number of pinned copies of the inputs in each of two halves of a ring. An event tells when all copies of a half have
@@ -54,8 +54,8 @@ class Bucket:
         return self.batch * self.q_len
 
 
-class StepInputs:
-    """The inputs of one bucket on the device, and their transfer: one pinned buffer, one copy a step.
+class StepTensors:
+    """The inputs of one bucket on a device: views of one buffer in the layout of `StepStage`.
 
     Rows of the bucket beyond the batch are padding: token 0 at position -1, which sees no keys, and slot -1, which is
     not stored. Initially all rows are padding.
@@ -63,17 +63,22 @@ class StepInputs:
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
         self.bucket = bucket
-        t, sizes = bucket.tokens, (bucket.batch, bucket.q_len, bucket.pages, bucket.page_size)
-        size = StepStage.bytes(sizes)
-        self._device = torch.zeros(size, dtype=torch.uint8, device=device)
-        # In the layout of `StepStage`.
-        longs, ints = self._device[: 24 * t].view(torch.int64), self._device[24 * t :].view(torch.int32)
+        t = bucket.tokens
+        self.buffer = torch.zeros(StepStage.bytes(_sizes(bucket)), dtype=torch.uint8, device=device)
+        longs, ints = self.buffer[: 24 * t].view(torch.int64), self.buffer[24 * t :].view(torch.int32)
         self.ids, self.slots, self.rope_positions = longs[:t], longs[t : 2 * t], longs[2 * t :]
         self.positions, self.block_table = ints[:t], ints[t:].view(bucket.batch, bucket.pages)
         self.slots.fill_(-1)
         self.positions.fill_(-1)
         self.rows = torch.arange(bucket.batch, dtype=torch.int32, device=device).repeat_interleave(bucket.q_len)
-        self._stages = [StepStage(sizes) for _ in range(2 * STAGES)]
+
+
+class StepInputs(StepTensors):
+    """The inputs of one bucket on the device, and their transfer: one pinned buffer, one copy a step."""
+
+    def __init__(self, bucket: Bucket, device: torch.device) -> None:
+        super().__init__(bucket, device)
+        self._stages = [StepStage(_sizes(bucket)) for _ in range(2 * STAGES)]
         self._read = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         self._next = 0
         self._sent: int | None = None  # the stream of the last copy
@@ -83,7 +88,7 @@ class StepInputs:
         # No waiting here: a garbage collection may call this method during a capture.
         sent = getattr(self, "_sent", None)
         if sent is not None:
-            _unread.setdefault((self._device.device, sent), []).append(self._stages)
+            _unread.setdefault((self.buffer.device, sent), []).append(self._stages)
 
     def first_ids(self, count: int) -> Tensor:
         """Return a cached view of the first `count` ids, since making one costs host time in every step."""
@@ -117,7 +122,7 @@ class StepInputs:
         stage = self._fill(ids, past, table, limits, offsets)
         if stage is None:
             return False
-        stage.send(self._device)
+        stage.send(self.buffer)
         return True
 
     def stage(
@@ -128,7 +133,7 @@ class StepInputs:
         Returns source and target, uint8; None as for `send`.
         """
         stage = self._fill(None, past, table, limits, offsets)
-        return None if stage is None else (stage.pinned, self._device)
+        return None if stage is None else (stage.pinned, self.buffer)
 
     def _fill(
         self,
@@ -142,7 +147,7 @@ class StepInputs:
         stage, (half, place) = self._stages[self._next], divmod(self._next, STAGES)
         if place == 0:
             # All work that reads the copies of the finished half has been queued by now.
-            self._read[1 - half].record(torch.cuda.current_stream(self._device.device))
+            self._read[1 - half].record(torch.cuda.current_stream(self.buffer.device))
             self._read[half].synchronize()  # the copies of this half have been read
         if not stage.fill(ids, past, table, limits):
             return None
@@ -150,6 +155,10 @@ class StepInputs:
             t, q_len = self.bucket.tokens, self.bucket.q_len
             rope = stage.pinned[16 * t : 24 * t].view(torch.int64)
             rope[: q_len * len(past)] += offsets.repeat_interleave(q_len)
-        self._sent = stream_of(self._device)
+        self._sent = stream_of(self.buffer)
         self._next = (self._next + 1) % (2 * STAGES)
         return stage
+
+
+def _sizes(bucket: Bucket) -> tuple[int, int, int, int]:
+    return bucket.batch, bucket.q_len, bucket.pages, bucket.page_size

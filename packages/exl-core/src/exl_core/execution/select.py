@@ -2,7 +2,7 @@
 
 | executor | runs | selected for |
 |---|---|---|
-| `fused` | joined launches, in a CUDA graph if possible | one GPU, no masks or states; adapters in captured steps |
+| `fused` | joined launches, if possible in a CUDA graph a device | GPUs, no masks, no states; adapters if captured |
 | `sharded` | heads and output features of every matrix on several devices | a model loaded by `load_tp` |
 | `eager` | each layer's own forward pass, the oracle of the others | everything else |
 
