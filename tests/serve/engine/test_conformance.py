@@ -22,8 +22,7 @@ from raw_worker import RawWorker
 
 from exl_generate import bundled
 from exl_serve.config.model import Limits, ModelConfig
-from exl_serve.engine import host as host_module
-from exl_serve.engine import wire
+from exl_serve.engine import compiling, wire
 from exl_serve.engine.__main__ import EngineStart
 from exl_serve.engine.events import Failed, Finished, Started, Tokens
 from exl_serve.engine.local import LocalEngine
@@ -326,7 +325,7 @@ def test_one_key_does_not_take_all_compilers(monkeypatch: pytest.MonkeyPatch) ->
             assert gate.wait(HANG)
         return []
 
-    monkeypatch.setattr(host_module, "compile_constraints", slowly)
+    monkeypatch.setattr(compiling, "compile_constraints", slowly)
     held = (Constraint(kind="regex", source="x", param="held"),)
     thread = EngineThread(CONFIG, Limits(max_queued_requests=8))
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,11 +18,12 @@ from exl_serve.engine import wire
 from exl_serve.engine.adapters import Adapters
 from exl_serve.engine.admission import Admission, Entry, Rates
 from exl_serve.engine.client import ModelCard
+from exl_serve.engine.compiling import Compiling
 from exl_serve.engine.events import EngineEvent, Failed, Finished, Tokens
 from exl_serve.engine.failures import has_lost_the_gpu, serve_error
-from exl_serve.engine.fair_queue import FairQueue
 from exl_serve.engine.groups import Group, Running
-from exl_serve.engine.jobs import END, FIRST, HELD, STARTED, Reader, compile_constraints, make_job
+from exl_serve.engine.inbox import GoneError, Inbox
+from exl_serve.engine.jobs import END, FIRST, HELD, STARTED, Reader, make_job
 from exl_serve.engine.resuming import Resuming
 from exl_serve.engine.status import StatusWriter
 from exl_serve.engine.vision import Vision
@@ -42,13 +40,9 @@ log = logging.getLogger(__name__)
 
 SPARE_JOBS = 4
 """Jobs that may wait in the generator's own queue."""
-INBOUND_SECONDS = 0.005
-"""Seconds in which messages are read between two steps. Requests that come together are taken together: their prompts
-then share a pass, while one request a step would cost a pass each."""
 TOO_LATE = "the request's deadline has passed: allow more time, or ask for fewer tokens"
 IDLE_SECONDS, BUSY_WAIT = 1.0, 0.02
 STATUS_SECONDS, GREET_SECONDS = 0.1, 1.0
-COMPILERS, COMPILERS_OF_A_KEY = 4, 2
 
 
 class Host:
@@ -70,7 +64,7 @@ class Host:
     ) -> None:
         limits, qos = limits or Limits(), qos or Qos()
         self._generator = generator
-        self._vision = vision
+        self._takes_images = vision is not None
         self._card = card
         self._status = status
         self._adapters = Adapters(generator.model, config)
@@ -92,29 +86,14 @@ class Host:
         self._outgoing: defaultdict[bytes, list[tuple[int, Any]]] = defaultdict(list)
         #: no request's deadline passes before this time
         self._soonest = math.inf
-        self._compilers: ThreadPoolExecutor | None = None
-        self._compile_queue: FairQueue[Group] = FairQueue(COMPILERS, COMPILERS_OF_A_KEY)
-        self._compiled: deque[Callable[[], None]] = deque()
         self._rates = Rates()
         self._stopping = False
         self._draining = False
         #: an error has shown that every further request would fail, so that this process has to be replaced
         self.broken = False
         self._written = self._greeted = 0.0
-        self._socket = (context or zmq.Context.instance()).socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 200)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
-        # A message to a worker that has died is an error, so that its jobs end within a step.
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.bind(address)
-        self._wake_read, self._wake_write = os.pipe()
-        self._waking, self._closed = threading.RLock(), False  # reentrant: a signal handler may wake, too
-        os.set_blocking(self._wake_read, False)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._wake_read, zmq.POLLIN)
+        self._inbox = Inbox(address, context)
+        self._compiling = Compiling(generator, vision, self._compiled, self.wake)
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -141,28 +120,21 @@ class Host:
 
     def wake(self) -> None:
         """End a wait of `run`, from any thread or a signal handler."""
-        with self._waking:
-            if not self._closed:
-                os.write(self._wake_write, b"\0")
+        self._inbox.wake()
 
     def _close(self) -> None:
         for group in list(self._groups.values()):
             self._drop(group)
-        if self._compilers is not None:
-            self._compilers.shutdown(wait=False, cancel_futures=True)
-        self._socket.close()
-        with self._waking:  # a closed number may belong to another file at once
-            self._closed = True
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+        self._compiling.close()
+        self._inbox.close()
         self._status.close()
 
     def _run_once(self) -> None:
         now = time.monotonic()
         running = bool(self._resuming) or any(not one.group.paused for one in self._running.values())
-        self._receive(0.0 if running else BUSY_WAIT if self._groups else IDLE_SECONDS)
-        while self._compiled:
-            self._compiled.popleft()()
+        for worker, data in self._inbox.receive(0.0 if running else BUSY_WAIT if self._groups else IDLE_SECONDS):
+            self._take(worker, data)
+        self._compiling.deliver()
         self._forget_silent(now)
         self._expire()
         self._feed()
@@ -176,21 +148,6 @@ class Host:
             self._stopping = True
 
     # ---- messages --------------------------------------------------------------------------------------------------
-
-    def _receive(self, timeout: float) -> None:
-        events = dict(self._poller.poll(round(timeout * 1000)))
-        if self._wake_read in events:
-            os.read(self._wake_read, 4096)
-        if self._socket not in events:
-            return
-        until = time.monotonic() + INBOUND_SECONDS
-        while time.monotonic() < until:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            if len(frames) == 2:
-                self._take(*frames)
 
     def _take(self, worker: bytes, data: bytes) -> None:
         try:
@@ -250,16 +207,11 @@ class Host:
 
     def _tell(self, worker: bytes, message: wire.ToWorker) -> None:
         try:
-            data = wire.encode(message)
-            # Not send_multipart, which checks its frames first: this runs in every step.
-            self._socket.send(worker, zmq.SNDMORE)
-            self._socket.send(data)
+            self._inbox.send(worker, message)
         except wire.WireError as error:
             log.error("a worker cannot be told: %s; its requests are cancelled", error)
             self._leave(worker)
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
+        except GoneError:
             if worker in self._workers:
                 log.warning("a worker has gone; its requests are cancelled")
             self._leave(worker)
@@ -289,59 +241,25 @@ class Host:
             self._groups[worker, message.tag] = group
             if message.request.deadline is not None:
                 self._soonest = min(self._soonest, message.request.deadline)
-            if message.request.media and self._vision is None:
+            if message.request.media and not self._takes_images:
                 raise ServeError(501, "not_implemented", "unsupported", "this engine takes no images", param="messages")
             if message.request.constraints or message.request.media:
-                self._compile(group)
+                if not group.request.again:
+                    self._admission.check_room(len(self._compiling), self._rates)
+                self._compiling.add(group)
             else:
                 self._enter(group)
         except Exception as error:
             self._refuse(group, error)
 
-    def _compile(self, group: Group) -> None:
-        """Compile constraints and encode images on another thread, which may take seconds.
-
-        Raises ServeError 429 where too many requests wait.
-        """
-        if not group.request.again:
-            self._admission.check_room(len(self._compile_queue), self._rates)
-        group.compiling = True
-        self._compile_queue.add(group.request.key, group)
-        self._compile_next()
-
-    def _compile_next(self) -> None:
-        if self._compilers is None:
-            self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="exl-compile")
-        while (group := self._compile_queue.take()) is not None:
-            self._compilers.submit(self._compile_one, group)
-
-    def _compile_one(self, group: Group) -> None:
-        """Compile one request's constraints; runs on a thread of the pool."""
-        generator, vision, request = self._generator, self._vision, group.request
-        made: tuple[Sequence[Any], Sequence[Any]] | Exception
+    def _compiled(self, group: Group, error: Exception | None) -> None:
+        """Queue a request whose constraints and images are ready; refuse it if they raised an error."""
         try:
-            filters = compile_constraints(request.constraints, generator.model, generator.tokenizer)
-            made = filters, vision.embed(request.media, request.cache_salt) if vision is not None else ()
-        except Exception as error:
-            made = error
-        found = made  # not `error`, which Python forgets
-        self._compiled.append(lambda: self._compiled_for(group, found))
-        if not self._stopping:
-            self.wake()
-
-    def _compiled_for(self, group: Group, made: tuple[Sequence[Any], Sequence[Any]] | Exception) -> None:
-        self._compile_queue.done(group.request.key)
-        self._compile_next()
-        if group.cancelled:
-            return
-        group.compiling = False
-        try:
-            if isinstance(made, Exception):
-                raise made
-            group.filters, group.embeddings = made
+            if error is not None:
+                raise error
             self._enter(group)
-        except Exception as error:
-            self._refuse(group, error)
+        except Exception as found:
+            self._refuse(group, found)
 
     def _enter(self, group: Group) -> None:
         """Put a request into the queue, once it is known that it can run. Raises ServeError."""
@@ -454,8 +372,7 @@ class Host:
             if not self._admission.remove(group.entry):
                 self._admission.done(group.request.key)
             group.entry = None
-        if group.compiling:
-            self._compile_queue.remove(group.request.key, group)
+        self._compiling.drop(group)
         for one in list(group.running.values()):
             self._end_running(one)
             self._generator.discard(one.job)
