@@ -236,10 +236,13 @@ def test_sessions_find_their_pages(cluster: Cluster) -> None:
 
 
 def test_a_hot_prefix_does_not_stay_on_one_replica(cluster: Cluster) -> None:
-    """Where the holder is busy, others compute the prefix and become holders."""
+    """Where the holder is busy, others compute the prefix and become holders.
+
+    The answers are long, so that the requests run at the same time also where a busy machine sends them slowly.
+    """
     before = {name: one["taken"] for name, one in cluster.replicas("paced").items()}
     prefix = "The same beginning for all. " * 60
-    body = {"model": "paced", "max_tokens": 60, "ignore_eos": True}
+    body = {"model": "paced", "max_tokens": 400, "ignore_eos": True}
     with ThreadPoolExecutor(120) as pool:
         asked = [body | {"messages": [{"role": "user", "content": f"{prefix}{i}"}]} for i in range(120)]
         list(pool.map(lambda one: post(cluster.url, "chat/completions", one), asked))

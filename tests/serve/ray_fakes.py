@@ -79,7 +79,7 @@ class StartedReplica(EngineReplica):
 
     def __init__(self, engine: Any, folder: Path, name: str = "here") -> None:
         self._model, self._name, self._engine = ModelConfig(id="m", path="m", max_batch_size=1), name, engine
-        self._connecting, self._running, self._heard = asyncio.Lock(), {}, {}
+        self._connecting, self._running, self._heard, self._seen = asyncio.Lock(), {}, {}, {}
         self._open = self._taken = 0
         self._folder = SimpleNamespace(name=str(folder), cleanup=lambda: None)  # type: ignore[assignment]
         self._process = SimpleNamespace(poll=lambda: 0)  # type: ignore[assignment]

@@ -141,9 +141,47 @@ def test_an_index_knows_what_was_sent_and_what_is_reported() -> None:
     assert index.order(labels, 600) == [["b"]]
 
 
+def test_a_late_report_does_not_hide_what_was_sent_meanwhile() -> None:
+    """Of a burst with one prefix, the holder gets what it can run at once, though it reports that it is idle."""
+    now = [0.0]
+    index = Index(256, clock=lambda: now[0])
+    index.keep(["a", "b", "c"])
+    hot = [(1, b"11111111")]
+    for name in "abc":
+        index.report(name, report(1, b"11111111" if name == "a" else b"", batch=32))
+    taken = dict.fromkeys("abc", 0)
+    for tag in range(1, 121):
+        if tag % 10 == 0:  # of the moment before the burst
+            for name in "abc":
+                index.report(name, report(tag, b"11111111" if name == "a" else b"", batch=32, seen={"i": 0}))
+        ((name,), *_) = index.order(hot, 300)
+        taken[name] += 1
+        index.sent(name, hot, 300, "i", tag)
+        now[0] += 0.01
+    assert min(taken.values()) >= 30
+    for name in "abc":
+        index.report(name, report(200, seen={"i": 120}))
+    assert {load.sent for load in index.loads.values()} == {0}
+    assert {load.sent_tokens for load in index.loads.values()} == {0.0}
+
+
+def test_what_never_arrives_is_not_counted_for_ever() -> None:
+    now = [0.0]
+    index = Index(256, clock=lambda: now[0])
+    index.keep(["a"])
+    index.sent("a", [], 300, "i", 7)
+    index.report("a", report(1, seen={"i": 6, "j": 9}))
+    assert index.loads["a"].sent == 1
+    now[0] = 60.0
+    index.report("a", report(2, seen={"i": 6, "j": 9}))
+    assert index.loads["a"].sent == 0
+
+
 @given(
     st.dictionaries(
-        st.sampled_from(["report", "boot", "running", "queued", "queued_tokens", "batch", "prefill_rate", "labels"]),
+        st.sampled_from(
+            ["report", "boot", "seen", "running", "queued", "queued_tokens", "batch", "prefill_rate", "labels"]
+        ),
         st.none() | st.integers() | st.floats() | st.binary(max_size=30) | st.text(max_size=3),
     )
 )

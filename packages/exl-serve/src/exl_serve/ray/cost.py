@@ -21,6 +21,8 @@ BUSY_WEIGHT = 0.02
 CLOSE = 0.1
 """Replicas within this share of the best cost count as equal."""
 MOST_LABELS = 1 << 18
+NEW_SECONDS = 5.0
+"""A request that was sent so long ago is in a new report, or has not arrived."""
 
 
 @dataclass(slots=True)
@@ -36,6 +38,7 @@ class Load:
     boot: bytes = b""
     #: number of the last report
     report: int = -1
+    #: requests that the last report does not count
     sent: int = 0
     #: prompt tokens of those that are not computed yet, as far as its speed tells, at `sent_at`
     sent_tokens: float = 0.0
@@ -85,6 +88,16 @@ def _hash(name: str, label: bytes) -> bytes:
     return hashlib.blake2b(name.encode(), key=label[:64], digest_size=8).digest()
 
 
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A request that was sent to a replica. Tags of an ingress grow."""
+
+    ingress: str
+    tag: int
+    new_tokens: int
+    at: float
+
+
 @dataclass
 class Index:
     """The pages of each replica as one router knows them: from reports, and from requests sent since."""
@@ -94,14 +107,17 @@ class Index:
     loads: dict[str, Load] = field(default_factory=dict)
     #: by replica: label -> when it was sent there (infinity: reported)
     _labels: dict[str, OrderedDict[bytes, float]] = field(default_factory=dict)
+    #: by replica: requests that no report has counted
+    _sent: dict[str, list[_Sent]] = field(default_factory=dict)
 
     def keep(self, names: Sequence[str]) -> None:
         """Keep these replicas and forget all others."""
         for gone in set(self.loads) - set(names):
-            del self.loads[gone], self._labels[gone]
+            del self.loads[gone], self._labels[gone], self._sent[gone]
         for name in names:
             self.loads.setdefault(name, Load())
             self._labels.setdefault(name, OrderedDict())
+            self._sent.setdefault(name, [])
 
     def report(self, name: str, stats: Mapping[str, object]) -> None:
         """Store a replica's report if it is new and valid; an invalid one changes nothing."""
@@ -115,6 +131,9 @@ class Index:
         rate = stats.get("prefill_rate")
         if not all(isinstance(v, int) and v >= 0 for v in values) or not isinstance(rate, int | float) or rate < 0:
             return
+        seen = stats.get("seen", {})
+        if not isinstance(seen, dict) or not all(isinstance(tag, int) for tag in seen.values()):
+            return
         running, queued, queued_tokens, batch = (int(v) for v in values)  # type: ignore[call-overload]
         now = self.clock()
         kept = self._labels[name]
@@ -122,9 +141,16 @@ class Index:
             (labels[at : at + LABEL_BYTES] for at in range(0, len(labels), LABEL_BYTES)), float("inf")
         )
         if boot == load.boot:  # what was sent in the last seconds may not be in the report yet
-            fresh |= {label: when for label, when in kept.items() if when != float("inf") and now - when < 5}
+            fresh |= {label: when for label, when in kept.items() if when != float("inf") and now - when < NEW_SECONDS}
         self._labels[name] = fresh
-        self.loads[name] = Load(running, queued, queued_tokens, max(1, batch), float(rate), boot, number)
+        # A report is on its way for a while. Without what was sent meanwhile, a busy replica would look idle.
+        self._sent[name] = left = [
+            one for one in self._sent[name] if one.tag > seen.get(one.ingress, 0) and now - one.at < NEW_SECONDS
+        ]
+        tokens = sum(one.new_tokens for one in left)
+        self.loads[name] = Load(
+            running, queued, queued_tokens, max(1, batch), float(rate), boot, number, len(left), float(tokens), now
+        )
 
     def matched(self, name: str, labels: Sequence[tuple[int, bytes]]) -> int:
         """Return the tokens of the longest run of leading pages that a replica has."""
@@ -136,15 +162,23 @@ class Index:
             pages = page
         return pages * self.page_size
 
-    def sent(self, name: str, labels: Sequence[tuple[int, bytes]], prompt_tokens: int) -> None:
-        """Record that a request was sent to a replica."""
+    def sent(
+        self, name: str, labels: Sequence[tuple[int, bytes]], prompt_tokens: int, ingress: str = "", tag: int = 0
+    ) -> None:
+        """Record that a request was sent to a replica.
+
+        `ingress` and `tag` identify it: a report names the highest tag of each ingress that it counts.
+        """
         load = self.loads.get(name)
         if load is None:
             return
+        now = self.clock()
+        new = max(0, prompt_tokens - self.matched(name, labels))
+        self._sent[name].append(_Sent(ingress, tag, new, now))
         load.sent += 1
-        load.advance(self.clock())
-        load.sent_tokens += max(0, prompt_tokens - self.matched(name, labels))
-        kept, now = self._labels[name], self.clock()
+        load.advance(now)
+        load.sent_tokens += new
+        kept = self._labels[name]
         for _, label in labels:
             kept.setdefault(label, now)
         while len(kept) > MOST_LABELS:

@@ -101,6 +101,8 @@ class EngineReplica:
         #: requests that run or are being submitted
         self._open = 0
         self._heard: dict[str, float] = {}
+        #: by ingress: highest tag of a request
+        self._seen: dict[str, int] = {}
         self._labels = b""
         self._reports = self._taken = 0
 
@@ -135,6 +137,7 @@ class EngineReplica:
             for ingress in [name for name, heard in self._heard.items() if now - heard > LEASE_SECONDS]:
                 self._keep(ingress, frozenset(), math.inf)
                 del self._heard[ingress]
+                self._seen.pop(ingress, None)
             if now - asked > LABEL_SECONDS and self._engine is not None:
                 asked = now
                 try:
@@ -162,6 +165,7 @@ class EngineReplica:
         """
         engine = await self._connected()
         self._heard[ingress] = time.monotonic()
+        self._seen[ingress] = max(tag, self._seen.get(ingress, 0))
         request = _requests.decode(frame)
         most = BATCHES * self._model.max_batch_size
         if self._open >= most and not request.again:
@@ -271,11 +275,14 @@ class EngineReplica:
             return {}
         status, card = self._engine.status, self._engine.card
         self._reports += 1
+        running = status.decoding + status.prefilling
         return {
             "report": self._reports,
             "boot": status.boot,
-            "running": status.decoding + status.prefilling,
-            "queued": status.queued,
+            "running": running,
+            # The engine writes its state from time to time; what has arrived since counts as queued.
+            "queued": max(status.queued, self._open - running),
+            "seen": dict(self._seen),
             "queued_tokens": status.queued_prompt_tokens,
             "batch": card.max_batch_size,
             "prefill_rate": status.prefill_rate,

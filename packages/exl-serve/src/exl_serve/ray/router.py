@@ -14,8 +14,9 @@ __all__ = ["PageHashRouter"]
 class PageHashRouter(RequestRouter):  # type: ignore[misc]
     """Send a request to the replica where its prompt costs least.
 
-    That is a replica that has its pages, unless that replica is too busy. The router reads three keyword arguments of a
-    call: `labels` [(pages, label)] and `tokens` of the prompt, and `to`, the replica's name for a message.
+    That is a replica that has its pages, unless that replica is too busy. The router reads keyword arguments of a call:
+    `labels` [(pages, label)] and `tokens` of the prompt, `ingress` and `tag` of the request, and `to`, the replica's
+    name for a message.
     """
 
     def initialize_state(self, page_size: int = 256, **_: Any) -> None:
@@ -45,4 +46,5 @@ class PageHashRouter(RequestRouter):  # type: ignore[misc]
         """Count the sent request until the replica reports it."""
         given = pending_request.kwargs
         if "labels" in given:
-            self._index.sent(replica_id.unique_id, given["labels"], given.get("tokens") or 0)
+            name, tokens = replica_id.unique_id, given.get("tokens") or 0
+            self._index.sent(name, given["labels"], tokens, given.get("ingress", ""), given.get("tag", 0))
