@@ -45,8 +45,10 @@ device = "cpu"
 engine = "free"
 max_batch_size = {streams}
 """
-WARM_UP = 0.1
-"""Share of the requests after which memory is measured first."""
+WARM_UP = 10_000
+"""Requests after which memory is measured first, at most half of them: tables and arenas reach their size in them."""
+PARTS = 9
+"""Parts of the rest, after each of which memory is measured again: growth that goes on shows in all of them."""
 SETTLE_SECONDS = 30.0
 SOAK_SECONDS = 1200.0
 """Most seconds for 100,000 requests."""
@@ -231,12 +233,18 @@ def main() -> None:
     given = parser.parse_args()
     server = Server(given.streams, given.workers)
     try:
-        warm = max(1, int(given.requests * WARM_UP))
+        warm = max(1, min(WARM_UP, given.requests // 2))
         asyncio.run(send(server.port, warm, given.streams, given.disconnects, 1))
         settled(server)
         before = server.measured()
         began = time.monotonic()
-        done = asyncio.run(send(server.port, given.requests - warm, given.streams, given.disconnects, 2))
+        done: dict[str, int] = {}
+        samples = [before]
+        for part in range(PARTS):
+            count = (given.requests - warm) * (part + 1) // PARTS - (given.requests - warm) * part // PARTS
+            told = asyncio.run(send(server.port, count, given.streams, given.disconnects, 2 + part))
+            done = {key: done.get(key, 0) + value for key, value in told.items()}
+            samples.append(server.measured())
         seconds = time.monotonic() - began
         left = settled(server)
         time.sleep(1.0)  # sockets of clients that were cut are closed
@@ -258,6 +266,7 @@ def main() -> None:
         "left": left,
         "more_files": more_files,
         "memory_grown": grown,
+        "memory_kib": {name: [sample[name]["memory"] >> 10 for sample in samples] for name in before},
         "bytes_a_request": round(slope, 1),
         "idle_cpu": idle if given.idle else None,
         "processes": after,

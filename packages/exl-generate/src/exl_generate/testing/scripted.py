@@ -134,15 +134,24 @@ class ScriptedModel(ModelBase):
     """A model whose `script(context)` names the next token, or returns None where the hash decides.
 
     `faults` are raised by the forward passes whose context ends in that token. In a context, a row of an embedding is
-    10000 + its value.
+    10000 + its value. `calls` lists (batch, tokens of a row, preprocess_only) of every forward pass, unless `records`
+    is False: a server would keep the list for ever.
     """
 
-    def __init__(self, config: ScriptedConfig | None = None, script: Script | None = None, scale: float = 4.0) -> None:
+    def __init__(
+        self,
+        config: ScriptedConfig | None = None,
+        script: Script | None = None,
+        scale: float = 4.0,
+        *,
+        records: bool = True,
+    ) -> None:
         self.config = config or ScriptedConfig()
         self.script = script
         self.scale = scale
         self.faults: dict[int, Exception] = {}
         self.calls: list[tuple[int, int, bool]] = []
+        self._records = records
         width = self.config.max_seq_len + self.config.max_input_len + 1
         with np.errstate(over="ignore"):
             self._powers = np.cumprod(np.full(width, _BASE, dtype=np.uint64))
@@ -168,7 +177,8 @@ class ScriptedModel(ModelBase):
         if not indexed_embeddings and (ids >= self.config.vocab_size).any():
             raise AssertionError(f"id {ids.max()} is beyond the vocabulary of {self.config.vocab_size}")
         batch, q_len = ids.shape
-        self.calls.append((batch, q_len, preprocess_only))
+        if self._records:
+            self.calls.append((batch, q_len, preprocess_only))
         table, past = attn_params.block_index.numpy(), attn_params.cache_seqlens.numpy()
         joined = attn_params.q_lens
         rows = list(ids) if joined is None else np.split(ids[0], np.cumsum(joined.numpy())[:-1])

@@ -145,7 +145,7 @@ def _scripted(config: ModelConfig, described: Any) -> Any:
         max_input_len=2048,
         max_batch_size=config.max_batch_size,
     )
-    model = ScriptedModel(small)
+    model = ScriptedModel(small, records=False)
     tokens = config.cache_tokens or min(MOST_CACHE_TOKENS, config.max_batch_size * described.max_seq_len)
     cache = ScriptedCache(model, max_seq_len=-(-tokens // PAGE) * PAGE)
     return ExLlamaV2DynamicGenerator(
