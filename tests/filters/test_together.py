@@ -20,6 +20,7 @@ from exl_filters.readers import from_tokenizer_json
 
 pytest.importorskip("llguidance", reason="extra `grammar`")
 from exl_filters.grammar import ExLlamaV2GrammarFilter
+from exl_filters.llg import llguidance
 
 MODEL = from_tokenizer_json(str(Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-fp16" / "tokenizer.json"))
 STOP = MODEL.eos_token_id
@@ -156,3 +157,81 @@ def test_closing_while_masks_are_computed():
         for stack in stacks[1:]:
             assert stack.next_mask().any()
             stack.close()
+
+
+class Recording:
+    """llguidance's executor, and how many masks each call was for."""
+
+    def __init__(self):
+        self.executor = llguidance().LLExecutor(1)
+        self.calls = []
+
+    def unsafe_compute_mask_ptr(self, wanted, *where):
+        self.calls.append(len(wanted))
+        self.executor.unsafe_compute_mask_ptr(wanted, *where)
+
+
+@pytest.fixture
+def executor(monkeypatch):
+    made = Recording()
+    monkeypatch.setattr("exl_filters.together._executors", [made])
+    return made
+
+
+def stacks_of_one(count, **source):
+    made = ExLlamaV2GrammarFilter(None, MODEL, **source)
+    stacks = [FilterStack([made], vocab_size=MODEL.size, stop_ids=[STOP]) for _ in range(count)]
+    for stack in stacks:
+        stack.begin("")
+    return stacks
+
+
+def test_a_mask_that_jobs_share_is_computed_once(executor):
+    stacks, pool = stacks_of_one(4, regex="([a-z]{1,6} ){1,9}"), Threads()
+    assert prefetch_together(stacks, pool) == 4
+    masks = [stack.next_mask().copy() for stack in stacks]
+    assert all(np.array_equal(mask, masks[0]) for mask in masks)
+    for stack in stacks:
+        stack.feed(MODEL.ids_of(b"a")[0])
+    stacks[0].feed(MODEL.ids_of(b"b")[0])
+    assert prefetch_together(stacks, pool) == 4
+    assert not np.array_equal(stacks[0].next_mask(), stacks[1].next_mask())
+    for stack in stacks:
+        stack.begin("")
+    assert prefetch_together(stacks, pool) == 4, "what is known is copied there, too"
+    assert all(np.array_equal(stack.next_mask(), masks[0]) for stack in stacks)
+    assert executor.calls == [2], "the mask of the start is known from the template"
+
+
+def test_masks_that_are_not_of_a_pattern_are_all_computed(executor):
+    stacks = stacks_of_one(3, json_schema={"type": "array", "items": {"type": "integer"}})
+    assert prefetch_together(stacks, Threads()) == 3
+    assert np.array_equal(stacks[0].next_mask(), stacks[2].next_mask())
+    assert executor.calls == [3]
+
+
+def test_stop_ids_of_the_host_are_added(executor):
+    made = ExLlamaV2GrammarFilter(None, MODEL, json_schema={"type": "integer"})
+    digit, other = MODEL.ids_of(b"1")[0], MODEL.ids_of(b"x")[0]
+    stacks = [FilterStack([made], vocab_size=MODEL.size, stop_ids=[STOP, other]) for _ in range(2)]
+    for stack in stacks:
+        stack.begin("")
+        stack.feed(digit)
+    assert prefetch_together(stacks, Threads()) == 2
+    assert STOP is not None
+    assert all(stack.allows(token) for stack in stacks for token in (other, STOP, digit))
+    assert executor.calls == [2]
+
+
+def test_masks_that_take_less_time_than_the_hand_over_are_computed_at_once(monkeypatch):
+    """Masks are slow until one has been measured; then their sum is compared with the hand-over."""
+    monkeypatch.setattr("exl_filters.host.WORTH_A_THREAD", 1e9)
+    stacks, pool = stacks_of_one(3, json_schema={"type": "integer"}), Threads()
+    assert prefetch_together(stacks, pool) == 3
+    for stack in stacks:
+        assert stack.next_mask() is not None
+        stack.feed(MODEL.ids_of(b"1")[0])
+    assert prefetch_together(stacks, pool) == 0
+    assert not any(stack.prefetch(pool) for stack in stacks)
+    monkeypatch.setattr("exl_filters.host.WORTH_A_THREAD", 1e-9)
+    assert prefetch_together(stacks, pool) == 3

@@ -17,6 +17,7 @@ from exl_filters.llg import Matcher, compile_matcher, llguidance
 from exl_filters.masking import masked
 from exl_filters.plain import is_plain
 from exl_filters.reasons import source_reason
+from exl_filters.regex_states import PatternStates, State, states_of
 from exl_filters.tokens import as_prefix, as_token
 from exl_filters.trial import convert_ebnf
 from exl_filters.vocabulary import Vocabulary, vocabulary_of
@@ -30,8 +31,8 @@ AnyMatcher = Matcher | XgrammarMatcher
 MAX_PROBED = 64
 
 
-# Before each feed, for rewinding: tokens the matcher had consumed, done, ended, and the pending prefix.
-_Step = tuple[int, bool, bool, bytes]
+# Before each feed, for rewinding: tokens the matcher had consumed, done, ended, pending prefix, state of the pattern.
+_Step = tuple[int, bool, bool, bytes, State | None]
 
 
 class _Template:
@@ -39,9 +40,11 @@ class _Template:
 
     shared_between_clones = True
 
-    def __init__(self, matcher: AnyMatcher) -> None:
+    def __init__(self, matcher: AnyMatcher, states: PatternStates | None) -> None:
         self._matcher = matcher
         self._lock = threading.Lock()
+        #: the states of the pattern, whose masks all clones share; None for other sources
+        self.states = states
 
     def start(self) -> AnyMatcher:
         """Return a matcher at the start of the grammar."""
@@ -146,7 +149,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
             compiled: AnyMatcher = compile_xgrammar(source, self.vocabulary, whitespace, limits, budget)
         else:
             compiled = self._compiled(budget)
-        self._template = _Template(compiled)
+        self._template = _Template(compiled, self._pattern_states())
         self._prepared: Words | None = None
         self._healing: Words | None = None
         self._keep = bits.from_ids(self.vocabulary.defined, self.vocabulary.size)
@@ -171,13 +174,15 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         """Reset the matcher to the start of the grammar."""
         self._matcher = self._template.start()
         self._pending = as_prefix(prefix_str)
+        states = self._template.states
+        self._state = None if states is None or self._pending else states.start
         self._done = self._ended = False
         self._steps: list[_Step] = []
         self._changed()
 
     def fill_bitmask(self, words: Words) -> bool:
         """Write the packed mask of the current state. Always returns True."""
-        if self._verbatim and not self._done and not self._pending and not self._matcher.mask_into(words):
+        if self._verbatim and not self._done and not self._pending and not self._mask_into(words):
             return True
         whole = True
         if self._done:
@@ -189,7 +194,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
             words[:] = 0
             whole = self._matcher.accepting
         else:
-            self._matcher.mask_into(words)
+            self._mask_into(words)
             # llguidance takes an id without text for its placeholder, and supports one stop id.
             if not self._all_defined or len(words) != len(self._keep):
                 bits.and_into(self._keep, words)
@@ -211,7 +216,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         """
         token = as_token(token)
         matcher = self._matcher
-        before = (matcher.consumed, self._done, self._ended, self._pending)
+        before = (matcher.consumed, self._done, self._ended, self._pending, self._state)
         if not self._done:
             if token in self._stops:
                 if not self.is_complete():
@@ -238,7 +243,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
             raise FilterUsageError(f"rewind({n}) after {len(self._steps)} tokens")
         if n == 0:
             return
-        consumed, self._done, self._ended, self._pending = self._steps[len(self._steps) - n]
+        consumed, self._done, self._ended, self._pending, self._state = self._steps[len(self._steps) - n]
         self._matcher.rollback(self._matcher.consumed - consumed)
         del self._steps[len(self._steps) - n :]
         self._changed()
@@ -300,11 +305,25 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         return masked(logits, self._prepared)
 
     @property
-    def verbatim_matcher(self) -> Matcher | None:
-        """The llguidance matcher whose mask of the current state is the filter's, unless it is stopped; or None."""
-        if not self._verbatim or self._done or self._pending or not isinstance(self._matcher, Matcher):
+    def asked_matcher(self) -> Matcher | None:
+        """The llguidance matcher that computes the mask of the current state, unless it is stopped; or None."""
+        if self._done or self._pending or not isinstance(self._matcher, Matcher):
             return None
         return self._matcher
+
+    @property
+    def mask_key(self) -> tuple[int, int] | None:
+        """Return the template and the state of its pattern, which filters of one mask share; None: unknown."""
+        states = self._template.states
+        if states is None or self._state is None or not (key := states.key(self._state)):
+            return None
+        return id(states), key
+
+    @property
+    def knows_mask(self) -> bool:
+        """Whether the mask of the current state is known already, from this filter or another one of the template."""
+        states = self._template.states
+        return states is not None and not self._pending and states.mask(self._state) is not None
 
     def describe(self) -> str:
         """Return the source's kind and its first characters."""
@@ -316,6 +335,30 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         return {"type": "grammar", **self._source, **self._options}
 
     # Inside.
+
+    def _mask_into(self, words: Words) -> bool:
+        """Write the matcher's mask over `words`, from the pattern's known masks if it is there.
+
+        Returns whether the matcher is stopped; it is not in a state whose masks are shared.
+        """
+        states = self._template.states
+        if states is None or self._state is None:
+            return self._matcher.mask_into(words)
+        known = states.mask(self._state)
+        if known is not None:
+            bits.copy_into(known, words)
+            return False
+        stopped = self._matcher.mask_into(words)
+        if not stopped and len(words) == bits.word_count(self.vocabulary.size):
+            states.keep(self._state, words)
+        return stopped
+
+    def _pattern_states(self) -> PatternStates | None:
+        """Return the states of a regular expression whose masks can be shared."""
+        pattern = self._source.get("regex")
+        if not isinstance(pattern, str) or self._options["backend"] != "llguidance" or self._options["leading_space"]:
+            return None
+        return states_of(pattern, self.vocabulary.longest)
 
     def _set_stops(self, stops: frozenset[int]) -> None:
         self._stops = stops
@@ -372,6 +415,9 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         if not self._pending:
             if not self._may_be(token) or not self._matcher.consume([token]):
                 raise FilterRejected(f"token {token} is not allowed by {self.describe()}", token)
+            states = self._template.states
+            if states is not None and self._state is not None:
+                self._state = states.feed(self._state, self.vocabulary.bytes_of(token))
             return
         raw = self.vocabulary.bytes_of(token)
         if not raw or not bits.test(self._healing_words(), token):

@@ -163,12 +163,14 @@ class FilterStack:
         """Compute the next mask on `pool` if that saves time; `next_mask` returns it. Call it right after `feed`.
 
         Returns False, and starts nothing, in three cases: recent masks took less time than the hand-over, the
-        constraint is over, or the mask exists already. At most one computation runs; every other method waits for it.
-        The next call that needs the mask raises its failure.
+        constraint is over, or the mask exists already, here or in a filter of the same template. At most one
+        computation runs; every other method waits for it. The next call that needs the mask raises its failure.
         """
         if self._fresh or self._pending is not None or not self._begun or self.ended:
             return False
         self._clocked = True
+        if self.knows_mask:
+            return False
         if self._cost is None:
             if not any(driver.filter.use_background_worker() for driver in self._drivers):
                 return False
@@ -183,9 +185,17 @@ class FilterStack:
         return not self._fresh and self._pending is None and self._begun and not self._closed and not self.ended
 
     @property
-    def is_slow(self) -> bool:
-        """Whether recent masks took longer than a thread's hand-over, as far as known."""
-        return self._cost is None or self._cost >= WORTH_A_THREAD
+    def knows_mask(self) -> bool:
+        """Whether every filter's mask of the current state is known from others of its template."""
+        for driver in self._drivers:
+            if not getattr(driver.filter, "knows_mask", False):
+                return False
+        return bool(self._drivers)
+
+    @property
+    def mask_key(self) -> object:
+        """Return the key of the mask, equal for stacks of one mask; None where it is not known."""
+        return getattr(self._drivers[0].filter, "mask_key", None) if len(self._drivers) == 1 else None
 
     def expect(self, pending: Pending, future: Future[None]) -> None:
         """Wait in every method, here and in the filters, for a computation of this mask and others.
@@ -199,14 +209,21 @@ class FilterStack:
             driver.filter._background = pending
             driver.filter.background_result = future
 
-    def take(self, matcher: Matcher, mask: Words) -> None:
+    def take(self, matcher: Matcher, mask: Words | None, seconds: float) -> None:
         """Use `mask` as the mask of the current state, computed by `matcher`, that of the only filter.
 
         Called by the computation of `expect`. A failure is left to the next call that needs the mask.
+
+        Args:
+            matcher: the matcher.
+            mask: the mask; None where the filter knows it by now.
+            seconds: its share of the time that the matchers took.
         """
         matcher.known = mask
+        begun = time.perf_counter()
         try:
             self._compute_now(clocked=False)
+            self._learn(seconds + time.perf_counter() - begun)
         except Exception:
             self._fresh = False
         finally:
@@ -424,8 +441,11 @@ class FilterStack:
             self._combine()
         self._fresh = True
         if clocked:
-            taken = time.perf_counter() - begun
-            self._cost = taken if self._cost is None else 0.75 * self._cost + 0.25 * taken
+            self._learn(time.perf_counter() - begun)
+
+    def _learn(self, taken: float) -> None:
+        """Take the seconds of a mask into account."""
+        self._cost = taken if self._cost is None else 0.75 * self._cost + 0.25 * taken
 
     def _combine(self) -> None:
         """Combine all opinions by intersection, narrowed where an end is preferred."""
@@ -527,6 +547,11 @@ class FilterStack:
             wrapped = ForeignFilter(inner)
         self._claims.append(_owners.claim(inner, self))
         return wrapped
+
+
+def worth_a_thread(stacks: Iterable[FilterStack]) -> bool:
+    """Whether the next masks of these stacks take longer than a thread's hand-over, as far as known."""
+    return sum(np.inf if stack._cost is None else stack._cost for stack in stacks) >= WORTH_A_THREAD
 
 
 class _Owners:

@@ -2,12 +2,14 @@
 
 A pool of Python threads hands the interpreter's lock over several times for every mask. For the jobs of a batch these
 hand-overs take longer than the masks. Here one thread asks llguidance for all masks; its own threads need no lock.
+Filters of one template whose mask is the same (`regex_states.py`) have it computed once.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ import numpy as np
 
 from exl_filters import bits
 from exl_filters.background import Pending
+from exl_filters.host import worth_a_thread
 from exl_filters.llg import llguidance
 
 if TYPE_CHECKING:
@@ -36,8 +39,9 @@ if hasattr(os, "register_at_fork"):
 def prefetch_together(stacks: Sequence[FilterStack], pool: Executor) -> int:
     """Compute the next masks of many stacks on `pool`, in one task; `FilterStack.next_mask` returns them.
 
-    Call it right after `feed`. Stacks of one grammar each take part, of the llguidance back end, whose masks take long
-    enough (`FilterStack.prefetch`). A method of any of these stacks, or of their filters, waits for all masks.
+    Call it right after `feed`. Stacks of one grammar each take part, of the llguidance back end, if all their masks
+    together take longer than the hand-over to a thread. A method of any of these stacks, or of their filters, waits for
+    all masks.
 
     Args:
         stacks: stacks of one host.
@@ -47,7 +51,7 @@ def prefetch_together(stacks: Sequence[FilterStack], pool: Executor) -> int:
         The number of stacks that take part. Call `prefetch` for the others.
     """
     found = [(stack, matcher) for stack in stacks if (matcher := _matcher_of(stack)) is not None]
-    if len(found) < FEWEST or not any(stack.is_slow for stack, _ in found):
+    if len(found) < FEWEST or not worth_a_thread([stack for stack, _ in found]):
         return 0
     pending = Pending("")
     pending.future = future = pool.submit(pending.run, lambda: _compute(found))
@@ -69,18 +73,39 @@ def _matcher_of(stack: FilterStack) -> Matcher | None:
     if not isinstance(only, ExLlamaV2GrammarFilter):
         return None
     inherited = type(only).fill_bitmask is ExLlamaV2GrammarFilter.fill_bitmask
-    return only.verbatim_matcher if inherited else None
+    return only.asked_matcher if inherited else None
 
 
 def _compute(found: Sequence[tuple[FilterStack, Matcher]]) -> None:
     if not _executors:
         _executors.append(llguidance().LLExecutor())
+    asked, waiting = _without_repeats(found)
     by_width: dict[int, list[tuple[FilterStack, Matcher]]] = {}
-    for stack, matcher in found:
+    for stack, matcher in asked:
         by_width.setdefault(bits.word_count(matcher.width), []).append((stack, matcher))
+    began = time.perf_counter()
     for words, group in by_width.items():
         masks = np.empty((len(group), words), dtype=np.int32)
         wanted = [(matcher.raw, place) for place, (_, matcher) in enumerate(group)]
         _executors[0].unsafe_compute_mask_ptr(wanted, masks.ctypes.data, 4 * words, len(group))
+        each = (time.perf_counter() - began) / len(group)
         for mask, (stack, matcher) in zip(masks, group, strict=True):
-            stack.take(matcher, mask)
+            stack.take(matcher, mask, each)
+        began = time.perf_counter()
+    for stack, matcher in waiting:
+        stack.take(matcher, None, 0.0)
+
+
+def _without_repeats(
+    found: Sequence[tuple[FilterStack, Matcher]],
+) -> tuple[list[tuple[FilterStack, Matcher]], list[tuple[FilterStack, Matcher]]]:
+    """Return the stacks whose masks are computed, and those whose mask is known by then."""
+    asked, waiting, seen = [], [], set()
+    for stack, matcher in found:
+        key = stack.mask_key
+        if key is not None and (key in seen or stack.knows_mask):
+            waiting.append((stack, matcher))
+            continue
+        seen.add(key)
+        asked.append((stack, matcher))
+    return asked, waiting

@@ -126,6 +126,11 @@ class Vocabulary:
         return bits.from_ids((i for i, raw in enumerate(self._bytes) if raw), self.size)
 
     @cached_property
+    def longest(self) -> int:
+        """Number of bytes of the longest token."""
+        return max(len(raw or b"") for raw in self._bytes)
+
+    @cached_property
     def trie(self) -> ByteTrie:
         """All ordinary tokens by their bytes. Building it takes about a second for 128k tokens."""
         return ByteTrie([raw or b"" for raw in self._bytes])
