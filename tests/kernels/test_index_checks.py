@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from exl_kernels.attention.cuda import attend_own
+from exl_kernels.attention.cuda import attend_own, attend_stored
 from exl_kernels.errors import ShapeError, UnsupportedError
 from exl_kernels.index_checks import CHECKS_VARIABLE, check_slots, check_tables, checks_enabled
 from exl_kernels.kv import KVPages
@@ -62,3 +62,5 @@ def test_own_keys_are_for_gpus_and_say_so() -> None:
     where = (ints(0).view(1, 1), ints(0), ints(0), long, table, table, long)
     with pytest.raises(UnsupportedError, match="attend_own: pages on cpu"):
         attend_own(q, kv, kv, PAGES, *where, scale=1.0)
+    with pytest.raises(UnsupportedError, match=r"attend_stored: pages on cpu.*use paged_attention"):
+        attend_stored(q, PAGES, *where[:3], scale=1.0)

@@ -291,10 +291,12 @@ def attend_stored(
 
     Raises:
         ShapeError, DTypeError: an operand does not fit.
-        UnsupportedError: the matrix of `into` has no packed input.
+        UnsupportedError: the pages are not on a GPU, or the matrix of `into` has no packed input.
     """
     what = "attend_stored"
     require_dtype(f"{what}: q", q, torch.float16, torch.bfloat16, torch.float32)
+    if pages.device.type != "cuda":
+        raise UnsupportedError(f"{what}: pages on {pages.device}; it runs on a GPU only, use paged_attention")
     _one_device(what, pages, q, block_table, rows, positions)
     if q.dim() != 3 or q.shape[1] % pages.heads or q.shape[2] != pages.head_dim:
         raise ShapeError(f"{what}: q {tuple(q.shape)}, expected [T, n x {pages.heads}, {pages.head_dim}]")
