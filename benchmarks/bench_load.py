@@ -11,8 +11,9 @@ With --cold the file is taken out of the page cache before each reading and each
 sequential rate (one stream, 16 MiB at a time; `direct_s` the same past the page cache) and `of_read_rate` how much of
 it loading reaches: the target is 0.8, and less than 1.2 GB of host memory beyond the weights.
 
-With --gpu the model is loaded on the first GPU: until all copies are made, without the time to start CUDA. `--gigabytes
-5` is a model of 8 billion weights at 4 bits; the target is 2.5 s.
+With --gpu the model is loaded on the first GPU: until all copies are made, without the time to start CUDA. `--gpu
+--gigabytes 5` is a model of 8 billion weights at 4 bits; the target is 2.5 s. `pcie_gb_s` is the rate of copies from
+pinned memory in the same process, `of_pcie` how much of it loading reaches.
 """
 
 from __future__ import annotations
@@ -74,6 +75,22 @@ def rss_bytes(field: str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def pinned_copy_rate() -> float:
+    """Return the bytes a second of copies from pinned memory to the GPU, the best of a few."""
+    import torch
+
+    size = 256 << 20
+    source, target = torch.empty(size, dtype=torch.uint8).pin_memory(), torch.empty(size, dtype=torch.uint8).cuda()
+    rates = []
+    for _ in range(8):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        rates.append(size / (time.perf_counter() - start))
+    return max(rates)
+
+
 def measure(folder: Path, prompt: int, cold: bool) -> dict[str, Any]:
     """Load once in this process."""
     import torch
@@ -112,6 +129,7 @@ def measure(folder: Path, prompt: int, cold: bool) -> dict[str, Any]:
         "rss_before": before,
         "rss_after": rss_bytes("VmRSS"),
         "rss_peak": rss_bytes("VmHWM"),
+        "pcie": pinned_copy_rate() if gpu else 0.0,
     }
     if prompt:
         cache = ExLlamaV2Cache(model, max_seq_len=prompt)
@@ -123,6 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--shape", help="of the random model's layers; default 8b with --gpu, else tinyllama")
     parser.add_argument("--bits", type=float, default=4.5)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--prompt", type=int, default=0)
@@ -139,12 +158,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.model or Path(scratch) / "model"
         if args.model is None:
-            size = ["--gigabytes", str(args.gigabytes), "--bits", str(args.bits)]
+            shape = args.shape or ("8b" if args.gpu else "tinyllama")
+            size = ["--shape", shape, "--gigabytes", str(args.gigabytes), "--bits", str(args.bits)]
             command = [sys.executable, str(HERE / "make_random_model.py"), str(folder), *size]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         command = [sys.executable, __file__, str(folder), "--one", "--prompt", str(args.prompt)]
         command += [option for option, given in (("--cold", args.cold), ("--gpu", args.gpu)) if given]
-        runs = [json.loads(subprocess.run(command, check=True, capture_output=True).stdout) for _ in range(args.runs)]
+        runs = [
+            json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout) for _ in range(args.runs)
+        ]
     middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
     model_bytes = middle["model_bytes"]
     print(
@@ -161,6 +183,8 @@ def main() -> None:
                 "of_read_rate": round(middle["read_s"] / middle["load_s"], 3),
                 "peak_rss_beyond_weights_gb": round((middle["rss_peak"] - middle["weight_bytes"]) / 1e9, 3),
                 "gb_per_s": round(model_bytes / middle["load_s"] / 1e9, 2),
+                "pcie_gb_s": round(middle["pcie"] / 1e9, 2) if args.gpu else None,
+                "of_pcie": round(model_bytes / middle["load_s"] / middle["pcie"], 3) if args.gpu else None,
                 "peak_rss_over_model": round((middle["rss_peak"] - middle["rss_before"]) / model_bytes, 3),
                 "held_rss_over_model": round((middle["rss_after"] - middle["rss_before"]) / model_bytes, 3),
                 "peak_rss_with_prompt_over_model": round(
