@@ -22,7 +22,7 @@ from exl_core import (
     PagedParams,
 )
 from exl_core.errors import InputError, SequenceTooLongError, TokenIdError
-from exl_kernels.device import set_programmatic_launch, set_row_invariant
+from exl_kernels.device import set_programmatic_launch
 
 pytestmark = pytest.mark.cuda
 
@@ -128,21 +128,17 @@ def test_captured_steps_are_the_eager_ones(
 def test_more_rows_than_a_kernel_takes_are_captured_in_blocks(
     joined: ExLlamaV2, batch: int, q_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bitwise the results of row-invariant eager steps, and of every sequence alone."""
+    """Bitwise the results of eager steps, and of every sequence alone."""
     model, results = joined, []
     for way in (eager, captured):
         way(model, monkeypatch)
-        set_row_invariant(way is eager)
         before = model.decode.steps
-        try:
-            cache = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE)
-            pages = table(batch, 1 if batch > 24 else 4)
-            past = [0] * batch if q_len == PAGE else [1 + row % (PAGE - q_len) for row in range(batch)]
-            generator = torch.Generator().manual_seed(batch)
-            ids = torch.randint(0, model.config.vocab_size, (batch, q_len), generator=generator)
-            results.append(model.forward_chunk(ids, cache, attn_params=params(pages, past, q_len))["logits"].clone())
-        finally:
-            set_row_invariant(False)
+        cache = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE)
+        pages = table(batch, 1 if batch > 24 else 4)
+        past = [0] * batch if q_len == PAGE else [1 + row % (PAGE - q_len) for row in range(batch)]
+        generator = torch.Generator().manual_seed(batch)
+        ids = torch.randint(0, model.config.vocab_size, (batch, q_len), generator=generator)
+        results.append(model.forward_chunk(ids, cache, attn_params=params(pages, past, q_len))["logits"].clone())
         assert (model.decode.steps > before) == (way is captured), model.decode.reason
     assert torch.equal(*results)
     for row in (0, batch - 1):
@@ -154,19 +150,15 @@ def test_more_rows_than_a_kernel_takes_are_captured_in_blocks(
 def test_more_rows_of_matmuls_that_are_apart_are_not_captured(
     model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their results would depend on the batch; those of set_row_invariant do not."""
+    """They run eagerly, 64 rows at a time: results do not depend on the batch."""
     captured(model, monkeypatch)
     cache, pages = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE), table(1, 1)
     before = model.decode.steps
     ids = torch.tensor([[5]])
     alone = model.forward_chunk(ids, cache, attn_params=params(pages, [3], 1))["logits"].clone()
     assert model.decode.steps == before + 1
-    set_row_invariant(True)
-    try:
-        where = params(pages.repeat(65, 1), [3] * 65, 1)
-        many = model.forward_chunk(ids.repeat(65, 1), cache, attn_params=where)["logits"]
-    finally:
-        set_row_invariant(False)
+    where = params(pages.repeat(65, 1), [3] * 65, 1)
+    many = model.forward_chunk(ids.repeat(65, 1), cache, attn_params=where)["logits"]
     assert model.decode.steps == before + 1
     assert model.decode.reason is not None
     assert "not batch-invariant" in model.decode.reason

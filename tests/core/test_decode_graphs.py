@@ -18,6 +18,8 @@ from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, 
 from exl_core.execution import capturable, select
 from exl_core.execution import captured as graphs
 from exl_core.execution.inputs import STAGES
+from exl_core.layers import RMSNorm
+from exl_kernels.device import row_invariant
 from exl_kernels.safetensors_file import write_safetensors
 
 FOLDER = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"
@@ -90,6 +92,9 @@ def test_the_largest_step(model: ExLlamaV2) -> None:
     """Buckets hold their batch, with few more rows where these cost a block."""
     cache = ExLlamaV2Cache(model, max_seq_len=512 * PAGE)
     assert model.prepare_step(1, cache, params([1] * 257, width=1)) is None
+    assert model.decode.reason == "the step has 257 x 1 tokens; captured steps have at most 256"
+    assert model.prepare_step(1, cache, params([1], width=1)) is not None
+    assert model.decode.reason is None
     assert model.prepare_step(17, cache, params([1], width=2)) is None
     for q_len in range(1, capturable.MAX_Q_LEN + 1):
         for batch in range(1, capturable.MOST_ROWS // q_len + 1):
@@ -98,6 +103,29 @@ def test_the_largest_step(model: ExLlamaV2) -> None:
             assert bucket.tokens <= capturable.MOST_ROWS
             assert bucket.tokens <= 64 or batch * q_len > 64
             assert batch * q_len <= 64 or bucket.batch <= 1.25 * batch
+
+
+@pytest.mark.parametrize(
+    ("batch", "q_len", "expected"), [(64, 1, False), (65, 1, True), (16, 16, True), (257, 1, False), (4, 17, False)]
+)
+def test_matmuls_of_a_step_that_is_not_captured_are_batch_invariant(
+    monkeypatch: pytest.MonkeyPatch, batch: int, q_len: int, expected: bool
+) -> None:
+    """Tokens do not depend on whether there was memory for the graph; prompts keep the fast matmuls."""
+    seen = set()
+    forward = RMSNorm.forward
+
+    def watched(norm: RMSNorm, *given: Any) -> torch.Tensor:
+        seen.add(row_invariant())
+        return forward(norm, *given)
+
+    monkeypatch.setattr(RMSNorm, "forward", watched)
+    model = loaded()
+    cache = ExLlamaV2Cache(model, max_seq_len=2 * batch * PAGE)
+    many = replace(params([1] * batch, width=2), q_len=q_len)
+    model.forward_chunk(torch.full((batch, q_len), 7), cache, attn_params=many)
+    assert seen == {expected}
+    assert not row_invariant()
 
 
 def test_what_is_still_to_be_copied_to_the_gpu_outlives_its_step(

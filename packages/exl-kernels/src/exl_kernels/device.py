@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +21,7 @@ __all__ = [
     "programmatic_launch",
     "require_cuda",
     "row_invariant",
+    "row_invariant_matmuls",
     "set_programmatic_launch",
     "set_row_invariant",
 ]
@@ -149,9 +153,28 @@ def set_programmatic_launch(enabled: bool) -> None:
 _row_invariant = os.environ.get("EXL_ROW_INVARIANT", "0") == "1"
 
 
+class _Here(threading.local):
+    """The choice of one thread."""
+
+    row_invariant = False
+
+
+_here = _Here()
+
+
 def row_invariant() -> bool:
     """Return whether quantized matmuls of more than 64 rows on a GPU are batch-invariant."""
-    return _row_invariant
+    return _row_invariant or _here.row_invariant
+
+
+@contextlib.contextmanager
+def row_invariant_matmuls() -> Iterator[None]:
+    """Make matmuls of this thread batch-invariant meanwhile, as `set_row_invariant` does for all."""
+    before, _here.row_invariant = _here.row_invariant, True
+    try:
+        yield
+    finally:
+        _here.row_invariant = before
 
 
 def set_row_invariant(enabled: bool) -> None:

@@ -15,7 +15,7 @@ from exl_kernels.selection import PACKED_ROWS
 from ..layers import Head, Intervention, Module, MoE
 from ..lora.pairs import LoraPair
 from .attn_params import PagedParams
-from .batch import DECODE_TOKENS, Step
+from .batch import DECODE_TOKENS, MOST_ROWS, Step
 from .inputs import Bucket, StepTensors
 from .step import build_step
 
@@ -39,8 +39,6 @@ __all__ = [
 GRAPHS_VARIABLE = "EXL_CUDA_GRAPHS"  # "0": always launch operator by operator
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-MOST_ROWS = 256
-"""Most rows of a captured step."""
 MAX_Q_LEN = DECODE_TOKENS
 
 # Fields of a step that change from replay to replay, and constant fields. All others must be empty.

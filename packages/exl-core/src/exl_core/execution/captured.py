@@ -286,7 +286,10 @@ class DecodeGraphs:
         adapters: of each row; () where no row has any.
         """
         batch = params.batch_size
-        if q_len > MAX_Q_LEN or batch * q_len > MOST_ROWS or cache is None or params.q_lens is not None:
+        if q_len > MAX_Q_LEN or cache is None or params.q_lens is not None:
+            return None
+        if batch * q_len > MOST_ROWS:
+            self.reason = f"the step has {batch} x {q_len} tokens; captured steps have at most {MOST_ROWS}"
             return None
         model = self._model()
         if model is None or not self._usable(model) or cache.batch_size != 1:

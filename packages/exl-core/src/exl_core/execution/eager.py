@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from exl_kernels.device import row_invariant_matmuls
+from exl_kernels.selection import PACKED_ROWS
+
 from ..device import out_of_memory_as_error
+from .attn_params import PagedParams
+from .batch import DECODE_TOKENS, MOST_ROWS
 from .forward_pass import ForwardPass, checked
 from .step import build_step
 
@@ -13,7 +19,7 @@ if TYPE_CHECKING:
     from .batch import Step
     from .sharded import TensorParallel
 
-__all__ = ["EAGER", "Eager", "first_step"]
+__all__ = ["EAGER", "Eager", "first_step", "matmuls_of"]
 
 
 class Eager:
@@ -22,7 +28,7 @@ class Eager:
     def run(self, model: LanguageModel, asked: ForwardPass) -> dict[str, Any] | None:
         """Run a pass module by module; see `Executor.run`."""
         asked = checked(model, asked)
-        with out_of_memory_as_error("run the model"):
+        with out_of_memory_as_error("run the model"), matmuls_of(asked):
             return run_modules(model, asked, self.step(model, asked))
 
     def step(self, model: LanguageModel, asked: ForwardPass) -> Step:
@@ -31,6 +37,18 @@ class Eager:
 
 
 EAGER = Eager()
+
+
+def matmuls_of(asked: ForwardPass) -> AbstractContextManager[None]:
+    """Return the context of a pass that is not captured.
+
+    Matmuls of a decode step are batch-invariant, as in a captured step: tokens do not depend on whether there was
+    memory for the graph.
+    """
+    params = asked.params
+    is_step = isinstance(params, PagedParams) and params.q_lens is None and asked.ids.shape[1] <= DECODE_TOKENS
+    many = is_step and PACKED_ROWS < asked.ids.numel() <= MOST_ROWS
+    return row_invariant_matmuls() if many else nullcontext()
 
 
 def first_step(model: LanguageModel, asked: ForwardPass, parallel: TensorParallel | None = None) -> Step:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..device import device_error, out_of_memory_as_error
 from ..inputs import check_row_loras
 from .attn_params import PagedParams
-from .eager import first_step, run_modules
+from .eager import first_step, matmuls_of, run_modules
 from .forward_pass import ForwardPass, checked
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Fused:
             if logits is not None:
                 return {"logits": logits}
         asked = checked(model, asked)
-        with out_of_memory_as_error("run the model"):
+        with out_of_memory_as_error("run the model"), matmuls_of(asked):
             step = first_step(model, asked)
             joined = model.decode.joined_launches(step)
             if joined is None:
