@@ -218,6 +218,36 @@ def test_routes_and_methods(http: httpx.Client) -> None:
         assert http.get(path).status_code == 200
 
 
+def test_embeddings_answer_501(http: httpx.Client) -> None:
+    answer = http.post("/v1/embeddings", json={"model": "fable", "input": "a"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (501, "unsupported")
+    assert "/v1/embeddings" in answer.json()["error"]["message"]
+
+
+def test_a_client_may_see_the_settings_of_its_request(http: httpx.Client) -> None:
+    """The header x-exl-debug adds them, also to a stream with its usage; without it nothing changes."""
+    messages = [{"role": "user", "content": "a"}]
+    asked = {"model": "fable", "messages": messages, "max_tokens": 3, "seed": 5, "temperature": 0.5, "min_p": 0.25}
+    asked |= {"logit_bias": {"40": -100}, "stop": ["x"], "top_k": 7, "repetition_penalty": 1.5}
+    for path, body in (
+        ("/v1/chat/completions", asked),
+        ("/v1/completions", {k: v for k, v in asked.items() if k != "messages"} | {"prompt": "a"}),
+    ):
+        assert "exl" not in http.post(path, json=body).json()
+        found = http.post(path, json=body, headers={"x-exl-debug": "1"}).json()["exl"]
+        settings = found["settings"]
+        assert (settings["temperature"], settings["min_p"], settings["top_k"]) == (0.5, 0.25, 7)
+        assert settings["token_repetition_penalty"] == 1.5
+        assert (settings["max_tokens"], settings["stop_strings"], settings["logit_bias"]) == (3, ["x"], {"40": -100.0})
+        assert len(settings["seeds"]) == 1
+        assert set(found["timings"]) >= {"queue_seconds", "prefill_seconds", "generate_seconds"}
+        streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
+        lines = http.post(path, json=streamed, headers={"x-exl-debug": "1"}).text.splitlines()
+        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert chunks[-1]["exl"]["settings"] == settings
+        assert all("exl" not in chunk for chunk in chunks[:-1])
+
+
 def test_the_load_of_an_engine_that_ends_meanwhile(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert server.state is not None
     handle = next(one for one in server.state.models.list() if one.config.id == "fable")

@@ -11,6 +11,7 @@ import httpx
 import pytest
 import torch
 
+from exl_serve.config.model import ModelConfig, ServeConfig, ServerConfig
 from exl_serve.engine.events import Started, TokenLogprob, Tokens
 from exl_serve.ray.resume import Completion
 from exl_serve.testing.local import EngineThread
@@ -174,3 +175,52 @@ def test_a_second_run_repeats_no_score() -> None:
                 heard += found.prompt_logprobs
     assert heard == scores
     assert one.feed(Tokens(0, (7,), "x")) == Tokens(0, (7,), "x")
+
+
+@pytest.fixture(scope="module")
+def scoring(fable: EngineThread) -> Iterator[httpx.Client]:
+    """A server that allows `prompt_logprobs`."""
+    config = ServeConfig(server=ServerConfig(allow_prompt_logprobs=True))
+    live = LiveServer({"fable": fable}, [ModelConfig(id="fable", path=fable.card.folder)], config)
+    with httpx.Client(base_url=live.url, timeout=HANG_SECONDS) as client:
+        yield client
+    live.close()
+
+
+def test_prompt_logprobs_of_both_apis(scoring: httpx.Client, fable: EngineThread) -> None:
+    """As vLLM shows them: the token itself and the most likely ones, by id, in the order of the prompt."""
+    body = {"prompt": TEXT, "max_tokens": 2, "prompt_logprobs": 2, "return_token_ids": True, "n": 2, "seed": 1}
+    answer = scoring.post("/v1/completions", json=body).json()
+    ids = fable.generator.tokenizer.encode_ids(TEXT, add_bos=True)
+    wanted = logprobs(fable, ids)
+    for choice in answer["choices"]:
+        first, *rest = choice["prompt_logprobs"]
+        assert first is None
+        assert len(rest) == len(ids) - 1
+        for at, entry in enumerate(rest):
+            assert entry[str(ids[at + 1])]["logprob"] == pytest.approx(float(wanted[at, ids[at + 1]]), abs=2e-3)
+            best = max(entry.values(), key=lambda one: one["logprob"])
+            assert best["rank"] == 1
+            assert 2 <= len(entry) <= 3
+    chat = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2, "prompt_logprobs": 0}
+    found = scoring.post("/v1/chat/completions", json=chat).json()
+    assert len(found["prompt_logprobs"]) == found["usage"]["prompt_tokens"]
+    assert all(len(entry) == 1 for entry in found["prompt_logprobs"][1:])
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_prompt_logprobs_are_refused_with_a_reason(http: httpx.Client, scoring: httpx.Client, path: str) -> None:
+    body = {"prompt": TEXT} if path == "completions" else {"messages": [{"role": "user", "content": TEXT}]}
+    off = http.post(f"/v1/{path}", json=body | {"model": "fable", "prompt_logprobs": 1})
+    assert (off.status_code, off.json()["error"]["code"]) == (400, "unsupported_parameter")
+    assert "allow_prompt_logprobs" in off.json()["error"]["message"]
+    for wrong in ({"stream": True}, {"token_healing": True}, {"prompt_logprobs": 21}):
+        answer = scoring.post(f"/v1/{path}", json=body | {"prompt_logprobs": 1} | wrong)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_logprobs"), wrong
+
+
+def test_echo_and_prompt_logprobs_agree_on_a_number(scoring: httpx.Client) -> None:
+    body = {"prompt": TEXT, "max_tokens": 1, "echo": True, "logprobs": 2, "prompt_logprobs": 3}
+    assert "give one number" in scoring.post("/v1/completions", json=body).json()["error"]["message"]
+    both = scoring.post("/v1/completions", json=body | {"prompt_logprobs": 2}).json()["choices"][0]
+    assert len(both["prompt_logprobs"]) == len(both["logprobs"]["tokens"]) - 1

@@ -42,6 +42,7 @@ class Path:
 ROUTES: tuple[Path, ...] = (
     Path("POST", "/v1/chat/completions", "infer", chat.chat_completions),
     Path("POST", "/v1/completions", "infer", completions.completions),
+    Path("POST", "/v1/embeddings", "infer", models.embeddings),
     Path("POST", "/v1/responses", "infer", responses.responses),
     Path("POST", "/v1/responses/input_tokens", "infer", responses.input_tokens),
     Path("GET", "/v1/responses/{id}", "infer", responses.no_response),

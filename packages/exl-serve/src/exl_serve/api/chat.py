@@ -8,9 +8,19 @@ from typing import Any
 from exl_serve.api.conversation import Conversation, prepare
 from exl_serve.api.generation import answer_id, serve
 from exl_serve.api.http import Call, now
-from exl_serve.api.prepare import read_request, stream_options
+from exl_serve.api.prepare import prompt_logprobs_of, read_request, settings_of, stream_options
 from exl_serve.errors import ServeError
-from exl_serve.request.fields import COMMON, CONVERSATION, SAMPLING, Field, anything, boolean, by_name, integer
+from exl_serve.request.fields import (
+    COMMON,
+    CONVERSATION,
+    PROMPT_LOGPROBS,
+    SAMPLING,
+    Field,
+    anything,
+    boolean,
+    by_name,
+    integer,
+)
 from exl_serve.request.formats import format_of
 from exl_serve.request.messages import ImagePart, messages_of, tool_choice_of, tools_of
 from exl_serve.stream.chunks import Chat
@@ -32,6 +42,7 @@ CHAT: tuple[Field, ...] = (
         "0 to 20, with `logprobs`",
         meaning="the most probable candidates for each token",
     ),
+    PROMPT_LOGPROBS,
     Field("reasoning_effort", anything, "as the template takes it", meaning="a variable of the chat template"),
     Field(
         "add_generation_prompt", boolean, "true or false", meaning="begin the assistant's message; true where absent"
@@ -72,6 +83,9 @@ async def chat_completions(call: Call) -> None:
     plain, specs = tools_of(_old_or_new(body, fields, "tools"), limits)
     choice = tool_choice_of(_old_or_new(body, fields, "tool_choice"), specs)
     logprobs = _logprobs(fields)
+    scored = prompt_logprobs_of(call, fields)
+    if scored is not None and images:
+        raise ServeError.invalid("prompt_logprobs and images exclude each other: leave one out", "prompt_logprobs")
     wanted = format_of(fields, limits)
     asked = Conversation(
         messages,
@@ -84,6 +98,7 @@ async def chat_completions(call: Call) -> None:
         n,
         logprobs,
         images,
+        scored,
     )
     prepared = await prepare(call, fields, asked)
     target = prepared.target
@@ -102,6 +117,8 @@ async def chat_completions(call: Call) -> None:
         logprobs=logprobs is not None,
         return_ids=fields.get("return_token_ids", False),
         reasoning_field=state.config.server.reasoning_field,
+        prompt_logprobs=scored is not None,
+        settings=settings_of(call, prepared.request),
     )
     await serve(call, prepared.generation, answer, stream=fields.get("stream", False), images=images)
 

@@ -7,9 +7,18 @@ from typing import Any
 
 from exl_serve.api.generation import Generation, answer_id, serve
 from exl_serve.api.http import Call, now
-from exl_serve.api.prepare import Target, engine_request, read_request, resolve, seed_of, stream_options
+from exl_serve.api.prepare import (
+    Target,
+    engine_request,
+    prompt_logprobs_of,
+    read_request,
+    resolve,
+    seed_of,
+    settings_of,
+    stream_options,
+)
 from exl_serve.errors import ServeError
-from exl_serve.request.fields import COMMON, SAMPLING, Field, boolean, by_name, integer
+from exl_serve.request.fields import COMMON, PROMPT_LOGPROBS, SAMPLING, Field, boolean, by_name, integer
 from exl_serve.request.formats import format_of
 from exl_serve.stream.channels import OutputFamily
 from exl_serve.stream.chunks import Completion
@@ -32,6 +41,7 @@ COMPLETION: tuple[Field, ...] = (
         "0 to 20",
         meaning="candidates for each token, with log-probabilities; with `echo` also for the prompt",
     ),
+    PROMPT_LOGPROBS,
     Field("echo", boolean, "true or false", meaning="the prompt in front of its completion"),
     Field(
         "add_special_tokens", boolean, "true or false", ("add_bos_token",), meaning="false: no BOS in front of a prompt"
@@ -62,6 +72,12 @@ async def completions(call: Call) -> None:
         raise ServeError.invalid(
             "echo with logprobs and token_healing exclude each other: leave one out", "token_healing"
         )
+    asked = prompt_logprobs_of(call, fields)
+    if asked is not None and scored not in (None, asked):
+        raise ServeError.invalid(
+            f"prompt_logprobs is {asked} and logprobs with echo is {scored}: give one number", "prompt_logprobs"
+        )
+    scored = scored if asked is None else asked
     limits = call.state.config.server.limits
     usage, continuous = stream_options(fields)
     n = fields.get("n", 1)
@@ -107,6 +123,8 @@ async def completions(call: Call) -> None:
         logprobs="logprobs" in fields,
         return_ids=fields.get("return_token_ids", False),
         prompts=len(prompts),
+        prompt_logprobs=asked is not None,
+        settings=settings_of(call, requests[0]),
     )
     if not shown:
         answer.hidden = frozenset(text.special.values())

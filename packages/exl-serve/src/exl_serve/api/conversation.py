@@ -37,6 +37,7 @@ class Conversation:
     logprobs: int | None = None
     #: in the order in which the messages have them
     images: Sequence[ImagePart] = ()
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ async def prepare(call: Call, fields: Mapping[str, Any], asked: Conversation) ->
         max_tokens=asked.max_tokens,
         n=asked.n,
         logprobs=asked.logprobs,
+        prompt_logprobs=asked.prompt_logprobs,
         constraints=constraints,
         special_text=True,
     )

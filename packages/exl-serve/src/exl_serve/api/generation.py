@@ -60,6 +60,11 @@ class Generation:
         #: the engine has begun with it
         self.started = False
 
+    @property
+    def max_tokens(self) -> int:
+        """Most new tokens of a completion."""
+        return self._requests[0].max_tokens
+
     async def prepare(self, steps: Awaitable[T]) -> T | None:
         """Return the result of `steps`, which come before `submit`; None if the request is cancelled meanwhile.
 
@@ -310,10 +315,18 @@ def _account(call: Call, generation: Generation, answer: Answer, began: float, l
     meter.count("exl_prompt_tokens_total", usage["prompt_tokens"], model_name=model)
     generated = _generated(generation, answer, left)
     meter.count("exl_generation_tokens_total", generated, model_name=model)
+    meter.count("exl_looked_up_tokens_total", usage["prompt_tokens"], model_name=model)
     meter.count("exl_cached_tokens_total", usage["prompt_tokens_details"]["cached_tokens"], model_name=model)
     meter.observe("exl_request_prompt_tokens", usage["prompt_tokens"], model_name=model)
     meter.observe("exl_request_generation_tokens", generated, model_name=model)
     meter.observe("exl_request_params_n", len(answer.choices), model_name=model)
+    meter.observe("exl_request_params_max_tokens", generation.max_tokens, model_name=model)
+    for one in answer.usages:
+        meter.observe("exl_request_queue_seconds", one.queue_seconds, model_name=model)
+        meter.observe("exl_request_prefill_seconds", one.prefill_seconds, model_name=model)
+        meter.observe("exl_request_decode_seconds", one.generate_seconds, model_name=model)
+        if one.completion_tokens > 1:
+            meter.observe("exl_token_seconds", one.generate_seconds / (one.completion_tokens - 1), model_name=model)
     meter.observe("exl_request_seconds", now - began, model_name=model)
     if generation.first_token is not None:
         meter.observe("exl_time_to_first_token_seconds", generation.first_token - began, model_name=model)

@@ -10,7 +10,7 @@ from exl_serve.api.state import ModelHandle
 from exl_serve.errors import ServeError
 from exl_serve.request.messages import messages_of, tools_of
 
-__all__ = ["apply_template", "card_of", "detokenize", "get_model", "list_models", "tokenize"]
+__all__ = ["apply_template", "card_of", "detokenize", "embeddings", "get_model", "list_models", "tokenize"]
 
 
 async def card_of(handle: ModelHandle) -> list[dict[str, Any]]:
@@ -69,6 +69,13 @@ async def get_model(call: Call) -> None:
             return
     raise ServeError(
         404, "not_found_error", "model_not_found", f"the model {name[:128]!r} does not exist", param="model"
+    )
+
+
+async def embeddings(call: Call) -> None:
+    """Answer 501: no model here computes embeddings."""
+    raise ServeError(
+        501, "not_implemented", "unsupported", "/v1/embeddings is not offered: the models here generate text"
     )
 
 

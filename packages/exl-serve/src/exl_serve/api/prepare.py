@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from exl_serve.api.http import Call
@@ -18,7 +19,16 @@ from exl_serve.request.fields import Field, read_fields
 from exl_serve.request.internal import Constraint, EngineRequest
 from exl_serve.request.sampling import draw_seed, sampling_of, seeds_of
 
-__all__ = ["Target", "engine_request", "read_request", "resolve", "seed_of", "stream_options"]
+__all__ = [
+    "Target",
+    "engine_request",
+    "prompt_logprobs_of",
+    "read_request",
+    "resolve",
+    "seed_of",
+    "settings_of",
+    "stream_options",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +91,33 @@ def stream_options(fields: Mapping[str, Any]) -> tuple[bool, bool]:
     if not all(flag is None or isinstance(flag, bool) for flag in flags):
         raise ServeError.invalid("include_usage and continuous_usage_stats are true or false", "stream_options")
     return bool(flags[0]), bool(flags[1])
+
+
+def prompt_logprobs_of(call: Call, fields: Mapping[str, Any]) -> int | None:
+    """Return the candidates wanted for each token of the prompt, or None. Raises ServeError 400."""
+    top: int | None = fields.get("prompt_logprobs")
+    if top is None:
+        return None
+    name = "prompt_logprobs"
+    if not call.state.config.server.allow_prompt_logprobs:
+        raise ServeError.unsupported(name, f"{name} is off on this server: set server.allow_prompt_logprobs")
+    if fields.get("stream"):
+        raise ServeError.invalid(f"{name} is not streamed: leave out stream, or {name}", name)
+    if fields.get("token_healing"):
+        raise ServeError.invalid(f"{name} and token_healing exclude each other: leave one out", name)
+    return top
+
+
+def settings_of(call: Call, request: EngineRequest) -> dict[str, Any] | None:
+    """Return the settings that a request runs with, for clients that send `x-exl-debug: 1`; None for others."""
+    if call.header("x-exl-debug") != "1":
+        return None
+    found = msgspec.structs.asdict(request.sampling)
+    # JSON has no infinity: -100 bans, as in the request.
+    found["logit_bias"] = {str(id): max(bias, -100.0) for id, bias in request.sampling.logit_bias.items()}
+    names = ("seeds", "max_tokens", "min_tokens", "stop_ids", "stop_strings", "ignore_eos", "banned_strings")
+    found |= {name: getattr(request, name) for name in (*names, "token_healing", "priority")}
+    return found
 
 
 def engine_request(

@@ -31,6 +31,8 @@ LIVING = ("ready", "draining", "stalled")
 LOAD_WAIT = 5.0
 """Seconds that a request waits for a model that is being loaded."""
 REPORT_SECONDS = 1.0
+LAG_SECONDS = 0.1
+"""Seconds between two looks at how late the event loop is."""
 
 
 class Handle:
@@ -184,7 +186,7 @@ class Link:
         self._observed: list[tuple[bool, str, dict[str, str], float]] = []
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self._drain)
-        self._task = asyncio.create_task(self._report())
+        self._tasks = [asyncio.create_task(self._report()), asyncio.create_task(self._look_at_lag())]
 
     def count(self, name: str, amount: float = 1.0, **labels: str) -> None:
         """Add to a counter; reported once a second."""
@@ -216,7 +218,8 @@ class Link:
 
     def close(self) -> None:
         """Report the last metrics and close the socket."""
-        self._task.cancel()
+        for task in self._tasks:
+            task.cancel()
         self._flush()
         self._loop.remove_reader(self._descriptor)
         self._socket.close()
@@ -225,6 +228,13 @@ class Link:
         while True:
             self._flush()
             await asyncio.sleep(REPORT_SECONDS)
+
+    async def _look_at_lag(self) -> None:
+        """Measure how late a timer runs: whatever blocks the loop delays all streams of this worker."""
+        while True:
+            due = self._loop.time() + LAG_SECONDS
+            await asyncio.sleep(LAG_SECONDS)
+            self.observe("exl_loop_lag_seconds", max(0.0, self._loop.time() - due))
 
     def _flush(self) -> None:
         counts = [(True, name, dict(labels), value) for (name, labels), value in self._counts.items()]

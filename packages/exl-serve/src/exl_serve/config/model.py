@@ -89,6 +89,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     accept_any_model: bool = False
     #: refuse to start without keys on an address that is not loopback, unless this is set
     no_auth: bool = False
+    #: accept `prompt_logprobs`, which computes a prompt without the prefix cache
+    allow_prompt_logprobs: bool = False
     #: `max_tokens` of a chat or response that names none; none: what the context leaves
     default_max_tokens: int | None = None
     #: name of the field with the reasoning in chat answers

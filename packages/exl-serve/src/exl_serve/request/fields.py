@@ -16,6 +16,7 @@ from exl_serve.errors import ServeError
 __all__ = [
     "COMMON",
     "CONVERSATION",
+    "PROMPT_LOGPROBS",
     "SAMPLING",
     "UNSUPPORTED",
     "Field",
@@ -417,6 +418,14 @@ CONVERSATION: tuple[Field, ...] = (
     ),
 )
 """Fields of conversations: chat and responses."""
+
+PROMPT_LOGPROBS = Field(
+    "prompt_logprobs",
+    integer(0, 20),
+    "0 to 20; not with `stream`",
+    meaning="candidates for each token of the prompt, if the server has `allow_prompt_logprobs`; costs a whole prompt",
+)
+"""Of chat and text completions."""
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),

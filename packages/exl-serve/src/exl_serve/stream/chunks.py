@@ -70,6 +70,8 @@ class Answer:
         return_ids: bool = False,
         reasoning_field: str = "reasoning_content",
         prompts: int = 1,
+        prompt_logprobs: bool = False,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         #: id, created, model, system_fingerprint
         self.head = dict(head)
@@ -77,6 +79,9 @@ class Answer:
         self._text = text
         self._include_usage, self._continuous = include_usage, continuous_usage
         self._logprobs, self._return_ids = logprobs, return_ids
+        self._shows_prompt = prompt_logprobs
+        #: what the answer's field `exl` says of the request; None leaves it out
+        self._settings = settings
         self._reasoning_field = reasoning_field
         self.error: ServeError | None = None
         #: choices without a finish
@@ -136,7 +141,7 @@ class Answer:
             return [self.error.body()]
         if not self._include_usage:
             return []
-        return [self.head | {"object": self.chunk_name, "choices": [], "usage": self.usage()}]
+        return [self.head | {"object": self.chunk_name, "choices": [], "usage": self.usage()} | self._debug()]
 
     def usage(self) -> dict[str, Any]:
         """Return the usage. The prompt counts once, however many choices there are."""
@@ -158,7 +163,42 @@ class Answer:
         if self.error is not None:
             raise self.error
         choices = [self._whole_choice(i, choice) for i, choice in enumerate(self.choices)]
-        return self.head | {"object": self.object_name, "choices": choices, "usage": self.usage()}
+        return self.head | {"object": self.object_name, "choices": choices, "usage": self.usage()} | self._debug()
+
+    def _debug(self) -> dict[str, Any]:
+        """Return the field `exl` for a client that asks for it: settings and seconds."""
+        if self._settings is None:
+            return {}
+        drafts = {
+            name: sum(getattr(one, name) for one in self.usages) for name in ("drafts_accepted", "drafts_rejected")
+        }
+        return {"exl": {"settings": dict(self._settings), "timings": self.timings() | drafts}}
+
+    def _scored(self, prompt: int) -> list[dict[str, Any] | None]:
+        """Return the log-probabilities of a prompt's tokens as vLLM shows them; null for the first one."""
+        found: list[dict[str, Any] | None] = []
+        for one in self._prompt_logprobs[prompt]:
+            if one.logprob is None:
+                found.append(None)
+                continue
+            shown: dict[int, tuple[float, int | None]] = {i: (p, rank) for rank, (i, p) in enumerate(one.top, 1)}
+            shown.setdefault(one.id, (one.logprob, None))
+            found.append(
+                {
+                    str(id): {
+                        "logprob": p,
+                        "rank": rank,
+                        "decoded_token": self._text.piece(id).decode("utf-8", "replace"),
+                    }
+                    for id, (p, rank) in shown.items()
+                }
+            )
+        return found
+
+    @property
+    def usages(self) -> list[Usage]:
+        """Counts and seconds of each choice that has ended."""
+        return list(self._usages.values())
 
     def timings(self) -> dict[str, float]:
         """Return the seconds of the slowest choice."""
@@ -207,6 +247,10 @@ class Chat(Answer):
 
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
+
+    def whole(self) -> dict[str, Any]:
+        """Return the answer without a stream. Raises ServeError where a choice has failed."""
+        return super().whole() | ({"prompt_logprobs": self._scored(0)} if self._shows_prompt else {})
 
     def _first(self, index: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
@@ -359,6 +403,8 @@ class Completion(Answer):
             "finish_reason": choice.finish,
             "stop_reason": choice.stop,
         }
+        if self._shows_prompt:
+            found["prompt_logprobs"] = self._scored(index // self._per_prompt)
         if self._return_ids:
             found["token_ids"] = choice.ids
         return found

@@ -15,6 +15,11 @@ _TIMES = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0,
 COUNTERS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "exl_requests_total": ("Finished requests", ("model_name", "finished_reason"), "vllm:request_success_total"),
     "exl_prompt_tokens_total": ("Prompt tokens", ("model_name",), "vllm:prompt_tokens_total"),
+    "exl_looked_up_tokens_total": (
+        "Prompt tokens looked up in the cache",
+        ("model_name",),
+        "vllm:prefix_cache_queries_total",
+    ),
     "exl_generation_tokens_total": ("Generated tokens", ("model_name",), "vllm:generation_tokens_total"),
     "exl_cached_tokens_total": ("Prompt tokens found in the cache", ("model_name",), "vllm:prefix_cache_hits_total"),
     "exl_rejected_total": ("Refused requests by error code", ("code",), None),
@@ -30,12 +35,26 @@ HISTOGRAMS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "exl_request_prompt_tokens": ("Prompt tokens of a request", ("model_name",), "vllm:request_prompt_tokens"),
     "exl_request_generation_tokens": ("Tokens of its answers", ("model_name",), "vllm:request_generation_tokens"),
     "exl_request_params_n": ("Answers asked for", ("model_name",), "vllm:request_params_n"),
+    "exl_request_params_max_tokens": ("Tokens asked for", ("model_name",), "vllm:request_params_max_tokens"),
+    "exl_request_queue_seconds": ("Waiting for a place", ("model_name",), "vllm:request_queue_time_seconds"),
+    "exl_request_prefill_seconds": ("Computing prompts", ("model_name",), "vllm:request_prefill_time_seconds"),
+    "exl_request_decode_seconds": ("Generating", ("model_name",), "vllm:request_decode_time_seconds"),
+    "exl_token_seconds": (
+        "Mean of a request between its tokens",
+        ("model_name",),
+        "vllm:request_time_per_output_token_seconds",
+    ),
+    "exl_loop_lag_seconds": ("How late an API worker's event loop runs a timer", (), None),
 }
 _TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+_SHORT = tuple(m * 10**e for e in (-4, -3, -2, -1, 0) for m in (1, 2.5, 5))
 _BUCKETS = {
     "exl_request_prompt_tokens": _TOKENS,
     "exl_request_generation_tokens": _TOKENS,
     "exl_request_params_n": (1.0, 2.0, 5.0, 10.0, 20.0),
+    "exl_request_params_max_tokens": _TOKENS,
+    "exl_token_seconds": _SHORT,
+    "exl_loop_lag_seconds": _SHORT,
 }
 GAUGES: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "exl_requests_running": ("Requests in the engine", ("model_name",), "vllm:num_requests_running"),
