@@ -1,7 +1,7 @@
-"""Check that the docstring of every public function in docs/reference mentions each of its parameters.
+"""Check that the docstring of every public function mentions each of its parameters.
 
-A parameter is explained where its name is a word of the docstring of the function, of its class, or of a method that
-the function overrides. Prints every function
+Public is what docs/reference shows and what the packages list in `__all__`. A parameter is explained where its name is
+a word of the docstring of the function, of its class, or of a method that the function overrides. Prints every function
 that leaves parameters out, and exits 1 if there is one. `--count` prints one line for each package instead.
 """
 
@@ -38,10 +38,14 @@ class Gap(NamedTuple):
 
 
 def identifiers() -> list[str]:
-    """The names that the reference pages render."""
+    """The names that the reference pages render, then those that the packages export."""
     pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
     found = (re.findall(r"^::: ([\w.]+)$", page.read_text(encoding="utf-8"), re.MULTILINE) for page in pages)
-    return [name for names in found for name in names]
+    rendered = [name for names in found for name in names]
+    exported = [
+        f"{package}.{name}" for package in PACKAGES for name in getattr(importlib.import_module(package), "__all__", ())
+    ]
+    return rendered + exported
 
 
 def resolve(identifier: str) -> Any:
@@ -119,7 +123,7 @@ def checked() -> Iterator[Gap]:
         thing = resolve(identifier)
         for member in public(thing) if isinstance(thing, ModuleType) else [thing]:
             for function in functions(member) if inspect.isclass(member) else [member]:
-                if function not in seen and inspect.isfunction(function):
+                if inspect.isfunction(function) and ours(function) and function not in seen:
                     seen.add(function)
                     yield gap(function, owner(function, member) if inspect.isclass(member) else None)
 

@@ -47,7 +47,7 @@ class Terminal:
                 start_new_session=True,
             )
         else:
-            self._process = Program(arguments, slave, variables)
+            self._process = Program(arguments, (slave, slave, slave), variables, terminal=True)
         os.close(slave)
         self.shown = ""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
+from preloaded import run
 
 import exllamav2
 
@@ -38,7 +39,9 @@ def import_beside(folder: Path) -> subprocess.CompletedProcess[str]:
         f"import sys; sys.path.append({str(folder)!r}); sys.path += {sys.path!r}\n"
         "import exllamav2; print(exllamav2.__version__)"
     )
-    return subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
+    done = run(["-c", command])
+    done.check_returncode()
+    return done
 
 
 @pytest.mark.parametrize("version", ["0.3.2", "0.2.8+cu121.torch2.6.0"])

@@ -6,11 +6,10 @@ import importlib
 import pkgutil
 import random
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
+from preloaded import run
 
 import exl_core
 import exl_filters
@@ -172,7 +171,7 @@ def test_every_module_can_be_imported_first() -> None:
         "    for name in [n for n in sys.modules if n.split('.')[0] == 'exllamav2']: del sys.modules[name]\n"
         "    print(importlib.import_module(path).__name__)\n"
     )
-    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=False)
+    done = run(["-c", command])
     assert done.stdout.split() == [*PATHS, *INNER], done.stderr
 
 
@@ -182,8 +181,8 @@ def test_no_module_is_left_out_of_these_lists() -> None:
 
 def test_a_submodule_is_an_attribute_of_the_package() -> None:
     command = "import exllamav2; print(exllamav2.attn.has_flash_attn, hasattr(exllamav2, 'attention'))"
-    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "False"]
+    done = run(["-c", command])
+    assert done.stdout.split() == ["True", "False"], done.stderr
 
 
 @pytest.mark.parametrize(("path", "name"), MISSING)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from preloaded import run
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, errors
@@ -519,4 +518,4 @@ def test_a_wrapper_is_not_loaded_without_its_own_name() -> None:
 
 def test_the_documented_table_is_the_code() -> None:
     script = Path(__file__).parents[2] / "scripts" / "architecture_table.py"
-    assert subprocess.run([sys.executable, str(script), "--check"], check=False).returncode == 0, "run that script"
+    assert run([str(script), "--check"]).returncode == 0, "run that script"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 import tp_worker
 from mixtures import FAMILIES
 from mixtures import SIZES as MIXTURE
+from preloaded import run_ranks
 from random_models import write_random_model
 
 from exl_core import ProcessExchange, errors
@@ -24,7 +23,6 @@ pytestmark = pytest.mark.covers("core.md: tensor-parallel")
 
 WORKER = Path(tp_worker.__file__)
 PROCESSES = 2
-PATIENCE = 600  # seconds until a test counts as hung
 SIZES: dict[str, Any] = {
     "hidden_size": 160,
     "intermediate_size": 224,
@@ -39,28 +37,10 @@ def run(folder: Path, job: dict[str, Any]) -> list[Any]:
     """Run a job in PROCESSES processes; return what each of them saved, None where it saved nothing."""
     path = folder / "job.json"
     path.write_text(json.dumps(job))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {
-        **os.environ,
-        "EXL_DEVICE": ",".join(f"cpu:{i}" for i in range(PROCESSES)),
-        "WORLD_SIZE": str(PROCESSES),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-    }
-    command = [sys.executable, str(WORKER), str(path)]
-    started = [
-        subprocess.Popen(command, env={**shared, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-        for rank in range(PROCESSES)
-    ]
-    try:
-        said = [process.communicate(timeout=PATIENCE)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0] * PROCESSES, "\n".join(said)
+    devices = ",".join(f"cpu:{i}" for i in range(PROCESSES))
+    environment = {**os.environ, "EXL_DEVICE": devices, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = run_ranks([str(WORKER), str(path)], PROCESSES, environment)
+    assert [process.returncode for process in done] == [0] * PROCESSES, "\n".join(p.stderr for p in done)
     files = [Path(f"{path}.{rank}") for rank in range(PROCESSES)]
     return [torch.load(file) if file.exists() else None for file in files]
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from preloaded import run
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "chat.md").read_text(encoding="utf-8")
 SCREENS = re.findall(r"^```text\n(\$ exl chat.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)
@@ -25,13 +24,9 @@ def answers(screen: str) -> list[list[str]]:
 def answer() -> str:
     """The first answer as a pipe gets it, without breaks of lines."""
     command = shlex.split(re.findall(r"^\$ exl (.*)$", SCREENS[0], re.MULTILINE)[0])
-    done = subprocess.run(
-        [sys.executable, "-m", "exl_generate", *command],
-        input=re.findall(r"^> (.*)$", SCREENS[0], re.MULTILINE)[0] + "\n",
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    message = re.findall(r"^> (.*)$", SCREENS[0], re.MULTILINE)[0] + "\n"
+    done = run(["-m", "exl_generate", *command], stdin=message)
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 

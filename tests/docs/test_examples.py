@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 
 from exl_generate.bundled import default_model_dir
@@ -18,15 +16,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def run(name: str, *arguments: str, stdin: str = "") -> str:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments],
-        input=stdin,
-        cwd=EXAMPLES,
-        env=os.environ | {"OMP_NUM_THREADS": "2"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = preloaded.run([str(EXAMPLES / name), *arguments], stdin=stdin, folder=EXAMPLES)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

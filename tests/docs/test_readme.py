@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from preloaded import run
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOAT_MODEL = ROOT / "tests" / "golden" / "data" / "pylib-4m-fp16"
@@ -47,9 +48,7 @@ def environment() -> dict[str, str]:
 
 @pytest.mark.parametrize("source", blocks("python"))
 def test_python_example(source: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", source], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
-    )
+    done = run(["-c", source], folder=tmp_path, env=environment())
     assert done.returncode == 0, done.stderr
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from preloaded import run
 
 from exl_generate import bundled
 from exl_serve.config.model import ModelConfig
@@ -55,7 +56,7 @@ def test_python_programs(url: str) -> None:
     assert programs
     for program in programs:
         source = program.replace("http://127.0.0.1:8000", url)
-        done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+        done = run(["-c", source])
         assert done.returncode == 0, done.stderr
         assert '"name"' in done.stdout
 

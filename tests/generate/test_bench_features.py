@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from preloaded import run
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "bench_features.py"
 KEYS = {
@@ -28,8 +27,7 @@ KEYS = {
 
 
 def measure(folder: Path, *words: str) -> tuple[list[dict[str, Any]], str]:
-    command = [sys.executable, str(SCRIPT), "--shape", "bundled", "--quick", "--folder", str(folder), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    done = run([str(SCRIPT), "--shape", "bundled", "--quick", "--folder", str(folder), *words])
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
     lines = [json.loads(line) for line in said if line.startswith("{")]

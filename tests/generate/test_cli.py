@@ -11,10 +11,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
+from preloaded import Program
 
 from exl_generate.bundled import default_model_dir
 from exl_generate.cli.conversation import Conversation
@@ -266,18 +268,29 @@ def test_chat_speaks_json_lines(exl, chat_model: str) -> None:
     assert lines[1]["cached_tokens"] > 0
 
 
-def test_an_interrupt_ends_the_text_not_the_accounting() -> None:
+@pytest.fixture
+def errors(tmp_path: Path) -> Iterator[BinaryIO]:
+    """A file for what a program writes to its standard error."""
+    with (tmp_path / "errors").open("w+b") as file:
+        yield file
+
+
+def test_an_interrupt_ends_the_text_not_the_accounting(errors: BinaryIO) -> None:
     """Ctrl-C in the middle: what was written stays, statistics follow, exit code 130."""
-    command = [sys.executable, "-m", "exl_generate", "generate", "Once upon a time", "-n", "1000", "--ban", "zzzz"]
-    command += ["-m", BUNDLED]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    head = process.stdout.read(30)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=250)
+    command = ["-m", "exl_generate", "generate", "Once upon a time", "-n", "1000", "--ban", "zzzz", "-m", BUNDLED]
+    reader, writer = os.pipe()
+    program = Program(command, (errors.fileno(), writer, errors.fileno()))
+    os.close(writer)
+    with open(reader) as output:
+        head = output.read(30)
+        program.send_signal(signal.SIGINT)
+        output.read()
+    code = program.wait()
+    errors.seek(0)
+    err = errors.read().decode()
     assert head.startswith("Once upon a time")
     if "max_new_tokens" not in err:  # quick machines may be done first
-        assert process.returncode == 130, err
+        assert code == 130, err
         assert "ended by cancelled" in err
 
 
@@ -431,13 +444,10 @@ def test_a_history_that_cannot_be_written_is_told_and_shown(exl, chat_model: str
         ["--help"],
     ],
 )
-def test_a_reader_that_goes_away_is_exit_code_141(arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "exl_generate", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.close()
-    err = process.stderr.read()
-    process.stderr.close()
-    assert process.wait(timeout=250) == 141
-    assert err == b""
+def test_a_reader_that_goes_away_is_exit_code_141(arguments: list[str], errors: BinaryIO) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = Program(["-m", "exl_generate", *arguments], (errors.fileno(), writer, errors.fileno()))
+    os.close(writer)
+    assert program.wait() == 141
+    assert os.fstat(errors.fileno()).st_size == 0

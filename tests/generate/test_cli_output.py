@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from preloaded import Program
 
 from exl_generate.bundled import default_model_dir
 
@@ -52,11 +53,11 @@ def test_a_prompt_of_the_command_line_is_taken_as_it_is(exl) -> None:
 # ---- standard output ----
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
 @pytest.mark.parametrize("buffered", ["", "1"])
 @pytest.mark.parametrize("arguments", [["generate", "Once", "-n", "4", "-m", BUNDLED], ["info", BUNDLED], ["--help"]])
-def test_a_full_disk_is_one_line(arguments: list[str], buffered: str) -> None:
+def test_a_full_disk_is_one_line_for_a_fresh_interpreter(arguments: list[str], buffered: str) -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
             [sys.executable, "-m", "exl_generate", *arguments],
@@ -70,6 +71,16 @@ def test_a_full_disk_is_one_line(arguments: list[str], buffered: str) -> None:
     assert done.stderr == "exl: cannot write the output: No space left on device [output]\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+@pytest.mark.parametrize("arguments", [["generate", "Once", "-n", "4", "-m", BUNDLED], ["info", BUNDLED]])
+def test_a_full_disk_is_one_line(arguments: list[str], tmp_path: Path) -> None:
+    with open("/dev/full", "wb") as full, (tmp_path / "errors").open("wb") as errors:
+        program = Program(["-m", "exl_generate", *arguments], (errors.fileno(), full.fileno(), errors.fileno()))
+    assert program.wait() == 1
+    told = (tmp_path / "errors").read_text()
+    assert told == "exl: cannot write the output: No space left on device [output]\n"
+
+
 def with_closed(streams: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command with standard streams closed as a shell does it: "<&-", ">&-", "2>&-"."""
     command = shlex.join([sys.executable, "-m", "exl_generate", *arguments])
@@ -79,9 +90,20 @@ def with_closed(streams: str, *arguments: str) -> subprocess.CompletedProcess[st
 ONCE = ("Once", "-n", "4", "--seed", "1", "-m", BUNDLED)
 
 
+@pytest.mark.parametrize("arguments", [("generate", *ONCE), ("generate", "--json", *ONCE), ("info", BUNDLED)])
+def test_a_closed_output_is_one_line(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    with (tmp_path / "errors").open("wb") as errors:
+        program = Program(["-m", "exl_generate", *arguments], (errors.fileno(), -1, errors.fileno()))
+    assert program.wait() == 1
+    told = (tmp_path / "errors").read_text()
+    assert told.splitlines()[-1] == "exl: cannot write the output: Bad file descriptor [output]"
+    assert "Traceback" not in told
+
+
+@pytest.mark.full
 @pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
 @pytest.mark.parametrize("arguments", [("generate", *ONCE), ("generate", "--json", *ONCE), ("info", BUNDLED)])
-def test_a_closed_output_is_one_line(arguments: tuple[str, ...]) -> None:
+def test_an_output_that_the_shell_closed_is_one_line(arguments: tuple[str, ...]) -> None:
     done = with_closed(">&-", *arguments)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "exl: cannot write the output: Bad file descriptor [output]"
@@ -97,8 +119,15 @@ def test_closed_errors_leave_the_output_as_it_is() -> None:
     assert done.stdout.startswith("Once")
 
 
+def test_a_closed_input_is_empty(tmp_path: Path) -> None:
+    with (tmp_path / "output").open("w+b") as output, (tmp_path / "errors").open("wb") as errors:
+        program = Program(["-m", "exl_generate", "chat", "-m", BUNDLED], (-1, output.fileno(), errors.fileno()))
+        assert (program.wait(), output.read()) == (0, b"")
+
+
+@pytest.mark.full
 @pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
-def test_a_closed_input_is_empty() -> None:
+def test_an_input_that_the_shell_closed_is_empty() -> None:
     done = with_closed("<&-", "chat", "-m", BUNDLED)
     assert (done.returncode, done.stdout) == (0, "")
 

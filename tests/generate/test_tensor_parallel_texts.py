@@ -8,9 +8,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tp_texts
+from preloaded import run_ranks
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache_TP, ExLlamaV2Config, ExLlamaV2Tokenizer
@@ -67,12 +69,31 @@ def test_processes_of_torchrun_write_the_same_texts(monkeypatch: pytest.MonkeyPa
     assert first["texts"] == tp_texts.texts(None, "model", tp=False)["texts"]
 
 
-def test_generate_of_torchrun_writes_one_output(exl, tmp_path: Path) -> None:
-    """Without a seed the processes draw one seed; the output names it."""
+SAMPLED = ("generate", "Once upon a time", "-n", "8", "--temperature", "1.5", "--json")
+
+
+def check_one_output(exl: Any, text: str) -> None:
+    """The output of a group of processes, which drew a seed and name it, is that of one process with the seed."""
+    (line,) = text.splitlines()
+    found = json.loads(line)
+    code, out, _ = exl(*SAMPLED, "--seed", str(found["seed"]), "--device", "cpu")
+    assert code == 0
+    assert found | TIMES == json.loads(out) | TIMES
+
+
+def test_generate_in_processes_writes_one_output(exl: Any) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    first, second = run_ranks(["-m", "exl_generate", *SAMPLED, "--device", "cpu:0,cpu:1", "--tp"], 2, environment)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert second.stdout == ""
+    check_one_output(exl, first.stdout)
+
+
+@pytest.mark.full
+def test_generate_of_torchrun_writes_one_output(exl: Any) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = ("generate", "Once upon a time", "-n", "8", "--temperature", "1.5", "--json")
     done = subprocess.run(
-        [*command, "-m", "exl_generate", *options, "--device", "cpu:0,cpu:1", "--tp"],
+        [*command, "-m", "exl_generate", *SAMPLED, "--device", "cpu:0,cpu:1", "--tp"],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         capture_output=True,
         text=True,
@@ -80,11 +101,7 @@ def test_generate_of_torchrun_writes_one_output(exl, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()
-    found = json.loads(line)
-    code, out, _ = exl(*options, "--seed", str(found["seed"]), "--device", "cpu")
-    assert code == 0
-    assert found | TIMES == json.loads(out) | TIMES
+    check_one_output(exl, done.stdout)
 
 
 def test_processes_do_not_share_standard_input(exl, monkeypatch: pytest.MonkeyPatch) -> None:

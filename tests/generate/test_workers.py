@@ -9,7 +9,6 @@ import itertools
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from typing import Any
 
 import pytest
 from breaking_in import broken_into
+from preloaded import run
 
 from exl_generate.dynamic import workers
 from exl_generate.dynamic.workers import DaemonPool
@@ -222,5 +222,5 @@ if not child:
 assert os.waitpid(child, 0)[1] == 0
 assert filter_pool().submit(len, "abc").result(timeout=120) == 3
 """
-    path = os.pathsep.join(sys.path)
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=280, env={**os.environ, "PYTHONPATH": path})
+    done = run(["-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert done.returncode == 0, done.stderr

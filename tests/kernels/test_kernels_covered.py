@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu" / "kernels_covered.py"
@@ -74,15 +75,9 @@ def test_b(launched): ...
         "EXL_KERNELS_LOG": str(tmp_path / "log"),
         "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *sys.path]),
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "-p", "no:cacheprovider", "-p", "kernels_plugin"]
-    subprocess.run(
-        [*command, str(tmp_path / "test_it.py")],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        check=True,
-        timeout=250,
-    )
+    command = ["-m", "pytest", "-q", "-c", os.devnull, "-p", "no:cacheprovider", "-p", "kernels_plugin"]
+    done = preloaded.run([*command, str(tmp_path / "test_it.py")], folder=tmp_path, env=environment)
+    assert done.returncode == 0, done.stdout
     (log,) = (tmp_path / "log").iterdir()
     module, *cases = [json.loads(line) for line in log.read_text().splitlines()]
     assert module == {"module": ["norm", "rope"]}

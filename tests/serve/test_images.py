@@ -8,8 +8,6 @@ import http.client
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 import zlib
 from collections.abc import AsyncIterator, Iterator
@@ -22,6 +20,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from preloaded import run
 
 from exl_core.tokenizer import TextTokenizer
 from exl_core.tokenizer.conversation import conversation_ids
@@ -399,6 +398,6 @@ def test_the_program_of_the_guide(live: LiveServer, tmp_path: Path) -> None:
     assert len(found) == 1
     (tmp_path / "photo.png").write_bytes(SMALL)
     source = found[0].replace("http://127.0.0.1:8000", live.url).replace('model="default"', 'model="eye"')
-    done = subprocess.run([sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = run(["-c", source], folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip("\n")
