@@ -20,6 +20,12 @@ def prelaunch(generator: Any, on: bool) -> None:
         engine._drafter._runner.asynchronous = on  # noqa: SLF001
 
 
+def is_prelaunched(generator: Any) -> bool:
+    """Whether the next step is queued already: tests cancel jobs of it."""
+    following = engine_of(generator)._next  # noqa: SLF001
+    return following is not None and following.launched
+
+
 def prelaunches(generator: Any) -> bool:
     """Whether the next step is launched before tokens are known."""
     return bool(engine_of(generator)._runner.asynchronous)  # noqa: SLF001

@@ -22,9 +22,12 @@ from exl_core import (
     errors,
 )
 from exl_core.device import GIB, Device
+from exl_core.layers import build_modules
 from exl_core.loading.memory import free_bytes
 from exl_core.loading.plan import plan
+from exl_core.loading.sizes import module_sizes
 from exl_kernels.safetensors_file import write_safetensors
+from exl_kernels.sampling import workspace_bytes
 
 pytestmark = pytest.mark.covers("core.md: better-9.6-load", "core.md: loading")
 
@@ -185,6 +188,27 @@ def test_logits_of_a_whole_chunk_count_unless_one_is_asked_for(lab: Any) -> None
     assert every >= 2048 * 32000 * 4 > 4 * one
     config.max_output_len = 16
     assert plan(config, last_id_only=False, on=capped(4.0)).devices[0].scratch < every / 50
+
+
+def test_memory_of_the_sampler_is_planned_for_draft_tokens(lab: Any) -> None:
+    """A step has up to 16 rows of a sequence, and at most 256."""
+    config = ExLlamaV2Config(lab.write(**{**MIDDLE, "vocab_size": 32000}))
+    found = {}
+    for batch in (1, 16, 32):
+        config.max_batch_size = batch
+        found[batch] = _head_scratch(config)
+    logits = 2 * 4 * 32000
+    assert found[1] == logits + workspace_bytes(16, 32000)
+    assert found[16] == 16 * logits + workspace_bytes(256, 32000)
+    assert found[32] - found[16] == 16 * logits, "no more rows are drawn at once"
+    assert workspace_bytes(256, 32000) > 256 * 32000 * 4
+
+
+def _head_scratch(config: ExLlamaV2Config) -> int:
+    """Return the working memory that is planned for the head on a GPU, for logits of one token a sequence."""
+    modules = build_modules(config)
+    rows = config.max_batch_size
+    return module_sizes(config, modules, "cuda", rows, rows)[-1].scratch
 
 
 def test_a_config_without_tensors_cannot_be_planned(lab: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from internals import prelaunch
+from prelaunched import CONFIG, TOKENIZER, VOCAB, Device, OneBuffer, Overwriting, Preparing
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer, PagedParams
 from exl_filters import ExLlamaV2Filter
@@ -24,14 +24,12 @@ from exl_generate.testing import (
     ScriptedConfig,
     ScriptedLora,
     ScriptedModel,
-    ScriptedTokenizer,
     check_pages,
     streamed_tokens,
 )
 from exl_kernels import sampling as kernels
 
-TOKENIZER = ScriptedTokenizer(["a", "b", "c", "ab", "bc", " ", "A", "cab", ".", "é"])
-VOCAB, EOS = TOKENIZER.get_vocab_size(), TOKENIZER.eos_token_id
+EOS = TOKENIZER.eos_token_id
 Settings = ExLlamaV2Sampler.Settings
 ADAPTER = ScriptedLora(3)
 
@@ -60,128 +58,6 @@ class Even(ExLlamaV2Filter):
 
 def one_less(result: Any) -> None:
     result.sampled_token = torch.tensor([[max(3, int(result.sampled_token) - 1)]])
-
-
-class Overwriting(ScriptedModel):
-    """Its logits lie in memory that its next pass with logits overwrites, as those of captured steps."""
-
-    def __init__(self, config: ScriptedConfig) -> None:
-        super().__init__(config)
-        self.given: list[torch.Tensor] = []
-
-    def forward_chunk(self, *args: Any, **kw: Any) -> dict[str, torch.Tensor]:
-        found = super().forward_chunk(*args, **kw)
-        if "logits" in found:
-            for logits in self.given:
-                logits.fill_(float("nan"))
-            self.given = [found["logits"]]
-        return found
-
-
-class OneBuffer(ScriptedModel):
-    """Its logits lie in one buffer for all passes of a size, whoever asked for them, as those of captured steps."""
-
-    def __init__(self, config: ScriptedConfig) -> None:
-        super().__init__(config)
-        self.steps = 0
-        self.buffers: dict[int, torch.Tensor] = {}
-
-    def forward_chunk(self, *args: Any, **kw: Any) -> dict[str, torch.Tensor]:
-        found = super().forward_chunk(*args, **kw)
-        self.steps += 1
-        if "logits" in found:
-            fresh = found["logits"]
-            rows = fresh.shape[0] * fresh.shape[1]
-            buffer = self.buffers.setdefault(rows, torch.empty(rows, fresh.shape[2]))
-            found["logits"] = buffer.copy_(fresh.view(rows, -1)).view(fresh.shape)
-        return found
-
-
-class Captured:
-    """A step of `Preparing` that waits for its ids."""
-
-    def __init__(self, model: Preparing, cache: Any, params: PagedParams) -> None:
-        self.model, self.cache, self.params, self.number = model, cache, params, -1
-        self.ids = torch.full((params.batch_size,), -1)
-
-    def inputs(self) -> kernels.NextInputs:
-        return kernels.NextInputs(self.ids, VOCAB)
-
-    def launch(self) -> torch.Tensor:
-        self.model.events.append("step")
-        if self.model.interrupts:
-            signal.raise_signal(signal.SIGINT)
-        return self._pass(self.ids.unsqueeze(1))
-
-    def run(self, ids: torch.Tensor) -> torch.Tensor:
-        self.model.events.append("run")
-        return self._pass(ids)
-
-    def _pass(self, ids: torch.Tensor) -> torch.Tensor:
-        if self.model.launch_faults:
-            raise self.model.launch_faults.pop()
-        with torch.inference_mode():
-            logits = self.model.forward_chunk(ids, cache=self.cache, attn_params=self.params)["logits"]
-        self.number = self.model.steps
-        return logits
-
-    @property
-    def is_current(self) -> bool:
-        return self.number == self.model.steps
-
-
-class Preparing(OneBuffer):
-    """A model with steps whose inputs are made beforehand. `events` has their launches, and what `Device` did."""
-
-    def __init__(self, config: ScriptedConfig) -> None:
-        super().__init__(config)
-        self.events: list[str] = []
-        self.launch_faults: list[Exception] = []
-        self.interrupts = False
-
-    def prepare_step(self, q_len: int, cache: Any, attn_params: PagedParams, *, row_loras: Any = None) -> Captured:
-        return Captured(self, cache, attn_params)
-
-
-class OnDevice:
-    """Sampling as a GPU does it: tokens are in the inputs of the next step before the host collects them."""
-
-    def __init__(self, device: Device, rows: list[kernels.Row], into: kernels.NextInputs | None) -> None:
-        into = into if device.writes else None
-        self.device, self.rows, self.written = device, rows, into is not None
-        self.found: list[Any] = []
-        for row in rows:
-            left = device.leaves and row.top_n > 0
-            self.found.append(None if left else device.really(row))
-        for i, found in enumerate(self.found if into is not None else []):
-            assert into is not None
-            into.ids[i] = min(found.token, into.limit - 1) if isinstance(found, kernels.Sampled) else 0
-
-    def collect(self) -> list[kernels.Sampled | kernels.Failure]:
-        self.device.events.append("collect")
-        if None in self.found:
-            self.written = False
-        pairs = zip(self.rows, self.found, strict=True)
-        return [self.device.really(row) if found is None else found for row, found in pairs]
-
-
-class Device:
-    """Replace `exl_kernels.sampling.launch` of rows on a GPU; `leaves`: rows that report candidates to the CPU."""
-
-    def __init__(self, events: list[str], leaves: bool = False) -> None:
-        self.events, self.leaves = events, leaves
-        self.writes = True  # else rows are on several devices, and the next step's inputs get none of their tokens
-        self.faults: list[Exception] = []
-        self._launch = kernels.launch
-
-    def really(self, row: kernels.Row) -> kernels.Sampled | kernels.Failure:
-        return self._launch([row]).collect()[0]
-
-    def launch(self, rows: list[kernels.Row], into: kernels.NextInputs | None = None) -> OnDevice:
-        self.events.append("sample")
-        if self.faults:
-            raise self.faults.pop()
-        return OnDevice(self, rows, into)
 
 
 @dataclass(frozen=True)
@@ -264,9 +140,6 @@ def in_all(results: list[dict[str, Any]]) -> Any:
         {key: results[-1].get(key) for key in ends}
         | {"ids": streamed_tokens(results), "logits": torch.cat(logits, 1) if logits else None}
     )
-
-
-CONFIG = ScriptedConfig(vocab_size=VOCAB, max_seq_len=96, max_input_len=32)
 
 
 def play(
@@ -363,6 +236,31 @@ def test_a_step_with_drafts_is_one_pass_and_one_launch_of_the_sampler() -> None:
                 assert len(model.events) == 3 or model.events[-4] == "run"
     assert job.accepted_draft_tokens == 30
     check_pages(generator)
+
+
+class Repeating(Preparing):
+    """A model whose tokens repeat themselves, so that guesses hold."""
+
+    def __init__(self, config: ScriptedConfig) -> None:
+        super().__init__(config)
+        self.script = lambda context: 3 + (int(context[-1]) - 2) % 4
+
+
+@pytest.mark.parametrize(("most", "largest"), [(12, 12), (11, 9)])
+def test_the_sampler_has_few_rows_for_draft_tokens(monkeypatch: pytest.MonkeyPatch, most: int, largest: int) -> None:
+    """Its memory is planned for so many; beyond them, positions are drawn one after the other."""
+    asks = [Ask((3, 4, 5, 6) * 3, 20, seed, "greedy", (), 0, -1) for seed in range(3)]
+    expected = play(asks, early=False, kind=Repeating, drafts=0)[0]
+    rows, device = [], Device([])
+
+    def counted(asked: list[kernels.Row], into: kernels.NextInputs | None = None) -> Any:
+        rows.append(len(asked))
+        return device.launch(asked, into)
+
+    monkeypatch.setattr("exl_generate.dynamic.engine.MOST_DRAWN", most)
+    monkeypatch.setattr(kernels, "launch", counted)
+    assert play(asks, early=True, kind=Repeating, drafts=3)[0] == expected
+    assert max(rows) == largest
 
 
 def test_jobs_with_and_without_guesses_share_a_pass() -> None:

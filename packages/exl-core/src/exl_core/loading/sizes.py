@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from exl_kernels.kv import KVKind, KVPages
+from exl_kernels.sampling import workspace_bytes
 from exl_kernels.selection import PACKED_ROWS
 
 from ..errors import MissingTensorError
+from ..execution.batch import DECODE_TOKENS, MOST_ROWS
 from ..layers import Attention, Embedding, GatedMLP, Head, Linear, Module, MoE, PositionEmbedding
 from .checkpoint import Checkpoint
 from .linears import EXL2_TENSORS, GPTQ_TENSORS
@@ -159,10 +161,13 @@ def _scratch(module: Module, config: ExLlamaV2Config, kind: str, rows: int) -> i
     if not linears:
         return 0
     fused = kind == "cpu" and type(module) in (Attention, GatedMLP)
+    more = 0
     element, busy = (2 if kind == "cuda" else 4), min(rows, CPU_BLOCK_ROWS) if fused else rows
     if isinstance(module, Head):
         busy, width = rows, 2 * config.padded_vocab_size  # float32 logits, and a copy where columns are cut
         element = 4
+        sampled = min(MOST_ROWS, DECODE_TOKENS * config.max_batch_size)  # a row of each sequence and its draft tokens
+        more = workspace_bytes(sampled, config.padded_vocab_size) if kind == "cuda" else 0
     elif isinstance(module, Attention):
         width = 2 * module.q_proj.out_features + 2 * module.k_proj.out_features + config.hidden_size
     else:
@@ -175,4 +180,4 @@ def _scratch(module: Module, config: ExLlamaV2Config, kind: str, rows: int) -> i
     if kind == "cuda":  # results of float matrices that are added or scaled are float32, beside their half source
         finished = [q.out_features for q in linears if q.spec.bias or q.spec.prescale != 1.0]
         dequantized += 6 * busy * max(finished, default=0)
-    return busy * width * element + dequantized
+    return busy * width * element + dequantized + more

@@ -27,6 +27,10 @@ __all__ = ["Engine"]
 #: of few, since each reads all weights.
 MOST_FILLED = 32
 
+#: Most rows that a call of the sampler has for draft tokens: its memory, which grows with the rows, is planned for as
+#: many as a captured step has at most.
+MOST_DRAWN = 256
+
 
 class JobStep:
     """One job in one step: the windows that its sequences evaluate, then the tokens sampled from their logits."""
@@ -92,6 +96,11 @@ class JobStep:
     def held(self) -> int:
         """Draft tokens that held."""
         return self.job.drafts.accepted - self._before
+
+    @property
+    def positions(self) -> int:
+        """Positions that may be drawn: one for each draft token that is not decided, and one behind them."""
+        return 1 + len(self.guesses) - self.taken
 
     def settle(self) -> None:
         """Finish the step for this job: learn from its draft tokens and share its full pages."""
@@ -268,7 +277,8 @@ class Engine:
         first = True
         while live:
             # On a CPU a sample costs more than asking again.
-            drawn = [(step, draw) for step in live for draw in step.draws(ahead=self._runner.asynchronous)]
+            ahead = self._runner.asynchronous and sum(step.positions for step in live) <= MOST_DRAWN
+            drawn = [(step, draw) for step in live for draw in step.draws(ahead)]
             # The sampler writes the tokens into the next step if that has exactly these jobs.
             prelaunch = self._next if expected and [step for step, _ in drawn] == expected else None
             launched = launch_batch([draw for _, draw in drawn], None if prelaunch is None else prelaunch.inputs())

@@ -26,6 +26,7 @@ from .. import _native
 from ..errors import DTypeError, ShapeError, UnsupportedError
 from . import cuda as sampling_cuda
 from .bias import SparseBias
+from .cuda import workspace_bytes
 
 __all__ = [
     "MAX_WIDTH",
@@ -42,6 +43,7 @@ __all__ = [
     "pack_ids",
     "sample",
     "shaped",
+    "workspace_bytes",
 ]
 
 #: Most candidates that a GPU reports; rows that report more are left to the CPU.

@@ -22,12 +22,27 @@ from .bias import SparseBias
 if TYPE_CHECKING:
     from . import Answer, NextInputs, Plan, Row
 
-__all__ = ["Launched", "launch", "queue"]
+__all__ = ["Launched", "launch", "queue", "workspace_bytes"]
 
+_STAGING = 1 << 18
 _SEGMENT = 2048
 _BLOCKS = 2048
 _places: dict[torch.device, _Place] = {}
 _places_lock = threading.Lock()
+
+
+def workspace_bytes(rows: int, width: int) -> int:
+    """Return the bytes on a GPU that calls of up to `rows` rows of `width` logits keep, none with a tail-free cut.
+
+    A tail-free cut takes two more int32 for each logit of every row.
+    """
+    rows, pitch = _sizes(rows, width)
+    return rows * (4 * pitch + 12 * _BLOCKS) + _native.SamplingWorkspace.wide_bytes(rows) + _STAGING
+
+
+def _sizes(rows: int, width: int) -> tuple[int, int]:
+    """Return the rows and logits of a row that memory is allocated for."""
+    return 1 << (rows - 1).bit_length(), -(-width // _SEGMENT) * _SEGMENT
 
 
 class _Place:
@@ -44,7 +59,7 @@ class _Place:
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._workspace: _native.SamplingWorkspace | None = None
         self.shaped = torch.empty(0, 0, device=device)
-        self.grow(1 << 18)
+        self.grow(_STAGING)
         self.maxima = torch.empty(0, _BLOCKS, dtype=torch.int32, device=device)
         self.sums = torch.empty(0, _BLOCKS, dtype=torch.int64, device=device)
         self.wide = torch.zeros(_native.SamplingWorkspace.wide_bytes(0), dtype=torch.uint8, device=device)
@@ -68,8 +83,7 @@ class _Place:
                     tails = torch.empty(have_rows, 2, have_width, dtype=torch.int32, device=self.device)
                 self._workspace, self.tails = None, tails
             return
-        rows = max(have_rows, 1 << (rows - 1).bit_length())
-        pitch = max(have_width, -(-width // _SEGMENT) * _SEGMENT)
+        rows, pitch = (max(have, need) for have, need in zip(self.shaped.shape, _sizes(rows, width), strict=True))
         with torch.inference_mode(False):
             shaped = torch.empty(rows, pitch, device=self.device)
             maxima = torch.empty(rows, _BLOCKS, dtype=torch.int32, device=self.device)
