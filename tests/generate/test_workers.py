@@ -224,3 +224,43 @@ assert filter_pool().submit(len, "abc").result(timeout=120) == 3
 """
     done = run(["-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert done.returncode == 0, done.stderr
+
+
+def test_the_end_waits_for_tasks_that_run_and_begins_no_others() -> None:
+    begin, done = threading.Event(), deque[str]()
+
+    def slow() -> None:
+        begin.wait()
+        done.append("slow")
+
+    with pool_of(1) as pool:
+        running = pool.submit(slow)
+        wait_until(running.running)
+        waiting = pool.submit(done.append, "waiting")
+        assert not pool.finish(0.01), "it does not wait for ever"
+        begin.set()
+        assert pool.finish(LONG)
+        assert list(done) == ["slow"]
+        wait_until(waiting.cancelled)
+
+
+@pytest.mark.parametrize("task", ["ends", "block"])
+def test_a_process_ends_while_a_task_runs(task: str) -> None:
+    """Python ends a thread that returns from native code later; the task is over before, unless it takes very long."""
+    code = f"""
+import threading, time
+from exl_generate.dynamic import workers
+workers.LONGEST_EXIT = 0.05 if {task!r} == "block" else 120.0
+begun = threading.Event()
+def work():
+    begun.set()
+    if {task!r} == "block":
+        threading.Event().wait()
+    time.sleep(0.1)
+    print("over", flush=True)
+workers.filter_pool().submit(work)
+begun.wait()
+"""
+    done = run(["-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ("" if task == "block" else "over\n")

@@ -1,7 +1,8 @@
 """Threads for filters that compute while the model runs.
 
 The threads are daemons: a filter that never returns cannot keep the process from ending, unlike in the standard
-library's pool.
+library's pool. The end waits a moment for tasks that run, since Python ends a thread that returns from native code
+later, and the native frames may not survive that.
 
 A Ctrl-C may interrupt any code of the main thread here (`interrupts.interruptible`). Python raises it between two
 calls. So it may come after a pure-Python lock of `threading` has taken its inner lock and before the `with` that
@@ -12,8 +13,10 @@ implemented in C. (CPython 3.14 may leave even those locked: its issue 148874.)
 from __future__ import annotations
 
 import _thread
+import atexit
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from queue import SimpleQueue
@@ -23,6 +26,9 @@ __all__ = ["DaemonPool", "filter_pool"]
 
 #: Threads for all generators of the process; each is started when there is more work than threads.
 WORKERS = 16
+
+#: Seconds that the end of the process waits for tasks.
+LONGEST_EXIT = 2.0
 
 _Work = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -51,6 +57,9 @@ class DaemonPool(Executor):
         self._load: SimpleQueue[None] = SimpleQueue()
         self._workers, self._started = workers, 0
         self._lock = threading.Lock()
+        # Threads that have taken a task. `_load` may count one too many for good.
+        self._busy: set[int] = set()
+        self._over = False
 
     @property
     def started(self) -> int:
@@ -67,6 +76,14 @@ class DaemonPool(Executor):
         for _ in range(self._started + 1):  # an interrupt may have left one too many
             self._queue.put(None)
 
+    def finish(self, seconds: float) -> bool:
+        """Begin no further task and wait at most so many seconds for those that run. Returns whether all ended."""
+        self._over = True
+        until = time.monotonic() + seconds
+        while self._busy and time.monotonic() < until:
+            time.sleep(0.001)
+        return not self._busy
+
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Run fn(*args, **kwargs) in a thread."""
         future = _Future()
@@ -80,9 +97,14 @@ class DaemonPool(Executor):
 
     def _run(self) -> None:
         threading.current_thread().name = "exl-filter"
+        number = threading.get_ident()
         while True:
             work = self._queue.get()
-            if work is None:
+            self._busy.add(number)  # before the look at `_over`, which `finish` sets before it looks at `_busy`
+            if work is None or self._over:
+                if work is not None:
+                    work[0].cancel()
+                self._busy.discard(number)
                 return
             future, fn, args, kwargs = work
             result = failure = None
@@ -97,10 +119,18 @@ class DaemonPool(Executor):
             elif wanted:
                 future.set_result(result)
             del work, future, fn, args, kwargs, result, failure  # an idle thread keeps no request alive
+            self._busy.discard(number)
 
 
 _pool: list[DaemonPool] = []
 _lock = threading.Lock()
+
+
+@atexit.register
+def _finish() -> None:
+    """Wait for native code of filters: it must not return into an interpreter that has ended."""
+    for pool in _pool:
+        pool.finish(LONGEST_EXIT)
 
 
 def filter_pool() -> Executor:
