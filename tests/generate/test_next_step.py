@@ -19,6 +19,7 @@ from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlama
 from exl_generate.bundled import draft_model_dir
 from exl_generate.dynamic import draft_model
 from exl_generate.dynamic.draft_length import FixedDraftLength
+from exl_generate.dynamic.next_step import NextStep
 from exl_generate.testing import (
     ScriptedCache,
     ScriptedConfig,
@@ -28,6 +29,7 @@ from exl_generate.testing import (
     streamed_tokens,
 )
 from exl_kernels import sampling as kernels
+from exl_kernels.sampling import MOST_REPORTED
 
 EOS = TOKENIZER.eos_token_id
 Settings = ExLlamaV2Sampler.Settings
@@ -447,6 +449,7 @@ def test_the_next_step_is_launched_between_sampling_and_collecting(monkeypatch: 
 
 
 def test_a_step_whose_row_is_left_to_the_cpu_is_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("exl_generate.dynamic.decoder.MOST_REPORTED", 1)
     stage = Stage(monkeypatch, leaves=True)
     one, other = stage.add([3, 4, 5], 6), stage.add([6, 7], 6, PLAIN, return_top_tokens=2)
     for _ in range(5):
@@ -454,6 +457,27 @@ def test_a_step_whose_row_is_left_to_the_cpu_is_launched_again(monkeypatch: pyte
     stage.finish()
     assert stage.tokens(one) == alone([3, 4, 5], 6)
     assert stage.tokens(other) == alone([6, 7], 6, PLAIN)
+
+
+@pytest.mark.parametrize("top", [0, MOST_REPORTED])
+def test_logits_are_not_copied_where_the_gpu_reports_the_candidates(monkeypatch: pytest.MonkeyPatch, top: int) -> None:
+    copies: list[object] = []
+    serve = NextStep.serve
+
+    def watched(step: NextStep, windows: Any, keep: bool) -> Any:
+        copies.append(keep)
+        return serve(step, windows, keep)
+
+    monkeypatch.setattr(NextStep, "serve", watched)
+    stage = Stage(monkeypatch)
+    for seed in range(2):
+        stage.add([3, 4, 5 + seed], 6, return_top_tokens=top)
+    stage.finish()
+    assert copies == [False] * 5
+    many = stage.add([3, 4], 3, return_top_tokens=MOST_REPORTED + 1)
+    stage.finish()
+    assert copies[5:] == [True] * 2
+    assert stage.tokens(many) == alone([3, 4], 3)
 
 
 def test_the_host_passes_the_tokens_on_where_a_job_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from exl_generate.sampling import (
     Sample,
     Vocabulary,
 )
+from exl_kernels.sampling import MOST_REPORTED
 
 if TYPE_CHECKING:
     from exl_generate.dynamic.context import JobContext
@@ -81,10 +82,13 @@ class Decoder:
 
     @property
     def reads_logits_once(self) -> bool:
-        """Whether the job's logits are read once only, at once, by the sampler on a GPU."""
+        """Whether the job's logits are read once only, at once, by the sampler on a GPU.
+
+        Rows that report many candidates are left to the CPU, which reads them later.
+        """
         request = self._request
         hooks = self.sampler.settings.post_sampling_hooks
-        return not (request.return_logits or request.return_top_tokens or hooks)
+        return not (request.return_logits or request.return_top_tokens > MOST_REPORTED or hooks)
 
     def refresh(self) -> None:
         """Apply changes of live settings before a step. Raises `RequestError` for invalid values."""

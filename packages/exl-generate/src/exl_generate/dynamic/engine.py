@@ -14,7 +14,7 @@ from exl_generate.dynamic.scheduler import Scheduler
 from exl_generate.dynamic.snapshot import Counters
 from exl_generate.dynamic.speculation import Drafter, Drafts
 from exl_generate.interrupts import as_job_error
-from exl_generate.sampling import Draw, Sample, launch_batch
+from exl_generate.sampling import Draw, LaunchedBatch, Sample, launch_batch
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -32,6 +32,12 @@ MOST_FILLED = 32
 MOST_DRAWN = 256
 
 
+def _filled(job: ExLlamaV2DynamicJob, guesses: list[int], length: int) -> list[int]:
+    """Return the ids of a window behind its first one: the guesses, and the last token up to `length` ids in all."""
+    missing = length - 1 - len(guesses)
+    return [*guesses, *[int(job.sequence.ids[-1])] * missing] if missing > 0 else guesses
+
+
 class JobStep:
     """One job in one step: the windows that its sequences evaluate, then the tokens sampled from their logits."""
 
@@ -40,8 +46,8 @@ class JobStep:
     def __init__(self, job: ExLlamaV2DynamicJob, guesses: list[int], length: int = 0) -> None:
         """`length`: tokens that the windows are filled up to; the logits of more than the guesses are not used."""
         self.job = job
-        ids = [*guesses, *job.sequence.ids[-1:].tolist() * (length - 1 - len(guesses))]
-        self.windows = [Window(sequence, ids, job.request.return_hidden_state) for sequence in job.sequences]
+        filled = _filled(job, guesses, length)
+        self.windows = [Window(sequence, filled, job.request.return_hidden_state) for sequence in job.sequences]
         self.events: Events = []
         self.guesses = guesses
         #: tokens sampled so far
@@ -65,18 +71,6 @@ class JobStep:
         except BaseException as error:
             self.fail(as_job_error(error))
             return []
-
-    def accept_all(self, samples: list[Sample | Exception]) -> bool:
-        """Accept the samples of consecutive positions while their draft tokens hold.
-
-        Returns True if all held, so that the logits of the next position are valid.
-        """
-        for number, sample in enumerate(samples):
-            if number:
-                self.job.pages.commit()  # the draft token that held has its K/V
-            if not self.accept(sample):
-                return False
-        return bool(samples)
 
     def accept(self, sample: Sample | Exception) -> bool:
         """Accept a sample. Returns True if the draft token held, so that the logits of the next position are valid."""
@@ -118,6 +112,29 @@ class JobStep:
         """End the job with an error; returns False."""
         self.events.append(self.job.fail(error))
         return False
+
+
+def _accepted(
+    launched: LaunchedBatch, places: dict[JobStep, list[int]], samples: list[Sample | Exception]
+) -> list[JobStep]:
+    """Accept the samples of consecutive positions while the draft tokens of a job hold.
+
+    Returns the jobs for which all held, so that the logits of the next position are valid. `samples` are those of the
+    first positions. Most jobs need no others: only the samples that are needed are made.
+    """
+    held: set[JobStep] = set()
+    going = list(places)
+    for number in range(max(map(len, places.values()), default=0)):
+        if number:
+            going = [step for step in going if number < len(places[step])]
+            samples = launched.samples([places[step][number] for step in going])
+            for step in going:
+                step.job.pages.commit()  # the draft token that held has its K/V
+        going = [step for step, sample in zip(going, samples, strict=True) if step.accept(sample)]
+        held.update(step for step in going if number + 1 == len(places[step]))
+        if not going:
+            break
+    return [step for step in places if step in held]
 
 
 class Engine:
@@ -284,20 +301,21 @@ class Engine:
             launched = launch_batch([draw for _, draw in drawn], None if prelaunch is None else prelaunch.inputs())
             if prelaunch is not None and launched.written:
                 prelaunch.launch()
-            samples = launched.collect()
+            launched.wait()
             if first and self._runner.asynchronous:
                 self._measure(steps, began)  # the sampler has waited for the logits
-            found: dict[JobStep, list[Sample | Exception]] = {}
-            for (step, _), sample in zip(drawn, samples, strict=True):
-                found.setdefault(step, []).append(sample)
+            places: dict[JobStep, list[int]] = {}
+            for at, (step, _) in enumerate(drawn):
+                places.setdefault(step, []).append(at)
+            samples = launched.samples([own[0] for own in places.values()])
             if expected:
-                self._settle_next(expected, {step: own[0] for step, own in found.items()}, launched.written)
+                self._settle_next(expected, dict(zip(places, samples, strict=True)), launched.written)
             if first:
                 self._collected = self._drafter.length.clock()
                 if self._next is not None:
                     self._next.began = self._collected
             expected, first = [], False
-            live = [step for step, own in found.items() if step.accept_all(own)]
+            live = _accepted(launched, places, samples)
 
     def _prepare_next(self, steps: list[JobStep]) -> list[JobStep]:
         """Prepare the next step of the jobs that are not known to finish in this step, while the GPU is busy.
@@ -353,7 +371,7 @@ class Engine:
         drafts = {job: found.get(job, []) for job in jobs}
         length = self._length(jobs, drafts)
         self._drafts = drafts, length
-        windows = [JobStep(job, drafts[job], length).windows[0].ids for job in jobs]
+        windows = [[int(job.sequence.ids[-1]), *_filled(job, drafts[job], length)] for job in jobs]
         if len({len(window) for window in windows}) == 1:
             self._next = attempt(lambda: NextStep(self._runner, [job.sequences for job in jobs], windows))
             if self._next is not None:

@@ -60,33 +60,38 @@ class Draw:
 class LaunchedBatch:
     """The queued sampling of draws (`launch_batch`); `collect` waits for it."""
 
-    __slots__ = ("_draws", "_good", "_launched", "_rows")
+    __slots__ = ("_draws", "_launched", "_outcomes", "_rows")
 
     def __init__(self, draws: Sequence[Draw], into: NextInputs | None) -> None:
         self._draws = draws
         self._rows = [_prepared(draw) for draw in draws]
-        self._good = [row for row in self._rows if not isinstance(row, Exception)]
         self._launched: kernels.Launched | None = None
-        if self._good:
+        self._outcomes: list[Sampled | Failure | Exception] | None = None
+        if good := self._good:
             try:
-                self._launched = kernels.launch(self._good, into if len(self._good) == len(draws) else None)
+                self._launched = kernels.launch(good, into if len(good) == len(draws) else None)
             except Exception:
-                self._launched = None  # `collect` finds out which rows fail by themselves
+                self._launched = None  # `wait` finds out which rows fail by themselves
 
     @property
     def written(self) -> bool:
-        """Whether the tokens of all draws are written into the next step's inputs; final after `collect`."""
+        """Whether the tokens of all draws are written into the next step's inputs; final after `wait`."""
         return self._launched is not None and self._launched.written
 
-    def collect(self) -> list[Sample | Exception]:
-        """Wait, and return the sample of each draw, or its error. Call it once."""
-        if not self._draws:
-            return []
-        left = iter(self._outcomes())
-        samples = [
-            draw.take(row, row if isinstance(row, Exception) else next(left))
-            for draw, row in zip(self._draws, self._rows, strict=True)
-        ]
+    def wait(self) -> None:
+        """Wait for the outcomes."""
+        if self._outcomes is not None:
+            return
+        found = self._found()
+        if len(found) < len(self._rows):
+            left = iter(found)
+            found = [row if isinstance(row, Exception) else next(left) for row in self._rows]
+        self._outcomes = list(found)
+
+    def samples(self, places: Sequence[int]) -> list[Sample | Exception]:
+        """Return the samples, or the errors, of the draws at these places, after `wait`. Call it once for a place."""
+        assert self._outcomes is not None, "wait first"
+        samples = [self._draws[at].take(self._rows[at], self._outcomes[at]) for at in places]
         drawn = [sample for sample in samples if isinstance(sample, Sample)]
         # One tensor for all is cheaper than one for each; most results return it.
         ids = torch.tensor([sample.token for sample in drawn], dtype=torch.int64).view(-1, 1, 1)
@@ -94,7 +99,17 @@ class LaunchedBatch:
             sample.ids = own
         return samples
 
-    def _outcomes(self) -> Sequence[Sampled | Failure | Exception]:
+    def collect(self) -> list[Sample | Exception]:
+        """Wait, and return the sample of each draw, or its error. Call it once."""
+        self.wait()
+        return self.samples(range(len(self._draws)))
+
+    @property
+    def _good(self) -> list[Row]:
+        return [row for row in self._rows if not isinstance(row, Exception)]
+
+    def _found(self) -> Sequence[Sampled | Failure | Exception]:
+        """Return the outcomes of the good rows."""
         if self._launched is not None:
             try:
                 return self._launched.collect()
