@@ -79,8 +79,7 @@ def test_a_split_model_gives_the_logits_of_one_device(
         ours = model.forward_chunk(step, paged, attn_params=params)["logits"].cpu()
         theirs = whole.forward_chunk(step, twin, attn_params=params)["logits"].cpu()
         assert torch.equal(ours, theirs) if other != "cpu" else torch.isfinite(ours).all()
-    assert (model.decode.count > 0) == (other != "cpu")
-    assert other != "cpu" or model.decode.reason == "a part of the model is on the CPU"
+    assert (model.decode.steps > 0) == (other != "cpu")
 
 
 @pytest.mark.parametrize(
@@ -115,9 +114,12 @@ def test_captured_steps_of_a_split_model_are_those_of_one_gpu(
                 patch.setenv("EXL_CUDA_GRAPHS", "0")
             if how == "apart":
                 patch.setattr("exl_core.execution.captured.joined_launches_of", lambda _: "asked for")
+            before = model.decode.steps
             for batch, q_len in ((1, 1), (2, 1), (5, 1), (3, 4), (24, 1), (40, 2)):
                 assert torch.equal(*(steps_of(m, lab.ids(batch, 8, vocab=1000), q_len) for m in (whole, model)))
-            assert (model.decode.count > 0) == (how != "eager"), model.decode.reason
+            # 8 of one token, 2 of four, and those of 80 rows if matmuls run in blocks.
+            taken = {0} if how == "eager" else {34, 38}
+            assert model.decode.steps - before in taken, model.decode.reason
             assert not model.decode.failures
 
 
