@@ -36,8 +36,7 @@ def garbage() -> Iterator[list[Any]]:
     yield gc.garbage
     gc.set_debug(0)
     gc.garbage.clear()
-    gc.enable()
-    gc.unfreeze()
+    gc.enable()  # what is frozen stays so: each collection would visit a million objects
 
 
 def ours(found: list[Any]) -> Counter[str]:

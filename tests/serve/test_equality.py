@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from effort import trials
 
 from exl_filters.grammar import ExLlamaV2GrammarFilter
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
@@ -286,7 +287,7 @@ def drawn(seed: int, count: int) -> list[dict[str, Any]]:
 
 
 def test_a_few_random_requests(http: httpx.Client, fable: EngineThread) -> None:
-    check(http, fable, drawn(7, 16))
+    check(http, fable, drawn(7, trials(16, 10)))
 
 
 @pytest.mark.full

@@ -70,6 +70,7 @@ def test_nothing_outlives_the_supervisor(served: Callable[..., Served]) -> None:
     until(lambda: gone(everything))
 
 
+@pytest.mark.full  # tests/serve/ops/test_chaos.py drains a server too
 def test_a_drain_lets_streams_finish(served: Callable[..., Served], tmp_path: Path) -> None:
     from exl_generate import bundled
 
@@ -131,6 +132,7 @@ def test_what_cannot_be_served_is_said_at_once(served: Callable[..., Served], op
     assert "Traceback" not in server.log
 
 
+@pytest.mark.full  # tests/serve/ops/test_watch.py starts one too
 def test_a_model_that_cannot_be_loaded_is_said(served: Callable[..., Served], tmp_path: Path) -> None:
     from exl_generate import bundled
 

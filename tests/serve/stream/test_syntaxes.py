@@ -11,7 +11,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from effort import examples
+from effort import examples, trials
 from grammar_texts import takes
 from hypothesis import given
 from hypothesis import strategies as st
@@ -393,7 +393,7 @@ def drawn(grammar: ExLlamaV2GrammarFilter, tokenizer: TextTokenizer, draw: rando
 def test_what_the_grammar_makes_is_read_as_a_call_by_the_schema(form: str, tokenizer: TextTokenizer) -> None:
     grammar = made(form, tokenizer)
     complete = 0
-    for seed in range(12):
+    for seed in range(trials(12, 5)):
         ids = drawn(grammar, tokenizer, random.Random(seed))
         if ids is None:
             continue
