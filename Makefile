@@ -3,7 +3,7 @@
 UV ?= uv
 CARGO_DIR := rust
 
-.PHONY: help sync format lint types layers lock deny workflows docs test test-full test-rust fuzz test-install test-wheels test-ray soak test-cuda test-emulated cuda-archs wheels bench ci
+.PHONY: help sync format lint types layers lock deny workflows docs test test-full test-rust fuzz test-install test-wheels test-ray soak bench-serve test-cuda test-emulated cuda-archs wheels bench ci
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -76,6 +76,10 @@ test-ray:  ## the server on Ray, on loopback, in an environment that gets Ray (1
 SOAK_REQUESTS ?= 100000
 soak:  ## SOAK_REQUESTS requests to a server, a fifth of them cut off: nothing may be left of them (20 minutes)
 	$(UV) run --no-sync python benchmarks/soak_serve.py --requests $(SOAK_REQUESTS)
+
+bench-serve:  ## the server's bars that need no GPU, with figures (4 minutes; figures count on an idle machine alone)
+	-$(UV) run --no-sync python benchmarks/bench_http.py --paced
+	-$(UV) run --no-sync python benchmarks/bench_bars.py
 
 test-cuda:  ## on a machine with an NVIDIA GPU
 	$(UV) run --no-sync pytest -m cuda

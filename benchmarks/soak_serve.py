@@ -20,12 +20,14 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +38,14 @@ port = 0
 workers = {workers}
 [server.limits]
 max_connections_per_address = 4096
+{limits}
 [log]
 level = "warning"
 [[model]]
-id = "free"
+id = "test"
 path = "{path}"
 device = "cpu"
-engine = "free"
+engine = "{engine}"
 max_batch_size = {streams}
 """
 WARM_UP = 10_000
@@ -80,14 +83,36 @@ def bars(line: dict[str, Any], slope: float) -> list[tuple[str, Any, str, bool]]
 class Server:
     """`exl serve` and its processes."""
 
-    def __init__(self, streams: int, workers: int) -> None:
+    def __init__(
+        self,
+        streams: int,
+        workers: int,
+        engine: str = "free",
+        limits: Mapping[str, int] | None = None,
+        *,
+        wait: bool = True,
+    ) -> None:
         from exl_generate import bundled
 
         self._folder = tempfile.TemporaryDirectory()
         file = Path(self._folder.name) / "serve.toml"
-        file.write_text(CONFIG.format(workers=workers, streams=streams, path=bundled.default_model_dir()))
+        file.write_text(
+            CONFIG.format(
+                workers=workers,
+                streams=streams,
+                path=bundled.default_model_dir(),
+                engine=engine,
+                limits="\n".join(f"{name} = {value}" for name, value in (limits or {}).items()),
+            )
+        )
+        if not wait:  # the port has to be known before the server says it
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                self.port = int(free.getsockname()[1])
+            file.write_text(file.read_text().replace("port = 0", f"port = {self.port}"))
         command = [sys.executable, "-m", "exl_serve", "--config", str(file)]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE)
+        if not wait:
+            return
         assert self.process.stderr is not None
         for line in self.process.stderr:
             found = re.search(rb"serving at http://127\.0\.0\.1:(\d+)", line)
@@ -106,9 +131,24 @@ class Server:
             return False
         return True
 
+    def wait_for(self, path: str, began: float) -> float:
+        """Return the seconds from `began` until a route answers 200."""
+        while True:
+            try:
+                self.get(path)
+            except OSError:  # URLError and HTTPError are among them
+                time.sleep(0.01)
+            else:
+                return time.perf_counter() - began
+
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
-            return json.load(answer)
+        """Return the JSON of a route. Raises OSError where it answers an error."""
+        return json.loads(self.text(path))
+
+    def text(self, path: str) -> str:
+        """Return the text of a route. Raises OSError where it answers an error."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
+            return str(answer.read().decode())
 
     def processes(self) -> dict[str, int]:
         """Process ids by what they do."""

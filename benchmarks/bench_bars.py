@@ -1,0 +1,404 @@
+"""Bars of `exl serve` that need no GPU: each is printed with its figure and whether it is met.
+
+    python benchmarks/bench_bars.py [wire] [streams] [start] [lag] [hostile] [health] [queue] [--seconds 15]
+
+Without names all of them run. Test engines stand for a model: everything else is as in `exl serve`. Times count only
+on a machine that does nothing else. One JSON line for each bar, and in words on standard error.
+
+    wire     microseconds of the engine thread outside the generator, a step of 32 sequences
+    streams  memory of an API worker: idle, and for each open stream
+    start    seconds from the start of `exl serve` to /health/live, and to ready beyond loading the model
+    lag      99th percentile of the lateness of a worker's event loop: images of 20 MB, long prompts, large schemas
+    hostile  time between events of 16 streams beside 100 slow readers, slow senders and large schemas, over that beside
+             100 ordinary streams
+    health   99th percentile of /health/ready in a burst of 2,000 requests
+    queue    time of a step with 10,000 queued requests over none, and its longest pause
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import gc
+import itertools
+import json
+import os
+import random
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench_http import host_cost, percentile
+from soak_serve import HEAD, Server
+
+CHAT = HEAD.replace(b"/v1/completions", b"/v1/chat/completions")
+OPEN_STREAMS = 512
+BURST = 2000
+QUEUED = 10_000
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One figure and the most that it may be."""
+
+    name: str
+    figure: float
+    most: float
+    unit: str
+
+    def tell(self) -> bool:
+        """Print it. Returns whether it is met."""
+        met = self.figure <= self.most
+        line = {"bench": "bar", "name": self.name, "figure": round(self.figure, 4), "most": self.most}
+        print(json.dumps(line | {"unit": self.unit, "met": met}), flush=True)
+        verdict = "met" if met else "MISSED"
+        print(f"{self.name}: {self.figure:.4g} {self.unit} (at most {self.most:g}): {verdict}", file=sys.stderr)
+        return met
+
+
+@contextmanager
+def serving(engine: str = "paced", streams: int = 64, **limits: int) -> Iterator[Server]:
+    """`exl serve` with a test engine."""
+    server = Server(streams, 1, engine=engine, limits=limits)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+# ---- clients -------------------------------------------------------------------------------------------------------
+
+
+def message(head: bytes, body: dict[str, Any]) -> bytes:
+    """One HTTP request."""
+    data = json.dumps(body).encode()
+    return head + str(len(data)).encode() + b"\r\n\r\n" + data
+
+
+def completion(draw: random.Random, new: int = 200) -> dict[str, Any]:
+    """A streamed completion of a short prompt."""
+    prompt = [draw.randrange(10, 250) for _ in range(16)]
+    return {"prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True, "stream": True}
+
+
+async def events(port: int, body: dict[str, Any], stamps: list[float], until: float = float("inf")) -> None:
+    """Read one stream and append the time of each event."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(message(HEAD, body))
+    while (line := await reader.readline()) and line != b"data: [DONE]\n":
+        if line.startswith(b"data: "):
+            stamps.append(time.perf_counter())
+            if stamps[-1] > until:
+                break
+    writer.transport.abort()
+
+
+async def ask(port: int, data: bytes) -> int:
+    """Send a request, read its answer; returns the status."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 26)
+    writer.write(data)
+    await writer.drain()
+    status = int((await reader.readline()).split()[1])
+    length = 0
+    while (line := await reader.readline()).strip():
+        if line.lower().startswith(b"content-length:"):
+            length = int(line.split(b":")[1])
+    await reader.readexactly(length)
+    writer.close()
+    return status
+
+
+async def repeated(work: Callable[[], Awaitable[Any]], until: float) -> None:
+    """Do something again and again."""
+    while time.perf_counter() < until:
+        await work()
+
+
+def png(side: int) -> str:
+    """A `data:` URL of a PNG of random pixels, which hardly compress."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return len(data).to_bytes(4) + kind + data + zlib.crc32(kind + data).to_bytes(4)
+
+    rows = b"".join(b"\0" + os.urandom(3 * side) for _ in range(side))
+    head = side.to_bytes(4) + side.to_bytes(4) + b"\x08\x02\0\0\0"
+    file = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows, 1)) + chunk(b"IEND", b"")
+    return "data:image/png;base64," + base64.b64encode(file).decode()
+
+
+def schema(fields: int, seed: int) -> dict[str, Any]:
+    """A JSON schema of many fields; no two are alike."""
+    kinds = ({"type": "string", "maxLength": 20}, {"type": "integer"}, {"enum": ["a", "b", "c"]})
+    own = {f"field_{seed}_{i}": kinds[i % 3] for i in range(fields)}
+    return {"type": "object", "properties": own, "required": list(own), "additionalProperties": False}
+
+
+# ---- bars ----------------------------------------------------------------------------------------------------------
+
+
+def wire(seconds: float) -> list[Bar]:
+    """Host work of a step outside the generator."""
+    from exl_generate import bundled
+
+    found = host_cost(str(bundled.default_model_dir()), 32, 256)
+    return [Bar("wire: engine thread outside the generator, 32 sequences", found["host_us"] * 32, 30.0, "us a step")]
+
+
+def streams(seconds: float) -> list[Bar]:
+    """Memory of an API worker."""
+
+    async def held(port: int, count: int) -> int:
+        draw = random.Random(1)
+        stamps: list[list[float]] = [[] for _ in range(count)]
+        tasks = [asyncio.create_task(events(port, completion(draw, 900), own)) for own in stamps]
+        while not all(stamps[: min(count, 64)]):
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(1.0)
+        memory = server.measured()["worker.0"]["memory"]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return memory
+
+    with serving(max_queued_requests=4096, max_queued_prompt_tokens=1 << 20) as server:
+        idle = server.measured()["worker.0"]["memory"]
+        asyncio.run(held(server.port, 8))
+        few = asyncio.run(held(server.port, 1))
+        many = asyncio.run(held(server.port, OPEN_STREAMS))
+    each = (many - few) / (OPEN_STREAMS - 1) / 1024
+    return [
+        Bar("streams: API worker, idle", idle / (1 << 20), 120.0, "MiB"),
+        Bar("streams: API worker, an open stream", each, 48.0, "KiB"),
+    ]
+
+
+def start(seconds: float) -> list[Bar]:
+    """Start of a server with the bundled model, against loading it in a process alone."""
+    from exl_generate import bundled
+
+    program = (
+        "import sys\nfrom exl_serve.config.model import ModelConfig\nfrom exl_serve.engine.load import load\n"
+        "load(ModelConfig(id='m', path=sys.argv[1], device='cpu'))"
+    )
+    folder = str(bundled.default_model_dir())
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-P", "-c", program, folder], check=True)
+    loading = time.perf_counter() - began
+    began = time.perf_counter()
+    server = Server(16, 1, engine="model", wait=False)
+    try:
+        live = server.wait_for("/health/live", began)
+        ready = server.wait_for("/health/ready", began)
+    finally:
+        server.close()
+    return [
+        Bar("start: to /health/live", live, 1.0, "s"),
+        Bar("start: to ready, beyond loading the model", ready - loading, 3.0, "s"),
+    ]
+
+
+def lag(seconds: float) -> list[Bar]:
+    """Lateness of the event loop, from the worker's own metric."""
+    image = {"type": "image_url", "image_url": {"url": png(2600)}}
+    picture = message(CHAT, {"messages": [{"role": "user", "content": [image]}], "max_tokens": 2})
+    long_text = message(HEAD, {"prompt": "All the words of a long prompt. " * 12_500, "max_tokens": 2})
+    numbers = itertools.count()
+
+    def hard() -> bytes:
+        asked = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema(300, next(numbers))}}
+        messages = [{"role": "user", "content": "a"}]
+        return message(CHAT, {"messages": messages, "response_format": asked, "max_tokens": 2})
+
+    async def mixed(port: int) -> None:
+        draw, until = random.Random(1), time.perf_counter() + seconds
+        await asyncio.gather(
+            *(repeated(lambda: events(port, completion(draw), []), until) for _ in range(16)),
+            repeated(lambda: ask(port, picture), until),
+            repeated(lambda: ask(port, long_text), until),
+            repeated(lambda: ask(port, hard()), until),
+        )
+
+    with serving(max_body_bytes=64 << 20) as server:
+        asyncio.run(mixed(server.port))
+        text = server.text("/metrics")
+    found = re.findall(r'exl_loop_lag_seconds_bucket{le="([^"]+)"} ([\d.e+]+)', text)
+    total = float(found[-1][1])
+    p99 = next(float(most) for most, count in found if float(count) >= 0.99 * total)
+    return [Bar("lag: event loop, 99th percentile (the bucket that holds it)", p99 * 1e3, 5.0, "ms")]
+
+
+def hostile(seconds: float) -> list[Bar]:
+    """Time between events of well-behaved clients beside hostile ones, over that beside as many well-behaved ones."""
+    numbers = itertools.count()
+
+    async def slow_reader(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=256)
+        writer.write(message(HEAD, completion(random.Random(2), 900)))
+        await reader.readline()
+        await asyncio.sleep(seconds * 2)
+        writer.transport.abort()
+
+    async def slow_sender(port: int) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        for byte in message(HEAD, completion(random.Random(3))):
+            if writer.is_closing():
+                return
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0.2)
+
+    async def large_schema(port: int) -> None:
+        asked = {"guided_json": schema(1500, next(numbers)), "max_tokens": 2}
+        await ask(port, message(CHAT, asked | {"messages": [{"role": "user", "content": "a"}]}))
+
+    async def measured(port: int, beside: list[Awaitable[Any]]) -> float:
+        others = [asyncio.ensure_future(one) for one in beside]
+        await asyncio.sleep(1.0)
+        draw, until = random.Random(1), time.perf_counter() + seconds
+        own: list[list[float]] = []
+
+        async def one() -> None:
+            own.append([])
+            await events(port, completion(draw, 400), own[-1], until)
+
+        await asyncio.gather(*(repeated(one, until) for _ in range(16)))
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        return percentile([b - a for stamps in own for a, b in itertools.pairwise(stamps)], 0.99)
+
+    async def both(port: int) -> tuple[float, float]:
+        until = time.perf_counter() + seconds + 2
+        friends: list[Awaitable[Any]] = [
+            repeated(lambda: events(port, completion(random.Random(2), 900), []), until) for _ in range(100)
+        ]
+        before = await measured(port, friends)
+        until = time.perf_counter() + seconds + 2
+        enemies: list[Awaitable[Any]] = [slow_reader(port) for _ in range(100)]
+        enemies += [slow_sender(port) for _ in range(20)]
+        enemies.append(repeated(lambda: large_schema(port), until))
+        return before, await measured(port, enemies)
+
+    with serving(streams=128, max_queued_requests=1024) as server:
+        before, beside = asyncio.run(both(server.port))
+    return [Bar("hostile: 99th percentile between events, over ordinary clients", beside / before, 1.1, "times")]
+
+
+def health(seconds: float) -> list[Bar]:
+    """Answers of /health/ready in a burst."""
+    took: list[float] = []
+    stop = threading.Event()
+
+    def probe() -> None:
+        while not stop.is_set():
+            began = time.perf_counter()
+            server.get("/health/ready")
+            took.append(time.perf_counter() - began)
+            time.sleep(0.02)
+
+    async def burst(port: int) -> None:
+        draw = random.Random(1)
+        await asyncio.gather(*(events(port, completion(draw, 16), []) for _ in range(BURST)))
+
+    with serving("free", max_queued_requests=4096, max_queued_prompt_tokens=1 << 20) as server:
+        prober = threading.Thread(target=probe)
+        prober.start()
+        asyncio.run(burst(server.port))
+        stop.set()
+        prober.join()
+    return [Bar(f"health: /health/ready, 99th percentile of {len(took)}", percentile(took, 0.99) * 1e3, 50.0, "ms")]
+
+
+def queue(seconds: float) -> list[Bar]:
+    """Steps of the engine process with a long queue."""
+    import zmq
+    from bench_http import host_work
+
+    from exl_generate import bundled
+    from exl_serve.config.model import Limits, ModelConfig, Qos
+    from exl_serve.engine import wire as protocol
+    from exl_serve.engine.host import Host
+    from exl_serve.engine.load import load
+    from exl_serve.engine.status import StatusWriter
+
+    config = ModelConfig(id="m", path=str(bundled.default_model_dir()), max_batch_size=32, engine="free", device="cpu")
+    loaded = load(config)
+    limits = Limits(max_queued_requests=2 * QUEUED, max_queued_prompt_tokens=1 << 30)
+    rows: dict[int, list[float]] = {}
+    with tempfile.TemporaryDirectory() as place:
+        status = StatusWriter(Path(place) / "status", os.urandom(16))
+        address = f"ipc://{place}/engine"
+        host = Host(loaded.generator, loaded.card, address, status, config=config, limits=limits, qos=Qos())
+        client: Any = zmq.Context.instance().socket(zmq.DEALER)
+        client.setsockopt(zmq.RCVHWM, 0)
+        client.setsockopt(zmq.SNDHWM, 0)
+        client.connect(address)
+        client.send(protocol.encode(protocol.Hello(protocol.VERSION, "bench")))
+        requests = [request for _, request in host_work(32, 900)]
+        sent = 0
+        for queued in (0, QUEUED):
+            for tag in range(sent + 1, 32 + queued + 1):
+                client.send(protocol.encode(protocol.Submit(tag, requests[tag % 32])))
+            sent = 32 + queued
+            # Without steps in between, in which the first ones would end.
+            while len(host._groups) < sent:
+                for worker, data in host._inbox.receive(1.0):
+                    host._take(worker, data)
+            client.send(protocol.encode(protocol.Ping()))
+            while len(host._running) < 32:
+                host._run_once()
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(50_000, 20, 100)
+            for _ in range(20):
+                host._run_once()
+            rows[queued] = []
+            for _ in range(200):
+                client.send(protocol.encode(protocol.Ping()))
+                began = time.thread_time()
+                host._run_once()
+                rows[queued].append(time.thread_time() - began)
+        client.close(0)
+        host._close()
+    ratio = statistics.median(rows[QUEUED]) / statistics.median(rows[0])
+    pause = max(rows[QUEUED]) - statistics.median(rows[QUEUED])
+    return [
+        Bar("queue: a step with 10,000 queued requests, over none", ratio, 1.05, "times"),
+        Bar("queue: longest pause in a step", pause * 1e3, 20.0, "ms"),
+    ]
+
+
+BARS: dict[str, Callable[[float], list[Bar]]] = {
+    one.__name__: one for one in (wire, streams, start, lag, hostile, health, queue)
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(BARS)}")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each measurement under load")
+    given = parser.parse_args()
+    unknown = set(given.names) - set(BARS)
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there is {', '.join(BARS)}")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 8192)), hard))
+    missed = 0
+    for name in given.names or BARS:
+        missed += sum(not bar.tell() for bar in BARS[name](given.seconds))
+    sys.exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    main()
