@@ -22,6 +22,7 @@ from exl_serve.api.app import ROUTES
 from exl_serve.api.text import FolderText
 from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
+from exl_serve.metrics import NoMeter
 from exl_serve.request.body import check_depth, read_json
 from exl_serve.request.fields import COMMON, SAMPLING, UNSUPPORTED, by_name, read_fields
 from exl_serve.request.sampling import seeds_of
@@ -246,6 +247,28 @@ def test_a_client_may_see_the_settings_of_its_request(http: httpx.Client) -> Non
         chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert chunks[-1]["exl"]["settings"] == settings
         assert all("exl" not in chunk for chunk in chunks[:-1])
+
+
+def test_a_request_that_the_engine_rejects_is_logged_with_its_status(
+    server: LiveServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no client that left, and no finished request."""
+    assert server.state is not None
+    lines: list[Any] = []
+    counted: list[str] = []
+
+    class Counts(NoMeter):
+        def count(self, name: str, amount: float = 1.0, **labels: str) -> None:
+            counted.append(name)
+
+    monkeypatch.setattr(server.state, "log_request", lines.append)
+    monkeypatch.setattr(server.state, "meter", Counts())
+    body = {"model": "fable", "prompt": "a", "max_tokens": 5, "guided_regex": "(["}
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    (line,) = lines
+    assert (line["id"], line["status"], line["finish"]) == (answer.headers["x-request-id"], 400, "rejected")
+    assert counted == ["exl_rejected_total"]
 
 
 def test_the_load_of_an_engine_that_ends_meanwhile(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:

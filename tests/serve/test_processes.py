@@ -66,6 +66,7 @@ def test_nothing_outlives_the_supervisor(served: Callable[..., Served]) -> None:
     server = served().up()
     everything = server.children("exl_serve.engine") + server.children("exl_serve.api")
     assert len(everything) == 2
+    assert server.log.count("model fable-10m: loading") == 1
     server.process.kill()
     until(lambda: gone(everything))
 

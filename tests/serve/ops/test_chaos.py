@@ -266,6 +266,7 @@ def test_a_drain_refuses_new_requests_and_finishes_old_ones(served: Callable[...
         os.kill(engine, signal.SIGSTOP)  # the stream does not end meanwhile
         server.process.send_signal(signal.SIGINT)
         until(lambda: server.get("/health/ready") == 503)
+        until(lambda: "another signal (Ctrl-C) ends them at once" in server.log)
 
         def refused() -> httpx.Response | None:
             answer = server.complete()

@@ -151,7 +151,7 @@ async def _prompts(value: Any, fields: Mapping[str, Any], target: Target) -> lis
                 one.encode()
             except UnicodeEncodeError:
                 raise ServeError.invalid(f"prompt[{at}] holds a lone surrogate", "prompt") from None
-            found.append(target.handle.text.encode(one, special=True, bos=bos))
+            found.append(await target.handle.text.encode_long(one, special=True, bos=bos))
         elif isinstance(one, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in one):
             size = target.engine.card.vocab_size
             bad = next((i for i in one if not 0 <= i < size), None)

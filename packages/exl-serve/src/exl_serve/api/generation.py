@@ -165,6 +165,7 @@ async def serve(
     call.on_disconnect(generation.cancel)
     call.state.running.add(generation)
     began = time.monotonic()
+    refused: ServeError | None = None
     try:
         if images:
             async with AsyncExitStack() as files:
@@ -176,17 +177,20 @@ async def serve(
             await _stream(call, generation, answer)
         else:
             await _whole(call, generation, answer, extra)
+    except ServeError as error:
+        refused = error
+        raise
     finally:
         call.stop_watching()
         call.state.running.discard(generation)
-        left = generation.is_cancelled() and not answer.finished
+        left = generation.is_cancelled() and not answer.finished and refused is None
         if not answer.finished or answer.error is not None:
             generation.cancel()
         generation.release()
         if ticket is not None:
             ticket.spend(answer.prompt_tokens + _generated(generation, answer, left))
             ticket.release()
-        _account(call, generation, answer, began, left)
+        _account(call, generation, answer, began, left, refused)
 
 
 async def _whole(
@@ -305,12 +309,39 @@ def _generated(generation: Generation, answer: Answer, left: bool) -> int:
     return max(counted, generation.generated) if left or answer.error is not None else counted
 
 
-def _account(call: Call, generation: Generation, answer: Answer, began: float, left: bool) -> None:
-    """Record the metrics and the log line of a request."""
-    meter, now = call.state.meter, time.monotonic()
+def _account(
+    call: Call, generation: Generation, answer: Answer, began: float, left: bool, refused: ServeError | None
+) -> None:
+    """Record the metrics and the log line of a request. `refused`: its error, if that was told by the status."""
+    now = time.monotonic()
+    error = answer.error if refused is None else refused
+    reason = "abort" if left else "error" if error is not None else (answer.choices[0].finish or "abort")
+    if refused is not None and not generation.started:
+        reason = "rejected"  # `exl_rejected_total` counts it
+    else:
+        _measure(call, generation, answer, began, left, reason)
+    usage = answer.usage()
+    call.state.log_request(
+        {
+            "id": call.id,
+            "key": call.caller.name,
+            "model": str(answer.head.get("model", "")),
+            "status": 499 if left else 200 if error is None else error.status,
+            "finish": reason,
+            "prompt_tokens": usage["prompt_tokens"],
+            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "completion_tokens": _generated(generation, answer, left),
+            "seconds": round(now - began, 4),
+            "ttft": None if generation.first_token is None else round(generation.first_token - began, 4),
+        }
+    )
+
+
+def _measure(call: Call, generation: Generation, answer: Answer, began: float, left: bool, reason: str) -> None:
+    """Record the metrics of a request that the engine took."""
+    meter = call.state.meter
     model = str(answer.head.get("model", ""))
     usage = answer.usage()
-    reason = "abort" if left else "error" if answer.error is not None else (answer.choices[0].finish or "abort")
     meter.count("exl_requests_total", model_name=model, finished_reason=reason)
     meter.count("exl_prompt_tokens_total", usage["prompt_tokens"], model_name=model)
     generated = _generated(generation, answer, left)
@@ -327,22 +358,8 @@ def _account(call: Call, generation: Generation, answer: Answer, began: float, l
         meter.observe("exl_request_decode_seconds", one.generate_seconds, model_name=model)
         if one.completion_tokens > 1:
             meter.observe("exl_token_seconds", one.generate_seconds / (one.completion_tokens - 1), model_name=model)
-    meter.observe("exl_request_seconds", now - began, model_name=model)
+    meter.observe("exl_request_seconds", time.monotonic() - began, model_name=model)
     if generation.first_token is not None:
         meter.observe("exl_time_to_first_token_seconds", generation.first_token - began, model_name=model)
     if left:
         meter.count("exl_disconnects_total", phase="decode" if generation.first_token else "queue")
-    call.state.log_request(
-        {
-            "id": call.id,
-            "key": call.caller.name,
-            "model": model,
-            "status": 499 if left else 200 if answer.error is None else answer.error.status,
-            "finish": reason,
-            "prompt_tokens": usage["prompt_tokens"],
-            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
-            "completion_tokens": generated,
-            "seconds": round(now - began, 4),
-            "ttft": None if generation.first_token is None else round(generation.first_token - began, 4),
-        }
-    )

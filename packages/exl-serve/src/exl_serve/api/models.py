@@ -99,7 +99,7 @@ async def tokenize(call: Call) -> None:
         # vLLM and TabbyAPI put the BOS in front unless told otherwise, llama.cpp does not.
         default = "content" not in body
         bos = _flag(body, "add_special_tokens", _flag(body, "add_special", _flag(body, "add_bos_token", default)))
-        ids = text.encode(given, special=special, bos=bos)
+        ids = await text.encode_long(given, special=special, bos=bos)
     else:
         raise ServeError.invalid("prompt, content or messages must be given", "prompt", "missing_field")
     limit = (await handle.engine()).card.max_seq_len

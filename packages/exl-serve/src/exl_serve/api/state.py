@@ -44,6 +44,9 @@ class TextCodec(Protocol):
         BOS.
         """
 
+    async def encode_long(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]:
+        """Encode a text that may be long, without blocking the event loop."""
+
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Return the text of token ids. `special`: special tokens have their spelling."""
 

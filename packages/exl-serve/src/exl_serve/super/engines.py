@@ -66,6 +66,8 @@ class Engines:
         self._processes: dict[str, _Process] = {}
         self._planning: dict[str, Child] = {}
         self._numbers: dict[str, int] = {}
+        #: by model: what the log has said last
+        self._said: dict[str, tuple[str, int, str]] = {}
         for model in config.model:
             self.registry.add(model)
 
@@ -232,7 +234,9 @@ class Engines:
     def _on_change(self, entry: Entry) -> None:
         self.changed = True
         id = entry.config.id
-        if not entry.since or entry.state != "loading" or not (entry.done or entry.total):
+        said = (entry.state, entry.boot, entry.reason)
+        if self._said.get(id) != said:
+            self._said[id] = said
             log.info("model %s: %s%s", id, entry.state, f", {entry.reason}" if entry.reason else "")
         for one in STATES:
             self._metrics.set("exl_model_state", float(one == entry.state), model_name=id, state=one)

@@ -99,7 +99,7 @@ class Supervisor:
         self._waiting: list[_Waiting] = []
         self._phase = "serving"
         self._phase_at = 0.0
-        self._forced = self._announced = self._hung_up = False
+        self._forced = self._announced = self._hung_up = self._told_end = False
         self._broadcast_due = True
         self._notifier = Notifier()
         self._notified = self._measured = 0.0
@@ -152,6 +152,11 @@ class Supervisor:
             self._hung_up = False
             self._take_over()
         self._engines.step()
+        if self._phase != "serving" and not self._told_end:
+            self._told_end = True
+            timeout = self._config.drain.timeout
+            most = "take as long as they need" if timeout < 0 else f"take {timeout:g} seconds more"
+            log.info("stopping: running requests may %s; another signal (Ctrl-C) ends them at once", most)
         if self._phase != "stopping":
             for index, worker in enumerate(self._workers):
                 self._watch_worker(index, worker, now)
