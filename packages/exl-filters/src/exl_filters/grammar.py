@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -18,14 +17,13 @@ from exl_filters.masking import masked
 from exl_filters.plain import is_plain
 from exl_filters.reasons import source_reason
 from exl_filters.regex_states import PatternStates, State, states_of
+from exl_filters.start_states import AnyMatcher, StartState
 from exl_filters.tokens import as_prefix, as_token
 from exl_filters.trial import convert_ebnf
 from exl_filters.vocabulary import Vocabulary, vocabulary_of
-from exl_filters.xgr import XgrammarMatcher, compile_xgrammar
+from exl_filters.xgr import compile_xgrammar
 
 __all__ = ["ExLlamaV2GrammarFilter"]
-
-AnyMatcher = Matcher | XgrammarMatcher
 
 # Probing whether an id ends the text takes time for each id; beyond this many the probes would dominate a step.
 MAX_PROBED = 64
@@ -33,23 +31,6 @@ MAX_PROBED = 64
 
 # Before each feed, for rewinding: tokens the matcher had consumed, done, ended, pending prefix, state of the pattern.
 _Step = tuple[int, bool, bool, bytes, State | None]
-
-
-class _Template:
-    """The compiled start state, shared by all clones."""
-
-    shared_between_clones = True
-
-    def __init__(self, matcher: AnyMatcher, states: PatternStates | None) -> None:
-        self._matcher = matcher
-        self._lock = threading.Lock()
-        #: the states of the pattern, whose masks all clones share; None for other sources
-        self.states = states
-
-    def start(self) -> AnyMatcher:
-        """Return a matcher at the start of the grammar."""
-        with self._lock:
-            return self._matcher.copy()
 
 
 class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
@@ -149,7 +130,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
             compiled: AnyMatcher = compile_xgrammar(source, self.vocabulary, whitespace, limits, budget)
         else:
             compiled = self._compiled(budget)
-        self._template = _Template(compiled, self._pattern_states())
+        self._template = StartState(compiled, self._pattern_states())
         self._prepared: Words | None = None
         self._healing: Words | None = None
         self._keep = bits.from_ids(self.vocabulary.defined, self.vocabulary.size)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from exl_filters import bits
@@ -18,7 +20,10 @@ from exl_filters.errors import FilterCompileError, FilterFailed, MissingExtra
 from exl_filters.reasons import stop_reason
 from exl_filters.vocabulary import Vocabulary
 
-__all__ = ["Matcher", "compile_matcher", "llguidance", "tokenizer_for"]
+__all__ = ["QUICK", "Matcher", "compile_matcher", "llguidance", "tokenizer_for"]
+
+QUICK = 0.01
+"""Seconds that a grammar takes at most to be compiled again, for jobs that run at the same time."""
 
 _lock = threading.Lock()
 
@@ -122,8 +127,14 @@ def _same_bytes(built: Any, vocabulary: Vocabulary) -> bool:
 class Matcher:
     """One `LLMatcher`: writes masks, counts the tokens it consumed, raises `FilterFailed` when it fails."""
 
-    def __init__(self, raw: Any, width: int, eos: int) -> None:
+    def __init__(
+        self, raw: Any, width: int, eos: int, *, lexer: object = None, again: Callable[[], Matcher] | None = None
+    ) -> None:
         self.raw, self.width, self.eos = raw, width, eos
+        #: the same for all copies, which take turns at one lexer
+        self.lexer = object() if lexer is None else lexer
+        #: compiles the grammar once more, with a lexer of its own; None where that takes long, and in copies
+        self.again = again
         self.consumed = 0
         # The target of the last mask, and the buffer that llguidance wrote: the target, or one of the matcher's width.
         self._target: Words | None = None
@@ -134,7 +145,7 @@ class Matcher:
 
     def copy(self) -> Matcher:
         """Return an independent matcher in the same state."""
-        new = Matcher(self.raw.deep_copy(), self.width, self.eos)
+        new = Matcher(self.raw.deep_copy(), self.width, self.eos, lexer=self.lexer)
         new.consumed = self.consumed
         return new
 
@@ -249,13 +260,16 @@ def compile_matcher(
 
         try_grammar(grammar, options, trial, **_control_tokens(grammar, vocabulary))
     tokenizer, width = tokenizer_for(vocabulary)
+    began = time.perf_counter()
     raw = caught(lambda: module.LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits))
+    seconds = time.perf_counter() - began
     if raw.is_error():
         raise FilterCompileError(str(raw.get_error()).strip())
     warnings = raw.get_grammar_warnings()
     if warnings:
         raise FilterCompileError("cannot be enforced: " + "; ".join(str(w) for w in warnings))
-    return Matcher(raw, width, int(tokenizer.eos_token))
+    again = partial(compile_matcher, grammar, vocabulary, limits) if seconds < QUICK else None
+    return Matcher(raw, width, int(tokenizer.eos_token), again=again)
 
 
 def _control_tokens(grammar: str, vocabulary: Vocabulary) -> dict[str, Any]:

@@ -1,0 +1,90 @@
+"""Jobs of one grammar that run at the same time use several lexers: masks are those of one."""
+
+from __future__ import annotations
+
+import gc
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from exl_filters import FilterStack, bits
+from exl_filters.readers import from_tokenizer_json
+
+pytest.importorskip("llguidance", reason="extra `grammar`")
+from exl_filters import start_states
+from exl_filters.errors import FilterCompileError
+from exl_filters.grammar import ExLlamaV2GrammarFilter
+from exl_filters.llg import Matcher, compile_matcher
+
+MODEL = from_tokenizer_json(str(Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-fp16" / "tokenizer.json"))
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
+LARK = 'start: item (", " item)*\nitem: /[a-z]{1,5}/ "=" /[0-9]+/\n'
+
+
+@pytest.fixture(autouse=True)
+def many_cores(monkeypatch):
+    monkeypatch.setattr(start_states, "most_lexers", lambda: 4)
+    monkeypatch.setattr("exl_filters.llg.QUICK", 1e9)  # however slow this machine is now
+
+
+def stacks_of(filter_, count):
+    stacks = [FilterStack([filter_], vocab_size=MODEL.size, stop_ids=[MODEL.eos_token_id]) for _ in range(count)]
+    for stack in stacks:
+        stack.begin("")
+    return stacks
+
+
+def lexers(stacks):
+    return {id(stack.filters[0]._matcher.lexer) for stack in stacks}  # noqa: SLF001
+
+
+@pytest.mark.parametrize("source", [{"json_schema": SCHEMA}, {"lark": LARK}, {"regex": "([a-z]{1,6}, ){2,9}"}])
+def test_masks_do_not_depend_on_the_lexer(source):
+    filter_ = ExLlamaV2GrammarFilter(None, MODEL, **source)
+    stacks, rng = stacks_of(filter_, 14), random.Random(1)
+    assert len(lexers(stacks)) == 4
+    for _ in range(15):
+        masks = [stack.next_mask() for stack in stacks]
+        assert all(np.array_equal(mask, masks[0]) for mask in masks)
+        token = rng.choice(bits.to_ids(masks[0]))
+        if stacks[0].feed(token):
+            break
+        for stack in stacks[1:]:
+            stack.feed(token)
+
+
+def test_few_jobs_share_a_lexer_and_those_that_end_leave_theirs():
+    filter_ = ExLlamaV2GrammarFilter(None, MODEL, json_schema=SCHEMA)
+    for _ in range(5):
+        stacks = stacks_of(filter_, 2)
+        assert len(lexers(stacks)) == 1
+        del stacks
+        gc.collect()
+    assert len(lexers(stacks_of(filter_, 8))) == 3
+
+
+def test_a_grammar_that_takes_long_to_compile_keeps_one_lexer(monkeypatch):
+    monkeypatch.setattr("exl_filters.llg.QUICK", 0.0)
+    assert len(lexers(stacks_of(ExLlamaV2GrammarFilter(None, MODEL, json_schema=SCHEMA), 14))) == 1
+
+
+def test_a_grammar_that_cannot_be_compiled_again_keeps_its_lexer(monkeypatch):
+    filter_ = ExLlamaV2GrammarFilter(None, MODEL, json_schema=SCHEMA)
+
+    def full():
+        raise FilterCompileError("no memory is left")
+
+    monkeypatch.setattr(filter_._template, "_again", full)  # noqa: SLF001
+    stacks = stacks_of(filter_, 14)
+    assert len(lexers(stacks)) == 1
+    assert all(stack.next_mask().any() for stack in stacks)
+
+
+def test_copies_have_the_lexer_of_their_original():
+    one = compile_matcher('start: "ab" | "ac"', MODEL)
+    assert isinstance(one, Matcher)
+    assert one.copy().lexer is one.lexer
+    assert one.again is not None
+    assert one.again().lexer is not one.lexer
