@@ -178,9 +178,9 @@ def test_a_host_with_stop_ids_of_its_own():
             stack.feed(SMALL.ids_of(text)[0])
 
 
-@pytest.mark.parametrize("bound", ["MAX_MASKS", "MAX_STATES"])
-def test_few_states_and_masks_are_kept(monkeypatch, bound):
-    monkeypatch.setattr(f"exl_filters.regex_states.{bound}", 2)
+@pytest.mark.parametrize(("bound", "value"), [("MAX_MASKS", 2), ("MAX_STATES", 2), ("MAX_WORK", 40), ("MAX_TERM", 7)])
+def test_few_states_and_masks_are_kept(monkeypatch, bound, value):
+    monkeypatch.setattr(f"exl_filters.regex_states.{bound}", value)
     rng = random.Random(5)
     for stack in stacks_of("([ab]{1,4}1)+", SMALL, 4):
         walk(stack, oracle("([ab]{1,4}1)+", SMALL), rng, 30)
@@ -198,11 +198,12 @@ def test_patterns_that_are_not_followed(pattern):
 
 
 def test_a_pattern_whose_derivatives_grow_is_given_up():
-    states = states_of("(a?b?c?d?e?f?g?h?i?j?){40}" * 12, 1000)
+    assert states_of("(a?b?c?d?e?f?g?h?i?j?){40}" * 12, 1000) is None
+    states = states_of("((a|b)*a(a|b){12}){3}", 1000)
     assert states is not None
-    state = states.start
-    for _ in range(50):
-        state = states.feed(state, b"a")
+    rng, state = random.Random(1), states.start
+    for _ in range(100):
+        state = states.feed(state, rng.choice([b"a", b"b"]))
     assert state is None
 
 

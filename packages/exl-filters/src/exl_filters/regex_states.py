@@ -30,8 +30,10 @@ EMPTY_TEXT: Term = ()
 
 MAX_PATTERN = 400
 """Longest pattern, in characters, that is followed: a derivative takes time in proportion to it."""
-MAX_TERM = 1000
+MAX_TERM = 200
 """Most nodes of a derivative."""
+MAX_WORK = 500_000
+"""Most nodes of all derivatives of a pattern, whose time is taken from every job."""
 MAX_STATES = 10_000
 """States kept for a pattern; beyond them the table starts anew."""
 MAX_MASKS = 256
@@ -183,6 +185,21 @@ def _size(term: Term) -> int:
     return 1 + _size(term[1]) + (_size(term[2]) if term[0] == JOIN else 0)
 
 
+def _kinds_of(term: Term) -> bytes:
+    """Return 256 bytes that map the ASCII characters that no class tells apart to one of them, other bytes to 255."""
+    classes: set[int] = set()
+    todo = [term]
+    while todo:
+        part = todo.pop()
+        if part and part[0] == CLASS:
+            classes.add(part[1])
+        elif part:
+            todo += part[1] if part[0] == EITHER else [part[1], part[2]] if part[0] == JOIN else [part[1]]
+    first: dict[tuple[int, ...], int] = {}
+    ascii_kinds = [first.setdefault(tuple(c >> byte & 1 for c in classes), byte) for byte in range(128)]
+    return bytes(ascii_kinds + [255] * 128)
+
+
 # ---- patterns
 
 
@@ -323,7 +340,7 @@ class State:
 
     def __init__(self, term: Term) -> None:
         self.term = term
-        #: the state after each ASCII character seen so far; None where the text is not followed
+        #: the state after each kind of character seen so far; None where the text is not followed
         self.next: dict[int, State | None] = {}
         #: the number of its mask, 0 where masks are not shared; None before it is known
         self.key: int | None = None
@@ -339,16 +356,18 @@ class PatternStates:
         self._keys: dict[Term, int] = {}
         self._count = 0
         self._masks: dict[int, Words] = {}
+        self._kinds = _kinds_of(term)
+        self._work = 0
         self.start: State | None = self._state(term)
 
     def feed(self, state: State | None, text: bytes) -> State | None:
         """Return the state after the bytes of a token; None where the text is not followed any further."""
         if not text:
             return None
-        for byte in text:
+        for kind in text.translate(self._kinds):
             if state is None:
                 return None
-            state = state.next[byte] if byte in state.next else self._step(state, byte)
+            state = state.next[kind] if kind in state.next else self._step(state, kind)
         return state
 
     def mask(self, state: State | None) -> Words | None:
@@ -385,19 +404,20 @@ class PatternStates:
                 self._keys[short] = self._count
             return self._keys[short]
 
-    def _step(self, state: State, byte: int) -> State | None:
+    def _step(self, state: State, kind: int) -> State | None:
         try:
-            term = _after(state.term, byte) if byte < 128 else None
+            term = _after(state.term, kind) if kind < 128 else None
         except RecursionError:
             term = None
-        state.next[byte] = found = None if term is None else self._state(term)
+        state.next[kind] = found = None if term is None else self._state(term)
         return found
 
     def _state(self, term: Term) -> State | None:
         found = self._states.get(term)
         if found is not None:
             return found
-        if _size(term) > MAX_TERM:
+        self._work += (size := _size(term))
+        if size > MAX_TERM or self._work > MAX_WORK:
             return None
         with self._lock:
             if len(self._states) >= MAX_STATES:
@@ -418,6 +438,7 @@ def states_of(pattern: str, longest: int) -> PatternStates | None:
     if len(pattern) > MAX_PATTERN:
         return None
     try:
-        return PatternStates(_Parser(pattern).term(), longest)
+        found = PatternStates(_Parser(pattern).term(), longest)
     except (_UnsupportedError, RecursionError):
         return None
+    return None if found.start is None else found
