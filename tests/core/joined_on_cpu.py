@@ -20,7 +20,7 @@ from exl_kernels.kv import store_kv
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.fused import Packed
 from exl_kernels.norm import layer_norm, rms_norm
-from exl_kernels.selection import FEW_ROWS, GEMV_ROWS, PACKED_ROWS
+from exl_kernels.selection import BLOCK_ROWS, FEW_ROWS, GEMV_ROWS
 
 __all__ = ["FusedDouble", "GroupDouble", "joined_on_cpu"]
 
@@ -33,7 +33,7 @@ class FusedDouble:
     """Inputs that launches of norms have packed."""
 
     def __init__(
-        self, matrices: list[QuantMatrix], *, norm: Any = None, activation: Any = None, max_rows: int = 64
+        self, matrices: list[QuantMatrix], *, norm: Any = None, activation: Any = None, max_rows: int = BLOCK_ROWS
     ) -> None:
         self.matrices, self.norm, self.activation, self.max_rows = matrices, norm, activation, max_rows
         self.out_features = matrices[0].out_features if activation else sum(m.out_features for m in matrices)
@@ -48,8 +48,11 @@ class FusedDouble:
 
     def kernel(self, rows: int) -> str | None:
         """Of matrices that every kernel takes, on a card that has all."""
-        names = ((GEMV_ROWS, "gemv_ring"), (FEW_ROWS, "gemm_few"), (PACKED_ROWS, "gemm_batch"))
+        names = ((GEMV_ROWS, "gemv_ring"), (FEW_ROWS, "gemm_few"), (BLOCK_ROWS, "gemm_batch"))
         return next((name for limit, name in names if rows <= limit), None)
+
+    def takes_at_once(self, rows: int) -> bool:
+        return self.kernel(rows) is not None
 
     def takes_packed(self, rows: int) -> bool:
         return self.kernel(rows) == "gemm_few"

@@ -21,7 +21,7 @@ from exl_core.execution.step import build_step
 from exl_core.layers import Attention, FeedForward, Head, MoE
 from exl_core.lora.rows import RowAdapters
 from exl_kernels.safetensors_file import write_safetensors
-from exl_kernels.selection import FEW_ROWS, GEMV_ROWS
+from exl_kernels.selection import BLOCK_ROWS, FEW_ROWS, GEMV_ROWS
 
 FOLDER = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"
 PAGE = 16
@@ -71,9 +71,9 @@ def test_the_plan_is_the_modules_own_pass(
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(("batch", "q_len"), [(13, 5), (65, 1), (3, 50)])
+@pytest.mark.parametrize(("batch", "q_len"), [(13, 5), (129, 1), (3, 50)])
 def test_more_rows_than_a_kernel_takes_run_in_blocks(model: ExLlamaV2, batch: int, q_len: int) -> None:
-    """The doubles take at most 64 rows, too. Logits and cache are those of the modules' own pass."""
+    """The doubles take at most 128 rows, too. Logits and cache are those of the modules' own pass."""
     plan = joined_launches_of(model)
     assert isinstance(plan, JoinedLaunches), plan
     assert plan.takes(batch * q_len)
@@ -87,7 +87,8 @@ def test_more_rows_than_a_kernel_takes_run_in_blocks(model: ExLlamaV2, batch: in
     FusedDouble.calls = 0
     plan.run(ids.flatten(), step, logits)
     layers = sum(isinstance(module, Attention) for module in model.modules)
-    assert FusedDouble.calls == -(-batch * q_len // 64) * 4 * layers
+    blocks = -(-batch * q_len // BLOCK_ROWS)
+    assert FusedDouble.calls == blocks * (4 * layers + 1)  # and the head
     assert torch.equal(logits, want)
     for a, b in zip(one.all_tensors(), other.all_tensors(), strict=True):
         assert torch.equal(a, b)

@@ -17,7 +17,7 @@ from exl_kernels.attention import paged_attention
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.linear.cuda import CudaQuantMatrix, launch_matmul
 from exl_kernels.linear.fused import FusedLinear
-from exl_kernels.selection import FEW_ROWS
+from exl_kernels.selection import FEW_ROWS, Card
 
 pytestmark = pytest.mark.cuda
 
@@ -237,7 +237,7 @@ def packed(matrix: CudaQuantMatrix, x: Tensor) -> tuple[int, Tensor]:
     plan = group.plan_with("gemm_few" if few else "gemm_batch", rows)
     scratch = torch.zeros(plan.scratch_bytes, dtype=torch.uint8, device="cuda")
     launch_matmul(group, plan, x, x.new_empty(rows, 64), scratch=scratch)
-    return 8 if few else next(n for n in (16, 32, 64) if rows <= n), scratch
+    return 8 if few else next(n for n in (16, 32, 64, 128) if rows <= n), scratch
 
 
 @pytest.mark.needs("bulk_copy", "wgmma")
@@ -250,8 +250,8 @@ def test_results_packed_for_the_next_matmul(
 ) -> None:
     made = product_of(heads * groups * dim, matrix)
     cycle = [65, 1, 700, 0, *([1, 1, 1, 64] if UNDER_A_TOOL else [256, 130, 513, 64])]
-    for tokens in (3, 9, 64) if UNDER_A_TOOL else (1, 3, 8, 9, 16, 23, 64):
-        step = own_step(kind, (cycle * 8)[:tokens], heads=heads, groups=groups, dim=dim, page_size=64)
+    for tokens in (3, 9, 64, 65) if UNDER_A_TOOL else (1, 3, 8, 9, 16, 23, 64, 65, 128):
+        step = own_step(kind, (cycle * 16)[:tokens], heads=heads, groups=groups, dim=dim, page_size=64)
         want = step.apart(**options)
         columns, reference = packed(made, want.view(tokens, -1))
         count = made.in_features // 32 * 64 * columns  # of rows that are there
@@ -298,7 +298,8 @@ def test_blocks_that_share_k_need_not_wait_for_one_another(dtype: torch.dtype) -
     made = product_of(4096, "exl2")
     group, stream = group_of(made), torch.cuda.current_stream().cuda_stream
     bf16 = dtype == torch.bfloat16
-    for rows in (9, 16, 23, 32, 64):
+    wide = (65, 128) if "wgmma" in Card.device(0).features else ()
+    for rows in (9, 16, 23, 32, 64, *wide):
         x = torch.randn(rows, 4096, device="cuda").to(dtype)
         most = group.plan_with("gemm_batch", rows, bfloat16=bf16, tuning=[0, 0, 4, 0, 0])
         scratch = torch.zeros(most.scratch_bytes, dtype=torch.uint8, device="cuda")

@@ -65,11 +65,12 @@ def test_a_card_that_is_not_here_is_an_error() -> None:
 @pytest.mark.parametrize("make", [exl2, gptq])
 def test_rows_decide_on_hopper(make) -> None:
     card, qkv = Card.named("H200"), [make(512), make(128), make(128)]
-    kernels = {rows: card.fused_matmul(qkv, rows, norm=True) for rows in (1, 2, 3, 8, 9, 64, 65)}
+    kernels = {rows: card.fused_matmul(qkv, rows, norm=True) for rows in (1, 2, 3, 8, 9, 64, 65, 128, 129)}
     assert [k.kernel for k in kernels.values()] == [
-        "gemv_ring", "gemv_ring", "gemm_few", "gemm_few", "gemm_batch", "gemm_batch", "gemm_large",
+        "gemv_ring", "gemv_ring", "gemm_few", "gemm_few", "gemm_batch", "gemm_batch", "gemm_batch",
+        "gemm_batch", "gemm_large",
     ]  # fmt: skip
-    assert [k.joined for k in kernels.values()] == [True] * 6 + [False]
+    assert [k.joined for k in kernels.values()] == [True] * 8 + [False]
     assert not kernels[1].refused
     assert card.matmul(qkv[0], 8).kernel == "gemv_ring"
     head = make(16 * K)

@@ -15,12 +15,15 @@ from torch import Tensor
 from . import _native
 from .errors import DeviceError
 
-__all__ = ["FEW_ROWS", "GEMV_ROWS", "PACKED_ROWS", "Card", "MatrixShape", "Selection", "known_cards"]
+__all__ = ["BLOCK_ROWS", "FEW_ROWS", "GEMV_ROWS", "PACKED_ROWS", "Card", "MatrixShape", "Selection", "known_cards"]
 
 GEMV_ROWS, FEW_ROWS, PACKED_ROWS = _native.cuda_row_limits()
 """Row limits: `gemv_ring` is chosen up to the first where `gemm_few` fits, too; `gemm_few` takes up to the second; the
 packed weights up to the third. Up to there a row's result does not depend on the number of rows. More rows are cheaper
-by dequantizing once."""
+by dequantizing once, except in captured steps."""
+
+BLOCK_ROWS = 2 * PACKED_ROWS
+"""Rows of a block of a captured step's matmuls: one launch on cards with wgmma, elsewhere launches of PACKED_ROWS."""
 
 _EXL2_PARTS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
 

@@ -1,8 +1,10 @@
-// y = x @ W for 9 to 64 activation rows on sm_90a: each weight is unpacked once and multiplied by the tensor cores of a warpgroup.
+// y = x @ W for 9 to 128 activation rows on sm_90a: each weight is unpacked once and multiplied by the tensor cores of a warpgroup.
 //
 // An item is 64 features (four row tiles), the work of one warpgroup. A block processes all of K, or four blocks process a quarter each
 // (the units u = j mod 4). A block has up to W warpgroups with neighbouring items and one warp that streams stages. A stage is one unit of
-// every tile, with the packed activations of its rows, which stay in shared memory if the block needs them again and they fit. A warp's
+// every tile, with the packed activations of its rows, which stay in shared memory if the block needs them again and they fit. The
+// activations of more than 64 columns have a ring of half units and a warp that copies them, because two whole units of them and the sums
+// leave little room for weights. A warp's
 // fragments of mma.sync are its part of a warpgroup's A operand, so codes go from shared memory to registers to the tensor cores. Results
 // are bitwise identical to the ring kernel's: the order of sums (`sum_classes`) is the same.
 //
@@ -24,7 +26,9 @@ struct Batch : BatchFinish<N, true> {
   using Finish::Finish;
   using Finish::S, Finish::p, Finish::memory, Finish::base, Finish::full, Finish::empty, Finish::present, Finish::step, Finish::first;
   using Finish::order, Finish::own, Finish::per_block, Finish::place, Finish::numbered, Finish::leave, Finish::go_on, typename Finish::Place;
-  static constexpr int ENTRIES = UNIT_ROWS / ENTRY, X_BYTES = 512 * N;
+  static constexpr int ENTRIES = UNIT_ROWS / ENTRY, X_BYTES = 512 * N, HALF_BYTES = X_BYTES / 2;
+  // Whether half units of activations have a ring of their own.
+  static constexpr bool HALVES = N > 64;
   // A unit's row in the block's table: {offset, bytes, widths | number << 16}, maxima.
   static constexpr int ROW = ENTRY == 128 ? 16 : 32, MAXIMA_AT = ENTRY == 128 ? 12 : 16;
 
@@ -36,6 +40,11 @@ struct Batch : BatchFinish<N, true> {
       barrier_init(empty + i * 8, p.groups * 4 * WARP_ARRIVALS);
     }
     if (lane == 0) barrier_init(numbered(), 1);
+    if (HALVES)
+      for (int i = lane; i < p.half_slots; i += 32) {
+        barrier_init(present + i * 8, 1);
+        barrier_init(released(i), p.groups * 4 * WARP_ARRIVALS);
+      }
     if (p.resident)
       for (int i = lane; i < own; i += 32) barrier_init(present + i * 8, 1);
     barriers_visible();
@@ -82,7 +91,7 @@ struct Batch : BatchFinish<N, true> {
     const int lane = threadIdx.x % 32;
     const uint2 unit = SharedBytes{source.units}.get8(i * ROW);
     const uint32_t bar = full + turn.slot * 8, bytes = __reduce_add_sync(~0u, source.some ? unit.y : 0);
-    if (lane == 0) barrier_expect(bar, bytes + (p.resident ? 0 : X_BYTES));
+    if (lane == 0) barrier_expect(bar, bytes + (HALVES || p.resident ? 0 : X_BYTES));
     __syncwarp();
     if (source.some) copy_to_shared(base + p.ring_at + turn.slot * p.stage_stride + lane * p.unit_room, source.from + unit.x, unit.y, bar, policy);
   }
@@ -111,8 +120,10 @@ struct Batch : BatchFinish<N, true> {
     };
 #pragma unroll 1
     for (int s = 0; s < ahead; s++, next()) copy_weights(from, i, turn, once);
-    pdl_wait();
-    if (p.resident) {
+    if constexpr (!HALVES) pdl_wait();
+    if (HALVES) {
+      // Another warp copies the activations.
+    } else if (p.resident) {
 #pragma unroll 1
       for (int x = threadIdx.x % 32; x < own; x += 32) {
         barrier_expect(present + x * 8, X_BYTES);
@@ -127,8 +138,26 @@ struct Batch : BatchFinish<N, true> {
     for (int s = ahead; s < total; s++, next()) {
       barrier_wait(empty + turn.slot * 8, turn.phase ^ 1);
       copy_weights(from, i, turn, once);
-      if (!p.resident) copy_staged_activations(i, turn, again);
+      if (!HALVES && !p.resident) copy_staged_activations(i, turn, again);
     }
+  }
+  // The barrier that signals that all warps have read a slot of the ring of half units.
+  DEVICE uint32_t released(int slot) const { return present + (p.half_slots + slot) * 8; }
+  // Run by one thread.
+  DEVICE void stream_activations() const {
+    const uint64_t again = evict_last();
+    const int blocks = (p.items + per_block() - 1) / per_block();
+    Turn turn;
+    pdl_wait();
+#pragma unroll 1
+    for (int block = first; block < blocks; block += step)
+#pragma unroll 1
+      for (int h = 0; h < 2 * own; h++, turn.advance(p.half_slots)) {
+        const uint32_t u = SharedBytes{base + p.part[0].units_at}.get4(h / 2 * ROW + 8) >> 16, bar = present + turn.slot * 8;
+        barrier_wait(released(turn.slot), turn.phase ^ 1);
+        barrier_expect(bar, HALF_BYTES);
+        copy_to_shared(base + p.x_at + turn.slot * HALF_BYTES, p.x + (size_t)u * X_BYTES + h % 2 * HALF_BYTES, HALF_BYTES, bar, again);
+      }
   }
 
   // ---- warpgroups multiply
@@ -158,6 +187,8 @@ struct Batch : BatchFinish<N, true> {
     uint64_t x;  // the descriptor of the first core matrices or, with three warpgroups, of the next
     const uint32_t maxima;  // address of the maxima or, for entries of 128 rows, the maxima themselves
     const int lane;
+    const Batch& batch;
+    Turn& half;
     float (&total)[S];
     UnitScales<KIND, ENTRY, SharedBytes> scales;
 
@@ -173,7 +204,7 @@ struct Batch : BatchFinish<N, true> {
 #pragma unroll
       for (int j = 0; j < COUNT; j++) {
         // Advancing in place saves registers, but is slower where registers are not scarce.
-        const uint64_t at = W == 3 ? x : descriptor_of(static_cast<uint32_t>(x) + (i + j) * 2 * N, 128 >> 4);
+        const uint64_t at = W == 3 ? x : descriptor_of(static_cast<uint32_t>(x) + (HALVES ? i + j & 7 : i + j) * 2 * N, 128 >> 4);
         if (j == 0) product<ADD, TRANSPOSED>(sums, a[0], at);
         else product<true, TRANSPOSED>(sums, a[j], at);
         if constexpr (W == 3) advance(x, 2 * N);
@@ -212,6 +243,7 @@ struct Batch : BatchFinish<N, true> {
       wgmma_pending<1>();
       unpack_half<B, 0>(a[0], w, 1);
       wgmma_wait<0>(sums);
+      next_half();
       fold(sums, total, scale_of[0]);
       multiply<2, false>(sums, a[0], 8);
       unpack_half<B, 1>(a[1], w, 1);
@@ -250,7 +282,11 @@ struct Batch : BatchFinish<N, true> {
 #pragma unroll 1
       for (int c = 0; c < 4; c++) {
         const uint32_t b = widths >> (4 * c) & 15;
-        if (all(b == 0)) break;
+        if (HALVES && all(c == 2)) next_half();
+        if (all(b == 0)) {
+          if (HALVES && all(c < 2)) next_half();
+          break;
+        }
         uint32_t a[4][4];
         const uint32_t codes = weights + offset;
         if (b == 4) {
@@ -284,6 +320,13 @@ struct Batch : BatchFinish<N, true> {
         }
       }
     }
+    // Goes on to the second half of the unit's activations. No matrix instruction is in flight.
+    DEVICE void next_half() {
+      if constexpr (HALVES) {
+        batch.release_half(half);
+        x = batch.await_half(half);
+      }
+    }
     float held[S];
     DEVICE static bool all(bool v) { return __all_sync(~0u, v); }
     DEVICE void run(uint32_t widths) {
@@ -303,9 +346,24 @@ struct Batch : BatchFinish<N, true> {
     }
   };
 
+  // Waits for half a unit of activations; returns its descriptor.
+  DEVICE uint64_t await_half(Turn half) const {
+    barrier_wait(present + half.slot * 8, half.phase);
+    return descriptor_at(base + p.x_at + half.slot * HALF_BYTES);
+  }
+  DEVICE void release_half(Turn& half) const {
+    warp_arrives(released(half.slot), threadIdx.x % 32);
+    half.advance(p.half_slots);
+  }
+  // From one lane, so that the compiler keeps descriptors in uniform registers.
+  DEVICE static uint64_t descriptor_at(uint32_t x) { return descriptor_of(__shfl_sync(~0u, x >> 4 | (16 * N >> 4) << 16, 0), 128 >> 4); }
   DEVICE uint32_t room_of_warp() const { return threadIdx.x / 32 * p.unit_room; }
   // Adds the sums of a quarter, beginning at `row` of the table at `rows`.
   DEVICE void add_quarter(float (&sum)[S], int quarter, uint32_t rows, uint32_t& row, uint32_t mine, Turn& turn, bool waits) const {
+    Turn none;
+    add_quarter(sum, quarter, rows, row, mine, turn, none, waits);
+  }
+  DEVICE void add_quarter(float (&sum)[S], int quarter, uint32_t rows, uint32_t& row, uint32_t mine, Turn& turn, Turn& half, bool waits) const {
     const int lane = threadIdx.x % 32;
     float total[S];
 #pragma unroll
@@ -319,12 +377,12 @@ struct Batch : BatchFinish<N, true> {
         const uint32_t at = base + p.ring_at + turn.slot * p.stage_stride;
         const uint32_t x = p.resident ? base + p.x_at + (row - rows) / ROW * X_BYTES : at + p.groups * ITEM_TILES * p.unit_room;
         const uint2 unit_row = SharedBytes{row}.get8(8);
-        if (waits) barrier_wait(present + (row - rows) / ROW * 8, 0);
+        if (!HALVES && waits) barrier_wait(present + (row - rows) / ROW * 8, 0);
         barrier_wait(full + turn.slot * 8, turn.phase);
-        // From one lane, so that the compiler keeps descriptors in uniform registers.
-        const uint32_t descriptor = __shfl_sync(~0u, x >> 4 | (16 * N >> 4) << 16, 0);
-        Unit unit{at + mine, descriptor_of(descriptor, 128 >> 4), ENTRY == 128 ? unit_row.y : row + MAXIMA_AT, lane, total, {}};
+        const uint64_t descriptor = HALVES ? await_half(half) : descriptor_at(x);
+        Unit unit{at + mine, descriptor, ENTRY == 128 ? unit_row.y : row + MAXIMA_AT, lane, *this, half, total, {}};
         unit.run(unit_row.x & 0xffff);
+        if constexpr (HALVES) release_half(half);
         warp_arrives(empty + turn.slot * 8, lane);
         turn.advance(p.slots);
       }
@@ -335,7 +393,7 @@ struct Batch : BatchFinish<N, true> {
   DEVICE void multiply() const {
     const int group = threadIdx.x / 128;
     const uint32_t mine = room_of_warp();
-    Turn turn;
+    Turn turn, half;
     bool waits = p.resident;
 #pragma unroll 1
     for (int block = first; block * per_block() < p.items; block += step, waits = false) {
@@ -344,7 +402,7 @@ struct Batch : BatchFinish<N, true> {
 #pragma unroll 1
       for (int quarter = order.first; quarter < order.first + order.quarters; quarter++) {
         float sum[S];
-        add_quarter(sum, quarter, rows, row, mine, turn, waits);
+        add_quarter(sum, quarter, rows, row, mine, turn, half, waits);
         leave(block, quarter, sum);
       }
       if constexpr (Finish::TRANSPOSES) {
@@ -360,9 +418,9 @@ DEVICE void batch_matmul(const BatchTask& p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(128) uint8_t memory[];
   const B batch(p, memory);
-  // Two warps only fill the last warpgroup, so that it can release its registers.
+  // One or two warps only fill the last warpgroup, so that it can release its registers.
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
-  constexpr int BARRIER_THREADS = W * 128 + (RACECHECK ? 128 : 64);  // racecheck's build: all threads of the block
+  constexpr int BARRIER_THREADS = W * 128 + (RACECHECK ? 128 : B::HALVES ? 96 : 64);  // racecheck's build: all threads of the block
   if (group == W) {
     if constexpr (FEWER > 0) fewer_registers<FEWER>();
     if (threadIdx.x < W * 128 + 32) {
@@ -375,6 +433,10 @@ DEVICE void batch_matmul(const BatchTask& p) {
       pdl_wait();
       if (p.cut > 1) batch.agree();
       __syncwarp();  // one lane polls for the other blocks
+    } else if (B::HALVES && threadIdx.x < W * 128 + 96) {
+      bar<1>(BARRIER_THREADS);
+      if (threadIdx.x % 32 == 0) batch.stream_activations();
+      __syncwarp();
     } else if (RACECHECK) {
       bar_arrive<1>(BARRIER_THREADS);
     }

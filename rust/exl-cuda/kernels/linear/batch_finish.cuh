@@ -1,4 +1,4 @@
-// The end of the kernels of 9 to 64 rows (batch.cuh): adds the quarters of K, applies the epilogue, and stores the results.
+// The end of the kernels of 9 to 128 rows (batch.cuh): adds the quarters of K, applies the epilogue, and stores the results.
 //
 // Blocks exchange the sums of quarters in a workspace that is all ones between launches. Each of the four blocks has a share of the rows to
 // add and store, and writes its sums of the other rows to the workspace. A block polls until no word is `ABSENT`, which no sum can be
@@ -249,7 +249,7 @@ struct BatchFinish : BatchBlock {
     const float4* from = of_pair(places, lane);
     float bias[4];
     bias_of(bias, part, n);
-    if (N == 64 && p.paired && p.y_kind == OUT_F32 && !p.scaled && !p.residual) {
+    if (N >= 64 && p.paired && p.y_kind == OUT_F32 && !p.scaled && !p.residual) {
       // Logits: many results and little work for each, so no branch for each.
       const int token = 8 * odd + 2 * t, limit = part.a.out_features, stride = p.y_stride / 2;
       float2* to = static_cast<float2*>(p.y) + place_of(part, n, token) / 2;

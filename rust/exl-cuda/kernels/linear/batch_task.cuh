@@ -1,4 +1,4 @@
-// Parameters of the kernels of 9 to 64 rows (batch.cuh), and the division of work among their blocks.
+// Parameters of the kernels of 9 to 128 rows (batch.cuh), and the division of work among their blocks.
 #pragma once
 #include "common/abi.cuh"
 #include "common/pipeline.cuh"
@@ -32,6 +32,7 @@ struct BatchTask {
   int looks;  // how often a block polls whether the others have started
   int gate;  // activation of the first of two matrices, which gates the second one feature by feature, or -1; K is then not cut
   int left;  // batch_whole.cuh: number of the last items, of which blocks first process a quarter of K each
+  int half_slots;  // slots of half units of activations at `x_at`, if these have a ring of their own: at more than 64 columns
   const void* residual;  // added to y and of the same form; null if there is none
   // If gated results go to the next matmul instead of y: its input, of as many columns, and the rows of its layout.
   uint8_t* into;
@@ -44,7 +45,8 @@ ABI_AT(BatchTask, m, 48); ABI_AT(BatchTask, y_kind, 52); ABI_AT(BatchTask, y_str
 ABI_AT(BatchTask, groups, 64); ABI_AT(BatchTask, scaled, 68); ABI_AT(BatchTask, slots, 72); ABI_AT(BatchTask, resident, 76);
 ABI_AT(BatchTask, stage_stride, 80); ABI_AT(BatchTask, unit_room, 84); ABI_AT(BatchTask, ring_at, 88); ABI_AT(BatchTask, x_at, 92);
 ABI_AT(BatchTask, barriers_at, 96); ABI_AT(BatchTask, numbered_at, 100); ABI_AT(BatchTask, sums_at, 104); ABI_AT(BatchTask, cut, 108);
-ABI_AT(BatchTask, looks, 112); ABI_AT(BatchTask, gate, 116); ABI_AT(BatchTask, left, 120); ABI_AT(BatchTask, residual, 128);
+ABI_AT(BatchTask, looks, 112); ABI_AT(BatchTask, gate, 116); ABI_AT(BatchTask, left, 120); ABI_AT(BatchTask, half_slots, 124);
+ABI_AT(BatchTask, residual, 128);
 ABI_AT(BatchTask, into, 136); ABI_AT(BatchTask, into_rows, 144); ABI_AT(BatchTask, part, 152);
 
 #if __CUDA_ARCH__ >= 800

@@ -7,7 +7,8 @@ modules' own.
 Up to 64 rows a Llama layer takes five launches: norm and q, k, v; rotation, storing and attention; o and residual;
 norm, gate, up and activation; down and residual. For three to eight rows each matmul packs the input of the next one,
 and the head's matmul includes the last norm. For more rows, and for BF16, a separate launch norms and packs the input
-of a matmul. Captured steps of still more rows run their matmuls in blocks of 64 rows: results stay batch-invariant.
+of a matmul. Captured steps of still more rows run their matmuls in blocks of 128 rows, on cards without wgmma of 64:
+results stay batch-invariant.
 Where the matrices do not allow joining, a layer takes ten launches plus those that pack inputs. Adapters
 take two launches more for each matmul that they change: one before it, which also norms the input, and one behind it,
 which also adds the residual or applies the gate. For prompts of more rows than are batch-invariant (`PACKED_ROWS`)
@@ -20,12 +21,13 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from torch import Tensor
 
 from exl_kernels.fused import embed
 from exl_kernels.linear.fused import FusedLinear, Packed
 from exl_kernels.linear.fused import Norm as InputNorm
-from exl_kernels.selection import PACKED_ROWS
+from exl_kernels.selection import BLOCK_ROWS, PACKED_ROWS
 
 from ..errors import InputError
 from ..layers import Attention, Embedding, Head, Module, Norm, RMSNorm
@@ -92,6 +94,9 @@ class JoinedLaunches:
         self._last_norm = norm if type(norm) is RMSNorm and not is_changed(norm) else None
         self._head = head
         self._joined_head = _joined_head(self._last_norm, head)
+        self._plain_head = None
+        if head is not None and head.linear.quant.out_features == head.padded_vocab_size:
+            self._plain_head = FusedLinear([head.linear.quant], max_rows=BLOCK_ROWS)
         self._last = max((i for i, half in enumerate(self._halves) if _stores(half)), default=-1)
         self._taken: dict[int, bool] = {}  # answers of `takes` for numbers of rows, which captured steps ask every time
 
@@ -134,9 +139,7 @@ class JoinedLaunches:
             h = self._hidden(x, joined, step)
         if self._head is None or logits is None:
             return h
-        for rows in row_blocks(h.shape[0]) if blocks else [slice(None)]:
-            self._head.forward(h[rows], step, out=logits[rows])
-        return logits
+        return self._logits_of_blocks(h, step, logits) if blocks else self._head.forward(h, step, out=logits)
 
     def takes(self, rows: int) -> bool:
         """Return whether results of `run` for `rows` rows are batch-invariant: every matmul has a joined kernel.
@@ -194,6 +197,18 @@ class JoinedLaunches:
                 x, h = half.module.forward(x, step), None
         assert not isinstance(h, Packed), "no half was given a matmul to pack for"
         return self._normed(x) if h is None else h
+
+    def _logits_of_blocks(self, h: Tensor, step: Step, logits: Tensor) -> Tensor:
+        """Write the logits of more than PACKED_ROWS rows h, block by block; returns them."""
+        assert self._head is not None
+        head, blocks = self._plain_head, row_blocks(h.shape[0])
+        if head is not None and not step.loras and all(head.takes_at_once(b.stop - b.start) for b in blocks):
+            for block in blocks:
+                head.chained(h[block], logits[block])
+            return self._head.finish(logits)
+        for some, to in zip(torch.split(h, PACKED_ROWS), torch.split(logits, PACKED_ROWS), strict=True):
+            self._head.forward(some, step, out=to)
+        return logits
 
     def head(self, h: Tensor, step: Step) -> Tensor:
         """Return logits float32 [T, padded vocabulary] for a result of `hidden`."""

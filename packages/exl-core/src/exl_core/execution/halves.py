@@ -26,7 +26,7 @@ from exl_kernels.linear.fused import Activation, FusedLinear, Packed
 from exl_kernels.linear.fused import Norm as InputNorm
 from exl_kernels.norm import rms_norm
 from exl_kernels.rope import apply_rope
-from exl_kernels.selection import FEW_ROWS, PACKED_ROWS
+from exl_kernels.selection import BLOCK_ROWS, FEW_ROWS, PACKED_ROWS
 
 from ..device import activation_dtype
 from ..layers import Attention, FeedForward, GatedMLP, Linear, Module, Norm, ParallelDecoder, PlainMLP, RMSNorm
@@ -94,7 +94,7 @@ class Half(ABC):
     def join(self, rows: int) -> bool:
         """Return whether the matmuls of `rows` rows can run with their prologue and epilogue.
 
-        More than PACKED_ROWS rows run in blocks of so many.
+        More than BLOCK_ROWS rows run in blocks of so many.
         """
         return True
 
@@ -546,8 +546,8 @@ def run_chained(
 
 
 def row_blocks(rows: int) -> list[slice]:
-    """Return the rows of a matmul in blocks of at most PACKED_ROWS, whose results do not depend on their number."""
-    return [slice(begin, min(begin + PACKED_ROWS, rows)) for begin in range(0, rows, PACKED_ROWS)]
+    """Return the rows of a matmul in blocks of at most BLOCK_ROWS, whose results do not depend on their number."""
+    return [slice(begin, min(begin + BLOCK_ROWS, rows)) for begin in range(0, rows, BLOCK_ROWS)]
 
 
 def _joins(matmul: FusedLinear, rows: int) -> bool:
@@ -557,7 +557,7 @@ def _joins(matmul: FusedLinear, rows: int) -> bool:
 
 def _multiply(matmul: FusedLinear, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
     """Compute matmul(x, out, residual) block by block; returns out."""
-    if x.shape[0] <= PACKED_ROWS:
+    if x.shape[0] <= BLOCK_ROWS:
         return matmul(x, out, residual)
     for rows in row_blocks(x.shape[0]):
         matmul(x[rows], out[rows], None if residual is None else residual[rows])
@@ -565,15 +565,15 @@ def _multiply(matmul: FusedLinear, x: Tensor, out: Tensor, residual: Tensor | No
 
 
 def _in_blocks(matmul: FusedLinear, h: Tensor) -> Tensor | None:
-    """Return the matmul of the normed h by `gemm_batch`, PACKED_ROWS rows at a time; None where another kernel runs."""
+    """Return the matmul of the normed h by `gemm_batch`, block by block; None where another kernel runs."""
     rows = h.shape[0]
     if rows > PACKED_ROWS and not row_invariant():
         return None
-    if matmul.kernel(min(rows, PACKED_ROWS)) != "gemm_batch":
+    if matmul.kernel(min(rows, BLOCK_ROWS)) != "gemm_batch":
         return None
     out = h.new_empty(rows, matmul.out_features)
-    for some, to in zip(torch.split(h, PACKED_ROWS), torch.split(out, PACKED_ROWS), strict=True):
-        matmul(some, to)
+    for some in row_blocks(rows):
+        matmul(h[some], out[some])
     return out
 
 
@@ -587,7 +587,8 @@ def _multiplied(matmul: FusedLinear, taken: Tensor | Packed, x: Tensor) -> Tenso
 
 
 def _joined(*linears: Linear, norm: RMSNorm | None = None, activation: Activation | None = None) -> FusedLinear:
-    return FusedLinear([linear.quant for linear in linears], norm=_input_norm(norm), activation=activation)
+    matrices = [linear.quant for linear in linears]
+    return FusedLinear(matrices, norm=_input_norm(norm), activation=activation, max_rows=BLOCK_ROWS)
 
 
 def _input_norm(norm: RMSNorm | None) -> InputNorm | None:

@@ -61,7 +61,7 @@ class MatmulInput:
     matrix: CudaQuantMatrix
     """Matrix of the matmul, on the same GPU. ShapeError where its layout pads K."""
     columns: int
-    """Rows of the matmul's input layout: 8 (`rows.cuh`) or 16, 32, 64 (`prepared.cuh`, wgmma), in `kernels/linear/`."""
+    """Rows of the matmul's input layout in `kernels/linear/`: 8 (`rows.cuh`) or 16 to 128 (`prepared.cuh`, wgmma)."""
     scratch: Tensor
     """uint8, aligned to 16 bytes. From byte 0 on 512 x columns bytes for every 256 features are written. Columns past
     the tokens become zeros; features past K in the last 256 are not changed."""

@@ -8,7 +8,7 @@ run. `_native.CudaLinearGroup.plan` picks the kernels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,7 +66,8 @@ class FusedLinear:
         matrices: one to three matrices on one GPU with equal in_features.
         norm: norm of the input, or None.
         activation: activation of two matrices [gate, up], or None.
-        max_rows: upper bound of m.
+        max_rows: upper bound of m, at most BLOCK_ROWS. Where no kernel takes more than PACKED_ROWS rows at a time, a
+            call of more rows is several of PACKED_ROWS.
         dtype: of x and out, float16 or bfloat16.
 
     Raises:
@@ -155,10 +156,17 @@ class FusedLinear:
     def kernel(self, rows: int) -> str | None:
         """Return the kernel of one launch of all matrices for `rows` aligned rows, as `selection.Selection` names it.
 
-        None means that the call runs separate operators.
+        Where no kernel takes so many rows, of a launch of PACKED_ROWS. None means that the call runs separate
+        operators.
         """
         plan = self._plan(rows)
+        if plan is None and rows > PACKED_ROWS:
+            plan = self._plan(PACKED_ROWS)
         return None if plan is None else plan.kernel
+
+    def takes_at_once(self, rows: int) -> bool:
+        """Return whether one launch takes `rows` aligned rows."""
+        return self._plan(rows) is not None
 
     def takes_packed(self, rows: int) -> bool:
         """Return whether the preceding matmul can pack the input of a call of `rows` rows (`chained`)."""
@@ -205,6 +213,10 @@ class FusedLinear:
         plan = self._plan(m, residual is not None, aligned_input, residual is None or _stores_pairs(out, residual))
         if plan is not None:
             self._launch(plan, x, out, residual)
+            return out
+        if m > PACKED_ROWS:
+            for rows in _blocks(m):
+                self(x[rows], out[rows], None if residual is None else residual[rows])
             return out
         if self.norm is not None:
             x = rms_norm(x, self.norm.weight, self.norm.eps, weight_offset=self.norm.offset)
@@ -266,6 +278,10 @@ class FusedLinear:
             residual: residual of `following`, or None.
         """
         m = x.rows if isinstance(x, Packed) else x.shape[0]
+        if m > PACKED_ROWS and not isinstance(x, Packed) and not self.takes_at_once(m):
+            for rows in _blocks(m):
+                self.then(following, x[rows], out[rows], None if residual is None else residual[rows])
+            return out
         if following.norm is None and m <= self.max_rows:
             aligned = residual is None or _stores_pairs(out, residual)
             plan = self._plan(m, aligned_input=isinstance(x, Packed) or x.data_ptr() % 16 == 0)
@@ -365,6 +381,11 @@ class FusedLinear:
             else:
                 torch.add(residual[:, columns], part, out=out[:, columns])
             first += part.shape[1]
+
+
+def _blocks(rows: int) -> Iterator[slice]:
+    """Yield the rows of a call in blocks of PACKED_ROWS."""
+    return (slice(begin, min(begin + PACKED_ROWS, rows)) for begin in range(0, rows, PACKED_ROWS))
 
 
 def _stores_pairs(out: Tensor, residual: Tensor) -> bool:

@@ -14,6 +14,8 @@ use crate::ops::linear::{self, Half, Matrix};
 const LAYOUT_THREADS: u32 = 128;
 /// Approximate number of blocks of a packing launch: one per SM fits beside the previous matmul.
 const LAYOUT_BLOCKS: usize = 128;
+/// Least number of blocks that share a row, if it is long enough: with a whole row a block has too much shared memory to fit there.
+const LEAST_SHARES: usize = 2;
 
 /// Placeholder blocks of a packing launch for each SM that the previous matmul leaves free, if these SMs are few. Many more placeholder
 /// blocks would leave no room for packing blocks beside the matmul. With twenty or more free SMs they are useless
@@ -46,7 +48,9 @@ assert_layout!(Preparation, batch_rows::LayoutTask, { x, weight, out, multiplier
 /// Blocks that share a row in a packing launch, and their shared memory: the row, a share's features, and the norm's weights of these.
 fn layout_shape(matrix: &Matrix, columns: usize, norm: bool) -> (usize, usize) {
     let eights = matrix.argument.unit_count as usize * UNIT_ROWS / 8;
-    let blocks = (LAYOUT_BLOCKS / columns).clamp(1, eights.div_ceil(LAYOUT_THREADS as usize));
+    let blocks = (LAYOUT_BLOCKS / columns)
+        .max(LEAST_SHARES)
+        .min(eights.div_ceil(LAYOUT_THREADS as usize));
     let units = (eights.div_ceil(blocks) * 8).div_ceil(UNIT_ROWS) + 1;
     let place = if norm { 4 + 4 } else { 4 };
     (blocks, 2 * matrix.in_features() + place * UNIT_ROWS * units)

@@ -1,10 +1,11 @@
-//! The batch kernel: matmuls of 9 to 64 rows, of up to three matrices over one input, by wgmma or, from sm_80 on, by `mma.sync`.
+//! The batch kernel: matmuls of 9 to 128 rows by wgmma or, from sm_80 on, of 9 to 64 rows by `mma.sync`, of up to three matrices over one
+//! input.
 
 mod layout;
 mod plan;
 
 use super::ring::Norm;
-use super::select::{Epilogue, Kernel, MOST_PACKED_ROWS, Refusal, check_alike};
+use super::select::{Epilogue, Kernel, MOST_BLOCK_ROWS, Refusal, check_alike};
 use super::{Half, Matrix};
 use crate::capabilities::Capabilities;
 use crate::device::Device;
@@ -14,12 +15,12 @@ use crate::ops::{Target, index32};
 use layout::{packs, prepare};
 pub use plan::Tuning;
 use plan::{
-    COUNTERS, Code, EVEN_GROUPS, MMA_VARIANTS, Plan, Shares, Task, UNCUT_ITEMS, VARIANTS,
-    columns_of, items, plan, unit_bytes,
+    COUNTERS, Code, EVEN_COLUMNS, EVEN_GROUPS, MMA_VARIANTS, Plan, Shares, Task, UNCUT_ITEMS,
+    VARIANTS, columns_of, items, plan, unit_bytes,
 };
 
-/// Most rows of the batch kernel.
-pub const MOST_ROWS: usize = MOST_PACKED_ROWS;
+/// Most rows of the batch kernel, by wgmma.
+pub const MOST_ROWS: usize = MOST_BLOCK_ROWS;
 /// Most matrices of a launch.
 pub const MATRICES: usize = 3;
 /// Operands of a matmul: device addresses, row-major and contiguous.
@@ -108,23 +109,26 @@ pub fn norms(caps: &Capabilities, matrices: &[&Matrix]) -> bool {
     matrices.iter().all(|matrix| packs(caps, matrix, true))
 }
 
-/// Whether these matrices can share launches of any number of rows: kernels exist, and the input's order and the form are the same.
-fn shares_launch(caps: &Capabilities, matrices: &[&Matrix]) -> Result<(), Refusal> {
+/// Whether these matrices can share launches of up to 64 rows, or of `rows` rows if these are more: kernels exist, and the input's order and
+/// the form are the same.
+fn shares_launch(caps: &Capabilities, matrices: &[&Matrix], rows: usize) -> Result<(), Refusal> {
     alike(matrices)?;
-    VARIANTS.into_iter().try_for_each(|(columns, _)| {
-        plan(caps, matrices, columns, false, Tuning::default()).map(|_| ())
-    })
+    MMA_VARIANTS
+        .into_iter()
+        .map(|(columns, _)| columns)
+        .chain((rows > EVEN_COLUMNS).then_some(rows))
+        .try_for_each(|rows| plan(caps, matrices, rows, false, Tuning::default()).map(|_| ()))
 }
 
-/// Whether launches of up to [`MOST_ROWS`] rows take these matrices with this epilogue. A gate for which [`gates`] is false is a separate
-/// launch.
+/// Whether launches of `rows` rows take these matrices with this epilogue. A gate for which [`gates`] is false is a separate launch.
 pub(super) fn takes(
     caps: &Capabilities,
     matrices: &[&Matrix],
+    rows: usize,
     epilogue: Epilogue,
 ) -> Result<(), Refusal> {
     check_alike(matrices, epilogue.gate)?;
-    shares_launch(caps, matrices)?;
+    shares_launch(caps, matrices, rows)?;
     if epilogue.norm && !norms(caps, matrices) {
         return Err(Refusal::Matrices(
             "norms of rows that fit the shared memory of a block",
@@ -361,7 +365,8 @@ pub(super) fn kernels(form: &str) -> Vec<String> {
             })
         })
         .chain(
-            (form == "exl2_128").then(|| format!("batch_whole_{form}_{MOST_ROWS}x{EVEN_GROUPS}")),
+            (form == "exl2_128")
+                .then(|| format!("batch_whole_{form}_{EVEN_COLUMNS}x{EVEN_GROUPS}")),
         )
         .collect()
 }

@@ -8,8 +8,8 @@ use crate::ops::linear::select::{Refusal, check_rows};
 use crate::ops::linear::{Matrix, MatrixArgument};
 
 /// Variants of the kernel for wgmma: columns, and the multiplying warpgroups of a block.
-pub const VARIANTS: [(usize, usize); 4] = [(16, 4), (32, 4), (64, 2), (64, 3)];
-/// Variants of the kernel for `mma.sync`, with the same columns; a warpgroup is four warps.
+pub const VARIANTS: [(usize, usize); 5] = [(16, 4), (32, 4), (64, 2), (64, 3), (128, 2)];
+/// Variants of the kernel for `mma.sync`, with the columns of up to 64 rows; a warpgroup is four warps.
 pub const MMA_VARIANTS: [(usize, usize); 3] = [(16, 4), (32, 4), (64, 2)];
 
 /// The code of the kernel, by the features of the card.
@@ -56,6 +56,11 @@ impl Code {
             .min()
             .unwrap_or(groups)
     }
+    /// Most rows of a launch.
+    fn most_rows(self) -> usize {
+        let columns = self.variants().iter().map(|&(columns, _)| columns);
+        columns.max().unwrap_or(1)
+    }
     /// Stages of the ring at most.
     fn most_slots(self) -> usize {
         match self {
@@ -69,12 +74,17 @@ const QUARTERS: usize = 4;
 /// Row tiles of an item, which a warpgroup processes at a time.
 const ITEM_TILES: usize = 4;
 const MOST_SLOTS: usize = 16;
+/// Slots of half units of activations at most, if these have a ring of their own.
+const MOST_HALF_SLOTS: usize = 4;
 /// `await_stage` of `kernels/linear/batch_mma.cuh` has a case for each number from two on.
 const MOST_MMA_SLOTS: usize = 4;
-/// Warpgroups of the kernel of `kernels/linear/batch_whole.cuh`.
+/// Columns and warpgroups of the kernel of `kernels/linear/batch_whole.cuh`.
+pub const EVEN_COLUMNS: usize = 64;
 pub const EVEN_GROUPS: usize = 3;
 /// Approximate cost of the exchange between blocks in a launch.
 const EXCHANGE_CYCLES: usize = 3000;
+/// The same for each warpgroup and round at 128 columns.
+const WIDE_EXCHANGE_CYCLES: usize = 9000;
 /// Counters at the beginning of the workspace, one for four blocks. All matmuls use the same number, because the counts continue from
 /// launch to launch. The memory after the counters is all ones after every launch.
 pub const COUNTERS: usize = 256;
@@ -130,13 +140,14 @@ pub struct Task {
     pub looks: i32,
     pub gate: i32,
     pub left: i32,
+    pub half_slots: i32,
     pub residual: usize,
     pub into: usize,
     pub into_rows: usize,
     pub parts: [Part; MATRICES],
 }
 
-assert_layout!(Task, batch_task::BatchTask, { x, multipliers, sums, arrivals, y, count, items, m, y_kind, y_stride, paired, groups, scaled, slots, resident, stage_stride, unit_room, ring_at, x_at, barriers_at, numbered_at, sums_at, cut, looks, gate, left, residual, into, into_rows, parts as part });
+assert_layout!(Task, batch_task::BatchTask, { x, multipliers, sums, arrivals, y, count, items, m, y_kind, y_stride, paired, groups, scaled, slots, resident, stage_stride, unit_room, ring_at, x_at, barriers_at, numbered_at, sums_at, cut, looks, gate, left, half_slots, residual, into, into_rows, parts as part });
 
 /// Choices for benchmarks; zero leaves one to the plan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -178,7 +189,7 @@ pub struct Shares {
 
 /// Columns for `m` rows.
 pub fn columns_of(m: usize) -> usize {
-    let all = MMA_VARIANTS.map(|(columns, _)| columns);
+    let all = VARIANTS.map(|(columns, _)| columns);
     all.into_iter()
         .find(|&columns| m <= columns)
         .unwrap_or(MOST_ROWS)
@@ -190,7 +201,7 @@ impl Shares {
     fn dealt_evenly(&self, caps: &Capabilities, matrices: &[&Matrix]) -> Option<Self> {
         let [head] = matrices else { return None };
         let form = head.kind == "exl2" && head.entry_rows == 128;
-        if !form || self.code != Code::Wgmma || self.cut > 1 || self.columns != MOST_ROWS {
+        if !form || self.code != Code::Wgmma || self.cut > 1 || self.columns != EVEN_COLUMNS {
             return None;
         }
         let units = head.argument.unit_count as usize;
@@ -247,11 +258,22 @@ impl Shares {
                 left: 0,
             };
         }
-        Self::of_items(caps, code, items(matrices), m, tuning)
+        let units = matrices[0].argument.unit_count as usize;
+        Self::of_items(caps, code, (items(matrices), units), m, tuning)
     }
-    /// A division into whole items of any matrices.
-    fn of_items(caps: &Capabilities, code: Code, items: usize, m: usize, tuning: Tuning) -> Self {
+    /// A division into whole items of any matrices of `units` units of K.
+    fn of_items(
+        caps: &Capabilities,
+        code: Code,
+        (items, units): (usize, usize),
+        m: usize,
+        tuning: Tuning,
+    ) -> Self {
         let columns = columns_of(m);
+        let forced = tuning.cut > 0 && tuning.groups > 0;
+        if columns > EVEN_COLUMNS && !forced {
+            return Self::fastest(caps, code, (items, units), m, tuning);
+        }
         let most = code.most_groups(columns);
         let cut = match tuning.cut {
             0 if items >= UNCUT_ITEMS => 1,
@@ -282,6 +304,38 @@ impl Shares {
             left: 0,
         }
     }
+    /// The division of fewest cycles, for more than 64 columns, by docs/design/gemm-batch.md.
+    fn fastest(
+        caps: &Capabilities,
+        code: Code,
+        (items, units): (usize, usize),
+        m: usize,
+        tuning: Tuning,
+    ) -> Self {
+        let cycles = |shares: &Self| {
+            let exchange = if shares.cut == 1 {
+                0
+            } else {
+                WIDE_EXCHANGE_CYCLES * shares.groups
+            };
+            shares.rounds
+                * (units.div_ceil(shares.cut) * wide_unit_cycles(shares.groups) + exchange)
+        };
+        let of = |cut, groups| {
+            let tuning = Tuning {
+                cut,
+                groups,
+                ..tuning
+            };
+            Self::of_items(caps, code, (items, units), m, tuning)
+        };
+        let choices = |forced, all: [usize; 2]| if forced > 0 { [forced; 2] } else { all };
+        choices(tuning.cut, [QUARTERS, 1])
+            .into_iter()
+            .flat_map(|cut| choices(tuning.groups, [2, 1]).map(|groups| of(cut, groups)))
+            .min_by_key(cycles)
+            .unwrap_or_else(|| of(1, 1))
+    }
     /// Bytes of the sums of an item's quarters.
     pub fn place(&self) -> usize {
         QUARTERS * ITEM_TILES * TILE * self.columns * 4
@@ -298,6 +352,10 @@ impl Shares {
         } else {
             0
         }
+    }
+    /// Whether half units of activations have a ring of their own (`HALVES` of `kernels/linear/batch.cuh`).
+    fn halves(&self) -> bool {
+        self.code == Code::Wgmma && self.columns > EVEN_COLUMNS
     }
     /// Prefix of a kernel's form in its name.
     pub fn family(&self) -> &'static str {
@@ -318,6 +376,11 @@ fn unit_cycles(groups: usize) -> usize {
     659 + 880 * groups
 }
 
+/// The same for 128 columns, measured with one and two warpgroups.
+fn wide_unit_cycles(groups: usize) -> usize {
+    1400 + 1300 * groups
+}
+
 pub struct Plan {
     pub task: Task,
     pub shared: usize,
@@ -334,10 +397,11 @@ fn unit_row(entry_rows: usize) -> usize {
     if entry_rows == 128 { 16 } else { 32 }
 }
 
-/// SMs on which a matmul by wgmma of one matrix of `features` features has no block.
+/// SMs on which a matmul by wgmma of one matrix of `features` input and output features has no block.
 pub fn left_alone(caps: &Capabilities, m: usize, features: usize) -> usize {
     let items = features.div_ceil(ITEM_TILES * TILE);
-    let shares = Shares::of_items(caps, Code::Wgmma, items, m, Tuning::default());
+    let units = features.div_ceil(UNIT_ROWS);
+    let shares = Shares::of_items(caps, Code::Wgmma, (items, units), m, Tuning::default());
     caps.sms.saturating_sub(shares.blocks)
 }
 
@@ -357,7 +421,7 @@ pub fn plan(
     tuning: Tuning,
 ) -> Result<Plan, Refusal> {
     let code = Code::of(caps)?;
-    check_rows(m, MOST_ROWS)?;
+    check_rows(m, code.most_rows())?;
     let found = match code {
         Code::Wgmma => plan_wgmma(caps, matrices, m, gated, tuning),
         Code::Mma => plan_mma(caps, matrices, m, gated, tuning),
@@ -459,7 +523,11 @@ impl Layout {
             part
         });
         let bulk = shares.code == Code::Wgmma;
-        let barriers_at = take(if bulk { (2 * MOST_SLOTS + own) * 8 } else { 0 });
+        let barriers_at = take(if bulk {
+            (2 * MOST_SLOTS + own.max(2 * MOST_HALF_SLOTS)) * 8
+        } else {
+            0
+        });
         let numbered_at = take(16);
         // With `mma.sync` the sums take the place of the ring, which is empty then.
         let sums_at = take(if bulk { shares.own_sums() } else { 0 });
@@ -478,6 +546,8 @@ struct Ring {
     resident: bool,
     stage: usize,
     slots: usize,
+    /// Slots of half units of activations, if these have a ring of their own.
+    half_slots: usize,
 }
 
 impl Ring {
@@ -491,6 +561,9 @@ impl Ring {
     ) -> Option<Self> {
         let x_bytes = unit_bytes(shares.columns);
         let weights = (shares.groups * ITEM_TILES * unit_room).next_multiple_of(128);
+        if shares.halves() {
+            return Self::of_halves(space, weights, shares, tuning);
+        }
         let resident = match tuning.activations {
             // These kernels have no such form.
             _ if shares.left > 0 || shares.code == Code::Mma => false,
@@ -512,6 +585,26 @@ impl Ring {
             resident,
             stage,
             slots,
+            half_slots: 0,
+        })
+    }
+    /// A ring of weights and one of half units of activations: three or four of these beside three stages of weights, or fewer of both.
+    fn of_halves(space: usize, weights: usize, shares: &Shares, tuning: Tuning) -> Option<Self> {
+        let half = unit_bytes(shares.columns) / 2;
+        let slots_beside = |halves: usize| space.saturating_sub(halves * half) / weights;
+        let (halves, _) = [(4, 3), (3, 3), (4, 2), (3, 2), (2, 2)]
+            .into_iter()
+            .find(|&(halves, least)| slots_beside(halves) >= least)?;
+        let most = slots_beside(halves).min(shares.code.most_slots());
+        let slots = match tuning.slots {
+            0 => most,
+            forced => forced.min(most),
+        };
+        (slots >= 2).then_some(Self {
+            resident: false,
+            stage: weights,
+            slots,
+            half_slots: halves,
         })
     }
 }
@@ -534,7 +627,11 @@ fn plan_within(
     let kept = own * unit_bytes(shares.columns);
     let space = shared.checked_sub(at)?;
     let ring = Ring::new(space, unit_room as usize, kept, &shares, tuning)?;
-    let ring_at = if ring.resident { at + kept } else { at };
+    let ring_at = if ring.resident {
+        at + kept
+    } else {
+        at + ring.half_slots * unit_bytes(shares.columns) / 2
+    };
     let sums = match shares.code {
         Code::Wgmma => 0,
         Code::Mma => shares.own_sums(),
@@ -575,6 +672,7 @@ fn plan_within(
             },
             gate: -1,
             left: shares.left as i32,
+            half_slots: ring.half_slots as i32,
             residual: 0,
             into: 0,
             into_rows: 0,
@@ -624,6 +722,24 @@ mod tests {
     }
 
     #[test]
+    fn the_division_of_128_columns_takes_fewest_cycles() {
+        let shares_of = |units, tiles, count: usize| {
+            let mut made = matrix(units, 2064);
+            made.argument.tiles = tiles;
+            let matrices = [&made, &made];
+            let found = plan(&hopper(), &matrices[..count], 128, false, Tuning::default());
+            let shares = found.expect("fits").shares;
+            (shares.cut, shares.groups, shares.blocks, shares.rounds)
+        };
+        assert_eq!(shares_of(16, 384, 1), (1, 1, 96, 1), "q, k, v");
+        assert_eq!(shares_of(16, 256, 1), (4, 2, 128, 1), "o");
+        assert_eq!(shares_of(16, 896, 1), (1, 2, 112, 1), "up");
+        assert_eq!(shares_of(16, 896, 2), (1, 2, 132, 2), "gate and up");
+        assert_eq!(shares_of(56, 256, 1), (4, 2, 128, 1), "down");
+        assert_eq!(shares_of(16, 8016, 1), (1, 2, 132, 8), "head");
+    }
+
+    #[test]
     fn sms_that_the_matmuls_of_a_layer_leave_free() {
         let left = |m, features| left_alone(&hopper(), m, features);
         for m in [9, 16, 17, 32, 33, 64] {
@@ -654,6 +770,28 @@ mod tests {
                 "{m}"
             );
             assert_eq!(shares.family(), "batch_whole");
+        }
+    }
+
+    #[test]
+    fn activations_of_128_columns_have_a_ring_of_their_own() {
+        for (units, bytes, gated, slots) in [
+            (16, 2064, true, (4, 3)),
+            (16, 4112, true, (2, 3)),
+            (16, 2064, false, (3, 4)),
+            (56, 2576, false, (4, 3)),
+        ] {
+            let mut made = matrix(units, bytes);
+            made.argument.tiles = if gated { 896 } else { 256 };
+            let matrices = [&made, &made];
+            let count = if gated { 2 } else { 1 };
+            let found =
+                plan(&hopper(), &matrices[..count], 128, gated, Tuning::default()).expect("fits");
+            let task = found.task;
+            assert_eq!((task.slots, task.half_slots), slots, "{bytes} {gated}");
+            assert_eq!(task.resident, 0);
+            let ring = task.x_at as usize + task.half_slots as usize * unit_bytes(128) / 2;
+            assert_eq!(task.ring_at as usize, ring);
         }
     }
 

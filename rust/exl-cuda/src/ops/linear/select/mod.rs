@@ -21,6 +21,9 @@ pub use plan::{Plan, Planned, Tuning};
 /// Most rows of a call that run on packed weights; for more rows it is cheaper to dequantize once.
 pub const MOST_PACKED_ROWS: usize = 64;
 
+/// Most rows of a launch on packed weights: of [`Kernel::GemmBatch`] on cards with wgmma. Captured steps of more rows run in blocks.
+pub const MOST_BLOCK_ROWS: usize = 128;
+
 /// Largest number of rows for which [`Kernel::GemvRing`] is faster than [`Kernel::GemmFew`], by measurement.
 pub const MOST_GEMV_ROWS: usize = 2;
 
@@ -91,7 +94,7 @@ impl Kernel {
             Self::GemmDirect => {
                 few::plan_direct(caps, matrices, rows, epilogue.gate).map(|_| ())?;
             }
-            Self::GemmBatch => batch::takes(caps, matrices, epilogue)?,
+            Self::GemmBatch => batch::takes(caps, matrices, rows, epilogue)?,
             Self::GemmTile | Self::GemmLarge if matrices.len() > 1 || epilogue.is_some() => {
                 return Err(Refusal::Matrices(
                     "one matrix a launch, without an epilogue",
@@ -145,11 +148,11 @@ pub fn plan_alone(caps: &Capabilities, matrix: &Matrix, rows: usize, bf16: bool)
     let few = (rows > MOST_GEMV_ROWS && matrix.image_bytes() >= LEAST_PACKED_ALONE)
         .then_some(Kernel::GemmFew);
     // Without wgmma, a batch of few rows costs as much as one of sixteen.
-    let batch = (rows > few::MOST_ROWS || caps.has(Feature::Wgmma)).then_some(Kernel::GemmBatch);
+    let batch = rows <= MOST_PACKED_ROWS && (rows > few::MOST_ROWS || caps.has(Feature::Wgmma));
     let order: Vec<Kernel> = few
         .into_iter()
         .chain([Kernel::GemvRing])
-        .chain(batch)
+        .chain(batch.then_some(Kernel::GemmBatch))
         .chain([Kernel::GemmTile])
         .collect();
     let call = Call::aligned(

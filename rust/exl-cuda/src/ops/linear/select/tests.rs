@@ -144,7 +144,9 @@ fn rows_decide_the_kernel_at_each_limit() {
         (few::MOST_ROWS, Kernel::GemmFew),
         (few::MOST_ROWS + 1, Kernel::GemmBatch),
         (MOST_PACKED_ROWS, Kernel::GemmBatch),
-        (MOST_PACKED_ROWS + 1, Kernel::GemmLarge),
+        (MOST_PACKED_ROWS + 1, Kernel::GemmBatch),
+        (MOST_BLOCK_ROWS, Kernel::GemmBatch),
+        (MOST_BLOCK_ROWS + 1, Kernel::GemmLarge),
     ];
     for (rows, expected) in limits {
         for epilogue in [PLAIN, NORM, RESIDUAL, Epilogue { bf16: true, ..NORM }] {
@@ -154,9 +156,31 @@ fn rows_decide_the_kernel_at_each_limit() {
         let few = expected == Kernel::GemmFew;
         for bf16 in [false, true] {
             let alone = |matrix| select_alone(&hopper, matrix, rows, bf16).kernel;
+            let expected = if rows > MOST_PACKED_ROWS {
+                Kernel::GemmLarge
+            } else {
+                expected
+            };
             assert_eq!(alone(&made), expected, "{rows}");
             let expected = if few { Kernel::GemvRing } else { expected };
             assert_eq!(alone(&small), expected, "{rows}");
+        }
+    }
+}
+
+/// Blocks of 128 columns have a gate at every width of weights, on cards with wgmma only.
+#[test]
+fn more_rows_than_64_join_the_launches_where_there_is_wgmma() {
+    for name in CARDS.map(|card| card.name) {
+        let caps = card(name, RELEASE);
+        for bytes in [1040, 2064, 2576, 3088, 4112] {
+            let of = |units, n| sized(units, bytes, n);
+            let (up, down) = (of(16, 14336), of(56, 4096));
+            let gated = plan(&caps, &[&up, &up], Call::aligned(128, GATE));
+            let after = plan(&caps, &[&down], Call::aligned(128, RESIDUAL));
+            let wide = caps.has(Feature::Wgmma);
+            assert_eq!(gated.joined && after.joined, wide, "{name} {bytes}");
+            assert_eq!(gated.chains_to(&after), wide, "{name} {bytes}");
         }
     }
 }
@@ -232,7 +256,7 @@ fn planned(caps: &Capabilities, name: &str, rows: usize) -> Plan {
 fn matmuls_chain_if_one_kernel_packs_the_input_of_the_other() {
     for name in CARDS.map(|card| card.name) {
         let caps = card(name, RELEASE);
-        for rows in [1, 2, 3, 8, 9, 32, 64, 65, 512] {
+        for rows in [1, 2, 3, 8, 9, 32, 64, 65, 128, 129, 512] {
             let of = |matmul| planned(&caps, matmul, rows);
             let (qkv, o, gate_up, down) = (of("qkv"), of("o"), of("gate_up"), of("down"));
             let both = |a: &Plan, b: &Plan, kernel| {
@@ -255,7 +279,7 @@ fn matmuls_chain_if_one_kernel_packs_the_input_of_the_other() {
                 kernel => [Kernel::GemmDirect, Kernel::GemmBatch].contains(&kernel),
             };
             assert_eq!(columns.is_some(), o.joined && packs, "{name} {rows}");
-            assert!(columns.is_none_or(|columns| (rows..=MOST_PACKED_ROWS).contains(&columns)));
+            assert!(columns.is_none_or(|columns| (rows..=MOST_BLOCK_ROWS).contains(&columns)));
         }
     }
 }
