@@ -1,9 +1,9 @@
 """Bars of `exl serve` that need no GPU: each is printed with its figure and whether it is met.
 
-    python benchmarks/bench_bars.py [wire] [streams] [start] [lag] [hostile] [health] [queue] [--seconds 15]
+    python benchmarks/bench_bars.py [wire] [streams] [start] [lag] [hostile] [health] [queue] [page] [cycles]
 
-Without names all of them run. Test engines stand for a model: everything else is as in `exl serve`. Times count only
-on a machine that does nothing else. One JSON line for each bar, and in words on standard error.
+Without names all run but `cycles`. Test engines stand for a model: everything else is as in `exl serve`. Times count
+only on a machine that does nothing else. One JSON line for each bar, and in words on standard error.
 
     wire     microseconds of the engine thread outside the generator, a step of 32 sequences
     streams  memory of an API worker: idle, and for each open stream
@@ -13,6 +13,8 @@ on a machine that does nothing else. One JSON line for each bar, and in words on
              100 ordinary streams
     health   99th percentile of /health/ready in a burst of 2,000 requests
     queue    time of a step with 10,000 queued requests over none, and its longest pause
+    cycles   open files and memory after 100 loads and unloads of a model (minutes; only where it is named)
+    page     time of a frame of the chat page while an answer streams into 200 messages (needs chromium, chromedriver)
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ import os
 import random
 import re
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import urllib.request
 import zlib
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -47,6 +51,7 @@ CHAT = HEAD.replace(b"/v1/completions", b"/v1/chat/completions")
 OPEN_STREAMS = 512
 BURST = 2000
 QUEUED = 10_000
+CYCLES = 100
 
 
 @dataclass(frozen=True)
@@ -69,9 +74,9 @@ class Bar:
 
 
 @contextmanager
-def serving(engine: str = "paced", streams: int = 64, **limits: int) -> Iterator[Server]:
+def serving(engine: str = "paced", streams: int = 64, template: str = "", **limits: int) -> Iterator[Server]:
     """`exl serve` with a test engine."""
-    server = Server(streams, 1, engine=engine, limits=limits)
+    server = Server(streams, 1, engine=engine, limits=limits, template=template)
     try:
         yield server
     finally:
@@ -379,8 +384,95 @@ def queue(seconds: float) -> list[Bar]:
     ]
 
 
+def cycles(seconds: float) -> list[Bar]:
+    """Load and unload a model again and again; returns what is left of it."""
+
+    def post(what: str) -> None:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{server.port}/v1/models/test/{what}",
+            data=b"{}",
+            headers={"content-type": "application/json"},
+        )
+        urllib.request.urlopen(request, timeout=120).close()
+
+    def unloaded() -> tuple[int, int, int]:
+        """Open files and bytes of the processes without an engine, and bytes in use on the GPUs."""
+        post("unload")
+        while any(name.startswith("engine") for name in server.processes()):
+            time.sleep(0.05)
+        found = server.measured().values()
+        return sum(one["files"] for one in found), sum(one["memory"] for one in found), gpu_bytes()
+
+    with serving("model", 16) as server:
+        first = unloaded()
+        for _ in range(CYCLES):
+            post("load")
+            server.wait_for("/health/ready", 0.0)
+            last = unloaded()
+    files, memory, gpu = (after - before for before, after in zip(first, last, strict=True))
+    return [
+        Bar(f"cycles: open files left by {CYCLES} loads", files, 0, "files"),
+        Bar("cycles: GPU memory left", gpu, 0, "bytes"),
+        Bar("cycles: memory left in supervisor and worker by a load", memory / CYCLES / 1024, 64.0, "KiB"),
+    ]
+
+
+def gpu_bytes() -> int:
+    """Return the bytes in use on all GPUs; 0 without one."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return sum(int(line) << 20 for line in subprocess.run(command, capture_output=True, check=True).stdout.split())
+
+
+def page(seconds: float) -> list[Bar]:
+    """Frames of the chat page while an answer streams into a chat of 200 messages, in a headless Chromium."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.options import Options
+    from selenium.webdriver.chrome.service import Service
+
+    options = Options()
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.binary_location = shutil.which("chromium") or shutil.which("google-chrome") or ""
+    messages = [
+        {"role": ("user", "assistant")[i % 2], "content": f"Message **{i}**, of a few words."} for i in range(200)
+    ]
+    with serving(template="{{ messages[-1]['content'] }}") as server:
+        browser = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+        try:
+            browser.set_script_timeout(120)
+            browser.get(f"http://127.0.0.1:{server.port}/")
+            saved = {"messages": messages, "max_tokens": "900", "temperature": "0"}
+            browser.execute_script("localStorage.setItem('exl-chat', JSON.stringify(arguments[0]))", saved)
+            browser.refresh()
+            frames, took = browser.execute_async_script(FRAMES)
+        finally:
+            browser.quit()
+    return [Bar(f"page: a frame in a chat of 200 messages, mean of {frames}", took / max(frames, 1), 1000 / 30, "ms")]
+
+
+FRAMES = """
+const done = arguments[0];
+const wait = setInterval(() => {
+  if (!document.querySelector("#model option")) return;
+  clearInterval(wait);
+  document.getElementById("input").value = "Tell me a story.";
+  document.getElementById("form").requestSubmit();
+  let frames = 0, began = 0;
+  const count = (now) => {
+    const text = document.querySelector("#messages > li:last-child .body").textContent;
+    if (text && !began) began = now; else if (began) frames += 1;
+    if (began && document.getElementById("stop").hidden) done([frames, now - began]);
+    else requestAnimationFrame(count);
+  };
+  requestAnimationFrame(count);
+}, 50);
+"""
+
+
 BARS: dict[str, Callable[[float], list[Bar]]] = {
-    one.__name__: one for one in (wire, streams, start, lag, hostile, health, queue)
+    one.__name__: one for one in (wire, streams, start, lag, hostile, health, queue, page, cycles)
 }
 
 
@@ -395,7 +487,7 @@ def main() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 8192)), hard))
     missed = 0
-    for name in given.names or BARS:
+    for name in given.names or [name for name in BARS if name != "cycles"]:
         missed += sum(not bar.tell() for bar in BARS[name](given.seconds))
     sys.exit(1 if missed else 0)
 

@@ -47,6 +47,7 @@ path = "{path}"
 device = "cpu"
 engine = "{engine}"
 max_batch_size = {streams}
+{more}
 """
 WARM_UP = 10_000
 """Requests after which memory is measured first, at most half of them: tables and arenas reach their size in them."""
@@ -90,14 +91,20 @@ class Server:
         engine: str = "free",
         limits: Mapping[str, int] | None = None,
         *,
+        template: str = "",
         wait: bool = True,
     ) -> None:
         from exl_generate import bundled
 
         self._folder = tempfile.TemporaryDirectory()
         file = Path(self._folder.name) / "serve.toml"
+        more = ""
+        if template:
+            (Path(self._folder.name) / "template.jinja").write_text(template)
+            more = f'template = "{self._folder.name}/template.jinja"'
         file.write_text(
             CONFIG.format(
+                more=more,
                 workers=workers,
                 streams=streams,
                 path=bundled.default_model_dir(),
@@ -168,6 +175,8 @@ class Server:
         for name, pid in self.processes().items():
             with open(f"/proc/{pid}/status") as file:
                 lines = dict(line.split(":", 1) for line in file)
+            if "RssAnon" not in lines:  # it has ended a moment ago
+                continue
             memory = sum(int(lines[key].split()[0]) << 10 for key in ("RssAnon", "VmSwap"))
             files = len(os.listdir(f"/proc/{pid}/fd"))
             found[name] = {"memory": memory, "files": files, "threads": int(lines["Threads"])}

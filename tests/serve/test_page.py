@@ -13,6 +13,7 @@ from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 
+from exl_serve.api.text import FolderText
 from exl_serve.config.model import ModelConfig
 from exl_serve.testing.local import EngineThread
 from exl_serve.testing.server import LiveServer
@@ -102,6 +103,42 @@ def test_what_a_model_writes_is_text(page: webdriver.Chrome) -> None:
     assert page.execute_script(
         "return document.querySelectorAll('#messages :is(img, script, svg, iframe, a, math)').length === 0"
     )
+
+
+@pytest.fixture(scope="module")
+def forgetful(fable: EngineThread, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A server whose chat template takes the last message alone, so that a long chat fits the bundled model."""
+    whole = FolderText(fable.card.folder).template or ""
+    template = tmp_path_factory.mktemp("template") / "last.jinja"
+    template.write_text("{% set messages = messages[-1:] %}" + whole)
+    live = LiveServer({"fable": fable}, [ModelConfig(id="fable", path=fable.card.folder, template=str(template))])
+    yield live
+    live.close()
+
+
+def test_a_long_chat_costs_a_token_no_more(page: webdriver.Chrome, forgetful: LiveServer) -> None:
+    """While an answer streams into a chat of 200 messages, the page changes the last message alone."""
+    page.get(forgetful.url)
+    until(lambda: page.find_elements(By.CSS_SELECTOR, "#model option"))
+    saved = [{"role": "user" if i % 2 == 0 else "assistant", "content": f"Message **{i}**."} for i in range(200)]
+    page.execute_script("localStorage.setItem('exl-chat', JSON.stringify({messages: arguments[0]}))", saved)
+    page.refresh()
+    until(lambda: len(page.find_elements(By.CSS_SELECTOR, "#messages > li")) == 200)
+    until(lambda: page.find_elements(By.CSS_SELECTOR, "#model option"))
+    page.execute_script(
+        "const list = document.getElementById('messages');"
+        "window.seen = {list: 0, last: 0, others: 0};"
+        "new MutationObserver((records) => { for (const { target } of records) {"
+        "  const own = target === list ? 'list' : list.lastElementChild.contains(target) ? 'last' : 'others';"
+        "  if (list.contains(target)) window.seen[own] += 1;"
+        "} }).observe(list, { childList: true, subtree: true, characterData: true });"
+    )
+    ask(page, "Tell me a story about a fox.")
+    assert len(page.find_elements(By.CSS_SELECTOR, "#messages > li")) == 202
+    seen = page.execute_script("return window.seen")
+    assert seen["last"] > 0
+    assert seen["others"] == 0
+    assert seen["list"] <= 2, "the list is written at the begin and at the end of an answer"
 
 
 def test_an_error_is_said_plainly(page: webdriver.Chrome) -> None:

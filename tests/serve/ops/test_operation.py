@@ -158,6 +158,27 @@ def test_models_are_loaded_when_they_are_asked_for_and_by_operators(start: Start
 
 
 @pytest.mark.full
+def test_loading_and_unloading_leaves_nothing(start: Start) -> None:
+    """Neither processes, open files nor bytes in the metrics. benchmarks/bench_bars.py does it 100 times."""
+    server = start(models(a="free", b="free"))
+    assert server.complete("a").status_code == 200
+    processes = [server.process.pid, *server.children("exl_serve.api")]
+
+    def unloaded() -> list[int]:
+        options = {"headers": {"content-type": "application/json"}, "timeout": 180, "content": "{}"}
+        assert httpx.post(f"{server.url}/v1/models/a/unload", **options).status_code == 200  # type: ignore[arg-type]
+        server.until(lambda: server.children("exl_serve.engine") == [] and server.states()["a"] == "unloaded")
+        server.until(lambda: 'process="engine a"' not in httpx.get(f"{server.url}/metrics", timeout=180).text)
+        return [len(os.listdir(f"/proc/{pid}/fd")) for pid in processes]
+
+    first = unloaded()
+    for _ in range(3):
+        server.until(lambda: server.complete("a").status_code == 200)
+        files = unloaded()
+        assert all(after <= before for after, before in zip(files, first, strict=True)), (files, first)
+
+
+@pytest.mark.full
 def test_the_names_of_tabbyapi(start: Start) -> None:
     server = start(models(a="free", b="free"))
 

@@ -115,6 +115,11 @@ class Metrics:
         for metric in self._made[name]:
             (metric.labels(**labels) if labels else metric).set(value)
 
+    def forget(self, name: str, **labels: str) -> None:
+        """Remove a gauge's value, of something that is gone."""
+        for metric in self._made[name]:
+            metric.remove(*(labels[label] for label in GAUGES[name][1]))
+
     def engine(self, model: str, status: EngineStatus) -> None:
         """Set the gauges of an engine."""
         pages = status.pages_pinned + status.pages_cached + status.pages_free

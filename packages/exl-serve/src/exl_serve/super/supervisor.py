@@ -101,6 +101,8 @@ class Supervisor:
         self._phase_at = 0.0
         self._forced = self._announced = self._hung_up = self._told_end = False
         self._broadcast_due = True
+        #: processes whose memory the metrics show
+        self._sizes: set[str] = set()
         self._notifier = Notifier()
         self._notified = self._measured = 0.0
 
@@ -203,8 +205,12 @@ class Supervisor:
     def _measure(self) -> None:
         self._metrics.set("exl_ready", float(self._is_ready()))
         running = {f"worker {i}": w.child.rss() for i, w in enumerate(self._workers) if w.child is not None}
-        for name, size in (running | self._engines.rss()).items():
+        sizes = running | self._engines.rss()
+        for name, size in sizes.items():
             self._metrics.set("exl_process_rss_bytes", float(size), process=name)
+        for name in self._sizes - sizes.keys():
+            self._metrics.forget("exl_process_rss_bytes", process=name)
+        self._sizes = set(sizes)
 
     def _is_ready(self) -> bool:
         return self._phase == "serving" and any(
