@@ -61,6 +61,8 @@ mod _native {
     #[pymodule_export]
     use crate::cuda::moe::{CudaExperts, ExpertRouter};
     #[pymodule_export]
+    use crate::cuda::peer::PeerExchange;
+    #[pymodule_export]
     use crate::cuda::sampling::{
         SamplingWorkspace, cuda_sample_answers, cuda_sample_fill, cuda_sample_launch,
     };

@@ -37,6 +37,7 @@ __all__ = [
     "NextInput",
     "NormPrologue",
     "Pages",
+    "PeerExchange",
     "Rotation",
     "SamplingPlan",
     "SamplingWorkspace",
@@ -791,6 +792,35 @@ class Pages:
     ) -> Pages:
         """
         key, value: [P, page, H, row]; scales [P, page, H, row] if the kind has them.
+        """
+
+@final
+class PeerExchange:
+    """
+    The mailboxes of GPUs that exchange parts of results, as one of them sees them.
+    """
+    def __new__(
+        cls, /, mailboxes: Sequence[Tensor], me: int, step: Tensor, failed: Tensor, limit_ns: int
+    ) -> PeerExchange:
+        """
+        mailboxes: int64 of one size on each GPU, zeros; me: place of this GPU among them; step, failed: int32 [1] on this GPU.
+        """
+    def gather(
+        self,
+        /,
+        own: Tensor,
+        full: Tensor,
+        begins: Sequence[int],
+        number: int,
+        receivers: int,
+        launch: Launch,
+        *,
+        send: bool = True,
+        receive: bool = True,
+    ) -> None:
+        """
+        Send own [rows, width] to the receivers and gather all parts in full [rows, columns], both of 32-bit words. begins: first column of
+        each GPU and the number of columns; receivers: bit of each GPU that gets the whole.
         """
 
 @final

@@ -49,6 +49,7 @@ pub(crate) fn kernels_of(file: &str) -> Vec<String> {
         "rope" => elementwise::rope::kernels(),
         "rope_store" => kv::rope_store::kernels(),
         "embedding" => elementwise::embedding::kernels(),
+        "exchange" => elementwise::exchange::kernels(),
         "elementwise" => elementwise::kernels(),
         "kv" => kv::kernels(),
         "sampling" | "sampling_wide" => sampling::kernels(file),

@@ -10,6 +10,7 @@ pub mod lora;
 pub mod matrix;
 pub mod moe;
 pub mod operands;
+pub mod peer;
 pub mod sampling;
 pub mod select;
 

@@ -1,6 +1,7 @@
 //! Activations and gating.
 
 pub mod embedding;
+pub mod exchange;
 pub mod norm;
 pub mod residual;
 pub mod rope;

@@ -1,0 +1,124 @@
+"""Results that several GPUs gather by storing into one another's memory.
+
+Nothing here waits on the host, and all of it can be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import _native
+from ._check import require_shape
+from .cuda_ops import launch_on
+from .errors import DeviceError, DTypeError, ShapeError, UnsupportedError
+
+__all__ = ["MOST_EXCHANGES", "MOST_GPUS", "Mailboxes"]
+
+MOST_GPUS = 8
+MOST_EXCHANGES = 1024
+"""Most exchanges of a step."""
+WORD = 4  # bytes
+
+
+class Mailboxes:
+    """Memory through which GPUs of this process exchange parts of results, without a host or an event in between.
+
+    Each GPU stores its part into the others' memory. A word carries a mark of the step and of the exchange, for which
+    its reader waits. All GPUs run the same steps: `begin_step`, then the same exchanges in the same order on one stream
+    each. A step has an even number of exchanges. An exchange that not all GPUs receive is the last of its step, and the
+    next step waits for its receivers by other means.
+
+    Args:
+        devices: the GPUs, two to eight; each can access the memory of the others. A GPU may be named more than once
+            where sending and receiving are called apart.
+        size: bytes of the largest result.
+        limit: seconds that a kernel waits for a part before it gives up: this GPU then gets NaN and sends nothing any
+            more, so that the others give up, too, and `check` raises.
+
+    Raises:
+        UnsupportedError: the number of devices is out of range.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(self, devices: Sequence[torch.device], size: int, limit: float = 10.0) -> None:
+        if not 2 <= len(devices) <= MOST_GPUS:
+            raise UnsupportedError(f"{len(devices)} GPUs exchange results; from 2 to {MOST_GPUS} can")
+        self.devices = list(devices)
+        half = -(-size // WORD)
+        self._boxes = [torch.zeros(2 * half, dtype=torch.int64, device=device) for device in self.devices]
+        self.steps = [torch.zeros(1, dtype=torch.int32, device=device) for device in self.devices]
+        self._failed = [torch.zeros(1, dtype=torch.int32, device=device) for device in self.devices]
+        for device in {*self.devices}:  # no GPU may store into a mailbox that is still to be filled with zeros
+            torch.cuda.synchronize(device)
+        limit_ns = int(limit * 1e9)
+        self._native = [
+            _native.PeerExchange(self._boxes, gpu, step, failed, limit_ns)
+            for gpu, (step, failed) in enumerate(zip(self.steps, self._failed, strict=True))
+        ]
+
+    def begin_step(self, gpu: int) -> None:
+        """Queue the beginning of a step of a GPU on its current stream."""
+        self.steps[gpu].add_(1)
+
+    def gather(
+        self,
+        gpu: int,
+        own: Tensor,
+        full: Tensor,
+        begins: Sequence[int],
+        number: int,
+        receivers: Sequence[int] | None = None,
+        *,
+        send: bool = True,
+        receive: bool = True,
+    ) -> None:
+        """Queue an exchange on a GPU's current stream: gather the parts of all GPUs in `full`, in the order of columns.
+
+        Args:
+            gpu: number of the GPU.
+            own: [rows, width] of 16 or 32 bits, contiguous, on it; rows of 16 bits are pairs.
+            full: [rows, columns] of the same dtype, contiguous, on it; written by receivers only.
+            begins: first column of each GPU, and the number of columns at the end; even for 16 bits.
+            number: of the exchange within its step, from 0.
+            receivers: numbers of the GPUs that get the whole; None for all.
+            send: send the own part.
+            receive: wait for the parts of the others.
+
+        Raises:
+            ShapeError, DTypeError: the operands do not fit, or exceed the size of the mailboxes.
+            DeviceError: the launch failed.
+        """
+        what = "Mailboxes.gather"
+        size = own.element_size()
+        if size not in (2, WORD) or full.dtype != own.dtype:
+            raise DTypeError(f"{what}: own is {own.dtype}, full {full.dtype}; expected one dtype of 16 or 32 bits")
+        per = WORD // size
+        if any(begin % per for begin in begins) or len(begins) != len(self.devices) + 1:
+            raise ShapeError(f"{what}: begins is {list(begins)}; expected {len(self.devices) + 1} multiples of {per}")
+        require_shape(f"{what}: own", own, (own.shape[0], begins[gpu + 1] - begins[gpu]))
+        require_shape(f"{what}: full", full, (own.shape[0], begins[-1]))
+        if full.nbytes > WORD * (self._boxes[gpu].numel() // 2):
+            raise ShapeError(f"{what}: {full.nbytes} bytes exceed the mailboxes, which were made for fewer")
+        if not 0 <= number < MOST_EXCHANGES:
+            raise ShapeError(f"{what}: exchange {number} of a step; at most {MOST_EXCHANGES} are possible")
+        if not (own.is_contiguous() and full.is_contiguous()):
+            raise ShapeError(f"{what}: own and full must be contiguous")
+        bits = sum(1 << one for one in (range(len(self.devices)) if receivers is None else receivers))
+        words = [begin // per for begin in begins]
+        if not full.numel():
+            return
+        mine = own.view(torch.int32) if own.numel() else full.view(torch.int32)[:, :0]
+        whole, launch = full.view(torch.int32), launch_on(full)
+        self._native[gpu].gather(mine, whole, words, number, bits, launch, send=send, receive=receive)
+
+    def check(self) -> None:
+        """Raise DeviceError if a kernel gave up waiting. Waits for the GPUs."""
+        for device, failed in zip(self.devices, self._failed, strict=True):
+            if int(failed):
+                raise DeviceError(
+                    f"{device} waited in vain for results of the other GPUs: one of them stopped or is not in step; "
+                    "unload the model and load it again"
+                )

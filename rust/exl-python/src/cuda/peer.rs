@@ -1,0 +1,111 @@
+//! Bindings of exchanges between GPUs.
+
+// PyO3 hands extracted arguments over by value.
+#![allow(clippy::needless_pass_by_value)]
+
+use exl_cuda::ops::elementwise::exchange::{Exchange, exchange};
+use pyo3::prelude::*;
+
+use crate::cuda::{expect, target};
+use crate::errors::device_error;
+use crate::operands::Launch;
+use crate::tensor::{DType, Tensor};
+
+/// The mailboxes of GPUs that exchange parts of results, as one of them sees them.
+#[pyclass(frozen, module = "exl_kernels._native")]
+pub struct PeerExchange {
+    mailboxes: Vec<Tensor>,
+    me: usize,
+    step: Tensor,
+    failed: Tensor,
+    limit_ns: u64,
+}
+
+#[pymethods]
+impl PeerExchange {
+    /// mailboxes: int64 of one size on each GPU, zeros; me: place of this GPU among them; step, failed: int32 [1] on this GPU.
+    #[new]
+    fn new(
+        mailboxes: Vec<Tensor>,
+        me: usize,
+        step: Tensor,
+        failed: Tensor,
+        limit_ns: u64,
+    ) -> PyResult<Self> {
+        let size = mailboxes.first().map_or(0, Tensor::numel);
+        expect(
+            me < mailboxes.len()
+                && mailboxes
+                    .iter()
+                    .all(|t| t.dtype == DType::I64 && t.numel() == size && t.cuda.is_some()),
+            "mailboxes must be int64 of one size on GPUs",
+        )?;
+        expect(
+            [&step, &failed]
+                .iter()
+                .all(|t| t.dtype == DType::I32 && t.numel() == 1 && t.cuda == mailboxes[me].cuda),
+            "step and failed must be int32 [1] on this GPU",
+        )?;
+        Ok(Self {
+            mailboxes,
+            me,
+            step,
+            failed,
+            limit_ns,
+        })
+    }
+
+    /// Send own [rows, width] to the receivers and gather all parts in full [rows, columns], both of 32-bit words. begins: first column of
+    /// each GPU and the number of columns; receivers: bit of each GPU that gets the whole.
+    #[pyo3(signature = (own, full, begins, number, receivers, launch, *, send=true, receive=true))]
+    #[allow(clippy::too_many_arguments)]
+    fn gather(
+        &self,
+        py: Python<'_>,
+        own: Tensor,
+        full: Tensor,
+        begins: Vec<usize>,
+        number: u32,
+        receivers: u32,
+        launch: &Launch,
+        send: bool,
+        receive: bool,
+    ) -> PyResult<()> {
+        let all = [
+            ("own", &own),
+            ("full", &full),
+            ("mailbox", &self.mailboxes[self.me]),
+        ];
+        let to = target(&all, launch)?;
+        let word = |t: &Tensor| t.dtype.size() == 4 && t.shape.len() == 2;
+        expect(
+            word(&own) && word(&full),
+            "own and full must be matrices of 32-bit words",
+        )?;
+        let columns = begins.last().copied().unwrap_or(0);
+        let wide = begins.len() == self.mailboxes.len() + 1
+            && begins.windows(2).all(|pair| pair[0] <= pair[1])
+            && own.shape[1] == begins[self.me + 1] - begins[self.me]
+            && full.shape == [own.shape[0], columns];
+        expect(wide, "own and full must have the widths that begins says")?;
+        let op = Exchange {
+            mailboxes: self.mailboxes.iter().map(|t| t.ptr).collect(),
+            half: self.mailboxes[self.me].numel() / 2,
+            rows: own.shape[0],
+            begins,
+            me: self.me,
+            own: own.ptr,
+            full: full.ptr,
+            step: self.step.ptr,
+            failed: self.failed.ptr,
+            number,
+            receivers,
+            send,
+            receive,
+            limit_ns: self.limit_ns,
+        };
+        // SAFETY: torch owns the memory; sizes were checked above and by `exchange`; the caller opened peer access.
+        py.detach(|| unsafe { exchange(to, &op) })
+            .map_err(|e| device_error(py, &e))
+    }
+}

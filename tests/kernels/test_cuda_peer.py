@@ -1,0 +1,144 @@
+"""Exchanges between GPUs; on one GPU sending and receiving are called apart. Needs a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from effort import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from exl_kernels.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
+from exl_kernels.peer import MOST_EXCHANGES, Mailboxes
+from exl_kernels.reference.peer import gather
+
+pytestmark = pytest.mark.cuda
+
+GPU = torch.device("cuda", 0)
+
+
+def several() -> list[torch.device]:
+    """Two GPUs that have access to one another's memory."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU here: this test runs on a machine with two")
+    found = [torch.device("cuda", at) for at in range(2)]
+    for one, other in (found, found[::-1]):
+        torch.zeros(1, device=one).to(other)  # torch opens the access
+    return found
+
+
+def parts_of(widths: list[int], rows: int, dtype: torch.dtype, seed: int, devices: list[torch.device]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn(rows, width, generator=generator) for width in widths]
+    return [part.to(dtype).to(device) for part, device in zip(made, devices, strict=True)]
+
+
+def begins_of(widths: list[int]) -> list[int]:
+    return [sum(widths[:at]) for at in range(len(widths) + 1)]
+
+
+@given(
+    widths=st.lists(st.integers(0, 300).map(lambda width: 2 * width), min_size=2, max_size=8),
+    rows=st.integers(1, 5),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+    receivers=st.none() | st.sets(st.integers(0, 7)),
+    steps=st.integers(1, 3),
+)
+@examples(40, 10)
+def test_parts_are_gathered_bitwise(
+    widths: list[int], rows: int, dtype: torch.dtype, receivers: set[int] | None, steps: int
+) -> None:
+    """Several steps of two exchanges through the same mailboxes. GPUs that receive nothing keep their memory."""
+    count, begins = len(widths), begins_of(widths)
+    devices = [GPU] * count
+    boxes = Mailboxes(devices, rows * begins[-1] * 4)
+    got = None if receivers is None else {one for one in receivers if one < count}
+    for step in range(steps):
+        for gpu in range(count):
+            boxes.begin_step(gpu)
+        for number, to in ((0, None), (1, got)):
+            parts = parts_of(widths, rows, dtype, 2 * step + number, devices)
+            full = [torch.full((rows, begins[-1]), 7.0, dtype=dtype, device=GPU) for _ in range(count)]
+            for phase in ({"receive": False}, {"send": False}):
+                for gpu in range(count):
+                    boxes.gather(gpu, parts[gpu], full[gpu], begins, number, to if to is None else sorted(to), **phase)
+            want = gather(parts)
+            for gpu in range(count):
+                expected = want if to is None or gpu in to else torch.full_like(want, 7.0)
+                assert torch.equal(full[gpu].cpu(), expected), (step, number, gpu)
+    boxes.check()
+
+
+def test_a_part_that_never_comes_is_an_error() -> None:
+    """Also one of the step before: its mark is another."""
+    boxes = Mailboxes([GPU] * 2, 64, limit=0.0)
+    own, full = torch.ones(1, 8, device=GPU), torch.zeros(1, 16, device=GPU)
+    for step in range(2):
+        for gpu in range(2):
+            boxes.begin_step(gpu)
+        if step == 0:
+            for gpu in range(2):
+                boxes.gather(gpu, own, full, [0, 8, 16], 0, receive=False)
+            boxes.gather(0, own, full, [0, 8, 16], 0, send=False)
+            boxes.check()
+    boxes.gather(0, own, full, [0, 8, 16], 0, send=False)
+    assert bool(full[:, 8:].isnan().all()), "no value of another step"
+    with pytest.raises(DeviceError, match="waited in vain"):
+        boxes.check()
+    own.fill_(5.0)
+    for gpu in (0, 1):
+        boxes.gather(gpu, own, full, [0, 8, 16], 1, receive=False)
+    boxes.gather(1, own, full, [0, 8, 16], 1, send=False)
+    assert bool(full[:, :8].isnan().all()), "what a GPU that gave up would send is not to be had"
+
+
+def test_operands_that_do_not_fit_are_rejected() -> None:
+    boxes = Mailboxes([GPU] * 2, 64)
+    own, full = torch.ones(1, 8, device=GPU), torch.zeros(1, 16, device=GPU)
+    with pytest.raises(UnsupportedError, match="1 GPUs"):
+        Mailboxes([GPU], 64)
+    with pytest.raises(DTypeError, match="one dtype"):
+        boxes.gather(0, own.half(), full, [0, 8, 16], 0)
+    with pytest.raises(ShapeError, match="begins"):
+        boxes.gather(0, own, full, [0, 16], 0)
+    with pytest.raises(ShapeError, match="multiples of 2"):
+        boxes.gather(0, own.half(), full.half(), [0, 7, 16], 0)
+    with pytest.raises(ShapeError, match="own"):
+        boxes.gather(1, own, full, [0, 10, 16], 0)
+    with pytest.raises(ShapeError, match="exceed the mailboxes"):
+        boxes.gather(0, torch.ones(2, 8, device=GPU), torch.ones(2, 16, device=GPU), [0, 8, 16], 0)
+    with pytest.raises(ShapeError, match="at most"):
+        boxes.gather(0, own, full, [0, 8, 16], MOST_EXCHANGES)
+
+
+def test_two_gpus_gather_within_captured_graphs() -> None:
+    """Many replays on both, queued without a wait: each step sums what it gathered into its next part."""
+    devices, widths, rows, exchanges = several(), [96, 160], 3, 6
+    begins = begins_of(widths)
+    boxes = Mailboxes(devices, rows * begins[-1] * 4)
+    own = parts_of(widths, rows, torch.float32, 1, devices)
+    first = [part.clone() for part in own]
+    full = [torch.zeros(rows, begins[-1], device=device) for device in devices]
+    graphs = []
+    for gpu, device in enumerate(devices):
+        graph = torch.cuda.CUDAGraph()
+        boxes.gather(gpu, own[gpu], full[gpu], begins, 0, receive=False)  # loads the kernel
+        torch.cuda.synchronize(device)
+        with torch.cuda.device(device), torch.cuda.graph(graph):
+            boxes.begin_step(gpu)
+            for number in range(exchanges):
+                boxes.gather(gpu, own[gpu], full[gpu], begins, number)
+                own[gpu].add_(full[gpu].mean(1, keepdim=True))
+        graphs.append(graph)
+    steps = 50
+    for _ in range(steps):
+        for graph in graphs:
+            graph.replay()
+    boxes.check()
+    want = [part.clone() for part in first]
+    for _ in range(steps * exchanges):
+        whole = torch.cat([part.to(devices[0]) for part in want], 1)
+        for gpu, device in enumerate(devices):
+            want[gpu].add_(whole.to(device).mean(1, keepdim=True))
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(own, want, strict=True))
