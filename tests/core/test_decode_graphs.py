@@ -98,11 +98,12 @@ def test_the_largest_step(model: ExLlamaV2) -> None:
     assert model.prepare_step(17, cache, params([1], width=2)) is None
     for q_len in range(1, capturable.MAX_Q_LEN + 1):
         for batch in range(1, capturable.MOST_ROWS // q_len + 1):
-            bucket = model.decode._bucket(batch, q_len, 20, PAGE, 64)  # noqa: SLF001
-            assert batch <= bucket.batch
-            assert bucket.tokens <= capturable.MOST_ROWS
-            assert bucket.tokens <= 64 or batch * q_len > 64
-            assert batch * q_len <= 64 or bucket.batch <= 1.25 * batch
+            padded = capturable.padded_rows(batch, q_len)
+            tokens = padded * q_len
+            assert batch <= padded
+            assert tokens <= capturable.MOST_ROWS
+            assert tokens <= 64 or batch * q_len > 64
+            assert batch * q_len <= 64 or padded <= 1.25 * batch
 
 
 @pytest.mark.parametrize(
