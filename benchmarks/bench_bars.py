@@ -36,6 +36,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Awaitable, Callable, Iterator
@@ -393,7 +394,10 @@ def cycles(seconds: float) -> list[Bar]:
             data=b"{}",
             headers={"content-type": "application/json"},
         )
-        urllib.request.urlopen(request, timeout=120).close()
+        try:
+            urllib.request.urlopen(request, timeout=120).close()
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"{what}: {error.read().decode()}") from None
 
     def unloaded() -> tuple[int, int, int]:
         """Open files and bytes of the processes without an engine, and bytes in use on the GPUs."""

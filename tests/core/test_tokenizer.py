@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,30 @@ def test_bytes_of_the_ids_are_the_text(fixture_tokenizer: ExLlamaV2Tokenizer, te
 
 
 @pytest.mark.covers("core.md: better-11.6-text")
+def test_a_long_text_is_encoded_as_a_short_one_and_lets_others_run(fixture_tokenizer: ExLlamaV2Tokenizer) -> None:
+    """A server's event loop goes on while a thread encodes a long prompt: the library must release the GIL."""
+    backend: Any = fixture_tokenizer.tokenizer_model
+    piece = "All the words of a long prompt, naïve ones. "
+    text = piece * 10_000
+    assert backend.encode(piece * 100) == backend.tokenizer.encode(piece * 100, add_special_tokens=False).ids
+    begun, ended = threading.Event(), threading.Event()
+
+    def encode() -> None:
+        begun.set()
+        backend.encode(text)
+        ended.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    begun.wait()
+    turns = 0
+    while not ended.is_set():
+        time.sleep(0.0001)
+        turns += 1
+    thread.join()
+    assert turns >= 10, "a held GIL gives one or two"
+
+
 def test_special_tokens_are_text_unless_asked(fixture_tokenizer: ExLlamaV2Tokenizer) -> None:
     t = fixture_tokenizer
     assert (t.bos_token_id, t.eos_token_id, t.unk_token_id) == (1, 2, 0)

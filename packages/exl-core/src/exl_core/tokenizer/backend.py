@@ -17,6 +17,9 @@ from ..errors import InputError, TokenizerError, TokenizerFileError
 __all__ = ["TokenizerBackend", "require_text"]
 
 MAX_FILE_BYTES = 256 << 20  # the largest published tokenizer.json is about 35 MB
+LONG_TEXT = 1500
+"""Characters of a text beyond which the library's call for batches encodes it: only that call releases the GIL, so that
+other threads go on."""
 
 
 class TokenizerBackend:
@@ -67,7 +70,11 @@ class TokenizerBackend:
         require_text(text)
         tokenizer = self._special_tokenizer() if special else self.tokenizer
         with _library_errors(self.file):
-            ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+            if len(text) > LONG_TEXT:
+                encoding = tokenizer.encode_batch([text], add_special_tokens=False)[0]
+            else:
+                encoding = tokenizer.encode(text, add_special_tokens=False)
+            ids: list[int] = encoding.ids
         return ids
 
     def encode_batch(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:

@@ -43,6 +43,8 @@ def main() -> None:
     if os.getppid() != start.parent:
         sys.exit(1)
     set_up(start.config.log, "%(levelname)s %(name)s: %(message)s")
+    # A long text is encoded on the thread that asks for it: threads of the library would take the engines' cores.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         import uvloop
