@@ -132,6 +132,7 @@ def nodes_of(model: ExLlamaV2, step: Callable[[], object]) -> int:
     graphs = [held.graph for group in model.decode._graphs.values() for held in group.values()]
     count = ctypes.c_size_t(0)
     if graphs:
+        assert isinstance(graphs[-1], torch.cuda.CUDAGraph), "this benchmark builds models on one GPU"
         driver.cuGraphGetNodes(ctypes.c_void_p(graphs[-1].raw_cuda_graph()), None, ctypes.byref(count))
     return count.value
 
