@@ -125,7 +125,8 @@ def test_two_gpus_gather_within_captured_graphs() -> None:
         graph = torch.cuda.CUDAGraph()
         boxes.gather(gpu, own[gpu], full[gpu], begins, 0, receive=False)  # loads the kernel
         torch.cuda.synchronize(device)
-        with torch.cuda.device(device), torch.cuda.graph(graph):
+        # torch's own capture stream is of the first device that captured.
+        with torch.cuda.device(device), torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
             boxes.begin_step(gpu)
             for number in range(exchanges):
                 boxes.gather(gpu, own[gpu], full[gpu], begins, number)

@@ -21,6 +21,9 @@ MOST_GPUS = 8
 MOST_EXCHANGES = 1024
 """Most exchanges of a step."""
 WORD = 4  # bytes
+_gone: list[list[Tensor]] = []
+"""Mailboxes of deleted objects: launches of other GPUs, which no stream of their own GPU waits for, may still store
+into them. They are freed when the GPUs are idle."""
 
 
 class Mailboxes:
@@ -47,6 +50,9 @@ class Mailboxes:
         if not 2 <= len(devices) <= MOST_GPUS:
             raise UnsupportedError(f"{len(devices)} GPUs exchange results; from 2 to {MOST_GPUS} can")
         self.devices = list(devices)
+        for device in {place for boxes in _gone for place in (box.device for box in boxes)}:
+            torch.cuda.synchronize(device)
+        _gone.clear()
         half = -(-size // WORD)
         self._boxes = [torch.zeros(2 * half, dtype=torch.int64, device=device) for device in self.devices]
         self.steps = [torch.zeros(1, dtype=torch.int32, device=device) for device in self.devices]
@@ -58,6 +64,12 @@ class Mailboxes:
             _native.PeerExchange(self._boxes, gpu, step, failed, limit_ns)
             for gpu, (step, failed) in enumerate(zip(self.steps, self._failed, strict=True))
         ]
+
+    def __del__(self) -> None:
+        # No waiting here: a garbage collection may call this method during a capture.
+        boxes = getattr(self, "_boxes", None)
+        if boxes:
+            _gone.append(boxes)
 
     def begin_step(self, gpu: int) -> None:
         """Queue the beginning of a step of a GPU on its current stream."""

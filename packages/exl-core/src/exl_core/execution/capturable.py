@@ -28,7 +28,6 @@ __all__ = [
     "GRAPHS_VARIABLE",
     "MAX_Q_LEN",
     "MOST_ROWS",
-    "SHARDED_GRAPHS_VARIABLE",
     "NotCapturableError",
     "padded_rows",
     "refusal_of_adapters",
@@ -38,7 +37,6 @@ __all__ = [
 ]
 
 GRAPHS_VARIABLE = "EXL_CUDA_GRAPHS"  # "0": always launch operator by operator
-SHARDED_GRAPHS_VARIABLE = "EXL_TP_GRAPHS"  # "1": capture steps of sharded models, which was never run on GPUs
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MAX_Q_LEN = DECODE_TOKENS
@@ -78,15 +76,9 @@ def refusal_of_model(model: LanguageModel) -> str | None:
         return f"{GRAPHS_VARIABLE}=0 asks for eager launches"
     if model.config.no_graphs:
         return "config.no_graphs asks for eager launches"
-    context = model.tp_context
-    if context is not None and os.environ.get(SHARDED_GRAPHS_VARIABLE, "0").strip() != "1":
-        return (
-            f"the matrices are sharded over several devices; {SHARDED_GRAPHS_VARIABLE}=1 tries to capture their steps"
-        )
-    if context is not None and not context.exchange.whole:
-        return "each device has a process of its own"
-    names = model.placement.names if context is None else context.names
-    if any(not name.startswith("cuda") for name in names):
+    if model.tp_context is not None:
+        return "the matrices are sharded over several devices"
+    if any(not name.startswith("cuda") for name in model.placement.names):
         return "a part of the model is on the CPU"
     if any(isinstance(module, Intervention) for module in model.modules):
         return "a module is wrapped in an Intervention"
