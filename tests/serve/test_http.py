@@ -26,6 +26,7 @@ from exl_serve.metrics import NoMeter
 from exl_serve.request.body import check_depth, read_json
 from exl_serve.request.fields import COMMON, SAMPLING, UNSUPPORTED, by_name, read_fields
 from exl_serve.request.sampling import seeds_of
+from exl_serve.testing.local import EngineThread
 from exl_serve.testing.server import LiveServer
 
 JSON = {"content-type": "application/json"}
@@ -217,6 +218,23 @@ def test_routes_and_methods(http: httpx.Client) -> None:
     assert len({(path.method, path.path) for path in ROUTES}) == len(ROUTES)
     for path in ("/health", "/health/live", "/health/ready", "/ping", "/version"):
         assert http.get(path).status_code == 200
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_last_token_without_text_has_an_id(http: httpx.Client, fable: EngineThread, streamed: bool) -> None:
+    """Where an answer ends within a character, or in a token that is not shown: ids are those that the usage counts."""
+    pieces = fable.generator.tokenizer.get_id_to_bytes_list(True)
+    part = next(i for i, piece in enumerate(pieces) if piece and piece[0] >= 0xC2 and len(piece) == 1)
+    hidden = fable.generator.tokenizer.bos_token_id
+    for token in (part, hidden):
+        body = {"model": "fable", "prompt": "a", "max_tokens": 2, "logit_bias": {str(token): 100}, "temperature": 0}
+        body |= {"return_token_ids": True, "logprobs": 0, "ignore_eos": True, "stream": streamed}
+        answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+        choices = [json.loads(line)["choices"][0] for line in lines] or answer.json()["choices"]
+        assert [id for choice in choices for id in choice["token_ids"]] == [token, token]
+        assert sum(len(choice["logprobs"]["token_logprobs"]) for choice in choices if choice["logprobs"]) == 2
 
 
 def test_embeddings_answer_501(http: httpx.Client) -> None:

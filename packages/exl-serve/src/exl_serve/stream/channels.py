@@ -203,7 +203,7 @@ class ChannelReader:
         if isinstance(event, Finished):
             read = self._end_of_alike()
             ended = [] if self._calls is None or event.reason == "length" else self._calls.finish()
-            return [*read, *ended, *self._release(), self._finish(event)]
+            return [*read, *ended, *self._release(keep=True), self._finish(event)]
         if isinstance(event, Failed):
             return [
                 *self._release(),
