@@ -172,7 +172,7 @@ DEVICE void store_pair(const Attention& a, int64_t at, float x, float y) {
 
 // Two neighbouring results of a token, packed as the input of a matmul of few rows. The results are halves of feature `feature`, which is
 // even, and the next one. The layout is that of prepared.cuh if `columns` is 16 or more, and of rows.cuh if it is 8. `rows`: their rows of
-// K. Columns past the tokens become zeros.
+// K. Columns past the tokens become zeros, unless OWN_COLUMN.
 DEVICE uint32_t ordered_rows(const Attention& a, int feature) {
   return a.row_of_feature ? __ldg(reinterpret_cast<const uint32_t*>(a.row_of_feature + feature)) : feature * 0x10001u + 0x10000u;
 }
@@ -181,10 +181,11 @@ DEVICE uint32_t ordered_place(int columns, int row, int column) {
   if (columns == 8) return (row >> 5) * 512 + column * 64 + eight * 16 + (row & 7) * 2;
   return (row >> 5) * 64 * columns + pair * 16 * columns + column * 16 + eight * 4 + (row & 1) * 2;
 }
+template <bool OWN_COLUMN = false>
 DEVICE void store_ordered(const Attention& a, int token, uint32_t rows, uint32_t pair) {
 #pragma unroll
   for (int e = 0; e < 2; e++)
-    for (int column = token; column < a.columns; column += a.tokens) {
+    for (int column = token; column < (OWN_COLUMN ? token + 1 : a.columns); column += a.tokens) {
       uint8_t* to = a.ordered + ordered_place(a.columns, e ? rows >> 16 : rows & 0xffff, column);
       *reinterpret_cast<uint16_t*>(to) = column == token ? pair >> 16 * e : 0;
     }

@@ -399,7 +399,8 @@ DEVICE bool join_splits(const Attention& a, Pair& pair, int row, int block, int 
 }
 
 // Stores 64 dimensions of a result row, transformed back if values are. `places`: their rows in the input order of a matmul, if known.
-template <class S>
+// OWN_COLUMN: not the zeros of columns past the tokens.
+template <class S, bool OWN_COLUMN = false>
 DEVICE void store_item(const Attention& a, const Job& job, const Pair& pair, int item, const uint32_t* places) {
   const int at = job.key_head * a.group * S::BLOCKS + item, lane = threadIdx.x & 31;
   float even = pair.sums.x, odd = pair.sums.y;
@@ -412,7 +413,7 @@ DEVICE void store_item(const Attention& a, const Job& job, const Pair& pair, int
   const uint32_t word = word_of(make_float2(__fmul_rn(even, inverse), __fmul_rn(odd, inverse)), typename S::Element());
   if (a.ordered) {
     copy_wait<0>();
-    store_ordered(a, job.token, places ? *places : ordered_rows(a, 64 * at + 2 * lane), word);
+    store_ordered<OWN_COLUMN>(a, job.token, places ? *places : ordered_rows(a, 64 * at + 2 * lane), word);
   } else {
     static_cast<uint32_t*>(a.out)[(job.token * a.q_heads * S::BLOCKS + at) * 32 + lane] = word;
   }

@@ -131,6 +131,14 @@ DEVICE void attend_units(const Attention& a, const Job& job, const TeamShare& sh
   copy_wait<0>();
 }
 
+// Stores a result. `places`: its rows in the input order of the next matmul. A matmul of eight columns reads none past its rows, so those
+// are not written: for one row, that would be seven scattered stores for each that counts.
+template <class S>
+DEVICE void store_result(const Attention& a, const Job& job, const Pair& pair, int item, uint32_t places) {
+  if (a.columns == 8) store_item<S, true>(a, job, pair, item, &places);
+  else store_item<S>(a, job, pair, item, &places);
+}
+
 // Grid: tokens, key heads, splits. `a.ring`: slots of a team, one or two. All copies of the first units start before a warp waits for the
 // queries.
 template <class S>
@@ -156,6 +164,8 @@ DEVICE void attention_teams(const Attention& a) {
   const float2 norms = load_norms<S>(a);
   uint32_t raw[2][S::BLOCKS];
   load_items<S>(raw, source_of<S>(a, job, warp, own ? 2 : 0), source_of<S>(a, job, warp + S::warps(), own ? 2 : 0));
+  auto places_of = [&](int item) { return a.ordered && item < items ? ordered_rows(a, 64 * (job.key_head * items + item) + 2 * lane) : 0; };
+  const uint32_t places = places_of(warp);
   const int rows_at = S::WEIGHTS_AT + share.teams * S::TEAM_BYTES, units_at = (rows_at + a.group * S::ROW * 4 + 127) / 128 * 128;
   float* rows = reinterpret_cast<float*>(shared + rows_at);
   uint8_t* stages = shared + units_at + share.team * a.ring * S::UNIT_BYTES;
@@ -190,7 +200,7 @@ DEVICE void attention_teams(const Attention& a) {
     pair.sums = *reinterpret_cast<const float2*>(from + block * 64 + 2 * lane);
     pair.max = from[state_at], pair.sum = from[state_at + 1];
     if (splits > 1 && !join_splits<S>(a, pair, row, block, split, splits)) continue;
-    store_item<S>(a, job, pair, item, nullptr);
+    store_result<S>(a, job, pair, item, item == warp ? places : places_of(item));
   }
 }
 #else
