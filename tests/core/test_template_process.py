@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from breaking_in import broken_into
-from effort import trials
 from vision_models import write_tokenizer
 
 from exl_core import ExLlamaV2Config, ExLlamaV2Tokenizer
@@ -33,7 +32,7 @@ def render(tokenizer: ExLlamaV2Tokenizer, text: str) -> str:
 def test_a_ctrl_c_leaves_no_answer_for_the_next_conversation(tokenizer: ExLlamaV2Tokenizer) -> None:
     """Wherever it comes: the prompt behind it is made of its own messages, not of those before."""
     struck = 0
-    for moment in range(1, 2000, max(1, 24 // trials(8, 3))):
+    for moment in range(1, 2000, 3):
         text = f"conversation {moment}"
         assert render(tokenizer, text) == f"[{text}]"  # the process runs
         try:
@@ -44,7 +43,7 @@ def test_a_ctrl_c_leaves_no_answer_for_the_next_conversation(tokenizer: ExLlamaV
         assert render(tokenizer, text) == f"[{text}]"
         if not hit:
             break
-    assert struck > 5
+    assert struck > 15
 
 
 def run(code: str) -> None:
