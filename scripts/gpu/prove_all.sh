@@ -77,7 +77,7 @@ if has rest; then
 fi
 if has errors; then run_tests errors "$tests" $errors & fi
 if has two && [ ${#gpus[@]} -gt 1 ]; then
-  run_tests two "${gpus[0]},${gpus[1]}" -rs $devices tests/core/test_cuda_lora.py tests/generate/test_cuda_generator.py &
+  run_tests two "${gpus[0]},${gpus[1]}" -rs $devices tests/core/test_cuda_lora.py tests/generate/test_cuda_generator.py tests/kernels/test_cuda_peer.py &
 fi
 wait
 if has kernels; then
