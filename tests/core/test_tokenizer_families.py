@@ -271,7 +271,7 @@ def test_the_time_of_a_template_begins_when_its_process_is_there(
         def cancel(self) -> None:
             seen.append(("is over", self.seconds))
 
-    sandbox.pool.end()
+    monkeypatch.setattr(sandbox, "pool", sandbox.TemplatePool(1))
     monkeypatch.setattr(sandbox.threading, "Timer", Timer)
     for _ in range(2):
         assert plain.apply_chat_template([{"content": "é"}], chat_template="{{ messages[0].content }}") == "é"

@@ -66,25 +66,21 @@ def _plain(value: Any) -> Any:
 
 
 class _Worker:
-    """The process, started on first use and again after it had to be terminated."""
+    """A process, started on first use and again after it had to be terminated. One thread uses it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer to a request. Raises ChatTemplateError when there is none."""
-        with self._lock:
-            try:
-                process = self._process
-                if process is None or process.poll() is not None:
-                    process = self._process = self._started()
-                found = self._exchange(process, request, SECONDS)
-            except BaseException:
-                # Also after Ctrl-C at any point: a pending answer would be taken for the next one, and a running
-                # timer would end the process during another request.
-                self.end()
-                raise
+        try:
+            process = self._process
+            if process is None or process.poll() is not None:
+                process = self._process = self._started()
+            found = self._exchange(process, request, SECONDS)
+        except BaseException:
+            self.end()  # a pending answer would be taken for the next one
+            raise
         if found is None:
             raise ChatTemplateError(
                 f"the chat template took more than {SECONDS:g} seconds, or more than {MEMORY >> 20} MiB: it was ended"
@@ -96,10 +92,6 @@ class _Worker:
         process, self._process = self._process, None
         if process is not None:
             _kill(process)
-
-    def forget(self) -> None:
-        """Reset the state in a forked child: the process is the parent's, and the lock's holder does not exist here."""
-        self._process, self._lock = None, threading.Lock()
 
     def _started(self) -> subprocess.Popen[bytes]:
         """Return a started process; the time of its start on a busy machine does not count as the template's time."""
@@ -149,56 +141,99 @@ class _Worker:
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):  # Ctrl-C may have left a lock of Popen's locked
+    with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(1.0)
 
 
-class TemplatePool:
-    """Several processes, so that a slow template does not block the others.
+class _Request:
+    """A request on its way: `begun` and `answers` are all that its caller and the thread that serves it share."""
 
-    The most recently used free process is taken; waiting requests are served in order.
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self.content = content
+        self.begun = False
+        self.answers: queue.SimpleQueue[dict[str, Any] | BaseException] = queue.SimpleQueue()
+
+
+class TemplatePool:
+    """Several processes, so that a slow template does not block the others. Requests are served in order.
+
+    A thread serves each process, and both are started on demand. The caller only puts its request into a queue and
+    waits for the answer: wherever Ctrl-C interrupts it, no lock stays locked, and no process is lost or left with an
+    answer that the next request would take for its own. Threads other than the main one are not interrupted.
     """
 
     def __init__(self, size: int) -> None:
-        self._workers = [_Worker() for _ in range(size)]
-        self._fill()
+        self._size = size
+        self.forget()
 
     @property
     def busy(self) -> int:
         """How many of the processes render a template now."""
-        return len(self._workers) - self._idle.qsize()
+        return len(self._workers) - self._idle
 
-    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def ask(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer to a request.
 
         Raises ChatTemplateError when there is none, or no process becomes free in time.
         """
+        request = _Request(content)
+        self._requests.put(request)
+        self._grow()
         try:
-            worker = self._idle.get(timeout=WAIT_SECONDS)
+            answer = request.answers.get(timeout=WAIT_SECONDS)
         except queue.Empty:
-            raise ChatTemplateError(
-                f"all {len(self._workers)} processes for chat templates were busy for {WAIT_SECONDS:g} seconds"
-            ) from None
-        try:
-            return worker.ask(request)
-        finally:
-            self._idle.put(worker)
+            if not request.begun:
+                request.begun = True  # nobody waits for it any more
+                raise ChatTemplateError(
+                    f"all {self._size} processes for chat templates were busy for {WAIT_SECONDS:g} seconds"
+                ) from None
+            answer = request.answers.get()  # limited by the time that a process may start and render
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
 
     def end(self) -> None:
-        """End the processes."""
-        for worker in self._workers:
+        """End the processes; the next request starts one."""
+        for worker in list(self._workers):
             worker.end()
 
     def forget(self) -> None:
-        """Reset the state after a fork: the processes belong to the parent."""
-        for worker in self._workers:
-            worker.forget()
-        self._fill()
+        """Begin anew, also after a fork: processes and threads belong to the parent."""
+        self._lock = threading.Lock()  # of what the threads count; the callers never take it
+        self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
+        self._workers: list[_Worker] = []
+        self._idle = 0
 
-    def _fill(self) -> None:
-        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
-        for worker in self._workers:
-            self._idle.put(worker)
+    def _grow(self) -> None:
+        """Start a thread if requests wait and may have another process."""
+        if self._idle < self._requests.qsize() and len(self._workers) < self._size:
+            threading.Thread(target=self._serve, name="chat template", daemon=True).start()
+
+    def _serve(self) -> None:
+        """Serve requests with a process."""
+        worker, lock, requests = _Worker(), self._lock, self._requests
+        with lock:
+            if len(self._workers) >= self._size:
+                return
+            self._workers.append(worker)
+            self._idle += 1
+        while True:
+            request = requests.get()
+            with lock:
+                self._idle -= 1
+            self._grow()
+            answer: dict[str, Any] | BaseException | None = None
+            if not request.begun:
+                request.begun = True
+                try:
+                    answer = worker.ask(request.content)
+                except BaseException as e:
+                    answer = e
+            with lock:  # before the answer: the caller's next request finds this process idle
+                self._idle += 1
+            if answer is not None:
+                request.answers.put(answer)
+            del request, answer
 
 
 pool = TemplatePool(PROCESSES)
