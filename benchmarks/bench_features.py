@@ -240,7 +240,10 @@ class Bench:
             return 0.0, 0
         graph = min(fit, key=lambda found: found[:3])[-1]
         count = ctypes.c_size_t(0)
-        ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count))
+        if isinstance(graph, torch.cuda.CUDAGraph):  # the model is on one device
+            ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(
+                ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count)
+            )
         return replay_time(graph.replay)[0], count.value
 
     def bytes_of_adapters(self, feature: Feature, sequences: int) -> int:

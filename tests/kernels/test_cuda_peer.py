@@ -126,7 +126,7 @@ def test_two_gpus_gather_within_captured_graphs() -> None:
         boxes.gather(gpu, own[gpu], full[gpu], begins, 0, receive=False)  # loads the kernel
         torch.cuda.synchronize(device)
         # torch's own capture stream is of the first device that captured.
-        with torch.cuda.device(device), torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device), torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
             boxes.begin_step(gpu)
             for number in range(exchanges):
                 boxes.gather(gpu, own[gpu], full[gpu], begins, number)
