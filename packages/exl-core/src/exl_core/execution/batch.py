@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["DECODE_TOKENS", "MOST_ROWS", "Sharding", "Step"]
 
 DECODE_TOKENS = 16
+"""Most tokens of a row in a decode step: the last token and its drafts."""
 MOST_ROWS = 256
 """Most tokens of a decode step whose results do not depend on other rows, captured or not."""
-"""Most tokens of a row in a decode step: the last token and its drafts."""
 
 
 class Sharding(Protocol):

@@ -47,7 +47,7 @@ _CONSTANT = {"batch_size", "q_len", "cos", "sin", "pages", "max_keys", "alt"}
 
 
 class NotCapturableError(Exception):
-    """The reason why a step cannot be captured; never leaves this module."""
+    """The reason why a step cannot be captured; `captured.py` falls back."""
 
 
 def padded_rows(batch: int, q_len: int) -> int:

@@ -1,9 +1,9 @@
 """Captured decode steps of one model: which exist, when one applies, and the fallback.
 
-A captured step is recorded once with static inputs and replayed as one launch. It holds the joined launches of
-`fused.py` where these cover the model, adapters included, else the modules' own forward pass. The results are bitwise
-identical to the eager pass. Grids and workspaces depend on the bucket only; kernels read lengths and tables on the
-device.
+A captured step is recorded once with static inputs and replayed as one launch, or one for each device of a split model.
+It holds the joined launches of `fused.py` where these cover the model, adapters included, else the modules' own forward
+pass. The results are bitwise identical to the eager pass. Grids and workspaces depend on the bucket only; kernels read
+lengths and tables on the device.
 """
 
 from __future__ import annotations

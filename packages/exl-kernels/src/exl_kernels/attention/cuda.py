@@ -64,7 +64,8 @@ class MatmulInput:
     """Rows of the matmul's input layout in `kernels/linear/`: 8 (`rows.cuh`) or 16 to 128 (`prepared.cuh`, wgmma)."""
     scratch: Tensor
     """uint8, aligned to 16 bytes. From byte 0 on 512 x columns bytes for every 256 features are written. Columns past
-    the tokens become zeros; features past K in the last 256 are not changed."""
+    the tokens become zeros, or stay as they are where there are eight; features past K in the last 256 are not
+    changed."""
     rows: int | None = None
     """Number of rows that `FusedLinear.input_of` was called with; `from_input` takes no other number."""
 

@@ -1,4 +1,4 @@
-"""Workspace for inter-block reductions of matmuls of 9 to 64 rows.
+"""Workspace for inter-block reductions of matmuls of 9 to 128 rows.
 
 Before and after every launch all bytes are ones, except counters. Only the blocks of the launch write to the workspace,
 and the block that takes a word restores the ones (`Batch::take` in `kernels/linear/batch.cuh`); counters keep counting.
