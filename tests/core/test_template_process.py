@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ from breaking_in import broken_into
 from vision_models import write_tokenizer
 
 from exl_core import ExLlamaV2Config, ExLlamaV2Tokenizer
+from exl_core.errors import ChatTemplateError
 from exl_core.tokenizer import sandbox
 
 pytestmark = pytest.mark.covers("core.md: better-11.6-text")
@@ -46,8 +48,29 @@ def test_a_ctrl_c_leaves_no_answer_for_the_next_conversation(tokenizer: ExLlamaV
         if not hit:
             break
     assert struck > 15
-    while sandbox.pool.busy:  # a lost process would be busy for ever
+    for _ in range(60_000):
+        if not sandbox.pool.busy:
+            break
         time.sleep(0.001)
+    assert not sandbox.pool.busy, "a process is lost"
+
+
+def test_threads_that_cannot_be_started(tokenizer: ExLlamaV2Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is typed where no thread serves templates; else those that run serve all requests."""
+
+    class Thread(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(sandbox, "pool", sandbox.TemplatePool(2))
+    with monkeypatch.context() as full:
+        full.setattr(sandbox.threading, "Thread", Thread)
+        with pytest.raises(ChatTemplateError, match="no thread"):
+            render(tokenizer, "a")
+    assert render(tokenizer, "b") == "[b]"
+    with monkeypatch.context() as full:
+        full.setattr(sandbox.threading, "Thread", Thread)
+        assert [render(tokenizer, text) for text in "cd"] == ["[c]", "[d]"]
 
 
 def run(code: str) -> None:

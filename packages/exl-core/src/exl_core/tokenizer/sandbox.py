@@ -178,7 +178,12 @@ class TemplatePool:
         """
         request = _Request(content)
         self._requests.put(request)
-        self._grow()
+        try:
+            self._grow()
+        except RuntimeError as e:
+            if not self._workers:
+                request.begun = True  # nobody waits for it any more
+                raise ChatTemplateError(f"no thread for the chat template could be started: {e}") from e
         try:
             answer = request.answers.get(timeout=WAIT_SECONDS)
         except queue.Empty:
@@ -221,7 +226,8 @@ class TemplatePool:
             request = requests.get()
             with lock:
                 self._idle -= 1
-            self._grow()
+            with contextlib.suppress(RuntimeError):  # no thread could be started: those that run serve all
+                self._grow()
             answer: dict[str, Any] | BaseException | None = None
             if not request.begun:
                 request.begun = True
