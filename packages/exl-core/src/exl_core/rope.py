@@ -123,7 +123,7 @@ class RopeTable:
         self.inv_freq, self.attention_factor = inverse_frequencies(settings)
         self._cos = torch.empty((0, settings.rotary_dim // 2), dtype=torch.float32)
         self._sin = torch.empty_like(self._cos)
-        self._moved: tuple[Tensor, Tensor] | None = None  # the tables on the most recent GPU
+        self._moved: dict[torch.device, tuple[Tensor, Tensor]] = {}  # captured steps of all devices share them
 
     def upto(self, positions: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
         """Return (cos, sin) with at least `positions` rows, on the CPU or on `device`.
@@ -133,10 +133,11 @@ class RopeTable:
         tables = self._on_cpu(positions)
         if device is None or device.type == "cpu":
             return tables
-        if self._moved is None or self._moved[0].device != device or self._moved[0].shape != tables[0].shape:
+        moved = self._moved.get(device)
+        if moved is None or moved[0].shape != tables[0].shape:
             with torch.inference_mode(False):
-                self._moved = (tables[0].to(device), tables[1].to(device))
-        return self._moved
+                moved = self._moved[device] = (tables[0].to(device), tables[1].to(device))
+        return moved
 
     def _on_cpu(self, positions: int) -> tuple[Tensor, Tensor]:
         have = self._cos.shape[0]
