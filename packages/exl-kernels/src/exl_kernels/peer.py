@@ -1,11 +1,13 @@
 """Results that several GPUs gather by storing into one another's memory.
 
-Nothing here waits on the host, and all of it can be captured.
+Nothing here waits on the host, and all of it can be captured. Experimental: no executor uses it yet, and it was
+tested on one GPU only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -93,7 +95,8 @@ class Mailboxes:
             gpu: number of the GPU.
             own: [rows, width] of 16 or 32 bits, contiguous, on it; rows of 16 bits are pairs.
             full: [rows, columns] of the same dtype, contiguous, on it; written by receivers only.
-            begins: first column of each GPU, and the number of columns at the end; even for 16 bits.
+            begins: first column of each GPU, and the number of columns at the end, ascending; even for 16 bits. Each
+                GPU has columns: who receives nothing from one would not know how far it is.
             number: of the exchange within its step, from 0.
             receivers: numbers of the GPUs that get the whole; None for all.
             send: send the own part.
@@ -110,6 +113,10 @@ class Mailboxes:
         per = WORD // size
         if any(begin % per for begin in begins) or len(begins) != len(self.devices) + 1:
             raise ShapeError(f"{what}: begins is {list(begins)}; expected {len(self.devices) + 1} multiples of {per}")
+        if any(end <= begin for begin, end in pairwise(begins)):
+            raise ShapeError(f"{what}: begins is {list(begins)}; expected columns for every GPU")
+        if not set(range(len(self.devices))).issuperset(receivers or ()):
+            raise ShapeError(f"{what}: receivers is {receivers}; expected numbers below {len(self.devices)}")
         require_shape(f"{what}: own", own, (own.shape[0], begins[gpu + 1] - begins[gpu]))
         require_shape(f"{what}: full", full, (own.shape[0], begins[-1]))
         if full.nbytes > WORD * (self._boxes[gpu].numel() // 2):
@@ -118,12 +125,11 @@ class Mailboxes:
             raise ShapeError(f"{what}: exchange {number} of a step; at most {MOST_EXCHANGES} are possible")
         if not (own.is_contiguous() and full.is_contiguous()):
             raise ShapeError(f"{what}: own and full must be contiguous")
-        bits = sum(1 << one for one in (range(len(self.devices)) if receivers is None else receivers))
+        bits = sum(1 << one for one in set(range(len(self.devices)) if receivers is None else receivers))
         words = [begin // per for begin in begins]
         if not full.numel():
             return
-        mine = own.view(torch.int32) if own.numel() else full.view(torch.int32)[:, :0]
-        whole, launch = full.view(torch.int32), launch_on(full)
+        mine, whole, launch = own.view(torch.int32), full.view(torch.int32), launch_on(full)
         self._native[gpu].gather(mine, whole, words, number, bits, launch, send=send, receive=receive)
 
     def check(self) -> None:
