@@ -292,6 +292,23 @@ def test_an_answer_for_the_user_in_harmony() -> None:
             assert finish.reasoning_tokens > 0
 
 
+def test_the_last_tokens_of_harmony_without_text_have_ids() -> None:
+    machine = family("harmony", False).machine(0, ChannelSettings(), "r")
+    marks = {mark: 100 + i for i, mark in enumerate(MARKERS["harmony"])}
+    said: list[AnswerEvent] = []
+    pieces = [
+        ("<|channel|>", marks["<|channel|>"]),
+        ("final", 5),
+        ("<|message|>", marks["<|message|>"]),
+        ("Hi", 11),
+        ("", 12),
+    ]
+    for text, token in pieces:
+        said += machine.feed(Tokens(0, (token,), text))
+    said += machine.feed(Finished(0, "length", 5, USAGE))
+    assert [e.ids for e in said if isinstance(e, Content | Finish)] == [(11,), (12,)]
+
+
 def test_text_cannot_forge_a_marker_that_is_a_token() -> None:
     for form in ("glm", "deepseek_v31", "mistral_args", "llama4"):
         machine = family(form, False).machine(0, AUTO, "r")

@@ -100,7 +100,9 @@ class HarmonyMachine:
             reason: Literal["stop", "length", "tool_calls"]
             reason = "length" if event.reason == "length" else "tool_calls" if self._closed else "stop"
             stop = event.stop if event.reason == "stop_string" else None
-            return [*self._last(), Finish(self._choice, reason, stop, event.usage, self._reasoning_tokens)]
+            last, left = self._last(), self._mode == "content"
+            ids, logprobs = (tuple(self._ids), tuple(self._logprobs)) if left else ((), ())
+            return [*last, Finish(self._choice, reason, stop, event.usage, self._reasoning_tokens, ids, logprobs)]
         if isinstance(event, Failed):
             error = Error(self._choice, event.status, event.type, event.code, event.message, event.usage)
             return [*self._last(), error]
