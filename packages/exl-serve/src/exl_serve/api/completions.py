@@ -10,6 +10,7 @@ from exl_serve.api.http import Call, now
 from exl_serve.api.prepare import (
     Target,
     engine_request,
+    negative_ids_of,
     prompt_logprobs_of,
     read_request,
     resolve,
@@ -91,7 +92,7 @@ async def completions(call: Call) -> None:
             "n",
         )
     text = target.handle.text
-    seed = seed_of(call, fields)
+    seed, negative_ids = seed_of(call, fields), await negative_ids_of(target, fields)
     requests = [
         engine_request(
             call,
@@ -106,6 +107,7 @@ async def completions(call: Call) -> None:
             constraints=() if wanted is None else (wanted,),
             special_text=True,
             seed=seed + number,
+            negative_ids=negative_ids,
         )
         for number, ids in enumerate(prompts)
     ]

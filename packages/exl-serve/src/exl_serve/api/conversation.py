@@ -9,7 +9,7 @@ from typing import Any
 
 from exl_serve.api.generation import Generation
 from exl_serve.api.http import Call
-from exl_serve.api.prepare import Target, engine_request, resolve
+from exl_serve.api.prepare import Target, engine_request, negative_ids_of, resolve
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import Constraint, EngineRequest
 from exl_serve.request.messages import ImagePart
@@ -86,6 +86,7 @@ async def prepare(call: Call, fields: Mapping[str, Any], asked: Conversation) ->
         prompt_logprobs=asked.prompt_logprobs,
         constraints=constraints,
         special_text=True,
+        negative_ids=await negative_ids_of(target, fields),
     )
     shown = fields.get("skip_special_tokens", True) is False
     machines = [family.machine(i, settings, call.id, show_special=shown) for i in range(asked.n)]

@@ -120,6 +120,12 @@ def settings_of(call: Call, request: EngineRequest) -> dict[str, Any] | None:
     return found
 
 
+async def negative_ids_of(target: Target, fields: Mapping[str, Any]) -> list[int] | None:
+    """Return the ids of the field `negative_prompt`, encoded without blocking the event loop; None without it."""
+    negative = fields.get("negative_prompt")
+    return None if negative is None else await target.handle.text.encode_long(negative, bos=True)
+
+
 def engine_request(
     call: Call,
     target: Target,
@@ -134,8 +140,11 @@ def engine_request(
     constraints: tuple[Constraint, ...] = (),
     special_text: bool,
     seed: int | None = None,
+    negative_ids: Sequence[int] | None = None,
 ) -> EngineRequest:
-    """Build the engine request of one prompt with its n completions. Raises ServeError 400 or 403."""
+    """Build the engine request of one prompt with its n completions; `negative_ids`: those of the field
+    `negative_prompt` (`negative_ids_of`). Raises ServeError 400 or 403.
+    """
     card, text = target.engine.card, target.handle.text
     if not ids:
         raise ServeError.invalid("the prompt is empty: it needs at least one token", "prompt")
@@ -154,8 +163,7 @@ def engine_request(
             f"min_tokens is {fields['min_tokens']}, more than the {new} tokens at most", "min_tokens"
         )
     seed = seed if seed is not None else seed_of(call, fields)
-    negative = fields.get("negative_prompt")
-    if (negative is None) != ("cfg_scale" not in fields):
+    if (negative_ids is None) != ("cfg_scale" not in fields):
         raise ServeError.invalid("negative_prompt and cfg_scale go together: give both or none", "cfg_scale")
     timeout = fields.get("timeout", _timeout_of(call.header("x-exl-timeout-ms")))
     priority = fields.get("priority", max(1, call.caller.best_priority))
@@ -168,9 +176,7 @@ def engine_request(
     return EngineRequest(
         id=f"{call.id}/{number}" if number else call.id,
         prompt=np.asarray(ids, dtype="<i4").tobytes(),
-        negative_prompt=None
-        if negative is None
-        else np.asarray(text.encode(negative, bos=True), dtype="<i4").tobytes(),
+        negative_prompt=None if negative_ids is None else np.asarray(negative_ids, dtype="<i4").tobytes(),
         sampling=sampling_of(fields, card.sampling_defaults, text),
         seeds=seeds_of(seed, n),
         max_tokens=new,
