@@ -66,9 +66,13 @@ async def ran(client: LocalEngine, request: EngineRequest) -> Sink:
 def test_a_full_queue_takes_a_request_that_was_accepted_before(engine: EngineThread) -> None:
     async def work() -> None:
         client = await engine.connect()
-        running = [await client.submit(asked(id="long", max_tokens=900), Sink()) for _ in range(2)]
-        for one in running:
-            one.pause()  # they keep both places
+        running = []
+        for _ in range(2):
+            sink = Sink()
+            running.append(await client.submit(asked(id="long", max_tokens=900), sink))
+            while not any(isinstance(event, Started) for event in sink.events):  # until then it waits in the queue
+                await asyncio.sleep(0.001)
+            running[-1].pause()  # they keep both places
         rejected: ServeError | None = None
         for _ in range(20):  # some wait in the generator
             try:
