@@ -5,24 +5,20 @@ from __future__ import annotations
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from captured_on_cpu import Stream, captured_on_cpu
-from internals import prelaunch
 from joined_on_cpu import joined_on_cpu
 from random_models import loaded_on, loaded_over, write_random_model
 from test_decode_plan import FAMILIES, SIZES
 
-from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Config, ExLlamaV2Tokenizer, PagedParams
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Config, PagedParams
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of
 from exl_core.execution.inputs import STAGES
 from exl_core.execution.sections import sections_of
 from exl_core.execution.step import build_step
 from exl_core.placement import Placement
-from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
-from exl_generate.testing import drain, streamed_tokens
 
 FOLDER = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"
 PAGE = 16
@@ -127,32 +123,3 @@ def test_a_split_step_is_that_of_one_device(
         assert torch.equal(seen[at], want[at]), at
     for a, b in zip(*(cache.all_tensors() for cache in caches), strict=True):
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize(
-    "style", [ExLlamaV2Sampler.Settings.greedy(), ExLlamaV2Sampler.Settings()], ids=["greedy", "sampled"]
-)
-def test_tokens_of_a_split_model(style: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the generator, with next steps launched early and not."""
-    monkeypatch.setenv("EXL_DEVICE", "cpu")
-    whole = bundled()
-    whole.load()
-    plain = said(whole, style, early=False)
-    model = split((3, "cpu:1"))
-    captured_on_cpu(monkeypatch)
-    for early in (False, True):
-        model.decode.clear()
-        before = model.decode.steps
-        assert said(model, style, early) == plain
-        assert model.decode.steps > before
-
-
-def said(model: ExLlamaV2, style: Any, early: bool) -> list[list[int]]:
-    tokenizer = ExLlamaV2Tokenizer(model.config)
-    ids = tokenizer.encode("def main(argv):\n    import os, sys\n")
-    made = ExLlamaV2DynamicGenerator(model, ExLlamaV2Cache(model, max_seq_len=512), tokenizer, page_size=PAGE)
-    prelaunch(made, early)
-    jobs = [ExLlamaV2DynamicJob(ids[:, :length], 30, gen_settings=style, seed=length) for length in (3, 12)]
-    made.enqueue(jobs)
-    results = drain(made)
-    return [streamed_tokens(results[job]) for job in jobs]
