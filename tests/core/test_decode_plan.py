@@ -227,13 +227,8 @@ def test_every_description_is_run_as_the_modules_run_it(
     family: str, joined: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps, prompts and stored keys are bitwise identical, each half as it should be."""
-    more, apart = FAMILIES[family]
-    joined_on_cpu(monkeypatch)
-    monkeypatch.setenv("EXL_DECODE_JOINED_ROWS", joined)
-    config = {**SIZES, "architectures": [family], **more}
-    model = loaded_on("cpu", write_random_model(tmp_path / family, config), monkeypatch)
-    plan = joined_launches_of(model)
-    assert isinstance(plan, JoinedLaunches), plan
+    apart = FAMILIES[family][1]
+    model, plan = planned_on_cpu(family, joined, tmp_path, monkeypatch)
     halves = [m for m in model.modules[1:-2] if isinstance(m, Attention | FeedForward)]
     assert tuple(why_apart(half) is not None for half in halves) == apart * 3
     FusedDouble.packed = 0
@@ -291,18 +286,26 @@ def adapters_of_all_matrices(model: ExLlamaV2, folder: Path, count: int) -> list
     return found
 
 
-@pytest.mark.parametrize("joined", ["0", "64"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_with_adapters_is_the_modules_own_pass(
+def planned_on_cpu(
     family: str, joined: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows with one adapter, with two in both orders, and with none, of every layout."""
+) -> tuple[ExLlamaV2, JoinedLaunches]:
+    """A random model on the CPU and its joined launches; `joined`: the most rows of joined matmuls."""
     joined_on_cpu(monkeypatch)
     monkeypatch.setenv("EXL_DECODE_JOINED_ROWS", joined)
     config = {**SIZES, "architectures": [family], **FAMILIES[family][0]}
     model = loaded_on("cpu", write_random_model(tmp_path / family, config), monkeypatch)
     plan = joined_launches_of(model)
     assert isinstance(plan, JoinedLaunches), plan
+    return model, plan
+
+
+@pytest.mark.parametrize("joined", ["0", "64"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_with_adapters_is_the_modules_own_pass(
+    family: str, joined: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows with one adapter, with two in both orders, and with none, of every layout."""
+    model, plan = planned_on_cpu(family, joined, tmp_path, monkeypatch)
     a, b = adapters_of_all_matrices(model, tmp_path / "adapters", 2)
     sets = [(a,), (b, a), (a, b)]
     for numbers, q_len in (([0], 1), ([-1], 1), ([1, -1, 2, 0, 0], 1), ([2, -1], 4)):

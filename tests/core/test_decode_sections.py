@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from captured_on_cpu import Stream, captured_on_cpu
-from joined_on_cpu import joined_on_cpu
-from random_models import loaded_on, loaded_over, write_random_model
-from test_decode_plan import FAMILIES, SIZES
+from random_models import loaded_over
+from test_decode_plan import FAMILIES, planned_on_cpu
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Config, PagedParams
-from exl_core.execution.fused import JoinedLaunches, joined_launches_of
 from exl_core.execution.inputs import STAGES
 from exl_core.execution.sections import sections_of
 from exl_core.execution.step import build_step
@@ -55,12 +53,7 @@ def test_sections_in_a_chain_are_the_whole_model(
     family: str, joined: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cut before any module, and in three: logits and stored keys are bitwise those of the launches of the whole."""
-    joined_on_cpu(monkeypatch)
-    monkeypatch.setenv("EXL_DECODE_JOINED_ROWS", joined)
-    config = {**SIZES, "architectures": [family], **FAMILIES[family][0]}
-    model = loaded_on("cpu", write_random_model(tmp_path / family, config), monkeypatch)
-    plan = joined_launches_of(model)
-    assert isinstance(plan, JoinedLaunches), plan
+    model, plan = planned_on_cpu(family, joined, tmp_path, monkeypatch)
     count = len(model.modules)
     for batch, q_len in ((1, 1), (5, 1), (2, 4)):
         ids = torch.randint(0, 96, (batch, 20 + q_len), generator=torch.Generator().manual_seed(batch))

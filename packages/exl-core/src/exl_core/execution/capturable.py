@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = [
     "GRAPHS_VARIABLE",
     "MAX_Q_LEN",
-    "MOST_ROWS",
     "NotCapturableError",
     "padded_rows",
     "refusal_of_adapters",

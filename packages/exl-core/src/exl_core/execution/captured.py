@@ -29,10 +29,9 @@ from ..lora.pairs import KERNEL_ROWS
 from ..lora.rows import RowAdapters
 from .adapter_sets import AdapterSets
 from .attn_params import PagedParams
-from .batch import Step
+from .batch import MOST_ROWS, Step
 from .capturable import (
     MAX_Q_LEN,
-    MOST_ROWS,
     NotCapturableError,
     padded_rows,
     refusal_of_adapters,

@@ -9,6 +9,7 @@ from typing import Any
 
 from exl_core.errors import ChatTemplateError, InputError, TokenizerError
 from exl_core.tokenizer import TextTokenizer
+from exl_core.tokenizer.backend import LONG_TEXT
 from exl_core.tokenizer.conversation import conversation_ids
 from exl_serve.errors import ServeError
 
@@ -60,7 +61,7 @@ class FolderText:
 
     async def encode_long(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]:
         """Encode a text without blocking the event loop."""
-        if len(text) <= 1500:
+        if len(text) <= LONG_TEXT:
             return self.encode(text, special=special, bos=bos)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(_renderers, lambda: self.encode(text, special=special, bos=bos))
