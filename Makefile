@@ -78,8 +78,8 @@ soak:  ## SOAK_REQUESTS requests to a server, a fifth of them cut off: nothing m
 	$(UV) run --no-sync python benchmarks/soak_serve.py --requests $(SOAK_REQUESTS)
 
 bench-serve:  ## the server's bars that need no GPU, with figures (4 minutes; figures count on an idle machine alone)
-	-$(UV) run --no-sync python benchmarks/bench_http.py --paced
-	-$(UV) run --no-sync python benchmarks/bench_bars.py
+	$(UV) run --no-sync python benchmarks/bench_http.py --paced; http=$$?; \
+	$(UV) run --no-sync python benchmarks/bench_bars.py && exit $$http
 
 test-cuda:  ## on a machine with an NVIDIA GPU
 	$(UV) run --no-sync pytest -m cuda

@@ -1,6 +1,7 @@
 """Bars of `exl serve` that need no GPU: each is printed with its figure and whether it is met.
 
     python benchmarks/bench_bars.py [wire] [streams] [start] [lag] [hostile] [health] [queue] [page] [cycles]
+        [--cycles 100] [--device cpu]
 
 Without names all run but `cycles`. Test engines stand for a model: everything else is as in `exl serve`. Times count
 only on a machine that does nothing else. One JSON line for each bar, and in words on standard error.
@@ -13,7 +14,7 @@ only on a machine that does nothing else. One JSON line for each bar, and in wor
              100 ordinary streams
     health   99th percentile of /health/ready in a burst of 2,000 requests
     queue    time of a step with 10,000 queued requests over none, and its longest pause
-    cycles   open files and memory after 100 loads and unloads of a model (minutes; only where it is named)
+    cycles   open files and memory after loads and unloads of a model, on `--device` (minutes; only where it is named)
     page     time of a frame of the chat page while an answer streams into 200 messages (needs chromium, chromedriver)
 """
 
@@ -52,7 +53,15 @@ CHAT = HEAD.replace(b"/v1/completions", b"/v1/chat/completions")
 OPEN_STREAMS = 512
 BURST = 2000
 QUEUED = 10_000
-CYCLES = 100
+
+
+@dataclass(frozen=True)
+class Given:
+    """The command line: seconds of each measurement under load, and for `cycles` their number and device."""
+
+    seconds: float
+    cycles: int
+    device: str
 
 
 @dataclass(frozen=True)
@@ -75,9 +84,11 @@ class Bar:
 
 
 @contextmanager
-def serving(engine: str = "paced", streams: int = 64, template: str = "", **limits: int) -> Iterator[Server]:
+def serving(
+    engine: str = "paced", streams: int = 64, template: str = "", device: str = "cpu", **limits: int
+) -> Iterator[Server]:
     """`exl serve` with a test engine."""
-    server = Server(streams, 1, engine=engine, limits=limits, template=template)
+    server = Server(streams, 1, engine=engine, limits=limits, template=template, device=device)
     try:
         yield server
     finally:
@@ -154,7 +165,7 @@ def schema(fields: int, seed: int) -> dict[str, Any]:
 # ---- bars ----------------------------------------------------------------------------------------------------------
 
 
-def wire(seconds: float) -> list[Bar]:
+def wire(given: Given) -> list[Bar]:
     """Host work of a step outside the generator."""
     from exl_generate import bundled
 
@@ -162,7 +173,7 @@ def wire(seconds: float) -> list[Bar]:
     return [Bar("wire: engine thread outside the generator, 32 sequences", found["host_us"] * 32, 30.0, "us a step")]
 
 
-def streams(seconds: float) -> list[Bar]:
+def streams(given: Given) -> list[Bar]:
     """Memory of an API worker."""
 
     async def held(port: int, count: int) -> int:
@@ -190,7 +201,7 @@ def streams(seconds: float) -> list[Bar]:
     ]
 
 
-def start(seconds: float) -> list[Bar]:
+def start(given: Given) -> list[Bar]:
     """Start of a server with the bundled model, against loading it in a process alone."""
     from exl_generate import bundled
 
@@ -215,7 +226,7 @@ def start(seconds: float) -> list[Bar]:
     ]
 
 
-def lag(seconds: float) -> list[Bar]:
+def lag(given: Given) -> list[Bar]:
     """Lateness of the event loop, from the worker's own metric."""
     image = {"type": "image_url", "image_url": {"url": png(2600)}}
     picture = message(CHAT, {"messages": [{"role": "user", "content": [image]}], "max_tokens": 2})
@@ -228,7 +239,7 @@ def lag(seconds: float) -> list[Bar]:
         return message(CHAT, {"messages": messages, "response_format": asked, "max_tokens": 2})
 
     async def mixed(port: int) -> None:
-        draw, until = random.Random(1), time.perf_counter() + seconds
+        draw, until = random.Random(1), time.perf_counter() + given.seconds
         await asyncio.gather(
             *(repeated(lambda: events(port, completion(draw), []), until) for _ in range(16)),
             repeated(lambda: ask(port, picture), until),
@@ -245,7 +256,7 @@ def lag(seconds: float) -> list[Bar]:
     return [Bar("lag: event loop, 99th percentile (the bucket that holds it)", p99 * 1e3, 5.0, "ms")]
 
 
-def hostile(seconds: float) -> list[Bar]:
+def hostile(given: Given) -> list[Bar]:
     """Time between events of well-behaved clients beside hostile ones, over that beside as many well-behaved ones."""
     numbers = itertools.count()
 
@@ -253,7 +264,7 @@ def hostile(seconds: float) -> list[Bar]:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=256)
         writer.write(message(HEAD, completion(random.Random(2), 900)))
         await reader.readline()
-        await asyncio.sleep(seconds * 2)
+        await asyncio.sleep(given.seconds * 2)
         writer.transport.abort()
 
     async def slow_sender(port: int) -> None:
@@ -271,7 +282,7 @@ def hostile(seconds: float) -> list[Bar]:
     async def measured(port: int, beside: list[Awaitable[Any]]) -> float:
         others = [asyncio.ensure_future(one) for one in beside]
         await asyncio.sleep(1.0)
-        draw, until = random.Random(1), time.perf_counter() + seconds
+        draw, until = random.Random(1), time.perf_counter() + given.seconds
         own: list[list[float]] = []
 
         async def one() -> None:
@@ -285,12 +296,12 @@ def hostile(seconds: float) -> list[Bar]:
         return percentile([b - a for stamps in own for a, b in itertools.pairwise(stamps)], 0.99)
 
     async def both(port: int) -> tuple[float, float]:
-        until = time.perf_counter() + seconds + 2
+        until = time.perf_counter() + given.seconds + 2
         friends: list[Awaitable[Any]] = [
             repeated(lambda: events(port, completion(random.Random(2), 900), []), until) for _ in range(100)
         ]
         before = await measured(port, friends)
-        until = time.perf_counter() + seconds + 2
+        until = time.perf_counter() + given.seconds + 2
         enemies: list[Awaitable[Any]] = [slow_reader(port) for _ in range(100)]
         enemies += [slow_sender(port) for _ in range(20)]
         enemies.append(repeated(lambda: large_schema(port), until))
@@ -301,7 +312,7 @@ def hostile(seconds: float) -> list[Bar]:
     return [Bar("hostile: 99th percentile between events, over ordinary clients", beside / before, 1.1, "times")]
 
 
-def health(seconds: float) -> list[Bar]:
+def health(given: Given) -> list[Bar]:
     """Answers of /health/ready in a burst."""
     took: list[float] = []
     stop = threading.Event()
@@ -326,7 +337,7 @@ def health(seconds: float) -> list[Bar]:
     return [Bar(f"health: /health/ready, 99th percentile of {len(took)}", percentile(took, 0.99) * 1e3, 50.0, "ms")]
 
 
-def queue(seconds: float) -> list[Bar]:
+def queue(given: Given) -> list[Bar]:
     """Steps of the engine process with a long queue."""
     import zmq
     from bench_http import host_work
@@ -385,7 +396,7 @@ def queue(seconds: float) -> list[Bar]:
     ]
 
 
-def cycles(seconds: float) -> list[Bar]:
+def cycles(given: Given) -> list[Bar]:
     """Load and unload a model again and again; returns what is left of it."""
 
     def post(what: str) -> None:
@@ -407,17 +418,17 @@ def cycles(seconds: float) -> list[Bar]:
         found = server.measured().values()
         return sum(one["files"] for one in found), sum(one["memory"] for one in found), gpu_bytes()
 
-    with serving("model", 16) as server:
+    with serving("model", 16, device=given.device) as server:
         first = unloaded()
-        for _ in range(CYCLES):
+        for _ in range(given.cycles):
             post("load")
             server.wait_for("/health/ready", 0.0)
             last = unloaded()
     files, memory, gpu = (after - before for before, after in zip(first, last, strict=True))
     return [
-        Bar(f"cycles: open files left by {CYCLES} loads", files, 0, "files"),
+        Bar(f"cycles: open files left by {given.cycles} loads", files, 0, "files"),
         Bar("cycles: GPU memory left", gpu, 0, "bytes"),
-        Bar("cycles: memory left in supervisor and worker by a load", memory / CYCLES / 1024, 64.0, "KiB"),
+        Bar("cycles: memory left in supervisor and worker by a load", memory / given.cycles / 1024, 64.0, "KiB"),
     ]
 
 
@@ -429,7 +440,7 @@ def gpu_bytes() -> int:
     return sum(int(line) << 20 for line in subprocess.run(command, capture_output=True, check=True).stdout.split())
 
 
-def page(seconds: float) -> list[Bar]:
+def page(given: Given) -> list[Bar]:
     """Frames of the chat page while an answer streams into a chat of 200 messages, in a headless Chromium."""
     from selenium import webdriver
     from selenium.webdriver.chrome.options import Options
@@ -475,7 +486,7 @@ const wait = setInterval(() => {
 """
 
 
-BARS: dict[str, Callable[[float], list[Bar]]] = {
+BARS: dict[str, Callable[[Given], list[Bar]]] = {
     one.__name__: one for one in (wire, streams, start, lag, hostile, health, queue, page, cycles)
 }
 
@@ -484,15 +495,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(BARS)}")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each measurement under load")
-    given = parser.parse_args()
-    unknown = set(given.names) - set(BARS)
+    parser.add_argument("--cycles", type=int, default=100)
+    parser.add_argument("--device", default="cpu", help="for cycles")
+    args = parser.parse_args()
+    given = Given(args.seconds, args.cycles, args.device)
+    unknown = set(args.names) - set(BARS)
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there is {', '.join(BARS)}")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 8192)), hard))
     missed = 0
-    for name in given.names or [name for name in BARS if name != "cycles"]:
-        missed += sum(not bar.tell() for bar in BARS[name](given.seconds))
+    for name in args.names or [name for name in BARS if name != "cycles"]:
+        missed += sum(not bar.tell() for bar in BARS[name](given))
     sys.exit(1 if missed else 0)
 
 

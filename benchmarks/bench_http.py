@@ -1,13 +1,14 @@
 """HTTP against the engine alone: the same requests, straight to the generator and through a server, on one machine.
 
-    python benchmarks/bench_http.py [--shape 8b | --paced] [--streams 64] [--requests 192] [--new 128] [--workers 1]
+    python benchmarks/bench_http.py [--shape 8b | --paced] [--streams 64] [--requests 192] [--new 128] [--workers 1 2]
+        [--profile]
     python benchmarks/bench_http.py --host [--streams 64] [--new 128] [--rounds 3]
 
 Random weights of true shapes on a GPU (gpu_model.py), or with --paced a scripted model whose rounds last as long as
 those of an 8B model on an H200, on any machine. Processes as in `exl serve`: the engine here, API workers and the load
 generator in processes of their own. One JSON line: tokens a second both ways and their ratio, time to the first token,
 time between events as a client sees them, `added` what it is more than the engine alone. The tokens of both ways are
-compared. After the line, on standard error, the bars and whether each is met.
+compared. After the line, on standard error, the bars and whether each is met; ends with 1 if one is missed.
 
 With --host there is no HTTP: the engine process's thread alone, on a scripted model, all streams in nearly every round.
 Microseconds of CPU time per token: `host_us` outside the generator, `generator_us` in it with its results, `encode_us`
@@ -19,13 +20,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import bisect
 import contextlib
+import cProfile
 import gc
 import hashlib
 import itertools
 import json
 import multiprocessing
 import os
+import pstats
+import re
+import signal
 import socket
 import statistics
 import sys
@@ -45,13 +51,13 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 
-def work(count: int, vocab: int, new: int, longest: int) -> list[dict[str, Any]]:
+def work(count: int, vocab: int, new: int, longest: int, seed: int = 1) -> list[dict[str, Any]]:
     """The requests: prompts of random tokens, greedy, without an end of text. Their answers are of different lengths,
     `new` tokens in the mean, so that requests come one by one both ways: all prompts at once would flatter the engine.
     """
     import random
 
-    draw = random.Random(1)
+    draw = random.Random(seed)
     return [
         {
             "prompt": [draw.randrange(300, vocab) for _ in range(draw.randrange(min(64, longest - 1), longest))],
@@ -273,6 +279,7 @@ class Heard:
             data = client.recv(zmq.NOBLOCK)
             began = CPU()
             message = wire.decode_to_worker(data)
+            events = list(message.all()) if isinstance(message, wire.StepEvents) else []
             took = CPU() - began
             if isinstance(message, wire.Accepted):
                 self.tags[message.tag] = []
@@ -280,7 +287,7 @@ class Heard:
             elif isinstance(message, wire.Rejected):
                 raise RuntimeError(f"the engine refused a request: {message.message}")
             elif isinstance(message, wire.StepEvents):
-                for tag, event in message.events:
+                for tag, event in events:
                     self.tags[tag].append(event)
                     self.open -= isinstance(event, Finished | Failed)
                     tokens += len(event.ids) if isinstance(event, Tokens) else 0
@@ -305,8 +312,8 @@ class Heard:
 # ---- processes -----------------------------------------------------------------------------------------------------
 
 
-def worker(listener: socket.socket, address: str, folder: str) -> None:
-    """An API worker as in `exl serve`, with one model at `address`."""
+def worker(listener: socket.socket, address: str, folder: str, profile: str = "") -> None:
+    """An API worker as in `exl serve`, with one model at `address`. Writes a profile to the file of that name."""
     import uvicorn
 
     from exl_serve.api.app import create_app
@@ -350,59 +357,85 @@ def worker(listener: socket.socket, address: str, folder: str) -> None:
         )
         await uvicorn.Server(settings).serve([listener])
 
-    try:
-        import uvloop
+    import uvloop
 
-        uvloop.run(run())
-    except ImportError:
-        asyncio.run(run())
+    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn sends it again once the server has ended
+    taken = cProfile.Profile() if profile else contextlib.nullcontext()
+    with taken:
+        uvloop.run(run())  # until SIGTERM
+    if isinstance(taken, cProfile.Profile):
+        taken.dump_stats(profile)
 
 
-def load(port: int, requests: list[dict[str, Any]], streams: int, out: Any) -> None:
-    """Closed loop of `streams` connections, each event stamped as its bytes come."""
-    out.put(asyncio.run(_load(port, requests, streams)))
+def load(port: int, warm: list[dict[str, Any]], requests: list[dict[str, Any]], streams: int, out: Any) -> None:
+    """Closed loop of `streams` connections, each event stamped as its bytes come. Puts a line into `out` after the
+    warm-up, and the results at the end.
+    """
+    import uvloop
+
+    uvloop.run(_load(port, warm, streams))
+    out.put(None)
+    out.put(uvloop.run(_load(port, requests, streams)))
+
+
+class _Client(asyncio.Protocol):
+    """One connection: sends a request, stamps what comes, and sends the next when it has ended."""
+
+    def __init__(self, waiting: list[tuple[int, dict[str, Any]]], raw: Any, sent: list[float]) -> None:
+        self._waiting, self._raw, self._sent = waiting, raw, sent
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._next()
+
+    def _next(self) -> None:
+        if not self._waiting:
+            self._transport.close()
+            self.done.set_result(None)
+            return
+        self._number, asked = self._waiting.pop()
+        self._tail = b""
+        body = json.dumps(asked).encode()
+        self._sent[self._number] = time.perf_counter()
+        self._transport.write(HEAD + str(len(body)).encode() + b"\r\n\r\n" + body)
+
+    def data_received(self, data: bytes) -> None:
+        own = self._raw[self._number]
+        own.append((time.perf_counter(), data))
+        if len(own) == 1 and not data.startswith(b"HTTP/1.1 200"):
+            self.done.set_exception(RuntimeError(f"the server answered {data!r}"))
+        self._tail = (self._tail + data)[-48:]
+        if self._tail.endswith(b"0\r\n\r\n") and b"data: [DONE]" in self._tail:
+            self._next()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.done.done():
+            self.done.set_exception(RuntimeError(f"the server has closed a connection: {error}"))
 
 
 async def _load(port: int, requests: list[dict[str, Any]], streams: int) -> dict[str, Any]:
     waiting = list(enumerate(requests))[::-1]
     raw: list[list[tuple[float, bytes]]] = [[] for _ in requests]
     sent = [0.0] * len(requests)
-
-    async def stream() -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
-        while waiting:
-            number, asked = waiting.pop()
-            body = json.dumps(asked).encode()
-            sent[number] = time.perf_counter()
-            writer.write(HEAD + str(len(body)).encode() + b"\r\n\r\n" + body)
-            while True:
-                line = await reader.readline()
-                if line.startswith(b"data: "):
-                    raw[number].append((time.perf_counter(), line))
-                    if line == b"data: [DONE]\n":
-                        break
-                elif not line or line.startswith(b"HTTP/1.1 4") or line.startswith(b"HTTP/1.1 5"):
-                    raise RuntimeError(f"the server answered {line!r}: {await reader.read(300)!r}")
-            # The end of a chunked body.
-            while (await reader.readline()).strip() != b"0":
-                pass
-            await reader.readline()
-        writer.close()
-
+    loop = asyncio.get_running_loop()
     began = time.perf_counter()
-    await asyncio.gather(*(stream() for _ in range(streams)))
+    clients = [
+        (await loop.create_connection(lambda: _Client(waiting, raw, sent), "127.0.0.1", port))[1]
+        for _ in range(streams)
+    ]
+    await asyncio.gather(*(client.done for client in clients))
     seconds = time.perf_counter() - began
     answers, all_stamps = [], []
-    for events in raw:
+    for pieces in raw:
         ids: list[int] = []
         stamps: list[float] = []
-        for stamp, line in events:
-            if line == b"data: [DONE]\n":
-                continue
-            choice = json.loads(line[6:])["choices"][0]
+        ends = list(itertools.accumulate(len(data) for _, data in pieces))
+        for event in re.finditer(rb"data: (\{.*?\})\n\n", b"".join(data for _, data in pieces)):
+            choice = json.loads(event[1])["choices"][0]
             if choice.get("token_ids"):
                 ids += choice["token_ids"]
-                stamps.append(stamp)
+                stamps.append(pieces[bisect.bisect_left(ends, event.end())][0])
         answers.append(ids)
         all_stamps.append(stamps)
     made = sum(map(len, answers))
@@ -465,7 +498,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=192)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--prompt", type=int, default=513, help="prompts are shorter than this")
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1])
+    parser.add_argument("--profile", action="store_true", help="another run of each, with profiles on standard error")
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     multiprocessing.set_start_method("spawn")
@@ -486,21 +520,32 @@ def main() -> None:
         if args.paced
         else random_weights(args.shape, args.streams, args.new, args.prompt)
     )
-    requests = work(args.requests, min(generator.model.config.vocab_size, 3000), args.new, args.prompt)
+    vocab = min(generator.model.config.vocab_size, 3000)
+    requests = work(args.requests, vocab, args.new, args.prompt)
     rounds = Rounds(generator)
     alone(generator, requests[: args.streams], args.streams, floor)  # warm
     # As an engine process does.
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+    met = [compare(generator, floor, rounds, requests, workers, folder, args) for workers in args.workers]
+    sys.exit(0 if all(met) else 1)
+
+
+def compare(generator: Any, floor: Any, rounds: Rounds, requests: Any, workers: int, folder: str, args: Any) -> bool:
+    """Both ways a few times; prints one line of figures, then the bars. Returns whether all are met."""
     measured = []
     with tempfile.TemporaryDirectory() as place:
         for _ in range(args.rounds):
             generator.reset_page_table()
             by_itself = alone(generator, requests, args.streams, floor) | {"round_ms": rounds.median()}
             generator.reset_page_table()
-            through = served(generator, floor, folder, place, requests, args)
+            through = served(generator, floor, folder, place, requests, workers, rounds, args.streams)
             measured.append((by_itself, through | {"round_ms_p50": rounds.median()}))
+        if args.profile:
+            generator.reset_page_table()
+            served(generator, floor, folder, place, requests, workers, rounds, args.streams, profile=True)
+            rounds.median()
     best = max(pair[1]["tok_s"] / pair[0]["tok_s"] for pair in measured)
     by_itself, through = measured[-1]
     line = {
@@ -509,7 +554,7 @@ def main() -> None:
         "streams": args.streams,
         "requests": args.requests,
         "new_tokens": args.new,
-        "workers": args.workers,
+        "workers": workers,
         "cpus": os.cpu_count(),
         "alone_tok_s": by_itself["tok_s"],
         "alone_round_ms_p50": by_itself["round_ms"],
@@ -524,12 +569,28 @@ def main() -> None:
 
         line = {**environment(), **line}
     print(json.dumps(line), flush=True)
-    for name, figure, bar, met in bars(line, args.paced):
+    found = bars(line, args.paced)
+    for name, figure, bar, met in found:
         print(f"{name}: {figure} ({bar}): {'met' if met else 'MISSED'}", file=sys.stderr)
+    return bool(line["same_tokens"]) and all(met for *_, met in found)
 
 
-def served(generator: Any, floor: Any, folder: str, place: str, requests: Any, args: Any) -> dict[str, Any]:
-    """The requests through HTTP. The engine runs in this process's main thread, as in an engine process."""
+def served(
+    generator: Any,
+    floor: Any,
+    folder: str,
+    place: str,
+    requests: Any,
+    workers: int,
+    rounds: Rounds,
+    streams: int,
+    *,
+    profile: bool = False,
+) -> dict[str, Any]:
+    """The requests through HTTP. The engine runs in this process's main thread, as in an engine process.
+
+    `host_ms_p50`: of a step, outside the generator. `worker_cores`: CPU seconds of the API workers a second.
+    """
     from exl_serve.config.model import Limits, ModelConfig
     from exl_serve.engine.host import Host
     from exl_serve.engine.status import StatusWriter
@@ -538,35 +599,67 @@ def served(generator: Any, floor: Any, folder: str, place: str, requests: Any, a
     status = StatusWriter(Path(place) / f"status-{time.monotonic_ns()}", os.urandom(16))
     config = ModelConfig(id="bench", path=folder)
     limits = Limits(max_queued_requests=4096)
-    host = Host(generator, card_of(generator, folder), address, status, config=config, limits=limits, step_floor=floor)
-    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    out: Any = multiprocessing.Queue()
-    workers = [
-        multiprocessing.Process(target=worker, args=(listener, address, folder), daemon=True)
-        for _ in range(args.workers)
-    ]
-    client = multiprocessing.Process(
-        target=load, args=(listener.getsockname()[1], requests, args.streams, out), daemon=True
+    host: Any = Host(
+        generator, card_of(generator, folder), address, status, config=config, limits=limits, step_floor=floor
     )
-    found: list[dict[str, Any]] = []
+    outside: list[float] = []
+    host._run_once = besides(host._run_once, rounds.took, outside)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    port = listener.getsockname()[1]
+    out: Any = multiprocessing.Queue()
+    files = [f"{place}/profile-{i}" if profile else "" for i in range(workers)]
+    running = [
+        multiprocessing.Process(target=worker, args=(listener, address, folder, file), daemon=True) for file in files
+    ]
+    warm = work(streams, 3000, 4, 66, seed=2)
+    client = multiprocessing.Process(target=load, args=(port, warm, requests, streams, out), daemon=True)
+    found: dict[str, Any] = {}
 
     def watch() -> None:
-        time.sleep(6.0)  # the workers come up
         client.start()
-        found.append(out.get())
+        out.get()  # all have been asked once
+        rounds.took.clear()
+        outside.clear()
+        before = sum(cpu_seconds(one.pid) for one in running)
+        found.update(out.get())
+        cores = (sum(cpu_seconds(one.pid) for one in running) - before) / found["seconds"]
+        found.update(worker_cores=cores, host_ms_p50=percentile(outside, 0.5) * 1e3)
         host.stop()
 
-    for one in workers:
+    for one in running:
         one.start()
     watcher = threading.Thread(target=watch)
     watcher.start()
-    host.run()
+    with cProfile.Profile() if profile else contextlib.nullcontext() as taken:
+        host.run()
     watcher.join()
-    for one in workers:
+    for one in running:
         one.terminate()
         one.join()
     listener.close()
-    return found[0]
+    if profile:
+        pstats.Stats(taken, stream=sys.stderr).sort_stats("tottime").print_stats(30)
+        pstats.Stats(files[0], stream=sys.stderr).sort_stats("tottime").print_stats(30)
+    return found
+
+
+def besides(call: Any, inner: list[float], outside: list[float]) -> Any:
+    """`call`, with the seconds of each call appended to `outside` without those that it adds to `inner`."""
+
+    def timing() -> None:
+        calls, began = len(inner), time.perf_counter()
+        call()
+        if len(inner) == calls + 1:
+            outside.append(time.perf_counter() - began - inner[-1])
+
+    return timing
+
+
+def cpu_seconds(pid: int | None) -> float:
+    """Return the CPU time of a process."""
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

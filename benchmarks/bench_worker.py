@@ -18,6 +18,7 @@ import os
 import pstats
 import socket
 import statistics
+import struct
 import time
 from typing import Any
 
@@ -33,7 +34,7 @@ from exl_serve.api.worker import find_model
 from exl_serve.config.model import Limits, ModelConfig, ServeConfig, ServerConfig
 from exl_serve.engine import wire
 from exl_serve.engine.client import ModelCard
-from exl_serve.engine.events import Finished, Started, Tokens, Usage
+from exl_serve.engine.events import Finished, Started, Usage
 from exl_serve.engine.local import LocalEngine
 from exl_serve.metrics import NoMeter
 from exl_serve.stream.channels import detect_family
@@ -76,8 +77,12 @@ class Engine(LocalEngine):
         tags = list(self._running)
         usage = Usage(prompt_tokens=4, completion_tokens=self._tokens)
         first = wire.encode(wire.StepEvents([(tag, Started(0, 4, 0)) for tag in tags]))
+        to, counts = b"".join([wire.address_of(tag, 0) for tag in tags]), b"\1\0" * len(tags)
+        texts = [" word"] * len(tags)
         steps = [
-            wire.encode(wire.StepEvents([(tag, Tokens(0, (20 + i % 200,), " word")) for tag in tags]))
+            wire.encode(
+                wire.StepEvents([], wire.TokenColumns(to, counts, struct.pack("<i", 20 + i % 200) * len(tags), texts))
+            )
             for i in range(self._tokens)
         ]
         last = wire.encode(wire.StepEvents([(tag, Finished(0, "length", None, usage)) for tag in tags]))

@@ -15,15 +15,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -44,7 +47,7 @@ level = "warning"
 [[model]]
 id = "test"
 path = "{path}"
-device = "cpu"
+device = "{device}"
 engine = "{engine}"
 max_batch_size = {streams}
 {more}
@@ -93,6 +96,7 @@ class Server:
         *,
         template: str = "",
         wait: bool = True,
+        device: str = "cpu",
     ) -> None:
         from exl_generate import bundled
 
@@ -109,6 +113,7 @@ class Server:
                 streams=streams,
                 path=bundled.default_model_dir(),
                 engine=engine,
+                device=device,
                 limits="\n".join(f"{name} = {value}" for name, value in (limits or {}).items()),
             )
         )
@@ -128,6 +133,8 @@ class Server:
                 break
         else:
             raise RuntimeError("the server did not start")
+        # A full pipe would block the server.
+        threading.Thread(target=shutil.copyfileobj, args=(self.process.stderr, sys.stderr.buffer), daemon=True).start()
         while not self._ready():
             time.sleep(0.1)
 
@@ -160,11 +167,11 @@ class Server:
     def processes(self) -> dict[str, int]:
         """Process ids by what they do."""
         found = {"supervisor": self.process.pid}
-        with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children") as file:
-            children = [int(one) for one in file.read().split()]
-        for child in children:
-            with open(f"/proc/{child}/cmdline", "rb") as command:
-                text = command.read()
+        for child in _children(self.process.pid):
+            try:
+                text = Path(f"/proc/{child}/cmdline").read_bytes()
+            except OSError:  # it has ended a moment ago
+                continue
             name = "engine" if b"exl_serve.engine" in text else "worker" if b"exl_serve.api" in text else "other"
             found[f"{name}.{sum(key.startswith(name) for key in found)}"] = child
         return found
@@ -203,6 +210,17 @@ class Server:
         except subprocess.TimeoutExpired:
             self.process.kill()
         self._folder.cleanup()
+
+
+def _children(parent: int) -> list[int]:
+    """Return the process ids of a process's children, oldest first."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                    found.append(int(folder.name))
+    return sorted(found)
 
 
 async def send(port: int, count: int, streams: int, disconnects: float, seed: int) -> dict[str, int]:

@@ -168,6 +168,24 @@ def test_completions_of_one_request_are_those_of_many(place: Place) -> None:
     asyncio.run(work())
 
 
+def test_clients_that_run_together_get_their_own_tokens(place: Place) -> None:
+    """Of two clients, with answers of several completions and lengths that decode in the same steps."""
+
+    async def work() -> None:
+        async with place.client() as first, place.client() as second:
+            lengths = {(5, 30): first, (6, 12): second, (7, 21): first, (8, 30): second}
+            expected = {at: await place.tokens(first, *at) for at in lengths}
+            sinks = {at: Sink(2) for at in lengths}
+            for (seed, most), engine in lengths.items():
+                await engine.submit(request(seeds=(seed, seed), max_tokens=most), sinks[seed, most])
+            for at, sink in sinks.items():
+                await sink.ended()
+                assert sink.ids == {0: expected[at], 1: expected[at]}
+        await place.idle()
+
+    asyncio.run(work())
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "code"),
     [

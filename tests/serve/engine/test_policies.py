@@ -191,6 +191,12 @@ TO_WORKER = [
             (2, Failed(1, 500, "t", "c", "m", USAGE)),
         ]
     ),
+    wire.StepEvents(
+        [],
+        wire.TokenColumns(
+            wire.address_of(7, 0) + wire.address_of(9, 2), b"\x02\x00\x01\x00", bytes(4) + b"\x05\0\0\0" * 2, ["ab", ""]
+        ),
+    ),
 ]
 
 
@@ -219,7 +225,9 @@ def test_a_damaged_message_is_a_message_or_refused(
         else:
             data[at:at] = value
     with contextlib.suppress(wire.WireError):
-        decode(bytes(data))
+        found = decode(bytes(data))
+        if isinstance(found, wire.StepEvents):
+            list(found.all())
 
 
 @pytest.mark.parametrize(
@@ -241,15 +249,48 @@ def test_messages_to_an_engine_by_bytes(data: bytes, message: Any) -> None:
     [
         (b"\x92\xa8accepted\x07", wire.Accepted(7)),
         (
-            b"\x92\xa5round\x91\x92\x07\x95\x02\x00\x92\x01\x02\xa2ab\x90",
+            b"\x93\xa5round\x91\x92\x07\x95\x02\x00\x92\x01\x02\xa2ab\x90\xc0",
             wire.StepEvents([(7, Tokens(0, (1, 2), "ab"))]),
         ),
-        (b"\x92\xa5round\x91\x92\x07\x94\x01\x00\x05\x09", wire.StepEvents([(7, Progress(0, 5, 9))])),
+        (b"\x93\xa5round\x91\x92\x07\x94\x01\x00\x05\x09\xc0", wire.StepEvents([(7, Progress(0, 5, 9))])),
+        (
+            b"\x93\xa5round\x90\x94\xc4\x0c\x07\0\0\0\0\0\0\0\x01\0\0\0\xc4\x02\x01\0\xc4\x04\x05\0\0\0\x91\xa1a",
+            wire.StepEvents([], wire.TokenColumns(wire.address_of(7, 1), b"\x01\0", b"\x05\0\0\0", ["a"])),
+        ),
     ],
 )
 def test_messages_to_a_worker_by_bytes(data: bytes, message: Any) -> None:
     assert wire.decode_to_worker(data) == message
     assert wire.encode(message) == data
+
+
+def test_columns_are_read_as_events() -> None:
+    to = wire.address_of(7, 0) + wire.address_of(9, 2) + wire.address_of(1 << 40, 1)
+    columns = wire.TokenColumns(to, b"\x02\0\0\0\0\0", b"\x05\0\0\0\x06\0\0\0", ["ab", "", "c"])
+    message = wire.StepEvents([(3, Progress(0, 1, 2))], columns)
+    found = wire.decode_to_worker(wire.encode(message))
+    assert isinstance(found, wire.StepEvents)
+    # An entry without tokens and text says nothing.
+    assert list(found.all()) == [
+        (3, Progress(0, 1, 2)),
+        (7, Tokens(0, (5, 6), "ab")),
+        (1 << 40, Tokens(1, (), "c")),
+    ]
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        wire.TokenColumns(bytes(11), b"\1\0", bytes(4), ["a"]),
+        wire.TokenColumns(bytes(12), b"\1", bytes(4), ["a"]),
+        wire.TokenColumns(bytes(12), b"\1\0", bytes(3), ["a"]),
+        wire.TokenColumns(bytes(12), b"\2\0", bytes(4), ["a"]),
+        wire.TokenColumns(bytes(12), b"\1\0", bytes(4), []),
+    ],
+)
+def test_columns_of_different_lengths_are_rejected(columns: wire.TokenColumns) -> None:
+    with pytest.raises(wire.WireError):
+        wire.decode_to_worker(wire.encode(wire.StepEvents([], columns)))
 
 
 def test_what_cannot_be_sent_is_said() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from exl_serve.engine.admission import Entry
 from exl_serve.engine.jobs import Reader
+from exl_serve.engine.wire import address_of
 from exl_serve.request.internal import EngineRequest
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class Group:
     waiting: list[int] = field(default_factory=list)
     #: tokens of all completions so far
     generated: int = 0
+    #: those of them that its key was charged for
+    charged: int = 0
     cancelled: bool = False
     paused: bool = False
     entry: Entry | None = None
@@ -56,14 +59,13 @@ class Group:
 class Running:
     """A completion that the generator has queued or runs, with everything that is needed for each of its tokens."""
 
-    __slots__ = ("account", "choice", "group", "job", "number", "reader", "tag", "worker")
+    __slots__ = ("address", "choice", "group", "job", "number", "reader", "worker")
 
     def __init__(self, group: Group, choice: int, job: ExLlamaV2DynamicJob, reader: Reader) -> None:
-        request = group.request
         self.group, self.choice, self.job, self.reader = group, choice, job, reader
-        self.worker, self.tag = group.worker, group.tag
-        #: whose tokens they are, for `Admission.charge`
-        self.account = (request.key, request.weight)
+        self.worker = group.worker
+        #: of its tokens in messages
+        self.address = address_of(group.tag, choice)
         assert job.serial_number is not None
         self.number = job.serial_number
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 import zmq
 
 from exl_serve.config.model import Limits, ModelConfig, Qos
@@ -19,11 +17,13 @@ from exl_serve.engine.adapters import Adapters
 from exl_serve.engine.admission import Admission, Entry, Rates
 from exl_serve.engine.client import ModelCard
 from exl_serve.engine.compiling import Compiling
-from exl_serve.engine.events import EngineEvent, Failed, Finished, Tokens
+from exl_serve.engine.events import EngineEvent, Failed, Finished
 from exl_serve.engine.failures import has_lost_the_gpu, serve_error
 from exl_serve.engine.groups import Group, Running
 from exl_serve.engine.inbox import GoneError, Inbox
-from exl_serve.engine.jobs import END, FIRST, HELD, STARTED, Reader, make_job
+from exl_serve.engine.jobs import END, FIRST, STARTED, Reader, make_job
+from exl_serve.engine.outgoing import Entry as StepEntry
+from exl_serve.engine.outgoing import Outgoing
 from exl_serve.engine.resuming import Resuming
 from exl_serve.engine.status import StatusWriter
 from exl_serve.engine.vision import Vision
@@ -32,7 +32,6 @@ from exl_serve.request.labels import joined_labels
 
 if TYPE_CHECKING:
     from exl_generate import ExLlamaV2DynamicJob, StepColumns
-    from exl_generate.dynamic.columns import Extra
 
 __all__ = ["Host"]
 
@@ -81,9 +80,7 @@ class Host:
         #: by serial number as in columns
         self._running: dict[int, Running] = {}
         self._resuming = Resuming(generator, self._run_job)
-        #: tokens of this step that no key has been charged for yet
-        self._uncharged: dict[tuple[str, float], int] = {}
-        self._outgoing: defaultdict[bytes, list[tuple[int, Any]]] = defaultdict(list)
+        self._outgoing = Outgoing()
         #: no request's deadline passes before this time
         self._soonest = math.inf
         self._rates = Rates()
@@ -196,14 +193,15 @@ class Host:
             self._drop(group)
 
     def _forget_silent(self, now: float) -> None:
+        if now - self._greeted < GREET_SECONDS:
+            return
+        self._greeted = now
         for worker in [w for w, heard in self._workers.items() if now - heard > wire.SILENCE]:
             log.warning("a worker has been silent for %s seconds; its requests are cancelled", wire.SILENCE)
             self._leave(worker)
-        if now - self._greeted >= GREET_SECONDS:
-            # A worker whose requests are all queued or paused gets no messages, so its death would not be noticed.
-            self._greeted = now
-            for worker in {group.worker for group in self._groups.values()}:
-                self._tell(worker, wire.StepEvents([]))
+        # A worker whose requests are all queued or paused gets no messages, so its death would not be noticed.
+        for worker in {group.worker for group in self._groups.values()}:
+            self._tell(worker, wire.StepEvents([]))
 
     def _tell(self, worker: bytes, message: wire.ToWorker) -> None:
         try:
@@ -217,12 +215,11 @@ class Host:
             self._leave(worker)
 
     def _send(self) -> None:
-        outgoing, self._outgoing = self._outgoing, defaultdict(list)
-        for worker, events in outgoing.items():
-            self._tell(worker, wire.StepEvents(events))
+        for worker, message in self._outgoing.take():
+            self._tell(worker, message)
 
     def _emit(self, group: Group, events: Sequence[EngineEvent]) -> None:
-        self._outgoing[group.worker] += [(group.tag, event) for event in events]
+        self._outgoing.add(group.worker, group.tag, events)
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
@@ -279,6 +276,7 @@ class Host:
             group,
             again=request.again,
         )
+        self._charge_all()
         self._admission.add(entry, now, self._rates)
         group.entry = entry
         group.first = job
@@ -312,6 +310,7 @@ class Host:
             most = generator.max_batch_size + SPARE_JOBS
             if len(self._running) + len(self._resuming) >= most or generator.num_pending_jobs() >= SPARE_JOBS:
                 return
+            self._charge_all()
             entry = self._admission.pop(time.monotonic())
             if entry is None:
                 return
@@ -370,6 +369,7 @@ class Host:
         self._groups.pop((group.worker, group.tag), None)
         if group.entry is not None:
             if not self._admission.remove(group.entry):
+                self._charge(group)
                 self._admission.done(group.request.key)
             group.entry = None
         self._compiling.drop(group)
@@ -378,12 +378,12 @@ class Host:
             self._generator.discard(one.job)
         self._resuming.drop(group)
         group.first = None
-        left = self._outgoing.get(group.worker)
-        if left and forget:
-            self._outgoing[group.worker] = [pair for pair in left if pair[0] != group.tag]
+        if forget:
+            self._outgoing.forget(group.worker, group.tag)
 
     def _end_running(self, one: Running) -> None:
         """Forget a completion that has ended, or is to end."""
+        self._outgoing.forget_running()
         del self._running[one.serial], one.group.running[one.choice]
 
     def _expire(self) -> None:
@@ -411,9 +411,7 @@ class Host:
 
     def _step(self) -> None:
         began = time.monotonic()
-        self._status.step += 1
-        self._status.began = began
-        self._status.write()
+        self._status.begin_step(began)
         columns: StepColumns | None = None
         try:
             columns = self._generator.iterate_columns()
@@ -432,39 +430,21 @@ class Host:
             self._rates = Rates(self._rates.prefill, _average(self._rates.decode, tokens / took))
 
     def _deliver(self, columns: StepColumns) -> int:
-        """Send a step's results; returns their number of tokens.
-
-        Most entries hold nothing but tokens: these lines run for every token of the engine.
-        """
-        running, extra, outgoing, uncharged = self._running, columns.extra, self._outgoing, self._uncharged
-        ids = tuple(np.frombuffer(columns.ids, dtype="<i4").tolist())
-        tokens = end = 0
-        for serial, count, text, flags in zip(
-            columns.serials.tolist(), columns.counts.tolist(), columns.texts, columns.flags.tolist(), strict=True
-        ):
-            begin, end = end, end + count
-            one = running.get(serial)
-            if one is None:
-                continue
-            if count:
-                tokens += count
-                one.group.generated += count
-                uncharged[one.account] = uncharged.get(one.account, 0) + count
-            if flags & ~HELD or (extra and one.number in extra):
-                self._deliver_more(one, ids[begin:end], text, flags, extra.get(one.number))
-            elif count or text:
-                outgoing[one.worker].append((one.tag, Tokens(one.choice, ids[begin:end], text)))
-        self._charge()
+        """Send a step's results; returns their number of tokens."""
+        tokens, others = self._outgoing.add_step(columns, self._running)
+        for entry in others:
+            self._deliver_more(entry)
         return tokens
 
-    def _deliver_more(self, one: Running, ids: tuple[int, ...], text: str, flags: int, extra: Extra | None) -> None:
+    def _deliver_more(self, entry: StepEntry) -> None:
         """Send an entry that holds more than tokens."""
+        one, ids, text, flags, extra = entry
         group, job = one.group, one.job
         events = one.reader.read(job, ids, text, flags, extra)
         self._emit(group, events)
         if flags & STARTED:
-            cached = job.cached_tokens
-            self._admission.charge(*one.account, prompt=job.prompt_tokens - cached, cached=cached)
+            request, cached = group.request, job.cached_tokens
+            self._admission.charge(request.key, request.weight, prompt=job.prompt_tokens - cached, cached=cached)
         if flags & FIRST:
             self._measure_prompt(job)
         if group.waiting and one.leads and flags & (FIRST | END):
@@ -485,12 +465,20 @@ class Host:
             log.error("the GPU can no longer be used by this process: the engine ends")
             self.broken = self._stopping = True
 
-    def _charge(self) -> None:
-        for account, new in self._uncharged.items():
-            self._admission.charge(*account, generated=new)
-        self._uncharged.clear()
+    def _charge(self, group: Group) -> None:
+        """Charge a request's key for the tokens that it was not charged for yet."""
+        self._outgoing.count()
+        new, group.charged = group.generated - group.charged, group.generated
+        if new:
+            self._admission.charge(group.request.key, group.request.weight, generated=new)
+
+    def _charge_all(self) -> None:
+        """Charge all keys for their tokens, before the queue compares keys: in most steps it does not."""
+        for one in self._running.values():
+            self._charge(one.group)
 
     def _ended_one(self, group: Group) -> None:
+        self._charge(group)
         if group.running or group.resuming:
             return
         if group.waiting and not group.cancelled:
@@ -499,7 +487,6 @@ class Host:
         elif not group.waiting:
             self._groups.pop((group.worker, group.tag), None)
             if group.entry is not None:
-                self._charge()  # before: an unused account may be closed
                 self._admission.done(group.request.key)
                 group.entry = None
 
@@ -577,6 +564,7 @@ class Host:
         }
 
     def _write_status(self, now: float) -> None:
+        self._outgoing.count()
         status, found = self._status, self._generator.snapshot()
         status.counts = (
             max(0, len(self._running) - found.prefilling_jobs - found.queued_jobs),

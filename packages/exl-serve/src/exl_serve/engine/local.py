@@ -211,7 +211,7 @@ class LocalEngine:
     def _take(self, message: wire.ToWorker) -> None:
         if isinstance(message, wire.StepEvents):
             running = self._running
-            for tag, event in message.events:
+            for tag, event in message.all():
                 one = running.get(tag)
                 if one is None:
                     continue

@@ -22,6 +22,8 @@ STATES: tuple[State, ...] = ("loading", "warming", "ready", "draining", "failed"
 _SEQUENCE = struct.Struct("<Q")
 # boot, state, step, began, ended, seven counts, two rates.
 _BODY = struct.Struct("<16sQQddQQQQQQQdd")
+# Of it: step, began, ended.
+_STEP, _STEP_AT = struct.Struct("<Qdd"), 8 + 24
 _SIZE = 4096
 _TRIES = 1000
 
@@ -62,6 +64,15 @@ class StatusWriter:
             *self.rates,
         )
         self._sequence += 1
+        _SEQUENCE.pack_into(self._map, 0, self._sequence)
+
+    def begin_step(self, began: float) -> None:
+        """Count a step and write the times: `write` without all that a step's begin does not change."""
+        self.step += 1
+        self.began = began
+        self._sequence += 2
+        _SEQUENCE.pack_into(self._map, 0, self._sequence - 1)
+        _STEP.pack_into(self._map, _STEP_AT, self.step, began, self.ended)
         _SEQUENCE.pack_into(self._map, 0, self._sequence)
 
     def close(self) -> None:

@@ -6,12 +6,14 @@ rejected. The sender numbers its requests: `tag` counts up in a connection. Noth
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from exl_serve.engine.client import ModelCard
-from exl_serve.engine.events import Failed, Finished, Progress, Started, Tokens
+from exl_serve.engine.events import EngineEvent, Failed, Finished, Progress, Started, Tokens
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import EngineRequest
 
@@ -34,8 +36,10 @@ __all__ = [
     "Submit",
     "ToEngine",
     "ToWorker",
+    "TokenColumns",
     "Welcome",
     "WireError",
+    "address_of",
     "card_bytes",
     "card_of",
     "decode_to_engine",
@@ -43,10 +47,11 @@ __all__ = [
     "encode",
 ]
 
-VERSION = 1
+VERSION = 2
 MAX_MESSAGE = 16 << 20
 """Most bytes of a message."""
 PING_SECONDS, SILENCE = 2.0, 20.0
+_ADDRESS = struct.Struct("<QI")
 
 
 class WireError(ValueError):
@@ -146,10 +151,51 @@ class Reply(msgspec.Struct, array_like=True, frozen=True, tag="reply", tag_field
     result: dict[str, Any]
 
 
+class TokenColumns(msgspec.Struct, array_like=True, frozen=True):
+    """Tokens of one step, an entry for each completion, in columns: an object for each entry would cost the engine's
+    thread more than all else. Numbers are little-endian. An entry without tokens and text says nothing.
+    """
+
+    to: bytes
+    """uint64 tag and uint32 choice of each entry: `address_of`."""
+    counts: bytes
+    """uint16 number of tokens of each entry."""
+    ids: bytes
+    """int32 token ids of all entries, in order."""
+    texts: list[str]
+    """Text of each entry."""
+
+    def check(self) -> None:
+        """Raise WireError unless all columns belong to the same entries."""
+        n = len(self.texts)
+        if len(self.to) != n * _ADDRESS.size or len(self.counts) != 2 * n:
+            raise WireError(f"columns of {len(self.to)} and {len(self.counts)} bytes for {n} entries")
+        if 4 * sum(memoryview(self.counts).cast("H")) != len(self.ids):
+            raise WireError(f"counts of tokens that do not add up to the {len(self.ids)} bytes of their ids")
+
+    def entries(self) -> Iterator[tuple[int, Tokens]]:
+        """Return (tag, event) of each entry."""
+        ids, begin = memoryview(self.ids).cast("i").tolist(), 0
+        addresses, counts = _ADDRESS.iter_unpack(self.to), memoryview(self.counts).cast("H")
+        for (tag, choice), count, text in zip(addresses, counts, self.texts, strict=True):
+            if count or text:
+                yield tag, Tokens(choice, tuple(ids[begin : begin + count]), text)
+            begin += count
+
+
 class StepEvents(msgspec.Struct, array_like=True, frozen=True, tag="round", tag_field="kind"):
-    """The events of one step for a worker: pairs of a request's tag and an event, in order."""
+    """The events of one step for a worker: pairs of a request's tag and an event, in order; then tokens of completions
+    that have no other event in this step.
+    """
 
     events: list[tuple[int, Started | Progress | Tokens | Finished | Failed]]
+    tokens: TokenColumns | None = None
+
+    def all(self) -> Iterator[tuple[int, EngineEvent]]:
+        """Return (tag, event) of everything in the message, in order."""
+        yield from self.events
+        if self.tokens is not None:
+            yield from self.tokens.entries()
 
 
 ToEngine = Hello | Submit | Cancel | Pause | Resume | Call | Ping | Goodbye
@@ -183,7 +229,14 @@ def decode_to_engine(data: bytes) -> ToEngine:
 def decode_to_worker(data: bytes) -> ToWorker:
     """Decode a message to a worker. Raises WireError for anything else."""
     message: ToWorker = _decoded(_to_worker, data)
+    if isinstance(message, StepEvents) and message.tokens is not None:
+        message.tokens.check()
     return message
+
+
+def address_of(tag: int, choice: int) -> bytes:
+    """Return a completion's entry in `TokenColumns.to`."""
+    return _ADDRESS.pack(tag, choice)
 
 
 def _decoded(decoder: Any, data: bytes) -> Any:

@@ -52,7 +52,7 @@ def encode_events(events: list[EngineEvent]) -> bytes:
 def decode_events(data: bytes) -> list[EngineEvent]:
     """Return the events of an item. Raises WireError."""
     message = wire.decode_to_worker(data)
-    return [event for _, event in message.events] if isinstance(message, wire.StepEvents) else []
+    return [event for _, event in message.all()] if isinstance(message, wire.StepEvents) else []
 
 
 class _Taken:

@@ -1,0 +1,162 @@
+"""Results of a step on their way to the workers: one message a worker, tokens as columns."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+from exl_serve.engine import wire
+from exl_serve.engine.events import EngineEvent
+from exl_serve.engine.groups import Running
+from exl_serve.engine.jobs import HELD
+
+if TYPE_CHECKING:
+    from exl_generate import StepColumns
+    from exl_generate.dynamic.columns import Extra
+
+__all__ = ["Entry", "Outgoing"]
+
+_NOTHING_ELSE = bytes([0, HELD])
+"""Flags of an entry that holds nothing but tokens."""
+
+
+class Entry(NamedTuple):
+    """All that a step says of a completion which is more than tokens."""
+
+    running: Running
+    ids: tuple[int, ...]
+    text: str
+    flags: int
+    extra: Extra | None
+
+
+class _Plan:
+    """How the tokens of one set of completions are sent. Most steps have the set of the step before."""
+
+    def __init__(self, serials: bytes, ones: Sequence[Running]) -> None:
+        self.serials, self._ones = serials, ones
+        self.of_one_each = b"\1\0" * len(ones)
+        #: steps with a token of each completion that `flush` has not counted yet
+        self._steps = 0
+        places: dict[bytes, list[int]] = {}
+        for i, one in enumerate(ones):
+            places.setdefault(one.worker, []).append(i)
+        #: of each worker: addresses, and places of its entries
+        self._workers = [(worker, b"".join([ones[i].address for i in own]), own) for worker, own in places.items()]
+
+    def count(self, counts: bytes) -> int:
+        """Add a step's tokens to their requests; returns their number."""
+        if counts == self.of_one_each:
+            self._steps += 1
+            return len(self._ones)
+        found = memoryview(counts).cast("H").tolist()
+        for one, new in zip(self._ones, found, strict=True):
+            one.group.generated += new
+        return sum(found)
+
+    def flush(self) -> None:
+        """Add all tokens to their requests."""
+        if self._steps:
+            for one in self._ones:
+                one.group.generated += self._steps
+            self._steps = 0
+
+    def split(self, counts: bytes, ids: bytes, texts: list[str]) -> list[tuple[bytes, wire.TokenColumns]]:
+        """Return the columns of each worker."""
+        if len(self._workers) == 1:
+            worker, to, _ = self._workers[0]
+            return [(worker, wire.TokenColumns(to, counts, ids, texts))]
+        return [(worker, wire.TokenColumns(to, *_picked(own, counts, ids, texts))) for worker, to, own in self._workers]
+
+
+class Outgoing:
+    """Events that were not sent yet, by worker."""
+
+    def __init__(self) -> None:
+        self._events: defaultdict[bytes, list[tuple[int, EngineEvent]]] = defaultdict(list)
+        self._tokens: list[tuple[bytes, wire.TokenColumns]] = []
+        self._plan = _Plan(b"", ())
+
+    def add(self, worker: bytes, tag: int, events: Sequence[EngineEvent]) -> None:
+        """Queue events of a request."""
+        self._events[worker] += [(tag, event) for event in events]
+
+    def forget(self, worker: bytes, tag: int) -> None:
+        """Drop the events of a request. Workers ignore tokens of a request that they have cancelled."""
+        if (left := self._events.get(worker)) is not None:
+            self._events[worker] = [pair for pair in left if pair[0] != tag]
+
+    def take(self) -> list[tuple[bytes, wire.StepEvents]]:
+        """Return the message of each worker and forget them."""
+        events, tokens = self._events, self._tokens
+        self._events, self._tokens = defaultdict(list), []
+        if not events:
+            return [(worker, wire.StepEvents([], columns)) for worker, columns in tokens]
+        found = {worker: wire.StepEvents(own) for worker, own in events.items()}
+        found |= {worker: wire.StepEvents(events.get(worker, []), columns) for worker, columns in tokens}
+        return list(found.items())
+
+    def count(self) -> None:
+        """Add all tokens sent so far to `generated` of their requests. Call it before that is read."""
+        self._plan.flush()
+
+    def forget_running(self) -> None:
+        """Hold no completion any more: one has ended."""
+        self._plan.flush()
+        self._plan = _Plan(b"", ())
+
+    def add_step(self, columns: StepColumns, running: Mapping[int, Running]) -> tuple[int, list[Entry]]:
+        """Queue the entries of a step that hold nothing but tokens. Call `take` before the next step.
+
+        Returns the number of tokens, and the other entries of running completions. Where all entries are of the first
+        kind and of the completions of the step before, no object of a completion is touched.
+        """
+        serials, counts, flags = columns.serials.tobytes(), columns.counts.tobytes(), columns.flags.tobytes()
+        ids, texts = columns.ids, columns.texts
+        others: list[Entry] = []
+        known = serials == self._plan.serials or all(serial in running for serial in columns.serials.tolist())
+        if columns.extra or not known or flags.translate(None, _NOTHING_ELSE):
+            kept, others = _sorted_out(columns, running)
+            serials = columns.serials[kept].tobytes()
+            counts, ids, texts = _picked(kept, counts, ids, texts)
+        if serials != self._plan.serials:
+            self._plan.flush()
+            self._plan = _Plan(serials, [running[serial] for serial in memoryview(serials).cast("I")])
+        self._tokens = self._plan.split(counts, ids, texts)
+        new = self._plan.count(counts)
+        for entry in others:
+            new += len(entry.ids)
+            entry.running.group.generated += len(entry.ids)
+        return new, others
+
+
+def _sorted_out(columns: StepColumns, running: Mapping[int, Running]) -> tuple[list[int], list[Entry]]:
+    """Return the places of entries that hold nothing but tokens, and the other entries of running completions."""
+    kept: list[int] = []
+    others: list[Entry] = []
+    ids, extra = memoryview(columns.ids).cast("i"), columns.extra
+    end = 0
+    rows = zip(columns.serials.tolist(), columns.counts.tolist(), columns.flags.tolist(), strict=True)
+    for i, (serial, count, flags) in enumerate(rows):
+        begin, end = end, end + count
+        one = running.get(serial)
+        if one is None:
+            continue
+        if flags & ~HELD or (extra and one.number in extra):
+            own = tuple(ids[begin:end].tolist())
+            others.append(Entry(one, own, columns.texts[i], flags, extra.get(one.number)))
+        else:
+            kept.append(i)
+    return kept, others
+
+
+def _picked(places: Sequence[int], counts: bytes, ids: bytes, texts: list[str]) -> tuple[bytes, bytes, list[str]]:
+    """Return counts, ids and texts of some entries."""
+    ends = [0, *accumulate(memoryview(counts).cast("H"))]
+    return (
+        b"".join([counts[2 * i : 2 * i + 2] for i in places]),
+        b"".join([ids[4 * ends[i] : 4 * ends[i + 1]] for i in places]),
+        [texts[i] for i in places],
+    )
