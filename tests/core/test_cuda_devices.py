@@ -134,6 +134,40 @@ def steps_of(model: ExLlamaV2, ids: torch.Tensor, q_len: int) -> torch.Tensor:
     return torch.cat(found, 1).cpu()
 
 
+@pytest.mark.parametrize("batch", [1, 4, 8, 24])
+def test_captured_steps_of_a_split_model_keep_what_they_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    """Other tensors take all memory that is free after the capture. Some launches read a norm's weights in an order of
+    their own."""
+    second_device("cuda:1")
+    folder = tmp_path / "chained"
+    make_model(folder, replace(SHAPES["tiny"], layers=4), 4.0)
+    monkeypatch.setenv("EXL_DEVICE", "cuda:0")
+    model = build(folder)
+    model = loaded_over(model, "cuda:0", (len(model.modules) // 2, "cuda:1"))
+    cache = ExLlamaV2Cache(model, max_seq_len=256 * batch)
+    ids = torch.arange(batch)[:, None] + 300
+    table = torch.arange(batch, dtype=torch.int32)[:, None]
+    params = PagedParams(batch, table, torch.zeros(batch, dtype=torch.int32), 0, q_len=1)
+
+    def step() -> torch.Tensor:
+        logits: torch.Tensor = model.forward_chunk(ids, cache, attn_params=params)["logits"].cpu()
+        return logits
+
+    first = step()
+    assert model.decode.steps == 1, model.decode.reason
+    taken = [
+        torch.full((1 << size,), float("nan"), device=f"cuda:{device}")
+        for device in (0, 1)
+        for size in range(7, 20)
+        for _ in range(32)
+    ]
+    assert torch.equal(step(), first)
+    assert model.decode.steps == 2
+    del taken
+
+
 @pytest.mark.covers("core.md: tensor-parallel")
 @pytest.mark.parametrize("kind", ["exl2", "gptq", "float"])
 def test_matrices_cut_over_two_gpus(lab: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:

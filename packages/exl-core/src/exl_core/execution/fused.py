@@ -98,21 +98,26 @@ class JoinedLaunches:
         if head is not None and head.linear.quant.out_features == head.padded_vocab_size:
             self._plain_head = FusedLinear([head.linear.quant], max_rows=BLOCK_ROWS)
         self._last = max((i for i, half in enumerate(self._halves) if _stores(half)), default=-1)
+        self._sections: dict[
+            tuple[int, int], JoinedLaunches
+        ] = {}  # kept: captured steps have addresses of their tensors
         self._taken: dict[int, bool] = {}  # answers of `takes` for numbers of rows, which captured steps ask every time
 
     def section(self, begin: int, end: int) -> JoinedLaunches:
         """Return the launches of the model's modules `begin` to `end` - 1, which are on one device.
 
-        Call it on the launches of a whole model.
+        Call it on the launches of a whole model, which keep the section.
         """
-        norm_at = 1 + len(self._halves)
-        halves = self._halves[max(begin - 1, 0) : max(end - 1, 0)]
-        return JoinedLaunches(
-            self._embedding if begin == 0 else None,
-            halves,
-            self._norm if begin <= norm_at < end else None,
-            self._head if begin <= norm_at + 1 < end else None,
-        )
+        found = self._sections.get((begin, end))
+        if found is None:
+            norm_at = 1 + len(self._halves)
+            found = self._sections[begin, end] = JoinedLaunches(
+                self._embedding if begin == 0 else None,
+                self._halves[max(begin - 1, 0) : max(end - 1, 0)],
+                self._norm if begin <= norm_at < end else None,
+                self._head if begin <= norm_at + 1 < end else None,
+            )
+        return found
 
     def run(self, given: Tensor, step: Step, logits: Tensor | None = None) -> Tensor:
         """Run a step.
