@@ -30,6 +30,7 @@ import json
 import multiprocessing
 import os
 import pstats
+import queue
 import re
 import signal
 import socket
@@ -499,7 +500,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--prompt", type=int, default=513, help="prompts are shorter than this")
     parser.add_argument("--workers", type=int, nargs="+", default=[1])
-    parser.add_argument("--profile", action="store_true", help="another run of each, with profiles on standard error")
+    parser.add_argument("--profile", action="store_true", help="one more run, with profiles on standard error")
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     multiprocessing.set_start_method("spawn")
@@ -542,7 +543,7 @@ def compare(generator: Any, floor: Any, rounds: Rounds, requests: Any, workers: 
             generator.reset_page_table()
             through = served(generator, floor, folder, place, requests, workers, rounds, args.streams)
             measured.append((by_itself, through | {"round_ms_p50": rounds.median()}))
-        if args.profile:
+        if args.profile and workers == args.workers[0]:
             generator.reset_page_table()
             served(generator, floor, folder, place, requests, workers, rounds, args.streams, profile=True)
             rounds.median()
@@ -616,19 +617,21 @@ def served(
     found: dict[str, Any] = {}
 
     def watch() -> None:
-        client.start()
-        out.get()  # all have been asked once
-        rounds.took.clear()
-        outside.clear()
-        before = sum(cpu_seconds(one.pid) for one in running)
-        found.update(out.get())
-        cores = (sum(cpu_seconds(one.pid) for one in running) - before) / found["seconds"]
-        found.update(worker_cores=cores, host_ms_p50=percentile(outside, 0.5) * 1e3)
-        host.stop()
+        try:
+            client.start()
+            received(out, client)  # all have been asked once
+            rounds.took.clear()
+            outside.clear()
+            before = sum(cpu_seconds(one.pid) for one in running)
+            found.update(received(out, client))
+            cores = (sum(cpu_seconds(one.pid) for one in running) - before) / found["seconds"]
+            found.update(worker_cores=cores, host_ms_p50=percentile(outside, 0.5) * 1e3)
+        finally:
+            host.stop()
 
     for one in running:
         one.start()
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     with cProfile.Profile() if profile else contextlib.nullcontext() as taken:
         host.run()
@@ -637,10 +640,22 @@ def served(
         one.terminate()
         one.join()
     listener.close()
+    if not found:
+        raise RuntimeError("the load generator has failed")
     if profile:
         pstats.Stats(taken, stream=sys.stderr).sort_stats("tottime").print_stats(30)
         pstats.Stats(files[0], stream=sys.stderr).sort_stats("tottime").print_stats(30)
     return found
+
+
+def received(out: Any, sender: Any) -> Any:
+    """Return what a process has put into a queue. Raises RuntimeError if it has ended without."""
+    while True:
+        try:
+            return out.get(timeout=0.5)
+        except queue.Empty:
+            if not sender.is_alive():
+                raise RuntimeError("the load generator has failed") from None
 
 
 def besides(call: Any, inner: list[float], outside: list[float]) -> Any:
