@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -223,6 +225,38 @@ OPERATION = st.one_of(
     st.tuples(st.just("wait"), st.integers(0, 5), st.just(0), st.just(0)),
     st.tuples(st.sampled_from(["refused", "cut", "leave"]), st.integers(0, 20), st.just(0), st.just(0)),
 )
+
+
+def test_a_client_that_is_dropped_disconnects(place: Place) -> None:
+    async def work() -> None:
+        engine = await place.connect()
+        await engine.submit(request(seeds=(1,), max_tokens=300), Sink())
+        dropped = weakref.ref(engine)
+        del engine
+        await asyncio.sleep(0)  # the step of this task that holds the answer of `submit` ends
+        gc.collect()
+        assert dropped() is None
+        await place.idle()  # the engine has noticed
+
+    asyncio.run(work())
+
+
+DROPPED = """
+import asyncio, gc, zmq
+from exl_serve.engine.local import LocalEngine
+
+async def work():
+    engine = LocalEngine("inproc://nobody", zmq.Context())
+    engine.itself = engine
+
+asyncio.run(work())
+gc.collect()
+"""
+
+
+def test_a_client_that_is_dropped_with_its_context_ends() -> None:
+    """In a process of its own: the context would wait for the client's socket for ever."""
+    subprocess.run([sys.executable, "-P", "-c", DROPPED], timeout=HANG, check=True)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

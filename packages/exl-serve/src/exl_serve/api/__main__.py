@@ -57,14 +57,12 @@ def main() -> None:
 
 async def _serve(start: link.WorkerStart) -> None:
     config = start.config
-    up = asyncio.Event()
     stopping = asyncio.Event()
     protocol: Any = guarded(config.server.limits)
     state: AppState | None = None
 
     def on_state(message: link.State) -> None:
         models.update(message.models)
-        up.set()
         if state is not None:
             state.draining = message.phase != "serving"
             state.refusing = message.phase == "stopping"
@@ -84,19 +82,25 @@ async def _serve(start: link.WorkerStart) -> None:
         admit=authenticator.admit,
         render_metrics=connection.metrics,
         log_request=_logger(config),
+        known=models.known,
         media=MediaReader(os.path.dirname(start.address.removeprefix("ipc://"))),
     )
-    await up.wait()
     server = uvicorn.Server(_settings(config, create_app(state), protocol))
+    listener = socket.socket(fileno=start.listener)
+    tasks = [asyncio.create_task(_drain(stopping, server, state)), asyncio.create_task(_freeze(models.known))]
+    await server.serve([listener])
+    for task in tasks:
+        task.cancel()
+    await state.media.close()
+    connection.close()
+
+
+async def _freeze(known: asyncio.Event) -> None:
+    """Leave what is there once all tokenizers are read out of collections, which would block the streams."""
+    await known.wait()
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
-    listener = socket.socket(fileno=start.listener)
-    drain = asyncio.create_task(_drain(stopping, server, state))
-    await server.serve([listener])
-    drain.cancel()
-    await state.media.close()
-    connection.close()
 
 
 def _take_over(config: ServeConfig, state: AppState, authenticator: Authenticator, protocol: Any) -> None:

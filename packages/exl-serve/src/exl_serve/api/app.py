@@ -142,6 +142,8 @@ async def _handle(
             call.caller = state.authenticate(scope, path.scope)
         if scope["method"] not in SAFE_METHODS:
             call.check_kind()
+        if state.known is not None and path.endpoint is not health.live:
+            await state.known.wait()
         await path.endpoint(call)
     except ServeError as error:
         await _refuse(call, error)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from exl_serve.config.model import ModelConfig, ServeConfig
-from exl_serve.engine.client import EngineClient
-from exl_serve.media.reader import MediaReader
-from exl_serve.stream.channels import OutputFamily
+# The supervisor checks keys with this module, and would import these for nothing: seconds count before it serves.
+if TYPE_CHECKING:
+    import asyncio
+
+    from exl_serve.config.model import ModelConfig, ServeConfig
+    from exl_serve.engine.client import EngineClient
+    from exl_serve.media.reader import MediaReader
+    from exl_serve.stream.channels import OutputFamily
 
 __all__ = ["AppState", "Caller", "Meter", "ModelHandle", "Models", "TextCodec"]
 
@@ -114,6 +118,12 @@ class Meter(Protocol):
         """Add a value to a histogram."""
 
 
+def _media_reader() -> MediaReader:
+    from exl_serve.media.reader import MediaReader
+
+    return MediaReader()
+
+
 @dataclass
 class AppState:
     """Everything that an API worker's routes share."""
@@ -137,5 +147,7 @@ class AppState:
     running: set[Any] = field(default_factory=set)
     #: probes of /health/generate, by model
     probes: dict[str, Any] = field(default_factory=dict)
+    #: set once the list of models has been read, for which requests about models wait; None: it has
+    known: asyncio.Event | None = None
     #: decodes images
-    media: MediaReader = field(default_factory=MediaReader)
+    media: MediaReader = field(default_factory=_media_reader)

@@ -38,16 +38,11 @@ LAG_SECONDS = 0.1
 class Handle:
     """A model whose engine is a separate process."""
 
-    def __init__(self, told: link.ModelState, load: Callable[[str], Awaitable[Any]]) -> None:
-        self.told = told
+    def __init__(
+        self, told: link.ModelState, text: FolderText, family: OutputFamily, load: Callable[[str], Awaitable[Any]]
+    ) -> None:
+        self.told, self.text, self.family = told, text, family
         self._load = load
-        template = None
-        if told.config.template is not None:
-            template = Path(told.config.template).read_text(encoding="utf-8")
-        self.text = FolderText(told.config.path, template)
-        self.family: OutputFamily = detect_family(
-            told.config.family, self.text.template, self.text.special, self.text.piece
-        )
         self._client: LocalEngine | None = None
         self._epoch = -1
         self._lock = asyncio.Lock()
@@ -107,6 +102,13 @@ class Handle:
         return ServeError.unavailable("model_unloaded", f"the model {name} is {self.state}: load it first", None)
 
 
+def _read_text(config: ModelConfig) -> tuple[FolderText, OutputFamily]:
+    """Read a model's tokenizer and template; a large vocabulary takes seconds. Raises OSError or TokenizerError."""
+    template = None if config.template is None else Path(config.template).read_text(encoding="utf-8")
+    text = FolderText(config.path, template)
+    return text, detect_family(config.family, text.template, text.special, text.piece)
+
+
 def find_model(
     handles: Sequence[ModelHandle], name: str, caller: Caller, accept_any: bool
 ) -> tuple[ModelHandle, str | None]:
@@ -137,21 +139,49 @@ class WorkerModels:
 
     def __init__(self, accept_any: bool, call: Any) -> None:
         self._handles: dict[str, Handle] = {}
+        #: the last state of models whose tokenizers are being read
+        self._reading: dict[str, link.ModelState] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._accept_any, self._call = accept_any, call
+        #: set once the first list of models has been read
+        self.known = asyncio.Event()
 
     def update(self, told: Sequence[link.ModelState]) -> None:
-        """Store the states of all models; add new ones and forget removed ones."""
-        for id in self._handles.keys() - {one.config.id for one in told}:
+        """Store the states of all models; forget removed ones and begin to read the tokenizers of new ones."""
+        ids = {one.config.id for one in told}
+        for id in self._handles.keys() - ids:
             del self._handles[id]  # the operator has removed it
+        for id in self._reading.keys() - ids:
+            del self._reading[id]
         for one in told:
-            handle = self._handles.get(one.config.id)
-            if handle is not None:
+            id = one.config.id
+            if (handle := self._handles.get(id)) is not None:
                 handle.update(one)
-                continue
-            try:
-                self._handles[one.config.id] = Handle(one, self._load)
-            except Exception as error:  # the engine fails alike, and reports it
-                log.error("the tokenizer of %s cannot be used: %s", one.config.id, error)
+            elif id in self._reading:
+                self._reading[id] = one
+            else:
+                self._reading[id] = one
+                task = asyncio.create_task(self._read(one.config))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        if not self._reading:
+            self.known.set()
+
+    async def _read(self, config: ModelConfig) -> None:
+        """Add a model once its tokenizer is read, on a thread: streams of other models go on meanwhile."""
+        made: tuple[FolderText, OutputFamily] | None
+        try:
+            made = await asyncio.get_running_loop().run_in_executor(None, _read_text, config)
+        except Exception as error:  # the engine fails alike, and reports it
+            log.error("the tokenizer of %s cannot be used: %s", config.id, error)
+            made = None
+        told = self._reading.get(config.id)
+        if told is not None and told.config == config:  # else the operator has removed or changed it meanwhile
+            del self._reading[config.id]
+            if made is not None:
+                self._handles[config.id] = Handle(told, *made, self._load)
+        if not self._reading:
+            self.known.set()
 
     def resolve(self, name: str, caller: Caller) -> tuple[ModelHandle, str | None]:
         """Return (model, adapter) for a name. Raises ServeError 404."""

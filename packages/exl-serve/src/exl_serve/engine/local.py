@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,10 @@ class _Running:
 
 
 class LocalEngine:
-    """The client of one engine process, or of one engine thread at an `inproc://` address. Use `connect`."""
+    """The client of one engine process, or of one engine thread at an `inproc://` address. Use `connect`.
+
+    One that is dropped without `close` disconnects when it is collected: the event loop holds no reference to it.
+    """
 
     def __init__(self, address: str, context: zmq.Context[Any] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -66,7 +70,10 @@ class LocalEngine:
         self._card: ModelCard | None = None
         self._status: StatusReader | None = None
         self._closed = False
-        self._loop.add_reader(self._socket.getsockopt(zmq.FD), self._drain)
+        self._loop.add_reader(self._socket.getsockopt(zmq.FD), _drain, weakref.ref(self))
+        # It holds the socket, and so the socket's context: one that is collected together with open sockets would wait
+        # for them for ever.
+        self._release = weakref.finalize(self, _release, self._loop, self._socket)
         self._pinging: asyncio.Task[None] | None = None
 
     @classmethod
@@ -87,7 +94,7 @@ class LocalEngine:
             )
         engine._card = wire.card_of(welcome.card)
         engine._status = StatusReader(Path(welcome.status_path))
-        engine._pinging = asyncio.create_task(engine._ping())
+        engine._pinging = asyncio.create_task(_ping(weakref.ref(engine)))
         return engine
 
     @property
@@ -145,6 +152,7 @@ class LocalEngine:
         self._closed = True
         if self._pinging is not None:
             self._pinging.cancel()
+        self._release.detach()
         self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
         self._socket.close()
         if self._status is not None:
@@ -175,11 +183,6 @@ class LocalEngine:
         self._send(wire.Hello(wire.VERSION, f"pid {os.getpid()}"))
         self._card = wire.card_of((await self._welcome).card)
 
-    async def _ping(self) -> None:
-        while True:
-            await asyncio.sleep(wire.PING_SECONDS)
-            self._send(wire.Ping())
-
     def _check_open(self) -> None:
         if self._closed:
             raise ServeError.unavailable("engine_restarting", GONE)
@@ -194,7 +197,7 @@ class LocalEngine:
         self._socket.send(data)
         # The descriptor reports changes only: a message that came during the send would be found with the next change.
         if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            self._loop.call_soon(self._drain)
+            self._loop.call_soon(_drain, weakref.ref(self))
 
     def _drain(self) -> None:
         """Read all messages that have arrived."""
@@ -240,3 +243,33 @@ class LocalEngine:
                 answer.set_exception(message.error())
             else:
                 answer.set_result(message.result)
+
+
+async def _ping(engine: weakref.ref[LocalEngine]) -> None:
+    while True:
+        await asyncio.sleep(wire.PING_SECONDS)
+        if (one := engine()) is None:
+            return
+        one._send(wire.Ping())
+        del one
+
+
+def _drain(engine: weakref.ref[LocalEngine]) -> None:
+    if (one := engine()) is not None:
+        one._drain()
+
+
+def _release(loop: asyncio.AbstractEventLoop, socket: zmq.Socket[Any]) -> None:
+    """Close the socket of an engine that was dropped, on its event loop if that runs: the collection may be on another
+    thread.
+    """
+
+    def close() -> None:
+        if not loop.is_closed():
+            loop.remove_reader(int(socket.getsockopt(zmq.FD)))
+        socket.close(0)
+
+    try:
+        loop.call_soon_threadsafe(close)
+    except RuntimeError:  # the loop is closed
+        close()
