@@ -36,6 +36,7 @@ from gpu_timing import emit, environment, read_roof
 from make_random_model import SHAPES, make_model
 
 from exl_core import ExLlamaV2, ExLlamaV2CacheBase, ExLlamaV2Config, ExLlamaV2Tokenizer
+from exl_core.execution.sections import SectionGraphs
 from exl_core.layers import RMSNorm
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 from exl_generate.bundled import default_model_dir, draft_model_dir
@@ -233,14 +234,14 @@ class Bench:
             (bucket.batch, bucket.pages, number, held.graph)
             for key, group in model.decode._graphs.items()
             for number, (bucket, held) in enumerate(group.items())
-            if key[0] == id(place) and (held.adapters is not None) == feature.name.startswith("lora")
+            if key[0] == id(place) and bool(held.adapters) == feature.name.startswith("lora")
             if bucket.batch >= rows and bucket.q_len == q_len and bucket.pages >= pages
         ]
         if not fit:
             return 0.0, 0
         graph = min(fit, key=lambda found: found[:3])[-1]
         count = ctypes.c_size_t(0)
-        if isinstance(graph, torch.cuda.CUDAGraph):  # the model is on one device
+        if not isinstance(graph, SectionGraphs):  # one graph, since the model is on one device
             ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(
                 ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count)
             )
