@@ -112,11 +112,20 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.mark.full
-def test_a_stopped_engine_is_told_ended_and_started_again(start: Start) -> None:
+@pytest.mark.parametrize("half_written", [False, True])
+def test_a_stopped_engine_is_told_ended_and_started_again(start: Start, half_written: bool) -> None:
     server = start(models(a="free"), patience=3.0)
     assert server.complete("a").status_code == 200
     (engine,) = server.children("exl_serve.engine")
     os.kill(engine, signal.SIGSTOP)
+    if half_written:
+        # As if it had been stopped in the middle of a write: its number is odd.
+        page = re.search(r"/\S+/status-a$", Path(f"/proc/{engine}/maps").read_text(), re.MULTILINE)
+        assert page is not None
+        with open(page[0], "r+b") as file:
+            number = file.read(1)[0]
+            file.seek(0)
+            file.write(bytes([number | 1]))
     server.until(lambda: server.ready() == "engine_stalled")
     assert server.complete("a").json()["error"]["code"] == "engine_stalled"
     server.until(lambda: server.children("exl_serve.engine") not in ([], [engine]))

@@ -11,7 +11,7 @@ import pytest
 
 from exl_serve.config.load import parse
 from exl_serve.engine.client import EngineStatus
-from exl_serve.engine.status import StatusReader, StatusWriter
+from exl_serve.engine.status import HalfWrittenError, StatusReader, StatusWriter
 from exl_serve.errors import ServeError
 from exl_serve.super.notify import Notifier
 from exl_serve.super.spawn import describe
@@ -53,6 +53,26 @@ def test_every_write_of_the_status_page_counts(tmp_path: Path) -> None:
     before = reader.writes
     writer.write()
     assert reader.writes != before
+    reader.close()
+    writer.close()
+
+
+def test_the_page_of_a_killed_engine_stays_readable(tmp_path: Path) -> None:
+    writer = StatusWriter(tmp_path / "status", b"0" * 16)
+    reader = StatusReader(tmp_path / "status")
+    StatusWriter(tmp_path / "status", b"1" * 16).close()  # the engine that takes its place
+    assert reader.read().boot == b"0" * 16
+    reader.close()
+    writer.close()
+
+
+def test_a_page_that_is_left_half_written_is_an_error(tmp_path: Path) -> None:
+    writer = StatusWriter(tmp_path / "status", b"0" * 16)
+    reader = StatusReader(tmp_path / "status")
+    with open(tmp_path / "status", "r+b") as file:
+        file.write((reader.writes + 1).to_bytes(8, "little"))
+    with pytest.raises(HalfWrittenError):
+        reader.read()
     reader.close()
     writer.close()
 

@@ -46,7 +46,10 @@ async def problem(handle: ModelHandle) -> tuple[str, str] | None:
         return "engine_stalled", f"the engine of {handle.config.id} makes no progress"
     if handle.state != "ready":
         return "model_loading", f"the model {handle.config.id} is {handle.state}"
-    status = (await handle.engine()).status
+    try:
+        status = (await handle.engine()).status
+    except ServeError as error:  # its engine has just ended: another model may serve
+        return error.code, error.message
     if is_stalled(status):
         return (
             "engine_stalled",

@@ -96,7 +96,9 @@ class EngineClient(Protocol):
 
     @property
     def status(self) -> EngineStatus:
-        """The engine's state, read without asking the engine."""
+        """The engine's state, read without asking the engine. Raises `ServeError` 503 if it ended in the middle of a
+        write.
+        """
 
     async def submit(self, request: EngineRequest, sink: Sink) -> RunningRequest:
         """Queue a request. Returns when the engine has accepted it, before its first event reaches `sink`.

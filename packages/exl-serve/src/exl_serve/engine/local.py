@@ -15,7 +15,7 @@ import zmq
 from exl_serve.engine import wire
 from exl_serve.engine.client import EngineStatus, ModelCard, Sink
 from exl_serve.engine.events import Failed, Finished
-from exl_serve.engine.status import StatusReader
+from exl_serve.engine.status import HalfWrittenError, StatusReader
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import EngineRequest
 
@@ -106,10 +106,13 @@ class LocalEngine:
 
     @property
     def status(self) -> EngineStatus:
-        """The engine's state, read from its status page."""
+        """The engine's state, read from its status page. Raises ServeError 503 if the engine died while it wrote."""
         if self._status is None:
             raise RuntimeError("the engine is not connected: use LocalEngine.connect")
-        return self._status.read()
+        try:
+            return self._status.read()
+        except HalfWrittenError:
+            raise ServeError.unavailable("engine_restarting", GONE) from None
 
     async def submit(self, request: EngineRequest, sink: Sink) -> _Running:
         """Queue a request; returns when the engine has accepted it. Raises ServeError."""

@@ -15,7 +15,7 @@ from typing import Literal
 
 from exl_serve.engine.client import EngineStatus
 
-__all__ = ["STATES", "StatusReader", "StatusWriter", "status_path"]
+__all__ = ["STATES", "HalfWrittenError", "StatusReader", "StatusWriter", "status_path"]
 
 State = Literal["loading", "warming", "ready", "draining", "failed"]
 STATES: tuple[State, ...] = ("loading", "warming", "ready", "draining", "failed")
@@ -34,7 +34,9 @@ class StatusWriter:
     def __init__(self, path: Path, boot: bytes) -> None:
         self.path = path
         self.boot = boot
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        # A new file: to shorten the page of an engine that was killed would end the processes that still map it.
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.ftruncate(descriptor, _SIZE)
             self._map = mmap.mmap(descriptor, _SIZE)
@@ -81,6 +83,10 @@ class StatusWriter:
         self.path.unlink(missing_ok=True)
 
 
+class HalfWrittenError(Exception):
+    """The status page of an engine that died, or was stopped, while it wrote."""
+
+
 class StatusReader:
     """Read a status page. The constructor raises OSError where there is no such file."""
 
@@ -95,7 +101,7 @@ class StatusReader:
         return found
 
     def read(self) -> EngineStatus:
-        """Return the last complete state. Raises RuntimeError if the engine died while it wrote."""
+        """Return the last complete state. Raises HalfWrittenError if the engine died or was stopped while it wrote."""
         for _ in range(_TRIES):
             before = _SEQUENCE.unpack_from(self._map, 0)[0]
             values = _BODY.unpack_from(self._map, 8)
@@ -119,7 +125,7 @@ class StatusReader:
                     decode_rate=decode,
                 )
             time.sleep(0)
-        raise RuntimeError("the engine's status page was left half written")
+        raise HalfWrittenError("the engine's status page was left half written")
 
     def close(self) -> None:
         """Close the file."""

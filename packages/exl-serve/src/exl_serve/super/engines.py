@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from exl_serve.config.model import ModelConfig, ServeConfig
-from exl_serve.engine.status import StatusReader, status_path
+from exl_serve.engine.client import EngineStatus
+from exl_serve.engine.status import HalfWrittenError, StatusReader, status_path
 from exl_serve.errors import ServeError
 from exl_serve.super.models import Action, Entry, Registry
 from exl_serve.super.registry import Metrics
@@ -36,6 +37,8 @@ class _Process:
     child: Child
     watch: Watch
     reader: StatusReader | None = None
+    #: as last read
+    status: EngineStatus | None = None
     stalled: bool = False
     #: until when it must have ended by itself
     until: float | None = None
@@ -208,7 +211,10 @@ class Engines:
         )
 
     def _look(self, id: str, process: _Process, reader: StatusReader, now: float) -> None:
-        status = reader.read()
+        with contextlib.suppress(HalfWrittenError):  # stopped or killed in the middle of a write: that is no progress
+            process.status = reader.read()
+        if (status := process.status) is None:
+            return
         self._metrics.engine(id, status)
         open = status.decoding + status.prefilling + status.queued
         entry = self.registry.entries.get(id)
