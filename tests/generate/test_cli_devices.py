@@ -155,3 +155,12 @@ def test_doctor_says_what_would_make_a_card_faster(exl, monkeypatch: pytest.Monk
     assert all("`EXL_CUDA_ARCHS=89 uv sync`" in line for line in (portable, older, unused))
     assert "EXL_CUDA_GRAPHS=0" in graphs
     assert "faster: cuda:0 (Card 0)" in " ".join(exl("doctor")[1].split())
+
+
+def test_doctor_names_the_card_whose_limits_are_imposed(exl, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = CudaDevice(0, "Card", (9, 0), 82, 99 << 10, 80 << 30, None, "80+ptx", "90a", "3090")
+    status = CudaStatus(True, ("80+ptx",), "13.0", "13.0", (card,), None)
+    monkeypatch.setattr(doctor, "cuda_status", lambda: status)
+    facts = json.loads(exl("doctor", "--json")[1])
+    assert facts["cuda"]["devices"] == "0: Card, 80 GiB, code of 80+ptx, treated as a 3090"
+    assert facts["advice"][0] == "EXL_CUDA_LIMITS treats cuda:0 (Card) as a 3090: unset it"

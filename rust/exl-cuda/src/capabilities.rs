@@ -45,6 +45,9 @@ impl Feature {
     }
 }
 
+/// Environment variable that names the card as which GPUs are treated, to run the launch plans of cards that are not there.
+pub(crate) const LIMITS_VARIABLE: &str = "EXL_CUDA_LIMITS";
+
 /// Properties of a card that decide its kernels, known without having the card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Card {
@@ -89,6 +92,21 @@ pub const CARDS: [Card; 11] = [
 ];
 
 impl Card {
+    /// Find a card by name or, as `sm_86`, the one of this compute capability with the most SMs.
+    fn named_or_capable(text: &str) -> Option<Self> {
+        let asked = text.trim().to_lowercase();
+        let capable = |number: i32| {
+            CARDS
+                .into_iter()
+                .filter(|card| card.compute.0 * 10 + card.compute.1 == number)
+                .max_by_key(|card| card.sms)
+        };
+        match asked.strip_prefix("sm_") {
+            Some(digits) => digits.parse().ok().and_then(capable),
+            None => Self::named(&asked),
+        }
+    }
+
     /// Find a card by name; case, spaces and a leading `RTX` do not matter.
     pub fn named(name: &str) -> Option<Self> {
         let plain = |text: &str| text.to_lowercase().replace([' ', '-', '_'], "");
@@ -126,6 +144,47 @@ impl Capabilities {
         }
     }
 
+    /// Find the capabilities that launches are planned for on a GPU with these ones that is treated as the card `named`: its compute
+    /// capability, and at most its SMs and its shared memory.
+    ///
+    /// # Errors
+    /// No such card is known, or it would run other code of the build than this GPU.
+    pub(crate) fn within(
+        &self,
+        named: &str,
+        archs: &[&'static str],
+    ) -> Result<(Self, Card), String> {
+        let Some(card) = Card::named_or_capable(named) else {
+            let known: Vec<_> = CARDS.iter().map(|card| card.name).collect();
+            return Err(format!(
+                "{LIMITS_VARIABLE} is {named:?}, expected one of {}, or a compute capability such as sm_86",
+                known.join(", ")
+            ));
+        };
+        let limited = card.with(archs);
+        if (limited.code, limited.specific) != (self.code, self.specific) {
+            let (major, minor) = card.compute;
+            return Err(format!(
+                "{LIMITS_VARIABLE}={named}: this GPU runs the build's code for {}, and an {} (sm_{major}{minor}) {}; build \
+                 with EXL_CUDA_ARCHS={}+ptx",
+                architecture(self),
+                card.name,
+                if limited.runs() {
+                    format!("runs that for {}", architecture(&limited))
+                } else {
+                    "runs none of it".to_owned()
+                },
+                if major < 8 { 75 } else { 80 },
+            ));
+        }
+        let limited = Self {
+            sms: limited.sms.min(self.sms),
+            shared_per_block: limited.shared_per_block.min(self.shared_per_block),
+            ..limited
+        };
+        Ok((limited, card))
+    }
+
     /// Whether the module holds code that the card runs.
     pub fn runs(&self) -> bool {
         self.code > 0
@@ -146,6 +205,14 @@ impl Capabilities {
     /// Whether kernels may start while their predecessor drains: only code for sm_90 and later waits for it.
     pub fn programmatic(&self) -> bool {
         self.code >= 90
+    }
+}
+
+/// The architecture whose code has these capabilities, such as `sm_90a`.
+fn architecture(of: &Capabilities) -> String {
+    match of.code {
+        0 => "no architecture".to_owned(),
+        code => format!("sm_{code}{}", if of.specific { "a" } else { "" }),
     }
 }
 
@@ -227,6 +294,35 @@ pub(crate) mod tests {
         assert_eq!(code(&["75", "120+ptx"], (12, 0)), 120);
         assert_eq!(code(&["75+ptx", "90a"], (7, 5)), 75);
         assert_eq!(code(&[], (9, 0)), 0);
+    }
+
+    #[test]
+    fn limits_of_another_card() {
+        const PORTABLE: &[&str] = &["80+ptx"];
+        let here = card("H100", PORTABLE);
+        let (limited, of) = here.within("RTX 3060", PORTABLE).unwrap();
+        assert_eq!((of.name, limited), ("3060", card("3060", PORTABLE)));
+        let (by_number, of) = here.within("sm_86", PORTABLE).unwrap();
+        assert_eq!((of.name, by_number), ("3090", card("3090", PORTABLE)));
+        // Blocks that wait for one another must all be resident: never more SMs, nor more memory, than the GPU has.
+        let small = card("3060", PORTABLE);
+        let (limited, _) = small.within("a100", PORTABLE).unwrap();
+        assert_eq!((limited.sms, limited.shared_per_block), (28, 99 * 1024));
+        for (named, archs, says) in [
+            ("3091", PORTABLE, "one of 2080 Ti, 3060"),
+            ("sm_87", PORTABLE, "expected"),
+            ("sm_x", PORTABLE, "expected"),
+            (
+                "2080 Ti",
+                PORTABLE,
+                "runs none of it; build with EXL_CUDA_ARCHS=75+ptx",
+            ),
+            ("3090", &["90a"], "build with EXL_CUDA_ARCHS=80+ptx"),
+            ("3090", &["80+ptx", "90a"], "runs that for sm_80"),
+        ] {
+            let why = card("H100", archs).within(named, archs).unwrap_err();
+            assert!(why.contains(says) && why.contains(named), "{why}");
+        }
     }
 
     #[test]

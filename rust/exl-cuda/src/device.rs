@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
 
-use crate::capabilities::{Capabilities, chosen, own_arch};
+use crate::capabilities::{Capabilities, LIMITS_VARIABLE, chosen, own_arch};
 use crate::driver::{Driver, Reason};
 use crate::ffi::{self, CuContext, CuDevice, CuFunction, CuModule};
 use crate::images;
@@ -19,8 +19,12 @@ pub struct DeviceInfo {
     pub index: u32,
     pub name: String,
     pub memory_bytes: usize,
-    /// Features that its kernels may use.
+    /// Its compute capability.
+    pub compute: (i32, i32),
+    /// Features that its kernels may use, and the sizes that launches are planned for.
     pub caps: Capabilities,
+    /// The card that `EXL_CUDA_LIMITS` names, as which this GPU is treated.
+    pub treated_as: Option<&'static str>,
     /// The architecture of this build whose code the GPU runs; `None` if there is none.
     pub arch: Option<&'static str>,
     /// The reason why this build's kernels do not run on it; `None` if they do.
@@ -241,17 +245,26 @@ fn describe(driver: &Driver, index: u32) -> Result<(CuDevice, DeviceInfo), CudaE
         usize::try_from(attribute(ffi::ATTRIBUTE_SHARED_OPTIN)).unwrap_or(0),
         images::ARCHS,
     );
-    Ok((
-        handle,
-        DeviceInfo {
-            index,
-            memory_bytes: memory,
-            arch: chosen(images::ARCHS, compute),
-            unsupported: (!caps.runs()).then(|| not_built_for(&name, caps.compute)),
-            caps,
-            name,
-        },
-    ))
+    let mut info = DeviceInfo {
+        index,
+        memory_bytes: memory,
+        arch: chosen(images::ARCHS, compute),
+        unsupported: (!caps.runs()).then(|| not_built_for(&name, compute)),
+        compute,
+        caps,
+        treated_as: None,
+        name,
+    };
+    if let Some(named) = std::env::var(LIMITS_VARIABLE)
+        .ok()
+        .filter(|named| caps.runs() && !named.trim().is_empty())
+    {
+        match caps.within(&named, images::ARCHS) {
+            Ok((limited, card)) => (info.caps, info.treated_as) = (limited, Some(card.name)),
+            Err(why) => info.unsupported = Some(why),
+        }
+    }
+    Ok((handle, info))
 }
 
 fn not_built_for(name: &str, compute @ (major, minor): (i32, i32)) -> String {

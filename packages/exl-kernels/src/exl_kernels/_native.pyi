@@ -1083,7 +1083,7 @@ def cuda_paged_attention(
 
 def cuda_probe() -> tuple[
     tuple[int, int] | None,
-    list[tuple[int, str, tuple[int, int], int, int, int, str | None, str | None, str]],
+    list[tuple[int, str, tuple[int, int], int, int, int, str | None, str | None, str, str | None]],
     str | None,
 ]:
     """

@@ -49,6 +49,8 @@ class CudaDevice:
     """Architecture of this build that the GPU runs, e.g. "89", or "80+ptx" (compiled by the driver at first use)."""
     own_arch: str = ""
     """The architecture that a build for this card compiles."""
+    treated_as: str | None = None
+    """The card that EXL_CUDA_LIMITS names: launches are planned for it and for the sizes above."""
 
 
 @dataclass(frozen=True, slots=True)

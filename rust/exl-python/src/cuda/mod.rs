@@ -92,6 +92,7 @@ type DeviceRow = (
     Option<String>,
     Option<&'static str>,
     String,
+    Option<&'static str>,
 );
 
 /// Return (driver's CUDA version, devices, reason why CUDA cannot be used).
@@ -105,13 +106,14 @@ pub fn cuda_probe(py: Python<'_>) -> (Option<(i32, i32)>, Vec<DeviceRow>, Option
                     (
                         d.index,
                         d.name,
-                        d.caps.compute,
+                        d.compute,
                         d.caps.sms,
                         d.caps.shared_per_block,
                         d.memory_bytes,
                         d.unsupported,
                         d.arch,
-                        own_arch(d.caps.compute),
+                        own_arch(d.compute),
+                        d.treated_as,
                     )
                 })
                 .collect();

@@ -78,13 +78,16 @@ def examine() -> dict[str, Any]:
 def _card(card: CudaDevice) -> str:
     """A GPU and the code that it runs."""
     code = "no code for it" if card.code is None else f"code of {card.code}"
-    return f"{card.index}: {card.name}, {card.memory_bytes / 2**30:.0f} GiB, {code}"
+    treated = "" if card.treated_as is None else f", treated as a {card.treated_as}"
+    return f"{card.index}: {card.name}, {card.memory_bytes / 2**30:.0f} GiB, {code}{treated}"
 
 
 def _advice(cuda: CudaStatus) -> list[str]:
     """Changes that would make models run faster here."""
     lines = []
     for card in cuda.devices:
+        if card.treated_as is not None:
+            lines.append(f"EXL_CUDA_LIMITS treats cuda:{card.index} ({card.name}) as a {card.treated_as}: unset it")
         if card.code == card.own_arch:
             continue
         remedy = f"`EXL_CUDA_ARCHS={card.own_arch} uv sync` in a checkout builds code for it"
