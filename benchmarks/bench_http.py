@@ -7,8 +7,11 @@
 Random weights of true shapes on a GPU (gpu_model.py), or with --paced a scripted model whose rounds last as long as
 those of an 8B model on an H200, on any machine. Processes as in `exl serve`: the engine here, API workers and the load
 generator in processes of their own. One JSON line: tokens a second both ways and their ratio, time to the first token,
-time between events as a client sees them, `added` what it is more than the engine alone. The tokens of both ways are
-compared. After the line, on standard error, the bars and whether each is met; ends with 1 if one is missed.
+time between events as a client sees them. `added`: what they are more than in the engine process, from the arrival of a
+request to the step that gives its first token, and between its steps. `more_than_alone`: more than with the generator
+alone, to which requests come between steps and all at once. The requests that begin together at the start count in the
+latter only. The tokens of both ways are compared. After the line, on standard error, the bars and whether each is met;
+ends with 1 if one is missed.
 
 With --host there is no HTTP: the engine process's thread alone, on a scripted model, all streams in nearly every round.
 Microseconds of CPU time per token: `host_us` outside the generator, `generator_us` in it with its results, `encode_us`
@@ -146,7 +149,7 @@ def bars(line: dict[str, Any], paced: bool) -> list[tuple[str, float, str, bool]
     found = [("throughput through HTTP / alone", ratio, f"at least {least}", ratio >= least)]
     for name, most in DELAYS.items():
         added = round(line["added"][name], 2)
-        found.append((f"{name}, added", added, f"at most {most}", added <= most))
+        found.append((f"{name}, added to the engine process's", added, f"at most {most}", added <= most))
     return found
 
 
@@ -446,6 +449,7 @@ async def _load(port: int, requests: list[dict[str, Any]], streams: int) -> dict
         "digest": digest(answers),
         **delays(sent, all_stamps),
         "tokens_per_event": made / max(1, sum(map(len, all_stamps))),
+        "first": [own[0] - asked for asked, own in zip(sent, all_stamps, strict=True)],
     }
 
 
@@ -563,7 +567,7 @@ def compare(generator: Any, floor: Any, rounds: Rounds, requests: Any, workers: 
         "ratio_best": best,
         "same_tokens": all(a["digest"] == b["digest"] for a, b in measured),
         **through,
-        "added": {name: through[name] - by_itself[name] for name in DELAYS},
+        "more_than_alone": {name: through[name] - by_itself[name] for name in DELAYS},
     }
     if not args.paced:
         from gpu_timing import environment
@@ -605,6 +609,7 @@ def served(
     )
     outside: list[float] = []
     host._run_once = besides(host._run_once, rounds.took, outside)
+    stamps = HostStamps(host)
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     port = listener.getsockname()[1]
     out: Any = multiprocessing.Queue()
@@ -622,10 +627,12 @@ def served(
             received(out, client)  # all have been asked once
             rounds.took.clear()
             outside.clear()
+            stamps.clear()
             before = sum(cpu_seconds(one.pid) for one in running)
             found.update(received(out, client))
             cores = (sum(cpu_seconds(one.pid) for one in running) - before) / found["seconds"]
             found.update(worker_cores=cores, host_ms_p50=percentile(outside, 0.5) * 1e3)
+            found.update(added=stamps.added(found.pop("first"), streams, found))
         finally:
             host.stop()
 
@@ -656,6 +663,61 @@ def received(out: Any, sender: Any) -> Any:
         except queue.Empty:
             if not sender.is_alive():
                 raise RuntimeError("the load generator has failed") from None
+
+
+class HostStamps:
+    """When requests arrive in the engine process, and when their steps end. The clock is that of the clients."""
+
+    def __init__(self, host: Any) -> None:
+        self._asked: dict[int, float] = {}
+        self._first: dict[int, float] = {}
+        self._steps: list[tuple[float, list[int]]] = []
+        submit, deliver_more, deliver = host._submit, host._deliver_more, host._deliver
+
+        def submitting(worker: bytes, message: Any) -> None:
+            self._asked[message.request.seeds[0]] = time.perf_counter()
+            submit(worker, message)
+
+        def delivering_more(entry: Any) -> None:
+            if entry.ids or entry.text:
+                self._first.setdefault(entry.running.group.request.seeds[0], time.perf_counter())
+            deliver_more(entry)
+
+        def delivering(columns: Any) -> Any:
+            told = [serial for serial, count in zip(columns.serials, columns.counts, strict=True) if count]
+            self._steps.append((time.perf_counter(), told))
+            return deliver(columns)
+
+        host._submit, host._deliver_more, host._deliver = submitting, delivering_more, delivering
+
+    def clear(self) -> None:
+        """Forget the warm-up."""
+        self._asked.clear()
+        self._first.clear()
+        self._steps.clear()
+
+    def added(self, first: list[float], streams: int, seen: dict[str, float]) -> dict[str, float]:
+        """Return the milliseconds that clients waited longer than the engine process. `first`: seconds of each request
+        as its client saw them, by seed, of which `streams` began together; `seen`: the client's percentiles.
+        """
+        more = [
+            (took - (self._first[seed] - self._asked[seed])) * 1e3
+            for seed, took in enumerate(first)
+            if seed >= streams and seed in self._first
+        ]
+        last: dict[int, float] = {}
+        between = []
+        for at, serials in self._steps:
+            for serial in serials:
+                if serial in last:
+                    between.append((at - last[serial]) * 1e3)
+                last[serial] = at
+        return {
+            "first_token_ms_p50": percentile(more, 0.5),
+            "first_token_ms_p99": percentile(more, 0.99),
+            "between_ms_p50": seen["between_ms_p50"] - percentile(between, 0.5),
+            "between_ms_p99": seen["between_ms_p99"] - percentile(between, 0.99),
+        }
 
 
 def besides(call: Any, inner: list[float], outside: list[float]) -> Any:

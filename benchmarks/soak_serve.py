@@ -126,13 +126,15 @@ class Server:
         if not wait:
             return
         assert self.process.stderr is not None
+        told = b""
         for line in self.process.stderr:
+            told += line
             found = re.search(rb"serving at http://127\.0\.0\.1:(\d+)", line)
             if found:
                 self.port = int(found[1])
                 break
         else:
-            raise RuntimeError("the server did not start")
+            raise RuntimeError(f"the server did not start: {told.decode(errors='replace')}")
         # A full pipe would block the server.
         threading.Thread(target=shutil.copyfileobj, args=(self.process.stderr, sys.stderr.buffer), daemon=True).start()
         while not self._ready():

@@ -204,6 +204,17 @@ def test_memory_of_the_sampler_is_planned_for_draft_tokens(lab: Any) -> None:
     assert workspace_bytes(256, 32000) > 256 * 32000 * 4
 
 
+def test_memory_of_decode_steps_is_planned_apart_from_that_of_chunks(lab: Any) -> None:
+    """A server decodes many sequences, and computes prompts in chunks of one."""
+    config = ExLlamaV2Config(lab.write(**{**MIDDLE, "vocab_size": 256000}))
+    one = plan(config, on=capped(4.0)).devices[0].scratch
+    config.max_decode_batch = 256
+    assert plan(config, on=capped(4.0)).devices[0].scratch >= 256 * 2 * 4 * 256000 > one
+    config.max_decode_batch = 0
+    with pytest.raises(errors.ConfigError, match="max_decode_batch is 0"):
+        config.check_for_load()
+
+
 def _head_scratch(config: ExLlamaV2Config) -> int:
     """Return the working memory that is planned for the head on a GPU, for logits of one token a sequence."""
     modules = build_modules(config)

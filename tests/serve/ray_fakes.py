@@ -53,7 +53,9 @@ class Answer:
 class FakeEngine:
     """Takes every request, and generates nothing until it is told."""
 
-    card = SimpleNamespace(digest="d")
+    card = SimpleNamespace(digest="d", max_batch_size=1)
+    #: as the engine wrote it before any request came
+    status = SimpleNamespace(boot=b"b", decoding=0, prefilling=0, queued=0, queued_prompt_tokens=0, prefill_rate=1.0)
 
     def __init__(self) -> None:
         self.requests: list[EngineRequest] = []
@@ -80,7 +82,8 @@ class StartedReplica(EngineReplica):
     def __init__(self, engine: Any, folder: Path, name: str = "here") -> None:
         self._model, self._name, self._engine = ModelConfig(id="m", path="m", max_batch_size=1), name, engine
         self._connecting, self._running, self._heard, self._seen = asyncio.Lock(), {}, {}, {}
-        self._open = self._taken = 0
+        self._open = self._taken = self._reports = 0
+        self._prompts, self._labels = {}, b""
         self._folder = SimpleNamespace(name=str(folder), cleanup=lambda: None)  # type: ignore[assignment]
         self._process = SimpleNamespace(poll=lambda: 0)  # type: ignore[assignment]
 

@@ -279,6 +279,34 @@ class Scripted:
             yield item
 
 
+def test_a_report_counts_prompt_tokens_that_are_not_computed(tmp_path: Path) -> None:
+    """The router forgets what it sent of a request that a report names; the engine writes its state now and then."""
+
+    async def steps() -> None:
+        fake = FakeEngine()
+        replica = StartedReplica(fake, tmp_path)
+
+        def tokens() -> Any:
+            report = replica.record_routing_stats()
+            assert report["seen"] == {"i": 7}
+            return report["queued_tokens"]
+
+        stream = replica.generate(frame(), ingress="i", tag=7, tokens=100)
+        await anext(stream)
+        assert tokens() == 100
+        told: list[tuple[EngineEvent, int]] = [(Started(0, 100, 40), 60), (Progress(0, 90, 100), 10)]
+        for event, left in [*told, (Tokens(0, (1,), "a"), 0)]:
+            fake.sinks[0](event)
+            await anext(stream)
+            assert tokens() == left
+        fake.sinks[0](Finished(0, "length", None, USAGE))
+        async for _ in stream:
+            pass
+        assert tokens() == 0
+
+    asyncio.run(steps())
+
+
 @pytest.mark.parametrize("broken", ["sink", "item"])
 def test_errors_of_a_sink_and_of_decoding_fail_the_request(broken: str, caplog: pytest.LogCaptureFixture) -> None:
     """They are no death of a replica: running the request again would lose the text that the sink did not take."""

@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from exl_serve.api.worker import LAG_SECONDS, lags
 from exl_serve.config.load import parse
 from exl_serve.engine.client import EngineStatus
 from exl_serve.engine.status import HalfWrittenError, StatusReader, StatusWriter
@@ -92,6 +95,22 @@ def test_the_service_manager_is_told(tmp_path: Path) -> None:
     Notifier({}).tell("READY=1")
 
 
+@given(due=st.floats(0, 1e6), late=st.floats(0, 30))
+def test_a_long_block_of_the_loop_counts_for_every_timer_in_it(due: float, late: float) -> None:
+    found, following = lags(due, due + late)
+    assert len(found) == pytest.approx(late / LAG_SECONDS, abs=1.01)
+    assert found[0] == pytest.approx(late, abs=1e-6)
+    assert found == sorted(found, reverse=True)
+    assert 0 <= found[-1] < LAG_SECONDS + 1e-6
+    assert due + late <= following + 1e-6 <= due + late + LAG_SECONDS + 2e-6
+
+
+def test_a_stopped_process_counts_for_a_minute() -> None:
+    found, following = lags(0.0, 3600.0)
+    assert (len(found), found[0]) == (601, 60.0)
+    assert following == pytest.approx(3600.1)
+
+
 def test_exit_statuses_in_words() -> None:
     assert (describe(1), describe(-9), describe(-99)) == ("status 1", "signal SIGKILL", "signal 99")
 
@@ -132,6 +151,7 @@ def test_a_child_that_cannot_start_tells_its_status() -> None:
 
 START = """
 import sys
+from exl_serve.api.worker import LAG_SECONDS, lags
 from exl_serve.config.load import parse
 from exl_serve.super.supervisor import Supervisor
 sys.exit(Supervisor(parse({"server": {"port": 0}, "model": [{"id": "m", "path": sys.argv[1]}]})).run())

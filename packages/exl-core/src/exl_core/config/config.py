@@ -59,6 +59,8 @@ class ExLlamaV2Config:
         max_seq_len: most positions of a sequence; default from config.json.
         max_batch_size: number of sequences to plan memory for; a chunk has at most max_input_len * max_batch_size
             tokens.
+        max_decode_batch: most sequences of a generator's decode step, for whose logits and sampling memory is planned;
+            None: max_batch_size.
         max_input_len: tokens of a chunk of a prompt at batch 1.
         max_attention_size: limit of (past + q) * q of a chunk; only if no_flash_attn and no_xformers are both set.
         max_output_len: most positions that one chunk may produce logits for; None for no limit.
@@ -87,6 +89,7 @@ class ExLlamaV2Config:
     model_dir: str | None = None
     max_seq_len: int = 2048  # maximum context, positions
     max_batch_size: int = 1
+    max_decode_batch: int | None = None  # sequences of a decode step; None: max_batch_size
     max_input_len: int = 2048  # tokens per forward chunk at batch 1
     max_attention_size: int = (
         2048**2
@@ -256,14 +259,21 @@ class ExLlamaV2Config:
         """Return the rotation of layers whose `layer_rope` is "alt", in families with a second table; else None."""
         return alternative_rope(self)
 
+    @property
+    def decode_rows(self) -> int:
+        """Number of sequences for whose decode steps memory is planned."""
+        return max(self.max_batch_size, self.max_decode_batch or 1)
+
     def check_for_load(self) -> None:
         """Raise UnsupportedError or ConfigError for unsupported settings, before anything is allocated."""
         if self.load_in_q4:
             raise UnsupportedError("load_in_q4 is not supported: convert the model to EXL2 instead")
         if self.cpu_matmul not in CPU_MATMUL_MODES:
             raise ConfigError(f"cpu_matmul is {self.cpu_matmul!r}, must be one of {', '.join(CPU_MATMUL_MODES)}")
-        for name in ("max_seq_len", "max_batch_size", "max_input_len", "max_attention_size"):
+        for name in ("max_seq_len", "max_batch_size", "max_decode_batch", "max_input_len", "max_attention_size"):
             value = getattr(self, name)
+            if value is None and name == "max_decode_batch":
+                continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ConfigTypeError(f"{name} is {value!r}, must be an int")
             if value < 1:

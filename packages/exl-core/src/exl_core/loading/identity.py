@@ -36,6 +36,7 @@ NEUTRAL = frozenset(
         "load_in_q4",
         "max_attention_size",
         "max_batch_size",
+        "max_decode_batch",
         "max_dq_size",
         "max_input_len",
         "max_output_len",

@@ -142,7 +142,7 @@ class _Planner:
     def of(cls, config: ExLlamaV2Config, modules: Sequence[Module], places: Sequence[Device]) -> _Planner:
         kind = "cuda" if any(d.is_cuda for d in places) else "cpu"
         rows = config.max_input_len * config.max_batch_size
-        sizes = module_sizes(config, modules, kind, rows, config.max_batch_size)
+        sizes = module_sizes(config, modules, kind, rows, config.decode_rows)
         made = cls(
             *(config, 0, {}, {}, {}, sum(s.weights for s in sizes), max(s.scratch for s in sizes), sizes[0].weights),
             *(len(modules), rows, kind),

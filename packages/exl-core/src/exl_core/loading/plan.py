@@ -209,7 +209,7 @@ def _planner(
     config: ExLlamaV2Config, modules: Sequence[Module], places: Sequence[Device], last_id_only: bool
 ) -> _Planner:
     rows = config.max_input_len * config.max_batch_size
-    output_rows = config.max_batch_size if last_id_only else min(rows, config.max_output_len or rows)
+    output_rows = config.decode_rows if last_id_only else min(rows, config.max_output_len or rows)
     kinds = {"cuda" if d.is_cuda else "cpu" for d in places}
     return _Planner(config, {kind: module_sizes(config, modules, kind, rows, output_rows) for kind in kinds}, rows)
 

@@ -166,7 +166,7 @@ def _scratch(module: Module, config: ExLlamaV2Config, kind: str, rows: int) -> i
     if isinstance(module, Head):
         busy, width = rows, 2 * config.padded_vocab_size  # float32 logits, and a copy where columns are cut
         element = 4
-        sampled = min(MOST_ROWS, DECODE_TOKENS * config.max_batch_size)  # a row of each sequence and its draft tokens
+        sampled = min(MOST_ROWS, DECODE_TOKENS * config.decode_rows)  # a row of each sequence and its draft tokens
         more = workspace_bytes(sampled, config.padded_vocab_size) if kind == "cuda" else 0
     elif isinstance(module, Attention):
         width = 2 * module.q_proj.out_features + 2 * module.k_proj.out_features + config.hidden_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from exl_serve.errors import ServeError
 from exl_serve.stream.channels import OutputFamily, detect_family
 from exl_serve.super import link
 
-__all__ = ["Handle", "Link", "WorkerModels", "find_model"]
+__all__ = ["Handle", "Link", "WorkerModels", "find_model", "lags"]
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ LOAD_WAIT = 5.0
 REPORT_SECONDS = 1.0
 LAG_SECONDS = 0.1
 """Seconds between two looks at how late the event loop is."""
+MOST_LAG = 60.0
+"""A process that was stopped for longer counts as this late."""
 
 
 class Handle:
@@ -200,6 +203,16 @@ class WorkerModels:
         return found
 
 
+def lags(due: float, now: float) -> tuple[list[float], float]:
+    """Return how late each timer of every `LAG_SECONDS` is that should have run since `due`, and when the next is due.
+
+    A block of a second has delayed ten of them: as one, it would hardly count among the many that were in time.
+    """
+    due = max(due, now - MOST_LAG)
+    missed = max(0, math.floor((now - due) / LAG_SECONDS)) + 1
+    return [max(0.0, now - due - i * LAG_SECONDS) for i in range(missed)], due + missed * LAG_SECONDS
+
+
 class Link:
     """The worker's end of the supervisor's socket, and its `Meter`."""
 
@@ -260,11 +273,13 @@ class Link:
             await asyncio.sleep(REPORT_SECONDS)
 
     async def _look_at_lag(self) -> None:
-        """Measure how late a timer runs: whatever blocks the loop delays all streams of this worker."""
+        """Measure how late timers run: whatever blocks the loop delays all streams of this worker."""
+        due = self._loop.time() + LAG_SECONDS
         while True:
-            due = self._loop.time() + LAG_SECONDS
-            await asyncio.sleep(LAG_SECONDS)
-            self.observe("exl_loop_lag_seconds", max(0.0, self._loop.time() - due))
+            await asyncio.sleep(due - self._loop.time())
+            late, due = lags(due, self._loop.time())
+            for seconds in late:
+                self.observe("exl_loop_lag_seconds", seconds)
 
     def _flush(self) -> None:
         counts = [(True, name, dict(labels), value) for (name, labels), value in self._counts.items()]

@@ -60,6 +60,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     decoding: int
     prefilling: int
     queued: int
+    #: not computed yet: of queued requests, and of those that have begun
     queued_prompt_tokens: int
     pages_pinned: int
     pages_cached: int

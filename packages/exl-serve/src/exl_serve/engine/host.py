@@ -24,6 +24,7 @@ from exl_serve.engine.inbox import GoneError, Inbox
 from exl_serve.engine.jobs import END, FIRST, STARTED, Reader, make_job
 from exl_serve.engine.outgoing import Entry as StepEntry
 from exl_serve.engine.outgoing import Outgoing
+from exl_serve.engine.prompts import Prompts
 from exl_serve.engine.resuming import Resuming
 from exl_serve.engine.status import StatusWriter
 from exl_serve.engine.vision import Vision
@@ -38,7 +39,7 @@ __all__ = ["Host"]
 log = logging.getLogger(__name__)
 
 SPARE_JOBS = 4
-"""Jobs that may wait in the generator's own queue."""
+"""Jobs that may wait in the generator's own queue although it has no room for them."""
 TOO_LATE = "the request's deadline has passed: allow more time, or ask for fewer tokens"
 IDLE_SECONDS, BUSY_WAIT = 1.0, 0.02
 STATUS_SECONDS, GREET_SECONDS = 0.1, 1.0
@@ -79,6 +80,7 @@ class Host:
         self._groups: dict[tuple[bytes, int], Group] = {}
         #: by serial number as in columns
         self._running: dict[int, Running] = {}
+        self._prompts = Prompts(generator.page_size)
         self._resuming = Resuming(generator, self._run_job)
         self._outgoing = Outgoing()
         #: no request's deadline passes before this time
@@ -304,12 +306,20 @@ class Host:
         self._tell(group.worker, wire.Rejected.of(group.tag, found))
 
     def _feed(self) -> None:
-        """Give the generator the requests that can start soon."""
+        """Give the generator the requests that can start soon: all that it has rows and pages for, so that the prompts
+        of requests that come together share passes.
+        """
         generator = self._generator
+        room: int | None = None
         while len(self._admission):
-            most = generator.max_batch_size + SPARE_JOBS
-            if len(self._running) + len(self._resuming) >= most or generator.num_pending_jobs() >= SPARE_JOBS:
+            if len(self._running) + len(self._resuming) >= generator.max_batch_size + SPARE_JOBS:
                 return
+            if self._prompts.unstarted >= SPARE_JOBS:
+                if room is None:
+                    found = generator.snapshot()
+                    room = found.free_pages + found.cached_pages
+                if self._prompts.pages > room:
+                    return
             self._charge_all()
             entry = self._admission.pop(time.monotonic())
             if entry is None:
@@ -344,6 +354,7 @@ class Host:
             job.pause()
         one = Running(group, choice, job, Reader(group.request, choice, self._card.vocab_size))
         group.running[choice] = self._running[one.serial] = one
+        self._prompts.add(one.serial, job)
 
     def _cannot_start(self, group: Group, choice: int, error: Exception) -> None:
         found = serve_error(error)
@@ -384,6 +395,7 @@ class Host:
     def _end_running(self, one: Running) -> None:
         """Forget a completion that has ended, or is to end."""
         self._outgoing.forget_running()
+        self._prompts.forget(one.serial)
         del self._running[one.serial], one.group.running[one.choice]
 
     def _expire(self) -> None:
@@ -444,8 +456,13 @@ class Host:
         self._emit(group, events)
         if flags & STARTED:
             request, cached = group.request, job.cached_tokens
+            self._prompts.computed(one.serial, job.prompt_tokens - cached)
             self._admission.charge(request.key, request.weight, prompt=job.prompt_tokens - cached, cached=cached)
+        if extra is not None and extra.progress is not None:
+            done, total = extra.progress
+            self._prompts.computed(one.serial, total - done)
         if flags & FIRST:
+            self._prompts.forget(one.serial)
             self._measure_prompt(job)
         if group.waiting and one.leads and flags & (FIRST | END):
             # The prompt's pages are cached now, so the other completions find them.
@@ -570,7 +587,7 @@ class Host:
             max(0, len(self._running) - found.prefilling_jobs - found.queued_jobs),
             found.prefilling_jobs,
             len(self._admission) + found.queued_jobs,
-            self._admission.queued_tokens,
+            self._admission.queued_tokens + self._prompts.tokens,
             found.pinned_pages,
             found.cached_pages,
             found.free_pages,

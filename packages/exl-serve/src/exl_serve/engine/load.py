@@ -51,6 +51,7 @@ def load(config: ModelConfig, report: Callable[[int, int], None] | None = None) 
                     f"max_seq_len is {config.max_seq_len}, the model's is {described.max_seq_len}", "max_seq_len"
                 )
             described.max_seq_len = config.max_seq_len
+        described.max_decode_batch = config.max_batch_size
         vision: Vision | None = None
         if config.engine == "model":
             generator, vision = _loaded(config, described, report)
@@ -72,6 +73,7 @@ def _loaded(
     model, tokenizer = ExLlamaV2(described), ExLlamaV2Tokenizer(described)
     small = None if config.draft is None else ExLlamaV2(ExLlamaV2Config(config.draft))
     if small is not None:
+        small.config.max_decode_batch = config.max_batch_size
         check_draft_tokenizer(tokenizer, ExLlamaV2Tokenizer(small.config))
     tower = _tower(config, described)  # before the cache, which takes what is left
     kind = CACHES[config.cache]

@@ -31,8 +31,11 @@ def plan_of(config: ModelConfig) -> dict[str, Any]:
             described = ExLlamaV2Config(str(Path(config.path)))
             if config.max_seq_len is not None:
                 described.max_seq_len = min(config.max_seq_len, described.max_seq_len)
+            described.max_decode_batch = config.max_batch_size
             tokens = cache_tokens(config, described)
             draft = None if config.draft is None else ExLlamaV2Config(config.draft)
+            if draft is not None:
+                draft.max_decode_batch = config.max_batch_size
             found = plan(
                 described,
                 cache=config.cache,

@@ -22,7 +22,7 @@ from exl_serve.config.model import ServeConfig
 from exl_serve.engine import wire
 from exl_serve.engine.__main__ import EngineStart
 from exl_serve.engine.client import RunningRequest, Sink
-from exl_serve.engine.events import EngineEvent, Failed, Finished, Tokens
+from exl_serve.engine.events import EngineEvent, Failed, Finished, Progress, Started, Tokens
 from exl_serve.engine.local import LocalEngine
 from exl_serve.errors import ServeError
 from exl_serve.ray.autoscale import record
@@ -100,6 +100,8 @@ class EngineReplica:
         self._running: dict[tuple[str, int], _Taken] = {}
         #: requests that run or are being submitted
         self._open = 0
+        #: by request: prompt tokens that are not computed yet, as far as its events tell
+        self._prompts: dict[object, int] = {}
         self._heard: dict[str, float] = {}
         #: by ingress: highest tag of a request
         self._seen: dict[str, int] = {}
@@ -178,6 +180,7 @@ class EngineReplica:
         left = len(request.open_choices)
         taken: _Taken | None = None
         self._open += 1
+        self._prompts[queue] = tokens
         try:
             try:
                 running = await self._submitted(engine, request, queue.put_nowait)
@@ -193,12 +196,15 @@ class EngineReplica:
                 events, cancelled = await _next_events(queue, ITEM_SECONDS if begun else 0.0, ITEM_TOKENS * request.n)
                 begun = begun or any(isinstance(event, Tokens) for event in events)
                 left -= sum(isinstance(event, Finished | Failed) for event in events)
+                for event in events:
+                    self._prompts[queue] = _left_of(self._prompts[queue], event)
                 if events:
                     yield encode_events(events)
                 if cancelled:
                     return
         finally:
             self._open -= 1
+            del self._prompts[queue]
             if taken is not None:
                 if self._running.get((ingress, tag)) is taken:
                     del self._running[ingress, tag]
@@ -283,7 +289,7 @@ class EngineReplica:
             # The engine writes its state from time to time; what has arrived since counts as queued.
             "queued": max(status.queued, self._open - running),
             "seen": dict(self._seen),
-            "queued_tokens": status.queued_prompt_tokens,
+            "queued_tokens": max(status.queued_prompt_tokens, sum(self._prompts.values())),
             "batch": card.max_batch_size,
             "prefill_rate": status.prefill_rate,
             "labels": self._labels,
@@ -336,6 +342,15 @@ async def _next_events(
         events.append(event)
         if sum(len(one.ids) for one in events if isinstance(one, Tokens)) >= tokens:
             return events, False
+
+
+def _left_of(tokens: int, event: EngineEvent) -> int:
+    """Return the prompt tokens of a request that are not computed after `event`, from those before it."""
+    if isinstance(event, Started):
+        return min(tokens, event.prompt_tokens - event.cached_tokens)
+    if isinstance(event, Progress):
+        return min(tokens, event.total - event.done)
+    return 0
 
 
 def record_nothing() -> dict[str, float]:

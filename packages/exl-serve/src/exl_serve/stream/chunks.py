@@ -94,6 +94,8 @@ class Answer:
         self.prompt_tokens = self.cached_tokens = 0
         #: log-probabilities of the tokens of each prompt
         self._prompt_logprobs: list[list[TokenLogprob]] = [[] for _ in range(prompts)]
+        #: of prompts whose log-probabilities are complete: what `_scored` returns
+        self._shown: dict[int, list[dict[str, Any] | None]] = {}
         self._counted: set[int] = set()
 
     @property
@@ -404,7 +406,10 @@ class Completion(Answer):
             "stop_reason": choice.stop,
         }
         if self._shows_prompt:
-            found["prompt_logprobs"] = self._scored(index // self._per_prompt)
+            prompt = index // self._per_prompt
+            if prompt not in self._shown:  # its choices share it: there is an object for each token
+                self._shown[prompt] = self._scored(prompt)
+            found["prompt_logprobs"] = self._shown[prompt]
         if self._return_ids:
             found["token_ids"] = choice.ids
         return found

@@ -59,7 +59,7 @@ _BUCKETS = {
 GAUGES: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "exl_requests_running": ("Requests in the engine", ("model_name",), "vllm:num_requests_running"),
     "exl_requests_waiting": ("Requests in the queue", ("model_name",), "vllm:num_requests_waiting"),
-    "exl_queued_prompt_tokens": ("Prompt tokens in the queue", ("model_name",), None),
+    "exl_queued_prompt_tokens": ("Prompt tokens that are not computed yet", ("model_name",), None),
     "exl_kv_cache_usage": ("Pinned pages of all", ("model_name",), "vllm:kv_cache_usage_perc"),
     "exl_pages": ("Pages of the cache", ("model_name", "state"), None),
     "exl_rounds": ("Generator steps since the engine's start", ("model_name",), None),

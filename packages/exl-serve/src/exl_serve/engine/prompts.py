@@ -1,0 +1,55 @@
+"""Prompts of the completions that the generator has: which it has not started, and what is left to compute of each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from exl_serve.engine.jobs import PAGES_AT_ONCE
+
+if TYPE_CHECKING:
+    from exl_generate import ExLlamaV2DynamicJob
+
+__all__ = ["Prompts"]
+
+
+class Prompts:
+    """Counts by the serial numbers of jobs. `page_size`: tokens of a page of the cache."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        #: of jobs that have not started: the most pages that they reserve
+        self._pages: dict[int, int] = {}
+        #: tokens that are not computed yet
+        self._tokens: dict[int, int] = {}
+
+    @property
+    def unstarted(self) -> int:
+        """Number of jobs that the generator has not started."""
+        return len(self._pages)
+
+    @property
+    def pages(self) -> int:
+        """The most pages that the jobs reserve that have not started."""
+        return sum(self._pages.values())
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens that are not computed yet."""
+        return sum(self._tokens.values())
+
+    def add(self, serial: int, job: ExLlamaV2DynamicJob) -> None:
+        """Add a job that is queued in the generator."""
+        most = job.prompt_tokens + min(job.max_new_tokens, PAGES_AT_ONCE)
+        self._pages[serial] = -(-most // self._page_size)
+        self._tokens[serial] = job.prompt_tokens
+
+    def computed(self, serial: int, left: int) -> None:
+        """Record that a job has started, and that `left` tokens of its prompt are not computed."""
+        self._pages.pop(serial, None)
+        if serial in self._tokens:
+            self._tokens[serial] = left
+
+    def forget(self, serial: int) -> None:
+        """Remove a job whose prompt is computed, or that has ended."""
+        self._pages.pop(serial, None)
+        self._tokens.pop(serial, None)

@@ -1,0 +1,103 @@
+"""Which requests the engine process hands to its generator, and when."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from raw_worker import RawWorker
+
+from exl_generate import COLUMN_FLAGS, bundled
+from exl_serve.config.model import ModelConfig
+from exl_serve.engine import inbox, wire
+from exl_serve.engine.host import SPARE_JOBS
+from exl_serve.engine.load import load
+from exl_serve.request.internal import EngineRequest, Sampling
+from exl_serve.testing.local import EngineThread
+
+ROWS, PAGES = 16, 9
+HANG = 120.0
+
+
+def request(number: int, new: int) -> EngineRequest:
+    prompt = (np.arange(20, 30, dtype="<i4") + number).tobytes()
+    return EngineRequest(
+        id=f"r{number}",
+        prompt=prompt,
+        sampling=Sampling(temperature=0.0),
+        seeds=(number,),
+        max_tokens=new,
+        ignore_eos=True,
+    )
+
+
+class Steps:
+    """An engine's thread whose first step waits for `go`. Of each step: started jobs, and jobs that go on waiting."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cache_tokens: int) -> None:
+        monkeypatch.setattr(inbox, "INBOUND_SECONDS", HANG)  # all messages that are there, however slow the machine is
+        config = ModelConfig(
+            id="m",
+            path=str(bundled.default_model_dir()),
+            engine="free",
+            device="cpu",
+            max_batch_size=ROWS,
+            cache_tokens=cache_tokens,
+        )
+        loaded = load(config)
+        self.go = threading.Event()
+        self.started: list[int] = []
+        self.waiting: list[int] = []
+        step = loaded.generator.iterate_columns
+
+        def iterate_columns() -> Any:
+            assert self.go.wait(HANG)
+            columns = step()
+            self.started.append(int((columns.flags & COLUMN_FLAGS["started"] != 0).sum()))
+            self.waiting.append(loaded.generator.num_pending_jobs())
+            return columns
+
+        loaded.generator.iterate_columns = iterate_columns
+        self.thread = EngineThread(config, loaded=loaded)
+        self.worker = RawWorker(self.thread)
+
+    def run(self, requests: int, new: int) -> None:
+        """Send a request, and the others while its first step waits; read until all have ended."""
+        for number in range(requests):
+            self.worker.send(wire.Submit(number + 1, request(number, new)))
+            if not number:
+                assert isinstance(self.worker.receive(), wire.Accepted)
+        self.go.set()
+        left = requests
+        while left:
+            message = self.worker.receive()
+            if isinstance(message, wire.StepEvents):
+                left -= sum(isinstance(event, wire.Finished) for _, event in message.all())
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Steps]:
+    steps = Steps(monkeypatch, request.param)
+    yield steps
+    steps.go.set()
+    steps.worker.close()
+    steps.thread.close()
+
+
+@pytest.mark.parametrize("made", [1 << 16], indirect=True)
+def test_requests_that_come_together_start_together(made: Steps) -> None:
+    made.run(ROWS, 8)
+    # The first may have begun before the others were there.
+    assert max(made.started) >= ROWS - 1
+    assert sum(made.started) == ROWS
+
+
+@pytest.mark.parametrize("made", [PAGES * 256], indirect=True)
+def test_requests_without_pages_wait_in_the_fair_queue(made: Steps) -> None:
+    """In the generator's own queue, the order could not be changed any more."""
+    made.run(3 * ROWS, 500)
+    assert max(made.waiting) <= SPARE_JOBS + 1
+    assert sum(made.started) == 3 * ROWS
