@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -23,6 +24,7 @@ from exl_serve.api.text import FolderText
 from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
 from exl_serve.metrics import NoMeter
+from exl_serve.request import body as serve_body
 from exl_serve.request.body import check_depth, read_json
 from exl_serve.request.fields import COMMON, SAMPLING, UNSUPPORTED, by_name, read_fields
 from exl_serve.request.sampling import seeds_of
@@ -170,6 +172,37 @@ def test_a_large_body_is_read_beside_the_loop(http: httpx.Client, monkeypatch: p
 def test_bodies_are_read_as_they_are(data: Any) -> None:
     body = json.dumps({"x": data}).encode()
     assert read_json(body, Limits()) == json.loads(body)
+
+
+URL_TEXT = st.builds("data:{}".format, st.text(st.sampled_from('a,/+é\\"\n'), max_size=12))
+PIECES = st.sampled_from(['"', '"data:', "a,b", "\\", "é", "\n", "{", "}", "[", "]", ":", ",", '"x"', '"data:aaaa"'])
+
+
+@given(data=st.recursive(
+    st.none() | st.text(max_size=5) | URL_TEXT,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5) | URL_TEXT, inner, max_size=4),
+    max_leaves=20,
+))  # fmt: skip
+def test_bodies_are_read_as_they_are_where_urls_are_cut_out(data: Any) -> None:
+    for body in (json.dumps({"x": data}).encode(), json.dumps({"x": data}, ensure_ascii=False).encode()):
+        with mock.patch.object(serve_body, "LONG_URL", 4), mock.patch.object(serve_body, "PIECE", 3):
+            assert read_json(body, Limits()) == json.loads(body)
+
+
+@settings(max_examples=300)
+@given(inside=st.lists(PIECES, max_size=8))
+def test_what_is_no_json_is_none_where_urls_are_cut_out(inside: list[str]) -> None:
+    body = ('{"x":' + "".join(inside) + "}").encode()
+
+    def read() -> Any:
+        try:
+            return read_json(bytearray(body), Limits())
+        except ServeError as error:
+            return error.code
+
+    plain = read()
+    with mock.patch.object(serve_body, "LONG_URL", 4):
+        assert read() == plain
 
 
 @given(

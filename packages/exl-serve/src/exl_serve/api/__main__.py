@@ -34,6 +34,8 @@ __all__ = ["main"]
 
 log = logging.getLogger("exl_serve")
 
+SWITCH_SECONDS = 0.001
+
 
 def main() -> None:
     """Run an API worker until the supervisor stops it. The start message is one line of JSON on standard input."""
@@ -46,6 +48,8 @@ def main() -> None:
     # A long text is encoded on the thread that asks for it: threads of the library would take the engines' cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The event loop waits as long for the interpreter while another thread reads a large body or a tokenizer.
+    sys.setswitchinterval(SWITCH_SECONDS)
     try:
         import uvloop
 

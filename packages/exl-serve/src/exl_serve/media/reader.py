@@ -28,6 +28,8 @@ SECONDS = 20.0
 ACTIVE, WAITING = 4, 32
 """Requests of one API worker whose images are decoded at once, and requests that may wait for a decoder."""
 RETRY_SECONDS = 2.0
+PIECE = 1 << 18
+"""Characters of an image that are sent to a decoder at once."""
 
 
 class MediaReader:
@@ -108,14 +110,15 @@ class MediaReader:
         return self.folder
 
     async def _decode(self, image: ImagePart, path: str, limits: Media) -> MediaRef:
-        head, comma, data = image.url.partition(",")
-        if not comma or not head.startswith("data:image/") or not head.endswith(";base64"):
+        comma = image.url.find(",")
+        head, size = image.url[: max(comma, 0)], len(image.url) - comma - 1
+        if not head.startswith("data:image/") or not head.endswith(";base64"):
             raise ServeError.invalid(
                 f"{image.param}: an image is a URL of the form data:image/TYPE;base64,DATA",
                 image.param,
                 "image_invalid",
             )
-        if len(data) // 4 * 3 > limits.max_bytes + 2:
+        if size // 4 * 3 > limits.max_bytes + 2:
             raise ServeError.invalid(
                 f"{image.param}: the image has more than the {limits.max_bytes} bytes that are allowed",
                 image.param,
@@ -127,7 +130,7 @@ class MediaReader:
             "max_pixels": limits.max_pixels,
             "low": image.detail == "low",
         }
-        answer = await self._ask(header, data.encode("utf-8", "replace"))
+        answer = await self._ask(header, image.url, comma + 1)
         if answer is None:
             raise ServeError.invalid(
                 f"{image.param}: decoding the image took more time or memory than an image may take",
@@ -144,15 +147,15 @@ class MediaReader:
             path=path, width=answer["width"], height=answer["height"], digest=bytes.fromhex(answer["digest"])
         )
 
-    async def _ask(self, header: dict[str, Any], data: bytes) -> dict[str, Any] | None:
-        """Return a decoder's answer; None if it died or took too long."""
+    async def _ask(self, header: dict[str, Any], url: str, begin: int) -> dict[str, Any] | None:
+        """Return a decoder's answer to `url` from `begin` on; None if it died or took too long."""
         if self._idle is None:
             self._idle = asyncio.LifoQueue()
             for _ in range(PROCESSES):
                 self._idle.put_nowait(_Decoder())
         decoder = await self._idle.get()
         try:
-            return await decoder.ask(header, data)
+            return await decoder.ask(header, url, begin)
         finally:
             self._idle.put_nowait(decoder)
 
@@ -163,7 +166,7 @@ class _Decoder:
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
 
-    async def ask(self, header: dict[str, Any], data: bytes) -> dict[str, Any] | None:
+    async def ask(self, header: dict[str, Any], url: str, begin: int) -> dict[str, Any] | None:
         process = self._process
         if process is None or process.returncode is not None:
             process = self._process = await asyncio.create_subprocess_exec(
@@ -181,9 +184,11 @@ class _Decoder:
         answer: dict[str, Any] | None = None
         try:
             async with asyncio.timeout(SECONDS):
-                process.stdin.write(len(raw).to_bytes(HEAD, "little") + len(data).to_bytes(HEAD, "little") + raw)
-                process.stdin.write(data)
-                await process.stdin.drain()
+                size = len(url) - begin
+                process.stdin.write(len(raw).to_bytes(HEAD, "little") + size.to_bytes(HEAD, "little") + raw)
+                for at in range(begin, len(url), PIECE):  # an image at once would block the loop
+                    process.stdin.write(url[at : at + PIECE].encode("ascii", "replace"))
+                    await process.stdin.drain()
                 size = int.from_bytes(await process.stdout.readexactly(HEAD), "little")
                 answer = json.loads(await process.stdout.readexactly(size))
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):

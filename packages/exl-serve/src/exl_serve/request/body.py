@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from exl_serve.config.model import Limits
@@ -11,17 +13,25 @@ from exl_serve.errors import ServeError
 
 __all__ = ["check_depth", "read_json"]
 
+LONG_URL = 1 << 16
+"""A `data:` URL of more characters is not parsed with the rest of its body."""
+PIECE = 1 << 20
+_URL = b'"data:'
 _BRACKET = re.compile(r"[{}\[\]]")
 
 
-def read_json(data: bytes, limits: Limits) -> dict[str, Any]:
+def read_json(data: bytes | bytearray, limits: Limits) -> dict[str, Any]:
     """Return the object of a body.
+
+    Long `data:` URLs are cut out before the rest is parsed: the parser would keep all other threads from running while
+    it goes through an image of 20 MB, character by character.
 
     Raises ServeError 400 for a body that is not UTF-8, not JSON or not an object. Repeated keys, NaN, infinity, and
     nesting deeper than `limits.max_depth` raise it, too.
     """
     if data.startswith(b"\xef\xbb\xbf"):
         data = data[3:]
+    data, cut = _cut_urls(data)
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -39,7 +49,58 @@ def read_json(data: bytes, limits: Limits) -> dict[str, Any]:
         raise ServeError.invalid(f"the body is not valid JSON: {error}"[:300]) from None
     if not isinstance(found, dict):
         raise ServeError.invalid(f"the body must be a JSON object, not {_kind(found)}")
+    if cut:
+        restored: dict[str, Any] = _restored(found, cut)
+        return restored
     return found
+
+
+def _cut_urls(data: bytes | bytearray) -> tuple[bytes | bytearray, dict[str, str]]:
+    """Replace the content of each long string that is a `data:` URL by a marker.
+
+    Returns the rest, and the text of each marker. Every step goes over the data as fast as memory allows.
+    """
+    if len(data) < LONG_URL:
+        return data, {}
+    mark = secrets.token_hex(16)
+    cut: dict[str, str] = {}
+    parts: list[bytes | bytearray] = []
+    behind = at = 0
+    while (quote := data.find(_URL, at)) >= 0:
+        end = data.find(b'"', quote + 1)
+        if end < 0:
+            break
+        if end - quote > LONG_URL and data[quote - 1 : quote] != b"\\" and _is_plain(data, quote + 1, end):
+            name = f"{mark}{len(cut)}"
+            cut[name] = _ascii(data, quote + 1, end)
+            parts += [data[behind : quote + 1], name.encode()]
+            behind = end
+        at = end
+    return (b"".join([*parts, data[behind:]]), cut) if cut else (data, cut)
+
+
+def _is_plain(data: bytes | bytearray, begin: int, end: int) -> bool:
+    """Whether a string's content is ASCII that JSON holds as it is."""
+    if any(data.find(bad, begin, end) >= 0 for bad in (b"\\", b"\n", b"\r", b"\t", b"\0")):
+        return False
+    with memoryview(data) as whole:
+        return all(bytes(whole[at : min(at + PIECE, end)]).isascii() for at in range(begin, end, PIECE))
+
+
+def _ascii(data: bytes | bytearray, begin: int, end: int) -> str:
+    with memoryview(data) as whole:
+        return "".join([str(whole[at : min(at + PIECE, end)], "ascii") for at in range(begin, end, PIECE)])
+
+
+def _restored(value: Any, cut: Mapping[str, str]) -> Any:
+    """Return a value with the texts that were cut out."""
+    if isinstance(value, str):
+        return cut.get(value, value)
+    if isinstance(value, list):
+        return [_restored(one, cut) for one in value]
+    if isinstance(value, dict):
+        return {cut.get(key, key): _restored(one, cut) for key, one in value.items()}
+    return value
 
 
 def check_depth(text: str, most: int) -> None:
