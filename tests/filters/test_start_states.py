@@ -65,6 +65,21 @@ def test_few_jobs_share_a_lexer_and_those_that_end_leave_theirs():
     assert len(lexers(stacks_of(filter_, 8))) == 3
 
 
+def test_lexers_that_are_not_used_any_more_are_dropped():
+    filter_ = ExLlamaV2GrammarFilter(None, MODEL, json_schema=SCHEMA)
+    made = filter_._template._lexers  # noqa: SLF001
+    stacks = stacks_of(filter_, 12)
+    assert len(made) == 4
+    del stacks[1:]
+    gc.collect()
+    stacks += stacks_of(filter_, 1)
+    assert len(made) == 2, "the first, and one for the next jobs"
+    stacks += stacks_of(filter_, 10)
+    assert len(made) == 4
+    masks = [stack.next_mask() for stack in stacks]
+    assert all(np.array_equal(mask, masks[0]) for mask in masks)
+
+
 def test_a_grammar_that_takes_long_to_compile_keeps_one_lexer(monkeypatch):
     monkeypatch.setattr("exl_filters.llg.QUICK", 0.0)
     assert len(lexers(stacks_of(ExLlamaV2GrammarFilter(None, MODEL, json_schema=SCHEMA), 14))) == 1

@@ -30,6 +30,7 @@ class StartState:
 
     Copies of an llguidance matcher share a lexer, which one thread at a time may use. So a grammar is compiled anew for
     every few jobs that run at the same time, up to one lexer a thread: their masks are then computed side by side.
+    Lexers that are not used any more are dropped.
 
     Args:
         matcher: a matcher at the start.
@@ -47,6 +48,7 @@ class StartState:
     def start(self) -> AnyMatcher:
         """Return a matcher at the start of the grammar."""
         with self._lock:
+            self._release()
             matcher, started = min(self._lexers, key=lambda lexer: len(lexer[1]))
             if len(started) >= JOBS_OF_LEXER and (another := self._another()) is not None:
                 matcher, started = another, weakref.WeakSet()
@@ -54,6 +56,12 @@ class StartState:
             made = matcher.copy()
             started.add(made)
             return made
+
+    def _release(self) -> None:
+        """Drop the lexers that no job uses but the first and one more, for which the next job may ask again."""
+        unused = [lexer for lexer in self._lexers[1:] if not lexer[1]]
+        for lexer in unused[1:]:
+            self._lexers.remove(lexer)
 
     def _another(self) -> Matcher | None:
         if self._again is None or len(self._lexers) >= most_lexers():
