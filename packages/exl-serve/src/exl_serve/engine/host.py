@@ -314,7 +314,9 @@ class Host:
         while len(self._admission):
             if len(self._running) + len(self._resuming) >= generator.max_batch_size + SPARE_JOBS:
                 return
-            if self._prompts.unstarted >= SPARE_JOBS:
+            if (pending := generator.num_pending_jobs()) >= SPARE_JOBS:
+                if pending > self._prompts.unstarted:
+                    return  # jobs went back to the queue: they wait for pages
                 if room is None:
                     found = generator.snapshot()
                     room = found.free_pages + found.cached_pages
