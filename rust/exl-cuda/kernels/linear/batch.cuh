@@ -181,14 +181,24 @@ struct Batch : BatchFinish<N, true> {
     for (int i = 0; i < S; i++) total[i] = fmaf(i % 4 / 2 ? scale.y : scale.x, sums[i], total[i]);
   }
 
+  // Half units of activations in a ring of their own, and where this warp is in it. Nothing up to 64 columns: references that are never used
+  // cost registers.
+  struct Halves {
+    const Batch& batch;
+    Turn& half;
+  };
+  struct NoHalves {};
+  DEVICE auto halves_of(Turn& half) const {
+    if constexpr (HALVES) return Halves{*this, half};
+    else return NoHalves();
+  }
+
   // One unit of this warp's tile.
-  struct Unit {
+  struct Unit : std::conditional_t<HALVES, Halves, NoHalves> {
     const uint32_t weights;
     uint64_t x;  // the descriptor of the first core matrices or, with three warpgroups, of the next
     const uint32_t maxima;  // address of the maxima or, for entries of 128 rows, the maxima themselves
     const int lane;
-    const Batch& batch;
-    Turn& half;
     float (&total)[S];
     UnitScales<KIND, ENTRY, SharedBytes> scales;
 
@@ -323,8 +333,8 @@ struct Batch : BatchFinish<N, true> {
     // Goes on to the second half of the unit's activations. No matrix instruction is in flight.
     DEVICE void next_half() {
       if constexpr (HALVES) {
-        batch.release_half(half);
-        x = batch.await_half(half);
+        this->batch.release_half(this->half);
+        x = this->batch.await_half(this->half);
       }
     }
     float held[S];
@@ -380,7 +390,7 @@ struct Batch : BatchFinish<N, true> {
         if (!HALVES && waits) barrier_wait(present + (row - rows) / ROW * 8, 0);
         barrier_wait(full + turn.slot * 8, turn.phase);
         const uint64_t descriptor = HALVES ? await_half(half) : descriptor_at(x);
-        Unit unit{at + mine, descriptor, ENTRY == 128 ? unit_row.y : row + MAXIMA_AT, lane, *this, half, total, {}};
+        Unit unit{halves_of(half), at + mine, descriptor, ENTRY == 128 ? unit_row.y : row + MAXIMA_AT, lane, total, {}};
         unit.run(unit_row.x & 0xffff);
         if constexpr (HALVES) release_half(half);
         warp_arrives(empty + turn.slot * 8, lane);
