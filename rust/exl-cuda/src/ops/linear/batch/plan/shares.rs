@@ -80,11 +80,14 @@ impl Shares {
             let items = items(matrices) / 2;
             let teams = caps.sms;
             let rounds = |groups: usize| items.div_ceil(groups / 2).div_ceil(teams);
-            let fewest = (2..=most).step_by(2).map(rounds).min().unwrap_or(1);
+            let cost = |groups: usize| match code {
+                Code::Wgmma => rounds(groups) * unit_cycles(groups),
+                Code::Mma => rounds(groups),
+            };
             let groups = match tuning.groups {
                 0 => (2..=most)
                     .step_by(2)
-                    .find(|&groups| rounds(groups) == fewest)
+                    .min_by_key(|&groups| cost(groups))
                     .unwrap_or(2),
                 forced => forced.min(most).max(2) / 2 * 2,
             };
