@@ -391,7 +391,7 @@ class CudaLinearGroup:
     ) -> MatmulPlan:
         """
         The plan of a call by the kernel of this name, for benchmarks and tests that compare kernels. `tuning` is (slots, window) for
-        gemv_ring, (cut, slots, window) for gemm_few, and (slots, activations, cut, groups, looks) for gemm_batch; zeros keep the planned
+        gemv_ring, (cut, slots, window) or (cut, slots, window, passes) for gemm_few, and (slots, activations, cut, groups, looks) for gemm_batch; zeros keep the planned
         number.
         """
     def run(

@@ -3,10 +3,11 @@
 //
 // A group of `cut` blocks, which is a cluster if `cut` exceeds one, walks a contiguous run of row tiles, `cut` tiles an iteration. The
 // tiles belong to up to three matrices over one input. K is whole, in halves or in quarters (those of `sum_classes`). A block has its share
-// of each tile of an iteration, and its share of the activations (prepared.cuh) stays in shared memory. One warp streams stages, a few
-// units of each tile of an iteration, through a ring of slots. Sixteen warps multiply, each a class of units of one tile, and another class
-// in every iteration. Three warps alternate in the epilogue: they add classes to quarters and send those of a cut tile to the block that
-// finishes it. That block adds the quarters, applies the epilogue and stores. Results are bitwise identical to the ring kernel's.
+// of each tile of an iteration, and its share of the activations (prepared.cuh) stays in shared memory; if that has no room for all of
+// them, the block walks its tiles twice, with a part of K each time. One warp streams stages, a few units of each tile of an iteration,
+// through a ring of slots. Sixteen warps multiply, each a class of units of one tile, and another class in every iteration. Three warps
+// alternate in the epilogue: they add classes to quarters and send those of a cut tile to the block that finishes it. That block adds the
+// quarters, applies the epilogue and stores. Results are bitwise identical to the ring kernel's.
 //
 // Results may be written as the packed input of the next launch, with the sums of squares that its norm needs: then no launch is needed
 // between two matmuls.
@@ -57,13 +58,15 @@ DEVICE void few_stream(const FewTask& p, uint8_t* memory, uint32_t base) {
   const int place = lane >> pieces_log;
   const uint32_t room = p.stage_stride >> c.log;
 #pragma unroll 1
-  for (int round = 0; round < walk.rounds; round++) {
+  for (int step = 0; step < walk.rounds * walk.passes; step++) {
+    const bool second = step >= walk.rounds;
+    const Pass pass(p, second);
     int matrix = 0, tile = 0;
-    const bool some = place < cut && walk.find(p, round, place, matrix, tile);
+    const bool some = place < cut && walk.find(p, second ? step - walk.rounds : step, place, matrix, tile);
     const uint8_t* from = p.part[matrix].a.image + (size_t)tile * p.part[matrix].a.tile_bytes;
     const uint4* table = reinterpret_cast<const uint4*>(memory + p.part[matrix].pieces_at) + (lane & pieces_log);
 #pragma unroll 1
-    for (int i = 0; i < p.stages; i++, count++) {
+    for (int i = pass.begin; i < pass.end; i++, count++) {
       uint4 piece = table[i << pieces_log];
       if (!some) piece.y = 0;
       const uint32_t full = s.full + turn.slot * 8, total = cut == 1 ? piece.y : __reduce_add_sync(~0u, piece.y);
@@ -91,10 +94,10 @@ DEVICE void few_expect(const FewTask& p, uint32_t base) {
     barrier_expect(s.present + stage * 8, known * p.copies * X_BYTES);
   }
 }
-DEVICE void few_activations(const FewTask& p, uint32_t base) {
+DEVICE void few_activations(const FewTask& p, uint32_t base, const Pass& pass) {
   const FewBarriers s(p, base);
   const Cut c(p);
-  const int lane = threadIdx.x % 32, own = p.stages << c.stage_log;
+  const int lane = threadIdx.x % 32, begin = pass.begin << c.stage_log, own = (pass.end - pass.begin) << c.stage_log;
   const uint64_t again = evict_last();
 #pragma unroll 1
   for (int copy = 0; copy < p.copies; copy++) {
@@ -105,9 +108,10 @@ DEVICE void few_activations(const FewTask& p, uint32_t base) {
     // All blocks read the same data: they begin at different offsets, so that they do not all read the same part of L2.
 #pragma unroll 1
     for (int at = lane; at < (own + 7 & ~7); at += 32) {
-      const int i = (at & ~7) | ((at + blockIdx.x) & 7), u = c.unit(i);
+      const int i = (at & ~7) | ((at + blockIdx.x) & 7), u = c.unit(begin + i);
       pdl_wait();  // after everything that does not depend on the predecessor; only the first call waits
-      if (i < own && u < p.units) copy_to_shared(to + i * X_BYTES, from + (size_t)u * X_BYTES, X_BYTES, s.present + (i >> c.stage_log) * 8, again);
+      const uint32_t present = s.present + (begin + i >> c.stage_log) * 8;
+      if (i < own && u < p.units) copy_to_shared(to + i * X_BYTES, from + (size_t)u * X_BYTES, X_BYTES, present, again);
     }
   }
   pdl_wait();
@@ -218,8 +222,7 @@ struct FewNorm {
 // State of a multiplying warp between iterations.
 template <int KIND, int ENTRY>
 struct FewConsumer {
-  static constexpr int ENTRIES = UNIT_ROWS / ENTRY, NEXT = 5;
-  static constexpr int STAY = 8;  // consecutive iterations in which a warp may keep its class
+  static constexpr int ENTRIES = UNIT_ROWS / ENTRY;
   using Product = UnitMatmul<KIND, ENTRY, 1, 1, SharedBytes, SharedPrepared, SharedMaxima>;
   const FewTask& p;
   const Cut c;
@@ -244,19 +247,23 @@ struct FewConsumer {
     else if (round || c.log) barrier_wait(s.normed, 0);
   }
   DEVICE void wait_for_weights(const Turn& mine) const { barrier_wait(s.full + mine.slot * 8, mine.phase); }
+  // This lane's part of the sum of the warp's class.
+  DEVICE uint32_t result(int buffer) const { return base + p.results_at + (buffer * MULTIPLIERS + at) * 512 + lane * 16; }
   // Passes on the sum of a class.
   DEVICE void leave(const Sums<1>& total) {
     const int buffer = walk.finisher(round);
     barrier_wait(s.free + buffer * 8, (phases >> buffer & 1) ^ 1);
-    store_four(base + p.results_at + (buffer * MULTIPLIERS + at) * 512 + lane * 16, total[0]);
+    store_four(result(buffer), total[0]);
     warp_arrives(s.ready + buffer * 8, lane);
     phases ^= 1u << buffer;
     round++;
   }
 
-  // An iteration in which a warp may have any number of units.
-  DEVICE void one_round() {
-    const int classes = c.classes(), cls = at & (classes - 1), place = at >> (4 - c.log), end = p.stages << c.stage_log;
+  // An iteration in which a warp may have any number of units. The first of two passes leaves its sums in the result buffers, of which
+  // each iteration then has one.
+  DEVICE void one_round(const Pass& pass) {
+    const int classes = c.classes(), cls = at & (classes - 1), place = at >> (4 - c.log), begin = pass.begin << c.stage_log,
+              end = pass.end << c.stage_log;
     int matrix, tile;
     const bool some = walk.find(p, round, place, matrix, tile);
     const uint4 tables = where(matrix);
@@ -265,25 +272,35 @@ struct FewConsumer {
     mine.skip(cls >> c.stage_log, slots);
     Sums<1> total[1];
     clear(total[0]);
+    if (begin) {
+      const float4 before = shared_four(result(round));
+      total[0][0][0] = before.x, total[0][0][1] = before.y, total[0][0][2] = before.z, total[0][0][3] = before.w;
+    }
 #pragma unroll 1
-    for (int u = cls; u < end; u += classes) {
+    for (int u = begin + cls; u < end; u += classes) {
       const uint2 unit = SharedBytes{tables.y}.get8(u * 8);
       wait_for_activations(u >> c.stage_log);
       wait_for_weights(mine);
       if (some && unit.y) {
         const SharedBytes weights[1] = {{codes + mine.slot * p.stage_stride + (unit.x & 0xffff)}};
-        const SharedPrepared columns{tables.x + u * X_BYTES + lane * 16};
+        const SharedPrepared columns{tables.x + (u - begin) * X_BYTES + lane * 16};
         Product product{weights, columns, {tables.z + u * ENTRIES * 2}, total, lane, {}};
         product.run(unit.y, unit.x >> 16);
       }
       warp_arrives(s.empty + mine.slot * 8, lane);
       mine.skip(step, slots);
     }
-    turn.skip(p.stages, slots);
-    leave(total[0]);
+    turn.skip(pass.end - pass.begin, slots);
+    if (pass.end < p.stages) {
+      store_four(result(round), total[0][0]);
+      round++;
+    } else {
+      leave(total[0]);
+    }
   }
 
-  // `count` iterations over one matrix in which this warp has one unit of B bits (0: none). The unit's tables are looked up once.
+  // `count` iterations over one matrix in which this warp has one unit of B bits (0: none; -1: several widths). The unit's tables are
+  // looked up once.
   template <int B>
   DEVICE void stay(const uint4& tables, uint2 unit, int count) {
     const int stage = at >> 3;
@@ -302,7 +319,8 @@ struct FewConsumer {
       if constexpr (B != 0) {
         const SharedBytes weights[1] = {{codes + mine.slot * p.stage_stride}};
         Product product{weights, columns, maxima, total, lane, {}};
-        product.template run_uniform<B>();
+        if constexpr (B > 0) product.template run_uniform<B>();
+        else product.run_mixed(unit.y);
       }
       warp_arrives(s.empty + mine.slot * 8, lane);
       mine.skip(2, slots);
@@ -315,7 +333,7 @@ struct FewConsumer {
     walk.find(p, round, 0, matrix, tile);
     const int left = walk.rounds - round;
     int count = p.gate >= 0 ? (round < walk.dealt ? walk.dealt - round : left) : min(left, p.part[matrix].a.tiles - tile);
-    count = min(count, STAY);
+    count = min(count, p.stay);
     const uint4 tables = where(matrix);
     const uint2 unit = SharedBytes{tables.y}.get8(at * 8);
     switch (unit.y) {
@@ -326,18 +344,23 @@ struct FewConsumer {
       case 0x8888: stay<8>(tables, unit, count); break;
       case 0x5555: if constexpr (KIND == EXL2) { stay<5>(tables, unit, count); break; }
       case 0x6666: if constexpr (KIND == EXL2) { stay<6>(tables, unit, count); break; }
-      default:
-#pragma unroll 1
-        for (; count > 0; count--) one_round();
+      default: stay<-1>(tables, unit, count);
     }
   }
+  // Two passes need as many result buffers as iterations, and no norm, whose barrier tells that the first one is done.
   DEVICE void run() {
-    const bool stays = p.cut == 1 && p.stages == 2;
+    const bool stays = p.cut == 1 && p.stages == 2 && c.stage_log == 3;
 #pragma unroll 1
-    while (round < walk.rounds) {
-      if (stays) some_rounds();
-      else one_round();
-      at = (at + NEXT) & (MULTIPLIERS - 1);
+    for (int number = 0; number < walk.passes; number++) {
+      const Pass pass(p, number);
+      at = threadIdx.x / 32;
+#pragma unroll 1
+      for (round = 0; round < walk.rounds;) {
+        if (stays) some_rounds();
+        else one_round(pass);
+        at = (at + p.class_step) & (MULTIPLIERS - 1);
+      }
+      if (pass.end < p.stages) warp_arrives(s.normed, lane);
     }
   }
 };
@@ -384,8 +407,12 @@ DEVICE void few_finish(const FewTask& p, uint32_t base) {
   if (finisher == 0) {
     few_expect(p, base);
     bar_arrive<1>(FEW_THREADS);
-    few_activations(p, base);
+    few_activations(p, base, Pass(p, 0));
     bar<2>(64);
+    if (p.first_stages < p.stages) {
+      barrier_wait(s.normed, 0);
+      few_activations(p, base, Pass(p, 1));
+    }
   } else {
     bar<1>(FEW_THREADS);
     pdl_wait();

@@ -37,6 +37,11 @@ struct FewTask {
   uint32_t results_at, places_at, exchange_at;  // exchange buffers, or gates of a block's tiles: 512 bytes each
   int exchanges;        // tiles or gated pairs that arrive in exchange buffers
   int m, y_kind, y_stride, scaled, copies;
+  int class_step;       // from a warp's class in an iteration to that in the next one
+  int stay;             // consecutive iterations in which a warp may keep its class, if a tile has two stages of eight units
+  // Stages of the first pass over the tiles. A second pass does the rest of K where there is no room for all of a block's activations:
+  // they take the place of the first ones, and sums wait in the result buffers. All stages if there is one pass.
+  int first_stages;
   size_t copy_bytes;
   const uint8_t* x;          // packed: copies, each [units][X_BYTES]
   const float* multipliers;  // [m] when scaled
@@ -54,15 +59,16 @@ struct FewTask {
   uint32_t units_listed[FEW_LISTED];  // {offset / 16, widths} in the halves of a word, with each matrix's end
   FewPart part[FEW_MATRICES];
 };
-ABI_SIZE(FewTask, 808); ABI_AT(FewTask, barriers_at, 0); ABI_AT(FewTask, stage_stride, 4); ABI_AT(FewTask, slots, 8);
+ABI_SIZE(FewTask, 824); ABI_AT(FewTask, barriers_at, 0); ABI_AT(FewTask, stage_stride, 4); ABI_AT(FewTask, slots, 8);
 ABI_AT(FewTask, window, 12); ABI_AT(FewTask, count, 16); ABI_AT(FewTask, cut, 20); ABI_AT(FewTask, units, 24);
 ABI_AT(FewTask, stages, 28); ABI_AT(FewTask, stage_log, 32); ABI_AT(FewTask, rounds, 36); ABI_AT(FewTask, longer, 40);
 ABI_AT(FewTask, tiles, 44); ABI_AT(FewTask, gate, 48); ABI_AT(FewTask, results_at, 52); ABI_AT(FewTask, places_at, 56);
 ABI_AT(FewTask, exchange_at, 60); ABI_AT(FewTask, exchanges, 64); ABI_AT(FewTask, m, 68); ABI_AT(FewTask, y_kind, 72);
-ABI_AT(FewTask, y_stride, 76); ABI_AT(FewTask, scaled, 80); ABI_AT(FewTask, copies, 84); ABI_AT(FewTask, copy_bytes, 88);
-ABI_AT(FewTask, x, 96); ABI_AT(FewTask, multipliers, 104); ABI_AT(FewTask, norm, 112); ABI_AT(FewTask, squares, 120);
-ABI_AT(FewTask, eps, 128); ABI_AT(FewTask, k, 132); ABI_AT(FewTask, y, 136); ABI_AT(FewTask, residual, 144); ABI_AT(FewTask, next, 152);
-ABI_AT(FewTask, next_rows, 160); ABI_AT(FewTask, next_squares, 168); ABI_AT(FewTask, units_listed, 176); ABI_AT(FewTask, part, 496);
+ABI_AT(FewTask, y_stride, 76); ABI_AT(FewTask, scaled, 80); ABI_AT(FewTask, copies, 84); ABI_AT(FewTask, class_step, 88);
+ABI_AT(FewTask, stay, 92); ABI_AT(FewTask, first_stages, 96); ABI_AT(FewTask, copy_bytes, 104); ABI_AT(FewTask, x, 112);
+ABI_AT(FewTask, multipliers, 120); ABI_AT(FewTask, norm, 128); ABI_AT(FewTask, squares, 136); ABI_AT(FewTask, eps, 144);
+ABI_AT(FewTask, k, 148); ABI_AT(FewTask, y, 152); ABI_AT(FewTask, residual, 160); ABI_AT(FewTask, next, 168);
+ABI_AT(FewTask, next_rows, 176); ABI_AT(FewTask, next_squares, 184); ABI_AT(FewTask, units_listed, 192); ABI_AT(FewTask, part, 512);
 
 #if __CUDA_ARCH__ >= 900
 // {offset in the tile, widths} of a unit, or of the end of the last one. Parameters arrive one latency of L2 before the memory that they
@@ -92,12 +98,13 @@ struct Cut {
 // The iterations of this group of blocks, by number. For gated pairs with whole K, first the gates of all and then the tiles that they
 // gate.
 struct FewWalk {
-  int first, dealt, rounds;
+  int first, dealt, rounds, passes;
   DEVICE FewWalk(const FewTask& p) {
     const int group = blockIdx.x;
     first = group * p.rounds + min(group, p.longer);
     dealt = p.rounds + (group < p.longer);
     rounds = p.gate >= 0 && p.cut == 1 ? 2 * dealt : dealt;
+    passes = 1 + (p.first_stages < p.stages);
   }
   // Finds the tile of an iteration at this place; returns whether there is one.
   DEVICE bool find(const FewTask& p, int round, int place, int& matrix, int& tile) const {
@@ -123,6 +130,13 @@ struct FewWalk {
   DEVICE int finisher(int round) const { return (round >= dealt ? round - dealt : round) % FINISHERS; }
 };
 
+// The stages of a pass.
+struct Pass {
+  int begin, end;
+  DEVICE Pass(const FewTask& p, int number) : begin(number ? p.first_stages : 0), end(number ? p.stages : p.first_stages) {}
+};
+
+// `normed`: the activations are normed or, if there is a second pass, those of the first pass are no longer read.
 struct FewBarriers {
   uint32_t full, empty, ready, normed, free, present, exchange;
   DEVICE FewBarriers(const FewTask& p, uint32_t base)

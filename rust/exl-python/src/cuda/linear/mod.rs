@@ -247,7 +247,7 @@ impl CudaLinearGroup {
     }
 
     /// The plan of a call by the kernel of this name, for benchmarks and tests that compare kernels. `tuning` is (slots, window) for
-    /// gemv_ring, (cut, slots, window) for gemm_few, and (slots, activations, cut, groups, looks) for gemm_batch; zeros keep the planned
+    /// gemv_ring, (cut, slots, window) or (cut, slots, window, passes) for gemm_few, and (slots, activations, cut, groups, looks) for gemm_batch; zeros keep the planned
     /// number.
     #[pyo3(signature = (kernel, rows, *, bfloat16=false, norm=false, residual=false, tuning=None))]
     fn plan_with(
@@ -331,9 +331,13 @@ fn tuned(kernel: Kernel, numbers: &[usize]) -> PyResult<Tuning> {
             let (slots, window) = (slots as i32, window as i32);
             tuning.ring = Some(ring::Tuning { slots, window });
         }
-        (Kernel::GemmFew, &[cut, slots, window]) => {
-            let (cut, slots, window) = (cut as i32, slots as i32, window as i32);
-            tuning.few = few::Tuning { cut, slots, window };
+        (Kernel::GemmFew, &[cut, slots, window, ref passes @ ..]) if passes.len() <= 1 => {
+            tuning.few = few::Tuning {
+                cut: cut as i32,
+                slots: slots as i32,
+                window: window as i32,
+                passes: passes.first().map_or(0, |&passes| passes as i32),
+            };
         }
         (Kernel::GemmBatch, &[slots, activations, cut, groups, looks]) => {
             tuning.batch = batch::Tuning {

@@ -5,7 +5,7 @@ mod plan;
 mod task;
 
 use super::ring::Matmul;
-use super::select::Refusal;
+use super::select::{Epilogue, Refusal};
 use super::{Half, Matrix};
 use crate::capabilities::Capabilities;
 use crate::device::Device;
@@ -50,7 +50,8 @@ pub struct Next<'a> {
 
 /// Whether launches of up to [`MOST_ROWS`] rows take these matrices.
 pub(super) fn takes(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> Result<(), Refusal> {
-    plan(caps, matrices, MOST_ROWS, gated, Tuning::default()).map(|_| ())
+    let epilogue = (gated, true);
+    plan(caps, matrices, MOST_ROWS, epilogue, Tuning::default()).map(|_| ())
 }
 
 /// The launches of `rows` rows, without addresses.
@@ -58,10 +59,10 @@ pub(super) fn planned(
     caps: &Capabilities,
     matrices: &[&Matrix],
     rows: usize,
-    gated: bool,
+    epilogue: Epilogue,
     tuning: Tuning,
 ) -> Result<Plan, Refusal> {
-    plan(caps, matrices, rows, gated, tuning)
+    plan(caps, matrices, rows, (epilogue.gate, epilogue.norm), tuning)
 }
 
 /// Bytes of shared memory of a block, if [`takes`] holds.
@@ -71,14 +72,16 @@ pub(super) fn shared_bytes(
     matrices: &[&Matrix],
     gated: bool,
 ) -> Option<usize> {
-    plan(caps, matrices, MOST_ROWS, gated, Tuning::default())
+    plan(caps, matrices, MOST_ROWS, (gated, false), Tuning::default())
         .ok()
         .map(|plan| plan.shared)
 }
 
 /// Bytes of scratch memory that [`launch`] needs, for any number of rows and any tuning; a packed input is at its beginning.
 pub fn scratch_bytes(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> usize {
-    plan(caps, matrices, MOST_ROWS, gated, Tuning::default()).map_or(0, |plan| plan.scratch_bytes())
+    let epilogue = (gated, true);
+    plan(caps, matrices, MOST_ROWS, epilogue, Tuning::default())
+        .map_or(0, |plan| plan.scratch_bytes())
 }
 
 /// Whether another kernel can pack the input: all matrices read it in one order without padding rows.
@@ -144,7 +147,7 @@ impl Plan {
                 caps,
                 next.matrices,
                 MOST_ROWS,
-                next.gated,
+                (next.gated, true),
                 Tuning::default(),
             )
         };
@@ -285,6 +288,12 @@ pub unsafe fn launch(
         return Err(CudaError::Argument {
             what: "an input that another kernel packs".to_owned(),
             limit: "F16, in one order".to_owned(),
+        });
+    }
+    if plan.task.first_stages < plan.task.stages && matches!(input, Input::Unnormed { .. }) {
+        return Err(CudaError::Argument {
+            what: "a norm of an input that is packed before it".to_owned(),
+            limit: "a plan with a norm".to_owned(),
         });
     }
     plan.bind(op, input, scratch.0);

@@ -15,31 +15,38 @@ pub(super) const THREADS: u32 = (16 + 1 + FINISHERS as u32) * 32;
 const FINISHERS: usize = 3;
 /// Classes of units; `sum_classes` in `kernels/linear/tile.cuh`. Each has a warp.
 const CLASSES: usize = 16;
-/// Step of a warp's class from one iteration to the next.
-const NEXT: usize = 5;
+/// Steps of a warp's class from one iteration to the next, best first: an odd one gives every warp all classes. Even ones divide the units
+/// of a tile evenly enough if each class has a few.
+const CLASS_STEPS: [usize; CLASSES] = [5, 1, 3, 7, 9, 11, 13, 15, 2, 4, 6, 8, 10, 12, 14, 0];
+const LEAST_OF_CLASS: usize = 3;
+/// Consecutive iterations in which a warp keeps its class: if all units of a matrix have one width each, and if not. A unit of several
+/// widths takes longer, so its warp would fall behind the ring.
+const STAY: i32 = 8;
+const STAY_MIXED: i32 = 2;
 /// Sums of squares of a unit: of each eight features of eight rows.
 pub(super) const SQUARES_BYTES: usize = 32 * 8 * 4;
 /// Packed activations of a unit and eight rows.
 const X_BYTES: usize = 4096;
 /// A partial sum of a tile: 16 features of eight rows.
 const PART_BYTES: usize = 512;
-/// Bytes in flight per SM; beyond this, queued weights delay all other memory traffic.
+/// Bytes in flight per SM; beyond this, queued weights delay all other memory traffic. With fewer than the second number, memory idles.
 const BYTES_IN_FLIGHT: usize = 33 * 1024;
-/// Bytes of a ring if they fit, and the least that avoids a further cut of K. The rest of an SM is left to the small kernels in between,
-/// which then start early.
+const LEAST_IN_FLIGHT: usize = 21 * 1024;
+/// Bytes of a ring if they fit. The rest of an SM is left to the small kernels in between, which then start early.
 const RING_BYTES: usize = 95 * 1024;
-const LEAST_RING: usize = 60 * 1024;
 /// The kernel's static arrays.
 const STATIC_BYTES: usize = 512;
 /// More than half of an SM's shared memory, so that one block is placed on each SM.
 const LEAST_SHARED: usize = 116 * 1024;
 
-/// Parts of K (1, 2 or 4), slots and window of the ring, for benchmarks that override the plan; zero keeps the planned value.
+/// Parts of K (1, 2 or 4), slots and window of the ring, passes over the tiles (1 or 2), for benchmarks and tests that override the plan;
+/// zero keeps the planned value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tuning {
     pub cut: i32,
     pub slots: i32,
     pub window: i32,
+    pub passes: i32,
 }
 
 /// A planned launch, without addresses.
@@ -53,14 +60,55 @@ pub struct Plan {
     pub(super) direct: bool,
 }
 
-/// Cut and stages of K: parts, and log2 of the units of a tile in a stage.
+/// Cut and stages of K: parts, log2 of the units of a tile in a stage, and passes over the tiles.
 #[derive(Clone, Copy, Debug)]
 struct Shape {
     cut: usize,
     stage_log: usize,
+    passes: usize,
 }
 
 impl Shape {
+    /// In the order of preference: K whole with long or short stages, in halves, in halves in two passes, in quarters.
+    const ALL: [Self; 5] = [
+        Self::new(1, 3, 1),
+        Self::new(1, 2, 1),
+        Self::new(2, 1, 1),
+        Self::new(2, 1, 2),
+        Self::new(4, 1, 1),
+    ];
+
+    const fn new(cut: usize, stage_log: usize, passes: usize) -> Self {
+        Self {
+            cut,
+            stage_log,
+            passes,
+        }
+    }
+
+    /// Whether warps of this shape keep a class for several iterations of tiles of `units` units, of which each has one at most.
+    fn stays(self, units: usize) -> bool {
+        self.cut == 1 && self.stage_log == 3 && self.stages(units) == 2
+    }
+
+    /// Stages of the first of two passes: a multiple of the stages of all classes.
+    fn first_stages(self, stages: usize) -> usize {
+        let all = (CLASSES / self.cut) >> self.stage_log;
+        match self.passes {
+            1 => stages,
+            _ => stages / 2 / all * all,
+        }
+    }
+
+    /// Whether a launch can have this shape; `norm`: of its input.
+    fn fits(self, units: usize, gated: bool, norm: bool, deal: &Deal) -> bool {
+        // Long stages of up to sixteen units let warps keep their units.
+        let short = self.cut > 1 || self.stage_log == 3 || units > CLASSES;
+        // A tile's sums wait in a result buffer for the second pass. The barrier of a norm has another use there.
+        let twice = deal.rounds <= FINISHERS && !gated && !norm;
+        short && (self.passes == 1 || twice && self.first_stages(self.stages(units)) > 0)
+    }
+
     /// Units of the longest part, whose quarters have every fourth unit each, and the stages of an iteration.
     fn stages(self, units: usize) -> usize {
         let quarters = 4 / self.cut;
@@ -76,49 +124,84 @@ impl Shape {
 
     /// Most bytes of one tile in a stage.
     fn room(self, offsets: &[u32]) -> usize {
+        let stages = self.stages(offsets.len() - 1);
+        let bytes = (0..self.cut).flat_map(|rank| self.of_tile(offsets, rank, stages));
+        bytes.max().unwrap_or(0)
+    }
+
+    /// Bytes of one tile in each stage of the block `rank`.
+    fn of_tile(self, offsets: &[u32], rank: usize, stages: usize) -> Vec<usize> {
         let units = offsets.len() - 1;
         let bytes = |u: usize| (offsets[(u + 1).min(units)] - offsets[u.min(units)]) as usize;
-        let own = self.stages(units) << self.stage_log;
-        (0..self.cut)
-            .flat_map(|rank| {
-                (0..own)
-                    .step_by(1 << self.stage_log)
-                    .map(move |first| (rank, first))
-            })
-            .map(|(rank, first)| {
-                (first..first + (1 << self.stage_log))
-                    .map(|local| bytes(self.unit(rank, local)))
-                    .sum()
-            })
-            .max()
-            .unwrap_or(0)
+        let locals = |stage: usize| (stage << self.stage_log)..((stage + 1) << self.stage_log);
+        let stage = |stage| {
+            locals(stage)
+                .map(|local| bytes(self.unit(rank, local)))
+                .sum()
+        };
+        (0..stages).map(stage).collect()
+    }
+
+    /// Bytes of each stage of a block with the most.
+    fn stage_bytes(self, offsets: &[u32], stages: usize) -> Vec<usize> {
+        let of_rank = |rank| self.of_tile(offsets, rank, stages);
+        let most = (0..self.cut)
+            .map(of_rank)
+            .max_by_key(|all| all.iter().sum::<usize>());
+        let all = most.unwrap_or_default().into_iter();
+        all.map(|bytes| bytes * self.cut).collect()
     }
 
     /// Slots of a ring beyond its window: stages between two that a warp consumes. A warp that waits for a stage must not find its slot's
     /// barrier in the phase before the last (`ring/plan.rs` has the reasoning).
-    fn spare_slots(self, stages: usize) -> usize {
+    fn spare_slots(self, stages: usize, class_step: usize) -> usize {
         let classes = CLASSES / self.cut;
+        if self.passes > 1 {
+            return self.spare_slots_of_passes(stages, class_step);
+        }
         let (within, step) = (
             |at: usize| (at % classes) >> self.stage_log,
             classes >> self.stage_log,
         );
         (0..CLASSES)
             .map(|at| {
-                // Iterations in which a warp has no stage at all count as skipped.
-                let (mut passed, mut next) = (0, at);
+                // Iterations in which a warp has no stage at all count as skipped. A warp may never have one again.
                 let last = (within(at)..stages).step_by(step).next_back();
-                loop {
-                    next = (next + NEXT) % CLASSES;
-                    passed += stages;
-                    if within(next) < stages {
-                        break;
-                    }
+                let following = (1..=CLASSES)
+                    .map(|i| (i * stages, within((at + i * class_step) % CLASSES)))
+                    .find(|&(_, within)| within < stages);
+                match (last, following) {
+                    (Some(last), Some((passed, within))) => passed + within - last,
+                    _ => 0,
                 }
-                last.map_or(0, |last| passed + within(next) - last)
             })
             .chain([step])
             .max()
             .unwrap_or(step)
+    }
+
+    /// The same for two passes of any number of iterations, by enumeration.
+    fn spare_slots_of_passes(self, stages: usize, class_step: usize) -> usize {
+        let (classes, first) = (CLASSES / self.cut, self.first_stages(stages));
+        let step = classes >> self.stage_log;
+        let mut most = step;
+        for (rounds, warp) in
+            (1..=FINISHERS).flat_map(|rounds| (0..CLASSES).map(move |w| (rounds, w)))
+        {
+            let (mut before, mut last) = (0, None);
+            for stages in [first, stages - first] {
+                for round in 0..rounds {
+                    let at = (warp + round * class_step) % CLASSES;
+                    let within = (at % classes) >> self.stage_log;
+                    for stage in (within..stages).step_by(step) {
+                        most = most.max(last.map_or(0, |last| before + stage - last));
+                        last = Some(before + stage);
+                    }
+                    before += stages;
+                }
+            }
+        }
+        most
     }
 }
 
@@ -146,6 +229,12 @@ pub(super) fn copies(matrices: &[&Matrix]) -> Vec<usize> {
     found
 }
 
+/// Whether a unit of the matrix has several widths. A last unit without rows in all its quarters counts.
+fn mixes_widths(matrix: &Matrix) -> bool {
+    let mixed = |&widths: &u32| widths & 0xf != 0 && widths != (widths & 0xf) * 0x1111;
+    matrix.unit_widths.iter().any(mixed)
+}
+
 /// The units of all matrices with the end of each, {offset / 16, widths} in the halves of a word, and the index of each matrix's first
 /// unit. None if there is no room for all units.
 fn listed(matrices: &[&Matrix]) -> ([u32; LISTED], [i32; MATRICES]) {
@@ -168,7 +257,7 @@ pub(super) fn plan(
     caps: &Capabilities,
     matrices: &[&Matrix],
     m: usize,
-    gated: bool,
+    (gated, norm): (bool, bool),
     tuning: Tuning,
 ) -> Result<Plan, Refusal> {
     if !caps.has(Feature::BulkCopy) {
@@ -181,22 +270,29 @@ pub(super) fn plan(
     if 2 * matrices[0].in_features() + 1024 > caps.shared_per_block {
         return Err(full);
     }
-    let shapes = [(1, 3), (2, 1), (4, 1)].map(|(cut, stage_log)| Shape { cut, stage_log });
-    let plans = shapes
+    let most = |count: fn(&Matrix) -> usize| matrices.iter().map(|a| count(a)).max().unwrap_or(0);
+    let units = most(|a| a.unit_offsets.len() - 1);
+    let plans = Shape::ALL
         .into_iter()
         .filter(|shape| tuning.cut == 0 || shape.cut == tuning.cut as usize)
+        .filter(|shape| tuning.passes == 0 || shape.passes == tuning.passes as usize)
         .filter(|shape| shape.cut == 1 || caps.has(Feature::Clusters))
-        .filter_map(|shape| plan_cut(caps, matrices, m, gated, shape, tuning));
-    let mut best: Option<Plan> = None;
+        .filter(|shape| {
+            let deal = Deal::new(caps, matrices, gated, shape.cut);
+            shape.fits(units, gated, norm, &deal)
+        })
+        .filter_map(|shape| plan_shape(caps, matrices, m, gated, shape, tuning));
+    let mut best: Option<(usize, Plan)> = None;
     for plan in plans {
-        let ring = |plan: &Plan| plan.task.slots as usize * plan.task.stage_stride as usize;
-        if ring(&plan) >= LEAST_RING {
+        let in_flight = plan.in_flight(matrices);
+        if in_flight >= LEAST_IN_FLIGHT {
             return Ok(plan);
         }
-        if best.as_ref().is_none_or(|best| ring(best) < ring(&plan)) {
-            best = Some(plan);
+        if best.as_ref().is_none_or(|(most, _)| *most < in_flight) {
+            best = Some((in_flight, plan));
         }
     }
+    let best = best.map(|(_, plan)| plan);
     // Without clusters, shapes that share K between blocks are left out.
     let missing = (!caps.has(Feature::Clusters)).then_some(Refusal::Needs(Feature::Clusters));
     best.ok_or(missing.unwrap_or(full))
@@ -253,18 +349,21 @@ struct Layout {
 }
 
 impl Layout {
-    /// `own`: units of a block in each tile, in `stages` stages; `copies`: the packed copy of x that each matrix reads.
+    /// `held`: units of a tile whose activations a block holds at a time; `copies`: the packed copy of x that each matrix reads.
     fn new(
         matrices: &[&Matrix],
         copies: &[usize],
-        own: usize,
-        stages: usize,
+        held: usize,
+        (stages, shape): (usize, Shape),
         begin: [i32; MATRICES],
         deal: &Deal,
     ) -> Option<Self> {
         let mut arena = Arena(0);
         let copy_count = copies.iter().max()? + 1;
-        let x_at: Vec<u32> = (0..copy_count).map(|_| arena.take(own * X_BYTES)).collect();
+        let own = stages << shape.stage_log;
+        let x_at: Vec<u32> = (0..copy_count)
+            .map(|_| arena.take(held * X_BYTES))
+            .collect();
         let mut column = 0;
         let parts = std::array::from_fn(|i| {
             let matrix = matrices.get(i).unwrap_or(&matrices[0]);
@@ -431,12 +530,63 @@ pub(in crate::ops::linear) fn plan_direct(
     })
 }
 
-fn plan_cut(
+/// The plan of a shape with the class step that allows the most bytes in flight.
+fn plan_shape(
     caps: &Capabilities,
     matrices: &[&Matrix],
     m: usize,
     gated: bool,
     shape: Shape,
+    tuning: Tuning,
+) -> Option<Plan> {
+    let mut best: Option<Plan> = None;
+    let of_class = matrices[0].unit_offsets.len() / CLASSES;
+    for class_step in CLASS_STEPS {
+        if class_step % 2 == 0 && of_class < LEAST_OF_CLASS {
+            break;
+        }
+        let Some(plan) = plan_cut(caps, matrices, m, gated, (shape, class_step), tuning) else {
+            continue;
+        };
+        let enough =
+            plan.in_flight(matrices) >= LEAST_IN_FLIGHT || shape.stays(plan.task.units as usize);
+        if best
+            .as_ref()
+            .is_none_or(|best| best.task.window < plan.task.window)
+        {
+            best = Some(plan);
+        }
+        if enough {
+            break;
+        }
+    }
+    best
+}
+
+impl Plan {
+    /// Fewest bytes in flight while a block streams a run of equal tiles.
+    fn in_flight(&self, matrices: &[&Matrix]) -> usize {
+        let task = &self.task;
+        let shape = Shape::new(task.cut as usize, task.stage_log as usize, 1);
+        let least = |offsets: &[u32]| {
+            let bytes = shape.stage_bytes(offsets, task.stages as usize);
+            let window = |first: usize| {
+                let stages = (first..first + task.window as usize).map(|i| bytes[i % bytes.len()]);
+                stages.sum::<usize>()
+            };
+            (0..bytes.len()).map(window).min().unwrap_or(0)
+        };
+        let all = matrices.iter().map(|a| least(&a.unit_offsets));
+        all.min().unwrap_or(0)
+    }
+}
+
+fn plan_cut(
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    m: usize,
+    gated: bool,
+    (shape, class_step): (Shape, usize),
     tuning: Tuning,
 ) -> Option<Plan> {
     let space = (caps.shared_per_block).checked_sub(STATIC_BYTES)?;
@@ -450,18 +600,18 @@ fn plan_cut(
         .iter()
         .map(|a| a.argument.tile_bytes as usize)
         .sum();
-    let all: usize = matrices.iter().map(|a| count(a)).sum();
-    let mean = ((cut << shape.stage_log) * bytes / all.max(1)).max(1);
+    let mean = (bytes / (stages * matrices.len())).max(1);
     let deal = Deal::new(caps, matrices, gated, cut);
     let copies = copies(matrices);
     let (units_listed, begin) = listed(matrices);
-    let own = stages << shape.stage_log;
-    let layout = Layout::new(matrices, &copies, own, stages, begin, &deal)?;
+    let first_stages = shape.first_stages(stages);
+    let held = first_stages.max(stages - first_stages) << shape.stage_log;
+    let layout = Layout::new(matrices, &copies, held, (stages, shape), begin, &deal)?;
     let rest = layout.bytes.next_multiple_of(128);
     let total = |slots: usize| {
         slots * stride + rest + (2 * slots + 2 * FINISHERS + 1 + stages + deal.exchanges) * 8
     };
-    let spare = shape.spare_slots(stages);
+    let spare = shape.spare_slots(stages, class_step);
     let ring = Ring::largest(stride, mean, spare, total, space, tuning)?;
     let behind = ring.slots * stride;
     let mut layout = layout.behind(behind);
@@ -490,6 +640,13 @@ fn plan_cut(
         m: m as i32,
         y_stride: if gated { columns / 2 } else { columns },
         copies: rows.copies,
+        class_step: class_step as i32,
+        stay: if matrices.iter().any(|a| mixes_widths(a)) {
+            STAY_MIXED
+        } else {
+            STAY
+        },
+        first_stages: first_stages as i32,
         copy_bytes: rows.copy_bytes,
         k: rows.k,
         units_listed,

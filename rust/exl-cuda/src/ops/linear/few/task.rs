@@ -49,6 +49,9 @@ pub(super) struct Task {
     pub(super) y_stride: i32,
     pub(super) scaled: i32,
     pub(super) copies: i32,
+    pub(super) class_step: i32,
+    pub(super) stay: i32,
+    pub(super) first_stages: i32,
     pub(super) copy_bytes: usize,
     pub(super) x: usize,
     pub(super) multipliers: usize,
@@ -65,7 +68,7 @@ pub(super) struct Task {
     pub(super) parts: [Part; MATRICES],
 }
 
-assert_layout!(Task, few_task::FewTask, { barriers_at, stage_stride, slots, window, count, cut, units, stages, stage_log, rounds, longer, tiles, gate, results_at, places_at, exchange_at, exchanges, m, y_kind, y_stride, scaled, copies, copy_bytes, x, multipliers, norm, squares, eps, k, y, residual, next, next_rows, next_squares, units_listed, parts as part });
+assert_layout!(Task, few_task::FewTask, { barriers_at, stage_stride, slots, window, count, cut, units, stages, stage_log, rounds, longer, tiles, gate, results_at, places_at, exchange_at, exchanges, m, y_kind, y_stride, scaled, copies, class_step, stay, first_stages, copy_bytes, x, multipliers, norm, squares, eps, k, y, residual, next, next_rows, next_squares, units_listed, parts as part });
 
 impl Task {
     /// A task with only these parts, without addresses and sizes.
@@ -93,6 +96,9 @@ impl Task {
             y_stride: 0,
             scaled: 0,
             copies: 0,
+            class_step: 0,
+            stay: 0,
+            first_stages: 0,
             copy_bytes: 0,
             x: 0,
             multipliers: 0,

@@ -91,7 +91,7 @@ impl Plan {
                 self.planned = plan.map_or(Planned::Each, |plan| Planned::Ring(Box::new(plan)));
             }
             Kernel::GemmFew => {
-                let plan = few::planned(caps, matrices, rows, epilogue.gate, tuning.few);
+                let plan = few::planned(caps, matrices, rows, epilogue, tuning.few);
                 self.planned = plan.map_or(Planned::Each, |plan| Planned::Few(Box::new(plan)));
             }
             Kernel::GemmDirect => {
