@@ -1,27 +1,42 @@
-"""A model on one GPU and split by layers over several: decode steps, the generator, prompts; the share of one GPU.
+"""A model on one GPU, split by layers over several, and sharded over several: decode steps, the generator, prompts.
 
-    python benchmarks/bench_devices.py [--shape 8b] [--bits 4.0] [--cache fp16] [--context 256] [--batch 1 --batch 8 ..]
+    python benchmarks/bench_devices.py [--shape 8b] [--bits 4.0] [--context 256] [--batch 1 --batch 8 ..] [--sharded]
 
-Random weights of true shapes (gpu_model.py), the same on one GPU and on all. Logits of several steps must be bitwise
-equal first; else no speed is printed. JSON lines, then a table.
+Random weights of true shapes (gpu_model.py), the same on one GPU and split over all: logits of several steps must be
+bitwise equal first; else no speed is printed. The sharded model has weights of its own. JSON lines, then a table with
+the share of one GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
+import unittest.mock
+from functools import partial
+from typing import Any
 
+import bench_step
 import torch
-from bench_step import CACHES, NAMES, PAGE, SPARE, fill_cache, host_time, paged, replay_time, through_generator
+from bench_step import NAMES, PAGE, SPARE, fill_cache, host_time, paged, replay_time, through_generator
 from gpu_model import build
 from gpu_timing import emit, environment
 from torch import Tensor
 
-from exl_core import ExLlamaV2
+from exl_core import ExLlamaV2, ExLlamaV2Cache_TP
+from exl_core.execution.capturable import GRAPHS_VARIABLE
 
 CHUNK = 2048
+
+
+def _sharded_cache(base: Any, model: ExLlamaV2, max_seq_len: int) -> ExLlamaV2Cache_TP:
+    return ExLlamaV2Cache_TP(model, base, max_seq_len=max_seq_len)
+
+
+CACHES: dict[str, Any] = {**bench_step.CACHES}
+CACHES |= {f"tp-{kind}": partial(_sharded_cache, base) for kind, base in bench_step.CACHES.items()}
 
 
 def logits_of(model: ExLlamaV2, kind: str, batch: int) -> Tensor:
@@ -35,12 +50,16 @@ def logits_of(model: ExLlamaV2, kind: str, batch: int) -> Tensor:
     return torch.cat(found, 1).cpu()
 
 
-def same(one: ExLlamaV2, split: ExLlamaV2, kind: str, batches: list[int]) -> bool:
-    """Whether the results of both models are bitwise identical, with captured steps."""
+def same(split: ExLlamaV2, kind: str, batches: list[int], one: ExLlamaV2 | None = None) -> bool:
+    """Whether the results of captured steps are bitwise those of one GPU; without `one`, of the model's eager steps."""
     right = True
     for batch in batches:
+        with unittest.mock.patch.dict(os.environ, {} if one is not None else {GRAPHS_VARIABLE: "0"}):
+            split.decode.clear()
+            a = logits_of(split if one is None else one, kind, batch)
+        split.decode.clear()
         before = split.decode.steps
-        a, b = logits_of(one, kind, batch), logits_of(split, kind, batch)
+        b = logits_of(split, kind, batch)
         if split.decode.steps - before < 6 or split.decode.failures:
             print(f"CHECK FAILED: not captured: {split.decode.reason} {split.decode.failures}", file=sys.stderr)
             right = False
@@ -49,7 +68,6 @@ def same(one: ExLlamaV2, split: ExLlamaV2, kind: str, batches: list[int]) -> boo
                 apart = (a[:, first:last] != b[:, first:last]).float().mean()
                 print(f"CHECK FAILED: batch {batch}, places {first} to {last}: {apart:.2%} differ", file=sys.stderr)
                 right = False
-        one.decode.clear()
         split.decode.clear()
     return right
 
@@ -70,7 +88,8 @@ def steps(model: ExLlamaV2, kind: str, context: int, batch: int) -> dict[str, ob
         p50, p10, p90 = replay_time(step)
         host = host_time(step)
         model.decode.clear()
-        found = through_generator(model, kind, context, batch)
+        with unittest.mock.patch.dict(bench_step.CACHES, CACHES):
+            found = through_generator(model, kind, context, batch)
         return {"p50_us": p50, "p10_us": p10, "p90_us": p90, "host_us": host, "tok_s": batch * 1e6 / p50, **found}
 
 
@@ -80,7 +99,7 @@ def prompt(model: ExLlamaV2, kind: str, tokens: int) -> dict[str, object]:
     ids = torch.randint(0, model.config.vocab_size, (1, tokens))
     taken = []
     for _ in range(6):
-        for device in set(model.placement.names):
+        for device in range(torch.cuda.device_count()):
             torch.cuda.synchronize(device)
         begin = time.perf_counter()
         for start in range(0, tokens, CHUNK):
@@ -101,6 +120,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--batch", type=int, action="append")
     parser.add_argument("--prompt", type=int, action="append")
+    parser.add_argument("--sharded", action="store_true", help="also tensor parallel")
     args = parser.parse_args()
     count = torch.cuda.device_count()
     if count < 2:
@@ -108,7 +128,13 @@ def main() -> None:
     batches, prompts = args.batch or [1, 8, 32], args.prompt or [2048, 8192]
     everywhere = ",".join(f"cuda:{i}" for i in range(count))
     one, split = (build(args.shape, args.bits, 32768, names) for names in ("cuda:0", everywhere))
-    if not same(one, split, args.cache, batches):
+    models = {"1": (one, args.cache), f"split {count}": (split, args.cache)}
+    if args.sharded:
+        models[f"tp {count}"] = (build(args.shape, args.bits, 32768, everywhere, sharded=True), f"tp-{args.cache}")
+    right = same(split, args.cache, batches, one)
+    if args.sharded:
+        right &= same(*models[f"tp {count}"], batches)
+    if not right:
         sys.exit("the check failed: no speed is printed")
     about = {
         "bench": "devices",
@@ -117,26 +143,28 @@ def main() -> None:
         "bpw": args.bits,
         "cache": args.cache,
     }
-    table = ["| | one GPU, tok/s | split by layers, tok/s | share |", "|---|---|---|---|"]
+    table = [f"| tok/s (share) | {' | '.join(models)} |", "|---" * (len(models) + 1) + "|"]
+
+    def row(name: str, speeds: list[float]) -> None:
+        table.append(f"| {name} | " + " | ".join(f"{one:,.0f} ({one / speeds[0]:.3f})" for one in speeds) + " |")
+
     for batch in batches:
-        speeds = []
-        for topology, model in (("1", one), (f"split {count}", split)):
+        speeds: list[tuple[float, float]] = []
+        for topology, (model, kind) in models.items():
             line = {**about, "topology": topology, "batch": batch, "ctx": args.context}
-            line |= steps(model, args.cache, args.context, batch)
+            line |= steps(model, kind, args.context, batch)
             speeds.append((float(str(line["tok_s"])), float(str(line["generator_tok_s"]))))
             line |= {"share_of_one": speeds[-1][0] / speeds[0][0], "generator_share": speeds[-1][1] / speeds[0][1]}
             emit(line)
-        for at, name in enumerate(("step", "generator")):
-            alone, all_gpus = speeds[0][at], speeds[1][at]
-            table.append(f"| {name}, batch {batch} | {alone:,.0f} | {all_gpus:,.0f} | {all_gpus / alone:.3f} |")
+        row(f"step, batch {batch}", [step for step, _ in speeds])
+        row(f"generator, batch {batch}", [generator for _, generator in speeds])
     for tokens in prompts:
-        speeds = []
-        for topology, model in (("1", one), (f"split {count}", split)):
-            found = prompt(model, args.cache, tokens)
-            speeds.append((float(str(found["tok_s"])), 0.0))
-            emit({**about, "topology": topology, "batch": 1, **found, "share_of_one": speeds[-1][0] / speeds[0][0]})
-        alone, all_gpus = speeds[0][0], speeds[1][0]
-        table.append(f"| prompt of {tokens:,} | {alone:,.0f} | {all_gpus:,.0f} | {all_gpus / alone:.3f} |")
+        found: list[float] = []
+        for topology, (model, kind) in models.items():
+            line = prompt(model, kind, tokens)
+            found.append(float(str(line["tok_s"])))
+            emit({**about, "topology": topology, "batch": 1, **line, "share_of_one": found[-1] / found[0]})
+        row(f"prompt of {tokens:,}", found)
     print("\n".join(table), flush=True)
 
 

@@ -18,6 +18,9 @@ from make_random_model import SHAPES, llama_config, random_codes, write_tokenize
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Config
+from exl_core.execution.sharded import Shares, SplitMatrix, TensorParallel
+from exl_core.execution.sharded.cutting import shard_modules
+from exl_core.execution.sharded.matrix import OutputCut, Part
 from exl_core.layers import (
     Attention,
     Embedding,
@@ -128,16 +131,21 @@ class _Copies:
         return CudaQuantMatrix(self.layout, device, self.format, bits, zeros, prescale, "int8", name)
 
 
-def build(shape_name: str, recipe_name: str, max_seq_len: int, device: str = "cuda:0") -> ExLlamaV2:
+def build(
+    shape_name: str, recipe_name: str, max_seq_len: int, device: str = "cuda:0", *, sharded: bool = False
+) -> ExLlamaV2:
     """A loaded model of a shape ("8b", "qwen3-8b", ..) and recipe; config and tokenizer lie in a folder."""
     config = llama_config(SHAPES[shape_name], max_seq_len, rope_theta=500000.0)
-    return build_config(config, recipe_name, device)
+    return build_config(config, recipe_name, device, sharded=sharded)
 
 
-def build_config(config_json: dict[str, Any], recipe_name: str, device: str = "cuda:0") -> ExLlamaV2:
+def build_config(
+    config_json: dict[str, Any], recipe_name: str, device: str = "cuda:0", *, sharded: bool = False
+) -> ExLlamaV2:
     """A loaded model of any family's config.json: norms are ones, routers float, all else as the recipe says.
 
-    `device`: one name, or several with commas, which get equal runs of layers. The weights are the same for all.
+    `device`: one name, or several with commas, which get equal runs of layers; the weights are the same for all. With
+    `sharded` they get equal parts of every matrix, as by `load_tp`, and weights of their own.
     """
     recipe = RECIPES[recipe_name]
     torch.manual_seed(1)
@@ -150,6 +158,12 @@ def build_config(config_json: dict[str, Any], recipe_name: str, device: str = "c
     model = ExLlamaV2(config)
     names = _spread(device.split(","), model.modules)
     weights = _Weights(recipe, names[0].startswith("cuda"))
+    if sharded:
+        places = device.split(",")
+        even = (1 / len(places),) * len(places)
+        model.tp_context = weights.context = TensorParallel(places, Shares(even, even), config.num_key_value_heads)
+        shard_modules(model.modules, model.tp_context)
+        names = [places[0]] * len(model.modules)
     for module, name in zip(model.modules, names, strict=True):
         place = torch.device(name)
         if isinstance(module, Embedding):
@@ -204,17 +218,29 @@ class _Weights:
 
     def __init__(self, recipe: Recipe, on_gpus: bool) -> None:
         self._recipe, self._on_gpus = recipe, on_gpus
+        self.context: TensorParallel | None = None
         self._made: dict[tuple[str, int, int], _Copies] = {}
         self._orders: dict[tuple[str, int], Tensor] = {}
 
     def fill(self, linear: Linear, part: str, place: torch.device) -> None:
-        k, n = linear.in_features, linear.out_features
+        if isinstance(linear.cut, OutputCut):
+            assert self.context is not None
+            parts = []
+            for shard, begin, end in linear.cut.bounds:
+                matrix = self._made_for(linear, part, self.context.device(shard), end - begin)
+                parts.append(Part(shard, slice(begin, end), end - begin, matrix, ((0, end - begin),)))
+            linear.matrix = SplitMatrix(linear.spec, self.context, parts, linear.out_features)
+        else:
+            linear.matrix = self._made_for(linear, part, place, linear.out_features)
+
+    def _made_for(self, linear: Linear, part: str, place: torch.device, n: int) -> QuantMatrix:
+        k = linear.in_features
         part = part if part == "head" else part.split(".")[-1] if part.split(".")[0].isdigit() else part
         made = self._made.get((part, k, n))
         if made is None:
             tensors, format = self._tensors(part, k, n)
             made = self._made[part, k, n] = _Copies(tensors, format, self._on_gpus)
-        linear.matrix = made.make(linear.key, place, linear.spec.bias, linear.spec.prescale)
+        return made.make(linear.key, place, linear.spec.bias, linear.spec.prescale)
 
     def _tensors(self, part: str, k: int, n: int) -> tuple[dict[str, Tensor], Literal["exl2", "gptq"]]:
         if self._recipe.format != "exl2" and part != "head":

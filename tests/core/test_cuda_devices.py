@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from exl_core.device import GIB, devices
 from exl_core.execution.sharded import SplitMatrix
 from exl_core.layers import Linear
 from exl_core.loading.plan import plan, plan_modules
+from exl_kernels.peer import Mailboxes
 
 pytestmark = [pytest.mark.cuda, pytest.mark.covers("core.md: loading")]
 
@@ -123,9 +125,10 @@ def test_captured_steps_of_a_split_model_are_those_of_one_gpu(
             assert not model.decode.failures
 
 
-def steps_of(model: ExLlamaV2, ids: torch.Tensor, q_len: int) -> torch.Tensor:
+def steps_of(model: ExLlamaV2, ids: torch.Tensor, q_len: int, cache: Any = None) -> torch.Tensor:
     """Logits of all steps of `q_len` tokens, all queued before the first is read."""
-    batch, cache, found = ids.shape[0], ExLlamaV2Cache_Q4(model, max_seq_len=256 * ids.shape[0]), []
+    batch, found = ids.shape[0], []
+    cache = ExLlamaV2Cache_Q4(model, max_seq_len=256 * batch) if cache is None else cache
     for begin in range(0, ids.shape[1], q_len):
         past = torch.full((batch,), begin, dtype=torch.int32)
         table = torch.arange(batch, dtype=torch.int32).flip(0)[:, None]
@@ -209,6 +212,59 @@ def test_matrices_cut_over_two_gpus(lab: Any, monkeypatch: pytest.MonkeyPatch, k
     model.unload()
     assert allocated(1) < before
     assert allocated(1) - start < KEPT
+
+
+@pytest.mark.covers("core.md: tensor-parallel")
+@pytest.mark.parametrize("shares", [[8.0, 8.0], [6.0, 10.0]], ids=["even", "uneven"])
+def test_captured_steps_of_a_sharded_model_are_those_of_one_gpu(
+    tmp_path: Path, lab: Any, monkeypatch: pytest.MonkeyPatch, shares: list[float]
+) -> None:
+    """Both GPUs run their graphs and meet at every exchange; all steps are queued before the first is read."""
+    folder = tmp_path / "model"
+    make_model(folder, replace(SHAPES["tiny"], layers=4), 4.0)
+    monkeypatch.setenv("EXL_DEVICE", f"cuda:0,{second_device('cuda:1')}")
+    model = build(folder)
+    model.load_tp(shares)
+    monkeypatch.setenv("EXL_DEVICE", "cuda:0")
+    whole = build(folder)
+    whole.load()
+    for batch, q_len in ((1, 1), (2, 1), (5, 1), (3, 4), (24, 1), (64, 1)):
+        before, ids = model.decode.steps, lab.ids(batch, 16, vocab=2048)
+        expected = steps_of(whole, ids, q_len)
+        found = steps_of(model, ids, q_len, ExLlamaV2Cache_TP(model, ExLlamaV2Cache_Q4, max_seq_len=256 * batch))
+        assert torch.equal(found, expected), (batch, q_len)
+        assert model.decode.steps - before == 16 // q_len, model.decode.reason
+    assert not model.decode.failures
+
+
+@pytest.mark.covers("core.md: tensor-parallel")
+def test_a_step_that_only_one_gpu_got_does_not_break_the_next(
+    tmp_path: Path, lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU that has it gives up waiting; later steps are recorded anew."""
+    monkeypatch.setattr("exl_core.execution.sharded.mail.Mailboxes", partial(Mailboxes, limit=0.2))
+    folder = tmp_path / "model"
+    make_model(folder, replace(SHAPES["tiny"], layers=2), 4.0)
+    monkeypatch.setenv("EXL_DEVICE", f"cuda:0,{second_device('cuda:1')}")
+    model = build(folder)
+    model.load_tp([8.0, 8.0])
+    cache, ids = ExLlamaV2Cache_TP(model, max_seq_len=512), lab.ids(2, 8, vocab=2048)
+    expected = steps_of(model, ids, 1, cache)
+    whole, launched = torch.cuda.CUDAGraph.replay, []
+
+    def replay(graph: torch.cuda.CUDAGraph) -> None:
+        launched.append(graph)
+        if len(launched) > 1:
+            raise KeyboardInterrupt
+        whole(graph)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda.CUDAGraph, "replay", replay)
+        with pytest.raises(KeyboardInterrupt):
+            steps_of(model, ids, 1, cache)
+    assert torch.equal(steps_of(model, ids, 1, cache), expected)
+    model.check_peers()
+    model.unload()
 
 
 @pytest.mark.covers("core.md: better-9.6-load")

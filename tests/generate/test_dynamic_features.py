@@ -42,6 +42,7 @@ from exl_generate.testing.small import (
     says,
     speculate,
 )
+from exl_kernels.errors import DeviceError
 
 Settings = ExLlamaV2Sampler.Settings
 
@@ -307,6 +308,29 @@ def test_cfg_pair_against_the_definition() -> None:
     assert got == output
     text = generator.generate(("the quick fox", "a"), 25, gen_settings=Settings.greedy(cfg_scale=scale))
     assert text == "the quick fox" + one.full_completion
+
+
+def test_jobs_end_with_the_error_of_devices_that_lost_one_another(monkeypatch: Any) -> None:
+    """The logits are then NaN. Once the devices work again, so does the generator."""
+    generator, model, lost = make(), ScriptedModel, [True]
+    whole = model.logits
+
+    def logits(self: ScriptedModel, context: Any, loras: Any = ()) -> Any:
+        return whole(self, context, loras) * (float("nan") if lost else 1.0)
+
+    def check_peers(self: ScriptedModel) -> None:
+        if lost:
+            lost.clear()
+            raise DeviceError("cuda:0 waited in vain")
+
+    monkeypatch.setattr(model, "logits", logits)
+    monkeypatch.setattr(model, "check_peers", check_peers)
+    jobs = [job("fox", 9), job("dog", 9)]
+    generator.enqueue(jobs)
+    results = drain(generator)
+    assert [type(results[one][-1]["exception"]) for one in jobs] == [DeviceError] * 2
+    assert len(streamed_tokens(run(generator, job("fox", 9)))) == 9
+    check_pages(generator)
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])

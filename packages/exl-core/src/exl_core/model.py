@@ -89,6 +89,13 @@ class ExLlamaV2(LoadableModel):
             return 0
         return None if row_invariant() else PACKED_ROWS
 
+    def check_peers(self) -> None:
+        """Raise DeviceError if a GPU of a tensor parallel model waited in vain for another one in a captured step.
+
+        The logits of such a step are NaN. Call it where logits are; it waits for the GPUs.
+        """
+        self.decode.check_peers()
+
     @torch.no_grad()
     def forward(
         self,

@@ -130,6 +130,9 @@ class Model(Protocol):
     def invariant_tokens(self, loras: Any = ()) -> int | None:
         """Return the most tokens of a pass whose results are batch-invariant under `loras`; None means any number."""
 
+    def check_peers(self) -> None:
+        """Raise an error if logits are NaN because devices of the model lost one another."""
+
     def prepare_step(self, q_len: int, cache: Any, attn_params: Any, *, row_loras: Any = None) -> PreparedStep | None:
         """Prepare a step of `q_len` tokens a row whose ids are not known yet (`ExLlamaV2.prepare_step`), or return
         None.

@@ -1,7 +1,6 @@
 """Results that several GPUs gather by storing into one another's memory.
 
-Nothing here waits on the host, and all of it can be captured. Experimental: no executor uses it yet, and it was
-tested on one GPU only.
+Nothing here waits on the host, and all of it can be captured.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ._check import require_shape
 from .cuda_ops import launch_on
 from .errors import DeviceError, DTypeError, ShapeError, UnsupportedError
 
-__all__ = ["MOST_EXCHANGES", "MOST_GPUS", "Mailboxes"]
+__all__ = ["MOST_EXCHANGES", "MOST_GPUS", "Mailboxes", "free_deleted"]
 
 MOST_GPUS = 8
 MOST_EXCHANGES = 1024
@@ -25,7 +24,14 @@ MOST_EXCHANGES = 1024
 WORD = 4  # bytes
 _gone: list[list[Tensor]] = []
 """Mailboxes of deleted objects: launches of other GPUs, which no stream of their own GPU waits for, may still store
-into them. They are freed when the GPUs are idle."""
+into them. `free_deleted` frees them when the GPUs are idle."""
+
+
+def free_deleted() -> None:
+    """Free the memory of deleted mailboxes. Waits for their GPUs."""
+    gone, _gone[:] = [*_gone], []
+    for device in {box.device for boxes in gone for box in boxes}:
+        torch.cuda.synchronize(device)
 
 
 class Mailboxes:
@@ -52,9 +58,7 @@ class Mailboxes:
         if not 2 <= len(devices) <= MOST_GPUS:
             raise UnsupportedError(f"{len(devices)} GPUs exchange results; from 2 to {MOST_GPUS} can")
         self.devices = list(devices)
-        for device in {place for boxes in _gone for place in (box.device for box in boxes)}:
-            torch.cuda.synchronize(device)
-        _gone.clear()
+        free_deleted()
         half = -(-size // WORD)
         self._boxes = [torch.zeros(2 * half, dtype=torch.int64, device=device) for device in self.devices]
         self.steps = [torch.zeros(1, dtype=torch.int32, device=device) for device in self.devices]
@@ -138,5 +142,5 @@ class Mailboxes:
             if int(failed):
                 raise DeviceError(
                     f"{device} waited in vain for results of the other GPUs: one of them stopped or is not in step; "
-                    "unload the model and load it again"
+                    "try again, and restart the process if it happens again"
                 )

@@ -75,9 +75,11 @@ def refusal_of_model(model: LanguageModel) -> str | None:
         return f"{GRAPHS_VARIABLE}=0 asks for eager launches"
     if model.config.no_graphs:
         return "config.no_graphs asks for eager launches"
-    if model.tp_context is not None:
-        return "the matrices are sharded over several devices"
-    if any(not name.startswith("cuda") for name in model.placement.names):
+    context = model.tp_context
+    if context is not None and not context.exchange.whole:
+        return "each device has a process of its own"
+    names = model.placement.names if context is None else context.names
+    if any(not name.startswith("cuda") for name in names):
         return "a part of the model is on the CPU"
     if any(isinstance(module, Intervention) for module in model.modules):
         return "a module is wrapped in an Intervention"

@@ -12,6 +12,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,13 +41,18 @@ from .capturable import (
     without_hooks,
 )
 from .fused import JoinedLaunches, joined_launches_of, joins_adapters
-from .inputs import Bucket, StepInputs, passed
+from .inputs import Bucket, StepInputs, StepTensors, passed
 from .sections import Handover, SectionGraphs, mirrored, sections_of
+from .sharded.launches import ShardLaunches, shard_launches_of
+from .sharded.mail import Mail, exchanges, refusal_of_access
 
 if TYPE_CHECKING:
+    from exl_kernels.peer import Mailboxes
+
     from ..cache import ExLlamaV2CacheBase
     from ..contracts import Adapter
     from ..language_model import LanguageModel
+    from .sharded.context import TensorParallel
 
 __all__ = ["CaptureFailure", "DecodeGraphs", "PendingStep"]
 
@@ -86,6 +92,8 @@ class _Graph:
     adapters: tuple[RowAdapters, ...] = ()  # on each device
     set_ids: list[int] = field(default_factory=list)  # contents of the adapters' tensor at this point of the stream
     views: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    boxes: Mailboxes | None = None  # through which the devices of a sharded model exchange results
+    launches: Sequence[ShardLaunches] = ()  # of a sharded model: norm weights of each device
 
     def send_set_ids(self, set_ids: list[int]) -> None:
         """Queue the copy of the adapters of the first rows unless the GPUs have them; the other rows are padding."""
@@ -191,8 +199,13 @@ class PendingStep:
         try:
             self._captured.send_set_ids(self._set_ids)
             self._captured.graph.replay()
-        except RuntimeError as error:
-            raise _typed(error) from error
+        except BaseException as error:
+            if self._captured.boxes is not None:
+                # Some devices may run a step that others do not: their exchanges are out of step for good.
+                self._owner.clear()
+            if isinstance(error, RuntimeError):
+                raise _typed(error) from error
+            raise
         self._number = self._owner.steps
         self._owner.longest = self._cache.current_seq_len = self._longest
         return self._captured.logits_of(*self._shape)
@@ -223,6 +236,8 @@ class DecodeGraphs:
         self._logits: dict[int, Tensor] = {}
         self._workspaces: list[Tensor] = []
         self._joined: JoinedLaunches | str | None = None
+        self._shards: list[ShardLaunches] | str | None = None  # of a sharded model, or why there are none
+        self._mail = Mail()
         # Of each device. One stream for all captures: torch reuses memory freed on a stream for that stream only.
         self._pools: dict[torch.device, Any] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -303,6 +318,9 @@ class DecodeGraphs:
         longest = max(past.tolist(), default=0) + q_len  # faster on the host than the tensor's own maximum
         if longest > min(table.shape[1] * size, model.config.max_seq_len):
             return None
+        if adapters and model.tp_context is not None:
+            self.reason = "adapters of a sharded model are added on its first device"
+            return None
         if adapters and batch * q_len > KERNEL_ROWS:
             self.reason = f"adapters are added by kernels to at most {KERNEL_ROWS} rows"
             return None
@@ -365,6 +383,18 @@ class DecodeGraphs:
         self.apart_reason = self._joined if isinstance(self._joined, str) else None
         return self._joined
 
+    def check_peers(self) -> None:
+        """Check the exchanges of a sharded model's steps, whose logits are NaN if one failed. Waits for the GPUs.
+
+        Raises:
+            DeviceError: a device waited in vain for another one. Later steps are recorded anew.
+        """
+        try:
+            self._mail.check()
+        except DeviceError:
+            self.clear()
+            raise
+
     def clear(self) -> None:
         """Drop every captured step and free its memory."""
         self._drop(list(self._graphs))
@@ -372,7 +402,8 @@ class DecodeGraphs:
         self._failed.clear()
         self._logits.clear()
         self._workspaces.clear()
-        self._joined = None
+        self._mail.clear()
+        self._joined = self._shards = None
         self._arrangement = self._modules = None
         self._refused = self.reason = None
 
@@ -423,6 +454,8 @@ class DecodeGraphs:
 
     def _takes(self, model: LanguageModel, bucket: Bucket) -> bool:
         """Return whether steps of a bucket have batch-invariant results if they are captured."""
+        if model.tp_context is not None:
+            return self._takes_sharded(model, model.tp_context, bucket.tokens)
         if bucket.tokens <= PACKED_ROWS:
             return True
         joined = self._joined_or_reason(model)
@@ -431,6 +464,21 @@ class DecodeGraphs:
             return True
         self.reason = f"modules run more than {PACKED_ROWS} rows by matmuls that are not batch-invariant"
         return False
+
+    def _takes_sharded(self, model: LanguageModel, context: TensorParallel, rows: int) -> bool:
+        """Return whether the devices of a sharded model have captured steps of so many rows; `reason` says why not."""
+        if self._shards is None:
+            with torch.inference_mode(False):
+                self._shards = refusal_of_access(context) or shard_launches_of(model)
+        if isinstance(self._shards, str):
+            self.reason = f"the matrices are sharded, and {self._shards}"
+            return False
+        if not all(launches.takes(rows) for launches in self._shards):
+            self.reason = (
+                f"the matrices are sharded, and one has no kernel with norm, gate and residual for {rows} rows"
+            )
+            return False
+        return True
 
     def _captured(
         self, model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, adapted: bool
@@ -483,6 +531,8 @@ class DecodeGraphs:
         device = model.device
         assert device is not None
         assert isinstance(model.modules[-1], Head)
+        if model.tp_context is not None:
+            return self._record_sharded(model, model.tp_context, cache, bucket)
         joined = None if adapted and not joins_adapters() else self._joined_or_reason(model)
         inputs = StepInputs(bucket, device)
         logits = self._logits_of(bucket.tokens, model.config.padded_vocab_size, device)
@@ -511,6 +561,30 @@ class DecodeGraphs:
             kept += [state, held]
         whole = parts[0][1] if len(parts) == 1 else SectionGraphs(parts)
         return _Graph(whole, inputs, logits, (*kept, *self._workspaces), tuple(adapters), [-1] * bucket.tokens)
+
+    def _record_sharded(
+        self, model: LanguageModel, context: TensorParallel, cache: ExLlamaV2CacheBase, bucket: Bucket
+    ) -> _Graph:
+        """Record a graph for each device of a sharded model. The graphs wait for one another's results."""
+        assert isinstance(self._shards, list), "_takes_sharded has made them"
+        inputs = StepInputs(bucket, context.home)
+        logits = self._logits_of(bucket.tokens, model.config.padded_vocab_size, context.home)
+        widest = max(launches.row_bytes for launches in self._shards)
+        boxes = self._mail.boxes(context, bucket.tokens, widest)
+        pages = context.pages(cache, bucket.page_size, (bucket.batch, model.config.head_dim))
+        kept: list[Tensor] = []
+        parts: list[tuple[list[Handover], torch.cuda.CUDAGraph]] = []
+        for shard in reversed(range(len(self._shards))):
+            device = context.device(shard)
+            own = StepTensors(bucket, device) if shard else inputs
+            # The home device's graph is queued last: it ends, and lets a copy behind it begin, only after the others.
+            handovers = [Handover(inputs.buffer, own.buffer)] if shard else []
+            step = replace(static_step(model, cache, bucket, own, device), pages=pages[shard])
+            body = self._shards[shard].body(own.ids, step, partial(exchanges, boxes, shard))
+            graph, result, held = self._capture(body, None if shard else logits, own.ids)
+            parts.append((handovers, graph))
+            kept += [step.rows, step.cos, step.sin, *(step.alt or ()), result, held]
+        return _Graph(SectionGraphs(parts), inputs, logits, (*kept, *self._workspaces), (), [], {}, boxes, self._shards)
 
     def _capture(
         self, body: Callable[[Tensor | None], Tensor], logits: Tensor | None, memory: Tensor
@@ -586,5 +660,6 @@ def _offsets(offsets: Tensor, past: Tensor) -> Tensor | None:
 
 def _place(cache: ExLlamaV2CacheBase, page_size: int) -> tuple[int, ...]:
     """Return which cache it is and where its tensors, allocated together, are: captured steps hold these addresses."""
-    ends = (cache.pages(layer, page_size).value.data_ptr() for layer in (0, cache.num_hidden_layers - 1))
+    shards, last = cache.shards(), cache.num_hidden_layers - 1
+    ends = (held.pages(layer, page_size).value.data_ptr() for held, layer in ((shards[0], 0), (shards[-1], last)))
     return (id(cache), page_size, *ends)

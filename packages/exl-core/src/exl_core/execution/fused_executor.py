@@ -12,6 +12,7 @@ from ..inputs import check_row_loras
 from .attn_params import PagedParams
 from .eager import first_step, matmuls_of, run_modules
 from .forward_pass import ForwardPass, checked
+from .sharded.executor import SHARDED
 
 if TYPE_CHECKING:
     from .batch import Step
@@ -33,6 +34,8 @@ class Fused:
             logits = _captured(model, asked)
             if logits is not None:
                 return {"logits": logits}
+        if model.tp_context is not None:
+            return SHARDED.run(model, asked)
         asked = checked(model, asked)
         with out_of_memory_as_error("run the model"), matmuls_of(asked):
             step = first_step(model, asked)

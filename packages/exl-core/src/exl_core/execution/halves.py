@@ -42,8 +42,10 @@ __all__ = [
     "ModuleHalf",
     "Normed",
     "ParallelHalf",
+    "attend_heads",
     "chains",
     "half_of",
+    "head_norms_of",
     "is_changed",
     "row_blocks",
     "run_chained",
@@ -249,7 +251,7 @@ class AttentionHalf(_JoinedHalf):
         if self._own_norm is not None:
             self.qkv = _joined(a.q_proj, a.k_proj, a.v_proj, norm=self._own_norm)
         self.o = _joined(a.o_proj)
-        self.head_norms = _head_norms(a)
+        self.head_norms = head_norms_of(a)
         """Norms of q and k that attention of one token a row applies."""
         self.first_matmul = self.qkv_normed
         self._shapes = a.q_norm is not None or a.k_norm is not None or bool(a.clip)
@@ -298,7 +300,7 @@ class AttentionHalf(_JoinedHalf):
         q, k, v = self._split(qkv)
         if step.q_len > 1 or self.head_norms is None:
             q, k, v = self._shaped(q, k, v)
-        return _attend(self.attention, q, k, v, step, into, self.head_norms)
+        return attend_heads(self.attention, q, k, v, step, into, self.head_norms)
 
     def run(self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step) -> tuple[Tensor, Tensor | None]:
         """Run norm, q, k, v, attention, o and residual as separate launches."""
@@ -309,7 +311,7 @@ class AttentionHalf(_JoinedHalf):
             q = a.shaped(a.q_proj.quant.matmul(h), a.q_norm)
             k = a.shaped(a.k_proj.quant.matmul(h), a.k_norm)
             v = a.shaped(a.v_proj.quant.matmul(h))
-            mixed = _attend(a, q, k, v, step)
+            mixed = attend_heads(a, q, k, v, step)
         else:
             mixed = self.attend(qkv, step)
         return x, self.add_matmul(x, mixed.view(rows, -1), given, following)
@@ -595,7 +597,7 @@ def _input_norm(norm: RMSNorm | None) -> InputNorm | None:
     return None if norm is None else InputNorm(norm.loaded_weight, norm.eps)
 
 
-def _head_norms(a: Attention) -> HeadNorms | None:
+def head_norms_of(a: Attention) -> HeadNorms | None:
     """Return norms of q and k that attention of one token a row can apply, or None.
 
     These are RMS norms whose weight all heads share.
@@ -607,7 +609,7 @@ def _head_norms(a: Attention) -> HeadNorms | None:
     return HeadNorms(q.loaded_weight, k.loaded_weight, q.eps) if q.eps == k.eps else None
 
 
-def _attend(
+def attend_heads(
     a: Attention,
     q: Tensor,
     k: Tensor,

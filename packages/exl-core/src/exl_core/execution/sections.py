@@ -7,6 +7,7 @@ everything: a device overwrites what it handed over only after it has received w
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from ..language_model import LanguageModel
 
 __all__ = ["Handover", "Section", "SectionGraphs", "mirrored", "queue_copy", "sections_of"]
+
+_queueing = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +120,15 @@ class SectionGraphs:
         self._parts = list(parts)
 
     def replay(self) -> None:
-        """Queue the whole step on the current stream of each device."""
-        for handovers, graph in self._parts:
-            for handover in handovers:
-                handover.queue()
-            graph.replay()
+        """Queue the whole step on the current stream of each device.
+
+        One step at a time: graphs of a sharded model wait for one another, so all devices must get steps in one order.
+        """
+        with _queueing:
+            for handovers, graph in self._parts:
+                for handover in handovers:
+                    handover.queue()
+                graph.replay()
 
 
 def mirrored(sections: Sequence[Section], inputs: StepInputs) -> tuple[dict[str, StepTensors], dict[str, Handover]]:

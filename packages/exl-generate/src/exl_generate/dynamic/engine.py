@@ -307,7 +307,7 @@ class Engine:
             places: dict[JobStep, list[int]] = {}
             for at, (step, _) in enumerate(drawn):
                 places.setdefault(step, []).append(at)
-            samples = launched.samples([own[0] for own in places.values()])
+            samples = self._runner.explained(launched.samples([own[0] for own in places.values()]))
             if expected:
                 self._settle_next(expected, dict(zip(places, samples, strict=True)), launched.written)
             if first:

@@ -105,6 +105,7 @@ _OF_MODELS = (
     "hooked",
     "in_lockstep",
     "invariant_tokens",
+    "check_peers",
     "prepare_step",
 )
 _OF_CACHES = ("copy_states", "model", "batch_size", "max_seq_len")

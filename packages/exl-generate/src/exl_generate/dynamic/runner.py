@@ -18,10 +18,13 @@ from numpy.typing import NDArray
 
 from exl_core import PagedParams
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX, Sequence
+from exl_generate.errors import NoCandidatesError
 from exl_generate.interrupts import interruptible
+from exl_kernels.errors import ExlError
 
 if TYPE_CHECKING:
     from exl_generate.contracts import Cache, Model, PreparedStep
+    from exl_generate.sampling.sampler import Sample
 
 __all__ = ["Chunk", "Runner", "Window"]
 
@@ -245,6 +248,16 @@ class Runner:
         with torch.inference_mode():
             found = self._model.forward_chunk(ids, cache=self._cache, attn_params=params, **extra)
         return torch.as_tensor(found["logits"]).float().clone()  # the result of forward_chunk may be the model's memory
+
+    def explained(self, samples: list[Sample | Exception]) -> list[Sample | Exception]:
+        """Replace errors of samples whose logits are NaN because devices of the model lost one another."""
+        if not any(isinstance(sample, NoCandidatesError) for sample in samples):
+            return samples
+        try:
+            self._model.check_peers()
+        except ExlError as error:
+            return [error if isinstance(sample, NoCandidatesError) else sample for sample in samples]
+        return samples
 
     def _params(self, sequences: list[Sequence], positions: list[int], q_len: int) -> PagedParams:
         blocks = [sequence.block for sequence in sequences]

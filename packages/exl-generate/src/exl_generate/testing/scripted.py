@@ -125,6 +125,9 @@ class ModelBase:
         """Return None: tokens of a pass never depend on each other."""
         return None
 
+    def check_peers(self) -> None:
+        """Do nothing: there is one device."""
+
     def prepare_step(self, q_len: int, cache: Any, attn_params: Any, *, row_loras: Any = None) -> Any:
         """Return None: a step is computed when its ids are known."""
         return None

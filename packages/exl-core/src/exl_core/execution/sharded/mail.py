@@ -1,0 +1,86 @@
+"""The exchanges of captured steps of a sharded model: mailboxes by number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from exl_kernels.peer import Mailboxes, free_deleted
+
+from .launches import Gather
+from .transfer import is_direct
+
+if TYPE_CHECKING:
+    from .context import TensorParallel
+
+__all__ = ["Mail", "refusal_of_access"]
+
+
+def refusal_of_access(context: TensorParallel) -> str | None:
+    """Return why the devices cannot store into one another's memory; None if they can, which this opens."""
+    places = [context.device(shard) for shard in range(len(context.names))]
+    for one in places:
+        for other in places:
+            if one == other:
+                continue
+            if not (torch.cuda.can_device_access_peer(one, other) and is_direct(one, other)):
+                return f"{one} cannot access the memory of {other}"
+    return None
+
+
+class Mail:
+    """Mailboxes of a sharded model, one set for steps of up to 1, 2, 4, .. rows, made on first use."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[int, Mailboxes] = {}
+
+    def clear(self) -> None:
+        """Drop all mailboxes. Waits for the GPUs: a step may still be under way."""
+        if self._boxes:
+            self._boxes.clear()
+            free_deleted()
+
+    def check(self) -> None:
+        """Raise DeviceError if a device gave up waiting for another one in any step. Waits for the GPUs."""
+        for boxes in self._boxes.values():
+            boxes.check()
+
+    def boxes(self, context: TensorParallel, rows: int, row_bytes: int) -> Mailboxes:
+        """Return mailboxes for results of up to `rows` rows of `row_bytes` bytes."""
+        most = 1 << (rows - 1).bit_length()
+        if most not in self._boxes:
+            devices = [context.device(shard) for shard in range(len(context.names))]
+            self._boxes[most] = Mailboxes(devices, most * row_bytes)
+        return self._boxes[most]
+
+
+class Exchanges:
+    """The exchanges of one step of one device: a `Gather`, which numbers them.
+
+    `live`: kernels send and wait. Otherwise they are only loaded: others may be in the midst of a step.
+    """
+
+    def __init__(self, boxes: Mailboxes, shard: int, live: bool) -> None:
+        self._boxes, self._shard, self._live = boxes, shard, live
+        self._number = 0
+        if live:
+            boxes.begin_step(shard)
+
+    def __call__(
+        self, own: Tensor, begins: Sequence[int], full: Tensor | None, receivers: Sequence[int] | None
+    ) -> Tensor:
+        """Gather the columns of all devices; see `Gather`."""
+        if full is None:
+            full = own.new_empty(own.shape[0], begins[-1])
+        live = self._live
+        self._boxes.gather(self._shard, own, full, begins, self._number, receivers, send=live, receive=live)
+        self._number += 1
+        return full
+
+
+def exchanges(boxes: Mailboxes, shard: int, live: bool) -> Gather:
+    """Return the exchanges of one step of one device; arguments as for `Exchanges`."""
+    return Exchanges(boxes, shard, live)

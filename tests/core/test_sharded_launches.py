@@ -1,0 +1,178 @@
+"""The launches of each device of a sharded model, on the CPU: devices are threads that meet at every exchange."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from joined_on_cpu import FusedDouble, joined_on_cpu
+from random_models import write_random_model
+from torch import Tensor
+
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_TP, ExLlamaV2Config, PagedParams
+from exl_core.execution.sharded import Shares, launches
+from exl_core.execution.sharded.launches import Gather, ShardLaunches, shard_launches_of
+from exl_core.execution.step import build_step
+
+pytestmark = pytest.mark.covers("core.md: tensor-parallel")
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "vocab_size": 160,
+}
+CONFIG: dict[str, Any] = {
+    **SIZES,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "layer_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "hidden_act": "silu",
+}
+PAGE = 16
+
+
+class Meeting:
+    """The exchanges of a step: every device brings its columns, then takes all."""
+
+    def __init__(self, devices: int) -> None:
+        self._barrier = threading.Barrier(devices)
+        self._brought: list[Tensor | None] = [None] * devices
+        self.counts = [0] * devices
+        self.end = self._barrier.abort
+
+    def of(self, shard: int) -> Gather:
+        def gather(own: Tensor, begins: Sequence[int], full: Tensor | None, receivers: Sequence[int] | None) -> Tensor:
+            assert own.shape[1] == begins[shard + 1] - begins[shard]
+            self.counts[shard] += 1
+            self._brought[shard] = own.clone()
+            self._barrier.wait()
+            whole = torch.cat([part for part in self._brought if part is not None], 1)
+            self._barrier.wait()
+            if receivers is not None and shard not in receivers:
+                return own.new_full((own.shape[0], begins[-1]), float("nan"))
+            return whole if full is None else full.copy_(whole)
+
+        return gather
+
+
+def build(folder: Any) -> ExLlamaV2:
+    config = ExLlamaV2Config(folder)
+    config.cpu_matmul = "exact"
+    return ExLlamaV2(config)
+
+
+def sharded(monkeypatch: pytest.MonkeyPatch, folder: Any, shares: list[float]) -> ExLlamaV2:
+    """The model over logical CPUs, its MLPs cut by outputs as on GPUs."""
+    monkeypatch.setenv("EXL_DEVICE", ",".join(f"cpu:{i}" for i in range(len(shares))))
+    monkeypatch.setattr(Shares, "all_have_quarters", lambda shares: False)
+    model = build(folder)
+    model.load_tp(shares)
+    return model
+
+
+def run(model: ExLlamaV2, made: list[ShardLaunches], ids: Tensor, params: PagedParams, cache: Any) -> Tensor:
+    """The logits of a step of all devices at once."""
+    context = model.tp_context
+    assert context is not None
+    batch, q_len = ids.shape
+    basics = (model.config, model.rope, cache, params, batch, q_len, None, torch.device("cpu"))
+    meeting, results = Meeting(len(made)), [torch.empty(0)] * len(made)
+    logits = torch.empty(batch * q_len, model.config.padded_vocab_size)
+    pages = context.pages(cache, params.page_size, (batch, model.config.head_dim))
+
+    def device(shard: int) -> None:
+        step = build_step(*basics)
+        step.pages = pages[shard]
+        try:
+            with torch.inference_mode():
+                results[shard] = made[shard].run(ids.reshape(-1), step, meeting.of(shard), None if shard else logits)
+        except BaseException:
+            meeting.end()  # the others would wait for this device
+            raise
+
+    threads = [threading.Thread(target=device, args=(shard,)) for shard in range(len(made))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results[0] is logits
+    assert set(meeting.counts) == {2 * (len(model.modules) - 3) + 2}, "an even number, the same of every device"
+    return logits
+
+
+@pytest.mark.parametrize("shares", [[8.0, 8.0], [4.0, 14.0], [8.0] * 4], ids=["two", "uneven", "four"])
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
+@pytest.mark.parametrize("kind", ["exl2", "gptq"])
+def test_all_devices_together_are_one_device(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, kind: str, family: str, shares: list[float]
+) -> None:
+    """Logits and stored keys are bitwise identical, for one token a row and for several."""
+    folder = lab.write(kind=kind, architectures=[family], **SIZES)
+    monkeypatch.setenv("EXL_DEVICE", "cpu")
+    whole = build(folder)
+    whole.load()
+    model = sharded(monkeypatch, folder, shares)
+    joined_on_cpu(monkeypatch)
+    monkeypatch.setattr(launches, "FusedLinear", FusedDouble)
+    monkeypatch.setattr(launches, "is_changed", lambda module: False)
+    made = shard_launches_of(model)
+    assert isinstance(made, list), made
+    assert made[0].row_bytes == 4 * SIZES["vocab_size"]
+    for batch, q_len in ((1, 1), (5, 1), (2, 3)):
+        ids = lab.ids(batch, 20 + q_len, vocab=160)
+        table = torch.arange(2 * batch, dtype=torch.int32).flip(0).view(batch, 2)
+        begin = PagedParams(batch, table, torch.zeros(batch, dtype=torch.int32), 0, PAGE, 20)
+        behind = PagedParams(batch, table, torch.full((batch,), 20, dtype=torch.int32), 20, PAGE, q_len)
+        cache = ExLlamaV2Cache(whole, max_seq_len=2 * PAGE * batch)
+        parts = ExLlamaV2Cache_TP(model, max_seq_len=2 * PAGE * batch)
+        for one, held in ((whole, cache), (model, parts)):
+            one.forward_chunk(ids[:, :20], held, attn_params=begin, preprocess_only=True)
+        want = whole.forward_chunk(ids[:, 20:], cache, attn_params=behind)["logits"].flatten(0, 1)
+        assert torch.equal(run(model, made, ids[:, 20:], behind, parts), want)
+        keys = torch.cat([part.key_states[0] for part in parts.shards()], 2)  # type: ignore[arg-type]
+        assert torch.equal(keys, cache.key_states[0])  # type: ignore[arg-type]
+
+
+def test_models_without_such_launches(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason names what is in the way."""
+    joined_on_cpu(monkeypatch)
+    monkeypatch.setattr(launches, "FusedLinear", FusedDouble)
+    for changes, reason in (
+        ({"kind": "float"}, "not quantized"),
+        ({"kind": "exl2", "vocab_size": 130}, "in one piece"),
+        ({"kind": "exl2", "num_key_value_heads": 1}, "in one piece"),
+    ):
+        model = sharded(monkeypatch, lab.write(**{**SIZES, **changes}), [8.0, 8.0])
+        found = shard_launches_of(model)
+        assert isinstance(found, str)
+        assert reason in found
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "reason"),
+    [
+        ("Gemma2ForCausalLM", {"sliding_window": 16, "query_pre_attn_scalar": 32}, "hidden state is float32"),
+        ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}, "chooses among 4 experts"),
+        ("CohereForCausalLM", {"logit_scale": 0.5}, "no RMSNorm"),
+        ("Olmo2ForCausalLM", {}, "norms that matmuls do not apply"),
+    ],
+)
+def test_families_without_such_launches(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, family: str, more: dict[str, Any], reason: str
+) -> None:
+    """The description of the layers decides."""
+    joined_on_cpu(monkeypatch)
+    folder = write_random_model(tmp_path / family, {**CONFIG, "architectures": [family], **more})
+    found = shard_launches_of(sharded(monkeypatch, folder, [8.0, 8.0]))
+    assert isinstance(found, str)
+    assert reason in found
