@@ -135,7 +135,7 @@ DEVICE void fetch(uint8_t* to, int stride, const uint8_t* from, const uint8_t* s
   const int64_t step = (int64_t)(heads * BYTES * ROWS);
   uint8_t* mine = to + row * stride + tid % CHUNKS * 16;
   const uint64_t once = evict_first();
-#pragma unroll 8
+#pragma unroll 2
   for (int i = 0; i < PASSES; i++) {
     const int r = row + i * ROWS;
     if (r != skip) {
@@ -362,8 +362,16 @@ DEVICE void join_in_order(Pair& pair, int count, F sums_of, G state_of) {
   if (lane == 0) earlier = pair.max;
   join_factors(earlier, state.x, state.y, kept, added);
   pair.max = __shfl_sync(~0u, most, MOST - 1);
+  // In two rounds of one code: a launch runs its code for the first time, so its size costs more than the loop.
+#pragma unroll 1
+  for (int from = 0; from < MOST; from += MOST / 2) {
 #pragma unroll
-  for (int k = 0; k < MOST; k++) pair.join(sums[k], __shfl_sync(~0u, state.y, k), __shfl_sync(~0u, kept, k), __shfl_sync(~0u, added, k));
+    for (int k = 0; k < MOST / 2; k++) {
+      const int part = from + k;
+      pair.join(sums[k], __shfl_sync(~0u, state.y, part), __shfl_sync(~0u, kept, part), __shfl_sync(~0u, added, part));
+      sums[k] = sums[k + MOST / 2];
+    }
+  }
 }
 
 // Writes a split to the workspace. The last block to arrive joins all splits: it returns true, with the total in `pair`.
