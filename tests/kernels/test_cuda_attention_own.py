@@ -237,7 +237,7 @@ def packed(matrix: CudaQuantMatrix, x: Tensor) -> tuple[int, Tensor]:
     plan = group.plan_with("gemm_few" if few else "gemm_batch", rows)
     scratch = torch.zeros(plan.scratch_bytes, dtype=torch.uint8, device="cuda")
     launch_matmul(group, plan, x, x.new_empty(rows, 64), scratch=scratch)
-    return 8 if few else next(n for n in (16, 32, 64, 128) if rows <= n), scratch
+    return 8 if few else next(n for n in (16, 32, 64, 80, 96, 128) if rows <= n), scratch
 
 
 @pytest.mark.needs("bulk_copy", "wgmma")
@@ -250,7 +250,7 @@ def test_results_packed_for_the_next_matmul(
 ) -> None:
     made = product_of(heads * groups * dim, matrix)
     cycle = [65, 1, 700, 0, *([1, 1, 1, 64] if UNDER_A_TOOL else [256, 130, 513, 64])]
-    for tokens in (3, 9, 64, 65) if UNDER_A_TOOL else (1, 3, 8, 9, 16, 23, 64, 65, 128):
+    for tokens in (3, 9, 64, 65) if UNDER_A_TOOL else (1, 3, 8, 9, 16, 23, 64, 65, 90, 128):
         step = own_step(kind, (cycle * 16)[:tokens], heads=heads, groups=groups, dim=dim, page_size=64)
         want = step.apart(**options)
         columns, reference = packed(made, want.view(tokens, -1))
@@ -298,7 +298,7 @@ def test_blocks_that_share_k_need_not_wait_for_one_another(dtype: torch.dtype) -
     made = product_of(4096, "exl2")
     group, stream = group_of(made), torch.cuda.current_stream().cuda_stream
     bf16 = dtype == torch.bfloat16
-    wide = (65, 128) if "wgmma" in Card.device(0).features else ()
+    wide = (65, 96, 128, 160, 256) if "wgmma" in Card.device(0).features else ()
     for rows in (9, 16, 23, 32, 64, *wide):
         x = torch.randn(rows, 4096, device="cuda").to(dtype)
         most = group.plan_with("gemm_batch", rows, bfloat16=bf16, tuning=[0, 0, 4, 0, 0])

@@ -172,4 +172,6 @@ struct BatchWhole : Batch<KIND, ENTRY, N, W, false> {
   BATCH(batch_##kind##_##ENTRY##_32x4, 96, KIND, ENTRY, 32, 4, false, 112, 32) \
   BOTH(batch_##kind##_##ENTRY##_64x2, 152, KIND, ENTRY, 64, 2, 208, 40)        \
   BOTH(batch_##kind##_##ENTRY##_64x3, 128, KIND, ENTRY, 64, 3, 160, 32)        \
+  BOTH(batch_##kind##_##ENTRY##_80x2, 152, KIND, ENTRY, 80, 2, 208, 40)        \
+  BOTH(batch_##kind##_##ENTRY##_96x2, 152, KIND, ENTRY, 96, 2, 208, 40)        \
   BOTH(batch_##kind##_##ENTRY##_128x2, 168, KIND, ENTRY, 128, 2, 240, 24)

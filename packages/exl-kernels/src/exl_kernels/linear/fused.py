@@ -121,6 +121,8 @@ class FusedLinear:
         self._packed_norm: _native.NormPrologue | None = None
         if norm is not None:
             weight = norm.weight.float().contiguous()
+            if weight.data_ptr() % 16:  # kernels copy 16 bytes at a time
+                weight = weight.clone()
             self._norm = _native.NormPrologue(weight, norm.eps, norm.offset)
             if self.takes_packed(FEW_ROWS):
                 assert isinstance(first, CudaQuantMatrix)

@@ -10,12 +10,12 @@ pub struct Ordered {
     pub to: usize,
     /// Row of K of each feature (u16), or 0: the same.
     pub row_of_feature: usize,
-    /// 8: the layout of `kernels/linear/rows.cuh`; 16, 32, 64, 128: that of `kernels/linear/prepared.cuh` for wgmma.
+    /// 8: the layout of `kernels/linear/rows.cuh`; all others: that of `kernels/linear/prepared.cuh` for wgmma.
     pub columns: usize,
 }
 
 /// Numbers of tokens for which a matmul's input may be packed.
-pub const ORDERED_COLUMNS: [usize; 5] = [8, 16, 32, 64, 128];
+pub const ORDERED_COLUMNS: [usize; 7] = [8, 16, 32, 64, 80, 96, 128];
 
 impl Ordered {
     /// Bytes of the packed results, for `features` of K.

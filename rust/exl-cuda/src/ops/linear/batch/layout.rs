@@ -9,13 +9,16 @@ use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::layout::UNIT_ROWS;
 use crate::ops::Target;
+use crate::ops::linear::select::Kernel;
 use crate::ops::linear::{self, Half, Matrix};
 
 const LAYOUT_THREADS: u32 = 128;
-/// Approximate number of blocks of a packing launch: one per SM fits beside the previous matmul.
+/// Approximate number of blocks of a packing launch beside a matmul by wgmma: one per SM fits there.
 const LAYOUT_BLOCKS: usize = 128;
 /// Least number of blocks that share a row, if it is long enough: with a whole row a block has too much shared memory to fit there.
 const LEAST_SHARES: usize = 2;
+/// Units of K for which each thread of a block packs one group of eight values.
+const LEAST_UNITS: usize = LAYOUT_THREADS as usize * 8 / UNIT_ROWS;
 
 /// Placeholder blocks of a packing launch for each SM that the previous matmul leaves free, if these SMs are few. Many more placeholder
 /// blocks would leave no room for packing blocks beside the matmul. With twenty or more free SMs they are useless
@@ -37,23 +40,44 @@ struct Preparation {
     k: i32,
     m: i32,
     columns: i32,
-    shares: i32,
+    share: i32,
     idle: i32,
     eps: f32,
     offset: f32,
 }
 
-assert_layout!(Preparation, batch_rows::LayoutTask, { x, weight, out, multipliers, features, layout_rows as rows, units, k, m, columns, shares, idle, eps, offset });
+assert_layout!(Preparation, batch_rows::LayoutTask, { x, weight, out, multipliers, features, layout_rows as rows, units, k, m, columns, share, idle, eps, offset });
 
-/// Blocks that share a row in a packing launch, and their shared memory: the row, a share's features, and the norm's weights of these.
-fn layout_shape(matrix: &Matrix, columns: usize, norm: bool) -> (usize, usize) {
-    let eights = matrix.argument.unit_count as usize * UNIT_ROWS / 8;
-    let blocks = (LAYOUT_BLOCKS / columns)
-        .max(LEAST_SHARES)
-        .min(eights.div_ceil(LAYOUT_THREADS as usize));
-    let units = (eights.div_ceil(blocks) * 8).div_ceil(UNIT_ROWS) + 1;
-    let place = if norm { 4 + 4 } else { 4 };
-    (blocks, 2 * matrix.in_features() + place * UNIT_ROWS * units)
+/// Division of a row among blocks of a packing launch.
+struct Division {
+    /// Units of K of a block, and blocks of a row.
+    share: usize,
+    blocks: usize,
+    /// Bytes of shared memory of a block: the row, the norm's weights, and its features in the layout.
+    shared: usize,
+}
+
+impl Division {
+    fn new(matrix: &Matrix, columns: usize, norm: bool, code: Code) -> Self {
+        let units = matrix.argument.unit_count as usize;
+        let of_feature = if norm { 2 + 4 } else { 2 };
+        let shared = |share: usize| 16 + matrix.in_features() * of_feature + share * UNIT_ROWS * 4;
+        let most = units.div_ceil(LEAST_UNITS);
+        let least = match code {
+            Code::Wgmma => (LAYOUT_BLOCKS / columns).max(LEAST_SHARES).min(most),
+            Code::Mma => most,
+        };
+        // More blocks if their memory then fits beside the matmul.
+        let share = (least..=most)
+            .map(|blocks| units.div_ceil(blocks))
+            .find(|&share| shared(share) <= LEFT_FREE)
+            .unwrap_or_else(|| units.div_ceil(least));
+        Self {
+            share,
+            blocks: units.div_ceil(share),
+            shared: shared(share),
+        }
+    }
 }
 
 /// Placeholder blocks before those that pack and norm `m` rows of `features` features. The rows are usually the residual of a layer, to
@@ -67,7 +91,8 @@ fn idle_blocks(caps: &Capabilities, m: usize, features: usize) -> usize {
 
 pub(super) fn packs(caps: &Capabilities, matrix: &Matrix, norm: bool) -> bool {
     let most = SHARED_BYTES.min(caps.shared_per_block);
-    matrix.in_features().is_multiple_of(8) && layout_shape(matrix, MOST_ROWS, norm).1 <= most
+    matrix.in_features().is_multiple_of(8)
+        && Division::new(matrix, MOST_ROWS, norm, Code::Wgmma).shared <= most
 }
 
 /// Pack the rows of x into the scratch memory.
@@ -103,7 +128,7 @@ pub(super) unsafe fn prepare(
             k: first.argument.in_features,
             m: op.m as i32,
             columns: shares.columns as i32,
-            shares: 1,
+            share: 0,
             idle: 0,
             eps: norm.map_or(0.0, |norm| norm.eps),
             offset: norm.map_or(0.0, |norm| norm.offset),
@@ -133,25 +158,27 @@ unsafe fn pack(
 ) -> Result<(), CudaError> {
     let columns = preparation.columns as usize;
     let norm = preparation.weight != 0;
-    let (blocks, shared) = layout_shape(matrix, columns, norm);
-    let overlaps = to.programmatic && Code::of(&device.info.caps) == Ok(Code::Wgmma);
+    let caps = &device.info.caps;
+    let code = Code::of(caps).map_err(|why| why.for_kernel(Kernel::GemmBatch))?;
+    let Division {
+        share,
+        blocks,
+        shared,
+    } = Division::new(matrix, columns, norm, code);
+    let overlaps = to.programmatic && code == Code::Wgmma;
     let idle = if norm && overlaps && shared <= LEFT_FREE {
-        idle_blocks(
-            &device.info.caps,
-            preparation.m as usize,
-            matrix.in_features(),
-        )
+        idle_blocks(caps, preparation.m as usize, matrix.in_features())
     } else {
         0
     };
-    (preparation.shares, preparation.idle) = (blocks as i32, idle as i32);
+    (preparation.share, preparation.idle) = (share as i32, idle as i32);
     let launch = Launch {
         kernel: if x_type == Half::BF16 {
             "pack_rows_bf16"
         } else {
             "pack_rows_f16"
         },
-        grid: [(idle + columns * blocks) as u32, 1, 1],
+        grid: [(idle + columns) as u32, blocks as u32, 1],
         block: LAYOUT_THREADS,
         shared_bytes: shared as u32,
         stream: to.stream,
@@ -170,11 +197,38 @@ mod tests {
     use crate::ops::linear::tests::matrix;
 
     #[test]
+    fn blocks_of_a_row_share_its_units() {
+        let of = |features: usize, columns, norm, code| {
+            let made = matrix(features / UNIT_ROWS, 2064);
+            let found = Division::new(&made, columns, norm, code);
+            let units = features / UNIT_ROWS;
+            assert!(found.share * found.blocks >= units, "{features}");
+            assert!(found.share * (found.blocks - 1) < units, "{features}");
+            (found.share, found.blocks)
+        };
+        for (features, columns, norm, code, expected) in [
+            (4096, 16, true, Code::Wgmma, (4, 4)),
+            (4096, 32, true, Code::Wgmma, (4, 4)),
+            (4096, 64, true, Code::Wgmma, (8, 2)),
+            (4096, 128, true, Code::Wgmma, (8, 2)),
+            (4096, 64, true, Code::Mma, (4, 4)),
+            (6144, 128, true, Code::Wgmma, (6, 4)),
+            (14336, 64, false, Code::Wgmma, (14, 4)),
+            (256, 16, true, Code::Wgmma, (1, 1)),
+            (768, 128, true, Code::Mma, (3, 1)),
+        ] {
+            let found = of(features, columns, norm, code);
+            assert_eq!(found, expected, "{features} {columns}");
+        }
+    }
+
+    #[test]
     fn placeholder_blocks_if_few_sms_are_free() {
         for features in [2048, 4096, 6144] {
             let layer = matrix(features / UNIT_ROWS, 2064);
             for (columns, _) in VARIANTS {
-                assert!(layout_shape(&layer, columns, true).1 <= LEFT_FREE);
+                let division = Division::new(&layer, columns, true, Code::Wgmma);
+                assert!(division.shared <= LEFT_FREE, "{features} {columns}");
             }
             let idle = [16, 32, 40, 64].map(|m| idle_blocks(&hopper(), m, features));
             assert_eq!(idle, [16; 4], "{features}");

@@ -197,9 +197,11 @@ fn check(
             "two large matrices of equal size",
         ),
         (
-            op.norm.is_none() || norms(caps, matrices) && op.x.is_multiple_of(16),
+            op.norm.is_none_or(|norm| {
+                norms(caps, matrices) && (op.x | norm.weight).is_multiple_of(16)
+            }),
             "a norm",
-            "rows of multiples of 16 bytes, aligned to 16",
+            "rows of multiples of 16 bytes, aligned to 16 like the weights",
         ),
         (
             op.residual == 0
