@@ -298,7 +298,7 @@ def test_blocks_that_share_k_need_not_wait_for_one_another(dtype: torch.dtype) -
     made = product_of(4096, "exl2")
     group, stream = group_of(made), torch.cuda.current_stream().cuda_stream
     bf16 = dtype == torch.bfloat16
-    wide = (65, 96, 128, 160, 256) if "wgmma" in Card.device(0).features else ()
+    wide = (65, 96, 128) if "wgmma" in Card.device(0).features else ()
     for rows in (9, 16, 23, 32, 64, *wide):
         x = torch.randn(rows, 4096, device="cuda").to(dtype)
         most = group.plan_with("gemm_batch", rows, bfloat16=bf16, tuning=[0, 0, 4, 0, 0])

@@ -18,7 +18,7 @@ from exl_kernels.selection import BLOCK_ROWS, PACKED_ROWS
 pytestmark = pytest.mark.cuda
 
 UNDER_A_TOOL = "EXL_SANITIZER" in os.environ  # as in attention_cases.py
-ROWS = (65, 128) if UNDER_A_TOOL else (65, 72, 100, 127, 128)
+ROWS = (65, 128) if UNDER_A_TOOL else (65, 80, 81, 96, 97, 127, 128)
 
 
 def wide(matrices: list[QuantMatrix], **options: object) -> FusedLinear:
@@ -65,7 +65,7 @@ def test_one_launch_takes_all_rows() -> None:
 def test_every_width_and_size(bits: int, n: int, k: int) -> None:
     """Sizes of which blocks share K, and of which they process all of it in several rounds."""
     fused = wide([exl2(n, bits, k=k)])
-    for m in (65, 128):
+    for m in (65, 96, 128):
         assert same(fused, activations(m, k, torch.float16)), m
 
 
@@ -118,9 +118,10 @@ def test_a_small_gated_pair_and_its_reader(form: str) -> None:
     else:
         gate, up, down = gptq(n, False, group, k), gptq(n, False, group, k), gptq(64, False, group, n)
     first, second = wide([gate, up], activation="silu"), wide([down])
-    x = activations(65, k, torch.float16)
-    want = in_blocks(second, in_blocks(first, x))
-    assert torch.equal(first.then(second, x, torch.full_like(want, float("nan"))), want)
+    for m in (65, 96, 128):
+        x = activations(m, k, torch.float16)
+        want = in_blocks(second, in_blocks(first, x))
+        assert torch.equal(first.then(second, x, torch.full_like(want, float("nan"))), want), m
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -145,7 +146,7 @@ def test_random_matmuls(seed: int) -> None:
 
 def test_captured_launches_share_the_workspace_with_fewer_rows() -> None:
     matrices = [wide([exl2(64 * items, 4, seed=items)]) for items in (1, 224, 64, 400, 27)]
-    for m in (128, 64, 100):
+    for m in (128, 64, 90, 100, 70):
         x = activations(m, K, torch.float16)
         wants = [in_blocks(fused, x) for fused in matrices]
         outs = [torch.full_like(want, float("nan")) for want in wants]

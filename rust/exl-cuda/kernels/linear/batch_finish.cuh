@@ -74,8 +74,9 @@ struct BatchFinish : BatchBlock {
 #endif
     return __shfl_sync(~0u, number(), 0);
   }
-  // N / 8 groups of eight rows are dealt in shares of SHARE groups; of 16 rows, two blocks have one group each.
-  static constexpr int SHARE = EIGHTS < QUARTERS ? 1 : EIGHTS / QUARTERS;
+  // N / 8 groups of eight rows are dealt in shares of SHARE groups, of which the last may have fewer; of 16 rows, two blocks have one group
+  // each.
+  static constexpr int SHARE = (EIGHTS + QUARTERS - 1) / QUARTERS;
   DEVICE static void leave_sums(float4* to, const float (&sums)[S], int but) {
 #pragma unroll
     for (int q = 0; q < EIGHTS; q++)
@@ -149,7 +150,7 @@ struct BatchFinish : BatchBlock {
     do {
       largest = 0;
 #pragma unroll
-      for (int q = 0; q < SHARE; q++)
+      for (int q = 0; q < SHARE && first + q < EIGHTS; q++)
 #pragma unroll
         for (int k = 0; k < QUARTERS - 1; k++)
           asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -157,12 +158,12 @@ struct BatchFinish : BatchBlock {
                        : "l"(others[k] + q * 32)
                        : "memory");
 #pragma unroll
-      for (int q = 0; q < SHARE; q++)
+      for (int q = 0; q < SHARE && first + q < EIGHTS; q++)
 #pragma unroll
         for (int k = 0; k < QUARTERS - 1; k++) largest = max(largest, max(max(v[q][k].x, v[q][k].y), max(v[q][k].z, v[q][k].w)));
     } while (__any_sync(~0u, largest == ABSENT));
 #pragma unroll
-    for (int q = 0; q < SHARE; q++)
+    for (int q = 0; q < SHARE && first + q < EIGHTS; q++)
 #pragma unroll
       for (int k = 0; k < QUARTERS - 1; k++) others[k][q * 32] = absent();
   }
@@ -172,7 +173,7 @@ struct BatchFinish : BatchBlock {
       uint4 v[SHARE][QUARTERS - 1];
       take(v, places, quarter, first);
 #pragma unroll
-      for (int q = 0; q < SHARE; q++) add_four(sums, 4 * (first + q), quarter, v[q]);
+      for (int q = 0; q < SHARE && first + q < EIGHTS; q++) add_four(sums, 4 * (first + q), quarter, v[q]);
     }
   }
   // Adds this block's shares; results are pairs of halves.
@@ -191,7 +192,7 @@ struct BatchFinish : BatchBlock {
       uint4 v[SHARE][QUARTERS - 1];
       __half2 residual[SHARE][2];
 #pragma unroll
-      for (int q = 0; q < SHARE; q++)
+      for (int q = 0; q < SHARE && first + q < EIGHTS; q++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           const bool some = p.residual && 8 * (first + q) + token < p.m && n + 8 * h < part.a.out_features;
@@ -199,7 +200,7 @@ struct BatchFinish : BatchBlock {
         }
       take(v, places, quarter, first);
 #pragma unroll
-      for (int q = 0; q < SHARE; q++) {
+      for (int q = 0; q < SHARE && first + q < EIGHTS; q++) {
         const int i = 4 * (first + q);
         add_four(sums, i, quarter, v[q]);
         const float4 r = make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
@@ -263,7 +264,7 @@ struct BatchFinish : BatchBlock {
       }
       return;
     }
-    constexpr int PAIRS = EIGHTS < 4 ? 1 : 2;
+    constexpr int PAIRS = EIGHTS % 4 ? 1 : 2;
 #pragma unroll 1
     for (int q = 0; q < EIGHTS; q += 2 * PAIRS, from += PAIRS * 64) {
       uint32_t residual[PAIRS][4];

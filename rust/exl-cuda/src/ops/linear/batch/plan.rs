@@ -11,7 +11,15 @@ use crate::ops::linear::{Matrix, MatrixArgument};
 pub use shares::{Shares, columns_of};
 
 /// Variants of the kernel for wgmma: columns, and the multiplying warpgroups of a block.
-pub const VARIANTS: [(usize, usize); 5] = [(16, 4), (32, 4), (64, 2), (64, 3), (128, 2)];
+pub const VARIANTS: [(usize, usize); 7] = [
+    (16, 4),
+    (32, 4),
+    (64, 2),
+    (64, 3),
+    (80, 2),
+    (96, 2),
+    (128, 2),
+];
 /// Variants of the kernel for `mma.sync`, with the columns of up to 64 rows; a warpgroup is four warps.
 pub const MMA_VARIANTS: [(usize, usize); 3] = [(16, 4), (32, 4), (64, 2)];
 
@@ -86,8 +94,8 @@ pub const EVEN_COLUMNS: usize = 64;
 pub const EVEN_GROUPS: usize = 3;
 /// Approximate cost of the exchange between blocks in a launch.
 const EXCHANGE_CYCLES: usize = 3000;
-/// The same for each warpgroup and round at 128 columns.
-const WIDE_EXCHANGE_CYCLES: usize = 9000;
+/// The same for each warpgroup and round at more than 64 columns.
+const WIDE_EXCHANGE_CYCLES: usize = 3400;
 /// Counters at the beginning of the workspace, one for four blocks. All matmuls use the same number, because the counts continue from
 /// launch to launch. The memory after the counters is all ones after every launch.
 pub const COUNTERS: usize = 256;

@@ -164,8 +164,8 @@ impl Shares {
             } else {
                 WIDE_EXCHANGE_CYCLES * shares.groups
             };
-            shares.rounds
-                * (units.div_ceil(shares.cut) * wide_unit_cycles(shares.groups) + exchange)
+            let unit = wide_unit_cycles(shares.columns, shares.groups);
+            shares.rounds * (units.div_ceil(shares.cut) * unit + exchange)
         };
         let of = |cut, groups| {
             let tuning = Tuning {
@@ -222,7 +222,12 @@ fn unit_cycles(groups: usize) -> usize {
     659 + 880 * groups
 }
 
-/// The same for 128 columns, measured with one and two warpgroups.
-fn wide_unit_cycles(groups: usize) -> usize {
-    1400 + 1300 * groups
+/// The same for more columns, with one or two warpgroups: between the measured values of 64 and 128 columns.
+fn wide_unit_cycles(columns: usize, groups: usize) -> usize {
+    let (narrow, wide) = if groups == 1 {
+        (1539, 3300)
+    } else {
+        (2419, 4000)
+    };
+    narrow + (wide - narrow) * (columns - EVEN_COLUMNS) / EVEN_COLUMNS
 }

@@ -44,7 +44,7 @@ fn the_division_of_128_columns_takes_fewest_cycles() {
         let shares = found.expect("fits").shares;
         (shares.cut, shares.groups, shares.blocks, shares.rounds)
     };
-    assert_eq!(shares_of(16, 384, 1), (1, 1, 96, 1), "q, k, v");
+    assert_eq!(shares_of(16, 384, 1), (4, 2, 132, 2), "q, k, v");
     assert_eq!(shares_of(16, 256, 1), (4, 2, 128, 1), "o");
     assert_eq!(shares_of(16, 896, 1), (1, 2, 112, 1), "up");
     assert_eq!(shares_of(16, 896, 2), (1, 2, 132, 2), "gate and up");
