@@ -18,6 +18,7 @@ struct Few : Stages<KEY_CODEC, VALUE_CODEC, DIM_, 4, 0> {
   static constexpr int ITEM = 68, ITEM_BYTES = 4 * ITEM;  // floats of 64 dimensions of a row: sums; largest logit, sum of weights, padding
   static constexpr int JOINED = 16;         // splits that the last block loads at once
   static constexpr bool REGISTERS = false;  // queries stay in shared memory
+  static constexpr int UNROLLED = 2, JOIN_ROUNDS = 2;  // little code: a launch takes longer to fetch it than to run it
   // A unit's keys and values, then: queries, weights, largest logits, own key and value, a barrier, the places of results (`ordered`), rows
   // of a unit's results, and the unit results that the cluster's blocks sent.
   static constexpr int QUERIES_AT = Base::UNIT_BYTES, WEIGHTS_AT = QUERIES_AT + COLUMNS * DIM * 2, MAXIMA_AT = WEIGHTS_AT + 4 * NT * 256;
@@ -164,7 +165,7 @@ DEVICE void attention_few(const Attention& a) {
     const int item = (number << shift) + job.rank, row = item / S::BLOCKS, block = item % S::BLOCKS;
     const float* sent = inbox + number * SPLIT_UNITS * S::ITEM;
     Pair pair;
-    join_in_order<SPLIT_UNITS>(
+    join_in_order<SPLIT_UNITS, S::JOIN_ROUNDS>(
         pair, of_split, [&](int k) { return *reinterpret_cast<const float2*>(sent + k * S::ITEM + 2 * lane); },
         [&](int k) { return *reinterpret_cast<const float2*>(sent + k * S::ITEM + 64); });
     if (splits > 1 && !join_splits<S>(a, pair, row, block, split, splits)) continue;

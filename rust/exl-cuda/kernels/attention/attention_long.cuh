@@ -8,7 +8,7 @@ template <class ELEMENT, int KEY_CODEC, int VALUE_CODEC, int DIM_, int COLUMN_TI
 struct Long : Stages<KEY_CODEC, VALUE_CODEC, DIM_, 4, 0> {
   using Element = ELEMENT;
   static constexpr int KC = KEY_CODEC, VC = VALUE_CODEC, DIM = DIM_, NT = COLUMN_TILES, TEAMS = TEAMS_, WARPS = 4 * TEAMS, THREADS = 32 * WARPS;
-  static constexpr int FETCHERS = 32, JOINED = 16, COLUMNS = 8 * NT, MT = DIM / 64, BLOCKS = DIM / 64, ROW = DIM + 4;
+  static constexpr int FETCHERS = 32, JOINED = 16, UNROLLED = 8, JOIN_ROUNDS = 1, COLUMNS = 8 * NT, MT = DIM / 64, BLOCKS = DIM / 64, ROW = DIM + 4;
   static constexpr bool REGISTERS = false;
   // Queries; each team's weights and largest logits; own key and value; barriers; rows of results, one set a unit if teams share a split;
   // then the ring of units.
@@ -197,7 +197,7 @@ DEVICE void attention_long(const Attention& a) {
       pair.max = from[S::DIM], pair.sum = from[S::DIM + 1];
     } else {
       const int stride = a.group * S::ROW;
-      join_in_order<SPLIT_UNITS>(
+      join_in_order<SPLIT_UNITS, S::JOIN_ROUNDS>(
           pair, of_split, [&](int k) { return *reinterpret_cast<const float2*>(from + k * stride + block * 64 + 2 * lane); },
           [&](int k) { return *reinterpret_cast<const float2*>(from + k * stride + S::DIM); });
     }

@@ -127,7 +127,7 @@ DEVICE void copy_once(void* to, const void* from, bool present, uint64_t) { copy
 #endif
 // Starts the copies of a unit's keys or values: existing rows other than the fresh one, and zeros for hidden rows and rows past the last. Run
 // by THREADS threads.
-template <int CODEC, int DIM, int THREADS, class R>
+template <int CODEC, int DIM, int THREADS, int UNROLLED, class R>
 DEVICE void fetch(uint8_t* to, int stride, const uint8_t* from, const uint8_t* scales, int heads, R rows, int skip) {
   constexpr int BYTES = row_bytes<CODEC, DIM>(), CHUNKS = BYTES / 16, ROWS = THREADS / CHUNKS, PASSES = STAGE / ROWS;
   const int tid = threadIdx.x % THREADS, row = tid / CHUNKS;
@@ -135,7 +135,7 @@ DEVICE void fetch(uint8_t* to, int stride, const uint8_t* from, const uint8_t* s
   const int64_t step = (int64_t)(heads * BYTES * ROWS);
   uint8_t* mine = to + row * stride + tid % CHUNKS * 16;
   const uint64_t once = evict_first();
-#pragma unroll 2
+#pragma unroll UNROLLED
   for (int i = 0; i < PASSES; i++) {
     const int r = row + i * ROWS;
     if (r != skip) {
@@ -153,13 +153,13 @@ DEVICE void fetch(uint8_t* to, int stride, const uint8_t* from, const uint8_t* s
 }
 template <class S, class R>
 DEVICE void fetch_keys(const Attention& a, const Job& job, uint8_t* shared, R rows, int unit) {
-  fetch<S::KC, S::DIM, S::FETCHERS>(shared, key_stride<S::KC, S::DIM>(), a.key, reinterpret_cast<const uint8_t*>(a.key_scales), a.heads, rows,
-                                    job.fresh - unit * UNIT);
+  fetch<S::KC, S::DIM, S::FETCHERS, S::UNROLLED>(shared, key_stride<S::KC, S::DIM>(), a.key, reinterpret_cast<const uint8_t*>(a.key_scales),
+                                                 a.heads, rows, job.fresh - unit * UNIT);
 }
 template <class S, class R>
 DEVICE void fetch_values(const Attention& a, const Job& job, uint8_t* shared, R rows, int unit) {
-  fetch<S::VC, S::DIM, S::FETCHERS>(shared + S::KEY_BYTES, value_stride<S::VC, S::DIM>(), a.value, reinterpret_cast<const uint8_t*>(a.value_scales),
-                                    a.heads, rows, job.fresh - unit * UNIT);
+  fetch<S::VC, S::DIM, S::FETCHERS, S::UNROLLED>(shared + S::KEY_BYTES, value_stride<S::VC, S::DIM>(), a.value,
+                                                 reinterpret_cast<const uint8_t*>(a.value_scales), a.heads, rows, job.fresh - unit * UNIT);
 }
 
 // Offset of a key (or value) in a stage: its row and its scales.
@@ -340,7 +340,9 @@ struct Pair {
 // Joins parts of 64 dimensions of a row in order: the units of a split, or splits of the workspace, at most MOST of `count`. Missing parts
 // are zeros that change nothing, not even the sign of a zero. There is no branch for them, because the compiler would then serialize the
 // loads, each with the latency of L2.
-template <int MOST, class F, class G>
+//
+// In one or two ROUNDS of one code: a launch runs its code for the first time, so its size can cost more than a loop.
+template <int MOST, int ROUNDS, class F, class G>
 DEVICE void join_in_order(Pair& pair, int count, F sums_of, G state_of) {
   const int lane = threadIdx.x & 31;
   float2 sums[MOST], state = make_float2(-INFINITY, 0.f);
@@ -362,14 +364,13 @@ DEVICE void join_in_order(Pair& pair, int count, F sums_of, G state_of) {
   if (lane == 0) earlier = pair.max;
   join_factors(earlier, state.x, state.y, kept, added);
   pair.max = __shfl_sync(~0u, most, MOST - 1);
-  // In two rounds of one code: a launch runs its code for the first time, so its size costs more than the loop.
 #pragma unroll 1
-  for (int from = 0; from < MOST; from += MOST / 2) {
+  for (int from = 0; from < MOST; from += MOST / ROUNDS) {
 #pragma unroll
-    for (int k = 0; k < MOST / 2; k++) {
+    for (int k = 0; k < MOST / ROUNDS; k++) {
       const int part = from + k;
       pair.join(sums[k], __shfl_sync(~0u, state.y, part), __shfl_sync(~0u, kept, part), __shfl_sync(~0u, added, part));
-      sums[k] = sums[k + MOST / 2];
+      if constexpr (ROUNDS == 2) sums[k] = sums[k + MOST / 2];
     }
   }
 }
@@ -398,7 +399,7 @@ DEVICE bool join_splits(const Attention& a, Pair& pair, int row, int block, int 
 #pragma unroll 1
   for (int from = 0; from < splits; from += MOST) {
     const float* at = parts + from * stride;
-    join_in_order<MOST>(
+    join_in_order<MOST, S::JOIN_ROUNDS>(
         pair, splits - from,
         [&](int k) { return __ldcg(reinterpret_cast<const float2*>(at + k * stride + block * 64 + 2 * lane)); },
         [&](int k) { return __ldcg(reinterpret_cast<const float2*>(at + k * stride + state_at)); });

@@ -10,7 +10,7 @@
 template <class ELEMENT, int KEY_CODEC, int VALUE_CODEC, int DIM_, int COLUMN_TILES>
 struct Teams : Stages<KEY_CODEC, VALUE_CODEC, DIM_, 4, 0> {
   using Element = ELEMENT;
-  static constexpr int KC = KEY_CODEC, VC = VALUE_CODEC, DIM = DIM_, NT = COLUMN_TILES, THREADS = 128, FETCHERS = 128, JOINED = 16;
+  static constexpr int KC = KEY_CODEC, VC = VALUE_CODEC, DIM = DIM_, NT = COLUMN_TILES, THREADS = 128, FETCHERS = 128, JOINED = 16, UNROLLED = 8, JOIN_ROUNDS = 1;
   static constexpr int COLUMNS = 8 * NT, MT = DIM / 64, BLOCKS = DIM / 64, ROW = DIM + 4;
   static constexpr bool REGISTERS = false;
   // Queries; own key and value; each team's weights and largest logits. Then rows of results and the teams' units.
