@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,11 @@ ROWS, PAGES = 16, 9
 HANG = 120.0
 
 
-def request(number: int, new: int) -> EngineRequest:
+def request(number: int, new: int, key: str = "") -> EngineRequest:
     prompt = (np.arange(20, 30, dtype="<i4") + number).tobytes()
     return EngineRequest(
         id=f"r{number}",
+        key=key,
         prompt=prompt,
         sampling=Sampling(temperature=0.0),
         seeds=(number,),
@@ -51,7 +52,11 @@ class Steps:
         self.go = threading.Event()
         self.started: list[int] = []
         self.waiting: list[int] = []
-        step = loaded.generator.iterate_columns
+        #: of the jobs, in the order in which the generator gets them
+        self.seeds: list[int] = []
+        #: seeds of jobs that the generator refuses
+        self.broken: set[int] = set()
+        step, enqueue = loaded.generator.iterate_columns, loaded.generator.enqueue
 
         def iterate_columns() -> Any:
             assert self.go.wait(HANG)
@@ -60,14 +65,24 @@ class Steps:
             self.waiting.append(loaded.generator.num_pending_jobs())
             return columns
 
-        loaded.generator.iterate_columns = iterate_columns
+        def noted(job: Any) -> Any:
+            if job.request.seed in self.broken:
+                raise RuntimeError("this job cannot start")
+            self.seeds.append(job.request.seed)
+            return enqueue(job)
+
+        loaded.generator.iterate_columns, loaded.generator.enqueue = iterate_columns, noted
         self.thread = EngineThread(config, loaded=loaded)
         self.worker = RawWorker(self.thread)
 
-    def run(self, requests: int, new: int) -> None:
-        """Send a request, and the others while its first step waits; read until all have ended."""
+    def run(self, requests: int, new: int, keys: Sequence[str] = ("",)) -> None:
+        """Send a request, and the others while its first step waits; read until all have ended.
+
+        The requests are shared equally by `keys`, those of the first key come first.
+        """
         for number in range(requests):
-            self.worker.send(wire.Submit(number + 1, request(number, new)))
+            key = keys[number * len(keys) // requests]
+            self.worker.send(wire.Submit(number + 1, request(number, new, key)))
             if not number:
                 assert isinstance(self.worker.receive(), wire.Accepted)
         self.go.set()
@@ -75,7 +90,7 @@ class Steps:
         while left:
             message = self.worker.receive()
             if isinstance(message, wire.StepEvents):
-                left -= sum(isinstance(event, wire.Finished) for _, event in message.all())
+                left -= sum(isinstance(event, wire.Finished | wire.Failed) for _, event in message.all())
 
 
 @pytest.fixture
@@ -101,3 +116,18 @@ def test_requests_without_pages_wait_in_the_fair_queue(made: Steps) -> None:
     made.run(3 * ROWS, 500)
     assert max(made.waiting) <= SPARE_JOBS + 1
     assert sum(made.started) == 3 * ROWS
+
+
+@pytest.mark.parametrize("made", [1 << 16], indirect=True)
+def test_keys_whose_requests_come_together_share_the_rows(made: Steps) -> None:
+    made.run(2 * ROWS, 8, ("first", "second"))
+    rows = made.seeds[:ROWS]
+    assert abs(sum(seed < ROWS for seed in rows) - ROWS // 2) <= 1
+
+
+@pytest.mark.parametrize("made", [1 << 16], indirect=True)
+def test_requests_that_cannot_start_cost_their_key_nothing(made: Steps) -> None:
+    made.broken = set(range(1, 7))
+    made.run(2 * ROWS, 8, ("first", "second"))
+    rows = made.seeds[:ROWS]
+    assert abs(sum(seed < ROWS for seed in rows) - ROWS // 2) <= 1

@@ -326,7 +326,19 @@ class Host:
             entry = self._admission.pop(time.monotonic())
             if entry is None:
                 return
+            self._reserve(entry)
             self._start(entry.payload, entry.payload.first_choice)
+
+    def _reserve(self, entry: Entry) -> None:
+        """Charge a key for the prompt of a request that leaves the queue: the next choice has to see its cost."""
+        entry.payload.reserved = entry.prompt_tokens
+        self._admission.charge(entry.key, entry.weight, prompt=entry.prompt_tokens)
+
+    def _refund(self, group: Group) -> None:
+        """Take back the charge for a prompt that was not started."""
+        if group.reserved:
+            self._admission.charge(group.request.key, group.request.weight, prompt=-group.reserved)
+            group.reserved = 0
 
     def _start(self, group: Group, choice: int) -> None:
         """Queue a job in the generator; first advance it over the ids of an earlier run, if there are any."""
@@ -383,6 +395,7 @@ class Host:
         if group.entry is not None:
             if not self._admission.remove(group.entry):
                 self._charge(group)
+                self._refund(group)
                 self._admission.done(group.request.key)
             group.entry = None
         self._compiling.drop(group)
@@ -459,7 +472,9 @@ class Host:
         if flags & STARTED:
             request, cached = group.request, job.cached_tokens
             self._prompts.computed(one.serial, job.prompt_tokens - cached)
-            self._admission.charge(request.key, request.weight, prompt=job.prompt_tokens - cached, cached=cached)
+            prompt = job.prompt_tokens - cached - group.reserved
+            group.reserved = 0
+            self._admission.charge(request.key, request.weight, prompt=prompt, cached=cached)
         if extra is not None and extra.progress is not None:
             done, total = extra.progress
             self._prompts.computed(one.serial, total - done)
@@ -498,6 +513,7 @@ class Host:
 
     def _ended_one(self, group: Group) -> None:
         self._charge(group)
+        self._refund(group)
         if group.running or group.resuming:
             return
         if group.waiting and not group.cancelled:
