@@ -10,27 +10,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from exl_kernels.device import row_invariant
-from exl_kernels.selection import PACKED_ROWS
-
 from .cache import ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
-from .device import out_of_memory_as_error
 from .embeddings import ExLlamaV2MMEmbedding
 from .errors import UnsupportedError
 from .execution.attn_params import AttentionParams, PagedParams
-from .execution.captured import DecodeGraphs, PendingStep
 from .execution.forward import forward_all, forward_chunk
 from .execution.forward_pass import ForwardPass
-from .execution.select import prepare_step
-from .inputs import check_row_loras
-from .loading.loadable import LoadableModel
 from .lora import ExLlamaV2Lora
+from .stepping import SteppingModel
 
 __all__ = ["ExLlamaV2"]
 
 
-class ExLlamaV2(LoadableModel):
+class ExLlamaV2(SteppingModel):
     """A language model. Building it reads no weights; `load` or `load_autosplit` reads them, `unload` drops them.
 
     Not thread-safe: one thread at a time may call forward.
@@ -50,8 +43,6 @@ class ExLlamaV2(LoadableModel):
         if archparams is not None:
             raise UnsupportedError("archparams is not supported: the architecture comes from config.arch")
         super().__init__(config)
-        self.decode = DecodeGraphs(self)  # captured steps on a GPU; `decode.reason` says why there are none
-        self._quantized: tuple[int, bool] | None = None  # (number of the load, whether all matrices are quantized)
 
     def __repr__(self) -> str:
         config = self.config
@@ -62,39 +53,6 @@ class ExLlamaV2(LoadableModel):
             f"{config.num_hidden_layers} layers, vocabulary {config.vocab_size}, context {config.max_seq_len}, "
             f"{where if self.loaded else 'not loaded'})"
         )
-
-    def _weights_change(self) -> None:
-        self.decode.clear()  # captured steps read the old weights
-
-    @property
-    def in_lockstep(self) -> bool:
-        """Whether other processes must run the same passes: a `load_tp` with a process for each device."""
-        return self.tp_context is not None and not self.tp_context.exchange.whole
-
-    def update_loras(self) -> None:
-        """Drop the captured steps with adapters, whose tensors they hold. Called when an adapter is unloaded."""
-        self.decode.forget_adapters()
-
-    def invariant_tokens(self, loras: Sequence[ExLlamaV2Lora] = ()) -> int | None:
-        """Return up to how many tokens the results of a pass do not depend on the number of tokens; None for any.
-
-        On a CPU, and with `exl_kernels.device.set_row_invariant`, there is no limit. On a GPU torch multiplies longer
-        prompts, and every float matrix of the model or of `loras`.
-        """
-        if self.device is None or self.device.type != "cuda":
-            return None
-        if self._quantized is None or self._quantized[0] != self.load_count:
-            self._quantized = (self.load_count, all(linear.is_quant() for linear in self.linears()))
-        if not self._quantized[1] or any(lora.replacements for lora in loras):
-            return 0
-        return None if row_invariant() else PACKED_ROWS
-
-    def check_peers(self) -> None:
-        """Raise DeviceError if a GPU of a tensor parallel model waited in vain for another one in a captured step.
-
-        The logits of such a step are NaN. Call it where logits are; it waits for the GPUs.
-        """
-        self.decode.check_peers()
 
     @torch.no_grad()
     def forward(
@@ -220,31 +178,3 @@ class ExLlamaV2(LoadableModel):
             row_loras,
         )
         return forward_chunk(self, asked)
-
-    def prepare_step(
-        self,
-        q_len: int,
-        cache: ExLlamaV2CacheBase,
-        attn_params: PagedParams,
-        *,
-        row_loras: Sequence[Sequence[ExLlamaV2Lora]] | None = None,
-    ) -> PendingStep | None:
-        """Prepare a paged step whose ids are not known yet.
-
-        The result's `run` takes int64 ids [batch, q_len] on the CPU, or integers on the model's GPU that the current
-        stream has still to compute. It queues the step and returns its logits as `forward_chunk` does, or None for
-        invalid ids. Alternatively a kernel writes the ids into `inputs()`, followed by a call of `launch`. Use the
-        result before any other pass of this model, or not at all.
-
-        Args:
-            q_len: tokens a row.
-            cache: cache of the pages.
-            attn_params: places of the tokens.
-            row_loras: as for `forward_chunk`.
-
-        Returns:
-            The step; None where `forward_chunk` would not launch a captured graph.
-        """
-        with out_of_memory_as_error("prepare a decode step"):
-            adapters = check_row_loras(self, None, row_loras, attn_params.batch_size)
-            return prepare_step(self, q_len, cache, attn_params, adapters)
