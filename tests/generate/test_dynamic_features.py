@@ -310,27 +310,44 @@ def test_cfg_pair_against_the_definition() -> None:
     assert text == "the quick fox" + one.full_completion
 
 
-def test_jobs_end_with_the_error_of_devices_that_lost_one_another(monkeypatch: Any) -> None:
-    """The logits are then NaN. Once the devices work again, so does the generator."""
+@pytest.mark.parametrize("explained", [True, False], ids=["devices", "unknown cause"])
+def test_jobs_end_with_the_error_of_devices_that_lost_one_another(explained: bool, monkeypatch: Any) -> None:
+    """Logits and K/V of the step are then NaN, and no later request uses them. Once the devices work again, so does
+    the generator.
+    """
     generator, model, lost = make(), ScriptedModel, [True]
-    whole = model.logits
+    whole = model.forward_chunk
 
-    def logits(self: ScriptedModel, context: Any, loras: Any = ()) -> Any:
-        return whole(self, context, loras) * (float("nan") if lost else 1.0)
+    def forward_chunk(self: ScriptedModel, given: Any, cache: Any = None, attn_params: Any = None, **kw: Any) -> Any:
+        found = whole(self, given, cache, attn_params, **kw)
+        if lost and "logits" in found:
+            found["logits"].fill_(float("nan"))
+            for row, past in zip(attn_params.block_index.tolist(), attn_params.cache_seqlens.tolist(), strict=True):
+                cache.chain[row[past // PAGE] * PAGE + past % PAGE] = 0  # a pass that reads it raises an error
+        return found
 
     def check_peers(self: ScriptedModel) -> None:
-        if lost:
+        if explained and lost:
             lost.clear()
             raise DeviceError("cuda:0 waited in vain")
 
-    monkeypatch.setattr(model, "logits", logits)
+    monkeypatch.setattr(model, "forward_chunk", forward_chunk)
     monkeypatch.setattr(model, "check_peers", check_peers)
-    jobs = [job("fox", 9), job("dog", 9)]
+    prompts = ["a quick brown fo", "abcdefghijklmnopqrstuv"]
+    jobs = [job(prompt, 9) for prompt in prompts]
+    lengths = [one.sequence.prompt_length for one in jobs]
+    assert lengths[0] == PAGE, "the step fills its page"
     generator.enqueue(jobs)
     results = drain(generator)
-    assert [type(results[one][-1]["exception"]) for one in jobs] == [DeviceError] * 2
-    assert len(streamed_tokens(run(generator, job("fox", 9)))) == 9
+    expected = DeviceError if explained else NoCandidatesError
+    assert [type(results[one][-1]["exception"]) for one in jobs] == [expected] * 2
+    lost.clear()
+    assert sum(page.valid for page in generator.page_table.pages) == sum(lengths) - len(jobs)
     check_pages(generator)
+    for prompt in prompts:
+        later = job(prompt + "xyz", 9)
+        assert len(streamed_tokens(run(generator, later))) == 9
+        assert later.cached_tokens == len(ids(prompt)[0]) - 1
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])

@@ -128,8 +128,6 @@ def _accepted(
         if number:
             going = [step for step in going if number < len(places[step])]
             samples = launched.samples([places[step][number] for step in going])
-            for step in going:
-                step.job.pages.commit()  # the draft token that held has its K/V
         going = [step for step, sample in zip(going, samples, strict=True) if step.accept(sample)]
         held.update(step for step in going if number + 1 == len(places[step]))
         if not going:

@@ -446,11 +446,10 @@ class ExLlamaV2DynamicJob:
         self._decoding.constraints.prefetch(pool)
 
     def draws(self, windows: list[Window], at: int, guesses: list[int]) -> list[Draw]:
-        """Return the sampler's inputs for the token after position `at` of each sequence's window, whose K/V are
-        computed, and for those after as many of the `guesses` that follow as can be drawn before they are accepted.
-        `windows` has one window for each sequence. Generators call this.
+        """Return the sampler's inputs for the token after position `at` of each sequence's window, and for those after
+        as many of the `guesses` that follow as can be drawn before they are accepted. `windows` has one window for each
+        sequence. Generators call this.
         """
-        self.pages.commit()
         return self._decoding.draws(windows, at, self.sequence, guesses)
 
     def guess_row(self, logits: torch.Tensor, guesses: list[int], length: int | None = None) -> Row:
@@ -467,6 +466,8 @@ class ExLlamaV2DynamicJob:
         Returns the event to report, and whether the token is the draft token `guess` and stays, so that the logits
         after it are valid.
         """
+        # Not before there is a sample: K/V of a pass whose logits are NaN must not be found by other jobs.
+        self.pages.commit()
         decoder = self._decoding
         record = decoder.record(drawn, window, at)
         held, rewinds = record.token == guess, decoder.constraints.rewinds
