@@ -209,6 +209,26 @@ def test_a_worker_that_says_nothing_is_forgotten(engine: EngineThread, monkeypat
     worker.close()
 
 
+def test_a_worker_that_was_forgotten_is_known_again(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its running requests end with an error at the next ping, and the request after that is taken."""
+    monkeypatch.setattr(engine.host, "_step_floor", lambda jobs: 0.02)
+    live = LiveServer({"free": engine}, [FREE])
+    short = {"prompt": "x", "max_tokens": 1}
+    try:
+        with monkeypatch.context() as silent, httpx.stream("POST", f"{live.url}/v1/completions", json=LONG) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            silent.setattr(wire, "SILENCE", 0.05)
+            until(lambda: not engine.host.requests())
+            silent.undo()
+            errors = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            assert errors[-1]["error"]["code"] == "engine_restarting"
+        for _ in range(2):
+            assert httpx.post(f"{live.url}/v1/completions", json=short, timeout=HANG_SECONDS).status_code == 200
+    finally:
+        live.close()
+
+
 def test_templates_are_rendered_after_their_processes_have_died(engine: EngineThread) -> None:
     live = LiveServer({"free": engine}, [FREE])
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}

@@ -159,9 +159,10 @@ class Host:
             self._hello(worker, message)
             return
         if worker not in self._workers:
-            if isinstance(message, wire.Submit):
+            if isinstance(message, wire.Submit | wire.Call | wire.Ping):
                 refusal = ServeError.unavailable("engine_restarting", "the engine has restarted: try again")
-                self._tell(worker, wire.Rejected.of(message.tag, refusal))
+                tag = wire.NO_REQUEST if isinstance(message, wire.Ping) else message.tag
+                self._tell(worker, wire.Rejected.of(tag, refusal))
             return
         self._workers[worker] = time.monotonic()
         match message:

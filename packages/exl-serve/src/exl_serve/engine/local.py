@@ -70,6 +70,7 @@ class LocalEngine:
         self._card: ModelCard | None = None
         self._status: StatusReader | None = None
         self._closed = False
+        self._forgotten = False  # the engine knows this worker no more
         self._loop.add_reader(self._socket.getsockopt(zmq.FD), _drain, weakref.ref(self))
         # It holds the socket, and so the socket's context: one that is collected together with open sockets would wait
         # for them for ever.
@@ -115,7 +116,22 @@ class LocalEngine:
             raise ServeError.unavailable("engine_restarting", GONE) from None
 
     async def submit(self, request: EngineRequest, sink: Sink) -> _Running:
-        """Queue a request; returns when the engine has accepted it. Raises ServeError."""
+        """Queue a request; returns when the engine has accepted it. Raises ServeError.
+
+        An engine that took this worker for dead is told that it lives, and asked once more.
+        """
+        try:
+            return await self._submit(request, sink)
+        except ServeError:
+            if not self._forgotten:
+                raise
+        try:
+            await asyncio.wait_for(self._refresh_card(), CONNECT_SECONDS)
+        except TimeoutError:
+            raise ServeError.unavailable("engine_restarting", GONE) from None
+        return await self._submit(request, sink)
+
+    async def _submit(self, request: EngineRequest, sink: Sink) -> _Running:
         self._check_open()
         tag = next(self._tags)
         taken = self._answers[tag] = self._loop.create_future()
@@ -182,9 +198,20 @@ class LocalEngine:
             self._send(message)
 
     async def _refresh_card(self) -> None:
-        self._welcome = self._loop.create_future()
-        self._send(wire.Hello(wire.VERSION, f"pid {os.getpid()}"))
+        self._say_hello()
         self._card = wire.card_of((await self._welcome).card)
+
+    def _say_hello(self) -> None:
+        if self._welcome.done():
+            self._welcome = self._loop.create_future()
+        self._send(wire.Hello(wire.VERSION, f"pid {os.getpid()}"))
+
+    def _rejected(self, message: wire.Rejected) -> None:
+        """The engine has dropped this worker after a long silence, and with it all its requests."""
+        self._forgotten = message.code == "engine_restarting"
+        if self._forgotten and message.tag == wire.NO_REQUEST:
+            self.fail("the engine heard nothing of this worker for too long: try again")
+            self._say_hello()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -228,9 +255,12 @@ class LocalEngine:
                 one.sink(event)
             return
         if isinstance(message, wire.Welcome):
+            self._forgotten = False
             if not self._welcome.done():
                 self._welcome.set_result(message)
             return
+        if isinstance(message, wire.Rejected):
+            self._rejected(message)
         answer = self._answers.get(message.tag)
         if isinstance(message, wire.Accepted):
             waiting = self._waiting.get(message.tag)

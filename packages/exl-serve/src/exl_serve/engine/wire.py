@@ -19,6 +19,7 @@ from exl_serve.request.internal import EngineRequest
 
 __all__ = [
     "MAX_MESSAGE",
+    "NO_REQUEST",
     "PING_SECONDS",
     "SILENCE",
     "VERSION",
@@ -51,6 +52,8 @@ VERSION = 2
 MAX_MESSAGE = 16 << 20
 """Most bytes of a message."""
 PING_SECONDS, SILENCE = 2.0, 20.0
+NO_REQUEST = 0
+"""Tag of the `Rejected` that answers the ping of a worker that the engine does not know, or knows no more."""
 _ADDRESS = struct.Struct("<QI")
 
 
