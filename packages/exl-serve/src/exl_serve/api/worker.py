@@ -113,21 +113,31 @@ def _read_text(config: ModelConfig) -> tuple[FolderText, OutputFamily]:
 
 
 def find_model(
-    handles: Sequence[ModelHandle], name: str, caller: Caller, accept_any: bool
+    handles: Sequence[ModelHandle],
+    name: str,
+    caller: Caller,
+    accept_any: bool,
+    missing: Sequence[tuple[ModelConfig, ServeError]] = (),
 ) -> tuple[ModelHandle, str | None]:
-    """Return (model, adapter) for a name. Raises ServeError 404 with the known names."""
-    allowed = [handle for handle in handles if caller.models is None or handle.config.id in caller.models]
+    """Return (model, adapter) for a name.
+
+    `missing`: models that exist but cannot answer, and the error for requests that name them. Raises this error, or
+    ServeError 404 with the known names.
+    """
+    candidates: list[tuple[ModelConfig, ModelHandle | ServeError]] = [(one.config, one) for one in handles]
+    candidates += missing
+    allowed = [pair for pair in candidates if caller.models is None or pair[0].id in caller.models]
     base, _, adapter = name.partition(":")
-    for handle in allowed:
-        known = (handle.config.id, *handle.config.aliases)
+    for config, found in allowed:
+        known = (config.id, *config.aliases)
         if name in known:
-            return handle, None
+            return _there(found), None
         if base in known and adapter:
-            return handle, adapter
+            return _there(found), adapter
     # A request that names no model means the only one there is.
     if len(allowed) == 1 and (accept_any or not name):
-        return allowed[0], None
-    there = ", ".join(handle.config.id for handle in allowed) or "none"
+        return _there(allowed[0][1]), None
+    there = ", ".join(config.id for config, _ in allowed) or "none"
     raise ServeError(
         404,
         "not_found_error",
@@ -137,6 +147,12 @@ def find_model(
     )
 
 
+def _there(found: ModelHandle | ServeError) -> ModelHandle:
+    if isinstance(found, ServeError):
+        raise found
+    return found
+
+
 class WorkerModels:
     """The models of a worker."""
 
@@ -144,6 +160,8 @@ class WorkerModels:
         self._handles: dict[str, Handle] = {}
         #: the last state of models whose tokenizers are being read
         self._reading: dict[str, link.ModelState] = {}
+        #: configurations of models whose tokenizers could not be read
+        self._unreadable: dict[str, ModelConfig] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._accept_any, self._call = accept_any, call
         #: set once the first list of models has been read
@@ -156,6 +174,8 @@ class WorkerModels:
             del self._handles[id]  # the operator has removed it
         for id in self._reading.keys() - ids:
             del self._reading[id]
+        for id in self._unreadable.keys() - ids:
+            del self._unreadable[id]
         for one in told:
             id = one.config.id
             if (handle := self._handles.get(id)) is not None:
@@ -164,31 +184,55 @@ class WorkerModels:
                 self._reading[id] = one
             else:
                 self._reading[id] = one
-                task = asyncio.create_task(self._read(one.config))
+                task = asyncio.create_task(self._read(id))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
         if not self._reading:
             self.known.set()
 
-    async def _read(self, config: ModelConfig) -> None:
-        """Add a model once its tokenizer is read, on a thread: streams of other models go on meanwhile."""
-        made: tuple[FolderText, OutputFamily] | None
-        try:
-            made = await asyncio.get_running_loop().run_in_executor(None, _read_text, config)
-        except Exception as error:  # the engine fails alike, and reports it
-            log.error("the tokenizer of %s cannot be used: %s", config.id, error)
-            made = None
-        told = self._reading.get(config.id)
-        if told is not None and told.config == config:  # else the operator has removed or changed it meanwhile
-            del self._reading[config.id]
-            if made is not None:
-                self._handles[config.id] = Handle(told, *made, self._load)
+    async def _read(self, id: str) -> None:
+        """Add a model once its tokenizer is read, on a thread: streams of other models go on meanwhile.
+
+        A configuration that changes meanwhile is read again.
+        """
+        while (told := self._reading.get(id)) is not None:
+            config = told.config
+            made: tuple[FolderText, OutputFamily] | None
+            try:
+                made = await asyncio.get_running_loop().run_in_executor(None, _read_text, config)
+            except Exception as error:  # the engine fails alike, and reports it
+                log.error("the tokenizer of %s cannot be used: %s", id, error)
+                made = None
+            told = self._reading.get(id)
+            if told is None or told.config != config:
+                continue
+            del self._reading[id]
+            if made is None:
+                self._unreadable[id] = config
+            else:
+                self._unreadable.pop(id, None)
+                self._handles[id] = Handle(told, *made, self._load)
         if not self._reading:
             self.known.set()
 
     def resolve(self, name: str, caller: Caller) -> tuple[ModelHandle, str | None]:
-        """Return (model, adapter) for a name. Raises ServeError 404."""
-        return find_model(self.list(), name, caller, self._accept_any)
+        """Return (model, adapter) for a name.
+
+        Raises ServeError 404, or 503 for a model whose tokenizer is being read or cannot be read.
+        """
+        return find_model(self.list(), name, caller, self._accept_any, self._missing())
+
+    def _missing(self) -> Sequence[tuple[ModelConfig, ServeError]]:
+        """Return the models that have no handle, and the error for their requests."""
+        found = []
+        for id, told in self._reading.items():
+            text = f"the model {id} is being loaded: try again"
+            found.append((told.config, ServeError.unavailable("model_loading", text, LOAD_WAIT)))
+        for id, config in self._unreadable.items():
+            if id not in self._reading:
+                text = f"the tokenizer of the model {id} cannot be read; see the log"
+                found.append((config, ServeError.unavailable("model_failed", text, None)))
+        return found
 
     def list(self) -> Sequence[ModelHandle]:
         """Return all models."""

@@ -1,0 +1,102 @@
+"""The models of an API worker while their tokenizers are read."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+import pytest
+
+from exl_generate import bundled
+from exl_serve.api.state import Caller
+from exl_serve.api.worker import WorkerModels
+from exl_serve.config.model import ModelConfig
+from exl_serve.errors import ServeError
+from exl_serve.super.link import ModelState
+
+HANG = 60.0
+
+
+def told(id: str, **fields: Any) -> ModelState:
+    config = ModelConfig(id=id, path=str(bundled.default_model_dir()), **fields)
+    return ModelState(config=config, state="ready", address="", epoch=1)
+
+
+class Template:
+    """A template that is read only once the test writes it: a named pipe."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        os.mkfifo(path)
+
+    async def opened(self) -> TextIO:
+        """Wait for a reader; it goes on once the returned file is written and closed."""
+        return await asyncio.to_thread(open, self.path, "w", encoding="utf-8")
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Template:
+    return Template(tmp_path / "template")
+
+
+def run(work: Callable[[WorkerModels], Awaitable[None]], accept_any: bool = True) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(HANG):
+            await work(WorkerModels(accept_any, None))
+
+    asyncio.run(main())
+
+
+async def known(models: WorkerModels, id: str) -> None:
+    while id not in [handle.config.id for handle in models.list()]:
+        await asyncio.sleep(0.01)
+
+
+def refusal(models: WorkerModels, name: str) -> tuple[int, str]:
+    with pytest.raises(ServeError) as caught:
+        models.resolve(name, Caller())
+    return caught.value.status, caught.value.code
+
+
+def test_a_model_whose_tokenizer_is_being_read_is_told_as_loading(slow: Template) -> None:
+    """With `accept_any_model`, the other model must not answer for it."""
+
+    async def work(models: WorkerModels) -> None:
+        models.update([told("a")])
+        await known(models, "a")
+        assert models.resolve("other", Caller())[0].config.id == "a"
+        models.update([told("a"), told("b", aliases=("bee",), template=slow.path)])
+        with await slow.opened():
+            for name in ("b", "bee", "b:adapter"):
+                assert refusal(models, name) == (503, "model_loading")
+            assert refusal(models, "other") == (404, "model_not_found")
+            assert models.resolve("a", Caller())[0].config.id == "a"
+        await known(models, "b")
+        assert models.resolve("bee", Caller())[0].config.id == "b"
+
+    run(work)
+
+
+def test_a_model_whose_tokenizer_cannot_be_read_is_told_as_failed(tmp_path: Path) -> None:
+    async def work(models: WorkerModels) -> None:
+        models.update([told("a"), told("b", template=str(tmp_path / "none"))])
+        await models.known.wait()
+        assert refusal(models, "b") == (503, "model_failed")
+        models.update([told("a")])
+        assert models.resolve("b", Caller())[0].config.id == "a"
+
+    run(work)
+
+
+def test_a_configuration_that_changes_while_it_is_read_is_read_again(slow: Template) -> None:
+    async def work(models: WorkerModels) -> None:
+        models.update([told("b", template=slow.path)])
+        with await slow.opened():
+            models.update([told("b", aliases=("bee",))])
+        await models.known.wait()
+        assert models.resolve("bee", Caller())[0].config.aliases == ("bee",)
+
+    run(work)
