@@ -13,6 +13,7 @@ from raw_worker import RawWorker
 from exl_generate import COLUMN_FLAGS, bundled
 from exl_serve.config.model import ModelConfig
 from exl_serve.engine import inbox, wire
+from exl_serve.engine.events import Failed, Finished
 from exl_serve.engine.host import SPARE_JOBS
 from exl_serve.engine.load import load
 from exl_serve.request.internal import EngineRequest, Sampling
@@ -90,7 +91,7 @@ class Steps:
         while left:
             message = self.worker.receive()
             if isinstance(message, wire.StepEvents):
-                left -= sum(isinstance(event, wire.Finished | wire.Failed) for _, event in message.all())
+                left -= sum(isinstance(event, Finished | Failed) for _, event in message.all())
 
 
 @pytest.fixture

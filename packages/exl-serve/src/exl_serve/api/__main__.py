@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import gc
 import json
@@ -35,6 +36,8 @@ __all__ = ["main"]
 log = logging.getLogger("exl_serve")
 
 SWITCH_SECONDS = 0.001
+KNOWN_SECONDS = 5.0
+"""One of several workers accepts no connections for so long, until it has read the models' tokenizers."""
 
 
 def main() -> None:
@@ -70,8 +73,11 @@ async def _serve(start: link.WorkerStart) -> None:
         if state is not None:
             state.draining = message.phase != "serving"
             state.refusing = message.phase == "stopping"
-        if message.phase == "stopping":
+        if message.phase == "stopping" and not stopping.is_set():
             stopping.set()
+            if state is not None:
+                state.unread = not models.known.is_set()
+            models.known.set()  # requests that wait for it are refused
         if message.config is not None and state is not None:
             _take_over(message.config, state, authenticator, protocol)
 
@@ -92,6 +98,11 @@ async def _serve(start: link.WorkerStart) -> None:
     server = uvicorn.Server(_settings(config, create_app(state), protocol))
     listener = socket.socket(fileno=start.listener)
     tasks = [asyncio.create_task(_drain(stopping, server, state)), asyncio.create_task(_freeze(models.known))]
+    if config.server.workers > 1:
+        # The workers share the socket: the others answer what this one would only hold.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KNOWN_SECONDS):
+                await models.known.wait()
     await server.serve([listener])
     for task in tasks:
         task.cancel()
@@ -139,6 +150,8 @@ def _settings(config: ServeConfig, app: Any, protocol: Any) -> uvicorn.Config:
 async def _drain(stopping: asyncio.Event, server: uvicorn.Server, state: AppState) -> None:
     """Let running requests finish, up to the limit; then end the rest with an error."""
     await stopping.wait()
+    while not server.started:
+        await asyncio.sleep(0.05)
     refusal = ServeError.unavailable("draining", "the server stops: try again elsewhere", 5.0)
     for generation in list(state.running):
         if not generation.started:

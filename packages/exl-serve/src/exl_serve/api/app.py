@@ -84,6 +84,10 @@ ROUTES: tuple[Path, ...] = (
 )
 """Every route but those of the page."""
 
+WITHOUT_MODELS = (health.live, health.ready, health.version, health.metrics, openapi.openapi)
+"""Endpoints that answer before the list of models has been read."""
+KNOWN_SECONDS = 30.0
+"""Seconds that a request waits for the list of models."""
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 """Methods that change nothing."""
 SECURITY_HEADERS = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
@@ -142,8 +146,8 @@ async def _handle(
             call.caller = state.authenticate(scope, path.scope)
         if scope["method"] not in SAFE_METHODS:
             call.check_kind()
-        if state.known is not None and path.endpoint is not health.live:
-            await state.known.wait()
+        if path.endpoint not in WITHOUT_MODELS:
+            await _models_known(state)
         await path.endpoint(call)
     except ServeError as error:
         await _refuse(call, error)
@@ -152,6 +156,19 @@ async def _handle(
     except Exception:
         log.exception("request %s failed", call.id)
         await _refuse(call, ServeError.engine(f"the server failed on this request; its log has it under {call.id}"))
+
+
+async def _models_known(state: AppState) -> None:
+    """Wait until the list of models has been read. Raises ServeError 503 where that takes long or the server stops."""
+    if state.known is None:
+        return
+    try:
+        async with asyncio.timeout(KNOWN_SECONDS):
+            await state.known.wait()
+    except TimeoutError:
+        raise health.not_known() from None
+    if state.unread:
+        raise ServeError.unavailable("draining", "the server stops: try again elsewhere", 5.0)
 
 
 async def _refuse(call: Call, error: ServeError) -> None:

@@ -12,7 +12,7 @@ from exl_serve.api.state import ModelHandle
 from exl_serve.engine.client import EngineStatus
 from exl_serve.errors import ServeError
 
-__all__ = ["live", "load", "metrics", "problem", "ready", "version"]
+__all__ = ["live", "load", "metrics", "not_known", "problem", "ready", "version"]
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +29,18 @@ async def ready(call: Call) -> None:
     """Answer 200 if this address should get traffic, else 503 with the reason."""
     if call.state.draining:
         raise ServeError.unavailable("draining", "the server is about to stop", 5.0)
+    if call.state.known is not None and not call.state.known.is_set():
+        raise not_known()
     reasons = [await problem(handle) for handle in call.state.models.list()]
     if reasons and all(reason is not None for reason in reasons):
         first = next(reason for reason in reasons if reason is not None)
         raise ServeError.unavailable(*first)
     await call.answer(200, {"status": "ok"})
+
+
+def not_known() -> ServeError:
+    """Return the error of a process that has not read its list of models yet."""
+    return ServeError.unavailable("model_loading", "the tokenizers of the models are being read: try again", 5.0)
 
 
 async def problem(handle: ModelHandle) -> tuple[str, str] | None:

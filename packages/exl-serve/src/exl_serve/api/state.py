@@ -147,7 +147,10 @@ class AppState:
     running: set[Any] = field(default_factory=set)
     #: probes of /health/generate, by model
     probes: dict[str, Any] = field(default_factory=dict)
-    #: set once the list of models has been read, for which requests about models wait; None: it has
+    #: set once the list of models has been read, for which requests about models wait, or when the server stops; None:
+    #: it has been read
     known: asyncio.Event | None = None
+    #: the server stops before the list of models has been read
+    unread: bool = False
     #: decodes images
     media: MediaReader = field(default_factory=_media_reader)

@@ -164,7 +164,7 @@ class WorkerModels:
         self._unreadable: dict[str, ModelConfig] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._accept_any, self._call = accept_any, call
-        #: set once the first list of models has been read
+        #: set once the first list of models has been read, or when the server stops
         self.known = asyncio.Event()
 
     def update(self, told: Sequence[link.ModelState]) -> None:
