@@ -93,6 +93,22 @@ def test_a_part_that_never_comes_is_an_error() -> None:
     assert bool(full[:, :8].isnan().all()), "what a GPU that gave up would send is not to be had"
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_gpu_that_gave_up_gets_nan_in_its_own_columns_too(apart: bool) -> None:
+    """Otherwise values of an earlier step would stay there."""
+    boxes = Mailboxes([GPU] * 2, 64, limit=0.0)
+    own = torch.ones(2, 4, device=GPU)
+    boxes.begin_step(0)
+    boxes.gather(0, own, torch.zeros(2, 8, device=GPU), [0, 4, 8], 0)
+    full = torch.full((2, 8), 7.0, device=GPU)
+    for phase in ({"receive": False}, {"send": False}) if apart else ({},):
+        boxes.gather(0, own, full, [0, 4, 8], 1, **phase)
+    assert bool(full.isnan().all())
+    full.fill_(7.0)
+    boxes.gather(0, own, full, [0, 4, 8], 1, [1])
+    assert bool((full == 7.0).all()), "a GPU that receives nothing keeps its memory"
+
+
 def test_operands_that_do_not_fit_are_rejected() -> None:
     boxes = Mailboxes([GPU] * 2, 64)
     own, full = torch.ones(1, 8, device=GPU), torch.zeros(1, 16, device=GPU)

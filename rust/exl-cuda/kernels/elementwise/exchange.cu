@@ -90,4 +90,9 @@ extern "C" __global__ void __launch_bounds__(256) exchange(const ExchangeTask ta
       task.full[int64_t(i / width) * columns + from + i % width] = value;
     }
   }
+  if (!lost) return;
+  // The own columns too: without a send they still have the values of an earlier step.
+  const int from = task.begin[task.me], width = task.begin[task.me + 1] - from;
+  for (int i = first; i < task.rows * width; i += stride)
+    task.full[int64_t(i / width) * columns + from + i % width] = NOTHING;
 }
