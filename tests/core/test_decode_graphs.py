@@ -17,9 +17,11 @@ from captured_on_cpu import Stream, captured_on_cpu
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, Intervention, PagedParams
 from exl_core.execution import capturable, select
 from exl_core.execution import captured as graphs
+from exl_core.execution.capture_failure import FIRST_PAUSE
 from exl_core.execution.inputs import STAGES
 from exl_core.layers import RMSNorm
 from exl_kernels.device import row_invariant
+from exl_kernels.errors import DeviceError
 from exl_kernels.safetensors_file import write_safetensors
 
 FOLDER = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"
@@ -242,6 +244,59 @@ def test_a_module_that_is_read_again_is_in_no_captured_step(model: ExLlamaV2) ->
     assert model.decode.count == 0
     assert model.loaded
     assert model.prepare_step(1, cache, params([15])) is not None
+
+
+def test_a_pending_step_of_dropped_graphs_does_not_run(model: ExLlamaV2) -> None:
+    """Devices that lost one another leave old graphs out of step: these and their logits are of no use."""
+    cache = ExLlamaV2Cache(model, max_seq_len=8 * PAGE)
+    ids = torch.full((1, 1), 7)
+    done, pending = (model.prepare_step(1, cache, params([1])) for _ in range(2))
+    assert done is not None
+    assert pending is not None
+    assert done.run(ids) is not None
+    assert done.is_current
+    model.decode.clear()
+    steps = model.decode.steps
+    assert not done.is_current
+    assert pending.run(ids) is None
+    assert pending.inputs() is None
+    with pytest.raises(DeviceError, match="dropped before its launch"):
+        pending.launch()
+    assert model.decode.steps == steps
+    again = model.prepare_step(1, cache, params([1]))
+    assert again is not None
+    assert again.run(ids) is not None
+    assert again.is_current
+
+
+def test_lack_of_memory_for_launches_of_sharded_models_is_no_error(
+    model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps run eagerly, and the launches are made again after a pause that grows."""
+    cache, tries = ExLlamaV2Cache(model, max_seq_len=8 * PAGE), []
+
+    def shard_launches_of(of: ExLlamaV2) -> str:
+        tries.append(of)
+        if len(tries) < 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return "a reason"
+
+    monkeypatch.setattr(model, "tp_context", SimpleNamespace())
+    monkeypatch.setattr(graphs, "refusal_of_access", lambda context: None)
+    monkeypatch.setattr(graphs, "shard_launches_of", shard_launches_of)
+    for failures in (1, 2):
+        assert model.prepare_step(1, cache, params([1])) is None
+        assert "out of memory" in (model.decode.reason or "")
+        (failure,) = model.decode.failures
+        assert (failure.kind, failure.tries) == (torch.OutOfMemoryError, failures)
+        assert failure.pause == FIRST_PAUSE * failures
+        for _ in range(failure.pause):
+            assert model.prepare_step(1, cache, params([1])) is None
+        assert len(tries) == failures
+    assert model.prepare_step(1, cache, params([1])) is None
+    assert model.decode.reason == "the matrices are sharded, and a reason"
+    assert not model.decode.failures
+    model.decode.clear()
 
 
 def test_a_step_is_of_the_modules_that_are_there(model: ExLlamaV2) -> None:

