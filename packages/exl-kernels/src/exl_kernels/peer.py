@@ -5,6 +5,7 @@ Nothing here waits on the host, and all of it can be captured.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -29,7 +30,10 @@ into them. `free_deleted` frees them when the GPUs are idle."""
 
 def free_deleted() -> None:
     """Free the memory of deleted mailboxes. Waits for their GPUs."""
-    gone, _gone[:] = [*_gone], []
+    gone: list[list[Tensor]] = []
+    with contextlib.suppress(IndexError):  # not by a copy: a garbage collection may add mailboxes meanwhile
+        while True:
+            gone.append(_gone.pop())
     for device in {box.device for boxes in gone for box in boxes}:
         torch.cuda.synchronize(device)
 
