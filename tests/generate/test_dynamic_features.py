@@ -310,29 +310,39 @@ def test_cfg_pair_against_the_definition() -> None:
     assert text == "the quick fox" + one.full_completion
 
 
-@pytest.mark.parametrize("explained", [True, False], ids=["devices", "unknown cause"])
-def test_jobs_end_with_the_error_of_devices_that_lost_one_another(explained: bool, monkeypatch: Any) -> None:
-    """Logits and K/V of the step are then NaN, and no later request uses them. Once the devices work again, so does
-    the generator.
-    """
-    generator, model, lost = make(), ScriptedModel, [True]
-    whole = model.forward_chunk
+def lose_peers(monkeypatch: Any, model: Any, first: int = 0, explained: bool = True) -> list[bool]:
+    """Let K/V and logits of a model be NaN, as after devices lost one another, from pass `first` with logits on.
 
-    def forward_chunk(self: ScriptedModel, given: Any, cache: Any = None, attn_params: Any = None, **kw: Any) -> Any:
-        found = whole(self, given, cache, attn_params, **kw)
-        if lost and "logits" in found:
+    It ends when `check_peers` has raised the error or, unless `explained`, when the returned list is cleared.
+    """
+    whole, lost, passes = model.forward_chunk, [True], [0]
+
+    def forward_chunk(given: Any, cache: Any = None, attn_params: Any = None, **kw: Any) -> Any:
+        found = whole(given, cache, attn_params, **kw)
+        if "logits" in found:
+            passes[0] += 1
+        if lost and "logits" in found and passes[0] > first:
             found["logits"].fill_(float("nan"))
             for row, past in zip(attn_params.block_index.tolist(), attn_params.cache_seqlens.tolist(), strict=True):
-                cache.chain[row[past // PAGE] * PAGE + past % PAGE] = 0  # a pass that reads it raises an error
+                for at in range(past, past + given.shape[1]):
+                    cache.chain[row[at // PAGE] * PAGE + at % PAGE] = 0  # a pass that reads it raises an error
         return found
 
-    def check_peers(self: ScriptedModel) -> None:
+    def check_peers() -> None:
         if explained and lost:
             lost.clear()
             raise DeviceError("cuda:0 waited in vain")
 
     monkeypatch.setattr(model, "forward_chunk", forward_chunk)
     monkeypatch.setattr(model, "check_peers", check_peers)
+    return lost
+
+
+@pytest.mark.parametrize("explained", [True, False], ids=["devices", "unknown cause"])
+def test_jobs_end_with_the_error_of_devices_that_lost_one_another(explained: bool, monkeypatch: Any) -> None:
+    """No later request uses the K/V of that step. Once the devices work again, so does the generator."""
+    generator = make()
+    lost = lose_peers(monkeypatch, generator.model, explained=explained)
     prompts = ["a quick brown fo", "abcdefghijklmnopqrstuv"]
     jobs = [job(prompt, 9) for prompt in prompts]
     lengths = [one.sequence.prompt_length for one in jobs]
@@ -348,6 +358,18 @@ def test_jobs_end_with_the_error_of_devices_that_lost_one_another(explained: boo
         later = job(prompt + "xyz", 9)
         assert len(streamed_tokens(run(generator, later))) == 9
         assert later.cached_tokens == len(ids(prompt)[0]) - 1
+
+
+@pytest.mark.parametrize("first", range(7))
+def test_a_draft_model_drafts_again_after_its_devices_lost_one_another(first: int, monkeypatch: Any) -> None:
+    """In whichever pass: the jobs go on, and drafts resume from K/V that are not NaN."""
+    generator = speculate("model")
+    lost = lose_peers(monkeypatch, generator.draft_model, first)
+    one = job("hello, this is a", 40)
+    assert streamed_tokens(run(generator, one)) == naive(generator, ids("hello, this is a")[0].tolist(), 40)
+    assert not lost
+    assert one.accepted_draft_tokens >= 20
+    check_pages(generator)
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])

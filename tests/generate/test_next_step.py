@@ -29,6 +29,7 @@ from exl_generate.testing import (
     streamed_tokens,
 )
 from exl_kernels import sampling as kernels
+from exl_kernels.errors import DeviceError
 from exl_kernels.sampling import MOST_REPORTED
 
 EOS = TOKENIZER.eos_token_id
@@ -237,6 +238,38 @@ def test_a_step_with_drafts_is_one_pass_and_one_launch_of_the_sampler() -> None:
                 assert model.events[-3:] == ["sample", "collect", "run"]
                 assert len(model.events) == 3 or model.events[-4] == "run"
     assert job.accepted_draft_tokens == 30
+    check_pages(generator)
+
+
+def test_lost_devices_explain_nan_behind_a_draft_token_that_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples of all positions of a step are made at once, and each may be the first that meets NaN."""
+    model = Preparing(CONFIG)
+    model.script = lambda context: 3 + (int(context[-1]) - 2) % 4
+    whole = model.forward_chunk
+
+    def forward_chunk(*args: Any, **kw: Any) -> Any:
+        found = whole(*args, **kw)
+        if "logits" in found:
+            found["logits"][:, 2:] = float("nan")
+        return found
+
+    def check_peers() -> None:
+        raise DeviceError("cuda:0 waited in vain")
+
+    monkeypatch.setattr(model, "forward_chunk", forward_chunk)
+    monkeypatch.setattr(model, "check_peers", check_peers)
+    generator = ExLlamaV2DynamicGenerator(
+        model, ScriptedCache(model, max_seq_len=160), TOKENIZER, page_size=8, use_ngram_draft=True, num_draft_tokens=3
+    )
+    generator.drafter.length = FixedDraftLength(3)
+    prelaunch(generator, True)
+    job = ExLlamaV2DynamicJob(torch.tensor([[3, 4, 5, 6] * 6]), 40, gen_settings=Settings.greedy())
+    generator.enqueue(job)
+    results = []
+    while generator.num_remaining_jobs():
+        results += generator.iterate()
+    assert isinstance(results[-1]["exception"], DeviceError)
+    assert job.accepted_draft_tokens == 2
     check_pages(generator)
 
 

@@ -23,7 +23,7 @@ from exl_generate.dynamic.pages import Page, PageTable
 from exl_generate.dynamic.runner import Chunk, Runner
 from exl_generate.dynamic.sequence import Sequence
 from exl_generate.dynamic.speculation import Drafter, Drafts
-from exl_kernels.sampling import Sampled, launch
+from exl_kernels.sampling import Failure, Sampled, launch
 
 if TYPE_CHECKING:
     from exl_generate.contracts import PreparedStep
@@ -117,8 +117,10 @@ class ModelDrafter(Drafter):
         rooms = {job: min(length, room) for job in jobs if (room := self.room(job))}
         drafts: Drafts = {job: [] for job in rooms}
         fed: dict[ExLlamaV2DynamicJob, list[int]] = {job: [] for job in rooms}
+        # The last id is always computed, because the logits after it are needed.
+        starts = {job: min(self._known(job.sequence), len(job.sequence) - 1) for job in rooms}
         try:
-            logits = self._first(list(rooms))
+            logits = self._first(starts)
             while logits:
                 onward = self._prelaunched(list(logits), drafts, rooms)
                 guesses = self._draw(logits, drafts, onward)
@@ -131,18 +133,19 @@ class ModelDrafter(Drafter):
                     fed[job].append(drafts[job][-1])
         except Exception as error:
             log.warning("the draft model failed: %s", error)
+            for job, start in starts.items():
+                self._unmark(job.sequence, start)
             return {}
         for job, tokens in fed.items():
             self._remember(job, tokens)
         return drafts
 
-    def _first(self, jobs: list[ExLlamaV2DynamicJob]) -> _Logits:
-        """Return the logits after the last id of each job; the job's few ids without K/V are computed in the same
-        pass.
+    def _first(self, starts: dict[ExLlamaV2DynamicJob, int]) -> _Logits:
+        """Return the logits after the last id of each job; the job's few ids without K/V, from `starts` on, are
+        computed in the same pass.
         """
         windows: dict[int, list[tuple[ExLlamaV2DynamicJob, int]]] = defaultdict(list)
-        for job in jobs:
-            start = min(self._known(job.sequence), len(job.sequence) - 1)
+        for job, start in starts.items():
             windows[len(job.sequence) - start].append((job, start))
         found: _Logits = {}
         for group in windows.values():
@@ -200,13 +203,14 @@ class ModelDrafter(Drafter):
     ) -> dict[ExLlamaV2DynamicJob, tuple[int, float]]:
         """Return the token that each job draws, and the draft model's probability of it where a threshold needs it.
 
-        A job that can draw none has no guess. The pass `onward` is queued before the tokens are read.
+        A job that can draw none has no guess. The pass `onward` is queued before the tokens are read. Raises
+        DeviceError if devices of the draft model lost one another.
         """
         rows = [job.guess_row(row, drafts[job]) for job, row in logits.items()]
         launched = launch(rows, None if onward is None else onward.inputs)
         if onward is not None and launched.written:
             onward.logits = onward.step.launch()
-        drawn = launched.collect()
+        drawn = self._checked(launched.collect())
         if onward is not None and not launched.written:
             onward.logits = None
         tokens = {job: found.token for job, found in zip(logits, drawn, strict=True) if isinstance(found, Sampled)}
@@ -219,6 +223,12 @@ class ModelDrafter(Drafter):
             if job in tokens
         }
 
+    def _checked(self, drawn: list[Sampled | Failure]) -> list[Sampled | Failure]:
+        """Return these guesses. Raises DeviceError if some are missing because devices lost one another."""
+        if not all(isinstance(found, Sampled) for found in drawn):
+            self._runner.check_peers()
+        return drawn
+
     # ---- the draft cache -------------------------------------------------------------------------------------------
 
     def _known(self, sequence: Sequence) -> int:
@@ -229,6 +239,13 @@ class ModelDrafter(Drafter):
             if page.drafted < size:
                 break
         return min(known, len(sequence))
+
+    def _unmark(self, sequence: Sequence, start: int) -> None:
+        """Record that the K/V of ids from `start` on are of no use: a failed pass may have written them."""
+        size = self._table.page_size
+        for k in range(start // size, len(sequence.allocated_pages)):
+            page = sequence.allocated_pages[k]
+            page.drafted = min(page.drafted, max(0, start - k * size))
 
     def _mark(self, sequence: Sequence, start: int, end: int) -> None:
         """Record that the K/V of ids start..end were computed; those before exist already."""
@@ -334,5 +351,12 @@ class ModelDrafter(Drafter):
         logits = out["logits"][0, first - start - 1 :, : self._vocab_size].float()
         rows = [job.guess_row(row, [], at) for at, row in enumerate(logits, first)]
         wanted = sequence.ids[first : end + 1].tolist()
-        guesses = [found.token if isinstance(found, Sampled) else None for found in launch(rows).collect()]
+        try:
+            drawn = self._checked(launch(rows).collect())
+        except Exception as error:
+            log.warning("the draft model failed: %s", error)
+            if free is None:
+                self._unmark(sequence, start)
+            return
+        guesses = [found.token if isinstance(found, Sampled) else None for found in drawn]
         job.drafts.acceptance.review(len(wanted), sum(map(operator.eq, guesses, wanted)))

@@ -115,7 +115,7 @@ class JobStep:
 
 
 def _accepted(
-    launched: LaunchedBatch, places: dict[JobStep, list[int]], samples: list[Sample | Exception]
+    runner: Runner, launched: LaunchedBatch, places: dict[JobStep, list[int]], samples: list[Sample | Exception]
 ) -> list[JobStep]:
     """Accept the samples of consecutive positions while the draft tokens of a job hold.
 
@@ -127,7 +127,7 @@ def _accepted(
     for number in range(max(map(len, places.values()), default=0)):
         if number:
             going = [step for step in going if number < len(places[step])]
-            samples = launched.samples([places[step][number] for step in going])
+            samples = runner.explained(launched.samples([places[step][number] for step in going]))
         going = [step for step, sample in zip(going, samples, strict=True) if step.accept(sample)]
         held.update(step for step in going if number + 1 == len(places[step]))
         if not going:
@@ -313,7 +313,7 @@ class Engine:
                 if self._next is not None:
                     self._next.began = self._collected
             expected, first = [], False
-            live = _accepted(launched, places, samples)
+            live = _accepted(self._runner, launched, places, samples)
 
     def _prepare_next(self, steps: list[JobStep]) -> list[JobStep]:
         """Prepare the next step of the jobs that are not known to finish in this step, while the GPU is busy.

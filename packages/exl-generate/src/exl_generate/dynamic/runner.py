@@ -249,12 +249,16 @@ class Runner:
             found = self._model.forward_chunk(ids, cache=self._cache, attn_params=params, **extra)
         return torch.as_tensor(found["logits"]).float().clone()  # the result of forward_chunk may be the model's memory
 
+    def check_peers(self) -> None:
+        """Raise DeviceError if devices of the model lost one another in a pass, whose K/V and logits are then NaN."""
+        self._model.check_peers()
+
     def explained(self, samples: list[Sample | Exception]) -> list[Sample | Exception]:
         """Replace errors of samples whose logits are NaN because devices of the model lost one another."""
         if not any(isinstance(sample, NoCandidatesError) for sample in samples):
             return samples
         try:
-            self._model.check_peers()
+            self.check_peers()
         except ExlError as error:
             return [error if isinstance(sample, NoCandidatesError) else sample for sample in samples]
         return samples
