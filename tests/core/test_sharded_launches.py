@@ -65,6 +65,18 @@ class Meeting:
         return gather
 
 
+def write(lab: Any, kind: str, family: str) -> Any:
+    """A model folder; a Qwen3 has norms of each head of q and k."""
+    config = {**lab.config, **SIZES, "architectures": [family]}
+    tensors, generator = lab.random_tensors(config), torch.Generator().manual_seed(5)
+    if family == "Qwen3ForCausalLM":
+        for layer in range(config["num_hidden_layers"]):
+            for norm in ("q_norm", "k_norm"):
+                weight = 1 + torch.randn(SIZES["head_dim"], generator=generator) / 4
+                tensors[f"model.layers.{layer}.self_attn.{norm}.weight"] = weight.half()
+    return lab.write_model(lab.folder / f"sharded-{kind}-{family}", config, lab.quantize(tensors, kind))
+
+
 def build(folder: Any) -> ExLlamaV2:
     config = ExLlamaV2Config(folder)
     config.cpu_matmul = "exact"
@@ -111,13 +123,13 @@ def run(model: ExLlamaV2, made: list[ShardLaunches], ids: Tensor, params: PagedP
 
 
 @pytest.mark.parametrize("shares", [[8.0, 8.0], [4.0, 14.0], [8.0] * 4], ids=["two", "uneven", "four"])
-@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
 @pytest.mark.parametrize("kind", ["exl2", "gptq"])
 def test_all_devices_together_are_one_device(
     lab: Any, monkeypatch: pytest.MonkeyPatch, kind: str, family: str, shares: list[float]
 ) -> None:
     """Logits and stored keys are bitwise identical, for one token a row and for several."""
-    folder = lab.write(kind=kind, architectures=[family], **SIZES)
+    folder = write(lab, kind, family)
     monkeypatch.setenv("EXL_DEVICE", "cpu")
     whole = build(folder)
     whole.load()
