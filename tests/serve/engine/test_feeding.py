@@ -90,6 +90,7 @@ class Steps:
         left = requests
         while left:
             message = self.worker.receive()
+            self.worker.send(wire.Ping())  # on a slow machine the run takes longer than a worker may be silent
             if isinstance(message, wire.StepEvents):
                 left -= sum(isinstance(event, Finished | Failed) for _, event in message.all())
 
