@@ -151,7 +151,6 @@ def test_a_child_that_cannot_start_tells_its_status() -> None:
 
 START = """
 import sys
-from exl_serve.api.worker import LAG_SECONDS, lags
 from exl_serve.config.load import parse
 from exl_serve.super.supervisor import Supervisor
 sys.exit(Supervisor(parse({"server": {"port": 0}, "model": [{"id": "m", "path": sys.argv[1]}]})).run())

@@ -36,6 +36,8 @@ STOP_SECONDS = 10.0
 class _Process:
     child: Child
     watch: Watch
+    #: it has said that it serves, so there is a status page
+    serves: bool = False
     reader: StatusReader | None = None
     #: as last read
     status: EngineStatus | None = None
@@ -190,6 +192,9 @@ class Engines:
             return
         if process.until is not None and now >= process.until:
             child.kill()
+        if process.serves and process.reader is None:
+            with contextlib.suppress(OSError):  # it has removed its page, and ends
+                process.reader = StatusReader(status_path(self._folder, id))
         if process.reader is not None:
             self._look(id, process, process.reader, now)
 
@@ -201,7 +206,7 @@ class Engines:
             log.info("engine of %s: %s", id, line.decode("utf-8", "replace").rstrip())
             return
         if state == "ready":
-            process.reader = StatusReader(status_path(self._folder, id))
+            process.serves = True
         self.registry.told(
             id,
             state,
@@ -213,8 +218,21 @@ class Engines:
     def _look(self, id: str, process: _Process, reader: StatusReader, now: float) -> None:
         with contextlib.suppress(HalfWrittenError):  # stopped or killed in the middle of a write: that is no progress
             process.status = reader.read()
-        if (status := process.status) is None:
-            return
+        if process.status is not None:
+            self._use(id, process, process.status, now)
+        found = process.watch.look(process.status, reader.writes, now)
+        if (found != "ok") != process.stalled:
+            process.stalled = found != "ok"
+            self.changed = True
+            log.error("the engine of %s makes no progress", id) if process.stalled else log.info("%s goes on", id)
+        if found == "kill" and process.until is None:
+            log.error("the engine of %s is ended: it makes no progress", id)
+            process.until = now + STOP_SECONDS
+            child = process.child
+            child.kill(stacks=True)
+
+    def _use(self, id: str, process: _Process, status: EngineStatus, now: float) -> None:
+        """Tell the metrics and the registry what an engine does."""
         self._metrics.engine(id, status)
         open = status.decoding + status.prefilling + status.queued
         entry = self.registry.entries.get(id)
@@ -226,16 +244,6 @@ class Engines:
             # A draining engine counts as free once it has been idle since the workers know.
             free = process.idle_since is not None and now - max(process.idle_since, entry.since) >= DRAIN_SECONDS
             self.registry.used(id, open if open or free or entry.state != "draining" else 1, False)
-        found = process.watch.look(status, reader.writes, now)
-        if (found != "ok") != process.stalled:
-            process.stalled = found != "ok"
-            self.changed = True
-            log.error("the engine of %s makes no progress", id) if process.stalled else log.info("%s goes on", id)
-        if found == "kill" and process.until is None:
-            log.error("the engine of %s is ended: it makes no progress", id)
-            process.until = now + STOP_SECONDS
-            child = process.child
-            child.kill(stacks=True)
 
     def _on_change(self, entry: Entry) -> None:
         self.changed = True

@@ -35,10 +35,14 @@ class Watch:
     _moved: float = 0.0
     _longest: float = 0.0
 
-    def look(self, status: EngineStatus, writes: int, now: float) -> Literal["ok", "stalled", "kill"]:
-        """Return the engine's condition; `writes` is the number of writes to the page so far."""
+    def look(self, status: EngineStatus | None, writes: int, now: float) -> Literal["ok", "stalled", "kill"]:
+        """Return the engine's condition.
+
+        `status` is the last complete one, None where there was none yet; `writes` is the number of writes to the page
+        so far.
+        """
         if writes != self._writes:
-            if status.ended >= status.began:
+            if status is not None and status.ended >= status.began:
                 self._longest = max(0.95 * self._longest, status.ended - status.began)
             self._writes, self._moved = writes, now
             return "ok"
