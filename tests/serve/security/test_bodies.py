@@ -16,6 +16,8 @@ from effort import trials
 from exl_generate import bundled
 from exl_serve.api.text import FolderText
 from exl_serve.config.model import Limits
+from exl_serve.errors import ServeError
+from exl_serve.request.body import read_json
 from exl_serve.testing.server import LiveServer
 from exl_serve.testing.waiting import HANG_SECONDS
 
@@ -220,3 +222,32 @@ def test_nothing_is_pickled() -> None:
                 names = [ast.unparse(node.func)]
             assert not forbidden & {name for one in names for name in (one, one.partition(".")[0])}, (path, names)
             assert not any(name.endswith((".recv_pyobj", ".send_pyobj")) for name in names), path
+
+
+URL = "data:image/png;base64," + "A" * (1 << 16)
+
+
+@pytest.mark.parametrize("bad", [*map(chr, range(0x20)), "\\x", "\\u00zz"])
+def test_a_long_data_url_may_hold_only_what_json_allows(bad: str) -> None:
+    body = f'{{"a": "{URL}{bad}A"}}'.encode()
+    with pytest.raises(ServeError) as caught:
+        read_json(body, LIMITS)
+    with pytest.raises(json.JSONDecodeError) as expected:
+        json.loads(body)
+    assert str(expected.value) in caught.value.message
+
+
+def test_long_data_urls_that_come_twice_are_repeated_keys() -> None:
+    with pytest.raises(ServeError, match=r"the key 'data:image/png;base64,A+' comes twice"):
+        read_json(f'{{"{URL}": 1, "{URL}": 2}}'.encode(), LIMITS)
+    pair = {"a": URL, "b": URL, "c": URL + "B"}
+    assert read_json(json.dumps(pair).encode(), LIMITS) == pair
+
+
+def test_the_position_of_an_error_counts_long_data_urls() -> None:
+    body = f'{{"a": "{URL}",\n "b": x}}'
+    with pytest.raises(json.JSONDecodeError) as expected:
+        json.loads(body)
+    with pytest.raises(ServeError) as caught:
+        read_json(body.encode(), LIMITS)
+    assert str(expected.value) in caught.value.message
