@@ -213,6 +213,9 @@ def test_memory_of_decode_steps_is_planned_apart_from_that_of_chunks(lab: Any) -
     config.max_decode_batch = 0
     with pytest.raises(errors.ConfigError, match="max_decode_batch is 0"):
         config.check_for_load()
+    config.max_decode_batch = "8"  # type: ignore[assignment]
+    with pytest.raises(errors.ConfigTypeError, match="max_decode_batch is '8'"):
+        _ = config.decode_rows
 
 
 def _head_scratch(config: ExLlamaV2Config) -> int:

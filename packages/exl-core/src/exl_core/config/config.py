@@ -261,7 +261,8 @@ class ExLlamaV2Config:
 
     @property
     def decode_rows(self) -> int:
-        """Number of sequences for whose decode steps memory is planned."""
+        """Number of sequences for whose decode steps memory is planned. Raises ConfigError."""
+        self._check_sizes("max_batch_size", "max_decode_batch")
         return max(self.max_batch_size, self.max_decode_batch or 1)
 
     def check_for_load(self) -> None:
@@ -270,7 +271,10 @@ class ExLlamaV2Config:
             raise UnsupportedError("load_in_q4 is not supported: convert the model to EXL2 instead")
         if self.cpu_matmul not in CPU_MATMUL_MODES:
             raise ConfigError(f"cpu_matmul is {self.cpu_matmul!r}, must be one of {', '.join(CPU_MATMUL_MODES)}")
-        for name in ("max_seq_len", "max_batch_size", "max_decode_batch", "max_input_len", "max_attention_size"):
+        self._check_sizes("max_seq_len", "max_batch_size", "max_decode_batch", "max_input_len", "max_attention_size")
+
+    def _check_sizes(self, *names: str) -> None:
+        for name in names:
             value = getattr(self, name)
             if value is None and name == "max_decode_batch":
                 continue
