@@ -148,7 +148,7 @@ def test_a_hanging_engine(http: httpx.Client, fable: EngineThread, monkeypatch: 
 
 
 def test_a_long_queue_is_no_failure(http: httpx.Client, fable: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Admission, "predicted_wait", lambda self, rates: 100.0)
+    monkeypatch.setattr(Admission, "predicted_wait", lambda *_: 100.0)
     assert http.get("/health/generate?max_age=0").status_code == 200
 
 

@@ -23,13 +23,14 @@ ROWS, PAGES = 16, 9
 HANG = 120.0
 
 
-def request(number: int, new: int, key: str = "") -> EngineRequest:
+def request(number: int, new: int, key: str = "", guided: bool = False) -> EngineRequest:
     prompt = (np.arange(20, 30, dtype="<i4") + number).tobytes()
     return EngineRequest(
         id=f"r{number}",
         key=key,
         prompt=prompt,
-        sampling=Sampling(temperature=0.0),
+        negative_prompt=prompt[:20] if guided else None,
+        sampling=Sampling(temperature=0.0, cfg_scale=1.5 if guided else None),
         seeds=(number,),
         max_tokens=new,
         ignore_eos=True,
@@ -76,14 +77,14 @@ class Steps:
         self.thread = EngineThread(config, loaded=loaded)
         self.worker = RawWorker(self.thread)
 
-    def run(self, requests: int, new: int, keys: Sequence[str] = ("",)) -> None:
+    def run(self, requests: int, new: int, keys: Sequence[str] = ("",), guided: bool = False) -> None:
         """Send a request, and the others while its first step waits; read until all have ended.
 
         The requests are shared equally by `keys`, those of the first key come first.
         """
         for number in range(requests):
             key = keys[number * len(keys) // requests]
-            self.worker.send(wire.Submit(number + 1, request(number, new, key)))
+            self.worker.send(wire.Submit(number + 1, request(number, new, key, guided)))
             if not number:
                 assert isinstance(self.worker.receive(), wire.Accepted)
         self.go.set()
@@ -133,3 +134,10 @@ def test_requests_that_cannot_start_cost_their_key_nothing(made: Steps) -> None:
     made.run(2 * ROWS, 8, ("first", "second"))
     rows = made.seeds[:ROWS]
     assert abs(sum(seed < ROWS for seed in rows) - ROWS // 2) <= 1
+
+
+@pytest.mark.parametrize("made", [1 << 16], indirect=True)
+def test_guided_requests_count_as_two_rows(made: Steps) -> None:
+    made.run(3 * ROWS // 2, 8, guided=True)
+    assert max(made.waiting) <= SPARE_JOBS + 1
+    assert sum(made.started) == 3 * ROWS // 2

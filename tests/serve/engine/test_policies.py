@@ -6,6 +6,7 @@ import contextlib
 import gc
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from exl_serve.engine import wire
 from exl_serve.engine.admission import SPARE, Admission, Entry, Rates
 from exl_serve.engine.events import Failed, Finished, Progress, Started, TokenLogprob, Tokens, Usage
 from exl_serve.engine.fair_queue import FairQueue
+from exl_serve.errors import ServeError
 from exl_serve.request.internal import Constraint, EngineRequest, Sampling
 
 
@@ -67,6 +69,17 @@ def test_the_next_is_the_first_by_class_then_cost_then_arrival(steps: list[tuple
                 waiting.remove(expected)
     assert len(queue) == len(waiting)
     assert {id(one) for one in queue.expired(now + 2000.0)} == {id(one) for one in waiting}
+
+
+def test_prompts_that_the_generator_computes_count_as_waiting() -> None:
+    queue = Admission(10, max_prompt_tokens=100)
+    queue.add(entry("a", prompt_tokens=500), 0.0, Rates(), 99)  # one may be longer than the limit
+    assert queue.pop(0.0) is not None
+    with pytest.raises(ServeError, match="100 prompt tokens wait, and at most 100 may"):
+        queue.add(entry("a"), 0.0, Rates(), 100)
+    with pytest.raises(ServeError, match=r"predicted wait of 20.0 s"):
+        queue.add(entry("a", deadline=10.0), 0.0, Rates(prefill=4.5), 90)
+    queue.add(entry("a", deadline=30.0), 0.0, Rates(prefill=4.5), 90)
 
 
 def test_requests_that_have_gone_are_not_kept() -> None:
@@ -291,6 +304,18 @@ def test_columns_are_read_as_events() -> None:
 def test_columns_of_different_lengths_are_rejected(columns: wire.TokenColumns) -> None:
     with pytest.raises(wire.WireError):
         wire.decode_to_worker(wire.encode(wire.StepEvents([], columns)))
+
+
+@pytest.mark.parametrize("tag", [-1, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("kind", ["submit", "cancel", "pause", "resume", "call"])
+def test_a_tag_that_an_address_cannot_hold_is_rejected(kind: str, tag: int) -> None:
+    submit = msgspec.to_builtins(
+        EngineRequest(id="r", prompt=b"", sampling=Sampling(), seeds=(1,), max_tokens=1), builtin_types=(bytes,)
+    )
+    fields = {"submit": [submit], "call": ["drain", {}]}.get(kind, [])
+    assert wire.decode_to_engine(msgspec.msgpack.encode([kind, 2**63 - 1, *fields])) is not None
+    with pytest.raises(wire.WireError):
+        wire.decode_to_engine(msgspec.msgpack.encode([kind, tag, *fields]))
 
 
 def test_what_cannot_be_sent_is_said() -> None:

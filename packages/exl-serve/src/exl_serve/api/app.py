@@ -160,7 +160,7 @@ async def _handle(
 
 async def _models_known(state: AppState) -> None:
     """Wait until the list of models has been read. Raises ServeError 503 where that takes long or the server stops."""
-    if state.known is None:
+    if state.known is None or (state.known.is_set() and not state.unread):
         return
     try:
         async with asyncio.timeout(KNOWN_SECONDS):

@@ -78,14 +78,14 @@ class Admission:
     def __len__(self) -> int:
         return self._count
 
-    def add(self, entry: Entry, now: float, rates: Rates) -> None:
-        """Queue a request.
+    def add(self, entry: Entry, now: float, rates: Rates, computing: int = 0) -> None:
+        """Queue a request. `computing`: prompt tokens that the generator has and has not computed.
 
         Raises ServeError 429 for a full queue, 408 for a deadline that cannot be met. One that was accepted before is
         always queued.
         """
         if not entry.again:
-            self._check(entry, now, rates)
+            self._check(entry, now, rates, computing)
         self._numbers += 1
         entry.number = self._numbers
         self._lift(entry.key)
@@ -96,16 +96,17 @@ class Admission:
         if entry.deadline is not None:
             heapq.heappush(self._deadlines, (entry.deadline, entry.number, entry))
 
-    def _check(self, entry: Entry, now: float, rates: Rates) -> None:
+    def _check(self, entry: Entry, now: float, rates: Rates, computing: int) -> None:
         """Raise ServeError 429 or 408 for a request that must not be queued."""
         self.check_room(0, rates)
-        wait = self.predicted_wait(rates)
+        wait = self.predicted_wait(rates, computing)
+        before = self.queued_tokens + computing
         most = self.max_prompt_tokens
         if most is None and rates.prefill > 0:
             most = max(1, int(self.target_ttft * rates.prefill))
-        # One request may always wait, however long it is.
-        if most is not None and self._count and self.queued_tokens + entry.prompt_tokens > most:
-            raise self._full(f"{self.queued_tokens} prompt tokens wait, and at most {most} may", wait)
+        # One request may wait, however long it is.
+        if most is not None and (self._count or before >= most) and before + entry.prompt_tokens > most:
+            raise self._full(f"{before} prompt tokens wait, and at most {most} may", wait)
         if entry.deadline is not None and now + wait > entry.deadline:
             raise ServeError(
                 408,
@@ -171,11 +172,12 @@ class Admission:
         elif len(self.counters) > 2 * (len(self._active) + len(self._waiting)) + SPARE:
             self._forget_keys()
 
-    def predicted_wait(self, rates: Rates) -> float:
-        """Return the approximate seconds until a request that comes now would start."""
-        if not self._count:
-            return 0.0
-        wait = self.queued_tokens / rates.prefill if rates.prefill > 0 else 0.0
+    def predicted_wait(self, rates: Rates, computing: int = 0) -> float:
+        """Return the approximate seconds until a request that comes now would start.
+
+        `computing`: prompt tokens that are computed before those of the queue.
+        """
+        wait = (self.queued_tokens + computing) / rates.prefill if rates.prefill > 0 else 0.0
         # Answers are rarely as long as their limit.
         return wait + (0.25 * self._new_tokens / rates.decode if rates.decode > 0 else 0.0)
 

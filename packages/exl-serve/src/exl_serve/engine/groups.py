@@ -77,6 +77,11 @@ class Running:
         return self.choice == self.group.first_choice
 
     @property
+    def rows(self) -> int:
+        """Rows of a step that it takes: two with classifier-free guidance."""
+        return len(self.job.sequences)
+
+    @property
     def serial(self) -> int:
         """The serial number of its job, as in columns."""
         return self.number & 0xFFFFFFFF

@@ -24,7 +24,7 @@ from exl_serve.engine.inbox import GoneError, Inbox
 from exl_serve.engine.jobs import END, FIRST, STARTED, Reader, make_job
 from exl_serve.engine.outgoing import Entry as StepEntry
 from exl_serve.engine.outgoing import Outgoing
-from exl_serve.engine.prompts import Prompts
+from exl_serve.engine.prompts import Prompts, prompt_tokens_of
 from exl_serve.engine.resuming import Resuming
 from exl_serve.engine.status import StatusWriter
 from exl_serve.engine.vision import Vision
@@ -80,6 +80,8 @@ class Host:
         self._groups: dict[tuple[bytes, int], Group] = {}
         #: by serial number as in columns
         self._running: dict[int, Running] = {}
+        #: of all of them
+        self._rows = 0
         self._prompts = Prompts(generator.page_size)
         self._resuming = Resuming(generator, self._run_job)
         self._outgoing = Outgoing()
@@ -280,7 +282,7 @@ class Host:
             again=request.again,
         )
         self._charge_all()
-        self._admission.add(entry, now, self._rates)
+        self._admission.add(entry, now, self._rates, self._prompts.tokens)
         group.entry = entry
         group.first = job
         self._tell(group.worker, wire.Accepted(group.tag))
@@ -313,7 +315,7 @@ class Host:
         generator = self._generator
         room: int | None = None
         while len(self._admission):
-            if len(self._running) + len(self._resuming) >= generator.max_batch_size + SPARE_JOBS:
+            if self._rows + len(self._resuming) >= generator.max_batch_size + SPARE_JOBS:
                 return
             if (pending := generator.num_pending_jobs()) >= SPARE_JOBS:
                 if pending > self._prompts.unstarted:
@@ -369,6 +371,7 @@ class Host:
             job.pause()
         one = Running(group, choice, job, Reader(group.request, choice, self._card.vocab_size))
         group.running[choice] = self._running[one.serial] = one
+        self._rows += one.rows
         self._prompts.add(one.serial, job)
 
     def _cannot_start(self, group: Group, choice: int, error: Exception) -> None:
@@ -412,6 +415,7 @@ class Host:
         """Forget a completion that has ended, or is to end."""
         self._outgoing.forget_running()
         self._prompts.forget(one.serial)
+        self._rows -= one.rows
         del self._running[one.serial], one.group.running[one.choice]
 
     def _expire(self) -> None:
@@ -472,7 +476,7 @@ class Host:
         self._emit(group, events)
         if flags & STARTED:
             request, cached = group.request, job.cached_tokens
-            self._prompts.computed(one.serial, job.prompt_tokens - cached)
+            self._prompts.computed(one.serial, prompt_tokens_of(job) - cached)
             prompt = job.prompt_tokens - cached - group.reserved
             group.reserved = 0
             self._admission.charge(request.key, request.weight, prompt=prompt, cached=cached)

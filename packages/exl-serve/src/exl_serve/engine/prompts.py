@@ -9,7 +9,12 @@ from exl_serve.engine.jobs import PAGES_AT_ONCE
 if TYPE_CHECKING:
     from exl_generate import ExLlamaV2DynamicJob
 
-__all__ = ["Prompts"]
+__all__ = ["Prompts", "prompt_tokens_of"]
+
+
+def prompt_tokens_of(job: ExLlamaV2DynamicJob) -> int:
+    """Return the tokens of a job's prompt; of both prompts with classifier-free guidance."""
+    return sum(sequence.prompt_length + job.request.healing for sequence in job.sequences)
 
 
 class Prompts:
@@ -39,9 +44,9 @@ class Prompts:
 
     def add(self, serial: int, job: ExLlamaV2DynamicJob) -> None:
         """Add a job that is queued in the generator."""
-        most = job.prompt_tokens + min(job.max_new_tokens, PAGES_AT_ONCE)
-        self._pages[serial] = -(-most // self._page_size)
-        self._tokens[serial] = job.prompt_tokens
+        more = job.request.healing + min(job.max_new_tokens, PAGES_AT_ONCE)
+        self._pages[serial] = sum(-(-(one.prompt_length + more) // self._page_size) for one in job.sequences)
+        self._tokens[serial] = prompt_tokens_of(job)
 
     def computed(self, serial: int, left: int) -> None:
         """Record that a job has started, and that `left` tokens of its prompt are not computed."""

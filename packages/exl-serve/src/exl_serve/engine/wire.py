@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -57,6 +57,10 @@ NO_REQUEST = 0
 _ADDRESS = struct.Struct("<QI")
 
 
+Tag = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""A request's number. The message of a worker that breaks the limits is a WireError."""
+
+
 class WireError(ValueError):
     """An invalid message. The connection of its sender is ended."""
 
@@ -71,32 +75,32 @@ class Hello(msgspec.Struct, array_like=True, frozen=True, tag="hello", tag_field
 class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit", tag_field="kind"):
     """Queue a request under a tag."""
 
-    tag: int
+    tag: Tag
     request: EngineRequest
 
 
 class Cancel(msgspec.Struct, array_like=True, frozen=True, tag="cancel", tag_field="kind"):
     """Cancel a request."""
 
-    tag: int
+    tag: Tag
 
 
 class Pause(msgspec.Struct, array_like=True, frozen=True, tag="pause", tag_field="kind"):
     """Pause a request."""
 
-    tag: int
+    tag: Tag
 
 
 class Resume(msgspec.Struct, array_like=True, frozen=True, tag="resume", tag_field="kind"):
     """Continue a paused request."""
 
-    tag: int
+    tag: Tag
 
 
 class Call(msgspec.Struct, array_like=True, frozen=True, tag="call", tag_field="kind"):
     """Run an operator's call."""
 
-    tag: int
+    tag: Tag
     name: str
     parameters: dict[str, Any]
 
