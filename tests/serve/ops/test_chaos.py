@@ -209,22 +209,31 @@ def test_a_worker_that_says_nothing_is_forgotten(engine: EngineThread, monkeypat
     worker.close()
 
 
-def test_a_worker_that_was_forgotten_is_known_again(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its running requests end with an error at the next ping, and the request after that is taken."""
+@pytest.mark.parametrize("first", ["ping", "request"])
+def test_a_worker_that_was_forgotten_is_known_again(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Its running requests end with an error at its next message, and a request is taken."""
     monkeypatch.setattr(engine.host, "_step_floor", lambda jobs: 0.02)
+    monkeypatch.setattr(wire, "PING_SECONDS", 0.5 if first == "ping" else 2 * HANG_SECONDS)
     live = LiveServer({"free": engine}, [FREE])
     short = {"prompt": "x", "max_tokens": 1}
+
+    def ask() -> int:
+        return httpx.post(f"{live.url}/v1/completions", json=short, timeout=HANG_SECONDS).status_code
+
     try:
-        with monkeypatch.context() as silent, httpx.stream("POST", f"{live.url}/v1/completions", json=LONG) as answer:
+        with httpx.stream("POST", f"{live.url}/v1/completions", json=LONG, timeout=HANG_SECONDS) as answer:
             lines = answer.iter_lines()
             assert next(lines).startswith("data: ")
-            silent.setattr(wire, "SILENCE", 0.05)
-            until(lambda: not engine.host.requests())
-            silent.undo()
+            with monkeypatch.context() as silent:
+                silent.setattr(wire, "SILENCE", 0.05)
+                until(lambda: not engine.host.requests())
+            if first == "request":
+                assert ask() == 200
             errors = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
             assert errors[-1]["error"]["code"] == "engine_restarting"
-        for _ in range(2):
-            assert httpx.post(f"{live.url}/v1/completions", json=short, timeout=HANG_SECONDS).status_code == 200
+        assert [ask(), ask()] == [200, 200]
     finally:
         live.close()
 

@@ -372,7 +372,7 @@ class Host:
         one = Running(group, choice, job, Reader(group.request, choice, self._card.vocab_size))
         group.running[choice] = self._running[one.serial] = one
         self._rows += one.rows
-        self._prompts.add(one.serial, job)
+        self._prompts.add(one.serial, job, cached=not one.leads)
 
     def _cannot_start(self, group: Group, choice: int, error: Exception) -> None:
         found = serve_error(error)
@@ -476,7 +476,7 @@ class Host:
         self._emit(group, events)
         if flags & STARTED:
             request, cached = group.request, job.cached_tokens
-            self._prompts.computed(one.serial, prompt_tokens_of(job) - cached)
+            self._prompts.computed(one.serial, prompt_tokens_of(job) - cached * len(job.sequences))
             prompt = job.prompt_tokens - cached - group.reserved
             group.reserved = 0
             self._admission.charge(request.key, request.weight, prompt=prompt, cached=cached)

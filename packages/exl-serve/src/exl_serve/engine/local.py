@@ -25,6 +25,11 @@ log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 30.0
 GONE = "the engine process has ended; it is being restarted: try again"
+SILENT = "the engine heard nothing of this worker for too long: try again"
+
+
+class ForgottenError(ServeError):
+    """The engine has not read a request, since it took its worker for dead."""
 
 
 class _Running:
@@ -70,7 +75,7 @@ class LocalEngine:
         self._card: ModelCard | None = None
         self._status: StatusReader | None = None
         self._closed = False
-        self._forgotten = False  # the engine knows this worker no more
+        self._known_again: asyncio.Future[None] | None = None  # while an engine that forgot this worker is told of it
         self._loop.add_reader(self._socket.getsockopt(zmq.FD), _drain, weakref.ref(self))
         # It holds the socket, and so the socket's context: one that is collected together with open sockets would wait
         # for them for ever.
@@ -122,13 +127,13 @@ class LocalEngine:
         """
         try:
             return await self._submit(request, sink)
-        except ServeError:
-            if not self._forgotten:
-                raise
-        try:
-            await asyncio.wait_for(self._refresh_card(), CONNECT_SECONDS)
-        except TimeoutError:
-            raise ServeError.unavailable("engine_restarting", GONE) from None
+        except ForgottenError:
+            known = self._known_again
+        if known is not None:  # else it is known again already
+            try:
+                await asyncio.wait_for(asyncio.shield(known), CONNECT_SECONDS)
+            except TimeoutError:
+                raise ServeError.unavailable("engine_restarting", GONE) from None
         return await self._submit(request, sink)
 
     async def _submit(self, request: EngineRequest, sink: Sink) -> _Running:
@@ -179,13 +184,11 @@ class LocalEngine:
 
     def fail(self, message: str) -> None:
         """End every running request with an error: the engine has ended."""
-        running, self._running = self._running, {}
-        for one in running.values():
-            for choice in sorted(one.open):
-                one.sink(Failed(choice, 503, "server_error", "engine_restarting", message))
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(ServeError.unavailable("engine_restarting", message))
+        self._end_running(message)
+        for waiting in (*self._answers.values(), self._known_again):
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(ServeError.unavailable("engine_restarting", message))
+                waiting.exception()  # a Hello may have nobody that waits for its answer
 
     def forget(self, tag: int, message: wire.ToEngine, *, always: bool = False) -> None:
         """Send the engine a message, and drop further events of this request."""
@@ -198,20 +201,32 @@ class LocalEngine:
             self._send(message)
 
     async def _refresh_card(self) -> None:
+        self._welcome = self._loop.create_future()
         self._say_hello()
         self._card = wire.card_of((await self._welcome).card)
 
     def _say_hello(self) -> None:
-        if self._welcome.done():
-            self._welcome = self._loop.create_future()
         self._send(wire.Hello(wire.VERSION, f"pid {os.getpid()}"))
 
-    def _rejected(self, message: wire.Rejected) -> None:
-        """The engine has dropped this worker after a long silence, and with it all its requests."""
-        self._forgotten = message.code == "engine_restarting"
-        if self._forgotten and message.tag == wire.NO_REQUEST:
-            self.fail("the engine heard nothing of this worker for too long: try again")
-            self._say_hello()
+    def _forgotten(self) -> None:
+        """The engine has dropped this worker after a long silence, and with it all that it was asked.
+
+        It answers so to each message until it reads the Hello.
+        """
+        if self._known_again is not None:
+            return
+        self._known_again = self._loop.create_future()
+        self._end_running(SILENT)
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(ForgottenError(503, "server_error", "engine_restarting", SILENT))
+        self._say_hello()
+
+    def _end_running(self, message: str) -> None:
+        running, self._running = self._running, {}
+        for one in running.values():
+            for choice in sorted(one.open):
+                one.sink(Failed(choice, 503, "server_error", "engine_restarting", message))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -255,12 +270,17 @@ class LocalEngine:
                 one.sink(event)
             return
         if isinstance(message, wire.Welcome):
-            self._forgotten = False
+            if self._known_again is not None:
+                self._card = wire.card_of(message.card)
+                if not self._known_again.done():
+                    self._known_again.set_result(None)
+                self._known_again = None
             if not self._welcome.done():
                 self._welcome.set_result(message)
             return
-        if isinstance(message, wire.Rejected):
-            self._rejected(message)
+        if isinstance(message, wire.Rejected) and message.code == "engine_restarting":
+            self._forgotten()
+            return
         answer = self._answers.get(message.tag)
         if isinstance(message, wire.Accepted):
             waiting = self._waiting.get(message.tag)

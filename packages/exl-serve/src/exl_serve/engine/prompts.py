@@ -42,11 +42,14 @@ class Prompts:
         """Prompt tokens that are not computed yet."""
         return sum(self._tokens.values())
 
-    def add(self, serial: int, job: ExLlamaV2DynamicJob) -> None:
-        """Add a job that is queued in the generator."""
+    def add(self, serial: int, job: ExLlamaV2DynamicJob, *, cached: bool = False) -> None:
+        """Add a job that is queued in the generator.
+
+        cached: another completion of the request has computed its prompt.
+        """
         more = job.request.healing + min(job.max_new_tokens, PAGES_AT_ONCE)
         self._pages[serial] = sum(-(-(one.prompt_length + more) // self._page_size) for one in job.sequences)
-        self._tokens[serial] = prompt_tokens_of(job)
+        self._tokens[serial] = 0 if cached else prompt_tokens_of(job)
 
     def computed(self, serial: int, left: int) -> None:
         """Record that a job has started, and that `left` tokens of its prompt are not computed."""

@@ -52,7 +52,7 @@ VERSION = 2
 MAX_MESSAGE = 16 << 20
 """Most bytes of a message."""
 PING_SECONDS, SILENCE = 2.0, 20.0
-NO_REQUEST = 0
+NO_REQUEST = -1
 """Tag of the `Rejected` that answers the ping of a worker that the engine does not know, or knows no more."""
 _ADDRESS = struct.Struct("<QI")
 
