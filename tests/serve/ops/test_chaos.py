@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -44,6 +45,30 @@ def engine() -> Iterator[EngineThread]:
 def request(tokens: int = 20, **fields: Any) -> EngineRequest:
     given: dict[str, Any] = {"id": "r", "sampling": Sampling(), "seeds": (1,), "max_tokens": 900, "ignore_eos": True}
     return EngineRequest(prompt=np.full(tokens, 7, dtype="<i4").tobytes(), **given | fields)
+
+
+def test_completions_whose_prompt_is_computed_are_no_waiting_prompts(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would count eight times, and others be refused for as long as they wait for rows."""
+    monkeypatch.setattr(engine.host, "_step_floor", lambda jobs: 0.02)
+
+    async def work() -> list[int]:
+        client = await engine.connect()
+        try:
+            running = await client.submit(request(500, seeds=tuple(range(8)), max_tokens=400), lambda event: None)
+            while engine.generator.num_active_jobs() < FREE.max_batch_size or client.status.queued_prompt_tokens > 500:
+                await asyncio.sleep(0.01)
+            seen = []
+            for _ in range(20):
+                seen.append(client.status.queued_prompt_tokens)
+                await asyncio.sleep(0.02)
+            running.cancel()
+            return seen
+        finally:
+            await client.close()
+
+    assert max(asyncio.run(asyncio.wait_for(work(), HANG_SECONDS))) == 0
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
