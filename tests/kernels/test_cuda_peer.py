@@ -101,8 +101,8 @@ def test_a_gpu_that_gave_up_gets_nan_in_its_own_columns_too(apart: bool) -> None
     boxes.begin_step(0)
     boxes.gather(0, own, torch.zeros(2, 8, device=GPU), [0, 4, 8], 0)
     full = torch.full((2, 8), 7.0, device=GPU)
-    for phase in ({"receive": False}, {"send": False}) if apart else ({},):
-        boxes.gather(0, own, full, [0, 4, 8], 1, **phase)
+    for send, receive in ((True, False), (False, True)) if apart else ((True, True),):
+        boxes.gather(0, own, full, [0, 4, 8], 1, send=send, receive=receive)
     assert bool(full.isnan().all())
     full.fill_(7.0)
     boxes.gather(0, own, full, [0, 4, 8], 1, [1])
