@@ -11,7 +11,8 @@ from .cache import ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
 from .device import out_of_memory_as_error
 from .execution.attn_params import PagedParams
-from .execution.captured import DecodeGraphs, PendingStep
+from .execution.captured import DecodeGraphs
+from .execution.pending import PendingStep
 from .execution.select import prepare_step
 from .inputs import check_row_loras
 from .loading.loadable import LoadableModel

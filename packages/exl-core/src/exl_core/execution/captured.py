@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,8 @@ from torch import Tensor
 
 from exl_kernels.attention.cuda import counters
 from exl_kernels.linear.workspace import workspaces_in
-from exl_kernels.sampling import NextInputs
 from exl_kernels.selection import PACKED_ROWS
 
-from ..device import device_error
 from ..errors import DeviceError
 from ..layers import Head, Module
 from ..lora.pairs import KERNEL_ROWS
@@ -43,177 +41,22 @@ from .capturable import (
 from .capture_failure import CaptureFailure
 from .fused import JoinedLaunches, joined_launches_of, joins_adapters
 from .inputs import Bucket, StepInputs, StepTensors, passed
+from .pending import CapturedStep, PendingStep, on_cpu
 from .sections import Handover, SectionGraphs, mirrored, sections_of
 from .sharded.launches import ShardLaunches, shard_launches_of
 from .sharded.mail import Mail, exchanges, refusal_of_access
 
 if TYPE_CHECKING:
-    from exl_kernels.peer import Mailboxes
-
     from ..cache import ExLlamaV2CacheBase
     from ..contracts import Adapter
     from ..language_model import LanguageModel
     from .sharded.context import TensorParallel
 
-__all__ = ["CaptureFailure", "DecodeGraphs", "PendingStep"]
+__all__ = ["CaptureFailure", "DecodeGraphs"]
 
 PLACE_PARTS = 4  # numbers of `_place`; the version of the adapters follows in keys of steps with adapters
 MAX_GRAPHS = 64
 """Most captured steps of one cache. Beyond them the oldest is dropped, since each takes a few MB of GPU memory."""
-
-
-@dataclass
-class _Graph:
-    """A captured step with everything that its addresses refer to."""
-
-    graph: torch.cuda.CUDAGraph | SectionGraphs
-    inputs: StepInputs
-    logits: Tensor  # float32 [tokens, padded vocabulary]
-    kept: tuple[Tensor, ...]  # rope tables, hidden states between devices, counters of attention, workspaces
-    adapters: tuple[RowAdapters, ...] = ()  # on each device
-    set_ids: list[int] = field(default_factory=list)  # contents of the adapters' tensor at this point of the stream
-    views: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    boxes: Mailboxes | None = None  # through which the devices of a sharded model exchange results
-    launches: Sequence[ShardLaunches] = ()  # of a sharded model: norm weights of each device
-
-    def send_set_ids(self, set_ids: list[int]) -> None:
-        """Queue the copy of the adapters of the first rows unless the GPUs have them; the other rows are padding."""
-        if not self.adapters or set_ids == self.set_ids:
-            return
-        padded = torch.tensor(set_ids + [-1] * (self.inputs.bucket.tokens - len(set_ids)), dtype=torch.int32)
-        pinned = padded.pin_memory()  # torch keeps it until the streams have passed its copies
-        for rows in self.adapters:
-            rows.set_ids.copy_(pinned, non_blocking=True)
-        self.set_ids = set_ids
-
-    def logits_of(self, batch: int, q_len: int) -> Tensor:
-        """Return a cached view [batch, q_len, columns], since making one costs host time in every step."""
-        view = self.views.get((batch, q_len))
-        if view is None:
-            with torch.inference_mode(False):
-                view = self.views[batch, q_len] = self.logits[: batch * q_len].view(batch, q_len, -1)
-        return view
-
-
-class PendingStep:
-    """A captured step that waits for its ids. It must run before any other pass of its model, or never.
-
-    Its logits are float32 [B, q, padded vocabulary], in memory that the model's next step overwrites: `is_current` says
-    whether the logits are still valid. After `DecodeGraphs.clear` the step is dropped: it cannot run any more.
-    """
-
-    __slots__ = (
-        *(
-            "_cache",
-            "_captured",
-            "_generation",
-            "_inputs",
-            "_limits",
-            "_longest",
-            "_number",
-            "_offsets",
-            "_owner",
-            "_set_ids",
-            "_shape",
-        ),
-    )
-
-    def __init__(
-        self,
-        owner: DecodeGraphs,
-        cache: ExLlamaV2CacheBase,
-        captured: _Graph,
-        shape: tuple[int, int],
-        inputs: tuple[Tensor, Tensor],
-        limits: tuple[int, int, int],
-        offsets: Tensor | None,
-        longest: int,
-        set_ids: list[int],
-    ) -> None:
-        self._set_ids = set_ids
-        self._owner, self._cache, self._captured, self._shape, self._inputs = owner, cache, captured, shape, inputs
-        self._limits, self._offsets, self._longest = limits, offsets, longest
-        self._number = -1
-        self._generation = owner.generation
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the logits returned last are valid: no captured step of the model has run since, nor was it
-        dropped.
-        """
-        return self._number == self._owner.steps and not self._dropped
-
-    @property
-    def _dropped(self) -> bool:
-        """Whether the model's captured steps were dropped, whose memory and exchange buffers may be out of step."""
-        return self._generation != self._owner.generation
-
-    def run(self, ids: Tensor) -> Tensor | None:
-        """Queue the step with its ids and return its logits.
-
-        Args:
-            ids: [B, q], int64 on the CPU, or any integers on the model's GPU in stream order, which are clamped to the
-                vocabulary.
-
-        Returns:
-            The logits; None, with nothing queued, if the ids are invalid or the step was dropped.
-        """
-        if self._dropped:
-            return None
-        there = ids.is_cuda
-        tokens = None if there else _on_cpu(ids, torch.int64)
-        if (tokens is None and not there) or tuple(ids.shape) != self._shape or not self._send(tokens):
-            return None
-        if there:
-            self._ids().copy_(ids.reshape(-1)).clamp_(0, self._limits[0] - 1)
-        return self.launch()
-
-    def inputs(self) -> NextInputs | None:
-        """Return the inputs that work queued before `launch` must copy and fill in; None if the step is invalid or was
-        dropped.
-
-        The ids are int64 [B * q] on the model's GPU; the other inputs are staged for the copy.
-        """
-        if self._dropped:
-            return None
-        inputs = self._captured.inputs.stage(*self._inputs, self._limits, self._offsets)
-        return None if inputs is None else NextInputs(self._ids(), self._limits[0], inputs)
-
-    def _ids(self) -> Tensor:
-        return self._captured.inputs.first_ids(self._shape[0] * self._shape[1])
-
-    def _send(self, ids: Tensor | None) -> bool:
-        try:
-            return self._captured.inputs.send(ids, *self._inputs, self._limits, self._offsets)
-        except RuntimeError as error:
-            raise _typed(error) from error
-
-    def launch(self) -> Tensor:
-        """Queue the step after its inputs were copied and its ids filled in; return its logits.
-
-        Raises:
-            DeviceError: the GPU reported an error, or the step was dropped after `inputs`.
-        """
-        if self._dropped:
-            raise DeviceError("the captured step was dropped before its launch; prepare it again")
-        self._owner.steps += 1
-        try:
-            self._captured.send_set_ids(self._set_ids)
-            self._captured.graph.replay()
-        except BaseException as error:
-            if self._captured.boxes is not None:
-                # Some devices may run a step that others do not: their exchanges are out of step for good.
-                self._owner.clear()
-            if isinstance(error, RuntimeError):
-                raise _typed(error) from error
-            raise
-        self._number = self._owner.steps
-        self._owner.longest = self._cache.current_seq_len = self._longest
-        return self._captured.logits_of(*self._shape)
-
-
-def _typed(error: RuntimeError) -> Exception:
-    return device_error("run a decode step", error) or error
 
 
 class DecodeGraphs:
@@ -232,7 +75,7 @@ class DecodeGraphs:
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = weakref.ref(model)
-        self._graphs: dict[tuple[int, ...], dict[Bucket, _Graph]] = {}
+        self._graphs: dict[tuple[int, ...], dict[Bucket, CapturedStep]] = {}
         self._failed: dict[tuple[tuple[int, ...], Bucket], CaptureFailure] = {}
         self._logits: dict[int, Tensor] = {}
         self._workspaces: list[Tensor] = []
@@ -312,7 +155,7 @@ class DecodeGraphs:
         if model is None or not self._usable(model) or cache.batch_size != 1:
             return None
         size, places = params.page_size, cache.max_seq_len // params.page_size
-        past, table = _on_cpu(params.cache_seqlens, torch.int32), _on_cpu(params.block_index, torch.int32)
+        past, table = on_cpu(params.cache_seqlens, torch.int32), on_cpu(params.block_index, torch.int32)
         if params.q_len not in (0, q_len) or cache.max_seq_len % size or past is None or table is None:
             return None
         offsets = None if params.rope_offsets is None else _offsets(params.rope_offsets, past)
@@ -498,7 +341,7 @@ class DecodeGraphs:
 
     def _captured(
         self, model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, adapted: bool
-    ) -> _Graph | None:
+    ) -> CapturedStep | None:
         place = _place(cache, bucket.page_size)
         key = (*place, self._sets.version) if adapted else place
         held = self._graphs.get(key)
@@ -540,7 +383,7 @@ class DecodeGraphs:
             del held[next(iter(held))]
         return made
 
-    def _record(self, model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, adapted: bool) -> _Graph:
+    def _record(self, model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, adapted: bool) -> CapturedStep:
         device = model.device
         assert device is not None
         assert isinstance(model.modules[-1], Head)
@@ -573,11 +416,11 @@ class DecodeGraphs:
             parts.append((handovers, graph))
             kept += [state, held]
         whole = parts[0][1] if len(parts) == 1 else SectionGraphs(parts)
-        return _Graph(whole, inputs, logits, (*kept, *self._workspaces), tuple(adapters), [-1] * bucket.tokens)
+        return CapturedStep(whole, inputs, logits, (*kept, *self._workspaces), tuple(adapters), [-1] * bucket.tokens)
 
     def _record_sharded(
         self, model: LanguageModel, context: TensorParallel, cache: ExLlamaV2CacheBase, bucket: Bucket
-    ) -> _Graph:
+    ) -> CapturedStep:
         """Record a graph for each device of a sharded model. The graphs wait for one another's results."""
         assert isinstance(self._shards, list), "_takes_sharded has made them"
         inputs = StepInputs(bucket, context.home)
@@ -597,7 +440,9 @@ class DecodeGraphs:
             graph, result, held = self._capture(body, None if shard else logits, own.ids)
             parts.append((handovers, graph))
             kept += [step.rows, step.cos, step.sin, *(step.alt or ()), result, held]
-        return _Graph(SectionGraphs(parts), inputs, logits, (*kept, *self._workspaces), (), [], {}, boxes, self._shards)
+        return CapturedStep(
+            SectionGraphs(parts), inputs, logits, (*kept, *self._workspaces), (), [], {}, boxes, self._shards
+        )
 
     def _capture(
         self, body: Callable[[Tensor | None], Tensor], logits: Tensor | None, memory: Tensor
@@ -655,13 +500,6 @@ def _forget(graphs: weakref.ref[DecodeGraphs], cache: int) -> None:
     owner = graphs()
     if owner is not None:
         owner._drop([key for key in owner._graphs if key[0] == cache])
-
-
-def _on_cpu(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return the tensor as contiguous CPU memory of `dtype`; None if it is on another device."""
-    if not tensor.is_cpu:
-        return None
-    return tensor if tensor.dtype == dtype and tensor.is_contiguous() else tensor.to(dtype).contiguous()
 
 
 def _offsets(offsets: Tensor, past: Tensor) -> Tensor | None:

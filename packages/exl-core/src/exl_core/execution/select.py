@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
     from ..contracts import Adapter
     from .attn_params import PagedParams
-    from .captured import PendingStep
     from .forward_pass import ForwardPass
+    from .pending import PendingStep
 
 __all__ = ["prepare_step", "select"]
 

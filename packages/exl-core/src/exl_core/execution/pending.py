@@ -1,0 +1,188 @@
+"""A captured step with all that its graph refers to, and one that is prepared and waits for its ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from exl_kernels.sampling import NextInputs
+
+from ..device import device_error
+from ..errors import DeviceError
+from ..lora.rows import RowAdapters
+from .inputs import StepInputs
+from .sections import SectionGraphs
+
+if TYPE_CHECKING:
+    from exl_kernels.peer import Mailboxes
+
+    from ..cache import ExLlamaV2CacheBase
+    from .captured import DecodeGraphs
+    from .sharded.launches import ShardLaunches
+
+__all__ = ["CapturedStep", "PendingStep", "on_cpu"]
+
+
+@dataclass
+class CapturedStep:
+    """A captured step with everything that its addresses refer to."""
+
+    graph: torch.cuda.CUDAGraph | SectionGraphs
+    inputs: StepInputs
+    logits: Tensor  # float32 [tokens, padded vocabulary]
+    kept: tuple[Tensor, ...]  # rope tables, hidden states between devices, counters of attention, workspaces
+    adapters: tuple[RowAdapters, ...] = ()  # on each device
+    set_ids: list[int] = field(default_factory=list)  # contents of the adapters' tensor at this point of the stream
+    views: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    boxes: Mailboxes | None = None  # through which the devices of a sharded model exchange results
+    launches: Sequence[ShardLaunches] = ()  # of a sharded model: norm weights of each device
+
+    def send_set_ids(self, set_ids: list[int]) -> None:
+        """Queue the copy of the adapters of the first rows unless the GPUs have them; the other rows are padding."""
+        if not self.adapters or set_ids == self.set_ids:
+            return
+        padded = torch.tensor(set_ids + [-1] * (self.inputs.bucket.tokens - len(set_ids)), dtype=torch.int32)
+        pinned = padded.pin_memory()  # torch keeps it until the streams have passed its copies
+        for rows in self.adapters:
+            rows.set_ids.copy_(pinned, non_blocking=True)
+        self.set_ids = set_ids
+
+    def logits_of(self, batch: int, q_len: int) -> Tensor:
+        """Return a cached view [batch, q_len, columns], since making one costs host time in every step."""
+        view = self.views.get((batch, q_len))
+        if view is None:
+            with torch.inference_mode(False):
+                view = self.views[batch, q_len] = self.logits[: batch * q_len].view(batch, q_len, -1)
+        return view
+
+
+class PendingStep:
+    """A captured step that waits for its ids. It must run before any other pass of its model, or never.
+
+    Its logits are float32 [B, q, padded vocabulary], in memory that the model's next step overwrites: `is_current` says
+    whether the logits are still valid. After `DecodeGraphs.clear` the step is dropped: it cannot run any more.
+    """
+
+    __slots__ = (
+        *(
+            "_cache",
+            "_captured",
+            "_generation",
+            "_inputs",
+            "_limits",
+            "_longest",
+            "_number",
+            "_offsets",
+            "_owner",
+            "_set_ids",
+            "_shape",
+        ),
+    )
+
+    def __init__(
+        self,
+        owner: DecodeGraphs,
+        cache: ExLlamaV2CacheBase,
+        captured: CapturedStep,
+        shape: tuple[int, int],
+        inputs: tuple[Tensor, Tensor],
+        limits: tuple[int, int, int],
+        offsets: Tensor | None,
+        longest: int,
+        set_ids: list[int],
+    ) -> None:
+        self._set_ids = set_ids
+        self._owner, self._cache, self._captured, self._shape, self._inputs = owner, cache, captured, shape, inputs
+        self._limits, self._offsets, self._longest = limits, offsets, longest
+        self._number = -1
+        self._generation = owner.generation
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the logits returned last are valid: no captured step of the model has run since, nor was it
+        dropped.
+        """
+        return self._number == self._owner.steps and not self._dropped
+
+    @property
+    def _dropped(self) -> bool:
+        """Whether the model's captured steps were dropped, whose memory and exchange buffers may be out of step."""
+        return self._generation != self._owner.generation
+
+    def run(self, ids: Tensor) -> Tensor | None:
+        """Queue the step with its ids and return its logits.
+
+        Args:
+            ids: [B, q], int64 on the CPU, or any integers on the model's GPU in stream order, which are clamped to the
+                vocabulary.
+
+        Returns:
+            The logits; None, with nothing queued, if the ids are invalid or the step was dropped.
+        """
+        if self._dropped:
+            return None
+        there = ids.is_cuda
+        tokens = None if there else on_cpu(ids, torch.int64)
+        if (tokens is None and not there) or tuple(ids.shape) != self._shape or not self._send(tokens):
+            return None
+        if there:
+            self._ids().copy_(ids.reshape(-1)).clamp_(0, self._limits[0] - 1)
+        return self.launch()
+
+    def inputs(self) -> NextInputs | None:
+        """Return the inputs that work queued before `launch` must copy and fill in; None if the step is invalid or was
+        dropped.
+
+        The ids are int64 [B * q] on the model's GPU; the other inputs are staged for the copy.
+        """
+        if self._dropped:
+            return None
+        inputs = self._captured.inputs.stage(*self._inputs, self._limits, self._offsets)
+        return None if inputs is None else NextInputs(self._ids(), self._limits[0], inputs)
+
+    def _ids(self) -> Tensor:
+        return self._captured.inputs.first_ids(self._shape[0] * self._shape[1])
+
+    def _send(self, ids: Tensor | None) -> bool:
+        try:
+            return self._captured.inputs.send(ids, *self._inputs, self._limits, self._offsets)
+        except RuntimeError as error:
+            raise _typed(error) from error
+
+    def launch(self) -> Tensor:
+        """Queue the step after its inputs were copied and its ids filled in; return its logits.
+
+        Raises:
+            DeviceError: the GPU reported an error, or the step was dropped after `inputs`.
+        """
+        if self._dropped:
+            raise DeviceError("the captured step was dropped before its launch; prepare it again")
+        self._owner.steps += 1
+        try:
+            self._captured.send_set_ids(self._set_ids)
+            self._captured.graph.replay()
+        except BaseException as error:
+            if self._captured.boxes is not None:
+                # Some devices may run a step that others do not: their exchanges are out of step for good.
+                self._owner.clear()
+            if isinstance(error, RuntimeError):
+                raise _typed(error) from error
+            raise
+        self._number = self._owner.steps
+        self._owner.longest = self._cache.current_seq_len = self._longest
+        return self._captured.logits_of(*self._shape)
+
+
+def _typed(error: RuntimeError) -> Exception:
+    return device_error("run a decode step", error) or error
+
+
+def on_cpu(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return the tensor as contiguous CPU memory of `dtype`; None if it is on another device."""
+    if not tensor.is_cpu:
+        return None
+    return tensor if tensor.dtype == dtype and tensor.is_contiguous() else tensor.to(dtype).contiguous()
