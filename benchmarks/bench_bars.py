@@ -1,7 +1,7 @@
 """Bars of `exl serve` that need no GPU: each is printed with its figure and whether it is met.
 
     python benchmarks/bench_bars.py [wire] [streams] [start] [lag] [hostile] [health] [queue] [page] [cycles]
-        [--cycles 100] [--device cpu]
+        [--cycles 100] [--servers 1] [--device cpu]
 
 Without names all run but `cycles`. Test engines stand for a model: everything else is as in `exl serve`. Times count
 only on a machine that does nothing else. One JSON line for each bar, and in words on standard error.
@@ -41,12 +41,14 @@ import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_http import host_cost, percentile
+from host_cost import host_cost
+from http_load import percentile
 from soak_serve import HEAD, Server
 
 CHAT = HEAD.replace(b"/v1/completions", b"/v1/chat/completions")
@@ -57,10 +59,11 @@ QUEUED = 10_000
 
 @dataclass(frozen=True)
 class Given:
-    """The command line: seconds of each measurement under load, and for `cycles` their number and device."""
+    """The command line: seconds of each measurement under load; for `cycles` their number, servers and device."""
 
     seconds: float
     cycles: int
+    servers: int
     device: str
 
 
@@ -344,7 +347,7 @@ def health(given: Given) -> list[Bar]:
 def queue(given: Given) -> list[Bar]:
     """Steps of the engine process with a long queue."""
     import zmq
-    from bench_http import host_work
+    from host_cost import host_work
 
     from exl_generate import bundled
     from exl_serve.config.model import Limits, ModelConfig, Qos
@@ -401,9 +404,9 @@ def queue(given: Given) -> list[Bar]:
 
 
 def cycles(given: Given) -> list[Bar]:
-    """Load and unload a model again and again; returns what is left of it."""
+    """Load and unload a model again and again, in several servers at once; returns what is left of it."""
 
-    def post(what: str) -> None:
+    def post(server: Server, what: str) -> None:
         request = urllib.request.Request(
             f"http://127.0.0.1:{server.port}/v1/models/test/{what}",
             data=b"{}",
@@ -414,20 +417,36 @@ def cycles(given: Given) -> list[Bar]:
         except urllib.error.HTTPError as error:
             raise RuntimeError(f"{what}: {error.read().decode()}") from None
 
-    def unloaded() -> tuple[int, int, int]:
-        """Open files and bytes of the processes without an engine, and bytes in use on the GPUs."""
-        post("unload")
+    def unload(server: Server) -> None:
+        post(server, "unload")
         while any(name.startswith("engine") for name in server.processes()):
             time.sleep(0.05)
-        found = server.measured().values()
+
+    def cycle(server: Server, count: int) -> None:
+        for _ in range(count):
+            post(server, "load")
+            server.wait_for("/health/ready", 0.0)
+            unload(server)
+
+    def left(servers: list[Server]) -> tuple[int, int, int]:
+        """Open files and bytes of the processes without an engine, and bytes in use on the GPUs."""
+        found = [one for server in servers for one in server.measured().values()]
         return sum(one["files"] for one in found), sum(one["memory"] for one in found), gpu_bytes()
 
-    with serving("model", 16, device=given.device) as server:
-        first = unloaded()
-        for _ in range(given.cycles):
-            post("load")
-            server.wait_for("/health/ready", 0.0)
-            last = unloaded()
+    def close(made: Future[Server]) -> None:
+        if made.exception() is None:
+            made.result().close()
+
+    shares = [given.cycles // given.servers + (i < given.cycles % given.servers) for i in range(given.servers)]
+    with ExitStack() as stack, ThreadPoolExecutor(given.servers) as pool:
+        made = [pool.submit(Server, 16, 1, engine="model", device=given.device) for _ in shares]
+        for one in made:
+            stack.callback(close, one)
+        servers = [one.result() for one in made]
+        list(pool.map(unload, servers))
+        first = left(servers)
+        list(pool.map(cycle, servers, shares))
+        last = left(servers)
     files, memory, gpu = (after - before for before, after in zip(first, last, strict=True))
     return [
         Bar(f"cycles: open files left by {given.cycles} loads", files, 0, "files"),
@@ -500,9 +519,10 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help=f"of {', '.join(BARS)}")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each measurement under load")
     parser.add_argument("--cycles", type=int, default=100)
+    parser.add_argument("--servers", type=int, default=1, help="for cycles: that many share them")
     parser.add_argument("--device", default="cpu", help="for cycles")
     args = parser.parse_args()
-    given = Given(args.seconds, args.cycles, args.device)
+    given = Given(args.seconds, args.cycles, args.servers, args.device)
     unknown = set(args.names) - set(BARS)
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there is {', '.join(BARS)}")

@@ -1,17 +1,24 @@
 """HTTP against the engine alone: the same requests, straight to the generator and through a server, on one machine.
 
-    python benchmarks/bench_http.py [--shape 8b | --paced] [--streams 64] [--requests 192] [--new 128] [--workers 1 2]
-        [--profile]
+    python benchmarks/bench_http.py [--shape 8b | --paced] [--streams 64 32] [--requests 512] [--new 128]
+        [--workers 1 2] [--load 0.5 0.95] [--profile]
     python benchmarks/bench_http.py --host [--streams 64] [--new 128] [--rounds 3]
 
 Random weights of true shapes on a GPU (gpu_model.py), or with --paced a scripted model whose rounds last as long as
 those of an 8B model on an H200, on any machine. Processes as in `exl serve`: the engine here, API workers and the load
-generator in processes of their own. One JSON line: tokens a second both ways and their ratio, time to the first token,
-time between events as a client sees them. `added`: what they are more than in the engine process, from the arrival of a
-request to the step that gives its first token, and between its steps. `more_than_alone`: more than with the generator
-alone, to which requests come between steps and all at once. The requests that begin together at the start count in the
-latter only. The tokens of both ways are compared. After the line, on standard error, the bars and whether each is met;
-ends with 1 if one is missed.
+generator in processes of their own. The tokens of both ways are compared. One JSON line for each number of workers:
+
+    ratio_*          tokens a second through HTTP over those of the engine alone: a closed loop, `--streams` at a time
+    between_ms_*     time between the events of a stream in that loop, as its client sees it
+    step_*           steps of that loop in the engine process, and of the engine alone: their number and median time;
+                     `long`: those with prompts, that is of more than 1.6 times the median
+    load             for each `--load`, requests that arrive by a Poisson process at that share of the engine's own
+                     requests a second: time to the first token both ways. A request waits for the end of the running
+                     step both ways
+    added            milliseconds that HTTP adds: to the first token at the first `--load`; between events of the closed
+                     loop, beside the engine process's own stamps
+
+After the line, on standard error, the bars and whether each is met; ends with 1 if one is missed.
 
 With --host there is no HTTP: the engine process's thread alone, on a scripted model, all streams in nearly every round.
 Microseconds of CPU time per token: `host_us` outside the generator, `generator_us` in it with its results, `encode_us`
@@ -23,18 +30,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import bisect
 import contextlib
 import cProfile
 import gc
-import hashlib
 import itertools
 import json
 import multiprocessing
 import os
 import pstats
 import queue
-import re
 import signal
 import socket
 import statistics
@@ -42,49 +46,23 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-CPU = time.thread_time
-"""Seconds of CPU time of this thread, which other work on the machine hardly changes."""
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: "
+from host_cost import host_cost, timed
+from http_load import arrivals, delays, digest, load, percentile, work
 
-
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
-
-
-def work(count: int, vocab: int, new: int, longest: int, seed: int = 1) -> list[dict[str, Any]]:
-    """The requests: prompts of random tokens, greedy, without an end of text. Their answers are of different lengths,
-    `new` tokens in the mean, so that requests come one by one both ways: all prompts at once would flatter the engine.
-    """
-    import random
-
-    draw = random.Random(seed)
-    return [
-        {
-            "prompt": [draw.randrange(300, vocab) for _ in range(draw.randrange(min(64, longest - 1), longest))],
-            "max_tokens": draw.randrange(new // 2, new * 3 // 2),
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "stream": True,
-            "seed": seed,
-        }
-        for seed in range(count)
-    ]
-
-
-def digest(answers: list[list[int]]) -> str:
-    return hashlib.blake2b(json.dumps(answers).encode(), digest_size=8).hexdigest()
+LONG = 1.6
+"""Steps that take so many times the median are taken for those that compute a prompt."""
 
 
 # ---- the engine alone ----------------------------------------------------------------------------------------------
 
 
-def alone(generator: Any, requests: list[dict[str, Any]], streams: int, floor: Any) -> dict[str, Any]:
-    """`streams` jobs at a time, the next when one has ended."""
+def alone(
+    generator: Any, requests: list[dict[str, Any]], streams: int, floor: Any, at: list[float] | None = None
+) -> dict[str, Any]:
+    """`streams` jobs at a time, the next when one has ended; or each when its second of `at` has come."""
     import torch
 
     from exl_generate import ExLlamaV2DynamicJob, ExLlamaV2Sampler
@@ -97,7 +75,8 @@ def alone(generator: Any, requests: list[dict[str, Any]], streams: int, floor: A
     numbers: dict[Any, int] = {}
     began = time.perf_counter()
     while waiting or numbers:
-        while waiting and len(numbers) < streams:
+        passed = time.perf_counter() - began
+        while waiting and (len(numbers) < streams if at is None else at[waiting[-1][0]] <= passed):
             number, asked = waiting.pop()
             job = ExLlamaV2DynamicJob(
                 torch.tensor([asked["prompt"]]), asked["max_tokens"], gen_settings=settings, seed=asked["seed"],
@@ -105,7 +84,10 @@ def alone(generator: Any, requests: list[dict[str, Any]], streams: int, floor: A
             )  # fmt: skip
             generator.enqueue(job)
             numbers[job] = number
-            sent[number] = time.perf_counter()
+            sent[number] = time.perf_counter() if at is None else began + at[number]
+        if at is not None and not numbers:
+            time.sleep(at[waiting[-1][0]] - passed)
+            continue
         round_began = time.monotonic()
         told = []
         jobs = len(numbers)
@@ -126,20 +108,10 @@ def alone(generator: Any, requests: list[dict[str, Any]], streams: int, floor: A
     return found | delays(sent, stamps)
 
 
-def delays(sent: list[float], stamps: list[list[float]]) -> dict[str, float]:
-    """Milliseconds to the first token of each request, and between its further events."""
-    first = [(own[0] - asked) * 1e3 for asked, own in zip(sent, stamps, strict=True)]
-    between = [(b - a) * 1e3 for own in stamps for a, b in itertools.pairwise(own)]
-    return {
-        "first_token_ms_p50": percentile(first, 0.5),
-        "first_token_ms_p99": percentile(first, 0.99),
-        "between_ms_p50": percentile(between, 0.5),
-        "between_ms_p99": percentile(between, 0.99),
-    }
-
-
 DELAYS = {"first_token_ms_p50": 3.0, "first_token_ms_p99": 10.0, "between_ms_p50": 0.3, "between_ms_p99": 2.0}
 """Most milliseconds that HTTP may add."""
+FULL_LOAD, MOST_AT_FULL_LOAD = 0.95, 1.1
+MOST_STEP_US, FEW_STREAMS = 30.0, 32
 
 
 def bars(line: dict[str, Any], paced: bool) -> list[tuple[str, float, str, bool]]:
@@ -148,169 +120,52 @@ def bars(line: dict[str, Any], paced: bool) -> list[tuple[str, float, str, bool]
     ratio = round(line["ratio_median"], 3)
     found = [("throughput through HTTP / alone", ratio, f"at least {least}", ratio >= least)]
     for name, most in DELAYS.items():
-        added = round(line["added"][name], 2)
-        found.append((f"{name}, added to the engine process's", added, f"at most {most}", added <= most))
+        if name in line["added"]:
+            added = round(line["added"][name], 2)
+            found.append((f"{name}, added", added, f"at most {most}", added <= most))
+    if (full := line["load"].get(FULL_LOAD)) is not None:
+        times = round(full["http"]["first_token_ms_p50"] / full["alone"]["first_token_ms_p50"], 3)
+        name, most = f"first token at {FULL_LOAD} of the load / alone", MOST_AT_FULL_LOAD
+        found.append((name, times, f"at most {most}", times <= most))
+    if line["streams"] <= FEW_STREAMS:
+        more = round((line["step_ms"]["median"] - line["alone_step_ms"]["median"]) * 1e3, 1)
+        found.append(
+            ("step in the engine process, more than alone, us", more, f"at most {MOST_STEP_US}", more <= MOST_STEP_US)
+        )
     return found
 
 
-class Rounds:
-    """How long a generator's rounds take that compute no prompt, about: the median of all."""
+class Steps:
+    """When a generator's steps have ended, by its clock: how many there were, and how long they took."""
 
     def __init__(self, generator: Any) -> None:
         self.took: list[float] = []
+        self.ends: list[float] = []
         for name in ("iterate", "iterate_columns"):
-            setattr(generator, name, timed(getattr(generator, name), self.took))
+            setattr(generator, name, self._stamped(timed(getattr(generator, name), self.took)))
 
-    def median(self) -> float:
-        found = percentile(self.took, 0.5) * 1e3
+    def _stamped(self, call: Any) -> Any:
+        def stamping(*given: Any) -> Any:
+            found = call(*given)
+            self.ends.append(time.perf_counter())
+            return found
+
+        return stamping
+
+    def clear(self) -> None:
+        """Forget the steps so far."""
         self.took.clear()
+        self.ends.clear()
+
+    def taken(self) -> dict[str, float]:
+        """Return their figures, from the end of one to the end of the next, and forget them."""
+        periods = [b - a for a, b in itertools.pairwise(self.ends)]
+        middle = percentile(periods, 0.5)
+        longer = [one for one in periods if one > LONG * middle]
+        found = {"count": len(periods), "median": middle * 1e3, "in_generator": percentile(self.took, 0.5) * 1e3}
+        found |= {"long": len(longer), "long_mean": 1e3 * sum(longer) / max(1, len(longer))}
+        self.clear()
         return found
-
-
-def timed(call: Any, took: list[float], clock: Any = time.perf_counter) -> Any:
-    """`call`, with the seconds of each call appended to `took`."""
-
-    def timing(*given: Any) -> Any:
-        began = clock()
-        try:
-            return call(*given)
-        finally:
-            took.append(clock() - began)
-
-    return timing
-
-
-# ---- the engine process's thread alone -----------------------------------------------------------------------------
-
-
-def host_cost(folder: str, streams: int, new: int) -> dict[str, Any]:
-    """The host's turns, called one by one here, with a client that reads between them."""
-    import zmq
-
-    from exl_serve.config.model import Limits, ModelConfig
-    from exl_serve.engine import wire
-    from exl_serve.engine.host import Host
-    from exl_serve.engine.load import load as load_engine
-    from exl_serve.engine.status import StatusWriter
-
-    config = ModelConfig(id="bench", path=folder, max_batch_size=streams, engine="free", device="cpu")
-    loaded = load_engine(config)
-    generator, card = loaded.generator, loaded.card
-    in_generator: list[float] = []
-    for name in ("iterate", "iterate_columns"):
-        setattr(generator, name, timed(getattr(generator, name), in_generator, CPU))
-    encoding: list[float] = []
-    with tempfile.TemporaryDirectory() as place, replaced(wire, "encode", timed(wire.encode, encoding, CPU)):
-        address = f"ipc://{place}/engine"
-        status = StatusWriter(Path(place) / "status", os.urandom(16))
-        host = Host(generator, card, address, status, config=config, limits=Limits(max_queued_requests=4 * streams))
-        client: Any = zmq.Context.instance().socket(zmq.DEALER)
-        client.connect(address)
-        client.send(wire.encode(wire.Hello(wire.VERSION, "bench")))
-        for asked in host_work(streams, new):
-            client.send(wire.encode(wire.Submit(*asked)))
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(50_000, 20, 100)
-        heard = Heard()
-        rows: list[dict[str, float]] = []
-        while heard.open or not heard.tags:
-            in_generator.clear()
-            encoding.clear()
-            began = CPU()
-            host._run_once()
-            took = CPU() - began
-            encoded = sum(encoding)
-            tokens, decoded = heard.read(client)
-            if tokens >= 0.9 * streams and len(in_generator) == 1:  # the others begin, end or hold text back
-                seconds = {"host": took - in_generator[0], "generator": in_generator[0], "turn": took}
-                seconds |= {"encode": encoded, "decode": decoded}
-                rows.append({name: value / tokens * 1e6 for name, value in seconds.items()})
-        client.close(0)
-        host._close()
-    middle = {f"{name}_us": round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
-    return {"rounds": len(rows), **middle, "events": heard.digest()}
-
-
-@contextlib.contextmanager
-def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
-
-
-def host_work(streams: int, new: int) -> Iterator[tuple[int, Any]]:
-    """(tag, request): all of the same length, so that they decode together, with a stop string to be looked for."""
-    import numpy as np
-
-    from exl_serve.request.internal import EngineRequest, Sampling
-
-    for number in range(1, streams + 1):
-        prompt = (np.arange(20, 52, dtype="<i4") + number).tobytes()
-        yield (
-            number,
-            EngineRequest(
-                id=f"r{number}",
-                prompt=prompt,
-                sampling=Sampling(temperature=0.0),
-                seeds=(number,),
-                max_tokens=new,
-                ignore_eos=True,
-                stop_strings=("\n\nuser:",),
-            ),
-        )
-
-
-class Heard:
-    """Collect the events that the clients of `host_cost` received, by tag."""
-
-    def __init__(self) -> None:
-        self.tags: dict[int, list[Any]] = {}
-        self.open = 0
-
-    def read(self, client: Any) -> tuple[int, float]:
-        """Everything that is there after a turn: tokens, and the seconds that their messages took to decode."""
-        import zmq
-
-        from exl_serve.engine import wire
-        from exl_serve.engine.events import Failed, Finished, Tokens
-
-        tokens, seconds = 0, 0.0
-        while client.poll(2 if not tokens else 0):
-            data = client.recv(zmq.NOBLOCK)
-            began = CPU()
-            message = wire.decode_to_worker(data)
-            events = list(message.all()) if isinstance(message, wire.StepEvents) else []
-            took = CPU() - began
-            if isinstance(message, wire.Accepted):
-                self.tags[message.tag] = []
-                self.open += 1
-            elif isinstance(message, wire.Rejected):
-                raise RuntimeError(f"the engine refused a request: {message.message}")
-            elif isinstance(message, wire.StepEvents):
-                for tag, event in events:
-                    self.tags[tag].append(event)
-                    self.open -= isinstance(event, Finished | Failed)
-                    tokens += len(event.ids) if isinstance(event, Tokens) else 0
-                seconds += took
-        return tokens, seconds
-
-    def digest(self) -> str:
-        """Of all events but the seconds in them."""
-        import msgspec
-
-        def plain(event: Any) -> Any:
-            usage = getattr(event, "usage", None)
-            if usage is None:
-                return event
-            none = {name: 0.0 for name in usage.__struct_fields__ if name.endswith("_seconds")}
-            return msgspec.structs.replace(event, usage=msgspec.structs.replace(usage, **none))
-
-        told = [(tag, [plain(event) for event in events]) for tag, events in sorted(self.tags.items())]
-        return hashlib.blake2b(msgspec.msgpack.encode(told), digest_size=8).hexdigest()
 
 
 # ---- processes -----------------------------------------------------------------------------------------------------
@@ -357,7 +212,12 @@ def worker(listener: socket.socket, address: str, folder: str, profile: str = ""
     async def run() -> None:
         state = AppState(config, Models(), NoMeter(), lambda scope, needed: Caller())  # type: ignore[arg-type]
         settings = uvicorn.Config(
-            create_app(state), log_level="warning", lifespan="off", access_log=False, http=guarded(limits)
+            create_app(state),
+            log_level="warning",
+            lifespan="off",
+            access_log=False,
+            http=guarded(limits),
+            timeout_keep_alive=75,
         )
         await uvicorn.Server(settings).serve([listener])
 
@@ -369,88 +229,6 @@ def worker(listener: socket.socket, address: str, folder: str, profile: str = ""
         uvloop.run(run())  # until SIGTERM
     if isinstance(taken, cProfile.Profile):
         taken.dump_stats(profile)
-
-
-def load(port: int, warm: list[dict[str, Any]], requests: list[dict[str, Any]], streams: int, out: Any) -> None:
-    """Closed loop of `streams` connections, each event stamped as its bytes come. Puts a line into `out` after the
-    warm-up, and the results at the end.
-    """
-    import uvloop
-
-    uvloop.run(_load(port, warm, streams))
-    out.put(None)
-    out.put(uvloop.run(_load(port, requests, streams)))
-
-
-class _Client(asyncio.Protocol):
-    """One connection: sends a request, stamps what comes, and sends the next when it has ended."""
-
-    def __init__(self, waiting: list[tuple[int, dict[str, Any]]], raw: Any, sent: list[float]) -> None:
-        self._waiting, self._raw, self._sent = waiting, raw, sent
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-        self._next()
-
-    def _next(self) -> None:
-        if not self._waiting:
-            self._transport.close()
-            self.done.set_result(None)
-            return
-        self._number, asked = self._waiting.pop()
-        self._tail = b""
-        body = json.dumps(asked).encode()
-        self._sent[self._number] = time.perf_counter()
-        self._transport.write(HEAD + str(len(body)).encode() + b"\r\n\r\n" + body)
-
-    def data_received(self, data: bytes) -> None:
-        own = self._raw[self._number]
-        own.append((time.perf_counter(), data))
-        if len(own) == 1 and not data.startswith(b"HTTP/1.1 200"):
-            self.done.set_exception(RuntimeError(f"the server answered {data!r}"))
-        self._tail = (self._tail + data)[-48:]
-        if self._tail.endswith(b"0\r\n\r\n") and b"data: [DONE]" in self._tail:
-            self._next()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self.done.done():
-            self.done.set_exception(RuntimeError(f"the server has closed a connection: {error}"))
-
-
-async def _load(port: int, requests: list[dict[str, Any]], streams: int) -> dict[str, Any]:
-    waiting = list(enumerate(requests))[::-1]
-    raw: list[list[tuple[float, bytes]]] = [[] for _ in requests]
-    sent = [0.0] * len(requests)
-    loop = asyncio.get_running_loop()
-    began = time.perf_counter()
-    clients = [
-        (await loop.create_connection(lambda: _Client(waiting, raw, sent), "127.0.0.1", port))[1]
-        for _ in range(streams)
-    ]
-    await asyncio.gather(*(client.done for client in clients))
-    seconds = time.perf_counter() - began
-    answers, all_stamps = [], []
-    for pieces in raw:
-        ids: list[int] = []
-        stamps: list[float] = []
-        ends = list(itertools.accumulate(len(data) for _, data in pieces))
-        for event in re.finditer(rb"data: (\{.*?\})\n\n", b"".join(data for _, data in pieces)):
-            choice = json.loads(event[1])["choices"][0]
-            if choice.get("token_ids"):
-                ids += choice["token_ids"]
-                stamps.append(pieces[bisect.bisect_left(ends, event.end())][0])
-        answers.append(ids)
-        all_stamps.append(stamps)
-    made = sum(map(len, answers))
-    return {
-        "seconds": seconds,
-        "tok_s": made / seconds,
-        "digest": digest(answers),
-        **delays(sent, all_stamps),
-        "tokens_per_event": made / max(1, sum(map(len, all_stamps))),
-        "first": [own[0] - asked for asked, own in zip(sent, all_stamps, strict=True)],
-    }
 
 
 # ---- engines -------------------------------------------------------------------------------------------------------
@@ -499,12 +277,13 @@ def main() -> None:
     parser.add_argument("--shape", default="8b")
     parser.add_argument("--paced", action="store_true", help="a scripted model in place of weights")
     parser.add_argument("--host", action="store_true", help="the engine process's thread alone, on a scripted model")
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=192)
+    parser.add_argument("--streams", type=int, nargs="+", default=[64], help="the later ones run once, without --load")
+    parser.add_argument("--requests", type=int, default=512, help="of the closed loop; half as many with --load")
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--prompt", type=int, default=513, help="prompts are shorter than this")
     parser.add_argument("--workers", type=int, nargs="+", default=[1])
-    parser.add_argument("--profile", action="store_true", help="one more run, with profiles on standard error")
+    parser.add_argument("--load", type=float, nargs="*", default=[0.5], help="shares of the engine's requests a second")
+    parser.add_argument("--profile", action="store_true", help="one more run if a bar is missed, with profiles")
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     multiprocessing.set_start_method("spawn")
@@ -513,84 +292,144 @@ def main() -> None:
     folder = str(bundled.default_model_dir())
     if args.host:
         for _ in range(args.rounds):
-            line = {"bench": "engine host", "streams": args.streams, **host_cost(folder, args.streams, args.new)}
+            streams = args.streams[0]
+            line = {"bench": "engine host", "streams": streams, **host_cost(folder, streams, args.new)}
             print(json.dumps(line), flush=True)
         return
     if not args.paced:
         from exl_kernels.device import set_row_invariant
 
         set_row_invariant(True)  # prompts that are cut otherwise give the same tokens
-    generator, floor = (
-        scripted(folder, args.streams)
-        if args.paced
-        else random_weights(args.shape, args.streams, args.new, args.prompt)
-    )
+    most = max(args.streams)
+    generator, floor = scripted(folder, most) if args.paced else random_weights(args.shape, most, args.new, args.prompt)
     vocab = min(generator.model.config.vocab_size, 3000)
     requests = work(args.requests, vocab, args.new, args.prompt)
-    rounds = Rounds(generator)
-    alone(generator, requests[: args.streams], args.streams, floor)  # warm
+    alone(generator, requests[:most], most, floor)  # warm
     # As an engine process does.
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
-    met = [compare(generator, floor, rounds, requests, workers, folder, args) for workers in args.workers]
-    sys.exit(0 if all(met) else 1)
-
-
-def compare(generator: Any, floor: Any, rounds: Rounds, requests: Any, workers: int, folder: str, args: Any) -> bool:
-    """Both ways a few times; prints one line of figures, then the bars. Returns whether all are met."""
-    measured = []
+    met = True
+    steps = Steps(generator)
     with tempfile.TemporaryDirectory() as place:
-        for _ in range(args.rounds):
-            generator.reset_page_table()
-            by_itself = alone(generator, requests, args.streams, floor) | {"round_ms": rounds.median()}
-            generator.reset_page_table()
-            through = served(generator, floor, folder, place, requests, workers, rounds, args.streams)
-            measured.append((by_itself, through | {"round_ms_p50": rounds.median()}))
-        if args.profile and workers == args.workers[0]:
-            generator.reset_page_table()
-            served(generator, floor, folder, place, requests, workers, rounds, args.streams, profile=True)
-            rounds.median()
-    best = max(pair[1]["tok_s"] / pair[0]["tok_s"] for pair in measured)
-    by_itself, through = measured[-1]
+        for streams in args.streams:
+            first = streams == args.streams[0]
+            some = requests[: len(requests) * streams // most]
+            both = Both(generator, floor, folder, place, some, streams, steps)
+            for _ in range(args.rounds if first else 1):
+                both.measure(args.workers)
+            for share in args.load if first else ():
+                both.measure_load(args.workers, share)
+            for workers in args.workers:
+                met &= report(both, workers, args)
+            if args.profile and first and not met:
+                both.http(some, args.workers[0], None, profile=True)
+    sys.exit(0 if met else 1)
+
+
+class Both:
+    """The same requests both ways, again and again."""
+
+    def __init__(
+        self,
+        generator: Any,
+        floor: Any,
+        folder: str,
+        place: str,
+        requests: list[dict[str, Any]],
+        streams: int,
+        steps: Steps,
+    ) -> None:
+        self.generator, self.floor, self.folder, self.place = generator, floor, folder, place
+        self.requests, self.streams, self.steps = requests, streams, steps
+        #: results of the closed loop by number of workers, 0 for the engine alone
+        self.closed: dict[int, list[dict[str, Any]]] = {}
+        #: by share of the load and number of workers
+        self.arriving: dict[float, dict[int, dict[str, Any]]] = {}
+
+    def measure(self, workers: list[int]) -> None:
+        """Run the closed loop once each way."""
+        self.closed.setdefault(0, []).append(self.alone(self.requests, None))
+        for count in workers:
+            self.closed.setdefault(count, []).append(self.http(self.requests, count, None))
+
+    def measure_load(self, workers: list[int], share: float) -> None:
+        """Run half of the requests as they arrive at a share of the engine's own requests a second."""
+        asked = self.requests[: len(self.requests) // 2]
+        rate = share * len(self.requests) / statistics.median(one["seconds"] for one in self.closed[0])
+        at = arrivals(len(asked), rate)
+        found = {0: self.alone(asked, at)} | {count: self.http(asked, count, at) for count in workers}
+        self.arriving[share] = found
+
+    def alone(self, requests: list[dict[str, Any]], at: list[float] | None) -> dict[str, Any]:
+        """Run requests on the engine alone."""
+        self.generator.reset_page_table()
+        self.steps.clear()
+        return alone(self.generator, requests, self.streams, self.floor, at) | {"step_ms": self.steps.taken()}
+
+    def http(
+        self, requests: list[dict[str, Any]], workers: int, at: list[float] | None, *, profile: bool = False
+    ) -> dict[str, Any]:
+        """Run requests through HTTP."""
+        self.generator.reset_page_table()
+        return served(self, requests, workers, at, profile=profile)
+
+
+def report(both: Both, workers: int, args: Any) -> bool:
+    """Print the line of figures, then the bars. Returns whether all are met."""
+    alone, through = both.closed[0], both.closed[workers]
+    ratios = [http["tok_s"] / by_itself["tok_s"] for by_itself, http in zip(alone, through, strict=True)]
+    last = through[-1]
+    added = {name: last["between_added"][name] for name in DELAYS if name.startswith("between")}
+    shares: dict[float, Any] = {}
+    for share, found in both.arriving.items():
+        shares[share] = {"alone": first_tokens(found[0]), "http": first_tokens(found[workers])}
+    if shares:
+        first = next(iter(shares.values()))
+        added |= {name: first["http"][name] - first["alone"][name] for name in first["alone"]}
     line = {
         "bench": "http",
         "engine": "paced" if args.paced else args.shape,
-        "streams": args.streams,
-        "requests": args.requests,
+        "streams": both.streams,
+        "requests": len(both.requests),
         "new_tokens": args.new,
         "workers": workers,
         "cpus": os.cpu_count(),
-        "alone_tok_s": by_itself["tok_s"],
-        "alone_round_ms_p50": by_itself["round_ms"],
-        "ratio_median": statistics.median(pair[1]["tok_s"] / pair[0]["tok_s"] for pair in measured),
-        "ratio_best": best,
-        "same_tokens": all(a["digest"] == b["digest"] for a, b in measured),
-        **through,
-        "more_than_alone": {name: through[name] - by_itself[name] for name in DELAYS},
+        "tok_s": statistics.median(one["tok_s"] for one in through),
+        "alone_tok_s": statistics.median(one["tok_s"] for one in alone),
+        "ratio_median": statistics.median(ratios),
+        "ratio_best": max(ratios),
+        "ratios": ratios,
+        "same_tokens": len({one["digest"] for one in (*alone, *through)}) == 1,
+        **{name: last[name] for name in DELAYS},
+        "alone_step_ms": alone[-1]["step_ms"],
+        "step_ms": last["step_ms"],
+        "host_ms_p50": last["host_ms_p50"],
+        "worker_cores": last["worker_cores"],
+        "tokens_per_event": last["tokens_per_event"],
+        "load": shares,
+        "added": added,
     }
+    for found in both.arriving.values():
+        line["same_tokens"] &= found[0]["digest"] == found[workers]["digest"]
     if not args.paced:
         from gpu_timing import environment
 
         line = {**environment(), **line}
     print(json.dumps(line), flush=True)
-    found = bars(line, args.paced)
-    for name, figure, bar, met in found:
-        print(f"{name}: {figure} ({bar}): {'met' if met else 'MISSED'}", file=sys.stderr)
-    return bool(line["same_tokens"]) and all(met for *_, met in found)
+    verdicts = bars(line, args.paced)
+    for name, figure, bar, met in verdicts:
+        print(f"{workers} workers, {name}: {figure} ({bar}): {'met' if met else 'MISSED'}", file=sys.stderr)
+    return bool(line["same_tokens"]) and all(met for *_, met in verdicts)
+
+
+def first_tokens(found: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds to the first token."""
+    return {name: found[name] for name in DELAYS if name.startswith("first")}
 
 
 def served(
-    generator: Any,
-    floor: Any,
-    folder: str,
-    place: str,
-    requests: Any,
-    workers: int,
-    rounds: Rounds,
-    streams: int,
-    *,
-    profile: bool = False,
+    both: Both, requests: list[dict[str, Any]], workers: int, at: list[float] | None, *, profile: bool = False
 ) -> dict[str, Any]:
     """The requests through HTTP. The engine runs in this process's main thread, as in an engine process.
 
@@ -600,15 +439,16 @@ def served(
     from exl_serve.engine.host import Host
     from exl_serve.engine.status import StatusWriter
 
+    generator, folder, place, streams, steps = both.generator, both.folder, both.place, both.streams, both.steps
     address = f"ipc://{place}/engine-{time.monotonic_ns()}"
     status = StatusWriter(Path(place) / f"status-{time.monotonic_ns()}", os.urandom(16))
     config = ModelConfig(id="bench", path=folder)
     limits = Limits(max_queued_requests=4096)
     host: Any = Host(
-        generator, card_of(generator, folder), address, status, config=config, limits=limits, step_floor=floor
+        generator, card_of(generator, folder), address, status, config=config, limits=limits, step_floor=both.floor
     )
     outside: list[float] = []
-    host._run_once = besides(host._run_once, rounds.took, outside)
+    host._run_once = besides(host._run_once, steps.took, outside)
     stamps = HostStamps(host)
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     port = listener.getsockname()[1]
@@ -618,21 +458,21 @@ def served(
         multiprocessing.Process(target=worker, args=(listener, address, folder, file), daemon=True) for file in files
     ]
     warm = work(streams, 3000, 4, 66, seed=2)
-    client = multiprocessing.Process(target=load, args=(port, warm, requests, streams, out), daemon=True)
+    client = multiprocessing.Process(target=load, args=(port, warm, requests, streams, at, out), daemon=True)
     found: dict[str, Any] = {}
 
     def watch() -> None:
         try:
             client.start()
             received(out, client)  # all have been asked once
-            rounds.took.clear()
+            steps.clear()
             outside.clear()
             stamps.clear()
             before = sum(cpu_seconds(one.pid) for one in running)
             found.update(received(out, client))
             cores = (sum(cpu_seconds(one.pid) for one in running) - before) / found["seconds"]
             found.update(worker_cores=cores, host_ms_p50=percentile(outside, 0.5) * 1e3)
-            found.update(added=stamps.added(found.pop("first"), streams, found))
+            found.update(between_added=stamps.added(found), step_ms=steps.taken())
         finally:
             host.stop()
 
@@ -666,45 +506,25 @@ def received(out: Any, sender: Any) -> Any:
 
 
 class HostStamps:
-    """When requests arrive in the engine process, and when their steps end. The clock is that of the clients."""
+    """When steps of the engine process end, with their completions. The clock is that of the clients."""
 
     def __init__(self, host: Any) -> None:
-        self._asked: dict[int, float] = {}
-        self._first: dict[int, float] = {}
         self._steps: list[tuple[float, list[int]]] = []
-        submit, deliver_more, deliver = host._submit, host._deliver_more, host._deliver
-
-        def submitting(worker: bytes, message: Any) -> None:
-            self._asked[message.request.seeds[0]] = time.perf_counter()
-            submit(worker, message)
-
-        def delivering_more(entry: Any) -> None:
-            if entry.ids or entry.text:
-                self._first.setdefault(entry.running.group.request.seeds[0], time.perf_counter())
-            deliver_more(entry)
+        deliver = host._deliver
 
         def delivering(columns: Any) -> Any:
             told = [serial for serial, count in zip(columns.serials, columns.counts, strict=True) if count]
             self._steps.append((time.perf_counter(), told))
             return deliver(columns)
 
-        host._submit, host._deliver_more, host._deliver = submitting, delivering_more, delivering
+        host._deliver = delivering
 
     def clear(self) -> None:
         """Forget the warm-up."""
-        self._asked.clear()
-        self._first.clear()
         self._steps.clear()
 
-    def added(self, first: list[float], streams: int, seen: dict[str, float]) -> dict[str, float]:
-        """Return the milliseconds that clients waited longer than the engine process. `first`: seconds of each request
-        as its client saw them, by seed, of which `streams` began together; `seen`: the client's percentiles.
-        """
-        more = [
-            (took - (self._first[seed] - self._asked[seed])) * 1e3
-            for seed, took in enumerate(first)
-            if seed >= streams and seed in self._first
-        ]
+    def added(self, seen: dict[str, float]) -> dict[str, float]:
+        """Return the milliseconds that clients saw more between events than the engine process, by percentile."""
         last: dict[int, float] = {}
         between = []
         for at, serials in self._steps:
@@ -712,12 +532,8 @@ class HostStamps:
                 if serial in last:
                     between.append((at - last[serial]) * 1e3)
                 last[serial] = at
-        return {
-            "first_token_ms_p50": percentile(more, 0.5),
-            "first_token_ms_p99": percentile(more, 0.99),
-            "between_ms_p50": seen["between_ms_p50"] - percentile(between, 0.5),
-            "between_ms_p99": seen["between_ms_p99"] - percentile(between, 0.99),
-        }
+        shares = {"between_ms_p50": 0.5, "between_ms_p99": 0.99}
+        return {name: seen[name] - percentile(between, share) for name, share in shares.items()}
 
 
 def besides(call: Any, inner: list[float], outside: list[float]) -> Any:
