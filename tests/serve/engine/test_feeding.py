@@ -29,7 +29,7 @@ def request(number: int, new: int, key: str = "", guided: bool = False) -> Engin
         id=f"r{number}",
         key=key,
         prompt=prompt,
-        negative_prompt=prompt[:20] if guided else None,
+        negative_prompt=prompt if guided else None,
         sampling=Sampling(temperature=0.0, cfg_scale=1.5 if guided else None),
         seeds=(number,),
         max_tokens=new,
@@ -77,14 +77,15 @@ class Steps:
         self.thread = EngineThread(config, loaded=loaded)
         self.worker = RawWorker(self.thread)
 
-    def run(self, requests: int, new: int, keys: Sequence[str] = ("",), guided: bool = False) -> None:
+    def run(self, requests: int, new: int, keys: Sequence[str] = ("",), guided: str | None = None) -> None:
         """Send a request, and the others while its first step waits; read until all have ended.
 
-        The requests are shared equally by `keys`, those of the first key come first.
+        The requests are shared equally by `keys`, those of the first key come first. Those of the key `guided` have a
+        second prompt as long as the first.
         """
         for number in range(requests):
             key = keys[number * len(keys) // requests]
-            self.worker.send(wire.Submit(number + 1, request(number, new, key, guided)))
+            self.worker.send(wire.Submit(number + 1, request(number, new, key, key == guided)))
             if not number:
                 assert isinstance(self.worker.receive(), wire.Accepted)
         self.go.set()
@@ -138,6 +139,14 @@ def test_requests_that_cannot_start_cost_their_key_nothing(made: Steps) -> None:
 
 @pytest.mark.parametrize("made", [1 << 16], indirect=True)
 def test_guided_requests_count_as_two_rows(made: Steps) -> None:
-    made.run(3 * ROWS // 2, 8, guided=True)
+    made.run(3 * ROWS // 2, 8, guided="")
     assert max(made.waiting) <= SPARE_JOBS + 1
     assert sum(made.started) == 3 * ROWS // 2
+
+
+@pytest.mark.parametrize("made", [1 << 16], indirect=True)
+def test_guided_requests_cost_their_key_both_prompts(made: Steps) -> None:
+    """So a key without guidance gets two requests for one of theirs."""
+    made.run(3 * ROWS, 8, ("guided", "plain"), guided="guided")
+    first = made.seeds[: 3 * ROWS // 4]
+    assert abs(sum(seed < 3 * ROWS // 2 for seed in first) - len(first) // 3) <= 1

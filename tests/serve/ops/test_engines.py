@@ -77,3 +77,9 @@ def test_an_engine_whose_page_is_not_there_ends_no_supervisor(made: Made) -> Non
     writer = StatusWriter(made.page, b"0" * 16)  # it is watched once the page is there
     assert made.until_killed()
     writer.close()
+
+
+def test_an_engine_without_a_page_is_ended(made: Made) -> None:
+    """Nothing tells whether it makes progress, and its metrics are unknown."""
+    assert made.until_killed()
+    assert made.engines.is_stalled("m")

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+import msgspec
 import pytest
 
 from exl_generate import bundled
@@ -98,5 +99,23 @@ def test_a_configuration_that_changes_while_it_is_read_is_read_again(slow: Templ
             models.update([told("b", aliases=("bee",))])
         await models.known.wait()
         assert models.resolve("bee", Caller())[0].config.aliases == ("bee",)
+
+    run(work)
+
+
+def test_an_unreadable_tokenizer_is_read_again_for_another_engine_only(tmp_path: Path) -> None:
+    """The supervisor tells the states of all models whenever one changes."""
+    file = tmp_path / "template"
+
+    async def work(models: WorkerModels) -> None:
+        bad = told("b", template=str(file))
+        models.update([bad])
+        await models.known.wait()
+        file.write_text("{{ messages }}")
+        models.update([msgspec.structs.replace(bad, state="failed")])
+        assert refusal(models, "b") == (503, "model_failed")
+        models.update([msgspec.structs.replace(bad, epoch=bad.epoch + 1)])
+        assert refusal(models, "b") == (503, "model_loading")
+        await known(models, "b")
 
     run(work)

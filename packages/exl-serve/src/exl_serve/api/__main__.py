@@ -98,7 +98,7 @@ async def _serve(start: link.WorkerStart) -> None:
     server = uvicorn.Server(_settings(config, create_app(state), protocol))
     listener = socket.socket(fileno=start.listener)
     tasks = [asyncio.create_task(_drain(stopping, server, state)), asyncio.create_task(_freeze(models.known))]
-    if config.server.workers > 1:
+    if start.others:
         # The workers share the socket: the others answer what this one would only hold.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KNOWN_SECONDS):

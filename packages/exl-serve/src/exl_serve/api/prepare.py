@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from exl_serve.api.http import Call
 from exl_serve.api.state import ModelHandle
 from exl_serve.engine.client import EngineClient
 from exl_serve.errors import ServeError
 from exl_serve.request.fields import Field, read_fields
-from exl_serve.request.internal import Constraint, EngineRequest
+from exl_serve.request.internal import Constraint, EngineRequest, id_bytes
 from exl_serve.request.sampling import draw_seed, sampling_of, seeds_of
 
 __all__ = [
@@ -175,8 +174,8 @@ def engine_request(
     salt = _salt(fields.get("cache_salt", ""), call.caller.salt)
     return EngineRequest(
         id=f"{call.id}/{number}" if number else call.id,
-        prompt=np.asarray(ids, dtype="<i4").tobytes(),
-        negative_prompt=None if negative_ids is None else np.asarray(negative_ids, dtype="<i4").tobytes(),
+        prompt=id_bytes(ids),
+        negative_prompt=None if negative_ids is None else id_bytes(negative_ids),
         sampling=sampling_of(fields, card.sampling_defaults, text),
         seeds=seeds_of(seed, n),
         max_tokens=new,

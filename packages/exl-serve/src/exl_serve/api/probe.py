@@ -8,14 +8,12 @@ import asyncio
 import math
 import time
 
-import numpy as np
-
 from exl_serve.api.http import Call
 from exl_serve.api.state import ModelHandle
 from exl_serve.engine.client import EngineClient
 from exl_serve.engine.events import EngineEvent, Failed, Finished, Tokens
 from exl_serve.errors import ServeError
-from exl_serve.request.internal import EngineRequest, Sampling
+from exl_serve.request.internal import EngineRequest, Sampling, id_bytes
 
 __all__ = ["Probe", "generate"]
 
@@ -116,7 +114,7 @@ async def _first_token(handle: ModelHandle, engine: EngineClient) -> int:
     ids = handle.text.encode(TEXT, bos=True)[:PROMPT_TOKENS]
     request = EngineRequest(
         id=f"probe-{time.monotonic_ns()}",
-        prompt=np.asarray(ids, dtype="<i4").tobytes(),
+        prompt=id_bytes(ids),
         sampling=Sampling(temperature=0.0),
         seeds=(0,),
         max_tokens=1,

@@ -9,19 +9,21 @@ import math
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
 
 from exl_serve.api.state import Caller, ModelHandle
-from exl_serve.api.text import FolderText
 from exl_serve.config.model import ModelConfig
 from exl_serve.engine.client import EngineClient
 from exl_serve.engine.local import LocalEngine
 from exl_serve.errors import ServeError
 from exl_serve.stream.channels import OutputFamily, detect_family
 from exl_serve.super import link
+
+if TYPE_CHECKING:
+    from exl_serve.api.text import FolderText
 
 __all__ = ["Handle", "Link", "WorkerModels", "find_model", "lags"]
 
@@ -107,6 +109,9 @@ class Handle:
 
 def _read_text(config: ModelConfig) -> tuple[FolderText, OutputFamily]:
     """Read a model's tokenizer and template; a large vocabulary takes seconds. Raises OSError or TokenizerError."""
+    # Imported here, on the thread that reads: /health/live answers before.
+    from exl_serve.api.text import FolderText
+
     template = None if config.template is None else Path(config.template).read_text(encoding="utf-8")
     text = FolderText(config.path, template)
     return text, detect_family(config.family, text.template, text.special, text.piece)
@@ -160,8 +165,8 @@ class WorkerModels:
         self._handles: dict[str, Handle] = {}
         #: the last state of models whose tokenizers are being read
         self._reading: dict[str, link.ModelState] = {}
-        #: configurations of models whose tokenizers could not be read
-        self._unreadable: dict[str, ModelConfig] = {}
+        #: states of models whose tokenizers could not be read; they are read again for another configuration or engine
+        self._unreadable: dict[str, link.ModelState] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._accept_any, self._call = accept_any, call
         #: set once the first list of models has been read, or when the server stops
@@ -182,7 +187,7 @@ class WorkerModels:
                 handle.update(one)
             elif id in self._reading:
                 self._reading[id] = one
-            else:
+            elif (bad := self._unreadable.get(id)) is None or (bad.config, bad.epoch) != (one.config, one.epoch):
                 self._reading[id] = one
                 task = asyncio.create_task(self._read(id))
                 self._tasks.add(task)
@@ -195,8 +200,8 @@ class WorkerModels:
 
         A configuration that changes meanwhile is read again.
         """
-        while (told := self._reading.get(id)) is not None:
-            config = told.config
+        while (read := self._reading.get(id)) is not None:
+            config = read.config
             made: tuple[FolderText, OutputFamily] | None
             try:
                 made = await asyncio.get_running_loop().run_in_executor(None, _read_text, config)
@@ -208,7 +213,7 @@ class WorkerModels:
                 continue
             del self._reading[id]
             if made is None:
-                self._unreadable[id] = config
+                self._unreadable[id] = read
             else:
                 self._unreadable.pop(id, None)
                 self._handles[id] = Handle(told, *made, self._load)
@@ -228,10 +233,10 @@ class WorkerModels:
         for id, told in self._reading.items():
             text = f"the model {id} is being loaded: try again"
             found.append((told.config, ServeError.unavailable("model_loading", text, LOAD_WAIT)))
-        for id, config in self._unreadable.items():
+        for id, told in self._unreadable.items():
             if id not in self._reading:
                 text = f"the tokenizer of the model {id} cannot be read; see the log"
-                found.append((config, ServeError.unavailable("model_failed", text, None)))
+                found.append((told.config, ServeError.unavailable("model_failed", text, None)))
         return found
 
     def list(self) -> Sequence[ModelHandle]:

@@ -25,7 +25,7 @@ SPARE = 1024
 """Unused entries of keys and deadlines that are kept before they are removed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Rates:
     """Tokens a second; 0 where nothing was measured yet."""
 

@@ -39,6 +39,8 @@ class Group:
     generated: int = 0
     #: those of them that its key was charged for
     charged: int = 0
+    #: rows that each completion takes of a step
+    rows: int = 1
     #: prompt tokens that its key was charged for when it left the queue; 0 once the prompt has started
     reserved: int = 0
     cancelled: bool = False

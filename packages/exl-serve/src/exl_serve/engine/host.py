@@ -78,6 +78,7 @@ class Host:
         self._step_floor = step_floor
         self._workers: dict[bytes, float] = {}
         self._groups: dict[tuple[bytes, int], Group] = {}
+        self._paused: set[Group] = set()
         #: by serial number as in columns
         self._running: dict[int, Running] = {}
         #: of all of them
@@ -132,14 +133,18 @@ class Host:
 
     def _run_once(self) -> None:
         now = time.monotonic()
-        running = bool(self._resuming) or any(not one.group.paused for one in self._running.values())
+        running = bool(self._resuming or self._running)
+        if running and self._paused:
+            running = bool(self._resuming) or any(not one.group.paused for one in self._running.values())
         for worker, data in self._inbox.receive(0.0 if running else BUSY_WAIT if self._groups else IDLE_SECONDS):
             self._take(worker, data)
-        self._compiling.deliver()
+        if len(self._compiling):
+            self._compiling.deliver()
         self._forget_silent(now)
-        self._expire()
+        self._expire(now)
         self._feed()
-        self._resuming.advance()
+        if self._resuming:
+            self._resuming.advance()
         if self._running:
             self._step()
         self._send()
@@ -274,7 +279,7 @@ class Host:
             request.key,
             request.weight,
             request.priority,
-            job.prompt_tokens,
+            prompt_tokens_of(job),
             job.max_new_tokens * len(group.waiting),
             now,
             None if wall is None else now + wall - time.time(),
@@ -284,7 +289,7 @@ class Host:
         self._charge_all()
         self._admission.add(entry, now, self._rates, self._prompts.tokens)
         group.entry = entry
-        group.first = job
+        group.first, group.rows = job, len(job.sequences)
         self._tell(group.worker, wire.Accepted(group.tag))
 
     def _job(self, group: Group, choice: int) -> ExLlamaV2DynamicJob:
@@ -386,6 +391,10 @@ class Host:
         group = self._groups.get((worker, tag))
         if group is not None:
             group.paused = paused
+            if paused:
+                self._paused.add(group)
+            else:
+                self._paused.discard(group)
             for one in group.running.values():
                 if paused:
                     one.job.pause()
@@ -395,6 +404,7 @@ class Host:
     def _drop(self, group: Group, *, forget: bool = True) -> None:
         """Cancel the rest of a request; `forget`: also its events that were not sent."""
         group.cancelled = True
+        self._paused.discard(group)
         self._groups.pop((group.worker, group.tag), None)
         if group.entry is not None:
             if not self._admission.remove(group.entry):
@@ -418,12 +428,14 @@ class Host:
         self._rows -= one.rows
         del self._running[one.serial], one.group.running[one.choice]
 
-    def _expire(self) -> None:
+    def _expire(self, now: float) -> None:
         """End requests whose deadline has passed."""
-        wall = time.time()
-        for entry in self._admission.expired(time.monotonic()):
+        if self._soonest == math.inf:
+            return
+        for entry in self._admission.expired(now):
             entry.payload.entry = None
             self._end_late(entry.payload)
+        wall = time.time()
         if wall <= self._soonest:
             return
         for group in [g for g in self._groups.values() if g.request.deadline is not None and wall > g.request.deadline]:
@@ -459,7 +471,7 @@ class Host:
         tokens = 0 if columns is None else self._deliver(columns)
         took = self._status.ended - began
         if tokens and took > 0:
-            self._rates = Rates(self._rates.prefill, _average(self._rates.decode, tokens / took))
+            self._rates.decode = _average(self._rates.decode, tokens / took)
 
     def _deliver(self, columns: StepColumns) -> int:
         """Send a step's results; returns their number of tokens."""
@@ -475,9 +487,10 @@ class Host:
         events = one.reader.read(job, ids, text, flags, extra)
         self._emit(group, events)
         if flags & STARTED:
-            request, cached = group.request, job.cached_tokens
-            self._prompts.computed(one.serial, prompt_tokens_of(job) - cached * len(job.sequences))
-            prompt = job.prompt_tokens - cached - group.reserved
+            request, cached = group.request, job.cached_tokens * one.rows
+            left = prompt_tokens_of(job) - cached
+            self._prompts.computed(one.serial, left)
+            prompt = left - group.reserved
             group.reserved = 0
             self._admission.charge(request.key, request.weight, prompt=prompt, cached=cached)
         if extra is not None and extra.progress is not None:
@@ -509,7 +522,7 @@ class Host:
         self._outgoing.count()
         new, group.charged = group.generated - group.charged, group.generated
         if new:
-            self._admission.charge(group.request.key, group.request.weight, generated=new)
+            self._admission.charge(group.request.key, group.request.weight, generated=new * group.rows)
 
     def _charge_all(self) -> None:
         """Charge all keys for their tokens, before the queue compares keys: in most steps it does not."""
@@ -526,15 +539,17 @@ class Host:
             self._start(group, group.waiting[0])
         elif not group.waiting:
             self._groups.pop((group.worker, group.tag), None)
+            self._paused.discard(group)
             if group.entry is not None:
                 self._admission.done(group.request.key)
                 group.entry = None
 
     def _measure_prompt(self, job: ExLlamaV2DynamicJob) -> None:
         if job.time_first_prefill and job.time_first_token:
-            took, new = job.time_first_token - job.time_first_prefill, job.prompt_tokens - job.cached_tokens
+            took = job.time_first_token - job.time_first_prefill
+            new = prompt_tokens_of(job) - job.cached_tokens * len(job.sequences)
             if new > 64 and took > 0:
-                self._rates = Rates(_average(self._rates.prefill, new / took), self._rates.decode)
+                self._rates.prefill = _average(self._rates.prefill, new / took)
 
     def _fail_all(self) -> None:
         text = "the engine failed in the middle of this request; see its log for more"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -38,6 +39,7 @@ class Inbox:
         self._wake_read, self._wake_write = os.pipe()
         self._waking, self._closed = threading.RLock(), False  # reentrant: a signal handler may wake, too
         os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_read, zmq.POLLIN)
@@ -46,14 +48,18 @@ class Inbox:
         """End a wait of `receive`, from any thread or a signal handler."""
         with self._waking:
             if not self._closed:
-                os.write(self._wake_write, b"\0")
+                with contextlib.suppress(BlockingIOError):  # a full pipe wakes, too
+                    os.write(self._wake_write, b"\0")
 
     def receive(self, timeout: float) -> Iterator[tuple[bytes, bytes]]:
         """Wait at most `timeout` seconds for messages and yield them as (worker, data)."""
-        events = dict(self._poller.poll(round(timeout * 1000)))
-        if self._wake_read in events:
-            os.read(self._wake_read, 4096)
-        if self._socket not in events:
+        if timeout > 0:
+            events = dict(self._poller.poll(round(timeout * 1000)))
+            if self._wake_read in events:
+                os.read(self._wake_read, 1 << 16)
+            if self._socket not in events:
+                return
+        elif not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # between two steps: cheaper than to poll
             return
         until = time.monotonic() + INBOUND_SECONDS
         while time.monotonic() < until:

@@ -90,10 +90,10 @@ class Outgoing:
 
     def take(self) -> list[tuple[bytes, wire.StepEvents]]:
         """Return the message of each worker and forget them."""
-        events, tokens = self._events, self._tokens
-        self._events, self._tokens = defaultdict(list), []
-        if not events:
+        tokens, self._tokens = self._tokens, []
+        if not self._events:
             return [(worker, wire.StepEvents([], columns)) for worker, columns in tokens]
+        events, self._events = self._events, defaultdict(list)
         found = {worker: wire.StepEvents(own) for worker, own in events.items()}
         found |= {worker: wire.StepEvents(events.get(worker, []), columns) for worker, columns in tokens}
         return list(found.items())

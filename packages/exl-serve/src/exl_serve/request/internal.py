@@ -6,11 +6,14 @@ the end, with a default.
 
 from __future__ import annotations
 
+import sys
+from array import array
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
-__all__ = ["Constraint", "EngineRequest", "MediaRef", "Sampling"]
+__all__ = ["Constraint", "EngineRequest", "MediaRef", "Sampling", "id_bytes"]
 
 
 class Sampling(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -139,3 +142,11 @@ class EngineRequest(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     def open_choices(self) -> tuple[int, ...]:
         """The completions to run: all that are not over."""
         return tuple(choice for choice in range(self.n) if choice not in self.over)
+
+
+def id_bytes(ids: Sequence[int]) -> bytes:
+    """Return token ids as int32, little endian. Raises OverflowError for a larger number."""
+    found = array("i", ids)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found.tobytes()

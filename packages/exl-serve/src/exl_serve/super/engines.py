@@ -192,11 +192,11 @@ class Engines:
             return
         if process.until is not None and now >= process.until:
             child.kill()
-        if process.serves and process.reader is None:
-            with contextlib.suppress(OSError):  # it has removed its page, and ends
-                process.reader = StatusReader(status_path(self._folder, id))
-        if process.reader is not None:
-            self._look(id, process, process.reader, now)
+        if process.serves:
+            if process.reader is None:
+                with contextlib.suppress(OSError):  # it has removed its page, and ends; or somebody else has
+                    process.reader = StatusReader(status_path(self._folder, id))
+            self._look(id, process, now)
 
     def _hear(self, id: str, process: _Process, line: bytes) -> None:
         try:
@@ -215,12 +215,15 @@ class Engines:
             reason=str(said.get("reason", "")),
         )
 
-    def _look(self, id: str, process: _Process, reader: StatusReader, now: float) -> None:
-        with contextlib.suppress(HalfWrittenError):  # stopped or killed in the middle of a write: that is no progress
-            process.status = reader.read()
+    def _look(self, id: str, process: _Process, now: float) -> None:
+        """Watch an engine's progress: one without a status page makes none."""
+        reader = process.reader
+        if reader is not None:
+            with contextlib.suppress(HalfWrittenError):  # stopped or killed in the middle of a write
+                process.status = reader.read()
         if process.status is not None:
             self._use(id, process, process.status, now)
-        found = process.watch.look(process.status, reader.writes, now)
+        found = process.watch.look(process.status, 0 if reader is None else reader.writes, now)
         if (found != "ok") != process.stalled:
             process.stalled = found != "ok"
             self.changed = True

@@ -29,6 +29,8 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     listener: int
     address: str
     parent: int
+    #: other workers answer at the socket already: this one accepts connections once it knows the models
+    others: bool = False
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True, tag="report", tag_field="kind"):

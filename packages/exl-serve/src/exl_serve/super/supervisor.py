@@ -153,7 +153,6 @@ class Supervisor:
         if self._hung_up:
             self._hung_up = False
             self._take_over()
-        self._engines.step()
         if self._phase != "serving" and not self._told_end:
             self._told_end = True
             timeout = self._config.drain.timeout
@@ -164,6 +163,7 @@ class Supervisor:
                 self._watch_worker(index, worker, now)
         elif self._broadcast_due is False:
             self._reap_workers()
+        self._engines.step()  # behind the workers: at the start, these need the cores for a shorter time
         if self._phase == "draining" and now - self._phase_at >= self._config.drain.delay:
             self._phase, self._phase_at, self._broadcast_due = "stopping", now, True
         if self._engines.changed or self._broadcast_due:
@@ -186,7 +186,13 @@ class Supervisor:
             self._metrics.count("exl_worker_restarts_total")
         if worker.child is None and now >= worker.start_at:
             number = self._listener.fileno()
-            start = link.WorkerStart(config=self._config, listener=number, address=self._address, parent=os.getpid())
+            start = link.WorkerStart(
+                config=self._config,
+                listener=number,
+                address=self._address,
+                parent=os.getpid(),
+                others=bool(worker.crashes) and len(self._workers) > 1,
+            )
             worker.child = Child(
                 "exl_serve.api",
                 msgspec.json.encode(start),
