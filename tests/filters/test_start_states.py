@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from concurrent.futures import Executor, Future
 from pathlib import Path
 
 import numpy as np
@@ -23,14 +24,35 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type"
 LARK = 'start: item (", " item)*\nitem: /[a-z]{1,5}/ "=" /[0-9]+/\n'
 
 
+class Pool(Executor):
+    """Runs what is submitted when it is told to."""
+
+    def __init__(self):
+        self.tasks = []
+
+    def submit(self, fn, /, *args, **kwargs):
+        self.tasks.append(lambda: fn(*args, **kwargs))
+        return Future()
+
+    def run(self):
+        while self.tasks:
+            self.tasks.pop(0)()
+
+
 @pytest.fixture(autouse=True)
 def many_cores(monkeypatch):
     monkeypatch.setattr(start_states, "most_lexers", lambda: 4)
+    monkeypatch.setattr(start_states, "JOBS_OF_LEXER", 3)
     monkeypatch.setattr("exl_filters.llg.QUICK", 1e9)  # however slow this machine is now
 
 
 def stacks_of(filter_, count):
-    stacks = [FilterStack([filter_], vocab_size=MODEL.size, stop_ids=[MODEL.eos_token_id]) for _ in range(count)]
+    stacks, pool = [], Pool()
+    for _ in range(count):
+        stacks.append(FilterStack([filter_], vocab_size=MODEL.size, stop_ids=[MODEL.eos_token_id]))
+        stacks[-1].compile_ahead(pool)
+    assert len(pool.tasks) <= 1, "one task compiles all lexers"
+    pool.run()
     for stack in stacks:
         stack.begin("")
     return stacks
@@ -78,6 +100,35 @@ def test_lexers_that_are_not_used_any_more_are_dropped():
     assert len(made) == 4
     masks = [stack.next_mask() for stack in stacks]
     assert all(np.array_equal(mask, masks[0]) for mask in masks)
+
+
+def test_jobs_that_begin_before_the_lexers_are_compiled_share_those_that_there_are():
+    filter_, pool = ExLlamaV2GrammarFilter(None, MODEL, json_schema=SCHEMA), Pool()
+    stacks = [FilterStack([filter_], vocab_size=MODEL.size, stop_ids=[MODEL.eos_token_id]) for _ in range(12)]
+    for stack in stacks:
+        stack.compile_ahead(pool)
+    for stack in stacks[:9]:
+        stack.begin("")
+    assert len(lexers(stacks[:9])) == 1
+    pool.run()
+    for stack in stacks[9:]:
+        stack.begin("")
+    assert len(lexers(stacks[9:])) == 3, "those that nobody uses yet"
+    assert len({stack.next_mask().tobytes() for stack in stacks}) == 1
+
+
+def test_a_pool_that_takes_nothing_is_asked_again():
+    filter_, pool = ExLlamaV2GrammarFilter(None, MODEL, json_schema=SCHEMA), Pool()
+    stacks = [FilterStack([filter_], vocab_size=MODEL.size, stop_ids=[MODEL.eos_token_id]) for _ in range(9)]
+
+    class Closed(Pool):
+        def submit(self, fn, /, *args, **kwargs):
+            raise RuntimeError("no further tasks")
+
+    with pytest.raises(RuntimeError, match="no further tasks"):
+        stacks[0].compile_ahead(Closed())
+    stacks[0].compile_ahead(pool)
+    assert len(pool.tasks) == 1
 
 
 def test_a_grammar_that_takes_long_to_compile_keeps_one_lexer(monkeypatch):

@@ -75,6 +75,8 @@ def finish(future: Future[Any], seconds: float | None = None) -> bool:
     A future that has not begun is cancelled and never waited for: its thread may be the one that calls. Raises
     `StillRunning` when the future is not over after `seconds` (None: no limit).
     """
+    if future.done():
+        return not future.cancelled()
     if future.cancel():
         return False
     with contextlib.suppress(CancelledError):

@@ -97,6 +97,13 @@ class FilterDriver:
             self._fresh = True
         return self._words if self._has_opinion else None
 
+    def take(self, words: Words) -> None:
+        """Use `words`, of the context's width, as the mask of the current state. The caller gives the array away."""
+        if self._ragged:
+            bits.clear_from(words, self.context.vocab_size)
+        self._words = words
+        self._has_opinion = self._fresh = True
+
     def ends(self) -> frozenset[int]:
         """Return the end tokens of the current state that the filter lists."""
         if self.done:

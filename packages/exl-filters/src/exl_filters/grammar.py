@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from typing import Any, ClassVar, Literal
 
 from exl_filters import bits
@@ -176,10 +177,8 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
             whole = self._matcher.accepting
         else:
             self._mask_into(words)
-            # llguidance takes an id without text for its placeholder, and supports one stop id.
-            if not self._all_defined or len(words) != len(self._keep):
-                bits.and_into(self._keep, words)
-            whole = self._matcher.accepting
+            self._correct(words)
+            return True
         for stop in self._stops:
             bits.put(words, stop, whole)
         return True
@@ -257,7 +256,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
     def clone(self, c: Any = None) -> Any:
         """Return a filter with a copy of the matcher, in the same state."""
         new = self._clone_sharing(c)
-        new._matcher = self._matcher.copy()
+        new._matcher = self._template.copy(self._matcher)
         new._steps = list(self._steps)
         return new
 
@@ -292,6 +291,24 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
             return None
         return self._matcher
 
+    def compile_ahead(self, pool: Executor) -> None:
+        """Compile on `pool` what the jobs of this template need to compute their masks side by side."""
+        self._template.compile_ahead(pool)
+
+    def finish_mask(self, words: Words) -> bool:
+        """Turn the mask of `asked_matcher` in the current state, in place, into that of the filter.
+
+        Returns False, with `words` unchanged, where only `fill_bitmask` can tell the mask.
+        """
+        matcher = self._matcher
+        if matcher.stopped or len(words) != len(self._keep):
+            return False
+        if self._template.states is not None and self._state is not None:
+            self._template.states.keep(self._state, words)
+        if not self._verbatim:
+            self._correct(words)
+        return True
+
     @property
     def mask_key(self) -> tuple[int, int] | None:
         """Return the template and the state of its pattern, which filters of one mask share; None: unknown."""
@@ -316,6 +333,14 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         return {"type": "grammar", **self._source, **self._options}
 
     # Inside.
+
+    def _correct(self, words: Words) -> None:
+        """Correct the matcher's mask: it takes an id without text for its placeholder, and supports one stop id."""
+        if not self._all_defined or len(words) != len(self._keep):
+            bits.and_into(self._keep, words)
+        whole = self._matcher.accepting
+        for stop in self._stops:
+            bits.put(words, stop, whole)
 
     def _mask_into(self, words: Words) -> bool:
         """Write the matcher's mask over `words`, from the pattern's known masks if it is there.

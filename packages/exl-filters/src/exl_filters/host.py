@@ -109,6 +109,7 @@ class FilterStack:
         self._begun = False
         self._closed = False
         self._pending: Future[None] | None = None
+        self._computation: Pending | None = None  # which has that future
         # Seconds that recent masks took: measured the first time, and every time for a host that calls `prefetch`.
         self._cost: float | None = None
         self._clocked = False
@@ -159,6 +160,13 @@ class FilterStack:
             return self._dead_end_offer()
         return self._mask
 
+    def compile_ahead(self, pool: Executor) -> None:
+        """Compile on `pool` what speeds up the masks of many jobs of one grammar. Optional: call it before `begin`."""
+        for driver in self._drivers:
+            compile_ahead = getattr(driver.filter, "compile_ahead", None)
+            if compile_ahead is not None:
+                compile_ahead(pool)
+
     def prefetch(self, pool: Executor) -> bool:
         """Compute the next mask on `pool` if that saves time; `next_mask` returns it. Call it right after `feed`.
 
@@ -197,6 +205,11 @@ class FilterStack:
         """Return the key of the mask, equal for stacks of one mask; None where it is not known."""
         return getattr(self._drivers[0].filter, "mask_key", None) if len(self._drivers) == 1 else None
 
+    @property
+    def only(self) -> ExLlamaV2Filter | None:
+        """The filter of a stack that has one, else None."""
+        return self._drivers[0].filter if len(self._drivers) == 1 else None
+
     def expect(self, pending: Pending, future: Future[None]) -> None:
         """Wait in every method, here and in the filters, for a computation of this mask and others.
 
@@ -204,7 +217,7 @@ class FilterStack:
             pending: the computation, which may call the filters itself.
             future: its end.
         """
-        self._pending = future
+        self._pending, self._computation = future, pending
         for driver in self._drivers:
             driver.filter._background = pending
             driver.filter.background_result = future
@@ -219,6 +232,14 @@ class FilterStack:
             mask: the mask; None where the filter knows it by now.
             seconds: its share of the time that the matchers took.
         """
+        driver = self._drivers[0]
+        if mask is not None and len(mask) == len(self._combined) and not self._prefer_eos and self._cut_at is None:
+            filter_: Any = driver.filter
+            if filter_.finish_mask(mask):
+                driver.take(mask)
+                self._mask, self._unrestricted, self._fresh = mask, False, True
+                self._learn(seconds)
+                return
         matcher.known = mask
         begun = time.perf_counter()
         try:
@@ -231,7 +252,7 @@ class FilterStack:
 
     def _submit(self, pool: Executor) -> Future[None]:
         """Compute the mask on `pool`. Until it is over, calls on the filters themselves wait for it, too."""
-        pending = Pending("")
+        self._computation = pending = Pending("")
         submitted = [driver.filter for driver in self._drivers if driver.filter.background_result is None]
         for filter_ in submitted:
             filter_._background = pending
@@ -427,7 +448,10 @@ class FilterStack:
         """Wait for a background computation, or cancel it. The next call that needs the mask raises its failure."""
         if self._pending is not None:
             background.finish(self._pending)
-            self._pending = None
+            self._pending, computation = None, self._computation
+            for driver in self._drivers:
+                if driver.filter._background is computation:  # so that its methods need not look for it
+                    driver.filter.background_result = driver.filter._background = None
 
     def _compute_now(self, clocked: bool = True) -> None:
         clocked = clocked and (self._clocked or self._cost is None)

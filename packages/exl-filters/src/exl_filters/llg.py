@@ -180,8 +180,8 @@ class Matcher:
     def consume(self, tokens: list[int]) -> bool:
         """Consume all of the tokens, or none of them. Returns False for none."""
         taken = self.raw.try_consume_tokens(tokens)
-        self.check()
         if taken < len(tokens):
+            self.check()
             if taken:
                 self.raw.rollback(taken)
                 self.check()

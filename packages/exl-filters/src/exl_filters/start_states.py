@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from concurrent.futures import Executor
 
 from exl_filters.errors import FilterError
 from exl_filters.llg import Matcher
@@ -15,8 +16,8 @@ __all__ = ["AnyMatcher", "StartState"]
 
 AnyMatcher = Matcher | XgrammarMatcher
 
-JOBS_OF_LEXER = 3
-"""Matchers that share a lexer before another one is made."""
+JOBS_OF_LEXER = 6
+"""Jobs that share a lexer. A lexer of fewer jobs meets more states for the first time, which takes longer."""
 
 
 def most_lexers() -> int:
@@ -30,7 +31,7 @@ class StartState:
 
     Copies of an llguidance matcher share a lexer, which one thread at a time may use. So a grammar is compiled anew for
     every few jobs that run at the same time, up to one lexer a thread: their masks are then computed side by side.
-    Lexers that are not used any more are dropped.
+    Lexers that are not used any more are dropped. `compile_ahead` makes lexers; no job waits for them.
 
     Args:
         matcher: a matcher at the start.
@@ -41,33 +42,52 @@ class StartState:
 
     def __init__(self, matcher: AnyMatcher, states: PatternStates | None = None) -> None:
         self._lexers: list[tuple[AnyMatcher, weakref.WeakSet[AnyMatcher]]] = [(matcher, weakref.WeakSet())]
+        #: matchers of clones that have not begun
+        self._waiting: weakref.WeakSet[AnyMatcher] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._again = matcher.again if isinstance(matcher, Matcher) else None
+        self._compiling = False
         self.states = states
 
-    def start(self) -> AnyMatcher:
-        """Return a matcher at the start of the grammar."""
+    def copy(self, matcher: AnyMatcher) -> AnyMatcher:
+        """Return a copy of a matcher, for a clone."""
+        made = matcher.copy()
         with self._lock:
-            self._release()
+            self._waiting.add(made)
+        return made
+
+    def start(self) -> AnyMatcher:
+        """Return a matcher at the start of the grammar, of the lexer that the fewest jobs use."""
+        with self._lock:
+            unused = [lexer for lexer in self._lexers[1:] if not lexer[1]]
+            for lexer in unused[: max(0, len(self._lexers) - self._wanted() - 1)]:  # one stays for the next job
+                self._lexers.remove(lexer)
             matcher, started = min(self._lexers, key=lambda lexer: len(lexer[1]))
-            if len(started) >= JOBS_OF_LEXER and (another := self._another()) is not None:
-                matcher, started = another, weakref.WeakSet()
-                self._lexers.append((matcher, started))
             made = matcher.copy()
             started.add(made)
             return made
 
-    def _release(self) -> None:
-        """Drop the lexers that no job uses but the first and one more, for which the next job may ask again."""
-        unused = [lexer for lexer in self._lexers[1:] if not lexer[1]]
-        for lexer in unused[1:]:
-            self._lexers.remove(lexer)
-
-    def _another(self) -> Matcher | None:
-        if self._again is None or len(self._lexers) >= most_lexers():
-            return None
+    def compile_ahead(self, pool: Executor) -> None:
+        """Compile on `pool` the lexers that the present clones need. Those that begin earlier share what there is."""
+        if self._again is None or self._compiling or len(self._lexers) >= self._wanted():
+            return
+        self._compiling = True
         try:
-            return self._again()
+            pool.submit(self._compile)
+        except BaseException:
+            self._compiling = False
+            raise
+
+    def _wanted(self) -> int:
+        """Return the number of lexers for the matchers in use; one of these is the template's own."""
+        used = len(self._waiting) + sum(len(started) for _, started in self._lexers)
+        return max(1, min(most_lexers(), -(-(used - 1) // JOBS_OF_LEXER)))
+
+    def _compile(self) -> None:
+        try:
+            while self._again is not None and len(self._lexers) < self._wanted():
+                self._lexers.append((self._again(), weakref.WeakSet()))
         except FilterError:  # out of memory, for example: those that exist serve
             self._again = None
-            return None
+        finally:
+            self._compiling = False

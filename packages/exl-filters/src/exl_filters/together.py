@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ FEWEST = 2
 """Fewest masks that are computed together."""
 
 _executors: list[Any] = []
+# The answers of `_asks_a_matcher` so far.
+_kinds: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_executors.clear)  # the threads exist only in the parent
@@ -62,18 +65,21 @@ def prefetch_together(stacks: Sequence[FilterStack], pool: Executor) -> int:
 
 def _matcher_of(stack: FilterStack) -> Matcher | None:
     """Return the matcher whose mask is the stack's, or None."""
-    if not stack.is_due:
+    only: Any = stack.only
+    if only is None or not stack.is_due or not _asks_a_matcher(type(only)):
         return None
-    if "exl_filters.grammar" not in sys.modules:
-        return None  # nobody has made such a filter
-    from exl_filters.grammar import ExLlamaV2GrammarFilter
+    return only.asked_matcher  # type: ignore[no-any-return]
 
-    filters = stack.filters
-    only = filters[0] if len(filters) == 1 else None
-    if not isinstance(only, ExLlamaV2GrammarFilter):
-        return None
-    inherited = type(only).fill_bitmask is ExLlamaV2GrammarFilter.fill_bitmask
-    return only.asked_matcher if inherited else None
+
+def _asks_a_matcher(kind: type) -> bool:
+    """Whether filters of this class are grammars with the mask of their matcher."""
+    if kind not in _kinds:
+        if "exl_filters.grammar" not in sys.modules:
+            return False  # nobody has made such a filter
+        from exl_filters.grammar import ExLlamaV2GrammarFilter as Grammar
+
+        _kinds[kind] = issubclass(kind, Grammar) and kind.fill_bitmask is Grammar.fill_bitmask
+    return _kinds[kind]
 
 
 def _compute(found: Sequence[tuple[FilterStack, Matcher]]) -> None:

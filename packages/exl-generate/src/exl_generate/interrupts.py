@@ -164,4 +164,4 @@ def as_job_error(error: BaseException) -> Exception:
 
 
 def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+    return threading.get_ident() == threading.main_thread().ident

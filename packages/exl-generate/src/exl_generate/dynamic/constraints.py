@@ -72,9 +72,15 @@ class TokenConstraints:
         """The filters whose masks can be computed beforehand."""
         return self._filters if self._begun else None
 
+    def compile_ahead(self, pool: Callable[[], Executor]) -> None:
+        """Compile in `pool` what the filters of many jobs share."""
+        if self._filters is not None:
+            with interruptible():
+                self._filters.compile_ahead(pool())
+
     def prefetch(self, pool: Callable[[], Executor]) -> None:
         """Compute the filters' next masks in `pool` while the model runs."""
-        if self._filters is not None and self._begun:
+        if self._filters is not None and self._begun and self._filters.is_due:
             with interruptible():
                 self._filters.prefetch(pool())
 

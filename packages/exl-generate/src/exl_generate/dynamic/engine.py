@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from exl_filters import prefetch_together
@@ -188,6 +189,8 @@ class Engine:
         self.counters.steps += 1
         try:
             for job in self._scheduler.admit():
+                if self._pool is not None:
+                    attempt(partial(job.compile_ahead, self._pool))
                 if not job.resumed:
                     self.counters.prompt_tokens += sum(sequence.prefill_end for sequence in job.sequences)
                 self._deliver(job.start())

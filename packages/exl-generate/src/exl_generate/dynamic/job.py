@@ -441,6 +441,10 @@ class ExLlamaV2DynamicJob:
         """The filters whose masks can be computed beforehand."""
         return self._decoding.constraints.begun_filters
 
+    def compile_ahead(self, pool: Callable[[], Executor]) -> None:
+        """Compile in `pool` what the filters share with those of other jobs. The job does not wait for it."""
+        self._decoding.constraints.compile_ahead(pool)
+
     def prefetch(self, pool: Callable[[], Executor]) -> None:
         """Compute the filters' next masks in `pool` while the model runs."""
         self._decoding.constraints.prefetch(pool)
