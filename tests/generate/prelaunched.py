@@ -56,8 +56,9 @@ class OneBuffer(ScriptedModel):
 class Captured:
     """A step of `Preparing` that waits for its ids."""
 
-    def __init__(self, model: Preparing, cache: Any, params: PagedParams) -> None:
+    def __init__(self, model: Preparing, cache: Any, params: PagedParams, row_loras: Any) -> None:
         self.model, self.cache, self.params, self.number = model, cache, params, -1
+        self.adapters = {} if row_loras is None else {"row_loras": row_loras}
         self.ids = torch.full((params.batch_size,), -1)
 
     def inputs(self) -> kernels.NextInputs:
@@ -77,7 +78,8 @@ class Captured:
         if self.model.launch_faults:
             raise self.model.launch_faults.pop()
         with torch.inference_mode():
-            logits = self.model.forward_chunk(ids, cache=self.cache, attn_params=self.params)["logits"]
+            found = self.model.forward_chunk(ids, cache=self.cache, attn_params=self.params, **self.adapters)
+            logits = found["logits"]
         self.number = self.model.steps
         return logits
 
@@ -96,7 +98,7 @@ class Preparing(OneBuffer):
         self.interrupts = False
 
     def prepare_step(self, q_len: int, cache: Any, attn_params: PagedParams, *, row_loras: Any = None) -> Captured:
-        return Captured(self, cache, attn_params)
+        return Captured(self, cache, attn_params, row_loras)
 
 
 class OnDevice:

@@ -218,6 +218,40 @@ def test_nobody_can_tell_that_drafts_are_launched_early(
         assert play(asks, early=True, kind=Preparing, drafts=drafts, by_model=by_model)[0] == expected
 
 
+class Repeating(Preparing):
+    """A model whose tokens repeat themselves, so that guesses hold."""
+
+    def __init__(self, config: ScriptedConfig) -> None:
+        super().__init__(config)
+        self.script = lambda context: 3 + (int(context[-1]) - 2) % 4
+
+
+@pytest.mark.parametrize("drafts", [None, 2])
+@pytest.mark.parametrize("alike", [0, 3, 4, None])
+def test_prelaunched_steps_mix_adapters_only_where_rows_do_not_depend_on_each_other(
+    monkeypatch: pytest.MonkeyPatch, alike: int | None, drafts: int | None
+) -> None:
+    """As other steps: a float matrix on a GPU gives a row other results in a pass of other rows."""
+    passes: list[tuple[int, int]] = []  # tokens and adapters of each
+
+    class Watched(Repeating):
+        def invariant_tokens(self, loras: Any = ()) -> int | None:
+            return alike
+
+        def forward_chunk(self, input_ids: torch.Tensor, *args: Any, **kw: Any) -> dict[str, torch.Tensor]:
+            if not kw.get("preprocess_only"):
+                passes.append((input_ids.numel(), len({tuple(found) for found in kw.get("row_loras", [()])})))
+            return super().forward_chunk(input_ids, *args, **kw)
+
+    asks = [Ask((3, 4, 5, 6, 3, 4), 16, seed, kind, (), 0, -1) for seed, kind in enumerate(["greedy", "lora", "plain"])]
+    expected = play(asks, early=False, kind=Repeating, drafts=drafts)[0]
+    monkeypatch.setattr(kernels, "launch", Device([]).launch)
+    assert play(asks, early=True, kind=Watched, drafts=drafts)[0] == expected
+    mixed = {tokens for tokens, adapters in passes if adapters > 1}
+    assert bool(mixed) == (alike is None or alike >= 3)
+    assert all(alike is None or tokens <= alike for tokens in mixed)
+
+
 def test_a_step_with_drafts_is_one_pass_and_one_launch_of_the_sampler() -> None:
     """Text that repeats itself: all guesses hold, and each step is launched before the results of the last come out."""
     model = Preparing(CONFIG)
@@ -271,14 +305,6 @@ def test_lost_devices_explain_nan_behind_a_draft_token_that_held(monkeypatch: py
     assert isinstance(results[-1]["exception"], DeviceError)
     assert job.accepted_draft_tokens == 2
     check_pages(generator)
-
-
-class Repeating(Preparing):
-    """A model whose tokens repeat themselves, so that guesses hold."""
-
-    def __init__(self, config: ScriptedConfig) -> None:
-        super().__init__(config)
-        self.script = lambda context: 3 + (int(context[-1]) - 2) % 4
 
 
 @pytest.mark.parametrize(("most", "largest"), [(12, 12), (11, 9)])

@@ -329,8 +329,15 @@ class Engine:
             return []  # the number of tokens is not known: `_launch_drafts` launches the next step
         found = [step for step in steps if predictable(step.job)]
         if found:
-            self._next = attempt(lambda: NextStep(self._runner, [step.job.sequences for step in found]))
+            self._next = attempt(lambda: self._next_step([step.job for step in found]))
         return found if self._next else []
+
+    def _next_step(self, jobs: list[ExLlamaV2DynamicJob], windows: list[list[int]] | None = None) -> NextStep | None:
+        """Return the next step of these jobs; None where they need several passes."""
+        sequences = [sequence for job in jobs for sequence in job.sequences]
+        if not self._runner.may_share_a_pass(sequences, len(sequences) * (1 if windows is None else len(windows[0]))):
+            return None
+        return NextStep(self._runner, [job.sequences for job in jobs], windows)
 
     def _settle_next(self, expected: list[JobStep], samples: dict[JobStep, Sample | Exception], written: bool) -> None:
         """Give the next step its tokens.
@@ -374,7 +381,7 @@ class Engine:
         self._drafts = drafts, length
         windows = [[int(job.sequence.ids[-1]), *_filled(job, drafts[job], length)] for job in jobs]
         if len({len(window) for window in windows}) == 1:
-            self._next = attempt(lambda: NextStep(self._runner, [job.sequences for job in jobs], windows))
+            self._next = attempt(lambda: self._next_step(jobs, windows))
             if self._next is not None:
                 self._next.began = self._collected + self._drafter.seconds  # `_measure` adds them
                 self._next.run()

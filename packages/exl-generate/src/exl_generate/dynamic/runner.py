@@ -168,18 +168,25 @@ class Runner:
                     window.error = _attempt(partial(self._evaluate, [window], True))
 
     def _passes(self, group: list[Window]) -> list[list[Window]]:
-        """Return the passes of windows of one kind.
-
-        Windows with different adapters share a pass only while its results are batch-invariant: tokens never depend on
-        the adapters of other windows.
-        """
+        """Return the passes of windows of one kind."""
+        if self.may_share_a_pass([window.sequence for window in group], sum(len(window.ids) for window in group)):
+            return [group]
         by_adapters: dict[tuple[Any, ...], list[Window]] = defaultdict(list)
         for window in group:
             by_adapters[tuple(window.sequence.loras)].append(window)
-        alike = self._model.invariant_tokens(())
-        if len(by_adapters) == 1 or alike is None or sum(len(window.ids) for window in group) <= alike:
-            return [group]
         return list(by_adapters.values())
+
+    def may_share_a_pass(self, sequences: SequenceOf[Sequence], tokens: int) -> bool:
+        """Whether sequences, with so many tokens in all, may be in one pass as far as their adapters are concerned.
+
+        Different adapters share a pass only while its results are batch-invariant: tokens never depend on the adapters
+        of other sequences.
+        """
+        first = sequences[0].loras
+        if all(sequence.loras == first for sequence in sequences):
+            return True
+        alike = self._model.invariant_tokens(())
+        return alike is None or tokens <= alike
 
     def _evaluate(self, group: list[Window], keep: bool) -> None:
         """Evaluate one pass. `keep`: the model may run again, and overwrite these logits, before they are read."""
