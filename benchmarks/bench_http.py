@@ -283,9 +283,11 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=513, help="prompts are shorter than this")
     parser.add_argument("--workers", type=int, nargs="+", default=[1])
     parser.add_argument("--load", type=float, nargs="*", default=[0.5], help="shares of the engine's requests a second")
+    parser.add_argument("--seconds", type=float, default=600.0, help="begin no further run after so many")
     parser.add_argument("--profile", action="store_true", help="one more run if a bar is missed, with profiles")
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
+    began = time.monotonic()
     multiprocessing.set_start_method("spawn")
     from exl_generate import bundled
 
@@ -309,21 +311,23 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
-    met = True
+    met, every = True, []
     steps = Steps(generator)
     with tempfile.TemporaryDirectory() as place:
         for streams in args.streams:
             first = streams == args.streams[0]
             some = requests[: len(requests) * streams // most]
-            both = Both(generator, floor, folder, place, some, streams, steps)
-            for _ in range(args.rounds if first else 1):
-                both.measure(args.workers)
+            both = Both(generator, floor, folder, place, some, streams, steps, began + args.seconds)
+            every.append(both)
+            both.measure(args.workers)
             for share in args.load if first else ():
                 both.measure_load(args.workers, share)
+            for _ in range(args.rounds - 1 if first else 0):
+                both.measure(args.workers)
             for workers in args.workers:
                 met &= report(both, workers, args)
-            if args.profile and first and not met:
-                both.http(some, args.workers[0], None, profile=True)
+        if args.profile and not met and time.monotonic() < began + args.seconds:
+            every[0].http(requests, args.workers[0], None, profile=True)
     sys.exit(0 if met else 1)
 
 
@@ -339,22 +343,29 @@ class Both:
         requests: list[dict[str, Any]],
         streams: int,
         steps: Steps,
+        until: float,
     ) -> None:
         self.generator, self.floor, self.folder, self.place = generator, floor, folder, place
-        self.requests, self.streams, self.steps = requests, streams, steps
-        #: results of the closed loop by number of workers, 0 for the engine alone
+        self.requests, self.streams, self.steps, self.until = requests, streams, steps, until
+        #: results of the closed loop by number of workers, 0 for the engine alone: of each round
         self.closed: dict[int, list[dict[str, Any]]] = {}
         #: by share of the load and number of workers
         self.arriving: dict[float, dict[int, dict[str, Any]]] = {}
 
     def measure(self, workers: list[int]) -> None:
-        """Run the closed loop once each way."""
-        self.closed.setdefault(0, []).append(self.alone(self.requests, None))
-        for count in workers:
-            self.closed.setdefault(count, []).append(self.http(self.requests, count, None))
+        """Run the closed loop once each way, unless the time is over."""
+        if time.monotonic() > self.until:
+            return
+        made = {0: self.alone(self.requests, None)} | {n: self.http(self.requests, n, None) for n in workers}
+        for count, found in made.items():
+            self.closed.setdefault(count, []).append(found)
 
     def measure_load(self, workers: list[int], share: float) -> None:
-        """Run half of the requests as they arrive at a share of the engine's own requests a second."""
+        """Run half of the requests as they arrive at a share of the engine's own requests a second, unless the time
+        is over.
+        """
+        if time.monotonic() > self.until:
+            return
         asked = self.requests[: len(self.requests) // 2]
         rate = share * len(self.requests) / statistics.median(one["seconds"] for one in self.closed[0])
         at = arrivals(len(asked), rate)
@@ -365,18 +376,30 @@ class Both:
         """Run requests on the engine alone."""
         self.generator.reset_page_table()
         self.steps.clear()
-        return alone(self.generator, requests, self.streams, self.floor, at) | {"step_ms": self.steps.taken()}
+        found = alone(self.generator, requests, self.streams, self.floor, at) | {"step_ms": self.steps.taken()}
+        return told("alone", self.streams, at, found)
 
     def http(
         self, requests: list[dict[str, Any]], workers: int, at: list[float] | None, *, profile: bool = False
     ) -> dict[str, Any]:
         """Run requests through HTTP."""
         self.generator.reset_page_table()
-        return served(self, requests, workers, at, profile=profile)
+        return told(f"{workers} workers", self.streams, at, served(self, requests, workers, at, profile=profile))
+
+
+def told(way: str, streams: int, at: list[float] | None, found: dict[str, Any]) -> dict[str, Any]:
+    """Print what a run has found, at once: the time on a GPU may end before all runs have. Returns it."""
+    figures = {name: round(found[name], 2) for name in ("seconds", "tok_s", *DELAYS)}
+    steps = {name: round(value, 3) for name, value in found["step_ms"].items()}
+    kind = f"{streams} streams" if at is None else "arriving"
+    print(f"{kind}, {way}: {figures} steps {steps}", file=sys.stderr, flush=True)
+    return found
 
 
 def report(both: Both, workers: int, args: Any) -> bool:
     """Print the line of figures, then the bars. Returns whether all are met."""
+    if not both.closed:
+        return False
     alone, through = both.closed[0], both.closed[workers]
     ratios = [http["tok_s"] / by_itself["tok_s"] for by_itself, http in zip(alone, through, strict=True)]
     last = through[-1]

@@ -86,16 +86,16 @@ class _Run:
         self.raw: list[list[tuple[float, bytes]]] = [[] for _ in requests]
         self.sent = [0.0] * len(requests)
         self.waiting = list(range(len(requests)))[::-1]
-        self.open, self.paced = len(requests), at is not None
+        self.left, self.paced = len(requests), at is not None
         self.free: list[_Client] = []
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def ended(self, client: _Client) -> None:
         """A request of `client` has its answer."""
-        self.open -= 1
-        if not self.open and not self.done.done():
+        self.left -= 1
+        if not self.left and not self.done.done():
             self.done.set_result(None)
-        if self.paced:
+        if self.paced and client.open:
             self.free.append(client)
         elif self.waiting:
             client.send(self.waiting.pop())
@@ -111,6 +111,8 @@ class _Client(asyncio.Protocol):
 
     def __init__(self, run: _Run) -> None:
         self._run = run
+        #: the server has not closed it
+        self.open = True
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -132,7 +134,11 @@ class _Client(asyncio.Protocol):
             self._run.ended(self)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._run.failed(f"the server has closed a connection: {error}")
+        self.open = False
+        if self in self._run.free:  # a server may close a connection that has nothing to do
+            self._run.free.remove(self)
+        else:
+            self._run.failed(f"the server has closed a connection: {error}")
 
 
 async def _load(port: int, requests: list[dict[str, Any]], streams: int, at: list[float] | None) -> dict[str, Any]:
@@ -143,13 +149,13 @@ async def _load(port: int, requests: list[dict[str, Any]], streams: int, at: lis
         client: _Client = (await loop.create_connection(lambda: _Client(run), "127.0.0.1", port))[1]
         return client
 
-    clients = [await connected() for _ in range(streams)]
-    began = time.perf_counter()
     if at is None:
-        for client in clients[: len(run.waiting)]:
+        clients = [await connected() for _ in range(min(streams, len(requests)))]
+        began = time.perf_counter()
+        for client in clients:
             client.send(run.waiting.pop())
     else:
-        run.free = clients
+        began = time.perf_counter()
         for number, second in enumerate(at):
             await asyncio.sleep(max(0.0, began + second - time.perf_counter()))
             (run.free.pop() if run.free else await connected()).send(number)
