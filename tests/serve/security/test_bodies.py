@@ -17,7 +17,8 @@ from exl_generate import bundled
 from exl_serve.api.text import FolderText
 from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
-from exl_serve.request.body import read_json
+from exl_serve.request.body import LongUrl, read_json
+from exl_serve.request.messages import ImagePart, messages_of
 from exl_serve.testing.server import LiveServer
 from exl_serve.testing.waiting import HANG_SECONDS
 
@@ -242,6 +243,24 @@ def test_long_data_urls_that_come_twice_are_repeated_keys() -> None:
         read_json(f'{{"{URL}": 1, "{URL}": 2}}'.encode(), LIMITS)
     pair = {"a": URL, "b": URL, "c": URL + "B"}
     assert read_json(json.dumps(pair).encode(), LIMITS) == pair
+
+
+@pytest.mark.parametrize("image", [{"url": URL}, {"url": URL, "detail": "low"}, URL])
+def test_long_data_urls_of_images_stay_in_their_body(image: Any) -> None:
+    """To copy 27 MB into a string stops the streams of all other clients meanwhile."""
+    part = {"type": "image_url", "image_url": image}
+    body = {"messages": [{"role": "user", "content": [part, {"type": "text", "text": URL}]}], "metadata": part}
+    read = read_json(json.dumps(body).encode(), LIMITS)
+    images: list[ImagePart] = []
+    parts = messages_of(read["messages"], LIMITS, images)[0]["content"]
+    assert parts == [{"type": "image"}, {"type": "text", "text": URL}]
+    assert read["metadata"] == part
+    (url,) = [one.url for one in images]
+    assert isinstance(url, LongUrl)
+    assert (url[:], url[5:9], url[-3:], url.find(","), url.find("!"), len(url)) == (
+        URL, URL[5:9], URL[-3:], URL.find(","), -1, len(URL),
+    )  # fmt: skip
+    assert [one.detail for one in images] == [image.get("detail", "auto") if isinstance(image, dict) else "auto"]
 
 
 def test_the_position_of_an_error_counts_long_data_urls() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from exl_serve.config.model import Media
 from exl_serve.errors import ServeError
 from exl_serve.media.worker import HEAD
+from exl_serve.request.body import LongUrl
 from exl_serve.request.internal import MediaRef
 from exl_serve.request.messages import ImagePart
 
@@ -147,7 +148,7 @@ class MediaReader:
             path=path, width=answer["width"], height=answer["height"], digest=bytes.fromhex(answer["digest"])
         )
 
-    async def _ask(self, header: dict[str, Any], url: str, begin: int) -> dict[str, Any] | None:
+    async def _ask(self, header: dict[str, Any], url: str | LongUrl, begin: int) -> dict[str, Any] | None:
         """Return a decoder's answer to `url` from `begin` on; None if it died or took too long."""
         if self._idle is None:
             self._idle = asyncio.LifoQueue()
@@ -166,7 +167,7 @@ class _Decoder:
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
 
-    async def ask(self, header: dict[str, Any], url: str, begin: int) -> dict[str, Any] | None:
+    async def ask(self, header: dict[str, Any], url: str | LongUrl, begin: int) -> dict[str, Any] | None:
         process = self._process
         if process is None or process.returncode is not None:
             process = self._process = await asyncio.create_subprocess_exec(

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
 
-__all__ = ["check_depth", "read_json"]
+__all__ = ["LongUrl", "check_depth", "read_json"]
 
 LONG_URL = 1 << 16
 """A `data:` URL of more characters is not parsed with the rest of its body."""
@@ -20,14 +20,51 @@ PIECE = 1 << 20
 _URL = b'"data:'
 _ESCAPED = bytes(range(0x20)) + b"\\"
 """Bytes that a JSON string cannot hold as they are."""
+_IMAGES = ("image_url", "input_image")
+"""Types of content parts whose URL stays a `LongUrl`."""
 _BRACKET = re.compile(r"[{}\[\]]")
+
+
+class LongUrl:
+    """An ASCII text in the memory of its body, with the methods of `str` that images need.
+
+    A string of its own would be made in one call, during which no other thread runs.
+    """
+
+    __slots__ = ("_begin", "_data", "_end")
+
+    def __init__(self, data: bytes | bytearray, begin: int, end: int) -> None:
+        self._data, self._begin, self._end = data, begin, end
+
+    def __len__(self) -> int:
+        return self._end - self._begin
+
+    def __getitem__(self, part: slice) -> str:
+        begin, end, step = part.indices(len(self))
+        if step != 1:
+            raise ValueError(f"a step of {step}: a part of a long URL has a step of 1")
+        with memoryview(self._data) as whole:
+            return str(whole[self._begin + begin : self._begin + max(begin, end)], "ascii")
+
+    def find(self, text: str) -> int:
+        """Return where a text begins, -1 for one that is not there."""
+        at = self._data.find(text.encode(), self._begin, self._end)
+        return at if at < 0 else at - self._begin
+
+    def startswith(self, text: str) -> bool:
+        """Whether it begins with a text."""
+        return self._data.startswith(text.encode(), self._begin, self._end)
+
+    def text(self) -> str:
+        """Return all of it as a string."""
+        return "".join([self[at : at + PIECE] for at in range(0, len(self), PIECE)])
 
 
 def read_json(data: bytes | bytearray, limits: Limits) -> dict[str, Any]:
     """Return the object of a body.
 
     Long `data:` URLs are cut out before the rest is parsed: the parser would keep all other threads from running while
-    it goes through an image of 20 MB, character by character.
+    it goes through an image of 20 MB, character by character. Those of images in the messages become `LongUrl`.
 
     Raises ServeError 400 for a body that is not UTF-8, not JSON or not an object. Repeated keys, NaN, infinity, and
     nesting deeper than `limits.max_depth` raise it, too.
@@ -41,6 +78,7 @@ def read_json(data: bytes | bytearray, limits: Limits) -> dict[str, Any]:
         found = _parsed(short, limits)
     except ServeError:
         return _parsed(data, limits)  # so that the error has the body's own positions and keys
+    _keep_images(found, cut)
     restored: dict[str, Any] = _restored(found, cut)
     return restored
 
@@ -67,7 +105,7 @@ def _parsed(data: bytes | bytearray, limits: Limits) -> dict[str, Any]:
     return found
 
 
-def _cut_urls(data: bytes | bytearray) -> tuple[bytes | bytearray, dict[str, str]]:
+def _cut_urls(data: bytes | bytearray) -> tuple[bytes | bytearray, dict[str, LongUrl]]:
     """Replace the content of each long string that is a `data:` URL by a marker.
 
     Returns the rest, and the text of each marker. Every step goes over the data as fast as memory allows.
@@ -75,7 +113,7 @@ def _cut_urls(data: bytes | bytearray) -> tuple[bytes | bytearray, dict[str, str
     if len(data) < LONG_URL:
         return data, {}
     mark = secrets.token_hex(16)
-    cut: dict[str, str] = {}
+    cut: dict[str, LongUrl] = {}
     parts: list[bytes | bytearray] = []
     behind = at = 0
     while (quote := data.find(_URL, at)) >= 0:
@@ -86,7 +124,7 @@ def _cut_urls(data: bytes | bytearray) -> tuple[bytes | bytearray, dict[str, str
             # Equal texts get one marker, so that a key that comes twice is found.
             with memoryview(data) as whole:
                 name = mark + hashlib.blake2b(whole[quote + 1 : end], digest_size=16).hexdigest()
-            cut[name] = _ascii(data, quote + 1, end)
+            cut[name] = LongUrl(data, quote + 1, end)
             parts += [data[behind : quote + 1], name.encode()]
             behind = end
         at = end
@@ -103,19 +141,30 @@ def _is_plain_piece(piece: bytes) -> bool:
     return piece.isascii() and len(piece.translate(None, _ESCAPED)) == len(piece)
 
 
-def _ascii(data: bytes | bytearray, begin: int, end: int) -> str:
-    with memoryview(data) as whole:
-        return "".join([str(whole[at : min(at + PIECE, end)], "ascii") for at in range(begin, end, PIECE)])
+def _keep_images(body: dict[str, Any], cut: Mapping[str, LongUrl]) -> None:
+    """Put URLs back in place of the markers in the images of messages (or of items of a response)."""
+    lists = [one for one in (body.get("messages"), body.get("input")) if isinstance(one, list)]
+    messages = [one for some in lists for one in some if isinstance(one, dict)]
+    for content in [one.get(name) for one in messages for name in ("content", "output")]:
+        for part in content if isinstance(content, list) else ():
+            if not isinstance(part, dict) or part.get("type") not in _IMAGES:
+                continue
+            holder, name = (
+                (part["image_url"], "url") if isinstance(part.get("image_url"), dict) else (part, "image_url")
+            )
+            given = holder.get(name)
+            if isinstance(given, str) and given in cut:
+                holder[name] = cut[given]
 
 
-def _restored(value: Any, cut: Mapping[str, str]) -> Any:
+def _restored(value: Any, cut: Mapping[str, LongUrl]) -> Any:
     """Return a value with the texts that were cut out."""
     if isinstance(value, str):
-        return cut.get(value, value)
+        return cut[value].text() if value in cut else value
     if isinstance(value, list):
         return [_restored(one, cut) for one in value]
     if isinstance(value, dict):
-        return {cut.get(key, key): _restored(one, cut) for key, one in value.items()}
+        return {_restored(key, cut): _restored(one, cut) for key, one in value.items()}
     return value
 
 

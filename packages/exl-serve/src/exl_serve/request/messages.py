@@ -9,6 +9,7 @@ from typing import Any
 
 from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
+from exl_serve.request.body import LongUrl
 from exl_serve.stream.family import ToolSpec
 
 __all__ = ["ImagePart", "content_of", "messages_of", "tool_choice_of", "tools_of"]
@@ -23,7 +24,7 @@ _REFUSED_PARTS = ("input_audio", "video_url", "file", "input_file")
 class ImagePart:
     """An image of a conversation, as the client sent it. `param` is its place in the request."""
 
-    url: str
+    url: str | LongUrl
     detail: str
     param: str
 
@@ -109,7 +110,7 @@ def _image(part: dict[str, Any], place: str) -> ImagePart:
     if isinstance(given, dict):
         detail = given.get("detail", detail)
         given = given.get("url")
-    if not isinstance(given, str):
+    if not isinstance(given, str | LongUrl):
         raise _bad(f"{place}.image_url", "an image has a url")
     if detail not in (None, "auto", "low", "high"):
         raise _bad(f"{place}.image_url.detail", f"the detail is {str(detail)[:32]!r}; it must be auto, low or high")
