@@ -404,7 +404,7 @@ def queue(given: Given) -> list[Bar]:
 
 
 def cycles(given: Given) -> list[Bar]:
-    """Load and unload a model again and again, in several servers at once; returns what is left of it."""
+    """Load and unload a model in several servers at once; return the bars on memory and files that are left."""
 
     def post(server: Server, what: str) -> None:
         request = urllib.request.Request(

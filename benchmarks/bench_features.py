@@ -84,7 +84,7 @@ class Run:
 
 
 class AlwaysDrafting(TextDrafter):
-    """Look guesses up in the text, and fill each job's up: every step has as many rows as it can."""
+    """Look up guesses in the text and fill up each job's guesses, so that every step has as many rows as possible."""
 
     def _guesses(self, job: ExLlamaV2DynamicJob, text: Any, room: int) -> Found:
         tokens, chances = super()._guesses(job, text, room)

@@ -62,7 +62,7 @@ LONG = 1.6
 def alone(
     generator: Any, requests: list[dict[str, Any]], streams: int, floor: Any, at: list[float] | None = None
 ) -> dict[str, Any]:
-    """`streams` jobs at a time, the next when one has ended; or each when its second of `at` has come."""
+    """Run the requests in the generator alone: `streams` at a time, or each once its second of `at` has come."""
     import torch
 
     from exl_generate import ExLlamaV2DynamicJob, ExLlamaV2Sampler

@@ -171,7 +171,7 @@ def whole(http: httpx.Client, body: dict[str, Any], **more: Any) -> Any:
 
 
 def streamed(http: httpx.Client, body: dict[str, Any]) -> Any:
-    """The stream, joined to what the whole answer would be."""
+    """Return the answer that the chunks of the stream amount to."""
     extra = {"stream": True, "stream_options": {"include_usage": True}}
     text = http.post(path_of(body), json=body | extra).text
     if not text.startswith("data: "):

@@ -50,7 +50,7 @@ def request(tokens: int = 20, **fields: Any) -> EngineRequest:
 def test_completions_whose_prompt_is_computed_are_no_waiting_prompts(
     engine: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They would count eight times, and others be refused for as long as they wait for rows."""
+    """Else the prompt would count eight times, and others would be refused while the completions wait for rows."""
     monkeypatch.setattr(engine.host, "_step_floor", lambda jobs: 0.02)
 
     async def work() -> list[int]:
@@ -168,7 +168,7 @@ LOST = "CUDA error: an illegal memory access was encountered"
 def test_an_engine_that_has_lost_its_gpu_ends(
     engine: EngineThread, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """So that the supervisor starts another one; until then its requests fail."""
+    """The supervisor then starts another engine; until then requests fail."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError(LOST)
@@ -238,7 +238,7 @@ def test_a_worker_that_says_nothing_is_forgotten(engine: EngineThread, monkeypat
 def test_a_worker_that_was_forgotten_is_known_again(
     engine: EngineThread, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
-    """Its running requests end with an error at its next message, and a request is taken."""
+    """At the worker's next message its running requests end with an error, and new requests are accepted."""
     monkeypatch.setattr(engine.host, "_step_floor", lambda jobs: 0.02)
     monkeypatch.setattr(wire, "PING_SECONDS", 0.5 if first == "ping" else 2 * HANG_SECONDS)
     live = LiveServer({"free": engine}, [FREE])

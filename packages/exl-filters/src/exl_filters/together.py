@@ -91,7 +91,7 @@ def _compute(found: Sequence[tuple[FilterStack, Matcher]]) -> None:
         by_width.setdefault(bits.word_count(matcher.width), []).append((stack, matcher))
     began = time.perf_counter()
     for words, group in by_width.items():
-        group.sort(key=lambda pair: id(pair[1].lexer))  # neighbours run on one thread: it waits for no other
+        group.sort(key=lambda pair: id(pair[1].lexer))  # one thread gets all matchers of a lexer, so none waits for it
         masks = np.empty((len(group), words), dtype=np.int32)
         wanted = [(matcher.raw, place) for place, (_, matcher) in enumerate(group)]
         _executors[0].unsafe_compute_mask_ptr(wanted, masks.ctypes.data, 4 * words, len(group))

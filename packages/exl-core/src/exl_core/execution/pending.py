@@ -103,9 +103,7 @@ class PendingStep:
 
     @property
     def is_current(self) -> bool:
-        """Whether the logits returned last are valid: no captured step of the model has run since, nor was it
-        dropped.
-        """
+        """Whether the logits returned last are valid: the step was not dropped, and no other captured step has run."""
         return self._number == self._owner.steps and not self._dropped
 
     @property
@@ -167,7 +165,7 @@ class PendingStep:
             self._captured.graph.replay()
         except BaseException as error:
             if self._captured.boxes is not None:
-                # Some devices may run a step that others do not: their exchanges are out of step for good.
+                # Some devices may run this step and others not: their exchanges would never match again.
                 self._owner.clear()
             if isinstance(error, RuntimeError):
                 raise _typed(error) from error

@@ -532,7 +532,7 @@ class ExLlamaV2DynamicJob:
         return 0 if self._decoder is None else self._decoder.output.held_tokens
 
     def _advance_in(self, context: JobContext) -> Advance:
-        """Return the way over `resume_from` in a generator; one that was begun in another generator is dropped."""
+        """Return the replay of `resume_from` in this generator; a replay that another generator began is dropped."""
         if self._advance is None or self._prepared_in is not context:
             self._drop_advance()
             width = context.model.config.vocab_size

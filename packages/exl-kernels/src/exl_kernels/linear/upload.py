@@ -24,7 +24,7 @@ Pack = Callable[[int, Tensor], None]
 
 
 class _Slots:
-    """Pinned buffers of one GPU, used in turn; each waits for the last copy from it."""
+    """Pinned buffers of one GPU, used in turn. A buffer is filled again once the last copy from it has ended."""
 
     @torch.inference_mode(False)
     def __init__(self, device: torch.device, size: int) -> None:

@@ -211,7 +211,7 @@ class _Writer:
         try:
             target.mkdir(parents=True, exist_ok=True)
         except OSError:
-            self._remove_folders()  # parents may have been made before the name that is not possible
+            self._remove_folders()  # some parents may exist already when a name is rejected
             raise
 
     def write(
@@ -290,7 +290,7 @@ class _Writer:
 
     def _remove_folders(self) -> None:
         for folder in self._made:
-            with contextlib.suppress(OSError):  # never made, or somebody else has put something there
+            with contextlib.suppress(OSError):  # it was never made, or another process has put a file there
                 folder.rmdir()
 
 

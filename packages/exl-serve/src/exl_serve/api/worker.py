@@ -205,7 +205,7 @@ class WorkerModels:
             made: tuple[FolderText, OutputFamily] | None
             try:
                 made = await asyncio.get_running_loop().run_in_executor(None, _read_text, config)
-            except Exception as error:  # the engine fails alike, and reports it
+            except Exception as error:  # the engine fails for the same reason and reports it
                 log.error("the tokenizer of %s cannot be used: %s", id, error)
                 made = None
             told = self._reading.get(id)

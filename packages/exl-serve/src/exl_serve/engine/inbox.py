@@ -85,7 +85,7 @@ class Inbox:
     def close(self) -> None:
         """Close the socket and the pipe."""
         self._socket.close()
-        with self._waking:  # a closed number may belong to another file at once
+        with self._waking:  # once closed, the descriptor's number may belong to another file
             self._closed = True
             os.close(self._wake_read)
             os.close(self._wake_write)

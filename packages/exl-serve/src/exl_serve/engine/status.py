@@ -34,7 +34,7 @@ class StatusWriter:
     def __init__(self, path: Path, boot: bytes) -> None:
         self.path = path
         self.boot = boot
-        # A new file: to shorten the page of an engine that was killed would end the processes that still map it.
+        # A new file: truncating the page of a killed engine would end the processes that still map it.
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
