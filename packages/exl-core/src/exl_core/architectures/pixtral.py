@@ -45,4 +45,10 @@ LLAVA = replace(
     kv_heads=kv_heads,
 )
 
-MISTRAL3 = replace(LLAVA, name="Mistral3ForConditionalGeneration", text_model_types=("mistral",), tied_head=True)
+MISTRAL3 = replace(
+    LLAVA,
+    name="Mistral3ForConditionalGeneration",
+    text_model_types=("mistral",),
+    tied_head=True,
+    vision="Mistral 3",
+)

@@ -31,6 +31,7 @@ SWIGLU = ((".mlp.swiglu.w12.", ".mlp.gate_up_proj."), (".mlp.swiglu.w3.", ".mlp.
 # `vision_model_type` by the name of an architecture's image tower.
 VISION_TYPES = {
     "Pixtral": "pixtral",
+    "Mistral 3": "pixtral",
     "Qwen2-VL": "qwen2",
     "Qwen2.5-VL": "qwen2.5",
     "SigLIP": "siglip_vision_model",

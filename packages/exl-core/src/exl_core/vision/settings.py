@@ -49,8 +49,15 @@ class PixtralSettings:
     preprocessing: Preprocessing
 
 
-def read_settings(folder: Path, architecture: str, norm_eps: float) -> PixtralSettings:
+def read_settings(folder: Path, architecture: str, norm_eps: float, *, merges: bool) -> PixtralSettings:
     """Read the settings of a folder's tower.
+
+    Args:
+        folder: the model's.
+        architecture: the model's, for error messages.
+        norm_eps: of the projector's norm.
+        merges: whether the projector norms features and merges patches before its matrices, with the defaults of
+            Mistral 3. Else it is Llava's.
 
     Raises:
         ConfigError: a file is invalid.
@@ -62,9 +69,8 @@ def read_settings(folder: Path, architecture: str, norm_eps: float) -> PixtralSe
         raise UnsupportedError(
             f"{read.file}: a vision tower of type {kind!r} is not supported for {architecture}; supported: pixtral"
         )
-    mistral3 = architecture == "Mistral3ForConditionalGeneration"
     layers = vision.integer("num_hidden_layers", default=24, minimum=1, maximum=MAX_LAYERS)
-    if read.string("vision_feature_select_strategy", default="full" if mistral3 else "default") != "full":
+    if read.string("vision_feature_select_strategy", default="full" if merges else "default") != "full":
         raise UnsupportedError(
             f"{read.file}: vision_feature_select_strategy other than full: Pixtral has no class token"
         )
@@ -79,14 +85,14 @@ def read_settings(folder: Path, architecture: str, norm_eps: float) -> PixtralSe
         num_heads=heads,
         head_dim=head_dim(vision, hidden, heads, multiple=4),
         patch_size=vision.integer("patch_size", default=16, minimum=1, maximum=1024),
-        merge_size=read.integer("spatial_merge_size", default=2 if mistral3 else 1, minimum=1, maximum=64),
+        merge_size=read.integer("spatial_merge_size", default=2 if merges else 1, minimum=1, maximum=64),
         rope_theta=rope_theta(vision),
         activation=activation(vision, "hidden_act", "gelu", SUPPORTED_ACTIVATIONS),
         projector_activation=activation(read, "projector_hidden_act", "gelu", SUPPORTED_ACTIVATIONS),
-        projector_bias=read.boolean("multimodal_projector_bias", default=not mistral3),
-        projector_norm=mistral3,
+        projector_bias=read.boolean("multimodal_projector_bias", default=not merges),
+        projector_norm=merges,
         norm_eps=norm_eps,
-        layers_used=_layers_used(read, layers, default=-1 if mistral3 else -2),
+        layers_used=_layers_used(read, layers, default=-1 if merges else -2),
         longest_edge=images.integer("size->longest_edge", default=1024, minimum=1, maximum=MAX_EDGE),
         preprocessing=preprocessing(images, CLIP_MEAN, CLIP_STD),
     )

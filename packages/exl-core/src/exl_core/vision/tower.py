@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -30,12 +31,14 @@ if TYPE_CHECKING:
 __all__ = ["BUILT_TOWERS", "ExLlamaV2VisionTower"]
 
 
-def _pixtral(config: ExLlamaV2Config, folder: Path) -> Encoder:
-    return PixtralEncoder(read_settings(folder, config.architecture, config.norm_eps), config.hidden_size)
+def _pixtral(config: ExLlamaV2Config, folder: Path, *, merges: bool = False) -> Encoder:
+    settings = read_settings(folder, config.architecture, config.norm_eps, merges=merges)
+    return PixtralEncoder(settings, config.hidden_size)
 
 
 BUILT_TOWERS: Mapping[str, Callable[[ExLlamaV2Config, Path], Encoder]] = {
     "Pixtral": _pixtral,
+    "Mistral 3": partial(_pixtral, merges=True),
     "Qwen2-VL": lambda config, folder: QwenEncoder(read_qwen_settings(folder, gated=False), config.hidden_size),
     "Qwen2.5-VL": lambda config, folder: QwenEncoder(read_qwen_settings(folder, gated=True), config.hidden_size),
     "SigLIP": lambda config, folder: SiglipEncoder(read_siglip_settings(folder), config.hidden_size),
