@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from effort import examples
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from exl_filters import (
@@ -158,6 +158,7 @@ def asks(draw: st.DrawFn, styles: list[str], filters: list[str]) -> Ask:
     )
 
 
+REPLACED = "\ufffd"  # the text of bytes that are no character
 Results = list[dict[str, Any]]
 VALUES = ("token_probs", "top_k_tokens", "top_k_probs", "logits")
 ENDS = (
@@ -200,7 +201,12 @@ def check(ask: Ask, cut: int, generators: list[ExLlamaV2DynamicGenerator]) -> No
     for name in ENDS:
         assert found.get(name) == last.get(name), name
     if "exception" not in last:
-        assert said(resumed) == said(after)
+        told, rest = said(resumed), said(after)
+        if not after and streamed_text(whole).endswith(REPLACED) and told["text"] == REPLACED:
+            rest["text"] = (
+                REPLACED  # the end replaces the bytes of an incomplete character: so does that of a resumed job
+            )
+        assert told == rest
     # Anywhere in the ids, also where no result has ended.
     everything = streamed_tokens(whole)
     part = everything[: cut % (len(everything) + 1)]
@@ -223,13 +229,14 @@ def test_a_job_resumes_with_filters(ask: Ask, cut: int) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FILTERS))
-@examples(100, 5)
+@examples(100, 3)
 @given(seed=st.integers(0, 50), style=st.sampled_from(["wide", "mirostat"]), cut=st.integers(0, 40))
 def test_a_job_resumes_with_each_filter(name: str, seed: int, style: str, cut: int) -> None:
     ask = Ask([3, 4, 5], 20, 0, seed, style, [name], [EOS])
     check(ask, cut, [make(), make()])
 
 
+@example(ask=Ask([38], 9, 0, 68, "window", [], ["th", EOS], adapter=True), cut=98)  # all of it: an incomplete character
 @given(ask=asks(ALL, []), cut=st.integers(0, 200))
 def test_a_job_resumes_from_pages_that_are_there(ask: Ask, cut: int) -> None:
     """On the generator that ran the job before, and on one that drafts."""
