@@ -26,12 +26,9 @@ if sys.dont_write_bytecode:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Processes side by side (pytest-xdist) share the cores; each would have a thread a core, and torch as many again.
-if (_processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
-    for _threads in ("EXL_CPU_THREADS", "OMP_NUM_THREADS"):
-        os.environ.setdefault(_threads, str(max(1, (os.cpu_count() or 1) // _processes)))
-
+import preloaded
 import pytest
+from forked import Forked
 from hypothesis import HealthCheck, settings
 
 # Two shared cores: a slow example is the machine's doing. CI prints what reproduces a failure.
@@ -46,29 +43,40 @@ LONG_FILES = {
     "test_bundled_model.py",
     "test_chaos.py",
     "test_cli_output.py",
+    "test_cli_terminal.py",
     "test_compile_budget.py",
+    "test_config_mutations.py",
+    "test_conformance.py",
     "test_cuda_driver.py",
     "test_cycles.py",
     "test_distribution.py",
     "test_equality.py",
+    "test_example_plugin.py",
     "test_examples.py",
+    "test_feeding.py",
     "test_generate_laws.py",
+    "test_grad_modes.py",
+    "test_helpers.py",
     "test_host_program.py",
     "test_interrupts.py",
     "test_kernels_covered.py",
+    "test_known.py",
     "test_memory.py",
+    "test_next_step.py",
     "test_operation.py",
     "test_page.py",
     "test_processes.py",
     "test_readme.py",
     "test_real_model.py",
     "test_resume_laws.py",
+    "test_serving_guide.py",
     "test_soak.py",
     "test_syntaxes.py",
     "test_template_process.py",
     "test_tensor_parallel_texts.py",
     "test_tp_processes.py",
     "test_watch.py",
+    "test_workers.py",
 }
 
 
@@ -76,25 +84,54 @@ def pytest_configure(config: pytest.Config) -> None:
     """Choose how many examples a property is tried on, where its test does not say: fewer in the default run."""
     default = "quick" if "not full" in str(config.getoption("markexpr")) else "default"
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", default))
+    if hasattr(config, "workerinput"):
+        _share_cores(int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that chooses the number of forks."""
+    parser.addoption(
+        "--processes",
+        type=int,
+        help="run the tests in so many forks of the process that collects them (tests/forked.py), a file at a time; "
+        "a run without files uses two more than cores",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Use every core for a run of all tests (`pytest` without files), a file per process; `-n 0` uses one process."""
+    """Use every core for a run of all tests (`pytest` without files); `-n 0` or `--processes 0` uses one process.
+
+    Forks cannot use a GPU that the first process has asked for its features: such a run has processes of pytest-xdist.
+    """
+    given = config.option.processes
+    xdist = config.pluginmanager.hasplugin("xdist")
     # The processes of pytest-xdist come here too and must not start further ones.
     everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
-    if everything and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
-        config.option.numprocesses = "auto"
+    if given is None and (not everything or config.option.usepdb or (xdist and config.option.numprocesses is not None)):
+        return
+    if hasattr(os, "fork") and "not cuda" in config.option.markexpr:
+        # A process waits a quarter of its time, for servers, timers and programs.
+        processes = 2 + _cores() if given is None else given
+        if processes > 1:
+            _share_cores(processes)
+            config.pluginmanager.register(Forked(processes), "forked")
+            if everything and not config.option.collectonly:
+                preloaded.prepare()  # while this process collects
+    elif xdist:
+        config.option.numprocesses = "auto" if given is None else given
         config.option.dist = "loadfile"
-        config.option.loadscopereorder = False  # by _order
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int | None:
-    """Return one process more than cores: a process waits a quarter of its time, for servers, timers and programs."""
-    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
-        return None
-    return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _share_cores(processes: int) -> None:
+    """Leave each process its share of the cores: it would have a thread a core, and torch as many again."""
+    for variable in ("EXL_CPU_THREADS", "OMP_NUM_THREADS"):
+        share = max(1, _cores() // processes)
+        os.environ[variable] = str(min(share, int(os.environ.get(variable, share))))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -145,7 +182,7 @@ def _thin(items: list[pytest.Item]) -> None:
 
 def _order(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let several processes begin with what takes long, so that none of them ends long after the others."""
-    if not hasattr(config, "workerinput"):
+    if not config.pluginmanager.hasplugin("forked"):
         return
     tests = Counter(item.path for item in items)
     items.sort(key=lambda item: (item.path.name not in LONG_FILES, -tests[item.path], item.path))

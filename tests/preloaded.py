@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Program", "Running", "run", "run_ranks"]
+__all__ = ["Program", "Running", "leave", "prepare", "run", "run_ranks"]
 
 LONGEST = 1 << 20  # bytes of an order
 
@@ -96,7 +96,7 @@ class Running:
     """A program with files for its standard streams.
 
     Args:
-        arguments, env, folder: as for `Program`.
+        arguments, env, folder, torn_down: as for `Program`.
         stdin: Text of its standard input.
     """
 
@@ -106,13 +106,15 @@ class Running:
         stdin: str = "",
         env: Mapping[str, str] | None = None,
         folder: Path | None = None,
+        *,
+        torn_down: bool = False,
     ) -> None:
         self._arguments = list(arguments)
         self._files = [tempfile.TemporaryFile("w+") for _ in range(3)]  # noqa: SIM115
         self._files[0].write(stdin)
         self._files[0].seek(0)
         given, out, err = (file.fileno() for file in self._files)
-        self._program = Program(arguments, (given, out, err), env, folder, torn_down=False)
+        self._program = Program(arguments, (given, out, err), env, folder, torn_down=torn_down)
 
     def end(self) -> subprocess.CompletedProcess[str]:
         """Wait for the end and return what `subprocess.run` does with captured text."""
@@ -131,10 +133,15 @@ class Running:
 
 
 def run(
-    arguments: Sequence[str], *, stdin: str = "", env: Mapping[str, str] | None = None, folder: Path | None = None
+    arguments: Sequence[str],
+    *,
+    stdin: str = "",
+    env: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    torn_down: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program to its end; arguments as for `Running`."""
-    return Running(arguments, stdin, env, folder).end()
+    return Running(arguments, stdin, env, folder, torn_down=torn_down).end()
 
 
 def run_ranks(
@@ -156,6 +163,11 @@ def run_ranks(
     finally:
         for running in started:
             running.close()
+
+
+def prepare() -> None:
+    """Start the process that forks; the forks of this process share it."""
+    _forks()
 
 
 @cache
@@ -242,7 +254,7 @@ def become(order: dict[str, Any]) -> None:
 
 
 def end_early(order: dict[str, Any]) -> None:
-    """Run the program and end the process without freeing its objects."""
+    """Run the program and end the process."""
     code = 0
     try:
         become(order)
@@ -253,10 +265,16 @@ def end_early(order: dict[str, Any]) -> None:
     except BaseException:
         traceback.print_exc()
         code = 1
+    leave(code)
+
+
+def leave(code: int) -> None:
+    """End the process without freeing its objects, which takes half a second."""
     threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 - as the interpreter does first
     atexit._run_exitfuncs()  # noqa: SLF001
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
     os._exit(code)
 
 

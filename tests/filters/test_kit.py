@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from answers import mask_ids
+from effort import trials
 from zoo import LONG, OPTIONS, ZOO, Plain
 
 from exl_filters import ExLlamaV2SelectFilter, FilterContext, FilterUsageError, Vocabulary, registry
@@ -22,7 +23,7 @@ def plain(vocab):
     return Plain(None, vocab)
 
 
-@filter_laws(plain, language=OPTIONS, profile="quick")
+@filter_laws(plain, language=OPTIONS, profile="quick", examples=trials(20, 8))
 def test_the_plain_filter_obeys_every_law(law):
     law()
 

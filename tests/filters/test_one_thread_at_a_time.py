@@ -7,6 +7,7 @@ from exl_filters import FilterStack
 
 
 @pytest.mark.covers("filters.md: CAP-8")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", FILTERS)
 def test_no_method_meets_what_runs_in_the_background(name, method, pool):

@@ -7,7 +7,8 @@ import re
 import numpy as np
 import pytest
 from answers import allowed_ids
-from hypothesis import given, settings
+from effort import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from exl_filters import (
@@ -155,7 +156,7 @@ def larger(inner):
     return st.one_of(objects, arrays, st.lists(inner, min_size=1, max_size=2).map(lambda of: {"anyOf": of}))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40, 15)
 @given(st.recursive(SIMPLE, larger, max_leaves=4), st.integers(0, 2**32 - 1))
 def test_what_is_complete_is_valid(schema, seed):
     try:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from counting import lines
+from effort import trials
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
 from exl_filters import ExLlamaV2Filter, ExLlamaV2SelectFilter
@@ -329,7 +330,7 @@ class Counted(Only):
 def test_a_filter_with_drafts_is_the_filter_alone(how: str, kind: Any) -> None:
     """tabby#252, vllm#9423: byte for byte, and the guesses are made."""
     guessed = 0
-    for seed in range(6):
+    for seed in range(trials(6, 3)):
         wide = Settings(temperature=1.0, top_k=0, top_p=0)
         got = []
         for generator in (make(), speculate(how)):

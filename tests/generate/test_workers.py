@@ -9,7 +9,6 @@ import itertools
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -262,8 +261,7 @@ def work():
 workers.filter_pool().submit(work)
 begun.wait()
 """
-    # An interpreter of its own: programs of `run` leave out its end, which is what is tested here.
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    done = run(["-c", code], env=env, torn_down=True)  # the interpreter's end is what is tested here
     assert done.returncode == 0, done.stderr
     assert done.stdout == ("" if task == "block" else "over\n")

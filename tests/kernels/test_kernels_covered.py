@@ -73,6 +73,7 @@ def test_b(launched): ...
     environment = {
         **os.environ,
         "EXL_KERNELS_LOG": str(tmp_path / "log"),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *sys.path]),
     }
     command = ["-m", "pytest", "-q", "-c", os.devnull, "-p", "no:cacheprovider", "-p", "kernels_plugin"]

@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from effort import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from raw_worker import RawWorker
 
@@ -260,7 +261,7 @@ def test_a_client_that_is_dropped_with_its_context_ends() -> None:
     subprocess.run([sys.executable, "-P", "-c", DROPPED], timeout=HANG, check=True)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(15, 6, [HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(operations=st.lists(OPERATION, max_size=25))
 def test_whatever_clients_do_in_whatever_order(place: Place, operations: list[tuple[str, int, int, int]]) -> None:
     """Every request that goes on gets the tokens that it would have got alone, and one last event a completion;
