@@ -128,7 +128,7 @@ def _accepted(
     for number in range(max(map(len, places.values()), default=0)):
         if number:
             going = [step for step in going if number < len(places[step])]
-            samples = runner.explained(launched.samples([places[step][number] for step in going]))
+            samples = runner.explained(launched.samples([places[step][number] for step in going], with_ids=False))
         going = [step for step, sample in zip(going, samples, strict=True) if step.accept(sample)]
         held.update(step for step in going if number + 1 == len(places[step]))
         if not going:
@@ -308,7 +308,9 @@ class Engine:
             places: dict[JobStep, list[int]] = {}
             for at, (step, _) in enumerate(drawn):
                 places.setdefault(step, []).append(at)
-            samples = self._runner.explained(launched.samples([own[0] for own in places.values()]))
+            # With draft tokens the GPU waits for the host: results then make their tensors of ids.
+            with_ids = len(drawn) == len(places)
+            samples = self._runner.explained(launched.samples([own[0] for own in places.values()], with_ids))
             if expected:
                 self._settle_next(expected, dict(zip(places, samples, strict=True)), launched.written)
             if first:

@@ -187,5 +187,5 @@ class NextStep:
     def _pages_of(self, sequence: Sequence, position: int) -> list[int]:
         """Return the pages that store the window from `position` on."""
         size = sequence.page_size
-        pages = sequence.block[position // size : (position + self._length - 1) // size + 1]
-        return [int(page) for page in pages]
+        pages: list[int] = sequence.block[position // size : (position + self._length - 1) // size + 1].tolist()
+        return pages

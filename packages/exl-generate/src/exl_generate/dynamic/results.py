@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from exl_generate.dynamic.events import Ending, Event
 from exl_generate.dynamic.output import Record
@@ -77,12 +78,17 @@ def _fill_in(data: Result, job: ExLlamaV2DynamicJob, text: str, records: list[Re
         data["token_probs"] = torch.tensor([[r.probability for r in records]], dtype=torch.float32)
     if asked.return_top_tokens > 0:
         # One torch call each: a step of many jobs pays for every one.
-        data["top_k_tokens"] = torch.from_numpy(np.array([r.top_tokens for r in records])[None])
-        data["top_k_probs"] = torch.from_numpy(np.array([r.top_probabilities for r in records])[None])
+        data["top_k_tokens"] = torch.from_numpy(_joined([r.top_tokens for r in records]))
+        data["top_k_probs"] = torch.from_numpy(_joined([r.top_probabilities for r in records]))
     if asked.return_logits:
         data["logits"] = torch.stack([r.logits for r in records if r.logits is not None]).unsqueeze(0)
     if asked.return_hidden_state:
         data["hidden_states"] = torch.stack([r.state for r in records if r.state is not None]).unsqueeze(0)
+
+
+def _joined(rows: list[Any]) -> NDArray[Any]:
+    """Return rows [n] as [1, rows, n]; a row by itself is not copied, since nothing else uses a released record."""
+    return rows[0][None, None] if len(rows) == 1 else np.array(rows)[None]
 
 
 def _ids(records: list[Record]) -> torch.Tensor:

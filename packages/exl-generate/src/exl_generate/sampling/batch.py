@@ -88,10 +88,15 @@ class LaunchedBatch:
             found = [row if isinstance(row, Exception) else next(left) for row in self._rows]
         self._outcomes = list(found)
 
-    def samples(self, places: Sequence[int]) -> list[Sample | Exception]:
-        """Return the samples, or the errors, of the draws at these places, after `wait`. Call it once for a place."""
+    def samples(self, places: Sequence[int], with_ids: bool = True) -> list[Sample | Exception]:
+        """Return the samples, or the errors, of the draws at these places, after `wait`. Call it once for a place.
+
+        `with_ids`: fill in `Sample.ids` of all, which takes time.
+        """
         assert self._outcomes is not None, "wait first"
         samples = [self._draws[at].take(self._rows[at], self._outcomes[at]) for at in places]
+        if not with_ids:
+            return samples
         drawn = [sample for sample in samples if isinstance(sample, Sample)]
         # One tensor for all is cheaper than one for each; most results return it.
         ids = torch.tensor([sample.token for sample in drawn], dtype=torch.int64).view(-1, 1, 1)
