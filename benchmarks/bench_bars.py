@@ -216,15 +216,20 @@ def start(given: Given) -> list[Bar]:
     began = time.perf_counter()
     subprocess.run([sys.executable, "-P", "-c", program, folder], check=True)
     loading = time.perf_counter() - began
+    # An installed package has its bytecode.
+    subprocess.run([sys.executable, "-P", "-c", "import exl_serve.cli, exl_serve.api.__main__"], check=True)
     began = time.perf_counter()
     server = Server(16, 1, engine="model", wait=False)
     try:
         live = server.wait_for("/health/live", began)
+        found = server.cpu_seconds()
+        busy = found["supervisor"] + found["worker.0"]
         ready = server.wait_for("/health/ready", began)
     finally:
         server.close()
     return [
         Bar("start: to /health/live", live, 1.0, "s"),
+        Bar("start: CPU time of supervisor and API worker until then", busy, 1.0, "s"),
         Bar("start: to ready, beyond loading the model", ready - loading, 3.0, "s"),
     ]
 
@@ -526,6 +531,7 @@ def main() -> None:
     unknown = set(args.names) - set(BARS)
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there is {', '.join(BARS)}")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 8192)), hard))
     missed = 0

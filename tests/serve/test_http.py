@@ -463,3 +463,18 @@ def test_depth_is_counted_outside_of_strings(text: str) -> None:
             check_depth(text, 2)
     else:
         check_depth(text, 2)
+
+
+@given(data=st.recursive(st.integers(0, 9), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+    st.sampled_from("ab"), inner, max_size=2), max_leaves=12))  # fmt: skip
+def test_depth_of_a_body_is_that_of_its_text(data: Any) -> None:
+    """Brackets in strings do not count."""
+    text = json.dumps({"x": data, "[[": "{{{{["})
+    limits = Limits(max_depth=3)
+    try:
+        check_depth(text, 3)
+    except ServeError:
+        with pytest.raises(ServeError, match="more than 3 levels"):
+            read_json(text.encode(), limits)
+    else:
+        assert read_json(text.encode(), limits) == json.loads(text)

@@ -19,7 +19,7 @@ from exl_serve.request.body import read_json
 __all__ = ["Call", "Endpoint", "error_response", "send_json"]
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-LARGE_BODY = 1 << 20
+LARGE_BODY = 1 << 16
 """A body of more bytes is parsed in another thread, so that the streams of other requests go on."""
 _encoder = msgspec.json.Encoder()
 

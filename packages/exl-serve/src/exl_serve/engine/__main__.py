@@ -22,6 +22,8 @@ from exl_serve.config.model import Limits, ModelConfig, Qos
 
 __all__ = ["EngineStart", "main"]
 
+SWITCH_SECONDS = 0.0005
+
 
 class EngineStart(msgspec.Struct, frozen=True, kw_only=True):
     """The start message of an engine process."""
@@ -71,6 +73,8 @@ def _serve(start: EngineStart) -> None:
     )
     signal.signal(signal.SIGTERM, lambda *_: host.stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides what Ctrl-C means
+    # The engine's thread waits at most so long for threads that compile grammars or read adapters.
+    sys.setswitchinterval(SWITCH_SECONDS)
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)

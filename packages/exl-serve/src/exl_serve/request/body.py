@@ -89,7 +89,6 @@ def _parsed(data: bytes | bytearray, limits: Limits) -> dict[str, Any]:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ServeError.invalid(f"the body is not UTF-8 (byte {error.start})") from None
-    check_depth(text, limits.max_depth)
     try:
         found = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
     except ServeError:
@@ -98,8 +97,10 @@ def _parsed(data: bytes | bytearray, limits: Limits) -> dict[str, Any]:
         raise ServeError.invalid(f"the body is not valid JSON: {error}"[:300]) from None
     except ValueError:
         raise ServeError.invalid("a number in the body has too many digits: write at most 4300") from None
-    except RecursionError as error:
-        raise ServeError.invalid(f"the body is not valid JSON: {error}"[:300]) from None
+    except RecursionError:
+        raise _too_deep(limits.max_depth) from None
+    if text.count("{") + text.count("[") > limits.max_depth:
+        _check_value_depth(found, limits.max_depth)
     if not isinstance(found, dict):
         raise ServeError.invalid(f"the body must be a JSON object, not {_kind(found)}")
     return found
@@ -180,10 +181,30 @@ def check_depth(text: str, most: int) -> None:
             if found.group() in "{[":
                 depth += 1
                 if depth > most:
-                    raise ServeError.invalid(f"the body is nested more than {most} levels deep")
+                    raise _too_deep(most)
             else:
                 depth -= 1
         at = _behind_string(text, end + 1)
+
+
+def _check_value_depth(value: Any, most: int) -> None:
+    """Raise ServeError 400 for a value that is nested deeper than `most`."""
+    level = [value]
+    for _ in range(most):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise _too_deep(most)
+
+
+def _too_deep(most: int) -> ServeError:
+    return ServeError.invalid(f"the body is nested more than {most} levels deep")
 
 
 def _behind_string(text: str, at: int) -> int:
@@ -210,7 +231,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 raise ServeError.invalid(f"the key {key[:64]!r} comes twice in an object", key[:64])
             seen.add(key)
     for key in found:
-        if "\ud800" <= max(key, default="") <= "\udfff":
+        if not key.isascii() and any("\ud800" <= letter <= "\udfff" for letter in key):
             raise ServeError.invalid("a key holds a lone surrogate")
     return found
 
