@@ -115,6 +115,53 @@ def test_who_takes_part():
     assert prefetch_together(due, pool) == 0
 
 
+class Nobody(Executor):
+    """Begins no task."""
+
+    def submit(self, fn, /, *args, **kwargs):
+        return Future()
+
+
+def test_a_task_that_no_thread_has_begun_is_run_where_the_first_mask_is_needed(executor):
+    schemas = [{"json_schema": {"type": "array", "items": {"type": "integer"}, "minItems": n}} for n in range(3, 9)]
+    stacks, others = ([stack_of(source) for source in schemas] for _ in range(2))
+    for stack in [*stacks, *others]:
+        stack.begin("")
+    changed = stacks[1]
+    for _ in range(3):
+        executor.calls.clear()
+        assert prefetch_together(stacks, Nobody()) == 6
+        changed.begin("")  # its mask is another one now
+        others[1].begin("")
+        for stack, other in zip(stacks, others, strict=True):
+            assert np.array_equal(stack.next_mask(), other.next_mask())
+        assert executor.calls == [5], "all but the one that changed, in one call"
+        for stack, other in zip(stacks, others, strict=True):
+            token = bits.to_ids(stack.next_mask())[0]
+            assert stack.feed(token) == other.feed(token)
+
+
+def test_a_task_that_nobody_begins_may_be_dropped_or_fail(monkeypatch):
+    stacks = [stack_of(SOURCES[0]) for _ in range(3)]
+    for stack in stacks:
+        stack.begin("")
+    expected = stacks[0].next_mask().copy()
+    for stack in stacks:
+        stack.begin("")
+    prefetch_together(stacks, Nobody())
+    stacks[2].close()
+    assert np.array_equal(stacks[0].next_mask(), expected)
+    stacks[0].begin("")
+    stacks[1].begin("")
+
+    def broken(found):
+        raise MemoryError("no room for the masks")
+
+    monkeypatch.setattr("exl_filters.together._compute", broken)
+    prefetch_together(stacks[:2], Nobody())
+    assert all(np.array_equal(stack.next_mask(), expected) for stack in stacks[:2])
+
+
 def test_a_failure_reaches_the_stack_that_has_it():
     pool = Threads()
     stacks = [stack_of(SOURCES[0]) for _ in range(3)]

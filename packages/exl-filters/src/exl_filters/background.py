@@ -50,9 +50,11 @@ WAITING = (
 class Pending:
     """A computation of a filter on another thread: its kind, its future and, while it runs, its thread."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, work: Callable[[], None] | None = None) -> None:
+        """`work`: the computation of several filters' masks, which `take_over` runs."""
         self.kind = kind
         self.future: Future[Any] | None = None
+        self._work = work
         self._thread = 0
 
     def run(self, work: Callable[[], T]) -> T:
@@ -62,6 +64,13 @@ class Pending:
             return work()
         finally:
             self._thread = 0
+
+    def take_over(self) -> None:
+        """Run `work` on the current thread, once, if it has not begun on any other. A failure leaves the masks open."""
+        if self._work is not None and self.future is not None and self.future.cancel():
+            work, self._work = self._work, None
+            with contextlib.suppress(Exception):
+                self.run(work)
 
     @property
     def here(self) -> bool:

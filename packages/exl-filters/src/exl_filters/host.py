@@ -222,6 +222,10 @@ class FilterStack:
             driver.filter._background = pending
             driver.filter.background_result = future
 
+    def expects(self, pending: Pending) -> bool:
+        """Whether the stack still waits for the computation `pending`, in the state that it began for."""
+        return self._pending is not None and self._computation is pending
+
     def take(self, matcher: Matcher, mask: Words | None, seconds: float) -> None:
         """Use `mask` as the mask of the current state, computed by `matcher`, that of the only filter.
 
@@ -435,6 +439,8 @@ class FilterStack:
     def _compute(self) -> None:
         """Bring the combined mask up to date with the state."""
         if self._pending is not None:
+            if self._computation is not None:
+                self._computation.take_over()
             self._wait_pending()
         if not self._fresh:
             if self._closed:

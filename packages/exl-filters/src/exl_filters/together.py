@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,10 +45,10 @@ def prefetch_together(stacks: Sequence[FilterStack], pool: Executor) -> int:
 
     Call it right after `feed`. Stacks of one grammar each take part, of the llguidance back end, if all their masks
     together take longer than the hand-over to a thread. A method of any of these stacks, or of their filters, waits for
-    all masks.
+    all masks. If no thread has begun the task when the first mask is needed, the caller runs it.
 
     Args:
-        stacks: stacks of one host.
+        stacks: stacks of one host, which uses them on one thread.
         pool: runs the task.
 
     Returns:
@@ -56,8 +57,8 @@ def prefetch_together(stacks: Sequence[FilterStack], pool: Executor) -> int:
     found = [(stack, matcher) for stack in stacks if (matcher := _matcher_of(stack)) is not None]
     if len(found) < FEWEST or not worth_a_thread([stack for stack, _ in found]):
         return 0
-    pending = Pending("")
-    pending.future = future = pool.submit(pending.run, lambda: _compute(found))
+    pending = Pending("", lambda: _compute([pair for pair in found if pair[0].expects(pending)]))
+    pending.future = future = pool.submit(pending.run, partial(_compute, found))
     for stack, _ in found:
         stack.expect(pending, future)
     return len(found)

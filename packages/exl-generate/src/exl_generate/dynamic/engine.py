@@ -262,9 +262,11 @@ class Engine:
         A hook sees no rows that were filled in. Positions of filled rows lie within the job's pages and its tokens.
         """
         longest = 1 + max((len(guesses) for guesses in drafts.values()), default=0)
+        if longest == 1 or not self._runner.asynchronous or self._runner.hooked:
+            return 0
         rows = longest * sum(len(job.sequences) for job in jobs)
         fits = rows <= MOST_FILLED and all(min(job.pages.room, job.remaining_tokens - 1) >= longest - 1 for job in jobs)
-        return longest if self._runner.asynchronous and fits and not self._runner.hooked else 0
+        return longest if fits else 0
 
     def _propose(self, jobs: list[ExLlamaV2DynamicJob], prelaunched: bool = False) -> Drafts:
         # A hook may see how many rows a step has: that must not depend on a clock.

@@ -80,7 +80,7 @@ class Window:
 
 def mixable(sequence: Sequence) -> bool:
     """Whether the sequence can be in a pass with others that have other adapters, or none."""
-    return all(lora.mixable for lora in sequence.loras)
+    return not sequence.loras or all(lora.mixable for lora in sequence.loras)
 
 
 class Runner:
