@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -189,6 +190,34 @@ CASES: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": True, "top_logprobs": 2},
     "stop": {"stop": ["the ", "a "]},
 }
+
+
+def test_the_command_of_the_guide(tmp_path: Path) -> None:
+    """`exl serve ray serve.toml` starts a cluster of its own, answers, and ends with Ctrl-C."""
+    port, file, log = free_port(), tmp_path / "serve.toml", tmp_path / "log"
+    file.write_text(
+        f'[server]\nport = {port}\n[[model]]\nid = "fable"\npath = "{PATH}"\ndevice = "cpu"\n'
+        "[ray]\ningress_cpus = 0.1\nengine_cpus = 0.1\n"
+    )
+    with open(log, "w") as told:
+        process = subprocess.Popen([sys.executable, "-m", "exl_serve", "ray", str(file)], stderr=told)
+    try:
+        until(lambda: "serving at" in log.read_text() or process.poll() is not None, seconds=WAIT)
+        assert process.poll() is None, log.read_text()
+        body = {"model": "fable", "messages": STORY, "max_tokens": 4}
+        answer = until(lambda: _answered(f"http://127.0.0.1:{port}", body), seconds=WAIT)
+        assert answer["usage"]["completion_tokens"] == 4
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT) == 0, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _answered(url: str, body: Any) -> Any:
+    """Return a chat answer; None from a server whose engine is being loaded."""
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=WAIT)
+    return answer.json() if answer.status_code == 200 else None
 
 
 def test_answers_are_those_of_one_machine(cluster: Cluster) -> None:
