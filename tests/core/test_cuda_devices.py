@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from random_models import loaded_over
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Cache_TP, ExLlamaV2Config, PagedParams
 from exl_core.device import GIB, devices
 from exl_core.execution.sharded import SplitMatrix
+from exl_core.execution.sharded.prompts import Copies, run_prompt
+from exl_core.execution.sharded.transfer import is_direct
 from exl_core.layers import Linear
 from exl_core.loading.plan import plan, plan_modules
 from exl_kernels.peer import Mailboxes
@@ -23,7 +26,7 @@ from exl_kernels.peer import Mailboxes
 pytestmark = [pytest.mark.cuda, pytest.mark.covers("core.md: loading")]
 
 SIZES: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1408, "head_dim": 64, "vocab_size": 2048}
-KEPT = 64 << 10  # bytes that stay for the process on each GPU: attention's counters, one tensor a stream
+KEPT = 128 << 10  # bytes that stay for the process on each GPU: attention's counters, one tensor a stream
 TOLERANCE = 0.03  # of the largest logit, half against float32
 
 
@@ -235,6 +238,76 @@ def test_captured_steps_of_a_sharded_model_are_those_of_one_gpu(
         assert torch.equal(found, expected), (batch, q_len)
         assert model.decode.steps - before == 16 // q_len, model.decode.reason
     assert not model.decode.failures
+
+
+@pytest.mark.covers("core.md: tensor-parallel")
+def test_two_gpus_gather_columns_on_streams_that_wait_for_each_other() -> None:
+    """Many times without a wait of the host: each GPU makes its next columns out of all."""
+    devices = [torch.device("cuda:0"), torch.device(second_device("cuda:1"))]
+    assert all(is_direct(one, other) for one, other in (devices, devices[::-1]))  # opens the access
+    begins, copies = [0, 96, 256], Copies(devices)
+    whole = torch.randn(300, 256).half()
+    places = zip(devices, pairwise(begins), strict=True)
+    own = [whole[:, begin:end].to(device) for device, (begin, end) in places]
+    for _ in range(50):
+        full = copies.gather(own, begins)
+        own = [
+            (found[:, begins[gpu] : begins[gpu + 1]] + found.roll(1, 0)[:, :1]) / 2 for gpu, found in enumerate(full)
+        ]
+        whole = (whole + whole.roll(1, 0)[:, :1]) / 2
+    assert torch.equal(torch.cat([part.cpu() for part in own], 1), whole)
+
+
+@pytest.mark.covers("core.md: tensor-parallel")
+@pytest.mark.parametrize("shares", [[8.0, 8.0], [6.0, 10.0]], ids=["even", "uneven"])
+def test_prompts_of_a_sharded_model_are_those_of_its_modules(
+    tmp_path: Path, lab: Any, monkeypatch: pytest.MonkeyPatch, shares: list[float]
+) -> None:
+    """Bitwise, but for the last token alone, which other kernels may compute. Chunks are queued without a wait."""
+    folder = tmp_path / "model"
+    make_model(folder, replace(SHAPES["tiny"], layers=4), 4.0)
+    monkeypatch.setenv("EXL_DEVICE", f"cuda:0,{second_device('cuda:1')}")
+    model = build(folder)
+    model.load_tp(shares)
+    taken: list[torch.Size] = []
+
+    def counted(model: Any, asked: Any, launches: Any) -> Any:
+        taken.append(asked.ids.shape)
+        return run_prompt(model, asked, launches)
+
+    monkeypatch.setattr("exl_core.execution.fused_executor.run_prompt", counted)
+    ids, lengths = lab.ids(3, 300, vocab=2048), torch.tensor([90, 17, 120], dtype=torch.int32)
+    table = torch.arange(6, dtype=torch.int32).flip(0).view(3, 2)
+
+    chunks: list[tuple[int, int, dict[str, Any]]] = [
+        (0, 120, {"preprocess_only": True}),
+        (120, 200, {}),
+        (200, 300, {"last_id_only": True}),
+    ]
+
+    def results() -> list[torch.Tensor]:
+        cache, found = ExLlamaV2Cache_TP(model, ExLlamaV2Cache_Q4, max_seq_len=6 * 256), []
+        for begin, end, how in chunks:
+            past = torch.full((3,), begin, dtype=torch.int32)
+            params = PagedParams(3, table, past, begin, q_len=end - begin)
+            found.append(model.forward_chunk(ids[:, begin:end], cache, attn_params=params, **how).get("logits"))
+        joined = PagedParams(3, table, torch.zeros(3, dtype=torch.int32), 0, q_lens=lengths)
+        found.append(model.forward_chunk(ids[:1, : int(lengths.sum())], cache, attn_params=joined)["logits"])
+        contiguous = ExLlamaV2Cache_TP(model, batch_size=3, max_seq_len=512)
+        found.append(model.forward(ids, contiguous))
+        return [logits.float().cpu()[..., :2048] for logits in found if logits is not None]
+
+    found = results()
+    assert len(taken) == 5
+    monkeypatch.setenv("EXL_CUDA_GRAPHS", "0")
+    model.decode.clear()
+    expected = results()
+    assert len(taken) == 5
+    for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        if index == 1:
+            assert float((ours - theirs).abs().max()) < TOLERANCE * float(theirs.abs().max())
+        else:
+            assert torch.equal(ours, theirs), index
 
 
 @pytest.mark.covers("core.md: tensor-parallel")

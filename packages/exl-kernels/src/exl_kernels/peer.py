@@ -63,7 +63,7 @@ class Mailboxes:
             raise UnsupportedError(f"{len(devices)} GPUs exchange results; from 2 to {MOST_GPUS} can")
         self.devices = list(devices)
         free_deleted()
-        half = -(-size // WORD)
+        half = 2 * -(-size // (2 * WORD))  # even: pairs of words are aligned in both halves
         self._boxes = [torch.zeros(2 * half, dtype=torch.int64, device=device) for device in self.devices]
         self.steps = [torch.zeros(1, dtype=torch.int32, device=device) for device in self.devices]
         self._failed = [torch.zeros(1, dtype=torch.int32, device=device) for device in self.devices]

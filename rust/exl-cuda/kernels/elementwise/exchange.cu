@@ -20,7 +20,7 @@ struct ExchangeTask {
   int gpus, me, rows;
   uint32_t number;                   // of the exchange within its step, below EXCHANGES
   uint32_t receivers;                // bit i: GPU i gets the whole
-  uint32_t phases;                   // bit 0: send, bit 1: receive
+  uint32_t phases;                   // bit 0: send, bit 1: receive, bit 2: addresses and widths are those of pairs of words
 };
 ABI_SIZE(ExchangeTask, 176); ABI_AT(ExchangeTask, mailbox, 0); ABI_AT(ExchangeTask, own, 64); ABI_AT(ExchangeTask, full, 72);
 ABI_AT(ExchangeTask, step, 80); ABI_AT(ExchangeTask, failed, 88); ABI_AT(ExchangeTask, half, 96); ABI_AT(ExchangeTask, limit, 104);
@@ -37,14 +37,34 @@ DEVICE uint64_t time_ns() {
 
 constexpr uint32_t NOTHING = 0x7fff7fff;  // NaN as FP32, and as two of either half type
 
-// The word at `from` once it has `mark`; false if it does not arrive in time.
-DEVICE bool arrived(uint32_t& value, const uint64_t* from, uint32_t mark, uint64_t limit) {
+// N words of a matrix, which are N times 64 bits in a mailbox, accessed at once. Each word of 64 bits arrives as a whole.
+template <int N>
+struct alignas(4 * N) Words {
+  uint32_t v[N];
+};
+
+template <int N>
+DEVICE void send(uint64_t* to, const Words<N>& words, uint32_t mark) {
+  const uint64_t high = uint64_t(mark) << 32;
+  if constexpr (N == 1) asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(high | words.v[0]) : "memory");
+  else asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(high | words.v[0]), "l"(high | words.v[1]) : "memory");
+}
+
+// Reads the words at `from` once they have `mark`; returns false if they do not arrive in time.
+template <int N>
+DEVICE bool arrived(Words<N>& words, const uint64_t* from, uint32_t mark, uint64_t limit) {
   uint64_t begin = 0;
   for (uint32_t tries = 0;; tries++) {
-    uint64_t word;
-    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
-    value = uint32_t(word);
-    if (uint32_t(word >> 32) == mark) return true;
+    uint64_t word[N];
+    if constexpr (N == 1) asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(word[0]) : "l"(from) : "memory");
+    else asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(word[0]), "=l"(word[1]) : "l"(from) : "memory");
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      words.v[i] = uint32_t(word[i]);
+      all = all && uint32_t(word[i] >> 32) == mark;
+    }
+    if (all) return true;
     if (tries % 1024 != 1023) continue;
     const uint64_t now = time_ns();
     if (begin == 0) begin = now;
@@ -52,27 +72,24 @@ DEVICE bool arrived(uint32_t& value, const uint64_t* from, uint32_t mark, uint64
   }
 }
 
-// Few blocks: all must be resident, since each first sends and then waits for the blocks of other GPUs.
-extern "C" __global__ void __launch_bounds__(256) exchange(const ExchangeTask task) {
-  pdl_trigger();
-  pdl_wait();
+template <int N>
+DEVICE void gather(const ExchangeTask& task, uint32_t mark) {
   const int first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
-  const uint32_t mark = *task.step * EXCHANGES + task.number + 1;
   const int columns = task.begin[task.gpus];
   const int64_t half = (task.number & 1) * task.half;
   const bool gets = task.receivers >> task.me & 1;
   bool lost = *reinterpret_cast<volatile uint32_t*>(task.failed) != 0;
+  auto keep = [&](int from, int width, int i, const Words<N>& words) {
+    const int row = i / width;
+    *reinterpret_cast<Words<N>*>(task.full + int64_t(row) * columns + from + i - row * width) = words;
+  };
   if ((task.phases & 1) && !lost) {
     const int from = task.begin[task.me], width = task.begin[task.me + 1] - from;
-    for (int i = first; i < task.rows * width; i += stride) {
-      const uint32_t value = task.own[i];
-      const uint64_t word = uint64_t(mark) << 32 | value;
-      for (int gpu = 0; gpu < task.gpus; gpu++) {
-        if (gpu == task.me || !(task.receivers >> gpu & 1)) continue;
-        uint64_t* to = task.mailbox[gpu] + half + int64_t(from) * task.rows + i;
-        asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
-      }
-      if (gets) task.full[int64_t(i / width) * columns + from + i % width] = value;
+    for (int i = N * first; i < task.rows * width; i += N * stride) {
+      const Words<N> words = *reinterpret_cast<const Words<N>*>(task.own + i);
+      for (int gpu = 0; gpu < task.gpus; gpu++)
+        if (gpu != task.me && (task.receivers >> gpu & 1)) send<N>(task.mailbox[gpu] + half + int64_t(from) * task.rows + i, words, mark);
+      if (gets) keep(from, width, i, words);
     }
   }
   if (!(task.phases & 2) || !gets) return;
@@ -80,14 +97,15 @@ extern "C" __global__ void __launch_bounds__(256) exchange(const ExchangeTask ta
   for (int gpu = 0; gpu < task.gpus; gpu++) {
     const int from = task.begin[gpu], width = task.begin[gpu + 1] - from;
     if (gpu == task.me) continue;
-    for (int i = first; i < task.rows * width; i += stride) {
-      uint32_t value = NOTHING;
-      if (!lost && !arrived(value, mailbox + int64_t(from) * task.rows + i, mark, task.limit)) {
+    for (int i = N * first; i < task.rows * width; i += N * stride) {
+      Words<N> words;
+      if (!lost && !arrived<N>(words, mailbox + int64_t(from) * task.rows + i, mark, task.limit)) {
         lost = true;
         *task.failed = 1;
       }
-      if (lost) value = NOTHING;
-      task.full[int64_t(i / width) * columns + from + i % width] = value;
+#pragma unroll
+      for (int j = 0; j < N; j++) words.v[j] = lost ? NOTHING : words.v[j];
+      keep(from, width, i, words);
     }
   }
   if (!lost) return;
@@ -95,4 +113,13 @@ extern "C" __global__ void __launch_bounds__(256) exchange(const ExchangeTask ta
   const int from = task.begin[task.me], width = task.begin[task.me + 1] - from;
   for (int i = first; i < task.rows * width; i += stride)
     task.full[int64_t(i / width) * columns + from + i % width] = NOTHING;
+}
+
+// All blocks must be resident, since each first sends and then waits for the blocks of other GPUs: at most one an SM.
+extern "C" __global__ void __launch_bounds__(256) exchange(const ExchangeTask task) {
+  pdl_trigger();
+  pdl_wait();
+  const uint32_t mark = *task.step * EXCHANGES + task.number + 1;
+  if (task.phases & 4) gather<2>(task, mark);
+  else gather<1>(task, mark);
 }

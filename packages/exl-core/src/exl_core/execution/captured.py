@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 __all__ = ["CaptureFailure", "DecodeGraphs"]
 
 PLACE_PARTS = 4  # numbers of `_place`; the version of the adapters follows in keys of steps with adapters
+ONE_TOKEN = Bucket(1, 1, 1, 1)
 MAX_GRAPHS = 64
 """Most captured steps of one cache. Beyond them the oldest is dropped, since each takes a few MB of GPU memory."""
 
@@ -302,7 +303,7 @@ class DecodeGraphs:
     def _takes(self, model: LanguageModel, bucket: Bucket) -> bool:
         """Return whether steps of a bucket have batch-invariant results if they are captured."""
         if model.tp_context is not None:
-            return self._takes_sharded(model, model.tp_context, bucket)
+            return self._takes_sharded(model, bucket)
         if bucket.tokens <= PACKED_ROWS:
             return True
         joined = self._joined_or_reason(model)
@@ -312,27 +313,38 @@ class DecodeGraphs:
         self.reason = f"modules run more than {PACKED_ROWS} rows by matmuls that are not batch-invariant"
         return False
 
-    def _takes_sharded(self, model: LanguageModel, context: TensorParallel, bucket: Bucket) -> bool:
-        """Return whether the devices of a sharded model have captured steps of a bucket; `reason` says why not."""
-        rows = bucket.tokens
+    def shard_launches(self, model: LanguageModel, bucket: Bucket = ONE_TOKEN) -> list[ShardLaunches] | None:
+        """Return the launches of each device of a sharded model, or None; `reason` says why.
+
+        bucket: the bucket that needs them, for messages.
+        """
+        context = model.tp_context
+        assert context is not None, "asked of sharded models"
         if self._shards is None:
             failure = self._shards_failure
             if failure is not None and failure.pause > 0:
                 self._shards_failure = failure.waited()
                 self.reason = str(self._shards_failure)
-                return False
+                return None
             try:
                 with torch.inference_mode(False):
                     self._shards = refusal_of_access(context) or shard_launches_of(model)
             except (DeviceError, RuntimeError) as error:
                 self._shards_failure = CaptureFailure.of(bucket, error, failure)
                 self.reason = str(self._shards_failure)
-                return False
+                return None
             self._shards_failure = None
         if isinstance(self._shards, str):
             self.reason = f"the matrices are sharded, and {self._shards}"
+            return None
+        return self._shards
+
+    def _takes_sharded(self, model: LanguageModel, bucket: Bucket) -> bool:
+        """Return whether the devices of a sharded model have captured steps of a bucket; `reason` says why not."""
+        rows, shards = bucket.tokens, self.shard_launches(model, bucket)
+        if shards is None:
             return False
-        if not all(launches.takes(rows) for launches in self._shards):
+        if not all(launches.takes(rows) for launches in shards):
             self.reason = (
                 f"the matrices are sharded, and one has no kernel with norm, gate and residual for {rows} rows"
             )

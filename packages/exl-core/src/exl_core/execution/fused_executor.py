@@ -13,6 +13,7 @@ from .attn_params import PagedParams
 from .eager import first_step, matmuls_of, run_modules
 from .forward_pass import ForwardPass, checked
 from .sharded.executor import SHARDED
+from .sharded.prompts import run_prompt, takes_prompt
 
 if TYPE_CHECKING:
     from .batch import Step
@@ -35,7 +36,7 @@ class Fused:
             if logits is not None:
                 return {"logits": logits}
         if model.tp_context is not None:
-            return SHARDED.run(model, asked)
+            return _run_sharded(model, asked)
         asked = checked(model, asked)
         with out_of_memory_as_error("run the model"), matmuls_of(asked):
             step = first_step(model, asked)
@@ -49,6 +50,13 @@ class Fused:
 
 
 FUSED = Fused()
+
+
+def _run_sharded(model: ExecutableModel, asked: ForwardPass) -> dict[str, Any] | None:
+    """Run a pass of a sharded model that is no captured step."""
+    asked = checked(model, asked)
+    shards = model.decode.shard_launches(model) if takes_prompt(asked) else None
+    return SHARDED.run(model, asked) if shards is None else run_prompt(model, asked, shards)
 
 
 def _captured(model: ExecutableModel, asked: ForwardPass) -> Tensor | None:

@@ -11,10 +11,6 @@ pub const GPUS: usize = 8;
 /// Most exchanges of a step.
 pub const EXCHANGES: u32 = 1024;
 const THREADS: usize = 256;
-/// Most blocks: all are resident at once on every supported card.
-const BLOCKS: usize = 16;
-/// Words that a thread sends before a further block is worth it.
-const WORDS: usize = 2;
 
 /// Operands of [`exchange`]: addresses, sizes in words of 32 bits.
 #[derive(Clone, Debug)]
@@ -45,6 +41,7 @@ pub struct Exchange {
 
 /// `ExchangeTask` of exchange.cu.
 #[repr(C)]
+#[derive(Clone, Copy, Debug)]
 struct Task {
     mailbox: [u64; GPUS],
     own: u64,
@@ -101,6 +98,41 @@ impl Exchange {
         }
         index32("words", self.rows * self.begins[gpus]).map(|_| ())
     }
+
+    /// The kernels' operand.
+    fn task(&self) -> Result<Task, CudaError> {
+        self.check()?;
+        let gpus = self.mailboxes.len();
+        let mut task = Task {
+            mailbox: [0; GPUS],
+            own: self.own as u64,
+            full: self.full as u64,
+            step: self.step as u64,
+            failed: self.failed as u64,
+            half: self.half as i64,
+            limit: self.limit_ns,
+            begin: [index32("columns", self.begins[gpus])?; GPUS + 1],
+            gpus: gpus as i32,
+            me: self.me as i32,
+            rows: index32("rows", self.rows)?,
+            number: self.number,
+            receivers: self.receivers,
+            phases: u32::from(self.send) | u32::from(self.receive) << 1,
+        };
+        for (place, &address) in self.mailboxes.iter().enumerate() {
+            task.mailbox[place] = address as u64;
+            task.begin[place] = index32("columns", self.begins[place])?;
+        }
+        Ok(task)
+    }
+
+    /// Whether two neighbouring words can be accessed at once.
+    fn in_pairs(&self) -> bool {
+        let even =
+            self.half.is_multiple_of(2) && self.begins.iter().all(|begin| begin.is_multiple_of(2));
+        even && [self.own, self.full].iter().all(|at| at.is_multiple_of(8))
+            && self.mailboxes.iter().all(|at| at.is_multiple_of(16))
+    }
 }
 
 /// Gather the parts of all GPUs in `full` of each receiver, in the order of the columns.
@@ -109,34 +141,18 @@ impl Exchange {
 /// The addresses must be memory of the stated sizes, valid until the stream has passed this launch; mailboxes of other GPUs must be
 /// accessible to this one. All GPUs must launch the exchange, and nothing else may use the mailboxes meanwhile.
 pub unsafe fn exchange(to: Target, op: &Exchange) -> Result<(), CudaError> {
-    op.check()?;
+    let mut task = op.task()?;
     let device = Device::get(to.device)?;
-    let gpus = op.mailboxes.len();
-    let mut task = Task {
-        mailbox: [0; GPUS],
-        own: op.own as u64,
-        full: op.full as u64,
-        step: op.step as u64,
-        failed: op.failed as u64,
-        half: op.half as i64,
-        limit: op.limit_ns,
-        begin: [index32("columns", op.begins[gpus])?; GPUS + 1],
-        gpus: gpus as i32,
-        me: op.me as i32,
-        rows: index32("rows", op.rows)?,
-        number: op.number,
-        receivers: op.receivers,
-        phases: u32::from(op.send) | u32::from(op.receive) << 1,
-    };
-    for (place, &address) in op.mailboxes.iter().enumerate() {
-        task.mailbox[place] = address as u64;
-        task.begin[place] = index32("columns", op.begins[place])?;
-    }
-    let words = op.rows * op.begins[gpus];
+    let pairs = op.in_pairs();
+    task.phases |= u32::from(pairs) << 2;
+    // The largest number of words that a thread sends or receives at once.
+    let widths = op.begins.windows(2).map(|pair| pair[1] - pair[0]);
+    let words = op.rows * widths.max().unwrap_or(0);
+    let most = if pairs { words / 2 } else { words };
     let launch = Launch {
         kernel: "exchange",
         grid: [
-            words.div_ceil(THREADS * WORDS).clamp(1, BLOCKS) as u32,
+            most.div_ceil(THREADS).clamp(1, device.info.caps.sms) as u32,
             1,
             1,
         ],

@@ -8,6 +8,8 @@
 | `heads` | attention whose heads are on several devices |
 | `exchange`, `processes` | results on their way to the home device: within a process, between processes |
 | `executor` | runs the modules |
+| `launches`, `mail` | the launches of each device in a captured step, and their exchanges |
+| `prompts` | passes of many rows by those launches |
 """
 
 from .context import TensorParallel

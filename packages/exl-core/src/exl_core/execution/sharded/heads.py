@@ -31,13 +31,17 @@ class ShardedHeads:
     """The heads of every layer in one pass (`Step.sharding`).
 
     Each device projects, rotates, stores and reads its own heads; o_proj sees all of them.
+
+    Attributes:
+        heads: device and first and last key/value head of each device of this process that has any.
+        pages: for each of `heads`, a function layer -> pages of those heads.
     """
 
     def __init__(self, context: TensorParallel, pages: Sequence[Callable[[int], KVPages]]) -> None:
         """pages: for every entry of `context.local_heads`, layer -> pages of those heads."""
         self.context = context
         self.heads = context.local_heads
-        self._pages = pages
+        self.pages = tuple(pages)
 
     def attend(self, attention: Attention, h: Tensor, step: Step) -> Tensor:
         """Compute `Attention.attend`; h [T, hidden] and the result of o_proj are on the first device."""
@@ -45,7 +49,7 @@ class ShardedHeads:
         dim, groups = a.head_dim, a.num_attention_heads // a.num_key_value_heads
         projected = self._projected(a, h, step)
         made = []
-        for (shard, _, _), pages, (q, k, v) in zip(self.heads, self._pages, projected, strict=True):
+        for (shard, _, _), pages, (q, k, v) in zip(self.heads, self.pages, projected, strict=True):
             there = context.step_on(step, shard)
             made.append(a.mix(q, k, v, pages(a.layer_idx), there).view(h.shape[0], -1))
         whole = torch.empty((h.shape[0], a.num_attention_heads * dim), dtype=h.dtype, device=h.device)

@@ -34,11 +34,12 @@ if TYPE_CHECKING:
     from ...language_model import LanguageModel
     from ..batch import Step
 
-__all__ = ["Gather", "ShardLaunches", "shard_launches_of"]
+__all__ = ["Gather", "ShardLaunches", "ShardLayer", "shard_launches_of"]
 
 ANSWER = 2
 """Columns without meaning that the other devices send while they receive the embedded ids: a device must hear from all
 others in each exchange."""
+
 
 Gather = Callable[[Tensor, Sequence[int], "Tensor | None", "Sequence[int] | None"], Tensor]
 """(own columns [rows, width], first column of each device and their number, result or None, receivers or None) -> all
@@ -46,7 +47,7 @@ columns [rows, columns]. Called by all devices in the same order."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Columns:
+class Columns:
     """The columns of each device of one kind of result: `begins` as `Gather` takes them."""
 
     begins: tuple[int, ...]
@@ -56,7 +57,7 @@ class _Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class ShardLayer:
     """One device's share of a layer."""
 
     attention: Attention
@@ -68,28 +69,44 @@ class _Layer:
     up: FusedLinear
     down: FusedLinear
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        """Return the attention of this device's heads, [T, heads * head_dim], and store k and v.
+
+        q, k and v are [T, heads * head_dim] of theirs, parts of wider rows or not.
+        """
+        a, rows = self.attention, q.shape[0]
+        q, k, v = (t.view(rows, -1, a.head_dim) for t in (q, k, v))
+        if step.q_len > 1 and self.head_norms is not None:
+            norms = self.head_norms
+            q, k = (rms_norm(t.contiguous(), weight, norms.eps) for t, weight in ((q, norms.q), (k, norms.k)))
+        return attend_heads(a, q, k, v, step, None, self.head_norms).view(rows, -1)
+
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class Shape:
     """Columns of each kind of result, the same on all devices."""
 
-    heads: _Columns
-    hidden: _Columns
-    inner: _Columns
-    vocabulary: _Columns
+    heads: Columns
+    hidden: Columns
+    inner: Columns
+    vocabulary: Columns
 
 
 class ShardLaunches:
     """The launches of one device.
 
     `run` launches all of a step on torch's current stream of the device.
+
+    Attributes:
+        layers: this device's share of each layer.
+        shape: the columns of each device.
     """
 
     def __init__(
         self,
         shard: int,
-        shape: _Shape,
-        layers: Sequence[_Layer],
+        shape: Shape,
+        layers: Sequence[ShardLayer],
         embedding: Embedding | None,
         last: RMSNorm,
         head: Head,
@@ -97,7 +114,8 @@ class ShardLaunches:
         """embedding: on the home device, which is device 0; None on others."""
         part = _part(head.linear, shard)
         assert part is not None, "shard_launches_of has checked it"
-        self._shard, self._shape, self._layers, self._embedding = shard, shape, list(layers), embedding
+        self.layers, self.shape = list(layers), shape
+        self._shard, self._embedding = shard, embedding
         self._taken: dict[int, bool] = {}
         hidden, others = shape.hidden.begins[-1], len(shape.hidden.begins) - 2
         self._answered = (0, *(hidden + ANSWER * other for other in range(others + 1)))
@@ -108,14 +126,14 @@ class ShardLaunches:
         if rows > PACKED_ROWS:
             return False
         if rows not in self._taken:
-            matmuls = (matmul for layer in self._layers for matmul in (layer.qkv, layer.o, layer.up, layer.down))
+            matmuls = (matmul for layer in self.layers for matmul in (layer.qkv, layer.o, layer.up, layer.down))
             self._taken[rows] = all(matmul.kernel(rows) is not None for matmul in matmuls)
         return self._taken[rows]
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row of the widest result that the devices exchange."""
-        shape = self._shape
+        shape = self.shape
         halves = (self._answered[-1], shape.heads.begins[-1], shape.inner.begins[-1])
         return max(4 * shape.vocabulary.begins[-1], *(2 * columns for columns in halves))
 
@@ -145,14 +163,15 @@ class ShardLaunches:
         Returns:
             The logits; on other devices a part of them.
         """
-        shape, shard, device = self._shape, self._shard, self._matrix.device
+        shape, shard, device = self.shape, self._shard, self._matrix.device
         rows = ids.shape[0]
         x = self._embedded(ids, gather)
         begin, width = shape.hidden.begins[shard], shape.hidden.width(shard)
         own = x[:, begin : begin + width].contiguous()
-        for layer in self._layers:
+        for layer in self.layers:
             qkv = layer.qkv(x, x.new_empty(rows, layer.qkv.out_features))
-            mixed = gather(self._attend(layer, qkv, step), shape.heads.begins, None, None)
+            q, k, v = torch.split(qkv, list(layer.widths), dim=1)
+            mixed = gather(layer.attend(q, k, v, step), shape.heads.begins, None, None)
             x = gather(layer.o(mixed, own, own), shape.hidden.begins, x, None)
             inner = gather(layer.up(x, x.new_empty(rows, layer.up.out_features)), shape.inner.begins, None, None)
             x = gather(layer.down(inner, own, own), shape.hidden.begins, x, None)
@@ -172,7 +191,7 @@ class ShardLaunches:
 
     def _embedded(self, ids: Tensor, gather: Gather) -> Tensor:
         """Return the embedded ids [T, hidden], which the home device sends to the others."""
-        hidden, device = self._shape.hidden.begins[-1], self._matrix.device
+        hidden, device = self.shape.hidden.begins[-1], self._matrix.device
         if self._embedding is None:
             first = torch.empty((ids.shape[0], ANSWER), dtype=activation_dtype(device), device=device)
         else:
@@ -180,16 +199,6 @@ class ShardLaunches:
             first = embed(self._embedding.weight, ids, factor=self._embedding.scale, dtype="float16")
         whole = gather(first, self._answered, None, None)
         return whole[:, :hidden].contiguous() if self._embedding is None else first
-
-    @staticmethod
-    def _attend(layer: _Layer, qkv: Tensor, step: Step) -> Tensor:
-        """Return the attention of this device's heads, [T, heads * head_dim]."""
-        a, rows = layer.attention, qkv.shape[0]
-        q, k, v = (t.view(rows, -1, a.head_dim) for t in torch.split(qkv, list(layer.widths), dim=1))
-        if step.q_len > 1 and layer.head_norms is not None:
-            norms = layer.head_norms
-            q, k = (rms_norm(t.contiguous(), weight, norms.eps) for t, weight in ((q, norms.q), (k, norms.k)))
-        return attend_heads(a, q, k, v, step, None, layer.head_norms).view(rows, -1)
 
 
 def shard_launches_of(model: LanguageModel) -> list[ShardLaunches] | str:
@@ -207,7 +216,7 @@ def shard_launches_of(model: LanguageModel) -> list[ShardLaunches] | str:
     assert isinstance(attention, Attention)
     assert isinstance(mlp, GatedMLP)
     columns = [_columns(linear) for linear in (attention.q_proj, attention.o_proj, mlp.up_proj, head.linear)]
-    shape = _Shape(*columns)
+    shape = Shape(*columns)
     made = []
     for shard in range(len(model.tp_context.names)):
         layers = [_layer(cast(Attention, a), cast(GatedMLP, m), shard) for a, m in pairs]
@@ -277,13 +286,13 @@ def _part(linear: Linear, shard: int) -> QuantMatrix | None:
     return part.matrix if whole and part.width % 2 == 0 else None
 
 
-def _columns(linear: Linear) -> _Columns:
+def _columns(linear: Linear) -> Columns:
     matrix = linear.matrix
     assert isinstance(matrix, SplitMatrix)
     begins = [0]
     for part in matrix.parts:
         begins.append(begins[-1] + part.width)
-    return _Columns(tuple(begins))
+    return Columns(tuple(begins))
 
 
 def _norm_on(norm: RMSNorm, device: torch.device) -> InputNorm:
@@ -291,7 +300,7 @@ def _norm_on(norm: RMSNorm, device: torch.device) -> InputNorm:
         return InputNorm(norm.loaded_weight.to(device), norm.eps)
 
 
-def _layer(attention: Attention, mlp: GatedMLP, shard: int) -> _Layer:
+def _layer(attention: Attention, mlp: GatedMLP, shard: int) -> ShardLayer:
     def parts(*linears: Linear) -> list[QuantMatrix]:
         found = [_part(linear, shard) for linear in linears]
         return [part for part in found if part is not None]
@@ -307,7 +316,7 @@ def _layer(attention: Attention, mlp: GatedMLP, shard: int) -> _Layer:
         with torch.inference_mode(False):
             norms = HeadNorms(norms.q.to(device), norms.k.to(device), norms.eps)
     q, k, v = (matrix.out_features for matrix in qkv)
-    return _Layer(
+    return ShardLayer(
         a,
         FusedLinear(qkv, norm=_norm_on(a.norm, device)),
         (q, k, v),

@@ -1,0 +1,113 @@
+"""Prompts of a sharded model by one thread, on the CPU: logits and caches are those of the modules' own passes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from joined_on_cpu import FusedDouble, joined_on_cpu
+from test_sharded_launches import PAGE, sharded, write
+from torch import Tensor
+
+from exl_core import ExLlamaV2, ExLlamaV2Cache_Q4, ExLlamaV2Cache_TP, PagedParams
+from exl_core.execution.forward_pass import ForwardPass, checked
+from exl_core.execution.sharded import launches
+from exl_core.execution.sharded.launches import ShardLaunches, shard_launches_of
+from exl_core.execution.sharded.prompts import Copies, run_prompt, takes_prompt
+
+pytestmark = pytest.mark.covers("core.md: tensor-parallel")
+
+
+@pytest.fixture
+def launches_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Returns the launches of a model's devices, out of operators of the CPU."""
+
+    def of(model: ExLlamaV2) -> list[ShardLaunches]:
+        joined_on_cpu(monkeypatch)
+        monkeypatch.setattr(launches, "FusedLinear", FusedDouble)
+        monkeypatch.setattr(launches, "is_changed", lambda module: False)
+        made = shard_launches_of(model)
+        assert isinstance(made, list), made
+        return made
+
+    return of
+
+
+def keys_of(cache: ExLlamaV2Cache_TP) -> list[Tensor]:
+    return [key for part in cache.shards() for key in part.key_states if key is not None]
+
+
+def paged(lengths: list[int], past: int, q_len: int) -> PagedParams:
+    """Rows of these lengths, or of `q_len` tokens each where they are equal."""
+    batch = len(lengths)
+    table = torch.arange(8 * batch, dtype=torch.int32).flip(0).view(batch, 8)
+    equal = len(set(lengths)) == 1
+    begin = torch.full((batch,), past, dtype=torch.int32)
+    own = None if equal else torch.tensor(lengths, dtype=torch.int32)
+    return PagedParams(batch, table, begin, past, PAGE, q_len if equal else 0, q_lens=own)
+
+
+@pytest.mark.parametrize("shares", [[8.0, 8.0], [4.0, 14.0], [8.0] * 4], ids=["two", "uneven", "four"])
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [("exl2", "LlamaForCausalLM"), ("gptq", "Qwen2ForCausalLM"), ("exl2", "Qwen3ForCausalLM")],
+)
+def test_prompts_are_those_of_the_modules(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, launches_of: Any, kind: str, family: str, shares: list[float]
+) -> None:
+    """Rows of one length and of several, a second chunk behind the first, and passes of fewer results."""
+    model = sharded(monkeypatch, write(lab, kind, family), shares)
+    caches = [ExLlamaV2Cache_TP(model, ExLlamaV2Cache_Q4, max_seq_len=24 * PAGE) for _ in range(2)]
+    asked: list[tuple[list[int], int, dict[str, Any]]] = [
+        ([40, 40, 40], 0, {}),
+        ([30, 30, 30], 40, {"last_id_only": True}),
+        ([30, 41, 17], 70, {}),
+        ([35, 35], 0, {"preprocess_only": True}),
+    ]
+    passes = []
+    for lengths, past, results in asked:
+        equal = len(set(lengths)) == 1
+        ids = lab.ids(len(lengths), lengths[0], vocab=160) if equal else lab.ids(1, sum(lengths), vocab=160)
+        passes.append((ids, paged(lengths, past, lengths[0]), results))
+    want = []
+    for ids, params, results in passes:
+        found = model.forward_chunk(ids, caches[0], attn_params=params, **results)
+        want.append((found, [key.clone() for key in keys_of(caches[0])], caches[0].current_seq_len))
+    made = launches_of(model)
+    for (ids, params, results), (expected, keys, length) in zip(passes, want, strict=True):
+        one = checked(model, ForwardPass(ids, caches[1], params, **results))
+        assert takes_prompt(one)
+        with torch.inference_mode():
+            found = run_prompt(model, one, made)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+        assert all(torch.equal(a, b) for a, b in zip(keys_of(caches[1]), keys, strict=True))
+        assert caches[1].current_seq_len == length
+
+
+def test_a_prompt_without_a_cache(lab: Any, monkeypatch: pytest.MonkeyPatch, launches_of: Any) -> None:
+    model = sharded(monkeypatch, write(lab, "exl2", "LlamaForCausalLM"), [8.0, 8.0])
+    ids = lab.ids(2, 50, vocab=160)
+    want = model.forward(ids)
+    made = launches_of(model)
+    with torch.inference_mode():
+        found = run_prompt(model, checked(model, ForwardPass(ids, None)), made)
+    assert torch.equal(found["logits"], want)
+
+
+def test_which_passes_are_prompts() -> None:
+    """Decode steps of many rows need batch-invariant matmuls, few rows are no prompt, adapters are for the modules."""
+    assert takes_prompt(ForwardPass(torch.zeros((1, 65), dtype=torch.int64), None))
+    assert not takes_prompt(ForwardPass(torch.zeros((1, 64), dtype=torch.int64), None))
+    assert not takes_prompt(ForwardPass(torch.zeros((16, 16), dtype=torch.int64), None))
+    assert not takes_prompt(ForwardPass(torch.zeros((1, 65), dtype=torch.int64), None, row_loras=[[]]))
+
+
+@pytest.mark.parametrize("begins", [[0, 8, 24], [0, 6, 10, 26], [0, 1, 3]], ids=["wide", "narrow", "odd"])
+def test_copies_bring_the_columns_of_all_devices_together(begins: list[int]) -> None:
+    made = [torch.randn(3, end - begin).half() for begin, end in pairwise(begins)]
+    whole = torch.cat(made, 1)
+    for found in Copies([torch.device("cpu")] * len(made)).gather(made, begins):
+        assert torch.equal(found, whole)
