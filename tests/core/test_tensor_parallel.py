@@ -342,6 +342,19 @@ def test_planned_bytes_and_refusal(lab: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert listed == list(range(len(model.modules) + 1))
 
 
+@pytest.mark.parametrize(("sequences", "rows"), [(1, 16), (3, 48), (100, 64)])
+def test_plans_of_gpus_count_the_mailboxes(lab: Any, sequences: int, rows: int) -> None:
+    """One set for steps of up to 1, 2, 4, .. rows. Two halves of 64 bits for 32 of the largest result."""
+    model = build(lab.write(kind="exl2", **SIZES), max_decode_batch=sequences)
+    config, places = model.config, [Device("cuda:0", 8 << 30), Device("cuda:1", 8 << 30)]
+    found, _ = plan_parallel(config, model.modules, places, CacheSize("fp16", 512), [4.0, 4.0])
+    alone = plan_parallel(config, model.modules, places, CacheSize("fp16", 512), [4.0, 4.0], separate=True)[0]
+    widest = max(config.intermediate_size, config.hidden_size, config.num_attention_heads * config.head_dim)
+    sets = 2 * (1 << (rows - 1).bit_length()) - 1
+    more = [a.tables - b.tables for a, b in zip(found.devices, alone.devices, strict=True)]
+    assert more == [sets * 4 * max(2 * widest, 4 * config.padded_vocab_size)] * 2
+
+
 def test_a_failing_load_leaves_nothing(lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:
     monkeypatch.setenv("EXL_DEVICE", "cpu:0,cpu:1")
     model = build(lab.write(**SIZES))

@@ -14,7 +14,7 @@ from ..errors import DeviceError, ModelStateError
 from ..execution.sharded.shares import Shares
 from ..layers import Attention, GatedMLP, Head, Linear, Module, MoE, ParallelDecoder, PlainMLP, build_modules
 from .plan import MOST_TOKENS, PAGE, DevicePlan, LoadPlan, budgets_of
-from .sizes import CacheSize, cache_layer_bytes, linear_bytes, module_sizes, rope_bytes, state_bytes
+from .sizes import CacheSize, cache_layer_bytes, linear_bytes, mailbox_bytes, module_sizes, rope_bytes, state_bytes
 
 if TYPE_CHECKING:
     from exl_kernels.kv import KVKind
@@ -134,6 +134,7 @@ class _Planner:
     modules: int
     rows: int
     kind: str
+    widest: int  # columns of the widest matrix but the head
     split: bool = False
     separate: bool = False
     sums: bool = False
@@ -143,9 +144,11 @@ class _Planner:
         kind = "cuda" if any(d.is_cuda for d in places) else "cpu"
         rows = config.max_input_len * config.max_batch_size
         sizes = module_sizes(config, modules, kind, rows, config.decode_rows)
+        linears = (linear for m in modules if not isinstance(m, Head) for linear in m.submodules())
+        widest = max((linear.out_features for linear in linears), default=0)
         made = cls(
             *(config, 0, {}, {}, {}, sum(s.weights for s in sizes), max(s.scratch for s in sizes), sizes[0].weights),
-            *(len(modules), rows, kind),
+            *(len(modules), rows, kind, widest),
         )
         for module in modules:
             made._count(module)
@@ -185,6 +188,8 @@ class _Planner:
     def place(self, budgets: Sequence[DevicePlan], cache: CacheSize) -> tuple[list[DevicePlan], Shares]:
         """Compute the load of every device, with shares in proportion to its budget."""
         tables = rope_bytes(self.config) + state_bytes(self.config, self.kind, self.rows)
+        if self.kind == "cuda" and len(budgets) > 1 and not self.separate:
+            tables += mailbox_bytes(self.config, self.widest)
         cached = self.config.num_hidden_layers * cache_layer_bytes(self.config, cache)
         plans = [
             replace(
