@@ -157,7 +157,7 @@ def gather_axes(cos: Tensor, sin: Tensor, positions: Tensor, section: Sequence[i
         raise ConfigError(
             f"mrope_section is {list(section)}: three axes must share the {cos.shape[1]} frequencies of a head"
         )
-    axis = torch.repeat_interleave(torch.arange(3), torch.tensor(list(section)))
+    axis = torch.tensor([one for one, count in enumerate(section) for _ in range(count)])
     rows = positions[axis].T  # [T, R / 2]
     return cos.gather(0, rows), sin.gather(0, rows)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from threading import Event
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -172,7 +173,9 @@ def _contiguous_layout(
 
 def _rows(batch: int, q_len: int | Tensor) -> Tensor:
     """Return each token's row of the block table, int32 [T]."""
-    return torch.arange(batch, dtype=torch.int32).repeat_interleave(q_len)
+    rows = np.arange(batch, dtype=np.int32)
+    # Not by torch, which wakes all threads of its pool to repeat a few numbers: milliseconds on a busy machine.
+    return torch.from_numpy(np.repeat(rows, q_len.numpy() if isinstance(q_len, Tensor) else q_len))
 
 
 def _paged_layout(cache: ExLlamaV2CacheBase | None, params: PagedParams, batch: int, q_len: int) -> Layout:
