@@ -13,8 +13,9 @@ use crate::ops::linear::select::Kernel;
 use crate::ops::linear::{self, Half, Matrix};
 
 const LAYOUT_THREADS: u32 = 128;
-/// Approximate number of blocks of a packing launch beside a matmul by wgmma: one per SM fits there.
-const LAYOUT_BLOCKS: usize = 128;
+/// Approximate number of blocks of a packing launch beside a matmul by wgmma. On SMs without one, blocks of the next matmul start early and
+/// have weights in flight when packing ends (docs/design/gemm-batch.md).
+const LAYOUT_BLOCKS: usize = 64;
 /// Least number of blocks that share a row, if it is long enough: with a whole row a block has too much shared memory to fit there.
 const LEAST_SHARES: usize = 2;
 /// Units of K for which each thread of a block packs one group of eight values.
@@ -208,7 +209,7 @@ mod tests {
         };
         for (features, columns, norm, code, expected) in [
             (4096, 16, true, Code::Wgmma, (4, 4)),
-            (4096, 32, true, Code::Wgmma, (4, 4)),
+            (4096, 32, true, Code::Wgmma, (8, 2)),
             (4096, 64, true, Code::Wgmma, (8, 2)),
             (4096, 128, true, Code::Wgmma, (8, 2)),
             (4096, 64, true, Code::Mma, (4, 4)),
