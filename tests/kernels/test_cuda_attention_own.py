@@ -66,7 +66,10 @@ def test_own_keys_in_the_same_launch_equal_separate_launches(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("heads", "groups", "dim", "rotated"),
-    [(2, 4, 128, 128), (8, 7, 128, 64), (2, 3, 64, 64), (2, 2, 256, 256), (2, 1, 80, 32), (1, 12, 128, 0)],
+    [
+        *[(2, 4, 128, 128), (8, 7, 128, 64), (2, 3, 64, 64), (2, 2, 256, 256), (2, 1, 80, 32), (1, 12, 128, 0)],
+        (4, 2, 96, 96),
+    ],
 )
 def test_norms_of_q_and_k_give_the_bits_of_separate_operators(
     kind: Any, dtype: torch.dtype, heads: int, groups: int, dim: int, rotated: int
@@ -110,6 +113,7 @@ def test_norms_that_do_not_fit() -> None:
         *[(16, 128, 64, True), (4, 128, 64, False), (4, 128, 32, True), (2, 64, 32, False), (2, 64, 4, False)],
         *[(2, 128, 96, True), (2, 128, 96, False)],
         *[(2, 256, 256, False), (2, 256, 256, True), (16, 256, 64, False), (1, 256, 128, False)],
+        *[(1, 96, 96, False), (8, 80, 32, False), (2, 112, 112, True), (3, 96, 72, False)],
     ],
 )
 def test_own_keys_in_pages_of_whole_units(
@@ -141,7 +145,7 @@ def test_heads_of_256_of_many_sequences(kind: Any, dtype: torch.dtype, groups: i
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("groups", "dim"), [(2, 256), (4, 128), (1, 64)])
+@pytest.mark.parametrize(("groups", "dim"), [(2, 256), (4, 128), (1, 64), (1, 96)])
 def test_caps_in_pages_of_whole_units(kind: Any, groups: int, dim: int) -> None:
     for lengths in ([65], [513, 64, 0]) if UNDER_A_TOOL else ([150], [2100], [1, 64, 65, 0, 1000], [300] * 70):
         step = own_step(kind, lengths, heads=2, groups=groups, dim=dim, page_size=64)
@@ -173,7 +177,7 @@ def test_own_keys_in_a_graph_read_ahead_of_the_launches_before(kind: Any, page_s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("groups", "dim"), [(4, 128), (12, 128), (16, 128), (3, 64)])
+@pytest.mark.parametrize(("groups", "dim"), [(4, 128), (12, 128), (16, 128), (3, 64), (1, 96)])
 def test_many_sequences_give_the_bits_of_each_alone(kind: Any, groups: int, dim: int) -> None:
     """More blocks than are resident: a block has a whole split of a sequence, or all of it."""
     lengths = [1, 512, 513, 1024, 0, 63, 700, 2100]
@@ -196,7 +200,7 @@ def test_many_sequences_give_the_bits_of_each_alone(kind: Any, groups: int, dim:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("groups", "dim"), [(3, 64), (12, 64), (4, 128), (12, 128)])
+@pytest.mark.parametrize(("groups", "dim"), [(3, 64), (12, 64), (4, 128), (12, 128), (2, 112)])
 def test_blocks_of_every_size_give_the_bits_of_tokens_many(
     kind: Any, dtype: torch.dtype, groups: int, dim: int
 ) -> None:

@@ -49,6 +49,7 @@ def assert_equals_few_tokens(step: OwnStep, norms: bool = False, **options: Any)
     [
         *[(4, 128, F16), (4, 128, BF16), (12, 128, F16), (16, 128, BF16), (1, 64, F16), (7, 64, BF16), (9, 64, F16)],
         *[(2, 256, F16), (9, 256, BF16)],
+        *[(1, 96, F16), (5, 80, BF16), (8, 112, F16)],
     ],
 )
 def test_one_token_a_sequence(kind: Any, groups: int, dim: int, dtype: torch.dtype) -> None:
@@ -65,6 +66,7 @@ def test_one_token_a_sequence(kind: Any, groups: int, dim: int, dtype: torch.dty
     [
         *[(128, 64, True), (128, 64, False), (128, 32, True), (128, 96, True), (64, 32, False), (64, 4, False)],
         *[(256, 64, False), (256, 128, True), (256, 256, True)],
+        *[(96, 96, True), (96, 72, False), (80, 32, False), (112, 0, False)],
     ],
 )
 def test_partial_rotations(kind: Any, dim: int, rotated: int, interleaved: bool) -> None:
@@ -76,8 +78,9 @@ def test_partial_rotations(kind: Any, dim: int, rotated: int, interleaved: bool)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_splits(kind: Any) -> None:
-    step = own_step(kind, [130] if UNDER_A_TOOL else [2300, 1025], heads=1, groups=4, dim=128, page_size=192)
+@pytest.mark.parametrize("dim", [128, 80])
+def test_many_splits(kind: Any, dim: int) -> None:
+    step = own_step(kind, [130] if UNDER_A_TOOL else [2300, 1025], heads=1, groups=4, dim=dim, page_size=192)
     assert_equals_few_tokens(step)
 
 
@@ -120,7 +123,7 @@ def test_softcap(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("matrix", ["exl2", "gptq"])
-@pytest.mark.parametrize(("groups", "dim"), [(4, 128), (8, 64)])
+@pytest.mark.parametrize(("groups", "dim"), [(4, 128), (8, 64), (4, 96)])
 def test_results_packed_for_the_next_matmul(matrix: str, groups: int, dim: int) -> None:
     """Pages of 16 keys select the kernel for few tokens."""
     made = product_of(2 * groups * dim, matrix)

@@ -130,7 +130,9 @@ def test_attention_by_card_cache_and_shape() -> None:
     assert kernel("H100", kind="q4") == "attention_q4_f16_128_few1"
     assert kernel("4090") == "attention_fp16_f16_128_teams1"
     assert kernel("H100", softcap=30.0) == kernel("H100")
-    assert kernel("H100", window=128) == kernel("H100", dim=96) == "attention_fp16_128_decode1"
+    assert kernel("H100", window=128) == kernel("H100", dim=72) == "attention_fp16_128_decode1"
+    assert kernel("H100", dim=96) == "attention_fp16_f16_padded_few1"
+    assert kernel("4090", dim=80) == "attention_fp16_f16_padded_teams1"
     assert kernel("H100", dim=256) == "attention_fp16_f16_256_few1"
     assert kernel("H100", tokens=512) == "attention_fp16_128_wide"
     assert kernel("A100", tokens=512) == "attention_fp16_128_prefill"

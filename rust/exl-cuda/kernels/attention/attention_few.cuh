@@ -9,7 +9,7 @@
 #include "attention/attention_single.cuh"
 #include "common/cluster.cuh"
 
-template <class ELEMENT, int KEY_CODEC, int VALUE_CODEC, int DIM_, int COLUMN_TILES>
+template <class ELEMENT, int KEY_CODEC, int VALUE_CODEC, int DIM_, int COLUMN_TILES, bool PADDED_>
 struct Few : Stages<KEY_CODEC, VALUE_CODEC, DIM_, 4, 0> {
   using Base = Stages<KEY_CODEC, VALUE_CODEC, DIM_, 4, 0>;
   using Element = ELEMENT;
@@ -17,7 +17,7 @@ struct Few : Stages<KEY_CODEC, VALUE_CODEC, DIM_, 4, 0> {
   static constexpr int MT = DIM / 64, BLOCKS = DIM / 64, ROW = DIM + 4;
   static constexpr int ITEM = 68, ITEM_BYTES = 4 * ITEM;  // floats of 64 dimensions of a row: sums; largest logit, sum of weights, padding
   static constexpr int JOINED = 16;         // splits that the last block loads at once
-  static constexpr bool REGISTERS = false;  // queries stay in shared memory
+  static constexpr bool REGISTERS = false, PADDED = PADDED_;  // queries stay in shared memory
   static constexpr int UNROLLED = 2, JOIN_ROUNDS = 2;  // little code: a launch takes longer to fetch it than to run it
   // A unit's keys and values, then: queries, weights, largest logits, own key and value, a barrier, the places of results (`ordered`), rows
   // of a unit's results, and the unit results that the cluster's blocks sent.
@@ -104,13 +104,18 @@ DEVICE void attention_few(const Attention& a) {
   // Loaded before the keys and values, because later loads would queue behind those; one lane a unit of this block.
   const int unit_of_lane = min(begin + ((int)(threadIdx.x & 31) << shift), stop - 1);
   const int page_of_lane = begin < stop ? job.pages[page_of(a, unit_of_lane * UNIT)] : -1;
-  const Rotation<typename S::Element, S::DIM> rotation(a, job.token);
+  const Rotation<S> rotation(a, job.token);
   const int64_t any_slot = a.slots ? a.slots[job.token] : -1;
   const float2 norms = load_norms<S>(a);
   const int items = a.group * S::BLOCKS, my_items = (items - job.rank + size - 1) >> shift, lane = threadIdx.x & 31;
   if (a.row_of_feature && warp_index() < my_items) {
-    const int at = (job.key_head * items + (warp_index() << shift) + job.rank) * 32 + lane;
-    copy_async<4>(shared + S::PLACES_AT + 4 * threadIdx.x, reinterpret_cast<const uint32_t*>(a.row_of_feature) + at, true);
+    if constexpr (S::PADDED) {
+      const int feature = padded_feature<S>(a, job, (warp_index() << shift) + job.rank);
+      copy_async<4>(shared + S::PLACES_AT + 4 * threadIdx.x, a.row_of_feature + feature, feature >= 0);
+    } else {
+      const int at = (job.key_head * items + (warp_index() << shift) + job.rank) * 32 + lane;
+      copy_async<4>(shared + S::PLACES_AT + 4 * threadIdx.x, reinterpret_cast<const uint32_t*>(a.row_of_feature) + at, true);
+    }
     copy_commit();
   }
   if (begin < stop) {
@@ -140,7 +145,7 @@ DEVICE void attention_few(const Attention& a) {
   cluster_wait();
   if (a.early) pdl_wait();
   uint32_t raw[2][S::BLOCKS];
-  load_items<S>(raw, source, second);
+  load_items<S>(a, raw, source, second);
   prepare_items<S>(a, job, rotation, shared, own, home_unit == 0 ? 0 : -1, slot, raw);
 #pragma unroll 1
   for (int index = begin, turn = 0; index < stop; index += size, turn++) {
@@ -178,12 +183,15 @@ template <class S>
 DEVICE void attention_few(const Attention&) {}
 #endif
 
-#define FEW(kind, element, ELEMENT, KC, VC, DIM, NT, BLOCKS)                                                                        \
-  extern "C" __global__ void __launch_bounds__(128, BLOCKS) attention_##kind##_##element##_##DIM##_few##NT(const __grid_constant__ Attention a) { \
-    attention_few<Few<ELEMENT, KC, VC, DIM, NT>>(a);                                                                                \
+#define FEW_KERNEL(name, ELEMENT, KC, VC, DIM, NT, PADDED, BLOCKS)                                          \
+  extern "C" __global__ void __launch_bounds__(128, BLOCKS) name(const __grid_constant__ Attention a) {      \
+    attention_few<Few<ELEMENT, KC, VC, DIM, NT, PADDED>>(a);                                                 \
   }
+#define FEW(kind, element, ELEMENT, KC, VC, DIM, NT, BLOCKS) \
+  FEW_KERNEL(attention_##kind##_##element##_##DIM##_few##NT, ELEMENT, KC, VC, DIM, NT, false, BLOCKS)
 #define FEWS_OF(kind, element, ELEMENT, KC, VC)                                                       \
   FEW(kind, element, ELEMENT, KC, VC, 64, 1, 7) FEW(kind, element, ELEMENT, KC, VC, 64, 2, 5)         \
   FEW(kind, element, ELEMENT, KC, VC, 128, 1, 7) FEW(kind, element, ELEMENT, KC, VC, 128, 2, 4)       \
-  FEW(kind, element, ELEMENT, KC, VC, 256, 1, 5) FEW(kind, element, ELEMENT, KC, VC, 256, 2, 3)
+  FEW(kind, element, ELEMENT, KC, VC, 256, 1, 5) FEW(kind, element, ELEMENT, KC, VC, 256, 2, 3)       \
+  FEW_KERNEL(attention_##kind##_##element##_padded_few1, ELEMENT, KC, VC, 128, 1, true, 7)
 #define FEWS(kind, KC, VC) FEWS_OF(kind, f16, __half, KC, VC) FEWS_OF(kind, bf16, __nv_bfloat16, KC, VC)

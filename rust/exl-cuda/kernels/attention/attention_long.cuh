@@ -4,12 +4,12 @@
 #pragma once
 #include "attention/attention_single.cuh"
 
-template <class ELEMENT, int KEY_CODEC, int VALUE_CODEC, int DIM_, int COLUMN_TILES, int TEAMS_>
+template <class ELEMENT, int KEY_CODEC, int VALUE_CODEC, int DIM_, int COLUMN_TILES, int TEAMS_, bool PADDED_>
 struct Long : Stages<KEY_CODEC, VALUE_CODEC, DIM_, 4, 0> {
   using Element = ELEMENT;
   static constexpr int KC = KEY_CODEC, VC = VALUE_CODEC, DIM = DIM_, NT = COLUMN_TILES, TEAMS = TEAMS_, WARPS = 4 * TEAMS, THREADS = 32 * WARPS;
   static constexpr int FETCHERS = 32, JOINED = 16, UNROLLED = 8, JOIN_ROUNDS = 1, COLUMNS = 8 * NT, MT = DIM / 64, BLOCKS = DIM / 64, ROW = DIM + 4;
-  static constexpr bool REGISTERS = false;
+  static constexpr bool REGISTERS = false, PADDED = PADDED_;
   // Queries; each team's weights and largest logits; own key and value; barriers; rows of results, one set a unit if teams share a split;
   // then the ring of units.
   static constexpr int QUERIES_AT = 0, WEIGHTS_AT = COLUMNS * DIM * 2, WEIGHT_BYTES = 4 * NT * 256, MAXIMA_AT = WEIGHTS_AT + TEAMS * WEIGHT_BYTES;
@@ -69,11 +69,11 @@ DEVICE void fetch_split(const Attention& a, const Job& job, uint8_t* ring, const
 constexpr int EARLY_BLOCKS = 8;
 template <class S>
 DEVICE void ask_ahead(const Attention& a, const Job& job) {
-  constexpr int ROW = row_bytes<S::KC, S::DIM>(), PIECE = 16384;
+  constexpr int PIECE = 16384;
   if (!a.early || blockIdx.x >= EARLY_BLOCKS || blockIdx.y + blockIdx.z > 0) return;
-  const int bytes = min(min(job.to, a.page_size) * a.heads * ROW, a.ahead), page = bytes > 0 ? job.pages[0] : -1;
+  const int row = page_bytes<S, S::KC>(a), bytes = min(min(job.to, a.page_size) * a.heads * row, a.ahead), page = bytes > 0 ? job.pages[0] : -1;
   if ((unsigned)page >= (unsigned)a.num_pages) return;
-  const int64_t first = (int64_t)page * a.page_size * a.heads * ROW;
+  const int64_t first = (int64_t)page * a.page_size * a.heads * row;
 #pragma unroll 1
   for (int at = (threadIdx.x & 31) * PIECE; at < bytes; at += 32 * PIECE) {
     const int size = min(PIECE, bytes - at);
@@ -155,7 +155,7 @@ DEVICE void attention_long(const Attention& a) {
     fetch_split<S>(a, job, ring, slots, begin, of_split);
     return;
   }
-  const Rotation<typename S::Element, S::DIM> rotation(a, job.token);
+  const Rotation<S> rotation(a, job.token);
   const bool own = job.fresh >= 0 && job.fresh / UNIT >= begin && job.fresh / UNIT < begin + of_split;
   const int64_t slot = own && a.slots ? a.slots[job.token] : -1;
   for (int i = threadIdx.x; i < S::COLUMNS * S::DIM / 8; i += S::THREADS) reinterpret_cast<uint4*>(shared + S::QUERIES_AT)[i] = make_uint4(0, 0, 0, 0);
@@ -166,7 +166,7 @@ DEVICE void attention_long(const Attention& a) {
   bar<9>(S::THREADS);
   if (a.early) pdl_wait();
   uint32_t raw[2][S::BLOCKS];
-  load_items<S>(raw, source, second);
+  load_items<S>(a, raw, source, second);
   prepare_items<S>(a, job, rotation, shared, own, -1, slot, raw);
   bar<8>(S::THREADS + 32);
   const int team = warp / 4;
@@ -210,15 +210,17 @@ template <class S>
 DEVICE void attention_long(const Attention&) {}
 #endif
 
-#define LONG(kind, element, ELEMENT, KC, VC, DIM, NT, TEAMS)                                                            \
-  extern "C" __global__ void __launch_bounds__(128 * TEAMS + 32, TEAMS == 1 ? 4 : 2)                                    \
-      attention_##kind##_##element##_##DIM##_long##NT##x##TEAMS(const __grid_constant__ Attention a) {                  \
-    attention_long<Long<ELEMENT, KC, VC, DIM, NT, TEAMS>>(a);                                                           \
+#define LONG_KERNEL(name, ELEMENT, KC, VC, DIM, NT, TEAMS, PADDED)                                                      \
+  extern "C" __global__ void __launch_bounds__(128 * TEAMS + 32, TEAMS == 1 ? 4 : 2) name(const __grid_constant__ Attention a) { \
+    attention_long<Long<ELEMENT, KC, VC, DIM, NT, TEAMS, PADDED>>(a);                                                   \
   }
+#define LONG(kind, element, ELEMENT, KC, VC, DIM, NT, TEAMS) \
+  LONG_KERNEL(attention_##kind##_##element##_##DIM##_long##NT##x##TEAMS, ELEMENT, KC, VC, DIM, NT, TEAMS, false)
 #define LONGS_OF(kind, element, ELEMENT, KC, VC, TEAMS)                                                                 \
   LONG(kind, element, ELEMENT, KC, VC, 64, 1, TEAMS) LONG(kind, element, ELEMENT, KC, VC, 64, 2, TEAMS)                 \
   LONG(kind, element, ELEMENT, KC, VC, 128, 1, TEAMS) LONG(kind, element, ELEMENT, KC, VC, 128, 2, TEAMS)               \
-  LONG(kind, element, ELEMENT, KC, VC, 256, 1, TEAMS) LONG_WIDEST_##TEAMS(kind, element, ELEMENT, KC, VC)
+  LONG(kind, element, ELEMENT, KC, VC, 256, 1, TEAMS) LONG_WIDEST_##TEAMS(kind, element, ELEMENT, KC, VC)               \
+  LONG_KERNEL(attention_##kind##_##element##_padded_long1x##TEAMS, ELEMENT, KC, VC, 128, 1, TEAMS, true)
 #define LONG_WIDEST_1(kind, element, ELEMENT, KC, VC) LONG(kind, element, ELEMENT, KC, VC, 256, 2, 1)
 #define LONG_WIDEST_2(kind, element, ELEMENT, KC, VC)  // two teams' results do not fit half of an SM's shared memory
 #define LONGS(kind, KC, VC, TEAMS) LONGS_OF(kind, f16, __half, KC, VC, TEAMS) LONGS_OF(kind, bf16, __nv_bfloat16, KC, VC, TEAMS)

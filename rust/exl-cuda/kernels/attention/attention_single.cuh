@@ -1,5 +1,6 @@
 // Shared by the kernels for one token a sequence (attention_few.cuh, attention_long.cuh, attention_teams.cuh): rotation, fetching, the own
-// key and value, the joining of units and splits, and storing. For whole heads of halves or bfloat16.
+// key and value, the joining of units and splits, and storing. For heads of halves or bfloat16 whose size is DIM or, where S::PADDED, a
+// multiple of 16 below DIM. Padded heads have zeros up to DIM in shared memory; pages, operands and results have only their elements.
 #pragma once
 #include "attention/attention_decode.cuh"
 #include "common/pipeline.cuh"
@@ -14,11 +15,20 @@ DEVICE uint32_t word_of(float2 v, __nv_bfloat16) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+// Elements of a head.
+template <class S>
+DEVICE int head_dim(const Attention& a) { return S::PADDED ? a.dim : S::DIM; }
+// Bytes of a key (or value) of one head in the pages, without scales. Blocks of 64 elements are transformed as a whole.
+template <class S, int CODEC>
+DEVICE int page_bytes(const Attention& a) { return S::PADDED && !is_hadamard<CODEC>() ? a.dim / 8 * unit_bytes<CODEC>() : row_bytes<CODEC, S::DIM>(); }
+
 // Rotation of a head; lane l holds elements 64 b + 2 l and the next one. The first `a.rotated` elements are rotated: all of them; any even
-// number, of neighbours (`a.interleaved`); or a multiple of four up to 64 (ops/attention/single.rs).
-template <class ELEMENT, int DIM>
+// number, of neighbours (`a.interleaved`); or a multiple of four, up to 64 unless S::PADDED (ops/attention/single.rs).
+template <class S>
 struct Rotation {
-  static constexpr int BLOCKS = DIM / 64, PAIRS = BLOCKS > 2 ? BLOCKS : 2;
+  using ELEMENT = typename S::Element;
+  static constexpr int DIM = S::DIM, BLOCKS = DIM / 64, PAIRS = S::PADDED || BLOCKS > 2 ? 4 : 2;
+  static_assert(BLOCKS <= 4 && (!S::PADDED || BLOCKS == 2), "angles of all pairs of a lane");
   float cos[PAIRS], sin[PAIRS];
   bool turns = false;
   DEVICE Rotation(const Attention& a, int token) {
@@ -37,6 +47,19 @@ struct Rotation {
         if (pair >= pairs) break;
         cos[b] = cosines[pair];
         sin[b] = sines[pair];
+      }
+    } else if constexpr (S::PADDED) {
+      const int half = pairs / 2;  // words, of two elements each, that hold the first elements of pairs
+#pragma unroll
+      for (int b = 0; b < BLOCKS; b++) {
+        const int word = 32 * b + lane;
+        if (word >= 2 * half) break;
+        const int pair = 2 * (word < half ? word : word - half);
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          cos[2 * b + j] = cosines[pair + j];
+          sin[2 * b + j] = sines[pair + j];
+        }
       }
     } else if (DIM > 64 && a.rotated == DIM) {
 #pragma unroll
@@ -61,6 +84,8 @@ struct Rotation {
     if (a.interleaved) {
 #pragma unroll
       for (int b = 0; b < BLOCKS; b++) head.pairs[b] = rotate(head.pairs[b].x, head.pairs[b].y, cos[b], sin[b]);
+    } else if constexpr (S::PADDED) {
+      turn_words(a, head);
     } else if (DIM > 64 && a.rotated == DIM) {
 #pragma unroll
       for (int b = 0; b < BLOCKS / 2; b++) {
@@ -82,6 +107,25 @@ struct Rotation {
     }
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) head.pairs[b] = pair_of(word_of(head.pairs[b], ELEMENT()), ELEMENT());
+  }
+  // Rotates two blocks of which any multiple of four elements is rotated: the partner of a word is half as many words away.
+  DEVICE void turn_words(const Attention& a, Head<DIM>& head) const {
+    const int lane = threadIdx.x & 31, half = a.rotated / 4;
+    const auto shifted = [&](float2 pair, int by) {
+      return make_float2(__shfl_sync(~0u, pair.x, (lane + by) & 31), __shfl_sync(~0u, pair.y, (lane + by) & 31));
+    };
+    const float2 later[2] = {shifted(head.pairs[0], half), shifted(head.pairs[1], half)};
+    const float2 earlier[2] = {shifted(head.pairs[0], -half), shifted(head.pairs[1], -half)};
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+      const int word = 32 * b + lane;
+      const bool upper = word >= half;
+      const float2 mine = head.pairs[b];
+      const float2 other = upper ? (word - half < 32 ? earlier[0] : earlier[1]) : (word + half < 32 ? later[0] : later[1]);
+      const float2 x = upper ? rotate(other.x, mine.x, cos[2 * b], sin[2 * b]) : rotate(mine.x, other.x, cos[2 * b], sin[2 * b]);
+      const float2 y = upper ? rotate(other.y, mine.y, cos[2 * b + 1], sin[2 * b + 1]) : rotate(mine.y, other.y, cos[2 * b + 1], sin[2 * b + 1]);
+      if (word < 2 * half) head.pairs[b] = upper ? make_float2(x.y, y.y) : make_float2(x.x, y.x);
+    }
   }
 };
 
@@ -151,15 +195,31 @@ DEVICE void fetch(uint8_t* to, int stride, const uint8_t* from, const uint8_t* s
       if (r != skip) copy_async<WIDE>(to + STAGE * stride + r * WIDE, scales + (int64_t)(rows.first + r * heads) * WIDE, rows.has(r));
   }
 }
+// The same for padded heads whose codec packs rows of `bytes`: zeros also for the padding. Without a cache hint, for which ptxas 13.0 emits
+// illegal instructions in some kernels.
+template <int CODEC, int DIM, int THREADS, class R>
+DEVICE void fetch_padded(uint8_t* to, int stride, const uint8_t* from, int bytes, int heads, R rows, int skip) {
+  constexpr int CHUNKS = row_bytes<CODEC, DIM>() / 16, ROWS = THREADS / CHUNKS;
+  const int tid = threadIdx.x % THREADS, chunk = tid % CHUNKS * 16;
+#pragma unroll 2
+  for (int r = tid / CHUNKS; r < STAGE; r += ROWS)
+    if (r != skip) copy_async<16>(to + r * stride + chunk, from + ((int64_t)(rows.first + r * heads) * bytes + chunk), chunk < bytes && rows.has(r));
+}
+template <class S, int CODEC, class R>
+DEVICE void fetch_plane(const Attention& a, uint8_t* to, int stride, const uint8_t* from, const uint8_t* scales, R rows, int skip) {
+  if constexpr (S::PADDED && !is_hadamard<CODEC>())
+    fetch_padded<CODEC, S::DIM, S::FETCHERS>(to, stride, from, page_bytes<S, CODEC>(a), a.heads, rows, skip);
+  else fetch<CODEC, S::DIM, S::FETCHERS, S::UNROLLED>(to, stride, from, scales, a.heads, rows, skip);
+}
 template <class S, class R>
 DEVICE void fetch_keys(const Attention& a, const Job& job, uint8_t* shared, R rows, int unit) {
-  fetch<S::KC, S::DIM, S::FETCHERS, S::UNROLLED>(shared, key_stride<S::KC, S::DIM>(), a.key, reinterpret_cast<const uint8_t*>(a.key_scales),
-                                                 a.heads, rows, job.fresh - unit * UNIT);
+  fetch_plane<S, S::KC>(a, shared, key_stride<S::KC, S::DIM>(), a.key, reinterpret_cast<const uint8_t*>(a.key_scales), rows,
+                        job.fresh - unit * UNIT);
 }
 template <class S, class R>
 DEVICE void fetch_values(const Attention& a, const Job& job, uint8_t* shared, R rows, int unit) {
-  fetch<S::VC, S::DIM, S::FETCHERS, S::UNROLLED>(shared + S::KEY_BYTES, value_stride<S::VC, S::DIM>(), a.value,
-                                                 reinterpret_cast<const uint8_t*>(a.value_scales), a.heads, rows, job.fresh - unit * UNIT);
+  fetch_plane<S, S::VC>(a, shared + S::KEY_BYTES, value_stride<S::VC, S::DIM>(), a.value, reinterpret_cast<const uint8_t*>(a.value_scales), rows,
+                        job.fresh - unit * UNIT);
 }
 
 // Offset of a key (or value) in a stage: its row and its scales.
@@ -196,19 +256,19 @@ DEVICE void put_pairs(uint32_t* words, int stride, Head<DIM>& head) {
 }
 
 // Encodes the token's own key or value into shared memory and, if there is a slot, into the pages.
-template <class ELEMENT, int CODEC, int DIM>
-DEVICE void encode_own(const Attention& a, int plane, const Head<DIM>& head, uint8_t* row, uint8_t* scales, int64_t slot, int key_head) {
-  constexpr int BYTES = row_bytes<CODEC, DIM>();
-  const int lane = threadIdx.x & 31;
+template <class S, int CODEC>
+DEVICE void encode_own(const Attention& a, int plane, const Head<S::DIM>& head, uint8_t* row, uint8_t* scales, int64_t slot, int key_head) {
+  constexpr int DIM = S::DIM;
+  const int lane = threadIdx.x & 31, bytes = page_bytes<S, CODEC>(a);
   const int64_t at = slot * a.heads + key_head;
   const bool stores = slot >= 0 && slot < (int64_t)a.num_pages * a.page_size;
-  uint8_t* out = const_cast<uint8_t*>(plane ? a.value : a.key) + at * BYTES;
+  uint8_t* out = const_cast<uint8_t*>(plane ? a.value : a.key) + at * bytes;
   if constexpr (CODEC == F16) {
 #pragma unroll
     for (int b = 0; b < DIM / 64; b++) {
-      const uint32_t pair = saturated(head.pairs[b], ELEMENT());
+      const uint32_t pair = saturated(head.pairs[b], typename S::Element());
       reinterpret_cast<uint32_t*>(row)[32 * b + lane] = pair;
-      if (stores) reinterpret_cast<uint32_t*>(out)[32 * b + lane] = pair;
+      if (stores && (!S::PADDED || 64 * b + 2 * lane < a.dim)) reinterpret_cast<uint32_t*>(out)[32 * b + lane] = pair;
     }
   } else {
     Pages p;
@@ -220,7 +280,7 @@ DEVICE void encode_own(const Attention& a, int plane, const Head<DIM>& head, uin
     for (int b = 0; b < DIM / 64; b++) encode(p, 0, 0, b, head.pairs[b].x, head.pairs[b].y);
     __syncwarp();
     if (!stores) return;
-    for (int i = lane; i < BYTES / 4; i += 32) reinterpret_cast<uint32_t*>(out)[i] = reinterpret_cast<const uint32_t*>(row)[i];
+    for (int i = lane; i < bytes / 4; i += 32) reinterpret_cast<uint32_t*>(out)[i] = reinterpret_cast<const uint32_t*>(row)[i];
     if (is_hadamard<CODEC>() && lane < DIM / 64)
       reinterpret_cast<uint32_t*>(const_cast<__half*>(plane ? a.value_scales : a.key_scales))[at * (DIM / 64) + lane] =
           reinterpret_cast<const uint32_t*>(scales)[lane];
@@ -230,26 +290,27 @@ DEVICE void encode_own(const Attention& a, int plane, const Head<DIM>& head, uin
 // Source of an item that a warp prepares: the own value and the own key (`before` 2: the block has them), then queries; null past the end.
 template <class S>
 DEVICE const unsigned* source_of(const Attention& a, const Job& job, int item, int before) {
-  const int column = item - before;
+  const int column = item - before, dim = head_dim<S>(a);
   if (column >= a.group) return nullptr;
   const void* from = column >= 0 ? a.q : column == -1 ? a.new_key : a.new_value;
-  const int at = column >= 0 ? job.token * a.q_stride + (job.key_head * a.group + column) * S::DIM : job.token * a.new_stride + job.key_head * S::DIM;
+  const int at = column >= 0 ? job.token * a.q_stride + (job.key_head * a.group + column) * dim : job.token * a.new_stride + job.key_head * dim;
   return static_cast<const unsigned*>(from) + at / 2 + (threadIdx.x & 31);
 }
 
 template <class S>
-DEVICE void load_items(uint32_t (&raw)[2][S::BLOCKS], const unsigned* first, const unsigned* second) {
+DEVICE void load_items(const Attention& a, uint32_t (&raw)[2][S::BLOCKS], const unsigned* first, const unsigned* second) {
 #pragma unroll
   for (int b = 0; b < S::BLOCKS; b++) {
     raw[0][b] = raw[1][b] = 0;
+    if (S::PADDED && 64 * b + 2 * (static_cast<int>(threadIdx.x) & 31) >= a.dim) break;
     if (first) raw[0][b] = __ldcg(first + 32 * b);
     if (second) raw[1][b] = __ldcg(second + 32 * b);
   }
 }
 
-// Whether the weights of the norms of q and k have no room in shared memory and are read where they are used.
+// Whether the weights of the norms of q and k are read where they are used: those of heads of 256 have no room in shared memory.
 template <class S>
-constexpr bool NORMS_STAY = S::DIM > 128;
+constexpr bool NORMS_STAY = S::DIM > 128 || S::PADDED;
 
 // Loads the weights of the norms of q and k, two floats a thread. They are requested before the keys and stored before the block's barrier,
 // in the memory of the weights of the first unit's values.
@@ -276,14 +337,14 @@ DEVICE const float* norm_weight(const Attention& a, const uint8_t* shared, bool 
 // -1: stored aside, for a later unit. Data of the previous launch is never read through the SM's L1 cache, which may hold older lines.
 // `raw`: the warp's first two items.
 template <class S>
-DEVICE void prepare_items(const Attention& a, const Job& job, const Rotation<typename S::Element, S::DIM>& rotation, uint8_t* shared, bool own,
+DEVICE void prepare_items(const Attention& a, const Job& job, const Rotation<S>& rotation, uint8_t* shared, bool own,
                         int home, int64_t slot, uint32_t (&raw)[2][S::BLOCKS]) {
   using Element = typename S::Element;
   const int warp = warp_index(), warps = S::warps(), before = own ? 2 : 0, items = before + a.group;
   uint32_t* queries = reinterpret_cast<uint32_t*>(shared + S::QUERIES_AT);
 #pragma unroll 1
   for (int base = warp; base < items; base += 2 * warps) {
-    if (base != warp) load_items<S>(raw, source_of<S>(a, job, base, before), source_of<S>(a, job, base + warps, before));
+    if (base != warp) load_items<S>(a, raw, source_of<S>(a, job, base, before), source_of<S>(a, job, base + warps, before));
 #pragma unroll 1
     for (int i = 0; i < 2; i++) {
       const int column = base + i * warps - before;
@@ -297,7 +358,7 @@ DEVICE void prepare_items(const Attention& a, const Job& job, const Rotation<typ
       if (column >= -1) {
         // Unlikely: its code lies behind that of the models without these norms, which a launch runs once and cold.
         if (__builtin_expect(a.q_norm != nullptr, 0)) {
-          head.norm(S::DIM, a.norm_eps, norm_weight<S>(a, shared, column >= 0));
+          head.norm(head_dim<S>(a), a.norm_eps, norm_weight<S>(a, shared, column >= 0));
 #pragma unroll
           for (int b = 0; b < S::BLOCKS; b++) head.pairs[b] = pair_of(word_of(head.pairs[b], Element()), Element());
         }
@@ -315,8 +376,8 @@ DEVICE void prepare_items(const Attention& a, const Job& job, const Rotation<typ
         row = home + (plane ? S::KEY_BYTES + row_of<S::VC, S::DIM, VS>(key) : row_of<S::KC, S::DIM, KS>(key));
         scales = home + (plane ? S::KEY_BYTES + scales_of<S::VC, S::DIM, VS>(key) : scales_of<S::KC, S::DIM, KS>(key));
       }
-      if (S::KC == S::VC || !plane) encode_own<Element, S::KC, S::DIM>(a, plane, head, shared + row, shared + scales, slot, job.key_head);
-      else encode_own<Element, S::VC, S::DIM>(a, plane, head, shared + row, shared + scales, slot, job.key_head);
+      if (S::KC == S::VC || !plane) encode_own<S, S::KC>(a, plane, head, shared + row, shared + scales, slot, job.key_head);
+      else encode_own<S, S::VC>(a, plane, head, shared + row, shared + scales, slot, job.key_head);
     }
   }
 }
@@ -407,6 +468,13 @@ DEVICE bool join_splits(const Attention& a, Pair& pair, int row, int block, int 
   return true;
 }
 
+// A lane's first result of an item of a padded head among all results of a token; -1 past the end of the head.
+template <class S>
+DEVICE int padded_feature(const Attention& a, const Job& job, int item) {
+  const int e = item % S::BLOCKS * 64 + 2 * (threadIdx.x & 31);
+  return e < a.dim ? (job.key_head * a.group + item / S::BLOCKS) * a.dim + e : -1;
+}
+
 // Stores 64 dimensions of a result row, transformed back if values are. `places`: their rows in the input order of a matmul, if known.
 // OWN_COLUMN: not the zeros of columns past the tokens.
 template <class S, bool OWN_COLUMN = false>
@@ -420,9 +488,16 @@ DEVICE void store_item(const Attention& a, const Job& job, const Pair& pair, int
   }
   const float inverse = inverse_of(pair.sum);
   const uint32_t word = word_of(make_float2(__fmul_rn(even, inverse), __fmul_rn(odd, inverse)), typename S::Element());
+  int feature = 64 * at + 2 * lane;
+  if constexpr (S::PADDED) {
+    feature = padded_feature<S>(a, job, item);
+    if (feature < 0) return;
+  }
   if (a.ordered) {
     copy_wait<0>();
-    store_ordered<OWN_COLUMN>(a, job.token, places ? *places : ordered_rows(a, 64 * at + 2 * lane), word);
+    store_ordered<OWN_COLUMN>(a, job.token, places ? *places : ordered_rows(a, feature), word);
+  } else if constexpr (S::PADDED) {
+    static_cast<uint32_t*>(a.out)[(job.token * a.q_heads * a.dim + feature) / 2] = word;
   } else {
     static_cast<uint32_t*>(a.out)[(job.token * a.q_heads * S::BLOCKS + at) * 32 + lane] = word;
   }

@@ -7,12 +7,12 @@
 #pragma once
 #include "attention/attention_single.cuh"
 
-template <class ELEMENT, int KEY_CODEC, int VALUE_CODEC, int DIM_, int COLUMN_TILES>
+template <class ELEMENT, int KEY_CODEC, int VALUE_CODEC, int DIM_, int COLUMN_TILES, bool PADDED_>
 struct Teams : Stages<KEY_CODEC, VALUE_CODEC, DIM_, 4, 0> {
   using Element = ELEMENT;
   static constexpr int KC = KEY_CODEC, VC = VALUE_CODEC, DIM = DIM_, NT = COLUMN_TILES, THREADS = 128, FETCHERS = 128, JOINED = 16, UNROLLED = 8, JOIN_ROUNDS = 1;
   static constexpr int COLUMNS = 8 * NT, MT = DIM / 64, BLOCKS = DIM / 64, ROW = DIM + 4;
-  static constexpr bool REGISTERS = false;
+  static constexpr bool REGISTERS = false, PADDED = PADDED_;
   // Queries; own key and value; each team's weights and largest logits. Then rows of results and the teams' units.
   static constexpr int QUERIES_AT = 0, OWN_AT = COLUMNS * DIM * 2, WEIGHTS_AT = OWN_AT + packed_bytes<KC, DIM>() + packed_bytes<VC, DIM>();
   static constexpr int MAXIMA_OF_TEAM = 4 * NT * 256, TEAM_BYTES = MAXIMA_OF_TEAM + 4 * COLUMNS * 4;
@@ -157,14 +157,17 @@ DEVICE void attention_teams(const Attention& a) {
   share.team = warp / 4, share.teams = S::warps() / 4;
   share.page_of_lane = share.units > 0 ? job.pages[page_of(a, (share.begin + min(lane, share.units - 1)) * UNIT)] : -1;
   // All loads are started before the copies, behind which they would queue.
-  const Rotation<typename S::Element, S::DIM> rotation(a, job.token);
+  const Rotation<S> rotation(a, job.token);
   const int home = job.fresh >= 0 ? job.fresh / UNIT - share.begin : -1, resident = a.ring * share.teams, items = a.group * S::BLOCKS;
   const bool own = home >= 0 && home < share.units;
   const int64_t own_slot = own && a.slots ? a.slots[job.token] : -1;
   const float2 norms = load_norms<S>(a);
   uint32_t raw[2][S::BLOCKS];
-  load_items<S>(raw, source_of<S>(a, job, warp, own ? 2 : 0), source_of<S>(a, job, warp + S::warps(), own ? 2 : 0));
-  auto places_of = [&](int item) { return a.ordered && item < items ? ordered_rows(a, 64 * (job.key_head * items + item) + 2 * lane) : 0; };
+  load_items<S>(a, raw, source_of<S>(a, job, warp, own ? 2 : 0), source_of<S>(a, job, warp + S::warps(), own ? 2 : 0));
+  auto places_of = [&](int item) {
+    const int feature = S::PADDED ? padded_feature<S>(a, job, item) : 64 * (job.key_head * items + item) + 2 * lane;
+    return a.ordered && item < items && feature >= 0 ? ordered_rows(a, feature) : 0;
+  };
   const uint32_t places = places_of(warp);
   const int rows_at = S::WEIGHTS_AT + share.teams * S::TEAM_BYTES, units_at = (rows_at + a.group * S::ROW * 4 + 127) / 128 * 128;
   float* rows = reinterpret_cast<float*>(shared + rows_at);
@@ -208,12 +211,15 @@ template <class S>
 DEVICE void attention_teams(const Attention&) {}
 #endif
 
-#define TEAMS(kind, element, ELEMENT, KC, VC, DIM, NT)                                                                                        \
-  extern "C" __global__ void __launch_bounds__(512, 1) attention_##kind##_##element##_##DIM##_teams##NT(const __grid_constant__ Attention a) { \
-    attention_teams<Teams<ELEMENT, KC, VC, DIM, NT>>(a);                                                                                      \
+#define TEAMS_KERNEL(name, ELEMENT, KC, VC, DIM, NT, PADDED)                                          \
+  extern "C" __global__ void __launch_bounds__(512, 1) name(const __grid_constant__ Attention a) {     \
+    attention_teams<Teams<ELEMENT, KC, VC, DIM, NT, PADDED>>(a);                                       \
   }
+#define TEAMS(kind, element, ELEMENT, KC, VC, DIM, NT) \
+  TEAMS_KERNEL(attention_##kind##_##element##_##DIM##_teams##NT, ELEMENT, KC, VC, DIM, NT, false)
 #define ALL_TEAMS_OF(kind, element, ELEMENT, KC, VC)                                           \
   TEAMS(kind, element, ELEMENT, KC, VC, 64, 1) TEAMS(kind, element, ELEMENT, KC, VC, 64, 2)    \
   TEAMS(kind, element, ELEMENT, KC, VC, 128, 1) TEAMS(kind, element, ELEMENT, KC, VC, 128, 2)  \
-  TEAMS(kind, element, ELEMENT, KC, VC, 256, 1) TEAMS(kind, element, ELEMENT, KC, VC, 256, 2)
+  TEAMS(kind, element, ELEMENT, KC, VC, 256, 1) TEAMS(kind, element, ELEMENT, KC, VC, 256, 2)  \
+  TEAMS_KERNEL(attention_##kind##_##element##_padded_teams1, ELEMENT, KC, VC, 128, 1, true)
 #define ALL_TEAMS(kind, KC, VC) ALL_TEAMS_OF(kind, f16, __half, KC, VC) ALL_TEAMS_OF(kind, bf16, __nv_bfloat16, KC, VC)

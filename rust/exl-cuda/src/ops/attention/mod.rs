@@ -521,10 +521,10 @@ mod tests {
             (64, 128, 128, 256)
         );
         assert_eq!(kernels("attention_decode_q6").len(), 6);
-        assert_eq!(kernels("attention_few_q6").len(), 12);
-        assert_eq!(kernels("attention_long_q6").len(), 22);
-        assert_eq!(kernels("attention_teams_q6").len(), 12);
-        assert_eq!(kernels("attention_long_fp16").len(), 12);
+        assert_eq!(kernels("attention_few_q6").len(), 14);
+        assert_eq!(kernels("attention_long_q6").len(), 26);
+        assert_eq!(kernels("attention_teams_q6").len(), 14);
+        assert_eq!(kernels("attention_long_fp16").len(), 14);
         assert!(kernels("attention_few_q6").contains(&"attention_q6_bf16_64_few2".into()));
         assert_eq!(
             kernels("attention_prefill_q6"),

@@ -253,7 +253,12 @@ mod tests {
             (128, Some((96, false)), 0, "attention_fp16_128_decode1"),
             (128, Some((96, true)), 0, "attention_fp16_f16_128_few1"),
             (128, None, 100, "attention_fp16_128_decode1"),
-            (96, None, 0, "attention_fp16_128_decode1"),
+            (96, None, 0, "attention_fp16_f16_padded_few1"),
+            (80, Some((32, false)), 0, "attention_fp16_f16_padded_few1"),
+            (112, Some((112, false)), 0, "attention_fp16_f16_padded_few1"),
+            (96, Some((96, true)), 100, "attention_fp16_128_decode1"),
+            (96, Some((90, false)), 0, "attention_fp16_128_decode1"),
+            (72, None, 0, "attention_fp16_128_decode1"),
         ];
         for (dim, rotation, window, expected) in cases {
             let found = kernel(dim, (32, 8), rotation, 0.0, window, 8);

@@ -1,6 +1,8 @@
 //! The kernels for one token a sequence (`kernels/attention/attention_few.cuh`, `attention_long.cuh`, `attention_teams.cuh`): the calls that
 //! they take, and the blocks of the kernels of sm_90.
 
+use std::fmt;
+
 use super::room::{packed, unit_bytes};
 use super::{Attention, Mode, Own, Plan, ROWS, SPLIT_UNITS, UNIT, teams};
 use crate::capabilities::{Capabilities, Feature};
@@ -9,6 +11,56 @@ use crate::ops::kv::{Codec, KINDS, Kind};
 
 /// Head dimensions that these kernels support.
 const FEW_DIMS: [usize; 3] = [64, 128, 256];
+
+/// Heads that a kernel takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Heads {
+    /// Of this dimension.
+    Whole(usize),
+    /// Of any multiple of 16 between 64 and 128, padded with zeros to 128 in shared memory; up to eight query heads a key head.
+    Padded,
+}
+
+impl Heads {
+    /// The heads of this dimension with `group` query heads a key head, if a kernel takes them.
+    fn of(dim: usize, group: usize) -> Option<Self> {
+        if FEW_DIMS.contains(&dim) && group <= ROWS {
+            Some(Self::Whole(dim))
+        } else if dim > 64 && dim < PADDED_DIM && dim.is_multiple_of(16) && group <= ROWS / 2 {
+            Some(Self::Padded)
+        } else {
+            None
+        }
+    }
+
+    /// The dimension in shared memory.
+    pub(super) const fn padded(self) -> usize {
+        match self {
+            Self::Whole(dim) => dim,
+            Self::Padded => PADDED_DIM,
+        }
+    }
+
+    /// Tiles of eight query heads that kernels exist for.
+    const fn most_tiles(self) -> usize {
+        match self {
+            Self::Whole(_) => ROWS / 8,
+            Self::Padded => 1,
+        }
+    }
+}
+
+impl fmt::Display for Heads {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Whole(dim) => write!(f, "{dim}"),
+            Self::Padded => f.write_str("padded"),
+        }
+    }
+}
+
+/// Dimension to which heads are padded.
+const PADDED_DIM: usize = 128;
 
 /// Element types of their queries.
 const FEW_ELEMENTS: [Element; 2] = [Element::F16, Element::BF16];
@@ -20,20 +72,20 @@ const MOST_CLUSTER: usize = 8;
 /// Most bytes of keys, and of values, that one block prefetches.
 const AHEAD_BYTES: usize = 512 * 1024;
 
-fn few_name(kind: Kind, element: Element, dim: usize, column_tiles: usize) -> String {
+fn few_name(kind: Kind, element: Element, heads: Heads, column_tiles: usize) -> String {
     let (kind, element) = (kind.name, element.suffix());
-    format!("attention_{kind}_{element}_{dim}_few{column_tiles}")
+    format!("attention_{kind}_{element}_{heads}_few{column_tiles}")
 }
 
 fn long_name(
     kind: Kind,
     element: Element,
-    dim: usize,
+    heads: Heads,
     column_tiles: usize,
     teams: usize,
 ) -> String {
     let (kind, element) = (kind.name, element.suffix());
-    format!("attention_{kind}_{element}_{dim}_long{column_tiles}x{teams}")
+    format!("attention_{kind}_{element}_{heads}_long{column_tiles}x{teams}")
 }
 
 /// Kernels of `attention_few_<kind>.cu`, `attention_long_<kind>.cu` or `attention_teams_<kind>.cu`; None for other files.
@@ -41,24 +93,28 @@ pub(super) fn kernels(file: &str) -> Option<Vec<String>> {
     let of = |prefix| {
         let suffix = file.strip_prefix(prefix)?;
         let kind = KINDS.into_iter().find(|k| k.name == suffix)?;
-        let elements = |dim, tiles| FEW_ELEMENTS.map(|element| (element, dim, tiles));
+        let elements = |heads, tiles| FEW_ELEMENTS.map(|element| (element, heads, tiles));
         let each = FEW_DIMS
+            .map(Heads::Whole)
             .into_iter()
-            .flat_map(move |dim| (1..=2).flat_map(move |tiles| elements(dim, tiles)));
+            .chain([Heads::Padded])
+            .flat_map(move |heads| {
+                (1..=heads.most_tiles()).flat_map(move |tiles| elements(heads, tiles))
+            });
         Some((kind, each))
     };
     if let Some((kind, each)) = of("attention_few_") {
-        return Some(each.map(|(e, d, t)| few_name(kind, e, d, t)).collect());
+        return Some(each.map(|(e, h, t)| few_name(kind, e, h, t)).collect());
     }
     if let Some((kind, each)) = of("attention_teams_") {
-        return Some(each.map(|(e, d, t)| teams::name(kind, e, d, t)).collect());
+        return Some(each.map(|(e, h, t)| teams::name(kind, e, h, t)).collect());
     }
     let (kind, each) = of("attention_long_")?;
     let most = if is_half(kind) { 1 } else { MOST_TEAMS };
     let all = (1..=most).flat_map(|teams| {
         each.clone()
-            .filter(move |&(_, dim, tiles)| teams <= most_teams(dim, 8 * tiles))
-            .map(move |(e, d, t)| long_name(kind, e, d, t, teams))
+            .filter(move |&(_, heads, tiles)| teams <= most_teams(heads.padded(), 8 * tiles))
+            .map(move |(e, h, t)| long_name(kind, e, h, t, teams))
     });
     Some(all.collect())
 }
@@ -87,27 +143,22 @@ pub(super) fn blocks(caps: &Capabilities, op: &Attention, plan: &Plan) -> Option
         return None;
     }
     let group = op.q_heads / op.pages.heads;
+    let heads = Heads::of(op.pages.head_dim, group)?;
     let element = FEW_ELEMENTS[op.element as usize];
     if caps.has(Feature::AsyncCopy) {
-        return teams::blocks(caps, op, plan, element);
+        return teams::blocks(caps, op, plan, element, heads);
     }
     // Only tested on compute capability 9: other cards may hold fewer clusters.
     if caps.compute.0 != 9 || !caps.has(Feature::Clusters) || !sees_all(op, plan) {
         return None;
     }
 
-    let few = few(caps, op, plan);
-    let long =
-        long(caps, op, plan).filter(|long| prefers_long(is_half(op.pages.kind), few, long.splits));
+    let few = few(caps, op, plan, heads.padded());
+    let long = long(caps, op, plan, heads.padded())
+        .filter(|long| prefers_long(is_half(op.pages.kind), few, long.splits));
     if let Some(long) = long {
         return Some(Blocks {
-            kernel: long_name(
-                op.pages.kind,
-                element,
-                op.pages.head_dim,
-                group.div_ceil(8),
-                long.teams,
-            ),
+            kernel: long_name(op.pages.kind, element, heads, group.div_ceil(8), long.teams),
             count: long.splits,
             cluster: 0,
             threads: 128 * long.teams + 32,
@@ -118,7 +169,7 @@ pub(super) fn blocks(caps: &Capabilities, op: &Attention, plan: &Plan) -> Option
     }
     let few = few?;
     Some(Blocks {
-        kernel: few_name(op.pages.kind, element, op.pages.head_dim, group.div_ceil(8)),
+        kernel: few_name(op.pages.kind, element, heads, group.div_ceil(8)),
         count: few.size * few.clusters,
         cluster: few.size,
         threads: 128,
@@ -222,15 +273,15 @@ fn few_room(blocks: usize, sms: usize, per_block: usize) -> usize {
 }
 
 /// Whether the kernels know this rotation of heads of `dim` elements: of all elements, of neighbours, or of the first 64 or fewer, which
-/// the lanes exchange.
-fn rotates(own: Own, dim: usize) -> bool {
+/// the lanes exchange; where heads are padded, of any number of elements.
+fn rotates(own: Own, dim: usize, heads: Heads) -> bool {
     let Own {
         cos,
         rotated,
         interleaved,
         ..
     } = own;
-    let quarters = rotated <= 64 && rotated.is_multiple_of(4);
+    let quarters = (rotated <= 64 || heads == Heads::Padded) && rotated.is_multiple_of(4);
     cos == 0 || rotated == 0 || rotated == dim || interleaved || quarters
 }
 
@@ -239,13 +290,14 @@ fn rotates(own: Own, dim: usize) -> bool {
 fn is_single(op: &Attention, plan: &Plan) -> bool {
     let (dim, heads) = (op.pages.head_dim, op.pages.heads);
     let group = op.q_heads / heads;
-    let rotates = op.own.is_none_or(|own| rotates(own, dim));
+    let Some(kernel) = Heads::of(dim, group) else {
+        return false;
+    };
+    let rotates = op.own.is_none_or(|own| rotates(own, dim, kernel));
     let elements = (op.tokens * op.q_heads * dim).max(op.tokens * op.q_stride);
     plan.mode == Mode::Decode
         && op.element < FEW_ELEMENTS.len() as i32
         && i32::try_from(elements).is_ok()
-        && FEW_DIMS.contains(&dim)
-        && group <= ROWS
         && plan.tile_rows == group
         && op.key_mask == 0
         && op.pages.page_size.is_multiple_of(UNIT)
@@ -257,9 +309,9 @@ fn sees_all(op: &Attention, plan: &Plan) -> bool {
     op.window == 0 || op.window >= plan.key_limit
 }
 
-/// The division of a call's keys among blocks in clusters, if this is faster.
-fn few(caps: &Capabilities, op: &Attention, plan: &Plan) -> Option<Few> {
-    let (dim, heads) = (op.pages.head_dim, op.pages.heads);
+/// The division of a call's keys among blocks in clusters, if this is faster. `dim`: elements of a head in shared memory.
+fn few(caps: &Capabilities, op: &Attention, plan: &Plan, dim: usize) -> Option<Few> {
+    let heads = op.pages.heads;
     let group = op.q_heads / heads;
     let sms = caps.sms;
     let units = plan.key_limit.div_ceil(UNIT).max(1);
@@ -356,14 +408,15 @@ fn long_slots(
     }
 }
 
-fn long(caps: &Capabilities, op: &Attention, plan: &Plan) -> Option<Long> {
+/// The division of a call into blocks of whole splits. `dim`: elements of a head in shared memory.
+fn long(caps: &Capabilities, op: &Attention, plan: &Plan, dim: usize) -> Option<Long> {
     let group = op.q_heads / op.pages.heads;
     let units = plan.key_limit.div_ceil(UNIT).max(1);
     let splits = units.div_ceil(SPLIT_UNITS);
     if splits > 1 && plan.part_slots == 0 {
         return None;
     }
-    let (kind, dim) = (op.pages.kind, op.pages.head_dim);
+    let kind = op.pages.kind;
     let (wanted, share) = teams(
         is_half(kind),
         op.tokens * op.pages.heads * splits,

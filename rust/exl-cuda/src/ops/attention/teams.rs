@@ -1,7 +1,7 @@
 //! The kernel for one token a sequence in code for sm_80, sm_86 and sm_89 (`kernels/attention/attention_teams.cuh`): its blocks.
 
 use super::room::{packed, unit_bytes};
-use super::single::Blocks;
+use super::single::{Blocks, Heads};
 use super::{Attention, Plan, SPLIT_UNITS, UNIT};
 use crate::capabilities::Capabilities;
 use crate::ops::Element;
@@ -13,9 +13,9 @@ const MOST_TEAMS: usize = 4;
 /// Most slots of a team.
 const MOST_SLOTS: usize = 2;
 
-pub(super) fn name(kind: Kind, element: Element, dim: usize, column_tiles: usize) -> String {
+pub(super) fn name(kind: Kind, element: Element, heads: Heads, column_tiles: usize) -> String {
     let (kind, element) = (kind.name, element.suffix());
-    format!("attention_{kind}_{element}_{dim}_teams{column_tiles}")
+    format!("attention_{kind}_{element}_{heads}_teams{column_tiles}")
 }
 
 /// Bytes of a block with `teams` teams of `slots` units each.
@@ -71,8 +71,9 @@ pub(super) fn blocks(
     op: &Attention,
     plan: &Plan,
     element: Element,
+    heads: Heads,
 ) -> Option<Blocks> {
-    let (kind, dim) = (op.pages.kind, op.pages.head_dim);
+    let (kind, dim) = (op.pages.kind, heads.padded());
     let group = op.q_heads / op.pages.heads;
     let splits = splits(op, plan);
     if splits > 1 && plan.part_slots < splits {
@@ -82,7 +83,7 @@ pub(super) fn blocks(
     let groups = op.tokens * op.pages.heads;
     let (teams, slots) = shape(caps, (kind, dim, group), groups * splits, units)?;
     Some(Blocks {
-        kernel: name(kind, element, dim, group.div_ceil(8)),
+        kernel: name(kind, element, heads, group.div_ceil(8)),
         count: splits,
         cluster: 0,
         threads: 128 * teams,
