@@ -154,8 +154,14 @@ pub(super) fn blocks(caps: &Capabilities, op: &Attention, plan: &Plan) -> Option
     }
 
     let few = few(caps, op, plan, heads.padded());
-    let long = long(caps, op, plan, heads.padded())
-        .filter(|long| prefers_long(is_half(op.pages.kind), few, long.splits));
+    let long = long(caps, op, plan, heads.padded()).filter(|long| {
+        prefers_long(
+            is_half(op.pages.kind),
+            few,
+            long.splits,
+            crowds(caps, op, plan),
+        )
+    });
     if let Some(long) = long {
         return Some(Blocks {
             kernel: long_name(op.pages.kind, element, heads, group.div_ceil(8), long.teams),
@@ -192,13 +198,19 @@ fn ahead(caps: &Capabilities, op: &Attention, splits: usize) -> usize {
 }
 
 /// Whether blocks of whole splits are faster, by measurement (docs/design/attention.md). They are not if clusters of more than two blocks
-/// are resident. Otherwise they are for packed pages, and for half pages (`half`) of short sequences.
-fn prefers_long(half: bool, few: Option<Few>, splits: usize) -> bool {
+/// are resident. Otherwise they are for packed pages, and for half pages (`half`) of short sequences, if there are blocks for most SMs
+/// (`crowded`).
+fn prefers_long(half: bool, few: Option<Few>, splits: usize, crowded: bool) -> bool {
     match few {
         Some(few) if few.size > 2 => false,
-        Some(few) => !half || few.clusters == 1,
+        Some(few) => !half || (few.clusters == 1 && crowded),
         None => !half || splits <= MOST_HALF_SPLITS,
     }
+}
+
+/// Whether the key heads of all sequences are enough for most SMs, or have so few keys that more blocks would not help.
+fn crowds(caps: &Capabilities, op: &Attention, plan: &Plan) -> bool {
+    4 * op.tokens * op.pages.heads >= 3 * caps.sms || plan.key_limit <= 2 * UNIT
 }
 
 /// Division of a call's keys among blocks in clusters.
@@ -223,36 +235,33 @@ fn few_shared(kind: Kind, dim: usize, rows: usize, size: usize) -> usize {
     unit_bytes(kind, dim) + work + own(kind.key) + own(kind.value) + joins
 }
 
-/// Blocks of the cluster kernel that fit an SM: memory limits those of long heads.
-fn few_blocks(kind: Kind, dim: usize, rows: usize, per_block: usize) -> usize {
-    if dim <= 128 {
+/// Blocks of the cluster kernel that fit an SM, in clusters of `size`: memory limits those of long heads and of many query heads.
+fn few_blocks(kind: Kind, dim: usize, rows: usize, size: usize, per_block: usize) -> usize {
+    if dim <= 128 && rows <= ROWS / 2 {
         return FEW_BLOCKS;
     }
-    let block = few_shared(kind, dim, rows, MOST_CLUSTER) + 1024;
+    let block = few_shared(kind, dim, rows, size) + 1024;
     ((per_block + 1024) / block).clamp(1, FEW_BLOCKS)
 }
 
 /// Blocks of a cluster and clusters of a key head: one cluster a split, with as many blocks as leave all of them resident. By measurement
 /// (docs/design/attention.md), clusters of four are used only if a row is one split, and more blocks than are resident only for short rows
-/// of half pages. Otherwise None. `of_sm`: blocks that fit an SM.
+/// of half pages. Otherwise None. `of_sm`: blocks of a cluster size that fit an SM.
 fn few_clusters(
     groups: usize,
     units: usize,
-    packed: bool,
-    (sms, of_sm): (usize, usize),
+    (packed, many): (bool, bool),
+    sms: usize,
+    of_sm: impl Fn(usize) -> usize,
 ) -> Option<(usize, usize)> {
     let clusters = units.div_ceil(SPLIT_UNITS);
-    let (blocks, resident) = (groups * clusters, of_sm * sms);
-    let most = if clusters == 1 && !packed {
-        8 * sms
-    } else {
-        resident
-    };
-    let size = if MOST_CLUSTER * blocks <= resident {
+    let blocks = groups * clusters;
+    let fits = |size: usize| size * blocks <= of_sm(size) * sms;
+    let size = if fits(MOST_CLUSTER) {
         MOST_CLUSTER.min(units.next_power_of_two().max(2))
-    } else if clusters == 1 && 4 * blocks <= resident {
+    } else if clusters == 1 && (packed || many) && fits(4) {
         4
-    } else if 2 * blocks <= most {
+    } else if fits(2) || (clusters == 1 && !packed && 2 * blocks <= 8 * sms) {
         2
     } else {
         return None;
@@ -318,8 +327,8 @@ fn few(caps: &Capabilities, op: &Attention, plan: &Plan, dim: usize) -> Option<F
     let groups = op.tokens * heads;
     let packed = !is_half(op.pages.kind);
     let per_block = caps.shared_per_block;
-    let of_sm = few_blocks(op.pages.kind, dim, group, per_block);
-    let (size, clusters) = few_clusters(groups, units, packed, (sms, of_sm))?;
+    let of_sm = |size| few_blocks(op.pages.kind, dim, group, size, per_block);
+    let (size, clusters) = few_clusters(groups, units, (packed, group > ROWS / 2), sms, of_sm)?;
     if clusters > 1 && plan.part_slots == 0 {
         return None;
     }
@@ -472,14 +481,16 @@ mod tests {
     #[test]
     fn clusters_of_one_token_a_sequence() {
         // The 8 key heads of an 8B Llama on 132 SMs: by keys, then by sequences of 512 keys.
-        let of_keys = |keys: usize| few_clusters(8, keys / UNIT, false, (132, FEW_BLOCKS));
+        let of_keys =
+            |keys: usize| few_clusters(8, keys / UNIT, (false, false), 132, |_| FEW_BLOCKS);
         assert_eq!(of_keys(64), Some((2, 1)));
         assert_eq!(of_keys(512), Some((8, 1)));
         assert_eq!(of_keys(5120), Some((8, 10)));
         assert_eq!(of_keys(8704), Some((2, 17)));
         assert_eq!(of_keys(20480), Some((2, 40)));
         assert_eq!(of_keys(32768), None);
-        let of_batch = |batch: usize, packed| few_clusters(8 * batch, 8, packed, (132, FEW_BLOCKS));
+        let of_batch =
+            |batch: usize, packed| few_clusters(8 * batch, 8, (packed, false), 132, |_| FEW_BLOCKS);
         assert_eq!(of_batch(8, true), Some((8, 1)));
         assert_eq!(of_batch(16, true), Some((4, 1)));
         assert_eq!(of_batch(32, true), Some((2, 1)));
@@ -496,12 +507,20 @@ mod tests {
         };
         let long = |half| {
             let few = [(8, 1), (4, 1), (2, 1), (2, 32)].map(|(size, count)| clusters(size, count));
-            few.map(|few| prefers_long(half, few, 1))
+            few.map(|few| prefers_long(half, few, 1, true))
         };
         assert_eq!(long(false), [false, false, true, true]);
         assert_eq!(long(true), [false, false, true, false]);
-        assert!(prefers_long(false, None, 64) && prefers_long(true, None, 2));
-        assert!(!prefers_long(true, None, 64));
+        assert!(prefers_long(false, None, 64, false) && prefers_long(true, None, 2, false));
+        assert!(!prefers_long(true, None, 64, true));
+        // Half pages: clusters of two blocks while their key heads leave SMs free.
+        assert!(!prefers_long(true, clusters(2, 1), 1, false));
+        assert!(prefers_long(false, clusters(2, 1), 1, false));
+        // Half pages of 16 sequences: clusters of four lose to blocks of whole splits, unless many query heads share a key head.
+        assert_eq!(of_batch(16, false), Some((2, 1)));
+        let many =
+            |batch: usize, of_sm: usize| few_clusters(2 * batch, 8, (false, true), 132, |_| of_sm);
+        assert_eq!((many(32, 5), many(32, 3)), (Some((8, 1)), Some((4, 1))));
         // Four blocks of 512 on each SM, not five; no padding for few blocks.
         let room = few_room(512, 132, 227 * 1024);
         assert!(4 * (room + 1024) <= 228 * 1024 && 5 * (room + 1024) > 228 * 1024);
@@ -513,7 +532,7 @@ mod tests {
                     assert!(few_shared(kind, dim, ROWS, size) <= most);
                 }
                 assert!(few_shared(kind, dim, 4, 8) <= if dim > 128 { 90 } else { 45 } * 1024);
-                let blocks = few_blocks(kind, dim, 4, 227 * 1024);
+                let blocks = few_blocks(kind, dim, 4, 8, 227 * 1024);
                 assert!(blocks * (few_shared(kind, dim, 4, 8) + 1024) <= 228 * 1024);
                 assert!(blocks >= 2 && (dim > 128 || blocks == FEW_BLOCKS));
                 for (blocks, splits) in [(256, 1), (512, 1), (256, 32)] {
