@@ -12,6 +12,7 @@ from torch import Tensor
 from exl_core.execution import fused as plan
 from exl_core.execution import halves
 from exl_core.lora.rows import RowAdapters
+from exl_kernels.activation import activation as activate
 from exl_kernels.activation import gated_activation
 from exl_kernels.attention import paged_attention
 from exl_kernels.attention.cuda import MatmulInput
@@ -43,7 +44,12 @@ class FusedDouble:
         FusedDouble.calls += 1
         h = x if self.norm is None else rms_norm(x, self.norm.weight, self.norm.eps)
         parts = [matrix.matmul(h) for matrix in self.matrices]
-        y = gated_activation(parts[0], parts[1], self.activation) if self.activation else torch.cat(parts, 1)
+        if self.activation is None:
+            y = torch.cat(parts, 1)
+        elif len(parts) == 1:
+            y = activate(parts[0], self.activation)
+        else:
+            y = gated_activation(parts[0], parts[1], self.activation)
         return out.copy_(y if residual is None else residual + y)
 
     def kernel(self, rows: int) -> str | None:

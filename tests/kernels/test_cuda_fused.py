@@ -9,13 +9,13 @@ from torch import Tensor
 
 from exl_kernels.attention.cuda import MatmulInput
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
-from exl_kernels.fused import add_post_norm, add_rms_norm, embed, layer_norm_packed, rope_store
+from exl_kernels.fused import add_post_norm, add_rms_norm, embed, layer_norm_packed, norm_parts, rope_store
 from exl_kernels.kv import KVKind, KVPages, store_kv
 from exl_kernels.linear.fused import FusedLinear, Norm, Packed
 from exl_kernels.norm import layer_norm, rms_norm
 from exl_kernels.reference import norm as norm_twin
 from exl_kernels.rope import apply_rope
-from exl_kernels.selection import GEMV_ROWS
+from exl_kernels.selection import FEW_ROWS, GEMV_ROWS
 
 pytestmark = pytest.mark.cuda
 
@@ -98,7 +98,7 @@ def test_add_post_norm_packs_the_input_of_a_matmul(dtype: torch.dtype, rows: int
         assert want.isfinite().all()
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 40])
 @pytest.mark.parametrize("width", [128, 384, 4608, 8320])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_layer_norm_packs_the_input_of_a_matmul(rows: int, width: int, with_bias: bool) -> None:
@@ -114,8 +114,9 @@ def test_layer_norm_packs_the_input_of_a_matmul(rows: int, width: int, with_bias
         want, got = (torch.full((rows, 64), torch.nan, dtype=torch.float16, device="cuda") for _ in range(2))
         matmul(layer_norm(x, weight, bias, 1e-5), want)
         assert layer_norm_packed(x, weight, bias, 1e-5, given) is given.scratch
-        packed = given.scratch[: 16 * width].view(torch.float16).view(-1, 8, 32)
-        assert bool((packed[:, rows:] == 0).all())
+        if given.columns == FEW_ROWS:
+            packed = given.scratch[: 16 * width].view(torch.float16).view(-1, 8, 32)
+            assert bool((packed[:, rows:] == 0).all())
         matmul.from_input(given, got)
         assert torch.equal(got, want)
         assert want.isfinite().all()
@@ -126,21 +127,47 @@ def test_layer_norm_packs_the_input_of_a_matmul(rows: int, width: int, with_bias
         layer_norm_packed(x.float(), weight, None, 1e-5, given)
 
 
-def test_packed_rows_are_the_input_of_joined_matmuls() -> None:
+@pytest.mark.parametrize("rows", [3, 17])
+def test_packed_rows_are_the_input_of_joined_matmuls(rows: int) -> None:
     parts = [product_of(512, "gptq") for _ in range(2)]
-    norm = Norm(randn(512, seed=3), 1e-6)
-    for matmul in (FusedLinear(parts), FusedLinear(parts, activation="silu")):
-        given = matmul.input_of(3)
-        assert given is not None
-        x, y = randn(3, 512), randn(3, 512, dtype=torch.float16, seed=1)
-        h = add_post_norm(x.clone(), y, None, norm)
-        assert h is not None
-        add_post_norm(x, y, None, norm, into=given)
-        want, got = (torch.full((3, matmul.out_features), torch.nan, device="cuda").half() for _ in range(2))
+    weight = randn(512, seed=3)
+    for matmul in (
+        FusedLinear(parts),
+        FusedLinear(parts, activation="silu"),
+        FusedLinear(parts[:1], activation="gelu"),
+    ):
+        given = matmul.input_of(rows)
+        if given is None:
+            assert rows > FEW_ROWS, "small gated matrices leave their gate to a launch"
+            assert matmul.activation == "silu"
+            continue
+        x = randn(rows, 512, dtype=torch.float16)
+        h = layer_norm(x, weight, None, 1e-5)
+        layer_norm_packed(x, weight, None, 1e-5, given)
+        want, got = (torch.full((rows, matmul.out_features), torch.nan, device="cuda").half() for _ in range(2))
         matmul(h, want)
-        matmul.chained(Packed(given.scratch, 3), got)
+        matmul.chained(Packed(given.scratch, rows, by_matmul=False), got)
         assert torch.equal(got, want)
         assert want.isfinite().all()
+
+
+@pytest.mark.parametrize("widths", [(256, 64, 400), (4096, 4096, 12288), (1000, 7, 1009)])
+def test_norms_of_parts_of_rows(widths: tuple[int, int, int]) -> None:
+    first, second, stride = widths
+    weights = randn(first, seed=1), randn(second, seed=2)
+    for rows in (1, 9):
+        x = randn(rows, stride, dtype=torch.float16)
+        parts = (x[:, :first], x[:, first : first + second], x[:, first + second :])
+        normed = [rms_norm(part.contiguous(), w, 1e-5) for part, w in zip(parts, weights, strict=False)]
+        want = torch.cat([*normed, parts[2]], dim=1)
+        assert norm_parts(x, *weights, 1e-5) is x
+        assert torch.equal(x, want)
+    with pytest.raises(ShapeError, match="rows of"):
+        norm_parts(x[:, :first].contiguous(), *weights, 1e-5)
+    with pytest.raises(DTypeError, match="float16"):
+        norm_parts(x.float(), *weights, 1e-5)
+    with pytest.raises(ShapeError, match="second"):
+        norm_parts(x, weights[0], weights[1].half(), 1e-5)
 
 
 def test_packed_rows_that_do_not_fit() -> None:
@@ -154,6 +181,8 @@ def test_packed_rows_that_do_not_fit() -> None:
         add_post_norm(x[:, :128].contiguous(), y[:, :128].contiguous(), None, half, into=into)
     with pytest.raises(UnsupportedError, match="into needs a norm"):
         add_post_norm(x, y, None, None, into=into)
+    with pytest.raises(UnsupportedError, match="place of out"):
+        add_post_norm(x, y, None, norm, into=into, out=torch.empty_like(y))
     with pytest.raises(ValueError, match="packed input"):
         add_post_norm(x, y, None, norm, into=MatmulInput(made, 8, into.scratch[:1024]))
 

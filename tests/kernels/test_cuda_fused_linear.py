@@ -11,6 +11,7 @@ import torch
 from linear_cases import DTYPES, K, activations, exl2, gptq, norm_of, qkv
 from torch import Tensor
 
+from exl_kernels.cuda_ops import activation as activate
 from exl_kernels.cuda_ops import gated_activation, rms_norm
 from exl_kernels.device import programmatic_launch, set_programmatic_launch
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
@@ -58,6 +59,40 @@ def test_gated(activation: str, widths: tuple[tuple[int, ...], ...], group: int,
         fused(x, out)
         inner = rms_norm(x, norm.weight, norm.eps)
         assert torch.equal(out, gated_activation(gate.matmul(inner), up.matmul(inner), activation)), m
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "quickgelu"])
+@pytest.mark.parametrize("kind", ["exl2", "exl2 groups of 32", "gptq act-order"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activation_of_one_matrix(activation: Any, kind: str, dtype: torch.dtype) -> None:
+    """An activation behind one matmul, alone and with the matmul that takes its results."""
+    group = 32 if "32" in kind else 128
+    if kind.startswith("exl2"):
+        up, down = exl2(K, 5, 4, seed=1, bias=True, group=group), exl2(528, 4, seed=2, group=group)
+    else:
+        up, down = gptq(K, True, group), gptq(544, True, group)
+    norm = norm_of(dtype)
+    first, second = FusedLinear([up], norm=norm, activation=activation, dtype=dtype), FusedLinear([down], dtype=dtype)
+    for m in ROWS:
+        x = activations(m, K, dtype)
+        want = activate(up.matmul(rms_norm(x, norm.weight, norm.eps)), activation)
+        got = first(x, torch.full_like(want, float("nan")))
+        assert bitwise_equal(got, want), m
+        h = torch.randn(m, down.out_features, device="cuda").to(dtype)
+        assert torch.equal(first.then(second, x, torch.full_like(h, float("nan")), h), h + down.matmul(want)), m
+
+
+@pytest.mark.needs("bulk_copy", "clusters")
+@pytest.mark.parametrize(("k", "n"), [(256, 1024), (4608, 18432), (1152, 128)])
+def test_activated_results_go_to_the_next_matmul(k: int, n: int) -> None:
+    """Whole tiles, tiles that blocks share, and a next matmul that walks its tiles twice."""
+    up, down = exl2(n, 4, seed=1, k=k, bias=True), exl2(k, 4, seed=2, k=n)
+    first, second = FusedLinear([up], activation="gelu"), FusedLinear([down])
+    for m in (3, 8):
+        assert first.chains_to(second, m)
+        x = activations(m, k, torch.float16)
+        want = down.matmul(activate(up.matmul(x), "gelu"))
+        assert torch.equal(first.then(second, x, torch.full_like(want, float("nan"))), want), m
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -354,6 +389,8 @@ def test_bad_operands() -> None:
     a, b = exl2(64, 4), exl2(96, 4)
     with pytest.raises(UnsupportedError, match="one output size"):
         FusedLinear([a, b], activation="silu")
+    with pytest.raises(UnsupportedError, match="one matrix, or two"):
+        FusedLinear([a, a, a], activation="silu")
     with pytest.raises(DTypeError, match="float32"):
         FusedLinear([a], dtype=torch.float32)
     with pytest.raises(ShapeError, match="1 to 3"):

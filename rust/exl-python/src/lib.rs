@@ -50,7 +50,7 @@ mod _native {
     #[pymodule_export]
     use crate::cuda::fused::{
         StepStage, cuda_add_post_norm, cuda_add_rms_norm, cuda_embed, cuda_layer_norm_packed,
-        cuda_rope_store,
+        cuda_rms_norm_parts, cuda_rope_store,
     };
     #[pymodule_export]
     use crate::cuda::linear::{CudaLinearGroup, MatmulPlan, NextInput, NormPrologue};

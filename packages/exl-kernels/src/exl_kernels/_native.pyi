@@ -66,6 +66,7 @@ __all__ = [
     "cuda_probe_empty",
     "cuda_probe_read",
     "cuda_rms_norm",
+    "cuda_rms_norm_parts",
     "cuda_rope",
     "cuda_rope_store",
     "cuda_row_limits",
@@ -352,9 +353,9 @@ class CudaLayout:
 @final
 class CudaLinearGroup:
     """
-    One to three quantized matrices on a GPU over one input, optionally with the activation of a gate.
+    One to three quantized matrices on a GPU over one input, optionally with an activation: of a gate, or of one matrix's results.
     """
-    def __new__(cls, /, matrices: Sequence[CudaMatrix], gate: str | None = None) -> CudaLinearGroup: ...
+    def __new__(cls, /, matrices: Sequence[CudaMatrix], activation: str | None = None) -> CudaLinearGroup: ...
     def chains_to(self, /, plan: MatmulPlan, next: CudaLinearGroup, next_plan: MatmulPlan) -> bool:
         """
         Whether a call by `plan` can write its results packed as the input of a call of `next` by `next_plan`.
@@ -408,13 +409,14 @@ class CudaLinearGroup:
         norm: NormPrologue | None = None,
         next: NextInput | None = None,
         chained: bool = False,
+        input_activation: str | None = None,
     ) -> None:
         """
         Compute y [m, N] = norm(x) @ W, gated, with `residual` added, by `plan`; y is [2, m, N] if the plan has a separate gate.
 
         `scratch` and `exchange`, uint8 and aligned to 128 bytes, have the plan's sizes. Without x, its rows are packed in `scratch`;
         `chained`: the previous matmul wrote them there as its `next`. `norm` is then weight plus offset, in the order of the layout, padded
-        to whole units of 256. Without y, results go only to `next`.
+        to whole units of 256. Without y, results go only to `next`. `input_activation`: an activation of x, if the plan activates inputs.
         """
 
 @final
@@ -617,6 +619,11 @@ class MatmulPlan:
     The kernel of a call of `CudaLinearGroup.run` and the memory that it needs.
     """
     @property
+    def activates_input(self, /) -> bool:
+        """
+        Whether `run` can apply an activation to x.
+        """
+    @property
     def exchange_bytes(self, /) -> int:
         """
         Bytes of the inter-block workspace, all ones before and after every launch; 0 for none.
@@ -650,6 +657,11 @@ class MatmulPlan:
     def scratch_bytes(self, /) -> int:
         """
         Bytes of scratch memory, aligned to 128.
+        """
+    @property
+    def separate_activation(self, /) -> bool:
+        """
+        Whether y has the results of one matrix before their activation, which is left to the caller.
         """
     @property
     def separate_gate(self, /) -> bool:
@@ -1016,7 +1028,7 @@ def cuda_layer_norm_packed(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, into: MatmulInput, launch: Launch
 ) -> None:
     """
-    LayerNorm of x [rows, width] float16 with weight and bias float32 [width], up to 8 rows packed in the scratch of `into`.
+    LayerNorm of x [rows, width] float16 with weight and bias float32 [width], packed in the scratch of `into`.
     """
 
 def cuda_lora_add(x: Tensor, y: Tensor, table: Tensor, slots: Tensor | None, middle: Tensor, launch: Launch) -> None:
@@ -1101,6 +1113,12 @@ def cuda_probe_read(buffer: Tensor, sink: Tensor, stream: int) -> None:
     """
 
 def cuda_rms_norm(x: Tensor, weight: Tensor, out: Tensor, eps: float, weight_offset: float, launch: Launch) -> None: ...
+def cuda_rms_norm_parts(x: Tensor, first: Tensor, second: Tensor, eps: float, launch: Launch) -> None:
+    """
+    RMS norms, in place, of the first elements of each row of x [rows, stride] float16: of as many as `first` has, then of as many as
+    `second` has, both float32.
+    """
+
 def cuda_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool, launch: Launch) -> None: ...
 def cuda_rope_store(
     pages: CudaPages,

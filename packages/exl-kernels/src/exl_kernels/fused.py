@@ -22,7 +22,7 @@ from .norm import rms_norm
 from .rope import apply_rope
 from .selection import FEW_ROWS
 
-__all__ = ["add_post_norm", "add_rms_norm", "embed", "layer_norm_packed", "rope_store"]
+__all__ = ["add_post_norm", "add_rms_norm", "embed", "layer_norm_packed", "norm_parts", "rope_store"]
 
 
 def embed(
@@ -133,7 +133,7 @@ def add_post_norm(
             )
         norms.append(None if one is None else (one.weight, one.eps, one.offset))
     if into is not None:
-        _check_packs("add_post_norm", into, x)
+        _check_packs("add_post_norm", into, x, FEW_ROWS)
         packed = _native.MatmulInput(into.matrix._cuda, into.columns, into.scratch)
         _native.cuda_add_post_norm(x, y, norms[0], norms[1], None, launch_on(x), into=packed)
         return into.scratch
@@ -142,11 +142,39 @@ def add_post_norm(
     return out
 
 
+def norm_parts(x: Tensor, first: Tensor, second: Tensor, eps: float) -> Tensor:
+    """Compute `norm.rms_norm` of two parts of each row, in place, on a GPU.
+
+    Args:
+        x: [T, D] float16, contiguous; a row begins with the parts.
+        first: float32 [E], the weight of the first E elements.
+        second: float32 [F], the weight of the next F elements.
+        eps: added to the mean squares.
+
+    Returns:
+        x.
+
+    Raises:
+        DTypeError, ShapeError: an operand does not fit.
+    """
+    check_operand("norm_parts: x", x)
+    if x.dtype != torch.float16 or x.dim() != 2:
+        raise DTypeError(f"norm_parts: x is {x.dtype} of {x.dim()} dimensions, expected float16 of two")
+    for name, one in (("first", first), ("second", second)):
+        if one.dtype != torch.float32 or one.dim() != 1:
+            raise ShapeError(f"norm_parts: {name} is {one.dtype} {tuple(one.shape)}; expected float32 of one dimension")
+    if not 2 <= first.shape[0] + second.shape[0] <= x.shape[1]:
+        raise ShapeError(f"norm_parts: rows of {x.shape[1]} for parts of {first.shape[0]} and {second.shape[0]}")
+    if x.numel():
+        _native.cuda_rms_norm_parts(x, first, second, eps, launch_on(x))
+    return x
+
+
 def layer_norm_packed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, into: MatmulInput) -> Tensor:
     """Compute `norm.layer_norm` of x, packed as the input of a matmul, on a GPU.
 
     Args:
-        x: [T, D] float16, contiguous; T at most 8.
+        x: [T, D] float16, contiguous; T at most the columns of `into`.
         weight: float32 [D].
         bias: like weight, or None.
         eps: added to the variance.
@@ -166,18 +194,18 @@ def layer_norm_packed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
             raise ShapeError(
                 f"layer_norm_packed: {name} is {one.dtype} {tuple(one.shape)}; expected float32 [{x.shape[-1]}]"
             )
-    _check_packs("layer_norm_packed", into, x)
+    _check_packs("layer_norm_packed", into, x, into.columns)
     packed = _native.MatmulInput(into.matrix._cuda, into.columns, into.scratch)
     _native.cuda_layer_norm_packed(x, weight, bias, eps, packed, launch_on(x))
     return into.scratch
 
 
-def _check_packs(what: str, into: MatmulInput, x: Tensor) -> None:
+def _check_packs(what: str, into: MatmulInput, x: Tensor, columns: int) -> None:
     rows, width = x.shape
-    if into.columns != FEW_ROWS or not 1 <= rows <= FEW_ROWS or into.matrix.in_features != width:
+    if into.columns != columns or not 1 <= rows <= columns or into.matrix.in_features != width:
         raise ShapeError(
             f"{what}: x is {tuple(x.shape)}, into has {into.columns} columns of {into.matrix.in_features} "
-            f"features; expected 1 to {FEW_ROWS} rows of as many features in {FEW_ROWS} columns"
+            f"features; expected 1 to {columns} rows of as many features in {columns} columns"
         )
 
 

@@ -2,12 +2,9 @@
 // One block a row. The order of a row's sums does not depend on the number of rows.
 #include "elementwise/packed_rows.cuh"
 
+// A row; waits for the previous launch.
 template <class T, class W>
-DEVICE void rms_norm_kernel(const T* x, const W* weight, T* out, int width, int heads, float eps, float offset) {
-  pdl_trigger();
-  x += (size_t)blockIdx.x * width;
-  out += (size_t)blockIdx.x * width;
-  weight += (size_t)(blockIdx.x % heads) * width;
+DEVICE void rms_norm_row(const T* x, const W* weight, T* out, int width, float eps, float offset) {
   const bool wide = width % 8 == 0 && aligned8(x) && aligned8(out) && aligned8(weight);
   pdl_wait();
   // Element k is added by thread (k / 8) % 256, with its seven neighbours, on both paths: an address's alignment cannot change the sum.
@@ -35,6 +32,22 @@ DEVICE void rms_norm_kernel(const T* x, const W* weight, T* out, int width, int 
         out[k + i] = from_float<T>(to_float(x[k + i]) * scale * (to_float(weight[k + i]) + offset));
     }
   }
+}
+
+template <class T, class W>
+DEVICE void rms_norm_kernel(const T* x, const W* weight, T* out, int width, int heads, float eps, float offset) {
+  pdl_trigger();
+  rms_norm_row(x + (size_t)blockIdx.x * width, weight + (size_t)(blockIdx.x % heads) * width, out + (size_t)blockIdx.x * width, width, eps,
+               offset);
+}
+
+// Norms the two first parts of each row in place. Grid: rows, parts.
+extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_parts(__half* x, const float* first, const float* second, int first_width,
+                                                                     int second_width, int stride, float eps) {
+  pdl_trigger();
+  const bool later = blockIdx.y;
+  __half* const row = x + (size_t)blockIdx.x * stride + (later ? first_width : 0);
+  rms_norm_row(row, later ? second : first, row, later ? second_width : first_width, eps, 0.f);
 }
 
 // Eight elements of a row of a LayerNorm. Halves stay halves, so that a block needs few registers: it is then resident beside a block of a
@@ -69,16 +82,23 @@ struct Eight {
   }
 };
 
-// PACKED: normed rows go to `packed`, through `out`, shared memory of one row.
-template <class T, class W, bool PACKED = false>
+enum Packing { UNPACKED, FEW_COLUMNS, BATCH_COLUMNS };
+template <Packing PACKED>
+DEVICE void pack_row_of(const PackedRows& to, int columns, const __half* row) {
+  if (PACKED == FEW_COLUMNS) pack_row(to, blockIdx.x, row);
+  else pack_row_for_batch(to, blockIdx.x, columns, row);
+}
+
+// PACKED: normed rows go to `packed`, through `out`, shared memory of one row; `columns` of the layout, if they are more than eight.
+template <class T, class W, Packing PACKED = UNPACKED>
 DEVICE void layer_norm_kernel(const T* x, const W* weight, const W* bias, T* out, int width, int heads, float eps,
-                              const PackedRows& packed = {}) {
+                              const PackedRows& packed = {}, int columns = 0) {
   pdl_trigger();
   if (PACKED) {
     prefetch_order(packed);
     if (blockIdx.x >= packed.m) {
       pdl_wait();
-      return pack_row(packed, blockIdx.x, nullptr);
+      return pack_row_of<PACKED>(packed, columns, nullptr);
     }
   }
   x += (size_t)blockIdx.x * width;
@@ -142,7 +162,7 @@ DEVICE void layer_norm_kernel(const T* x, const W* weight, const W* bias, T* out
   }
   if constexpr (PACKED) {
     __syncthreads();
-    pack_row(packed, blockIdx.x, out);
+    pack_row_of<PACKED>(packed, columns, out);
   }
 }
 
@@ -168,5 +188,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 5)
     layer_norm_packed(const __half* x, const float* weight, const float* bias, int width, float eps, uint8_t* out, const int* features, int units,
                       int rows, int m) {
   extern __shared__ __align__(16) uint8_t memory[];
-  layer_norm_kernel<__half, float, true>(x, weight, bias, reinterpret_cast<__half*>(memory), width, 1, eps, PackedRows{out, features, units, rows, (unsigned)m});
+  layer_norm_kernel<__half, float, FEW_COLUMNS>(x, weight, bias, reinterpret_cast<__half*>(memory), width, 1, eps,
+                                                PackedRows{out, features, units, rows, (unsigned)m});
+}
+extern "C" __global__ void __launch_bounds__(THREADS, 5)
+    layer_norm_packed_for_batch(const __half* x, const float* weight, const float* bias, int width, float eps, uint8_t* out, const int* features,
+                                int units, int rows, int m, int columns) {
+  extern __shared__ __align__(16) uint8_t memory[];
+  layer_norm_kernel<__half, float, BATCH_COLUMNS>(x, weight, bias, reinterpret_cast<__half*>(memory), width, 1, eps,
+                                                  PackedRows{out, features, units, rows, (unsigned)m}, columns);
 }

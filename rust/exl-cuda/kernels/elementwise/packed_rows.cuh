@@ -35,3 +35,26 @@ DEVICE void pack_row(const PackedRows& to, int token, const __half* row) {
     store_chunk(to, token, chunk, out.word);
   }
 }
+
+// The same for more than eight columns, in the layout of linear/prepared.cuh for wgmma.
+DEVICE void pack_row_for_batch(const PackedRows& to, int token, int columns, const __half* row) {
+  const int2* const pairs = reinterpret_cast<const int2*>(to.features);
+  for (int eight = threadIdx.x; eight < 32 * to.units; eight += THREADS) {
+    union {
+      uint4 word;
+      __half v[8];
+    } out;
+    out.word = make_uint4(0, 0, 0, 0);
+    if (row) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        // Of 16 pairs of neighbouring rows, those four apart belong to one group of eight.
+        const int pair = 4 * (eight & ~3) + (eight & 3) + 4 * e;
+        const int2 of = 2 * pair < to.rows ? __ldg(pairs + pair) : make_int2(-1, -1);
+        if (of.x >= 0) out.v[2 * e] = row[of.x];
+        if (of.y >= 0) out.v[2 * e + 1] = row[of.y];
+      }
+    }
+    *reinterpret_cast<uint4*>(to.out + ((size_t)eight * columns + token) * 16) = out.word;
+  }
+}

@@ -3,6 +3,7 @@
 #include "common/abi.cuh"
 #include <type_traits>
 
+#include "common/activate.cuh"
 #include "linear/prepared.cuh"
 
 constexpr int LAYOUT_THREADS = 128;
@@ -17,11 +18,13 @@ struct LayoutTask {
   int rows, units, k, m, columns;
   int share, idle;  // units of K of a block; placeholder blocks, which come before all others and do nothing
   float eps, offset;
+  int activation;  // of the row, in `pack_activated_rows`
 };
 ABI_SIZE(LayoutTask, 80); ABI_AT(LayoutTask, x, 0); ABI_AT(LayoutTask, weight, 8); ABI_AT(LayoutTask, out, 16);
 ABI_AT(LayoutTask, multipliers, 24); ABI_AT(LayoutTask, features, 32); ABI_AT(LayoutTask, rows, 40); ABI_AT(LayoutTask, units, 44);
 ABI_AT(LayoutTask, k, 48); ABI_AT(LayoutTask, m, 52); ABI_AT(LayoutTask, columns, 56); ABI_AT(LayoutTask, share, 60);
 ABI_AT(LayoutTask, idle, 64); ABI_AT(LayoutTask, eps, 68); ABI_AT(LayoutTask, offset, 72);
+ABI_AT(LayoutTask, activation, 76);
 
 // Before sm_80 there are no asynchronous copies. This kernel is not chosen there, but it is compiled with the others of its file.
 template <class V>
@@ -168,7 +171,18 @@ struct RowLayout {
   }
 };
 
-template <class T>
+// Eight halves, each activated and rounded. In a loop of two halves: a launch runs its code for the first time.
+DEVICE uint4 activated_eight(uint4 eight, int activation) {
+#pragma unroll 1
+  for (int i = 0; i < 4; i++) {
+    const float2 v = __half22float2(*reinterpret_cast<const __half2*>(&eight.x));
+    const __half2 result = __floats2half2_rn(activate(v.x, activation), activate(v.y, activation));
+    eight = make_uint4(eight.y, eight.z, eight.w, *reinterpret_cast<const uint32_t*>(&result));
+  }
+  return eight;
+}
+
+template <class T, bool ACTIVATES = false>
 DEVICE void pack_row(const LayoutTask& p) {
   using Layout = RowLayout<T>;
   extern __shared__ __align__(128) uint8_t memory[];
@@ -204,8 +218,15 @@ DEVICE void pack_row(const LayoutTask& p) {
   }
   __syncthreads();
 #pragma unroll 1
-  for (int i = threadIdx.x; i < layout.count; i += LAYOUT_THREADS) *layout.place(i) = layout.eight_of(i, factor);
+  for (int i = threadIdx.x; i < layout.count; i += LAYOUT_THREADS) {
+    const uint4 eight = layout.eight_of(i, factor);
+    *layout.place(i) = ACTIVATES ? activated_eight(eight, p.activation) : eight;
+  }
 }
 
 #define PACK_ROWS(T, t) \
   extern "C" __global__ void __launch_bounds__(LAYOUT_THREADS, 16) pack_rows_##t(const __grid_constant__ LayoutTask p) { pack_row<T>(p); }
+#define PACK_ACTIVATED_ROWS()                                                                                                          \
+  extern "C" __global__ void __launch_bounds__(LAYOUT_THREADS, 16) pack_activated_rows_f16(const __grid_constant__ LayoutTask p) {     \
+    pack_row<__half, true>(p);                                                                                                         \
+  }

@@ -1,7 +1,7 @@
 // The end of the kernel of 3 to 8 rows (few.cuh). It adds the classes, sends the quarters of a cut tile to the block that finishes it,
 // applies the epilogue, and stores the results.
 #pragma once
-#include "common/activate.cuh"
+#include "linear/gate.cuh"
 #include "common/cluster.cuh"
 #include "linear/few_task.cuh"
 
@@ -54,13 +54,14 @@ struct FewOutput {
   DEVICE bool exists(int e) const { return token + (e & 1) < p.m && feature + (e >> 1) * 8 < limit; }
   DEVICE size_t place(int e) const { return (size_t)((e & 1) * p.y_stride + (e >> 1) * 8); }
   DEVICE float value(int e, float sum) const { return finish(sum, multiplier[e & 1], bias[e >> 1], prescale); }
-  // The factors of the other matrix's results. Missing rows are set to one: they hold stale memory, with which a division may take its slow
+  // The activated results: of the first matrix as factors of the second one's, or of all. Missing rows are set to one: they hold stale memory, with which a division may take its slow
   // path.
   DEVICE float4 gates(float4 sum) const {
     float v[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
     for (int e = 0; e < 4; e++) v[e] = exists(e) ? rounded_half(value(e, v[e]), p.y_kind) : 1.f;
-    if (p.gate == SILU) {
+    const int kind = activation_of(p.gate);
+    if (kind == SILU) {
 #pragma unroll
       for (int e = 0; e < 4; e++) v[e] = activate(v[e], SILU);
       return make_float4(v[0], v[1], v[2], v[3]);
@@ -68,7 +69,7 @@ struct FewOutput {
     sum = make_float4(v[0], v[1], v[2], v[3]);
 #pragma unroll 1
     for (int e = 0; e < 4; e++) {
-      sum.x = activate(sum.x, p.gate);
+      sum.x = activate(sum.x, kind);
       sum = shifted(sum);
     }
     return sum;
@@ -87,7 +88,7 @@ struct FewOutput {
     const float g[4] = {gate.x, gate.y, gate.z, gate.w}, r[4] = {residual.x, residual.y, residual.z, residual.w};
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-      v[e] = value(e, v[e]);
+      if (p.gate >= NO_GATE) v[e] = value(e, v[e]);
       if (p.gate >= 0) v[e] = g[e] * rounded_half(v[e], p.y_kind);
       if (p.residual) v[e] = r[e] + rounded_half(v[e], p.y_kind);
     }
@@ -147,9 +148,10 @@ DEVICE void finish_whole(const FewTask& p, uint32_t base, int finisher) {
 #pragma unroll
     for (int j = 1; j < 4; j++) sum = add4(sum, quarter_sum(parts, j, 4));
     warp_arrives(s.free + finisher * 8, lane);
-    if (gated && matrix == 0) {
-      const float4 v = output.gates(sum);
-      const float each[4] = {v.x, v.y, v.z, v.w};
+    const bool first = gated && matrix == 0;
+    if (first || p.gate < NO_GATE) sum = output.gates(sum);
+    if (first) {
+      const float each[4] = {sum.x, sum.y, sum.z, sum.w};
       store_four(gates, each);
     } else {
       output.store(sum, gated ? shared_four(gates) : sum);
@@ -192,7 +194,9 @@ DEVICE void finish_cut(const FewTask& p, uint32_t base, int finisher) {
     barrier_wait_cluster(s.exchange + mine * 8, 0);
     float4 gate = make_float4(1.f, 1.f, 1.f, 1.f);
     if (gated) gate = FewOutput(p, 0, some ? tile : 1 << 24).gates(add_quarters(at));
-    output.store(add_quarters(at + (tiles - 1) * 2048), gate);
+    float4 sum = add_quarters(at + (tiles - 1) * 2048);
+    if (__builtin_expect(p.gate < NO_GATE, 0)) sum = output.gates(sum);
+    output.store(sum, gate);
   }
 }
 #endif

@@ -33,7 +33,7 @@ struct FewTask {
   // Of a group of blocks (pairs of iterations if tiles of two matrices alternate), and the number of groups with one more
   int rounds, longer;
   int tiles;            // of all matrices
-  int gate;             // activation of the first of two matrices that gates the second, or -1
+  int gate;             // as in gate.cuh
   uint32_t results_at, places_at, exchange_at;  // exchange buffers, or gates of a block's tiles: 512 bytes each
   int exchanges;        // tiles or gated pairs that arrive in exchange buffers
   int m, y_kind, y_stride, scaled, copies;

@@ -70,6 +70,7 @@ extern "C" __global__ void __launch_bounds__(256) prepare_bf16(
 }
 
 PACK_ROWS(__half, f16)
+PACK_ACTIVATED_ROWS()
 PACK_ROWS(__nv_bfloat16, bf16)
 
 // ---------------------------------------------------------------------------------------------------- dequantization

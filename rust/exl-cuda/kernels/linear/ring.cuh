@@ -12,7 +12,7 @@
 // In a decode step other kernels run in between, and a launch finds none of its instructions and parameters in the SM's caches. Code that
 // runs once costs more to fetch than to execute, so loops are not unrolled without need.
 #pragma once
-#include "common/activate.cuh"
+#include "linear/gate.cuh"
 #include "linear/ring_fill.cuh"
 #include "linear/ring_task.cuh"
 
@@ -320,6 +320,7 @@ DEVICE void store_row(const Task& p, uint32_t base, const Barriers& s) {
       asm volatile("st.shared.f32 [%0], %1;" ::"r"(place), "f"(rounded(v, kind)) : "memory");
     } else {
       if (gated) v = activated * rounded(v, kind);
+      else if (__builtin_expect(gate < NO_GATE, 0)) v = activate(rounded(v, kind), activation_of(gate));
       if (p.residual) v = residual + rounded(v, kind);
       if (known && lane < 16) store_result(to, 0, kind, v);
     }
@@ -380,8 +381,10 @@ DEVICE void store_tiles(const Task& p, uint8_t* memory, uint32_t base, uint4* pl
       float v = finish(sum, wanted ? multipliers[token] : 1.f, bias, prescale);
       if (gates_next) {
         gates[i * 32] = rounded(v, p.y_kind);
-      } else if (gated) {
-        v = activate(gates[i * 32], p.gate) * rounded(v, p.y_kind);
+      } else if (p.gate != NO_GATE) {
+        const float own = rounded(v, p.y_kind);
+        v = activate(gated ? gates[i * 32] : own, activation_of(p.gate));
+        if (gated) v *= own;
       }
       if (p.residual) v = residual[i] + rounded(v, p.y_kind);
       if (wanted && !gates_next) store_result(p.y, (size_t)token * p.y_stride + at, p.y_kind, v);

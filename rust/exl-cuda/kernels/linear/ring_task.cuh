@@ -29,7 +29,7 @@ struct Task {
   int slots, window, count;
   // A block's tiles (pairs of them if gated), and the number of blocks with one more.
   int tiles, longer;
-  int gate;  // activation of the first of two matrices, which gates the second, or -1
+  int gate;  // as in gate.cuh
   uint32_t results_at, multipliers_at, x_stride;
   uint32_t gates_at;  // gates of a pair or (KEEP) of all pairs of a block, two rows by 16 features each
   // KEEP: a warp keeps its class over tiles. PADDED: some rows hold no feature. ROW: one row of halves without a norm, in one order, short

@@ -4,7 +4,7 @@
 // directly into registers, as in matmul.cuh. Blocks end soon and three share an SM, so that the scheduler of the card balances them. A norm of the
 // input is a small launch of its own (`norm_packed`): here every block would repeat it.
 #pragma once
-#include "common/activate.cuh"
+#include "linear/gate.cuh"
 #include "linear/prepared.cuh"
 
 // For the struct only: few_task.cuh includes what needs sm_90 under its own conditions.
@@ -114,6 +114,7 @@ DEVICE void tiles_matmul(const FewTask& p) {
   };
   float v = result(part, sums[gated]);
   if (gated) v = activate(rounded(result(p.part[0], sums[0]), p.y_kind), p.gate) * rounded(v, p.y_kind);
+  else if (p.gate < NO_GATE) v = activate(rounded(v, p.y_kind), activation_of(p.gate));
   output.store(v);
 }
 

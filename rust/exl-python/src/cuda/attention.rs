@@ -211,7 +211,7 @@ impl AttentionWorkspace {
 #[derive(Debug)]
 pub struct MatmulInput {
     matrix: Py<CudaMatrix>,
-    columns: usize,
+    pub(super) columns: usize,
     pub(super) scratch: Tensor,
 }
 
@@ -219,10 +219,9 @@ impl MatmulInput {
     /// The address and the layout of the input of up to `rows` rows of `width` F16 elements.
     pub(super) fn packed(&self, rows: usize, width: usize) -> PyResult<(usize, PackedInput)> {
         let matrix = &self.matrix.get().matrix;
-        let input = matrix.packed_input().filter(|input| {
+        let input = matrix.packed_input(self.columns).filter(|input| {
             let scratch = &self.scratch;
             matrix.in_features() == width
-                && self.columns == residual::PACKED_ROWS
                 && rows <= self.columns
                 && width <= residual::MOST_PACKED_WIDTH
                 && scratch.dtype == DType::U8
@@ -232,7 +231,7 @@ impl MatmulInput {
         input.map(|input| (self.scratch.ptr, input)).ok_or_else(|| {
             PyValueError::new_err(format!(
                 "{rows} rows of {width} elements do not fit the packed input: expected up to {} rows of {}",
-                residual::PACKED_ROWS,
+                self.columns,
                 matrix.in_features()
             ))
         })

@@ -76,6 +76,10 @@ pub fn cuda_add_post_norm(
         norm.is_some() == (out.is_some() || into.is_some()) && !(out.is_some() && into.is_some()),
         "a norm and its result, out or into, come together",
     )?;
+    expect(
+        into.is_none_or(|into| into.columns == residual::PACKED_ROWS),
+        "into must have eight columns",
+    )?;
     let mut all = vec![("x", &x), ("y", &y)];
     for (what, tensor) in [("y", Some(&y)), ("out", out.as_ref())] {
         let fits = tensor.is_none_or(|t| t.shape == x.shape && t.dtype == DType::F16);
@@ -119,7 +123,46 @@ pub fn cuda_add_post_norm(
         .map_err(|e| device_error(py, &e))
 }
 
-/// LayerNorm of x [rows, width] float16 with weight and bias float32 [width], up to 8 rows packed in the scratch of `into`.
+/// RMS norms, in place, of the first elements of each row of x [rows, stride] float16: of as many as `first` has, then of as many as
+/// `second` has, both float32.
+#[pyfunction]
+#[pyo3(signature = (x, first, second, eps, launch))]
+pub fn cuda_rms_norm_parts(
+    py: Python<'_>,
+    x: Tensor,
+    first: Tensor,
+    second: Tensor,
+    eps: f32,
+    launch: &Launch,
+) -> PyResult<()> {
+    let &[rows, stride] = &x.shape[..] else {
+        return expect(false, "x must be [rows, stride]");
+    };
+    let widths = [first.numel(), second.numel()];
+    expect(
+        x.dtype == DType::F16
+            && first.dtype == DType::F32
+            && second.dtype == DType::F32
+            && widths.iter().all(|&width| width > 0)
+            && widths.iter().sum::<usize>() <= stride,
+        "x must be float16 with rows at least as long as both weights, which are float32",
+    )?;
+    let all = [("x", &x), ("first", &first), ("second", &second)];
+    let to = target(&all, launch)?;
+    let op = norm::PartNorms {
+        x: x.ptr,
+        stride,
+        weights: [first.ptr, second.ptr],
+        widths,
+        rows,
+        eps,
+    };
+    // SAFETY: as in `cuda_add_rms_norm`.
+    py.detach(|| unsafe { norm::norm_parts(to, &op) })
+        .map_err(|e| device_error(py, &e))
+}
+
+/// LayerNorm of x [rows, width] float16 with weight and bias float32 [width], packed in the scratch of `into`.
 #[pyfunction]
 #[pyo3(signature = (x, weight, bias, eps, into, launch))]
 pub fn cuda_layer_norm_packed(

@@ -158,6 +158,7 @@ pub fn cuda_select_fused(
 ) -> Row {
     let matrices: Vec<&Matrix> = shapes.iter().map(|shape| &shape.matrix).collect();
     let epilogue = Epilogue {
+        activation: false,
         gate,
         norm,
         residual,

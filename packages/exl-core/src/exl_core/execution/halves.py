@@ -2,8 +2,8 @@
 
 The description of a half decides whether it is joined; `why_apart` names the reason if not. Some parts of a joined half
 are separate launches between the others: norms of q and k over all heads, a clamp, a norm that is no RMS norm, an
-activation without gate. A norm of the result, and the addition to a hidden state of float32, are one launch with the
-norm that follows. Results are bitwise identical to the module's.
+activation without gate that the first matmul does not apply. A norm of the result, and the addition to a hidden state
+of float32, are one launch with the norm that follows. Results are bitwise identical to the module's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from exl_kernels.activation import gated_activation
 from exl_kernels.attention import paged_attention
 from exl_kernels.attention.cuda import HeadNorms, MatmulInput, attend_own, attend_stored
 from exl_kernels.device import row_invariant
-from exl_kernels.fused import add_post_norm, add_rms_norm, layer_norm_packed, rope_store
+from exl_kernels.fused import add_post_norm, add_rms_norm, layer_norm_packed, norm_parts, rope_store
 from exl_kernels.kv import store_kv
 from exl_kernels.linear.cuda import CudaQuantMatrix
 from exl_kernels.linear.fused import Activation, FusedLinear, Packed
@@ -175,9 +175,10 @@ class _JoinedHalf(Half):
         if type(norm) is not LayerNorm or is_changed(norm) or self.float_residual:
             return None
         given = first.input_of(x.shape[0])
-        if given is None or given.columns != FEW_ROWS:
+        if given is None:
             return None
-        return Packed(layer_norm_packed(x, norm.loaded_weight, norm.bias, norm.eps, given), x.shape[0])
+        scratch = layer_norm_packed(x, norm.loaded_weight, norm.bias, norm.eps, given)
+        return Packed(scratch, x.shape[0], by_matmul=False)
 
     def normed(self, x: Tensor, h: Tensor | None = None) -> Tensor:
         """Return the input of matmuls without a fused norm: h, if given."""
@@ -254,6 +255,8 @@ class AttentionHalf(_JoinedHalf):
         self.head_norms = head_norms_of(a)
         """Norms of q and k that attention of one token a row applies."""
         self.first_matmul = self.qkv_normed
+        self._part_norms = _part_norms_of(a) if self.head_norms is None else None
+        """Norms of all of q and of all of k, which one launch applies where the matmul has left them."""
         self._shapes = a.q_norm is not None or a.k_norm is not None or bool(a.clip)
         self.plain = self.plain and (not self._shapes or self.head_norms is not None)
 
@@ -296,10 +299,15 @@ class AttentionHalf(_JoinedHalf):
             _multiply(o, self.attend(qkv, step).view(rows, -1), out, residual)
 
     def attend(self, qkv: Tensor, step: Step, into: MatmulInput | None = None) -> Tensor:
-        """Return the attention of rows that hold q, k and v side by side: [T, heads, head_dim]."""
-        q, k, v = self._split(qkv)
-        if step.q_len > 1 or self.head_norms is None:
-            q, k, v = self._shaped(q, k, v)
+        """Return the attention of rows that hold q, k and v side by side: [T, heads, head_dim]. May change qkv."""
+        if self._part_norms is not None and qkv.dtype == torch.float16 and qkv.is_cuda:
+            q_norm, k_norm = self._part_norms
+            norm_parts(qkv, q_norm.loaded_weight, k_norm.loaded_weight, q_norm.eps)
+            q, k, v = self._split(qkv)
+        else:
+            q, k, v = self._split(qkv)
+            if step.q_len > 1 or self.head_norms is None:
+                q, k, v = self._shaped(q, k, v)
         return attend_heads(self.attention, q, k, v, step, into, self.head_norms)
 
     def run(self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step) -> tuple[Tensor, Tensor | None]:
@@ -372,9 +380,11 @@ class MlpHalf(_JoinedHalf):
         self.plain = self.plain and self.gated
         linears = (mlp.up_proj,) if gate is None else (gate, mlp.up_proj)
         self._first_linears = linears
-        self._activation = joins = None if gate is None else cast(Activation, mlp.activation)
+        fuses = mlp.activation in get_args(Activation)  # always where there is a gate: see `why_apart`
+        self._activation = joins = cast(Activation, mlp.activation) if fuses else None
+        """The activation of the first matmul; None where it is a launch behind it."""
         self.up_bare = _joined(*linears)
-        """The first matmul with neither norm nor gate, for adapters."""
+        """The first matmul with neither norm nor activation, for adapters."""
         self.up_normed = _joined(*linears, activation=joins)
         self.up = self.up_normed
         if self._own_norm is not None:
@@ -400,9 +410,9 @@ class MlpHalf(_JoinedHalf):
         own = self.up if self._own_norm is not None else None
         matmul, taken = self.first_of(own, self.up_normed, x, h)
         out, residual = self.result(x)
-        if isinstance(taken, Packed) and self.gated:
+        if isinstance(taken, Packed) and self._activation is not None:
             matmul.then(self.down, taken, out, residual)
-        elif self.gated:
+        elif self._activation is not None:
             assert not isinstance(taken, Packed)
             for rows in row_blocks(x.shape[0]):
                 matmul.then(self.down, taken[rows], out[rows], None if residual is None else residual[rows])
@@ -423,11 +433,13 @@ class MlpHalf(_JoinedHalf):
         if first is None:
             own = self.up if self._own_norm is not None else None
             inner = _multiplied(*self.first_of(own, self.up_normed, x, h), x)
+            activated = self._activation is not None
         else:
             taken, middle = self.adapt_input(first, x, h)
             inner = self.up_bare(taken, taken.new_empty(x.shape[0], self.up_bare.out_features))
-            inner = first.expand(inner, middle, activation=self._activation)
-        if not self.gated:
+            inner = first.expand(inner, middle, activation=self._activation if self.gated else None)
+            activated = self.gated
+        if not activated:
             activate(inner, self.mlp.activation, out=inner)
         out, residual = self.result(x)
         if last is None:
@@ -440,11 +452,12 @@ class MlpHalf(_JoinedHalf):
         """Run the MLP as separate launches."""
         given, h = h, self.normed(x, h)
         inner = _in_blocks(self.up_normed, h)
+        activated = inner is not None and self._activation is not None
         if inner is None:
             inner, *up = (matrix.matmul(h) for matrix in self.matrices)
             if up:
                 inner = gated_activation(inner, up[0], self.mlp.activation, out=inner)
-        if not self.gated:
+        if not self.gated and not activated:
             activate(inner, self.mlp.activation, out=inner)
         return x, self.add_matmul(x, inner, given, following)
 
@@ -607,6 +620,16 @@ def head_norms_of(a: Attention) -> HeadNorms | None:
         return None
     q, k = norms
     return HeadNorms(q.loaded_weight, k.loaded_weight, q.eps) if q.eps == k.eps else None
+
+
+def _part_norms_of(a: Attention) -> tuple[RMSNorm, RMSNorm] | None:
+    """Return RMS norms of all heads of q together and of k, if `norm_parts` applies them."""
+    q, k = a.q_norm, a.k_norm
+    if type(q) is not RMSNorm or type(k) is not RMSNorm or is_changed(q) or is_changed(k) or a.clip or q.eps != k.eps:
+        return None
+    whole = q.loaded_weight.shape == (a.num_attention_heads * a.head_dim,)
+    whole &= k.loaded_weight.shape == (a.num_key_value_heads * a.head_dim,)
+    return (q, k) if whole and q.loaded_weight.dtype == k.loaded_weight.dtype == torch.float32 else None
 
 
 def attend_heads(

@@ -58,6 +58,7 @@ def launch_matmul(
     norm: _native.NormPrologue | None = None,
     next_input: _native.NextInput | None = None,
     chained: bool = False,
+    input_activation: str | None = None,
 ) -> None:
     """Launch a matmul by its plan on torch's current stream, in memory of the plan's sizes.
 
@@ -71,6 +72,7 @@ def launch_matmul(
         norm: RMS norm of the input.
         next_input: packed input of the next matmul, which also, or only, gets the results.
         chained: the preceding matmul packed the input.
+        input_activation: activation of x, where the plan activates inputs.
 
     Raises:
         ValueError, TypeError: an operand does not fit the plan.
@@ -94,6 +96,7 @@ def launch_matmul(
         norm=norm,
         next=next_input,
         chained=chained,
+        input_activation=input_activation,
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import _native
 from ..attention.cuda import MatmulInput
+from ..cuda_ops import activation as activate
 from ..cuda_ops import gated_activation, rms_norm
 from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..selection import FEW_ROWS, PACKED_ROWS
@@ -40,12 +41,14 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The input of a matmul in its kernel's layout, normed or not, as written by the preceding matmul."""
+    """The input of a matmul in its kernel's layout, normed or not, as written by the preceding launch."""
 
     scratch: Tensor
     """uint8, aligned to 128 bytes: the scratch memory of the consuming matmul, which begins with its input
-    (`kernels/linear/rows.cuh`)."""
+    (`kernels/linear/rows.cuh`, `prepared.cuh`)."""
     rows: int
+    by_matmul: bool = True
+    """Whether that launch was a matmul, which may write more than eight columns transposed."""
 
 
 class FusedLinear:
@@ -56,6 +59,7 @@ class FusedLinear:
     ==============================================  ==========================  ===================================
     ``FusedLinear([q, k, v], norm=Norm(w, eps))``   [m, Nq + Nk + Nv]           norm(x) @ [Wq Wk Wv] (+ biases)
     ``FusedLinear([gate, up], activation="silu")``  [m, N]                      silu(x @ Wgate) * (x @ Wup)
+    ``FusedLinear([up], activation="gelu")``        [m, N]                      gelu(x @ Wup)
     ``FusedLinear([o])``, ``residual=h``            [m, N]; may be h itself     h + x @ Wo
     ==============================================  ==========================  ===================================
 
@@ -65,7 +69,7 @@ class FusedLinear:
     Args:
         matrices: one to three matrices on one GPU with equal in_features.
         norm: norm of the input, or None.
-        activation: activation of two matrices [gate, up], or None.
+        activation: activation of the first of two matrices [gate, up], or of one matrix's results, or None.
         max_rows: upper bound of m, at most BLOCK_ROWS. Where no kernel takes more than PACKED_ROWS rows at a time, a
             call of more rows is several of PACKED_ROWS.
         dtype: of x and out, float16 or bfloat16.
@@ -73,7 +77,7 @@ class FusedLinear:
     Raises:
         ShapeError: matrices or norm weight do not fit together.
         DTypeError: the matrices are not on one GPU, or dtype is neither float16 nor bfloat16.
-        UnsupportedError: an activation without a pair of matrices.
+        UnsupportedError: an unknown activation, or one with matrices that are neither a pair of one size nor alone.
     """
 
     def __init__(
@@ -98,8 +102,8 @@ class FusedLinear:
         if activation is not None:
             if activation not in ("silu", "gelu", "quickgelu"):
                 raise UnsupportedError(f"unknown activation {activation!r}, expected one of silu, gelu, quickgelu")
-            if len(matrices) != 2 or matrices[1].out_features != first.out_features:
-                raise UnsupportedError("an activation needs two matrices [gate, up] of one output size")
+            if len(matrices) > 2 or matrices[-1].out_features != first.out_features:
+                raise UnsupportedError("an activation needs one matrix, or two matrices [gate, up] of one output size")
         if dtype not in (torch.float16, torch.bfloat16):
             raise DTypeError(f"dtype is {dtype}: expected float16 or bfloat16")
         if norm is not None and (norm.weight.shape != (first.in_features,) or norm.weight.device != first.device):
@@ -229,16 +233,23 @@ class FusedLinear:
         assert self._group is not None
         if not plan.separate_gate:
             launch_matmul(self._group, plan, x, out, residual=residual, norm=self._norm)
+            self._activate_after(plan, out)
             return
         assert self.activation is not None
         gate, up = both = out.new_empty((2, *out.shape))
         launch_matmul(self._group, plan, x, both, norm=self._norm)
         gated_activation(gate, up, self.activation, out=out)
 
+    def _activate_after(self, plan: _native.MatmulPlan, out: Tensor | None) -> None:
+        """Apply the activation that the kernel of the plan leaves to the caller."""
+        if plan.separate_activation and out is not None:
+            assert self.activation is not None
+            activate(out, self.activation, out=out)
+
     def input_of(self, m: int) -> MatmulInput | None:
         """Return the input that another launch may pack m float16 rows into for `from_input`, or None."""
         matrix, plan = self.matrices[0], self._plan(m)
-        if plan is None or plan.input_columns is None:
+        if plan is None or plan.input_columns is None or plan.separate_gate:
             return None
         assert isinstance(matrix, CudaQuantMatrix)
         return MatmulInput(matrix, plan.input_columns, self.scratch(m), rows=m)
@@ -268,6 +279,7 @@ class FusedLinear:
             self._check_operand("residual", residual, (m, self.out_features))
         assert self._group is not None
         launch_matmul(self._group, plan, None, out, scratch=given.scratch, residual=residual)
+        self._activate_after(plan, out)
         return out
 
     def then(self, following: FusedLinear, x: Tensor | Packed, out: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -287,7 +299,10 @@ class FusedLinear:
         if following.norm is None and m <= self.max_rows:
             aligned = residual is None or _stores_pairs(out, residual)
             plan = self._plan(m, aligned_input=isinstance(x, Packed) or x.data_ptr() % 16 == 0)
-            if self._chains_to(plan, following, following._plan(m, residual is not None, True, aligned)):
+            next_plan = following._plan(m, residual is not None, True, aligned)
+            if plan is not None and next_plan is not None and plan.separate_activation and next_plan.activates_input:
+                return self._then_activated(plan, following, next_plan, x, out, residual)
+            if self._chains_to(plan, following, next_plan):
                 if not isinstance(x, Packed):
                     self._check_operand("x", x, (m, self.in_features))
                 following._check_operand("out", out, (m, following.out_features))
@@ -303,6 +318,38 @@ class FusedLinear:
         else:
             self(x, between)
         return following(between, out, residual)
+
+    def _then_activated(
+        self,
+        plan: _native.MatmulPlan,
+        following: FusedLinear,
+        next_plan: _native.MatmulPlan,
+        x: Tensor | Packed,
+        out: Tensor,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """Compute `then` where the launch that packs the input of `following` applies the activation."""
+        assert self._group is not None
+        assert following._group is not None
+        m = out.shape[0]
+        packed = isinstance(x, Packed)
+        if not isinstance(x, Packed):
+            self._check_operand("x", x, (m, self.in_features))
+        following._check_operand("out", out, (m, following.out_features))
+        if residual is not None:
+            following._check_operand("residual", residual, (m, following.out_features))
+        between = torch.empty((m, self.out_features), dtype=self.dtype, device=self.device)
+        launch_matmul(
+            self._group,
+            plan,
+            None if isinstance(x, Packed) else x,
+            between,
+            scratch=x.scratch if isinstance(x, Packed) else None,
+            norm=None if packed else self._norm,
+            chained=isinstance(x, Packed) and x.by_matmul,
+        )
+        launch_matmul(following._group, next_plan, between, out, residual=residual, input_activation=self.activation)
+        return out
 
     def chained(
         self,
@@ -344,8 +391,9 @@ class FusedLinear:
             residual=residual,
             norm=self._packed_norm if packed else self._norm,
             next_input=next_input,
-            chained=packed,
+            chained=isinstance(x, Packed) and x.by_matmul,
         )
+        self._activate_after(plan, out)
         return onward
 
     def _check(self, x: Tensor, out: Tensor, residual: Tensor | None) -> int:
@@ -353,7 +401,7 @@ class FusedLinear:
         if m < 0 or m > self.max_rows or x.shape[1] != self.in_features:
             raise ShapeError(f"x is {tuple(x.shape)}: expected [up to {self.max_rows}, {self.in_features}]")
         if residual is not None and self.activation:
-            raise UnsupportedError("a residual on a gated matmul: add it in the matmul that follows")
+            raise UnsupportedError("a residual on a matmul with an activation: add it in the matmul that follows")
         for name, t, width in (("x", x, self.in_features), ("out", out, self.out_features)):
             self._check_operand(name, t, (m, width))
         if residual is not None:
@@ -370,6 +418,8 @@ class FusedLinear:
         """Run the matmul as separate operators; x is already normed."""
         if len(self.matrices) == 1 and residual is None:
             self.matrices[0].matmul(x, out=out)
+            if self.activation:
+                activate(out, self.activation, out=out)
             return
         parts = [matrix.matmul(x) for matrix in self.matrices]
         if self.activation:

@@ -46,13 +46,15 @@ pub(in crate::ops) fn kernels() -> Vec<String> {
         }
     }
     all.push("layer_norm_packed".to_owned());
+    all.push("layer_norm_packed_for_batch".to_owned());
+    all.push("rms_norm_parts".to_owned());
     all
 }
 
 /// Operands of [`layer_norm_packed`]: device addresses.
 #[derive(Clone, Copy, Debug)]
 pub struct PackedNorm {
-    /// `[rows, width]` F16, at most [`PACKED_ROWS`] rows of at most [`MOST_PACKED_WIDTH`] elements
+    /// `[rows, width]` F16, at most as many rows as columns, of at most [`MOST_PACKED_WIDTH`] elements
     pub input: usize,
     /// `[width]` FP32; the bias may be 0 for none
     pub weight: usize,
@@ -64,27 +66,48 @@ pub struct PackedNorm {
     pub eps: f32,
 }
 
-/// LayerNorm as [`norm`] computes it, packed as the input of a matmul of few rows.
+/// LayerNorm as [`norm`] computes it, packed as the input of a matmul.
 ///
 /// # Safety
 /// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
 pub unsafe fn layer_norm_packed(to: Target, op: &PackedNorm) -> Result<(), CudaError> {
-    if op.rows > PACKED_ROWS || op.width > MOST_PACKED_WIDTH {
+    if op.rows > op.packed.columns || op.width > MOST_PACKED_WIDTH {
         return Err(CudaError::Argument {
             what: format!("{} packed rows of {} elements", op.rows, op.width),
-            limit: format!("{PACKED_ROWS} rows of {MOST_PACKED_WIDTH}"),
+            limit: format!("{} rows of {MOST_PACKED_WIDTH}", op.packed.columns),
         });
     }
     let device = Device::get(to.device)?;
     let (rows, width) = (index32("rows", op.rows)?, index32("width", op.width)?);
+    let columns = index32("columns", op.packed.columns)?;
     let launch = Launch {
-        kernel: "layer_norm_packed",
-        grid: [PACKED_ROWS as u32, 1, 1],
+        kernel: if op.packed.columns == PACKED_ROWS {
+            "layer_norm_packed"
+        } else {
+            "layer_norm_packed_for_batch"
+        },
+        grid: [columns as u32, 1, 1],
         block: 256,
         shared_bytes: 2 * op.width as u32,
         stream: to.stream,
         programmatic: to.programmatic,
     };
+    if op.packed.columns == PACKED_ROWS {
+        let mut arguments = kernel_arguments![
+            op.input,
+            op.weight,
+            op.bias,
+            width,
+            op.eps,
+            op.output,
+            op.packed.features,
+            op.packed.units,
+            op.packed.rows,
+            rows
+        ];
+        // SAFETY: the order is that of `layer_norm_packed`; the caller guarantees that the addresses are valid.
+        return unsafe { launch.run(device, &mut arguments) };
+    }
     let mut arguments = kernel_arguments![
         op.input,
         op.weight,
@@ -95,9 +118,59 @@ pub unsafe fn layer_norm_packed(to: Target, op: &PackedNorm) -> Result<(), CudaE
         op.packed.features,
         op.packed.units,
         op.packed.rows,
-        rows
+        rows,
+        columns
     ];
-    // SAFETY: the order is that of `layer_norm_packed`; the caller guarantees that the addresses are valid.
+    // SAFETY: the order is that of `layer_norm_packed_for_batch`; the caller guarantees that the addresses are valid.
+    unsafe { launch.run(device, &mut arguments) }
+}
+
+/// Operands of [`norm_parts`]: device addresses.
+#[derive(Clone, Copy, Debug)]
+pub struct PartNorms {
+    /// `[rows, stride]` F16; a row begins with the two parts, which are rewritten.
+    pub x: usize,
+    pub stride: usize,
+    /// `[width]` FP32 of each part.
+    pub weights: [usize; 2],
+    pub widths: [usize; 2],
+    pub rows: usize,
+    pub eps: f32,
+}
+
+/// The RMS norms of two parts of each row, each as [`norm`] computes it.
+///
+/// # Safety
+/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
+pub unsafe fn norm_parts(to: Target, op: &PartNorms) -> Result<(), CudaError> {
+    if op.rows == 0 {
+        return Ok(());
+    }
+    let device = Device::get(to.device)?;
+    let rows = index32("rows", op.rows)?;
+    let (first, second) = (
+        index32("width", op.widths[0])?,
+        index32("width", op.widths[1])?,
+    );
+    let stride = index32("stride", op.stride)?;
+    let launch = Launch {
+        kernel: "rms_norm_parts",
+        grid: [rows as u32, 2, 1],
+        block: 256,
+        shared_bytes: 0,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    let mut arguments = kernel_arguments![
+        op.x,
+        op.weights[0],
+        op.weights[1],
+        first,
+        second,
+        stride,
+        op.eps
+    ];
+    // SAFETY: the order is that of `rms_norm_parts`; the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }
 

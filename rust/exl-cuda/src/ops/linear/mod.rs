@@ -6,6 +6,7 @@ pub mod lora;
 pub mod ring;
 pub mod select;
 
+use super::attention::ORDERED_COLUMNS;
 use super::{Target, index32};
 use crate::abi::assert_layout;
 use crate::device::Device;
@@ -73,28 +74,31 @@ pub struct Matrix {
     pub(super) features_host: Vec<i32>,
 }
 
-/// How a launch packs rows as the input of a matrix, in the layout of `kernels/linear/rows.cuh`.
+/// How a launch packs rows as the input of a matrix, in one of the layouts of [`ORDERED_COLUMNS`] columns.
 #[derive(Clone, Copy, Debug)]
 pub struct PackedInput {
     /// `[rows]` i32: the feature in each row of the layout.
     pub features: usize,
     pub units: i32,
     pub rows: i32,
+    pub columns: usize,
 }
 
 impl PackedInput {
     pub const fn bytes(self) -> usize {
-        self.units as usize * 16 * UNIT_ROWS
+        self.units as usize * 2 * self.columns * UNIT_ROWS
     }
 }
 
 impl Matrix {
-    /// How its input is packed; None if the layout pads K.
-    pub fn packed_input(&self) -> Option<PackedInput> {
-        few::takes_packed(&[self]).then_some(PackedInput {
+    /// How its input of `columns` columns is packed; None if the layout pads K, or there is no such layout.
+    pub fn packed_input(&self, columns: usize) -> Option<PackedInput> {
+        let exists = ORDERED_COLUMNS.contains(&columns);
+        (exists && few::takes_packed(&[self])).then_some(PackedInput {
             features: self.features,
             units: self.argument.unit_count,
             rows: self.argument.rows,
+            columns,
         })
     }
 
@@ -185,6 +189,7 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
                     "prepare_bf16",
                     "pack_rows_f16",
                     "pack_rows_bf16",
+                    "pack_activated_rows_f16",
                     "row_multipliers",
                 ]
                 .map(str::to_owned),

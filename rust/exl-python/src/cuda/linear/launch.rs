@@ -24,6 +24,7 @@ pub(super) struct Operands<'a> {
     pub(super) norm: Option<&'a NormPrologue>,
     pub(super) next: Option<&'a NextInput>,
     pub(super) chained: bool,
+    pub(super) input_activation: Option<i32>,
 }
 
 impl Operands<'_> {
@@ -31,9 +32,14 @@ impl Operands<'_> {
     pub(super) fn check(&self, launch: &Launch) -> PyResult<Target> {
         expect(
             self.plan.joined
-                && self.plan.call.epilogue.gate == self.group.gate.is_some()
+                && self.plan.call.epilogue.gate == self.group.gate().is_some()
+                && self.plan.call.epilogue.activation == self.group.activation_of_all().is_some()
                 && self.plan.call.epilogue.norm == self.norm.is_some(),
             "the plan is for other matrices, or the norm differs from the plan",
+        )?;
+        expect(
+            self.input_activation.is_none() || self.plan.activates_input,
+            "this plan applies no activation to its input",
         )?;
         self.check_input()?;
         self.check_results()?;
@@ -115,8 +121,8 @@ impl Operands<'_> {
         };
         let like_y = residual.dtype == self.y.as_ref().map_or(DType::F16, |y| y.dtype);
         expect(
-            self.group.gate.is_none() && like_y && fits(residual),
-            "residual must have the shape and dtype of y, and a gated matmul takes none",
+            self.group.activation.is_none() && like_y && fits(residual),
+            "residual must have the shape and dtype of y, and a matmul with an activation takes none",
         )
     }
 
@@ -186,7 +192,8 @@ impl Operands<'_> {
             y_type,
             m: self.plan.call.rows,
             residual: address(self.residual.as_ref()),
-            gate: self.group.gate,
+            gate: self.group.gate(),
+            activation: self.group.activation_of_all(),
             norm: self
                 .norm
                 .filter(|_| self.x.is_some())
@@ -215,7 +222,7 @@ impl Operands<'_> {
         let next = self.next.zip(parts.as_ref());
         let next = next.map(|(next, matrices)| few::Next {
             matrices,
-            gated: next.group.get().gate.is_some(),
+            gated: next.group.get().gate().is_some(),
             scratch: (next.scratch.ptr, next.scratch.numel()),
             unnormed: next.normed,
         });
@@ -247,8 +254,9 @@ impl Operands<'_> {
             m: self.plan.call.rows,
             apart: self.plan.separate_gate,
             norm: self.norm.map(NormPrologue::argument),
+            input_activation: self.input_activation,
             residual: address(self.residual.as_ref()),
-            gate: self.group.gate.filter(|_| !self.plan.separate_gate),
+            gate: self.group.gate().filter(|_| !self.plan.separate_gate),
         };
         let scratch = address(self.scratch.as_ref());
         let room = batch::Room {

@@ -112,6 +112,18 @@ impl MatmulPlan {
         self.plan.separate_gate
     }
 
+    /// Whether y has the results of one matrix before their activation, which is left to the caller.
+    #[getter]
+    fn separate_activation(&self) -> bool {
+        self.plan.separate_activation
+    }
+
+    /// Whether `run` can apply an activation to x.
+    #[getter]
+    fn activates_input(&self) -> bool {
+        self.plan.activates_input
+    }
+
     /// Whether the previous matmul can write its results packed into the scratch memory, in the layout of `gemm_few`.
     #[getter]
     fn takes_packed(&self) -> bool {
@@ -140,12 +152,12 @@ impl MatmulPlan {
     }
 }
 
-/// One to three quantized matrices on a GPU over one input, optionally with the activation of a gate.
+/// One to three quantized matrices on a GPU over one input, optionally with an activation: of a gate, or of one matrix's results.
 #[pyclass(frozen, name = "CudaLinearGroup", module = "exl_kernels._native")]
 pub struct CudaLinearGroup {
     matrices: Vec<Py<CudaMatrix>>,
-    /// Number of the activation of the first of two matrices, which gates the second.
-    gate: Option<i32>,
+    /// Number of the activation of the only matrix's results, or of the first of two matrices, which gates the second.
+    activation: Option<i32>,
     device: u32,
     in_features: usize,
     out_features: usize,
@@ -161,9 +173,18 @@ impl CudaLinearGroup {
         Ok(device.info.caps)
     }
 
+    fn gate(&self) -> Option<i32> {
+        self.activation.filter(|_| self.matrices.len() > 1)
+    }
+
+    fn activation_of_all(&self) -> Option<i32> {
+        self.activation.filter(|_| self.matrices.len() == 1)
+    }
+
     fn epilogue(&self, norm: bool, residual: bool, bf16: bool) -> Epilogue {
         Epilogue {
-            gate: self.gate.is_some(),
+            gate: self.gate().is_some(),
+            activation: self.activation_of_all().is_some(),
             norm,
             residual,
             bf16,
@@ -174,19 +195,9 @@ impl CudaLinearGroup {
 #[pymethods]
 impl CudaLinearGroup {
     #[new]
-    #[pyo3(signature = (matrices, gate=None))]
-    fn new(matrices: Vec<Py<CudaMatrix>>, gate: Option<&str>) -> PyResult<Self> {
-        let gate = match gate {
-            None => None,
-            Some("silu") => Some(0),
-            Some("gelu") => Some(1),
-            Some("quickgelu") => Some(2),
-            Some(other) => {
-                return Err(PyValueError::new_err(format!(
-                    "unknown activation {other:?}"
-                )));
-            }
-        };
+    #[pyo3(signature = (matrices, activation=None))]
+    fn new(matrices: Vec<Py<CudaMatrix>>, activation: Option<&str>) -> PyResult<Self> {
+        let activation = activation.map(activation_number).transpose()?;
         expect(
             (1..=ring::MATRICES).contains(&matrices.len()),
             "one to three matrices",
@@ -201,13 +212,13 @@ impl CudaLinearGroup {
             "matrices of one GPU and one input size",
         )?;
         let (device, in_features) = (first.device, first.matrix.in_features());
-        let out_features = match gate {
+        let out_features = match activation {
             Some(_) => first.matrix.out_features(),
             None => matrices.iter().map(|m| m.get().matrix.out_features()).sum(),
         };
         Ok(Self {
             matrices,
-            gate,
+            activation,
             device,
             in_features,
             out_features,
@@ -280,8 +291,8 @@ impl CudaLinearGroup {
     ///
     /// `scratch` and `exchange`, uint8 and aligned to 128 bytes, have the plan's sizes. Without x, its rows are packed in `scratch`;
     /// `chained`: the previous matmul wrote them there as its `next`. `norm` is then weight plus offset, in the order of the layout, padded
-    /// to whole units of 256. Without y, results go only to `next`.
-    #[pyo3(signature = (plan, x, y, launch, *, scratch=None, exchange=None, residual=None, norm=None, next=None, chained=false))]
+    /// to whole units of 256. Without y, results go only to `next`. `input_activation`: an activation of x, if the plan activates inputs.
+    #[pyo3(signature = (plan, x, y, launch, *, scratch=None, exchange=None, residual=None, norm=None, next=None, chained=false, input_activation=None))]
     fn run(
         &self,
         py: Python<'_>,
@@ -295,6 +306,7 @@ impl CudaLinearGroup {
         norm: Option<&NormPrologue>,
         next: Option<&NextInput>,
         chained: bool,
+        input_activation: Option<&str>,
     ) -> PyResult<()> {
         let call = Operands {
             group: self,
@@ -307,6 +319,7 @@ impl CudaLinearGroup {
             norm,
             next,
             chained,
+            input_activation: input_activation.map(activation_number).transpose()?,
         };
         let to = call.check(launch)?;
         let done = match plan.plan.kernel {
@@ -323,6 +336,18 @@ impl CudaLinearGroup {
         done.map_err(|error| device_error(py, &error))
     }
 }
+/// The number of an activation in the kernels.
+fn activation_number(name: &str) -> PyResult<i32> {
+    match name {
+        "silu" => Ok(0),
+        "gelu" => Ok(1),
+        "quickgelu" => Ok(2),
+        other => Err(PyValueError::new_err(format!(
+            "unknown activation {other:?}"
+        ))),
+    }
+}
+
 fn tuned(kernel: Kernel, numbers: &[usize]) -> PyResult<Tuning> {
     let mut tuning = Tuning::default();
     match (kernel, numbers) {

@@ -45,9 +45,10 @@ struct Preparation {
     idle: i32,
     eps: f32,
     offset: f32,
+    activation: i32,
 }
 
-assert_layout!(Preparation, batch_rows::LayoutTask, { x, weight, out, multipliers, features, layout_rows as rows, units, k, m, columns, share, idle, eps, offset });
+assert_layout!(Preparation, batch_rows::LayoutTask, { x, weight, out, multipliers, features, layout_rows as rows, units, k, m, columns, share, idle, eps, offset, activation });
 
 /// Division of a row among blocks of a packing launch.
 struct Division {
@@ -133,6 +134,7 @@ pub(super) unsafe fn prepare(
             idle: 0,
             eps: norm.map_or(0.0, |norm| norm.eps),
             offset: norm.map_or(0.0, |norm| norm.offset),
+            activation: op.input_activation.unwrap_or(-1),
         };
         // SAFETY: this function's contract.
         return unsafe { pack(to, device, first, op.x_type, preparation) };
@@ -174,10 +176,10 @@ unsafe fn pack(
     };
     (preparation.share, preparation.idle) = (share as i32, idle as i32);
     let launch = Launch {
-        kernel: if x_type == Half::BF16 {
-            "pack_rows_bf16"
-        } else {
-            "pack_rows_f16"
+        kernel: match x_type {
+            Half::BF16 => "pack_rows_bf16",
+            _ if preparation.activation >= 0 => "pack_activated_rows_f16",
+            _ => "pack_rows_f16",
         },
         grid: [(idle + columns) as u32, blocks as u32, 1],
         block: LAYOUT_THREADS,

@@ -39,6 +39,8 @@ pub struct Matmul {
     pub apart: bool,
     /// RMS norm of x before the matmul, if [`norms`] permits it.
     pub norm: Option<Norm>,
+    /// Number of an activation of x, an F16 input without a norm, if [`activates_input`] permits it.
+    pub input_activation: Option<i32>,
     /// A residual like y, of a half type, which is added to it; may be y itself. 0 if there is none.
     pub residual: usize,
     /// Number of the activation of the first of two matrices, which gates the second, if [`gates`] permits it.
@@ -107,6 +109,11 @@ pub fn input(matrices: &[&Matrix], m: usize) -> Option<usize> {
 /// Whether packing can norm the input, whose address is a multiple of 16.
 pub fn norms(caps: &Capabilities, matrices: &[&Matrix]) -> bool {
     matrices.iter().all(|matrix| packs(caps, matrix, true))
+}
+
+/// Whether packing can apply an activation to the input, whose address is a multiple of 16.
+pub fn activates_input(caps: &Capabilities, matrices: &[&Matrix]) -> bool {
+    matrices.iter().all(|matrix| packs(caps, matrix, false))
 }
 
 /// Whether these matrices can share launches of up to 64 rows, or of `rows` rows if these are more: kernels exist, and the input's order and
@@ -202,6 +209,16 @@ fn check(
             }),
             "a norm",
             "rows of multiples of 16 bytes, aligned to 16 like the weights",
+        ),
+        (
+            op.input_activation.is_none()
+                || activates_input(caps, matrices)
+                    && op.norm.is_none()
+                    && op.x_type == Half::F16
+                    && op.x != 0
+                    && op.x.is_multiple_of(16),
+            "an activation of the input",
+            "F16 rows of multiples of 16 bytes, aligned to 16, without a norm",
         ),
         (
             op.residual == 0
@@ -395,6 +412,7 @@ mod tests {
         m: 64,
         apart: false,
         norm: None,
+        input_activation: None,
         residual: 0,
         gate: None,
     };
@@ -441,6 +459,14 @@ mod tests {
                     ..PLAIN
                 },
                 "a gate",
+            ),
+            (
+                Matmul {
+                    norm: NORM,
+                    input_activation: Some(1),
+                    ..PLAIN
+                },
+                "an activation of the input",
             ),
             (
                 Matmul {

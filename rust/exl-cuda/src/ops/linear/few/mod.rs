@@ -134,7 +134,7 @@ impl Plan {
         task.multipliers = rows.multipliers;
         (task.y, task.y_kind) = (op.y, op.y_type as i32);
         task.residual = op.residual;
-        task.gate = op.gate.unwrap_or(-1);
+        task.gate = op.gate_argument();
         task.scaled = i32::from(op.x_type == Half::BF16);
     }
 

@@ -40,7 +40,18 @@ pub struct Matmul {
     pub residual: usize,
     /// Number of the activation (`ops::elementwise`) of the first of two matrices, which then gates the second.
     pub gate: Option<i32>,
+    /// Number of the activation of all results; None with a gate.
+    pub activation: Option<i32>,
     pub norm: Option<Norm>,
+}
+
+impl Matmul {
+    /// `gate` of the kernels' parameters (`kernels/linear/gate.cuh`).
+    pub(super) fn gate_argument(&self) -> i32 {
+        const NO_GATE: i32 = -1;
+        let of_all = self.activation.map(|activation| NO_GATE - 1 - activation);
+        self.gate.or(of_all).unwrap_or(NO_GATE)
+    }
 }
 
 /// Depth and window of the ring, for benchmarks that override the plan.
@@ -112,7 +123,7 @@ pub unsafe fn launch(
     (task.x, task.x_kind) = (op.x, op.x_type as i32);
     (task.y, task.y_kind) = (op.y, op.y_type as i32);
     task.residual = op.residual;
-    task.gate = op.gate.unwrap_or(-1);
+    task.gate = op.gate_argument();
     if let Some(norm) = op.norm {
         task.norm = norm.weight;
         (task.eps, task.offset) = (norm.eps, norm.offset);

@@ -383,6 +383,7 @@ mod tests {
 
     const GATED: Epilogue = Epilogue {
         gate: true,
+        activation: false,
         norm: false,
         residual: false,
         bf16: false,

@@ -35,6 +35,8 @@ impl Call {
 pub struct Epilogue {
     /// The activation of the first of two matrices gates the second.
     pub gate: bool,
+    /// An activation of the results of one matrix.
+    pub activation: bool,
     /// An RMS norm of the input.
     pub norm: bool,
     /// A residual is added.
@@ -45,7 +47,7 @@ pub struct Epilogue {
 
 impl Epilogue {
     pub(super) fn is_some(self) -> bool {
-        self.gate || self.norm || self.residual
+        self.gate || self.activation || self.norm || self.residual
     }
 }
 
@@ -83,6 +85,8 @@ pub(crate) fn check_rows(rows: usize, limit: usize) -> Result<(), Refusal> {
 }
 
 /// Check that matrices can share a launch: a kernel takes their number, form and input size.
+///
+/// `gate`: the activation of the first of two matrices gates the second.
 pub(in crate::ops::linear) fn check_alike(matrices: &[&Matrix], gate: bool) -> Result<(), Refusal> {
     let same = |a: &&Matrix, b: &Matrix| {
         a.kind == b.kind && a.entry_rows == b.entry_rows && a.in_features() == b.in_features()

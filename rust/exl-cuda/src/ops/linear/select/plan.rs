@@ -39,10 +39,16 @@ pub struct Plan {
     pub exchange_bytes: usize,
     /// The kernel stores the results of a gate's two matrices one after the other; the activation is a separate launch.
     pub separate_gate: bool,
+    /// The kernel stores the results of one matrix without their activation, which is a separate launch.
+    pub separate_activation: bool,
+    /// The launch that packs the input can apply an activation to it.
+    pub activates_input: bool,
     /// The previous matmul can write its results packed as the input of this one, in [`Kernel::GemmFew`]'s layout.
     pub takes_packed: bool,
     /// Columns of the kernel's layout in which a launch other than a matmul can write F16 rows packed as the input.
     pub input_columns: Option<usize>,
+    /// The previous matmul can write its gated results packed as the input of this one, in [`Kernel::GemmBatch`]'s layout.
+    pub takes_gated: bool,
     /// Results can be written packed as the input of the next matmul.
     pub packs_results: bool,
     /// Why faster kernels do not take the call. Kernels for fewer rows are left out, unless there are too many rows for packed weights.
@@ -68,8 +74,11 @@ impl Plan {
             multipliers_at: 0,
             exchange_bytes: 0,
             separate_gate: false,
+            separate_activation: false,
+            activates_input: false,
             takes_packed: false,
             input_columns: None,
+            takes_gated: false,
             packs_results: false,
             refused,
             tuning,
@@ -106,6 +115,8 @@ impl Plan {
 
     fn add_memory(&mut self, caps: &Capabilities, matrices: &[&Matrix]) {
         let (rows, gate) = (self.call.rows, self.call.epilogue.gate);
+        self.separate_activation =
+            self.call.epilogue.activation && self.kernel == Kernel::GemmBatch;
         match self.kernel {
             // `add_launch` knows the memory of a direct launch.
             Kernel::GemvRing | Kernel::GemmDirect | Kernel::GemmLarge => {}
@@ -115,6 +126,15 @@ impl Plan {
             Kernel::GemmBatch => {
                 let gates = gate && batch::gates(caps, matrices, rows);
                 self.separate_gate = gate && !gates;
+                let Call {
+                    epilogue,
+                    aligned_input,
+                    ..
+                } = self.call;
+                self.activates_input = aligned_input
+                    && !epilogue.bf16
+                    && !epilogue.norm
+                    && batch::activates_input(caps, matrices);
                 self.exchange_bytes =
                     batch::exchange_bytes(caps, matrices, rows, gates, self.tuning.batch);
                 self.add_multipliers(batch::scratch_bytes(matrices, rows));
@@ -147,9 +167,10 @@ impl Plan {
             }
             Kernel::GemmBatch if batch::stores_pairs(matrices) => {
                 self.packs_results = gate && !self.separate_gate;
-                if matrices.len() == 1 && !norm {
+                if !norm {
                     self.input_columns = batch::input(matrices, rows);
                 }
+                self.takes_gated = matrices.len() == 1 && self.input_columns.is_some();
             }
             _ => {}
         }
@@ -159,7 +180,7 @@ impl Plan {
     pub fn chains_to(&self, next: &Self) -> bool {
         let takes = match self.kernel {
             Kernel::GemmFew | Kernel::GemmDirect => next.takes_packed,
-            Kernel::GemmBatch => next.input_columns.is_some(),
+            Kernel::GemmBatch => next.takes_gated,
             _ => false,
         };
         self.packs_results

@@ -9,6 +9,7 @@ use crate::ops::linear::tests::{matrix, sized};
 
 const PLAIN: Epilogue = Epilogue {
     gate: false,
+    activation: false,
     norm: false,
     residual: false,
     bf16: false,
@@ -394,7 +395,7 @@ proptest! {
         let all: Vec<&Matrix> = made.iter().collect();
         let [gate, norm, residual, bf16] = flags;
         let gate = gate && all.len() == 2;
-        let epilogue = Epilogue { gate, norm, residual: residual && !gate, bf16 };
+        let epilogue = Epilogue { gate, activation: false, norm, residual: residual && !gate, bf16 };
         let found = select(&caps, &all, rows, epilogue);
         prop_assert!(rows <= found.kernel.most_rows());
         let taken = if found.joined { &all[..] } else { &all[..1] };
@@ -407,5 +408,28 @@ proptest! {
             Kernel::GemmDirect | Kernel::GemmTile | Kernel::GemmLarge => Some(0),
         };
         prop_assert!(shared.is_some_and(|bytes| bytes <= caps.shared_per_block));
+    }
+}
+
+#[test]
+fn an_activation_is_an_epilogue_of_up_to_eight_rows() {
+    let hopper = card("H100", &["90a"]);
+    let up = matrix(16, 2064);
+    let activated = Epilogue {
+        activation: true,
+        ..PLAIN
+    };
+    for (rows, kernel, separate, packs) in [
+        (1, Kernel::GemvRing, false, false),
+        (8, Kernel::GemmFew, false, true),
+        (32, Kernel::GemmBatch, true, false),
+    ] {
+        let found = plan(&hopper, &[&up], Call::aligned(rows, activated));
+        assert_eq!((found.kernel, found.joined), (kernel, true));
+        assert_eq!(
+            (found.separate_activation, found.packs_results),
+            (separate, packs)
+        );
+        assert_eq!(found.activates_input, kernel == Kernel::GemmBatch);
     }
 }
