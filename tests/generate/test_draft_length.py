@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,63 +67,6 @@ def simulate(
     return taken, seconds + reviewed, reviewed
 
 
-def pace(cost: Sequence[float], rate: float, steps: int, jobs: int = 1, least: int = 0) -> float:
-    """Return the tokens of a job for each second, if steps with k guesses take `cost[k]` seconds.
-
-    `least`: all steps have so many guesses; 0: the length is chosen.
-    """
-    rng = random.Random(3)
-    length = DraftLength(MOST, Clock())
-    acceptances = [length.acceptance() for _ in range(jobs)]
-    tokens, seconds = 0, 0.0
-    for _ in range(steps):
-        k = least or length.plan([geometric(acceptance.rate, MOST) for acceptance in acceptances])
-        length.record(jobs, k, cost[k])
-        seconds += cost[k]
-        for acceptance in acceptances:
-            held = next((i for i in range(k) if rng.random() >= rate), k)
-            tokens += 1 + held
-            if k:
-                acceptance.learn(k, held)
-    return tokens / jobs / seconds
-
-
-@pytest.mark.parametrize(
-    ("jobs", "cost"), [(1, (1.0, 1.3, 1.4, 1.45, 1.5)), (8, (1.0, 1.3, 1.6, 1.8, 2.1)), (32, (1.0, 1.6, 2.3, 2.7, 3.9))]
-)
-def test_guesses_that_never_hold_cost_little_from_the_first_step_on(jobs: int, cost: tuple[float, ...]) -> None:
-    """Costs as measured on a GPU; 32 jobs with four guesses are 160 rows."""
-    assert pace(cost, 0.0, 200, jobs) > 0.97
-    assert pace(cost, 0.0, 5000, jobs) > 0.97
-
-
-@examples(100, 30)
-@given(
-    st.lists(st.floats(0.0, 1.5), min_size=MOST, max_size=MOST),
-    st.sampled_from([0.0, 0.3, 0.6, 0.8, 0.9, 0.97]),
-    st.sampled_from([1, 8]),
-)
-def test_the_speed_is_about_that_of_the_best_length(extra: list[float], rate: float, jobs: int) -> None:
-    """Further guesses may cost anything. It is never far below the speed without guesses."""
-    cost = [1.0 + sum(extra[:k]) for k in range(MOST + 1)]
-    best = max(sum(rate**i for i in range(k + 1)) / cost[k] for k in range(MOST + 1))
-    found = pace(cost, rate, 1000, jobs)
-    assert found > max(0.6 * best, 0.9)
-
-
-def test_a_length_that_is_slow_the_first_time_is_tried_again() -> None:
-    """A GPU captures the graph of a step at its first use."""
-    met: set[int] = set()
-
-    def cost(_: int, k: int) -> float:
-        first = k not in met
-        met.add(k)
-        return 200.0 if first else 1.0 + 0.05 * k
-
-    taken, _, _ = simulate(cost, lambda _: 0.95, 200)
-    assert taken[40:].count(MOST) > 120
-
-
 def test_a_slow_draft_is_left_out() -> None:
     taken, seconds, _ = simulate(lambda _, k: 1.0 + k, lambda _: 0.8, 1000, review=6.0)
     assert sum(map(bool, taken[20:])) <= 10
@@ -181,7 +123,7 @@ def test_reviews_cost_a_fixed_share_of_the_time() -> None:
 
 def test_a_stopped_clock_leaves_the_length_as_asked_for() -> None:
     taken, _, _ = simulate(lambda *_: 0.0, lambda _: 0.5, 200)
-    assert taken[20:].count(MOST) > 160
+    assert taken[20:].count(MOST) > 170
 
 
 def test_other_batch_sizes_begin_with_what_is_known() -> None:

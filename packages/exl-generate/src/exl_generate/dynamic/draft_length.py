@@ -22,17 +22,12 @@ __all__ = ["Acceptance", "DraftLength", "FixedDraftLength", "JobDrafts", "geomet
 
 Clock = Callable[[], float]
 
-#: Iterations of the first comparison for a batch size: steps with one guess and steps without. A load on the machine
-#: then slows all of them. Longer drafts are tried only where they may gain something, since wide steps of a large batch
-#: may cost several narrow ones. The first step with or without guesses is not measured if others were: those may be
+#: Iterations of the first comparison of lengths: as many guesses as allowed, fewer, and none. A load on the machine
+#: then slows all of them. The first step with or without guesses is not measured if others were: those may be
 #: prelaunched and have warm caches.
-FIRST_TURNS = 2
-#: Steps of a length whose cost is not known, once it seems the best one. The first of them may capture a graph.
-FIRST_STEPS = 3
+FIRST_TURNS = 4
 #: Steps with guesses between two measurements of a step without guesses.
 STEPS_BETWEEN_LOOKS = 128
-#: The same until every length was looked at.
-STEPS_BETWEEN_FIRST_LOOKS = 32
 #: Largest share of the time without drafting that may be spent on testing whether guesses would hold.
 REVIEW_SHARE = 0.015
 #: Largest share of that time that may be spent on measuring steps with guesses again.
@@ -112,14 +107,10 @@ class JobDrafts:
 class _Costs:
     """Costs of steps of one batch size: seconds without guesses, and with guesses relative to that."""
 
-    def __init__(self) -> None:
-        self.planned = deque([1, 1, 0, 0] * FIRST_TURNS)
+    def __init__(self, planned: Sequence[int], ratios: dict[int, deque[float]]) -> None:
+        self.planned = deque(planned)
         self.plain: deque[float] = deque(maxlen=5)
-        self.ratios: dict[int, deque[float]] = {}
-        #: measurements of steps with another length than the one in force
-        self.looks = 0
-        #: lengths that were in force
-        self.tried = {1}
+        self.ratios = {guesses: deque(found, maxlen=5) for guesses, found in ratios.items()}
         #: steps with guesses, until what a step without them costs is known
         self.waiting: list[tuple[int, float]] = []
 
@@ -138,12 +129,7 @@ class _Costs:
         return guesses in self.ratios or any(k == guesses for k, _ in self.waiting)
 
     def of(self, guesses: int) -> float:
-        """Return the cost of a step with `guesses` guesses, relative to one without: measured, or on a line through the
-        costs of the lengths around it.
-
-        Beyond the longest length that was measured, further guesses cost nothing: so a length that may be the best one
-        is tried.
-        """
+        """Return the cost of a step with `guesses` guesses, relative to one without: measured, or interpolated."""
         below, above = (0, 1.0), None
         for k, found in sorted(self.ratios.items()):
             if k <= guesses:
@@ -151,7 +137,7 @@ class _Costs:
             elif above is None:
                 above = (k, _typical(found))
         if below[0] == guesses or above is None:
-            return below[1]
+            return below[1] * (1.0 if below[0] == 0 else (1 + guesses) / (1 + below[0]))
         return below[1] + (above[1] - below[1]) * (guesses - below[0]) / (above[0] - below[0])
 
 
@@ -213,21 +199,16 @@ class DraftLength:
         self._steps += 1
         self.current = self._best(costs, self._tokens(jobs))
         if self.current > 0:
-            if self.current not in costs.tried:
-                costs.tried.add(self.current)
-                costs.planned.extend([self.current] * (FIRST_STEPS - 1))
-            elif self._steps % (STEPS_BETWEEN_LOOKS if costs.looks >= self.most else STEPS_BETWEEN_FIRST_LOOKS) == 0:
-                costs.looks += 1
-                self._tried = other = self._another
+            if self._steps % STEPS_BETWEEN_LOOKS == 0:
+                other = self._another()
                 costs.planned.extend([0, other, other])
                 return 0
         elif self._steps % 32 == 0:
-            other = self._another
-            expected = overhead() + 2 * costs.of(other) * (_typical(costs.plain) if costs.plain else 0.0)
+            expected = overhead() + 3 * costs.of(self.most) * (_typical(costs.plain) if costs.plain else 0.0)
             if expected < MEASURE_SHARE * self._unmeasured_seconds:
-                self._tried, self._unmeasured_seconds = other, 0.0
-                costs.planned.append(other)
-                return other
+                self._unmeasured_seconds = 0.0
+                costs.planned.extend([self.most, self._another()])
+                return self.most
         return self.current
 
     def record(self, size: int, guesses: int, seconds: float) -> None:
@@ -257,13 +238,19 @@ class DraftLength:
         bucket = (size - 1).bit_length()
         found = self._sizes.get(bucket)
         if found is None:
-            found = self._sizes[bucket] = _Costs()
+            known = min(self._sizes, key=lambda other: abs(other - bucket), default=None)
+            if known is None:
+                turns = ((self.most, self.most, self._another(), 0, 0) for _ in range(FIRST_TURNS))
+                found = _Costs([k for turn in turns for k in turn], {})
+            else:
+                found = _Costs([0, 0, 0], self._sizes[known].ratios)
+            self._sizes[bucket] = found
         return found
 
-    @property
     def _another(self) -> int:
-        """The length to try next; the lengths alternate."""
-        return self._tried % self.most + 1
+        """Return a length to try; the lengths alternate."""
+        self._tried = self._tried % self.most + 1
+        return self._tried
 
     def _best(self, costs: _Costs, tokens: Sequence[float]) -> int:
         speeds = [expected / costs.of(k) for k, expected in enumerate(tokens)]
