@@ -55,6 +55,30 @@ def test_a_ctrl_c_leaves_no_answer_for_the_next_conversation(tokenizer: ExLlamaV
     assert not sandbox.pool.busy, "a process is lost"
 
 
+def test_a_process_that_was_ended_from_outside_is_replaced(
+    tokenizer: ExLlamaV2Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if a request meets it before its end is noticed."""
+    started: list[Any] = []
+
+    class Noted(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+
+        def poll(self) -> int | None:
+            return None  # its end is never noticed in time
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    monkeypatch.setattr(sandbox, "pool", sandbox.TemplatePool(1))
+    assert render(tokenizer, "first") == "[first]"
+    subprocess.Popen.kill(started[0])
+    started[0].wait()
+    assert render(tokenizer, "second") == "[second]"
+    assert len(started) == 2
+    sandbox.pool.end()
+
+
 def test_threads_that_cannot_be_started(tokenizer: ExLlamaV2Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is typed where no thread serves templates; else those that run serve all requests."""
 

@@ -10,6 +10,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,10 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} is none")
 
 
+def _exceeded() -> str:
+    return f"the chat template took more than {SECONDS:g} seconds, or more than {MEMORY >> 20} MiB: it was ended"
+
+
 class _Worker:
     """A process, started on first use and again after it had to be terminated. One thread uses it."""
 
@@ -74,17 +79,32 @@ class _Worker:
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer to a request. Raises ChatTemplateError when there is none."""
         try:
-            process = self._process
-            if process is None or process.poll() is not None:
+            found = self._ask_running(request)
+            if found is None:
                 process = self._process = self._started()
-            found = self._exchange(process, request, SECONDS)
+                found = self._exchange(process, request, SECONDS)
         except BaseException:
             self.end()  # a pending answer would be taken for the next one
             raise
         if found is None:
-            raise ChatTemplateError(
-                f"the chat template took more than {SECONDS:g} seconds, or more than {MEMORY >> 20} MiB: it was ended"
-            )
+            raise ChatTemplateError(_exceeded())
+        return found
+
+    def _ask_running(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the answer of the process that served earlier requests; None if there is none or it has ended.
+
+        It may have been ended from outside, which a request learns only when no answer comes.
+        """
+        process = self._process
+        if process is None or process.poll() is not None:
+            return None
+        began = time.monotonic()
+        try:
+            found = self._exchange(process, request, SECONDS)
+        except ChatTemplateError:
+            found = None
+        if found is None and time.monotonic() - began >= SECONDS:
+            raise ChatTemplateError(_exceeded())
         return found
 
     def end(self) -> None:
