@@ -79,6 +79,24 @@ def test_a_process_that_was_ended_from_outside_is_replaced(
     sandbox.pool.end()
 
 
+def test_a_template_that_ends_its_process_does_not_run_again(
+    tokenizer: ExLlamaV2Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time stays limited."""
+    short = 0.3  # seconds that a template may take
+    monkeypatch.setattr(sandbox, "pool", sandbox.TemplatePool(1))
+    assert render(tokenizer, "first") == "[first]"
+    monkeypatch.setattr(sandbox, "SECONDS", short)
+    started: list[Any] = []
+    start = subprocess.Popen.__init__
+    monkeypatch.setattr(subprocess.Popen, "__init__", lambda *args, **options: started.append(start(*args, **options)))
+    endless = "{% for i in range(9999) %}" * 3 + "{% endfor %}" * 3
+    with pytest.raises(ChatTemplateError, match=r"more than 0\.3 seconds"):
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], chat_template=endless)
+    assert not started
+    sandbox.pool.end()
+
+
 def test_threads_that_cannot_be_started(tokenizer: ExLlamaV2Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is typed where no thread serves templates; else those that run serve all requests."""
 

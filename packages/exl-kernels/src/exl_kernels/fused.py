@@ -163,7 +163,7 @@ def norm_parts(x: Tensor, first: Tensor, second: Tensor, eps: float) -> Tensor:
     for name, one in (("first", first), ("second", second)):
         if one.dtype != torch.float32 or one.dim() != 1:
             raise ShapeError(f"norm_parts: {name} is {one.dtype} {tuple(one.shape)}; expected float32 of one dimension")
-    if not 2 <= first.shape[0] + second.shape[0] <= x.shape[1]:
+    if not (first.shape[0] and second.shape[0]) or first.shape[0] + second.shape[0] > x.shape[1]:
         raise ShapeError(f"norm_parts: rows of {x.shape[1]} for parts of {first.shape[0]} and {second.shape[0]}")
     if x.numel():
         _native.cuda_rms_norm_parts(x, first, second, eps, launch_on(x))

@@ -26,9 +26,10 @@ from .sharded.transfer import is_direct
 if TYPE_CHECKING:
     from ..language_model import LanguageModel
 
-__all__ = ["Handover", "Section", "SectionGraphs", "mirrored", "queue_copy", "sections_of"]
+__all__ = ["Handover", "Section", "SectionGraphs", "mirrored", "queue_copy", "queueing", "sections_of"]
 
-_queueing = threading.Lock()
+queueing = threading.Lock()
+"""Held while launches are queued that wait for other GPUs: all of them must get these in one order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ class SectionGraphs:
 
         One step at a time: graphs of a sharded model wait for one another, so all devices must get steps in one order.
         """
-        with _queueing:
+        with queueing:
             for handovers, graph in self._parts:
                 for handover in handovers:
                     handover.queue()

@@ -6,7 +6,7 @@
 | `sharded` | heads and output features of every matrix on several devices | a model loaded by `load_tp` |
 | `eager` | each layer's own forward pass, the oracle of the others | everything else |
 
-All give bitwise identical results.
+All give bitwise identical results, but for the last tokens alone of a prompt, which may take kernels for fewer rows.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ MEMORY = 512 << 20  # bytes that a template may use
 SECONDS = 10.0
 PROCESSES = 4  # started on demand
 WAIT_SECONDS = 60.0  # for a free process
+AT_ONCE = 0.1  # within which a pipe to a process that has ended says so
 START_SECONDS = 60.0  # for the start of the process, which does not depend on the template
 MOST_CHARACTERS = 1 << 24
 WORKER = Path(__file__).with_name("template_worker.py")
@@ -80,7 +81,7 @@ class _Worker:
         """Return the answer to a request. Raises ChatTemplateError when there is none."""
         try:
             found = self._ask_running(request)
-            if found is None:
+            if found is None:  # no process, or one that was ended from outside before it began
                 process = self._process = self._started()
                 found = self._exchange(process, request, SECONDS)
         except BaseException:
@@ -93,7 +94,8 @@ class _Worker:
     def _ask_running(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the answer of the process that served earlier requests; None if there is none or it has ended.
 
-        It may have been ended from outside, which a request learns only when no answer comes.
+        It may have been ended from outside, which a request learns only when its answer ends at once. A process that
+        ends later has been ended by the template, which does not run again. Raises ChatTemplateError for that.
         """
         process = self._process
         if process is None or process.poll() is not None:
@@ -103,7 +105,7 @@ class _Worker:
             found = self._exchange(process, request, SECONDS)
         except ChatTemplateError:
             found = None
-        if found is None and time.monotonic() - began >= SECONDS:
+        if found is None and time.monotonic() - began >= AT_ONCE:
             raise ChatTemplateError(_exceeded())
         return found
 

@@ -27,6 +27,7 @@ from ...device import out_of_memory_as_error
 from ...layers import Embedding, Head, Norm
 from ..batch import DECODE_TOKENS
 from ..eager import first_step
+from ..sections import queueing
 from .heads import ShardedHeads
 from .launches import ShardLaunches, ShardLayer
 from .transfer import send
@@ -108,6 +109,10 @@ class Copies:
             made: the columns of each device on it, [rows, width], contiguous.
             begins: first column of each device, and their number.
         """
+        with queueing:  # a step whose graphs another thread queues must not wait for this in part
+            return self._gather(made, begins)
+
+    def _gather(self, made: Sequence[Tensor], begins: Sequence[int]) -> list[Tensor]:
         full = [own.new_empty(own.shape[0], begins[-1]) for own in made]
         place = [slice(begins[shard], begins[shard + 1]) for shard in range(len(made))]
         for event, device in zip(self._ready, self._devices, strict=False):
