@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from exl_core.execution import attention_half, half
 from exl_core.execution import fused as plan
-from exl_core.execution import halves
 from exl_core.lora.rows import RowAdapters
 from exl_kernels.activation import activation as activate
 from exl_kernels.activation import gated_activation
@@ -219,12 +219,12 @@ class GroupDouble:
 
 def joined_on_cpu(patch: pytest.MonkeyPatch) -> None:
     """Plans of models on the CPU, out of the doubles."""
-    for module in (plan, halves):
+    for module in (plan, half):
         patch.setattr(module, "FusedLinear", FusedDouble)
-    patch.setattr(halves, "attend_own", own_double)
-    patch.setattr(halves, "add_post_norm", add_post_norm_double)
-    patch.setattr(halves, "layer_norm_packed", layer_norm_packed_double)
-    patch.setattr(halves, "attend_stored", stored_double)
-    patch.setattr(halves, "rope_store", rope_store_double)
+    patch.setattr(half, "add_post_norm", add_post_norm_double)
+    patch.setattr(half, "layer_norm_packed", layer_norm_packed_double)
+    patch.setattr(attention_half, "attend_own", own_double)
+    patch.setattr(attention_half, "attend_stored", stored_double)
+    patch.setattr(attention_half, "rope_store", rope_store_double)
     patch.setattr(RowAdapters, "groups", lambda self, keys, in_features, widths: True)
     patch.setattr(RowAdapters, "group", GroupDouble.of)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, PagedParams
+from exl_core.execution.attention_half import AttentionHalf
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of
-from exl_core.execution.halves import AttentionHalf, MlpHalf
+from exl_core.execution.mlp_half import MlpHalf
 from exl_core.execution.step import build_step
 from exl_core.lora.rows import RowAdapters
 from exl_kernels.safetensors_file import write_safetensors

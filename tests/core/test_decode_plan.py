@@ -16,7 +16,7 @@ from exl_core.errors import InputError
 from exl_core.execution import fused as plans
 from exl_core.execution import select
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of, joined_rows
-from exl_core.execution.halves import why_apart
+from exl_core.execution.half import why_apart
 from exl_core.execution.step import build_step
 from exl_core.layers import Attention, FeedForward, Head, MoE
 from exl_core.lora.rows import RowAdapters

@@ -31,20 +31,11 @@ from exl_kernels.selection import BLOCK_ROWS, PACKED_ROWS
 
 from ..errors import InputError
 from ..layers import Attention, Embedding, Head, Module, Norm, RMSNorm
+from .attention_half import AttentionHalf
 from .batch import Step
-from .halves import (
-    AttentionHalf,
-    Half,
-    MlpHalf,
-    ModuleHalf,
-    Normed,
-    chains,
-    half_of,
-    is_changed,
-    row_blocks,
-    run_chained,
-    why_apart,
-)
+from .half import Half, ModuleHalf, Normed, is_changed, row_blocks, why_apart
+from .halves import chains, half_of, run_chained
+from .mlp_half import MlpHalf
 
 if TYPE_CHECKING:
     from ..language_model import LanguageModel

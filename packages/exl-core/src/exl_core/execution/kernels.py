@@ -17,7 +17,7 @@ from ..layers import Attention, GatedMLP, Head, Linear, Module, MoE, ParallelDec
 from ..loading.checkpoint import Checkpoint, TensorReader, TensorSource
 from ..loading.linears import LinearOptions, LinearSpec, read_quantized
 from .fused import uncovered
-from .halves import why_apart
+from .half import why_apart
 
 __all__ = ["ROWS", "KernelUse", "kernel_uses"]
 

@@ -27,7 +27,8 @@ from exl_kernels.selection import PACKED_ROWS
 from ...device import activation_dtype
 from ...layers import Attention, Embedding, GatedMLP, Head, Linear, Module, RMSNorm
 from ...layers.description import AttentionDescription, MlpDescription
-from ..halves import attend_heads, head_norms_of, is_changed, why_apart
+from ..attention_half import attend_heads, head_norms_of
+from ..half import is_changed, why_apart
 from .matrix import SplitMatrix
 
 if TYPE_CHECKING:

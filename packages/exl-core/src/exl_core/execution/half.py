@@ -1,0 +1,283 @@
+"""Norms and residual of joined launches, and matmuls in blocks of rows, for all kinds of halves of a layer.
+
+The description of a half decides whether it is joined; `why_apart` names the reason if not. A norm of the result, and
+the addition to a hidden state of float32, are one launch with the norm that follows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from exl_kernels.device import row_invariant
+from exl_kernels.fused import add_post_norm, add_rms_norm, layer_norm_packed
+from exl_kernels.linear.cuda import CudaQuantMatrix
+from exl_kernels.linear.fused import Activation, FusedLinear, Packed
+from exl_kernels.linear.fused import Norm as InputNorm
+from exl_kernels.norm import rms_norm
+from exl_kernels.selection import BLOCK_ROWS, FEW_ROWS, PACKED_ROWS
+
+from ..device import activation_dtype
+from ..layers import Linear, Module, Norm, ParallelDecoder, RMSNorm
+from ..layers.description import AttentionDescription
+from ..layers.norm import LayerNorm
+from .adapted import MatmulAdapters
+from .batch import Step
+
+__all__ = [
+    "Half",
+    "JoinedHalf",
+    "ModuleHalf",
+    "Normed",
+    "input_norm",
+    "is_changed",
+    "joined",
+    "joins",
+    "multiplied",
+    "multiply",
+    "multiply_blocks",
+    "row_blocks",
+    "why_apart",
+]
+
+
+Normed = Tensor | Packed | None
+"""The normed hidden state, if an earlier launch has computed it: [T, hidden], or packed for one matmul."""
+
+
+def why_apart(module: Module) -> str | None:
+    """Return why a module, loaded or not, runs as its own forward pass; None where its launches are joined."""
+    found = module.describe()
+    if found is None:
+        return f"{module.key} is not the attention or the MLP of a layer"
+    if "describe" not in vars(type(module)) or is_changed(module):
+        return f"{module.key} has code that its description does not know"
+    if isinstance(found, AttentionDescription):
+        if found.with_mlp and not isinstance(module, ParallelDecoder):
+            return f"{module.key} has attention and MLP side by side"
+        return why_apart(module.mlp) if isinstance(module, ParallelDecoder) else None
+    if found.experts:
+        return f"{module.key} chooses among {found.experts} experts"
+    if found.gated and found.activation not in get_args(Activation):
+        return f"{module.key} has activation {found.activation}"
+    return None
+
+
+def is_changed(module: Module) -> bool:
+    """Return whether a method of its class was replaced in this one module (`module.forward = ...`)."""
+    return any(callable(getattr(type(module), name, None)) for name in vars(module))
+
+
+class Half(ABC):
+    """A module between embedding and last norm."""
+
+    module: Module
+    input_norm: RMSNorm | None = None
+    """Norm of the input, if the preceding half may compute it."""
+    first_matmul: FusedLinear | None = None
+    """The only reader of the normed input, if the preceding half may pack it for this matmul."""
+
+    def takes_adapters(self, step: Step) -> bool:
+        """Return whether `run_joined` adds the adapters of the step."""
+        return True
+
+    def join(self, rows: int) -> bool:
+        """Return whether the matmuls of `rows` rows can run with their prologue and epilogue.
+
+        More than BLOCK_ROWS rows run in blocks of so many.
+        """
+        return True
+
+    @abstractmethod
+    def run_joined(
+        self, x: Tensor, h: Normed, following: RMSNorm | None, step: Step, into: FusedLinear | None = None
+    ) -> tuple[Tensor, Normed]:
+        """Run the half with joined matmuls; arguments and results as for `run`.
+
+        `h` may be packed as the input of `first_matmul`, and `following`(x) as that of `into`, the next half's.
+        """
+
+    @abstractmethod
+    def run(self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step) -> tuple[Tensor, Tensor | None]:
+        """Run the half with separate matmuls.
+
+        Args:
+            x: [T, hidden]; may be changed in place.
+            h: input_norm(x), if it is computed already; may be changed in place.
+            following: norm of the next half, or None.
+            step: the step.
+
+        Returns:
+            x and, if it was computed, `following`(x). Both may be changed in place.
+        """
+
+
+class ModuleHalf(Half):
+    """A module as its own forward pass."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+
+    def run_joined(
+        self, x: Tensor, h: Normed, following: RMSNorm | None, step: Step, into: FusedLinear | None = None
+    ) -> tuple[Tensor, Normed]:
+        """Run the module's own forward pass."""
+        return self.module.forward(x, step), None
+
+    def run(self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step) -> tuple[Tensor, Tensor | None]:
+        """Run the module's own forward pass."""
+        return self.module.forward(x, step), None
+
+
+class JoinedHalf(Half):
+    """Norms and residual of a half whose launches are joined."""
+
+    def __init__(
+        self, module: Module, norm: Norm | None, post: Norm | None, last: Linear, float_residual: bool
+    ) -> None:
+        """float_residual: x is float32 on a GPU, where matmuls take halves."""
+        self.module = module
+        self.norm, self.post, self.last, self.float_residual = norm, post, last, float_residual
+        self.input_norm = norm if type(norm) is RMSNorm and not is_changed(norm) else None
+        self._own_norm = None if float_residual else self.input_norm
+        """The norm that the first matmul applies."""
+        self._post = post if type(post) is RMSNorm and not is_changed(post) else None
+        self._adds_apart = self._post is not None or (float_residual and post is None)
+        """One launch norms the last matmul's result, adds it to x, and norms x for the next half."""
+        self.plain = self._own_norm is not None and post is None
+        """The half has only an RMS norm and the residual besides its matmuls."""
+
+    def first_of(
+        self, own: FusedLinear | None, normed: FusedLinear, x: Tensor, h: Normed
+    ) -> tuple[FusedLinear, Tensor | Packed]:
+        """Return the first matmul and its input: with a fused norm, if no other launch has computed the norm."""
+        if h is None and own is None:
+            h = self._packed_norm(normed, x)
+        if isinstance(h, Packed):
+            return normed, h
+        return (own, x) if own is not None and h is None else (normed, self.normed(x, h))
+
+    def _packed_norm(self, first: FusedLinear, x: Tensor) -> Packed | None:
+        """Return the LayerNorm of x, packed for the first matmul, if one launch does both."""
+        norm = self.norm
+        if type(norm) is not LayerNorm or is_changed(norm) or self.float_residual:
+            return None
+        given = first.input_of(x.shape[0])
+        if given is None:
+            return None
+        scratch = layer_norm_packed(x, norm.loaded_weight, norm.bias, norm.eps, given)
+        return Packed(scratch, x.shape[0], by_matmul=False)
+
+    def normed(self, x: Tensor, h: Tensor | None = None) -> Tensor:
+        """Return the input of matmuls without a fused norm: h, if given."""
+        if h is not None:
+            return h
+        return x if self.norm is None else self.norm.forward(x)
+
+    def adapt_input(self, adapters: MatmulAdapters, x: Tensor, h: Normed) -> tuple[Tensor, Tensor]:
+        """Return the input of the first matmul without a fused norm, and its product with the adapters' A."""
+        assert not isinstance(h, Packed), "steps with adapters pack no input"
+        if h is None and self._own_norm is not None:
+            h = torch.empty_like(x)
+            return h, adapters.shrink(x, norm=input_norm(self._own_norm), normed=h)
+        h = self.normed(x, h)
+        return h, adapters.shrink(h)
+
+    def result(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the output tensor of the last matmul, and its residual."""
+        if self.post is None and not self._adds_apart:
+            return x, x
+        return torch.empty_like(x, dtype=activation_dtype(x.device)), None
+
+    def left(self, x: Tensor, y: Tensor, following: RMSNorm | None, h: Tensor | None = None) -> Tensor | None:
+        """Do the work after the last matmul: x += post(y) where y is not in x yet.
+
+        Returns `following`(x), in h if given, where that needs no further launch.
+        """
+        if y is x:
+            return None
+        if self._adds_apart:
+            return add_post_norm(x, y, input_norm(self._post), input_norm(following), out=h)
+        x.add_(y if self.post is None else self.post.apply(y.to(x.dtype)))
+        return None
+
+    def left_packed(
+        self, x: Tensor, y: Tensor, following: RMSNorm | None, h: Normed, into: FusedLinear | None
+    ) -> Normed:
+        """Do the work of `left`, and pack `following`(x) as the input of `into` where the same launch can."""
+        given = into.input_of(x.shape[0]) if into is not None and self._adds_apart and following is not None else None
+        if given is None or given.columns != FEW_ROWS:
+            return self.left(x, y, following, None if isinstance(h, Packed) else h)
+        scratch = add_post_norm(x, y, input_norm(self._post), input_norm(following), into=given)
+        assert scratch is not None
+        return Packed(scratch, x.shape[0])
+
+    def add_matmul(self, x: Tensor, y: Tensor, h: Tensor | None, following: RMSNorm | None) -> Tensor | None:
+        """Compute x += post(y @ W) with the last matmul; return `following`(x), in h if given."""
+        matrix = self.last.quant
+        plain = self.post is None and not self.float_residual
+        if plain and isinstance(matrix, CudaQuantMatrix) and x.shape[0] > PACKED_ROWS:
+            matrix.add_matmul(y, x)
+            return None if following is None else rms_norm(x, following.loaded_weight, following.eps, out=h)
+        y = matrix.matmul(y)
+        if self._adds_apart or following is None:
+            return self.left(x, y, following, h)
+        y = y if self.post is None else self.post.apply(y.to(x.dtype))
+        if self.float_residual:
+            return following.forward(x.add_(y))
+        return add_rms_norm(x, y, following.loaded_weight, following.eps, out=h)
+
+
+def row_blocks(rows: int) -> list[slice]:
+    """Return the rows of a matmul in blocks of at most BLOCK_ROWS, whose results do not depend on their number."""
+    return [slice(begin, min(begin + BLOCK_ROWS, rows)) for begin in range(0, rows, BLOCK_ROWS)]
+
+
+def joins(matmul: FusedLinear, rows: int) -> bool:
+    """Return whether a joined kernel takes every block of `rows` rows."""
+    return all(matmul.kernel(some.stop - some.start) is not None for some in row_blocks(rows))
+
+
+def multiply(matmul: FusedLinear, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
+    """Compute matmul(x, out, residual) block by block; returns out."""
+    if x.shape[0] <= BLOCK_ROWS:
+        return matmul(x, out, residual)
+    for rows in row_blocks(x.shape[0]):
+        matmul(x[rows], out[rows], None if residual is None else residual[rows])
+    return out
+
+
+def multiply_blocks(matmul: FusedLinear, h: Tensor) -> Tensor | None:
+    """Return the matmul of the normed h by `gemm_batch`, block by block; None where another kernel runs."""
+    rows = h.shape[0]
+    if rows > PACKED_ROWS and not row_invariant():
+        return None
+    if matmul.kernel(min(rows, BLOCK_ROWS)) != "gemm_batch":
+        return None
+    out = h.new_empty(rows, matmul.out_features)
+    for some in row_blocks(rows):
+        matmul(h[some], out[some])
+    return out
+
+
+def multiplied(matmul: FusedLinear, taken: Tensor | Packed, x: Tensor) -> Tensor:
+    """Return the matmul of `taken`, in rows like those of the hidden state x."""
+    out = x.new_empty(x.shape[0], matmul.out_features, dtype=activation_dtype(x.device))
+    if not isinstance(taken, Packed):
+        return multiply(matmul, taken, out)
+    matmul.chained(taken, out)
+    return out
+
+
+def joined(*linears: Linear, norm: RMSNorm | None = None, activation: Activation | None = None) -> FusedLinear:
+    """Return the matmul of linear layers side by side, with the norm of its input and the activation of its results."""
+    matrices = [linear.quant for linear in linears]
+    return FusedLinear(matrices, norm=input_norm(norm), activation=activation, max_rows=BLOCK_ROWS)
+
+
+def input_norm(norm: RMSNorm | None) -> InputNorm | None:
+    """Return a norm as an argument of the kernels."""
+    return None if norm is None else InputNorm(norm.loaded_weight, norm.eps)
