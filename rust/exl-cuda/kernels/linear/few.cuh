@@ -22,6 +22,7 @@
 
 #if __CUDA_ARCH__ >= 900
 // ---------------------------------------------------------------------------------------------------- weights and activations
+template <bool GENERAL>
 DEVICE void few_stream(const FewTask& p, uint8_t* memory, uint32_t base) {
   const int lane = threadIdx.x % 32, cut = p.cut;
   const FewBarriers s(p, base);
@@ -58,9 +59,9 @@ DEVICE void few_stream(const FewTask& p, uint8_t* memory, uint32_t base) {
   const int place = lane >> pieces_log;
   const uint32_t room = p.stage_stride >> c.log;
 #pragma unroll 1
-  for (int step = 0; step < walk.rounds * walk.passes; step++) {
-    const bool second = step >= walk.rounds;
-    const Pass pass(p, second);
+  for (int step = 0; step < (walks_twice<GENERAL>(p) ? 2 * walk.rounds : walk.rounds); step++) {
+    const bool second = walks_twice<GENERAL>(p) && step >= walk.rounds;
+    const Pass<GENERAL> pass(p, second);
     int matrix = 0, tile = 0;
     const bool some = place < cut && walk.find(p, second ? step - walk.rounds : step, place, matrix, tile);
     const uint8_t* from = p.part[matrix].a.image + (size_t)tile * p.part[matrix].a.tile_bytes;
@@ -94,7 +95,8 @@ DEVICE void few_expect(const FewTask& p, uint32_t base) {
     barrier_expect(s.present + stage * 8, known * p.copies * X_BYTES);
   }
 }
-DEVICE void few_activations(const FewTask& p, uint32_t base, const Pass& pass) {
+template <bool GENERAL>
+DEVICE void few_activations(const FewTask& p, uint32_t base, const Pass<GENERAL>& pass) {
   const FewBarriers s(p, base);
   const Cut c(p);
   const int lane = threadIdx.x % 32, begin = pass.begin << c.stage_log, own = (pass.end - pass.begin) << c.stage_log;
@@ -220,7 +222,7 @@ struct FewNorm {
 };
 
 // State of a multiplying warp between iterations.
-template <int KIND, int ENTRY>
+template <int KIND, int ENTRY, bool GENERAL>
 struct FewConsumer {
   static constexpr int ENTRIES = UNIT_ROWS / ENTRY;
   using Product = UnitMatmul<KIND, ENTRY, 1, 1, SharedBytes, SharedPrepared, SharedMaxima>;
@@ -261,7 +263,7 @@ struct FewConsumer {
 
   // An iteration in which a warp may have any number of units. The first of two passes leaves its sums in the result buffers, of which
   // each iteration then has one.
-  DEVICE void one_round(const Pass& pass) {
+  DEVICE void one_round(const Pass<GENERAL>& pass) {
     const int classes = c.classes(), cls = at & (classes - 1), place = at >> (4 - c.log), begin = pass.begin << c.stage_log,
               end = pass.end << c.stage_log;
     int matrix, tile;
@@ -291,7 +293,7 @@ struct FewConsumer {
       mine.skip(step, slots);
     }
     turn.skip(pass.end - pass.begin, slots);
-    if (pass.end < p.stages) {
+    if (GENERAL && pass.end < p.stages) {
       store_four(result(round), total[0][0]);
       round++;
     } else {
@@ -351,8 +353,8 @@ struct FewConsumer {
   DEVICE void run() {
     const bool stays = p.cut == 1 && p.stages == 2 && c.stage_log == 3;
 #pragma unroll 1
-    for (int number = 0; number < walk.passes; number++) {
-      const Pass pass(p, number);
+    for (int number = 0; number < (walks_twice<GENERAL>(p) ? 2 : 1); number++) {
+      const Pass<GENERAL> pass(p, number);
       at = threadIdx.x / 32;
 #pragma unroll 1
       for (round = 0; round < walk.rounds;) {
@@ -360,7 +362,7 @@ struct FewConsumer {
         else one_round(pass);
         at = (at + p.class_step) & (MULTIPLIERS - 1);
       }
-      if (pass.end < p.stages) warp_arrives(s.normed, lane);
+      if (GENERAL && pass.end < p.stages) warp_arrives(s.normed, lane);
     }
   }
 };
@@ -372,7 +374,7 @@ DEVICE void touch_parameters(const FewTask& p) {
   asm volatile("" ::"r"(word));
 }
 
-template <int KIND, int ENTRY>
+template <int KIND, int ENTRY, bool GENERAL>
 DEVICE void few_multiply(const FewTask& p, uint8_t* memory, uint32_t base) {
   __shared__ SquareParts parts;
   touch_parameters(p);
@@ -386,10 +388,11 @@ DEVICE void few_multiply(const FewTask& p, uint8_t* memory, uint32_t base) {
   bar<1>(FEW_THREADS);
   if (p.cut > 1) cluster_wait();
   if (p.norm) norm.run(base, parts);
-  FewConsumer<KIND, ENTRY>(p, c, base).run();
+  FewConsumer<KIND, ENTRY, GENERAL>(p, c, base).run();
 }
 
 // ---------------------------------------------------------------------------------------------------- epilogue
+template <bool GENERAL>
 DEVICE void few_finish(const FewTask& p, uint32_t base) {
   const FewBarriers s(p, base);
   const int lane = threadIdx.x % 32, finisher = threadIdx.x / 32 - MULTIPLIERS - 1;
@@ -407,11 +410,11 @@ DEVICE void few_finish(const FewTask& p, uint32_t base) {
   if (finisher == 0) {
     few_expect(p, base);
     bar_arrive<1>(FEW_THREADS);
-    few_activations(p, base, Pass(p, 0));
+    few_activations(p, base, Pass<GENERAL>(p, 0));
     bar<2>(64);
-    if (p.first_stages < p.stages) {
+    if (walks_twice<GENERAL>(p)) {
       barrier_wait(s.normed, 0);
-      few_activations(p, base, Pass(p, 1));
+      few_activations(p, base, Pass<GENERAL>(p, 1));
     }
   } else {
     bar<1>(FEW_THREADS);
@@ -419,14 +422,14 @@ DEVICE void few_finish(const FewTask& p, uint32_t base) {
   }
   if (p.cut > 1) {
     cluster_wait();
-    finish_cut(p, base, finisher);
+    finish_cut<GENERAL>(p, base, finisher);
   } else {
-    finish_whole(p, base, finisher);
+    finish_whole<GENERAL>(p, base, finisher);
   }
 }
 #endif
 
-template <int KIND, int ENTRY>
+template <int KIND, int ENTRY, bool GENERAL>
 DEVICE void few_matmul(const FewTask& p) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t memory[];
@@ -434,18 +437,21 @@ DEVICE void few_matmul(const FewTask& p) {
   const int warp = threadIdx.x / 32;
   if (warp == MULTIPLIERS) {
     if (p.cut > 1) cluster_arrive();
-    few_stream(p, memory, base);
+    few_stream<GENERAL>(p, memory, base);
     __syncwarp();
     if (p.cut > 1) cluster_wait();
   } else if (warp < MULTIPLIERS) {
     if (p.cut > 1) cluster_arrive();
-    few_multiply<KIND, ENTRY>(p, memory, base);
+    few_multiply<KIND, ENTRY, GENERAL>(p, memory, base);
   } else {
-    few_finish(p, base);
+    few_finish<GENERAL>(p, base);
   }
   all_leave();
 #endif
 }
 
-#define FEW(KIND, kind, ENTRY)                                                                                                    \
-  extern "C" __global__ void __maxnreg__(FEW_REGISTERS) few_##kind##_##ENTRY(const __grid_constant__ FewTask p) { few_matmul<KIND, ENTRY>(p); }
+#define FEW_FORM(KIND, ENTRY, NAME, GENERAL)                                                                                        \
+  extern "C" __global__ void __maxnreg__(FEW_REGISTERS) NAME(const __grid_constant__ FewTask p) { few_matmul<KIND, ENTRY, GENERAL>(p); }
+#define FEW(KIND, kind, ENTRY)                                                                                                      \
+  FEW_FORM(KIND, ENTRY, few_##kind##_##ENTRY, false)                                                                                \
+  FEW_FORM(KIND, ENTRY, few_##kind##_##ENTRY##_general, true)

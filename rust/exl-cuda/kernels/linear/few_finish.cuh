@@ -1,7 +1,6 @@
 // The end of the kernel of 3 to 8 rows (few.cuh). It adds the classes, sends the quarters of a cut tile to the block that finishes it,
 // applies the epilogue, and stores the results.
 #pragma once
-#include "linear/gate.cuh"
 #include "common/cluster.cuh"
 #include "linear/few_task.cuh"
 
@@ -22,6 +21,7 @@ DEVICE float rounded_half(float v, int kind) {
 
 // A tile's results. Element e of a lane is (feature, row) = (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1). Rounds where separate
 // operators round. Operands in global memory are requested before the sums are present.
+template <bool GENERAL>
 struct FewOutput {
   const FewTask& p;
   const int token;
@@ -54,13 +54,13 @@ struct FewOutput {
   DEVICE bool exists(int e) const { return token + (e & 1) < p.m && feature + (e >> 1) * 8 < limit; }
   DEVICE size_t place(int e) const { return (size_t)((e & 1) * p.y_stride + (e >> 1) * 8); }
   DEVICE float value(int e, float sum) const { return finish(sum, multiplier[e & 1], bias[e >> 1], prescale); }
-  // The activated results: of the first matrix as factors of the second one's, or of all. Missing rows are set to one: they hold stale memory, with which a division may take its slow
-  // path.
+  // The activated results: of the first matrix as factors of the second one's, or of all. Missing rows are set to one: they hold stale
+  // memory, with which a division may take its slow path.
   DEVICE float4 gates(float4 sum) const {
     float v[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
     for (int e = 0; e < 4; e++) v[e] = exists(e) ? rounded_half(value(e, v[e]), p.y_kind) : 1.f;
-    const int kind = activation_of(p.gate);
+    const int kind = GENERAL ? activation_of(p.gate) : p.gate;
     if (kind == SILU) {
 #pragma unroll
       for (int e = 0; e < 4; e++) v[e] = activate(v[e], SILU);
@@ -88,7 +88,7 @@ struct FewOutput {
     const float g[4] = {gate.x, gate.y, gate.z, gate.w}, r[4] = {residual.x, residual.y, residual.z, residual.w};
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-      if (p.gate >= NO_GATE) v[e] = value(e, v[e]);
+      if (!activates<GENERAL>(p)) v[e] = value(e, v[e]);
       if (p.gate >= 0) v[e] = g[e] * rounded_half(v[e], p.y_kind);
       if (p.residual) v[e] = r[e] + rounded_half(v[e], p.y_kind);
     }
@@ -128,6 +128,7 @@ DEVICE float4 add_quarters(uint32_t at) {
 }
 
 // Finishes tiles of which a block has all of K.
+template <bool GENERAL>
 DEVICE void finish_whole(const FewTask& p, uint32_t base, int finisher) {
   const FewBarriers s(p, base);
   const int lane = threadIdx.x % 32;
@@ -141,7 +142,7 @@ DEVICE void finish_whole(const FewTask& p, uint32_t base, int finisher) {
     walk.find(p, round, 0, matrix, tile);
     const uint32_t gates = base + p.exchange_at + (tile - walk.first) * 512 + lane * 16;  // of a gated tile
     const bool gated = p.gate >= 0;
-    FewOutput output(p, matrix, tile);
+    FewOutput<GENERAL> output(p, matrix, tile);
     barrier_wait(s.ready + finisher * 8, phase);
     phase ^= 1;
     float4 sum = quarter_sum(parts, 0, 4);
@@ -149,7 +150,7 @@ DEVICE void finish_whole(const FewTask& p, uint32_t base, int finisher) {
     for (int j = 1; j < 4; j++) sum = add4(sum, quarter_sum(parts, j, 4));
     warp_arrives(s.free + finisher * 8, lane);
     const bool first = gated && matrix == 0;
-    if (first || p.gate < NO_GATE) sum = output.gates(sum);
+    if (first || activates<GENERAL>(p)) sum = output.gates(sum);
     if (first) {
       const float each[4] = {sum.x, sum.y, sum.z, sum.w};
       store_four(gates, each);
@@ -160,6 +161,7 @@ DEVICE void finish_whole(const FewTask& p, uint32_t base, int finisher) {
 }
 
 // Finishes tiles that the blocks of a cluster share: each block sends its quarters to the block that finishes the tile.
+template <bool GENERAL>
 DEVICE void finish_cut(const FewTask& p, uint32_t base, int finisher) {
   const FewBarriers s(p, base);
   const Cut c(p);
@@ -177,7 +179,7 @@ DEVICE void finish_cut(const FewTask& p, uint32_t base, int finisher) {
     const int own = (c.rank - item) & (cut - 1), mine = (item + own) >> c.log;
     int matrix = 0, tile = 0;
     const bool some = own < items && walk.find(p, round, tiles * own + tiles - 1, matrix, tile);
-    FewOutput output(p, matrix, some ? tile : 1 << 24);  // otherwise past all features
+    FewOutput<GENERAL> output(p, matrix, some ? tile : 1 << 24);  // otherwise past all features
     barrier_wait(s.ready + finisher * 8, phase);
     phase ^= 1;
     // Four quarters in all: this block's quarters of the iteration's tiles.
@@ -193,9 +195,9 @@ DEVICE void finish_cut(const FewTask& p, uint32_t base, int finisher) {
     const uint32_t at = base + p.exchange_at + mine * tiles * 2048 + lane * 16;
     barrier_wait_cluster(s.exchange + mine * 8, 0);
     float4 gate = make_float4(1.f, 1.f, 1.f, 1.f);
-    if (gated) gate = FewOutput(p, 0, some ? tile : 1 << 24).gates(add_quarters(at));
+    if (gated) gate = FewOutput<GENERAL>(p, 0, some ? tile : 1 << 24).gates(add_quarters(at));
     float4 sum = add_quarters(at + (tiles - 1) * 2048);
-    if (__builtin_expect(p.gate < NO_GATE, 0)) sum = output.gates(sum);
+    if (__builtin_expect(activates<GENERAL>(p), 0)) sum = output.gates(sum);
     output.store(sum, gate);
   }
 }

@@ -2,6 +2,7 @@
 #pragma once
 #include "common/abi.cuh"
 #include "common/pipeline.cuh"
+#include "linear/gate.cuh"
 #include "linear/tile.cuh"
 
 // Two of an SM's quarters hold five of these warps, and then 72 registers a lane of one more warp: a block of attention
@@ -98,13 +99,12 @@ struct Cut {
 // The iterations of this group of blocks, by number. For gated pairs with whole K, first the gates of all and then the tiles that they
 // gate.
 struct FewWalk {
-  int first, dealt, rounds, passes;
+  int first, dealt, rounds;
   DEVICE FewWalk(const FewTask& p) {
     const int group = blockIdx.x;
     first = group * p.rounds + min(group, p.longer);
     dealt = p.rounds + (group < p.longer);
     rounds = p.gate >= 0 && p.cut == 1 ? 2 * dealt : dealt;
-    passes = 1 + (p.first_stages < p.stages);
   }
   // Finds the tile of an iteration at this place; returns whether there is one.
   DEVICE bool find(const FewTask& p, int round, int place, int& matrix, int& tile) const {
@@ -130,10 +130,29 @@ struct FewWalk {
   DEVICE int finisher(int round) const { return (round >= dealt ? round - dealt : round) % FINISHERS; }
 };
 
+// The kernels have two forms. The GENERAL one also walks its tiles twice and activates results that gate nothing: where a launch needs
+// neither, it takes the other one, whose loops and epilogue are shorter.
+template <bool GENERAL>
+DEVICE bool walks_twice(const FewTask& p) {
+  if constexpr (GENERAL) return p.first_stages < p.stages;
+  return false;
+}
+template <bool GENERAL>
+DEVICE bool activates(const FewTask& p) {
+  if constexpr (GENERAL) return p.gate < NO_GATE;
+  return false;
+}
+
 // The stages of a pass.
+template <bool GENERAL>
 struct Pass {
   int begin, end;
-  DEVICE Pass(const FewTask& p, int number) : begin(number ? p.first_stages : 0), end(number ? p.stages : p.first_stages) {}
+  DEVICE Pass(const FewTask& p, int number) : begin(0), end(p.stages) {
+    if constexpr (GENERAL) {
+      begin = number ? p.first_stages : 0;
+      if (!number) end = p.first_stages;
+    }
+  }
 };
 
 // `normed`: the activations are normed or, if there is a second pass, those of the first pass are no longer read.

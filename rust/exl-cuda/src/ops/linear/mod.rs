@@ -175,8 +175,8 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
         "ring_gptq" => named("ring_gptq"),
         "tiles_exl2" => [named("tiles_exl2"), vec!["norm_packed".to_owned()]].concat(),
         "tiles_gptq" => named("tiles_gptq"),
-        "few" => named("few_exl2"),
-        "few_gptq" => named("few_gptq"),
+        "few" => few::kernels("exl2"),
+        "few_gptq" => few::kernels("gptq"),
         "rows" => ["prepare_rows_f16", "prepare_rows_bf16"]
             .map(str::to_owned)
             .to_vec(),

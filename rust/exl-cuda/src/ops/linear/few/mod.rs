@@ -48,6 +48,12 @@ pub struct Next<'a> {
     pub unnormed: bool,
 }
 
+/// The kernels of matrices of `kind`.
+pub(super) fn kernels(kind: &str) -> Vec<String> {
+    let forms = |entry: u32| ["", "_general"].map(|form| format!("few_{kind}_{entry}{form}"));
+    [128, 32].into_iter().flat_map(forms).collect()
+}
+
 /// Whether launches of up to [`MOST_ROWS`] rows take these matrices.
 pub(super) fn takes(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> Result<(), Refusal> {
     let epilogue = (gated, true);
@@ -213,7 +219,12 @@ impl Plan {
             // SAFETY: this function's contract.
             return unsafe { self.multiply_direct(to, device, matrix) };
         }
-        let kernel = format!("few_{}_{}", matrix.kind, matrix.entry_rows);
+        let form = if self.task.is_general() {
+            "_general"
+        } else {
+            ""
+        };
+        let kernel = format!("few_{}_{}{form}", matrix.kind, matrix.entry_rows);
         let launch = Launch {
             kernel: &kernel,
             grid: [self.groups as u32, 1, self.task.cut as u32],

@@ -1,7 +1,7 @@
 //! Parameters of the kernels of 3 to 8 rows, with the layout of the CUDA structs.
 
 use super::super::MatrixArgument;
-use super::super::ring::MATRICES;
+use super::super::ring::{MATRICES, NO_GATE};
 use crate::abi::assert_layout;
 
 /// Units that fit a launch's parameters, including the end of each matrix's: those of an input of up to 20,224 features.
@@ -71,6 +71,11 @@ pub(super) struct Task {
 assert_layout!(Task, few_task::FewTask, { barriers_at, stage_stride, slots, window, count, cut, units, stages, stage_log, rounds, longer, tiles, gate, results_at, places_at, exchange_at, exchanges, m, y_kind, y_stride, scaled, copies, class_step, stay, first_stages, copy_bytes, x, multipliers, norm, squares, eps, k, y, residual, next, next_rows, next_squares, units_listed, parts as part });
 
 impl Task {
+    /// Whether only the general form of the kernel does this: two passes over the tiles, or an activation of results that gate nothing.
+    pub(super) fn is_general(&self) -> bool {
+        self.first_stages < self.stages || self.gate < NO_GATE
+    }
+
     /// A task with only these parts, without addresses and sizes.
     pub(super) fn without_operands(parts: &[Part; MATRICES]) -> Self {
         Self {
@@ -86,7 +91,7 @@ impl Task {
             rounds: 0,
             longer: 0,
             tiles: 0,
-            gate: -1,
+            gate: NO_GATE,
             results_at: 0,
             places_at: 0,
             exchange_at: 0,

@@ -16,6 +16,8 @@ use plan::{THREADS, plan};
 pub const MOST_ROWS: usize = 8;
 /// Most matrices of a launch.
 pub const MATRICES: usize = 3;
+/// `gate` of the kernels' parameters without an activation (`kernels/linear/gate.cuh`).
+pub(super) const NO_GATE: i32 = -1;
 
 /// RMS norm of the input before the matmul.
 #[derive(Clone, Copy, Debug)]
@@ -48,7 +50,6 @@ pub struct Matmul {
 impl Matmul {
     /// `gate` of the kernels' parameters (`kernels/linear/gate.cuh`).
     pub(super) fn gate_argument(&self) -> i32 {
-        const NO_GATE: i32 = -1;
         let of_all = self.activation.map(|activation| NO_GATE - 1 - activation);
         self.gate.or(of_all).unwrap_or(NO_GATE)
     }
