@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
-from concurrent.futures import Executor, Future
+import threading
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +130,20 @@ def test_a_pool_that_takes_nothing_is_asked_again():
 
     with pytest.raises(RuntimeError, match="no further tasks"):
         stacks[0].compile_ahead(Closed())
+    stacks[0].compile_ahead(pool)
+    assert len(pool.tasks) == 1
+
+
+def test_a_pool_that_drops_its_tasks_does_not_keep_others_from_compiling():
+    """The generator of a pool is closed while other generators use the filter."""
+    filter_ = ExLlamaV2GrammarFilter(None, MODEL, json_schema=SCHEMA)
+    stacks = [FilterStack([filter_], vocab_size=MODEL.size, stop_ids=[MODEL.eos_token_id]) for _ in range(9)]
+    busy, pool = threading.Event(), Pool()
+    with ThreadPoolExecutor(1) as closed:
+        closed.submit(busy.wait)
+        stacks[0].compile_ahead(closed)
+        closed.shutdown(wait=False, cancel_futures=True)
+        busy.set()
     stacks[0].compile_ahead(pool)
     assert len(pool.tasks) == 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 
 from exl_filters.errors import FilterError
 from exl_filters.llg import Matcher
@@ -73,10 +73,14 @@ class StartState:
             return
         self._compiling = True
         try:
-            pool.submit(self._compile)
+            pool.submit(self._compile).add_done_callback(self._submitted)
         except BaseException:
             self._compiling = False
             raise
+
+    def _submitted(self, future: Future[None]) -> None:
+        if future.cancelled():  # the pool has been closed; that of another host may compile
+            self._compiling = False
 
     def _wanted(self) -> int:
         """Return the number of lexers for the matchers in use; one of these is the template's own."""
