@@ -111,7 +111,7 @@ DEVICE void attention_few(const Attention& a) {
   if (a.row_of_feature && warp_index() < my_items) {
     if constexpr (S::PADDED) {
       const int feature = padded_feature<S>(a, job, (warp_index() << shift) + job.rank);
-      copy_async<4>(shared + S::PLACES_AT + 4 * threadIdx.x, a.row_of_feature + feature, feature >= 0);
+      copy_async<4>(shared + S::PLACES_AT + 4 * threadIdx.x, a.row_of_feature + max(feature, 0), feature >= 0);
     } else {
       const int at = (job.key_head * items + (warp_index() << shift) + job.rank) * 32 + lane;
       copy_async<4>(shared + S::PLACES_AT + 4 * threadIdx.x, reinterpret_cast<const uint32_t*>(a.row_of_feature) + at, true);
