@@ -27,10 +27,12 @@ class Terminal:
     """Runs Python with `arguments` until the block ends; typed text is not echoed.
 
     The terminal is dumb, unless `env` says else. The program is a fork of a process that has imported torch, unless it
-    is to be `fresh`.
+    is to be `fresh`. torn_down: see `preloaded.Program`.
     """
 
-    def __init__(self, *arguments: str, env: Mapping[str, str] | None = None, fresh: bool = False) -> None:
+    def __init__(
+        self, *arguments: str, env: Mapping[str, str] | None = None, fresh: bool = False, torn_down: bool = True
+    ) -> None:
         self._master, slave = pty.openpty()
         modes = termios.tcgetattr(slave)
         modes[3] &= ~termios.ECHO
@@ -47,7 +49,7 @@ class Terminal:
                 start_new_session=True,
             )
         else:
-            self._process = Program(arguments, (slave, slave, slave), variables, terminal=True)
+            self._process = Program(arguments, (slave, slave, slave), variables, terminal=True, torn_down=torn_down)
         os.close(slave)
         self.shown = ""
 

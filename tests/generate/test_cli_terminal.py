@@ -34,6 +34,11 @@ def chat(model: str, *options: str, **env: str) -> Terminal:
     return Terminal("-m", "exl_generate", "chat", "-m", model, *options, env=env)
 
 
+def bundled_chat(*options: str, **env: str) -> Terminal:
+    """A chat with the bundled model. The end of its interpreter is left out."""
+    return Terminal("-m", "exl_generate", "chat", "-m", BUNDLED, *options, env=env, torn_down=False)
+
+
 def test_ctrl_c_after_an_answer_ends_the_chat_quietly(chat_model: str) -> None:
     with chat(chat_model, "-n", "6", "--json") as terminal:
         terminal.until("> ")
@@ -98,7 +103,7 @@ def test_ctrl_c_drops_what_was_typed(chat_model: str) -> None:
     ],
 )
 def test_a_message_has_several_lines(keys: bytes) -> None:
-    with chat(BUNDLED, "-n", "2", "--json", **XTERM) as terminal:
+    with bundled_chat("-n", "2", "--json", **XTERM) as terminal:
         terminal.until("> ")
         terminal.type(keys.replace(b"\n", b"\r"))
         shown = terminal.until("}")
@@ -110,7 +115,7 @@ def test_a_message_has_several_lines(keys: bytes) -> None:
 
 def test_typed_messages_are_recalled_in_the_next_session(state: Path) -> None:
     options = ("-n", "2", "--json")
-    with chat(BUNDLED, *options, **XTERM) as terminal:
+    with bundled_chat(*options, **XTERM) as terminal:
         terminal.until("> ")
         terminal.type(b"remember me\r")
         terminal.until("}")
@@ -121,7 +126,7 @@ def test_typed_messages_are_recalled_in_the_next_session(state: Path) -> None:
     assert state.stat().st_mode & 0o777 == 0o700
     assert "+remember me" in file.read_text()
     up = b"\x1b[A"
-    with chat(BUNDLED, *options, **XTERM) as terminal:
+    with bundled_chat(*options, **XTERM) as terminal:
         terminal.until("> ")
         terminal.type(up + up + b"\r")
         assert '"message": "remember me"' in terminal.until("}")
@@ -130,7 +135,7 @@ def test_typed_messages_are_recalled_in_the_next_session(state: Path) -> None:
 
 
 def test_the_history_of_messages_can_be_left_out(state: Path) -> None:
-    with chat(BUNDLED, "-n", "2", "--no-input-history") as terminal:
+    with bundled_chat("-n", "2", "--no-input-history") as terminal:
         terminal.until("> ")
         terminal.type(b"forget me\n")
         assert "\x1b" not in terminal.until("tokens/s"), "the terminal is dumb"
@@ -140,7 +145,7 @@ def test_the_history_of_messages_can_be_left_out(state: Path) -> None:
 
 def test_a_history_that_cannot_be_kept_is_noted(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with chat(BUNDLED, "-n", "2", XDG_STATE_HOME=str(tmp_path / "file")) as terminal:
+    with bundled_chat("-n", "2", XDG_STATE_HOME=str(tmp_path / "file")) as terminal:
         assert "the input history is not kept (Not a directory)" in terminal.until("> ")
         terminal.type(b"hello\n")
         terminal.until("tokens/s")
@@ -148,7 +153,7 @@ def test_a_history_that_cannot_be_kept_is_noted(tmp_path: Path) -> None:
 
 
 def test_answers_are_wrapped_at_the_width_of_the_terminal() -> None:
-    with chat(BUNDLED, "-n", "120", "--seed", "3", COLUMNS="40") as terminal:
+    with bundled_chat("-n", "120", "--seed", "3", COLUMNS="40") as terminal:
         terminal.until("> ")
         terminal.type(b"Tell me a long story.\n")
         terminal.until("story.\r\r\n")
@@ -169,7 +174,7 @@ def test_answers_are_wrapped_at_the_width_of_the_terminal() -> None:
     ],
 )
 def test_colours_are_for_terminals_that_have_them(env: dict[str, str], escapes: bool, colours: bool) -> None:
-    with chat(BUNDLED, "-n", "4", **env) as terminal:
+    with bundled_chat("-n", "4", **env) as terminal:
         shown = terminal.until("> ")
         terminal.type(b"hello\r")
         shown += terminal.until("tokens/s")

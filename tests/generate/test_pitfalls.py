@@ -94,6 +94,7 @@ def test_padded_ids_are_never_sampled(vocab: int) -> None:
     assert max(streamed_tokens(run(generator, one))) < vocab
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["none", "ngram", "model"])
 @pytest.mark.parametrize("healing", [False, True])
 @pytest.mark.parametrize("over", [-1, 0, 1])
