@@ -187,6 +187,8 @@ def layer_norm_packed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
         DTypeError, ShapeError: an operand does not fit.
     """
     check_operand("layer_norm_packed: x", x)
+    if x.dim() != 2:
+        raise ShapeError(f"layer_norm_packed: x is {tuple(x.shape)}, expected [T, D]")
     if x.dtype != torch.float16:
         raise DTypeError(f"layer_norm_packed: x is {x.dtype}, expected float16")
     for name, one in (("weight", weight), ("bias", bias)):
@@ -196,7 +198,13 @@ def layer_norm_packed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
             )
     _check_packs("layer_norm_packed", into, x, into.columns)
     packed = _native.MatmulInput(into.matrix._cuda, into.columns, into.scratch)
-    _native.cuda_layer_norm_packed(x, weight, bias, eps, packed, launch_on(x))
+    try:
+        _native.cuda_layer_norm_packed(x, weight, bias, eps, packed, launch_on(x))
+    except ValueError as error:
+        raise ShapeError(
+            f"layer_norm_packed: into has {into.columns} columns and {into.scratch.numel()} bytes: {error}; "
+            "use the result of FusedLinear.input_of"
+        ) from None
     return into.scratch
 
 
