@@ -123,9 +123,12 @@ def features(lines: list[Line]) -> list[str]:
         of_batches = [found.get((shape, feature, batch)) for batch in batches]
         first = next(d for d in of_batches if d is not None)
         reference = first.get("reference_name") or ""
-        rows.append(
-            f"| {shape}: {first['about']}{source(first, commits)} | {reference} |{''.join(map(cells, of_batches))}"
-        )
+        of_row = [d for d in of_batches if d is not None]
+        if len({d["commit"] for d in of_row}) == 1:
+            origin = source(first, commits)
+        else:
+            origin = " (" + ", ".join(f"{d['commit']} at {d['batch']}" for d in of_row) + ")"
+        rows.append(f"| {shape}: {first['about']}{origin} | {reference} |{''.join(map(cells, of_batches))}")
     head = "| feature | beside |" + "".join(
         f" us a step, {batch} sequence{'s' if batch > 1 else ''} | of greedy | of what it is beside |"
         for batch in batches

@@ -102,6 +102,17 @@ def test_the_last_run_of_a_case_counts_and_another_engines_speed_stays(tmp_path:
     assert "| Llama 8B, 4.0 bpw, 1 sequence | 2,000 | 600 |  | 50 % | 40 | 200 | 250 (other 1.0), 2.4 x |" in text
 
 
+def test_a_feature_measured_by_several_commits_names_the_commit_of_each_batch(tmp_path: Path) -> None:
+    line = {**ABOUT, "bench": "features", "model_shape": "8b", "feature": "schema", "about": "JSON schema", "batch": 1}
+    line |= {"us": 1700.0, "share_of_greedy": 0.98}
+    later = {**line, "commit": "feed5"}
+    wide = {**line, "batch": 32, "us": 5000.0, "share_of_greedy": 0.71}
+    text, _ = tables(write(tmp_path / "a.jsonl", wide, later))
+    assert "| 8b: JSON schema (feed5 at 1, c0ffee at 32) |  | 1,700 | 0.98 |  | 5,000 | 0.71 |  |" in text
+    text, _ = tables(write(tmp_path / "b.jsonl", wide, line))
+    assert "| 8b: JSON schema |  | 1,700 |" in text
+
+
 def test_the_tables_in_the_docs_are_those_of_the_results() -> None:
     """After a new run: `python scripts/gpu/tables.py --into docs/performance.md`."""
     page = (SCRIPTS.parents[1] / "docs" / "performance.md").read_text()
