@@ -32,8 +32,9 @@ class Pool(Executor):
         self.tasks = []
 
     def submit(self, fn, /, *args, **kwargs):
-        self.tasks.append(lambda: fn(*args, **kwargs))
-        return Future()
+        future = Future()
+        self.tasks.append(lambda: future.set_result(fn(*args, **kwargs)))
+        return future
 
     def run(self):
         while self.tasks:
@@ -141,9 +142,11 @@ def test_a_pool_that_drops_its_tasks_does_not_keep_others_from_compiling():
     busy, pool = threading.Event(), Pool()
     with ThreadPoolExecutor(1) as closed:
         closed.submit(busy.wait)
-        stacks[0].compile_ahead(closed)
-        closed.shutdown(wait=False, cancel_futures=True)
-        busy.set()
+        try:
+            stacks[0].compile_ahead(closed)
+            closed.shutdown(wait=False, cancel_futures=True)
+        finally:
+            busy.set()
     stacks[0].compile_ahead(pool)
     assert len(pool.tasks) == 1
 

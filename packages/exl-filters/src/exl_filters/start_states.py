@@ -46,7 +46,7 @@ class StartState:
         self._waiting: weakref.WeakSet[AnyMatcher] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._again = matcher.again if isinstance(matcher, Matcher) else None
-        self._compiling = False
+        self._compiling: Future[None] | None = None
         self.states = states
 
     def copy(self, matcher: AnyMatcher) -> AnyMatcher:
@@ -69,18 +69,10 @@ class StartState:
 
     def compile_ahead(self, pool: Executor) -> None:
         """Compile on `pool` the lexers that the present clones need. Those that begin earlier share what there is."""
-        if self._again is None or self._compiling or len(self._lexers) >= self._wanted():
+        begun = self._compiling
+        if self._again is None or len(self._lexers) >= self._wanted() or (begun is not None and not begun.done()):
             return
-        self._compiling = True
-        try:
-            pool.submit(self._compile).add_done_callback(self._submitted)
-        except BaseException:
-            self._compiling = False
-            raise
-
-    def _submitted(self, future: Future[None]) -> None:
-        if future.cancelled():  # the pool has been closed; that of another host may compile
-            self._compiling = False
+        self._compiling = pool.submit(self._compile)
 
     def _wanted(self) -> int:
         """Return the number of lexers for the matchers in use; one of these is the template's own."""
@@ -93,5 +85,3 @@ class StartState:
                 self._lexers.append((self._again(), weakref.WeakSet()))
         except FilterError:  # out of memory, for example: those that exist serve
             self._again = None
-        finally:
-            self._compiling = False
