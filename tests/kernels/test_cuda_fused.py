@@ -129,6 +129,8 @@ def test_layer_norm_packs_the_input_of_a_matmul(rows: int, width: int, with_bias
         layer_norm_packed(x.float(), weight, None, 1e-5, given)
     with pytest.raises(ShapeError, match=r"expected \[T, D\]"):
         layer_norm_packed(x[0], weight, None, 1e-5, given)
+    with pytest.raises(ShapeError, match="weight is not contiguous"):
+        layer_norm_packed(x, weight.repeat_interleave(2)[::2], None, 1e-5, given)
     for wrong in (replace(given, columns=given.columns + 1), replace(given, scratch=given.scratch[:16])):
         with pytest.raises(ShapeError, match="use the result of FusedLinear"):
             layer_norm_packed(x, weight, None, 1e-5, wrong)

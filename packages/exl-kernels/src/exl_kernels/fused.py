@@ -192,18 +192,21 @@ def layer_norm_packed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     if x.dtype != torch.float16:
         raise DTypeError(f"layer_norm_packed: x is {x.dtype}, expected float16")
     for name, one in (("weight", weight), ("bias", bias)):
-        if one is not None and (one.dtype != torch.float32 or one.shape != x.shape[1:]):
+        if one is None:
+            continue
+        check_operand(f"layer_norm_packed: {name}", one, x)
+        if one.dtype != torch.float32 or one.shape != x.shape[1:]:
             raise ShapeError(
                 f"layer_norm_packed: {name} is {one.dtype} {tuple(one.shape)}; expected float32 [{x.shape[-1]}]"
             )
     _check_packs("layer_norm_packed", into, x, into.columns)
-    packed = _native.MatmulInput(into.matrix._cuda, into.columns, into.scratch)
     try:
+        packed = _native.MatmulInput(into.matrix._cuda, into.columns, into.scratch)
         _native.cuda_layer_norm_packed(x, weight, bias, eps, packed, launch_on(x))
     except ValueError as error:
         raise ShapeError(
-            f"layer_norm_packed: into has {into.columns} columns and {into.scratch.numel()} bytes: {error}; "
-            "use the result of FusedLinear.input_of"
+            f"layer_norm_packed: x is {tuple(x.shape)}, into has {into.columns} columns and "
+            f"{into.scratch.numel()} bytes: {error}; use the result of FusedLinear.input_of"
         ) from None
     return into.scratch
 
