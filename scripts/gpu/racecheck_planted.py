@@ -34,7 +34,7 @@ class Race:
 
 
 ARRIVES = "    warp_arrives(s.ready + result.slot * 8, lane);\n"
-FEW_STORES = "    store_four(base + p.results_at + (buffer * MULTIPLIERS + at) * 512 + lane * 16, total[0]);\n"
+FEW_STORES = "    store_four(result(buffer), total[0]);\n"
 FEW_ARRIVES = "    warp_arrives(s.ready + buffer * 8, lane);\n"
 SET_UP, MEET = "    batch.set_up_maxima();\n", "    bar<1>(BARRIER_THREADS);\n"
 RACES = [
@@ -69,17 +69,22 @@ RACES = [
 ]
 
 
+def planted(race: Race, kernels: Path) -> str:
+    """The text of the race's file with the race in it."""
+    text = (kernels / race.file).read_text()
+    for old, new in race.changes:
+        if old not in text:
+            sys.exit(f"{race.file} has nothing to plant this race in any more: {race.name}")
+        text = text.replace(old, new)
+    return text
+
+
 def reported(race: Race, kernels: Path, folder: Path) -> bool:
     """Whether racecheck reports this race in a kernel of ours."""
     place = folder / race.name.replace(" ", "-").replace("'", "")
     sources = place / "kernels"
     shutil.copytree(kernels, sources, dirs_exist_ok=True)
-    text = (sources / race.file).read_text()
-    for old, new in race.changes:
-        if old not in text:
-            sys.exit(f"{race.file} has nothing to plant this race in any more: {race.name}")
-        text = text.replace(old, new)
-    (sources / race.file).write_text(text)
+    (sources / race.file).write_text(planted(race, kernels))
     for source in sources.rglob("*.cu"):
         if source.stem not in race.images:
             source.unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -167,3 +168,11 @@ def test_a_kernel_that_was_never_launched_fails_its_part_by_name(missed: str | N
 def test_a_run_without_parts_fails(tmp_path: Path) -> None:
     assert prove(tmp_path, "kernel", 10).returncode == 1
     assert (tmp_path / "out" / "parts" / "kernel").read_text().endswith("did not run\n")
+
+
+def test_every_planted_race_has_its_place_in_the_kernels() -> None:
+    """Else `racecheck_planted.py` ends on the GPU before it has shown that the tool reports races."""
+    script = runpy.run_path(str(SCRIPT.with_name("racecheck_planted.py")))
+    kernels = SCRIPT.parents[2] / "rust" / "exl-cuda" / "kernels"
+    for race in script["RACES"]:
+        assert script["planted"](race, kernels) != (kernels / race.file).read_text(), race.name
