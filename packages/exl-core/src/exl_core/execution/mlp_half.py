@@ -36,14 +36,14 @@ class MlpHalf(JoinedHalf):
         linears = (mlp.up_proj,) if gate is None else (gate, mlp.up_proj)
         self._first_linears = linears
         fuses = mlp.activation in get_args(Activation)  # always where there is a gate: see `why_apart`
-        self._activation = joins = cast(Activation, mlp.activation) if fuses else None
+        self._activation = cast(Activation, mlp.activation) if fuses else None
         """The activation of the first matmul; None where it is a launch behind it."""
         self.up_bare = joined(*linears)
         """The first matmul with neither norm nor activation, for adapters."""
-        self.up_normed = joined(*linears, activation=joins)
+        self.up_normed = joined(*linears, activation=self._activation)
         self.up = self.up_normed
         if self._own_norm is not None:
-            self.up = joined(*linears, norm=self._own_norm, activation=joins)
+            self.up = joined(*linears, norm=self._own_norm, activation=self._activation)
         self.first_matmul = self.up_normed
         self.down = joined(mlp.down_proj)
 
