@@ -119,7 +119,8 @@ def features(lines: list[Line]) -> list[str]:
         return f" {line['us']:,.0f} | {line['share_of_greedy']:.2f} | {ratio}{target} |"
 
     rows = []
-    for shape, feature in dict.fromkeys((shape, feature) for shape, feature, _ in found):
+    names = dict.fromkeys((shape, feature) for shape, feature, _ in found)
+    for shape, feature in sorted(names, key=lambda name: (name[0], name[1] != "greedy")):  # the reference first
         of_batches = [found.get((shape, feature, batch)) for batch in batches]
         first = next(d for d in of_batches if d is not None)
         reference = first.get("reference_name") or ""
@@ -183,11 +184,12 @@ def serves(lines: list[Line]) -> list[str]:
 def http(lines: list[Line]) -> list[str]:
     """The same requests through the HTTP server and through the engine alone."""
     found = {(d["engine"], d["streams"], d["workers"]): d for d in lines}
+    commits = {d["commit"] for d in found.values()}
     return table(
         "| HTTP server | tok/s | engine alone, tok/s | ratio | first token, ms, p50 |",
         (
-            f"| {engine}, {streams} streams, {workers} API worker{'s' if workers > 1 else ''} | {d['tok_s']:,.0f} | "
-            f"{d['alone_tok_s']:,.0f} | {d['ratio_median']:.2f} | {d['first_token_ms_p50']:.0f} |"
+            f"| {engine}, {streams} streams, {workers} API worker{'s' if workers > 1 else ''}{source(d, commits)} | "
+            f"{d['tok_s']:,.0f} | {d['alone_tok_s']:,.0f} | {d['ratio_median']:.2f} | {d['first_token_ms_p50']:.0f} |"
             for (engine, streams, workers), d in sorted(found.items())
         ),
     )
