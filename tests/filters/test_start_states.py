@@ -32,7 +32,7 @@ class Pool(Executor):
         self.tasks = []
 
     def submit(self, fn, /, *args, **kwargs):
-        future = Future()
+        future: Future[object] = Future()
         self.tasks.append(lambda: future.set_result(fn(*args, **kwargs)))
         return future
 
