@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,19 +71,24 @@ def test_a_request_that_waits_is_answered_once_the_models_are_known() -> None:
     assert asyncio.run(work()) == {"/v1/models": (200, "")}
 
 
-def test_a_request_that_waits_is_refused_when_the_server_stops(served: Callable[..., Served], tmp_path: Path) -> None:
+def test_a_server_whose_tokenizer_is_unread_is_not_announced_and_can_be_stopped(
+    served: Callable[..., Served], tmp_path: Path
+) -> None:
     template = tmp_path / "template"
     os.mkfifo(template)  # the worker reads it until the test closes it
     file = tmp_path / "serve.toml"
+    address = str(tmp_path / "socket")
     file.write_text(
-        f'[[model]]\nid = "m"\npath = "{bundled.default_model_dir()}"\ntemplate = "{template}"\nengine = "free"\n'
-        'device = "cpu"\n'
+        f'server.uds = "{address}"\n[[model]]\nid = "m"\npath = "{bundled.default_model_dir()}"\n'
+        f'template = "{template}"\nengine = "free"\ndevice = "cpu"\n'
     )
     server = served("--config", str(file))
-    until(lambda: "serving at" in server.log or server.process.poll() is not None, lambda: server.log)
-    server.url = server.log.rpartition("serving at ")[2].split()[0]
+    until(lambda: "model m: ready" in server.log or server.process.poll() is not None, lambda: server.log)
     with open(template, "w") as writer:
-        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=SECONDS)
+        connection = http.client.HTTPConnection("localhost", timeout=SECONDS)
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.settimeout(SECONDS)
+        connection.sock.connect(address)
         connection.request("GET", "/health/ready")
         answer = connection.getresponse()
         assert (answer.status, json.load(answer)["error"]["code"]) == (503, "model_loading")
@@ -91,5 +97,6 @@ def test_a_request_that_waits_is_refused_when_the_server_stops(served: Callable[
         answer = connection.getresponse()
         assert (answer.status, json.load(answer)["error"]["code"]) == (503, "draining")
         connection.close()
+        assert "serving at" not in server.log
         writer.write("{{ messages }}")
     assert server.process.wait(SECONDS) == 0

@@ -92,6 +92,31 @@ def test_a_model_whose_tokenizer_cannot_be_read_is_told_as_failed(tmp_path: Path
     run(work)
 
 
+def test_a_worker_is_ready_once_it_answers_for_a_model_that_is(slow: Template, tmp_path: Path) -> None:
+    """The server is announced then: the first request is answered."""
+
+    async def work(models: WorkerModels) -> None:
+        loading = msgspec.structs.replace(told("a", template=slow.path), state="loading")
+        models.update([loading])
+        models.update([msgspec.structs.replace(loading, state="ready")])
+        with await slow.opened():
+            assert not models.ready.is_set()
+        await models.ready.wait()
+        assert models.resolve("a", Caller())[0].state == "ready"
+
+    async def unreadable(models: WorkerModels) -> None:
+        loading = msgspec.structs.replace(told("a", template=str(tmp_path / "none")), state="loading")
+        models.update([loading])
+        await models.known.wait()
+        assert not models.ready.is_set()
+        models.update([msgspec.structs.replace(loading, state="ready")])
+        assert models.ready.is_set()
+        assert refusal(models, "a") == (503, "model_failed")
+
+    run(work)
+    run(unreadable)
+
+
 def test_a_configuration_that_changes_while_it_is_read_is_read_again(slow: Template) -> None:
     async def work(models: WorkerModels) -> None:
         models.update([told("b", template=slow.path)])

@@ -97,7 +97,11 @@ async def _serve(start: link.WorkerStart) -> None:
     )
     server = uvicorn.Server(_settings(config, create_app(state), protocol))
     listener = socket.socket(fileno=start.listener)
-    tasks = [asyncio.create_task(_drain(stopping, server, state)), asyncio.create_task(_freeze(models.known))]
+    tasks = [
+        asyncio.create_task(_drain(stopping, server, state)),
+        asyncio.create_task(_freeze(models.known)),
+        asyncio.create_task(_tell_ready(models, connection)),
+    ]
     if start.others:
         # The workers share the socket: the others answer what this one would only hold.
         with contextlib.suppress(TimeoutError):
@@ -108,6 +112,12 @@ async def _serve(start: link.WorkerStart) -> None:
         task.cancel()
     await state.media.close()
     connection.close()
+
+
+async def _tell_ready(models: WorkerModels, connection: Link) -> None:
+    await models.known.wait()
+    await models.ready.wait()
+    connection.tell_ready()
 
 
 async def _freeze(known: asyncio.Event) -> None:

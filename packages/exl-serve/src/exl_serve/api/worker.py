@@ -171,6 +171,8 @@ class WorkerModels:
         self._accept_any, self._call = accept_any, call
         #: set once the first list of models has been read, or when the server stops
         self.known = asyncio.Event()
+        #: set once requests for some model that is ready are answered, or refused because its tokenizer is unreadable
+        self.ready = asyncio.Event()
 
     def update(self, told: Sequence[link.ModelState]) -> None:
         """Store the states of all models; forget removed ones and begin to read the tokenizers of new ones."""
@@ -192,8 +194,16 @@ class WorkerModels:
                 task = asyncio.create_task(self._read(id))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
+            else:
+                self._unreadable[id] = one
+        self._set_events()
+
+    def _set_events(self) -> None:
         if not self._reading:
             self.known.set()
+        states = [handle.state for handle in self._handles.values()]
+        if "ready" in states + [told.state for told in self._unreadable.values()]:
+            self.ready.set()
 
     async def _read(self, id: str) -> None:
         """Add a model once its tokenizer is read, on a thread: streams of other models go on meanwhile.
@@ -213,12 +223,11 @@ class WorkerModels:
                 continue
             del self._reading[id]
             if made is None:
-                self._unreadable[id] = read
+                self._unreadable[id] = msgspec.structs.replace(told, epoch=read.epoch)
             else:
                 self._unreadable.pop(id, None)
                 self._handles[id] = Handle(told, *made, self._load)
-        if not self._reading:
-            self.known.set()
+        self._set_events()
 
     def resolve(self, name: str, caller: Caller) -> tuple[ModelHandle, str | None]:
         """Return (model, adapter) for a name.
@@ -276,6 +285,7 @@ class Link:
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._counts: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         self._observed: list[tuple[bool, str, dict[str, str], float]] = []
+        self._ready = False
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self._drain)
         self._tasks = [asyncio.create_task(self._report()), asyncio.create_task(self._look_at_lag())]
@@ -288,6 +298,11 @@ class Link:
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Add a value to a histogram; reported once a second."""
         self._observed.append((False, name, labels, value))
+
+    def tell_ready(self) -> None:
+        """Tell the supervisor that this worker answers requests for some model."""
+        self._ready = True
+        self._flush()
 
     async def call(self, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """Ask the supervisor for an operator's call. Raises ServeError."""
@@ -334,7 +349,7 @@ class Link:
         counts = [(True, name, dict(labels), value) for (name, labels), value in self._counts.items()]
         self._counts.clear()
         observed, self._observed = self._observed, []
-        self._send(link.Report(counts + observed))
+        self._send(link.Report(counts + observed, self._ready))
 
     def _send(self, message: link.Report | link.Operator) -> None:
         self._socket.send(link.encode(message))

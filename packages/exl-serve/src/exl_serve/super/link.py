@@ -37,6 +37,8 @@ class Report(msgspec.Struct, array_like=True, frozen=True, tag="report", tag_fie
     """Metrics from a worker, once a second: (is a count, name, labels, value)."""
 
     metrics: list[tuple[bool, str, dict[str, str], float]]
+    #: the worker knows of a model that is ready, and has read its tokenizer or failed to
+    ready: bool = False
 
 
 class Operator(msgspec.Struct, array_like=True, frozen=True, tag="call", tag_field="kind"):

@@ -64,7 +64,7 @@ class Supervisor:
 
     Args:
         config: The configuration.
-        announce: Called once the first model is ready.
+        announce: Called once a model is ready and the API workers know it: requests for it are answered.
         reload: Reads the configuration again after SIGHUP; may raise ConfigError.
         patience: Limits after which an engine without progress is ended.
 
@@ -96,6 +96,8 @@ class Supervisor:
         self._context: zmq.Context[Any] = zmq.Context()
         self._address = f"ipc://{self._folder}/super"
         self._known: set[bytes] = set()
+        #: workers that answer requests for some model
+        self._ready: set[bytes] = set()
         self._waiting: list[_Waiting] = []
         self._phase = "serving"
         self._phase_at = 0.0
@@ -235,7 +237,8 @@ class Supervisor:
         return hopeless
 
     def _notify(self, now: float) -> None:
-        if not self._announced and self._known and any(e.state == "ready" for e in self._engines.entries()):
+        started = sum(worker.child is not None for worker in self._workers)
+        if not self._announced and self._ready and len(self._ready) >= started:
             self._announced = True
             self._notifier.tell(f"READY=1\nSTATUS=serving at {self.address}")
             if self._announce is not None:
@@ -351,6 +354,8 @@ class Supervisor:
                 self._socket.send_multipart([worker, self._state()])
             if isinstance(message, link.Report):
                 self._metrics.take(message.metrics)
+                if message.ready:
+                    self._ready.add(worker)
             else:
                 self._call(worker, message)
 
