@@ -80,12 +80,14 @@ def environment() -> dict[str, object]:
         commit = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
         ).stdout.strip()
+    now = time.gmtime()
     return {
         "gpu": gpu,
         "driver_cuda": status.driver_version,
         "torch": torch.__version__,
         "commit": commit,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "date": time.strftime("%Y-%m-%d", now),
+        "time": time.strftime("%H:%M:%S", now),
     }
 
 

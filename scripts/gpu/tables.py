@@ -2,7 +2,8 @@
 
     python scripts/gpu/tables.py [FILE.jsonl ...] [--into docs/performance.md]
 
-Without files all of benchmarks/results are read, older runs first. Of every case on a kind of GPU the last line counts.
+Without files all of benchmarks/results are read, older runs first (by the date of the lines, and by their time where
+they have one). Of every case on a kind of GPU the last line counts.
 `--into` replaces the text between the two marks of a page.
 """
 
@@ -256,7 +257,7 @@ KINDS = {
 def text_of(files: list[Path]) -> str:
     """All tables of the files, one section per kind of GPU."""
     known = [d for file in files for d in lines_of(file) if d.get("bench") in KINDS and d.get("gpu")]
-    known.sort(key=lambda d: d.get("date") or "")
+    known.sort(key=lambda d: (d.get("date") or "", d.get("time") or ""))  # UTC
     out = []
     for gpu in sorted({d["gpu"] for d in known}, key=lambda name: ("H200" not in name, name)):
         of_gpu = [d for d in known if d["gpu"] == gpu]

@@ -100,6 +100,12 @@ def test_the_last_run_of_a_case_counts_and_another_engines_speed_stays(tmp_path:
     second = write(tmp_path / "a.jsonl", later, {**later, "apart": True, "tok_s": 1.0})
     text, _ = tables(first, second)
     assert "| Llama 8B, 4.0 bpw, 1 sequence | 2,000 | 600 |  | 50 % | 40 | 200 | 250 (other 1.0), 2.4 x |" in text
+    evening = write(tmp_path / "0.jsonl", {**later, "time": "20:15:00", "commit": "beef6", "tok_s": 700.0})
+    text, _ = tables(first, second, evening)
+    assert "| Llama 8B, 4.0 bpw, 1 sequence | 2,000 | 700 |" in text
+    morning = write(tmp_path / "c.jsonl", {**later, "time": "06:15:00", "commit": "cafe7", "tok_s": 650.0})
+    text, _ = tables(evening, morning)
+    assert "| Llama 8B, 4.0 bpw, 1 sequence | 2,000 | 700 |" in text
 
 
 def test_a_feature_measured_by_several_commits_names_the_commit_of_each_batch(tmp_path: Path) -> None:
