@@ -105,5 +105,5 @@ class ShardedHeads:
         groups = 1 if q is None else q.num_attention_heads // q.num_key_value_heads
         weight = norm.weight if norm.weight.dim() == 1 else norm.weight[begin * groups : end * groups]
         mine = copy.copy(norm)
-        mine.weight = weight.to(self.context.device(shard)).contiguous()
+        mine.weight = send(weight, self.context.device(shard)).contiguous()
         return mine

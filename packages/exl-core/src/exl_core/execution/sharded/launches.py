@@ -30,6 +30,7 @@ from ...layers.description import AttentionDescription, MlpDescription
 from ..attention_half import attend_heads, head_norms_of
 from ..half import is_changed, why_apart
 from .matrix import SplitMatrix
+from .transfer import send
 
 if TYPE_CHECKING:
     from ...language_model import LanguageModel
@@ -298,7 +299,7 @@ def _columns(linear: Linear) -> Columns:
 
 def _norm_on(norm: RMSNorm, device: torch.device) -> InputNorm:
     with torch.inference_mode(False):
-        return InputNorm(norm.loaded_weight.to(device), norm.eps)
+        return InputNorm(send(norm.loaded_weight, device), norm.eps)
 
 
 def _layer(attention: Attention, mlp: GatedMLP, shard: int) -> ShardLayer:
@@ -315,7 +316,7 @@ def _layer(attention: Attention, mlp: GatedMLP, shard: int) -> ShardLayer:
     norms = head_norms_of(a)
     if norms is not None:
         with torch.inference_mode(False):
-            norms = HeadNorms(norms.q.to(device), norms.k.to(device), norms.eps)
+            norms = HeadNorms(send(norms.q, device), send(norms.k, device), norms.eps)
     q, k, v = (matrix.out_features for matrix in qkv)
     return ShardLayer(
         a,

@@ -27,10 +27,9 @@ from ...device import out_of_memory_as_error
 from ...layers import Embedding, Head, Norm
 from ..batch import DECODE_TOKENS
 from ..eager import first_step
-from ..sections import queueing
 from .heads import ShardedHeads
 from .launches import ShardLaunches, ShardLayer
-from .transfer import send
+from .transfer import queueing, send
 
 if TYPE_CHECKING:
     from ...language_model import LanguageModel
