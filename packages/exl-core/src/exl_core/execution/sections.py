@@ -103,7 +103,7 @@ class Handover:
 
 
 def queue_copy(source: Tensor, target: Tensor) -> None:
-    """Queue a copy. Between GPUs torch orders it with the current streams of both by events: call it under `queueing`."""
+    """Queue a copy. Call it under `queueing`: between GPUs torch orders it with the current streams of both."""
     target.copy_(source, non_blocking=True)
 
 
