@@ -30,7 +30,6 @@ def launches_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     def of(model: ExLlamaV2) -> list[ShardLaunches]:
         joined_on_cpu(monkeypatch)
         monkeypatch.setattr(launches, "FusedLinear", FusedDouble)
-        monkeypatch.setattr(launches, "is_changed", lambda module: False)
         made = shard_launches_of(model)
         assert isinstance(made, list), made
         return made

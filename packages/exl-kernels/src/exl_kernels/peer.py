@@ -17,7 +17,7 @@ from ._check import require_shape
 from .cuda_ops import launch_on
 from .errors import DeviceError, DTypeError, ShapeError, UnsupportedError
 
-__all__ = ["MOST_EXCHANGES", "MOST_GPUS", "Mailboxes", "free_deleted"]
+__all__ = ["MOST_EXCHANGES", "MOST_GPUS", "Mailboxes", "free_deleted", "mailbox_bytes"]
 
 MOST_GPUS = 8
 MOST_EXCHANGES = 1024
@@ -26,6 +26,12 @@ WORD = 4  # bytes
 _gone: list[list[Tensor]] = []
 """Mailboxes of deleted objects: launches of other GPUs, which no stream of their own GPU waits for, may still store
 into them. `free_deleted` frees them when the GPUs are idle."""
+
+
+def mailbox_bytes(size: int) -> int:
+    """Return the bytes of a GPU's mailbox for results of up to `size` bytes: two halves, 64 bits for each 32."""
+    half = 2 * -(-size // (2 * WORD))  # words; even: pairs of words are aligned in both halves
+    return 2 * half * 2 * WORD
 
 
 def free_deleted() -> None:
@@ -63,8 +69,8 @@ class Mailboxes:
             raise UnsupportedError(f"{len(devices)} GPUs exchange results; from 2 to {MOST_GPUS} can")
         self.devices = list(devices)
         free_deleted()
-        half = 2 * -(-size // (2 * WORD))  # even: pairs of words are aligned in both halves
-        self._boxes = [torch.zeros(2 * half, dtype=torch.int64, device=device) for device in self.devices]
+        words = mailbox_bytes(size) // (2 * WORD)
+        self._boxes = [torch.zeros(words, dtype=torch.int64, device=device) for device in self.devices]
         self.steps = [torch.zeros(1, dtype=torch.int32, device=device) for device in self.devices]
         self._failed = [torch.zeros(1, dtype=torch.int32, device=device) for device in self.devices]
         for device in {*self.devices}:  # no GPU may store into a mailbox that is still to be filled with zeros

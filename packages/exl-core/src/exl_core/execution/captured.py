@@ -43,6 +43,7 @@ from .fused import JoinedLaunches, joined_launches_of, joins_adapters
 from .inputs import Bucket, StepInputs, StepTensors, passed
 from .pending import CapturedStep, PendingStep, on_cpu
 from .sections import Handover, SectionGraphs, mirrored, sections_of
+from .sharded.coverage import row_bytes
 from .sharded.launches import ShardLaunches, shard_launches_of
 from .sharded.mail import Mail, exchanges, refusal_of_access
 from .sharded.prompts import Prompts
@@ -449,8 +450,7 @@ class DecodeGraphs:
         assert isinstance(self._shards, list), "_takes_sharded has made them"
         inputs = StepInputs(bucket, context.home)
         logits = self._logits_of(bucket.tokens, model.config.padded_vocab_size, context.home)
-        widest = max(launches.row_bytes for launches in self._shards)
-        boxes = self._mail.boxes(context, bucket.tokens, widest)
+        boxes = self._mail.boxes(context, bucket.tokens, row_bytes(model.modules, len(self._shards)))
         pages = context.pages(cache, bucket.page_size, (bucket.batch, model.config.head_dim))
         kept: list[Tensor] = []
         parts: list[tuple[list[Handover], torch.cuda.CUDAGraph]] = []

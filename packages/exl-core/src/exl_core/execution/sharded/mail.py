@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from exl_kernels.peer import Mailboxes, free_deleted
+from exl_kernels.peer import Mailboxes, free_deleted, mailbox_bytes
 
 from .launches import Gather
 from .transfer import is_direct
@@ -16,7 +16,16 @@ from .transfer import is_direct
 if TYPE_CHECKING:
     from .context import TensorParallel
 
-__all__ = ["Mail", "refusal_of_access"]
+__all__ = ["Mail", "mail_bytes", "refusal_of_access"]
+
+
+def mail_bytes(rows: int, row_bytes: int) -> int:
+    """Return the bytes of a GPU's mailboxes for steps of 1 to `rows` rows; row_bytes: of the widest result."""
+    return sum(mailbox_bytes((1 << power) * row_bytes) for power in range(_power(rows) + 1))
+
+
+def _power(rows: int) -> int:
+    return (rows - 1).bit_length()
 
 
 def refusal_of_access(context: TensorParallel) -> str | None:
@@ -50,7 +59,7 @@ class Mail:
 
     def boxes(self, context: TensorParallel, rows: int, row_bytes: int) -> Mailboxes:
         """Return mailboxes for results of up to `rows` rows of `row_bytes` bytes."""
-        most = 1 << (rows - 1).bit_length()
+        most = 1 << _power(rows)
         if most not in self._boxes:
             devices = [context.device(shard) for shard in range(len(context.names))]
             self._boxes[most] = Mailboxes(devices, most * row_bytes)
