@@ -296,6 +296,36 @@ def test_mixed_kinds_and_modules_one_by_one(lab: Any, monkeypatch: pytest.Monkey
         plan_parallel(model.config, model.modules, mixed, CacheSize("fp16", 512), None)
 
 
+def test_norms_of_heads_are_those_of_the_current_module(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, ids: Tensor
+) -> None:
+    """Each device has copies of their weights, which a pass may have made of a module that was replaced since."""
+    config = {**lab.config, **SIZES, "architectures": ["Qwen3ForCausalLM"]}
+    tensors, folders = lab.random_tensors(config), []
+    for at in (1, 2):
+        norms = {f"model.layers.{layer}.self_attn.{norm}_norm.weight" for layer in range(2) for norm in "qk"}
+        weights = {name: torch.linspace(0.5, at, SIZES["head_dim"]).half() for name in norms}
+        folders.append(lab.write_model(tmp_path / str(at), config, tensors | weights))
+    found = []
+    for places in ("cpu", "cpu:0,cpu:1"):
+        monkeypatch.setenv("EXL_DEVICE", places)
+        model, other = (build(folder) for folder in folders)
+        model.load_tp()
+        other.load_tp()
+        before = model.forward(ids)
+        model.modules[1] = other.modules[1]
+        found.append(model.forward(ids))
+        assert not torch.equal(found[-1], before)
+    assert torch.equal(found[0], found[1])
+
+
+def test_gpus_without_room_are_told_of_the_cpu(lab: Any) -> None:
+    model = build(lab.write(kind="exl2", **SIZES))
+    places = [Device("cuda:0"), Device("cuda:1")]
+    with pytest.raises(errors.DeviceError, match=r"(?s)Insufficient space.*cuda:1.*EXL_DEVICE=cpu"):
+        plan_parallel(model.config, model.modules, places, CacheSize("fp16", 512), [0.0001, 0.0001])
+
+
 def test_one_device_is_an_ordinary_load(lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:
     monkeypatch.setenv("EXL_DEVICE", "cpu:0,cpu:1")
     model = build(lab.write(**SIZES))

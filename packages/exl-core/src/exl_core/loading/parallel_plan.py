@@ -54,9 +54,7 @@ def plan_parallel(
         DeviceError: the model does not fit, or GPUs and CPUs, whose arithmetic differs, are mixed.
     """
     plan, shares = _planned(config, modules, places, cache, gpu_split, separate)
-    if not plan.fits:
-        raise DeviceError(f"Insufficient space in device allocation: {plan.table()}")
-    return plan, shares
+    return plan.check(), shares
 
 
 def plan_tp(
