@@ -14,7 +14,7 @@ from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_TP, ExLlamaV2Config, PagedParams
 from exl_core.execution.sharded import Shares, launches
-from exl_core.execution.sharded.coverage import StoredWeights, refusal_of_exchange, row_bytes
+from exl_core.execution.sharded.coverage import RowBytes, StoredWeights, refusal_of_exchange, row_bytes
 from exl_core.execution.sharded.cutting import output_bounds
 from exl_core.execution.sharded.launches import Gather, ShardLaunches, shard_launches_of
 from exl_core.execution.step import build_step
@@ -151,7 +151,8 @@ def test_all_devices_together_are_one_device(
     monkeypatch.setattr(launches, "FusedLinear", FusedDouble)
     made = shard_launches_of(model)
     assert isinstance(made, list), made
-    assert row_bytes(model.modules, len(made)) == 4 * SIZES["vocab_size"]
+    shared = 2 * max(SIZES["hidden_size"] + 2 * len(made) - 2, SIZES["intermediate_size"], 8 * SIZES["head_dim"])
+    assert row_bytes(model.modules, len(made)) == RowBytes(shared, 4 * SIZES["vocab_size"])
     assert predicted(model) is None
     for batch, q_len in ((1, 1), (5, 1), (2, 3)):
         ids = lab.ids(batch, 20 + q_len, vocab=160)

@@ -385,12 +385,14 @@ EXCHANGED: dict[str, Any] = {**SIZES, "hidden_size": 128, "intermediate_size": 1
 
 @pytest.mark.parametrize(("sequences", "rows"), [(1, 16), (3, 48), (100, 64)])
 def test_plans_of_gpus_count_the_mailboxes(lab: Any, sequences: int, rows: int) -> None:
-    """One set for steps of up to 1, 2, 4, .. rows. Two halves of 64 bits for 32 of the largest result."""
+    """One set for steps of up to 1, 2, 4, .. rows: two halves, of 64 bits for 32. Logits are only for the first GPU."""
     model = build(lab.write(kind="exl2", **EXCHANGED), max_decode_batch=sequences)
     config = model.config
     widest = max(config.intermediate_size, config.hidden_size, config.num_attention_heads * config.head_dim)
     sets = 2 * (1 << (rows - 1).bit_length()) - 1
-    assert mail_of(model) == [sets * 4 * max(2 * widest, 4 * config.vocab_size)] * 2
+    shared, logits = 2 * widest, 4 * config.vocab_size
+    assert logits > shared
+    assert mail_of(model) == [sets * 2 * (shared + logits), sets * 4 * shared]
 
 
 def test_plans_count_no_mailboxes_where_no_step_is_captured(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,8 +115,8 @@ def _planned(
     if planner.sums and not (all(d.fits() for d in found) and shares.all_have_quarters()):
         planner.sums = False
         found, shares = planner.place(budgets, cache)
-    planner.mail = 0 if separate or not places[0].is_cuda else _mail(config, modules, shares)
-    if planner.mail:
+    planner.mail = (0, 0) if separate or not places[0].is_cuda else _mail(config, modules, shares)
+    if any(planner.mail):
         found, shares = planner.place(budgets, cache)
     fits = all(d.fits() for d in found)
     most = None
@@ -127,17 +127,17 @@ def _planned(
     return LoadPlan(found, homes, cache, fits, most, "" if fits else problem, planner.embedding), shares
 
 
-def _mail(config: ExLlamaV2Config, modules: Sequence[Module], shares: Shares) -> int:
-    """Return the bytes through which captured steps will exchange results on each GPU; 0 where none are captured.
+def _mail(config: ExLlamaV2Config, modules: Sequence[Module], shares: Shares) -> tuple[int, int]:
+    """Return the bytes through which captured steps exchange results, on the first GPU and on each other one.
 
-    That is memory for `config.decode_rows` sequences with their draft tokens.
+    That is 0 where no steps are captured, else memory for `config.decode_rows` sequences with their draft tokens.
     """
     assert config.checkpoint is not None
     inner, count = [without_hooks(module) for module in modules], len(shares.rest)
     bounds = output_bounds(inner, shares, shares.kv_heads(config.num_key_value_heads))
     weights = StoredWeights(TensorReader(config.checkpoint), bounds, count)
     if refusal_of_settings(config) or refusal_of_exchange(inner, count, weights):
-        return 0
+        return 0, 0
     return mail_bytes(min(PACKED_ROWS, DECODE_TOKENS * config.decode_rows), row_bytes(inner, count))
 
 
@@ -159,7 +159,7 @@ class _Planner:
     split: bool = False
     separate: bool = False
     sums: bool = False
-    mail: int = 0  # bytes through which GPUs exchange results, on each
+    mail: tuple[int, int] = (0, 0)  # bytes through which GPUs exchange results, on the first one and on each other one
 
     @classmethod
     def of(cls, config: ExLlamaV2Config, modules: Sequence[Module], places: Sequence[Device]) -> _Planner:
@@ -207,12 +207,12 @@ class _Planner:
 
     def place(self, budgets: Sequence[DevicePlan], cache: CacheSize) -> tuple[list[DevicePlan], Shares]:
         """Compute the load of every device, with shares in proportion to its budget."""
-        tables = rope_bytes(self.config) + state_bytes(self.config, self.kind, self.rows) + self.mail
+        tables = rope_bytes(self.config) + state_bytes(self.config, self.kind, self.rows)
         cached = self.config.num_hidden_layers * cache_layer_bytes(self.config, cache)
         plans = [
             replace(
                 d,
-                tables=tables,
+                tables=tables + self.mail[min(i, 1)],
                 scratch=self.scratch,
                 weights=0 if i and not self.separate else self.home,
                 modules=[*range(self.modules)],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from exl_kernels.linear import QuantMatrix
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ANSWER",
     "LoadedWeights",
+    "RowBytes",
     "StoredWeights",
     "Weights",
     "part_of",
@@ -36,6 +38,14 @@ __all__ = [
 ANSWER = 2
 """Columns without meaning that the other devices send while they receive the embedded ids: a device must hear from all
 others in each exchange."""
+
+
+@dataclass(frozen=True)
+class RowBytes:
+    """Bytes of a row: of the widest result that all devices receive, and of the logits, which the first receives."""
+
+    shared: int
+    logits: int
 
 
 class Weights(ABC):
@@ -157,12 +167,12 @@ def _half_uncovered(module: Module, weights: Weights) -> str | None:
     return None
 
 
-def row_bytes(modules: Sequence[Module], shards: int) -> int:
-    """Return the bytes of a row of the widest result that the devices of a covered model exchange."""
+def row_bytes(modules: Sequence[Module], shards: int) -> RowBytes:
+    """Return the bytes of a row of the results that the devices of a covered model exchange."""
     attention, mlp, head = modules[1], modules[2], modules[-1]
     assert isinstance(attention, Attention)
     assert isinstance(mlp, GatedMLP)
     assert isinstance(head, Head)
     embedded = attention.o_proj.out_features + ANSWER * (shards - 1)
     widest = max(embedded, attention.q_proj.out_features, mlp.up_proj.out_features)
-    return max(4 * head.linear.out_features, 2 * widest)
+    return RowBytes(2 * widest, 4 * head.linear.out_features)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from exl_kernels.peer import Mailboxes, free_deleted, mailbox_bytes
 
+from .coverage import RowBytes
 from .launches import Gather
 from .transfer import is_direct
 
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
 __all__ = ["Mail", "mail_bytes", "refusal_of_access"]
 
 
-def mail_bytes(rows: int, row_bytes: int) -> int:
-    """Return the bytes of a GPU's mailboxes for steps of 1 to `rows` rows; row_bytes: of the widest result."""
-    return sum(mailbox_bytes((1 << power) * row_bytes) for power in range(_power(rows) + 1))
+def mail_bytes(rows: int, row: RowBytes) -> tuple[int, int]:
+    """Return the bytes of mailboxes for steps of 1 to `rows` rows, of the first GPU and of each other one."""
+    sizes = [1 << power for power in range(_power(rows) + 1)]
+    first = sum(mailbox_bytes(most * row.shared, most * row.logits) for most in sizes)
+    return first, sum(mailbox_bytes(most * row.shared) for most in sizes)
 
 
 def _power(rows: int) -> int:
@@ -57,12 +60,12 @@ class Mail:
         for boxes in self._boxes.values():
             boxes.check()
 
-    def boxes(self, context: TensorParallel, rows: int, row_bytes: int) -> Mailboxes:
-        """Return mailboxes for results of up to `rows` rows of `row_bytes` bytes."""
+    def boxes(self, context: TensorParallel, rows: int, row: RowBytes) -> Mailboxes:
+        """Return mailboxes for steps of up to `rows` rows. Their last exchange, of an odd number, is of the logits."""
         most = 1 << _power(rows)
         if most not in self._boxes:
             devices = [context.device(shard) for shard in range(len(context.names))]
-            self._boxes[most] = Mailboxes(devices, most * row_bytes)
+            self._boxes[most] = Mailboxes(devices, most * row.shared, {0: most * row.logits})
         return self._boxes[most]
 
 
