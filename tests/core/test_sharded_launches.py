@@ -68,9 +68,9 @@ class Meeting:
         return gather
 
 
-def write(lab: Any, kind: str, family: str) -> Any:
-    """A model folder; a Qwen3 has norms of each head of q and k."""
-    config = {**lab.config, **SIZES, "architectures": [family]}
+def write(lab: Any, kind: str, family: str, **sizes: int) -> Any:
+    """A model folder of SIZES and others; a Qwen3 has norms of each head of q and k."""
+    config = {**lab.config, **SIZES, **sizes, "architectures": [family]}
     tensors, generator = lab.random_tensors(config), torch.Generator().manual_seed(5)
     if family == "Qwen3ForCausalLM":
         for layer in range(config["num_hidden_layers"]):

@@ -126,8 +126,8 @@ class Copies:
             begins: first column of each device, and their number.
         """
         place = [slice(begins[shard], begins[shard + 1]) for shard in range(len(made))]
+        full = [own.new_empty(own.shape[0], begins[-1]) for own in made]
         with queueing:  # a step whose graphs another thread queues must not wait for these copies in part
-            full = [own.new_empty(own.shape[0], begins[-1]) for own in made]
             try:
                 self._send(made, full, place)
                 for shard, whole in enumerate(full):
