@@ -17,7 +17,7 @@ from random_models import loaded_over
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Cache_TP, ExLlamaV2Config, PagedParams
 from exl_core.device import GIB, devices
 from exl_core.execution.sharded import SplitMatrix
-from exl_core.execution.sharded.prompts import Copies, run_prompt
+from exl_core.execution.sharded.prompts import Copies, Prompts
 from exl_core.execution.sharded.transfer import is_direct
 from exl_core.layers import Linear
 from exl_core.loading.plan import plan, plan_modules
@@ -271,11 +271,13 @@ def test_prompts_of_a_sharded_model_are_those_of_its_modules(
     model.load_tp(shares)
     taken: list[torch.Size] = []
 
-    def counted(model: Any, asked: Any, launches: Any) -> Any:
-        taken.append(asked.ids.shape)
-        return run_prompt(model, asked, launches)
+    whole = Prompts.run
 
-    monkeypatch.setattr("exl_core.execution.fused_executor.run_prompt", counted)
+    def counted(prompts: Prompts, model: Any, asked: Any) -> Any:
+        taken.append(asked.ids.shape)
+        return whole(prompts, model, asked)
+
+    monkeypatch.setattr(Prompts, "run", counted)
     ids, lengths = lab.ids(3, 300, vocab=2048), torch.tensor([90, 17, 120], dtype=torch.int32)
     table = torch.arange(6, dtype=torch.int32).flip(0).view(3, 2)
 

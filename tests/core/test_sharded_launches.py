@@ -14,8 +14,11 @@ from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_TP, ExLlamaV2Config, PagedParams
 from exl_core.execution.sharded import Shares, launches
+from exl_core.execution.sharded.coverage import RowBytes, StoredWeights, refusal_of_exchange, row_bytes
+from exl_core.execution.sharded.cutting import output_bounds
 from exl_core.execution.sharded.launches import Gather, ShardLaunches, shard_launches_of
 from exl_core.execution.step import build_step
+from exl_core.loading.checkpoint import TensorReader
 
 pytestmark = pytest.mark.covers("core.md: tensor-parallel")
 
@@ -65,9 +68,9 @@ class Meeting:
         return gather
 
 
-def write(lab: Any, kind: str, family: str) -> Any:
-    """A model folder; a Qwen3 has norms of each head of q and k."""
-    config = {**lab.config, **SIZES, "architectures": [family]}
+def write(lab: Any, kind: str, family: str, **sizes: int) -> Any:
+    """A model folder of SIZES and others; a Qwen3 has norms of each head of q and k."""
+    config = {**lab.config, **SIZES, **sizes, "architectures": [family]}
     tensors, generator = lab.random_tensors(config), torch.Generator().manual_seed(5)
     if family == "Qwen3ForCausalLM":
         for layer in range(config["num_hidden_layers"]):
@@ -90,6 +93,16 @@ def sharded(monkeypatch: pytest.MonkeyPatch, folder: Any, shares: list[float]) -
     model = build(folder)
     model.load_tp(shares)
     return model
+
+
+def predicted(model: ExLlamaV2) -> str | None:
+    """The reason against launches that a load plan finds, from headers alone."""
+    context, checkpoint = model.tp_context, model.config.checkpoint
+    assert context is not None
+    assert checkpoint is not None
+    fresh, shards = ExLlamaV2(model.config).modules, len(context.names)
+    bounds = output_bounds(fresh, context.shares, context.heads)
+    return refusal_of_exchange(fresh, shards, StoredWeights(TensorReader(checkpoint), bounds, shards))
 
 
 def run(model: ExLlamaV2, made: list[ShardLaunches], ids: Tensor, params: PagedParams, cache: Any) -> Tensor:
@@ -136,10 +149,11 @@ def test_all_devices_together_are_one_device(
     model = sharded(monkeypatch, folder, shares)
     joined_on_cpu(monkeypatch)
     monkeypatch.setattr(launches, "FusedLinear", FusedDouble)
-    monkeypatch.setattr(launches, "is_changed", lambda module: False)
     made = shard_launches_of(model)
     assert isinstance(made, list), made
-    assert made[0].row_bytes == 4 * SIZES["vocab_size"]
+    shared = 2 * max(SIZES["hidden_size"] + 2 * len(made) - 2, SIZES["intermediate_size"], 8 * SIZES["head_dim"])
+    assert row_bytes(model.modules, len(made)) == RowBytes(shared, 4 * SIZES["vocab_size"])
+    assert predicted(model) is None
     for batch, q_len in ((1, 1), (5, 1), (2, 3)):
         ids = lab.ids(batch, 20 + q_len, vocab=160)
         table = torch.arange(2 * batch, dtype=torch.int32).flip(0).view(batch, 2)
@@ -169,6 +183,7 @@ def test_models_without_such_launches(lab: Any, monkeypatch: pytest.MonkeyPatch)
         found = shard_launches_of(model)
         assert isinstance(found, str)
         assert reason in found
+        assert predicted(model) == found
 
 
 @pytest.mark.parametrize(
@@ -186,6 +201,8 @@ def test_families_without_such_launches(
     """The description of the layers decides."""
     joined_on_cpu(monkeypatch)
     folder = write_random_model(tmp_path / family, {**CONFIG, "architectures": [family], **more})
-    found = shard_launches_of(sharded(monkeypatch, folder, [8.0, 8.0]))
+    model = sharded(monkeypatch, folder, [8.0, 8.0])
+    found = shard_launches_of(model)
     assert isinstance(found, str)
     assert reason in found
+    assert predicted(model) == found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,10 +14,11 @@ from test_sharded_launches import PAGE, sharded, write
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache_Q4, ExLlamaV2Cache_TP, PagedParams
+from exl_core.execution import captured, select
 from exl_core.execution.forward_pass import ForwardPass, checked
-from exl_core.execution.sharded import launches
+from exl_core.execution.sharded import launches, prompts
 from exl_core.execution.sharded.launches import ShardLaunches, shard_launches_of
-from exl_core.execution.sharded.prompts import Copies, run_prompt, takes_prompt
+from exl_core.execution.sharded.prompts import Copies, Prompts, takes_prompt
 
 pytestmark = pytest.mark.covers("core.md: tensor-parallel")
 
@@ -27,7 +30,6 @@ def launches_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     def of(model: ExLlamaV2) -> list[ShardLaunches]:
         joined_on_cpu(monkeypatch)
         monkeypatch.setattr(launches, "FusedLinear", FusedDouble)
-        monkeypatch.setattr(launches, "is_changed", lambda module: False)
         made = shard_launches_of(model)
         assert isinstance(made, list), made
         return made
@@ -75,12 +77,13 @@ def test_prompts_are_those_of_the_modules(
     for ids, params, results in passes:
         found = model.forward_chunk(ids, caches[0], attn_params=params, **results)
         want.append((found, [key.clone() for key in keys_of(caches[0])], caches[0].current_seq_len))
-    made = launches_of(model)
+    assert model.tp_context is not None
+    runner = Prompts(model.tp_context, launches_of(model))
     for (ids, params, results), (expected, keys, length) in zip(passes, want, strict=True):
         one = checked(model, ForwardPass(ids, caches[1], params, **results))
         assert takes_prompt(one)
         with torch.inference_mode():
-            found = run_prompt(model, one, made)
+            found = runner.run(model, one)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in found)
         assert all(torch.equal(a, b) for a, b in zip(keys_of(caches[1]), keys, strict=True))
@@ -91,9 +94,10 @@ def test_a_prompt_without_a_cache(lab: Any, monkeypatch: pytest.MonkeyPatch, lau
     model = sharded(monkeypatch, write(lab, "exl2", "LlamaForCausalLM"), [8.0, 8.0])
     ids = lab.ids(2, 50, vocab=160)
     want = model.forward(ids)
-    made = launches_of(model)
+    assert model.tp_context is not None
+    runner = Prompts(model.tp_context, launches_of(model))
     with torch.inference_mode():
-        found = run_prompt(model, checked(model, ForwardPass(ids, None)), made)
+        found = runner.run(model, checked(model, ForwardPass(ids, None)))
     assert torch.equal(found["logits"], want)
 
 
@@ -111,3 +115,100 @@ def test_copies_bring_the_columns_of_all_devices_together(begins: list[int]) -> 
     whole = torch.cat(made, 1)
     for found in Copies([torch.device("cpu")] * len(made)).gather(made, begins):
         assert torch.equal(found, whole)
+
+
+def test_passes_share_the_streams_between_devices(lab: Any, monkeypatch: pytest.MonkeyPatch, launches_of: Any) -> None:
+    """They are made with the first prompt, and again after the launches were dropped."""
+    model = sharded(monkeypatch, write(lab, "exl2", "LlamaForCausalLM"), [8.0, 8.0])
+    ids, made = lab.ids(2, 50, vocab=160), []
+    want = model.forward(ids)
+    launches_of(model)
+    monkeypatch.setattr(captured, "refusal_of_access", lambda context: None)
+    monkeypatch.setattr(captured, "refusal_of_model", lambda model: None)
+    monkeypatch.setattr(select, "may_fuse", lambda model: True)
+
+    class Counted(Copies):
+        def __init__(self, devices: Any) -> None:
+            made.append(devices)
+            super().__init__(devices)
+
+    monkeypatch.setattr("exl_core.execution.sharded.prompts.Copies", Counted)
+    for count in (1, 1, 2):
+        if count == 2:
+            model.decode.clear()
+        assert torch.equal(model.forward(ids), want)
+        assert len(made) == count
+
+
+class Event:
+    """The place in the log where it was recorded last."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        Event.made += 1
+        self.at: tuple[str, int] | None = None
+
+    def record(self, stream: Stream) -> None:
+        self.at = (stream.name, stream.queued)
+
+
+class Stream:
+    """Knows up to where it waits for each other stream."""
+
+    made = 0
+    current: ClassVar[dict[torch.device, Stream]] = {}
+
+    def __init__(self, device: torch.device) -> None:
+        Stream.made += 1
+        self.device, self.name, self.queued = device, f"{device} {Stream.made}", 0
+        self.behind: dict[str, int] = {}
+
+    def wait_event(self, event: Event) -> None:
+        assert event.at is not None
+        self.behind[event.at[0]] = max(event.at[1], self.behind.get(event.at[0], 0))
+
+
+def test_current_streams_wait_for_all_copies_of_an_interrupted_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory is used again behind the work of these streams. Later gathers make no further streams or events."""
+    devices = [torch.device("cuda", at) for at in range(3)]
+    monkeypatch.setattr(Event, "made", 0)
+    monkeypatch.setattr(Stream, "current", {device: Stream(device) for device in devices})
+    monkeypatch.setattr(Stream, "made", 0)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.current[device])
+    used: list[Stream] = []
+
+    @contextmanager
+    def stream(stream: Stream) -> Iterator[None]:
+        used.append(stream)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    copies, counts = Copies(devices), []
+    made, begins = [torch.full((3, 4), float(at)).half() for at in range(3)], [0, 4, 8, 12]
+    copied, limit = 0, 4
+    whole = prompts.copy_columns
+
+    def copy(full: Tensor, columns: slice, own: Tensor) -> None:
+        nonlocal copied
+        copied += 1
+        if copied == limit:
+            raise KeyboardInterrupt
+        for one in used[-2:]:
+            one.queued += 1
+        whole(full, columns, own)
+
+    monkeypatch.setattr(prompts, "copy_columns", copy)
+    with pytest.raises(KeyboardInterrupt):
+        copies.gather(made, begins)
+    assert sum(one.queued for one in used) == 2 * 3 * 1
+    for one in used:
+        assert Stream.current[one.device].behind[one.name] == one.queued
+    limit = -1
+    for _ in range(2):
+        for found in copies.gather(made, begins):
+            assert torch.equal(found, torch.cat(made, 1))
+        counts.append((Stream.made, Event.made))
+    assert counts == [(12, 15)] * 2, "a stream and an event for each end of six links, an event of each GPU"

@@ -296,6 +296,36 @@ def test_mixed_kinds_and_modules_one_by_one(lab: Any, monkeypatch: pytest.Monkey
         plan_parallel(model.config, model.modules, mixed, CacheSize("fp16", 512), None)
 
 
+def test_norms_of_heads_are_those_of_the_current_module(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, ids: Tensor
+) -> None:
+    """Each device has copies of their weights, which a pass may have made of a module that was replaced since."""
+    config = {**lab.config, **SIZES, "architectures": ["Qwen3ForCausalLM"]}
+    tensors, folders = lab.random_tensors(config), []
+    for at in (1, 2):
+        norms = {f"model.layers.{layer}.self_attn.{norm}_norm.weight" for layer in range(2) for norm in "qk"}
+        weights = {name: torch.linspace(0.5, at, SIZES["head_dim"]).half() for name in norms}
+        folders.append(lab.write_model(tmp_path / str(at), config, tensors | weights))
+    found = []
+    for places in ("cpu", "cpu:0,cpu:1"):
+        monkeypatch.setenv("EXL_DEVICE", places)
+        model, other = (build(folder) for folder in folders)
+        model.load_tp()
+        other.load_tp()
+        before = model.forward(ids)
+        model.modules[1] = other.modules[1]
+        found.append(model.forward(ids))
+        assert not torch.equal(found[-1], before)
+    assert torch.equal(found[0], found[1])
+
+
+def test_gpus_without_room_are_told_of_the_cpu(lab: Any) -> None:
+    model = build(lab.write(kind="exl2", **SIZES))
+    places = [Device("cuda:0"), Device("cuda:1")]
+    with pytest.raises(errors.DeviceError, match=r"(?s)Insufficient space.*cuda:1.*EXL_DEVICE=cpu"):
+        plan_parallel(model.config, model.modules, places, CacheSize("fp16", 512), [0.0001, 0.0001])
+
+
 def test_one_device_is_an_ordinary_load(lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:
     monkeypatch.setenv("EXL_DEVICE", "cpu:0,cpu:1")
     model = build(lab.write(**SIZES))
@@ -342,17 +372,45 @@ def test_planned_bytes_and_refusal(lab: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert listed == list(range(len(model.modules) + 1))
 
 
+def mail_of(model: ExLlamaV2, count: int = 2) -> list[int]:
+    """Bytes of mailboxes in the plan of each of `count` GPUs: none where each has a process."""
+    config, places = model.config, [Device(f"cuda:{at}", 8 << 30) for at in range(count)]
+    arguments = (config, model.modules, places, CacheSize("fp16", 512), [4.0] * count)
+    found, alone = (plan_parallel(*arguments, separate=separate)[0] for separate in (False, True))
+    return [a.tables - b.tables for a, b in zip(found.devices, alone.devices, strict=True)]
+
+
+EXCHANGED: dict[str, Any] = {**SIZES, "hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "vocab_size": 160}
+
+
 @pytest.mark.parametrize(("sequences", "rows"), [(1, 16), (3, 48), (100, 64)])
 def test_plans_of_gpus_count_the_mailboxes(lab: Any, sequences: int, rows: int) -> None:
-    """One set for steps of up to 1, 2, 4, .. rows. Two halves of 64 bits for 32 of the largest result."""
-    model = build(lab.write(kind="exl2", **SIZES), max_decode_batch=sequences)
-    config, places = model.config, [Device("cuda:0", 8 << 30), Device("cuda:1", 8 << 30)]
-    found, _ = plan_parallel(config, model.modules, places, CacheSize("fp16", 512), [4.0, 4.0])
-    alone = plan_parallel(config, model.modules, places, CacheSize("fp16", 512), [4.0, 4.0], separate=True)[0]
+    """One set for steps of up to 1, 2, 4, .. rows: two halves, of 64 bits for 32. Logits are only for the first GPU."""
+    model = build(lab.write(kind="exl2", **EXCHANGED), max_decode_batch=sequences)
+    config = model.config
     widest = max(config.intermediate_size, config.hidden_size, config.num_attention_heads * config.head_dim)
     sets = 2 * (1 << (rows - 1).bit_length()) - 1
-    more = [a.tables - b.tables for a, b in zip(found.devices, alone.devices, strict=True)]
-    assert more == [sets * 4 * max(2 * widest, 4 * config.padded_vocab_size)] * 2
+    shared, logits = 2 * widest, 4 * config.vocab_size
+    assert logits > shared
+    assert mail_of(model) == [sets * 2 * (shared + logits), sets * 4 * shared]
+
+
+def test_plans_count_no_mailboxes_where_no_step_is_captured(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float matrices, parts with padding, more GPUs than heads or than an exchange has, and settings."""
+    model = build(lab.write(kind="exl2", **EXCHANGED))
+    assert min(mail_of(model)) > 0
+    assert min(mail_of(model, 4)) > 0
+    assert mail_of(model, 5) == [0] * 5
+    assert mail_of(build(lab.write(kind="float", **EXCHANGED))) == [0, 0]
+    assert mail_of(build(lab.write(kind="exl2", **{**EXCHANGED, "vocab_size": 130}))) == [0, 0]
+    for count, exchanged in ((8, True), (9, False)):
+        heads = {"num_attention_heads": count, "num_key_value_heads": count, "head_dim": 32}
+        wide = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 32 * count)
+        found = mail_of(build(lab.write(kind="exl2", **heads, **wide)), count)
+        assert [held > 0 for held in found] == [exchanged] * count
+    assert mail_of(build(lab.write(kind="exl2", **EXCHANGED), no_graphs=True)) == [0, 0]
+    monkeypatch.setenv("EXL_CUDA_GRAPHS", "0")
+    assert mail_of(model) == [0, 0]
 
 
 def test_a_failing_load_leaves_nothing(lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from effort import examples
@@ -72,6 +74,29 @@ def test_parts_are_gathered_bitwise(
                 expected = want if to is None or gpu in to else torch.full_like(want, 7.0)
                 assert torch.equal(full[gpu].cpu(), expected), (step, number, gpu)
     boxes.check()
+
+
+def test_only_receivers_of_a_larger_result_have_room_for_it() -> None:
+    """An exchange of an odd number may have one. All mailboxes end where their results do: nothing else is written."""
+    devices, begins = [GPU] * 3, [0, 8, 16, 40]
+    boxes = Mailboxes(devices, 2 * 10 * 4, {0: 2 * 40 * 4})
+    for step in range(3):
+        for gpu in range(3):
+            boxes.begin_step(gpu)
+        for number, ends, receivers in ((0, [0, 2, 4, 10], None), (1, begins, [0])):
+            widths = [end - begin for begin, end in pairwise(ends)]
+            parts = parts_of(widths, 2, torch.float32, 2 * step + number, devices)
+            full = [torch.zeros(2, ends[-1], device=GPU) for _ in devices]
+            for phase in ({"receive": False}, {"send": False}):
+                for gpu in range(3):
+                    boxes.gather(gpu, parts[gpu], full[gpu], ends, number, receivers, **phase)
+            for gpu in range(3) if receivers is None else receivers:
+                assert torch.equal(full[gpu].cpu(), gather(parts))
+    boxes.check()
+    own, full = torch.ones(2, 8, device=GPU), [torch.zeros(2, 40, device=GPU)]
+    for number, receivers in ((2, [0]), (1, [0, 1]), (1, None)):
+        with pytest.raises(ShapeError, match="exceed the mailboxes"):
+            boxes.gather(0, own, full[0], begins, number, receivers)
 
 
 def test_a_part_that_never_comes_is_an_error() -> None:

@@ -812,10 +812,11 @@ class PeerExchange:
     The mailboxes of GPUs that exchange parts of results, as one of them sees them.
     """
     def __new__(
-        cls, /, mailboxes: Sequence[Tensor], me: int, step: Tensor, failed: Tensor, limit_ns: int
+        cls, /, mailboxes: Sequence[Tensor], half: int, me: int, step: Tensor, failed: Tensor, limit_ns: int
     ) -> PeerExchange:
         """
-        mailboxes: int64 of one size on each GPU, zeros; me: place of this GPU among them; step, failed: int32 [1] on this GPU.
+        mailboxes: int64 on each GPU, zeros, `half` words for exchanges of even numbers and at least as many for odd ones; me: place of this
+        GPU among them; step, failed: int32 [1] on this GPU.
         """
     def gather(
         self,

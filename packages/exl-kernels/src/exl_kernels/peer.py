@@ -6,7 +6,7 @@ Nothing here waits on the host, and all of it can be captured.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -17,7 +17,7 @@ from ._check import require_shape
 from .cuda_ops import launch_on
 from .errors import DeviceError, DTypeError, ShapeError, UnsupportedError
 
-__all__ = ["MOST_EXCHANGES", "MOST_GPUS", "Mailboxes", "free_deleted"]
+__all__ = ["MOST_EXCHANGES", "MOST_GPUS", "Mailboxes", "free_deleted", "mailbox_bytes"]
 
 MOST_GPUS = 8
 MOST_EXCHANGES = 1024
@@ -26,6 +26,20 @@ WORD = 4  # bytes
 _gone: list[list[Tensor]] = []
 """Mailboxes of deleted objects: launches of other GPUs, which no stream of their own GPU waits for, may still store
 into them. `free_deleted` frees them when the GPUs are idle."""
+
+
+def mailbox_bytes(size: int, odd: int = 0) -> int:
+    """Return the bytes of a GPU's mailbox, which takes 64 bits for each 32 of a result.
+
+    Args:
+        size: bytes of the largest result.
+        odd: bytes of a larger one that only exchanges of odd numbers have.
+    """
+    return 2 * WORD * (_words(size) + _words(max(size, odd)))
+
+
+def _words(size: int) -> int:
+    return 2 * -(-size // (2 * WORD))  # even: pairs of words are aligned in both halves
 
 
 def free_deleted() -> None:
@@ -50,6 +64,7 @@ class Mailboxes:
         devices: the GPUs, two to eight; each can access the memory of the others. A GPU may be named more than once
             where sending and receiving are called apart.
         size: bytes of the largest result.
+        odd: bytes of larger results that exchanges of odd numbers have, by the numbers of the GPUs that receive them.
         limit: seconds that a kernel waits for a part before it gives up: this GPU then gets NaN and sends nothing any
             more, so that the others give up, too, and `check` raises.
 
@@ -58,20 +73,25 @@ class Mailboxes:
     """
 
     @torch.inference_mode(False)
-    def __init__(self, devices: Sequence[torch.device], size: int, limit: float = 10.0) -> None:
+    def __init__(
+        self, devices: Sequence[torch.device], size: int, odd: Mapping[int, int] | None = None, limit: float = 10.0
+    ) -> None:
         if not 2 <= len(devices) <= MOST_GPUS:
             raise UnsupportedError(f"{len(devices)} GPUs exchange results; from 2 to {MOST_GPUS} can")
         self.devices = list(devices)
         free_deleted()
-        half = 2 * -(-size // (2 * WORD))  # even: pairs of words are aligned in both halves
-        self._boxes = [torch.zeros(2 * half, dtype=torch.int64, device=device) for device in self.devices]
+        self._half, larger = _words(size), odd or {}
+        self._boxes = [
+            torch.zeros(mailbox_bytes(size, larger.get(gpu, 0)) // (2 * WORD), dtype=torch.int64, device=device)
+            for gpu, device in enumerate(self.devices)
+        ]
         self.steps = [torch.zeros(1, dtype=torch.int32, device=device) for device in self.devices]
         self._failed = [torch.zeros(1, dtype=torch.int32, device=device) for device in self.devices]
         for device in {*self.devices}:  # no GPU may store into a mailbox that is still to be filled with zeros
             torch.cuda.synchronize(device)
         limit_ns = int(limit * 1e9)
         self._native = [
-            _native.PeerExchange(self._boxes, gpu, step, failed, limit_ns)
+            _native.PeerExchange(self._boxes, self._half, gpu, step, failed, limit_ns)
             for gpu, (step, failed) in enumerate(zip(self.steps, self._failed, strict=True))
         ]
 
@@ -127,18 +147,23 @@ class Mailboxes:
             raise ShapeError(f"{what}: receivers is {receivers}; expected numbers below {len(self.devices)}")
         require_shape(f"{what}: own", own, (own.shape[0], begins[gpu + 1] - begins[gpu]))
         require_shape(f"{what}: full", full, (own.shape[0], begins[-1]))
-        if full.nbytes > WORD * (self._boxes[gpu].numel() // 2):
-            raise ShapeError(f"{what}: {full.nbytes} bytes exceed the mailboxes, which were made for fewer")
         if not 0 <= number < MOST_EXCHANGES:
             raise ShapeError(f"{what}: exchange {number} of a step; at most {MOST_EXCHANGES} are possible")
+        got = set(range(len(self.devices)) if receivers is None else receivers)
+        if any(full.nbytes > WORD * self._room(to, number) for to in got):
+            raise ShapeError(f"{what}: {full.nbytes} bytes exceed the mailboxes, which were made for fewer")
         if not (own.is_contiguous() and full.is_contiguous()):
             raise ShapeError(f"{what}: own and full must be contiguous")
-        bits = sum(1 << one for one in set(range(len(self.devices)) if receivers is None else receivers))
+        bits = sum(1 << one for one in got)
         words = [begin // per for begin in begins]
         if not full.numel():
             return
         mine, whole, launch = own.view(torch.int32), full.view(torch.int32), launch_on(full)
         self._native[gpu].gather(mine, whole, words, number, bits, launch, send=send, receive=receive)
+
+    def _room(self, gpu: int, number: int) -> int:
+        """Return the words of a result that a GPU can receive in an exchange."""
+        return self._boxes[gpu].numel() - self._half if number % 2 else self._half
 
     def check(self) -> None:
         """Raise DeviceError if a kernel gave up waiting. Waits for the GPUs."""

@@ -15,6 +15,7 @@ use crate::tensor::{DType, Tensor};
 #[pyclass(frozen, module = "exl_kernels._native")]
 pub struct PeerExchange {
     mailboxes: Vec<Tensor>,
+    half: usize,
     me: usize,
     step: Tensor,
     failed: Tensor,
@@ -23,22 +24,23 @@ pub struct PeerExchange {
 
 #[pymethods]
 impl PeerExchange {
-    /// mailboxes: int64 of one size on each GPU, zeros; me: place of this GPU among them; step, failed: int32 [1] on this GPU.
+    /// mailboxes: int64 on each GPU, zeros, `half` words for exchanges of even numbers and at least as many for odd ones; me: place of this
+    /// GPU among them; step, failed: int32 [1] on this GPU.
     #[new]
     fn new(
         mailboxes: Vec<Tensor>,
+        half: usize,
         me: usize,
         step: Tensor,
         failed: Tensor,
         limit_ns: u64,
     ) -> PyResult<Self> {
-        let size = mailboxes.first().map_or(0, Tensor::numel);
         expect(
             me < mailboxes.len()
                 && mailboxes
                     .iter()
-                    .all(|t| t.dtype == DType::I64 && t.numel() == size && t.cuda.is_some()),
-            "mailboxes must be int64 of one size on GPUs",
+                    .all(|t| t.dtype == DType::I64 && t.numel() >= 2 * half && t.cuda.is_some()),
+            "mailboxes must be int64 of two halves on GPUs",
         )?;
         expect(
             [&step, &failed]
@@ -48,6 +50,7 @@ impl PeerExchange {
         )?;
         Ok(Self {
             mailboxes,
+            half,
             me,
             step,
             failed,
@@ -88,9 +91,15 @@ impl PeerExchange {
             && own.shape[1] == begins[self.me + 1] - begins[self.me]
             && full.shape == [own.shape[0], columns];
         expect(wide, "own and full must have the widths that begins says")?;
+        let received = self.mailboxes.iter().enumerate();
+        let received = received.filter(|(gpu, _)| receivers >> gpu & 1 == 1);
         let op = Exchange {
             mailboxes: self.mailboxes.iter().map(|t| t.ptr).collect(),
-            half: self.mailboxes[self.me].numel() / 2,
+            half: self.half,
+            second: received
+                .map(|(_, t)| t.numel() - self.half)
+                .min()
+                .unwrap_or(usize::MAX),
             rows: own.shape[0],
             begins,
             me: self.me,

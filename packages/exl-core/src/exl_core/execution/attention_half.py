@@ -6,6 +6,8 @@ the module's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -157,11 +159,20 @@ def head_norms_of(a: Attention) -> HeadNorms | None:
 
     These are RMS norms whose weight all heads share.
     """
-    norms = [norm for norm in (a.q_norm, a.k_norm) if type(norm) is RMSNorm and not is_changed(norm)]
-    if len(norms) < 2 or a.clip or any(norm.loaded_weight.shape != (a.head_dim,) for norm in norms):
+    norms = norms_of_heads(a, lambda norm: tuple(norm.loaded_weight.shape))
+    if norms is None:
         return None
     q, k = norms
-    return HeadNorms(q.loaded_weight, k.loaded_weight, q.eps) if q.eps == k.eps else None
+    return HeadNorms(q.loaded_weight, k.loaded_weight, q.eps)
+
+
+def norms_of_heads(a: Attention, shape: Callable[[RMSNorm], tuple[int, ...]]) -> tuple[RMSNorm, RMSNorm] | None:
+    """Return the norms of `head_norms_of`, of a module that is loaded or not; shape: of a norm's weight."""
+    norms = [norm for norm in (a.q_norm, a.k_norm) if type(norm) is RMSNorm and not is_changed(norm)]
+    if len(norms) < 2 or a.clip or any(shape(norm) != (a.head_dim,) for norm in norms):
+        return None
+    q, k = norms
+    return (q, k) if q.eps == k.eps else None
 
 
 def _part_norms_of(a: Attention) -> tuple[RMSNorm, RMSNorm] | None:

@@ -21,6 +21,7 @@ from .step import build_step
 
 if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
+    from ..config import ExLlamaV2Config
     from ..contracts import Adapter
     from ..language_model import LanguageModel
 
@@ -31,6 +32,7 @@ __all__ = [
     "padded_rows",
     "refusal_of_adapters",
     "refusal_of_model",
+    "refusal_of_settings",
     "static_step",
     "without_hooks",
 ]
@@ -71,10 +73,9 @@ def refusal_of_model(model: LanguageModel) -> str | None:
     """Return why no step of this model can be captured, or None."""
     if model.device is None or model.device.type != "cuda":
         return "the model is not on a GPU"
-    if os.environ.get(GRAPHS_VARIABLE, "1").strip() == "0":
-        return f"{GRAPHS_VARIABLE}=0 asks for eager launches"
-    if model.config.no_graphs:
-        return "config.no_graphs asks for eager launches"
+    why = refusal_of_settings(model.config)
+    if why is not None:
+        return why
     context = model.tp_context
     if context is not None and not context.exchange.whole:
         return "each device has a process of its own"
@@ -89,6 +90,13 @@ def refusal_of_model(model: LanguageModel) -> str | None:
     if host is not None:
         return f"{host.key} ({host.name}) decides on the host what to launch"
     return None
+
+
+def refusal_of_settings(config: ExLlamaV2Config) -> str | None:
+    """Return why no step of any model of this config is captured, or None."""
+    if os.environ.get(GRAPHS_VARIABLE, "1").strip() == "0":
+        return f"{GRAPHS_VARIABLE}=0 asks for eager launches"
+    return "config.no_graphs asks for eager launches" if config.no_graphs else None
 
 
 def static_step(

@@ -43,8 +43,10 @@ from .fused import JoinedLaunches, joined_launches_of, joins_adapters
 from .inputs import Bucket, StepInputs, StepTensors, passed
 from .pending import CapturedStep, PendingStep, on_cpu
 from .sections import Handover, SectionGraphs, mirrored, sections_of
+from .sharded.coverage import row_bytes
 from .sharded.launches import ShardLaunches, shard_launches_of
 from .sharded.mail import Mail, exchanges, refusal_of_access
+from .sharded.prompts import Prompts
 
 if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
@@ -82,6 +84,7 @@ class DecodeGraphs:
         self._workspaces: list[Tensor] = []
         self._joined: JoinedLaunches | str | None = None
         self._shards: list[ShardLaunches] | str | None = None  # of a sharded model, or why there are none
+        self._prompts: Prompts | None = None  # of `_shards`
         self._shards_failure: CaptureFailure | None = None  # why they could not be made, for lack of memory for example
         self._mail = Mail()
         # Of each device. One stream for all captures: torch reuses memory freed on a stream for that stream only.
@@ -251,7 +254,7 @@ class DecodeGraphs:
         self._logits.clear()
         self._workspaces.clear()
         self._mail.clear()
-        self._joined = self._shards = self._shards_failure = None
+        self._joined = self._shards = self._prompts = self._shards_failure = None
         self._arrangement = self._modules = None
         self._refused = self.reason = None
 
@@ -338,6 +341,16 @@ class DecodeGraphs:
             self.reason = f"the matrices are sharded, and {self._shards}"
             return None
         return self._shards
+
+    def prompts(self, model: LanguageModel) -> Prompts | None:
+        """Return what runs the prompts of a sharded model, or None; `reason` says why."""
+        shards = self.shard_launches(model)
+        if shards is None:
+            return None
+        if self._prompts is None:
+            assert model.tp_context is not None, "asked of sharded models"
+            self._prompts = Prompts(model.tp_context, shards)
+        return self._prompts
 
     def _takes_sharded(self, model: LanguageModel, bucket: Bucket) -> bool:
         """Return whether the devices of a sharded model have captured steps of a bucket; `reason` says why not."""
@@ -437,8 +450,7 @@ class DecodeGraphs:
         assert isinstance(self._shards, list), "_takes_sharded has made them"
         inputs = StepInputs(bucket, context.home)
         logits = self._logits_of(bucket.tokens, model.config.padded_vocab_size, context.home)
-        widest = max(launches.row_bytes for launches in self._shards)
-        boxes = self._mail.boxes(context, bucket.tokens, widest)
+        boxes = self._mail.boxes(context, bucket.tokens, row_bytes(model.modules, len(self._shards)))
         pages = context.pages(cache, bucket.page_size, (bucket.batch, model.config.head_dim))
         kept: list[Tensor] = []
         parts: list[tuple[list[Handover], torch.cuda.CUDAGraph]] = []

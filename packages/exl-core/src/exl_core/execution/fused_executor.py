@@ -13,7 +13,7 @@ from .attn_params import PagedParams
 from .eager import first_step, matmuls_of, run_modules
 from .forward_pass import ForwardPass, checked
 from .sharded.executor import SHARDED
-from .sharded.prompts import run_prompt, takes_prompt
+from .sharded.prompts import takes_prompt
 
 if TYPE_CHECKING:
     from .batch import Step
@@ -55,8 +55,8 @@ FUSED = Fused()
 def _run_sharded(model: ExecutableModel, asked: ForwardPass) -> dict[str, Any] | None:
     """Run a pass of a sharded model that is no captured step."""
     asked = checked(model, asked)
-    shards = model.decode.shard_launches(model) if takes_prompt(asked) else None
-    return SHARDED.run(model, asked) if shards is None else run_prompt(model, asked, shards)
+    prompts = model.decode.prompts(model) if takes_prompt(asked) else None
+    return SHARDED.run(model, asked) if prompts is None else prompts.run(model, asked)
 
 
 def _captured(model: ExecutableModel, asked: ForwardPass) -> Tensor | None:

@@ -7,7 +7,6 @@ everything: a device overwrites what it handed over only after it has received w
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,15 +20,12 @@ from ..placement import Placement
 from .batch import Step
 from .fused import JoinedLaunches
 from .inputs import StepInputs, StepTensors
-from .sharded.transfer import is_direct
+from .sharded.transfer import is_direct, queueing
 
 if TYPE_CHECKING:
     from ..language_model import LanguageModel
 
-__all__ = ["Handover", "Section", "SectionGraphs", "mirrored", "queue_copy", "queueing", "sections_of"]
-
-queueing = threading.Lock()
-"""Held while launches are queued that wait for other GPUs: all of them must get these in one order."""
+__all__ = ["Handover", "Section", "SectionGraphs", "mirrored", "queue_copy", "sections_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +103,7 @@ class Handover:
 
 
 def queue_copy(source: Tensor, target: Tensor) -> None:
-    """Queue a copy. Between GPUs torch orders it with the current streams of both by events."""
+    """Queue a copy. Call it under `queueing`: between GPUs torch orders it with the current streams of both."""
     target.copy_(source, non_blocking=True)
 
 

@@ -20,6 +20,8 @@ __all__ = [
     "LinearSpec",
     "Ranges",
     "check_vocabulary",
+    "columns_at",
+    "is_quantized",
     "load_columns",
     "load_linear",
     "read_quantized",
@@ -105,20 +107,34 @@ def load_columns(
     Returns:
         A matrix; the columns of it that were requested, in order; and the number of outputs in the files.
     """
+    read, kept, stored = columns_at(source, spec, begin, end)
+    matrix = _load(source, spec, stored_key(source, spec)[0], read, options)
+    _check_size(spec, matrix, stored)
+    return matrix, kept, stored
+
+
+def columns_at(source: TensorSource, spec: LinearSpec, begin: int, end: int) -> tuple[Ranges, Ranges, int]:
+    """Return what `load_columns` reads, without reading it: columns in the files, and its last two results.
+
+    Raises as `load_linear` about names and shapes.
+    """
     key, rows = stored_key(source, spec)
     wanted = _part_of(rows or ((0, spec.out_features),), begin, end)
     stored = _stored_columns(source, spec, key)
     read = wanted
     if not source.has(f"{key}.weight"):
         read = tuple((b // BLOCK * BLOCK, min(-(-e // BLOCK) * BLOCK, max(stored, e))) for b, e in wanted)
-    matrix = _load(source, spec, key, read, options)
-    stored = stored if rows is None else spec.out_features
-    _check_size(spec, matrix, stored)
     kept, offset = [], 0
     for (b, e), (first, last) in zip(wanted, read, strict=True):
         kept.append((offset + b - first, offset + e - first))
         offset += last - first
-    return matrix, tuple(kept), stored
+    return read, tuple(kept), stored if rows is None else spec.out_features
+
+
+def is_quantized(source: TensorSource, spec: LinearSpec) -> bool:
+    """Return whether the files hold a matrix in EXL2 or GPTQ format. Raises as `load_linear` about names."""
+    key = stored_key(source, spec)[0]
+    return any(source.has(f"{key}.{marker}") for marker in ("q_weight", "qweight"))
 
 
 def _part_of(rows: Ranges, begin: int, end: int) -> Ranges:

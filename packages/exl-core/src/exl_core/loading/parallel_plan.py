@@ -8,13 +8,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from exl_kernels.linear import QUARTERS
+from exl_kernels.selection import PACKED_ROWS
 
 from ..device import Device, devices
 from ..errors import DeviceError, ModelStateError
+from ..execution.batch import DECODE_TOKENS
+from ..execution.capturable import refusal_of_settings, without_hooks
+from ..execution.sharded.coverage import StoredWeights, refusal_of_exchange, row_bytes
+from ..execution.sharded.cutting import output_bounds
+from ..execution.sharded.mail import mail_bytes
 from ..execution.sharded.shares import Shares
 from ..layers import Attention, GatedMLP, Head, Linear, Module, MoE, ParallelDecoder, PlainMLP, build_modules
+from .checkpoint import TensorReader
 from .plan import MOST_TOKENS, PAGE, DevicePlan, LoadPlan, budgets_of
-from .sizes import CacheSize, cache_layer_bytes, linear_bytes, mailbox_bytes, module_sizes, rope_bytes, state_bytes
+from .sizes import CacheSize, cache_layer_bytes, linear_bytes, module_sizes, rope_bytes, state_bytes
 
 if TYPE_CHECKING:
     from exl_kernels.kv import KVKind
@@ -47,9 +54,7 @@ def plan_parallel(
         DeviceError: the model does not fit, or GPUs and CPUs, whose arithmetic differs, are mixed.
     """
     plan, shares = _planned(config, modules, places, cache, gpu_split, separate)
-    if not plan.fits:
-        raise DeviceError(f"Insufficient space in device allocation: {plan.table()}")
-    return plan, shares
+    return plan.check(), shares
 
 
 def plan_tp(
@@ -110,6 +115,9 @@ def _planned(
     if planner.sums and not (all(d.fits() for d in found) and shares.all_have_quarters()):
         planner.sums = False
         found, shares = planner.place(budgets, cache)
+    planner.mail = (0, 0) if separate or not places[0].is_cuda else _mail(config, modules, shares)
+    if any(planner.mail):
+        found, shares = planner.place(budgets, cache)
     fits = all(d.fits() for d in found)
     most = None
     if not planner.split and all(d.free is not None for d in budgets):
@@ -117,6 +125,20 @@ def _planned(
     problem = "does not fit (MiB): take a shorter or quantized cache, a smaller config.max_input_len, or more devices"
     homes = [budgets[0].device.name] * len(modules)
     return LoadPlan(found, homes, cache, fits, most, "" if fits else problem, planner.embedding), shares
+
+
+def _mail(config: ExLlamaV2Config, modules: Sequence[Module], shares: Shares) -> tuple[int, int]:
+    """Return the bytes through which captured steps exchange results, on the first GPU and on each other one.
+
+    That is 0 where no steps are captured, else memory for `config.decode_rows` sequences with their draft tokens.
+    """
+    assert config.checkpoint is not None
+    inner, count = [without_hooks(module) for module in modules], len(shares.rest)
+    bounds = output_bounds(inner, shares, shares.kv_heads(config.num_key_value_heads))
+    weights = StoredWeights(TensorReader(config.checkpoint), bounds, count)
+    if refusal_of_settings(config) or refusal_of_exchange(inner, count, weights):
+        return 0, 0
+    return mail_bytes(min(PACKED_ROWS, DECODE_TOKENS * config.decode_rows), row_bytes(inner, count))
 
 
 @dataclass
@@ -134,21 +156,19 @@ class _Planner:
     modules: int
     rows: int
     kind: str
-    widest: int  # columns of the widest matrix but the head
     split: bool = False
     separate: bool = False
     sums: bool = False
+    mail: tuple[int, int] = (0, 0)  # bytes through which GPUs exchange results, on the first one and on each other one
 
     @classmethod
     def of(cls, config: ExLlamaV2Config, modules: Sequence[Module], places: Sequence[Device]) -> _Planner:
         kind = "cuda" if any(d.is_cuda for d in places) else "cpu"
         rows = config.max_input_len * config.max_batch_size
         sizes = module_sizes(config, modules, kind, rows, config.decode_rows)
-        linears = (linear for m in modules if not isinstance(m, Head) for linear in m.submodules())
-        widest = max((linear.out_features for linear in linears), default=0)
         made = cls(
             *(config, 0, {}, {}, {}, sum(s.weights for s in sizes), max(s.scratch for s in sizes), sizes[0].weights),
-            *(len(modules), rows, kind, widest),
+            *(len(modules), rows, kind),
         )
         for module in modules:
             made._count(module)
@@ -188,13 +208,11 @@ class _Planner:
     def place(self, budgets: Sequence[DevicePlan], cache: CacheSize) -> tuple[list[DevicePlan], Shares]:
         """Compute the load of every device, with shares in proportion to its budget."""
         tables = rope_bytes(self.config) + state_bytes(self.config, self.kind, self.rows)
-        if self.kind == "cuda" and len(budgets) > 1 and not self.separate:
-            tables += mailbox_bytes(self.config, self.widest)
         cached = self.config.num_hidden_layers * cache_layer_bytes(self.config, cache)
         plans = [
             replace(
                 d,
-                tables=tables,
+                tables=tables + self.mail[min(i, 1)],
                 scratch=self.scratch,
                 weights=0 if i and not self.separate else self.home,
                 modules=[*range(self.modules)],

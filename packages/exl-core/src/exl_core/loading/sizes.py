@@ -25,7 +25,6 @@ __all__ = [
     "ModuleSize",
     "cache_layer_bytes",
     "linear_bytes",
-    "mailbox_bytes",
     "module_sizes",
     "module_tensors",
     "rope_bytes",
@@ -154,20 +153,6 @@ def _loose_tensors(modules: Sequence[Module], checkpoint: Checkpoint, claimed: s
                 found[index] = found.get(index, 0) + elements
                 break
     return found
-
-
-def mailbox_bytes(config: ExLlamaV2Config, widest: int) -> int:
-    """Return the bytes of a GPU's mailboxes in captured steps of a sharded model (`exl_kernels.peer`).
-
-    There is one set for each power of two of rows, up to `config.decode_rows` sequences with their draft tokens.
-
-    Args:
-        config: a prepared config.
-        widest: columns of the widest matrix but the head.
-    """
-    most = 1 << (min(PACKED_ROWS, DECODE_TOKENS * config.decode_rows) - 1).bit_length()
-    result = max(4 * config.padded_vocab_size, 2 * widest)
-    return (2 * most - 1) * 4 * result  # two halves, in which each 32 bits take 64
 
 
 def _scratch(module: Module, config: ExLlamaV2Config, kind: str, rows: int) -> int:

@@ -15,9 +15,11 @@ const THREADS: usize = 256;
 /// Operands of [`exchange`]: addresses, sizes in words of 32 bits.
 #[derive(Clone, Debug)]
 pub struct Exchange {
-    /// Address of each GPU's mailbox: two halves of `half` words of 64 bits, zeros at first.
+    /// Address of each GPU's mailbox, zeros at first: `half` words of 64 bits for exchanges of even numbers, then those for odd ones.
     pub mailboxes: Vec<usize>,
     pub half: usize,
+    /// Words behind the first half, in the smallest mailbox of a receiver.
+    pub second: usize,
     /// First column of each GPU, and the number of columns.
     pub begins: Vec<usize>,
     /// Place of this GPU in `mailboxes`.
@@ -84,7 +86,12 @@ impl Exchange {
         if self.begins[0] != 0 || self.begins.windows(2).any(|pair| pair[0] > pair[1]) {
             return wrong(format!("columns {:?}", self.begins), "ascending from 0");
         }
-        if self.rows * self.begins[gpus] > self.half {
+        let most = if self.number.is_multiple_of(2) {
+            self.half
+        } else {
+            self.second
+        };
+        if self.rows * self.begins[gpus] > most {
             return wrong(
                 format!("{} rows of {} words", self.rows, self.begins[gpus]),
                 "they must fit half of a mailbox",
@@ -174,6 +181,7 @@ mod tests {
         Exchange {
             mailboxes: vec![8; begins.len() - 1],
             half,
+            second: half,
             begins: begins.to_vec(),
             me: 0,
             rows,
@@ -199,5 +207,12 @@ mod tests {
         let mut late = of(&[0, 3, 8], 1, 16);
         late.number = EXCHANGES;
         assert!(late.check().is_err());
+        let mut odd = of(&[0, 3, 8], 3, 16);
+        odd.second = 24;
+        assert!(odd.check().is_err());
+        odd.number = 1;
+        assert!(odd.check().is_ok());
+        odd.second = 23;
+        assert!(odd.check().is_err());
     }
 }

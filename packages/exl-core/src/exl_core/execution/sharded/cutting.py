@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from ...layers import (
     Attention,
-    FeedForward,
     GatedMLP,
     Head,
     Intervention,
@@ -18,9 +17,10 @@ from ...layers import (
 )
 from .context import TensorParallel
 from .matrix import OutputCut, WholeElsewhere
+from .shares import Bounds, Shares
 from .sums import FeatureCut, MlpQuarters
 
-__all__ = ["shard_modules", "unshard_modules"]
+__all__ = ["output_bounds", "shard_modules", "unshard_modules"]
 
 
 def shard_modules(modules: Sequence[Module], context: TensorParallel) -> None:
@@ -29,22 +29,49 @@ def shard_modules(modules: Sequence[Module], context: TensorParallel) -> None:
     With `Shares.sums` the last matrix of an MLP is cut at quarters of its K, and those before it by the same features.
     Each expert is whole on one device; routers, norms and the embedding are on the home device.
     """
+    for linear, bounds in output_bounds(modules, context.shares, context.heads).items():
+        linear.cut = OutputCut(context, bounds)
+    for module in _feed_forwards(modules):
+        if isinstance(module, MoE):
+            _shard_experts(module, context)
+        elif context.shares.sums:
+            last = module.down_proj
+            quarters = MlpQuarters(context, last.spec, last.options)
+            for linear in module.submodules():
+                linear.cut = quarters if linear is last else FeatureCut(quarters)
+
+
+def output_bounds(modules: Sequence[Module], shares: Shares, heads: Bounds) -> dict[Linear, Bounds]:
+    """Return the outputs of each device, of every matrix that is cut by outputs.
+
+    Args:
+        modules: the modules, loaded or not.
+        shares: the share of each device.
+        heads: the key/value heads of each device.
+    """
+    found: dict[Linear, Bounds] = {}
+    linears: list[Linear] = []
     for module in _inner(modules):
         if isinstance(module, Attention):
-            _shard_attention(module, context)
-        if isinstance(module, ParallelDecoder):
-            _shard_feed_forward(module.mlp, context)
-        elif isinstance(module, FeedForward):
-            _shard_feed_forward(module, context)
+            dim, groups = module.head_dim, module.num_attention_heads // module.num_key_value_heads
+            for linear, width in ((module.q_proj, groups * dim), (module.k_proj, dim), (module.v_proj, dim)):
+                found[linear] = tuple((shard, begin * width, end * width) for shard, begin, end in heads)
+            linears.append(module.o_proj)
         elif isinstance(module, Head):
-            _shard_linear(module.linear, context)
+            linears.append(module.linear)
+    if not shares.sums:
+        linears += [
+            linear for mlp in _feed_forwards(modules) if not isinstance(mlp, MoE) for linear in mlp.submodules()
+        ]
+    return found | {linear: shares.features(linear.out_features) for linear in linears}
 
 
 def unshard_modules(modules: Sequence[Module]) -> None:
     """Undo `shard_modules` after an unload."""
+    for mlp in _feed_forwards(modules):
+        if isinstance(mlp, MoE):
+            mlp.sharding = None
     for module in _inner(modules):
-        if isinstance(module, MoE):
-            module.sharding = None
         for linear in module.submodules():
             linear.cut = linear.place = None
 
@@ -56,33 +83,20 @@ def _inner(modules: Sequence[Module]) -> Iterator[Module]:
         yield module
 
 
-def _shard_attention(attention: Attention, context: TensorParallel) -> None:
-    dim, groups = attention.head_dim, attention.num_attention_heads // attention.num_key_value_heads
-    for linear, width in ((attention.q_proj, groups * dim), (attention.k_proj, dim), (attention.v_proj, dim)):
-        bounds = tuple((shard, begin * width, end * width) for shard, begin, end in context.heads)
-        linear.cut = OutputCut(context, bounds)
-    _shard_linear(attention.o_proj, context)
+def _feed_forwards(modules: Sequence[Module]) -> Iterator[GatedMLP | PlainMLP | MoE]:
+    """Yield all MLPs, shared experts too, and mixtures."""
+    for module in _inner(modules):
+        found = module.mlp if isinstance(module, ParallelDecoder) else module
+        if isinstance(found, (GatedMLP, PlainMLP, MoE)):
+            yield found
+        if isinstance(found, MoE) and isinstance(found.shared, (GatedMLP, PlainMLP)):
+            yield found.shared
 
 
-def _shard_feed_forward(module: FeedForward, context: TensorParallel) -> None:
-    if isinstance(module, MoE):
-        shards = context.shares.experts(len(module.experts))
-        module.sharding = (context, shards)
-        for expert, shard in zip(module.experts, shards, strict=True):
-            for linear in expert:
-                linear.place = context.device(shard)
-                linear.cut = None if context.is_local(shard) else WholeElsewhere(context)
-        if module.shared is not None:
-            _shard_feed_forward(module.shared, context)
-    elif isinstance(module, (GatedMLP, PlainMLP)) and context.shares.sums:
-        last = module.down_proj
-        quarters = MlpQuarters(context, last.spec, last.options)
-        for linear in module.submodules():
-            linear.cut = quarters if linear is last else FeatureCut(quarters)
-    elif isinstance(module, (GatedMLP, PlainMLP)):
-        for linear in module.submodules():
-            _shard_linear(linear, context)
-
-
-def _shard_linear(linear: Linear, context: TensorParallel) -> None:
-    linear.cut = OutputCut(context, context.shares.features(linear.out_features))
+def _shard_experts(module: MoE, context: TensorParallel) -> None:
+    shards = context.shares.experts(len(module.experts))
+    module.sharding = (context, shards)
+    for expert, shard in zip(module.experts, shards, strict=True):
+        for linear in expert:
+            linear.place = context.device(shard)
+            linear.cut = None if context.is_local(shard) else WholeElsewhere(context)

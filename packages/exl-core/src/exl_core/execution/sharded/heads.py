@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardedHeads"]
 
-_norms: WeakKeyDictionary[TensorParallel, dict[int, list[tuple[Norm | None, Norm | None]]]] = WeakKeyDictionary()
-"""Norms of q and k of a sharded model by layer, for each device with heads. Each load makes a new TensorParallel."""
+Norms = list[tuple["Norm | None", "Norm | None"]]
+"""Norms of q and k of a layer, of each device with heads."""
+_norms: WeakKeyDictionary[TensorParallel, dict[int, tuple[list[Tensor | None], Norms]]] = WeakKeyDictionary()
+"""By layer of a sharded model: the weights of its norms, and the norms made of them. Each load has its own sharding."""
 
 
 class ShardedHeads:
@@ -62,22 +64,28 @@ class ShardedHeads:
         matrices = [linear.matrix for linear in linears]
         if any(linear.adapted(step.loras) for linear in linears) or self._whole_rows(a):
             return self._from_home(a, h, step)
-        by_layer = _norms.setdefault(self.context, {})
-        kept = by_layer.get(a.layer_idx)
-        if kept is None:
-            with torch.inference_mode(False):  # kept for passes of every mode
-                kept = by_layer[a.layer_idx] = [
-                    (self._norm(a.q_norm, shard, begin, end, a), self._norm(a.k_norm, shard, begin, end, None))
-                    for shard, begin, end in self.heads
-                ]
         inputs = self.context.spread(h)
         cut = [m.local for m in matrices if isinstance(m, SplitMatrix)]
         found = []
-        for parts, norms in zip(zip(*cut, strict=True), kept, strict=True):
+        for parts, norms in zip(zip(*cut, strict=True), self._norms_of(a), strict=True):
             shard = parts[0].shard
             q, k, v = (part.matmul(inputs(shard)) for part in parts)
             found.append(a.rotated(q, k, v, self.context.step_on(step, shard), *norms))
         return found
+
+    def _norms_of(self, a: Attention) -> Norms:
+        """Return the norms of q and k of every device, on it; kept until the module has other weights."""
+        weights = [None if norm is None else norm.weight for norm in (a.q_norm, a.k_norm)]
+        by_layer = _norms.setdefault(self.context, {})
+        kept = by_layer.get(a.layer_idx)
+        if kept is None or any(old is not new for old, new in zip(kept[0], weights, strict=True)):
+            with torch.inference_mode(False):  # kept for passes of every mode
+                norms = [
+                    (self._norm(a.q_norm, shard, begin, end, a), self._norm(a.k_norm, shard, begin, end, None))
+                    for shard, begin, end in self.heads
+                ]
+            kept = by_layer[a.layer_idx] = (weights, norms)
+        return kept[1]
 
     def _from_home(self, a: Attention, h: Tensor, step: Step) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return `_projected` by way of the first device, where adapters and norms over all heads are applied."""
@@ -105,5 +113,5 @@ class ShardedHeads:
         groups = 1 if q is None else q.num_attention_heads // q.num_key_value_heads
         weight = norm.weight if norm.weight.dim() == 1 else norm.weight[begin * groups : end * groups]
         mine = copy.copy(norm)
-        mine.weight = weight.to(self.context.device(shard)).contiguous()
+        mine.weight = send(weight, self.context.device(shard)).contiguous()
         return mine

@@ -21,26 +21,20 @@ from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.fused import Activation, FusedLinear
 from exl_kernels.linear.fused import Norm as InputNorm
 from exl_kernels.norm import rms_norm
-from exl_kernels.peer import MOST_EXCHANGES, MOST_GPUS
 from exl_kernels.selection import PACKED_ROWS
 
 from ...device import activation_dtype
-from ...layers import Attention, Embedding, GatedMLP, Head, Linear, Module, RMSNorm
-from ...layers.description import AttentionDescription, MlpDescription
+from ...layers import Attention, Embedding, GatedMLP, Head, Linear, RMSNorm
 from ..attention_half import attend_heads, head_norms_of
-from ..half import is_changed, why_apart
+from .coverage import ANSWER, LoadedWeights, part_of, refusal_of_exchange
 from .matrix import SplitMatrix
+from .transfer import send
 
 if TYPE_CHECKING:
     from ...language_model import LanguageModel
     from ..batch import Step
 
 __all__ = ["Gather", "ShardLaunches", "ShardLayer", "shard_launches_of"]
-
-ANSWER = 2
-"""Columns without meaning that the other devices send while they receive the embedded ids: a device must hear from all
-others in each exchange."""
-
 
 Gather = Callable[[Tensor, Sequence[int], "Tensor | None", "Sequence[int] | None"], Tensor]
 """(own columns [rows, width], first column of each device and their number, result or None, receivers or None) -> all
@@ -113,7 +107,7 @@ class ShardLaunches:
         head: Head,
     ) -> None:
         """embedding: on the home device, which is device 0; None on others."""
-        part = _part(head.linear, shard)
+        part = part_of(head.linear, shard)
         assert part is not None, "shard_launches_of has checked it"
         self.layers, self.shape = list(layers), shape
         self._shard, self._embedding = shard, embedding
@@ -130,13 +124,6 @@ class ShardLaunches:
             matmuls = (matmul for layer in self.layers for matmul in (layer.qkv, layer.o, layer.up, layer.down))
             self._taken[rows] = all(matmul.kernel(rows) is not None for matmul in matmuls)
         return self._taken[rows]
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row of the widest result that the devices exchange."""
-        shape = self.shape
-        halves = (self._answered[-1], shape.heads.begins[-1], shape.inner.begins[-1])
-        return max(4 * shape.vocabulary.begins[-1], *(2 * columns for columns in halves))
 
     def body(self, ids: Tensor, step: Step, exchanges: Callable[[bool], Gather]) -> Callable[[Tensor | None], Tensor]:
         """Return `run` as a function of the logits, for a capture: a run that is not recorded exchanges nothing.
@@ -204,14 +191,18 @@ class ShardLaunches:
 
 def shard_launches_of(model: LanguageModel) -> list[ShardLaunches] | str:
     """Return the launches of each device of a model loaded by `load_tp`, or the reason why there are none."""
-    why = _uncovered(model)
+    context = model.tp_context
+    assert context is not None, "loaded by load_tp"
+    if not context.exchange.whole:
+        return "each device has a process of its own"
+    shards = len(context.names)
+    why = refusal_of_exchange(model.modules, shards, LoadedWeights(shards))
     if why is not None:
         return why
     embedding, last, head = model.modules[0], model.modules[-2], model.modules[-1]
     assert isinstance(embedding, Embedding)
     assert isinstance(last, RMSNorm)
     assert isinstance(head, Head)
-    assert model.tp_context is not None
     pairs = list(zip(model.modules[1:-2:2], model.modules[2:-2:2], strict=True))
     attention, mlp = pairs[0]
     assert isinstance(attention, Attention)
@@ -219,72 +210,11 @@ def shard_launches_of(model: LanguageModel) -> list[ShardLaunches] | str:
     columns = [_columns(linear) for linear in (attention.q_proj, attention.o_proj, mlp.up_proj, head.linear)]
     shape = Shape(*columns)
     made = []
-    for shard in range(len(model.tp_context.names)):
+    for shard in range(shards):
         layers = [_layer(cast(Attention, a), cast(GatedMLP, m), shard) for a, m in pairs]
         first = embedding if shard == 0 else None
         made.append(ShardLaunches(shard, shape, layers, first, last, head))
     return made
-
-
-def _uncovered(model: LanguageModel) -> str | None:
-    context = model.tp_context
-    assert context is not None
-    if not context.exchange.whole:
-        return "each device has a process of its own"
-    shards = len(context.names)
-    if not 2 <= shards <= MOST_GPUS:
-        return f"{shards} devices exchange results; kernels do so for 2 to {MOST_GPUS}"
-    embedding, last, head = model.modules[0], model.modules[-2], model.modules[-1]
-    middle = model.modules[1:-2]
-    if 2 * len(middle) + 2 > MOST_EXCHANGES:
-        return f"{len(middle) // 2} layers have more exchanges than a step may have"
-    if type(embedding) is not Embedding or is_changed(embedding) or embedding.float_residual:
-        return "the hidden state is float32, or the embedding has code of its own"
-    if type(last) is not RMSNorm or is_changed(last) or type(head) is not Head or is_changed(head):
-        return "the last norm is no RMSNorm, or the head has code of its own"
-    why = next((why for module in middle if (why := _half_uncovered(module)) is not None), None)
-    if why is not None:
-        return why
-    kinds = [type(module.describe()) for module in middle]
-    if kinds != [AttentionDescription, MlpDescription] * (len(middle) // 2):
-        return "the layers are not attention and MLP in turns"
-    for linear in (linear for module in model.modules for linear in module.submodules()):
-        if any(_part(linear, shard) is None for shard in range(shards)):
-            return f"{linear.key} is not quantized in one piece on each device"
-    return None
-
-
-def _half_uncovered(module: Module) -> str | None:
-    """Return why the launches of a half do not cover a module between embedding and last norm, or None."""
-    why, found = why_apart(module), module.describe()
-    if why is not None:
-        return why
-    assert found is not None, "why_apart"
-    norm = getattr(module, "norm", None)
-    if found.norm != "rms" or found.post is not None or type(norm) is not RMSNorm or is_changed(norm):
-        return f"{module.key} has norms that matmuls do not apply"
-    if isinstance(found, MlpDescription):
-        return None if found.gated else f"{module.key} has no gate"
-    if found.with_mlp:
-        return f"{module.key} has attention and MLP side by side"
-    assert isinstance(module, Attention)
-    if found.clipped or ((found.q_norm or found.k_norm) and head_norms_of(module) is None):
-        return f"{module.key} clamps q, k and v, or norms them over all heads"
-    return None
-
-
-def _part(linear: Linear, shard: int) -> QuantMatrix | None:
-    """Return a device's outputs of a quantized matrix, if they are one piece without padding."""
-    matrix = linear.matrix
-    if not isinstance(matrix, SplitMatrix) or matrix.format == "float":
-        return None
-    found = [part for part in matrix.parts if part.shard == shard]
-    if len(found) != 1 or found[0].matrix is None or not isinstance(found[0].columns, slice):
-        return None
-    part = found[0]
-    assert part.matrix is not None
-    whole = part.kept == ((0, part.matrix.out_features),) and part.width == part.matrix.out_features
-    return part.matrix if whole and part.width % 2 == 0 else None
 
 
 def _columns(linear: Linear) -> Columns:
@@ -298,12 +228,12 @@ def _columns(linear: Linear) -> Columns:
 
 def _norm_on(norm: RMSNorm, device: torch.device) -> InputNorm:
     with torch.inference_mode(False):
-        return InputNorm(norm.loaded_weight.to(device), norm.eps)
+        return InputNorm(send(norm.loaded_weight, device), norm.eps)
 
 
 def _layer(attention: Attention, mlp: GatedMLP, shard: int) -> ShardLayer:
     def parts(*linears: Linear) -> list[QuantMatrix]:
-        found = [_part(linear, shard) for linear in linears]
+        found = [part_of(linear, shard) for linear in linears]
         return [part for part in found if part is not None]
 
     a = attention
@@ -315,7 +245,7 @@ def _layer(attention: Attention, mlp: GatedMLP, shard: int) -> ShardLayer:
     norms = head_norms_of(a)
     if norms is not None:
         with torch.inference_mode(False):
-            norms = HeadNorms(norms.q.to(device), norms.k.to(device), norms.eps)
+            norms = HeadNorms(send(norms.q, device), send(norms.k, device), norms.eps)
     q, k, v = (matrix.out_features for matrix in qkv)
     return ShardLayer(
         a,

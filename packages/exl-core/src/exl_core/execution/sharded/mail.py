@@ -8,15 +8,27 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from exl_kernels.peer import Mailboxes, free_deleted
+from exl_kernels.peer import Mailboxes, free_deleted, mailbox_bytes
 
+from .coverage import RowBytes
 from .launches import Gather
 from .transfer import is_direct
 
 if TYPE_CHECKING:
     from .context import TensorParallel
 
-__all__ = ["Mail", "refusal_of_access"]
+__all__ = ["Mail", "mail_bytes", "refusal_of_access"]
+
+
+def mail_bytes(rows: int, row: RowBytes) -> tuple[int, int]:
+    """Return the bytes of mailboxes for steps of 1 to `rows` rows, of the first GPU and of each other one."""
+    sizes = [1 << power for power in range(_power(rows) + 1)]
+    first = sum(mailbox_bytes(most * row.shared, most * row.logits) for most in sizes)
+    return first, sum(mailbox_bytes(most * row.shared) for most in sizes)
+
+
+def _power(rows: int) -> int:
+    return (rows - 1).bit_length()
 
 
 def refusal_of_access(context: TensorParallel) -> str | None:
@@ -48,12 +60,12 @@ class Mail:
         for boxes in self._boxes.values():
             boxes.check()
 
-    def boxes(self, context: TensorParallel, rows: int, row_bytes: int) -> Mailboxes:
-        """Return mailboxes for results of up to `rows` rows of `row_bytes` bytes."""
-        most = 1 << (rows - 1).bit_length()
+    def boxes(self, context: TensorParallel, rows: int, row: RowBytes) -> Mailboxes:
+        """Return mailboxes for steps of up to `rows` rows. Their last exchange, of an odd number, is of the logits."""
+        most = 1 << _power(rows)
         if most not in self._boxes:
             devices = [context.device(shard) for shard in range(len(context.names))]
-            self._boxes[most] = Mailboxes(devices, most * row_bytes)
+            self._boxes[most] = Mailboxes(devices, most * row.shared, {0: most * row.logits})
         return self._boxes[most]
 
 
