@@ -19,6 +19,7 @@ from exl_generate import (
     ExLlamaV2DynamicJob,
     ExLlamaV2Sampler,
     NoCandidatesError,
+    NonFiniteLogitsError,
 )
 from exl_generate.testing import (
     check_pages,
@@ -349,15 +350,57 @@ def test_jobs_end_with_the_error_of_devices_that_lost_one_another(explained: boo
     assert lengths[0] == PAGE, "the step fills its page"
     generator.enqueue(jobs)
     results = drain(generator)
-    expected = DeviceError if explained else NoCandidatesError
+    expected = DeviceError if explained else NonFiniteLogitsError
     assert [type(results[one][-1]["exception"]) for one in jobs] == [expected] * 2
     lost.clear()
-    assert sum(page.valid for page in generator.page_table.pages) == sum(lengths) - len(jobs)
+    assert not any(page.valid for page in generator.page_table.pages)
     check_pages(generator)
     for prompt in prompts:
         later = job(prompt + "xyz", 9)
         assert len(streamed_tokens(run(generator, later))) == 9
-        assert later.cached_tokens == len(ids(prompt)[0]) - 1
+        assert later.cached_tokens == 0
+
+
+def test_a_prompt_is_computed_again_after_its_logits_were_not_finite(monkeypatch: Any) -> None:
+    """K/V of the prompt may be NaN: a later request must not find them. Pages that others use stay."""
+    generator = make()
+    model, head = generator.model, "abcdefghijklmnopqrstuvwx"  # a full page and half of another
+    whole = model.forward_chunk
+    broken: list[int] = []
+
+    def forward_chunk(given: Any, cache: Any = None, attn_params: Any = None, **kw: Any) -> Any:
+        found = whole(given, cache, attn_params, **kw)
+        for row, block in enumerate(attn_params.block_index.tolist()):
+            if broken and block[-1] == broken[0] and "logits" in found:
+                found["logits"][row].fill_(float("nan"))
+                cache.chain[PAGE * block[-1] : PAGE * (block[-1] + 1)] = 0  # a pass that reads it raises an error
+                broken.clear()
+        return found
+
+    monkeypatch.setattr(model, "forward_chunk", forward_chunk)
+    other, bad = job(head[:17] + "other", 40), job(head + "z", 5)
+    generator.enqueue(other)
+    generator.iterate()
+    generator.enqueue(bad)
+    generator.iterate()
+    broken.append(int(bad.sequence.block[-1]))
+    results = drain(generator)
+    assert isinstance(results[bad][-1]["exception"], NonFiniteLogitsError)
+    assert streamed_tokens(results[other])[-3:] == naive(generator, ids(head[:17] + "other")[0].tolist(), 40)[-3:]
+    check_pages(generator)
+    again = job(head + "z", 5)
+    assert streamed_tokens(run(generator, again)) == naive(generator, ids(head + "z")[0].tolist(), 5)
+    assert again.cached_tokens == PAGE, "the page that the other job uses, too"
+
+
+def test_the_cache_keeps_a_prompt_whose_tokens_were_all_banned() -> None:
+    generator = make()
+    one = job("z" * 20, 5, stop_conditions=[])
+    one.gen_settings.disallow_tokens(TOKENIZER, list(range(VOCAB)))
+    assert isinstance(run(generator, one)[-1]["exception"], NoCandidatesError)
+    later = job("z" * 20, 5)
+    run(generator, later)
+    assert later.cached_tokens == 19
 
 
 @pytest.mark.parametrize("first", range(7))

@@ -19,7 +19,14 @@ if TYPE_CHECKING:
         GeneratorSnapshot,
         StepColumns,
     )
-    from exl_generate.errors import CapacityError, JobStateError, NoCandidatesError, RequestError, ResumeError
+    from exl_generate.errors import (
+        CapacityError,
+        JobStateError,
+        NoCandidatesError,
+        NonFiniteLogitsError,
+        RequestError,
+        ResumeError,
+    )
     from exl_generate.sampling import ExLlamaV2PostSamplingHook, ExLlamaV2PostSamplingResult, ExLlamaV2Sampler
     from exl_generate.static import ExLlamaV2BaseGenerator, ExLlamaV2StreamingGenerator
 
@@ -40,6 +47,7 @@ __all__ = [
     "GeneratorSnapshot",
     "JobStateError",
     "NoCandidatesError",
+    "NonFiniteLogitsError",
     "RequestError",
     "ResumeError",
     "StepColumns",
@@ -64,6 +72,7 @@ _HOME = {
     "CapacityError": "errors",
     "JobStateError": "errors",
     "NoCandidatesError": "errors",
+    "NonFiniteLogitsError": "errors",
     "RequestError": "errors",
     "ResumeError": "errors",
 }

@@ -6,7 +6,15 @@ from typing import ClassVar
 
 from exl_kernels.errors import ExlError
 
-__all__ = ["CapacityError", "JobStateError", "NoCandidatesError", "RequestError", "ResumeError", "UserCodeError"]
+__all__ = [
+    "CapacityError",
+    "JobStateError",
+    "NoCandidatesError",
+    "NonFiniteLogitsError",
+    "RequestError",
+    "ResumeError",
+    "UserCodeError",
+]
 
 
 class RequestError(ExlError, ValueError):
@@ -37,6 +45,10 @@ class NoCandidatesError(ExlError, RuntimeError):
     """Bans, bias, filters and healing together leave no token that may be sampled, or the logits hold NaN."""
 
     code: ClassVar[str] = "no_candidates"
+
+
+class NonFiniteLogitsError(NoCandidatesError):
+    """The logits hold NaN or infinity."""
 
 
 class UserCodeError(ExlError, RuntimeError):

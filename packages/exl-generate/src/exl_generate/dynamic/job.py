@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from exl_core.errors import DeviceError
 from exl_filters import FilterDeadEnd, FilterError, FilterStack
 from exl_generate.dynamic.decoder import Decoder, Outcome
 from exl_generate.dynamic.draft_length import JobDrafts
@@ -17,7 +18,7 @@ from exl_generate.dynamic.output import Match, Record, Released
 from exl_generate.dynamic.request import request_of
 from exl_generate.dynamic.resuming import Advance, Replay
 from exl_generate.dynamic.times import JobTimes
-from exl_generate.errors import NoCandidatesError
+from exl_generate.errors import NoCandidatesError, NonFiniteLogitsError
 from exl_generate.sampling import Draw, Sample, Settings
 
 if TYPE_CHECKING:
@@ -182,6 +183,8 @@ class ExLlamaV2DynamicJob:
         self.serial_number: int | None = None
         self.skips = 0
         self.is_finished = self.has_failed = self.discarded = self.paused = False
+        #: the K/V that it computed may be NaN
+        self._is_broken = False
         self.times, self.drafts = JobTimes(), JobDrafts()
         self._decoder: Decoder | None = None
         self._replay = Replay(self.request.replayed) if self.request.replayed else None
@@ -419,7 +422,7 @@ class ExLlamaV2DynamicJob:
         """Release pages and filters: the job is over."""
         self.is_finished = True
         self.drafts.end(self.sequence.ids)
-        self.pages.release()
+        self.pages.release(broken=self._is_broken)
         if self._decoder is not None:
             self._decoder.constraints.close()
 
@@ -507,6 +510,7 @@ class ExLlamaV2DynamicJob:
     def fail(self, error: BaseException) -> Event:
         """Return the last event of a job that an error ended; held-back tokens are reported as `held`."""
         self.is_finished = self.has_failed = True
+        self._is_broken = isinstance(error, (NonFiniteLogitsError, DeviceError))
         reason = "filter_error" if isinstance(error, FilterError) else "error"
         return aborted(self, "filter_dead_end" if isinstance(error, FilterDeadEnd) else reason, self._held(), error)
 

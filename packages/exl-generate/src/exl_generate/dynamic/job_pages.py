@@ -207,7 +207,7 @@ class JobPages:
         for sequence in self.sequences:
             sequence.give_way(len(sequence) - held_tokens - 1)
 
-    def release(self) -> None:
-        """Release all pages at the end of the job; their content stays reusable."""
+    def release(self, *, broken: bool = False) -> None:
+        """Release all pages at the end of the job; their content stays reusable unless it may be `broken`."""
         for sequence in self.sequences:
-            sequence.release()
+            sequence.release(broken=broken)

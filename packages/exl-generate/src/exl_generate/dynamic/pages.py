@@ -211,13 +211,15 @@ class PageTable:
         self.release(page)
         return other
 
-    def release(self, page: Page) -> None:
-        """Drop one reference. An unreferenced page keeps its valid content; a label without full content is removed."""
+    def release(self, page: Page, *, broken: bool = False) -> None:
+        """Drop one reference. An unreferenced page keeps its valid content, unless it may be broken; a label without
+        full content is removed.
+        """
         assert page.ref_count > 0, "a page was released more often than it was taken"
         page.ref_count -= 1
         if page.ref_count > 0:
             return
-        if page.parent is None or (page.valid == self.page_size and page.label is None):
+        if broken or page.parent is None or (page.valid == self.page_size and page.label is None):
             self._forget(page)  # without a known prefix, or a private duplicate of a published page
         if page.label is not None and page.valid < self.page_size:
             del self._by_label[page.label]

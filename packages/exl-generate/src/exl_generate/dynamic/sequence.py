@@ -219,10 +219,14 @@ class Sequence:
         self._pages.reserve(count)
         self._reserved += count
 
-    def release(self) -> None:
-        """Release every page, last page first, and the rest of the reservation. Computed K/V stay reusable."""
-        self.publish(self.kv_position)
-        self._let_go()
+    def release(self, *, broken: bool = False) -> None:
+        """Release every page, last page first, and the rest of the reservation.
+
+        Computed K/V stay reusable, unless they may be broken: pages that no other sequence uses are then forgotten.
+        """
+        if not broken:
+            self.publish(self.kv_position)
+        self._let_go(broken=broken)
 
     def give_way(self, settled: int) -> None:
         """Release every page, and prepare to resume from the prefix cache.
@@ -368,9 +372,9 @@ class Sequence:
         self.allocated_pages.append(page)
         self.block = np.append(self.block, np.int32(page.index))
 
-    def _let_go(self) -> None:
+    def _let_go(self, *, broken: bool = False) -> None:
         for page in reversed(self.allocated_pages):
-            self._pages.release(page)
+            self._pages.release(page, broken=broken)
         self.allocated_pages = []
         self.block = self.block[:0]
         self._pages.unreserve(self._reserved)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from exl_generate.errors import NoCandidatesError
+from exl_generate.errors import NoCandidatesError, NonFiniteLogitsError
 from exl_generate.sampling.plan import plan_of
 from exl_generate.sampling.rng import RequestRandom
 from exl_generate.sampling.settings import Settings
@@ -26,7 +26,7 @@ from exl_generate.sampling.transforms import mirostat_update, skew
 from exl_generate.sampling.vocabulary import Vocabulary
 from exl_kernels import sampling as kernels
 
-__all__ = ["Constraint", "RequestSampler", "Sample", "report", "skewed", "why_none"]
+__all__ = ["Constraint", "RequestSampler", "Sample", "none_left", "report", "skewed"]
 
 Ids = NDArray[np.int64]
 Probabilities = NDArray[np.float64]
@@ -146,7 +146,7 @@ class RequestSampler:
         Raises `NoCandidatesError` if nothing could be chosen.
         """
         if isinstance(outcome, kernels.Failure):
-            raise NoCandidatesError(why_none(row, outcome))
+            raise none_left(row, outcome)
         if self.settings.mirostat:
             self._learn(position, outcome.probability)
         if not row.top_n:
@@ -178,7 +178,7 @@ class RequestSampler:
         if found is None:
             failure = kernels.sample([row])[0]
             assert isinstance(failure, kernels.Failure)
-            raise NoCandidatesError(why_none(row, failure))
+            raise none_left(row, failure)
         ids, weights = found
         return ids, weights / float(weights.sum())
 
@@ -215,13 +215,15 @@ def report(ids: Sequence[int], p: Sequence[float], top_n: int, width: int) -> tu
     return tokens, probabilities
 
 
-def why_none(row: kernels.Row, failure: kernels.Failure) -> str:
-    """Explain why no token could be chosen."""
+def none_left(row: kernels.Row, failure: kernels.Failure) -> NoCandidatesError:
+    """Return the error that says why no token could be chosen."""
     if failure.not_finite:
-        return "the logits hold NaN or infinity: the model's weights or its input are broken"
+        return NonFiniteLogitsError("the logits hold NaN or infinity: the model's weights or its input are broken")
     parts = [
         f"{len(row.banned)} blocked tokens",
         "no filter" if row.mask is None else "a filter mask",
         "no healing prefix" if row.only is None else f"{len(row.only)} tokens that fit the healing prefix",
     ]
-    return f"no token is left to sample: token_bias, {', '.join(parts)} together exclude the whole vocabulary"
+    return NoCandidatesError(
+        f"no token is left to sample: token_bias, {', '.join(parts)} together exclude the whole vocabulary"
+    )

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from exl_filters import ExLlamaV2Filter
-from exl_generate.errors import NoCandidatesError, RequestError
+from exl_generate.errors import RequestError
 from exl_generate.sampling.plan import plan_of
 from exl_generate.sampling.rng import RequestRandom
-from exl_generate.sampling.sampler import report, skewed, why_none
+from exl_generate.sampling.sampler import none_left, report, skewed
 from exl_generate.sampling.settings import Settings as SamplerSettings
 from exl_generate.sampling.transforms import mirostat_update
 from exl_generate.sampling.vocabulary import Mask, Vocabulary
@@ -172,7 +172,7 @@ def _check(logits: torch.Tensor, settings: SamplerSettings, random: float, filte
 
 def _taken(row: kernels.Row, outcome: kernels.Sampled | kernels.Failure) -> kernels.Sampled:
     if isinstance(outcome, kernels.Failure):
-        raise NoCandidatesError(why_none(row, outcome))
+        raise none_left(row, outcome)
     return outcome
 
 
