@@ -101,6 +101,24 @@ class Generator(ExLlamaV2DynamicGenerator):
         return AlwaysDrafting(self.num_draft_tokens, self.max_ngram, LENGTH, self.model.device)
 
 
+def not_finite(cache: ExLlamaV2CacheBase) -> list[str]:
+    """The first layers of a cache of halves whose keys or values are NaN or infinite, a line each."""
+    found = []
+    for layer, states in enumerate(zip(cache.key_states, cache.value_states, strict=True)):
+        for name, state in zip(("keys", "values"), states, strict=True):
+            if state is None or state.dtype != torch.float16:
+                continue
+            rows = (~state.isfinite()).flatten(0, 1).flatten(1).any(1).nonzero().flatten()
+            if len(rows):
+                first = state.flatten(0, 1).flatten(1)[rows[0]]
+                elements = (~first.isfinite()).nonzero().flatten().tolist()
+                found.append(
+                    f"{name} of layer {layer}, {len(rows)} tokens, the first at {int(rows[0])} of the cache: "
+                    f"{len(elements)} elements from {elements[0]} on"
+                )
+    return found[:8]
+
+
 class Bench:
     """A model with everything that features need."""
 
@@ -191,6 +209,17 @@ class Bench:
             made.append(ExLlamaV2DynamicJob(ids, new, seed=index, decode_special_tokens=True, **arguments))
         return made
 
+    def fault(self, feature: Feature, batch: int, end: dict[str, Any], made: list[int]) -> str:
+        """What is known of a job that ended early; made: tokens of each job."""
+        job = end["job"]
+        lines = [
+            f"{feature.name} at batch {batch}: a job ended early ({end['eos_reason']}): {end.get('exception')!r}",
+            f"it had {job.new_tokens} tokens, and the jobs {made}",
+        ]
+        for (_, kind), cache in self.caches.items():
+            lines += [f"{kind} cache: {line}" for line in not_finite(cache)]
+        return "\n".join(lines)
+
     def measure(self, feature: Feature, batch: int, plan: Plan) -> Run:
         """Time the steps of a feature. Ends the program if a job ends before."""
         model = self.model_of(feature)
@@ -201,7 +230,7 @@ class Bench:
             for _ in range(count):
                 for end in generator.iterate():
                     if end.get("eos"):
-                        sys.exit(f"{feature.name}: a job ended early ({end['eos_reason']}): {end.get('exception')!r}")
+                        sys.exit(self.fault(feature, batch, end, [job.new_tokens for job in jobs]))
                 times.append(time.perf_counter())
             return [b - a for a, b in pairwise(times)]
 
