@@ -641,7 +641,7 @@ class MatmulPlan:
     @property
     def kernel(self, /) -> str:
         """
-        gemv_ring, gemm_few, gemm_batch, gemm_tile or gemm_large.
+        gemv_ring, gemm_few, gemm_direct, gemm_batch, gemm_tile or gemm_large.
         """
     @property
     def packs_results(self, /) -> bool:

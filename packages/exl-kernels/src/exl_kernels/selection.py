@@ -134,7 +134,7 @@ class Card:
 
     @property
     def features(self) -> frozenset[str]:
-        """Those of "bulk_copy", "clusters", "wgmma" and "async_copy" that the card's code may use."""
+        """Those of "bulk_copy", "clusters", "wgmma", "async_copy" and "mma_pipeline" that the card's code may use."""
         return frozenset(self._native.features)
 
     def fused_matmul(

@@ -82,7 +82,7 @@ pub struct MatmulPlan {
 
 #[pymethods]
 impl MatmulPlan {
-    /// gemv_ring, gemm_few, gemm_batch, gemm_tile or gemm_large.
+    /// gemv_ring, gemm_few, gemm_direct, gemm_batch, gemm_tile or gemm_large.
     #[getter]
     fn kernel(&self) -> &'static str {
         self.plan.kernel.name()
