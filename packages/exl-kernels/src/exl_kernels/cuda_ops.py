@@ -13,7 +13,7 @@ from exl_kernels import _native
 from exl_kernels.device import launch_of, require_cuda
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 
-__all__ = ["activation", "apply_rope", "gated_activation", "layer_norm", "rms_norm", "warm_up"]
+__all__ = ["activation", "apply_rope", "gated_activation", "layer_norm", "read_all", "rms_norm", "warm_up"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -156,6 +156,16 @@ def softcap(x: Tensor, cap: float) -> Tensor:
         raise DTypeError(f"softcap: x has dtype {x.dtype}: expected float32")
     _native.cuda_softcap(x, cap, launch_on(x))
     return x
+
+
+def read_all(buffer: Tensor, sink: Tensor) -> None:
+    """Read all of a buffer, to measure the read bandwidth of a GPU.
+
+    Args:
+        buffer: any dtype, contiguous; a multiple of 16 bytes.
+        sink: uint8, at least 4 elements on the same GPU; its content afterwards means nothing.
+    """
+    _native.cuda_probe_read(buffer, sink, stream_of(buffer))
 
 
 def _check_kind(kind: str) -> None:
