@@ -73,8 +73,8 @@ mod _native {
     };
     #[pymodule_export]
     use crate::cuda::{
-        cuda_activation, cuda_build, cuda_launches, cuda_layer_norm, cuda_probe, cuda_probe_empty,
-        cuda_probe_read, cuda_rms_norm, cuda_rope, cuda_softcap,
+        ProbedDevice, cuda_activation, cuda_build, cuda_launches, cuda_layer_norm, cuda_probe,
+        cuda_probe_empty, cuda_probe_read, cuda_rms_norm, cuda_rope, cuda_softcap,
     };
     #[pymodule_export]
     use crate::draft::{DraftHistory, DraftRates, DraftText};

@@ -38,6 +38,7 @@ __all__ = [
     "NormPrologue",
     "Pages",
     "PeerExchange",
+    "ProbedDevice",
     "Rotation",
     "SamplingPlan",
     "SamplingWorkspace",
@@ -780,11 +781,11 @@ class NextInput:
 @final
 class NormPrologue:
     """
-    RMS norm of a matmul's input: made once with the layer, used by every step.
+    RMS norm of a matmul's input, or of a sum of residuals. A layer's is made once and used by every step.
     """
     def __new__(cls, /, weight: Tensor, eps: float, offset: float) -> NormPrologue:
         """
-        x / sqrt(mean(x^2) + eps) * (weight + offset); `weight` float32 [in_features], aligned to 16 bytes, on the matrices' GPU.
+        x / sqrt(mean(x^2) + eps) * (weight + offset); `weight` float32 [width of x], for a matmul aligned to 16 bytes, on the GPU of x.
         """
 
 @final
@@ -834,6 +835,38 @@ class PeerExchange:
         Send own [rows, width] to the receivers and gather all parts in full [rows, columns], both of 32-bit words. begins: first column of
         each GPU and the number of columns; receivers: bit of each GPU that gets the whole.
         """
+
+@final
+class ProbedDevice:
+    """
+    One visible GPU, in the driver's and torch's numbering. `exl_kernels.device.CudaDevice` documents the fields.
+    """
+    @property
+    def code(self, /) -> str | None: ...
+    @property
+    def compute_capability(self, /) -> tuple[int, int]:
+        """
+        (major, minor)
+        """
+    @property
+    def index(self, /) -> int: ...
+    @property
+    def memory_bytes(self, /) -> int: ...
+    @property
+    def name(self, /) -> str: ...
+    @property
+    def own_arch(self, /) -> str: ...
+    @property
+    def reason(self, /) -> str | None:
+        """
+        Why the kernels of this build do not run on it, or None.
+        """
+    @property
+    def shared_bytes_per_block(self, /) -> int: ...
+    @property
+    def sm_count(self, /) -> int: ...
+    @property
+    def treated_as(self, /) -> str | None: ...
 
 @final
 class Rotation:
@@ -959,16 +992,16 @@ def cuda_activation(gate: Tensor, up: Tensor | None, out: Tensor, kind: str, lau
 def cuda_add_post_norm(
     x: Tensor,
     y: Tensor,
-    post: tuple[Tensor, float, float] | None,
-    norm: tuple[Tensor, float, float] | None,
+    post: NormPrologue | None,
+    norm: NormPrologue | None,
     out: Tensor | None,
     launch: Launch,
     *,
     into: MatmulInput | None = None,
 ) -> None:
     """
-    x += post(y), out = norm(x): x [rows, width] float16 or float32, y and out float16. Norms are (weight float32 [width], eps, weight
-    offset). A norm comes with out, or with `into`, whose scratch then has up to 8 normed rows packed as a matmul's input.
+    x += post(y), out = norm(x): x [rows, width] float16 or float32, y and out float16. A norm comes with out, or with
+    `into`, whose scratch then has up to 8 normed rows packed as a matmul's input.
     """
 
 def cuda_add_rms_norm(
@@ -1062,15 +1095,15 @@ def cuda_lora_shrink(
     table: Tensor,
     slots: Tensor | None,
     middle: Tensor,
-    norm: tuple[Tensor, float, float] | None,
+    norm: NormPrologue | None,
     normed: Tensor | None,
     launch: Launch,
 ) -> None:
     """
     Compute middle float32 [T, levels * matrices * largest rank]: x [T, in] float16 times the A of each row's adapters.
 
-    table: int64 [levels, matrices, sets, 5], as for `cuda_lora_add`; slots as there. norm: (weight float32 [in], eps, weight offset) of an
-    RMS norm of x that comes first; normed like x, which gets the normed rows. Table and slots must be written before the launches that
+    table: int64 [levels, matrices, sets, 5], as for `cuda_lora_add`; slots as there. norm: an RMS norm of x
+    that comes first; normed like x, which gets the normed rows. Table and slots must be written before the launches that
     may overlap with this one.
     """
 
@@ -1093,11 +1126,7 @@ def cuda_paged_attention(
     results go there, and only the shape of `out` is used. `apart`: few tokens a sequence, whose keys are stored, never run as a prompt.
     """
 
-def cuda_probe() -> tuple[
-    tuple[int, int] | None,
-    list[tuple[int, str, tuple[int, int], int, int, int, str | None, str | None, str, str | None]],
-    str | None,
-]:
+def cuda_probe() -> tuple[tuple[int, int] | None, list[ProbedDevice], str | None]:
     """
     Return (driver's CUDA version, devices, reason why CUDA cannot be used).
     """

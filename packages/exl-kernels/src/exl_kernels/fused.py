@@ -131,7 +131,7 @@ def add_post_norm(
             raise ShapeError(
                 f"add_post_norm: weight of {name} {tuple(one.weight.shape)}, expected float32 [{x.shape[1]}]"
             )
-        norms.append(None if one is None else (one.weight, one.eps, one.offset))
+        norms.append(None if one is None else _native.NormPrologue(one.weight, one.eps, one.offset))
     if into is not None:
         _check_packs("add_post_norm", into, x, FEW_ROWS)
         packed = _native.MatmulInput(into.matrix._cuda, into.columns, into.scratch)

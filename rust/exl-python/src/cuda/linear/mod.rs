@@ -18,18 +18,18 @@ use crate::operands::Launch;
 use crate::tensor::Tensor;
 use launch::Operands;
 
-/// RMS norm of a matmul's input: made once with the layer, used by every step.
+/// RMS norm of a matmul's input, or of a sum of residuals. A layer's is made once and used by every step.
 #[pyclass(frozen, module = "exl_kernels._native")]
 #[derive(Debug)]
 pub struct NormPrologue {
-    weight: Tensor,
-    eps: f32,
-    offset: f32,
+    pub weight: Tensor,
+    pub eps: f32,
+    pub offset: f32,
 }
 
 #[pymethods]
 impl NormPrologue {
-    /// x / sqrt(mean(x^2) + eps) * (weight + offset); `weight` float32 [in_features], aligned to 16 bytes, on the matrices' GPU.
+    /// x / sqrt(mean(x^2) + eps) * (weight + offset); `weight` float32 [width of x], for a matmul aligned to 16 bytes, on the GPU of x.
     #[new]
     fn new(weight: Tensor, eps: f32, offset: f32) -> Self {
         Self {
