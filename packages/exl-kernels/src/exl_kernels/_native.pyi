@@ -28,6 +28,7 @@ __all__ = [
     "DraftText",
     "ExpertRouter",
     "Experts",
+    "KernelLimits",
     "Launch",
     "MatmulInput",
     "MatmulPlan",
@@ -70,7 +71,6 @@ __all__ = [
     "cuda_rms_norm_parts",
     "cuda_rope",
     "cuda_rope_store",
-    "cuda_row_limits",
     "cuda_sample_answers",
     "cuda_sample_fill",
     "cuda_sample_launch",
@@ -89,6 +89,7 @@ __all__ = [
     "gptq_dequantize",
     "gptq_quantize",
     "isa",
+    "kernel_limits",
     "kv_load",
     "kv_store",
     "layer_norm",
@@ -594,6 +595,84 @@ class Experts:
         out [rows, hidden] = (out, if `add`) + sum of weights * the experts of h (+ the shared expert's result * shared_weights). All
         float32, `ids` int64; `ids` and `weights` [rows, chosen]. The shared expert's result is `shared` where given, else that of its own
         matrices. `out` does not overlap the other operands.
+        """
+
+@final
+class KernelLimits:
+    """
+    Limits of the kernels: constants of the crates, independent of the machine and of the architectures of the build.
+    """
+    @property
+    def activations(self, /) -> tuple[str, str, str]:
+        """
+        Names of the activations that kernels of a GPU apply.
+        """
+    @staticmethod
+    def attention_counters(sms: int) -> int:
+        """
+        Return the int32 counters that launches of attention need on a GPU of `sms` SMs if blocks share the keys of tiles.
+        """
+    @property
+    def block_rows(self, /) -> int:
+        """
+        Most rows of a launch on packed weights, on cards with wgmma, and of a block of a captured step's matmuls.
+        """
+    @property
+    def exchange_gpus(self, /) -> int:
+        """
+        Most GPUs that exchange results.
+        """
+    @property
+    def exchanges(self, /) -> int:
+        """
+        Most exchanges of a step.
+        """
+    @property
+    def few_rows(self, /) -> int:
+        """
+        Most rows of `gemm_few` and `gemm_direct`, and columns of their packed input.
+        """
+    @property
+    def gemv_rows(self, /) -> int:
+        """
+        Most rows of a matmul for which `gemv_ring` is chosen where `gemm_few` fits, too.
+        """
+    @property
+    def head_dim_step(self, /) -> int: ...
+    @property
+    def most_head_dim(self, /) -> int:
+        """
+        Largest head dimension of attention on a GPU; all are multiples of `head_dim_step`.
+        """
+    @property
+    def most_logits(self, /) -> int:
+        """
+        Widest row of logits: 2^19 weights of 2^44 fit an unsigned 64-bit sum.
+        """
+    @property
+    def most_reported(self, /) -> int:
+        """
+        Most candidates that a GPU reports for a row.
+        """
+    @property
+    def packed_rows(self, /) -> int:
+        """
+        Most rows of a call that multiplies packed weights. Up to there a row's result does not depend on the number of rows.
+        """
+    @property
+    def sampling_blocks(self, /) -> int:
+        """
+        Entries of a row of the sampler's maxima and sums.
+        """
+    @property
+    def sampling_segment(self, /) -> int:
+        """
+        Logits that a block of the sampler shapes; rows in its memory are multiples of it.
+        """
+    @property
+    def step_rows(self, /) -> int:
+        """
+        Most tokens of a decode step, captured or not, whose results do not depend on other rows.
         """
 
 @final
@@ -1165,11 +1244,6 @@ def cuda_rope_store(
     elements between tokens of q, and of k and v.
     """
 
-def cuda_row_limits() -> tuple[int, int, int]:
-    """
-    Most rows of a matmul by `gemv_ring` if other kernels fit too, by `gemm_few`, and on packed weights by any kernel.
-    """
-
 def cuda_sample_answers(
     workspace: SamplingWorkspace, count: int
 ) -> list[tuple[int, float, tuple[list[int], list[float]] | None]]:
@@ -1342,6 +1416,11 @@ def gptq_quantize(
     """
 
 def isa() -> str: ...
+def kernel_limits() -> KernelLimits:
+    """
+    Return the limits of the kernels.
+    """
+
 def kv_load(pages: Pages, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """
     Decode slots [T] into k, v [T, H, D].

@@ -12,6 +12,7 @@ from torch import Tensor
 from exl_kernels import _native
 from exl_kernels.device import launch_of, require_cuda
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
+from exl_kernels.selection import FUSED_ACTIVATIONS
 
 __all__ = ["activation", "apply_rope", "gated_activation", "layer_norm", "read_all", "rms_norm", "warm_up"]
 
@@ -169,8 +170,8 @@ def read_all(buffer: Tensor, sink: Tensor) -> None:
 
 
 def _check_kind(kind: str) -> None:
-    if kind not in ("silu", "gelu", "quickgelu"):
-        raise UnsupportedError(f"unknown activation {kind!r}, expected one of silu, gelu, quickgelu")
+    if kind not in FUSED_ACTIVATIONS:
+        raise UnsupportedError(f"unknown activation {kind!r}, expected one of {', '.join(FUSED_ACTIVATIONS)}")
 
 
 def warm_up(device: torch.device | str | int = "cuda") -> torch.device:

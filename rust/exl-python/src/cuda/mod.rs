@@ -5,6 +5,7 @@
 
 pub mod attention;
 pub mod fused;
+pub mod limits;
 pub mod linear;
 pub mod lora;
 pub mod matrix;
@@ -278,14 +279,13 @@ pub fn cuda_rope(
 
 /// The activation of that name.
 pub fn activation_kind(name: &str) -> PyResult<elementwise::Activation> {
-    match name {
-        "silu" => Ok(elementwise::Activation::Silu),
-        "gelu" => Ok(elementwise::Activation::Gelu),
-        "quickgelu" => Ok(elementwise::Activation::QuickGelu),
-        other => Err(PyValueError::new_err(format!(
-            "kind = {other:?}: expected \"silu\", \"gelu\" or \"quickgelu\""
-        ))),
-    }
+    elementwise::Activation::named(name).ok_or_else(|| {
+        let known = elementwise::Activation::ALL.map(elementwise::Activation::name);
+        PyValueError::new_err(format!(
+            "activation {name:?}: expected one of {}",
+            known.join(", ")
+        ))
+    })
 }
 
 #[pyfunction]

@@ -11,8 +11,8 @@ use exl_cuda::{Capabilities, Device};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::cuda::expect;
 use crate::cuda::matrix::CudaMatrix;
+use crate::cuda::{activation_kind, expect};
 use crate::errors::device_error;
 use crate::operands::Launch;
 use crate::tensor::Tensor;
@@ -338,14 +338,7 @@ impl CudaLinearGroup {
 }
 /// The number of an activation in the kernels.
 fn activation_number(name: &str) -> PyResult<i32> {
-    match name {
-        "silu" => Ok(0),
-        "gelu" => Ok(1),
-        "quickgelu" => Ok(2),
-        other => Err(PyValueError::new_err(format!(
-            "unknown activation {other:?}"
-        ))),
-    }
+    activation_kind(name).map(|kind| kind as i32)
 }
 
 fn tuned(kernel: Kernel, numbers: &[usize]) -> PyResult<Tuning> {

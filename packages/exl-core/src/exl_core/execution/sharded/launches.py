@@ -21,8 +21,7 @@ from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.fused import Activation, FusedLinear
 from exl_kernels.linear.fused import Norm as InputNorm
 from exl_kernels.norm import rms_norm
-from exl_kernels.peer import MOST_EXCHANGES, MOST_GPUS
-from exl_kernels.selection import PACKED_ROWS
+from exl_kernels.selection import MOST_EXCHANGES, MOST_GPUS, PACKED_ROWS
 
 from ...device import activation_dtype
 from ...layers import Attention, Embedding, GatedMLP, Head, Linear, Module, RMSNorm
