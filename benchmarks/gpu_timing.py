@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from exl_kernels import _native
+from exl_kernels.cuda_ops import read_all
 from exl_kernels.device import cuda_status
 from exl_kernels.selection import Card
 
@@ -63,7 +63,7 @@ def read_roof(gigabytes: float = 4.0) -> float:
     sink = torch.zeros(16, dtype=torch.uint8, device="cuda")
 
     def body() -> None:
-        _native.cuda_probe_read(buffer, sink, torch.cuda.current_stream().cuda_stream)
+        read_all(buffer, sink)
 
     return buffer.nbytes / (time_graph(body, 1, sample_ms=15.0).p50 * 1e-6)
 

@@ -21,7 +21,7 @@ from exl_kernels.kv import store_kv
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.fused import Packed
 from exl_kernels.norm import layer_norm, rms_norm
-from exl_kernels.selection import BLOCK_ROWS, FEW_ROWS, GEMV_ROWS
+from exl_kernels.selection import BLOCK_ROWS, FEW_ROWS, LIMITS
 
 __all__ = ["FusedDouble", "GroupDouble", "joined_on_cpu"]
 
@@ -54,7 +54,7 @@ class FusedDouble:
 
     def kernel(self, rows: int) -> str | None:
         """Of matrices that every kernel takes, on a card that has all."""
-        names = ((GEMV_ROWS, "gemv_ring"), (FEW_ROWS, "gemm_few"), (BLOCK_ROWS, "gemm_batch"))
+        names = ((LIMITS.gemv_rows, "gemv_ring"), (FEW_ROWS, "gemm_few"), (BLOCK_ROWS, "gemm_batch"))
         return next((name for limit, name in names if rows <= limit), None)
 
     def takes_at_once(self, rows: int) -> bool:

@@ -99,11 +99,11 @@ def test_the_largest_step(model: ExLlamaV2) -> None:
     assert model.decode.reason is None
     assert model.prepare_step(17, cache, params([1], width=2)) is None
     for q_len in range(1, capturable.MAX_Q_LEN + 1):
-        for batch in range(1, capturable.MOST_ROWS // q_len + 1):
+        for batch in range(1, capturable.STEP_ROWS // q_len + 1):
             padded = capturable.padded_rows(batch, q_len)
             tokens = padded * q_len
             assert batch <= padded
-            assert tokens <= capturable.MOST_ROWS
+            assert tokens <= capturable.STEP_ROWS
             assert tokens <= 64 or batch * q_len > 64
             assert batch * q_len <= 64 or padded <= 1.25 * batch
 

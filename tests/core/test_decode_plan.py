@@ -21,7 +21,7 @@ from exl_core.execution.step import build_step
 from exl_core.layers import Attention, FeedForward, Head, MoE
 from exl_core.lora.rows import RowAdapters
 from exl_kernels.safetensors_file import write_safetensors
-from exl_kernels.selection import BLOCK_ROWS, FEW_ROWS, GEMV_ROWS
+from exl_kernels.selection import BLOCK_ROWS, FEW_ROWS, LIMITS
 
 FOLDER = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"
 PAGE = 16
@@ -60,7 +60,7 @@ def test_the_plan_is_the_modules_own_pass(
             layers = sum(isinstance(module, Attention) for module in model.modules)
             rows = batch * q_len
             joins = 4 if rows <= int(joined) else 2 if rows > FEW_ROWS else 0
-            head = GEMV_ROWS < rows <= min(int(joined), FEW_ROWS)
+            head = LIMITS.gemv_rows < rows <= min(int(joined), FEW_ROWS)
             assert FusedDouble.calls == joins * layers + head
         else:
             logits = model.forward_chunk(ids[:, 20:], cache, attn_params=params)["logits"].flatten(0, 1)

@@ -27,13 +27,12 @@ from exl_core import (
 from exl_core.execution.capturable import MAX_Q_LEN
 from exl_core.execution.forward_pass import ForwardPass
 from exl_core.execution.select import select
-from exl_core.lora.pairs import KERNEL_ROWS
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 from exl_generate.bundled import default_model_dir, draft_model_dir
 from exl_generate.testing import AsAsked
 from exl_kernels import _native
 from exl_kernels import sampling as kernels
-from exl_kernels.selection import PACKED_ROWS
+from exl_kernels.selection import MOST_REPORTED, PACKED_ROWS
 
 CACHES = {"fp16": ExLlamaV2Cache, "q8": ExLlamaV2Cache_Q8, "q4": ExLlamaV2Cache_Q4}
 STEPS = 4
@@ -153,7 +152,7 @@ def test_no_feature_leaves_the_captured_path(
         assert asked.fusable
         assert asked.capturable
         assert q_len <= 1 + feature.drafts <= MAX_Q_LEN
-        assert count * q_len <= (KERNEL_ROWS if adapted else PACKED_ROWS)
+        assert count * q_len <= PACKED_ROWS
     assert feature.drafts == 0 or any(asked.ids.shape[1] == 1 + feature.drafts for asked in passes), (
         "nothing is drafted"
     )
@@ -162,7 +161,7 @@ def test_no_feature_leaves_the_captured_path(
         assert sum(taken) == len(passes)
         assert all(count >= STEPS for count in taken)
         assert [model.decode.reason for model in drive.models] == [None] * len(drive.models)
-    assert all(row.top_n <= kernels.MOST_REPORTED for row in rows), "others are sampled on the CPU"
+    assert all(row.top_n <= MOST_REPORTED for row in rows), "others are sampled on the CPU"
 
 
 @pytest.mark.cuda

@@ -30,7 +30,7 @@ from exl_generate.testing import (
 )
 from exl_kernels import sampling as kernels
 from exl_kernels.errors import DeviceError
-from exl_kernels.sampling import MOST_REPORTED
+from exl_kernels.selection import MOST_REPORTED
 
 EOS = TOKENIZER.eos_token_id
 Settings = ExLlamaV2Sampler.Settings
@@ -318,7 +318,7 @@ def test_the_sampler_has_few_rows_for_draft_tokens(monkeypatch: pytest.MonkeyPat
         rows.append(len(asked))
         return device.launch(asked, into)
 
-    monkeypatch.setattr("exl_generate.dynamic.engine.MOST_DRAWN", most)
+    monkeypatch.setattr("exl_generate.dynamic.engine.STEP_ROWS", most)
     monkeypatch.setattr(kernels, "launch", counted)
     assert play(asks, early=True, kind=Repeating, drafts=3)[0] == expected
     assert max(rows) == largest

@@ -17,7 +17,7 @@ from exl_kernels.linear.fused import FusedLinear, Norm, Packed
 from exl_kernels.norm import layer_norm, rms_norm
 from exl_kernels.reference import norm as norm_twin
 from exl_kernels.rope import apply_rope
-from exl_kernels.selection import FEW_ROWS, GEMV_ROWS
+from exl_kernels.selection import FEW_ROWS, LIMITS
 
 pytestmark = pytest.mark.cuda
 
@@ -80,7 +80,7 @@ def test_add_post_norm_packs_the_input_of_a_matmul(dtype: torch.dtype, rows: int
     post, norm = Norm(randn(width, seed=2), 1e-5), Norm(randn(width, seed=3), 1e-6, 1.0)
     given = matmul.input_of(rows)
     if given is None:
-        assert rows <= GEMV_ROWS, "only matmuls of the fewest rows pack their own input"
+        assert rows <= LIMITS.gemv_rows, "only matmuls of the fewest rows pack their own input"
         return
     given.scratch.fill_(0xA5)
     for one in (post, None):
@@ -110,7 +110,7 @@ def test_layer_norm_packs_the_input_of_a_matmul(rows: int, width: int, with_bias
         matmul = FusedLinear([product_of(width, kind)])
         given = matmul.input_of(rows)
         if given is None:
-            assert rows <= GEMV_ROWS, "only matmuls of the fewest rows pack their own input"
+            assert rows <= LIMITS.gemv_rows, "only matmuls of the fewest rows pack their own input"
             return
         given.scratch.fill_(0xA5)
         want, got = (torch.full((rows, 64), torch.nan, dtype=torch.float16, device="cuda") for _ in range(2))

@@ -95,7 +95,7 @@ def test_launches_are_counted_and_the_benchmarks_probes_run() -> None:
     buffer, sink = (torch.zeros(n, dtype=torch.uint8, device="cuda:0") for n in (1 << 20, 16))
     for _ in range(3):
         _native.cuda_probe_empty(0, _native.Launch(stream, False))
-    _native.cuda_probe_read(buffer, sink, stream)
+    cuda_ops.read_all(buffer, sink)
     torch.cuda.synchronize()
     now = _native.cuda_launches()
     assert {name: now[name] - before[name] for name in now if now[name] != before[name]} == {

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from exl_kernels.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
-from exl_kernels.peer import MOST_EXCHANGES, Mailboxes
+from exl_kernels.peer import Mailboxes
 from exl_kernels.reference.peer import gather
+from exl_kernels.selection import MOST_EXCHANGES
 
 pytestmark = pytest.mark.cuda
 

@@ -19,6 +19,7 @@ from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.reference import sampling as twin
 from exl_kernels.sampling import Failure, Plan, Row, Sampled, SparseBias, pack_ids
 from exl_kernels.sampling import cuda as sampling_cuda
+from exl_kernels.selection import MOST_REPORTED
 
 UNDER_A_TOOL = "EXL_SANITIZER" in os.environ  # as in attention_cases.py
 SHARES = {"top_p": 0.99, "top_a": 0.5, "min_p": 0.5, "tfs": 0.99, "typical": 0.99}
@@ -484,7 +485,7 @@ def test_gpu_cuts_tails_of_few_candidates_as_the_cpu_does(kind: str, width: int)
 @pytest.mark.cuda
 def test_gpu_leaves_rows_that_report_many_candidates_to_the_cpu() -> None:
     x = torch.randn(60_000)
-    rows = [Row(Plan(size=60_000), x.cuda(), uniform=0.7, top_n=sampling.MOST_REPORTED + more) for more in (0, 1)]
+    rows = [Row(Plan(size=60_000), x.cuda(), uniform=0.7, top_n=MOST_REPORTED + more) for more in (0, 1)]
     assert [answer[0] == LEFT for answer in sampling_cuda.launch(rows).answers()] == [False, True]
     want = sampling.sample([replace(row, logits=x) for row in rows])
     assert all(same(a, b) for a, b in zip(sampling.sample(rows), want, strict=True))
@@ -535,7 +536,7 @@ def test_tokens_are_on_the_gpu_before_anybody_waits() -> None:
     assert sampled_into(low, rows) == (found, True)
     assert low.tokens is not None
     assert low.tokens.tolist() == [min(one.token, 6) for one in found if isinstance(one, Sampled)]
-    left = Row(Plan(size=3000), logits[0], uniform=0.3, top_n=sampling.MOST_REPORTED + 1)  # to the CPU
+    left = Row(Plan(size=3000), logits[0], uniform=0.3, top_n=MOST_REPORTED + 1)  # to the CPU
     mixed = Step(2, 3000)
     results, kept = sampled_into(mixed, [rows[1], left])
     assert results[0] == found[1]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+from typing import get_args
+
 import pytest
 import torch
 from torch import Tensor
 
+from exl_kernels import selection
 from exl_kernels.errors import DeviceError, FormatError
+from exl_kernels.linear.fused import Activation
 from exl_kernels.selection import Card, MatrixShape, known_cards
 
 K = 1024
@@ -145,3 +151,39 @@ def test_attention_by_card_cache_and_shape() -> None:
 def test_a_shape_of_tensors_that_do_not_fit_names_the_matrix() -> None:
     with pytest.raises(FormatError, match="made"):
         exl2(512, perm=torch.zeros(K))
+
+
+def test_no_other_module_defines_a_limit() -> None:
+    """A limit that is written down twice could differ, so modules import it from `exl_kernels.selection`."""
+    limits = {name for name in selection.__all__ if name.isupper()}
+    packages, found = Path(__file__).parents[2] / "packages", []
+    for path in packages.glob("*/src/**/*.py"):
+        if path == Path(selection.__file__):
+            continue
+        for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+            targets = statement.targets if isinstance(statement, ast.Assign) else []
+            found += [(path.name, t.id) for t in targets if isinstance(t, ast.Name) and t.id in limits]
+    assert not found
+
+
+def test_type_checkers_know_the_activations_of_the_kernels() -> None:
+    assert get_args(Activation) == selection.FUSED_ACTIVATIONS
+
+
+def test_limits_of_rows_follow_from_one_another() -> None:
+    """Blocks are launches of packed rows where no kernel takes a block at once, and captured steps are whole blocks."""
+    assert selection.LIMITS.gemv_rows < selection.FEW_ROWS < selection.PACKED_ROWS
+    assert selection.BLOCK_ROWS % selection.PACKED_ROWS == 0
+    assert selection.STEP_ROWS % selection.BLOCK_ROWS == 0
+
+
+def test_selections_keep_to_the_limits() -> None:
+    card, shape = Card.named("3090"), exl2(512)
+    kernels = [card.matmul(shape, rows).kernel for rows in (selection.PACKED_ROWS, selection.PACKED_ROWS + 1)]
+    assert kernels == ["gemm_batch", "gemm_large"]
+    wgmma = [
+        card.fused_matmul([shape, shape], rows, gate=True)
+        for card in [Card.named("H200")]
+        for rows in (selection.BLOCK_ROWS, selection.BLOCK_ROWS + 1)
+    ]
+    assert [found.joined for found in wgmma] == [True, False]

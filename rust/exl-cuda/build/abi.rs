@@ -1,23 +1,51 @@
-//! Layouts of the structs that CUDA sources and Rust share, read from the sources.
+//! Layouts of the structs and values of the constants that CUDA sources and Rust share, read from the sources.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use crate::kernels;
 
-/// Generate Rust constants from the layouts that the CUDA sources state: `file::Struct::{SIZE, FIELDS, field...}`.
-pub fn layouts() -> Result<String, String> {
+/// Generate Rust constants from the CUDA sources: `file::Struct::{SIZE, FIELDS, field...}` of the layouts that they state, and
+/// `file::NAME` of their constants. `file` is the name without folder and ending.
+pub fn shared() -> Result<String, String> {
     let mut files = kernels::sources("cu")?;
     files.extend(kernels::sources("cuh")?);
-    let mut text = String::new();
+    let mut modules: BTreeMap<String, String> = BTreeMap::new();
     for path in files.iter().filter(|path| !path.ends_with("abi.cuh")) {
         let source = kernels::read(path)?;
         let structs = layouts_in(&source).map_err(|e| format!("{}: {e}", path.display()))?;
-        if !structs.is_empty() {
-            let file = path.file_stem().expect("a source has a stem").display();
-            writeln!(text, "pub mod {file} {{\n{structs}}}").expect("write to a String");
-        }
+        let file = path.file_stem().expect("a source has a stem").display();
+        let module = modules.entry(file.to_string()).or_default();
+        module.push_str(&structs);
+        module.push_str(&constants_in(&source));
+    }
+    let mut text = String::new();
+    for (file, content) in modules.iter().filter(|(_, content)| !content.is_empty()) {
+        writeln!(text, "#[allow(dead_code)]\npub mod {file} {{\n{content}}}")
+            .expect("write to a String");
     }
     Ok(text)
+}
+
+/// The constants of one source: lines `constexpr int NAME = 1, OTHER = 2;` outside of functions and structs. Other types and values that
+/// are no numbers are skipped.
+fn constants_in(source: &str) -> String {
+    let mut text = String::new();
+    let lists = source.lines().filter_map(|line| {
+        ["constexpr int ", "constexpr uint32_t "]
+            .iter()
+            .find_map(|kind| line.strip_prefix(kind))
+    });
+    for list in lists {
+        let (list, _) = list.split_once(';').unwrap_or((list, ""));
+        for (name, value) in list.split(',').filter_map(|one| one.split_once(" = ")) {
+            if let Ok(value) = value.trim().parse::<i64>() {
+                let name = name.trim();
+                writeln!(text, "    pub const {name}: i64 = {value};").expect("write to a String");
+            }
+        }
+    }
+    text
 }
 
 /// A struct of the CUDA sources: name, size, and names and offsets of its fields, as written.

@@ -37,8 +37,8 @@ fn main() {
         println!("cargo:rerun-if-env-changed={name}");
     }
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    let layouts = abi::layouts().unwrap_or_else(|why| stop(&why));
-    fs::write(out.join("abi.rs"), layouts).expect("OUT_DIR is writable");
+    let shared = abi::shared().unwrap_or_else(|why| stop(&why));
+    fs::write(out.join("abi.rs"), shared).expect("OUT_DIR is writable");
     let nvcc = Nvcc::find();
     let known = nvcc.as_ref().map_or(Ok(Vec::new()), Nvcc::known);
     let choice =

@@ -1,7 +1,8 @@
-//! Compile-time comparison of `repr(C)` structs with the CUDA structs that they are passed as.
+//! Compile-time comparison of `repr(C)` structs with the CUDA structs that they are passed as, and of constants with those of the kernels.
 //!
 //! The CUDA sources state size and offsets (`ABI_SIZE`, `ABI_AT` of `kernels/common/abi.cuh`), and nvcc checks them there. `build/abi.rs`
-//! turns the same lines into constants, which [`assert_layout`] compares with the Rust struct.
+//! turns the same lines into constants, which [`assert_layout`] compares with the Rust struct. It also reads the `constexpr` lines of the
+//! sources for [`assert_constants`].
 
 include!(concat!(env!("OUT_DIR"), "/abi.rs"));
 
@@ -35,3 +36,14 @@ macro_rules! assert_layout {
     (@offset $field:ident $name:ident) => { cuda::$name };
 }
 pub(crate) use assert_layout;
+
+/// `assert_constants!(file, { CUDA == rust, .. })` fails the build unless each constant of that CUDA source has the value of Rust.
+macro_rules! assert_constants {
+    ($file:ident, { $($name:ident == $value:expr),* $(,)? }) => {
+        $(const _: () = assert!(
+            $crate::abi::$file::$name == $value as i64,
+            concat!(stringify!($file), "::", stringify!($name), " has another value in Rust")
+        );)*
+    };
+}
+pub(crate) use assert_constants;

@@ -53,6 +53,8 @@ mod _native {
         cuda_rms_norm_parts, cuda_rope_store,
     };
     #[pymodule_export]
+    use crate::cuda::limits::{KernelLimits, kernel_limits};
+    #[pymodule_export]
     use crate::cuda::linear::{CudaLinearGroup, MatmulPlan, NextInput, NormPrologue};
     #[pymodule_export]
     use crate::cuda::lora::{cuda_lora_add, cuda_lora_expand, cuda_lora_shrink};
@@ -68,13 +70,13 @@ mod _native {
     };
     #[pymodule_export]
     use crate::cuda::select::{
-        CudaCard, CudaShape, cuda_cards, cuda_row_limits, cuda_select_alone, cuda_select_attention,
+        CudaCard, CudaShape, cuda_cards, cuda_select_alone, cuda_select_attention,
         cuda_select_experts, cuda_select_fused,
     };
     #[pymodule_export]
     use crate::cuda::{
-        cuda_activation, cuda_build, cuda_launches, cuda_layer_norm, cuda_probe, cuda_probe_empty,
-        cuda_probe_read, cuda_rms_norm, cuda_rope, cuda_softcap,
+        ProbedDevice, cuda_activation, cuda_build, cuda_launches, cuda_layer_norm, cuda_probe,
+        cuda_probe_empty, cuda_probe_read, cuda_rms_norm, cuda_rope, cuda_softcap,
     };
     #[pymodule_export]
     use crate::draft::{DraftHistory, DraftRates, DraftText};

@@ -15,7 +15,7 @@ from torch import Tensor
 
 __all__ = ["RopeSettings", "RopeTable", "inverse_frequencies"]
 
-BLOCK_ROWS = 256
+TABLE_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -143,15 +143,15 @@ class RopeTable:
         have = self._cos.shape[0]
         if positions > have:
             want = min(max(positions, 2 * have), max(self.settings.max_positions, positions))
-            first, last = have // BLOCK_ROWS, -(-want // BLOCK_ROWS)
+            first, last = have // TABLE_ROWS, -(-want // TABLE_ROWS)
             with torch.inference_mode(False):  # the table outlives the pass that extends it
                 blocks = [self._block(b) for b in range(first, last)]
-                self._cos = torch.cat([self._cos[: first * BLOCK_ROWS], *(c for c, _ in blocks)])
-                self._sin = torch.cat([self._sin[: first * BLOCK_ROWS], *(s for _, s in blocks)])
+                self._cos = torch.cat([self._cos[: first * TABLE_ROWS], *(c for c, _ in blocks)])
+                self._sin = torch.cat([self._sin[: first * TABLE_ROWS], *(s for _, s in blocks)])
         return self._cos, self._sin
 
     def _block(self, index: int) -> tuple[Tensor, Tensor]:
-        rows = torch.arange(index * BLOCK_ROWS, (index + 1) * BLOCK_ROWS, dtype=torch.float32)
+        rows = torch.arange(index * TABLE_ROWS, (index + 1) * TABLE_ROWS, dtype=torch.float32)
         angles = ((rows / self.settings.position_scale)[:, None] * self.inv_freq[None, :]).double()
         m = self.attention_factor
         return (angles.cos() * m).float(), (angles.sin() * m).float()

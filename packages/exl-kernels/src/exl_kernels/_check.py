@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from .errors import DTypeError, ShapeError, UnsupportedError
+from .selection import HEAD_DIM_STEP, MAX_HEAD_DIM
 
-__all__ = ["require_cpu", "require_dtype", "require_out", "require_shape"]
+__all__ = ["require_cpu", "require_dtype", "require_gpu_head_dim", "require_out", "require_shape"]
 
 
 def require_cpu(what: str, *tensors: Tensor | None) -> None:
@@ -30,6 +31,14 @@ def require_shape(what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     """Raise ShapeError unless `tensor` has exactly `shape`."""
     if tuple(tensor.shape) != shape:
         raise ShapeError(f"{what}: shape {tuple(tensor.shape)}, expected {shape}")
+
+
+def require_gpu_head_dim(what: str, head_dim: int) -> None:
+    """Raise ShapeError unless attention on a GPU takes heads of `head_dim` dimensions."""
+    if head_dim % HEAD_DIM_STEP or head_dim > MAX_HEAD_DIM:
+        raise ShapeError(
+            f"{what}: head_dim {head_dim}; on a GPU it must be a multiple of {HEAD_DIM_STEP}, at most {MAX_HEAD_DIM}"
+        )
 
 
 def require_out(what: str, out: Tensor | None, like: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ __all__ = [
     "DraftText",
     "ExpertRouter",
     "Experts",
+    "KernelLimits",
     "Launch",
     "MatmulInput",
     "MatmulPlan",
@@ -38,6 +39,7 @@ __all__ = [
     "NormPrologue",
     "Pages",
     "PeerExchange",
+    "ProbedDevice",
     "Rotation",
     "SamplingPlan",
     "SamplingWorkspace",
@@ -69,7 +71,6 @@ __all__ = [
     "cuda_rms_norm_parts",
     "cuda_rope",
     "cuda_rope_store",
-    "cuda_row_limits",
     "cuda_sample_answers",
     "cuda_sample_fill",
     "cuda_sample_launch",
@@ -88,6 +89,7 @@ __all__ = [
     "gptq_dequantize",
     "gptq_quantize",
     "isa",
+    "kernel_limits",
     "kv_load",
     "kv_store",
     "layer_norm",
@@ -596,6 +598,84 @@ class Experts:
         """
 
 @final
+class KernelLimits:
+    """
+    Limits of the kernels: constants of the crates, independent of the machine and of the architectures of the build.
+    """
+    @property
+    def activations(self, /) -> tuple[str, str, str]:
+        """
+        Names of the activations that kernels of a GPU apply.
+        """
+    @staticmethod
+    def attention_counters(sms: int) -> int:
+        """
+        Return the int32 counters that launches of attention need on a GPU of `sms` SMs if blocks share the keys of tiles.
+        """
+    @property
+    def block_rows(self, /) -> int:
+        """
+        Most rows of a launch on packed weights, on cards with wgmma, and of a block of a captured step's matmuls.
+        """
+    @property
+    def exchange_gpus(self, /) -> int:
+        """
+        Most GPUs that exchange results.
+        """
+    @property
+    def exchanges(self, /) -> int:
+        """
+        Most exchanges of a step.
+        """
+    @property
+    def few_rows(self, /) -> int:
+        """
+        Most rows of `gemm_few` and `gemm_direct`, and columns of their packed input.
+        """
+    @property
+    def gemv_rows(self, /) -> int:
+        """
+        Most rows of a matmul for which `gemv_ring` is chosen where `gemm_few` fits, too.
+        """
+    @property
+    def head_dim_step(self, /) -> int: ...
+    @property
+    def most_head_dim(self, /) -> int:
+        """
+        Largest head dimension of attention on a GPU; all are multiples of `head_dim_step`.
+        """
+    @property
+    def most_logits(self, /) -> int:
+        """
+        Widest row of logits: 2^19 weights of 2^44 fit an unsigned 64-bit sum.
+        """
+    @property
+    def most_reported(self, /) -> int:
+        """
+        Most candidates that a GPU reports for a row.
+        """
+    @property
+    def packed_rows(self, /) -> int:
+        """
+        Most rows of a call that multiplies packed weights. Up to there a row's result does not depend on the number of rows.
+        """
+    @property
+    def sampling_blocks(self, /) -> int:
+        """
+        Entries of a row of the sampler's maxima and sums.
+        """
+    @property
+    def sampling_segment(self, /) -> int:
+        """
+        Logits that a block of the sampler shapes; rows in its memory are multiples of it.
+        """
+    @property
+    def step_rows(self, /) -> int:
+        """
+        Most tokens of a decode step, captured or not, whose results do not depend on other rows.
+        """
+
+@final
 class Launch:
     """
     Queueing of kernels: the stream, as the driver's handle, and whether a kernel may begin while its predecessor drains (programmatic
@@ -641,7 +721,7 @@ class MatmulPlan:
     @property
     def kernel(self, /) -> str:
         """
-        gemv_ring, gemm_few, gemm_batch, gemm_tile or gemm_large.
+        gemv_ring, gemm_few, gemm_direct, gemm_batch, gemm_tile or gemm_large.
         """
     @property
     def packs_results(self, /) -> bool:
@@ -780,11 +860,11 @@ class NextInput:
 @final
 class NormPrologue:
     """
-    RMS norm of a matmul's input: made once with the layer, used by every step.
+    RMS norm of a matmul's input, or of a sum of residuals. A layer's is made once and used by every step.
     """
     def __new__(cls, /, weight: Tensor, eps: float, offset: float) -> NormPrologue:
         """
-        x / sqrt(mean(x^2) + eps) * (weight + offset); `weight` float32 [in_features], aligned to 16 bytes, on the matrices' GPU.
+        x / sqrt(mean(x^2) + eps) * (weight + offset); `weight` float32 [width of x], for a matmul aligned to 16 bytes, on the GPU of x.
         """
 
 @final
@@ -835,6 +915,38 @@ class PeerExchange:
         Send own [rows, width] to the receivers and gather all parts in full [rows, columns], both of 32-bit words. begins: first column of
         each GPU and the number of columns; receivers: bit of each GPU that gets the whole.
         """
+
+@final
+class ProbedDevice:
+    """
+    One visible GPU, in the driver's and torch's numbering. `exl_kernels.device.CudaDevice` documents the fields.
+    """
+    @property
+    def code(self, /) -> str | None: ...
+    @property
+    def compute_capability(self, /) -> tuple[int, int]:
+        """
+        (major, minor)
+        """
+    @property
+    def index(self, /) -> int: ...
+    @property
+    def memory_bytes(self, /) -> int: ...
+    @property
+    def name(self, /) -> str: ...
+    @property
+    def own_arch(self, /) -> str: ...
+    @property
+    def reason(self, /) -> str | None:
+        """
+        Why the kernels of this build do not run on it, or None.
+        """
+    @property
+    def shared_bytes_per_block(self, /) -> int: ...
+    @property
+    def sm_count(self, /) -> int: ...
+    @property
+    def treated_as(self, /) -> str | None: ...
 
 @final
 class Rotation:
@@ -960,16 +1072,16 @@ def cuda_activation(gate: Tensor, up: Tensor | None, out: Tensor, kind: str, lau
 def cuda_add_post_norm(
     x: Tensor,
     y: Tensor,
-    post: tuple[Tensor, float, float] | None,
-    norm: tuple[Tensor, float, float] | None,
+    post: NormPrologue | None,
+    norm: NormPrologue | None,
     out: Tensor | None,
     launch: Launch,
     *,
     into: MatmulInput | None = None,
 ) -> None:
     """
-    x += post(y), out = norm(x): x [rows, width] float16 or float32, y and out float16. Norms are (weight float32 [width], eps, weight
-    offset). A norm comes with out, or with `into`, whose scratch then has up to 8 normed rows packed as a matmul's input.
+    x += post(y), out = norm(x): x [rows, width] float16 or float32, y and out float16. A norm comes with out, or with
+    `into`, whose scratch then has up to 8 normed rows packed as a matmul's input.
     """
 
 def cuda_add_rms_norm(
@@ -1063,15 +1175,15 @@ def cuda_lora_shrink(
     table: Tensor,
     slots: Tensor | None,
     middle: Tensor,
-    norm: tuple[Tensor, float, float] | None,
+    norm: NormPrologue | None,
     normed: Tensor | None,
     launch: Launch,
 ) -> None:
     """
     Compute middle float32 [T, levels * matrices * largest rank]: x [T, in] float16 times the A of each row's adapters.
 
-    table: int64 [levels, matrices, sets, 5], as for `cuda_lora_add`; slots as there. norm: (weight float32 [in], eps, weight offset) of an
-    RMS norm of x that comes first; normed like x, which gets the normed rows. Table and slots must be written before the launches that
+    table: int64 [levels, matrices, sets, 5], as for `cuda_lora_add`; slots as there. norm: an RMS norm of x
+    that comes first; normed like x, which gets the normed rows. Table and slots must be written before the launches that
     may overlap with this one.
     """
 
@@ -1094,11 +1206,7 @@ def cuda_paged_attention(
     results go there, and only the shape of `out` is used. `apart`: few tokens a sequence, whose keys are stored, never run as a prompt.
     """
 
-def cuda_probe() -> tuple[
-    tuple[int, int] | None,
-    list[tuple[int, str, tuple[int, int], int, int, int, str | None, str | None, str, str | None]],
-    str | None,
-]:
+def cuda_probe() -> tuple[tuple[int, int] | None, list[ProbedDevice], str | None]:
     """
     Return (driver's CUDA version, devices, reason why CUDA cannot be used).
     """
@@ -1135,11 +1243,6 @@ def cuda_rope_store(
     """
     Rotate q [T, `q_heads`, D] and k [T, H, D] in place; encode k and v [T, H, D] into slots [T]. q, k and v are flat, with `strides`
     elements between tokens of q, and of k and v.
-    """
-
-def cuda_row_limits() -> tuple[int, int, int]:
-    """
-    Most rows of a matmul by `gemv_ring` if other kernels fit too, by `gemm_few`, and on packed weights by any kernel.
     """
 
 def cuda_sample_answers(
@@ -1314,6 +1417,11 @@ def gptq_quantize(
     """
 
 def isa() -> str: ...
+def kernel_limits() -> KernelLimits:
+    """
+    Return the limits of the kernels.
+    """
+
 def kv_load(pages: Pages, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """
     Decode slots [T] into k, v [T, H, D].

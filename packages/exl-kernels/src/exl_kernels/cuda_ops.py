@@ -12,8 +12,9 @@ from torch import Tensor
 from exl_kernels import _native
 from exl_kernels.device import launch_of, require_cuda
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
+from exl_kernels.selection import FUSED_ACTIVATIONS
 
-__all__ = ["activation", "apply_rope", "gated_activation", "layer_norm", "rms_norm", "warm_up"]
+__all__ = ["activation", "apply_rope", "gated_activation", "layer_norm", "read_all", "rms_norm", "warm_up"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -158,9 +159,19 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     return x
 
 
+def read_all(buffer: Tensor, sink: Tensor) -> None:
+    """Read all of a buffer, to measure the read bandwidth of a GPU.
+
+    Args:
+        buffer: any dtype, contiguous; a multiple of 16 bytes.
+        sink: uint8, at least 4 elements on the same GPU; its content afterwards means nothing.
+    """
+    _native.cuda_probe_read(buffer, sink, stream_of(buffer))
+
+
 def _check_kind(kind: str) -> None:
-    if kind not in ("silu", "gelu", "quickgelu"):
-        raise UnsupportedError(f"unknown activation {kind!r}, expected one of silu, gelu, quickgelu")
+    if kind not in FUSED_ACTIVATIONS:
+        raise UnsupportedError(f"unknown activation {kind!r}, expected one of {', '.join(FUSED_ACTIVATIONS)}")
 
 
 def warm_up(device: torch.device | str | int = "cuda") -> torch.device:

@@ -80,7 +80,7 @@ class CudaStatus:
 def cuda_status() -> CudaStatus:
     """Return what this build and this machine offer. The first call opens the driver. Never raises."""
     archs, *origin, toolkit, note = _native.cuda_build()
-    version, rows, reason = _native.cuda_probe()
+    version, found, reason = _native.cuda_probe()
     if reason is None and torch.version.cuda is None:
         reason = "this torch is a CPU-only build: install a CUDA build of torch"
     return CudaStatus(
@@ -88,9 +88,24 @@ def cuda_status() -> CudaStatus:
         archs=tuple(archs),
         toolkit=toolkit,
         driver_version=None if version is None else f"{version[0]}.{version[1]}",
-        devices=tuple(CudaDevice(*row) for row in rows),
+        devices=tuple(map(_device, found)),
         reason=reason,
         archs_origin=" ".join(origin),
+    )
+
+
+def _device(found: _native.ProbedDevice) -> CudaDevice:
+    return CudaDevice(
+        index=found.index,
+        name=found.name,
+        compute_capability=found.compute_capability,
+        sm_count=found.sm_count,
+        shared_bytes_per_block=found.shared_bytes_per_block,
+        memory_bytes=found.memory_bytes,
+        reason=found.reason,
+        code=found.code,
+        own_arch=found.own_arch,
+        treated_as=found.treated_as,
     )
 
 

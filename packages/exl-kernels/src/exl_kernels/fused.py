@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import _native
-from ._check import require_shape
+from ._check import require_gpu_head_dim, require_shape
 from .attention.cuda import MatmulInput, flat_rows
 from .cuda_ops import check_operand, launch_on, stream_of
 from .device import launch_of
@@ -131,7 +131,7 @@ def add_post_norm(
             raise ShapeError(
                 f"add_post_norm: weight of {name} {tuple(one.weight.shape)}, expected float32 [{x.shape[1]}]"
             )
-        norms.append(None if one is None else (one.weight, one.eps, one.offset))
+        norms.append(None if one is None else _native.NormPrologue(one.weight, one.eps, one.offset))
     if into is not None:
         _check_packs("add_post_norm", into, x, FEW_ROWS)
         packed = _native.MatmulInput(into.matrix._cuda, into.columns, into.scratch)
@@ -272,8 +272,7 @@ def rope_store(
         )
     if pages.device != q.device:
         raise DTypeError(f"rope_store: q is on {q.device}, the pages are on {pages.device}; use one device")
-    if pages.head_dim % 8 or pages.head_dim > 256:
-        raise ShapeError(f"rope_store: head_dim {pages.head_dim}; on a GPU it must be a multiple of 8, at most 256")
+    require_gpu_head_dim("rope_store", pages.head_dim)
     try:
         rotation = _native.Rotation(cos, sin, positions, interleaved)
         (flat_q, q_stride), (flat_k, stride), (flat_v, _) = (

@@ -16,12 +16,10 @@ from . import _native
 from ._check import require_shape
 from .cuda_ops import launch_on
 from .errors import DeviceError, DTypeError, ShapeError, UnsupportedError
+from .selection import MOST_EXCHANGES, MOST_GPUS
 
-__all__ = ["MOST_EXCHANGES", "MOST_GPUS", "Mailboxes", "free_deleted", "mailbox_bytes"]
+__all__ = ["Mailboxes", "free_deleted", "mailbox_bytes"]
 
-MOST_GPUS = 8
-MOST_EXCHANGES = 1024
-"""Most exchanges of a step."""
 WORD = 4  # bytes
 _gone: list[list[Tensor]] = []
 """Mailboxes of deleted objects: launches of other GPUs, which no stream of their own GPU waits for, may still store

@@ -1,4 +1,4 @@
-"""Query which kernel a GPU would run for a call, without launching it; for known cards also without having the card.
+"""Limits of the kernels, and the kernel that a GPU would run for a call, for known cards also without having the card.
 
 The answers come from the functions that plan the launches (rust/exl-cuda, `select` of each family). A GPU test compares
 the launched kernels with the answers (tests/kernels/test_cuda_selection.py).
@@ -15,15 +15,61 @@ from torch import Tensor
 from . import _native
 from .errors import DeviceError
 
-__all__ = ["BLOCK_ROWS", "FEW_ROWS", "GEMV_ROWS", "PACKED_ROWS", "Card", "MatrixShape", "Selection", "known_cards"]
+__all__ = [
+    "BLOCK_ROWS",
+    "FEW_ROWS",
+    "FUSED_ACTIVATIONS",
+    "HEAD_DIM_STEP",
+    "LIMITS",
+    "MAX_HEAD_DIM",
+    "MAX_LOGITS",
+    "MOST_EXCHANGES",
+    "MOST_GPUS",
+    "MOST_REPORTED",
+    "PACKED_ROWS",
+    "STEP_ROWS",
+    "Card",
+    "MatrixShape",
+    "Selection",
+    "known_cards",
+]
 
-GEMV_ROWS, FEW_ROWS, PACKED_ROWS = _native.cuda_row_limits()
-"""Row limits: `gemv_ring` is chosen up to the first where `gemm_few` fits, too; `gemm_few` takes up to the second; the
-packed weights up to the third. Up to there a row's result does not depend on the number of rows. More rows are cheaper
-by dequantizing once, except in captured steps."""
+LIMITS = _native.kernel_limits()
+"""Limits of the kernels, defined in Rust. They do not depend on the machine or on the architectures of the build."""
 
-BLOCK_ROWS = 2 * PACKED_ROWS
+FEW_ROWS = LIMITS.few_rows
+"""Most rows of `gemm_few` and `gemm_direct`, and columns of their packed input."""
+
+PACKED_ROWS = LIMITS.packed_rows
+"""Most rows of a call on packed weights. Up to there a row's result does not depend on the number of rows. More rows
+are cheaper by dequantizing once, except in captured steps."""
+
+BLOCK_ROWS = LIMITS.block_rows
 """Rows of a block of a captured step's matmuls: one launch on cards with wgmma, elsewhere launches of PACKED_ROWS."""
+
+STEP_ROWS = LIMITS.step_rows
+"""Most tokens of a decode step, captured or not, whose results do not depend on other rows."""
+
+MAX_HEAD_DIM = LIMITS.most_head_dim
+"""Largest head dimension on a GPU."""
+
+HEAD_DIM_STEP = LIMITS.head_dim_step
+"""Head dimensions on a GPU are multiples of this number."""
+
+MAX_LOGITS = LIMITS.most_logits
+"""Widest row of logits that is sampled: 2^19 weights of 2^44 fit an unsigned 64-bit sum."""
+
+MOST_REPORTED = LIMITS.most_reported
+"""Most candidates that a GPU reports for a row; rows that report more are left to the CPU."""
+
+MOST_GPUS = LIMITS.exchange_gpus
+"""Most GPUs that exchange results."""
+
+MOST_EXCHANGES = LIMITS.exchanges
+"""Most exchanges of a step."""
+
+FUSED_ACTIVATIONS = LIMITS.activations
+"""Names of the activations that GPU kernels apply. "gelu" is the tanh approximation."""
 
 _EXL2_PARTS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
 
@@ -134,7 +180,7 @@ class Card:
 
     @property
     def features(self) -> frozenset[str]:
-        """Those of "bulk_copy", "clusters", "wgmma" and "async_copy" that the card's code may use."""
+        """Those of "bulk_copy", "clusters", "wgmma", "async_copy" and "mma_pipeline" that the card's code may use."""
         return frozenset(self._native.features)
 
     def fused_matmul(

@@ -6,7 +6,7 @@ use super::peaks::{self, BLOCK, finite, key};
 use super::ranked::Ranked;
 use super::shape::shape;
 use super::weights::{self, Slope};
-use super::{Chain, Failure, Late, MAX_WIDTH, Row, Sampled, scalar};
+use super::{Chain, Failure, Late, MAX_LOGITS, Row, Sampled, scalar};
 use crate::isa::Isa;
 
 /// Log-weights below this are probability 0 even in float64: such candidates do not count in an entropy's maximum.
@@ -166,7 +166,7 @@ fn look<'a>(
     shaped: &'a mut Vec<f32>,
     maxima: &mut Vec<i32>,
 ) -> Result<View<'a>, Failure> {
-    assert!(row.logits.len() <= MAX_WIDTH, "a row is at most 2^19 wide");
+    assert!(row.logits.len() <= MAX_LOGITS, "a row is at most 2^19 wide");
     let x = shape(isa, row, shaped);
     if peaks::block_maxima(isa, x, maxima) {
         return Err(Failure::NotFinite);

@@ -30,7 +30,7 @@ use crate::pool;
 pub use edits::{Dry, Edit, Penalties};
 
 /// Widest row: sums of 2^19 weights of 2^44 fit a u64.
-pub const MAX_WIDTH: usize = 1 << 19;
+pub const MAX_LOGITS: usize = 1 << 19;
 
 /// Late temperature, after the truncation stages (step 18).
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -137,7 +137,7 @@ thread_local! {
     static SCRATCH: RefCell<chain::Scratch> = RefCell::default();
 }
 
-/// Sample every row; the pool's threads divide the rows. Panics on rows beyond [`MAX_WIDTH`].
+/// Sample every row; the pool's threads divide the rows. Panics on rows beyond [`MAX_LOGITS`].
 pub fn sample(rows: &[Row<'_>]) -> Vec<Result<Sampled, Failure>> {
     let isa = Isa::current();
     let one = |row: &Row<'_>| SCRATCH.with_borrow_mut(|scratch| chain::run(isa, row, scratch));

@@ -16,6 +16,7 @@
 mod pack;
 mod plan;
 
+use crate::abi::assert_constants;
 use half::f16;
 
 pub use pack::Codes;
@@ -28,6 +29,8 @@ pub const SLICE_ROWS: usize = 32;
 pub const CHUNK_ROWS: usize = 64;
 pub const UNIT_ROWS: usize = 256;
 pub const CHUNKS_PER_UNIT: usize = UNIT_ROWS / CHUNK_ROWS;
+
+assert_constants!(tile, { TILE == TILE, UNIT_ROWS == UNIT_ROWS });
 
 /// How a unit's scales are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

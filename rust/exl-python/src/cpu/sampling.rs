@@ -5,7 +5,7 @@
 
 use exl_cpu::pool;
 use exl_cpu::sampling::{
-    self, Bias, Chain, Dry, Edit, Failure, Late, MAX_WIDTH, Penalties, Row, edits::DISCOURAGED,
+    self, Bias, Chain, Dry, Edit, Failure, Late, MAX_LOGITS, Penalties, Row, edits::DISCOURAGED,
 };
 use pyo3::buffer::{Element, PyBuffer};
 use pyo3::exceptions::{PyTypeError, PyValueError};
@@ -357,9 +357,9 @@ pub fn prepared<T: Send>(
 fn row<'a>(request: &'a Request, edits: &'a Edits) -> PyResult<Row<'a>> {
     let plan = request.plan.get();
     let logits = request.logits.slice::<f32>("logits")?;
-    if request.logits.shape.len() != 1 || logits.len() > MAX_WIDTH {
+    if request.logits.shape.len() != 1 || logits.len() > MAX_LOGITS {
         return Err(PyValueError::new_err(format!(
-            "logits are {:?}, expected one dimension of at most {MAX_WIDTH}",
+            "logits are {:?}, expected one dimension of at most {MAX_LOGITS}",
             request.logits.shape
         )));
     }

@@ -4,7 +4,7 @@
 #![allow(clippy::needless_pass_by_value)]
 
 use exl_cuda::ops::attention::{
-    self, Attention, HeadNorms, MAX_DIM, Mode, ORDERED_COLUMNS, Ordered, Own,
+    self, Attention, DIM_STEP, HeadNorms, MAX_DIM, Mode, ORDERED_COLUMNS, Ordered, Own,
 };
 use exl_cuda::ops::elementwise::residual;
 use exl_cuda::ops::kv::{self, Direction, KINDS, Kind};
@@ -51,10 +51,10 @@ impl CudaPages {
                 "key must be [pages, page_size, heads, row]".into(),
             ));
         };
-        if head_dim == 0 || !head_dim.is_multiple_of(8) || head_dim > MAX_DIM {
+        if head_dim == 0 || !head_dim.is_multiple_of(DIM_STEP) || head_dim > MAX_DIM {
             return Err(shape_error(
                 py,
-                format!("head_dim {head_dim}: on a GPU, a multiple of 8 up to {MAX_DIM}"),
+                format!("head_dim {head_dim}: on a GPU, a multiple of {DIM_STEP} up to {MAX_DIM}"),
             ));
         }
         let rows = num_pages * page_size * heads;

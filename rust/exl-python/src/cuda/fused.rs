@@ -5,10 +5,12 @@
 
 use exl_cuda::ops::elementwise::{embedding, norm, residual, rope};
 use exl_cuda::ops::kv::rope_store;
+use exl_cuda::ops::linear::few;
 use exl_cuda::step::{self, Limits, Request, Sizes};
 use pyo3::prelude::*;
 
 use crate::cuda::attention::{CudaPages, MatmulInput, covers};
+use crate::cuda::linear::NormPrologue;
 use crate::cuda::{element, expect, target};
 use crate::errors::device_error;
 use crate::operands::{Launch, Rotation};
@@ -53,16 +55,16 @@ pub fn cuda_add_rms_norm(
         .map_err(|e| device_error(py, &e))
 }
 
-/// x += post(y), out = norm(x): x [rows, width] float16 or float32, y and out float16. Norms are (weight float32 [width], eps, weight
-/// offset). A norm comes with out, or with `into`, whose scratch then has up to 8 normed rows packed as a matmul's input.
+/// x += post(y), out = norm(x): x [rows, width] float16 or float32, y and out float16. A norm comes with out, or with
+/// `into`, whose scratch then has up to 8 normed rows packed as a matmul's input.
 #[pyfunction]
 #[pyo3(signature = (x, y, post, norm, out, launch, *, into=None))]
 pub fn cuda_add_post_norm(
     py: Python<'_>,
     x: Tensor,
     y: Tensor,
-    post: Option<(Tensor, f32, f32)>,
-    norm: Option<(Tensor, f32, f32)>,
+    post: Option<&NormPrologue>,
+    norm: Option<&NormPrologue>,
     out: Option<Tensor>,
     launch: &Launch,
     into: Option<&MatmulInput>,
@@ -77,7 +79,7 @@ pub fn cuda_add_post_norm(
         "a norm and its result, out or into, come together",
     )?;
     expect(
-        into.is_none_or(|into| into.columns == residual::PACKED_ROWS),
+        into.is_none_or(|into| into.columns == few::MOST_ROWS),
         "into must have eight columns",
     )?;
     let mut all = vec![("x", &x), ("y", &y)];
@@ -87,7 +89,7 @@ pub fn cuda_add_post_norm(
     }
     all.extend(out.as_ref().map(|out| ("out", out)));
     all.extend(into.map(|into| ("into", &into.scratch)));
-    for (weight, _, _) in [&post, &norm].into_iter().flatten() {
+    for NormPrologue { weight, .. } in [post, norm].into_iter().flatten() {
         expect(
             weight.shape == [width] && weight.dtype == DType::F32,
             "weights must be float32 with the width of x",
@@ -95,22 +97,19 @@ pub fn cuda_add_post_norm(
         all.push(("weight", weight));
     }
     let to = target(&all, launch)?;
-    let row_norm = |norm: &Option<(Tensor, f32, f32)>| {
-        norm.as_ref().map_or_else(
-            residual::RowNorm::default,
-            |(weight, eps, weight_offset)| residual::RowNorm {
-                weight: weight.ptr,
-                eps: *eps,
-                weight_offset: *weight_offset,
-            },
-        )
+    let row_norm = |norm: Option<&NormPrologue>| {
+        norm.map_or_else(residual::RowNorm::default, |norm| residual::RowNorm {
+            weight: norm.weight.ptr,
+            eps: norm.eps,
+            weight_offset: norm.offset,
+        })
     };
     let op = residual::PostNorm {
         x: x.ptr,
         element: element(&x, "x")?,
         y: y.ptr,
-        post: row_norm(&post),
-        norm: row_norm(&norm),
+        post: row_norm(post),
+        norm: row_norm(norm),
         output: out.as_ref().map_or(0, |out| out.ptr),
         packed: into
             .map(|into| into.packed(x.numel() / width, width))

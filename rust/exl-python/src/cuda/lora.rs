@@ -6,6 +6,7 @@
 use exl_cuda::ops::linear::lora::{self, LoraEntry};
 use pyo3::prelude::*;
 
+use super::linear::NormPrologue;
 use super::{activation_kind, expect, target};
 use crate::errors::device_error;
 use crate::operands::Launch;
@@ -116,8 +117,8 @@ fn is_halves(tensor: &Tensor, shape: &[usize], alignment: usize) -> bool {
 
 /// Compute middle float32 [T, levels * matrices * largest rank]: x [T, in] float16 times the A of each row's adapters.
 ///
-/// table: int64 [levels, matrices, sets, 5], as for `cuda_lora_add`; slots as there. norm: (weight float32 [in], eps, weight offset) of an
-/// RMS norm of x that comes first; normed like x, which gets the normed rows. Table and slots must be written before the launches that
+/// table: int64 [levels, matrices, sets, 5], as for `cuda_lora_add`; slots as there. norm: an RMS norm of x
+/// that comes first; normed like x, which gets the normed rows. Table and slots must be written before the launches that
 /// may overlap with this one.
 #[pyfunction]
 #[pyo3(signature = (x, table, slots, middle, norm, normed, launch))]
@@ -128,7 +129,7 @@ pub fn cuda_lora_shrink(
     table: Tensor,
     slots: Option<Tensor>,
     middle: Tensor,
-    norm: Option<(Tensor, f32, f32)>,
+    norm: Option<&NormPrologue>,
     normed: Option<Tensor>,
     launch: &Launch,
 ) -> PyResult<()> {
@@ -143,7 +144,7 @@ pub fn cuda_lora_shrink(
     let group = group(&table, slots.as_ref(), &middle, x.shape[0])?;
     let mut all = vec![("x", &x), ("table", &table), ("middle", &middle)];
     all.extend(slots.as_ref().map(|slots| ("slots", slots)));
-    if let (Some((weight, _, _)), Some(normed)) = (&norm, &normed) {
+    if let (Some(NormPrologue { weight, .. }), Some(normed)) = (norm, &normed) {
         expect(
             weight.dtype == DType::F32
                 && weight.shape == [x.shape[1]]
@@ -157,11 +158,9 @@ pub fn cuda_lora_shrink(
         all.extend([("weight", weight), ("normed", normed)]);
     }
     let to = target(&all, launch)?;
-    let (weight, eps, offset) = norm
-        .as_ref()
-        .map_or((0, 0.0, 0.0), |(weight, eps, offset)| {
-            (weight.ptr, *eps, *offset)
-        });
+    let (weight, eps, offset) = norm.map_or((0, 0.0, 0.0), |norm| {
+        (norm.weight.ptr, norm.eps, norm.offset)
+    });
     let input = lora::Input {
         x: x.ptr,
         in_features: x.shape[1],

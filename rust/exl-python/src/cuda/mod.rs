@@ -5,6 +5,7 @@
 
 pub mod attention;
 pub mod fused;
+pub mod limits;
 pub mod linear;
 pub mod lora;
 pub mod matrix;
@@ -18,7 +19,7 @@ use std::collections::BTreeMap;
 
 use exl_cuda::ops::elementwise::{self, norm, rope};
 use exl_cuda::ops::{Element, Target, probe};
-use exl_cuda::{Driver, devices, images, own_arch};
+use exl_cuda::{DeviceInfo, Driver, devices, images, own_arch};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
@@ -82,47 +83,53 @@ pub fn cuda_build() -> (Vec<&'static str>, &'static str, &'static str, &'static 
     )
 }
 
-type DeviceRow = (
-    u32,
-    String,
-    (i32, i32),
-    usize,
-    usize,
-    usize,
-    Option<String>,
-    Option<&'static str>,
-    String,
-    Option<&'static str>,
-);
+/// One visible GPU, in the driver's and torch's numbering. `exl_kernels.device.CudaDevice` documents the fields.
+#[pyclass(frozen, get_all, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct ProbedDevice {
+    index: u32,
+    name: String,
+    /// (major, minor)
+    compute_capability: (i32, i32),
+    sm_count: usize,
+    shared_bytes_per_block: usize,
+    memory_bytes: usize,
+    /// Why the kernels of this build do not run on it, or None.
+    reason: Option<String>,
+    code: Option<&'static str>,
+    own_arch: String,
+    treated_as: Option<&'static str>,
+}
+
+impl From<DeviceInfo> for ProbedDevice {
+    fn from(info: DeviceInfo) -> Self {
+        Self {
+            index: info.index,
+            name: info.name,
+            compute_capability: info.compute,
+            sm_count: info.caps.sms,
+            shared_bytes_per_block: info.caps.shared_per_block,
+            memory_bytes: info.memory_bytes,
+            reason: info.unsupported,
+            code: info.arch,
+            own_arch: own_arch(info.compute),
+            treated_as: info.treated_as,
+        }
+    }
+}
 
 /// Return (driver's CUDA version, devices, reason why CUDA cannot be used).
 #[pyfunction]
-pub fn cuda_probe(py: Python<'_>) -> (Option<(i32, i32)>, Vec<DeviceRow>, Option<String>) {
+pub fn cuda_probe(py: Python<'_>) -> (Option<(i32, i32)>, Vec<ProbedDevice>, Option<String>) {
     py.detach(|| match (Driver::get(), devices()) {
         (Ok(driver), Ok(found)) => {
-            let rows: Vec<DeviceRow> = found
-                .into_iter()
-                .map(|d| {
-                    (
-                        d.index,
-                        d.name,
-                        d.compute,
-                        d.caps.sms,
-                        d.caps.shared_per_block,
-                        d.memory_bytes,
-                        d.unsupported,
-                        d.arch,
-                        own_arch(d.compute),
-                        d.treated_as,
-                    )
-                })
-                .collect();
-            let reason = if rows.iter().all(|row| row.6.is_some()) {
-                rows.first().and_then(|row| row.6.clone())
+            let found: Vec<_> = found.into_iter().map(ProbedDevice::from).collect();
+            let reason = if found.iter().all(|device| device.reason.is_some()) {
+                found.first().and_then(|device| device.reason.clone())
             } else {
                 None
             };
-            (Some(driver.version()), rows, reason)
+            (Some(driver.version()), found, reason)
         }
         (Err(reason), _) | (_, Err(reason)) => (None, Vec::new(), Some(reason.to_string())),
     })
@@ -272,14 +279,13 @@ pub fn cuda_rope(
 
 /// The activation of that name.
 pub fn activation_kind(name: &str) -> PyResult<elementwise::Activation> {
-    match name {
-        "silu" => Ok(elementwise::Activation::Silu),
-        "gelu" => Ok(elementwise::Activation::Gelu),
-        "quickgelu" => Ok(elementwise::Activation::QuickGelu),
-        other => Err(PyValueError::new_err(format!(
-            "kind = {other:?}: expected \"silu\", \"gelu\" or \"quickgelu\""
-        ))),
-    }
+    elementwise::Activation::named(name).ok_or_else(|| {
+        let known = elementwise::Activation::ALL.map(elementwise::Activation::name);
+        PyValueError::new_err(format!(
+            "activation {name:?}: expected one of {}",
+            known.join(", ")
+        ))
+    })
 }
 
 #[pyfunction]

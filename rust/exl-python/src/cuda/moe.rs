@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::cuda::matrix::CudaMatrix;
-use crate::cuda::{expect, target};
+use crate::cuda::{activation_kind, expect, target};
 use crate::errors::device_error;
 use crate::operands::Launch;
 use crate::tensor::{DType, Tensor};
@@ -146,16 +146,7 @@ impl CudaExperts {
     /// (gate, up, down) of each expert, all on one GPU. Raises ValueError with the reason if shared launches cannot take them.
     #[new]
     fn new(py: Python<'_>, matrices: Vec<[Py<CudaMatrix>; 3]>, activation: &str) -> PyResult<Self> {
-        let activation = match activation {
-            "silu" => 0,
-            "gelu" => 1,
-            "quickgelu" => 2,
-            other => {
-                return Err(PyValueError::new_err(format!(
-                    "activation {other:?}: expected silu, gelu or quickgelu"
-                )));
-            }
-        };
+        let activation = activation_kind(activation)? as i32;
         expect(!matrices.is_empty(), "no experts")?;
         let device = matrices[0][0].get().device;
         expect(

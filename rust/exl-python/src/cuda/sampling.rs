@@ -462,7 +462,7 @@ fn check_row(request: &Request, pitch: usize) -> PyResult<()> {
         "logits must be float32 [V]",
     )?;
     expect(
-        logits.numel() <= pitch && logits.numel() <= cpu::MAX_WIDTH,
+        logits.numel() <= pitch && logits.numel() <= cpu::MAX_LOGITS,
         "logits are wider than the workspace",
     )?;
     if let Some(negative) = &request.negative {

@@ -6,7 +6,7 @@
 use exl_cuda::layout::Layout;
 use exl_cuda::ops::attention::{self, Attention};
 use exl_cuda::ops::kv::{KINDS, Pages};
-use exl_cuda::ops::linear::select::{self, Epilogue, Kernel};
+use exl_cuda::ops::linear::select::{self, Epilogue};
 use exl_cuda::ops::linear::{Addresses, Matrix};
 use exl_cuda::ops::moe;
 use exl_cuda::{CARDS, Capabilities, Card, Device, Feature};
@@ -70,16 +70,6 @@ impl CudaCard {
 #[pyfunction]
 pub fn cuda_cards() -> Vec<&'static str> {
     CARDS.iter().map(|card| card.name).collect()
-}
-
-/// Most rows of a matmul by `gemv_ring` if other kernels fit too, by `gemm_few`, and on packed weights by any kernel.
-#[pyfunction]
-pub fn cuda_row_limits() -> (usize, usize, usize) {
-    (
-        select::MOST_GEMV_ROWS,
-        Kernel::GemmFew.most_rows(),
-        select::MOST_PACKED_ROWS,
-    )
 }
 
 /// The shape of a quantized matrix in the GPU's layout, without its weights.

@@ -8,7 +8,7 @@ from typing import Literal
 from ..config.json_reader import JsonReader
 from ..errors import ConfigError
 
-__all__ = ["LayerRope", "alternating_windows", "main_rope", "no_windows", "one_window", "typed_windows"]
+__all__ = ["LayerRope", "alternating_windows", "main_rope", "no_windows", "one_window"]
 
 # The RoPE table of a layer: the main one, the second one (with its own theta), or none.
 LayerRope = Literal["main", "alt", "none"]
@@ -56,19 +56,6 @@ def _pattern(read: JsonReader, default: int | None) -> int:
         return len(found[1])
     every: int = read.integer("sliding_window_pattern", default=default, text=True, minimum=1)
     return every
-
-
-def typed_windows(default: int = 0) -> Callable[[JsonReader, int], list[int]]:
-    """Return a rule: by `layer_types`; without that key every layer has full attention."""
-
-    def windows(read: JsonReader, num_layers: int) -> list[int]:
-        kinds = layer_types(read, num_layers)
-        if kinds is None:
-            return [0] * num_layers
-        window = read_window(read, default)
-        return [window if kind == "sliding_attention" else 0 for kind in kinds]
-
-    return windows
 
 
 def read_window(read: JsonReader, default: int) -> int:

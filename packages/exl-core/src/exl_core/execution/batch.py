@@ -18,12 +18,10 @@ if TYPE_CHECKING:
     from ..architectures.windows import LayerRope
     from ..contracts import Adapter, EmbeddedRows
 
-__all__ = ["DECODE_TOKENS", "MOST_ROWS", "Sharding", "Step"]
+__all__ = ["DECODE_TOKENS", "Sharding", "Step"]
 
 DECODE_TOKENS = 16
 """Most tokens of a row in a decode step: the last token and its drafts."""
-MOST_ROWS = 256
-"""Most tokens of a decode step whose results do not depend on other rows, captured or not."""
 
 
 class Sharding(Protocol):

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from exl_kernels.selection import PACKED_ROWS
+from exl_kernels.selection import PACKED_ROWS, STEP_ROWS
 
 from ..layers import Head, Intervention, Module, MoE
 from ..lora.pairs import LoraPair
 from .attn_params import PagedParams
-from .batch import DECODE_TOKENS, MOST_ROWS, Step
+from .batch import DECODE_TOKENS, Step
 from .inputs import Bucket, StepTensors
 from .step import build_step
 
@@ -59,7 +59,7 @@ def padded_rows(batch: int, q_len: int) -> int:
     if batch * q_len <= PACKED_ROWS:
         return min(next(b for b in BATCHES if b >= batch), PACKED_ROWS // q_len)
     grain = 1 << max(0, (batch - 1).bit_length() - 3)
-    return min(-(-batch // grain) * grain, max(batch, MOST_ROWS // q_len))
+    return min(-(-batch // grain) * grain, max(batch, STEP_ROWS // q_len))
 
 
 def without_hooks(module: Module) -> Module:

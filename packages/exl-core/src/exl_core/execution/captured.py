@@ -20,15 +20,14 @@ from torch import Tensor
 
 from exl_kernels.attention.cuda import counters
 from exl_kernels.linear.workspace import workspaces_in
-from exl_kernels.selection import PACKED_ROWS
+from exl_kernels.selection import PACKED_ROWS, STEP_ROWS
 
 from ..errors import DeviceError
 from ..layers import Head, Module
-from ..lora.pairs import KERNEL_ROWS
 from ..lora.rows import RowAdapters
 from .adapter_sets import AdapterSets
 from .attn_params import PagedParams
-from .batch import MOST_ROWS, Step
+from .batch import Step
 from .capturable import (
     MAX_Q_LEN,
     NotCapturableError,
@@ -152,8 +151,8 @@ class DecodeGraphs:
         batch = params.batch_size
         if q_len > MAX_Q_LEN or cache is None or params.q_lens is not None:
             return None
-        if batch * q_len > MOST_ROWS:
-            self.reason = f"the step has {batch} x {q_len} tokens; captured steps have at most {MOST_ROWS}"
+        if batch * q_len > STEP_ROWS:
+            self.reason = f"the step has {batch} x {q_len} tokens; captured steps have at most {STEP_ROWS}"
             return None
         model = self._model()
         if model is None or not self._usable(model) or cache.batch_size != 1:
@@ -171,8 +170,8 @@ class DecodeGraphs:
         if adapters and model.tp_context is not None:
             self.reason = "adapters of a sharded model are added on its first device"
             return None
-        if adapters and batch * q_len > KERNEL_ROWS:
-            self.reason = f"adapters are added by kernels to at most {KERNEL_ROWS} rows"
+        if adapters and batch * q_len > PACKED_ROWS:
+            self.reason = f"adapters are added by kernels to at most {PACKED_ROWS} rows"
             return None
         set_ids = self._set_ids_of(model, adapters) if adapters else []
         if set_ids is None:

@@ -6,11 +6,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from exl_kernels.device import row_invariant_matmuls
-from exl_kernels.selection import PACKED_ROWS
+from exl_kernels.selection import PACKED_ROWS, STEP_ROWS
 
 from ..device import out_of_memory_as_error
 from .attn_params import PagedParams
-from .batch import DECODE_TOKENS, MOST_ROWS
+from .batch import DECODE_TOKENS
 from .forward_pass import ForwardPass, checked
 from .step import build_step
 
@@ -47,7 +47,7 @@ def matmuls_of(asked: ForwardPass) -> AbstractContextManager[None]:
     """
     params = asked.params
     is_step = isinstance(params, PagedParams) and params.q_lens is None and asked.ids.shape[1] <= DECODE_TOKENS
-    many = is_step and PACKED_ROWS < asked.ids.numel() <= MOST_ROWS
+    many = is_step and PACKED_ROWS < asked.ids.numel() <= STEP_ROWS
     return row_invariant_matmuls() if many else nullcontext()
 
 

@@ -97,7 +97,6 @@ class Attention(SubLayer[AttentionBlock]):
             kind_of(self.q_norm),
             kind_of(self.k_norm),
             clipped=bool(self.clip),
-            rotates=self.rope != "none",
             with_mlp=False,
         )
 

@@ -22,7 +22,6 @@ class AttentionDescription:
     k_norm: NormKind | None
     clipped: bool
     """q, k and v are clamped."""
-    rotates: bool
     with_mlp: bool
     """The layer's MLP takes the same normed input, and is part of this module."""
 

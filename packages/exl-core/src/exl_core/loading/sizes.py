@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from exl_kernels.kv import KVKind, KVPages
 from exl_kernels.sampling import workspace_bytes
-from exl_kernels.selection import PACKED_ROWS
+from exl_kernels.selection import PACKED_ROWS, STEP_ROWS
 
 from ..errors import MissingTensorError
-from ..execution.batch import DECODE_TOKENS, MOST_ROWS
+from ..execution.batch import DECODE_TOKENS
 from ..layers import Attention, Embedding, GatedMLP, Head, Linear, Module, MoE, PositionEmbedding
 from .checkpoint import Checkpoint
 from .linears import EXL2_TENSORS, GPTQ_TENSORS
@@ -166,7 +166,7 @@ def _scratch(module: Module, config: ExLlamaV2Config, kind: str, rows: int) -> i
     if isinstance(module, Head):
         busy, width = rows, 2 * config.padded_vocab_size  # float32 logits, and a copy where columns are cut
         element = 4
-        sampled = min(MOST_ROWS, DECODE_TOKENS * config.decode_rows)  # a row of each sequence and its draft tokens
+        sampled = min(STEP_ROWS, DECODE_TOKENS * config.decode_rows)  # a row of each sequence and its draft tokens
         more = workspace_bytes(sampled, config.padded_vocab_size) if kind == "cuda" else 0
     elif isinstance(module, Attention):
         width = 2 * module.q_proj.out_features + 2 * module.k_proj.out_features + config.hidden_size

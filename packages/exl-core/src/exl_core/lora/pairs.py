@@ -8,13 +8,13 @@ from torch import Tensor
 from exl_kernels.device import row_invariant
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.lora import LoraEntry, LoraTable
+from exl_kernels.selection import PACKED_ROWS
 
 from ..device import activation_dtype
 
 __all__ = ["EmbeddingPair", "LoraPair"]
 
-KERNEL_ROWS = 64  # up to as many rows a pass on a GPU always adds adapters by `exl_kernels.linear.lora`
-BLOCK_ROWS = 64  # rows of one matmul on a GPU, where a library picks its kernel, and so its order of sums, by shape
+LIBRARY_ROWS = 64  # rows of one matmul on a GPU, where a library picks its kernel, and so its order of sums, by shape
 
 
 class LoraPair:
@@ -58,7 +58,8 @@ class LoraPair:
         not depend on the number of rows.
         """
         halves = x.dtype == y.dtype == torch.float16
-        few = x.shape[0] <= KERNEL_ROWS or row_invariant()
+        # Adapters are batch-invariant up to as many rows as the matmuls that they are added to.
+        few = x.shape[0] <= PACKED_ROWS or row_invariant()
         return halves and few and x.is_contiguous() and y.is_contiguous()
 
 
@@ -94,13 +95,13 @@ def _for_device(weight: Tensor, device: torch.device) -> Tensor:
 
 
 def _in_blocks(matrix: QuantMatrix, x: Tensor) -> Tensor:
-    """Compute matrix.matmul(x), on a GPU always BLOCK_ROWS rows at a time (the last block padded with zeros)."""
+    """Compute matrix.matmul(x), on a GPU always LIBRARY_ROWS rows at a time (the last block padded with zeros)."""
     if x.device.type == "cpu":
         return matrix.matmul(x)
     rows = x.shape[0]
-    if rows % BLOCK_ROWS:
-        x = torch.nn.functional.pad(x, (0, 0, 0, BLOCK_ROWS - rows % BLOCK_ROWS))
+    if rows % LIBRARY_ROWS:
+        x = torch.nn.functional.pad(x, (0, 0, 0, LIBRARY_ROWS - rows % LIBRARY_ROWS))
     out = torch.empty((x.shape[0], matrix.out_features), dtype=x.dtype, device=x.device)
-    for begin in range(0, x.shape[0], BLOCK_ROWS):
-        matrix.matmul(x[begin : begin + BLOCK_ROWS], out=out[begin : begin + BLOCK_ROWS])
+    for begin in range(0, x.shape[0], LIBRARY_ROWS):
+        matrix.matmul(x[begin : begin + LIBRARY_ROWS], out=out[begin : begin + LIBRARY_ROWS])
     return out[:rows]

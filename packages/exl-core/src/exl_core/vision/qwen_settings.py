@@ -13,7 +13,7 @@ from .reading import (
     CLIP_STD,
     MAX_EDGE,
     MAX_LAYERS,
-    MAX_WIDTH,
+    MAX_VISION_WIDTH,
     Preprocessing,
     activation,
     head_dim,
@@ -77,9 +77,9 @@ def read_qwen_settings(folder: Path, gated: bool) -> QwenSettings:
     """
     _, vision = read_config(folder)
     hidden = vision.integer(
-        "hidden_size" if gated else "embed_dim", default=3584 if gated else 1280, minimum=4, maximum=MAX_WIDTH
+        "hidden_size" if gated else "embed_dim", default=3584 if gated else 1280, minimum=4, maximum=MAX_VISION_WIDTH
     )
-    heads = vision.integer("num_heads", default=16, minimum=1, maximum=MAX_WIDTH)
+    heads = vision.integer("num_heads", default=16, minimum=1, maximum=MAX_VISION_WIDTH)
     layers = vision.integer("depth", default=32, minimum=1, maximum=MAX_LAYERS)
     patch = vision.integer("patch_size", default=14, minimum=1, maximum=1024)
     merge = vision.integer("spatial_merge_size", default=2, minimum=1, maximum=64)
@@ -117,10 +117,12 @@ def read_qwen_settings(folder: Path, gated: bool) -> QwenSettings:
 
 def _intermediate(vision: JsonReader, hidden: int, gated: bool) -> int:
     if gated:
-        return int(vision.integer("intermediate_size", default=3420, minimum=1, maximum=MAX_WIDTH))
+        return int(vision.integer("intermediate_size", default=3420, minimum=1, maximum=MAX_VISION_WIDTH))
     width = hidden * vision.number("mlp_ratio", default=4.0)
-    if not 1 <= width <= MAX_WIDTH:
-        raise ConfigError(f"{vision.file}: mlp_ratio makes an MLP of width {width}, must be from 1 to {MAX_WIDTH}")
+    if not 1 <= width <= MAX_VISION_WIDTH:
+        raise ConfigError(
+            f"{vision.file}: mlp_ratio makes an MLP of width {width}, must be from 1 to {MAX_VISION_WIDTH}"
+        )
     return int(width)
 
 

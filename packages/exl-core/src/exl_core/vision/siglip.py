@@ -19,7 +19,7 @@ from .reading import (
     ACTIVATIONS,
     HALF,
     MAX_LAYERS,
-    MAX_WIDTH,
+    MAX_VISION_WIDTH,
     Preprocessing,
     activation,
     head_dim,
@@ -70,8 +70,8 @@ def read_siglip_settings(folder: Path) -> SiglipSettings:
         raise UnsupportedError(
             f"{read.file}: a vision tower of type {kind!r} is not supported for this model; SigLIP is"
         )
-    hidden = vision.integer("hidden_size", default=768, minimum=1, maximum=MAX_WIDTH)
-    heads = vision.integer("num_attention_heads", default=12, minimum=1, maximum=MAX_WIDTH)
+    hidden = vision.integer("hidden_size", default=768, minimum=1, maximum=MAX_VISION_WIDTH)
+    heads = vision.integer("num_attention_heads", default=12, minimum=1, maximum=MAX_VISION_WIDTH)
     patch = vision.integer("patch_size", default=16, minimum=1, maximum=1024)
     size = vision.integer("image_size", default=224, minimum=patch, maximum=MAX_SIDE)
     tokens = read.integer("mm_tokens_per_image", default=256, minimum=1, maximum=1 << 20)
@@ -90,7 +90,7 @@ def read_siglip_settings(folder: Path) -> SiglipSettings:
             raise ConfigError(f"{images.file}: {key} is {found}, the tower's image_size in config.json is {size}")
     return SiglipSettings(
         hidden_size=hidden,
-        intermediate_size=vision.integer("intermediate_size", default=3072, minimum=1, maximum=MAX_WIDTH),
+        intermediate_size=vision.integer("intermediate_size", default=3072, minimum=1, maximum=MAX_VISION_WIDTH),
         num_layers=vision.integer("num_hidden_layers", default=12, minimum=1, maximum=MAX_LAYERS),
         num_heads=heads,
         head_dim=head_dim(vision, hidden, heads),

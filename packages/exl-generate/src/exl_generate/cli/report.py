@@ -20,7 +20,7 @@ from exl_core.device import Device, devices
 from exl_core.layers import Embedding
 from exl_core.loading.memory import free_bytes
 from exl_generate.errors import CapacityError
-from exl_kernels import _native
+from exl_kernels.cuda_ops import read_all
 from exl_kernels.device import CudaDevice, cuda_status
 from exl_kernels.kv import KVKind
 
@@ -98,7 +98,7 @@ def read_bandwidth(place: Device) -> float:
         start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         start.record()
-        _native.cuda_probe_read(buffer, sink, torch.cuda.current_stream(buffer.device).cuda_stream)
+        read_all(buffer, sink)
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)

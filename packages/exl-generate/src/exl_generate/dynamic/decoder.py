@@ -22,7 +22,7 @@ from exl_generate.sampling import (
     Sample,
     Vocabulary,
 )
-from exl_kernels.sampling import MOST_REPORTED
+from exl_kernels.selection import MOST_REPORTED
 
 if TYPE_CHECKING:
     from exl_generate.dynamic.context import JobContext

@@ -16,6 +16,7 @@ from exl_generate.dynamic.snapshot import Counters
 from exl_generate.dynamic.speculation import Drafter, Drafts
 from exl_generate.interrupts import as_job_error
 from exl_generate.sampling import Draw, LaunchedBatch, Sample, launch_batch
+from exl_kernels.selection import STEP_ROWS
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -27,10 +28,6 @@ __all__ = ["Engine"]
 #: Most rows of windows that are filled up to one length, for a GPU: one pass of so many takes less time than two passes
 #: of few, since each reads all weights.
 MOST_FILLED = 32
-
-#: Most rows that a call of the sampler has for draft tokens: its memory, which grows with the rows, is planned for as
-#: many as a captured step has at most.
-MOST_DRAWN = 256
 
 
 def _filled(job: ExLlamaV2DynamicJob, guesses: list[int], length: int) -> list[int]:
@@ -296,8 +293,9 @@ class Engine:
         expected = self._prepare_next(live)
         first = True
         while live:
-            # On a CPU a sample costs more than asking again.
-            ahead = self._runner.asynchronous and sum(step.positions for step in live) <= MOST_DRAWN
+            # On a CPU a sample costs more than asking again. The sampler's memory is planned for STEP_ROWS rows: it
+            # grows with the rows of a call.
+            ahead = self._runner.asynchronous and sum(step.positions for step in live) <= STEP_ROWS
             drawn = [(step, draw) for step in live for draw in step.draws(ahead)]
             # The sampler writes the tokens into the next step if that has exactly these jobs.
             prelaunch = self._next if expected and [step for step, _ in drawn] == expected else None

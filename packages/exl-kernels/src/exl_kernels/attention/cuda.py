@@ -23,12 +23,13 @@ import torch
 from torch import Tensor
 
 from .. import _native
-from .._check import require_dtype, require_out, require_shape
+from .._check import require_dtype, require_gpu_head_dim, require_out, require_shape
 from ..cuda_ops import check_operand, launch_on, stream_of
 from ..device import launch_of
 from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..index_checks import check_slots, check_tables, checks_enabled
 from ..linear.cuda import CudaQuantMatrix
+from ..selection import LIMITS
 
 if TYPE_CHECKING:
     from ..kv import KVPages
@@ -89,9 +90,8 @@ def counters(device: torch.device | str) -> Iterator[Tensor]:
     save. Keep the tensor as long as the graph.
     """
     place = torch.device(device)
-    blocks = 2 * torch.cuda.get_device_properties(place).multi_processor_count
-    # A tile has at most 16 tokens, or 64 parts of 64 dimensions of its rows.
-    held = torch.zeros(64 * (blocks + 1), dtype=torch.int32, device=place)
+    count = LIMITS.attention_counters(torch.cuda.get_device_properties(place).multi_processor_count)
+    held = torch.zeros(count, dtype=torch.int32, device=place)
     before = getattr(_current, "counters", None)
     _current.counters = held
     try:
@@ -404,5 +404,4 @@ def _one_device(what: str, pages: KVPages, *tensors: Tensor | None) -> None:
     for tensor in tensors:
         if tensor is not None and tensor.device != pages.device:
             raise DTypeError(f"{what}: a tensor is on {tensor.device}, the pages are on {pages.device}; use one device")
-    if pages.head_dim % 8 or pages.head_dim > 256:
-        raise ShapeError(f"{what}: head_dim {pages.head_dim}; on a GPU it must be a multiple of 8, at most 256")
+    require_gpu_head_dim(what, pages.head_dim)

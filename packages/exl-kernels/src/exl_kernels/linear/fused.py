@@ -20,13 +20,14 @@ from ..attention.cuda import MatmulInput
 from ..cuda_ops import activation as activate
 from ..cuda_ops import gated_activation, rms_norm
 from ..errors import DTypeError, ShapeError, UnsupportedError
-from ..selection import FEW_ROWS, PACKED_ROWS
+from ..selection import FEW_ROWS, FUSED_ACTIVATIONS, PACKED_ROWS
 from .cuda import CudaQuantMatrix, launch_matmul
 from .matrix import QuantMatrix
 
 __all__ = ["FusedLinear", "Norm", "Packed"]
 
 Activation = Literal["silu", "gelu", "quickgelu"]
+"""`selection.FUSED_ACTIVATIONS`, for type checkers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +101,10 @@ class FusedLinear:
                     f"{matrix.name or 'matrix'} takes {matrix.in_features} inputs, the first {first.in_features}"
                 )
         if activation is not None:
-            if activation not in ("silu", "gelu", "quickgelu"):
-                raise UnsupportedError(f"unknown activation {activation!r}, expected one of silu, gelu, quickgelu")
+            if activation not in FUSED_ACTIVATIONS:
+                raise UnsupportedError(
+                    f"unknown activation {activation!r}, expected one of {', '.join(FUSED_ACTIVATIONS)}"
+                )
             if len(matrices) > 2 or matrices[-1].out_features != first.out_features:
                 raise UnsupportedError("an activation needs one matrix, or two matrices [gate, up] of one output size")
         if dtype not in (torch.float16, torch.bfloat16):

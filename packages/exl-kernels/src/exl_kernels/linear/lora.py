@@ -188,7 +188,7 @@ class LoraGroup:
             raise ShapeError(f"x is {tuple(x.shape)}: expected [T, {self.in_features}]")
         columns = self._table.shape[0] * self._table.shape[1] * self.most_rank
         middle = torch.empty((x.shape[0], columns), dtype=torch.float32, device=x.device)
-        before = None if norm is None else (norm.weight, norm.eps, norm.offset)
+        before = None if norm is None else _native.NormPrologue(norm.weight, norm.eps, norm.offset)
         try:
             _native.cuda_lora_shrink(x, self._table, set_ids, middle, before, normed, launch_on(x))
         except ValueError as error:

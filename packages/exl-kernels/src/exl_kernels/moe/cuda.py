@@ -19,13 +19,12 @@ from ..cuda_ops import check_operand, launch_on
 from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..linear.cuda import CudaFloatMatrix, CudaQuantMatrix
 from ..linear.matrix import QuantMatrix
+from ..selection import FUSED_ACTIVATIONS
 
 __all__ = ["ExpertRouter", "GroupedExperts", "why_apart"]
 
 Expert = tuple[QuantMatrix, QuantMatrix, QuantMatrix]
 """gate, up and down."""
-
-_KINDS = ("silu", "gelu", "quickgelu")
 
 
 def why_apart(experts: Sequence[Expert], activation: ActivationKind, chosen: int = 1) -> str | None:
@@ -36,7 +35,7 @@ def why_apart(experts: Sequence[Expert], activation: ActivationKind, chosen: int
                 return f"{matrix.name or f'a matrix of expert {number}'} is not quantized, or not on a GPU"
     if len({matrix.device for parts in experts for matrix in parts}) > 1:
         return "the experts are on several GPUs"
-    if activation not in _KINDS:
+    if activation not in FUSED_ACTIVATIONS:
         return f"activation {activation}"
     try:
         most = _native_experts(experts, activation).most_pairs

@@ -24,13 +24,12 @@ from torch import Tensor
 
 from .. import _native
 from ..errors import DTypeError, ShapeError, UnsupportedError
+from ..selection import MAX_LOGITS
 from . import cuda as sampling_cuda
 from .bias import SparseBias
 from .cuda import workspace_bytes
 
 __all__ = [
-    "MAX_WIDTH",
-    "MOST_REPORTED",
     "Failure",
     "Launched",
     "NextInputs",
@@ -46,10 +45,6 @@ __all__ = [
     "workspace_bytes",
 ]
 
-#: Most candidates that a GPU reports; rows that report more are left to the CPU.
-MOST_REPORTED = 64
-#: Widest row of logits: 2^19 weights of 2^44 fit an unsigned 64-bit sum.
-MAX_WIDTH = 1 << 19
 _LEFT_TO_CPU = -3
 _REFUSED = (AttributeError, TypeError, ValueError, BufferError)  # raised by native calls for a wrong operand
 
@@ -147,7 +142,7 @@ class Plan:
             greedy=self.greedy,
             scale=self.scale,
             smooth=self.smoothing > 0,
-            top_k=min(self.top_k, MAX_WIDTH),
+            top_k=min(self.top_k, MAX_LOGITS),
             cuts=(self.top_p, self.top_a, self.min_p, self.tfs, self.typical),
             late=self.late,
             xtc=self.xtc,
@@ -306,7 +301,7 @@ def launch(rows: Sequence[Row], into: NextInputs | None = None) -> Launched:
 
     Rows on a GPU are sampled there, in one set of launches on torch's current stream, and only the answers are read
     back. `collect` samples the other rows on the CPU, with the same token as the GPU would give. These are rows on the
-    CPU, and rows that report more than `MOST_REPORTED` candidates.
+    CPU, and rows that report more than `selection.MOST_REPORTED` candidates.
 
     Logits of rows that are left to the CPU must not change until `collect`, others until the stream has passed the
     launches.
@@ -319,7 +314,7 @@ def launch(rows: Sequence[Row], into: NextInputs | None = None) -> Launched:
     Raises:
         ShapeError: logits are not contiguous [V]. `launch` or `collect` raises these errors.
         DTypeError: logits are not float32.
-        UnsupportedError: V exceeds `MAX_WIDTH`.
+        UnsupportedError: V exceeds `selection.MAX_LOGITS`.
         ValueError: a `uniform` is outside [0, 1).
         DeviceError: a launch fails.
     """
@@ -381,8 +376,8 @@ def _check(row: Row) -> None:
             raise DTypeError(f"{name} is {getattr(t, 'dtype', type(t).__name__)}; expected a float32 tensor")
         if t.dim() != 1 or not t.is_contiguous():
             raise ShapeError(f"{name} is {tuple(t.shape)}, strides {t.stride()}; expected contiguous [V]")
-        if t.numel() > MAX_WIDTH:
-            raise UnsupportedError(f"{name} is {t.numel()} wide; at most {MAX_WIDTH} ids can be sampled from")
+        if t.numel() > MAX_LOGITS:
+            raise UnsupportedError(f"{name} is {t.numel()} wide; at most {MAX_LOGITS} ids can be sampled from")
         if t.shape != row.logits.shape:
             raise ShapeError(f"{name} is {tuple(t.shape)}; expected {tuple(row.logits.shape)}, as logits")
     for name, array, dtype in (

@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import _native
 from ..cuda_ops import stream_of
 from ..device import launch_of
+from ..selection import LIMITS
 from .bias import SparseBias
 
 if TYPE_CHECKING:
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Launched", "launch", "queue", "workspace_bytes"]
 
 _STAGING = 1 << 18
-_SEGMENT = 2048
-_BLOCKS = 2048
+_SEGMENT, _BLOCKS = LIMITS.sampling_segment, LIMITS.sampling_blocks
 _places: dict[torch.device, _Place] = {}
 _places_lock = threading.Lock()
 

@@ -13,7 +13,7 @@ use select::{decode_name, prefill_name, select, wide_name};
 
 use super::kv::{KINDS, Kind, Pages};
 use super::{Target, index32};
-use crate::abi::assert_layout;
+use crate::abi::{assert_constants, assert_layout};
 use crate::capabilities::Capabilities;
 use crate::device::Device;
 use crate::kernel_arguments;
@@ -21,12 +21,19 @@ use crate::launch::{CudaError, Launch};
 
 /// Largest head dimension.
 pub const MAX_DIM: usize = 256;
+/// Head dimensions are multiples of this number.
+pub const DIM_STEP: usize = 8;
 /// Keys of a unit (also of a stage), units of a split, most parts of single units, as in `kernels/attention/attention_common.cuh`.
 const UNIT: usize = 64;
 const SPLIT_UNITS: usize = 8;
 const UNIT_PARTS: usize = 32;
 /// Query rows of a decode tile, and of a warp in prefill.
 const ROWS: usize = 16;
+
+assert_constants!(attention_common, { UNIT == UNIT, SPLIT_UNITS == SPLIT_UNITS, UNIT_PARTS == UNIT_PARTS });
+assert_constants!(attention_prefill, { ROWS == ROWS });
+assert_constants!(rope_store, { MAX_DIM == MAX_DIM });
+
 /// From this number of query rows of a call on, prefill blocks, whose eight warps share keys, are faster.
 const PREFILL_ROWS: usize = 64;
 /// Target number of decode blocks per SM.
@@ -238,6 +245,13 @@ struct Argument {
 }
 
 assert_layout!(Argument, attention_common::Attention, { q, out, key, value, key_scales, value_scales, block_table, rows, positions, key_mask, parts, tickets, new_key, new_value, cos, sin, rope_positions, slots, q_stride, new_stride, rotated, table_rows, interleaved, early, element, ordered, row_of_feature, columns, tokens, q_heads, heads, dim, group, tile_heads, tile_tokens, page_size, page_shift, max_pages, num_pages, batch, mask_width, window, chunks, part_slots, ring, page_inverse, key_limit, scale, softcap, ahead, norm_eps, q_norm, k_norm });
+
+/// Counters for a stream's launches whose blocks share tiles on a GPU of `sms` SMs ([`Plan::tickets`] where [`Plan::chunks`] exceeds one).
+///
+/// Such a launch has at most as many tiles as it aims at blocks. A tile has at most [`ROWS`] tokens, and 64 parts of 64 dimensions.
+pub const fn shared_tickets(sms: usize) -> usize {
+    ROWS * MAX_DIM / 64 * (BLOCKS_PER_SM * sms + 1)
+}
 
 /// The head dimension of the kernel that takes heads of `dim`.
 pub fn padded(dim: usize) -> usize {
@@ -512,6 +526,34 @@ mod tests {
                 assert!(prefill_shared(kind, dim, per_block).1 <= per_block);
             }
         }
+    }
+
+    #[test]
+    fn tiles_that_blocks_share_have_enough_counters() {
+        let caps = hopper();
+        let most = shared_tickets(caps.sms);
+        let mut largest = 0;
+        for (head_dim, heads, group) in [(256, 1, 16), (256, 8, 2), (128, 8, 4), (64, 2, 1)] {
+            for tokens in 1..=600_usize {
+                for batch in [1, tokens.div_ceil(16), tokens] {
+                    let pages = Pages {
+                        kind: KINDS[0],
+                        data: [0; 2],
+                        scales: [0; 2],
+                        num_pages: 64 * batch,
+                        page_size: 256,
+                        heads,
+                        head_dim,
+                    };
+                    let op = Attention::of_shape(pages, tokens, heads * group, (batch, 64));
+                    let plan = plan_on(&caps, &op, 16_000);
+                    if plan.chunks > 1 {
+                        largest = largest.max(plan.tickets);
+                    }
+                }
+            }
+        }
+        assert!(largest <= most && largest > most / 2, "{largest} of {most}");
     }
 
     #[test]

@@ -3,12 +3,14 @@
 use super::room::{packed, unit_bytes};
 use super::single::{Blocks, Heads};
 use super::{Attention, Plan, SPLIT_UNITS, UNIT};
+use crate::abi::assert_constants;
 use crate::capabilities::Capabilities;
 use crate::ops::Element;
 use crate::ops::kv::Kind;
 
 /// Most teams of a block, of four warps each. Up to 128 registers a thread allow as many on an SM.
 const MOST_TEAMS: usize = 4;
+assert_constants!(attention_teams, { MOST_TEAMS == MOST_TEAMS });
 
 /// Most slots of a team.
 const MOST_SLOTS: usize = 2;

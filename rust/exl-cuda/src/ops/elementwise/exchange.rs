@@ -1,6 +1,6 @@
 //! The parts of a matrix that several GPUs computed, gathered on each of them by stores into one another's memory.
 
-use crate::abi::assert_layout;
+use crate::abi::{assert_constants, assert_layout};
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
@@ -11,6 +11,8 @@ pub const GPUS: usize = 8;
 /// Most exchanges of a step.
 pub const EXCHANGES: u32 = 1024;
 const THREADS: usize = 256;
+
+assert_constants!(exchange, { EXCHANGE_GPUS == GPUS, EXCHANGES == EXCHANGES });
 
 /// Operands of [`exchange`]: addresses, sizes in words of 32 bits.
 #[derive(Clone, Debug)]

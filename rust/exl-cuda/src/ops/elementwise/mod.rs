@@ -19,6 +19,24 @@ pub enum Activation {
     QuickGelu,
 }
 
+impl Activation {
+    /// In the order of their numbers in `kernels/common/activate.cuh`.
+    pub const ALL: [Self; 3] = [Self::Silu, Self::Gelu, Self::QuickGelu];
+
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Silu => "silu",
+            Self::Gelu => "gelu",
+            Self::QuickGelu => "quickgelu",
+        }
+    }
+
+    /// The activation of this name.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| kind.name() == name)
+    }
+}
+
 /// Operands of [`activation`]: device addresses of `count` contiguous elements.
 #[derive(Clone, Copy, Debug)]
 pub struct Gated {

@@ -3,8 +3,8 @@
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
-use crate::ops::elementwise::residual::{MOST_PACKED_WIDTH, PACKED_ROWS};
-use crate::ops::linear::PackedInput;
+use crate::ops::elementwise::residual::MOST_PACKED_WIDTH;
+use crate::ops::linear::{PackedInput, few};
 use crate::ops::{Element, Target, index32};
 
 /// The kind of norm, with its specific parameters.
@@ -81,7 +81,7 @@ pub unsafe fn layer_norm_packed(to: Target, op: &PackedNorm) -> Result<(), CudaE
     let (rows, width) = (index32("rows", op.rows)?, index32("width", op.width)?);
     let columns = index32("columns", op.packed.columns)?;
     let launch = Launch {
-        kernel: if op.packed.columns == PACKED_ROWS {
+        kernel: if op.packed.columns == few::MOST_ROWS {
             "layer_norm_packed"
         } else {
             "layer_norm_packed_for_batch"
@@ -92,7 +92,7 @@ pub unsafe fn layer_norm_packed(to: Target, op: &PackedNorm) -> Result<(), CudaE
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    if op.packed.columns == PACKED_ROWS {
+    if op.packed.columns == few::MOST_ROWS {
         let mut arguments = kernel_arguments![
             op.input,
             op.weight,

@@ -3,7 +3,7 @@
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
-use crate::ops::linear::PackedInput;
+use crate::ops::linear::{PackedInput, few};
 use crate::ops::{Element, Target, index32};
 
 /// Operands of [`add_rms_norm`]: device addresses of `[rows, width]` of `element`, contiguous.
@@ -59,14 +59,11 @@ pub struct PostNorm {
     pub norm: RowNorm,
     /// F16; 0 if there is no `norm`, or `packed`
     pub output: usize,
-    /// The normed rows go here, at most [`PACKED_ROWS`] of at most [`MOST_PACKED_WIDTH`] elements.
+    /// The normed rows go here, at most [`few::MOST_ROWS`] of at most [`MOST_PACKED_WIDTH`] elements.
     pub packed: Option<(usize, PackedInput)>,
     pub rows: usize,
     pub width: usize,
 }
-
-/// Columns of the packed layout.
-pub const PACKED_ROWS: usize = 8;
 
 /// Most elements of a packed row: halves in the shared memory that every card has, without 1 KiB for the sums.
 pub const MOST_PACKED_WIDTH: usize = 47 * 1024 / 2;
@@ -84,13 +81,13 @@ pub unsafe fn add_post_norm(to: Target, op: &PostNorm) -> Result<(), CudaError> 
     let rows = index32("rows", op.rows)?;
     let (blocks, shared) = match op.packed {
         None => (op.rows, 0),
-        Some(_) if op.rows <= PACKED_ROWS && op.width <= MOST_PACKED_WIDTH => {
-            (PACKED_ROWS, 2 * op.width)
+        Some(_) if op.rows <= few::MOST_ROWS && op.width <= MOST_PACKED_WIDTH => {
+            (few::MOST_ROWS, 2 * op.width)
         }
         Some(_) => {
             return Err(CudaError::Argument {
                 what: format!("{} packed rows of {} elements", op.rows, op.width),
-                limit: format!("{PACKED_ROWS} rows of {MOST_PACKED_WIDTH}"),
+                limit: format!("{} rows of {MOST_PACKED_WIDTH}", few::MOST_ROWS),
             });
         }
     };

@@ -1,7 +1,7 @@
 //! Rotation of queries and keys and storing of keys and values in one launch.
 
 use super::{Codec, Pages};
-use crate::abi::assert_layout;
+use crate::abi::{assert_constants, assert_layout};
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
@@ -10,6 +10,7 @@ use crate::ops::{Element, Target, index32};
 
 /// Heads of a block, as in the kernel.
 const WARPS: usize = 4;
+assert_constants!(rope_store, { WARPS == WARPS });
 
 /// `struct Rotation` of `kernels/kv/rope_store.cu`.
 #[repr(C)]

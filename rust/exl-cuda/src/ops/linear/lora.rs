@@ -1,6 +1,6 @@
 //! Low-rank adapters: y = y + (A x) B, with a separate adapter for each row.
 
-use crate::abi::assert_layout;
+use crate::abi::{assert_constants, assert_layout};
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
@@ -60,6 +60,7 @@ pub(super) fn kernels() -> Vec<String> {
 
 const THREADS: u32 = 256;
 const EXPAND_THREADS: u32 = 128;
+assert_constants!(lora, { EXPAND_THREADS == EXPAND_THREADS });
 /// Blocks of one rank each up to which a launch takes one rank a block; beyond, four.
 const MOST_SINGLE: usize = 512;
 

@@ -7,7 +7,7 @@ pub mod select;
 
 use super::linear::{Matrix, MatrixArgument};
 use super::{Target, index32};
-use crate::abi::assert_layout;
+use crate::abi::{assert_constants, assert_layout};
 use crate::capabilities::Capabilities;
 use crate::device::Device;
 use crate::kernel_arguments;
@@ -18,6 +18,8 @@ use select::{FEW_ROWS, Kernel, by_eights};
 /// Most experts of a layer, and most pairs of a call, that one block can sort.
 pub const MOST_EXPERTS: usize = 1024;
 pub const MOST_PAIRS: usize = 1024;
+
+assert_constants!(experts, { EXPERTS_MOST == MOST_EXPERTS, PAIRS_MOST == MOST_PAIRS });
 
 /// Rows of an expert that are multiplied at a time if there are more.
 const MANY_COLUMNS: usize = 16;

@@ -5,7 +5,7 @@
 //! Kernels do not read their rows from pinned memory, because every block would wait for the bus.
 
 use super::Target;
-use crate::abi::assert_layout;
+use crate::abi::{assert_constants, assert_layout};
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch, copy_to_device};
@@ -18,6 +18,16 @@ pub const CAPACITY: usize = 2048;
 pub const MOST_TOP: usize = 64;
 /// Entries of the maxima and sums of one row.
 pub const BLOCKS: usize = 2048;
+/// Ids of one such entry. A row has at most [`BLOCKS`] times as many.
+pub const BLOCK: usize = 256;
+
+assert_constants!(sampling_rows, {
+    SEGMENT == SEGMENT,
+    CAPACITY == CAPACITY,
+    MOST_TOP == MOST_TOP,
+    MOST_BLOCKS == BLOCKS,
+    BLOCK == BLOCK,
+});
 
 /// Status of a row's answer.
 pub mod status {

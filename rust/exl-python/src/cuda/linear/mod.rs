@@ -11,25 +11,25 @@ use exl_cuda::{Capabilities, Device};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::cuda::expect;
 use crate::cuda::matrix::CudaMatrix;
+use crate::cuda::{activation_kind, expect};
 use crate::errors::device_error;
 use crate::operands::Launch;
 use crate::tensor::Tensor;
 use launch::Operands;
 
-/// RMS norm of a matmul's input: made once with the layer, used by every step.
+/// RMS norm of a matmul's input, or of a sum of residuals. A layer's is made once and used by every step.
 #[pyclass(frozen, module = "exl_kernels._native")]
 #[derive(Debug)]
 pub struct NormPrologue {
-    weight: Tensor,
-    eps: f32,
-    offset: f32,
+    pub weight: Tensor,
+    pub eps: f32,
+    pub offset: f32,
 }
 
 #[pymethods]
 impl NormPrologue {
-    /// x / sqrt(mean(x^2) + eps) * (weight + offset); `weight` float32 [in_features], aligned to 16 bytes, on the matrices' GPU.
+    /// x / sqrt(mean(x^2) + eps) * (weight + offset); `weight` float32 [width of x], for a matmul aligned to 16 bytes, on the GPU of x.
     #[new]
     fn new(weight: Tensor, eps: f32, offset: f32) -> Self {
         Self {
@@ -82,7 +82,7 @@ pub struct MatmulPlan {
 
 #[pymethods]
 impl MatmulPlan {
-    /// gemv_ring, gemm_few, gemm_batch, gemm_tile or gemm_large.
+    /// gemv_ring, gemm_few, gemm_direct, gemm_batch, gemm_tile or gemm_large.
     #[getter]
     fn kernel(&self) -> &'static str {
         self.plan.kernel.name()
@@ -338,14 +338,7 @@ impl CudaLinearGroup {
 }
 /// The number of an activation in the kernels.
 fn activation_number(name: &str) -> PyResult<i32> {
-    match name {
-        "silu" => Ok(0),
-        "gelu" => Ok(1),
-        "quickgelu" => Ok(2),
-        other => Err(PyValueError::new_err(format!(
-            "unknown activation {other:?}"
-        ))),
-    }
+    activation_kind(name).map(|kind| kind as i32)
 }
 
 fn tuned(kernel: Kernel, numbers: &[usize]) -> PyResult<Tuning> {

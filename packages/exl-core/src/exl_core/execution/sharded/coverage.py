@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from exl_kernels.linear import QuantMatrix
-from exl_kernels.peer import MOST_EXCHANGES, MOST_GPUS
+from exl_kernels.selection import MOST_EXCHANGES, MOST_GPUS
 
 from ...layers import Attention, Embedding, GatedMLP, Head, Linear, Module, RMSNorm
 from ...layers.description import AttentionDescription, MlpDescription

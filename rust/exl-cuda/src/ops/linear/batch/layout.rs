@@ -2,7 +2,7 @@
 
 use super::plan::{Code, LEFT_FREE, SHARED_BYTES, Shares, left_alone};
 use super::{MOST_ROWS, Matmul, Room};
-use crate::abi::assert_layout;
+use crate::abi::{assert_constants, assert_layout};
 use crate::capabilities::Capabilities;
 use crate::device::Device;
 use crate::kernel_arguments;
@@ -13,6 +13,7 @@ use crate::ops::linear::select::Kernel;
 use crate::ops::linear::{self, Half, Matrix};
 
 const LAYOUT_THREADS: u32 = 128;
+assert_constants!(batch_rows, { LAYOUT_THREADS == LAYOUT_THREADS });
 /// Approximate number of blocks of a packing launch beside a matmul by wgmma. On SMs without one, blocks of the next matmul start early and
 /// have weights in flight when packing ends (docs/design/gemm-batch.md).
 const LAYOUT_BLOCKS: usize = 64;

@@ -7,6 +7,7 @@ mod plan;
 use super::ring::Norm;
 use super::select::{Epilogue, Kernel, MOST_BLOCK_ROWS, Refusal, check_alike};
 use super::{Half, Matrix};
+use crate::abi::assert_constants;
 use crate::capabilities::Capabilities;
 use crate::device::Device;
 use crate::kernel_arguments;
@@ -23,6 +24,9 @@ use plan::{
 pub const MOST_ROWS: usize = MOST_BLOCK_ROWS;
 /// Most matrices of a launch.
 pub const MATRICES: usize = 3;
+
+assert_constants!(batch_task, { BATCH_MATRICES == MATRICES });
+
 /// Operands of a matmul: device addresses, row-major and contiguous.
 #[derive(Clone, Copy, Debug)]
 pub struct Matmul {

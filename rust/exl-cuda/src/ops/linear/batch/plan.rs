@@ -3,7 +3,7 @@
 mod shares;
 
 use super::{MATRICES, MOST_ROWS};
-use crate::abi::assert_layout;
+use crate::abi::{assert_constants, assert_layout};
 use crate::capabilities::{Capabilities, Feature};
 use crate::layout::{TILE, UNIT_ROWS};
 use crate::ops::linear::select::{Refusal, check_rows};
@@ -84,6 +84,7 @@ impl Code {
 const QUARTERS: usize = 4;
 /// Row tiles of an item, which a warpgroup processes at a time.
 const ITEM_TILES: usize = 4;
+assert_constants!(batch_task, { QUARTERS == QUARTERS, ITEM_TILES == ITEM_TILES });
 const MOST_SLOTS: usize = 16;
 /// Slots of half units of activations at most, if these have a ring of their own.
 const MOST_HALF_SLOTS: usize = 4;

@@ -7,6 +7,7 @@ mod task;
 use super::ring::Matmul;
 use super::select::{Epilogue, Refusal};
 use super::{Half, Matrix};
+use crate::abi::assert_constants;
 use crate::capabilities::Capabilities;
 use crate::device::Device;
 use crate::kernel_arguments;
@@ -21,6 +22,9 @@ pub const MOST_ROWS: usize = 8;
 const ROWS_THREADS: u32 = 128;
 /// Words of 16 bytes of a unit's activations, a row.
 const WORDS: usize = 32;
+
+assert_constants!(rows, { ROWS_THREADS == ROWS_THREADS });
+assert_constants!(tiles, { TILES_ROWS == MOST_ROWS });
 
 /// Source of a matmul's input.
 #[derive(Clone, Copy, Debug)]

@@ -5,6 +5,7 @@ use super::super::ring::MATRICES;
 use super::super::select::{Refusal, check_alike, check_rows};
 use super::MOST_ROWS;
 pub(super) use super::task::{LISTED, Part, Preparation, Task};
+use crate::abi::assert_constants;
 use crate::capabilities::{Capabilities, Feature};
 
 /// Threads of a block of `kernels/linear/tiles.cuh`.
@@ -27,6 +28,8 @@ const STAY_MIXED: i32 = 2;
 pub(super) const SQUARES_BYTES: usize = 32 * 8 * 4;
 /// Packed activations of a unit and eight rows.
 const X_BYTES: usize = 4096;
+assert_constants!(few_task, { FINISHERS == FINISHERS, X_BYTES == X_BYTES });
+assert_constants!(tile, { CLASSES == CLASSES });
 /// A partial sum of a tile: 16 features of eight rows.
 const PART_BYTES: usize = 512;
 /// Bytes in flight per SM; beyond this, queued weights delay all other memory traffic. With fewer than the second number, memory idles.

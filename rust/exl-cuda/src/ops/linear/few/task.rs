@@ -2,10 +2,12 @@
 
 use super::super::MatrixArgument;
 use super::super::ring::{MATRICES, NO_GATE};
-use crate::abi::assert_layout;
+use crate::abi::{assert_constants, assert_layout};
 
 /// Units that fit a launch's parameters, including the end of each matrix's: those of an input of up to 20,224 features.
 pub(super) const LISTED: usize = 80;
+
+assert_constants!(few_task, { FEW_LISTED == LISTED, FEW_MATRICES == MATRICES });
 
 /// `struct FewPart` of `kernels/linear/few.cuh`.
 #[repr(C)]

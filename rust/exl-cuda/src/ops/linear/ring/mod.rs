@@ -4,6 +4,7 @@ mod plan;
 
 use super::select::{Epilogue, Refusal};
 use super::{Half, Matrix};
+use crate::abi::assert_constants;
 use crate::capabilities::Capabilities;
 use crate::device::Device;
 use crate::kernel_arguments;
@@ -18,6 +19,9 @@ pub const MOST_ROWS: usize = 8;
 pub const MATRICES: usize = 3;
 /// `gate` of the kernels' parameters without an activation (`kernels/linear/gate.cuh`).
 pub(super) const NO_GATE: i32 = -1;
+
+assert_constants!(gate, { NO_GATE == NO_GATE });
+assert_constants!(ring_task, { MATRICES == MATRICES });
 
 /// RMS norm of the input before the matmul.
 #[derive(Clone, Copy, Debug)]

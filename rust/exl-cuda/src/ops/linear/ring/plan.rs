@@ -1,7 +1,7 @@
 //! Division of a ring launch among blocks and their shared memory.
 
 use super::{MATRICES, MOST_ROWS, Tuning};
-use crate::abi::assert_layout;
+use crate::abi::{assert_constants, assert_layout};
 use crate::capabilities::{Capabilities, Feature};
 use crate::layout::TILE;
 use crate::ops::linear::select::{Epilogue, Refusal, check_alike, check_rows};
@@ -28,6 +28,8 @@ const KEEP: i32 = 1;
 const PADDED: i32 = 2;
 const ROW: i32 = 4;
 const FILLS: usize = 8;
+
+assert_constants!(ring_task, { MOST_STAGES == MOST_STAGES, RESULT_BUFFERS == RESULT_BUFFERS });
 /// Longest row that the kernel's 512 threads hold at once.
 const ROW_FEATURES: usize = 4 * 8 * 512;
 
