@@ -70,6 +70,22 @@ def test_a_capture_leaves_the_logits_of_the_step_before(model: ExLlamaV2) -> Non
     assert torch.equal(logits, expected)
 
 
+def test_the_step_unused_for_longest_is_dropped(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
+    cache = ExLlamaV2Cache(model, max_seq_len=64 * PAGE)
+
+    def captured(batch: int) -> Any:
+        step = model.prepare_step(1, cache, params([1] * batch, width=1))
+        assert step is not None
+        return captured_of(step)
+
+    one, two = captured(1), captured(2)
+    assert captured(1) is one
+    captured(4)
+    assert captured(1) is one
+    assert captured(2) is not two
+
+
 @pytest.mark.parametrize(("batch", "q_len"), [(16, 5), (80, 1), (32, 8)])
 def test_steps_of_more_rows_than_a_kernel_takes_are_captured(model: ExLlamaV2, batch: int, q_len: int) -> None:
     """Sequences with drafts, and many sequences: each row has the logits that it has alone."""

@@ -57,7 +57,7 @@ __all__ = ["CaptureFailure", "DecodeGraphs"]
 PLACE_PARTS = 4  # numbers of `_place`; the version of the adapters follows in keys of steps with adapters
 ONE_TOKEN = Bucket(1, 1, 1, 1)
 MAX_GRAPHS = 64
-"""Most captured steps of one cache. Beyond them the oldest is dropped, since each takes a few MB of GPU memory."""
+"""Most captured steps of one cache, each a few MB of GPU memory. Beyond them the one unused for longest is dropped."""
 
 
 class DecodeGraphs:
@@ -358,6 +358,7 @@ class DecodeGraphs:
         key = (*place, self._sets.version) if adapted else place
         held = self._graphs.get(key)
         if held is not None and bucket in held:
+            held[bucket] = held.pop(bucket)  # the one used last is the last one
             return held[bucket]
         if held is None:
             known = any(k[0] == key[0] for k in self._graphs)
