@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import statistics
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 from bench_step import CACHES, NAMES, PAGE, check, paged, replay_time
@@ -63,7 +65,22 @@ def measure(model: ExLlamaV2, kind: str, tokens: int, rate: float) -> dict[str, 
         "tflop_s": work / seconds / 1e12,
         "pct_product_rate": 100.0 * work / seconds / rate,
         "memory_bytes": torch.cuda.max_memory_reserved(),
+        **stored(lambda: model.forward_chunk(ids, cache, attn_params=params, preprocess_only=True)),
     }
+
+
+def stored(run: Callable[[], object]) -> dict[str, float]:
+    """Medians of a pass without logits, as the generator runs prompts: until it is queued, and until it is done."""
+    queued, done = [], []
+    for _ in range(10):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        run()
+        queued.append(time.perf_counter() - begin)
+        torch.cuda.synchronize()
+        done.append(time.perf_counter() - begin)
+    # The first passes run eagerly and capture the step, if the prompt is short enough.
+    return {name: statistics.median(taken[3:]) * 1e6 for name, taken in (("queue_us", queued), ("store_us", done))}
 
 
 def main() -> None:

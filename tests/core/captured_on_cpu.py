@@ -109,6 +109,16 @@ class Modules(JoinedLaunches):
             Graph.recording.body = lambda: self._compute(modules, given, step, out)
         return out
 
+    def store(self, ids: Tensor, step: Step) -> None:
+        if Graph.recording is not None:
+            modules = list(self._model.modules)[: self._model.last_kv_layer_idx + 1]
+            Graph.recording.body = lambda: self._store(modules, ids, step)
+
+    def _store(self, modules: list[Module], x: Tensor, step: Step) -> None:
+        with torch.inference_mode():
+            for module in modules:
+                x = module.forward(x, step)
+
     def _compute(self, modules: list[Module], x: Tensor, step: Step, out: Tensor) -> None:
         assert bool((step.positions >= 0).all()), "these stand-ins know no padding: ask for 1, 2, 4, .. rows"
         with torch.inference_mode():

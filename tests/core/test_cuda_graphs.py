@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,38 @@ def rows_are_the_same(model: ExLlamaV2, batches: tuple[int, ...], monkeypatch: p
         assert many.shape[0] == batch
         for row in (0, batch // 2, batch - 1):
             assert torch.equal(many[row], alone[0]), f"row {row} of {batch}"
+
+
+@pytest.mark.parametrize("kind", [ExLlamaV2Cache, ExLlamaV2Cache_Q4])
+@pytest.mark.parametrize(
+    ("lengths", "past"), [([40], [3]), ([64], [0]), ([1], [30]), ([20, 9, 1], [0, 17, 5]), ([5] * 7, [0] * 7)]
+)
+def test_captured_prompts_store_what_eager_ones_do(
+    model: ExLlamaV2,
+    kind: type[ExLlamaV2CacheBase],
+    lengths: list[int],
+    past: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Short prompts alone and together, after tokens that are stored already."""
+    vocab, generator = model.config.vocab_size, torch.Generator().manual_seed(3)
+    pages = table(len(lengths), 6)
+    before = [torch.randint(0, vocab, (1, 1 + stored), generator=generator) for stored in past]
+    ids = torch.randint(0, vocab, (1, sum(lengths)), generator=generator)
+    together = replace(params(pages, past, 0), q_lens=torch.tensor(lengths, dtype=torch.int32))
+    stored = []
+    for way in (eager, captured):
+        way(model, monkeypatch)
+        cache = kind(model, max_seq_len=PAGES * PAGE)
+        for row, first in enumerate(before):
+            model.forward_chunk(first, cache, attn_params=params(pages[row : row + 1], [0], first.shape[1]))
+        count = model.decode.count
+        for _ in range(2):  # the first pass of its kind is not captured
+            assert model.forward_chunk(ids, cache, attn_params=together, preprocess_only=True) == {}
+        assert (model.decode.count > count) == (way is captured), model.decode.reason
+        stored.append([tensor.clone() for tensor in cache.all_tensors()])
+    for one, other in zip(*stored, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_one_capture_serves_every_length_of_its_bucket(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import torch
 from captured_on_cpu import Stream, captured_on_cpu
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, Intervention, PagedParams
+from exl_core.errors import TokenIdError
 from exl_core.execution import capturable, select
 from exl_core.execution import captured as graphs
 from exl_core.execution.capture_failure import FIRST_PAUSE
@@ -68,6 +69,110 @@ def test_a_capture_leaves_the_logits_of_the_step_before(model: ExLlamaV2) -> Non
     assert model.decode.count == 2
     assert step.is_current
     assert torch.equal(logits, expected)
+
+
+PROMPTS = [
+    pytest.param([40], [3], id="one-prompt"),
+    pytest.param([64], [0], id="most-tokens"),
+    pytest.param([1], [30], id="one-token"),
+    pytest.param([20, 9, 1], [0, 17, 5], id="three-prompts"),
+    pytest.param([5] * 7, [0] * 7, id="many-short-prompts"),
+]
+
+
+def prompts(lengths: list[int], past: list[int], order: torch.Tensor | None = None) -> PagedParams:
+    many = replace(params(past, width=6), q_len=0)
+    if order is not None:
+        many.block_index = order[many.block_index.long()]
+    return many if len(lengths) == 1 else replace(many, q_lens=torch.tensor(lengths, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("shift", [None, -2], ids=["", "rotated-elsewhere"])
+@pytest.mark.parametrize(("lengths", "past"), PROMPTS)
+def test_a_short_prompt_is_stored_by_a_captured_step(
+    model: ExLlamaV2, lengths: list[int], past: list[int], shift: int | None
+) -> None:
+    """The first pass of its kind runs eagerly. Later ones store bitwise the same, and nothing else."""
+    caches = [ExLlamaV2Cache(model, max_seq_len=64 * PAGE) for _ in range(2)]
+    generator = torch.Generator().manual_seed(len(lengths))
+    order = torch.randperm(64, generator=generator).to(torch.int32)
+    for held in caches:
+        for tensor in held.all_tensors():
+            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(5)))
+    ids = torch.randint(0, model.config.vocab_size, (1, sum(lengths)), generator=generator)
+    places, counts = prompts(lengths, past, order), []
+    if shift is not None:
+        places.rope_offsets = torch.tensor([shift if stored else 0 for stored in past], dtype=torch.int32)
+    for held in caches:
+        model.forward_chunk(ids, held, preprocess_only=True, attn_params=places)
+        counts.append(model.decode.count)
+        assert held.current_seq_len == max(stored + new for stored, new in zip(past, lengths, strict=True))
+    assert counts == [0, 1]
+    for eager, stored in zip(caches[0].all_tensors(), caches[1].all_tensors(), strict=True):
+        assert torch.equal(eager, stored)
+
+
+def test_a_stored_prompt_leaves_the_logits_of_the_step_before(model: ExLlamaV2) -> None:
+    """A generator computes new prompts while the logits of a prelaunched step wait to be used."""
+    cache = ExLlamaV2Cache(model, max_seq_len=64 * PAGE)
+    step = model.prepare_step(1, cache, params([15, 3]))
+    assert step is not None
+    logits = step.run(torch.full((2, 1), 7))
+    assert logits is not None
+    expected = logits.clone()
+    ids, places = torch.full((1, 20), 7), prompts([20], [0], torch.arange(64, dtype=torch.int32) + 16)
+    for _ in range(2):
+        assert model.forward_chunk(ids, cache, preprocess_only=True, attn_params=places) == {}
+    assert model.decode.count == 2
+    assert step.is_current
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"ids": 65}, id="more-rows-than-packed-weights-take"),
+        pytest.param({"q_lens": [1] * 20}, id="too-many-windows"),
+        pytest.param({"past": 90}, id="padding-behind-the-last-page"),
+    ],
+)
+def test_prompts_that_fit_no_windows_run_eagerly(model: ExLlamaV2, change: dict[str, Any]) -> None:
+    lengths = change.get("q_lens", [change.get("ids", 4)])
+    past = [change.get("past", 0)] * len(lengths)
+    cache = ExLlamaV2Cache(model, max_seq_len=6 * len(lengths) * PAGE)
+    for _ in range(2):
+        ids = torch.full((1, sum(lengths)), 7)
+        assert model.forward_chunk(ids, cache, preprocess_only=True, attn_params=prompts(lengths, past)) == {}
+    assert model.decode.count == 0
+    assert cache.current_seq_len == past[0] + lengths[0]
+
+
+@pytest.mark.parametrize("token", [-2, 10**6])
+def test_ids_of_a_stored_prompt_are_checked(model: ExLlamaV2, token: int) -> None:
+    cache = ExLlamaV2Cache(model, max_seq_len=8 * PAGE)
+    ids = torch.full((1, 20), 7)
+    for _ in range(2):
+        model.forward_chunk(ids, cache, preprocess_only=True, attn_params=prompts([20], [0]))
+    assert model.decode.count == 1
+    ids[0, 11] = token
+    with pytest.raises(TokenIdError):
+        model.forward_chunk(ids, cache, preprocess_only=True, attn_params=prompts([20], [0]))
+
+
+def test_the_step_unused_for_longest_is_dropped(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
+    cache = ExLlamaV2Cache(model, max_seq_len=64 * PAGE)
+
+    def captured(batch: int) -> Any:
+        step = model.prepare_step(1, cache, params([1] * batch, width=1))
+        assert step is not None
+        return captured_of(step)
+
+    one, two = captured(1), captured(2)
+    assert captured(1) is one
+    captured(4)
+    assert captured(1) is one
+    assert captured(2) is not two
 
 
 @pytest.mark.parametrize(("batch", "q_len"), [(16, 5), (80, 1), (32, 8)])

@@ -11,6 +11,7 @@ from captured_on_cpu import captured_on_cpu
 from internals import prelaunch
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer, Intervention
+from exl_core.execution.pending import PendingStep
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.testing import check_pages, drain, streamed_tokens
 
@@ -50,6 +51,45 @@ def test_steps_captured_while_logits_wait(lengths: list[int], style: Any, monkey
     for early in (False, True):
         assert said(lengths, style, 60, early) == plain
         assert loaded()[0].decode.steps > 0
+
+
+def test_prompts_are_captured_steps_from_the_second_of_their_kind_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Different prompts, one after the other and several at a time, have the tokens of eager prompts."""
+    model, tokenizer = loaded()
+    ids = tokenizer.encode(
+        "def main(argv):\n    import os, sys\n    for name in os.listdir(argv[1]):\n        print(name)\n"
+    )
+    stored: list[bool] = []
+    found: list[list[list[int]]] = []
+    store = PendingStep.store
+
+    def watched(*given: Any) -> bool:
+        stored.append(store(*given))
+        return stored[-1]
+
+    monkeypatch.setattr(PendingStep, "store", watched)
+    for early in (False, True):
+        if early:
+            captured_on_cpu(monkeypatch)
+            model.decode.clear()
+        cache = ExLlamaV2Cache(model, max_seq_len=1024)
+        made = ExLlamaV2DynamicGenerator(model, cache, tokenizer, page_size=16)
+        prelaunch(made, early)
+        for prompts in (
+            [ids[:, 1:20]],
+            [ids[:, 2:24]],
+            [ids[:, 3:21]],
+            [ids[:, 4:9], ids[:, 5:9]],
+            [ids[:, 6:11], ids[:, 7:12]],
+        ):
+            jobs = [ExLlamaV2DynamicJob(prompt, 8, gen_settings=Settings.greedy()) for prompt in prompts]
+            made.enqueue(jobs)
+            results = drain(made)
+            found.append([streamed_tokens(results[job]) for job in jobs])
+        assert len(stored) == 3 * early, "the second and third prompt, the second pair"
+    assert all(stored)
+    assert found[:5] == found[5:]
+    assert all(len(tokens) == 8 for group in found for tokens in group)
 
 
 def test_a_hook_takes_effect_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

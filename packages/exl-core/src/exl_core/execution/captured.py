@@ -1,4 +1,4 @@
-"""Captured decode steps of one model: which exist, when one applies, and the fallback.
+"""Captured decode steps and short prompts of one model: which exist, when one applies, and the fallback.
 
 A captured step is recorded once with static inputs and replayed as one launch, or one for each device of a split model.
 It holds the joined launches of `fused.py` where these cover the model, adapters included, else the modules' own forward
@@ -41,6 +41,7 @@ from .capture_failure import CaptureFailure
 from .fused import JoinedLaunches, joined_launches_of, joins_adapters
 from .inputs import Bucket, StepInputs, StepTensors, passed
 from .pending import CapturedStep, PendingStep, on_cpu
+from .prompt_windows import windows_of
 from .sections import Handover, SectionGraphs, mirrored, sections_of
 from .sharded.coverage import row_bytes
 from .sharded.launches import ShardLaunches, shard_launches_of
@@ -58,7 +59,7 @@ __all__ = ["CaptureFailure", "DecodeGraphs"]
 PLACE_PARTS = 4  # numbers of `_place`; the version of the adapters follows in keys of steps with adapters
 ONE_TOKEN = Bucket(1, 1, 1, 1)
 MAX_GRAPHS = 64
-"""Most captured steps of one cache. Beyond them the oldest is dropped, since each takes a few MB of GPU memory."""
+"""Most captured steps of one cache, each a few MB of GPU memory. Beyond them the one unused for longest is dropped."""
 
 
 class DecodeGraphs:
@@ -66,6 +67,9 @@ class DecodeGraphs:
 
     `reason` says why the last paged step of few tokens was launched eagerly; None when it was captured. `apart_reason`
     says why steps are captured as the modules' own passes rather than as joined launches (`fused.py`); else None.
+
+    Short prompts that only store keys and values are captured steps, too: windows of a sequence's tokens are the rows
+    (`prompt_windows.py`). Other prompts run eagerly.
 
     A failed capture, for lack of memory for example, does not affect other buckets. Its bucket runs eagerly and is
     tried again after 64 of its steps, then 128 and so on; `failures` lists those buckets. A model that cannot be
@@ -93,6 +97,7 @@ class DecodeGraphs:
         self._exact_batch = False
         self._sets = AdapterSets()
         self._recording = False
+        self._wanted: set[Bucket] = set()  # buckets without logits that a pass has needed
         self._arrangement: list[Module] | None = None  # the modules that `_refused` refers to
         self._modules: list[Module] | None = None  # the modules, without hooks, that the captured steps belong to
         self.longest = 0  # tokens of the longest sequence after the last captured step
@@ -137,16 +142,45 @@ class DecodeGraphs:
         prepared = None if params.batch_size != batch else self.prepare_step(q_len, cache, params, adapters)
         return None if prepared is None else prepared.run(ids)
 
+    def store(self, ids: Tensor, cache: ExLlamaV2CacheBase, params: PagedParams) -> bool:
+        """Store the keys and values of a short prompt by a captured step.
+
+        The first pass of a bucket is not captured: many prompts are the only ones of their kind.
+
+        Args:
+            ids: int64 [B, q], or [1, T] with `params.q_lens`.
+            cache: the cache of the pages.
+            params: paged parameters.
+
+        Returns:
+            False, with nothing done, where no captured step covers the arguments or an argument is invalid.
+        """
+        windows = windows_of(ids, params)
+        if windows is None:
+            return False
+        step = self.prepare_step(windows.ids.shape[1], cache, windows.params, stores=True)
+        if step is None or not step.store(windows.ids, windows.counts):
+            return False
+        cache.current_seq_len = windows.longest
+        return True
+
     def prepare_step(
         self,
         q_len: int,
         cache: ExLlamaV2CacheBase | None,
         params: PagedParams,
         adapters: Sequence[tuple[Adapter, ...]] = (),
+        *,
+        stores: bool = False,
     ) -> PendingStep | None:
         """Do all work of a step of `q_len` tokens a row that does not need its ids; None as for `step`.
 
-        adapters: of each row; () where no row has any.
+        Args:
+            q_len: tokens a row.
+            cache: the cache of the pages.
+            params: paged parameters.
+            adapters: of each row; () where no row has any.
+            stores: the step has no logits.
         """
         batch = params.batch_size
         if q_len > MAX_Q_LEN or cache is None or params.q_lens is not None:
@@ -176,8 +210,11 @@ class DecodeGraphs:
         set_ids = self._set_ids_of(model, adapters) if adapters else []
         if set_ids is None:
             return None
-        bucket = self._bucket(batch, q_len, longest, size, places)
-        captured = self._captured(model, cache, bucket, bool(adapters)) if self._takes(model, bucket) else None
+        sizes = self._bucket(batch, q_len, longest, size, places)
+        bucket = self._store_bucket(model, sizes, places) if stores else sizes
+        if bucket is None or not self._takes(model, bucket):
+            return None
+        captured = self._captured(model, cache, bucket, bool(adapters))
         if captured is None:
             return None
         limits = (model.config.vocab_size, model.config.max_seq_len, places)
@@ -250,6 +287,7 @@ class DecodeGraphs:
         self._drop(list(self._graphs))
         self._sets.clear()
         self._failed.clear()
+        self._wanted.clear()
         self._logits.clear()
         self._workspaces.clear()
         self._mail.clear()
@@ -301,6 +339,18 @@ class DecodeGraphs:
         # Four buckets an octave: a launch is planned for all keys of its bucket.
         grain = 1 << max(0, (pages - 1).bit_length() - 3)
         return Bucket(rows, q_len, min(-(-pages // grain) * grain, places), page_size)
+
+    def _store_bucket(self, model: LanguageModel, bucket: Bucket, places: int) -> Bucket | None:
+        """Return the bucket of a step without logits; None where no captured step serves it, or not yet."""
+        joined = self._joined_or_reason(model) if model.tp_context is None else None
+        if self._exact_batch or model.placement.several or not isinstance(joined, JoinedLaunches):
+            return None
+        pages = min(1 << (bucket.pages - 1).bit_length(), places)
+        found = replace(bucket, pages=pages, stores=True)
+        if found not in self._wanted:
+            self._wanted.add(found)
+            return None
+        return found
 
     def _takes(self, model: LanguageModel, bucket: Bucket) -> bool:
         """Return whether steps of a bucket have batch-invariant results if they are captured."""
@@ -370,6 +420,7 @@ class DecodeGraphs:
         key = (*place, self._sets.version) if adapted else place
         held = self._graphs.get(key)
         if held is not None and bucket in held:
+            held[bucket] = held.pop(bucket)  # the one used last is the last one
             return held[bucket]
         if held is None:
             known = any(k[0] == key[0] for k in self._graphs)
@@ -415,6 +466,9 @@ class DecodeGraphs:
             return self._record_sharded(model, model.tp_context, cache, bucket)
         joined = None if adapted and not joins_adapters() else self._joined_or_reason(model)
         inputs = StepInputs(bucket, device)
+        if bucket.stores:
+            assert isinstance(joined, JoinedLaunches), "_store_bucket has checked it"
+            return self._record_store(model, cache, joined, inputs)
         logits = self._logits_of(bucket.tokens, model.config.padded_vocab_size, device)
         sections = sections_of(model.placement)
         tensors, copies = mirrored(sections, inputs)
@@ -441,6 +495,20 @@ class DecodeGraphs:
             kept += [state, held]
         whole = parts[0][1] if len(parts) == 1 else SectionGraphs(parts)
         return CapturedStep(whole, inputs, logits, (*kept, *self._workspaces), tuple(adapters), [-1] * bucket.tokens)
+
+    def _record_store(
+        self, model: LanguageModel, cache: ExLlamaV2CacheBase, joined: JoinedLaunches, inputs: StepInputs
+    ) -> CapturedStep:
+        """Record a step without logits of a model on one device."""
+        step = static_step(model, cache, inputs.bucket, inputs, inputs.buffer.device)
+
+        def body(_: Tensor | None) -> Tensor:
+            joined.store(inputs.ids, step)
+            return inputs.ids
+
+        graph, _, held = self._capture(body, None, inputs.ids)
+        kept = (step.rows, step.cos, step.sin, *(step.alt or ()), held, *self._workspaces)
+        return CapturedStep(graph, inputs, None, kept)
 
     def _record_sharded(
         self, model: LanguageModel, context: TensorParallel, cache: ExLlamaV2CacheBase, bucket: Bucket

@@ -79,6 +79,11 @@ class ForwardPass:
         plain = not (self.preprocess_only or self.last_id_only) and self.position_offsets is None
         return plain and isinstance(self.params, PagedParams)
 
+    @property
+    def stores(self) -> bool:
+        """Whether a `fusable` pass only stores the keys and values of tokens in pages, so that it may be captured."""
+        return self.preprocess_only and self.position_offsets is None and isinstance(self.params, PagedParams)
+
     def end(self) -> int:
         """Return the number of tokens of the longest sequence after a checked pass."""
         q_len, params = self.ids.shape[1], self.params

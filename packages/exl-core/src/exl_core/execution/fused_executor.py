@@ -35,6 +35,8 @@ class Fused:
             logits = _captured(model, asked)
             if logits is not None:
                 return {"logits": logits}
+        elif asked.stores and _stored(model, asked):
+            return {}
         if model.tp_context is not None:
             return _run_sharded(model, asked)
         asked = checked(model, asked)
@@ -75,6 +77,17 @@ def _captured(model: ExecutableModel, asked: ForwardPass) -> Tensor | None:
     if logits is not None and asked.cache is not None:
         asked.cache.current_seq_len = model.decode.longest
     return logits
+
+
+def _stored(model: ExecutableModel, asked: ForwardPass) -> bool:
+    """Store the keys and values of a short prompt by a captured step.
+
+    Returns False, with nothing done, where none applies or an argument is invalid.
+    """
+    ids, params = asked.ids, asked.params
+    assert isinstance(params, PagedParams), "stores"
+    with out_of_memory_as_error("run the model"):
+        return asked.cache is not None and model.decode.store(ids, asked.cache, params)
 
 
 def _run_joined(joined: JoinedLaunches, asked: ForwardPass, step: Step) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -47,6 +47,8 @@ class Bucket:
     q_len: int
     pages: int
     page_size: int
+    stores: bool = False
+    """The step only stores keys and values: it has no logits."""
 
     @property
     def tokens(self) -> int:
@@ -57,8 +59,8 @@ class Bucket:
 class StepTensors:
     """The inputs of one bucket on a device: views of one buffer in the layout of `StepStage`.
 
-    Rows of the bucket beyond the batch are padding: token 0 at position -1, which sees no keys, and slot -1, which is
-    not stored. Initially all rows are padding.
+    Rows of the bucket beyond the batch, and tokens of a row beyond its count, are padding: token 0 at position -1,
+    which sees no keys, and slot -1, which is not stored. Initially all rows are padding.
     """
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
@@ -105,6 +107,7 @@ class StepInputs(StepTensors):
         table: Tensor,
         limits: tuple[int, int, int],
         offsets: Tensor | None = None,
+        counts: Sequence[int] = (),
     ) -> bool:
         """Queue the copy of a step to the device.
 
@@ -115,6 +118,7 @@ class StepInputs(StepTensors):
             limits: exclusive upper bounds of ids, positions and page numbers.
             offsets: int64 [b], added to the rope positions of each row (after images positions are not places). The
                 sums must be from 0 to the place.
+            counts: tokens of each row that are no padding; () where all are.
 
         Returns:
             False, with nothing queued, when a value is invalid or exceeds the bucket or the limits.
@@ -122,6 +126,7 @@ class StepInputs(StepTensors):
         stage = self._fill(ids, past, table, limits, offsets)
         if stage is None:
             return False
+        self._pad(stage, counts)
         stage.send(self.buffer)
         return True
 
@@ -158,6 +163,16 @@ class StepInputs(StepTensors):
         self._sent = stream_of(self.buffer)
         self._next = (self._next + 1) % (2 * STAGES)
         return stage
+
+    def _pad(self, stage: StepStage, counts: Sequence[int]) -> None:
+        """Turn the tokens of each row behind its first `counts` into padding."""
+        t, q_len = self.bucket.tokens, self.bucket.q_len
+        slots = stage.pinned[8 * t : 16 * t].view(torch.int64)
+        positions = stage.pinned[24 * t : 28 * t].view(torch.int32)
+        for row, count in enumerate(counts):
+            if count < q_len:
+                padding = slice(row * q_len + count, (row + 1) * q_len)
+                slots[padding] = positions[padding] = -1
 
 
 def _sizes(bucket: Bucket) -> tuple[int, int, int, int]:

@@ -33,7 +33,7 @@ class CapturedStep:
 
     graph: torch.cuda.CUDAGraph | SectionGraphs
     inputs: StepInputs
-    logits: Tensor  # float32 [tokens, padded vocabulary]
+    logits: Tensor | None  # float32 [tokens, padded vocabulary]; None where the bucket only stores
     kept: tuple[Tensor, ...]  # rope tables, hidden states between devices, counters of attention, workspaces
     adapters: tuple[RowAdapters, ...] = ()  # on each device
     set_ids: list[int] = field(default_factory=list)  # contents of the adapters' tensor at this point of the stream
@@ -55,6 +55,7 @@ class CapturedStep:
         """Return a cached view [batch, q_len, columns], since making one costs host time in every step."""
         view = self.views.get((batch, q_len))
         if view is None:
+            assert self.logits is not None, "the step only stores"
             with torch.inference_mode(False):
                 view = self.views[batch, q_len] = self.logits[: batch * q_len].view(batch, q_len, -1)
         return view
@@ -145,9 +146,9 @@ class PendingStep:
     def _ids(self) -> Tensor:
         return self._captured.inputs.first_ids(self._shape[0] * self._shape[1])
 
-    def _send(self, ids: Tensor | None) -> bool:
+    def _send(self, ids: Tensor | None, counts: Sequence[int] = ()) -> bool:
         try:
-            return self._captured.inputs.send(ids, *self._inputs, self._limits, self._offsets)
+            return self._captured.inputs.send(ids, *self._inputs, self._limits, self._offsets, counts)
         except RuntimeError as error:
             raise _typed(error) from error
 
@@ -160,6 +161,26 @@ class PendingStep:
         if self._dropped:
             raise DeviceError("the captured step was dropped before its launch; prepare it again")
         self._owner.steps += 1
+        self._replay()
+        self._number = self._owner.steps
+        return self._captured.logits_of(*self._shape)
+
+    def store(self, ids: Tensor, counts: Sequence[int]) -> bool:
+        """Queue a step that only stores keys and values. The logits of other steps stay valid.
+
+        Args:
+            ids: int64 [B, q] on the CPU.
+            counts: tokens of each row that are no padding.
+
+        Returns:
+            False, with nothing queued, if the ids are invalid or the step was dropped.
+        """
+        if self._dropped or not self._send(ids, counts):
+            return False
+        self._replay()
+        return True
+
+    def _replay(self) -> None:
         try:
             self._captured.send_set_ids(self._set_ids)
             self._captured.graph.replay()
@@ -170,9 +191,7 @@ class PendingStep:
             if isinstance(error, RuntimeError):
                 raise _typed(error) from error
             raise
-        self._number = self._owner.steps
         self._owner.longest = self._cache.current_seq_len = self._longest
-        return self._captured.logits_of(*self._shape)
 
 
 def _typed(error: RuntimeError) -> Exception:

@@ -1,0 +1,98 @@
+"""Short prompts as rows of a decode step: windows of equal length over the tokens of each sequence.
+
+A decode step of several tokens a row stores all keys and values of a layer before attention reads them. So windows of
+one sequence may be rows of one step, and each token sees the keys of the windows before its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from exl_kernels.selection import PACKED_ROWS
+
+from .attn_params import PagedParams
+
+__all__ = ["WINDOWS", "PromptWindows", "windows_of"]
+
+WINDOWS = (16, 4)
+"""Lengths of windows, the preferred one first. Few lengths need few captured steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptWindows:
+    """The tokens of a pass in windows, sequence by sequence."""
+
+    ids: Tensor
+    """int64 [windows, length]; 0 behind the end of a sequence."""
+    params: PagedParams
+    """One row for each window."""
+    counts: list[int]
+    """Tokens of each window before the end of its sequence."""
+    longest: int
+    """Tokens of the longest sequence after the pass."""
+
+
+def windows_of(ids: Tensor, params: PagedParams) -> PromptWindows | None:
+    """Cut a pass into windows.
+
+    Args:
+        ids: int64 [B, q], or [1, T] with `params.q_lens`, on the CPU.
+        params: paged parameters.
+
+    Returns:
+        The windows; None where they have more than PACKED_ROWS tokens, or an argument is not as described.
+    """
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64 or not ids.is_cpu:
+        return None
+    if not 1 <= ids.numel() <= PACKED_ROWS:
+        return None
+    lengths = _lengths(ids, params)
+    if lengths is None:
+        return None
+    for width in WINDOWS:
+        if width * sum(-(-length // width) for length in lengths) <= PACKED_ROWS:
+            return _cut(ids.reshape(-1), params, lengths, width)
+    return None
+
+
+def _lengths(ids: Tensor, params: PagedParams) -> list[int] | None:
+    """Return the tokens of each sequence; None where ids and parameters do not fit."""
+    batch, q_len = ids.shape
+    if params.q_len not in (0, q_len):
+        return None
+    if params.q_lens is None:
+        return [q_len] * batch if params.batch_size == batch else None
+    lengths: list[int] = params.q_lens.tolist()
+    fits = batch == 1 and sum(lengths) == q_len and min(lengths) >= 1
+    return lengths if fits else None
+
+
+def _cut(ids: Tensor, params: PagedParams, lengths: list[int], width: int) -> PromptWindows:
+    past: list[int] = params.cache_seqlens.tolist()
+    rows: list[int] = []
+    starts: list[int] = []
+    counts: list[int] = []
+    for row, (length, stored) in enumerate(zip(lengths, past, strict=True)):
+        for begin in range(0, length, width):
+            rows.append(row)
+            starts.append(stored + begin)
+            counts.append(min(width, length - begin))
+    padded = ids.new_zeros(len(rows), width)
+    for window, part in zip(padded, torch.split(ids, counts), strict=True):
+        window[: len(part)] = part
+    of_rows = torch.tensor(rows)
+    offsets = params.rope_offsets
+    windows = PagedParams(
+        batch_size=len(rows),
+        block_index=params.block_index[of_rows],
+        cache_seqlens=torch.tensor(starts, dtype=torch.int32),
+        max_cache_seqlen=max(starts),
+        page_size=params.page_size,
+        q_len=width,
+        rope_offsets=None if offsets is None else offsets.reshape(-1)[of_rows],
+    )
+    longest = max(stored + length for stored, length in zip(past, lengths, strict=True))
+    return PromptWindows(padded, windows, counts, longest)
