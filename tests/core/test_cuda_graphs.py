@@ -23,6 +23,7 @@ from exl_core import (
     PagedParams,
 )
 from exl_core.errors import InputError, SequenceTooLongError, TokenIdError
+from exl_core.execution.capturable import PROMPTS_VARIABLE
 from exl_kernels.device import set_programmatic_launch
 
 pytestmark = pytest.mark.cuda
@@ -206,6 +207,7 @@ def test_captured_prompts_store_what_eager_ones_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Short prompts alone and together, after tokens that are stored already."""
+    monkeypatch.setenv(PROMPTS_VARIABLE, "1")
     vocab, generator = model.config.vocab_size, torch.Generator().manual_seed(3)
     pages = table(len(lengths), 6)
     before = [torch.randint(0, vocab, (1, 1 + stored), generator=generator) for stored in past]

@@ -45,6 +45,7 @@ def loaded() -> ExLlamaV2:
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> ExLlamaV2:
+    monkeypatch.setenv(capturable.PROMPTS_VARIABLE, "1")
     captured_on_cpu(monkeypatch)
     model = loaded()
     model.decode.clear()

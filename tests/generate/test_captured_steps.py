@@ -11,6 +11,7 @@ from captured_on_cpu import captured_on_cpu
 from internals import prelaunch
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer, Intervention
+from exl_core.execution.capturable import PROMPTS_VARIABLE
 from exl_core.execution.pending import PendingStep
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.testing import check_pages, drain, streamed_tokens
@@ -55,6 +56,7 @@ def test_steps_captured_while_logits_wait(lengths: list[int], style: Any, monkey
 
 def test_prompts_are_captured_steps_from_the_second_of_their_kind_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Different prompts, one after the other and several at a time, have the tokens of eager prompts."""
+    monkeypatch.setenv(PROMPTS_VARIABLE, "1")
     model, tokenizer = loaded()
     ids = tokenizer.encode(
         "def main(argv):\n    import os, sys\n    for name in os.listdir(argv[1]):\n        print(name)\n"

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 __all__ = [
     "GRAPHS_VARIABLE",
     "MAX_Q_LEN",
+    "PROMPTS_VARIABLE",
     "NotCapturableError",
+    "captures_prompts",
     "padded_rows",
     "refusal_of_adapters",
     "refusal_of_model",
@@ -38,6 +40,9 @@ __all__ = [
 ]
 
 GRAPHS_VARIABLE = "EXL_CUDA_GRAPHS"  # "0": always launch operator by operator
+PROMPTS_VARIABLE = "EXL_CUDA_PROMPT_GRAPHS"
+""""1": capture short prompts, too. Not the default before a GPU has compared results and time: a capture takes some
+85 ms, in which running sequences wait."""
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MAX_Q_LEN = DECODE_TOKENS
@@ -90,6 +95,11 @@ def refusal_of_model(model: LanguageModel) -> str | None:
     if host is not None:
         return f"{host.key} ({host.name}) decides on the host what to launch"
     return None
+
+
+def captures_prompts() -> bool:
+    """Return whether short prompts may be captured."""
+    return os.environ.get(PROMPTS_VARIABLE, "0").strip() == "1"
 
 
 def refusal_of_settings(config: ExLlamaV2Config) -> str | None:

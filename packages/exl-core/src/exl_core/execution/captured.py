@@ -31,6 +31,7 @@ from .batch import Step
 from .capturable import (
     MAX_Q_LEN,
     NotCapturableError,
+    captures_prompts,
     padded_rows,
     refusal_of_adapters,
     refusal_of_model,
@@ -68,8 +69,8 @@ class DecodeGraphs:
     `reason` says why the last paged step of few tokens was launched eagerly; None when it was captured. `apart_reason`
     says why steps are captured as the modules' own passes rather than as joined launches (`fused.py`); else None.
 
-    Short prompts that only store keys and values are captured steps, too: windows of a sequence's tokens are the rows
-    (`prompt_windows.py`). Other prompts run eagerly.
+    With `EXL_CUDA_PROMPT_GRAPHS=1` short prompts that only store keys and values are captured steps, too: windows of a
+    sequence's tokens are the rows (`prompt_windows.py`). Other prompts run eagerly.
 
     A failed capture, for lack of memory for example, does not affect other buckets. Its bucket runs eagerly and is
     tried again after 64 of its steps, then 128 and so on; `failures` lists those buckets. A model that cannot be
@@ -155,7 +156,7 @@ class DecodeGraphs:
         Returns:
             False, with nothing done, where no captured step covers the arguments or an argument is invalid.
         """
-        windows = windows_of(ids, params)
+        windows = windows_of(ids, params) if captures_prompts() else None
         if windows is None:
             return False
         step = self.prepare_step(windows.ids.shape[1], cache, windows.params, stores=True)

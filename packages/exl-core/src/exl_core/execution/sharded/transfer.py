@@ -14,8 +14,8 @@ queueing = threading.Lock()
 """Held while work is queued that makes one GPU wait for another: the graphs of a step, copies between GPUs.
 
 All GPUs then get such work of all threads in one order. Otherwise a copy of one thread between two graphs of another
-thread's step would let each GPU wait for work that is queued behind its own. An allocation that waits for a GPU may hold
-the lock: whatever was queued under it ends without further work of the host.
+thread's step would let each GPU wait for work that is queued behind its own. An allocation that waits for a GPU may
+hold the lock: whatever was queued under it ends without further work of the host.
 """
 
 
