@@ -32,6 +32,8 @@ class FusedDouble:
     calls = 0
     packed = 0
     """Inputs that launches of norms have packed."""
+    apart: str | None = None
+    """Key of a matrix that no launch joins with others."""
 
     def __init__(
         self, matrices: list[QuantMatrix], *, norm: Any = None, activation: Any = None, max_rows: int = BLOCK_ROWS
@@ -54,6 +56,8 @@ class FusedDouble:
 
     def kernel(self, rows: int) -> str | None:
         """Of matrices that every kernel takes, on a card that has all."""
+        if self.apart is not None and any(self.apart in matrix.name for matrix in self.matrices):
+            return None
         names = ((GEMV_ROWS, "gemv_ring"), (FEW_ROWS, "gemm_few"), (BLOCK_ROWS, "gemm_batch"))
         return next((name for limit, name in names if rows <= limit), None)
 

@@ -53,7 +53,7 @@ def why_apart(module: Module) -> str | None:
     found = module.describe()
     if found is None:
         return f"{module.key} is not the attention or the MLP of a layer"
-    if "describe" not in vars(type(module)) or is_changed(module):
+    if is_foreign(module):
         return f"{module.key} has code that its description does not know"
     if isinstance(found, AttentionDescription):
         if found.with_mlp and not isinstance(module, ParallelDecoder):
@@ -64,6 +64,11 @@ def why_apart(module: Module) -> str | None:
     if found.gated and found.activation not in get_args(Activation):
         return f"{module.key} has activation {found.activation}"
     return None
+
+
+def is_foreign(module: Module) -> bool:
+    """Return whether a module runs code that its description does not know, or has no description."""
+    return "describe" not in vars(type(module)) or is_changed(module)
 
 
 def is_changed(module: Module) -> bool:
@@ -90,6 +95,12 @@ class Half(ABC):
         More than BLOCK_ROWS rows run in blocks of so many.
         """
         return True
+
+    def refusal_of_rows(self, rows: int) -> str | None:
+        """Return why a captured step of so many rows, more than PACKED_ROWS, is not batch-invariant; None if it is."""
+        if is_foreign(self.module):
+            return f"{self.module.key} has code that its description does not know"
+        return self.module.refusal_of_rows(rows)
 
     @abstractmethod
     def run_joined(
@@ -149,6 +160,29 @@ class JoinedHalf(Half):
         """One launch norms the last matmul's result, adds it to x, and norms x for the next half."""
         self.plain = self._own_norm is not None and post is None
         """The half has only an RMS norm and the residual besides its matmuls."""
+
+    @property
+    @abstractmethod
+    def matmuls(self) -> tuple[FusedLinear, FusedLinear]:
+        """The first matmul, which norms its input if that is fused, and the last one, which adds the residual."""
+
+    def chains(self, rows: int) -> bool:
+        """Return whether `run_chained` takes `rows` rows."""
+        return self.plain
+
+    @abstractmethod
+    def run_chained(self, x: Tensor, packed: Packed | None, following: FusedLinear | None, step: Step) -> Packed | None:
+        """Run the half with matmuls that pack one another's inputs.
+
+        Args:
+            x: [T, hidden] half, changed in place.
+            packed: x as packed by the preceding half for the first matmul, or None.
+            following: the matmul that is to get x packed, or None.
+            step: the step.
+
+        Returns:
+            x packed for `following`.
+        """
 
     def first_of(
         self, own: FusedLinear | None, normed: FusedLinear, x: Tensor, h: Normed

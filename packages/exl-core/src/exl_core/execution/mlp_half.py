@@ -51,6 +51,21 @@ class MlpHalf(JoinedHalf):
         """Return whether gate and up (or up) have a fused kernel for `rows` rows."""
         return joins(self.up, rows)  # down may run separately
 
+    @property
+    def matmuls(self) -> tuple[FusedLinear, FusedLinear]:
+        """The matmuls of gate and up (or up), and of down."""
+        return self.up, self.down
+
+    def chains(self, rows: int) -> bool:
+        """Return whether gate and up can also pack the input of down."""
+        return self.plain and self.up.chains_to(self.down, rows)
+
+    def run_chained(self, x: Tensor, packed: Packed | None, following: FusedLinear | None, step: Step) -> Packed | None:
+        """Run norm, gate, up, activation, down and residual; see `JoinedHalf.run_chained`."""
+        gated = self.up.chained(x if packed is None else packed, following=self.down)
+        assert gated is not None
+        return self.down.chained(gated, x, x, following)
+
     def takes_adapters(self, step: Step) -> bool:
         """Return whether the adapters of gate and up (or up) and of down can be added behind the joined matmuls."""
         return takes_adapters(step, self._first_linears) and takes_adapters(step, (self.last,))
