@@ -27,7 +27,6 @@ from exl_core import (
 from exl_core.execution.capturable import MAX_Q_LEN
 from exl_core.execution.forward_pass import ForwardPass
 from exl_core.execution.select import select
-from exl_core.lora.pairs import KERNEL_ROWS
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 from exl_generate.bundled import default_model_dir, draft_model_dir
 from exl_generate.testing import AsAsked
@@ -153,7 +152,7 @@ def test_no_feature_leaves_the_captured_path(
         assert asked.fusable
         assert asked.capturable
         assert q_len <= 1 + feature.drafts <= MAX_Q_LEN
-        assert count * q_len <= (KERNEL_ROWS if adapted else PACKED_ROWS)
+        assert count * q_len <= PACKED_ROWS
     assert feature.drafts == 0 or any(asked.ids.shape[1] == 1 + feature.drafts for asked in passes), (
         "nothing is drafted"
     )

@@ -19,7 +19,7 @@ from exl_kernels.rope import apply_rope
 from ..layers import Attention, RMSNorm
 from .adapted import adapters_of, takes_adapters
 from .batch import Step
-from .half import JoinedHalf, Normed, is_changed, joined, joins, multiplied, multiply, multiply_blocks
+from .half import JoinedHalf, Normed, is_changed, joined, multiplied, multiply_apart
 
 __all__ = ["AttentionHalf", "attend_heads", "head_norms_of"]
 
@@ -46,7 +46,7 @@ class AttentionHalf(JoinedHalf):
 
     def join(self, rows: int) -> bool:
         """Return whether the matmuls qkv and o have fused kernels for `rows` rows."""
-        return all(joins(matmul, rows) for matmul in (self.qkv, self.o))
+        return self.qkv.joins(rows) and self.o.joins(rows)
 
     @property
     def matmuls(self) -> tuple[FusedLinear, FusedLinear]:
@@ -98,7 +98,7 @@ class AttentionHalf(JoinedHalf):
             self.attend(qkv, step, given)
             o.from_input(given, out, residual=residual)
         else:
-            multiply(o, self.attend(qkv, step).view(rows, -1), out, residual)
+            o(self.attend(qkv, step).view(rows, -1), out, residual)
 
     def attend(self, qkv: Tensor, step: Step, into: MatmulInput | None = None) -> Tensor:
         """Return the attention of rows that hold q, k and v side by side: [T, heads, head_dim]. May change qkv."""
@@ -116,7 +116,7 @@ class AttentionHalf(JoinedHalf):
         """Run norm, q, k, v, attention, o and residual as separate launches."""
         a, rows = self.attention, x.shape[0]
         given, h = h, self.normed(x, h)
-        qkv = multiply_blocks(self.qkv_normed, h)
+        qkv = multiply_apart(self.qkv_normed, h)
         if qkv is None:
             q = a.shaped(a.q_proj.quant.matmul(h), a.q_norm)
             k = a.shaped(a.k_proj.quant.matmul(h), a.k_norm)

@@ -24,7 +24,6 @@ from exl_kernels.selection import PACKED_ROWS
 
 from ..errors import DeviceError
 from ..layers import Head, Module
-from ..lora.pairs import KERNEL_ROWS
 from ..lora.rows import RowAdapters
 from .adapter_sets import AdapterSets
 from .attn_params import PagedParams
@@ -168,8 +167,8 @@ class DecodeGraphs:
         if adapters and model.tp_context is not None:
             self.reason = "adapters of a sharded model are added on its first device"
             return None
-        if adapters and batch * q_len > KERNEL_ROWS:
-            self.reason = f"adapters are added by kernels to at most {KERNEL_ROWS} rows"
+        if adapters and batch * q_len > PACKED_ROWS:
+            self.reason = f"adapters are added by kernels to at most {PACKED_ROWS} rows"
             return None
         set_ids = self._set_ids_of(model, adapters) if adapters else []
         if set_ids is None:

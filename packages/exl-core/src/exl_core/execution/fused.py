@@ -7,12 +7,11 @@ same captured step. Results are bitwise identical to the modules' own.
 Up to 64 rows a Llama layer takes five launches: norm and q, k, v; rotation, storing and attention; o and residual;
 norm, gate, up and activation; down and residual. For three to eight rows each matmul packs the input of the next one
 where both can, and the head's matmul includes the last norm. For more rows, and for BF16, a separate launch norms and
-packs the input of a matmul. Captured steps of still more rows run their matmuls in blocks of 128 rows, on cards without wgmma of 64:
-results stay batch-invariant.
-Where the matrices of a layer do not allow joining, that layer takes ten launches plus those that pack inputs. Adapters
-take two launches more for each matmul that they change: one before it, which also norms the input, and one behind it,
-which also adds the residual or applies the gate. For prompts of more rows than are batch-invariant (`PACKED_ROWS`)
-torch runs the matmuls, residual sums included.
+packs the input of a matmul. Captured steps of still more rows run their matmuls in the blocks of their plans: results
+stay batch-invariant. Where the matrices of a layer do not allow joining, that layer takes ten launches plus those that
+pack inputs. Adapters take two launches more for each matmul that they change: one before it, which also norms the
+input, and one behind it, which also adds the residual or applies the gate. For prompts of more rows than are
+batch-invariant (`PACKED_ROWS`) torch runs the matmuls, residual sums included.
 """
 
 from __future__ import annotations
@@ -22,21 +21,20 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch import Tensor
 
 from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.fused import embed
 from exl_kernels.linear.fused import FusedLinear, Packed
 from exl_kernels.linear.fused import Norm as InputNorm
-from exl_kernels.selection import BLOCK_ROWS, PACKED_ROWS
+from exl_kernels.selection import PACKED_ROWS
 
 from ..errors import InputError
 from ..layers import Attention, Embedding, Head, Module, Norm, RMSNorm
 from ..layers.module import refusal_of_float
 from .attention_half import AttentionHalf
 from .batch import Step
-from .half import Half, JoinedHalf, ModuleHalf, Normed, is_changed, row_blocks, why_apart
+from .half import Half, JoinedHalf, ModuleHalf, Normed, is_changed, why_apart
 from .halves import chains, chains_to, half_of
 
 if TYPE_CHECKING:
@@ -84,7 +82,7 @@ class JoinedLaunches:
         self._joined_head = _joined_head(self._last_norm, head)
         self._plain_head = None
         if head is not None and head.linear.quant.out_features == head.padded_vocab_size:
-            self._plain_head = FusedLinear([head.linear.quant], max_rows=BLOCK_ROWS)
+            self._plain_head = FusedLinear([head.linear.quant])
         self._last = max((i for i, half in enumerate(self._halves) if _stores(half)), default=-1)
         self._sections: dict[
             tuple[int, int], JoinedLaunches
@@ -256,16 +254,19 @@ class JoinedLaunches:
         return self._head.finish(logits)
 
     def _logits_of_blocks(self, h: Tensor, step: Step, logits: Tensor) -> Tensor:
-        """Write the logits of more than PACKED_ROWS rows h, block by block; returns them."""
+        """Write the logits of many rows h in blocks, inside `row_invariant_matmuls`; returns them."""
         assert self._head is not None
-        head, blocks = self._plain_head, row_blocks(h.shape[0])
-        if head is not None and not step.loras and all(head.takes_at_once(b.stop - b.start) for b in blocks):
+        head = self._plain_head
+        blocks = [] if head is None else head.blocks(h.shape[0])
+        if (
+            head is not None
+            and not step.loras
+            and all(head.takes_at_once(block.stop - block.start) for block in blocks)
+        ):
             for block in blocks:
                 head.chained(h[block], logits[block])
             return self._head.finish(logits)
-        for some, to in zip(torch.split(h, PACKED_ROWS), torch.split(logits, PACKED_ROWS), strict=True):
-            self._head.forward(some, step, out=to)
-        return logits
+        return self._head.forward(h, step, out=logits)
 
     def head(self, h: Tensor, step: Step) -> Tensor:
         """Return logits float32 [T, padded vocabulary] for a result of `hidden`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from exl_kernels.device import row_invariant
+from exl_kernels.device import rows_are_invariant
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.lora import LoraEntry, LoraTable
 
@@ -13,7 +13,6 @@ from ..device import activation_dtype
 
 __all__ = ["EmbeddingPair", "LoraPair"]
 
-KERNEL_ROWS = 64  # up to as many rows a pass on a GPU always adds adapters by `exl_kernels.linear.lora`
 BLOCK_ROWS = 64  # rows of one matmul on a GPU, where a library picks its kernel, and so its order of sums, by shape
 
 
@@ -58,8 +57,7 @@ class LoraPair:
         not depend on the number of rows.
         """
         halves = x.dtype == y.dtype == torch.float16
-        few = x.shape[0] <= KERNEL_ROWS or row_invariant()
-        return halves and few and x.is_contiguous() and y.is_contiguous()
+        return halves and rows_are_invariant(x.shape[0]) and x.is_contiguous() and y.is_contiguous()
 
 
 class EmbeddingPair:
