@@ -96,8 +96,8 @@ class Modules(JoinedLaunches):
     def section(self, begin: int, end: int) -> JoinedLaunches:
         return Modules(self._model, begin, end)
 
-    def takes(self, rows: int) -> bool:
-        return True
+    def refusal_of_rows(self, rows: int) -> str | None:
+        return None
 
     def run(self, given: Tensor, step: Step, logits: Tensor | None = None) -> Tensor:
         hidden = self._model.config.hidden_size

@@ -16,6 +16,7 @@ from exl_kernels.activation import activation as activate
 from exl_kernels.activation import gated_activation
 from exl_kernels.attention import paged_attention
 from exl_kernels.attention.cuda import MatmulInput
+from exl_kernels.device import rows_are_invariant
 from exl_kernels.fused import add_post_norm, rope_store
 from exl_kernels.kv import store_kv
 from exl_kernels.linear import QuantMatrix
@@ -32,15 +33,19 @@ class FusedDouble:
     calls = 0
     packed = 0
     """Inputs that launches of norms have packed."""
+    apart: str | None = None
+    """Key of a matrix that no launch joins with others."""
 
-    def __init__(
-        self, matrices: list[QuantMatrix], *, norm: Any = None, activation: Any = None, max_rows: int = BLOCK_ROWS
-    ) -> None:
-        self.matrices, self.norm, self.activation, self.max_rows = matrices, norm, activation, max_rows
+    def __init__(self, matrices: list[QuantMatrix], *, norm: Any = None, activation: Any = None) -> None:
+        self.matrices, self.norm, self.activation = matrices, norm, activation
         self.out_features = matrices[0].out_features if activation else sum(m.out_features for m in matrices)
 
     def __call__(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
-        assert x.shape[0] <= self.max_rows
+        blocks = self.blocks(x.shape[0])
+        if len(blocks) > 1:
+            for rows in blocks:
+                self(x[rows], out[rows], None if residual is None else residual[rows])
+            return out
         FusedDouble.calls += 1
         h = x if self.norm is None else rms_norm(x, self.norm.weight, self.norm.eps)
         parts = [matrix.matmul(h) for matrix in self.matrices]
@@ -54,8 +59,19 @@ class FusedDouble:
 
     def kernel(self, rows: int) -> str | None:
         """Of matrices that every kernel takes, on a card that has all."""
+        if self.apart is not None and any(self.apart in matrix.name for matrix in self.matrices):
+            return None
         names = ((LIMITS.gemv_rows, "gemv_ring"), (FEW_ROWS, "gemm_few"), (BLOCK_ROWS, "gemm_batch"))
         return next((name for limit, name in names if rows <= limit), None)
+
+    def blocks(self, rows: int) -> list[slice]:
+        return [slice(begin, min(begin + BLOCK_ROWS, rows)) for begin in range(0, rows, BLOCK_ROWS)]
+
+    def joins(self, rows: int) -> bool:
+        return all(self.kernel(block.stop - block.start) is not None for block in self.blocks(rows))
+
+    def pays_apart(self, rows: int) -> bool:
+        return rows_are_invariant(rows) and self.kernel(min(rows, BLOCK_ROWS)) == "gemm_batch"
 
     def takes_at_once(self, rows: int) -> bool:
         return self.kernel(rows) is not None

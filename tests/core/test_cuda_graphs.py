@@ -149,10 +149,14 @@ def test_more_rows_than_a_kernel_takes_are_captured_in_blocks(
         assert torch.equal(logits[0], results[1][row])
 
 
-def test_more_rows_of_matmuls_that_are_apart_are_not_captured(
-    model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["exl2-4.5", "fp16"])
+def test_more_rows_of_matmuls_that_are_apart_are_captured_unless_they_are_float(
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They run eagerly, 64 rows at a time: results do not depend on the batch."""
+    """Quantized ones run 64 rows at a time, captured or not: results do not depend on the batch."""
+    monkeypatch.setenv("EXL_DEVICE", "cuda:0")
+    model = ExLlamaV2(ExLlamaV2Config(DATA / f"pylib-4m-{kind}"))
+    model.load()
     captured(model, monkeypatch)
     cache, pages = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE), table(1, 1)
     before = model.decode.steps
@@ -161,10 +165,13 @@ def test_more_rows_of_matmuls_that_are_apart_are_not_captured(
     assert model.decode.steps == before + 1
     where = params(pages.repeat(65, 1), [3] * 65, 1)
     many = model.forward_chunk(ids.repeat(65, 1), cache, attn_params=where)["logits"]
-    assert model.decode.steps == before + 1
-    assert model.decode.reason is not None
-    assert "not batch-invariant" in model.decode.reason
-    assert torch.equal(many[64], alone[0])
+    if kind == "fp16":
+        assert model.decode.steps == before + 1
+        assert model.decode.reason is not None
+        assert "is a float matrix" in model.decode.reason
+    else:
+        assert model.decode.steps == before + 2, model.decode.reason
+        assert torch.equal(many[64], alone[0])
 
 
 @pytest.mark.needs("wgmma|mma_pipeline")
@@ -175,7 +182,7 @@ def test_a_row_is_the_same_in_every_bucket(joined: ExLlamaV2, monkeypatch: pytes
 def test_a_row_of_matmuls_that_are_apart_is_the_same_in_every_bucket(
     model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows_are_the_same(model, (2, 4, 7, 8, 16, 31, 32, 64), monkeypatch)
+    rows_are_the_same(model, (2, 4, 7, 8, 16, 31, 32, 64, 65, 160), monkeypatch)
 
 
 def rows_are_the_same(model: ExLlamaV2, batches: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:

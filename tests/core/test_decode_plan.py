@@ -76,7 +76,7 @@ def test_more_rows_than_a_kernel_takes_run_in_blocks(model: ExLlamaV2, batch: in
     """The doubles take at most 128 rows, too. Logits and cache are those of the modules' own pass."""
     plan = joined_launches_of(model)
     assert isinstance(plan, JoinedLaunches), plan
-    assert plan.takes(batch * q_len)
+    assert plan.refusal_of_rows(batch * q_len) is None
     table = torch.arange(batch * 4, dtype=torch.int32).flip(0).view(batch, 4)
     ids = torch.randint(0, model.config.vocab_size, (batch, q_len), generator=torch.Generator().manual_seed(batch))
     params = PagedParams(batch, table, torch.zeros(batch, dtype=torch.int32), 0, PAGE, q_len)
@@ -98,13 +98,28 @@ def test_blocks_need_joined_launches_of_every_half(model: ExLlamaV2, monkeypatch
     monkeypatch.setenv("EXL_DECODE_JOINED_ROWS", "8")
     plan = joined_launches_of(model)
     assert isinstance(plan, JoinedLaunches), plan
-    assert plan.takes(64)
-    assert not plan.takes(65)
+    assert plan.refusal_of_rows(64) is None
+    assert plan.refusal_of_rows(65) == "EXL_DECODE_JOINED_ROWS allows joined matmuls of at most 8 rows"
     monkeypatch.delenv("EXL_DECODE_JOINED_ROWS")
     model.modules[1].forward = model.modules[1].forward  # type: ignore[method-assign]
     changed = joined_launches_of(model)
     assert isinstance(changed, JoinedLaunches), changed
-    assert not changed.takes(65), "a module's own pass multiplies all rows at once"
+    why = changed.refusal_of_rows(65)
+    assert why == f"{model.modules[1].key} has code that its description does not know"
+
+
+@pytest.mark.parametrize(("batch", "q_len"), [(1, 1), (5, 1), (2, 4), (1, 20), (2, 40)])
+@pytest.mark.parametrize("odd", ["model.layers.0.self_attn.v_proj", "model.layers.1.mlp.up_proj"])
+def test_one_half_that_cannot_be_joined_leaves_the_others_joined(
+    model: ExLlamaV2, odd: str, batch: int, q_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps, prompts and stored keys; only the matmuls of that half are launched apart."""
+    plan = joined_launches_of(model)
+    assert isinstance(plan, JoinedLaunches), plan
+    joined = assert_same(model, plan, batch, q_len)
+    monkeypatch.setattr(FusedDouble, "apart", odd)
+    assert plan.refusal_of_rows(100) is None, "its matmuls can run in blocks, too"
+    assert joined - assert_same(model, plan, batch, q_len) == 2
 
 
 @pytest.mark.parametrize("lengths", [[3], [40], [20, 1, 50], [60, 64, 30]])
@@ -237,8 +252,8 @@ def test_every_description_is_run_as_the_modules_run_it(
     assert (FusedDouble.packed > 0) == (joined == "64" and family in NORMS_THAT_PACK)
 
 
-def assert_same(model: ExLlamaV2, plan: JoinedLaunches, batch: int, q_len: int) -> None:
-    """Compare the plan's results of a pass after 20 tokens with the modules'."""
+def assert_same(model: ExLlamaV2, plan: JoinedLaunches, batch: int, q_len: int) -> int:
+    """Compare the plan's results of a pass after 20 tokens with the modules'. Returns the joined matmuls of `run`."""
     table = torch.arange(batch * 4, dtype=torch.int32).flip(0).view(batch, 4)
     generator = torch.Generator().manual_seed(batch)
     ids = torch.randint(0, model.config.vocab_size, (batch, 20 + q_len), generator=generator)
@@ -256,13 +271,16 @@ def assert_same(model: ExLlamaV2, plan: JoinedLaunches, batch: int, q_len: int) 
         for cache in caches[1:]
     ]
     logits = torch.empty(batch * q_len, model.config.padded_vocab_size)
+    before = FusedDouble.calls
     plan.run(flat, steps[0], logits)
+    calls = FusedDouble.calls - before
     assert torch.equal(logits, want.flatten(0, 1))
     last = plan.head(plan.hidden(flat, steps[1], batch), steps[1])
     assert torch.equal(last, want[:, -1])
     plan.store(flat, steps[2])
     for tensors in zip(*(cache.all_tensors() for cache in caches), strict=True):
         assert all(torch.equal(tensor, tensors[0]) for tensor in tensors[1:])
+    return calls
 
 
 def adapters_of_all_matrices(model: ExLlamaV2, folder: Path, count: int) -> list[ExLlamaV2Lora]:

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from make_random_model import Shape, make_model
 from random_models import write_random_model
 
 from exl_core import ExLlamaV2Config
 from exl_core.convert import quantize_model
 from exl_core.execution.kernels import KernelUse, kernel_uses
+from exl_kernels.safetensors_file import read_safetensors_folder, read_tensor, write_safetensors
 from exl_kernels.selection import Card
 
 CONFIG: dict[str, Any] = {
@@ -53,3 +55,25 @@ def test_experts_share_launches_where_they_are_quantized(quantized: bool, tmp_pa
     assert named("experts", MANY) is None
     assert apart is not None
     assert apart.kernel == ("gemm_large" if quantized else "cuBLAS")
+
+
+def test_a_step_of_many_sequences_and_a_prompt_run_other_kernels(tmp_path: Path) -> None:
+    """Up to 256 rows are a captured step, whose rows are batch-invariant; reasons are those of the half itself."""
+    make_model(tmp_path, Shape(256, 768, 2, 4, 2, 96), 4.0)
+    (path,) = tmp_path.glob("*.safetensors")
+    tensors = {name: read_tensor(entry).clone() for name, entry in read_safetensors_folder(tmp_path).items()}
+    for layer in range(2):
+        order = tensors[f"model.layers.{layer}.self_attn.k_proj.q_invperm"]
+        tensors[f"model.layers.{layer}.self_attn.k_proj.q_invperm"] = order.flip(0)
+    for odd in (False, True):
+        if odd:
+            path.unlink()
+            write_safetensors(path, tensors)
+        found = kernel_uses(ExLlamaV2Config(tmp_path), Card.named("H200"), rows=(128, 512))
+        uses = {(use.operation, use.rows): use for use in found}
+        first = "q_proj" if odd else "q+k+v"
+        for name in (first, "gate+up", "down"):
+            assert uses[name, 128].kernel == "gemm_batch"
+            assert bool(uses[name, 128].why) == (odd and name == first), "gate, up and down share launches"
+        assert uses["down_proj", 512].kernel == "gemm_large"
+        assert uses["attention", 128].kernel != uses["attention", 512].kernel

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -91,11 +93,9 @@ def test_a_matrix_for_an_absent_gpu_is_refused_with_the_reason() -> None:
         QuantMatrix.from_float(weight, device="meta")
 
 
-@pytest.mark.parametrize("invariant", [False, True])
-def test_many_rows_go_64_at_a_time_when_bits_must_not_depend_on_their_number(
-    invariant: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The split alone, on the CPU: products of a stand-in."""
+@pytest.mark.parametrize("block", [48, 150, None])
+def test_many_rows_run_as_their_plan_says(block: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks, at once, or dequantized (None), with products of a stand-in on the CPU."""
     weight = torch.randn(32, 16).half()
     taken: list[int] = []
 
@@ -103,19 +103,23 @@ def test_many_rows_go_64_at_a_time_when_bits_must_not_depend_on_their_number(
         def __init__(self) -> None:
             self.name, self.device = "standin", torch.device("cpu")
             self.in_features, self.out_features = weight.shape
+            self._group: Any = None
 
-        def _on_packed_weights(self, x: torch.Tensor, out: torch.Tensor, rows: int) -> None:
-            taken.append(rows)
-            out.copy_(x.view(rows, -1) @ weight)
+        def _planned(self, rows: int, dtype: torch.dtype) -> Any:
+            return SimpleNamespace(dequantizes=block is None, rows=min(rows, block or rows))
 
         def _dequantized(self, x: torch.Tensor, out: torch.Tensor) -> None:
             taken.append(-1)
             out.copy_(x @ weight)
 
-    monkeypatch.setattr("exl_kernels.linear.cuda.row_invariant", lambda: invariant)
+    def launch(group: Any, plan: Any, x: torch.Tensor, out: torch.Tensor) -> None:
+        taken.append(plan.rows)
+        out.view(plan.rows, -1).copy_(x.view(plan.rows, -1) @ weight)
+
+    monkeypatch.setattr("exl_kernels.linear.cuda.launch_matmul", launch)
     x = torch.randn(3, 50, 32).half()
     got = Standin().matmul(x)
-    assert taken == ([64, 64, 22] if invariant else [-1])
+    assert taken == {48: [48, 48, 48, 6], 150: [150], None: [-1]}[block]
     torch.testing.assert_close(got, x @ weight, rtol=1e-2, atol=1e-2)
 
 

@@ -22,8 +22,8 @@ ROWS = (65, 128) if UNDER_A_TOOL else (65, 80, 81, 96, 97, 127, 128)
 
 
 def wide(matrices: list[QuantMatrix], **options: object) -> FusedLinear:
-    """A matmul of up to BLOCK_ROWS rows."""
-    return FusedLinear(matrices, max_rows=BLOCK_ROWS, **options)  # type: ignore[arg-type]
+    """A matmul of more rows than PACKED_ROWS."""
+    return FusedLinear(matrices, **options)  # type: ignore[arg-type]
 
 
 def in_blocks(fused: FusedLinear, x: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -71,12 +71,19 @@ def test_a_card_that_is_not_here_is_an_error() -> None:
 @pytest.mark.parametrize("make", [exl2, gptq])
 def test_rows_decide_on_hopper(make) -> None:
     card, qkv = Card.named("H200"), [make(512), make(128), make(128)]
-    kernels = {rows: card.fused_matmul(qkv, rows, norm=True) for rows in (1, 2, 3, 8, 9, 64, 65, 128, 129)}
+    counts = (1, 2, 3, 8, 9, 64, 65, 128, 129)
+    kernels = {rows: card.fused_matmul(qkv, rows, norm=True, invariant=True) for rows in counts}
     assert [k.kernel for k in kernels.values()] == [
         "gemv_ring", "gemv_ring", "gemm_few", "gemm_few", "gemm_batch", "gemm_batch", "gemm_batch",
-        "gemm_batch", "gemm_large",
+        "gemm_batch", "gemm_batch",
     ]  # fmt: skip
-    assert [k.joined for k in kernels.values()] == [True] * 8 + [False]
+    assert all(k.joined for k in kernels.values())
+    for rows in counts:
+        fast, alone = card.fused_matmul(qkv, rows, norm=True), card.matmul(qkv[0], rows)
+        assert (fast.kernel, alone.kernel == "gemm_large") == (
+            ("gemm_large", True) if rows > 64 else (kernels[rows].kernel, False)
+        )
+        assert card.matmul(qkv[0], rows, invariant=True).kernel == card.matmul(qkv[0], min(rows, 64)).kernel
     assert not kernels[1].refused
     assert card.matmul(qkv[0], 8).kernel == "gemv_ring"
     head = make(16 * K)
@@ -181,9 +188,9 @@ def test_selections_keep_to_the_limits() -> None:
     card, shape = Card.named("3090"), exl2(512)
     kernels = [card.matmul(shape, rows).kernel for rows in (selection.PACKED_ROWS, selection.PACKED_ROWS + 1)]
     assert kernels == ["gemm_batch", "gemm_large"]
+    many = selection.BLOCK_ROWS + 1  # in two blocks, where rows are batch-invariant
     wgmma = [
-        card.fused_matmul([shape, shape], rows, gate=True)
-        for card in [Card.named("H200")]
-        for rows in (selection.BLOCK_ROWS, selection.BLOCK_ROWS + 1)
+        Card.named("H200").fused_matmul([shape, shape], many, gate=True, invariant=invariant)
+        for invariant in (True, False)
     ]
-    assert [found.joined for found in wgmma] == [True, False]
+    assert [(found.kernel, found.joined) for found in wgmma] == [("gemm_batch", True), ("gemm_large", False)]

@@ -70,8 +70,8 @@ mod _native {
     };
     #[pymodule_export]
     use crate::cuda::select::{
-        CudaCard, CudaShape, cuda_cards, cuda_select_alone, cuda_select_attention,
-        cuda_select_experts, cuda_select_fused,
+        CudaCard, CudaShape, cuda_cards, cuda_rows_invariant, cuda_select_alone,
+        cuda_select_attention, cuda_select_experts, cuda_select_fused,
     };
     #[pymodule_export]
     use crate::cuda::{

@@ -71,6 +71,7 @@ __all__ = [
     "cuda_rms_norm_parts",
     "cuda_rope",
     "cuda_rope_store",
+    "cuda_rows_invariant",
     "cuda_sample_answers",
     "cuda_sample_fill",
     "cuda_sample_launch",
@@ -372,12 +373,13 @@ class CudaLinearGroup:
         residual: bool = False,
         aligned_input: bool = True,
         aligned_output: bool = True,
+        invariant: bool = False,
     ) -> MatmulPlan:
         """
         The plan of a call of `rows` rows of float16, or of `bfloat16`. `aligned_input`: x is aligned to 16 bytes; `aligned_output`: y is
-        aligned to 8 bytes and the residual to 4.
+        aligned to 8 bytes and the residual to 4; `invariant`: a row's result must not depend on the number of rows.
         """
-    def plan_alone(self, /, rows: int, *, bfloat16: bool = False) -> MatmulPlan:
+    def plan_alone(self, /, rows: int, *, bfloat16: bool = False, invariant: bool = False) -> MatmulPlan:
         """
         The plan of a call of the first matrix only, as `QuantMatrix.matmul` launches it; x is aligned to 16 bytes.
         """
@@ -704,6 +706,11 @@ class MatmulPlan:
         Whether `run` can apply an activation to x.
         """
     @property
+    def dequantizes(self, /) -> bool:
+        """
+        Whether the caller dequantizes the matrix and multiplies by cuBLAS; `run` has no launch for that.
+        """
+    @property
     def exchange_bytes(self, /) -> int:
         """
         Bytes of the inter-block workspace, all ones before and after every launch; 0 for none.
@@ -729,9 +736,19 @@ class MatmulPlan:
         Whether results can be written packed as the input of the next matmul.
         """
     @property
+    def pays_apart(self, /) -> bool:
+        """
+        Whether one launch of all matrices is faster than a launch each, where norm and residual are launches of their own.
+        """
+    @property
     def refused(self, /) -> list[tuple[str, str]]:
         """
         Faster kernels and why each does not take the call.
+        """
+    @property
+    def rows(self, /) -> int:
+        """
+        Rows of a launch. A call of more rows is several launches, each by the plan of its rows.
         """
     @property
     def scratch_bytes(self, /) -> int:
@@ -1245,6 +1262,11 @@ def cuda_rope_store(
     elements between tokens of q, and of k and v.
     """
 
+def cuda_rows_invariant(rows: int, invariant: bool) -> bool:
+    """
+    Whether a row's result of a quantized matmul does not depend on the number of rows, if the matmul is asked to be `invariant` or not.
+    """
+
 def cuda_sample_answers(
     workspace: SamplingWorkspace, count: int
 ) -> list[tuple[int, float, tuple[list[int], list[float]] | None]]:
@@ -1291,7 +1313,9 @@ def cuda_sample_launch(
     source and destination of a copy before the launch. Rows that are left to the CPU may write no token.
     """
 
-def cuda_select_alone(card: CudaCard, shape: CudaShape, rows: int) -> tuple[str, bool, list[tuple[str, str]]]:
+def cuda_select_alone(
+    card: CudaCard, shape: CudaShape, rows: int, *, invariant: bool = False
+) -> tuple[str, bool, list[tuple[str, str]]]:
     """
     The kernel of one matrix without an epilogue, as `QuantMatrix.matmul` runs it.
     """
@@ -1328,6 +1352,7 @@ def cuda_select_fused(
     gate: bool = False,
     norm: bool = False,
     residual: bool = False,
+    invariant: bool = False,
 ) -> tuple[str, bool, list[tuple[str, str]]]:
     """
     The kernel of a matmul of several matrices over one input with an epilogue, as `FusedLinear` runs it.

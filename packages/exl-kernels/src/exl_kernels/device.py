@@ -22,6 +22,7 @@ __all__ = [
     "require_cuda",
     "row_invariant",
     "row_invariant_matmuls",
+    "rows_are_invariant",
     "set_programmatic_launch",
     "set_row_invariant",
 ]
@@ -182,6 +183,11 @@ _here = _Here()
 def row_invariant() -> bool:
     """Return whether quantized matmuls of more than 64 rows on a GPU are batch-invariant."""
     return _row_invariant or _here.row_invariant
+
+
+def rows_are_invariant(rows: int) -> bool:
+    """Return whether a quantized matmul of so many rows on a GPU is batch-invariant now: few rows always are."""
+    return _native.cuda_rows_invariant(rows, row_invariant())
 
 
 @contextlib.contextmanager

@@ -191,6 +191,7 @@ class Card:
         gate: bool = False,
         norm: bool = False,
         residual: bool = False,
+        invariant: bool = False,
     ) -> Selection:
         """Return the kernel of `linear.fused.FusedLinear` over one to three matrices.
 
@@ -200,15 +201,18 @@ class Card:
             gate: the two matrices are gate and up.
             norm: an RMS norm of the input is fused.
             residual: a residual is added.
+            invariant: rows are batch-invariant, as always for few rows and in a `FusedLinear`.
         """
         shapes = [matrix._native for matrix in matrices]
         return _selection(
-            _native.cuda_select_fused(self._native, shapes, rows, gate=gate, norm=norm, residual=residual)
+            _native.cuda_select_fused(
+                self._native, shapes, rows, gate=gate, norm=norm, residual=residual, invariant=invariant
+            )
         )
 
-    def matmul(self, matrix: MatrixShape, rows: int) -> Selection:
-        """Return the kernel of `linear.QuantMatrix.matmul` for `rows` float16 rows."""
-        return _selection(_native.cuda_select_alone(self._native, matrix._native, rows))
+    def matmul(self, matrix: MatrixShape, rows: int, *, invariant: bool = False) -> Selection:
+        """Return the kernel of `linear.QuantMatrix.matmul` for `rows` float16 rows, batch-invariant or not."""
+        return _selection(_native.cuda_select_alone(self._native, matrix._native, rows, invariant=invariant))
 
     def experts(
         self, experts: Sequence[tuple[MatrixShape, MatrixShape, MatrixShape]], rows: int, chosen: int

@@ -6,7 +6,7 @@
 use exl_cuda::layout::Layout;
 use exl_cuda::ops::attention::{self, Attention};
 use exl_cuda::ops::kv::{KINDS, Pages};
-use exl_cuda::ops::linear::select::{self, Epilogue};
+use exl_cuda::ops::linear::select::{self, Call, Epilogue, Kernel};
 use exl_cuda::ops::linear::{Addresses, Matrix};
 use exl_cuda::ops::moe;
 use exl_cuda::{CARDS, Capabilities, Card, Device, Feature};
@@ -137,7 +137,8 @@ fn row(found: select::Selection) -> Row {
 
 /// The kernel of a matmul of several matrices over one input with an epilogue, as `FusedLinear` runs it.
 #[pyfunction]
-#[pyo3(signature = (card, shapes, rows, *, gate=false, norm=false, residual=false))]
+#[pyo3(signature = (card, shapes, rows, *, gate=false, norm=false, residual=false, invariant=false))]
+#[allow(clippy::fn_params_excessive_bools)] // one keyword each
 pub fn cuda_select_fused(
     card: &CudaCard,
     shapes: Vec<PyRef<'_, CudaShape>>,
@@ -145,6 +146,7 @@ pub fn cuda_select_fused(
     gate: bool,
     norm: bool,
     residual: bool,
+    invariant: bool,
 ) -> Row {
     let matrices: Vec<&Matrix> = shapes.iter().map(|shape| &shape.matrix).collect();
     let epilogue = Epilogue {
@@ -154,13 +156,28 @@ pub fn cuda_select_fused(
         residual,
         bf16: false,
     };
-    row(select::select(&card.caps, &matrices, rows, epilogue))
+    let call = Call {
+        invariant,
+        ..Call::aligned(rows, epilogue)
+    };
+    row(select::select(&card.caps, &matrices, call))
 }
 
 /// The kernel of one matrix without an epilogue, as `QuantMatrix.matmul` runs it.
 #[pyfunction]
-pub fn cuda_select_alone(card: &CudaCard, shape: &CudaShape, rows: usize) -> Row {
-    row(select::select_alone(&card.caps, &shape.matrix, rows, false))
+#[pyo3(signature = (card, shape, rows, *, invariant=false))]
+pub fn cuda_select_alone(card: &CudaCard, shape: &CudaShape, rows: usize, invariant: bool) -> Row {
+    let call = Call {
+        invariant,
+        ..Call::aligned(rows, Epilogue::default())
+    };
+    row(select::select_alone(&card.caps, &shape.matrix, call))
+}
+
+/// Whether a row's result of a quantized matmul does not depend on the number of rows, if the matmul is asked to be `invariant` or not.
+#[pyfunction]
+pub fn cuda_rows_invariant(rows: usize, invariant: bool) -> bool {
+    select::is_invariant(rows, invariant)
 }
 
 /// How the experts (gate, up, down) of a layer run for `rows` rows with `chosen` experts each, and why not in shared launches.

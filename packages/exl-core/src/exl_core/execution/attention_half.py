@@ -15,13 +15,13 @@ from exl_kernels.attention import paged_attention
 from exl_kernels.attention.cuda import HeadNorms, MatmulInput, attend_own, attend_stored
 from exl_kernels.fused import norm_parts, rope_store
 from exl_kernels.kv import store_kv
-from exl_kernels.linear.fused import FusedLinear
+from exl_kernels.linear.fused import FusedLinear, Packed
 from exl_kernels.rope import apply_rope
 
 from ..layers import Attention, RMSNorm
 from .adapted import adapters_of, takes_adapters
 from .batch import Step
-from .half import JoinedHalf, Normed, is_changed, joined, joins, multiplied, multiply, multiply_blocks
+from .half import JoinedHalf, Normed, is_changed, joined, multiplied, multiply_apart
 
 __all__ = ["AttentionHalf", "attend_heads", "head_norms_of"]
 
@@ -48,7 +48,25 @@ class AttentionHalf(JoinedHalf):
 
     def join(self, rows: int) -> bool:
         """Return whether the matmuls qkv and o have fused kernels for `rows` rows."""
-        return all(joins(matmul, rows) for matmul in (self.qkv, self.o))
+        return self.qkv.joins(rows) and self.o.joins(rows)
+
+    @property
+    def matmuls(self) -> tuple[FusedLinear, FusedLinear]:
+        """The matmuls of q, k and v, and of o."""
+        return self.qkv, self.o
+
+    def run_chained(self, x: Tensor, packed: Packed | None, following: FusedLinear | None, step: Step) -> Packed | None:
+        """Run norm, q, k, v, attention, o and residual; see `JoinedHalf.run_chained`."""
+        rows = x.shape[0]
+        qkv = x.new_empty(rows, self.qkv.out_features)
+        self.qkv.chained(x if packed is None else packed, qkv)
+        if following is None:
+            self._attend_to(x, x, qkv, step)
+            return None
+        given = self.o.input_of(rows) if step.decodes else None
+        mixed = self.attend(qkv, step, given)
+        attended: Tensor | Packed = mixed.view(rows, -1) if given is None else Packed(given.scratch, rows)
+        return self.o.chained(attended, x, x, following)
 
     def takes_adapters(self, step: Step) -> bool:
         """Return whether the adapters of q, k and v and of o can be added behind the joined matmuls."""
@@ -82,7 +100,7 @@ class AttentionHalf(JoinedHalf):
             self.attend(qkv, step, given)
             o.from_input(given, out, residual=residual)
         else:
-            multiply(o, self.attend(qkv, step).view(rows, -1), out, residual)
+            o(self.attend(qkv, step).view(rows, -1), out, residual)
 
     def attend(self, qkv: Tensor, step: Step, into: MatmulInput | None = None) -> Tensor:
         """Return the attention of rows that hold q, k and v side by side: [T, heads, head_dim]. May change qkv."""
@@ -100,7 +118,7 @@ class AttentionHalf(JoinedHalf):
         """Run norm, q, k, v, attention, o and residual as separate launches."""
         a, rows = self.attention, x.shape[0]
         given, h = h, self.normed(x, h)
-        qkv = multiply_blocks(self.qkv_normed, h)
+        qkv = multiply_apart(self.qkv_normed, h)
         if qkv is None:
             q = a.shaped(a.q_proj.quant.matmul(h), a.q_norm)
             k = a.shaped(a.k_proj.quant.matmul(h), a.k_norm)

@@ -330,12 +330,14 @@ class DecodeGraphs:
                 self._modules = modules
             if refused is None:
                 # torch's matmuls of float matrices may change with the number of rows, so these batches get no padding.
+                # Steps of more rows, where each number would need a graph of its own, are captured without them only.
                 self._exact_batch = any(linear.loaded_matrix.format == "float" for linear in model.linears())
             self._arrangement, self._refused = found, refused
         return self._refused
 
     def _bucket(self, batch: int, q_len: int, longest: int, page_size: int, places: int) -> Bucket:
-        rows = batch if self._exact_batch else padded_rows(batch, q_len)
+        exact = self._exact_batch and batch * q_len <= PACKED_ROWS
+        rows = batch if exact else padded_rows(batch, q_len)
         pages = -(-longest // page_size)
         # Four buckets an octave: a launch is planned for all keys of its bucket.
         grain = 1 << max(0, (pages - 1).bit_length() - 3)
@@ -360,11 +362,10 @@ class DecodeGraphs:
         if bucket.tokens <= PACKED_ROWS:
             return True
         joined = self._joined_or_reason(model)
-        # The matmuls of float matrices change with the number of rows, and each number would need a graph of its own.
-        if not self._exact_batch and isinstance(joined, JoinedLaunches) and joined.takes(bucket.tokens):
-            return True
-        self.reason = f"modules run more than {PACKED_ROWS} rows by matmuls that are not batch-invariant"
-        return False
+        why = joined if isinstance(joined, str) else joined.refusal_of_rows(bucket.tokens)
+        if why is not None:
+            self.reason = f"a step of more than {PACKED_ROWS} rows is not batch-invariant: {why}"
+        return why is None
 
     def shard_launches(self, model: LanguageModel, bucket: Bucket = ONE_TOKEN) -> list[ShardLaunches] | None:
         """Return the launches of each device of a sharded model, or None; `reason` says why.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from exl_kernels.device import row_invariant_matmuls
-from exl_kernels.selection import PACKED_ROWS, STEP_ROWS
+from exl_kernels.device import row_invariant_matmuls, rows_are_invariant
+from exl_kernels.selection import STEP_ROWS
 
 from ..device import out_of_memory_as_error
 from .attn_params import PagedParams
@@ -47,7 +47,8 @@ def matmuls_of(asked: ForwardPass) -> AbstractContextManager[None]:
     """
     params = asked.params
     is_step = isinstance(params, PagedParams) and params.q_lens is None and asked.ids.shape[1] <= DECODE_TOKENS
-    many = is_step and PACKED_ROWS < asked.ids.numel() <= STEP_ROWS
+    rows = asked.ids.numel()
+    many = is_step and rows <= STEP_ROWS and not rows_are_invariant(rows)
     return row_invariant_matmuls() if many else nullcontext()
 
 

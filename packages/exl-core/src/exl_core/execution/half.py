@@ -12,13 +12,12 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from exl_kernels.device import row_invariant
 from exl_kernels.fused import add_post_norm, add_rms_norm, layer_norm_packed
 from exl_kernels.linear.cuda import CudaQuantMatrix
 from exl_kernels.linear.fused import Activation, FusedLinear, Packed
 from exl_kernels.linear.fused import Norm as InputNorm
 from exl_kernels.norm import rms_norm
-from exl_kernels.selection import BLOCK_ROWS, FEW_ROWS, PACKED_ROWS
+from exl_kernels.selection import FEW_ROWS
 
 from ..device import activation_dtype
 from ..layers import Linear, Module, Norm, ParallelDecoder, RMSNorm
@@ -35,11 +34,8 @@ __all__ = [
     "input_norm",
     "is_changed",
     "joined",
-    "joins",
     "multiplied",
-    "multiply",
-    "multiply_blocks",
-    "row_blocks",
+    "multiply_apart",
     "why_apart",
 ]
 
@@ -53,7 +49,7 @@ def why_apart(module: Module) -> str | None:
     found = module.describe()
     if found is None:
         return f"{module.key} is not the attention or the MLP of a layer"
-    if "describe" not in vars(type(module)) or is_changed(module):
+    if is_foreign(module):
         return f"{module.key} has code that its description does not know"
     if isinstance(found, AttentionDescription):
         if found.with_mlp and not isinstance(module, ParallelDecoder):
@@ -64,6 +60,11 @@ def why_apart(module: Module) -> str | None:
     if found.gated and found.activation not in get_args(Activation):
         return f"{module.key} has activation {found.activation}"
     return None
+
+
+def is_foreign(module: Module) -> bool:
+    """Return whether a module runs code that its description does not know, or has no description."""
+    return "describe" not in vars(type(module)) or is_changed(module)
 
 
 def is_changed(module: Module) -> bool:
@@ -85,11 +86,14 @@ class Half(ABC):
         return True
 
     def join(self, rows: int) -> bool:
-        """Return whether the matmuls of `rows` rows can run with their prologue and epilogue.
-
-        More than BLOCK_ROWS rows run in blocks of so many.
-        """
+        """Return whether the matmuls of `rows` rows can run with their prologue and epilogue, many rows in blocks."""
         return True
+
+    def refusal_of_rows(self, rows: int) -> str | None:
+        """Return why a captured step of so many rows, which need blocks, is not batch-invariant; None if it is."""
+        if is_foreign(self.module):
+            return f"{self.module.key} has code that its description does not know"
+        return self.module.refusal_of_rows(rows)
 
     @abstractmethod
     def run_joined(
@@ -149,6 +153,29 @@ class JoinedHalf(Half):
         """One launch norms the last matmul's result, adds it to x, and norms x for the next half."""
         self.plain = self._own_norm is not None and post is None
         """The half has only an RMS norm and the residual besides its matmuls."""
+
+    @property
+    @abstractmethod
+    def matmuls(self) -> tuple[FusedLinear, FusedLinear]:
+        """The first matmul, which norms its input if that is fused, and the last one, which adds the residual."""
+
+    def chains(self, rows: int) -> bool:
+        """Return whether `run_chained` takes `rows` rows."""
+        return self.plain
+
+    @abstractmethod
+    def run_chained(self, x: Tensor, packed: Packed | None, following: FusedLinear | None, step: Step) -> Packed | None:
+        """Run the half with matmuls that pack one another's inputs.
+
+        Args:
+            x: [T, hidden] half, changed in place.
+            packed: x as packed by the preceding half for the first matmul, or None.
+            following: the matmul that is to get x packed, or None.
+            step: the step.
+
+        Returns:
+            x packed for `following`.
+        """
 
     def first_of(
         self, own: FusedLinear | None, normed: FusedLinear, x: Tensor, h: Normed
@@ -219,7 +246,7 @@ class JoinedHalf(Half):
         """Compute x += post(y @ W) with the last matmul; return `following`(x), in h if given."""
         matrix = self.last.quant
         plain = self.post is None and not self.float_residual
-        if plain and isinstance(matrix, CudaQuantMatrix) and x.shape[0] > PACKED_ROWS:
+        if plain and isinstance(matrix, CudaQuantMatrix) and matrix.adds_at_once(y, x):
             matrix.add_matmul(y, x)
             return None if following is None else rms_norm(x, following.loaded_weight, following.eps, out=h)
         y = matrix.matmul(y)
@@ -231,51 +258,24 @@ class JoinedHalf(Half):
         return add_rms_norm(x, y, following.loaded_weight, following.eps, out=h)
 
 
-def row_blocks(rows: int) -> list[slice]:
-    """Return the rows of a matmul in blocks of at most BLOCK_ROWS, whose results do not depend on their number."""
-    return [slice(begin, min(begin + BLOCK_ROWS, rows)) for begin in range(0, rows, BLOCK_ROWS)]
-
-
-def joins(matmul: FusedLinear, rows: int) -> bool:
-    """Return whether a joined kernel takes every block of `rows` rows."""
-    return all(matmul.kernel(some.stop - some.start) is not None for some in row_blocks(rows))
-
-
-def multiply(matmul: FusedLinear, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
-    """Compute matmul(x, out, residual) block by block; returns out."""
-    if x.shape[0] <= BLOCK_ROWS:
-        return matmul(x, out, residual)
-    for rows in row_blocks(x.shape[0]):
-        matmul(x[rows], out[rows], None if residual is None else residual[rows])
-    return out
-
-
-def multiply_blocks(matmul: FusedLinear, h: Tensor) -> Tensor | None:
-    """Return the matmul of the normed h by `gemm_batch`, block by block; None where another kernel runs."""
+def multiply_apart(matmul: FusedLinear, h: Tensor) -> Tensor | None:
+    """Return the matmul of the normed h in launches of all its matrices; None where a launch each is faster."""
     rows = h.shape[0]
-    if rows > PACKED_ROWS and not row_invariant():
-        return None
-    if matmul.kernel(min(rows, BLOCK_ROWS)) != "gemm_batch":
-        return None
-    out = h.new_empty(rows, matmul.out_features)
-    for some in row_blocks(rows):
-        matmul(h[some], out[some])
-    return out
+    return matmul(h, h.new_empty(rows, matmul.out_features)) if matmul.pays_apart(rows) else None
 
 
 def multiplied(matmul: FusedLinear, taken: Tensor | Packed, x: Tensor) -> Tensor:
     """Return the matmul of `taken`, in rows like those of the hidden state x."""
     out = x.new_empty(x.shape[0], matmul.out_features, dtype=activation_dtype(x.device))
     if not isinstance(taken, Packed):
-        return multiply(matmul, taken, out)
+        return matmul(taken, out)
     matmul.chained(taken, out)
     return out
 
 
 def joined(*linears: Linear, norm: RMSNorm | None = None, activation: Activation | None = None) -> FusedLinear:
     """Return the matmul of linear layers side by side, with the norm of its input and the activation of its results."""
-    matrices = [linear.quant for linear in linears]
-    return FusedLinear(matrices, norm=input_norm(norm), activation=activation, max_rows=BLOCK_ROWS)
+    return FusedLinear([linear.quant for linear in linears], norm=input_norm(norm), activation=activation)
 
 
 def input_norm(norm: RMSNorm | None) -> InputNorm | None:

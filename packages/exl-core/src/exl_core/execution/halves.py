@@ -1,4 +1,4 @@
-"""Choose the half of a module, and run whole layers: attention and MLP side by side, or as one chain of matmuls."""
+"""Choose the half of a module; run attention and MLP side by side; tell which halves pack one another's input."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..layers import Attention, FeedForward, Linear, Module, ParallelDecoder, RM
 from ..layers.description import MlpDescription
 from .attention_half import AttentionHalf
 from .batch import Step
-from .half import Half, ModuleHalf, Normed, why_apart
+from .half import Half, JoinedHalf, ModuleHalf, Normed, why_apart
 from .mlp_half import MlpHalf
 
-__all__ = ["ParallelHalf", "chains", "half_of", "run_chained"]
+__all__ = ["ParallelHalf", "chains", "chains_to", "half_of"]
 
 
 class ParallelHalf(AttentionHalf):
@@ -73,39 +73,17 @@ def half_of(module: Module, float_residual: bool = False) -> Half:
     return AttentionHalf(module, float_residual)
 
 
-def chains(attention: AttentionHalf, mlp: MlpHalf, rows: int) -> bool:
-    """Return whether the matmuls of a layer can pack one another's inputs of `rows` rows."""
-    return (
-        attention.plain
-        and mlp.plain
-        and all(matmul.takes_packed(rows) for matmul in (attention.qkv, mlp.up, mlp.down))
-        and attention.o.chains_to(mlp.up, rows)
-    )
+def chains(half: Half, following: Half, rows: int) -> FusedLinear | None:
+    """Return the first matmul of the following half if the last one of `half` can pack its input of `rows` rows."""
+    if not isinstance(following, JoinedHalf) or not following.chains(rows):
+        return None
+    first, _ = following.matmuls
+    return first if chains_to(half, first, rows) else None
 
 
-def run_chained(
-    attention: AttentionHalf,
-    mlp: MlpHalf,
-    x: Tensor,
-    packed: Packed | None,
-    following: FusedLinear | None,
-    step: Step,
-) -> Packed | None:
-    """Run a layer on x [T, hidden] half, changed in place, or on `packed` from the preceding matmul.
-
-    Returns x packed for `following`.
-    """
-    rows, first, o = x.shape[0], attention.qkv, attention.o
-    qkv = x.new_empty(rows, first.out_features)
-    first.chained(x if packed is None else packed, qkv)
-    given = o.input_of(rows) if step.decodes else None
-    mixed = attention.attend(qkv, step, given)
-    attended: Tensor | Packed = mixed.view(rows, -1) if given is None else Packed(given.scratch, rows)
-    normed = o.chained(attended, x, x, mlp.up)
-    assert normed is not None
-    gated = mlp.up.chained(normed, following=mlp.down)
-    assert gated is not None
-    return mlp.down.chained(gated, x, x, following)
+def chains_to(half: Half, following: FusedLinear, rows: int) -> bool:
+    """Return whether the last matmul of a half can pack its results of `rows` rows as the input of `following`."""
+    return isinstance(half, JoinedHalf) and half.chains(rows) and half.matmuls[1].chains_to(following, rows)
 
 
 def _padded(linear: Linear) -> bool:

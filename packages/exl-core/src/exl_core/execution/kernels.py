@@ -9,7 +9,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from exl_kernels.selection import PACKED_ROWS, Card, MatrixShape, Selection
+from exl_kernels.selection import PACKED_ROWS, STEP_ROWS, Card, MatrixShape, Selection
 
 from ..config import ExLlamaV2Config
 from ..errors import ModelStateError
@@ -51,8 +51,8 @@ def kernel_uses(
 ) -> list[KernelUse]:
     """Return the kernels of every operation of a layer and of the head, for each number of `rows`.
 
-    Up to 64 rows are as many sequences of one token; more are one prompt. Reads the scales of every matrix, not its
-    weights.
+    Up to STEP_ROWS rows are a step of as many sequences of one token; more are one prompt. Reads the scales of every
+    matrix, not its weights.
 
     Args:
         config: a prepared config.
@@ -75,17 +75,15 @@ def kernel_uses(
     for count in rows:
         uses = _Uses(count, card, shapes)
         for _, layer in groupby(halves, lambda half: half[0].key):
-            joined: list[Module] = []
             for half, why in layer:
                 if isinstance(half, Attention):
                     uses.add("attention", _attention_kernel(card, half, count, cache, keys))
                 if why is None:
-                    joined.append(half)
+                    uses.half(half)
                 elif isinstance(half, MoE):
                     uses.experts(half, why)
                 else:
                     uses.alone(half.submodules(), [why])
-            uses.layer(joined)
         head = modules[-1]
         if isinstance(head, Head):
             uses.head(head, chained=not any(why for _, why in halves))
@@ -94,7 +92,7 @@ def kernel_uses(
 
 
 def _attention_kernel(card: Card, a: Attention, count: int, cache: str, keys: int) -> str:
-    batch, tokens = (count, 1) if count <= PACKED_ROWS else (1, count)
+    batch, tokens = (count, 1) if count <= STEP_ROWS else (1, count)
     return card.attention(
         cache,
         a.head_dim,
@@ -187,6 +185,7 @@ class _Uses:
 
     def __init__(self, count: int, card: Card, shapes: _Shapes) -> None:
         self.count = count
+        self._invariant = count <= STEP_ROWS
         self._card = card
         self._shapes = shapes
         self._kernels: dict[str, dict[str, None]] = {}
@@ -202,20 +201,20 @@ class _Uses:
         self._kernels.setdefault(operation, {})[kernel] = None
         self._why.setdefault(operation, {}).update(dict.fromkeys(why))
 
-    def layer(self, halves: Sequence[Module]) -> None:
-        """Add the matmuls of halves whose launches are joined.
+    def half(self, half: Module) -> None:
+        """Add the matmuls of a half whose launches are joined.
 
-        If one of them, except the last, cannot launch with norm, gate and residual, none does.
+        If one of them, except down, cannot launch with norm, gate and residual, none does.
         """
-        found = [(matmul, self._joined(matmul)) for half in halves for matmul in _matmuls(half)]
+        found = [(matmul, self._joined(matmul)) for matmul in _matmuls(half)]
         apart = [
             f"{matmul.operation} is launched apart: {reason}"
             for matmul, selected in found
             if matmul.operation != "down" and (selected is None or not selected.joined)
             for reason in (["it is not quantized"] if selected is None else _reasons(selected)[-1:])
         ]
-        if apart or self.count > PACKED_ROWS:
-            self.alone([linear for half in halves for linear in half.submodules()], apart)
+        if apart or not self._invariant:
+            self.alone(half.submodules(), apart)
             return
         for matmul, selected in found:
             self._matmul(matmul.operation, selected)
@@ -256,12 +255,12 @@ class _Uses:
         if found is None:
             self.add(operation, "cuBLAS", ["the matrix is not quantized"])
         else:
-            reasons = [_MANY_ROWS] if self.count > PACKED_ROWS else [*why_apart, *_reasons(found)]
+            reasons = [*why_apart, *_reasons(found)] if self._invariant else [_MANY_ROWS]
             self.add(operation, found.kernel, reasons)
 
     def _alone(self, linear: Linear) -> Selection | None:
         shape = self._shapes.of(linear)
-        return None if shape is None else self._card.matmul(shape, self.count)
+        return None if shape is None else self._card.matmul(shape, self.count, invariant=self._invariant)
 
     def _joined(self, matmul: _Matmul) -> Selection | None:
         """Return the selection; None where a matrix is not quantized."""
@@ -274,7 +273,9 @@ class _Uses:
         matrices = self._shapes.all(linears)
         if matrices is None:
             return None
-        return self._card.fused_matmul(matrices, self.count, norm=norm, gate=gate, residual=residual)
+        return self._card.fused_matmul(
+            matrices, self.count, norm=norm, gate=gate, residual=residual, invariant=self._invariant
+        )
 
 
 def _reasons(found: Selection) -> list[str]:

@@ -18,7 +18,7 @@ from exl_kernels.linear.fused import Activation, FusedLinear, Packed
 from ..layers import FeedForward, GatedMLP, PlainMLP, RMSNorm
 from .adapted import MatmulAdapters, adapters_of, takes_adapters
 from .batch import Step
-from .half import JoinedHalf, Normed, joined, joins, multiplied, multiply, multiply_blocks, row_blocks
+from .half import JoinedHalf, Normed, joined, multiplied, multiply_apart
 
 __all__ = ["MlpHalf"]
 
@@ -49,7 +49,22 @@ class MlpHalf(JoinedHalf):
 
     def join(self, rows: int) -> bool:
         """Return whether gate and up (or up) have a fused kernel for `rows` rows."""
-        return joins(self.up, rows)  # down may run separately
+        return self.up.joins(rows)  # down may run separately
+
+    @property
+    def matmuls(self) -> tuple[FusedLinear, FusedLinear]:
+        """The matmuls of gate and up (or up), and of down."""
+        return self.up, self.down
+
+    def chains(self, rows: int) -> bool:
+        """Return whether gate and up can also pack the input of down."""
+        return self.plain and self.up.chains_to(self.down, rows)
+
+    def run_chained(self, x: Tensor, packed: Packed | None, following: FusedLinear | None, step: Step) -> Packed | None:
+        """Run norm, gate, up, activation, down and residual; see `JoinedHalf.run_chained`."""
+        gated = self.up.chained(x if packed is None else packed, following=self.down)
+        assert gated is not None
+        return self.down.chained(gated, x, x, following)
 
     def takes_adapters(self, step: Step) -> bool:
         """Return whether the adapters of gate and up (or up) and of down can be added behind the joined matmuls."""
@@ -65,15 +80,11 @@ class MlpHalf(JoinedHalf):
         own = self.up if self._own_norm is not None else None
         matmul, taken = self.first_of(own, self.up_normed, x, h)
         out, residual = self.result(x)
-        if isinstance(taken, Packed) and self._activation is not None:
+        if self._activation is not None:
             matmul.then(self.down, taken, out, residual)
-        elif self._activation is not None:
-            assert not isinstance(taken, Packed)
-            for rows in row_blocks(x.shape[0]):
-                matmul.then(self.down, taken[rows], out[rows], None if residual is None else residual[rows])
         else:
             up = multiplied(matmul, taken, x)
-            multiply(self.down, activate(up, self.mlp.activation, out=up), out, residual)
+            self.down(activate(up, self.mlp.activation, out=up), out, residual)
         return x, self.left_packed(x, out, following, h, into)
 
     def _run_adapted(
@@ -106,7 +117,7 @@ class MlpHalf(JoinedHalf):
     def run(self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step) -> tuple[Tensor, Tensor | None]:
         """Run the MLP as separate launches."""
         given, h = h, self.normed(x, h)
-        inner = multiply_blocks(self.up_normed, h)
+        inner = multiply_apart(self.up_normed, h)
         activated = inner is not None and self._activation is not None
         if inner is None:
             inner, *up = (matrix.matmul(h) for matrix in self.matrices)

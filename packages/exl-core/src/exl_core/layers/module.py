@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from .description import HalfDescription
     from .linear import Linear
 
-__all__ = ["Module", "WeightModule"]
+__all__ = ["Module", "WeightModule", "refusal_of_float"]
+
+
+def refusal_of_float(linears: Iterable[Linear]) -> str | None:
+    """Return a sentence that names a float matrix among loaded linears, or None.
+
+    torch picks its kernel, and so its order of sums, by the number of rows.
+    """
+    key = next((linear.key for linear in linears if not linear.is_quant()), None)
+    return None if key is None else f"{key} is a float matrix, whose results depend on the number of rows"
 
 
 class Module(ABC):
@@ -54,6 +63,15 @@ class Module(ABC):
         None for other modules, and for halves that executors cannot join.
         """
         return None
+
+    def refusal_of_rows(self, rows: int) -> str | None:
+        """Return why a captured `forward` of so many rows on a GPU is not batch-invariant; None where it is.
+
+        The pass runs inside `exl_kernels.device.row_invariant_matmuls`. The module is loaded.
+        """
+        if not self.capturable:
+            return f"{self.key} ({self.name}) decides on the host what to launch"
+        return refusal_of_float(self.submodules())
 
     def submodules(self) -> Iterator[Linear]:
         """Yield the linears inside, which replace this module in `model.modules_dict`."""

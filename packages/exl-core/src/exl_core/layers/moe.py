@@ -22,6 +22,7 @@ from ..loading.checkpoint import TensorSource
 from .description import MlpDescription
 from .linear import Linear
 from .mlp import FeedForward, GatedMLP
+from .module import refusal_of_float
 from .norm import Norm, kind_of
 
 if TYPE_CHECKING:
@@ -146,6 +147,13 @@ class MoE(FeedForward):
         shared = None if self.shared is None else Expert(*self.shared.submodules()).matrices()
         self._grouped = group_experts(whole, self.activation, self.chosen, shared)
         self.capturable = self._grouped is not None and self._grouped.device.type == "cuda"
+
+    def refusal_of_rows(self, rows: int) -> str | None:
+        """As `Module.refusal_of_rows`: the experts must share launches. Routers and gates may be float matrices."""
+        if self._grouped is None or not self.capturable or not self._grouped.shares(rows, self.chosen):
+            return f"{self.key} ({self.name}) decides on the host which experts take {rows} rows"
+        shared = () if self.shared is None else self.shared.submodules()
+        return refusal_of_float([*(linear for expert in self.experts for linear in expert), *shared])
 
     def describe(self) -> MlpDescription:
         """Return the description of the half."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from exl_kernels.device import row_invariant
+from exl_kernels.device import rows_are_invariant
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.lora import LoraEntry, LoraTable
-from exl_kernels.selection import PACKED_ROWS
 
 from ..device import activation_dtype
 
@@ -58,9 +57,7 @@ class LoraPair:
         not depend on the number of rows.
         """
         halves = x.dtype == y.dtype == torch.float16
-        # Adapters are batch-invariant up to as many rows as the matmuls that they are added to.
-        few = x.shape[0] <= PACKED_ROWS or row_invariant()
-        return halves and few and x.is_contiguous() and y.is_contiguous()
+        return halves and rows_are_invariant(x.shape[0]) and x.is_contiguous() and y.is_contiguous()
 
 
 class EmbeddingPair:

@@ -3,9 +3,9 @@
 Quantized weights are repacked on the CPU into tensor-core tiles (rust/exl-cuda/src/layout) at the bits per weight of
 the file. A matmul multiplies half activations with exact integer codes, accumulates in float32 and applies zero and
 scale to a group's sum. The second half rounding of the format's definition (of each weight) is left out; `dequantize`
-has it. Sums have one order, so up to PACKED_ROWS rows are batch-invariant: a row's result does not depend on the number
-of rows or its place among them (for any number of rows with `device.set_row_invariant`). BF16 activations are carried
-as halves times a power of two of their row.
+has it. Sums have one order, so few rows are batch-invariant (`device.rows_are_invariant`): a row's result does not
+depend on the number of rows or its place among them (for any number of rows with `device.set_row_invariant`). BF16
+activations are carried as halves times a power of two of their row.
 
 `_native.CudaLinearGroup.plan` and `plan_alone` pick the kernel (rust/exl-cuda, `ops::linear::select`). This module
 allocates the memory that the plan lists and launches the kernel.
@@ -25,7 +25,6 @@ from ..cuda_ops import stream_of
 from ..device import launch_of, require_cuda, row_invariant
 from ..errors import DTypeError, FormatError, ShapeError, UnsupportedError
 from ..formats import Exl2Parts, GptqParts
-from ..selection import PACKED_ROWS
 from .matrix import Compute, Format, QuantMatrix
 from .upload import Pack, moved, packed_image, settle
 from .workspace import block_workspace
@@ -38,6 +37,9 @@ __all__ = [
     "gptq_matrix",
     "launch_matmul",
 ]
+
+KEPT_PLANS = 256
+"""Most plans that a matmul keeps; prompts have any number of rows."""
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -164,7 +166,7 @@ class CudaQuantMatrix(_CudaMatrix):
         self._cuda = _native.CudaMatrix(layout, image, units, maxima, features, row_of_feature, self._bias, prescale)
         self._prescale = prescale
         self._group = _native.CudaLinearGroup([self._cuda])
-        self._plans: dict[tuple[int, torch.dtype], _native.MatmulPlan] = {}
+        self._plans: dict[tuple[int, torch.dtype, bool], _native.MatmulPlan] = {}
         self.format: Format = format
         self.compute: Compute = compute
         self.name = name
@@ -179,9 +181,8 @@ class CudaQuantMatrix(_CudaMatrix):
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Multiply x [.., K] float16 or bfloat16 to [.., N] of that type, or into `out` (also float32).
 
-        Up to PACKED_ROWS rows run on the packed weights. For more rows the matrix is dequantized once and multiplied
-        with torch, or, where `device.set_row_invariant` asks for it, the packed weights take PACKED_ROWS rows at a
-        time.
+        Few rows run on the packed weights. For more rows the matrix is dequantized once and multiplied with torch, or,
+        where `device.set_row_invariant` asks for it, the packed weights take blocks of rows; the plan decides.
 
         Raises:
             ShapeError, DTypeError: wrong size, type or device.
@@ -191,15 +192,32 @@ class CudaQuantMatrix(_CudaMatrix):
         if rows == 0:
             return out
         x = aligned(x.contiguous())
-        if rows <= PACKED_ROWS:
-            self._on_packed_weights(x, out, rows)
-        elif row_invariant():
-            parts = zip(self._blocks(x, self.in_features), self._blocks(out, self.out_features), strict=True)
-            for some, to in parts:
-                self._on_packed_weights(some, to, some.shape[0])
-        else:
+        plan = self._planned(rows, x.dtype)
+        if plan.dequantizes:
             self._dequantized(x, out)
+        elif plan.rows == rows:
+            launch_matmul(self._group, plan, x, out)
+        else:
+            blocks = (torch.split(t.view(rows, -1), plan.rows) for t in (x, out))
+            for some, to in zip(*blocks, strict=True):
+                launch_matmul(self._group, self._planned(some.shape[0], x.dtype), some, to)
         return out
+
+    def _planned(self, rows: int, dtype: torch.dtype) -> _native.MatmulPlan:
+        """Return the plan of a call of so many rows, batch-invariant if `device.row_invariant` says so."""
+        key = (rows, dtype, row_invariant())
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= KEPT_PLANS:
+                self._plans.clear()
+            plan = self._group.plan_alone(rows, bfloat16=dtype == torch.bfloat16, invariant=key[2])
+            self._plans[key] = plan
+        return plan
+
+    def adds_at_once(self, x: Tensor, to: Tensor) -> bool:
+        """Return whether `add_matmul(x, to)` is one matmul that also adds, by cuBLAS."""
+        halves = x.dtype == to.dtype == torch.float16
+        return halves and self._plain and x.shape[0] > 0 and self._planned(x.shape[0], x.dtype).dequantizes
 
     def add_matmul(self, x: Tensor, to: Tensor) -> None:
         """Add x [T, K] @ W to `to` [T, N], both contiguous halves.
@@ -210,8 +228,7 @@ class CudaQuantMatrix(_CudaMatrix):
         Raises:
             ShapeError, DTypeError: as for `matmul`.
         """
-        once = x.shape[0] > PACKED_ROWS and not row_invariant() and self._plain
-        if once and x.dtype == to.dtype == torch.float16:
+        if self.adds_at_once(x, to):
             to.addmm_(x, self.dequantize())
         else:
             to.add_(self.matmul(x))
@@ -219,18 +236,6 @@ class CudaQuantMatrix(_CudaMatrix):
     @property
     def _plain(self) -> bool:
         return self._bias is None and self._prescale == 1.0
-
-    @staticmethod
-    def _blocks(t: Tensor, width: int) -> tuple[Tensor, ...]:
-        return torch.split(t.view(-1, width), PACKED_ROWS)
-
-    def _on_packed_weights(self, x: Tensor, out: Tensor, rows: int) -> None:
-        """Multiply at most PACKED_ROWS rows of x, aligned to 16 bytes."""
-        plan = self._plans.get((rows, x.dtype))
-        if plan is None:
-            plan = self._group.plan_alone(rows, bfloat16=x.dtype == torch.bfloat16)
-            self._plans[rows, x.dtype] = plan
-        launch_matmul(self._group, plan, x, out)
 
     def in_layout(self, values: Tensor) -> Tensor:
         """Return values [K] in the order of the layout's rows, zeros in padding rows, up to whole units of 256 rows."""

@@ -8,7 +8,7 @@ run. `_native.CudaLinearGroup.plan` picks the kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,9 +19,10 @@ from .. import _native
 from ..attention.cuda import MatmulInput
 from ..cuda_ops import activation as activate
 from ..cuda_ops import gated_activation, rms_norm
+from ..device import row_invariant, row_invariant_matmuls
 from ..errors import DTypeError, ShapeError, UnsupportedError
-from ..selection import FEW_ROWS, FUSED_ACTIVATIONS, PACKED_ROWS
-from .cuda import CudaQuantMatrix, launch_matmul
+from ..selection import FEW_ROWS, FUSED_ACTIVATIONS
+from .cuda import KEPT_PLANS, CudaQuantMatrix, launch_matmul
 from .matrix import QuantMatrix
 
 __all__ = ["FusedLinear", "Norm", "Packed"]
@@ -64,6 +65,8 @@ class FusedLinear:
     ``FusedLinear([o])``, ``residual=h``            [m, N]; may be h itself     h + x @ Wo
     ==============================================  ==========================  ===================================
 
+    Rows are always batch-invariant: a call of many rows is several launches, as the plan says (`blocks`).
+
     Biases, prescales and input permutations belong to the matrices and are always applied. Intermediate results are
     rounded to the dtype of x exactly where the separate operators round.
 
@@ -71,8 +74,6 @@ class FusedLinear:
         matrices: one to three matrices on one GPU with equal in_features.
         norm: norm of the input, or None.
         activation: activation of the first of two matrices [gate, up], or of one matrix's results, or None.
-        max_rows: upper bound of m, at most BLOCK_ROWS. Where no kernel takes more than PACKED_ROWS rows at a time, a
-            call of more rows is several of PACKED_ROWS.
         dtype: of x and out, float16 or bfloat16.
 
     Raises:
@@ -87,7 +88,6 @@ class FusedLinear:
         *,
         norm: Norm | None = None,
         activation: Activation | None = None,
-        max_rows: int = PACKED_ROWS,
         dtype: torch.dtype = torch.float16,
     ) -> None:
         if not 1 <= len(matrices) <= 3:
@@ -117,13 +117,12 @@ class FusedLinear:
         self.matrices = tuple(matrices)
         self.norm = norm
         self.activation = activation
-        self.max_rows = max_rows
         self.dtype = dtype
         self.in_features = first.in_features
         self.out_features = first.out_features if activation else sum(m.out_features for m in matrices)
         self.device = first.device
         self._group = self._native_group()
-        self._plans: dict[int, _native.MatmulPlan | None] = {}
+        self._plans: dict[int, _native.MatmulPlan] = {}
         self._norm: _native.NormPrologue | None = None
         self._packed_norm: _native.NormPrologue | None = None
         if norm is not None:
@@ -146,32 +145,61 @@ class FusedLinear:
     def _plan(
         self, rows: int, residual: bool = False, aligned_input: bool = True, aligned_output: bool = True
     ) -> _native.MatmulPlan | None:
-        """Return the launch plan, or None where separate operators do the work."""
-        key = rows << 3 | residual << 2 | aligned_input << 1 | aligned_output
-        if key not in self._plans:
-            plan = None
-            if self._group is not None:
-                plan = self._group.plan(
-                    rows,
-                    bfloat16=self.dtype == torch.bfloat16,
-                    norm=self.norm is not None,
-                    residual=residual,
-                    aligned_input=aligned_input,
-                    aligned_output=aligned_output,
-                )
-            self._plans[key] = plan if plan is not None and plan.joined else None
-        return self._plans[key]
+        """Return the plan of one launch of all rows and matrices; None where there are several launches."""
+        plan = self._planned(rows, residual, aligned_input, aligned_output)
+        return plan if plan is not None and plan.joined and plan.rows == rows else None
+
+    def _planned(
+        self,
+        rows: int,
+        residual: bool = False,
+        aligned_input: bool = True,
+        aligned_output: bool = True,
+        invariant: bool = True,
+    ) -> _native.MatmulPlan | None:
+        """Return the plan of a call; None where a matrix is not quantized."""
+        if self._group is None:
+            return None
+        key = rows << 4 | invariant << 3 | residual << 2 | aligned_input << 1 | aligned_output
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= KEPT_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._group.plan(
+                rows,
+                bfloat16=self.dtype == torch.bfloat16,
+                norm=self.norm is not None,
+                residual=residual,
+                aligned_input=aligned_input,
+                aligned_output=aligned_output,
+                invariant=invariant,
+            )
+        return plan
 
     def kernel(self, rows: int) -> str | None:
-        """Return the kernel of one launch of all matrices for `rows` aligned rows, as `selection.Selection` names it.
+        """Return the kernel of a launch of all matrices for `rows` aligned rows, as `selection.Selection` names it.
 
-        Where no kernel takes so many rows, of a launch of PACKED_ROWS. None means that the call runs separate
-        operators.
+        None means that the call runs separate operators.
         """
-        plan = self._plan(rows)
-        if plan is None and rows > PACKED_ROWS:
-            plan = self._plan(PACKED_ROWS)
-        return None if plan is None else plan.kernel
+        plan = self._planned(rows)
+        return plan.kernel if plan is not None and plan.joined else None
+
+    def joins(self, rows: int) -> bool:
+        """Return whether all launches of a call of `rows` aligned rows take all matrices, with norm and residual."""
+        return self.kernel(rows) is not None
+
+    def pays_apart(self, rows: int) -> bool:
+        """Return whether a call beats a matmul of each matrix, where norm and residual are launches of their own.
+
+        Never for rows that need not be batch-invariant (`device.rows_are_invariant`).
+        """
+        plan = self._planned(rows, invariant=row_invariant())
+        return plan is not None and plan.pays_apart
+
+    def blocks(self, rows: int) -> list[slice]:
+        """Return the rows of a call in blocks as its plan cuts it."""
+        plan = self._planned(rows)
+        return _blocks(rows, rows if plan is None else plan.rows)
 
     def takes_at_once(self, rows: int) -> bool:
         """Return whether one launch takes `rows` aligned rows."""
@@ -205,7 +233,7 @@ class FusedLinear:
         return torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=self.device)
 
     def __call__(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Multiply x [m, K] to `out` [m, N], both contiguous and of this `dtype`; m at most `max_rows`. Returns out.
+        """Multiply x [m, K] to `out` [m, N], both contiguous and of this `dtype`. Returns out.
 
         Args:
             x: [m, K].
@@ -219,13 +247,14 @@ class FusedLinear:
         if not m:
             return out
         aligned_input = x.data_ptr() % 16 == 0
-        plan = self._plan(m, residual is not None, aligned_input, residual is None or _stores_pairs(out, residual))
-        if plan is not None:
-            self._launch(plan, x, out, residual)
-            return out
-        if m > PACKED_ROWS:
-            for rows in _blocks(m):
+        aligned_output = residual is None or _stores_pairs(out, residual)
+        plan = self._planned(m, residual is not None, aligned_input, aligned_output)
+        if plan is not None and plan.rows < m:
+            for rows in _blocks(m, plan.rows):
                 self(x[rows], out[rows], None if residual is None else residual[rows])
+            return out
+        if plan is not None and plan.joined:
+            self._launch(plan, x, out, residual)
             return out
         if self.norm is not None:
             x = rms_norm(x, self.norm.weight, self.norm.eps, weight_offset=self.norm.offset)
@@ -295,11 +324,11 @@ class FusedLinear:
             residual: residual of `following`, or None.
         """
         m = x.rows if isinstance(x, Packed) else x.shape[0]
-        if m > PACKED_ROWS and not isinstance(x, Packed) and not self.takes_at_once(m):
-            for rows in _blocks(m):
+        if not isinstance(x, Packed) and len(blocks := self.blocks(m)) > 1:
+            for rows in blocks:
                 self.then(following, x[rows], out[rows], None if residual is None else residual[rows])
             return out
-        if following.norm is None and m <= self.max_rows:
+        if following.norm is None:
             aligned = residual is None or _stores_pairs(out, residual)
             plan = self._plan(m, aligned_input=isinstance(x, Packed) or x.data_ptr() % 16 == 0)
             next_plan = following._plan(m, residual is not None, True, aligned)
@@ -401,8 +430,8 @@ class FusedLinear:
 
     def _check(self, x: Tensor, out: Tensor, residual: Tensor | None) -> int:
         m = x.shape[0] if x.dim() == 2 else -1
-        if m < 0 or m > self.max_rows or x.shape[1] != self.in_features:
-            raise ShapeError(f"x is {tuple(x.shape)}: expected [up to {self.max_rows}, {self.in_features}]")
+        if m < 0 or x.shape[1] != self.in_features:
+            raise ShapeError(f"x is {tuple(x.shape)}: expected [rows, {self.in_features}]")
         if residual is not None and self.activation:
             raise UnsupportedError("a residual on a matmul with an activation: add it in the matmul that follows")
         for name, t, width in (("x", x, self.in_features), ("out", out, self.out_features)):
@@ -418,7 +447,11 @@ class FusedLinear:
             raise DTypeError(f"{name} is {t.dtype} on {t.device}: expected {self.dtype} on {self.device}")
 
     def _separate(self, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
-        """Run the matmul as separate operators; x is already normed."""
+        """Run the matmul as separate batch-invariant operators; x is already normed."""
+        with row_invariant_matmuls():
+            self._multiply_each(x, out, residual)
+
+    def _multiply_each(self, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
         if len(self.matrices) == 1 and residual is None:
             self.matrices[0].matmul(x, out=out)
             if self.activation:
@@ -438,9 +471,9 @@ class FusedLinear:
             first += part.shape[1]
 
 
-def _blocks(rows: int) -> Iterator[slice]:
-    """Yield the rows of a call in blocks of PACKED_ROWS."""
-    return (slice(begin, min(begin + PACKED_ROWS, rows)) for begin in range(0, rows, PACKED_ROWS))
+def _blocks(rows: int, most: int) -> list[slice]:
+    """Return rows in blocks of at most `most`."""
+    return [slice(begin, min(begin + most, rows)) for begin in range(0, rows, max(most, 1))]
 
 
 def _stores_pairs(out: Tensor, residual: Tensor) -> bool:

@@ -94,6 +94,24 @@ impl MatmulPlan {
         self.plan.joined
     }
 
+    /// Rows of a launch. A call of more rows is several launches, each by the plan of its rows.
+    #[getter]
+    fn rows(&self) -> usize {
+        self.plan.call.rows
+    }
+
+    /// Whether the caller dequantizes the matrix and multiplies by cuBLAS; `run` has no launch for that.
+    #[getter]
+    fn dequantizes(&self) -> bool {
+        self.plan.kernel == Kernel::GemmLarge
+    }
+
+    /// Whether one launch of all matrices is faster than a launch each, where norm and residual are launches of their own.
+    #[getter]
+    fn pays_apart(&self) -> bool {
+        self.plan.pays_apart
+    }
+
     /// Bytes of scratch memory, aligned to 128.
     #[getter]
     fn scratch_bytes(&self) -> usize {
@@ -226,8 +244,8 @@ impl CudaLinearGroup {
     }
 
     /// The plan of a call of `rows` rows of float16, or of `bfloat16`. `aligned_input`: x is aligned to 16 bytes; `aligned_output`: y is
-    /// aligned to 8 bytes and the residual to 4.
-    #[pyo3(signature = (rows, *, bfloat16=false, norm=false, residual=false, aligned_input=true, aligned_output=true))]
+    /// aligned to 8 bytes and the residual to 4; `invariant`: a row's result must not depend on the number of rows.
+    #[pyo3(signature = (rows, *, bfloat16=false, norm=false, residual=false, aligned_input=true, aligned_output=true, invariant=false))]
     #[allow(clippy::fn_params_excessive_bools)] // one keyword each
     fn plan(
         &self,
@@ -238,22 +256,38 @@ impl CudaLinearGroup {
         residual: bool,
         aligned_input: bool,
         aligned_output: bool,
+        invariant: bool,
     ) -> PyResult<MatmulPlan> {
         let call = Call {
             rows,
             epilogue: self.epilogue(norm, residual, bfloat16),
             aligned_input,
             aligned_output,
+            invariant,
         };
         let plan = select::plan(&self.caps(py)?, &self.parts(), call);
         Ok(MatmulPlan { plan })
     }
 
     /// The plan of a call of the first matrix only, as `QuantMatrix.matmul` launches it; x is aligned to 16 bytes.
-    #[pyo3(signature = (rows, *, bfloat16=false))]
-    fn plan_alone(&self, py: Python<'_>, rows: usize, bfloat16: bool) -> PyResult<MatmulPlan> {
+    #[pyo3(signature = (rows, *, bfloat16=false, invariant=false))]
+    fn plan_alone(
+        &self,
+        py: Python<'_>,
+        rows: usize,
+        bfloat16: bool,
+        invariant: bool,
+    ) -> PyResult<MatmulPlan> {
         let caps = self.caps(py)?;
-        let plan = select::plan_alone(&caps, &self.matrices[0].get().matrix, rows, bfloat16);
+        let epilogue = Epilogue {
+            bf16: bfloat16,
+            ..Epilogue::default()
+        };
+        let call = Call {
+            invariant,
+            ..Call::aligned(rows, epilogue)
+        };
+        let plan = select::plan_alone(&caps, &self.matrices[0].get().matrix, call);
         Ok(MatmulPlan { plan })
     }
 

@@ -14,16 +14,19 @@ pub struct Call {
     pub aligned_input: bool,
     /// Results are aligned to 8 bytes, and a residual to 4.
     pub aligned_output: bool,
+    /// A row's result must not depend on the number of rows; for up to [`super::MOST_PACKED_ROWS`] rows it never does.
+    pub invariant: bool,
 }
 
 impl Call {
-    /// A call with aligned operands, as torch allocates them.
+    /// A batch-invariant call with aligned operands, as torch allocates them.
     pub const fn aligned(rows: usize, epilogue: Epilogue) -> Self {
         Self {
             rows,
             epilogue,
             aligned_input: true,
             aligned_output: true,
+            invariant: true,
         }
     }
 }

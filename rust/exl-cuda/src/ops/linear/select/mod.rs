@@ -18,11 +18,16 @@ pub(crate) use call::check_rows;
 pub use call::{Call, Epilogue, Refusal};
 pub use plan::{Plan, Planned, Tuning};
 
-/// Most rows of a call that run on packed weights; for more rows it is cheaper to dequantize once.
+/// Most rows of a call that run on packed weights unless rows must be batch-invariant; for more it is cheaper to dequantize once.
 pub const MOST_PACKED_ROWS: usize = 64;
 
 /// Most rows of a launch on packed weights: of [`Kernel::GemmBatch`] on cards with wgmma. Captured steps of more rows run in blocks.
 pub const MOST_BLOCK_ROWS: usize = 128;
+
+/// Whether the rows of a call are batch-invariant: always for few rows, else if the call asks for it.
+pub const fn is_invariant(rows: usize, invariant: bool) -> bool {
+    rows <= MOST_PACKED_ROWS || invariant
+}
 
 /// Largest number of rows for which [`Kernel::GemvRing`] is faster than [`Kernel::GemmFew`], by measurement.
 pub const MOST_GEMV_ROWS: usize = 2;
@@ -119,7 +124,23 @@ impl Kernel {
     }
 }
 /// Plan a call of `matrices` over one input, on a card of these capabilities.
+///
+/// More than [`MOST_PACKED_ROWS`] rows dequantize each matrix once or, if rows must be batch-invariant, run in blocks on packed weights:
+/// of [`MOST_BLOCK_ROWS`] rows where a kernel takes them, else of [`MOST_PACKED_ROWS`].
 pub fn plan(caps: &Capabilities, matrices: &[&Matrix], call: Call) -> Plan {
+    let of = |rows| plan(caps, matrices, Call { rows, ..call });
+    if call.rows > MOST_BLOCK_ROWS && call.invariant {
+        let (mut block, rest) = (of(MOST_BLOCK_ROWS), call.rows % MOST_BLOCK_ROWS);
+        block.joined &= rest == 0 || of(rest).joined;
+        return block;
+    }
+    if call.rows > MOST_PACKED_ROWS && !call.invariant {
+        let Plan {
+            kernel, refused, ..
+        } = plan_alone(caps, matrices[0], call);
+        let tuning = Tuning::default();
+        return Plan::new(caps, matrices, call, (kernel, false), refused, tuning);
+    }
     let (kernel, refused) = first_of(&joined_order(call.rows), caps, matrices, call);
     if let Some(kernel) = kernel {
         return Plan::new(
@@ -131,7 +152,10 @@ pub fn plan(caps: &Capabilities, matrices: &[&Matrix], call: Call) -> Plan {
             Tuning::default(),
         );
     }
-    let alone = plan_alone(caps, matrices[0], call.rows, call.epilogue.bf16);
+    if call.rows > MOST_PACKED_ROWS {
+        return of(MOST_PACKED_ROWS);
+    }
+    let alone = plan_alone(caps, matrices[0], call);
     Plan::new(
         caps,
         matrices,
@@ -143,8 +167,13 @@ pub fn plan(caps: &Capabilities, matrices: &[&Matrix], call: Call) -> Plan {
 }
 
 /// Plan one matrix without an epilogue and without scratch memory that outlives the call. A separate launch packs the input of
-/// [`Kernel::GemmFew`], which only large matrices repay. Inputs that are not aligned are copied.
-pub fn plan_alone(caps: &Capabilities, matrix: &Matrix, rows: usize, bf16: bool) -> Plan {
+/// [`Kernel::GemmFew`], which only large matrices repay. Inputs that are not aligned are copied. Of `call`, epilogue and alignment are
+/// ignored, except for BF16.
+pub fn plan_alone(caps: &Capabilities, matrix: &Matrix, call: Call) -> Plan {
+    let rows = match call.rows {
+        many if many > MOST_PACKED_ROWS && call.invariant => MOST_PACKED_ROWS,
+        rows => rows,
+    };
     let few = (rows > MOST_GEMV_ROWS && matrix.image_bytes() >= LEAST_PACKED_ALONE)
         .then_some(Kernel::GemmFew);
     // Without wgmma, a batch of few rows costs as much as one of sixteen.
@@ -155,13 +184,14 @@ pub fn plan_alone(caps: &Capabilities, matrix: &Matrix, rows: usize, bf16: bool)
         .chain(batch.then_some(Kernel::GemmBatch))
         .chain([Kernel::GemmTile])
         .collect();
-    let call = Call::aligned(
-        rows,
-        Epilogue {
-            bf16,
-            ..Epilogue::default()
-        },
-    );
+    let epilogue = Epilogue {
+        bf16: call.epilogue.bf16,
+        ..Epilogue::default()
+    };
+    let call = Call {
+        invariant: call.invariant,
+        ..Call::aligned(rows, epilogue)
+    };
     let (kernel, refused) = first_of(&order, caps, &[matrix], call);
     let kernel = kernel.unwrap_or(Kernel::GemmLarge);
     Plan::new(
@@ -204,22 +234,17 @@ pub struct Selection {
     pub refused: Vec<(Kernel, Refusal)>,
 }
 
-/// The kernel that [`plan`] launches for aligned operands.
-pub fn select(
-    caps: &Capabilities,
-    matrices: &[&Matrix],
-    rows: usize,
-    epilogue: Epilogue,
-) -> Selection {
+/// The kernel that [`plan`] launches.
+pub fn select(caps: &Capabilities, matrices: &[&Matrix], call: Call) -> Selection {
     let Plan {
         kernel,
         joined,
         mut refused,
         ..
-    } = plan(caps, matrices, Call::aligned(rows, epilogue));
-    let bare = matrices.len() == 1 && !epilogue.is_some();
+    } = plan(caps, matrices, call);
+    let bare = matrices.len() == 1 && !call.epilogue.is_some();
     if bare && !joined {
-        for (kernel, why) in plan_alone(caps, matrices[0], rows, epilogue.bf16).refused {
+        for (kernel, why) in plan_alone(caps, matrices[0], call).refused {
             if refused.iter().all(|(known, _)| *known != kernel) {
                 refused.push((kernel, why));
             }
@@ -233,10 +258,10 @@ pub fn select(
 }
 
 /// The kernel that [`plan_alone`] launches.
-pub fn select_alone(caps: &Capabilities, matrix: &Matrix, rows: usize, bf16: bool) -> Selection {
+pub fn select_alone(caps: &Capabilities, matrix: &Matrix, call: Call) -> Selection {
     let Plan {
         kernel, refused, ..
-    } = plan_alone(caps, matrix, rows, bf16);
+    } = plan_alone(caps, matrix, call);
     Selection {
         kernel,
         joined: true,

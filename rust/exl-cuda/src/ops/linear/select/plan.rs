@@ -26,11 +26,14 @@ pub enum Planned {
 // Independent properties of a launch, not states of one thing.
 #[allow(clippy::struct_excessive_bools)]
 pub struct Plan {
+    /// The call of one launch. A call of more rows is several launches of so many, each planned by its own rows.
     pub call: Call,
     pub kernel: Kernel,
     /// One call of the kernel takes all matrices with the epilogue. Otherwise each matrix has a separate plan ([`super::plan_alone`];
     /// `kernel` is that of the first), and norm, gate and residual are separate launches.
     pub joined: bool,
+    /// The matrices share a launch with profit even where norm and residual are launches of their own.
+    pub pays_apart: bool,
     /// Bytes of scratch memory of the call, aligned to 128; it begins with the packed input.
     pub scratch_bytes: usize,
     /// Place of the rows' multipliers (FP32) in the scratch memory of [`Kernel::GemmBatch`] and [`Kernel::GemmTile`].
@@ -70,6 +73,7 @@ impl Plan {
             call,
             kernel,
             joined,
+            pays_apart: joined && kernel == Kernel::GemmBatch,
             scratch_bytes: 0,
             multipliers_at: 0,
             exchange_bytes: 0,

@@ -36,11 +36,19 @@ fn layer() -> [(&'static str, Vec<Matrix>, Epilogue); 5] {
     ]
 }
 
+/// A call whose rows need not be batch-invariant, as in a prompt.
+fn prompt(rows: usize, epilogue: Epilogue) -> Call {
+    Call {
+        invariant: false,
+        ..Call::aligned(rows, epilogue)
+    }
+}
+
 /// One word for each matmul of the layer: the kernel, with `+` if one launch includes the epilogue.
 fn selected(caps: &Capabilities, rows: usize) -> String {
     let words = layer().map(|(_, matrices, epilogue)| {
         let all: Vec<&Matrix> = matrices.iter().collect();
-        let found = select(caps, &all, rows, epilogue);
+        let found = select(caps, &all, prompt(rows, epilogue));
         let word = found.kernel.name().trim_start_matches("gem");
         format!("{word}{}", if found.joined { "+" } else { "" })
     });
@@ -137,7 +145,7 @@ fn a_module_of_older_code_keeps_newer_kernels_off_the_card() {
 fn rows_decide_the_kernel_at_each_limit() {
     let hopper = card("H100", &["90a"]);
     let made = matrix(16, 2064);
-    let kernel = |rows, epilogue| select(&hopper, &[&made], rows, epilogue).kernel;
+    let kernel = |rows, epilogue| select(&hopper, &[&made], Call::aligned(rows, epilogue)).kernel;
     let limits = [
         (1, Kernel::GemvRing),
         (MOST_GEMV_ROWS, Kernel::GemvRing),
@@ -147,16 +155,20 @@ fn rows_decide_the_kernel_at_each_limit() {
         (MOST_PACKED_ROWS, Kernel::GemmBatch),
         (MOST_PACKED_ROWS + 1, Kernel::GemmBatch),
         (MOST_BLOCK_ROWS, Kernel::GemmBatch),
-        (MOST_BLOCK_ROWS + 1, Kernel::GemmLarge),
+        (MOST_BLOCK_ROWS + 1, Kernel::GemmBatch),
     ];
     for (rows, expected) in limits {
         for epilogue in [PLAIN, NORM, RESIDUAL, Epilogue { bf16: true, ..NORM }] {
             assert_eq!(kernel(rows, epilogue), expected, "{rows} {epilogue:?}");
+            let fast = select(&hopper, &[&made], prompt(rows, epilogue)).kernel;
+            let many = rows > MOST_PACKED_ROWS;
+            assert_eq!(fast, if many { Kernel::GemmLarge } else { expected });
         }
         let small = sized(16, 2064, 64);
         let few = expected == Kernel::GemmFew;
         for bf16 in [false, true] {
-            let alone = |matrix| select_alone(&hopper, matrix, rows, bf16).kernel;
+            let epilogue = Epilogue { bf16, ..PLAIN };
+            let alone = |matrix| select_alone(&hopper, matrix, prompt(rows, epilogue)).kernel;
             let expected = if rows > MOST_PACKED_ROWS {
                 Kernel::GemmLarge
             } else {
@@ -180,8 +192,11 @@ fn more_rows_than_64_join_the_launches_where_there_is_wgmma() {
             let gated = plan(&caps, &[&up, &up], Call::aligned(128, GATE));
             let after = plan(&caps, &[&down], Call::aligned(128, RESIDUAL));
             let wide = caps.has(Feature::Wgmma);
-            assert_eq!(gated.joined && after.joined, wide, "{name} {bytes}");
-            assert_eq!(gated.chains_to(&after), wide, "{name} {bytes}");
+            let rows = if wide { 128 } else { 64 };
+            assert!(!wide || (gated.joined && after.joined), "{name} {bytes}");
+            let launches = (gated.call.rows, after.call.rows);
+            assert_eq!(launches, (rows, rows), "{name} {bytes}");
+            assert!(!wide || gated.chains_to(&after), "{name} {bytes}");
         }
     }
 }
@@ -191,7 +206,12 @@ fn a_large_matrix_alone_has_its_input_packed_by_a_launch() {
     let size = sized(16, 2064, 16).image_bytes();
     let tiles = LEAST_PACKED_ALONE.div_ceil(size);
     let kernel = |caps: &Capabilities, tiles, rows| {
-        plan_alone(caps, &sized(16, 2064, 16 * tiles), rows, false).kernel
+        plan_alone(
+            caps,
+            &sized(16, 2064, 16 * tiles),
+            Call::aligned(rows, PLAIN),
+        )
+        .kernel
     };
     for name in ["H100", "H200", "B200"] {
         let caps = card(name, RELEASE);
@@ -206,14 +226,14 @@ fn a_large_matrix_alone_has_its_input_packed_by_a_launch() {
     }
     assert_eq!(kernel(&card("4090", RELEASE), tiles, 8), Kernel::GemmTile);
     let head = sized(14, 2064, 256_000);
-    let plan = plan_alone(&card("H100", RELEASE), &head, 8, false);
+    let plan = plan_alone(&card("H100", RELEASE), &head, Call::aligned(8, PLAIN));
     assert!(plan.joined && plan.scratch_bytes >= 16 * head.in_features());
 }
 
 #[test]
 fn a_refusal_says_why_the_faster_kernel_is_not_used() {
     let made = matrix(16, 2064);
-    let found = select(&card("2080 Ti", RELEASE), &[&made], 9, PLAIN);
+    let found = select(&card("2080 Ti", RELEASE), &[&made], Call::aligned(9, PLAIN));
     assert_eq!(found.kernel, Kernel::GemmTile);
     let why: Vec<String> = found
         .refused
@@ -224,7 +244,7 @@ fn a_refusal_says_why_the_faster_kernel_is_not_used() {
         why,
         ["gemm_batch: it needs asynchronous copies (code for sm_80 or newer)",]
     );
-    let found = select(&card("4090", RELEASE), &[&made], 1, PLAIN);
+    let found = select(&card("4090", RELEASE), &[&made], Call::aligned(1, PLAIN));
     assert_eq!((found.kernel, found.joined), (Kernel::GemmDirect, true));
     let why = found
         .refused
@@ -238,11 +258,11 @@ fn a_refusal_says_why_the_faster_kernel_is_not_used() {
     let mut other = matrix(16, 2064);
     other.features_host.reverse();
     let hopper = card("H100", &["90a"]);
-    let apart = select(&hopper, &[&made, &other], 32, NORM);
+    let apart = select(&hopper, &[&made, &other], Call::aligned(32, NORM));
     assert_eq!((apart.kernel, apart.joined), (Kernel::GemmBatch, false));
     let last = apart.refused.last().map(|(kernel, _)| *kernel);
     assert_eq!(last, Some(Kernel::GemmBatch));
-    assert!(select(&hopper, &[&made, &other], 8, NORM).joined);
+    assert!(select(&hopper, &[&made, &other], Call::aligned(8, NORM)).joined);
 }
 
 /// The plan of the matmul of this name in [`layer`].
@@ -280,7 +300,9 @@ fn matmuls_chain_if_one_kernel_packs_the_input_of_the_other() {
                 kernel => [Kernel::GemmDirect, Kernel::GemmBatch].contains(&kernel),
             };
             assert_eq!(columns.is_some(), o.joined && packs, "{name} {rows}");
-            assert!(columns.is_none_or(|columns| (rows..=MOST_BLOCK_ROWS).contains(&columns)));
+            assert!(
+                columns.is_none_or(|columns| (o.call.rows..=MOST_BLOCK_ROWS).contains(&columns))
+            );
         }
     }
 }
@@ -396,7 +418,7 @@ proptest! {
         let [gate, norm, residual, bf16] = flags;
         let gate = gate && all.len() == 2;
         let epilogue = Epilogue { gate, activation: false, norm, residual: residual && !gate, bf16 };
-        let found = select(&caps, &all, rows, epilogue);
+        let found = select(&caps, &all, prompt(rows, epilogue));
         prop_assert!(rows <= found.kernel.most_rows());
         let taken = if found.joined { &all[..] } else { &all[..1] };
         let asked = if found.joined { epilogue } else { Epilogue { bf16, ..PLAIN } };
@@ -431,5 +453,95 @@ fn an_activation_is_an_epilogue_of_up_to_eight_rows() {
             (separate, packs)
         );
         assert_eq!(found.activates_input, kernel == Kernel::GemmBatch);
+    }
+}
+
+/// Most rows of one launch by rule: those of the call up to 64, and up to 128 where a kernel takes them.
+const BLOCKS: [usize; 2] = [128, 64];
+
+/// The launches of a batch-invariant call as a table: rows of each, and the kernel that joins the matrices, if one does.
+fn launches_by_rule(
+    caps: &Capabilities,
+    all: &[&Matrix],
+    call: Call,
+) -> Vec<(usize, Option<Kernel>)> {
+    let direct = |rows| first_of(&joined_order(rows), caps, all, Call { rows, ..call }).0;
+    let [block, part] = BLOCKS;
+    let cut = |rows: usize, most: usize| {
+        (0..rows.div_ceil(most)).map(move |index| most.min(rows - index * most))
+    };
+    cut(call.rows, block)
+        .flat_map(|rows| match direct(rows) {
+            None if rows > part => cut(rows, part).map(|rows| (rows, direct(rows))).collect(),
+            kernel => vec![(rows, kernel)],
+        })
+        .collect()
+}
+
+/// The launches of a call by its plan: each block by the plan of its rows, as callers run it.
+fn launches_by_plan(
+    caps: &Capabilities,
+    all: &[&Matrix],
+    call: Call,
+) -> Vec<(usize, Option<Kernel>)> {
+    let made = plan(caps, all, call);
+    let size = made.call.rows;
+    if size == call.rows {
+        return vec![(size, made.joined.then_some(made.kernel))];
+    }
+    (0..call.rows.div_ceil(size))
+        .flat_map(|index| {
+            let rows = size.min(call.rows - index * size);
+            launches_by_plan(caps, all, Call { rows, ..call })
+        })
+        .collect()
+}
+
+proptest! {
+    #[test]
+    fn more_rows_than_64_run_in_the_same_blocks_as_by_rule(
+        known in proptest::sample::select(CARDS.to_vec()),
+        rows in 1usize..700,
+        units in proptest::collection::vec(1u32..40, 1..4),
+        other in any::<bool>(),
+        bytes in proptest::sample::select(vec![1040u32, 1552, 2064, 2576, 3088, 4112]),
+        flags in any::<[bool; 7]>(),
+    ) {
+        let caps = card(known.name, RELEASE);
+        let [gate, norm, residual, bf16, aligned_input, aligned_output, invariant] = flags;
+        let first = units[0] as usize;
+        let all: Vec<Matrix> = units
+            .iter()
+            .enumerate()
+            .map(|(index, _)| sized(first, if other && index == 1 { 2064 } else { bytes }, 1024))
+            .collect();
+        let all: Vec<&Matrix> = all.iter().collect();
+        let gate = gate && all.len() == 2;
+        let epilogue = Epilogue { gate, activation: false, norm, residual: residual && !gate, bf16 };
+        let call = Call { rows, epilogue, aligned_input, aligned_output, invariant };
+        let made = plan(&caps, &all, call);
+        let alone = plan_alone(&caps, all[0], call);
+        let few = plan_alone(&caps, all[0], Call { rows: rows.min(64), ..call }).kernel;
+        let expected = match (rows, invariant) {
+            (..=64, _) => (few, rows),
+            (_, true) => (few, 64),
+            (_, false) => (Kernel::GemmLarge, rows),
+        };
+        prop_assert_eq!((alone.kernel, alone.call.rows), expected);
+        if rows > 64 && !invariant {
+            prop_assert_eq!((made.kernel, made.joined, made.pays_apart), (Kernel::GemmLarge, false, false));
+            prop_assert_eq!(made.call.rows, rows);
+            return Ok(());
+        }
+        prop_assert_eq!(launches_by_plan(&caps, &all, call), launches_by_rule(&caps, &all, call));
+        // One launch of up to 128 rows, or else of 64, decides whether a block is joined.
+        let kernel = |rows: usize| {
+            let direct = |rows| first_of(&joined_order(rows), &caps, &all, Call { rows, ..call }).0;
+            direct(rows).or_else(|| (rows > 64).then(|| direct(64)).flatten())
+        };
+        let rest = rows % 128;
+        let blocks = [(rows >= 128).then_some(128), (rest > 0).then_some(rest)];
+        prop_assert_eq!(made.joined, blocks.into_iter().flatten().all(|rows| kernel(rows).is_some()));
+        prop_assert_eq!(made.pays_apart, kernel(rows.min(128)) == Some(Kernel::GemmBatch));
     }
 }
