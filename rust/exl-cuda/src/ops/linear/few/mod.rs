@@ -268,7 +268,7 @@ impl Plan {
             let words = task.units as usize * WORDS * task.m as usize;
             run("norm_packed", words.div_ceil(DIRECT_THREADS as usize))?;
         }
-        let kernel = format!("tiles_{}_{}", matrix.kind, matrix.entry_rows);
+        let kernel = format!("direct_{}_{}", matrix.kind, matrix.entry_rows);
         run(&kernel, self.groups)
     }
 }

@@ -7,13 +7,13 @@ use super::MOST_ROWS;
 pub(super) use super::task::{LISTED, Part, Preparation, Task};
 use crate::capabilities::{Capabilities, Feature};
 
-/// Threads of a block of `kernels/linear/tiles.cuh`.
+/// Threads of a block of `kernels/linear/direct.cuh`.
 pub(super) const DIRECT_THREADS: u32 = 256;
 /// Warps that multiply, one that streams weights, and finishing warps.
 pub(super) const THREADS: u32 = (16 + 1 + FINISHERS as u32) * 32;
 /// Warps that finish tiles, each with separate result buffers.
 const FINISHERS: usize = 3;
-/// Classes of units; `sum_classes` in `kernels/linear/tile.cuh`. Each has a warp.
+/// Classes of units; `sum_classes` in `kernels/linear/tile_layout.cuh`. Each has a warp.
 const CLASSES: usize = 16;
 /// Steps of a warp's class from one iteration to the next, best first: an odd one gives every warp all classes. Even ones divide the units
 /// of a tile evenly enough if each class has a few.
