@@ -14,13 +14,7 @@ from exl_kernels.selection import Card, MatrixShape
 pytestmark = pytest.mark.cuda
 
 K = 1024
-FAMILIES: dict[str, str | tuple[str, ...]] = {
-    "gemv_ring": "ring_",
-    "gemm_few": "few_",
-    "gemm_direct": "tiles_",
-    "gemm_batch": ("batch_", "mma_"),
-    "gemm_tile": "matmul_",
-}
+MATMULS = ("gemv_ring", "gemm_few", "gemm_direct", "gemm_batch", "gemm_tile")
 
 
 def matrix(n: int, seed: int, k: int = K) -> tuple[QuantMatrix, MatrixShape]:
@@ -37,9 +31,12 @@ def matrix(n: int, seed: int, k: int = K) -> tuple[QuantMatrix, MatrixShape]:
 
 
 def launched() -> set[str]:
-    """Families of matmul kernels that have run since the last call."""
-    new = names()
-    return {kernel for kernel, start in FAMILIES.items() if any(name.startswith(start) for name in new)}
+    """Matmul kernels of the table that have run since the last call.
+
+    `gemm_tile` is launched as `tile_exl2_128_1`, for instance, and the others likewise.
+    """
+    families = {name.partition("_")[0] for name in names()}
+    return {kernel for kernel in MATMULS if kernel.partition("_")[2] in families}
 
 
 def names() -> set[str]:

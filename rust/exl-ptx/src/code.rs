@@ -177,6 +177,36 @@ pub struct Product {
     pub saturate: bool,
 }
 
+/// An addition or subtraction with the carry flag (`add.cc`, `addc`, `sub.cc`, `subc`).
+#[derive(Clone, Copy, Debug)]
+pub struct Carry {
+    pub subtract: bool,
+    /// Whether it reads the flag.
+    pub takes: bool,
+    /// Whether it writes the flag.
+    pub sets: bool,
+    /// Width of the operands, 32 or 64.
+    pub bits: u32,
+}
+
+/// A load or store of 8 x 8 matrices in shared memory (`ldmatrix`, `stmatrix`).
+#[derive(Clone, Copy, Debug)]
+pub struct Matrices {
+    pub count: u8,
+    pub transposed: bool,
+    pub offset: i64,
+}
+
+/// An asynchronous copy of 4, 8 or 16 bytes to shared memory (`cp.async`).
+#[derive(Clone, Copy, Debug)]
+pub struct SmallCopy {
+    pub bytes: u8,
+    /// Whether an operand says how many bytes are read; the rest is zero.
+    pub sized: bool,
+    pub to_offset: i64,
+    pub from_offset: i64,
+}
+
 /// Operations on a barrier object in shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mbarrier {
@@ -212,7 +242,6 @@ pub enum Bulk {
     Store,
     /// Added to global memory.
     ReduceAdd(Type),
-    Prefetch,
     Commit,
     Wait {
         reads: bool,
@@ -223,12 +252,7 @@ pub enum Bulk {
 pub enum Op {
     Lanes(Lanes),
     /// Sum or difference with the carry flag.
-    Carry {
-        subtract: bool,
-        takes: bool,
-        sets: bool,
-        double: bool,
-    },
+    Carry(Carry),
     Compare(Lanes, Option<Logic>),
     Logic(Logic),
     Select,
@@ -263,24 +287,12 @@ pub enum Op {
     },
     ClusterArrive,
     ClusterWait,
-    LoadMatrix {
-        count: u8,
-        transposed: bool,
-        offset: i64,
-    },
-    StoreMatrix {
-        count: u8,
-        transposed: bool,
-        offset: i64,
-    },
+    LoadMatrix(Matrices),
+    StoreMatrix(Matrices),
     MoveMatrix,
     Product(Product),
-    /// Copy of a few bytes to shared memory; offsets of target and source.
-    Copy {
-        bytes: u8,
-        sized: bool,
-        offsets: (i32, i32),
-    },
+    /// Copy of a few bytes to shared memory.
+    Copy(SmallCopy),
     CommitCopies,
     WaitCopies,
     WaitAllCopies,

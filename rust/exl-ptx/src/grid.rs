@@ -1,6 +1,6 @@
 //! A launch: its blocks, the order in which their warps take turns, and the detection of deadlocks.
 
-use crate::bulk::{Event, happen};
+use crate::asynchronous::{Event, happen};
 use crate::card::Card;
 use crate::code::Kernel;
 use crate::memory::{Block, Named, Ranges};

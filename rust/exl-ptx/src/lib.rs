@@ -1,11 +1,10 @@
 //! A CUDA driver for tests: it interprets PTX on the CPU and checks what a card does not.
 //!
 //! `driver` has the C functions of `libcuda.so.1`; `module` reads images; `parse` and `decode` make instructions of PTX; `grid` schedules
-//! blocks and warps; `warp`, `together`, `bulk` and `warpgroup` execute.
+//! blocks and warps; `warp` executes instructions, and `asynchronous` copies that complete later.
 
-// Tables of instructions are long, and their functions are declared where they are chosen.
+// The functions of the tables of instructions are declared where they are chosen.
 #![allow(
-    clippy::too_many_lines,
     clippy::unreadable_literal,
     clippy::cast_ptr_alignment,
     clippy::items_after_statements,
@@ -17,7 +16,7 @@
     clippy::unused_self
 )]
 
-pub mod bulk;
+pub mod asynchronous;
 pub mod card;
 pub mod code;
 pub mod decode;
@@ -31,6 +30,4 @@ pub mod module;
 pub mod parse;
 pub mod product;
 pub mod registers;
-pub mod together;
 pub mod warp;
-pub mod warpgroup;

@@ -2,7 +2,7 @@
 #pragma once
 #include "common/abi.cuh"
 #include "common/pipeline.cuh"
-#include "linear/tile.cuh"
+#include "linear/tile_layout.cuh"
 
 constexpr int QUARTERS = 4, ITEM_TILES = 4, ITEM_ROWS = ITEM_TILES * TILE, BATCH_MATRICES = 3;
 

@@ -3,7 +3,7 @@
 #include "common/abi.cuh"
 #include "common/pipeline.cuh"
 #include "linear/gate.cuh"
-#include "linear/tile.cuh"
+#include "linear/tile_layout.cuh"
 
 // Two of an SM's quarters hold five of these warps, and then 72 registers a lane of one more warp: a block of attention
 // (attention_few.cuh). A fifth warp in every quarter leaves the same room. Each finisher has its own result buffers: a finisher that

@@ -6,7 +6,7 @@
 // `prepared_transposes` columns writes the input of the next one transposed. Results of one feature, a row of the layout, are then
 // contiguous, while the order of features is arbitrary.
 #pragma once
-#include "linear/tile.cuh"
+#include "linear/tile_layout.cuh"
 
 constexpr int PREPARED_BYTES = 4096;
 

@@ -2,7 +2,7 @@
 #pragma once
 #include "common/abi.cuh"
 #include "common/pipeline.cuh"
-#include "linear/tile.cuh"
+#include "linear/tile_layout.cuh"
 
 constexpr int CONSUMERS = 16, RING_THREADS = CONSUMERS * 32 + 64, RESULT_BUFFERS = 4;
 constexpr int MATRICES = 3, MOST_STAGES = 32;

@@ -3,7 +3,7 @@
 #include "common/abi.cuh"
 #include <type_traits>
 
-#include "linear/tile.cuh"
+#include "linear/tile_layout.cuh"
 
 constexpr int COPIES = 3, ROWS_THREADS = 128;
 

@@ -3,7 +3,7 @@
 //
 // A pair is a row with one of its choices, row by row: pair p is choice p % chosen of row p / chosen.
 #pragma once
-#include "linear/tile.cuh"
+#include "linear/tile_layout.cuh"
 
 // One expert: a gated MLP. The same struct as `ops::moe::ExpertArgument`.
 struct Expert {

@@ -11,7 +11,7 @@
 //! * Words of a lane: first whole groups of four (16 bytes a lane, lane after lane), then a pair, then a single one.
 //! * The unit's scales follow the chunks, one **entry** for each `entry_rows` rows; see [`Scales`].
 //!
-//! The device code that reads this layout is `kernels/linear/tile.cuh`; [`Layout::code`] is its reference implementation.
+//! The device code that reads this layout is `kernels/linear/tile_layout.cuh`; [`Layout::code`] is its reference implementation.
 
 mod pack;
 mod plan;
@@ -30,7 +30,7 @@ pub const CHUNK_ROWS: usize = 64;
 pub const UNIT_ROWS: usize = 256;
 pub const CHUNKS_PER_UNIT: usize = UNIT_ROWS / CHUNK_ROWS;
 
-assert_constants!(tile, { TILE == TILE, UNIT_ROWS == UNIT_ROWS });
+assert_constants!(tile_layout, { TILE == TILE, UNIT_ROWS == UNIT_ROWS });
 
 /// How a unit's scales are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -199,7 +199,7 @@ pub struct Piece {
 
 /// Places of the bits of `field` (0..16) in a lane's `bits` words. Field 4 J + R is register R of matrix instruction J. The fields of one
 /// instruction that belong to the same feature are at the same bit, or at bits that one shift of a word brings there (see `Field` in
-/// `kernels/linear/tile.cuh`). Codes that do not fit into the halves of the words are split over the spare top bits of these words.
+/// `kernels/linear/tile_layout.cuh`). Codes that do not fit into the halves of the words are split over the spare top bits of these words.
 pub fn pieces(bits: usize, field: usize) -> impl Iterator<Item = Piece> {
     let (instruction, register) = (field / 4, field % 4);
     let (upper, second) = (register % 2, register / 2);

@@ -62,14 +62,14 @@ pub(crate) fn kernels_of(file: &str) -> Vec<String> {
 /// The feature that all kernels in the image of `file` need; None: they run on every supported card.
 pub(crate) fn feature_of(file: &str) -> Option<Feature> {
     let starts = |prefixes: &[&str]| prefixes.iter().any(|prefix| file.starts_with(prefix));
-    if starts(&["batch_", "attention_wide"]) {
+    if starts(&["batch_mma_"]) {
+        Some(Feature::MmaPipeline)
+    } else if starts(&["batch_", "attention_wide"]) {
         Some(Feature::Wgmma)
     } else if starts(&["ring", "few", "attention_few_", "attention_long_"]) {
         Some(Feature::BulkCopy)
     } else if starts(&["attention_teams_"]) {
         Some(Feature::AsyncCopy)
-    } else if starts(&["mma_"]) {
-        Some(Feature::MmaPipeline)
     } else {
         None
     }
@@ -101,9 +101,9 @@ mod tests {
         let any = [
             "linear",
             "rows",
-            "matmul_gptq_32",
-            "tiles_exl2",
-            "tiles_gptq",
+            "tile_gptq_32",
+            "direct_exl2",
+            "direct_gptq",
             "attention_decode_q6",
             "attention_prefill_fp16",
             "experts",
@@ -125,8 +125,8 @@ mod tests {
             let teams = "attention_teams_q4";
             assert_eq!(loads(archs, teams), archs == ["80+ptx"]);
             assert!(!kernels_of(teams).is_empty());
-            assert_eq!(loads(archs, "mma_gptq_32"), !expected.1);
-            assert_eq!(kernels_of("mma_gptq_32").len(), 3);
+            assert_eq!(loads(archs, "batch_mma_gptq_32"), !expected.1);
+            assert_eq!(kernels_of("batch_mma_gptq_32").len(), 3);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! One instruction without control flow: its operands, and what moves, compares and converts registers.
 
 use super::{Decoded, Decoder, Instance, Place};
-use crate::code::{Logic, Meeting, Op, Value};
+use crate::code::{Carry, Logic, Meeting, Op, Value};
 use crate::lanes::{self, Suffixes, Type};
 use crate::parse::{Operand, Raw};
 
@@ -175,12 +175,16 @@ impl<'d, 'a> Line<'d, 'a> {
         if self.name.starts_with("mad") {
             return unknown();
         }
-        self.to_one(Op::Carry {
+        self.to_one(Op::Carry(Carry {
             subtract: self.name.starts_with("sub"),
             takes: self.name.ends_with('c'),
             sets: self.suffixes.has("cc"),
-            double: self.ty.is_some_and(|t| t.bytes() == 8),
-        })
+            bits: if self.ty.is_some_and(|t| t.bytes() == 8) {
+                64
+            } else {
+                32
+            },
+        }))
     }
 
     fn conversion(&self) -> Result<Op, String> {

@@ -2,7 +2,7 @@
 
 use super::Decoded;
 use super::line::{Line, unknown};
-use crate::code::{Element, Meeting, Op, Product};
+use crate::code::{Element, Matrices, Meeting, Op, Product};
 use crate::lanes::Suffixes;
 use crate::parse::Operand;
 
@@ -22,22 +22,22 @@ impl Line<'_, '_> {
         let loads = self.name == "ldmatrix";
         let (base, offset, _) = self.address(usize::from(loads))?;
         let registers = self.values(usize::from(!loads))?;
-        if loads {
-            let op = Op::LoadMatrix {
-                count,
-                transposed,
-                offset,
-            };
-            return Ok((op, Meeting::Warp, registers, vec![base]));
-        }
-        let mut from = vec![base];
-        from.extend(registers);
-        let op = Op::StoreMatrix {
+        let matrices = Matrices {
             count,
             transposed,
             offset,
         };
-        Ok((op, Meeting::Warp, vec![], from))
+        if loads {
+            return Ok((
+                Op::LoadMatrix(matrices),
+                Meeting::Warp,
+                registers,
+                vec![base],
+            ));
+        }
+        let mut from = vec![base];
+        from.extend(registers);
+        Ok((Op::StoreMatrix(matrices), Meeting::Warp, vec![], from))
     }
 
     /// `mma`.

@@ -2,7 +2,7 @@
 
 use super::line::{Line, unknown};
 use super::{Decoded, Place};
-use crate::code::{Access, Bulk, Mbarrier, Meeting, Op, Space, Update, Value};
+use crate::code::{Access, Bulk, Mbarrier, Meeting, Op, SmallCopy, Space, Update, Value};
 use crate::lanes::{Suffixes, Type};
 use crate::parse::Operand;
 
@@ -171,12 +171,13 @@ impl Line<'_, '_> {
         if sized {
             from.push(self.value(3)?);
         }
-        let op = Op::Copy {
+        let copy = SmallCopy {
             bytes: *bytes as u8,
             sized,
-            offsets: (to_offset as i32, from_offset as i32),
+            to_offset,
+            from_offset,
         };
-        Ok((op, none, vec![], from))
+        Ok((Op::Copy(copy), none, vec![], from))
     }
 
     pub(super) fn bulk(&self) -> Result<Decoded, String> {

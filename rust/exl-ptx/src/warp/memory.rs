@@ -9,6 +9,57 @@ use crate::memory::{
     read, write,
 };
 
+/// A load or store of one lane at an address of a space that is not generic.
+struct LaneAccess {
+    lane: usize,
+    address: u64,
+    bytes: usize,
+    loads: bool,
+}
+
+impl LaneAccess {
+    fn name(&self) -> &'static str {
+        name_of(self.loads)
+    }
+
+    fn global_place(&self, world: &mut World) -> Result<*mut u8, String> {
+        let address = self.address;
+        let end = address + self.bytes as u64;
+        if !(world.last.0 <= address && end <= world.last.1) {
+            let Some(found) = world.ranges.find(address).filter(|&(_, e)| end <= e) else {
+                return Err(format!(
+                    "{} of {} bytes at {address:#x}, which no allocation contains{} (lane {})",
+                    self.name(),
+                    self.bytes,
+                    world.ranges.near(address),
+                    self.lane
+                ));
+            };
+            world.last = found;
+        }
+        Ok(address as *mut u8)
+    }
+
+    fn parameter_place(&self, world: &World) -> Result<*mut u8, String> {
+        let params = &world.launch.params;
+        if !self.loads || self.address as usize + self.bytes > params.len() {
+            return Err(format!(
+                "{} at offset {} of {} bytes of parameters (lane {})",
+                self.name(),
+                self.address,
+                params.len(),
+                self.lane
+            ));
+        }
+        // SAFETY: inside of the vector, as checked.
+        Ok(unsafe { params.as_ptr().add(self.address as usize).cast_mut() })
+    }
+}
+
+fn name_of(loads: bool) -> &'static str {
+    if loads { "load" } else { "store" }
+}
+
 impl Warp {
     /// The host address of an access, checked for alignment, bounds, and values that a load may not see.
     pub fn resolve(
@@ -20,8 +71,8 @@ impl Warp {
         bytes: usize,
         loads: bool,
     ) -> Result<*mut u8, String> {
-        let what = if loads { "load" } else { "store" };
         if !address.is_multiple_of(bytes as u64) {
+            let what = name_of(loads);
             return Err(format!(
                 "misaligned {what} of {bytes} bytes at {address:#x} (lane {lane})"
             ));
@@ -35,97 +86,95 @@ impl Warp {
             },
             other => (other, address),
         };
+        let access = LaneAccess {
+            lane,
+            address,
+            bytes,
+            loads,
+        };
         match space {
-            Space::Shared | Space::Cluster => {
-                let rank = (address >> RANK_SHIFT) as usize;
-                let block = if rank == 0 {
-                    self.block
-                } else if space == Space::Shared {
-                    usize::MAX
-                } else {
-                    rank - 1
-                };
-                let at = (address & ((1 << RANK_SHIFT) - 1)) as usize;
-                let Some(block) = world.blocks.get_mut(block) else {
-                    return Err(format!(
-                        "{what} at {address:#x}: no such block in the cluster (lane {lane})"
-                    ));
-                };
-                if at < SHARED_START || at + bytes > SHARED_START + block.shared.len() {
-                    return Err(format!(
-                        "{what} of {bytes} bytes at offset {} of {} bytes of shared memory (lane {lane})",
-                        at as i64 - SHARED_START as i64,
-                        block.shared.len()
-                    ));
-                }
-                let at = at - SHARED_START;
-                if loads {
-                    if let Some(bad) = block.known[at..at + bytes].iter().position(|&state| {
-                        state == COMING || (state != KNOWN && world.launch.strict)
-                    }) {
-                        let state = block.known[at + bad];
-                        return Err(format!(
-                            "load of {bytes} bytes at offset {at} of shared memory, byte {bad} {} (lane {lane})",
-                            if state == COMING {
-                                "belongs to an asynchronous copy that has not been waited for"
-                            } else {
-                                "was never written"
-                            }
-                        ));
-                    }
-                } else {
-                    block.known[at..at + bytes].fill(KNOWN);
-                }
-                // SAFETY: inside of the vector, as checked.
-                Ok(unsafe { block.shared.as_mut_ptr().add(at) })
-            }
-            Space::Global => {
-                let end = address + bytes as u64;
-                if !(world.last.0 <= address && end <= world.last.1) {
-                    let Some(found) = world.ranges.find(address).filter(|&(_, e)| end <= e) else {
-                        return Err(format!(
-                            "{what} of {bytes} bytes at {address:#x}, which no allocation contains{} (lane {lane})",
-                            world.ranges.near(address)
-                        ));
-                    };
-                    world.last = found;
-                }
-                Ok(address as *mut u8)
-            }
-            Space::Local => {
-                let size = self.local.len() / 32;
-                if address as usize + bytes > size {
-                    return Err(format!(
-                        "{what} at offset {address} of {size} bytes of local memory (lane {lane})"
-                    ));
-                }
-                // SAFETY: inside of the vector, as checked.
-                Ok(unsafe {
-                    self.local
-                        .as_ptr()
-                        .add(lane * size + address as usize)
-                        .cast_mut()
-                })
-            }
-            Space::Param => {
-                let size = world.launch.params.len();
-                if !loads || address as usize + bytes > size {
-                    return Err(format!(
-                        "{what} at offset {address} of {size} bytes of parameters (lane {lane})"
-                    ));
-                }
-                // SAFETY: inside of the vector, as checked.
-                Ok(unsafe {
-                    world
-                        .launch
-                        .params
-                        .as_ptr()
-                        .add(address as usize)
-                        .cast_mut()
-                })
-            }
+            Space::Shared | Space::Cluster => self.shared_place(world, space, &access),
+            Space::Global => access.global_place(world),
+            Space::Local => self.local_place(&access),
+            Space::Param => access.parameter_place(world),
             Space::Generic => Err("a generic address".to_owned()),
         }
+    }
+
+    fn shared_place(
+        &self,
+        world: &mut World,
+        space: Space,
+        access: &LaneAccess,
+    ) -> Result<*mut u8, String> {
+        let LaneAccess {
+            lane,
+            address,
+            bytes,
+            loads,
+        } = *access;
+        let what = access.name();
+        let rank = (address >> RANK_SHIFT) as usize;
+        let block = if rank == 0 {
+            self.block
+        } else if space == Space::Shared {
+            usize::MAX
+        } else {
+            rank - 1
+        };
+        let at = (address & ((1 << RANK_SHIFT) - 1)) as usize;
+        let Some(block) = world.blocks.get_mut(block) else {
+            return Err(format!(
+                "{what} at {address:#x}: no such block in the cluster (lane {lane})"
+            ));
+        };
+        if at < SHARED_START || at + bytes > SHARED_START + block.shared.len() {
+            return Err(format!(
+                "{what} of {bytes} bytes at offset {} of {} bytes of shared memory (lane {lane})",
+                at as i64 - SHARED_START as i64,
+                block.shared.len()
+            ));
+        }
+        let at = at - SHARED_START;
+        if loads {
+            if let Some(bad) = block.known[at..at + bytes]
+                .iter()
+                .position(|&state| state == COMING || (state != KNOWN && world.launch.strict))
+            {
+                let state = block.known[at + bad];
+                return Err(format!(
+                    "load of {bytes} bytes at offset {at} of shared memory, byte {bad} {} (lane {lane})",
+                    if state == COMING {
+                        "belongs to an asynchronous copy that has not been waited for"
+                    } else {
+                        "was never written"
+                    }
+                ));
+            }
+        } else {
+            block.known[at..at + bytes].fill(KNOWN);
+        }
+        // SAFETY: inside of the vector, as checked.
+        Ok(unsafe { block.shared.as_mut_ptr().add(at) })
+    }
+
+    fn local_place(&self, access: &LaneAccess) -> Result<*mut u8, String> {
+        let size = self.local.len() / 32;
+        if access.address as usize + access.bytes > size {
+            return Err(format!(
+                "{} at offset {} of {size} bytes of local memory (lane {})",
+                access.name(),
+                access.address,
+                access.lane
+            ));
+        }
+        // SAFETY: inside of the vector, as checked.
+        Ok(unsafe {
+            self.local
+                .as_ptr()
+                .add(access.lane * size + access.address as usize)
+                .cast_mut()
+        })
     }
 
     pub(super) fn load(

@@ -1,5 +1,9 @@
 //! A warp: its registers, its lanes' positions, and the execution of its instructions.
 
+mod addresses;
+mod barriers;
+mod exchange;
+mod matrices;
 mod memory;
 mod operate;
 mod values;
@@ -8,6 +12,7 @@ use crate::code::{Instruction, Kernel, Meeting};
 use crate::grid::World;
 use crate::lanes::{Doubles, Words};
 
+pub use addresses::shared_of;
 pub use memory::updated;
 
 /// Lanes that wait at a barrier of their block, or of their cluster.
@@ -56,7 +61,7 @@ pub struct Warp {
     /// Groups of copies that each lane has closed.
     pub groups: [u32; 32],
     /// Bulk stores that have not been waited for, as (group, action).
-    pub stores: Vec<crate::bulk::Store>,
+    pub stores: Vec<crate::asynchronous::Store>,
     pub store_groups: [u32; 32],
     pub cluster_arrived: u32,
     /// Generation of the cluster's barrier at the last arrival.

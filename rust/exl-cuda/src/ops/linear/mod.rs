@@ -22,7 +22,7 @@ pub enum Half {
     F32 = 2,
 }
 
-/// `struct Matrix` of `kernels/linear/tile.cuh`.
+/// `struct Matrix` of `kernels/linear/tile_layout.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MatrixArgument {
@@ -40,7 +40,7 @@ pub(super) struct MatrixArgument {
     pub prescale: f32,
 }
 
-assert_layout!(MatrixArgument, tile::Matrix, { image, units, maxima, row_of_feature, bias, tiles, unit_count, rows, in_features, out_features, tile_bytes, prescale });
+assert_layout!(MatrixArgument, tile_layout::Matrix, { image, units, maxima, row_of_feature, bias, tiles, unit_count, rows, in_features, out_features, tile_bytes, prescale });
 
 /// Device addresses of a matrix; all of them must stay valid as long as the [`Matrix`] is used.
 #[derive(Clone, Copy, Debug)]
@@ -173,8 +173,8 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
     match file {
         "ring" => named("ring_exl2"),
         "ring_gptq" => named("ring_gptq"),
-        "tiles_exl2" => [named("tiles_exl2"), vec!["norm_packed".to_owned()]].concat(),
-        "tiles_gptq" => named("tiles_gptq"),
+        "direct_exl2" => [named("direct_exl2"), vec!["norm_packed".to_owned()]].concat(),
+        "direct_gptq" => named("direct_gptq"),
         "few" => few::kernels("exl2"),
         "few_gptq" => few::kernels("gptq"),
         "rows" => ["prepare_rows_f16", "prepare_rows_bf16"]
@@ -195,14 +195,19 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
                 .map(str::to_owned),
             )
             .collect(),
-        _ if file.starts_with("batch_") => batch::kernels(&file["batch_".len()..]),
-        _ if file.starts_with("mma_") => batch::mma_kernels(&file["mma_".len()..]),
-        _ => match file.strip_prefix("matmul_") {
-            Some(rest) => [1, 2, 4]
-                .map(|columns| format!("matmul_{rest}_{columns}"))
-                .to_vec(),
-            None => Vec::new(),
-        },
+        _ => {
+            if let Some(form) = file.strip_prefix("batch_mma_") {
+                batch::mma_kernels(form)
+            } else if let Some(form) = file.strip_prefix("batch_") {
+                batch::kernels(form)
+            } else if let Some(form) = file.strip_prefix("tile_") {
+                [1, 2, 4]
+                    .map(|columns| format!("tile_{form}_{columns}"))
+                    .to_vec()
+            } else {
+                Vec::new()
+            }
+        }
     }
 }
 
@@ -311,7 +316,7 @@ pub unsafe fn matmul(
         9..=16 => (2, 2),
         _ => (4, 2),
     };
-    let kernel = format!("matmul_{}_{}_{columns}", matrix.kind, matrix.entry_rows);
+    let kernel = format!("tile_{}_{}_{columns}", matrix.kind, matrix.entry_rows);
     let launch = Launch {
         kernel: &kernel,
         grid: [
@@ -327,7 +332,7 @@ pub unsafe fn matmul(
     };
     let y_type = op.y_type as i32;
     let mut arguments = kernel_arguments![matrix.argument, prepared, multipliers, op.y, m, y_type];
-    // SAFETY: the order is that of `matmul` in `kernels/linear/matmul.cuh`; the caller guarantees that the addresses are valid.
+    // SAFETY: the order is that of `tile_matmul` in `kernels/linear/tile.cuh`; the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }
 

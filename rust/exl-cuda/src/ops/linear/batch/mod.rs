@@ -394,10 +394,10 @@ pub(super) fn kernels(form: &str) -> Vec<String> {
         .collect()
 }
 
-/// Kernels in the image of `mma_<form>`.
+/// Kernels in the image of `batch_mma_<form>`.
 pub(super) fn mma_kernels(form: &str) -> Vec<String> {
     MMA_VARIANTS
-        .map(|(columns, warpgroups)| format!("mma_{form}_{columns}x{warpgroups}"))
+        .map(|(columns, warpgroups)| format!("batch_mma_{form}_{columns}x{warpgroups}"))
         .to_vec()
 }
 

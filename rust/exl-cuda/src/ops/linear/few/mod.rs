@@ -24,7 +24,7 @@ const ROWS_THREADS: u32 = 128;
 const WORDS: usize = 32;
 
 assert_constants!(rows, { ROWS_THREADS == ROWS_THREADS });
-assert_constants!(tiles, { TILES_ROWS == MOST_ROWS });
+assert_constants!(direct, { DIRECT_ROWS == MOST_ROWS });
 
 /// Source of a matmul's input.
 #[derive(Clone, Copy, Debug)]
@@ -272,7 +272,7 @@ impl Plan {
             let words = task.units as usize * WORDS * task.m as usize;
             run("norm_packed", words.div_ceil(DIRECT_THREADS as usize))?;
         }
-        let kernel = format!("tiles_{}_{}", matrix.kind, matrix.entry_rows);
+        let kernel = format!("direct_{}_{}", matrix.kind, matrix.entry_rows);
         run(&kernel, self.groups)
     }
 }

@@ -8,13 +8,13 @@ pub(super) use super::task::{LISTED, Part, Preparation, Task};
 use crate::abi::assert_constants;
 use crate::capabilities::{Capabilities, Feature};
 
-/// Threads of a block of `kernels/linear/tiles.cuh`.
+/// Threads of a block of `kernels/linear/direct.cuh`.
 pub(super) const DIRECT_THREADS: u32 = 256;
 /// Warps that multiply, one that streams weights, and finishing warps.
 pub(super) const THREADS: u32 = (16 + 1 + FINISHERS as u32) * 32;
 /// Warps that finish tiles, each with separate result buffers.
 const FINISHERS: usize = 3;
-/// Classes of units; `sum_classes` in `kernels/linear/tile.cuh`. Each has a warp.
+/// Classes of units; `sum_classes` in `kernels/linear/tile_layout.cuh`. Each has a warp.
 const CLASSES: usize = 16;
 /// Steps of a warp's class from one iteration to the next, best first: an odd one gives every warp all classes. Even ones divide the units
 /// of a tile evenly enough if each class has a few.
@@ -29,7 +29,7 @@ pub(super) const SQUARES_BYTES: usize = 32 * 8 * 4;
 /// Packed activations of a unit and eight rows.
 const X_BYTES: usize = 4096;
 assert_constants!(few_task, { FINISHERS == FINISHERS, X_BYTES == X_BYTES });
-assert_constants!(tile, { CLASSES == CLASSES });
+assert_constants!(tile_layout, { CLASSES == CLASSES });
 /// A partial sum of a tile: 16 features of eight rows.
 const PART_BYTES: usize = 512;
 /// Bytes in flight per SM; beyond this, queued weights delay all other memory traffic. With fewer than the second number, memory idles.

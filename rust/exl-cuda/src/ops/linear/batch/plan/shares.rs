@@ -206,7 +206,7 @@ impl Shares {
     /// Prefix of a kernel's form in its name.
     pub fn family(&self) -> &'static str {
         match self.code {
-            Code::Mma => "mma",
+            Code::Mma => "batch_mma",
             Code::Wgmma if self.left > 0 => "batch_whole",
             Code::Wgmma => "batch",
         }

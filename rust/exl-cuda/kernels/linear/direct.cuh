@@ -1,7 +1,7 @@
 // y = f(x @ W) for at most eight packed activation rows, on cards without bulk copies: up to three matrices over one input in one launch.
 //
 // The task is that of few.cuh, with the same results. A block has a tile, or a gated pair of tiles; its warps load weights from global memory
-// directly into registers, as in matmul.cuh. Blocks end soon and three share an SM, so that the scheduler of the card balances them. A norm of the
+// directly into registers, as in tile.cuh. Blocks end soon and three share an SM, so that the scheduler of the card balances them. A norm of the
 // input is a small launch of its own (`norm_packed`): here every block would repeat it.
 #pragma once
 #include "linear/gate.cuh"
@@ -10,8 +10,8 @@
 // For the struct only: few_task.cuh includes what needs sm_90 under its own conditions.
 #include "linear/few_task.cuh"
 
-constexpr int TILES_WARPS = 8, TILES_THREADS = TILES_WARPS * 32, TILES_ROWS = 8, PACKED_SLICE = 512;
-constexpr int TILES_BLOCKS = 3;  // of an SM
+constexpr int DIRECT_WARPS = 8, DIRECT_THREADS = DIRECT_WARPS * 32, DIRECT_ROWS = 8, PACKED_SLICE = 512;
+constexpr int DIRECT_BLOCKS = 3;  // of an SM
 
 // The packed rows of a unit. Columns past the last row repeat it, so that they cost no memory traffic; nothing reads their results.
 struct PackedRows {
@@ -21,7 +21,7 @@ struct PackedRows {
 
 // Sums of a tile by class: classes c and c + 8 share place c for c < 4; class c + 8 has place c + 4 for larger c.
 struct TileSums {
-  float v[12][TILES_ROWS][TILE];
+  float v[12][DIRECT_ROWS][TILE];
   // In the order of `sum_classes`.
   DEVICE float added(int row, int feature) const {
     float sum = 0.f;
@@ -72,7 +72,7 @@ DEVICE void multiply_tile(const FewTask& p, const FewPart& part, int tile, TileS
   const uint8_t* x = p.x + part.copy * p.copy_bytes + min(g, p.m - 1) * 64 + t * 16;
   const uint8_t* image = part.a.image + (size_t)tile * part.a.tile_bytes;
 #pragma unroll 1
-  for (int c = warp; c < CLASSES; c += TILES_WARPS) {
+  for (int c = warp; c < CLASSES; c += DIRECT_WARPS) {
     Sums<1> total[1];
     clear(total[0]);
 #pragma unroll 1
@@ -93,7 +93,7 @@ DEVICE void multiply_tile(const FewTask& p, const FewPart& part, int tile, TileS
 }
 
 template <int KIND, int ENTRY>
-DEVICE void tiles_matmul(const FewTask& p) {
+DEVICE void direct_matmul(const FewTask& p) {
   __shared__ TileSums sums[2];
   const bool gated = p.gate >= 0;
   int matrix = 0, tile = blockIdx.x;
@@ -103,7 +103,7 @@ DEVICE void tiles_matmul(const FewTask& p) {
   multiply_tile<KIND, ENTRY>(p, p.part[matrix], tile, sums[0]);
   if (gated) multiply_tile<KIND, ENTRY>(p, p.part[1], tile, sums[1]);
   const FewPart& part = p.part[gated ? 1 : matrix];
-  const bool finishes = threadIdx.x < TILES_ROWS * TILE;
+  const bool finishes = threadIdx.x < DIRECT_ROWS * TILE;
   const TileOutput output(p, part, finishes ? tile : 1 << 26);
   __syncthreads();
   if (!finishes) return;
@@ -121,7 +121,7 @@ DEVICE void tiles_matmul(const FewTask& p) {
 // Norms the packed rows in place. The sum of squares adds in the order of kernels/elementwise/norm.cu: group of eight e is added by lane e % 32
 // of warp e / 32 % 8. Every block adds all of them.
 DEVICE void norm_packed_rows(const FewTask& p) {
-  __shared__ float parts[TILES_ROWS][TILES_WARPS];
+  __shared__ float parts[DIRECT_ROWS][DIRECT_WARPS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, each = 4 * p.m, words = p.units * (UNIT_ROWS / 32) * each;
   const int i = blockIdx.x * blockDim.x + threadIdx.x, slice = i / each, word = i - slice * each;
   union {
@@ -134,7 +134,7 @@ DEVICE void norm_packed_rows(const FewTask& p) {
     eight.word = __ldcg(at);
     load8(w, p.norm + slice * 32 + word % 4 * 8);
   }
-  float sum[TILES_ROWS] = {};
+  float sum[DIRECT_ROWS] = {};
 #pragma unroll 1
   for (int e = warp * 32 + lane; e < p.k / 8; e += 256) {
     const float4* from = reinterpret_cast<const float4*>(p.squares + e * 8);
@@ -144,7 +144,7 @@ DEVICE void norm_packed_rows(const FewTask& p) {
     for (int r = 0; r < 8; r++) sum[r] += v[r];
   }
 #pragma unroll
-  for (int r = 0; r < TILES_ROWS; r++) {
+  for (int r = 0; r < DIRECT_ROWS; r++) {
     if (r >= p.m) break;
     sum[r] = warp_sum(sum[r]);
     if (lane == 0) parts[r][warp] = sum[r];
@@ -153,7 +153,7 @@ DEVICE void norm_packed_rows(const FewTask& p) {
   if (i >= words) return;
   float all = 0.f;
 #pragma unroll
-  for (int v = 0; v < TILES_WARPS; v++) all += parts[word / 4][v];
+  for (int v = 0; v < DIRECT_WARPS; v++) all += parts[word / 4][v];
   const float by = 1.f / sqrtf(all / (float)p.k + p.eps);
 #pragma unroll
   for (int e = 0; e < 4; e++) {
@@ -163,7 +163,7 @@ DEVICE void norm_packed_rows(const FewTask& p) {
   *at = eight.word;
 }
 
-#define TILES(KIND, kind, ENTRY)                                                                                                \
-  extern "C" __global__ void __launch_bounds__(TILES_THREADS, TILES_BLOCKS) tiles_##kind##_##ENTRY(const __grid_constant__ FewTask p) { \
-    tiles_matmul<KIND, ENTRY>(p);                                                                                             \
+#define DIRECT(KIND, kind, ENTRY)                                                                                                          \
+  extern "C" __global__ void __launch_bounds__(DIRECT_THREADS, DIRECT_BLOCKS) direct_##kind##_##ENTRY(const __grid_constant__ FewTask p) { \
+    direct_matmul<KIND, ENTRY>(p);                                                                                                         \
   }
