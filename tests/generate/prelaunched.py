@@ -11,7 +11,17 @@ from exl_core import PagedParams
 from exl_generate.testing import ScriptedConfig, ScriptedModel, ScriptedTokenizer
 from exl_kernels import sampling as kernels
 
-__all__ = ["CONFIG", "TOKENIZER", "VOCAB", "Captured", "Device", "OnDevice", "OneBuffer", "Overwriting", "Preparing"]
+__all__ = [
+    "CONFIG",
+    "TOKENIZER",
+    "VOCAB",
+    "Device",
+    "OnDevice",
+    "OneBuffer",
+    "Overwriting",
+    "Preparing",
+    "ScriptedNextStep",
+]
 
 TOKENIZER = ScriptedTokenizer(["a", "b", "c", "ab", "bc", " ", "A", "cab", ".", "é"])
 VOCAB = TOKENIZER.get_vocab_size()
@@ -53,7 +63,7 @@ class OneBuffer(ScriptedModel):
         return found
 
 
-class Captured:
+class ScriptedNextStep:
     """A step of `Preparing` that waits for its ids."""
 
     def __init__(self, model: Preparing, cache: Any, params: PagedParams, row_loras: Any) -> None:
@@ -61,8 +71,8 @@ class Captured:
         self.adapters = {} if row_loras is None else {"row_loras": row_loras}
         self.ids = torch.full((params.batch_size,), -1)
 
-    def inputs(self) -> kernels.NextInputs:
-        return kernels.NextInputs(self.ids, VOCAB)
+    def inputs(self) -> kernels.NextStepInputs:
+        return kernels.NextStepInputs(self.ids, VOCAB)
 
     def launch(self) -> torch.Tensor:
         self.model.events.append("step")
@@ -97,14 +107,16 @@ class Preparing(OneBuffer):
         self.launch_faults: list[Exception] = []
         self.interrupts = False
 
-    def prepare_step(self, q_len: int, cache: Any, attn_params: PagedParams, *, row_loras: Any = None) -> Captured:
-        return Captured(self, cache, attn_params, row_loras)
+    def prepare_next_step(
+        self, q_len: int, cache: Any, attn_params: PagedParams, *, row_loras: Any = None
+    ) -> ScriptedNextStep:
+        return ScriptedNextStep(self, cache, attn_params, row_loras)
 
 
 class OnDevice:
     """Sampling as a GPU does it: tokens are in the inputs of the next step before the host collects them."""
 
-    def __init__(self, device: Device, rows: list[kernels.Row], into: kernels.NextInputs | None) -> None:
+    def __init__(self, device: Device, rows: list[kernels.Row], into: kernels.NextStepInputs | None) -> None:
         into = into if device.writes else None
         self.device, self.rows, self.written = device, rows, into is not None
         self.found: list[Any] = []
@@ -135,7 +147,7 @@ class Device:
     def really(self, row: kernels.Row) -> kernels.Sampled | kernels.Failure:
         return self._launch([row]).collect()[0]
 
-    def launch(self, rows: list[kernels.Row], into: kernels.NextInputs | None = None) -> OnDevice:
+    def launch(self, rows: list[kernels.Row], into: kernels.NextStepInputs | None = None) -> OnDevice:
         self.events.append("sample")
         if self.faults:
             raise self.faults.pop()

@@ -12,7 +12,7 @@ from internals import prelaunch
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer, Intervention
 from exl_core.execution.capturable import PROMPTS_VARIABLE
-from exl_core.execution.pending import PendingStep
+from exl_core.execution.next_step import NextStep
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.testing import check_pages, drain, streamed_tokens
 
@@ -63,13 +63,13 @@ def test_prompts_are_captured_steps_from_the_second_of_their_kind_on(monkeypatch
     )
     stored: list[bool] = []
     found: list[list[list[int]]] = []
-    store = PendingStep.store
+    store = NextStep.store
 
     def watched(*given: Any) -> bool:
         stored.append(store(*given))
         return stored[-1]
 
-    monkeypatch.setattr(PendingStep, "store", watched)
+    monkeypatch.setattr(NextStep, "store", watched)
     for early in (False, True):
         if early:
             captured_on_cpu(monkeypatch)

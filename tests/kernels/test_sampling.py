@@ -294,7 +294,7 @@ def test_rows_on_the_cpu_are_sampled_when_they_are_collected() -> None:
     """Also beside inputs of a next step, which only a GPU writes; errors come from one of the two calls."""
     rows = [Row(Plan(size=300, top_k=k), torch.randn(300), uniform=0.5) for k in (1, 20)]
     ids = torch.full((2,), -1)
-    launched = sampling.launch(rows, sampling.NextInputs(ids, 300))
+    launched = sampling.launch(rows, sampling.NextStepInputs(ids, 300))
     assert launched.collect() == launched.collect() == sampling.sample(rows)
     assert not launched.written
     assert ids.tolist() == [-1, -1]
@@ -321,7 +321,7 @@ def test_gpu_equals_cpu(width: int) -> None:
         there = [on_gpu(row) for row in rows]
         for row, got, want in zip(rows, sampling.sample(there), sampling.sample(rows), strict=True):
             assert same(got, want), (row.plan, got, want)
-        answers = sampling_cuda.launch(there).answers()
+        answers = sampling_cuda.launch(there).collect()
         assert all(answer[0] != LEFT for answer in answers)
 
 
@@ -356,7 +356,7 @@ def test_gpu_equals_cpu_on_long_rows_of_one_batch() -> None:
         rows.append(replace(row, mask=mask if i % 4 == 1 else None, banned=[3, 5] if i % 5 == 0 else []))
     there = [on_gpu(row) for row in rows]
     kept = there[0].logits.clone()
-    assert all(answer[0] >= 0 for answer in sampling_cuda.launch(there).answers())
+    assert all(answer[0] >= 0 for answer in sampling_cuda.launch(there).collect())
     for row, got, want in zip(rows, sampling.sample(there), sampling.sample(rows), strict=True):
         assert same(got, want), (row.plan, got, want)
     few = slice(0, 2 if UNDER_A_TOOL else None)
@@ -407,7 +407,7 @@ def test_gpu_equals_cpu_for_any_number_of_candidates(kind: str) -> None:
         mirostat = 2.0**-12 if i % 5 == 2 else 0.0
         rows.append(Row(plan, torch.from_numpy(x), uniform, mask=masked, top_n=top_n, mirostat=mirostat))
     there = [on_gpu(row) for row in rows]
-    assert all(answer[0] >= 0 for answer in sampling_cuda.launch(there).answers())
+    assert all(answer[0] >= 0 for answer in sampling_cuda.launch(there).collect())
     want = sampling.sample(rows)
     for row, got, expected in zip(rows, sampling.sample(there), want, strict=True):
         assert same(got, expected), (row.plan, row.uniform, row.top_n, got, expected)
@@ -455,7 +455,7 @@ def test_gpu_mixes_pairs_of_prompts(width: int) -> None:
         negative = b if i % 5 else None
         rows.append(Row(plan, a, uniform=float(rng.random()), negative=negative, top_n=3 * (i % 2)))
     there = [on_gpu(row) for row in rows]
-    answers = sampling_cuda.launch(there).answers()
+    answers = sampling_cuda.launch(there).collect()
     assert all(answer[0] != LEFT for answer in answers)
     for row, got, want in zip(rows, sampling.sample(there), sampling.sample(rows), strict=True):
         assert same(got, want), (row.plan, got, want)
@@ -477,7 +477,7 @@ def test_gpu_cuts_tails_of_few_candidates_as_the_cpu_does(kind: str, width: int)
         plan = Plan(size=width, tfs=[0.05, 0.5, 0.97][i % 3], temperature=[1.0, 0.1, 30.0, 1e-3][i % 4])
         rows.append(Row(plan, torch.from_numpy(x), uniform=float(rng.random()), top_n=[0, 7][i % 2]))
     there = [on_gpu(row) for row in rows]
-    assert all(answer[0] != LEFT for answer in sampling_cuda.launch(there).answers())
+    assert all(answer[0] != LEFT for answer in sampling_cuda.launch(there).collect())
     for row, got, want in zip(rows, sampling.sample(there), sampling.sample(rows), strict=True):
         assert same(got, want), (row.plan, got, want)
 
@@ -486,7 +486,7 @@ def test_gpu_cuts_tails_of_few_candidates_as_the_cpu_does(kind: str, width: int)
 def test_gpu_leaves_rows_that_report_many_candidates_to_the_cpu() -> None:
     x = torch.randn(60_000)
     rows = [Row(Plan(size=60_000), x.cuda(), uniform=0.7, top_n=MOST_REPORTED + more) for more in (0, 1)]
-    assert [answer[0] == LEFT for answer in sampling_cuda.launch(rows).answers()] == [False, True]
+    assert [answer[0] == LEFT for answer in sampling_cuda.launch(rows).collect()] == [False, True]
     want = sampling.sample([replace(row, logits=x) for row in rows])
     assert all(same(a, b) for a, b in zip(sampling.sample(rows), want, strict=True))
 
@@ -498,7 +498,7 @@ class Step:
         self.source = torch.randint(0, 256, (max(size, 8 * rows),), dtype=torch.uint8).pin_memory()
         self.device = torch.full_like(self.source, 0xA5, device="cuda")
         self.ids = self.device[: 8 * rows].view(torch.int64)
-        self.inputs = sampling.NextInputs(self.ids, limit, (self.source, self.device))
+        self.inputs = sampling.NextStepInputs(self.ids, limit, (self.source, self.device))
         self.tokens: torch.Tensor | None = None
 
     def launch(self) -> None:
@@ -574,7 +574,7 @@ def test_inputs_of_the_next_step_are_there_with_the_tokens(rows: int, width: int
             assert kept
             assert step.tokens.tolist() == [one.token for one in found if isinstance(one, Sampled)]
     with pytest.raises(ValueError, match="the same length as their source"):
-        sampling.launch(asked, sampling.NextInputs(step.ids, width, (step.source[:-4], step.device)))
+        sampling.launch(asked, sampling.NextStepInputs(step.ids, width, (step.source[:-4], step.device)))
 
 
 @pytest.mark.cuda
@@ -602,7 +602,7 @@ def test_rows_that_report_nothing_are_never_left_to_the_cpu(data: st.DataObject)
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 20)))
     row, _ = broken_row(rng, 300)
     row = replace(on_gpu(row), top_n=0)
-    assert sampling_cuda.launch([row]).answers()[0][0] != LEFT
+    assert sampling_cuda.launch([row]).collect()[0][0] != LEFT
 
 
 @pytest.mark.cuda

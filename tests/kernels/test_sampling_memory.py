@@ -84,23 +84,23 @@ def test_a_call_without_memory_leaves_buffers_that_fit_each_other(
 ) -> None:
     """Whichever of the allocations fails: the error says so, and calls of that size or less are answered behind it."""
     small, large = rows(1, 100), rows(count, width, mask)
-    sampling_cuda.launch(small).answers()
+    sampling_cuda.launch(small).collect()
     before = memory.made
     failures = 0
     for number in (1, 2, 3, 4):
         memory.made, memory.fails = 0, number
         try:
-            sampling_cuda.launch(large).answers()
+            sampling_cuda.launch(large).collect()
         except torch.OutOfMemoryError:
             failures += 1
-            assert len(sampling_cuda.launch(small).answers()) == 1
+            assert len(sampling_cuda.launch(small).collect()) == 1
         else:
             break
     assert before >= 6
     assert failures >= 2, "nothing has grown"
     memory.fails = -1
-    assert len(sampling_cuda.launch(large).answers()) == count
-    assert len(sampling_cuda.launch(small).answers()) == 1
+    assert len(sampling_cuda.launch(large).collect()) == count
+    assert len(sampling_cuda.launch(small).collect()) == 1
 
 
 @pytest.mark.parametrize("wrong", ["device_copy", "shaped", "maxima", "sums", "wide", "tails"])
@@ -127,12 +127,12 @@ def test_a_launch_alone_is_waited_for_before_its_buffers_are_filled_again(
     waited: list[object] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     one = rows(1, 100)
-    sampling_cuda.launch(one).answers()
+    sampling_cuda.launch(one).collect()
     assert waited == []
     sampling_cuda.queue(one)
-    sampling_cuda.launch(one).answers()
+    sampling_cuda.launch(one).collect()
     assert len(waited) == 1
-    sampling_cuda.launch(one).answers()
+    sampling_cuda.launch(one).collect()
     assert len(waited) == 1
 
 
@@ -157,8 +157,8 @@ def test_a_launch_that_is_not_collected_yet_keeps_its_answers(memory: Memory, mo
     assert events == ["launch"]
     second = sampling_cuda.launch(rows(2, 100))
     assert events == ["launch", "wait", "launch"]
-    assert [answer[0] for answer in second.answers()] == [2, 2]
-    assert [answer[0] for answer in first.answers()] == [1]
+    assert [answer[0] for answer in second.collect()] == [2, 2]
+    assert [answer[0] for answer in first.collect()] == [1]
     assert events == ["launch", "wait", "launch", "wait"]
 
 
@@ -170,5 +170,5 @@ def test_a_launch_that_fails_is_waited_for_before_the_next(memory: Memory, monke
         with pytest.raises(RuntimeError, match="no launch"):
             sampling_cuda.launch(rows(1, 100))
     assert waited == []
-    assert len(sampling_cuda.launch(rows(1, 100)).answers()) == 1
+    assert len(sampling_cuda.launch(rows(1, 100)).collect()) == 1
     assert len(waited) == 1

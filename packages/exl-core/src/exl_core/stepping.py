@@ -12,8 +12,8 @@ from .config import ExLlamaV2Config
 from .device import out_of_memory_as_error
 from .execution.attn_params import PagedParams
 from .execution.captured import DecodeGraphs
-from .execution.pending import PendingStep
-from .execution.select import prepare_step
+from .execution.next_step import NextStep
+from .execution.select import prepare_next_step
 from .inputs import check_row_loras
 from .loading.loadable import LoadableModel
 from .lora import ExLlamaV2Lora
@@ -62,14 +62,14 @@ class SteppingModel(LoadableModel):
         """
         self.decode.check_peers()
 
-    def prepare_step(
+    def prepare_next_step(
         self,
         q_len: int,
         cache: ExLlamaV2CacheBase,
         attn_params: PagedParams,
         *,
         row_loras: Sequence[Sequence[ExLlamaV2Lora]] | None = None,
-    ) -> PendingStep | None:
+    ) -> NextStep | None:
         """Prepare a paged step whose ids are not known yet.
 
         The result's `run` takes int64 ids [batch, q_len] on the CPU, or integers on the model's GPU that the current
@@ -88,4 +88,4 @@ class SteppingModel(LoadableModel):
         """
         with out_of_memory_as_error("prepare a decode step"):
             adapters = check_row_loras(self, None, row_loras, attn_params.batch_size)
-            return prepare_step(self, q_len, cache, attn_params, adapters)
+            return prepare_next_step(self, q_len, cache, attn_params, adapters)

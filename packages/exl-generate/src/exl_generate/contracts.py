@@ -12,9 +12,9 @@ import torch
 from exl_core import ExLlamaV2MMEmbedding
 
 if TYPE_CHECKING:
-    from exl_kernels.sampling import NextInputs
+    from exl_kernels.sampling import NextStepInputs
 
-__all__ = ["Adapter", "Cache", "CacheView", "Config", "ExLlamaV2MMEmbedding", "Model", "PreparedStep", "Tokenizer"]
+__all__ = ["Adapter", "Cache", "CacheView", "Config", "ExLlamaV2MMEmbedding", "Model", "NextStep", "Tokenizer"]
 
 
 class Config(Protocol):
@@ -79,14 +79,14 @@ class Adapter(Protocol):
         """Raise `ModelStateError` unless the adapter was loaded for `model` as it is loaded now."""
 
 
-class PreparedStep(Protocol):
+class NextStep(Protocol):
     """A decode step whose ids are not known yet. Run it before any other step of its model, or not at all."""
 
     @property
     def is_current(self) -> bool:
         """Whether the logits returned last are still valid: the model may reuse their memory in its next step."""
 
-    def inputs(self) -> NextInputs | None:
+    def inputs(self) -> NextStepInputs | None:
         """Return the memory for the sampler's tokens, one for each sequence; None if the step cannot run."""
 
     def launch(self) -> torch.Tensor:
@@ -133,8 +133,8 @@ class Model(Protocol):
     def check_peers(self) -> None:
         """Raise an error if logits are NaN because devices of the model lost one another."""
 
-    def prepare_step(self, q_len: int, cache: Any, attn_params: Any, *, row_loras: Any = None) -> PreparedStep | None:
-        """Prepare a step of `q_len` tokens a row whose ids are not known yet (`ExLlamaV2.prepare_step`), or return
+    def prepare_next_step(self, q_len: int, cache: Any, attn_params: Any, *, row_loras: Any = None) -> NextStep | None:
+        """Prepare a step of `q_len` tokens a row whose ids are not known yet (`ExLlamaV2.prepare_next_step`), or return
         None.
 
         `row_loras` are the adapters of each row.

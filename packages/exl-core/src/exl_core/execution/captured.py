@@ -41,7 +41,7 @@ from .capturable import (
 from .capture_failure import CaptureFailure
 from .fused import JoinedLaunches, joined_launches_of, joins_adapters
 from .inputs import Bucket, StepInputs, StepTensors, passed
-from .pending import CapturedStep, PendingStep, on_cpu
+from .next_step import CapturedStep, NextStep, on_cpu
 from .prompt_windows import windows_of
 from .sections import Handover, SectionGraphs, mirrored, sections_of
 from .sharded.coverage import row_bytes
@@ -103,7 +103,7 @@ class DecodeGraphs:
         self._modules: list[Module] | None = None  # the modules, without hooks, that the captured steps belong to
         self.longest = 0  # tokens of the longest sequence after the last captured step
         self.steps = 0  # captured steps run so far; each may overwrite the logits of another
-        self.generation = 0  # number of calls of `clear`: pending steps of earlier generations are dropped
+        self.generation = 0  # number of calls of `clear`: next steps of earlier generations are dropped
         self.reason: str | None = None
         self.apart_reason: str | None = None
 
@@ -140,7 +140,7 @@ class DecodeGraphs:
             error messages.
         """
         batch, q_len = ids.shape
-        prepared = None if params.batch_size != batch else self.prepare_step(q_len, cache, params, adapters)
+        prepared = None if params.batch_size != batch else self.prepare_next_step(q_len, cache, params, adapters)
         return None if prepared is None else prepared.run(ids)
 
     def store(self, ids: Tensor, cache: ExLlamaV2CacheBase, params: PagedParams) -> bool:
@@ -159,13 +159,13 @@ class DecodeGraphs:
         windows = windows_of(ids, params) if captures_prompts() else None
         if windows is None:
             return False
-        step = self.prepare_step(windows.ids.shape[1], cache, windows.params, stores=True)
+        step = self.prepare_next_step(windows.ids.shape[1], cache, windows.params, stores=True)
         if step is None or not step.store(windows.ids, windows.counts):
             return False
         cache.current_seq_len = windows.longest
         return True
 
-    def prepare_step(
+    def prepare_next_step(
         self,
         q_len: int,
         cache: ExLlamaV2CacheBase | None,
@@ -173,7 +173,7 @@ class DecodeGraphs:
         adapters: Sequence[tuple[Adapter, ...]] = (),
         *,
         stores: bool = False,
-    ) -> PendingStep | None:
+    ) -> NextStep | None:
         """Do all work of a step of `q_len` tokens a row that does not need its ids; None as for `step`.
 
         Args:
@@ -220,7 +220,7 @@ class DecodeGraphs:
             return None
         limits = (model.config.vocab_size, model.config.max_seq_len, places)
         of_tokens = [set_id for set_id in set_ids for _ in range(q_len)]
-        return PendingStep(self, cache, captured, (batch, q_len), (past, table), limits, offsets, longest, of_tokens)
+        return NextStep(self, cache, captured, (batch, q_len), (past, table), limits, offsets, longest, of_tokens)
 
     def forget_adapters(self) -> None:
         """Drop the captured steps with adapters, which hold the adapters' tensors."""
@@ -283,7 +283,7 @@ class DecodeGraphs:
             raise
 
     def clear(self) -> None:
-        """Drop every captured step, pending ones too, and free their memory."""
+        """Drop every captured step, next steps that wait too, and free their memory."""
         self.generation += 1
         self._drop(list(self._graphs))
         self._sets.clear()

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from ..contracts import Adapter
     from .attn_params import PagedParams
     from .forward_pass import ForwardPass
-    from .pending import PendingStep
+    from .next_step import NextStep
 
-__all__ = ["prepare_step", "select"]
+__all__ = ["prepare_next_step", "select"]
 
 
 def select(model: ExecutableModel, asked: ForwardPass) -> Executor:
@@ -36,18 +36,18 @@ def select(model: ExecutableModel, asked: ForwardPass) -> Executor:
     return SHARDED if model.tp_context is not None else EAGER
 
 
-def prepare_step(
+def prepare_next_step(
     model: ExecutableModel,
     q_len: int,
     cache: ExLlamaV2CacheBase,
     params: PagedParams,
     adapters: Sequence[tuple[Adapter, ...]] = (),
-) -> PendingStep | None:
+) -> NextStep | None:
     """Return a captured step of `q_len` tokens a row whose ids are not known yet.
 
     None where `select` would not use one.
     """
-    return model.decode.prepare_step(q_len, cache, params, adapters) if may_fuse(model) else None
+    return model.decode.prepare_next_step(q_len, cache, params, adapters) if may_fuse(model) else None
 
 
 def may_fuse(model: ExecutableModel) -> bool:

@@ -26,9 +26,9 @@ from exl_generate.dynamic.speculation import Drafter, Drafts
 from exl_kernels.sampling import Failure, Sampled, launch
 
 if TYPE_CHECKING:
-    from exl_generate.contracts import PreparedStep
+    from exl_generate.contracts import NextStep
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
-    from exl_kernels.sampling import NextInputs
+    from exl_kernels.sampling import NextStepInputs
 
 _Logits = dict["ExLlamaV2DynamicJob", torch.Tensor]
 """Of each job, a row float32 [V]."""
@@ -58,8 +58,8 @@ class _Onward:
     """A pass of the draft model that is queued before the host has seen its ids."""
 
     jobs: list[ExLlamaV2DynamicJob]
-    step: PreparedStep
-    inputs: NextInputs
+    step: NextStep
+    inputs: NextStepInputs
     #: [B, 1, Vp], once queued with the right ids
     logits: torch.Tensor | None = None
 

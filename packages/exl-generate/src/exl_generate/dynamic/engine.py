@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from exl_filters import prefetch_together
 from exl_generate.dynamic.events import Events
-from exl_generate.dynamic.next_step import NextStep, attempt, predictable
+from exl_generate.dynamic.next_step import NextStepOfJobs, attempt, predictable
 from exl_generate.dynamic.prompts import Prompts
 from exl_generate.dynamic.runner import Runner, Window
 from exl_generate.dynamic.scheduler import Scheduler
@@ -164,7 +164,7 @@ class Engine:
         self._deliver = deliver
         self._pool = pool
         #: the next step, if the last one prepared it
-        self._next: NextStep | None = None
+        self._next: NextStepOfJobs | None = None
         #: the draft tokens of the next step and the length of its windows, if the last one has looked them up
         self._drafts: tuple[Drafts, int] | None = None
         #: when the first samples of the last step came, by the clock that measures steps
@@ -197,7 +197,7 @@ class Engine:
         finally:
             self._scheduler.retire()
 
-    def _decode(self, steps: list[JobStep], current: NextStep | None) -> None:
+    def _decode(self, steps: list[JobStep], current: NextStepOfJobs | None) -> None:
         """Decode one step of all these jobs; `current` is the prelaunched part of it."""
         if not steps:
             return
@@ -298,11 +298,11 @@ class Engine:
             ahead = self._runner.asynchronous and sum(step.positions for step in live) <= STEP_ROWS
             drawn = [(step, draw) for step in live for draw in step.draws(ahead)]
             # The sampler writes the tokens into the next step if that has exactly these jobs.
-            prelaunch = self._next if expected and [step for step, _ in drawn] == expected else None
-            launched = launch_batch([draw for _, draw in drawn], None if prelaunch is None else prelaunch.inputs())
-            if prelaunch is not None and launched.written:
-                prelaunch.launch()
-            launched.wait()
+            next_step = self._next if expected and [step for step, _ in drawn] == expected else None
+            launched = launch_batch([draw for _, draw in drawn], None if next_step is None else next_step.inputs())
+            if next_step is not None and launched.written:
+                next_step.launch()
+            launched.collect()
             if first and self._runner.asynchronous:
                 self._measure(steps, began)  # the sampler has waited for the logits
             places: dict[JobStep, list[int]] = {}
@@ -334,12 +334,14 @@ class Engine:
             self._next = attempt(lambda: self._next_step([step.job for step in found]))
         return found if self._next else []
 
-    def _next_step(self, jobs: list[ExLlamaV2DynamicJob], windows: list[list[int]] | None = None) -> NextStep | None:
+    def _next_step(
+        self, jobs: list[ExLlamaV2DynamicJob], windows: list[list[int]] | None = None
+    ) -> NextStepOfJobs | None:
         """Return the next step of these jobs; None where they need several passes."""
         sequences = [sequence for job in jobs for sequence in job.sequences]
         if not self._runner.may_share_a_pass(sequences, len(sequences) * (1 if windows is None else len(windows[0]))):
             return None
-        return NextStep(self._runner, [job.sequences for job in jobs], windows)
+        return NextStepOfJobs(self._runner, [job.sequences for job in jobs], windows)
 
     def _settle_next(self, expected: list[JobStep], samples: dict[JobStep, Sample | Exception], written: bool) -> None:
         """Give the next step its tokens.

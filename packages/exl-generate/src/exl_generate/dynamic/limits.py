@@ -106,7 +106,7 @@ _OF_MODELS = (
     "in_lockstep",
     "invariant_tokens",
     "check_peers",
-    "prepare_step",
+    "prepare_next_step",
 )
 _OF_CACHES = ("copy_states", "model", "batch_size", "max_seq_len")
 

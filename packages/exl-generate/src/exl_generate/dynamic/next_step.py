@@ -22,11 +22,11 @@ from exl_generate.dynamic.runner import Runner, Window, mixable
 from exl_generate.dynamic.sequence import Sequence
 
 if TYPE_CHECKING:
-    from exl_generate.contracts import PreparedStep
+    from exl_generate.contracts import NextStep
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
-    from exl_kernels.sampling import NextInputs
+    from exl_kernels.sampling import NextStepInputs
 
-__all__ = ["NextStep", "attempt", "predictable"]
+__all__ = ["NextStepOfJobs", "attempt", "predictable"]
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -59,8 +59,8 @@ def predictable(job: ExLlamaV2DynamicJob, missing: int = 1) -> bool:
     )
 
 
-class NextStep:
-    """A forward pass over the sequences of some jobs.
+class NextStepOfJobs:
+    """The next forward pass over the sequences of some jobs, on a `contracts.NextStep` where the model can prepare one.
 
     Args:
         runner: Runs the model.
@@ -90,7 +90,7 @@ class NextStep:
         self.began: float | None = None
         for sequence, position in zip(self._sequences, self._positions, strict=True):
             sequence.provide(position + self._length)
-        self._params, self._captured = runner.prepare(self._sequences, self._positions, self._length)
+        self._params, self._step = runner.prepare(self._sequences, self._positions, self._length)
         self._pages = [
             self._pages_of(sequence, position)
             for sequence, position in zip(self._sequences, self._positions, strict=True)
@@ -101,11 +101,11 @@ class NextStep:
         """Whether the step is queued."""
         return self._logits is not None
 
-    def inputs(self) -> NextInputs | None:
+    def inputs(self) -> NextStepInputs | None:
         """Return the inputs that the sampler fills in for `launch`, one token a job. None if the step is not
         captured.
         """
-        found = None if self._captured is None else attempt(self._captured.inputs)
+        found = None if self._step is None else attempt(self._step.inputs)
         if found is None or len(self._sequences) == self._jobs:
             return found
         self._ids = found.ids
@@ -117,10 +117,10 @@ class NextStep:
         A failure is not a job's failure yet: the step is computed again, and then raises it.
         """
         self._logits, self._own_logits = None, False
-        if (captured := self._captured) is not None:
-            self._logits = attempt(lambda: self._launch(captured))
+        if (step := self._step) is not None:
+            self._logits = attempt(lambda: self._launch(step))
 
-    def _launch(self, captured: PreparedStep) -> torch.Tensor:
+    def _launch(self, step: NextStep) -> torch.Tensor:
         if self._ids is not None:
             first, others = self._ids[: self._jobs], self._ids[self._jobs :]
             if len(others) == len(first):
@@ -129,7 +129,7 @@ class NextStep:
                 places = torch.tensor(self._job_of[self._jobs :])
                 places = places.pin_memory().to(first.device, non_blocking=True) if first.is_cuda else places
                 torch.index_select(first, 0, places, out=others)
-        return captured.launch().float()
+        return step.launch().float()
 
     def withdraw(self) -> None:
         """Drop the launched step, because it ran with other tokens."""
@@ -142,7 +142,7 @@ class NextStep:
         self._logits = attempt(lambda: self._run(torch.tensor(ids, dtype=torch.int64)))
 
     def _run(self, ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor | None = None if self._captured is None else self._captured.run(ids)
+        logits: torch.Tensor | None = None if self._step is None else self._step.run(ids)
         self._own_logits = logits is None
         return self._runner.run(ids, self._sequences, self._params) if logits is None else logits.float()
 
@@ -155,7 +155,7 @@ class NextStep:
 
         `keep`: the logits may be read after the model has run again.
         """
-        if self._logits is None or not (self._own_logits or (self._captured is not None and self._captured.is_current)):
+        if self._logits is None or not (self._own_logits or (self._step is not None and self._step.is_current)):
             return windows  # another user of the model has run it since
         rows = [self._row_of(window) for window in windows]
         logits = (self._logits.clone() if keep or None in rows else self._logits).unbind(0)

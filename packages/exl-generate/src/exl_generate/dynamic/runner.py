@@ -23,7 +23,7 @@ from exl_generate.interrupts import interruptible
 from exl_kernels.errors import ExlError
 
 if TYPE_CHECKING:
-    from exl_generate.contracts import Cache, Model, PreparedStep
+    from exl_generate.contracts import Cache, Model, NextStep
     from exl_generate.sampling.sampler import Sample
 
 __all__ = ["Chunk", "Runner", "Window"]
@@ -238,16 +238,16 @@ class Runner:
 
     def prepare(
         self, sequences: list[Sequence], positions: list[int], q_len: int = 1
-    ) -> tuple[PagedParams, PreparedStep | None]:
+    ) -> tuple[PagedParams, NextStep | None]:
         """Prepare a pass over `q_len` tokens of each sequence from `positions` on.
 
         The sequences have no embeddings there and have mixable adapters. Returns the pass's parameters, and the step of
-        `Model.prepare_step` where the model can do everything but the tokens beforehand, else None.
+        `Model.prepare_next_step` where the model can do everything but the tokens beforehand, else None.
         """
         params = self._params(sequences, positions, q_len)
         adapters = [list(sequence.loras) for sequence in sequences]
         extra = {"row_loras": adapters} if any(adapters) and not self._draft else {}
-        return params, self._model.prepare_step(q_len, self._cache, params, **extra)
+        return params, self._model.prepare_next_step(q_len, self._cache, params, **extra)
 
     def run(self, ids: torch.Tensor, sequences: list[Sequence], params: PagedParams) -> torch.Tensor:
         """Run the pass of `prepare` over int64 `ids` [B, q]; returns logits float32 [B, q, Vp] in new memory."""

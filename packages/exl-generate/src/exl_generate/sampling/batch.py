@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from exl_generate.interrupts import as_job_error
 from exl_generate.sampling.sampler import UNCONSTRAINED, Constraint, RequestSampler, Sample
 from exl_kernels import sampling as kernels
-from exl_kernels.sampling import Failure, NextInputs, Row, Sampled
+from exl_kernels.sampling import Failure, NextStepInputs, Row, Sampled
 
 __all__ = ["Draw", "LaunchedBatch", "launch_batch", "sample_batch"]
 
@@ -62,7 +62,7 @@ class LaunchedBatch:
 
     __slots__ = ("_draws", "_launched", "_outcomes", "_rows")
 
-    def __init__(self, draws: Sequence[Draw], into: NextInputs | None) -> None:
+    def __init__(self, draws: Sequence[Draw], into: NextStepInputs | None) -> None:
         self._draws = draws
         self._rows = [_prepared(draw) for draw in draws]
         self._launched: kernels.Launched | None = None
@@ -71,14 +71,14 @@ class LaunchedBatch:
             try:
                 self._launched = kernels.launch(good, into if len(good) == len(draws) else None)
             except Exception:
-                self._launched = None  # `wait` finds out which rows fail by themselves
+                self._launched = None  # `collect` finds out which rows fail by themselves
 
     @property
     def written(self) -> bool:
-        """Whether the tokens of all draws are written into the next step's inputs; final after `wait`."""
+        """Whether the tokens of all draws are written into the next step's inputs; final after `collect`."""
         return self._launched is not None and self._launched.written
 
-    def wait(self) -> None:
+    def collect(self) -> None:
         """Wait for the outcomes."""
         if self._outcomes is not None:
             return
@@ -89,11 +89,11 @@ class LaunchedBatch:
         self._outcomes = list(found)
 
     def samples(self, places: Sequence[int], with_ids: bool = True) -> list[Sample | Exception]:
-        """Return the samples, or the errors, of the draws at these places, after `wait`. Call it once for a place.
+        """Return the samples, or the errors, of the draws at these places, after `collect`. Call it once for a place.
 
         `with_ids`: fill in `Sample.ids` of all, which takes time.
         """
-        assert self._outcomes is not None, "wait first"
+        assert self._outcomes is not None, "collect first"
         samples = [self._draws[at].take(self._rows[at], self._outcomes[at]) for at in places]
         if not with_ids:
             return samples
@@ -103,11 +103,6 @@ class LaunchedBatch:
         for sample, own in zip(drawn, ids.unbind(0), strict=True):
             sample.ids = own
         return samples
-
-    def collect(self) -> list[Sample | Exception]:
-        """Wait, and return the sample of each draw, or its error. Call it once."""
-        self.wait()
-        return self.samples(range(len(self._draws)))
 
     @property
     def _good(self) -> list[Row]:
@@ -123,7 +118,7 @@ class LaunchedBatch:
         return [_alone(row) for row in self._good]
 
 
-def launch_batch(draws: Sequence[Draw], into: NextInputs | None = None) -> LaunchedBatch:
+def launch_batch(draws: Sequence[Draw], into: NextStepInputs | None = None) -> LaunchedBatch:
     """Queue a sample for each draw, by one native call.
 
     A sample depends on its own draw alone. If the call fails, rows are tried one by one, so that only failing rows
@@ -134,8 +129,10 @@ def launch_batch(draws: Sequence[Draw], into: NextInputs | None = None) -> Launc
 
 
 def sample_batch(draws: Sequence[Draw]) -> list[Sample | Exception]:
-    """Return a sample for each draw, or its error: `launch_batch` and `collect` in one call."""
-    return launch_batch(draws).collect()
+    """Return a sample for each draw, or its error: `launch_batch`, `collect` and `samples` in one call."""
+    launched = launch_batch(draws)
+    launched.collect()
+    return launched.samples(range(len(draws)))
 
 
 def _prepared(draw: Draw) -> Row | Exception:

@@ -32,7 +32,7 @@ from .cuda import workspace_bytes
 __all__ = [
     "Failure",
     "Launched",
-    "NextInputs",
+    "NextStepInputs",
     "Plan",
     "Row",
     "Sampled",
@@ -210,7 +210,7 @@ class Row:
         )
 
 
-class NextInputs(NamedTuple):
+class NextStepInputs(NamedTuple):
     """The inputs of the next step, which the sampling launches fill in."""
 
     ids: Tensor
@@ -251,10 +251,10 @@ class Launched:
 
     __slots__ = ("_on_gpus", "_results", "_rows", "written")
 
-    def __init__(self, rows: Sequence[Row], into: NextInputs | None) -> None:
+    def __init__(self, rows: Sequence[Row], into: NextStepInputs | None) -> None:
         self._rows = rows
         self._results: list[Sampled | Failure] | None = None
-        self._on_gpus: list[tuple[list[int], sampling_cuda.Launched]] = []
+        self._on_gpus: list[tuple[list[int], sampling_cuda.LaunchedOnGpu]] = []
         #: Whether `into` gets the rows' tokens. `collect` resets it where a row was left to the CPU.
         self.written = False
         devices: dict[torch.device, list[int]] = {}
@@ -285,7 +285,7 @@ class Launched:
             return _native.sample_rows([_on_cpu(row).request() for row in self._rows])
         answers: list[Answer] = [_UNANSWERED] * len(self._rows)
         for indices, queued in self._on_gpus:
-            for i, answer in zip(indices, queued.answers(), strict=True):
+            for i, answer in zip(indices, queued.collect(), strict=True):
                 answers[i] = answer
         left = [i for i, answer in enumerate(answers) if answer[0] == _LEFT_TO_CPU]
         if left:
@@ -296,7 +296,7 @@ class Launched:
         return answers
 
 
-def launch(rows: Sequence[Row], into: NextInputs | None = None) -> Launched:
+def launch(rows: Sequence[Row], into: NextStepInputs | None = None) -> Launched:
     """Queue the sampling of one token a row. Rows may differ in width, settings and device.
 
     Rows on a GPU are sampled there, in one set of launches on torch's current stream, and only the answers are read

@@ -2,7 +2,7 @@
 
 The other inputs of the rows are written to pinned memory and copied in one piece; the kernels write the answers to
 pinned memory. Buffers grow to the largest call and are kept. One launch at a time uses the buffers of a GPU: the next
-launch waits for the answers of the previous one and stores them for its `Launched`.
+launch waits for the answers of the previous one and stores them for its `LaunchedOnGpu`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ..selection import LIMITS
 from .bias import SparseBias
 
 if TYPE_CHECKING:
-    from . import Answer, NextInputs, Plan, Row
+    from . import Answer, NextStepInputs, Plan, Row
 
-__all__ = ["Launched", "launch", "queue", "workspace_bytes"]
+__all__ = ["LaunchedOnGpu", "launch", "queue", "workspace_bytes"]
 
 _STAGING = 1 << 18
 _SEGMENT, _BLOCKS = LIMITS.sampling_segment, LIMITS.sampling_blocks
@@ -53,7 +53,7 @@ class _Place:
         self.device = device
         self.lock = threading.Lock()
         self.under_way = False  # whether launches may read the buffers below
-        self.pending: Launched | None = None  # the launch whose answers are still in them
+        self.uncollected: LaunchedOnGpu | None = None  # the launch whose answers are still in them
         self.sampled, self._copied = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._streams: dict[int, torch.cuda.Stream] = {}
@@ -102,7 +102,7 @@ class _Place:
             )
         return self._workspace
 
-    def launch(self, rows: Sequence[Row], into: NextInputs | None = None, beside: bool = False) -> None:
+    def launch(self, rows: Sequence[Row], into: NextStepInputs | None = None, beside: bool = False) -> None:
         """Fill the staging memory, copy it and launch.
 
         `beside`: copy on a separate stream while the current stream is still busy with earlier work. Only for calls
@@ -165,23 +165,23 @@ def queue(rows: Sequence[Row]) -> _Place:
     returned place after the stream has passed.
     """
     place = _place(rows[0].logits.device)
-    if place.pending is not None:
-        place.pending.answers()
+    if place.uncollected is not None:
+        place.uncollected.collect()
     place.under_way = True
     place.launch(rows)
     return place
 
 
-class Launched:
+class LaunchedOnGpu:
     """Queued sampling of rows on one GPU. Keeps the operands of its launches alive."""
 
     __slots__ = ("_answers", "_into", "_place", "_rows")
 
-    def __init__(self, place: _Place, rows: Sequence[Row], into: NextInputs | None) -> None:
+    def __init__(self, place: _Place, rows: Sequence[Row], into: NextStepInputs | None) -> None:
         self._place, self._rows, self._into = place, rows, into
         self._answers: list[Answer] | None = None
 
-    def answers(self) -> list[Answer]:
+    def collect(self) -> list[Answer]:
         """Wait for this launch, not for later ones, and return (token, probability, top) of each row.
 
         Token -3: the row needs the CPU. The format is that of `_native.sample_rows`.
@@ -190,24 +190,24 @@ class Launched:
             return self.finish()
 
     def finish(self) -> list[Answer]:
-        """Return `answers`, for a caller that holds the place's lock."""
+        """Return what `collect` does, for a caller that holds the place's lock."""
         if self._answers is None:
             self._place.sampled.synchronize()
             self._answers = self._place.answers(len(self._rows))
-            self._place.pending, self._place.under_way = None, False
+            self._place.uncollected, self._place.under_way = None, False
         return self._answers
 
 
-def launch(rows: Sequence[Row], into: NextInputs | None = None) -> Launched:
+def launch(rows: Sequence[Row], into: NextStepInputs | None = None) -> LaunchedOnGpu:
     """Queue the sampling of rows of one GPU on torch's current stream; `into` gets their tokens."""
     place = _place(rows[0].logits.device)
     with place.lock:
-        if place.pending is not None:  # of another thread, or not collected because of an interrupt
-            place.pending.finish()
+        if place.uncollected is not None:  # of another thread, or not collected because of an interrupt
+            place.uncollected.finish()
         elif place.under_way:  # an interrupt or a failure came before the launches were complete
             torch.cuda.synchronize(place.device)
         place.under_way = True
         place.launch(rows, into, beside=True)
         place.sampled.record(place.stream())
-        place.pending = Launched(place, rows, into)
-        return place.pending
+        place.uncollected = LaunchedOnGpu(place, rows, into)
+        return place.uncollected

@@ -1,4 +1,4 @@
-"""A captured step with all that its graph refers to, and one that is prepared and waits for its ids."""
+"""A captured step with all that its graph refers to, and the next step: one that waits for its ids."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from exl_kernels.sampling import NextInputs
+from exl_kernels.sampling import NextStepInputs
 
 from ..device import device_error
 from ..errors import DeviceError
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .captured import DecodeGraphs
     from .sharded.launches import ShardLaunches
 
-__all__ = ["CapturedStep", "PendingStep", "on_cpu"]
+__all__ = ["CapturedStep", "NextStep", "on_cpu"]
 
 
 @dataclass
@@ -61,7 +61,7 @@ class CapturedStep:
         return view
 
 
-class PendingStep:
+class NextStep:
     """A captured step that waits for its ids. It must run before any other pass of its model, or never.
 
     Its logits are float32 [B, q, padded vocabulary], in memory that the model's next step overwrites: `is_current` says
@@ -132,7 +132,7 @@ class PendingStep:
             self._ids().copy_(ids.reshape(-1)).clamp_(0, self._limits[0] - 1)
         return self.launch()
 
-    def inputs(self) -> NextInputs | None:
+    def inputs(self) -> NextStepInputs | None:
         """Return the inputs that work queued before `launch` must copy and fill in; None if the step is invalid or was
         dropped.
 
@@ -141,7 +141,7 @@ class PendingStep:
         if self._dropped:
             return None
         inputs = self._captured.inputs.stage(*self._inputs, self._limits, self._offsets)
-        return None if inputs is None else NextInputs(self._ids(), self._limits[0], inputs)
+        return None if inputs is None else NextStepInputs(self._ids(), self._limits[0], inputs)
 
     def _ids(self) -> Tensor:
         return self._captured.inputs.first_ids(self._shape[0] * self._shape[1])
