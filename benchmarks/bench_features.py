@@ -210,7 +210,7 @@ class Bench:
         return made
 
     def fault(self, feature: Feature, batch: int, end: dict[str, Any], made: list[int]) -> str:
-        """What is known of a job that ended early; made: tokens of each job."""
+        """Return the known facts of a job that ended early; made: tokens of each job."""
         job = end["job"]
         lines = [
             f"{feature.name} at batch {batch}: a job ended early ({end['eos_reason']}): {end.get('exception')!r}",

@@ -369,7 +369,7 @@ def test_a_prompt_is_computed_again_after_its_logits_were_not_finite(monkeypatch
     broken: list[int] = []
 
     def forward_chunk(given: Any, cache: Any = None, attn_params: Any = None, **kw: Any) -> Any:
-        found = whole(given, cache, attn_params, **kw)
+        found = whole(given, cache=cache, attn_params=attn_params, **kw)
         for row, block in enumerate(attn_params.block_index.tolist()):
             if broken and block[-1] == broken[0] and "logits" in found:
                 found["logits"][row].fill_(float("nan"))

@@ -6,7 +6,7 @@
 use exl_cuda::layout::Layout;
 use exl_cuda::ops::attention::{self, Attention};
 use exl_cuda::ops::kv::{KINDS, Pages};
-use exl_cuda::ops::linear::select::{self, Call, Epilogue, Kernel};
+use exl_cuda::ops::linear::select::{self, Call, Epilogue};
 use exl_cuda::ops::linear::{Addresses, Matrix};
 use exl_cuda::ops::moe;
 use exl_cuda::{CARDS, Capabilities, Card, Device, Feature};
