@@ -27,6 +27,7 @@ from exl_kernels.selection import PACKED_ROWS
 from ...device import activation_dtype
 from ...layers import Attention, Embedding, GatedMLP, Head, Linear, Module, RMSNorm
 from ...layers.description import AttentionDescription, MlpDescription
+from ...layers.mlp import FeedForward
 from ..attention_half import attend_heads, head_norms_of
 from ..half import is_changed, why_apart
 from .matrix import SplitMatrix
@@ -260,7 +261,7 @@ def _half_uncovered(module: Module) -> str | None:
     if why is not None:
         return why
     assert found is not None, "why_apart"
-    norm = getattr(module, "norm", None)
+    norm = module.norm if isinstance(module, Attention | FeedForward) else None
     if found.norm != "rms" or found.post is not None or type(norm) is not RMSNorm or is_changed(norm):
         return f"{module.key} has norms that matmuls do not apply"
     if isinstance(found, MlpDescription):
