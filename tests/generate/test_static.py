@@ -224,6 +224,24 @@ def test_one_call_one_token() -> None:
     assert generator.sequence_ids.shape == (1, 17)
 
 
+def test_a_draft_model_that_no_cache_can_be_made_for_needs_a_draft_cache() -> None:
+    model, cache, tokenizer = parts()
+    with pytest.raises(RequestError, match="draft_cache is None; pass a cache of this ScriptedModel"):
+        ExLlamaV2StreamingGenerator(model, cache, tokenizer, ScriptedModel(model.config))
+
+
+def test_making_a_generator_does_not_compute_the_content_digest() -> None:
+    """The digest of a model may take long: parts are checked by their classes."""
+
+    class Digested(ScriptedModel):
+        @property
+        def content_digest(self) -> bytes:
+            raise AssertionError
+
+    model = Digested()
+    assert ExLlamaV2DynamicGenerator(model, ScriptedCache(model), TOKENIZER) is not None
+
+
 @pytest.mark.parametrize("how", ["model", "ngram"])
 @pytest.mark.covers("generators.md: 10", "generators.md: 22", "generators.md: 23", "generators.md: 24")
 def test_speculation_saves_passes_not_calls(how: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,10 +12,7 @@ from torch import Tensor
 from .axes import grid_axes
 from .errors import InputError, TokenIdError
 
-if TYPE_CHECKING:
-    from .language_model import LanguageModel
-
-__all__ = ["EMBEDDING_INDEX", "ExLlamaV2MMEmbedding", "check_embeddings"]
+__all__ = ["EMBEDDING_INDEX", "EmbeddingConfig", "EmbeddingModel", "ExLlamaV2MMEmbedding", "check_embeddings"]
 
 EMBEDDING_INDEX = 1_000_000_000
 """Ids from here on are not tokens but rows of `ExLlamaV2MMEmbedding` objects."""
@@ -31,6 +28,42 @@ def _take_ids(count: int) -> int:
         first = _next_index
         _next_index += count
     return first
+
+
+class PictureTraits(Protocol):
+    """The part of an architecture that decides about images."""
+
+    @property
+    def pictures_see_themselves(self) -> bool:
+        """Whether the rows of an image attend to each other in both directions."""
+
+
+class EmbeddingConfig(Protocol):
+    """The fields of a model's config that embeddings depend on."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Columns of a row."""
+
+    @property
+    def mrope_section(self) -> list[int] | None:
+        """Frequencies of each position axis; None for models with positions on one axis."""
+
+    @property
+    def vision_spatial_merge_size(self) -> int:
+        """Patches a side that are merged into one row."""
+
+    @property
+    def arch(self) -> PictureTraits:
+        """The architecture."""
+
+
+class EmbeddingModel(Protocol):
+    """A model that embeddings are made for."""
+
+    @property
+    def config(self) -> EmbeddingConfig:
+        """The model's configuration."""
 
 
 class ExLlamaV2MMEmbedding:
@@ -62,7 +95,7 @@ class ExLlamaV2MMEmbedding:
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: EmbeddingModel,
         embeddings: Tensor,
         text_alias: str | None = None,
         thw_grid: tuple[int, int, int] | None = None,

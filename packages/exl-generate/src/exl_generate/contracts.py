@@ -1,23 +1,39 @@
 """Protocols of the layers below with the members that generators use. exl_core's classes and test doubles implement
 them.
+
+A model takes only caches, adapters and embeddings of its own kind, a tokenizer only embeddings, so these arguments are
+`Any`: a protocol there would promise that a model takes those of every kind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
 from exl_core import ExLlamaV2MMEmbedding
+from exl_core.embeddings import EmbeddingConfig
 
 if TYPE_CHECKING:
+    from exl_core import PagedParams
     from exl_kernels.sampling import NextStepInputs
 
-__all__ = ["Adapter", "Cache", "CacheView", "Config", "ExLlamaV2MMEmbedding", "Model", "NextStep", "Tokenizer"]
+__all__ = [
+    "Adapter",
+    "Cache",
+    "CacheView",
+    "Config",
+    "Embedding",
+    "ExLlamaV2MMEmbedding",
+    "Model",
+    "NextStep",
+    "Tokenizer",
+    "first_missing",
+]
 
 
-class Config(Protocol):
+class Config(EmbeddingConfig, Protocol):
     """The config fields that generators read; lengths in tokens."""
 
     vocab_size: int
@@ -33,7 +49,7 @@ class Cache(Protocol):
     max_seq_len: int
 
     @property
-    def model(self) -> Any:
+    def model(self) -> object:
         """The model that the cache was made for."""
 
     @property
@@ -42,7 +58,7 @@ class Cache(Protocol):
 
     def copy_states(
         self,
-        target: Any,
+        target: Self,
         from_column: int,
         from_columns: int,
         to_column: int,
@@ -59,7 +75,7 @@ class CacheView:
     """A cache object over the memory of another cache."""
 
     @property
-    def underlying(self) -> Any:
+    def underlying(self) -> Cache:
         """The cache that owns the memory."""
         raise NotImplementedError
 
@@ -77,6 +93,15 @@ class Adapter(Protocol):
 
     def check_usable(self, model: Any) -> None:
         """Raise `ModelStateError` unless the adapter was loaded for `model` as it is loaded now."""
+
+
+class Embedding(Protocol):
+    """Rows that replace hidden states, with token ids from `first_index` on."""
+
+    first_index: int
+    length: int
+    embeddings: torch.Tensor
+    """float [length, hidden]"""
 
 
 class NextStep(Protocol):
@@ -100,8 +125,8 @@ class Model(Protocol):
     """A loaded model. `exl_generate.testing.ModelBase` implements most of it for test doubles on the CPU."""
 
     @property
-    def config(self) -> Any:
-        """The model's `Config`."""
+    def config(self) -> Config:
+        """The model's configuration."""
 
     @property
     def device(self) -> torch.device | None:
@@ -133,7 +158,9 @@ class Model(Protocol):
     def check_peers(self) -> None:
         """Raise an error if logits are NaN because devices of the model lost one another."""
 
-    def prepare_next_step(self, q_len: int, cache: Any, attn_params: Any, *, row_loras: Any = None) -> NextStep | None:
+    def prepare_next_step(
+        self, q_len: int, cache: Any, attn_params: PagedParams, *, row_loras: Any = None
+    ) -> NextStep | None:
         """Prepare a step of `q_len` tokens a row whose ids are not known yet (`ExLlamaV2.prepare_next_step`), or return
         None.
 
@@ -145,7 +172,7 @@ class Model(Protocol):
         input_ids: torch.Tensor,
         cache: Any = None,
         *,
-        attn_params: Any = None,
+        attn_params: PagedParams | None = None,
         preprocess_only: bool = False,
         loras: Any = None,
         indexed_embeddings: Any = None,
@@ -163,8 +190,8 @@ class Tokenizer(Protocol):
     """Conversion of text to ids, and of ids to text and bytes."""
 
     @property
-    def config(self) -> Any:
-        """The model's `Config`."""
+    def config(self) -> Config:
+        """The model's configuration."""
 
     @property
     def extended_id_to_piece(self) -> Mapping[int, str]:
@@ -172,7 +199,7 @@ class Tokenizer(Protocol):
 
     def encode(
         self,
-        text: Any,
+        text: str,
         add_bos: bool | None = False,
         *,
         encode_special_tokens: bool = False,
@@ -194,3 +221,19 @@ class Tokenizer(Protocol):
 
     def single_id(self, piece: str) -> int | None:
         """Return the id of a whole piece, or None."""
+
+
+def first_missing(part: object, protocol: type) -> str | None:
+    """Return the first member of `protocol` that `part` lacks, or None.
+
+    Properties of the part's class are not evaluated.
+    """
+    members = (*vars(protocol).get("__annotations__", ()), *vars(protocol))
+    return next(
+        (
+            name
+            for name in members
+            if not name.startswith("_") and not hasattr(type(part), name) and not hasattr(part, name)
+        ),
+        None,
+    )

@@ -90,6 +90,11 @@ class PagedParams:
     rope_offsets: Tensor | None = None
     q_lens: Tensor | None = None
 
+    @property
+    def position_offsets(self) -> Tensor | None:
+        """None: pages need no padding."""
+        return None
+
     def __post_init__(self) -> None:
         _check_rope(self.alt_rope_embed, self.rope_offsets, self.batch_size)
         tensors = [("block_index", self.block_index, 2), ("cache_seqlens", self.cache_seqlens, 1)]

@@ -258,14 +258,14 @@ def _rope_positions(
     on three axes.
     """
     batch = positions.shape[0]
-    shifted = params.rope_offsets is not None or getattr(params, "position_offsets", None) is not None
+    shifted = params.rope_offsets is not None or params.position_offsets is not None
     if config.mrope_section is None and not shifted:
         return positions.reshape(-1).contiguous()
-    shifts = _per_row("position_offsets", getattr(params, "position_offsets", None), batch)
+    shifts = _per_row("position_offsets", params.position_offsets, batch)
     offsets = _per_row("rope_offsets", params.rope_offsets, batch)
     remembered = None
-    if not isinstance(params, PagedParams) and config.mrope_section is not None:
-        remembered = getattr(cache, "rope_offsets", None)
+    if cache is not None and not isinstance(params, PagedParams) and config.mrope_section is not None:
+        remembered = cache.rope_offsets
     first = positions[:, 0].tolist()
     if remembered is not None and params.rope_offsets is None:
         offsets = torch.tensor([remembered.at(row, place) for row, place in enumerate(first)])

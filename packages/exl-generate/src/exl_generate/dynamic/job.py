@@ -24,6 +24,7 @@ from exl_generate.sampling import Draw, Sample, Settings
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
+    from exl_generate.contracts import Adapter
     from exl_generate.dynamic.context import JobContext
     from exl_generate.dynamic.prompt_scores import TokenScore
     from exl_generate.dynamic.runner import Window
@@ -254,7 +255,7 @@ class ExLlamaV2DynamicJob:
         return None if self._decoder is None else self._decoder.sampler.random.seed
 
     @property
-    def loras(self) -> tuple[Any, ...] | None:
+    def loras(self) -> tuple[Adapter, ...] | None:
         """The adapters in force; before the job is enqueued those requested, None for the generator's."""
         return self.request.loras if self._decoder is None else self.sequence.loras
 

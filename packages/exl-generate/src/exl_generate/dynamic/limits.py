@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from exl_generate.contracts import Cache, Model, first_missing
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 from exl_generate.errors import CapacityError, RequestError
 from exl_kernels.drafting import MOST_TOKENS
 
 if TYPE_CHECKING:
-    from exl_generate.contracts import Cache, Model, Tokenizer
+    from exl_generate.contracts import Tokenizer
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 
 __all__ = ["Limits", "check_drafting", "check_history", "check_tokenizer", "check_tokens"]
@@ -97,23 +98,9 @@ def check_count(name: str, value: object, least: int, optional: bool = False) ->
         raise RequestError(f"{name} is {value!r}; it must be an integer of at least {least}")
 
 
-_OF_MODELS = (
-    "forward_chunk",
-    "config",
-    "device",
-    "arrangement",
-    "hooked",
-    "in_lockstep",
-    "invariant_tokens",
-    "check_peers",
-    "prepare_next_step",
-)
-_OF_CACHES = ("copy_states", "model", "batch_size", "max_seq_len")
-
-
 def _check_parts(model: object, cache: object, which: str = "") -> None:
-    for name, part, needed in ((f"{which}model", model, _OF_MODELS), (f"{which}cache", cache, _OF_CACHES)):
-        missing = next((attribute for attribute in needed if not hasattr(part, attribute)), None)
+    for name, part, protocol in ((f"{which}model", model, Model), (f"{which}cache", cache, Cache)):
+        missing = first_missing(part, protocol)
         if missing is not None:
             raise RequestError(
                 f"{name} is {'None' if part is None else 'a ' + type(part).__name__}, which has no {missing}; pass a "

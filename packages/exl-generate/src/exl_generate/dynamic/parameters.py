@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from exl_core.axes import marks_of, runs_of
 from exl_core.errors import InputError
+from exl_generate.contracts import Adapter, Embedding, first_missing
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX, NO_PICTURES, Pictures
 from exl_generate.errors import RequestError
 from exl_generate.sampling import Settings
@@ -158,13 +159,13 @@ def _ids(input_ids: object) -> NDArray[np.int64]:
     return input_ids.detach().cpu().numpy().reshape(-1).astype(np.int64)
 
 
-def adapters_of(loras: object) -> tuple[Any, ...] | None:
+def adapters_of(loras: object) -> tuple[Adapter, ...] | None:
     """Return adapters as a tuple; None stays None (those of the generator)."""
     if loras is None:
         return None
-    found = tuple(loras) if isinstance(loras, list | tuple) else (loras,)
+    found: tuple[Any, ...] = tuple(loras) if isinstance(loras, list | tuple) else (loras,)
     for lora in found:
-        if not all(hasattr(lora, name) for name in ("lora_scaling", "mixable", "content_digest", "check_usable")):
+        if first_missing(lora, Adapter) is not None:
             raise RequestError(
                 f"loras holds a {type(lora).__name__}; pass adapters: ExLlamaV2Lora.from_directory(model, folder)"
             )
@@ -173,16 +174,16 @@ def adapters_of(loras: object) -> tuple[Any, ...] | None:
     return found
 
 
-def embeddings_of(embeddings: object) -> tuple[Any, ...]:
+def embeddings_of(embeddings: object) -> tuple[Embedding, ...]:
     """Return embeddings as a tuple of objects whose ids do not overlap."""
     if embeddings is None:
         return ()
     if not isinstance(embeddings, list | tuple):
         raise RequestError(f"embeddings is a {type(embeddings).__name__}; pass a list of ExLlamaV2MMEmbedding")
     for one in embeddings:
-        if not all(hasattr(one, name) for name in ("first_index", "length", "embeddings")):
+        if first_missing(one, Embedding) is not None:
             raise RequestError(f"embeddings holds a {type(one).__name__}; pass ExLlamaV2MMEmbedding objects")
-    found = sorted(set(embeddings), key=lambda one: int(one.first_index))
+    found: list[Embedding] = sorted(set(embeddings), key=lambda one: int(one.first_index))
     for one, other in itertools.pairwise(found):
         if one.first_index + one.length > other.first_index:
             raise RequestError(

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from exl_generate.contracts import Adapter, Embedding
 from exl_generate.dynamic.parameters import (
     adapters_of,
     count_of,
@@ -75,9 +76,9 @@ class Request:
     #: 1 with token healing, else 0
     healing: int
     identifier: object
-    embeddings: tuple[Any, ...]
+    embeddings: tuple[Embedding, ...]
     #: adapters asked for; None means those of the generator
-    loras: tuple[Any, ...] | None
+    loras: tuple[Adapter, ...] | None
     max_rq_tokens: int | None
     cache_salt: bytes
     #: ids that an earlier run has handed out, behind which the job continues
@@ -165,7 +166,7 @@ def _limits(max_new_tokens: object, min_new_tokens: object) -> tuple[int, int]:
     return most, least
 
 
-def _prompt_logprobs(value: object, images: tuple[Any, ...], healing: int) -> int | None:
+def _prompt_logprobs(value: object, images: tuple[Embedding, ...], healing: int) -> int | None:
     count = optional_count_of("prompt_logprobs", value)
     if count is not None and (images or healing):
         other = "embeddings" if images else "token_healing"
@@ -188,7 +189,7 @@ def _reservation(max_rq_tokens: object) -> int | None:
 
 
 def _prompts(
-    input_ids: object, embeddings: tuple[Any, ...], healing: bool, cfg_scale: float | None
+    input_ids: object, embeddings: tuple[Embedding, ...], healing: bool, cfg_scale: float | None
 ) -> tuple[tuple[Prompt, ...], int | None]:
     """Return the prompts, and the token that healing has removed from them; None without healing."""
     rows = sequences_of(input_ids)

@@ -214,7 +214,7 @@ class ExLlamaV2BaseGenerator:
                 raise RequestError(f"the prompt holds {MARKER} {text.count(MARKER)} times; it marks one place")
         from exl_core import ExLlamaV2MMEmbedding
 
-        return [ExLlamaV2MMEmbedding(self.model, row) for row in rows]  # type: ignore[arg-type]
+        return [ExLlamaV2MMEmbedding(self.model, row) for row in rows]
 
     def _fit(self, ids: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, int]:
         if not 1 <= num_tokens < self.limit:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from exl_generate.contracts import CacheView
+from exl_generate.contracts import Cache, CacheView
 
 __all__ = ["OneRow", "page_size_of"]
 
@@ -14,14 +14,14 @@ class OneRow(CacheView):
     own.
     """
 
-    def __init__(self, cache: Any) -> None:
+    def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self.batch_size = 1
         self.max_seq_len = cache.batch_size * cache.max_seq_len
         self.current_seq_len = 0
 
     @property
-    def underlying(self) -> Any:
+    def underlying(self) -> Cache:
         """The cache that owns the memory."""
         return self._cache
 
@@ -37,7 +37,7 @@ class OneRow(CacheView):
         self._cache.copy_states(other, from_column, from_columns, to_column, from_columns, from_row, 1, to_row, 1)
 
 
-def page_size_of(cache: Any) -> int:
+def page_size_of(cache: Cache) -> int:
     """Return the largest page size up to 64 tokens that divides the cache's length; short, since few sequences share
     it.
     """

@@ -67,9 +67,11 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
     ) -> None:
         super().__init__(model, cache, tokenizer)
         if draft_model is not None and draft_cache is None:
-            from exl_core import ExLlamaV2Cache
+            from exl_core import ExLlamaV2, ExLlamaV2Cache
 
-            draft_cache = ExLlamaV2Cache(draft_model, cache.batch_size, cache.max_seq_len)  # type: ignore[arg-type]
+            if not isinstance(draft_model, ExLlamaV2):
+                raise RequestError(f"draft_cache is None; pass a cache of this {type(draft_model).__name__}")
+            draft_cache = ExLlamaV2Cache(draft_model, cache.batch_size, cache.max_seq_len)
         self.draft_model = draft_model
         self.draft_cache = draft_cache
         self.num_speculative_tokens = num_speculative_tokens

@@ -37,6 +37,13 @@ _BASE = np.uint64(0x9E3779B97F4A7C15)
 _PAD_LOGIT = -65504.0
 
 
+@dataclass(frozen=True)
+class ScriptedArchitecture:
+    """The part of an architecture that embeddings read."""
+
+    pictures_see_themselves: bool = False
+
+
 @dataclass
 class ScriptedConfig:
     """The config fields that generators read."""
@@ -48,6 +55,8 @@ class ScriptedConfig:
     pad_token_id: int = 0
     hidden_size: int = 8
     mrope_section: list[int] | None = None
+    vision_spatial_merge_size: int = 1
+    arch: ScriptedArchitecture = ScriptedArchitecture()
 
 
 class ScriptedCache:

@@ -15,6 +15,7 @@ from exl_kernels.selection import MOST_EXCHANGES, MOST_GPUS
 
 from ...layers import Attention, Embedding, GatedMLP, Head, Linear, Module, RMSNorm
 from ...layers.description import AttentionDescription, MlpDescription
+from ...layers.mlp import FeedForward
 from ...loading.linears import Ranges, columns_at, is_quantized
 from ..attention_half import norms_of_heads
 from ..half import is_changed, why_apart
@@ -154,7 +155,7 @@ def _half_uncovered(module: Module, weights: Weights) -> str | None:
     if why is not None:
         return why
     assert found is not None, "why_apart"
-    norm = getattr(module, "norm", None)
+    norm = module.norm if isinstance(module, Attention | FeedForward) else None
     if found.norm != "rms" or found.post is not None or type(norm) is not RMSNorm or is_changed(norm):
         return f"{module.key} has norms that matmuls do not apply"
     if isinstance(found, MlpDescription):
