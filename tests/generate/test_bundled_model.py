@@ -35,6 +35,7 @@ def reply(*turns: str, which: str = "default", limit: int = 300) -> tuple[str, d
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
     prompt = generate.tokenizer.apply_chat_template(messages)  # type: ignore[attr-defined]
+    assert isinstance(generate.model, ExLlamaV2)
     job = ExLlamaV2DynamicJob(
         generate.tokenizer.encode(prompt, encode_special_tokens=True),
         limit,
@@ -49,6 +50,7 @@ def reply(*turns: str, which: str = "default", limit: int = 300) -> tuple[str, d
 def story(prompt: str, which: str = "default", **options: Any) -> str:
     generate = generator(which)
     settings = ExLlamaV2Sampler.Settings(**options) if options else ExLlamaV2Sampler.Settings.greedy()
+    assert isinstance(generate.model, ExLlamaV2)
     stop = generate.model.config.eos_token_ids
     text = generate.generate(prompt, 200, gen_settings=settings, seed=5, add_bos=True, stop_conditions=stop)
     assert isinstance(text, str)

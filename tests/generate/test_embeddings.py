@@ -31,7 +31,7 @@ def meant(generator: Any, one: ExLlamaV2DynamicJob, new: int) -> list[int]:
     """Greedy continuation by the model's definition, rows of embeddings as what they stand for."""
     context = [int(i) for i in one.sequence.ids[: one.sequence.prompt_length]]
     for e in one.request.embeddings:
-        for k, i in enumerate(e.get_ids()):
+        for k, i in enumerate(range(e.first_index, e.first_index + e.length)):
             context = [10_000 + int(e.embeddings[k, 0]) if c == i else c for c in context]
     for _ in range(new):
         context.append(int(generator.model.logits(np.array(context)).argmax()))

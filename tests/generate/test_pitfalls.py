@@ -479,6 +479,7 @@ def test_ten_thousand_requests_leave_nothing_and_get_no_slower() -> None:
 
 def test_samplers_do_not_stop_early(fable: ExLlamaV2DynamicGenerator) -> None:
     """textgen#6414: XTC, DRY and the cuts never end a text by themselves."""
+    assert isinstance(fable.model, ExLlamaV2)
     eos = fable.model.config.eos_token_ids[0]
     for extra in (
         {"xtc_probability": 1.0, "xtc_threshold": 0.05},

@@ -59,8 +59,9 @@ def meant(pair: Pair, job: ExLlamaV2DynamicJob, new: int) -> list[int]:
     """Greedy continuation by whole forward passes over all there is, without a cache."""
     sequence = job.sequences[0]
     ids = torch.from_numpy(sequence.ids[: sequence.prompt_length].copy())[None]
+    embeddings = [one for one in job.request.embeddings if isinstance(one, ExLlamaV2MMEmbedding)]
     for _ in range(new):
-        logits = pair.ours.forward(ids, indexed_embeddings=list(job.request.embeddings), last_id_only=True)
+        logits = pair.ours.forward(ids, indexed_embeddings=embeddings, last_id_only=True)
         ids = torch.cat([ids, logits[:, -1, :VOCAB].argmax(-1, keepdim=True)], dim=1)
     found: list[int] = ids[0, sequence.prompt_length :].tolist()
     return found
