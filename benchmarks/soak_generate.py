@@ -87,6 +87,7 @@ class World:
     def __init__(self, generator: ExLlamaV2DynamicGenerator) -> None:
         self.generator = generator
         model: Any = generator.model
+        self.ends: list[int] = model.config.eos_token_ids
         self.adapters = [random_adapter(model, seed) for seed in (1, 2)]
         self.sets: list[list[ExLlamaV2Lora]] = [[], [self.adapters[0]], [self.adapters[1]], self.adapters]
         rows = torch.randn(12, model.config.hidden_size, generator=torch.Generator().manual_seed(3)) * 0.1
@@ -141,7 +142,7 @@ def request(world: World, random_: random.Random, number: int) -> ExLlamaV2Dynam
     kind = random_.randrange(13)
     start = random_.choice(STARTS) + " and so on" * random_.randrange(0, 60)
     settings = [Settings(), Settings.greedy(), Settings(temperature=1.2, min_p=0.05, dry_multiplier=0.8)][number % 3]
-    kw: dict[str, Any] = {"stop_conditions": [*generator.model.config.eos_token_ids, "\n\n"]}
+    kw: dict[str, Any] = {"stop_conditions": [*world.ends, "\n\n"]}
     ids: Any = tokenizer.encode(start, add_bos=True)
     if kind == 0:
         kw["filters"] = [ExLlamaV2SelectFilter(generator.model, tokenizer, [" yes", " no", " perhaps"])]

@@ -30,6 +30,7 @@ case $verb in
     mkdir -p "$out"
     out=$(cd "$out" && pwd)
     work=$(mktemp -d)
+    trap 'kill $(jobs -p) 2> /dev/null; rm -rf "$work"' EXIT
     began=$SECONDS
     declare -A running
     for task in "$@"; do
@@ -65,7 +66,6 @@ case $verb in
       echo "== $name: $(tail -40 "$out/$name.txt")"
     done
     for name in "${!running[@]}"; do echo "$name: exit code ${running[$name]}"; done
-    rm -rf "$work"
     exit $failed
     ;;
   *) echo "pack or run, not $verb" >&2; exit 2 ;;

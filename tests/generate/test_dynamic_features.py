@@ -362,7 +362,7 @@ def test_jobs_end_with_the_error_of_devices_that_lost_one_another(explained: boo
 
 
 def test_a_prompt_is_computed_again_after_its_logits_were_not_finite(monkeypatch: Any) -> None:
-    """K/V of the prompt may be NaN: a later request must not find them. Pages that others use stay."""
+    """K/V of the prompt may be NaN: a later request must not find them. Jobs that share pages go on."""
     generator = make()
     model, head = generator.model, "abcdefghijklmnopqrstuvwx"  # a full page and half of another
     whole = model.forward_chunk
@@ -390,7 +390,34 @@ def test_a_prompt_is_computed_again_after_its_logits_were_not_finite(monkeypatch
     check_pages(generator)
     again = job(head + "z", 5)
     assert streamed_tokens(run(generator, again)) == naive(generator, ids(head + "z")[0].tolist(), 5)
-    assert again.cached_tokens == PAGE, "the page that the other job uses, too"
+    assert again.cached_tokens == 0
+
+
+def test_pages_of_a_broken_job_are_not_found_again_through_another_user(monkeypatch: Any) -> None:
+    """The other job that shares them is cancelled before its own logits could show it."""
+    generator = make()
+    whole, broken = generator.model.forward_chunk, [True]
+
+    def forward_chunk(given: Any, **kw: Any) -> Any:
+        found = whole(given, **kw)
+        if broken and "logits" in found:
+            found["logits"].fill_(float("nan"))
+        return found
+
+    monkeypatch.setattr(generator.model, "forward_chunk", forward_chunk)
+    bad, other = job("z" * 40, 5), job("z" * 40, 5)
+    generator.enqueue([bad, other])
+    other.pause()
+    while not bad.is_finished:
+        results = generator.iterate()
+    assert isinstance(results[-1]["exception"], NonFiniteLogitsError)
+    assert other.sequence.allocated_pages, "it shares the pages of the prompt"
+    generator.cancel(other)
+    broken.clear()
+    check_pages(generator)
+    again = job("z" * 40, 5)
+    assert len(streamed_tokens(run(generator, again))) == 5
+    assert again.cached_tokens == 0
 
 
 def test_the_cache_keeps_a_prompt_whose_tokens_were_all_banned() -> None:

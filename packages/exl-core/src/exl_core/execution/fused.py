@@ -159,7 +159,8 @@ class JoinedLaunches:
 
     def _joins(self, rows: int) -> list[bool]:
         """Return for each half whether its launches of `rows` rows are joined."""
-        return [rows <= joined_rows() and half.join(rows) for half in self._halves]
+        few = rows <= joined_rows()
+        return [few and half.join(rows) for half in self._halves]
 
     def _hidden(self, x: Tensor, step: Step, joins: Sequence[bool], last_of: int = 0) -> Tensor:
         x, h = self._run_halves(x, step, joins, last_of=last_of)

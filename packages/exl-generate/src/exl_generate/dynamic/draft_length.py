@@ -8,7 +8,7 @@ how fast a job runs, never which tokens it gets.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -140,7 +140,9 @@ class _Costs:
         """Return the costs as they would be if the comparison ended now."""
         costs = _Costs((), self.ratios)
         costs.plain.extend(self.plain)
-        costs.waiting.extend(self.waiting)
+        # The first step of a length may have captured a graph: one measurement alone does not count.
+        counts = Counter(guesses for guesses, _ in self.waiting)
+        costs.waiting.extend(one for one in self.waiting if counts[one[0]] > 1)
         costs.end_comparison()
         return costs
 

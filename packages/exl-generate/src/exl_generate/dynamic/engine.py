@@ -14,8 +14,10 @@ from exl_generate.dynamic.runner import Runner, Window
 from exl_generate.dynamic.scheduler import Scheduler
 from exl_generate.dynamic.snapshot import Counters
 from exl_generate.dynamic.speculation import Drafter, Drafts
+from exl_generate.errors import NonFiniteLogitsError
 from exl_generate.interrupts import as_job_error
 from exl_generate.sampling import Draw, LaunchedBatch, Sample, launch_batch
+from exl_kernels.errors import DeviceError
 from exl_kernels.selection import STEP_ROWS
 
 if TYPE_CHECKING:
@@ -73,7 +75,8 @@ class JobStep:
     def accept(self, sample: Sample | Exception) -> bool:
         """Accept a sample. Returns True if the draft token held, so that the logits of the next position are valid."""
         if isinstance(sample, Exception):
-            return self.fail(sample)
+            # With a DeviceError devices lost one another in the step, which is why its logits are NaN.
+            return self.fail(sample, broken=isinstance(sample, NonFiniteLogitsError | DeviceError))
         at = self.taken
         guess = self.guesses[at] if at < len(self.guesses) else None
         self.taken += 1
@@ -106,9 +109,9 @@ class JobStep:
             except BaseException as error:
                 self.fail(as_job_error(error))
 
-    def fail(self, error: Exception) -> bool:
-        """End the job with an error; returns False."""
-        self.events.append(self.job.fail(error))
+    def fail(self, error: Exception, *, broken: bool = False) -> bool:
+        """End the job with an error, its K/V `broken` or not; returns False."""
+        self.events.append(self.job.fail(error, broken=broken))
         return False
 
 

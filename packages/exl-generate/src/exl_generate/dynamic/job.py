@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from exl_core.errors import DeviceError
 from exl_filters import FilterDeadEnd, FilterError, FilterStack
 from exl_generate.dynamic.decoder import Decoder, Outcome
 from exl_generate.dynamic.draft_length import JobDrafts
@@ -18,7 +17,7 @@ from exl_generate.dynamic.output import Match, Record, Released
 from exl_generate.dynamic.request import request_of
 from exl_generate.dynamic.resuming import Advance, Replay
 from exl_generate.dynamic.times import JobTimes
-from exl_generate.errors import NoCandidatesError, NonFiniteLogitsError
+from exl_generate.errors import NoCandidatesError
 from exl_generate.sampling import Draw, Sample, Settings
 
 if TYPE_CHECKING:
@@ -508,10 +507,13 @@ class ExLlamaV2DynamicJob:
             return [event, self._end(self._decoding, Outcome("max_new_tokens"))]
         return [event]
 
-    def fail(self, error: BaseException) -> Event:
-        """Return the last event of a job that an error ended; held-back tokens are reported as `held`."""
+    def fail(self, error: BaseException, *, broken: bool = False) -> Event:
+        """Return the last event of a job that an error ended; held-back tokens are reported as `held`.
+
+        broken: its logits were not finite, so the K/V that they come from are not used again.
+        """
         self.is_finished = self.has_failed = True
-        self._is_broken = isinstance(error, (NonFiniteLogitsError, DeviceError))
+        self._is_broken = broken
         reason = "filter_error" if isinstance(error, FilterError) else "error"
         return aborted(self, "filter_dead_end" if isinstance(error, FilterDeadEnd) else reason, self._held(), error)
 

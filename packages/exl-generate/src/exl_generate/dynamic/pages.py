@@ -43,13 +43,15 @@ class Page:
     beforehand.
     """
 
-    __slots__ = ("drafted", "index", "label", "parent", "ref_count", "tokens", "valid")
+    __slots__ = ("broken", "drafted", "index", "label", "parent", "ref_count", "tokens", "valid")
 
     def __init__(self, index: int, tokens: Ids) -> None:
         self.index = index
         self.tokens = tokens
         self.ref_count = 0
         self.valid = 0
+        #: the K/V may be NaN: the page cannot be found, and is forgotten with its last user
+        self.broken = False
         #: leading ids whose K/V the draft model's cache holds
         self.drafted = 0
         #: chained hash of the full page, None while its end is open
@@ -212,18 +214,21 @@ class PageTable:
         return other
 
     def release(self, page: Page, *, broken: bool = False) -> None:
-        """Drop one reference. An unreferenced page keeps its valid content, unless it may be broken; a label without
-        full content is removed.
+        """Drop one reference. An unreferenced page keeps its valid content; a label without full content is removed.
+
+        broken: the K/V may be NaN. No further sequence finds the page, also while others use it.
         """
         assert page.ref_count > 0, "a page was released more often than it was taken"
         page.ref_count -= 1
+        if broken:
+            page.broken = True
+            self._hide(page)
         if page.ref_count > 0:
             return
-        if broken or page.parent is None or (page.valid == self.page_size and page.label is None):
+        if page.broken or page.parent is None or (page.valid == self.page_size and page.label is None):
             self._forget(page)  # without a known prefix, or a private duplicate of a published page
-        if page.label is not None and page.valid < self.page_size:
-            del self._by_label[page.label]
-            page.label = None
+        if page.valid < self.page_size:
+            self._unlabel(page)
         self._waiting[page.index] = page
         if page.valid == 0:
             self._forget(page)
@@ -262,9 +267,16 @@ class PageTable:
             if not siblings:
                 del self._children[key]
 
-    def _forget(self, page: Page) -> None:
-        self._unindex(page)
+    def _unlabel(self, page: Page) -> None:
         if page.label is not None:
             del self._by_label[page.label]
-        page.label = page.parent = None
+            page.label = None
+
+    def _hide(self, page: Page) -> None:
+        self._unindex(page)
+        self._unlabel(page)
+
+    def _forget(self, page: Page) -> None:
+        self._hide(page)
+        page.parent, page.broken = None, False
         page.valid = page.drafted = 0

@@ -223,7 +223,7 @@ class Sequence:
     def release(self, *, broken: bool = False) -> None:
         """Release every page, last page first, and the rest of the reservation.
 
-        Computed K/V stay reusable, unless they may be broken: pages that no other sequence uses are then forgotten.
+        Computed K/V stay reusable, unless they may be broken: then no further sequence finds the pages.
         """
         if not broken:
             self.publish(self.kv_position)

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from .. import _native
 from ..cuda_ops import stream_of
-from ..device import launch_of, require_cuda, row_invariant
+from ..device import launch_of, require_cuda, row_invariant, rows_are_invariant
 from ..errors import DTypeError, FormatError, ShapeError, UnsupportedError
 from ..formats import Exl2Parts, GptqParts
+from ..selection import PACKED_ROWS
 from .matrix import Compute, Format, QuantMatrix
 from .upload import Pack, moved, packed_image, settle
 from .workspace import block_workspace
@@ -205,6 +206,8 @@ class CudaQuantMatrix(_CudaMatrix):
 
     def _planned(self, rows: int, dtype: torch.dtype) -> _native.MatmulPlan:
         """Return the plan of a call of so many rows, batch-invariant if `device.row_invariant` says so."""
+        if not rows_are_invariant(rows):
+            rows = PACKED_ROWS + 1  # all such calls are alike, and each prompt has another number of rows
         key = (rows, dtype, row_invariant())
         plan = self._plans.get(key)
         if plan is None:

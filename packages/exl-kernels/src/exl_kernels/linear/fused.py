@@ -19,7 +19,7 @@ from .. import _native
 from ..attention.cuda import MatmulInput
 from ..cuda_ops import activation as activate
 from ..cuda_ops import gated_activation, rms_norm
-from ..device import row_invariant, row_invariant_matmuls
+from ..device import row_invariant_matmuls, rows_are_invariant
 from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..selection import FEW_ROWS, FUSED_ACTIVATIONS
 from .cuda import KEPT_PLANS, CudaQuantMatrix, launch_matmul
@@ -155,12 +155,11 @@ class FusedLinear:
         residual: bool = False,
         aligned_input: bool = True,
         aligned_output: bool = True,
-        invariant: bool = True,
     ) -> _native.MatmulPlan | None:
         """Return the plan of a call; None where a matrix is not quantized."""
         if self._group is None:
             return None
-        key = rows << 4 | invariant << 3 | residual << 2 | aligned_input << 1 | aligned_output
+        key = rows << 3 | residual << 2 | aligned_input << 1 | aligned_output
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= KEPT_PLANS:
@@ -172,7 +171,7 @@ class FusedLinear:
                 residual=residual,
                 aligned_input=aligned_input,
                 aligned_output=aligned_output,
-                invariant=invariant,
+                invariant=True,
             )
         return plan
 
@@ -193,7 +192,7 @@ class FusedLinear:
 
         Never for rows that need not be batch-invariant (`device.rows_are_invariant`).
         """
-        plan = self._planned(rows, invariant=row_invariant())
+        plan = self._planned(rows) if rows_are_invariant(rows) else None
         return plan is not None and plan.pays_apart
 
     def blocks(self, rows: int) -> list[slice]:

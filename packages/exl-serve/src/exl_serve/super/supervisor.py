@@ -64,7 +64,8 @@ class Supervisor:
 
     Args:
         config: The configuration.
-        announce: Called once a model is ready and the API workers know it: requests for it are answered.
+        announce: Called once a model is ready and the API workers know it and have read all tokenizers, so that
+            requests are answered.
         reload: Reads the configuration again after SIGHUP; may raise ConfigError.
         patience: Limits after which an engine without progress is ended.
 
@@ -181,6 +182,7 @@ class Supervisor:
         if worker.child is not None and (status := worker.child.poll()) is not None:
             log.error("API worker %d has ended with %s; its requests are cut off", index, describe(status))
             worker.child = None
+            self._ready.clear()  # those that live report again within a second
             worker.crashes.append(now)
             while worker.crashes[0] < now - CRASH_SECONDS:
                 worker.crashes.popleft()
