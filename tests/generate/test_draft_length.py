@@ -103,24 +103,6 @@ def test_drafting_resumes_when_it_gets_cheap() -> None:
     assert taken[-500:].count(MOST) > 450
 
 
-#: Costs of a step of 32 sequences by its guesses, relative to one without guesses.
-WIDE = (1.0, 1.44, 2.22, 2.78, 3.31)
-
-
-@given(rate=st.floats(0.0, 0.2), noise=st.integers(0, 1000))
-@settings(max_examples=30, deadline=None)
-def test_a_wide_batch_whose_guesses_never_pay_loses_little(rate: float, noise: int) -> None:
-    """The first comparison ends as soon as its outcome is clear."""
-    rng = random.Random(noise)
-    length, seconds = DraftLength(MOST, Clock()), 0.0
-    for _ in range(250):
-        k = length.plan([geometric(rate, MOST)] * 32)
-        took = WIDE[k] * rng.uniform(0.97, 1.03)
-        length.record(32, k, took)
-        seconds += took
-    assert seconds < 1.03 * 250
-
-
 @pytest.mark.parametrize("fast", [False, True])
 def test_spikes_of_a_busy_machine_do_not_decide(fast: bool) -> None:
     rng = random.Random(7)

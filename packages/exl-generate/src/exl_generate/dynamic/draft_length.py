@@ -8,7 +8,7 @@ how fast a job runs, never which tokens it gets.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -26,10 +26,6 @@ Clock = Callable[[], float]
 #: then slows all of them. The first step with or without guesses is not measured if others were: those may be
 #: prelaunched and have warm caches.
 FIRST_TURNS = 4
-#: Steps of a turn of that comparison.
-TURN = 5
-#: The comparison ends after a turn in which no length reached this share of the speed without guesses.
-HOPELESS = 0.85
 #: Steps with guesses between two measurements of a step without guesses.
 STEPS_BETWEEN_LOOKS = 128
 #: Largest share of the time without drafting that may be spent on testing whether guesses would hold.
@@ -123,31 +119,7 @@ class _Costs:
             self.plain.append(seconds)
         else:
             self.waiting.append((guesses, seconds))
-        if not self.planned:
-            self._settle()
-
-    @property
-    def between_turns(self) -> bool:
-        """Whether a turn of the first comparison is over, and another one is to come."""
-        return bool(self.plain and self.waiting and self.planned) and len(self.planned) % TURN == 0
-
-    def end_comparison(self) -> None:
-        """Drop the steps that were still to be compared."""
-        self.planned.clear()
-        self._settle()
-
-    def so_far(self) -> _Costs:
-        """Return the costs as they would be if the comparison ended now."""
-        costs = _Costs((), self.ratios)
-        costs.plain.extend(self.plain)
-        # The first step of a length may have captured a graph: one measurement alone does not count.
-        counts = Counter(guesses for guesses, _ in self.waiting)
-        costs.waiting.extend(one for one in self.waiting if counts[one[0]] > 1)
-        costs.end_comparison()
-        return costs
-
-    def _settle(self) -> None:
-        if self.plain and (unit := _typical(self.plain)) > 0:
+        if self.plain and not self.planned and (unit := _typical(self.plain)) > 0:
             for k, took in self.waiting:
                 self.ratios.setdefault(k, deque(maxlen=5)).append(took / unit)
             self.waiting.clear()
@@ -222,8 +194,6 @@ class DraftLength:
         if self.most == 0 or not jobs:
             return 0
         costs = self._last = self._costs(len(jobs))
-        if costs.between_turns and self._hopeless(costs.so_far(), self._tokens(jobs)):
-            costs.end_comparison()
         if costs.planned:
             return costs.planned.popleft()
         self._steps += 1
@@ -281,11 +251,6 @@ class DraftLength:
         """Return a length to try; the lengths alternate."""
         self._tried = self._tried % self.most + 1
         return self._tried
-
-    def _hopeless(self, costs: _Costs, tokens: Sequence[float]) -> bool:
-        """Whether every length is so much slower than no guesses that noise cannot be the reason."""
-        plain, *others = (expected / costs.of(k) for k, expected in enumerate(tokens))
-        return max(others) < HOPELESS * plain
 
     def _best(self, costs: _Costs, tokens: Sequence[float]) -> int:
         speeds = [expected / costs.of(k) for k, expected in enumerate(tokens)]
