@@ -165,7 +165,7 @@ def test_no_other_module_defines_a_limit() -> None:
     limits = {name for name in selection.__all__ if name.isupper()}
     packages, found = Path(__file__).parents[2] / "packages", []
     for path in packages.glob("*/src/**/*.py"):
-        if path == Path(selection.__file__):
+        if path.parts[-2:] == ("exl_kernels", "selection.py"):  # the tests may run against an installed copy
             continue
         for statement in ast.parse(path.read_text(encoding="utf-8")).body:
             targets = statement.targets if isinstance(statement, ast.Assign) else []
