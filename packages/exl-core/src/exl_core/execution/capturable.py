@@ -12,6 +12,7 @@ from torch import Tensor
 
 from exl_kernels.selection import PACKED_ROWS, STEP_ROWS
 
+from ..errors import InputError
 from ..layers import Head, Intervention, Module, MoE
 from ..lora.pairs import LoraPair
 from .attn_params import PagedParams
@@ -30,7 +31,7 @@ __all__ = [
     "MAX_Q_LEN",
     "PROMPTS_VARIABLE",
     "NotCapturableError",
-    "captures_prompts",
+    "eager_prompts",
     "padded_rows",
     "refusal_of_adapters",
     "refusal_of_model",
@@ -41,8 +42,9 @@ __all__ = [
 
 GRAPHS_VARIABLE = "EXL_CUDA_GRAPHS"  # "0": always launch operator by operator
 PROMPTS_VARIABLE = "EXL_CUDA_PROMPT_GRAPHS"
-""""1": capture short prompts, too. Not the default before a GPU has compared results and time: a capture takes some
-85 ms, in which running sequences wait."""
+"""Passes of short prompts of one size that run eagerly before that size is captured; "0": never capture prompts."""
+EAGER_PROMPTS = 8
+"""Default of PROMPTS_VARIABLE: a capture takes about as long as so many passes gain by it."""
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MAX_Q_LEN = DECODE_TOKENS
@@ -97,9 +99,12 @@ def refusal_of_model(model: LanguageModel) -> str | None:
     return None
 
 
-def captures_prompts() -> bool:
-    """Return whether short prompts may be captured."""
-    return os.environ.get(PROMPTS_VARIABLE, "0").strip() == "1"
+def eager_prompts() -> int:
+    """Return EXL_CUDA_PROMPT_GRAPHS, by default EAGER_PROMPTS; 0: short prompts are not captured. Raises InputError."""
+    text = os.environ.get(PROMPTS_VARIABLE, "").strip()
+    if text and not text.isdecimal():
+        raise InputError(f"{PROMPTS_VARIABLE} is {text!r}, must be a number of passes, or 0 to capture no prompts")
+    return int(text or EAGER_PROMPTS)
 
 
 def refusal_of_settings(config: ExLlamaV2Config) -> str | None:

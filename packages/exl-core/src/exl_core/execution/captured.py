@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,7 +32,7 @@ from .batch import Step
 from .capturable import (
     MAX_Q_LEN,
     NotCapturableError,
-    captures_prompts,
+    eager_prompts,
     padded_rows,
     refusal_of_adapters,
     refusal_of_model,
@@ -69,8 +70,8 @@ class DecodeGraphs:
     `reason` says why the last paged step of few tokens was launched eagerly; None when it was captured. `apart_reason`
     says why steps are captured as the modules' own passes rather than as joined launches (`fused.py`); else None.
 
-    With `EXL_CUDA_PROMPT_GRAPHS=1` short prompts that only store keys and values are captured steps, too: windows of a
-    sequence's tokens are the rows (`prompt_windows.py`). Other prompts run eagerly.
+    Short prompts that only store keys and values are captured steps, too, once there are many of their size: windows of
+    a sequence's tokens are the rows (`prompt_windows.py`). Other prompts run eagerly.
 
     A failed capture, for lack of memory for example, does not affect other buckets. Its bucket runs eagerly and is
     tried again after 64 of its steps, then 128 and so on; `failures` lists those buckets. A model that cannot be
@@ -98,7 +99,7 @@ class DecodeGraphs:
         self._exact_batch = False
         self._sets = AdapterSets()
         self._recording = False
-        self._wanted: set[Bucket] = set()  # buckets without logits that a pass has needed
+        self._eager: Counter[Bucket] = Counter()  # eager passes of buckets without logits
         self._arrangement: list[Module] | None = None  # the modules that `_refused` refers to
         self._modules: list[Module] | None = None  # the modules, without hooks, that the captured steps belong to
         self.longest = 0  # tokens of the longest sequence after the last captured step
@@ -146,7 +147,7 @@ class DecodeGraphs:
     def store(self, ids: Tensor, cache: ExLlamaV2CacheBase, params: PagedParams) -> bool:
         """Store the keys and values of a short prompt by a captured step.
 
-        The first pass of a bucket is not captured: many prompts are the only ones of their kind.
+        The first passes of a bucket are not captured: many prompts are the only ones of their size.
 
         Args:
             ids: int64 [B, q], or [1, T] with `params.q_lens`.
@@ -156,7 +157,7 @@ class DecodeGraphs:
         Returns:
             False, with nothing done, where no captured step covers the arguments or an argument is invalid.
         """
-        windows = windows_of(ids, params) if captures_prompts() else None
+        windows = windows_of(ids, params) if eager_prompts() else None
         if windows is None:
             return False
         step = self.prepare_next_step(windows.ids.shape[1], cache, windows.params, stores=True)
@@ -288,7 +289,7 @@ class DecodeGraphs:
         self._drop(list(self._graphs))
         self._sets.clear()
         self._failed.clear()
-        self._wanted.clear()
+        self._eager.clear()
         self._logits.clear()
         self._workspaces.clear()
         self._mail.clear()
@@ -350,8 +351,8 @@ class DecodeGraphs:
             return None
         pages = min(1 << (bucket.pages - 1).bit_length(), places)
         found = replace(bucket, pages=pages, stores=True)
-        if found not in self._wanted:
-            self._wanted.add(found)
+        if self._eager[found] < eager_prompts():
+            self._eager[found] += 1
             return None
         return found
 
