@@ -19,6 +19,7 @@ from exl_core.errors import TokenIdError
 from exl_core.execution import capturable, select
 from exl_core.execution import captured as graphs
 from exl_core.execution.capture_failure import FIRST_PAUSE
+from exl_core.execution.environment import PROMPTS_VARIABLE
 from exl_core.execution.inputs import STAGES
 from exl_core.layers import RMSNorm
 from exl_kernels.device import row_invariant
@@ -45,7 +46,7 @@ def loaded() -> ExLlamaV2:
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> ExLlamaV2:
-    monkeypatch.setenv(capturable.PROMPTS_VARIABLE, "1")
+    monkeypatch.setenv(PROMPTS_VARIABLE, "1")
     captured_on_cpu(monkeypatch)
     model = loaded()
     model.decode.clear()

@@ -11,7 +11,7 @@ from captured_on_cpu import captured_on_cpu
 from internals import prelaunch
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer, Intervention
-from exl_core.execution.capturable import PROMPTS_VARIABLE
+from exl_core.execution.environment import PROMPTS_VARIABLE
 from exl_core.execution.next_step import NextStep
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.testing import check_pages, drain, streamed_tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from ..layers import Head, Intervention, Module, MoE
 from ..lora.pairs import LoraPair
 from .attn_params import PagedParams
 from .batch import DECODE_TOKENS, Step
+from .environment import GRAPHS_VARIABLE, captures_steps
 from .inputs import Bucket, StepTensors
 from .step import build_step
 
@@ -26,11 +26,8 @@ if TYPE_CHECKING:
     from ..language_model import LanguageModel
 
 __all__ = [
-    "GRAPHS_VARIABLE",
     "MAX_Q_LEN",
-    "PROMPTS_VARIABLE",
     "NotCapturableError",
-    "captures_prompts",
     "padded_rows",
     "refusal_of_adapters",
     "refusal_of_model",
@@ -38,11 +35,6 @@ __all__ = [
     "static_step",
     "without_hooks",
 ]
-
-GRAPHS_VARIABLE = "EXL_CUDA_GRAPHS"  # "0": always launch operator by operator
-PROMPTS_VARIABLE = "EXL_CUDA_PROMPT_GRAPHS"
-""""1": capture short prompts, too. Not the default before a GPU has compared results and time: a capture takes some
-85 ms, in which running sequences wait."""
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MAX_Q_LEN = DECODE_TOKENS
@@ -97,14 +89,9 @@ def refusal_of_model(model: LanguageModel) -> str | None:
     return None
 
 
-def captures_prompts() -> bool:
-    """Return whether short prompts may be captured."""
-    return os.environ.get(PROMPTS_VARIABLE, "0").strip() == "1"
-
-
 def refusal_of_settings(config: ExLlamaV2Config) -> str | None:
     """Return why no step of any model of this config is captured, or None."""
-    if os.environ.get(GRAPHS_VARIABLE, "1").strip() == "0":
+    if not captures_steps():
         return f"{GRAPHS_VARIABLE}=0 asks for eager launches"
     return "config.no_graphs asks for eager launches" if config.no_graphs else None
 

@@ -31,7 +31,6 @@ from .batch import Step
 from .capturable import (
     MAX_Q_LEN,
     NotCapturableError,
-    captures_prompts,
     padded_rows,
     refusal_of_adapters,
     refusal_of_model,
@@ -39,7 +38,8 @@ from .capturable import (
     without_hooks,
 )
 from .capture_failure import CaptureFailure
-from .fused import JoinedLaunches, joined_launches_of, joins_adapters
+from .environment import captures_prompts, joins_adapters
+from .fused import JoinedLaunches, joined_launches_of
 from .inputs import Bucket, StepInputs, StepTensors, passed
 from .next_step import CapturedStep, NextStep, on_cpu
 from .prompt_windows import windows_of
