@@ -18,6 +18,7 @@ from exl_core import ExLlamaV2
 from exl_core.execution import captured as graphs
 from exl_core.execution import inputs, sections, select
 from exl_core.execution.batch import Step
+from exl_core.execution.captured import DecodeGraphs
 from exl_core.execution.fused import JoinedLaunches
 from exl_core.layers import Module
 from exl_kernels.staging import StepStage
@@ -132,6 +133,7 @@ def captured_on_cpu(patch: pytest.MonkeyPatch) -> None:
     Stream.queue.clear()
     patch.setattr(Stream, "held", False)
     patch.setattr(select, "may_fuse", lambda model: True)
+    patch.setattr(DecodeGraphs, "joined_launches", lambda graphs, model: "these stand-ins are for captured steps")
     patch.setattr(graphs, "refusal_of_model", lambda model: "a module is wrapped" if model.hooked else None)
     patch.setattr(graphs, "joined_launches_of", Modules)
     patch.setattr(graphs, "counters", lambda device: nullcontext(torch.zeros(1)))

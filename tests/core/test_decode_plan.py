@@ -152,8 +152,8 @@ def test_a_planned_prompt_that_fails_has_stored_nothing(model: ExLlamaV2, monkey
     plan = joined_launches_of(model)
     assert isinstance(plan, JoinedLaunches), plan
     monkeypatch.setattr(select, "may_fuse", lambda model: True)
-    monkeypatch.setattr(model.decode, "takes", lambda model, step: True)
-    monkeypatch.setattr(model.decode, "joined_launches", lambda step: plan)
+    monkeypatch.setattr(model.decode, "refusal", lambda model, step: None)
+    monkeypatch.setattr(model.decode, "joined_launches", lambda model: plan)
     ids = torch.randint(0, model.config.vocab_size, (1, 30), generator=torch.Generator().manual_seed(1))
     want = model.forward(ids, ExLlamaV2Cache(model, max_seq_len=64))
     cache = ExLlamaV2Cache(model, max_seq_len=64)
