@@ -78,19 +78,19 @@ class StepTensors:
 class StepInputs(StepTensors):
     """The inputs of one bucket on the device, and their transfer: one pinned buffer, one copy a step."""
 
+    _sent: int | None = None  # the stream of the last copy; also where the constructor failed
+
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
         super().__init__(bucket, device)
         self._stages = [StepStage(_sizes(bucket)) for _ in range(2 * STAGES)]
         self._read = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         self._next = 0
-        self._sent: int | None = None  # the stream of the last copy
         self._firsts: dict[int, Tensor] = {}
 
     def __del__(self) -> None:
         # No waiting here: a garbage collection may call this method during a capture.
-        sent = getattr(self, "_sent", None)
-        if sent is not None:
-            _unread.setdefault((self.buffer.device, sent), []).append(self._stages)
+        if self._sent is not None:
+            _unread.setdefault((self.buffer.device, self._sent), []).append(self._stages)
 
     def first_ids(self, count: int) -> Tensor:
         """Return a cached view of the first `count` ids, since making one costs host time in every step."""
