@@ -11,7 +11,7 @@ from torch import Tensor
 
 from exl_kernels.selection import PACKED_ROWS, STEP_ROWS
 
-from ..layers import Head, Intervention, Module, MoE
+from ..layers import Head, Intervention, Module
 from ..lora.pairs import LoraPair
 from .attn_params import PagedParams
 from .batch import DECODE_TOKENS, Step
@@ -129,7 +129,8 @@ def static_step(
 def refusal_of_adapters(model: LanguageModel, sets: Sequence[tuple[Adapter, ...]]) -> str | None:
     """Return why rows of captured steps cannot have these adapters, or None."""
     # The head and routers return float32, which the kernels of adapters cannot add to.
-    keys = {linear.key for m in model.modules if not isinstance(m, Head | MoE) for linear in m.submodules()}
+    specs = (linear.spec for linear in model.linears())
+    keys = {spec.key for spec in specs if spec.role != "head" and not spec.in_mixture}
     for adapter in (adapter for adapters in sets for adapter in adapters):
         if adapter.replacements or adapter.embedding is not None or adapter.embedding_pair is not None:
             return "an adapter brings whole matrices or changes the embedding"
