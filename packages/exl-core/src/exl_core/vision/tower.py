@@ -80,7 +80,7 @@ class ExLlamaV2VisionTower:
     @property
     def settings(self) -> Any:
         """The settings of the tower in the model's files; frozen."""
-        return self.encoder.settings  # type: ignore[attr-defined]
+        return self.encoder.settings
 
     # ------------------------------------------------------------------------------------------------------- loading
 

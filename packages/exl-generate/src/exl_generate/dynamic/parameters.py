@@ -193,7 +193,7 @@ def embeddings_of(embeddings: object) -> tuple[Embedding, ...]:
     return tuple(found)
 
 
-def keys_of(ids: NDArray[np.int64], embeddings: SequenceOf[Any]) -> NDArray[np.int64] | None:
+def keys_of(ids: NDArray[np.int64], embeddings: SequenceOf[Embedding]) -> NDArray[np.int64] | None:
     """Return the name of each id in the page table, or None if no id is a row of an embedding.
 
     The names of such rows are negative numbers made from their content, so that equal images are found again. Raises
