@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..device import out_of_memory_as_error
+from ..device import device_error, out_of_memory_as_error
 from ..inputs import check_row_loras
 from .attn_params import PagedParams
 from .captured import INVALID
@@ -108,11 +108,15 @@ def _captured(model: ExecutableModel, asked: ForwardPass) -> Executor | str:
         return "the ids are not int64 [batch, tokens]"
     if isinstance(params, PagedParams) and asked.capturable:
         adapters = check_row_loras(model, asked.loras, asked.row_loras, ids.shape[0])
-        with out_of_memory_as_error("run a decode step"):
+        try:  # `out_of_memory_as_error` costs host time in every step
             step = model.decode.prepare_next_step(ids.shape[1], cache, params, adapters)
             if isinstance(step, str):
                 return step
             return Captured(step) if step.fill(ids) else INVALID
+        except RuntimeError as error:
+            if (typed := device_error("run a decode step", error)) is None:
+                raise
+            raise typed from error
     if isinstance(params, PagedParams) and cache is not None and asked.stores:
         with out_of_memory_as_error("run the model"):
             store = model.decode.prepare_store(ids, cache, params)
