@@ -16,7 +16,7 @@ from torch import Tensor
 
 from exl_core import ExLlamaV2
 from exl_core.execution import captured as graphs
-from exl_core.execution import inputs, sections, select
+from exl_core.execution import sections, select, step_inputs
 from exl_core.execution.batch import Step
 from exl_core.execution.captured import DecodeGraphs
 from exl_core.execution.fused import JoinedLaunches
@@ -147,7 +147,7 @@ def captured_on_cpu(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(StepStage, "send", send)
     patch.setattr(sections, "queue_copy", copy)
-    patch.setattr(inputs, "stream_of", lambda memory: 0)
+    patch.setattr(step_inputs, "stream_of", lambda memory: 0)
     cuda: dict[str, Any] = {
         "current_stream": Stream,
         "Stream": Stream,

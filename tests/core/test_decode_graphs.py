@@ -20,7 +20,7 @@ from exl_core.execution import capturable, select
 from exl_core.execution import captured as graphs
 from exl_core.execution.capture_failure import FIRST_PAUSE
 from exl_core.execution.environment import PROMPTS_VARIABLE
-from exl_core.execution.inputs import STAGES
+from exl_core.execution.step_inputs import STAGES
 from exl_core.layers import RMSNorm
 from exl_kernels.device import row_invariant
 from exl_kernels.errors import DeviceError

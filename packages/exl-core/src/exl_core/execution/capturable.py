@@ -16,8 +16,8 @@ from ..lora.pairs import LoraPair
 from .attn_params import PagedParams
 from .batch import DECODE_TOKENS, Step
 from .environment import GRAPHS_VARIABLE, captures_steps
-from .inputs import Bucket, StepTensors
 from .step import build_step
+from .step_inputs import Bucket, StepTensors
 
 if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase

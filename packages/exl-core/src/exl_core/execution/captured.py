@@ -39,7 +39,6 @@ from .capturable import (
 from .capture_failure import CaptureFailure
 from .environment import PROMPTS_VARIABLE, captures_prompts, joins_adapters
 from .fused import JoinedLaunches, joined_launches_of
-from .inputs import Bucket, StepInputs, StepTensors, passed
 from .next_step import CapturedStep, NextStep, on_cpu
 from .prompt_windows import windows_of
 from .sections import Handover, SectionGraphs, mirrored, sections_of
@@ -47,6 +46,7 @@ from .sharded.coverage import row_bytes
 from .sharded.launches import ShardLaunches, shard_launches_of
 from .sharded.mail import Mail, exchanges, refusal_of_access
 from .sharded.prompts import Prompts
+from .step_inputs import Bucket, StepInputs, StepTensors, passed
 
 if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..axes import chunk_end
-from ..inputs import (
+from .arguments import (
     check_context,
     check_ids,
     check_last_state,

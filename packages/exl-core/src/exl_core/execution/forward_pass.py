@@ -11,7 +11,9 @@ from torch import Tensor
 
 from ..embeddings import ExLlamaV2MMEmbedding
 from ..errors import SequenceTooLongError, UnsupportedError
-from ..inputs import (
+from ..lora import ExLlamaV2Lora
+from ..lora.rows import of_all_rows
+from .arguments import (
     check_context,
     check_ids,
     check_indices,
@@ -20,8 +22,6 @@ from ..inputs import (
     contiguous_params,
     paged_params,
 )
-from ..lora import ExLlamaV2Lora
-from ..lora.rows import of_all_rows
 from .attn_params import AttentionParams, PagedParams
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from exl_kernels.staging import StepStage
 from ..device import device_error
 from ..errors import DeviceError
 from ..lora.rows import RowAdapters
-from .inputs import StepInputs
 from .sections import SectionGraphs
+from .step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from exl_kernels.peer import Mailboxes

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..device import device_error, out_of_memory_as_error
-from ..inputs import check_row_loras
+from .arguments import check_row_loras
 from .attn_params import PagedParams
 from .captured import INVALID
 from .eager import EAGER
