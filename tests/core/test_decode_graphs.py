@@ -15,7 +15,7 @@ import torch
 from captured_on_cpu import Stream, captured_on_cpu
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, Intervention, PagedParams
-from exl_core.errors import TokenIdError
+from exl_core.errors import InputError, TokenIdError
 from exl_core.execution import capturable, select
 from exl_core.execution import captured as graphs
 from exl_core.execution.capture_failure import FIRST_PAUSE
@@ -112,6 +112,28 @@ def test_a_short_prompt_is_stored_by_a_captured_step(
     assert counts == [0, 1]
     for eager, stored in zip(caches[0].all_tensors(), caches[1].all_tensors(), strict=True):
         assert torch.equal(eager, stored)
+
+
+@pytest.mark.parametrize(("passes", "eager"), [(None, 8), ("3", 3), ("0", 99)])
+def test_so_many_prompts_of_a_size_are_not_captured(
+    model: ExLlamaV2, passes: str | None, eager: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(PROMPTS_VARIABLE)
+    if passes is not None:
+        monkeypatch.setenv(PROMPTS_VARIABLE, passes)
+    cache = ExLlamaV2Cache(model, max_seq_len=64 * PAGE)
+    counts = []
+    for length in (20, 17, 30, 18, 25, 31, 32, 20, 19, 18):
+        model.forward_chunk(torch.full((1, length), 7), cache, preprocess_only=True, attn_params=prompts([length], [0]))
+        counts.append(model.decode.count)
+    assert counts == [int(number >= eager) for number in range(10)]
+
+
+def test_a_bad_number_of_eager_prompts_is_refused(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PROMPTS_VARIABLE, "yes")
+    cache = ExLlamaV2Cache(model, max_seq_len=64 * PAGE)
+    with pytest.raises(InputError, match="EXL_CUDA_PROMPT_GRAPHS is 'yes'"):
+        model.forward_chunk(torch.full((1, 9), 7), cache, preprocess_only=True, attn_params=prompts([9], [0]))
 
 
 def test_a_stored_prompt_leaves_the_logits_of_the_step_before(model: ExLlamaV2) -> None:

@@ -10,7 +10,6 @@ import torch
 from linear_cases import DTYPES, K, activations, exl2, gptq, norm_of, qkv
 from torch import Tensor
 
-from exl_kernels.errors import ShapeError
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.fused import FusedLinear
 from exl_kernels.selection import BLOCK_ROWS, PACKED_ROWS
@@ -175,8 +174,8 @@ def test_logits_in_float32() -> None:
             assert torch.equal(out[some], want), m
 
 
-def test_more_rows_than_a_block_are_rejected() -> None:
+def test_more_rows_than_a_block_run_in_blocks() -> None:
     fused = wide([exl2(64, 4)])
-    x = activations(BLOCK_ROWS + 1, K, torch.float16)
-    with pytest.raises(ShapeError, match=f"up to {BLOCK_ROWS}"):
-        fused(x, torch.empty(len(x), 64, dtype=torch.float16, device="cuda"))
+    for m in (BLOCK_ROWS + 1, 2 * BLOCK_ROWS + 65):
+        assert len(fused.blocks(m)) > 1
+        assert same(fused, activations(m, K, torch.float16)), m

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,7 +38,7 @@ from .capturable import (
     without_hooks,
 )
 from .capture_failure import CaptureFailure
-from .environment import PROMPTS_VARIABLE, captures_prompts, joins_adapters
+from .environment import PROMPTS_VARIABLE, eager_prompts, joins_adapters
 from .fused import JoinedLaunches, joined_launches_of
 from .next_step import CapturedStep, NextStep, on_cpu
 from .prompt_windows import windows_of
@@ -70,8 +71,8 @@ class DecodeGraphs:
     `reason` says why the last paged step of few tokens was launched eagerly; None when it was captured. `apart_reason`
     says why steps are captured as the modules' own passes rather than as joined launches (`fused.py`); else None.
 
-    With `EXL_CUDA_PROMPT_GRAPHS=1` short prompts that only store keys and values are captured steps, too: windows of a
-    sequence's tokens are the rows (`prompt_windows.py`). Other prompts run eagerly.
+    Short prompts that only store keys and values are captured steps, too, once there are many of their size: windows of
+    a sequence's tokens are the rows (`prompt_windows.py`). Other prompts run eagerly.
 
     A failed capture, for lack of memory for example, does not affect other buckets. Its bucket runs eagerly and is
     tried again after 64 of its steps, then 128 and so on; `failures` lists those buckets. A model that cannot be
@@ -99,7 +100,7 @@ class DecodeGraphs:
         self._exact_batch = False
         self._sets = AdapterSets()
         self._recording = False
-        self._wanted: set[Bucket] = set()  # buckets without logits that a pass has needed
+        self._eager: Counter[Bucket] = Counter()  # eager passes of buckets without logits
         self._arrangement: list[Module] | None = None  # the modules that `_refused` refers to
         self._modules: list[Module] | None = None  # the modules, without hooks, that the captured steps belong to
         self.steps = 0  # captured steps run so far; each may overwrite the logits of another
@@ -122,7 +123,7 @@ class DecodeGraphs:
     def prepare_store(self, ids: Tensor, cache: ExLlamaV2CacheBase, params: PagedParams) -> NextStep | str:
         """Prepare a captured step that stores the keys and values of a short prompt, and fill in its ids.
 
-        The first pass of a bucket is not captured: many prompts are the only ones of their kind.
+        The first passes of a bucket are not captured: many prompts are the only ones of their size.
 
         Args:
             ids: int64 [B, q], or [1, T] with `params.q_lens`.
@@ -132,8 +133,8 @@ class DecodeGraphs:
         Returns:
             The step, or the reason why no captured step covers the arguments.
         """
-        if not captures_prompts():
-            return f"{PROMPTS_VARIABLE} is not 1"
+        if not eager_prompts():
+            return f"{PROMPTS_VARIABLE} is 0"
         windows = windows_of(ids, params)
         if windows is None:
             return f"the windows of the prompts have more than {PACKED_ROWS} tokens"
@@ -194,7 +195,7 @@ class DecodeGraphs:
         sizes = self._bucket(batch, q_len, longest, size, places)
         bucket = self._store_bucket(model, sizes, places) if stores else sizes
         if bucket is None:
-            return "no captured step stores such a prompt, or not before the second one"
+            return "no captured step stores such a prompt, or not before more of its size"
         captured = self._refusal_of_bucket(model, bucket) or self._captured(model, cache, bucket, bool(adapters))
         if isinstance(captured, str):
             return self._refused_step(captured)
@@ -272,7 +273,7 @@ class DecodeGraphs:
         self._drop(list(self._graphs))
         self._sets.clear()
         self._failed.clear()
-        self._wanted.clear()
+        self._eager.clear()
         self._logits.clear()
         self._workspaces.clear()
         self._mail.clear()
@@ -330,8 +331,8 @@ class DecodeGraphs:
             return None
         pages = min(1 << (bucket.pages - 1).bit_length(), places)
         found = replace(bucket, pages=pages, stores=True)
-        if found not in self._wanted:
-            self._wanted.add(found)
+        if self._eager[found] < eager_prompts():
+            self._eager[found] += 1
             return None
         return found
 

@@ -16,8 +16,8 @@ __all__ = [
     "JOINED_ADAPTERS_VARIABLE",
     "JOINED_ROWS_VARIABLE",
     "PROMPTS_VARIABLE",
-    "captures_prompts",
     "captures_steps",
+    "eager_prompts",
     "joined_rows",
     "joins_adapters",
 ]
@@ -26,6 +26,8 @@ GRAPHS_VARIABLE = "EXL_CUDA_GRAPHS"
 PROMPTS_VARIABLE = "EXL_CUDA_PROMPT_GRAPHS"
 JOINED_ROWS_VARIABLE = "EXL_DECODE_JOINED_ROWS"
 JOINED_ADAPTERS_VARIABLE = "EXL_DECODE_JOINED_ADAPTERS"
+EAGER_PROMPTS = 8
+"""Default of PROMPTS_VARIABLE: a capture takes about as long as so many passes gain by it."""
 
 
 def captures_steps() -> bool:
@@ -33,12 +35,18 @@ def captures_steps() -> bool:
     return _text(GRAPHS_VARIABLE) != "0"
 
 
-def captures_prompts() -> bool:
-    """Return whether short prompts may be captured: EXL_CUDA_PROMPT_GRAPHS is 1.
+def eager_prompts() -> int:
+    """Return how many passes of short prompts of one size run eagerly before it is captured; 0: it never is.
 
-    Not the default before a GPU has compared results and time: running sequences wait during a capture.
+    EXL_CUDA_PROMPT_GRAPHS, by default EAGER_PROMPTS.
+
+    Raises:
+        InputError: the variable is no number.
     """
-    return _text(PROMPTS_VARIABLE) == "1"
+    text = _text(PROMPTS_VARIABLE)
+    if text and not text.isdecimal():
+        raise InputError(f"{PROMPTS_VARIABLE} is {text!r}, must be a number of passes, or 0 to capture no prompts")
+    return int(text or EAGER_PROMPTS)
 
 
 def joined_rows() -> int:

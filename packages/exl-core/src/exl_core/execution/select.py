@@ -2,7 +2,7 @@
 
 | way | runs | selected for |
 |---|---|---|
-| captured | one CUDA graph a device (`captured.py`) | GPUs: steps of few tokens in pages; short prompts, if asked for |
+| captured | one CUDA graph a device (`captured.py`) | GPUs: steps of few tokens in pages, and short prompts |
 | joined | the model's joined launches (`fused.py`) | other passes of a model on one GPU, without adapters |
 | sharded prompt | the launches of all devices from one thread | many rows on GPUs of a model loaded by `load_tp` |
 | sharded | heads and outputs of every matrix on several devices | every other pass of such a model |
@@ -107,6 +107,8 @@ def _captured(model: ExecutableModel, asked: ForwardPass) -> Executor | str:
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64 or not ids.numel():
         return "the ids are not int64 [batch, tokens]"
     if isinstance(params, PagedParams) and asked.capturable:
+        if params.batch_size != ids.shape[0]:
+            return INVALID
         adapters = check_row_loras(model, asked.loras, asked.row_loras, ids.shape[0])
         try:  # `out_of_memory_as_error` costs host time in every step
             step = model.decode.prepare_next_step(ids.shape[1], cache, params, adapters)
