@@ -14,10 +14,10 @@ from random_models import loaded_on, write_random_model
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, PagedParams
 from exl_core.errors import InputError
 from exl_core.execution import select
+from exl_core.execution.build_step import build_step
 from exl_core.execution.environment import joined_rows
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of
 from exl_core.execution.half import why_apart
-from exl_core.execution.step import build_step
 from exl_core.layers import Attention, FeedForward, Head, MoE
 from exl_core.lora.rows import RowAdapters
 from exl_kernels.safetensors_file import write_safetensors

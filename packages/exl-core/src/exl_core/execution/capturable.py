@@ -15,8 +15,8 @@ from ..layers import Head, Intervention, Module
 from ..lora.pairs import LoraPair
 from .attn_params import PagedParams
 from .batch import DECODE_TOKENS, Step
+from .build_step import build_step
 from .environment import GRAPHS_VARIABLE, captures_steps
-from .step import build_step
 from .step_inputs import Bucket, StepTensors
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from exl_kernels.selection import STEP_ROWS
 from ..device import out_of_memory_as_error
 from .attn_params import PagedParams
 from .batch import DECODE_TOKENS
+from .build_step import build_step
 from .forward_pass import ForwardPass
-from .step import build_step
 
 if TYPE_CHECKING:
     from ..language_model import LanguageModel
