@@ -50,7 +50,7 @@ def take_rows(tensor: Tensor, ranges: Ranges) -> Tensor:
 
 
 Role = Literal["q", "k", "v", "o", "gate", "up", "down", "router", "shared_gate", "head"]
-"""What a matrix computes in its module."""
+"""The place of a matrix in its module."""
 Division = Literal["heads", "outputs", "mlp", "experts"]
 """How several devices divide a matrix: by key/value heads, by outputs, with the other matrices of its MLP, or expert by
 expert."""
