@@ -17,6 +17,8 @@ from exl_core import AttentionParams, ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config
 from exl_core.errors import InputError, TokenIdError
 from exl_core.execution import captured
 from exl_core.execution import select as selecting
+from exl_core.execution.capturable import NotCapturableError
+from exl_core.execution.captured import DecodeGraphs
 from exl_core.execution.environment import PROMPTS_VARIABLE
 from exl_core.execution.forward_pass import ForwardPass
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of
@@ -78,6 +80,23 @@ def test_steps_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (many.way, many.reason) == ("eager", "these stand-ins are for captured steps")
     ways = [select(model, step(model, batch=1, q_len=12, preprocess_only=True)).way for _ in range(2)]
     assert ways == ["eager", "captured"], "a prompt is captured when there is a second one of its kind"
+
+
+def test_steps_that_cannot_be_recorded_run_module_by_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one, too, although it was to be captured; nothing is joined either."""
+    captured_on_cpu(monkeypatch)
+
+    def refuse(*given: Any) -> None:
+        raise NotCapturableError("a test says so")
+
+    monkeypatch.setattr(captured, "static_step", refuse)
+    monkeypatch.setattr(DecodeGraphs, "joined_launches", lambda graphs, model: pytest.fail("not asked"))
+    model = loaded()
+    model.decode.clear()
+    for _ in range(2):
+        selected = select(model, step(model))
+        assert selected[::2] == ("eager", "the step could not be captured: a test says so")
+    model.decode.clear()
 
 
 def test_a_step_with_invalid_arguments_is_left_to_the_checks_that_name_them(monkeypatch: pytest.MonkeyPatch) -> None:

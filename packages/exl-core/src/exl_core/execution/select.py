@@ -63,7 +63,8 @@ def select(model: ExecutableModel, asked: ForwardPass) -> Selected:
     if not isinstance(captured, str):
         return Selected("captured", captured, None)
     asked = checked(model, asked)
-    found = why or (_prompts(model, asked) if sharded else _joined(model, asked))
+    # Asked again: recording the step may have shown that no step of the model can be captured.
+    found = why or _refusal(model, asked) or (_prompts(model, asked) if sharded else _joined(model, asked))
     if not isinstance(found, str):
         return Selected("sharded prompt" if sharded else "joined", found, captured)
     return Selected("sharded", SHARDED, found) if sharded else Selected("eager", EAGER, found)
