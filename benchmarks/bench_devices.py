@@ -26,7 +26,7 @@ from gpu_timing import emit, environment
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache_TP
-from exl_core.execution.capturable import GRAPHS_VARIABLE
+from exl_core.execution.environment import GRAPHS_VARIABLE
 
 CHUNK = 2048
 

@@ -36,7 +36,7 @@ from exl_core import (
     ExLlamaV2CacheBase,
     PagedParams,
 )
-from exl_core.execution.capturable import GRAPHS_VARIABLE
+from exl_core.execution.environment import GRAPHS_VARIABLE
 from exl_core.layers import Embedding
 from exl_kernels.device import programmatic_launch, set_programmatic_launch
 

@@ -96,7 +96,7 @@ def around(a: Architecture) -> str:
         ("head tied unless the file says otherwise", a.tied_head),
         ("unit rows by file", a.norm_head),
         ("fused matrices of its own", a.fused != LLAMA_FUSED),
-        (f"{a.vision} tower", a.vision is not None),
+        (f"{a.vision.name} tower" if a.vision else "", a.vision is not None),
         ("images see themselves", a.pictures_see_themselves),
     ]
     return "; ".join(word for word, on in words if on)

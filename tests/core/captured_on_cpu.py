@@ -16,8 +16,9 @@ from torch import Tensor
 
 from exl_core import ExLlamaV2
 from exl_core.execution import captured as graphs
-from exl_core.execution import inputs, sections, select
+from exl_core.execution import sections, select, step_inputs
 from exl_core.execution.batch import Step
+from exl_core.execution.captured import DecodeGraphs
 from exl_core.execution.fused import JoinedLaunches
 from exl_core.layers import Module
 from exl_kernels.staging import StepStage
@@ -132,6 +133,7 @@ def captured_on_cpu(patch: pytest.MonkeyPatch) -> None:
     Stream.queue.clear()
     patch.setattr(Stream, "held", False)
     patch.setattr(select, "may_fuse", lambda model: True)
+    patch.setattr(DecodeGraphs, "joined_launches", lambda graphs, model: "these stand-ins are for captured steps")
     patch.setattr(graphs, "refusal_of_model", lambda model: "a module is wrapped" if model.hooked else None)
     patch.setattr(graphs, "joined_launches_of", Modules)
     patch.setattr(graphs, "counters", lambda device: nullcontext(torch.zeros(1)))
@@ -145,7 +147,7 @@ def captured_on_cpu(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(StepStage, "send", send)
     patch.setattr(sections, "queue_copy", copy)
-    patch.setattr(inputs, "stream_of", lambda memory: 0)
+    patch.setattr(step_inputs, "stream_of", lambda memory: 0)
     cuda: dict[str, Any] = {
         "current_stream": Stream,
         "Stream": Stream,

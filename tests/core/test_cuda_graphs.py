@@ -23,7 +23,7 @@ from exl_core import (
     PagedParams,
 )
 from exl_core.errors import InputError, SequenceTooLongError, TokenIdError
-from exl_core.execution.capturable import PROMPTS_VARIABLE
+from exl_core.execution.environment import PROMPTS_VARIABLE
 from exl_kernels.device import set_programmatic_launch
 
 pytestmark = pytest.mark.cuda

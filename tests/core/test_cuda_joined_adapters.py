@@ -11,9 +11,9 @@ from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, PagedParams
 from exl_core.execution.attention_half import AttentionHalf
+from exl_core.execution.build_step import build_step
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of
 from exl_core.execution.mlp_half import MlpHalf
-from exl_core.execution.step import build_step
 from exl_core.lora.rows import RowAdapters
 from exl_kernels.safetensors_file import write_safetensors
 from exl_kernels.selection import FEW_ROWS

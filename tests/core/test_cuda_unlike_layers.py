@@ -11,8 +11,8 @@ from random_models import loaded_on
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, PagedParams
+from exl_core.execution.build_step import build_step
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of
-from exl_core.execution.step import build_step
 from exl_kernels import _native
 from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.safetensors_file import read_safetensors_folder, read_tensor, write_safetensors

@@ -15,7 +15,7 @@ from vision_models import FAMILIES, error, picture
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2MMEmbedding, PagedParams
 from exl_core.axes import marks_of
-from exl_core.execution.capturable import GRAPHS_VARIABLE
+from exl_core.execution.environment import GRAPHS_VARIABLE
 from exl_core.vision.encoder import Encoder
 from exl_core.vision.qwen import QwenEncoder
 from exl_core.vision.qwen_settings import read_qwen_settings

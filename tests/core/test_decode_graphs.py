@@ -19,7 +19,8 @@ from exl_core.errors import InputError, TokenIdError
 from exl_core.execution import capturable, select
 from exl_core.execution import captured as graphs
 from exl_core.execution.capture_failure import FIRST_PAUSE
-from exl_core.execution.inputs import STAGES
+from exl_core.execution.environment import PROMPTS_VARIABLE
+from exl_core.execution.step_inputs import STAGES
 from exl_core.layers import RMSNorm
 from exl_kernels.device import row_invariant
 from exl_kernels.errors import DeviceError
@@ -45,7 +46,7 @@ def loaded() -> ExLlamaV2:
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> ExLlamaV2:
-    monkeypatch.setenv(capturable.PROMPTS_VARIABLE, "1")
+    monkeypatch.setenv(PROMPTS_VARIABLE, "1")
     captured_on_cpu(monkeypatch)
     model = loaded()
     model.decode.clear()
@@ -117,9 +118,9 @@ def test_a_short_prompt_is_stored_by_a_captured_step(
 def test_so_many_prompts_of_a_size_are_not_captured(
     model: ExLlamaV2, passes: str | None, eager: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(capturable.PROMPTS_VARIABLE)
+    monkeypatch.delenv(PROMPTS_VARIABLE)
     if passes is not None:
-        monkeypatch.setenv(capturable.PROMPTS_VARIABLE, passes)
+        monkeypatch.setenv(PROMPTS_VARIABLE, passes)
     cache = ExLlamaV2Cache(model, max_seq_len=64 * PAGE)
     counts = []
     for length in (20, 17, 30, 18, 25, 31, 32, 20, 19, 18):
@@ -129,7 +130,7 @@ def test_so_many_prompts_of_a_size_are_not_captured(
 
 
 def test_a_bad_number_of_eager_prompts_is_refused(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(capturable.PROMPTS_VARIABLE, "yes")
+    monkeypatch.setenv(PROMPTS_VARIABLE, "yes")
     cache = ExLlamaV2Cache(model, max_seq_len=64 * PAGE)
     with pytest.raises(InputError, match="EXL_CUDA_PROMPT_GRAPHS is 'yes'"):
         model.forward_chunk(torch.full((1, 9), 7), cache, preprocess_only=True, attn_params=prompts([9], [0]))

@@ -13,15 +13,15 @@ from random_models import loaded_on, write_random_model
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, PagedParams
 from exl_core.errors import InputError
-from exl_core.execution import fused as plans
 from exl_core.execution import select
-from exl_core.execution.fused import JoinedLaunches, joined_launches_of, joined_rows
+from exl_core.execution.build_step import build_step
+from exl_core.execution.environment import joined_rows
+from exl_core.execution.fused import JoinedLaunches, joined_launches_of
 from exl_core.execution.half import why_apart
-from exl_core.execution.step import build_step
 from exl_core.layers import Attention, FeedForward, Head, MoE
 from exl_core.lora.rows import RowAdapters
 from exl_kernels.safetensors_file import write_safetensors
-from exl_kernels.selection import BLOCK_ROWS, FEW_ROWS, LIMITS
+from exl_kernels.selection import BLOCK_ROWS, FEW_ROWS, LIMITS, PACKED_ROWS
 
 FOLDER = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"
 PAGE = 16
@@ -152,8 +152,8 @@ def test_a_planned_prompt_that_fails_has_stored_nothing(model: ExLlamaV2, monkey
     plan = joined_launches_of(model)
     assert isinstance(plan, JoinedLaunches), plan
     monkeypatch.setattr(select, "may_fuse", lambda model: True)
-    monkeypatch.setattr(model.decode, "takes", lambda model, step: True)
-    monkeypatch.setattr(model.decode, "joined_launches", lambda step: plan)
+    monkeypatch.setattr(model.decode, "refusal", lambda model, step: None)
+    monkeypatch.setattr(model.decode, "joined_launches", lambda model: plan)
     ids = torch.randint(0, model.config.vocab_size, (1, 30), generator=torch.Generator().manual_seed(1))
     want = model.forward(ids, ExLlamaV2Cache(model, max_seq_len=64))
     cache = ExLlamaV2Cache(model, max_seq_len=64)
@@ -396,7 +396,7 @@ def test_modules_with_code_of_their_own_run_it(model: ExLlamaV2, place: int, way
 
 def test_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EXL_DECODE_JOINED_ROWS", raising=False)
-    assert joined_rows() == plans.JOINED_ROWS
+    assert joined_rows() == PACKED_ROWS
     for text, rows in (("0", 0), ("5", 5), ("99", 64)):
         monkeypatch.setenv("EXL_DECODE_JOINED_ROWS", text)
         assert joined_rows() == rows

@@ -13,9 +13,9 @@ from random_models import loaded_over
 from test_decode_plan import FAMILIES, planned_on_cpu
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Config, PagedParams
-from exl_core.execution.inputs import STAGES
+from exl_core.execution.build_step import build_step
 from exl_core.execution.sections import sections_of
-from exl_core.execution.step import build_step
+from exl_core.execution.step_inputs import STAGES
 from exl_core.placement import Placement
 
 FOLDER = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"

@@ -16,7 +16,7 @@ from torch import Tensor
 from exl_core import ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2VisionTower, errors
 from exl_core.architectures import SUPPORTED
 from exl_core.vision.preprocess import output_size, preprocess
-from exl_core.vision.tower import BUILT_TOWERS
+from exl_core.vision.tower import ENCODERS
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.covers("core.md: better-12.5", "core.md: multimodal")
@@ -172,7 +172,7 @@ def test_refusals(pair: Any, lab: Any, tmp_path: Path) -> None:
 
 
 def test_every_family_with_images_has_a_tower() -> None:
-    assert {a.vision for a in SUPPORTED.values() if a.vision} == set(BUILT_TOWERS)
+    assert {a.vision.encoder for a in SUPPORTED.values() if a.vision} == set(ENCODERS)
 
 
 BROKEN: list[tuple[str, dict[str, Any], type[Exception]]] = [

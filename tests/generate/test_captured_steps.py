@@ -11,8 +11,9 @@ from captured_on_cpu import captured_on_cpu
 from internals import prelaunch
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer, Intervention
-from exl_core.execution.capturable import PROMPTS_VARIABLE
-from exl_core.execution.next_step import NextStep
+from exl_core.execution.environment import PROMPTS_VARIABLE
+from exl_core.execution.forward_pass import ForwardPass
+from exl_core.execution.select import Selected, Way, select
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.testing import check_pages, drain, streamed_tokens
 
@@ -61,15 +62,16 @@ def test_prompts_are_captured_steps_from_the_second_of_their_kind_on(monkeypatch
     ids = tokenizer.encode(
         "def main(argv):\n    import os, sys\n    for name in os.listdir(argv[1]):\n        print(name)\n"
     )
-    stored: list[bool] = []
+    ways: list[Way] = []
     found: list[list[list[int]]] = []
-    store = NextStep.store
 
-    def watched(*given: Any) -> bool:
-        stored.append(store(*given))
-        return stored[-1]
+    def watched(model: Any, asked: ForwardPass) -> Selected:
+        selected = select(model, asked)
+        if asked.stores:
+            ways.append(selected.way)
+        return selected
 
-    monkeypatch.setattr(NextStep, "store", watched)
+    monkeypatch.setattr("exl_core.execution.forward.select", watched)
     for early in (False, True):
         if early:
             captured_on_cpu(monkeypatch)
@@ -88,8 +90,9 @@ def test_prompts_are_captured_steps_from_the_second_of_their_kind_on(monkeypatch
             made.enqueue(jobs)
             results = drain(made)
             found.append([streamed_tokens(results[job]) for job in jobs])
-        assert len(stored) == 3 * early, "the second and third prompt, the second pair"
-    assert all(stored)
+        expected: list[Way] = ["eager", "captured", "captured", "eager", "captured"] if early else ["eager"] * 5
+        assert ways == expected, "the second and third prompt, the second pair"
+        ways.clear()
     assert found[:5] == found[5:]
     assert all(len(tokens) == 8 for group in found for tokens in group)
 

@@ -26,7 +26,7 @@ from exl_core import (
 )
 from exl_core.execution.capturable import MAX_Q_LEN
 from exl_core.execution.forward_pass import ForwardPass
-from exl_core.execution.select import select
+from exl_core.execution.select import Way, select
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 from exl_generate.bundled import default_model_dir, draft_model_dir
 from exl_generate.testing import AsAsked
@@ -104,13 +104,14 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[kernels.Row]:
 
 
 @pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> list[ForwardPass]:
-    """The forward passes that models are asked for."""
-    seen: list[ForwardPass] = []
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ForwardPass, Way]]:
+    """The forward passes that models are asked for, and the ways they run."""
+    seen: list[tuple[ForwardPass, Way]] = []
 
     def watched(model: Any, asked: ForwardPass) -> Any:
-        seen.append(asked)
-        return select(model, asked)
+        selected = select(model, asked)
+        seen.append((asked, selected.way))
+        return selected
 
     monkeypatch.setattr("exl_core.execution.forward.select", watched)
     return seen
@@ -131,7 +132,7 @@ def test_no_feature_leaves_the_captured_path(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     rows: list[kernels.Row],
-    passes: list[ForwardPass],
+    passes: list[tuple[ForwardPass, Way]],
 ) -> None:
     feature = FEATURES[name]
     if name in ("schema", "regex"):
@@ -147,13 +148,14 @@ def test_no_feature_leaves_the_captured_path(
         drive.go()
     assert rows
     assert passes
-    for asked in passes:
+    for asked, way in passes:
+        assert way == ("eager" if adapted else "captured")
         count, q_len = asked.ids.shape
-        assert asked.fusable
+        assert asked.needs_modules is None
         assert asked.capturable
         assert q_len <= 1 + feature.drafts <= MAX_Q_LEN
         assert count * q_len <= PACKED_ROWS
-    assert feature.drafts == 0 or any(asked.ids.shape[1] == 1 + feature.drafts for asked in passes), (
+    assert feature.drafts == 0 or any(asked.ids.shape[1] == 1 + feature.drafts for asked, _ in passes), (
         "nothing is drafted"
     )
     if not adapted:

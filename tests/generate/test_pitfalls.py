@@ -60,8 +60,8 @@ def fable() -> ExLlamaV2DynamicGenerator:
 def test_all_ids_of_an_eos_list_stop_generation() -> None:
     """exl2#803."""
     tokenizer = ScriptedTokenizer(PIECES)
-    tokenizer.eos_token_ids = [EOS, 7]  # type: ignore[attr-defined]
-    for eos in tokenizer.eos_token_ids:  # type: ignore[attr-defined]
+    tokenizer.eos_token_ids = [EOS, 7]
+    for eos in tokenizer.eos_token_ids:
         model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB), lambda c, eos=eos: eos if len(c) == 6 else 10)  # type: ignore[misc]
         cache = ScriptedCache(model)
         text = ExLlamaV2BaseGenerator(model, cache, tokenizer).generate_simple("abc", GREEDY, 9, completion_only=True)
@@ -70,7 +70,7 @@ def test_all_ids_of_an_eos_list_stop_generation() -> None:
         stream.begin_stream_ex(ids("abc"), GREEDY)
         assert [stream.stream_ex()["eos"] for _ in range(4)] == [False] * 3 + [True]
         generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer)
-        last = run(generator, job("abc", 9, stop_conditions=tokenizer.eos_token_ids))[-1]  # type: ignore[attr-defined]
+        last = run(generator, job("abc", 9, stop_conditions=tokenizer.eos_token_ids))[-1]
         assert (last["eos_reason"], last["eos_triggering_token_id"]) == ("stop_token", eos)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,10 +19,8 @@ from torch import Tensor
 
 from .errors import ConfigError, InputError
 
-if TYPE_CHECKING:
-    from .embeddings import ExLlamaV2MMEmbedding
-
 __all__ = [
+    "GridRows",
     "RopeOffsets",
     "Run",
     "chunk_end",
@@ -47,11 +45,46 @@ def grid_axes(grid: tuple[int, int, int], time_step: float) -> Ids:
     return np.stack([(t * time_step).astype(np.int64), h, w]).astype(np.int64)
 
 
+class GridRows(Protocol):
+    """The properties of an `ExLlamaV2MMEmbedding` that decide where its rows are and what they attend to."""
+
+    @property
+    def text_alias(self) -> str:
+        """The text that represents the rows."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """Number of rows."""
+
+    @property
+    def grid(self) -> tuple[int, int, int] | None:
+        """Rows inside the frame in time, height and width; None where the rows are no image on a grid."""
+        ...
+
+    @property
+    def axes(self) -> Ids | None:
+        """int64 [3, rows inside the frame]: their places on the axes, in models with three axes."""
+        ...
+
+    @property
+    def positions_taken(self) -> int:
+        """Positions from the first row to the next token."""
+
+    @property
+    def sees_itself(self) -> bool:
+        """Whether the rows inside the frame attend to each other in both directions."""
+
+    def get_vision_token_range(self) -> tuple[int, int]:
+        """Return (first, last + 1) of the ids without the framing rows."""
+        ...
+
+
 @dataclass(frozen=True)
 class Run:
     """ids[start:end] are the rows from `first` on of the image inside an embedding (without framing rows)."""
 
-    embedding: ExLlamaV2MMEmbedding
+    embedding: GridRows
     start: int
     end: int
     first: int
@@ -63,7 +96,7 @@ class Run:
         return self.first + self.end - self.start == high - low
 
 
-def runs_of(ids: Ids, embeddings: Sequence[Any]) -> list[Run]:
+def runs_of(ids: Ids, embeddings: Sequence[GridRows]) -> list[Run]:
     """Return the images on a grid among `ids` [n], in order. The first may begin, the last may end inside an image.
 
     Raises:
@@ -71,7 +104,7 @@ def runs_of(ids: Ids, embeddings: Sequence[Any]) -> list[Run]:
     """
     found: list[Run] = []
     for embedding in embeddings:
-        if getattr(embedding, "grid", None) is None:
+        if embedding.grid is None:
             continue
         low, high = embedding.get_vision_token_range()
         places = np.flatnonzero((ids >= low) & (ids < high))
@@ -91,7 +124,7 @@ def runs_of(ids: Ids, embeddings: Sequence[Any]) -> list[Run]:
     return found
 
 
-def marks_of(ids: Ids, embeddings: Sequence[Any], first: int = 0, offset: int = 0) -> list[Mark]:
+def marks_of(ids: Ids, embeddings: Sequence[GridRows], first: int = 0, offset: int = 0) -> list[Mark]:
     """Return the places where offsets change: after each image with positions on three axes.
 
     Args:
@@ -109,7 +142,7 @@ def marks_of(ids: Ids, embeddings: Sequence[Any], first: int = 0, offset: int = 
 
 
 def positions_on_axes(
-    ids: Ids, embeddings: Sequence[Any], first: int, offset: int
+    ids: Ids, embeddings: Sequence[GridRows], first: int, offset: int
 ) -> tuple[NDArray[np.int64] | None, list[Mark]]:
     """Return the positions of ids on three axes, and the places where offsets change.
 
@@ -162,7 +195,7 @@ def gather_axes(cos: Tensor, sin: Tensor, positions: Tensor, section: Sequence[i
     return cos.gather(0, rows), sin.gather(0, rows)
 
 
-def chunk_end(rows: Sequence[Ids], begin: int, end: int, embeddings: Sequence[Any]) -> int:
+def chunk_end(rows: Sequence[Ids], begin: int, end: int, embeddings: Sequence[GridRows]) -> int:
     """Move `end` so that no image whose rows see each other is cut.
 
     Args:

@@ -10,11 +10,11 @@ from exl_kernels.selection import PACKED_ROWS
 from .cache import ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
 from .device import out_of_memory_as_error
+from .execution.arguments import check_row_loras
 from .execution.attn_params import PagedParams
 from .execution.captured import DecodeGraphs
 from .execution.next_step import NextStep
 from .execution.select import prepare_next_step
-from .inputs import check_row_loras
 from .loading.loadable import LoadableModel
 from .lora import ExLlamaV2Lora
 

@@ -7,12 +7,13 @@ A model takes only caches, adapters and embeddings of its own kind, a tokenizer 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
 from exl_core import ExLlamaV2MMEmbedding
+from exl_core.axes import GridRows
 from exl_core.embeddings import EmbeddingConfig
 
 if TYPE_CHECKING:
@@ -95,13 +96,20 @@ class Adapter(Protocol):
         """Raise `ModelStateError` unless the adapter was loaded for `model` as it is loaded now."""
 
 
-class Embedding(Protocol):
+class Embedding(GridRows, Protocol):
     """Rows that replace hidden states, with token ids from `first_index` on."""
 
     first_index: int
-    length: int
     embeddings: torch.Tensor
     """float [length, hidden]"""
+    thw_grid: tuple[int, int, int] | None
+    """Patches of an image in time, height and width."""
+    pre_tokens: int
+    """Number of framing rows before the others."""
+    post_tokens: int
+    """Number of framing rows after the others."""
+    time_step: float
+    """Positions from one patch of time to the next."""
 
 
 class NextStep(Protocol):
@@ -194,6 +202,20 @@ class Tokenizer(Protocol):
         """The model's configuration."""
 
     @property
+    def eos_token_id(self) -> int | None:
+        """The id that ends a text, or None."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> Sequence[int]:
+        """Every id that ends a text."""
+        ...
+
+    @property
+    def pad_token_id(self) -> int:
+        """The id that fills rows up to equal lengths; -1 for none."""
+
+    @property
     def extended_id_to_piece(self) -> Mapping[int, str]:
         """Texts of special and added ids."""
 
@@ -228,7 +250,8 @@ def first_missing(part: object, protocol: type) -> str | None:
 
     Properties of the part's class are not evaluated.
     """
-    members = (*vars(protocol).get("__annotations__", ()), *vars(protocol))
+    own = [vars(base) for base in protocol.__mro__]
+    members = [name for found in own for name in (*found.get("__annotations__", ()), *found)]
     return next(
         (
             name

@@ -24,6 +24,8 @@ from .selection import FEW_ROWS
 
 __all__ = ["add_post_norm", "add_rms_norm", "embed", "layer_norm_packed", "norm_parts", "rope_store"]
 
+_DTYPES = {"float16": torch.float16, "float32": torch.float32}
+
 
 def embed(
     table: Tensor, ids: Tensor, *, factor: float = 1.0, dtype: Literal["float16", "float32"] = "float16"
@@ -50,7 +52,7 @@ def embed(
         raise DTypeError(f"embed: ids are {ids.dtype} on {ids.device}, expected int64 on {table.device}")
     if table.dim() != 2 or ids.dim() != 1:
         raise ShapeError(f"embed: table {tuple(table.shape)}, ids {tuple(ids.shape)}; expected [rows, D] and [T]")
-    out = torch.empty((ids.shape[0], table.shape[1]), dtype=getattr(torch, dtype), device=table.device)
+    out = torch.empty((ids.shape[0], table.shape[1]), dtype=_DTYPES[dtype], device=table.device)
     if out.numel():
         _native.cuda_embed(table, ids.contiguous(), out, factor, launch_on(table))
     return out

@@ -21,7 +21,7 @@ from .selection import MOST_EXCHANGES, MOST_GPUS
 __all__ = ["Mailboxes", "free_deleted", "mailbox_bytes"]
 
 WORD = 4  # bytes
-_gone: list[list[Tensor]] = []
+_gone: list[Sequence[Tensor]] = []
 """Mailboxes of deleted objects: launches of other GPUs, which no stream of their own GPU waits for, may still store
 into them. `free_deleted` frees them when the GPUs are idle."""
 
@@ -42,7 +42,7 @@ def _words(size: int) -> int:
 
 def free_deleted() -> None:
     """Free the memory of deleted mailboxes. Waits for their GPUs."""
-    gone: list[list[Tensor]] = []
+    gone: list[Sequence[Tensor]] = []
     with contextlib.suppress(IndexError):  # not by a copy: a garbage collection may add mailboxes meanwhile
         while True:
             gone.append(_gone.pop())
@@ -70,6 +70,8 @@ class Mailboxes:
         UnsupportedError: the number of devices is out of range.
     """
 
+    _boxes: Sequence[Tensor] = ()  # also where the constructor failed
+
     @torch.inference_mode(False)
     def __init__(
         self, devices: Sequence[torch.device], size: int, odd: Mapping[int, int] | None = None, limit: float = 10.0
@@ -79,7 +81,7 @@ class Mailboxes:
         self.devices = list(devices)
         free_deleted()
         self._half, larger = _words(size), odd or {}
-        self._boxes = [
+        boxes = self._boxes = [
             torch.zeros(mailbox_bytes(size, larger.get(gpu, 0)) // (2 * WORD), dtype=torch.int64, device=device)
             for gpu, device in enumerate(self.devices)
         ]
@@ -89,15 +91,14 @@ class Mailboxes:
             torch.cuda.synchronize(device)
         limit_ns = int(limit * 1e9)
         self._native = [
-            _native.PeerExchange(self._boxes, self._half, gpu, step, failed, limit_ns)
+            _native.PeerExchange(boxes, self._half, gpu, step, failed, limit_ns)
             for gpu, (step, failed) in enumerate(zip(self.steps, self._failed, strict=True))
         ]
 
     def __del__(self) -> None:
         # No waiting here: a garbage collection may call this method during a capture.
-        boxes = getattr(self, "_boxes", None)
-        if boxes:
-            _gone.append(boxes)
+        if self._boxes:
+            _gone.append(self._boxes)
 
     def begin_step(self, gpu: int) -> None:
         """Queue the beginning of a step of a GPU on its current stream."""

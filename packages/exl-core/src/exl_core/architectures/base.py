@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ..config.json_reader import JsonReader
 from .windows import LayerRope, main_rope, no_windows
 
-__all__ = ["Activation", "Architecture", "Experts", "FusedTensor"]
+__all__ = ["Activation", "Architecture", "Experts", "FusedTensor", "Vision"]
 
 Activation = Literal["silu", "gelu", "quickgelu", "gelu_erf", "relu2"]
 
@@ -60,6 +60,17 @@ class Experts:
     shared_prefix: str | None = None  # "mlp.shared_expert": gate_proj, up_proj, down_proj below it
     shared_gate: str | None = None
     shared_width_keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Vision:
+    """The image tower of a multimodal model."""
+
+    name: str  # in the documentation
+    model_type: str  # `config.vision_model_type`
+    encoder: Literal["pixtral", "qwen", "siglip"]  # of `vision.tower.ENCODERS`
+    merges: bool = False  # pixtral: the projector norms features and merges patches
+    gated: bool = False  # qwen: gated MLPs, RMS norms and windows
 
 
 @dataclass(frozen=True)
@@ -152,7 +163,7 @@ class Architecture:
     keymap: tuple[tuple[str, str], ...] = ()  # applied in order to tensor names; `$` anchors at the start
     # Multimodal models: requirements for the vision part of the file.
     text_model_types: tuple[str, ...] = ()  # of text_config; empty: any
-    vision: str | None = None  # name of the tower
+    vision: Vision | None = None  # None: text only
     grid_merge: int = 1  # patches of a side that make one row of an image; default of `vision_config`
     mrope_section: tuple[int, int, int] | None = None  # frequencies by time, height and width; default of the file
     pictures_see_themselves: bool = False  # the rows of one image attend to each other in both directions

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ..config.json_reader import JsonReader
-from .base import Architecture
+from .base import Architecture, Vision
 from .mistral import MIXTRAL_EXPERTS
 from .windows import LayerRope, alternating_windows
 
@@ -95,6 +95,6 @@ GEMMA3_MULTIMODAL = replace(
         ("$vision_tower.vision_model.", "vision_tower."),
         ("mm_input_projection_weight", "mm_input_projection.weight"),
     ),
-    vision="SigLIP",
+    vision=Vision("SigLIP", "siglip_vision_model", "siglip"),
     pictures_see_themselves=True,
 )

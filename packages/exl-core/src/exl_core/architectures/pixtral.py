@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from ..config.json_reader import JsonReader
+from .base import Vision
 from .mistral import MISTRAL, MISTRAL_WINDOWS
 
 
@@ -41,7 +42,7 @@ LLAVA = replace(
         ("$model.vision_tower.", "vision_tower."),
         ("$model.multi_modal_projector.", "multi_modal_projector."),
     ),
-    vision="Pixtral",
+    vision=Vision("Pixtral", "pixtral", "pixtral"),
     kv_heads=kv_heads,
 )
 
@@ -50,5 +51,5 @@ MISTRAL3 = replace(
     name="Mistral3ForConditionalGeneration",
     text_model_types=("mistral",),
     tied_head=True,
-    vision="Mistral 3",
+    vision=Vision("Mistral 3", "pixtral", "pixtral", merges=True),
 )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ..config.json_reader import JsonReader
-from .base import Architecture, Experts
+from .base import Architecture, Experts, Vision
 from .windows import layer_types, read_window
 
 # Defaults of transformers' configuration classes for keys that config.json omits.
@@ -89,9 +89,13 @@ QWEN2_VL = replace(
     name="Qwen2VLForConditionalGeneration",
     defaults=QWEN2_VL_DEFAULTS,
     keymap=QWEN2_VL_KEYS,
-    vision="Qwen2-VL",
+    vision=Vision("Qwen2-VL", "qwen2", "qwen"),
     rope_theta=1_000_000.0,
     grid_merge=2,
     mrope_section=(16, 24, 24),
 )
-QWEN2_5_VL = replace(QWEN2_VL, name="Qwen2_5_VLForConditionalGeneration", vision="Qwen2.5-VL")
+QWEN2_5_VL = replace(
+    QWEN2_VL,
+    name="Qwen2_5_VLForConditionalGeneration",
+    vision=Vision("Qwen2.5-VL", "qwen2.5", "qwen", gated=True),
+)

@@ -28,14 +28,6 @@ log = logging.getLogger(__name__)
 SCALES = ("scale_emb", "embedding_multiplier", "scale_depth", "residual_multiplier", "logit_scale", "logits_scaling")
 # The MLP in some files of the Llama kind: gate above up, and down.
 SWIGLU = ((".mlp.swiglu.w12.", ".mlp.gate_up_proj."), (".mlp.swiglu.w3.", ".mlp.down_proj."))
-# `vision_model_type` by the name of an architecture's image tower.
-VISION_TYPES = {
-    "Pixtral": "pixtral",
-    "Mistral 3": "pixtral",
-    "Qwen2-VL": "qwen2",
-    "Qwen2.5-VL": "qwen2.5",
-    "SigLIP": "siglip_vision_model",
-}
 CPU_MATMUL_MODES = ("int8", "exact")
 VOCAB_PADDING = 32  # the number of logits is a multiple of this
 # Far beyond any published model; a file that asks for more is damaged or hostile.
@@ -301,7 +293,7 @@ class ExLlamaV2Config:
             break
         else:
             raise errors[0]
-        self.vision_model_type = None if self.arch.vision is None else VISION_TYPES[self.arch.vision]
+        self.vision_model_type = None if self.arch.vision is None else self.arch.vision.model_type
         text_type = read.string("text_config->model_type", default=None)
         if self.arch.text_model_types and text_type not in self.arch.text_model_types:
             raise UnsupportedArchitectureError(

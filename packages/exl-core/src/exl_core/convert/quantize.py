@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 from exl_kernels.quantize.folder import QuantizeReport, quantize_folder
@@ -11,22 +10,18 @@ from exl_kernels.quantize.layout import FolderMatrix
 
 from ..config import ExLlamaV2Config
 from ..errors import FormatError, ModelStateError
-from ..layers import (
-    Attention,
-    FeedForward,
-    GatedMLP,
-    Head,
-    Linear,
-    Module,
-    MoE,
-    ParallelDecoder,
-    PlainMLP,
-    build_modules,
-)
+from ..layers import Linear, build_modules
 from ..loading.checkpoint import Checkpoint, TensorReader
-from ..loading.linears import stored_key
+from ..loading.linears import Role, stored_key
 
 __all__ = ["folder_layout", "quantize_model"]
+
+BLOCKS: dict[Role, str] = {
+    **dict.fromkeys(("q", "k", "v", "o"), "self_attn"),
+    **dict.fromkeys(("gate", "up", "down"), "mlp"),
+    "head": "",
+}
+"""The part of a layer whose matrices get their bit widths together, by the role of a matrix; others stay float."""
 
 
 def quantize_model(source: str | os.PathLike[str], target: str | os.PathLike[str], **options: Any) -> QuantizeReport:
@@ -64,39 +59,14 @@ def folder_layout(config: ExLlamaV2Config) -> list[FolderMatrix]:
         raise ModelStateError("the config was prepared with no_tensors=True: call config.prepare() first")
     reader = TensorReader(config.checkpoint)
     return [
-        _matrix(linear, slot, role, reader, config.checkpoint)
+        _matrix(linear, f"{module.key}.{block}" if block else "", reader, config.checkpoint)
         for module in build_modules(config)
-        for linear, slot, role in _linears(module)
+        for linear in module.submodules()
+        if (block := BLOCKS.get(linear.spec.role)) is not None
     ]
 
 
-def _linears(module: Module) -> Iterator[tuple[Linear, str, str]]:
-    """Yield (matrix, slot, role) of a module's linears except routers."""
-    if isinstance(module, Attention):
-        for linear, role in zip((module.q_proj, module.k_proj, module.v_proj, module.o_proj), "qkvo", strict=True):
-            yield linear, f"{module.key}.self_attn", role
-    if isinstance(module, ParallelDecoder):
-        yield from _linears(module.mlp)
-    elif isinstance(module, FeedForward):
-        for linear, role in _feed_forward(module):
-            yield linear, f"{module.key}.mlp", role
-    elif isinstance(module, Head):
-        yield module.linear, "", "head"
-
-
-def _feed_forward(module: FeedForward) -> Iterator[tuple[Linear, str]]:
-    if isinstance(module, MoE):
-        for role in ("gate", "up", "down"):  # in the order of stacked files, so that each tensor is read once
-            yield from ((getattr(expert, role), role) for expert in module.experts)
-        if module.shared is not None:
-            yield from _feed_forward(module.shared)
-    elif isinstance(module, GatedMLP):
-        yield from zip((module.gate_proj, module.up_proj, module.down_proj), ("gate", "up", "down"), strict=True)
-    elif isinstance(module, PlainMLP):
-        yield from zip((module.up_proj, module.down_proj), ("up", "down"), strict=True)
-
-
-def _matrix(linear: Linear, slot: str, role: str, reader: TensorReader, checkpoint: Checkpoint) -> FolderMatrix:
+def _matrix(linear: Linear, slot: str, reader: TensorReader, checkpoint: Checkpoint) -> FolderMatrix:
     spec = linear.spec
     key, rows = stored_key(reader, spec)
     name = f"{key}.weight" if reader.has(f"{key}.weight") else key
@@ -108,7 +78,7 @@ def _matrix(linear: Linear, slot: str, role: str, reader: TensorReader, checkpoi
     return FolderMatrix(
         spec.key,
         slot,
-        role,
+        spec.role,
         checkpoint.entry(name).name,
         spec.in_features,
         out_features,

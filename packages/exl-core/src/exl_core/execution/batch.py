@@ -36,7 +36,7 @@ class Sharding(Protocol):
 class Step:
     """One chunk on its way through the modules: T = batch * q_len token rows, sequence by sequence.
 
-    `exl_core.execution.step` builds a step; modules read it and do not change it.
+    `exl_core.execution.build_step` builds a step; modules read it and do not change it.
     """
 
     batch_size: int

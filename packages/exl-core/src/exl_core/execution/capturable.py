@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
@@ -12,13 +11,13 @@ from torch import Tensor
 
 from exl_kernels.selection import PACKED_ROWS, STEP_ROWS
 
-from ..errors import InputError
-from ..layers import Head, Intervention, Module, MoE
+from ..layers import Head, Intervention, Module
 from ..lora.pairs import LoraPair
 from .attn_params import PagedParams
 from .batch import DECODE_TOKENS, Step
-from .inputs import Bucket, StepTensors
-from .step import build_step
+from .build_step import build_step
+from .environment import GRAPHS_VARIABLE, captures_steps
+from .step_inputs import Bucket, StepTensors
 
 if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
@@ -27,11 +26,8 @@ if TYPE_CHECKING:
     from ..language_model import LanguageModel
 
 __all__ = [
-    "GRAPHS_VARIABLE",
     "MAX_Q_LEN",
-    "PROMPTS_VARIABLE",
     "NotCapturableError",
-    "eager_prompts",
     "padded_rows",
     "refusal_of_adapters",
     "refusal_of_model",
@@ -39,12 +35,6 @@ __all__ = [
     "static_step",
     "without_hooks",
 ]
-
-GRAPHS_VARIABLE = "EXL_CUDA_GRAPHS"  # "0": always launch operator by operator
-PROMPTS_VARIABLE = "EXL_CUDA_PROMPT_GRAPHS"
-"""Passes of short prompts of one size that run eagerly before that size is captured; "0": never capture prompts."""
-EAGER_PROMPTS = 8
-"""Default of PROMPTS_VARIABLE: a capture takes about as long as so many passes gain by it."""
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MAX_Q_LEN = DECODE_TOKENS
@@ -99,17 +89,9 @@ def refusal_of_model(model: LanguageModel) -> str | None:
     return None
 
 
-def eager_prompts() -> int:
-    """Return EXL_CUDA_PROMPT_GRAPHS, by default EAGER_PROMPTS; 0: short prompts are not captured. Raises InputError."""
-    text = os.environ.get(PROMPTS_VARIABLE, "").strip()
-    if text and not text.isdecimal():
-        raise InputError(f"{PROMPTS_VARIABLE} is {text!r}, must be a number of passes, or 0 to capture no prompts")
-    return int(text or EAGER_PROMPTS)
-
-
 def refusal_of_settings(config: ExLlamaV2Config) -> str | None:
     """Return why no step of any model of this config is captured, or None."""
-    if os.environ.get(GRAPHS_VARIABLE, "1").strip() == "0":
+    if not captures_steps():
         return f"{GRAPHS_VARIABLE}=0 asks for eager launches"
     return "config.no_graphs asks for eager launches" if config.no_graphs else None
 
@@ -147,7 +129,8 @@ def static_step(
 def refusal_of_adapters(model: LanguageModel, sets: Sequence[tuple[Adapter, ...]]) -> str | None:
     """Return why rows of captured steps cannot have these adapters, or None."""
     # The head and routers return float32, which the kernels of adapters cannot add to.
-    keys = {linear.key for m in model.modules if not isinstance(m, Head | MoE) for linear in m.submodules()}
+    specs = (linear.spec for linear in model.linears())
+    keys = {spec.key for spec in specs if spec.role != "head" and not spec.in_mixture}
     for adapter in (adapter for adapters in sets for adapter in adapters):
         if adapter.replacements or adapter.embedding is not None or adapter.embedding_pair is not None:
             return "an adapter brings whole matrices or changes the embedding"

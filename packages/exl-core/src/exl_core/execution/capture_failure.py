@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .inputs import Bucket
+from .step_inputs import Bucket
 
 __all__ = ["FIRST_PAUSE", "LONGEST_PAUSE", "CaptureFailure"]
 

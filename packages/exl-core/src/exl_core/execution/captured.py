@@ -28,11 +28,9 @@ from ..layers import Head, Module
 from ..lora.rows import RowAdapters
 from .adapter_sets import AdapterSets
 from .attn_params import PagedParams
-from .batch import Step
 from .capturable import (
     MAX_Q_LEN,
     NotCapturableError,
-    eager_prompts,
     padded_rows,
     refusal_of_adapters,
     refusal_of_model,
@@ -40,8 +38,8 @@ from .capturable import (
     without_hooks,
 )
 from .capture_failure import CaptureFailure
-from .fused import JoinedLaunches, joined_launches_of, joins_adapters
-from .inputs import Bucket, StepInputs, StepTensors, passed
+from .environment import PROMPTS_VARIABLE, eager_prompts, joins_adapters
+from .fused import JoinedLaunches, joined_launches_of
 from .next_step import CapturedStep, NextStep, on_cpu
 from .prompt_windows import windows_of
 from .sections import Handover, SectionGraphs, mirrored, sections_of
@@ -49,6 +47,7 @@ from .sharded.coverage import row_bytes
 from .sharded.launches import ShardLaunches, shard_launches_of
 from .sharded.mail import Mail, exchanges, refusal_of_access
 from .sharded.prompts import Prompts
+from .step_inputs import Bucket, StepInputs, StepTensors, passed
 
 if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
@@ -60,6 +59,8 @@ __all__ = ["CaptureFailure", "DecodeGraphs"]
 
 PLACE_PARTS = 4  # numbers of `_place`; the version of the adapters follows in keys of steps with adapters
 ONE_TOKEN = Bucket(1, 1, 1, 1)
+INVALID = "an argument is invalid"
+"""A captured step checks all its arguments at once. The checks of other passes raise errors that name the argument."""
 MAX_GRAPHS = 64
 """Most captured steps of one cache, each a few MB of GPU memory. Beyond them the one unused for longest is dropped."""
 
@@ -102,7 +103,6 @@ class DecodeGraphs:
         self._eager: Counter[Bucket] = Counter()  # eager passes of buckets without logits
         self._arrangement: list[Module] | None = None  # the modules that `_refused` refers to
         self._modules: list[Module] | None = None  # the modules, without hooks, that the captured steps belong to
-        self.longest = 0  # tokens of the longest sequence after the last captured step
         self.steps = 0  # captured steps run so far; each may overwrite the logits of another
         self.generation = 0  # number of calls of `clear`: next steps of earlier generations are dropped
         self.reason: str | None = None
@@ -110,42 +110,18 @@ class DecodeGraphs:
 
     # ------------------------------------------------------------------------------------------------------- the step
 
-    def takes(self, model: LanguageModel, *, step: bool) -> bool:
-        """Return whether passes of this model may be captured or run by joined launches.
+    def refusal(self, model: LanguageModel, *, step: bool) -> str | None:
+        """Return why passes of this model are neither captured nor run by joined launches; None if they may be.
 
-        With `step`, `reason` gets the reason if not.
+        With `step`, `reason` gets the reason, if there is one.
         """
         why = self._refusal_of(model)
         if step and why is not None:
             self.reason = why
-        return why is None
+        return why
 
-    def step(
-        self,
-        ids: Tensor,
-        cache: ExLlamaV2CacheBase | None,
-        params: PagedParams,
-        adapters: Sequence[tuple[Adapter, ...]] = (),
-    ) -> Tensor | None:
-        """Run a step over pages as a captured step.
-
-        Args:
-            ids: [B, q].
-            cache: the cache of the pages.
-            params: paged parameters.
-            adapters: of each row; () where no row has any.
-
-        Returns:
-            Logits float32 [B, q, padded vocabulary], in memory that the next call overwrites. None where no captured
-            step covers the arguments or an argument is invalid: the caller runs the step eagerly, with checks and
-            error messages.
-        """
-        batch, q_len = ids.shape
-        prepared = None if params.batch_size != batch else self.prepare_next_step(q_len, cache, params, adapters)
-        return None if prepared is None else prepared.run(ids)
-
-    def store(self, ids: Tensor, cache: ExLlamaV2CacheBase, params: PagedParams) -> bool:
-        """Store the keys and values of a short prompt by a captured step.
+    def prepare_store(self, ids: Tensor, cache: ExLlamaV2CacheBase, params: PagedParams) -> NextStep | str:
+        """Prepare a captured step that stores the keys and values of a short prompt, and fill in its ids.
 
         The first passes of a bucket are not captured: many prompts are the only ones of their size.
 
@@ -155,16 +131,17 @@ class DecodeGraphs:
             params: paged parameters.
 
         Returns:
-            False, with nothing done, where no captured step covers the arguments or an argument is invalid.
+            The step, or the reason why no captured step covers the arguments.
         """
-        windows = windows_of(ids, params) if eager_prompts() else None
+        if not eager_prompts():
+            return f"{PROMPTS_VARIABLE} is 0"
+        windows = windows_of(ids, params)
         if windows is None:
-            return False
+            return f"the windows of the prompts have more than {PACKED_ROWS} tokens"
         step = self.prepare_next_step(windows.ids.shape[1], cache, windows.params, stores=True)
-        if step is None or not step.store(windows.ids, windows.counts):
-            return False
-        cache.current_seq_len = windows.longest
-        return True
+        if isinstance(step, str):
+            return step
+        return step if step.fill(windows.ids, windows.counts, windows.longest) else INVALID
 
     def prepare_next_step(
         self,
@@ -174,8 +151,8 @@ class DecodeGraphs:
         adapters: Sequence[tuple[Adapter, ...]] = (),
         *,
         stores: bool = False,
-    ) -> NextStep | None:
-        """Do all work of a step of `q_len` tokens a row that does not need its ids; None as for `step`.
+    ) -> NextStep | str:
+        """Do all work of a step of `q_len` tokens a row that does not need its ids.
 
         Args:
             q_len: tokens a row.
@@ -183,45 +160,52 @@ class DecodeGraphs:
             params: paged parameters.
             adapters: of each row; () where no row has any.
             stores: the step has no logits.
+
+        Returns:
+            The step, or the reason why no captured step covers the arguments. Reasons of steps of few tokens with valid
+            arguments are in `reason`, too.
         """
         batch = params.batch_size
         if q_len > MAX_Q_LEN or cache is None or params.q_lens is not None:
-            return None
+            return f"it is no step over pages of a cache of at most {MAX_Q_LEN} tokens a row"
         if batch * q_len > STEP_ROWS:
-            self.reason = f"the step has {batch} x {q_len} tokens; captured steps have at most {STEP_ROWS}"
-            return None
+            return self._refused_step(f"the step has {batch} x {q_len} tokens; captured steps have at most {STEP_ROWS}")
         model = self._model()
-        if model is None or not self._usable(model) or cache.batch_size != 1:
-            return None
+        if model is None:
+            return "the model is gone"
+        why = self.reason = self._refusal_of(model)
+        if why is not None:
+            return why
         size, places = params.page_size, cache.max_seq_len // params.page_size
         past, table = on_cpu(params.cache_seqlens, torch.int32), on_cpu(params.block_index, torch.int32)
-        if params.q_len not in (0, q_len) or cache.max_seq_len % size or past is None or table is None:
-            return None
+        if past is None or table is None:
+            return "block_index or cache_seqlens is on a GPU"
+        if cache.batch_size != 1 or params.q_len not in (0, q_len) or cache.max_seq_len % size:
+            return INVALID
         offsets = None if params.rope_offsets is None else _offsets(params.rope_offsets, past)
         if params.rope_offsets is not None and offsets is None:
-            return None
+            return "rope_offsets lead beyond the tables of captured steps"
         longest = max(past.tolist(), default=0) + q_len  # faster on the host than the tensor's own maximum
-        if longest > min(table.shape[1] * size, model.config.max_seq_len):
-            return None
-        if adapters and model.tp_context is not None:
-            self.reason = "adapters of a sharded model are added on its first device"
-            return None
-        if adapters and batch * q_len > PACKED_ROWS:
-            self.reason = f"adapters are added by kernels to at most {PACKED_ROWS} rows"
-            return None
-        set_ids = self._set_ids_of(model, adapters) if adapters else []
-        if set_ids is None:
-            return None
+        most = min(table.shape[1] * size, model.config.max_seq_len)
+        if longest > most:
+            return f"the step ends at {longest} tokens; its pages and the model hold {most}"
+        set_ids = self._set_ids_of(model, adapters, batch * q_len) if adapters else []
+        if isinstance(set_ids, str):
+            return self._refused_step(set_ids)
         sizes = self._bucket(batch, q_len, longest, size, places)
         bucket = self._store_bucket(model, sizes, places) if stores else sizes
-        if bucket is None or not self._takes(model, bucket):
-            return None
-        captured = self._captured(model, cache, bucket, bool(adapters))
-        if captured is None:
-            return None
+        if bucket is None:
+            return "no captured step stores such a prompt, or not before more of its size"
+        captured = self._refusal_of_bucket(model, bucket) or self._captured(model, cache, bucket, bool(adapters))
+        if isinstance(captured, str):
+            return self._refused_step(captured)
         limits = (model.config.vocab_size, model.config.max_seq_len, places)
         of_tokens = [set_id for set_id in set_ids for _ in range(q_len)]
         return NextStep(self, cache, captured, (batch, q_len), (past, table), limits, offsets, longest, of_tokens)
+
+    def _refused_step(self, why: str) -> str:
+        self.reason = why
+        return why
 
     def forget_adapters(self) -> None:
         """Drop the captured steps with adapters, which hold the adapters' tensors."""
@@ -237,33 +221,33 @@ class DecodeGraphs:
         if not self._recording:  # the garbage collector may find the adapter at any time
             self._drop_adapted()
 
-    def _set_ids_of(self, model: LanguageModel, adapters: Sequence[tuple[Adapter, ...]]) -> list[int] | None:
+    def _set_ids_of(
+        self, model: LanguageModel, adapters: Sequence[tuple[Adapter, ...]], tokens: int
+    ) -> list[int] | str:
         """Return the number in `_sets` of each row's adapters, -1 for none.
 
-        None where captured steps cannot have these adapters; `reason` says why. New adapters invalidate the captured
-        steps with others, whose tables have no room for more.
+        Or return the reason why captured steps cannot have these adapters. New adapters invalidate the captured steps
+        with others, whose tables have no room for more.
         """
+        if model.tp_context is not None:
+            return "adapters of a sharded model are added on its first device"
+        if tokens > PACKED_ROWS:
+            return f"adapters are added by kernels to at most {PACKED_ROWS} rows"
         if self._sets.stale:
             self.forget_adapters()
         new = self._sets.new_of(adapters)
         if new:
-            self.reason = refusal_of_adapters(model, new)
-            if self.reason is not None:
-                return None
+            why = refusal_of_adapters(model, new)
+            if why is not None:
+                return why
             self._sets.add(new, adapters, weakref.WeakMethod(self._adapter_died))
         return self._sets.ids_of(adapters)
 
-    def joined_launches(self, step: Step) -> JoinedLaunches | None:
-        """Return the joined launches for a pass that is no captured step; None where modules run their own passes."""
-        model = self._model()
-        if model is None or model.device is None or model.device.type != "cuda" or self._refusal_of(model):
-            return None
+    def joined_launches(self, model: LanguageModel) -> JoinedLaunches | str:
+        """Return the joined launches of a model that is on one GPU, or the reason why there are none."""
         if model.placement.several:
-            return None
-        if step.loras or step.embeddings or step.sharding or step.key_mask is not None or step.abort_event is not None:
-            return None
-        joined = self._joined_or_reason(model)
-        return joined if isinstance(joined, JoinedLaunches) else None
+            return "the model is on several devices"
+        return self._joined_or_reason(model)
 
     def _joined_or_reason(self, model: LanguageModel) -> JoinedLaunches | str:
         if self._joined is None:
@@ -316,10 +300,6 @@ class DecodeGraphs:
         if not self.count:
             self._pools.clear()  # torch drops a pool with its last graph; its number must not be used again
 
-    def _usable(self, model: LanguageModel) -> bool:
-        self.reason = self._refusal_of(model)
-        return self.reason is None
-
     def _refusal_of(self, model: LanguageModel) -> str | None:
         found = model.arrangement
         if self._arrangement is not found:
@@ -356,20 +336,23 @@ class DecodeGraphs:
             return None
         return found
 
-    def _takes(self, model: LanguageModel, bucket: Bucket) -> bool:
-        """Return whether steps of a bucket have batch-invariant results if they are captured."""
+    def _refusal_of_bucket(self, model: LanguageModel, bucket: Bucket) -> str | None:
+        """Return why steps of a bucket cannot be captured with batch-invariant results, or None."""
         if model.tp_context is not None:
-            return self._takes_sharded(model, bucket)
+            shards = self.shard_launches(model, bucket)
+            if isinstance(shards, str) or all(launches.takes(bucket.tokens) for launches in shards):
+                return shards if isinstance(shards, str) else None
+            return (
+                f"the matrices are sharded, and one has no kernel with norm, gate and residual for {bucket.tokens} rows"
+            )
         if bucket.tokens <= PACKED_ROWS:
-            return True
+            return None
         joined = self._joined_or_reason(model)
         why = joined if isinstance(joined, str) else joined.refusal_of_rows(bucket.tokens)
-        if why is not None:
-            self.reason = f"a step of more than {PACKED_ROWS} rows is not batch-invariant: {why}"
-        return why is None
+        return None if why is None else f"a step of more than {PACKED_ROWS} rows is not batch-invariant: {why}"
 
-    def shard_launches(self, model: LanguageModel, bucket: Bucket = ONE_TOKEN) -> list[ShardLaunches] | None:
-        """Return the launches of each device of a sharded model, or None; `reason` says why.
+    def shard_launches(self, model: LanguageModel, bucket: Bucket = ONE_TOKEN) -> list[ShardLaunches] | str:
+        """Return the launches of each device of a sharded model, or the reason why there are none.
 
         bucket: the bucket that needs them, for messages.
         """
@@ -379,46 +362,32 @@ class DecodeGraphs:
             failure = self._shards_failure
             if failure is not None and failure.pause > 0:
                 self._shards_failure = failure.waited()
-                self.reason = str(self._shards_failure)
-                return None
+                return str(self._shards_failure)
             try:
                 with torch.inference_mode(False):
                     self._shards = refusal_of_access(context) or shard_launches_of(model)
             except (DeviceError, RuntimeError) as error:
                 self._shards_failure = CaptureFailure.of(bucket, error, failure)
-                self.reason = str(self._shards_failure)
-                return None
+                return str(self._shards_failure)
             self._shards_failure = None
         if isinstance(self._shards, str):
-            self.reason = f"the matrices are sharded, and {self._shards}"
-            return None
+            return f"the matrices are sharded, and {self._shards}"
         return self._shards
 
-    def prompts(self, model: LanguageModel) -> Prompts | None:
-        """Return what runs the prompts of a sharded model, or None; `reason` says why."""
+    def prompts(self, model: LanguageModel) -> Prompts | str:
+        """Return what runs the prompts of a sharded model, or the reason why nothing does; `reason` gets it, too."""
         shards = self.shard_launches(model)
-        if shards is None:
-            return None
+        if isinstance(shards, str):
+            return self._refused_step(shards)
         if self._prompts is None:
             assert model.tp_context is not None, "asked of sharded models"
             self._prompts = Prompts(model.tp_context, shards)
         return self._prompts
 
-    def _takes_sharded(self, model: LanguageModel, bucket: Bucket) -> bool:
-        """Return whether the devices of a sharded model have captured steps of a bucket; `reason` says why not."""
-        rows, shards = bucket.tokens, self.shard_launches(model, bucket)
-        if shards is None:
-            return False
-        if not all(launches.takes(rows) for launches in shards):
-            self.reason = (
-                f"the matrices are sharded, and one has no kernel with norm, gate and residual for {rows} rows"
-            )
-            return False
-        return True
-
     def _captured(
         self, model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, adapted: bool
-    ) -> CapturedStep | None:
+    ) -> CapturedStep | str:
+        """Return the captured step of a bucket, recorded now if there is none, or why it cannot be recorded."""
         place = _place(cache, bucket.page_size)
         key = (*place, self._sets.version) if adapted else place
         held = self._graphs.get(key)
@@ -436,22 +405,20 @@ class DecodeGraphs:
         failure = self._failed.get((key, bucket))
         if failure is not None and failure.pause > 0:
             failure = self._failed[key, bucket] = failure.waited()
-            self.reason = str(failure)
-            return None
+            return str(failure)
         try:
             self._recording = True
             with torch.inference_mode(False), torch.no_grad():
                 made = self._record(model, cache, bucket, adapted)
         except NotCapturableError as error:
-            self._refused = self.reason = f"the step could not be captured: {error}"
-            return None
+            self._refused = f"the step could not be captured: {error}"
+            return self._refused
         except (DeviceError, RuntimeError) as error:
             failure = CaptureFailure.of(bucket, error, failure)
             self._failed[key, bucket] = failure
-            self.reason = str(failure)
             if not self.count:
                 self._pools.clear()  # as in `_drop`
-            return None
+            return str(failure)
         finally:
             self._recording = False
         self._failed.pop((key, bucket), None)
@@ -517,7 +484,7 @@ class DecodeGraphs:
         self, model: LanguageModel, context: TensorParallel, cache: ExLlamaV2CacheBase, bucket: Bucket
     ) -> CapturedStep:
         """Record a graph for each device of a sharded model. The graphs wait for one another's results."""
-        assert isinstance(self._shards, list), "_takes_sharded has made them"
+        assert isinstance(self._shards, list), "_refusal_of_bucket has made them"
         inputs = StepInputs(bucket, context.home)
         logits = self._logits_of(bucket.tokens, model.config.padded_vocab_size, context.home)
         boxes = self._mail.boxes(context, bucket.tokens, row_bytes(model.modules, len(self._shards)))

@@ -11,8 +11,8 @@ from exl_kernels.selection import STEP_ROWS
 from ..device import out_of_memory_as_error
 from .attn_params import PagedParams
 from .batch import DECODE_TOKENS
-from .forward_pass import ForwardPass, checked
-from .step import build_step
+from .build_step import build_step
+from .forward_pass import ForwardPass
 
 if TYPE_CHECKING:
     from ..language_model import LanguageModel
@@ -26,8 +26,7 @@ class Eager:
     """Run module by module. Each module decides how it computes its part; no launches span modules."""
 
     def run(self, model: LanguageModel, asked: ForwardPass) -> dict[str, Any] | None:
-        """Run a pass module by module; see `Executor.run`."""
-        asked = checked(model, asked)
+        """Run a checked pass module by module; see `Executor.run`."""
         with out_of_memory_as_error("run the model"), matmuls_of(asked):
             return run_modules(model, asked, self.step(model, asked))
 

@@ -22,7 +22,7 @@ class ExecutableModel(LanguageModel, Protocol):
 
 
 class Executor(Protocol):
-    """One way to run forward passes. An executor keeps no state of a model."""
+    """One way to run forward passes, or one pass that it was made for. `select` returns it; it chooses nothing."""
 
     def run(self, model: ExecutableModel, asked: ForwardPass) -> dict[str, Any] | None:
         """Run a pass, store its keys and values, and move `cache.current_seq_len`.
@@ -32,7 +32,7 @@ class Executor(Protocol):
             unchanged.
 
         Raises:
-            DeviceError: the GPU ran out of memory or was lost. Errors of `forward_pass.checked` are raised before
-                anything is computed.
+            DeviceError: the GPU ran out of memory or was lost.
+            InputError, SequenceTooLongError: places of the tokens are invalid. Raised before anything is computed.
         """
         ...

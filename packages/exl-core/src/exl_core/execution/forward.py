@@ -1,4 +1,4 @@
-"""`ExLlamaV2.forward`: any number of tokens, chunk by chunk, each by the executor that `select` names."""
+"""`ExLlamaV2.forward`: any number of tokens, chunk by chunk, each the way that `select` returns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..axes import chunk_end
-from ..inputs import (
+from .arguments import (
     check_context,
     check_ids,
     check_last_state,
@@ -62,7 +62,7 @@ def forward_all(model: ExecutableModel, asked: ForwardPass, *, cpu_logits: bool)
             is_checked=True,
         )
         check_results(model, chunk)
-        result = select(model, chunk).run(model, chunk)
+        result = select(model, chunk).executor.run(model, chunk)
         if result is None:
             return None
         if "logits" in result:
@@ -75,5 +75,5 @@ def forward_all(model: ExecutableModel, asked: ForwardPass, *, cpu_logits: bool)
 
 def forward_chunk(model: ExecutableModel, asked: ForwardPass) -> dict[str, Any]:
     """Run one chunk. Returns and raises as `ExLlamaV2.forward_chunk`."""
-    result = select(model, asked).run(model, asked)
+    result = select(model, asked).executor.run(model, asked)
     return {"aborted": True} if result is None else result

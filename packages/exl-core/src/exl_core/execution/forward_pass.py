@@ -11,7 +11,9 @@ from torch import Tensor
 
 from ..embeddings import ExLlamaV2MMEmbedding
 from ..errors import SequenceTooLongError, UnsupportedError
-from ..inputs import (
+from ..lora import ExLlamaV2Lora
+from ..lora.rows import of_all_rows
+from .arguments import (
     check_context,
     check_ids,
     check_indices,
@@ -20,8 +22,6 @@ from ..inputs import (
     contiguous_params,
     paged_params,
 )
-from ..lora import ExLlamaV2Lora
-from ..lora.rows import of_all_rows
 from .attn_params import AttentionParams, PagedParams
 
 if TYPE_CHECKING:
@@ -62,27 +62,31 @@ class ForwardPass:
     """`extract` once checked."""
 
     @property
-    def fusable(self) -> bool:
-        """Whether joined or captured launches can compute the pass.
-
-        They support no embeddings, masks or states, and adapters only in captured steps.
-        """
-        if (self.loras or self.row_loras or self.adapters) and not self.capturable:
-            return False
-        if self.embeddings or self.return_last_state or self.extract:
-            return False
-        return self.abort_event is None and self.input_mask is None
+    def needs_modules(self) -> str | None:
+        """The reason why only the modules' own passes can run the pass, or None."""
+        if self.embeddings:
+            return "embeddings are inserted by the modules' own passes"
+        if self.return_last_state or self.extract:
+            return "states between modules are results of the modules' own passes"
+        if self.abort_event is not None:
+            return "an abort event is checked between modules"
+        if self.input_mask is not None or (
+            isinstance(self.params, AttentionParams) and self.params.input_mask is not None
+        ):
+            return "a mask is applied by the modules' own passes"
+        return None
 
     @property
     def capturable(self) -> bool:
-        """Whether a `fusable` pass may be a captured step: all logits of tokens in pages."""
+        """Whether the pass may be a captured step, unless it `needs_modules`: all logits of tokens in pages."""
         plain = not (self.preprocess_only or self.last_id_only) and self.position_offsets is None
         return plain and isinstance(self.params, PagedParams)
 
     @property
     def stores(self) -> bool:
-        """Whether a `fusable` pass only stores the keys and values of tokens in pages, so that it may be captured."""
-        return self.preprocess_only and self.position_offsets is None and isinstance(self.params, PagedParams)
+        """Whether a captured step may run the pass, which only stores the keys and values of tokens in pages."""
+        plain = self.position_offsets is None and not (self.loras or self.row_loras or self.adapters)
+        return self.preprocess_only and plain and isinstance(self.params, PagedParams)
 
     def end(self) -> int:
         """Return the number of tokens of the longest sequence after a checked pass."""

@@ -16,7 +16,6 @@ batch-invariant (`PACKED_ROWS`) torch runs the matmuls, residual sums included.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
@@ -29,36 +28,18 @@ from exl_kernels.linear.fused import FusedLinear, Packed
 from exl_kernels.linear.fused import Norm as InputNorm
 from exl_kernels.selection import PACKED_ROWS
 
-from ..errors import InputError
 from ..layers import Attention, Embedding, Head, Module, Norm, RMSNorm
 from ..layers.module import refusal_of_float
 from .attention_half import AttentionHalf
 from .batch import Step
+from .environment import JOINED_ROWS_VARIABLE, joined_rows
 from .half import Half, JoinedHalf, ModuleHalf, Normed, is_changed, why_apart
 from .halves import chains, chains_to, half_of
 
 if TYPE_CHECKING:
     from ..language_model import LanguageModel
 
-__all__ = ["JoinedLaunches", "joined_launches_of", "joins_adapters"]
-
-JOINED_ROWS_VARIABLE = "EXL_DECODE_JOINED_ROWS"
-JOINED_ADAPTERS_VARIABLE = "EXL_DECODE_JOINED_ADAPTERS"  # "0": a step with adapters runs the modules' own passes
-JOINED_ROWS = PACKED_ROWS
-"""Most rows of joined launches, unless the variable says otherwise."""
-
-
-def joined_rows() -> int:
-    """Return EXL_DECODE_JOINED_ROWS (0: never join), default JOINED_ROWS, at most PACKED_ROWS. Raises InputError."""
-    text = os.environ.get(JOINED_ROWS_VARIABLE, "").strip()
-    if text and not text.isdecimal():
-        raise InputError(f"{JOINED_ROWS_VARIABLE} is {text!r}, must be a number of rows from 0 to {PACKED_ROWS}")
-    return min(int(text or JOINED_ROWS), PACKED_ROWS)
-
-
-def joins_adapters() -> bool:
-    """Return whether captured steps with adapters use joined launches: EXL_DECODE_JOINED_ADAPTERS is not 0."""
-    return os.environ.get(JOINED_ADAPTERS_VARIABLE, "1").strip() != "0"
+__all__ = ["JoinedLaunches", "joined_launches_of"]
 
 
 class JoinedLaunches:
@@ -109,8 +90,8 @@ class JoinedLaunches:
         """Run a step.
 
         Args:
-            given: ids int64 [T] on the device; for a section without embedding, the hidden state [T, hidden], which is
-                changed in place.
+            given: ids int64 [T] on the device, of which more than PACKED_ROWS run in blocks (`refusal_of_rows`); for a
+                section without embedding, the hidden state [T, hidden], which is changed in place.
             step: the step. Its adapters must be `RowAdapters`.
             logits: float32 [T, padded vocabulary], which a head fills.
 
@@ -119,7 +100,7 @@ class JoinedLaunches:
         """
         x = self._embedded(given)
         rows = x.shape[0]
-        if rows > PACKED_ROWS and self.refusal_of_rows(rows) is None:
+        if rows > PACKED_ROWS:
             with row_invariant_matmuls():
                 h = self._hidden(x, step, [half.join(rows) for half in self._halves])
                 return h if self._head is None or logits is None else self._logits_of_blocks(h, step, logits)

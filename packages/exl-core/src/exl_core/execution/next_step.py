@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from exl_kernels.sampling import NextStepInputs
+from exl_kernels.staging import StepStage
 
 from ..device import device_error
 from ..errors import DeviceError
 from ..lora.rows import RowAdapters
-from .inputs import StepInputs
 from .sections import SectionGraphs
+from .step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from exl_kernels.peer import Mailboxes
@@ -72,6 +73,7 @@ class NextStep:
         *(
             "_cache",
             "_captured",
+            "_filled",
             "_generation",
             "_inputs",
             "_limits",
@@ -101,6 +103,7 @@ class NextStep:
         self._limits, self._offsets, self._longest = limits, offsets, longest
         self._number = -1
         self._generation = owner.generation
+        self._filled: tuple[StepStage, Tensor | None] | None = None  # the inputs, and the ids that are on the GPU
 
     @property
     def is_current(self) -> bool:
@@ -116,21 +119,55 @@ class NextStep:
         """Queue the step with its ids and return its logits.
 
         Args:
-            ids: [B, q], int64 on the CPU, or any integers on the model's GPU in stream order, which are clamped to the
-                vocabulary.
+            ids: as for `fill`.
 
         Returns:
             The logits; None, with nothing queued, if the ids are invalid or the step was dropped.
         """
-        if self._dropped:
+        if not self.fill(ids):
             return None
+        self.send()
+        return self.launch()
+
+    def fill(self, ids: Tensor, counts: Sequence[int] = (), longest: int | None = None) -> bool:
+        """Check the inputs and pack them for `send`. Nothing is queued.
+
+        Args:
+            ids: [B, q], int64 on the CPU, or any integers on the model's GPU in stream order, which are clamped to the
+                vocabulary.
+            counts: tokens of each row that are no padding; () where all are.
+            longest: tokens of the longest sequence after the step, where rows have padding.
+
+        Returns:
+            False if the ids or other inputs are invalid, or the step was dropped.
+        """
+        if self._dropped:
+            return False
         there = ids.is_cuda
         tokens = None if there else on_cpu(ids, torch.int64)
-        if (tokens is None and not there) or tuple(ids.shape) != self._shape or not self._send(tokens):
-            return None
-        if there:
+        if (tokens is None and not there) or tuple(ids.shape) != self._shape:
+            return False
+        try:
+            stage = self._captured.inputs.fill(tokens, *self._inputs, self._limits, self._offsets, counts)
+        except RuntimeError as error:
+            raise _typed(error) from error
+        if stage is None:
+            return False
+        self._filled = stage, ids if there else None
+        self._longest = self._longest if longest is None else longest
+        return True
+
+    def send(self) -> None:
+        """Queue the copy of the inputs that `fill` packed. Raises DeviceError."""
+        assert self._filled is not None, "filled"
+        stage, ids = self._filled
+        self._filled = None
+        try:
+            stage.send(self._captured.inputs.buffer)
+        except RuntimeError as error:
+            raise _typed(error) from error
+        if ids is not None:
             self._ids().copy_(ids.reshape(-1)).clamp_(0, self._limits[0] - 1)
-        return self.launch()
 
     def inputs(self) -> NextStepInputs | None:
         """Return the inputs that work queued before `launch` must copy and fill in; None if the step is invalid or was
@@ -146,39 +183,30 @@ class NextStep:
     def _ids(self) -> Tensor:
         return self._captured.inputs.first_ids(self._shape[0] * self._shape[1])
 
-    def _send(self, ids: Tensor | None, counts: Sequence[int] = ()) -> bool:
-        try:
-            return self._captured.inputs.send(ids, *self._inputs, self._limits, self._offsets, counts)
-        except RuntimeError as error:
-            raise _typed(error) from error
-
     def launch(self) -> Tensor:
         """Queue the step after its inputs were copied and its ids filled in; return its logits.
 
         Raises:
             DeviceError: the GPU reported an error, or the step was dropped after `inputs`.
         """
-        if self._dropped:
-            raise DeviceError("the captured step was dropped before its launch; prepare it again")
+        self._check_kept()
         self._owner.steps += 1
         self._replay()
         self._number = self._owner.steps
         return self._captured.logits_of(*self._shape)
 
-    def store(self, ids: Tensor, counts: Sequence[int]) -> bool:
-        """Queue a step that only stores keys and values. The logits of other steps stay valid.
+    def store(self) -> None:
+        """Queue a step that only stores keys and values, after `send`. The logits of other steps stay valid.
 
-        Args:
-            ids: int64 [B, q] on the CPU.
-            counts: tokens of each row that are no padding.
-
-        Returns:
-            False, with nothing queued, if the ids are invalid or the step was dropped.
+        Raises:
+            DeviceError: as for `launch`.
         """
-        if self._dropped or not self._send(ids, counts):
-            return False
+        self._check_kept()
         self._replay()
-        return True
+
+    def _check_kept(self) -> None:
+        if self._dropped:
+            raise DeviceError("the captured step was dropped before its launch; prepare it again")
 
     def _replay(self) -> None:
         try:
@@ -191,7 +219,7 @@ class NextStep:
             if isinstance(error, RuntimeError):
                 raise _typed(error) from error
             raise
-        self._owner.longest = self._cache.current_seq_len = self._longest
+        self._cache.current_seq_len = self._longest
 
 
 def _typed(error: RuntimeError) -> Exception:

@@ -19,8 +19,8 @@ from ..layers import Head
 from ..placement import Placement
 from .batch import Step
 from .fused import JoinedLaunches
-from .inputs import StepInputs, StepTensors
 from .sharded.transfer import is_direct, queueing
+from .step_inputs import StepInputs, StepTensors
 
 if TYPE_CHECKING:
     from ..language_model import LanguageModel

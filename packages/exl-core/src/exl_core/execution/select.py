@@ -1,39 +1,73 @@
 """Select how a forward pass runs. No other code decides it.
 
-| executor | runs | selected for |
+| way | runs | selected for |
 |---|---|---|
-| `fused` | joined launches, if possible in a CUDA graph a device | GPUs, no masks, no states; adapters if captured |
-| `sharded` | heads and output features of every matrix on several devices | a model loaded by `load_tp` |
-| `eager` | each layer's own forward pass, the oracle of the others | everything else |
+| captured | one CUDA graph a device (`captured.py`) | GPUs: steps of few tokens in pages, and short prompts |
+| joined | the model's joined launches (`fused.py`) | other passes of a model on one GPU, without adapters |
+| sharded prompt | the launches of all devices from one thread | many rows on GPUs of a model loaded by `load_tp` |
+| sharded | heads and outputs of every matrix on several devices | every other pass of such a model |
+| eager | each module's own forward pass, the oracle of the others | everything else |
 
-All give bitwise identical results, but for the last tokens alone of a prompt, which may take kernels for fewer rows.
+The first way that applies runs. Embeddings, masks, states and abort events are for the last two. A captured step is
+recorded when it is first selected; where that fails (`CaptureFailure`), the next way runs.
+
+All ways give bitwise identical results, but for the last tokens alone of a prompt, which may take kernels for fewer
+rows. What a captured step holds is decided when it is recorded: joined launches, or modules' own passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import torch
+from torch import Tensor
+
+from ..device import device_error, out_of_memory_as_error
+from .arguments import check_row_loras
+from .attn_params import PagedParams
+from .captured import INVALID
 from .eager import EAGER
 from .executor import ExecutableModel, Executor
-from .fused_executor import FUSED
+from .forward_pass import checked
+from .gpu_executors import Captured, CapturedStore, Joined
 from .sharded.executor import SHARDED
+from .sharded.prompts import takes_prompt
 
 if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
     from ..contracts import Adapter
-    from .attn_params import PagedParams
     from .forward_pass import ForwardPass
     from .next_step import NextStep
 
-__all__ = ["prepare_next_step", "select"]
+__all__ = ["Selected", "Way", "prepare_next_step", "select"]
+
+Way = Literal["captured", "joined", "sharded prompt", "sharded", "eager"]
 
 
-def select(model: ExecutableModel, asked: ForwardPass) -> Executor:
-    """Return the executor of a pass, whose arguments need not be checked yet."""
-    if asked.fusable and may_fuse(model) and model.decode.takes(model, step=asked.capturable):
-        return FUSED
-    return SHARDED if model.tp_context is not None else EAGER
+class Selected(NamedTuple):
+    """The way a pass runs."""
+
+    way: Way
+    executor: Executor
+    """Runs this pass, now or never."""
+    reason: str | None
+    """Why the way before it in the table does not run the pass; None for the first one."""
+
+
+def select(model: ExecutableModel, asked: ForwardPass) -> Selected:
+    """Return the way a pass runs. Checks its arguments, and raises the errors of `forward_pass.checked`."""
+    sharded = model.tp_context is not None
+    why = asked.needs_modules or _refusal(model, asked)
+    captured = why or _captured(model, asked)
+    if not isinstance(captured, str):
+        return Selected("captured", captured, None)
+    asked = checked(model, asked)
+    # Asked again: recording the step may have shown that no step of the model can be captured.
+    found = why or _refusal(model, asked) or (_prompts(model, asked) if sharded else _joined(model, asked))
+    if not isinstance(found, str):
+        return Selected("sharded prompt" if sharded else "joined", found, captured)
+    return Selected("sharded", SHARDED, found) if sharded else Selected("eager", EAGER, found)
 
 
 def prepare_next_step(
@@ -47,9 +81,62 @@ def prepare_next_step(
 
     None where `select` would not use one.
     """
-    return model.decode.prepare_next_step(q_len, cache, params, adapters) if may_fuse(model) else None
+    if not may_fuse(model):
+        return None
+    step = model.decode.prepare_next_step(q_len, cache, params, adapters)
+    return None if isinstance(step, str) else step
 
 
 def may_fuse(model: ExecutableModel) -> bool:
     """Return whether the model is loaded on a GPU."""
     return model.loaded and model.device is not None and model.device.type == "cuda"
+
+
+def _refusal(model: ExecutableModel, asked: ForwardPass) -> str | None:
+    """Return why no pass of the model is captured or joined, or None."""
+    if not may_fuse(model):
+        return "the model is not loaded on a GPU"
+    return model.decode.refusal(model, step=asked.capturable)
+
+
+def _captured(model: ExecutableModel, asked: ForwardPass) -> Executor | str:
+    """Return the captured step of a pass with its inputs filled in, or the reason why there is none.
+
+    The arguments of the pass are not checked yet: a captured step has faster checks.
+    """
+    ids, params, cache = asked.ids, asked.params, asked.cache
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64 or not ids.numel():
+        return "the ids are not int64 [batch, tokens]"
+    if isinstance(params, PagedParams) and asked.capturable:
+        if params.batch_size != ids.shape[0]:
+            return INVALID
+        adapters = check_row_loras(model, asked.loras, asked.row_loras, ids.shape[0])
+        try:  # `out_of_memory_as_error` costs host time in every step
+            step = model.decode.prepare_next_step(ids.shape[1], cache, params, adapters)
+            if isinstance(step, str):
+                return step
+            return Captured(step) if step.fill(ids) else INVALID
+        except RuntimeError as error:
+            if (typed := device_error("run a decode step", error)) is None:
+                raise
+            raise typed from error
+    if isinstance(params, PagedParams) and cache is not None and asked.stores:
+        with out_of_memory_as_error("run the model"):
+            store = model.decode.prepare_store(ids, cache, params)
+        return store if isinstance(store, str) else CapturedStore(store)
+    return "it is neither a step in pages with all its logits nor a prompt in pages without results"
+
+
+def _joined(model: ExecutableModel, asked: ForwardPass) -> Executor | str:
+    """Return the joined launches for a checked pass, or the reason why there are none."""
+    if asked.adapters:
+        return "adapters have joined launches in captured steps only"
+    launches = model.decode.joined_launches(model)
+    return launches if isinstance(launches, str) else Joined(launches)
+
+
+def _prompts(model: ExecutableModel, asked: ForwardPass) -> Executor | str:
+    """Return what runs the prompts of a sharded model if a checked pass is one, or the reason why nothing does."""
+    if not takes_prompt(asked):
+        return "it has few rows, few tokens a row, or adapters"
+    return model.decode.prompts(model)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from ..architectures import Experts, FusedTensor
 from ..errors import ConfigError
-from ..loading.linears import LinearOptions, LinearSpec, Ranges
+from ..loading.linears import LinearOptions, LinearSpec, Ranges, Role
 from .attention import Attention, ParallelDecoder
 from .embedding import Embedding
 from .head import Head
@@ -69,10 +69,12 @@ class _Builder:
             layer,
             self._norm(layer, arch.norm_1),
             (
-                self._linear(layer, arch.q_proj, c.hidden_size, self.q_width, bias=c.qkv_bias),
-                self._linear(layer, arch.k_proj, c.hidden_size, self.kv_width, bias=c.qkv_bias),
-                self._linear(layer, arch.v_proj, c.hidden_size, self.kv_width, bias=c.qkv_bias),
-                self._linear(layer, arch.o_proj, self.q_width, c.hidden_size, bias=c.o_bias, prescale=c.scale_depth),
+                self._linear(layer, "q", arch.q_proj, c.hidden_size, self.q_width, bias=c.qkv_bias),
+                self._linear(layer, "k", arch.k_proj, c.hidden_size, self.kv_width, bias=c.qkv_bias),
+                self._linear(layer, "v", arch.v_proj, c.hidden_size, self.kv_width, bias=c.qkv_bias),
+                self._linear(
+                    layer, "o", arch.o_proj, self.q_width, c.hidden_size, bias=c.o_bias, prescale=c.scale_depth
+                ),
             ),
             head_dim=c.head_dim,
             scale=c.attention_scale,
@@ -93,11 +95,11 @@ class _Builder:
         if c.layer_sparse[layer] and arch.experts is not None:
             return self._experts(arch.experts, key, layer, norm, post)
         inner, hidden = c.intermediate_size, c.hidden_size
-        up = self._linear(layer, arch.up_proj, hidden, inner, bias=c.mlp_bias)
-        down = self._linear(layer, arch.down_proj, inner, hidden, bias=c.mlp_bias, prescale=c.scale_depth)
+        up = self._linear(layer, "up", arch.up_proj, hidden, inner, bias=c.mlp_bias)
+        down = self._linear(layer, "down", arch.down_proj, inner, hidden, bias=c.mlp_bias, prescale=c.scale_depth)
         if not arch.mlp_gated:
             return PlainMLP(key, layer, norm, (up, down), c.activation, post)
-        gate = self._linear(layer, arch.gate_proj, hidden, inner, bias=c.mlp_bias)
+        gate = self._linear(layer, "gate", arch.gate_proj, hidden, inner, bias=c.mlp_bias)
         return GatedMLP(key, layer, norm, (gate, up, down), c.activation, post)
 
     def _experts(self, keys: Experts, key: str, layer: int, norm: Norm | None, post: Norm | None) -> MoE:
@@ -110,23 +112,42 @@ class _Builder:
         if keys.shared_prefix is not None:
             width, prefix = c.shared_expert_intermediate_size, keys.shared_prefix
             projections = (
-                self._linear(layer, f"{prefix}.gate_proj", hidden, width, bias=False),
-                self._linear(layer, f"{prefix}.up_proj", hidden, width, bias=False),
-                self._linear(layer, f"{prefix}.down_proj", width, hidden, bias=False, prescale=c.scale_depth),
+                self._linear(layer, "gate", f"{prefix}.gate_proj", hidden, width, bias=False, in_mixture=True),
+                self._linear(layer, "up", f"{prefix}.up_proj", hidden, width, bias=False, in_mixture=True),
+                self._linear(
+                    layer,
+                    "down",
+                    f"{prefix}.down_proj",
+                    width,
+                    hidden,
+                    bias=False,
+                    in_mixture=True,
+                    prescale=c.scale_depth,
+                ),
             )
             shared = GatedMLP(f"{key}.{prefix}", layer, None, projections, c.activation)
         if keys.shared_gate is not None:
-            shared_gate = self._linear(layer, keys.shared_gate, hidden, 1, bias=False)
+            shared_gate = self._linear(layer, "shared_gate", keys.shared_gate, hidden, 1, bias=False, in_mixture=True)
         return MoE(
             key,
             layer,
             norm,
-            self._linear(layer, keys.router, hidden, count, bias=False),
+            self._linear(layer, "router", keys.router, hidden, count, bias=False, in_mixture=True),
             [
                 Expert(
-                    self._linear(layer, keys.gate, hidden, inner, bias=False, expert=e),
-                    self._linear(layer, keys.up, hidden, inner, bias=False, expert=e),
-                    self._linear(layer, keys.down, inner, hidden, bias=False, expert=e, prescale=c.scale_depth),
+                    self._linear(layer, "gate", keys.gate, hidden, inner, bias=False, in_mixture=True, expert=e),
+                    self._linear(layer, "up", keys.up, hidden, inner, bias=False, in_mixture=True, expert=e),
+                    self._linear(
+                        layer,
+                        "down",
+                        keys.down,
+                        inner,
+                        hidden,
+                        bias=False,
+                        in_mixture=True,
+                        expert=e,
+                        prescale=c.scale_depth,
+                    ),
                 )
                 for e in range(count)
             ],
@@ -145,6 +166,7 @@ class _Builder:
             arch.lm_head,
             c.hidden_size,
             c.vocab_size,
+            "head",
             bias=c.head_bias,
             prescale=c.logit_scale,
             wider=True,
@@ -178,13 +200,15 @@ class _Builder:
     def _linear(
         self,
         layer: int,
+        role: Role,
         part: str,
         in_features: int,
         out_features: int,
         *,
         bias: bool,
         prescale: float = 1.0,
-        expert: int = 0,
+        in_mixture: bool = False,
+        expert: int | None = None,
     ) -> Linear:
         """Return the linear of a key below the layer (`part`), with `{}` for the expert."""
         prefix = f"{self.arch.layer_prefix}.{layer}."
@@ -193,6 +217,9 @@ class _Builder:
             prefix + part.format(expert),
             in_features,
             out_features,
+            role,
+            expert,
+            in_mixture,
             bias=bias,
             prescale=prescale,
             transposed=self.arch.transposed,
@@ -202,7 +229,7 @@ class _Builder:
             spec = replace(
                 spec,
                 fused_key=prefix + matrix.fused,
-                fused_rows=self._fused_rows(matrix, index, expert),
+                fused_rows=self._fused_rows(matrix, index, expert or 0),
                 fused_size=self._fused_size(matrix),
                 fused_transposed=self.arch.experts is not None and matrix.fused in self.arch.experts.stacked_transposed,
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +53,7 @@ class Intervention(Module):
         self.key = inner.key
         self.name = inner.name
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:  # for callers; code of this package asks `inner`
         if name == "inner":  # not yet set, while copying or unpickling
             raise AttributeError(name)
         return getattr(self.inner, name)

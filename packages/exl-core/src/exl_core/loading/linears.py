@@ -49,6 +49,18 @@ def take_rows(tensor: Tensor, ranges: Ranges) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+Role = Literal["q", "k", "v", "o", "gate", "up", "down", "router", "shared_gate", "head"]
+"""The place of a matrix in its module."""
+Division = Literal["heads", "outputs", "mlp", "experts"]
+"""How several devices divide a matrix: by key/value heads, by outputs, with the other matrices of its MLP, or expert by
+expert."""
+_DIVISIONS: dict[Role, Division] = {
+    **dict.fromkeys(("q", "k", "v"), "heads"),
+    **dict.fromkeys(("o", "head"), "outputs"),
+    **dict.fromkeys(("gate", "up", "down"), "mlp"),
+}
+
+
 @dataclass(frozen=True)
 class LinearSpec:
     """One linear layer as the model needs it, independent of the storage in the files."""
@@ -56,6 +68,9 @@ class LinearSpec:
     key: str
     in_features: int
     out_features: int
+    role: Role
+    expert: int | None = None  # number of the expert whose matrix it is
+    in_mixture: bool = False  # of a mixture of experts: its router, its gate, a shared expert's or an expert's matrix
     bias: bool = False
     prescale: float = 1.0
     wider: bool = False  # heads: files may hold rows that pad the vocabulary
@@ -66,6 +81,11 @@ class LinearSpec:
     fused_transposed: bool = False  # the rows are inputs: each slice of the file is [in, out]
     transposed: bool = False  # float weights are stored [in, out] (GPT-2)
     unit_rows: bool = False  # float weights are scaled to unit vectors (norm_head)
+
+    @property
+    def division(self) -> Division | None:
+        """How several devices divide the matrix; None: it is whole on the first one."""
+        return _DIVISIONS.get(self.role) if self.expert is None else "experts"
 
 
 @dataclass(frozen=True)

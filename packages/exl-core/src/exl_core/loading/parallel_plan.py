@@ -18,7 +18,7 @@ from ..execution.sharded.coverage import StoredWeights, refusal_of_exchange, row
 from ..execution.sharded.cutting import output_bounds
 from ..execution.sharded.mail import mail_bytes
 from ..execution.sharded.shares import Shares
-from ..layers import Attention, GatedMLP, Head, Linear, Module, MoE, ParallelDecoder, PlainMLP, build_modules
+from ..layers import Linear, Module, build_modules
 from .checkpoint import TensorReader
 from .plan import MOST_TOKENS, PAGE, DevicePlan, LoadPlan, budgets_of
 from .sizes import CacheSize, cache_layer_bytes, linear_bytes, module_sizes, rope_bytes, state_bytes
@@ -175,28 +175,20 @@ class _Planner:
         return made
 
     def _count(self, module: Module) -> None:
-        if isinstance(module, Attention):
-            for linear in (module.q_proj, module.k_proj, module.v_proj):
-                self.by_heads += self._taken(linear)
-            self._feature(module.o_proj)
-        if isinstance(module, ParallelDecoder):
-            self._count(module.mlp)
-        elif isinstance(module, Head):
-            self._feature(module.linear)
-        elif isinstance(module, (GatedMLP, PlainMLP)):
-            for linear in module.submodules():
-                width = linear.out_features
-                self.by_mlp[width] = self.by_mlp.get(width, 0) + self._taken(linear)
-        elif isinstance(module, MoE):
-            count = len(module.experts)
-            held = sum(self._taken(linear) for expert in module.experts for linear in expert)
-            self.experts[count] = self.experts.get(count, 0) + held
-            if module.shared is not None:
-                self._count(module.shared)
-
-    def _feature(self, linear: Linear) -> None:
-        width = linear.out_features
-        self.by_features[width] = self.by_features.get(width, 0) + self._taken(linear)
+        linears = list(module.submodules())
+        experts = len({linear.spec.expert for linear in linears} - {None})
+        for linear in linears:
+            division, width = linear.spec.division, linear.out_features
+            if division is None:
+                continue
+            held = self._taken(linear)
+            if division == "heads":
+                self.by_heads += held
+            elif division == "experts":
+                self.experts[experts] = self.experts.get(experts, 0) + held
+            else:
+                sums = self.by_mlp if division == "mlp" else self.by_features
+                sums[width] = sums.get(width, 0) + held
 
     def _taken(self, linear: Linear) -> int:
         """Return the bytes of a matrix and subtract them from those of the first device."""

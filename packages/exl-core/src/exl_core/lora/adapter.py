@@ -15,7 +15,6 @@ from torch import Tensor
 from exl_kernels.linear import QuantMatrix
 
 from ..errors import AdapterError, ModelStateError
-from ..layers.moe import MoE
 from ..loading.linears import take_rows
 from .config import AdapterConfig
 from .files import AdapterTensors, find_tensor_file
@@ -312,9 +311,8 @@ def _expert_keys(model: LanguageModel) -> set[str]:
 
     An adapter on these makes every row choose its experts by another kernel.
     """
-    mixtures = [module for module in model.modules if isinstance(module, MoE)]
-    experts = {linear.key for module in mixtures for expert in module.experts for linear in expert}
-    return experts | {module.router.key for module in mixtures}
+    specs = (linear.spec for linear in model.linears())
+    return {spec.key for spec in specs if spec.expert is not None or spec.role == "router"}
 
 
 def _outputs(slices: list[Slice]) -> int:

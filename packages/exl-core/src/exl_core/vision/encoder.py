@@ -47,6 +47,7 @@ class Encoder(ABC):
 
     pieces: ClassVar[tuple[str, str]]  # the two tokens whose embeddings frame an image
     merge: int  # patches of a side that become one row of the output
+    settings: object  # of the tower in the model's files; frozen
 
     def __init__(self, text_hidden_size: int) -> None:
         self.text_hidden_size = text_hidden_size

@@ -26,6 +26,7 @@ class PixtralEncoder(Encoder):
     Every patch attends to every other; positions are rotations by row (even frequencies) and column (odd frequencies).
     """
 
+    settings: PixtralSettings
     pieces = ("[IMG_BREAK]", "[IMG_END]")
 
     def __init__(self, settings: PixtralSettings, text_hidden_size: int) -> None:

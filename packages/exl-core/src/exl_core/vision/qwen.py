@@ -28,6 +28,7 @@ class QwenEncoder(Encoder):
     rotations by row and column.
     """
 
+    settings: QwenSettings
     pieces = ("<|vision_start|>", "<|vision_end|>")
 
     def __init__(self, settings: QwenSettings, text_hidden_size: int) -> None:

@@ -109,6 +109,7 @@ class SiglipEncoder(Encoder):
     Patches with learned positions all attend to each other and are then averaged over squares.
     """
 
+    settings: SiglipSettings
     pieces = ("<start_of_image>", "<end_of_image>")
 
     def __init__(self, settings: SiglipSettings, text_hidden_size: int) -> None:

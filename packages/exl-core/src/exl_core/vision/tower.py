@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..architectures.base import Vision
 from ..config import ExLlamaV2Config
 from ..device import default_device, out_of_memory_as_error
 from ..embeddings import ExLlamaV2MMEmbedding
@@ -28,22 +28,28 @@ if TYPE_CHECKING:
     from ..language_model import LanguageModel
     from ..tokenizer import ExLlamaV2Tokenizer
 
-__all__ = ["BUILT_TOWERS", "ExLlamaV2VisionTower"]
+__all__ = ["ENCODERS", "ExLlamaV2VisionTower"]
 
 
-def _pixtral(config: ExLlamaV2Config, folder: Path, *, merges: bool = False) -> Encoder:
-    settings = read_settings(folder, config.architecture, config.norm_eps, merges=merges)
+def _pixtral(config: ExLlamaV2Config, folder: Path, vision: Vision) -> Encoder:
+    settings = read_settings(folder, config.architecture, config.norm_eps, merges=vision.merges)
     return PixtralEncoder(settings, config.hidden_size)
 
 
-BUILT_TOWERS: Mapping[str, Callable[[ExLlamaV2Config, Path], Encoder]] = {
-    "Pixtral": _pixtral,
-    "Mistral 3": partial(_pixtral, merges=True),
-    "Qwen2-VL": lambda config, folder: QwenEncoder(read_qwen_settings(folder, gated=False), config.hidden_size),
-    "Qwen2.5-VL": lambda config, folder: QwenEncoder(read_qwen_settings(folder, gated=True), config.hidden_size),
-    "SigLIP": lambda config, folder: SiglipEncoder(read_siglip_settings(folder), config.hidden_size),
+def _qwen(config: ExLlamaV2Config, folder: Path, vision: Vision) -> Encoder:
+    return QwenEncoder(read_qwen_settings(folder, gated=vision.gated), config.hidden_size)
+
+
+def _siglip(config: ExLlamaV2Config, folder: Path, vision: Vision) -> Encoder:
+    return SiglipEncoder(read_siglip_settings(folder), config.hidden_size)
+
+
+ENCODERS: Mapping[str, Callable[[ExLlamaV2Config, Path, Vision], Encoder]] = {
+    "pixtral": _pixtral,
+    "qwen": _qwen,
+    "siglip": _siglip,
 }
-"""Makers of encoders by the architecture's `vision`."""
+"""Makers of encoders by the architecture's `Vision.encoder`."""
 
 DEFAULT_FPS = 2.0  # frames a second that the published processors sample
 
@@ -63,17 +69,18 @@ class ExLlamaV2VisionTower:
     """
 
     def __init__(self, config: ExLlamaV2Config) -> None:
-        if config.arch.vision is None:
+        vision = config.arch.vision
+        if vision is None:
             raise UnsupportedError(f"{config.architecture} has no vision tower")
         if config.model_dir is None or config.checkpoint is None:
             raise ModelStateError("the config was prepared with no_tensors=True: call config.prepare() first")
         self.config = config
-        self.encoder = BUILT_TOWERS[config.arch.vision](config, Path(config.model_dir))
+        self.encoder = ENCODERS[vision.encoder](config, Path(config.model_dir), vision)
 
     @property
     def settings(self) -> Any:
         """The settings of the tower in the model's files; frozen."""
-        return self.encoder.settings  # type: ignore[attr-defined]
+        return self.encoder.settings
 
     # ------------------------------------------------------------------------------------------------------- loading
 

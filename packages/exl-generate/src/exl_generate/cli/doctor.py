@@ -13,9 +13,10 @@ import torch
 
 from exl_core.device import DEVICE_VARIABLE, device_line, devices
 from exl_core.errors import DeviceError
+from exl_core.execution.environment import GRAPHS_VARIABLE, captures_steps
 from exl_generate.cli.tables import show_table
 from exl_kernels import threads
-from exl_kernels.device import CudaDevice, CudaStatus, cuda_status
+from exl_kernels.device import CudaDevice, CudaStatus, cuda_status, programmatic_launch
 
 __all__ = ["examine", "run"]
 
@@ -63,7 +64,7 @@ def examine() -> dict[str, Any]:
             "chosen_by": cuda.archs_origin or None,
             "toolkit": cuda.toolkit or None,
             "driver": cuda.driver_version,
-            "captured_steps": os.environ.get("EXL_CUDA_GRAPHS", "1").strip() != "0",
+            "captured_steps": captures_steps(),
             "devices": "; ".join(_card(d) for d in cuda.devices) or None,
         },
         "packages": {
@@ -100,12 +101,10 @@ def _advice(cuda: CudaStatus) -> list[str]:
         else:
             lines.append(f"cuda:{card.index} ({card.name}) runs code for sm_{card.code}: {remedy}")
     if cuda.available:
-        switches = {"EXL_CUDA_GRAPHS": "captured steps", "EXL_CUDA_PDL": "programmatic dependent launch"}
-        lines += [
-            f"{name}=0 turns {what} off: unset it"
-            for name, what in switches.items()
-            if os.environ.get(name, "1").strip() == "0"
-        ]
+        if not captures_steps():
+            lines.append(f"{GRAPHS_VARIABLE}=0 turns captured steps off: unset it")
+        if not programmatic_launch():
+            lines.append("EXL_CUDA_PDL=0 turns programmatic dependent launch off: unset it")
     elif threads.isa() != threads.best_isa():
         lines.append(f"the CPU has {threads.best_isa()} and kernels use {threads.isa()}: unset EXL_CPU_ISA")
     return lines

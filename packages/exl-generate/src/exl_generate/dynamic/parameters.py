@@ -193,7 +193,7 @@ def embeddings_of(embeddings: object) -> tuple[Embedding, ...]:
     return tuple(found)
 
 
-def keys_of(ids: NDArray[np.int64], embeddings: SequenceOf[Any]) -> NDArray[np.int64] | None:
+def keys_of(ids: NDArray[np.int64], embeddings: SequenceOf[Embedding]) -> NDArray[np.int64] | None:
     """Return the name of each id in the page table, or None if no id is a row of an embedding.
 
     The names of such rows are negative numbers made from their content, so that equal images are found again. Raises
@@ -214,12 +214,12 @@ def keys_of(ids: NDArray[np.int64], embeddings: SequenceOf[Any]) -> NDArray[np.i
     return keys
 
 
-def pictures_of(ids: NDArray[np.int64], embeddings: SequenceOf[Any]) -> Pictures:
+def pictures_of(ids: NDArray[np.int64], embeddings: SequenceOf[Embedding]) -> Pictures:
     """Return position offsets after images, and images that must stay whole.
 
     Raises `RequestError` for a part of an image.
     """
-    if not any(getattr(one, "grid", None) is not None for one in embeddings):
+    if not any(one.grid is not None for one in embeddings):
         return NO_PICTURES
     try:
         runs = runs_of(ids, embeddings)
@@ -236,13 +236,12 @@ def pictures_of(ids: NDArray[np.int64], embeddings: SequenceOf[Any]) -> Pictures
     return Pictures(tuple(marks_of(ids, embeddings)), whole)
 
 
-def _content(embedding: Any) -> np.int64:
+def _content(embedding: Embedding) -> np.int64:
     """Return 63 bits of everything about an embedding that decides the K/V of its rows."""
     digest = hashlib.blake2b(digest_size=8, person=b"exl-embedding")
     rows = embedding.embeddings.detach().to("cpu", torch.float32).contiguous()
-    grid = getattr(embedding, "thw_grid", None)
-    frame = (getattr(embedding, "pre_tokens", 0), getattr(embedding, "post_tokens", 0))
-    step = float(getattr(embedding, "time_step", 1.0))
+    grid, frame = embedding.thw_grid, (embedding.pre_tokens, embedding.post_tokens)
+    step = float(embedding.time_step)
     digest.update(repr((tuple(rows.shape), None if grid is None else tuple(grid), frame, step)).encode())
     digest.update(rows.numpy().tobytes())
     return np.int64(int.from_bytes(digest.digest(), "little") >> 1)

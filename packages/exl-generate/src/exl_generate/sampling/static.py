@@ -77,7 +77,7 @@ class ExLlamaV2Sampler:
         batch = 1 if settings.cfg_scale is not None else logits.shape[0]
         mask, ends = (None, frozenset[int]()) if not filters else _filtered(filters, vocabulary, logits.shape[2])
         if mask is not None and filter_prefer_eos and not all(map(_masks_logits, filters or ())):
-            mask = _only_eos(mask, tokenizer)
+            mask = _only_eos(mask, None if tokenizer is None else tokenizer.eos_token_id)
         logits = logits.float()
         context = sequence_ids.to("cpu", torch.int64).contiguous().numpy()
         mu = _mirostat_state(settings, batch)
@@ -222,9 +222,8 @@ def _masks_logits(filter_: Any) -> bool:
     return callable(own) and bool(own())
 
 
-def _only_eos(mask: Mask, tokenizer: Any) -> Mask:
+def _only_eos(mask: Mask, eos: int | None) -> Mask:
     """Return a mask of EOS alone, if it is allowed."""
-    eos = getattr(tokenizer, "eos_token_id", None)
     if eos is None or not mask[eos // 32] >> (eos % 32) & 1:
         return mask
     return kernels.pack_ids([eos], 32 * len(mask))

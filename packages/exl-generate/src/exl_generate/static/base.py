@@ -186,7 +186,7 @@ class ExLlamaV2BaseGenerator:
         return [job.full_completion for job in jobs]
 
     def _padded(self, rows: list[Any]) -> torch.Tensor:
-        pad = max(0, int(getattr(self.tokenizer, "pad_token_id", 0) or 0))
+        pad = max(0, self.tokenizer.pad_token_id)
         ids = torch.full((len(rows), max(map(len, rows), default=0)), pad, dtype=torch.int64)
         for i, row in enumerate(rows):
             ids[i, ids.shape[1] - len(row) :] = torch.from_numpy(row.copy())
@@ -234,10 +234,10 @@ class ExLlamaV2BaseGenerator:
         return eos_ids(self.tokenizer) if isinstance(given, int) and given == -1 else [count_of("stop_token", given)]
 
 
-def eos_ids(tokenizer: Any) -> list[int]:
+def eos_ids(tokenizer: Tokenizer) -> list[int]:
     """Return every id that ends a text of this tokenizer: a model may have several."""
-    first = getattr(tokenizer, "eos_token_id", None)
-    every = [*([] if first is None else [first]), *getattr(tokenizer, "eos_token_ids", ())]
+    first = tokenizer.eos_token_id
+    every = [*([] if first is None else [first]), *tokenizer.eos_token_ids]
     return sorted({int(i) for i in every if i >= 0})
 
 

@@ -10,8 +10,9 @@ __all__ = ["OneRow", "page_size_of"]
 
 
 class OneRow(CacheView):
-    """Present `cache` with batch_size 1 and the length of all its rows together. Other attributes are the cache's
-    own.
+    """Present `cache` with batch_size 1 and the length of all its rows together.
+
+    Members of contracts.Cache are explicit; those that the cache's model reads of its caches are the cache's own.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -25,7 +26,17 @@ class OneRow(CacheView):
         """The cache that owns the memory."""
         return self._cache
 
-    def __getattr__(self, name: str) -> Any:
+    @property
+    def model(self) -> object:
+        """The model that the cache was made for."""
+        return self._cache.model
+
+    @property
+    def kind(self) -> str:
+        """The format of the stored keys and values."""
+        return self._cache.kind
+
+    def __getattr__(self, name: str) -> object:  # members that only the cache's own model knows
         return getattr(self._cache, name)
 
     def copy_states(self, target: Any, from_column: int, from_columns: int, to_column: int, *_: int) -> None:

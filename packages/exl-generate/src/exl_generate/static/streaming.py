@@ -379,7 +379,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             if over and len(self._results) <= at:
                 raise JobStateError("the stream has ended; begin a new one")
         ids = torch.from_numpy(job.sequence.ids.copy())
-        pad = max(0, int(getattr(self.tokenizer, "pad_token_id", 0) or 0))
+        pad = max(0, self.tokenizer.pad_token_id)
         self.sequence_ids = ids.masked_fill(ids >= EMBEDDING_INDEX, pad)[None]
         result = self._results[at]
         if "exception" in result:

@@ -104,15 +104,27 @@ class ScriptedLora:
 class ScriptedEmbedding:
     """Rows with ids of their own, like `ExLlamaV2MMEmbedding`; `values` (below 1000) replace hidden states."""
 
+    thw_grid: tuple[int, int, int] | None = None
+    grid: tuple[int, int, int] | None = None
+    axes: NDArray[np.int64] | None = None
+    sees_itself = False
+    pre_tokens = post_tokens = 0
+    time_step = 1.0
+
     def __init__(self, values: Sequence[int], text_alias: str | None = None) -> None:
         ids = [next(_embedding_ids) for _ in values]
         self.first_index, self.length = ids[0], len(ids)
+        self.positions_taken = self.length
         self.embeddings = torch.tensor([[float(value)] for value in values])
         self.text_alias = f"<$EMB_{self.first_index}$>" if text_alias is None else text_alias
 
     def get_ids(self) -> list[int]:
         """Return the ids of all rows."""
         return list(range(self.first_index, self.first_index + self.length))
+
+    def get_vision_token_range(self) -> tuple[int, int]:
+        """Return (first, last + 1) of the ids."""
+        return self.first_index, self.first_index + self.length
 
 
 class ModelBase:
@@ -279,6 +291,7 @@ class ScriptedTokenizer:
         self.pieces = special + [p.encode() if isinstance(p, str) else p for p in pieces]
         self.config = config or ScriptedConfig(vocab_size=len(self.pieces))
         self.pad_token_id, self.bos_token_id, self.eos_token_id = 0, 1, 2
+        self.eos_token_ids = [self.eos_token_id]
         self.extended_id_to_piece = {i: piece.decode() for i, piece in enumerate(special)}
         self._longest = max(len(piece) for piece in self.pieces)
         self._ids = {piece: i for i, piece in reversed(list(enumerate(self.pieces))) if i > 2}

@@ -22,7 +22,14 @@ _by_stream: dict[tuple[torch.device, int], Tensor] = {}
 """Workspace by device and stream, allocated on that stream. Launches of one stream are ordered; captured launches never
 use these tensors."""
 
-_current = threading.local()
+
+class _Current(threading.local):
+    """The workspaces that one thread's launches take."""
+
+    held: list[Tensor] | None = None
+
+
+_current = _Current()
 
 
 @contextlib.contextmanager
@@ -33,7 +40,7 @@ def workspaces_in(held: list[Tensor]) -> Iterator[None]:
     the same time. Keep the tensors as long as the graph. Outside this context, every captured launch first fills
     separate memory.
     """
-    before = getattr(_current, "held", None)
+    before = _current.held
     _current.held = held
     try:
         yield
@@ -45,7 +52,7 @@ def block_workspace(device: torch.device, stream: int, size: int) -> Tensor | No
     """Return at least `size` bytes (uint8, all ones) that only launches on this stream use; None where size is 0."""
     if size == 0:
         return None
-    held: list[Tensor] | None = getattr(_current, "held", None)
+    held = _current.held
     capturing = torch.cuda.is_current_stream_capturing()
     known = None if capturing else _by_stream.get((device, stream))  # another thread may be removing it
     for memory in [known] if held is None else held:

@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ...layers import (
-    Attention,
-    GatedMLP,
-    Head,
-    Intervention,
-    Linear,
-    Module,
-    MoE,
-    ParallelDecoder,
-    PlainMLP,
-)
+from ...layers import Intervention, Linear, Module, MoE, ParallelDecoder
 from .context import TensorParallel
 from .matrix import OutputCut, WholeElsewhere
 from .shares import Bounds, Shares
@@ -24,21 +14,22 @@ __all__ = ["output_bounds", "shard_modules", "unshard_modules"]
 
 
 def shard_modules(modules: Sequence[Module], context: TensorParallel) -> None:
-    """Shard q, k and v at key/value heads, and every other matrix by blocks of output features.
+    """Divide the matrices as `LinearSpec.division` says.
 
-    With `Shares.sums` the last matrix of an MLP is cut at quarters of its K, and those before it by the same features.
-    Each expert is whole on one device; routers, norms and the embedding are on the home device.
+    Those of attention are cut at key/value heads, others by blocks of output features. With `Shares.sums` the last
+    matrix of an MLP is cut at quarters of its K, and those before it by the same features. Each expert is whole on one
+    device; routers, norms and the embedding are on the home device.
     """
     for linear, bounds in output_bounds(modules, context.shares, context.heads).items():
         linear.cut = OutputCut(context, bounds)
-    for module in _feed_forwards(modules):
-        if isinstance(module, MoE):
-            _shard_experts(module, context)
-        elif context.shares.sums:
-            last = module.down_proj
+    for module in modules if context.shares.sums else ():
+        mlp = [linear for linear in module.submodules() if linear.spec.division == "mlp"]
+        for last in (linear for linear in mlp if linear.spec.role == "down"):  # one, if the module has an MLP
             quarters = MlpQuarters(context, last.spec, last.options)
-            for linear in module.submodules():
+            for linear in mlp:
                 linear.cut = quarters if linear is last else FeatureCut(quarters)
+    for mixture in _mixtures(modules):
+        _shard_experts(mixture, context)
 
 
 def output_bounds(modules: Sequence[Module], shares: Shares, heads: Bounds) -> dict[Linear, Bounds]:
@@ -50,47 +41,32 @@ def output_bounds(modules: Sequence[Module], shares: Shares, heads: Bounds) -> d
         heads: the key/value heads of each device.
     """
     found: dict[Linear, Bounds] = {}
-    linears: list[Linear] = []
-    for module in _inner(modules):
-        if isinstance(module, Attention):
-            dim, groups = module.head_dim, module.num_attention_heads // module.num_key_value_heads
-            for linear, width in ((module.q_proj, groups * dim), (module.k_proj, dim), (module.v_proj, dim)):
-                found[linear] = tuple((shard, begin * width, end * width) for shard, begin, end in heads)
-            linears.append(module.o_proj)
-        elif isinstance(module, Head):
-            linears.append(module.linear)
-    if not shares.sums:
-        linears += [
-            linear for mlp in _feed_forwards(modules) if not isinstance(mlp, MoE) for linear in mlp.submodules()
-        ]
-    return found | {linear: shares.features(linear.out_features) for linear in linears}
+    count = max(end for _, _, end in heads)
+    for linear in (linear for module in modules for linear in module.submodules()):
+        division = linear.spec.division
+        if division == "heads":
+            width = linear.out_features // count
+            found[linear] = tuple((shard, begin * width, end * width) for shard, begin, end in heads)
+        elif division == "outputs" or (division == "mlp" and not shares.sums):
+            found[linear] = shares.features(linear.out_features)
+    return found
 
 
 def unshard_modules(modules: Sequence[Module]) -> None:
     """Undo `shard_modules` after an unload."""
-    for mlp in _feed_forwards(modules):
-        if isinstance(mlp, MoE):
-            mlp.sharding = None
-    for module in _inner(modules):
-        for linear in module.submodules():
-            linear.cut = linear.place = None
+    for mixture in _mixtures(modules):
+        mixture.sharding = None
+    for linear in (linear for module in modules for linear in module.submodules()):
+        linear.cut = linear.place = None
 
 
-def _inner(modules: Sequence[Module]) -> Iterator[Module]:
+def _mixtures(modules: Sequence[Module]) -> Iterator[MoE]:
     for module in modules:
         while isinstance(module, Intervention):
             module = module.inner
-        yield module
-
-
-def _feed_forwards(modules: Sequence[Module]) -> Iterator[GatedMLP | PlainMLP | MoE]:
-    """Yield all MLPs, shared experts too, and mixtures."""
-    for module in _inner(modules):
         found = module.mlp if isinstance(module, ParallelDecoder) else module
-        if isinstance(found, (GatedMLP, PlainMLP, MoE)):
+        if isinstance(found, MoE):
             yield found
-        if isinstance(found, MoE) and isinstance(found.shared, (GatedMLP, PlainMLP)):
-            yield found.shared
 
 
 def _shard_experts(module: MoE, context: TensorParallel) -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from ...errors import UnsupportedError
 from ..attn_params import PagedParams
 from ..eager import Eager, first_step
-from ..forward_pass import checked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +28,7 @@ class Sharded(Eager):
     """
 
     def run(self, model: LanguageModel, asked: ForwardPass) -> dict[str, Any] | None:
-        """Run a pass; see `Executor.run`. Where devices have processes, all of them run it.
+        """Run a checked pass; see `Executor.run`. Where devices have processes, all of them run it.
 
         Raises:
             PeerError: another process is gone, or runs another pass.
@@ -38,7 +37,6 @@ class Sharded(Eager):
         assert model.tp_context is not None, "selected for sharded models"
         exchange = model.tp_context.exchange
         if not exchange.whole:
-            asked = checked(model, asked)
             if asked.abort_event is not None:
                 raise UnsupportedError(
                     "abort_event and a process for each device exclude each other: load in one process"

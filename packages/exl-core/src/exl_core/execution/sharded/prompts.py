@@ -43,7 +43,7 @@ WIDE = 8  # bytes that a thread copies at once, if columns allow it
 
 
 def takes_prompt(asked: ForwardPass) -> bool:
-    """Return whether `Prompts` covers a `fusable` pass: many rows, no decode step, no adapters."""
+    """Return whether `Prompts` covers a pass of a model on GPUs: many rows, no decode step, no adapters."""
     many = asked.ids.numel() > PACKED_ROWS and asked.ids.shape[1] > DECODE_TOKENS
     return many and not (asked.adapters or asked.loras or asked.row_loras)
 

@@ -14,8 +14,8 @@ from exl_kernels.kv import KVPages
 
 from ..axes import gather_axes, positions_on_axes, runs_of
 from ..errors import InputError, SequenceTooLongError
-from ..inputs import checked_key_mask
 from ..rope import RopeTable
+from .arguments import checked_key_mask
 from .attn_params import AttentionParams, PagedParams
 from .batch import Step
 from .sharded.heads import ShardedHeads

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .embeddings import EMBEDDING_INDEX, ExLlamaV2MMEmbedding, check_embeddings
-from .errors import InputError, ModelStateError, SequenceTooLongError, TokenIdError, UnsupportedError
-from .execution.attn_params import AttentionParams, PagedParams
-from .lora import ExLlamaV2Lora
+from ..embeddings import EMBEDDING_INDEX, ExLlamaV2MMEmbedding, check_embeddings
+from ..errors import InputError, ModelStateError, SequenceTooLongError, TokenIdError, UnsupportedError
+from ..lora import ExLlamaV2Lora
+from .attn_params import AttentionParams, PagedParams
 
 if TYPE_CHECKING:
-    from .cache import ExLlamaV2CacheBase
-    from .config import ExLlamaV2Config
-    from .language_model import LanguageModel
+    from ..cache import ExLlamaV2CacheBase
+    from ..config import ExLlamaV2Config
+    from ..language_model import LanguageModel
 
 __all__ = [
     "check_context",

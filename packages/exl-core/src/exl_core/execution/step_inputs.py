@@ -78,19 +78,19 @@ class StepTensors:
 class StepInputs(StepTensors):
     """The inputs of one bucket on the device, and their transfer: one pinned buffer, one copy a step."""
 
+    _sent: int | None = None  # the stream of the last copy; also where the constructor failed
+
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
         super().__init__(bucket, device)
         self._stages = [StepStage(_sizes(bucket)) for _ in range(2 * STAGES)]
         self._read = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         self._next = 0
-        self._sent: int | None = None  # the stream of the last copy
         self._firsts: dict[int, Tensor] = {}
 
     def __del__(self) -> None:
         # No waiting here: a garbage collection may call this method during a capture.
-        sent = getattr(self, "_sent", None)
-        if sent is not None:
-            _unread.setdefault((self.buffer.device, sent), []).append(self._stages)
+        if self._sent is not None:
+            _unread.setdefault((self.buffer.device, self._sent), []).append(self._stages)
 
     def first_ids(self, count: int) -> Tensor:
         """Return a cached view of the first `count` ids, since making one costs host time in every step."""
@@ -100,7 +100,7 @@ class StepInputs(StepTensors):
                 found = self._firsts[count] = self.ids[:count]
         return found
 
-    def send(
+    def fill(
         self,
         ids: Tensor | None,
         past: Tensor,
@@ -108,8 +108,8 @@ class StepInputs(StepTensors):
         limits: tuple[int, int, int],
         offsets: Tensor | None = None,
         counts: Sequence[int] = (),
-    ) -> bool:
-        """Queue the copy of a step to the device.
+    ) -> StepStage | None:
+        """Pack a step into the next pinned copy, to be sent to `buffer` before the next steps.
 
         Args:
             ids: int64 [b, q] on the CPU, as are the others; None for zeros.
@@ -121,34 +121,8 @@ class StepInputs(StepTensors):
             counts: tokens of each row that are no padding; () where all are.
 
         Returns:
-            False, with nothing queued, when a value is invalid or exceeds the bucket or the limits.
+            The copy; None when a value is invalid or exceeds the bucket or the limits.
         """
-        stage = self._fill(ids, past, table, limits, offsets)
-        if stage is None:
-            return False
-        self._pad(stage, counts)
-        stage.send(self.buffer)
-        return True
-
-    def stage(
-        self, past: Tensor, table: Tensor, limits: tuple[int, int, int], offsets: Tensor | None = None
-    ) -> tuple[Tensor, Tensor] | None:
-        """Prepare the copy of a step without ids, which the caller queues on the current stream before the next step.
-
-        Returns source and target, uint8; None as for `send`.
-        """
-        stage = self._fill(None, past, table, limits, offsets)
-        return None if stage is None else (stage.pinned, self.buffer)
-
-    def _fill(
-        self,
-        ids: Tensor | None,
-        past: Tensor,
-        table: Tensor,
-        limits: tuple[int, int, int],
-        offsets: Tensor | None,
-    ) -> StepStage | None:
-        """Fill the next pinned copy; None where `send` returns False."""
         stage, (half, place) = self._stages[self._next], divmod(self._next, STAGES)
         if place == 0:
             # All work that reads the copies of the finished half has been queued by now.
@@ -160,9 +134,20 @@ class StepInputs(StepTensors):
             t, q_len = self.bucket.tokens, self.bucket.q_len
             rope = stage.pinned[16 * t : 24 * t].view(torch.int64)
             rope[: q_len * len(past)] += offsets.repeat_interleave(q_len)
+        self._pad(stage, counts)
         self._sent = stream_of(self.buffer)
         self._next = (self._next + 1) % (2 * STAGES)
         return stage
+
+    def stage(
+        self, past: Tensor, table: Tensor, limits: tuple[int, int, int], offsets: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Prepare the copy of a step without ids, which the caller queues on the current stream before the next step.
+
+        Returns source and target, uint8; None as for `fill`.
+        """
+        stage = self.fill(None, past, table, limits, offsets)
+        return None if stage is None else (stage.pinned, self.buffer)
 
     def _pad(self, stage: StepStage, counts: Sequence[int]) -> None:
         """Turn the tokens of each row behind its first `counts` into padding."""

@@ -1,0 +1,70 @@
+"""Environment variables that decide how passes run. Each is read when its question is asked, not when a process starts.
+
+docs/reference/environment.md lists their values.
+"""
+
+from __future__ import annotations
+
+import os
+
+from exl_kernels.selection import PACKED_ROWS
+
+from ..errors import InputError
+
+__all__ = [
+    "GRAPHS_VARIABLE",
+    "JOINED_ADAPTERS_VARIABLE",
+    "JOINED_ROWS_VARIABLE",
+    "PROMPTS_VARIABLE",
+    "captures_steps",
+    "eager_prompts",
+    "joined_rows",
+    "joins_adapters",
+]
+
+GRAPHS_VARIABLE = "EXL_CUDA_GRAPHS"
+PROMPTS_VARIABLE = "EXL_CUDA_PROMPT_GRAPHS"
+JOINED_ROWS_VARIABLE = "EXL_DECODE_JOINED_ROWS"
+JOINED_ADAPTERS_VARIABLE = "EXL_DECODE_JOINED_ADAPTERS"
+EAGER_PROMPTS = 8
+"""Default of PROMPTS_VARIABLE: a capture takes about as long as so many passes gain by it."""
+
+
+def captures_steps() -> bool:
+    """Return whether decode steps may be captured: EXL_CUDA_GRAPHS is not 0."""
+    return _text(GRAPHS_VARIABLE) != "0"
+
+
+def eager_prompts() -> int:
+    """Return how many passes of short prompts of one size run eagerly before it is captured; 0: it never is.
+
+    EXL_CUDA_PROMPT_GRAPHS, by default EAGER_PROMPTS.
+
+    Raises:
+        InputError: the variable is no number.
+    """
+    text = _text(PROMPTS_VARIABLE)
+    if text and not text.isdecimal():
+        raise InputError(f"{PROMPTS_VARIABLE} is {text!r}, must be a number of passes, or 0 to capture no prompts")
+    return int(text or EAGER_PROMPTS)
+
+
+def joined_rows() -> int:
+    """Return the most rows of joined launches: EXL_DECODE_JOINED_ROWS (0: never join), at most PACKED_ROWS.
+
+    Raises:
+        InputError: the variable is no number.
+    """
+    text = _text(JOINED_ROWS_VARIABLE)
+    if text and not text.isdecimal():
+        raise InputError(f"{JOINED_ROWS_VARIABLE} is {text!r}, must be a number of rows from 0 to {PACKED_ROWS}")
+    return min(int(text), PACKED_ROWS) if text else PACKED_ROWS
+
+
+def joins_adapters() -> bool:
+    """Return whether captured steps with adapters use joined launches: EXL_DECODE_JOINED_ADAPTERS is not 0."""
+    return _text(JOINED_ADAPTERS_VARIABLE) != "0"
+
+
+def _text(name: str) -> str:
+    return os.environ.get(name, "").strip()

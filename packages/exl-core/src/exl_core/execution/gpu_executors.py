@@ -1,0 +1,71 @@
+"""Executors of one captured step and of joined launches. `select` makes them for a pass that they can run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..device import out_of_memory_as_error
+from .eager import first_step, matmuls_of
+
+if TYPE_CHECKING:
+    from .executor import ExecutableModel
+    from .forward_pass import ForwardPass
+    from .fused import JoinedLaunches
+    from .next_step import NextStep
+
+__all__ = ["Captured", "CapturedStore", "Joined"]
+
+
+class Captured:
+    """Run one captured step, whose inputs are filled in."""
+
+    __slots__ = ("_step",)
+
+    def __init__(self, step: NextStep) -> None:
+        self._step = step
+
+    def run(self, model: ExecutableModel, asked: ForwardPass) -> dict[str, Any]:
+        """Queue the step; see `Executor.run`."""
+        self._step.send()
+        return {"logits": self._step.launch()}
+
+
+class CapturedStore:
+    """Run one captured step without logits, whose inputs are filled in."""
+
+    __slots__ = ("_step",)
+
+    def __init__(self, step: NextStep) -> None:
+        self._step = step
+
+    def run(self, model: ExecutableModel, asked: ForwardPass) -> dict[str, Any]:
+        """Queue the step; see `Executor.run`."""
+        self._step.send()
+        self._step.store()
+        return {}
+
+
+class Joined:
+    """Run a checked pass by the joined launches of its model."""
+
+    __slots__ = ("_launches",)
+
+    def __init__(self, launches: JoinedLaunches) -> None:
+        self._launches = launches
+
+    def run(self, model: ExecutableModel, asked: ForwardPass) -> dict[str, Any]:
+        """Run a pass; see `Executor.run`."""
+        result: dict[str, Any] = {}
+        with out_of_memory_as_error("run the model"), matmuls_of(asked):
+            step = first_step(model, asked)
+            batch = asked.ids.shape[0]
+            flat = asked.ids.reshape(-1).to(step.slots.device)
+            if asked.preprocess_only:
+                self._launches.store(flat, step)
+            else:
+                hidden = self._launches.hidden(flat, step, batch if asked.last_id_only else 0)
+                logits = self._launches.head(hidden, step)
+                result["logits"] = logits.view(batch, -1, logits.shape[-1])
+        if asked.cache is not None:  # last, so that a failed pass leaves the cache's length unchanged
+            asked.cache.current_seq_len = asked.end()
+        return result

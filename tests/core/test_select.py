@@ -1,0 +1,158 @@
+"""The way that `select` returns for a pass, and its reason, without a GPU."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from captured_on_cpu import captured_on_cpu
+from joined_on_cpu import FusedDouble, joined_on_cpu
+from test_sharded_launches import sharded, write
+
+from exl_core import AttentionParams, ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, PagedParams
+from exl_core.errors import InputError, TokenIdError
+from exl_core.execution import captured
+from exl_core.execution import select as selecting
+from exl_core.execution.capturable import NotCapturableError
+from exl_core.execution.captured import DecodeGraphs
+from exl_core.execution.environment import PROMPTS_VARIABLE
+from exl_core.execution.forward_pass import ForwardPass
+from exl_core.execution.fused import JoinedLaunches, joined_launches_of
+from exl_core.execution.select import select
+from exl_core.execution.sharded import launches
+
+FOLDER = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"
+PAGE = 16
+
+
+@cache
+def loaded() -> ExLlamaV2:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EXL_DEVICE", "cpu")
+        model = ExLlamaV2(ExLlamaV2Config(FOLDER))
+        model.load()
+    return model
+
+
+def step(model: ExLlamaV2, batch: int = 2, q_len: int = 1, **changes: Any) -> ForwardPass:
+    """A pass of tokens in pages."""
+    pages = torch.arange(batch * 2, dtype=torch.int32).view(batch, 2)
+    params = PagedParams(batch, pages, torch.full((batch,), 3, dtype=torch.int32), 3, PAGE, q_len)
+    cache = ExLlamaV2Cache(model, max_seq_len=2 * batch * PAGE)
+    return ForwardPass(torch.full((batch, q_len), 7), cache, params, **changes)
+
+
+def test_a_model_on_the_cpu_runs_module_by_module() -> None:
+    for asked in (step(loaded()), ForwardPass(torch.full((1, 9), 7), None)):
+        selected = select(loaded(), asked)
+        assert (selected.way, selected.reason) == ("eager", "the model is not loaded on a GPU")
+
+
+MODULES: dict[str, tuple[dict[str, Any], str]] = {
+    "mask": ({"input_mask": torch.zeros(1, 9)}, "a mask is applied"),
+    "mask in the parameters": ({"params": AttentionParams(1, 9, 0, torch.zeros(1, 9))}, "a mask is applied"),
+    "last state": ({"return_last_state": True}, "states between modules"),
+    "states": ({"extract": [1]}, "states between modules"),
+    "abort event": ({"abort_event": Event()}, "an abort event"),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_passes_that_need_the_modules(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured_on_cpu(monkeypatch)
+    changes, reason = MODULES[name]
+    selected = select(loaded(), ForwardPass(**{"ids": torch.full((1, 9), 7), "cache": None, **changes}))
+    assert selected.way == "eager"
+    assert reason in (selected.reason or "")
+
+
+def test_steps_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured_on_cpu(monkeypatch)
+    monkeypatch.setenv(PROMPTS_VARIABLE, "1")
+    model = loaded()
+    model.decode.clear()
+    assert select(model, step(model))[::2] == ("captured", None)
+    many = select(model, step(model, batch=257))
+    assert (many.way, many.reason) == ("eager", "these stand-ins are for captured steps")
+    ways = [select(model, step(model, batch=1, q_len=12, preprocess_only=True)).way for _ in range(2)]
+    assert ways == ["eager", "captured"], "a prompt is captured when there is a second one of its kind"
+
+
+def test_steps_that_cannot_be_recorded_run_module_by_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one, too, although it was to be captured; nothing is joined either."""
+    captured_on_cpu(monkeypatch)
+
+    def refuse(*given: Any) -> None:
+        raise NotCapturableError("a test says so")
+
+    monkeypatch.setattr(captured, "static_step", refuse)
+    monkeypatch.setattr(DecodeGraphs, "joined_launches", lambda graphs, model: pytest.fail("not asked"))
+    model = loaded()
+    model.decode.clear()
+    for _ in range(2):
+        selected = select(model, step(model))
+        assert selected[::2] == ("eager", "the step could not be captured: a test says so")
+    model.decode.clear()
+
+
+def test_a_step_with_invalid_arguments_is_left_to_the_checks_that_name_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured_on_cpu(monkeypatch)
+    model = loaded()
+    wrong = step(model)
+    wrong.ids[0] = model.config.vocab_size
+    with pytest.raises(TokenIdError, match="outside the vocabulary"):
+        select(model, wrong)
+    wrong = step(model)
+    assert isinstance(wrong.params, PagedParams)
+    wrong.params.block_index[1, 0] = 99
+    selected = select(model, wrong)
+    assert selected.way == "eager"
+    with pytest.raises(InputError, match="names page 99"):
+        selected.executor.run(model, wrong)
+
+
+def test_passes_of_one_gpu_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded()
+    joined_on_cpu(monkeypatch)
+    made = joined_launches_of(model)
+    assert isinstance(made, JoinedLaunches), made
+    monkeypatch.setattr(selecting, "may_fuse", lambda model: True)
+    monkeypatch.setattr(captured, "refusal_of_model", lambda model: None)
+    model.decode.clear()
+    asked = ForwardPass(torch.full((1, 30), 7), None)
+    want = loaded().forward(asked.ids)
+    selected = select(model, asked)
+    assert selected.way == "joined"
+    assert "neither a step" in (selected.reason or "")
+    with torch.inference_mode():
+        found = selected.executor.run(model, asked)
+    assert found is not None
+    assert torch.equal(found["logits"], want)
+    monkeypatch.setattr(captured, "refusal_of_model", lambda model: "a reason")
+    model.decode.clear()
+    assert select(model, asked)[::2] == ("eager", "a reason")
+    model.decode.clear()
+
+
+def test_passes_of_a_sharded_model(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = sharded(monkeypatch, write(lab, "exl2", "LlamaForCausalLM"), [8.0, 8.0])
+    ids = lab.ids(2, 50, vocab=160)
+    mask = torch.zeros(2, 50)
+    mask[1, :20] = -torch.inf
+    want = model.forward(ids, input_mask=mask)
+    joined_on_cpu(monkeypatch)
+    monkeypatch.setattr(launches, "FusedLinear", FusedDouble)
+    monkeypatch.setattr(captured, "refusal_of_access", lambda context: None)
+    monkeypatch.setattr(captured, "refusal_of_model", lambda model: None)
+    monkeypatch.setattr(selecting, "may_fuse", lambda model: True)
+    assert select(model, ForwardPass(ids, None)).way == "sharded prompt"
+    few = select(model, ForwardPass(ids[:, :20], None))
+    assert few.way == "sharded"
+    assert "few rows" in (few.reason or "")
+    masked = ForwardPass(ids, None, AttentionParams(2, 50, 0, mask))
+    assert select(model, masked).way == "sharded"
+    assert torch.equal(model.forward_chunk(ids, attn_params=AttentionParams(2, 50, 0, mask))["logits"], want)
