@@ -39,7 +39,10 @@ def kernels(found: dict[str, object]) -> dict[tuple[str, int], str]:
 
 def test_a_card_that_is_not_here(exl) -> None:
     found = json.loads(exl(MODEL, "--kernels", "--card", "H100", "--json")[1])
-    assert (found["code"], found["features"]) == (90, ["bulk_copy", "clusters", "wgmma"])
+    assert (found["code"], found["features"]) == (
+        90,
+        ["bulk_copy", "clusters", "tested_clusters", "wgmma"],
+    )
     of = kernels(found)
     assert [of["gate+up", rows] for rows in (1, 8)] == ["gemv_ring", "gemm_few"]
     # Its matrices have permutations of their own, so batches multiply one at a time.

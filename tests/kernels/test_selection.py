@@ -52,7 +52,8 @@ def test_a_card_of_each_generation() -> None:
         "H100": 90, "H200": 90, "B200": 100, "5090": 120,
     }  # fmt: skip
     assert Card.named("rtx-4090").code == Card.named("RTX 4090").code == 89
-    assert Card.named("h200").features == {"bulk_copy", "clusters", "wgmma"}
+    assert Card.named("h200").features == {"bulk_copy", "clusters", "tested_clusters", "wgmma"}
+    assert Card.named("B200").features == {"bulk_copy", "clusters", "mma_pipeline"}
     assert Card.named("5090").features == {"bulk_copy", "mma_pipeline"}
     assert Card.named("3090").features == {"async_copy", "mma_pipeline"}
     assert not Card.named("2080 Ti").features

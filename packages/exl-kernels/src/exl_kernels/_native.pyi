@@ -199,7 +199,7 @@ class CudaCard:
     @property
     def features(self, /) -> list[str]:
         """
-        The features of "bulk_copy", "clusters", "wgmma", "async_copy" and "mma_pipeline" that the code has.
+        The features that the code has, of "bulk_copy", "clusters", "tested_clusters", "wgmma", "async_copy" and "mma_pipeline".
         """
     @staticmethod
     def named(name: str) -> CudaCard | None:

@@ -180,7 +180,8 @@ class Card:
 
     @property
     def features(self) -> frozenset[str]:
-        """Those of "bulk_copy", "clusters", "wgmma", "async_copy" and "mma_pipeline" that the card's code may use."""
+        """Those of "bulk_copy", "clusters", "tested_clusters", "wgmma", "async_copy" and "mma_pipeline" that the card's
+        code may use."""
         return frozenset(self._native.features)
 
     def fused_matmul(

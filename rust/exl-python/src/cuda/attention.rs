@@ -3,8 +3,10 @@
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
 
+use exl_cuda::Device;
+use exl_cuda::ops::attention::select::{self, Call, Kernel, Rotated};
 use exl_cuda::ops::attention::{
-    self, Attention, DIM_STEP, HeadNorms, MAX_DIM, Mode, ORDERED_COLUMNS, Ordered, Own,
+    self, Attention, DIM_STEP, HeadNorms, MAX_DIM, ORDERED_COLUMNS, Ordered, Own,
 };
 use exl_cuda::ops::elementwise::residual;
 use exl_cuda::ops::kv::{self, Direction, KINDS, Kind};
@@ -294,11 +296,7 @@ fn operands(
         q: q.ptr,
         q_stride,
         out: out.ptr,
-        element: match element(q, "q")? {
-            Element::F16 => 0,
-            Element::BF16 => 1,
-            Element::F32 => 2,
-        },
+        element: element(q, "q")?,
         tokens,
         q_heads,
         pages: pages.inner,
@@ -414,7 +412,7 @@ fn ordered_operands(op: &Attention, to: &MatmulInput) -> Result<Ordered, String>
             matrix.in_features()
         ));
     }
-    if op.element != 0 {
+    if op.element != Element::F16 {
         return Err("results packed for a matmul must be float16".to_owned());
     }
     if !ORDERED_COLUMNS.contains(columns) || op.tokens > *columns {
@@ -455,18 +453,34 @@ pub fn cuda_attention_plan(
     window: usize,
 ) -> PyResult<(&'static str, usize, usize, usize)> {
     let pages = pages.get();
-    let op = Attention {
-        own: own.then_some(Own::default()),
-        apart,
+    let call = Call {
+        kind: pages.inner.kind,
+        head_dim: pages.inner.head_dim,
+        q_heads,
+        kv_heads: pages.inner.heads,
+        element: Element::F16,
+        q_stride: q_heads * pages.inner.head_dim,
+        batch,
+        tokens,
+        keys: max_keys,
+        page_size: pages.inner.page_size,
+        max_pages,
         window,
-        ..Attention::of_shape(pages.inner, tokens, q_heads, (batch, max_pages))
+        capped: false,
+        masked: false,
+        new_keys: own.then_some(Rotated {
+            elements: 0,
+            interleaved: false,
+        }),
+        apart,
     };
-    let plan = attention::plan(pages.device, &op, max_keys).map_err(|e| device_error(py, &e))?;
-    let mode = match plan.mode {
-        Mode::Decode => "decode",
-        Mode::Prefill => "prefill",
+    let device = Device::get(pages.device).map_err(|e| device_error(py, &e))?;
+    let plan = select::plan(&device.info.caps, &call);
+    let mode = match plan.kernel {
+        Kernel::Prefill | Kernel::Wide => "prefill",
+        _ => "decode",
     };
-    Ok((mode, plan.chunks, plan.workspace(), plan.tickets))
+    Ok((mode, plan.chunks(), plan.workspace(), plan.tickets()))
 }
 
 /// See `exl_kernels.attention.cuda`. q: flat, `q_stride` elements between tokens; `workspace`: of at least the plan's sizes. With `into`,
@@ -524,11 +538,12 @@ pub fn cuda_paged_attention(
         Some(t) => t.dtype == dtype && t.numel() >= count && t.ptr % 16 == 0,
         None => count == 0,
     };
-    if !holds(partials, DType::F32, plan.workspace()) || !holds(tickets, DType::I32, plan.tickets) {
+    if !holds(partials, DType::F32, plan.workspace()) || !holds(tickets, DType::I32, plan.tickets())
+    {
         return Err(PyValueError::new_err(format!(
             "workspace or tickets too small, unaligned or of another type: {} float32 and {} int32 are needed",
             plan.workspace(),
-            plan.tickets
+            plan.tickets()
         )));
     }
     let memory = [partials, tickets].map(|t| t.map_or(0, |t| t.ptr));

@@ -4,8 +4,9 @@
 #![allow(clippy::needless_pass_by_value)]
 
 use exl_cuda::layout::Layout;
-use exl_cuda::ops::attention::{self, Attention};
-use exl_cuda::ops::kv::{KINDS, Pages};
+use exl_cuda::ops::Element;
+use exl_cuda::ops::attention::{self, Call as AttentionCall};
+use exl_cuda::ops::kv::KINDS;
 use exl_cuda::ops::linear::select::{self, Call, Epilogue};
 use exl_cuda::ops::linear::{Addresses, Matrix};
 use exl_cuda::ops::moe;
@@ -49,20 +50,14 @@ impl CudaCard {
         self.caps.code
     }
 
-    /// The features of "bulk_copy", "clusters", "wgmma", "async_copy" and "mma_pipeline" that the code has.
+    /// The features that the code has, of "bulk_copy", "clusters", "tested_clusters", "wgmma", "async_copy" and "mma_pipeline".
     #[getter]
     fn features(&self) -> Vec<&'static str> {
-        [
-            (Feature::BulkCopy, "bulk_copy"),
-            (Feature::Clusters, "clusters"),
-            (Feature::Wgmma, "wgmma"),
-            (Feature::AsyncCopy, "async_copy"),
-            (Feature::MmaPipeline, "mma_pipeline"),
-        ]
-        .into_iter()
-        .filter(|&(feature, _)| self.caps.has(feature))
-        .map(|(_, name)| name)
-        .collect()
+        Feature::ALL
+            .into_iter()
+            .filter(|&feature| self.caps.has(feature))
+            .map(Feature::name)
+            .collect()
     }
 }
 
@@ -226,17 +221,23 @@ pub fn cuda_select_attention(
             "{q_heads} query heads over {kv_heads} key heads of {head_dim} dimensions"
         )));
     }
-    let max_pages = keys.div_ceil(PAGE).max(1);
-    let pages = Pages {
+    let call = AttentionCall {
         kind,
-        data: [0; 2],
-        scales: [0; 2],
-        num_pages: batch * max_pages,
-        page_size: PAGE,
-        heads: kv_heads,
         head_dim,
+        q_heads,
+        kv_heads,
+        element: Element::F16,
+        q_stride: q_heads * head_dim,
+        batch,
+        tokens: batch * tokens,
+        keys,
+        page_size: PAGE,
+        max_pages: keys.div_ceil(PAGE).max(1),
+        window,
+        capped: softcap != 0.0,
+        masked: false,
+        new_keys: None,
+        apart: false,
     };
-    let mut op = Attention::of_shape(pages, batch * tokens, q_heads, (batch, max_pages));
-    (op.window, op.softcap) = (window, softcap);
-    Ok(attention::selected(&card.caps, &op, keys).kernel)
+    Ok(attention::select::plan(&card.caps, &call).name)
 }
