@@ -3,10 +3,8 @@
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
 
-use exl_cuda::Device;
-use exl_cuda::ops::attention::select::{self, Call, Kernel, Rotated};
 use exl_cuda::ops::attention::{
-    self, Attention, DIM_STEP, HeadNorms, MAX_DIM, ORDERED_COLUMNS, Ordered, Own,
+    self, Attention, DIM_STEP, MAX_DIM, ORDERED_COLUMNS, Ordered, Own, Plan,
 };
 use exl_cuda::ops::elementwise::residual;
 use exl_cuda::ops::kv::{self, Direction, KINDS, Kind};
@@ -149,26 +147,64 @@ pub fn cuda_kv_transfer(
     .map_err(|e| device_error(py, &e))
 }
 
+/// RMS norms of each head of the queries and of the keys, before the rotation.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct HeadNorms {
+    q: Tensor,
+    k: Tensor,
+    eps: f32,
+}
+
+#[pymethods]
+impl HeadNorms {
+    /// Weights `q` and `k` float32 [head_dim].
+    #[new]
+    fn new(q: Tensor, k: Tensor, eps: f32) -> Self {
+        Self { q, k, eps }
+    }
+}
+
+impl HeadNorms {
+    fn checked(&self, head_dim: usize, gpu: Option<u32>) -> PyResult<attention::HeadNorms> {
+        let fits = |t: &Tensor| {
+            t.dtype == DType::F32
+                && t.shape == [head_dim]
+                && t.ptr.is_multiple_of(8)
+                && t.cuda == gpu
+        };
+        if !(fits(&self.q) && fits(&self.k)) {
+            return Err(PyValueError::new_err(
+                "norms of q and k must be float32 [head_dim], aligned to 8 bytes, on the queries' GPU",
+            ));
+        }
+        Ok(attention::HeadNorms {
+            q: self.q.ptr,
+            k: self.k.ptr,
+            eps: self.eps,
+        })
+    }
+}
+
 /// Keys and values of the call's own tokens, which are not in the pages: rotated and stored in the same launch.
 #[pyclass(frozen, module = "exl_kernels._native")]
 #[derive(Debug)]
 pub struct NewKeys {
-    key: Tensor,
-    value: Tensor,
-    stride: usize,
-    rotation: Py<Rotation>,
-    slots: Tensor,
+    pub(super) key: Tensor,
+    pub(super) value: Tensor,
+    pub(super) stride: usize,
+    pub(super) rotation: Py<Rotation>,
+    pub(super) slots: Tensor,
     early: bool,
-    norms: Option<(Tensor, Tensor, f32)>,
+    pub(super) norms: Option<Py<HeadNorms>>,
 }
 
 #[pymethods]
 impl NewKeys {
     /// `key` and `value` flat, `stride` elements between tokens; `slots` int64 [T]. `early`: everything except queries, keys and values may
-    /// be read before the preceding launches have ended. `norms`: RMS norms of each head of the queries and of the keys before the
-    /// rotation, weights float32 [head_dim] each, and their epsilon.
+    /// be read before the preceding launches have ended.
     #[new]
-    #[pyo3(signature = (key, value, stride, rotation, slots, early, norms=None))]
+    #[pyo3(signature = (key, value, stride, rotation, slots, *, early, norms=None))]
     fn new(
         key: Tensor,
         value: Tensor,
@@ -176,7 +212,7 @@ impl NewKeys {
         rotation: Py<Rotation>,
         slots: Tensor,
         early: bool,
-        norms: Option<(Tensor, Tensor, f32)>,
+        norms: Option<Py<HeadNorms>>,
     ) -> Self {
         Self {
             key,
@@ -190,21 +226,16 @@ impl NewKeys {
     }
 }
 
-/// Memory of a launch over many keys, of the sizes that `cuda_attention_plan` returns.
-#[pyclass(frozen, module = "exl_kernels._native")]
-#[derive(Debug)]
-pub struct AttentionWorkspace {
-    partials: Option<Tensor>,
-    tickets: Option<Tensor>,
-}
-
-#[pymethods]
-impl AttentionWorkspace {
-    /// `partials` float32; `tickets` int32, zero before and after the launch.
-    #[new]
-    #[pyo3(signature = (partials, tickets))]
-    fn new(partials: Option<Tensor>, tickets: Option<Tensor>) -> Self {
-        Self { partials, tickets }
+impl NewKeys {
+    /// The tensors, named for errors.
+    pub(super) fn tensors(&self) -> impl Iterator<Item = (&'static str, &Tensor)> {
+        [
+            ("new keys", &self.key),
+            ("new values", &self.value),
+            ("slots", &self.slots),
+        ]
+        .into_iter()
+        .chain(self.rotation.get().tensors())
     }
 }
 
@@ -253,7 +284,7 @@ impl MatmulInput {
     }
 }
 
-/// The checked operands of one call, for `attention::plan` and `attention::attend`.
+/// The checked operands of one call.
 fn operands(
     pages: &CudaPages,
     (q, q_stride): (&Tensor, usize),
@@ -361,27 +392,11 @@ fn own_operands(op: &Attention, q: &Tensor, own: &NewKeys) -> PyResult<Own> {
             "own keys and values, tables, positions or slots do not fit the queries",
         ));
     }
-    let norms = match norms {
-        None => HeadNorms::default(),
-        Some((q, k, eps)) => {
-            let fits = |t: &Tensor| {
-                t.dtype == DType::F32
-                    && t.shape == [op.pages.head_dim]
-                    && t.ptr.is_multiple_of(8)
-                    && t.cuda == key.cuda
-            };
-            if !(fits(q) && fits(k)) {
-                return Err(PyValueError::new_err(
-                    "norms of q and k must be float32 [head_dim], aligned to 8 bytes, on the queries' GPU",
-                ));
-            }
-            HeadNorms {
-                q: q.ptr,
-                k: k.ptr,
-                eps: *eps,
-            }
-        }
-    };
+    let norms = norms
+        .as_ref()
+        .map(|norms| norms.get().checked(op.pages.head_dim, key.cuda))
+        .transpose()?
+        .unwrap_or_default();
     Ok(Own {
         key: key.ptr,
         value: value.ptr,
@@ -435,119 +450,102 @@ fn ordered_operands(op: &Attention, to: &MatmulInput) -> Result<Ordered, String>
     Ok(ordered)
 }
 
-/// Return (kernel, blocks that share a tile's keys, floats of workspace, zeroed counters) for a call of `tokens` x `q_heads` over
-/// `max_keys` keys. `own`: the tokens' keys and values are not in the pages yet. `apart`: as for `cuda_paged_attention`, for tokens of a
-/// half type that see `window` keys (0: all).
-#[pyfunction]
-#[pyo3(signature = (pages, tokens, q_heads, batch, max_pages, max_keys, own, apart=false, window=0))]
-pub fn cuda_attention_plan(
-    py: Python<'_>,
-    pages: &Bound<'_, CudaPages>,
-    tokens: usize,
-    q_heads: usize,
-    batch: usize,
-    max_pages: usize,
-    max_keys: usize,
-    own: bool,
-    apart: bool,
-    window: usize,
-) -> PyResult<(&'static str, usize, usize, usize)> {
-    let pages = pages.get();
-    let call = Call {
-        kind: pages.inner.kind,
-        head_dim: pages.inner.head_dim,
-        q_heads,
-        kv_heads: pages.inner.heads,
-        element: Element::F16,
-        q_stride: q_heads * pages.inner.head_dim,
-        batch,
-        tokens,
-        keys: max_keys,
-        page_size: pages.inner.page_size,
-        max_pages,
-        window,
-        capped: false,
-        masked: false,
-        new_keys: own.then_some(Rotated {
-            elements: 0,
-            interleaved: false,
-        }),
-        apart,
-    };
-    let device = Device::get(pages.device).map_err(|e| device_error(py, &e))?;
-    let plan = select::plan(&device.info.caps, &call);
-    let mode = match plan.kernel {
-        Kernel::Prefill | Kernel::Wide => "prefill",
-        _ => "decode",
-    };
-    Ok((mode, plan.chunks(), plan.workspace(), plan.tickets()))
+/// One launch of attention: its checked operands and its plan. It keeps the operands alive.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct AttentionCall {
+    op: Attention,
+    plan: Plan,
+    to: Target,
+    _owners: Vec<Py<PyAny>>,
 }
 
-/// See `exl_kernels.attention.cuda`. q: flat, `q_stride` elements between tokens; `workspace`: of at least the plan's sizes. With `into`,
-/// results go there, and only the shape of `out` is used. `apart`: few tokens a sequence, whose keys are stored, never run as a prompt.
-#[pyfunction]
-#[pyo3(signature = (q, q_stride, pages, tables, options, out, launch, *, new_keys=None, workspace=None, into=None, apart=false))]
-pub fn cuda_paged_attention(
-    py: Python<'_>,
-    q: Tensor,
-    q_stride: usize,
-    pages: &Bound<'_, CudaPages>,
-    tables: &AttentionTables,
-    options: &AttentionOptions,
-    out: Tensor,
-    launch: &Launch,
-    new_keys: Option<&NewKeys>,
-    workspace: Option<&AttentionWorkspace>,
-    into: Option<&MatmulInput>,
-    apart: bool,
-) -> PyResult<()> {
-    let pages = pages.get();
-    let (partials, tickets) = workspace.map_or((None, None), |memory| {
-        (memory.partials.as_ref(), memory.tickets.as_ref())
-    });
-    let mut all = vec![("q", &q), ("out", &out)];
-    all.extend(tables.tensors());
-    all.extend(partials.map(|t| ("workspace", t)));
-    all.extend(tickets.map(|t| ("tickets", t)));
-    if let Some(new) = new_keys {
-        all.extend([
-            ("new keys", &new.key),
-            ("new values", &new.value),
-            ("slots", &new.slots),
-        ]);
-        all.extend(new.rotation.get().tensors());
-    }
-    all.extend(into.map(|to| ("scratch", &to.scratch)));
-    let to = pages.target(&all, launch)?;
-    let mut op = operands(pages, (&q, q_stride), &out, tables, options)?;
-    op.own = new_keys.map(|new| own_operands(&op, &q, new)).transpose()?;
-    op.apart = apart;
-    if let Some(into) = into {
-        let fits = ordered_operands(&op, into).map_err(PyValueError::new_err)?;
-        if !(op.own.is_some() || apart) || into.matrix.get().device != to.device {
-            return Err(PyValueError::new_err(
-                "results packed for a matmul need own keys or tokens apart, and a matrix on the same GPU",
-            ));
+#[pymethods]
+impl AttentionCall {
+    /// See `exl_kernels.attention.cuda`. q: flat, `q_stride` elements between tokens. With `into`, results go there, and only the shape of
+    /// `out` is used. `apart`: few tokens a sequence, whose keys are stored, never run as a prompt.
+    #[new]
+    #[pyo3(signature = (q, q_stride, pages, tables, options, out, launch, *, new_keys=None, into=None, apart=false))]
+    fn new(
+        py: Python<'_>,
+        q: Tensor,
+        q_stride: usize,
+        pages: Py<CudaPages>,
+        tables: Py<AttentionTables>,
+        options: &AttentionOptions,
+        out: Tensor,
+        launch: &Launch,
+        new_keys: Option<Py<NewKeys>>,
+        into: Option<Py<MatmulInput>>,
+        apart: bool,
+    ) -> PyResult<Self> {
+        let (held, seen) = (pages.get(), tables.get());
+        let (new, packed) = (new_keys.as_ref().map(Py::get), into.as_ref().map(Py::get));
+        let mut all = vec![("q", &q), ("out", &out)];
+        all.extend(seen.tensors());
+        all.extend(new.into_iter().flat_map(NewKeys::tensors));
+        all.extend(packed.map(|to| ("scratch", &to.scratch)));
+        let to = held.target(&all, launch)?;
+        let mut op = operands(held, (&q, q_stride), &out, seen, options)?;
+        op.own = new.map(|new| own_operands(&op, &q, new)).transpose()?;
+        op.apart = apart;
+        if let Some(packed) = packed {
+            let fits = ordered_operands(&op, packed).map_err(PyValueError::new_err)?;
+            if !(op.own.is_some() || apart) || packed.matrix.get().device != to.device {
+                return Err(PyValueError::new_err(
+                    "results packed for a matmul need own keys or tokens apart, and a matrix on the same GPU",
+                ));
+            }
+            op.ordered = Some(fits);
         }
-        op.ordered = Some(fits);
+        let room = op.max_pages * held.inner.page_size;
+        let plan = attention::plan(to.device, &op, seen.max_keys.unwrap_or(room))
+            .map_err(|e| device_error(py, &e))?;
+        let mut owners = vec![q.owner, out.owner, pages.into_any(), tables.into_any()];
+        owners.extend(new_keys.map(Py::into_any));
+        owners.extend(into.map(Py::into_any));
+        Ok(Self {
+            op,
+            plan,
+            to,
+            _owners: owners,
+        })
     }
-    let room = op.max_pages * pages.inner.page_size;
-    let max_keys = tables.max_keys.unwrap_or(room);
-    let plan = attention::plan(to.device, &op, max_keys).map_err(|e| device_error(py, &e))?;
-    let holds = |t: Option<&Tensor>, dtype: DType, count: usize| match t {
-        Some(t) => t.dtype == dtype && t.numel() >= count && t.ptr % 16 == 0,
-        None => count == 0,
-    };
-    if !holds(partials, DType::F32, plan.workspace()) || !holds(tickets, DType::I32, plan.tickets())
-    {
-        return Err(PyValueError::new_err(format!(
-            "workspace or tickets too small, unaligned or of another type: {} float32 and {} int32 are needed",
-            plan.workspace(),
-            plan.tickets()
-        )));
+
+    /// Floats of `partials` and counters that `run` needs.
+    #[getter]
+    fn workspace(&self) -> (usize, usize) {
+        (self.plan.workspace(), self.plan.tickets())
     }
-    let memory = [partials, tickets].map(|t| t.map_or(0, |t| t.ptr));
-    // SAFETY: as in `cuda_kv_transfer`.
-    py.detach(|| unsafe { attention::attend(to, &op, &plan, memory) })
-        .map_err(|e| device_error(py, &e))
+
+    /// Launch the kernel. `partials` float32 and `tickets` int32, at least as many as `workspace` says, aligned to 16 bytes; tickets are zero
+    /// before and after the launch.
+    #[pyo3(signature = (partials=None, tickets=None))]
+    fn run(
+        &self,
+        py: Python<'_>,
+        partials: Option<Tensor>,
+        tickets: Option<Tensor>,
+    ) -> PyResult<()> {
+        let holds = |t: &Option<Tensor>, dtype: DType, count: usize| match t {
+            Some(t) => {
+                t.dtype == dtype
+                    && t.numel() >= count
+                    && t.ptr.is_multiple_of(16)
+                    && t.cuda == Some(self.to.device)
+            }
+            None => count == 0,
+        };
+        let (floats, counters) = self.workspace();
+        if !holds(&partials, DType::F32, floats) || !holds(&tickets, DType::I32, counters) {
+            return Err(PyValueError::new_err(format!(
+                "workspace or tickets too small, unaligned, of another type or on another GPU: {floats} float32 and \
+                 {counters} int32 are needed"
+            )));
+        }
+        let memory = [&partials, &tickets].map(|t| t.as_ref().map_or(0, |t| t.ptr));
+        // SAFETY: as in `cuda_kv_transfer`; the plan was made for these operands.
+        py.detach(|| unsafe { attention::attend(self.to, &self.op, &self.plan, memory) })
+            .map_err(|e| device_error(py, &e))
+    }
 }

@@ -103,7 +103,7 @@ def _attention_kernel(card: Card, a: Attention, count: int, cache: str, keys: in
         keys=max(keys, tokens),
         window=a.window,
         softcap=a.softcap,
-    )
+    ).kernel
 
 
 class _Shapes:
