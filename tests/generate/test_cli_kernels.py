@@ -75,6 +75,21 @@ def test_the_cache_format_picks_the_attention(exl) -> None:
     assert of["attention", 1].startswith("attention_q4_")
 
 
+def test_a_card_without_the_fast_attention_says_why(exl) -> None:
+    _, out, _ = exl(MODEL, "--kernels", "--card", "5090")
+    assert "512 (a prompt)" in out
+    assert "attention of 256 keys" in out
+    for kernel in (
+        "attention_few: it needs clusters",
+        "attention_teams: it needs code",
+        "attention_wide: it needs wgmma",
+    ):
+        assert kernel in out
+    found = json.loads(exl(MODEL, "--kernels", "--card", "H100", "--json")[1])
+    assert not any(use["why"] for use in found["uses"] if use["operation"] == "attention")
+    assert {use["rows"]: use["tokens"] for use in found["uses"]} == {1: 1, 8: 1, 32: 1, 64: 1, 512: 512}
+
+
 def test_without_a_gpu_a_card_must_be_named(exl, monkeypatch: pytest.MonkeyPatch) -> None:
     from exl_generate.cli import kernels as report
     from exl_kernels.device import CudaStatus

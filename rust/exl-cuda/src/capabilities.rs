@@ -61,7 +61,9 @@ impl Feature {
         match self {
             Self::BulkCopy => "bulk copies (code for sm_90 or newer)",
             Self::Clusters => "thread block clusters (code for sm_90 or newer, data-center cards)",
-            Self::TestedClusters => "tested clusters (code for sm_90 on an sm_90 card)",
+            Self::TestedClusters => {
+                "clusters as sm_90 cards run them (code for sm_90 on an sm_90 card)"
+            }
             Self::Wgmma => "wgmma (code for sm_90a on an sm_90 card)",
             Self::AsyncCopy => "code for sm_80, sm_86 or sm_89",
             Self::MmaPipeline => "asynchronous copies (code for sm_80 or newer)",

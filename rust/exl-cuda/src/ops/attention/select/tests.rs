@@ -184,7 +184,7 @@ fn refused(caps: &Capabilities, call: &Call) -> Vec<(&'static str, String)> {
 #[test]
 fn a_card_without_the_kernels_of_one_token_says_what_it_lacks() {
     let step = call(kind("fp16"), 128, (32, 8), (1, 1), 256);
-    let newer = "it needs tested clusters (code for sm_90 on an sm_90 card)";
+    let newer = "it needs clusters as sm_90 cards run them (code for sm_90 on an sm_90 card)";
     let older = "it needs code for sm_80, sm_86 or sm_89";
     for name in ["B200", "5090", "2080 Ti"] {
         let found = refused(&card(name, RELEASE), &step);
