@@ -143,25 +143,6 @@ class AttentionCall:
     """
     One launch of attention: its checked operands and its plan. It keeps the operands alive.
     """
-    def __new__(
-        cls,
-        /,
-        q: Tensor,
-        q_stride: int,
-        pages: CudaPages,
-        tables: AttentionTables,
-        options: AttentionOptions,
-        out: Tensor,
-        launch: Launch,
-        *,
-        new_keys: NewKeys | None = None,
-        into: MatmulInput | None = None,
-        apart: bool = False,
-    ) -> AttentionCall:
-        """
-        See `exl_kernels.attention.cuda`. q: flat, `q_stride` elements between tokens. With `into`, results go there, and only the shape of
-        `out` is used. `apart`: few tokens a sequence, whose keys are stored, never run as a prompt.
-        """
     def run(self, /, partials: Tensor | None = None, tickets: Tensor | None = None) -> None:
         """
         Launch the kernel. `partials` float32 and `tickets` int32, at least as many as `workspace` says, aligned to 16 bytes; tickets are zero
@@ -230,7 +211,7 @@ class AttentionShape:
         """
         `kind`: format of the pages; `heads`: of queries and of keys; `tokens`: query tokens of all `batch` sequences; `keys`: no token sees
         a key at or beyond this index; `pages`: columns of the block table, by default as many as hold the keys. `rotated`: the call's own keys
-        are stored by the launch, with so many rotated elements of each head. `apart`: as for `AttentionCall`.
+        are stored by the launch, with so many rotated elements of each head. `apart`: as for `CudaPages.attention`.
         """
 
 @final
@@ -543,6 +524,25 @@ class CudaPages:
     ) -> CudaPages:
         """
         key, value: [P, page, H, row]; scales [P, page, H, row] if the kind has them.
+        """
+    def attention(
+        self,
+        /,
+        q: Tensor,
+        q_stride: int,
+        tables: AttentionTables,
+        options: AttentionOptions,
+        out: Tensor,
+        launch: Launch,
+        *,
+        new_keys: NewKeys | None = None,
+        into: MatmulInput | None = None,
+        apart: bool = False,
+    ) -> AttentionCall:
+        """
+        Check and plan a launch of attention over these pages; see `exl_kernels.attention.cuda`. q: flat, `q_stride` elements between
+        tokens. With `into`, results go there, and only the shape of `out` is used. `apart`: few tokens a sequence, whose keys are stored,
+        never run as a prompt.
         """
 
 @final

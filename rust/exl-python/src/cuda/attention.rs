@@ -96,6 +96,57 @@ impl CudaPages {
             _owners: owners.into_iter().flatten().collect(),
         })
     }
+
+    /// Check and plan a launch of attention over these pages; see `exl_kernels.attention.cuda`. q: flat, `q_stride` elements between
+    /// tokens. With `into`, results go there, and only the shape of `out` is used. `apart`: few tokens a sequence, whose keys are stored,
+    /// never run as a prompt.
+    #[pyo3(signature = (q, q_stride, tables, options, out, launch, *, new_keys=None, into=None, apart=false))]
+    fn attention(
+        slf: Py<Self>,
+        py: Python<'_>,
+        q: Tensor,
+        q_stride: usize,
+        tables: Py<AttentionTables>,
+        options: &AttentionOptions,
+        out: Tensor,
+        launch: &Launch,
+        new_keys: Option<Py<NewKeys>>,
+        into: Option<Py<MatmulInput>>,
+        apart: bool,
+    ) -> PyResult<AttentionCall> {
+        let (pages, seen) = (slf.get(), tables.get());
+        let (new, packed) = (new_keys.as_ref().map(Py::get), into.as_ref().map(Py::get));
+        let mut all = vec![("q", &q), ("out", &out)];
+        all.extend(seen.tensors());
+        all.extend(new.into_iter().flat_map(NewKeys::tensors));
+        all.extend(packed.map(|to| ("scratch", &to.scratch)));
+        let to = pages.target(&all, launch)?;
+        let mut op = operands(pages, (&q, q_stride), &out, seen, options)?;
+        op.own = new.map(|new| own_operands(&op, &q, new)).transpose()?;
+        op.apart = apart;
+        if let Some(packed) = packed {
+            let fits = ordered_operands(&op, packed).map_err(PyValueError::new_err)?;
+            if !(op.own.is_some() || apart) || packed.matrix.get().device != to.device {
+                return Err(PyValueError::new_err(
+                    "results packed for a matmul need own keys or tokens apart, and a matrix on the same GPU",
+                ));
+            }
+            op.ordered = Some(fits);
+        }
+        let room = op.max_pages * pages.inner.page_size;
+        let plan = attention::plan(to.device, &op, seen.max_keys.unwrap_or(room))
+            .map_err(|e| device_error(py, &e))?;
+        Ok(AttentionCall {
+            op,
+            plan,
+            to,
+            _pages: slf,
+            _tensors: (q, out),
+            _tables: tables,
+            _new_keys: new_keys,
+            _into: into,
+        })
+    }
 }
 
 impl CudaPages {
@@ -457,61 +508,15 @@ pub struct AttentionCall {
     op: Attention,
     plan: Plan,
     to: Target,
-    _owners: Vec<Py<PyAny>>,
+    _pages: Py<CudaPages>,
+    _tensors: (Tensor, Tensor),
+    _tables: Py<AttentionTables>,
+    _new_keys: Option<Py<NewKeys>>,
+    _into: Option<Py<MatmulInput>>,
 }
 
 #[pymethods]
 impl AttentionCall {
-    /// See `exl_kernels.attention.cuda`. q: flat, `q_stride` elements between tokens. With `into`, results go there, and only the shape of
-    /// `out` is used. `apart`: few tokens a sequence, whose keys are stored, never run as a prompt.
-    #[new]
-    #[pyo3(signature = (q, q_stride, pages, tables, options, out, launch, *, new_keys=None, into=None, apart=false))]
-    fn new(
-        py: Python<'_>,
-        q: Tensor,
-        q_stride: usize,
-        pages: Py<CudaPages>,
-        tables: Py<AttentionTables>,
-        options: &AttentionOptions,
-        out: Tensor,
-        launch: &Launch,
-        new_keys: Option<Py<NewKeys>>,
-        into: Option<Py<MatmulInput>>,
-        apart: bool,
-    ) -> PyResult<Self> {
-        let (held, seen) = (pages.get(), tables.get());
-        let (new, packed) = (new_keys.as_ref().map(Py::get), into.as_ref().map(Py::get));
-        let mut all = vec![("q", &q), ("out", &out)];
-        all.extend(seen.tensors());
-        all.extend(new.into_iter().flat_map(NewKeys::tensors));
-        all.extend(packed.map(|to| ("scratch", &to.scratch)));
-        let to = held.target(&all, launch)?;
-        let mut op = operands(held, (&q, q_stride), &out, seen, options)?;
-        op.own = new.map(|new| own_operands(&op, &q, new)).transpose()?;
-        op.apart = apart;
-        if let Some(packed) = packed {
-            let fits = ordered_operands(&op, packed).map_err(PyValueError::new_err)?;
-            if !(op.own.is_some() || apart) || packed.matrix.get().device != to.device {
-                return Err(PyValueError::new_err(
-                    "results packed for a matmul need own keys or tokens apart, and a matrix on the same GPU",
-                ));
-            }
-            op.ordered = Some(fits);
-        }
-        let room = op.max_pages * held.inner.page_size;
-        let plan = attention::plan(to.device, &op, seen.max_keys.unwrap_or(room))
-            .map_err(|e| device_error(py, &e))?;
-        let mut owners = vec![q.owner, out.owner, pages.into_any(), tables.into_any()];
-        owners.extend(new_keys.map(Py::into_any));
-        owners.extend(into.map(Py::into_any));
-        Ok(Self {
-            op,
-            plan,
-            to,
-            _owners: owners,
-        })
-    }
-
     /// Floats of `partials` and counters that `run` needs.
     #[getter]
     fn workspace(&self) -> (usize, usize) {

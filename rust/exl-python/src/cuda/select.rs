@@ -233,7 +233,7 @@ pub struct AttentionShape {
 impl AttentionShape {
     /// `kind`: format of the pages; `heads`: of queries and of keys; `tokens`: query tokens of all `batch` sequences; `keys`: no token sees
     /// a key at or beyond this index; `pages`: columns of the block table, by default as many as hold the keys. `rotated`: the call's own keys
-    /// are stored by the launch, with so many rotated elements of each head. `apart`: as for `AttentionCall`.
+    /// are stored by the launch, with so many rotated elements of each head. `apart`: as for `CudaPages.attention`.
     #[new]
     #[pyo3(signature = (kind, head_dim, heads, *, batch, tokens, keys, page_size=256, pages=None, window=0, softcap=0.0, rotated=None, interleaved=false, apart=false))]
     fn new(

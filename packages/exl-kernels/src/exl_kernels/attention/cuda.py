@@ -367,9 +367,7 @@ def _launch(
     apart = apart and out.dtype != torch.float32  # blocks for each token are of half types
     seen = _native.AttentionTables(block_table, rows, positions, key_mask, max_keys)
     to = None if into is None else _native.MatmulInput(into.matrix._cuda, into.columns, into.scratch)
-    call = _native.AttentionCall(
-        q[0], q[1], native, seen, options, out, launch_of(stream), new_keys=new_keys, into=to, apart=apart
-    )
+    call = native.attention(q[0], q[1], seen, options, out, launch_of(stream), new_keys=new_keys, into=to, apart=apart)
     floats, count = call.workspace
     partials = torch.empty(floats, dtype=torch.float32, device=out.device) if floats else None
     call.run(partials, _zeros(out.device, stream, count) if count else None)
