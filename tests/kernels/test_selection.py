@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -159,7 +159,7 @@ def test_attention_by_card_cache_and_shape() -> None:
 
 def test_attention_says_why_no_faster_kernel_runs() -> None:
     def why(card: str, **options: int) -> dict[str, str]:
-        given = {"batch": 1, "tokens": 1, "keys": 512, **options}
+        given: dict[str, Any] = {"batch": 1, "tokens": 1, "keys": 512, **options}
         return dict(Card.named(card).attention("fp16", 128, 32, 8, **given).refused)
 
     assert why("H100") == why("H100", rotated=128) == why("H100", tokens=512) == {}
