@@ -77,3 +77,19 @@ def test_a_step_of_many_sequences_and_a_prompt_run_other_kernels(tmp_path: Path)
             assert bool(uses[name, 128].why) == (odd and name == first), "gate, up and down share launches"
         assert uses["down_proj", 512].kernel == "gemm_large"
         assert uses["attention", 128].kernel != uses["attention", 512].kernel
+
+
+def test_attention_of_heads_that_rotate_in_part_says_why(tmp_path: Path) -> None:
+    """A decode step rotates and stores keys in the launch of attention; a prompt does it before."""
+    half = {**CONFIG, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hidden_size": 512, "head_dim": 128}
+    folder = write_random_model(tmp_path / "float", {**half, "partial_rotary_factor": 0.75})
+    quantize_model(folder, folder := tmp_path / "quantized", bits=4.0)
+    config, card = ExLlamaV2Config(folder), Card.named("H200")
+    found = {(use.operation, use.rows): use for use in kernel_uses(config, card, rows=(1, 512), cache="q4")}
+    step, prompt, store = found["attention", 1], found["attention", 512], found["rope+store", 512]
+    assert (step.tokens, prompt.tokens) == (1, 512)
+    assert step.kernel == "attention_q4_128_decode1"
+    assert any(reason.startswith("attention_few: it takes rotations") for reason in step.why)
+    assert prompt.why == ("attention_wide: it takes float16 pages",)
+    assert store.why == ("rope_store_many: it takes float16 pages",)
+    assert ("rope+store", 1) not in found

@@ -39,7 +39,10 @@ def kernels(found: dict[str, object]) -> dict[tuple[str, int], str]:
 
 def test_a_card_that_is_not_here(exl) -> None:
     found = json.loads(exl(MODEL, "--kernels", "--card", "H100", "--json")[1])
-    assert (found["code"], found["features"]) == (90, ["bulk_copy", "clusters", "wgmma"])
+    assert (found["code"], found["features"]) == (
+        90,
+        ["bulk_copy", "clusters", "tested_clusters", "wgmma"],
+    )
     of = kernels(found)
     assert [of["gate+up", rows] for rows in (1, 8)] == ["gemv_ring", "gemm_few"]
     # Its matrices have permutations of their own, so batches multiply one at a time.
@@ -70,6 +73,21 @@ def test_float_matrices_are_multiplied_by_cublas(exl) -> None:
 def test_the_cache_format_picks_the_attention(exl) -> None:
     of = kernels(json.loads(exl(MODEL, "--kernels", "--card", "4090", "--cache", "q4", "--json")[1]))
     assert of["attention", 1].startswith("attention_q4_")
+
+
+def test_a_card_without_the_fast_attention_says_why(exl) -> None:
+    _, out, _ = exl(MODEL, "--kernels", "--card", "5090")
+    assert "512 (a prompt)" in out
+    assert "attention of 256 keys" in out
+    for kernel in (
+        "attention_few: it needs clusters",
+        "attention_teams: it needs code",
+        "attention_wide: it needs wgmma",
+    ):
+        assert kernel in out
+    found = json.loads(exl(MODEL, "--kernels", "--card", "H100", "--json")[1])
+    assert not any(use["why"] for use in found["uses"] if use["operation"] == "attention")
+    assert {use["rows"]: use["tokens"] for use in found["uses"]} == {1: 1, 8: 1, 32: 1, 64: 1, 512: 512}
 
 
 def test_without_a_gpu_a_card_must_be_named(exl, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exl_kernels import _native
 from exl_kernels.attention import cuda as attention_cuda
 from exl_kernels.attention import paged_attention
 from exl_kernels.kv import KVPages, store_kv
@@ -51,6 +52,22 @@ class Case:
         q = self.queries(r.long().clamp(0, self.q.shape[0] - 1), p).to(device, self.dtype).contiguous()
         where = (self.block_table.to(device), r.to(device), p.to(device))
         return paged_attention(q, self.pages, *where, scale=self.scale, **options).cpu()
+
+    def plan(self, tokens: int, keys: int, *, apart: bool = False) -> _native.AttentionPlan:
+        """Return the plan of a call of so many float16 tokens over the pages on their GPU."""
+        sequences, pages = self.block_table.shape
+        shape = _native.AttentionShape(
+            self.pages.kind,
+            self.pages.head_dim,
+            (self.q.shape[2], self.pages.heads),
+            batch=sequences,
+            tokens=tokens,
+            keys=keys,
+            page_size=self.pages.page_size,
+            pages=pages,
+            apart=apart,
+        )
+        return _native.cuda_select_attention(_native.CudaCard.device(torch.cuda.current_device()), shape)
 
     def oracle(self, rows: list[int], positions: list[int], **options: Any) -> Tensor:
         r, p = torch.tensor(rows, dtype=torch.int32), torch.tensor(positions, dtype=torch.int32)
@@ -102,6 +119,11 @@ def make_case(
 
 def make_cuda_case(kind: Any, lengths: list[int], *, dtype: torch.dtype = torch.float16, **options: Any) -> Case:
     return make_case(kind, lengths, device="cuda", dtype=dtype, **options)
+
+
+def is_prompt(plan: _native.AttentionPlan) -> bool:
+    """Return whether blocks take tiles of many query rows, each alone."""
+    return plan.kernel.endswith(("_prefill", "_wide"))
 
 
 def assert_close(got: Tensor, oracle: Tensor, bound: float = BOUND) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import BOUND, KINDS, UNDER_A_TOOL, assert_close, make_cuda_case, randn
+from attention_cases import BOUND, KINDS, UNDER_A_TOOL, assert_close, is_prompt, make_cuda_case, randn
 
 from exl_kernels import _native
 from exl_kernels.attention import paged_attention
+from exl_kernels.cuda_ops import launch_on
 from exl_kernels.errors import DTypeError, ShapeError
 from exl_kernels.kv import store_kv
 
@@ -46,12 +47,10 @@ def test_matches_the_oracle(kind: Any, heads: int, groups: int, dim: int) -> Non
 def test_prefill_matches_the_oracle(kind: Any, dim: int) -> None:
     case = make_cuda_case(kind, [200, 333], heads=2, groups=4, dim=dim)
     rows, positions = [0] * 100 + [1] * 150, [*range(100, 200), *range(150, 300)]
-    plan = _native.cuda_attention_plan(case.pages.native_cuda(), 250, 8, 2, case.block_table.shape[1], 300, False)
     pick = [0, 1, 15, 16, 37, 99, 100, 101, 180, 249]
     got = case.run(rows, positions)
     want = case.oracle([rows[i] for i in pick], [positions[i] for i in pick])
     assert_close(got[pick], want)
-    assert plan[0] in ("decode", "prefill")
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -171,16 +170,13 @@ def test_a_token_is_bitwise_identical_alone_in_a_batch_and_in_any_chunk(kind: An
     rows = [0] * lengths[0] + [1] * lengths[1]
     positions = [*range(lengths[0]), *range(lengths[1])]
     whole = case.run(rows, positions)
-    modes = set()
+    plans = []
     for count in (1, 16, 33) if UNDER_A_TOOL else (1, 2, 5, 16, 33, 100, 250):
         for begin in (17, 600) if UNDER_A_TOOL else (0, 17, 255, 311, 600, 640, 1020 - count):
             part = slice(begin, begin + count)
             assert torch.equal(case.run(rows[part], positions[part]), whole[part]), (count, begin)
-        plan = _native.cuda_attention_plan(
-            case.pages.native_cuda(), count, 2 * groups, 2, case.block_table.shape[1], 600, False
-        )
-        modes.add(plan[0])
-    assert "decode" in modes
+        plans.append(case.plan(count, 600))
+    assert not all(is_prompt(plan) for plan in plans)
     # Batches of one token a sequence, in any order.
     assert torch.equal(case.run([0, 1], [599, 419]), whole[[599, 1019]])
     assert torch.equal(case.run([1, 0], [419, 599]), whole[[1019, 599]])
@@ -192,10 +188,8 @@ def test_a_token_is_bitwise_identical_alone_in_a_batch_and_in_any_chunk(kind: An
 @pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 20.0}])
 def test_prefill_and_decode_kernels_are_bitwise_identical(kind: Any, options: dict[str, Any]) -> None:
     case = make_cuda_case(kind, [900], dim=128, groups=4, heads=2)
-    native, pages = _native.cuda_attention_plan, case.pages.native_cuda()
-    columns = case.block_table.shape[1]
-    assert native(pages, 900, 8, 1, columns, 1, False)[0] == "prefill"
-    assert native(pages, 1, 8, 1, columns, 900, False)[0] == "decode"
+    assert is_prompt(case.plan(900, 1))
+    assert not is_prompt(case.plan(1, 900))
     # max_keys of one split makes the plan choose the kernel that shares keys; it reads all of them all the same.
     shared = case.run([0] * 900, list(range(900)), max_keys=1, **options)
     for position in (0, 63, 64, 255, 256, 257, 640, 899):
@@ -225,18 +219,14 @@ def test_any_number_of_blocks_that_share_a_row_is_bitwise_identical(kind: Any, d
     lengths = [3000, 513, 2048, 513, *[1] * 5] if UNDER_A_TOOL else [3000, 2049, 2048, 513, 512, 511, 65, 64, 1]
     case = make_cuda_case(kind, lengths, dim=dim, groups=4, heads=8, queries=50)
     alone = [case.run([b], [n - 1])[0] for b, n in enumerate(lengths)]
-    modes = set()
+    shares = set()
     for batch in (2, 9) if UNDER_A_TOOL else (2, 5, 9, 16, 64):
         rows = [i % len(lengths) for i in range(batch)]
         got = case.run(rows, [lengths[r] - 1 for r in rows])
         for i, r in enumerate(rows):
             assert torch.equal(got[i], alone[r]), (batch, lengths[r])
-        modes.add(
-            _native.cuda_attention_plan(case.pages.native_cuda(), batch, 32, 9, case.block_table.shape[1], 3000, False)[
-                1
-            ]
-        )
-    assert len(modes) > 1  # of 2 and 9 sequences alone 17 and 4 on 132 SMs, by the plan's own test
+        shares.add(case.plan(batch, 3000).blocks)
+    assert len(shares) > 1  # of 2 and 9 sequences alone 17 and 4 on 132 SMs, by the plan's own test
     for b, n in ((0, 3000), (3, 513)):
         assert_close(alone[b][None], case.oracle([b], [n - 1]))
 
@@ -353,3 +343,20 @@ def test_runs_in_a_captured_graph_with_lengths_that_change() -> None:
         q.copy_(case.q[0, at : at + 1])
         graph.replay()
         assert torch.equal(out.cpu(), case.run([0], [at]))
+
+
+def test_a_launch_needs_the_memory_of_its_plan() -> None:
+    """The plan is made once, for the call's own operands, and the launch does not go without its workspace."""
+    case = make_cuda_case("fp16", [600, 300], dim=64)
+    table, pages = case.block_table.cuda(), case.pages.native_cuda()
+    q = torch.zeros(2, 4, 64, dtype=torch.float16, device="cuda")
+    rows = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
+    tables = _native.AttentionTables(table, rows, rows)
+    options = _native.AttentionOptions(1.0, 0, 0.0)
+    call = pages.attention(q.flatten(), 256, tables, options, q, launch_on(q))
+    floats, counters = call.workspace
+    assert floats > 0
+    assert counters > 0
+    for partials, tickets in ((None, None), (torch.empty(floats - 1, device="cuda"), None)):
+        with pytest.raises(ValueError, match=f"{floats} float32 and {counters} int32 are needed"):
+            call.run(partials, tickets)

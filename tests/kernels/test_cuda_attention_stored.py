@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import KINDS, UNDER_A_TOOL, make_cuda_case, product_of, randn
+from attention_cases import KINDS, UNDER_A_TOOL, is_prompt, make_cuda_case, product_of, randn
 from torch import Tensor
 
-from exl_kernels import _native
 from exl_kernels.attention import cuda as attention_cuda
 from exl_kernels.attention import paged_attention
 from exl_kernels.errors import DTypeError, ShapeError
@@ -64,10 +63,8 @@ def test_tokens_with_blocks_of_their_own_have_the_bits_of_tokens_that_share_tile
 def test_many_query_rows_of_a_sequence_never_run_as_a_prompt(heads: tuple[int, int]) -> None:
     """Their results can then be packed for the next matmul."""
     case = make_cuda_case("fp16", [256], heads=heads[0], groups=heads[1], dim=128, page_size=256)
-    plan = _native.cuda_attention_plan
     for each in (5, 8, 16):
-        shape = (case.pages.native_cuda(), each, heads[0] * heads[1], 1, 1, 256, False)
-        assert plan(*shape, True)[0] == "decode"
+        assert not is_prompt(case.plan(each, 256, apart=True))
 
 
 @pytest.mark.parametrize("tokens", [3, 8])

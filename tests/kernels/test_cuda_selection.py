@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention_cases import make_cuda_case
 
 from exl_kernels import _native
 from exl_kernels.linear import QuantMatrix
@@ -96,3 +97,12 @@ def test_experts_are_launched_as_selected(rows: int) -> None:
     grouped(h, torch.full((rows, 2), 0.5, device="cuda"), ids)
     ways = {name.rpartition("_")[2] for name in names() if name.startswith(("experts_gate_up", "experts_down"))}
     assert ways == {expected.kernel.removeprefix("experts_")}
+
+
+@pytest.mark.parametrize(("tokens", "dim"), [(1, 128), (2, 128), (1, 72), (200, 64)])
+def test_attention_is_launched_as_planned(tokens: int, dim: int) -> None:
+    case = make_cuda_case("fp16", [300], heads=2, groups=4, dim=dim, page_size=64)
+    names()
+    case.run([0] * tokens, list(range(300 - tokens, 300)))
+    planned = case.plan(tokens, case.block_table.shape[1] * 64)
+    assert {name for name in names() if name.startswith("attention_")} == {planned.kernel}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from exl_kernels import selection
 from exl_kernels.errors import DeviceError, FormatError
 from exl_kernels.linear.fused import Activation
-from exl_kernels.selection import Card, MatrixShape, known_cards
+from exl_kernels.selection import Card, MatrixShape, Selection, known_cards, rope_store_kernel
 
 K = 1024
 
@@ -52,7 +52,8 @@ def test_a_card_of_each_generation() -> None:
         "H100": 90, "H200": 90, "B200": 100, "5090": 120,
     }  # fmt: skip
     assert Card.named("rtx-4090").code == Card.named("RTX 4090").code == 89
-    assert Card.named("h200").features == {"bulk_copy", "clusters", "wgmma"}
+    assert Card.named("h200").features == {"bulk_copy", "clusters", "tested_clusters", "wgmma"}
+    assert Card.named("B200").features == {"bulk_copy", "clusters", "mma_pipeline"}
     assert Card.named("5090").features == {"bulk_copy", "mma_pipeline"}
     assert Card.named("3090").features == {"async_copy", "mma_pipeline"}
     assert not Card.named("2080 Ti").features
@@ -137,7 +138,8 @@ def test_experts_share_launches_up_to_some_work_an_expert(name: str) -> None:
 def test_attention_by_card_cache_and_shape() -> None:
     def kernel(card: str, kind: str = "fp16", dim: int = 128, batch: int = 1, tokens: int = 1, **options: float) -> str:
         found = Card.named(card)
-        return found.attention(kind, dim, 32, 8, batch=batch, tokens=tokens, keys=512, **options)  # type: ignore[arg-type]
+        plan = found.attention(kind, dim, 32, 8, batch=batch, tokens=tokens, keys=512, **options)  # type: ignore[arg-type]
+        return plan.kernel
 
     assert kernel("H100") == "attention_fp16_f16_128_few1"
     assert kernel("H100", kind="q4") == "attention_q4_f16_128_few1"
@@ -153,6 +155,30 @@ def test_attention_by_card_cache_and_shape() -> None:
         kernel("H100", kind="q5")
     with pytest.raises(ValueError, match="query heads"):
         Card.named("H100").attention("fp16", 128, 32, 5, batch=1, tokens=1, keys=1)
+
+
+def test_attention_says_why_no_faster_kernel_runs() -> None:
+    def why(card: str, **options: int) -> dict[str, str]:
+        given: dict[str, Any] = {"batch": 1, "tokens": 1, "keys": 512, **options}
+        return dict(Card.named(card).attention("fp16", 128, 32, 8, **given).refused)
+
+    assert why("H100") == why("H100", rotated=128) == why("H100", tokens=512) == {}
+    assert why("B200").keys() == why("5090").keys() == {"attention_few", "attention_long", "attention_teams"}
+    assert why("3090").keys() == {"attention_few", "attention_long"}
+    assert "wgmma" in why("A100", tokens=512)["attention_wide"]
+    assert "shared memory" in why("2080 Ti", tokens=512)["attention_prefill"]
+    assert "rotations" in why("H100", rotated=96)["attention_few"]
+    assert "all keys" in why("H100", window=128)["attention_long"]
+
+
+def test_keys_of_many_tokens_are_stored_by_a_block_each() -> None:
+    many = rope_store_kernel("fp16", 128, tokens=64, rotated=128)
+    assert (many.kernel, many.refused) == ("rope_store_many", ())
+    assert rope_store_kernel("fp16", 128, tokens=63, rotated=128) == Selection("rope_store_f16", True, ())
+    packed = rope_store_kernel("q4", 128, tokens=64, rotated=128)
+    assert packed.refused == (("rope_store_many", "it takes float16 pages"),)
+    with pytest.raises(ValueError, match="cache kind"):
+        rope_store_kernel("q5", 128, tokens=1, rotated=128)
 
 
 def test_a_shape_of_tensors_that_do_not_fit_names_the_matrix() -> None:

@@ -24,6 +24,8 @@ pub enum Feature {
     BulkCopy,
     /// Thread block clusters with distributed shared memory.
     Clusters,
+    /// Clusters of which as many are resident as on sm_90 cards, which kernels that were only tested there count on.
+    TestedClusters,
     /// Matrix instructions of a warpgroup.
     Wgmma,
     /// Copies to shared memory by a warp's lanes (`cp.async`), in kernels that newer code does not need.
@@ -33,11 +35,35 @@ pub enum Feature {
 }
 
 impl Feature {
+    pub const ALL: [Self; 6] = [
+        Self::BulkCopy,
+        Self::Clusters,
+        Self::TestedClusters,
+        Self::Wgmma,
+        Self::AsyncCopy,
+        Self::MmaPipeline,
+    ];
+
+    /// Name in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::BulkCopy => "bulk_copy",
+            Self::Clusters => "clusters",
+            Self::TestedClusters => "tested_clusters",
+            Self::Wgmma => "wgmma",
+            Self::AsyncCopy => "async_copy",
+            Self::MmaPipeline => "mma_pipeline",
+        }
+    }
+
     /// Name for messages, with the code that has the feature.
     pub fn describe(self) -> &'static str {
         match self {
             Self::BulkCopy => "bulk copies (code for sm_90 or newer)",
             Self::Clusters => "thread block clusters (code for sm_90 or newer, data-center cards)",
+            Self::TestedClusters => {
+                "clusters as sm_90 cards run them (code for sm_90 on an sm_90 card)"
+            }
             Self::Wgmma => "wgmma (code for sm_90a on an sm_90 card)",
             Self::AsyncCopy => "code for sm_80, sm_86 or sm_89",
             Self::MmaPipeline => "asynchronous copies (code for sm_80 or newer)",
@@ -196,6 +222,7 @@ impl Capabilities {
             Feature::BulkCopy => self.code >= 90,
             // Consumer Blackwell (sm_12x) is planned without clusters: no kernel that uses them has been tested there.
             Feature::Clusters => self.code >= 90 && self.compute.0 < 12,
+            Feature::TestedClusters => self.has(Feature::Clusters) && self.compute.0 == 9,
             Feature::Wgmma => self.specific && self.compute == (9, 0) && self.code == 90,
             Feature::AsyncCopy => (80..90).contains(&self.code),
             Feature::MmaPipeline => self.code >= 80 && !self.has(Feature::Wgmma),
@@ -337,6 +364,13 @@ pub(crate) mod tests {
         assert_eq!(features(card("B200", RELEASE)), [true, true, false]);
         assert_eq!(features(card("5090", RELEASE)), [true, false, false]);
         assert_eq!(features(card("4090", RELEASE)), [false; 3]);
+        let tested = |name, archs| card(name, archs).has(Feature::TestedClusters);
+        assert!(tested("H100", RELEASE) && tested("H200", &["90"]));
+        assert!(
+            !tested("H100", &["80+ptx"])
+                && !tested("B200", RELEASE)
+                && !tested("B200", &["90+ptx"])
+        );
         let copies = |name, archs| card(name, archs).has(Feature::AsyncCopy);
         assert!(copies("4090", RELEASE) && copies("A100", RELEASE));
         assert!(copies("H100", &["80+ptx"]) && !copies("H100", RELEASE));

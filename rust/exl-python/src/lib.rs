@@ -44,8 +44,7 @@ mod _native {
     };
     #[pymodule_export]
     use crate::cuda::attention::{
-        AttentionWorkspace, CudaPages, MatmulInput, NewKeys, cuda_attention_plan, cuda_kv_transfer,
-        cuda_paged_attention,
+        AttentionCall, CudaPages, HeadNorms, MatmulInput, NewKeys, cuda_kv_transfer,
     };
     #[pymodule_export]
     use crate::cuda::fused::{
@@ -57,7 +56,7 @@ mod _native {
     #[pymodule_export]
     use crate::cuda::linear::{CudaLinearGroup, MatmulPlan, NextInput, NormPrologue};
     #[pymodule_export]
-    use crate::cuda::lora::{cuda_lora_add, cuda_lora_expand, cuda_lora_shrink};
+    use crate::cuda::lora::{LoraRows, cuda_lora_add, cuda_lora_expand, cuda_lora_shrink};
     #[pymodule_export]
     use crate::cuda::matrix::{CudaLayout, CudaMatrix};
     #[pymodule_export]
@@ -70,8 +69,9 @@ mod _native {
     };
     #[pymodule_export]
     use crate::cuda::select::{
-        CudaCard, CudaShape, cuda_cards, cuda_rows_invariant, cuda_select_alone,
-        cuda_select_attention, cuda_select_experts, cuda_select_fused,
+        AttentionPlan, AttentionShape, CudaCard, CudaShape, cuda_cards, cuda_rows_invariant,
+        cuda_select_alone, cuda_select_attention, cuda_select_experts, cuda_select_fused,
+        cuda_select_rope_store,
     };
     #[pymodule_export]
     use crate::cuda::{

@@ -12,9 +12,11 @@ from torch import Tensor
 
 __all__ = [
     "AttentionBlock",
+    "AttentionCall",
     "AttentionOptions",
+    "AttentionPlan",
+    "AttentionShape",
     "AttentionTables",
-    "AttentionWorkspace",
     "BlockNorm",
     "CudaCard",
     "CudaExperts",
@@ -28,8 +30,10 @@ __all__ = [
     "DraftText",
     "ExpertRouter",
     "Experts",
+    "HeadNorms",
     "KernelLimits",
     "Launch",
+    "LoraRows",
     "MatmulInput",
     "MatmulPlan",
     "Matrix",
@@ -52,7 +56,6 @@ __all__ = [
     "cuda_activation",
     "cuda_add_post_norm",
     "cuda_add_rms_norm",
-    "cuda_attention_plan",
     "cuda_build",
     "cuda_cards",
     "cuda_embed",
@@ -63,7 +66,6 @@ __all__ = [
     "cuda_lora_add",
     "cuda_lora_expand",
     "cuda_lora_shrink",
-    "cuda_paged_attention",
     "cuda_probe",
     "cuda_probe_empty",
     "cuda_probe_read",
@@ -79,6 +81,7 @@ __all__ = [
     "cuda_select_attention",
     "cuda_select_experts",
     "cuda_select_fused",
+    "cuda_select_rope_store",
     "cuda_softcap",
     "exl2_check",
     "exl2_dequantize",
@@ -136,6 +139,22 @@ class AttentionBlock:
         """
 
 @final
+class AttentionCall:
+    """
+    One launch of attention: its checked operands and its plan. It keeps the operands alive.
+    """
+    def run(self, /, partials: Tensor | None = None, tickets: Tensor | None = None) -> None:
+        """
+        Launch the kernel. `partials` float32 and `tickets` int32, at least as many as `workspace` says, aligned to 16 bytes; tickets are zero
+        before and after the launch.
+        """
+    @property
+    def workspace(self, /) -> tuple[int, int]:
+        """
+        Floats of `partials` and counters that `run` needs.
+        """
+
+@final
 class AttentionOptions:
     """
     A layer's options for scores and weights.
@@ -143,6 +162,56 @@ class AttentionOptions:
     def __new__(cls, /, scale: float, window: int, softcap: float) -> AttentionOptions:
         """
         `scale` of q * k; `window`: number of keys that a token sees, 0 for all before it; `softcap`: limit of scores, 0 for none.
+        """
+
+@final
+class AttentionPlan:
+    """
+    The kernel of a call of attention.
+    """
+    @property
+    def blocks(self, /) -> int:
+        """
+        Blocks that share the keys of a tile of query rows.
+        """
+    @property
+    def kernel(self, /) -> str:
+        """
+        Name of its function.
+        """
+    @property
+    def refused(self, /) -> list[tuple[str, str]]:
+        """
+        Faster kernels, and why each does not take the call.
+        """
+
+@final
+class AttentionShape:
+    """
+    The properties of a call of attention that decide its kernel.
+    """
+    def __new__(
+        cls,
+        /,
+        kind: str,
+        head_dim: int,
+        heads: tuple[int, int],
+        *,
+        batch: int,
+        tokens: int,
+        keys: int,
+        page_size: int = 256,
+        pages: int | None = None,
+        window: int = 0,
+        softcap: float = 0.0,
+        rotated: int | None = None,
+        interleaved: bool = False,
+        apart: bool = False,
+    ) -> AttentionShape:
+        """
+        `kind`: format of the pages; `heads`: of queries and of keys; `tokens`: query tokens of all `batch` sequences; `keys`: no token sees
+        a key at or beyond this index; `pages`: columns of the block table, by default as many as hold the keys. `rotated`: the call's own keys
+        are stored by the launch, with so many rotated elements of each head. `apart`: as for `CudaPages.attention`.
         """
 
 @final
@@ -162,16 +231,6 @@ class AttentionTables:
         """
         `block_table` int32 [B, max_pages], `rows` and `positions` int32 [T], `key_mask` float32 [B, width]. Every position is below
         `max_keys`, which is the capacity of the block table by default.
-        """
-
-@final
-class AttentionWorkspace:
-    """
-    Memory of a launch over many keys, of the sizes that `cuda_attention_plan` returns.
-    """
-    def __new__(cls, /, partials: Tensor | None, tickets: Tensor | None) -> AttentionWorkspace:
-        """
-        `partials` float32; `tickets` int32, zero before and after the launch.
         """
 
 @final
@@ -199,7 +258,7 @@ class CudaCard:
     @property
     def features(self, /) -> list[str]:
         """
-        The features of "bulk_copy", "clusters", "wgmma", "async_copy" and "mma_pipeline" that the code has.
+        The features that the code has, of "bulk_copy", "clusters", "tested_clusters", "wgmma", "async_copy" and "mma_pipeline".
         """
     @staticmethod
     def named(name: str) -> CudaCard | None:
@@ -466,6 +525,25 @@ class CudaPages:
         """
         key, value: [P, page, H, row]; scales [P, page, H, row] if the kind has them.
         """
+    def attention(
+        self,
+        /,
+        q: Tensor,
+        q_stride: int,
+        tables: AttentionTables,
+        options: AttentionOptions,
+        out: Tensor,
+        launch: Launch,
+        *,
+        new_keys: NewKeys | None = None,
+        into: MatmulInput | None = None,
+        apart: bool = False,
+    ) -> AttentionCall:
+        """
+        Check and plan a launch of attention over these pages; see `exl_kernels.attention.cuda`. q: flat, `q_stride` elements between
+        tokens. With `into`, results go there, and only the shape of `out` is used. `apart`: few tokens a sequence, whose keys are stored,
+        never run as a prompt.
+        """
 
 @final
 class CudaShape:
@@ -600,6 +678,16 @@ class Experts:
         """
 
 @final
+class HeadNorms:
+    """
+    RMS norms of each head of the queries and of the keys, before the rotation.
+    """
+    def __new__(cls, /, q: Tensor, k: Tensor, eps: float) -> HeadNorms:
+        """
+        Weights `q` and `k` float32 [head_dim].
+        """
+
+@final
 class KernelLimits:
     """
     Limits of the kernels: constants of the crates, independent of the machine and of the architectures of the build.
@@ -684,6 +772,18 @@ class Launch:
     dependent launch).
     """
     def __new__(cls, /, stream: int, programmatic: bool) -> Launch: ...
+
+@final
+class LoraRows:
+    """
+    The adapters of the rows of a pass, for the matrices of one joined matmul.
+    """
+    def __new__(cls, /, table: Tensor, slots: Tensor | None, middle: Tensor) -> LoraRows:
+        """
+        `table` int64 [levels, matrices, sets, 5], entries as for `cuda_lora_add`; `slots` int32 [T], the set of each row, negative for none;
+        None: set 0 for all rows. Both must be written before the launches that may overlap with those of the adapters. `middle` float32
+        [T, levels * matrices * largest rank]: result of `cuda_lora_shrink`, operand of `cuda_lora_expand`.
+        """
 
 @final
 class MatmulInput:
@@ -855,13 +955,13 @@ class NewKeys:
         stride: int,
         rotation: Rotation,
         slots: Tensor,
+        *,
         early: bool,
-        norms: tuple[Tensor, Tensor, float] | None = None,
+        norms: HeadNorms | None = None,
     ) -> NewKeys:
         """
         `key` and `value` flat, `stride` elements between tokens; `slots` int64 [T]. `early`: everything except queries, keys and values may
-        be read before the preceding launches have ended. `norms`: RMS norms of each head of the queries and of the keys before the
-        rotation, weights float32 [head_dim] each, and their epsilon.
+        be read before the preceding launches have ended.
         """
 
 @final
@@ -1108,23 +1208,6 @@ def cuda_add_rms_norm(
     x += y, out = rms_norm(x); all [rows, width] of one type, weight float32 [width].
     """
 
-def cuda_attention_plan(
-    pages: CudaPages,
-    tokens: int,
-    q_heads: int,
-    batch: int,
-    max_pages: int,
-    max_keys: int,
-    own: bool,
-    apart: bool = False,
-    window: int = 0,
-) -> tuple[str, int, int, int]:
-    """
-    Return (kernel, blocks that share a tile's keys, floats of workspace, zeroed counters) for a call of `tokens` x `q_heads` over
-    `max_keys` keys. `own`: the tokens' keys and values are not in the pages yet. `apart`: as for `cuda_paged_attention`, for tokens of a
-    half type that see `window` keys (0: all).
-    """
-
 def cuda_build() -> tuple[list[str], str, str, str]:
     """
     Return (architectures, the reason for them, toolkit version, the reason for missing kernels) of this build.
@@ -1172,55 +1255,26 @@ def cuda_lora_add(x: Tensor, y: Tensor, table: Tensor, slots: Tensor | None, mid
 def cuda_lora_expand(
     y: Tensor,
     out: Tensor,
-    residual: Tensor | None,
-    gate: str | None,
     widths: Sequence[int],
-    table: Tensor,
-    slots: Tensor | None,
-    middle: Tensor,
+    rows: LoraRows,
     launch: Launch,
+    *,
+    residual: Tensor | None = None,
+    gate: str | None = None,
 ) -> None:
     """
     Compute out = y + the adapters' results [+ residual], or the gated activation of both halves of y, all float16.
 
     y: [T, sum of widths], the outputs of all matrices side by side. out: like y, or [T, width] with `gate` ("silu", "gelu" or
-    "quickgelu"); may be y or the residual. table, slots, middle: as for `cuda_lora_shrink`, which filled `middle`.
+    "quickgelu"); may be y or the residual. rows: with the middle that `cuda_lora_shrink` filled.
     """
 
 def cuda_lora_shrink(
-    x: Tensor,
-    table: Tensor,
-    slots: Tensor | None,
-    middle: Tensor,
-    norm: NormPrologue | None,
-    normed: Tensor | None,
-    launch: Launch,
+    x: Tensor, rows: LoraRows, launch: Launch, *, norm: NormPrologue | None = None, normed: Tensor | None = None
 ) -> None:
     """
-    Compute middle float32 [T, levels * matrices * largest rank]: x [T, in] float16 times the A of each row's adapters.
-
-    table: int64 [levels, matrices, sets, 5], as for `cuda_lora_add`; slots as there. norm: an RMS norm of x
-    that comes first; normed like x, which gets the normed rows. Table and slots must be written before the launches that
-    may overlap with this one.
-    """
-
-def cuda_paged_attention(
-    q: Tensor,
-    q_stride: int,
-    pages: CudaPages,
-    tables: AttentionTables,
-    options: AttentionOptions,
-    out: Tensor,
-    launch: Launch,
-    *,
-    new_keys: NewKeys | None = None,
-    workspace: AttentionWorkspace | None = None,
-    into: MatmulInput | None = None,
-    apart: bool = False,
-) -> None:
-    """
-    See `exl_kernels.attention.cuda`. q: flat, `q_stride` elements between tokens; `workspace`: of at least the plan's sizes. With `into`,
-    results go there, and only the shape of `out` is used. `apart`: few tokens a sequence, whose keys are stored, never run as a prompt.
+    Compute the middle of `rows`: x [T, in] float16 times the A of each row's adapters. norm: an RMS norm of x that comes first; normed like
+    x, which gets the normed rows.
     """
 
 def cuda_probe() -> tuple[tuple[int, int] | None, list[ProbedDevice], str | None]:
@@ -1247,19 +1301,11 @@ def cuda_rms_norm_parts(x: Tensor, first: Tensor, second: Tensor, eps: float, la
 
 def cuda_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool, launch: Launch) -> None: ...
 def cuda_rope_store(
-    pages: CudaPages,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_heads: int,
-    strides: tuple[int, int],
-    rotation: Rotation,
-    slots: Tensor,
-    launch: Launch,
+    pages: CudaPages, q: Tensor, q_stride: int, q_heads: int, new_keys: NewKeys, launch: Launch
 ) -> None:
     """
-    Rotate q [T, `q_heads`, D] and k [T, H, D] in place; encode k and v [T, H, D] into slots [T]. q, k and v are flat, with `strides`
-    elements between tokens of q, and of k and v.
+    Rotate q [T, `q_heads`, D] and the new keys in place, and encode the new keys and values into their slots. q is flat, with `q_stride`
+    elements between tokens. Everything except q, keys and values may be read before the preceding launches have ended; there are no norms.
     """
 
 def cuda_rows_invariant(rows: int, invariant: bool) -> bool:
@@ -1320,21 +1366,9 @@ def cuda_select_alone(
     The kernel of one matrix without an epilogue, as `QuantMatrix.matmul` runs it.
     """
 
-def cuda_select_attention(
-    card: CudaCard,
-    kind: str,
-    head_dim: int,
-    q_heads: int,
-    kv_heads: int,
-    *,
-    batch: int,
-    tokens: int,
-    keys: int,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> str:
+def cuda_select_attention(card: CudaCard, shape: AttentionShape) -> AttentionPlan:
     """
-    The kernel of attention of `batch` sequences of `tokens` new tokens over `keys` keys each, on pages of 256 tokens.
+    The kernel of a call of attention, as it is launched.
     """
 
 def cuda_select_experts(
@@ -1356,6 +1390,14 @@ def cuda_select_fused(
 ) -> tuple[str, bool, list[tuple[str, str]]]:
     """
     The kernel of a matmul of several matrices over one input with an epilogue, as `FusedLinear` runs it.
+    """
+
+def cuda_select_rope_store(
+    kind: str, head_dim: int, *, tokens: int, rotated: int, interleaved: bool = False
+) -> tuple[str, str | None]:
+    """
+    The kernel that rotates and stores `tokens` tokens of float16 in aligned tensors, and what a faster one takes: (kernel, None) where there
+    is none.
     """
 
 def cuda_softcap(x: Tensor, cap: float, launch: Launch) -> None:

@@ -280,7 +280,8 @@ def rope_store(
         (flat_q, q_stride), (flat_k, stride), (flat_v, _) = (
             flat_rows("rope_store", name, t) for name, t in (("q", q), ("k", k), ("v", v))
         )
-        native, strides, launch = pages.native_cuda(), (q_stride, stride), launch_of(stream_of(q))
-        _native.cuda_rope_store(native, flat_q, flat_k, flat_v, q.shape[1], strides, rotation, slots, launch)
+        new_keys = _native.NewKeys(flat_k, flat_v, stride, rotation, slots, early=True)
+        launch = launch_of(stream_of(q))
+        _native.cuda_rope_store(pages.native_cuda(), flat_q, q_stride, q.shape[1], new_keys, launch)
     except ValueError as error:
         raise ShapeError(f"rope_store: {error}") from None

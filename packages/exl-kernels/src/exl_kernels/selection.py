@@ -32,6 +32,7 @@ __all__ = [
     "MatrixShape",
     "Selection",
     "known_cards",
+    "rope_store_kernel",
 ]
 
 LIMITS = _native.kernel_limits()
@@ -76,10 +77,11 @@ _EXL2_PARTS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The kernel of a matmul, or of a layer's experts."""
+    """The kernel of a matmul, of a layer's experts or of attention."""
 
     kernel: str
-    """gemv_ring, gemm_few, gemm_direct, gemm_batch, gemm_tile or gemm_large (dequantize, then cuBLAS)."""
+    """gemv_ring, gemm_few, gemm_direct, gemm_batch, gemm_tile or gemm_large (dequantize, then cuBLAS). The
+    name of the launched function for attention, such as attention_fp16_128_decode1."""
     joined: bool
     """Whether one launch takes all matrices with norm, gate and residual. Otherwise `kernel` is that of the first
     matrix alone."""
@@ -180,7 +182,8 @@ class Card:
 
     @property
     def features(self) -> frozenset[str]:
-        """Those of "bulk_copy", "clusters", "wgmma", "async_copy" and "mma_pipeline" that the card's code may use."""
+        """Those of "bulk_copy", "clusters", "tested_clusters", "wgmma", "async_copy" and "mma_pipeline" that the card's
+        code may use."""
         return frozenset(self._native.features)
 
     def fused_matmul(
@@ -245,8 +248,10 @@ class Card:
         keys: int,
         window: int = 0,
         softcap: float = 0.0,
-    ) -> str:
-        """Return the kernel of paged attention.
+        rotated: int | None = None,
+        interleaved: bool = False,
+    ) -> Selection:
+        """Return the kernel of attention.
 
         Args:
             kind: "fp16", "fp8", "q8", "q6" or "q4".
@@ -258,25 +263,45 @@ class Card:
             keys: keys in the cache.
             window: sliding window in tokens; 0 is off.
             softcap: limit of the logits; 0 is off.
+            rotated: rotated elements of each head, if the launch rotates and stores keys (`attend_own`); None: they are
+                stored before (`paged_attention`).
+            interleaved: neighbours are rotated, as for `apply_rope`.
         """
-        name: str = _native.cuda_select_attention(
-            self._native,
+        shape = _native.AttentionShape(
             kind,
             head_dim,
-            q_heads,
-            kv_heads,
+            (q_heads, kv_heads),
             batch=batch,
-            tokens=tokens,
+            tokens=batch * tokens,
             keys=keys,
             window=window,
             softcap=softcap,
+            rotated=rotated,
+            interleaved=interleaved,
         )
-        return name
+        plan = _native.cuda_select_attention(self._native, shape)
+        return Selection(plan.kernel, True, tuple(plan.refused))
 
 
 def known_cards() -> tuple[str, ...]:
     """Return the names of the cards that `Card.named` knows."""
     return tuple(_native.cuda_cards())
+
+
+def rope_store_kernel(kind: str, head_dim: int, *, tokens: int, rotated: int, interleaved: bool = False) -> Selection:
+    """Return the kernel of `fused.rope_store` for `tokens` aligned float16 tokens, which does not depend on the card.
+
+    Args:
+        kind: storage format of the cache.
+        head_dim: elements of a head.
+        tokens: number of tokens.
+        rotated: rotated elements of each head.
+        interleaved: neighbours are rotated.
+    """
+    kernel, why = _native.cuda_select_rope_store(
+        kind, head_dim, tokens=tokens, rotated=rotated, interleaved=interleaved
+    )
+    return Selection(kernel, True, () if why is None else (("rope_store_many", f"it takes {why}"),))
 
 
 def _selection(row: tuple[str, bool, list[tuple[str, str]]]) -> Selection:

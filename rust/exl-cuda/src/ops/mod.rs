@@ -11,12 +11,12 @@ pub mod sampling;
 use crate::capabilities::Feature;
 use crate::launch::CudaError;
 
-/// Element type of activations.
+/// Element type of activations, as the kernels of attention number it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Element {
-    F16,
-    BF16,
-    F32,
+    F16 = 0,
+    BF16 = 1,
+    F32 = 2,
 }
 
 impl Element {

@@ -4,7 +4,7 @@
 #![allow(clippy::needless_pass_by_value)]
 
 use exl_cuda::ops::attention::{
-    self, Attention, DIM_STEP, HeadNorms, MAX_DIM, Mode, ORDERED_COLUMNS, Ordered, Own,
+    self, Attention, DIM_STEP, MAX_DIM, ORDERED_COLUMNS, Ordered, Own, Plan,
 };
 use exl_cuda::ops::elementwise::residual;
 use exl_cuda::ops::kv::{self, Direction, KINDS, Kind};
@@ -96,6 +96,57 @@ impl CudaPages {
             _owners: owners.into_iter().flatten().collect(),
         })
     }
+
+    /// Check and plan a launch of attention over these pages; see `exl_kernels.attention.cuda`. q: flat, `q_stride` elements between
+    /// tokens. With `into`, results go there, and only the shape of `out` is used. `apart`: few tokens a sequence, whose keys are stored,
+    /// never run as a prompt.
+    #[pyo3(signature = (q, q_stride, tables, options, out, launch, *, new_keys=None, into=None, apart=false))]
+    fn attention(
+        slf: Py<Self>,
+        py: Python<'_>,
+        q: Tensor,
+        q_stride: usize,
+        tables: Py<AttentionTables>,
+        options: &AttentionOptions,
+        out: Tensor,
+        launch: &Launch,
+        new_keys: Option<Py<NewKeys>>,
+        into: Option<Py<MatmulInput>>,
+        apart: bool,
+    ) -> PyResult<AttentionCall> {
+        let (pages, seen) = (slf.get(), tables.get());
+        let (new, packed) = (new_keys.as_ref().map(Py::get), into.as_ref().map(Py::get));
+        let mut all = vec![("q", &q), ("out", &out)];
+        all.extend(seen.tensors());
+        all.extend(new.into_iter().flat_map(NewKeys::tensors));
+        all.extend(packed.map(|to| ("scratch", &to.scratch)));
+        let to = pages.target(&all, launch)?;
+        let mut op = operands(pages, (&q, q_stride), &out, seen, options)?;
+        op.own = new.map(|new| own_operands(&op, &q, new)).transpose()?;
+        op.apart = apart;
+        if let Some(packed) = packed {
+            let fits = ordered_operands(&op, packed).map_err(PyValueError::new_err)?;
+            if !(op.own.is_some() || apart) || packed.matrix.get().device != to.device {
+                return Err(PyValueError::new_err(
+                    "results packed for a matmul need own keys or tokens apart, and a matrix on the same GPU",
+                ));
+            }
+            op.ordered = Some(fits);
+        }
+        let room = op.max_pages * pages.inner.page_size;
+        let plan = attention::plan(to.device, &op, seen.max_keys.unwrap_or(room))
+            .map_err(|e| device_error(py, &e))?;
+        Ok(AttentionCall {
+            op,
+            plan,
+            to,
+            _pages: slf,
+            _tensors: (q, out),
+            _tables: tables,
+            _new_keys: new_keys,
+            _into: into,
+        })
+    }
 }
 
 impl CudaPages {
@@ -147,26 +198,64 @@ pub fn cuda_kv_transfer(
     .map_err(|e| device_error(py, &e))
 }
 
+/// RMS norms of each head of the queries and of the keys, before the rotation.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct HeadNorms {
+    q: Tensor,
+    k: Tensor,
+    eps: f32,
+}
+
+#[pymethods]
+impl HeadNorms {
+    /// Weights `q` and `k` float32 [head_dim].
+    #[new]
+    fn new(q: Tensor, k: Tensor, eps: f32) -> Self {
+        Self { q, k, eps }
+    }
+}
+
+impl HeadNorms {
+    fn checked(&self, head_dim: usize, gpu: Option<u32>) -> PyResult<attention::HeadNorms> {
+        let fits = |t: &Tensor| {
+            t.dtype == DType::F32
+                && t.shape == [head_dim]
+                && t.ptr.is_multiple_of(8)
+                && t.cuda == gpu
+        };
+        if !(fits(&self.q) && fits(&self.k)) {
+            return Err(PyValueError::new_err(
+                "norms of q and k must be float32 [head_dim], aligned to 8 bytes, on the queries' GPU",
+            ));
+        }
+        Ok(attention::HeadNorms {
+            q: self.q.ptr,
+            k: self.k.ptr,
+            eps: self.eps,
+        })
+    }
+}
+
 /// Keys and values of the call's own tokens, which are not in the pages: rotated and stored in the same launch.
 #[pyclass(frozen, module = "exl_kernels._native")]
 #[derive(Debug)]
 pub struct NewKeys {
-    key: Tensor,
-    value: Tensor,
-    stride: usize,
-    rotation: Py<Rotation>,
-    slots: Tensor,
+    pub(super) key: Tensor,
+    pub(super) value: Tensor,
+    pub(super) stride: usize,
+    pub(super) rotation: Py<Rotation>,
+    pub(super) slots: Tensor,
     early: bool,
-    norms: Option<(Tensor, Tensor, f32)>,
+    pub(super) norms: Option<Py<HeadNorms>>,
 }
 
 #[pymethods]
 impl NewKeys {
     /// `key` and `value` flat, `stride` elements between tokens; `slots` int64 [T]. `early`: everything except queries, keys and values may
-    /// be read before the preceding launches have ended. `norms`: RMS norms of each head of the queries and of the keys before the
-    /// rotation, weights float32 [head_dim] each, and their epsilon.
+    /// be read before the preceding launches have ended.
     #[new]
-    #[pyo3(signature = (key, value, stride, rotation, slots, early, norms=None))]
+    #[pyo3(signature = (key, value, stride, rotation, slots, *, early, norms=None))]
     fn new(
         key: Tensor,
         value: Tensor,
@@ -174,7 +263,7 @@ impl NewKeys {
         rotation: Py<Rotation>,
         slots: Tensor,
         early: bool,
-        norms: Option<(Tensor, Tensor, f32)>,
+        norms: Option<Py<HeadNorms>>,
     ) -> Self {
         Self {
             key,
@@ -188,21 +277,16 @@ impl NewKeys {
     }
 }
 
-/// Memory of a launch over many keys, of the sizes that `cuda_attention_plan` returns.
-#[pyclass(frozen, module = "exl_kernels._native")]
-#[derive(Debug)]
-pub struct AttentionWorkspace {
-    partials: Option<Tensor>,
-    tickets: Option<Tensor>,
-}
-
-#[pymethods]
-impl AttentionWorkspace {
-    /// `partials` float32; `tickets` int32, zero before and after the launch.
-    #[new]
-    #[pyo3(signature = (partials, tickets))]
-    fn new(partials: Option<Tensor>, tickets: Option<Tensor>) -> Self {
-        Self { partials, tickets }
+impl NewKeys {
+    /// The tensors, named for errors.
+    pub(super) fn tensors(&self) -> impl Iterator<Item = (&'static str, &Tensor)> {
+        [
+            ("new keys", &self.key),
+            ("new values", &self.value),
+            ("slots", &self.slots),
+        ]
+        .into_iter()
+        .chain(self.rotation.get().tensors())
     }
 }
 
@@ -251,7 +335,7 @@ impl MatmulInput {
     }
 }
 
-/// The checked operands of one call, for `attention::plan` and `attention::attend`.
+/// The checked operands of one call.
 fn operands(
     pages: &CudaPages,
     (q, q_stride): (&Tensor, usize),
@@ -294,11 +378,7 @@ fn operands(
         q: q.ptr,
         q_stride,
         out: out.ptr,
-        element: match element(q, "q")? {
-            Element::F16 => 0,
-            Element::BF16 => 1,
-            Element::F32 => 2,
-        },
+        element: element(q, "q")?,
         tokens,
         q_heads,
         pages: pages.inner,
@@ -363,27 +443,11 @@ fn own_operands(op: &Attention, q: &Tensor, own: &NewKeys) -> PyResult<Own> {
             "own keys and values, tables, positions or slots do not fit the queries",
         ));
     }
-    let norms = match norms {
-        None => HeadNorms::default(),
-        Some((q, k, eps)) => {
-            let fits = |t: &Tensor| {
-                t.dtype == DType::F32
-                    && t.shape == [op.pages.head_dim]
-                    && t.ptr.is_multiple_of(8)
-                    && t.cuda == key.cuda
-            };
-            if !(fits(q) && fits(k)) {
-                return Err(PyValueError::new_err(
-                    "norms of q and k must be float32 [head_dim], aligned to 8 bytes, on the queries' GPU",
-                ));
-            }
-            HeadNorms {
-                q: q.ptr,
-                k: k.ptr,
-                eps: *eps,
-            }
-        }
-    };
+    let norms = norms
+        .as_ref()
+        .map(|norms| norms.get().checked(op.pages.head_dim, key.cuda))
+        .transpose()?
+        .unwrap_or_default();
     Ok(Own {
         key: key.ptr,
         value: value.ptr,
@@ -414,7 +478,7 @@ fn ordered_operands(op: &Attention, to: &MatmulInput) -> Result<Ordered, String>
             matrix.in_features()
         ));
     }
-    if op.element != 0 {
+    if op.element != Element::F16 {
         return Err("results packed for a matmul must be float16".to_owned());
     }
     if !ORDERED_COLUMNS.contains(columns) || op.tokens > *columns {
@@ -437,102 +501,56 @@ fn ordered_operands(op: &Attention, to: &MatmulInput) -> Result<Ordered, String>
     Ok(ordered)
 }
 
-/// Return (kernel, blocks that share a tile's keys, floats of workspace, zeroed counters) for a call of `tokens` x `q_heads` over
-/// `max_keys` keys. `own`: the tokens' keys and values are not in the pages yet. `apart`: as for `cuda_paged_attention`, for tokens of a
-/// half type that see `window` keys (0: all).
-#[pyfunction]
-#[pyo3(signature = (pages, tokens, q_heads, batch, max_pages, max_keys, own, apart=false, window=0))]
-pub fn cuda_attention_plan(
-    py: Python<'_>,
-    pages: &Bound<'_, CudaPages>,
-    tokens: usize,
-    q_heads: usize,
-    batch: usize,
-    max_pages: usize,
-    max_keys: usize,
-    own: bool,
-    apart: bool,
-    window: usize,
-) -> PyResult<(&'static str, usize, usize, usize)> {
-    let pages = pages.get();
-    let op = Attention {
-        own: own.then_some(Own::default()),
-        apart,
-        window,
-        ..Attention::of_shape(pages.inner, tokens, q_heads, (batch, max_pages))
-    };
-    let plan = attention::plan(pages.device, &op, max_keys).map_err(|e| device_error(py, &e))?;
-    let mode = match plan.mode {
-        Mode::Decode => "decode",
-        Mode::Prefill => "prefill",
-    };
-    Ok((mode, plan.chunks, plan.workspace(), plan.tickets))
+/// One launch of attention: its checked operands and its plan. It keeps the operands alive.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct AttentionCall {
+    op: Attention,
+    plan: Plan,
+    to: Target,
+    _pages: Py<CudaPages>,
+    _tensors: (Tensor, Tensor),
+    _tables: Py<AttentionTables>,
+    _new_keys: Option<Py<NewKeys>>,
+    _into: Option<Py<MatmulInput>>,
 }
 
-/// See `exl_kernels.attention.cuda`. q: flat, `q_stride` elements between tokens; `workspace`: of at least the plan's sizes. With `into`,
-/// results go there, and only the shape of `out` is used. `apart`: few tokens a sequence, whose keys are stored, never run as a prompt.
-#[pyfunction]
-#[pyo3(signature = (q, q_stride, pages, tables, options, out, launch, *, new_keys=None, workspace=None, into=None, apart=false))]
-pub fn cuda_paged_attention(
-    py: Python<'_>,
-    q: Tensor,
-    q_stride: usize,
-    pages: &Bound<'_, CudaPages>,
-    tables: &AttentionTables,
-    options: &AttentionOptions,
-    out: Tensor,
-    launch: &Launch,
-    new_keys: Option<&NewKeys>,
-    workspace: Option<&AttentionWorkspace>,
-    into: Option<&MatmulInput>,
-    apart: bool,
-) -> PyResult<()> {
-    let pages = pages.get();
-    let (partials, tickets) = workspace.map_or((None, None), |memory| {
-        (memory.partials.as_ref(), memory.tickets.as_ref())
-    });
-    let mut all = vec![("q", &q), ("out", &out)];
-    all.extend(tables.tensors());
-    all.extend(partials.map(|t| ("workspace", t)));
-    all.extend(tickets.map(|t| ("tickets", t)));
-    if let Some(new) = new_keys {
-        all.extend([
-            ("new keys", &new.key),
-            ("new values", &new.value),
-            ("slots", &new.slots),
-        ]);
-        all.extend(new.rotation.get().tensors());
+#[pymethods]
+impl AttentionCall {
+    /// Floats of `partials` and counters that `run` needs.
+    #[getter]
+    fn workspace(&self) -> (usize, usize) {
+        (self.plan.workspace(), self.plan.tickets())
     }
-    all.extend(into.map(|to| ("scratch", &to.scratch)));
-    let to = pages.target(&all, launch)?;
-    let mut op = operands(pages, (&q, q_stride), &out, tables, options)?;
-    op.own = new_keys.map(|new| own_operands(&op, &q, new)).transpose()?;
-    op.apart = apart;
-    if let Some(into) = into {
-        let fits = ordered_operands(&op, into).map_err(PyValueError::new_err)?;
-        if !(op.own.is_some() || apart) || into.matrix.get().device != to.device {
-            return Err(PyValueError::new_err(
-                "results packed for a matmul need own keys or tokens apart, and a matrix on the same GPU",
-            ));
+
+    /// Launch the kernel. `partials` float32 and `tickets` int32, at least as many as `workspace` says, aligned to 16 bytes; tickets are zero
+    /// before and after the launch.
+    #[pyo3(signature = (partials=None, tickets=None))]
+    fn run(
+        &self,
+        py: Python<'_>,
+        partials: Option<Tensor>,
+        tickets: Option<Tensor>,
+    ) -> PyResult<()> {
+        let holds = |t: &Option<Tensor>, dtype: DType, count: usize| match t {
+            Some(t) => {
+                t.dtype == dtype
+                    && t.numel() >= count
+                    && t.ptr.is_multiple_of(16)
+                    && t.cuda == Some(self.to.device)
+            }
+            None => count == 0,
+        };
+        let (floats, counters) = self.workspace();
+        if !holds(&partials, DType::F32, floats) || !holds(&tickets, DType::I32, counters) {
+            return Err(PyValueError::new_err(format!(
+                "workspace or tickets too small, unaligned, of another type or on another GPU: {floats} float32 and \
+                 {counters} int32 are needed"
+            )));
         }
-        op.ordered = Some(fits);
+        let memory = [&partials, &tickets].map(|t| t.as_ref().map_or(0, |t| t.ptr));
+        // SAFETY: as in `cuda_kv_transfer`; the plan was made for these operands.
+        py.detach(|| unsafe { attention::attend(self.to, &self.op, &self.plan, memory) })
+            .map_err(|e| device_error(py, &e))
     }
-    let room = op.max_pages * pages.inner.page_size;
-    let max_keys = tables.max_keys.unwrap_or(room);
-    let plan = attention::plan(to.device, &op, max_keys).map_err(|e| device_error(py, &e))?;
-    let holds = |t: Option<&Tensor>, dtype: DType, count: usize| match t {
-        Some(t) => t.dtype == dtype && t.numel() >= count && t.ptr % 16 == 0,
-        None => count == 0,
-    };
-    if !holds(partials, DType::F32, plan.workspace()) || !holds(tickets, DType::I32, plan.tickets) {
-        return Err(PyValueError::new_err(format!(
-            "workspace or tickets too small, unaligned or of another type: {} float32 and {} int32 are needed",
-            plan.workspace(),
-            plan.tickets
-        )));
-    }
-    let memory = [partials, tickets].map(|t| t.map_or(0, |t| t.ptr));
-    // SAFETY: as in `cuda_kv_transfer`.
-    py.detach(|| unsafe { attention::attend(to, &op, &plan, memory) })
-        .map_err(|e| device_error(py, &e))
 }

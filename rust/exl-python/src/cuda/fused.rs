@@ -9,7 +9,7 @@ use exl_cuda::ops::linear::few;
 use exl_cuda::step::{self, Limits, Request, Sizes};
 use pyo3::prelude::*;
 
-use crate::cuda::attention::{CudaPages, MatmulInput, covers};
+use crate::cuda::attention::{CudaPages, MatmulInput, NewKeys, covers};
 use crate::cuda::linear::NormPrologue;
 use crate::cuda::{element, expect, target};
 use crate::errors::device_error;
@@ -202,44 +202,44 @@ pub fn cuda_layer_norm_packed(
         .map_err(|e| device_error(py, &e))
 }
 
-/// Rotate q [T, `q_heads`, D] and k [T, H, D] in place; encode k and v [T, H, D] into slots [T]. q, k and v are flat, with `strides`
-/// elements between tokens of q, and of k and v.
+/// Rotate q [T, `q_heads`, D] and the new keys in place, and encode the new keys and values into their slots. q is flat, with `q_stride`
+/// elements between tokens. Everything except q, keys and values may be read before the preceding launches have ended; there are no norms.
 #[pyfunction]
 pub fn cuda_rope_store(
     py: Python<'_>,
     pages: &Bound<'_, CudaPages>,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q_stride: usize,
     q_heads: usize,
-    strides: (usize, usize),
-    rotation: &Rotation,
-    slots: Tensor,
+    new_keys: &NewKeys,
     launch: &Launch,
 ) -> PyResult<()> {
     let pages = pages.get();
+    let NewKeys {
+        key,
+        value,
+        stride,
+        rotation,
+        slots,
+        norms,
+        ..
+    } = new_keys;
     let Rotation {
         cos,
         sin,
         positions,
         interleaved,
-    } = rotation;
-    let all = [
-        ("q", &q),
-        ("k", &k),
-        ("v", &v),
-        ("cos", cos),
-        ("sin", sin),
-        ("positions", positions),
-        ("slots", &slots),
-    ];
+    } = rotation.get();
+    expect(norms.is_none(), "norms of q and k come before")?;
+    let mut all = vec![("q", &q)];
+    all.extend(new_keys.tensors());
     let to = pages.target(&all, launch)?;
     let (heads, dim) = (pages.inner.heads, pages.inner.head_dim);
     let tokens = slots.numel();
     for (what, tensor, stride, width) in [
-        ("q", &q, strides.0, q_heads * dim),
-        ("k", &k, strides.1, heads * dim),
-        ("v", &v, strides.1, heads * dim),
+        ("q", &q, q_stride, q_heads * dim),
+        ("k", key, *stride, heads * dim),
+        ("v", value, *stride, heads * dim),
     ] {
         let fits = tensor.dtype == q.dtype && covers(tensor, tokens, stride, width);
         expect(fits, &format!("{what} does not fit q, the pages and slots"))?;
@@ -252,7 +252,7 @@ pub fn cuda_rope_store(
             && 2 * cos.shape[1] <= dim,
         "cos and sin must be float32 [positions, at most head_dim / 2]",
     )?;
-    for (what, tensor) in [("positions", positions), ("slots", &slots)] {
+    for (what, tensor) in [("positions", positions), ("slots", slots)] {
         let fits = tensor.dtype == DType::I64 && tensor.shape == [tokens];
         expect(fits, &format!("{what} must be int64 [tokens]"))?;
     }
@@ -271,12 +271,12 @@ pub fn cuda_rope_store(
     };
     // SAFETY: as in `cuda_add_rms_norm`.
     let new = rope_store::NewKeys {
-        key: k.ptr,
-        value: v.ptr,
-        stride: strides.1,
+        key: key.ptr,
+        value: value.ptr,
+        stride: *stride,
         slots: slots.ptr,
     };
-    py.detach(|| unsafe { rope_store::rope_store(to, &op, strides.0, &pages.inner, &new) })
+    py.detach(|| unsafe { rope_store::rope_store(to, &op, q_stride, &pages.inner, &new) })
         .map_err(|e| device_error(py, &e))
 }
 

@@ -69,69 +69,99 @@ pub fn cuda_lora_add(
         .map_err(|e| device_error(py, &e))
 }
 
-/// The operands that shrink and expand share. table: int64 [levels, matrices, sets, 5].
-fn group(
-    table: &Tensor,
-    slots: Option<&Tensor>,
-    middle: &Tensor,
-    rows: usize,
-) -> PyResult<lora::Group> {
-    let [levels, matrices, sets, fields] = match table.shape[..] {
-        [levels, matrices, sets, fields] => [levels, matrices, sets, fields],
-        _ => [0; 4],
-    };
-    expect(
-        table.dtype == DType::I64
-            && levels * matrices * sets > 0
-            && matrices <= 3
-            && fields * 8 == size_of::<LoraEntry>(),
-        "table must be int64 [levels, matrices, sets, 5]",
-    )?;
-    let lines = levels * matrices;
-    expect(
-        middle.dtype == DType::F32
-            && middle.shape.len() == 2
-            && middle.shape[0] == rows
-            && middle.shape[1].is_multiple_of(lines),
-        "middle must be float32 [T, levels * matrices * largest rank]",
-    )?;
-    expect(
-        slots.is_none_or(|slots| slots.dtype == DType::I32 && slots.shape == [rows]),
-        "slots must be int32 [T]",
-    )?;
-    Ok(lora::Group {
-        table: table.ptr,
-        slots: slots.map_or(0, |slots| slots.ptr),
-        middle: middle.ptr,
-        rows,
-        sets,
-        matrices,
-        levels,
-        most_rank: middle.shape[1] / lines,
-    })
+/// The adapters of the rows of a pass, for the matrices of one joined matmul.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct LoraRows {
+    table: Tensor,
+    slots: Option<Tensor>,
+    middle: Tensor,
+}
+
+#[pymethods]
+impl LoraRows {
+    /// `table` int64 [levels, matrices, sets, 5], entries as for `cuda_lora_add`; `slots` int32 [T], the set of each row, negative for none;
+    /// None: set 0 for all rows. Both must be written before the launches that may overlap with those of the adapters. `middle` float32
+    /// [T, levels * matrices * largest rank]: result of `cuda_lora_shrink`, operand of `cuda_lora_expand`.
+    #[new]
+    #[pyo3(signature = (table, slots, middle))]
+    fn new(table: Tensor, slots: Option<Tensor>, middle: Tensor) -> Self {
+        Self {
+            table,
+            slots,
+            middle,
+        }
+    }
+}
+
+impl LoraRows {
+    /// The tensors, named for errors.
+    fn tensors(&self) -> impl Iterator<Item = (&'static str, &Tensor)> {
+        [("table", &self.table), ("middle", &self.middle)]
+            .into_iter()
+            .chain(self.slots.as_ref().map(|slots| ("slots", slots)))
+    }
+
+    /// The operands for `rows` rows.
+    fn checked(&self, rows: usize) -> PyResult<lora::Group> {
+        let Self {
+            table,
+            slots,
+            middle,
+        } = self;
+        let [levels, matrices, sets, fields] = match table.shape[..] {
+            [levels, matrices, sets, fields] => [levels, matrices, sets, fields],
+            _ => [0; 4],
+        };
+        expect(
+            table.dtype == DType::I64
+                && levels * matrices * sets > 0
+                && matrices <= 3
+                && fields * 8 == size_of::<LoraEntry>(),
+            "table must be int64 [levels, matrices, sets, 5]",
+        )?;
+        let lines = levels * matrices;
+        expect(
+            middle.dtype == DType::F32
+                && middle.shape.len() == 2
+                && middle.shape[0] == rows
+                && middle.shape[1].is_multiple_of(lines),
+            "middle must be float32 [T, levels * matrices * largest rank]",
+        )?;
+        expect(
+            slots
+                .as_ref()
+                .is_none_or(|slots| slots.dtype == DType::I32 && slots.shape == [rows]),
+            "slots must be int32 [T]",
+        )?;
+        Ok(lora::Group {
+            table: table.ptr,
+            slots: slots.as_ref().map_or(0, |slots| slots.ptr),
+            middle: middle.ptr,
+            rows,
+            sets,
+            matrices,
+            levels,
+            most_rank: middle.shape[1] / lines,
+        })
+    }
 }
 
 fn is_halves(tensor: &Tensor, shape: &[usize], alignment: usize) -> bool {
     tensor.dtype == DType::F16 && tensor.shape == shape && tensor.ptr.is_multiple_of(alignment)
 }
 
-/// Compute middle float32 [T, levels * matrices * largest rank]: x [T, in] float16 times the A of each row's adapters.
-///
-/// table: int64 [levels, matrices, sets, 5], as for `cuda_lora_add`; slots as there. norm: an RMS norm of x
-/// that comes first; normed like x, which gets the normed rows. Table and slots must be written before the launches that
-/// may overlap with this one.
+/// Compute the middle of `rows`: x [T, in] float16 times the A of each row's adapters. norm: an RMS norm of x that comes first; normed like
+/// x, which gets the normed rows.
 #[pyfunction]
-#[pyo3(signature = (x, table, slots, middle, norm, normed, launch))]
-#[allow(clippy::too_many_arguments)]
+#[pyo3(signature = (x, rows, launch, *, norm=None, normed=None))]
 pub fn cuda_lora_shrink(
     py: Python<'_>,
     x: Tensor,
-    table: Tensor,
-    slots: Option<Tensor>,
-    middle: Tensor,
+    rows: &LoraRows,
+    launch: &Launch,
     norm: Option<&NormPrologue>,
     normed: Option<Tensor>,
-    launch: &Launch,
 ) -> PyResult<()> {
     expect(
         x.shape.len() == 2 && is_halves(&x, &x.shape, 16),
@@ -141,9 +171,9 @@ pub fn cuda_lora_shrink(
         norm.is_some() == normed.is_some(),
         "a norm and its result come together",
     )?;
-    let group = group(&table, slots.as_ref(), &middle, x.shape[0])?;
-    let mut all = vec![("x", &x), ("table", &table), ("middle", &middle)];
-    all.extend(slots.as_ref().map(|slots| ("slots", slots)));
+    let group = rows.checked(x.shape[0])?;
+    let mut all = vec![("x", &x)];
+    all.extend(rows.tensors());
     if let (Some(NormPrologue { weight, .. }), Some(normed)) = (norm, &normed) {
         expect(
             weight.dtype == DType::F32
@@ -177,50 +207,42 @@ pub fn cuda_lora_shrink(
 /// Compute out = y + the adapters' results [+ residual], or the gated activation of both halves of y, all float16.
 ///
 /// y: [T, sum of widths], the outputs of all matrices side by side. out: like y, or [T, width] with `gate` ("silu", "gelu" or
-/// "quickgelu"); may be y or the residual. table, slots, middle: as for `cuda_lora_shrink`, which filled `middle`.
+/// "quickgelu"); may be y or the residual. rows: with the middle that `cuda_lora_shrink` filled.
 #[pyfunction]
-#[pyo3(signature = (y, out, residual, gate, widths, table, slots, middle, launch))]
-#[allow(clippy::too_many_arguments)]
+#[pyo3(signature = (y, out, widths, rows, launch, *, residual=None, gate=None))]
 pub fn cuda_lora_expand(
     py: Python<'_>,
     y: Tensor,
     out: Tensor,
+    widths: Vec<usize>,
+    rows: &LoraRows,
+    launch: &Launch,
     residual: Option<Tensor>,
     gate: Option<&str>,
-    widths: Vec<usize>,
-    table: Tensor,
-    slots: Option<Tensor>,
-    middle: Tensor,
-    launch: &Launch,
 ) -> PyResult<()> {
-    let (rows, width) = (
+    let (count, width) = (
         y.shape.first().copied().unwrap_or(0),
         widths.iter().sum::<usize>(),
     );
-    let group = group(&table, slots.as_ref(), &middle, rows)?;
+    let group = rows.checked(count)?;
     expect(
-        widths.len() == group.matrices && is_halves(&y, &[rows, width], 4),
+        widths.len() == group.matrices && is_halves(&y, &[count, width], 4),
         "y must be float16 [T, sum of widths], a width for each matrix",
     )?;
     let gate = gate.map(activation_kind).transpose()?;
     let wide = if gate.is_some() { widths[0] } else { width };
     expect(
-        is_halves(&out, &[rows, wide], 4),
+        is_halves(&out, &[count, wide], 4),
         "out must be float16 [T, width]",
     )?;
     expect(
         residual
             .as_ref()
-            .is_none_or(|t| gate.is_none() && is_halves(t, &[rows, width], 4)),
+            .is_none_or(|t| gate.is_none() && is_halves(t, &[count, width], 4)),
         "the residual must be like y, and there is none with a gate",
     )?;
-    let mut all = vec![
-        ("y", &y),
-        ("out", &out),
-        ("table", &table),
-        ("middle", &middle),
-    ];
-    all.extend(slots.as_ref().map(|slots| ("slots", slots)));
+    let mut all = vec![("y", &y), ("out", &out)];
+    all.extend(rows.tensors());
     all.extend(residual.as_ref().map(|residual| ("residual", residual)));
     let to = target(&all, launch)?;
     let results = lora::Results {

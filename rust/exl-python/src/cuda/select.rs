@@ -4,8 +4,9 @@
 #![allow(clippy::needless_pass_by_value)]
 
 use exl_cuda::layout::Layout;
-use exl_cuda::ops::attention::{self, Attention};
-use exl_cuda::ops::kv::{KINDS, Pages};
+use exl_cuda::ops::Element;
+use exl_cuda::ops::attention::{self, Call as AttentionCall, select::Rotated};
+use exl_cuda::ops::kv::{KINDS, Kind, rope_store};
 use exl_cuda::ops::linear::select::{self, Call, Epilogue};
 use exl_cuda::ops::linear::{Addresses, Matrix};
 use exl_cuda::ops::moe;
@@ -49,20 +50,14 @@ impl CudaCard {
         self.caps.code
     }
 
-    /// The features of "bulk_copy", "clusters", "wgmma", "async_copy" and "mma_pipeline" that the code has.
+    /// The features that the code has, of "bulk_copy", "clusters", "tested_clusters", "wgmma", "async_copy" and "mma_pipeline".
     #[getter]
     fn features(&self) -> Vec<&'static str> {
-        [
-            (Feature::BulkCopy, "bulk_copy"),
-            (Feature::Clusters, "clusters"),
-            (Feature::Wgmma, "wgmma"),
-            (Feature::AsyncCopy, "async_copy"),
-            (Feature::MmaPipeline, "mma_pipeline"),
-        ]
-        .into_iter()
-        .filter(|&(feature, _)| self.caps.has(feature))
-        .map(|(_, name)| name)
-        .collect()
+        Feature::ALL
+            .into_iter()
+            .filter(|&feature| self.caps.has(feature))
+            .map(Feature::name)
+            .collect()
     }
 }
 
@@ -198,45 +193,125 @@ pub fn cuda_select_experts(
     }
 }
 
-/// The kernel of attention of `batch` sequences of `tokens` new tokens over `keys` keys each, on pages of 256 tokens.
+fn named(kind: &str) -> PyResult<Kind> {
+    let found = KINDS.into_iter().find(|known| known.name == kind);
+    found.ok_or_else(|| PyValueError::new_err(format!("no cache kind {kind:?}")))
+}
+
+/// The kernel that rotates and stores `tokens` tokens of float16 in aligned tensors, and what a faster one takes: (kernel, None) where there
+/// is none.
 #[pyfunction]
-#[pyo3(signature = (card, kind, head_dim, q_heads, kv_heads, *, batch, tokens, keys, window=0, softcap=0.0))]
-#[allow(clippy::too_many_arguments)] // one keyword each
-pub fn cuda_select_attention(
-    card: &CudaCard,
+#[pyo3(signature = (kind, head_dim, *, tokens, rotated, interleaved=false))]
+pub fn cuda_select_rope_store(
     kind: &str,
     head_dim: usize,
-    q_heads: usize,
-    kv_heads: usize,
-    batch: usize,
     tokens: usize,
-    keys: usize,
-    window: usize,
-    softcap: f32,
-) -> PyResult<String> {
-    const PAGE: usize = 256;
-    let found = KINDS.into_iter().find(|known| known.name == kind);
-    let kind = found.ok_or_else(|| PyValueError::new_err(format!("no cache kind {kind:?}")))?;
-    if kv_heads == 0
-        || head_dim == 0
-        || head_dim > attention::MAX_DIM
-        || !q_heads.is_multiple_of(kv_heads)
-    {
-        return Err(PyValueError::new_err(format!(
-            "{q_heads} query heads over {kv_heads} key heads of {head_dim} dimensions"
-        )));
-    }
-    let max_pages = keys.div_ceil(PAGE).max(1);
-    let pages = Pages {
-        kind,
-        data: [0; 2],
-        scales: [0; 2],
-        num_pages: batch * max_pages,
-        page_size: PAGE,
-        heads: kv_heads,
+    rotated: usize,
+    interleaved: bool,
+) -> PyResult<(String, Option<&'static str>)> {
+    let call = rope_store::Call {
+        tokens,
+        element: Element::F16,
+        kind: named(kind)?,
         head_dim,
+        rotated,
+        interleaved,
+        aligned: true,
     };
-    let mut op = Attention::of_shape(pages, batch * tokens, q_heads, (batch, max_pages));
-    (op.window, op.softcap) = (window, softcap);
-    Ok(attention::selected(&card.caps, &op, keys).kernel)
+    let (kernel, why) = rope_store::select(&call);
+    Ok((kernel.name(), why))
+}
+
+/// The properties of a call of attention that decide its kernel.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct AttentionShape {
+    call: AttentionCall,
+}
+
+#[pymethods]
+impl AttentionShape {
+    /// `kind`: format of the pages; `heads`: of queries and of keys; `tokens`: query tokens of all `batch` sequences; `keys`: no token sees
+    /// a key at or beyond this index; `pages`: columns of the block table, by default as many as hold the keys. `rotated`: the call's own keys
+    /// are stored by the launch, with so many rotated elements of each head. `apart`: as for `CudaPages.attention`.
+    #[new]
+    #[pyo3(signature = (kind, head_dim, heads, *, batch, tokens, keys, page_size=256, pages=None, window=0, softcap=0.0, rotated=None, interleaved=false, apart=false))]
+    fn new(
+        kind: &str,
+        head_dim: usize,
+        heads: (usize, usize),
+        batch: usize,
+        tokens: usize,
+        keys: usize,
+        page_size: usize,
+        pages: Option<usize>,
+        window: usize,
+        softcap: f32,
+        rotated: Option<usize>,
+        interleaved: bool,
+        apart: bool,
+    ) -> PyResult<Self> {
+        let kind = named(kind)?;
+        let (q_heads, kv_heads) = heads;
+        if kv_heads == 0
+            || head_dim == 0
+            || head_dim > attention::MAX_DIM
+            || q_heads == 0
+            || !q_heads.is_multiple_of(kv_heads)
+            || page_size == 0
+        {
+            return Err(PyValueError::new_err(format!(
+                "{q_heads} query heads over {kv_heads} key heads of {head_dim} dimensions, pages of {page_size}"
+            )));
+        }
+        let call = AttentionCall {
+            kind,
+            head_dim,
+            q_heads,
+            kv_heads,
+            element: Element::F16,
+            q_stride: q_heads * head_dim,
+            batch,
+            tokens,
+            keys,
+            page_size,
+            max_pages: pages.unwrap_or_else(|| keys.div_ceil(page_size).max(1)),
+            window,
+            capped: softcap != 0.0,
+            masked: false,
+            new_keys: rotated.map(|elements| Rotated {
+                elements,
+                interleaved,
+            }),
+            apart,
+        };
+        Ok(Self { call })
+    }
+}
+
+/// The kernel of a call of attention.
+#[pyclass(frozen, get_all, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct AttentionPlan {
+    /// Name of its function.
+    kernel: String,
+    /// Faster kernels, and why each does not take the call.
+    refused: Vec<(&'static str, String)>,
+    /// Blocks that share the keys of a tile of query rows.
+    blocks: usize,
+}
+
+/// The kernel of a call of attention, as it is launched.
+#[pyfunction]
+pub fn cuda_select_attention(card: &CudaCard, shape: &AttentionShape) -> AttentionPlan {
+    let plan = attention::select::plan(&card.caps, &shape.call);
+    AttentionPlan {
+        blocks: plan.chunks(),
+        refused: plan
+            .refused
+            .iter()
+            .map(|(kernel, why)| (kernel.name(), why.to_string()))
+            .collect(),
+        kernel: plan.name,
+    }
 }

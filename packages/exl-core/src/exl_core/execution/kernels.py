@@ -9,9 +9,10 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from exl_kernels.selection import PACKED_ROWS, STEP_ROWS, Card, MatrixShape, Selection
+from exl_kernels.selection import PACKED_ROWS, STEP_ROWS, Card, MatrixShape, Selection, rope_store_kernel
 
 from ..config import ExLlamaV2Config
+from ..config.rope_config import main_rope
 from ..errors import ModelStateError
 from ..layers import Attention, GatedMLP, Head, Linear, Module, MoE, ParallelDecoder, PlainMLP, build_modules
 from ..loading.checkpoint import Checkpoint, TensorReader, TensorSource
@@ -19,11 +20,13 @@ from ..loading.linears import LinearOptions, LinearSpec, read_quantized
 from .fused import uncovered
 from .half import why_apart
 
-__all__ = ["ROWS", "KernelUse", "kernel_uses"]
+__all__ = ["KEYS", "ROWS", "KernelUse", "kernel_uses"]
 
 ROWS = (1, 8, 32, 64, 512)
 """Default numbers of rows of a step: decoding alone and in batches, and a prompt."""
 
+KEYS = 256
+"""Default number of keys that attention reads."""
 
 _MANY_ROWS = f"more than {PACKED_ROWS} rows are cheaper by dequantizing once"
 
@@ -33,8 +36,11 @@ class KernelUse:
     """One operation of a layer at one number of rows."""
 
     operation: str
-    """"q+k+v", "o", "gate+up", "down", "attention", "router", "experts", "head", or the last part of a matrix's key."""
+    """"q+k+v", "o", "gate+up", "down", "rope+store", "attention", "router", "experts", "head", or the last part of a
+    matrix's key."""
     rows: int
+    tokens: int
+    """Query tokens of each sequence: one in a decode step, all rows in a prompt."""
     kernel: str
     """A name of `exl_kernels.selection`; "cuBLAS" for float matrices. Several names with commas where layers differ."""
     why: tuple[str, ...]
@@ -47,7 +53,7 @@ def kernel_uses(
     *,
     rows: Sequence[int] = ROWS,
     cache: str = "fp16",
-    keys: int = 256,
+    keys: int = KEYS,
 ) -> list[KernelUse]:
     """Return the kernels of every operation of a layer and of the head, for each number of `rows`.
 
@@ -59,7 +65,7 @@ def kernel_uses(
         card: the GPU.
         rows: numbers of rows of a step.
         cache: storage format of the cache.
-        keys: keys that attention reads.
+        keys: keys that attention reads, at least as many as the prompt has tokens.
 
     Raises:
         ModelStateError: the config was prepared without tensors.
@@ -71,13 +77,14 @@ def kernel_uses(
     shapes = _Shapes(config.checkpoint)
     why_not = uncovered(modules)
     halves = [(module, why_not or why_apart(module)) for module in modules[1:-2]]
+    rotated = main_rope(config).rotary_dim
     found: list[KernelUse] = []
     for count in rows:
         uses = _Uses(count, card, shapes)
         for _, layer in groupby(halves, lambda half: half[0].key):
             for half, why in layer:
                 if isinstance(half, Attention):
-                    uses.add("attention", _attention_kernel(card, half, count, cache, keys))
+                    uses.attention(half, cache, keys, rotated, joined=why is None)
                 if why is None:
                     uses.half(half)
                 elif isinstance(half, MoE):
@@ -89,21 +96,6 @@ def kernel_uses(
             uses.head(head, chained=not any(why for _, why in halves))
         found += uses.rows()
     return found
-
-
-def _attention_kernel(card: Card, a: Attention, count: int, cache: str, keys: int) -> str:
-    batch, tokens = (count, 1) if count <= STEP_ROWS else (1, count)
-    return card.attention(
-        cache,
-        a.head_dim,
-        a.num_attention_heads,
-        a.num_key_value_heads,
-        batch=batch,
-        tokens=tokens,
-        keys=max(keys, tokens),
-        window=a.window,
-        softcap=a.softcap,
-    )
 
 
 class _Shapes:
@@ -186,6 +178,7 @@ class _Uses:
     def __init__(self, count: int, card: Card, shapes: _Shapes) -> None:
         self.count = count
         self._invariant = count <= STEP_ROWS
+        self._batch, self._tokens = (count, 1) if self._invariant else (1, count)
         self._card = card
         self._shapes = shapes
         self._kernels: dict[str, dict[str, None]] = {}
@@ -193,13 +186,42 @@ class _Uses:
 
     def rows(self) -> list[KernelUse]:
         return [
-            KernelUse(operation, self.count, ", ".join(kernels), tuple(self._why[operation]))
+            KernelUse(operation, self.count, self._tokens, ", ".join(kernels), tuple(self._why[operation]))
             for operation, kernels in self._kernels.items()
         ]
 
     def add(self, operation: str, kernel: str, why: Iterable[str] = ()) -> None:
         self._kernels.setdefault(operation, {})[kernel] = None
         self._why.setdefault(operation, {}).update(dict.fromkeys(why))
+
+    def attention(self, a: Attention, cache: str, keys: int, rotated: int, *, joined: bool) -> None:
+        """Add the attention of a half, and the launch before it that rotates and stores keys.
+
+        Args:
+            a: the half.
+            cache: storage format of the cache.
+            keys: keys that attention reads.
+            rotated: elements of a head that layers with a rotation rotate.
+            joined: the half's launches are joined: attention of a decode step rotates and stores keys itself.
+        """
+        rotated = 0 if a.rope == "none" else rotated
+        if joined and rotated and self._tokens > 1:
+            store = rope_store_kernel(cache, a.head_dim, tokens=self.count, rotated=rotated, interleaved=a.interleaved)
+            self.add("rope+store", store.kernel, _reasons(store))
+        found = self._card.attention(
+            cache,
+            a.head_dim,
+            a.num_attention_heads,
+            a.num_key_value_heads,
+            batch=self._batch,
+            tokens=self._tokens,
+            keys=max(keys, self._tokens),
+            window=a.window,
+            softcap=a.softcap,
+            rotated=rotated if joined and self._tokens == 1 else None,
+            interleaved=a.interleaved,
+        )
+        self.add("attention", found.kernel, _reasons(found))
 
     def half(self, half: Module) -> None:
         """Add the matmuls of a half whose launches are joined.

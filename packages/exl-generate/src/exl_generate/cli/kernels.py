@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from exl_core import ExLlamaV2Config
-from exl_core.execution.kernels import ROWS, KernelUse, kernel_uses
+from exl_core.execution.kernels import KEYS, ROWS, KernelUse, kernel_uses
 from exl_generate.cli.models import model_folder
 from exl_generate.cli.tables import show_table
 from exl_kernels.device import cuda_status
@@ -35,9 +35,16 @@ def facts(config: ExLlamaV2Config, card: str | None, cache: KVKind) -> dict[str,
         "card": chosen.name,
         "code": chosen.code,
         "features": sorted(chosen.features),
+        "keys": KEYS,
         "uses": [
-            {"operation": use.operation, "rows": use.rows, "kernel": use.kernel, "why": list(use.why)}
-            for use in kernel_uses(config, chosen, cache=cache)
+            {
+                "operation": use.operation,
+                "rows": use.rows,
+                "tokens": use.tokens,
+                "kernel": use.kernel,
+                "why": list(use.why),
+            }
+            for use in kernel_uses(config, chosen, cache=cache, keys=KEYS)
         ],
     }
 
@@ -57,12 +64,14 @@ def _card(name: str | None) -> Card:
 
 def show(found: dict[str, Any]) -> None:
     """Print the table of kernels by rows, and below it the reasons with what they apply to."""
-    uses = [KernelUse(u["operation"], u["rows"], u["kernel"], tuple(u["why"])) for u in found["uses"]]
+    uses = [KernelUse(u["operation"], u["rows"], u["tokens"], u["kernel"], tuple(u["why"])) for u in found["uses"]]
     operations = list(dict.fromkeys(use.operation for use in uses))
+    prompts = {use.rows for use in uses if use.tokens > 1}
     by_place = {(use.operation, use.rows): use.kernel for use in uses}
     show_table(
-        f"kernels on {found['card']} (code for sm_{found['code']}), by rows of a step",
-        ["operation", *(str(rows) for rows in ROWS)],
+        f"kernels on {found['card']} (code for sm_{found['code']}), by rows of a step; attention of {found['keys']} "
+        "keys or those of the prompt",
+        ["operation", *(f"{rows} (a prompt)" if rows in prompts else str(rows) for rows in ROWS)],
         [[operation, *(by_place.get((operation, rows), "") for rows in ROWS)] for operation in operations],
     )
     reasons: dict[str, dict[str, list[int]]] = {}

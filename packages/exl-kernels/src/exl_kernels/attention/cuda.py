@@ -249,7 +249,9 @@ def attend_own(
     tables = (block_table, rows, positions, key_mask)
     try:
         rotation = _native.Rotation(cos.contiguous(), sin.contiguous(), rope_positions, interleaved)
-        new_keys = _native.NewKeys(flat[1][0], flat[2][0], flat[1][1], rotation, slots, early, _norms(norms))
+        (flat_k, stride), (flat_v, _) = flat[1:]
+        heads = None if norms is None else _native.HeadNorms(norms.q, norms.k, norms.eps)
+        new_keys = _native.NewKeys(flat_k, flat_v, stride, rotation, slots, early=early, norms=heads)
         options = attention_options(scale, window, softcap)
         _launch(flat[0], pages, tables, window, options, new_keys, out, max_keys, into)
     except ValueError as error:
@@ -314,10 +316,6 @@ def attend_stored(
     return out if into is None else into.scratch
 
 
-def _norms(norms: HeadNorms | None) -> tuple[Tensor, Tensor, float] | None:
-    return None if norms is None else (norms.q, norms.k, norms.eps)
-
-
 def _check_into(what: str, into: MatmulInput, q: Tensor, out: Tensor | None) -> None:
     require_dtype(f"{what}: q, with into", q, torch.float16)
     require_dtype(f"{what}: scratch", into.scratch, torch.uint8)
@@ -362,28 +360,17 @@ def _launch(
 ) -> None:
     native, stream = pages.native_cuda(), stream_of(out)
     block_table, rows, positions, key_mask = tables
-    tokens, q_heads = out.shape[:2]
-    batch, max_pages = block_table.shape
     if checks_enabled():
         check_tables(
             "paged_attention" if new_keys is None else "attend_own", pages.key, block_table, rows, positions, window
         )
-    limit = max_pages * pages.page_size if max_keys is None else max_keys
-    own = new_keys is not None
     apart = apart and out.dtype != torch.float32  # blocks for each token are of half types
-    shape = (tokens, q_heads, batch, max_pages, limit)
-    _, _, floats, count = _native.cuda_attention_plan(native, *shape, own, apart, window if apart else 0)
-    workspace = None
-    if floats or count:
-        partials = torch.empty(floats, dtype=torch.float32, device=out.device) if floats else None
-        tickets = _zeros(out.device, stream, count) if count else None
-        workspace = _native.AttentionWorkspace(partials, tickets)
-    seen = _native.AttentionTables(block_table, rows, positions, key_mask, limit)
+    seen = _native.AttentionTables(block_table, rows, positions, key_mask, max_keys)
     to = None if into is None else _native.MatmulInput(into.matrix._cuda, into.columns, into.scratch)
-    launch = launch_of(stream)
-    _native.cuda_paged_attention(
-        q[0], q[1], native, seen, options, out, launch, new_keys=new_keys, workspace=workspace, into=to, apart=apart
-    )
+    call = native.attention(q[0], q[1], seen, options, out, launch_of(stream), new_keys=new_keys, into=to, apart=apart)
+    floats, count = call.workspace
+    partials = torch.empty(floats, dtype=torch.float32, device=out.device) if floats else None
+    call.run(partials, _zeros(out.device, stream, count) if count else None)
 
 
 def _zeros(device: torch.device, stream: int, count: int) -> Tensor:

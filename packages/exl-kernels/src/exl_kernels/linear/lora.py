@@ -190,7 +190,8 @@ class LoraGroup:
         middle = torch.empty((x.shape[0], columns), dtype=torch.float32, device=x.device)
         before = None if norm is None else _native.NormPrologue(norm.weight, norm.eps, norm.offset)
         try:
-            _native.cuda_lora_shrink(x, self._table, set_ids, middle, before, normed, launch_on(x))
+            rows = _native.LoraRows(self._table, set_ids, middle)
+            _native.cuda_lora_shrink(x, rows, launch_on(x), norm=before, normed=normed)
         except ValueError as error:
             raise ShapeError(f"shrink: {error}") from None
         return middle
@@ -226,9 +227,8 @@ class LoraGroup:
         if out is None:
             out = y if activation is None else y.new_empty((y.shape[0], self.widths[0]))
         try:
-            _native.cuda_lora_expand(
-                y, out, residual, activation, list(self.widths), self._table, set_ids, middle, launch_on(y)
-            )
+            rows, widths = _native.LoraRows(self._table, set_ids, middle), list(self.widths)
+            _native.cuda_lora_expand(y, out, widths, rows, launch_on(y), residual=residual, gate=activation)
         except ValueError as error:
             raise ShapeError(f"expand: {error}") from None
         return out

@@ -1,20 +1,19 @@
-//! Attention over pages: the kernel, the launch and the size of the workspace.
+//! Attention over pages: the launch of the kernel that [`select`] plans.
 
 mod ordered;
 mod room;
-mod select;
+pub mod select;
 mod single;
 mod teams;
+mod tiles;
 
 pub use ordered::{ORDERED_COLUMNS, Ordered};
-use room::{prefill_shared, prefill_warps};
-pub use select::{Selection, selected};
-use select::{decode_name, prefill_name, select, wide_name};
+pub use select::{Call, Plan};
+use select::{Rotated, decode_name, prefill_name, wide_name};
 
 use super::kv::{KINDS, Kind, Pages};
-use super::{Target, index32};
+use super::{Element, Target, index32};
 use crate::abi::{assert_constants, assert_layout};
-use crate::capabilities::Capabilities;
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
@@ -34,17 +33,8 @@ assert_constants!(attention_common, { UNIT == UNIT, SPLIT_UNITS == SPLIT_UNITS, 
 assert_constants!(attention_prefill, { ROWS == ROWS });
 assert_constants!(rope_store, { MAX_DIM == MAX_DIM });
 
-/// From this number of query rows of a call on, prefill blocks, whose eight warps share keys, are faster.
-const PREFILL_ROWS: usize = 64;
 /// Target number of decode blocks per SM.
 const BLOCKS_PER_SM: usize = 2;
-
-/// Most keys that each token, or all tokens, of an `apart` call read, if every token has its own blocks. Beyond both, tiles of several
-/// tokens read a sequence's keys once.
-const APART_KEYS: (usize, usize) = (512, 16 * 1024);
-
-/// Most floats of parts (256 MiB). For more, one block processes a tile alone.
-const MOST_PARTS: usize = 1 << 26;
 
 /// Padded head dimensions that kernels exist for.
 const DIMS: [usize; 3] = [64, 128, 256];
@@ -52,26 +42,14 @@ const DIMS: [usize; 3] = [64, 128, 256];
 /// Head dimensions that the prefill kernel of sm_90a supports.
 const WIDE_DIMS: [usize; 2] = [64, 128];
 
-/// Warps of its blocks: two warpgroups that compute, one that loads.
-const WIDE_WARPS: usize = 12;
-
-/// The two kernels. Their results are bitwise identical.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mode {
-    /// Blocks share a tile's keys; the last one joins the parts in the workspace.
-    Decode,
-    /// Warps with different queries share the keys; each warp joins its results incrementally.
-    Prefill,
-}
-
 /// Operands of [`attend`]: device addresses, row-major and contiguous, except that `q_stride` separates the tokens of q.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention {
-    /// `[tokens, q_heads, head_dim]` of `element` (0 half, 1 bfloat16, 2 float); `q_stride` elements between tokens of q
+    /// `[tokens, q_heads, head_dim]` of `element`; `q_stride` elements between tokens of q
     pub q: usize,
     pub q_stride: usize,
     pub out: usize,
-    pub element: i32,
+    pub element: Element,
     pub tokens: usize,
     pub q_heads: usize,
     pub pages: Pages,
@@ -97,34 +75,29 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// An operation without operands, for [`plan`]: `tokens` of `q_heads` heads over a table of `(batch, max_pages)`.
-    pub fn of_shape(
-        pages: Pages,
-        tokens: usize,
-        q_heads: usize,
-        (batch, max_pages): (usize, usize),
-    ) -> Self {
-        Self {
-            q: 0,
-            q_stride: 0,
-            out: 0,
-            element: 0,
-            tokens,
-            q_heads,
-            pages,
-            block_table: 0,
-            batch,
-            max_pages,
-            rows: 0,
-            positions: 0,
-            key_mask: 0,
-            mask_width: 0,
-            scale: 1.0,
-            window: 0,
-            softcap: 0.0,
-            own: None,
-            apart: false,
-            ordered: None,
+    /// The properties that decide the kernel. `keys`: no token sees a key at or beyond this index.
+    pub fn call(&self, keys: usize) -> Call {
+        let pages = &self.pages;
+        Call {
+            kind: pages.kind,
+            head_dim: pages.head_dim,
+            q_heads: self.q_heads,
+            kv_heads: pages.heads,
+            element: self.element,
+            q_stride: self.q_stride,
+            batch: self.batch,
+            tokens: self.tokens,
+            keys,
+            page_size: pages.page_size,
+            max_pages: self.max_pages,
+            window: self.window,
+            capped: self.softcap != 0.0,
+            masked: self.key_mask != 0,
+            new_keys: self.own.map(|own| Rotated {
+                elements: if own.cos == 0 { 0 } else { own.rotated },
+                interleaved: own.interleaved,
+            }),
+            apart: self.apart,
         }
     }
 }
@@ -157,32 +130,6 @@ pub struct HeadNorms {
     pub q: usize,
     pub k: usize,
     pub eps: f32,
-}
-
-/// Result of [`plan`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Plan {
-    pub mode: Mode,
-    /// Blocks that share a tile's keys, and parts that they may write.
-    pub chunks: usize,
-    pub part_slots: usize,
-    /// Tiles of tokens times key heads times tiles of query heads.
-    groups: usize,
-    tile_rows: usize,
-    /// Whether a tile has one token only.
-    lone: bool,
-    dim: usize,
-    /// Keys at or beyond this index are not read.
-    key_limit: usize,
-    /// Counters (u32) that the launch needs, zero before and after it.
-    pub tickets: usize,
-}
-
-impl Plan {
-    /// Floats of workspace that the launch needs.
-    pub fn workspace(&self) -> usize {
-        self.groups * self.part_slots * self.tile_rows * (self.dim + 4)
-    }
 }
 
 /// `struct Attention` of `kernels/attention/attention_common.cuh`.
@@ -281,89 +228,12 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
         .unwrap_or_default()
 }
 
-/// Packing of query rows into tiles: heads and tokens of a tile, tiles of heads. It uses the mean number of tokens a sequence, which is all
-/// that the host knows. For uneven sequences this affects the speed, not the results. A tile may hold tokens of several sequences, one run
-/// after the other. Results do not depend on tiles or on the kernel.
-fn tile(op: &Attention, warps: usize, lone: bool) -> (usize, usize, usize) {
-    let group = op.q_heads / op.pages.heads;
-    let heads = group.min(ROWS);
-    let of_sequence = op.tokens.div_ceil(op.batch.max(1)).max(1);
-    let tokens = (ROWS * warps / heads).clamp(1, of_sequence);
-    (heads, if lone { 1 } else { tokens }, group.div_ceil(heads))
-}
-
-/// The kernel for a call and its resources. `max_keys`: no token sees a key at or beyond this index.
-pub fn plan(device: u32, op: &Attention, max_keys: usize) -> Result<Plan, CudaError> {
-    Ok(plan_on(&Device::get(device)?.info.caps, op, max_keys))
-}
-
-fn plan_on(caps: &Capabilities, op: &Attention, max_keys: usize) -> Plan {
-    if op.apart && (max_keys <= APART_KEYS.0 || op.tokens * max_keys <= APART_KEYS.1) {
-        let plan = plan_tiles(caps, op, max_keys, true);
-        if single::blocks(caps, op, &plan).is_some() {
-            return plan;
-        }
-    }
-    plan_tiles(caps, op, max_keys, op.own.is_some())
-}
-
-fn plan_tiles(caps: &Capabilities, op: &Attention, max_keys: usize, lone: bool) -> Plan {
-    let dim = padded(op.pages.head_dim);
-    let group = op.q_heads / op.pages.heads;
-    let sms = caps.sms;
-    let capacity = op.max_pages * op.pages.page_size;
-    let keys = max_keys.min(capacity);
-    let warps = prefill_warps(dim);
-    let rows_of_sequence = op.tokens.div_ceil(op.batch.max(1)) * group;
-    let blocks = (op.tokens * group).div_ceil(ROWS * warps) * op.pages.heads;
-    let per_block = caps.shared_per_block;
-    let fits = prefill_shared(op.pages.kind, dim, per_block).1 <= per_block;
-    let enough = 2 * blocks >= sms || keys <= UNIT * SPLIT_UNITS;
-    let decodes = op.own.is_some() || op.apart;
-    if rows_of_sequence >= PREFILL_ROWS && fits && enough && !decodes {
-        return Plan {
-            mode: Mode::Prefill,
-            chunks: 1,
-            part_slots: 0,
-            groups: 0,
-            tile_rows: 0,
-            lone: false,
-            dim,
-            key_limit: capacity,
-            tickets: 0,
-        };
-    }
-    let (tile_heads, tile_tokens, head_tiles) = tile(op, 1, lone);
-    let groups = op.tokens.div_ceil(tile_tokens) * op.pages.heads * head_tiles;
-    let units = keys.div_ceil(UNIT).max(1);
-    let tile_rows = tile_heads * tile_tokens;
-    // Keys may begin at any unit (sliding window), so they may touch one more split than they fill.
-    let splits = units.div_ceil(SPLIT_UNITS) + 1;
-    let wanted = (BLOCKS_PER_SM * sms).div_ceil(groups.max(1)).min(units);
-    let slots = if wanted > 1 {
-        splits.max(units.min(UNIT_PARTS) + 1)
-    } else {
-        splits
-    };
-    // Blocks of whole splits write parts for any number of splits.
-    let whole_splits = tile_tokens == 1 && units > SPLIT_UNITS;
-    let shared = (wanted > 1 || whole_splits) && groups * slots * tile_rows * dim <= MOST_PARTS;
-    Plan {
-        mode: Mode::Decode,
-        chunks: if shared { wanted } else { 1 },
-        part_slots: if shared { slots } else { 0 },
-        groups,
-        tile_rows,
-        lone,
-        dim,
-        key_limit: if shared { keys } else { capacity },
-        // One a token of a tile, or one for 64 dimensions of a row, as the kernels need.
-        tickets: if shared {
-            groups * tile_tokens.max(tile_rows * dim / 64)
-        } else {
-            0
-        },
-    }
+/// Plan a call on GPU `device`. `keys`: no token sees a key at or beyond this index.
+pub fn plan(device: u32, op: &Attention, keys: usize) -> Result<Plan, CudaError> {
+    Ok(select::plan(
+        &Device::get(device)?.info.caps,
+        &op.call(keys),
+    ))
 }
 
 /// Attend all tokens to their sequence's keys. `memory`: device memory of [`Plan::workspace`] floats, aligned to 16 bytes, and of
@@ -371,7 +241,7 @@ fn plan_tiles(caps: &Capabilities, op: &Attention, max_keys: usize, lone: bool) 
 ///
 /// # Safety
 /// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch. No other launch may use the
-/// workspace or the tickets at the same time. The plan must be made for these operands.
+/// workspace or the tickets at the same time. The plan must be made for these operands and this device.
 pub unsafe fn attend(
     to: Target,
     op: &Attention,
@@ -382,16 +252,13 @@ pub unsafe fn attend(
         return Ok(());
     }
     let device = Device::get(to.device)?;
-    let chosen = select(&device.info.caps, op, plan);
-    let argument = Argument {
-        ahead: index32("bytes ahead", chosen.ahead)?,
-        ..argument(op, plan, memory, chosen.tile, chosen.ring)?
-    };
+    debug_assert_eq!(plan.call, op.call(plan.call.keys));
+    let argument = argument(op, plan, memory)?;
     let launch = Launch {
-        kernel: &chosen.kernel,
-        grid: chosen.grid.map(|n| n as u32),
-        block: chosen.threads as u32,
-        shared_bytes: chosen.shared as u32,
+        kernel: &plan.name,
+        grid: plan.grid.map(|n| n as u32),
+        block: plan.threads as u32,
+        shared_bytes: plan.shared as u32,
         stream: to.stream,
         programmatic: to.programmatic,
     };
@@ -399,7 +266,7 @@ pub unsafe fn attend(
     unsafe {
         launch.run_in_clusters(
             device,
-            chosen.cluster as u32,
+            plan.cluster as u32,
             &mut kernel_arguments![argument],
         )
     }
@@ -409,10 +276,8 @@ fn argument(
     op: &Attention,
     plan: &Plan,
     [workspace, tickets]: [usize; 2],
-    (tile_heads, tile_tokens): (usize, usize),
-    ring: usize,
 ) -> Result<Argument, CudaError> {
-    let pages = &op.pages;
+    let (pages, shares) = (&op.pages, &plan.shares);
     index32("page rows", pages.num_pages * pages.page_size * pages.heads)?;
     index32("keys of a sequence", op.max_pages * pages.page_size)?;
     let own = op.own.as_ref();
@@ -444,7 +309,7 @@ fn argument(
         table_rows: index32("table rows", address(|o| o.table_rows))?,
         interleaved: i32::from(own.is_some_and(|o| o.interleaved)),
         early: i32::from(own.is_some_and(|o| o.early)),
-        element: op.element,
+        element: op.element as i32,
         ordered: order(|o| o.to),
         row_of_feature: order(|o| o.row_of_feature),
         columns: index32("columns", order(|o| o.columns))?,
@@ -453,8 +318,8 @@ fn argument(
         heads: index32("heads", pages.heads)?,
         dim: index32("head_dim", pages.head_dim)?,
         group: index32("group", op.q_heads / pages.heads)?,
-        tile_heads: index32("tile heads", tile_heads)?,
-        tile_tokens: index32("tile tokens", tile_tokens)?,
+        tile_heads: index32("tile heads", shares.tile.heads)?,
+        tile_tokens: index32("tile tokens", shares.tile.tokens)?,
         page_size: index32("page size", pages.page_size)?,
         page_shift: if pages.page_size.is_power_of_two() {
             pages.page_size.trailing_zeros() as i32
@@ -466,14 +331,14 @@ fn argument(
         batch: index32("batch", op.batch)?,
         mask_width: index32("mask width", op.mask_width)?,
         window: index32("window", op.window.min(i32::MAX as usize))?,
-        chunks: index32("chunks", plan.chunks)?,
-        part_slots: index32("part slots", plan.part_slots)?,
-        ring: index32("ring", ring)?,
+        chunks: index32("chunks", shares.chunks)?,
+        part_slots: index32("part slots", shares.part_slots)?,
+        ring: index32("ring", plan.ring)?,
         page_inverse: ((1_u64 << 32) / pages.page_size.max(1) as u64 + 1) as u32,
-        key_limit: index32("keys", plan.key_limit)?,
+        key_limit: index32("keys", shares.key_limit)?,
         scale: op.scale,
         softcap: op.softcap,
-        ahead: 0,
+        ahead: index32("bytes ahead", plan.ahead)?,
         norm_eps: own.map_or(0.0, |o| o.norms.eps),
         q_norm: address(|o| o.norms.q),
         k_norm: address(|o| o.norms.k),
@@ -482,7 +347,8 @@ fn argument(
 
 #[cfg(test)]
 mod tests {
-    use super::room::decode_shared;
+    use super::room::{decode_shared, prefill_shared};
+    use super::select::{Kernel, tests::call};
     use super::*;
     use crate::capabilities::tests::hopper;
 
@@ -492,20 +358,16 @@ mod tests {
     fn nine_sequences_are_divided_among_several_blocks() {
         for kind in KINDS {
             for head_dim in DIMS {
-                let pages = Pages {
-                    kind,
-                    data: [0; 2],
-                    scales: [0; 2],
-                    num_pages: 9 * 188,
-                    page_size: 16,
-                    heads: 8,
-                    head_dim,
-                };
                 let chunks = [2, 9, 5, 16, 64].map(|tokens| {
-                    let op = Attention::of_shape(pages, tokens, 32, (9, 188));
-                    let plan = plan_on(&hopper(), &op, 3000);
-                    assert_eq!(plan.mode, Mode::Decode);
-                    plan.chunks
+                    let call = Call {
+                        page_size: 16,
+                        max_pages: 188,
+                        tokens,
+                        ..call(kind, head_dim, (32, 8), (9, 1), 3000)
+                    };
+                    let plan = select::plan(&hopper(), &call);
+                    assert_eq!(plan.kernel, Kernel::Decode);
+                    plan.chunks()
                 });
                 assert_eq!(chunks, [17, 4, 7, 5, 3]);
             }
@@ -536,19 +398,19 @@ mod tests {
         for (head_dim, heads, group) in [(256, 1, 16), (256, 8, 2), (128, 8, 4), (64, 2, 1)] {
             for tokens in 1..=600_usize {
                 for batch in [1, tokens.div_ceil(16), tokens] {
-                    let pages = Pages {
-                        kind: KINDS[0],
-                        data: [0; 2],
-                        scales: [0; 2],
-                        num_pages: 64 * batch,
-                        page_size: 256,
-                        heads,
-                        head_dim,
+                    let call = Call {
+                        tokens,
+                        ..call(
+                            KINDS[0],
+                            head_dim,
+                            (heads * group, heads),
+                            (batch, 1),
+                            16_000,
+                        )
                     };
-                    let op = Attention::of_shape(pages, tokens, heads * group, (batch, 64));
-                    let plan = plan_on(&caps, &op, 16_000);
-                    if plan.chunks > 1 {
-                        largest = largest.max(plan.tickets);
+                    let plan = select::plan(&caps, &call);
+                    if plan.chunks() > 1 {
+                        largest = largest.max(plan.tickets());
                     }
                 }
             }

@@ -1,11 +1,13 @@
 //! The kernels for one token a sequence (`kernels/attention/attention_few.cuh`, `attention_long.cuh`, `attention_teams.cuh`): the calls that
-//! they take, and the blocks of the kernels of sm_90.
+//! they take, and the blocks of the kernels of sm_90, between which [`super::select`] decides.
 
 use std::fmt;
 
 use super::room::{packed, unit_bytes};
-use super::{Attention, Mode, Own, Plan, ROWS, SPLIT_UNITS, UNIT, teams};
-use crate::capabilities::{Capabilities, Feature};
+use super::select::{Call, Refusal, Rotated, takes};
+use super::tiles::Shares;
+use super::{ROWS, SPLIT_UNITS, UNIT, teams};
+use crate::capabilities::Capabilities;
 use crate::ops::Element;
 use crate::ops::kv::{Codec, KINDS, Kind};
 
@@ -137,60 +139,12 @@ pub(super) struct Blocks {
     pub ahead: usize,
 }
 
-/// The launch of a call that one of these kernels can take.
-pub(super) fn blocks(caps: &Capabilities, op: &Attention, plan: &Plan) -> Option<Blocks> {
-    if !is_single(op, plan) {
-        return None;
-    }
-    let group = op.q_heads / op.pages.heads;
-    let heads = Heads::of(op.pages.head_dim, group)?;
-    let element = FEW_ELEMENTS[op.element as usize];
-    if caps.has(Feature::AsyncCopy) {
-        return teams::blocks(caps, op, plan, element, heads);
-    }
-    // Only tested on compute capability 9: other cards may hold fewer clusters.
-    if caps.compute.0 != 9 || !caps.has(Feature::Clusters) || !sees_all(op, plan) {
-        return None;
-    }
-
-    let few = few(caps, op, plan, heads.padded());
-    let long = long(caps, op, plan, heads.padded()).filter(|long| {
-        prefers_long(
-            is_half(op.pages.kind),
-            few,
-            long.splits,
-            crowds(caps, op, plan),
-        )
-    });
-    if let Some(long) = long {
-        return Some(Blocks {
-            kernel: long_name(op.pages.kind, element, heads, group.div_ceil(8), long.teams),
-            count: long.splits,
-            cluster: 0,
-            threads: 128 * long.teams + 32,
-            shared: long.shared,
-            ring: long.slots,
-            ahead: ahead(caps, op, long.splits),
-        });
-    }
-    let few = few?;
-    Some(Blocks {
-        kernel: few_name(op.pages.kind, element, heads, group.div_ceil(8)),
-        count: few.size * few.clusters,
-        cluster: few.size,
-        threads: 128,
-        shared: few.shared,
-        ring: few.size.trailing_zeros() as usize,
-        ahead: 0,
-    })
-}
-
 /// Bytes of a sequence's keys, and of its values, that the first blocks of the kernel without clusters prefetch while they wait for the
 /// previous launch. For half pages only, if not all blocks are resident at once. docs/design/attention.md has the measurements behind the
 /// limit.
-fn ahead(caps: &Capabilities, op: &Attention, splits: usize) -> usize {
+fn ahead(caps: &Capabilities, call: &Call, splits: usize) -> usize {
     let resident = 2 * caps.sms;
-    if is_half(op.pages.kind) && op.tokens * op.pages.heads * splits > resident {
+    if is_half(call.kind) && call.tokens * call.kv_heads * splits > resident {
         AHEAD_BYTES
     } else {
         0
@@ -209,13 +163,13 @@ fn prefers_long(half: bool, few: Option<Few>, splits: usize, crowded: bool) -> b
 }
 
 /// Whether the key heads of all sequences are enough for most SMs, or have so few keys that more blocks would not help.
-fn crowds(caps: &Capabilities, op: &Attention, plan: &Plan) -> bool {
-    4 * op.tokens * op.pages.heads >= 3 * caps.sms || plan.key_limit <= 2 * UNIT
+fn crowds(caps: &Capabilities, call: &Call, shares: &Shares) -> bool {
+    4 * call.tokens * call.kv_heads >= 3 * caps.sms || shares.key_limit <= 2 * UNIT
 }
 
 /// Division of a call's keys among blocks in clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Few {
+pub(super) struct Few {
     /// Blocks of a cluster, clusters of a key head.
     size: usize,
     clusters: usize,
@@ -283,72 +237,118 @@ fn few_room(blocks: usize, sms: usize, per_block: usize) -> usize {
 
 /// Whether the kernels know this rotation of heads of `dim` elements: of all elements, of neighbours, or of the first 64 or fewer, which
 /// the lanes exchange; where heads are padded, of any number of elements.
-fn rotates(own: Own, dim: usize, heads: Heads) -> bool {
-    let Own {
-        cos,
-        rotated,
+fn rotates(rotated: Rotated, dim: usize, heads: Heads) -> bool {
+    let Rotated {
+        elements,
         interleaved,
-        ..
-    } = own;
-    let quarters = (rotated <= 64 || heads == Heads::Padded) && rotated.is_multiple_of(4);
-    cos == 0 || rotated == 0 || rotated == dim || interleaved || quarters
+    } = rotated;
+    let quarters = (elements <= 64 || heads == Heads::Padded) && elements.is_multiple_of(4);
+    elements == 0 || elements == dim || interleaved || quarters
 }
 
-/// Whether the kernels of one token a sequence can take this call. They need whole heads and units that lie in one page; only the tokens'
-/// positions and windows may hide keys.
-fn is_single(op: &Attention, plan: &Plan) -> bool {
-    let (dim, heads) = (op.pages.head_dim, op.pages.heads);
-    let group = op.q_heads / heads;
-    let Some(kernel) = Heads::of(dim, group) else {
-        return false;
-    };
-    let rotates = op.own.is_none_or(|own| rotates(own, dim, kernel));
-    let elements = (op.tokens * op.q_heads * dim).max(op.tokens * op.q_stride);
-    plan.mode == Mode::Decode
-        && op.element < FEW_ELEMENTS.len() as i32
-        && i32::try_from(elements).is_ok()
-        && plan.tile_rows == group
-        && op.key_mask == 0
-        && op.pages.page_size.is_multiple_of(UNIT)
-        && rotates
-}
-
-/// Whether tokens see all keys up to their positions. A window as long as all keys hides no keys.
-fn sees_all(op: &Attention, plan: &Plan) -> bool {
-    op.window == 0 || op.window >= plan.key_limit
-}
-
-/// The division of a call's keys among blocks in clusters, if this is faster. `dim`: elements of a head in shared memory.
-fn few(caps: &Capabilities, op: &Attention, plan: &Plan, dim: usize) -> Option<Few> {
-    let heads = op.pages.heads;
-    let group = op.q_heads / heads;
-    let sms = caps.sms;
-    let units = plan.key_limit.div_ceil(UNIT).max(1);
-    let groups = op.tokens * heads;
-    let packed = !is_half(op.pages.kind);
-    let per_block = caps.shared_per_block;
-    let of_sm = |size| few_blocks(op.pages.kind, dim, group, size, per_block);
-    let (size, clusters) = few_clusters(groups, units, (packed, group > ROWS / 2), sms, of_sm)?;
-    if clusters > 1 && plan.part_slots == 0 {
-        return None;
+/// The heads of a call that the kernels of one token a sequence can take. They need whole heads and units that lie in one page; only the
+/// tokens' positions and windows may hide keys.
+pub(super) fn heads_of(call: &Call) -> Result<Heads, Refusal> {
+    let dim = call.head_dim;
+    let heads = Heads::of(dim, call.group()).ok_or(Refusal::Takes(
+        "heads of 64, 128 or 256 elements with up to 16 query heads a key head, or multiples of 16 from 80 to 112 with up to 8",
+    ))?;
+    let elements = (call.tokens * call.q_heads * dim).max(call.tokens * call.q_stride);
+    let rotates = call
+        .new_keys
+        .is_none_or(|rotated| rotates(rotated, dim, heads));
+    for (fits, what) in [
+        (
+            FEW_ELEMENTS.contains(&call.element),
+            "float16 and bfloat16 queries",
+        ),
+        (
+            i32::try_from(elements).is_ok(),
+            "fewer than 2^31 elements of queries",
+        ),
+        (!call.masked, "calls without a mask of keys"),
+        (
+            call.page_size.is_multiple_of(UNIT),
+            "pages of multiples of 64 keys",
+        ),
+        (
+            rotates,
+            "rotations of all elements of a head, of neighbours, or of up to 64 elements in fours",
+        ),
+    ] {
+        takes(fits, Refusal::Takes(what))?;
     }
-    let natural = few_shared(op.pages.kind, dim, group, size);
+    Ok(heads)
+}
+
+/// Check that tokens see all keys up to their positions. A window as long as all keys hides no keys.
+fn check_sees_all(call: &Call, shares: &Shares) -> Result<(), Refusal> {
+    let sees_all = call.window == 0 || call.window >= shares.key_limit;
+    takes(sees_all, Refusal::Takes("tokens that see all keys"))
+}
+
+/// Check that there is room for the parts of `splits` splits.
+pub(super) fn check_parts(shares: &Shares, splits: usize) -> Result<(), Refusal> {
+    let fits = splits <= 1 || shares.part_slots >= splits;
+    takes(
+        fits,
+        Refusal::Takes("calls with room in the workspace for all parts"),
+    )
+}
+
+/// The division of a call's keys among blocks in clusters, if this is faster.
+pub(super) fn few(
+    caps: &Capabilities,
+    call: &Call,
+    shares: &Shares,
+    heads: Heads,
+) -> Result<Few, Refusal> {
+    check_sees_all(call, shares)?;
+    let (dim, group) = (heads.padded(), call.group());
+    let sms = caps.sms;
+    let units = shares.key_limit.div_ceil(UNIT).max(1);
+    let groups = call.tokens * call.kv_heads;
+    let packed = !is_half(call.kind);
+    let per_block = caps.shared_per_block;
+    let of_sm = |size| few_blocks(call.kind, dim, group, size, per_block);
+    let (size, clusters) = few_clusters(groups, units, (packed, group > ROWS / 2), sms, of_sm)
+        .ok_or(Refusal::Takes(
+            "calls whose clusters all run at the same time",
+        ))?;
+    check_parts(shares, clusters)?;
+    let natural = few_shared(call.kind, dim, group, size);
     // Blocks of one unit end soon.
     let shared = if size == 2 {
         natural.max(few_room(2 * groups * clusters, sms, per_block))
     } else {
         natural
     };
-    (shared <= per_block).then_some(Few {
+    takes(shared <= per_block, Refusal::SharedMemory(per_block))?;
+    Ok(Few {
         size,
         clusters,
         shared,
     })
 }
 
+impl Few {
+    /// The launch.
+    pub(super) fn blocks(self, call: &Call, heads: Heads) -> Blocks {
+        Blocks {
+            kernel: few_name(call.kind, call.element, heads, call.group().div_ceil(8)),
+            count: self.size * self.clusters,
+            cluster: self.size,
+            threads: 128,
+            shared: self.shared,
+            ring: self.size.trailing_zeros() as usize,
+            ahead: 0,
+        }
+    }
+}
+
 /// Division of a call into blocks of whole splits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Long {
+pub(super) struct Long {
     splits: usize,
     /// Units in a block's shared memory, and its total size.
     slots: usize,
@@ -417,26 +417,37 @@ fn long_slots(
     }
 }
 
-/// The division of a call into blocks of whole splits. `dim`: elements of a head in shared memory.
-fn long(caps: &Capabilities, op: &Attention, plan: &Plan, dim: usize) -> Option<Long> {
-    let group = op.q_heads / op.pages.heads;
-    let units = plan.key_limit.div_ceil(UNIT).max(1);
+/// The division of a call into blocks of whole splits, if this is faster than clusters (`few`, where they are possible).
+pub(super) fn long(
+    caps: &Capabilities,
+    call: &Call,
+    shares: &Shares,
+    heads: Heads,
+    few: Option<Few>,
+) -> Result<Long, Refusal> {
+    check_sees_all(call, shares)?;
+    let (kind, dim, group) = (call.kind, heads.padded(), call.group());
+    let units = shares.key_limit.div_ceil(UNIT).max(1);
     let splits = units.div_ceil(SPLIT_UNITS);
-    if splits > 1 && plan.part_slots == 0 {
-        return None;
-    }
-    let kind = op.pages.kind;
+    check_parts(shares, splits)?;
     let (wanted, share) = teams(
         is_half(kind),
-        op.tokens * op.pages.heads * splits,
+        call.tokens * call.kv_heads * splits,
         splits,
         caps.sms,
     );
     let most = units.min(SPLIT_UNITS);
     let per_block = caps.shared_per_block;
-    let (teams, slots) = long_slots(kind, dim, group, wanted, share, per_block, most)?;
+    let (teams, slots) = long_slots(kind, dim, group, wanted, share, per_block, most)
+        .filter(|&(_, slots)| slots >= 1)
+        .ok_or(Refusal::SharedMemory(per_block))?;
+    let faster = prefers_long(is_half(kind), few, splits, crowds(caps, call, shares));
+    takes(
+        faster,
+        Refusal::Takes("float16 pages of up to 2048 keys a sequence"),
+    )?;
     let rest = long_rest(kind, dim, group, teams);
-    (slots >= 1).then_some(Long {
+    Ok(Long {
         splits,
         slots,
         shared: rest + slots * unit_bytes(kind, dim),
@@ -444,27 +455,33 @@ fn long(caps: &Capabilities, op: &Attention, plan: &Plan, dim: usize) -> Option<
     })
 }
 
+impl Long {
+    /// The launch.
+    pub(super) fn blocks(self, caps: &Capabilities, call: &Call, heads: Heads) -> Blocks {
+        let tiles = call.group().div_ceil(8);
+        Blocks {
+            kernel: long_name(call.kind, call.element, heads, tiles, self.teams),
+            count: self.splits,
+            cluster: 0,
+            threads: 128 * self.teams + 32,
+            shared: self.shared,
+            ring: self.slots,
+            ahead: ahead(caps, call, self.splits),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::capabilities::tests::hopper;
-    use crate::ops::kv::Pages;
+    use crate::ops::attention::select::tests::{call, kind};
 
     #[test]
     fn keys_are_prefetched_if_not_all_blocks_are_resident() {
         let bytes = |name: &str, tokens, splits| {
-            let kind = KINDS.into_iter().find(|kind| kind.name == name).unwrap();
-            let pages = Pages {
-                kind,
-                data: [0; 2],
-                scales: [0; 2],
-                num_pages: 2 * tokens,
-                page_size: 256,
-                heads: 8,
-                head_dim: 128,
-            };
-            let op = Attention::of_shape(pages, tokens, 32, (tokens, 2));
-            ahead(&hopper(), &op, splits)
+            let call = call(kind(name), 128, (32, 8), (tokens, 1), 512);
+            ahead(&hopper(), &call, splits)
         };
         assert_eq!(bytes("fp16", 64, 1), 512 * 1024);
         assert_eq!(

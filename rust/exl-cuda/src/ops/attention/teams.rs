@@ -1,8 +1,10 @@
 //! The kernel for one token a sequence in code for sm_80, sm_86 and sm_89 (`kernels/attention/attention_teams.cuh`): its blocks.
 
 use super::room::{packed, unit_bytes};
-use super::single::{Blocks, Heads};
-use super::{Attention, Plan, SPLIT_UNITS, UNIT};
+use super::select::{Call, Refusal};
+use super::single::{Blocks, Heads, check_parts};
+use super::tiles::Shares;
+use super::{SPLIT_UNITS, UNIT};
 use crate::abi::assert_constants;
 use crate::capabilities::Capabilities;
 use crate::ops::Element;
@@ -34,12 +36,12 @@ fn shared(kind: Kind, dim: usize, rows: usize, teams: usize, slots: usize) -> us
 }
 
 /// Splits that a token's keys may touch. A window's keys may begin at any key of a unit, and at any unit of a split.
-fn splits(op: &Attention, plan: &Plan) -> usize {
-    let all = plan.key_limit.div_ceil(UNIT).max(1).div_ceil(SPLIT_UNITS);
-    if op.window == 0 {
+fn splits(call: &Call, shares: &Shares) -> usize {
+    let all = shares.key_limit.div_ceil(UNIT).max(1).div_ceil(SPLIT_UNITS);
+    if call.window == 0 {
         return all;
     }
-    let units = (op.window - 1).div_ceil(UNIT) + 1;
+    let units = (call.window - 1).div_ceil(UNIT) + 1;
     all.min((units - 1).div_ceil(SPLIT_UNITS) + 1)
 }
 
@@ -70,22 +72,19 @@ fn shape(
 /// The launch of a call of one token a sequence.
 pub(super) fn blocks(
     caps: &Capabilities,
-    op: &Attention,
-    plan: &Plan,
-    element: Element,
+    call: &Call,
+    shares: &Shares,
     heads: Heads,
-) -> Option<Blocks> {
-    let (kind, dim) = (op.pages.kind, heads.padded());
-    let group = op.q_heads / op.pages.heads;
-    let splits = splits(op, plan);
-    if splits > 1 && plan.part_slots < splits {
-        return None;
-    }
-    let units = plan.key_limit.div_ceil(UNIT).clamp(1, SPLIT_UNITS);
-    let groups = op.tokens * op.pages.heads;
-    let (teams, slots) = shape(caps, (kind, dim, group), groups * splits, units)?;
-    Some(Blocks {
-        kernel: name(kind, element, heads, group.div_ceil(8)),
+) -> Result<Blocks, Refusal> {
+    let (kind, dim, group) = (call.kind, heads.padded(), call.group());
+    let splits = splits(call, shares);
+    check_parts(shares, splits)?;
+    let units = shares.key_limit.div_ceil(UNIT).clamp(1, SPLIT_UNITS);
+    let groups = call.tokens * call.kv_heads;
+    let (teams, slots) = shape(caps, (kind, dim, group), groups * splits, units)
+        .ok_or(Refusal::SharedMemory(caps.shared_per_block))?;
+    Ok(Blocks {
+        kernel: name(kind, call.element, heads, group.div_ceil(8)),
         count: splits,
         cluster: 0,
         threads: 128 * teams,
@@ -97,14 +96,10 @@ pub(super) fn blocks(
 
 #[cfg(test)]
 mod tests {
-    use super::super::plan_on;
     use super::*;
     use crate::capabilities::tests::{RELEASE, card};
-    use crate::ops::kv::{KINDS, Pages};
-
-    fn kind(name: &str) -> Kind {
-        KINDS.into_iter().find(|kind| kind.name == name).unwrap()
-    }
+    use crate::ops::attention::select::tests::{call, kind};
+    use crate::ops::kv::KINDS;
 
     #[test]
     fn teams_and_slots_of_an_8b_llama() {
@@ -146,22 +141,13 @@ mod tests {
 
     #[test]
     fn a_window_limits_the_splits() {
-        let pages = Pages {
-            kind: kind("fp16"),
-            data: [0; 2],
-            scales: [0; 2],
-            num_pages: 64,
-            page_size: 256,
-            heads: 8,
-            head_dim: 128,
-        };
         let caps = card("3090", RELEASE);
         let of = |window, keys| {
-            let op = Attention {
+            let call = Call {
                 window,
-                ..Attention::of_shape(pages, 1, 32, (1, 64))
+                ..call(kind("fp16"), 128, (32, 8), (1, 1), keys)
             };
-            splits(&op, &plan_on(&caps, &op, keys))
+            splits(&call, &Shares::of(caps.sms, &call, false))
         };
         assert_eq!((of(0, 512), of(0, 513), of(0, 16384)), (1, 2, 32));
         // A window's first key may be a split's last.

@@ -45,10 +45,36 @@ pub(in crate::ops) fn kernels() -> Vec<String> {
             all.extend([name("rms", element, weight), name("layer", element, weight)]);
         }
     }
-    all.push("layer_norm_packed".to_owned());
-    all.push("layer_norm_packed_for_batch".to_owned());
+    all.extend([PackedKernel::Few, PackedKernel::Batch].map(|kernel| kernel.name().to_owned()));
     all.push("rms_norm_parts".to_owned());
     all
+}
+
+/// Kernels of [`layer_norm_packed`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PackedKernel {
+    /// Packs for `gemm_few` and `gemm_direct`.
+    Few,
+    /// Packs for `gemm_batch`.
+    Batch,
+}
+
+impl PackedKernel {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Few => "layer_norm_packed",
+            Self::Batch => "layer_norm_packed_for_batch",
+        }
+    }
+
+    /// The kernel for an input of so many columns, on any card.
+    const fn select(columns: usize) -> Self {
+        if columns == few::MOST_ROWS {
+            Self::Few
+        } else {
+            Self::Batch
+        }
+    }
 }
 
 /// Operands of [`layer_norm_packed`]: device addresses.
@@ -80,19 +106,16 @@ pub unsafe fn layer_norm_packed(to: Target, op: &PackedNorm) -> Result<(), CudaE
     let device = Device::get(to.device)?;
     let (rows, width) = (index32("rows", op.rows)?, index32("width", op.width)?);
     let columns = index32("columns", op.packed.columns)?;
+    let kernel = PackedKernel::select(op.packed.columns);
     let launch = Launch {
-        kernel: if op.packed.columns == few::MOST_ROWS {
-            "layer_norm_packed"
-        } else {
-            "layer_norm_packed_for_batch"
-        },
+        kernel: kernel.name(),
         grid: [columns as u32, 1, 1],
         block: 256,
         shared_bytes: 2 * op.width as u32,
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    if op.packed.columns == few::MOST_ROWS {
+    if kernel == PackedKernel::Few {
         let mut arguments = kernel_arguments![
             op.input,
             op.weight,
@@ -222,6 +245,21 @@ pub unsafe fn norm(to: Target, op: &Norm) -> Result<(), CudaError> {
                 kernel_arguments![op.input, op.weight, bias, op.output, width, heads, op.eps];
             // SAFETY: the order is that of `layer_norm_kernel`; the caller guarantees that the addresses are valid.
             unsafe { launch.run(device, &mut arguments) }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::attention::ORDERED_COLUMNS;
+
+    #[test]
+    fn inputs_of_eight_columns_are_packed_for_few_rows() {
+        let found = ORDERED_COLUMNS.map(|columns| (columns, PackedKernel::select(columns)));
+        for (columns, kernel) in found {
+            assert_eq!(kernel == PackedKernel::Few, columns == 8, "{columns}");
+            assert!(kernels().contains(&kernel.name().to_owned()));
         }
     }
 }

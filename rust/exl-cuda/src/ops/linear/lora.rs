@@ -64,6 +64,24 @@ assert_constants!(lora, { EXPAND_THREADS == EXPAND_THREADS });
 /// Blocks of one rank each up to which a launch takes one rank a block; beyond, four.
 const MOST_SINGLE: usize = 512;
 
+/// The kernel of [`shrink`] on any card, for `columns` ranks of all matrices and levels, and the ranks that a block takes.
+const fn select_shrink(rows: usize, columns: usize) -> (&'static str, usize) {
+    if rows * columns <= MOST_SINGLE {
+        ("lora_shrink_group_1", 1)
+    } else {
+        ("lora_shrink_group_4", 4)
+    }
+}
+
+/// The kernel of [`expand`] on any card.
+const fn select_expand(gate: Option<Activation>) -> &'static str {
+    if gate.is_some() {
+        "lora_expand_gated"
+    } else {
+        "lora_expand_group"
+    }
+}
+
 /// Add every row's adapter to its results, in two launches.
 ///
 /// # Safety
@@ -181,18 +199,10 @@ pub unsafe fn shrink(to: Target, group: &Group, input: &Input) -> Result<(), Cud
         index32("rank", group.most_rank)?,
         index32("columns", columns)?,
     );
-    let single = columns as usize * group.rows <= MOST_SINGLE;
+    let (kernel, ranks) = select_shrink(group.rows, columns as usize);
     let launch = Launch {
-        kernel: if single {
-            "lora_shrink_group_1"
-        } else {
-            "lora_shrink_group_4"
-        },
-        grid: [
-            (columns as u32).div_ceil(if single { 1 } else { 4 }),
-            rows,
-            1,
-        ],
+        kernel,
+        grid: [(columns as u32).div_ceil(ranks as u32), rows, 1],
         block: THREADS,
         shared_bytes: 0,
         stream: to.stream,
@@ -248,8 +258,8 @@ pub unsafe fn expand(to: Target, group: &Group, results: &Results) -> Result<(),
         index32("matrices", group.matrices)?,
         index32("levels", group.levels)?,
     );
-    let launch = |kernel, columns: i32| Launch {
-        kernel,
+    let launch = |columns: i32| Launch {
+        kernel: select_expand(results.gate),
         grid: [(columns as u32).div_ceil(2 * EXPAND_THREADS), rows, 1],
         block: EXPAND_THREADS,
         shared_bytes: 0,
@@ -271,7 +281,7 @@ pub unsafe fn expand(to: Target, group: &Group, results: &Results) -> Result<(),
             kind
         ];
         // SAFETY: the order is that of the kernel; the caller guarantees that the addresses are valid.
-        return unsafe { launch("lora_expand_gated", begin).run(device, &mut arguments) };
+        return unsafe { launch(begin).run(device, &mut arguments) };
     }
     let mut arguments = kernel_arguments![
         results.y,
@@ -289,5 +299,32 @@ pub unsafe fn expand(to: Target, group: &Group, results: &Results) -> Result<(),
         levels
     ];
     // SAFETY: as above.
-    unsafe { launch("lora_expand_group", width).run(device, &mut arguments) }
+    unsafe { launch(width).run(device, &mut arguments) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_of_a_group_by_rows_ranks_and_gate() {
+        // Ranks of q, k and v together, or of gate and up.
+        for (rows, columns, ranks) in [
+            (1, 3 * 16, 1),
+            (8, 3 * 16, 1),
+            (10, 3 * 16, 1),
+            (11, 3 * 16, 4),
+            (1, 512, 1),
+            (1, 513, 4),
+            (64, 2 * 8, 4),
+        ] {
+            let (kernel, found) = select_shrink(rows, columns);
+            assert_eq!(found, ranks, "{rows} {columns}");
+            assert_eq!(kernel, format!("lora_shrink_group_{ranks}"));
+            assert!(kernels().contains(&kernel.to_owned()));
+        }
+        let gates = [None, Some(Activation::ALL[0])];
+        let found = gates.map(select_expand);
+        assert_eq!(found, ["lora_expand_group", "lora_expand_gated"]);
+    }
 }

@@ -1,0 +1,279 @@
+//! The table that picks the kernel of attention and its launch by rows, tokens, heads, keys, format of the pages and card.
+//!
+//! All kernels give bitwise identical results, so the choice only affects speed. The kernels' modules report what they cannot take as a
+//! [`Refusal`]; this module has the order in which kernels are tried. Launches and reports use the same function, [`plan`].
+
+mod call;
+#[cfg(test)]
+pub(super) mod tests;
+
+use super::room::{decode_shared, prefill_shared, prefill_warps, wide_shared};
+use super::single::{self, Blocks};
+use super::tiles::{Shares, Tile};
+use super::{ROWS, SPLIT_UNITS, UNIT, WIDE_DIMS, padded, teams};
+use crate::capabilities::{Capabilities, Feature};
+use crate::ops::kv::Kind;
+use call::needs;
+pub(super) use call::takes;
+pub use call::{Call, Refusal, Refused, Rotated};
+
+/// From this number of query rows of a sequence on, prefill blocks, whose eight warps share keys, are faster.
+const PREFILL_ROWS: usize = 64;
+
+/// Most keys that each token, or all tokens, of an `apart` call read, if every token has its own blocks. Beyond both, tiles of several
+/// tokens read a sequence's keys once.
+const APART_KEYS: (usize, usize) = (512, 16 * 1024);
+
+/// Warps of a block of [`Kernel::Wide`]: two warpgroups that compute, one that loads.
+const WIDE_WARPS: usize = 12;
+
+/// Kernels of attention, named after their files in `kernels/attention`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kernel {
+    /// One token a sequence: blocks in clusters share a key head's keys.
+    Few,
+    /// One token a sequence: blocks of whole splits of the keys.
+    Long,
+    /// One token a sequence: blocks of teams of warps, each with units of its own.
+    Teams,
+    /// Blocks share the keys of a tile of query rows; the last one joins their parts.
+    Decode,
+    /// Warps with different queries share the keys; each warp joins its results incrementally.
+    Prefill,
+    /// [`Kernel::Prefill`] with warpgroup matrix instructions.
+    Wide,
+}
+
+impl Kernel {
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Few => "attention_few",
+            Self::Long => "attention_long",
+            Self::Teams => "attention_teams",
+            Self::Decode => "attention_decode",
+            Self::Prefill => "attention_prefill",
+            Self::Wide => "attention_wide",
+        }
+    }
+}
+
+/// The kernel of a call, its launch, and the memory that it needs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan {
+    pub call: Call,
+    pub kernel: Kernel,
+    /// Name of its function for this call.
+    pub name: String,
+    /// Why faster kernels do not take the call.
+    pub refused: Refused,
+    pub(super) grid: [usize; 3],
+    pub(super) threads: usize,
+    /// Bytes of shared memory of a block.
+    pub shared: usize,
+    /// Blocks of a cluster; 0 for a launch without clusters.
+    pub(super) cluster: usize,
+    /// The kernel's parameters `ring` and `ahead`.
+    pub(super) ring: usize,
+    pub(super) ahead: usize,
+    pub(super) shares: Shares,
+}
+
+impl Plan {
+    /// Blocks that share a tile's keys.
+    pub const fn chunks(&self) -> usize {
+        self.shares.chunks
+    }
+
+    /// Floats of workspace that the launch needs.
+    pub const fn workspace(&self) -> usize {
+        self.shares.workspace
+    }
+
+    /// Counters (u32) that the launch needs, zero before and after it.
+    pub const fn tickets(&self) -> usize {
+        self.shares.tickets
+    }
+}
+
+/// Plan a call on a card of these capabilities, which need not be present.
+pub fn plan(caps: &Capabilities, call: &Call) -> Plan {
+    let mut refused = Vec::new();
+    if let Some(kernel) = prompt_kernel(caps, call, &mut refused) {
+        return plan_prompt(caps, call, kernel, refused);
+    }
+    let lone = call.new_keys.is_some();
+    let each = call.apart && (call.keys <= APART_KEYS.0 || call.tokens * call.keys <= APART_KEYS.1);
+    let shares = Shares::of(caps.sms, call, lone || each);
+    if shares.tile.tokens == 1
+        && let Some((kernel, blocks)) = single_kernel(caps, call, &shares, &mut refused)
+    {
+        return plan_single(call, kernel, blocks, shares, refused);
+    }
+    let shares = if each {
+        Shares::of(caps.sms, call, lone)
+    } else {
+        shares
+    };
+    plan_decode(caps, call, shares, refused)
+}
+
+/// The kernel for a call of many query rows a sequence; None where blocks that share keys are faster or none takes it.
+fn prompt_kernel(caps: &Capabilities, call: &Call, refused: &mut Refused) -> Option<Kernel> {
+    if call.new_keys.is_some()
+        || call.apart
+        || call.tokens_of_sequence() * call.group() < PREFILL_ROWS
+    {
+        return None;
+    }
+    let (dim, per_block) = (padded(call.head_dim), caps.shared_per_block);
+    let rows = ROWS * prefill_warps(dim);
+    let blocks = (call.tokens * call.group()).div_ceil(rows) * call.kv_heads;
+    let keys = call.keys.min(call.capacity());
+    if 2 * blocks < caps.sms && keys > UNIT * SPLIT_UNITS {
+        return None;
+    }
+    let wide = takes_wide(caps, call, dim);
+    let fits = prefill_shared(call.kind, dim, per_block).1 <= per_block;
+    let prefill = takes(fits, Refusal::SharedMemory(per_block));
+    refused.extend(wide.err().map(|why| (Kernel::Wide, why)));
+    refused.extend(prefill.err().map(|why| (Kernel::Prefill, why)));
+    match (wide, prefill) {
+        (_, Err(_)) => None,
+        (Ok(()), _) => Some(Kernel::Wide),
+        _ => Some(Kernel::Prefill),
+    }
+}
+
+/// Check that the kernel of sm_90a takes a call of many query rows: half pages without softcap and mask.
+fn takes_wide(caps: &Capabilities, call: &Call, dim: usize) -> Result<(), Refusal> {
+    needs(caps, Feature::Wgmma)?;
+    for (fits, what) in [
+        (call.kind.name == "fp16", "float16 pages"),
+        (WIDE_DIMS.contains(&dim), "heads of up to 128 elements"),
+        (!call.capped, "scores without a limit"),
+        (!call.masked, "calls without a mask of keys"),
+    ] {
+        takes(fits, Refusal::Takes(what))?;
+    }
+    let room = caps.shared_per_block;
+    takes(wide_shared(dim) <= room, Refusal::SharedMemory(room))
+}
+
+/// The kernel for a call whose tiles have one token each, and its blocks.
+fn single_kernel(
+    caps: &Capabilities,
+    call: &Call,
+    shares: &Shares,
+    refused: &mut Refused,
+) -> Option<(Kernel, Blocks)> {
+    let heads = single::heads_of(call);
+    let tested = needs(caps, Feature::TestedClusters).and(heads);
+    let few = tested.and_then(|heads| single::few(caps, call, shares, heads));
+    let long = tested.and_then(|heads| single::long(caps, call, shares, heads, few.ok()));
+    match (heads, long, few) {
+        (Ok(heads), Ok(long), _) => return Some((Kernel::Long, long.blocks(caps, call, heads))),
+        (Ok(heads), _, Ok(few)) => return Some((Kernel::Few, few.blocks(call, heads))),
+        (_, Err(long), Err(few)) => refused.extend([(Kernel::Few, few), (Kernel::Long, long)]),
+        _ => {}
+    }
+    match needs(caps, Feature::AsyncCopy)
+        .and(heads)
+        .and_then(|heads| teams::blocks(caps, call, shares, heads))
+    {
+        Ok(blocks) => Some((Kernel::Teams, blocks)),
+        Err(why) => {
+            refused.push((Kernel::Teams, why));
+            None
+        }
+    }
+}
+
+fn plan_single(
+    call: &Call,
+    kernel: Kernel,
+    blocks: Blocks,
+    shares: Shares,
+    refused: Refused,
+) -> Plan {
+    Plan {
+        call: *call,
+        kernel,
+        name: blocks.kernel,
+        refused,
+        grid: [call.tokens, call.kv_heads, blocks.count],
+        threads: blocks.threads,
+        shared: blocks.shared,
+        cluster: blocks.cluster,
+        ring: blocks.ring,
+        ahead: blocks.ahead,
+        shares,
+    }
+}
+
+fn plan_prompt(caps: &Capabilities, call: &Call, kernel: Kernel, refused: Refused) -> Plan {
+    let dim = padded(call.head_dim);
+    let warps = prefill_warps(dim);
+    let tile = Tile::of(call, warps, false);
+    let (tiles, heads) = (
+        call.tokens.div_ceil(tile.tokens),
+        call.kv_heads * tile.count,
+    );
+    let (name, grid, warps, (ring, shared)) = if kernel == Kernel::Wide {
+        // Wide blocks stay resident and take one tile after another.
+        let resident = (tiles * heads).min(caps.sms);
+        let grid = [resident, 1, 1];
+        (wide_name(dim), grid, WIDE_WARPS, (0, wide_shared(dim)))
+    } else {
+        let room = prefill_shared(call.kind, dim, caps.shared_per_block);
+        let grid = [tiles, heads, 1];
+        (prefill_name(call.kind, dim), grid, warps, room)
+    };
+    Plan {
+        call: *call,
+        kernel,
+        name,
+        refused,
+        grid,
+        threads: 32 * warps,
+        shared,
+        cluster: 0,
+        ring,
+        ahead: 0,
+        shares: Shares::alone(call, tile),
+    }
+}
+
+fn plan_decode(caps: &Capabilities, call: &Call, shares: Shares, refused: Refused) -> Plan {
+    let (dim, tile) = (padded(call.head_dim), shares.tile);
+    let column_tiles = tile.rows().div_ceil(8);
+    let (ring, shared) = decode_shared(call.kind, dim, column_tiles, caps.shared_per_block);
+    Plan {
+        call: *call,
+        kernel: Kernel::Decode,
+        name: decode_name(call.kind, dim, column_tiles),
+        refused,
+        grid: [
+            call.tokens.div_ceil(tile.tokens),
+            call.kv_heads * tile.count,
+            shares.chunks,
+        ],
+        threads: 128,
+        shared,
+        cluster: 0,
+        ring,
+        ahead: 0,
+        shares,
+    }
+}
+
+pub(super) fn decode_name(kind: Kind, dim: usize, column_tiles: usize) -> String {
+    format!("attention_{}_{dim}_decode{column_tiles}", kind.name)
+}
+
+pub(super) fn prefill_name(kind: Kind, dim: usize) -> String {
+    format!("attention_{}_{dim}_prefill", kind.name)
+}
+
+pub(super) fn wide_name(dim: usize) -> String {
+    format!("attention_fp16_{dim}_wide")
+}

@@ -1,0 +1,322 @@
+//! Tests of the table, as data, without a GPU.
+
+use super::*;
+use crate::capabilities::CARDS;
+use crate::capabilities::tests::{RELEASE, card, hopper};
+use crate::ops::Element;
+use crate::ops::kv::KINDS;
+
+pub(in super::super) fn kind(name: &str) -> Kind {
+    KINDS.into_iter().find(|kind| kind.name == name).unwrap()
+}
+
+/// A call of `batch` sequences with `each` tokens and a block table of 64 pages of 256 keys.
+pub(in super::super) fn call(
+    kind: Kind,
+    head_dim: usize,
+    (q_heads, kv_heads): (usize, usize),
+    (batch, each): (usize, usize),
+    keys: usize,
+) -> Call {
+    Call {
+        kind,
+        head_dim,
+        q_heads,
+        kv_heads,
+        element: Element::F16,
+        q_stride: q_heads * head_dim,
+        batch,
+        tokens: batch * each,
+        keys,
+        page_size: 256,
+        max_pages: 64,
+        window: 0,
+        capped: false,
+        masked: false,
+        new_keys: None,
+        apart: false,
+    }
+}
+
+#[test]
+fn every_selected_launch_fits_its_card() {
+    for name in CARDS.map(|card| card.name) {
+        let caps = card(name, RELEASE);
+        for (kind, head_dim) in KINDS
+            .into_iter()
+            .flat_map(|kind| [64, 80, 96, 128, 192, 256].map(|dim| (kind, dim)))
+        {
+            // 64 keys and values of 256 halves exceed a Turing block; the error of the launch has both numbers.
+            let too_large = name == "2080 Ti" && kind.name == "fp16" && head_dim > 128;
+            for heads in [(32, 8), (32, 32), (28, 4), (64, 8), (40, 1)] {
+                for rows in [
+                    (1, 1),
+                    (8, 1),
+                    (64, 1),
+                    (1, 5),
+                    (32, 5),
+                    (1, 512),
+                    (4, 2048),
+                ] {
+                    for keys in [256, 4096, 16384] {
+                        let found = plan(&caps, &call(kind, head_dim, heads, rows, keys));
+                        assert_eq!(
+                            found.shared > caps.shared_per_block,
+                            too_large,
+                            "{name} {head_dim} {heads:?} {rows:?} {keys}: {found:?}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_table_of_a_layer_on_every_card() {
+    let kernel = |caps: &Capabilities, rows, keys| {
+        plan(caps, &call(kind("fp16"), 128, (32, 8), rows, keys)).name
+    };
+    for (caps, single, prompt) in CARDS
+        .map(|card| card.with(RELEASE))
+        .into_iter()
+        .chain([card("H100", &["80+ptx"])])
+        .map(|caps| match caps.code {
+            90 => (
+                caps,
+                "attention_fp16_f16_128_few1",
+                "attention_fp16_128_wide",
+            ),
+            // A prefill block's keys and totals exceed 64 KB.
+            75 => (
+                caps,
+                "attention_fp16_128_decode1",
+                "attention_fp16_128_decode2",
+            ),
+            80..90 => (
+                caps,
+                "attention_fp16_f16_128_teams1",
+                "attention_fp16_128_prefill",
+            ),
+            _ => (
+                caps,
+                "attention_fp16_128_decode1",
+                "attention_fp16_128_prefill",
+            ),
+        })
+    {
+        // Teams need room for the parts of all splits of the table, which small cards plan for long keys only.
+        let most = if (80..90).contains(&caps.code) { 1 } else { 8 };
+        for rows in [(1, 1), (most, 1)] {
+            assert_eq!(kernel(&caps, rows, 256), single, "{caps:?} {rows:?}");
+        }
+        for tokens in [512, 2048] {
+            assert_eq!(kernel(&caps, (1, tokens), tokens), prompt, "{caps:?}");
+        }
+    }
+    for name in ["3060", "3090", "4090", "A100", "L4", "L40S"] {
+        let caps = card(name, RELEASE);
+        for rows in [(1, 1), (8, 1), (64, 1)] {
+            let teams = "attention_fp16_f16_128_teams1";
+            assert_eq!(kernel(&caps, rows, 16384), teams, "{name} {rows:?}");
+        }
+    }
+    for (rows, keys) in [((32, 1), 256), ((32, 1), 2048)] {
+        let long = "attention_fp16_f16_128_long1x1";
+        assert_eq!(kernel(&hopper(), rows, keys), long, "{rows:?} {keys}");
+    }
+    let plain = "attention_fp16_128_decode1";
+    assert_eq!(kernel(&hopper(), (64, 1), 16384), plain);
+}
+
+#[test]
+fn one_token_a_sequence_of_other_families_on_hopper() {
+    let kernel = |dim, heads, rotation: Option<(usize, bool)>, capped, window, rows| {
+        let new_keys = rotation.map(|(elements, interleaved)| Rotated {
+            elements,
+            interleaved,
+        });
+        let call = Call {
+            window,
+            capped,
+            new_keys,
+            ..call(kind("fp16"), dim, heads, (rows, 1), 256)
+        };
+        plan(&hopper(), &call).name
+    };
+    for rows in [1, 8] {
+        // GLM-4, heads of 64 of which half is rotated, and Gemma 2 on layers with and without a window.
+        let glm = kernel(128, (32, 2), Some((64, true)), false, 0, rows);
+        assert_eq!(glm, "attention_fp16_f16_128_few2", "{rows}");
+        let half = kernel(64, (8, 8), Some((32, false)), false, 0, rows);
+        assert_eq!(half, "attention_fp16_f16_64_few1", "{rows}");
+        for window in [0, 4096] {
+            let gemma = kernel(256, (16, 8), Some((256, false)), true, window, rows);
+            assert_eq!(gemma, "attention_fp16_f16_256_few1", "{rows} {window}");
+        }
+    }
+    let cases = [
+        (128, Some((96, false)), 0, "attention_fp16_128_decode1"),
+        (128, Some((96, true)), 0, "attention_fp16_f16_128_few1"),
+        (128, None, 100, "attention_fp16_128_decode1"),
+        (96, None, 0, "attention_fp16_f16_padded_few1"),
+        (80, Some((32, false)), 0, "attention_fp16_f16_padded_few1"),
+        (112, Some((112, false)), 0, "attention_fp16_f16_padded_few1"),
+        (96, Some((96, true)), 100, "attention_fp16_128_decode1"),
+        (96, Some((90, false)), 0, "attention_fp16_128_decode1"),
+        (72, None, 0, "attention_fp16_128_decode1"),
+    ];
+    for (dim, rotation, window, expected) in cases {
+        let found = kernel(dim, (32, 8), rotation, false, window, 8);
+        assert_eq!(found, expected, "{dim} {rotation:?}");
+    }
+}
+
+/// The faster kernels that do not take a call, with the reasons.
+fn refused(caps: &Capabilities, call: &Call) -> Vec<(&'static str, String)> {
+    let found = plan(caps, call).refused;
+    found
+        .iter()
+        .map(|(kernel, why)| (kernel.name(), why.to_string()))
+        .collect()
+}
+
+#[test]
+fn a_card_without_the_kernels_of_one_token_says_what_it_lacks() {
+    let step = call(kind("fp16"), 128, (32, 8), (1, 1), 256);
+    let newer = "it needs clusters as sm_90 cards run them (code for sm_90 on an sm_90 card)";
+    let older = "it needs code for sm_80, sm_86 or sm_89";
+    for name in ["B200", "5090", "2080 Ti"] {
+        let found = refused(&card(name, RELEASE), &step);
+        let (few, long) = ("attention_few", "attention_long");
+        let expected = [(few, newer), (long, newer), ("attention_teams", older)];
+        assert_eq!(found, expected.map(|(k, why)| (k, why.into())), "{name}");
+    }
+    assert!(refused(&hopper(), &step).is_empty());
+    let ampere = refused(&card("3090", RELEASE), &step);
+    assert!(ampere.iter().all(|(_, why)| why == newer) && ampere.len() == 2);
+}
+
+#[test]
+fn a_call_says_why_faster_kernels_do_not_take_it() {
+    let step = call(kind("q4"), 128, (32, 8), (8, 1), 4096);
+    let quarter = Rotated {
+        elements: 96,
+        interleaved: false,
+    };
+    for (call, kernel, why) in [
+        (
+            Call {
+                window: 100,
+                ..step
+            },
+            "attention_few",
+            "tokens that see all keys",
+        ),
+        (
+            Call {
+                head_dim: 72,
+                ..step
+            },
+            "attention_few",
+            "heads of 64, 128 or 256",
+        ),
+        (
+            Call {
+                q_heads: 256,
+                ..step
+            },
+            "attention_long",
+            "up to 16 query heads",
+        ),
+        (
+            Call {
+                masked: true,
+                ..step
+            },
+            "attention_few",
+            "without a mask",
+        ),
+        (
+            Call {
+                page_size: 16,
+                ..step
+            },
+            "attention_few",
+            "multiples of 64 keys",
+        ),
+        (
+            Call {
+                element: Element::F32,
+                ..step
+            },
+            "attention_few",
+            "bfloat16 queries",
+        ),
+        (
+            Call {
+                new_keys: Some(quarter),
+                ..step
+            },
+            "attention_few",
+            "rotations",
+        ),
+    ] {
+        let found = refused(&hopper(), &call);
+        let says = |(name, text): &(&str, String)| *name == kernel && text.contains(why);
+        assert!(found.iter().any(says), "{call:?}: {found:?}");
+        assert_eq!(plan(&hopper(), &call).kernel, Kernel::Decode);
+    }
+    let many = call(kind("fp16"), 128, (32, 8), (64, 1), 16_384);
+    let found = refused(&hopper(), &many);
+    assert!(found[0].1.contains("run at the same time") && found[1].1.contains("2048 keys"));
+}
+
+#[test]
+fn a_prompt_says_why_it_runs_without_wgmma() {
+    let prompt = call(kind("fp16"), 128, (32, 8), (1, 512), 512);
+    let why = |caps: &Capabilities, call: &Call| {
+        let found = refused(caps, call);
+        found
+            .iter()
+            .map(|(k, why)| format!("{k}: {why}"))
+            .collect::<Vec<_>>()
+            .join("; ")
+    };
+    assert_eq!(why(&hopper(), &prompt), "");
+    assert!(why(&card("A100", RELEASE), &prompt).starts_with("attention_wide: it needs wgmma"));
+    let turing = why(&card("2080 Ti", RELEASE), &prompt);
+    assert!(
+        turing.contains("attention_prefill: its buffers do not fit 65536 bytes"),
+        "{turing}"
+    );
+    for (call, text) in [
+        (
+            Call {
+                kind: kind("q4"),
+                ..prompt
+            },
+            "float16 pages",
+        ),
+        (
+            Call {
+                capped: true,
+                ..prompt
+            },
+            "scores without a limit",
+        ),
+        (
+            Call {
+                head_dim: 256,
+                ..prompt
+            },
+            "heads of up to 128 elements",
+        ),
+    ] {
+        assert_eq!(
+            why(&hopper(), &call),
+            format!("attention_wide: it takes {text}")
+        );
+        assert_eq!(plan(&hopper(), &call).kernel, Kernel::Prefill);
+    }
+}
