@@ -97,5 +97,5 @@ def _run_joined(joined: JoinedLaunches, asked: ForwardPass, step: Step) -> dict[
     if asked.preprocess_only:
         joined.store(flat, step)
         return {}
-    logits = joined.head(joined.hidden(flat, step, batch if asked.last_id_only else 0), step)
+    logits = joined.head(joined.hidden(flat, step, "last" if asked.last_id_only else "all"), step)
     return {"logits": logits.view(batch, -1, logits.shape[-1])}

@@ -17,7 +17,7 @@ from ..execution.batch import Step
 from ..execution.sharded.matrix import Part, SplitMatrix, over_parts
 from .description import MlpDescription
 from .linear import Linear
-from .norm import Norm, block_norm, kind_of
+from .norm import Norm, block_norm
 from .sublayer import SubLayer
 
 if TYPE_CHECKING:
@@ -39,6 +39,18 @@ class FeedForward(SubLayer[MlpBlock]):
     @abstractmethod
     def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
         """Compute the sub-layer without norms and residual: [T, hidden] -> a new tensor [T, hidden]."""
+
+    def _described(self, of: type[FeedForward], first: tuple[Linear, ...], last: Linear) -> MlpDescription:
+        return MlpDescription(
+            module=self,
+            of=of,
+            norm=self.norm,
+            post=self.post,
+            float_residual=self.float_residual,
+            first=first,
+            last=last,
+            activation=self.activation,
+        )
 
     def _parts(self) -> Iterator[Norm | Linear]:
         yield from (norm for norm in (self.norm, self.post) if norm is not None)
@@ -82,7 +94,7 @@ class GatedMLP(FeedForward):
 
     def describe(self) -> MlpDescription:
         """Return the description of the half."""
-        return MlpDescription(kind_of(self.norm), kind_of(self.post), True, self.activation, 0)
+        return self._described(GatedMLP, (self.gate_proj, self.up_proj), self.down_proj)
 
     def submodules(self) -> Iterator[Linear]:
         """Yield gate, up and down."""
@@ -128,7 +140,7 @@ class PlainMLP(FeedForward):
 
     def describe(self) -> MlpDescription:
         """Return the description of the half."""
-        return MlpDescription(kind_of(self.norm), kind_of(self.post), False, self.activation, 0)
+        return self._described(PlainMLP, (self.up_proj,), self.down_proj)
 
     def submodules(self) -> Iterator[Linear]:
         """Yield up and down."""

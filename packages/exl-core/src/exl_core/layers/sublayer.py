@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 import torch
 
 from ..loading.checkpoint import TensorSource
+from .description import HalfDescription
 from .linear import Linear
 from .module import Module
 from .norm import Norm
@@ -24,7 +25,16 @@ class SubLayer(Module, Generic[Block]):
     `block` is a native call that computes all of `forward`, or None.
     """
 
+    norm: Norm | None
+    post: Norm | None
     block: Block | None = None
+    float_residual = False  # the hidden state is float32 on a GPU, too
+
+    def describe(self) -> HalfDescription:
+        """Return what this half computes. This one holds for no half: executors have only its own forward pass."""
+        return HalfDescription(
+            module=self, of=SubLayer, norm=self.norm, post=self.post, float_residual=self.float_residual
+        )
 
     @abstractmethod
     def _parts(self) -> Iterator[Norm | Linear]:
