@@ -151,10 +151,7 @@ class Attention(SubLayer[AttentionBlock]):
 
     def forward_by_operator(self, x: Tensor, step: Step) -> Tensor:
         """Run operator by operator, bitwise identical: for padded matrices, adapters, and as the block's twin."""
-        y = self.attend(x if self.norm is None else self.norm.forward(x), step)
-        if self.post is not None:
-            y = self.post.apply(y.to(x.dtype))
-        return x.add_(y)
+        return self.added(x, self.attend(self.normed(x), step))
 
     def attend(self, h: Tensor, step: Step) -> Tensor:
         """Return o_proj of the attention over a normalised hidden state h [T, hidden], without norms and residual."""
@@ -292,5 +289,5 @@ class ParallelDecoder(Attention):
 
     def forward_by_operator(self, x: Tensor, step: Step) -> Tensor:
         """Run the layer operator by operator."""
-        h = x if self.norm is None else self.norm.forward(x)
+        h = self.normed(x)
         return x.add_(self.attend(h, step)).add_(self.mlp.inner(h, step.loras))

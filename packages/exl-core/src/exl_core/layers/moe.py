@@ -184,8 +184,7 @@ class MoE(FeedForward):
         grouped = None if self.post is not None else self._grouped_for(x, loras)
         if grouped is None:
             return super().forward_by_operator(x, loras)
-        h = x if self.norm is None else self.norm.forward(x)
-        return self._together(grouped, h, loras, residual=x, out=x)
+        return self._together(grouped, self.normed(x), loras, residual=x, out=x)
 
     def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
         """Compute the weighted sum of the chosen experts, plus the shared expert: [T, hidden] -> [T, hidden]."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from ..loading.checkpoint import TensorSource
 from .description import HalfDescription
@@ -35,6 +36,14 @@ class SubLayer(Module, Generic[Block]):
         return HalfDescription(
             module=self, of=SubLayer, norm=self.norm, post=self.post, float_residual=self.float_residual
         )
+
+    def normed(self, x: Tensor) -> Tensor:
+        """Return the input of the first matrices."""
+        return x if self.norm is None else self.norm.forward(x)
+
+    def added(self, x: Tensor, y: Tensor) -> Tensor:
+        """Add post(y) to x in place and return x."""
+        return x.add_(y if self.post is None else self.post.apply(y.to(x.dtype)))
 
     @abstractmethod
     def _parts(self) -> Iterator[Norm | Linear]:

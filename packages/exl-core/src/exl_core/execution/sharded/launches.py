@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -47,20 +48,13 @@ columns [rows, columns]. Called by all devices in the same order."""
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
-    """The columns of each device of one kind of result: `begins` as `Gather` takes them."""
-
-    begins: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Shape:
-    """Columns of each kind of result, the same on all devices."""
+    """The columns of each device of each kind of result, as `Gather` takes them."""
 
-    heads: Columns
-    hidden: Columns
-    inner: Columns
-    vocabulary: Columns
+    heads: tuple[int, ...]
+    hidden: tuple[int, ...]
+    inner: tuple[int, ...]
+    vocabulary: tuple[int, ...]
 
 
 class _Whole(Joined):
@@ -121,9 +115,9 @@ def run_shares(
         if narrows == "last":
             made, own = ([last_rows(t, steps[0].batch_size) for t in parts] for parts in (made, own))
         kind = shape.inner if number % 2 else shape.heads
-        for half, columns, y, step in zip(halves, own, gather(made, kind.begins, None), steps, strict=True):
+        for half, columns, y, step in zip(halves, own, gather(made, kind, None), steps, strict=True):
             ops.last(half, columns, y, None, NOTHING, step)
-        x = gather(own, shape.hidden.begins, None if narrows == "last" else x)
+        x = gather(own, shape.hidden, None if narrows == "last" else x)
     return list(x)
 
 
@@ -152,7 +146,7 @@ class ShardLaunches:
         self.halves, self.shape = list(halves), shape
         self._shard, self._embedding = shard, embedding
         self._taken: dict[int, bool] = {}
-        hidden, others = shape.hidden.begins[-1], len(shape.hidden.begins) - 2
+        hidden, others = shape.hidden[-1], len(shape.hidden) - 2
         self._answered = (0, *(hidden + ANSWER * other for other in range(others + 1)))
         self._norm, self._head, self._matrix = norm_on(last, part.device, last.loaded_weight), head, part
 
@@ -202,24 +196,24 @@ class ShardLaunches:
         part = self._matrix.matmul(h, out=torch.empty((rows, self._matrix.out_features), device=device))
         if logits is None:
             # Others only send: their result is never read.
-            gather(part, shape.vocabulary.begins, torch.empty((rows, shape.vocabulary.begins[-1]), device=device), (0,))
+            gather(part, shape.vocabulary, torch.empty((rows, shape.vocabulary[-1]), device=device), (0,))
             return part
         whole = logits
-        if logits.shape[1] != shape.vocabulary.begins[-1]:
-            whole = torch.empty((rows, shape.vocabulary.begins[-1]), device=device)
-        gather(part, shape.vocabulary.begins, whole, (0,))
+        if logits.shape[1] != shape.vocabulary[-1]:
+            whole = torch.empty((rows, shape.vocabulary[-1]), device=device)
+        gather(part, shape.vocabulary, whole, (0,))
         if whole is not logits:
             logits[:, : whole.shape[1]] = whole
         return self._head.finish(logits)
 
     def columns_of(self, x: Tensor) -> Tensor:
         """Return a copy of the columns of the hidden state x to which this device's matmuls add."""
-        begins = self.shape.hidden.begins
+        begins = self.shape.hidden
         return x[:, begins[self._shard] : begins[self._shard + 1]].contiguous()
 
     def _embedded(self, ids: Tensor, gather: Gather) -> Tensor:
         """Return the embedded ids [T, hidden], which the home device sends to the others."""
-        hidden, device = self.shape.hidden.begins[-1], self._matrix.device
+        hidden, device = self.shape.hidden[-1], self._matrix.device
         if self._embedding is None:
             first = torch.empty((ids.shape[0], ANSWER), dtype=activation_dtype(device), device=device)
         else:
@@ -245,8 +239,7 @@ def shard_launches_of(model: LanguageModel) -> list[ShardLaunches] | str:
     assert isinstance(head, Head)
     pairs = pairs_of(model.modules)
     attention, mlp = pairs[0]
-    columns = [_columns(linear) for linear in (attention.first[0], attention.last, mlp.first[0], head.linear)]
-    shape = Shape(*columns)
+    shape = Shape(*map(_begins, (attention.first[0], attention.last, mlp.first[0], head.linear)))
     made = []
     for shard in range(shards):
         halves = [
@@ -258,13 +251,9 @@ def shard_launches_of(model: LanguageModel) -> list[ShardLaunches] | str:
     return made
 
 
-def _columns(linear: Linear) -> Columns:
-    matrix = linear.matrix
-    assert isinstance(matrix, SplitMatrix)
-    begins = [0]
-    for part in matrix.parts:
-        begins.append(begins[-1] + part.width)
-    return Columns(tuple(begins))
+def _begins(linear: Linear) -> tuple[int, ...]:
+    assert isinstance(linear.matrix, SplitMatrix)
+    return (0, *accumulate(part.width for part in linear.matrix.parts))
 
 
 def share_of(about: Share, shard: int) -> Share:
