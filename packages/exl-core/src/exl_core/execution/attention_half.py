@@ -35,6 +35,7 @@ class AttentionHalf(JoinedHalf):
 
     def __init__(self, about: AttentionDescription) -> None:
         super().__init__(about)
+        self._widths = list(about.widths)
         self.head_norms = _head_norms_of(about)
         """Norms of q and k that attention of one token a row applies."""
         self._part_norms = _part_norms_of(about) if self.head_norms is None else None
@@ -68,12 +69,12 @@ class AttentionHalf(JoinedHalf):
         norms = self._part_norms if found.dtype == torch.float16 and found.is_cuda else None
         if norms is not None:
             norm_parts(found, norms[0].loaded_weight, norms[1].loaded_weight, norms[0].eps)
-        q, k, v = torch.split(found, list(a.widths), dim=1)
+        q, k, v = torch.split(found, self._widths, dim=1)
         if self._shapes and norms is None and (step.q_len > 1 or self.head_norms is None):
             q, k, v = (t.contiguous() for t in (q, k, v))
             q, k, v = self._shaped(q, a.q_norm), self._shaped(k, a.k_norm), self._shaped(v)
         else:
-            q, k, v = (t.view(len(t), -1, a.head_dim) for t in (q, k, v))
+            q, k, v = (t.view(t.shape[0], -1, a.head_dim) for t in (q, k, v))
         return _attend_heads(a, q, k, v, step, into, self.head_norms)
 
     def _stored(self, x: Tensor, h: Tensor, step: Step, goes_on: GoesOn) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -90,7 +91,7 @@ class AttentionHalf(JoinedHalf):
         )
         q = self._shaped(q_proj.matmul(h), a.q_norm)
         rotate(q, step, a.rope, turns, interleaved=a.interleaved)
-        return x, h, _attend_stored(a, q, step, rows, places).view(len(x), -1)
+        return x, h, _attend_stored(a, q, step, rows, places).view(x.shape[0], -1)
 
     def _shaped(self, t: Tensor, norm: Norm | None = None) -> Tensor:
         return shape_heads(t, self.about.head_dim, self.about.clip, norm)

@@ -33,7 +33,7 @@ from ..layers import Attention, Embedding, Head, Module, Norm, RMSNorm
 from ..layers.module import is_changed, refusal_of_float
 from ..layers.norm import rms_of
 from .batch import Step
-from .half import NOTHING, GoesOn, Half, JoinedHalf, ModuleHalf, Normed, Onward, Taken, last_rows, why_apart
+from .half import NOTHING, GoesOn, Half, ModuleHalf, Normed, Onward, Taken, last_rows, why_apart
 from .halves import half_of
 from .operators import APART, JOINED
 
@@ -87,6 +87,7 @@ class JoinedLaunches:
         self._sections: dict[
             tuple[int, int], JoinedLaunches
         ] = {}  # kept: captured steps have addresses of their tensors
+        self._onwards: dict[tuple[int, tuple[bool, ...], bool, bool], list[Onward]] = {}
         self._refusals: dict[int, str | None] = {}  # by number of rows, which captured steps ask every time
 
     def section(self, begin: int, end: int) -> JoinedLaunches:
@@ -198,7 +199,11 @@ class JoinedLaunches:
         if goes_on == "none":
             halves, joins = halves[: self._last + 1], [*joins[: self._last], False]
         narrows = -1 if any(joins[self._last :]) else self._last
-        onward = self._onward(x.shape[0], halves, joins, head, packs=not step.loras)
+        rows = x.shape[0] if any(joins) else 0  # which launches apart do not ask for
+        key = (rows, tuple(joins), head is None, not step.loras)
+        onward = self._onwards.get(key)
+        if onward is None:
+            onward = self._onwards[key] = self._onward(rows, halves, joins, head, packs=not step.loras)
         h: Normed = None
         for index, (half, joint) in enumerate(zip(halves, joins, strict=True)):
             ops = JOINED if joint else APART
@@ -210,14 +215,13 @@ class JoinedLaunches:
     ) -> list[Onward]:
         """Return what each half may do for the next one; packs: pack its input, too."""
         found: list[Onward] = []
-        for index in reversed(range(len(halves))):
-            half = halves[index]
-            following = halves[index + 1] if index + 1 < len(halves) else None
-            both = packs and joins[index] and (following is None or joins[index + 1])
-            to = head
-            if following is not None:
-                to = following.first if isinstance(following, JoinedHalf) and following.chains(rows) else None
-            if both and to is not None and isinstance(half, JoinedHalf) and half.chains_to(to, rows):
+        following: Half | None = None
+        for half, joint in zip(reversed(halves), reversed(joins), strict=True):
+            both = packs and joint and (following is None or joins[-len(found)])
+            to = None
+            if both:
+                to = head if following is None else following.chained_first(rows)
+            if to is not None and half.chains_to(to, rows):
                 found.append(Onward(matmul=to))
             elif following is None:
                 found.append(Onward(self._last_norm))
@@ -225,6 +229,7 @@ class JoinedLaunches:
                 found.append(NOTHING)  # the first matmul of a chain norms its input
             else:
                 found.append(Onward(following.input_norm, following.first_matmul if both else None))
+            following = half
         return found[::-1]
 
     def _logits_of_blocks(self, h: Tensor, step: Step, logits: Tensor) -> Tensor:

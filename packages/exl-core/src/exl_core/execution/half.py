@@ -10,8 +10,7 @@ the norm that follows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -59,8 +58,7 @@ GoesOn = Literal["all", "last", "none"]
 """The tokens whose results are needed: all, the last one of each row of equal length, or none: only keys and values."""
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(NamedTuple):
     """The input of a matmul, packed by an earlier launch; normed, unless the matmul norms it."""
 
     matmul: FusedLinear
@@ -71,8 +69,7 @@ Normed = Tensor | Taken | None
 """The hidden state as an earlier launch has normed it, [T, hidden], or packed it; None if neither."""
 
 
-@dataclass(frozen=True, slots=True)
-class Onward:
+class Onward(NamedTuple):
     """The work that the last launches of a half may do for the next one."""
 
     norm: RMSNorm | None = None
@@ -89,19 +86,18 @@ class Onward:
 NOTHING = Onward()
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
+class Product(NamedTuple):
     """A matmul that is not launched yet: the next one may be launched with it (`FusedLinear.then`)."""
 
     matmul: FusedLinear
     taken: Tensor | Packed
-    rows: int
-    device: torch.device
+    x: Tensor
+    """The hidden state, whose rows and device the results have."""
 
     def now(self) -> Tensor:
-        """Launch the matmul; returns [rows, outputs]."""
-        dtype = activation_dtype(self.device)
-        out = torch.empty((self.rows, self.matmul.out_features), dtype=dtype, device=self.device)
+        """Launch the matmul; returns [T, outputs]."""
+        x = self.x
+        out = x.new_empty(x.shape[0], self.matmul.out_features, dtype=activation_dtype(x.device))
         if not isinstance(self.taken, Packed):
             return self.matmul(self.taken, out)
         self.matmul.chained(self.taken, out)
@@ -152,6 +148,14 @@ class Half(ABC):
     def joins(self, rows: int) -> bool:
         """Return whether the matmuls of `rows` rows can run with their prologue and epilogue, many rows in blocks."""
         return True
+
+    def chained_first(self, rows: int) -> FusedLinear | None:
+        """Return the matmul whose input of `rows` rows the last matmul of the preceding half may pack, or None."""
+        return None
+
+    def chains_to(self, following: FusedLinear, rows: int) -> bool:
+        """Return whether the last matmul can pack its results of `rows` rows as the input of `following`."""
+        return False
 
     def refusal_of_rows(self, rows: int) -> str | None:
         """Return why a captured step of so many rows, which need blocks, is not batch-invariant; None if it is."""
@@ -232,6 +236,10 @@ class JoinedHalf(Half):
     def chains(self, rows: int) -> bool:
         """Return whether all matmuls of `rows` rows can pack one another's inputs."""
         return self.plain
+
+    def chained_first(self, rows: int) -> FusedLinear | None:
+        """Return the first matmul, if all are chained."""
+        return self.first if self.chains(rows) else None
 
     def chains_to(self, following: FusedLinear, rows: int) -> bool:
         """Return whether the last matmul can pack its results of `rows` rows as the input of `following`."""

@@ -88,20 +88,19 @@ class Joined(Operators):
 
     def _product(self, half: JoinedHalf, x: Tensor, h: Normed) -> Product:
         """Return the first matmul: with its norm, if no other launch has computed that."""
-        rows, device = x.shape[0], x.device
         if isinstance(h, Taken):
-            return Product(h.matmul, h.packed, rows, device)
+            return Product(h.matmul, h.packed, x)
         if h is None and half.own_norm is not None:
-            return Product(half.first, x, rows, device)
+            return Product(half.first, x, x)
         norm = layer_of(half.about.norm)
         given = None
         if h is None and norm is not None and not half.about.float_residual:
-            given = half.first_normed.input_of(rows)
+            given = half.first_normed.input_of(x.shape[0])
         if norm is None or given is None:
-            return Product(half.first_normed, half.normed(x, h), rows, device)
+            return Product(half.first_normed, half.normed(x, h), x)
         # One launch computes the LayerNorm and packs it.
         scratch = layer_norm_packed(x, norm.loaded_weight, norm.bias, norm.eps, given)
-        return Product(half.first_normed, Packed(scratch, rows, by_matmul=False), rows, device)
+        return Product(half.first_normed, Packed(scratch, x.shape[0], by_matmul=False), x)
 
     def room(self, half: JoinedHalf, rows: int, step: Step) -> MatmulInput | None:
         """Return the input of the last matmul, if it can be packed and no adapter reads it."""
