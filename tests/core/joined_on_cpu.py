@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_core.execution import attention_half, half
+from exl_core.execution import attention_half, half, operators
 from exl_core.execution import fused as plan
 from exl_core.lora.rows import RowAdapters
 from exl_kernels.activation import activation as activate
@@ -135,6 +135,7 @@ def own_double(
 ) -> Tensor:
     """`attend_own` as its documentation states it: one token a row of the block table."""
     assert early
+    assert k.stride(0) == v.stride(0) or len(k) == 1, "as a GPU needs it"
     assert len(set(rows.tolist())) == len(rows)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if norms is not None:
@@ -152,6 +153,7 @@ def own_double(
 
 def rope_store_double(pages: Any, q: Tensor, k: Tensor, v: Tensor, *tables: Tensor, interleaved: bool) -> None:
     """`rope_store` of views of wider rows, which only a GPU takes."""
+    assert k.stride(0) == v.stride(0), "as a GPU needs it"
     turned = q.contiguous()
     rope_store(pages, turned, k.contiguous(), v.contiguous(), *tables, interleaved=interleaved)
     q.copy_(turned)
@@ -237,8 +239,9 @@ def joined_on_cpu(patch: pytest.MonkeyPatch) -> None:
     """Plans of models on the CPU, out of the doubles."""
     for module in (plan, half):
         patch.setattr(module, "FusedLinear", FusedDouble)
-    patch.setattr(half, "add_post_norm", add_post_norm_double)
-    patch.setattr(half, "layer_norm_packed", layer_norm_packed_double)
+    for module in (half, operators):
+        patch.setattr(module, "add_post_norm", add_post_norm_double)
+    patch.setattr(operators, "layer_norm_packed", layer_norm_packed_double)
     patch.setattr(attention_half, "attend_own", own_double)
     patch.setattr(attention_half, "attend_stored", stored_double)
     patch.setattr(attention_half, "rope_store", rope_store_double)

@@ -101,7 +101,7 @@ def results(
             assert len(halves) == 4
             assert all(half.takes_adapters(step) for half in halves)
             # More rows share a launch only where matrices have one permutation and the card has `gemm_batch`.
-            assert batch * q_len > FEW_ROWS or all(half.join(batch * q_len) for half in halves)
+            assert batch * q_len > FEW_ROWS or all(half.joins(batch * q_len) for half in halves)
             plan.run(flat, step, logits)
         else:
             x = flat

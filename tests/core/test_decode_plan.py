@@ -140,7 +140,7 @@ def test_a_planned_prompt_is_the_modules_own_pass(model: ExLlamaV2, lengths: lis
         if cache is caches[2]:
             plan.store(ids[0], step)
         elif cache is caches[3]:
-            assert torch.equal(plan.head(plan.hidden(ids[0], step, 1), step), want[-1:])
+            assert torch.equal(plan.head(plan.hidden(ids[0], step, "last"), step), want[-1:])
         else:
             assert torch.equal(plan.head(plan.hidden(ids[0], step), step), want)
     for tensors in zip(*(cache.all_tensors() for cache in caches), strict=True):
@@ -275,7 +275,7 @@ def assert_same(model: ExLlamaV2, plan: JoinedLaunches, batch: int, q_len: int) 
     plan.run(flat, steps[0], logits)
     calls = FusedDouble.calls - before
     assert torch.equal(logits, want.flatten(0, 1))
-    last = plan.head(plan.hidden(flat, steps[1], batch), steps[1])
+    last = plan.head(plan.hidden(flat, steps[1], "last"), steps[1])
     assert torch.equal(last, want[:, -1])
     plan.store(flat, steps[2])
     for tensors in zip(*(cache.all_tensors() for cache in caches), strict=True):
@@ -392,6 +392,29 @@ def test_modules_with_code_of_their_own_run_it(model: ExLlamaV2, place: int, way
         assert_same(model, plan, batch, q_len)
         # The prompt but for the last norm, the modules' pass, then `run` and `hidden`; and `store` before the end.
         assert len(called) >= (3 if place == -2 else 4 + 2 + (place == 1))
+
+
+@pytest.mark.parametrize("describes", [True, False])
+def test_an_mlp_with_code_of_its_own_keeps_its_whole_layer_from_joining(
+    describes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention and MLP side by side are one module, whose description holds only if the MLP's does."""
+    model, _ = planned_on_cpu("CohereForCausalLM", "64", tmp_path, monkeypatch)
+    layer: Any = model.modules[2]
+    called: list[None] = []
+
+    def inner(self: Any, *args: Any) -> torch.Tensor:
+        called.append(None)
+        return kind.inner(self, *args)
+
+    kind = type(layer.mlp)
+    own: dict[str, Any] = {"inner": inner} if describes else {"inner": inner, "describe": FeedForward.describe}
+    layer.mlp.__class__ = type("Own", (kind,), own)
+    plan = joined_launches_of(model)
+    assert isinstance(plan, JoinedLaunches)
+    assert "has code that its description does not know" in str(why_apart(layer))
+    assert_same(model, plan, 3, 1)
+    assert len(called) == 4 + 4, "the prompts and the passes of the four caches"
 
 
 def test_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

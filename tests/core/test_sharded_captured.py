@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from captured_on_cpu import Graph, captured_on_cpu
-from joined_on_cpu import FusedDouble, joined_on_cpu
+from joined_on_cpu import joined_on_cpu
 from test_sharded_launches import PAGE, sharded, write
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from exl_core import ExLlamaV2, ExLlamaV2Cache_TP, PagedParams
 from exl_core.device import Device
 from exl_core.errors import DeviceError
 from exl_core.execution import captured
-from exl_core.execution.sharded import launches, mail
+from exl_core.execution.sharded import mail
 from exl_core.execution.sharded.launches import ShardLaunches
 from exl_core.loading.parallel_plan import plan_parallel
 from exl_core.loading.sizes import CacheSize
@@ -117,7 +117,6 @@ def model(lab: Any, monkeypatch: pytest.MonkeyPatch) -> ExLlamaV2:
     joined_on_cpu(monkeypatch)
     captured_on_cpu(monkeypatch)
     Boxes.made.clear()
-    monkeypatch.setattr(launches, "FusedLinear", FusedDouble)
     monkeypatch.setattr(captured, "refusal_of_access", lambda context: None)
     monkeypatch.setattr(mail, "Mailboxes", Boxes)
     monkeypatch.setattr(mail, "free_deleted", lambda: None)

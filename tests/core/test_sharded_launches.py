@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from joined_on_cpu import FusedDouble, joined_on_cpu
+from joined_on_cpu import joined_on_cpu
 from random_models import write_random_model
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_TP, ExLlamaV2Config, PagedParams
 from exl_core.execution.build_step import build_step
-from exl_core.execution.sharded import Shares, launches
+from exl_core.execution.sharded import Shares
 from exl_core.execution.sharded.coverage import RowBytes, StoredWeights, refusal_of_exchange, row_bytes
 from exl_core.execution.sharded.cutting import output_bounds
 from exl_core.execution.sharded.launches import Gather, ShardLaunches, shard_launches_of
@@ -148,7 +148,6 @@ def test_all_devices_together_are_one_device(
     whole.load()
     model = sharded(monkeypatch, folder, shares)
     joined_on_cpu(monkeypatch)
-    monkeypatch.setattr(launches, "FusedLinear", FusedDouble)
     made = shard_launches_of(model)
     assert isinstance(made, list), made
     shared = 2 * max(SIZES["hidden_size"] + 2 * len(made) - 2, SIZES["intermediate_size"], 8 * SIZES["head_dim"])
@@ -173,7 +172,6 @@ def test_all_devices_together_are_one_device(
 def test_models_without_such_launches(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason names what is in the way."""
     joined_on_cpu(monkeypatch)
-    monkeypatch.setattr(launches, "FusedLinear", FusedDouble)
     for changes, reason in (
         ({"kind": "float"}, "not quantized"),
         ({"kind": "exl2", "vocab_size": 130}, "in one piece"),

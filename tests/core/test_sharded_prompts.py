@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from joined_on_cpu import FusedDouble, joined_on_cpu
+from joined_on_cpu import joined_on_cpu
 from test_sharded_launches import PAGE, sharded, write
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache_Q4, ExLlamaV2Cache_TP, PagedParams
 from exl_core.execution import captured, select
 from exl_core.execution.forward_pass import ForwardPass, checked
-from exl_core.execution.sharded import launches, prompts
+from exl_core.execution.sharded import prompts
 from exl_core.execution.sharded.launches import ShardLaunches, shard_launches_of
 from exl_core.execution.sharded.prompts import Copies, Prompts, takes_prompt
 
@@ -29,7 +29,6 @@ def launches_of(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def of(model: ExLlamaV2) -> list[ShardLaunches]:
         joined_on_cpu(monkeypatch)
-        monkeypatch.setattr(launches, "FusedLinear", FusedDouble)
         made = shard_launches_of(model)
         assert isinstance(made, list), made
         return made

@@ -1,4 +1,4 @@
-"""The attention of a layer as joined launches: q, k and v, rotation, storing, attention, o and residual.
+"""The steps of a layer's attention: norm, q, k and v, rotation, storing, attention, o and residual.
 
 Norms of q and k over all heads, and a clamp, are separate launches between the others. Results are bitwise identical to
 the module's.
@@ -6,7 +6,7 @@ the module's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -15,164 +15,89 @@ from exl_kernels.attention import paged_attention
 from exl_kernels.attention.cuda import HeadNorms, MatmulInput, attend_own, attend_stored
 from exl_kernels.fused import norm_parts, rope_store
 from exl_kernels.kv import store_kv
-from exl_kernels.linear.fused import FusedLinear, Packed
-from exl_kernels.rope import apply_rope
+from exl_kernels.linear.fused import Packed
 
-from ..layers import Attention, RMSNorm
-from .adapted import adapters_of, takes_adapters
+from ..layers import Norm, RMSNorm
+from ..layers.attention import rotate, shape_heads
+from ..layers.description import AttentionDescription
+from ..layers.norm import rms_of
 from .batch import Step
-from .half import JoinedHalf, Normed, is_changed, joined, multiplied, multiply_apart
+from .half import Features, GoesOn, JoinedHalf, Normed, Product, last_rows
+from .operators import Operators
 
-__all__ = ["AttentionHalf", "attend_heads", "head_norms_of"]
+__all__ = ["AttentionHalf", "norms_of_heads"]
 
 
 class AttentionHalf(JoinedHalf):
     """Norm and q, k, v; rotation, storing and attention; o and residual."""
 
-    def __init__(self, attention: Attention, float_residual: bool = False) -> None:
-        a = self.attention = attention
-        super().__init__(a, a.norm, a.post, a.o_proj, float_residual)
-        self._first_linears = (a.q_proj, a.k_proj, a.v_proj)
-        self.qkv_normed = joined(a.q_proj, a.k_proj, a.v_proj)
-        self.qkv = self.qkv_normed
-        if self._own_norm is not None:
-            self.qkv = joined(a.q_proj, a.k_proj, a.v_proj, norm=self._own_norm)
-        self.o = joined(a.o_proj)
-        self.head_norms = head_norms_of(a)
+    about: AttentionDescription
+
+    def __init__(self, about: AttentionDescription) -> None:
+        super().__init__(about)
+        self._widths = list(about.widths)
+        self.head_norms = _head_norms_of(about)
         """Norms of q and k that attention of one token a row applies."""
-        self.first_matmul = self.qkv_normed
-        self._part_norms = _part_norms_of(a) if self.head_norms is None else None
+        self._part_norms = _part_norms_of(about) if self.head_norms is None else None
         """Norms of all of q and of all of k, which one launch applies where the matmul has left them."""
-        self._shapes = a.q_norm is not None or a.k_norm is not None or bool(a.clip)
+        self._shapes = about.q_norm is not None or about.k_norm is not None or bool(about.clip)
         self.plain = self.plain and (not self._shapes or self.head_norms is not None)
 
-    def join(self, rows: int) -> bool:
-        """Return whether the matmuls qkv and o have fused kernels for `rows` rows."""
-        return self.qkv.joins(rows) and self.o.joins(rows)
+    def joins(self, rows: int) -> bool:
+        """Return whether the matmuls of q, k, v and of o have fused kernels for `rows` rows."""
+        return self.first.joins(rows) and self.last.joins(rows)
 
-    @property
-    def matmuls(self) -> tuple[FusedLinear, FusedLinear]:
-        """The matmuls of q, k and v, and of o."""
-        return self.qkv, self.o
+    def features(
+        self, x: Tensor, h: Normed, step: Step, ops: Operators, goes_on: GoesOn = "all"
+    ) -> tuple[Tensor, Normed, Features | None]:
+        """Run norm, q, k, v and attention; see `JoinedHalf.features`. Separate launches, unless all tokens go on."""
+        if goes_on != "all":
+            return self._stored(x, self.normed(x, h), step, goes_on)
+        found, rows = ops.first(self, x, h, step), x.shape[0]
+        if isinstance(found, Product):
+            found = found.now()
+        into = ops.room(self, rows, step)
+        mixed = self._attended(found, step, into)
+        return x, h, mixed.view(rows, -1) if into is None else Packed(into.scratch, rows, by_matmul=False)
 
-    def run_chained(self, x: Tensor, packed: Packed | None, following: FusedLinear | None, step: Step) -> Packed | None:
-        """Run norm, q, k, v, attention, o and residual; see `JoinedHalf.run_chained`."""
-        rows = x.shape[0]
-        qkv = x.new_empty(rows, self.qkv.out_features)
-        self.qkv.chained(x if packed is None else packed, qkv)
-        if following is None:
-            self._attend_to(x, x, qkv, step)
-            return None
-        given = self.o.input_of(rows) if step.decodes else None
-        mixed = self.attend(qkv, step, given)
-        attended: Tensor | Packed = mixed.view(rows, -1) if given is None else Packed(given.scratch, rows)
-        return self.o.chained(attended, x, x, following)
-
-    def takes_adapters(self, step: Step) -> bool:
-        """Return whether the adapters of q, k and v and of o can be added behind the joined matmuls."""
-        return takes_adapters(step, self._first_linears) and takes_adapters(step, (self.last,))
-
-    def run_joined(
-        self, x: Tensor, h: Normed, following: RMSNorm | None, step: Step, into: FusedLinear | None = None
-    ) -> tuple[Tensor, Normed]:
-        """Run norm, q, k, v, attention, o and residual with joined launches."""
-        adapters = adapters_of(step, self._first_linears)
-        if adapters is None:
-            own = self.qkv if self._own_norm is not None else None
-            qkv = multiplied(*self.first_of(own, self.qkv_normed, x, h), x)
+    def _attended(self, found: Tensor | Iterator[Tensor], step: Step, into: MatmulInput | None) -> Tensor:
+        """Return attention [T, heads, head_dim] of q, k and v: side by side, in rows that it may change, or each."""
+        a = self.about
+        if not isinstance(found, Tensor):
+            q, k, v = (self._shaped(t, norm) for t, norm in zip(found, (a.q_norm, a.k_norm, None), strict=True))
+            return _attend_heads(a, q, k, v, step)
+        norms = self._part_norms if found.dtype == torch.float16 and found.is_cuda else None
+        if norms is not None:
+            norm_parts(found, norms[0].loaded_weight, norms[1].loaded_weight, norms[0].eps)
+        q, k, v = torch.split(found, self._widths, dim=1)
+        if self._shapes and norms is None and (step.q_len > 1 or self.head_norms is None):
+            q, k, v = (t.contiguous() for t in (q, k, v))
+            q, k, v = self._shaped(q, a.q_norm), self._shaped(k, a.k_norm), self._shaped(v)
         else:
-            taken, middle = self.adapt_input(adapters, x, h)
-            qkv = self.qkv_normed(taken, taken.new_empty(x.shape[0], self.qkv_normed.out_features))
-            adapters.expand(qkv, middle)
-        out, residual = self.result(x)
-        self._attend_to(out, residual, qkv, step)
-        return x, self.left_packed(x, out, following, h, into)
+            q, k, v = (t.view(t.shape[0], -1, a.head_dim) for t in (q, k, v))
+        return _attend_heads(a, q, k, v, step, into, self.head_norms)
 
-    def _attend_to(self, out: Tensor, residual: Tensor | None, qkv: Tensor, step: Step) -> None:
-        """Compute o of the attention plus the residual; attention packs o's input if possible."""
-        rows, o = qkv.shape[0], self.o
-        adapters = adapters_of(step, (self.last,))
-        if adapters is not None:
-            adapters.multiply(o, self.attend(qkv, step).view(rows, -1), out, residual)
-            return
-        given = o.input_of(rows) if step.decodes else None
-        if given is not None:
-            self.attend(qkv, step, given)
-            o.from_input(given, out, residual=residual)
-        else:
-            o(self.attend(qkv, step).view(rows, -1), out, residual)
-
-    def attend(self, qkv: Tensor, step: Step, into: MatmulInput | None = None) -> Tensor:
-        """Return the attention of rows that hold q, k and v side by side: [T, heads, head_dim]. May change qkv."""
-        if self._part_norms is not None and qkv.dtype == torch.float16 and qkv.is_cuda:
-            q_norm, k_norm = self._part_norms
-            norm_parts(qkv, q_norm.loaded_weight, k_norm.loaded_weight, q_norm.eps)
-            q, k, v = self._split(qkv)
-        else:
-            q, k, v = self._split(qkv)
-            if step.q_len > 1 or self.head_norms is None:
-                q, k, v = self._shaped(q, k, v)
-        return attend_heads(self.attention, q, k, v, step, into, self.head_norms)
-
-    def run(self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step) -> tuple[Tensor, Tensor | None]:
-        """Run norm, q, k, v, attention, o and residual as separate launches."""
-        a, rows = self.attention, x.shape[0]
-        given, h = h, self.normed(x, h)
-        qkv = multiply_apart(self.qkv_normed, h)
-        if qkv is None:
-            q = a.shaped(a.q_proj.quant.matmul(h), a.q_norm)
-            k = a.shaped(a.k_proj.quant.matmul(h), a.k_norm)
-            v = a.shaped(a.v_proj.quant.matmul(h))
-            mixed = attend_heads(a, q, k, v, step)
-        else:
-            mixed = self.attend(qkv, step)
-        return x, self.add_matmul(x, mixed.view(rows, -1), given, following)
-
-    def run_last(
-        self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step, batch: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run the half for the last token of each of `batch` rows; x and h of these, [batch, hidden]."""
-        x, _, mixed = self._attend_last(x, h, step, batch)
-        return x, self.add_matmul(x, mixed, None, following)
-
-    def _attend_last(self, x: Tensor, h: Tensor | None, step: Step, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return x, h and the attention of the last token of each row; keys and values of all tokens are stored."""
-        a, h = self.attention, self.normed(x, h)
-        self.store(x, h, step)
-        x, h, rows, places, turns = (
-            t.view(batch, -1, *t.shape[1:])[:, -1].contiguous()
-            for t in (x, h, step.rows, step.positions, step.rope_positions)
-        )
-        q = a.shaped(a.q_proj.quant.matmul(h), a.q_norm)
-        if a.rope != "none":
-            apply_rope(q, *step.table(a.rope), turns, interleaved=a.interleaved)
-        return x, h, _attend_stored(a, q, step, rows, places).view(batch, -1)
-
-    def store(self, x: Tensor, h: Tensor | None, step: Step) -> None:
-        """Store keys and values of x [T, hidden] in the cache; h as for `run`."""
-        a, h = self.attention, self.normed(x, h)
-        k, v = a.shaped(a.k_proj.quant.matmul(h), a.k_norm), a.shaped(a.v_proj.quant.matmul(h))
-        if a.rope != "none":
-            apply_rope(k, *step.table(a.rope), step.rope_positions, interleaved=a.interleaved)
+    def _stored(self, x: Tensor, h: Tensor, step: Step, goes_on: GoesOn) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Store all keys and values; attend with the last token of each row, unless none goes on."""
+        a = self.about
+        q_proj, k_proj, v_proj = (linear.quant for linear in a.first)
+        k, v = self._shaped(k_proj.matmul(h), a.k_norm), self._shaped(v_proj.matmul(h))
+        rotate(k, step, a.rope, step.rope_positions, interleaved=a.interleaved)
         store_kv(step.pages(a.layer_idx), k, v, step.slots)
+        if goes_on == "none":
+            return x, h, None
+        x, h, rows, places, turns = (
+            last_rows(t, step.batch_size) for t in (x, h, step.rows, step.positions, step.rope_positions)
+        )
+        q = self._shaped(q_proj.matmul(h), a.q_norm)
+        rotate(q, step, a.rope, turns, interleaved=a.interleaved)
+        return x, h, _attend_stored(a, q, step, rows, places).view(x.shape[0], -1)
 
-    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return views of q, k and v [T, heads, head_dim] in rows that hold them side by side."""
-        a, d, rows = self.attention, self.attention.head_dim, qkv.shape[0]
-        widths = [a.num_attention_heads * d, a.num_key_value_heads * d, a.num_key_value_heads * d]
-        q, k, v = torch.split(qkv, widths, dim=1)
-        return q.view(rows, -1, d), k.view(rows, -1, d), v.view(rows, -1, d)
-
-    def _shaped(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Clamp and norm q, k and v before the rotation; returns new tensors if there is anything to do."""
-        if not self._shapes:
-            return q, k, v
-        a = self.attention
-        q, k, v = (t.flatten(1).contiguous() for t in (q, k, v))
-        return a.shaped(q, a.q_norm), a.shaped(k, a.k_norm), a.shaped(v)
+    def _shaped(self, t: Tensor, norm: Norm | None = None) -> Tensor:
+        return shape_heads(t, self.about.head_dim, self.about.clip, norm)
 
 
-def head_norms_of(a: Attention) -> HeadNorms | None:
+def _head_norms_of(a: AttentionDescription) -> HeadNorms | None:
     """Return norms of q and k that attention of one token a row can apply, or None.
 
     These are RMS norms whose weight all heads share.
@@ -184,27 +109,27 @@ def head_norms_of(a: Attention) -> HeadNorms | None:
     return HeadNorms(q.loaded_weight, k.loaded_weight, q.eps)
 
 
-def norms_of_heads(a: Attention, shape: Callable[[RMSNorm], tuple[int, ...]]) -> tuple[RMSNorm, RMSNorm] | None:
-    """Return the norms of `head_norms_of`, of a module that is loaded or not; shape: of a norm's weight."""
-    norms = [norm for norm in (a.q_norm, a.k_norm) if type(norm) is RMSNorm and not is_changed(norm)]
-    if len(norms) < 2 or a.clip or any(shape(norm) != (a.head_dim,) for norm in norms):
+def norms_of_heads(
+    a: AttentionDescription, shape: Callable[[RMSNorm], tuple[int, ...]]
+) -> tuple[RMSNorm, RMSNorm] | None:
+    """Return the norms of `_head_norms_of`, of a module that is loaded or not; shape: of a norm's weight."""
+    q, k = rms_of(a.q_norm), rms_of(a.k_norm)
+    if q is None or k is None or a.clip or q.eps != k.eps:
         return None
-    q, k = norms
-    return (q, k) if q.eps == k.eps else None
+    return (q, k) if shape(q) == shape(k) == (a.head_dim,) else None
 
 
-def _part_norms_of(a: Attention) -> tuple[RMSNorm, RMSNorm] | None:
+def _part_norms_of(a: AttentionDescription) -> tuple[RMSNorm, RMSNorm] | None:
     """Return RMS norms of all heads of q together and of k, if `norm_parts` applies them."""
-    q, k = a.q_norm, a.k_norm
-    if type(q) is not RMSNorm or type(k) is not RMSNorm or is_changed(q) or is_changed(k) or a.clip or q.eps != k.eps:
+    q, k = rms_of(a.q_norm), rms_of(a.k_norm)
+    if q is None or k is None or a.clip or q.eps != k.eps:
         return None
-    whole = q.loaded_weight.shape == (a.num_attention_heads * a.head_dim,)
-    whole &= k.loaded_weight.shape == (a.num_key_value_heads * a.head_dim,)
+    whole = (q.loaded_weight.shape, k.loaded_weight.shape) == tuple((width,) for width in a.widths[:2])
     return (q, k) if whole and q.loaded_weight.dtype == k.loaded_weight.dtype == torch.float32 else None
 
 
-def attend_heads(
-    a: Attention,
+def _attend_heads(
+    a: AttentionDescription,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -238,7 +163,9 @@ def attend_heads(
     )
 
 
-def _attend_many(a: Attention, q: Tensor, k: Tensor, v: Tensor, step: Step, into: MatmulInput | None = None) -> Tensor:
+def _attend_many(
+    a: AttentionDescription, q: Tensor, k: Tensor, v: Tensor, step: Step, into: MatmulInput | None = None
+) -> Tensor:
     pages = step.pages(a.layer_idx)
     if not step.decodes:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -262,7 +189,7 @@ def _attend_many(a: Attention, q: Tensor, k: Tensor, v: Tensor, step: Step, into
     )
 
 
-def _attend_stored(a: Attention, q: Tensor, step: Step, rows: Tensor, positions: Tensor) -> Tensor:
+def _attend_stored(a: AttentionDescription, q: Tensor, step: Step, rows: Tensor, positions: Tensor) -> Tensor:
     return paged_attention(
         q,
         step.pages(a.layer_idx),

@@ -17,24 +17,24 @@ batch-invariant (`PACKED_ROWS`) torch runs the matmuls, residual sums included.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
 from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.fused import embed
-from exl_kernels.linear.fused import FusedLinear, Packed
+from exl_kernels.linear.fused import FusedLinear
 from exl_kernels.linear.fused import Norm as InputNorm
 from exl_kernels.selection import PACKED_ROWS
 
 from ..layers import Attention, Embedding, Head, Module, Norm, RMSNorm
-from ..layers.module import refusal_of_float
-from .attention_half import AttentionHalf
+from ..layers.module import is_changed, refusal_of_float
+from ..layers.norm import rms_of
 from .batch import Step
 from .environment import JOINED_ROWS_VARIABLE, joined_rows
-from .half import Half, JoinedHalf, ModuleHalf, Normed, is_changed, why_apart
-from .halves import chains, chains_to, half_of
+from .half import NOTHING, GoesOn, Half, ModuleHalf, Normed, Onward, Taken, last_rows, why_apart
+from .halves import half_of
+from .operators import APART, JOINED
 
 if TYPE_CHECKING:
     from ..language_model import LanguageModel
@@ -58,16 +58,17 @@ class JoinedLaunches:
         self._embedding = embedding
         self._halves = list(halves)
         self._norm = norm
-        self._last_norm = norm if type(norm) is RMSNorm and not is_changed(norm) else None
+        self._last_norm = rms_of(norm)
         self._head = head
         self._joined_head = _joined_head(self._last_norm, head)
         self._plain_head = None
         if head is not None and head.linear.quant.out_features == head.padded_vocab_size:
             self._plain_head = FusedLinear([head.linear.quant])
-        self._last = max((i for i, half in enumerate(self._halves) if _stores(half)), default=-1)
+        self._last = max((i for i, half in enumerate(halves) if isinstance(half.module, Attention)), default=-1)
         self._sections: dict[
             tuple[int, int], JoinedLaunches
         ] = {}  # kept: captured steps have addresses of their tensors
+        self._onwards: dict[tuple[int, tuple[bool, ...], bool, bool], list[Onward]] = {}
         self._refusals: dict[int, str | None] = {}  # by number of rows, which captured steps ask every time
 
     def section(self, begin: int, end: int) -> JoinedLaunches:
@@ -102,17 +103,16 @@ class JoinedLaunches:
         rows = x.shape[0]
         if rows > PACKED_ROWS:
             with row_invariant_matmuls():
-                h = self._hidden(x, step, [half.join(rows) for half in self._halves])
+                h = self._hidden(x, step, [half.joins(rows) for half in self._halves])
                 return h if self._head is None or logits is None else self._logits_of_blocks(h, step, logits)
-        joins = self._joins(rows)
-        if step.loras:
-            h = self._adapted(x, step, joins)
-        else:
-            head = None if logits is None else self._normed_head(rows, logits)
-            x, left = self._run_halves(x, step, joins, head=head)
-            if isinstance(left, Packed):
-                return self._logits_of_packed(left, head, logits)
-            h = self._normed(x) if left is None else left
+        head = None if logits is None or step.loras else self._normed_head(rows, logits)
+        x, left = self._run_halves(x, step, self._joins(rows), head=head)
+        if isinstance(left, Taken):
+            assert logits is not None
+            assert self._head is not None
+            left.matmul.chained(left.packed, logits)
+            return self._head.finish(logits)
+        h = self._normed(x) if left is None else left
         return h if self._head is None or logits is None else self._head.forward(h, step, out=logits)
 
     def refusal_of_rows(self, rows: int) -> str | None:
@@ -131,23 +131,21 @@ class JoinedLaunches:
             self._refusals[rows] = of_head or next((why for why in whys if why is not None), None)
         return self._refusals[rows]
 
-    def hidden(self, ids: Tensor, step: Step, last_of: int = 0) -> Tensor:
-        """Return the head's input [T, hidden] for ids int64 [T] on the device.
-
-        `last_of`: return only that of the last token of each of so many rows of equal length.
-        """
-        return self._hidden(self._embedded(ids), step, self._joins(ids.shape[0]), last_of)
+    def hidden(self, ids: Tensor, step: Step, goes_on: GoesOn = "all") -> Tensor:
+        """Return the head's input [T, hidden] of the tokens that go on, for ids int64 [T] on the device."""
+        return self._hidden(self._embedded(ids), step, self._joins(ids.shape[0]), goes_on)
 
     def _joins(self, rows: int) -> list[bool]:
         """Return for each half whether its launches of `rows` rows are joined."""
         few = rows <= joined_rows()
-        return [few and half.join(rows) for half in self._halves]
+        return [few and half.joins(rows) for half in self._halves]
 
-    def _hidden(self, x: Tensor, step: Step, joins: Sequence[bool], last_of: int = 0) -> Tensor:
-        x, h = self._run_halves(x, step, joins, last_of=last_of)
-        assert not isinstance(h, Packed), "no matmul follows the last half"
-        if last_of and x.shape[0] > last_of:
-            x, h = _last_rows(x, last_of), None if h is None else _last_rows(h, last_of)
+    def _hidden(self, x: Tensor, step: Step, joins: Sequence[bool], goes_on: GoesOn = "all") -> Tensor:
+        batch, rows = step.batch_size, x.shape[0]
+        x, h = self._run_halves(x, step, joins, goes_on=goes_on)
+        assert not isinstance(h, Taken), "no matmul follows the last half"
+        if goes_on == "last" and x.shape[0] == rows > batch:
+            x, h = last_rows(x, batch), None if h is None else last_rows(h, batch)
         return self._normed(x) if h is None else h
 
     def _normed(self, x: Tensor) -> Tensor:
@@ -159,81 +157,61 @@ class JoinedLaunches:
         step: Step,
         joins: Sequence[bool],
         *,
-        end: int | None = None,
-        last_of: int = 0,
+        goes_on: GoesOn = "all",
         head: FusedLinear | None = None,
     ) -> tuple[Tensor, Normed]:
-        """Run the halves before `end` (None: all), each with joined launches where `joins` says so.
+        """Run the halves, each with joined launches where `joins` says so and these add the adapters of the step.
 
         Args:
             x: the hidden state [T, hidden].
-            step: the step, without adapters.
+            step: the step.
             joins: of each half.
-            end: number of the first half that does not run, or None.
-            last_of: 0, or the number of rows of equal length of which only the last tokens are needed. They alone are
-                returned where all halves from the last attention on run apart.
+            goes_on: the tokens whose results are needed. With "last" they alone are returned where all halves from the
+                last attention on run apart. With "none" that attention ends the pass.
             head: the last norm and the head as one matmul, for which the last half may pack its results, or None.
 
         Returns:
-            x, and its next norm, or x packed for `head`, where the last half has computed that; else None.
+            x, and what the last half did for the last norm or `head`.
         """
-        halves, following = self._halves[:end], self._following()
-        links = self._links(x.shape[0], joins, halves, head)
-        narrows = self._last if last_of and not any(joins[self._last :]) else -1
+        halves = self._halves
+        if step.loras:  # separate matmuls would leave the adapters out
+            joins = [joint and half.takes_adapters(step) for joint, half in zip(joins, halves, strict=True)]
+            halves = [half if joint else ModuleHalf(half.module) for joint, half in zip(joins, halves, strict=True)]
+        if goes_on == "none":
+            halves, joins = halves[: self._last + 1], [*joins[: self._last], False]
+        narrows = -1 if any(joins[self._last :]) else self._last
+        rows = x.shape[0] if any(joins) else 0  # which launches apart do not ask for
+        key = (rows, tuple(joins), head is None, not step.loras)
+        onward = self._onwards.get(key)
+        if onward is None:
+            onward = self._onwards[key] = self._onward(rows, halves, joins, head, packs=not step.loras)
         h: Normed = None
-        chained = False  # h is packed by the preceding half, before the norm
-        for index, half in enumerate(halves):
-            if chained or links[index] is not None:
-                assert isinstance(half, JoinedHalf)
-                packed = h if isinstance(h, Packed) else None
-                h, chained = half.run_chained(x, packed, links[index], step), links[index] is not None
-                continue
-            behind = index + 1 < len(halves)
-            # The first matmul of a chain norms its input.
-            norm = None if behind and links[index + 1] is not None else following[index]
-            if joins[index]:
-                into = halves[index + 1].first_matmul if behind and joins[index + 1] else None
-                x, h = half.run_joined(x, h, norm, step, into)
-                continue
-            assert not isinstance(h, Packed), "halves that run apart are given no packed input"
-            if index != narrows:
-                x, h = half.run(x, h, norm, step)
-            elif isinstance(half, AttentionHalf):
-                x, h = half.run_last(x, h, norm, step, last_of)
-            else:
-                x, h = _last_rows(half.run(x, h, None, step)[0], last_of), None
+        for index, (half, joint) in enumerate(zip(halves, joins, strict=True)):
+            ops = JOINED if joint else APART
+            x, h = half.run(x, h, step, ops, onward[index], goes_on if index == narrows else "all")
         return x, h
 
-    def _links(
-        self, rows: int, joins: Sequence[bool], halves: Sequence[Half], head: FusedLinear | None
-    ) -> list[FusedLinear | None]:
-        """Return for each half the next matmul, if the half packs its results as that matmul's input."""
-        links = [
-            chains(half, following, rows) if joins[index] and joins[index + 1] else None
-            for index, (half, following) in enumerate(pairwise(halves))
-        ]
-        last = halves[-1] if halves and head is not None and joins[len(halves) - 1] else None
-        return [*links, head if last is not None and head is not None and chains_to(last, head, rows) else None]
-
-    def _adapted(self, x: Tensor, step: Step, joins: Sequence[bool]) -> Tensor:
-        """Return the head's input of a step with adapters."""
-        h: Normed = None
-        takes = [joint and half.takes_adapters(step) for joint, half in zip(joins, self._halves, strict=True)]
-        for index, (half, following) in enumerate(zip(self._halves, self._following(), strict=True)):
-            if takes[index]:
-                x, h = half.run_joined(x, h, following if all(takes[index + 1 : index + 2]) else None, step)
+    def _onward(
+        self, rows: int, halves: Sequence[Half], joins: Sequence[bool], head: FusedLinear | None, *, packs: bool
+    ) -> list[Onward]:
+        """Return what each half may do for the next one; packs: pack its input, too."""
+        found: list[Onward] = []
+        following: Half | None = None
+        for half, joint in zip(reversed(halves), reversed(joins), strict=True):
+            both = packs and joint and (following is None or joins[-len(found)])
+            to = None
+            if both:
+                to = head if following is None else following.chained_first(rows)
+            if to is not None and half.chains_to(to, rows):
+                found.append(Onward(matmul=to))
+            elif following is None:
+                found.append(Onward(self._last_norm))
+            elif following.input_norm is None or found[-1].chained is not None:
+                found.append(NOTHING)  # the first matmul of a chain norms its input
             else:
-                x, h = half.module.forward(x, step), None
-        assert not isinstance(h, Packed), "no half was given a matmul to pack for"
-        return self._normed(x) if h is None else h
-
-    def _logits_of_packed(self, packed: Packed, head: FusedLinear | None, logits: Tensor | None) -> Tensor:
-        """Write the logits of the last hidden state, packed for the last norm and the head; returns them."""
-        assert head is not None
-        assert logits is not None
-        assert self._head is not None
-        head.chained(packed, logits)
-        return self._head.finish(logits)
+                found.append(Onward(following.input_norm, following.first_matmul if both else None))
+            following = half
+        return found[::-1]
 
     def _logits_of_blocks(self, h: Tensor, step: Step, logits: Tensor) -> Tensor:
         """Write the logits of many rows h in blocks, inside `row_invariant_matmuls`; returns them."""
@@ -257,14 +235,7 @@ class JoinedLaunches:
 
     def store(self, ids: Tensor, step: Step) -> None:
         """Store the keys and values of ids int64 [T] in the cache without further results."""
-        x = self._embedded(ids)
-        x, h = self._run_halves(x, step, self._joins(x.shape[0]), end=self._last)
-        assert not isinstance(h, Packed), "no half was given a matmul to pack for"
-        last = self._halves[self._last]
-        if isinstance(last, AttentionHalf):
-            last.store(x, h, step)
-        else:
-            last.run(x, h, None, step)
+        self._run_halves(self._embedded(ids), step, self._joins(ids.shape[0]), goes_on="none")
 
     def _embedded(self, given: Tensor) -> Tensor:
         """Return the hidden state, of the embedded ids if there is an embedding."""
@@ -273,10 +244,6 @@ class JoinedLaunches:
         assert self._embedding.weight is not None
         dtype: Literal["float16", "float32"] = "float32" if self._embedding.float_residual else "float16"
         return embed(self._embedding.weight, given, factor=self._embedding.scale, dtype=dtype)
-
-    def _following(self) -> list[RMSNorm | None]:
-        """Return the norm after each half."""
-        return [*(half.input_norm for half in self._halves[1:]), self._last_norm][: len(self._halves)]
 
     def _normed_head(self, rows: int, logits: Tensor) -> FusedLinear | None:
         """Return the last norm and the head as one matmul, if it takes packed input."""
@@ -295,15 +262,6 @@ def _joined_head(norm: RMSNorm | None, head: Head | None) -> FusedLinear | None:
     return FusedLinear([head.linear.quant], norm=InputNorm(weight, norm.eps))
 
 
-def _stores(half: Half) -> bool:
-    return isinstance(half, AttentionHalf) or (isinstance(half, ModuleHalf) and isinstance(half.module, Attention))
-
-
-def _last_rows(x: Tensor, batch: int) -> Tensor:
-    """Return x [T, hidden] of the last token of each of `batch` rows."""
-    return x.view(batch, -1, x.shape[1])[:, -1].contiguous()
-
-
 def joined_launches_of(model: LanguageModel) -> JoinedLaunches | str:
     """Return the joined launches of a loaded model, or the reason why there are none."""
     why = uncovered(model.modules)
@@ -313,7 +271,7 @@ def joined_launches_of(model: LanguageModel) -> JoinedLaunches | str:
     assert isinstance(first, Embedding)
     assert isinstance(norm, Norm)
     assert isinstance(head, Head)
-    halves = [half_of(module, first.float_residual) for module in middle]
+    halves = [half_of(module) for module in middle]
     if all(isinstance(half, ModuleHalf) for half in halves):
         return next((why for why in map(why_apart, middle) if why), "all matrices have padding columns")
     return JoinedLaunches(first, halves, norm, head)

@@ -63,7 +63,7 @@ class Joined:
             if asked.preprocess_only:
                 self._launches.store(flat, step)
             else:
-                hidden = self._launches.hidden(flat, step, batch if asked.last_id_only else 0)
+                hidden = self._launches.hidden(flat, step, "last" if asked.last_id_only else "all")
                 logits = self._launches.head(hidden, step)
                 result["logits"] = logits.view(batch, -1, logits.shape[-1])
         if asked.cache is not None:  # last, so that a failed pass leaves the cache's length unchanged

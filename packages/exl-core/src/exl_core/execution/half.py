@@ -1,75 +1,135 @@
-"""Norms and residual of joined launches, and matmuls in blocks of rows, for all kinds of halves of a layer.
+"""The steps of a half of a layer, as its description lists them, for any operators that run them.
 
-The description of a half decides whether it is joined; `why_apart` names the reason if not. A norm of the result, and
-the addition to a hidden state of float32, are one launch with the norm that follows.
+norm and first matmul | rotation, storing and attention, or activation | last matmul, post norm and residual
+
+A half runs these with separate launches or with joined ones (`operators.py`). `why_apart` names the reason why a module
+has only its own forward pass. A norm of the result, and the addition to a hidden state of float32, are one launch with
+the norm that follows.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from exl_kernels.fused import add_post_norm, add_rms_norm, layer_norm_packed
-from exl_kernels.linear.cuda import CudaQuantMatrix
+from exl_kernels.fused import add_post_norm
 from exl_kernels.linear.fused import Activation, FusedLinear, Packed
 from exl_kernels.linear.fused import Norm as InputNorm
-from exl_kernels.norm import rms_norm
-from exl_kernels.selection import FEW_ROWS
 
 from ..device import activation_dtype
-from ..layers import Linear, Module, Norm, ParallelDecoder, RMSNorm
-from ..layers.description import AttentionDescription
-from ..layers.norm import LayerNorm
-from .adapted import MatmulAdapters
+from ..layers import Linear, Module, RMSNorm
+from ..layers.description import (
+    AttentionDescription,
+    ExpertsDescription,
+    HalfDescription,
+    MatmulDescription,
+    MlpDescription,
+)
+from ..layers.norm import rms_of
+from ..layers.sublayer import SubLayer
+from .adapted import takes_adapters
 from .batch import Step
 
+if TYPE_CHECKING:
+    from .operators import Operators
+
 __all__ = [
+    "NOTHING",
+    "Features",
+    "GoesOn",
     "Half",
     "JoinedHalf",
     "ModuleHalf",
     "Normed",
+    "Onward",
+    "Product",
+    "Taken",
+    "description_of",
     "input_norm",
-    "is_changed",
-    "joined",
-    "multiplied",
-    "multiply_apart",
+    "last_rows",
     "why_apart",
 ]
 
 
-Normed = Tensor | Packed | None
-"""The normed hidden state, if an earlier launch has computed it: [T, hidden], or packed for one matmul."""
+GoesOn = Literal["all", "last", "none"]
+"""The tokens whose results are needed: all, the last one of each row of equal length, or none: only keys and values."""
+
+
+class Taken(NamedTuple):
+    """The input of a matmul, packed by an earlier launch; normed, unless the matmul norms it."""
+
+    matmul: FusedLinear
+    packed: Packed
+
+
+Normed = Tensor | Taken | None
+"""The hidden state as an earlier launch has normed it, [T, hidden], or packed it; None if neither."""
+
+
+class Onward(NamedTuple):
+    """The work that the last launches of a half may do for the next one."""
+
+    norm: RMSNorm | None = None
+    """Norm the hidden state with this."""
+    matmul: FusedLinear | None = None
+    """Pack the normed hidden state for this matmul; without `norm` the hidden state itself, which the matmul norms."""
+
+    @property
+    def chained(self) -> FusedLinear | None:
+        """The matmul for which the last matmul itself packs its results."""
+        return self.matmul if self.norm is None else None
+
+
+NOTHING = Onward()
+
+
+class Product(NamedTuple):
+    """A matmul that is not launched yet: the next one may be launched with it (`FusedLinear.then`)."""
+
+    matmul: FusedLinear
+    taken: Tensor | Packed
+    x: Tensor
+    """The hidden state, whose rows and device the results have."""
+
+    def now(self) -> Tensor:
+        """Launch the matmul; returns [T, outputs]."""
+        x = self.x
+        out = x.new_empty(x.shape[0], self.matmul.out_features, dtype=activation_dtype(x.device))
+        if not isinstance(self.taken, Packed):
+            return self.matmul(self.taken, out)
+        self.matmul.chained(self.taken, out)
+        return out
+
+
+Features = Tensor | Packed | Product
+"""The input of the last matmul: there, packed for it, or the results of a matmul."""
+
+
+def description_of(module: Module) -> HalfDescription | None:
+    """Return the description of a half of a layer, loaded or not; None for other modules."""
+    return module.describe() if isinstance(module, SubLayer) else None
 
 
 def why_apart(module: Module) -> str | None:
     """Return why a module, loaded or not, runs as its own forward pass; None where its launches are joined."""
-    found = module.describe()
-    if found is None:
-        return f"{module.key} is not the attention or the MLP of a layer"
-    if is_foreign(module):
-        return f"{module.key} has code that its description does not know"
-    if isinstance(found, AttentionDescription):
-        if found.with_mlp and not isinstance(module, ParallelDecoder):
-            return f"{module.key} has attention and MLP side by side"
-        return why_apart(module.mlp) if isinstance(module, ParallelDecoder) else None
-    if found.experts:
-        return f"{module.key} chooses among {found.experts} experts"
-    if found.gated and found.activation not in get_args(Activation):
-        return f"{module.key} has activation {found.activation}"
+    about = description_of(module)
+    return f"{module.key} is not the attention or the MLP of a layer" if about is None else _why_apart(about)
+
+
+def _why_apart(about: HalfDescription) -> str | None:
+    key = about.module.key
+    if not about.holds:
+        return f"{key} has code that its description does not know"
+    if isinstance(about, ExpertsDescription):
+        return f"{key} chooses among {len(about.experts)} experts"
+    if isinstance(about, AttentionDescription) and about.mlp is not None:
+        return _why_apart(about.mlp)
+    if isinstance(about, MlpDescription) and about.gated and about.activation not in get_args(Activation):
+        return f"{key} has activation {about.activation}"
     return None
-
-
-def is_foreign(module: Module) -> bool:
-    """Return whether a module runs code that its description does not know, or has no description."""
-    return "describe" not in vars(type(module)) or is_changed(module)
-
-
-def is_changed(module: Module) -> bool:
-    """Return whether a method of its class was replaced in this one module (`module.forward = ...`)."""
-    return any(callable(getattr(type(module), name, None)) for name in vars(module))
 
 
 class Half(ABC):
@@ -82,40 +142,44 @@ class Half(ABC):
     """The only reader of the normed input, if the preceding half may pack it for this matmul."""
 
     def takes_adapters(self, step: Step) -> bool:
-        """Return whether `run_joined` adds the adapters of the step."""
+        """Return whether joined launches add the adapters of the step."""
         return True
 
-    def join(self, rows: int) -> bool:
+    def joins(self, rows: int) -> bool:
         """Return whether the matmuls of `rows` rows can run with their prologue and epilogue, many rows in blocks."""
         return True
 
+    def chained_first(self, rows: int) -> FusedLinear | None:
+        """Return the matmul whose input of `rows` rows the last matmul of the preceding half may pack, or None."""
+        return None
+
+    def chains_to(self, following: FusedLinear, rows: int) -> bool:
+        """Return whether the last matmul can pack its results of `rows` rows as the input of `following`."""
+        return False
+
     def refusal_of_rows(self, rows: int) -> str | None:
         """Return why a captured step of so many rows, which need blocks, is not batch-invariant; None if it is."""
-        if is_foreign(self.module):
+        about = description_of(self.module)
+        if about is None or not about.holds:
             return f"{self.module.key} has code that its description does not know"
         return self.module.refusal_of_rows(rows)
 
     @abstractmethod
-    def run_joined(
-        self, x: Tensor, h: Normed, following: RMSNorm | None, step: Step, into: FusedLinear | None = None
+    def run(
+        self, x: Tensor, h: Normed, step: Step, ops: Operators, onward: Onward = NOTHING, goes_on: GoesOn = "all"
     ) -> tuple[Tensor, Normed]:
-        """Run the half with joined matmuls; arguments and results as for `run`.
-
-        `h` may be packed as the input of `first_matmul`, and `following`(x) as that of `into`, the next half's.
-        """
-
-    @abstractmethod
-    def run(self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step) -> tuple[Tensor, Tensor | None]:
-        """Run the half with separate matmuls.
+        """Run the half.
 
         Args:
             x: [T, hidden]; may be changed in place.
-            h: input_norm(x), if it is computed already; may be changed in place.
-            following: norm of the next half, or None.
+            h: input_norm(x), if it is computed already, or the packed input; may be changed in place.
             step: the step.
+            ops: how the matmuls run.
+            onward: what the last launches may do for the next half.
+            goes_on: the tokens whose results are needed. Keys and values of all are stored.
 
         Returns:
-            x and, if it was computed, `following`(x). Both may be changed in place.
+            x of these tokens, and what the launches did for the next half. Both may be changed in place.
         """
 
 
@@ -125,155 +189,110 @@ class ModuleHalf(Half):
     def __init__(self, module: Module) -> None:
         self.module = module
 
-    def run_joined(
-        self, x: Tensor, h: Normed, following: RMSNorm | None, step: Step, into: FusedLinear | None = None
+    def run(
+        self, x: Tensor, h: Normed, step: Step, ops: Operators, onward: Onward = NOTHING, goes_on: GoesOn = "all"
     ) -> tuple[Tensor, Normed]:
         """Run the module's own forward pass."""
-        return self.module.forward(x, step), None
-
-    def run(self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step) -> tuple[Tensor, Tensor | None]:
-        """Run the module's own forward pass."""
-        return self.module.forward(x, step), None
+        x = self.module.forward(x, step)
+        return last_rows(x, step.batch_size) if goes_on == "last" else x, None
 
 
 class JoinedHalf(Half):
-    """Norms and residual of a half whose launches are joined."""
+    """Two matmuls, each of which may be one launch with its prologue and epilogue.
 
-    def __init__(
-        self, module: Module, norm: Norm | None, post: Norm | None, last: Linear, float_residual: bool
-    ) -> None:
-        """float_residual: x is float32 on a GPU, where matmuls take halves."""
-        self.module = module
-        self.norm, self.post, self.last, self.float_residual = norm, post, last, float_residual
-        self.input_norm = norm if type(norm) is RMSNorm and not is_changed(norm) else None
-        self._own_norm = None if float_residual else self.input_norm
-        """The norm that the first matmul applies."""
-        self._post = post if type(post) is RMSNorm and not is_changed(post) else None
-        self._adds_apart = self._post is not None or (float_residual and post is None)
-        """One launch norms the last matmul's result, adds it to x, and norms x for the next half."""
-        self.plain = self._own_norm is not None and post is None
-        """The half has only an RMS norm and the residual besides its matmuls."""
+    Attributes:
+        about: the description.
+        activation: the activation that the first matmul applies, or None.
+        first: the first matmul, which norms its input where `own_norm` says so.
+        first_normed: the first matmul of a normed input.
+        first_bare: that without activation.
+        last: the last matmul.
+        own_norm: the norm that `first` applies, or None.
+        post_rms: the norm of the last matmul's result, if a launch with the sum applies it.
+        adds_apart: one launch norms the last matmul's result, adds it to x, and norms x for the next half.
+        plain: the half has only an RMS norm and the residual besides its matmuls and what is between them.
+    """
 
-    @property
-    @abstractmethod
-    def matmuls(self) -> tuple[FusedLinear, FusedLinear]:
-        """The first matmul, which norms its input if that is fused, and the last one, which adds the residual."""
+    def __init__(self, about: MatmulDescription, activation: Activation | None = None) -> None:
+        self.module, self.about, self.activation = about.module, about, activation
+        self.input_norm = rms_of(about.norm)
+        self.own_norm = None if about.float_residual else self.input_norm
+        self.post_rms = rms_of(about.post)
+        self.adds_apart = self.post_rms is not None or (about.float_residual and about.post is None)
+        self.plain = self.own_norm is not None and about.post is None
+        self.first_bare = self.first_normed = joined(about.first)
+        if activation is not None:
+            self.first_normed = joined(about.first, activation=activation)
+        self.first = self.first_normed
+        if self.own_norm is not None:
+            self.first = joined(about.first, norm=self.own_norm, activation=activation)
+        self.first_matmul = self.first_normed
+        self.last = joined((about.last,))
+
+    def takes_adapters(self, step: Step) -> bool:
+        """Return whether the adapters of all matrices can be added behind the joined matmuls."""
+        return takes_adapters(step, self.about.first) and takes_adapters(step, (self.about.last,))
 
     def chains(self, rows: int) -> bool:
-        """Return whether `run_chained` takes `rows` rows."""
+        """Return whether all matmuls of `rows` rows can pack one another's inputs."""
         return self.plain
 
-    @abstractmethod
-    def run_chained(self, x: Tensor, packed: Packed | None, following: FusedLinear | None, step: Step) -> Packed | None:
-        """Run the half with matmuls that pack one another's inputs.
+    def chained_first(self, rows: int) -> FusedLinear | None:
+        """Return the first matmul, if all are chained."""
+        return self.first if self.chains(rows) else None
 
-        Args:
-            x: [T, hidden] half, changed in place.
-            packed: x as packed by the preceding half for the first matmul, or None.
-            following: the matmul that is to get x packed, or None.
-            step: the step.
+    def chains_to(self, following: FusedLinear, rows: int) -> bool:
+        """Return whether the last matmul can pack its results of `rows` rows as the input of `following`."""
+        return self.chains(rows) and self.last.chains_to(following, rows)
+
+    @abstractmethod
+    def features(
+        self, x: Tensor, h: Normed, step: Step, ops: Operators, goes_on: GoesOn = "all"
+    ) -> tuple[Tensor, Normed, Features | None]:
+        """Run all but the last matmul and its epilogue; arguments as for `run`.
 
         Returns:
-            x packed for `following`.
+            x and h of the tokens that go on, and the input of the last matmul; None where none goes on.
         """
 
-    def first_of(
-        self, own: FusedLinear | None, normed: FusedLinear, x: Tensor, h: Normed
-    ) -> tuple[FusedLinear, Tensor | Packed]:
-        """Return the first matmul and its input: with a fused norm, if no other launch has computed the norm."""
-        if h is None and own is None:
-            h = self._packed_norm(normed, x)
-        if isinstance(h, Packed):
-            return normed, h
-        return (own, x) if own is not None and h is None else (normed, self.normed(x, h))
+    def run(
+        self, x: Tensor, h: Normed, step: Step, ops: Operators, onward: Onward = NOTHING, goes_on: GoesOn = "all"
+    ) -> tuple[Tensor, Normed]:
+        """Run the steps of the half."""
+        x, _, y = self.features(x, h, step, ops, goes_on)
+        free = h if goes_on == "all" else None  # of fewer tokens it may be x itself
+        return x, None if y is None else ops.last(self, x, y, free, onward, step)
 
-    def _packed_norm(self, first: FusedLinear, x: Tensor) -> Packed | None:
-        """Return the LayerNorm of x, packed for the first matmul, if one launch does both."""
-        norm = self.norm
-        if type(norm) is not LayerNorm or is_changed(norm) or self.float_residual:
-            return None
-        given = first.input_of(x.shape[0])
-        if given is None:
-            return None
-        scratch = layer_norm_packed(x, norm.loaded_weight, norm.bias, norm.eps, given)
-        return Packed(scratch, x.shape[0], by_matmul=False)
-
-    def normed(self, x: Tensor, h: Tensor | None = None) -> Tensor:
+    def normed(self, x: Tensor, h: Normed = None) -> Tensor:
         """Return the input of matmuls without a fused norm: h, if given."""
         if h is not None:
+            assert isinstance(h, Tensor), "packed for a joined matmul"
             return h
-        return x if self.norm is None else self.norm.forward(x)
-
-    def adapt_input(self, adapters: MatmulAdapters, x: Tensor, h: Normed) -> tuple[Tensor, Tensor]:
-        """Return the input of the first matmul without a fused norm, and its product with the adapters' A."""
-        assert not isinstance(h, Packed), "steps with adapters pack no input"
-        if h is None and self._own_norm is not None:
-            h = torch.empty_like(x)
-            return h, adapters.shrink(x, norm=input_norm(self._own_norm), normed=h)
-        h = self.normed(x, h)
-        return h, adapters.shrink(h)
+        return x if self.about.norm is None else self.about.norm.forward(x)
 
     def result(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output tensor of the last matmul, and its residual."""
-        if self.post is None and not self._adds_apart:
+        """Return the output tensor of the last matmul, and its residual: x for both where nothing is in between."""
+        if self.about.post is None and not self.adds_apart:
             return x, x
         return torch.empty_like(x, dtype=activation_dtype(x.device)), None
 
-    def left(self, x: Tensor, y: Tensor, following: RMSNorm | None, h: Tensor | None = None) -> Tensor | None:
+    def left(self, x: Tensor, y: Tensor, norm: RMSNorm | None, h: Normed = None) -> Tensor | None:
         """Do the work after the last matmul: x += post(y) where y is not in x yet.
 
-        Returns `following`(x), in h if given, where that needs no further launch.
+        Returns `norm`(x), in h if given, where that needs no further launch.
         """
         if y is x:
             return None
-        if self._adds_apart:
-            return add_post_norm(x, y, input_norm(self._post), input_norm(following), out=h)
-        x.add_(y if self.post is None else self.post.apply(y.to(x.dtype)))
+        if self.adds_apart:
+            out = h if isinstance(h, Tensor) else None
+            return add_post_norm(x, y, input_norm(self.post_rms), input_norm(norm), out=out)
+        x.add_(y if self.about.post is None else self.about.post.apply(y.to(x.dtype)))
         return None
 
-    def left_packed(
-        self, x: Tensor, y: Tensor, following: RMSNorm | None, h: Normed, into: FusedLinear | None
-    ) -> Normed:
-        """Do the work of `left`, and pack `following`(x) as the input of `into` where the same launch can."""
-        given = into.input_of(x.shape[0]) if into is not None and self._adds_apart and following is not None else None
-        if given is None or given.columns != FEW_ROWS:
-            return self.left(x, y, following, None if isinstance(h, Packed) else h)
-        scratch = add_post_norm(x, y, input_norm(self._post), input_norm(following), into=given)
-        assert scratch is not None
-        return Packed(scratch, x.shape[0])
 
-    def add_matmul(self, x: Tensor, y: Tensor, h: Tensor | None, following: RMSNorm | None) -> Tensor | None:
-        """Compute x += post(y @ W) with the last matmul; return `following`(x), in h if given."""
-        matrix = self.last.quant
-        plain = self.post is None and not self.float_residual
-        if plain and isinstance(matrix, CudaQuantMatrix) and matrix.adds_at_once(y, x):
-            matrix.add_matmul(y, x)
-            return None if following is None else rms_norm(x, following.loaded_weight, following.eps, out=h)
-        y = matrix.matmul(y)
-        if self._adds_apart or following is None:
-            return self.left(x, y, following, h)
-        y = y if self.post is None else self.post.apply(y.to(x.dtype))
-        if self.float_residual:
-            return following.forward(x.add_(y))
-        return add_rms_norm(x, y, following.loaded_weight, following.eps, out=h)
-
-
-def multiply_apart(matmul: FusedLinear, h: Tensor) -> Tensor | None:
-    """Return the matmul of the normed h in launches of all its matrices; None where a launch each is faster."""
-    rows = h.shape[0]
-    return matmul(h, h.new_empty(rows, matmul.out_features)) if matmul.pays_apart(rows) else None
-
-
-def multiplied(matmul: FusedLinear, taken: Tensor | Packed, x: Tensor) -> Tensor:
-    """Return the matmul of `taken`, in rows like those of the hidden state x."""
-    out = x.new_empty(x.shape[0], matmul.out_features, dtype=activation_dtype(x.device))
-    if not isinstance(taken, Packed):
-        return matmul(taken, out)
-    matmul.chained(taken, out)
-    return out
-
-
-def joined(*linears: Linear, norm: RMSNorm | None = None, activation: Activation | None = None) -> FusedLinear:
+def joined(
+    linears: tuple[Linear, ...], *, norm: RMSNorm | None = None, activation: Activation | None = None
+) -> FusedLinear:
     """Return the matmul of linear layers side by side, with the norm of its input and the activation of its results."""
     return FusedLinear([linear.quant for linear in linears], norm=input_norm(norm), activation=activation)
 
@@ -281,3 +300,8 @@ def joined(*linears: Linear, norm: RMSNorm | None = None, activation: Activation
 def input_norm(norm: RMSNorm | None) -> InputNorm | None:
     """Return a norm as an argument of the kernels."""
     return None if norm is None else InputNorm(norm.loaded_weight, norm.eps)
+
+
+def last_rows(x: Tensor, batch: int) -> Tensor:
+    """Return x [T, ...] of the last token of each of `batch` rows."""
+    return x.view(batch, -1, *x.shape[1:])[:, -1].contiguous()

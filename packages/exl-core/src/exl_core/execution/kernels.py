@@ -14,11 +14,13 @@ from exl_kernels.selection import PACKED_ROWS, STEP_ROWS, Card, MatrixShape, Sel
 from ..config import ExLlamaV2Config
 from ..config.rope_config import main_rope
 from ..errors import ModelStateError
-from ..layers import Attention, GatedMLP, Head, Linear, Module, MoE, ParallelDecoder, PlainMLP, build_modules
+from ..layers import Head, Linear, build_modules
+from ..layers.description import AttentionDescription, ExpertsDescription, MatmulDescription, MlpDescription
+from ..layers.norm import rms_of
 from ..loading.checkpoint import Checkpoint, TensorReader, TensorSource
 from ..loading.linears import LinearOptions, LinearSpec, read_quantized
 from .fused import uncovered
-from .half import why_apart
+from .half import description_of, why_apart
 
 __all__ = ["KEYS", "ROWS", "KernelUse", "kernel_uses"]
 
@@ -83,12 +85,14 @@ def kernel_uses(
         uses = _Uses(count, card, shapes)
         for _, layer in groupby(halves, lambda half: half[0].key):
             for half, why in layer:
-                if isinstance(half, Attention):
-                    uses.attention(half, cache, keys, rotated, joined=why is None)
+                about = description_of(half)
+                if isinstance(about, AttentionDescription):
+                    uses.attention(about, cache, keys, rotated, joined=why is None)
                 if why is None:
-                    uses.half(half)
-                elif isinstance(half, MoE):
-                    uses.experts(half, why)
+                    assert isinstance(about, MatmulDescription), "why_apart"
+                    uses.half(about)
+                elif isinstance(about, ExpertsDescription):
+                    uses.experts(about, why)
                 else:
                     uses.alone(half.submodules(), [why])
         head = modules[-1]
@@ -156,20 +160,15 @@ class _Matmul:
     residual: bool = False
 
 
-def _matmuls(half: Module) -> list[_Matmul]:
+def _matmuls(about: MatmulDescription) -> list[_Matmul]:
     """Return the matmuls of a half whose launches are joined."""
-    about = half.describe()
-    assert about is not None
-    norm, residual = about.norm == "rms", about.post is None
-    if isinstance(half, Attention):
-        qkv = (half.q_proj, half.k_proj, half.v_proj)
-        inner = _matmuls(half.mlp) if isinstance(half, ParallelDecoder) else []
-        return [_Matmul("q+k+v", qkv, norm=norm), _Matmul("o", (half.o_proj,), residual=residual), *inner]
-    down = [_Matmul("down", (half.down_proj,), residual=residual)] if isinstance(half, GatedMLP | PlainMLP) else []
-    if isinstance(half, GatedMLP):
-        return [_Matmul("gate+up", (half.gate_proj, half.up_proj), norm=norm, gate=True), *down]
-    assert isinstance(half, PlainMLP)
-    return [_Matmul("up", (half.up_proj,), norm=norm), *down]
+    norm, residual = rms_of(about.norm) is not None, about.post is None
+    if isinstance(about, AttentionDescription):
+        inner = _matmuls(about.mlp) if isinstance(about.mlp, MlpDescription) else []
+        return [_Matmul("q+k+v", about.first, norm=norm), _Matmul("o", (about.last,), residual=residual), *inner]
+    gate = len(about.first) > 1
+    first = _Matmul("gate+up" if gate else "up", about.first, norm=norm, gate=gate)
+    return [first, _Matmul("down", (about.last,), residual=residual)]
 
 
 class _Uses:
@@ -194,7 +193,7 @@ class _Uses:
         self._kernels.setdefault(operation, {})[kernel] = None
         self._why.setdefault(operation, {}).update(dict.fromkeys(why))
 
-    def attention(self, a: Attention, cache: str, keys: int, rotated: int, *, joined: bool) -> None:
+    def attention(self, a: AttentionDescription, cache: str, keys: int, rotated: int, *, joined: bool) -> None:
         """Add the attention of a half, and the launch before it that rotates and stores keys.
 
         Args:
@@ -211,8 +210,8 @@ class _Uses:
         found = self._card.attention(
             cache,
             a.head_dim,
-            a.num_attention_heads,
-            a.num_key_value_heads,
+            a.widths[0] // a.head_dim,
+            a.widths[1] // a.head_dim,
             batch=self._batch,
             tokens=self._tokens,
             keys=max(keys, self._tokens),
@@ -223,7 +222,7 @@ class _Uses:
         )
         self.add("attention", found.kernel, _reasons(found))
 
-    def half(self, half: Module) -> None:
+    def half(self, half: MatmulDescription) -> None:
         """Add the matmuls of a half whose launches are joined.
 
         If one of them, except down, cannot launch with norm, gate and residual, none does.
@@ -236,7 +235,7 @@ class _Uses:
             for reason in (["it is not quantized"] if selected is None else _reasons(selected)[-1:])
         ]
         if apart or not self._invariant:
-            self.alone(half.submodules(), apart)
+            self.alone(half.module.submodules(), apart)
             return
         for matmul, selected in found:
             self._matmul(matmul.operation, selected)
@@ -249,7 +248,7 @@ class _Uses:
         else:
             self._matmul("head", self._alone(head.linear))
 
-    def experts(self, half: MoE, why_apart: str) -> None:
+    def experts(self, half: ExpertsDescription, why_apart: str) -> None:
         """Add the router, the experts' matmuls (one entry where they share launches), and those of a shared expert."""
         known: set[Linear] = set()
         if self._shapes.of(half.router) is None:
@@ -266,7 +265,7 @@ class _Uses:
             elif found.refused:
                 why_apart = _reasons(found)[0]
         reasons = [why_apart] if why_apart else []
-        self.alone((linear for linear in half.submodules() if linear not in known), reasons)
+        self.alone((linear for linear in half.module.submodules() if linear not in known), reasons)
 
     def alone(self, linears: Iterable[Linear], why_apart: Sequence[str]) -> None:
         """Add matmuls of one matrix each."""

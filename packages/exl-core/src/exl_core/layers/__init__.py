@@ -6,7 +6,7 @@ from .embedding import Embedding
 from .head import Head
 from .intervention import Intervention
 from .linear import Linear
-from .mlp import FeedForward, GatedMLP, PlainMLP
+from .mlp import DenseMLP, FeedForward, GatedMLP, PlainMLP
 from .module import Module
 from .moe import Expert, MoE
 from .norm import LayerNorm, Norm, RMSNorm
@@ -14,6 +14,7 @@ from .positions import PositionEmbedding
 
 __all__ = [
     "Attention",
+    "DenseMLP",
     "Embedding",
     "Expert",
     "FeedForward",

@@ -20,13 +20,13 @@ from ..loading.checkpoint import TensorSource
 from .description import AttentionDescription
 from .linear import Linear
 from .mlp import FeedForward
-from .norm import Norm, block_norm, kind_of
+from .norm import Norm, block_norm
 from .sublayer import SubLayer
 
 if TYPE_CHECKING:
     from exl_kernels.kv import KVPages
 
-__all__ = ["Attention", "ParallelDecoder"]
+__all__ = ["Attention", "ParallelDecoder", "rotate", "shape_heads"]
 
 PICTURE_TOKENS = 64  # tokens of images in one call, each with a mask over all keys
 
@@ -92,12 +92,23 @@ class Attention(SubLayer[AttentionBlock]):
     def describe(self) -> AttentionDescription:
         """Return the description of the half."""
         return AttentionDescription(
-            kind_of(self.norm),
-            kind_of(self.post),
-            kind_of(self.q_norm),
-            kind_of(self.k_norm),
-            clipped=bool(self.clip),
-            with_mlp=False,
+            module=self,
+            of=Attention,
+            norm=self.norm,
+            post=self.post,
+            float_residual=self.float_residual,
+            first=(self.q_proj, self.k_proj, self.v_proj),
+            last=self.o_proj,
+            layer_idx=self.layer_idx,
+            head_dim=self.head_dim,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            rope=self.rope,
+            interleaved=self.interleaved,
+            clip=self.clip,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
         )
 
     def submodules(self) -> Iterator[Linear]:
@@ -140,10 +151,7 @@ class Attention(SubLayer[AttentionBlock]):
 
     def forward_by_operator(self, x: Tensor, step: Step) -> Tensor:
         """Run operator by operator, bitwise identical: for padded matrices, adapters, and as the block's twin."""
-        y = self.attend(x if self.norm is None else self.norm.forward(x), step)
-        if self.post is not None:
-            y = self.post.apply(y.to(x.dtype))
-        return x.add_(y)
+        return self.added(x, self.attend(self.normed(x), step))
 
     def attend(self, h: Tensor, step: Step) -> Tensor:
         """Return o_proj of the attention over a normalised hidden state h [T, hidden], without norms and residual."""
@@ -210,22 +218,33 @@ class Attention(SubLayer[AttentionBlock]):
 
         Returns q, k and v, [T, heads, head_dim] each.
         """
-        q, k, v = self.shaped(q, q_norm), self.shaped(k, k_norm), self.shaped(v)
-        if self.rope != "none":
-            cos, sin = step.table(self.rope)
-            apply_rope(q, cos, sin, step.rope_positions, interleaved=self.interleaved)
-            apply_rope(k, cos, sin, step.rope_positions, interleaved=self.interleaved)
+        q, k, v = (shape_heads(t, self.head_dim, self.clip, norm) for t, norm in ((q, q_norm), (k, k_norm), (v, None)))
+        for t in (q, k):
+            rotate(t, step, self.rope, step.rope_positions, interleaved=self.interleaved)
         return q, k, v
 
-    def shaped(self, t: Tensor, norm: Norm | None = None) -> Tensor:
-        """Clamp and norm a projection [T, heads * head_dim] in place, to [T, heads, head_dim] for the rotation."""
-        if self.clip:
-            t.clamp_(-self.clip, self.clip)
-        if norm is not None and norm.shapes[0] == (t.shape[1],):
-            t = norm.apply(t, out=t)
-            norm = None
-        t = t.view(t.shape[0], -1, self.head_dim)
-        return t if norm is None else norm.apply(t, out=t)
+
+def shape_heads(t: Tensor, head_dim: int, clip: float, norm: Norm | None = None) -> Tensor:
+    """Clamp and norm a projection [T, heads * head_dim] in place, to [T, heads, head_dim] for the rotation.
+
+    Args:
+        t: the projection.
+        head_dim: elements of a head.
+        clip: if > 0, the limit of values.
+        norm: norm over each head, or over the whole row of heads if the weight is as wide as the row; or None.
+    """
+    if clip:
+        t.clamp_(-clip, clip)
+    if norm is not None and norm.shapes[0] == (t.shape[1],):
+        t, norm = norm.apply(t, out=t), None
+    t = t.view(t.shape[0], -1, head_dim)
+    return t if norm is None else norm.apply(t, out=t)
+
+
+def rotate(t: Tensor, step: Step, rope: LayerRope, positions: Tensor, *, interleaved: bool) -> None:
+    """Rotate heads t [T, heads, head_dim] in place by rows `positions` of a table of the step; "none": not at all."""
+    if rope != "none":
+        apply_rope(t, *step.table(rope), positions, interleaved=interleaved)
 
 
 class ParallelDecoder(Attention):
@@ -240,7 +259,7 @@ class ParallelDecoder(Attention):
 
     def describe(self) -> AttentionDescription:
         """Return the description of the layer."""
-        return replace(super().describe(), with_mlp=True)
+        return replace(super().describe(), of=ParallelDecoder, mlp=self.mlp.describe())
 
     def submodules(self) -> Iterator[Linear]:
         """Yield the linears of attention and MLP."""
@@ -270,5 +289,5 @@ class ParallelDecoder(Attention):
 
     def forward_by_operator(self, x: Tensor, step: Step) -> Tensor:
         """Run the layer operator by operator."""
-        h = x if self.norm is None else self.norm.forward(x)
+        h = self.normed(x)
         return x.add_(self.attend(h, step)).add_(self.mlp.inner(h, step.loras))

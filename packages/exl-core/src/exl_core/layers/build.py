@@ -57,6 +57,7 @@ class _Builder:
             modules.append(PositionEmbedding(arch.position_embeddings, c.max_seq_len, c.hidden_size))
         for layer in range(c.num_hidden_layers):
             attention, mlp = self._attention(layer), self._feed_forward(layer)
+            attention.float_residual = mlp.float_residual = arch.float_residual
             modules += [ParallelDecoder(attention, mlp)] if arch.parallel else [attention, mlp]
         modules.append(self._norm_at(arch.final_norm))
         modules.append(self._head())

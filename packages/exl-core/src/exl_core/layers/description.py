@@ -1,44 +1,90 @@
-"""Descriptions of the halves of a layer: executors choose launches by these, not by a module's type or family."""
+"""Descriptions of the halves of a layer: executors choose and make launches by these, not by a module's class."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from ..architectures.base import Activation
+from ..architectures.windows import LayerRope
+from .linear import Linear
+from .module import Module, is_changed
+from .norm import Norm
 
-__all__ = ["AttentionDescription", "HalfDescription", "MlpDescription", "NormKind"]
-
-NormKind = Literal["rms", "layer"]
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionDescription:
-    """x + post(o(attention(rope(q_norm(q)), rope(k_norm(k)), v))) with q, k, v of norm(x)."""
-
-    norm: NormKind | None
-    post: NormKind | None
-    q_norm: NormKind | None
-    k_norm: NormKind | None
-    clipped: bool
-    """q, k and v are clamped."""
-    with_mlp: bool
-    """The layer's MLP takes the same normed input, and is part of this module."""
+__all__ = ["AttentionDescription", "ExpertsDescription", "HalfDescription", "MatmulDescription", "MlpDescription"]
 
 
-@dataclass(frozen=True, slots=True)
-class MlpDescription:
-    """x + post(inner(norm(x))), the MLP half of a layer.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfDescription:
+    """x + post(inner(norm(x))), where either norm may be absent. Matrices know their biases and prescales."""
 
-    inner is down(act(gate) * up) if gated, else down(act(up)), or a mixture of `experts`.
-    """
+    module: Module
+    of: type[object]
+    """The class whose forward pass this is. A subclass that changes the pass describes itself, or is not described."""
+    norm: Norm | None
+    post: Norm | None
+    float_residual: bool
+    """x is float32 on a GPU, where matmuls take halves."""
 
-    norm: NormKind | None
-    post: NormKind | None
-    gated: bool
+    @property
+    def holds(self) -> bool:
+        """Whether the module computes this: neither its class nor a replaced method has other code."""
+        return type(self.module) is self.of and not is_changed(self.module)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulDescription(HalfDescription):
+    """A half whose inner is last(middle(first @ norm(x))): a matmul of all `first` matrices, and one of `last`."""
+
+    first: tuple[Linear, ...]
+    last: Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionDescription(MatmulDescription):
+    """inner is o(attention(rope(q_norm(q)), rope(k_norm(k)), v)); `first` are q, k and v, `last` is o."""
+
+    layer_idx: int
+    head_dim: int
+    scale: float
+    """Factor of q.k before the softmax."""
+    window: int
+    """Sliding window in tokens; 0 is off."""
+    softcap: float
+    """Limit of the logits; 0 is off."""
+    rope: LayerRope
+    interleaved: bool
+    """Rotate GPT-J pairs."""
+    clip: float
+    """If > 0, q, k and v are clamped to +- clip before the norms."""
+    q_norm: Norm | None
+    k_norm: Norm | None
+    mlp: HalfDescription | None = None
+    """The layer's MLP, without norms, where it takes the same normed input and is part of this module."""
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Columns of q, k and v."""
+        q, k, v = (linear.out_features for linear in self.first)
+        return q, k, v
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpDescription(MatmulDescription):
+    """inner is down(act(gate) * up) where `first` are gate and up, else down(act(up)); `last` is down."""
+
     activation: Activation
-    experts: int
-    """Number of experts; 0 for one MLP."""
+
+    @property
+    def gated(self) -> bool:
+        """Whether there is a gate."""
+        return len(self.first) > 1
 
 
-HalfDescription = AttentionDescription | MlpDescription
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsDescription(HalfDescription):
+    """inner is the weighted sum of `chosen` of the experts [+ the shared one]."""
+
+    router: Linear
+    experts: tuple[tuple[Linear, ...], ...]
+    """Gate, up and down of each."""
+    chosen: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -14,16 +14,16 @@ from exl_kernels.block import MlpBlock
 
 from ..architectures.base import Activation
 from ..execution.batch import Step
-from ..execution.sharded.matrix import Part, SplitMatrix, over_parts
+from ..execution.sharded.matrix import Part, over_parts
 from .description import MlpDescription
 from .linear import Linear
-from .norm import Norm, block_norm, kind_of
+from .norm import Norm, block_norm
 from .sublayer import SubLayer
 
 if TYPE_CHECKING:
     from ..contracts import Adapter
 
-__all__ = ["FeedForward", "GatedMLP", "PlainMLP"]
+__all__ = ["DenseMLP", "FeedForward", "GatedMLP", "PlainMLP"]
 
 
 class FeedForward(SubLayer[MlpBlock]):
@@ -57,111 +57,88 @@ class FeedForward(SubLayer[MlpBlock]):
 
     def forward_by_operator(self, x: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
         """Run operator by operator, bitwise identical: for padded matrices, adapters, and as the block's twin."""
-        y = self.inner(x if self.norm is None else self.norm.forward(x), loras)
-        if self.post is not None:
-            y = self.post.apply(y.to(x.dtype))
-        return x.add_(y)
+        return self.added(x, self.inner(self.normed(x), loras))
 
 
-class GatedMLP(FeedForward):
+class DenseMLP(FeedForward):
+    """inner(h) = down(act(gate(h)) * up(h)), or down(act(up(h))) without gate.
+
+    Attributes:
+        first: gate and up, or up.
+    """
+
+    name = "MLP"
+
+    def __init__(
+        self,
+        key: str,
+        layer_idx: int,
+        norm: Norm | None,
+        projections: tuple[Linear, ...],
+        activation: Activation,
+        post: Norm | None = None,
+    ) -> None:
+        """projections: the matrices of `first`, and down."""
+        super().__init__(key, layer_idx, norm, post, activation)
+        *first, self.down_proj = projections
+        self.first = tuple(first)
+        self.gate_proj = self.first[0] if len(self.first) > 1 else None
+        self.up_proj = self.first[-1]
+
+    def _described(self, of: type[DenseMLP]) -> MlpDescription:
+        return MlpDescription(
+            module=self,
+            of=of,
+            norm=self.norm,
+            post=self.post,
+            float_residual=self.float_residual,
+            first=self.first,
+            last=self.down_proj,
+            activation=self.activation,
+        )
+
+    def submodules(self) -> Iterator[Linear]:
+        """Yield gate, if there is one, up and down."""
+        yield from (*self.first, self.down_proj)
+
+    def _make_block(self) -> MlpBlock | None:
+        if not all(linear.fits_block() for linear in self.submodules()):
+            return None
+        gate = None if self.gate_proj is None else self.gate_proj.quant
+        matrices = (self.up_proj.quant, self.down_proj.quant)
+        return MlpBlock(block_norm(self.norm), gate, matrices, self.activation, post=block_norm(self.post))
+
+    def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
+        """Compute the first matrices, the activation, and down; features may stay on the devices that have them."""
+        parts = [parts for linear in self.first if (parts := linear.parts_for(loras)) is not None]
+        if len(parts) < len(self.first):
+            return self.down_proj.forward(self._activated([linear.forward(h, loras) for linear in self.first]), loras)
+        sums = self.down_proj.sums_for(loras)
+        if sums is not None:
+            return sums.after(h, parts, self._features)
+        return self.down_proj.forward(over_parts(h, parts, self._features), loras)
+
+    def _features(self, h: Tensor, parts: Sequence[Part]) -> Tensor:
+        return self._activated([part.matmul(h) for part in parts])
+
+    def _activated(self, results: Sequence[Tensor]) -> Tensor:
+        """Apply the activation, and the gate if there is one, in the memory of the first results."""
+        if len(results) == 1:
+            return activate(results[0], self.activation, out=results[0])
+        return gated_activation(results[0], results[1], self.activation, out=results[0])
+
+
+class GatedMLP(DenseMLP):
     """inner(h) = down(act(gate(h)) * up(h))."""
 
-    name = "MLP"
-
-    def __init__(
-        self,
-        key: str,
-        layer_idx: int,
-        norm: Norm | None,
-        projections: tuple[Linear, Linear, Linear],
-        activation: Activation,
-        post: Norm | None = None,
-    ) -> None:
-        super().__init__(key, layer_idx, norm, post, activation)
-        self.gate_proj, self.up_proj, self.down_proj = projections
-
     def describe(self) -> MlpDescription:
         """Return the description of the half."""
-        return MlpDescription(kind_of(self.norm), kind_of(self.post), True, self.activation, 0)
-
-    def submodules(self) -> Iterator[Linear]:
-        """Yield gate, up and down."""
-        yield from (self.gate_proj, self.up_proj, self.down_proj)
-
-    def _make_block(self) -> MlpBlock | None:
-        if not all(linear.fits_block() for linear in self.submodules()):
-            return None
-        matrices = (self.up_proj.quant, self.down_proj.quant)
-        norm, post = block_norm(self.norm), block_norm(self.post)
-        return MlpBlock(norm, self.gate_proj.quant, matrices, self.activation, post=post)
-
-    def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
-        """Compute down(act(gate(h)) * up(h))."""
-        gate, up = self.gate_proj.parts_for(loras), self.up_proj.parts_for(loras)
-        if gate is not None and up is not None:
-            return _multiplied(self.down_proj, (gate, up), h, self._gated, loras)
-        y = self.gate_proj.forward(h, loras)
-        gated_activation(y, self.up_proj.forward(h, loras), self.activation, out=y)
-        return self.down_proj.forward(y, loras)
-
-    def _gated(self, h: Tensor, parts: Sequence[Part]) -> Tensor:
-        y = parts[0].matmul(h)
-        return gated_activation(y, parts[1].matmul(h), self.activation, out=y)
+        return self._described(GatedMLP)
 
 
-class PlainMLP(FeedForward):
+class PlainMLP(DenseMLP):
     """inner(h) = down(act(up(h)))."""
 
-    name = "MLP"
-
-    def __init__(
-        self,
-        key: str,
-        layer_idx: int,
-        norm: Norm | None,
-        projections: tuple[Linear, Linear],
-        activation: Activation,
-        post: Norm | None = None,
-    ) -> None:
-        super().__init__(key, layer_idx, norm, post, activation)
-        self.up_proj, self.down_proj = projections
-
     def describe(self) -> MlpDescription:
         """Return the description of the half."""
-        return MlpDescription(kind_of(self.norm), kind_of(self.post), False, self.activation, 0)
-
-    def submodules(self) -> Iterator[Linear]:
-        """Yield up and down."""
-        yield from (self.up_proj, self.down_proj)
-
-    def _make_block(self) -> MlpBlock | None:
-        if not all(linear.fits_block() for linear in self.submodules()):
-            return None
-        matrices = (self.up_proj.quant, self.down_proj.quant)
-        return MlpBlock(block_norm(self.norm), None, matrices, self.activation, post=block_norm(self.post))
-
-    def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
-        """Compute down(act(up(h)))."""
-        whole = self.up_proj.parts_for(loras)
-        if whole is not None:
-            return _multiplied(self.down_proj, (whole,), h, self._activated, loras)
-        up = self.up_proj.forward(h, loras)
-        return self.down_proj.forward(activate(up, self.activation, out=up), loras)
-
-    def _activated(self, h: Tensor, parts: Sequence[Part]) -> Tensor:
-        up = parts[0].matmul(h)
-        return activate(up, self.activation, out=up)
-
-
-def _multiplied(
-    down: Linear,
-    matrices: Sequence[SplitMatrix],
-    h: Tensor,
-    run: Callable[[Tensor, Sequence[Part]], Tensor],
-    loras: Sequence[Adapter],
-) -> Tensor:
-    """Multiply `down` with the hidden features that `run` computes on each device from its parts of `matrices`."""
-    sums = down.sums_for(loras)
-    if sums is not None:
-        return sums.after(h, matrices, run)
-    return down.forward(over_parts(h, matrices, run), loras)
+        return self._described(PlainMLP)

@@ -14,10 +14,14 @@ from ..loading.checkpoint import TensorSource
 
 if TYPE_CHECKING:
     from ..execution.batch import Step
-    from .description import HalfDescription
     from .linear import Linear
 
-__all__ = ["Module", "WeightModule", "refusal_of_float"]
+__all__ = ["Module", "WeightModule", "is_changed", "refusal_of_float"]
+
+
+def is_changed(module: Module) -> bool:
+    """Return whether a method of its class was replaced in this one module (`module.forward = ...`)."""
+    return any(callable(getattr(type(module), name, None)) for name in vars(module))
 
 
 def refusal_of_float(linears: Iterable[Linear]) -> str | None:
@@ -56,13 +60,6 @@ class Module(ABC):
     @abstractmethod
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """Map the hidden state [T, hidden], float32 or, on a GPU, half. May work in place on `x`."""
-
-    def describe(self) -> HalfDescription | None:
-        """Return what this half of a layer computes.
-
-        None for other modules, and for halves that executors cannot join.
-        """
-        return None
 
     def refusal_of_rows(self, rows: int) -> str | None:
         """Return why a captured `forward` of so many rows on a GPU is not batch-invariant; None where it is.

@@ -19,11 +19,11 @@ from ..architectures.base import Activation
 from ..execution.sharded.matrix import ShardedMatrix
 from ..execution.sharded.transfer import send
 from ..loading.checkpoint import TensorSource
-from .description import MlpDescription
+from .description import ExpertsDescription
 from .linear import Linear
 from .mlp import FeedForward, GatedMLP
 from .module import refusal_of_float
-from .norm import Norm, kind_of
+from .norm import Norm
 
 if TYPE_CHECKING:
     from ..contracts import Adapter
@@ -155,9 +155,18 @@ class MoE(FeedForward):
         shared = () if self.shared is None else self.shared.submodules()
         return refusal_of_float([*(linear for expert in self.experts for linear in expert), *shared])
 
-    def describe(self) -> MlpDescription:
+    def describe(self) -> ExpertsDescription:
         """Return the description of the half."""
-        return MlpDescription(kind_of(self.norm), kind_of(self.post), True, self.activation, len(self.experts))
+        return ExpertsDescription(
+            module=self,
+            of=MoE,
+            norm=self.norm,
+            post=self.post,
+            float_residual=self.float_residual,
+            router=self.router,
+            experts=tuple(map(tuple, self.experts)),
+            chosen=self.chosen,
+        )
 
     def submodules(self) -> Iterator[Linear]:
         """Yield the router, all experts' matrices, and those of the shared expert."""
@@ -175,8 +184,7 @@ class MoE(FeedForward):
         grouped = None if self.post is not None else self._grouped_for(x, loras)
         if grouped is None:
             return super().forward_by_operator(x, loras)
-        h = x if self.norm is None else self.norm.forward(x)
-        return self._together(grouped, h, loras, residual=x, out=x)
+        return self._together(grouped, self.normed(x), loras, residual=x, out=x)
 
     def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
         """Compute the weighted sum of the chosen experts, plus the shared expert: [T, hidden] -> [T, hidden]."""

@@ -15,10 +15,9 @@ from ..errors import FormatError
 from ..execution.batch import Step
 from ..loading.checkpoint import TensorSource
 from ..loading.linears import require_finite_float
-from .description import NormKind
-from .module import WeightModule
+from .module import WeightModule, is_changed
 
-__all__ = ["LayerNorm", "Norm", "RMSNorm", "block_norm", "kind_of"]
+__all__ = ["LayerNorm", "Norm", "RMSNorm", "block_norm", "layer_of", "rms_of"]
 
 
 class Norm(WeightModule):
@@ -30,8 +29,6 @@ class Norm(WeightModule):
         eps: added to the mean square or variance.
         *shapes: further valid shapes.
     """
-
-    kind: NormKind
 
     def __init__(self, key: str, shape: int | tuple[int, ...], eps: float, *shapes: tuple[int, ...]) -> None:
         self.key = key
@@ -65,11 +62,6 @@ class Norm(WeightModule):
         """Return the loaded norm as a part of a CPU block."""
 
 
-def kind_of(norm: Norm | None) -> NormKind | None:
-    """Return the kind of a norm in a description; None for no norm."""
-    return None if norm is None else norm.kind
-
-
 def block_norm(norm: Norm | None) -> BlockNorm | None:
     """Return a loaded norm as a part of a CPU block; None for no norm."""
     return None if norm is None else norm.block()
@@ -79,7 +71,6 @@ class RMSNorm(Norm):
     """x * (w + offset) / sqrt(mean(x^2) + eps), float32. The offset is added at load, in float32."""
 
     name = "RMSNorm"
-    kind = "rms"
 
     def __init__(
         self, key: str, shape: int | tuple[int, ...], eps: float, *shapes: tuple[int, ...], offset: float = 0.0
@@ -108,7 +99,6 @@ class LayerNorm(Norm):
     """(x - mean) * w / sqrt(var + eps) + b, float32."""
 
     name = "LayerNorm"
-    kind = "layer"
 
     def __init__(
         self, key: str, shape: int | tuple[int, ...], eps: float, *shapes: tuple[int, ...], bias: bool = False
@@ -142,3 +132,13 @@ class LayerNorm(Norm):
     def block(self) -> BlockNorm:
         """Return the loaded norm as a part of a CPU block."""
         return BlockNorm(self.loaded_weight, self.eps, self.bias, layer=True)
+
+
+def rms_of(norm: Norm | None) -> RMSNorm | None:
+    """Return the norm if launches that include an RMS norm compute it: no subclass or replaced method changes it."""
+    return norm if type(norm) is RMSNorm and not is_changed(norm) else None
+
+
+def layer_of(norm: Norm | None) -> LayerNorm | None:
+    """Return the norm if launches that include a LayerNorm compute it; as `rms_of`."""
+    return norm if type(norm) is LayerNorm and not is_changed(norm) else None

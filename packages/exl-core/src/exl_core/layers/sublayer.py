@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from ..loading.checkpoint import TensorSource
+from .description import HalfDescription
 from .linear import Linear
 from .module import Module
 from .norm import Norm
@@ -24,7 +26,24 @@ class SubLayer(Module, Generic[Block]):
     `block` is a native call that computes all of `forward`, or None.
     """
 
+    norm: Norm | None
+    post: Norm | None
     block: Block | None = None
+    float_residual = False  # the hidden state is float32 on a GPU, too
+
+    def describe(self) -> HalfDescription:
+        """Return what this half computes. This one holds for no half: executors have only its own forward pass."""
+        return HalfDescription(
+            module=self, of=SubLayer, norm=self.norm, post=self.post, float_residual=self.float_residual
+        )
+
+    def normed(self, x: Tensor) -> Tensor:
+        """Return the input of the first matrices."""
+        return x if self.norm is None else self.norm.forward(x)
+
+    def added(self, x: Tensor, y: Tensor) -> Tensor:
+        """Add post(y) to x in place and return x."""
+        return x.add_(y if self.post is None else self.post.apply(y.to(x.dtype)))
 
     @abstractmethod
     def _parts(self) -> Iterator[Norm | Linear]:

@@ -8,17 +8,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.selection import MOST_EXCHANGES, MOST_GPUS
 
-from ...layers import Attention, Embedding, GatedMLP, Head, Linear, Module, RMSNorm
-from ...layers.description import AttentionDescription, MlpDescription
-from ...layers.mlp import FeedForward
+from ...layers import Embedding, Head, Linear, Module, RMSNorm
+from ...layers.description import AttentionDescription, MatmulDescription, MlpDescription
+from ...layers.module import is_changed
+from ...layers.norm import rms_of
 from ...loading.linears import Ranges, columns_at, is_quantized
 from ..attention_half import norms_of_heads
-from ..half import is_changed, why_apart
+from ..half import description_of, why_apart
 from .matrix import SplitMatrix
 from .shares import Bounds
 
@@ -31,6 +33,7 @@ __all__ = [
     "RowBytes",
     "StoredWeights",
     "Weights",
+    "pairs_of",
     "part_of",
     "refusal_of_exchange",
     "row_bytes",
@@ -135,13 +138,12 @@ def refusal_of_exchange(modules: Sequence[Module], shards: int, weights: Weights
         return f"{len(middle) // 2} layers have more exchanges than a step may have"
     if type(embedding) is not Embedding or is_changed(embedding) or embedding.float_residual:
         return "the hidden state is float32, or the embedding has code of its own"
-    if type(last) is not RMSNorm or is_changed(last) or type(head) is not Head or is_changed(head):
+    if not isinstance(last, RMSNorm) or rms_of(last) is None or type(head) is not Head or is_changed(head):
         return "the last norm is no RMSNorm, or the head has code of its own"
     why = next((why for module in middle if (why := _half_uncovered(module, weights)) is not None), None)
     if why is not None:
         return why
-    kinds = [type(module.describe()) for module in middle]
-    if kinds != [AttentionDescription, MlpDescription] * (len(middle) // 2):
+    if 2 * len(pairs_of(modules)) != len(middle):
         return "the layers are not attention and MLP in turns"
     for linear in (linear for module in modules for linear in module.submodules()):
         if not weights.in_pieces(linear):
@@ -151,29 +153,37 @@ def refusal_of_exchange(modules: Sequence[Module], shards: int, weights: Weights
 
 def _half_uncovered(module: Module, weights: Weights) -> str | None:
     """Return why the launches of a half do not cover a module between embedding and last norm, or None."""
-    why, found = why_apart(module), module.describe()
+    why, about = why_apart(module), description_of(module)
     if why is not None:
         return why
-    assert found is not None, "why_apart"
-    norm = module.norm if isinstance(module, Attention | FeedForward) else None
-    if found.norm != "rms" or found.post is not None or type(norm) is not RMSNorm or is_changed(norm):
+    assert isinstance(about, MatmulDescription), "why_apart"
+    if rms_of(about.norm) is None or about.post is not None:
         return f"{module.key} has norms that matmuls do not apply"
-    if isinstance(found, MlpDescription):
-        return None if found.gated else f"{module.key} has no gate"
-    if found.with_mlp:
+    if isinstance(about, MlpDescription):
+        return None if about.gated else f"{module.key} has no gate"
+    assert isinstance(about, AttentionDescription), "the other kind"
+    if about.mlp is not None:
         return f"{module.key} has attention and MLP side by side"
-    assert isinstance(module, Attention)
-    if found.clipped or ((found.q_norm or found.k_norm) and norms_of_heads(module, weights.shape) is None):
+    normed = about.q_norm is not None or about.k_norm is not None
+    if about.clip or (normed and norms_of_heads(about, weights.shape) is None):
         return f"{module.key} clamps q, k and v, or norms them over all heads"
     return None
 
 
 def row_bytes(modules: Sequence[Module], shards: int) -> RowBytes:
     """Return the bytes of a row of the results that the devices of a covered model exchange."""
-    attention, mlp, head = modules[1], modules[2], modules[-1]
-    assert isinstance(attention, Attention)
-    assert isinstance(mlp, GatedMLP)
+    (attention, mlp), head = pairs_of(modules[:3])[0], modules[-1]
     assert isinstance(head, Head)
-    embedded = attention.o_proj.out_features + ANSWER * (shards - 1)
-    widest = max(embedded, attention.q_proj.out_features, mlp.up_proj.out_features)
+    embedded = attention.last.out_features + ANSWER * (shards - 1)
+    widest = max(embedded, attention.widths[0], mlp.first[0].out_features)
     return RowBytes(2 * widest, 4 * head.linear.out_features)
+
+
+def pairs_of(modules: Sequence[Module]) -> list[tuple[AttentionDescription, MlpDescription]]:
+    """Return the descriptions of each layer of a covered model, from the embedding on."""
+    found = [description_of(module) for module in modules[1:]]
+    return [
+        (attention, mlp)
+        for attention, mlp in pairwise(found)
+        if isinstance(attention, AttentionDescription) and isinstance(mlp, MlpDescription)
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from ..batch import Step
     from .context import TensorParallel
 
-__all__ = ["ShardedHeads"]
+__all__ = ["ShardedHeads", "norm_on"]
+
+N = TypeVar("N", bound="Norm")
 
 Norms = list[tuple["Norm | None", "Norm | None"]]
 """Norms of q and k of a layer, of each device with heads."""
@@ -79,11 +81,10 @@ class ShardedHeads:
         by_layer = _norms.setdefault(self.context, {})
         kept = by_layer.get(a.layer_idx)
         if kept is None or any(old is not new for old, new in zip(kept[0], weights, strict=True)):
-            with torch.inference_mode(False):  # kept for passes of every mode
-                norms = [
-                    (self._norm(a.q_norm, shard, begin, end, a), self._norm(a.k_norm, shard, begin, end, None))
-                    for shard, begin, end in self.heads
-                ]
+            norms = [
+                (self._norm(a.q_norm, shard, begin, end, a), self._norm(a.k_norm, shard, begin, end, None))
+                for shard, begin, end in self.heads
+            ]
             kept = by_layer[a.layer_idx] = (weights, norms)
         return kept[1]
 
@@ -112,6 +113,12 @@ class ShardedHeads:
             return None
         groups = 1 if q is None else q.num_attention_heads // q.num_key_value_heads
         weight = norm.weight if norm.weight.dim() == 1 else norm.weight[begin * groups : end * groups]
-        mine = copy.copy(norm)
-        mine.weight = send(weight, self.context.device(shard)).contiguous()
-        return mine
+        return norm_on(norm, self.context.device(shard), weight)
+
+
+def norm_on(norm: N, device: torch.device, weight: Tensor) -> N:
+    """Return a norm of other weights, on a device, for passes of every mode."""
+    mine = copy.copy(norm)
+    with torch.inference_mode(False):
+        mine.weight = send(weight, device).contiguous()
+    return mine

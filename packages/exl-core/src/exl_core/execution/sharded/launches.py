@@ -8,33 +8,39 @@ device's sum, so results are bitwise identical to one device's.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
-from exl_kernels.attention.cuda import HeadNorms
+from exl_kernels.attention.cuda import MatmulInput
 from exl_kernels.fused import embed
-from exl_kernels.linear import QuantMatrix
-from exl_kernels.linear.fused import Activation, FusedLinear
-from exl_kernels.linear.fused import Norm as InputNorm
+from exl_kernels.linear.fused import Packed
 from exl_kernels.norm import rms_norm
 from exl_kernels.selection import PACKED_ROWS
 
 from ...device import activation_dtype
-from ...layers import Attention, Embedding, GatedMLP, Head, Linear, RMSNorm
-from ..attention_half import attend_heads, head_norms_of
-from .coverage import ANSWER, LoadedWeights, part_of, refusal_of_exchange
+from ...layers import Embedding, Head, Linear, Norm, RMSNorm
+from ...layers.description import AttentionDescription, MlpDescription
+from ..attention_half import AttentionHalf
+from ..half import NOTHING, Features, GoesOn, JoinedHalf, Normed, Onward, Product, last_rows
+from ..mlp_half import MlpHalf
+from ..operators import Joined, Operators
+from .coverage import ANSWER, LoadedWeights, pairs_of, part_of, refusal_of_exchange
+from .heads import norm_on
 from .matrix import SplitMatrix
-from .transfer import send
 
 if TYPE_CHECKING:
     from ...language_model import LanguageModel
     from ..batch import Step
 
-__all__ = ["Gather", "ShardLaunches", "ShardLayer", "shard_launches_of"]
+__all__ = ["ROUNDED", "Gather", "ShardLaunches", "run_shares", "shard_launches_of"]
+
+Share = TypeVar("Share", AttentionDescription, MlpDescription)
 
 Gather = Callable[[Tensor, Sequence[int], "Tensor | None", "Sequence[int] | None"], Tensor]
 """(own columns [rows, width], first column of each device and their number, result or None, receivers or None) -> all
@@ -42,49 +48,77 @@ columns [rows, columns]. Called by all devices in the same order."""
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
-    """The columns of each device of one kind of result: `begins` as `Gather` takes them."""
-
-    begins: tuple[int, ...]
-
-    def width(self, shard: int) -> int:
-        return self.begins[shard + 1] - self.begins[shard]
-
-
-@dataclass(frozen=True, slots=True)
-class ShardLayer:
-    """One device's share of a layer."""
-
-    attention: Attention
-    qkv: FusedLinear
-    widths: tuple[int, int, int]
-    """Columns of q, k and v."""
-    head_norms: HeadNorms | None
-    o: FusedLinear
-    up: FusedLinear
-    down: FusedLinear
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        """Return the attention of this device's heads, [T, heads * head_dim], and store k and v.
-
-        q, k and v are [T, heads * head_dim] of theirs, parts of wider rows or not.
-        """
-        a, rows = self.attention, q.shape[0]
-        q, k, v = (t.view(rows, -1, a.head_dim) for t in (q, k, v))
-        if step.q_len > 1 and self.head_norms is not None:
-            norms = self.head_norms
-            q, k = (rms_norm(t.contiguous(), weight, norms.eps) for t, weight in ((q, norms.q), (k, norms.k)))
-        return attend_heads(a, q, k, v, step, None, self.head_norms).view(rows, -1)
-
-
-@dataclass(frozen=True, slots=True)
 class Shape:
-    """Columns of each kind of result, the same on all devices."""
+    """The columns of each device of each kind of result, as `Gather` takes them."""
 
-    heads: Columns
-    hidden: Columns
-    inner: Columns
-    vocabulary: Columns
+    heads: tuple[int, ...]
+    hidden: tuple[int, ...]
+    inner: tuple[int, ...]
+    vocabulary: tuple[int, ...]
+
+
+class _Whole(Joined):
+    """Joined launches whose results other devices need: attention packs no input of the last matmul."""
+
+    def room(self, half: JoinedHalf, rows: int, step: Step) -> MatmulInput | None:
+        """Return None."""
+        return None
+
+
+class _Rounded(Operators):
+    """Separate launches that round each sum twice, as the modules' own passes do after they gather the result."""
+
+    def last(self, half: JoinedHalf, x: Tensor, y: Features, h: Normed, onward: Onward, step: Step) -> Normed:
+        """Multiply and add; see `Operators.last`."""
+        assert isinstance(y, Tensor), "gathered"
+        x.add_(half.about.last.quant.matmul(y))
+        return None
+
+
+WHOLE, ROUNDED = _Whole(), _Rounded()
+
+
+def run_shares(
+    shares: Sequence[ShardLaunches],
+    x: Sequence[Tensor],
+    steps: Sequence[Step],
+    gather: Callable[[list[Tensor], Sequence[int], Sequence[Tensor] | None], list[Tensor]],
+    ops: Operators,
+    goes_on: GoesOn = "all",
+) -> list[Tensor] | None:
+    """Run the layers on some devices of a sharded model, step by step, with an exchange behind each matmul's result.
+
+    Args:
+        shares: the launches of these devices.
+        x: the hidden state [T, hidden] on each of them.
+        steps: the step on each, with the pages of its heads.
+        gather: (columns of each device, first column of each device of the model and their number, memory of the
+            result or None) -> all columns on each device.
+        ops: how the matmuls run.
+        goes_on: the tokens whose results are needed.
+
+    Returns:
+        The hidden state of the tokens that go on, on each device; None where none goes on.
+    """
+    shape, layers = shares[0].shape, list(zip(*(share.halves for share in shares), strict=True))
+    own = [share.columns_of(whole) for share, whole in zip(shares, x, strict=True)]
+    for number, halves in enumerate(layers):
+        narrows = goes_on if number == len(layers) - 2 else "all"  # the last attention
+        made: list[Tensor] = []
+        for half, whole, step in zip(halves, x, steps, strict=True):
+            _, _, y = half.features(whole, None, step, ops, "none" if narrows == "none" else "all")
+            if y is not None:
+                assert not isinstance(y, Packed), "no room for it"
+                made.append(y.now() if isinstance(y, Product) else y)
+        if not made:
+            return None
+        if narrows == "last":
+            made, own = ([last_rows(t, steps[0].batch_size) for t in parts] for parts in (made, own))
+        kind = shape.inner if number % 2 else shape.heads
+        for half, columns, y, step in zip(halves, own, gather(made, kind, None), steps, strict=True):
+            ops.last(half, columns, y, None, NOTHING, step)
+        x = gather(own, shape.hidden, None if narrows == "last" else x)
+    return list(x)
 
 
 class ShardLaunches:
@@ -93,7 +127,7 @@ class ShardLaunches:
     `run` launches all of a step on torch's current stream of the device.
 
     Attributes:
-        layers: this device's share of each layer.
+        halves: this device's share of the halves of each layer, attention and MLP in turns.
         shape: the columns of each device.
     """
 
@@ -101,7 +135,7 @@ class ShardLaunches:
         self,
         shard: int,
         shape: Shape,
-        layers: Sequence[ShardLayer],
+        halves: Sequence[JoinedHalf],
         embedding: Embedding | None,
         last: RMSNorm,
         head: Head,
@@ -109,20 +143,19 @@ class ShardLaunches:
         """embedding: on the home device, which is device 0; None on others."""
         part = part_of(head.linear, shard)
         assert part is not None, "shard_launches_of has checked it"
-        self.layers, self.shape = list(layers), shape
+        self.halves, self.shape = list(halves), shape
         self._shard, self._embedding = shard, embedding
         self._taken: dict[int, bool] = {}
-        hidden, others = shape.hidden.begins[-1], len(shape.hidden.begins) - 2
+        hidden, others = shape.hidden[-1], len(shape.hidden) - 2
         self._answered = (0, *(hidden + ANSWER * other for other in range(others + 1)))
-        self._norm, self._head, self._matrix = _norm_on(last, part.device), head, part
+        self._norm, self._head, self._matrix = norm_on(last, part.device, last.loaded_weight), head, part
 
     def takes(self, rows: int) -> bool:
         """Return whether every matmul of `rows` rows has a kernel with norm, gate and residual."""
         if rows > PACKED_ROWS:
             return False
         if rows not in self._taken:
-            matmuls = (matmul for layer in self.layers for matmul in (layer.qkv, layer.o, layer.up, layer.down))
-            self._taken[rows] = all(matmul.kernel(rows) is not None for matmul in matmuls)
+            self._taken[rows] = all(half.joins(rows) and half.last.joins(rows) for half in self.halves)
         return self._taken[rows]
 
     def body(self, ids: Tensor, step: Step, exchanges: Callable[[bool], Gather]) -> Callable[[Tensor | None], Tensor]:
@@ -151,35 +184,36 @@ class ShardLaunches:
         Returns:
             The logits; on other devices a part of them.
         """
-        shape, shard, device = self.shape, self._shard, self._matrix.device
-        rows = ids.shape[0]
-        x = self._embedded(ids, gather)
-        begin, width = shape.hidden.begins[shard], shape.hidden.width(shard)
-        own = x[:, begin : begin + width].contiguous()
-        for layer in self.layers:
-            qkv = layer.qkv(x, x.new_empty(rows, layer.qkv.out_features))
-            q, k, v = torch.split(qkv, list(layer.widths), dim=1)
-            mixed = gather(layer.attend(q, k, v, step), shape.heads.begins, None, None)
-            x = gather(layer.o(mixed, own, own), shape.hidden.begins, x, None)
-            inner = gather(layer.up(x, x.new_empty(rows, layer.up.out_features)), shape.inner.begins, None, None)
-            x = gather(layer.down(inner, own, own), shape.hidden.begins, x, None)
-        h = rms_norm(x, self._norm.weight, self._norm.eps)
+        shape, device, rows = self.shape, self._matrix.device, ids.shape[0]
+
+        def all_columns(made: list[Tensor], begins: Sequence[int], full: Sequence[Tensor] | None) -> list[Tensor]:
+            return [gather(made[0], begins, None if full is None else full[0], None)]
+
+        found = run_shares([self], [self._embedded(ids, gather)], [step], all_columns, WHOLE)
+        assert found is not None, "all tokens go on"
+        (x,) = found
+        h = rms_norm(x, self._norm.loaded_weight, self._norm.eps)
         part = self._matrix.matmul(h, out=torch.empty((rows, self._matrix.out_features), device=device))
         if logits is None:
             # Others only send: their result is never read.
-            gather(part, shape.vocabulary.begins, torch.empty((rows, shape.vocabulary.begins[-1]), device=device), (0,))
+            gather(part, shape.vocabulary, torch.empty((rows, shape.vocabulary[-1]), device=device), (0,))
             return part
         whole = logits
-        if logits.shape[1] != shape.vocabulary.begins[-1]:
-            whole = torch.empty((rows, shape.vocabulary.begins[-1]), device=device)
-        gather(part, shape.vocabulary.begins, whole, (0,))
+        if logits.shape[1] != shape.vocabulary[-1]:
+            whole = torch.empty((rows, shape.vocabulary[-1]), device=device)
+        gather(part, shape.vocabulary, whole, (0,))
         if whole is not logits:
             logits[:, : whole.shape[1]] = whole
         return self._head.finish(logits)
 
+    def columns_of(self, x: Tensor) -> Tensor:
+        """Return a copy of the columns of the hidden state x to which this device's matmuls add."""
+        begins = self.shape.hidden
+        return x[:, begins[self._shard] : begins[self._shard + 1]].contiguous()
+
     def _embedded(self, ids: Tensor, gather: Gather) -> Tensor:
         """Return the embedded ids [T, hidden], which the home device sends to the others."""
-        hidden, device = self.shape.hidden.begins[-1], self._matrix.device
+        hidden, device = self.shape.hidden[-1], self._matrix.device
         if self._embedding is None:
             first = torch.empty((ids.shape[0], ANSWER), dtype=activation_dtype(device), device=device)
         else:
@@ -203,56 +237,41 @@ def shard_launches_of(model: LanguageModel) -> list[ShardLaunches] | str:
     assert isinstance(embedding, Embedding)
     assert isinstance(last, RMSNorm)
     assert isinstance(head, Head)
-    pairs = list(zip(model.modules[1:-2:2], model.modules[2:-2:2], strict=True))
+    pairs = pairs_of(model.modules)
     attention, mlp = pairs[0]
-    assert isinstance(attention, Attention)
-    assert isinstance(mlp, GatedMLP)
-    columns = [_columns(linear) for linear in (attention.q_proj, attention.o_proj, mlp.up_proj, head.linear)]
-    shape = Shape(*columns)
+    shape = Shape(*map(_begins, (attention.first[0], attention.last, mlp.first[0], head.linear)))
     made = []
     for shard in range(shards):
-        layers = [_layer(cast(Attention, a), cast(GatedMLP, m), shard) for a, m in pairs]
-        first = embedding if shard == 0 else None
-        made.append(ShardLaunches(shard, shape, layers, first, last, head))
+        halves = [
+            half
+            for attention, mlp in pairs
+            for half in (AttentionHalf(share_of(attention, shard)), MlpHalf(share_of(mlp, shard)))
+        ]
+        made.append(ShardLaunches(shard, shape, halves, None if shard else embedding, last, head))
     return made
 
 
-def _columns(linear: Linear) -> Columns:
-    matrix = linear.matrix
-    assert isinstance(matrix, SplitMatrix)
-    begins = [0]
-    for part in matrix.parts:
-        begins.append(begins[-1] + part.width)
-    return Columns(tuple(begins))
+def _begins(linear: Linear) -> tuple[int, ...]:
+    assert isinstance(linear.matrix, SplitMatrix)
+    return (0, *accumulate(part.width for part in linear.matrix.parts))
 
 
-def _norm_on(norm: RMSNorm, device: torch.device) -> InputNorm:
-    with torch.inference_mode(False):
-        return InputNorm(send(norm.loaded_weight, device), norm.eps)
+def share_of(about: Share, shard: int) -> Share:
+    """Return the description of one device's share of a loaded half: its parts of the matrices, norms beside them."""
 
+    def part(linear: Linear) -> Linear:
+        mine, matrix = copy.copy(linear), part_of(linear, shard)
+        assert matrix is not None, "refusal_of_exchange has checked it"
+        mine.matrix, mine.out_features = matrix, matrix.out_features
+        return mine
 
-def _layer(attention: Attention, mlp: GatedMLP, shard: int) -> ShardLayer:
-    def parts(*linears: Linear) -> list[QuantMatrix]:
-        found = [part_of(linear, shard) for linear in linears]
-        return [part for part in found if part is not None]
+    first, last = tuple(part(linear) for linear in about.first), part(about.last)
+    device = last.quant.device
 
-    a = attention
-    qkv, (o,) = parts(a.q_proj, a.k_proj, a.v_proj), parts(a.o_proj)
-    gated, (down,) = parts(mlp.gate_proj, mlp.up_proj), parts(mlp.down_proj)
-    device = o.device
-    assert isinstance(a.norm, RMSNorm)
-    assert isinstance(mlp.norm, RMSNorm)
-    norms = head_norms_of(a)
-    if norms is not None:
-        with torch.inference_mode(False):
-            norms = HeadNorms(send(norms.q, device), send(norms.k, device), norms.eps)
-    q, k, v = (matrix.out_features for matrix in qkv)
-    return ShardLayer(
-        a,
-        FusedLinear(qkv, norm=_norm_on(a.norm, device)),
-        (q, k, v),
-        norms,
-        FusedLinear([o]),
-        FusedLinear(gated, norm=_norm_on(mlp.norm, device), activation=cast(Activation, mlp.activation)),
-        FusedLinear([down]),
-    )
+    def there(norm: Norm | None) -> Norm | None:
+        return None if norm is None else norm_on(norm, device, norm.loaded_weight)
+
+    found = replace(about, first=first, last=last, norm=there(about.norm))
+    if isinstance(found, AttentionDescription):
+        return replace(found, q_norm=there(found.q_norm), k_norm=there(found.k_norm))
+    return found

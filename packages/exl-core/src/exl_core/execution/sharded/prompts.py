@@ -15,25 +15,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from exl_kernels.activation import gated_activation
 from exl_kernels.fused import embed
-from exl_kernels.kv import store_kv
-from exl_kernels.linear.fused import FusedLinear
-from exl_kernels.norm import rms_norm
-from exl_kernels.rope import apply_rope
 from exl_kernels.selection import PACKED_ROWS
 
 from ...device import out_of_memory_as_error
 from ...layers import Embedding, Head, Norm
 from ..batch import DECODE_TOKENS
 from ..eager import first_step
+from ..half import GoesOn
 from .heads import ShardedHeads
-from .launches import ShardLaunches, ShardLayer
+from .launches import ROUNDED, ShardLaunches, run_shares
 from .transfer import queueing, send
 
 if TYPE_CHECKING:
     from ...language_model import LanguageModel
-    from ..batch import Step
     from ..forward_pass import ForwardPass
     from .context import TensorParallel
 
@@ -79,10 +74,13 @@ class Prompts:
             assert embedding.weight is not None
             ids = asked.ids.reshape(-1).to(embedding.weight.device)
             x = embed(embedding.weight, ids, factor=embedding.scale, dtype="float16")
-            hidden = _Pass(self._shards, steps, self._copies).hidden(x, asked)
+            goes_on: GoesOn = "none" if asked.preprocess_only else "last" if asked.last_id_only else "all"
+            spread = [send(x, step.rows.device) for step in steps]
+            gather = self._copies.gather
+            hidden = run_shares(self._shards, spread, steps, lambda made, to, _: gather(made, to), ROUNDED, goes_on)
             result = {}
             if hidden is not None:
-                result["logits"] = head.forward(norm.forward(hidden), first).view(batch, -1, head.padded_vocab_size)
+                result["logits"] = head.forward(norm.forward(hidden[0]), first).view(batch, -1, head.padded_vocab_size)
         if asked.cache is not None:  # last, so that a failed pass leaves the cache's length unchanged
             asked.cache.current_seq_len = asked.end()
         return result
@@ -177,80 +175,3 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-
-class _Pass:
-    """The launches of one pass. `steps`: the step on each device, with the pages of its heads."""
-
-    def __init__(self, shards: Sequence[ShardLaunches], steps: Sequence[Step], copies: Copies) -> None:
-        self._shards, self._steps, self._copies = shards, steps, copies
-
-    def hidden(self, first: Tensor, asked: ForwardPass) -> Tensor | None:
-        """Return the hidden state behind the layers [T, hidden] on the home device, None without logits.
-
-        first: the embedded ids, [T, hidden], on the home device.
-        """
-        shape = self._shards[0].shape
-        x = [send(first, step.rows.device) for step in self._steps]
-        begins = shape.hidden.begins
-        own = [whole[:, begins[i] : begins[i + 1]].contiguous() for i, whole in enumerate(x)]
-        layers = list(zip(*(launches.layers for launches in self._shards), strict=True))
-        for layer in layers:
-            last = layer is layers[-1]
-            if last and asked.preprocess_only:
-                self._each(_store, layer, x)
-                return None
-            mixed = self._each(_attended, layer, x)
-            if last and asked.last_id_only:
-                mixed, own = ([_last(t, asked.ids.shape[0]) for t in parts] for parts in (mixed, own))
-            mixed = self._copies.gather(mixed, shape.heads.begins)
-            x = self._added([parts.o for parts in layer], mixed, own)
-            inner = [_gated(parts.up, whole) for parts, whole in zip(layer, x, strict=True)]
-            inner = self._copies.gather(inner, shape.inner.begins)
-            x = self._added([parts.down for parts in layer], inner, own)
-        return x[0]
-
-    def _each(self, run: Any, layer: Sequence[ShardLayer], x: Sequence[Tensor]) -> list[Any]:
-        return [run(parts, whole, step) for parts, whole, step in zip(layer, x, self._steps, strict=True)]
-
-    def _added(self, matmuls: Sequence[FusedLinear], x: Sequence[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
-        """Add the matmuls of x to each device's columns of the hidden state; return the whole of it on each device."""
-        for matmul, whole, columns in zip(matmuls, x, own, strict=True):
-            columns.add_(matmul.matrices[0].matmul(whole))
-        return self._copies.gather(own, self._shards[0].shape.hidden.begins)
-
-
-def _normed(matmul: FusedLinear, x: Tensor) -> Tensor:
-    norm = matmul.norm
-    assert norm is not None, "of the first matmul of a half"
-    return rms_norm(x, norm.weight, norm.eps)
-
-
-def _attended(layer: ShardLayer, x: Tensor, step: Step) -> Tensor:
-    h = _normed(layer.qkv, x)
-    q, k, v = (matrix.matmul(h) for matrix in layer.qkv.matrices)
-    return layer.attend(q, k, v, step)
-
-
-def _store(layer: ShardLayer, x: Tensor, step: Step) -> None:
-    """Store keys and values of x in the cache without attention."""
-    a, h = layer.attention, _normed(layer.qkv, x)
-    k, v = (matrix.matmul(h).view(x.shape[0], -1, a.head_dim) for matrix in layer.qkv.matrices[1:])
-    if layer.head_norms is not None:
-        k = rms_norm(k, layer.head_norms.k, layer.head_norms.eps)
-    if a.rope != "none":
-        apply_rope(k, *step.table(a.rope), step.rope_positions, interleaved=a.interleaved)
-    store_kv(step.pages(a.layer_idx), k, v, step.slots)
-
-
-def _gated(matmul: FusedLinear, x: Tensor) -> Tensor:
-    """Return the gated features of x: norm, gate, up and activation."""
-    h = _normed(matmul, x)
-    gate, up = (matrix.matmul(h) for matrix in matmul.matrices)
-    assert matmul.activation is not None, "of a gated MLP"
-    return gated_activation(gate, up, matmul.activation, out=gate)
-
-
-def _last(x: Tensor, batch: int) -> Tensor:
-    """Return x [T, width] of the last token of each of `batch` rows."""
-    return x.view(batch, -1, x.shape[1])[:, -1].contiguous()
