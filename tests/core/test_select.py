@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from captured_on_cpu import captured_on_cpu
-from joined_on_cpu import FusedDouble, joined_on_cpu
+from joined_on_cpu import joined_on_cpu
 from test_sharded_launches import sharded, write
 
 from exl_core import AttentionParams, ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, PagedParams
@@ -23,7 +23,6 @@ from exl_core.execution.environment import PROMPTS_VARIABLE
 from exl_core.execution.forward_pass import ForwardPass
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of
 from exl_core.execution.select import select
-from exl_core.execution.sharded import launches
 
 FOLDER = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"
 PAGE = 16
@@ -145,7 +144,6 @@ def test_passes_of_a_sharded_model(lab: Any, monkeypatch: pytest.MonkeyPatch) ->
     mask[1, :20] = -torch.inf
     want = model.forward(ids, input_mask=mask)
     joined_on_cpu(monkeypatch)
-    monkeypatch.setattr(launches, "FusedLinear", FusedDouble)
     monkeypatch.setattr(captured, "refusal_of_access", lambda context: None)
     monkeypatch.setattr(captured, "refusal_of_model", lambda model: None)
     monkeypatch.setattr(selecting, "may_fuse", lambda model: True)
