@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Every test on a GPU, once, in about five minutes on two GPUs: all tests marked `cuda`, memcheck, racecheck. A
-# table of what passed comes last. Racecheck keeps a GPU busy for most of that time: it has the second and what the others leave of
+# Every test on a GPU, once, in about five minutes on three GPUs: all tests marked `cuda`, memcheck, racecheck. A
+# table of what passed comes last. Racecheck takes the longest: it has all GPUs but the first, and what the others leave of
 # the first, which all else runs on. With one GPU all of it runs there.
 #
 # usage: scripts/gpu/prove_all.sh FOLDER [seconds, default 330: what has not ended by then is cut off, and the table says so]
@@ -19,7 +19,8 @@ rm -rf "$out"/{parts,kernels} && mkdir -p "$out"/{parts,kernels/tests}
 out=$(cd "$out" && pwd)
 export PYTHONPATH="$PWD/scripts/gpu:$PYTHONPATH" OMP_NUM_THREADS=1 EXL_CPU_THREADS=1
 IFS=, read -ra gpus <<< "${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | tr -d ' ' | paste -sd,)}"
-tests=${gpus[0]} tools=${gpus[${#gpus[@]} > 1]}
+tests=${gpus[0]} raced=("${gpus[0]}") # racecheck's processes take these in turn
+for gpu in "${gpus[@]:1}"; do raced+=("$gpu" "$gpu"); done
 began=$(date +%s)
 passed() { echo $(($(date +%s) - began)); }
 left() { local s=$((limit - $(passed) - ${1:-0})); echo $((s > 1 ? s : 1)); }
@@ -65,7 +66,7 @@ if has racecheck; then
       timeout -k 5 "$(left)" python3 scripts/gpu/racecheck_images.py "$out/images" > "$out/images.txt" 2>&1 || { record images $? "$(passed)" "$(tail -1 "$out/images.txt")"; exit; }
       export EXL_CUDA_IMAGES=$out/images
     fi
-    run_tool racecheck "$tools $tools $tests" 0 12 # what sanitize_cases.txt names: under this tool a case that is not there may take minutes
+    run_tool racecheck "${raced[*]}" 0 $((4 * (${#raced[@]} > 3 ? ${#raced[@]} : 3))) # what sanitize_cases.txt names: under this tool a case that is not there may take minutes
     rm -rf "$out/images"
   ) &
 fi
