@@ -1,4 +1,6 @@
-"""Experts that share launches: bitwise those of one expert after the other, near float64; needs a GPU."""
+"""Experts that share launches: bitwise those of one expert after the other, near float64; needs a GPU.
+
+test_cuda_dequantized_experts.py has those of prompts."""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from test_cuda_linear import exl2_tensors, gptq_tensors, rms
 from torch import Tensor
 
 from exl_kernels.activation import gated_activation
+from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaFloatMatrix, CudaQuantMatrix
@@ -125,12 +128,13 @@ def test_results_are_those_of_one_expert_after_the_other(
     together = GroupedExperts(experts, "silu")
     for rows in (1, 2, 3, 7, 8, 9, 16, 17, 33, 64, 70):
         h, (weights, ids) = rows_of(rows, hidden, rows), chosen_of(rows, count, chosen, rows)
-        expected = one_by_one(h, weights, ids, experts, "silu")
-        assert expected.isfinite().all()
-        assert torch.equal(together(h, weights, ids), expected), rows
         x = rows_of(rows, hidden, 99)
-        expected = one_by_one(h, weights, ids, experts, "silu", residual=x)
-        assert torch.equal(together(h, weights, ids, residual=x, out=x), expected), rows
+        with row_invariant_matmuls():
+            expected = one_by_one(h, weights, ids, experts, "silu")
+            assert expected.isfinite().all()
+            assert torch.equal(together(h, weights, ids), expected), rows
+            expected = one_by_one(h, weights, ids, experts, "silu", residual=x)
+            assert torch.equal(together(h, weights, ids, residual=x, out=x), expected), rows
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "quickgelu"])
@@ -161,7 +165,8 @@ def test_many_rows_are_several_launches(rows: int, chosen: int) -> None:
     together = GroupedExperts(experts, "silu")
     h, (weights, ids) = rows_of(rows, 256), chosen_of(rows, 40, chosen)
     shared, factors, x = rows_of(rows, 256, 3), torch.rand(rows).cuda(), rows_of(rows, 256, 4)
-    found = together(h, weights, ids, shared=shared, shared_weights=factors, residual=x)
+    with row_invariant_matmuls():
+        found = together(h, weights, ids, shared=shared, shared_weights=factors, residual=x)
     for some in torch.arange(rows).split(64):
         more = {"shared": shared[some], "shared_weights": factors[some], "residual": x[some]}
         assert torch.equal(found[some], one_by_one(h[some], weights[some], ids[some], experts, "silu", **more))

@@ -3,6 +3,7 @@
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
 
+use exl_cuda::ops::moe::dequantized::{self, Part};
 use exl_cuda::ops::moe::{self, Call, Choice, Experts, Route};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -179,9 +180,21 @@ impl CudaExperts {
         moe::MOST_PAIRS
     }
 
-    /// Whether a call of `rows` rows with `chosen` experts each is faster than one expert after the other.
-    fn shares(&self, rows: usize, chosen: usize) -> bool {
-        self.experts.kernel(rows, chosen) != moe::select::Kernel::Apart
+    /// The way to run a call of `rows` rows with `chosen` experts each, whose results do not depend on one another if `invariant`.
+    fn kernel(&self, rows: usize, chosen: usize, invariant: bool) -> &'static str {
+        self.experts.kernel(rows, chosen, invariant).name()
+    }
+
+    /// Number of experts.
+    #[getter]
+    fn count(&self) -> usize {
+        self.experts.count()
+    }
+
+    /// Features between gate, up and down.
+    #[getter]
+    fn width(&self) -> usize {
+        self.experts.width()
     }
 
     /// Bytes of scratch memory of a call.
@@ -211,17 +224,15 @@ impl CudaExperts {
         let hidden = self.experts.hidden();
         let rows = h.numel() / hidden;
         let chosen = ids.shape.last().copied().unwrap_or(0);
-        for (what, tensor) in [
-            ("h", Some(&h)),
-            ("out", Some(&out)),
-            ("shared", shared.as_ref()),
-            ("residual", residual.as_ref()),
-        ] {
-            let fits = tensor.is_none_or(|t| {
-                t.dtype == DType::F16 && t.shape == [rows, hidden] && t.ptr.is_multiple_of(4)
-            });
-            expect(fits, &format!("{what} must be float16 [rows, hidden]"))?;
-        }
+        self.expect_rows(
+            rows,
+            [
+                ("h", Some(&h)),
+                ("out", Some(&out)),
+                ("shared", shared.as_ref()),
+                ("residual", residual.as_ref()),
+            ],
+        )?;
         expect(
             ids.dtype == DType::I64
                 && ids.shape == [rows, chosen]
@@ -229,20 +240,13 @@ impl CudaExperts {
                 && weights.shape == ids.shape,
             "ids and weights must be [rows, chosen]",
         )?;
+        expect_factors(shared_weights.as_ref(), rows)?;
+        self.expect_table(&table)?;
         expect(
-            shared_weights
-                .as_ref()
-                .is_none_or(|t| t.dtype == DType::F32 && t.numel() == rows),
-            "shared_weights must be float32 [rows]",
-        )?;
-        expect(
-            table.dtype == DType::U8
-                && table.numel() == self.experts.table().len()
-                && table.ptr.is_multiple_of(16)
-                && scratch.dtype == DType::U8
+            scratch.dtype == DType::U8
                 && scratch.numel() >= self.experts.scratch_bytes(rows, chosen)
                 && scratch.ptr.is_multiple_of(16),
-            "table or scratch has another size",
+            "scratch has another size",
         )?;
         let mut all = vec![
             ("table", &table),
@@ -281,4 +285,148 @@ impl CudaExperts {
         py.detach(|| unsafe { moe::run(to, &self.experts, &op) })
             .map_err(|error| device_error(py, &error))
     }
+
+    /// Write a matrix of each expert of `numbers` int64 [n] into `out` float16 [n, in, out]; part 0 is gate, 1 up, 2 down. `table` as for
+    /// `run`.
+    fn dequantize(
+        &self,
+        py: Python<'_>,
+        table: Tensor,
+        numbers: Tensor,
+        part: usize,
+        out: Tensor,
+        launch: &Launch,
+    ) -> PyResult<()> {
+        let of = *Part::ALL
+            .get(part)
+            .ok_or_else(|| PyValueError::new_err("part must be 0, 1 or 2"))?;
+        let (hidden, width) = (self.experts.hidden(), self.experts.width());
+        let [k, n] = if of == Part::Down {
+            [width, hidden]
+        } else {
+            [hidden, width]
+        };
+        let count = numbers.numel();
+        expect(
+            numbers.dtype == DType::I64
+                && out.dtype == DType::F16
+                && out.shape == [count, k, n]
+                && out.ptr.is_multiple_of(16),
+            "numbers must be int64 [n] and out float16 [n, in, out], aligned to 16 bytes",
+        )?;
+        self.expect_table(&table)?;
+        let all = [("table", &table), ("numbers", &numbers), ("out", &out)];
+        let to = target(&all, launch)?;
+        expect(to.device == self.device, "out must be on the experts' GPU")?;
+        // SAFETY: as in `ExpertRouter::route`; the caller's contract is that numbers are expert indices.
+        py.detach(|| unsafe {
+            dequantized::dequantize(
+                to,
+                &self.experts,
+                table.ptr,
+                (numbers.ptr, count),
+                of,
+                out.ptr,
+            )
+        })
+        .map_err(|error| device_error(py, &error))
+    }
+
+    /// Compute out [rows, hidden] = residual + sum of weights * parts, + shared * shared_weights, in the order of choices; `parts` float16
+    /// holds at least [rows, chosen, hidden], the rest as for `run`.
+    #[pyo3(signature = (parts, weights, out, launch, *, shared=None, shared_weights=None, residual=None))]
+    fn combine(
+        &self,
+        py: Python<'_>,
+        parts: Tensor,
+        weights: Tensor,
+        out: Tensor,
+        launch: &Launch,
+        shared: Option<Tensor>,
+        shared_weights: Option<Tensor>,
+        residual: Option<Tensor>,
+    ) -> PyResult<()> {
+        let hidden = self.experts.hidden();
+        let [rows, chosen] = weights.shape[..] else {
+            return Err(PyValueError::new_err("weights must be [rows, chosen]"));
+        };
+        self.expect_rows(
+            rows,
+            [
+                ("out", Some(&out)),
+                ("shared", shared.as_ref()),
+                ("residual", residual.as_ref()),
+            ],
+        )?;
+        expect(
+            weights.dtype == DType::F32
+                && parts.dtype == DType::F16
+                && parts.numel() >= rows * chosen * hidden
+                && parts.ptr.is_multiple_of(4),
+            "weights must be float32 [rows, chosen] and parts float16 [rows, chosen, hidden]",
+        )?;
+        expect_factors(shared_weights.as_ref(), rows)?;
+        let mut all = vec![("parts", &parts), ("weights", &weights), ("out", &out)];
+        for (what, tensor) in [
+            ("shared", &shared),
+            ("shared_weights", &shared_weights),
+            ("residual", &residual),
+        ] {
+            all.extend(tensor.as_ref().map(|t| (what, t)));
+        }
+        let to = target(&all, launch)?;
+        expect(to.device == self.device, "out must be on the experts' GPU")?;
+        let address = |tensor: &Option<Tensor>| tensor.as_ref().map_or(0, |t| t.ptr);
+        let op = Call {
+            table: 0,
+            h: 0,
+            ids: 0,
+            weights: weights.ptr,
+            scratch: 0,
+            shared: address(&shared),
+            shared_weights: address(&shared_weights),
+            residual: address(&residual),
+            out: out.ptr,
+            rows,
+            chosen,
+            activation: self.activation,
+            tuning: None,
+        };
+        // SAFETY: as in `ExpertRouter::route`.
+        py.detach(|| unsafe { dequantized::combine(to, &self.experts, &op, parts.ptr) })
+            .map_err(|error| device_error(py, &error))
+    }
+}
+
+impl CudaExperts {
+    fn expect_table(&self, table: &Tensor) -> PyResult<()> {
+        let bytes = self.experts.table().len();
+        let fits = table.dtype == DType::U8 && table.numel() == bytes;
+        expect(
+            fits && table.ptr.is_multiple_of(16),
+            "table has another size",
+        )
+    }
+
+    fn expect_rows<const N: usize>(
+        &self,
+        rows: usize,
+        tensors: [(&str, Option<&Tensor>); N],
+    ) -> PyResult<()> {
+        let shape = [rows, self.experts.hidden()];
+        for (what, tensor) in tensors {
+            let fits = tensor.is_none_or(|t| {
+                t.dtype == DType::F16 && t.shape == shape && t.ptr.is_multiple_of(4)
+            });
+            expect(fits, &format!("{what} must be float16 [rows, hidden]"))?;
+        }
+        Ok(())
+    }
+}
+
+fn expect_factors(shared_weights: Option<&Tensor>, rows: usize) -> PyResult<()> {
+    expect(
+        shared_weights.is_none_or(|t| t.dtype == DType::F32 && t.numel() == rows),
+        "shared_weights must be float32 [rows]",
+    )
 }

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from exl_kernels.activation import activation as activate
 from exl_kernels.activation import gated_activation
+from exl_kernels.device import row_invariant
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaFloatMatrix
 from exl_kernels.moe import ExpertGroup, ExpertRouter, group_experts
@@ -77,9 +78,9 @@ class MoE(FeedForward):
     from the likeliest expert to the least, so the result does not depend on the other rows of the batch.
 
     The experts of a call share one native call on the CPU. On a GPU quantized experts of few rows share launches, which
-    read on the device which experts are chosen (`exl_kernels.moe`). All other experts run one after the other, with
-    bitwise
-    identical results: experts with adapters or on several devices, and on a GPU float matrices and more rows.
+    read on the device which experts are chosen; experts of prompts are dequantized some at a time (`exl_kernels.moe`).
+    Others run one after the other: experts with adapters or on several devices, and on a GPU float matrices. With
+    batch-invariant matmuls all ways give bitwise identical results.
     """
 
     name = "MoEMLP"
@@ -150,7 +151,7 @@ class MoE(FeedForward):
 
     def refusal_of_rows(self, rows: int) -> str | None:
         """As `Module.refusal_of_rows`: the experts must share launches. Routers and gates may be float matrices."""
-        if self._grouped is None or not self.capturable or not self._grouped.shares(rows, self.chosen):
+        if self._grouped is None or not self.capturable or not self._grouped.shares(rows, self.chosen, True):
             return f"{self.key} ({self.name}) decides on the host which experts take {rows} rows"
         shared = () if self.shared is None else self.shared.submodules()
         return refusal_of_float([*(linear for expert in self.experts for linear in expert), *shared])
@@ -205,7 +206,9 @@ class MoE(FeedForward):
 
     def _grouped_for(self, h: Tensor, loras: Sequence[Adapter]) -> ExpertGroup | None:
         """Return the experts of `h` in shared calls; None where they run one after the other."""
-        if self._grouped is None or h.dtype != self._grouped.dtype or not self._grouped.shares(h.shape[0], self.chosen):
+        if self._grouped is None or h.dtype != self._grouped.dtype:
+            return None
+        if not self._grouped.shares(h.shape[0], self.chosen, row_invariant()):
             return None
         if loras and any(linear.adapted(loras) for expert in self.experts for linear in expert):
             return None

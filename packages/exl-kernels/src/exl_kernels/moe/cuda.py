@@ -1,8 +1,9 @@
 """A mixture of experts on a GPU: routing rows to experts, and the weighted sum of the experts' results.
 
-Nothing is read back: the chosen experts stay on the device, where every launch reads its work, so calls can be captured
-in a CUDA graph. A row's result is bitwise identical to that of one expert after the other (`QuantMatrix.matmul` and
-`gated_activation`), and does not depend on the other rows.
+In shared launches nothing is read back: the chosen experts stay on the device, where every launch reads its work, so
+calls can be captured in a CUDA graph. A row's result is bitwise identical to that of one expert after the other
+(`QuantMatrix.matmul` and `gated_activation`), and does not depend on the other rows. Prompts, whose rows repay that,
+run on dequantized experts instead, unless `device.set_row_invariant` asks for rows that do not depend on one another.
 """
 
 from __future__ import annotations
@@ -14,17 +15,22 @@ import torch
 from torch import Tensor
 
 from .. import _native
-from ..activation import ActivationKind
+from ..activation import ActivationKind, gated_activation
 from ..cuda_ops import check_operand, launch_on
+from ..device import row_invariant
 from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..linear.cuda import CudaFloatMatrix, CudaQuantMatrix
 from ..linear.matrix import QuantMatrix
 from ..selection import FUSED_ACTIVATIONS
+from .dequantized import padded_groups, padded_slots
 
 __all__ = ["ExpertRouter", "GroupedExperts", "why_apart"]
 
 Expert = tuple[QuantMatrix, QuantMatrix, QuantMatrix]
 """gate, up and down."""
+
+DEQUANTIZED_BYTES = 128 << 20
+"""Memory for dequantized matrices, unless a single one is larger."""
 
 
 def why_apart(experts: Sequence[Expert], activation: ActivationKind, chosen: int = 1) -> str | None:
@@ -115,15 +121,23 @@ class GroupedExperts:
             raise UnsupportedError(f"the experts cannot share launches: {why}")
         self.device = experts[0][0].device
         self.hidden = experts[0][0].in_features
+        self._activation = activation
         self._native = _native_experts(experts, activation)
         self._table = torch.frombuffer(bytearray(self._native.table()), dtype=torch.uint8).to(self.device)
         self._most_pairs = self._native.most_pairs
         # The table must be in place before a kernel that starts early reads it (programmatic dependent launch).
         torch.cuda.current_stream(self.device).synchronize()
 
-    def shares(self, rows: int, chosen: int) -> bool:
-        """Return whether a call of `rows` rows with `chosen` experts each is faster than one expert after the other."""
-        return self._native.shares(rows, chosen)
+    def shares(self, rows: int, chosen: int, invariant: bool) -> bool:
+        """Return whether a call of `rows` rows with `chosen` experts each is faster than one expert after the other.
+
+        invariant: rows do not depend on one another, and the call can be captured.
+        """
+        return self.kernel(rows, chosen, invariant) != "experts_apart"
+
+    def kernel(self, rows: int, chosen: int, invariant: bool) -> str:
+        """Return the way to run a call, as `selection.Card.experts` names it."""
+        return self._native.kernel(rows, chosen, invariant)
 
     def __call__(
         self,
@@ -138,7 +152,8 @@ class GroupedExperts:
     ) -> Tensor:
         """Compute sum over c of weights[:, c] * expert ids[:, c] of h, + shared * shared_weights, + residual.
 
-        The sum is in float32 and in that order, and is rounded to a half before the residual is added.
+        The sum is in float32 and in that order, and is rounded to a half before the residual is added. A call of many
+        rows waits for the GPU, and rows may depend on one another, unless `device.row_invariant` says no.
 
         Args:
             h: [T, hidden] float16, contiguous.
@@ -170,6 +185,18 @@ class GroupedExperts:
                 )
             if operand.shape != h.shape:
                 raise ShapeError(f"{name} is {tuple(operand.shape)}: expected {tuple(h.shape)}, as h")
+        if self.kernel(rows, chosen, row_invariant()) == "experts_dequantized":
+            parts = self._dequantized_parts(h, ids)
+            self._native.combine(
+                parts,
+                weights,
+                out,
+                launch_on(h),
+                shared=shared,
+                shared_weights=shared_weights,
+                residual=residual,
+            )
+            return out
         each = self._most_pairs // chosen
         for begin in range(0, rows, each):
             some = slice(begin, min(rows, begin + each))
@@ -188,4 +215,56 @@ class GroupedExperts:
                 shared_weights=None if shared_weights is None else shared_weights[some],
                 residual=None if residual is None else residual[some],
             )
+        return out
+
+    def _dequantized_parts(self, h: Tensor, ids: Tensor) -> Tensor:
+        """Return the results of each row's experts, by dequantized matrices: [pairs + 1, hidden], the last for padding.
+
+        Waits for the GPU: the host needs the number of rows of each expert.
+        """
+        chosen, pairs = ids.shape[1], ids.numel()
+        width = self._native.width
+        by_expert, order = ids.flatten().sort(stable=True)
+        numbers = torch.arange(self._native.count + 1, device=h.device)
+        counts = torch.searchsorted(by_expert, numbers).diff().tolist()
+        groups = padded_groups(counts, max(1, DEQUANTIZED_BYTES // (2 * self.hidden * width)))
+        # One copy to the device: the pair of each padded row, and the experts of all groups.
+        slots = padded_slots(groups, counts)
+        experts = torch.tensor([number for group in groups for number in group.experts], dtype=torch.int64)
+        slots, experts = torch.cat([slots, experts]).to(h.device).split([len(slots), len(experts)])
+        places = torch.cat([order, order.new_tensor([pairs])])[slots]
+        rows = (places // chosen).clamp_(max=h.shape[0] - 1)
+        largest = max((len(group.experts) for group in groups), default=0)
+        weights = h.new_empty(largest * self.hidden * width)
+        parts = h.new_empty(pairs + 1, self.hidden)
+        at = expert = 0
+        for group in groups:
+            count = len(group.experts)
+            some = slice(at, at + count * group.rows)
+            held = experts[expert : expert + count]
+            x = h.index_select(0, rows[some]).view(count, group.rows, self.hidden)
+            gate, up = (torch.bmm(x, self._dequantized(held, part, weights)) for part in (0, 1))
+            gated_activation(gate, up, self._activation, out=gate)
+            result = torch.bmm(gate, self._dequantized(held, 2, weights))
+            parts.index_copy_(0, places[some], result.view(-1, self.hidden))
+            at, expert = some.stop, expert + count
+        return parts
+
+    def _dequantized(self, experts: Tensor, part: int, out: Tensor) -> Tensor:
+        """Return gate (0), up (1) or down (2) of each of `experts` as [n, in, out] at the begin of `out`."""
+        k, n = (self._native.width, self.hidden) if part == 2 else (self.hidden, self._native.width)
+        return self.dequantize(experts, part, out[: len(experts) * k * n].view(len(experts), k, n))
+
+    def dequantize(self, experts: Tensor, part: int, out: Tensor) -> Tensor:
+        """Write gate (0), up (1) or down (2) of some experts into `out`, bitwise as the format defines it.
+
+        Args:
+            experts: int64 [n], expert numbers, on the GPU.
+            part: the matrix.
+            out: float16 [n, in_features, out_features].
+
+        Returns:
+            out.
+        """
+        self._native.dequantize(self._table, experts, part, out, launch_on(out))
         return out

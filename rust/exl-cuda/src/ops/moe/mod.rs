@@ -3,6 +3,7 @@
 //! Only the device knows which experts are chosen, so that a step with experts can be captured. Every launch has the grid of the worst
 //! case, and blocks read their work from tables. A pair is a row with one of its choices.
 
+pub mod dequantized;
 pub mod select;
 
 use super::linear::{Matrix, MatrixArgument};
@@ -95,6 +96,10 @@ pub struct Experts {
     matmuls: [Matmul; 2],
     /// SMs of the card, and bytes of shared memory of a block there.
     card: [usize; 2],
+    /// No matrix has a bias or a factor, so that a dequantized matrix is all of it.
+    plain: bool,
+    /// Most rows of the layout of gate, up and down.
+    layout_rows: [usize; 3],
 }
 
 /// Sizes that a launch of the matrices of all experts must hold.
@@ -234,6 +239,8 @@ impl Experts {
         let alike = experts
             .iter()
             .all(|[g, u, _]| g.features_host == u.features_host);
+        let bare =
+            |m: &&Matrix| m.argument.bias == 0 && m.argument.prescale.to_bits() == 1f32.to_bits();
         Ok(Self {
             entries: experts
                 .iter()
@@ -255,6 +262,8 @@ impl Experts {
             inner_stride: rows(&[2]),
             matmuls,
             card,
+            plain: all(&[0, 1, 2]).iter().all(bare),
+            layout_rows: [rows(&[0]), rows(&[1]), rows(&[2])],
         })
     }
 
@@ -262,13 +271,19 @@ impl Experts {
         self.entries.len()
     }
 
-    /// The kernel for a call of `rows` rows with `chosen` experts each.
-    pub fn kernel(&self, rows: usize, chosen: usize) -> Kernel {
-        select::select(rows, chosen, self.count(), self.weights)
+    /// The kernel for a call of `rows` rows with `chosen` experts each, whose results do not depend on one another if `invariant`.
+    pub fn kernel(&self, rows: usize, chosen: usize, invariant: bool) -> Kernel {
+        let invariant = invariant || !self.plain;
+        select::select(rows, chosen, self.count(), self.weights, invariant)
     }
 
     pub fn hidden(&self) -> usize {
         self.hidden
+    }
+
+    /// Features between gate, up and down.
+    pub fn width(&self) -> usize {
+        self.weights / (3 * self.hidden)
     }
 
     /// The table of all experts that the launches read, to be copied to the GPU.
@@ -349,6 +364,11 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
             .map(|name| format!("experts_{name}"))
             .to_vec();
     };
+    if rest == "dequantize" {
+        return ["exl2_128", "exl2_32", "gptq_128", "gptq_32"]
+            .map(|form| format!("experts_dequantize_{form}"))
+            .to_vec();
+    }
     ["gate_up", "down"]
         .into_iter()
         .flat_map(|part| ["few", "many"].map(|rows| format!("experts_{part}_{rest}_{rows}")))
@@ -410,8 +430,31 @@ pub unsafe fn run(to: Target, experts: &Experts, op: &Call) -> Result<(), CudaEr
             argument,
         )?;
     }
-    let blocks = experts.hidden.div_ceil(512) as u32;
-    launch("experts_combine", [blocks, op.rows as u32, 1], 0, argument)
+    // SAFETY: `parts` lies in the scratch memory; the caller guarantees the rest.
+    unsafe { sum_parts(to, device, experts, argument) }
+}
+
+/// Launch the weighted sum of `argument.parts`.
+///
+/// # Safety
+/// As for [`combine`].
+unsafe fn sum_parts(
+    to: Target,
+    device: &Device,
+    experts: &Experts,
+    argument: CallArgument,
+) -> Result<(), CudaError> {
+    let launch = Launch {
+        kernel: "experts_combine",
+        grid: [experts.hidden.div_ceil(512) as u32, argument.rows as u32, 1],
+        block: 256,
+        shared_bytes: 0,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    let mut arguments = kernel_arguments![argument];
+    // SAFETY: the kernel takes one `ExpertCall`; the caller guarantees that the addresses are valid.
+    unsafe { launch.run(device, &mut arguments) }
 }
 
 /// How a row's experts are chosen and weighted.
