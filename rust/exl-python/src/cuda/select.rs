@@ -153,6 +153,7 @@ pub fn cuda_select_fused(
         activation: false,
         gate,
         norm,
+        layer: false,
         residual,
         bf16: false,
     };

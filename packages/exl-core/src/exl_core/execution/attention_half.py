@@ -37,6 +37,7 @@ class AttentionHalf(JoinedHalf):
         self.qkv = self.qkv_normed
         if self._own_norm is not None:
             self.qkv = joined(a.q_proj, a.k_proj, a.v_proj, norm=self._own_norm)
+        self._own_qkv = self.own_first(self.qkv, *self._first_linears)
         self.o = joined(a.o_proj)
         self.head_norms = head_norms_of(a)
         """Norms of q and k that attention of one token a row applies."""
@@ -78,8 +79,7 @@ class AttentionHalf(JoinedHalf):
         """Run norm, q, k, v, attention, o and residual with joined launches."""
         adapters = adapters_of(step, self._first_linears)
         if adapters is None:
-            own = self.qkv if self._own_norm is not None else None
-            qkv = multiplied(*self.first_of(own, self.qkv_normed, x, h), x)
+            qkv = multiplied(*self.first_of(self._own_qkv, self.qkv_normed, x, h), x)
         else:
             taken, middle = self.adapt_input(adapters, x, h)
             qkv = self.qkv_normed(taken, taken.new_empty(x.shape[0], self.qkv_normed.out_features))

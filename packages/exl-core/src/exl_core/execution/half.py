@@ -147,7 +147,10 @@ class JoinedHalf(Half):
         self.norm, self.post, self.last, self.float_residual = norm, post, last, float_residual
         self.input_norm = norm if type(norm) is RMSNorm and not is_changed(norm) else None
         self._own_norm = None if float_residual else self.input_norm
-        """The norm that the first matmul applies."""
+        """The RMS norm that the first matmul applies."""
+        layered = type(norm) is LayerNorm and not is_changed(norm) and not float_residual
+        self._layer_norm = norm if layered else None
+        """The LayerNorm that a first matmul of few rows applies."""
         self._post = post if type(post) is RMSNorm and not is_changed(post) else None
         self._adds_apart = self._post is not None or (float_residual and post is None)
         """One launch norms the last matmul's result, adds it to x, and norms x for the next half."""
@@ -177,10 +180,23 @@ class JoinedHalf(Half):
             x packed for `following`.
         """
 
+    def own_first(
+        self, first: FusedLinear, *linears: Linear, activation: Activation | None = None
+    ) -> FusedLinear | None:
+        """Return the first matmul with the norm of its input: `first` with an RMS norm, another with a LayerNorm."""
+        if self._layer_norm is not None:
+            return joined(*linears, norm=self._layer_norm, activation=activation)
+        return None if self._own_norm is None else first
+
     def first_of(
         self, own: FusedLinear | None, normed: FusedLinear, x: Tensor, h: Normed
     ) -> tuple[FusedLinear, Tensor | Packed]:
-        """Return the first matmul and its input: with a fused norm, if no other launch has computed the norm."""
+        """Return the first matmul and its input: with a fused norm, if no other launch has computed the norm.
+
+        own: the matmul with an RMS norm, which any number of rows take, or with a LayerNorm, or None.
+        """
+        if own is not None and self._layer_norm is not None and not own.joins(x.shape[0]):
+            own = None
         if h is None and own is None:
             h = self._packed_norm(normed, x)
         if isinstance(h, Packed):
@@ -189,8 +205,8 @@ class JoinedHalf(Half):
 
     def _packed_norm(self, first: FusedLinear, x: Tensor) -> Packed | None:
         """Return the LayerNorm of x, packed for the first matmul, if one launch does both."""
-        norm = self.norm
-        if type(norm) is not LayerNorm or is_changed(norm) or self.float_residual:
+        norm = self._layer_norm
+        if norm is None:
             return None
         given = first.input_of(x.shape[0])
         if given is None:
@@ -273,11 +289,15 @@ def multiplied(matmul: FusedLinear, taken: Tensor | Packed, x: Tensor) -> Tensor
     return out
 
 
-def joined(*linears: Linear, norm: RMSNorm | None = None, activation: Activation | None = None) -> FusedLinear:
+def joined(*linears: Linear, norm: Norm | None = None, activation: Activation | None = None) -> FusedLinear:
     """Return the matmul of linear layers side by side, with the norm of its input and the activation of its results."""
     return FusedLinear([linear.quant for linear in linears], norm=input_norm(norm), activation=activation)
 
 
-def input_norm(norm: RMSNorm | None) -> InputNorm | None:
+def input_norm(norm: Norm | None) -> InputNorm | None:
     """Return a norm as an argument of the kernels."""
-    return None if norm is None else InputNorm(norm.loaded_weight, norm.eps)
+    if norm is None:
+        return None
+    if isinstance(norm, LayerNorm):
+        return InputNorm(norm.loaded_weight, norm.eps, layer=True, bias=norm.bias)
+    return InputNorm(norm.loaded_weight, norm.eps)

@@ -44,6 +44,7 @@ class MlpHalf(JoinedHalf):
         self.up = self.up_normed
         if self._own_norm is not None:
             self.up = joined(*linears, norm=self._own_norm, activation=self._activation)
+        self._own_up = self.own_first(self.up, *linears, activation=self._activation)
         self.first_matmul = self.up_normed
         self.down = joined(mlp.down_proj)
 
@@ -77,8 +78,7 @@ class MlpHalf(JoinedHalf):
         first, last = adapters_of(step, self._first_linears), adapters_of(step, (self.last,))
         if first is not None or last is not None:
             return self._run_adapted(first, last, x, h, following)
-        own = self.up if self._own_norm is not None else None
-        matmul, taken = self.first_of(own, self.up_normed, x, h)
+        matmul, taken = self.first_of(self._own_up, self.up_normed, x, h)
         out, residual = self.result(x)
         if self._activation is not None:
             matmul.then(self.down, taken, out, residual)
@@ -97,8 +97,7 @@ class MlpHalf(JoinedHalf):
     ) -> tuple[Tensor, Normed]:
         """Run the MLP with the adapters of its first matmul, of down, or of both."""
         if first is None:
-            own = self.up if self._own_norm is not None else None
-            inner = multiplied(*self.first_of(own, self.up_normed, x, h), x)
+            inner = multiplied(*self.first_of(self._own_up, self.up_normed, x, h), x)
             activated = self._activation is not None
         else:
             taken, middle = self.adapt_input(first, x, h)

@@ -27,6 +27,8 @@ pub(super) const THREADS: u32 = 576;
 const KEEP: i32 = 1;
 const PADDED: i32 = 2;
 const ROW: i32 = 4;
+/// The norm is a LayerNorm.
+pub(super) const LAYER: i32 = 8;
 const FILLS: usize = 8;
 
 assert_constants!(ring_task, { MOST_STAGES == MOST_STAGES, RESULT_BUFFERS == RESULT_BUFFERS });
@@ -76,11 +78,12 @@ pub(super) struct Task {
     pub(super) y: usize,
     pub(super) residual: usize,
     pub(super) norm: usize,
+    pub(super) norm_bias: usize,
     pub(super) parts: [Part; MATRICES],
     pub(super) stage_begin: [[u32; MOST_STAGES + 1]; MATRICES],
 }
 
-assert_layout!(Task, ring_task::Task, { barriers_at, stage_stride, slots, window, count, tiles, longer, gate, results_at, multipliers_at, x_stride, gates_at, flags, m, columns, x_kind, y_kind, y_stride, eps, offset, x, y, residual, norm, parts as part, stage_begin });
+assert_layout!(Task, ring_task::Task, { barriers_at, stage_stride, slots, window, count, tiles, longer, gate, results_at, multipliers_at, x_stride, gates_at, flags, m, columns, x_kind, y_kind, y_stride, eps, offset, x, y, residual, norm, norm_bias, parts as part, stage_begin });
 
 /// Places of a launch's data in shared memory.
 #[derive(Clone, Debug)]
@@ -346,6 +349,7 @@ pub(super) fn plan(
         y: 0,
         residual: 0,
         norm: 0,
+        norm_bias: 0,
         flags: flags(&layout.parts[..matrices.len()], keep, alone),
         parts: layout.parts,
         stage_begin: begin,
@@ -387,6 +391,7 @@ mod tests {
         gate: true,
         activation: false,
         norm: false,
+        layer: false,
         residual: false,
         bf16: false,
     };
