@@ -289,9 +289,11 @@ struct Fill {
 };
 
 // Packs one row of halves that needs no norm and has one order, with no work between the end of the previous launch and the loads. A loop
-// over the loaded values rotates their registers: unrolled code would be cold and cost more than the moves.
+// over the loaded values rotates their registers: unrolled code would be cold and cost more than the moves. A thread has BATCH groups of
+// eight elements.
+template <int BATCH>
 DEVICE void fill_row(const Task& p, uint8_t* memory) {
-  constexpr int THREADS = CONSUMERS * 32, BATCH = 4;  // the host's ROW_FEATURES
+  constexpr int THREADS = CONSUMERS * 32;
   const Part& part = p.part[0];
   const int tid = threadIdx.x, eights = part.a.in_features / 8;
   const uint4* order = reinterpret_cast<const uint4*>(part.a.row_of_feature) + tid;
@@ -329,10 +331,16 @@ DEVICE void fill_row(const Task& p, uint8_t* memory) {
   }
 }
 
+constexpr int LONG_ROW = 5;  // groups of eight elements that a thread holds at most
+
 DEVICE void fill_shared(const Task& p, uint8_t* memory) {
   __shared__ float parts[2][2][CONSUMERS];
   if (p.flags & PADDED) clear_padding(p, memory);
-  if (p.flags & ROW) return fill_row(p, memory);
+  if (p.flags & ROW) {
+    if (p.part[0].a.in_features <= 4 * 8 * CONSUMERS * 32) fill_row<4>(p, memory);
+    else fill_row<LONG_ROW>(p, memory);
+    return;
+  }
   const bool small = p.part[0].a.in_features <= 16 * (p.norm ? 256 : CONSUMERS * 32);
   if (p.x_kind == OUT_F16) {
     if (small) Fill<__half, 2>(p, memory, parts).run();

@@ -33,7 +33,10 @@ const FILLS: usize = 8;
 
 assert_constants!(ring_task, { MOST_STAGES == MOST_STAGES, RESULT_BUFFERS == RESULT_BUFFERS });
 /// Longest row that the kernel's 512 threads hold at once.
-const ROW_FEATURES: usize = 4 * 8 * 512;
+const ROW_FEATURES: usize = LONG_ROW * 8 * 512;
+const LONG_ROW: usize = 5;
+
+assert_constants!(ring_fill, { LONG_ROW == LONG_ROW });
 
 /// `struct Part` of `kernels/linear/ring_task.cuh`.
 #[repr(C)]
