@@ -120,6 +120,35 @@ def test_activated_results_go_to_the_next_matmul(k: int, n: int) -> None:
         assert torch.equal(first.then(second, x, torch.full_like(want, float("nan"))), want), m
 
 
+@pytest.mark.parametrize("pairs", [20, 296, 300, 528, 600])
+@pytest.mark.parametrize("norm", [False, True])
+def test_gated_tiles_that_whole_rounds_leave_over(pairs: int, norm: bool) -> None:
+    """The blocks of more than eight rows take several tiles at a time, and fewer of the last round."""
+    k, n = 256, 64 * pairs
+    order = torch.arange(k).flip(0)
+    fused = FusedLinear(
+        [exl2(n, 5, 4, seed=i, perm=order, k=k) for i in range(2)],
+        norm=Norm(torch.rand(k, device="cuda") + 0.5, 1e-5) if norm else None,
+        activation="silu",
+    )
+    for m in (9, 16, 27, 32, 33):
+        x = activations(m, k, torch.float16)
+        want = torch.cat([fused(part, part.new_empty(len(part), n)) for part in x.split(8)])
+        assert bitwise_equal(fused(x, torch.full_like(want, float("nan"))), want), m
+
+
+@pytest.mark.parametrize("tiles", [1, 140, 536, 576, 2113, 3000])
+@pytest.mark.parametrize("k", [256, 1280])
+def test_tiles_that_whole_rounds_leave_over(tiles: int, k: int) -> None:
+    """The same without a gate, with K whole and in quarters, and a residual."""
+    fused = FusedLinear([exl2(16 * tiles + 16, 5, 4, k=k)])
+    for m in (9, 16, 27, 32, 33):
+        x = activations(m, k, torch.float16)
+        h = torch.randn(m, fused.out_features, generator=torch.Generator().manual_seed(m)).half().cuda()
+        want = torch.cat([fused(a, torch.empty_like(b), b) for a, b in zip(x.split(8), h.split(8), strict=True)])
+        assert bitwise_equal(fused(x, torch.full_like(h, float("nan")), h), want), m
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_residual_in_place_and_captured(dtype: torch.dtype) -> None:
     matrix = exl2(K, 4)
