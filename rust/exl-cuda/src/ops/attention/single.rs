@@ -328,7 +328,14 @@ fn few(caps: &Capabilities, op: &Attention, plan: &Plan, dim: usize) -> Option<F
     let packed = !is_half(op.pages.kind);
     let per_block = caps.shared_per_block;
     let of_sm = |size| few_blocks(op.pages.kind, dim, group, size, per_block);
-    let (size, clusters) = few_clusters(groups, units, (packed, group > ROWS / 2), sms, of_sm)?;
+    let (mut size, clusters) = few_clusters(groups, units, (packed, group > ROWS / 2), sms, of_sm)?;
+    // EXPERIMENT: `EXL_TRY_CLUSTER` limits the blocks of a cluster.
+    if let Some(most) = std::env::var("EXL_TRY_CLUSTER")
+        .ok()
+        .and_then(|v| v.parse().ok())
+    {
+        size = size.min(most);
+    }
     if clusters > 1 && plan.part_slots == 0 {
         return None;
     }

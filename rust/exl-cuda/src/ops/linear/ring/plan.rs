@@ -135,12 +135,20 @@ fn keeps(matrices: &[&Matrix], deal: Deal, gated: bool) -> bool {
             .all(|a| (9..=16).contains(&a.argument.unit_count))
 }
 
+/// EXPERIMENT: `EXL_TRY_ROW` limits the longest row, at the time of each plan.
+fn row_features() -> usize {
+    let asked = std::env::var("EXL_TRY_ROW")
+        .ok()
+        .and_then(|v| v.parse().ok());
+    asked.unwrap_or(ROW_FEATURES)
+}
+
 /// `Task::flags`. `alone`: one row of halves without a norm.
 fn flags(parts: &[Part], keep: bool, alone: bool) -> i32 {
     let row = alone
         && parts
             .iter()
-            .all(|p| p.order == 0 && p.matrix.in_features as usize <= ROW_FEATURES);
+            .all(|p| p.order == 0 && p.matrix.in_features as usize <= row_features());
     let mut flags = if keep { KEEP } else { 0 };
     if row {
         flags |= ROW;

@@ -141,7 +141,7 @@ impl Shares {
         };
         let teams = (caps.sms / cut).clamp(1, COUNTERS);
         let deal = |groups: usize| Deal::new(code, items, groups, teams);
-        let narrow = code == Code::Wgmma && columns <= NARROW_COLUMNS;
+        let narrow = code == Code::Wgmma && columns <= NARROW_COLUMNS && tries_spread();
         let cost = |groups: usize| {
             if narrow {
                 deal(groups).cycles(columns, 1)
@@ -266,7 +266,7 @@ impl Deal {
         let rounds = items.div_ceil(each).div_ceil(teams).max(1);
         let before = (rounds - 1) * teams;
         let last_items = (items - before * each).div_ceil(teams);
-        if code == Code::Mma || rounds == 1 || last_items == each {
+        if code == Code::Mma || rounds == 1 || last_items == each || !tries_spread() {
             return Self {
                 each,
                 rounds,
@@ -284,9 +284,19 @@ impl Deal {
 
     /// Cycles for a unit of K of all items; `of_item`: warpgroups of an item.
     fn cycles(&self, columns: usize, of_item: usize) -> usize {
+        let columns = if tries_spread() {
+            columns
+        } else {
+            EVEN_COLUMNS
+        };
         let unit = |items: usize| unit_cycles(columns, of_item * items);
         (self.rounds - 1) * unit(self.each) + unit(self.last_items.min(self.each))
     }
+}
+
+/// EXPERIMENT: `EXL_TRY_SPREAD=0` divides as before, at the time of each plan.
+fn tries_spread() -> bool {
+    std::env::var("EXL_TRY_SPREAD").map_or(true, |v| v != "0")
 }
 
 /// Cycles of a unit of K if `groups` warpgroups multiply in parallel, by docs/design/gemm-batch.md.
