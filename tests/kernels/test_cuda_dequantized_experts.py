@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_cuda_experts import Expert, chosen_of, experts_of, one_by_one, rows_of
+from expert_cases import Expert, chosen_of, experts_of, one_by_one, rows_of
 from test_cuda_linear import rms
 from torch import Tensor
 
