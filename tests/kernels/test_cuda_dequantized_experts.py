@@ -57,7 +57,7 @@ def test_a_prompt_runs_on_dequantized_experts(kind: str, most: int, monkeypatch:
     monkeypatch.setattr(cuda, "DEQUANTIZED_BYTES", most * 2 * HIDDEN * WIDTH)
     experts = experts_of(kind, COUNT, HIDDEN, WIDTH)
     together = GroupedExperts(experts, "silu")
-    rows = 120
+    rows = 170
     h, (weights, ids) = rows_of(rows, HIDDEN), chosen_of(rows, COUNT, 2)
     ids[:, 1] = torch.where(ids[:, 0] == 1, 3, 1)  # expert 1 has most rows, some may have none
     ids[ids == 2] = 0

@@ -11,10 +11,12 @@ import torch
 from expert_cases import chosen_of, experts_of, one_by_one, rows_of
 from test_cuda_linear import rms
 
+from exl_kernels.cuda_ops import rms_norm
 from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaFloatMatrix
+from exl_kernels.linear.fused import Norm
 from exl_kernels.moe.cuda import ExpertRouter, GroupedExperts, why_apart
 from exl_kernels.reference import experts as reference
 
@@ -156,6 +158,40 @@ def test_the_router_chooses_as_its_twin(dtype: torch.dtype, hidden: int, experts
             expected, wanted = reference.choose_sparse(logits.double(), 2, 0.1)
             assert torch.equal(ids, wanted)
             assert (weights - expected).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize(("hidden", "experts"), [(8, 3), (64, 2), (2048, 128), (4104, 60), (14336, 8)])
+def test_the_router_norms_its_rows(hidden: int, experts: int, offset: float) -> None:
+    """Bitwise as `rms_norm` and the router, for rows alone and together."""
+    router = ExpertRouter(float_matrix(hidden, experts, bias=torch.randn(experts)), 2, normalize=True)
+    norm = Norm(torch.randn(hidden, generator=torch.Generator().manual_seed(1)).cuda(), 1e-5, offset)
+    assert router.takes_norm(norm)
+    for rows in (1, 3, 70):
+        x = rows_of(rows, hidden, rows)
+        h, weights, ids = router.norm_and_route(x, norm)
+        assert torch.equal(h, rms_norm(x, norm.weight, norm.eps, weight_offset=offset))
+        expected, wanted = router(h)
+        assert torch.equal(ids, wanted)
+        assert torch.equal(weights, expected)
+
+
+def test_norms_that_the_router_does_not_take() -> None:
+    router = ExpertRouter(float_matrix(256, 3), 2, normalize=True)
+    ones = torch.ones(257, device="cuda")
+    for norm in (
+        Norm(ones, 1e-5),
+        Norm(ones[1:], 1e-5),
+        Norm(ones[:256].half(), 1e-5),
+        Norm(ones[:256], 1e-5, layer=True),
+    ):
+        assert not router.takes_norm(norm)
+        with pytest.raises(ShapeError, match="the router takes RMS norms of 256 features"):
+            router.norm_and_route(rows_of(1, 256), norm)
+    with pytest.raises(
+        ShapeError, match=f"20480 features: expected a multiple of 8, at most {ExpertRouter.most_features}"
+    ):
+        ExpertRouter(float_matrix(20480, 3), 2, normalize=True)
 
 
 def test_equally_likely_experts_are_taken_in_order() -> None:

@@ -129,7 +129,7 @@ def test_experts_share_launches_up_to_some_work_an_expert(name: str) -> None:
         "experts_few", "experts_few", "experts_few", "experts_many", "experts_many", "experts_apart",
     ]  # fmt: skip
     assert [one.joined for one in found.values()] == [True] * 5 + [False]
-    prompt = {rows: card.experts(experts, rows, 4) for rows in (64, 128, 129, 1 << 20)}
+    prompt = {rows: card.experts(experts, rows, 4) for rows in (64, 256, 257, 1 << 20)}
     assert [one.kernel for one in prompt.values()] == [
         "experts_many", "experts_many", "experts_dequantized", "experts_dequantized",
     ]  # fmt: skip

@@ -4,11 +4,13 @@
 #![allow(clippy::needless_pass_by_value)]
 
 use exl_cuda::ops::moe::dequantized::{self, Part};
-use exl_cuda::ops::moe::{self, Call, Choice, Experts, Route};
+use exl_cuda::ops::moe::route::{self, Choice, Route, RouteNorm};
+use exl_cuda::ops::moe::{self, Call, Experts};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use crate::cuda::linear::NormPrologue;
 use crate::cuda::matrix::CudaMatrix;
 use crate::cuda::{activation_kind, expect, target};
 use crate::errors::device_error;
@@ -67,8 +69,15 @@ impl ExpertRouter {
         })
     }
 
+    /// Most features of a row.
+    #[classattr]
+    fn most_hidden() -> usize {
+        route::MOST_HIDDEN
+    }
+
     /// Write the experts of each row of h [rows, hidden] float16: `ids` int64 and `weights` float32 [rows, chosen]. `logits` float32 [rows,
-    /// experts] is scratch; `arrivals` int32 [rows] is zero before and after.
+    /// experts] is scratch; `arrivals` int32 [rows] is zero before and after. With `norm`, h is normed first, into `normed` like h.
+    #[pyo3(signature = (h, logits, arrivals, ids, weights, launch, *, norm=None, normed=None))]
     fn route(
         &self,
         py: Python<'_>,
@@ -78,6 +87,8 @@ impl ExpertRouter {
         ids: Tensor,
         weights: Tensor,
         launch: &Launch,
+        norm: Option<&NormPrologue>,
+        normed: Option<Tensor>,
     ) -> PyResult<()> {
         let (experts, hidden) = (self.weight.shape[0], self.weight.shape[1]);
         let rows = h.numel() / hidden;
@@ -109,6 +120,32 @@ impl ExpertRouter {
             ("weights", &weights),
         ];
         all.extend(self.bias.as_ref().map(|bias| ("bias", bias)));
+        let norm = match (norm, &normed) {
+            (None, None) => None,
+            (Some(norm), Some(normed)) => {
+                let (eps, weight) = (norm.eps, &norm.weight);
+                expect(
+                    !norm.layer
+                        && weight.dtype == DType::F32
+                        && weight.numel() == hidden
+                        && weight.ptr.is_multiple_of(16)
+                        && normed.dtype == DType::F16
+                        && normed.numel() == h.numel()
+                        && normed.ptr.is_multiple_of(16)
+                        && normed.ptr != h.ptr,
+                    "norm must be an RMS norm of hidden features and normed a tensor of its own, both aligned to 16 bytes",
+                )?;
+                all.extend([("norm", weight), ("normed", normed)]);
+                let (weight, output) = (weight.ptr, normed.ptr);
+                Some(RouteNorm {
+                    weight,
+                    eps,
+                    weight_offset: norm.offset,
+                    output,
+                })
+            }
+            _ => return Err(PyValueError::new_err("norm and normed belong together")),
+        };
         let to = target(&all, launch)?;
         let op = Route {
             h: h.ptr,
@@ -125,9 +162,10 @@ impl ExpertRouter {
             experts,
             chosen: self.chosen,
             choice: self.choice,
+            norm,
         };
         // SAFETY: torch owns the memory and keeps freed blocks for work queued on their stream; sizes were checked.
-        py.detach(|| unsafe { moe::route(to, &op) })
+        py.detach(|| unsafe { route::route(to, &op) })
             .map_err(|error| device_error(py, &error))
     }
 }

@@ -19,9 +19,10 @@ from exl_kernels.linear.fused import FusedLinear, Packed
 from exl_kernels.rope import apply_rope
 
 from ..layers import Attention, RMSNorm
+from ..layers.module import is_changed
 from .adapted import adapters_of, takes_adapters
 from .batch import Step
-from .half import JoinedHalf, Normed, is_changed, joined, multiplied, multiply_apart
+from .half import JoinedHalf, Normed, joined, multiplied, multiply_apart
 
 __all__ = ["AttentionHalf", "attend_heads", "head_norms_of"]
 

@@ -31,10 +31,10 @@ from exl_kernels.selection import PACKED_ROWS
 
 from ..errors import InputError
 from ..layers import Attention, Embedding, Head, Module, Norm, RMSNorm
-from ..layers.module import refusal_of_float
+from ..layers.module import is_changed, refusal_of_float
 from .attention_half import AttentionHalf
 from .batch import Step
-from .half import Half, JoinedHalf, ModuleHalf, Normed, is_changed, why_apart
+from .half import Half, JoinedHalf, ModuleHalf, Normed, why_apart
 from .halves import chains, chains_to, half_of
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from exl_kernels.selection import FEW_ROWS
 from ..device import activation_dtype
 from ..layers import Linear, Module, Norm, ParallelDecoder, RMSNorm
 from ..layers.description import AttentionDescription
+from ..layers.module import is_changed
 from ..layers.norm import LayerNorm
 from .adapted import MatmulAdapters
 from .batch import Step
@@ -32,7 +33,6 @@ __all__ = [
     "ModuleHalf",
     "Normed",
     "input_norm",
-    "is_changed",
     "joined",
     "multiplied",
     "multiply_apart",
@@ -65,11 +65,6 @@ def why_apart(module: Module) -> str | None:
 def is_foreign(module: Module) -> bool:
     """Return whether a module runs code that its description does not know, or has no description."""
     return "describe" not in vars(type(module)) or is_changed(module)
-
-
-def is_changed(module: Module) -> bool:
-    """Return whether a method of its class was replaced in this one module (`module.forward = ...`)."""
-    return any(callable(getattr(type(module), name, None)) for name in vars(module))
 
 
 class Half(ABC):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .description import HalfDescription
     from .linear import Linear
 
-__all__ = ["Module", "WeightModule", "refusal_of_float"]
+__all__ = ["Module", "WeightModule", "is_changed", "refusal_of_float"]
 
 
 def refusal_of_float(linears: Iterable[Linear]) -> str | None:
@@ -27,6 +27,11 @@ def refusal_of_float(linears: Iterable[Linear]) -> str | None:
     """
     key = next((linear.key for linear in linears if not linear.is_quant()), None)
     return None if key is None else f"{key} is a float matrix, whose results depend on the number of rows"
+
+
+def is_changed(module: Module) -> bool:
+    """Return whether a method of its class was replaced in this one module (`module.forward = ...`)."""
+    return any(callable(getattr(type(module), name, None)) for name in vars(module))
 
 
 class Module(ABC):

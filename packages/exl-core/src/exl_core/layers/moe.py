@@ -14,6 +14,7 @@ from exl_kernels.activation import gated_activation
 from exl_kernels.device import row_invariant
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaFloatMatrix
+from exl_kernels.linear.fused import Norm as InputNorm
 from exl_kernels.moe import ExpertGroup, ExpertRouter, group_experts
 
 from ..architectures.base import Activation
@@ -23,8 +24,8 @@ from ..loading.checkpoint import TensorSource
 from .description import MlpDescription
 from .linear import Linear
 from .mlp import FeedForward, GatedMLP
-from .module import refusal_of_float
-from .norm import Norm, kind_of
+from .module import is_changed, refusal_of_float
+from .norm import Norm, RMSNorm, kind_of
 
 if TYPE_CHECKING:
     from ..contracts import Adapter
@@ -137,7 +138,8 @@ class MoE(FeedForward):
         """Let the loaded experts share calls where possible."""
         self._ungroup()
         router = self.router.loaded_matrix
-        if isinstance(router, CudaFloatMatrix) and router.in_features % 8 == 0:
+        fits = router.in_features % 8 == 0 and router.in_features <= ExpertRouter.most_features
+        if isinstance(router, CudaFloatMatrix) and fits:
             self._router = ExpertRouter(router, self.chosen, self.normalize, self.jitter)
         if self.sharding is not None and not self.sharding[0].exchange.whole:
             return  # all processes exchange outputs in `_outputs`, also one that has every expert
@@ -176,14 +178,18 @@ class MoE(FeedForward):
         grouped = None if self.post is not None else self._grouped_for(x, loras)
         if grouped is None:
             return super().forward_by_operator(x, loras)
+        norm = self._router_norm(x, loras)
+        if self._router is not None and norm is not None:
+            h, weights, ids = self._router.norm_and_route(x, norm)
+            return self._together(grouped, h, loras, (weights, ids), residual=x, out=x)
         h = x if self.norm is None else self.norm.forward(x)
-        return self._together(grouped, h, loras, residual=x, out=x)
+        return self._together(grouped, h, loras, self.route(h, loras), residual=x, out=x)
 
     def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
         """Compute the weighted sum of the chosen experts, plus the shared expert: [T, hidden] -> [T, hidden]."""
         grouped = self._grouped_for(h, loras)
         if grouped is not None:
-            return self._together(grouped, h, loras)
+            return self._together(grouped, h, loras, self.route(h, loras))
         weights, indices = self.route(h, loras)
         parts = self._outputs(h, indices, loras)
         y = parts[:, 0] * weights[:, :1]
@@ -204,6 +210,16 @@ class MoE(FeedForward):
         weights, indices = probabilities.topk(self.chosen, dim=-1)
         return weights / weights.sum(dim=-1, keepdim=True) if self.normalize else weights, indices
 
+    def _router_norm(self, x: Tensor, loras: Sequence[Adapter]) -> InputNorm | None:
+        """Return the norm of x if the router's launch applies it, or None."""
+        norm = self.norm
+        if self._router is None or x.dtype != torch.float16 or self.router.adapted(loras):
+            return None
+        if type(norm) is not RMSNorm or is_changed(norm):
+            return None
+        found = InputNorm(norm.loaded_weight, norm.eps)
+        return found if self._router.takes_norm(found) else None
+
     def _grouped_for(self, h: Tensor, loras: Sequence[Adapter]) -> ExpertGroup | None:
         """Return the experts of `h` in shared calls; None where they run one after the other."""
         if self._grouped is None or h.dtype != self._grouped.dtype:
@@ -219,10 +235,11 @@ class MoE(FeedForward):
         grouped: ExpertGroup,
         h: Tensor,
         loras: Sequence[Adapter],
+        route: tuple[Tensor, Tensor],
         residual: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        weights, indices = self.route(h, loras)
+        weights, indices = route
         shared = gate = None
         if self.shared is not None and not (grouped.joins_shared and not self._adapts_shared(loras)):
             shared = self.shared.inner(h, loras)

@@ -20,6 +20,7 @@ from ..cuda_ops import check_operand, launch_on
 from ..device import row_invariant
 from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..linear.cuda import CudaFloatMatrix, CudaQuantMatrix
+from ..linear.fused import Norm
 from ..linear.matrix import QuantMatrix
 from ..selection import FUSED_ACTIVATIONS
 from .dequantized import padded_groups, padded_slots
@@ -70,14 +71,19 @@ class ExpertRouter:
         jitter: sparse mixing as in Phi-3.5-MoE, or None.
 
     Raises:
-        ShapeError: more experts are chosen than there are, or in_features is no multiple of 8.
+        ShapeError: more experts are chosen than there are, or in_features is no multiple of 8 or above `most_features`.
     """
+
+    most_features: int = _native.ExpertRouter.most_hidden
 
     def __init__(self, matrix: CudaFloatMatrix, chosen: int, normalize: bool, jitter: float | None = None) -> None:
         if not 1 <= chosen <= matrix.out_features:
             raise ShapeError(f"{chosen} experts of {matrix.out_features} cannot be chosen")
-        if matrix.in_features % 8:
-            raise ShapeError(f"the router takes {matrix.in_features} features: expected a multiple of 8")
+        if matrix.in_features % 8 or matrix.in_features > self.most_features:
+            raise ShapeError(
+                f"the router takes {matrix.in_features} features: expected a multiple of 8, "
+                f"at most {self.most_features}"
+            )
         self.chosen, self.experts, self.hidden = chosen, matrix.out_features, matrix.in_features
         weight, bias = matrix.stored()
         self._native = _native.ExpertRouter(weight, bias, matrix.prescale, chosen, normalize, jitter)
@@ -89,6 +95,33 @@ class ExpertRouter:
         Raises:
             ShapeError, DTypeError: h does not fit.
         """
+        return self._route(h, None)
+
+    def norm_and_route(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the RMS norm of x [T, hidden], bitwise that of `norm.rms_norm`, and its route, by one launch.
+
+        Raises:
+            ShapeError, DTypeError: x or the norm does not fit (`takes_norm`).
+        """
+        if not self.takes_norm(norm):
+            raise ShapeError(f"the router takes RMS norms of {self.hidden} features in float32, aligned to 16 bytes")
+        h = torch.empty_like(x)
+        weights, ids = self._route(x, _native.NormPrologue(norm.weight, norm.eps, norm.offset), h)
+        return h, weights, ids
+
+    def takes_norm(self, norm: Norm) -> bool:
+        """Return whether `norm_and_route` takes the norm."""
+        weight = norm.weight
+        return (
+            not norm.layer
+            and (weight.dtype, tuple(weight.shape)) == (torch.float32, (self.hidden,))
+            and weight.is_contiguous()
+            and weight.data_ptr() % 16 == 0
+        )
+
+    def _route(
+        self, h: Tensor, norm: _native.NormPrologue | None, normed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         check_operand("h", h)
         if h.dtype != torch.float16 or h.device != self._arrivals.device:
             raise DTypeError(f"h is {h.dtype} on {h.device}: expected float16 on {self._arrivals.device}")
@@ -101,7 +134,8 @@ class ExpertRouter:
         arrivals = self._arrivals
         if rows > arrivals.shape[0]:
             arrivals = torch.zeros(rows, dtype=torch.int32, device=h.device)
-        self._native.route(h if h.data_ptr() % 16 == 0 else h.clone(), logits, arrivals, ids, weights, launch_on(h))
+        h = h if h.data_ptr() % 16 == 0 else h.clone()
+        self._native.route(h, logits, arrivals, ids, weights, launch_on(h), norm=norm, normed=normed)
         return weights, ids
 
 

@@ -4,10 +4,11 @@
 //! case, and blocks read their work from tables. A pair is a row with one of its choices.
 
 pub mod dequantized;
+pub mod route;
 pub mod select;
 
+use super::Target;
 use super::linear::{Matrix, MatrixArgument};
-use super::{Target, index32};
 use crate::abi::{assert_constants, assert_layout};
 use crate::capabilities::Capabilities;
 use crate::device::Device;
@@ -454,102 +455,6 @@ unsafe fn sum_parts(
     };
     let mut arguments = kernel_arguments![argument];
     // SAFETY: the kernel takes one `ExpertCall`; the caller guarantees that the addresses are valid.
-    unsafe { launch.run(device, &mut arguments) }
-}
-
-/// How a row's experts are chosen and weighted.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Choice {
-    /// A softmax over all experts; the most likely are kept, and optionally normalized to sum to 1.
-    Softmax { normalize: bool },
-    /// The most likely by a softmax over those within a relative distance of 2 * jitter, then the same among the others.
-    Sparse { jitter: f32 },
-}
-
-/// Operands of [`route`]; device addresses.
-#[derive(Clone, Copy, Debug)]
-pub struct Route {
-    /// `[rows, hidden]` F16, aligned to 16
-    pub h: usize,
-    /// `[experts, hidden]` F16 or BF16, aligned to 16
-    pub weight: usize,
-    pub bf16: bool,
-    /// `[experts]` FP32 or 0
-    pub bias: usize,
-    pub prescale: f64,
-    /// `[rows, experts]` FP32, scratch
-    pub logits: usize,
-    /// `[rows]` i32, zero before and after
-    pub arrivals: usize,
-    /// `[rows, chosen]` i64
-    pub ids: usize,
-    /// `[rows, chosen]` FP32
-    pub weights: usize,
-    pub rows: usize,
-    /// A multiple of 8.
-    pub hidden: usize,
-    pub experts: usize,
-    pub chosen: usize,
-    pub choice: Choice,
-}
-
-/// The experts of each row, most likely first; of equally likely ones the lower index first. Logits are summed in FP64.
-///
-/// # Safety
-/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
-pub unsafe fn route(to: Target, op: &Route) -> Result<(), CudaError> {
-    if op.rows == 0 {
-        return Ok(());
-    }
-    if !(1..=MOST_EXPERTS).contains(&op.experts) || !(1..=op.experts).contains(&op.chosen) {
-        return Err(CudaError::Argument {
-            what: format!("{} of {} experts", op.chosen, op.experts),
-            limit: format!("at most {MOST_EXPERTS}, of which at least one is chosen"),
-        });
-    }
-    let device = Device::get(to.device)?;
-    let kernel = if op.bf16 {
-        "experts_route_bf16"
-    } else {
-        "experts_route_f16"
-    };
-    let (normalize, jitter) = match op.choice {
-        Choice::Softmax { normalize } => (i32::from(normalize), -1.0f32),
-        Choice::Sparse { jitter } => (0, jitter),
-    };
-    let (hidden, experts, chosen) = (
-        index32("features", op.hidden)?,
-        op.experts as i32,
-        op.chosen as i32,
-    );
-    let launch = Launch {
-        kernel,
-        grid: [
-            op.experts.div_ceil(8) as u32,
-            index32("rows", op.rows)? as u32,
-            1,
-        ],
-        block: 256,
-        shared_bytes: 0,
-        stream: to.stream,
-        programmatic: to.programmatic,
-    };
-    let mut arguments = kernel_arguments![
-        op.h,
-        op.weight,
-        op.bias,
-        op.prescale,
-        op.logits,
-        op.arrivals,
-        op.ids,
-        op.weights,
-        hidden,
-        experts,
-        chosen,
-        normalize,
-        jitter
-    ];
-    // SAFETY: the order is that of `route` in `kernels/moe/experts.cu`; the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }
 

@@ -17,9 +17,8 @@ const SHARED_ROWS: usize = 64;
 /// Rows of an expert times its weights up to which shared launches are faster, too.
 const SHARED_WORK: usize = 3_000_000_000;
 
-/// Average rows an expert from which dequantizing all experts that rows chose, for cuBLAS, is faster than shared launches. It reads and
-/// writes 4.5 bytes a weight, whatever the number of rows.
-const DEQUANTIZED_ROWS: usize = 32;
+/// Average rows an expert from which dequantizing all experts that rows chose, for cuBLAS, is faster than shared launches, by measurement.
+const DEQUANTIZED_ROWS: usize = 64;
 
 /// Ways to run the experts of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,13 +101,13 @@ mod tests {
     #[test]
     fn the_table_of_experts_on_every_card() {
         use Kernel::{Dequantized, Few, Many};
-        for found in kernels(MIXTRAL, &[1, 16, 17, 64, 128, 129, 2048], false) {
+        for found in kernels(MIXTRAL, &[1, 16, 17, 64, 256, 257, 2048], false) {
             assert_eq!(
                 found,
                 [Few, Few, Many, Many, Many, Dequantized, Dequantized]
             );
         }
-        for found in kernels(QWEN3_30B_A3B, &[1, 8, 64, 65, 512, 513, 2048], false) {
+        for found in kernels(QWEN3_30B_A3B, &[1, 8, 64, 65, 1024, 1025, 2048], false) {
             assert_eq!(found, [Few, Few, Few, Many, Many, Dequantized, Dequantized]);
         }
     }

@@ -16,9 +16,10 @@ from exl_kernels.selection import MOST_EXCHANGES, MOST_GPUS
 from ...layers import Attention, Embedding, GatedMLP, Head, Linear, Module, RMSNorm
 from ...layers.description import AttentionDescription, MlpDescription
 from ...layers.mlp import FeedForward
+from ...layers.module import is_changed
 from ...loading.linears import Ranges, columns_at, is_quantized
 from ..attention_half import norms_of_heads
-from ..half import is_changed, why_apart
+from ..half import why_apart
 from .matrix import SplitMatrix
 from .shares import Bounds
 

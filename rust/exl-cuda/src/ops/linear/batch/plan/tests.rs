@@ -160,7 +160,7 @@ fn the_last_round_is_spread_over_all_blocks() {
         (found.groups, found.rounds, found.full, found.last_items)
     };
     assert_eq!(divided(32, 1184, 2, true), (4, 2, 132, 1), "Qwen2.5's gate");
-    assert_eq!(divided(16, 1184, 2, true), (4, 2, 132, 1));
+    assert_eq!(divided(16, 1184, 2, true).0, 2, "faster, by measurement");
     assert_eq!(divided(64, 1184, 2, true).0, 2);
     assert_eq!(divided(32, 896, 2, true), (4, 1, 112, 2), "Llama's gate");
     assert_eq!(divided(32, 384, 1, false), (3, 1, 32, 3), "Llama's q, k, v");
