@@ -331,11 +331,12 @@ extern "C" __global__ void __launch_bounds__(256) experts_combine(const __grid_c
   const int row = blockIdx.y, n = (blockIdx.x * 256 + threadIdx.x) * 2;
   pdl_wait();
   if (n >= call.hidden) return;
-  const __half* parts = call.parts + (size_t)row * call.chosen * call.hidden + n;
-  const float* weights = call.weights + (size_t)row * call.chosen;
+  const int first = row * call.chosen;
+  const float* weights = call.weights + first;
   float2 sum;
-  for (int c = 0; c < call.chosen; c++, parts += call.hidden) {
-    const float2 part = __half22float2(*reinterpret_cast<const __half2*>(parts));
+  for (int c = 0; c < call.chosen; c++) {
+    const int place = call.places ? call.places[first + c] : first + c;
+    const float2 part = __half22float2(*reinterpret_cast<const __half2*>(call.parts + (size_t)place * call.hidden + n));
     const float x = __fmul_rn(part.x, weights[c]), y = __fmul_rn(part.y, weights[c]);
     sum = c == 0 ? make_float2(x, y) : make_float2(__fadd_rn(sum.x, x), __fadd_rn(sum.y, y));
   }
@@ -351,4 +352,25 @@ extern "C" __global__ void __launch_bounds__(256) experts_combine(const __grid_c
     y = __floats2half2_rn(x.x + v.x, x.y + v.y);
   }
   *reinterpret_cast<__half2*>(call.out + at) = y;
+}
+
+// ---------------------------------------------------------------------------------------------------- padded rows of dequantized experts
+// An expert whose rows go side by side to padded rows `first` and the following `rows`.
+struct PaddedExpert {
+  int expert, first, rows;
+};
+ABI_SIZE(PaddedExpert, 12); ABI_AT(PaddedExpert, expert, 0); ABI_AT(PaddedExpert, first, 4); ABI_AT(PaddedExpert, rows, 8);
+
+// The row of each padded row (0 for padding), and the padded row of each pair. `order`: pairs sorted by expert; those of expert e begin at
+// begins[e]. A block has an expert.
+extern "C" __global__ void __launch_bounds__(256) experts_pad(const PaddedExpert* experts, const int64_t* order, const int64_t* begins,
+                                                              int chosen, int* rows, int* places) {
+  const PaddedExpert e = experts[blockIdx.x];
+  const int64_t begin = begins[e.expert], count = begins[e.expert + 1] - begin;
+  for (int i = threadIdx.x; i < e.rows; i += 256) {
+    const bool some = i < count;
+    const int pair = some ? (int)order[begin + i] : 0;
+    rows[e.first + i] = pair / chosen;
+    if (some) places[pair] = e.first + i;
+  }
 }

@@ -3,7 +3,7 @@
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
 
-use exl_cuda::ops::moe::dequantized::{self, Part};
+use exl_cuda::ops::moe::dequantized::{self, Padding, Part};
 use exl_cuda::ops::moe::route::{self, Choice, Route, RouteNorm};
 use exl_cuda::ops::moe::{self, Call, Experts};
 use pyo3::exceptions::PyValueError;
@@ -370,13 +370,63 @@ impl CudaExperts {
         .map_err(|error| device_error(py, &error))
     }
 
+    /// Write the row of each padded row into `rows` int32, 0 for padding, and the padded row of each pair of a row and an expert into
+    /// `places` int32 [pairs]. `padded` int32 [n, 3]: an expert, its first padded row and their number. `order` int64 [pairs]: pairs sorted
+    /// by expert; `begins` int64 [experts + 1]: where each expert's begin there.
+    fn pad(
+        &self,
+        py: Python<'_>,
+        padded: Tensor,
+        order: Tensor,
+        begins: Tensor,
+        chosen: usize,
+        rows: Tensor,
+        places: Tensor,
+        launch: &Launch,
+    ) -> PyResult<()> {
+        let count = padded.shape.first().copied().unwrap_or(0);
+        expect(
+            [&padded, &rows, &places]
+                .iter()
+                .all(|t| t.dtype == DType::I32)
+                && padded.shape == [count, 3]
+                && order.dtype == DType::I64
+                && order.numel() == places.numel()
+                && begins.dtype == DType::I64
+                && begins.numel() == self.experts.count() + 1
+                && chosen > 0,
+            "padded must be int32 [n, 3], rows and places int32, order int64 like places, and begins int64 [experts + 1]",
+        )?;
+        let all = [
+            ("padded", &padded),
+            ("order", &order),
+            ("begins", &begins),
+            ("rows", &rows),
+            ("places", &places),
+        ];
+        let to = target(&all, launch)?;
+        let op = Padding {
+            experts: padded.ptr,
+            count,
+            order: order.ptr,
+            begins: begins.ptr,
+            chosen,
+            rows: rows.ptr,
+            places: places.ptr,
+        };
+        // SAFETY: as in `ExpertRouter::route`; the caller's contract is that padded experts fit `begins` and `rows`.
+        py.detach(|| unsafe { dequantized::pad(to, &op) })
+            .map_err(|error| device_error(py, &error))
+    }
+
     /// Compute out [rows, hidden] = residual + sum of weights * parts, + shared * shared_weights, in the order of choices; `parts` float16
-    /// holds at least [rows, chosen, hidden], the rest as for `run`.
-    #[pyo3(signature = (parts, weights, out, launch, *, shared=None, shared_weights=None, residual=None))]
+    /// [_, hidden]; `places` int32 [rows, chosen]: the row of each choice's result there; the rest as for `run`.
+    #[pyo3(signature = (parts, places, weights, out, launch, *, shared=None, shared_weights=None, residual=None))]
     fn combine(
         &self,
         py: Python<'_>,
         parts: Tensor,
+        places: Tensor,
         weights: Tensor,
         out: Tensor,
         launch: &Launch,
@@ -399,12 +449,20 @@ impl CudaExperts {
         expect(
             weights.dtype == DType::F32
                 && parts.dtype == DType::F16
-                && parts.numel() >= rows * chosen * hidden
-                && parts.ptr.is_multiple_of(4),
-            "weights must be float32 [rows, chosen] and parts float16 [rows, chosen, hidden]",
+                && parts.shape.len() == 2
+                && parts.shape[1] == hidden
+                && parts.ptr.is_multiple_of(4)
+                && places.dtype == DType::I32
+                && places.numel() == rows * chosen,
+            "weights must be float32 and places int32 [rows, chosen], and parts float16 [_, hidden]",
         )?;
         expect_factors(shared_weights.as_ref(), rows)?;
-        let mut all = vec![("parts", &parts), ("weights", &weights), ("out", &out)];
+        let mut all = vec![
+            ("parts", &parts),
+            ("places", &places),
+            ("weights", &weights),
+            ("out", &out),
+        ];
         for (what, tensor) in [
             ("shared", &shared),
             ("shared_weights", &shared_weights),
@@ -431,8 +489,10 @@ impl CudaExperts {
             tuning: None,
         };
         // SAFETY: as in `ExpertRouter::route`.
-        py.detach(|| unsafe { dequantized::combine(to, &self.experts, &op, parts.ptr) })
-            .map_err(|error| device_error(py, &error))
+        py.detach(|| unsafe {
+            dequantized::combine(to, &self.experts, &op, (parts.ptr, places.ptr))
+        })
+        .map_err(|error| device_error(py, &error))
     }
 }
 

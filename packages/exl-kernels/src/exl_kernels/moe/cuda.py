@@ -9,6 +9,7 @@ run on dequantized experts instead, unless `device.set_row_invariant` asks for r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -23,7 +24,7 @@ from ..linear.cuda import CudaFloatMatrix, CudaQuantMatrix
 from ..linear.fused import Norm
 from ..linear.matrix import QuantMatrix
 from ..selection import FUSED_ACTIVATIONS
-from .dequantized import padded_groups, padded_slots
+from .dequantized import padded_experts, padded_groups
 
 __all__ = ["ExpertRouter", "GroupedExperts", "why_apart"]
 
@@ -159,6 +160,7 @@ class GroupedExperts:
         self._native = _native_experts(experts, activation)
         self._table = torch.frombuffer(bytearray(self._native.table()), dtype=torch.uint8).to(self.device)
         self._most_pairs = self._native.most_pairs
+        self._numbers = torch.arange(self._native.count + 1, dtype=torch.int16, device=self.device)
         # The table must be in place before a kernel that starts early reads it (programmatic dependent launch).
         torch.cuda.current_stream(self.device).synchronize()
 
@@ -220,9 +222,10 @@ class GroupedExperts:
             if operand.shape != h.shape:
                 raise ShapeError(f"{name} is {tuple(operand.shape)}: expected {tuple(h.shape)}, as h")
         if self.kernel(rows, chosen, row_invariant()) == "experts_dequantized":
-            parts = self._dequantized_parts(h, ids)
+            parts, places = self._dequantized_parts(h, ids)
             self._native.combine(
                 parts,
+                places,
                 weights,
                 out,
                 launch_on(h),
@@ -251,38 +254,40 @@ class GroupedExperts:
             )
         return out
 
-    def _dequantized_parts(self, h: Tensor, ids: Tensor) -> Tensor:
-        """Return the results of each row's experts, by dequantized matrices: [pairs + 1, hidden], the last for padding.
+    def _dequantized_parts(self, h: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the experts of each row with dequantized matrices.
 
         Waits for the GPU: the host needs the number of rows of each expert.
+
+        Returns:
+            results [padded rows, hidden], and int32 [T, chosen], the row of each choice's result there.
         """
-        chosen, pairs = ids.shape[1], ids.numel()
-        width = self._native.width
-        by_expert, order = ids.flatten().sort(stable=True)
-        numbers = torch.arange(self._native.count + 1, device=h.device)
-        counts = torch.searchsorted(by_expert, numbers).diff().tolist()
-        groups = padded_groups(counts, max(1, DEQUANTIZED_BYTES // (2 * self.hidden * width)))
-        # One copy to the device: the pair of each padded row, and the experts of all groups.
-        slots = padded_slots(groups, counts)
-        experts = torch.tensor([number for group in groups for number in group.experts], dtype=torch.int64)
-        slots, experts = torch.cat([slots, experts]).to(h.device).split([len(slots), len(experts)])
-        places = torch.cat([order, order.new_tensor([pairs])])[slots]
-        rows = (places // chosen).clamp_(max=h.shape[0] - 1)
-        largest = max((len(group.experts) for group in groups), default=0)
-        weights = h.new_empty(largest * self.hidden * width)
-        parts = h.new_empty(pairs + 1, self.hidden)
+        hidden, width, chosen = self.hidden, self._native.width, ids.shape[1]
+        # Keys of two bytes are sorted in two passes.
+        by_expert, order = ids.flatten().to(torch.int16).sort(stable=True)
+        begins = torch.searchsorted(by_expert, self._numbers)
+        ends = begins.tolist()
+        counts = [end - begin for begin, end in pairwise(ends)]
+        groups = padded_groups(counts, max(1, DEQUANTIZED_BYTES // (2 * hidden * width)))
+        padded = torch.tensor(padded_experts(groups), dtype=torch.int32).to(h.device)
+        total = sum(len(group.experts) * group.rows for group in groups)
+        rows = torch.empty(total, dtype=torch.int32, device=h.device)
+        places = torch.empty(ids.shape, dtype=torch.int32, device=h.device)
+        self._native.pad(padded, order, begins, chosen, rows, places, launch_on(h))
+        experts = padded[:, 0].to(torch.int64)
+        weights = h.new_empty(max(len(group.experts) for group in groups) * hidden * width)
+        parts = h.new_empty(total, hidden)
         at = expert = 0
         for group in groups:
             count = len(group.experts)
             some = slice(at, at + count * group.rows)
             held = experts[expert : expert + count]
-            x = h.index_select(0, rows[some]).view(count, group.rows, self.hidden)
+            x = h.index_select(0, rows[some]).view(count, group.rows, hidden)
             gate, up = (torch.bmm(x, self._dequantized(held, part, weights)) for part in (0, 1))
             gated_activation(gate, up, self._activation, out=gate)
-            result = torch.bmm(gate, self._dequantized(held, 2, weights))
-            parts.index_copy_(0, places[some], result.view(-1, self.hidden))
+            torch.bmm(gate, self._dequantized(held, 2, weights), out=parts[some].view(count, group.rows, hidden))
             at, expert = some.stop, expert + count
-        return parts
+        return parts, places
 
     def _dequantized(self, experts: Tensor, part: int, out: Tensor) -> Tensor:
         """Return gate (0), up (1) or down (2) of each of `experts` as [n, in, out] at the begin of `out`."""

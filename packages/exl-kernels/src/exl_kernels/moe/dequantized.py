@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+__all__ = ["PaddedGroup", "padded_experts", "padded_groups"]
 
-__all__ = ["PaddedGroup", "padded_groups", "padded_slots"]
-
-ROUND = 8
-"""Rows of an expert are padded to a multiple of this."""
+ROUND = 32
+"""Rows of an expert are padded to a multiple of this: cuBLAS chooses kernels anew for each number of rows."""
 FREE_ROWS = 64
 """Rows of an expert that cost no more than fewer."""
 
@@ -58,17 +55,11 @@ def _group(experts: Sequence[int], counts: Sequence[int]) -> PaddedGroup:
     return PaddedGroup(tuple(experts), -(-counts[experts[-1]] // ROUND) * ROUND)
 
 
-def padded_slots(groups: Sequence[PaddedGroup], counts: Sequence[int]) -> Tensor:
-    """Return for each padded row of all groups, one after the other, its place among the pairs sorted by expert.
-
-    A pair is a row with one of its experts. Padding rows get the number of pairs. int64, on the CPU.
-    """
-    held = torch.tensor(counts, dtype=torch.int64)
-    begins = held.cumsum(0) - held
-    parts = []
+def padded_experts(groups: Sequence[PaddedGroup]) -> list[tuple[int, int, int]]:
+    """Return (expert, first padded row, padded rows) of each expert, the groups one after the other."""
+    found, first = [], 0
     for group in groups:
-        experts = torch.tensor(group.experts)
-        within = torch.arange(group.rows)
-        places = begins[experts, None] + within
-        parts.append(places.masked_fill(within >= held[experts, None], int(held.sum())).flatten())
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        for number in group.experts:
+            found.append((number, first, group.rows))
+            first += group.rows
+    return found

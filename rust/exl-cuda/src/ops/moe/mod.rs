@@ -60,6 +60,7 @@ struct CallArgument {
     x: usize,
     inner: usize,
     parts: usize,
+    places: usize,
     shared: usize,
     shared_weights: usize,
     residual: usize,
@@ -77,7 +78,7 @@ struct CallArgument {
     span: i32,
 }
 
-assert_layout!(CallArgument, experts::ExpertCall, { experts, ids, weights, h, different, used, begins, order, x, inner, parts, shared, shared_weights, residual, out, rows, chosen, pairs, count, hidden, x_stride, inner_stride, inputs, activation, tiles, span });
+assert_layout!(CallArgument, experts::ExpertCall, { experts, ids, weights, h, different, used, begins, order, x, inner, parts, places, shared, shared_weights, residual, out, rows, chosen, pairs, count, hidden, x_stride, inner_stride, inputs, activation, tiles, span });
 
 /// The gated MLPs of a layer, some of which each row uses.
 #[derive(Clone, Debug)]
@@ -339,6 +340,7 @@ impl Experts {
             x,
             inner,
             parts: inner + sizes.inner,
+            places: 0,
             shared: op.shared,
             shared_weights: op.shared_weights,
             residual: op.residual,
@@ -361,7 +363,7 @@ impl Experts {
 /// Kernels in the image of `file`.
 pub(super) fn kernels(file: &str) -> Vec<String> {
     let Some(rest) = file.strip_prefix("experts_") else {
-        return ["route_f16", "route_bf16", "arrange", "combine"]
+        return ["route_f16", "route_bf16", "arrange", "combine", "pad"]
             .map(|name| format!("experts_{name}"))
             .to_vec();
     };
