@@ -77,8 +77,10 @@ def test_a_prompt_runs_on_dequantized_experts(kind: str, most: int, monkeypatch:
 def test_all_rows_of_a_prompt_may_choose_one_expert(only: int) -> None:
     experts = experts_of("exl2-128", COUNT, HIDDEN, WIDTH)
     together = GroupedExperts(experts, "silu")
-    ids = torch.full((200, 1), only, dtype=torch.int64).cuda()
-    h, weights = rows_of(200, HIDDEN), torch.ones(200, 1).cuda()
-    x = rows_of(200, HIDDEN, 5)
+    rows = 64 * COUNT + 3
+    ids = torch.full((rows, 1), only, dtype=torch.int64).cuda()
+    h, weights = rows_of(rows, HIDDEN), torch.ones(rows, 1).cuda()
+    x = rows_of(rows, HIDDEN, 5)
+    assert together.kernel(rows, 1, False) == "experts_dequantized"
     want = by_dequantized(h, weights, ids, experts, residual=x)
     assert rms(together(h, weights, ids, residual=x, out=x), want) < 1e-3
