@@ -37,7 +37,7 @@ from exl_core import (
     PagedParams,
 )
 from exl_core.execution.environment import GRAPHS_VARIABLE
-from exl_core.layers import Embedding
+from exl_core.layers import Embedding, PositionEmbedding
 from exl_kernels.device import programmatic_launch, set_programmatic_launch
 
 CACHES = {
@@ -117,8 +117,8 @@ def report(text: str) -> bool:
 
 # ----------------------------------------------------------------------------------------------------- measurement
 def bytes_of_step(model: ExLlamaV2, cache: ExLlamaV2CacheBase, context: int, batch: int) -> int:
-    """Bytes a step must read: every weight but the embedding, and the keys and values of every sequence."""
-    weights = sum(m.weight_bytes() for m in model.modules if not isinstance(m, Embedding))
+    """Bytes a step must read: every weight but embeddings of tokens and positions, and all keys and values."""
+    weights = sum(m.weight_bytes() for m in model.modules if not isinstance(m, Embedding | PositionEmbedding))
     stored = sum(t.nbytes for t in cache.all_tensors()) / cache.max_seq_len
     return int(weights + stored * context * batch)
 

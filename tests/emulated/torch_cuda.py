@@ -126,6 +126,8 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
     """Apply a function to the leaves of lists, tuples and dicts."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_map(v, change) for v in value))
+    if isinstance(value, tuple) and type(value).__module__ == "torch.return_types":
+        return type(value)([_map(item, change) for item in value])
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         return type(value)(_map(v, change) for v in value)
     if isinstance(value, torch.Size | dict) and isinstance(value, dict):

@@ -1,113 +1,27 @@
-"""Experts that share launches: bitwise those of one expert after the other, near float64; needs a GPU."""
+"""Experts that share launches: bitwise those of one expert after the other, near float64; needs a GPU.
+
+test_cuda_dequantized_experts.py has those of prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from test_cuda_linear import exl2_tensors, gptq_tensors, rms
-from torch import Tensor
+from expert_cases import chosen_of, experts_of, one_by_one, rows_of
+from test_cuda_linear import rms
 
-from exl_kernels.activation import gated_activation
+from exl_kernels.cuda_ops import rms_norm
+from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.linear import QuantMatrix
-from exl_kernels.linear.cuda import CudaFloatMatrix, CudaQuantMatrix
+from exl_kernels.linear.cuda import CudaFloatMatrix
+from exl_kernels.linear.fused import Norm
 from exl_kernels.moe.cuda import ExpertRouter, GroupedExperts, why_apart
 from exl_kernels.reference import experts as reference
 
 pytestmark = pytest.mark.cuda
 MOST_PAIRS = 1024  # rows of a launch times the experts of each
-
-Expert = tuple[CudaQuantMatrix, CudaQuantMatrix, CudaQuantMatrix]
-
-
-def exl2(k: int, n: int, entry: int, number: int, order: Tensor | None = None, **options: Any) -> CudaQuantMatrix:
-    """Widths differ by expert; order: the permutation of K."""
-    if entry == 128:
-        width = (4, 5, 3)[number % 3]
-        groups = [(width, 128)] * (k // 128) + ([(width, k % 128)] if k % 128 else [])
-        groups[0] = (min(8, (6, 8, 4)[number % 3]), groups[0][1])
-    else:
-        groups = [((8, 6, 5, 4, 3, 2)[min(5, (number + i) // 3 % 6)], 32) for i in range(k // 32)]
-        groups.sort(reverse=True)
-    tensors = exl2_tensors(groups, n, seed=17 * number + n + k)
-    tensors["q_scale_max"] *= 0.1
-    if order is not None:
-        tensors["q_invperm"] = order
-    made = QuantMatrix.from_exl2(tensors, device="cuda", name=f"expert {number}", **options)
-    assert isinstance(made, CudaQuantMatrix)
-    return made
-
-
-def gptq(k: int, n: int, group: int, number: int, act_order: bool = False) -> CudaQuantMatrix:
-    tensors = gptq_tensors(4, k, group, n, act_order, seed=31 * number + n)
-    tensors["scales"] *= 0.1
-    made = QuantMatrix.from_gptq(tensors, bits=4, group_size=group, device="cuda", name=f"expert {number}")
-    assert isinstance(made, CudaQuantMatrix)
-    return made
-
-
-def experts_of(kind: str, count: int, hidden: int, width: int) -> list[Expert]:
-    """kind: format and group, `-own` where gate and up have permutations of their own, `-act` with act-order."""
-    found: list[Expert] = []
-    for number in range(count):
-        name, entry = kind.split("-")[:2]
-        if name == "exl2":
-            shared = None
-            if "own" not in kind:
-                shared = torch.randperm(hidden, generator=torch.Generator().manual_seed(number)).to(torch.int32)
-            # Gate and up of other widths have other places of padding rows.
-            up = number if "own" not in kind else number + 1
-            gate, raised, down = (
-                exl2(hidden, width, int(entry), number, shared),
-                exl2(hidden, width, int(entry), up, shared),
-                exl2(width, hidden, int(entry), number + 1),
-            )
-        else:
-            acts = "act" in kind
-            gate, raised, down = (
-                gptq(hidden, width, int(entry), 3 * number, acts),
-                gptq(hidden, width, int(entry), 3 * number + 1, acts),
-                gptq(width, hidden, int(entry), 3 * number + 2, acts),
-            )
-        found.append((gate, raised, down))
-    return found
-
-
-def one_by_one(
-    h: Tensor, weights: Tensor, ids: Tensor, experts: Sequence[Expert], activation: Any, **more: Tensor | None
-) -> Tensor:
-    """Expert after expert over the rows that chose it, then the weighted sum in the order of choice."""
-    parts = torch.empty((*ids.shape, h.shape[1]), dtype=torch.float32, device=h.device)
-    for number, (gate, up, down) in enumerate(experts):
-        rows, places = (ids == number).nonzero(as_tuple=True)
-        if len(rows):
-            x = h[rows]
-            inner = gated_activation(gate.matmul(x), up.matmul(x), activation)
-            parts[rows, places] = down.matmul(inner).float()
-    y = parts[:, 0] * weights[:, :1]
-    for c in range(1, ids.shape[1]):
-        y += parts[:, c] * weights[:, c : c + 1]
-    shared, factors, residual = (more.get(name) for name in ("shared", "shared_weights", "residual"))
-    if shared is not None:
-        y += shared.float() if factors is None else shared.float() * factors.view(-1, 1)
-    return y.half() if residual is None else residual.clone().add_(y.half())
-
-
-def rows_of(count: int, hidden: int, seed: int = 0) -> Tensor:
-    x = torch.randn(count, hidden, generator=torch.Generator().manual_seed(seed))
-    x[:, ::41] *= 8
-    return x.half().cuda()
-
-
-def chosen_of(rows: int, experts: int, chosen: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.stack([torch.randperm(experts, generator=generator)[:chosen] for _ in range(rows)])
-    weights = torch.rand(rows, chosen, generator=generator).softmax(-1)
-    return weights.cuda(), ids.cuda()
-
 
 KINDS = ["exl2-128", "exl2-32", "exl2-128-own", "exl2-32-own", "gptq-128", "gptq-32", "gptq-32-act"]
 
@@ -125,12 +39,13 @@ def test_results_are_those_of_one_expert_after_the_other(
     together = GroupedExperts(experts, "silu")
     for rows in (1, 2, 3, 7, 8, 9, 16, 17, 33, 64, 70):
         h, (weights, ids) = rows_of(rows, hidden, rows), chosen_of(rows, count, chosen, rows)
-        expected = one_by_one(h, weights, ids, experts, "silu")
-        assert expected.isfinite().all()
-        assert torch.equal(together(h, weights, ids), expected), rows
         x = rows_of(rows, hidden, 99)
-        expected = one_by_one(h, weights, ids, experts, "silu", residual=x)
-        assert torch.equal(together(h, weights, ids, residual=x, out=x), expected), rows
+        with row_invariant_matmuls():
+            expected = one_by_one(h, weights, ids, experts, "silu")
+            assert expected.isfinite().all()
+            assert torch.equal(together(h, weights, ids), expected), rows
+            expected = one_by_one(h, weights, ids, experts, "silu", residual=x)
+            assert torch.equal(together(h, weights, ids, residual=x, out=x), expected), rows
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "quickgelu"])
@@ -161,7 +76,8 @@ def test_many_rows_are_several_launches(rows: int, chosen: int) -> None:
     together = GroupedExperts(experts, "silu")
     h, (weights, ids) = rows_of(rows, 256), chosen_of(rows, 40, chosen)
     shared, factors, x = rows_of(rows, 256, 3), torch.rand(rows).cuda(), rows_of(rows, 256, 4)
-    found = together(h, weights, ids, shared=shared, shared_weights=factors, residual=x)
+    with row_invariant_matmuls():
+        found = together(h, weights, ids, shared=shared, shared_weights=factors, residual=x)
     for some in torch.arange(rows).split(64):
         more = {"shared": shared[some], "shared_weights": factors[some], "residual": x[some]}
         assert torch.equal(found[some], one_by_one(h[some], weights[some], ids[some], experts, "silu", **more))
@@ -242,6 +158,40 @@ def test_the_router_chooses_as_its_twin(dtype: torch.dtype, hidden: int, experts
             expected, wanted = reference.choose_sparse(logits.double(), 2, 0.1)
             assert torch.equal(ids, wanted)
             assert (weights - expected).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize(("hidden", "experts"), [(8, 3), (64, 2), (2048, 128), (4104, 60), (14336, 8)])
+def test_the_router_norms_its_rows(hidden: int, experts: int, offset: float) -> None:
+    """Bitwise as `rms_norm` and the router, for rows alone and together."""
+    router = ExpertRouter(float_matrix(hidden, experts, bias=torch.randn(experts)), 2, normalize=True)
+    norm = Norm(torch.randn(hidden, generator=torch.Generator().manual_seed(1)).cuda(), 1e-5, offset)
+    assert router.takes_norm(norm)
+    for rows in (1, 3, 70):
+        x = rows_of(rows, hidden, rows)
+        h, weights, ids = router.norm_and_route(x, norm)
+        assert torch.equal(h, rms_norm(x, norm.weight, norm.eps, weight_offset=offset))
+        expected, wanted = router(h)
+        assert torch.equal(ids, wanted)
+        assert torch.equal(weights, expected)
+
+
+def test_norms_that_the_router_does_not_take() -> None:
+    router = ExpertRouter(float_matrix(256, 3), 2, normalize=True)
+    ones = torch.ones(257, device="cuda")
+    for norm in (
+        Norm(ones, 1e-5),
+        Norm(ones[1:], 1e-5),
+        Norm(ones[:256].half(), 1e-5),
+        Norm(ones[:256], 1e-5, layer=True),
+    ):
+        assert not router.takes_norm(norm)
+        with pytest.raises(ShapeError, match="the router takes RMS norms of 256 features"):
+            router.norm_and_route(rows_of(1, 256), norm)
+    with pytest.raises(
+        ShapeError, match=f"20480 features: expected a multiple of 8, at most {ExpertRouter.most_features}"
+    ):
+        ExpertRouter(float_matrix(20480, 3), 2, normalize=True)
 
 
 def test_equally_likely_experts_are_taken_in_order() -> None:

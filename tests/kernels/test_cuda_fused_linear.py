@@ -12,7 +12,7 @@ from linear_cases import DTYPES, K, activations, exl2, gptq, norm_of, qkv
 from torch import Tensor
 
 from exl_kernels.cuda_ops import activation as activate
-from exl_kernels.cuda_ops import gated_activation, rms_norm
+from exl_kernels.cuda_ops import gated_activation, layer_norm, rms_norm
 from exl_kernels.device import programmatic_launch, set_programmatic_launch
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.linear.fused import FusedLinear, Norm
@@ -43,6 +43,31 @@ def test_several_matrices(kind: str, dtype: torch.dtype, normed: bool) -> None:
         assert fused(x, out) is out
         inner = rms_norm(x, norm.weight, norm.eps) if norm else x
         assert torch.equal(out, torch.cat([matrix.matmul(inner) for matrix in matrices], 1)), m
+
+
+@pytest.mark.parametrize(("kind", "k"), [("one", 256), ("one", 3968), ("own", 1024), ("one", 4608), ("own", 8192)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_layer_norm_of_the_input(kind: str, k: int, dtype: torch.dtype, with_bias: bool) -> None:
+    """Rows far from zero: the mean is taken off before squares are added. Matrices have one order or their own."""
+    perm = torch.randperm(k, generator=torch.Generator().manual_seed(7)) if kind == "one" else None
+    matrices = [exl2(n, 5, 4, seed=i, perm=perm, bias=True, k=k) for i, n in enumerate((512, 160))]
+    weight, bias = torch.rand(k, device="cuda") + 0.5, torch.randn(k, device="cuda") if with_bias else None
+    fused = FusedLinear(matrices, norm=Norm(weight, 1e-5, layer=True, bias=bias), dtype=dtype)
+    for m in ROWS:
+        x = 2 + activations(m, k, dtype)
+        out = torch.full((m, fused.out_features), float("nan"), dtype=dtype, device="cuda")
+        inner = layer_norm(x, weight, bias, 1e-5)
+        assert torch.equal(fused(x, out), torch.cat([matrix.matmul(inner) for matrix in matrices], 1)), m
+
+
+@pytest.mark.needs("bulk_copy")
+def test_one_launch_takes_a_layer_norm_of_few_rows() -> None:
+    weight = torch.ones(K, device="cuda")
+    fused = FusedLinear([exl2(512, 4)], norm=Norm(weight, 1e-5, layer=True), activation="gelu")
+    assert [fused.kernel(rows) for rows in (1, 2, 3, 9)] == ["gemv_ring", "gemv_ring", None, None]
+    with pytest.raises(ShapeError, match="norm bias"):
+        FusedLinear([exl2(512, 4)], norm=Norm(weight, 1e-5, layer=True, bias=weight[:8]))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "quickgelu"])
@@ -93,6 +118,35 @@ def test_activated_results_go_to_the_next_matmul(k: int, n: int) -> None:
         x = activations(m, k, torch.float16)
         want = down.matmul(activate(up.matmul(x), "gelu"))
         assert torch.equal(first.then(second, x, torch.full_like(want, float("nan"))), want), m
+
+
+@pytest.mark.parametrize("pairs", [20, 296, 300, 528, 600])
+@pytest.mark.parametrize("norm", [False, True])
+def test_gated_tiles_that_whole_rounds_leave_over(pairs: int, norm: bool) -> None:
+    """The blocks of more than eight rows take several tiles at a time, and fewer of the last round."""
+    k, n = 256, 64 * pairs
+    order = torch.arange(k).flip(0)
+    fused = FusedLinear(
+        [exl2(n, 5, 4, seed=i, perm=order, k=k) for i in range(2)],
+        norm=Norm(torch.rand(k, device="cuda") + 0.5, 1e-5) if norm else None,
+        activation="silu",
+    )
+    for m in (9, 16, 27, 32, 33):
+        x = activations(m, k, torch.float16)
+        want = torch.cat([fused(part, part.new_empty(len(part), n)) for part in x.split(8)])
+        assert bitwise_equal(fused(x, torch.full_like(want, float("nan"))), want), m
+
+
+@pytest.mark.parametrize("tiles", [1, 140, 536, 576, 2113, 3000])
+@pytest.mark.parametrize("k", [256, 1280])
+def test_tiles_that_whole_rounds_leave_over(tiles: int, k: int) -> None:
+    """The same without a gate, with K whole and in quarters, and a residual."""
+    fused = FusedLinear([exl2(16 * tiles + 16, 5, 4, k=k)])
+    for m in (9, 16, 27, 32, 33):
+        x = activations(m, k, torch.float16)
+        h = torch.randn(m, fused.out_features, generator=torch.Generator().manual_seed(m)).half().cuda()
+        want = torch.cat([fused(a, torch.empty_like(b), b) for a, b in zip(x.split(8), h.split(8), strict=True)])
+        assert bitwise_equal(fused(x, torch.full_like(h, float("nan")), h), want), m
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,4 +1,4 @@
-"""Matmuls of three to eight rows over long K, of which blocks hold a part at a time: bitwise those of `gemm_tile`."""
+"""Matmuls of one to eight rows over long K, of which blocks may hold a part at a time: bitwise those of `gemm_tile`."""
 
 from __future__ import annotations
 
@@ -39,6 +39,15 @@ def test_planned_shapes(k: int, widths: tuple[int, ...]) -> None:
     made = exl2(544, *widths, k=k)
     for m in (3, 8):
         assert_same(made, activations(m, k, torch.float16))
+
+
+@pytest.mark.parametrize("k", [4096, 16384, 16512, 18432, 18944, 20480, 20608])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_one_row_of_any_length(k: int, ordered: bool) -> None:
+    """The threads of a block hold the row at once, in four or five parts, or fetch it in turns."""
+    made = exl2(544, 5, 4, k=k, perm=torch.arange(k) if ordered else None)
+    x = activations(1, k, torch.float16)
+    assert torch.equal(product(made, x, "gemv_ring"), product(made, x, "gemm_tile"))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])

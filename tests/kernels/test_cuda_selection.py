@@ -90,7 +90,7 @@ def test_experts_are_launched_as_selected(rows: int) -> None:
     card = Card.device(torch.cuda.current_device())
     expected = card.experts([(gate[1], up[1], down[1]) for gate, up, down in made], rows, 2)
     assert expected.joined
-    assert grouped.shares(rows, 2)
+    assert grouped.shares(rows, 2, False)
     h = torch.randn(rows, K, device="cuda").half()
     ids = torch.tensor([[0, 3]], device="cuda").expand(rows, 2).contiguous()
     names()

@@ -105,7 +105,7 @@ def test_bitwise_one_expert_after_the_other(data: st.DataObject) -> None:
     expected = one_by_one(h, weights, ids, experts, activation)
     together = group_experts(experts, activation, chosen, shared)
     assert together is not None
-    assert together.shares(rows, chosen)
+    assert together.shares(rows, chosen, False)
     assert together.joins_shared == (shared is not None)
     if shared is not None:
         y = run_one(shared, h, activation)

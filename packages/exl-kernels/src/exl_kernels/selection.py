@@ -218,7 +218,12 @@ class Card:
         return _selection(_native.cuda_select_alone(self._native, matrix._native, rows, invariant=invariant))
 
     def experts(
-        self, experts: Sequence[tuple[MatrixShape, MatrixShape, MatrixShape]], rows: int, chosen: int
+        self,
+        experts: Sequence[tuple[MatrixShape, MatrixShape, MatrixShape]],
+        rows: int,
+        chosen: int,
+        *,
+        invariant: bool = False,
     ) -> Selection:
         """Return how the experts of a layer run.
 
@@ -226,13 +231,14 @@ class Card:
             experts: gate, up and down of each expert.
             rows: number of rows.
             chosen: experts a row.
+            invariant: rows are batch-invariant, as always for few rows and in captured steps.
 
         Returns:
-            experts_few or experts_many in shared launches (`moe.GroupedExperts`), or experts_apart, one after the
-            other.
+            experts_few or experts_many in shared launches or experts_dequantized (`moe.GroupedExperts`), or
+            experts_apart, one after the other.
         """
         shapes = [[matrix._native for matrix in parts] for parts in experts]
-        kernel, why = _native.cuda_select_experts(self._native, shapes, rows, chosen)
+        kernel, why = _native.cuda_select_experts(self._native, shapes, rows, chosen, invariant=invariant)
         apart = kernel == "experts_apart"
         return Selection(kernel, not apart, () if why is None else (("shared launches", why),))
 

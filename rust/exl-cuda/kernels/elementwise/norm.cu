@@ -1,5 +1,6 @@
 // RMSNorm: out = x / sqrt(mean(x^2) + eps) * (weight + offset). LayerNorm: out = (x - mean) / sqrt(var + eps) * weight + bias.
 // One block a row. The order of a row's sums does not depend on the number of rows.
+#include "elementwise/eight.cuh"
 #include "elementwise/packed_rows.cuh"
 
 // A row; waits for the previous launch.
@@ -49,38 +50,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_parts(__half* x, 
   __half* const row = x + (size_t)blockIdx.x * stride + (later ? first_width : 0);
   rms_norm_row(row, later ? second : first, row, later ? second_width : first_width, eps, 0.f);
 }
-
-// Eight elements of a row of a LayerNorm. Halves stay halves, so that a block needs few registers: it is then resident beside a block of a
-// matmul and starts as soon as that one ends.
-template <class T>
-struct Eight {
-  union {
-    uint4 words[sizeof(T) / 2];
-    T items[8];
-  };
-  DEVICE void load(const T* row, int k, int width, bool wide) {
-    if (wide) {
-#pragma unroll
-      for (int i = 0; i < (int)sizeof(T) / 2; i++) words[i] = reinterpret_cast<const uint4*>(row + k)[i];
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; i++) items[i] = k + i < width ? row[k + i] : from_float<T>(0.f);
-    }
-  }
-  DEVICE float sum() const {
-    float v[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) v[i] = to_float(items[i]);
-    return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
-  }
-  // Squares of the deviations of the elements before `left`.
-  DEVICE float squares(float mean, int left) const {
-    float v[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) v[i] = i < left ? to_float(items[i]) - mean : 0.f;
-    return eight_squares(v);
-  }
-};
 
 enum Packing { UNPACKED, FEW_COLUMNS, BATCH_COLUMNS };
 template <Packing PACKED>

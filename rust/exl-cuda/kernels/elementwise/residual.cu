@@ -2,6 +2,7 @@
 //
 // Bitwise identical to an addition of tensors followed by norm.cu: x is rounded to its type before the norm reads it, and element k is
 // added by thread (k / 8) % 256.
+#include "elementwise/eight.cuh"
 #include "elementwise/packed_rows.cuh"
 
 constexpr int HELD = 4;  // batches of eight elements that a thread keeps in registers: rows of up to 8192
@@ -183,6 +184,78 @@ DEVICE void add_post_norm_kernel(T* x, const __half* y, const RowNorm& post, con
   }
 }
 
+// The same for aligned rows of at most SHORT batches. A thread reads x and y once and keeps them in their types, and reads weights while the
+// block adds, so a block is small enough to be resident beside one of the ring kernel.
+constexpr int SHORT = 2, SHORT_REGISTERS = 56;
+template <class T, bool PACKED>
+DEVICE void add_short_post_norm_kernel(T* x, const __half* y, const RowNorm& post, const RowNorm& norm, __half* out, int width,
+                                       const PackedRows& packed, __half* shared) {
+  constexpr int BATCH = THREADS * 8;
+  const int first = threadIdx.x * 8;
+  const unsigned token = blockIdx.x;
+  pdl_trigger();
+  if (PACKED) {
+    prefetch_order(packed);
+    if (token >= packed.m) {
+      pdl_wait();
+      return pack_row(packed, token, nullptr);
+    }
+  }
+  x += (size_t)token * width;
+  y += (size_t)token * width;
+  if (PACKED) out = shared;
+  else if (out) out += (size_t)token * width;
+  for (int k = first; k < width; k += BATCH) {
+    if (post.weight) asm volatile("prefetch.global.L2 [%0];" ::"l"(post.weight + k));
+    if (norm.weight) asm volatile("prefetch.global.L2 [%0];" ::"l"(norm.weight + k));
+  }
+  pdl_wait();
+  Eight<T> xs[SHORT];
+  Eight<__half> ys[SHORT];
+  float w[SHORT][8];
+  auto each = [&](auto f) {
+#pragma unroll
+    for (int i = 0; i < SHORT; i++)
+      if (first + i * BATCH < width) f(i, first + i * BATCH);
+  };
+  each([&](int i, int k) {
+    ys[i].load(y, k, width, true);
+    xs[i].load(x, k, width, true);
+  });
+  float scale = 1.f;
+  if (post.weight) {
+    each([&](int i, int k) { load8(w[i], post.weight + k); });
+    float sum = 0.f;
+    each([&](int i, int) { sum += ys[i].squares(0.f, 8); });
+    scale = 1.f / sqrtf(block_sum(sum) / (float)width + post.eps);
+  }
+  float sum = 0.f;
+  each([&](int i, int k) {
+    float v[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const float u = to_float(ys[i].items[j]), n = post.weight ? to_float(from_float<T>(u * scale * (w[i][j] + post.offset))) : u;
+      xs[i].items[j] = from_float<T>(__fadd_rn(to_float(xs[i].items[j]), n));
+      v[j] = to_float(xs[i].items[j]);
+    }
+    store8(x + k, v);
+    sum += eight_squares(v);
+  });
+  if (!norm.weight) return;
+  each([&](int i, int k) { load8(w[i], norm.weight + k); });
+  scale = 1.f / sqrtf(block_sum(sum) / (float)width + norm.eps);
+  each([&](int i, int k) {
+    float v[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) v[j] = to_float(xs[i].items[j]) * scale * (w[i][j] + norm.offset);
+    store8(out + k, v);
+  });
+  if (PACKED) {
+    __syncthreads();
+    pack_row(packed, token, shared);
+  }
+}
+
 #define ADD_POST_NORM(T, t)                                                                                                         \
   extern "C" __global__ void __launch_bounds__(THREADS) add_post_norm_##t(T* x, const __half* y, const float* post, float post_eps,  \
                                                                           float post_offset, const float* weight, float eps,         \
@@ -199,3 +272,20 @@ DEVICE void add_post_norm_kernel(T* x, const __half* y, const RowNorm& post, con
   }
 ADD_POST_NORM(__half, f16)
 ADD_POST_NORM(float, f32)
+
+#define ADD_SHORT_POST_NORM(T, t)                                                                                                   \
+  extern "C" __global__ void __maxnreg__(SHORT_REGISTERS) add_short_post_norm_##t(                                                  \
+      T* x, const __half* y, const float* post, float post_eps, float post_offset, const float* weight, float eps, float offset,     \
+      __half* out, int width) {                                                                                                     \
+    add_short_post_norm_kernel<T, false>(x, y, RowNorm{post, post_eps, post_offset}, RowNorm{weight, eps, offset}, out, width,       \
+                                         PackedRows{}, nullptr);                                                                    \
+  }                                                                                                                                 \
+  extern "C" __global__ void __maxnreg__(SHORT_REGISTERS) add_short_post_norm_packed_##t(                                           \
+      T* x, const __half* y, const float* post, float post_eps, float post_offset, const float* weight, float eps, float offset,     \
+      int width, uint8_t* out, const int* features, int units, int rows, int m) {                                                   \
+    extern __shared__ __align__(16) uint8_t memory[];                                                                               \
+    add_short_post_norm_kernel<T, true>(x, y, RowNorm{post, post_eps, post_offset}, RowNorm{weight, eps, offset}, nullptr, width,    \
+                                        PackedRows{out, features, units, rows, (unsigned)m}, reinterpret_cast<__half*>(memory));    \
+  }
+ADD_SHORT_POST_NORM(__half, f16)
+ADD_SHORT_POST_NORM(float, f32)

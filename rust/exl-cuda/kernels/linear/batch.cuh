@@ -105,7 +105,7 @@ struct Batch : BatchFinish<N, true> {
   }
   DEVICE void stream() const {
     const uint64_t once = evict_first(), again = evict_last();
-    const int blocks = (p.items + per_block() - 1) / per_block(), mine = (blocks - first + step - 1) / step, total = mine * own;
+    const int mine = (p.shares - first + step - 1) / step, total = mine * own;
     const int ahead = min(p.slots, total);
     Turn turn;
     int block = first, i = 0;
@@ -146,11 +146,10 @@ struct Batch : BatchFinish<N, true> {
   // Run by one thread.
   DEVICE void stream_activations() const {
     const uint64_t again = evict_last();
-    const int blocks = (p.items + per_block() - 1) / per_block();
     Turn turn;
     pdl_wait();
 #pragma unroll 1
-    for (int block = first; block < blocks; block += step)
+    for (int block = first; block < p.shares; block += step)
 #pragma unroll 1
       for (int h = 0; h < 2 * own; h++, turn.advance(p.half_slots)) {
         const uint32_t u = SharedBytes{base + p.part[0].units_at}.get4(h / 2 * ROW + 8) >> 16, bar = present + turn.slot * 8;
@@ -368,12 +367,14 @@ struct Batch : BatchFinish<N, true> {
   // From one lane, so that the compiler keeps descriptors in uniform registers.
   DEVICE static uint64_t descriptor_at(uint32_t x) { return descriptor_of(__shfl_sync(~0u, x >> 4 | (16 * N >> 4) << 16, 0), 128 >> 4); }
   DEVICE uint32_t room_of_warp() const { return threadIdx.x / 32 * p.unit_room; }
-  // Adds the sums of a quarter, beginning at `row` of the table at `rows`.
+  // Adds the sums of a quarter, beginning at `row` of the table at `rows`. `widths`: a mask; a warpgroup without an item multiplies units of
+  // no width.
   DEVICE void add_quarter(float (&sum)[S], int quarter, uint32_t rows, uint32_t& row, uint32_t mine, Turn& turn, bool waits) const {
     Turn none;
     add_quarter(sum, quarter, rows, row, mine, turn, none, waits);
   }
-  DEVICE void add_quarter(float (&sum)[S], int quarter, uint32_t rows, uint32_t& row, uint32_t mine, Turn& turn, Turn& half, bool waits) const {
+  DEVICE void add_quarter(float (&sum)[S], int quarter, uint32_t rows, uint32_t& row, uint32_t mine, Turn& turn, Turn& half, bool waits,
+                          uint32_t widths = 0xffff) const {
     const int lane = threadIdx.x % 32;
     float total[S];
 #pragma unroll
@@ -391,7 +392,7 @@ struct Batch : BatchFinish<N, true> {
         barrier_wait(full + turn.slot * 8, turn.phase);
         const uint64_t descriptor = HALVES ? await_half(half) : descriptor_at(x);
         Unit unit{halves_of(half), at + mine, descriptor, ENTRY == 128 ? unit_row.y : row + MAXIMA_AT, lane, total, {}};
-        unit.run(unit_row.x & 0xffff);
+        unit.run(unit_row.x & widths);
         if constexpr (HALVES) release_half(half);
         warp_arrives(empty + turn.slot * 8, lane);
         turn.advance(p.slots);
@@ -406,13 +407,15 @@ struct Batch : BatchFinish<N, true> {
     Turn turn, half;
     bool waits = p.resident;
 #pragma unroll 1
-    for (int block = first; block * per_block() < p.items; block += step, waits = false) {
-      const uint32_t rows = base + p.part[place(block, group).matrix].units_at;
+    for (int block = first; block < p.shares; block += step, waits = false) {
+      const Place here = place(block, group);
+      const uint32_t rows = base + p.part[here.matrix].units_at;
+      const uint32_t widths = here.some ? 0xffff : 0;
       uint32_t row = rows;
 #pragma unroll 1
       for (int quarter = order.first; quarter < order.first + order.quarters; quarter++) {
         float sum[S];
-        add_quarter(sum, quarter, rows, row, mine, turn, half, waits);
+        add_quarter(sum, quarter, rows, row, mine, turn, half, waits, widths);
         leave(block, quarter, sum);
       }
       if constexpr (Finish::TRANSPOSES) {

@@ -151,7 +151,7 @@ struct BatchMma : BatchFinish<N, false> {
     int begun = 0;
     bool agrees = p.cut > 1, waits = true;
 #pragma unroll 1
-    for (int block = first; block * per_block() < p.items; block += step) {
+    for (int block = first; block < p.shares; block += step) {
       const Place here = place(block, min(group, p.groups - 1));
       const Source from = source(here);
       Ring ring = fill(from, waits);

@@ -32,6 +32,9 @@ struct BatchTask {
   int looks;  // how often a block polls whether the others have started
   int gate;  // activation of the first of two matrices, which gates the second one feature by feature, or -1; K is then not cut
   int left;  // batch_whole.cuh: number of the last items, of which blocks first process a quarter of K each
+  // A block takes shares of `groups` items (of gated pairs, half as many) with numbers `gridDim.x` apart, or a quarter of that. The shares
+  // from number `full` on have `last_items` items at most: what is left for the last round is spread over all blocks.
+  int shares, full, last_items;
   int half_slots;  // slots of half units of activations at `x_at`, if these have a ring of their own: at more than 64 columns
   const void* residual;  // added to y and of the same form; null if there is none
   // If gated results go to the next matmul instead of y: its input, of as many columns, and the rows of its layout.
@@ -39,15 +42,15 @@ struct BatchTask {
   const uint16_t* into_rows;  // null if rows are in the features' order
   BatchPart part[BATCH_MATRICES];
 };
-ABI_SIZE(BatchTask, 416); ABI_AT(BatchTask, x, 0); ABI_AT(BatchTask, multipliers, 8); ABI_AT(BatchTask, sums, 16);
+ABI_SIZE(BatchTask, 432); ABI_AT(BatchTask, x, 0); ABI_AT(BatchTask, multipliers, 8); ABI_AT(BatchTask, sums, 16);
 ABI_AT(BatchTask, arrivals, 24); ABI_AT(BatchTask, y, 32); ABI_AT(BatchTask, count, 40); ABI_AT(BatchTask, items, 44);
 ABI_AT(BatchTask, m, 48); ABI_AT(BatchTask, y_kind, 52); ABI_AT(BatchTask, y_stride, 56); ABI_AT(BatchTask, paired, 60);
 ABI_AT(BatchTask, groups, 64); ABI_AT(BatchTask, scaled, 68); ABI_AT(BatchTask, slots, 72); ABI_AT(BatchTask, resident, 76);
 ABI_AT(BatchTask, stage_stride, 80); ABI_AT(BatchTask, unit_room, 84); ABI_AT(BatchTask, ring_at, 88); ABI_AT(BatchTask, x_at, 92);
 ABI_AT(BatchTask, barriers_at, 96); ABI_AT(BatchTask, numbered_at, 100); ABI_AT(BatchTask, sums_at, 104); ABI_AT(BatchTask, cut, 108);
-ABI_AT(BatchTask, looks, 112); ABI_AT(BatchTask, gate, 116); ABI_AT(BatchTask, left, 120); ABI_AT(BatchTask, half_slots, 124);
-ABI_AT(BatchTask, residual, 128);
-ABI_AT(BatchTask, into, 136); ABI_AT(BatchTask, into_rows, 144); ABI_AT(BatchTask, part, 152);
+ABI_AT(BatchTask, looks, 112); ABI_AT(BatchTask, gate, 116); ABI_AT(BatchTask, left, 120); ABI_AT(BatchTask, shares, 124);
+ABI_AT(BatchTask, full, 128); ABI_AT(BatchTask, last_items, 132); ABI_AT(BatchTask, half_slots, 136); ABI_AT(BatchTask, residual, 144);
+ABI_AT(BatchTask, into, 152); ABI_AT(BatchTask, into_rows, 160); ABI_AT(BatchTask, part, 168);
 
 #if __CUDA_ARCH__ >= 800
 // A block's units in order: quarter after quarter, and in each the classes j, j + 8, j + 4, j + 12.
@@ -95,9 +98,13 @@ struct BatchBlock {
   DEVICE bool gated() const { return p.gate >= 0; }
   DEVICE int per_block() const { return gated() ? p.groups / 2 : p.groups; }
   DEVICE Place place(int block, int group) const {
-    if (!gated()) return item_place(block * p.groups + group);
-    const int each = per_block(), second = group >= each, item = block * each + group - (second ? each : 0);
-    return {second, item * ITEM_TILES, item, item < p.items};
+    const int each = per_block(), second = gated() && group >= each, within = group - (second ? each : 0), after = max(block - p.full, 0);
+    const int item = min(block, p.full) * each + after * p.last_items + within;
+    const bool some = item < p.items && (block < p.full || within < p.last_items);
+    if (gated()) return {second, item * ITEM_TILES, item, some};
+    Place here = item_place(item);
+    here.some = some;
+    return here;
   }
   DEVICE Place item_place(int item) const {
     int matrix = 0;

@@ -251,14 +251,14 @@ DEVICE void consume(const Task& p, uint8_t* memory, uint32_t base, const uint4* 
   constexpr int NEXT_CLASS = 5, NEVER = 0x7fffffff;
   const Barriers s(p, base);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
-  const int slots = p.slots, stored = 2 * t < p.columns;
-  const uint32_t result_row = p.columns * 4, result_place = base + p.results_at + (g * p.columns + 2 * t) * 4;
   fill_shared(p, memory);
   bar<1>(RING_THREADS);
   if (p.flags & KEEP) {
     Keeper<KIND, ENTRY>(p, base, s).run(places);
     return;
   }
+  const int slots = p.slots, stored = 2 * t < p.columns;
+  const uint32_t result_row = p.columns * 4, result_place = base + p.results_at + (g * p.columns + 2 * t) * 4;
   const bool gated = p.gate >= 0;
   const int second = p.count > 1 ? p.part[0].a.tiles : NEVER, third = p.count > 2 ? second + p.part[1].a.tiles : NEVER;
   Turn turn, result;  // turn: the ring's slot of the tile's first stage

@@ -122,6 +122,13 @@ struct Fill {
       weights[j][0] = weights[j][1] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
     if (p.part[0].a.row_of_feature) load_rows(p.part[0].a, 0);
+    if (p.norm && (!EARLY || p.norm_bias)) {
+#pragma unroll 1
+      for (int i = rank; i < eights; i += team) {
+        if (!EARLY) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.norm + 2 * i));
+        if (p.norm_bias) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.norm_bias + 2 * i));
+      }
+    }
     if (EARLY && p.norm) {
 #pragma unroll
       for (int j = 0; j < BATCH; j++) {
@@ -150,30 +157,52 @@ struct Fill {
     else if (mine == 0) bar<2>(256);
     else bar<3>(256);
   }
-  DEVICE void normalise(int turn_) {
-    float sum = 0.f;
-    each(0, [&](int) {
-      float v[8];
-#pragma unroll
-      for (int e = 0; e < 8; e++) v[e] = to_float(in[0].v[e]);
-      sum += eight_squares(v);
-    });
+  // The sum over a team's threads, passed through `through`.
+  DEVICE float team_sum(float sum, float* through) {
     sum = warp_sum(sum);
-    if (rank % 32 == 0) parts[0][turn_][threadIdx.x / 32] = sum;
+    if (rank % 32 == 0) through[threadIdx.x / 32] = sum;
     synchronize();
     sum = 0.f;
 #pragma unroll
-    for (int w = 0; w < 8; w++) sum += parts[0][turn_][8 * mine + w];
-    const float scale = 1.f / sqrtf(sum / (float)k + p.eps);
-    auto apply = [&](int i) {
-      float4 a = weights[0][0], b = weights[0][1];
-      if (!EARLY) {
-        a = __ldg(p.norm + 2 * i);
-        b = __ldg(p.norm + 2 * i + 1);
-      }
-      const float w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    for (int w = 0; w < 8; w++) sum += through[8 * mine + w];
+    return sum;
+  }
+  DEVICE void normalise(int turn_) {
+    const bool layer = p.flags & LAYER;
+    float mean = 0.f, sum = 0.f;
+    if (layer) {
+      each(0, [&](int) {
+        float v[8];
 #pragma unroll
-      for (int e = 0; e < 8; e++) in[0].v[e] = from_float<T>(to_float(in[0].v[e]) * scale * (w[e] + p.offset));
+        for (int e = 0; e < 8; e++) v[e] = to_float(in[0].v[e]);
+        mean += ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+      });
+      mean = team_sum(mean, parts[1][turn_]) / (float)k;
+    }
+    each(0, [&](int) {
+      float v[8];
+#pragma unroll
+      for (int e = 0; e < 8; e++) v[e] = to_float(in[0].v[e]) - mean;
+      sum += eight_squares(v);
+    });
+    const float scale = 1.f / sqrtf(team_sum(sum, parts[0][turn_]) / (float)k + p.eps);
+    auto apply = [&](int i) {
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const float4 a = EARLY ? weights[0][h] : __ldg(p.norm + 2 * i + h);
+        const float w[4] = {a.x, a.y, a.z, a.w};
+        if (layer) {
+          const float4 c = p.norm_bias ? __ldg(p.norm_bias + 2 * i + h) : make_float4(0.f, 0.f, 0.f, 0.f);
+          const float bias[4] = {c.x, c.y, c.z, c.w};
+#pragma unroll
+          for (int e = 0; e < 4; e++)
+            in[0].v[4 * h + e] = from_float<T>(fmaf((to_float(in[0].v[4 * h + e]) - mean) * scale, w[e], bias[e]));
+        } else {
+#pragma unroll
+          for (int e = 0; e < 4; e++)
+            in[0].v[4 * h + e] = from_float<T>(to_float(in[0].v[4 * h + e]) * scale * (w[e] + p.offset));
+        }
+      }
     };
     each(0, apply, [&] {
       if (!EARLY) return;
@@ -255,14 +284,16 @@ struct Fill {
       }
     }
     if (RACECHECK && mine == 1 && p.m % 2 == 1)
-      for (int i = 0; i < 1 + SCALED; i++) synchronize();  // as often as the first team
+      for (int i = 0; i < 1 + SCALED + !!(p.flags & LAYER); i++) synchronize();  // as often as the first team
   }
 };
 
 // Packs one row of halves that needs no norm and has one order, with no work between the end of the previous launch and the loads. A loop
-// over the loaded values rotates their registers: unrolled code would be cold and cost more than the moves.
+// over the loaded values rotates their registers: unrolled code would be cold and cost more than the moves. A thread has BATCH groups of
+// eight elements.
+template <int BATCH>
 DEVICE void fill_row(const Task& p, uint8_t* memory) {
-  constexpr int THREADS = CONSUMERS * 32, BATCH = 4;  // the host's ROW_FEATURES
+  constexpr int THREADS = CONSUMERS * 32;
   const Part& part = p.part[0];
   const int tid = threadIdx.x, eights = part.a.in_features / 8;
   const uint4* order = reinterpret_cast<const uint4*>(part.a.row_of_feature) + tid;
@@ -300,10 +331,16 @@ DEVICE void fill_row(const Task& p, uint8_t* memory) {
   }
 }
 
+constexpr int LONG_ROW = 5;  // groups of eight elements that a thread holds at most
+
 DEVICE void fill_shared(const Task& p, uint8_t* memory) {
   __shared__ float parts[2][2][CONSUMERS];
   if (p.flags & PADDED) clear_padding(p, memory);
-  if (p.flags & ROW) return fill_row(p, memory);
+  if (p.flags & ROW) {
+    if (p.part[0].a.in_features <= 4 * 8 * CONSUMERS * 32) fill_row<4>(p, memory);
+    else fill_row<LONG_ROW>(p, memory);
+    return;
+  }
   const bool small = p.part[0].a.in_features <= 16 * (p.norm ? 256 : CONSUMERS * 32);
   if (p.x_kind == OUT_F16) {
     if (small) Fill<__half, 2>(p, memory, parts).run();

@@ -21,7 +21,7 @@ struct Part {
 ABI_SIZE(Part, 96); ABI_AT(Part, a, 0); ABI_AT(Part, units_at, 72); ABI_AT(Part, maxima_at, 76); ABI_AT(Part, x_at, 80);
 ABI_AT(Part, stages, 84); ABI_AT(Part, order, 88); ABI_AT(Part, y_offset, 92);
 
-enum { KEEP = 1, PADDED = 2, ROW = 4, FILLS = 8 };
+enum { KEEP = 1, PADDED = 2, ROW = 4, LAYER = 8, FILLS = 8 };
 // The parameters of a launch, computed by the host; the same struct as `ops::linear::ring::Task`. The fields that the streaming thread
 // reads come first.
 struct Task {
@@ -33,7 +33,7 @@ struct Task {
   uint32_t results_at, multipliers_at, x_stride;
   uint32_t gates_at;  // gates of a pair or (KEEP) of all pairs of a block, two rows by 16 features each
   // KEEP: a warp keeps its class over tiles. PADDED: some rows hold no feature. ROW: one row of halves without a norm, in one order, short
-  // enough for `fill_row`. From bit FILLS on: the matrices whose `order` is their own index.
+  // enough for `fill_row`. LAYER: the norm is a LayerNorm. From bit FILLS on: the matrices whose `order` is their own index.
   int flags;
   int m, columns;  // columns: m rounded up to even
   int x_kind, y_kind, y_stride;
@@ -41,16 +41,17 @@ struct Task {
   const void* x;
   void* y;
   const void* residual;  // of the same form as y; null if there is none
-  const float4* norm;    // weight of an RMS norm of x; null if there is none
+  const float4* norm;    // weight of a norm of x; null if there is none
+  const float4* norm_bias;  // of a LayerNorm; null if there is none
   Part part[MATRICES];
   uint32_t stage_begin[MATRICES][MOST_STAGES + 1];  // bytes within a tile
 };
-ABI_SIZE(Task, 800); ABI_AT(Task, barriers_at, 0); ABI_AT(Task, stage_stride, 4); ABI_AT(Task, slots, 8); ABI_AT(Task, window, 12);
+ABI_SIZE(Task, 808); ABI_AT(Task, barriers_at, 0); ABI_AT(Task, stage_stride, 4); ABI_AT(Task, slots, 8); ABI_AT(Task, window, 12);
 ABI_AT(Task, count, 16); ABI_AT(Task, tiles, 20); ABI_AT(Task, longer, 24); ABI_AT(Task, gate, 28); ABI_AT(Task, results_at, 32);
 ABI_AT(Task, multipliers_at, 36); ABI_AT(Task, x_stride, 40); ABI_AT(Task, gates_at, 44); ABI_AT(Task, flags, 48); ABI_AT(Task, m, 52);
 ABI_AT(Task, columns, 56); ABI_AT(Task, x_kind, 60); ABI_AT(Task, y_kind, 64); ABI_AT(Task, y_stride, 68); ABI_AT(Task, eps, 72);
 ABI_AT(Task, offset, 76); ABI_AT(Task, x, 80); ABI_AT(Task, y, 88); ABI_AT(Task, residual, 96); ABI_AT(Task, norm, 104);
-ABI_AT(Task, part, 112); ABI_AT(Task, stage_begin, 400);
+ABI_AT(Task, norm_bias, 112); ABI_AT(Task, part, 120); ABI_AT(Task, stage_begin, 408);
 
 #if __CUDA_ARCH__ >= 900
 struct SharedColumns {

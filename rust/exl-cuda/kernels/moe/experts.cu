@@ -121,57 +121,125 @@ DEVICE void choose_sparse(float* v, const float* all, int count, int chosen, flo
   }
 }
 
-// Logits (h @ weight^T + bias) * prescale, summed in FP64 and rounded once; the last block of a row chooses. A warp has one expert.
-// `arrivals` [rows] is zero before and after.
+// Operands of a route. The same struct as `ops::moe::RouteArgument`.
+struct RouteCall {
+  const __half* h;     // [rows, hidden]
+  const void* weight;  // [experts, hidden] halves of either type
+  const float* bias;   // [experts]; may be null
+  double prescale;
+  float* logits;  // [rows, experts]
+  int* arrivals;  // [rows], zero before and after
+  int64_t* ids;   // [rows, chosen]
+  float* weights;
+  const float* norm;  // weight of an RMS norm of h before the route, or null
+  __half* normed;     // [rows, hidden]: then the normed rows
+  float eps, offset;  // of the norm
+  int rows, hidden, experts, chosen, normalize;
+  float jitter;  // negative: a softmax over all
+  int staged;    // whether a block's weights fit its shared memory
+  int padding;
+};
+ABI_SIZE(RouteCall, 120); ABI_AT(RouteCall, h, 0); ABI_AT(RouteCall, weight, 8); ABI_AT(RouteCall, bias, 16); ABI_AT(RouteCall, prescale, 24);
+ABI_AT(RouteCall, logits, 32); ABI_AT(RouteCall, arrivals, 40); ABI_AT(RouteCall, ids, 48); ABI_AT(RouteCall, weights, 56);
+ABI_AT(RouteCall, norm, 64); ABI_AT(RouteCall, normed, 72); ABI_AT(RouteCall, eps, 80); ABI_AT(RouteCall, offset, 84);
+ABI_AT(RouteCall, rows, 88); ABI_AT(RouteCall, hidden, 92); ABI_AT(RouteCall, experts, 96); ABI_AT(RouteCall, chosen, 100);
+ABI_AT(RouteCall, normalize, 104); ABI_AT(RouteCall, jitter, 108); ABI_AT(RouteCall, staged, 112);
+ABI_AT(RouteCall, padding, 116);
+
+// Experts of a block, one a warp.
+constexpr int ROUTE_EXPERTS = 8;
+
+// Brings a row into shared memory, normed in the order of sums of elementwise/norm.cu if there is a norm.
+DEVICE void route_row(const RouteCall& call, int row, __half* to) {
+  const __half* x = call.h + (size_t)row * call.hidden;
+  float scale = 1.f;
+  if (call.norm) {
+    float sum = 0.f;
+#pragma unroll 1
+    for (int k = threadIdx.x * 8; k < call.hidden; k += THREADS * 8) {
+      float v[8];
+      load8(v, x + k);
+      sum += eight_squares(v);
+    }
+    scale = 1.f / sqrtf(block_sum(sum) / (float)call.hidden + call.eps);
+  }
+#pragma unroll 1
+  for (int k = threadIdx.x * 8; k < call.hidden; k += THREADS * 8) {
+    float v[8], w[8];
+    load8(v, x + k);
+    if (call.norm) {
+      load8(w, call.norm + k);
+#pragma unroll
+      for (int i = 0; i < 8; i++) v[i] = v[i] * scale * (w[i] + call.offset);
+      if (blockIdx.x == 0) store8(call.normed + (size_t)row * call.hidden + k, v);
+    }
+    store8(to + k, v);
+  }
+  __syncthreads();
+}
+
+// Logits (h @ weight^T + bias) * prescale, summed in FP64 and rounded once; the last block of a row chooses. A warp has one expert, whose
+// weights no launch writes: they are fetched while the launch before ends. Code is short, because a step runs it once.
 template <class T>
-DEVICE void route(const __half* h, const T* weight, const float* bias, double prescale, float* logits, int* arrivals, int64_t* ids,
-                  float* weights, int hidden, int experts, int chosen, int normalize, float jitter) {
+DEVICE void route(const RouteCall& call) {
+  extern __shared__ __align__(16) uint8_t memory[];
   __shared__ float values[2][EXPERTS_MOST];
   __shared__ bool last;
   pdl_trigger();
-  const int lane = threadIdx.x % 32, expert = blockIdx.x * 8 + threadIdx.x / 32, row = blockIdx.y;
-  h += (size_t)row * hidden;
-  logits += (size_t)row * experts;
-  pdl_wait();
-  if (expert < experts) {
-    const T* w = weight + (size_t)expert * hidden;
-    double sums[4] = {0., 0., 0., 0.};
-#pragma unroll 8
-    for (int k = lane * 8; k < hidden; k += 256) {
-      float a[8], b[8];
-      load8(a, h + k);
-      load8(b, w + k);
-#pragma unroll
-      for (int i = 0; i < 8; i++) sums[i % 4] = fma((double)a[i], (double)b[i], sums[i % 4]);
-    }
-    double sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-#pragma unroll
-    for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
-    if (lane == 0) logits[expert] = (float)((sum + (bias ? (double)bias[expert] : 0.)) * prescale);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, expert = blockIdx.x * ROUTE_EXPERTS + warp, hidden = call.hidden;
+  __half* const own = reinterpret_cast<__half*>(memory);
+  const T* w = static_cast<const T*>(call.weight) + (size_t)expert * hidden;
+  if (call.staged && expert < call.experts) {
+    T* const held = reinterpret_cast<T*>(own + hidden) + (size_t)warp * hidden;
+#pragma unroll 4
+    for (int k = lane * 8; k < hidden; k += 256) *reinterpret_cast<uint4*>(held + k) = __ldg(reinterpret_cast<const uint4*>(w + k));
+    w = held;
   }
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) last = atomicAdd(arrivals + row, 1) == gridDim.x - 1;
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
-  for (int i = threadIdx.x; i < experts; i += blockDim.x) values[0][i] = values[1][i] = __ldcg(logits + i);
-  if (threadIdx.x == 0) arrivals[row] = 0;
-  __syncthreads();
-  if (threadIdx.x >= 32) return;
-  ids += (size_t)row * chosen;
-  weights += (size_t)row * chosen;
-  if (jitter < 0.f && experts <= 128 && chosen <= 32) choose_held<4>(values[0], experts, chosen, normalize != 0, ids, weights, lane);
-  else if (jitter < 0.f) choose(values[0], experts, chosen, normalize != 0, ids, weights, lane);
-  else choose_sparse(values[0], values[1], experts, chosen, jitter, ids, weights, lane);
+  if (call.norm)
+    for (int k = threadIdx.x * 32; k < hidden; k += THREADS * 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(call.norm + k));
+  pdl_wait();
+#pragma unroll 1
+  for (int row = blockIdx.y; row < call.rows; row += gridDim.y) {
+    float* const logits = call.logits + (size_t)row * call.experts;
+    route_row(call, row, own);
+    if (expert < call.experts) {
+      double sums[4] = {0., 0., 0., 0.};
+#pragma unroll 2
+      for (int k = lane * 8; k < hidden; k += 256) {
+        float a[8], b[8];
+        load8(a, own + k);
+        load8(b, w + k);
+#pragma unroll
+        for (int i = 0; i < 8; i++) sums[i % 4] = fma((double)a[i], (double)b[i], sums[i % 4]);
+      }
+      double sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+#pragma unroll 1
+      for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
+      if (lane == 0) logits[expert] = (float)((sum + (call.bias ? (double)call.bias[expert] : 0.)) * call.prescale);
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) last = atomicAdd(call.arrivals + row, 1) == gridDim.x - 1;
+    __syncthreads();
+    if (!last) continue;
+    __threadfence();
+    for (int i = threadIdx.x; i < call.experts; i += blockDim.x) values[0][i] = values[1][i] = __ldcg(logits + i);
+    if (threadIdx.x == 0) call.arrivals[row] = 0;
+    __syncthreads();
+    if (warp == 0) {
+      int64_t* const ids = call.ids + (size_t)row * call.chosen;
+      float* const weights = call.weights + (size_t)row * call.chosen;
+      const bool normalize = call.normalize != 0;
+      if (call.jitter >= 0.f) choose_sparse(values[0], values[1], call.experts, call.chosen, call.jitter, ids, weights, lane);
+      else if (call.experts <= 128 && call.chosen <= 32) choose_held<4>(values[0], call.experts, call.chosen, normalize, ids, weights, lane);
+      else choose(values[0], call.experts, call.chosen, normalize, ids, weights, lane);
+    }
+    __syncthreads();
+  }
 }
 
-#define ROUTE(T, t)                                                                                                          \
-  extern "C" __global__ void __launch_bounds__(256) experts_route_##t(                                                       \
-      const __half* h, const T* weight, const float* bias, double prescale, float* logits, int* arrivals, int64_t* ids,      \
-      float* weights, int hidden, int experts, int chosen, int normalize, float jitter) {                                    \
-    route(h, weight, bias, prescale, logits, arrivals, ids, weights, hidden, experts, chosen, normalize, jitter);            \
-  }
+#define ROUTE(T, t)                                                                                                    \
+  extern "C" __global__ void __launch_bounds__(256) experts_route_##t(const __grid_constant__ RouteCall call) { route<T>(call); }
 ROUTE(__half, f16)
 ROUTE(__nv_bfloat16, bf16)
 
@@ -263,11 +331,12 @@ extern "C" __global__ void __launch_bounds__(256) experts_combine(const __grid_c
   const int row = blockIdx.y, n = (blockIdx.x * 256 + threadIdx.x) * 2;
   pdl_wait();
   if (n >= call.hidden) return;
-  const __half* parts = call.parts + (size_t)row * call.chosen * call.hidden + n;
-  const float* weights = call.weights + (size_t)row * call.chosen;
+  const int first = row * call.chosen;
+  const float* weights = call.weights + first;
   float2 sum;
-  for (int c = 0; c < call.chosen; c++, parts += call.hidden) {
-    const float2 part = __half22float2(*reinterpret_cast<const __half2*>(parts));
+  for (int c = 0; c < call.chosen; c++) {
+    const int place = call.places ? call.places[first + c] : first + c;
+    const float2 part = __half22float2(*reinterpret_cast<const __half2*>(call.parts + (size_t)place * call.hidden + n));
     const float x = __fmul_rn(part.x, weights[c]), y = __fmul_rn(part.y, weights[c]);
     sum = c == 0 ? make_float2(x, y) : make_float2(__fadd_rn(sum.x, x), __fadd_rn(sum.y, y));
   }
@@ -283,4 +352,25 @@ extern "C" __global__ void __launch_bounds__(256) experts_combine(const __grid_c
     y = __floats2half2_rn(x.x + v.x, x.y + v.y);
   }
   *reinterpret_cast<__half2*>(call.out + at) = y;
+}
+
+// ---------------------------------------------------------------------------------------------------- padded rows of dequantized experts
+// An expert whose rows go side by side to padded rows `first` and the following `rows`.
+struct PaddedExpert {
+  int expert, first, rows;
+};
+ABI_SIZE(PaddedExpert, 12); ABI_AT(PaddedExpert, expert, 0); ABI_AT(PaddedExpert, first, 4); ABI_AT(PaddedExpert, rows, 8);
+
+// The row of each padded row (0 for padding), and the padded row of each pair. `order`: pairs sorted by expert; those of expert e begin at
+// begins[e]. A block has an expert.
+extern "C" __global__ void __launch_bounds__(256) experts_pad(const PaddedExpert* experts, const int64_t* order, const int64_t* begins,
+                                                              int chosen, int* rows, int* places) {
+  const PaddedExpert e = experts[blockIdx.x];
+  const int64_t begin = begins[e.expert], count = begins[e.expert + 1] - begin;
+  for (int i = threadIdx.x; i < e.rows; i += 256) {
+    const bool some = i < count;
+    const int pair = some ? (int)order[begin + i] : 0;
+    rows[e.first + i] = pair / chosen;
+    if (some) places[pair] = e.first + i;
+  }
 }

@@ -3,11 +3,14 @@
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
 
-use exl_cuda::ops::moe::{self, Call, Choice, Experts, Route};
+use exl_cuda::ops::moe::dequantized::{self, Padding, Part};
+use exl_cuda::ops::moe::route::{self, Choice, Route, RouteNorm};
+use exl_cuda::ops::moe::{self, Call, Experts};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use crate::cuda::linear::NormPrologue;
 use crate::cuda::matrix::CudaMatrix;
 use crate::cuda::{activation_kind, expect, target};
 use crate::errors::device_error;
@@ -66,8 +69,15 @@ impl ExpertRouter {
         })
     }
 
+    /// Most features of a row.
+    #[classattr]
+    fn most_hidden() -> usize {
+        route::MOST_HIDDEN
+    }
+
     /// Write the experts of each row of h [rows, hidden] float16: `ids` int64 and `weights` float32 [rows, chosen]. `logits` float32 [rows,
-    /// experts] is scratch; `arrivals` int32 [rows] is zero before and after.
+    /// experts] is scratch; `arrivals` int32 [rows] is zero before and after. With `norm`, h is normed first, into `normed` like h.
+    #[pyo3(signature = (h, logits, arrivals, ids, weights, launch, *, norm=None, normed=None))]
     fn route(
         &self,
         py: Python<'_>,
@@ -77,6 +87,8 @@ impl ExpertRouter {
         ids: Tensor,
         weights: Tensor,
         launch: &Launch,
+        norm: Option<&NormPrologue>,
+        normed: Option<Tensor>,
     ) -> PyResult<()> {
         let (experts, hidden) = (self.weight.shape[0], self.weight.shape[1]);
         let rows = h.numel() / hidden;
@@ -108,6 +120,32 @@ impl ExpertRouter {
             ("weights", &weights),
         ];
         all.extend(self.bias.as_ref().map(|bias| ("bias", bias)));
+        let norm = match (norm, &normed) {
+            (None, None) => None,
+            (Some(norm), Some(normed)) => {
+                let (eps, weight) = (norm.eps, &norm.weight);
+                expect(
+                    !norm.layer
+                        && weight.dtype == DType::F32
+                        && weight.numel() == hidden
+                        && weight.ptr.is_multiple_of(16)
+                        && normed.dtype == DType::F16
+                        && normed.numel() == h.numel()
+                        && normed.ptr.is_multiple_of(16)
+                        && normed.ptr != h.ptr,
+                    "norm must be an RMS norm of hidden features and normed a tensor of its own, both aligned to 16 bytes",
+                )?;
+                all.extend([("norm", weight), ("normed", normed)]);
+                let (weight, output) = (weight.ptr, normed.ptr);
+                Some(RouteNorm {
+                    weight,
+                    eps,
+                    weight_offset: norm.offset,
+                    output,
+                })
+            }
+            _ => return Err(PyValueError::new_err("norm and normed belong together")),
+        };
         let to = target(&all, launch)?;
         let op = Route {
             h: h.ptr,
@@ -124,9 +162,10 @@ impl ExpertRouter {
             experts,
             chosen: self.chosen,
             choice: self.choice,
+            norm,
         };
         // SAFETY: torch owns the memory and keeps freed blocks for work queued on their stream; sizes were checked.
-        py.detach(|| unsafe { moe::route(to, &op) })
+        py.detach(|| unsafe { route::route(to, &op) })
             .map_err(|error| device_error(py, &error))
     }
 }
@@ -179,9 +218,21 @@ impl CudaExperts {
         moe::MOST_PAIRS
     }
 
-    /// Whether a call of `rows` rows with `chosen` experts each is faster than one expert after the other.
-    fn shares(&self, rows: usize, chosen: usize) -> bool {
-        self.experts.kernel(rows, chosen) != moe::select::Kernel::Apart
+    /// The way to run a call of `rows` rows with `chosen` experts each, whose results do not depend on one another if `invariant`.
+    fn kernel(&self, rows: usize, chosen: usize, invariant: bool) -> &'static str {
+        self.experts.kernel(rows, chosen, invariant).name()
+    }
+
+    /// Number of experts.
+    #[getter]
+    fn count(&self) -> usize {
+        self.experts.count()
+    }
+
+    /// Features between gate, up and down.
+    #[getter]
+    fn width(&self) -> usize {
+        self.experts.width()
     }
 
     /// Bytes of scratch memory of a call.
@@ -211,17 +262,15 @@ impl CudaExperts {
         let hidden = self.experts.hidden();
         let rows = h.numel() / hidden;
         let chosen = ids.shape.last().copied().unwrap_or(0);
-        for (what, tensor) in [
-            ("h", Some(&h)),
-            ("out", Some(&out)),
-            ("shared", shared.as_ref()),
-            ("residual", residual.as_ref()),
-        ] {
-            let fits = tensor.is_none_or(|t| {
-                t.dtype == DType::F16 && t.shape == [rows, hidden] && t.ptr.is_multiple_of(4)
-            });
-            expect(fits, &format!("{what} must be float16 [rows, hidden]"))?;
-        }
+        self.expect_rows(
+            rows,
+            [
+                ("h", Some(&h)),
+                ("out", Some(&out)),
+                ("shared", shared.as_ref()),
+                ("residual", residual.as_ref()),
+            ],
+        )?;
         expect(
             ids.dtype == DType::I64
                 && ids.shape == [rows, chosen]
@@ -229,20 +278,13 @@ impl CudaExperts {
                 && weights.shape == ids.shape,
             "ids and weights must be [rows, chosen]",
         )?;
+        expect_factors(shared_weights.as_ref(), rows)?;
+        self.expect_table(&table)?;
         expect(
-            shared_weights
-                .as_ref()
-                .is_none_or(|t| t.dtype == DType::F32 && t.numel() == rows),
-            "shared_weights must be float32 [rows]",
-        )?;
-        expect(
-            table.dtype == DType::U8
-                && table.numel() == self.experts.table().len()
-                && table.ptr.is_multiple_of(16)
-                && scratch.dtype == DType::U8
+            scratch.dtype == DType::U8
                 && scratch.numel() >= self.experts.scratch_bytes(rows, chosen)
                 && scratch.ptr.is_multiple_of(16),
-            "table or scratch has another size",
+            "scratch has another size",
         )?;
         let mut all = vec![
             ("table", &table),
@@ -281,4 +323,208 @@ impl CudaExperts {
         py.detach(|| unsafe { moe::run(to, &self.experts, &op) })
             .map_err(|error| device_error(py, &error))
     }
+
+    /// Write a matrix of each expert of `numbers` int64 [n] into `out` float16 [n, in, out]; part 0 is gate, 1 up, 2 down. `table` as for
+    /// `run`.
+    fn dequantize(
+        &self,
+        py: Python<'_>,
+        table: Tensor,
+        numbers: Tensor,
+        part: usize,
+        out: Tensor,
+        launch: &Launch,
+    ) -> PyResult<()> {
+        let of = *Part::ALL
+            .get(part)
+            .ok_or_else(|| PyValueError::new_err("part must be 0, 1 or 2"))?;
+        let (hidden, width) = (self.experts.hidden(), self.experts.width());
+        let [k, n] = if of == Part::Down {
+            [width, hidden]
+        } else {
+            [hidden, width]
+        };
+        let count = numbers.numel();
+        expect(
+            numbers.dtype == DType::I64
+                && out.dtype == DType::F16
+                && out.shape == [count, k, n]
+                && out.ptr.is_multiple_of(16),
+            "numbers must be int64 [n] and out float16 [n, in, out], aligned to 16 bytes",
+        )?;
+        self.expect_table(&table)?;
+        let all = [("table", &table), ("numbers", &numbers), ("out", &out)];
+        let to = target(&all, launch)?;
+        expect(to.device == self.device, "out must be on the experts' GPU")?;
+        // SAFETY: as in `ExpertRouter::route`; the caller's contract is that numbers are expert indices.
+        py.detach(|| unsafe {
+            dequantized::dequantize(
+                to,
+                &self.experts,
+                table.ptr,
+                (numbers.ptr, count),
+                of,
+                out.ptr,
+            )
+        })
+        .map_err(|error| device_error(py, &error))
+    }
+
+    /// Write the row of each padded row into `rows` int32, 0 for padding, and the padded row of each pair of a row and an expert into
+    /// `places` int32 [pairs]. `padded` int32 [n, 3]: an expert, its first padded row and their number. `order` int64 [pairs]: pairs sorted
+    /// by expert; `begins` int64 [experts + 1]: where each expert's begin there.
+    fn pad(
+        &self,
+        py: Python<'_>,
+        padded: Tensor,
+        order: Tensor,
+        begins: Tensor,
+        chosen: usize,
+        rows: Tensor,
+        places: Tensor,
+        launch: &Launch,
+    ) -> PyResult<()> {
+        let count = padded.shape.first().copied().unwrap_or(0);
+        expect(
+            [&padded, &rows, &places]
+                .iter()
+                .all(|t| t.dtype == DType::I32)
+                && padded.shape == [count, 3]
+                && order.dtype == DType::I64
+                && order.numel() == places.numel()
+                && begins.dtype == DType::I64
+                && begins.numel() == self.experts.count() + 1
+                && chosen > 0,
+            "padded must be int32 [n, 3], rows and places int32, order int64 like places, and begins int64 [experts + 1]",
+        )?;
+        let all = [
+            ("padded", &padded),
+            ("order", &order),
+            ("begins", &begins),
+            ("rows", &rows),
+            ("places", &places),
+        ];
+        let to = target(&all, launch)?;
+        let op = Padding {
+            experts: padded.ptr,
+            count,
+            order: order.ptr,
+            begins: begins.ptr,
+            chosen,
+            rows: rows.ptr,
+            places: places.ptr,
+        };
+        // SAFETY: as in `ExpertRouter::route`; the caller's contract is that padded experts fit `begins` and `rows`.
+        py.detach(|| unsafe { dequantized::pad(to, &op) })
+            .map_err(|error| device_error(py, &error))
+    }
+
+    /// Compute out [rows, hidden] = residual + sum of weights * parts, + shared * shared_weights, in the order of choices; `parts` float16
+    /// [_, hidden]; `places` int32 [rows, chosen]: the row of each choice's result there; the rest as for `run`.
+    #[pyo3(signature = (parts, places, weights, out, launch, *, shared=None, shared_weights=None, residual=None))]
+    fn combine(
+        &self,
+        py: Python<'_>,
+        parts: Tensor,
+        places: Tensor,
+        weights: Tensor,
+        out: Tensor,
+        launch: &Launch,
+        shared: Option<Tensor>,
+        shared_weights: Option<Tensor>,
+        residual: Option<Tensor>,
+    ) -> PyResult<()> {
+        let hidden = self.experts.hidden();
+        let [rows, chosen] = weights.shape[..] else {
+            return Err(PyValueError::new_err("weights must be [rows, chosen]"));
+        };
+        self.expect_rows(
+            rows,
+            [
+                ("out", Some(&out)),
+                ("shared", shared.as_ref()),
+                ("residual", residual.as_ref()),
+            ],
+        )?;
+        expect(
+            weights.dtype == DType::F32
+                && parts.dtype == DType::F16
+                && parts.shape.len() == 2
+                && parts.shape[1] == hidden
+                && parts.ptr.is_multiple_of(4)
+                && places.dtype == DType::I32
+                && places.numel() == rows * chosen,
+            "weights must be float32 and places int32 [rows, chosen], and parts float16 [_, hidden]",
+        )?;
+        expect_factors(shared_weights.as_ref(), rows)?;
+        let mut all = vec![
+            ("parts", &parts),
+            ("places", &places),
+            ("weights", &weights),
+            ("out", &out),
+        ];
+        for (what, tensor) in [
+            ("shared", &shared),
+            ("shared_weights", &shared_weights),
+            ("residual", &residual),
+        ] {
+            all.extend(tensor.as_ref().map(|t| (what, t)));
+        }
+        let to = target(&all, launch)?;
+        expect(to.device == self.device, "out must be on the experts' GPU")?;
+        let address = |tensor: &Option<Tensor>| tensor.as_ref().map_or(0, |t| t.ptr);
+        let op = Call {
+            table: 0,
+            h: 0,
+            ids: 0,
+            weights: weights.ptr,
+            scratch: 0,
+            shared: address(&shared),
+            shared_weights: address(&shared_weights),
+            residual: address(&residual),
+            out: out.ptr,
+            rows,
+            chosen,
+            activation: self.activation,
+            tuning: None,
+        };
+        // SAFETY: as in `ExpertRouter::route`.
+        py.detach(|| unsafe {
+            dequantized::combine(to, &self.experts, &op, (parts.ptr, places.ptr))
+        })
+        .map_err(|error| device_error(py, &error))
+    }
+}
+
+impl CudaExperts {
+    fn expect_table(&self, table: &Tensor) -> PyResult<()> {
+        let bytes = self.experts.table().len();
+        let fits = table.dtype == DType::U8 && table.numel() == bytes;
+        expect(
+            fits && table.ptr.is_multiple_of(16),
+            "table has another size",
+        )
+    }
+
+    fn expect_rows<const N: usize>(
+        &self,
+        rows: usize,
+        tensors: [(&str, Option<&Tensor>); N],
+    ) -> PyResult<()> {
+        let shape = [rows, self.experts.hidden()];
+        for (what, tensor) in tensors {
+            let fits = tensor.is_none_or(|t| {
+                t.dtype == DType::F16 && t.shape == shape && t.ptr.is_multiple_of(4)
+            });
+            expect(fits, &format!("{what} must be float16 [rows, hidden]"))?;
+        }
+        Ok(())
+    }
+}
+
+fn expect_factors(shared_weights: Option<&Tensor>, rows: usize) -> PyResult<()> {
+    expect(
+        shared_weights.is_none_or(|t| t.dtype == DType::F32 && t.numel() == rows),
+        "shared_weights must be float32 [rows]",
+    )
 }

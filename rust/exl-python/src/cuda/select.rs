@@ -148,6 +148,7 @@ pub fn cuda_select_fused(
         activation: false,
         gate,
         norm,
+        layer: false,
         residual,
         bf16: false,
     };
@@ -175,20 +176,23 @@ pub fn cuda_rows_invariant(rows: usize, invariant: bool) -> bool {
     select::is_invariant(rows, invariant)
 }
 
-/// How the experts (gate, up, down) of a layer run for `rows` rows with `chosen` experts each, and why not in shared launches.
+/// How the experts (gate, up, down) of a layer run for `rows` rows with `chosen` experts each, batch-invariant or not, and why not in
+/// shared launches.
 #[pyfunction]
+#[pyo3(signature = (card, experts, rows, chosen, *, invariant=false))]
 pub fn cuda_select_experts(
     card: &CudaCard,
     experts: Vec<[PyRef<'_, CudaShape>; 3]>,
     rows: usize,
     chosen: usize,
+    invariant: bool,
 ) -> (&'static str, Option<String>) {
     let all: Vec<[&Matrix; 3]> = experts
         .iter()
         .map(|parts| parts.each_ref().map(|shape| &shape.matrix))
         .collect();
     match moe::Experts::new(&all, &card.caps) {
-        Ok(made) => (made.kernel(rows, chosen).name(), None),
+        Ok(made) => (made.kernel(rows, chosen, invariant).name(), None),
         Err(why) => (moe::select::Kernel::Apart.name(), Some(why)),
     }
 }

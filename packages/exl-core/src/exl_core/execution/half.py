@@ -20,7 +20,7 @@ from exl_kernels.linear.fused import Activation, FusedLinear, Packed
 from exl_kernels.linear.fused import Norm as InputNorm
 
 from ..device import activation_dtype
-from ..layers import Linear, Module, RMSNorm
+from ..layers import Linear, Module, Norm, RMSNorm
 from ..layers.description import (
     AttentionDescription,
     ExpertsDescription,
@@ -28,7 +28,7 @@ from ..layers.description import (
     MatmulDescription,
     MlpDescription,
 )
-from ..layers.norm import rms_of
+from ..layers.norm import LayerNorm, layer_of, rms_of
 from ..layers.sublayer import SubLayer
 from .adapted import takes_adapters
 from .batch import Step
@@ -206,6 +206,7 @@ class JoinedHalf(Half):
         first: the first matmul, which norms its input where `own_norm` says so.
         first_normed: the first matmul of a normed input.
         first_bare: that without activation.
+        first_layered: the first matmul with the LayerNorm of its input, which takes few rows; None for other norms.
         last: the last matmul.
         own_norm: the norm that `first` applies, or None.
         post_rms: the norm of the last matmul's result, if a launch with the sum applies it.
@@ -226,6 +227,8 @@ class JoinedHalf(Half):
         self.first = self.first_normed
         if self.own_norm is not None:
             self.first = joined(about.first, norm=self.own_norm, activation=activation)
+        layer = None if about.float_residual else layer_of(about.norm)
+        self.first_layered = None if layer is None else joined(about.first, norm=layer, activation=activation)
         self.first_matmul = self.first_normed
         self.last = joined((about.last,))
 
@@ -291,15 +294,19 @@ class JoinedHalf(Half):
 
 
 def joined(
-    linears: tuple[Linear, ...], *, norm: RMSNorm | None = None, activation: Activation | None = None
+    linears: tuple[Linear, ...], *, norm: Norm | None = None, activation: Activation | None = None
 ) -> FusedLinear:
     """Return the matmul of linear layers side by side, with the norm of its input and the activation of its results."""
     return FusedLinear([linear.quant for linear in linears], norm=input_norm(norm), activation=activation)
 
 
-def input_norm(norm: RMSNorm | None) -> InputNorm | None:
+def input_norm(norm: Norm | None) -> InputNorm | None:
     """Return a norm as an argument of the kernels."""
-    return None if norm is None else InputNorm(norm.loaded_weight, norm.eps)
+    if norm is None:
+        return None
+    if isinstance(norm, LayerNorm):
+        return InputNorm(norm.loaded_weight, norm.eps, layer=True, bias=norm.bias)
+    return InputNorm(norm.loaded_weight, norm.eps)
 
 
 def last_rows(x: Tensor, batch: int) -> Tensor:

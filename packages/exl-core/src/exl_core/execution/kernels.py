@@ -257,7 +257,7 @@ class _Uses:
         shapes = [self._shapes.all(expert) for expert in half.experts]
         quantized = [(gate, up, down) for gate, up, down in (parts for parts in shapes if parts is not None)]
         if len(quantized) == len(shapes):
-            found = self._card.experts(quantized, self.count, half.chosen)
+            found = self._card.experts(quantized, self.count, half.chosen, invariant=self._invariant)
             if found.joined:
                 self.add("experts", found.kernel)
                 known.update(linear for expert in half.experts for linear in expert)

@@ -92,6 +92,9 @@ class Joined(Operators):
             return Product(h.matmul, h.packed, x)
         if h is None and half.own_norm is not None:
             return Product(half.first, x, x)
+        layered = half.first_layered
+        if h is None and layered is not None and layered.joins(x.shape[0]):
+            return Product(layered, x, x)
         norm = layer_of(half.about.norm)
         given = None
         if h is None and norm is not None and not half.about.float_residual:

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from exl_kernels.activation import activation as activate
 from exl_kernels.activation import gated_activation
+from exl_kernels.device import row_invariant
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaFloatMatrix
+from exl_kernels.linear.fused import Norm as InputNorm
 from exl_kernels.moe import ExpertGroup, ExpertRouter, group_experts
 
 from ..architectures.base import Activation
@@ -22,8 +24,8 @@ from ..loading.checkpoint import TensorSource
 from .description import ExpertsDescription
 from .linear import Linear
 from .mlp import FeedForward, GatedMLP
-from .module import refusal_of_float
-from .norm import Norm
+from .module import is_changed, refusal_of_float
+from .norm import Norm, RMSNorm
 
 if TYPE_CHECKING:
     from ..contracts import Adapter
@@ -77,9 +79,9 @@ class MoE(FeedForward):
     from the likeliest expert to the least, so the result does not depend on the other rows of the batch.
 
     The experts of a call share one native call on the CPU. On a GPU quantized experts of few rows share launches, which
-    read on the device which experts are chosen (`exl_kernels.moe`). All other experts run one after the other, with
-    bitwise
-    identical results: experts with adapters or on several devices, and on a GPU float matrices and more rows.
+    read on the device which experts are chosen; experts of prompts are dequantized some at a time (`exl_kernels.moe`).
+    Others run one after the other: experts with adapters or on several devices, and on a GPU float matrices. With
+    batch-invariant matmuls all ways give bitwise identical results.
     """
 
     name = "MoEMLP"
@@ -136,7 +138,8 @@ class MoE(FeedForward):
         """Let the loaded experts share calls where possible."""
         self._ungroup()
         router = self.router.loaded_matrix
-        if isinstance(router, CudaFloatMatrix) and router.in_features % 8 == 0:
+        fits = router.in_features % 8 == 0 and router.in_features <= ExpertRouter.most_features
+        if isinstance(router, CudaFloatMatrix) and fits:
             self._router = ExpertRouter(router, self.chosen, self.normalize, self.jitter)
         if self.sharding is not None and not self.sharding[0].exchange.whole:
             return  # all processes exchange outputs in `_outputs`, also one that has every expert
@@ -150,7 +153,7 @@ class MoE(FeedForward):
 
     def refusal_of_rows(self, rows: int) -> str | None:
         """As `Module.refusal_of_rows`: the experts must share launches. Routers and gates may be float matrices."""
-        if self._grouped is None or not self.capturable or not self._grouped.shares(rows, self.chosen):
+        if self._grouped is None or not self.capturable or not self._grouped.shares(rows, self.chosen, True):
             return f"{self.key} ({self.name}) decides on the host which experts take {rows} rows"
         shared = () if self.shared is None else self.shared.submodules()
         return refusal_of_float([*(linear for expert in self.experts for linear in expert), *shared])
@@ -184,13 +187,18 @@ class MoE(FeedForward):
         grouped = None if self.post is not None else self._grouped_for(x, loras)
         if grouped is None:
             return super().forward_by_operator(x, loras)
-        return self._together(grouped, self.normed(x), loras, residual=x, out=x)
+        norm = self._router_norm(x, loras)
+        if self._router is not None and norm is not None:
+            h, weights, ids = self._router.norm_and_route(x, norm)
+            return self._together(grouped, h, loras, (weights, ids), residual=x, out=x)
+        h = self.normed(x)
+        return self._together(grouped, h, loras, self.route(h, loras), residual=x, out=x)
 
     def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
         """Compute the weighted sum of the chosen experts, plus the shared expert: [T, hidden] -> [T, hidden]."""
         grouped = self._grouped_for(h, loras)
         if grouped is not None:
-            return self._together(grouped, h, loras)
+            return self._together(grouped, h, loras, self.route(h, loras))
         weights, indices = self.route(h, loras)
         parts = self._outputs(h, indices, loras)
         y = parts[:, 0] * weights[:, :1]
@@ -211,9 +219,21 @@ class MoE(FeedForward):
         weights, indices = probabilities.topk(self.chosen, dim=-1)
         return weights / weights.sum(dim=-1, keepdim=True) if self.normalize else weights, indices
 
+    def _router_norm(self, x: Tensor, loras: Sequence[Adapter]) -> InputNorm | None:
+        """Return the norm of x if the router's launch applies it, or None."""
+        norm = self.norm
+        if self._router is None or x.dtype != torch.float16 or self.router.adapted(loras):
+            return None
+        if type(norm) is not RMSNorm or is_changed(norm):
+            return None
+        found = InputNorm(norm.loaded_weight, norm.eps)
+        return found if self._router.takes_norm(found) else None
+
     def _grouped_for(self, h: Tensor, loras: Sequence[Adapter]) -> ExpertGroup | None:
         """Return the experts of `h` in shared calls; None where they run one after the other."""
-        if self._grouped is None or h.dtype != self._grouped.dtype or not self._grouped.shares(h.shape[0], self.chosen):
+        if self._grouped is None or h.dtype != self._grouped.dtype:
+            return None
+        if not self._grouped.shares(h.shape[0], self.chosen, row_invariant()):
             return None
         if loras and any(linear.adapted(loras) for expert in self.experts for linear in expert):
             return None
@@ -224,10 +244,11 @@ class MoE(FeedForward):
         grouped: ExpertGroup,
         h: Tensor,
         loras: Sequence[Adapter],
+        route: tuple[Tensor, Tensor],
         residual: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        weights, indices = self.route(h, loras)
+        weights, indices = route
         shared = gate = None
         if self.shared is not None and not (grouped.joins_shared and not self._adapts_shared(loras)):
             shared = self.shared.inner(h, loras)

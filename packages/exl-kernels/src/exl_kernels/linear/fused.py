@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import _native
 from ..attention.cuda import MatmulInput
 from ..cuda_ops import activation as activate
-from ..cuda_ops import gated_activation, rms_norm
+from ..cuda_ops import gated_activation, layer_norm, rms_norm
 from ..device import row_invariant_matmuls, rows_are_invariant
 from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..selection import FEW_ROWS, FUSED_ACTIVATIONS
@@ -33,12 +33,25 @@ Activation = Literal["silu", "gelu", "quickgelu"]
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMS norm of the input: x / sqrt(mean(x^2) + eps) * (weight + offset), rounded to the dtype of x."""
+    """Norm of the input, rounded to the dtype of x.
+
+    An RMS norm is x / sqrt(mean(x^2) + eps) * (weight + offset); a LayerNorm (`layer`) is
+    (x - mean(x)) / sqrt(var(x) + eps) * weight + bias.
+    """
 
     weight: Tensor
     """[K], on the matrices' GPU."""
     eps: float
     offset: float = 0.0
+    layer: bool = False
+    bias: Tensor | None = None
+    """Like the weight, of a LayerNorm; None for zeros."""
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Return the norm of x [m, K]."""
+        if self.layer:
+            return layer_norm(x, self.weight, self.bias, self.eps)
+        return rms_norm(x, self.weight, self.eps, weight_offset=self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +122,12 @@ class FusedLinear:
                 raise UnsupportedError("an activation needs one matrix, or two matrices [gate, up] of one output size")
         if dtype not in (torch.float16, torch.bfloat16):
             raise DTypeError(f"dtype is {dtype}: expected float16 or bfloat16")
-        if norm is not None and (norm.weight.shape != (first.in_features,) or norm.weight.device != first.device):
-            raise ShapeError(
-                f"norm weight is {tuple(norm.weight.shape)} on {norm.weight.device}: expected "
-                f"[{first.in_features}] on {first.device}"
-            )
+        for name, values in () if norm is None else (("weight", norm.weight), ("bias", norm.bias)):
+            if values is not None and (values.shape != (first.in_features,) or values.device != first.device):
+                raise ShapeError(
+                    f"norm {name} is {tuple(values.shape)} on {values.device}: expected "
+                    f"[{first.in_features}] on {first.device}"
+                )
         self.matrices = tuple(matrices)
         self.norm = norm
         self.activation = activation
@@ -126,10 +140,9 @@ class FusedLinear:
         self._norm: _native.NormPrologue | None = None
         self._packed_norm: _native.NormPrologue | None = None
         if norm is not None:
-            weight = norm.weight.float().contiguous()
-            if weight.data_ptr() % 16:  # kernels copy 16 bytes at a time
-                weight = weight.clone()
-            self._norm = _native.NormPrologue(weight, norm.eps, norm.offset)
+            weight = _aligned_floats(norm.weight)
+            bias = None if norm.bias is None else _aligned_floats(norm.bias)
+            self._norm = _native.NormPrologue(weight, norm.eps, norm.offset, layer=norm.layer, bias=bias)
             if self.takes_packed(FEW_ROWS):
                 assert isinstance(first, CudaQuantMatrix)
                 ordered = first.in_layout(weight + norm.offset)
@@ -168,6 +181,7 @@ class FusedLinear:
                 rows,
                 bfloat16=self.dtype == torch.bfloat16,
                 norm=self.norm is not None,
+                layer=self.norm is not None and self.norm.layer,
                 residual=residual,
                 aligned_input=aligned_input,
                 aligned_output=aligned_output,
@@ -256,7 +270,7 @@ class FusedLinear:
             self._launch(plan, x, out, residual)
             return out
         if self.norm is not None:
-            x = rms_norm(x, self.norm.weight, self.norm.eps, weight_offset=self.norm.offset)
+            x = self.norm.apply(x)
         self._separate(x, out, residual)
         return out
 
@@ -468,6 +482,12 @@ class FusedLinear:
             else:
                 torch.add(residual[:, columns], part, out=out[:, columns])
             first += part.shape[1]
+
+
+def _aligned_floats(values: Tensor) -> Tensor:
+    """Return values as contiguous float32 at a multiple of 16 bytes, of which kernels copy 16 at a time."""
+    values = values.float().contiguous()
+    return values.clone() if values.data_ptr() % 16 else values
 
 
 def _blocks(rows: int, most: int) -> list[slice]:

@@ -54,7 +54,7 @@ class CpuExperts:
         self.hidden: int = self._native.hidden
         self.joins_shared = shared is not None
 
-    def shares(self, rows: int, chosen: int) -> bool:
+    def shares(self, rows: int, chosen: int, invariant: bool) -> bool:
         """Return True: one call is faster for any number of rows."""
         return True
 

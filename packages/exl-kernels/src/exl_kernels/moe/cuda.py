@@ -1,30 +1,38 @@
 """A mixture of experts on a GPU: routing rows to experts, and the weighted sum of the experts' results.
 
-Nothing is read back: the chosen experts stay on the device, where every launch reads its work, so calls can be captured
-in a CUDA graph. A row's result is bitwise identical to that of one expert after the other (`QuantMatrix.matmul` and
-`gated_activation`), and does not depend on the other rows.
+In shared launches nothing is read back: the chosen experts stay on the device, where every launch reads its work, so
+calls can be captured in a CUDA graph. A row's result is bitwise identical to that of one expert after the other
+(`QuantMatrix.matmul` and `gated_activation`), and does not depend on the other rows. Prompts, whose rows repay that,
+run on dequantized experts instead, unless `device.set_row_invariant` asks for rows that do not depend on one another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from .. import _native
-from ..activation import ActivationKind
+from ..activation import ActivationKind, gated_activation
 from ..cuda_ops import check_operand, launch_on
+from ..device import row_invariant
 from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..linear.cuda import CudaFloatMatrix, CudaQuantMatrix
+from ..linear.fused import Norm
 from ..linear.matrix import QuantMatrix
 from ..selection import FUSED_ACTIVATIONS
+from .dequantized import padded_experts, padded_groups
 
 __all__ = ["ExpertRouter", "GroupedExperts", "why_apart"]
 
 Expert = tuple[QuantMatrix, QuantMatrix, QuantMatrix]
 """gate, up and down."""
+
+DEQUANTIZED_BYTES = 128 << 20
+"""Memory for dequantized matrices, unless a single one is larger."""
 
 
 def why_apart(experts: Sequence[Expert], activation: ActivationKind, chosen: int = 1) -> str | None:
@@ -64,14 +72,19 @@ class ExpertRouter:
         jitter: sparse mixing as in Phi-3.5-MoE, or None.
 
     Raises:
-        ShapeError: more experts are chosen than there are, or in_features is no multiple of 8.
+        ShapeError: more experts are chosen than there are, or in_features is no multiple of 8 or above `most_features`.
     """
+
+    most_features: int = _native.ExpertRouter.most_hidden
 
     def __init__(self, matrix: CudaFloatMatrix, chosen: int, normalize: bool, jitter: float | None = None) -> None:
         if not 1 <= chosen <= matrix.out_features:
             raise ShapeError(f"{chosen} experts of {matrix.out_features} cannot be chosen")
-        if matrix.in_features % 8:
-            raise ShapeError(f"the router takes {matrix.in_features} features: expected a multiple of 8")
+        if matrix.in_features % 8 or matrix.in_features > self.most_features:
+            raise ShapeError(
+                f"the router takes {matrix.in_features} features: expected a multiple of 8, "
+                f"at most {self.most_features}"
+            )
         self.chosen, self.experts, self.hidden = chosen, matrix.out_features, matrix.in_features
         weight, bias = matrix.stored()
         self._native = _native.ExpertRouter(weight, bias, matrix.prescale, chosen, normalize, jitter)
@@ -83,6 +96,33 @@ class ExpertRouter:
         Raises:
             ShapeError, DTypeError: h does not fit.
         """
+        return self._route(h, None)
+
+    def norm_and_route(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the RMS norm of x [T, hidden], bitwise that of `norm.rms_norm`, and its route, by one launch.
+
+        Raises:
+            ShapeError, DTypeError: x or the norm does not fit (`takes_norm`).
+        """
+        if not self.takes_norm(norm):
+            raise ShapeError(f"the router takes RMS norms of {self.hidden} features in float32, aligned to 16 bytes")
+        h = torch.empty_like(x)
+        weights, ids = self._route(x, _native.NormPrologue(norm.weight, norm.eps, norm.offset), h)
+        return h, weights, ids
+
+    def takes_norm(self, norm: Norm) -> bool:
+        """Return whether `norm_and_route` takes the norm."""
+        weight = norm.weight
+        return (
+            not norm.layer
+            and (weight.dtype, tuple(weight.shape)) == (torch.float32, (self.hidden,))
+            and weight.is_contiguous()
+            and weight.data_ptr() % 16 == 0
+        )
+
+    def _route(
+        self, h: Tensor, norm: _native.NormPrologue | None, normed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         check_operand("h", h)
         if h.dtype != torch.float16 or h.device != self._arrivals.device:
             raise DTypeError(f"h is {h.dtype} on {h.device}: expected float16 on {self._arrivals.device}")
@@ -95,7 +135,8 @@ class ExpertRouter:
         arrivals = self._arrivals
         if rows > arrivals.shape[0]:
             arrivals = torch.zeros(rows, dtype=torch.int32, device=h.device)
-        self._native.route(h if h.data_ptr() % 16 == 0 else h.clone(), logits, arrivals, ids, weights, launch_on(h))
+        h = h if h.data_ptr() % 16 == 0 else h.clone()
+        self._native.route(h, logits, arrivals, ids, weights, launch_on(h), norm=norm, normed=normed)
         return weights, ids
 
 
@@ -115,15 +156,24 @@ class GroupedExperts:
             raise UnsupportedError(f"the experts cannot share launches: {why}")
         self.device = experts[0][0].device
         self.hidden = experts[0][0].in_features
+        self._activation = activation
         self._native = _native_experts(experts, activation)
         self._table = torch.frombuffer(bytearray(self._native.table()), dtype=torch.uint8).to(self.device)
         self._most_pairs = self._native.most_pairs
+        self._numbers = torch.arange(self._native.count + 1, dtype=torch.int16, device=self.device)
         # The table must be in place before a kernel that starts early reads it (programmatic dependent launch).
         torch.cuda.current_stream(self.device).synchronize()
 
-    def shares(self, rows: int, chosen: int) -> bool:
-        """Return whether a call of `rows` rows with `chosen` experts each is faster than one expert after the other."""
-        return self._native.shares(rows, chosen)
+    def shares(self, rows: int, chosen: int, invariant: bool) -> bool:
+        """Return whether a call of `rows` rows with `chosen` experts each is faster than one expert after the other.
+
+        invariant: rows do not depend on one another, and the call can be captured.
+        """
+        return self.kernel(rows, chosen, invariant) != "experts_apart"
+
+    def kernel(self, rows: int, chosen: int, invariant: bool) -> str:
+        """Return the way to run a call, as `selection.Card.experts` names it."""
+        return self._native.kernel(rows, chosen, invariant)
 
     def __call__(
         self,
@@ -138,7 +188,8 @@ class GroupedExperts:
     ) -> Tensor:
         """Compute sum over c of weights[:, c] * expert ids[:, c] of h, + shared * shared_weights, + residual.
 
-        The sum is in float32 and in that order, and is rounded to a half before the residual is added.
+        The sum is in float32 and in that order, and is rounded to a half before the residual is added. A call of many
+        rows waits for the GPU, and rows may depend on one another, unless `device.row_invariant` says no.
 
         Args:
             h: [T, hidden] float16, contiguous.
@@ -170,6 +221,19 @@ class GroupedExperts:
                 )
             if operand.shape != h.shape:
                 raise ShapeError(f"{name} is {tuple(operand.shape)}: expected {tuple(h.shape)}, as h")
+        if self.kernel(rows, chosen, row_invariant()) == "experts_dequantized":
+            parts, places = self._dequantized_parts(h, ids)
+            self._native.combine(
+                parts,
+                places,
+                weights,
+                out,
+                launch_on(h),
+                shared=shared,
+                shared_weights=shared_weights,
+                residual=residual,
+            )
+            return out
         each = self._most_pairs // chosen
         for begin in range(0, rows, each):
             some = slice(begin, min(rows, begin + each))
@@ -188,4 +252,58 @@ class GroupedExperts:
                 shared_weights=None if shared_weights is None else shared_weights[some],
                 residual=None if residual is None else residual[some],
             )
+        return out
+
+    def _dequantized_parts(self, h: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the experts of each row with dequantized matrices.
+
+        Waits for the GPU: the host needs the number of rows of each expert.
+
+        Returns:
+            results [padded rows, hidden], and int32 [T, chosen], the row of each choice's result there.
+        """
+        hidden, width, chosen = self.hidden, self._native.width, ids.shape[1]
+        # Keys of two bytes are sorted in two passes.
+        by_expert, order = ids.flatten().to(torch.int16).sort(stable=True)
+        begins = torch.searchsorted(by_expert, self._numbers)
+        ends = begins.tolist()
+        counts = [end - begin for begin, end in pairwise(ends)]
+        groups = padded_groups(counts, max(1, DEQUANTIZED_BYTES // (2 * hidden * width)))
+        padded = torch.tensor(padded_experts(groups), dtype=torch.int32).to(h.device)
+        total = sum(len(group.experts) * group.rows for group in groups)
+        rows = torch.empty(total, dtype=torch.int32, device=h.device)
+        places = torch.empty(ids.shape, dtype=torch.int32, device=h.device)
+        self._native.pad(padded, order, begins, chosen, rows, places, launch_on(h))
+        experts = padded[:, 0].to(torch.int64)
+        weights = h.new_empty(max(len(group.experts) for group in groups) * hidden * width)
+        parts = h.new_empty(total, hidden)
+        at = expert = 0
+        for group in groups:
+            count = len(group.experts)
+            some = slice(at, at + count * group.rows)
+            held = experts[expert : expert + count]
+            x = h.index_select(0, rows[some]).view(count, group.rows, hidden)
+            gate, up = (torch.bmm(x, self._dequantized(held, part, weights)) for part in (0, 1))
+            gated_activation(gate, up, self._activation, out=gate)
+            torch.bmm(gate, self._dequantized(held, 2, weights), out=parts[some].view(count, group.rows, hidden))
+            at, expert = some.stop, expert + count
+        return parts, places
+
+    def _dequantized(self, experts: Tensor, part: int, out: Tensor) -> Tensor:
+        """Return gate (0), up (1) or down (2) of each of `experts` as [n, in, out] at the begin of `out`."""
+        k, n = (self._native.width, self.hidden) if part == 2 else (self.hidden, self._native.width)
+        return self.dequantize(experts, part, out[: len(experts) * k * n].view(len(experts), k, n))
+
+    def dequantize(self, experts: Tensor, part: int, out: Tensor) -> Tensor:
+        """Write gate (0), up (1) or down (2) of some experts into `out`, bitwise as the format defines it.
+
+        Args:
+            experts: int64 [n], expert numbers, on the GPU.
+            part: the matrix.
+            out: float16 [n, in_features, out_features].
+
+        Returns:
+            out.
+        """
+        self._native.dequantize(self._table, experts, part, out, launch_on(out))
         return out

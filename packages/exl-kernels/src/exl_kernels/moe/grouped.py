@@ -24,8 +24,11 @@ class ExpertGroup(Protocol):
     joins_shared: bool
     """Whether calls compute the layer's shared expert, unless they are given its result."""
 
-    def shares(self, rows: int, chosen: int) -> bool:
-        """Return whether a call of `rows` rows with `chosen` experts each is faster than one expert after the other."""
+    def shares(self, rows: int, chosen: int, invariant: bool) -> bool:
+        """Return whether a call of `rows` rows with `chosen` experts each is faster than one expert after the other.
+
+        invariant: rows do not depend on one another, and on a GPU the call can be captured.
+        """
         ...
 
     def __call__(

@@ -1,5 +1,6 @@
 //! The end of one sub-layer and the beginning of the next: x = x + y, out = rms_norm(x).
 
+use crate::abi::assert_constants;
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
@@ -27,15 +28,41 @@ fn name(element: Element) -> String {
 }
 
 pub(in crate::ops) fn kernels() -> Vec<String> {
-    let post = [Element::F16, Element::F32].map(|element| post_name(element, false));
-    let packed = [Element::F16, Element::F32].map(|element| post_name(element, true));
-    let all = Element::ALL.map(name).into_iter();
-    all.chain(post).chain(packed).collect()
+    let post = [Element::F16, Element::F32]
+        .into_iter()
+        .flat_map(|element| {
+            [[false, false], [false, true], [true, false], [true, true]]
+                .map(|[short, packed]| post_name(element, short, packed))
+        });
+    Element::ALL.map(name).into_iter().chain(post).collect()
 }
 
-fn post_name(element: Element, packed: bool) -> String {
+fn post_name(element: Element, short: bool, packed: bool) -> String {
+    let short = if short { "short_" } else { "" };
     let packed = if packed { "packed_" } else { "" };
-    format!("add_post_norm_{packed}{}", element.suffix())
+    format!("add_{short}post_norm_{packed}{}", element.suffix())
+}
+
+/// Longest row that the threads of a block hold in few registers.
+const SHORT_WIDTH: usize = SHORT * 8 * 256;
+const SHORT: usize = 2;
+
+assert_constants!(residual, { SHORT == SHORT });
+
+impl PostNorm {
+    /// Whether rows are short, and all addresses and rows aligned.
+    fn is_short(&self) -> bool {
+        let addresses = [
+            self.x,
+            self.y,
+            self.post.weight,
+            self.norm.weight,
+            self.output,
+        ];
+        self.width <= SHORT_WIDTH
+            && self.width.is_multiple_of(8)
+            && addresses.iter().all(|at| at.is_multiple_of(16))
+    }
 }
 
 /// An RMS norm over rows.
@@ -77,7 +104,7 @@ pub unsafe fn add_post_norm(to: Target, op: &PostNorm) -> Result<(), CudaError> 
         return Ok(());
     }
     let device = Device::get(to.device)?;
-    let kernel = post_name(op.element, op.packed.is_some());
+    let kernel = post_name(op.element, op.is_short(), op.packed.is_some());
     let rows = index32("rows", op.rows)?;
     let (blocks, shared) = match op.packed {
         None => (op.rows, 0),
@@ -117,7 +144,7 @@ pub unsafe fn add_post_norm(to: Target, op: &PostNorm) -> Result<(), CudaError> 
             input.rows,
             rows
         ];
-        // SAFETY: the order is that of `add_post_norm_packed`; the caller guarantees that the addresses are valid.
+        // SAFETY: the order is that of `add_post_norm_packed` and `add_short_post_norm_packed`; the caller guarantees that the addresses are valid.
         return unsafe { launch.run(device, &mut arguments) };
     }
     let mut arguments = kernel_arguments![
@@ -132,7 +159,7 @@ pub unsafe fn add_post_norm(to: Target, op: &PostNorm) -> Result<(), CudaError> 
         op.output,
         width
     ];
-    // SAFETY: the order is that of `ADD_POST_NORM`; the caller guarantees that the addresses are valid.
+    // SAFETY: the order is that of `ADD_POST_NORM` and `ADD_SHORT_POST_NORM`; the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }
 

@@ -3,10 +3,12 @@
 //! Only the device knows which experts are chosen, so that a step with experts can be captured. Every launch has the grid of the worst
 //! case, and blocks read their work from tables. A pair is a row with one of its choices.
 
+pub mod dequantized;
+pub mod route;
 pub mod select;
 
+use super::Target;
 use super::linear::{Matrix, MatrixArgument};
-use super::{Target, index32};
 use crate::abi::{assert_constants, assert_layout};
 use crate::capabilities::Capabilities;
 use crate::device::Device;
@@ -58,6 +60,7 @@ struct CallArgument {
     x: usize,
     inner: usize,
     parts: usize,
+    places: usize,
     shared: usize,
     shared_weights: usize,
     residual: usize,
@@ -75,7 +78,7 @@ struct CallArgument {
     span: i32,
 }
 
-assert_layout!(CallArgument, experts::ExpertCall, { experts, ids, weights, h, different, used, begins, order, x, inner, parts, shared, shared_weights, residual, out, rows, chosen, pairs, count, hidden, x_stride, inner_stride, inputs, activation, tiles, span });
+assert_layout!(CallArgument, experts::ExpertCall, { experts, ids, weights, h, different, used, begins, order, x, inner, parts, places, shared, shared_weights, residual, out, rows, chosen, pairs, count, hidden, x_stride, inner_stride, inputs, activation, tiles, span });
 
 /// The gated MLPs of a layer, some of which each row uses.
 #[derive(Clone, Debug)]
@@ -95,6 +98,10 @@ pub struct Experts {
     matmuls: [Matmul; 2],
     /// SMs of the card, and bytes of shared memory of a block there.
     card: [usize; 2],
+    /// No matrix has a bias or a factor, so that a dequantized matrix is all of it.
+    plain: bool,
+    /// Most rows of the layout of gate, up and down.
+    layout_rows: [usize; 3],
 }
 
 /// Sizes that a launch of the matrices of all experts must hold.
@@ -234,6 +241,8 @@ impl Experts {
         let alike = experts
             .iter()
             .all(|[g, u, _]| g.features_host == u.features_host);
+        let bare =
+            |m: &&Matrix| m.argument.bias == 0 && m.argument.prescale.to_bits() == 1f32.to_bits();
         Ok(Self {
             entries: experts
                 .iter()
@@ -255,6 +264,8 @@ impl Experts {
             inner_stride: rows(&[2]),
             matmuls,
             card,
+            plain: all(&[0, 1, 2]).iter().all(bare),
+            layout_rows: [rows(&[0]), rows(&[1]), rows(&[2])],
         })
     }
 
@@ -262,13 +273,19 @@ impl Experts {
         self.entries.len()
     }
 
-    /// The kernel for a call of `rows` rows with `chosen` experts each.
-    pub fn kernel(&self, rows: usize, chosen: usize) -> Kernel {
-        select::select(rows, chosen, self.count(), self.weights)
+    /// The kernel for a call of `rows` rows with `chosen` experts each, whose results do not depend on one another if `invariant`.
+    pub fn kernel(&self, rows: usize, chosen: usize, invariant: bool) -> Kernel {
+        let invariant = invariant || !self.plain;
+        select::select(rows, chosen, self.count(), self.weights, invariant)
     }
 
     pub fn hidden(&self) -> usize {
         self.hidden
+    }
+
+    /// Features between gate, up and down.
+    pub fn width(&self) -> usize {
+        self.weights / (3 * self.hidden)
     }
 
     /// The table of all experts that the launches read, to be copied to the GPU.
@@ -323,6 +340,7 @@ impl Experts {
             x,
             inner,
             parts: inner + sizes.inner,
+            places: 0,
             shared: op.shared,
             shared_weights: op.shared_weights,
             residual: op.residual,
@@ -345,10 +363,15 @@ impl Experts {
 /// Kernels in the image of `file`.
 pub(super) fn kernels(file: &str) -> Vec<String> {
     let Some(rest) = file.strip_prefix("experts_") else {
-        return ["route_f16", "route_bf16", "arrange", "combine"]
+        return ["route_f16", "route_bf16", "arrange", "combine", "pad"]
             .map(|name| format!("experts_{name}"))
             .to_vec();
     };
+    if rest == "dequantize" {
+        return ["exl2_128", "exl2_32", "gptq_128", "gptq_32"]
+            .map(|form| format!("experts_dequantize_{form}"))
+            .to_vec();
+    }
     ["gate_up", "down"]
         .into_iter()
         .flat_map(|part| ["few", "many"].map(|rows| format!("experts_{part}_{rest}_{rows}")))
@@ -410,103 +433,30 @@ pub unsafe fn run(to: Target, experts: &Experts, op: &Call) -> Result<(), CudaEr
             argument,
         )?;
     }
-    let blocks = experts.hidden.div_ceil(512) as u32;
-    launch("experts_combine", [blocks, op.rows as u32, 1], 0, argument)
+    // SAFETY: `parts` lies in the scratch memory; the caller guarantees the rest.
+    unsafe { sum_parts(to, device, experts, argument) }
 }
 
-/// How a row's experts are chosen and weighted.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Choice {
-    /// A softmax over all experts; the most likely are kept, and optionally normalized to sum to 1.
-    Softmax { normalize: bool },
-    /// The most likely by a softmax over those within a relative distance of 2 * jitter, then the same among the others.
-    Sparse { jitter: f32 },
-}
-
-/// Operands of [`route`]; device addresses.
-#[derive(Clone, Copy, Debug)]
-pub struct Route {
-    /// `[rows, hidden]` F16, aligned to 16
-    pub h: usize,
-    /// `[experts, hidden]` F16 or BF16, aligned to 16
-    pub weight: usize,
-    pub bf16: bool,
-    /// `[experts]` FP32 or 0
-    pub bias: usize,
-    pub prescale: f64,
-    /// `[rows, experts]` FP32, scratch
-    pub logits: usize,
-    /// `[rows]` i32, zero before and after
-    pub arrivals: usize,
-    /// `[rows, chosen]` i64
-    pub ids: usize,
-    /// `[rows, chosen]` FP32
-    pub weights: usize,
-    pub rows: usize,
-    /// A multiple of 8.
-    pub hidden: usize,
-    pub experts: usize,
-    pub chosen: usize,
-    pub choice: Choice,
-}
-
-/// The experts of each row, most likely first; of equally likely ones the lower index first. Logits are summed in FP64.
+/// Launch the weighted sum of `argument.parts`.
 ///
 /// # Safety
-/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
-pub unsafe fn route(to: Target, op: &Route) -> Result<(), CudaError> {
-    if op.rows == 0 {
-        return Ok(());
-    }
-    if !(1..=MOST_EXPERTS).contains(&op.experts) || !(1..=op.experts).contains(&op.chosen) {
-        return Err(CudaError::Argument {
-            what: format!("{} of {} experts", op.chosen, op.experts),
-            limit: format!("at most {MOST_EXPERTS}, of which at least one is chosen"),
-        });
-    }
-    let device = Device::get(to.device)?;
-    let kernel = if op.bf16 {
-        "experts_route_bf16"
-    } else {
-        "experts_route_f16"
-    };
-    let (normalize, jitter) = match op.choice {
-        Choice::Softmax { normalize } => (i32::from(normalize), -1.0f32),
-        Choice::Sparse { jitter } => (0, jitter),
-    };
-    let (hidden, experts, chosen) = (
-        index32("features", op.hidden)?,
-        op.experts as i32,
-        op.chosen as i32,
-    );
+/// As for [`combine`].
+unsafe fn sum_parts(
+    to: Target,
+    device: &Device,
+    experts: &Experts,
+    argument: CallArgument,
+) -> Result<(), CudaError> {
     let launch = Launch {
-        kernel,
-        grid: [
-            op.experts.div_ceil(8) as u32,
-            index32("rows", op.rows)? as u32,
-            1,
-        ],
+        kernel: "experts_combine",
+        grid: [experts.hidden.div_ceil(512) as u32, argument.rows as u32, 1],
         block: 256,
         shared_bytes: 0,
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    let mut arguments = kernel_arguments![
-        op.h,
-        op.weight,
-        op.bias,
-        op.prescale,
-        op.logits,
-        op.arrivals,
-        op.ids,
-        op.weights,
-        hidden,
-        experts,
-        chosen,
-        normalize,
-        jitter
-    ];
-    // SAFETY: the order is that of `route` in `kernels/moe/experts.cu`; the caller guarantees that the addresses are valid.
+    let mut arguments = kernel_arguments![argument];
+    // SAFETY: the kernel takes one `ExpertCall`; the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }
 

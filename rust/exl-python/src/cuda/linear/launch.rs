@@ -34,7 +34,8 @@ impl Operands<'_> {
             self.plan.joined
                 && self.plan.call.epilogue.gate == self.group.gate().is_some()
                 && self.plan.call.epilogue.activation == self.group.activation_of_all().is_some()
-                && self.plan.call.epilogue.norm == self.norm.is_some(),
+                && self.plan.call.epilogue.norm == self.norm.is_some()
+                && self.plan.call.epilogue.layer == self.norm.is_some_and(|norm| norm.layer),
             "the plan is for other matrices, or the norm differs from the plan",
         )?;
         expect(
@@ -44,7 +45,7 @@ impl Operands<'_> {
         self.check_input()?;
         self.check_results()?;
         self.check_memory()?;
-        let mut all = Vec::with_capacity(7);
+        let mut all = Vec::with_capacity(8);
         for (name, tensor) in [
             ("x", &self.x),
             ("y", &self.y),
@@ -55,6 +56,8 @@ impl Operands<'_> {
             all.extend(tensor.as_ref().map(|tensor| (name, tensor)));
         }
         all.extend(self.norm.map(|norm| ("norm", &norm.weight)));
+        let bias = self.norm.and_then(|norm| norm.bias.as_ref());
+        all.extend(bias.map(|bias| ("norm bias", bias)));
         all.extend(self.next.map(|next| ("next", &next.scratch)));
         let to = target(&all, launch)?;
         expect(
@@ -293,11 +296,12 @@ impl Operands<'_> {
 }
 
 impl NormPrologue {
-    /// Whether the weight has `features` features.
+    /// Whether weight and bias have `features` features.
     fn holds(&self, features: usize) -> bool {
-        self.weight.dtype == DType::F32
-            && self.weight.numel() == features
-            && self.weight.ptr.is_multiple_of(16)
+        [Some(&self.weight), self.bias.as_ref()]
+            .into_iter()
+            .flatten()
+            .all(|t| t.dtype == DType::F32 && t.numel() == features && t.ptr.is_multiple_of(16))
     }
 }
 

@@ -18,24 +18,31 @@ use crate::operands::Launch;
 use crate::tensor::Tensor;
 use launch::Operands;
 
-/// RMS norm of a matmul's input, or of a sum of residuals. A layer's is made once and used by every step.
+/// Norm of a matmul's input, or RMS norm of a sum of residuals. A layer's is made once and used by every step.
 #[pyclass(frozen, module = "exl_kernels._native")]
 #[derive(Debug)]
 pub struct NormPrologue {
     pub weight: Tensor,
     pub eps: f32,
     pub offset: f32,
+    /// Of a LayerNorm.
+    pub bias: Option<Tensor>,
+    pub layer: bool,
 }
 
 #[pymethods]
 impl NormPrologue {
     /// x / sqrt(mean(x^2) + eps) * (weight + offset); `weight` float32 [width of x], for a matmul aligned to 16 bytes, on the GPU of x.
+    /// `layer`: a LayerNorm, (x - mean(x)) / sqrt(var(x) + eps) * weight + `bias`, which is like the weight.
     #[new]
-    fn new(weight: Tensor, eps: f32, offset: f32) -> Self {
+    #[pyo3(signature = (weight, eps, offset, *, layer=false, bias=None))]
+    fn new(weight: Tensor, eps: f32, offset: f32, layer: bool, bias: Option<Tensor>) -> Self {
         Self {
             weight,
             eps,
             offset,
+            bias,
+            layer,
         }
     }
 }
@@ -46,6 +53,8 @@ impl NormPrologue {
             weight: self.weight.ptr,
             eps: self.eps,
             offset: self.offset,
+            bias: self.bias.as_ref().map_or(0, |bias| bias.ptr),
+            layer: self.layer,
         }
     }
 }
@@ -199,11 +208,12 @@ impl CudaLinearGroup {
         self.activation.filter(|_| self.matrices.len() == 1)
     }
 
-    fn epilogue(&self, norm: bool, residual: bool, bf16: bool) -> Epilogue {
+    fn epilogue(&self, (norm, layer): (bool, bool), residual: bool, bf16: bool) -> Epilogue {
         Epilogue {
             gate: self.gate().is_some(),
             activation: self.activation_of_all().is_some(),
-            norm,
+            norm: norm || layer,
+            layer,
             residual,
             bf16,
         }
@@ -244,8 +254,8 @@ impl CudaLinearGroup {
     }
 
     /// The plan of a call of `rows` rows of float16, or of `bfloat16`. `aligned_input`: x is aligned to 16 bytes; `aligned_output`: y is
-    /// aligned to 8 bytes and the residual to 4; `invariant`: a row's result must not depend on the number of rows.
-    #[pyo3(signature = (rows, *, bfloat16=false, norm=false, residual=false, aligned_input=true, aligned_output=true, invariant=false))]
+    /// aligned to 8 bytes and the residual to 4; `layer`: the norm is a LayerNorm; `invariant`: a row's result must not depend on the number of rows.
+    #[pyo3(signature = (rows, *, bfloat16=false, norm=false, layer=false, residual=false, aligned_input=true, aligned_output=true, invariant=false))]
     #[allow(clippy::fn_params_excessive_bools)] // one keyword each
     fn plan(
         &self,
@@ -253,6 +263,7 @@ impl CudaLinearGroup {
         rows: usize,
         bfloat16: bool,
         norm: bool,
+        layer: bool,
         residual: bool,
         aligned_input: bool,
         aligned_output: bool,
@@ -260,7 +271,7 @@ impl CudaLinearGroup {
     ) -> PyResult<MatmulPlan> {
         let call = Call {
             rows,
-            epilogue: self.epilogue(norm, residual, bfloat16),
+            epilogue: self.epilogue((norm, layer), residual, bfloat16),
             aligned_input,
             aligned_output,
             invariant,
@@ -307,7 +318,7 @@ impl CudaLinearGroup {
     ) -> PyResult<MatmulPlan> {
         let kernel = Kernel::named(kernel)
             .ok_or_else(|| PyValueError::new_err(format!("no kernel {kernel:?}")))?;
-        let call = Call::aligned(rows, self.epilogue(norm, residual, bfloat16));
+        let call = Call::aligned(rows, self.epilogue((norm, false), residual, bfloat16));
         let tuning = tuned(kernel, &tuning.unwrap_or_default())?;
         let plan = select::plan_with(kernel, &self.caps(py)?, &self.parts(), call, tuning);
         plan.map(|plan| MatmulPlan { plan })

@@ -85,6 +85,8 @@ const QUARTERS: usize = 4;
 /// Row tiles of an item, which a warpgroup processes at a time.
 const ITEM_TILES: usize = 4;
 assert_constants!(batch_task, { QUARTERS == QUARTERS, ITEM_TILES == ITEM_TILES });
+/// Up to this number of columns, divisions of matrices without a gate take the fewest cycles.
+const NARROW_COLUMNS: usize = 32;
 const MOST_SLOTS: usize = 16;
 /// Slots of half units of activations at most, if these have a ring of their own.
 const MOST_HALF_SLOTS: usize = 4;
@@ -152,6 +154,9 @@ pub struct Task {
     pub looks: i32,
     pub gate: i32,
     pub left: i32,
+    pub shares: i32,
+    pub full: i32,
+    pub last_items: i32,
     pub half_slots: i32,
     pub residual: usize,
     pub into: usize,
@@ -159,7 +164,7 @@ pub struct Task {
     pub parts: [Part; MATRICES],
 }
 
-assert_layout!(Task, batch_task::BatchTask, { x, multipliers, sums, arrivals, y, count, items, m, y_kind, y_stride, paired, groups, scaled, slots, resident, stage_stride, unit_room, ring_at, x_at, barriers_at, numbered_at, sums_at, cut, looks, gate, left, half_slots, residual, into, into_rows, parts as part });
+assert_layout!(Task, batch_task::BatchTask, { x, multipliers, sums, arrivals, y, count, items, m, y_kind, y_stride, paired, groups, scaled, slots, resident, stage_stride, unit_room, ring_at, x_at, barriers_at, numbered_at, sums_at, cut, looks, gate, left, shares, full, last_items, half_slots, residual, into, into_rows, parts as part });
 
 /// Choices for benchmarks; zero leaves one to the plan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -468,6 +473,9 @@ fn plan_within(
             },
             gate: -1,
             left: shares.left as i32,
+            shares: shares.dealt() as i32,
+            full: shares.full as i32,
+            last_items: shares.last_items as i32,
             half_slots: ring.half_slots as i32,
             residual: 0,
             into: 0,

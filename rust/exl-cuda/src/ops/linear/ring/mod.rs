@@ -11,7 +11,7 @@ use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::Target;
 pub use plan::Plan;
-use plan::{THREADS, plan};
+use plan::{LAYER, THREADS, plan};
 
 /// Most rows of the ring kernel.
 pub const MOST_ROWS: usize = 8;
@@ -23,13 +23,17 @@ pub(super) const NO_GATE: i32 = -1;
 assert_constants!(gate, { NO_GATE == NO_GATE });
 assert_constants!(ring_task, { MATRICES == MATRICES });
 
-/// RMS norm of the input before the matmul.
+/// Norm of the input before the matmul: an RMS norm, or a LayerNorm.
 #[derive(Clone, Copy, Debug)]
 pub struct Norm {
     /// `[in_features]` FP32, aligned to 16 bytes.
     pub weight: usize,
     pub eps: f32,
+    /// Of an RMS norm.
     pub offset: f32,
+    /// Of a LayerNorm, like the weight, or 0.
+    pub bias: usize,
+    pub layer: bool,
 }
 
 /// Operands of a matmul: device addresses, row-major and contiguous.
@@ -132,6 +136,10 @@ pub unsafe fn launch(
     if let Some(norm) = op.norm {
         task.norm = norm.weight;
         (task.eps, task.offset) = (norm.eps, norm.offset);
+        if norm.layer {
+            task.norm_bias = norm.bias;
+            task.flags |= LAYER;
+        }
     }
     let mut columns = 0;
     for (i, matrix) in matrices.iter().enumerate() {

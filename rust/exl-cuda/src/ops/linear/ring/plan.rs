@@ -27,11 +27,16 @@ pub(super) const THREADS: u32 = 576;
 const KEEP: i32 = 1;
 const PADDED: i32 = 2;
 const ROW: i32 = 4;
+/// The norm is a LayerNorm.
+pub(super) const LAYER: i32 = 8;
 const FILLS: usize = 8;
 
 assert_constants!(ring_task, { MOST_STAGES == MOST_STAGES, RESULT_BUFFERS == RESULT_BUFFERS });
 /// Longest row that the kernel's 512 threads hold at once.
-const ROW_FEATURES: usize = 4 * 8 * 512;
+const ROW_FEATURES: usize = LONG_ROW * 8 * 512;
+const LONG_ROW: usize = 5;
+
+assert_constants!(ring_fill, { LONG_ROW == LONG_ROW });
 
 /// `struct Part` of `kernels/linear/ring_task.cuh`.
 #[repr(C)]
@@ -76,11 +81,12 @@ pub(super) struct Task {
     pub(super) y: usize,
     pub(super) residual: usize,
     pub(super) norm: usize,
+    pub(super) norm_bias: usize,
     pub(super) parts: [Part; MATRICES],
     pub(super) stage_begin: [[u32; MOST_STAGES + 1]; MATRICES],
 }
 
-assert_layout!(Task, ring_task::Task, { barriers_at, stage_stride, slots, window, count, tiles, longer, gate, results_at, multipliers_at, x_stride, gates_at, flags, m, columns, x_kind, y_kind, y_stride, eps, offset, x, y, residual, norm, parts as part, stage_begin });
+assert_layout!(Task, ring_task::Task, { barriers_at, stage_stride, slots, window, count, tiles, longer, gate, results_at, multipliers_at, x_stride, gates_at, flags, m, columns, x_kind, y_kind, y_stride, eps, offset, x, y, residual, norm, norm_bias, parts as part, stage_begin });
 
 /// Places of a launch's data in shared memory.
 #[derive(Clone, Debug)]
@@ -346,6 +352,7 @@ pub(super) fn plan(
         y: 0,
         residual: 0,
         norm: 0,
+        norm_bias: 0,
         flags: flags(&layout.parts[..matrices.len()], keep, alone),
         parts: layout.parts,
         stage_begin: begin,
@@ -387,6 +394,7 @@ mod tests {
         gate: true,
         activation: false,
         norm: false,
+        layer: false,
         residual: false,
         bf16: false,
     };

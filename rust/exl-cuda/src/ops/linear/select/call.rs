@@ -40,8 +40,10 @@ pub struct Epilogue {
     pub gate: bool,
     /// An activation of the results of one matrix.
     pub activation: bool,
-    /// An RMS norm of the input.
+    /// A norm of the input.
     pub norm: bool,
+    /// The norm is a LayerNorm, not an RMS norm.
+    pub layer: bool,
     /// A residual is added.
     pub residual: bool,
     /// Activations are BF16, which are scaled by row.

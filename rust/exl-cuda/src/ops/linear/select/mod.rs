@@ -93,6 +93,10 @@ impl Kernel {
     fn takes(self, caps: &Capabilities, matrices: &[&Matrix], call: Call) -> Result<(), Refusal> {
         let Call { rows, epilogue, .. } = call;
         check_rows(rows, self.most_rows())?;
+        // For more rows, a launch of the LayerNorm that packs the input of a faster kernel repays.
+        if epilogue.layer && (self != Self::GemvRing || rows > MOST_GEMV_ROWS) {
+            return Err(Refusal::Operands("an RMS norm"));
+        }
         match self {
             Self::GemvRing => ring::takes(caps, matrices, rows, epilogue)?,
             Self::GemmFew => few::takes(caps, matrices, epilogue.gate)?,

@@ -11,6 +11,7 @@ const PLAIN: Epilogue = Epilogue {
     gate: false,
     activation: false,
     norm: false,
+    layer: false,
     residual: false,
     bf16: false,
 };
@@ -417,7 +418,7 @@ proptest! {
         let all: Vec<&Matrix> = made.iter().collect();
         let [gate, norm, residual, bf16] = flags;
         let gate = gate && all.len() == 2;
-        let epilogue = Epilogue { gate, activation: false, norm, residual: residual && !gate, bf16 };
+        let epilogue = Epilogue { gate, activation: false, norm, layer: false, residual: residual && !gate, bf16 };
         let found = select(&caps, &all, prompt(rows, epilogue));
         prop_assert!(rows <= found.kernel.most_rows());
         let taken = if found.joined { &all[..] } else { &all[..1] };
@@ -517,7 +518,7 @@ proptest! {
             .collect();
         let all: Vec<&Matrix> = all.iter().collect();
         let gate = gate && all.len() == 2;
-        let epilogue = Epilogue { gate, activation: false, norm, residual: residual && !gate, bf16 };
+        let epilogue = Epilogue { gate, activation: false, norm, layer: false, residual: residual && !gate, bf16 };
         let call = Call { rows, epilogue, aligned_input, aligned_output, invariant };
         let made = plan(&caps, &all, call);
         let alone = plan_alone(&caps, all[0], call);
@@ -544,4 +545,34 @@ proptest! {
         prop_assert_eq!(made.joined, blocks.into_iter().flatten().all(|rows| kernel(rows).is_some()));
         prop_assert_eq!(made.pays_apart, kernel(rows.min(128)) == Some(Kernel::GemmBatch));
     }
+}
+
+#[test]
+fn a_layer_norm_is_a_prologue_of_the_ring_alone() {
+    let (one, caps) = (matrix(16, 2064), card("H100", RELEASE));
+    let layer = Epilogue {
+        layer: true,
+        ..NORM
+    };
+    let found = |rows, epilogue| {
+        let found = select(&caps, &[&one], Call::aligned(rows, epilogue));
+        found.joined.then_some(found.kernel)
+    };
+    assert_eq!(
+        [1, 2].map(|rows| found(rows, layer)),
+        [Some(Kernel::GemvRing); 2]
+    );
+    assert_eq!([3, 9, 65].map(|rows| found(rows, layer)), [None; 3]);
+    assert_eq!(
+        [1, 3, 9].map(|rows| found(rows, NORM)),
+        [
+            Some(Kernel::GemvRing),
+            Some(Kernel::GemmFew),
+            Some(Kernel::GemmBatch)
+        ]
+    );
+    let older = card("3090", RELEASE);
+    let call = Call::aligned(1, layer);
+    assert!(!select(&older, &[&one], call).joined);
+    assert!(select(&older, &[&one], Call::aligned(1, NORM)).joined);
 }

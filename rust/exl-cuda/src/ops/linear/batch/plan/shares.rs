@@ -1,8 +1,8 @@
 //! Division of a launch's items and of K among blocks.
 
 use super::{
-    COUNTERS, Code, EVEN_COLUMNS, EVEN_GROUPS, EXCHANGE_CYCLES, ITEM_TILES, MOST_ROWS, QUARTERS,
-    Tuning, UNCUT_ITEMS, VARIANTS, WIDE_EXCHANGE_CYCLES, items,
+    COUNTERS, Code, EVEN_COLUMNS, EVEN_GROUPS, EXCHANGE_CYCLES, ITEM_TILES, MOST_ROWS,
+    NARROW_COLUMNS, QUARTERS, Tuning, UNCUT_ITEMS, VARIANTS, WIDE_EXCHANGE_CYCLES, items,
 };
 use crate::capabilities::Capabilities;
 use crate::layout::TILE;
@@ -23,6 +23,9 @@ pub struct Shares {
     pub blocks: usize,
     /// Items of the busiest warpgroup.
     pub rounds: usize,
+    /// Shares of as many items as a block processes at a time, before the shares of the last round, which have `last_items` each at most.
+    pub full: usize,
+    pub last_items: usize,
     /// Whether the first of two matrices gates the second. An item is then four tiles of both, the work of two warpgroups.
     pub gated: bool,
     /// Number of the last items, of which blocks process a quarter of K each before the whole iterations of the others. `items` includes
@@ -54,13 +57,15 @@ impl Shares {
         // Blocks with quarters come in groups of four; a warpgroup has one quarter at most.
         let fits = left * QUARTERS <= EVEN_GROUPS * (teams / QUARTERS * QUARTERS);
         let stages = self.items / round * units + units.div_ceil(QUARTERS);
-        let sooner = stages * unit_cycles(EVEN_GROUPS) + EXCHANGE_CYCLES
-            < self.rounds * units * unit_cycles(self.groups);
+        let sooner = stages * unit_cycles(EVEN_COLUMNS, EVEN_GROUPS) + EXCHANGE_CYCLES
+            < self.rounds * units * unit_cycles(EVEN_COLUMNS, self.groups);
         (left > 0 && fits && self.items >= round && units >= QUARTERS && sooner).then_some(Self {
             warpgroups: EVEN_GROUPS,
             groups: EVEN_GROUPS,
             blocks: teams,
             rounds: self.items / round + 1,
+            full: (self.items - left).div_ceil(EVEN_GROUPS),
+            last_items: EVEN_GROUPS,
             left,
             ..*self
         })
@@ -79,10 +84,10 @@ impl Shares {
         if gated {
             let items = items(matrices) / 2;
             let teams = caps.sms;
-            let rounds = |groups: usize| items.div_ceil(groups / 2).div_ceil(teams);
+            let deal = |groups: usize| Deal::new(code, items, groups / 2, teams);
             let cost = |groups: usize| match code {
-                Code::Wgmma => rounds(groups) * unit_cycles(groups),
-                Code::Mma => rounds(groups),
+                Code::Wgmma => deal(groups).cycles(columns, 2),
+                Code::Mma => deal(groups).rounds,
             };
             let groups = match tuning.groups {
                 0 => (2..=most)
@@ -91,6 +96,12 @@ impl Shares {
                     .unwrap_or(2),
                 forced => forced.min(most).max(2) / 2 * 2,
             };
+            let Deal {
+                rounds,
+                full,
+                last_items,
+                ..
+            } = deal(groups);
             return Self {
                 code,
                 columns,
@@ -99,7 +110,9 @@ impl Shares {
                 cut: 1,
                 groups,
                 blocks: items.div_ceil(groups / 2).min(teams),
-                rounds: rounds(groups),
+                rounds,
+                full,
+                last_items,
                 gated,
                 left: 0,
             };
@@ -127,16 +140,25 @@ impl Shares {
             forced => forced,
         };
         let teams = (caps.sms / cut).clamp(1, COUNTERS);
-        let rounds = |groups: usize| items.div_ceil(groups).div_ceil(teams);
-        let groups = match tuning.groups {
-            0 => {
-                let fewest = (1..=most).map(rounds).min().unwrap_or(1);
-                (1..=most)
-                    .find(|&groups| rounds(groups) == fewest)
-                    .unwrap_or(1)
+        let deal = |groups: usize| Deal::new(code, items, groups, teams);
+        let narrow = code == Code::Wgmma && columns <= NARROW_COLUMNS;
+        let cost = |groups: usize| {
+            if narrow {
+                deal(groups).cycles(columns, 1)
+            } else {
+                deal(groups).rounds
             }
+        };
+        let groups = match tuning.groups {
+            0 => (1..=most).min_by_key(|&groups| cost(groups)).unwrap_or(1),
             forced => forced.min(most),
         };
+        let Deal {
+            rounds,
+            full,
+            last_items,
+            ..
+        } = deal(groups);
         Self {
             code,
             columns,
@@ -145,7 +167,9 @@ impl Shares {
             cut,
             groups,
             blocks: cut * items.div_ceil(groups).min(teams),
-            rounds: rounds(groups),
+            rounds,
+            full,
+            last_items,
             gated: false,
             left: 0,
         }
@@ -182,6 +206,16 @@ impl Shares {
             .min_by_key(cycles)
             .unwrap_or_else(|| of(1, 1))
     }
+    /// Number of all shares.
+    pub fn dealt(&self) -> usize {
+        let each = if self.gated {
+            self.groups / 2
+        } else {
+            self.groups
+        };
+        let last = self.items.saturating_sub(self.full * each);
+        self.full + last.div_ceil(self.last_items.max(1))
+    }
     /// Bytes of the sums of an item's quarters.
     pub fn place(&self) -> usize {
         QUARTERS * ITEM_TILES * TILE * self.columns * 4
@@ -217,9 +251,52 @@ impl Shares {
     }
 }
 
-/// Cycles of a unit of K if `groups` warpgroups multiply 64 columns in parallel, by docs/design/gemm-batch.md.
-fn unit_cycles(groups: usize) -> usize {
-    659 + 880 * groups
+/// Division of items among blocks that take `each` of them at a time.
+struct Deal {
+    each: usize,
+    rounds: usize,
+    full: usize,
+    last_items: usize,
+}
+
+impl Deal {
+    /// Blocks process fewer items of the last round at a time, if that leaves none of them without work. Code for `mma.sync` multiplies
+    /// with all of its warps in any case.
+    fn new(code: Code, items: usize, each: usize, teams: usize) -> Self {
+        let rounds = items.div_ceil(each).div_ceil(teams).max(1);
+        let before = (rounds - 1) * teams;
+        let last_items = (items - before * each).div_ceil(teams);
+        if code == Code::Mma || rounds == 1 || last_items == each {
+            return Self {
+                each,
+                rounds,
+                full: items.div_ceil(each),
+                last_items: each,
+            };
+        }
+        Self {
+            each,
+            rounds,
+            full: before,
+            last_items,
+        }
+    }
+
+    /// Cycles for a unit of K of all items; `of_item`: warpgroups of an item.
+    fn cycles(&self, columns: usize, of_item: usize) -> usize {
+        let unit = |items: usize| unit_cycles(columns, of_item * items);
+        (self.rounds - 1) * unit(self.each) + unit(self.last_items.min(self.each))
+    }
+}
+
+/// Cycles of a unit of K if `groups` warpgroups multiply in parallel, by docs/design/gemm-batch.md. At 16 columns, rounds of many
+/// warpgroups are slower than their cycles at 32 columns say.
+fn unit_cycles(columns: usize, groups: usize) -> usize {
+    if columns == NARROW_COLUMNS {
+        836 + 452 * groups
+    } else {
+        659 + 880 * groups
+    }
 }
 
 /// The same for more columns, with one or two warpgroups: between the measured values of 64 and 128 columns.

@@ -130,3 +130,64 @@ fn a_plan_fits_the_shared_memory() {
         }
     }
 }
+
+/// The items of each share, as `place` of `kernels/linear/batch_task.cuh` finds them.
+fn items_of(shares: &Shares) -> Vec<Vec<usize>> {
+    let each = shares.groups / if shares.gated { 2 } else { 1 };
+    (0..shares.dealt())
+        .map(|share| {
+            let after = share.saturating_sub(shares.full);
+            let first = share.min(shares.full) * each + after * shares.last_items;
+            let most = if share < shares.full {
+                each
+            } else {
+                shares.last_items
+            };
+            (first..(first + most.min(each)).min(shares.items)).collect()
+        })
+        .collect()
+}
+
+#[test]
+fn the_last_round_is_spread_over_all_blocks() {
+    let divided = |m, tiles, count: usize, gated| {
+        let mut made = matrix(14, 2064);
+        made.argument.tiles = tiles;
+        made.argument.out_features = 16 * tiles;
+        let matrices = [&made, &made];
+        let found = plan(&hopper(), &matrices[..count], m, gated, Tuning::default());
+        let found = found.expect("fits").shares;
+        (found.groups, found.rounds, found.full, found.last_items)
+    };
+    assert_eq!(divided(32, 1184, 2, true), (4, 2, 132, 1), "Qwen2.5's gate");
+    assert_eq!(divided(16, 1184, 2, true).0, 2, "faster, by measurement");
+    assert_eq!(divided(64, 1184, 2, true).0, 2);
+    assert_eq!(divided(32, 896, 2, true), (4, 1, 112, 2), "Llama's gate");
+    assert_eq!(divided(32, 384, 1, false), (3, 1, 32, 3), "Llama's q, k, v");
+    assert_eq!(divided(32, 576, 1, false), (3, 2, 33, 2), "Phi-3's q, k, v");
+    assert_eq!(
+        divided(32, 9504, 1, false),
+        (4, 5, 528, 2),
+        "Qwen2.5's head"
+    );
+}
+
+proptest::proptest! {
+    #[test]
+    fn every_item_is_in_one_share(
+        tiles in 1i32..2500, m in 9usize..129, gated: bool, mma: bool, units in 1usize..20,
+    ) {
+        let mut made = matrix(units, 2064);
+        made.argument.tiles = tiles;
+        made.argument.out_features = 16 * tiles;
+        let matrices = [&made, &made];
+        let count = if gated { 2 } else { 1 };
+        let code = if mma { Code::Mma } else { Code::Wgmma };
+        let m = if mma { m.min(64) } else { m };
+        let found = Shares::new(&hopper(), code, &matrices[..count], m, gated, Tuning::default());
+        let all: Vec<usize> = items_of(&found).concat();
+        proptest::prop_assert_eq!(all, (0..found.items).collect::<Vec<_>>());
+        let of_blocks = found.dealt().div_ceil(found.blocks / found.cut);
+        proptest::prop_assert_eq!(of_blocks, found.rounds);
+    }
+}

@@ -1,0 +1,141 @@
+//! Launches around matmuls of dequantized experts, which cuBLAS does: padding of their rows, dequantization, and the weighted sum of the
+//! results.
+
+use super::{Call, Experts, sum_parts};
+use crate::abi::assert_layout;
+use crate::device::Device;
+use crate::kernel_arguments;
+use crate::launch::{CudaError, Launch};
+use crate::ops::{Target, index32};
+
+/// The last launch of [`super::run`] alone: the weighted sum of rows of `parts` `[_, hidden]` F16; `places` `[rows, chosen]` i32 names the
+/// row of each choice's result. Of `op`, `table`, `h`, `ids` and `scratch` are not used.
+///
+/// # Safety
+/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
+pub unsafe fn combine(
+    to: Target,
+    experts: &Experts,
+    op: &Call,
+    (parts, places): (usize, usize),
+) -> Result<(), CudaError> {
+    if op.rows * op.chosen == 0 {
+        return Ok(());
+    }
+    index32("pairs of rows and experts", op.rows * op.chosen)?;
+    let mut argument = experts.argument(op);
+    (argument.parts, argument.places) = (parts, places);
+    let device = Device::get(to.device)?;
+    // SAFETY: the caller guarantees that the addresses are valid.
+    unsafe { sum_parts(to, device, experts, argument) }
+}
+
+/// `struct PaddedExpert` of `kernels/moe/experts.cu`: an expert whose rows go to padded rows `first` and the following.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct PaddedExpert {
+    pub expert: i32,
+    pub first: i32,
+    pub rows: i32,
+}
+
+assert_layout!(PaddedExpert, experts::PaddedExpert, { expert, first, rows });
+
+/// Operands of [`pad`]; device addresses.
+#[derive(Clone, Copy, Debug)]
+pub struct Padding {
+    /// `[count]` of [`PaddedExpert`]
+    pub experts: usize,
+    pub count: usize,
+    /// `[pairs]` i64: pairs sorted by expert
+    pub order: usize,
+    /// `[experts + 1]` i64: where each expert's begin
+    pub begins: usize,
+    pub chosen: usize,
+    /// `[padded rows]` i32: the row of each; 0 for padding
+    pub rows: usize,
+    /// `[pairs]` i32: the padded row of each
+    pub places: usize,
+}
+
+/// The rows of experts side by side, each expert's padded to its number of rows.
+///
+/// # Safety
+/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch; padded experts must be experts
+/// of the layer, with no more pairs than rows, and their rows padded rows.
+pub unsafe fn pad(to: Target, op: &Padding) -> Result<(), CudaError> {
+    if op.count == 0 {
+        return Ok(());
+    }
+    let device = Device::get(to.device)?;
+    let launch = Launch {
+        kernel: "experts_pad",
+        grid: [index32("experts", op.count)? as u32, 1, 1],
+        block: 256,
+        shared_bytes: 0,
+        stream: to.stream,
+        // The kernel does not wait for its predecessor.
+        programmatic: false,
+    };
+    let chosen = index32("experts of a row", op.chosen)?;
+    let mut arguments =
+        kernel_arguments![op.experts, op.order, op.begins, chosen, op.rows, op.places];
+    // SAFETY: the order is that of `experts_pad`; the caller guarantees that the addresses are valid.
+    unsafe { launch.run(device, &mut arguments) }
+}
+
+/// One of the three matrices of an expert.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    Gate,
+    Up,
+    Down,
+}
+
+impl Part {
+    pub const ALL: [Self; 3] = [Self::Gate, Self::Up, Self::Down];
+}
+
+/// Dequantize a matrix of each of `count` experts to F16 in file order, bitwise identical to the format: `out` `[count, in, out]`.
+///
+/// # Safety
+/// `table` must be the bytes of [`Experts::table`], `numbers` the experts' `[count]` i64 numbers and `out` of the stated size, all device
+/// memory that is valid until the stream has passed this launch.
+pub unsafe fn dequantize(
+    to: Target,
+    experts: &Experts,
+    table: usize,
+    (numbers, count): (usize, usize),
+    part: Part,
+    out: usize,
+) -> Result<(), CudaError> {
+    if count == 0 {
+        return Ok(());
+    }
+    if count > experts.count() {
+        return Err(CudaError::Argument {
+            what: format!("{count} experts"),
+            limit: format!("the {} of the layer", experts.count()),
+        });
+    }
+    let device = Device::get(to.device)?;
+    let number = part as i32;
+    let tiles = experts.matmuls[usize::from(part == Part::Down)].tiles;
+    let launch = Launch {
+        kernel: &format!("experts_dequantize_{}_{}", experts.kind, experts.entry_rows),
+        grid: [
+            experts.layout_rows[part as usize].div_ceil(64) as u32,
+            tiles.div_ceil(8) as u32,
+            count as u32,
+        ],
+        block: 256,
+        shared_bytes: 0,
+        stream: to.stream,
+        // The kernel does not wait for its predecessor.
+        programmatic: false,
+    };
+    let mut arguments = kernel_arguments![table, numbers, number, out];
+    // SAFETY: the order is that of `dequantize_expert` in `kernels/moe/experts_dequantize.cu`; the caller guarantees that the addresses are
+    // valid.
+    unsafe { launch.run(device, &mut arguments) }
+}

@@ -1,0 +1,179 @@
+//! The experts of each row by a router's logits, after a norm of the row if asked for.
+
+use super::MOST_EXPERTS;
+use crate::abi::{assert_constants, assert_layout};
+use crate::device::Device;
+use crate::kernel_arguments;
+use crate::launch::{CudaError, Launch};
+use crate::ops::{Target, index32};
+
+/// Experts of a block.
+const ROUTE_EXPERTS: usize = 8;
+/// Rows up to which each has blocks of its own, and blocks for each SM if there are more rows: a block then reads its weights once for
+/// several rows.
+const OWN_ROWS: usize = 64;
+const BLOCKS: usize = 5;
+/// Shared memory of a block beside its row and weights.
+const STATIC_BYTES: usize = 9 * 1024;
+
+assert_constants!(experts, { ROUTE_EXPERTS == ROUTE_EXPERTS });
+
+/// How a row's experts are chosen and weighted.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Choice {
+    /// A softmax over all experts; the most likely are kept, and optionally normalized to sum to 1.
+    Softmax { normalize: bool },
+    /// The most likely by a softmax over those within a relative distance of 2 * jitter, then the same among the others.
+    Sparse { jitter: f32 },
+}
+
+/// Operands of [`route`]; device addresses.
+#[derive(Clone, Copy, Debug)]
+pub struct Route {
+    /// `[rows, hidden]` F16, aligned to 16
+    pub h: usize,
+    /// `[experts, hidden]` F16 or BF16, aligned to 16
+    pub weight: usize,
+    pub bf16: bool,
+    /// `[experts]` FP32 or 0
+    pub bias: usize,
+    pub prescale: f64,
+    /// `[rows, experts]` FP32, scratch
+    pub logits: usize,
+    /// `[rows]` i32, zero before and after
+    pub arrivals: usize,
+    /// `[rows, chosen]` i64
+    pub ids: usize,
+    /// `[rows, chosen]` FP32
+    pub weights: usize,
+    pub rows: usize,
+    /// A multiple of 8, at most [`MOST_HIDDEN`].
+    pub hidden: usize,
+    pub experts: usize,
+    pub chosen: usize,
+    pub choice: Choice,
+    pub norm: Option<RouteNorm>,
+}
+
+/// An RMS norm of `h` before the route.
+#[derive(Clone, Copy, Debug)]
+pub struct RouteNorm {
+    /// `[hidden]` FP32, aligned to 16
+    pub weight: usize,
+    pub eps: f32,
+    pub weight_offset: f32,
+    /// `[rows, hidden]` F16, aligned to 16: the normed rows; not `h`
+    pub output: usize,
+}
+
+/// Most features of a row: halves in the shared memory that every card has, beside the static part.
+pub const MOST_HIDDEN: usize = (48 * 1024 - STATIC_BYTES) / 2;
+
+/// `struct RouteCall` of `kernels/moe/experts.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct RouteArgument {
+    h: usize,
+    weight: usize,
+    bias: usize,
+    prescale: f64,
+    logits: usize,
+    arrivals: usize,
+    ids: usize,
+    weights: usize,
+    norm: usize,
+    normed: usize,
+    eps: f32,
+    offset: f32,
+    rows: i32,
+    hidden: i32,
+    experts: i32,
+    chosen: i32,
+    normalize: i32,
+    jitter: f32,
+    staged: i32,
+    padding: i32,
+}
+
+assert_layout!(RouteArgument, experts::RouteCall, { h, weight, bias, prescale, logits, arrivals, ids, weights, norm, normed, eps, offset, rows, hidden, experts, chosen, normalize, jitter, staged, padding });
+
+/// The experts of each row, most likely first; of equally likely ones the lower index first. Logits are summed in FP64.
+///
+/// # Safety
+/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
+pub unsafe fn route(to: Target, op: &Route) -> Result<(), CudaError> {
+    if op.rows == 0 {
+        return Ok(());
+    }
+    if !(1..=MOST_EXPERTS).contains(&op.experts)
+        || !(1..=op.experts).contains(&op.chosen)
+        || op.hidden > MOST_HIDDEN
+    {
+        return Err(CudaError::Argument {
+            what: format!(
+                "{} of {} experts by {} features",
+                op.chosen, op.experts, op.hidden
+            ),
+            limit: format!(
+                "at most {MOST_EXPERTS}, of which at least one is chosen, and {MOST_HIDDEN} features"
+            ),
+        });
+    }
+    let device = Device::get(to.device)?;
+    let caps = &device.info.caps;
+    let row_bytes = 2 * op.hidden;
+    let all_bytes = (1 + ROUTE_EXPERTS) * row_bytes;
+    let staged = all_bytes + STATIC_BYTES <= caps.shared_per_block;
+    let blocks = op.experts.div_ceil(ROUTE_EXPERTS);
+    let rows = match op.rows {
+        few if few <= OWN_ROWS => few,
+        many => many.min((BLOCKS * caps.sms).div_ceil(blocks)),
+    };
+    let (normalize, jitter) = match op.choice {
+        Choice::Softmax { normalize } => (i32::from(normalize), -1.0),
+        Choice::Sparse { jitter } => (0, jitter),
+    };
+    let norm = op.norm.unwrap_or(RouteNorm {
+        weight: 0,
+        eps: 0.0,
+        weight_offset: 0.0,
+        output: 0,
+    });
+    let argument = RouteArgument {
+        h: op.h,
+        weight: op.weight,
+        bias: op.bias,
+        prescale: op.prescale,
+        logits: op.logits,
+        arrivals: op.arrivals,
+        ids: op.ids,
+        weights: op.weights,
+        norm: norm.weight,
+        normed: norm.output,
+        eps: norm.eps,
+        offset: norm.weight_offset,
+        rows: index32("rows", op.rows)?,
+        hidden: op.hidden as i32,
+        experts: op.experts as i32,
+        chosen: op.chosen as i32,
+        normalize,
+        jitter,
+        staged: i32::from(staged),
+        padding: 0,
+    };
+    let launch = Launch {
+        kernel: if op.bf16 {
+            "experts_route_bf16"
+        } else {
+            "experts_route_f16"
+        },
+        grid: [blocks as u32, rows as u32, 1],
+        block: 256,
+        shared_bytes: if staged { all_bytes } else { row_bytes } as u32,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    let mut arguments = kernel_arguments![argument];
+    // SAFETY: the kernel takes one `RouteCall`; the caller guarantees that the addresses are valid.
+    unsafe { launch.run(device, &mut arguments) }
+}

@@ -1,0 +1,102 @@
+"""Experts, rows and choices of the tests of mixtures of experts on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from test_cuda_linear import exl2_tensors, gptq_tensors
+from torch import Tensor
+
+from exl_kernels.activation import gated_activation
+from exl_kernels.linear import QuantMatrix
+from exl_kernels.linear.cuda import CudaQuantMatrix
+
+Expert = tuple[CudaQuantMatrix, CudaQuantMatrix, CudaQuantMatrix]
+
+
+def exl2(k: int, n: int, entry: int, number: int, order: Tensor | None = None, **options: Any) -> CudaQuantMatrix:
+    """Widths differ by expert; order: the permutation of K."""
+    if entry == 128:
+        width = (4, 5, 3)[number % 3]
+        groups = [(width, 128)] * (k // 128) + ([(width, k % 128)] if k % 128 else [])
+        groups[0] = (min(8, (6, 8, 4)[number % 3]), groups[0][1])
+    else:
+        groups = [((8, 6, 5, 4, 3, 2)[min(5, (number + i) // 3 % 6)], 32) for i in range(k // 32)]
+        groups.sort(reverse=True)
+    tensors = exl2_tensors(groups, n, seed=17 * number + n + k)
+    tensors["q_scale_max"] *= 0.1
+    if order is not None:
+        tensors["q_invperm"] = order
+    made = QuantMatrix.from_exl2(tensors, device="cuda", name=f"expert {number}", **options)
+    assert isinstance(made, CudaQuantMatrix)
+    return made
+
+
+def gptq(k: int, n: int, group: int, number: int, act_order: bool = False) -> CudaQuantMatrix:
+    tensors = gptq_tensors(4, k, group, n, act_order, seed=31 * number + n)
+    tensors["scales"] *= 0.1
+    made = QuantMatrix.from_gptq(tensors, bits=4, group_size=group, device="cuda", name=f"expert {number}")
+    assert isinstance(made, CudaQuantMatrix)
+    return made
+
+
+def experts_of(kind: str, count: int, hidden: int, width: int) -> list[Expert]:
+    """kind: format and group, `-own` where gate and up have permutations of their own, `-act` with act-order."""
+    found: list[Expert] = []
+    for number in range(count):
+        name, entry = kind.split("-")[:2]
+        if name == "exl2":
+            shared = None
+            if "own" not in kind:
+                shared = torch.randperm(hidden, generator=torch.Generator().manual_seed(number)).to(torch.int32)
+            # Gate and up of other widths have other places of padding rows.
+            up = number if "own" not in kind else number + 1
+            gate, raised, down = (
+                exl2(hidden, width, int(entry), number, shared),
+                exl2(hidden, width, int(entry), up, shared),
+                exl2(width, hidden, int(entry), number + 1),
+            )
+        else:
+            acts = "act" in kind
+            gate, raised, down = (
+                gptq(hidden, width, int(entry), 3 * number, acts),
+                gptq(hidden, width, int(entry), 3 * number + 1, acts),
+                gptq(width, hidden, int(entry), 3 * number + 2, acts),
+            )
+        found.append((gate, raised, down))
+    return found
+
+
+def one_by_one(
+    h: Tensor, weights: Tensor, ids: Tensor, experts: Sequence[Expert], activation: Any, **more: Tensor | None
+) -> Tensor:
+    """Expert after expert over the rows that chose it, then the weighted sum in the order of choice."""
+    parts = torch.empty((*ids.shape, h.shape[1]), dtype=torch.float32, device=h.device)
+    for number, (gate, up, down) in enumerate(experts):
+        rows, places = (ids == number).nonzero(as_tuple=True)
+        if len(rows):
+            x = h[rows]
+            inner = gated_activation(gate.matmul(x), up.matmul(x), activation)
+            parts[rows, places] = down.matmul(inner).float()
+    y = parts[:, 0] * weights[:, :1]
+    for c in range(1, ids.shape[1]):
+        y += parts[:, c] * weights[:, c : c + 1]
+    shared, factors, residual = (more.get(name) for name in ("shared", "shared_weights", "residual"))
+    if shared is not None:
+        y += shared.float() if factors is None else shared.float() * factors.view(-1, 1)
+    return y.half() if residual is None else residual.clone().add_(y.half())
+
+
+def rows_of(count: int, hidden: int, seed: int = 0) -> Tensor:
+    x = torch.randn(count, hidden, generator=torch.Generator().manual_seed(seed))
+    x[:, ::41] *= 8
+    return x.half().cuda()
+
+
+def chosen_of(rows: int, experts: int, chosen: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(experts, generator=generator)[:chosen] for _ in range(rows)])
+    weights = torch.rand(rows, chosen, generator=generator).softmax(-1)
+    return weights.cuda(), ids.cuda()
