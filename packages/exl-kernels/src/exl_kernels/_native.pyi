@@ -280,6 +280,53 @@ class CudaExperts:
         """
         (gate, up, down) of each expert, all on one GPU. Raises ValueError with the reason if shared launches cannot take them.
         """
+    def combine(
+        self,
+        /,
+        parts: Tensor,
+        places: Tensor,
+        weights: Tensor,
+        out: Tensor,
+        launch: Launch,
+        *,
+        shared: Tensor | None = None,
+        shared_weights: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> None:
+        """
+        Compute out [rows, hidden] = residual + sum of weights * parts, + shared * shared_weights, in the order of choices; `parts` float16
+        [_, hidden]; `places` int32 [rows, chosen]: the row of each choice's result there; the rest as for `run`.
+        """
+    @property
+    def count(self, /) -> int:
+        """
+        Number of experts.
+        """
+    def dequantize(self, /, table: Tensor, numbers: Tensor, part: int, out: Tensor, launch: Launch) -> None:
+        """
+        Write a matrix of each expert of `numbers` int64 [n] into `out` float16 [n, in, out]; part 0 is gate, 1 up, 2 down. `table` as for
+        `run`.
+        """
+    def kernel(self, /, rows: int, chosen: int, invariant: bool) -> str:
+        """
+        The way to run a call of `rows` rows with `chosen` experts each, whose results do not depend on one another if `invariant`.
+        """
+    def pad(
+        self,
+        /,
+        padded: Tensor,
+        order: Tensor,
+        begins: Tensor,
+        chosen: int,
+        rows: Tensor,
+        places: Tensor,
+        launch: Launch,
+    ) -> None:
+        """
+        Write the row of each padded row into `rows` int32, 0 for padding, and the padded row of each pair of a row and an expert into
+        `places` int32 [pairs]. `padded` int32 [n, 3]: an expert, its first padded row and their number. `order` int64 [pairs]: pairs sorted
+        by expert; `begins` int64 [experts + 1]: where each expert's begin there.
+        """
     def run(
         self,
         /,
@@ -305,13 +352,14 @@ class CudaExperts:
         """
         Bytes of scratch memory of a call.
         """
-    def shares(self, /, rows: int, chosen: int) -> bool:
-        """
-        Whether a call of `rows` rows with `chosen` experts each is faster than one expert after the other.
-        """
     def table(self, /) -> bytes:
         """
         The table of all experts that the launches read, to be copied to the GPU.
+        """
+    @property
+    def width(self, /) -> int:
+        """
+        Features between gate, up and down.
         """
 
 @final
@@ -429,6 +477,7 @@ class CudaLinearGroup:
         *,
         bfloat16: bool = False,
         norm: bool = False,
+        layer: bool = False,
         residual: bool = False,
         aligned_input: bool = True,
         aligned_output: bool = True,
@@ -436,7 +485,7 @@ class CudaLinearGroup:
     ) -> MatmulPlan:
         """
         The plan of a call of `rows` rows of float16, or of `bfloat16`. `aligned_input`: x is aligned to 16 bytes; `aligned_output`: y is
-        aligned to 8 bytes and the residual to 4; `invariant`: a row's result must not depend on the number of rows.
+        aligned to 8 bytes and the residual to 4; `layer`: the norm is a LayerNorm; `invariant`: a row's result must not depend on the number of rows.
         """
     def plan_alone(self, /, rows: int, *, bfloat16: bool = False, invariant: bool = False) -> MatmulPlan:
         """
@@ -631,6 +680,11 @@ class ExpertRouter:
     """
     The choice of experts and weights from the logits of a router: made once with the layer.
     """
+
+    most_hidden: Final[int]
+    """
+    Most features of a row.
+    """
     def __new__(
         cls, /, weight: Tensor, bias: Tensor | None, prescale: float, chosen: int, normalize: bool, jitter: float | None
     ) -> ExpertRouter:
@@ -639,11 +693,21 @@ class ExpertRouter:
         negative, two experts are chosen by the sparse mixer.
         """
     def route(
-        self, /, h: Tensor, logits: Tensor, arrivals: Tensor, ids: Tensor, weights: Tensor, launch: Launch
+        self,
+        /,
+        h: Tensor,
+        logits: Tensor,
+        arrivals: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        launch: Launch,
+        *,
+        norm: NormPrologue | None = None,
+        normed: Tensor | None = None,
     ) -> None:
         """
         Write the experts of each row of h [rows, hidden] float16: `ids` int64 and `weights` float32 [rows, chosen]. `logits` float32 [rows,
-        experts] is scratch; `arrivals` int32 [rows] is zero before and after.
+        experts] is scratch; `arrivals` int32 [rows] is zero before and after. With `norm`, h is normed first, into `normed` like h.
         """
 
 @final
@@ -977,11 +1041,14 @@ class NextInput:
 @final
 class NormPrologue:
     """
-    RMS norm of a matmul's input, or of a sum of residuals. A layer's is made once and used by every step.
+    Norm of a matmul's input, or RMS norm of a sum of residuals. A layer's is made once and used by every step.
     """
-    def __new__(cls, /, weight: Tensor, eps: float, offset: float) -> NormPrologue:
+    def __new__(
+        cls, /, weight: Tensor, eps: float, offset: float, *, layer: bool = False, bias: Tensor | None = None
+    ) -> NormPrologue:
         """
         x / sqrt(mean(x^2) + eps) * (weight + offset); `weight` float32 [width of x], for a matmul aligned to 16 bytes, on the GPU of x.
+        `layer`: a LayerNorm, (x - mean(x)) / sqrt(var(x) + eps) * weight + `bias`, which is like the weight.
         """
 
 @final
@@ -1372,10 +1439,11 @@ def cuda_select_attention(card: CudaCard, shape: AttentionShape) -> AttentionPla
     """
 
 def cuda_select_experts(
-    card: CudaCard, experts: Sequence[Sequence[CudaShape]], rows: int, chosen: int
+    card: CudaCard, experts: Sequence[Sequence[CudaShape]], rows: int, chosen: int, *, invariant: bool = False
 ) -> tuple[str, str | None]:
     """
-    How the experts (gate, up, down) of a layer run for `rows` rows with `chosen` experts each, and why not in shared launches.
+    How the experts (gate, up, down) of a layer run for `rows` rows with `chosen` experts each, batch-invariant or not, and why not in
+    shared launches.
     """
 
 def cuda_select_fused(
