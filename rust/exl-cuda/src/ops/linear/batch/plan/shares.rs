@@ -86,7 +86,8 @@ impl Shares {
             let teams = caps.sms;
             let deal = |groups: usize| Deal::new(code, items, groups / 2, teams);
             let cost = |groups: usize| match code {
-                Code::Wgmma => deal(groups).cycles(columns, 2),
+                Code::Wgmma if columns == NARROW_COLUMNS => deal(groups).cycles(columns, 2),
+                Code::Wgmma => deal(groups).rounds * unit_cycles(columns, groups),
                 Code::Mma => deal(groups).rounds,
             };
             let groups = match tuning.groups {
@@ -289,8 +290,7 @@ impl Deal {
     }
 }
 
-/// Cycles of a unit of K if `groups` warpgroups multiply in parallel, by docs/design/gemm-batch.md. At 16 columns, rounds of many
-/// warpgroups are slower than their cycles at 32 columns say.
+/// Cycles of a unit of K if `groups` warpgroups multiply in parallel, by docs/design/gemm-batch.md.
 fn unit_cycles(columns: usize, groups: usize) -> usize {
     if columns == NARROW_COLUMNS {
         836 + 452 * groups
