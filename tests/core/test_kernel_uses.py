@@ -51,8 +51,8 @@ def test_experts_share_launches_where_they_are_quantized(quantized: bool, tmp_pa
         assert shared is not None
         alone = "gemm_batch" if rows > 8 else "gemm_tile"
         assert shared.kernel == (alone if quantized else "cuBLAS")
-    apart = named("gate_proj", MANY)
-    assert named("experts", MANY) is None
+    apart, many = named("gate_proj", MANY), named("experts", MANY)
+    assert (None if many is None else many.kernel) == ("experts_dequantized" if quantized else None)
     assert apart is not None
     assert apart.kernel == ("gemm_large" if quantized else "cuBLAS")
 

@@ -132,7 +132,7 @@ mod tests {
             let card = CARDS[0].with_own_code();
             Experts::new(&all, &card)
                 .expect("fits")
-                .kernel(100, 1, false)
+                .kernel(200, 1, false)
         };
         assert_eq!(made(|_| ()), Kernel::Dequantized);
         assert_eq!(made(|matrix| matrix.argument.bias = 16), Kernel::Many);

@@ -424,6 +424,8 @@ mod tests {
         weight: 16,
         eps: 1e-5,
         offset: 0.0,
+        bias: 0,
+        layer: false,
     });
 
     fn refusal(op: Matmul, next: Option<&Matrix>) -> String {
