@@ -47,7 +47,11 @@ class FusedDouble:
                 self(x[rows], out[rows], None if residual is None else residual[rows])
             return out
         FusedDouble.calls += 1
-        h = x if self.norm is None else rms_norm(x, self.norm.weight, self.norm.eps)
+        h = x
+        if self.norm is not None and self.norm.layer:
+            h = layer_norm(x, self.norm.weight, self.norm.bias, self.norm.eps)
+        elif self.norm is not None:
+            h = rms_norm(x, self.norm.weight, self.norm.eps)
         parts = [matrix.matmul(h) for matrix in self.matrices]
         if self.activation is None:
             y = torch.cat(parts, 1)
@@ -58,8 +62,10 @@ class FusedDouble:
         return out.copy_(y if residual is None else residual + y)
 
     def kernel(self, rows: int) -> str | None:
-        """Of matrices that every kernel takes, on a card that has all."""
+        """Of matrices that every kernel takes, on a card that has all. The fewest rows alone have a LayerNorm fused."""
         if self.apart is not None and any(self.apart in matrix.name for matrix in self.matrices):
+            return None
+        if self.norm is not None and self.norm.layer and rows > LIMITS.gemv_rows:
             return None
         names = ((LIMITS.gemv_rows, "gemv_ring"), (FEW_ROWS, "gemm_few"), (BLOCK_ROWS, "gemm_batch"))
         return next((name for limit, name in names if rows <= limit), None)
