@@ -12,13 +12,14 @@ from joined_on_cpu import FusedDouble, GroupDouble, joined_on_cpu
 from random_models import loaded_on, write_random_model
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, PagedParams
+from exl_core.convert import quantize_model
 from exl_core.errors import InputError
 from exl_core.execution import select
 from exl_core.execution.build_step import build_step
 from exl_core.execution.environment import joined_rows
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of
 from exl_core.execution.half import why_apart
-from exl_core.layers import Attention, FeedForward, Head, MoE
+from exl_core.layers import Attention, FeedForward, Head, MoE, PositionEmbedding
 from exl_core.lora.rows import RowAdapters
 from exl_kernels.safetensors_file import write_safetensors
 from exl_kernels.selection import BLOCK_ROWS, FEW_ROWS, LIMITS, PACKED_ROWS
@@ -106,6 +107,26 @@ def test_blocks_need_joined_launches_of_every_half(model: ExLlamaV2, monkeypatch
     assert isinstance(changed, JoinedLaunches), changed
     why = changed.refusal_of_rows(65)
     assert why == f"{model.modules[1].key} has code that its description does not know"
+
+
+def test_a_table_of_positions_does_not_keep_rows_from_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions are no half of a layer, and their rows depend on nothing else; a replaced pass may."""
+    gpt2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 96, "n_embd": 128, "n_head": 4}
+    config = {**gpt2, "n_layer": 2, "n_positions": 256, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}
+    quantize_model(write_random_model(tmp_path / "float", config), tmp_path / "exl2", bits=4.0)
+    monkeypatch.setenv("EXL_DEVICE", "cpu")
+    gpt = ExLlamaV2(ExLlamaV2Config(tmp_path / "exl2"))
+    gpt.load()
+    joined_on_cpu(monkeypatch)
+    plan = joined_launches_of(gpt)
+    assert isinstance(plan, JoinedLaunches), plan
+    assert plan.refusal_of_rows(128) is None
+    positions = gpt.modules[1]
+    assert isinstance(positions, PositionEmbedding)
+    positions.forward = positions.forward  # type: ignore[method-assign]
+    changed = joined_launches_of(gpt)
+    assert isinstance(changed, JoinedLaunches), changed
+    assert changed.refusal_of_rows(128) == f"{positions.key} has code that its description does not know"
 
 
 @pytest.mark.parametrize(("batch", "q_len"), [(1, 1), (5, 1), (2, 4), (1, 20), (2, 40)])

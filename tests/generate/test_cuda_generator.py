@@ -21,6 +21,7 @@ from exl_core import (
 )
 from exl_core.device import GIB, devices
 from exl_core.errors import DeviceError
+from exl_core.execution.environment import PROMPTS_VARIABLE
 from exl_core.loading.plan import plan_modules
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.dynamic.draft_length import FixedDraftLength
@@ -192,6 +193,7 @@ def test_tokens_are_those_the_cpu_samples_from_the_same_logits() -> None:
 
 
 def test_a_prompt_that_does_not_fit_into_memory_ends_its_own_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PROMPTS_VARIABLE, "0")  # a captured prompt allocates nothing
     made = generator(max_chunk_size=64)
     running, asking = job(1, 30, gen_settings=Settings.greedy()), job(2, 30, gen_settings=Settings.greedy())
     expected = said(generator(), [job(1, 30, gen_settings=Settings.greedy())])[0][0]

@@ -179,16 +179,16 @@ class DecodeGraphs:
         size, places = params.page_size, cache.max_seq_len // params.page_size
         past, table = on_cpu(params.cache_seqlens, torch.int32), on_cpu(params.block_index, torch.int32)
         if past is None or table is None:
-            return "block_index or cache_seqlens is on a GPU"
+            return self._refused_step("block_index or cache_seqlens is on a GPU")
         if cache.batch_size != 1 or params.q_len not in (0, q_len) or cache.max_seq_len % size:
             return INVALID
         offsets = None if params.rope_offsets is None else _offsets(params.rope_offsets, past)
         if params.rope_offsets is not None and offsets is None:
-            return "rope_offsets lead beyond the tables of captured steps"
+            return self._refused_step("rope_offsets lead beyond the tables of captured steps")
         longest = max(past.tolist(), default=0) + q_len  # faster on the host than the tensor's own maximum
         most = min(table.shape[1] * size, model.config.max_seq_len)
         if longest > most:
-            return f"the step ends at {longest} tokens; its pages and the model hold {most}"
+            return self._refused_step(f"the step ends at {longest} tokens; its pages and the model hold {most}")
         set_ids = self._set_ids_of(model, adapters, batch * q_len) if adapters else []
         if isinstance(set_ids, str):
             return self._refused_step(set_ids)

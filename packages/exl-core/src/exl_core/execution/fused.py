@@ -2,7 +2,7 @@
 
 The launches are made from the descriptions of the loaded modules. A half of a layer whose launches can be joined runs
 joined; one whose matrices allow no joining by separate matmuls, and any other as the module's own forward pass, in the
-same captured step. Results are bitwise identical to the modules' own.
+same captured step. Results are bitwise identical to the modules' own, except where torch adds a prompt's residual.
 
 Up to 64 rows a Llama layer takes five launches: norm and q, k, v; rotation, storing and attention; o and residual;
 norm, gate, up and activation; down and residual. For three to eight rows each matmul packs the input of the next one

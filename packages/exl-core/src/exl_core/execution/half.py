@@ -28,6 +28,7 @@ from ..layers.description import (
     MatmulDescription,
     MlpDescription,
 )
+from ..layers.module import is_changed
 from ..layers.norm import LayerNorm, layer_of, rms_of
 from ..layers.sublayer import SubLayer
 from .adapted import takes_adapters
@@ -160,7 +161,9 @@ class Half(ABC):
     def refusal_of_rows(self, rows: int) -> str | None:
         """Return why a captured step of so many rows, which need blocks, is not batch-invariant; None if it is."""
         about = description_of(self.module)
-        if about is None or not about.holds:
+        answers = type(self.module).refusal_of_rows is not Module.refusal_of_rows
+        known = answers and not is_changed(self.module) if about is None else about.holds
+        if not known:
             return f"{self.module.key} has code that its description does not know"
         return self.module.refusal_of_rows(rows)
 

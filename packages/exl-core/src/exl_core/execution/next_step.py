@@ -164,10 +164,10 @@ class NextStep:
         self._filled = None
         try:
             stage.send(self._captured.inputs.buffer)
+            if ids is not None:
+                self._ids().copy_(ids.reshape(-1)).clamp_(0, self._limits[0] - 1)
         except RuntimeError as error:
             raise _typed(error) from error
-        if ids is not None:
-            self._ids().copy_(ids.reshape(-1)).clamp_(0, self._limits[0] - 1)
 
     def inputs(self) -> NextStepInputs | None:
         """Return the inputs that work queued before `launch` must copy and fill in; None if the step is invalid or was

@@ -31,6 +31,10 @@ class PositionEmbedding(WeightModule):
         self.hidden_size = hidden_size
         self.weight: Tensor | None = None
 
+    def refusal_of_rows(self, rows: int) -> str | None:
+        """As `Module.refusal_of_rows`; a row's sum depends on nothing else."""
+        return None
+
     def load(self, source: TensorSource, device: torch.device) -> None:
         """Read and check the table. Raises FormatError."""
         name = f"{self.key}.weight"
