@@ -23,7 +23,7 @@ from itertools import pairwise
 import torch
 from gpu_bars import BARS
 from gpu_model import build
-from gpu_timing import emit, environment, read_roof
+from gpu_timing import emit, environment, read_roof, timed_events
 from torch._C._autograd import DeviceType
 
 from exl_core import (
@@ -139,7 +139,7 @@ def nodes_of(model: ExLlamaV2, step: Callable[[], object]) -> int:
 
 def replay_time(run: Callable[[], object], samples: int = 30) -> tuple[float, float, float]:
     """(p50, p10, p90) us of a call by events around eight calls."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start, end = timed_events()
     taken: list[float] = []
     until = time.perf_counter() + 0.2
     while time.perf_counter() < until or len(taken) < samples:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from counting import lines
+from mixtures import SIZES
+from random_models import write_random_model
 
 from exl_core import (
     ExLlamaV2,
@@ -22,10 +24,11 @@ from exl_core import (
     errors,
 )
 from exl_core.device import GIB, Device
-from exl_core.layers import build_modules
+from exl_core.layers import MoE, build_modules
 from exl_core.loading.memory import free_bytes
 from exl_core.loading.plan import plan
 from exl_core.loading.sizes import module_sizes
+from exl_kernels.moe.dequantized import DEQUANTIZED_BYTES, padded_groups
 from exl_kernels.safetensors_file import write_safetensors
 from exl_kernels.sampling import workspace_bytes
 
@@ -216,6 +219,26 @@ def test_memory_of_decode_steps_is_planned_apart_from_that_of_chunks(lab: Any) -
     config.max_decode_batch = "8"  # type: ignore[assignment]
     with pytest.raises(errors.ConfigTypeError, match="max_decode_batch is '8'"):
         _ = config.decode_rows
+
+
+@pytest.mark.parametrize("skew", [0.0, 1.0, 3.0, 30.0])
+@pytest.mark.parametrize("rows", [512, 700, 2048])
+def test_dequantized_experts_of_a_prompt_are_planned(tmp_path: Path, rows: int, skew: float) -> None:
+    """What experts hold at a time is within the plan, whether rows choose them evenly or nearly all the same ones."""
+    mixture = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 16, "num_experts_per_tok": 2}
+    config = ExLlamaV2Config(write_random_model(tmp_path, {**SIZES, **mixture}))
+    modules = build_modules(config)
+    at, mixed = next((at, module) for at, module in enumerate(modules) if isinstance(module, MoE))
+    planned = module_sizes(config, modules, "cuda", rows, 1)[at].scratch
+    hidden, width = config.hidden_size, mixed.experts[0].up.out_features
+    likely = torch.linspace(0, skew, 16).exp()
+    ids = torch.multinomial(likely.expand(rows, 16), 2, generator=torch.Generator().manual_seed(rows))
+    groups = padded_groups(
+        torch.bincount(ids.flatten(), minlength=16).tolist(), DEQUANTIZED_BYTES // (2 * hidden * width)
+    )
+    held = [len(group.experts) * group.rows for group in groups]
+    assert max(len(group.experts) for group in groups) * 2 * hidden * width <= DEQUANTIZED_BYTES
+    assert 2 * (sum(held) * hidden + max(held) * (hidden + 2 * width)) <= planned - DEQUANTIZED_BYTES
 
 
 def _head_scratch(config: ExLlamaV2Config) -> int:

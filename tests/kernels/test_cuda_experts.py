@@ -161,7 +161,7 @@ def test_the_router_chooses_as_its_twin(dtype: torch.dtype, hidden: int, experts
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize(("hidden", "experts"), [(8, 3), (64, 2), (2048, 128), (4104, 60), (14336, 8)])
+@pytest.mark.parametrize(("hidden", "experts"), [(8, 3), (64, 2), (2048, 128), (2560, 8), (4104, 60), (14336, 8)])
 def test_the_router_norms_its_rows(hidden: int, experts: int, offset: float) -> None:
     """Bitwise as `rms_norm` and the router, for rows alone and together."""
     router = ExpertRouter(float_matrix(hidden, experts, bias=torch.randn(experts)), 2, normalize=True)
@@ -174,6 +174,15 @@ def test_the_router_norms_its_rows(hidden: int, experts: int, offset: float) -> 
         expected, wanted = router(h)
         assert torch.equal(ids, wanted)
         assert torch.equal(weights, expected)
+
+
+def test_a_route_of_no_rows() -> None:
+    router = ExpertRouter(float_matrix(256, 8), 2, normalize=True)
+    x = rows_of(0, 256)
+    h, weights, ids = router.norm_and_route(x, Norm(torch.ones(256, device="cuda"), 1e-5))
+    assert h.shape == (0, 256)
+    for found in ((weights, ids), router(x)):
+        assert [tuple(t.shape) for t in found] == [(0, 2), (0, 2)]
 
 
 def test_norms_that_the_router_does_not_take() -> None:

@@ -121,8 +121,8 @@ impl Device {
             let found = with_relaxed_capture(self.driver, || self.resolve(name, function.file))?;
             *function.handle.get_or_init(|| found)
         };
-        // Up to 48 KB need no attribute; above, the limit only grows.
-        if shared > 48 * 1024 {
+        // From 48 KB on, a kernel's own static memory included, the attribute is needed; the limit only grows.
+        if shared > 0 {
             let mut allowed = function
                 .shared
                 .lock()

@@ -221,7 +221,9 @@ class MoE(FeedForward):
 
     def _router_norm(self, x: Tensor, loras: Sequence[Adapter]) -> InputNorm | None:
         """Return the norm of x if the router's launch applies it, or None."""
-        norm = self.norm
+        norm, own = self.norm, type(self)
+        if is_changed(self) or own.route is not MoE.route or own.normed is not MoE.normed:
+            return None
         if self._router is None or x.dtype != torch.float16 or self.router.adapted(loras):
             return None
         if type(norm) is not RMSNorm or is_changed(norm):

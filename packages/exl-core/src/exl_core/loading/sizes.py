@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from exl_kernels.kv import KVKind, KVPages
+from exl_kernels.moe.dequantized import DEQUANTIZED_BYTES, ROUND
 from exl_kernels.sampling import workspace_bytes
 from exl_kernels.selection import PACKED_ROWS, STEP_ROWS
 
@@ -180,4 +181,14 @@ def _scratch(module: Module, config: ExLlamaV2Config, kind: str, rows: int) -> i
     if kind == "cuda":  # results of float matrices that are added or scaled are float32, beside their half source
         finished = [q.out_features for q in linears if q.spec.bias or q.spec.prescale != 1.0]
         dequantized += 6 * busy * max(finished, default=0)
+    if isinstance(module, MoE) and kind == "cuda" and rows > PACKED_ROWS:
+        more = max(more, _dequantized_experts(module, config, rows))
     return busy * width * element + dequantized + more
+
+
+def _dequantized_experts(module: MoE, config: ExLlamaV2Config, rows: int) -> int:
+    """Return the most bytes that experts of a prompt hold: matrices, and rows padded to at most twice their number."""
+    width = module.experts[0].up.out_features
+    padded = 2 * rows * module.chosen + ROUND * len(module.experts)
+    matrices = max(DEQUANTIZED_BYTES, 2 * config.hidden_size * width)
+    return matrices + 2 * padded * (2 * config.hidden_size + 2 * width)

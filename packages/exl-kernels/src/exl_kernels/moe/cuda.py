@@ -24,15 +24,15 @@ from ..linear.cuda import CudaFloatMatrix, CudaQuantMatrix
 from ..linear.fused import Norm
 from ..linear.matrix import QuantMatrix
 from ..selection import FUSED_ACTIVATIONS
-from .dequantized import padded_experts, padded_groups
+from .dequantized import DEQUANTIZED_BYTES, padded_experts, padded_groups
 
 __all__ = ["ExpertRouter", "GroupedExperts", "why_apart"]
 
 Expert = tuple[QuantMatrix, QuantMatrix, QuantMatrix]
 """gate, up and down."""
 
-DEQUANTIZED_BYTES = 128 << 20
-"""Memory for dequantized matrices, unless a single one is larger."""
+GRID_ROWS = 65_535
+"""Most blocks of a launch's second dimension, which are the rows of the weighted sum."""
 
 
 def why_apart(experts: Sequence[Expert], activation: ActivationKind, chosen: int = 1) -> str | None:
@@ -131,6 +131,8 @@ class ExpertRouter:
         rows = h.shape[0]
         ids = torch.empty((rows, self.chosen), dtype=torch.int64, device=h.device)
         weights = torch.empty((rows, self.chosen), dtype=torch.float32, device=h.device)
+        if not rows:
+            return weights, ids
         logits = torch.empty((rows, self.experts), dtype=torch.float32, device=h.device)
         arrivals = self._arrivals
         if rows > arrivals.shape[0]:
@@ -189,7 +191,7 @@ class GroupedExperts:
         """Compute sum over c of weights[:, c] * expert ids[:, c] of h, + shared * shared_weights, + residual.
 
         The sum is in float32 and in that order, and is rounded to a half before the residual is added. A call of many
-        rows waits for the GPU, and rows may depend on one another, unless `device.row_invariant` says no.
+        rows waits for the GPU, and rows may depend on one another, unless `device.row_invariant()` is true.
 
         Args:
             h: [T, hidden] float16, contiguous.
@@ -222,17 +224,19 @@ class GroupedExperts:
             if operand.shape != h.shape:
                 raise ShapeError(f"{name} is {tuple(operand.shape)}: expected {tuple(h.shape)}, as h")
         if self.kernel(rows, chosen, row_invariant()) == "experts_dequantized":
-            parts, places = self._dequantized_parts(h, ids)
-            self._native.combine(
-                parts,
-                places,
-                weights,
-                out,
-                launch_on(h),
-                shared=shared,
-                shared_weights=shared_weights,
-                residual=residual,
-            )
+            for begin in range(0, rows, GRID_ROWS):
+                some = slice(begin, begin + GRID_ROWS)
+                parts, places = self._dequantized_parts(h[some], ids[some])
+                self._native.combine(
+                    parts,
+                    places,
+                    weights[some],
+                    out[some],
+                    launch_on(h),
+                    shared=None if shared is None else shared[some],
+                    shared_weights=None if shared_weights is None else shared_weights[some],
+                    residual=None if residual is None else residual[some],
+                )
             return out
         each = self._most_pairs // chosen
         for begin in range(0, rows, each):
@@ -287,6 +291,7 @@ class GroupedExperts:
             gated_activation(gate, up, self._activation, out=gate)
             torch.bmm(gate, self._dequantized(held, 2, weights), out=parts[some].view(count, group.rows, hidden))
             at, expert = some.stop, expert + count
+            del x, gate, up  # before the next group allocates its own
         return parts, places
 
     def _dequantized(self, experts: Tensor, part: int, out: Tensor) -> Tensor:

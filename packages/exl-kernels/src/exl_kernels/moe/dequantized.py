@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["PaddedGroup", "padded_experts", "padded_groups"]
+__all__ = ["DEQUANTIZED_BYTES", "ROUND", "PaddedGroup", "padded_experts", "padded_groups"]
+
+DEQUANTIZED_BYTES = 128 << 20
+"""Memory for dequantized matrices, unless a single one is larger."""
 
 ROUND = 32
 """Rows of an expert are padded to a multiple of this: cuBLAS chooses kernels anew for each number of rows."""
