@@ -2,8 +2,8 @@
 
 In shared launches nothing is read back: the chosen experts stay on the device, where every launch reads its work, so
 calls can be captured in a CUDA graph. A row's result is bitwise identical to that of one expert after the other
-(`QuantMatrix.matmul` and `gated_activation`), and does not depend on the other rows. Prompts, whose rows repay that,
-run on dequantized experts instead, unless `device.set_row_invariant` asks for rows that do not depend on one another.
+(`QuantMatrix.matmul` and `gated_activation`), and does not depend on the other rows. Prompts with many rows for each
+expert run on dequantized experts, unless `device.set_row_invariant` asks for rows that do not depend on one another.
 """
 
 from __future__ import annotations
