@@ -224,7 +224,7 @@ def test_memory_of_decode_steps_is_planned_apart_from_that_of_chunks(lab: Any) -
 @pytest.mark.parametrize("skew", [0.0, 1.0, 3.0, 30.0])
 @pytest.mark.parametrize("rows", [512, 700, 2048])
 def test_dequantized_experts_of_a_prompt_are_planned(tmp_path: Path, rows: int, skew: float) -> None:
-    """What experts hold at a time is within the plan, whether rows choose them evenly or nearly all the same ones."""
+    """Experts hold at most what is planned, whether rows choose them evenly or nearly all the same ones."""
     mixture = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 16, "num_experts_per_tok": 2}
     config = ExLlamaV2Config(write_random_model(tmp_path, {**SIZES, **mixture}))
     modules = build_modules(config)
