@@ -57,6 +57,25 @@ def test_experts_share_launches_where_they_are_quantized(quantized: bool, tmp_pa
     assert apart.kernel == ("gemm_large" if quantized else "cuBLAS")
 
 
+def test_float_experts_keep_a_model_from_joined_launches(tmp_path: Path) -> None:
+    """The host chooses them, so no step is captured, and every module runs its own pass."""
+    source = write_random_model(tmp_path / "float", CONFIG)
+    quantize_model(source, tmp_path / "mixed", bits=4.0)
+    (path,) = (tmp_path / "mixed").glob("*.safetensors")
+    mixed = read_safetensors_folder(tmp_path / "mixed")
+    kept = {name: read_tensor(entry).clone() for name, entry in mixed.items() if ".experts." not in name}
+    floats = read_safetensors_folder(source)
+    kept |= {name: read_tensor(entry).clone() for name, entry in floats.items() if ".experts." in name}
+    path.unlink()
+    write_safetensors(path, kept)
+    found = {
+        use.operation: use for use in kernel_uses(ExLlamaV2Config(tmp_path / "mixed"), Card.named("H200"), rows=(8,))
+    }
+    assert "q+k+v" not in found
+    assert any("float matrices, which the host chooses" in why for why in found["q_proj"].why)
+    assert "cuBLAS" in found["up_proj"].kernel, "that of a shared expert is quantized"
+
+
 def test_a_step_of_many_sequences_and_a_prompt_run_other_kernels(tmp_path: Path) -> None:
     """Up to 256 rows are a captured step, whose rows are batch-invariant; reasons are those of the half itself."""
     make_model(tmp_path, Shape(256, 768, 2, 4, 2, 96), 4.0)

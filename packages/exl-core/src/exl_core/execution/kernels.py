@@ -14,7 +14,7 @@ from exl_kernels.selection import PACKED_ROWS, STEP_ROWS, Card, MatrixShape, Sel
 from ..config import ExLlamaV2Config
 from ..config.rope_config import main_rope
 from ..errors import ModelStateError
-from ..layers import Head, Linear, build_modules
+from ..layers import Head, Linear, Module, build_modules
 from ..layers.description import AttentionDescription, ExpertsDescription, MatmulDescription, MlpDescription
 from ..layers.norm import rms_of
 from ..loading.checkpoint import Checkpoint, TensorReader, TensorSource
@@ -77,7 +77,7 @@ def kernel_uses(
         raise ModelStateError("the config was prepared with no_tensors=True: call config.prepare() first")
     modules = build_modules(config)
     shapes = _Shapes(config.checkpoint)
-    why_not = uncovered(modules)
+    why_not = uncovered(modules) or _decided_by_host(modules, shapes)
     halves = [(module, why_not or why_apart(module)) for module in modules[1:-2]]
     rotated = main_rope(config).rotary_dim
     found: list[KernelUse] = []
@@ -100,6 +100,15 @@ def kernel_uses(
             uses.head(head, chained=not any(why for _, why in halves))
         found += uses.rows()
     return found
+
+
+def _decided_by_host(modules: Sequence[Module], shapes: _Shapes) -> str | None:
+    """Return why every module runs its own pass, or None: the host chooses float experts, so no step is captured."""
+    for module in modules:
+        about = description_of(module)
+        if isinstance(about, ExpertsDescription) and any(shapes.all(expert) is None for expert in about.experts):
+            return f"the experts of {module.key} are float matrices, which the host chooses: no launches are joined"
+    return None
 
 
 class _Shapes:
