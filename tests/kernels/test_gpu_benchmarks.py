@@ -10,13 +10,6 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from bench_families import FAMILIES, sizes
-from bench_step import bytes_of_step
-from gpu_model import build_config
-
-from exl_core import ExLlamaV2Cache
-from exl_core.layers import PositionEmbedding
-
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "gpu"
 ABOUT = {"gpu": "NVIDIA H100 80GB HBM3", "commit": "c0ffee", "date": "2026-11-22"}
 DOWN = {**ABOUT, "bench": "gemv", "shape": "down", "bits": "4", "m": 1}
@@ -139,14 +132,3 @@ def test_features_are_shown_beside_what_they_are_compared_with(tmp_path: Path) -
     more = {**line, "batch": 32, "us": 4000.0, "ratio_vs_reference": None, "must": 0.85}
     text, _ = tables(write(tmp_path / "features.jsonl", {**line, "must": 0.85}, more, {**line, "gpu": None, "us": 1.0}))
     assert "| 8b: CFG | greedy-twice | 2,000 | 0.75 | 0.90 (target 0.85) | 4,000 | 0.75 |  (target 0.85) |" in text
-
-
-def test_a_step_reads_neither_all_embeddings_nor_all_positions() -> None:
-    """Bytes of a step of a model with learned positions do not grow with the number of positions."""
-    config = {**FAMILIES["gpt2-style-7b"], **sizes(128, 256, 2, 2, 256, 64), "n_inner": 256, "num_hidden_layers": 1}
-    found = []
-    for positions in (256, 1024):
-        model = build_config({**config, "max_position_embeddings": positions, "n_positions": positions}, "4.0", "cpu")
-        assert any(isinstance(module, PositionEmbedding) for module in model.modules)
-        found.append(bytes_of_step(model, ExLlamaV2Cache(model, max_seq_len=256), 100, 1))
-    assert found[0] == found[1] > 0
