@@ -5,6 +5,8 @@
 # usage, here:  scripts/gpu/side_by_side.sh pack FOLDER TASK...
 #        there: scripts/gpu/side_by_side.sh run OUT SECONDS TASK:GPUS...     such as prove:0,1 sm80:2
 #
+# Each task runs on the cores of its GPUs: the machine's are shared out evenly among its GPUs, so that tasks do not disturb one another.
+#
 # FOLDER/TASK holds run.sh and may hold _native.abi3.so, commit (which results name) and change.patch; `pack` puts them into
 # .device/tasks.tar.xz. `run` calls each task's run.sh in its copy, with CUDA_VISIBLE_DEVICES, EXL_NATIVE, EXL_COMMIT, OUT (a folder of
 # its own) and SECONDS_LEFT set, ends what has not ended after SECONDS, and leaves OUT/TASK.txt and OUT/TASK.tgz. The exit codes come last.
@@ -33,9 +35,13 @@ case $verb in
     work=$(mktemp -d)
     trap 'kill $(jobs -p) 2> /dev/null; rm -rf "$work"' EXIT
     began=$SECONDS
+    on_cores=(python3 -c 'import os, sys; os.sched_setaffinity(0, map(int, sys.argv[1].split(","))); os.execvp(sys.argv[2], sys.argv[2:])')
+    mapfile -t cores < <(python3 -c 'import os; print(*sorted(os.sched_getaffinity(0)), sep="\n")')
+    each=$((${#cores[@]} / $(nvidia-smi --list-gpus | wc -l)))
     declare -A running
     for task in "$@"; do
-      name=${task%%:*} gpus=${task#*:}
+      name=${task%%:*} gpus=${task#*:} own_cores=
+      for gpu in ${gpus//,/ }; do own_cores+=${own_cores:+,}$(IFS=,; echo "${cores[*]:gpu*each:each}"); done
       copy=$work/$name
       mkdir -p "$copy/.device"
       tar --exclude='./.*' --exclude=./rust/target -cf - . | tar -C "$copy" -xf -
@@ -49,7 +55,7 @@ case $verb in
         [ ! -f "$own/commit" ] || EXL_COMMIT=$(cat "$own/commit")
         export EXL_COMMIT=${EXL_COMMIT:-}
         mkdir -p "$OUT" "$TMPDIR"
-        timeout -k 5 "$SECONDS_LEFT" bash "$own/run.sh" > "$out/$name.txt" 2>&1
+        timeout -k 5 "$SECONDS_LEFT" "${on_cores[@]}" "$own_cores" bash "$own/run.sh" > "$out/$name.txt" 2>&1
         code=$?
         tar -C "$OUT" -czf "$out/$name.tgz" .
         exit $code

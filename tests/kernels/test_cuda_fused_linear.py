@@ -87,7 +87,7 @@ def test_gated(activation: str, widths: tuple[tuple[int, ...], ...], group: int,
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "quickgelu"])
-@pytest.mark.parametrize("kind", ["exl2", "exl2 groups of 32", "gptq act-order"])
+@pytest.mark.parametrize("kind", ["exl2", "exl2 groups of 32", "gptq act-order", "gptq groups of 32"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_activation_of_one_matrix(activation: Any, kind: str, dtype: torch.dtype) -> None:
     """An activation behind one matmul, alone and with the matmul that takes its results."""
@@ -95,7 +95,7 @@ def test_activation_of_one_matrix(activation: Any, kind: str, dtype: torch.dtype
     if kind.startswith("exl2"):
         up, down = exl2(K, 5, 4, seed=1, bias=True, group=group), exl2(528, 4, seed=2, group=group)
     else:
-        up, down = gptq(K, True, group), gptq(544, True, group)
+        up, down = (gptq(n, "act-order" in kind, group) for n in (K, 544))
     norm = norm_of(dtype)
     first, second = FusedLinear([up], norm=norm, activation=activation, dtype=dtype), FusedLinear([down], dtype=dtype)
     for m in ROWS:

@@ -70,7 +70,9 @@ def test_two_passes_of_some_iterations(iterations: int, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("group", [128, 32])
 @pytest.mark.parametrize("act_order", [False, True])
 def test_two_passes_of_gptq(group: int, act_order: bool) -> None:
-    assert_same(gptq(544, act_order, group, 8192), activations(5, 8192, torch.float16), PASSES)
+    """544 columns take minutes under racecheck."""
+    columns = 96 if UNDER_A_TOOL else 544
+    assert_same(gptq(columns, act_order, group, 8192), activations(5, 8192, torch.float16), PASSES)
 
 
 @pytest.mark.parametrize("k", [16384, 18432])
