@@ -16,6 +16,7 @@ from exl_core import ExLlamaV2Cache, PagedParams
 from exl_core.execution import many_rows
 from exl_core.execution.build_step import build_step
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of
+from exl_kernels.attention.prompt import PromptAttention
 
 PAGE, TOKENS = 256, 80
 SIZES: dict[str, Any] = {
@@ -61,7 +62,7 @@ def prompt(family: str, layers: int, folder: Path, patch: pytest.MonkeyPatch) ->
     step = build_step(*basics, (), (), model.rope_alt)
     uses: list[int] = []
 
-    class Counted(many_rows.PromptAttention):
+    class Counted(PromptAttention):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             self.number = len(uses)

@@ -29,7 +29,8 @@ class Operands:
             return torch.randn(shape, generator=generator).to(device, dtype)
 
         self.layers = [[drawn(TOKENS, n, DIM) for n in (HEADS * GROUPS, HEADS, HEADS)] for _ in range(2)]
-        self.same = [torch.empty_like(t) for t in self.layers[0]]
+        q, k, v = (torch.empty_like(t) for t in self.layers[0])
+        self.same = (q, k, v)
         # Two sequences of 40 and 30 tokens in pages that lie in another order.
         rows = torch.tensor([0] * 40 + [1] * 30, dtype=torch.int32)
         positions = torch.cat([torch.arange(40), torch.arange(30)])
@@ -37,7 +38,8 @@ class Operands:
         slots = table[rows.long(), positions // PAGE].long() * PAGE + positions % PAGE
         self.tables = (table.to(device), rows.to(device), positions.to(device, torch.int32))
         self.slots = slots.to(device)
-        self.rotation = (*(drawn(64, DIM // 2, dtype=torch.float32) for _ in range(2)), positions.to(device))
+        cos, sin = (drawn(64, DIM // 2, dtype=torch.float32) for _ in range(2))
+        self.rotation = (cos, sin, positions.to(device))
         self.device = device
 
     def pages(self) -> KVPages:

@@ -36,7 +36,7 @@ class AttentionHalf(JoinedHalf):
     def __init__(self, about: AttentionDescription) -> None:
         super().__init__(about)
         self._widths = list(about.widths)
-        self.held = (*about.widths, about.last.in_features)
+        self.held = (*about.widths, about.widths[0])
         self.kind = (self.held, about.head_dim, about.rope, about.interleaved, about.scale, about.window, about.softcap)
         """Attention of halves of one kind differs in the pages alone."""
         self.head_norms = _head_norms_of(about)
