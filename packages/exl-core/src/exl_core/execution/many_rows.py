@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +19,10 @@ from exl_kernels.linear.cuda import CudaQuantMatrix, WeightMemory
 from exl_kernels.selection import PACKED_ROWS
 
 from ..device import activation_dtype
+from .attention_half import AttentionHalf
 from .batch import Step
 from .half import Half, JoinedHalf, Normed
 from .operators import Operators
-
-if TYPE_CHECKING:
-    from .attention_half import AttentionHalf
 
 __all__ = ["ManyRows", "takes_many_rows"]
 
@@ -76,8 +74,9 @@ class ManyRows(Operators):
         self._multiply(half, h, found)
         return found
 
-    def attention(self, half: AttentionHalf, x: Tensor, h: Normed, step: Step) -> Tensor | None:
+    def attention(self, half: JoinedHalf, x: Tensor, h: Normed, step: Step) -> Tensor | None:
         """Run norm, q, k, v and attention; see `Operators.attention`. None for decode steps."""
+        assert isinstance(half, AttentionHalf), "halves of MLPs have none"
         if step.decodes:
             return None
         found = self._attention.get(half.kind)

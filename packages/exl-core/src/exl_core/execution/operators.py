@@ -6,8 +6,6 @@ Results are bitwise identical, but for residual sums that torch's matmul rounds 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -24,9 +22,6 @@ from ..layers.norm import layer_of
 from .adapted import adapters_of
 from .batch import Step
 from .half import Features, JoinedHalf, Normed, Onward, Product, Taken, input_norm
-
-if TYPE_CHECKING:
-    from .attention_half import AttentionHalf
 
 __all__ = ["APART", "JOINED", "Joined", "Operators"]
 
@@ -45,7 +40,7 @@ class Operators:
             return first(h, h.new_empty(rows, first.out_features))
         return (linear.quant.matmul(h) for linear in half.about.first)
 
-    def attention(self, half: AttentionHalf, x: Tensor, h: Normed, step: Step) -> Tensor | None:
+    def attention(self, half: JoinedHalf, x: Tensor, h: Normed, step: Step) -> Tensor | None:
         """Run norm, q, k, v and attention of all tokens as the steps of every layer of this kind.
 
         Returns [T, heads * head_dim], or None where the half itself runs attention after `first`.
