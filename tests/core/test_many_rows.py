@@ -1,4 +1,4 @@
-"""What depends on a prompt pass alone is made once for all layers; results are those of the modules' own passes."""
+"""Work that depends on a prompt pass alone is done once for all layers; test_decode_plan.py compares results."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ Results are bitwise identical, but for residual sums that torch's matmul rounds 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
