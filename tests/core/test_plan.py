@@ -24,7 +24,7 @@ from exl_core import (
     errors,
 )
 from exl_core.device import GIB, Device
-from exl_core.layers import MoE, build_modules
+from exl_core.layers import Attention, MoE, build_modules
 from exl_core.loading.memory import free_bytes
 from exl_core.loading.plan import plan
 from exl_core.loading.sizes import module_sizes
@@ -239,6 +239,11 @@ def test_dequantized_experts_of_a_prompt_are_planned(tmp_path: Path, rows: int, 
     held = [len(group.experts) * group.rows for group in groups]
     assert max(len(group.experts) for group in groups) * 2 * hidden * width <= DEQUANTIZED_BYTES
     assert 2 * (sum(held) * hidden + max(held) * (hidden + 2 * width)) <= planned - DEQUANTIZED_BYTES
+    # Passes keep q, k, v, the result of attention and a dequantized matrix of attention meanwhile.
+    attention = next(module for module in modules if isinstance(module, Attention))
+    features = [(linear.in_features, linear.out_features) for linear in attention.submodules()]
+    kept = rows * (sum(n for _, n in features[:3]) + features[3][0]) + max(k * n for k, n in features)
+    assert planned - module_sizes(config, [mixed], "cuda", rows, 1)[0].scratch >= 2 * kept
 
 
 def _head_scratch(config: ExLlamaV2Config) -> int:

@@ -14,11 +14,12 @@ from test_sharded_launches import PAGE, sharded, write
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache_Q4, ExLlamaV2Cache_TP, PagedParams
-from exl_core.execution import captured, select
+from exl_core.execution import captured, many_rows, select
 from exl_core.execution.forward_pass import ForwardPass, checked
 from exl_core.execution.sharded import prompts
 from exl_core.execution.sharded.launches import ShardLaunches, shard_launches_of
 from exl_core.execution.sharded.prompts import Copies, Prompts, takes_prompt
+from exl_kernels.attention.prompt import PromptAttention
 
 pytestmark = pytest.mark.covers("core.md: tensor-parallel")
 
@@ -87,6 +88,26 @@ def test_prompts_are_those_of_the_modules(
         assert all(torch.equal(found[name], expected[name]) for name in found)
         assert all(torch.equal(a, b) for a, b in zip(keys_of(caches[1]), keys, strict=True))
         assert caches[1].current_seq_len == length
+
+
+def test_attention_is_prepared_once_for_each_device(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, launches_of: Any
+) -> None:
+    """Not once for each of the layers, whose operands are the same but for the pages."""
+    model = sharded(monkeypatch, write(lab, "exl2", "LlamaForCausalLM"), [8.0, 8.0])
+    made: list[PromptAttention] = []
+
+    class Counted(PromptAttention):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr(many_rows, "PromptAttention", Counted)
+    assert model.tp_context is not None
+    runner = Prompts(model.tp_context, launches_of(model))
+    with torch.inference_mode():
+        runner.run(model, checked(model, ForwardPass(lab.ids(1, 80, vocab=160), None)))
+    assert len(made) == 2
 
 
 def test_a_prompt_without_a_cache(lab: Any, monkeypatch: pytest.MonkeyPatch, launches_of: Any) -> None:

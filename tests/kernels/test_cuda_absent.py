@@ -108,7 +108,10 @@ def test_many_rows_run_as_their_plan_says(block: int | None, monkeypatch: pytest
         def _planned(self, rows: int, dtype: torch.dtype) -> Any:
             return SimpleNamespace(dequantizes=block is None, rows=min(rows, block or rows))
 
-        def _dequantized(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        def dequantize(self) -> torch.Tensor:
+            return weight
+
+        def _multiply(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
             taken.append(-1)
             out.copy_(x @ weight)
 

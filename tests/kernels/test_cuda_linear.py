@@ -16,7 +16,7 @@ from exl_kernels.device import programmatic_launch, set_programmatic_launch, set
 from exl_kernels.errors import DeviceError, DTypeError, FormatError, ShapeError
 from exl_kernels.formats import exl2_dequantize, gptq_dequantize
 from exl_kernels.linear import QuantMatrix
-from exl_kernels.linear.cuda import CudaFloatMatrix, CudaQuantMatrix, launch_matmul
+from exl_kernels.linear.cuda import CudaFloatMatrix, CudaQuantMatrix, WeightMemory, launch_matmul
 
 pytestmark = pytest.mark.cuda
 
@@ -542,3 +542,29 @@ def test_bad_operands() -> None:
         QuantMatrix.from_exl2(broken, device="cuda", name="broken")
     assert made.matmul(activations(6, k).view(2, 3, k)).shape == (2, 3, made.out_features)
     assert made.nbytes < 1.05 * sum(t.nbytes for t in tensors.values())
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_matrices_are_dequantized_in_the_same_memory(finished: bool) -> None:
+    """Matrices of different sizes one after the other; with bias and prescale, too. Results are those of `matmul`."""
+    sizes = ((256, 96), (128, 64), (256, 96))
+    made = []
+    for seed, (k, n) in enumerate(sizes):
+        tensors = exl2_tensors([(4, 128)] * (k // 128), n, seed=seed)
+        if finished:
+            tensors["bias"] = torch.randn(n, generator=torch.Generator().manual_seed(seed)).half()
+        matrix = QuantMatrix.from_exl2(tensors, prescale=0.5 if finished else 1.0, device="cuda:0")
+        assert isinstance(matrix, CudaQuantMatrix)
+        assert matrix.plain is not finished
+        made.append(matrix)
+    memory = WeightMemory(256 * 96, made[0].device)
+    for matrix in made:
+        x = torch.randn(80, matrix.in_features, generator=torch.Generator().manual_seed(9)).half().cuda()
+        out = x.new_empty(80, matrix.out_features)
+        matrix.matmul_in(memory, x, out)
+        assert torch.equal(out, matrix.matmul(x))
+        if matrix.plain:
+            sums = (out.clone(), out.clone())
+            matrix.add_matmul(x, sums[0])
+            matrix.add_matmul_in(memory, x, sums[1])
+            assert torch.equal(*sums)

@@ -6,7 +6,7 @@ the module's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ class AttentionHalf(JoinedHalf):
     def __init__(self, about: AttentionDescription) -> None:
         super().__init__(about)
         self._widths = list(about.widths)
+        self.held = (*about.widths, about.widths[0])
+        self.kind = (self.held, about.head_dim, about.rope, about.interleaved, about.scale, about.window, about.softcap)
+        """Attention of halves of one kind differs in the pages alone."""
         self.head_norms = _head_norms_of(about)
         """Norms of q and k that attention of one token a row applies."""
         self._part_norms = _part_norms_of(about) if self.head_norms is None else None
@@ -53,6 +56,9 @@ class AttentionHalf(JoinedHalf):
         """Run norm, q, k, v and attention; see `JoinedHalf.features`. Separate launches, unless all tokens go on."""
         if goes_on != "all":
             return self._stored(x, self.normed(x, h), step, goes_on)
+        mixed = ops.attention(self, x, h, step)
+        if mixed is not None:
+            return x, h, mixed
         found, rows = ops.first(self, x, h, step), x.shape[0]
         if isinstance(found, Product):
             found = found.now()
@@ -60,7 +66,7 @@ class AttentionHalf(JoinedHalf):
         mixed = self._attended(found, step, into)
         return x, h, mixed.view(rows, -1) if into is None else Packed(into.scratch, rows, by_matmul=False)
 
-    def _attended(self, found: Tensor | Iterator[Tensor], step: Step, into: MatmulInput | None) -> Tensor:
+    def _attended(self, found: Tensor | Iterable[Tensor], step: Step, into: MatmulInput | None) -> Tensor:
         """Return attention [T, heads, head_dim] of q, k and v: side by side, in rows that it may change, or each."""
         a = self.about
         if not isinstance(found, Tensor):
@@ -76,6 +82,12 @@ class AttentionHalf(JoinedHalf):
         else:
             q, k, v = (t.view(t.shape[0], -1, a.head_dim) for t in (q, k, v))
         return _attend_heads(a, q, k, v, step, into, self.head_norms)
+
+    def shape_heads(self, parts: Sequence[Tensor]) -> None:
+        """Clamp and norm q, k and v [T, heads * head_dim] in place."""
+        if self._shapes:
+            for t, norm in zip(parts, (self.about.q_norm, self.about.k_norm, None), strict=True):
+                self._shaped(t, norm)
 
     def _stored(self, x: Tensor, h: Tensor, step: Step, goes_on: GoesOn) -> tuple[Tensor, Tensor, Tensor | None]:
         """Store all keys and values; attend with the last token of each row, unless none goes on."""

@@ -34,6 +34,7 @@ from .batch import Step
 from .environment import JOINED_ROWS_VARIABLE, joined_rows
 from .half import NOTHING, GoesOn, Half, ModuleHalf, Normed, Onward, Taken, last_rows, why_apart
 from .halves import half_of
+from .many_rows import ManyRows, takes_many_rows
 from .operators import APART, JOINED
 
 if TYPE_CHECKING:
@@ -185,10 +186,13 @@ class JoinedLaunches:
         onward = self._onwards.get(key)
         if onward is None:
             onward = self._onwards[key] = self._onward(rows, halves, joins, head, packs=not step.loras)
+        apart = ManyRows(halves, x.shape[0], x.device) if takes_many_rows(x.shape[0]) else APART
         h: Normed = None
         for index, (half, joint) in enumerate(zip(halves, joins, strict=True)):
-            ops = JOINED if joint else APART
-            x, h = half.run(x, h, step, ops, onward[index], goes_on if index == narrows else "all")
+            here = goes_on if index == narrows else "all"
+            if here != "all":
+                apart = APART  # for the tokens that are left
+            x, h = half.run(x, h, step, JOINED if joint else apart, onward[index], here)
         return x, h
 
     def _onward(

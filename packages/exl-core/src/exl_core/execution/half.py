@@ -214,6 +214,8 @@ class JoinedHalf(Half):
         own_norm: the norm that `first` applies, or None.
         post_rms: the norm of the last matmul's result, if a launch with the sum applies it.
         adds_apart: one launch norms the last matmul's result, adds it to x, and norms x for the next half.
+        matrices: the first ones and the last one.
+        held: columns of the results that are needed at once before the last matmul.
         plain: the half has only an RMS norm and the residual besides its matmuls and what is between them.
     """
 
@@ -234,6 +236,8 @@ class JoinedHalf(Half):
         self.first_layered = None if layer is None else joined(about.first, norm=layer, activation=activation)
         self.first_matmul = self.first_normed
         self.last = joined((about.last,))
+        self.matrices = tuple(linear.quant for linear in (*about.first, about.last))
+        self.held = tuple(matrix.out_features for matrix in self.matrices[:-1])
 
     def takes_adapters(self, step: Step) -> bool:
         """Return whether the adapters of all matrices can be added behind the joined matmuls."""

@@ -5,7 +5,7 @@ Results are bitwise identical, but for residual sums that torch's matmul rounds 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from exl_kernels.activation import activation as activate
 from exl_kernels.attention.cuda import MatmulInput
 from exl_kernels.fused import add_post_norm, add_rms_norm, layer_norm_packed
+from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaQuantMatrix
 from exl_kernels.linear.fused import Packed
 from exl_kernels.norm import rms_norm
@@ -29,7 +30,7 @@ __all__ = ["APART", "JOINED", "Joined", "Operators"]
 class Operators:
     """How the matmuls of a half run: here one by one, or all first ones at once where that is faster."""
 
-    def first(self, half: JoinedHalf, x: Tensor, h: Normed, step: Step) -> Tensor | Product | Iterator[Tensor]:
+    def first(self, half: JoinedHalf, x: Tensor, h: Normed, step: Step) -> Tensor | Product | Iterable[Tensor]:
         """Norm x, unless h is that, and multiply by the first matrices.
 
         Returns the results side by side, [T, outputs], with the activation that `half.activation` names; or those of
@@ -39,6 +40,13 @@ class Operators:
         if first.pays_apart(rows := h.shape[0]):
             return first(h, h.new_empty(rows, first.out_features))
         return (linear.quant.matmul(h) for linear in half.about.first)
+
+    def attention(self, half: JoinedHalf, x: Tensor, h: Normed, step: Step) -> Tensor | None:
+        """Run norm, q, k, v and attention of all tokens as the steps of every layer of this kind.
+
+        Returns [T, heads * head_dim], or None where the half itself runs attention after `first`.
+        """
+        return None
 
     def room(self, half: JoinedHalf, rows: int, step: Step) -> MatmulInput | None:
         """Return where attention may pack the input of the last matmul, or None."""
@@ -53,10 +61,9 @@ class Operators:
         about, norm, matrix = half.about, onward.norm, half.about.last.quant
         out = h if isinstance(h, Tensor) else None
         plain = about.post is None and not about.float_residual
-        if plain and isinstance(matrix, CudaQuantMatrix) and matrix.adds_at_once(y, x):
-            matrix.add_matmul(y, x)
+        if plain and self.added(matrix, y, x):
             return None if norm is None else rms_norm(x, norm.loaded_weight, norm.eps, out=out)
-        y = matrix.matmul(y)
+        y = self.multiplied(matrix, y)
         if half.adds_apart or norm is None:
             return half.left(x, y, norm, out)
         y = y if about.post is None else about.post.apply(y.to(x.dtype))
@@ -64,11 +71,22 @@ class Operators:
             return norm.forward(x.add_(y))
         return add_rms_norm(x, y, norm.loaded_weight, norm.eps, out=out)
 
+    def added(self, matrix: QuantMatrix, y: Tensor, x: Tensor) -> bool:
+        """Compute x += y @ matrix in place, if one matmul of torch does; returns whether it does."""
+        if not isinstance(matrix, CudaQuantMatrix) or not matrix.adds_at_once(y, x):
+            return False
+        matrix.add_matmul(y, x)
+        return True
+
+    def multiplied(self, matrix: QuantMatrix, y: Tensor) -> Tensor:
+        """Return y @ matrix."""
+        return matrix.matmul(y)
+
 
 class Joined(Operators):
     """Matmuls with their norm, activation and residual, each of which may pack the input of the next one."""
 
-    def first(self, half: JoinedHalf, x: Tensor, h: Normed, step: Step) -> Tensor | Product | Iterator[Tensor]:
+    def first(self, half: JoinedHalf, x: Tensor, h: Normed, step: Step) -> Tensor | Product | Iterable[Tensor]:
         """Norm and multiply; see `Operators.first`. Without adapters the matmul is left to whoever needs its result."""
         adapters = adapters_of(step, half.about.first)
         if adapters is None:

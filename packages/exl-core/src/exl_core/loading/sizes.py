@@ -65,12 +65,17 @@ def module_sizes(
     claimed: set[str] = set()
     weights = [_own_weights(m, checkpoint, kind, claimed) for m in modules]
     loose = _loose_tensors(modules, checkpoint, claimed)
+    # Memory of attention, which passes of many rows keep from one layer to the next.
+    kept = 0
+    if kind == "cuda" and rows > PACKED_ROWS:
+        kept = max((_scratch(m, config, kind, rows) for m in modules if isinstance(m, Attention)), default=0)
     return [
         ModuleSize(
             module.key,
             own + 4 * loose.get(index, 0),
             (module.layer_idx,) if isinstance(module, Attention) else (),
-            _scratch(module, config, kind, output_rows if isinstance(module, Head) else rows),
+            _scratch(module, config, kind, output_rows if isinstance(module, Head) else rows)
+            + (kept if isinstance(module, MoE) else 0),
         )
         for index, (module, own) in enumerate(zip(modules, weights, strict=True))
     ]

@@ -42,8 +42,10 @@ __all__ = [
     "counters",
     "flat_rows",
     "load_kv",
+    "one_device",
     "paged_attention",
     "store_kv",
+    "zeros_of",
 ]
 
 attention_options = functools.lru_cache(maxsize=256)(_native.AttentionOptions)
@@ -110,7 +112,7 @@ def store_kv(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
     check_operand("store_kv: v", v, k)
     if v.dtype != k.dtype:
         raise DTypeError(f"store_kv: k is {k.dtype}, v is {v.dtype}; expected one type")
-    _one_device("store_kv", pages, k, slots)
+    one_device("store_kv", pages, k, slots)
     if checks_enabled():
         check_slots("store_kv", pages.key, slots)
     if slots.numel():
@@ -119,7 +121,7 @@ def store_kv(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
 
 def load_kv(pages: KVPages, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Implement `kv.load_kv` on a GPU: float32 [T, H, D] on the pages' device."""
-    _one_device("load_kv", pages, slots)
+    one_device("load_kv", pages, slots)
     if checks_enabled():
         check_slots("load_kv", pages.key, slots)
     shape = (slots.shape[0], pages.heads, pages.head_dim)
@@ -145,7 +147,7 @@ def paged_attention(
 ) -> Tensor:
     """Implement `attention.paged_attention` on a GPU for checked arguments; q float16, bfloat16 or float32."""
     require_dtype("paged_attention: q", q, torch.float16, torch.bfloat16, torch.float32)
-    _one_device("paged_attention", pages, q, block_table, rows, positions, key_mask)
+    one_device("paged_attention", pages, q, block_table, rows, positions, key_mask)
     out = require_out("paged_attention", out, q)
     tokens, q_heads = q.shape[:2]
     if not tokens:
@@ -226,7 +228,7 @@ def attend_own(
     require_dtype(f"{what}: q", q, torch.float16, torch.bfloat16, torch.float32)
     if pages.device.type != "cuda":
         raise UnsupportedError(f"{what}: pages on {pages.device}; it runs on a GPU only, use the separate operators")
-    _one_device(what, pages, q, k, v, block_table, rows, positions, slots, cos, sin, rope_positions, key_mask)
+    one_device(what, pages, q, k, v, block_table, rows, positions, slots, cos, sin, rope_positions, key_mask)
     if checks_enabled():
         check_slots(what, pages.key, slots)
     if q.dim() != 3 or q.shape[1] % pages.heads or q.shape[2] != pages.head_dim:
@@ -300,7 +302,7 @@ def attend_stored(
     require_dtype(f"{what}: q", q, torch.float16, torch.bfloat16, torch.float32)
     if pages.device.type != "cuda":
         raise UnsupportedError(f"{what}: pages on {pages.device}; it runs on a GPU only, use paged_attention")
-    _one_device(what, pages, q, block_table, rows, positions)
+    one_device(what, pages, q, block_table, rows, positions)
     if q.dim() != 3 or q.shape[1] % pages.heads or q.shape[2] != pages.head_dim:
         raise ShapeError(f"{what}: q {tuple(q.shape)}, expected [T, n x {pages.heads}, {pages.head_dim}]")
     if into is not None:
@@ -370,10 +372,10 @@ def _launch(
     call = native.attention(q[0], q[1], seen, options, out, launch_of(stream), new_keys=new_keys, into=to, apart=apart)
     floats, count = call.workspace
     partials = torch.empty(floats, dtype=torch.float32, device=out.device) if floats else None
-    call.run(partials, _zeros(out.device, stream, count) if count else None)
+    call.run(partials, zeros_of(out.device, stream, count) if count else None)
 
 
-def _zeros(device: torch.device, stream: int, count: int) -> Tensor:
+def zeros_of(device: torch.device, stream: int, count: int) -> Tensor:
     """Return at least `count` int32 zeros that only launches on this stream use."""
     current = getattr(_current, "counters", None)
     if current is not None and current.device == device and current.numel() >= count:
@@ -387,7 +389,8 @@ def _zeros(device: torch.device, stream: int, count: int) -> Tensor:
     return held
 
 
-def _one_device(what: str, pages: KVPages, *tensors: Tensor | None) -> None:
+def one_device(what: str, pages: KVPages, *tensors: Tensor | None) -> None:
+    """Raise DTypeError unless all tensors are on the GPU of the pages; ShapeError for their heads' dimension."""
     for tensor in tensors:
         if tensor is not None and tensor.device != pages.device:
             raise DTypeError(f"{what}: a tensor is on {tensor.device}, the pages are on {pages.device}; use one device")

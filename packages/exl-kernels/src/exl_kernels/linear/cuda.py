@@ -33,6 +33,7 @@ from .workspace import block_workspace
 __all__ = [
     "CudaFloatMatrix",
     "CudaQuantMatrix",
+    "WeightMemory",
     "exl2_matrix",
     "float_matrix",
     "gptq_matrix",
@@ -48,6 +49,26 @@ _HALVES = (torch.float16, torch.bfloat16)
 def aligned(x: Tensor) -> Tensor:
     """Return x itself, or a copy where x does not begin at a multiple of 16 bytes."""
     return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+class WeightMemory:
+    """Memory on a GPU of one dequantized matrix at a time, for the matmuls of a pass.
+
+    Args:
+        elements: of the largest matrix.
+        device: the GPU of the matrices.
+    """
+
+    def __init__(self, elements: int, device: torch.device) -> None:
+        self._flat = torch.empty(elements, dtype=torch.float16, device=device)
+        self._shaped: dict[tuple[int, int], Tensor] = {}
+
+    def shaped(self, rows: int, columns: int) -> Tensor:
+        """Return the memory as a matrix [rows, columns] float16, which overwrites the one before."""
+        found = self._shaped.get((rows, columns))
+        if found is None:
+            found = self._shaped[rows, columns] = self._flat[: rows * columns].view(rows, columns)
+        return found
 
 
 def launch_matmul(
@@ -137,7 +158,7 @@ class _CudaMatrix(QuantMatrix):
 class CudaQuantMatrix(_CudaMatrix):
     """An EXL2 or GPTQ matrix on a GPU. Attributes as `QuantMatrix`; `compute` is kept for information only."""
 
-    __slots__ = ("_bias", "_cuda", "_features", "_group", "_plans", "_prescale")
+    __slots__ = ("_bias", "_cuda", "_features", "_group", "_plans", "_prescale", "plain")
 
     def __init__(
         self,
@@ -166,6 +187,8 @@ class CudaQuantMatrix(_CudaMatrix):
         self._features = features
         self._cuda = _native.CudaMatrix(layout, image, units, maxima, features, row_of_feature, self._bias, prescale)
         self._prescale = prescale
+        self.plain = bias is None and prescale == 1.0
+        """Whether the result is x @ W, without bias and prescale."""
         self._group = _native.CudaLinearGroup([self._cuda])
         self._plans: dict[tuple[int, torch.dtype, bool], _native.MatmulPlan] = {}
         self.format: Format = format
@@ -195,7 +218,7 @@ class CudaQuantMatrix(_CudaMatrix):
         x = aligned(x.contiguous())
         plan = self._planned(rows, x.dtype)
         if plan.dequantizes:
-            self._dequantized(x, out)
+            self._multiply(x.view(-1, self.in_features), self.dequantize(), out.view(-1, self.out_features))
         elif plan.rows == rows:
             launch_matmul(self._group, plan, x, out)
         else:
@@ -220,7 +243,7 @@ class CudaQuantMatrix(_CudaMatrix):
     def adds_at_once(self, x: Tensor, to: Tensor) -> bool:
         """Return whether `add_matmul(x, to)` is one matmul that also adds, by cuBLAS."""
         halves = x.dtype == to.dtype == torch.float16
-        return halves and self._plain and x.shape[0] > 0 and self._planned(x.shape[0], x.dtype).dequantizes
+        return halves and self.plain and x.shape[0] > 0 and self._planned(x.shape[0], x.dtype).dequantizes
 
     def add_matmul(self, x: Tensor, to: Tensor) -> None:
         """Add x [T, K] @ W to `to` [T, N], both contiguous halves.
@@ -236,9 +259,26 @@ class CudaQuantMatrix(_CudaMatrix):
         else:
             to.add_(self.matmul(x))
 
-    @property
-    def _plain(self) -> bool:
-        return self._bias is None and self._prescale == 1.0
+    def matmul_in(self, memory: WeightMemory, x: Tensor, out: Tensor) -> None:
+        """Compute `matmul(x, out)` of rows that need not be batch-invariant, dequantized in `memory`.
+
+        Operands are checked by the launches alone.
+
+        Args:
+            memory: memory on this GPU of at least K * N elements.
+            x: [T, K] float16, contiguous.
+            out: [T, N] float16, contiguous.
+        """
+        self._multiply(x, self._dequantized_in(memory), out)
+
+    def add_matmul_in(self, memory: WeightMemory, x: Tensor, to: Tensor) -> None:
+        """Compute `add_matmul(x, to)` as `matmul_in`, for a `plain` matrix: the sum is rounded once."""
+        to.addmm_(x, self._dequantized_in(memory))
+
+    def _dequantized_in(self, memory: WeightMemory) -> Tensor:
+        weight = memory.shaped(self.in_features, self.out_features)
+        self._cuda.dequantize(weight, stream_of(weight))
+        return weight
 
     def in_layout(self, values: Tensor) -> Tensor:
         """Return values [K] in the order of the layout's rows, zeros in padding rows, up to whole units of 256 rows."""
@@ -246,10 +286,10 @@ class CudaQuantMatrix(_CudaMatrix):
         ordered = torch.where(features >= 0, values[features.clamp(min=0)], torch.zeros((), device=values.device))
         return torch.nn.functional.pad(ordered, (0, -len(ordered) % 256)).contiguous()
 
-    def _dequantized(self, x: Tensor, out: Tensor) -> None:
-        x, weight = x.view(-1, self.in_features), self.dequantize()
-        if self._plain and x.dtype == out.dtype == torch.float16:
-            torch.mm(x, weight, out=out.view(-1, self.out_features))
+    def _multiply(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        """Write x [T, K] times the dequantized weight [K, N], with bias and prescale, into out [T, N]."""
+        if self.plain and x.dtype == out.dtype == torch.float16:
+            torch.mm(x, weight, out=out)
             return
         if x.dtype == torch.float16:
             result = x @ weight
@@ -259,10 +299,10 @@ class CudaQuantMatrix(_CudaMatrix):
             factor = torch.exp2(-torch.floor(torch.log2(largest.clamp(min=1e-30))))
             result = (x.float() * factor).half() @ weight
             result = result.float() / factor
-        if not self._plain:
+        if not self.plain:
             result = result.float()
             result = (result if self._bias is None else result + self._bias) * self._prescale
-        out.view(-1, self.out_features).copy_(result)
+        out.copy_(result)
 
     def dequantize(self) -> Tensor:
         """Return W [K, N] float16 in file order on the GPU, bitwise identical to the format's definition."""

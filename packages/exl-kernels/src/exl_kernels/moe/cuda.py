@@ -274,30 +274,35 @@ class GroupedExperts:
         counts = [end - begin for begin, end in pairwise(ends)]
         groups = padded_groups(counts, max(1, DEQUANTIZED_BYTES // (2 * hidden * width)))
         padded = torch.tensor(padded_experts(groups), dtype=torch.int32).to(h.device)
-        total = sum(len(group.experts) * group.rows for group in groups)
+        held = [len(group.experts) for group in groups]
+        sizes = [count * group.rows for count, group in zip(held, groups, strict=True)]
+        total, launch = sum(sizes), launch_on(h)
         rows = torch.empty(total, dtype=torch.int32, device=h.device)
         places = torch.empty(ids.shape, dtype=torch.int32, device=h.device)
-        self._native.pad(padded, order, begins, chosen, rows, places, launch_on(h))
-        experts = padded[:, 0].to(torch.int64)
-        weights = h.new_empty(max(len(group.experts) for group in groups) * hidden * width)
+        self._native.pad(padded, order, begins, chosen, rows, places, launch)
+        weights = self._weights_of(h.new_empty(max(held) * hidden * width), held)
         parts = h.new_empty(total, hidden)
-        at = expert = 0
-        for group in groups:
-            count = len(group.experts)
-            some = slice(at, at + count * group.rows)
-            held = experts[expert : expert + count]
-            x = h.index_select(0, rows[some]).view(count, group.rows, hidden)
-            gate, up = (torch.bmm(x, self._dequantized(held, part, weights)) for part in (0, 1))
-            gated_activation(gate, up, self._activation, out=gate)
-            torch.bmm(gate, self._dequantized(held, 2, weights), out=parts[some].view(count, group.rows, hidden))
-            at, expert = some.stop, expert + count
-            del x, gate, up  # before the next group allocates its own
+        split = (torch.split(t, n) for t, n in ((rows, sizes), (padded[:, 0].to(torch.int64), held), (parts, sizes)))
+        for group, count, some, experts, results in zip(groups, held, *split, strict=True):
+            into, down = weights[count]
+            x = h.index_select(0, some).view(count, group.rows, hidden)
+            self._native.dequantize(self._table, experts, 0, into, launch)
+            gate = torch.bmm(x, into)
+            self._native.dequantize(self._table, experts, 1, into, launch)
+            gated_activation(gate, torch.bmm(x, into), self._activation, out=gate)
+            self._native.dequantize(self._table, experts, 2, down, launch)
+            torch.bmm(gate, down, out=results.view(count, group.rows, hidden))
+            del x, gate  # before the next group allocates its own
         return parts, places
 
-    def _dequantized(self, experts: Tensor, part: int, out: Tensor) -> Tensor:
-        """Return gate (0), up (1) or down (2) of each of `experts` as [n, in, out] at the begin of `out`."""
-        k, n = (self._native.width, self.hidden) if part == 2 else (self.hidden, self._native.width)
-        return self.dequantize(experts, part, out[: len(experts) * k * n].view(len(experts), k, n))
+    def _weights_of(self, memory: Tensor, held: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return, by number of experts, `memory` as that of their gate or up matrices and of their down matrices."""
+        hidden, width = self.hidden, self._native.width
+        found = {}
+        for count in set(held):
+            begin = memory[: count * hidden * width]
+            found[count] = begin.view(count, hidden, width), begin.view(count, width, hidden)
+        return found
 
     def dequantize(self, experts: Tensor, part: int, out: Tensor) -> Tensor:
         """Write gate (0), up (1) or down (2) of some experts into `out`, bitwise as the format defines it.

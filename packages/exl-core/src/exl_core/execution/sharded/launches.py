@@ -28,6 +28,7 @@ from ...layers import Embedding, Head, Linear, Norm, RMSNorm
 from ...layers.description import AttentionDescription, MlpDescription
 from ..attention_half import AttentionHalf
 from ..half import NOTHING, Features, GoesOn, JoinedHalf, Normed, Onward, Product, last_rows
+from ..many_rows import ManyRows, takes_many_rows
 from ..mlp_half import MlpHalf
 from ..operators import Joined, Operators
 from .coverage import ANSWER, LoadedWeights, pairs_of, part_of, refusal_of_exchange
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from ...language_model import LanguageModel
     from ..batch import Step
 
-__all__ = ["ROUNDED", "Gather", "ShardLaunches", "run_shares", "shard_launches_of"]
+__all__ = ["Gather", "ShardLaunches", "rounded_for", "run_shares", "shard_launches_of"]
 
 Share = TypeVar("Share", AttentionDescription, MlpDescription)
 
@@ -71,11 +72,22 @@ class _Rounded(Operators):
     def last(self, half: JoinedHalf, x: Tensor, y: Features, h: Normed, onward: Onward, step: Step) -> Normed:
         """Multiply and add; see `Operators.last`."""
         assert isinstance(y, Tensor), "gathered"
-        x.add_(half.about.last.quant.matmul(y))
+        x.add_(self.multiplied(half.matrices[-1], y))
         return None
 
 
+class _RoundedMany(_Rounded, ManyRows):
+    """`_Rounded` of many rows, in memory that all halves of a device share."""
+
+
 WHOLE, ROUNDED = _Whole(), _Rounded()
+
+
+def rounded_for(shares: Sequence[ShardLaunches], x: Sequence[Tensor]) -> list[Operators]:
+    """Return the operators of each device for a pass over the hidden states x [T, hidden] of a prompt."""
+    if not takes_many_rows(x[0].shape[0]):
+        return [ROUNDED] * len(shares)
+    return [_RoundedMany(share.halves, t.shape[0], t.device) for share, t in zip(shares, x, strict=True)]
 
 
 def run_shares(
@@ -83,7 +95,7 @@ def run_shares(
     x: Sequence[Tensor],
     steps: Sequence[Step],
     gather: Callable[[list[Tensor], Sequence[int], Sequence[Tensor] | None], list[Tensor]],
-    ops: Operators,
+    ops: Sequence[Operators],
     goes_on: GoesOn = "all",
 ) -> list[Tensor] | None:
     """Run the layers on some devices of a sharded model, step by step, with an exchange behind each matmul's result.
@@ -94,7 +106,7 @@ def run_shares(
         steps: the step on each, with the pages of its heads.
         gather: (columns of each device, first column of each device of the model and their number, memory of the
             result or None) -> all columns on each device.
-        ops: how the matmuls run.
+        ops: how the matmuls of each device run.
         goes_on: the tokens whose results are needed.
 
     Returns:
@@ -105,8 +117,8 @@ def run_shares(
     for number, halves in enumerate(layers):
         narrows = goes_on if number == len(layers) - 2 else "all"  # the last attention
         made: list[Tensor] = []
-        for half, whole, step in zip(halves, x, steps, strict=True):
-            _, _, y = half.features(whole, None, step, ops, "none" if narrows == "none" else "all")
+        for half, whole, step, own_ops in zip(halves, x, steps, ops, strict=True):
+            _, _, y = half.features(whole, None, step, own_ops, "none" if narrows == "none" else "all")
             if y is not None:
                 assert not isinstance(y, Packed), "no room for it"
                 made.append(y.now() if isinstance(y, Product) else y)
@@ -114,9 +126,10 @@ def run_shares(
             return None
         if narrows == "last":
             made, own = ([last_rows(t, steps[0].batch_size) for t in parts] for parts in (made, own))
+            ops = [ROUNDED] * len(ops)
         kind = shape.inner if number % 2 else shape.heads
-        for half, columns, y, step in zip(halves, own, gather(made, kind, None), steps, strict=True):
-            ops.last(half, columns, y, None, NOTHING, step)
+        for half, columns, y, step, own_ops in zip(halves, own, gather(made, kind, None), steps, ops, strict=True):
+            own_ops.last(half, columns, y, None, NOTHING, step)
         x = gather(own, shape.hidden, None if narrows == "last" else x)
     return list(x)
 
@@ -189,7 +202,7 @@ class ShardLaunches:
         def all_columns(made: list[Tensor], begins: Sequence[int], full: Sequence[Tensor] | None) -> list[Tensor]:
             return [gather(made[0], begins, None if full is None else full[0], None)]
 
-        found = run_shares([self], [self._embedded(ids, gather)], [step], all_columns, WHOLE)
+        found = run_shares([self], [self._embedded(ids, gather)], [step], all_columns, [WHOLE])
         assert found is not None, "all tokens go on"
         (x,) = found
         h = rms_norm(x, self._norm.loaded_weight, self._norm.eps)

@@ -24,7 +24,7 @@ from ..batch import DECODE_TOKENS
 from ..eager import first_step
 from ..half import GoesOn
 from .heads import ShardedHeads
-from .launches import ROUNDED, ShardLaunches, run_shares
+from .launches import ShardLaunches, rounded_for, run_shares
 from .transfer import queueing, send
 
 if TYPE_CHECKING:
@@ -77,7 +77,8 @@ class Prompts:
             goes_on: GoesOn = "none" if asked.preprocess_only else "last" if asked.last_id_only else "all"
             spread = [send(x, step.rows.device) for step in steps]
             gather = self._copies.gather
-            hidden = run_shares(self._shards, spread, steps, lambda made, to, _: gather(made, to), ROUNDED, goes_on)
+            ops = rounded_for(self._shards, spread)
+            hidden = run_shares(self._shards, spread, steps, lambda made, to, _: gather(made, to), ops, goes_on)
             result = {}
             if hidden is not None:
                 result["logits"] = head.forward(norm.forward(hidden[0]), first).view(batch, -1, head.padded_vocab_size)
