@@ -150,6 +150,8 @@ class Storm:
 
     def __exit__(self, *_: object) -> None:
         self.armed = False
+        # A signal that comes before this is taken by `_strike`, which sets the timer again.
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, self._former[0])
         signal.signal(signal.SIGINT, self._former[1])
