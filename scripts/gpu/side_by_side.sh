@@ -37,11 +37,14 @@ case $verb in
     began=$SECONDS
     on_cores=(python3 -c 'import os, sys; os.sched_setaffinity(0, map(int, sys.argv[1].split(","))); os.execvp(sys.argv[2], sys.argv[2:])')
     mapfile -t cores < <(python3 -c 'import os; print(*sorted(os.sched_getaffinity(0)), sep="\n")')
-    each=$((${#cores[@]} / $(nvidia-smi --list-gpus | wc -l)))
+    gpus_here=$(nvidia-smi --list-gpus | wc -l)
+    ((gpus_here)) || { echo "nvidia-smi lists no GPU" >&2; exit 1; }
+    each=$((${#cores[@]} / gpus_here))
+    ((each)) || each=1
     declare -A running
     for task in "$@"; do
       name=${task%%:*} gpus=${task#*:} own_cores=
-      for gpu in ${gpus//,/ }; do own_cores+=${own_cores:+,}$(IFS=,; echo "${cores[*]:gpu*each:each}"); done
+      for gpu in ${gpus//,/ }; do own_cores+=${own_cores:+,}$(IFS=,; echo "${cores[*]:gpu*each%${#cores[@]}:each}"); done
       copy=$work/$name
       mkdir -p "$copy/.device"
       tar --exclude='./.*' --exclude=./rust/target -cf - . | tar -C "$copy" -xf -

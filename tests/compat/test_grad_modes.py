@@ -31,7 +31,7 @@ from exllamav2 import (
 )
 from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2Sampler, ExLlamaV2StreamingGenerator
 
-pytestmark = pytest.mark.sampled(4)
+pytestmark = pytest.mark.sampled(7)
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "plain": nullcontext,

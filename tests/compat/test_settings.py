@@ -120,6 +120,7 @@ def distribution(sampler: Any, settings: Any) -> list[tuple[int, float]]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("given", "meant"), MEANINGS, ids=[repr(given)[:70] for given, _ in MEANINGS])
 def test_a_value_out_of_range_means_what_it_means_in_exllamav2(given: dict[str, Any], meant: dict[str, Any]) -> None:
     expected = distribution(NativeSampler, Native(**{**NEUTRAL, **meant}))
@@ -263,6 +264,7 @@ CHANGES: list[tuple[dict[str, Any], Callable[[Any], None]]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
 @pytest.mark.parametrize("at", range(len(CHANGES)))
 def test_a_change_applies_from_the_next_token_on(at: int, drafter: str) -> None:

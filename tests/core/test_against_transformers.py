@@ -265,7 +265,7 @@ def build(case: str, folder: Path, **changes: Any) -> tuple[Any, Path]:
 
 pytestmark = [
     pytest.mark.covers("core.md: architectures", "core.md: embedding-norms", "core.md: mlp-moe"),
-    pytest.mark.sampled(3),
+    pytest.mark.sampled(4),
 ]
 
 

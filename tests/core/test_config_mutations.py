@@ -10,15 +10,16 @@ import pytest
 pytest.importorskip("transformers")
 
 from config_mutations import Judge, base_config, changes_of, foreign_keys
+from effort import trials
 from test_against_transformers import CASES
 
 pytestmark = [
     pytest.mark.covers("core.md: better-3.6.7", "core.md: config", "core.md: architectures"),
-    pytest.mark.sampled(3),
+    pytest.mark.sampled(5),
 ]
 
 FAMILIES = {CASES[name].model: name for name in reversed(CASES)}  # the first case of each
-A_FAMILY = 9  # changes of each that are tried here; all of them: `python tests/core/config_mutations.py`
+A_FAMILY = trials(9, 4)  # changes of each that are tried here; all of them: `python tests/core/config_mutations.py`
 
 # Where transformers 5 does what no file can mean, and we what the file says: none of it is in a published model.
 DELIBERATE = {
@@ -39,7 +40,7 @@ def sample(case: str) -> list[tuple[str, dict[str, Any]]]:
     return [*drawn.sample(known, A_FAMILY), *drawn.sample(list(foreign_keys(base)), 3)]
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("case", sorted(FAMILIES.values()))
 def test_one_key_at_a_time(case: str) -> None:
     judge = Judge(case)

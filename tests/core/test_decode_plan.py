@@ -36,6 +36,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> ExLlamaV2:
     return loaded
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("joined", ["0", "8", "64"])
 @pytest.mark.parametrize(("batch", "q_len"), [(1, 1), (2, 1), (1, 3), (2, 4), (3, 5)])
 def test_the_plan_is_the_modules_own_pass(

@@ -31,7 +31,7 @@ CASES = [(family, "4.0", "int8") for family in FAMILIES] + [
 
 SHARED = [family for family, fields in FAMILIES.items() if "shared_expert_intermediate_size" in fields]
 
-some = examples(10, 5, list(HealthCheck))
+some = examples(10, 3, list(HealthCheck))
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
@@ -77,6 +77,7 @@ def in_one_call(model: ExLlamaV2, ids: Tensor, **options: Any) -> Tensor:
         return logits
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_in_one_call_and_one_after_the_other(model: ExLlamaV2, batch: int) -> None:
     assert mixtures(model)
@@ -84,6 +85,7 @@ def test_in_one_call_and_one_after_the_other(model: ExLlamaV2, batch: int) -> No
     assert torch.equal(in_one_call(model, ids), one_after_the_other(model, ids))
 
 
+@pytest.mark.sampled(3)
 @some
 @given(data=st.data())
 @pytest.mark.parametrize("cache_class", [ExLlamaV2Cache, ExLlamaV2Cache_Q4])

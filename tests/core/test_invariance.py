@@ -28,7 +28,7 @@ PAGE = 16
 CACHES = [ExLlamaV2Cache, ExLlamaV2Cache_8bit, ExLlamaV2Cache_Q4, ExLlamaV2Cache_Q6, ExLlamaV2Cache_Q8]
 
 pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.NonInteractiveExampleWarning")
-some = examples(15, 6, list(HealthCheck))
+some = examples(15, 4, list(HealthCheck))
 
 
 @pytest.fixture(scope="module", params=["exact", "int8"])
@@ -92,6 +92,7 @@ def test_batch_neighbours(model: ExLlamaV2, sequences: torch.Tensor, cache_class
         assert torch.equal(logits[index], alone(model, sequences[row], cache_class))
 
 
+@pytest.mark.sampled(3)
 @some
 @given(data=st.data())
 @pytest.mark.parametrize("cache_class", CACHES)

@@ -127,6 +127,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 # A warning of a class of peft would make the process that collects results import peft, and torch with it.
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed", "ignore:Adapter .default.")
 @pytest.mark.covers("core.md: better-14.4")
 @pytest.mark.parametrize("case", OPTIONS)

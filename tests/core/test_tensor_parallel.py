@@ -64,6 +64,7 @@ def ids(lab: Any) -> Tensor:
 EVEN2, EVEN3, UNEVEN, FIVE = [8.0, 8.0], [8.0, 8.0, 8.0], [4.0, 14.0, 2.0], [8.0] * 5
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.covers("core.md: better-10.4")
 @pytest.mark.parametrize(
     "shares", [EVEN2, EVEN3, [8.0] * 4, UNEVEN, FIVE], ids=["two", "three", "four", "uneven", "five"]

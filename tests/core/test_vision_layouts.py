@@ -185,6 +185,7 @@ BROKEN: list[tuple[str, str, Json, type[Exception]]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("saved", "where", "changes", "error"), BROKEN, indirect=["saved"])
 def test_broken_settings(saved: Any, where: str, changes: Json, error: Any, tmp_path: Path) -> None:
     parts = {name: json.loads((saved[1] / f"{name}.json").read_text()) for name in ("config", "preprocessor_config")}

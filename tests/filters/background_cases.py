@@ -139,10 +139,12 @@ class Slow(ExLlamaV2SelectFilter):
     watch: Any = None
 
     def _choice(self, state):
-        return self.watch("choice", lambda: ExLlamaV2SelectFilter._choice(self, state))  # noqa: SLF001
+        choice = super()._choice
+        return self.watch("choice", lambda: choice(state))
 
     def _advance(self, state, token):
-        return self.watch("advance", lambda: ExLlamaV2SelectFilter._advance(self, state, token))  # noqa: SLF001
+        advance = super()._advance
+        return self.watch("advance", lambda: advance(state, token))
 
 
 def composed(make):

@@ -25,7 +25,7 @@ from exl_filters import (
 )
 from exl_filters.testing import filter_laws
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 
 def select(v, *options):

@@ -23,7 +23,7 @@ def plain(vocab):
     return Plain(None, vocab)
 
 
-@filter_laws(plain, language=OPTIONS, profile="quick", examples=trials(20, 8))
+@filter_laws(plain, language=OPTIONS, profile="quick", examples=trials(20, 5))
 def test_the_plain_filter_obeys_every_law(law):
     law()
 
@@ -33,7 +33,7 @@ def test_all_laws_are_there():
     assert sorted(LAWS) == [f"LAW-{n:02d}" for n in range(1, 38)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.covers("filters.md: CAP-35")
 @pytest.mark.parametrize("mutant", ZOO, ids=lambda m: m.name)
 def test_every_broken_filter_is_caught_by_its_law(mutant):

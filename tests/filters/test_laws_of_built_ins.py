@@ -28,7 +28,7 @@ from exl_filters.testing import (
     starts_with,
 )
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(7)
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 BUDGET = {"profile": "deep"} if THOROUGH else {"profile": "quick", "examples": 8}

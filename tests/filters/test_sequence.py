@@ -30,7 +30,7 @@ from exl_filters import (
 )
 from exl_filters.testing import check_machine, filter_laws
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 ONE, TWO = ["yes", "no", "no way"], ["!", "?!", "é"]
 BOTH = [a + b for a, b in itertools.product(ONE, TWO)]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from exl_core import PagedParams
+from exl_filters import ExLlamaV2Filter
 from exl_generate.testing import ScriptedConfig, ScriptedModel, ScriptedTokenizer
 from exl_kernels import sampling as kernels
 
@@ -16,6 +17,7 @@ __all__ = [
     "TOKENIZER",
     "VOCAB",
     "Device",
+    "Even",
     "OnDevice",
     "OneBuffer",
     "Overwriting",
@@ -152,3 +154,25 @@ class Device:
         if self.faults:
             raise self.faults.pop()
         return OnDevice(self, rows, into)
+
+
+class Even(ExLlamaV2Filter):
+    """Even ids; raises at step `fault`."""
+
+    def __init__(self, fault: int) -> None:
+        super().__init__(None, None)
+        self.fault, self.at = fault, 0
+
+    def clone(self, c: Any = None) -> Even:
+        return Even(self.fault)
+
+    def begin(self, prefix_str: Any = "") -> None:
+        self.at = 0
+
+    def feed(self, token: Any) -> None:
+        self.at += 1
+
+    def next(self) -> tuple[set[int], set[int]]:
+        if self.at == self.fault:
+            raise ZeroDivisionError("broken plugin")
+        return set(range(4, VOCAB, 2)), set()

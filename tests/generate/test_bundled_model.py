@@ -122,6 +122,7 @@ def test_chat_template_marks_every_turn() -> None:
     assert ids[-1] == 6
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("which", FOLDERS)
 @pytest.mark.parametrize("prompt", ["Once upon a time,", "One rainy day,", "My name is Lena. I am eight years old."])
 def test_stories_are_made_of_words(which: str, prompt: str) -> None:

@@ -121,7 +121,7 @@ def test_no_token_is_lost_or_doubled(how: str) -> None:
     _, none, lines = play(new(), -1)
     assert none == 0
     dice = random.Random(how)
-    for number in [*range(1, 12), *(dice.randrange(12, lines - 50) for _ in range(trials(30, 8)))]:
+    for number in [*range(1, 12), *(dice.randrange(12, lines - 50) for _ in range(trials(30, 4)))]:
         said, interrupts, _ = play(new(), number)
         assert (said, interrupts) == (want, 1), number
 
@@ -150,6 +150,8 @@ class Storm:
 
     def __exit__(self, *_: object) -> None:
         self.armed = False
+        # A signal that comes before this is taken by `_strike`, which sets the timer again.
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, self._former[0])
         signal.signal(signal.SIGINT, self._former[1])
@@ -247,7 +249,7 @@ def test_any_number_of_them_at_any_moment_changes_nothing(how: str) -> None:
         storm.wait()
         want = [heard(results) for results in weathered(new(), storm)]
     broken = 0
-    signals, raised, places = trials(2000, 700), trials(500, 180), trials(200, 150)
+    signals, raised, places = trials(2000, 500), trials(500, 130), trials(200, 120)
     with Storm(2) as storm:
         for _ in range(2000):
             if storm.signals > signals and storm.raised > raised and len(storm.places) > places:
@@ -413,7 +415,7 @@ def test_a_stream_goes_on_where_it_was() -> None:
     with at_line(-1, interrupt) as lines:
         stream(new())
     dice = random.Random(1)
-    for number in (dice.randrange(lines[0]) for _ in range(trials(150, 30))):
+    for number in (dice.randrange(lines[0]) for _ in range(trials(150, 20))):
         generator = new()
         with at_line(number, interrupt):
             try:

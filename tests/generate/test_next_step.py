@@ -11,15 +11,12 @@ from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from internals import prelaunch
-from prelaunched import CONFIG, TOKENIZER, VOCAB, Device, OneBuffer, Overwriting, Preparing
+from prelaunched import CONFIG, TOKENIZER, VOCAB, Device, Even, OneBuffer, Overwriting, Preparing
 
-from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer, PagedParams
-from exl_filters import ExLlamaV2Filter
+from exl_core import PagedParams
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
-from exl_generate.bundled import draft_model_dir
 from exl_generate.dynamic import draft_model
 from exl_generate.dynamic.draft_length import FixedDraftLength
-from exl_generate.dynamic.next_step import NextStepOfJobs
 from exl_generate.testing import (
     ScriptedCache,
     ScriptedConfig,
@@ -30,33 +27,10 @@ from exl_generate.testing import (
 )
 from exl_kernels import sampling as kernels
 from exl_kernels.errors import DeviceError
-from exl_kernels.selection import MOST_REPORTED
 
 EOS = TOKENIZER.eos_token_id
 Settings = ExLlamaV2Sampler.Settings
 ADAPTER = ScriptedLora(3)
-
-
-class Even(ExLlamaV2Filter):
-    """Even ids; raises at step `fault`."""
-
-    def __init__(self, fault: int) -> None:
-        super().__init__(None, None)
-        self.fault, self.at = fault, 0
-
-    def clone(self, c: Any = None) -> Even:
-        return Even(self.fault)
-
-    def begin(self, prefix_str: Any = "") -> None:
-        self.at = 0
-
-    def feed(self, token: Any) -> None:
-        self.at += 1
-
-    def next(self) -> tuple[set[int], set[int]]:
-        if self.at == self.fault:
-            raise ZeroDivisionError("broken plugin")
-        return set(range(4, VOCAB, 2)), set()
 
 
 def one_less(result: Any) -> None:
@@ -186,13 +160,13 @@ def play(
     raise AssertionError("the jobs do not end")
 
 
-@examples(150, 25)
+@examples(150, 15)
 @given(st.lists(ASKS, min_size=1, max_size=6))
 def test_nobody_can_tell(asks: list[Ask]) -> None:
     assert play(asks, early=True)[0] == play(asks, early=False)[0]
 
 
-@examples(100, 25)
+@examples(100, 15)
 @given(st.lists(ASKS, min_size=1, max_size=6), st.booleans())
 def test_nobody_can_tell_that_tokens_stayed_on_the_device(asks: list[Ask], leaves: bool) -> None:
     """Also where logits are read after the next step has overwritten its buffer."""
@@ -202,7 +176,7 @@ def test_nobody_can_tell_that_tokens_stayed_on_the_device(asks: list[Ask], leave
         assert play(asks, early=True, kind=Preparing)[0] == expected
 
 
-@examples(150, 25)
+@examples(150, 15)
 @given(st.lists(ASKS, min_size=1, max_size=6), st.integers(1, 4), st.booleans(), st.booleans(), st.booleans())
 def test_nobody_can_tell_that_drafts_are_launched_early(
     asks: list[Ask], drafts: int, by_model: bool, on_device: bool, leaves: bool
@@ -442,195 +416,3 @@ def test_a_step_that_cannot_be_queued_is_computed_later() -> None:
     with pytest.raises(RuntimeError, match="the GPU is full"):
         raise results[-1]["exception"]
     check_pages(generator)
-
-
-# ---- the order of launches ----
-
-
-class Stage:
-    """A generator over a model and a sampler that note in `events` what is launched and collected."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, leaves: bool = False, script: Any = None) -> None:
-        self.model = Preparing(CONFIG)
-        if script is not None:
-            self.model.script = script
-        self.device = Device(self.model.events, leaves)
-        patch.setattr(kernels, "launch", self.device.launch)
-        cache = ScriptedCache(self.model, max_seq_len=160)
-        self.generator = ExLlamaV2DynamicGenerator(self.model, cache, TOKENIZER, page_size=8)
-        prelaunch(self.generator, True)
-        self.results: list[dict[str, Any]] = []
-
-    def add(self, prompt: list[int], new: int, style: Any = None, **kw: Any) -> ExLlamaV2DynamicJob:
-        made = ExLlamaV2DynamicJob(torch.tensor([prompt]), new, gen_settings=style or Settings.greedy(), seed=1, **kw)
-        self.generator.enqueue(made)
-        return made
-
-    def round(self) -> list[str]:
-        """The events of one call of `iterate`."""
-        self.model.events.clear()
-        self.results += self.generator.iterate()
-        check_pages(self.generator)
-        return list(self.model.events)
-
-    def finish(self) -> None:
-        while self.generator.num_remaining_jobs():
-            self.round()
-
-    def tokens(self, job: ExLlamaV2DynamicJob) -> list[int]:
-        return streamed_tokens([result for result in self.results if result["job"] is job])
-
-
-PLAIN = Settings(temperature=1.0, top_k=0, top_p=0)
-
-
-def alone(prompt: list[int], new: int, style: Any = None) -> list[int]:
-    """Return the output of a job whose steps are computed when they are due."""
-    model = OneBuffer(CONFIG)
-    generator = ExLlamaV2DynamicGenerator(model, ScriptedCache(model, max_seq_len=160), TOKENIZER, page_size=8)
-    job = ExLlamaV2DynamicJob(torch.tensor([prompt]), new, gen_settings=style or Settings.greedy(), seed=1)
-    generator.enqueue(job)
-    results = []
-    while generator.num_remaining_jobs():
-        results += generator.iterate()
-    return streamed_tokens(results)
-
-
-def test_the_next_step_is_launched_between_sampling_and_collecting(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = Stage(monkeypatch)
-    one, other = stage.add([3, 4, 5], 6), stage.add([6, 7], 6, PLAIN)
-    for _ in range(5):
-        assert stage.round() == ["sample", "step", "collect"]
-    assert stage.round() == ["sample", "collect"], "the last step must not be followed by another"
-    assert not stage.generator.num_remaining_jobs()
-    assert stage.tokens(one) == alone([3, 4, 5], 6)
-    assert stage.tokens(other) == alone([6, 7], 6, PLAIN)
-
-
-def test_a_step_whose_row_is_left_to_the_cpu_is_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("exl_generate.dynamic.decoder.MOST_REPORTED", 1)
-    stage = Stage(monkeypatch, leaves=True)
-    one, other = stage.add([3, 4, 5], 6), stage.add([6, 7], 6, PLAIN, return_top_tokens=2)
-    for _ in range(5):
-        assert stage.round() == ["sample", "step", "collect", "run"]
-    stage.finish()
-    assert stage.tokens(one) == alone([3, 4, 5], 6)
-    assert stage.tokens(other) == alone([6, 7], 6, PLAIN)
-
-
-@pytest.mark.parametrize("top", [0, MOST_REPORTED])
-def test_logits_are_not_copied_where_the_gpu_reports_the_candidates(monkeypatch: pytest.MonkeyPatch, top: int) -> None:
-    copies: list[object] = []
-    serve = NextStepOfJobs.serve
-
-    def watched(step: NextStepOfJobs, windows: Any, keep: bool) -> Any:
-        copies.append(keep)
-        return serve(step, windows, keep)
-
-    monkeypatch.setattr(NextStepOfJobs, "serve", watched)
-    stage = Stage(monkeypatch)
-    for seed in range(2):
-        stage.add([3, 4, 5 + seed], 6, return_top_tokens=top)
-    stage.finish()
-    assert copies == [False] * 5
-    many = stage.add([3, 4], 3, return_top_tokens=MOST_REPORTED + 1)
-    stage.finish()
-    assert copies[5:] == [True] * 2
-    assert stage.tokens(many) == alone([3, 4], 3)
-
-
-def test_the_host_passes_the_tokens_on_where_a_job_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that its filter ends asks for no token, so the rows are not those of the prepared step."""
-    stage = Stage(monkeypatch)
-    good, bad = stage.add([3, 4, 5], 8), stage.add([6, 7], 8, filters=[Even(2)])
-    assert [stage.round() for _ in range(2)] == [["sample", "step", "collect"]] * 2
-    assert stage.round() == ["sample", "collect", "run"]
-    assert stage.round() == ["sample", "step", "collect"]
-    stage.finish()
-    assert stage.tokens(good) == alone([3, 4, 5], 8)
-    last = [result for result in stage.results if result["job"] is bad][-1]
-    assert last["eos_reason"] == "filter_error"
-
-
-def test_no_step_is_launched_for_jobs_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a stop token that the host sees before the step could be launched."""
-    stage = Stage(monkeypatch, leaves=True, script=lambda context: 6 if len(context) < 5 else 5)
-    job = stage.add([3, 4, 5], 20, PLAIN, stop_conditions=[5])
-    stage.device.writes = False
-    assert stage.round() == ["sample", "collect", "run"]
-    assert stage.round() == ["sample", "collect", "run"]
-    assert stage.round() == ["sample", "collect"]
-    assert job.is_finished
-    assert not stage.generator.num_remaining_jobs()
-
-
-@pytest.mark.parametrize("faults", [1, 2])
-def test_a_failing_launch_of_the_next_step_is_no_failure_of_a_job(monkeypatch: pytest.MonkeyPatch, faults: int) -> None:
-    """The step is launched again with the tokens of the host; if that fails too it is computed when it is due."""
-    stage = Stage(monkeypatch)
-    job = stage.add([3, 4, 5], 6)
-    stage.model.launch_faults = [RuntimeError("the GPU is full") for _ in range(faults)]
-    assert stage.round() == ["sample", "step", "collect", "run"]
-    assert stage.round() == ["sample", "step", "collect"]
-    stage.finish()
-    assert stage.tokens(job) == alone([3, 4, 5], 6)
-
-
-def test_a_failing_launch_of_the_sampling_is_tried_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = Stage(monkeypatch)
-    jobs = stage.add([3, 4, 5], 6), stage.add([6, 7], 6)
-    stage.device.faults = [RuntimeError("the first row"), RuntimeError("both rows")]
-    events = stage.round()
-    assert events[0] == "sample"
-    assert "step" not in events
-    stage.finish()
-    failed = [result["job"] for result in stage.results if result.get("eos_reason") == "error"]
-    assert failed == [jobs[0]]
-    assert stage.tokens(jobs[1]) == alone([6, 7], 6)
-
-
-def test_an_interrupt_between_launch_and_collection_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = Stage(monkeypatch)
-    job = stage.add([3, 4, 5], 6)
-    assert stage.round() == ["sample", "step", "collect"]
-    stage.model.interrupts = True
-    with pytest.raises(KeyboardInterrupt):
-        stage.round()
-    assert stage.model.events == ["sample", "step", "collect"]
-    stage.model.interrupts = False
-    stage.finish()
-    assert stage.tokens(job) == alone([3, 4, 5], 6)
-
-
-def test_rows_beside_guesses_stay_within_the_context() -> None:
-    """A job that may fill the model's context, beside one whose guesses make every window longer."""
-    said = []
-    for early in (False, True):
-        config = ExLlamaV2Config(str(draft_model_dir()))
-        config.max_seq_len = 250  # no multiple of a page
-        model = ExLlamaV2(config)
-        model.load()
-        generator = ExLlamaV2DynamicGenerator(
-            model,
-            ExLlamaV2Cache(model, max_seq_len=1024),
-            ExLlamaV2Tokenizer(config),
-            max_seq_len=250,
-            use_ngram_draft=True,
-            num_draft_tokens=4,
-        )
-        generator.drafter.length = FixedDraftLength(4)
-        prelaunch(generator, early)
-        uneven = torch.randperm(2000, generator=torch.Generator().manual_seed(1))[None, :230] + 100
-        settings = [Settings.greedy(), Settings(temperature=1.5, top_k=0, top_p=0)]
-        prompts = [torch.tensor([[10, 11, 12, 13] * 6]), uneven]
-        jobs = [
-            ExLlamaV2DynamicJob(ids, new, gen_settings=given, seed=1, stop_conditions=[])
-            for ids, new, given in zip(prompts, (60, 20), settings, strict=True)
-        ]
-        generator.enqueue(jobs)
-        ends: list[Any] = []
-        while generator.num_remaining_jobs():
-            ends += [result for result in generator.iterate() if result["eos"]]
-        assert [end["eos_reason"] for end in ends] == ["max_new_tokens"] * 2, ends
-        said.append([job.sequence.ids.tolist() for job in jobs])
-    assert said[0] == said[1]

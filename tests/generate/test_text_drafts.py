@@ -66,6 +66,7 @@ def test_a_cancelled_job_leaves_its_answer() -> None:
     assert held(generator, "!a") > 8
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("settings", [Settings.greedy(), Settings(temperature=1.5, top_k=5)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("features", [{}, {"banned_strings": ["cd", "x"]}, {"stop_conditions": ["fg"]}])
 def test_sharing_changes_no_token(settings: Any, features: dict[str, Any]) -> None:

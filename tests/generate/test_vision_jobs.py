@@ -21,7 +21,7 @@ from exl_generate.testing import ScriptedTokenizer, check_pages, drain, streamed
 pytest.importorskip("transformers")
 from vision_models import END, FAMILIES, QWEN, START, VOCAB, Pair, make_pair, picture
 
-pytestmark = [pytest.mark.covers("generators.md: 57-mrope", "generators.md: 57"), pytest.mark.sampled(4)]
+pytestmark = [pytest.mark.covers("generators.md: 57-mrope", "generators.md: 57"), pytest.mark.sampled(5)]
 
 PAGE = 16
 GREEDY = ExLlamaV2Sampler.Settings.greedy()

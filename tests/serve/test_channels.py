@@ -29,7 +29,7 @@ from exl_serve.stream.family import ChannelSettings, ToolSpec
 from exl_serve.testing.local import EngineThread
 from exl_serve.testing.server import LiveServer
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 WEATHER = ToolSpec(
     "get_weather",
@@ -257,7 +257,7 @@ ASKED: dict[str, Any] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_a_call_that_is_asked_for_is_made(tooled: openai.OpenAI, choice: Any) -> None:
     for seed in range(trials(3, 1)):

@@ -140,12 +140,13 @@ def read(form: str, text: str, size: int = 1) -> dict[str, Any]:
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_each_way_of_the_grammar_is_read_as_such(form: str, tokenizer: TextTokenizer) -> None:
     made = grammar(form, tokenizer)
     called = "<|channel|>commentary to=functions." if form == "harmony" else (FORMATS[form].call or ("",))[0]
     complete = 0
-    for seed in range(trials(6, 3)):
+    for seed in range(trials(6, 2)):
         text = drawn(made, tokenizer, called, random.Random(seed))
         if text is None:
             continue

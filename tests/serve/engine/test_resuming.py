@@ -153,7 +153,7 @@ def test_others_go_on_while_a_long_answer_resumes(engine: EngineThread, monkeypa
         )
         cut.cancel()
         await ran(client, asked())
-        assert not len(engine.host._resuming)  # noqa: SLF001
+        assert engine.host.requests() == []
         await client.close()
 
     asyncio.run(work())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 import time
-import weakref
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from enum import Enum
@@ -28,6 +26,7 @@ from exl_filters.errors import (
     Opinion,
 )
 from exl_filters.foreign import ForeignFilter, as_filter, copy_of_foreign
+from exl_filters.owners import owners
 from exl_filters.tokens import as_token
 
 if TYPE_CHECKING:
@@ -344,7 +343,7 @@ class FilterStack:
         for driver in self._drivers:
             driver.filter.background_drop()
         self._drivers = []
-        _owners.release(self._claims, self)
+        owners.release(self._claims, self)
         self._claims = []
 
     def copy(self) -> FilterStack:
@@ -575,41 +574,13 @@ class FilterStack:
             return as_filter(copy_of_foreign(inner))
         except FilterUsageError:
             wrapped = ForeignFilter(inner)
-        self._claims.append(_owners.claim(inner, self))
+        self._claims.append(owners.claim(inner, self))
         return wrapped
 
 
 def worth_a_thread(stacks: Iterable[FilterStack]) -> bool:
     """Whether the next masks of these stacks take longer than a thread's hand-over, as far as known."""
     return sum(np.inf if stack._cost is None else stack._cost for stack in stacks) >= WORTH_A_THREAD
-
-
-class _Owners:
-    """Records which live stack uses which foreign object."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owner: dict[int, weakref.ref[FilterStack]] = {}
-
-    def claim(self, obj: object, stack: FilterStack) -> int:
-        with self._lock:
-            held = self._owner.get(id(obj))
-            if held is not None and held() is not None:
-                raise FilterBusy(
-                    f"this {type(obj).__name__} serves a live job and cannot be copied safely: give each job its own"
-                )
-            self._owner[id(obj)] = weakref.ref(stack)
-        return id(obj)
-
-    def release(self, claims: Iterable[int], stack: FilterStack) -> None:
-        with self._lock:
-            for claim in claims:
-                held = self._owner.get(claim)
-                if held is not None and held() in (stack, None):
-                    del self._owner[claim]
-
-
-_owners = _Owners()
 
 
 def _masks_logits(filter_: ExLlamaV2Filter) -> bool:

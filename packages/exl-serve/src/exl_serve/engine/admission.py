@@ -32,6 +32,20 @@ class Rates:
     prefill: float = 0.0
     decode: float = 0.0
 
+    def measured_prompt(self, tokens: int, seconds: float) -> None:
+        """Take a prompt into account; a short one says little."""
+        if tokens > 64 and seconds > 0:
+            self.prefill = _average(self.prefill, tokens / seconds)
+
+    def measured_step(self, tokens: int, seconds: float) -> None:
+        """Take a step into account; one without tokens computes prompts."""
+        if tokens and seconds > 0:
+            self.decode = _average(self.decode, tokens / seconds)
+
+
+def _average(before: float, now: float) -> float:
+    return now if before == 0 else 0.9 * before + 0.1 * now
+
 
 @dataclass(eq=False, slots=True)
 class Entry:

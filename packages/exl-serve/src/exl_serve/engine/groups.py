@@ -59,6 +59,30 @@ class Group:
         """The completion that begins first."""
         return self.request.open_choices[0]
 
+    @property
+    def unfinished(self) -> list[int]:
+        """The completions that have not ended."""
+        return sorted([*self.waiting, *self.resuming, *self.running])
+
+    def pause(self, paused: bool) -> None:
+        """Pause the jobs of the request, or let them go on."""
+        self.paused = paused
+        for one in self.running.values():
+            if paused:
+                one.job.pause()
+            else:
+                one.job.unpause()
+
+    def summary(self) -> dict[str, Any]:
+        """Return id, key, numbers of tokens and state, as the operator sees them."""
+        return {
+            "id": self.request.id,
+            "key": self.request.key,
+            "prompt_tokens": len(self.request.prompt) // 4,
+            "generated": self.generated,
+            "state": "running" if self.running or self.resuming else "queued",
+        }
+
 
 class Running:
     """A completion that the generator has queued or runs, with everything that is needed for each of its tokens."""

@@ -390,16 +390,11 @@ class Host:
     def _set_paused(self, worker: bytes, tag: int, paused: bool) -> None:
         group = self._groups.get((worker, tag))
         if group is not None:
-            group.paused = paused
+            group.pause(paused)
             if paused:
                 self._paused.add(group)
             else:
                 self._paused.discard(group)
-            for one in group.running.values():
-                if paused:
-                    one.job.pause()
-                else:
-                    one.job.unpause()
 
     def _drop(self, group: Group, *, forget: bool = True) -> None:
         """Cancel the rest of a request; `forget`: also its events that were not sent."""
@@ -447,7 +442,7 @@ class Host:
         self._soonest = min((deadline for deadline in left if deadline is not None), default=math.inf)
 
     def _end_late(self, group: Group) -> None:
-        for choice in self._unfinished(group):
+        for choice in group.unfinished:
             self._emit(group, [Failed(choice, 408, "timeout", "deadline_exceeded", TOO_LATE)])
         self._drop(group, forget=False)
 
@@ -469,9 +464,7 @@ class Host:
                 time.sleep(rest)
         self._status.ended = time.monotonic()
         tokens = 0 if columns is None else self._deliver(columns)
-        took = self._status.ended - began
-        if tokens and took > 0:
-            self._rates.decode = _average(self._rates.decode, tokens / took)
+        self._rates.measured_step(tokens, self._status.ended - began)
 
     def _deliver(self, columns: StepColumns) -> int:
         """Send a step's results; returns their number of tokens."""
@@ -546,10 +539,8 @@ class Host:
 
     def _measure_prompt(self, job: ExLlamaV2DynamicJob) -> None:
         if job.time_first_prefill and job.time_first_token:
-            took = job.time_first_token - job.time_first_prefill
             new = prompt_tokens_of(job) - job.cached_tokens * len(job.sequences)
-            if new > 64 and took > 0:
-                self._rates.prefill = _average(self._rates.prefill, new / took)
+            self._rates.measured_prompt(new, job.time_first_token - job.time_first_prefill)
 
     def _fail_all(self) -> None:
         text = "the engine failed in the middle of this request; see its log for more"
@@ -597,26 +588,14 @@ class Host:
         groups = [g for g in self._groups.values() if g.request.id.partition("/")[0] == id]
         groups = [g for g in groups if key in (None, g.request.key)]
         for group in groups:
-            for choice in self._unfinished(group):
+            for choice in group.unfinished:
                 self._emit(group, [Failed(choice, 409, "conflict", "cancelled", "the request was cancelled")])
             self._drop(group, forget=False)
         return bool(groups)
 
-    def _unfinished(self, group: Group) -> list[int]:
-        return sorted([*group.waiting, *group.resuming, *group.running])
-
     def requests(self) -> list[dict[str, Any]]:
         """Return id, key, numbers of tokens and state of every request that the engine holds; from any thread."""
-        return [self._summary(group) for group in list(self._groups.values())]
-
-    def _summary(self, group: Group) -> dict[str, Any]:
-        return {
-            "id": group.request.id,
-            "key": group.request.key,
-            "prompt_tokens": len(group.request.prompt) // 4,
-            "generated": group.generated,
-            "state": "running" if group.running or group.resuming else "queued",
-        }
+        return [group.summary() for group in list(self._groups.values())]
 
     def _write_status(self, now: float) -> None:
         self._outgoing.count()
@@ -633,7 +612,3 @@ class Host:
         status.rates = (self._rates.prefill, self._rates.decode)
         status.write()
         self._written = now
-
-
-def _average(before: float, now: float) -> float:
-    return now if before == 0 else 0.9 * before + 0.1 * now

@@ -145,7 +145,7 @@ def ids(most: int) -> Rule:
     """Accept a token id, or a list of at most `most` token ids."""
 
     def check(param: str, value: Any) -> tuple[int, ...]:
-        found = [value] if isinstance(value, int) else value
+        found = [value] if isinstance(value, int | float) else value
         if not isinstance(found, list) or len(found) > most:
             raise _refuse(param, value, f"a list of at most {most} token ids")
         one = integer(0, (1 << 31) - 1)
