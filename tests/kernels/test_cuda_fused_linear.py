@@ -61,6 +61,18 @@ def test_a_layer_norm_of_the_input(kind: str, k: int, dtype: torch.dtype, with_b
         assert torch.equal(fused(x, out), torch.cat([matrix.matmul(inner) for matrix in matrices], 1)), m
 
 
+@pytest.mark.parametrize("kind", ["exl2", "exl2 groups of 32", "gptq", "gptq groups of 32"])
+def test_a_layer_norm_of_the_input_in_every_format(kind: str) -> None:
+    group = 32 if "32" in kind else 128
+    matrix = exl2(160, 4, k=256, group=group) if "exl2" in kind else gptq(160, False, group, 256)
+    weight, bias = torch.rand(256, device="cuda") + 0.5, torch.randn(256, device="cuda")
+    fused = FusedLinear([matrix], norm=Norm(weight, 1e-5, layer=True, bias=bias))
+    for m in (1, 2):
+        x = 2 + activations(m, 256, torch.float16)
+        out = torch.full((m, 160), float("nan"), dtype=torch.float16, device="cuda")
+        assert torch.equal(fused(x, out), matrix.matmul(layer_norm(x, weight, bias, 1e-5))), m
+
+
 @pytest.mark.needs("bulk_copy")
 def test_one_launch_takes_a_layer_norm_of_few_rows() -> None:
     weight = torch.ones(K, device="cuda")

@@ -367,14 +367,12 @@ struct Batch : BatchFinish<N, true> {
   // From one lane, so that the compiler keeps descriptors in uniform registers.
   DEVICE static uint64_t descriptor_at(uint32_t x) { return descriptor_of(__shfl_sync(~0u, x >> 4 | (16 * N >> 4) << 16, 0), 128 >> 4); }
   DEVICE uint32_t room_of_warp() const { return threadIdx.x / 32 * p.unit_room; }
-  // Adds the sums of a quarter, beginning at `row` of the table at `rows`. `widths`: a mask; a warpgroup without an item multiplies units of
-  // no width.
+  // Adds the sums of a quarter, beginning at `row` of the table at `rows`.
   DEVICE void add_quarter(float (&sum)[S], int quarter, uint32_t rows, uint32_t& row, uint32_t mine, Turn& turn, bool waits) const {
     Turn none;
     add_quarter(sum, quarter, rows, row, mine, turn, none, waits);
   }
-  DEVICE void add_quarter(float (&sum)[S], int quarter, uint32_t rows, uint32_t& row, uint32_t mine, Turn& turn, Turn& half, bool waits,
-                          uint32_t widths = 0xffff) const {
+  DEVICE void add_quarter(float (&sum)[S], int quarter, uint32_t rows, uint32_t& row, uint32_t mine, Turn& turn, Turn& half, bool waits) const {
     const int lane = threadIdx.x % 32;
     float total[S];
 #pragma unroll
@@ -392,13 +390,28 @@ struct Batch : BatchFinish<N, true> {
         barrier_wait(full + turn.slot * 8, turn.phase);
         const uint64_t descriptor = HALVES ? await_half(half) : descriptor_at(x);
         Unit unit{halves_of(half), at + mine, descriptor, ENTRY == 128 ? unit_row.y : row + MAXIMA_AT, lane, total, {}};
-        unit.run(unit_row.x & widths);
+        unit.run(unit_row.x & 0xffff);
         if constexpr (HALVES) release_half(half);
         warp_arrives(empty + turn.slot * 8, lane);
         turn.advance(p.slots);
       }
 #pragma unroll
       for (int e = 0; e < S; e++) sum[e] += total[e];
+    }
+  }
+  // Skips the units of a share in which this warpgroup has no item.
+  DEVICE void pass(Turn& turn, Turn& half) const {
+#pragma unroll 1
+    for (int i = 0; i < own; i++, turn.advance(p.slots)) {
+      barrier_wait(full + turn.slot * 8, turn.phase);
+      if constexpr (HALVES) {
+#pragma unroll 1
+        for (int h = 0; h < 2; h++) {
+          barrier_wait(present + half.slot * 8, half.phase);
+          release_half(half);
+        }
+      }
+      warp_arrives(empty + turn.slot * 8, threadIdx.x % 32);
     }
   }
   DEVICE void multiply() const {
@@ -409,13 +422,16 @@ struct Batch : BatchFinish<N, true> {
 #pragma unroll 1
     for (int block = first; block < p.shares; block += step, waits = false) {
       const Place here = place(block, group);
+      if (Unit::all(!here.some)) {
+        pass(turn, half);
+        continue;
+      }
       const uint32_t rows = base + p.part[here.matrix].units_at;
-      const uint32_t widths = here.some ? 0xffff : 0;
       uint32_t row = rows;
 #pragma unroll 1
       for (int quarter = order.first; quarter < order.first + order.quarters; quarter++) {
         float sum[S];
-        add_quarter(sum, quarter, rows, row, mine, turn, half, waits, widths);
+        add_quarter(sum, quarter, rows, row, mine, turn, half, waits);
         leave(block, quarter, sum);
       }
       if constexpr (Finish::TRANSPOSES) {

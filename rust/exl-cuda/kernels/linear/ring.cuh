@@ -246,12 +246,12 @@ struct Walker {
   }
 };
 
-template <int KIND, int ENTRY>
+template <int KIND, int ENTRY, bool GENERAL>
 DEVICE void consume(const Task& p, uint8_t* memory, uint32_t base, const uint4* places) {
   constexpr int NEXT_CLASS = 5, NEVER = 0x7fffffff;
   const Barriers s(p, base);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
-  fill_shared(p, memory);
+  fill_shared<GENERAL>(p, memory);
   bar<1>(RING_THREADS);
   if (p.flags & KEEP) {
     Keeper<KIND, ENTRY>(p, base, s).run(places);
@@ -395,7 +395,7 @@ DEVICE void store_tiles(const Task& p, uint8_t* memory, uint32_t base, uint4* pl
 }
 #endif
 
-template <int KIND, int ENTRY>
+template <int KIND, int ENTRY, bool GENERAL>
 DEVICE void ring_matmul(const Task& p) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t memory[];
@@ -406,7 +406,7 @@ DEVICE void ring_matmul(const Task& p) {
     stream_all(p, base);
   } else if (warp < CONSUMERS) {
     touch_parameters(p);
-    consume<KIND, ENTRY>(p, memory, base, places);
+    consume<KIND, ENTRY, GENERAL>(p, memory, base, places);
   } else {
     store_tiles<ENTRY>(p, memory, base, places);
   }
@@ -415,7 +415,10 @@ DEVICE void ring_matmul(const Task& p) {
 }
 
 // BOUND limits the registers: RING_REGISTERS if the compiler would use more.
-#define RING(KIND, kind, ENTRY, BOUND)                                                              \
-  extern "C" __global__ void BOUND ring_##kind##_##ENTRY(const __grid_constant__ Task p) { \
-    ring_matmul<KIND, ENTRY>(p);                                                                    \
+#define RING_FORM(NAME, KIND, ENTRY, GENERAL, BOUND)                            \
+  extern "C" __global__ void BOUND NAME(const __grid_constant__ Task p) { \
+    ring_matmul<KIND, ENTRY, GENERAL>(p);                                       \
   }
+#define RING(KIND, kind, ENTRY, BOUND)                           \
+  RING_FORM(ring_##kind##_##ENTRY, KIND, ENTRY, false, BOUND) \
+  RING_FORM(ring_##kind##_##ENTRY##_general, KIND, ENTRY, true, BOUND)

@@ -55,7 +55,8 @@ DEVICE void clear_padding(const Task& p, uint8_t* memory) {
 // Packs activations into the layout as halves, with 512 threads. The norm adds in the order of kernels/elementwise/norm.cu and so uses 256
 // threads a row. The host guarantees that a norm and BF16 rows fit one batch. A load from global memory has the latency of L2, so a batch's
 // loads are issued together. They are processed by a loop over BATCH groups of eight elements, whose registers rotate.
-template <class T, int BATCH>
+// LAYERED: the norm is a LayerNorm.
+template <class T, int BATCH, bool LAYERED>
 struct Fill {
   static constexpr bool SCALED = !std::is_same<T, __half>::value;
   static constexpr int THREADS = CONSUMERS * 32;
@@ -122,12 +123,13 @@ struct Fill {
       weights[j][0] = weights[j][1] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
     if (p.part[0].a.row_of_feature) load_rows(p.part[0].a, 0);
-    if (p.norm && (!EARLY || p.norm_bias)) {
+    if constexpr (LAYERED || !EARLY) {
+      if (p.norm)
 #pragma unroll 1
-      for (int i = rank; i < eights; i += team) {
-        if (!EARLY) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.norm + 2 * i));
-        if (p.norm_bias) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.norm_bias + 2 * i));
-      }
+        for (int i = rank; i < eights; i += team) {
+          if (!EARLY) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.norm + 2 * i));
+          if (LAYERED && p.norm_bias) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.norm_bias + 2 * i));
+        }
     }
     if (EARLY && p.norm) {
 #pragma unroll
@@ -168,9 +170,8 @@ struct Fill {
     return sum;
   }
   DEVICE void normalise(int turn_) {
-    const bool layer = p.flags & LAYER;
     float mean = 0.f, sum = 0.f;
-    if (layer) {
+    if constexpr (LAYERED) {
       each(0, [&](int) {
         float v[8];
 #pragma unroll
@@ -182,7 +183,7 @@ struct Fill {
     each(0, [&](int) {
       float v[8];
 #pragma unroll
-      for (int e = 0; e < 8; e++) v[e] = to_float(in[0].v[e]) - mean;
+      for (int e = 0; e < 8; e++) v[e] = LAYERED ? to_float(in[0].v[e]) - mean : to_float(in[0].v[e]);
       sum += eight_squares(v);
     });
     const float scale = 1.f / sqrtf(team_sum(sum, parts[0][turn_]) / (float)k + p.eps);
@@ -191,7 +192,7 @@ struct Fill {
       for (int h = 0; h < 2; h++) {
         const float4 a = EARLY ? weights[0][h] : __ldg(p.norm + 2 * i + h);
         const float w[4] = {a.x, a.y, a.z, a.w};
-        if (layer) {
+        if constexpr (LAYERED) {
           const float4 c = p.norm_bias ? __ldg(p.norm_bias + 2 * i + h) : make_float4(0.f, 0.f, 0.f, 0.f);
           const float bias[4] = {c.x, c.y, c.z, c.w};
 #pragma unroll
@@ -284,7 +285,7 @@ struct Fill {
       }
     }
     if (RACECHECK && mine == 1 && p.m % 2 == 1)
-      for (int i = 0; i < 1 + SCALED + !!(p.flags & LAYER); i++) synchronize();  // as often as the first team
+      for (int i = 0; i < 1 + SCALED + LAYERED; i++) synchronize();  // as often as the first team
   }
 };
 
@@ -333,21 +334,20 @@ DEVICE void fill_row(const Task& p, uint8_t* memory) {
 
 constexpr int LONG_ROW = 5;  // groups of eight elements that a thread holds at most
 
+// GENERAL: the input has a LayerNorm, or is a row that is longer than four groups of eight elements a thread. A kernel of its own has this
+// code: where the input has neither, fetching instructions around it costs more than 1 % of a step of one row.
+template <bool GENERAL>
 DEVICE void fill_shared(const Task& p, uint8_t* memory) {
   __shared__ float parts[2][2][CONSUMERS];
   if (p.flags & PADDED) clear_padding(p, memory);
-  if (p.flags & ROW) {
-    if (p.part[0].a.in_features <= 4 * 8 * CONSUMERS * 32) fill_row<4>(p, memory);
-    else fill_row<LONG_ROW>(p, memory);
-    return;
-  }
+  if (p.flags & ROW) return fill_row<GENERAL ? LONG_ROW : 4>(p, memory);
   const bool small = p.part[0].a.in_features <= 16 * (p.norm ? 256 : CONSUMERS * 32);
   if (p.x_kind == OUT_F16) {
-    if (small) Fill<__half, 2>(p, memory, parts).run();
-    else Fill<__half, 4>(p, memory, parts).run();
+    if (small) Fill<__half, 2, GENERAL>(p, memory, parts).run();
+    else Fill<__half, 4, GENERAL>(p, memory, parts).run();
   } else {
-    if (small) Fill<__nv_bfloat16, 2>(p, memory, parts).run();
-    else Fill<__nv_bfloat16, 4>(p, memory, parts).run();
+    if (small) Fill<__nv_bfloat16, 2, GENERAL>(p, memory, parts).run();
+    else Fill<__nv_bfloat16, 4, GENERAL>(p, memory, parts).run();
   }
 }
 #endif

@@ -171,8 +171,8 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
             .flat_map(|kind| [128, 32].map(|entry| (kind, entry)))
     };
     match file {
-        "ring" => named("ring_exl2"),
-        "ring_gptq" => named("ring_gptq"),
+        "ring" => ring::kernels("exl2"),
+        "ring_gptq" => ring::kernels("gptq"),
         "direct_exl2" => [named("direct_exl2"), vec!["norm_packed".to_owned()]].concat(),
         "direct_gptq" => named("direct_gptq"),
         "few" => few::kernels("exl2"),

@@ -63,6 +63,12 @@ impl Matmul {
     }
 }
 
+/// The kernels of matrices of `kind`.
+pub(super) fn kernels(kind: &str) -> Vec<String> {
+    let forms = |entry: u32| ["", "_general"].map(|form| format!("ring_{kind}_{entry}{form}"));
+    [128, 32].into_iter().flat_map(forms).collect()
+}
+
 /// Depth and window of the ring, for benchmarks that override the plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuning {
@@ -148,7 +154,8 @@ pub unsafe fn launch(
     }
     task.y_stride = if gated { columns / 2 } else { columns };
     let (kind, entry) = (matrices[0].kind, matrices[0].entry_rows);
-    let kernel = format!("ring_{kind}_{entry}");
+    let form = if task.is_general() { "_general" } else { "" };
+    let kernel = format!("ring_{kind}_{entry}{form}");
     let launch = Launch {
         kernel: &kernel,
         grid: [deal.blocks as u32, 1, 1],

@@ -35,6 +35,8 @@ assert_constants!(ring_task, { MOST_STAGES == MOST_STAGES, RESULT_BUFFERS == RES
 /// Longest row that the kernel's 512 threads hold at once.
 const ROW_FEATURES: usize = LONG_ROW * 8 * 512;
 const LONG_ROW: usize = 5;
+/// Longest of these that the kernel's usual form takes.
+const SHORT_ROW_FEATURES: usize = 4 * 8 * 512;
 
 assert_constants!(ring_fill, { LONG_ROW == LONG_ROW });
 
@@ -84,6 +86,14 @@ pub(super) struct Task {
     pub(super) norm_bias: usize,
     pub(super) parts: [Part; MATRICES],
     pub(super) stage_begin: [[u32; MOST_STAGES + 1]; MATRICES],
+}
+
+impl Task {
+    /// Whether only the general form of the kernel does this: a LayerNorm of the input, or a long row.
+    pub(super) fn is_general(&self) -> bool {
+        let long = self.parts[0].matrix.in_features as usize > SHORT_ROW_FEATURES;
+        self.flags & LAYER != 0 || (self.flags & ROW != 0 && long)
+    }
 }
 
 assert_layout!(Task, ring_task::Task, { barriers_at, stage_stride, slots, window, count, tiles, longer, gate, results_at, multipliers_at, x_stride, gates_at, flags, m, columns, x_kind, y_kind, y_stride, eps, offset, x, y, residual, norm, norm_bias, parts as part, stage_begin });
