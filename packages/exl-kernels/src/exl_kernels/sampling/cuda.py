@@ -21,7 +21,7 @@ from ..selection import LIMITS
 from .bias import SparseBias
 
 if TYPE_CHECKING:
-    from . import Answer, NextStepInputs, Plan, Row
+    from . import Answer, Plan, Row, TokenTarget
 
 __all__ = ["LaunchedOnGpu", "launch", "queue", "workspace_bytes"]
 
@@ -102,7 +102,7 @@ class _Place:
             )
         return self._workspace
 
-    def launch(self, rows: Sequence[Row], into: NextStepInputs | None = None, beside: bool = False) -> None:
+    def launch(self, rows: Sequence[Row], into: TokenTarget | None = None, beside: bool = False) -> None:
         """Fill the staging memory, copy it and launch.
 
         `beside`: copy on a separate stream while the current stream is still busy with earlier work. Only for calls
@@ -177,7 +177,7 @@ class LaunchedOnGpu:
 
     __slots__ = ("_answers", "_into", "_place", "_rows")
 
-    def __init__(self, place: _Place, rows: Sequence[Row], into: NextStepInputs | None) -> None:
+    def __init__(self, place: _Place, rows: Sequence[Row], into: TokenTarget | None) -> None:
         self._place, self._rows, self._into = place, rows, into
         self._answers: list[Answer] | None = None
 
@@ -198,7 +198,7 @@ class LaunchedOnGpu:
         return self._answers
 
 
-def launch(rows: Sequence[Row], into: NextStepInputs | None = None) -> LaunchedOnGpu:
+def launch(rows: Sequence[Row], into: TokenTarget | None = None) -> LaunchedOnGpu:
     """Queue the sampling of rows of one GPU on torch's current stream; `into` gets their tokens."""
     place = _place(rows[0].logits.device)
     with place.lock:

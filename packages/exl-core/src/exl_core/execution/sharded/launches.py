@@ -27,7 +27,7 @@ from ...device import activation_dtype
 from ...layers import Embedding, Head, Linear, Norm, RMSNorm
 from ...layers.description import AttentionDescription, MlpDescription
 from ..attention_half import AttentionHalf
-from ..half import NOTHING, Features, GoesOn, JoinedHalf, Normed, Onward, Product, last_rows
+from ..half import NO_PROLOGUE, Features, JoinedHalf, NextPrologue, Normed, OutputTokens, PendingMatmul, last_rows
 from ..mlp_half import MlpHalf
 from ..operators import Joined, Operators
 from .coverage import ANSWER, LoadedWeights, pairs_of, part_of, refusal_of_exchange
@@ -68,7 +68,9 @@ class _Whole(Joined):
 class _Rounded(Operators):
     """Separate launches that round each sum twice, as the modules' own passes do after they gather the result."""
 
-    def last(self, half: JoinedHalf, x: Tensor, y: Features, h: Normed, onward: Onward, step: Step) -> Normed:
+    def last(
+        self, half: JoinedHalf, x: Tensor, y: Features, h: Normed, next_prologue: NextPrologue, step: Step
+    ) -> Normed:
         """Multiply and add; see `Operators.last`."""
         assert isinstance(y, Tensor), "gathered"
         x.add_(half.about.last.quant.matmul(y))
@@ -84,7 +86,7 @@ def run_shares(
     steps: Sequence[Step],
     gather: Callable[[list[Tensor], Sequence[int], Sequence[Tensor] | None], list[Tensor]],
     ops: Operators,
-    goes_on: GoesOn = "all",
+    output_tokens: OutputTokens = "all",
 ) -> list[Tensor] | None:
     """Run the layers on some devices of a sharded model, step by step, with an exchange behind each matmul's result.
 
@@ -95,28 +97,28 @@ def run_shares(
         gather: (columns of each device, first column of each device of the model and their number, memory of the
             result or None) -> all columns on each device.
         ops: how the matmuls run.
-        goes_on: the tokens whose results are needed.
+        output_tokens: the tokens whose hidden states are returned.
 
     Returns:
-        The hidden state of the tokens that go on, on each device; None where none goes on.
+        The hidden state of the output tokens, on each device; None where there are none.
     """
     shape, layers = shares[0].shape, list(zip(*(share.halves for share in shares), strict=True))
     own = [share.columns_of(whole) for share, whole in zip(shares, x, strict=True)]
     for number, halves in enumerate(layers):
-        narrows = goes_on if number == len(layers) - 2 else "all"  # the last attention
+        narrows = output_tokens if number == len(layers) - 2 else "all"  # the last attention
         made: list[Tensor] = []
         for half, whole, step in zip(halves, x, steps, strict=True):
             _, _, y = half.features(whole, None, step, ops, "none" if narrows == "none" else "all")
             if y is not None:
                 assert not isinstance(y, Packed), "no room for it"
-                made.append(y.now() if isinstance(y, Product) else y)
+                made.append(y.now() if isinstance(y, PendingMatmul) else y)
         if not made:
             return None
         if narrows == "last":
             made, own = ([last_rows(t, steps[0].batch_size) for t in parts] for parts in (made, own))
         kind = shape.inner if number % 2 else shape.heads
         for half, columns, y, step in zip(halves, own, gather(made, kind, None), steps, strict=True):
-            ops.last(half, columns, y, None, NOTHING, step)
+            ops.last(half, columns, y, None, NO_PROLOGUE, step)
         x = gather(own, shape.hidden, None if narrows == "last" else x)
     return list(x)
 
@@ -190,7 +192,7 @@ class ShardLaunches:
             return [gather(made[0], begins, None if full is None else full[0], None)]
 
         found = run_shares([self], [self._embedded(ids, gather)], [step], all_columns, WHOLE)
-        assert found is not None, "all tokens go on"
+        assert found is not None, "all tokens are output"
         (x,) = found
         h = rms_norm(x, self._norm.loaded_weight, self._norm.eps)
         part = self._matrix.matmul(h, out=torch.empty((rows, self._matrix.out_features), device=device))
