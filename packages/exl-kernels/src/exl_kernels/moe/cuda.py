@@ -249,9 +249,9 @@ class GroupedExperts:
                 h[some],
                 ids[some],
                 weights[some],
-                scratch,
-                out[some],
-                launch_on(h),
+                scratch=scratch,
+                out=out[some],
+                launch=launch_on(h),
                 shared=None if shared is None else shared[some],
                 shared_weights=None if shared_weights is None else shared_weights[some],
                 residual=None if residual is None else residual[some],
@@ -277,7 +277,7 @@ class GroupedExperts:
         total = sum(len(group.experts) * group.rows for group in groups)
         rows = torch.empty(total, dtype=torch.int32, device=h.device)
         places = torch.empty(ids.shape, dtype=torch.int32, device=h.device)
-        self._native.pad(padded, order, begins, chosen, rows, places, launch_on(h))
+        self._native.pad(padded, order, begins, chosen=chosen, rows=rows, places=places, launch=launch_on(h))
         experts = padded[:, 0].to(torch.int64)
         weights = h.new_empty(max(len(group.experts) for group in groups) * hidden * width)
         parts = h.new_empty(total, hidden)

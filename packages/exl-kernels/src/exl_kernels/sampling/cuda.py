@@ -98,7 +98,13 @@ class _Place:
         """Return the buffers as the native functions take them, made again when one of them has grown."""
         if self._workspace is None:
             self._workspace = _native.SamplingWorkspace(
-                self.staging, self.copy, self.shaped, self.maxima, self.sums, self.wide, self.tails
+                staging=self.staging,
+                device_copy=self.copy,
+                shaped=self.shaped,
+                maxima=self.maxima,
+                sums=self.sums,
+                wide=self.wide,
+                tails=self.tails,
             )
         return self._workspace
 
