@@ -88,7 +88,14 @@ class Rotating:
         count = max(2, -(-ROTATE // image.nbytes))
         self.copies = [
             _native.CudaMatrix(
-                layout, image if i == 0 else image.clone(), units, maxima, features, row_of_feature, None, 1.0
+                layout,
+                image=image if i == 0 else image.clone(),
+                units=units,
+                maxima=maxima,
+                features=features,
+                row_of_feature=row_of_feature,
+                bias=None,
+                prescale=1.0,
             )
             for i in range(count)
         ]

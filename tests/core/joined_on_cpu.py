@@ -208,9 +208,9 @@ class GroupDouble:
     def __init__(self, rows: RowAdapters, keys: Sequence[str], widths: Sequence[int]) -> None:
         self.rows, self.keys, self.widths = rows, keys, list(widths)
 
-    def shrink(self, x: Tensor, set_ids: Tensor, *, norm: Any = None, normed: Tensor | None = None) -> Tensor:
+    def shrink(self, x: Tensor, slots: Tensor, *, norm: Any = None, normed: Tensor | None = None) -> Tensor:
         """The input itself, from which `expand` computes all."""
-        assert set_ids is self.rows.set_ids
+        assert slots is self.rows.slots
         GroupDouble.calls += 1
         if norm is None:
             return x.clone()
@@ -221,7 +221,7 @@ class GroupDouble:
         self,
         y: Tensor,
         middle: Tensor,
-        set_ids: Tensor,
+        slots: Tensor,
         *,
         out: Tensor | None = None,
         residual: Tensor | None = None,

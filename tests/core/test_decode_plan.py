@@ -362,8 +362,8 @@ def test_a_step_with_adapters_is_the_modules_own_pass(
         begin = PagedParams(batch, table, torch.zeros(batch, dtype=torch.int32), 0, PAGE, 20)
         params = PagedParams(batch, table, torch.full((batch,), 20, dtype=torch.int32), 20, PAGE, q_len)
         caches = [ExLlamaV2Cache(model, max_seq_len=PAGE * 2 * batch) for _ in range(2)]
-        set_ids = torch.tensor(numbers, dtype=torch.int32).repeat_interleave(q_len)
-        rows = RowAdapters(sets, set_ids, q_len)
+        slots = torch.tensor(numbers, dtype=torch.int32).repeat_interleave(q_len)
+        rows = RowAdapters(sets, slots, q_len)
         steps = []
         for cache in caches:
             model.forward_chunk(ids[:, :20], cache, attn_params=begin, preprocess_only=True)

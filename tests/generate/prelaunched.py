@@ -22,7 +22,7 @@ __all__ = [
     "OneBuffer",
     "Overwriting",
     "Preparing",
-    "ScriptedNextStep",
+    "ScriptedReplay",
 ]
 
 TOKENIZER = ScriptedTokenizer(["a", "b", "c", "ab", "bc", " ", "A", "cab", ".", "é"])
@@ -65,7 +65,7 @@ class OneBuffer(ScriptedModel):
         return found
 
 
-class ScriptedNextStep:
+class ScriptedReplay:
     """A step of `Preparing` that waits for its ids."""
 
     def __init__(self, model: Preparing, cache: Any, params: PagedParams, row_loras: Any) -> None:
@@ -73,8 +73,8 @@ class ScriptedNextStep:
         self.adapters = {} if row_loras is None else {"row_loras": row_loras}
         self.ids = torch.full((params.batch_size,), -1)
 
-    def inputs(self) -> kernels.NextStepInputs:
-        return kernels.NextStepInputs(self.ids, VOCAB)
+    def inputs(self) -> kernels.TokenTarget:
+        return kernels.TokenTarget(self.ids, VOCAB)
 
     def launch(self) -> torch.Tensor:
         self.model.events.append("step")
@@ -111,14 +111,14 @@ class Preparing(OneBuffer):
 
     def prepare_next_step(
         self, q_len: int, cache: Any, attn_params: PagedParams, *, row_loras: Any = None
-    ) -> ScriptedNextStep:
-        return ScriptedNextStep(self, cache, attn_params, row_loras)
+    ) -> ScriptedReplay:
+        return ScriptedReplay(self, cache, attn_params, row_loras)
 
 
 class OnDevice:
     """Sampling as a GPU does it: tokens are in the inputs of the next step before the host collects them."""
 
-    def __init__(self, device: Device, rows: list[kernels.Row], into: kernels.NextStepInputs | None) -> None:
+    def __init__(self, device: Device, rows: list[kernels.Row], into: kernels.TokenTarget | None) -> None:
         into = into if device.writes else None
         self.device, self.rows, self.written = device, rows, into is not None
         self.found: list[Any] = []
@@ -149,7 +149,7 @@ class Device:
     def really(self, row: kernels.Row) -> kernels.Sampled | kernels.Failure:
         return self._launch([row]).collect()[0]
 
-    def launch(self, rows: list[kernels.Row], into: kernels.NextStepInputs | None = None) -> OnDevice:
+    def launch(self, rows: list[kernels.Row], into: kernels.TokenTarget | None = None) -> OnDevice:
         self.events.append("sample")
         if self.faults:
             raise self.faults.pop()

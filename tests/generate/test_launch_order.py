@@ -13,7 +13,7 @@ from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokeni
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.bundled import draft_model_dir
 from exl_generate.dynamic.draft_length import FixedDraftLength
-from exl_generate.dynamic.next_step import NextStepOfJobs
+from exl_generate.dynamic.prelaunched_step import PrelaunchedStep
 from exl_generate.testing import (
     ScriptedCache,
     check_pages,
@@ -99,13 +99,13 @@ def test_a_step_whose_row_is_left_to_the_cpu_is_launched_again(monkeypatch: pyte
 @pytest.mark.parametrize("top", [0, MOST_REPORTED])
 def test_logits_are_not_copied_where_the_gpu_reports_the_candidates(monkeypatch: pytest.MonkeyPatch, top: int) -> None:
     copies: list[object] = []
-    serve = NextStepOfJobs.serve
+    serve = PrelaunchedStep.serve
 
-    def watched(step: NextStepOfJobs, windows: Any, keep: bool) -> Any:
+    def watched(step: PrelaunchedStep, windows: Any, keep: bool) -> Any:
         copies.append(keep)
         return serve(step, windows, keep)
 
-    monkeypatch.setattr(NextStepOfJobs, "serve", watched)
+    monkeypatch.setattr(PrelaunchedStep, "serve", watched)
     stage = Stage(monkeypatch)
     for seed in range(2):
         stage.add([3, 4, 5 + seed], 6, return_top_tokens=top)

@@ -288,7 +288,7 @@ def test_the_sampler_has_few_rows_for_draft_tokens(monkeypatch: pytest.MonkeyPat
     expected = play(asks, early=False, kind=Repeating, drafts=0)[0]
     rows, device = [], Device([])
 
-    def counted(asked: list[kernels.Row], into: kernels.NextStepInputs | None = None) -> Any:
+    def counted(asked: list[kernels.Row], into: kernels.TokenTarget | None = None) -> Any:
         rows.append(len(asked))
         return device.launch(asked, into)
 

@@ -144,8 +144,17 @@ def test_tensors_that_lie_askew_are_refused() -> None:
         first = -room.data_ptr() % 128 + odd
         return room[first : first + t.nbytes].view(t.dtype).view(t.shape).copy_(t)
 
-    units, tables, packed = layout.units, (layout.features, layout.row_of_feature), layout.image
+    packed = layout.image
     assert packed is not None
     for what, image, maxima in (("image", 16, 0), ("maxima", 0, 8)):
         with pytest.raises(ValueError, match=what):
-            _native.CudaMatrix(layout, at(packed, image), units, at(layout.maxima, maxima), *tables, None, 1.0)
+            _native.CudaMatrix(
+                layout,
+                image=at(packed, image),
+                units=layout.units,
+                maxima=at(layout.maxima, maxima),
+                features=layout.features,
+                row_of_feature=layout.row_of_feature,
+                bias=None,
+                prescale=1.0,
+            )

@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_refused() -> None:
     table.add(x, y)
     with pytest.raises(ShapeError, match="T, 64"):
         table.add(x[:, :32].contiguous(), y)
-    with pytest.raises(ShapeError, match="entry_ids"):
+    with pytest.raises(ShapeError, match="slots"):
         table.add(x, y, torch.zeros(3, dtype=torch.int32, device=DEVICE))
 
 

@@ -294,7 +294,7 @@ def test_rows_on_the_cpu_are_sampled_when_they_are_collected() -> None:
     """Also beside inputs of a next step, which only a GPU writes; errors come from one of the two calls."""
     rows = [Row(Plan(size=300, top_k=k), torch.randn(300), uniform=0.5) for k in (1, 20)]
     ids = torch.full((2,), -1)
-    launched = sampling.launch(rows, sampling.NextStepInputs(ids, 300))
+    launched = sampling.launch(rows, sampling.TokenTarget(ids, 300))
     assert launched.collect() == launched.collect() == sampling.sample(rows)
     assert not launched.written
     assert ids.tolist() == [-1, -1]
@@ -498,7 +498,7 @@ class Step:
         self.source = torch.randint(0, 256, (max(size, 8 * rows),), dtype=torch.uint8).pin_memory()
         self.device = torch.full_like(self.source, 0xA5, device="cuda")
         self.ids = self.device[: 8 * rows].view(torch.int64)
-        self.inputs = sampling.NextStepInputs(self.ids, limit, (self.source, self.device))
+        self.inputs = sampling.TokenTarget(self.ids, limit, (self.source, self.device))
         self.tokens: torch.Tensor | None = None
 
     def launch(self) -> None:
@@ -574,7 +574,7 @@ def test_inputs_of_the_next_step_are_there_with_the_tokens(rows: int, width: int
             assert kept
             assert step.tokens.tolist() == [one.token for one in found if isinstance(one, Sampled)]
     with pytest.raises(ValueError, match="the same length as their source"):
-        sampling.launch(asked, sampling.NextStepInputs(step.ids, width, (step.source[:-4], step.device)))
+        sampling.launch(asked, sampling.TokenTarget(step.ids, width, (step.source[:-4], step.device)))
 
 
 @pytest.mark.cuda

@@ -66,13 +66,14 @@ def test_parts_of_an_image_are_those_of_the_whole(k: int, n: int, groups: list[t
 
 def test_gptq_in_parts() -> None:
     parts = gptq(256, 64)
-    whole = _native.CudaLayout.from_gptq("m", parts, 4, False, None, 2)
-    layout = _native.CudaLayout.from_gptq("m", parts, 4, False, None, 2, pack=False)
+    whole = _native.CudaLayout.from_gptq("m", parts, bits=4, v2=False, group_size=None, threads=2)
+    layout = _native.CudaLayout.from_gptq("m", parts, bits=4, v2=False, group_size=None, threads=2, pack=False)
     assert whole.image is not None
     image = torch.zeros_like(whole.image)
     half = layout.tiles // 2 * layout.tile_bytes
-    layout.pack_gptq("m", parts, 4, False, None, 0, image[:half], 1)
-    layout.pack_gptq("m", parts, 4, False, None, layout.tiles // 2, image[half:], 2)
+    layout.pack_gptq("m", parts, bits=4, v2=False, group_size=None, first=0, out=image[:half], threads=1)
+    first = layout.tiles // 2
+    layout.pack_gptq("m", parts, bits=4, v2=False, group_size=None, first=first, out=image[half:], threads=2)
     assert torch.equal(image, whole.image)
 
 

@@ -162,6 +162,7 @@ pub fn exl2_quantize(
 
 /// Pack codes [K, N] and scale codes [G, N] into `parts`.
 #[pyfunction]
+#[pyo3(signature = (name, codes, *, scale_codes, q_scale_max, groups, perm, parts))]
 pub fn exl2_pack(
     py: Python<'_>,
     name: &str,
@@ -224,6 +225,7 @@ pub fn gptq_dequantize(
 
 /// Quantize `weight` [out, in] into `parts` (qweight, qzeros, scales, g_idx).
 #[pyfunction]
+#[pyo3(signature = (name, weight, *, bits, group_size, symmetric, v2, perm, parts))]
 pub fn gptq_quantize(
     py: Python<'_>,
     name: &str,

@@ -42,8 +42,16 @@ class Made:
         self.image = image.cuda()
 
     def copy(self) -> _native.CudaMatrix:
-        tables = (self.units, self.maxima, self.features, self.row_of_feature)
-        return _native.CudaMatrix(self.layout, self.image.clone(), *tables, None, 1.0)
+        return _native.CudaMatrix(
+            self.layout,
+            image=self.image.clone(),
+            units=self.units,
+            maxima=self.maxima,
+            features=self.features,
+            row_of_feature=self.row_of_feature,
+            bias=None,
+            prescale=1.0,
+        )
 
 
 def few(

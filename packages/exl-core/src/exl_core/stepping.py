@@ -13,7 +13,7 @@ from .device import out_of_memory_as_error
 from .execution.arguments import check_row_loras
 from .execution.attn_params import PagedParams
 from .execution.captured import DecodeGraphs
-from .execution.next_step import NextStep
+from .execution.captured_step import StepReplay
 from .execution.select import prepare_next_step
 from .loading.loadable import LoadableModel
 from .lora import ExLlamaV2Lora
@@ -69,7 +69,7 @@ class SteppingModel(LoadableModel):
         attn_params: PagedParams,
         *,
         row_loras: Sequence[Sequence[ExLlamaV2Lora]] | None = None,
-    ) -> NextStep | None:
+    ) -> StepReplay | None:
         """Prepare a paged step whose ids are not known yet.
 
         The result's `run` takes int64 ids [batch, q_len] on the CPU, or integers on the model's GPU that the current

@@ -18,7 +18,7 @@ from exl_core.embeddings import EmbeddingConfig
 
 if TYPE_CHECKING:
     from exl_core import PagedParams
-    from exl_kernels.sampling import NextStepInputs
+    from exl_kernels.sampling import TokenTarget
 
 __all__ = [
     "Adapter",
@@ -28,7 +28,7 @@ __all__ = [
     "Embedding",
     "ExLlamaV2MMEmbedding",
     "Model",
-    "NextStep",
+    "StepReplay",
     "Tokenizer",
     "first_missing",
 ]
@@ -112,14 +112,17 @@ class Embedding(GridRows, Protocol):
     """Positions from one patch of time to the next."""
 
 
-class NextStep(Protocol):
-    """A decode step whose ids are not known yet. Run it before any other step of its model, or not at all."""
+class StepReplay(Protocol):
+    """A step of a model for given rows and pages, before its ids are known (`exl_core.execution.captured_step`).
+
+    Run it before any other step of its model, or not at all.
+    """
 
     @property
     def is_current(self) -> bool:
         """Whether the logits returned last are still valid: the model may reuse their memory in its next step."""
 
-    def inputs(self) -> NextStepInputs | None:
+    def inputs(self) -> TokenTarget | None:
         """Return the memory for the sampler's tokens, one for each sequence; None if the step cannot run."""
 
     def launch(self) -> torch.Tensor:
@@ -168,7 +171,7 @@ class Model(Protocol):
 
     def prepare_next_step(
         self, q_len: int, cache: Any, attn_params: PagedParams, *, row_loras: Any = None
-    ) -> NextStep | None:
+    ) -> StepReplay | None:
         """Prepare a step of `q_len` tokens a row whose ids are not known yet (`ExLlamaV2.prepare_next_step`), or return
         None.
 

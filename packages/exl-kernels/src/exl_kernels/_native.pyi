@@ -127,6 +127,7 @@ class AttentionBlock:
         /,
         norms: Sequence[BlockNorm | None],
         matrices: Sequence[Matrix],
+        *,
         head_dim: int,
         scale: float,
         window: int,
@@ -317,6 +318,7 @@ class CudaExperts:
         padded: Tensor,
         order: Tensor,
         begins: Tensor,
+        *,
         chosen: int,
         rows: Tensor,
         places: Tensor,
@@ -334,10 +336,10 @@ class CudaExperts:
         h: Tensor,
         ids: Tensor,
         weights: Tensor,
+        *,
         scratch: Tensor,
         out: Tensor,
         launch: Launch,
-        *,
         shared: Tensor | None = None,
         shared_weights: Tensor | None = None,
         residual: Tensor | None = None,
@@ -393,6 +395,7 @@ class CudaLayout:
     def from_gptq(
         name: str,
         parts: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        *,
         bits: int,
         v2: bool,
         group_size: int | None,
@@ -424,6 +427,7 @@ class CudaLayout:
         /,
         name: str,
         parts: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        *,
         bits: int,
         v2: bool,
         group_size: int | None,
@@ -540,6 +544,7 @@ class CudaMatrix:
         cls,
         /,
         layout: CudaLayout,
+        *,
         image: Tensor,
         units: Tensor,
         maxima: Tensor,
@@ -967,6 +972,7 @@ class Matrix:
     def from_gptq(
         name: str,
         parts: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        *,
         bits: int,
         v2: bool,
         group_size: int | None,
@@ -1183,6 +1189,7 @@ class SamplingWorkspace:
     def __new__(
         cls,
         /,
+        *,
         staging: Tensor,
         device_copy: Tensor,
         shaped: Tensor,
@@ -1269,7 +1276,7 @@ def cuda_add_post_norm(
     """
 
 def cuda_add_rms_norm(
-    x: Tensor, y: Tensor, weight: Tensor, out: Tensor, eps: float, weight_offset: float, launch: Launch
+    x: Tensor, y: Tensor, weight: Tensor, out: Tensor, *, eps: float, weight_offset: float, launch: Launch
 ) -> None:
     """
     x += y, out = rms_norm(x); all [rows, width] of one type, weight float32 [width].
@@ -1491,6 +1498,7 @@ def exl2_groups(name: str, plan_text: str, k: int) -> list[tuple[int, int]]:
 def exl2_pack(
     name: str,
     codes: Tensor,
+    *,
     scale_codes: Tensor,
     q_scale_max: Tensor,
     groups: Sequence[tuple[int, int]],
@@ -1540,6 +1548,7 @@ def gptq_dequantize(
 def gptq_quantize(
     name: str,
     weight: Tensor,
+    *,
     bits: int,
     group_size: int,
     symmetric: bool,
@@ -1574,7 +1583,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: 
 
 def num_threads() -> int: ...
 def paged_attention(
-    q: Tensor, pages: Pages, tables: AttentionTables, scale: float, window: int, softcap: float, out: Tensor
+    q: Tensor, pages: Pages, tables: AttentionTables, *, scale: float, window: int, softcap: float, out: Tensor
 ) -> None:
     """
     See `exl_kernels.attention.paged_attention`.

@@ -138,7 +138,9 @@ class AttentionBlock:
         self.hidden_size = projections[0].in_features
         norms = [_maybe_native(n) for n in (norm, q_norm, k_norm, post)]
         matrices = [m._native for m in projections]
-        self._native = _native.AttentionBlock(norms, matrices, head_dim, scale, window, softcap, clip)
+        self._native = _native.AttentionBlock(
+            norms, matrices, head_dim=head_dim, scale=scale, window=window, softcap=softcap, clip=clip
+        )
 
     def forward(self, x: Tensor, tokens: Tokens, pages: KVPages) -> Tensor:
         """Run the block on x float32 [T, hidden], contiguous, in place, and return x. Errors as the operators."""

@@ -213,11 +213,11 @@ def exl2_pack(
     _native.exl2_pack(
         name,
         codes.contiguous(),
-        scale_codes.contiguous(),
-        q_scale_max.contiguous(),
-        list(groups),
-        _perm(perm, name),
-        result,
+        scale_codes=scale_codes.contiguous(),
+        q_scale_max=q_scale_max.contiguous(),
+        groups=list(groups),
+        perm=_perm(perm, name),
+        parts=result,
     )
     return result._asdict()
 
@@ -334,7 +334,16 @@ def gptq_quantize(
     scales = torch.empty((groups, out_features), dtype=torch.float16)
     g_idx = torch.empty(in_features, dtype=torch.int32)
     outputs = (qweight, qzeros, scales, g_idx)
-    _native.gptq_quantize(name, weight, bits, group_size, symmetric, _is_v2(zeros), _perm(perm, name), outputs)
+    _native.gptq_quantize(
+        name,
+        weight,
+        bits=bits,
+        group_size=group_size,
+        symmetric=symmetric,
+        v2=_is_v2(zeros),
+        perm=_perm(perm, name),
+        parts=outputs,
+    )
     return {"qweight": qweight, "qzeros": qzeros, "scales": scales, "g_idx": g_idx}
 
 

@@ -85,7 +85,7 @@ def add_rms_norm(
     if y.dtype != x.dtype or out.dtype != x.dtype:
         raise DTypeError(f"add_rms_norm: x is {x.dtype}, y {y.dtype}, out {out.dtype}; expected one type")
     if x.numel():
-        _native.cuda_add_rms_norm(x, y, weight, out, eps, weight_offset, launch_on(x))
+        _native.cuda_add_rms_norm(x, y, weight, out, eps=eps, weight_offset=weight_offset, launch=launch_on(x))
     return out
 
 

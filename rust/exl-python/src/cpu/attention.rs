@@ -13,6 +13,7 @@ use crate::tensor::{Tensor, same_shape};
 
 /// See `exl_kernels.attention.paged_attention`.
 #[pyfunction]
+#[pyo3(signature = (q, pages, tables, *, scale, window, softcap, out))]
 pub fn paged_attention(
     py: Python<'_>,
     q: Tensor,

@@ -167,6 +167,7 @@ pub struct AttentionBlock {
 #[pymethods]
 impl AttentionBlock {
     #[new]
+    #[pyo3(signature = (norms, matrices, *, head_dim, scale, window, softcap, clip))]
     fn new(
         py: Python<'_>,
         norms: [MaybeNorm; 4],

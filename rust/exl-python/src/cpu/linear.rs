@@ -66,7 +66,7 @@ impl Matrix {
     }
 
     #[staticmethod]
-    #[pyo3(signature = (name, parts, bits, v2, group_size, bias, prescale, exact))]
+    #[pyo3(signature = (name, parts, *, bits, v2, group_size, bias, prescale, exact))]
     fn from_gptq(
         py: Python<'_>,
         name: &str,

@@ -18,6 +18,7 @@ use crate::tensor::{DType, Tensor};
 
 /// x += y, out = rms_norm(x); all [rows, width] of one type, weight float32 [width].
 #[pyfunction]
+#[pyo3(signature = (x, y, weight, out, *, eps, weight_offset, launch))]
 pub fn cuda_add_rms_norm(
     py: Python<'_>,
     x: Tensor,

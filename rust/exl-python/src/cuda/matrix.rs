@@ -168,7 +168,7 @@ impl CudaLayout {
 
     /// As `pack_exl2`, with the arguments of `from_gptq`.
     #[allow(clippy::too_many_arguments)]
-    #[pyo3(signature = (name, parts, bits, v2, group_size, first, out, threads))]
+    #[pyo3(signature = (name, parts, *, bits, v2, group_size, first, out, threads))]
     fn pack_gptq(
         &self,
         py: Python<'_>,
@@ -188,7 +188,7 @@ impl CudaLayout {
     }
 
     #[staticmethod]
-    #[pyo3(signature = (name, parts, bits, v2, group_size, threads, pack = true))]
+    #[pyo3(signature = (name, parts, *, bits, v2, group_size, threads, pack = true))]
     #[allow(clippy::too_many_arguments)]
     fn from_gptq(
         py: Python<'_>,
@@ -268,7 +268,7 @@ pub struct CudaMatrix {
 impl CudaMatrix {
     /// The tensors of `layout`, moved to one GPU, and a float32 bias there or None.
     #[new]
-    #[pyo3(signature = (layout, image, units, maxima, features, row_of_feature, bias, prescale))]
+    #[pyo3(signature = (layout, *, image, units, maxima, features, row_of_feature, bias, prescale))]
     fn new(
         py: Python<'_>,
         layout: &CudaLayout,

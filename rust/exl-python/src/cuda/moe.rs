@@ -243,7 +243,7 @@ impl CudaExperts {
     /// Compute out [rows, hidden] = residual + sum of weights * the experts of h, + shared * shared_weights. All are float16, except
     /// `weights` and `shared_weights`, which are float32. `ids` int64 and `weights` have shape [rows, chosen]; `table` holds the bytes of
     /// `table`; `scratch` is uint8. `tuning` is for benchmarks: row tiles of a block of gate and up, and of down.
-    #[pyo3(signature = (table, h, ids, weights, scratch, out, launch, *, shared=None, shared_weights=None, residual=None, tuning=None))]
+    #[pyo3(signature = (table, h, ids, weights, *, scratch, out, launch, shared=None, shared_weights=None, residual=None, tuning=None))]
     fn run(
         &self,
         py: Python<'_>,
@@ -373,6 +373,7 @@ impl CudaExperts {
     /// Write the row of each padded row into `rows` int32, 0 for padding, and the padded row of each pair of a row and an expert into
     /// `places` int32 [pairs]. `padded` int32 [n, 3]: an expert, its first padded row and their number. `order` int64 [pairs]: pairs sorted
     /// by expert; `begins` int64 [experts + 1]: where each expert's begin there.
+    #[pyo3(signature = (padded, order, begins, *, chosen, rows, places, launch))]
     fn pad(
         &self,
         py: Python<'_>,

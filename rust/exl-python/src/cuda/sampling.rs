@@ -44,6 +44,7 @@ impl SamplingWorkspace {
     /// int32 and `sums` int64 [N, 2048], for calls of up to N rows of up to `pitch` logits, `wide` uint8 of `wide_bytes(N)`, zero at the
     /// beginning, and `tails` int32 [N, 2, pitch], which may be empty until a row has a tail-free cut.
     #[new]
+    #[pyo3(signature = (*, staging, device_copy, shaped, maxima, sums, wide, tails))]
     fn new(
         staging: Tensor,
         device_copy: Tensor,

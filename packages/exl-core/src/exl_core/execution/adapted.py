@@ -29,22 +29,22 @@ class MatmulAdapters:
     """The adapters that the rows of a step have for the matrices of one matmul."""
 
     group: LoraGroup
-    set_ids: Tensor
-    """int32 [T], the set of each row."""
+    slots: Tensor
+    """int32 [T], the slot of each row, as for `LoraGroup.shrink`."""
 
     def shrink(self, x: Tensor, norm: InputNorm | None = None, normed: Tensor | None = None) -> Tensor:
         """Multiply x [T, in], or its norm, which is stored in `normed`, by A; as `LoraGroup.shrink`."""
-        return self.group.shrink(x, self.set_ids, norm=norm, normed=normed)
+        return self.group.shrink(x, self.slots, norm=norm, normed=normed)
 
     def expand(self, y: Tensor, middle: Tensor, activation: Activation | None = None) -> Tensor:
         """Add the results to y [T, outputs of all matrices], in place or in a new tensor of gated results."""
-        return self.group.expand(y, middle, self.set_ids, activation=activation)
+        return self.group.expand(y, middle, self.slots, activation=activation)
 
     def multiply(self, matmul: FusedLinear, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
         """Compute out = x @ W + adapters [+ residual] with the matmul of one matrix; out may be the residual."""
         middle = self.shrink(x)
         y = matmul(x, out if residual is None else torch.empty_like(out))
-        self.group.expand(y, middle, self.set_ids, out=out, residual=residual)
+        self.group.expand(y, middle, self.slots, out=out, residual=residual)
 
 
 def takes_adapters(step: Step, linears: Sequence[Linear]) -> bool:
@@ -60,7 +60,7 @@ def adapters_of(step: Step, linears: Sequence[Linear]) -> MatmulAdapters | None:
     (rows,) = step.loras
     assert isinstance(rows, RowAdapters), "takes_adapters lets no other through"
     group = rows.group(*_about(linears))
-    return None if group is None else MatmulAdapters(group, rows.set_ids)
+    return None if group is None else MatmulAdapters(group, rows.slots)
 
 
 def _about(linears: Sequence[Linear]) -> tuple[list[str], int, list[int]]:

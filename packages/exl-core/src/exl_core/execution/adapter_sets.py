@@ -1,4 +1,4 @@
-"""The combinations of adapters that rows of captured steps can have, and their numbers."""
+"""The combinations of adapters that rows of captured steps can have, each in a slot."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ MAX_SETS = 32  # most combinations at a time
 
 
 class AdapterSets:
-    """Numbers of combinations of adapters, which do not keep the adapters alive.
+    """Slots of combinations of adapters, which do not keep the adapters alive.
 
     Attributes:
         version: counts changes of the combinations.
-        stale: an adapter was freed since the last `clear`: captured steps must not use the numbers any more.
+        stale: an adapter was freed since the last `clear`: captured steps must not use the slots any more.
     """
 
     def __init__(self) -> None:
-        self._ids: dict[tuple[int, ...], int] = {}  # identities of a combination's adapters -> number
+        self._slots: dict[tuple[int, ...], int] = {}  # identities of a combination's adapters -> slot
         self._adapters: list[tuple[weakref.ref[Adapter], ...]] = []
         self._watched: dict[int, weakref.finalize[..., Adapter]] = {}
         self.version = 0
@@ -31,7 +31,7 @@ class AdapterSets:
 
     def clear(self) -> None:
         """Forget all combinations."""
-        self._ids.clear()
+        self._slots.clear()
         self._adapters.clear()
         for watch in self._watched.values():
             watch.detach()
@@ -39,8 +39,8 @@ class AdapterSets:
         self.stale = False
 
     def new_of(self, adapters: Sequence[tuple[Adapter, ...]]) -> list[tuple[Adapter, ...]]:
-        """Return the combinations of these rows that have no number yet."""
-        return list(dict.fromkeys(found for found in adapters if found and _identity(found) not in self._ids))
+        """Return the combinations of these rows that have no slot yet."""
+        return list(dict.fromkeys(found for found in adapters if found and _identity(found) not in self._slots))
 
     def add(
         self,
@@ -48,15 +48,15 @@ class AdapterSets:
         adapters: Sequence[tuple[Adapter, ...]],
         died: Callable[[], Callable[[], None] | None],
     ) -> None:
-        """Number new combinations. Where there are too many, only those of `adapters`, of all rows, remain.
+        """Give new combinations slots. Where there are too many, only those of `adapters`, of all rows, remain.
 
         died: weak reference to a function that is called after one of the adapters was freed.
         """
-        if len(self._ids) + len(new) > MAX_SETS:
+        if len(self._slots) + len(new) > MAX_SETS:
             self.clear()
             new = list(dict.fromkeys(found for found in adapters if found))
         for found in new:
-            self._ids[_identity(found)] = len(self._adapters)
+            self._slots[_identity(found)] = len(self._adapters)
             self._adapters.append(tuple(weakref.ref(adapter) for adapter in found))
             for adapter in found:
                 if id(adapter) not in self._watched:
@@ -64,12 +64,12 @@ class AdapterSets:
                     self._watched[id(adapter)].atexit = False
         self.version += 1
 
-    def ids_of(self, adapters: Sequence[tuple[Adapter, ...]]) -> list[int]:
-        """Return the number of each row's adapters, -1 for none."""
-        return [self._ids[_identity(found)] if found else -1 for found in adapters]
+    def slots_of(self, adapters: Sequence[tuple[Adapter, ...]]) -> list[int]:
+        """Return the slot of each row's adapters, -1 for none."""
+        return [self._slots[_identity(found)] if found else -1 for found in adapters]
 
     def adapters(self) -> list[tuple[Adapter, ...]]:
-        """Return the combinations by number, without adapters that were freed."""
+        """Return the combinations by slot, without adapters that were freed."""
         alive = [[ref() for ref in found] for found in self._adapters]
         return [tuple(adapter for adapter in found if adapter is not None) for found in alive]
 

@@ -22,7 +22,7 @@ from ..layers.attention import rotate, shape_heads
 from ..layers.description import AttentionDescription
 from ..layers.norm import rms_of
 from .batch import Step
-from .half import Features, GoesOn, JoinedHalf, Normed, Product, last_rows
+from .half import Features, JoinedHalf, Normed, OutputTokens, PendingMatmul, last_rows
 from .operators import Operators
 
 __all__ = ["AttentionHalf", "norms_of_heads"]
@@ -51,16 +51,16 @@ class AttentionHalf(JoinedHalf):
         return self.first.joins(rows) and self.last.joins(rows)
 
     def features(
-        self, x: Tensor, h: Normed, step: Step, ops: Operators, goes_on: GoesOn = "all"
+        self, x: Tensor, h: Normed, step: Step, ops: Operators, output_tokens: OutputTokens = "all"
     ) -> tuple[Tensor, Normed, Features | None]:
         """Run norm, q, k, v and attention; see `JoinedHalf.features`. Separate launches, unless all tokens go on."""
-        if goes_on != "all":
-            return self._stored(x, self.normed(x, h), step, goes_on)
+        if output_tokens != "all":
+            return self._stored(x, self.normed(x, h), step, output_tokens)
         mixed = ops.attention(self, x, h, step)
         if mixed is not None:
             return x, h, mixed
         found, rows = ops.first(self, x, h, step), x.shape[0]
-        if isinstance(found, Product):
+        if isinstance(found, PendingMatmul):
             found = found.now()
         into = ops.room(self, rows, step)
         mixed = self._attended(found, step, into)
@@ -89,14 +89,16 @@ class AttentionHalf(JoinedHalf):
             for t, norm in zip(parts, (self.about.q_norm, self.about.k_norm, None), strict=True):
                 self._shaped(t, norm)
 
-    def _stored(self, x: Tensor, h: Tensor, step: Step, goes_on: GoesOn) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _stored(
+        self, x: Tensor, h: Tensor, step: Step, output_tokens: OutputTokens
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Store all keys and values; attend with the last token of each row, unless none goes on."""
         a = self.about
         q_proj, k_proj, v_proj = (linear.quant for linear in a.first)
         k, v = self._shaped(k_proj.matmul(h), a.k_norm), self._shaped(v_proj.matmul(h))
         rotate(k, step, a.rope, step.rope_positions, interleaved=a.interleaved)
         store_kv(step.pages(a.layer_idx), k, v, step.slots)
-        if goes_on == "none":
+        if output_tokens == "none":
             return x, h, None
         x, h, rows, places, turns = (
             last_rows(t, step.batch_size) for t in (x, h, step.rows, step.positions, step.rope_positions)

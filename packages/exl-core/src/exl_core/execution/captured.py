@@ -38,16 +38,16 @@ from .capturable import (
     without_hooks,
 )
 from .capture_failure import CaptureFailure
+from .captured_step import CapturedStep, StepReplay, on_cpu
 from .environment import PROMPTS_VARIABLE, eager_prompts, joins_adapters
 from .fused import JoinedLaunches, joined_launches_of
-from .next_step import CapturedStep, NextStep, on_cpu
 from .prompt_windows import windows_of
-from .sections import Handover, SectionGraphs, mirrored, sections_of
+from .sections import DeviceCopy, SectionGraphs, mirrored, sections_of
 from .sharded.coverage import row_bytes
 from .sharded.launches import ShardLaunches, shard_launches_of
 from .sharded.mail import Mail, exchanges, refusal_of_access
 from .sharded.prompts import Prompts
-from .step_inputs import Bucket, StepInputs, StepTensors, passed
+from .step_inputs import Bucket, StagedTensors, StepTensors, passed
 
 if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
@@ -120,7 +120,7 @@ class DecodeGraphs:
             self.reason = why
         return why
 
-    def prepare_store(self, ids: Tensor, cache: ExLlamaV2CacheBase, params: PagedParams) -> NextStep | str:
+    def prepare_store(self, ids: Tensor, cache: ExLlamaV2CacheBase, params: PagedParams) -> StepReplay | str:
         """Prepare a captured step that stores the keys and values of a short prompt, and fill in its ids.
 
         The first passes of a bucket are not captured: many prompts are the only ones of their size.
@@ -151,7 +151,7 @@ class DecodeGraphs:
         adapters: Sequence[tuple[Adapter, ...]] = (),
         *,
         stores: bool = False,
-    ) -> NextStep | str:
+    ) -> StepReplay | str:
         """Do all work of a step of `q_len` tokens a row that does not need its ids.
 
         Args:
@@ -189,9 +189,9 @@ class DecodeGraphs:
         most = min(table.shape[1] * size, model.config.max_seq_len)
         if longest > most:
             return self._refused_step(f"the step ends at {longest} tokens; its pages and the model hold {most}")
-        set_ids = self._set_ids_of(model, adapters, batch * q_len) if adapters else []
-        if isinstance(set_ids, str):
-            return self._refused_step(set_ids)
+        adapter_slots = self._adapter_slots_of(model, adapters, batch * q_len) if adapters else []
+        if isinstance(adapter_slots, str):
+            return self._refused_step(adapter_slots)
         sizes = self._bucket(batch, q_len, longest, size, places)
         bucket = self._store_bucket(model, sizes, places) if stores else sizes
         if bucket is None:
@@ -200,8 +200,8 @@ class DecodeGraphs:
         if isinstance(captured, str):
             return self._refused_step(captured)
         limits = (model.config.vocab_size, model.config.max_seq_len, places)
-        of_tokens = [set_id for set_id in set_ids for _ in range(q_len)]
-        return NextStep(self, cache, captured, (batch, q_len), (past, table), limits, offsets, longest, of_tokens)
+        of_tokens = [slot for slot in adapter_slots for _ in range(q_len)]
+        return StepReplay(self, cache, captured, (batch, q_len), (past, table), limits, offsets, longest, of_tokens)
 
     def _refused_step(self, why: str) -> str:
         self.reason = why
@@ -221,10 +221,10 @@ class DecodeGraphs:
         if not self._recording:  # the garbage collector may find the adapter at any time
             self._drop_adapted()
 
-    def _set_ids_of(
+    def _adapter_slots_of(
         self, model: LanguageModel, adapters: Sequence[tuple[Adapter, ...]], tokens: int
     ) -> list[int] | str:
-        """Return the number in `_sets` of each row's adapters, -1 for none.
+        """Return the slot in `_sets` of each row's adapters, -1 for none.
 
         Or return the reason why captured steps cannot have these adapters. New adapters invalidate the captured steps
         with others, whose tables have no room for more.
@@ -241,7 +241,7 @@ class DecodeGraphs:
             if why is not None:
                 return why
             self._sets.add(new, adapters, weakref.WeakMethod(self._adapter_died))
-        return self._sets.ids_of(adapters)
+        return self._sets.slots_of(adapters)
 
     def joined_launches(self, model: LanguageModel) -> JoinedLaunches | str:
         """Return the joined launches of a model that is on one GPU, or the reason why there are none."""
@@ -435,7 +435,7 @@ class DecodeGraphs:
         if model.tp_context is not None:
             return self._record_sharded(model, model.tp_context, cache, bucket)
         joined = None if adapted and not joins_adapters() else self._joined_or_reason(model)
-        inputs = StepInputs(bucket, device)
+        inputs = StagedTensors(bucket, device)
         if bucket.stores:
             assert isinstance(joined, JoinedLaunches), "_store_bucket has checked it"
             return self._record_store(model, cache, joined, inputs)
@@ -445,29 +445,29 @@ class DecodeGraphs:
         steps = {name: static_step(model, cache, bucket, own, own.buffer.device) for name, own in tensors.items()}
         adapters: list[RowAdapters] = []
         for name, step in steps.items() if adapted else ():
-            set_ids = torch.full((bucket.tokens,), -1, dtype=torch.int32, device=step.rows.device)
-            adapters.append(RowAdapters(self._sets.adapters(), set_ids, bucket.q_len))
+            adapter_slots = torch.full((bucket.tokens,), -1, dtype=torch.int32, device=step.rows.device)
+            adapters.append(RowAdapters(self._sets.adapters(), adapter_slots, bucket.q_len))
             steps[name] = replace(step, loras=(adapters[-1],))
 
         kept = [t for step in steps.values() for t in (step.rows, step.cos, step.sin, *(step.alt or ()))]
-        parts: list[tuple[list[Handover], torch.cuda.CUDAGraph]] = []
+        parts: list[tuple[list[DeviceCopy], torch.cuda.CUDAGraph]] = []
         state = tensors[sections[0].name].ids
         for section in sections:
-            handovers = [copies.pop(section.name)] if section.name in copies else []
+            copies_in = [copies.pop(section.name)] if section.name in copies else []
             given = state
             if section.begin:
                 given = torch.zeros_like(state, device=section.device)
-                handovers.append(Handover(state, given))
+                copies_in.append(DeviceCopy(state, given))
             body = section.body(model, joined, given, steps[section.name])
             out = logits if section is sections[-1] else None
             graph, state, held = self._capture(body, out, given)
-            parts.append((handovers, graph))
+            parts.append((copies_in, graph))
             kept += [state, held]
         whole = parts[0][1] if len(parts) == 1 else SectionGraphs(parts)
         return CapturedStep(whole, inputs, logits, (*kept, *self._workspaces), tuple(adapters), [-1] * bucket.tokens)
 
     def _record_store(
-        self, model: LanguageModel, cache: ExLlamaV2CacheBase, joined: JoinedLaunches, inputs: StepInputs
+        self, model: LanguageModel, cache: ExLlamaV2CacheBase, joined: JoinedLaunches, inputs: StagedTensors
     ) -> CapturedStep:
         """Record a step without logits of a model on one device."""
         step = static_step(model, cache, inputs.bucket, inputs, inputs.buffer.device)
@@ -485,21 +485,21 @@ class DecodeGraphs:
     ) -> CapturedStep:
         """Record a graph for each device of a sharded model. The graphs wait for one another's results."""
         assert isinstance(self._shards, list), "_refusal_of_bucket has made them"
-        inputs = StepInputs(bucket, context.home)
+        inputs = StagedTensors(bucket, context.home)
         logits = self._logits_of(bucket.tokens, model.config.padded_vocab_size, context.home)
         boxes = self._mail.boxes(context, bucket.tokens, row_bytes(model.modules, len(self._shards)))
         pages = context.pages(cache, bucket.page_size, (bucket.batch, model.config.head_dim))
         kept: list[Tensor] = []
-        parts: list[tuple[list[Handover], torch.cuda.CUDAGraph]] = []
+        parts: list[tuple[list[DeviceCopy], torch.cuda.CUDAGraph]] = []
         for shard in reversed(range(len(self._shards))):
             device = context.device(shard)
             own = StepTensors(bucket, device) if shard else inputs
             # The home device's graph is queued last: it ends, and lets a copy behind it begin, only after the others.
-            handovers = [Handover(inputs.buffer, own.buffer)] if shard else []
+            copies_in = [DeviceCopy(inputs.buffer, own.buffer)] if shard else []
             step = replace(static_step(model, cache, bucket, own, device), pages=pages[shard])
             body = self._shards[shard].body(own.ids, step, partial(exchanges, boxes, shard))
             graph, result, held = self._capture(body, None if shard else logits, own.ids)
-            parts.append((handovers, graph))
+            parts.append((copies_in, graph))
             kept += [step.rows, step.cos, step.sin, *(step.alt or ()), result, held]
         return CapturedStep(
             SectionGraphs(parts), inputs, logits, (*kept, *self._workspaces), (), [], {}, boxes, self._shards

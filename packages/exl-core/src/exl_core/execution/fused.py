@@ -32,7 +32,7 @@ from ..layers.module import is_changed, refusal_of_float
 from ..layers.norm import rms_of
 from .batch import Step
 from .environment import JOINED_ROWS_VARIABLE, joined_rows
-from .half import NOTHING, GoesOn, Half, ModuleHalf, Normed, Onward, Taken, last_rows, why_apart
+from .half import NO_PROLOGUE, Half, ModuleHalf, NextPrologue, Normed, OutputTokens, PackedInput, last_rows, why_apart
 from .halves import half_of
 from .many_rows import ManyRows, takes_many_rows
 from .operators import APART, JOINED
@@ -69,7 +69,7 @@ class JoinedLaunches:
         self._sections: dict[
             tuple[int, int], JoinedLaunches
         ] = {}  # kept: captured steps have addresses of their tensors
-        self._onwards: dict[tuple[int, tuple[bool, ...], bool, bool], list[Onward]] = {}
+        self._kept_prologues: dict[tuple[int, tuple[bool, ...], bool, bool], list[NextPrologue]] = {}
         self._refusals: dict[int, str | None] = {}  # by number of rows, which captured steps ask every time
 
     def section(self, begin: int, end: int) -> JoinedLaunches:
@@ -108,7 +108,7 @@ class JoinedLaunches:
                 return h if self._head is None or logits is None else self._logits_of_blocks(h, step, logits)
         head = None if logits is None or step.loras else self._normed_head(rows, logits)
         x, left = self._run_halves(x, step, self._joins(rows), head=head)
-        if isinstance(left, Taken):
+        if isinstance(left, PackedInput):
             assert logits is not None
             assert self._head is not None
             left.matmul.chained(left.packed, logits)
@@ -132,20 +132,20 @@ class JoinedLaunches:
             self._refusals[rows] = of_head or next((why for why in whys if why is not None), None)
         return self._refusals[rows]
 
-    def hidden(self, ids: Tensor, step: Step, goes_on: GoesOn = "all") -> Tensor:
-        """Return the head's input [T, hidden] of the tokens that go on, for ids int64 [T] on the device."""
-        return self._hidden(self._embedded(ids), step, self._joins(ids.shape[0]), goes_on)
+    def hidden(self, ids: Tensor, step: Step, output_tokens: OutputTokens = "all") -> Tensor:
+        """Return the head's input [T, hidden] of the output tokens, for ids int64 [T] on the device."""
+        return self._hidden(self._embedded(ids), step, self._joins(ids.shape[0]), output_tokens)
 
     def _joins(self, rows: int) -> list[bool]:
         """Return for each half whether its launches of `rows` rows are joined."""
         few = rows <= joined_rows()
         return [few and half.joins(rows) for half in self._halves]
 
-    def _hidden(self, x: Tensor, step: Step, joins: Sequence[bool], goes_on: GoesOn = "all") -> Tensor:
+    def _hidden(self, x: Tensor, step: Step, joins: Sequence[bool], output_tokens: OutputTokens = "all") -> Tensor:
         batch, rows = step.batch_size, x.shape[0]
-        x, h = self._run_halves(x, step, joins, goes_on=goes_on)
-        assert not isinstance(h, Taken), "no matmul follows the last half"
-        if goes_on == "last" and x.shape[0] == rows > batch:
+        x, h = self._run_halves(x, step, joins, output_tokens=output_tokens)
+        assert not isinstance(h, PackedInput), "no matmul follows the last half"
+        if output_tokens == "last" and x.shape[0] == rows > batch:
             x, h = last_rows(x, batch), None if h is None else last_rows(h, batch)
         return self._normed(x) if h is None else h
 
@@ -158,7 +158,7 @@ class JoinedLaunches:
         step: Step,
         joins: Sequence[bool],
         *,
-        goes_on: GoesOn = "all",
+        output_tokens: OutputTokens = "all",
         head: FusedLinear | None = None,
     ) -> tuple[Tensor, Normed]:
         """Run the halves, each with joined launches where `joins` says so and these add the adapters of the step.
@@ -167,8 +167,8 @@ class JoinedLaunches:
             x: the hidden state [T, hidden].
             step: the step.
             joins: of each half.
-            goes_on: the tokens whose results are needed. With "last" they alone are returned where all halves from the
-                last attention on run apart. With "none" that attention ends the pass.
+            output_tokens: the tokens whose hidden states are returned. With "last" only these are returned, if
+                all halves from the last attention on run apart. With "none" that attention ends the pass.
             head: the last norm and the head as one matmul, for which the last half may pack its results, or None.
 
         Returns:
@@ -178,28 +178,30 @@ class JoinedLaunches:
         if step.loras:  # separate matmuls would leave the adapters out
             joins = [joint and half.takes_adapters(step) for joint, half in zip(joins, halves, strict=True)]
             halves = [half if joint else ModuleHalf(half.module) for joint, half in zip(joins, halves, strict=True)]
-        if goes_on == "none":
+        if output_tokens == "none":
             halves, joins = halves[: self._last + 1], [*joins[: self._last], False]
         narrows = -1 if any(joins[self._last :]) else self._last
         rows = x.shape[0] if any(joins) else 0  # which launches apart do not ask for
         key = (rows, tuple(joins), head is None, not step.loras)
-        onward = self._onwards.get(key)
-        if onward is None:
-            onward = self._onwards[key] = self._onward(rows, halves, joins, head, packs=not step.loras)
+        prologues = self._kept_prologues.get(key)
+        if prologues is None:
+            prologues = self._kept_prologues[key] = self._next_prologues(
+                rows, halves, joins, head, packs=not step.loras
+            )
         apart = ManyRows(halves, x.shape[0], x.device) if takes_many_rows(x.shape[0]) else APART
         h: Normed = None
         for index, (half, joint) in enumerate(zip(halves, joins, strict=True)):
-            here = goes_on if index == narrows else "all"
+            here = output_tokens if index == narrows else "all"
             if here != "all":
                 apart = APART  # for the tokens that are left
-            x, h = half.run(x, h, step, JOINED if joint else apart, onward[index], here)
+            x, h = half.run(x, h, step, JOINED if joint else apart, prologues[index], here)
         return x, h
 
-    def _onward(
+    def _next_prologues(
         self, rows: int, halves: Sequence[Half], joins: Sequence[bool], head: FusedLinear | None, *, packs: bool
-    ) -> list[Onward]:
-        """Return what each half may do for the next one; packs: pack its input, too."""
-        found: list[Onward] = []
+    ) -> list[NextPrologue]:
+        """Return for each half the part of the next prologue that it may do; packs: pack the input, too."""
+        found: list[NextPrologue] = []
         following: Half | None = None
         for half, joint in zip(reversed(halves), reversed(joins), strict=True):
             both = packs and joint and (following is None or joins[-len(found)])
@@ -207,13 +209,13 @@ class JoinedLaunches:
             if both:
                 to = head if following is None else following.chained_first(rows)
             if to is not None and half.chains_to(to, rows):
-                found.append(Onward(matmul=to))
+                found.append(NextPrologue(matmul=to))
             elif following is None:
-                found.append(Onward(self._last_norm))
+                found.append(NextPrologue(self._last_norm))
             elif following.input_norm is None or found[-1].chained is not None:
-                found.append(NOTHING)  # the first matmul of a chain norms its input
+                found.append(NO_PROLOGUE)  # the first matmul of a chain norms its input
             else:
-                found.append(Onward(following.input_norm, following.first_matmul if both else None))
+                found.append(NextPrologue(following.input_norm, following.first_matmul if both else None))
             following = half
         return found[::-1]
 
@@ -239,7 +241,7 @@ class JoinedLaunches:
 
     def store(self, ids: Tensor, step: Step) -> None:
         """Store the keys and values of ids int64 [T] in the cache without further results."""
-        self._run_halves(self._embedded(ids), step, self._joins(ids.shape[0]), goes_on="none")
+        self._run_halves(self._embedded(ids), step, self._joins(ids.shape[0]), output_tokens="none")
 
     def _embedded(self, given: Tensor) -> Tensor:
         """Return the hidden state, of the embedded ids if there is an embedding."""

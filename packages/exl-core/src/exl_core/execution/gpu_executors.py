@@ -8,10 +8,10 @@ from ..device import out_of_memory_as_error
 from .eager import first_step, matmuls_of
 
 if TYPE_CHECKING:
+    from .captured_step import StepReplay
     from .executor import ExecutableModel
     from .forward_pass import ForwardPass
     from .fused import JoinedLaunches
-    from .next_step import NextStep
 
 __all__ = ["Captured", "CapturedStore", "Joined"]
 
@@ -21,7 +21,7 @@ class Captured:
 
     __slots__ = ("_step",)
 
-    def __init__(self, step: NextStep) -> None:
+    def __init__(self, step: StepReplay) -> None:
         self._step = step
 
     def run(self, model: ExecutableModel, asked: ForwardPass) -> dict[str, Any]:
@@ -35,7 +35,7 @@ class CapturedStore:
 
     __slots__ = ("_step",)
 
-    def __init__(self, step: NextStep) -> None:
+    def __init__(self, step: StepReplay) -> None:
         self._step = step
 
     def run(self, model: ExecutableModel, asked: ForwardPass) -> dict[str, Any]:

@@ -38,16 +38,16 @@ if TYPE_CHECKING:
     from .operators import Operators
 
 __all__ = [
-    "NOTHING",
+    "NO_PROLOGUE",
     "Features",
-    "GoesOn",
     "Half",
     "JoinedHalf",
     "ModuleHalf",
+    "NextPrologue",
     "Normed",
-    "Onward",
-    "Product",
-    "Taken",
+    "OutputTokens",
+    "PackedInput",
+    "PendingMatmul",
     "description_of",
     "input_norm",
     "last_rows",
@@ -55,23 +55,24 @@ __all__ = [
 ]
 
 
-GoesOn = Literal["all", "last", "none"]
-"""The tokens whose results are needed: all, the last one of each row of equal length, or none: only keys and values."""
+OutputTokens = Literal["all", "last", "none"]
+"""The tokens for which a pass returns a hidden state: all, the last one of each row of equal length, or none, when the
+pass only stores keys and values."""
 
 
-class Taken(NamedTuple):
+class PackedInput(NamedTuple):
     """The input of a matmul, packed by an earlier launch; normed, unless the matmul norms it."""
 
     matmul: FusedLinear
     packed: Packed
 
 
-Normed = Tensor | Taken | None
+Normed = Tensor | PackedInput | None
 """The hidden state as an earlier launch has normed it, [T, hidden], or packed it; None if neither."""
 
 
-class Onward(NamedTuple):
-    """The work that the last launches of a half may do for the next one."""
+class NextPrologue(NamedTuple):
+    """The part of the next half's first matmul that the last launches of a half may do: norm and packed input."""
 
     norm: RMSNorm | None = None
     """Norm the hidden state with this."""
@@ -84,14 +85,14 @@ class Onward(NamedTuple):
         return self.matmul if self.norm is None else None
 
 
-NOTHING = Onward()
+NO_PROLOGUE = NextPrologue()
 
 
-class Product(NamedTuple):
+class PendingMatmul(NamedTuple):
     """A matmul that is not launched yet: the next one may be launched with it (`FusedLinear.then`)."""
 
     matmul: FusedLinear
-    taken: Tensor | Packed
+    input: Tensor | Packed
     x: Tensor
     """The hidden state, whose rows and device the results have."""
 
@@ -99,14 +100,14 @@ class Product(NamedTuple):
         """Launch the matmul; returns [T, outputs]."""
         x = self.x
         out = x.new_empty(x.shape[0], self.matmul.out_features, dtype=activation_dtype(x.device))
-        if not isinstance(self.taken, Packed):
-            return self.matmul(self.taken, out)
-        self.matmul.chained(self.taken, out)
+        if not isinstance(self.input, Packed):
+            return self.matmul(self.input, out)
+        self.matmul.chained(self.input, out)
         return out
 
 
-Features = Tensor | Packed | Product
-"""The input of the last matmul: there, packed for it, or the results of a matmul."""
+Features = Tensor | Packed | PendingMatmul
+"""The input of the last matmul: a tensor, packed, or a matmul that is still to be launched."""
 
 
 def description_of(module: Module) -> HalfDescription | None:
@@ -169,7 +170,13 @@ class Half(ABC):
 
     @abstractmethod
     def run(
-        self, x: Tensor, h: Normed, step: Step, ops: Operators, onward: Onward = NOTHING, goes_on: GoesOn = "all"
+        self,
+        x: Tensor,
+        h: Normed,
+        step: Step,
+        ops: Operators,
+        next_prologue: NextPrologue = NO_PROLOGUE,
+        output_tokens: OutputTokens = "all",
     ) -> tuple[Tensor, Normed]:
         """Run the half.
 
@@ -178,11 +185,11 @@ class Half(ABC):
             h: input_norm(x), if it is computed already, or the packed input; may be changed in place.
             step: the step.
             ops: how the matmuls run.
-            onward: what the last launches may do for the next half.
-            goes_on: the tokens whose results are needed. Keys and values of all are stored.
+            next_prologue: the part of the next half's first matmul that the last launches may do.
+            output_tokens: the tokens whose hidden states are returned. Keys and values of all are stored.
 
         Returns:
-            x of these tokens, and what the launches did for the next half. Both may be changed in place.
+            x of these tokens, and its norm or packed input for the next half, if computed. Both may be changed.
         """
 
 
@@ -193,11 +200,17 @@ class ModuleHalf(Half):
         self.module = module
 
     def run(
-        self, x: Tensor, h: Normed, step: Step, ops: Operators, onward: Onward = NOTHING, goes_on: GoesOn = "all"
+        self,
+        x: Tensor,
+        h: Normed,
+        step: Step,
+        ops: Operators,
+        next_prologue: NextPrologue = NO_PROLOGUE,
+        output_tokens: OutputTokens = "all",
     ) -> tuple[Tensor, Normed]:
         """Run the module's own forward pass."""
         x = self.module.forward(x, step)
-        return last_rows(x, step.batch_size) if goes_on == "last" else x, None
+        return last_rows(x, step.batch_size) if output_tokens == "last" else x, None
 
 
 class JoinedHalf(Half):
@@ -257,21 +270,27 @@ class JoinedHalf(Half):
 
     @abstractmethod
     def features(
-        self, x: Tensor, h: Normed, step: Step, ops: Operators, goes_on: GoesOn = "all"
+        self, x: Tensor, h: Normed, step: Step, ops: Operators, output_tokens: OutputTokens = "all"
     ) -> tuple[Tensor, Normed, Features | None]:
         """Run all but the last matmul and its epilogue; arguments as for `run`.
 
         Returns:
-            x and h of the tokens that go on, and the input of the last matmul; None where none goes on.
+            x and h of the output tokens, and the input of the last matmul; None where there are none.
         """
 
     def run(
-        self, x: Tensor, h: Normed, step: Step, ops: Operators, onward: Onward = NOTHING, goes_on: GoesOn = "all"
+        self,
+        x: Tensor,
+        h: Normed,
+        step: Step,
+        ops: Operators,
+        next_prologue: NextPrologue = NO_PROLOGUE,
+        output_tokens: OutputTokens = "all",
     ) -> tuple[Tensor, Normed]:
         """Run the steps of the half."""
-        x, _, y = self.features(x, h, step, ops, goes_on)
-        free = h if goes_on == "all" else None  # of fewer tokens it may be x itself
-        return x, None if y is None else ops.last(self, x, y, free, onward, step)
+        x, _, y = self.features(x, h, step, ops, output_tokens)
+        free = h if output_tokens == "all" else None  # of fewer tokens it may be x itself
+        return x, None if y is None else ops.last(self, x, y, free, next_prologue, step)
 
     def normed(self, x: Tensor, h: Normed = None) -> Tensor:
         """Return the input of matmuls without a fused norm: h, if given."""
@@ -286,8 +305,8 @@ class JoinedHalf(Half):
             return x, x
         return torch.empty_like(x, dtype=activation_dtype(x.device)), None
 
-    def left(self, x: Tensor, y: Tensor, norm: RMSNorm | None, h: Normed = None) -> Tensor | None:
-        """Do the work after the last matmul: x += post(y) where y is not in x yet.
+    def finish(self, x: Tensor, y: Tensor, norm: RMSNorm | None, h: Normed = None) -> Tensor | None:
+        """Add the result of the last matmul: x += post(y), where y is not in x yet.
 
         Returns `norm`(x), in h if given, where that needs no further launch.
         """

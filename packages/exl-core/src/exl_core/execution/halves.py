@@ -8,7 +8,7 @@ from ..layers import Linear, Module
 from ..layers.description import AttentionDescription, MlpDescription
 from .attention_half import AttentionHalf
 from .batch import Step
-from .half import NOTHING, GoesOn, Half, ModuleHalf, Normed, Onward, description_of, why_apart
+from .half import NO_PROLOGUE, Half, ModuleHalf, NextPrologue, Normed, OutputTokens, description_of, why_apart
 from .mlp_half import MlpHalf
 from .operators import Operators
 
@@ -36,14 +36,20 @@ class ParallelHalf(AttentionHalf):
         return super().takes_adapters(step) and self.mlp.takes_adapters(step)
 
     def run(
-        self, x: Tensor, h: Normed, step: Step, ops: Operators, onward: Onward = NOTHING, goes_on: GoesOn = "all"
+        self,
+        x: Tensor,
+        h: Normed,
+        step: Step,
+        ops: Operators,
+        next_prologue: NextPrologue = NO_PROLOGUE,
+        output_tokens: OutputTokens = "all",
     ) -> tuple[Tensor, Normed]:
         """Run attention, then MLP, on one normed input."""
-        x, h, y = self.features(x, self.normed(x, h), step, ops, goes_on)
+        x, h, y = self.features(x, self.normed(x, h), step, ops, output_tokens)
         if y is None:
             return x, None
-        ops.last(self, x, y, None, NOTHING, step)
-        return self.mlp.run(x, h, step, ops, onward)
+        ops.last(self, x, y, None, NO_PROLOGUE, step)
+        return self.mlp.run(x, h, step, ops, next_prologue)
 
 
 def half_of(module: Module) -> Half:

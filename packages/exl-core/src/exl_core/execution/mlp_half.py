@@ -16,7 +16,7 @@ from exl_kernels.linear.fused import Activation
 
 from ..layers.description import MlpDescription
 from .batch import Step
-from .half import Features, GoesOn, JoinedHalf, Normed, Product
+from .half import Features, JoinedHalf, Normed, OutputTokens, PendingMatmul
 from .operators import Operators
 
 __all__ = ["MlpHalf"]
@@ -41,13 +41,13 @@ class MlpHalf(JoinedHalf):
         return self.plain and self.first.chains_to(self.last, rows)
 
     def features(
-        self, x: Tensor, h: Normed, step: Step, ops: Operators, goes_on: GoesOn = "all"
+        self, x: Tensor, h: Normed, step: Step, ops: Operators, output_tokens: OutputTokens = "all"
     ) -> tuple[Tensor, Normed, Features | None]:
         """Run norm, gate, up and activation, of all tokens; see `JoinedHalf.features`."""
         found = ops.first(self, x, h, step)
-        if self.activation is not None and isinstance(found, (Tensor, Product)):
+        if self.activation is not None and isinstance(found, (Tensor, PendingMatmul)):
             return x, h, found
-        if isinstance(found, Product):
+        if isinstance(found, PendingMatmul):
             found = found.now()
         inner, *up = (found,) if isinstance(found, Tensor) else found
         if up:

@@ -22,7 +22,7 @@ from exl_kernels.selection import FEW_ROWS
 from ..layers.norm import layer_of
 from .adapted import adapters_of
 from .batch import Step
-from .half import Features, JoinedHalf, Normed, Onward, Product, Taken, input_norm
+from .half import Features, JoinedHalf, NextPrologue, Normed, PackedInput, PendingMatmul, input_norm
 
 __all__ = ["APART", "JOINED", "Joined", "Operators"]
 
@@ -30,7 +30,7 @@ __all__ = ["APART", "JOINED", "Joined", "Operators"]
 class Operators:
     """How the matmuls of a half run: here one by one, or all first ones at once where that is faster."""
 
-    def first(self, half: JoinedHalf, x: Tensor, h: Normed, step: Step) -> Tensor | Product | Iterable[Tensor]:
+    def first(self, half: JoinedHalf, x: Tensor, h: Normed, step: Step) -> Tensor | PendingMatmul | Iterable[Tensor]:
         """Norm x, unless h is that, and multiply by the first matrices.
 
         Returns the results side by side, [T, outputs], with the activation that `half.activation` names; or those of
@@ -52,20 +52,22 @@ class Operators:
         """Return where attention may pack the input of the last matmul, or None."""
         return None
 
-    def last(self, half: JoinedHalf, x: Tensor, y: Features, h: Normed, onward: Onward, step: Step) -> Normed:
+    def last(
+        self, half: JoinedHalf, x: Tensor, y: Features, h: Normed, next_prologue: NextPrologue, step: Step
+    ) -> Normed:
         """Compute x += post(y @ last), in place; h: memory that may be used. Returns the work done for the next half.
 
         Where torch's matmul can add x, the sum is rounded once.
         """
         assert isinstance(y, Tensor), "the features of `first`"
-        about, norm, matrix = half.about, onward.norm, half.about.last.quant
+        about, norm, matrix = half.about, next_prologue.norm, half.about.last.quant
         out = h if isinstance(h, Tensor) else None
         plain = about.post is None and not about.float_residual
         if plain and self.added(matrix, y, x):
             return None if norm is None else rms_norm(x, norm.loaded_weight, norm.eps, out=out)
         y = self.multiplied(matrix, y)
         if half.adds_apart or norm is None:
-            return half.left(x, y, norm, out)
+            return half.finish(x, y, norm, out)
         y = y if about.post is None else about.post.apply(y.to(x.dtype))
         if about.float_residual:
             return norm.forward(x.add_(y))
@@ -86,12 +88,12 @@ class Operators:
 class Joined(Operators):
     """Matmuls with their norm, activation and residual, each of which may pack the input of the next one."""
 
-    def first(self, half: JoinedHalf, x: Tensor, h: Normed, step: Step) -> Tensor | Product | Iterable[Tensor]:
+    def first(self, half: JoinedHalf, x: Tensor, h: Normed, step: Step) -> Tensor | PendingMatmul | Iterable[Tensor]:
         """Norm and multiply; see `Operators.first`. Without adapters the matmul is left to whoever needs its result."""
         adapters = adapters_of(step, half.about.first)
         if adapters is None:
-            return self._product(half, x, h)
-        assert not isinstance(h, Taken), "steps with adapters pack no input"
+            return self._pending(half, x, h)
+        assert not isinstance(h, PackedInput), "steps with adapters pack no input"
         if h is None and half.own_norm is not None:
             h = torch.empty_like(x)
             middle = adapters.shrink(x, norm=input_norm(half.own_norm), normed=h)
@@ -104,60 +106,64 @@ class Joined(Operators):
         y = adapters.expand(y, middle)
         return y if half.activation is None else activate(y, half.activation, out=y)
 
-    def _product(self, half: JoinedHalf, x: Tensor, h: Normed) -> Product:
+    def _pending(self, half: JoinedHalf, x: Tensor, h: Normed) -> PendingMatmul:
         """Return the first matmul: with its norm, if no other launch has computed that."""
-        if isinstance(h, Taken):
-            return Product(h.matmul, h.packed, x)
+        if isinstance(h, PackedInput):
+            return PendingMatmul(h.matmul, h.packed, x)
         if h is None and half.own_norm is not None:
-            return Product(half.first, x, x)
+            return PendingMatmul(half.first, x, x)
         layered = half.first_layered
         if h is None and layered is not None and layered.joins(x.shape[0]):
-            return Product(layered, x, x)
+            return PendingMatmul(layered, x, x)
         norm = layer_of(half.about.norm)
         given = None
         if h is None and norm is not None and not half.about.float_residual:
             given = half.first_normed.input_of(x.shape[0])
         if norm is None or given is None:
-            return Product(half.first_normed, half.normed(x, h), x)
+            return PendingMatmul(half.first_normed, half.normed(x, h), x)
         # One launch computes the LayerNorm and packs it.
         scratch = layer_norm_packed(x, norm.loaded_weight, norm.bias, norm.eps, given)
-        return Product(half.first_normed, Packed(scratch, x.shape[0], by_matmul=False), x)
+        return PendingMatmul(half.first_normed, Packed(scratch, x.shape[0], by_matmul=False), x)
 
     def room(self, half: JoinedHalf, rows: int, step: Step) -> MatmulInput | None:
         """Return the input of the last matmul, if it can be packed and no adapter reads it."""
         packs = step.decodes and adapters_of(step, (half.about.last,)) is None
         return half.last.input_of(rows) if packs else None
 
-    def last(self, half: JoinedHalf, x: Tensor, y: Features, h: Normed, onward: Onward, step: Step) -> Normed:
+    def last(
+        self, half: JoinedHalf, x: Tensor, y: Features, h: Normed, next_prologue: NextPrologue, step: Step
+    ) -> Normed:
         """Multiply and add; see `Operators.last`."""
         last, (out, residual) = half.last, half.result(x)
         adapters = adapters_of(step, (half.about.last,))
-        if onward.chained is not None:
-            given = y.matmul.chained(y.taken, following=last) if isinstance(y, Product) else y
+        if next_prologue.chained is not None:
+            given = y.matmul.chained(y.input, following=last) if isinstance(y, PendingMatmul) else y
             assert given is not None
-            packed = last.chained(given, out, residual, onward.chained)
+            packed = last.chained(given, out, residual, next_prologue.chained)
             assert packed is not None
-            return Taken(onward.chained, packed)
+            return PackedInput(next_prologue.chained, packed)
         if adapters is not None:
             assert not isinstance(y, Packed), "`room` leaves the input to the adapters"
-            adapters.multiply(last, y.now() if isinstance(y, Product) else y, out, residual)
-        elif isinstance(y, Product):
-            y.matmul.then(last, y.taken, out, residual)
+            adapters.multiply(last, y.now() if isinstance(y, PendingMatmul) else y, out, residual)
+        elif isinstance(y, PendingMatmul):
+            y.matmul.then(last, y.input, out, residual)
         elif isinstance(y, Packed):
             last.chained(y, out, residual)
         else:
             last(y, out, residual)
-        return self._onward(half, x, out, h, onward)
+        return self._run_next_prologue(half, x, out, h, next_prologue)
 
-    def _onward(self, half: JoinedHalf, x: Tensor, y: Tensor, h: Normed, onward: Onward) -> Normed:
+    def _run_next_prologue(
+        self, half: JoinedHalf, x: Tensor, y: Tensor, h: Normed, next_prologue: NextPrologue
+    ) -> Normed:
         """Do the work after the last matmul, and pack the normed x for the next matmul where the same launch can."""
-        into, norm = onward.matmul, onward.norm
+        into, norm = next_prologue.matmul, next_prologue.norm
         given = into.input_of(x.shape[0]) if into is not None and half.adds_apart else None
         if into is None or given is None or given.columns != FEW_ROWS:
-            return half.left(x, y, norm, h)
+            return half.finish(x, y, norm, h)
         scratch = add_post_norm(x, y, input_norm(half.post_rms), input_norm(norm), into=given)
         assert scratch is not None
-        return Taken(into, Packed(scratch, x.shape[0]))
+        return PackedInput(into, Packed(scratch, x.shape[0]))
 
 
 APART, JOINED = Operators(), Joined()

@@ -20,12 +20,12 @@ from ..placement import Placement
 from .batch import Step
 from .fused import JoinedLaunches
 from .sharded.transfer import is_direct, queueing
-from .step_inputs import StepInputs, StepTensors
+from .step_inputs import StagedTensors, StepTensors
 
 if TYPE_CHECKING:
     from ..language_model import LanguageModel
 
-__all__ = ["Handover", "Section", "SectionGraphs", "mirrored", "queue_copy", "sections_of"]
+__all__ = ["DeviceCopy", "Section", "SectionGraphs", "mirrored", "queue_copy", "sections_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def sections_of(placement: Placement) -> list[Section]:
     return [Section(begin, end, names[begin], placement.device(begin)) for begin, end in pairwise(borders)]
 
 
-class Handover:
+class DeviceCopy:
     """A copy from a tensor of one device to a tensor of another, both at fixed addresses, contiguous and of one type.
 
     The copy goes through pinned memory where direct copies between the two GPUs fail.
@@ -113,7 +113,7 @@ class SectionGraphs:
     It takes the place of the one graph of a step on one device.
     """
 
-    def __init__(self, parts: Sequence[tuple[Sequence[Handover], torch.cuda.CUDAGraph]]) -> None:
+    def __init__(self, parts: Sequence[tuple[Sequence[DeviceCopy], torch.cuda.CUDAGraph]]) -> None:
         self._parts = list(parts)
 
     def replay(self) -> None:
@@ -122,21 +122,23 @@ class SectionGraphs:
         One step at a time: graphs of a sharded model wait for one another, so all devices must get steps in one order.
         """
         with queueing:
-            for handovers, graph in self._parts:
-                for handover in handovers:
-                    handover.queue()
+            for copies_in, graph in self._parts:
+                for copy in copies_in:
+                    copy.queue()
                 graph.replay()
 
 
-def mirrored(sections: Sequence[Section], inputs: StepInputs) -> tuple[dict[str, StepTensors], dict[str, Handover]]:
+def mirrored(
+    sections: Sequence[Section], inputs: StagedTensors
+) -> tuple[dict[str, StepTensors], dict[str, DeviceCopy]]:
     """Return the inputs of a step on each device, by its name, and the copies that fill those of the other devices.
 
     The last device, which samples the ids, has `inputs` itself.
     """
     tensors: dict[str, StepTensors] = {sections[-1].name: inputs}
-    copies: dict[str, Handover] = {}
+    copies: dict[str, DeviceCopy] = {}
     for section in sections[:-1]:
         if section.name not in tensors:
             own = tensors[section.name] = StepTensors(inputs.bucket, section.device)
-            copies[section.name] = Handover(inputs.buffer, own.buffer)
+            copies[section.name] = DeviceCopy(inputs.buffer, own.buffer)
     return tensors, copies

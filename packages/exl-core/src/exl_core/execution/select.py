@@ -38,8 +38,8 @@ from .sharded.prompts import takes_prompt
 if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
     from ..contracts import Adapter
+    from .captured_step import StepReplay
     from .forward_pass import ForwardPass
-    from .next_step import NextStep
 
 __all__ = ["Selected", "Way", "prepare_next_step", "select"]
 
@@ -77,7 +77,7 @@ def prepare_next_step(
     cache: ExLlamaV2CacheBase,
     params: PagedParams,
     adapters: Sequence[tuple[Adapter, ...]] = (),
-) -> NextStep | None:
+) -> StepReplay | None:
     """Return a captured step of `q_len` tokens a row whose ids are not known yet.
 
     None where `select` would not use one.

@@ -12,7 +12,7 @@ from torch import Tensor
 from exl_kernels.cuda_ops import stream_of
 from exl_kernels.staging import StepStage
 
-__all__ = ["Bucket", "StepInputs", "StepTensors", "passed"]
+__all__ = ["Bucket", "StagedTensors", "StepTensors", "passed"]
 
 STAGES = 4
 """Number of pinned copies of the inputs in each of two halves of a ring. An event tells when all copies of a half have
@@ -75,7 +75,7 @@ class StepTensors:
         self.rows = torch.arange(bucket.batch, dtype=torch.int32, device=device).repeat_interleave(bucket.q_len)
 
 
-class StepInputs(StepTensors):
+class StagedTensors(StepTensors):
     """The inputs of one bucket on the device, and their transfer: one pinned buffer, one copy a step."""
 
     _sent: int | None = None  # the stream of the last copy; also where the constructor failed

@@ -24,14 +24,13 @@ __all__ = ["RowAdapters", "of_all_rows"]
 class RowAdapters:
     """The adapters of every row of a pass, in the place of one adapter in `Step.loras`.
 
-    A row with set i has the adapters of `sets[i]`, in their order; a negative number means none. They may change
-    matrices only
-    through pairs: no whole matrices, no embeddings, no experts. A row's result is bitwise identical to that of a pass
-    whose rows all have its adapters.
+    A row in slot i has the adapters of `sets[i]`, in their order; a negative slot means none. They may change matrices
+    only through pairs: no whole matrices, no embeddings, no experts. A row's result is bitwise identical to that of a
+    pass whose rows all have its adapters.
 
     Args:
         sets: the combinations of adapters.
-        set_ids: int32 [T] on the device of the pass, the set of each row. The values may change later, like those of a
+        slots: int32 [T] on the device of the pass, the slot of each row. The values may change later, like those of a
             captured step's inputs.
         q_len: tokens a sequence.
     """
@@ -40,18 +39,18 @@ class RowAdapters:
     embedding: Tensor | None = None
     embedding_pair: EmbeddingPair | None = None
 
-    def __init__(self, sets: Sequence[tuple[Adapter, ...]], set_ids: Tensor, q_len: int) -> None:
-        self.set_ids = set_ids
-        self._ends = set_ids if q_len == 1 else set_ids[q_len - 1 :: q_len]
+    def __init__(self, sets: Sequence[tuple[Adapter, ...]], slots: Tensor, q_len: int) -> None:
+        self.slots = slots
+        self._ends = slots if q_len == 1 else slots[q_len - 1 :: q_len]
         keys = {key: None for adapters in sets for adapter in adapters for key in adapter.pairs}
         self.pairs: dict[str, _RowPairs] = {key: _RowPairs(self, sets, key) for key in keys}
         self.touched = frozenset(keys)
         self._set_count = len(sets)
         self._groups: dict[tuple[str, ...], LoraGroup] = {}
 
-    def set_ids_of(self, x: Tensor) -> Tensor:
-        """Return the sets of the rows of x: of all tokens, or of the last token of each sequence for a head."""
-        found = self.set_ids if x.shape[0] == self.set_ids.shape[0] else self._ends
+    def slots_of(self, x: Tensor) -> Tensor:
+        """Return the slots of the rows of x: of all tokens, or of the last token of each sequence for a head."""
+        found = self.slots if x.shape[0] == self.slots.shape[0] else self._ends
         return found.to(x.device)
 
     def groups(self, keys: Sequence[str], in_features: int, widths: Sequence[int]) -> bool:
@@ -102,13 +101,13 @@ class _RowPairs:
 
     def add_to(self, x: Tensor, y: Tensor) -> None:
         """Add the results of each row's adapters for x [T, in] to y [T, out]."""
-        set_ids = self._rows.set_ids_of(x)
+        slots = self._rows.slots_of(x)
         for level, table in zip(self._levels, self._tables, strict=True):
             if table is not None and LoraPair.fits_kernels(x, y):
-                table.add(x, y, set_ids)
+                table.add(x, y, slots)
                 continue
-            for set_id, pair in enumerate(level):
-                rows = (set_ids == set_id).nonzero().squeeze(1)
+            for slot, pair in enumerate(level):
+                rows = (slots == slot).nonzero().squeeze(1)
                 if pair is not None and len(rows):
                     part = y[rows]
                     pair.add_to(x[rows], part)
@@ -132,6 +131,6 @@ def of_all_rows(sets: Sequence[tuple[Adapter, ...]], q_len: int, device: torch.d
     different = list(dict.fromkeys(sets))
     if len(different) <= 1:
         return different[0] if different else ()
-    numbers = {adapters: set_id for set_id, adapters in enumerate(filter(None, different))}
-    set_ids = torch.tensor([numbers.get(adapters, -1) for adapters in sets], dtype=torch.int32)
-    return (RowAdapters(list(numbers), set_ids.repeat_interleave(q_len).to(device), q_len),)
+    numbers = {adapters: slot for slot, adapters in enumerate(filter(None, different))}
+    slots = torch.tensor([numbers.get(adapters, -1) for adapters in sets], dtype=torch.int32)
+    return (RowAdapters(list(numbers), slots.repeat_interleave(q_len).to(device), q_len),)

@@ -26,9 +26,9 @@ from exl_generate.dynamic.speculation import Drafter, Drafts
 from exl_kernels.sampling import Failure, Sampled, launch
 
 if TYPE_CHECKING:
-    from exl_generate.contracts import NextStep
+    from exl_generate.contracts import StepReplay
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
-    from exl_kernels.sampling import NextStepInputs
+    from exl_kernels.sampling import TokenTarget
 
 _Logits = dict["ExLlamaV2DynamicJob", torch.Tensor]
 """Of each job, a row float32 [V]."""
@@ -44,7 +44,7 @@ REVIEWED = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Fed:
+class _ComputedGuesses:
     """Guesses whose draft K/V were computed, at positions from `start` on, in these pages."""
 
     start: int
@@ -54,12 +54,12 @@ class _Fed:
 
 
 @dataclass(slots=True)
-class _Onward:
+class _QueuedPass:
     """A pass of the draft model that is queued before the host has seen its ids."""
 
     jobs: list[ExLlamaV2DynamicJob]
-    step: NextStep
-    inputs: NextStepInputs
+    step: StepReplay
+    inputs: TokenTarget
     #: [B, 1, Vp], once queued with the right ids
     logits: torch.Tensor | None = None
 
@@ -88,7 +88,7 @@ class ModelDrafter(Drafter):
         self._table = table
         self._vocab_size = min(vocab_size, runner.vocab_size)
         self._budget = budget
-        self._fed: weakref.WeakKeyDictionary[ExLlamaV2DynamicJob, _Fed] = weakref.WeakKeyDictionary()
+        self._computed: weakref.WeakKeyDictionary[ExLlamaV2DynamicJob, _ComputedGuesses] = weakref.WeakKeyDictionary()
         #: seconds a token of the last pass that caught up
         self._pace = 0.0
         self._reviews = 0
@@ -122,13 +122,13 @@ class ModelDrafter(Drafter):
         try:
             logits = self._first(starts)
             while logits:
-                onward = self._prelaunched(list(logits), drafts, rooms)
-                guesses = self._draw(logits, drafts, onward)
+                queued = self._prelaunched(list(logits), drafts, rooms)
+                guesses = self._draw(logits, drafts, queued)
                 for job, (guess, probability) in guesses.items():
                     if probability >= self.threshold:
                         drafts[job].append(guess)
                 live = [job for job in guesses if len(fed[job]) < len(drafts[job]) < rooms[job]]
-                logits = self._further(live, drafts, onward)
+                logits = self._further(live, drafts, queued)
                 for job in live:
                     fed[job].append(drafts[job][-1])
         except Exception as error:
@@ -156,12 +156,12 @@ class ModelDrafter(Drafter):
                 self._mark(job.sequence, start, len(job.sequence))
         return found
 
-    def _further(self, jobs: list[ExLlamaV2DynamicJob], drafts: Drafts, onward: _Onward | None) -> _Logits:
+    def _further(self, jobs: list[ExLlamaV2DynamicJob], drafts: Drafts, queued: _QueuedPass | None) -> _Logits:
         """Return the logits after the last guess of each job: those of the prelaunched pass, if it has run."""
         if not jobs:
             return {}
-        if onward is not None and onward.logits is not None:
-            return {job: row for job, row in self._rows(onward.jobs, onward.logits).items() if job in jobs}
+        if queued is not None and queued.logits is not None:
+            return {job: row for job, row in self._rows(queued.jobs, queued.logits).items() if job in jobs}
         ids = np.array([[drafts[job][-1]] for job in jobs], dtype=np.int64)
         places = [len(job.sequence) + len(drafts[job]) - 1 for job in jobs]
         return self._feed(ids, jobs, places)
@@ -181,7 +181,7 @@ class ModelDrafter(Drafter):
 
     def _prelaunched(
         self, jobs: list[ExLlamaV2DynamicJob], drafts: Drafts, rooms: dict[ExLlamaV2DynamicJob, int]
-    ) -> _Onward | None:
+    ) -> _QueuedPass | None:
         """Prepare the pass over the guesses that are drawn next, for the sampler to fill in on a GPU.
 
         None where a job needs no further guess, or a guess may end a draft.
@@ -196,23 +196,23 @@ class ModelDrafter(Drafter):
             sequence.provide(place + 1)
         _, step = self._runner.prepare(sequences, places)
         inputs = None if step is None else step.inputs()
-        return None if step is None or inputs is None else _Onward(jobs, step, inputs)
+        return None if step is None or inputs is None else _QueuedPass(jobs, step, inputs)
 
     def _draw(
-        self, logits: _Logits, drafts: Drafts, onward: _Onward | None
+        self, logits: _Logits, drafts: Drafts, queued: _QueuedPass | None
     ) -> dict[ExLlamaV2DynamicJob, tuple[int, float]]:
         """Return the token that each job draws, and the draft model's probability of it where a threshold needs it.
 
-        A job that can draw none has no guess. The pass `onward` is queued before the tokens are read. Raises
+        A job that can draw none has no guess. The pass `queued` is queued before the tokens are read. Raises
         DeviceError if devices of the draft model lost one another.
         """
         rows = [job.guess_row(row, drafts[job]) for job, row in logits.items()]
-        launched = launch(rows, None if onward is None else onward.inputs)
-        if onward is not None and launched.written:
-            onward.logits = onward.step.launch()
+        launched = launch(rows, None if queued is None else queued.inputs)
+        if queued is not None and launched.written:
+            queued.logits = queued.step.launch()
         drawn = self._checked(launched.collect())
-        if onward is not None and not launched.written:
-            onward.logits = None
+        if queued is not None and not launched.written:
+            queued.logits = None
         tokens = {job: found.token for job, found in zip(logits, drawn, strict=True) if isinstance(found, Sampled)}
         if self.threshold <= 0:
             return {job: (token, 1.0) for job, token in tokens.items()}
@@ -258,22 +258,22 @@ class ModelDrafter(Drafter):
         """Record that these guesses were computed after the job's ids: K/V of guesses that hold are kept."""
         start, size = len(job.sequence), self._table.page_size
         pages = job.sequence.allocated_pages[start // size : -(-(start + len(tokens)) // size)]
-        self._fed[job] = _Fed(start, tokens, pages, job.pages.requeues)
+        self._computed[job] = _ComputedGuesses(start, tokens, pages, job.pages.requeues)
 
     def _settle(self, job: ExLlamaV2DynamicJob) -> None:
         """Mark the guesses of the last step that held."""
-        fed = self._fed.pop(job, None)
-        if fed is None or fed.requeues != job.pages.requeues or self._known(job.sequence) != fed.start:
+        found = self._computed.pop(job, None)
+        if found is None or found.requeues != job.pages.requeues or self._known(job.sequence) != found.start:
             return
         held = 0
-        for token, guess in zip(job.sequence.ids[fed.start :].tolist(), fed.tokens, strict=False):
+        for token, guess in zip(job.sequence.ids[found.start :].tolist(), found.tokens, strict=False):
             if token != guess:
                 break
             held += 1
-        first = fed.start // self._table.page_size
-        now = job.sequence.allocated_pages[first : first + len(fed.pages)]
-        if held and all(a is b for a, b in zip(fed.pages, now, strict=False)):  # not replaced by an older page
-            self._mark(job.sequence, fed.start, fed.start + held)
+        first = found.start // self._table.page_size
+        now = job.sequence.allocated_pages[first : first + len(found.pages)]
+        if held and all(a is b for a, b in zip(found.pages, now, strict=False)):  # not replaced by an older page
+            self._mark(job.sequence, found.start, found.start + held)
 
     def _catch_up(self, jobs: list[ExLlamaV2DynamicJob]) -> list[ExLlamaV2DynamicJob]:
         budget, start = self._budget, self.length.clock()

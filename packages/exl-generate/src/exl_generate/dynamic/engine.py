@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from exl_filters import prefetch_together
 from exl_generate.dynamic.events import Events
-from exl_generate.dynamic.next_step import NextStepOfJobs, attempt, predictable
+from exl_generate.dynamic.prelaunched_step import PrelaunchedStep, attempt, predictable
 from exl_generate.dynamic.prompts import Prompts
 from exl_generate.dynamic.runner import Runner, Window
 from exl_generate.dynamic.scheduler import Scheduler
@@ -167,7 +167,7 @@ class Engine:
         self._deliver = deliver
         self._pool = pool
         #: the next step, if the last one prepared it
-        self._next: NextStepOfJobs | None = None
+        self._next: PrelaunchedStep | None = None
         #: the draft tokens of the next step and the length of its windows, if the last one has looked them up
         self._drafts: tuple[Drafts, int] | None = None
         #: when the first samples of the last step came, by the clock that measures steps
@@ -200,7 +200,7 @@ class Engine:
         finally:
             self._scheduler.retire()
 
-    def _decode(self, steps: list[JobStep], current: NextStepOfJobs | None) -> None:
+    def _decode(self, steps: list[JobStep], current: PrelaunchedStep | None) -> None:
         """Decode one step of all these jobs; `current` is the prelaunched part of it."""
         if not steps:
             return
@@ -339,12 +339,12 @@ class Engine:
 
     def _next_step(
         self, jobs: list[ExLlamaV2DynamicJob], windows: list[list[int]] | None = None
-    ) -> NextStepOfJobs | None:
+    ) -> PrelaunchedStep | None:
         """Return the next step of these jobs; None where they need several passes."""
         sequences = [sequence for job in jobs for sequence in job.sequences]
         if not self._runner.may_share_a_pass(sequences, len(sequences) * (1 if windows is None else len(windows[0]))):
             return None
-        return NextStepOfJobs(self._runner, [job.sequences for job in jobs], windows)
+        return PrelaunchedStep(self._runner, [job.sequences for job in jobs], windows)
 
     def _settle_next(self, expected: list[JobStep], samples: dict[JobStep, Sample | Exception], written: bool) -> None:
         """Give the next step its tokens.

@@ -23,7 +23,7 @@ from exl_generate.interrupts import interruptible
 from exl_kernels.errors import ExlError
 
 if TYPE_CHECKING:
-    from exl_generate.contracts import Cache, Model, NextStep
+    from exl_generate.contracts import Cache, Model, StepReplay
     from exl_generate.sampling.sampler import Sample
 
 __all__ = ["Chunk", "Runner", "Window"]
@@ -238,7 +238,7 @@ class Runner:
 
     def prepare(
         self, sequences: list[Sequence], positions: list[int], q_len: int = 1
-    ) -> tuple[PagedParams, NextStep | None]:
+    ) -> tuple[PagedParams, StepReplay | None]:
         """Prepare a pass over `q_len` tokens of each sequence from `positions` on.
 
         The sequences have no embeddings there and have mixable adapters. Returns the pass's parameters, and the step of

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from exl_generate.interrupts import as_job_error
 from exl_generate.sampling.sampler import UNCONSTRAINED, Constraint, RequestSampler, Sample
 from exl_kernels import sampling as kernels
-from exl_kernels.sampling import Failure, NextStepInputs, Row, Sampled
+from exl_kernels.sampling import Failure, Row, Sampled, TokenTarget
 
 __all__ = ["Draw", "LaunchedBatch", "launch_batch", "sample_batch"]
 
@@ -62,7 +62,7 @@ class LaunchedBatch:
 
     __slots__ = ("_draws", "_launched", "_outcomes", "_rows")
 
-    def __init__(self, draws: Sequence[Draw], into: NextStepInputs | None) -> None:
+    def __init__(self, draws: Sequence[Draw], into: TokenTarget | None) -> None:
         self._draws = draws
         self._rows = [_prepared(draw) for draw in draws]
         self._launched: kernels.Launched | None = None
@@ -118,7 +118,7 @@ class LaunchedBatch:
         return [_alone(row) for row in self._good]
 
 
-def launch_batch(draws: Sequence[Draw], into: NextStepInputs | None = None) -> LaunchedBatch:
+def launch_batch(draws: Sequence[Draw], into: TokenTarget | None = None) -> LaunchedBatch:
     """Queue a sample for each draw, by one native call.
 
     A sample depends on its own draw alone. If the call fails, rows are tried one by one, so that only failing rows

@@ -185,7 +185,16 @@ class CudaQuantMatrix(_CudaMatrix):
             assert layout.image is not None, "a layout without an image comes with its packing"
             image = layout.image.to(device)
         self._features = features
-        self._cuda = _native.CudaMatrix(layout, image, units, maxima, features, row_of_feature, self._bias, prescale)
+        self._cuda = _native.CudaMatrix(
+            layout,
+            image=image,
+            units=units,
+            maxima=maxima,
+            features=features,
+            row_of_feature=row_of_feature,
+            bias=self._bias,
+            prescale=prescale,
+        )
         self._prescale = prescale
         self.plain = bias is None and prescale == 1.0
         """Whether the result is x @ W, without bias and prescale."""
@@ -406,11 +415,13 @@ def gptq_matrix(
     """Implement `QuantMatrix.from_gptq` for a GPU; `parts` are CPU tensors."""
     place = require_cuda(device)
     v2 = zeros == "v2"
-    layout = _native.CudaLayout.from_gptq(name, parts, bits, v2, group_size, _threads(), pack=False)
+    layout = _native.CudaLayout.from_gptq(
+        name, parts, bits=bits, v2=v2, group_size=group_size, threads=_threads(), pack=False
+    )
     stored = _bits((part for part in parts if part is not None), layout)
 
     def pack(first: int, out: Tensor) -> None:
-        layout.pack_gptq(name, parts, bits, v2, group_size, first, out, _threads())
+        layout.pack_gptq(name, parts, bits=bits, v2=v2, group_size=group_size, first=first, out=out, threads=_threads())
 
     return CudaQuantMatrix(layout, place, "gptq", stored, bias, prescale, compute, name, pack)
 

@@ -422,11 +422,11 @@ class FusedLinear:
         plan = self._plan(rows)
         assert plan is not None
         assert self._group is not None
-        onward, next_input = None, None
+        packed_next, next_input = None, None
         if following is not None:
             assert following._group is not None
-            onward = Packed(following.scratch(rows), rows)
-            next_input = _native.NextInput(following._group, onward.scratch, following.norm is not None)
+            packed_next = Packed(following.scratch(rows), rows)
+            next_input = _native.NextInput(following._group, packed_next.scratch, following.norm is not None)
         launch_matmul(
             self._group,
             plan,
@@ -439,7 +439,7 @@ class FusedLinear:
             chained=isinstance(x, Packed) and x.by_matmul,
         )
         self._activate_after(plan, out)
-        return onward
+        return packed_next
 
     def _check(self, x: Tensor, out: Tensor, residual: Tensor | None) -> int:
         m = x.shape[0] if x.dim() == 2 else -1

@@ -87,14 +87,14 @@ class LoraTable:
             raise ShapeError("the adapters of a table are for one matrix: their inputs and outputs must be equal")
         self._table = torch.tensor(list(map(_fields, entries)), dtype=torch.int64, device=first.a.device)
 
-    def add(self, x: Tensor, y: Tensor, entry_ids: Tensor | None = None) -> None:
+    def add(self, x: Tensor, y: Tensor, slots: Tensor | None = None) -> None:
         """Add the adapters' results to y.
 
         Args:
             x: float16 [T, in].
             y: float16 [T, out], changed in place.
-            entry_ids: int32 [T], the entry of each row, below their number, negative for a row without an adapter. They
-                are not checked, since a check would read them back. None: every row has entry 0.
+            slots: int32 [T], the entry of each row by number, negative for a row without an adapter. They
+                are not checked, since a check would read them back. None: every row has slot 0.
 
         Raises:
             DTypeError, ShapeError: an operand does not fit.
@@ -106,25 +106,25 @@ class LoraTable:
                 raise DTypeError(f"{name} has dtype {t.dtype}: expected float16")
             if t.dim() != 2 or t.shape[1] != width or t.shape[0] != x.shape[0]:
                 raise ShapeError(f"{name} is {tuple(t.shape)}: expected [T, {width}], with one T for x and y")
-        if entry_ids is not None and (entry_ids.dtype != torch.int32 or tuple(entry_ids.shape) != (x.shape[0],)):
-            raise ShapeError(f"entry_ids is {tuple(entry_ids.shape)} {entry_ids.dtype}: expected int32 [{x.shape[0]}]")
+        if slots is not None and (slots.dtype != torch.int32 or tuple(slots.shape) != (x.shape[0],)):
+            raise ShapeError(f"slots is {tuple(slots.shape)} {slots.dtype}: expected int32 [{x.shape[0]}]")
         if x.shape[0]:
             x = aligned(x)  # the kernels read 16 bytes at a time
             middle = torch.empty((x.shape[0], self.most_rank), dtype=torch.float32, device=x.device)
-            _native.cuda_lora_add(x, y, self._table, entry_ids, middle, launch_on(x))
+            _native.cuda_lora_add(x, y, self._table, slots, middle, launch_on(x))
 
 
 class LoraGroup:
     """The adapters that rows of a pass may have for one to three matrices over one input.
 
-    A row with set i has the entries `levels[n][matrix][i]`, first those of the first level: each level's results are
+    A row in slot i has the entries `levels[n][matrix][i]`, first those of the first level: each level's results are
     added and rounded in turn, as by one `LoraTable` after another. None adds nothing.
 
-    The kernels read entries and set numbers before the preceding launches have ended. A copy that the host has waited
+    The kernels read entries and slots before the preceding launches have ended. A copy that the host has waited
     for is early enough, and so is work before the launch of the captured graph that contains the calls.
 
     Args:
-        levels: entries by level, matrix and set.
+        levels: entries by level, matrix and slot.
         in_features: inputs of the matrices, a multiple of 8.
         widths: outputs of each matrix, even.
 
@@ -165,14 +165,14 @@ class LoraGroup:
         self._table = torch.tensor(fields, dtype=torch.int64, device=self._entries[0].a.device)
 
     def shrink(
-        self, x: Tensor, set_ids: Tensor | None = None, *, norm: Norm | None = None, normed: Tensor | None = None
+        self, x: Tensor, slots: Tensor | None = None, *, norm: Norm | None = None, normed: Tensor | None = None
     ) -> Tensor:
         """Multiply x by the A of each row's adapters.
 
         Args:
             x: float16 [T, in], contiguous, aligned to 16 bytes.
-            set_ids: int32 [T], the set of each row, below their number, negative for a row without adapters. None:
-                every row has set 0.
+            slots: int32 [T], the slot of each row, below the number of sets, negative for a row without adapters.
+                None: every row has slot 0.
             norm: RMS norm of x that comes first, with a weight of float32.
             normed: like x, gets norm(x); None without a norm.
 
@@ -190,7 +190,7 @@ class LoraGroup:
         middle = torch.empty((x.shape[0], columns), dtype=torch.float32, device=x.device)
         before = None if norm is None else _native.NormPrologue(norm.weight, norm.eps, norm.offset)
         try:
-            rows = _native.LoraRows(self._table, set_ids, middle)
+            rows = _native.LoraRows(self._table, slots, middle)
             _native.cuda_lora_shrink(x, rows, launch_on(x), norm=before, normed=normed)
         except ValueError as error:
             raise ShapeError(f"shrink: {error}") from None
@@ -200,7 +200,7 @@ class LoraGroup:
         self,
         y: Tensor,
         middle: Tensor,
-        set_ids: Tensor | None = None,
+        slots: Tensor | None = None,
         *,
         out: Tensor | None = None,
         residual: Tensor | None = None,
@@ -211,7 +211,7 @@ class LoraGroup:
         Args:
             y: float16 [T, sum of widths], the outputs of all matrices side by side.
             middle: result of `shrink` for these rows.
-            set_ids: as for `shrink`.
+            slots: as for `shrink`.
             out: gets the result; None: y, or a new tensor with an activation. May be the residual.
             residual: like y, added last; or None.
             activation: of two matrices [gate, up]: the result is activation(gate) * up, [T, width].
@@ -227,7 +227,7 @@ class LoraGroup:
         if out is None:
             out = y if activation is None else y.new_empty((y.shape[0], self.widths[0]))
         try:
-            rows, widths = _native.LoraRows(self._table, set_ids, middle), list(self.widths)
+            rows, widths = _native.LoraRows(self._table, slots, middle), list(self.widths)
             _native.cuda_lora_expand(y, out, widths, rows, launch_on(y), residual=residual, gate=activation)
         except ValueError as error:
             raise ShapeError(f"expand: {error}") from None

@@ -167,7 +167,14 @@ class QuantMatrix:
 
             return gptq_matrix(parts, bits, zeros, group_size, bias, prescale, compute, device, name)
         native = _native.Matrix.from_gptq(
-            name, parts, bits, zeros == "v2", group_size, bias, prescale, compute == "exact"
+            name,
+            parts,
+            bits=bits,
+            v2=zeros == "v2",
+            group_size=group_size,
+            bias=bias,
+            prescale=prescale,
+            exact=compute == "exact",
         )
         return cls(native, "gptq", compute, name)
 

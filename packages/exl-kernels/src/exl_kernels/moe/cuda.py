@@ -249,9 +249,9 @@ class GroupedExperts:
                 h[some],
                 ids[some],
                 weights[some],
-                scratch,
-                out[some],
-                launch_on(h),
+                scratch=scratch,
+                out=out[some],
+                launch=launch_on(h),
                 shared=None if shared is None else shared[some],
                 shared_weights=None if shared_weights is None else shared_weights[some],
                 residual=None if residual is None else residual[some],
@@ -279,7 +279,7 @@ class GroupedExperts:
         total, launch = sum(sizes), launch_on(h)
         rows = torch.empty(total, dtype=torch.int32, device=h.device)
         places = torch.empty(ids.shape, dtype=torch.int32, device=h.device)
-        self._native.pad(padded, order, begins, chosen, rows, places, launch)
+        self._native.pad(padded, order, begins, chosen=chosen, rows=rows, places=places, launch=launch)
         weights = self._weights_of(h.new_empty(max(held) * hidden * width), held)
         parts = h.new_empty(total, hidden)
         split = (torch.split(t, n) for t, n in ((rows, sizes), (padded[:, 0].to(torch.int64), held), (parts, sizes)))

@@ -32,11 +32,11 @@ from .cuda import workspace_bytes
 __all__ = [
     "Failure",
     "Launched",
-    "NextStepInputs",
     "Plan",
     "Row",
     "Sampled",
     "SparseBias",
+    "TokenTarget",
     "distribution",
     "launch",
     "pack_ids",
@@ -210,8 +210,8 @@ class Row:
         )
 
 
-class NextStepInputs(NamedTuple):
-    """The inputs of the next step, which the sampling launches fill in."""
+class TokenTarget(NamedTuple):
+    """Where the sampling launches write the tokens: the ids of the next step."""
 
     ids: Tensor
     """int64 [rows] on the rows' GPU, contiguous: receives the tokens."""
@@ -251,7 +251,7 @@ class Launched:
 
     __slots__ = ("_on_gpus", "_results", "_rows", "written")
 
-    def __init__(self, rows: Sequence[Row], into: NextStepInputs | None) -> None:
+    def __init__(self, rows: Sequence[Row], into: TokenTarget | None) -> None:
         self._rows = rows
         self._results: list[Sampled | Failure] | None = None
         self._on_gpus: list[tuple[list[int], sampling_cuda.LaunchedOnGpu]] = []
@@ -296,7 +296,7 @@ class Launched:
         return answers
 
 
-def launch(rows: Sequence[Row], into: NextStepInputs | None = None) -> Launched:
+def launch(rows: Sequence[Row], into: TokenTarget | None = None) -> Launched:
     """Queue the sampling of one token a row. Rows may differ in width, settings and device.
 
     Rows on a GPU are sampled there, in one set of launches on torch's current stream, and only the answers are read

@@ -21,7 +21,7 @@ from ..selection import LIMITS
 from .bias import SparseBias
 
 if TYPE_CHECKING:
-    from . import Answer, NextStepInputs, Plan, Row
+    from . import Answer, Plan, Row, TokenTarget
 
 __all__ = ["LaunchedOnGpu", "launch", "queue", "workspace_bytes"]
 
@@ -98,11 +98,17 @@ class _Place:
         """Return the buffers as the native functions take them, made again when one of them has grown."""
         if self._workspace is None:
             self._workspace = _native.SamplingWorkspace(
-                self.staging, self.copy, self.shaped, self.maxima, self.sums, self.wide, self.tails
+                staging=self.staging,
+                device_copy=self.copy,
+                shaped=self.shaped,
+                maxima=self.maxima,
+                sums=self.sums,
+                wide=self.wide,
+                tails=self.tails,
             )
         return self._workspace
 
-    def launch(self, rows: Sequence[Row], into: NextStepInputs | None = None, beside: bool = False) -> None:
+    def launch(self, rows: Sequence[Row], into: TokenTarget | None = None, beside: bool = False) -> None:
         """Fill the staging memory, copy it and launch.
 
         `beside`: copy on a separate stream while the current stream is still busy with earlier work. Only for calls
@@ -177,7 +183,7 @@ class LaunchedOnGpu:
 
     __slots__ = ("_answers", "_into", "_place", "_rows")
 
-    def __init__(self, place: _Place, rows: Sequence[Row], into: NextStepInputs | None) -> None:
+    def __init__(self, place: _Place, rows: Sequence[Row], into: TokenTarget | None) -> None:
         self._place, self._rows, self._into = place, rows, into
         self._answers: list[Answer] | None = None
 
@@ -198,7 +204,7 @@ class LaunchedOnGpu:
         return self._answers
 
 
-def launch(rows: Sequence[Row], into: NextStepInputs | None = None) -> LaunchedOnGpu:
+def launch(rows: Sequence[Row], into: TokenTarget | None = None) -> LaunchedOnGpu:
     """Queue the sampling of rows of one GPU on torch's current stream; `into` gets their tokens."""
     place = _place(rows[0].logits.device)
     with place.lock:

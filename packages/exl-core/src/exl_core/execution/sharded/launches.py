@@ -27,7 +27,7 @@ from ...device import activation_dtype
 from ...layers import Embedding, Head, Linear, Norm, RMSNorm
 from ...layers.description import AttentionDescription, MlpDescription
 from ..attention_half import AttentionHalf
-from ..half import NOTHING, Features, GoesOn, JoinedHalf, Normed, Onward, Product, last_rows
+from ..half import NO_PROLOGUE, Features, JoinedHalf, NextPrologue, Normed, OutputTokens, PendingMatmul, last_rows
 from ..many_rows import ManyRows, takes_many_rows
 from ..mlp_half import MlpHalf
 from ..operators import Joined, Operators
@@ -69,7 +69,9 @@ class _Whole(Joined):
 class _Rounded(Operators):
     """Separate launches that round each sum twice, as the modules' own passes do after they gather the result."""
 
-    def last(self, half: JoinedHalf, x: Tensor, y: Features, h: Normed, onward: Onward, step: Step) -> Normed:
+    def last(
+        self, half: JoinedHalf, x: Tensor, y: Features, h: Normed, next_prologue: NextPrologue, step: Step
+    ) -> Normed:
         """Multiply and add; see `Operators.last`."""
         assert isinstance(y, Tensor), "gathered"
         x.add_(self.multiplied(half.matrices[-1], y))
@@ -96,7 +98,7 @@ def run_shares(
     steps: Sequence[Step],
     gather: Callable[[list[Tensor], Sequence[int], Sequence[Tensor] | None], list[Tensor]],
     ops: Sequence[Operators],
-    goes_on: GoesOn = "all",
+    output_tokens: OutputTokens = "all",
 ) -> list[Tensor] | None:
     """Run the layers on some devices of a sharded model, step by step, with an exchange behind each matmul's result.
 
@@ -107,21 +109,21 @@ def run_shares(
         gather: (columns of each device, first column of each device of the model and their number, memory of the
             result or None) -> all columns on each device.
         ops: how the matmuls of each device run.
-        goes_on: the tokens whose results are needed.
+        output_tokens: the tokens whose results are needed.
 
     Returns:
-        The hidden state of the tokens that go on, on each device; None where none goes on.
+        The hidden state of the output tokens, on each device; None where there are none.
     """
     shape, layers = shares[0].shape, list(zip(*(share.halves for share in shares), strict=True))
     own = [share.columns_of(whole) for share, whole in zip(shares, x, strict=True)]
     for number, halves in enumerate(layers):
-        narrows = goes_on if number == len(layers) - 2 else "all"  # the last attention
+        narrows = output_tokens if number == len(layers) - 2 else "all"  # the last attention
         made: list[Tensor] = []
         for half, whole, step, own_ops in zip(halves, x, steps, ops, strict=True):
             _, _, y = half.features(whole, None, step, own_ops, "none" if narrows == "none" else "all")
             if y is not None:
                 assert not isinstance(y, Packed), "no room for it"
-                made.append(y.now() if isinstance(y, Product) else y)
+                made.append(y.now() if isinstance(y, PendingMatmul) else y)
         if not made:
             return None
         if narrows == "last":
@@ -129,7 +131,7 @@ def run_shares(
             ops = [ROUNDED] * len(ops)
         kind = shape.inner if number % 2 else shape.heads
         for half, columns, y, step, own_ops in zip(halves, own, gather(made, kind, None), steps, ops, strict=True):
-            own_ops.last(half, columns, y, None, NOTHING, step)
+            own_ops.last(half, columns, y, None, NO_PROLOGUE, step)
         x = gather(own, shape.hidden, None if narrows == "last" else x)
     return list(x)
 

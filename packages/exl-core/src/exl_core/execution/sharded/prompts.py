@@ -22,7 +22,7 @@ from ...device import out_of_memory_as_error
 from ...layers import Embedding, Head, Norm
 from ..batch import DECODE_TOKENS
 from ..eager import first_step
-from ..half import GoesOn
+from ..half import OutputTokens
 from .heads import ShardedHeads
 from .launches import ShardLaunches, rounded_for, run_shares
 from .transfer import queueing, send
@@ -74,11 +74,11 @@ class Prompts:
             assert embedding.weight is not None
             ids = asked.ids.reshape(-1).to(embedding.weight.device)
             x = embed(embedding.weight, ids, factor=embedding.scale, dtype="float16")
-            goes_on: GoesOn = "none" if asked.preprocess_only else "last" if asked.last_id_only else "all"
+            output_tokens: OutputTokens = "none" if asked.preprocess_only else "last" if asked.last_id_only else "all"
             spread = [send(x, step.rows.device) for step in steps]
             gather = self._copies.gather
             ops = rounded_for(self._shards, spread)
-            hidden = run_shares(self._shards, spread, steps, lambda made, to, _: gather(made, to), ops, goes_on)
+            hidden = run_shares(self._shards, spread, steps, lambda made, to, _: gather(made, to), ops, output_tokens)
             result = {}
             if hidden is not None:
                 result["logits"] = head.forward(norm.forward(hidden[0]), first).view(batch, -1, head.padded_vocab_size)

@@ -22,11 +22,11 @@ from exl_generate.dynamic.runner import Runner, Window, mixable
 from exl_generate.dynamic.sequence import Sequence
 
 if TYPE_CHECKING:
-    from exl_generate.contracts import NextStep
+    from exl_generate.contracts import StepReplay
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
-    from exl_kernels.sampling import NextStepInputs
+    from exl_kernels.sampling import TokenTarget
 
-__all__ = ["NextStepOfJobs", "attempt", "predictable"]
+__all__ = ["PrelaunchedStep", "attempt", "predictable"]
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -59,8 +59,8 @@ def predictable(job: ExLlamaV2DynamicJob, missing: int = 1) -> bool:
     )
 
 
-class NextStepOfJobs:
-    """The next forward pass over the sequences of some jobs, on a `contracts.NextStep` where the model can prepare one.
+class PrelaunchedStep:
+    """The next forward pass over the sequences of some jobs, by a `contracts.StepReplay` where the model has one.
 
     Args:
         runner: Runs the model.
@@ -101,7 +101,7 @@ class NextStepOfJobs:
         """Whether the step is queued."""
         return self._logits is not None
 
-    def inputs(self) -> NextStepInputs | None:
+    def inputs(self) -> TokenTarget | None:
         """Return the inputs that the sampler fills in for `launch`, one token a job. None if the step is not
         captured.
         """
@@ -120,7 +120,7 @@ class NextStepOfJobs:
         if (step := self._step) is not None:
             self._logits = attempt(lambda: self._launch(step))
 
-    def _launch(self, step: NextStep) -> torch.Tensor:
+    def _launch(self, step: StepReplay) -> torch.Tensor:
         if self._ids is not None:
             first, others = self._ids[: self._jobs], self._ids[self._jobs :]
             if len(others) == len(first):

@@ -1,4 +1,16 @@
-"""A captured step with all that its graph refers to, and the next step: one that waits for its ids."""
+"""A captured step with all that its graph refers to, and its replay for the rows of one pass.
+
+The classes of a captured step, from the recorded graph to the engine's next step:
+
+| class | package | what it is | used in |
+|---|---|---|---|
+| `CapturedStep` | exl_core | the graph of one bucket, with the tensors that it refers to | many passes |
+| `StepTensors` | exl_core | the graph's inputs on one device: ids, positions, slots, block table | many passes |
+| `StagedTensors` | exl_core | `StepTensors` with pinned copies, through which the host fills them | many passes |
+| `StepReplay` | exl_core | one replay of a `CapturedStep` for known pages; ids may come later | one pass |
+| `TokenTarget` | exl_kernels.sampling | where the sampler writes the ids of a `StepReplay` | one pass |
+| `PrelaunchedStep` | exl_generate | the jobs' next `StepReplay`, launched before the host has the tokens | one pass |
+"""
 
 from __future__ import annotations
 
@@ -9,14 +21,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from exl_kernels.sampling import NextStepInputs
+from exl_kernels.sampling import TokenTarget
 from exl_kernels.staging import StepStage
 
 from ..device import device_error
 from ..errors import DeviceError
 from ..lora.rows import RowAdapters
 from .sections import SectionGraphs
-from .step_inputs import StepInputs
+from .step_inputs import StagedTensors
 
 if TYPE_CHECKING:
     from exl_kernels.peer import Mailboxes
@@ -25,7 +37,7 @@ if TYPE_CHECKING:
     from .captured import DecodeGraphs
     from .sharded.launches import ShardLaunches
 
-__all__ = ["CapturedStep", "NextStep", "on_cpu"]
+__all__ = ["CapturedStep", "StepReplay", "on_cpu"]
 
 
 @dataclass
@@ -33,24 +45,28 @@ class CapturedStep:
     """A captured step with everything that its addresses refer to."""
 
     graph: torch.cuda.CUDAGraph | SectionGraphs
-    inputs: StepInputs
+    inputs: StagedTensors
     logits: Tensor | None  # float32 [tokens, padded vocabulary]; None where the bucket only stores
     kept: tuple[Tensor, ...]  # rope tables, hidden states between devices, counters of attention, workspaces
     adapters: tuple[RowAdapters, ...] = ()  # on each device
-    set_ids: list[int] = field(default_factory=list)  # contents of the adapters' tensor at this point of the stream
+    adapter_slots: list[int] = field(
+        default_factory=list
+    )  # contents of the adapters' tensor at this point of the stream
     views: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     boxes: Mailboxes | None = None  # through which the devices of a sharded model exchange results
     launches: Sequence[ShardLaunches] = ()  # of a sharded model: norm weights of each device
 
-    def send_set_ids(self, set_ids: list[int]) -> None:
+    def send_adapter_slots(self, adapter_slots: list[int]) -> None:
         """Queue the copy of the adapters of the first rows unless the GPUs have them; the other rows are padding."""
-        if not self.adapters or set_ids == self.set_ids:
+        if not self.adapters or adapter_slots == self.adapter_slots:
             return
-        padded = torch.tensor(set_ids + [-1] * (self.inputs.bucket.tokens - len(set_ids)), dtype=torch.int32)
+        padded = torch.tensor(
+            adapter_slots + [-1] * (self.inputs.bucket.tokens - len(adapter_slots)), dtype=torch.int32
+        )
         pinned = padded.pin_memory()  # torch keeps it until the streams have passed its copies
         for rows in self.adapters:
-            rows.set_ids.copy_(pinned, non_blocking=True)
-        self.set_ids = set_ids
+            rows.slots.copy_(pinned, non_blocking=True)
+        self.adapter_slots = adapter_slots
 
     def logits_of(self, batch: int, q_len: int) -> Tensor:
         """Return a cached view [batch, q_len, columns], since making one costs host time in every step."""
@@ -62,8 +78,10 @@ class CapturedStep:
         return view
 
 
-class NextStep:
-    """A captured step that waits for its ids. It must run before any other pass of its model, or never.
+class StepReplay:
+    """A replay of a captured step for the rows of one pass. It must run before any other pass of its model, or never.
+
+    The ids come from the host (`fill`), or from the sampler, which writes them on the GPU (`inputs`).
 
     Its logits are float32 [B, q, padded vocabulary], in memory that the model's next step overwrites: `is_current` says
     whether the logits are still valid. After `DecodeGraphs.clear` the step is dropped: it cannot run any more.
@@ -81,7 +99,7 @@ class NextStep:
             "_number",
             "_offsets",
             "_owner",
-            "_set_ids",
+            "_adapter_slots",
             "_shape",
         ),
     )
@@ -96,9 +114,9 @@ class NextStep:
         limits: tuple[int, int, int],
         offsets: Tensor | None,
         longest: int,
-        set_ids: list[int],
+        adapter_slots: list[int],
     ) -> None:
-        self._set_ids = set_ids
+        self._adapter_slots = adapter_slots
         self._owner, self._cache, self._captured, self._shape, self._inputs = owner, cache, captured, shape, inputs
         self._limits, self._offsets, self._longest = limits, offsets, longest
         self._number = -1
@@ -169,7 +187,7 @@ class NextStep:
         except RuntimeError as error:
             raise _typed(error) from error
 
-    def inputs(self) -> NextStepInputs | None:
+    def inputs(self) -> TokenTarget | None:
         """Return the inputs that work queued before `launch` must copy and fill in; None if the step is invalid or was
         dropped.
 
@@ -178,7 +196,7 @@ class NextStep:
         if self._dropped:
             return None
         inputs = self._captured.inputs.stage(*self._inputs, self._limits, self._offsets)
-        return None if inputs is None else NextStepInputs(self._ids(), self._limits[0], inputs)
+        return None if inputs is None else TokenTarget(self._ids(), self._limits[0], inputs)
 
     def _ids(self) -> Tensor:
         return self._captured.inputs.first_ids(self._shape[0] * self._shape[1])
@@ -210,7 +228,7 @@ class NextStep:
 
     def _replay(self) -> None:
         try:
-            self._captured.send_set_ids(self._set_ids)
+            self._captured.send_adapter_slots(self._adapter_slots)
             self._captured.graph.replay()
         except BaseException as error:
             if self._captured.boxes is not None:
