@@ -53,7 +53,7 @@ class AttentionHalf(JoinedHalf):
     def features(
         self, x: Tensor, h: Normed, step: Step, ops: Operators, output_tokens: OutputTokens = "all"
     ) -> tuple[Tensor, Normed, Features | None]:
-        """Run norm, q, k, v and attention; see `JoinedHalf.features`. Separate launches, unless all tokens go on."""
+        """Run norm, q, k, v and attention; see `JoinedHalf.features`. Separate launches for fewer output tokens."""
         if output_tokens != "all":
             return self._stored(x, self.normed(x, h), step, output_tokens)
         mixed = ops.attention(self, x, h, step)
@@ -92,7 +92,7 @@ class AttentionHalf(JoinedHalf):
     def _stored(
         self, x: Tensor, h: Tensor, step: Step, output_tokens: OutputTokens
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Store all keys and values; attend with the last token of each row, unless none goes on."""
+        """Store all keys and values; attend with the last token of each row, unless no output is needed."""
         a = self.about
         q_proj, k_proj, v_proj = (linear.quant for linear in a.first)
         k, v = self._shaped(k_proj.matmul(h), a.k_norm), self._shaped(v_proj.matmul(h))

@@ -205,7 +205,7 @@ class ShardLaunches:
             return [gather(made[0], begins, None if full is None else full[0], None)]
 
         found = run_shares([self], [self._embedded(ids, gather)], [step], all_columns, [WHOLE])
-        assert found is not None, "all tokens go on"
+        assert found is not None, "all tokens are output"
         (x,) = found
         h = rms_norm(x, self._norm.loaded_weight, self._norm.eps)
         part = self._matrix.matmul(h, out=torch.empty((rows, self._matrix.out_features), device=device))
