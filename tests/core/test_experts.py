@@ -19,7 +19,7 @@ from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Config
 from exl_core.convert import quantize_model
-from exl_core.layers import MoE
+from exl_core.layers import MoE, RMSNorm
 from exl_core.lora.pairs import LoraPair
 
 LENGTH = 40
@@ -152,3 +152,45 @@ def test_unloading_and_loading_again(model: ExLlamaV2) -> None:
     assert others == [0] * len(matrices)
     model.load()
     assert torch.equal(in_one_call(model, ids), before)
+
+
+class Launches:
+    """A router that norms its rows, and experts in shared launches, which note their calls."""
+
+    dtype, joins_shared = torch.float16, True
+
+    def __init__(self) -> None:
+        self.normed_by_router = False
+        self.weights: Tensor | None = None
+
+    def takes_norm(self, norm: object) -> bool:
+        return True
+
+    def norm_and_route(self, x: Tensor, norm: object) -> tuple[Tensor, Tensor, Tensor]:
+        self.normed_by_router = True
+        return x, torch.zeros(len(x), 2), torch.zeros(len(x), 2, dtype=torch.int64)
+
+    def shares(self, rows: int, chosen: int, invariant: bool) -> bool:
+        return True
+
+    def __call__(self, h: Tensor, weights: Tensor, ids: Tensor, *, out: Tensor, **_: object) -> Tensor:
+        self.weights = weights
+        return out
+
+
+@pytest.mark.parametrize("model", [("MixtralForCausalLM", "gptq", "int8")], ids="-".join, indirect=True)
+def test_a_patch_of_the_class_replaces_the_routers_launch(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixture = mixtures(model)[0]
+    x = torch.zeros(3, mixture.router.in_features, dtype=torch.float16)
+    monkeypatch.setattr(RMSNorm, "forward", lambda norm, x, *_, **__: x)
+    for patched in (False, True):
+        launches = Launches()
+        monkeypatch.setattr(mixture, "_router", launches)
+        monkeypatch.setattr(mixture, "_grouped", launches)
+        mine = torch.full((3, 2), 0.25), torch.zeros(3, 2, dtype=torch.int64)
+        if patched:
+            monkeypatch.setattr(MoE, "route", lambda moe, h, loras=(), mine=mine: mine)
+        mixture.forward_by_operator(x)
+        assert launches.normed_by_router != patched
+        assert launches.weights is not None
+        assert (launches.weights is mine[0]) == patched

@@ -73,7 +73,7 @@ class Cache(Protocol):
 
 
 class CacheView:
-    """A cache object over the memory of another cache."""
+    """A cache object over the memory of another cache, which a model may read through `underlying`."""
 
     @property
     def underlying(self) -> Cache:

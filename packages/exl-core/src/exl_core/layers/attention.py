@@ -56,6 +56,8 @@ class Attention(SubLayer[AttentionBlock]):
 
     name = "Attention"
 
+    layer_idx: int
+
     def __init__(
         self,
         key: str,

@@ -23,8 +23,8 @@ class Intervention(Module):
 
     A hook gets the hidden state [batch, q_len, hidden] (before the embedding: the ids; after the head: the logits) and
     the `Step`. It returns the state to continue with, of the same shape, on any device. Its argument is a copy.
-    Everything else is delegated to the inner module. While a model holds an Intervention, no step runs as a captured
-    graph; graphs captured before are used again after its removal.
+    Its key, layer, weights and linears are those of the inner module; other members are at `inner`. While a model holds
+    an Intervention, no step runs as a captured graph; graphs captured before are used again after its removal.
 
     The rows of a batch are sequences. A pass sees only the tokens of each row that are not in the cache yet. A row may
     be several prompts only where the caller joined them (`PagedParams.q_lens`). The generators do not join prompts
@@ -52,11 +52,7 @@ class Intervention(Module):
         self.post_forward = post_forward
         self.key = inner.key
         self.name = inner.name
-
-    def __getattr__(self, name: str) -> object:  # for callers; code of this package asks `inner`
-        if name == "inner":  # not yet set, while copying or unpickling
-            raise AttributeError(name)
-        return getattr(self.inner, name)
+        self.layer_idx = inner.layer_idx
 
     def load(self, source: TensorSource, device: torch.device) -> None:
         """Load the inner module from the tensors of `source` to `device`."""

@@ -29,6 +29,8 @@ __all__ = ["DenseMLP", "FeedForward", "GatedMLP", "PlainMLP"]
 class FeedForward(SubLayer[MlpBlock]):
     """x + post(inner(norm(x))), where either norm may be absent."""
 
+    layer_idx: int
+
     def __init__(self, key: str, layer_idx: int, norm: Norm | None, post: Norm | None, activation: Activation) -> None:
         self.key = key
         self.layer_idx = layer_idx

@@ -38,6 +38,7 @@ class Module(ABC):
 
     key: str
     name: str
+    layer_idx: int | None = None  # number of its layer; None for modules outside of the layers
     capturable = True  # on a GPU: forward makes no decision on the host, so a CUDA graph can hold it
 
     @abstractmethod

@@ -221,8 +221,8 @@ class MoE(FeedForward):
 
     def _router_norm(self, x: Tensor, loras: Sequence[Adapter]) -> InputNorm | None:
         """Return the norm of x if the router's launch applies it, or None."""
-        norm, own = self.norm, type(self)
-        if is_changed(self) or own.route is not MoE.route or own.normed is not MoE.normed:
+        norm = self.norm
+        if is_changed(self) or (type(self).route, type(self).normed) != _ROUTED:
             return None
         if self._router is None or x.dtype != torch.float16 or self.router.adapted(loras):
             return None
@@ -313,3 +313,7 @@ class MoE(FeedForward):
         if self.shared_gate is None:
             return y
         return y * activate(self.shared_gate.forward_precise(h, loras), "sigmoid")
+
+
+_ROUTED = (MoE.route, MoE.normed)
+"""The methods that `ExpertRouter.norm_and_route` replaces. A patch of a class or a subclass has others."""

@@ -18,7 +18,7 @@ from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 from exl_generate.errors import CapacityError, RequestError
 from exl_generate.interrupts import defer_sigint
 from exl_generate.sampling import Settings
-from exl_generate.static.rows import OneRow, page_size_of
+from exl_generate.static.rows import one_row, page_size_of
 
 __all__ = ["ExLlamaV2BaseGenerator", "eos_ids"]
 
@@ -74,7 +74,7 @@ class ExLlamaV2BaseGenerator:
         """Return the dynamic generator over all rows of the cache."""
         if self._engine is None:
             self._engine = ExLlamaV2DynamicGenerator(
-                self.model, OneRow(self.cache), self.tokenizer, page_size=page_size_of(self.cache), max_q_size=1
+                self.model, one_row(self.cache), self.tokenizer, page_size=page_size_of(self.cache), max_q_size=1
             )
         return self._engine
 

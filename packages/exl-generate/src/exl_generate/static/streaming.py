@@ -20,7 +20,7 @@ from exl_generate.errors import CapacityError, JobStateError, RequestError
 from exl_generate.interrupts import defer_sigint
 from exl_generate.sampling import Settings
 from exl_generate.static.base import ExLlamaV2BaseGenerator, eos_ids
-from exl_generate.static.rows import OneRow, page_size_of
+from exl_generate.static.rows import one_row, page_size_of
 from exl_kernels.errors import UnsupportedError
 
 __all__ = ["ExLlamaV2StreamingGenerator"]
@@ -317,10 +317,10 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             kw = {"use_ngram_draft": True, "max_ngram": self.speculative_ngram_max, "num_draft_tokens": drafts}
         elif self.draft_model is not None and self.draft_cache is not None and self.num_speculative_tokens > 0:
             drafts = self.num_speculative_tokens
-            kw = {"draft_model": self.draft_model, "draft_cache": OneRow(self.draft_cache), "num_draft_tokens": drafts}
+            kw = {"draft_model": self.draft_model, "draft_cache": one_row(self.draft_cache), "num_draft_tokens": drafts}
         most = kw.get("num_draft_tokens", 0) + 1
         engine = ExLlamaV2DynamicGenerator(
-            self.model, OneRow(self.cache), self.tokenizer, page_size=page_size_of(self.cache), max_q_size=most, **kw
+            self.model, one_row(self.cache), self.tokenizer, page_size=page_size_of(self.cache), max_q_size=most, **kw
         )
         engine.yields_cache = True  # an unfinished stream does not block other generators
         return engine

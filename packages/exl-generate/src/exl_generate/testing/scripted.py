@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from exl_generate.contracts import CacheView
+
 __all__ = [
     "ModelBase",
     "ScriptedCache",
@@ -200,6 +202,7 @@ class ScriptedModel(ModelBase):
         ids = self._values(input_ids.numpy(), indexed_embeddings or ())
         if not indexed_embeddings and (ids >= self.config.vocab_size).any():
             raise AssertionError(f"id {ids.max()} is beyond the vocabulary of {self.config.vocab_size}")
+        cache = cache.underlying if isinstance(cache, CacheView) else cache
         batch, q_len = ids.shape
         if self._records:
             self.calls.append((batch, q_len, preprocess_only))
