@@ -95,3 +95,34 @@ def test_more_layers_need_no_more_memory_nor_preparation(
         assert few == many
     assert len(of_few) == len(of_many) == (2 if family.startswith("Gemma") else 1)
     assert (sum(of_few), sum(of_many)) == (4, 8)
+
+
+def test_a_decode_step_of_many_sequences_stores_what_each_stores_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention of decode steps is that of the half itself, on results in the memory that halves share."""
+    joined_on_cpu(monkeypatch)
+    config = {**SIZES, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 3}
+    model = loaded_on("cpu", write_random_model(tmp_path / "model", config), monkeypatch)
+    plan = joined_launches_of(model)
+    assert isinstance(plan, JoinedLaunches), plan
+    ids = torch.arange(TOKENS) % model.config.vocab_size
+
+    def keys(rows: Tensor) -> list[Tensor]:
+        """Store one token of each sequence; returns its keys and values."""
+        batch = len(rows)
+        cache = ExLlamaV2Cache(model, max_seq_len=PAGE * batch)
+        pages = torch.arange(batch, dtype=torch.int32)[:, None]
+        params = PagedParams(batch, pages, torch.zeros(batch, dtype=torch.int32), 0, PAGE, 1)
+        step = build_step(
+            model.config, model.rope, cache, params, batch, 1, None, torch.device("cpu"), (), (), model.rope_alt
+        )
+        with torch.inference_mode():
+            plan.store(rows, step)
+        return [t.view(batch, PAGE, -1)[:, 0] for t in cache.all_tensors()]
+
+    together, alone = keys(ids), [keys(ids[i : i + 1]) for i in range(0, TOKENS, 16)]
+    for i, one in zip(range(0, TOKENS, 16), alone, strict=True):
+        for got, want in zip(together, one, strict=True):
+            assert bool(want.any())
+            torch.testing.assert_close(got[i], want[0], atol=5e-3, rtol=5e-3)

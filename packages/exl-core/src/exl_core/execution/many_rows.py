@@ -70,7 +70,7 @@ class ManyRows(Operators):
 
     def first(self, half: JoinedHalf, x: Tensor, h: Normed, step: Step) -> list[Tensor]:
         """Norm x, unless h is that, and multiply by each of the first matrices."""
-        h, found = half.normed(x, h), self._parts(half.held)
+        h, found = half.normed(x, h), self._parts(half.held)[: len(half.about.first)]
         self._multiply(half, h, found)
         return found
 
