@@ -118,7 +118,9 @@ class _Copies:
                 self.layout = _native.CudaLayout.from_exl2("random", exl2, 16)
             else:
                 gptq = (tensors["qweight"], tensors["qzeros"], tensors["scales"], tensors["g_idx"])
-                self.layout = _native.CudaLayout.from_gptq("random", gptq, 4, False, None, 16)
+                self.layout = _native.CudaLayout.from_gptq(
+                    "random", gptq, bits=4, v2=False, group_size=None, threads=16
+                )
 
     def make(self, name: str, device: torch.device, bias: bool = False, prescale: float = 1.0) -> QuantMatrix:
         """With a bias of zeros, if it is to have one."""
