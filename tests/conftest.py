@@ -131,6 +131,10 @@ def _share_cores(processes: int) -> None:
     for variable in ("EXL_CPU_THREADS", "OMP_NUM_THREADS"):
         share = max(1, _cores() // processes)
         os.environ[variable] = str(min(share, int(os.environ.get(variable, share))))
+    if torch := sys.modules.get("torch"):
+        # Imported already, by the conftest of a folder that was named, it has read the environment. A fork would wait
+        # forever for its parent's threads of OpenMP.
+        torch.set_num_threads(1)
 
 
 @pytest.hookimpl(tryfirst=True)
