@@ -34,6 +34,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {},
     "Gemma3ForCausalLM": {"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32},
 }
+PARALLEL: dict[str, dict[str, Any]] = {
+    "CohereForCausalLM": {"layer_norm_eps": 1e-5, "logit_scale": 0.25, "intermediate_size": 512},
+    "PhiForCausalLM": {"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "intermediate_size": 512},
+}
+"""Attention and MLP side by side; the MLP is wider than all that attention holds."""
 
 
 class Allocations(TorchFunctionMode):
@@ -52,7 +57,7 @@ class Allocations(TorchFunctionMode):
 
 def prompt(family: str, layers: int, folder: Path, patch: pytest.MonkeyPatch) -> tuple[int, list[int]]:
     """Store a prompt; returns the tensors allocated, and the layers that used each attention."""
-    config = {**SIZES, **FAMILIES[family], "architectures": [family], "num_hidden_layers": layers}
+    config = {**SIZES, **(FAMILIES | PARALLEL)[family], "architectures": [family], "num_hidden_layers": layers}
     model = loaded_on("cpu", write_random_model(folder / f"{family}-{layers}", config), patch)
     plan = joined_launches_of(model)
     assert isinstance(plan, JoinedLaunches), plan
@@ -78,6 +83,16 @@ def prompt(family: str, layers: int, folder: Path, patch: pytest.MonkeyPatch) ->
         plan.store(ids, step)
     patch.undo()
     return allocations.count, uses
+
+
+@pytest.mark.parametrize("family", PARALLEL)
+def test_a_parallel_mlp_may_be_wider_than_attention(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        joined_on_cpu(patch)
+        _, uses = prompt(family, 3, tmp_path, patch)
+    assert uses == [2]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

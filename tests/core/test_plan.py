@@ -246,6 +246,27 @@ def test_dequantized_experts_of_a_prompt_are_planned(tmp_path: Path, rows: int, 
     assert planned - module_sizes(config, [mixed], "cuda", rows, 1)[0].scratch >= 2 * kept
 
 
+def test_memory_of_a_dense_layer_is_planned_beside_experts(tmp_path: Path) -> None:
+    """A prompt pass keeps the memory of its widest dense half while experts have their own."""
+    mixture = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    }
+    found = []
+    for width in (512, 4096):
+        config = ExLlamaV2Config(
+            write_random_model(tmp_path / str(width), {**SIZES, **mixture, "intermediate_size": width})
+        )
+        modules = build_modules(config)
+        at = next(at for at, module in enumerate(modules) if isinstance(module, MoE))
+        found.append(module_sizes(config, modules, "cuda", 2048, 1)[at].scratch)
+    assert found[1] - found[0] >= 2048 * 2 * (4096 - 512) * 2
+
+
 def _head_scratch(config: ExLlamaV2Config) -> int:
     """Return the working memory that is planned for the head on a GPU, for logits of one token a sequence."""
     modules = build_modules(config)

@@ -10,6 +10,7 @@ the norm that follows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
@@ -251,6 +252,10 @@ class JoinedHalf(Half):
         self.last = joined((about.last,))
         self.matrices = tuple(linear.quant for linear in (*about.first, about.last))
         self.held = tuple(matrix.out_features for matrix in self.matrices[:-1])
+
+    def matmul_halves(self) -> Sequence[JoinedHalf]:
+        """Return the halves whose matmuls this one runs: itself, unless it is a whole layer."""
+        return (self,)
 
     def takes_adapters(self, step: Step) -> bool:
         """Return whether the adapters of all matrices can be added behind the joined matmuls."""

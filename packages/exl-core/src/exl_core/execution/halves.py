@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ..layers import Linear, Module
 from ..layers.description import AttentionDescription, MlpDescription
 from .attention_half import AttentionHalf
 from .batch import Step
-from .half import NO_PROLOGUE, Half, ModuleHalf, NextPrologue, Normed, OutputTokens, description_of, why_apart
+from .half import (
+    NO_PROLOGUE,
+    Half,
+    JoinedHalf,
+    ModuleHalf,
+    NextPrologue,
+    Normed,
+    OutputTokens,
+    description_of,
+    why_apart,
+)
 from .mlp_half import MlpHalf
 from .operators import Operators
 
@@ -26,6 +38,10 @@ class ParallelHalf(AttentionHalf):
         self.mlp = MlpHalf(mlp)
         self.first_matmul = None  # the MLP reads the normed input, too
         self.plain = False
+
+    def matmul_halves(self) -> Sequence[JoinedHalf]:
+        """Return attention and MLP."""
+        return self, self.mlp
 
     def joins(self, rows: int) -> bool:
         """Return whether both halves can run joined."""

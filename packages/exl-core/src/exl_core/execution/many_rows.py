@@ -58,7 +58,7 @@ class ManyRows(Operators):
 
     def __init__(self, halves: Sequence[Half], rows: int, device: torch.device) -> None:
         self._rows, self._dtype = rows, activation_dtype(device)
-        own = [half for half in halves if isinstance(half, JoinedHalf)]
+        own = [part for half in halves if isinstance(half, JoinedHalf) for part in half.matmul_halves()]
         per = ALIGNED // self._dtype.itemsize
         sizes = ([_up(rows * width, per) for width in half.held] for half in own)
         self._memory = torch.empty(max(map(sum, sizes), default=0), dtype=self._dtype, device=device)

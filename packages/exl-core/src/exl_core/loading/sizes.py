@@ -65,10 +65,10 @@ def module_sizes(
     claimed: set[str] = set()
     weights = [_own_weights(m, checkpoint, kind, claimed) for m in modules]
     loose = _loose_tensors(modules, checkpoint, claimed)
-    # Memory of attention, which passes of many rows keep from one layer to the next.
+    # Memory of attention and dense MLPs, which passes of many rows keep from one layer to the next.
     kept = 0
     if kind == "cuda" and rows > PACKED_ROWS:
-        kept = max((_scratch(m, config, kind, rows) for m in modules if isinstance(m, Attention)), default=0)
+        kept = max((_scratch(m, config, kind, rows) for m in modules if not isinstance(m, Head | MoE)), default=0)
     return [
         ModuleSize(
             module.key,
