@@ -85,9 +85,19 @@ def test_operands_that_do_not_fit_are_named(device: str) -> None:
         (ShapeError, "not contiguous", (q, wide, v), made.tables),
         (ShapeError, "expected contiguous", (q[:, :5], k, v), made.tables),
         (ShapeError, "k: shape", (q, k[:9], v), made.tables),
+        (DTypeError, "v: dtype bfloat16", (q, k, v.bfloat16()), made.tables),
         (ShapeError, "rows", (q, k, v), (made.tables[0], made.tables[1][:5], made.tables[2])),
         (DTypeError, "positions", (q, k, v), (*made.tables[:2], made.tables[2].long())),
     ]
     for error, says, parts, tables in wrong:
         with pytest.raises(error, match=says):
             PromptAttention(made.pages(), *parts, *tables, made.slots, made.rotation, scale=0.125)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_pages_of_another_device_are_rejected(device: str) -> None:
+    made = Operands(device)
+    attend = PromptAttention(made.pages(), *made.same, *made.tables, made.slots, made.rotation, scale=0.125)
+    other = KVPages.allocate("fp16", 4, PAGE, HEADS, DIM, torch.device("meta"))
+    with pytest.raises(DTypeError, match="the pages are on meta"):
+        attend(other)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from .. import _native
-from .._check import require_out, require_shape
+from .._check import require_dtype, require_out, require_shape
 from ..cuda_ops import stream_of
 from ..device import launch_of
-from ..errors import ShapeError
+from ..errors import DTypeError, ShapeError
 from ..fused import rope_store
 from ..index_checks import check_slots, check_tables, checks_enabled
 from ..kv import store_kv
@@ -64,6 +64,7 @@ class PromptAttention:
         _check(q, pages, block_table, rows, positions, window, softcap, None)
         for name, t in (("k", k), ("v", v)):
             require_shape(f"PromptAttention: {name}", t, (q.shape[0], pages.heads, pages.head_dim))
+            require_dtype(f"PromptAttention: {name}", t, q.dtype)
             if not t.is_contiguous():
                 raise ShapeError(f"PromptAttention: {name} is not contiguous (strides {t.stride()})")
         self.out = require_out("PromptAttention", out, q)
@@ -90,9 +91,11 @@ class PromptAttention:
         """Return attention [T, Hq, D] over the pages of a layer, in `out`.
 
         Raises:
-            ShapeError: the pages have another shape than those of `__init__`.
+            ShapeError, DTypeError: the pages have another shape, or another device, than those of `__init__`.
         """
         q, out = self._q, self.out
+        if pages.device != out.device:
+            raise DTypeError(f"PromptAttention: the pages are on {pages.device}, q is on {out.device}; use one device")
         if not q.is_cuda:
             if self._rotation is None:
                 store_kv(pages, self._k, self._v, self._slots)
