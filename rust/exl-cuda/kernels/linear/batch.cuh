@@ -422,7 +422,7 @@ struct Batch : BatchFinish<N, true> {
 #pragma unroll 1
     for (int block = first; block < p.shares; block += step, waits = false) {
       const Place here = place(block, group);
-      if (Unit::all(!here.some)) {
+      if (Finish::SPREADS && Unit::all(!here.some)) {
         pass(turn, half);
         continue;
       }

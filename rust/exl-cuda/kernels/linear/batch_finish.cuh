@@ -19,7 +19,13 @@ struct BatchFinish : BatchBlock {
   // Whether gated results are stored transposed (prepared.cuh). Not for 32 rows: the loops before `go_on` would lack the registers that it
   // needs.
   static constexpr bool TRANSPOSES = BULK && prepared_transposes(N);
+  // Code that launches of more columns do not use would cost them 1 % of a step.
+  static constexpr bool SPREADS = BULK && N <= SPREAD_COLUMNS;
   using BatchBlock::BatchBlock;
+  DEVICE Place place(int block, int group) const {
+    if constexpr (SPREADS) return spread_place(block, group);
+    else return even_place(block, group);
+  }
 
   // A thread has float4s of a warp's 16 features and eight rows: (feature, row) = (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1).
   // If K is not cut, they add up in shared memory that only this warp uses. If one matrix gates another, the two warps with the same tile
@@ -150,7 +156,7 @@ struct BatchFinish : BatchBlock {
     do {
       largest = 0;
 #pragma unroll
-      for (int q = 0; q < SHARE && first + q < EIGHTS; q++)
+      for (int q = 0; q < SHARE && (EIGHTS % QUARTERS == 0 || first + q < EIGHTS); q++)
 #pragma unroll
         for (int k = 0; k < QUARTERS - 1; k++)
           asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -158,12 +164,12 @@ struct BatchFinish : BatchBlock {
                        : "l"(others[k] + q * 32)
                        : "memory");
 #pragma unroll
-      for (int q = 0; q < SHARE && first + q < EIGHTS; q++)
+      for (int q = 0; q < SHARE && (EIGHTS % QUARTERS == 0 || first + q < EIGHTS); q++)
 #pragma unroll
         for (int k = 0; k < QUARTERS - 1; k++) largest = max(largest, max(max(v[q][k].x, v[q][k].y), max(v[q][k].z, v[q][k].w)));
     } while (__any_sync(~0u, largest == ABSENT));
 #pragma unroll
-    for (int q = 0; q < SHARE && first + q < EIGHTS; q++)
+    for (int q = 0; q < SHARE && (EIGHTS % QUARTERS == 0 || first + q < EIGHTS); q++)
 #pragma unroll
       for (int k = 0; k < QUARTERS - 1; k++) others[k][q * 32] = absent();
   }
@@ -173,7 +179,7 @@ struct BatchFinish : BatchBlock {
       uint4 v[SHARE][QUARTERS - 1];
       take(v, places, quarter, first);
 #pragma unroll
-      for (int q = 0; q < SHARE && first + q < EIGHTS; q++) add_four(sums, 4 * (first + q), quarter, v[q]);
+      for (int q = 0; q < SHARE && (EIGHTS % QUARTERS == 0 || first + q < EIGHTS); q++) add_four(sums, 4 * (first + q), quarter, v[q]);
     }
   }
   // Adds this block's shares; results are pairs of halves.
@@ -192,7 +198,7 @@ struct BatchFinish : BatchBlock {
       uint4 v[SHARE][QUARTERS - 1];
       __half2 residual[SHARE][2];
 #pragma unroll
-      for (int q = 0; q < SHARE && first + q < EIGHTS; q++)
+      for (int q = 0; q < SHARE && (EIGHTS % QUARTERS == 0 || first + q < EIGHTS); q++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           const bool some = p.residual && 8 * (first + q) + token < p.m && n + 8 * h < part.a.out_features;
@@ -200,7 +206,7 @@ struct BatchFinish : BatchBlock {
         }
       take(v, places, quarter, first);
 #pragma unroll
-      for (int q = 0; q < SHARE && first + q < EIGHTS; q++) {
+      for (int q = 0; q < SHARE && (EIGHTS % QUARTERS == 0 || first + q < EIGHTS); q++) {
         const int i = 4 * (first + q);
         add_four(sums, i, quarter, v[q]);
         const float4 r = make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);

@@ -5,6 +5,8 @@
 #include "linear/tile_layout.cuh"
 
 constexpr int QUARTERS = 4, ITEM_TILES = 4, ITEM_ROWS = ITEM_TILES * TILE, BATCH_MATRICES = 3;
+// Columns of the launches of which the last round may be spread over all blocks.
+constexpr int SPREAD_COLUMNS = 32;
 
 // One matrix of a launch.
 struct BatchPart {
@@ -33,7 +35,7 @@ struct BatchTask {
   int gate;  // activation of the first of two matrices, which gates the second one feature by feature, or -1; K is then not cut
   int left;  // batch_whole.cuh: number of the last items, of which blocks first process a quarter of K each
   // A block takes shares of `groups` items (of gated pairs, half as many) with numbers `gridDim.x` apart, or a quarter of that. The shares
-  // from number `full` on have `last_items` items at most: what is left for the last round is spread over all blocks.
+  // from number `full` on have `last_items` items at most: what is left for the last round is spread over all blocks, up to SPREAD_COLUMNS.
   int shares, full, last_items;
   int half_slots;  // slots of half units of activations at `x_at`, if these have a ring of their own: at more than 64 columns
   const void* residual;  // added to y and of the same form; null if there is none
@@ -97,7 +99,14 @@ struct BatchBlock {
   };
   DEVICE bool gated() const { return p.gate >= 0; }
   DEVICE int per_block() const { return gated() ? p.groups / 2 : p.groups; }
-  DEVICE Place place(int block, int group) const {
+  // If all shares but the last have `groups` items.
+  DEVICE Place even_place(int block, int group) const {
+    if (!gated()) return item_place(block * p.groups + group);
+    const int each = per_block(), second = group >= each, item = block * each + group - (second ? each : 0);
+    return {second, item * ITEM_TILES, item, item < p.items};
+  }
+  // If the last round is spread over all blocks.
+  DEVICE Place spread_place(int block, int group) const {
     const int each = per_block(), second = gated() && group >= each, within = group - (second ? each : 0), after = max(block - p.full, 0);
     const int item = min(block, p.full) * each + after * p.last_items + within;
     const bool some = item < p.items && (block < p.full || within < p.last_items);

@@ -72,6 +72,11 @@ impl Code {
         let columns = self.variants().iter().map(|&(columns, _)| columns);
         columns.max().unwrap_or(1)
     }
+    /// Whether blocks may process fewer items at a time in the last round. Code for `mma.sync` multiplies with all of its warps in any case,
+    /// and the code for it costs launches of more columns more than it saves.
+    fn spreads(self, columns: usize) -> bool {
+        self == Self::Wgmma && columns <= NARROW_COLUMNS
+    }
     /// Stages of the ring at most.
     fn most_slots(self) -> usize {
         match self {
@@ -84,9 +89,9 @@ impl Code {
 const QUARTERS: usize = 4;
 /// Row tiles of an item, which a warpgroup processes at a time.
 const ITEM_TILES: usize = 4;
-assert_constants!(batch_task, { QUARTERS == QUARTERS, ITEM_TILES == ITEM_TILES });
-/// Up to this number of columns, divisions of matrices without a gate take the fewest cycles.
+/// Up to this number of columns, the last round is spread over all blocks, and divisions of matrices without a gate take the fewest cycles.
 const NARROW_COLUMNS: usize = 32;
+assert_constants!(batch_task, { QUARTERS == QUARTERS, ITEM_TILES == ITEM_TILES, SPREAD_COLUMNS == NARROW_COLUMNS });
 const MOST_SLOTS: usize = 16;
 /// Slots of half units of activations at most, if these have a ring of their own.
 const MOST_HALF_SLOTS: usize = 4;

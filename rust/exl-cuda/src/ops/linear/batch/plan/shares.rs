@@ -84,7 +84,8 @@ impl Shares {
         if gated {
             let items = items(matrices) / 2;
             let teams = caps.sms;
-            let deal = |groups: usize| Deal::new(code, items, groups / 2, teams);
+            let narrow = code.spreads(columns);
+            let deal = |groups: usize| Deal::new(narrow, items, groups / 2, teams);
             let cost = |groups: usize| match code {
                 Code::Wgmma if columns == NARROW_COLUMNS => deal(groups).cycles(columns, 2),
                 Code::Wgmma => deal(groups).rounds * unit_cycles(columns, groups),
@@ -141,8 +142,8 @@ impl Shares {
             forced => forced,
         };
         let teams = (caps.sms / cut).clamp(1, COUNTERS);
-        let deal = |groups: usize| Deal::new(code, items, groups, teams);
-        let narrow = code == Code::Wgmma && columns <= NARROW_COLUMNS;
+        let narrow = code.spreads(columns);
+        let deal = |groups: usize| Deal::new(narrow, items, groups, teams);
         let cost = |groups: usize| {
             if narrow {
                 deal(groups).cycles(columns, 1)
@@ -261,13 +262,12 @@ struct Deal {
 }
 
 impl Deal {
-    /// Blocks process fewer items of the last round at a time, if that leaves none of them without work. Code for `mma.sync` multiplies
-    /// with all of its warps in any case.
-    fn new(code: Code, items: usize, each: usize, teams: usize) -> Self {
+    /// If the launch `spreads`, blocks process fewer items of the last round at a time where that leaves none of them without work.
+    fn new(spreads: bool, items: usize, each: usize, teams: usize) -> Self {
         let rounds = items.div_ceil(each).div_ceil(teams).max(1);
         let before = (rounds - 1) * teams;
         let last_items = (items - before * each).div_ceil(teams);
-        if code == Code::Mma || rounds == 1 || last_items == each {
+        if !spreads || rounds == 1 || last_items == each {
             return Self {
                 each,
                 rounds,

@@ -170,6 +170,11 @@ fn the_last_round_is_spread_over_all_blocks() {
         (4, 5, 528, 2),
         "Qwen2.5's head"
     );
+    assert_eq!(
+        divided(64, 9504, 1, false),
+        (3, 6, 792, 3),
+        "the same of 64 rows, whose last round stays whole"
+    );
 }
 
 proptest::proptest! {
