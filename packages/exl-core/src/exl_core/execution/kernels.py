@@ -22,7 +22,7 @@ from ..loading.linears import LinearOptions, LinearSpec, read_quantized
 from .fused import uncovered
 from .half import description_of, why_apart
 
-__all__ = ["KEYS", "ROWS", "KernelUse", "kernel_uses"]
+__all__ = ["KEYS", "ROWS", "KernelUse", "kernel_uses", "tokens_of_sequence"]
 
 ROWS = (1, 8, 32, 64, 512)
 """Default numbers of rows of a step: decoding alone and in batches, and a prompt."""
@@ -38,8 +38,8 @@ class KernelUse:
     """One operation of a layer at one number of rows."""
 
     operation: str
-    """"q+k+v", "o", "gate+up", "down", "rope+store", "attention", "router", "experts", "head", or the last part of a
-    matrix's key."""
+    """"q+k+v", "o", "gate+up", "down", "rope+store", "attention", "router", "experts", "head", the last part of a
+    matrix's key, or an operation that the caller adds."""
     rows: int
     tokens: int
     """Query tokens of each sequence: one in a decode step, all rows in a prompt."""
@@ -186,7 +186,8 @@ class _Uses:
     def __init__(self, count: int, card: Card, shapes: _Shapes) -> None:
         self.count = count
         self._invariant = count <= STEP_ROWS
-        self._batch, self._tokens = (count, 1) if self._invariant else (1, count)
+        self._tokens = tokens_of_sequence(count)
+        self._batch = count // self._tokens
         self._card = card
         self._shapes = shapes
         self._kernels: dict[str, dict[str, None]] = {}
@@ -215,7 +216,7 @@ class _Uses:
         rotated = 0 if a.rope == "none" else rotated
         if joined and rotated and self._tokens > 1:
             store = rope_store_kernel(cache, a.head_dim, tokens=self.count, rotated=rotated, interleaved=a.interleaved)
-            self.add("rope+store", store.kernel, _reasons(store))
+            self.add("rope+store", store.kernel, store.reasons)
         found = self._card.attention(
             cache,
             a.head_dim,
@@ -229,7 +230,7 @@ class _Uses:
             rotated=rotated if joined and self._tokens == 1 else None,
             interleaved=a.interleaved,
         )
-        self.add("attention", found.kernel, _reasons(found))
+        self.add("attention", found.kernel, found.reasons)
 
     def half(self, half: MatmulDescription) -> None:
         """Add the matmuls of a half whose launches are joined.
@@ -241,7 +242,7 @@ class _Uses:
             f"{matmul.operation} is launched apart: {reason}"
             for matmul, selected in found
             if matmul.operation != "down" and (selected is None or not selected.joined)
-            for reason in (["it is not quantized"] if selected is None else _reasons(selected)[-1:])
+            for reason in (["it is not quantized"] if selected is None else selected.reasons[-1:])
         ]
         if apart or not self._invariant:
             self.alone(half.module.submodules(), apart)
@@ -272,7 +273,7 @@ class _Uses:
                 known.update(linear for expert in half.experts for linear in expert)
                 why_apart = ""
             elif found.refused:
-                why_apart = _reasons(found)[0]
+                why_apart = found.reasons[0]
         reasons = [why_apart] if why_apart else []
         self.alone((linear for linear in half.module.submodules() if linear not in known), reasons)
 
@@ -285,7 +286,7 @@ class _Uses:
         if found is None:
             self.add(operation, "cuBLAS", ["the matrix is not quantized"])
         else:
-            reasons = [*why_apart, *_reasons(found)] if self._invariant else [_MANY_ROWS]
+            reasons = [*why_apart, *found.reasons] if self._invariant else [_MANY_ROWS]
             self.add(operation, found.kernel, reasons)
 
     def _alone(self, linear: Linear) -> Selection | None:
@@ -308,5 +309,6 @@ class _Uses:
         )
 
 
-def _reasons(found: Selection) -> list[str]:
-    return [f"{kernel}: {why}" for kernel, why in found.refused]
+def tokens_of_sequence(rows: int) -> int:
+    """Return the query tokens of each sequence of a step: one up to STEP_ROWS rows, else all rows (a prompt)."""
+    return 1 if rows <= STEP_ROWS else rows
