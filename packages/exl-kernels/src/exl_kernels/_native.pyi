@@ -611,6 +611,11 @@ class CudaShape:
     def from_gptq(
         name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor | None], bits: int, v2: bool, group_size: int | None
     ) -> CudaShape: ...
+    @property
+    def out_features(self, /) -> int:
+        """
+        Columns of the matrix.
+        """
 
 @final
 class DraftHistory:

@@ -108,6 +108,11 @@ class MatrixShape:
         """Internal constructor; use `from_exl2` or `from_gptq`."""
         self._native = native
 
+    @property
+    def out_features(self) -> int:
+        """Columns of the stored matrix, padding included."""
+        return int(self._native.out_features)
+
     @classmethod
     def from_exl2(cls, tensors: Mapping[str, Tensor], *, name: str = "") -> MatrixShape:
         """Take the shape from q_weight, q_scale, q_scale_max, q_groups and q_invperm, as `QuantMatrix.from_exl2`.

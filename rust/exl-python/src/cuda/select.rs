@@ -120,6 +120,12 @@ impl CudaShape {
             .map_err(|error| unsupported_error(py, format!("{name}: {error}")))?;
         Ok(Self::new(&layout))
     }
+
+    /// Columns of the matrix.
+    #[getter]
+    fn out_features(&self) -> usize {
+        self.matrix.out_features()
+    }
 }
 
 /// (kernel, whether one launch takes all matrices and the epilogue, [(faster kernel, why not)]).
