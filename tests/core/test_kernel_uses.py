@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from make_random_model import Shape, make_model
 from random_models import write_random_model
 
@@ -72,7 +74,7 @@ def test_float_experts_keep_a_model_from_joined_launches(tmp_path: Path) -> None
         use.operation: use for use in kernel_uses(ExLlamaV2Config(tmp_path / "mixed"), Card.named("H200"), rows=(8,))
     }
     assert "q+k+v" not in found
-    assert any("float matrices, which the host chooses" in why for why in found["q_proj"].why)
+    assert any("chosen by the host: they are float matrices" in why for why in found["q_proj"].why)
     assert "cuBLAS" in found["up_proj"].kernel, "that of a shared expert is quantized"
 
 
@@ -112,3 +114,46 @@ def test_attention_of_heads_that_rotate_in_part_says_why(tmp_path: Path) -> None
     assert prompt.why == ("attention_wide: it takes float16 pages",)
     assert store.why == ("rope_store_many: it takes float16 pages",)
     assert ("rope+store", 1) not in found
+
+
+def test_a_step_that_is_not_captured_runs_the_kernels_of_a_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 64 rows are batch-invariant without a captured step, more are not."""
+    make_model(tmp_path / "whole", Shape(256, 768, 2, 4, 2, 96), 4.0)
+    config, card = ExLlamaV2Config(tmp_path / "whole"), Card.named("H200")
+
+    def uses(config: ExLlamaV2Config) -> dict[tuple[str, int], KernelUse]:
+        return {(use.operation, use.rows): use for use in kernel_uses(config, card, rows=(64, 128))}
+
+    config.no_graphs = True
+    found = uses(config)
+    assert found["gate+up", 64].kernel == "gemm_batch"
+    assert found["gate_proj", 128].kernel == "gemm_large"
+    assert "config.no_graphs" in found["gate_proj", 128].why[0]
+    config.no_graphs = False
+    assert uses(config)["gate+up", 128].kernel == "gemm_batch"
+    monkeypatch.setenv("EXL_DECODE_JOINED_ROWS", "32")
+    found = uses(config)
+    for rows in (64, 128):
+        assert any("at most 32 rows" in why for why in found["gate_proj", rows].why)
+    assert [found["gate_proj", rows].kernel for rows in (64, 128)] == ["gemm_batch", "gemm_large"]
+    monkeypatch.delenv("EXL_DECODE_JOINED_ROWS")
+    (path,) = (tmp_path / "whole").glob("*.safetensors")
+    tensors = {name: read_tensor(entry).clone() for name, entry in read_safetensors_folder(path.parent).items()}
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("lm_head.")}
+    path.unlink()
+    write_safetensors(path, kept | {"lm_head.weight": torch.zeros(96, 256, dtype=torch.float16)})
+    found = uses(ExLlamaV2Config(path.parent))
+    assert found["gate+up", 64].kernel == "gemm_batch"
+    assert "lm_head is a float matrix" in found["gate_proj", 128].why[0]
+
+
+def test_a_padded_matrix_keeps_its_half_apart(tmp_path: Path) -> None:
+    make_model(tmp_path, Shape(256, 768, 2, 4, 2, 96), 4.0)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 760}))
+    found = {use.operation: use for use in kernel_uses(ExLlamaV2Config(tmp_path), Card.named("H200"), rows=(1,))}
+    assert "q+k+v" in found
+    assert "gate+up" not in found
+    assert any("gate_proj has padding columns" in why for why in found["gate_proj"].why)

@@ -90,6 +90,17 @@ def test_a_card_without_the_fast_attention_says_why(exl) -> None:
     assert {use["rows"]: use["tokens"] for use in found["uses"]} == {1: 1, 8: 1, 32: 1, 64: 1, 512: 512}
 
 
+def test_sampling_is_listed_with_default_settings_and_greedy(exl) -> None:
+    found = json.loads(exl(MODEL, "--kernels", "--card", "4090", "--json")[1])
+    of = kernels(found)
+    for rows in (1, 512):
+        assert of["sampling", rows] == "sample_shape + sample_choose + sample_wide"
+        assert of["sampling, greedy", rows] == "sample_shape + sample_choose"
+    why = {use["operation"]: use["why"] for use in found["uses"] if use["rows"] == 8}
+    assert ["2048 candidates" in reason for reason in why["sampling"]] == [True]
+    assert not why["sampling, greedy"]
+
+
 def test_without_a_gpu_a_card_must_be_named(exl, monkeypatch: pytest.MonkeyPatch) -> None:
     from exl_generate.cli import kernels as report
     from exl_kernels.device import CudaStatus

@@ -10,6 +10,7 @@ from exl_kernels import _native
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.fused import FusedLinear, Norm
 from exl_kernels.moe import GroupedExperts
+from exl_kernels.sampling import Plan, Row, sample
 from exl_kernels.selection import Card, MatrixShape
 
 pytestmark = pytest.mark.cuda
@@ -106,3 +107,20 @@ def test_attention_is_launched_as_planned(tokens: int, dim: int) -> None:
     case.run([0] * tokens, list(range(300 - tokens, 300)))
     planned = case.plan(tokens, case.block_table.shape[1] * 64)
     assert {name for name in names() if name.startswith("attention_")} == {planned.kernel}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_sampling_is_launched_as_planned(count: int) -> None:
+    card = Card.device(torch.cuda.current_device())
+    logits = torch.randn(count, 3000, generator=torch.Generator().manual_seed(1)).cuda()
+    for plan, negative in (
+        (Plan(3000, greedy=True), False),
+        (Plan(3000), False),
+        (Plan(3000, top_k=50, top_p=0.8), False),
+        (Plan(3000, min_p=0.1, cfg_scale=1.5), True),
+    ):
+        rows = [Row(plan, line, 0.3, negative=logits[0] if negative else None) for line in logits]
+        names()
+        sample(rows)
+        selected = card.sampling(plan, count, 3000, negative=negative)
+        assert names() == set(selected.kernel.split(" + "))

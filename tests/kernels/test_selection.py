@@ -13,6 +13,7 @@ from torch import Tensor
 from exl_kernels import selection
 from exl_kernels.errors import DeviceError, FormatError
 from exl_kernels.linear.fused import Activation
+from exl_kernels.sampling import Plan
 from exl_kernels.selection import Card, MatrixShape, Selection, known_cards, rope_store_kernel
 
 K = 1024
@@ -183,6 +184,30 @@ def test_keys_of_many_tokens_are_stored_by_a_block_each() -> None:
     assert packed.refused == (("rope_store_many", "it takes float16 pages"),)
     with pytest.raises(ValueError, match="cache kind"):
         rope_store_kernel("q5", 128, tokens=1, rotated=128)
+
+
+def test_settings_decide_how_tokens_are_sampled() -> None:
+    def found(options: dict[str, Any], **row: Any) -> Selection:
+        return Card.named("4090").sampling(Plan(32000, **options), 4, 32064, **row)
+
+    few, every, passes = "sample_shape + sample_choose", "sample_shape + sample_sums + sample_choose", " + sample_wide"
+    assert found({"greedy": True}) == Selection(few, True, ())
+    assert found({}) == Selection(every, True, (("sample_choose", "a row without top-k needs the sum of all weights"),))
+    for options, row, kernels, why in (
+        ({"top_k": 50, "top_p": 0.8}, {}, few + passes, "its table holds 2048 candidates"),
+        ({"min_p": 0.1}, {}, every + passes, "its table holds 2048 candidates"),
+        ({}, {"top_n": 5}, every + passes, "its table holds 2048 candidates"),
+        ({"top_k": 4096}, {}, few + passes, "a top-k of at most 2048"),
+        ({"top_k": 50, "typical": 0.5}, {}, few + passes, "without a typical cut"),
+        ({"tfs": 0.5}, {"mirostat": True}, few + passes, "no tail-free cut"),
+        ({}, {"top_n": selection.MOST_REPORTED + 1}, "CPU", "reports at most 64 candidates"),
+    ):
+        selected = found(options, **row)
+        assert selected.kernel == kernels, (options, row)
+        assert why in selected.reasons[-1], (options, row)
+    mixed = found({"greedy": True, "cfg_scale": 1.5}, negative=True)
+    assert mixed.kernel == f"sample_mix_maxima + sample_mix_sums + sample_mix + {few}"
+    assert mixed.reasons == ("sample_shape: classifier-free guidance mixes the log-probabilities of two rows",)
 
 
 def test_a_shape_of_tensors_that_do_not_fit_names_the_matrix() -> None:

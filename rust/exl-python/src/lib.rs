@@ -71,7 +71,7 @@ mod _native {
     use crate::cuda::select::{
         AttentionPlan, AttentionShape, CudaCard, CudaShape, cuda_cards, cuda_rows_invariant,
         cuda_select_alone, cuda_select_attention, cuda_select_experts, cuda_select_fused,
-        cuda_select_rope_store,
+        cuda_select_rope_store, cuda_select_sampling,
     };
     #[pymodule_export]
     use crate::cuda::{

@@ -82,6 +82,7 @@ __all__ = [
     "cuda_select_experts",
     "cuda_select_fused",
     "cuda_select_rope_store",
+    "cuda_select_sampling",
     "cuda_softcap",
     "exl2_check",
     "exl2_dequantize",
@@ -610,6 +611,11 @@ class CudaShape:
     def from_gptq(
         name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor | None], bits: int, v2: bool, group_size: int | None
     ) -> CudaShape: ...
+    @property
+    def out_features(self, /) -> int:
+        """
+        Columns of the matrix.
+        """
 
 @final
 class DraftHistory:
@@ -1473,6 +1479,22 @@ def cuda_select_rope_store(
     """
     The kernel that rotates and stores `tokens` tokens of float16 in aligned tensors, and what a faster one takes: (kernel, None) where there
     is none.
+    """
+
+def cuda_select_sampling(
+    card: CudaCard,
+    plan: SamplingPlan,
+    rows: int,
+    width: int,
+    *,
+    mirostat: bool = False,
+    mixed: bool = False,
+    top_n: int = 0,
+) -> tuple[list[str], list[tuple[str, str]]]:
+    """
+    The kernels that sample `rows` rows of `width` logits with one plan, in the order of their launches, none where the CPU samples the rows;
+    and kernels that would be faster, or would need no further launches, each with the reason why they are not enough. `mirostat`: the rows
+    have a threshold; `mixed`: they have logits of a negative prompt; `top_n`: candidates to report.
     """
 
 def cuda_softcap(x: Tensor, cap: float, launch: Launch) -> None:

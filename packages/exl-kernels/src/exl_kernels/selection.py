@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -77,16 +77,23 @@ _EXL2_PARTS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The kernel of a matmul, of a layer's experts or of attention."""
+    """The kernel of a matmul, of a layer's experts or of attention, or the kernels of sampling."""
 
     kernel: str
     """gemv_ring, gemm_few, gemm_direct, gemm_batch, gemm_tile or gemm_large (dequantize, then cuBLAS). The
-    name of the launched function for attention, such as attention_fp16_128_decode1."""
+    name of the launched function for attention, such as attention_fp16_128_decode1. The names of all launched functions
+    in their order for sampling, such as "sample_shape + sample_choose"; "CPU" for rows that no GPU samples."""
     joined: bool
     """Whether one launch takes all matrices with norm, gate and residual. Otherwise `kernel` is that of the first
     matrix alone."""
     refused: tuple[tuple[str, str], ...]
-    """Faster kernels and the reason why each does not take the call."""
+    """Faster kernels and the reason why each does not take the call. For sampling, launched kernels and the reason why
+    they do not suffice without further launches."""
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """The refusals as sentences, such as "attention_few: it needs clusters"."""
+        return tuple(f"{kernel}: {why}" for kernel, why in self.refused)
 
 
 class MatrixShape:
@@ -100,6 +107,11 @@ class MatrixShape:
     def __init__(self, native: _native.CudaShape) -> None:
         """Internal constructor; use `from_exl2` or `from_gptq`."""
         self._native = native
+
+    @property
+    def out_features(self) -> int:
+        """Columns of the stored matrix, padding included."""
+        return int(self._native.out_features)
 
     @classmethod
     def from_exl2(cls, tensors: Mapping[str, Tensor], *, name: str = "") -> MatrixShape:
@@ -139,6 +151,14 @@ class MatrixShape:
             group_size = None
         parts = (tensors["qweight"], tensors["qzeros"], tensors["scales"], tensors.get("g_idx"))
         return cls(_native.CudaShape.from_gptq(name, parts, bits, zeros == "v2", group_size))
+
+
+class SamplingPlan(Protocol):
+    """A `sampling.Plan`, which this module cannot import."""
+
+    @property
+    def native(self) -> _native.SamplingPlan:
+        """The plan of the native module."""
 
 
 class Card:
@@ -287,6 +307,31 @@ class Card:
         )
         plan = _native.cuda_select_attention(self._native, shape)
         return Selection(plan.kernel, True, tuple(plan.refused))
+
+    def sampling(
+        self,
+        plan: SamplingPlan,
+        rows: int,
+        width: int,
+        *,
+        mirostat: bool = False,
+        negative: bool = False,
+        top_n: int = 0,
+    ) -> Selection:
+        """Return the kernels that `sampling.launch` launches for rows of one plan.
+
+        Args:
+            plan: the transforms of the rows.
+            rows: number of rows.
+            width: logits of a row.
+            mirostat: the rows have a mirostat threshold.
+            negative: the rows have logits of a negative prompt.
+            top_n: candidates that each row reports.
+        """
+        kernels, refused = _native.cuda_select_sampling(
+            self._native, plan.native, rows, width, mirostat=mirostat, mixed=negative, top_n=top_n
+        )
+        return Selection(" + ".join(kernels) or "CPU", True, tuple(refused))
 
 
 def known_cards() -> tuple[str, ...]:

@@ -5,14 +5,13 @@
 
 use std::collections::HashSet;
 
-use exl_cpu::sampling::{self as cpu, Chain, Late};
-use exl_cuda::ops::sampling::{
-    self, CAPACITY, Edit, MOST_TOP, Needs, Row, SEGMENT, Staging, Workspace, flag, status,
-};
+use exl_cpu::sampling::{self as cpu, Late};
+use exl_cuda::ops::sampling::select::row::{self, Call, Needs, Way};
+use exl_cuda::ops::sampling::{self, Edit, Row, SEGMENT, Staging, Workspace, status};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::cpu::sampling::{Answer, Edits, Request, mask, only, prepared};
+use crate::cpu::sampling::{Answer, Edits, Request, SamplingPlan, mask, only, prepared};
 use crate::cuda::{expect, target};
 use crate::errors::device_error;
 use crate::operands::Launch;
@@ -102,56 +101,38 @@ impl SamplingWorkspace {
     }
 }
 
-/// Whether the choosing block has no first cut that limits the candidates.
-fn goes_wide(chain: &Chain, all: bool) -> bool {
-    let by_weight = chain.top_p > 0.0 || chain.top_a > 0.0 || chain.min_p > 0.0;
-    let mirostat_first = chain.mirostat > 0.0 && chain.tfs == 0.0;
-    let few = if all {
-        by_weight || mirostat_first || is_plain(chain)
-    } else {
-        chain.top_k <= CAPACITY
-    };
-    chain.typical > 0.0 || !few
-}
-
-/// Whether the candidates of a row are few for any logits.
-fn stays_few(request: &Request, row: &Row) -> bool {
-    // Equal logits can make the first `top_k`, or the reported candidates, too many for the table to tell apart.
-    row.flags & flag::GREEDY != 0 || (row.flags & flag::PLAIN != 0 && request.top_n == 0)
-}
-
-/// Whether the draw is over all logits unchanged, or at one late temperature.
-fn is_plain(chain: &Chain) -> bool {
-    let cuts = [
-        chain.top_p,
-        chain.top_a,
-        chain.min_p,
-        chain.tfs,
-        chain.typical,
-        chain.mirostat,
-    ];
-    cuts.iter().all(|&cut| cut == 0.0)
-        && !matches!(chain.late, Late::Dynamic { .. })
-        && chain.xtc_probability == 0.0
-        && !chain.descending
-}
-
-fn flags(chain: &Chain, all: bool) -> i32 {
-    let mut flags = 0;
-    let mut set = |wanted: bool, bit: i32| flags |= if wanted { bit } else { 0 };
-    set(chain.greedy, flag::GREEDY);
-    set(chain.smooth, flag::SMOOTH);
-    set(chain.descending, flag::DESCENDING);
-    let wide = !chain.greedy && goes_wide(chain, all);
-    set(wide, flag::WIDE);
-    set(all && !chain.greedy && !wide, flag::SUMS);
-    set(matches!(chain.late, Late::Fixed(_)), flag::LATE_FIXED);
-    set(
-        matches!(chain.late, Late::Dynamic { .. }),
-        flag::LATE_DYNAMIC,
-    );
-    set(all && is_plain(chain), flag::PLAIN);
-    flags
+/// The properties of a row that decide how it is sampled.
+///
+/// `width`: its logits; `mirostat`: its threshold; `mixed`: it has logits of a negative prompt; `top_n`: candidates to report.
+pub fn row_call(
+    plan: &SamplingPlan,
+    width: usize,
+    mirostat: f64,
+    mixed: bool,
+    top_n: usize,
+) -> Call {
+    let chain = &plan.chain;
+    Call {
+        size: plan.size.min(width),
+        greedy: chain.greedy,
+        smooth: chain.smooth,
+        top_k: chain.top_k,
+        top_p: chain.top_p > 0.0,
+        top_a: chain.top_a > 0.0,
+        min_p: chain.min_p > 0.0,
+        tfs: chain.tfs > 0.0,
+        typical: chain.typical > 0.0,
+        mirostat: mirostat > 0.0,
+        late: match chain.late {
+            Late::None => row::Late::None,
+            Late::Fixed(_) => row::Late::Fixed,
+            Late::Dynamic { .. } => row::Late::Dynamic,
+        },
+        xtc: chain.xtc_probability > 0.0,
+        descending: chain.descending,
+        mixed,
+        top_n,
+    }
 }
 
 /// Two lists of edits, before and after the bias, in the kernels' format.
@@ -232,26 +213,26 @@ fn allowed(request: &Request, size: usize) -> PyResult<Option<Vec<i32>>> {
     Ok(Some(words))
 }
 
+/// The row as the kernels read it, and its plan.
 fn row(
     request: &Request,
     constants: &Constants,
     edits: &Grouped,
     staging: &mut Staging,
     shaped: usize,
-) -> PyResult<Row> {
-    let plan = request.plan.get();
-    let chain = Chain {
-        mirostat: request.mirostat,
-        ..plan.chain
-    };
-    let size = plan.size.min(request.logits.numel());
-    let all = chain.top_k == 0 || chain.top_k >= size;
-    if size == 0 || request.top_n > MOST_TOP {
-        return Ok(Row {
-            flags: flag::SKIP,
+) -> PyResult<(Row, row::Plan)> {
+    let (plan, width, top_n) = (request.plan.get(), request.logits.numel(), request.top_n);
+    let mixed = request.negative.is_some();
+    let call = row_call(plan, width, request.mirostat, mixed, top_n);
+    let planned = row::plan(&call);
+    if planned.way == Way::Host {
+        let skipped = Row {
+            flags: planned.flags,
             ..Row::default()
-        });
+        };
+        return Ok((skipped, planned));
     }
+    let (chain, size) = (&plan.chain, call.size);
     let [before, after] = edits.push(staging);
     let words = allowed(request, size)?;
     let (low, high, exponent, late_scale) = match chain.late {
@@ -265,7 +246,7 @@ fn row(
     };
     let (bias, ignored) = constants;
     let negative = request.negative.as_ref().map_or(0, |t| t.ptr);
-    Ok(Row {
+    let row = Row {
         // A mix is written to the place of the shaped row.
         logits: if negative == 0 {
             request.logits.ptr
@@ -284,7 +265,7 @@ fn row(
         min_p: chain.min_p,
         tfs: chain.tfs,
         typical: chain.typical,
-        mirostat: chain.mirostat,
+        mirostat: request.mirostat,
         xtc_probability: chain.xtc_probability,
         xtc_threshold: chain.xtc_threshold,
         low,
@@ -298,11 +279,12 @@ fn row(
         bias_length: bias.as_ref().map_or(0, |t| t.numel().min(size) as i32),
         mask_words: words.map_or(0, |words| words.len() as i32),
         ignored_words: ignored.as_ref().map_or(0, |t| t.numel() as i32),
-        top_k: if all { 0 } else { chain.top_k as i32 },
-        top_n: request.top_n as i32,
-        flags: flags(&chain, all),
-        width: request.logits.numel() as i32,
-    })
+        top_k: planned.top_k as i32,
+        top_n: top_n as i32,
+        flags: planned.flags,
+        width: width as i32,
+    };
+    Ok((row, planned))
 }
 
 /// Write the rows to the staging memory and queue its copy on `stream`. Returns the needed bytes and the rows' needs for
@@ -345,12 +327,10 @@ pub fn cuda_sample_fill(
     let mut needs = Needs::default();
     for (i, (request, constants)) in requests.iter().zip(&constants).enumerate() {
         let at = shaped.ptr + i * shaped.shape[1] * size_of::<f32>();
-        let row = row(request, constants, &edits[i], &mut memory, at)?;
-        needs.sums |= row.flags & flag::SUMS != 0;
-        needs.wide |= row.flags & flag::SKIP == 0 && !stays_few(request, &row);
-        needs.mix |= row.negative != 0;
+        let (row, planned) = row(request, constants, &edits[i], &mut memory, at)?;
+        needs = needs.or(planned.needs);
         expect(
-            row.tfs == 0.0 || row.flags & flag::GREEDY != 0 || tails.numel() > 0,
+            !planned.tails || tails.numel() > 0,
             "a row with a tail-free cut needs tails",
         )?;
         memory.set_row(i, &row);

@@ -10,12 +10,16 @@ use exl_cuda::ops::kv::{KINDS, Kind, rope_store};
 use exl_cuda::ops::linear::select::{self, Call, Epilogue};
 use exl_cuda::ops::linear::{Addresses, Matrix};
 use exl_cuda::ops::moe;
+use exl_cuda::ops::sampling::SEGMENT;
+use exl_cuda::ops::sampling::select::{self as sampling, Batch, row};
 use exl_cuda::{CARDS, Capabilities, Card, Device, Feature};
 use exl_format::exl2::Exl2View;
 use exl_format::gptq::GptqView;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::cpu::sampling::SamplingPlan;
+use crate::cuda::sampling::row_call;
 use crate::errors::{device_error, format_error, unsupported_error};
 use crate::matrix_parts::{Exl2Parts, GptqParts, zeros};
 
@@ -115,6 +119,12 @@ impl CudaShape {
         let layout = Layout::gptq(&view)
             .map_err(|error| unsupported_error(py, format!("{name}: {error}")))?;
         Ok(Self::new(&layout))
+    }
+
+    /// Columns of the matrix.
+    #[getter]
+    fn out_features(&self) -> usize {
+        self.matrix.out_features()
     }
 }
 
@@ -318,4 +328,40 @@ pub fn cuda_select_attention(card: &CudaCard, shape: &AttentionShape) -> Attenti
             .collect(),
         kernel: plan.name,
     }
+}
+
+/// The kernels that sample `rows` rows of `width` logits with one plan, in the order of their launches, none where the CPU samples the rows;
+/// and kernels that would be faster, or would need no further launches, each with the reason why they are not enough. `mirostat`: the rows
+/// have a threshold; `mixed`: they have logits of a negative prompt; `top_n`: candidates to report.
+#[pyfunction]
+#[pyo3(signature = (card, plan, rows, width, *, mirostat=false, mixed=false, top_n=0))]
+pub fn cuda_select_sampling(
+    card: &CudaCard,
+    plan: &SamplingPlan,
+    rows: usize,
+    width: usize,
+    mirostat: bool,
+    mixed: bool,
+    top_n: usize,
+) -> (Vec<&'static str>, Vec<(&'static str, String)>) {
+    let call = row_call(plan, width, f64::from(mirostat), mixed, top_n);
+    let planned = row::plan(&call);
+    let batch = Batch {
+        rows: if planned.way == row::Way::Host {
+            0
+        } else {
+            rows
+        },
+        pitch: width.next_multiple_of(SEGMENT),
+        needs: planned.needs,
+        copies: false,
+    };
+    let launches = sampling::plan(&card.caps, &batch);
+    let refused = planned.refused.iter();
+    (
+        launches.iter().map(|launch| launch.kernel.name()).collect(),
+        refused
+            .map(|(kernel, why)| (kernel.name(), why.to_string()))
+            .collect(),
+    )
 }

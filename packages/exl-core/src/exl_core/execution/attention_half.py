@@ -46,10 +46,6 @@ class AttentionHalf(JoinedHalf):
         self._shapes = about.q_norm is not None or about.k_norm is not None or bool(about.clip)
         self.plain = self.plain and (not self._shapes or self.head_norms is not None)
 
-    def joins(self, rows: int) -> bool:
-        """Return whether the matmuls of q, k, v and of o have fused kernels for `rows` rows."""
-        return self.first.joins(rows) and self.last.joins(rows)
-
     def features(
         self, x: Tensor, h: Normed, step: Step, ops: Operators, output_tokens: OutputTokens = "all"
     ) -> tuple[Tensor, Normed, Features | None]:

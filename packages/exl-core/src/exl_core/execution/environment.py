@@ -20,6 +20,7 @@ __all__ = [
     "eager_prompts",
     "joined_rows",
     "joins_adapters",
+    "refusal_of_joined_rows",
 ]
 
 GRAPHS_VARIABLE = "EXL_CUDA_GRAPHS"
@@ -59,6 +60,12 @@ def joined_rows() -> int:
     if text and not text.isdecimal():
         raise InputError(f"{JOINED_ROWS_VARIABLE} is {text!r}, must be a number of rows from 0 to {PACKED_ROWS}")
     return min(int(text), PACKED_ROWS) if text else PACKED_ROWS
+
+
+def refusal_of_joined_rows(rows: int) -> str | None:
+    """Return why launches of so many rows are not joined by `joined_rows`, or None."""
+    most = joined_rows()
+    return None if rows <= most else f"{JOINED_ROWS_VARIABLE} allows joined matmuls of at most {most} rows"
 
 
 def joins_adapters() -> bool:

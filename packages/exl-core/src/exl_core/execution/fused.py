@@ -31,8 +31,19 @@ from ..layers import Attention, Embedding, Head, Module, Norm, RMSNorm
 from ..layers.module import is_changed, refusal_of_float
 from ..layers.norm import rms_of
 from .batch import Step
-from .environment import JOINED_ROWS_VARIABLE, joined_rows
-from .half import NO_PROLOGUE, Half, ModuleHalf, NextPrologue, Normed, OutputTokens, PackedInput, last_rows, why_apart
+from .environment import joined_rows, refusal_of_joined_rows
+from .half import (
+    NO_PROLOGUE,
+    Half,
+    ModuleHalf,
+    NextPrologue,
+    Normed,
+    OutputTokens,
+    PackedInput,
+    is_padded,
+    last_rows,
+    why_own_pass,
+)
 from .halves import half_of
 from .many_rows import ManyRows, takes_many_rows
 from .operators import APART, JOINED
@@ -124,8 +135,9 @@ class JoinedLaunches:
         """
         if rows <= PACKED_ROWS:
             return None
-        if joined_rows() < PACKED_ROWS:
-            return f"{JOINED_ROWS_VARIABLE} allows joined matmuls of at most {joined_rows()} rows"
+        why = refusal_of_joined_rows(PACKED_ROWS)
+        if why is not None:
+            return why
         if rows not in self._refusals:
             whys = (half.refusal_of_rows(rows) for half in self._halves)
             of_head = None if self._head is None else refusal_of_float([self._head.linear])
@@ -260,7 +272,7 @@ class JoinedLaunches:
 
 def _joined_head(norm: RMSNorm | None, head: Head | None) -> FusedLinear | None:
     """Return the last norm and the head as one matmul, if one device has both."""
-    if norm is None or head is None or head.linear.quant.out_features != head.linear.out_features:
+    if norm is None or head is None or is_padded(head.linear):
         return None
     weight = norm.loaded_weight
     if weight.device != head.linear.quant.device:
@@ -279,7 +291,7 @@ def joined_launches_of(model: LanguageModel) -> JoinedLaunches | str:
     assert isinstance(head, Head)
     halves = [half_of(module) for module in middle]
     if all(isinstance(half, ModuleHalf) for half in halves):
-        return next((why for why in map(why_apart, middle) if why), "all matrices have padding columns")
+        return next(why for why in (why_own_pass(module, is_padded) for module in middle) if why is not None)
     return JoinedLaunches(first, halves, norm, head)
 
 

@@ -10,7 +10,7 @@ the norm that follows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
@@ -34,6 +34,7 @@ from ..layers.norm import LayerNorm, layer_of, rms_of
 from ..layers.sublayer import SubLayer
 from .adapted import takes_adapters
 from .batch import Step
+from .half_matmuls import is_plain, matmuls_of
 
 if TYPE_CHECKING:
     from .operators import Operators
@@ -51,8 +52,10 @@ __all__ = [
     "PendingMatmul",
     "description_of",
     "input_norm",
+    "is_padded",
     "last_rows",
     "why_apart",
+    "why_own_pass",
 ]
 
 
@@ -133,6 +136,20 @@ def _why_apart(about: HalfDescription) -> str | None:
     if isinstance(about, MlpDescription) and about.gated and about.activation not in get_args(Activation):
         return f"{key} has activation {about.activation}"
     return None
+
+
+def why_own_pass(module: Module, padded: Callable[[Linear], bool]) -> str | None:
+    """Return why a module runs as its own forward pass, by its code or by a matrix that is `padded`; else None."""
+    why = why_apart(module)
+    if why is not None:
+        return why
+    key = next((linear.key for linear in module.submodules() if padded(linear)), None)
+    return None if key is None else f"{key} has padding columns"
+
+
+def is_padded(linear: Linear) -> bool:
+    """Return whether a loaded matrix has columns beyond the layer's features."""
+    return linear.quant.out_features != linear.out_features
 
 
 class Half(ABC):
@@ -236,10 +253,11 @@ class JoinedHalf(Half):
     def __init__(self, about: MatmulDescription, activation: Activation | None = None) -> None:
         self.module, self.about, self.activation = about.module, about, activation
         self.input_norm = rms_of(about.norm)
-        self.own_norm = None if about.float_residual else self.input_norm
+        first, last = matmuls_of(about)
+        self.own_norm = first.norm
         self.post_rms = rms_of(about.post)
         self.adds_apart = self.post_rms is not None or (about.float_residual and about.post is None)
-        self.plain = self.own_norm is not None and about.post is None
+        self.plain = is_plain(about)
         self.first_bare = self.first_normed = joined(about.first)
         if activation is not None:
             self.first_normed = joined(about.first, activation=activation)
@@ -250,8 +268,13 @@ class JoinedHalf(Half):
         self.first_layered = None if layer is None else joined(about.first, norm=layer, activation=activation)
         self.first_matmul = self.first_normed
         self.last = joined((about.last,))
+        self._adds_residual, self._last_required = last.residual, last.required
         self.matrices = tuple(linear.quant for linear in (*about.first, about.last))
         self.held = tuple(matrix.out_features for matrix in self.matrices[:-1])
+
+    def joins(self, rows: int) -> bool:
+        """Return whether the matmuls that must be joined have fused kernels for `rows` rows."""
+        return self.first.joins(rows) and (self.last.joins(rows) or not self._last_required)
 
     def matmul_halves(self) -> Sequence[JoinedHalf]:
         """Return the halves whose matmuls this one runs: itself, unless it is a whole layer."""
@@ -306,7 +329,7 @@ class JoinedHalf(Half):
 
     def result(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the output tensor of the last matmul, and its residual: x for both where nothing is in between."""
-        if self.about.post is None and not self.adds_apart:
+        if self._adds_residual:
             return x, x
         return torch.empty_like(x, dtype=activation_dtype(x.device)), None
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..layers import Linear, Module
+from ..layers import Module
 from ..layers.description import AttentionDescription, MlpDescription
 from .attention_half import AttentionHalf
 from .batch import Step
@@ -19,7 +19,8 @@ from .half import (
     Normed,
     OutputTokens,
     description_of,
-    why_apart,
+    is_padded,
+    why_own_pass,
 )
 from .mlp_half import MlpHalf
 from .operators import Operators
@@ -70,14 +71,10 @@ class ParallelHalf(AttentionHalf):
 
 def half_of(module: Module) -> Half:
     """Return the half of a loaded module."""
-    if why_apart(module) is None and not any(_padded(linear) for linear in module.submodules()):
+    if why_own_pass(module, is_padded) is None:
         about = description_of(module)
         if isinstance(about, MlpDescription):
             return MlpHalf(about)
         if isinstance(about, AttentionDescription):
             return ParallelHalf(about, about.mlp) if isinstance(about.mlp, MlpDescription) else AttentionHalf(about)
     return ModuleHalf(module)
-
-
-def _padded(linear: Linear) -> bool:
-    return linear.quant.out_features != linear.out_features

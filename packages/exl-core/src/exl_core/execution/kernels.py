@@ -9,20 +9,31 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from exl_kernels.moe.cuda import ExpertRouter
 from exl_kernels.selection import PACKED_ROWS, STEP_ROWS, Card, MatrixShape, Selection, rope_store_kernel
 
 from ..config import ExLlamaV2Config
 from ..config.rope_config import main_rope
 from ..errors import ModelStateError
-from ..layers import Head, Linear, Module, build_modules
-from ..layers.description import AttentionDescription, ExpertsDescription, MatmulDescription, MlpDescription
+from ..layers import Head, Linear, Module, Norm, build_modules
+from ..layers.description import (
+    AttentionDescription,
+    ExpertsDescription,
+    HalfDescription,
+    MatmulDescription,
+    MlpDescription,
+)
+from ..layers.module import refusal_of_float
 from ..layers.norm import rms_of
 from ..loading.checkpoint import Checkpoint, TensorReader, TensorSource
 from ..loading.linears import LinearOptions, LinearSpec, read_quantized
+from .capturable import refusal_of_settings
+from .environment import joined_rows, refusal_of_joined_rows
 from .fused import uncovered
-from .half import description_of, why_apart
+from .half import description_of, why_own_pass
+from .half_matmuls import HalfMatmul, is_plain, matmuls_of
 
-__all__ = ["KEYS", "ROWS", "KernelUse", "kernel_uses"]
+__all__ = ["KEYS", "ROWS", "KernelUse", "kernel_uses", "tokens_of_sequence"]
 
 ROWS = (1, 8, 32, 64, 512)
 """Default numbers of rows of a step: decoding alone and in batches, and a prompt."""
@@ -30,6 +41,7 @@ ROWS = (1, 8, 32, 64, 512)
 KEYS = 256
 """Default number of keys that attention reads."""
 
+_CHOSEN = "are chosen by the host"
 _MANY_ROWS = f"more than {PACKED_ROWS} rows are cheaper by dequantizing once"
 
 
@@ -38,8 +50,8 @@ class KernelUse:
     """One operation of a layer at one number of rows."""
 
     operation: str
-    """"q+k+v", "o", "gate+up", "down", "rope+store", "attention", "router", "experts", "head", or the last part of a
-    matrix's key."""
+    """"q+k+v", "o", "gate+up", "down", "rope+store", "attention", "router", "experts", "head", the last part of a
+    matrix's key, or an operation that the caller adds."""
     rows: int
     tokens: int
     """Query tokens of each sequence: one in a decode step, all rows in a prompt."""
@@ -77,19 +89,21 @@ def kernel_uses(
         raise ModelStateError("the config was prepared with no_tensors=True: call config.prepare() first")
     modules = build_modules(config)
     shapes = _Shapes(config.checkpoint)
-    why_not = uncovered(modules) or _decided_by_host(modules, shapes)
-    halves = [(module, why_not or why_apart(module)) for module in modules[1:-2]]
+    why_not = uncovered(modules) or _decided_by_host(modules, shapes, card)
+    halves = [(module, why_not or why_own_pass(module, shapes.is_padded)) for module in modules[1:-2]]
     rotated = main_rope(config).rotary_dim
     found: list[KernelUse] = []
     for count in rows:
-        uses = _Uses(count, card, shapes)
+        blocks = STEP_ROWS >= count > PACKED_ROWS
+        refusal = why_not or _refusal_of_blocks(config, modules, shapes, card, count) if blocks else None
+        uses = _Uses(count, card, shapes, refusal)
         for _, layer in groupby(halves, lambda half: half[0].key):
             for half, why in layer:
                 about = description_of(half)
                 if isinstance(about, AttentionDescription):
                     uses.attention(about, cache, keys, rotated, joined=why is None)
                 if why is None:
-                    assert isinstance(about, MatmulDescription), "why_apart"
+                    assert isinstance(about, MatmulDescription), "why_own_pass"
                     uses.half(about)
                 elif isinstance(about, ExpertsDescription):
                     uses.experts(about, why)
@@ -97,17 +111,55 @@ def kernel_uses(
                     uses.alone(half.submodules(), [why])
         head = modules[-1]
         if isinstance(head, Head):
-            uses.head(head, chained=not any(why for _, why in halves))
+            norm, (last, why) = modules[-2], halves[-1]
+            uses.head(head, norm if isinstance(norm, Norm) else None, None if why else description_of(last))
         found += uses.rows()
     return found
 
 
-def _decided_by_host(modules: Sequence[Module], shapes: _Shapes) -> str | None:
-    """Return why every module runs its own pass, or None: the host chooses float experts, so no step is captured."""
+def _decided_by_host(modules: Sequence[Module], shapes: _Shapes, card: Card) -> str | None:
+    """Return why every module runs its own pass, or None: the host chooses experts, so no step is captured."""
     for module in modules:
         about = description_of(module)
-        if isinstance(about, ExpertsDescription) and any(shapes.all(expert) is None for expert in about.experts):
-            return f"the experts of {module.key} are float matrices, which the host chooses: no launches are joined"
+        if isinstance(about, ExpertsDescription):
+            found = _experts(about, shapes, card, 1)
+            if isinstance(found, str) or found.refused:
+                why = found if isinstance(found, str) else found.reasons[0]
+                return f"the experts of {module.key} {_CHOSEN}: {why}"
+    return None
+
+
+def _experts(
+    about: ExpertsDescription, shapes: _Shapes, card: Card, rows: int, *, invariant: bool = True
+) -> Selection | str:
+    """Return how rows run through experts, or why no number of rows has shared launches."""
+    experts = []
+    for expert in about.experts:
+        parts = shapes.all(expert)
+        if parts is None:
+            return "they are float matrices"
+        if any(map(shapes.is_padded, expert)):
+            return "they have padding columns"
+        gate, up, down = parts
+        experts.append((gate, up, down))
+    return card.experts(experts, rows, about.chosen, invariant=invariant)
+
+
+def _refusal_of_blocks(
+    config: ExLlamaV2Config, modules: Sequence[Module], shapes: _Shapes, card: Card, rows: int
+) -> str | None:
+    """Return why no captured step runs `rows` rows, more than PACKED_ROWS, in blocks; None if one does."""
+    why = refusal_of_settings(config) or refusal_of_joined_rows(PACKED_ROWS)
+    if why is not None:
+        return why
+    for module in (modules[-1], *modules[1:-2]):
+        about = description_of(module)
+        if not isinstance(about, ExpertsDescription):
+            why = refusal_of_float(module.submodules(), shapes.is_float)
+        elif isinstance(found := _experts(about, shapes, card, rows), str) or not found.joined:
+            why = f"the experts of {module.key} {_CHOSEN}"
+        if why is not None:
+            return why
     return None
 
 
@@ -117,6 +169,15 @@ class _Shapes:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._source = _WithoutWeights(TensorReader(checkpoint))
         self._known: dict[str, MatrixShape | None] = {}
+
+    def is_float(self, linear: Linear) -> bool:
+        """Return whether the matrix is not quantized."""
+        return self.of(linear) is None
+
+    def is_padded(self, linear: Linear) -> bool:
+        """Return whether a quantized matrix has columns beyond the layer's features."""
+        shape = self.of(linear)
+        return shape is not None and shape.out_features != linear.out_features
 
     def of(self, linear: Linear) -> MatrixShape | None:
         """Return the shape of a quantized matrix; None for a float matrix."""
@@ -158,35 +219,24 @@ class _WithoutWeights:
         return group
 
 
-@dataclass(frozen=True)
-class _Matmul:
-    """Matrices that are multiplied in one launch if possible."""
-
-    operation: str
-    linears: tuple[Linear, ...]
-    norm: bool = False
-    gate: bool = False
-    residual: bool = False
-
-
-def _matmuls(about: MatmulDescription) -> list[_Matmul]:
-    """Return the matmuls of a half whose launches are joined."""
-    norm, residual = rms_of(about.norm) is not None, about.post is None
+def _matmuls(about: MatmulDescription) -> list[tuple[str, HalfMatmul]]:
+    """Return the names and matmuls of a half whose launches are joined."""
+    first, last = matmuls_of(about)
     if isinstance(about, AttentionDescription):
         inner = _matmuls(about.mlp) if isinstance(about.mlp, MlpDescription) else []
-        return [_Matmul("q+k+v", about.first, norm=norm), _Matmul("o", (about.last,), residual=residual), *inner]
-    gate = len(about.first) > 1
-    first = _Matmul("gate+up" if gate else "up", about.first, norm=norm, gate=gate)
-    return [first, _Matmul("down", (about.last,), residual=residual)]
+        return [("q+k+v", first), ("o", last), *inner]
+    return [("gate+up" if first.gate else "up", first), ("down", last)]
 
 
 class _Uses:
     """Kernels and reasons by operation, over all layers, at one number of rows."""
 
-    def __init__(self, count: int, card: Card, shapes: _Shapes) -> None:
+    def __init__(self, count: int, card: Card, shapes: _Shapes, refusal: str | None) -> None:
         self.count = count
-        self._invariant = count <= STEP_ROWS
-        self._batch, self._tokens = (count, 1) if self._invariant else (1, count)
+        self._invariant = count <= STEP_ROWS and refusal is None
+        self._many_rows = [_MANY_ROWS if refusal is None else f"{_MANY_ROWS}; the step is not captured: {refusal}"]
+        self._tokens = tokens_of_sequence(count)
+        self._batch = count // self._tokens
         self._card = card
         self._shapes = shapes
         self._kernels: dict[str, dict[str, None]] = {}
@@ -215,7 +265,7 @@ class _Uses:
         rotated = 0 if a.rope == "none" else rotated
         if joined and rotated and self._tokens > 1:
             store = rope_store_kernel(cache, a.head_dim, tokens=self.count, rotated=rotated, interleaved=a.interleaved)
-            self.add("rope+store", store.kernel, _reasons(store))
+            self.add("rope+store", store.kernel, store.reasons)
         found = self._card.attention(
             cache,
             a.head_dim,
@@ -229,51 +279,54 @@ class _Uses:
             rotated=rotated if joined and self._tokens == 1 else None,
             interleaved=a.interleaved,
         )
-        self.add("attention", found.kernel, _reasons(found))
+        self.add("attention", found.kernel, found.reasons)
 
     def half(self, half: MatmulDescription) -> None:
         """Add the matmuls of a half whose launches are joined.
 
-        If one of them, except down, cannot launch with norm, gate and residual, none does.
+        If a required one cannot launch with norm and gate, none does.
         """
-        found = [(matmul, self._joined(matmul)) for matmul in _matmuls(half)]
-        apart = [
-            f"{matmul.operation} is launched apart: {reason}"
-            for matmul, selected in found
-            if matmul.operation != "down" and (selected is None or not selected.joined)
-            for reason in (["it is not quantized"] if selected is None else _reasons(selected)[-1:])
-        ]
+        apart = [] if (why := refusal_of_joined_rows(min(self.count, PACKED_ROWS))) is None else [why]
+        for operation, matmul in _matmuls(half):
+            found = self._fused(matmul.linears, norm=matmul.norm is not None, gate=matmul.gate)
+            if matmul.required and (found is None or not found.joined):
+                why = "it is not quantized" if found is None else "".join(found.reasons[-1:])
+                apart.append(f"{operation} is launched apart: {why}")
         if apart or not self._invariant:
             self.alone(half.module.submodules(), apart)
             return
-        for matmul, selected in found:
-            self._matmul(matmul.operation, selected)
+        for operation, matmul in _matmuls(half):
+            norm, gate, residual = matmul.norm is not None, matmul.gate, matmul.residual
+            self._matmul(operation, self._fused(matmul.linears, norm=norm, gate=gate, residual=residual))
 
-    def head(self, head: Head, *, chained: bool) -> None:
-        """Add the head's matmul, which includes the last norm where kernels pack the inputs of the next ones."""
-        fused = self._fused((head.linear,), norm=True)
-        if chained and fused is not None and fused.joined and fused.kernel in ("gemm_few", "gemm_direct"):
-            self._matmul("head", fused)
+    def head(self, head: Head, norm: Norm | None, last: HalfDescription | None) -> None:
+        """Add the head's matmul, which includes the last norm where the last half packs its input.
+
+        Args:
+            head: the head.
+            norm: the last norm.
+            last: the last half; None where its launches are not joined.
+        """
+        found = self._fused((head.linear,), norm=True)
+        packs = isinstance(last, MatmulDescription) and is_plain(last) and self.count <= joined_rows()
+        takes = rms_of(norm) is not None and not self._shapes.is_padded(head.linear)
+        if packs and takes and found is not None and found.joined and found.kernel in ("gemm_few", "gemm_direct"):
+            self._matmul("head", found)
         else:
             self._matmul("head", self._alone(head.linear))
 
     def experts(self, half: ExpertsDescription, why_apart: str) -> None:
         """Add the router, the experts' matmuls (one entry where they share launches), and those of a shared expert."""
         known: set[Linear] = set()
-        if self._shapes.of(half.router) is None:
+        if self._shapes.is_float(half.router) and ExpertRouter.takes_features(half.router.in_features):
             self.add("router", "experts_route")
             known.add(half.router)
-        shapes = [self._shapes.all(expert) for expert in half.experts]
-        quantized = [(gate, up, down) for gate, up, down in (parts for parts in shapes if parts is not None)]
-        if len(quantized) == len(shapes):
-            found = self._card.experts(quantized, self.count, half.chosen, invariant=self._invariant)
-            if found.joined:
-                self.add("experts", found.kernel)
-                known.update(linear for expert in half.experts for linear in expert)
-                why_apart = ""
-            elif found.refused:
-                why_apart = _reasons(found)[0]
-        reasons = [why_apart] if why_apart else []
+        reasons = [why_apart]
+        found = _experts(half, self._shapes, self._card, self.count, invariant=self._invariant)
+        if not isinstance(found, str) and found.joined:
+            self.add("experts", found.kernel)
+            known.update(linear for expert in half.experts for linear in expert)
+            reasons = []
         self.alone((linear for linear in half.module.submodules() if linear not in known), reasons)
 
     def alone(self, linears: Iterable[Linear], why_apart: Sequence[str]) -> None:
@@ -285,16 +338,12 @@ class _Uses:
         if found is None:
             self.add(operation, "cuBLAS", ["the matrix is not quantized"])
         else:
-            reasons = [*why_apart, *_reasons(found)] if self._invariant else [_MANY_ROWS]
+            reasons = [*why_apart, *found.reasons] if self._invariant else self._many_rows
             self.add(operation, found.kernel, reasons)
 
     def _alone(self, linear: Linear) -> Selection | None:
         shape = self._shapes.of(linear)
         return None if shape is None else self._card.matmul(shape, self.count, invariant=self._invariant)
-
-    def _joined(self, matmul: _Matmul) -> Selection | None:
-        """Return the selection; None where a matrix is not quantized."""
-        return self._fused(matmul.linears, norm=matmul.norm, gate=matmul.gate, residual=matmul.residual)
 
     def _fused(
         self, linears: Sequence[Linear], *, norm: bool = False, gate: bool = False, residual: bool = False
@@ -308,5 +357,6 @@ class _Uses:
         )
 
 
-def _reasons(found: Selection) -> list[str]:
-    return [f"{kernel}: {why}" for kernel, why in found.refused]
+def tokens_of_sequence(rows: int) -> int:
+    """Return the query tokens of each sequence of a step: one up to STEP_ROWS rows, else all rows (a prompt)."""
+    return 1 if rows <= STEP_ROWS else rows

@@ -30,11 +30,6 @@ class MlpHalf(JoinedHalf):
     def __init__(self, about: MlpDescription) -> None:
         fuses = about.activation in get_args(Activation)  # always where there is a gate: see `why_apart`
         super().__init__(about, cast(Activation, about.activation) if fuses else None)
-        self.plain = self.plain and about.gated
-
-    def joins(self, rows: int) -> bool:
-        """Return whether gate and up (or up) have a fused kernel for `rows` rows."""
-        return self.first.joins(rows)  # down may run separately
 
     def chains(self, rows: int) -> bool:
         """Return whether gate and up can also pack the input of down."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,12 +24,16 @@ def is_changed(module: Module) -> bool:
     return any(callable(getattr(type(module), name, None)) for name in vars(module))
 
 
-def refusal_of_float(linears: Iterable[Linear]) -> str | None:
-    """Return a sentence that names a float matrix among loaded linears, or None.
+def _is_float(linear: Linear) -> bool:
+    return not linear.is_quant()
+
+
+def refusal_of_float(linears: Iterable[Linear], is_float: Callable[[Linear], bool] = _is_float) -> str | None:
+    """Return a sentence that names a float matrix among linears, which are loaded unless `is_float` is given, or None.
 
     torch picks its kernel, and so its order of sums, by the number of rows.
     """
-    key = next((linear.key for linear in linears if not linear.is_quant()), None)
+    key = next((linear.key for linear in linears if is_float(linear)), None)
     return None if key is None else f"{key} is a float matrix, whose results depend on the number of rows"
 
 

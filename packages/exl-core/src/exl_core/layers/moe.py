@@ -138,8 +138,7 @@ class MoE(FeedForward):
         """Let the loaded experts share calls where possible."""
         self._ungroup()
         router = self.router.loaded_matrix
-        fits = router.in_features % 8 == 0 and router.in_features <= ExpertRouter.most_features
-        if isinstance(router, CudaFloatMatrix) and fits:
+        if isinstance(router, CudaFloatMatrix) and ExpertRouter.takes_features(router.in_features):
             self._router = ExpertRouter(router, self.chosen, self.normalize, self.jitter)
         if self.sharding is not None and not self.sharding[0].exchange.whole:
             return  # all processes exchange outputs in `_outputs`, also one that has every expert

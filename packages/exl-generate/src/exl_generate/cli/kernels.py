@@ -1,4 +1,4 @@
-"""`exl info --kernels`: which GPU kernels a model's steps run, and why not faster ones."""
+"""`exl info --kernels`: which GPU kernels a model's steps and their sampling run, and why not faster ones."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from exl_core import ExLlamaV2Config
-from exl_core.execution.kernels import KEYS, ROWS, KernelUse, kernel_uses
+from exl_core.execution.kernels import KEYS, ROWS, KernelUse, kernel_uses, tokens_of_sequence
 from exl_generate.cli.models import model_folder
 from exl_generate.cli.tables import show_table
+from exl_generate.sampling import Settings
+from exl_generate.sampling.plan import plan_of
+from exl_generate.sampling.vocabulary import Vocabulary
 from exl_kernels.device import cuda_status
 from exl_kernels.errors import DeviceError
 from exl_kernels.kv import KVKind
@@ -31,6 +34,7 @@ def facts(config: ExLlamaV2Config, card: str | None, cache: KVKind) -> dict[str,
     """Card, code and kernels. `card` names one of `known_cards`; None is the first GPU of this machine that can be
     used. Raises DeviceError."""
     chosen = _card(card)
+    uses = [*kernel_uses(config, chosen, cache=cache, keys=KEYS), *_sampling_uses(config, chosen)]
     return {
         "card": chosen.name,
         "code": chosen.code,
@@ -44,9 +48,22 @@ def facts(config: ExLlamaV2Config, card: str | None, cache: KVKind) -> dict[str,
                 "kernel": use.kernel,
                 "why": list(use.why),
             }
-            for use in kernel_uses(config, chosen, cache=cache, keys=KEYS)
+            for use in uses
         ],
     }
+
+
+def _sampling_uses(config: ExLlamaV2Config, card: Card) -> list[KernelUse]:
+    """Return the kernels that sample the tokens of a step with default settings and greedily, one token a sequence."""
+    vocabulary = Vocabulary(None, config.vocab_size)
+    found = []
+    for name, settings in (("sampling", Settings()), ("sampling, greedy", Settings(top_k=1))):
+        plan = plan_of(settings, vocabulary)
+        for rows in ROWS:
+            tokens = tokens_of_sequence(rows)
+            selected = card.sampling(plan, rows // tokens, config.vocab_size)
+            found.append(KernelUse(name, rows, tokens, selected.kernel, selected.reasons))
+    return found
 
 
 def _card(name: str | None) -> Card:

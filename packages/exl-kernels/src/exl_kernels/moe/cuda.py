@@ -77,10 +77,15 @@ class ExpertRouter:
 
     most_features: int = _native.ExpertRouter.most_hidden
 
+    @classmethod
+    def takes_features(cls, in_features: int) -> bool:
+        """Return whether a router may have so many inputs."""
+        return in_features % 8 == 0 and in_features <= cls.most_features
+
     def __init__(self, matrix: CudaFloatMatrix, chosen: int, normalize: bool, jitter: float | None = None) -> None:
         if not 1 <= chosen <= matrix.out_features:
             raise ShapeError(f"{chosen} experts of {matrix.out_features} cannot be chosen")
-        if matrix.in_features % 8 or matrix.in_features > self.most_features:
+        if not self.takes_features(matrix.in_features):
             raise ShapeError(
                 f"the router takes {matrix.in_features} features: expected a multiple of 8, "
                 f"at most {self.most_features}"

@@ -4,11 +4,15 @@
 //! GPU. The kernels write their answers directly to the front of the pinned memory. A launch has fixed addresses and can be captured.
 //! Kernels do not read their rows from pinned memory, because every block would wait for the bus.
 
+pub mod select;
+
 use super::Target;
 use crate::abi::{assert_constants, assert_layout};
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch, copy_to_device};
+use select::row::Needs;
+use select::{Batch, Kernel};
 
 /// Ids that a block of the shaping kernel handles; edits are grouped by it.
 pub const SEGMENT: usize = 2048;
@@ -244,28 +248,10 @@ pub struct Workspace {
     pub pitch: usize,
 }
 
-/// The launches that the rows of a batch need beside shaping and choosing.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Needs {
-    /// a row has [`flag::SUMS`]
-    pub sums: bool,
-    /// a row's candidates may be too many for the choosing block's table
-    pub wide: bool,
-    /// a row is mixed from two
-    pub mix: bool,
-}
-
 pub(super) fn kernels(file: &str) -> Vec<String> {
-    let names: &[&str] = match file {
-        "sampling" => &["sample_shape", "sample_sums", "sample_choose"],
-        _ => &[
-            "sample_wide",
-            "sample_mix_maxima",
-            "sample_mix_sums",
-            "sample_mix",
-        ],
-    };
-    names.iter().map(|&name| name.to_owned()).collect()
+    let kernels = Kernel::ALL.into_iter();
+    let in_file = kernels.filter(|kernel| kernel.file() == file);
+    in_file.map(|kernel| kernel.name().to_owned()).collect()
 }
 
 /// Destination of sampled tokens beside the answers: i64 a row, clamped to ids below `limit`. Rows with [`flag::SKIP`] write nothing.
@@ -317,9 +303,6 @@ pub unsafe fn sample(
     needs: Needs,
     next: Option<Next>,
 ) -> Result<(), CudaError> {
-    if count == 0 {
-        return Ok(());
-    }
     let device = Device::get(to.device)?;
     let Workspace {
         shaped,
@@ -332,75 +315,42 @@ pub unsafe fn sample(
     let passes = control + WIDE_CONTROL_BYTES;
     let (rows, answers) = (device_copy + count * size_of::<Answer>(), host);
     let width = super::index32("pitch", pitch)?;
-    let segments = pitch.div_ceil(SEGMENT);
-    let each_segment = |kernel, rows: usize, programmatic| Launch {
-        kernel,
-        grid: [segments as u32, rows as u32, 1],
-        block: 256,
-        shared_bytes: 0,
-        stream: to.stream,
-        programmatic,
-    };
-    if needs.mix {
-        let in_order = |kernel| Launch {
-            block: 512,
-            ..each_segment(kernel, count, false)
-        };
-        // SAFETY: the order is that of each kernel; the caller guarantees that the addresses are valid.
-        unsafe {
-            in_order("sample_mix_maxima").run(device, &mut kernel_arguments![rows, maxima])?;
-            in_order("sample_mix_sums").run(device, &mut kernel_arguments![rows, maxima, sums])?;
-            let mut arguments = kernel_arguments![rows, maxima, sums, shaped, width];
-            in_order("sample_mix").run(device, &mut arguments)?;
-        }
-    }
-    let inputs = next.map_or_else(Inputs::default, |next| next.inputs);
     let number = super::index32("rows", count)?;
-    let mut arguments = kernel_arguments![rows, shaped, maxima, width, number, inputs, control];
-    // Not programmatic: earlier launches write its inputs and read the inputs that it overwrites.
-    let shape = each_segment("sample_shape", count + usize::from(inputs.words > 0), false);
-    // SAFETY: as above.
-    unsafe { shape.run(device, &mut arguments)? };
-    if needs.sums {
-        let mut arguments = kernel_arguments![rows, shaped, maxima, sums, width];
-        // SAFETY: as above.
-        unsafe { each_segment("sample_sums", count, to.programmatic).run(device, &mut arguments)? };
-    }
-    let choose = Launch {
-        kernel: "sample_choose",
-        grid: [count as u32, 1, 1],
-        block: 1024,
-        // A little more than the table: with the static variables it exceeds the default limit of shared memory.
-        shared_bytes: (3 * CAPACITY * size_of::<u64>() + 1024) as u32,
-        stream: to.stream,
-        programmatic: to.programmatic,
-    };
+    let inputs = next.map_or_else(Inputs::default, |next| next.inputs);
     let (ids, limit) = next.map_or((0, 1), |next| (next.ids, next.limit));
     let limit = super::index32("limit", limit)?;
-    let mut arguments = kernel_arguments![
-        rows, shaped, maxima, sums, answers, width, ids, limit, passes, control
-    ];
-    // SAFETY: as above.
-    unsafe { choose.run(device, &mut arguments)? };
-    if !needs.wide {
-        return Ok(());
-    }
-    let wide = Launch {
-        kernel: "sample_wide",
-        // All blocks wait for one another, so all of them must be resident: two per SM at most.
-        grid: [
-            (2 * segments * count).min(2 * device.info.caps.sms) as u32,
-            1,
-            1,
-        ],
-        block: 512,
-        shared_bytes: 0,
-        stream: to.stream,
-        programmatic: to.programmatic,
+    let batch = Batch {
+        rows: count,
+        pitch,
+        needs,
+        copies: inputs.words > 0,
     };
-    let mut arguments = kernel_arguments![
-        rows, shaped, passes, control, answers, width, number, ids, limit, tails
-    ];
-    // SAFETY: as above.
-    unsafe { wide.run(device, &mut arguments) }
+    for planned in select::plan(&device.info.caps, &batch) {
+        let launch = Launch {
+            kernel: planned.kernel.name(),
+            grid: planned.grid,
+            block: planned.threads,
+            shared_bytes: planned.shared,
+            stream: to.stream,
+            programmatic: to.programmatic && planned.overlaps,
+        };
+        // SAFETY: the arguments are in each kernel's order; the caller guarantees that the addresses are valid.
+        let run = |arguments: &mut [_]| unsafe { launch.run(device, arguments) };
+        match planned.kernel {
+            Kernel::MixMaxima => run(&mut kernel_arguments![rows, maxima]),
+            Kernel::MixSums => run(&mut kernel_arguments![rows, maxima, sums]),
+            Kernel::Mix => run(&mut kernel_arguments![rows, maxima, sums, shaped, width]),
+            Kernel::Shape => run(&mut kernel_arguments![
+                rows, shaped, maxima, width, number, inputs, control
+            ]),
+            Kernel::Sums => run(&mut kernel_arguments![rows, shaped, maxima, sums, width]),
+            Kernel::Choose => run(&mut kernel_arguments![
+                rows, shaped, maxima, sums, answers, width, ids, limit, passes, control
+            ]),
+            Kernel::Wide => run(&mut kernel_arguments![
+                rows, shaped, passes, control, answers, width, number, ids, limit, tails
+            ]),
+        }?;
+    }
+    Ok(())
 }
