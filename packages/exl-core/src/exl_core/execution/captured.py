@@ -310,8 +310,8 @@ class DecodeGraphs:
                 self.clear()
                 self._modules = modules
             if refused is None:
-                # torch's matmuls of float matrices may change with the number of rows, so these batches get no padding.
-                # Steps of more rows, where each number would need a graph of its own, are captured without them only.
+                # torch's matmuls of few rows of a float matrix may change with the number of rows, so these batches get
+                # no padding. Steps of more rows multiply blocks of one size (`CudaFloatMatrix`).
                 self._exact_batch = any(linear.loaded_matrix.format == "float" for linear in model.linears())
             self._arrangement, self._refused = found, refused
         return self._refused
