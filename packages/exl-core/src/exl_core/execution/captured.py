@@ -339,12 +339,10 @@ class DecodeGraphs:
     def _refusal_of_bucket(self, model: LanguageModel, bucket: Bucket) -> str | None:
         """Return why steps of a bucket cannot be captured with batch-invariant results, or None."""
         if model.tp_context is not None:
+            if bucket.tokens > PACKED_ROWS:
+                return f"the matrices are sharded, and the step has {bucket.tokens} rows, more than {PACKED_ROWS}"
             shards = self.shard_launches(model, bucket)
-            if isinstance(shards, str) or all(launches.takes(bucket.tokens) for launches in shards):
-                return shards if isinstance(shards, str) else None
-            return (
-                f"the matrices are sharded, and one has no kernel with norm, gate and residual for {bucket.tokens} rows"
-            )
+            return shards if isinstance(shards, str) else None
         if bucket.tokens <= PACKED_ROWS:
             return None
         joined = self._joined_or_reason(model)
