@@ -28,6 +28,11 @@ ODD = "model.layers.1.self_attn.k_proj"
 def unlike(folder: Path, odd: str, key: str = ODD) -> Path:
     """A model whose matrix `key` is a float matrix, or reads its input in an order of its own."""
     make_model(folder, Shape(256, 256, LAYERS, 4, 2, 96), 4.0)
+    return changed(folder, odd, key)
+
+
+def changed(folder: Path, odd: str, key: str) -> Path:
+    """The model in the folder with such a matrix `key`."""
     (path,) = folder.glob("*.safetensors")
     tensors = {name: read_tensor(entry).clone() for name, entry in read_safetensors_folder(folder).items()}
     generator = torch.Generator().manual_seed(5)
