@@ -13,6 +13,7 @@ import pytest
 import torch
 from make_random_model import SHAPES, make_model
 from random_models import loaded_over
+from test_cuda_unlike_layers import changed
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Cache_TP, ExLlamaV2Config, PagedParams
 from exl_core.device import GIB, devices
@@ -218,13 +219,19 @@ def test_matrices_cut_over_two_gpus(lab: Any, monkeypatch: pytest.MonkeyPatch, k
 
 
 @pytest.mark.covers("core.md: tensor-parallel")
+@pytest.mark.parametrize("permuted", [False, True])
 @pytest.mark.parametrize("shares", [[8.0, 8.0], [6.0, 10.0]], ids=["even", "uneven"])
 def test_captured_steps_of_a_sharded_model_are_those_of_one_gpu(
-    tmp_path: Path, lab: Any, monkeypatch: pytest.MonkeyPatch, shares: list[float]
+    tmp_path: Path, lab: Any, monkeypatch: pytest.MonkeyPatch, shares: list[float], permuted: bool
 ) -> None:
-    """Both GPUs run their graphs and meet at every exchange; all steps are queued before the first is read."""
+    """Both GPUs run their graphs and meet at every exchange; all steps are queued before the first is read.
+
+    The q, k and v of a layer that read their input in other orders share no launch.
+    """
     folder = tmp_path / "model"
     make_model(folder, replace(SHAPES["tiny"], layers=4), 4.0)
+    if permuted:
+        changed(folder, "permuted", "model.layers.1.self_attn.k_proj")
     monkeypatch.setenv("EXL_DEVICE", f"cuda:0,{second_device('cuda:1')}")
     model = build(folder)
     model.load_tp(shares)

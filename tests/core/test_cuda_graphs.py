@@ -150,10 +150,8 @@ def test_more_rows_than_a_kernel_takes_are_captured_in_blocks(
 
 
 @pytest.mark.parametrize("kind", ["exl2-4.5", "fp16"])
-def test_more_rows_of_matmuls_that_are_apart_are_captured_unless_they_are_float(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Quantized ones run 64 rows at a time, captured or not: results do not depend on the batch."""
+def test_more_rows_of_matmuls_that_are_apart_are_captured(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run 64 rows at a time, captured or not; a row of a float matrix is the same from 64 rows on."""
     monkeypatch.setenv("EXL_DEVICE", "cuda:0")
     model = ExLlamaV2(ExLlamaV2Config(DATA / f"pylib-4m-{kind}"))
     model.load()
@@ -161,17 +159,21 @@ def test_more_rows_of_matmuls_that_are_apart_are_captured_unless_they_are_float(
     cache, pages = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE), table(1, 1)
     before = model.decode.steps
     ids = torch.tensor([[5]])
-    alone = model.forward_chunk(ids, cache, attn_params=params(pages, [3], 1))["logits"].clone()
-    assert model.decode.steps == before + 1
-    where = params(pages.repeat(65, 1), [3] * 65, 1)
-    many = model.forward_chunk(ids.repeat(65, 1), cache, attn_params=where)["logits"]
-    if kind == "fp16":
-        assert model.decode.steps == before + 1
-        assert model.decode.reason is not None
-        assert "is a float matrix" in model.decode.reason
-    else:
-        assert model.decode.steps == before + 2, model.decode.reason
-        assert torch.equal(many[64], alone[0])
+    fewest = 64 if kind == "fp16" else 1
+
+    def step(rows: int) -> torch.Tensor:
+        where = params(pages.repeat(rows, 1), [3] * rows, 1)
+        return model.forward_chunk(ids.repeat(rows, 1), cache, attn_params=where)["logits"].clone()
+
+    few = step(fewest)
+    assert model.decode.steps == before + 1, model.decode.reason
+    for number, rows in enumerate((65, 70, 150, 256), 2):
+        many = step(rows)
+        assert model.decode.steps == before + number, model.decode.reason
+        assert all(torch.equal(row, few[0]) for row in many)
+        eager(model, monkeypatch)
+        assert torch.equal(step(rows), many)
+        captured(model, monkeypatch)
 
 
 @pytest.mark.needs("wgmma|mma_pipeline")

@@ -25,18 +25,24 @@ LAYERS = 3
 ODD = "model.layers.1.self_attn.k_proj"
 
 
-def unlike(folder: Path, odd: str) -> Path:
-    """A model whose matrix ODD is a float matrix, or reads its input in an order of its own."""
+def unlike(folder: Path, odd: str, key: str = ODD) -> Path:
+    """A model whose matrix `key` is a float matrix, or reads its input in an order of its own."""
     make_model(folder, Shape(256, 256, LAYERS, 4, 2, 96), 4.0)
+    return changed(folder, odd, key)
+
+
+def changed(folder: Path, odd: str, key: str) -> Path:
+    """The model in the folder with such a matrix `key`."""
     (path,) = folder.glob("*.safetensors")
     tensors = {name: read_tensor(entry).clone() for name, entry in read_safetensors_folder(folder).items()}
     generator = torch.Generator().manual_seed(5)
     if odd == "permuted":
-        old = tensors[f"{ODD}.q_invperm"]
-        tensors[f"{ODD}.q_invperm"] = torch.randperm(len(old), generator=generator).to(old.dtype)
+        old = tensors[f"{key}.q_invperm"]
+        tensors[f"{key}.q_invperm"] = torch.randperm(len(old), generator=generator).to(old.dtype)
     else:
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(ODD)}
-        tensors[f"{ODD}.weight"] = (torch.randn(128, 256, generator=generator) / 16).half()
+        columns = tensors[f"{key}.q_weight"].shape[1]
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(key)}
+        tensors[f"{key}.weight"] = (torch.randn(columns, 256, generator=generator) / 16).half()
     path.unlink()
     write_safetensors(path, tensors)
     return folder
@@ -80,11 +86,7 @@ def test_other_layers_keep_their_joined_launches(odd: str, tmp_path: Path, monke
     plan = joined_launches_of(model)
     assert isinstance(plan, JoinedLaunches), plan
     for rows in (1, 5, 8, 12, 64, 70):
-        why = plan.refusal_of_rows(rows)
-        if rows > 64 and odd == "float":
-            assert why == f"{ODD} is a float matrix, whose results depend on the number of rows"
-            continue
-        assert why is None
+        assert plan.refusal_of_rows(rows) is None
         want, got, launches = passes(model, plan, rows)
         assert torch.equal(want, got), rows
         if rows in (12, 64):
@@ -95,6 +97,19 @@ def test_other_layers_keep_their_joined_launches(odd: str, tmp_path: Path, monke
             # All matmuls but the first pack the next one's input, also for the last norm and the head. The odd q, k and
             # v read an input that no matmul packs; so does the o behind matmuls that are apart.
             assert launches.read("norm_packed") == 2 * LAYERS - (1 if odd == "permuted" else 2)
+
+
+def test_a_float_head_is_multiplied_in_blocks_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All halves keep their joined launches, and results are bitwise those of the modules."""
+    model = loaded_on("cuda:0", unlike(tmp_path, "float", "lm_head"), monkeypatch)
+    plan = joined_launches_of(model)
+    assert isinstance(plan, JoinedLaunches), plan
+    for rows in (5, 64, 70, 150):
+        assert plan.refusal_of_rows(rows) is None
+        want, got, launches = passes(model, plan, rows)
+        assert torch.equal(want, got), rows
+        if rows == 64:
+            assert launches.read("batch_", "mma_") == 4 * LAYERS
 
 
 @pytest.mark.parametrize("rows", [5, 64, 70, 150])

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from captured_on_cpu import Graph, captured_on_cpu
-from joined_on_cpu import joined_on_cpu
+from joined_on_cpu import FusedDouble, joined_on_cpu
 from test_sharded_launches import PAGE, sharded, write
 from torch import Tensor
 
@@ -160,6 +160,24 @@ def test_captured_steps_are_those_of_the_modules(lab: Any, model: ExLlamaV2, mon
     assert planned == held
     assert held[1] == held[2] < held[0]
     assert 4 * SIZES["vocab_size"] == Boxes.made[0].sizes[0][1]
+
+
+@pytest.mark.parametrize("apart", ["k_proj", "o_proj", "up_proj", "down_proj"])
+def test_a_matmul_that_no_kernel_joins_runs_alone_in_the_captured_step(
+    lab: Any, model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch, apart: str
+) -> None:
+    """The other matmuls of the step stay joined, and results are bitwise those of the modules."""
+    ids, calls = lab.ids(2, 3, vocab=288), []
+    for key in (None, apart):
+        monkeypatch.setattr(FusedDouble, "apart", key)
+        monkeypatch.setattr(FusedDouble, "calls", 0)
+        model.decode.clear()
+        steps = model.decode.steps
+        found = steps_of(model, ids)
+        assert model.decode.steps - steps == 3, model.decode.reason
+        assert torch.equal(found, eager(model, ids, monkeypatch))
+        calls.append(FusedDouble.calls)
+    assert calls[0] * 3 == calls[1] * 4, "three of the four matmuls of a layer"
 
 
 def test_a_step_that_some_devices_did_not_get_is_the_last_of_its_mailboxes(

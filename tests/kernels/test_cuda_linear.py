@@ -6,13 +6,19 @@ import os
 import random
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 from internals import group_of
 from torch import Tensor
 
-from exl_kernels.device import programmatic_launch, set_programmatic_launch, set_row_invariant
+from exl_kernels.device import (
+    programmatic_launch,
+    row_invariant_matmuls,
+    set_programmatic_launch,
+    set_row_invariant,
+)
 from exl_kernels.errors import DeviceError, DTypeError, FormatError, ShapeError
 from exl_kernels.formats import exl2_dequantize, gptq_dequantize
 from exl_kernels.linear import QuantMatrix
@@ -523,6 +529,39 @@ def test_precise_matmuls_of_a_row_do_not_depend_on_the_others() -> None:
     whole = made.matmul_precise(x)
     for begin, end in ((0, 1), (5, 7), (10, 74), (100, 613)):
         assert torch.equal(made.matmul_precise(x[begin:end]), whole[begin:end])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_many_batch_invariant_rows_of_float_matrices_are_those_of_a_block(
+    dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuBLAS takes blocks of 64 rows, also for the last rows, so a row does not depend on the number of rows."""
+    given = torch.randn(96) if bias else None
+    made = QuantMatrix.from_float(torch.randn(96, 4096, dtype=torch.float16) * 0.05, given, device="cuda")
+    x = torch.randn(300, 4096, device="cuda").to(dtype)
+    for out_dtype in (dtype, torch.float32):
+
+        def matmul(rows: torch.Tensor, out_dtype: torch.dtype = out_dtype) -> torch.Tensor:
+            return made.matmul(rows, out=torch.empty(len(rows), 96, dtype=out_dtype, device="cuda"))
+
+        blocks = torch.cat([matmul(x[begin : begin + 64]) for begin in range(0, 256, 64)])
+        with row_invariant_matmuls():
+            for rows in (65, 70, 128, 150, 256):
+                assert torch.equal(matmul(x[:rows])[: rows // 64 * 64], blocks[: rows // 64 * 64])
+            assert torch.equal(matmul(x[:250]), blocks[:250])
+            assert torch.equal(made.matmul(x[:256].view(2, 128, -1)).view(256, -1), made.matmul(x)[:256])
+
+    seen, library = set(), torch.mm
+
+    def watched(rows: torch.Tensor, *given: Any, **named: Any) -> Any:
+        seen.add(len(rows))
+        return library(rows, *given, **named)
+
+    monkeypatch.setattr(torch, "mm", watched)
+    with row_invariant_matmuls():
+        made.matmul(x)
+    assert seen == {64}, "also where cuBLAS happens to sum other numbers of rows in one order"
 
 
 def test_bad_operands() -> None:

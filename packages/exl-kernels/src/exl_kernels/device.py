@@ -205,7 +205,8 @@ def set_row_invariant(enabled: bool) -> None:
 
     `EXL_ROW_INVARIANT=1` does the same. Off: cuBLAS multiplies many rows fast, with sums that depend on the number of
     rows. On: the kernels for few rows take 64 rows at a time, so a prompt's logits depend neither on its chunks nor on
-    cached pages. docs/performance.md has the cost. Float matrices are not affected.
+    cached pages. docs/performance.md has the cost. Float matrices are multiplied by cuBLAS 64 rows at a time, too, but
+    a call of fewer rows may differ in the last bits.
     """
     global _row_invariant
     _row_invariant = bool(enabled)

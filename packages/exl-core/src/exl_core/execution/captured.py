@@ -310,8 +310,8 @@ class DecodeGraphs:
                 self.clear()
                 self._modules = modules
             if refused is None:
-                # torch's matmuls of float matrices may change with the number of rows, so these batches get no padding.
-                # Steps of more rows, where each number would need a graph of its own, are captured without them only.
+                # torch's matmuls of few rows of a float matrix may change with the number of rows, so these batches get
+                # no padding. Steps of more rows multiply blocks of one size (`CudaFloatMatrix`).
                 self._exact_batch = any(linear.loaded_matrix.format == "float" for linear in model.linears())
             self._arrangement, self._refused = found, refused
         return self._refused
@@ -339,12 +339,10 @@ class DecodeGraphs:
     def _refusal_of_bucket(self, model: LanguageModel, bucket: Bucket) -> str | None:
         """Return why steps of a bucket cannot be captured with batch-invariant results, or None."""
         if model.tp_context is not None:
+            if bucket.tokens > PACKED_ROWS:
+                return f"the matrices are sharded, and the step has {bucket.tokens} rows, more than {PACKED_ROWS}"
             shards = self.shard_launches(model, bucket)
-            if isinstance(shards, str) or all(launches.takes(bucket.tokens) for launches in shards):
-                return shards if isinstance(shards, str) else None
-            return (
-                f"the matrices are sharded, and one has no kernel with norm, gate and residual for {bucket.tokens} rows"
-            )
+            return shards if isinstance(shards, str) else None
         if bucket.tokens <= PACKED_ROWS:
             return None
         joined = self._joined_or_reason(model)

@@ -28,7 +28,7 @@ from exl_kernels.linear.fused import Norm as InputNorm
 from exl_kernels.selection import PACKED_ROWS
 
 from ..layers import Attention, Embedding, Head, Module, Norm, RMSNorm
-from ..layers.module import is_changed, refusal_of_float
+from ..layers.module import is_changed
 from ..layers.norm import rms_of
 from .batch import Step
 from .environment import joined_rows, refusal_of_joined_rows
@@ -140,8 +140,7 @@ class JoinedLaunches:
             return why
         if rows not in self._refusals:
             whys = (half.refusal_of_rows(rows) for half in self._halves)
-            of_head = None if self._head is None else refusal_of_float([self._head.linear])
-            self._refusals[rows] = of_head or next((why for why in whys if why is not None), None)
+            self._refusals[rows] = next((why for why in whys if why is not None), None)
         return self._refusals[rows]
 
     def hidden(self, ids: Tensor, step: Step, output_tokens: OutputTokens = "all") -> Tensor:

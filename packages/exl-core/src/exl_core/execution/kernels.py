@@ -23,7 +23,6 @@ from ..layers.description import (
     MatmulDescription,
     MlpDescription,
 )
-from ..layers.module import refusal_of_float
 from ..layers.norm import rms_of
 from ..loading.checkpoint import Checkpoint, TensorReader, TensorSource
 from ..loading.linears import LinearOptions, LinearSpec, read_quantized
@@ -152,14 +151,12 @@ def _refusal_of_blocks(
     why = refusal_of_settings(config) or refusal_of_joined_rows(PACKED_ROWS)
     if why is not None:
         return why
-    for module in (modules[-1], *modules[1:-2]):
+    for module in modules[1:-2]:
         about = description_of(module)
-        if not isinstance(about, ExpertsDescription):
-            why = refusal_of_float(module.submodules(), shapes.is_float)
-        elif isinstance(found := _experts(about, shapes, card, rows), str) or not found.joined:
-            why = f"the experts of {module.key} {_CHOSEN}"
-        if why is not None:
-            return why
+        if isinstance(about, ExpertsDescription):
+            found = _experts(about, shapes, card, rows)
+            if isinstance(found, str) or not found.joined:
+                return f"the experts of {module.key} {_CHOSEN}"
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,25 +16,12 @@ if TYPE_CHECKING:
     from ..execution.batch import Step
     from .linear import Linear
 
-__all__ = ["Module", "WeightModule", "is_changed", "refusal_of_float"]
+__all__ = ["Module", "WeightModule", "is_changed"]
 
 
 def is_changed(module: Module) -> bool:
     """Return whether a method of its class was replaced in this one module (`module.forward = ...`)."""
     return any(callable(getattr(type(module), name, None)) for name in vars(module))
-
-
-def _is_float(linear: Linear) -> bool:
-    return not linear.is_quant()
-
-
-def refusal_of_float(linears: Iterable[Linear], is_float: Callable[[Linear], bool] = _is_float) -> str | None:
-    """Return a sentence that names a float matrix among linears, which are loaded unless `is_float` is given, or None.
-
-    torch picks its kernel, and so its order of sums, by the number of rows.
-    """
-    key = next((linear.key for linear in linears if is_float(linear)), None)
-    return None if key is None else f"{key} is a float matrix, whose results depend on the number of rows"
 
 
 class Module(ABC):
@@ -73,7 +60,7 @@ class Module(ABC):
         """
         if not self.capturable:
             return f"{self.key} ({self.name}) decides on the host what to launch"
-        return refusal_of_float(self.submodules())
+        return None
 
     def submodules(self) -> Iterator[Linear]:
         """Yield the linears inside, which replace this module in `model.modules_dict`."""

@@ -24,7 +24,7 @@ from ..loading.checkpoint import TensorSource
 from .description import ExpertsDescription
 from .linear import Linear
 from .mlp import FeedForward, GatedMLP
-from .module import is_changed, refusal_of_float
+from .module import is_changed
 from .norm import Norm, RMSNorm
 
 if TYPE_CHECKING:
@@ -151,11 +151,10 @@ class MoE(FeedForward):
         self.capturable = self._grouped is not None and self._grouped.device.type == "cuda"
 
     def refusal_of_rows(self, rows: int) -> str | None:
-        """As `Module.refusal_of_rows`: the experts must share launches. Routers and gates may be float matrices."""
+        """As `Module.refusal_of_rows`: the experts must share launches."""
         if self._grouped is None or not self.capturable or not self._grouped.shares(rows, self.chosen, True):
             return f"{self.key} ({self.name}) decides on the host which experts take {rows} rows"
-        shared = () if self.shared is None else self.shared.submodules()
-        return refusal_of_float([*(linear for expert in self.experts for linear in expert), *shared])
+        return None
 
     def describe(self) -> ExpertsDescription:
         """Return the description of the half."""

@@ -321,7 +321,12 @@ class CudaQuantMatrix(_CudaMatrix):
 
 
 class CudaFloatMatrix(_CudaMatrix):
-    """A float matrix on a GPU, multiplied by torch: a row's result may depend on the number of rows in the call."""
+    """A float matrix on a GPU, multiplied by torch, which picks its kernel, and so its order of sums, by shape.
+
+    A row's result may depend on the number of rows in the call. Where `device.row_invariant` asks for batch-invariant
+    rows, calls of more than PACKED_ROWS rows multiply PACKED_ROWS at a time: a row's result is then the same in every
+    such call, and bitwise that of a call of PACKED_ROWS rows.
+    """
 
     __slots__ = ("_bias", "_prescale", "_weight")
 
@@ -339,22 +344,43 @@ class CudaFloatMatrix(_CudaMatrix):
         self.nbytes: int = weight.nbytes + (0 if bias is None else bias.nbytes)
 
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Multiply x [.., K] float16 or bfloat16 to [.., N] of that type, or into `out` (also float32)."""
+        """Multiply x [.., K] float16 or bfloat16 to [.., N] of that type, or into `out` (also float32).
+
+        Raises:
+            ShapeError, DTypeError: wrong size, type or device.
+        """
         out = self._output(x, out)
-        bare = self._bias is None and self._prescale == 1.0
-        if bare and x.dtype == self._weight.dtype == out.dtype and out.is_contiguous():
-            columns, rows = self._weight.shape
-            torch.mm(x.reshape(-1, rows), self._weight.t(), out=out.view(-1, columns))  # no temporary result
-            return out
-        if x.dtype == self._weight.dtype:
-            result = torch.nn.functional.linear(x, self._weight)
+        columns, features = self._weight.shape
+        flat, to = x.reshape(-1, features), out.view(-1, columns)
+        weight = self._weight if x.dtype == self._weight.dtype else self._weight.float()
+        if len(flat) > PACKED_ROWS and row_invariant():
+            self._multiply_blocks(flat, weight, to)
         else:
-            result = torch.nn.functional.linear(x.float(), self._weight.float())
+            self._multiply(flat, weight, to)
+        return out
+
+    def _multiply_blocks(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        """Compute `_multiply` PACKED_ROWS rows at a time; the last block is padded to that shape with zeros."""
+        for some, to in zip(torch.split(x, PACKED_ROWS), torch.split(out, PACKED_ROWS), strict=True):
+            missing = PACKED_ROWS - some.shape[0]
+            block = torch.nn.functional.pad(some, (0, 0, 0, missing)) if missing else some
+            self._multiply(block, weight, to)
+
+    def _multiply(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        """Write (x [T, K] @ W + bias) * prescale into out [T or fewer, N], in one matmul of torch of all T rows.
+
+        weight: [N, K], the stored one, or its float32 values where x has another type.
+        """
+        bare = self._bias is None and self._prescale == 1.0
+        if bare and x.dtype == weight.dtype == out.dtype and len(x) == len(out):
+            torch.mm(x, weight.t(), out=out)  # no temporary result
+            return
+        result = torch.mm(x.to(weight.dtype), weight.t())[: len(out)]
         if not bare:
             result = result.float()
             result = result if self._bias is None else result.add_(self._bias)
             result = result.mul_(self._prescale)
-        return out.copy_(result)
+        out.copy_(result)
 
     def matmul_precise(self, x: Tensor) -> Tensor:
         """Multiply x [.., K] to float32 [.., N], summed in float64 and rounded once; for the few columns of a router.

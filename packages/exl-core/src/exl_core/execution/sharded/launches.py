@@ -9,7 +9,7 @@ device's sum, so results are bitwise identical to one device's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypeVar
@@ -21,7 +21,6 @@ from exl_kernels.attention.cuda import MatmulInput
 from exl_kernels.fused import embed
 from exl_kernels.linear.fused import Packed
 from exl_kernels.norm import rms_norm
-from exl_kernels.selection import PACKED_ROWS
 
 from ...device import activation_dtype
 from ...layers import Embedding, Head, Linear, Norm, RMSNorm
@@ -59,7 +58,22 @@ class Shape:
 
 
 class _Whole(Joined):
-    """Joined launches whose results other devices need: attention packs no input of the last matmul."""
+    """Joined launches whose results other devices need: attention packs no input of the last matmul.
+
+    A matmul without a kernel for all its matrices, norm, gate and residual runs by separate launches.
+    """
+
+    def first(self, half: JoinedHalf, x: Tensor, h: Normed, step: Step) -> Tensor | PendingMatmul | Iterable[Tensor]:
+        """Norm and multiply; see `Operators.first`."""
+        return super().first(half, x, h, step) if half.first.joins(x.shape[0]) else ROUNDED.first(half, x, h, step)
+
+    def last(
+        self, half: JoinedHalf, x: Tensor, y: Features, h: Normed, next_prologue: NextPrologue, step: Step
+    ) -> Normed:
+        """Multiply and add; see `Operators.last`."""
+        if half.last.joins(x.shape[0]):
+            return super().last(half, x, y, h, next_prologue, step)
+        return ROUNDED.last(half, x, y, h, next_prologue, step)
 
     def room(self, half: JoinedHalf, rows: int, step: Step) -> MatmulInput | None:
         """Return None."""
@@ -160,18 +174,9 @@ class ShardLaunches:
         assert part is not None, "shard_launches_of has checked it"
         self.halves, self.shape = list(halves), shape
         self._shard, self._embedding = shard, embedding
-        self._taken: dict[int, bool] = {}
         hidden, others = shape.hidden[-1], len(shape.hidden) - 2
         self._answered = (0, *(hidden + ANSWER * other for other in range(others + 1)))
         self._norm, self._head, self._matrix = norm_on(last, part.device, last.loaded_weight), head, part
-
-    def takes(self, rows: int) -> bool:
-        """Return whether every matmul of `rows` rows has a kernel with norm, gate and residual."""
-        if rows > PACKED_ROWS:
-            return False
-        if rows not in self._taken:
-            self._taken[rows] = all(half.joins(rows) and half.last.joins(rows) for half in self.halves)
-        return self._taken[rows]
 
     def body(self, ids: Tensor, step: Step, exchanges: Callable[[bool], Gather]) -> Callable[[Tensor | None], Tensor]:
         """Return `run` as a function of the logits, for a capture: a run that is not recorded exchanges nothing.
