@@ -186,7 +186,7 @@ def test_a_grammar_that_takes_long_to_compile_keeps_one_lexer(monkeypatch):
 
 
 def test_a_grammar_that_cannot_be_compiled_again_keeps_its_lexer():
-    compiled = []
+    compiled: list[Matcher | None] = []
 
     def once():
         if compiled:
