@@ -198,17 +198,21 @@ class Worker:
         session.config.pluginmanager.register(self)
         self._ready = True  # a new plugin hears of past warnings first
 
+    def _end_fixtures(self) -> None:
+        """Tear down the fixtures of the session."""
+        self._session._setupstate.teardown_exact(None)  # noqa: SLF001
+
     def run(self) -> None:
         """Run tests until there are none left; never returns."""
         code = 0
         try:
             self._run_files()
-            self._session._setupstate.teardown_exact(None)  # noqa: SLF001 - ends the fixtures of the session
+            self._end_fixtures()
             self._session.config._ensure_unconfigure()  # noqa: SLF001
             self._connection.send(("end",))
         except KeyboardInterrupt:
             code = 2
-            self._session._setupstate.teardown_exact(None)  # noqa: SLF001
+            self._end_fixtures()
         except BaseException:
             code = 1
             self._connection.send(("error", traceback.format_exc()))

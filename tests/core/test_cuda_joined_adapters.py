@@ -97,7 +97,7 @@ def results(
         if joined:
             plan = joined_launches_of(model)
             assert isinstance(plan, JoinedLaunches), plan
-            halves = [half for half in plan._halves if isinstance(half, AttentionHalf | MlpHalf)]  # noqa: SLF001
+            halves = [half for half in plan.halves if isinstance(half, AttentionHalf | MlpHalf)]
             assert len(halves) == 4
             assert all(half.takes_adapters(step) for half in halves)
             # More rows share a launch only where matrices have one permutation and the card has `gemm_batch`.

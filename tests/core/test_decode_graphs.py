@@ -30,11 +30,6 @@ FOLDER = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"
 PAGE = 16
 
 
-def captured_of(step: Any) -> Any:
-    """The captured graph of a prepared step: tests tell whether it is used again."""
-    return step._captured  # noqa: SLF001
-
-
 @cache
 def loaded() -> ExLlamaV2:
     with pytest.MonkeyPatch.context() as patch:
@@ -190,7 +185,7 @@ def test_the_step_unused_for_longest_is_dropped(model: ExLlamaV2, monkeypatch: p
     def captured(batch: int) -> Any:
         step = model.prepare_next_step(1, cache, params([1] * batch, width=1))
         assert step is not None
-        return captured_of(step)
+        return step.captured
 
     one, two = captured(1), captured(2)
     assert captured(1) is one
@@ -269,7 +264,7 @@ def test_what_is_still_to_be_copied_to_the_gpu_outlives_its_step(
     assert prepared is not None
     monkeypatch.setattr(Stream, "held", True)
     prepared.run(torch.full((2, 1), 7))
-    stages = [weakref.ref(stage.pinned) for stage in captured_of(prepared).inputs._stages]  # noqa: SLF001
+    stages = [weakref.ref(stage.pinned) for stage in prepared.captured.inputs._stages]  # noqa: SLF001
     model.decode.clear()
     del prepared
     Stream.queue.clear()  # of the stand-ins; the driver holds no tensor either
@@ -460,7 +455,7 @@ def test_what_is_captured_serves_again_when_a_hook_is_taken_out(model: ExLlamaV2
     cache, inner = ExLlamaV2Cache(model, max_seq_len=8 * PAGE), model.modules[3]
     before = model.prepare_next_step(1, cache, params([1]))
     assert before is not None
-    recorded = captured_of(before)
+    recorded = before.captured
     try:
         for factor in (1.1, 1.2):
             model.modules[3] = Intervention(inner, post_forward=partial(scaled, factor))
@@ -469,7 +464,7 @@ def test_what_is_captured_serves_again_when_a_hook_is_taken_out(model: ExLlamaV2
             model.modules[3] = inner
             again = model.prepare_next_step(1, cache, params([1]))
             assert again is not None
-            assert captured_of(again) is recorded
+            assert again.captured is recorded
         model.modules[3] = model.modules[5]
         other = model.prepare_next_step(1, cache, params([1]))
         assert other is not None
@@ -480,8 +475,8 @@ def test_what_is_captured_serves_again_when_a_hook_is_taken_out(model: ExLlamaV2
         model.modules[3] = inner
     last = model.prepare_next_step(1, cache, params([1]))
     assert last is not None
-    assert captured_of(last) is not recorded
-    assert captured_of(last) is not captured_of(other)
+    assert last.captured is not recorded
+    assert last.captured is not other.captured
 
 
 def test_what_is_captured_of_a_module_that_is_gone_is_dropped(

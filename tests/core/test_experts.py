@@ -148,8 +148,8 @@ def test_unloading_and_loading_again(model: ExLlamaV2) -> None:
     before = in_one_call(model, ids)
     matrices = [expert.up.loaded_matrix for mixture in mixtures(model) for expert in mixture.experts]
     model.unload()
-    others = [sys.getrefcount(matrix) - 3 for matrix in matrices]  # the list, the loop and the call
-    assert others == [0] * len(matrices)
+    in_a_list_alone = [sys.getrefcount(one) for one in [object()]]  # by the version of Python
+    assert [sys.getrefcount(matrix) for matrix in matrices] == in_a_list_alone * len(matrices)
     model.load()
     assert torch.equal(in_one_call(model, ids), before)
 

@@ -20,7 +20,7 @@ SCREENS = re.findall(r"^```text\n(\$ exl chat.*?)^```", GUIDE, re.DOTALL | re.MU
 
 def answers(screen: str) -> list[list[str]]:
     """The lines of each answer: those between a message and the statistics."""
-    found = re.findall(r"^(?:> |  ).*\n((?:(?![>$\[ ]).*\n)+)\[\d+ prompt", screen, re.MULTILINE)
+    found = re.findall(r"^(?:> |  ).*\n((?:(?![>$ ]|\[\d).*\n)+)\[\d+ prompt", screen, re.MULTILINE)
     return [block.splitlines() for block in found]
 
 
@@ -65,7 +65,7 @@ def test_an_answer_is_wrapped_at_the_terminals_width(
 
 @pytest.mark.parametrize(("screen", "columns"), list(zip(SCREENS, (80, 160), strict=True)))
 def test_a_screen_of_the_guide_is_wrapped_at_its_width(screen: str, columns: int) -> None:
-    assert len(answers(screen)) == 2
+    assert len(answers(screen)) == 3
     assert all(len(line) <= columns for line in screen.splitlines())
     for lines in answers(screen):
         check_breaks(lines, columns)

@@ -116,10 +116,15 @@ def test_exllamav3s_own_base_class_is_given_what_it_asks_for(monkeypatch):
     assert job.given == (V, 3, None, True)
 
 
-def vllm_processor():
-    processor = VllmFilterProcessor(SimpleNamespace(), "cpu", False)
-    processor._vocabulary = V  # noqa: SLF001
-    return processor
+@pytest.fixture
+def processor(monkeypatch):
+    """vLLM's processor for a model whose tokenizer has the tests' vocabulary."""
+    known = {"folder": V}
+    monkeypatch.setitem(
+        sys.modules, "transformers", SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=known.__getitem__))
+    )
+    config = SimpleNamespace(model_config=SimpleNamespace(tokenizer="folder"))
+    return VllmFilterProcessor(config, "cpu", False)
 
 
 def params(spec=None):
@@ -131,8 +136,7 @@ def update(removed=(), added=(), moved=()):
 
 
 @pytest.mark.covers("filters.md: CAP-40")
-def test_vllm_protocol():
-    processor = vllm_processor()
+def test_vllm_protocol(processor):
     assert processor.is_argmax_invariant() is False
     spec = {"type": "select", "options": OPTIONS}
     outputs: dict[int, list[int]] = {0: [], 1: [], 2: []}
@@ -161,13 +165,12 @@ def test_vllm_protocol():
     assert np.isfinite(processor.apply(logits)).all()
 
 
-def test_vllm_requests_are_checked_and_a_failing_filter_ends_its_row():
+def test_vllm_requests_are_checked_and_a_failing_filter_ends_its_row(processor):
     VllmFilterProcessor.validate_params(params())
     wrong: list[Any] = ["select", {"options": []}, {"type": 3}]
     for bad in wrong:
         with pytest.raises(FilterUsageError):
             VllmFilterProcessor.validate_params(params(bad))
-    processor = vllm_processor()
     output: list[int] = []
     apart = {"type": "all-of", "filters": [{"type": "select", "options": [word]} for word in ("yes", "no")]}
     processor.update_state(update(added=[(0, params(apart), [], output)]))

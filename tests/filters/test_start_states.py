@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
+import weakref
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from exl_filters import start_states
 from exl_filters.errors import FilterCompileError
 from exl_filters.grammar import ExLlamaV2GrammarFilter
 from exl_filters.llg import Matcher, compile_matcher
+from exl_filters.start_states import StartState
 
 MODEL = from_tokenizer_json(str(Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-fp16" / "tokenizer.json"))
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
@@ -61,7 +63,7 @@ def stacks_of(filter_, count):
 
 
 def lexers(stacks):
-    return {id(stack.filters[0]._matcher.lexer) for stack in stacks}  # noqa: SLF001
+    return {id(stack.filters[0].asked_matcher.lexer) for stack in stacks}
 
 
 @pytest.mark.parametrize("source", [{"json_schema": SCHEMA}, {"lark": LARK}, {"regex": "([a-z]{1,6}, ){2,9}"}])
@@ -89,18 +91,45 @@ def test_few_jobs_share_a_lexer_and_those_that_end_leave_theirs():
     assert len(lexers(stacks_of(filter_, 8))) == 3
 
 
+def template_of(again):
+    """The start of a grammar that `again` compiles, and what starts matchers for that many jobs at once."""
+    first, pool = again(), Pool()
+    first.again = again
+    template = StartState(first)
+
+    def started(count):
+        waiting = [template.copy(first) for _ in range(count)]
+        template.compile_ahead(pool)
+        pool.run()
+        return [template.start() for _ in waiting]
+
+    return template, started
+
+
 def test_lexers_that_are_not_used_any_more_are_dropped():
-    filter_ = ExLlamaV2GrammarFilter(None, MODEL, json_schema=SCHEMA)
-    made = filter_._template._lexers  # noqa: SLF001
-    stacks = stacks_of(filter_, 12)
-    assert len(made) == 4
-    del stacks[1:]
+    made = []
+
+    def compiled():
+        matcher = compile_matcher(LARK, MODEL)
+        made.append(weakref.ref(matcher))
+        return matcher
+
+    def kept():
+        gc.collect()
+        return sum(ref() is not None for ref in made)
+
+    _template, started = template_of(compiled)
+    matchers = started(12)
+    assert kept() == 4
+    del matchers[1:]
     gc.collect()
-    stacks += stacks_of(filter_, 1)
-    assert len(made) == 2, "the first, and one for the next jobs"
-    stacks += stacks_of(filter_, 10)
-    assert len(made) == 4
-    masks = [stack.next_mask() for stack in stacks]
+    matchers += started(1)
+    assert kept() == 2, "the first, and one for the next jobs"
+    matchers += started(10)
+    assert kept() == 4
+    masks = [bits.empty(MODEL.size) for _ in matchers]
+    for matcher, mask in zip(matchers, masks, strict=True):
+        matcher.mask_into(mask)
     assert all(np.array_equal(mask, masks[0]) for mask in masks)
 
 
@@ -156,16 +185,21 @@ def test_a_grammar_that_takes_long_to_compile_keeps_one_lexer(monkeypatch):
     assert len(lexers(stacks_of(ExLlamaV2GrammarFilter(None, MODEL, json_schema=SCHEMA), 14))) == 1
 
 
-def test_a_grammar_that_cannot_be_compiled_again_keeps_its_lexer(monkeypatch):
-    filter_ = ExLlamaV2GrammarFilter(None, MODEL, json_schema=SCHEMA)
+def test_a_grammar_that_cannot_be_compiled_again_keeps_its_lexer():
+    compiled: list[Matcher | None] = []
 
-    def full():
-        raise FilterCompileError("no memory is left")
+    def once():
+        if compiled:
+            compiled.append(None)
+            raise FilterCompileError("no memory is left")
+        compiled.append(compile_matcher(LARK, MODEL))
+        return compiled[0]
 
-    monkeypatch.setattr(filter_._template, "_again", full)  # noqa: SLF001
-    stacks = stacks_of(filter_, 14)
-    assert len(lexers(stacks)) == 1
-    assert all(stack.next_mask().any() for stack in stacks)
+    _template, started = template_of(once)
+    assert len({id(matcher.lexer) for matcher in started(14)}) == 1
+    assert len(compiled) == 2
+    assert len({id(matcher.lexer) for matcher in started(14)}) == 1
+    assert len(compiled) == 2, "not tried again"
 
 
 def test_copies_have_the_lexer_of_their_original():

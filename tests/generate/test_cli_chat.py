@@ -103,6 +103,13 @@ def test_two_slashes_begin_a_message_with_one(exl) -> None:
     assert "//TEXT sends /TEXT" in err
 
 
+def test_each_command_is_one_line_of_the_list_at_80_columns(exl) -> None:
+    listed = exl(*CHAT, stdin="/help\n")[2].splitlines()
+    commands = [line for line in listed if line.startswith("/")]
+    assert len(commands) > 8
+    assert max(map(len, commands)) < 80
+
+
 def test_default_resets_every_setting(exl) -> None:
     fresh = exl(*CHAT, stdin="/set seed none\n/set\n")[2]
     changes = "/set max_tokens 3\n/set stats on\n/set seed 7\n/set temperature 0.5\n"

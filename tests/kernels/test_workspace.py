@@ -92,9 +92,11 @@ def test_what_is_queued_outlives_its_memory() -> None:
     for give_back in (False, True):
         with torch.cuda.stream(aside):
             matrix.matmul(x)
-            known = [memory for key, memory in workspace._by_stream.items() if key[1] == aside.cuda_stream]  # noqa: SLF001
-            assert known, "blocks of this product meet nowhere: another shape is needed"
-            size = known[0].numel()
+            known = block_workspace(x.device, aside.cuda_stream, 1)
+            assert known is not None
+            size = known.numel()
+            assert size > 1, "blocks of this matmul exchange nothing: another shape is needed"
+            del known
             gpu_sleep(20_000_000)  # about 10 ms
             got = matrix.matmul(x)
         forget_workspaces(x.device)

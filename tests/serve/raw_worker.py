@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -20,7 +21,10 @@ class RawWorker:
         self._socket: zmq.Socket[Any] = thread.context.socket(zmq.DEALER)
         self._socket.connect(thread.address)
         self.send(wire.Hello(wire.VERSION, "raw"))
-        assert isinstance(self.receive(), wire.Welcome)
+        welcome = self.receive()
+        assert isinstance(welcome, wire.Welcome)
+        #: the file of the engine's status page
+        self.status_path = Path(welcome.status_path)
 
     def send(self, message: wire.ToEngine | bytes) -> None:
         """Send a message, or bytes that are none."""

@@ -51,7 +51,7 @@ def test_completions_whose_prompt_is_computed_are_no_waiting_prompts(
     engine: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the prompt would count eight times, and others would be refused while the completions wait for rows."""
-    monkeypatch.setattr(engine.host, "_step_floor", lambda jobs: 0.02)
+    monkeypatch.setattr(engine.host, "step_floor", lambda jobs: 0.02)
 
     async def work() -> list[int]:
         client = await engine.connect()
@@ -80,7 +80,7 @@ def test_a_cancelled_request_frees_its_pages_within_two_steps(
 ) -> None:
     """Counted in steps of the engine, from the one during which the message came. Other requests run on."""
     generator, step = engine.generator, engine.generator.iterate_columns
-    monkeypatch.setattr(engine.host, "_step_floor", lambda jobs: 0.002)
+    monkeypatch.setattr(engine.host, "step_floor", lambda jobs: 0.002)
     others = FREE.max_batch_size if phase == "queue" else 1
     tokens = 1000 if phase == "prompt" else 20
     worker = RawWorker(engine)
@@ -141,7 +141,7 @@ def test_a_step_that_never_returns_is_seen_on_the_status_page(
     worker = RawWorker(engine)
     assert isinstance(worker.submit(1, request(max_tokens=3)), wire.Accepted)
     assert entered.wait(HANG_SECONDS)
-    reader = StatusReader(engine.host._status.path)  # noqa: SLF001
+    reader = StatusReader(worker.status_path)
     watch = Watch(Patience(stall=30, kill=90))
     before: EngineStatus = reader.read()
     assert before.began > before.ended, "a step is open"
@@ -225,7 +225,7 @@ def test_errors_after_which_a_gpu_is_lost(text: str, lost: bool) -> None:
 
 def test_a_worker_that_says_nothing_is_forgotten(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that was stopped: its requests would run for nobody."""
-    monkeypatch.setattr(engine.host, "_step_floor", lambda jobs: 0.02)
+    monkeypatch.setattr(engine.host, "step_floor", lambda jobs: 0.02)
     worker = RawWorker(engine)
     assert isinstance(worker.submit(1, request()), wire.Accepted)
     assert engine.host.requests()
@@ -239,7 +239,7 @@ def test_a_worker_that_was_forgotten_is_known_again(
     engine: EngineThread, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
     """At the worker's next message its running requests end with an error, and new requests are accepted."""
-    monkeypatch.setattr(engine.host, "_step_floor", lambda jobs: 0.02)
+    monkeypatch.setattr(engine.host, "step_floor", lambda jobs: 0.02)
     monkeypatch.setattr(wire, "PING_SECONDS", 0.5 if first == "ping" else 2 * HANG_SECONDS)
     live = LiveServer({"free": engine}, [FREE])
     short = {"prompt": "x", "max_tokens": 1}

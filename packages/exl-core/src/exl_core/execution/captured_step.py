@@ -90,7 +90,7 @@ class StepReplay:
     __slots__ = (
         *(
             "_cache",
-            "_captured",
+            "captured",
             "_filled",
             "_generation",
             "_inputs",
@@ -117,7 +117,9 @@ class StepReplay:
         adapter_slots: list[int],
     ) -> None:
         self._adapter_slots = adapter_slots
-        self._owner, self._cache, self._captured, self._shape, self._inputs = owner, cache, captured, shape, inputs
+        #: what is replayed; passes of the same size share it
+        self.captured = captured
+        self._owner, self._cache, self._shape, self._inputs = owner, cache, shape, inputs
         self._limits, self._offsets, self._longest = limits, offsets, longest
         self._number = -1
         self._generation = owner.generation
@@ -166,7 +168,7 @@ class StepReplay:
         if (tokens is None and not there) or tuple(ids.shape) != self._shape:
             return False
         try:
-            stage = self._captured.inputs.fill(tokens, *self._inputs, self._limits, self._offsets, counts)
+            stage = self.captured.inputs.fill(tokens, *self._inputs, self._limits, self._offsets, counts)
         except RuntimeError as error:
             raise _typed(error) from error
         if stage is None:
@@ -181,7 +183,7 @@ class StepReplay:
         stage, ids = self._filled
         self._filled = None
         try:
-            stage.send(self._captured.inputs.buffer)
+            stage.send(self.captured.inputs.buffer)
             if ids is not None:
                 self._ids().copy_(ids.reshape(-1)).clamp_(0, self._limits[0] - 1)
         except RuntimeError as error:
@@ -195,11 +197,11 @@ class StepReplay:
         """
         if self._dropped:
             return None
-        inputs = self._captured.inputs.stage(*self._inputs, self._limits, self._offsets)
+        inputs = self.captured.inputs.stage(*self._inputs, self._limits, self._offsets)
         return None if inputs is None else TokenTarget(self._ids(), self._limits[0], inputs)
 
     def _ids(self) -> Tensor:
-        return self._captured.inputs.first_ids(self._shape[0] * self._shape[1])
+        return self.captured.inputs.first_ids(self._shape[0] * self._shape[1])
 
     def launch(self) -> Tensor:
         """Queue the step after its inputs were copied and its ids filled in; return its logits.
@@ -211,7 +213,7 @@ class StepReplay:
         self._owner.steps += 1
         self._replay()
         self._number = self._owner.steps
-        return self._captured.logits_of(*self._shape)
+        return self.captured.logits_of(*self._shape)
 
     def store(self) -> None:
         """Queue a step that only stores keys and values, after `send`. The logits of other steps stay valid.
@@ -228,10 +230,10 @@ class StepReplay:
 
     def _replay(self) -> None:
         try:
-            self._captured.send_adapter_slots(self._adapter_slots)
-            self._captured.graph.replay()
+            self.captured.send_adapter_slots(self._adapter_slots)
+            self.captured.graph.replay()
         except BaseException as error:
-            if self._captured.boxes is not None:
+            if self.captured.boxes is not None:
                 # Some devices may run this step and others not: their exchanges would never match again.
                 self._owner.clear()
             if isinstance(error, RuntimeError):

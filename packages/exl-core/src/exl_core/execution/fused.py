@@ -68,7 +68,7 @@ class JoinedLaunches:
         self, embedding: Embedding | None, halves: Sequence[Half], norm: Norm | None, head: Head | None
     ) -> None:
         self._embedding = embedding
-        self._halves = list(halves)
+        self.halves = list(halves)
         self._norm = norm
         self._last_norm = rms_of(norm)
         self._head = head
@@ -90,10 +90,10 @@ class JoinedLaunches:
         """
         found = self._sections.get((begin, end))
         if found is None:
-            norm_at = 1 + len(self._halves)
+            norm_at = 1 + len(self.halves)
             found = self._sections[begin, end] = JoinedLaunches(
                 self._embedding if begin == 0 else None,
-                self._halves[max(begin - 1, 0) : max(end - 1, 0)],
+                self.halves[max(begin - 1, 0) : max(end - 1, 0)],
                 self._norm if begin <= norm_at < end else None,
                 self._head if begin <= norm_at + 1 < end else None,
             )
@@ -115,7 +115,7 @@ class JoinedLaunches:
         rows = x.shape[0]
         if rows > PACKED_ROWS:
             with row_invariant_matmuls():
-                h = self._hidden(x, step, [half.joins(rows) for half in self._halves])
+                h = self._hidden(x, step, [half.joins(rows) for half in self.halves])
                 return h if self._head is None or logits is None else self._logits_of_blocks(h, step, logits)
         head = None if logits is None or step.loras else self._normed_head(rows, logits)
         x, left = self._run_halves(x, step, self._joins(rows), head=head)
@@ -139,7 +139,7 @@ class JoinedLaunches:
         if why is not None:
             return why
         if rows not in self._refusals:
-            whys = (half.refusal_of_rows(rows) for half in self._halves)
+            whys = (half.refusal_of_rows(rows) for half in self.halves)
             self._refusals[rows] = next((why for why in whys if why is not None), None)
         return self._refusals[rows]
 
@@ -150,7 +150,7 @@ class JoinedLaunches:
     def _joins(self, rows: int) -> list[bool]:
         """Return for each half whether its launches of `rows` rows are joined."""
         few = rows <= joined_rows()
-        return [few and half.joins(rows) for half in self._halves]
+        return [few and half.joins(rows) for half in self.halves]
 
     def _hidden(self, x: Tensor, step: Step, joins: Sequence[bool], output_tokens: OutputTokens = "all") -> Tensor:
         batch, rows = step.batch_size, x.shape[0]
@@ -185,7 +185,7 @@ class JoinedLaunches:
         Returns:
             x, and what the last half did for the last norm or `head`.
         """
-        halves = self._halves
+        halves = self.halves
         if step.loras:  # separate matmuls would leave the adapters out
             joins = [joint and half.takes_adapters(step) for joint, half in zip(joins, halves, strict=True)]
             halves = [half if joint else ModuleHalf(half.module) for joint, half in zip(joins, halves, strict=True)]

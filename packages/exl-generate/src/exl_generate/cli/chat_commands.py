@@ -255,7 +255,7 @@ COMMANDS: dict[str, Command] = {
     "/retry": Command("", "answer the last message again", _retry),
     "/save": Command("FILE", "write the conversation to a JSON file", _save),
     "/load": Command("FILE", "go on from a conversation in a JSON file", _load),
-    "/system": Command("[TEXT]", "set or remove the system message and forget the conversation", _system),
+    "/system": Command("[TEXT]", "another system message, or none; forgets the conversation", _system),
     "/image": Command("FILE", "send an image with the next message", _image),
     "/set": Command("[NAME [VALUE]]", "show or change a setting; the value default resets it", _set),
     "/quit": Command("", "leave", _quit),

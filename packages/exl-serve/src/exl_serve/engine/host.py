@@ -75,7 +75,7 @@ class Host:
             qos.ageing,
         )
         #: least seconds of a step, by its number of jobs: for test engines
-        self._step_floor = step_floor
+        self.step_floor = step_floor
         self._workers: dict[bytes, float] = {}
         self._groups: dict[tuple[bytes, int], Group] = {}
         self._paused: set[Group] = set()
@@ -458,8 +458,8 @@ class Host:
             log.exception("a step failed; its jobs are ended")
             self._fail_all()
             self._give_up_if_broken(error)
-        if self._step_floor is not None:
-            rest = began + self._step_floor(len(self._running)) - time.monotonic()
+        if self.step_floor is not None:
+            rest = began + self.step_floor(len(self._running)) - time.monotonic()
             if rest > 0:
                 time.sleep(rest)
         self._status.ended = time.monotonic()
