@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every test on a GPU, once, in about five minutes on three GPUs: all tests marked `cuda`, memcheck, racecheck. A
+# Every test on a GPU, once, in about 200 seconds on two or three GPUs: all tests marked `cuda`, memcheck, racecheck. A
 # table of what passed comes last. Racecheck takes the longest: it has all GPUs but the first, and what the others leave of
 # the first, which all else runs on. With one GPU all of it runs there.
 #
