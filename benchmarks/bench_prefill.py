@@ -26,6 +26,9 @@ from exl_core.layers import Embedding
 from exl_kernels.device import set_row_invariant
 
 DEFAULT = ["8b:4.0:fp16:2048"]
+PAUSE = 0.15
+"""Seconds between prompts of `paused_us`. Consecutive prompts draw all the power that a card may have, which lowers its
+clock: to compare two versions, compare these."""
 
 
 def product_rate() -> float:
@@ -41,15 +44,21 @@ def measure(model: ExLlamaV2, kind: str, tokens: int, rate: float) -> dict[str, 
     cache = CACHES[kind](model, max_seq_len=pages * PAGE)
     params = paged(cache, 1, 0, tokens)
     ids = torch.randint(0, model.config.vocab_size, (1, tokens))
-    taken = []
-    for _ in range(8):
+
+    def run() -> float:
         torch.cuda.synchronize()
         begin = time.perf_counter()
         logits = model.forward_chunk(ids, cache, attn_params=params, last_id_only=True)["logits"]
         int(logits.argmax())
-        taken.append(time.perf_counter() - begin)
+        return time.perf_counter() - begin
+
+    taken = [run() for _ in range(8)]
     first, taken = taken[0], sorted(taken[2:])
     seconds = taken[len(taken) // 2]
+    paused = []
+    for _ in range(8):
+        time.sleep(PAUSE)
+        paused.append(run())
     weights = sum(
         linear.in_features * linear.out_features
         for module in model.modules[1:-1]
@@ -60,6 +69,7 @@ def measure(model: ExLlamaV2, kind: str, tokens: int, rate: float) -> dict[str, 
     return {
         "tokens": tokens,
         "p50_us": seconds * 1e6,
+        "paused_us": statistics.median(paused) * 1e6,
         "first_us": first * 1e6,
         "tok_s": tokens / seconds,
         "tflop_s": work / seconds / 1e12,
