@@ -1,4 +1,4 @@
-"""Write the GPU tables of docs/performance.md from benchmarks/results.
+"""Write the tables of docs/performance.md from benchmarks/results.
 
     python scripts/gpu/tables.py [FILE.jsonl ...] [--into docs/performance.md]
 
@@ -11,222 +11,211 @@ from __future__ import annotations
 
 import json
 import re
+import string
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 Line = dict[str, Any]
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 BEGIN, END = "<!-- scripts/gpu/tables.py writes from here -->", "<!-- to here -->"
-STEPS = [
-    ("Llama 8B, 4.0 bpw, 1 sequence", ("8b", "4.0", "fp16", 256, 1)),
-    ("Llama 8B, 3.0 bpw, 1 sequence", ("8b", "3.0", "fp16", 256, 1)),
-    ("Llama 8B, GPTQ 4 bits, 1 sequence", ("8b", "gptq4", "fp16", 256, 1)),
-    ("Llama 8B, 4.0 bpw, context 16,384, FP16 cache", ("8b", "4.0", "fp16", 16384, 1)),
-    ("Llama 8B, 4.0 bpw, context 16,384, Q4 cache", ("8b", "4.0", "q4", 16384, 1)),
-    ("Llama 8B, 4.0 bpw, 8 sequences", ("8b", "4.0", "fp16", 256, 8)),
-    ("Llama 8B, 4.0 bpw, 32 sequences", ("8b", "4.0", "fp16", 256, 32)),
-    ("Llama 8B, 4.0 bpw, 64 sequences", ("8b", "4.0", "fp16", 256, 64)),
-    ("Qwen3 8B, 4.0 bpw, 1 sequence", ("qwen3-8b", "4.0", "fp16", 256, 1)),
-    ("Qwen3 8B, 4.0 bpw, 8 sequences", ("qwen3-8b", "4.0", "fp16", 256, 8)),
-    ("Qwen3 8B, 4.0 bpw, 32 sequences", ("qwen3-8b", "4.0", "fp16", 256, 32)),
-    ("TinyLlama 1.1B, 4.0 bpw, 1 sequence", ("1b", "4.0", "fp16", 256, 1)),
-]
+STEPS = {
+    ("8b", "4.0", "fp16", 256, 1): "8B, 1 sequence",
+    ("8b", "4.0", "fp16", 256, 8): "8B, 8 sequences",
+    ("8b", "4.0", "fp16", 256, 32): "8B, 32 sequences",
+    ("8b", "4.0", "fp16", 256, 64): "8B, 64 sequences",
+    ("8b", "3.0", "fp16", 256, 1): "8B, 3.0 bpw",
+    ("8b", "gptq4", "fp16", 256, 1): "8B, GPTQ 4 bits",
+    ("8b", "4.0", "fp16", 16384, 1): "8B, 16,384 keys",
+    ("8b", "4.0", "q4", 16384, 1): "8B, 16,384 keys, Q4 cache",
+    ("1b", "4.0", "fp16", 256, 1): "TinyLlama 1.1B",
+}
+REFERENCES = ("greedy-twice", "greedy-peaked", "draft-alone")
+"""Features that only serve as references of others, and so have no row."""
 
 
-def table(head: str, rows: Iterable[str]) -> list[str]:
-    """A Markdown table and the empty line after it."""
-    return [head, "|---" * (head.count("|") - 1) + "|", *rows, ""]
+def table(title: str, head: str, rows: Iterable[str]) -> list[str]:
+    """A heading, a Markdown table and the empty line after it."""
+    return [f"## {title}", "", head, "|---" * (head.count("|") - 1) + "|", *rows, ""]
 
 
-def number(line: Line, key: str, form: str) -> str:
-    """A value as text, empty where the line has none."""
-    return format(line[key], form) if line.get(key) is not None else ""
+def short(gpu: str) -> str:
+    """The name of a card as the columns have it: `H100` for `NVIDIA H100 80GB HBM3`."""
+    name = re.search(r"[A-Z]+\d+\w*", gpu.replace("NVIDIA ", ""))
+    return (name.group() if name else gpu) + gpu.partition(",")[1] + gpu.partition(",")[2]
 
 
-def source(line: Line, commits: set[str]) -> str:
-    """The commit of a row, where a table has several."""
-    return f" ({line['commit']})" if len(commits) > 1 else ""
+class Runs:
+    """Letters for the runs (card, commit, date) that the rows of a page come from."""
+
+    def __init__(self) -> None:
+        self._letters: dict[tuple[str, str, str], str] = {}
+
+    def letter(self, line: Line) -> str:
+        """The letter of the line's run, a new one for a run that has none yet."""
+        run = (short(line["gpu"]), line["commit"], line.get("date") or "no date")
+        return self._letters.setdefault(run, string.ascii_letters[len(self._letters)])
+
+    def column(self, lines: Iterable[Line | None]) -> tuple[str, Callable[[Line], str]]:
+        """Name the runs of a column: one letter after its head if all `lines` come from one run, else one in each cell.
+
+        Returns what to add to the head, and what to add to the cell of a line.
+        """
+        letters = dict.fromkeys(self.letter(line) for line in lines if line is not None)
+        if len(letters) == 1:
+            return f" ({next(iter(letters))})", lambda _: ""
+        return "", lambda line: f" ({self.letter(line)})"
+
+    def text(self) -> str:
+        """One paragraph that says what the letters stand for."""
+        runs = "; ".join(f"{letter}: {gpu}, {date}, {commit}" for (gpu, commit, date), letter in self._letters.items())
+        return f"Runs by card, date and commit: {runs}."
 
 
-def step_row(name: str, line: Line, peer: Line | None) -> str:
-    """One decode step; `peer` is a line of the same case that names another engine's speed."""
-    through = number(line, "generator_tok_s", ",.0f")
-    other = ""
-    if peer is not None:
-        engine, speed = (
-            peer["reference_name"].split(", ")[0],
-            float(peer["reference_name"].split(", ")[1].split(" ")[0]),
-        )
-        other = f"{speed:,.0f} ({engine}), {line['tok_s'] / speed:.1f} x"
-    return (
-        f"| {name} | {line['p50_us']:,.0f} | {line['tok_s']:,.0f} | {through} | {line['pct_of_read_roof']:.0f} % | "
-        f"{line['host_us']:.0f} | {line['memory_over_mb']:.0f} | {other} |"
-    )
+def cards(lines: list[Line]) -> list[str]:
+    """The kinds of GPU that the lines name, the fastest memory first."""
+    return sorted({line["gpu"] for line in lines}, key=lambda gpu: ("H200" not in gpu, gpu))
 
 
-def steps(lines: list[Line]) -> list[str]:
+def by_card(
+    lines: list[Line], case: Callable[[Line], Any], value: Callable[[Line], str], head: str, runs: Runs
+) -> tuple[list[str], dict[Any, list[str]]]:
+    """The columns of a table that has one column for each kind of GPU.
+
+    Returns their heads and the cells of every case, empty where a card has no line of it.
+    """
+    heads, cells = [], {case(line): list[str]() for line in lines}
+    for gpu in cards(lines):
+        found = {case(line): line for line in lines if line["gpu"] == gpu}
+        of_head, of_cell = runs.column(found.values())
+        heads.append(f"{short(gpu)}: {head}{of_head}")
+        for key, row in cells.items():
+            row.append(value(found[key]) + of_cell(found[key]) if key in found else "")
+    return heads, cells
+
+
+def steps(lines: list[Line], runs: Runs) -> list[str]:
     """Whole decode steps."""
-    found: dict[tuple[Any, ...], Line] = {}
-    peers: dict[tuple[Any, ...], Line] = {}
-    for d in lines:
-        if "memory_over_mb" not in d or d.get("apart"):
-            continue
-        case = (d["model_shape"], d["bpw"], d["cache"], d["ctx"], d["bs"])
-        found[case] = d
-        if "reference_name" in d:
-            peers[case] = d
-    head = (
-        "| decode | us a step | tok/s | through the generator | of the bandwidth | host, us a step | "
-        "MB beyond weights and cache | fastest other engine |"
+
+    def case(line: Line) -> tuple[Any, ...]:
+        return (line["model_shape"], line["bpw"], line["cache"], line["ctx"], line["bs"])
+
+    def value(line: Line) -> str:
+        through = f"{line['generator_tok_s']:,.0f}" if line.get("generator_tok_s") is not None else "-"
+        return f"{line['p50_us']:,.0f} / {through} / {line['pct_of_read_roof']:.0f} %"
+
+    whole = [d for d in lines if "memory_over_mb" in d and not d.get("apart") and case(d) in STEPS]
+    others = {case(d): d["reference_name"].split(", ") for d in whole if d.get("reference_name")}
+    heads, cells = by_card(whole, case, value, "us / tok/s / bandwidth", runs)
+    rows = []
+    for key, name in STEPS.items():
+        if key in cells:
+            engine, speed = others.get(key, ("", ""))[:2]
+            of_other = f"{float(speed.split(' ')[0]):,.0f} ({engine})" if engine else ""
+            rows.append(f"| {name} | {' | '.join(cells[key])} | {of_other} |")
+    return table("Decode steps", f"| step | {' | '.join(heads)} | fastest other engine, tok/s |", rows)
+
+
+def prompts(lines: list[Line], runs: Runs) -> list[str]:
+    """Prompts of 8B at 4.0 bpw."""
+
+    def case(line: Line) -> tuple[int, bool]:
+        return (line["tokens"], bool(line.get("strict")))
+
+    heads, cells = by_card(lines, case, lambda line: f"{line['tok_s']:,.0f}", "tok/s", runs)
+    return table(
+        "Prompts",
+        f"| tokens, Llama 8B, 4.0 bpw | {' | '.join(heads)} |",
+        (
+            f"| {tokens:,}{', strict' if strict else ''} | {' | '.join(row)} |"
+            for (tokens, strict), row in sorted(cells.items())
+        ),
     )
-    shown = [(name, found[case], peers.get(case)) for name, case in STEPS if case in found]
-    commits = {line["commit"] for _, line, _ in shown}
-    return table(head, (step_row(name + source(line, commits), line, peer) for name, line, peer in shown))
 
 
-def families(lines: list[Line]) -> list[str]:
-    """Whole steps of other model families, and their prompts. Families of which only some layers ran are left out."""
-    whole = [d for d in lines if d["family"] != "llama3-8b" and not d.get("extrapolated")]
-    decode = {(d["family"], d["bpw"], d["cache"], d["batch"], d["ctx"]): d for d in whole if d.get("batch") is not None}
-    prompt = {(d["family"], d["prompt"]): d for d in whole if d.get("prompt_tok_s") is not None}
-    commits = {d["commit"] for d in [*decode.values(), *prompt.values()]}
-    rows = [
-        f"| {family}, {bpw} bpw, {layers(d)}, {batch} sequence{'s' if batch > 1 else ''}{source(d, commits)} | "
-        f"{d['p50_us']:,.0f} | {d['tok_s']:,.0f} | {d['pct_of_read_roof']:.0f} % | "
-        f"{number(d, 'share_of_llama', '.2f')} |"
-        for (family, bpw, _, batch, _), d in sorted(decode.items(), key=lambda item: tuple(map(str_key, item[0])))
-    ]
-    rows += [
-        f"| {family}, {layers(d)}, prompt of {tokens:,} tokens{source(d, commits)} | "
-        f"{tokens / d['prompt_tok_s'] * 1e6:,.0f} | {d['prompt_tok_s']:,.0f} | | |"
-        for (family, tokens), d in sorted(prompt.items())
-    ]
-    return table("| other families | us | tok/s | of the bandwidth | of a Llama's share |", rows) if rows else []
+def families(lines: list[Line], runs: Runs) -> list[str]:
+    """Steps and prompts of model families. Lines whose figures were extrapolated from fewer layers are left out."""
+    whole = [d for d in lines if not d.get("extrapolated")]
+    batches = sorted({d["batch"] for d in whole if d.get("batch") is not None})
+    names = sorted({(d["family"], d["layers"]) for d in whole})
+    heads, columns = [], []
+    for gpu in cards(whole):
+        found = {(d["family"], d["layers"], d.get("batch")): d for d in whole if d["gpu"] == gpu}
+        prompt = {(d["family"], d["layers"]): d for d in whole if d["gpu"] == gpu and d.get("prompt_tok_s") is not None}
+        of_head, of_cell = runs.column([*found.values(), *prompt.values()])
+        heads += [f"{short(gpu)}: us a step{of_head}", "prompt, tok/s"]
+        column = []
+        for name in names:
+            of_row = [found.get((*name, batch)) for batch in batches]
+            text = " / ".join(f"{d['p50_us']:,.0f}{of_cell(d)}" if d is not None else "-" for d in of_row)
+            speed = f"{prompt[name]['prompt_tok_s']:,.0f}{of_cell(prompt[name])}" if name in prompt else ""
+            column.append(f"{text} | {speed}")
+        columns.append(column)
+    sequences = " / ".join(map(str, batches))
+    return table(
+        "Model families",
+        f"| family, layers, steps of {sequences} sequences | {' | '.join(heads)} |",
+        (
+            f"| {family}, {layers} | {' | '.join(cells)} |"
+            for (family, layers), *cells in zip(names, *columns, strict=True)
+        ),
+    )
 
 
-def features(lines: list[Line]) -> list[str]:
-    """Features through the generator, beside greedy steps of the same run."""
-    found = {(d["model_shape"], d["feature"], d["batch"]): d for d in lines}
-    batches = sorted({batch for _, _, batch in found})
-    commits = {d["commit"] for d in found.values()}
+def features(lines: list[Line], runs: Runs) -> list[str]:
+    """Features through the generator, as a share of the speed of what they are compared with."""
+    found = {(d["gpu"], d["batch"], d["feature"]): d for d in lines if d["feature"] not in REFERENCES}
+    places = sorted({key[:2] for key in found}, key=lambda place: ("H200" not in place[0], place))
+    names = sorted(dict.fromkeys(d["feature"] for d in found.values()), key=lambda name: name != "greedy")
+    abouts = {d["feature"]: d["about"] for d in lines}
+    columns = {place: runs.column(d for key, d in found.items() if key[:2] == place) for place in places}
 
-    def cells(line: Line | None) -> str:
+    def cell(place: tuple[str, int], name: str) -> str:
+        line = found.get((*place, name))
         if line is None:
-            return " | | |"
-        ratio, must = number(line, "ratio_vs_reference", ".2f"), number(line, "must", ".2f")
-        target = f" (target {must})" if must else ""
-        return f" {line['us']:,.0f} | {line['share_of_greedy']:.2f} | {ratio}{target} |"
+            return ""
+        ratio = line.get("ratio_vs_reference")
+        return (f"{line['us']:,.0f} us" if ratio is None else f"{ratio:.2f}") + columns[place][1](line)
 
     rows = []
-    names = dict.fromkeys((shape, feature) for shape, feature, _ in found)
-    for shape, feature in sorted(names, key=lambda name: (name[0], name[1] != "greedy")):  # the reference first
-        of_batches = [found.get((shape, feature, batch)) for batch in batches]
-        first = next(d for d in of_batches if d is not None)
-        reference = first.get("reference_name") or ""
-        of_row = [d for d in of_batches if d is not None]
-        if len({d["commit"] for d in of_row}) == 1:
-            origin = source(first, commits)
-        else:
-            origin = " (" + ", ".join(f"{d['commit']} at {d['batch']}" for d in of_row) + ")"
-        rows.append(f"| {shape}: {first['about']}{origin} | {reference} |{''.join(map(cells, of_batches))}")
-    head = "| feature | beside |" + "".join(
-        f" us a step, {batch} sequence{'s' if batch > 1 else ''} | of greedy | of what it is beside |"
-        for batch in batches
-    )
-    return table(head, rows)
+    for name in names:
+        reference = next(d for key, d in found.items() if key[2] == name).get("reference_name") or ""
+        of_row = " | ".join(cell(place, name) for place in places)
+        rows.append(f"| {abouts[name]} | {abouts.get(reference, reference)} | {of_row} |")
+    heads = [
+        f"{short(gpu)}, {batch} sequence{'s' if batch > 1 else ''}{columns[gpu, batch][0]}" for gpu, batch in places
+    ]
+    return table("Features", f"| feature, Llama 8B, 4.0 bpw | compared with | {' | '.join(heads)} |", rows)
 
 
-def layers(line: Line) -> str:
-    """How many layers ran."""
-    return f"{line['layers']} layers"
-
-
-def str_key(value: Any) -> tuple[int, Any]:
-    """Sort numbers as numbers and the rest as text."""
-    return (0, value) if isinstance(value, int | float) else (1, str(value))
-
-
-def prefills(lines: list[Line]) -> list[str]:
-    """Prompts of 8B at 4.0 bpw."""
-    found = {(d["tokens"], bool(d.get("strict"))): d for d in lines}
-    rows = (
-        f"| {tokens:,}{', strict' if strict else ''} | {d['p50_us'] / 1e3:,.1f} | {d['tok_s']:,.0f} | "
-        f"{d['pct_product_rate']:.0f} % | {number(d, 'ratio_vs_reference', '.2f')} |"
-        for (tokens, strict), d in sorted(found.items())
-    )
-    return table(
-        "| prompt of Llama 8B, 4.0 bpw, tokens | ms | tok/s | of torch's half-precision rate | "
-        "x the fastest other engine |",
-        rows,
-    )
-
-
-def serves(lines: list[Line]) -> list[str]:
-    """Many requests at once through the generator."""
-    found = {(d["batch"], d["requests"], d["sampled"]): d for d in lines}
-    head = (
-        "| many requests, Llama 8B, 4.0 bpw | tok/s out | tok/s in | first token, ms, p50 / p99 | "
-        "between tokens, ms, p50 / p99 |"
-    )
-    return table(
-        head,
-        (
-            f"| {requests} requests, {batch} at a time{', sampled' if sampled else ', greedy'} | "
-            f"{d['tok_s_out']:,.0f} | {d['tok_s_in']:,.0f} | "
-            f"{d['first_token_ms_p50']:,.0f} / {d['first_token_ms_p99']:,.0f} | "
-            f"{d['between_ms_p50']:.1f} / {d['between_ms_p99']:.1f} |"
-            for (batch, requests, sampled), d in sorted(found.items())
-        ),
-    )
-
-
-def http(lines: list[Line]) -> list[str]:
+def http(lines: list[Line], runs: Runs) -> list[str]:
     """The same requests through the HTTP server and through the engine alone."""
-    found = {(d["engine"], d["streams"], d["workers"]): d for d in lines}
-    commits = {d["commit"] for d in found.values()}
+    found = {(d["gpu"], d["engine"], d["streams"], d["workers"]): d for d in lines}
     return table(
-        "| HTTP server | tok/s | engine alone, tok/s | ratio | first token, ms, p50 |",
+        "HTTP server",
+        "| card, model, streams, requests, tokens a request | tok/s | engine alone | ratio | first token, ms, p50 |",
         (
-            f"| {engine}, {streams} streams, {workers} API worker{'s' if workers > 1 else ''}{source(d, commits)} | "
+            f"| {short(gpu)}, {engine}, {streams}, {d['requests']}, {d['new_tokens']} ({runs.letter(d)}) | "
             f"{d['tok_s']:,.0f} | {d['alone_tok_s']:,.0f} | {d['ratio_median']:.2f} | {d['first_token_ms_p50']:.0f} |"
-            for (engine, streams, workers), d in sorted(found.items())
+            for (gpu, engine, streams, _), d in sorted(
+                found.items(), key=lambda item: ("H200" not in item[0][0], item[0])
+            )
         ),
     )
 
 
-def matmuls(lines: list[Line]) -> list[str]:
-    """Quantized matmuls of one row, alone."""
-    found = {(d["bits"], d["shape"]): d for d in lines if "bits" in d and d["m"] == 1}
-    shapes = [s for s in ("gateup", "head", "down", "qkv", "o") if any(k[1] == s for k in found)]
-
-    def cell(bits: Any, shape: str) -> str:
-        d = found.get((bits, shape))
-        if d is None:
-            return ""
-        return "**wrong**" if d.get("wrong") else f"{d['us_pdl']:.1f} us, {d['pct_of_read_roof']:.0f} %"
-
-    kinds = sorted({bits for bits, _ in found}, key=str)
+def devices(lines: list[Line], runs: Runs) -> list[str]:
+    """Steps and prompts on several GPUs, each beside one card in the same run."""
+    found = {(d["topology"], d["batch"], d.get("ctx")): d for d in lines if d["topology"] != "1"}
     return table(
-        "| matmul of one row, us and share of the bandwidth | " + " | ".join(shapes) + " |",
-        (f"| {bits} bits | " + " | ".join(cell(bits, shape) for shape in shapes) + " |" for bits in kinds),
-    )
-
-
-def attention(lines: list[Line]) -> list[str]:
-    """Attention of one layer with the token's own key and value stored in the same launch."""
-    found = {(d["cache"], d["bs"], d["ctx"]): d for d in lines if "us_pdl" in d and d["q_len"] == 1 and d["own"]}
-    places = sorted({(bs, ctx) for _, bs, ctx in found})
-    kinds = sorted({cache for cache, _, _ in found})
-
-    def cell(cache: str, bs: int, ctx: int) -> str:
-        d = found.get((cache, bs, ctx))
-        return f"{d['us_pdl']:.1f} us, {d['pct_of_read_roof']:.0f} %" if d else ""
-
-    return table(
-        "| attention of one layer, sequences x keys | " + " | ".join(kinds) + " |",
-        (f"| {bs} x {ctx:,} | " + " | ".join(cell(cache, bs, ctx) for cache in kinds) + " |" for bs, ctx in places),
+        "Several GPUs",
+        "| Llama 8B, 4.0 bpw | tok/s | of one card |",
+        (
+            f"| {topology}, {f'{batch} sequence' + 's' * (batch > 1) if ctx else 'prompt'}, {short(d['gpu'])} "
+            f"({runs.letter(d)}) | {d['tok_s']:,.0f} | {d['share_of_one']:.2f} |"
+            for (topology, batch, ctx), d in found.items()
+        ),
     )
 
 
@@ -244,30 +233,25 @@ def lines_of(file: Path) -> list[Line]:
 
 KINDS = {
     "step": steps,
+    "prefill": prompts,
     "families": families,
     "features": features,
-    "prefill": prefills,
-    "serve": serves,
     "http": http,
-    "gemv": matmuls,
-    "attn": attention,
+    "devices": devices,
 }
 
 
 def text_of(files: list[Path]) -> str:
-    """All tables of the files, one section per kind of GPU."""
+    """All tables of the files, one section per subject, and the runs that they come from."""
     known = [d for file in files for d in lines_of(file) if d.get("bench") in KINDS and d.get("gpu")]
     known.sort(key=lambda d: (d.get("date") or "", d.get("time") or ""))  # UTC
+    runs = Runs()
     out = []
-    for gpu in sorted({d["gpu"] for d in known}, key=lambda name: ("H200" not in name, name)):
-        of_gpu = [d for d in known if d["gpu"] == gpu]
-        about = sorted({(d.get("date") or "no date", d["commit"]) for d in of_gpu})
-        out += [f"## {gpu}", "", "Runs: " + "; ".join(f"{date}, commit {commit}" for date, commit in about) + ".", ""]
-        for kind, make in KINDS.items():
-            of_kind = [d for d in of_gpu if d["bench"] == kind]
-            if of_kind:
-                out += make(of_kind)
-    return "\n".join(out).rstrip() + "\n"
+    for kind, make in KINDS.items():
+        of_kind = [d for d in known if d["bench"] == kind]
+        if of_kind:
+            out += make(of_kind, runs)
+    return "\n".join([*out, runs.text()]) + "\n"
 
 
 def main() -> None:

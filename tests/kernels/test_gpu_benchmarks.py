@@ -12,7 +12,6 @@ from typing import Any
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "gpu"
 ABOUT = {"gpu": "NVIDIA H100 80GB HBM3", "commit": "c0ffee", "date": "2026-11-22"}
-DOWN = {**ABOUT, "bench": "gemv", "shape": "down", "bits": "4", "m": 1}
 
 PYTHON = """#!/usr/bin/env bash
 # Benchmarks that print a line and end as the part of this name is to; all else is Python's.
@@ -81,42 +80,50 @@ def write(path: Path, *lines: dict[str, Any]) -> Path:
     return path
 
 
-def test_tables_have_every_whole_line_and_name_wrong_results(tmp_path: Path) -> None:
-    right = {**DOWN, "us_pdl": 11.3, "pct_of_read_roof": 84.9}
-    tuned = {**ABOUT, "bench": "gemv", "shape": "down", "slots_window": [8, 2], "us_pdl": 11.0}
-    file = write(tmp_path / "gemv.jsonl", right, tuned, {**DOWN, "bits": "5+4", "wrong": True})
-    file.write_text(file.read_text() + '{"bench": "gemv", "sha')
+STEP = {**ABOUT, "bench": "step", "model_shape": "8b", "bpw": "4.0", "cache": "fp16", "ctx": 256, "bs": 1}
+STEP |= {"p50_us": 2000.0, "tok_s": 500.0, "generator_tok_s": 490.0, "pct_of_read_roof": 50.0, "memory_over_mb": 200.0}
+
+
+def test_tables_have_every_whole_line_and_report_cut_ones(tmp_path: Path) -> None:
+    tuned = {**ABOUT, "bench": "step", "p50_us": 1.0}
+    file = write(tmp_path / "step.jsonl", STEP, tuned)
+    file.write_text(file.read_text() + '{"bench": "step", "sha')
     text, said = tables(file)
-    assert "| 4 bits | 11.3 us, 85 % |" in text
-    assert "| 5+4 bits | **wrong** |" in text
+    assert "| 8B, 1 sequence | 2,000 / 490 / 50 % |  |" in text
     assert "no whole line" in said
 
 
 def test_the_last_run_of_a_case_counts_and_another_engines_speed_stays(tmp_path: Path) -> None:
-    step = {**ABOUT, "bench": "step", "model_shape": "8b", "bpw": "4.0", "cache": "fp16", "ctx": 256, "bs": 1}
-    step |= {"p50_us": 2000.0, "tok_s": 500.0, "pct_of_read_roof": 50.0, "host_us": 40.0, "memory_over_mb": 200.0}
-    first = write(tmp_path / "b.jsonl", {**step, "reference_name": "other 1.0, 250 tok/s"})
-    later = {**step, "date": "2026-11-23", "commit": "feed5", "tok_s": 600.0}
-    second = write(tmp_path / "a.jsonl", later, {**later, "apart": True, "tok_s": 1.0})
+    first = write(tmp_path / "b.jsonl", {**STEP, "reference_name": "other 1.0, 250 tok/s"})
+    later = {**STEP, "date": "2026-11-23", "commit": "feed5", "generator_tok_s": 600.0}
+    second = write(tmp_path / "a.jsonl", later, {**later, "apart": True, "generator_tok_s": 1.0})
     text, _ = tables(first, second)
-    assert "| Llama 8B, 4.0 bpw, 1 sequence | 2,000 | 600 |  | 50 % | 40 | 200 | 250 (other 1.0), 2.4 x |" in text
-    evening = write(tmp_path / "0.jsonl", {**later, "time": "20:15:00", "commit": "beef6", "tok_s": 700.0})
+    assert "| 8B, 1 sequence | 2,000 / 600 / 50 % | 250 (other 1.0) |" in text
+    evening = write(tmp_path / "0.jsonl", {**later, "time": "20:15:00", "commit": "beef6", "generator_tok_s": 700.0})
     text, _ = tables(first, second, evening)
-    assert "| Llama 8B, 4.0 bpw, 1 sequence | 2,000 | 700 |" in text
-    morning = write(tmp_path / "c.jsonl", {**later, "time": "06:15:00", "commit": "cafe7", "tok_s": 650.0})
+    assert "| 8B, 1 sequence | 2,000 / 700 / 50 % |" in text
+    morning = write(tmp_path / "c.jsonl", {**later, "time": "06:15:00", "commit": "cafe7", "generator_tok_s": 650.0})
     text, _ = tables(evening, morning)
-    assert "| Llama 8B, 4.0 bpw, 1 sequence | 2,000 | 700 |" in text
+    assert "| 8B, 1 sequence | 2,000 / 700 / 50 % |" in text
 
 
-def test_a_feature_measured_by_several_commits_names_the_commit_of_each_batch(tmp_path: Path) -> None:
-    line = {**ABOUT, "bench": "features", "model_shape": "8b", "feature": "schema", "about": "JSON schema", "batch": 1}
-    line |= {"us": 1700.0, "share_of_greedy": 0.98}
-    later = {**line, "commit": "feed5"}
-    wide = {**line, "batch": 32, "us": 5000.0, "share_of_greedy": 0.71}
-    text, _ = tables(write(tmp_path / "a.jsonl", wide, later))
-    assert "| 8b: JSON schema (feed5 at 1, c0ffee at 32) |  | 1,700 | 0.98 |  | 5,000 | 0.71 |  |" in text
-    text, _ = tables(write(tmp_path / "b.jsonl", wide, line))
-    assert "| 8b: JSON schema |  | 1,700 |" in text
+def test_a_column_of_one_run_names_it_once_and_a_mixed_column_in_each_cell(tmp_path: Path) -> None:
+    eight = {**STEP, "bs": 8, "date": "2026-11-23", "commit": "feed5"}
+    other = {**STEP, "gpu": "NVIDIA H200"}
+    text, _ = tables(write(tmp_path / "a.jsonl", STEP, eight, other))
+    assert "| step | H200: us / tok/s / bandwidth (a) | H100: us / tok/s / bandwidth | fastest" in text
+    assert "| 8B, 1 sequence | 2,000 / 490 / 50 % | 2,000 / 490 / 50 % (b) |" in text
+    assert "| 8B, 8 sequences |  | 2,000 / 490 / 50 % (c) |" in text
+    assert "a: H200, 2026-11-22, c0ffee; b: H100, 2026-11-22, c0ffee; c: H100, 2026-11-23, feed5." in text
+
+
+def test_families_have_a_row_for_each_and_leave_extrapolated_lines_out(tmp_path: Path) -> None:
+    line = {**ABOUT, "bench": "families", "family": "gemma2-9b", "layers": 8, "batch": 1, "p50_us": 600.0}
+    prompt = {**ABOUT, "bench": "families", "family": "gemma2-9b", "layers": 8, "prompt": 2048, "prompt_tok_s": 9e4}
+    guess = {**line, "family": "mixtral-8x7b", "extrapolated": True}
+    text, _ = tables(write(tmp_path / "a.jsonl", line, {**line, "batch": 8, "p50_us": 800.0}, prompt, guess))
+    assert "| gemma2-9b, 8 | 600 / 800 | 90,000 |" in text
+    assert "mixtral" not in text
 
 
 def test_the_tables_in_the_docs_are_those_of_the_results() -> None:
@@ -126,9 +133,24 @@ def test_the_tables_in_the_docs_are_those_of_the_results() -> None:
     assert tables()[0].strip() == shown.strip()
 
 
-def test_features_are_shown_beside_what_they_are_compared_with(tmp_path: Path) -> None:
-    line = {**ABOUT, "bench": "features", "model_shape": "8b", "feature": "cfg", "about": "CFG", "batch": 1}
-    line |= {"us": 2000.4, "share_of_greedy": 0.75, "ratio_vs_reference": 0.9, "reference_name": "greedy-twice"}
-    more = {**line, "batch": 32, "us": 4000.0, "ratio_vs_reference": None, "must": 0.85}
-    text, _ = tables(write(tmp_path / "features.jsonl", {**line, "must": 0.85}, more, {**line, "gpu": None, "us": 1.0}))
-    assert "| 8b: CFG | greedy-twice | 2,000 | 0.75 | 0.90 (target 0.85) | 4,000 | 0.75 |  (target 0.85) |" in text
+def test_features_are_a_share_of_the_speed_of_what_they_are_compared_with(tmp_path: Path) -> None:
+    line = {**ABOUT, "bench": "features", "model_shape": "8b", "batch": 1, "us": 2000.4, "share_of_greedy": 0.75}
+    greedy = {**line, "feature": "greedy", "about": "greedy", "us": 1500.0}
+    twice = {**line, "feature": "greedy-twice", "about": "greedy, twice the sequences", "ratio_vs_reference": 0.8}
+    cfg = {**line, "feature": "cfg", "about": "CFG", "ratio_vs_reference": 0.9, "reference_name": "greedy-twice"}
+    other_card = {**cfg, "gpu": None, "ratio_vs_reference": 0.1}
+    wide = {**cfg, "batch": 32, "ratio_vs_reference": 0.7}
+    text, _ = tables(write(tmp_path / "features.jsonl", cfg, wide, twice, greedy, other_card))
+    assert "| greedy |  | 1,500 us |  |\n| CFG | greedy, twice the sequences | 0.90 | 0.70 |" in text
+    assert "| greedy, twice the sequences |" not in text.replace("| CFG | greedy, twice the sequences |", "")
+
+
+def test_http_and_several_gpus_are_compared_with_the_same_run(tmp_path: Path) -> None:
+    served = {**ABOUT, "bench": "http", "engine": "8b", "streams": 64, "requests": 256, "new_tokens": 128, "workers": 1}
+    served |= {"tok_s": 4414.2, "alone_tok_s": 4480.9, "ratio_median": 0.985, "first_token_ms_p50": 53.4}
+    one = {**ABOUT, "bench": "devices", "topology": "1", "batch": 1, "ctx": 256, "tok_s": 585.0, "share_of_one": 1.0}
+    two = {**one, "topology": "tp 2", "tok_s": 710.0, "share_of_one": 1.2136}
+    prompt = {**ABOUT, "bench": "devices", "topology": "split 2", "batch": 1, "tok_s": 36e3, "share_of_one": 1.0}
+    text, _ = tables(write(tmp_path / "a.jsonl", served, one, two, prompt))
+    assert "| H100, 8b, 64, 256, 128 (a) | 4,414 | 4,481 | 0.98 | 53 |" in text
+    assert "| tp 2, 1 sequence, H100 (a) | 710 | 1.21 |\n| split 2, prompt, H100 (a) | 36,000 | 1.00 |" in text
