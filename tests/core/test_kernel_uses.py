@@ -116,28 +116,31 @@ def test_attention_of_heads_that_rotate_in_part_says_why(tmp_path: Path) -> None
     assert ("rope+store", 1) not in found
 
 
-def test_a_step_that_is_not_captured_runs_the_kernels_of_a_prompt(
+def test_a_step_that_is_not_captured_runs_batch_invariant_kernels_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Up to 64 rows are batch-invariant without a captured step, more are not."""
+    """The rows of a decode step are batch-invariant, captured or not; without graphs no launches are joined."""
     make_model(tmp_path / "whole", Shape(256, 768, 2, 4, 2, 96), 4.0)
     config, card = ExLlamaV2Config(tmp_path / "whole"), Card.named("H200")
 
     def uses(config: ExLlamaV2Config) -> dict[tuple[str, int], KernelUse]:
-        return {(use.operation, use.rows): use for use in kernel_uses(config, card, rows=(64, 128))}
+        return {(use.operation, use.rows): use for use in kernel_uses(config, card, rows=(1, 64, 128))}
 
+    assert uses(config)["gate+up", 128].kernel == "gemm_batch"
+    whole = uses(config)
     config.no_graphs = True
     found = uses(config)
-    assert found["gate+up", 64].kernel == "gemm_batch"
-    assert found["gate_proj", 128].kernel == "gemm_large"
-    assert "config.no_graphs" in found["gate_proj", 128].why[0]
+    for rows in (1, 64, 128):
+        assert found["gate_proj", rows].why[0] == "config.no_graphs asks for eager launches"
+        assert found["gate_proj", rows].kernel == whole["gate+up", rows].kernel
+        assert ("gate+up", rows) not in found
     config.no_graphs = False
-    assert uses(config)["gate+up", 128].kernel == "gemm_batch"
     monkeypatch.setenv("EXL_DECODE_JOINED_ROWS", "32")
     found = uses(config)
+    assert ("gate+up", 1) in found
     for rows in (64, 128):
         assert any("at most 32 rows" in why for why in found["gate_proj", rows].why)
-    assert [found["gate_proj", rows].kernel for rows in (64, 128)] == ["gemm_batch", "gemm_large"]
+        assert found["gate_proj", rows].kernel == "gemm_batch"
     monkeypatch.delenv("EXL_DECODE_JOINED_ROWS")
     (path,) = (tmp_path / "whole").glob("*.safetensors")
     tensors = {name: read_tensor(entry).clone() for name, entry in read_safetensors_folder(path.parent).items()}

@@ -13,16 +13,17 @@ from captured_on_cpu import captured_on_cpu
 from joined_on_cpu import joined_on_cpu
 from test_sharded_launches import sharded, write
 
-from exl_core import AttentionParams, ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, PagedParams
+from exl_core import AttentionParams, ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, Intervention, PagedParams
 from exl_core.errors import InputError, TokenIdError
 from exl_core.execution import captured
 from exl_core.execution import select as selecting
-from exl_core.execution.capturable import NotCapturableError
+from exl_core.execution.capturable import NotCapturableError, refusal_of_settings
 from exl_core.execution.captured import DecodeGraphs
 from exl_core.execution.environment import PROMPTS_VARIABLE
 from exl_core.execution.forward_pass import ForwardPass
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of
 from exl_core.execution.select import select
+from exl_kernels.device import row_invariant
 
 FOLDER = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"
 PAGE = 16
@@ -79,6 +80,35 @@ def test_steps_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (many.way, many.reason) == ("eager", "these stand-ins are for captured steps")
     ways = [select(model, step(model, batch=1, q_len=12, preprocess_only=True)).way for _ in range(2)]
     assert ways == ["eager", "captured"], "a prompt is captured when there is a second one of its kind"
+
+
+@pytest.mark.parametrize(("batch", "invariant"), [(128, True), (257, False)])
+def test_steps_without_graphs_run_module_by_module(
+    batch: int, invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their matmuls are batch-invariant as in captured steps: `exl info --kernels` reports them so."""
+    captured_on_cpu(monkeypatch)
+    model, seen = loaded(), []
+    inner = model.modules[3]
+
+    def watch(x: torch.Tensor, _step: Any) -> torch.Tensor:
+        seen.append(row_invariant())
+        return x
+
+    monkeypatch.setattr(captured, "refusal_of_model", lambda model: refusal_of_settings(model.config))  # on a CPU
+    monkeypatch.setattr(DecodeGraphs, "joined_launches", lambda graphs, model: pytest.fail("not asked"))
+    monkeypatch.setattr(model.config, "no_graphs", True)
+    model.decode.clear()
+    asked = step(model, batch=batch)
+    selected = select(model, asked)
+    assert selected[::2] == ("eager", "config.no_graphs asks for eager launches")
+    try:
+        model.modules[3] = Intervention(inner, pre_forward=watch)
+        selected.executor.run(model, asked)
+    finally:
+        model.modules[3] = inner
+        model.decode.clear()
+    assert seen == [invariant]
 
 
 def test_steps_that_cannot_be_recorded_run_module_by_module(monkeypatch: pytest.MonkeyPatch) -> None:

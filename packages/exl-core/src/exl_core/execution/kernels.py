@@ -88,14 +88,14 @@ def kernel_uses(
         raise ModelStateError("the config was prepared with no_tensors=True: call config.prepare() first")
     modules = build_modules(config)
     shapes = _Shapes(config.checkpoint)
-    why_not = uncovered(modules) or _decided_by_host(modules, shapes, card)
+    why_not = refusal_of_settings(config) or uncovered(modules) or _decided_by_host(modules, shapes, card)
     halves = [(module, why_not or why_own_pass(module, shapes.is_padded)) for module in modules[1:-2]]
     rotated = main_rope(config).rotary_dim
     found: list[KernelUse] = []
     for count in rows:
         blocks = STEP_ROWS >= count > PACKED_ROWS
-        refusal = why_not or _refusal_of_blocks(config, modules, shapes, card, count) if blocks else None
-        uses = _Uses(count, card, shapes, refusal)
+        refusal = _refusal_of_blocks(modules, shapes, card, count) if blocks else None
+        uses = _Uses(count, card, shapes, refusal or refusal_of_joined_rows(min(count, PACKED_ROWS)))
         for _, layer in groupby(halves, lambda half: half[0].key):
             for half, why in layer:
                 about = description_of(half)
@@ -144,13 +144,8 @@ def _experts(
     return card.experts(experts, rows, about.chosen, invariant=invariant)
 
 
-def _refusal_of_blocks(
-    config: ExLlamaV2Config, modules: Sequence[Module], shapes: _Shapes, card: Card, rows: int
-) -> str | None:
-    """Return why no captured step runs `rows` rows, more than PACKED_ROWS, in blocks; None if one does."""
-    why = refusal_of_settings(config) or refusal_of_joined_rows(PACKED_ROWS)
-    if why is not None:
-        return why
+def _refusal_of_blocks(modules: Sequence[Module], shapes: _Shapes, card: Card, rows: int) -> str | None:
+    """Return which experts keep a step of `rows` rows, more than PACKED_ROWS, from being captured; None if none do."""
     for module in modules[1:-2]:
         about = description_of(module)
         if isinstance(about, ExpertsDescription):
@@ -226,12 +221,19 @@ def _matmuls(about: MatmulDescription) -> list[tuple[str, HalfMatmul]]:
 
 
 class _Uses:
-    """Kernels and reasons by operation, over all layers, at one number of rows."""
+    """Kernels and reasons by operation, over all layers, at one number of rows.
+
+    Args:
+        count: the number of rows.
+        card: the GPU.
+        shapes: the shapes of the matrices.
+        refusal: why no half joins its launches at this number of rows, or None.
+    """
 
     def __init__(self, count: int, card: Card, shapes: _Shapes, refusal: str | None) -> None:
         self.count = count
-        self._invariant = count <= STEP_ROWS and refusal is None
-        self._many_rows = [_MANY_ROWS if refusal is None else f"{_MANY_ROWS}; the step is not captured: {refusal}"]
+        self._invariant = count <= STEP_ROWS  # of a decode step, captured or not (`eager.matmuls_of`)
+        self._apart = [] if refusal is None else [refusal]
         self._tokens = tokens_of_sequence(count)
         self._batch = count // self._tokens
         self._card = card
@@ -283,7 +285,7 @@ class _Uses:
 
         If a required one cannot launch with norm and gate, none does.
         """
-        apart = [] if (why := refusal_of_joined_rows(min(self.count, PACKED_ROWS))) is None else [why]
+        apart = list(self._apart)
         for operation, matmul in _matmuls(half):
             found = self._fused(matmul.linears, norm=matmul.norm is not None, gate=matmul.gate)
             if matmul.required and (found is None or not found.joined):
@@ -335,7 +337,7 @@ class _Uses:
         if found is None:
             self.add(operation, "cuBLAS", ["the matrix is not quantized"])
         else:
-            reasons = [*why_apart, *found.reasons] if self._invariant else self._many_rows
+            reasons = [*why_apart, *found.reasons] if self._invariant else [_MANY_ROWS]
             self.add(operation, found.kernel, reasons)
 
     def _alone(self, linear: Linear) -> Selection | None:
