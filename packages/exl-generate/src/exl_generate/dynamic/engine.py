@@ -139,7 +139,7 @@ def _accepted(
 class Engine:
     """Run all jobs step by step.
 
-    On a GPU the next step is launched before the host has made text of the last tokens (`next_step.py`).
+    On a GPU the next step is launched before the host has made text of the last tokens (`prelaunched_step.py`).
 
     Args:
         scheduler: Chooses the running jobs.
