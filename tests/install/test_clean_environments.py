@@ -75,10 +75,17 @@ def own_tests_pass(python: Path, folder: str) -> None:
     run(str(python), "-m", "pytest", "-q", f"tests/{folder}", "--processes", processes, "-p", "no:cacheprovider")
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the packages' environments are made, one after the other: a redirected bytecode cache goes by paths."""
+    return tmp_path_factory.mktemp("alone") / "env"
+
+
 # exl-filters has a file of its own.
 @pytest.mark.parametrize("package", [p for p in PACKAGES if p != "exl-filters"])
-def test_package_alone_passes_its_own_tests(package: str, wheels: Path, tmp_path: Path) -> None:
-    python = environment(tmp_path / "env")
+def test_package_alone_passes_its_own_tests(package: str, wheels: Path, place: Path) -> None:
+    shutil.rmtree(place, ignore_errors=True)
+    python = environment(place)
     install(python, wheels, package, "pytest", "pytest-timeout", "hypothesis", *TEST_NEEDS[package])
     others = {p for p in PACKAGES if p in installed(python)} - {package}
     allowed = {"exl-kernels": set(), "exl-filters": set(), "exl-core": {"exl-kernels"}}
