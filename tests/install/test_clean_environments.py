@@ -69,15 +69,28 @@ def installed(python: Path) -> dict[str, str]:
     return dict(line.split("==", 1) for line in lines if "==" in line)
 
 
+def own_tests_pass(python: Path, folder: str) -> None:
+    """Run the default tests of a folder, in as many processes as `uv run pytest` uses: one takes twice as long."""
+    processes = str(2 + len(os.sched_getaffinity(0)))
+    run(str(python), "-m", "pytest", "-q", f"tests/{folder}", "--processes", processes, "-p", "no:cacheprovider")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the packages' environments are made, one after the other: a redirected bytecode cache goes by paths."""
+    return tmp_path_factory.mktemp("alone") / "env"
+
+
 # exl-filters has a file of its own.
 @pytest.mark.parametrize("package", [p for p in PACKAGES if p != "exl-filters"])
-def test_package_alone_passes_its_own_tests(package: str, wheels: Path, tmp_path: Path) -> None:
-    python = environment(tmp_path / "env")
+def test_package_alone_passes_its_own_tests(package: str, wheels: Path, place: Path) -> None:
+    shutil.rmtree(place, ignore_errors=True)
+    python = environment(place)
     install(python, wheels, package, "pytest", "pytest-timeout", "hypothesis", *TEST_NEEDS[package])
     others = {p for p in PACKAGES if p in installed(python)} - {package}
     allowed = {"exl-kernels": set(), "exl-filters": set(), "exl-core": {"exl-kernels"}}
     assert others <= allowed.get(package, set(PACKAGES)), others
-    run(str(python), "-m", "pytest", "-q", f"tests/{TESTS[package]}", "-p", "no:cacheprovider", OMP_NUM_THREADS="2")
+    own_tests_pass(python, TESTS[package])
 
 
 def test_a_present_torch_is_left_alone(wheels: Path, tmp_path: Path) -> None:

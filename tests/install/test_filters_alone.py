@@ -52,4 +52,4 @@ def test_its_own_tests_pass(wheel: Path, tmp_path: Path, extras: str) -> None:
     here = clean.installed(python)
     assert "torch" not in here
     assert ("llguidance" in here) == ("grammar" in extras)
-    clean.run(str(python), "-m", "pytest", "-q", "tests/filters", "-p", "no:cacheprovider", OMP_NUM_THREADS="2")
+    clean.own_tests_pass(python, "filters")

@@ -44,6 +44,8 @@ class Checkout:
         dropped = {"VIRTUAL_ENV", "PYTHONPATH", "EXL_CUDA_ARCHS", "EXL_CUDA_CACHE", "CARGO_TARGET_DIR", "EXL_DEVICE"}
         self._env = {name: value for name, value in os.environ.items() if name not in dropped}
         self._env |= {"EXL_CUDA_HOME": str(tools.parent), "NVCC_LOG": str(self._log)}
+        # The native module is only asked for its architectures: optimizing it would take minutes.
+        self._env["CARGO_PROFILE_EDIT_OPT_LEVEL"] = "0"
 
     def uv(self, *args: str, archs: str | None = None) -> str:
         self._log.write_text("")
