@@ -207,14 +207,18 @@ def http(lines: list[Line], runs: Runs) -> list[str]:
 
 def devices(lines: list[Line], runs: Runs) -> list[str]:
     """Steps and prompts on several GPUs, each beside one card in the same run."""
-    found = {(d["topology"], d["batch"], d.get("ctx")): d for d in lines if d["topology"] != "1"}
+    found = {
+        ("H200" not in d["gpu"], d["topology"], d.get("tokens", 0), d["batch"]): d
+        for d in lines
+        if d["topology"] != "1"
+    }
     return table(
         "Several GPUs",
         "| Llama 8B, 4.0 bpw | tok/s | of one card |",
         (
-            f"| {topology}, {f'{batch} sequence' + 's' * (batch > 1) if ctx else 'prompt'}, {short(d['gpu'])} "
-            f"({runs.letter(d)}) | {d['tok_s']:,.0f} | {d['share_of_one']:.2f} |"
-            for (topology, batch, ctx), d in found.items()
+            f"| {topology}, {f'prompt of {tokens:,}' if tokens else f'{batch} sequence' + 's' * (batch > 1)}, "
+            f"{short(d['gpu'])} ({runs.letter(d)}) | {d['tok_s']:,.0f} | {d['share_of_one']:.2f} |"
+            for (_, topology, tokens, batch), d in sorted(found.items(), key=lambda item: item[0])
         ),
     )
 
