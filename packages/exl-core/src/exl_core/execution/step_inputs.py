@@ -134,7 +134,8 @@ class StagedTensors(StepTensors):
             t, q_len = self.bucket.tokens, self.bucket.q_len
             rope = stage.pinned[16 * t : 24 * t].view(torch.int64)
             rope[: q_len * len(past)] += offsets.repeat_interleave(q_len)
-        self._pad(stage, counts)
+        if counts:
+            self._pad(stage, counts)
         self._sent = stream_of(self.buffer)
         self._next = (self._next + 1) % (2 * STAGES)
         return stage
