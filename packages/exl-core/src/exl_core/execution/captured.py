@@ -389,9 +389,9 @@ class DecodeGraphs:
         place = _place(cache, bucket.page_size)
         key = (*place, self._sets.version) if adapted else place
         held = self._graphs.get(key)
-        if held is not None and bucket in held:
-            held[bucket] = held.pop(bucket)  # the one used last is the last one
-            return held[bucket]
+        if held is not None and (found := held.pop(bucket, None)) is not None:
+            held[bucket] = found  # the one used last is the last one
+            return found
         if held is None:
             known = any(k[0] == key[0] for k in self._graphs)
             # Of other keys the cache's tensors moved, or the adapters changed.
