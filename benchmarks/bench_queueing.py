@@ -1,12 +1,12 @@
 """Host time of a prompt pass on a GPU, without one: microseconds a layer to queue its launches. JSON lines.
 
-    python benchmarks/bench_queueing.py [--family NAME ...] [--tokens 512] [--layers 8] [--profile]
+    python benchmarks/bench_queueing.py [--family NAME ...] [--tokens 512] [--layers 8] [--step ROWS ...] [--profile]
 
 `stand_in_cuda.c`, which the C compiler of this machine builds, replaces the CUDA driver, CUDA's runtime and cuBLAS:
 launches cost nothing, so the time is that of Python, torch and the native module. A real driver adds some microseconds
-a launch. Passes store a prompt's keys and values, as those of the generator do. Matrices of mixtures of experts have
-their true sizes, on which the number of launches depends; others are small. The time of a layer is the difference
-between models of different depth.
+a launch. With --step: of a captured decode step, whose depth does not matter. Passes store a prompt's keys and values,
+as those of the generator do. Matrices of mixtures of experts have their true sizes, on which the number of launches
+depends; others are small. The time of a layer is the difference between models of different depth.
 """
 
 from __future__ import annotations
@@ -64,6 +64,25 @@ def queued(family: str, layers: int, tokens: int) -> Callable[[], object]:
     return run
 
 
+def stepped(family: str, rows: int) -> Callable[[], object]:
+    """Return a function that queues one captured decode step of so many sequences, with 256 tokens each."""
+    from bench_families import FAMILIES
+    from bench_step import CACHES, PAGE, paged
+    from gpu_model import build_config
+
+    model = build_config({**FAMILIES[family], **SMALL, "num_hidden_layers": 2}, "4.0")
+    cache = CACHES["fp16"](model, max_seq_len=2 * PAGE * rows)
+    params, ids = paged(cache, rows, PAGE), torch.zeros(rows, 1, dtype=torch.int64)
+
+    def run() -> None:
+        before = model.decode.steps
+        model.forward_chunk(ids, cache, attn_params=params)
+        if model.decode.steps == before:
+            raise SystemExit(f"{family}: steps are not captured: {model.decode.reason}")
+
+    return run
+
+
 def choose_evenly() -> None:
     """Let every expert get as many rows: launches write nothing, and the host reads how many rows experts got."""
     made: dict[tuple[int, int], torch.Tensor] = {}
@@ -107,6 +126,7 @@ def main() -> None:
     parser.add_argument("--family", nargs="+", default=["llama3-8b", "qwen3-8b", "gemma3-12b", "mixtral-8x7b"])
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--step", type=int, nargs="+", default=[], help="rows of captured steps, instead of prompts")
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
@@ -114,7 +134,15 @@ def main() -> None:
         restart()
     torch.set_num_threads(1)
     choose_evenly()
-    for family in args.family:
+    for family, rows in ((family, rows) for family in args.family for rows in args.step):
+        run = stepped(family, rows)
+        gc.collect()
+        us, _ = cost(run, args.rounds)
+        step = {"bench": "queueing a step", "family": family, "rows": rows, "us": round(us, 1)}
+        print(json.dumps(step), flush=True)
+        if args.profile:
+            profile(run)
+    for family in [] if args.step else args.family:
         found: dict[int, tuple[float, int]] = {}
         for layers in (2, 2 + args.layers):
             run = queued(family, layers, args.tokens)

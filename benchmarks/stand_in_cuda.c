@@ -72,8 +72,19 @@ int cudaRuntimeGetVersion(int* version) { return *version = 13000, 0; }
 int cudaDeviceGetAttribute(int* value, int which, int device) { return *value = attribute(which), 0; }
 int cudaDeviceGetStreamPriorityRange(int* least, int* greatest) { return *least = 0, *greatest = -1, 0; }
 int cudaDeviceCanAccessPeer(int* can, int device, int other) { return *can = 1, 0; }
-int cudaStreamIsCapturing(void* stream, int* status) { return *status = 0, 0; }
-int cudaStreamGetCaptureInfo(void* stream, int* status) { return *status = 0, 0; }
+static int capturing;
+int cudaStreamIsCapturing(void* stream, int* status) { return *status = capturing, 0; }
+int cudaStreamGetCaptureInfo(void* stream, int* status, unsigned long long* id) {
+  if (id) *id = 1;
+  return *status = capturing, 0;
+}
+int cudaStreamBeginCapture(void* stream, int mode) { return capturing = 1, 0; }
+int cudaStreamEndCapture(void* stream, void** graph) { return capturing = 0, *graph = (void*)8, 0; }
+int cudaGraphInstantiateWithFlags(void** graph, void* of, unsigned long long flags) { return *graph = (void*)8, 0; }
+int cudaGraphGetNodes(void* graph, void** nodes, size_t* count) { return *count = 1, 0; }
+int cudaGraphLaunch(void* graph, void* stream) { return launched(); }
+NOTHING(cudaGraphDestroy)
+NOTHING(cudaGraphExecDestroy)
 int cudaStreamCreateWithPriority(void** stream, unsigned flags, int priority) { return *stream = malloc(8), 0; }
 int cudaEventCreateWithFlags(void** event, unsigned flags) { return *event = malloc(8), 0; }
 int cudaEventElapsedTime(float* ms, void* from, void* to) { return *ms = 0, 0; }
