@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,31 @@ def profile(run: Callable[[], object]) -> None:
     pstats.Stats(found).sort_stats("tottime").print_stats(45)
 
 
+def measure_step(args: argparse.Namespace, family: str, rows: int) -> Callable[[], object]:
+    """Print the host time of a captured step; return what queues one."""
+    run = stepped(family, rows)
+    gc.collect()
+    us, _ = cost(run, args.rounds)
+    print(json.dumps({"bench": "queueing a step", "family": family, "rows": rows, "us": round(us, 1)}), flush=True)
+    return run
+
+
+def measure_prompt(args: argparse.Namespace, family: str) -> Callable[[], object]:
+    """Print the host time of a layer of a prompt pass; return what queues one."""
+    found: dict[int, tuple[float, int]] = {}
+    for layers in (2, 2 + args.layers):
+        run = queued(family, layers, args.tokens)
+        gc.collect()
+        found[layers] = cost(run, args.rounds)
+    (few, few_launches), (many, launches) = found.values()
+    line: dict[str, Any] = {"bench": "queueing a prompt", "family": family, "tokens": args.tokens}
+    line["us_per_layer"] = round((many - few) / args.layers, 1)
+    line["launches_per_layer"] = (launches - few_launches) / args.layers
+    line["us_per_pass"] = round(many, 1)
+    print(json.dumps(line), flush=True)
+    return run
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", nargs="+", default=["llama3-8b", "qwen3-8b", "gemma3-12b", "mixtral-8x7b"])
@@ -134,28 +160,12 @@ def main() -> None:
         restart()
     torch.set_num_threads(1)
     choose_evenly()
-    for family, rows in ((family, rows) for family in args.family for rows in args.step):
-        run = stepped(family, rows)
-        gc.collect()
-        us, _ = cost(run, args.rounds)
-        step = {"bench": "queueing a step", "family": family, "rows": rows, "us": round(us, 1)}
-        print(json.dumps(step), flush=True)
-        if args.profile:
-            profile(run)
-    for family in [] if args.step else args.family:
-        found: dict[int, tuple[float, int]] = {}
-        for layers in (2, 2 + args.layers):
-            run = queued(family, layers, args.tokens)
-            gc.collect()
-            found[layers] = cost(run, args.rounds)
-        (few, few_launches), (many, launches) = found.values()
-        line: dict[str, Any] = {"bench": "queueing a prompt", "family": family, "tokens": args.tokens}
-        line["us_per_layer"] = round((many - few) / args.layers, 1)
-        line["launches_per_layer"] = (launches - few_launches) / args.layers
-        line["us_per_pass"] = round(many, 1)
-        print(json.dumps(line), flush=True)
-        if args.profile:
-            profile(run)
+    for family in args.family:
+        measures = [partial(measure_step, args, family, rows) for rows in args.step]
+        for measure in measures or [partial(measure_prompt, args, family)]:
+            run = measure()
+            if args.profile:
+                profile(run)
 
 
 if __name__ == "__main__":
