@@ -72,6 +72,17 @@ def test_chunks_and_single_steps(lab: Any, ids: Tensor) -> None:
     assert torch.equal(torch.cat([p["logits"] for p in parts], dim=1), expected)
 
 
+def test_results_have_no_gradients(model: ExLlamaV2, ids: Tensor) -> None:
+    mixed, embedding = with_embedding(model, ids, 4, 7)
+    wanted = ExLlamaV2MMEmbedding(model, embedding.embeddings.clone().requires_grad_())
+    mixed += (wanted.first_index - embedding.first_index) * (mixed >= EMBEDDING_INDEX)
+    assert torch.is_grad_enabled()
+    result = model.forward_chunk(mixed, indexed_embeddings=[wanted], return_last_state=True)
+    assert not result["logits"].requires_grad
+    assert not result["last_state"].requires_grad
+    assert not model.forward(mixed, indexed_embeddings=[wanted]).requires_grad
+
+
 def test_ids_without_their_embedding(model: ExLlamaV2, ids: Tensor) -> None:
     mixed, embedding = with_embedding(model, ids, 4, 7)
     other = ExLlamaV2MMEmbedding(model, embedding.embeddings)

@@ -110,7 +110,6 @@ class ExLlamaV2(SteppingModel):
         )
         return forward_all(self, asked, cpu_logits=cpu_logits)
 
-    @torch.no_grad()
     def forward_chunk(
         self,
         input_ids: Tensor,

@@ -36,7 +36,6 @@ __all__ = [
     "without_hooks",
 ]
 
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MAX_Q_LEN = DECODE_TOKENS
 
 # Fields of a step that change from replay to replay, and constant fields. All others must be empty.
@@ -51,10 +50,10 @@ class NotCapturableError(Exception):
 def padded_rows(batch: int, q_len: int) -> int:
     """Return the rows of the bucket that holds `batch` rows of `q_len` tokens.
 
-    Buckets up to PACKED_ROWS tokens are few. Beyond that, where a row costs more, there are four an octave.
+    Up to PACKED_ROWS tokens there is one bucket an octave. Beyond that, where a row costs more, there are four.
     """
     if batch * q_len <= PACKED_ROWS:
-        return min(next(b for b in BATCHES if b >= batch), PACKED_ROWS // q_len)
+        return min(1 << (batch - 1).bit_length(), PACKED_ROWS // q_len)
     grain = 1 << max(0, (batch - 1).bit_length() - 3)
     return min(-(-batch // grain) * grain, max(batch, STEP_ROWS // q_len))
 

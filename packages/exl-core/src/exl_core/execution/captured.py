@@ -330,7 +330,7 @@ class DecodeGraphs:
         if self._exact_batch or model.placement.several or not isinstance(joined, JoinedLaunches):
             return None
         pages = min(1 << (bucket.pages - 1).bit_length(), places)
-        found = replace(bucket, pages=pages, stores=True)
+        found = bucket._replace(pages=pages, stores=True)
         if self._eager[found] < eager_prompts():
             self._eager[found] += 1
             return None
@@ -571,5 +571,5 @@ def _offsets(offsets: Tensor, past: Tensor) -> Tensor | None:
 def _place(cache: ExLlamaV2CacheBase, page_size: int) -> tuple[int, ...]:
     """Return which cache it is and where its tensors, allocated together, are: captured steps hold these addresses."""
     shards, last = cache.shards(), cache.num_hidden_layers - 1
-    ends = (held.pages(layer, page_size).value.data_ptr() for held, layer in ((shards[0], 0), (shards[-1], last)))
-    return (id(cache), page_size, *ends)
+    first, end = shards[0].pages(0, page_size), shards[-1].pages(last, page_size)
+    return (id(cache), page_size, first.value.data_ptr(), end.value.data_ptr())

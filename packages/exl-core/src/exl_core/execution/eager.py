@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from exl_kernels.device import row_invariant_matmuls, rows_are_invariant
 from exl_kernels.selection import STEP_ROWS
 
@@ -25,6 +27,7 @@ __all__ = ["EAGER", "Eager", "first_step", "matmuls_of"]
 class Eager:
     """Run module by module. Each module decides how it computes its part; no launches span modules."""
 
+    @torch.no_grad()
     def run(self, model: LanguageModel, asked: ForwardPass) -> dict[str, Any] | None:
         """Run a checked pass module by module; see `Executor.run`."""
         with out_of_memory_as_error("run the model"), matmuls_of(asked):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..device import out_of_memory_as_error
 from .eager import first_step, matmuls_of
 
@@ -53,6 +55,7 @@ class Joined:
     def __init__(self, launches: JoinedLaunches) -> None:
         self._launches = launches
 
+    @torch.no_grad()
     def run(self, model: ExecutableModel, asked: ForwardPass) -> dict[str, Any]:
         """Run a pass; see `Executor.run`."""
         result: dict[str, Any] = {}

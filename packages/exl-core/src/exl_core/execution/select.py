@@ -58,14 +58,12 @@ class Selected(NamedTuple):
 
 def select(model: ExecutableModel, asked: ForwardPass) -> Selected:
     """Return the way a pass runs. Checks its arguments, and raises the errors of `forward_pass.checked`."""
-    sharded = model.tp_context is not None
-    why = asked.needs_modules or _refusal(model, asked)
-    captured = why or _captured(model, asked)
+    modules = asked.needs_modules
+    captured = modules or _captured(model, asked)
     if not isinstance(captured, str):
         return Selected("captured", captured, None)
-    asked = checked(model, asked)
-    # Asked again: recording the step may have shown that no step of the model can be captured.
-    found = why or _refusal(model, asked) or (_prompts(model, asked) if sharded else _joined(model, asked))
+    asked, sharded = checked(model, asked), model.tp_context is not None
+    found = modules or _refusal(model, asked) or (_prompts(model, asked) if sharded else _joined(model, asked))
     if not isinstance(found, str):
         return Selected("sharded prompt" if sharded else "joined", found, captured)
     return Selected("sharded", SHARDED, found) if sharded else Selected("eager", EAGER, found)
@@ -105,6 +103,8 @@ def _captured(model: ExecutableModel, asked: ForwardPass) -> Executor | str:
 
     The arguments of the pass are not checked yet: a captured step has faster checks.
     """
+    if not may_fuse(model):
+        return "the model is not loaded on a GPU"
     ids, params, cache = asked.ids, asked.params, asked.cache
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64 or not ids.numel():
         return "the ids are not int64 [batch, tokens]"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +39,7 @@ def passed(memory: Tensor) -> Iterator[Callable[[], None]]:
             _unread.setdefault(key, []).extend(gone)
 
 
-@dataclass(frozen=True)
-class Bucket:
+class Bucket(NamedTuple):
     """Fixed sizes of a captured step: rows of the batch, tokens a row, pages a row, tokens a page."""
 
     batch: int

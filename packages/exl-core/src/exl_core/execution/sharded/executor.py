@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ...errors import UnsupportedError
 from ..attn_params import PagedParams
 from ..eager import Eager, first_step
@@ -27,6 +29,7 @@ class Sharded(Eager):
     o's outputs, down's sums. Where down is cut by outputs, the hidden features are one more.
     """
 
+    @torch.no_grad()
     def run(self, model: LanguageModel, asked: ForwardPass) -> dict[str, Any] | None:
         """Run a checked pass; see `Executor.run`. Where devices have processes, all of them run it.
 

@@ -51,6 +51,7 @@ class Prompts:
         self._shards = shards
         self._copies = Copies([context.device(shard) for shard in range(len(shards))])
 
+    @torch.no_grad()
     def run(self, model: LanguageModel, asked: ForwardPass) -> dict[str, Any]:
         """Run a checked pass that `takes_prompt` covers; returns as `Executor.run`.
 
