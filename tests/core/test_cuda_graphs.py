@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,9 @@ from exl_core import (
 )
 from exl_core.errors import InputError, SequenceTooLongError, TokenIdError
 from exl_core.execution.environment import PROMPTS_VARIABLE
-from exl_kernels.device import set_programmatic_launch
+from exl_core.execution.fused import JoinedLaunches
+from exl_kernels.device import row_invariant_matmuls, set_programmatic_launch
+from exl_kernels.selection import STEP_ROWS
 
 pytestmark = pytest.mark.cuda
 
@@ -235,6 +238,43 @@ def test_captured_prompts_store_what_eager_ones_do(
         stored.append([tensor.clone() for tensor in cache.all_tensors()])
     for one, other in zip(*stored, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", [ExLlamaV2Cache, ExLlamaV2Cache_Q4])
+@pytest.mark.parametrize(("lengths", "past"), [([65], [3]), ([128], [0]), ([70, 9, 90], [0, 17, 5]), ([240], [40])])
+def test_prompts_in_blocks_of_packed_matmuls(
+    joined: ExLlamaV2,
+    kind: type[ExLlamaV2CacheBase],
+    lengths: list[int],
+    past: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where one launch takes a block of 128 rows, up to 256 tokens are stored as batch-invariant matmuls store them,
+    captured or not; elsewhere they are dequantized, which changes last bits.
+    """
+    vocab, generator = joined.config.vocab_size, torch.Generator().manual_seed(3)
+    pages = table(len(lengths), 20)
+    ids = torch.randint(0, vocab, (1, sum(lengths)), generator=generator)
+    together = replace(params(pages, past, 0), q_lens=torch.tensor(lengths, dtype=torch.int32))
+    stored, counts = [], []
+    for way, context in ((eager, row_invariant_matmuls), (captured, nullcontext)):
+        way(joined, monkeypatch)
+        monkeypatch.setenv(PROMPTS_VARIABLE, "1")
+        cache = kind(joined, max_seq_len=PAGES * PAGE)
+        for tensor in cache.all_tensors():
+            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(5)))
+        with context():
+            for _ in range(2):
+                assert joined.forward_chunk(ids, cache, attn_params=together, preprocess_only=True) == {}
+                stored.append([tensor.clone() for tensor in cache.all_tensors()])
+                counts.append(joined.decode.count)
+    launches = joined.decode.joined_launches(joined)
+    assert isinstance(launches, JoinedLaunches)
+    assert counts == [0, 0, 0, int(launches.most_packed == STEP_ROWS)]
+    if counts[-1]:
+        for found in stored[1:]:
+            for one, other in zip(stored[0], found, strict=True):
+                assert torch.equal(one, other)
 
 
 def test_one_capture_serves_every_length_of_its_bucket(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from captured_on_cpu import Stream, captured_on_cpu
+from captured_on_cpu import Modules, Stream, captured_on_cpu
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, Intervention, PagedParams
 from exl_core.errors import InputError, TokenIdError
@@ -25,6 +25,7 @@ from exl_core.layers import RMSNorm
 from exl_kernels.device import row_invariant
 from exl_kernels.errors import DeviceError
 from exl_kernels.safetensors_file import write_safetensors
+from exl_kernels.selection import STEP_ROWS
 
 FOLDER = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"
 PAGE = 16
@@ -74,6 +75,8 @@ PROMPTS = [
     pytest.param([1], [30], id="one-token"),
     pytest.param([20, 9, 1], [0, 17, 5], id="three-prompts"),
     pytest.param([5] * 7, [0] * 7, id="many-short-prompts"),
+    pytest.param([80], [3], id="more-rows-than-are-always-packed"),
+    pytest.param([20, 33, 41], [0, 17, 5], id="together-more-rows"),
 ]
 
 
@@ -87,9 +90,10 @@ def prompts(lengths: list[int], past: list[int], order: torch.Tensor | None = No
 @pytest.mark.parametrize("shift", [None, -2], ids=["", "rotated-elsewhere"])
 @pytest.mark.parametrize(("lengths", "past"), PROMPTS)
 def test_a_short_prompt_is_stored_by_a_captured_step(
-    model: ExLlamaV2, lengths: list[int], past: list[int], shift: int | None
+    model: ExLlamaV2, lengths: list[int], past: list[int], shift: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first pass of its kind runs eagerly. Later ones store bitwise the same, and nothing else."""
+    monkeypatch.setattr(Modules, "most", STEP_ROWS)
     caches = [ExLlamaV2Cache(model, max_seq_len=64 * PAGE) for _ in range(2)]
     generator = torch.Generator().manual_seed(len(lengths))
     order = torch.randperm(64, generator=generator).to(torch.int32)

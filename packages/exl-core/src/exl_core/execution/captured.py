@@ -135,9 +135,17 @@ class DecodeGraphs:
         """
         if not eager_prompts():
             return f"{PROMPTS_VARIABLE} is 0"
-        windows = windows_of(ids, params)
+        model = self._model()
+        if model is None:
+            return "the model is gone"
+        if model.placement.several or model.tp_context is not None:
+            return "the model is on several devices"
+        joined = self._refusal_of(model) or self._joined_or_reason(model)
+        if isinstance(joined, str):
+            return joined
+        windows = windows_of(ids, params, joined.most_packed)
         if windows is None:
-            return f"the windows of the prompts have more than {PACKED_ROWS} tokens"
+            return f"the windows of the prompts have more than {joined.most_packed} tokens"
         step = self.prepare_next_step(windows.ids.shape[1], cache, windows.params, stores=True)
         if isinstance(step, str):
             return step
@@ -193,7 +201,7 @@ class DecodeGraphs:
         if isinstance(adapter_slots, str):
             return self._refused_step(adapter_slots)
         sizes = self._bucket(batch, q_len, longest, size, places)
-        bucket = self._store_bucket(model, sizes, places) if stores else sizes
+        bucket = self._store_bucket(sizes, places) if stores else sizes
         if bucket is None:
             return "no captured step stores such a prompt, or not before more of its size"
         captured = self._refusal_of_bucket(model, bucket) or self._captured(model, cache, bucket, bool(adapters))
@@ -324,10 +332,9 @@ class DecodeGraphs:
         grain = 1 << max(0, (pages - 1).bit_length() - 3)
         return Bucket(rows, q_len, min(-(-pages // grain) * grain, places), page_size)
 
-    def _store_bucket(self, model: LanguageModel, bucket: Bucket, places: int) -> Bucket | None:
+    def _store_bucket(self, bucket: Bucket, places: int) -> Bucket | None:
         """Return the bucket of a step without logits; None where no captured step serves it, or not yet."""
-        joined = self._joined_or_reason(model) if model.tp_context is None else None
-        if self._exact_batch or model.placement.several or not isinstance(joined, JoinedLaunches):
+        if self._exact_batch:
             return None
         pages = min(1 << (bucket.pages - 1).bit_length(), places)
         found = bucket._replace(pages=pages, stores=True)
@@ -435,7 +442,7 @@ class DecodeGraphs:
         joined = None if adapted and not joins_adapters() else self._joined_or_reason(model)
         inputs = StagedTensors(bucket, device)
         if bucket.stores:
-            assert isinstance(joined, JoinedLaunches), "_store_bucket has checked it"
+            assert isinstance(joined, JoinedLaunches), "prepare_store has checked it"
             return self._record_store(model, cache, joined, inputs)
         logits = self._logits_of(bucket.tokens, model.config.padded_vocab_size, device)
         sections = sections_of(model.placement)

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from exl_kernels.selection import PACKED_ROWS
-
 from .attn_params import PagedParams
 
 __all__ = ["WINDOWS", "PromptWindows", "windows_of"]
@@ -35,25 +33,26 @@ class PromptWindows:
     """Tokens of the longest sequence after the pass."""
 
 
-def windows_of(ids: Tensor, params: PagedParams) -> PromptWindows | None:
+def windows_of(ids: Tensor, params: PagedParams, most: int) -> PromptWindows | None:
     """Cut a pass into windows.
 
     Args:
         ids: int64 [B, q], or [1, T] with `params.q_lens`, on the CPU.
         params: paged parameters.
+        most: tokens of all windows.
 
     Returns:
-        The windows; None where they have more than PACKED_ROWS tokens, or an argument is not as described.
+        The windows; None where they have more than `most` tokens, or an argument is not as described.
     """
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64 or not ids.is_cpu:
         return None
-    if not 1 <= ids.numel() <= PACKED_ROWS:
+    if not 1 <= ids.numel() <= most:
         return None
     lengths = _lengths(ids, params)
     if lengths is None:
         return None
     for width in WINDOWS:
-        if width * sum(-(-length // width) for length in lengths) <= PACKED_ROWS:
+        if width * sum(-(-length // width) for length in lengths) <= most:
             return _cut(ids.reshape(-1), params, lengths, width)
     return None
 
