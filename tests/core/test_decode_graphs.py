@@ -113,7 +113,7 @@ def test_a_short_prompt_is_stored_by_a_captured_step(
         assert torch.equal(eager, stored)
 
 
-@pytest.mark.parametrize(("passes", "eager"), [(None, 8), ("3", 3), ("0", 99)])
+@pytest.mark.parametrize(("passes", "eager"), [(None, 4), ("3", 3), ("0", 99)])
 def test_so_many_prompts_of_a_size_are_not_captured(
     model: ExLlamaV2, passes: str | None, eager: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +126,18 @@ def test_so_many_prompts_of_a_size_are_not_captured(
         model.forward_chunk(torch.full((1, length), 7), cache, preprocess_only=True, attn_params=prompts([length], [0]))
         counts.append(model.decode.count)
     assert counts == [int(number >= eager) for number in range(10)]
+
+
+def test_longer_prompts_share_few_captured_steps(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond 64 tokens a step serves prompts of up to 64 tokens less than it has rows."""
+    monkeypatch.setattr(Modules, "most", STEP_ROWS)
+    cache = ExLlamaV2Cache(model, max_seq_len=96 * PAGE)
+    counts = []
+    for length in (65, 65, 100, 128, 129, 130, 192, 193, 200, 256):
+        places = replace(prompts([length], [0]), block_index=torch.arange(16, dtype=torch.int32)[None])
+        model.forward_chunk(torch.full((1, length), 7), cache, preprocess_only=True, attn_params=places)
+        counts.append(model.decode.count)
+    assert counts == [0, 1, 1, 1, 1, 2, 2, 2, 3, 3]
 
 
 def test_a_bad_number_of_eager_prompts_is_refused(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -337,7 +337,11 @@ class DecodeGraphs:
         if self._exact_batch:
             return None
         pages = min(1 << (bucket.pages - 1).bit_length(), places)
-        found = bucket._replace(pages=pages, stores=True)
+        windows = (
+            PACKED_ROWS // bucket.q_len
+        )  # beyond that many, multiples: few buckets, of which each is captured soon
+        batch = bucket.batch if bucket.batch <= windows else -(-bucket.batch // windows) * windows
+        found = bucket._replace(batch=batch, pages=pages, stores=True)
         if self._eager[found] < eager_prompts():
             self._eager[found] += 1
             return None
