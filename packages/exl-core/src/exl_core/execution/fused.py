@@ -26,7 +26,7 @@ from exl_kernels.device import row_invariant_matmuls, rows_are_invariant
 from exl_kernels.fused import embed
 from exl_kernels.linear.fused import FusedLinear
 from exl_kernels.linear.fused import Norm as InputNorm
-from exl_kernels.selection import PACKED_ROWS, STEP_ROWS
+from exl_kernels.selection import BLOCK_ROWS, PACKED_ROWS, STEP_ROWS
 
 from ..layers import Attention, Embedding, Head, Module, Norm, RMSNorm
 from ..layers.module import is_changed
@@ -165,7 +165,7 @@ class JoinedLaunches:
 
     def _joins(self, rows: int) -> list[bool]:
         """Return for each half whether its launches of `rows` rows are joined."""
-        blocks = PACKED_ROWS < rows <= self.most_packed and rows_are_invariant(rows)
+        blocks = rows > PACKED_ROWS and rows_are_invariant(rows) and self.most_packed > PACKED_ROWS
         few = blocks or rows <= joined_rows()
         return [few and half.joins(rows) for half in self.halves]
 
@@ -209,7 +209,8 @@ class JoinedLaunches:
         if output_tokens == "none":
             halves, joins = halves[: self._last + 1], [*joins[: self._last], False]
         narrows = -1 if any(joins[self._last :]) else self._last
-        rows = x.shape[0] if any(joins) else 0  # which launches apart do not ask for
+        # Launches apart do not ask for the rows, and several blocks are never packed for the next matmul.
+        rows = min(x.shape[0], BLOCK_ROWS + 1) if any(joins) else 0
         key = (rows, tuple(joins), head is None, not step.loras)
         prologues = self._kept_prologues.get(key)
         if prologues is None:
