@@ -277,6 +277,23 @@ def test_prompts_in_blocks_of_packed_matmuls(
                 assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("tokens", [257, 300, 384, 511])
+def test_prompts_of_strict_mode(joined: ExLlamaV2, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By joined launches in blocks, bitwise as module by module, with logits of all tokens and of the last."""
+    ids = torch.randint(0, joined.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(tokens))
+    found = []
+    for way in (eager, captured):
+        way(joined, monkeypatch)
+        cache = ExLlamaV2Cache(joined, max_seq_len=PAGES * PAGE)
+        places = params(table(1, 40), [0], tokens)
+        with row_invariant_matmuls():
+            last = joined.forward_chunk(ids, cache, attn_params=places, last_id_only=True)["logits"]
+            every = joined.forward_chunk(ids, cache, attn_params=places)["logits"]
+        found.append([last, every, *cache.all_tensors()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_one_capture_serves_every_length_of_its_bucket(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
     captured(model, monkeypatch)
     cache = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE)
