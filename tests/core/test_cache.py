@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from exl_core import (
     ExLlamaV2,
@@ -117,6 +119,28 @@ def test_copy_states_within_one_cache_overlapping(model: ExLlamaV2, lab: Any) ->
     cache.copy_states(cache, 0, 10, 3, 10, 0, 1, 0, 1)
     for a, b in zip(before, cache.all_tensors(), strict=True):
         assert torch.equal(b[0, 3:13], a[0, 0:10])
+
+
+@pytest.mark.covers("core.md: caches")
+@given(data=st.data())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("cache_class", [ExLlamaV2Cache, ExLlamaV2Cache_Q4])
+def test_copy_states_within_one_cache(
+    cache_class: type[ExLlamaV2CacheBase], model: ExLlamaV2, data: st.DataObject
+) -> None:
+    """Any ranges, overlapping or not, of any rows: the target gets what the source held before."""
+    cache = cache_class(model, batch_size=3, max_seq_len=24)
+    for tensor in cache.all_tensors():
+        tensor.copy_(torch.randint(0, 100, tensor.shape))
+    tokens = data.draw(st.integers(0, 24))
+    begin, end = (data.draw(st.integers(0, 24 - tokens)) for _ in range(2))
+    row, first = (data.draw(st.integers(0, 2)) for _ in range(2))
+    rows = data.draw(st.integers(0, 3 - first))
+    expected = [tensor.clone() for tensor in cache.all_tensors()]
+    for tensor in expected:
+        tensor[first : first + rows, end : end + tokens] = tensor[row, begin : begin + tokens].clone()
+    cache.copy_states(cache, begin, tokens, end, tokens, row, 1, first, rows)
+    assert all(torch.equal(a, b) for a, b in zip(cache.all_tensors(), expected, strict=True))
 
 
 @pytest.mark.covers("core.md: caches")

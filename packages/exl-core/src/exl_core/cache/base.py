@@ -274,12 +274,18 @@ class ExLlamaV2CacheBase:
         mine, theirs = self.all_tensors(), target.all_tensors()
         if [t.shape[2:] for t in mine] != [t.shape[2:] for t in theirs]:
             raise CacheError("copy_states: the layers, heads or head_dim of the two caches differ")
-        for source, destination in zip(mine, theirs, strict=True):
-            part = source[from_row : from_row + 1, from_column : from_column + from_columns]
-            part = part.clone() if source is destination else part
-            destination[to_row : to_row + to_rows, to_column : to_column + to_columns].copy_(
-                part.expand(to_rows, -1, -1, -1)
-            )
+        shares_memory = target is self and to_row <= from_row < to_row + to_rows
+        overlaps = shares_memory and abs(from_column - to_column) < from_columns
+        copies: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        for source, destination in zip(mine, theirs, strict=True) if to_rows and from_columns else ():
+            part = source.narrow(0, from_row, 1).narrow(1, from_column, from_columns)
+            part = part.clone() if overlaps else part
+            to, parts = copies.setdefault((destination.device, destination.dtype), ([], []))
+            for row in range(to_row, to_row + to_rows):
+                to.append(destination.narrow(0, row, 1).narrow(1, to_column, to_columns))
+                parts.append(part)
+        for to, parts in copies.values():
+            torch._foreach_copy_(to, parts)  # one launch for many layers on a GPU
         if from_column == to_column:
             marks = self.rope_offsets.within(from_row, from_column, from_columns)
             for row in range(to_row, to_row + to_rows):
