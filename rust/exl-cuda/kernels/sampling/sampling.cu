@@ -48,6 +48,7 @@ extern "C" __global__ void __launch_bounds__(256)
   }
   apply_edits(row, 1, x);
   shaped += (size_t)blockIdx.y * pitch;
+  const bool copies = is_shaped(row);
   int high = (int)0x80000000;
 #pragma unroll
   for (int j = 0; j < BLOCK / 32; j++) {
@@ -61,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const int bits = __float_as_int(v);
     const bool bad = bits == 0x7f800000 || (bits & 0x7fffffff) > 0x7f800000;
     high = max(high, bad ? BAD : key_of(v));
-    shaped[id] = v;
+    if (copies) shaped[id] = v;
   }
   high = warp_max_int(high);
   if (lane == 0) maxima[blockIdx.y * MOST_BLOCKS + blockIdx.x * (SEGMENT / BLOCK) + warp] = high;
@@ -82,13 +83,13 @@ extern "C" __global__ void __launch_bounds__(256)
   for (int i = threadIdx.x; i < blocks; i += 256) peak = max(peak, maxima[i]);
   peak = block_max<256>(peak);
   const Slope slope = slope_of(row, peak);
-  shaped += (size_t)blockIdx.y * pitch;
+  const float* x = shaped_logits(row, shaped, blockIdx.y, pitch);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   u64 sum = 0;
 #pragma unroll
   for (int j = 0; j < BLOCK / 32; j++) {
     const int id = base + warp * BLOCK + 32 * j + lane;
-    if (id < row.size) sum += weigh(slope, shaped[id]);
+    if (id < row.size) sum += weigh(slope, x[id]);
   }
   sum = warp_sum_u64(sum);
   if (lane == 0) sums[blockIdx.y * MOST_BLOCKS + blockIdx.x * (SEGMENT / BLOCK) + warp] = sum;
@@ -317,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const Results to{answers + blockIdx.x, next ? next + blockIdx.x : nullptr, limit, wide + blockIdx.x, control};
   const Table table{memory, memory + CAPACITY, memory + 2 * CAPACITY};
   __shared__ int high[MOST_BLOCKS];
-  const View view{shaped + (size_t)blockIdx.x * pitch, high, sums + blockIdx.x * MOST_BLOCKS, row.size, (row.size + BLOCK - 1) / BLOCK};
+  const View view{shaped_logits(row, shaped, blockIdx.x, pitch), high, sums + blockIdx.x * MOST_BLOCKS, row.size, (row.size + BLOCK - 1) / BLOCK};
   int peak = (int)0x80000000;
   for (int b = threadIdx.x; b < view.blocks; b += THREADS) {
     high[b] = maxima[blockIdx.x * MOST_BLOCKS + b];

@@ -122,6 +122,14 @@ DEVICE void load_row(Row* to, const Row* from) {
   __syncthreads();
 }
 
+// Whether sample_shape changes a row's logits. Those that it leaves as they are stay where they are: a copy of 64 rows takes longer than
+// reading them.
+DEVICE bool is_shaped(const Row& row) { return row.mask || row.bias || row.starts[0] || row.starts[1]; }
+// The logits of the row `index` after sample_shape.
+DEVICE const float* shaped_logits(const Row& row, const float* shaped, int index, int pitch) {
+  return is_shaped(row) ? shaped + (size_t)index * pitch : row.logits;
+}
+
 DEVICE void apply_edits(const Row& row, int list, float* x) {
   const unsigned* starts = row.starts[list];
   if (!starts) return;

@@ -444,7 +444,7 @@ extern "C" __global__ void __launch_bounds__(WIDE_THREADS, 2)
       __syncthreads();
       copy_state(&state, &memory[r].state);
       load_row(&row, rows + r);
-      const float* x = shaped + (size_t)r * pitch;
+      const float* x = shaped_logits(row, shaped, r, pitch);
       Slope slope = slope_of(row, 0);
       slope.peak = state.peak;
       unsigned* ids = tails ? tails + (size_t)r * 2 * pitch : nullptr;
