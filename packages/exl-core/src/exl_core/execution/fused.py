@@ -10,14 +10,13 @@ where both can, and the head's matmul includes the last norm. For more rows, and
 packs the input of a matmul. Captured steps of still more rows run their matmuls in the blocks of their plans: results
 stay batch-invariant. Where the matrices of a layer do not allow joining, that layer takes ten launches plus those that
 pack inputs. Adapters take two launches more for each matmul that they change: one before it, which also norms the
-input, and one behind it, which also adds the residual or applies the gate. Longer prompts (`most_packed`) have torch's
-matmuls of dequantized matrices, which also add the residual.
+input, and one behind it, which also adds the residual or applies the gate. In prompts of more rows than are
+batch-invariant (`packed_rows`) torch multiplies dequantized matrices, and adds the residual.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
@@ -26,13 +25,13 @@ from exl_kernels.device import row_invariant_matmuls, rows_are_invariant
 from exl_kernels.fused import embed
 from exl_kernels.linear.fused import FusedLinear
 from exl_kernels.linear.fused import Norm as InputNorm
-from exl_kernels.selection import BLOCK_ROWS, PACKED_ROWS, STEP_ROWS
+from exl_kernels.selection import BLOCK_ROWS, PACKED_ROWS
 
 from ..layers import Attention, Embedding, Head, Module, Norm, RMSNorm
 from ..layers.module import is_changed
 from ..layers.norm import rms_of
 from .batch import Step
-from .environment import joined_rows, refusal_of_joined_rows
+from .environment import refusal_of_joined_rows
 from .half import (
     NO_PROLOGUE,
     Half,
@@ -82,7 +81,6 @@ class JoinedLaunches:
             tuple[int, int], JoinedLaunches
         ] = {}  # kept: captured steps have addresses of their tensors
         self._kept_prologues: dict[tuple[int, tuple[bool, ...], bool, bool], list[NextPrologue]] = {}
-        self._takes_blocks: bool | None = None  # of all halves
         self._refusals: dict[int, str | None] = {}  # by number of rows, which captured steps ask every time
 
     def section(self, begin: int, end: int) -> JoinedLaunches:
@@ -145,28 +143,13 @@ class JoinedLaunches:
             self._refusals[rows] = next((why for why in whys if why is not None), None)
         return self._refusals[rows]
 
-    @property
-    def most_packed(self) -> int:
-        """Most rows of a prompt that run on packed weights, in blocks; more are cheaper by dequantizing once.
-
-        Where BLOCK_ROWS rows are one launch (wgmma), two blocks take as long as dequantizing, but fewer launches.
-        """
-        if self._takes_blocks is None:
-            self._takes_blocks = all(half.takes_blocks() for half in self.halves)
-        return STEP_ROWS if self._takes_blocks and self.refusal_of_rows(STEP_ROWS) is None else PACKED_ROWS
-
-    def matmuls_of(self, rows: int) -> AbstractContextManager[None]:
-        """Return the context of a prompt of so many rows."""
-        return row_invariant_matmuls() if PACKED_ROWS < rows <= self.most_packed else nullcontext()
-
     def hidden(self, ids: Tensor, step: Step, output_tokens: OutputTokens = "all") -> Tensor:
         """Return the head's input [T, hidden] of the output tokens, for ids int64 [T] on the device."""
         return self._hidden(self._embedded(ids), step, self._joins(ids.shape[0]), output_tokens)
 
     def _joins(self, rows: int) -> list[bool]:
         """Return for each half whether its launches of `rows` rows are joined."""
-        blocks = rows > PACKED_ROWS and rows_are_invariant(rows) and self.most_packed > PACKED_ROWS
-        few = blocks or rows <= joined_rows()
+        few = refusal_of_joined_rows(min(rows, PACKED_ROWS)) is None and rows_are_invariant(rows)
         return [few and half.joins(rows) for half in self.halves]
 
     def _hidden(self, x: Tensor, step: Step, joins: Sequence[bool], output_tokens: OutputTokens = "all") -> Tensor:
@@ -270,9 +253,7 @@ class JoinedLaunches:
 
     def store(self, ids: Tensor, step: Step) -> None:
         """Store the keys and values of ids int64 [T] in the cache without further results."""
-        rows = ids.shape[0]
-        with self.matmuls_of(rows):
-            self._run_halves(self._embedded(ids), step, self._joins(rows), output_tokens="none")
+        self._run_halves(self._embedded(ids), step, self._joins(ids.shape[0]), output_tokens="none")
 
     def _embedded(self, given: Tensor) -> Tensor:
         """Return the hidden state, of the embedded ids if there is an embedding."""

@@ -19,7 +19,6 @@ from torch import Tensor
 from exl_kernels.fused import add_post_norm
 from exl_kernels.linear.fused import Activation, FusedLinear, Packed
 from exl_kernels.linear.fused import Norm as InputNorm
-from exl_kernels.selection import BLOCK_ROWS
 
 from ..device import activation_dtype
 from ..layers import Linear, Module, Norm, RMSNorm
@@ -170,10 +169,6 @@ class Half(ABC):
         """Return whether the matmuls of `rows` rows can run with their prologue and epilogue, many rows in blocks."""
         return True
 
-    def takes_blocks(self) -> bool:
-        """Return whether each matmul of BLOCK_ROWS rows is one launch with its prologue and epilogue."""
-        return False
-
     def chained_first(self, rows: int) -> FusedLinear | None:
         """Return the matmul whose input of `rows` rows the last matmul of the preceding half may pack, or None."""
         return None
@@ -280,11 +275,6 @@ class JoinedHalf(Half):
     def joins(self, rows: int) -> bool:
         """Return whether the matmuls that must be joined have fused kernels for `rows` rows."""
         return self.first.joins(rows) and (self.last.joins(rows) or not self._last_required)
-
-    def takes_blocks(self) -> bool:
-        """Return whether each matmul of BLOCK_ROWS rows is one launch with its prologue and epilogue."""
-        halves = self.matmul_halves()
-        return all(m.takes_at_once(BLOCK_ROWS) for half in halves for m in (half.first, half.last))
 
     def matmul_halves(self) -> Sequence[JoinedHalf]:
         """Return the halves whose matmuls this one runs: itself, unless it is a whole layer."""

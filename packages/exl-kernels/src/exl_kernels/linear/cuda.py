@@ -25,7 +25,7 @@ from ..cuda_ops import stream_of
 from ..device import launch_of, require_cuda, row_invariant, rows_are_invariant
 from ..errors import DTypeError, FormatError, ShapeError, UnsupportedError
 from ..formats import Exl2Parts, GptqParts
-from ..selection import PACKED_ROWS
+from ..selection import BLOCK_ROWS, PACKED_ROWS
 from .matrix import Compute, Format, QuantMatrix
 from .upload import Pack, moved, packed_image, settle
 from .workspace import block_workspace
@@ -235,6 +235,12 @@ class CudaQuantMatrix(_CudaMatrix):
             for some, to in zip(*blocks, strict=True):
                 launch_matmul(self._group, self._planned(some.shape[0], x.dtype), some, to)
         return out
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether one launch takes BLOCK_ROWS float16 rows."""
+        plan = self._group.plan_alone(BLOCK_ROWS, bfloat16=False, invariant=True)
+        return not plan.dequantizes and plan.rows == BLOCK_ROWS
 
     def _planned(self, rows: int, dtype: torch.dtype) -> _native.MatmulPlan:
         """Return the plan of a call of so many rows, batch-invariant if `device.row_invariant` says so."""
