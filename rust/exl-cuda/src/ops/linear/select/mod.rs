@@ -188,8 +188,8 @@ pub fn plan_alone(caps: &Capabilities, matrix: &Matrix, call: Call) -> Plan {
     let few = (rows > MOST_GEMV_ROWS && matrix.image_bytes() >= LEAST_PACKED_ALONE)
         .then_some(Kernel::GemmFew);
     // Without wgmma, a batch of few rows costs as much as one of sixteen.
-    let batch = (many || rows <= MOST_PACKED_ROWS)
-        && (rows > few::MOST_ROWS || caps.has(Feature::Wgmma));
+    let batch =
+        (many || rows <= MOST_PACKED_ROWS) && (rows > few::MOST_ROWS || caps.has(Feature::Wgmma));
     let order: Vec<Kernel> = few
         .into_iter()
         .chain([Kernel::GemvRing])
