@@ -326,7 +326,7 @@ def test_a_request_that_the_engine_rejects_is_logged_with_its_status(
 def test_rejected_requests_have_a_line_in_the_log(
     server: LiveServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever sets up a client looks there for its 404; probes of health are no news."""
+    """The log names what a client was refused; probes of health are not in it."""
     assert server.state is not None
     lines: list[Any] = []
     monkeypatch.setattr(server.state, "log_request", lines.append)
