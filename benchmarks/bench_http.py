@@ -46,6 +46,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -171,10 +172,16 @@ class Steps:
 # ---- processes -----------------------------------------------------------------------------------------------------
 
 
-def worker(listener: socket.socket, address: str, folder: str, profile: str = "") -> None:
-    """An API worker as in `exl serve`, with one model at `address`. Writes a profile to the file of that name."""
+def worker(
+    listener: socket.socket, address: str, folder: str, profile: str = "", beside: Callable[[], Any] | None = None
+) -> None:
+    """An API worker as in `exl serve`, with one model at `address`. Writes a profile to the file of that name.
+
+    `beside`: returns an awaitable that is run beside the server.
+    """
     import uvicorn
 
+    from exl_serve.api.__main__ import SWITCH_SECONDS
     from exl_serve.api.app import create_app
     from exl_serve.api.limits import guarded
     from exl_serve.api.state import AppState, Caller
@@ -206,8 +213,10 @@ def worker(listener: socket.socket, address: str, folder: str, profile: str = ""
         def list(self) -> Any:
             return self.handles
 
-    limits = Limits(max_connections_per_address=4096)
+    limits = Limits(max_connections_per_address=4096, max_body_bytes=64 << 20)
     config = ServeConfig(server=ServerConfig(limits=limits))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.setswitchinterval(SWITCH_SECONDS)
 
     async def run() -> None:
         state = AppState(config, Models(), NoMeter(), lambda scope, needed: Caller())  # type: ignore[arg-type]
@@ -219,7 +228,12 @@ def worker(listener: socket.socket, address: str, folder: str, profile: str = ""
             http=guarded(limits),
             timeout_keep_alive=75,
         )
+        other = None if beside is None else asyncio.ensure_future(beside())
         await uvicorn.Server(settings).serve([listener])
+        if other is not None:
+            other.cancel()
+            await asyncio.gather(other, return_exceptions=True)
+        await state.media.close()
 
     import uvloop
 
