@@ -282,6 +282,40 @@ def test_the_bundled_model_takes_tools(client: openai.OpenAI) -> None:
     assert answer.usage.prompt_tokens > free.usage.prompt_tokens
 
 
+def test_functions_are_answered_in_their_own_shape(client: openai.OpenAI) -> None:
+    """Programs of 2023 read `function_call`, and send it back with a message of the role `function`."""
+    new: dict[str, Any] = {"model": "fable", "messages": STORY, "max_tokens": 90, "seed": 2}
+    old = new | {"functions": [NOTE["function"]]}
+    of_tools = client.chat.completions.create(**new, tools=[NOTE], tool_choice="required").choices[0].message
+    (call,) = of_tools.tool_calls or []
+    assert call.type == "function"
+    (choice,) = client.chat.completions.create(**old, function_call={"name": "note"}).choices
+    assert (choice.finish_reason, choice.message.tool_calls) == ("function_call", None)
+    made = choice.message.function_call
+    assert made is not None
+    assert (made.name, made.arguments) == ("note", call.function.arguments)
+    names, streamed, finish = [], "", ""
+    for chunk in client.chat.completions.create(**old, function_call={"name": "note"}, stream=True):
+        for one in chunk.choices:
+            finish = one.finish_reason or finish
+            assert one.delta.tool_calls is None
+            if (part := one.delta.function_call) is not None:
+                names += [part.name] if part.name else []
+                streamed += part.arguments or ""
+    assert (names, streamed, finish) == (["note"], made.arguments, "function_call")
+
+    written: dict[str, Any] = {"role": "tool", "tool_call_id": call.id, "content": "written"}
+    after_tools = client.chat.completions.create(
+        **new | {"messages": [*STORY, of_tools.model_dump(), written]}, tools=[NOTE]
+    )
+    written = {"role": "function", "name": "note", "content": "written"}
+    after = client.chat.completions.create(**old | {"messages": [*STORY, choice.message.model_dump(), written]})
+    assert after.choices[0].message.content == after_tools.choices[0].message.content
+    assert after.usage is not None
+    assert after_tools.usage is not None
+    assert after.usage.prompt_tokens == after_tools.usage.prompt_tokens
+
+
 def test_a_model_without_a_format_of_calls_takes_no_tools(fable: EngineThread) -> None:
     live = LiveServer({"fable": fable}, [ModelConfig(id="fable", path=fable.card.folder, family="none")])
     try:

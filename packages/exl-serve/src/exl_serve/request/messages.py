@@ -39,7 +39,27 @@ def messages_of(value: Any, limits: Limits, images: list[ImagePart] | None = Non
         raise ServeError.invalid("messages must be a list of at least one message", "messages", "invalid_messages")
     if len(value) > limits.max_messages:
         raise _bad("messages", f"{len(value)} messages; at most {limits.max_messages} are taken")
-    return [_message(one, f"messages[{at}]", limits, images) for at, one in enumerate(value)]
+    renewed = _without_function_calls(value)
+    return [_message(one, f"messages[{at}]", limits, images) for at, one in enumerate(renewed)]
+
+
+def _without_function_calls(messages: list[Any]) -> list[Any]:
+    """Return messages in which `function_call` and the role `function`, OpenAI's form of 2023, are tool calls and
+    their results.
+    """
+    found: list[Any] = []
+    id = ""
+    for at, one in enumerate(messages):
+        role = one.get("role") if isinstance(one, dict) else None
+        if role == "assistant" and one.get("function_call") is not None and not one.get("tool_calls"):
+            id = f"call{at:05}"  # nine letters and digits: templates of Mistral demand that
+            call = {"id": id, "type": "function", "function": one["function_call"]}
+            found.append({key: value for key, value in one.items() if key != "function_call"} | {"tool_calls": [call]})
+        elif role == "function":
+            found.append(one | {"role": "tool"} | ({"tool_call_id": id} if id else {}))
+        else:
+            found.append(one)
+    return found
 
 
 def _bad(param: str, what: str) -> ServeError:
