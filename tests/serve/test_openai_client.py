@@ -282,6 +282,40 @@ def test_the_bundled_model_takes_tools(client: openai.OpenAI) -> None:
     assert answer.usage.prompt_tokens > free.usage.prompt_tokens
 
 
+def test_only_allowed_tools_are_called(client: openai.OpenAI) -> None:
+    """The prompt shows all tools, so that it stays the same while a program allows some of them at a time."""
+    tools = [NOTE, {"type": "function", "function": {"name": "stop"}}]
+    asked: dict[str, Any] = {"model": "fable", "messages": STORY, "tools": tools, "max_tokens": 90}
+
+    def allowed(mode: str, *names: str) -> Any:
+        named = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+
+    every = client.chat.completions.create(**asked, tool_choice="auto")
+    for name in ("note", "stop"):
+        for seed in range(3):
+            answer = client.chat.completions.create(**asked, seed=seed, tool_choice=allowed("required", name))
+            (call,) = answer.choices[0].message.tool_calls or []
+            assert call.type == "function"
+            assert call.function.name == name
+    free = client.chat.completions.create(**asked, tool_choice=allowed("auto", "stop"))
+    assert free.choices[0].message.tool_calls is None
+    assert free.usage is not None
+    assert every.usage is not None
+    assert free.usage.prompt_tokens == every.usage.prompt_tokens
+    function = {"type": "function", "name": "stop"}
+    choice: Any = {"type": "allowed_tools", "mode": "required", "tools": [function]}
+    shown: Any = [function | {"parameters": {}, "strict": False}]
+    response = client.responses.create(model="fable", input="Hi", tools=shown, tool_choice=choice)
+    assert [one.type for one in response.output] == ["function_call"]
+    assert response.to_dict()["tool_choice"] == choice
+    wrongs: list[Any] = [allowed("none", "note"), allowed("auto"), allowed("auto", "sing"), {"type": "allowed_tools"}]
+    for wrong in wrongs:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(**asked, tool_choice=wrong)
+        assert caught.value.param == "tool_choice"
+
+
 def test_functions_are_answered_in_their_own_shape(client: openai.OpenAI) -> None:
     """Programs of 2023 read `function_call`, and send it back with a message of the role `function`."""
     new: dict[str, Any] = {"model": "fable", "messages": STORY, "max_tokens": 90, "seed": 2}

@@ -84,7 +84,7 @@ async def chat_completions(call: Call) -> None:
     images: list[ImagePart] = []
     messages = messages_of(body.get("messages"), limits, images)
     plain, specs = tools_of(_old_or_new(body, fields, "tools"), limits)
-    choice = tool_choice_of(_old_or_new(body, fields, "tool_choice"), specs)
+    choice, callable_tools = tool_choice_of(_old_or_new(body, fields, "tool_choice"), specs)
     logprobs = _logprobs(fields)
     scored = prompt_logprobs_of(call, fields)
     if scored is not None and images:
@@ -93,7 +93,7 @@ async def chat_completions(call: Call) -> None:
     asked = Conversation(
         messages,
         plain,
-        specs,
+        callable_tools,
         choice,
         wanted,
         variables_of(call, fields),
