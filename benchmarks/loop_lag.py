@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench_http import worker
 from http_load import percentile
+from http_worker import worker
 
 __all__ = ["lateness"]
 
