@@ -204,6 +204,10 @@ def test_prompts_of_every_kind(client: openai.OpenAI, fable: EngineThread) -> No
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
     assert both.choices[0].text == both.choices[1].text == "Once upon a time" + text
     assert client.completions.create(**asked, prompt=[ids, ids]).choices[1].text == text
+    assert len(client.completions.create(**asked, prompt=ids, n=2, best_of=2).choices) == 2
+    with pytest.raises(openai.BadRequestError, match="best_of is 3 and n is 2") as caught:
+        client.completions.create(**asked, prompt=ids, n=2, best_of=3)
+    assert caught.value.param == "best_of"
 
 
 @pytest.mark.parametrize(
