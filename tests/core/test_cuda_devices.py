@@ -22,7 +22,7 @@ from exl_core.execution.sharded.prompts import Copies, Prompts
 from exl_core.execution.sharded.transfer import is_direct
 from exl_core.layers import Linear
 from exl_core.loading.plan import plan, plan_modules
-from exl_kernels.peer import Mailboxes
+from exl_kernels.peer import ExchangeBuffers
 
 pytestmark = [pytest.mark.cuda, pytest.mark.covers("core.md: loading")]
 
@@ -324,7 +324,9 @@ def test_a_step_that_only_one_gpu_got_does_not_break_the_next(
     tmp_path: Path, lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The GPU that has it gives up waiting; later steps are recorded anew."""
-    monkeypatch.setattr("exl_core.execution.sharded.mail.Mailboxes", partial(Mailboxes, limit=0.2))
+    monkeypatch.setattr(
+        "exl_core.execution.sharded.exchange_buffers.ExchangeBuffers", partial(ExchangeBuffers, limit=0.2)
+    )
     folder = tmp_path / "model"
     make_model(folder, replace(SHAPES["tiny"], layers=2), 4.0)
     monkeypatch.setenv("EXL_DEVICE", f"cuda:0,{second_device('cuda:1')}")
