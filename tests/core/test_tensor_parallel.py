@@ -71,7 +71,7 @@ EVEN2, EVEN3, UNEVEN, FIVE = [8.0, 8.0], [8.0, 8.0, 8.0], [4.0, 14.0, 2.0], [8.0
 )
 @pytest.mark.parametrize("kind", ["float", "exl2", "gptq-act-order"])
 @pytest.mark.parametrize("mode", ["int8", "exact"])
-def test_cut_matrices_give_the_bits_of_one_device(
+def test_cut_matrices_are_bitwise_identical_to_one_device(
     lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor, kind: str, shares: list[float], mode: str
 ) -> None:
     """Heads of 24 columns lie across the blocks of quantized formats, four of them over three devices."""
