@@ -23,6 +23,7 @@ def plain(vocab):
     return Plain(None, vocab)
 
 
+@pytest.mark.sampled(2)
 @filter_laws(plain, language=OPTIONS, profile="quick", examples=trials(20, 5))
 def test_the_plain_filter_obeys_every_law(law):
     law()
@@ -227,6 +228,7 @@ def test_languages_know_their_prefixes():
     assert not finite(["ab"]).whole(b"a")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.covers("filters.md: CAP-34")
 class TestContractClass(FilterContract):
     make_filter = staticmethod(plain)
