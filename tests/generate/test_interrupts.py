@@ -17,6 +17,7 @@ import pytest
 import torch
 from effort import trials
 from internals import engine_of, has_redirects
+from interrupting import skip_unless_with_is_safe
 
 from exl_filters import ExLlamaV2Filter
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler, ExLlamaV2StreamingGenerator
@@ -139,6 +140,7 @@ class Storm:
         self._dice = random.Random(seed)
 
     def __enter__(self) -> Storm:
+        skip_unless_with_is_safe()
         self._alarm = signal.setitimer(signal.ITIMER_REAL, 0)[0]  # pytest's
         self._began = time.monotonic()  # clock: pytest's, for a hang
         self._former = signal.signal(signal.SIGALRM, self._strike), signal.signal(signal.SIGINT, self._raise)

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from interrupting import interrupted_at
+from interrupting import interrupted_at, skip_unless_with_is_safe
 from preloaded import run
 
 from exl_generate.dynamic import workers
@@ -125,6 +125,7 @@ def storm(dice: random.Random, armed: list[bool]) -> Iterator[None]:
 
 
 def test_a_storm_of_interrupts_leaves_the_pool_as_it_was() -> None:
+    skip_unless_with_is_safe()
     dice, raised, armed = random.Random(5), 0, [False]
     with pool_of(3) as pool:
         for _ in range(200):
