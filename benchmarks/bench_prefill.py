@@ -1,4 +1,4 @@
-"""A prompt on a GPU: tokens a second, share of the half-precision product rate of this card, time to the first token.
+"""A prompt on a GPU: tokens a second, share of this card's half-precision matmul rate, time to the first token.
 
     python benchmarks/bench_prefill.py [--case SHAPE:BITS:CACHE:TOKENS ...] [--strict]
 
@@ -31,8 +31,8 @@ PAUSE = 0.15
 clock: to compare two versions, compare these."""
 
 
-def product_rate() -> float:
-    """FLOP a second of torch's half-precision product of 2,048 rows."""
+def matmul_rate() -> float:
+    """FLOP a second of torch's half-precision matmul of 2,048 rows."""
     a, b = (torch.randn(n, k, device="cuda").half() for n, k in ((2048, 8192), (8192, 8192)))
     us, _, _ = replay_time(lambda: torch.nn.functional.linear(a, b))
     return 2.0 * a.shape[0] * b.numel() / (us * 1e-6)
@@ -102,7 +102,7 @@ def main() -> None:
     args = parser.parse_args()
     if not check():
         sys.exit("the check failed: no speed is printed")
-    rate, about = product_rate(), environment()
+    rate, about = matmul_rate(), environment()
     model: ExLlamaV2 | None = None
     built: list[str] = []
     for shape, bits, kind, tokens in sorted(case.split(":") for case in args.case or DEFAULT):

@@ -1,4 +1,4 @@
-"""Held-out loss of a model folder through exl_core, as it will run: FP16 or EXL2, exact or int8 products.
+"""Held-out loss of a model folder through exl_core, as it will run: FP16 or EXL2, exact or int8 matmuls.
 
     python measure.py MODEL_DIR... [--rows 48] [--compute exact int8]
 

@@ -68,7 +68,7 @@ def write_random_model(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def loaded_on(device: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ExLlamaV2:
-    """The model in `folder`, with the CPU's products exact."""
+    """The model in `folder`, with the CPU's exact matmuls."""
     monkeypatch.setenv("EXL_DEVICE", device)
     config = ExLlamaV2Config(folder)
     config.cpu_matmul = "exact"

@@ -22,7 +22,7 @@ from exl_core.execution.sharded.prompts import Copies, Prompts
 from exl_core.execution.sharded.transfer import is_direct
 from exl_core.layers import Linear
 from exl_core.loading.plan import plan, plan_modules
-from exl_kernels.peer import Mailboxes
+from exl_kernels.peer import ExchangeBuffers
 
 pytestmark = [pytest.mark.cuda, pytest.mark.covers("core.md: loading")]
 
@@ -178,7 +178,7 @@ def test_captured_steps_of_a_split_model_keep_what_they_read(
 @pytest.mark.covers("core.md: tensor-parallel")
 @pytest.mark.parametrize("kind", ["exl2", "gptq", "float"])
 def test_matrices_cut_over_two_gpus(lab: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Quantized kernels sum each output in one order whatever the columns beside it; torch's float products may not."""
+    """Quantized kernels sum each output in one order whatever the columns beside it; torch's float matmuls may not."""
     folder = lab.write(kind=kind, num_hidden_layers=4, **SIZES)
     monkeypatch.setenv("EXL_DEVICE", f"cuda:0,{second_device('cuda:1')}")
     gc.collect()
@@ -324,7 +324,9 @@ def test_a_step_that_only_one_gpu_got_does_not_break_the_next(
     tmp_path: Path, lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The GPU that has it gives up waiting; later steps are recorded anew."""
-    monkeypatch.setattr("exl_core.execution.sharded.mail.Mailboxes", partial(Mailboxes, limit=0.2))
+    monkeypatch.setattr(
+        "exl_core.execution.sharded.exchange_buffers.ExchangeBuffers", partial(ExchangeBuffers, limit=0.2)
+    )
     folder = tmp_path / "model"
     make_model(folder, replace(SHAPES["tiny"], layers=2), 4.0)
     monkeypatch.setenv("EXL_DEVICE", f"cuda:0,{second_device('cuda:1')}")

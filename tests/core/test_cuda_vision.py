@@ -141,7 +141,7 @@ def test_logits_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.cuda
 def test_captured_steps_behind_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bits of eager steps, and close to the CPU's."""
+    """Bitwise identical to eager steps, and close to the CPU's."""
     expected = steps_over_pages(loaded_on("cpu", folder, monkeypatch))
     monkeypatch.setenv(GRAPHS_VARIABLE, "0")
     eager = steps_over_pages(loaded_on("cuda:0", folder, monkeypatch))

@@ -130,6 +130,7 @@ def test_a_table_of_positions_does_not_keep_rows_from_blocks(tmp_path: Path, mon
     assert changed.refusal_of_rows(128) == f"{positions.key} has code that its description does not know"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("batch", "q_len"), [(1, 1), (5, 1), (2, 4), (1, 20), (2, 40)])
 @pytest.mark.parametrize("odd", ["model.layers.0.self_attn.v_proj", "model.layers.1.mlp.up_proj"])
 def test_one_half_that_cannot_be_joined_leaves_the_others_joined(
@@ -257,7 +258,7 @@ NORMS_THAT_PACK = {
 """Layouts in which the launch of a norm of results, or of a LayerNorm, packs the input of the next matmul."""
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("joined", ["0", "64"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_description_is_run_as_the_modules_run_it(

@@ -95,7 +95,7 @@ def test_unload_drops_all_weights_and_the_model_loads_again(
     assert torch.equal(model.forward(ids, ExLlamaV2Cache(model, max_seq_len=256)), first)
 
 
-def test_unloading_gives_back_what_products_of_its_gpus_met_in(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unloading_frees_the_workspaces_of_its_gpus(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before torch's free memory is given back; what other GPUs use stays."""
     model = loaded(lab, monkeypatch, "whole", "exl2")
     places = [torch.device("cuda", number) for number in range(3)]

@@ -17,11 +17,11 @@ from exl_core import ExLlamaV2, ExLlamaV2Cache_TP, PagedParams
 from exl_core.device import Device
 from exl_core.errors import DeviceError
 from exl_core.execution import captured
-from exl_core.execution.sharded import mail
+from exl_core.execution.sharded import exchange_buffers
 from exl_core.execution.sharded.launches import ShardLaunches
 from exl_core.loading.parallel_plan import plan_parallel
 from exl_core.loading.sizes import CacheSize
-from exl_kernels.peer import mailbox_bytes
+from exl_kernels.peer import exchange_buffer_bytes
 
 pytestmark = pytest.mark.covers("core.md: tensor-parallel")
 
@@ -36,19 +36,19 @@ SIZES = {
 }
 
 
-class Boxes:
-    """`Mailboxes` of threads; as those of GPUs they are of no use once a GPU had another number of steps."""
+class Buffers:
+    """`ExchangeBuffers` of threads; as those of GPUs they are of no use once a GPU had another number of steps."""
 
-    made: ClassVar[list[Boxes]] = []
+    made: ClassVar[list[Buffers]] = []
     lost = False
 
     def __init__(self, devices: Sequence[torch.device], size: int, odd: Mapping[int, int]) -> None:
         self.sizes = [(size, max(size, odd.get(gpu, 0))) for gpu in range(len(devices))]
-        self.nbytes = [mailbox_bytes(size, odd.get(gpu, 0)) for gpu in range(len(devices))]
+        self.nbytes = [exchange_buffer_bytes(size, odd.get(gpu, 0)) for gpu in range(len(devices))]
         self.steps = [0] * len(devices)
         self._brought: list[Tensor] = [torch.empty(0)] * len(devices)
         self._barrier = threading.Barrier(len(devices))
-        Boxes.made.append(self)
+        Buffers.made.append(self)
 
     def begin_step(self, gpu: int) -> None:
         self.steps[gpu] += 1
@@ -116,10 +116,10 @@ def model(lab: Any, monkeypatch: pytest.MonkeyPatch) -> ExLlamaV2:
     made = sharded(monkeypatch, folder, [8.0, 8.0, 8.0])
     joined_on_cpu(monkeypatch)
     captured_on_cpu(monkeypatch)
-    Boxes.made.clear()
+    Buffers.made.clear()
     monkeypatch.setattr(captured, "refusal_of_access", lambda context: None)
-    monkeypatch.setattr(mail, "Mailboxes", Boxes)
-    monkeypatch.setattr(mail, "free_deleted", lambda: None)
+    monkeypatch.setattr(exchange_buffers, "ExchangeBuffers", Buffers)
+    monkeypatch.setattr(exchange_buffers, "free_deleted", lambda: None)
     monkeypatch.setattr(ShardLaunches, "body", body)
     return made
 
@@ -142,15 +142,15 @@ def eager(model: ExLlamaV2, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> Ten
 
 
 def test_captured_steps_are_those_of_the_modules(lab: Any, model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over three devices; the mailboxes have the bytes that a load plan counts for these numbers of rows."""
+    """Over three devices; the exchange buffers have the bytes that a load plan counts for these numbers of rows."""
     for batch in (1, 2, 4, 8, 16):
         ids = lab.ids(batch, 6, vocab=288)
         steps = model.decode.steps
         found = steps_of(model, ids)
         assert model.decode.steps - steps == 6, model.decode.reason
         assert torch.equal(found, eager(model, ids, monkeypatch))
-    assert [boxes.steps for boxes in Boxes.made] == [[6, 6, 6]] * 5
-    held = [sum(boxes.nbytes[gpu] for boxes in Boxes.made) for gpu in range(3)]
+    assert [buffers.steps for buffers in Buffers.made] == [[6, 6, 6]] * 5
+    held = [sum(buffers.nbytes[gpu] for buffers in Buffers.made) for gpu in range(3)]
     places = [Device(f"cuda:{at}", 8 << 30) for at in range(3)]
     plans = [
         plan_parallel(model.config, model.modules, places, CacheSize("fp16", 256), [8.0] * 3, separate=separate)[0]
@@ -159,7 +159,7 @@ def test_captured_steps_are_those_of_the_modules(lab: Any, model: ExLlamaV2, mon
     planned = [shared.tables - alone.tables for shared, alone in zip(*(plan.devices for plan in plans), strict=True)]
     assert planned == held
     assert held[1] == held[2] < held[0]
-    assert 4 * SIZES["vocab_size"] == Boxes.made[0].sizes[0][1]
+    assert 4 * SIZES["vocab_size"] == Buffers.made[0].sizes[0][1]
 
 
 @pytest.mark.parametrize("apart", ["k_proj", "o_proj", "up_proj", "down_proj"])
@@ -180,7 +180,7 @@ def test_a_matmul_that_no_kernel_joins_runs_alone_in_the_captured_step(
     assert calls[0] * 3 == calls[1] * 4, "three of the four matmuls of a layer"
 
 
-def test_a_step_that_some_devices_did_not_get_is_the_last_of_its_mailboxes(
+def test_a_step_that_some_devices_did_not_get_is_the_last_of_its_buffers(
     lab: Any, model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one whose devices waited in vain. Later steps are recorded anew."""
@@ -199,7 +199,7 @@ def test_a_step_that_some_devices_did_not_get_is_the_last_of_its_mailboxes(
         queued.append(graph)
         if len(queued) == 2:
             raise KeyboardInterrupt
-        Boxes.made[-1].begin_step(2)  # the graph of the last device, which is queued first
+        Buffers.made[-1].begin_step(2)  # the graph of the last device, which is queued first
 
     with monkeypatch.context() as patch:
         patch.setattr(Graph, "replay", interrupted)
@@ -208,10 +208,10 @@ def test_a_step_that_some_devices_did_not_get_is_the_last_of_its_mailboxes(
     assert Graph.replay is replay
     assert pending.run(ids[:, :1]) is None
     assert torch.equal(steps_of(model, ids), expected)
-    assert len(Boxes.made) == 2
-    Boxes.made[-1].lost = True
+    assert len(Buffers.made) == 2
+    Buffers.made[-1].lost = True
     with pytest.raises(DeviceError, match="in vain"):
         model.check_peers()
     model.check_peers()
     assert torch.equal(steps_of(model, ids), expected)
-    assert len(Boxes.made) == 3
+    assert len(Buffers.made) == 3

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import pytest
-from breaking_in import broken_into
+from interrupting import interrupted_at
 from vision_models import write_tokenizer
 
 from exl_core import ExLlamaV2Config, ExLlamaV2Tokenizer
@@ -40,8 +40,8 @@ def test_a_ctrl_c_leaves_no_answer_for_the_next_conversation(tokenizer: ExLlamaV
         text = f"conversation {moment}"
         assert render(tokenizer, text) == f"[{text}]"  # the process runs
         try:
-            with broken_into(moment) as hit:
-                render(tokenizer, "broken into")
+            with interrupted_at(moment) as hit:
+                render(tokenizer, "interrupted")
         except (KeyboardInterrupt, RuntimeError):  # the second is what `threading` makes of some
             struck += 1
         assert render(tokenizer, text) == f"[{text}]"

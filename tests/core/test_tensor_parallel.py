@@ -71,7 +71,7 @@ EVEN2, EVEN3, UNEVEN, FIVE = [8.0, 8.0], [8.0, 8.0, 8.0], [4.0, 14.0, 2.0], [8.0
 )
 @pytest.mark.parametrize("kind", ["float", "exl2", "gptq-act-order"])
 @pytest.mark.parametrize("mode", ["int8", "exact"])
-def test_cut_matrices_give_the_bits_of_one_device(
+def test_cut_matrices_are_bitwise_identical_to_one_device(
     lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor, kind: str, shares: list[float], mode: str
 ) -> None:
     """Heads of 24 columns lie across the blocks of quantized formats, four of them over three devices."""
@@ -373,8 +373,8 @@ def test_planned_bytes_and_refusal(lab: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert listed == list(range(len(model.modules) + 1))
 
 
-def mail_of(model: ExLlamaV2, count: int = 2) -> list[int]:
-    """Bytes of mailboxes in the plan of each of `count` GPUs: none where each has a process."""
+def exchanged_bytes(model: ExLlamaV2, count: int = 2) -> list[int]:
+    """Bytes of exchange buffers in the plan of each of `count` GPUs: none where each has a process."""
     config, places = model.config, [Device(f"cuda:{at}", 8 << 30) for at in range(count)]
     arguments = (config, model.modules, places, CacheSize("fp16", 512), [4.0] * count)
     found, alone = (plan_parallel(*arguments, separate=separate)[0] for separate in (False, True))
@@ -385,7 +385,7 @@ EXCHANGED: dict[str, Any] = {**SIZES, "hidden_size": 128, "intermediate_size": 1
 
 
 @pytest.mark.parametrize(("sequences", "rows"), [(1, 16), (3, 48), (100, 64)])
-def test_plans_of_gpus_count_the_mailboxes(lab: Any, sequences: int, rows: int) -> None:
+def test_plans_of_gpus_count_the_exchange_buffers(lab: Any, sequences: int, rows: int) -> None:
     """One set for steps of up to 1, 2, 4, .. rows: two halves, of 64 bits for 32. Logits are only for the first GPU."""
     model = build(lab.write(kind="exl2", **EXCHANGED), max_decode_batch=sequences)
     config = model.config
@@ -393,25 +393,25 @@ def test_plans_of_gpus_count_the_mailboxes(lab: Any, sequences: int, rows: int) 
     sets = 2 * (1 << (rows - 1).bit_length()) - 1
     shared, logits = 2 * widest, 4 * config.vocab_size
     assert logits > shared
-    assert mail_of(model) == [sets * 2 * (shared + logits), sets * 4 * shared]
+    assert exchanged_bytes(model) == [sets * 2 * (shared + logits), sets * 4 * shared]
 
 
-def test_plans_count_no_mailboxes_where_no_step_is_captured(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_count_no_exchange_buffers_where_no_step_is_captured(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Float matrices, parts with padding, more GPUs than heads or than an exchange has, and settings."""
     model = build(lab.write(kind="exl2", **EXCHANGED))
-    assert min(mail_of(model)) > 0
-    assert min(mail_of(model, 4)) > 0
-    assert mail_of(model, 5) == [0] * 5
-    assert mail_of(build(lab.write(kind="float", **EXCHANGED))) == [0, 0]
-    assert mail_of(build(lab.write(kind="exl2", **{**EXCHANGED, "vocab_size": 130}))) == [0, 0]
+    assert min(exchanged_bytes(model)) > 0
+    assert min(exchanged_bytes(model, 4)) > 0
+    assert exchanged_bytes(model, 5) == [0] * 5
+    assert exchanged_bytes(build(lab.write(kind="float", **EXCHANGED))) == [0, 0]
+    assert exchanged_bytes(build(lab.write(kind="exl2", **{**EXCHANGED, "vocab_size": 130}))) == [0, 0]
     for count, exchanged in ((8, True), (9, False)):
         heads = {"num_attention_heads": count, "num_key_value_heads": count, "head_dim": 32}
         wide = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 32 * count)
-        found = mail_of(build(lab.write(kind="exl2", **heads, **wide)), count)
+        found = exchanged_bytes(build(lab.write(kind="exl2", **heads, **wide)), count)
         assert [held > 0 for held in found] == [exchanged] * count
-    assert mail_of(build(lab.write(kind="exl2", **EXCHANGED), no_graphs=True)) == [0, 0]
+    assert exchanged_bytes(build(lab.write(kind="exl2", **EXCHANGED), no_graphs=True)) == [0, 0]
     monkeypatch.setenv("EXL_CUDA_GRAPHS", "0")
-    assert mail_of(model) == [0, 0]
+    assert exchanged_bytes(model) == [0, 0]
 
 
 def test_a_failing_load_leaves_nothing(lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:

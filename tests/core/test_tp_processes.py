@@ -68,7 +68,9 @@ def write_adapter(folder: Path) -> Path:
     return folder
 
 
-def test_two_processes_give_the_bits_of_one_device(lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_are_bitwise_identical_to_one_device(
+    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """EXL2, GPTQ and float, FP16 and quantized caches, an adapter, and mixtures."""
     mixture = tmp_path / "mixture"
     mixture.mkdir()

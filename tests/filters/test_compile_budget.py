@@ -32,7 +32,7 @@ from exl_filters.testing import standard_vocabulary
 
 llguidance = pytest.importorskip("llguidance", reason="extra `grammar`")
 
-from breaking_in import broken_into  # noqa: E402
+from interrupting import interrupted_at  # noqa: E402
 
 from exl_filters import ExLlamaV2GrammarFilter  # noqa: E402
 
@@ -365,16 +365,16 @@ class Answering(trial.Worker):
 
 
 def test_an_interrupt_at_any_call_leaves_all_places():
-    """Behind it as many grammars as ever may be on trial at once."""
+    """Afterwards as many grammars as before can compile at once."""
     pool = trial.WorkerPool(2, start=Answering)
     budget = CompileBudget(seconds=20.0)
     for number in itertools.count(1):
         try:
-            with broken_into(number) as struck:
+            with interrupted_at(number) as raised:
                 pool.ask({}, budget)
         except KeyboardInterrupt:
             pass
-        if not struck:
+        if not raised:
             break
         together = threading.Barrier(2, timeout=120)
         request = {"together": together}

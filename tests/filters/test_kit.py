@@ -23,9 +23,20 @@ def plain(vocab):
     return Plain(None, vocab)
 
 
+@pytest.mark.sampled(2)
 @filter_laws(plain, language=OPTIONS, profile="quick", examples=trials(20, 5))
 def test_the_plain_filter_obeys_every_law(law):
     law()
+
+
+# The default run has each law by one of the two.
+@pytest.mark.sampled(2)
+@pytest.mark.covers("filters.md: CAP-34")
+class TestContractClass(FilterContract):
+    make_filter = staticmethod(plain)
+    language = OPTIONS
+    profile = "quick"
+    examples = 3
 
 
 @pytest.mark.covers("filters.md: CAP-32")
@@ -225,14 +236,6 @@ def test_languages_know_their_prefixes():
     assert regex("(?=a)b").prefix(b"zzz") is None
     assert finite(["ab"]).prefix(b"a")
     assert not finite(["ab"]).whole(b"a")
-
-
-@pytest.mark.covers("filters.md: CAP-34")
-class TestContractClass(FilterContract):
-    make_filter = staticmethod(plain)
-    language = OPTIONS
-    profile = "quick"
-    examples = 3
 
 
 GOOD = """

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
+import typer
 
 from exl_core import ExLlamaV2
 from exl_generate.cli import main
@@ -14,12 +16,16 @@ from exl_generate.cli import main
 MODEL = str(Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5")
 TEMPLATE = "{{ bos_token }}{% for m in messages %}# {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}# assistant:"
 
+# The tree of commands has no state; each call of `exl` would build it again.
+COMMANDS = cache(typer.main.get_command)
+
 
 @pytest.fixture
 def exl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Call `exl` with arguments (and standard input); returns exit code, standard output, standard error."""
 
     def call(*args: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(typer.main, "get_command", COMMANDS)
         monkeypatch.setattr(sys, "argv", ["exl", *args])
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         code = 0

@@ -44,6 +44,7 @@ def said(lengths: list[int], style: Any, new: int, early: bool) -> list[list[int
     return [streamed_tokens(results[job]) for job in jobs]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("style", [Settings.greedy(), Settings()], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("lengths", [[5], [3, 12]], ids=["one", "two"])
 def test_steps_captured_while_logits_wait(lengths: list[int], style: Any, monkeypatch: pytest.MonkeyPatch) -> None:

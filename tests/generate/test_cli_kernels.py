@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from exl_generate.cli import main
 from exl_kernels.selection import known_cards
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data"
@@ -17,28 +15,17 @@ MODEL, FLOAT = str(GOLDEN / "pylib-4m-exl2-4.5"), str(GOLDEN / "pylib-4m-fp16")
 
 
 @pytest.fixture
-def exl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def info(exl):
     """Call `exl info`; returns exit code, standard output, standard error."""
-
-    def call(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["exl", "info", *args])
-        monkeypatch.setattr(sys, "stdin", io.StringIO())
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        return code, *capsys.readouterr()
-
-    return call
+    return partial(exl, "info")
 
 
 def kernels(found: dict[str, object]) -> dict[tuple[str, int], str]:
     return {(use["operation"], use["rows"]): use["kernel"] for use in found["uses"]}  # type: ignore[attr-defined]
 
 
-def test_a_card_that_is_not_here(exl) -> None:
-    found = json.loads(exl(MODEL, "--kernels", "--card", "H100", "--json")[1])
+def test_a_card_that_is_not_here(info) -> None:
+    found = json.loads(info(MODEL, "--kernels", "--card", "H100", "--json")[1])
     assert (found["code"], found["features"]) == (
         90,
         ["bulk_copy", "clusters", "tested_clusters", "wgmma"],
@@ -53,30 +40,30 @@ def test_a_card_that_is_not_here(exl) -> None:
 
 
 @pytest.mark.parametrize("card", known_cards())
-def test_every_known_card_has_a_kernel_for_everything(exl, card: str) -> None:
-    code, out, _ = exl(MODEL, "--kernels", "--card", card)
+def test_every_known_card_has_a_kernel_for_everything(info, card: str) -> None:
+    code, out, _ = info(MODEL, "--kernels", "--card", card)
     assert code == 0
     for word in ("attention", "head", "1 ", "512", f"kernels on {card}"):
         assert word in out
-    of = kernels(json.loads(exl(MODEL, "--kernels", "--card", card, "--json")[1]))
+    of = kernels(json.loads(info(MODEL, "--kernels", "--card", card, "--json")[1]))
     for rows in (1, 8, 32, 64, 512):
         joined = {("q+k+v", rows), ("gate+up", rows), ("down", rows), ("o", rows)}
         apart = {(f"{name}_proj", rows) for name in ("q", "k", "v", "o", "gate", "up", "down")}
         assert joined <= of.keys() or apart <= of.keys(), rows
 
 
-def test_float_matrices_are_multiplied_by_cublas(exl) -> None:
-    of = kernels(json.loads(exl(FLOAT, "--kernels", "--card", "4090", "--json")[1]))
+def test_float_matrices_are_multiplied_by_cublas(info) -> None:
+    of = kernels(json.loads(info(FLOAT, "--kernels", "--card", "4090", "--json")[1]))
     assert of["q_proj", 1] == of["head", 64] == "cuBLAS"
 
 
-def test_the_cache_format_picks_the_attention(exl) -> None:
-    of = kernels(json.loads(exl(MODEL, "--kernels", "--card", "4090", "--cache", "q4", "--json")[1]))
+def test_the_cache_format_picks_the_attention(info) -> None:
+    of = kernels(json.loads(info(MODEL, "--kernels", "--card", "4090", "--cache", "q4", "--json")[1]))
     assert of["attention", 1].startswith("attention_q4_")
 
 
-def test_a_card_without_the_fast_attention_says_why(exl) -> None:
-    _, out, _ = exl(MODEL, "--kernels", "--card", "5090")
+def test_a_card_without_the_fast_attention_says_why(info) -> None:
+    _, out, _ = info(MODEL, "--kernels", "--card", "5090")
     assert "512 (a prompt)" in out
     assert "attention of 256 keys" in out
     for kernel in (
@@ -85,13 +72,13 @@ def test_a_card_without_the_fast_attention_says_why(exl) -> None:
         "attention_wide: it needs wgmma",
     ):
         assert kernel in out
-    found = json.loads(exl(MODEL, "--kernels", "--card", "H100", "--json")[1])
+    found = json.loads(info(MODEL, "--kernels", "--card", "H100", "--json")[1])
     assert not any(use["why"] for use in found["uses"] if use["operation"] == "attention")
     assert {use["rows"]: use["tokens"] for use in found["uses"]} == {1: 1, 8: 1, 32: 1, 64: 1, 512: 512}
 
 
-def test_sampling_is_listed_with_default_settings_and_greedy(exl) -> None:
-    found = json.loads(exl(MODEL, "--kernels", "--card", "4090", "--json")[1])
+def test_sampling_is_listed_with_default_settings_and_greedy(info) -> None:
+    found = json.loads(info(MODEL, "--kernels", "--card", "4090", "--json")[1])
     of = kernels(found)
     for rows in (1, 512):
         assert of["sampling", rows] == "sample_shape + sample_choose + sample_wide"
@@ -101,12 +88,12 @@ def test_sampling_is_listed_with_default_settings_and_greedy(exl) -> None:
     assert not why["sampling, greedy"]
 
 
-def test_without_a_gpu_a_card_must_be_named(exl, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_a_card_must_be_named(info, monkeypatch: pytest.MonkeyPatch) -> None:
     from exl_generate.cli import kernels as report
     from exl_kernels.device import CudaStatus
 
     monkeypatch.setattr(report, "cuda_status", lambda: CudaStatus(True, ("90a",), "13.0", None, (), "no driver"))
-    code, _, err = exl(MODEL, "--kernels")
+    code, _, err = info(MODEL, "--kernels")
     assert code == 1
     assert "no driver" in err
     assert "--card" in err
@@ -121,7 +108,7 @@ def test_without_a_gpu_a_card_must_be_named(exl, monkeypatch: pytest.MonkeyPatch
         (["--kernels", "--plan"], "one at a time"),
     ],
 )
-def test_what_does_not_go_together(exl, arguments: list[str], message: str) -> None:
-    code, _, err = exl(MODEL, *arguments)
+def test_what_does_not_go_together(info, arguments: list[str], message: str) -> None:
+    code, _, err = info(MODEL, *arguments)
     assert code == 1
     assert message in err

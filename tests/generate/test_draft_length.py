@@ -228,6 +228,7 @@ def test_ngram_guesses_are_chosen_by_gain_too() -> None:
     assert cheap_last["accepted_draft_tokens"] > 400 > dear_last["accepted_draft_tokens"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("row", "least"), [(0.01, 0.97), (1.0, 0.9)], ids=["cheap rows", "dear rows"])
 @pytest.mark.parametrize("max_ngram", [4, 32])
 def test_a_text_that_never_agrees_loses_little(row: float, least: float, max_ngram: int) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from effort import trials
 from internals import engine_of, has_redirects
+from interrupting import skip_unless_with_is_safe
 
 from exl_filters import ExLlamaV2Filter
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler, ExLlamaV2StreamingGenerator
@@ -139,11 +140,12 @@ class Storm:
         self._dice = random.Random(seed)
 
     def __enter__(self) -> Storm:
+        skip_unless_with_is_safe()
         self._alarm = signal.setitimer(signal.ITIMER_REAL, 0)[0]  # pytest's
         self._began = time.monotonic()  # clock: pytest's, for a hang
         self._former = signal.signal(signal.SIGALRM, self._strike), signal.signal(signal.SIGINT, self._raise)
         # Where one comes while Python takes an object away, Python itself reports it and goes on. pytest's report of it
-        # is code that the next one breaks into; this is none.
+        # is code that the next signal interrupts; this is none.
         self._reports, sys.unraisablehook = sys.unraisablehook, deque(maxlen=0).append  # type: ignore[assignment]
         self.wait()
         return self
@@ -239,7 +241,7 @@ def weathered(generator: ExLlamaV2DynamicGenerator, storm: Storm) -> list[list[d
 @pytest.mark.parametrize("how", ["plain", "ngram", "model"])
 @pytest.mark.covers("generators.md: 47", "generators.md: 60", "generators.md: 61")
 def test_any_number_of_them_at_any_moment_changes_nothing(how: str) -> None:
-    """A job whose filter is broken into ends there; all others say what they say undisturbed."""
+    """A job whose filter is interrupted ends there; all others give the text that they give undisturbed."""
 
     def new() -> ExLlamaV2DynamicGenerator:
         return make() if how == "plain" else speculate(how)

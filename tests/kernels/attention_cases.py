@@ -214,7 +214,7 @@ def own_step(kind: Any, lengths: list[int], **options: Any) -> OwnStep:
     )
 
 
-def product_of(k: int, kind: str) -> CudaQuantMatrix:
+def matmul_of(k: int, kind: str) -> CudaQuantMatrix:
     """[k, 64] at four bits: EXL2 with a permutation, or GPTQ, whose rows stand in the features' order."""
     generator = torch.Generator().manual_seed(k)
     words = torch.randint(-(2**31), 2**31, (k // 8 + k // 128, 64), generator=generator).to(torch.int32)

@@ -95,7 +95,7 @@ def test_a_matrix_for_an_absent_gpu_is_refused_with_the_reason() -> None:
 
 @pytest.mark.parametrize("block", [48, 150, None])
 def test_many_rows_run_as_their_plan_says(block: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In blocks, at once, or dequantized (None), with products of a stand-in on the CPU."""
+    """In blocks, at once, or dequantized (None), with matmuls of a stand-in on the CPU."""
     weight = torch.randn(32, 16).half()
     taken: list[int] = []
 

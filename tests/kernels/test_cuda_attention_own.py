@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import KINDS, UNDER_A_TOOL, OwnStep, own_step, product_of
+from attention_cases import KINDS, UNDER_A_TOOL, OwnStep, matmul_of, own_step
 from internals import group_of
 from torch import Tensor
 
@@ -71,7 +71,7 @@ def test_own_keys_in_the_same_launch_equal_separate_launches(
         (4, 2, 96, 96),
     ],
 )
-def test_norms_of_q_and_k_give_the_bits_of_separate_operators(
+def test_norms_of_q_and_k_equal_separate_operators(
     kind: Any, dtype: torch.dtype, heads: int, groups: int, dim: int, rotated: int
 ) -> None:
     """Pages of whole units, which the kernels of one token a sequence take, and others."""
@@ -178,7 +178,7 @@ def test_own_keys_in_a_graph_read_ahead_of_the_launches_before(kind: Any, page_s
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("groups", "dim"), [(4, 128), (12, 128), (16, 128), (3, 64), (1, 96)])
-def test_many_sequences_give_the_bits_of_each_alone(kind: Any, groups: int, dim: int) -> None:
+def test_many_sequences_equal_each_alone(kind: Any, groups: int, dim: int) -> None:
     """More blocks than are resident: a block has a whole split of a sequence, or all of it."""
     lengths = [1, 512, 513, 1024, 0, 63, 700, 2100]
     lengths = [*lengths[:7], *[1] * 57] if UNDER_A_TOOL else lengths * 8
@@ -252,7 +252,7 @@ def packed(matrix: CudaQuantMatrix, x: Tensor) -> tuple[int, Tensor]:
 def test_results_packed_for_the_next_matmul(
     kind: Any, heads: int, groups: int, dim: int, matrix: str, options: dict[str, Any]
 ) -> None:
-    made = product_of(heads * groups * dim, matrix)
+    made = matmul_of(heads * groups * dim, matrix)
     cycle = [65, 1, 700, 0, *([1, 1, 1, 64] if UNDER_A_TOOL else [256, 130, 513, 64])]
     for tokens in (3, 9, 64, 65) if UNDER_A_TOOL else (1, 3, 8, 9, 16, 23, 64, 65, 90, 128):
         step = own_step(kind, (cycle * 16)[:tokens], heads=heads, groups=groups, dim=dim, page_size=64)
@@ -271,35 +271,35 @@ def test_results_packed_for_the_next_matmul(
 
 @pytest.mark.needs("wgmma")
 def test_a_matmul_takes_only_inputs_packed_for_it() -> None:
-    product, other = (FusedLinear([product_of(1024, kind)]) for kind in ("exl2", "gptq"))
+    matmul, other = (FusedLinear([matmul_of(1024, kind)]) for kind in ("exl2", "gptq"))
     for tokens in (9, 64) if UNDER_A_TOOL else (9, 16, 23, 64):
         step = own_step("fp16", [5 + at for at in range(tokens)], dim=128, groups=4, page_size=64)
         x = step.apart().view(tokens, -1)
         residual = x[:, :64].contiguous()
         step.forget()
-        given = product.input_of(tokens)
+        given = matmul.input_of(tokens)
         assert given is not None
         step.together(into=given)
-        want = product(x, x.new_empty(tokens, 64), residual)
-        assert torch.equal(product.from_input(given, x.new_empty(tokens, 64), residual), want)
+        want = matmul(x, x.new_empty(tokens, 64), residual)
+        assert torch.equal(matmul.from_input(given, x.new_empty(tokens, 64), residual), want)
         out = x.new_empty(tokens, 64)
         for who, what, to in (
             (other, given, out),
-            (FusedLinear([product.matrices[0], other.matrices[0]]), given, x.new_empty(tokens, 128)),
-            (product, given, x.new_empty(80 - tokens, 64)),
-            (product, replace(given, columns=given.columns + 8), out),
-            (product, given, x.new_empty(tokens - 1, 64)),
+            (FusedLinear([matmul.matrices[0], other.matrices[0]]), given, x.new_empty(tokens, 128)),
+            (matmul, given, x.new_empty(80 - tokens, 64)),
+            (matmul, replace(given, columns=given.columns + 8), out),
+            (matmul, given, x.new_empty(tokens - 1, 64)),
         ):
             with pytest.raises(ShapeError, match="packed for"):
                 who.from_input(what, to)
         with pytest.raises(ShapeError, match="expected contiguous"):
-            product.from_input(given, out[:, :32])
+            matmul.from_input(given, out[:, :32])
 
 
 @pytest.mark.needs("wgmma|mma_pipeline")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_blocks_that_share_k_need_not_wait_for_one_another(dtype: torch.dtype) -> None:
-    made = product_of(4096, "exl2")
+    made = matmul_of(4096, "exl2")
     group, stream = group_of(made), torch.cuda.current_stream().cuda_stream
     bf16 = dtype == torch.bfloat16
     wide = (65, 96, 128) if "wgmma" in Card.device(0).features else ()
@@ -321,7 +321,7 @@ def test_blocks_that_share_k_need_not_wait_for_one_another(dtype: torch.dtype) -
 
 
 def test_packing_that_does_not_fit_is_rejected() -> None:
-    step, made = own_step("fp16", [5] * 9, dim=128, groups=4), product_of(1024, "exl2")
+    step, made = own_step("fp16", [5] * 9, dim=128, groups=4), matmul_of(1024, "exl2")
     scratch = torch.zeros(1 << 16, dtype=torch.uint8, device="cuda")
     good = attention_cuda.MatmulInput(made, 16, scratch)
     with pytest.raises(UnsupportedError, match="out and into"):
@@ -329,7 +329,7 @@ def test_packing_that_does_not_fit_is_rejected() -> None:
     for into, why in (
         (replace(good, columns=8), "9 tokens in 8 columns"),
         (replace(good, columns=24), "in 24 columns"),
-        (replace(good, matrix=product_of(512, "exl2")), "takes 512 inputs"),
+        (replace(good, matrix=matmul_of(512, "exl2")), "takes 512 inputs"),
         (replace(good, scratch=scratch[: 1 << 14]), "32768 bytes"),
         (replace(good, scratch=scratch[8:]), "aligned to 16"),
     ):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import KINDS, UNDER_A_TOOL, is_prompt, make_cuda_case, product_of, randn
+from attention_cases import KINDS, UNDER_A_TOOL, is_prompt, make_cuda_case, matmul_of, randn
 from torch import Tensor
 
 from exl_kernels.attention import cuda as attention_cuda
@@ -69,7 +69,7 @@ def test_many_query_rows_of_a_sequence_never_run_as_a_prompt(heads: tuple[int, i
 
 @pytest.mark.parametrize("tokens", [3, 8])
 def test_results_go_packed_to_the_next_matmul(tokens: int) -> None:
-    matmul = FusedLinear([product_of(1024, "exl2")])
+    matmul = FusedLinear([matmul_of(1024, "exl2")])
     given = matmul.input_of(tokens)
     assert given is not None
     case = make_cuda_case("fp16", [300], heads=2, groups=4, dim=128, page_size=64)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import KINDS, UNDER_A_TOOL, OwnStep, own_step, product_of
+from attention_cases import KINDS, UNDER_A_TOOL, OwnStep, matmul_of, own_step
 
 from exl_kernels import _native
 from exl_kernels.attention import cuda as attention_cuda
@@ -126,7 +126,7 @@ def test_softcap(kind: Any) -> None:
 @pytest.mark.parametrize(("groups", "dim"), [(4, 128), (8, 64), (4, 96)])
 def test_results_packed_for_the_next_matmul(matrix: str, groups: int, dim: int) -> None:
     """Pages of 16 keys select the kernel for few tokens."""
-    made = product_of(2 * groups * dim, matrix)
+    made = matmul_of(2 * groups * dim, matrix)
     for lengths in ([300], [65, 1, 130, 0, 257]):
         packed = []
         for page_size in (16, 64):

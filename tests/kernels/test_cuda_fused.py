@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import product_of
+from attention_cases import matmul_of
 from torch import Tensor
 
 from exl_kernels.attention.cuda import MatmulInput
@@ -74,7 +74,7 @@ def test_add_post_norm(dtype: torch.dtype, width: int, rows: int, with_post: boo
 @pytest.mark.parametrize("width", [128, 384, 3584, 8320])
 def test_add_post_norm_packs_the_input_of_a_matmul(dtype: torch.dtype, rows: int, kind: str, width: int) -> None:
     """The matmul of the packed rows is bitwise that of the plain ones; columns past them are zero."""
-    made = product_of(width, kind)
+    made = matmul_of(width, kind)
     matmul = FusedLinear([made])
     x, y = randn(rows, width, dtype=dtype), randn(rows, width, dtype=torch.float16, seed=1)
     post, norm = Norm(randn(width, seed=2), 1e-5), Norm(randn(width, seed=3), 1e-6, 1.0)
@@ -107,7 +107,7 @@ def test_layer_norm_packs_the_input_of_a_matmul(rows: int, width: int, with_bias
     x, weight = 2.0 + randn(rows, width, dtype=torch.float16), randn(width, seed=2)
     bias = randn(width, seed=3) if with_bias else None
     for kind in ("exl2", "gptq"):
-        matmul = FusedLinear([product_of(width, kind)])
+        matmul = FusedLinear([matmul_of(width, kind)])
         given = matmul.input_of(rows)
         if given is None:
             assert rows <= LIMITS.gemv_rows, "only matmuls of the fewest rows pack their own input"
@@ -138,7 +138,7 @@ def test_layer_norm_packs_the_input_of_a_matmul(rows: int, width: int, with_bias
 
 @pytest.mark.parametrize("rows", [3, 17])
 def test_packed_rows_are_the_input_of_joined_matmuls(rows: int) -> None:
-    parts = [product_of(512, "gptq") for _ in range(2)]
+    parts = [matmul_of(512, "gptq") for _ in range(2)]
     weight = randn(512, seed=3)
     for matmul in (
         FusedLinear(parts),
@@ -180,7 +180,7 @@ def test_norms_of_parts_of_rows(widths: tuple[int, int, int]) -> None:
 
 
 def test_packed_rows_that_do_not_fit() -> None:
-    made = product_of(256, "exl2")
+    made = matmul_of(256, "exl2")
     into = MatmulInput(made, 8, torch.zeros(8192, dtype=torch.uint8, device="cuda"))
     x, y, norm = randn(3, 256), randn(3, 256, dtype=torch.float16), Norm(randn(256), 1e-5)
     with pytest.raises(ShapeError, match="8 columns of 256"):

@@ -1,4 +1,4 @@
-"""Fused products on a GPU give the bits of the separate operators, captured and eager."""
+"""Fused matmuls on a GPU are bitwise identical to the separate operators, captured and eager."""
 
 from __future__ import annotations
 
@@ -235,16 +235,16 @@ def test_one_after_the_other(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.needs("bulk_copy", "clusters")
 @pytest.mark.parametrize(("k", "group"), [(256, 128), (K, 128), (1152, 128), (2304, 128), (4096, 128), (1152, 32)])
 def test_results_go_from_matmul_to_matmul(k: int, group: int) -> None:
-    """A layer's products, each with its input from the one before and its own norm: the separate operators' bits."""
+    """A layer's chained matmuls, each with a norm of its own, are bitwise identical to the separate operators."""
     perms = [torch.randperm(k, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     norms = [Norm(torch.rand(k, device="cuda").half() + 0.5, eps, offset) for eps, offset in ((1e-5, 0.0), (1e-3, 1.0))]
     o, down = exl2(k, 4, 3, seed=1, k=k, bias=True, group=group), exl2(k, 5, 4, seed=2, k=2048, group=group)
     gate, up = (exl2(2048, 6, 4, seed=3 + i, perm=perms[0], k=k, group=group) for i in range(2))
     qkv = [exl2(n, 4, seed=5 + i, perm=perms[1], k=k, group=group) for i, n in enumerate((320, 64, 80))]
-    products = [FusedLinear([o]), FusedLinear([gate, up], norm=norms[0], activation="gelu"), FusedLinear([down])]
-    products.append(FusedLinear(qkv, norm=norms[1]))
+    matmuls = [FusedLinear([o]), FusedLinear([gate, up], norm=norms[0], activation="gelu"), FusedLinear([down])]
+    matmuls.append(FusedLinear(qkv, norm=norms[1]))
     for m in (3, 8) if UNDER_A_TOOL else range(3, 9):
-        assert all(product.takes_packed(m) for product in products[1:])
+        assert all(matmul.takes_packed(m) for matmul in matmuls[1:])
         attended, before = (
             torch.randn(m, k, generator=torch.Generator().manual_seed(m + i)).half().cuda() for i in (0, 9)
         )
@@ -254,18 +254,18 @@ def test_results_go_from_matmul_to_matmul(k: int, group: int) -> None:
         h = rms_norm(want_after, norms[1].weight, norms[1].eps, weight_offset=norms[1].offset)
         want_qkv = torch.cat([matrix.matmul(h) for matrix in qkv], 1)
         x, out = before.clone(), torch.full_like(want_qkv, float("nan"))
-        normed = products[0].chained(attended, x, x, products[1])
+        normed = matmuls[0].chained(attended, x, x, matmuls[1])
         assert normed is not None
         assert torch.equal(x, want), m
-        gated = products[1].chained(normed, following=products[2])
+        gated = matmuls[1].chained(normed, following=matmuls[2])
         assert gated is not None
-        normed = products[2].chained(gated, x, x, products[3])
+        normed = matmuls[2].chained(gated, x, x, matmuls[3])
         assert normed is not None
         assert torch.equal(x, want_after), m
-        assert products[3].chained(normed, out) is None
+        assert matmuls[3].chained(normed, out) is None
         assert torch.equal(out, want_qkv), m
         logits = torch.full(out.shape, float("nan"), device="cuda")
-        products[3].chained(normed, logits)
+        matmuls[3].chained(normed, logits)
         assert torch.equal(logits.half(), want_qkv), m
         assert not torch.equal(logits, want_qkv.float()), m
 

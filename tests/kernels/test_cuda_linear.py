@@ -359,7 +359,7 @@ def test_random_gptq_matmuls(seed: int) -> None:
 
 
 def test_batches_on_their_way_at_once() -> None:
-    """Products queued one after the other under dependent launch, through scratch memory that is used again at once."""
+    """Matmuls queued one after the other under dependent launch, through scratch memory that is used again at once."""
     made, _, _ = matrix("seventeen-units")
     inputs = [activations(m, made.in_features, seed=m) for m in (9, 64, 33, 16, 64, 10)]
     alone = []
@@ -491,9 +491,9 @@ def test_a_shallow_ring_is_bitwise_identical_every_time(rows: int) -> None:
     x = activations(rows, made.in_features)
     want, out = made.matmul(x), made.matmul(x)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    turns, products, seconds = (1, 2, 120) if UNDER_A_TOOL else (40, 200, 10)
+    turns, matmuls, seconds = (1, 2, 120) if UNDER_A_TOOL else (40, 200, 10)
     for _ in range(turns):
-        for _ in range(products):
+        for _ in range(matmuls):
             made.matmul(x, out=out)
             wrong += (out != want).any()
         done, until = torch.cuda.Event(), time.monotonic() + seconds

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from exl_kernels.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
-from exl_kernels.peer import Mailboxes
+from exl_kernels.peer import ExchangeBuffers
 from exl_kernels.reference.peer import gather
 from exl_kernels.selection import MOST_EXCHANGES
 
@@ -53,136 +53,138 @@ def begins_of(widths: list[int]) -> list[int]:
 def test_parts_are_gathered_bitwise(
     widths: list[int], even: bool, rows: int, dtype: torch.dtype, receivers: set[int] | None, steps: int
 ) -> None:
-    """Several steps of two exchanges through the same mailboxes. GPUs that receive nothing keep their memory.
+    """Several steps of two exchanges through the same buffers. GPUs that receive nothing keep their memory.
 
     Even numbers of words are sent in pairs."""
     widths = [width * (4 if even else 2) for width in widths]
     count, begins = len(widths), begins_of(widths)
     devices = [GPU] * count
-    boxes = Mailboxes(devices, rows * begins[-1] * 4)
+    buffers = ExchangeBuffers(devices, rows * begins[-1] * 4)
     got = None if receivers is None else {one for one in receivers if one < count}
     for step in range(steps):
         for gpu in range(count):
-            boxes.begin_step(gpu)
+            buffers.begin_step(gpu)
         for number, to in ((0, None), (1, got)):
             parts = parts_of(widths, rows, dtype, 2 * step + number, devices)
             full = [torch.full((rows, begins[-1]), 7.0, dtype=dtype, device=GPU) for _ in range(count)]
             for phase in ({"receive": False}, {"send": False}):
                 for gpu in range(count):
-                    boxes.gather(gpu, parts[gpu], full[gpu], begins, number, to if to is None else sorted(to), **phase)
+                    buffers.gather(
+                        gpu, parts[gpu], full[gpu], begins, number, to if to is None else sorted(to), **phase
+                    )
             want = gather(parts)
             for gpu in range(count):
                 expected = want if to is None or gpu in to else torch.full_like(want, 7.0)
                 assert torch.equal(full[gpu].cpu(), expected), (step, number, gpu)
-    boxes.check()
+    buffers.check()
 
 
 def test_only_receivers_of_a_larger_result_have_room_for_it() -> None:
-    """An exchange of an odd number may have one. All mailboxes end where their results do: nothing else is written."""
+    """An exchange of an odd number may have one. All buffers end where their results do: nothing else is written."""
     devices, begins = [GPU] * 3, [0, 8, 16, 40]
-    boxes = Mailboxes(devices, 2 * 10 * 4, {0: 2 * 40 * 4})
+    buffers = ExchangeBuffers(devices, 2 * 10 * 4, {0: 2 * 40 * 4})
     for step in range(3):
         for gpu in range(3):
-            boxes.begin_step(gpu)
+            buffers.begin_step(gpu)
         for number, ends, receivers in ((0, [0, 2, 4, 10], None), (1, begins, [0])):
             widths = [end - begin for begin, end in pairwise(ends)]
             parts = parts_of(widths, 2, torch.float32, 2 * step + number, devices)
             full = [torch.zeros(2, ends[-1], device=GPU) for _ in devices]
             for phase in ({"receive": False}, {"send": False}):
                 for gpu in range(3):
-                    boxes.gather(gpu, parts[gpu], full[gpu], ends, number, receivers, **phase)
+                    buffers.gather(gpu, parts[gpu], full[gpu], ends, number, receivers, **phase)
             for gpu in range(3) if receivers is None else receivers:
                 assert torch.equal(full[gpu].cpu(), gather(parts))
-    boxes.check()
+    buffers.check()
     own, full = torch.ones(2, 8, device=GPU), [torch.zeros(2, 40, device=GPU)]
     for number, receivers in ((2, [0]), (1, [0, 1]), (1, None)):
-        with pytest.raises(ShapeError, match="exceed the mailboxes"):
-            boxes.gather(0, own, full[0], begins, number, receivers)
+        with pytest.raises(ShapeError, match="exceed the exchange buffers"):
+            buffers.gather(0, own, full[0], begins, number, receivers)
 
 
 def test_a_part_that_never_comes_is_an_error() -> None:
     """Also one of the step before: its mark is another."""
-    boxes = Mailboxes([GPU] * 2, 64, limit=0.0)
+    buffers = ExchangeBuffers([GPU] * 2, 64, limit=0.0)
     own, full = torch.ones(1, 8, device=GPU), torch.zeros(1, 16, device=GPU)
     for step in range(2):
         for gpu in range(2):
-            boxes.begin_step(gpu)
+            buffers.begin_step(gpu)
         if step == 0:
             for gpu in range(2):
-                boxes.gather(gpu, own, full, [0, 8, 16], 0, receive=False)
-            boxes.gather(0, own, full, [0, 8, 16], 0, send=False)
-            boxes.check()
-    boxes.gather(0, own, full, [0, 8, 16], 0, send=False)
+                buffers.gather(gpu, own, full, [0, 8, 16], 0, receive=False)
+            buffers.gather(0, own, full, [0, 8, 16], 0, send=False)
+            buffers.check()
+    buffers.gather(0, own, full, [0, 8, 16], 0, send=False)
     assert bool(full[:, 8:].isnan().all()), "no value of another step"
     with pytest.raises(DeviceError, match="waited in vain"):
-        boxes.check()
+        buffers.check()
     own.fill_(5.0)
     for gpu in (0, 1):
-        boxes.gather(gpu, own, full, [0, 8, 16], 1, receive=False)
-    boxes.gather(1, own, full, [0, 8, 16], 1, send=False)
+        buffers.gather(gpu, own, full, [0, 8, 16], 1, receive=False)
+    buffers.gather(1, own, full, [0, 8, 16], 1, send=False)
     assert bool(full[:, :8].isnan().all()), "what a GPU that gave up would send is not to be had"
 
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_gpu_that_gave_up_gets_nan_in_its_own_columns_too(apart: bool) -> None:
     """Otherwise values of an earlier step would stay there."""
-    boxes = Mailboxes([GPU] * 2, 64, limit=0.0)
+    buffers = ExchangeBuffers([GPU] * 2, 64, limit=0.0)
     own = torch.ones(2, 4, device=GPU)
-    boxes.begin_step(0)
-    boxes.gather(0, own, torch.zeros(2, 8, device=GPU), [0, 4, 8], 0)
+    buffers.begin_step(0)
+    buffers.gather(0, own, torch.zeros(2, 8, device=GPU), [0, 4, 8], 0)
     full = torch.full((2, 8), 7.0, device=GPU)
     for send, receive in ((True, False), (False, True)) if apart else ((True, True),):
-        boxes.gather(0, own, full, [0, 4, 8], 1, send=send, receive=receive)
+        buffers.gather(0, own, full, [0, 4, 8], 1, send=send, receive=receive)
     assert bool(full.isnan().all())
     full.fill_(7.0)
-    boxes.gather(0, own, full, [0, 4, 8], 1, [1])
+    buffers.gather(0, own, full, [0, 4, 8], 1, [1])
     assert bool((full == 7.0).all()), "a GPU that receives nothing keeps its memory"
 
 
 def test_operands_that_do_not_fit_are_rejected() -> None:
-    boxes = Mailboxes([GPU] * 2, 64)
+    buffers = ExchangeBuffers([GPU] * 2, 64)
     own, full = torch.ones(1, 8, device=GPU), torch.zeros(1, 16, device=GPU)
     with pytest.raises(UnsupportedError, match="1 GPUs"):
-        Mailboxes([GPU], 64)
+        ExchangeBuffers([GPU], 64)
     with pytest.raises(DTypeError, match="one dtype"):
-        boxes.gather(0, own.half(), full, [0, 8, 16], 0)
+        buffers.gather(0, own.half(), full, [0, 8, 16], 0)
     with pytest.raises(ShapeError, match="begins"):
-        boxes.gather(0, own, full, [0, 16], 0)
+        buffers.gather(0, own, full, [0, 16], 0)
     with pytest.raises(ShapeError, match="multiples of 2"):
-        boxes.gather(0, own.half(), full.half(), [0, 7, 16], 0)
+        buffers.gather(0, own.half(), full.half(), [0, 7, 16], 0)
     with pytest.raises(ShapeError, match="own"):
-        boxes.gather(1, own, full, [0, 10, 16], 0)
-    with pytest.raises(ShapeError, match="exceed the mailboxes"):
-        boxes.gather(0, torch.ones(2, 8, device=GPU), torch.ones(2, 16, device=GPU), [0, 8, 16], 0)
+        buffers.gather(1, own, full, [0, 10, 16], 0)
+    with pytest.raises(ShapeError, match="exceed the exchange buffers"):
+        buffers.gather(0, torch.ones(2, 8, device=GPU), torch.ones(2, 16, device=GPU), [0, 8, 16], 0)
     with pytest.raises(ShapeError, match="at most"):
-        boxes.gather(0, own, full, [0, 8, 16], MOST_EXCHANGES)
+        buffers.gather(0, own, full, [0, 8, 16], MOST_EXCHANGES)
 
 
 def test_two_gpus_gather_within_captured_graphs() -> None:
     """Many replays on both, queued without a wait: each step sums what it gathered into its next part."""
     devices, widths, rows, exchanges = several(), [96, 160], 3, 6
     begins = begins_of(widths)
-    boxes = Mailboxes(devices, rows * begins[-1] * 4)
+    buffers = ExchangeBuffers(devices, rows * begins[-1] * 4)
     own = parts_of(widths, rows, torch.float32, 1, devices)
     first = [part.clone() for part in own]
     full = [torch.zeros(rows, begins[-1], device=device) for device in devices]
     graphs = []
     for gpu, device in enumerate(devices):
         graph = torch.cuda.CUDAGraph()
-        boxes.gather(gpu, own[gpu], full[gpu], begins, 0, receive=False)  # loads the kernel
+        buffers.gather(gpu, own[gpu], full[gpu], begins, 0, receive=False)  # loads the kernel
         torch.cuda.synchronize(device)
         # torch's own capture stream is of the first device that captured.
         with torch.cuda.device(device), torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
-            boxes.begin_step(gpu)
+            buffers.begin_step(gpu)
             for number in range(exchanges):
-                boxes.gather(gpu, own[gpu], full[gpu], begins, number)
+                buffers.gather(gpu, own[gpu], full[gpu], begins, number)
                 own[gpu].add_(full[gpu].mean(1, keepdim=True))
         graphs.append(graph)
     steps = 50
     for _ in range(steps):
         for graph in graphs:
             graph.replay()
-    boxes.check()
+    buffers.check()
     want = [part.clone() for part in first]
     for _ in range(steps * exchanges):
         whole = torch.cat([part.to(devices[0]) for part in want], 1)

@@ -103,7 +103,7 @@ class TestExl2:
         with_bias=st.booleans(),
         seed=st.integers(0, 1000),
     )
-    def test_products_and_weights(
+    def test_matmuls_and_weights(
         self,
         groups: list[tuple[int, int]],
         n: int,
@@ -184,7 +184,7 @@ class TestGptq:
         isa=st.sampled_from(ISAS),
         seed=st.integers(0, 1000),
     )
-    def test_products_and_weights(
+    def test_matmuls_and_weights(
         self,
         bits: int,
         groups: int,
@@ -241,7 +241,7 @@ class TestFloat:
         isa=st.sampled_from(ISAS),
         with_bias=st.booleans(),
     )
-    def test_products_and_weights(
+    def test_matmuls_and_weights(
         self, k: int, n: int, rows: int, dtype: torch.dtype, compute: Any, isa: threads.ISA, with_bias: bool
     ) -> None:
         weight, x = normal(n, k, seed=k).to(dtype), normal(rows, k, seed=n)
@@ -357,7 +357,7 @@ def test_a_forked_child_has_threads_of_its_own(tmp_path: Any) -> None:
 
 
 class TestRefusals:
-    def test_products(self) -> None:
+    def test_matmuls(self) -> None:
         matrix = every_kind()["exl2 int8"]
         with pytest.raises(ShapeError, match="the last must be 416"):
             matrix.matmul(torch.zeros(2, 415))

@@ -1,4 +1,4 @@
-"""Quantized matrices inside fused sub-layers: products of one input together give the bits of one after the other."""
+"""Quantized matrices inside fused sub-layers: joint matmuls of one input are bitwise identical to separate calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def matrix(k: int, n: int, seed: int, compute: Any) -> QuantMatrix:
 @pytest.mark.parametrize("modes", [("int8", "int8"), ("exact", "exact"), ("int8", "exact")])
 @pytest.mark.parametrize("seeds", [(1, 1), (1, 2)])
 @pytest.mark.parametrize("rows", [1, 2, 5, 70])
-def test_joint_products(modes: tuple[str, str], seeds: tuple[int, int], rows: int) -> None:
+def test_joint_matmuls(modes: tuple[str, str], seeds: tuple[int, int], rows: int) -> None:
     gate, up = (matrix(HIDDEN, INNER, seed, mode) for seed, mode in zip(seeds, modes, strict=True))
     down = matrix(INNER, HIDDEN, 3, modes[0])
     gen = torch.Generator().manual_seed(7)

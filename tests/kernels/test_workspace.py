@@ -1,4 +1,4 @@
-"""Memory in which products' blocks meet: whose it is, and how long it is kept; what needs a GPU is marked so."""
+"""Workspaces for inter-block reductions: one for each stream, freed with its device's cache. Some tests need a GPU."""
 
 from __future__ import annotations
 

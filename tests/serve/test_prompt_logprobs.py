@@ -86,6 +86,7 @@ def test_offsets_are_places_in_the_text(http: httpx.Client) -> None:
         assert "�" in token or text[at : at + len(token)] == token
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("new", [0, 1, 6])
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_stream_says_the_same_and_prompts_are_scored_one_by_one(http: httpx.Client, new: int, n: int) -> None:

@@ -11,10 +11,10 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "soak_serve.py"
 
 
 def test_requests_and_disconnects_leave_nothing() -> None:
-    given = ["--requests", "600", "--streams", "32", "--idle", "0", "--disconnects", "0.3", "--slope", "inf"]
+    given = ["--requests", "300", "--streams", "32", "--idle", "0", "--disconnects", "0.3", "--slope", "inf"]
     done = subprocess.run([sys.executable, str(SCRIPT), *given], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["answered"] + found["cut"] == found["requests"] == 300
-    assert found["cut"] > 40
+    assert found["answered"] + found["cut"] == found["requests"] == 150
+    assert found["cut"] > 20
     assert not any(found["left"].values())

@@ -1085,13 +1085,13 @@ class Pages:
 @final
 class PeerExchange:
     """
-    The mailboxes of GPUs that exchange parts of results, as one of them sees them.
+    The exchange buffers of GPUs that exchange parts of results, as one of them sees them.
     """
     def __new__(
-        cls, /, mailboxes: Sequence[Tensor], half: int, me: int, step: Tensor, failed: Tensor, limit_ns: int
+        cls, /, buffers: Sequence[Tensor], half: int, me: int, step: Tensor, failed: Tensor, limit_ns: int
     ) -> PeerExchange:
         """
-        mailboxes: int64 on each GPU, zeros, `half` words for exchanges of even numbers and at least as many for odd ones; me: place of this
+        buffers: int64 on each GPU, zeros, `half` words for exchanges of even numbers and at least as many for odd ones; me: place of this
         GPU among them; step, failed: int32 [1] on this GPU.
         """
     def gather(

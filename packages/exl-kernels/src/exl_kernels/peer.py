@@ -18,16 +18,16 @@ from .cuda_ops import launch_on
 from .errors import DeviceError, DTypeError, ShapeError, UnsupportedError
 from .selection import MOST_EXCHANGES, MOST_GPUS
 
-__all__ = ["Mailboxes", "free_deleted", "mailbox_bytes"]
+__all__ = ["ExchangeBuffers", "exchange_buffer_bytes", "free_deleted"]
 
 WORD = 4  # bytes
 _gone: list[Sequence[Tensor]] = []
-"""Mailboxes of deleted objects: launches of other GPUs, which no stream of their own GPU waits for, may still store
+"""Buffers of deleted objects: launches of other GPUs, which no stream of their own GPU waits for, may still store
 into them. `free_deleted` frees them when the GPUs are idle."""
 
 
-def mailbox_bytes(size: int, odd: int = 0) -> int:
-    """Return the bytes of a GPU's mailbox, which takes 64 bits for each 32 of a result.
+def exchange_buffer_bytes(size: int, odd: int = 0) -> int:
+    """Return the bytes of a GPU's exchange buffer, which takes 64 bits for each 32 of a result.
 
     Args:
         size: bytes of the largest result.
@@ -41,16 +41,16 @@ def _words(size: int) -> int:
 
 
 def free_deleted() -> None:
-    """Free the memory of deleted mailboxes. Waits for their GPUs."""
+    """Free the memory of deleted exchange buffers. Waits for their GPUs."""
     gone: list[Sequence[Tensor]] = []
-    with contextlib.suppress(IndexError):  # not by a copy: a garbage collection may add mailboxes meanwhile
+    with contextlib.suppress(IndexError):  # not by a copy: a garbage collection may add buffers meanwhile
         while True:
             gone.append(_gone.pop())
-    for device in {box.device for boxes in gone for box in boxes}:
+    for device in {buffer.device for buffers in gone for buffer in buffers}:
         torch.cuda.synchronize(device)
 
 
-class Mailboxes:
+class ExchangeBuffers:
     """Memory through which GPUs of this process exchange parts of results, without a host or an event in between.
 
     Each GPU stores its part into the others' memory. A word carries a mark of the step and of the exchange, for which
@@ -70,7 +70,7 @@ class Mailboxes:
         UnsupportedError: the number of devices is out of range.
     """
 
-    _boxes: Sequence[Tensor] = ()  # also where the constructor failed
+    _buffers: Sequence[Tensor] = ()  # also where the constructor failed
 
     @torch.inference_mode(False)
     def __init__(
@@ -81,24 +81,24 @@ class Mailboxes:
         self.devices = list(devices)
         free_deleted()
         self._half, larger = _words(size), odd or {}
-        boxes = self._boxes = [
-            torch.zeros(mailbox_bytes(size, larger.get(gpu, 0)) // (2 * WORD), dtype=torch.int64, device=device)
+        buffers = self._buffers = [
+            torch.zeros(exchange_buffer_bytes(size, larger.get(gpu, 0)) // (2 * WORD), dtype=torch.int64, device=device)
             for gpu, device in enumerate(self.devices)
         ]
         self.steps = [torch.zeros(1, dtype=torch.int32, device=device) for device in self.devices]
         self._failed = [torch.zeros(1, dtype=torch.int32, device=device) for device in self.devices]
-        for device in {*self.devices}:  # no GPU may store into a mailbox that is still to be filled with zeros
+        for device in {*self.devices}:  # no GPU may store into a buffer that is still to be filled with zeros
             torch.cuda.synchronize(device)
         limit_ns = int(limit * 1e9)
         self._native = [
-            _native.PeerExchange(boxes, self._half, gpu, step, failed, limit_ns)
+            _native.PeerExchange(buffers, self._half, gpu, step, failed, limit_ns)
             for gpu, (step, failed) in enumerate(zip(self.steps, self._failed, strict=True))
         ]
 
     def __del__(self) -> None:
         # No waiting here: a garbage collection may call this method during a capture.
-        if self._boxes:
-            _gone.append(self._boxes)
+        if self._buffers:
+            _gone.append(self._buffers)
 
     def begin_step(self, gpu: int) -> None:
         """Queue the beginning of a step of a GPU on its current stream."""
@@ -130,10 +130,10 @@ class Mailboxes:
             receive: wait for the parts of the others.
 
         Raises:
-            ShapeError, DTypeError: the operands do not fit, or exceed the size of the mailboxes.
+            ShapeError, DTypeError: the operands do not fit, or exceed the size of the buffers.
             DeviceError: the launch failed.
         """
-        what = "Mailboxes.gather"
+        what = "ExchangeBuffers.gather"
         size = own.element_size()
         if size not in (2, WORD) or full.dtype != own.dtype:
             raise DTypeError(f"{what}: own is {own.dtype}, full {full.dtype}; expected one dtype of 16 or 32 bits")
@@ -150,7 +150,7 @@ class Mailboxes:
             raise ShapeError(f"{what}: exchange {number} of a step; at most {MOST_EXCHANGES} are possible")
         got = set(range(len(self.devices)) if receivers is None else receivers)
         if any(full.nbytes > WORD * self._room(to, number) for to in got):
-            raise ShapeError(f"{what}: {full.nbytes} bytes exceed the mailboxes, which were made for fewer")
+            raise ShapeError(f"{what}: {full.nbytes} bytes exceed the exchange buffers, which were made for fewer")
         if not (own.is_contiguous() and full.is_contiguous()):
             raise ShapeError(f"{what}: own and full must be contiguous")
         bits = sum(1 << one for one in got)
@@ -162,7 +162,7 @@ class Mailboxes:
 
     def _room(self, gpu: int, number: int) -> int:
         """Return the words of a result that a GPU can receive in an exchange."""
-        return self._boxes[gpu].numel() - self._half if number % 2 else self._half
+        return self._buffers[gpu].numel() - self._half if number % 2 else self._half
 
     def check(self) -> None:
         """Raise DeviceError if a kernel gave up waiting. Waits for the GPUs."""

@@ -1,6 +1,6 @@
-// Parts of a matrix that several GPUs computed, gathered on each of them. Each GPU stores its part into the mailboxes of the others, over
+// Parts of a matrix that several GPUs computed, gathered on each of them. Each GPU stores its part into the others' exchange buffers, over
 // NVLink or PCIe, as words of 64 bits: 32 bits of values and a mark. A reader polls a word until it has the mark of this exchange, so no
-// fence and no flag of its own is needed. Marks grow from exchange to exchange; two halves of a mailbox take turns. A GPU writes into a half
+// fence and no flag of its own is needed. Marks grow from exchange to exchange; two halves of a buffer take turns. A GPU writes into a half
 // again only after it has received the exchange in between, which its reader sent behind its last read of that half. So a step has an even
 // number of exchanges, and one that not all GPUs receive is its last.
 #include "common/abi.cuh"
@@ -9,7 +9,7 @@
 constexpr int EXCHANGE_GPUS = 8;
 
 struct ExchangeTask {
-  uint64_t* mailbox[EXCHANGE_GPUS];  // of each GPU, in its memory: two halves of `half` words
+  uint64_t* buffer[EXCHANGE_GPUS];   // of each GPU, in its memory: two halves of `half` words
   const uint32_t* own;               // [rows, width of this GPU], contiguous, in units of 32 bits as all widths
   uint32_t* full;                    // [rows, begin[gpus]]
   const uint32_t* step;              // number of the step, the same on all GPUs
@@ -22,7 +22,7 @@ struct ExchangeTask {
   uint32_t receivers;                // bit i: GPU i gets the whole
   uint32_t phases;                   // bit 0: send, bit 1: receive, bit 2: addresses and widths are those of pairs of words
 };
-ABI_SIZE(ExchangeTask, 176); ABI_AT(ExchangeTask, mailbox, 0); ABI_AT(ExchangeTask, own, 64); ABI_AT(ExchangeTask, full, 72);
+ABI_SIZE(ExchangeTask, 176); ABI_AT(ExchangeTask, buffer, 0); ABI_AT(ExchangeTask, own, 64); ABI_AT(ExchangeTask, full, 72);
 ABI_AT(ExchangeTask, step, 80); ABI_AT(ExchangeTask, failed, 88); ABI_AT(ExchangeTask, half, 96); ABI_AT(ExchangeTask, limit, 104);
 ABI_AT(ExchangeTask, begin, 112); ABI_AT(ExchangeTask, gpus, 148); ABI_AT(ExchangeTask, me, 152); ABI_AT(ExchangeTask, rows, 156);
 ABI_AT(ExchangeTask, number, 160); ABI_AT(ExchangeTask, receivers, 164); ABI_AT(ExchangeTask, phases, 168);
@@ -37,7 +37,7 @@ DEVICE uint64_t time_ns() {
 
 constexpr uint32_t NOTHING = 0x7fff7fff;  // NaN as FP32, and as two of either half type
 
-// N words of a matrix, which are N times 64 bits in a mailbox, accessed at once. Each word of 64 bits arrives as a whole.
+// N words of a matrix, which are N times 64 bits in an exchange buffer, accessed at once. Each word of 64 bits arrives as a whole.
 template <int N>
 struct alignas(4 * N) Words {
   uint32_t v[N];
@@ -88,18 +88,18 @@ DEVICE void gather(const ExchangeTask& task, uint32_t mark) {
     for (int i = N * first; i < task.rows * width; i += N * stride) {
       const Words<N> words = *reinterpret_cast<const Words<N>*>(task.own + i);
       for (int gpu = 0; gpu < task.gpus; gpu++)
-        if (gpu != task.me && (task.receivers >> gpu & 1)) send<N>(task.mailbox[gpu] + half + int64_t(from) * task.rows + i, words, mark);
+        if (gpu != task.me && (task.receivers >> gpu & 1)) send<N>(task.buffer[gpu] + half + int64_t(from) * task.rows + i, words, mark);
       if (gets) keep(from, width, i, words);
     }
   }
   if (!(task.phases & 2) || !gets) return;
-  const uint64_t* mailbox = task.mailbox[task.me] + half;
+  const uint64_t* buffer = task.buffer[task.me] + half;
   for (int gpu = 0; gpu < task.gpus; gpu++) {
     const int from = task.begin[gpu], width = task.begin[gpu + 1] - from;
     if (gpu == task.me) continue;
     for (int i = N * first; i < task.rows * width; i += N * stride) {
       Words<N> words;
-      if (!lost && !arrived<N>(words, mailbox + int64_t(from) * task.rows + i, mark, task.limit)) {
+      if (!lost && !arrived<N>(words, buffer + int64_t(from) * task.rows + i, mark, task.limit)) {
         lost = true;
         *task.failed = 1;
       }

@@ -1,4 +1,4 @@
-//! Loads, stores, transpositions and products of matrices that a warp holds.
+//! Loads, stores, transpositions and multiplications of matrices that a warp holds.
 
 use super::Warp;
 use super::addresses::shared_of;

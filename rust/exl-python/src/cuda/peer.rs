@@ -11,10 +11,10 @@ use crate::errors::device_error;
 use crate::operands::Launch;
 use crate::tensor::{DType, Tensor};
 
-/// The mailboxes of GPUs that exchange parts of results, as one of them sees them.
+/// The exchange buffers of GPUs that exchange parts of results, as one of them sees them.
 #[pyclass(frozen, module = "exl_kernels._native")]
 pub struct PeerExchange {
-    mailboxes: Vec<Tensor>,
+    buffers: Vec<Tensor>,
     half: usize,
     me: usize,
     step: Tensor,
@@ -24,11 +24,11 @@ pub struct PeerExchange {
 
 #[pymethods]
 impl PeerExchange {
-    /// mailboxes: int64 on each GPU, zeros, `half` words for exchanges of even numbers and at least as many for odd ones; me: place of this
+    /// buffers: int64 on each GPU, zeros, `half` words for exchanges of even numbers and at least as many for odd ones; me: place of this
     /// GPU among them; step, failed: int32 [1] on this GPU.
     #[new]
     fn new(
-        mailboxes: Vec<Tensor>,
+        buffers: Vec<Tensor>,
         half: usize,
         me: usize,
         step: Tensor,
@@ -36,20 +36,20 @@ impl PeerExchange {
         limit_ns: u64,
     ) -> PyResult<Self> {
         expect(
-            me < mailboxes.len()
-                && mailboxes
+            me < buffers.len()
+                && buffers
                     .iter()
                     .all(|t| t.dtype == DType::I64 && t.numel() >= 2 * half && t.cuda.is_some()),
-            "mailboxes must be int64 of two halves on GPUs",
+            "buffers must be int64 of two halves on GPUs",
         )?;
         expect(
             [&step, &failed]
                 .iter()
-                .all(|t| t.dtype == DType::I32 && t.numel() == 1 && t.cuda == mailboxes[me].cuda),
+                .all(|t| t.dtype == DType::I32 && t.numel() == 1 && t.cuda == buffers[me].cuda),
             "step and failed must be int32 [1] on this GPU",
         )?;
         Ok(Self {
-            mailboxes,
+            buffers,
             half,
             me,
             step,
@@ -77,7 +77,7 @@ impl PeerExchange {
         let all = [
             ("own", &own),
             ("full", &full),
-            ("mailbox", &self.mailboxes[self.me]),
+            ("buffer", &self.buffers[self.me]),
         ];
         let to = target(&all, launch)?;
         let word = |t: &Tensor| t.dtype.size() == 4 && t.shape.len() == 2;
@@ -86,15 +86,15 @@ impl PeerExchange {
             "own and full must be matrices of 32-bit words",
         )?;
         let columns = begins.last().copied().unwrap_or(0);
-        let wide = begins.len() == self.mailboxes.len() + 1
+        let wide = begins.len() == self.buffers.len() + 1
             && begins.windows(2).all(|pair| pair[0] <= pair[1])
             && own.shape[1] == begins[self.me + 1] - begins[self.me]
             && full.shape == [own.shape[0], columns];
         expect(wide, "own and full must have the widths that begins says")?;
-        let received = self.mailboxes.iter().enumerate();
+        let received = self.buffers.iter().enumerate();
         let received = received.filter(|(gpu, _)| receivers >> gpu & 1 == 1);
         let op = Exchange {
-            mailboxes: self.mailboxes.iter().map(|t| t.ptr).collect(),
+            buffers: self.buffers.iter().map(|t| t.ptr).collect(),
             half: self.half,
             second: received
                 .map(|(_, t)| t.numel() - self.half)

@@ -45,8 +45,8 @@ from .fused import JoinedLaunches, joined_launches_of
 from .prompt_windows import windows_of
 from .sections import DeviceCopy, SectionGraphs, mirrored, sections_of
 from .sharded.coverage import row_bytes
+from .sharded.exchange_buffers import BuffersByRows, exchanges, refusal_of_access
 from .sharded.launches import ShardLaunches, shard_launches_of
-from .sharded.mail import Mail, exchanges, refusal_of_access
 from .sharded.prompts import Prompts
 from .step_inputs import Bucket, StagedTensors, StepTensors, passed
 
@@ -93,7 +93,7 @@ class DecodeGraphs:
         self._shards: list[ShardLaunches] | str | None = None  # of a sharded model, or why there are none
         self._prompts: Prompts | None = None  # of `_shards`
         self._shards_failure: CaptureFailure | None = None  # why they could not be made, for lack of memory for example
-        self._mail = Mail()
+        self._buffers = BuffersByRows()
         # Of each device. One stream for all captures: torch reuses memory freed on a stream for that stream only.
         self._pools: dict[torch.device, Any] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -271,7 +271,7 @@ class DecodeGraphs:
             DeviceError: a device waited in vain for another one. Later steps are recorded anew.
         """
         try:
-            self._mail.check()
+            self._buffers.check()
         except DeviceError:
             self.clear()
             raise
@@ -285,7 +285,7 @@ class DecodeGraphs:
         self._eager.clear()
         self._logits.clear()
         self._workspaces.clear()
-        self._mail.clear()
+        self._buffers.clear()
         self._joined = self._shards = self._prompts = self._shards_failure = None
         self._arrangement = self._modules = None
         self._refused = self.reason = None
@@ -498,7 +498,7 @@ class DecodeGraphs:
         assert isinstance(self._shards, list), "_refusal_of_bucket has made them"
         inputs = StagedTensors(bucket, context.home)
         logits = self._logits_of(bucket.tokens, model.config.padded_vocab_size, context.home)
-        boxes = self._mail.boxes(context, bucket.tokens, row_bytes(model.modules, len(self._shards)))
+        buffers = self._buffers.of_rows(context, bucket.tokens, row_bytes(model.modules, len(self._shards)))
         pages = context.pages(cache, bucket.page_size, (bucket.batch, model.config.head_dim))
         kept: list[Tensor] = []
         parts: list[tuple[list[DeviceCopy], torch.cuda.CUDAGraph]] = []
@@ -508,12 +508,12 @@ class DecodeGraphs:
             # The home device's graph is queued last: it ends, and lets a copy behind it begin, only after the others.
             copies_in = [DeviceCopy(inputs.buffer, own.buffer)] if shard else []
             step = replace(static_step(model, cache, bucket, own, device), pages=pages[shard])
-            body = self._shards[shard].body(own.ids, step, partial(exchanges, boxes, shard))
+            body = self._shards[shard].body(own.ids, step, partial(exchanges, buffers, shard))
             graph, result, held = self._capture(body, None if shard else logits, own.ids)
             parts.append((copies_in, graph))
             kept += [step.rows, step.cos, step.sin, *(step.alt or ()), result, held]
         return CapturedStep(
-            SectionGraphs(parts), inputs, logits, (*kept, *self._workspaces), (), [], {}, boxes, self._shards
+            SectionGraphs(parts), inputs, logits, (*kept, *self._workspaces), (), [], {}, buffers, self._shards
         )
 
     def _capture(

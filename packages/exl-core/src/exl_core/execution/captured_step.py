@@ -31,7 +31,7 @@ from .sections import SectionGraphs
 from .step_inputs import StagedTensors
 
 if TYPE_CHECKING:
-    from exl_kernels.peer import Mailboxes
+    from exl_kernels.peer import ExchangeBuffers
 
     from ..cache import ExLlamaV2CacheBase
     from .captured import DecodeGraphs
@@ -53,7 +53,7 @@ class CapturedStep:
         default_factory=list
     )  # contents of the adapters' tensor at this point of the stream
     views: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    boxes: Mailboxes | None = None  # through which the devices of a sharded model exchange results
+    buffers: ExchangeBuffers | None = None  # through which the devices of a sharded model exchange results
     launches: Sequence[ShardLaunches] = ()  # of a sharded model: norm weights of each device
 
     def send_adapter_slots(self, adapter_slots: list[int]) -> None:
@@ -233,7 +233,7 @@ class StepReplay:
             self.captured.send_adapter_slots(self._adapter_slots)
             self.captured.graph.replay()
         except BaseException as error:
-            if self.captured.boxes is not None:
+            if self.captured.buffers is not None:
                 # Some devices may run this step and others not: their exchanges would never match again.
                 self._owner.clear()
             if isinstance(error, RuntimeError):

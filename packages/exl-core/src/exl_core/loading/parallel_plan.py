@@ -16,7 +16,7 @@ from ..execution.batch import DECODE_TOKENS
 from ..execution.capturable import refusal_of_settings, without_hooks
 from ..execution.sharded.coverage import StoredWeights, refusal_of_exchange, row_bytes
 from ..execution.sharded.cutting import output_bounds
-from ..execution.sharded.mail import mail_bytes
+from ..execution.sharded.exchange_buffers import bytes_by_rows
 from ..execution.sharded.shares import Shares
 from ..layers import Linear, Module, build_modules
 from .checkpoint import TensorReader
@@ -115,8 +115,8 @@ def _planned(
     if planner.sums and not (all(d.fits() for d in found) and shares.all_have_quarters()):
         planner.sums = False
         found, shares = planner.place(budgets, cache)
-    planner.mail = (0, 0) if separate or not places[0].is_cuda else _mail(config, modules, shares)
-    if any(planner.mail):
+    planner.exchanged = (0, 0) if separate or not places[0].is_cuda else _exchange_bytes(config, modules, shares)
+    if any(planner.exchanged):
         found, shares = planner.place(budgets, cache)
     fits = all(d.fits() for d in found)
     most = None
@@ -127,7 +127,7 @@ def _planned(
     return LoadPlan(found, homes, cache, fits, most, "" if fits else problem, planner.embedding), shares
 
 
-def _mail(config: ExLlamaV2Config, modules: Sequence[Module], shares: Shares) -> tuple[int, int]:
+def _exchange_bytes(config: ExLlamaV2Config, modules: Sequence[Module], shares: Shares) -> tuple[int, int]:
     """Return the bytes through which captured steps exchange results, on the first GPU and on each other one.
 
     That is 0 where no steps are captured, else memory for `config.decode_rows` sequences with their draft tokens.
@@ -138,7 +138,7 @@ def _mail(config: ExLlamaV2Config, modules: Sequence[Module], shares: Shares) ->
     weights = StoredWeights(TensorReader(config.checkpoint), bounds, count)
     if refusal_of_settings(config) or refusal_of_exchange(inner, count, weights):
         return 0, 0
-    return mail_bytes(min(PACKED_ROWS, DECODE_TOKENS * config.decode_rows), row_bytes(inner, count))
+    return bytes_by_rows(min(PACKED_ROWS, DECODE_TOKENS * config.decode_rows), row_bytes(inner, count))
 
 
 @dataclass
@@ -159,7 +159,10 @@ class _Planner:
     split: bool = False
     separate: bool = False
     sums: bool = False
-    mail: tuple[int, int] = (0, 0)  # bytes through which GPUs exchange results, on the first one and on each other one
+    exchanged: tuple[int, int] = (
+        0,
+        0,
+    )  # bytes of buffers through which GPUs exchange results, on the first one and on each other one
 
     @classmethod
     def of(cls, config: ExLlamaV2Config, modules: Sequence[Module], places: Sequence[Device]) -> _Planner:
@@ -204,7 +207,7 @@ class _Planner:
         plans = [
             replace(
                 d,
-                tables=tables + self.mail[min(i, 1)],
+                tables=tables + self.exchanged[min(i, 1)],
                 scratch=self.scratch,
                 weights=0 if i and not self.separate else self.home,
                 modules=[*range(self.modules)],

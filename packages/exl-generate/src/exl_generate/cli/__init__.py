@@ -15,7 +15,7 @@ __all__ = ["main", "program"]
 def main() -> None:
     """Run the command line; errors made on purpose, and output that cannot be written, become one line on stderr and
     exit code 1, Ctrl-C exit code 130, a reader of the output that went away exit code 141."""
-    # Last in, first out: a second Ctrl-C does not break into what the libraries clean up at the end.
+    # Last in, first out: a second Ctrl-C does not interrupt the libraries' cleanup at the end.
     _run(lambda: atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN))
 
 

@@ -119,7 +119,7 @@ def _device() -> tuple[str, bool]:
 
 
 def _kernels_work() -> bool:
-    """One small product through the native module."""
+    """Run one small matmul through the native module."""
     try:
         from exl_kernels.linear import QuantMatrix
 

@@ -170,7 +170,7 @@ class Screen:
 
 @contextmanager
 def silent_keys() -> Iterator[None]:
-    """Do not echo keys that are pressed meanwhile: they would break into the text. The next prompt shows them."""
+    """Do not echo keys that are pressed meanwhile: they would interrupt the text. The next prompt shows them."""
     if termios is None or not sys.stdin.isatty():
         yield
         return

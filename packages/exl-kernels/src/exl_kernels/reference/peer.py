@@ -1,4 +1,4 @@
-"""The twin of `peer.Mailboxes.gather`."""
+"""The twin of `peer.ExchangeBuffers.gather`."""
 
 from __future__ import annotations
 

@@ -17,14 +17,14 @@ assert_constants!(exchange, { EXCHANGE_GPUS == GPUS, EXCHANGES == EXCHANGES });
 /// Operands of [`exchange`]: addresses, sizes in words of 32 bits.
 #[derive(Clone, Debug)]
 pub struct Exchange {
-    /// Address of each GPU's mailbox, zeros at first: `half` words of 64 bits for exchanges of even numbers, then those for odd ones.
-    pub mailboxes: Vec<usize>,
+    /// Address of each GPU's exchange buffer, zeros at first: `half` words of 64 bits for exchanges of even numbers, then those for odd ones.
+    pub buffers: Vec<usize>,
     pub half: usize,
-    /// Words behind the first half, in the smallest mailbox of a receiver.
+    /// Words behind the first half, in the smallest buffer of a receiver.
     pub second: usize,
     /// First column of each GPU, and the number of columns.
     pub begins: Vec<usize>,
-    /// Place of this GPU in `mailboxes`.
+    /// Place of this GPU in `buffers`.
     pub me: usize,
     pub rows: usize,
     /// `[rows, width of this GPU]`
@@ -47,7 +47,7 @@ pub struct Exchange {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 struct Task {
-    mailbox: [u64; GPUS],
+    buffer: [u64; GPUS],
     own: u64,
     full: u64,
     step: u64,
@@ -63,7 +63,7 @@ struct Task {
     phases: u32,
 }
 
-assert_layout!(Task, exchange::ExchangeTask, { mailbox, own, full, step, failed, half, limit, begin, gpus, me, rows, number, receivers, phases });
+assert_layout!(Task, exchange::ExchangeTask, { buffer, own, full, step, failed, half, limit, begin, gpus, me, rows, number, receivers, phases });
 
 pub(in crate::ops) fn kernels() -> Vec<String> {
     vec!["exchange".to_owned()]
@@ -72,7 +72,7 @@ pub(in crate::ops) fn kernels() -> Vec<String> {
 impl Exchange {
     /// Check the sizes, so that the kernel stays within the stated memory.
     fn check(&self) -> Result<(), CudaError> {
-        let gpus = self.mailboxes.len();
+        let gpus = self.buffers.len();
         let wrong = |what: String, limit: &str| {
             Err(CudaError::Argument {
                 what,
@@ -96,7 +96,7 @@ impl Exchange {
         if self.rows * self.begins[gpus] > most {
             return wrong(
                 format!("{} rows of {} words", self.rows, self.begins[gpus]),
-                "they must fit half of a mailbox",
+                "they must fit half of an exchange buffer",
             );
         }
         if self.number >= EXCHANGES {
@@ -111,9 +111,9 @@ impl Exchange {
     /// The kernels' operand.
     fn task(&self) -> Result<Task, CudaError> {
         self.check()?;
-        let gpus = self.mailboxes.len();
+        let gpus = self.buffers.len();
         let mut task = Task {
-            mailbox: [0; GPUS],
+            buffer: [0; GPUS],
             own: self.own as u64,
             full: self.full as u64,
             step: self.step as u64,
@@ -128,8 +128,8 @@ impl Exchange {
             receivers: self.receivers,
             phases: u32::from(self.send) | u32::from(self.receive) << 1,
         };
-        for (place, &address) in self.mailboxes.iter().enumerate() {
-            task.mailbox[place] = address as u64;
+        for (place, &address) in self.buffers.iter().enumerate() {
+            task.buffer[place] = address as u64;
             task.begin[place] = index32("columns", self.begins[place])?;
         }
         Ok(task)
@@ -140,15 +140,15 @@ impl Exchange {
         let even =
             self.half.is_multiple_of(2) && self.begins.iter().all(|begin| begin.is_multiple_of(2));
         even && [self.own, self.full].iter().all(|at| at.is_multiple_of(8))
-            && self.mailboxes.iter().all(|at| at.is_multiple_of(16))
+            && self.buffers.iter().all(|at| at.is_multiple_of(16))
     }
 }
 
 /// Gather the parts of all GPUs in `full` of each receiver, in the order of the columns.
 ///
 /// # Safety
-/// The addresses must be memory of the stated sizes, valid until the stream has passed this launch; mailboxes of other GPUs must be
-/// accessible to this one. All GPUs must launch the exchange, and nothing else may use the mailboxes meanwhile.
+/// The addresses must be memory of the stated sizes, valid until the stream has passed this launch; buffers of other GPUs must be
+/// accessible to this one. All GPUs must launch the exchange, and nothing else may use the buffers meanwhile.
 pub unsafe fn exchange(to: Target, op: &Exchange) -> Result<(), CudaError> {
     let mut task = op.task()?;
     let device = Device::get(to.device)?;
@@ -181,7 +181,7 @@ mod tests {
 
     fn of(begins: &[usize], rows: usize, half: usize) -> Exchange {
         Exchange {
-            mailboxes: vec![8; begins.len() - 1],
+            buffers: vec![8; begins.len() - 1],
             half,
             second: half,
             begins: begins.to_vec(),
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_leave_the_mailbox_are_rejected() {
+    fn sizes_that_exceed_the_buffer_are_rejected() {
         assert!(of(&[0, 3, 8], 2, 16).check().is_ok());
         assert!(of(&[0, 3, 8], 3, 16).check().is_err());
         assert!(of(&[0, 8], 1, 16).check().is_err());

@@ -8,7 +8,7 @@
 | `heads` | attention whose heads are on several devices |
 | `exchange`, `processes` | results on their way to the home device: within a process, between processes |
 | `executor` | runs the modules |
-| `launches`, `mail` | the launches of each device in a captured step, and their exchanges |
+| `launches`, `exchange_buffers` | the launches of each device in a captured step, and their exchanges |
 | `coverage` | which models have these launches |
 | `prompts` | passes of many rows by operators on the same shares |
 """

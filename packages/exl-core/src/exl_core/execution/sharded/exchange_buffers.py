@@ -1,4 +1,4 @@
-"""The exchanges of captured steps of a sharded model: mailboxes by number of rows."""
+"""The exchanges of captured steps of a sharded model: buffers by number of rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from exl_kernels.peer import Mailboxes, free_deleted, mailbox_bytes
+from exl_kernels.peer import ExchangeBuffers, exchange_buffer_bytes, free_deleted
 
 from .coverage import RowBytes
 from .launches import Gather
@@ -17,14 +17,14 @@ from .transfer import is_direct
 if TYPE_CHECKING:
     from .context import TensorParallel
 
-__all__ = ["Mail", "mail_bytes", "refusal_of_access"]
+__all__ = ["BuffersByRows", "bytes_by_rows", "exchanges", "refusal_of_access"]
 
 
-def mail_bytes(rows: int, row: RowBytes) -> tuple[int, int]:
-    """Return the bytes of mailboxes for steps of 1 to `rows` rows, of the first GPU and of each other one."""
+def bytes_by_rows(rows: int, row: RowBytes) -> tuple[int, int]:
+    """Return the bytes of exchange buffers for steps of 1 to `rows` rows, of the first GPU and of each other one."""
     sizes = [1 << power for power in range(_power(rows) + 1)]
-    first = sum(mailbox_bytes(most * row.shared, most * row.logits) for most in sizes)
-    return first, sum(mailbox_bytes(most * row.shared) for most in sizes)
+    first = sum(exchange_buffer_bytes(most * row.shared, most * row.logits) for most in sizes)
+    return first, sum(exchange_buffer_bytes(most * row.shared) for most in sizes)
 
 
 def _power(rows: int) -> int:
@@ -43,30 +43,30 @@ def refusal_of_access(context: TensorParallel) -> str | None:
     return None
 
 
-class Mail:
-    """Mailboxes of a sharded model, one set for steps of up to 1, 2, 4, .. rows, made on first use."""
+class BuffersByRows:
+    """Exchange buffers of a sharded model, one set for steps of up to 1, 2, 4, .. rows, made on first use."""
 
     def __init__(self) -> None:
-        self._boxes: dict[int, Mailboxes] = {}
+        self._buffers: dict[int, ExchangeBuffers] = {}
 
     def clear(self) -> None:
-        """Drop all mailboxes. Waits for the GPUs: a step may still be under way."""
-        if self._boxes:
-            self._boxes.clear()
+        """Drop all buffers. Waits for the GPUs: a step may still be under way."""
+        if self._buffers:
+            self._buffers.clear()
             free_deleted()
 
     def check(self) -> None:
         """Raise DeviceError if a device gave up waiting for another one in any step. Waits for the GPUs."""
-        for boxes in self._boxes.values():
-            boxes.check()
+        for buffers in self._buffers.values():
+            buffers.check()
 
-    def boxes(self, context: TensorParallel, rows: int, row: RowBytes) -> Mailboxes:
-        """Return mailboxes for steps of up to `rows` rows. Their last exchange, of an odd number, is of the logits."""
+    def of_rows(self, context: TensorParallel, rows: int, row: RowBytes) -> ExchangeBuffers:
+        """Return the buffers for steps of up to `rows` rows. Their last exchange is of the logits."""
         most = 1 << _power(rows)
-        if most not in self._boxes:
+        if most not in self._buffers:
             devices = [context.device(shard) for shard in range(len(context.names))]
-            self._boxes[most] = Mailboxes(devices, most * row.shared, {0: most * row.logits})
-        return self._boxes[most]
+            self._buffers[most] = ExchangeBuffers(devices, most * row.shared, {0: most * row.logits})
+        return self._buffers[most]
 
 
 class Exchanges:
@@ -75,11 +75,11 @@ class Exchanges:
     `live`: kernels send and wait. Otherwise they are only loaded: others may be in the midst of a step.
     """
 
-    def __init__(self, boxes: Mailboxes, shard: int, live: bool) -> None:
-        self._boxes, self._shard, self._live = boxes, shard, live
+    def __init__(self, buffers: ExchangeBuffers, shard: int, live: bool) -> None:
+        self._buffers, self._shard, self._live = buffers, shard, live
         self._number = 0
         if live:
-            boxes.begin_step(shard)
+            buffers.begin_step(shard)
 
     def __call__(
         self, own: Tensor, begins: Sequence[int], full: Tensor | None, receivers: Sequence[int] | None
@@ -88,11 +88,11 @@ class Exchanges:
         if full is None:
             full = own.new_empty(own.shape[0], begins[-1])
         live = self._live
-        self._boxes.gather(self._shard, own, full, begins, self._number, receivers, send=live, receive=live)
+        self._buffers.gather(self._shard, own, full, begins, self._number, receivers, send=live, receive=live)
         self._number += 1
         return full
 
 
-def exchanges(boxes: Mailboxes, shard: int, live: bool) -> Gather:
+def exchanges(buffers: ExchangeBuffers, shard: int, live: bool) -> Gather:
     """Return the exchanges of one step of one device; arguments as for `Exchanges`."""
-    return Exchanges(boxes, shard, live)
+    return Exchanges(buffers, shard, live)
