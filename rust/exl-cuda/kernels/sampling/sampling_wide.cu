@@ -137,24 +137,39 @@ DEVICE void draw_pass(const Row& row, const Wide& s, const Slope& slope, const f
   }
 }
 
-// Lists the candidates at the border, in any order.
-DEVICE void near_pass(const Row& row, const Wide& s, const Slope& slope, const float* x, int base, int end, WideRow* memory) {
+// Lists the candidates at the border, in any order. The block collects them in the place of its histogram: the row has one counter.
+DEVICE void near_pass(const Row& row, const Wide& s, const Slope& slope, const float* x, int base, int end, WideRow* memory, Histogram& h) {
+  constexpr int HELD = sizeof(Histogram) / sizeof(unsigned);
+  static_assert(HELD % WIDE_THREADS == 0, "whole rounds");
+  __shared__ unsigned held, place;
+  unsigned* ids = reinterpret_cast<unsigned*>(&h);
   const Digit digit = digit_of(s.order, s.digit);
   const Cuts cuts = cuts_of(s);
 #pragma unroll 1
-  for (int first = base; first < end; first += WIDE_THREADS) {
-    const int id = first + threadIdx.x;
-    unsigned bin;
-    u64 q;
-    const bool near =
-        id < end && key_of(x[id]) > NEG_INF && digit_at(row, s, cuts, digit, candidate(slope, x[id], id), &bin, &q);
-    const unsigned lanes = __ballot_sync(~0u, near), lane = threadIdx.x % 32;
-    if (!lanes) continue;
-    unsigned at = 0;
-    if (lane == 0) at = atomicAdd(&memory->state.listed, (unsigned)__popc(lanes));
-    at = __shfl_sync(~0u, at, 0) + __popc(lanes & ((1u << lane) - 1));
-    if (near) memory->near[at] = (unsigned)id;
+  for (; base < end; base += HELD) {
+    if (threadIdx.x == 0) held = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int first = base; first < min(end, base + HELD); first += WIDE_THREADS) {
+      const int id = first + threadIdx.x;
+      unsigned bin;
+      u64 q;
+      const bool near =
+          id < end && key_of(x[id]) > NEG_INF && digit_at(row, s, cuts, digit, candidate(slope, x[id], id), &bin, &q);
+      const unsigned lanes = __ballot_sync(~0u, near), lane = threadIdx.x % 32;
+      if (!lanes) continue;
+      unsigned at = 0;
+      if (lane == 0) at = atomicAdd(&held, (unsigned)__popc(lanes));
+      at = __shfl_sync(~0u, at, 0) + __popc(lanes & ((1u << lane) - 1));
+      if (near) ids[at] = (unsigned)id;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0 && held) place = atomicAdd(&memory->state.listed, held);
+    __syncthreads();
+    for (unsigned i = threadIdx.x; i < held; i += WIDE_THREADS) memory->near[place + i] = ids[i];
+    __syncthreads();
   }
+  clear_bins(h);
 }
 
 // Adds the block's sums to the row's memory and clears them.
@@ -316,24 +331,52 @@ DEVICE bool resolve_digit(Wide& s, const Share& taken) {
   return known;
 }
 
-// Finds the border among the listed candidates, whose words begin like it.
+// Finds the border among the listed candidates, whose words begin like it. Once they are as few as threads, each has one.
 DEVICE void resolve_near(const Row& row, Wide& s, const Slope& slope, const float* x, const WideRow* memory, Histogram& h) {
+  constexpr int AT_ONCE = 4;  // loads under way
+  __shared__ unsigned few[WIDE_THREADS], found;
   const int count = (int)s.listed;
   const Cuts cuts = cuts_of(s);
-  do {
+  if (threadIdx.x == 0) found = 0;
+  __syncthreads();
+  for (;;) {
     const Digit digit = digit_of(s.order, s.digit);
+    const bool last = s.near <= WIDE_THREADS;
 #pragma unroll 1
-    for (int first = 0; first < count; first += WIDE_THREADS) {
-      const int i = first + threadIdx.x;
-      unsigned bin = 0;
-      u64 q = 0;
-      bool wanted = i < count;
-      if (wanted) {
-        const unsigned id = fresh(memory->near + i);
-        wanted = digit_at(row, s, cuts, digit, candidate(slope, x[id], id), &bin, &q);
+    for (int first = 0; first < count; first += AT_ONCE * WIDE_THREADS) {
+      unsigned ids[AT_ONCE];
+      float v[AT_ONCE];
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; j++) {
+        const int i = first + j * WIDE_THREADS + threadIdx.x;
+        ids[j] = i < count ? fresh(memory->near + i) : ~0u;
       }
-      add_to_bin(h, wanted, bin, q);
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; j++) v[j] = ids[j] != ~0u ? x[ids[j]] : 0.f;
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; j++) {
+        unsigned bin = 0;
+        u64 q = 0;
+        const bool wanted = ids[j] != ~0u && digit_at(row, s, cuts, digit, candidate(slope, v[j], ids[j]), &bin, &q);
+        if (!last) {
+          add_to_bin(h, wanted, bin, q);
+        } else if (wanted) {
+          few[atomicAdd(&found, 1u)] = ids[j];
+        }
+      }
     }
+    __syncthreads();
+    if (last) break;
+    if (resolve_digit(s, take_sums(h))) return;
+  }
+  const bool one = threadIdx.x < found;
+  const unsigned id = one ? few[threadIdx.x] : 0;
+  const Candidate c = candidate(slope, x[id], id);
+  do {
+    unsigned bin = 0;
+    u64 q = 0;
+    const bool wanted = one && digit_at(row, s, cuts, digit_of(s.order, s.digit), c, &bin, &q);
+    add_to_bin(h, wanted, bin, q);
     __syncthreads();
   } while (!resolve_digit(s, take_sums(h)));
 }
@@ -449,7 +492,7 @@ extern "C" __global__ void __launch_bounds__(WIDE_THREADS, 2)
         __syncthreads();
         merge_bins(histogram, memory + r);
       } else if (state.op == NEAR) {
-        near_pass(row, state, slope, x, base, last, memory + r);
+        near_pass(row, state, slope, x, base, last, memory + r, histogram);
       } else if (state.op == BIN || state.op == REBIN) {
         if (state.op == BIN) {
           bin_ids(state, slope, x, base, last, memory + r, tail.sorted, histogram);
