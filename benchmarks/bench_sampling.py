@@ -58,6 +58,7 @@ def cases(width: int, rng: np.random.Generator) -> dict[str, dict[str, Any]]:
             "dry": (0.8, 1.75, 2, 20, 0, pack_ids([13], width)),
         },
         "typical": {"typical": 0.95},
+        "tail-free": {"tfs": 0.95},
         "cfg": {"temperature": 0.8, "top_k": 50, "top_p": 0.8, "cfg_scale": 1.5},
         "all but top-k": everything,
         "all": {**everything, "top_k": 50},

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels import selection
-from exl_kernels.errors import DeviceError, FormatError
+from exl_kernels.errors import DeviceError, FormatError, ShapeError
 from exl_kernels.linear.fused import Activation
 from exl_kernels.sampling import Plan
 from exl_kernels.selection import Card, MatrixShape, Selection, known_cards, rope_store_kernel
@@ -208,6 +208,13 @@ def test_settings_decide_how_tokens_are_sampled() -> None:
     mixed = found({"greedy": True, "cfg_scale": 1.5}, negative=True)
     assert mixed.kernel == f"sample_mix_maxima + sample_mix_sums + sample_mix + {few}"
     assert mixed.reasons == ("sample_shape: classifier-free guidance mixes the log-probabilities of two rows",)
+
+
+@pytest.mark.parametrize("wrong", [{"rows": -1}, {"width": -1}, {"top_n": -1}], ids=str)
+def test_a_negative_number_of_rows_to_sample_is_refused(wrong: dict[str, int]) -> None:
+    asked = {"rows": 4, "width": 32064} | wrong
+    with pytest.raises(ShapeError, match="-1"):
+        Card.named("4090").sampling(Plan(32000), **asked)
 
 
 def test_a_shape_of_tensors_that_do_not_fit_names_the_matrix() -> None:

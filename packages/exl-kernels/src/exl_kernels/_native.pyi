@@ -1186,6 +1186,11 @@ class SamplingPlan:
         range, decay); `dry` = (multiplier, base, allowed_length, max_ngram, range, breakers). `bias` is that of the first ids, or of
         `bias_ids` (int32, each once), and `bias_rest` then that of all others.
         """
+    @property
+    def tail_free(self, /) -> bool:
+        """
+        Whether rows take a tail-free cut, for which a GPU needs more memory.
+        """
 
 @final
 class SamplingWorkspace:

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from . import _native
-from .errors import DeviceError
+from .errors import DeviceError, ShapeError
 
 __all__ = [
     "BLOCK_ROWS",
@@ -327,7 +327,12 @@ class Card:
             mirostat: the rows have a mirostat threshold.
             negative: the rows have logits of a negative prompt.
             top_n: candidates that each row reports.
+
+        Raises:
+            ShapeError: `rows`, `width` or `top_n` is negative.
         """
+        if min(rows, width, top_n) < 0:
+            raise ShapeError(f"{rows} rows of {width} logits, {top_n} reported; none of them can be negative")
         kernels, refused = _native.cuda_select_sampling(
             self._native, plan.native, rows, width, mirostat=mirostat, mixed=negative, top_n=top_n
         )

@@ -194,7 +194,7 @@ DEVICE void draw_all(const Row& row, const View& view, const Table& table, const
   if (row.top_n) {
     const int n = gather_first(view, table, row.top_n);
     if (n == 0) return leave_to_passes(row, peak, to);
-    sort_pairs<false>(table.place, table.q, n);
+    sort_pairs<PLACES>(table.place, table.q, n);
     weigh_table(table, n, slope);
     report(table, n, row.top_n, to.answer);
   }
@@ -240,7 +240,7 @@ DEVICE int first_candidates(const Row& row, const View& view, const Table& table
   if (row.top_k) {
     const int n = gather_first(view, table, row.top_k);
     if (n == 0) return 0;
-    sort_pairs<false>(table.place, table.q, n);
+    sort_pairs<PLACES>(table.place, table.q, n);
     const int kept = min(n, row.top_k);
     weigh_table(table, kept, slope);
     return kept;
@@ -265,7 +265,7 @@ DEVICE int first_candidates(const Row& row, const View& view, const Table& table
       reached = total_of(table, n) >= target;
     }
     if (!reached) return 0;
-    sort_pairs<false>(table.place, table.q, n);
+    sort_pairs<PAIRS>(table.place, table.q, n);
     return prefix(table, n, target);
   }
   double least;
@@ -285,7 +285,7 @@ DEVICE int first_candidates(const Row& row, const View& view, const Table& table
   const bool none = n == 0;
   if (none) n = gather(view, table, peak, nullptr, 0);
   if (n > CAPACITY) return 0;
-  sort_pairs<false>(table.place, table.q, n);
+  sort_pairs<PLACES>(table.place, table.q, n);
   if (none) n = 1;
   weigh_table(table, n, slope);
   return n;
@@ -338,14 +338,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (row.flags & (LATE_FIXED | LATE_DYNAMIC) && n > 1) late(row, table, n, slope, total_of(table, n));
   if (row.xtc_probability > 0.0) {
     exclude_top(row, table, n, total_of(table, n));
-    if (row.flags & DESCENDING || row.top_n) sort_pairs<true>(table.place, table.q, n);
+    if (row.flags & DESCENDING || row.top_n) sort_pairs<PAIRS_BY_WEIGHT>(table.place, table.q, n);
   }
   const u64 total = total_of(table, n), target = draw_target(row.uniform, total);
   report(table, n, row.top_n, to.answer);
   if (!(row.flags & DESCENDING)) {
     __syncthreads();
     for (int i = threadIdx.x; i < n; i += THREADS) table.place[i] = table.place[i] << 32 | table.place[i] >> 32;
-    sort_pairs<false>(table.place, table.q, n);
+    sort_pairs<PAIRS>(table.place, table.q, n);
   }
   scan(table.q, table.running, n);
   int at = n;

@@ -39,22 +39,30 @@ DEVICE void scan(const u64* values, u64* running, int n) {
   __syncthreads();
 }
 
-// Sorts the pairs by place, or by (weight descending, place). Pads the places up to the next power of two.
-template <bool BY_WEIGHT>
+enum Sort { PLACES, PAIRS, PAIRS_BY_WEIGHT };
+
+// Sorts places, or pairs of place and weight by place or by (weight descending, place). Pads them up to the next power of two.
+template <Sort SORT>
 DEVICE void sort_pairs(u64* place, u64* q, int n) {
   int m = 2;
   while (m < n) m <<= 1;
   __syncthreads();
-  for (int i = n + threadIdx.x; i < m; i += THREADS) place[i] = ~0ull, q[i] = 0;
+  for (int i = n + threadIdx.x; i < m; i += THREADS) {
+    place[i] = ~0ull;
+    if (SORT != PLACES) q[i] = 0;
+  }
   __syncthreads();
   for (int k = 2; k <= m; k <<= 1) {
     for (int j = k >> 1; j; j >>= 1) {
       const int t = threadIdx.x;
       if (t < m / 2) {
         const int a = 2 * t - (t & (j - 1)), b = a + j;
-        const u64 pa = place[a], pb = place[b], qa = q[a], qb = q[b];
-        const bool above = BY_WEIGHT ? qa < qb || (qa == qb && pa > pb) : pa > pb;
-        if (above == ((a & k) == 0)) place[a] = pb, place[b] = pa, q[a] = qb, q[b] = qa;
+        const u64 pa = place[a], pb = place[b], qa = SORT == PLACES ? 0 : q[a], qb = SORT == PLACES ? 0 : q[b];
+        const bool above = SORT == PAIRS_BY_WEIGHT ? qa < qb || (qa == qb && pa > pb) : pa > pb;
+        if (above == ((a & k) == 0)) {
+          place[a] = pb, place[b] = pa;
+          if (SORT != PLACES) q[a] = qb, q[b] = qa;
+        }
       }
       __syncthreads();
     }

@@ -1,5 +1,5 @@
 // The passes over rows whose candidates do not fit sample_choose's table (sampling_wide.cuh), and the mix of two rows of logits.
-#include "sampling/sampling_wide.cuh"
+#include "sampling/sampling_tail.cuh"
 
 // Writes a row's token into its answer and into the inputs of the next step.
 DEVICE void answer_token(Answer* answer, int64_t* next, int limit, unsigned token, u64 q, u64 total) {
@@ -10,11 +10,6 @@ DEVICE void answer_token(Answer* answer, int64_t* next, int limit, unsigned toke
   answer->status = OK;
 }
 
-// Reads data that other blocks write, past this SM's L1 cache.
-template <class T>
-DEVICE T fresh(const T* p) {
-  return __ldcg(p);
-}
 DEVICE void copy_state(Wide* to, const Wide* from) {
   static_assert(sizeof(Wide) % 4 == 0, "copied by words");
   for (int i = threadIdx.x; i < (int)sizeof(Wide) / 4; i += WIDE_THREADS)
@@ -41,10 +36,13 @@ DEVICE bool synchronize(WideControl* control, unsigned generation) {
   return over;
 }
 
-struct Histogram {
-  u64 sums[BINS];
-  unsigned counts[BINS];
-};
+// Adds to a sum in shared memory, which has no addition of 64 bits without a loop.
+DEVICE void add_to_sum(u64* sum, u64 q) {
+  unsigned* word = reinterpret_cast<unsigned*>(sum);
+  const unsigned low = (unsigned)q, before = atomicAdd(word, low);
+  const unsigned high = (unsigned)(q >> 32) + (before + low < low);
+  if (high) atomicAdd(word + 1, high);
+}
 
 DEVICE void add_to_bin(Histogram& h, bool wanted, unsigned bin, u64 q) {
   // Equal logits share a bin: if all lanes have the same bin, they add once.
@@ -54,11 +52,11 @@ DEVICE void add_to_bin(Histogram& h, bool wanted, unsigned bin, u64 q) {
   if (__all_sync(~0u, !wanted || bin == first)) {
     const u64 sum = warp_sum_u64(wanted ? q : 0);
     if (threadIdx.x % 32 == 0) {
-      atomicAdd(&h.sums[first], sum);
+      add_to_sum(&h.sums[first], sum);
       atomicAdd(&h.counts[first], (unsigned)__popc(lanes));
     }
   } else if (wanted) {
-    atomicAdd(&h.sums[bin], q);
+    add_to_sum(&h.sums[bin], q);
     atomicAdd(&h.counts[bin], 1u);
   }
 }
@@ -83,27 +81,95 @@ DEVICE void clear_bins(Histogram& h) {
   for (int i = threadIdx.x; i < BINS; i += WIDE_THREADS) h.sums[i] = 0, h.counts[i] = 0;
 }
 
-// Adds a segment to the sums of a digit.
-DEVICE void select_pass(const Row& row, const Wide& s, const Slope& slope, const float* x, int base, Histogram& h) {
+// Whether a logit's words begin like the border's, and then its value of a digit and its weight, or 1 where candidates are counted.
+DEVICE bool digit_at(const Row& row, const Wide& s, const Cuts& cuts, const Digit& digit, const Candidate& c, unsigned* bin, u64* q) {
+  if (!is_kept(cuts, s, c)) return false;
+  const u64 weight = weight_of(row, s, c);
+  *q = s.goal == COUNT ? 1 : weight;
+  *bin = first_digit(s, c, weight);
+  if (s.digit == 0) return true;
+  if (*bin != s.prefix[0]) return false;  // almost all candidates
+  unsigned w[WORDS];
+  words_of(s, c, weight, w);
+  unsigned word = 0;
+#pragma unroll
+  for (int i = 0; i < WORDS; i++)  // an index that is not known would put the words into memory
+    if (i == digit.word) word = w[i];
+  *bin = (word & ~s.mask[digit.word]) >> digit.shift;
+  return at_border(s, w);
+}
+
+// Adds the ids from `base` to `end` to the sums of a digit.
+DEVICE void select_pass(const Row& row, const Wide& s, const Slope& slope, const float* x, int base, int end, Histogram& h) {
   const Digit digit = digit_of(s.order, s.digit);
+  const Cuts cuts = cuts_of(s);
 #pragma unroll 1
-  for (int j = 0; j < WIDE_SEGMENT / WIDE_THREADS; j++) {
-    const int id = base + j * WIDE_THREADS + threadIdx.x;
-    bool wanted = id < row.size && key_of(x[id]) > NEG_INF;
+  for (int first = base; first < end; first += WIDE_THREADS) {
+    const int id = first + threadIdx.x;
     unsigned bin = 0;
     u64 q = 0;
-    if (wanted) {
-      const Candidate c = candidate(slope, x[id], id);
-      unsigned w[WORDS];
-      wanted = is_kept(s, c);
-      q = weight_of(row, s, c);
-      words_of(s, c, q, w);
-      wanted &= at_border(s, w);
-      bin = (w[digit.word] & ~s.mask[digit.word]) >> digit.shift;
-      if (s.goal == COUNT) q = 1;
-    }
+    const bool wanted =
+        id < end && key_of(x[id]) > NEG_INF && digit_at(row, s, cuts, digit, candidate(slope, x[id], id), &bin, &q);
     add_to_bin(h, wanted, bin, q);
   }
+}
+
+// The same for the first digit of ids: a warp takes neighbouring ones, which have the same.
+DEVICE void draw_pass(const Row& row, const Wide& s, const Slope& slope, const float* x, int base, int end, Histogram& h) {
+  constexpr int TAKEN = WIDE_SEGMENT / WIDE_THREADS;  // ids of a thread in a segment
+  const Cuts cuts = cuts_of(s);
+  const bool as_they_are = !s.late_on && !s.xtc_on;
+#pragma unroll 1
+  for (base += threadIdx.x / 32 * 32 * TAKEN; base < end; base += WIDE_SEGMENT) {
+    u64 sum = 0;
+#pragma unroll
+    for (int j = 0; j < TAKEN; j++) {
+      const int id = base + 32 * j + threadIdx.x % 32;
+      if (id >= end || key_of(x[id]) <= NEG_INF) continue;
+      const Candidate c = candidate(slope, x[id], id);
+      if (is_kept(cuts, s, c)) sum += as_they_are ? c.q : weight_of(row, s, c);
+    }
+    sum = warp_sum_u64(sum);
+    if (threadIdx.x % 32 == 0 && sum) {
+      add_to_sum(&h.sums[base >> 9], sum);
+      atomicAdd(&h.counts[base >> 9], 1u);
+    }
+  }
+}
+
+// Lists the candidates at the border, in any order. The block collects them in the place of its histogram: the row has one counter.
+DEVICE void near_pass(const Row& row, const Wide& s, const Slope& slope, const float* x, int base, int end, WideRow* memory, Histogram& h) {
+  constexpr int HELD = sizeof(Histogram) / sizeof(unsigned);
+  static_assert(HELD % WIDE_THREADS == 0, "whole rounds");
+  __shared__ unsigned held, place;
+  unsigned* ids = reinterpret_cast<unsigned*>(&h);
+  const Digit digit = digit_of(s.order, s.digit);
+  const Cuts cuts = cuts_of(s);
+#pragma unroll 1
+  for (; base < end; base += HELD) {
+    if (threadIdx.x == 0) held = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int first = base; first < min(end, base + HELD); first += WIDE_THREADS) {
+      const int id = first + threadIdx.x;
+      unsigned bin;
+      u64 q;
+      const bool near =
+          id < end && key_of(x[id]) > NEG_INF && digit_at(row, s, cuts, digit, candidate(slope, x[id], id), &bin, &q);
+      const unsigned lanes = __ballot_sync(~0u, near), lane = threadIdx.x % 32;
+      if (!lanes) continue;
+      unsigned at = 0;
+      if (lane == 0) at = atomicAdd(&held, (unsigned)__popc(lanes));
+      at = __shfl_sync(~0u, at, 0) + __popc(lanes & ((1u << lane) - 1));
+      if (near) ids[at] = (unsigned)id;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0 && held) place = atomicAdd(&memory->state.listed, held);
+    __syncthreads();
+    for (unsigned i = threadIdx.x; i < held; i += WIDE_THREADS) memory->near[place + i] = ids[i];
+    __syncthreads();
+  }
+  clear_bins(h);
 }
 
 // Adds the block's sums to the row's memory and clears them.
@@ -133,24 +199,26 @@ DEVICE void other_pass(const Row& row, const Wide& s, const Slope& slope, const 
   Wide* to = &memory->state;
   u64 total = 0, surprise = 0, first = ~0ull, last = 0;
   unsigned seen = 0, alive = 0;
+  const Cuts cuts = cuts_of(s);
 #pragma unroll 1
   for (int id = base + threadIdx.x; id < end; id += WIDE_THREADS) {
     if (key_of(x[id]) <= NEG_INF) continue;
     const Candidate c = candidate(slope, x[id], id);
-    if (!is_kept(s, c)) continue;
+    if (!is_kept(cuts, s, c)) continue;
     const u64 q = weight_of(row, s, c);
     if (s.op == MEASURE) {
       const float w = weight(c.l);
       total += q;
       surprise += fixed(w > 0.f ? __fmul_rn(w, -c.l) : 0.f);
       first = min(first, c.place);
+      last = max(last, c.place);
       seen++;
       alive += c.l >= -745.f;
     } else if (s.op == EXCLUDE) {
       const bool ignored = id / 32 < row.ignored_words && (row.ignored[id / 32] >> (id % 32) & 1);
       if (q >= s.xtc_least && !ignored) seen++, total += q, last = max(last, c.place);
-    } else if (s.op == TAIL) {
-      if (q >= s.tail_least) seen++, last = max(last, c.place);
+    } else if (s.op == LAST) {
+      if (q == s.least) seen++, last = max(last, c.place);
     } else {
       unsigned w[WORDS];
       words_of(s, c, q, w);
@@ -158,7 +226,7 @@ DEVICE void other_pass(const Row& row, const Wide& s, const Slope& slope, const 
       if (s.op == FIND && at_border(s, w)) to->found = (unsigned)id;
     }
   }
-  if (s.op != MEASURE && s.op != EXCLUDE && s.op != TAIL) return;
+  if (s.op != MEASURE && s.op != EXCLUDE && s.op != LAST) return;
   total = warp_sum_u64(total);
   surprise = warp_sum_u64(surprise);
   first = warp_min_u64(first);
@@ -170,6 +238,7 @@ DEVICE void other_pass(const Row& row, const Wide& s, const Slope& slope, const 
     atomicAdd(&to->total, total);
     atomicAdd(&to->surprise, surprise);
     atomicMin(&to->first, first);
+    atomicMax(&to->last, last);
     atomicAdd(&to->seen, seen);
     atomicAdd(&to->alive, alive);
   } else {
@@ -179,92 +248,41 @@ DEVICE void other_pass(const Row& row, const Wide& s, const Slope& slope, const 
   }
 }
 
-// ---- the candidates of a tail-free cut in order: they are counted by bins, spread over the bins, and ranked within their bin ----
-
-DEVICE unsigned tail_bin(const Wide& s, float l) { return min((unsigned)__fmul_rn(-l, s.tail_scale), (unsigned)BINS - 1); }
-DEVICE Candidate tail_at(const Slope& slope, const float* x, const unsigned* ids, int i) {
-  const unsigned id = fresh(ids + i);
-  return candidate(slope, x[id], id);
-}
-// How much the weights bend at place i of the order.
-DEVICE u64 bend(const Wide& s, const Slope& slope, const float* x, const Tail& tail, int i) {
-  if (i >= (int)s.tail_count - 2) return 0;
-  const long long a = (long long)tail_at(slope, x, tail.sorted, i).q, b = (long long)tail_at(slope, x, tail.sorted, i + 1).q;
-  const long long d = a - 2 * b + (long long)tail_at(slope, x, tail.sorted, i + 2).q;
-  return (u64)(d < 0 ? -d : d);
-}
-
-// Runs the passes of a tail-free cut over ids, or places of the order, from `base` to `end`.
-DEVICE void tail_pass(const Row& row, const Wide& s, const Slope& slope, const float* x, int base, int end, WideRow* memory,
-                      const Tail& tail) {
-  if (s.op == RANK || s.op == CURVE) end = min(end, (int)s.tail_count);
-#pragma unroll 1
-  for (int first = base; first < end; first += WIDE_THREADS) {
-    const int i = first + threadIdx.x;
-    if (s.op == CURVE) {  // a segment is a multiple of the block
-      const u64 sum = warp_sum_u64(i < end ? bend(s, slope, x, tail, i) : 0);
-      if (threadIdx.x % 32 == 0 && sum) atomicAdd(&memory->sums[first / WIDE_SEGMENT], sum);
-      continue;
-    }
-    if (i >= end) continue;
-    if (s.op == RANK) {
-      const Candidate c = tail_at(slope, x, tail.binned, i);
-      const unsigned bin = tail_bin(s, c.l), from = fresh(memory->starts + bin);
-      const unsigned to = bin + 1 < BINS ? fresh(memory->starts + bin + 1) : s.tail_count;
-      unsigned rank = from;
-      for (unsigned j = from; j < to; j++) {
-        const unsigned id = fresh(tail.binned + j);
-        rank += place_of(x[id], id) < c.place;
-      }
-      tail.sorted[rank] = (unsigned)c.place;
-      continue;
-    }
-    if (key_of(x[i]) <= NEG_INF) continue;
-    const Candidate c = candidate(slope, x[i], i);
-    if (!is_kept(s, c) || c.q < s.tail_least) continue;
-    const unsigned bin = tail_bin(s, c.l), before = atomicAdd(&memory->counts[bin], 1u);
-    if (s.op == SPREAD) tail.binned[fresh(memory->starts + bin) + before] = (unsigned)i;
-  }
-}
-
-// Exclusive running sums of the block's values, and their total.
-DEVICE u64 scan_threads(u64 v, u64* total) {
-  __shared__ u64 parts[WIDE_THREADS / 32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  u64 sum = v;
-#pragma unroll
-  for (int o = 1; o < 32; o <<= 1) {
-    const u64 other = __shfl_up_sync(~0u, sum, o);
-    if (lane >= o) sum += other;
-  }
-  __syncthreads();
-  if (lane == 31) parts[warp] = sum;
-  __syncthreads();
-  u64 before = 0, all = 0;
-  for (int w = 0; w < WIDE_THREADS / 32; w++) {
-    if (w < warp) before += parts[w];
-    all += parts[w];
-  }
-  *total = all;
-  return before + sum - v;
-}
-
-// Finds the digit of the border from the sums of all segments, and clears the sums. Returns true once the border is known.
-DEVICE bool resolve_digit(Wide& s, WideRow* memory) {
-  constexpr int EACH = BINS / WIDE_THREADS;
-  __shared__ bool known;
-  u64 sums[EACH], sum = 0, total;
+// The sums of a thread's values of a digit.
+struct Share {
+  u64 sums[EACH];
   unsigned counts[EACH];
+};
+
+// Reads and clears the sums of all segments, or of this block.
+DEVICE Share take_sums(WideRow* memory) {
   static_assert(EACH == 4, "read as vectors");
   uint4* four = reinterpret_cast<uint4*>(memory->counts) + threadIdx.x;
   ulonglong2* two = reinterpret_cast<ulonglong2*>(memory->sums) + 2 * threadIdx.x;
   const uint4 n = fresh(four);
   const ulonglong2 low = fresh(two), high = fresh(two + 1);
-  counts[0] = n.x, counts[1] = n.y, counts[2] = n.z, counts[3] = n.w;
-  sums[0] = low.x, sums[1] = low.y, sums[2] = high.x, sums[3] = high.y;
   *four = make_uint4(0, 0, 0, 0);
   two[0] = two[1] = make_ulonglong2(0, 0);
-  sum = sums[0] + sums[1] + sums[2] + sums[3];
+  return Share{{low.x, low.y, high.x, high.y}, {n.x, n.y, n.z, n.w}};
+}
+DEVICE Share take_sums(Histogram& h) {
+  Share taken;
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const int bin = threadIdx.x * EACH + i;
+    taken.sums[i] = h.sums[bin], taken.counts[i] = h.counts[bin];
+    h.sums[bin] = 0, h.counts[bin] = 0;
+  }
+  return taken;
+}
+
+// Finds the digit of the border from the sums of its values. Returns true once the border is known.
+DEVICE bool resolve_digit(Wide& s, const Share& taken) {
+  __shared__ bool known;
+  const u64 (&sums)[EACH] = taken.sums;
+  const unsigned (&counts)[EACH] = taken.counts;
+  const u64 sum = sums[0] + sums[1] + sums[2] + sums[3];
+  u64 total;
   u64 before = scan_threads(sum, &total);
   if (threadIdx.x == 0) {
     known = false;
@@ -299,6 +317,7 @@ DEVICE bool resolve_digit(Wide& s, WideRow* memory) {
       if (i == j) count = counts[i];
     const unsigned bin = threadIdx.x * EACH + j;
     s.below = before;
+    s.near = count;
     s.prefix[digit.word] |= bin << digit.shift;
     s.mask[digit.word] = ~0u << digit.shift;
     if (s.order == BY_AWAY && s.digit == 0) {
@@ -312,62 +331,66 @@ DEVICE bool resolve_digit(Wide& s, WideRow* memory) {
   return known;
 }
 
-// Sets the places of the bins' first candidates from their numbers, or only clears these.
-DEVICE void resolve_bins(WideRow* memory, bool place) {
-  constexpr int EACH = BINS / WIDE_THREADS;
-  unsigned counts[EACH];
-  u64 sum = 0, total;
-  for (int i = 0; i < EACH; i++) {
-    unsigned* count = memory->counts + threadIdx.x * EACH + i;
-    counts[i] = fresh(count);
-    *count = 0;
-    sum += counts[i];
+// Finds the border among the listed candidates, whose words begin like it. Once they are as few as threads, each has one.
+DEVICE void resolve_near(const Row& row, Wide& s, const Slope& slope, const float* x, const WideRow* memory, Histogram& h) {
+  constexpr int AT_ONCE = 4;  // loads under way
+  __shared__ unsigned few[WIDE_THREADS], found;
+  const int count = (int)s.listed;
+  const Cuts cuts = cuts_of(s);
+  if (threadIdx.x == 0) found = 0;
+  __syncthreads();
+  for (;;) {
+    const Digit digit = digit_of(s.order, s.digit);
+    const bool last = s.near <= WIDE_THREADS;
+#pragma unroll 1
+    for (int first = 0; first < count; first += AT_ONCE * WIDE_THREADS) {
+      unsigned ids[AT_ONCE];
+      float v[AT_ONCE];
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; j++) {
+        const int i = first + j * WIDE_THREADS + threadIdx.x;
+        ids[j] = i < count ? fresh(memory->near + i) : ~0u;
+      }
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; j++) v[j] = ids[j] != ~0u ? x[ids[j]] : 0.f;
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; j++) {
+        unsigned bin = 0;
+        u64 q = 0;
+        const bool wanted = ids[j] != ~0u && digit_at(row, s, cuts, digit, candidate(slope, v[j], ids[j]), &bin, &q);
+        if (!last) {
+          add_to_bin(h, wanted, bin, q);
+        } else if (wanted) {
+          few[atomicAdd(&found, 1u)] = ids[j];
+        }
+      }
+    }
+    __syncthreads();
+    if (last) break;
+    if (resolve_digit(s, take_sums(h))) return;
   }
-  if (!place) return;
-  u64 before = scan_threads(sum, &total);
-  for (int i = 0; i < EACH; i++) {
-    memory->starts[threadIdx.x * EACH + i] = (unsigned)before;
-    before += counts[i];
-  }
+  const bool one = threadIdx.x < found;
+  const unsigned id = one ? few[threadIdx.x] : 0;
+  const Candidate c = candidate(slope, x[id], id);
+  do {
+    unsigned bin = 0;
+    u64 q = 0;
+    const bool wanted = one && digit_at(row, s, cuts, digit_of(s.order, s.digit), c, &bin, &q);
+    add_to_bin(h, wanted, bin, q);
+    __syncthreads();
+  } while (!resolve_digit(s, take_sums(h)));
 }
 
-// Keeps the first candidates, up to the place at which the bends before it exceed their share; all if there are none.
-DEVICE void resolve_curve(const Row& row, Wide& s, const Slope& slope, const float* x, WideRow* memory, const Tail& tail) {
-  constexpr int EACH = BINS / WIDE_THREADS, STEPS = WIDE_SEGMENT / WIDE_THREADS;
-  __shared__ int segment, leading;
-  __shared__ u64 start;
-  u64 sums[EACH], sum = 0, total;
-  for (int i = 0; i < EACH; i++) {
-    u64* at = memory->sums + threadIdx.x * EACH + i;
-    sums[i] = fresh(at);
-    *at = 0;
-    sum += sums[i];
+// Draws from the ids that begin like the border, one a thread.
+DEVICE void resolve_id(const Row& row, Wide& s, const Slope& slope, const float* x) {
+  const int id = (int)s.prefix[4] + threadIdx.x;
+  u64 q = 0, all;
+  if (id < row.size && key_of(x[id]) > NEG_INF) {
+    const Candidate c = candidate(slope, x[id], id);
+    if (is_kept(cuts_of(s), s, c)) q = weight_of(row, s, c);
   }
-  u64 before = scan_threads(sum, &total);
-  if (total == 0) return;  // the same in all threads
-  if (threadIdx.x == 0) segment = -1, leading = (int)s.tail_count - 2;
-  __syncthreads();
-  const u64 limit = __double2ull_rz(__dmul_rn(row.tfs, __ull2double_rn(total)));
-  for (int i = 0; i < EACH; i++) {
-    if (before <= limit && before + sums[i] > limit) segment = threadIdx.x * EACH + i, start = before;  // once
-    before += sums[i];
-  }
-  __syncthreads();
-  const int first = segment;
-  u64 running = start;
-  for (int step = 0; first >= 0 && step < STEPS; step++) {
-    const int i = first * WIDE_SEGMENT + step * WIDE_THREADS + threadIdx.x;
-    const u64 own = bend(s, slope, x, tail, i);
-    u64 all;
-    const u64 reached = running + scan_threads(own, &all) + own;
-    if (reached > limit) atomicMin(&leading, i);
-    running += all;
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    const Candidate c = tail_at(slope, x, tail.sorted, min(leading, (int)s.tail_count - 2));
-    keep_up_to(s, bin_of(c.l), c.place);
-  }
+  const u64 before = s.below + scan_threads(q, &all);
+  if (before < s.target && before + q >= s.target) s.prefix[4] = (unsigned)id, s.mask[4] = ~0u;  // true for one thread
   __syncthreads();
 }
 
@@ -389,24 +412,35 @@ DEVICE void report_list(const WideRow* memory, Answer* answer) {
 
 // Runs after a pass over all segments of a row, in the block that ended it: evaluates the pass and picks the next one.
 DEVICE void resolve(const Row& row, Wide& s, const Slope& slope, const float* x, WideRow* memory, WideControl* control, Answer* answer,
-                    int64_t* next, int limit, const Tail& tail) {
+                    int64_t* next, int limit, const Tail& tail, Histogram& h) {
   copy_state(&s, &memory->state);
   __syncthreads();
   bool more = false;
   if (s.op == SELECT) {
-    more = !resolve_digit(s, memory);
+    more = !resolve_digit(s, take_sums(memory));
+    if (more && s.order == BY_ID) {
+      resolve_id(row, s, slope, x);
+      more = false;
+    }
+  } else if (s.op == NEAR) {
+    resolve_near(row, s, slope, x, memory, h);
   } else if (s.op == LIST) {
     report_list(memory, answer);
-  } else if (s.op == BIN || s.op == SPREAD) {
-    resolve_bins(memory, s.op == BIN);
+  } else if (s.op == BIN || s.op == REBIN) {
+    more = resolve_bins(s, memory);
+  } else if (s.op == SPREAD) {
+    resolve_spread(s, memory);
   } else if (s.op == CURVE) {
-    resolve_curve(row, s, slope, x, memory, tail);
+    resolve_curve(row, s, memory, tail);
   }
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    if (!more) {
-      if (s.op == SELECT) take_border(s);
+    if (more) {
+      s.listed = 0;
+      if (s.op == SELECT && s.near <= MOST_NEAR) s.op = NEAR;
+    } else {
+      if (s.op == SELECT || s.op == NEAR) take_border(s);
       advance(row, slope, s);
       if (s.op == DONE) {
         const Candidate c = candidate(slope, x[s.found], s.found);
@@ -450,11 +484,29 @@ extern "C" __global__ void __launch_bounds__(WIDE_THREADS, 2)
       unsigned* ids = tails ? tails + (size_t)r * 2 * pitch : nullptr;
       const Tail tail{ids, ids + pitch};
       if (state.op == SELECT) {
-        for (; base < last; base += WIDE_SEGMENT) select_pass(row, state, slope, x, base, histogram);
+        if (state.order == BY_ID) {
+          draw_pass(row, state, slope, x, base, last, histogram);
+        } else {
+          select_pass(row, state, slope, x, base, last, histogram);
+        }
         __syncthreads();
         merge_bins(histogram, memory + r);
-      } else if (state.op >= BIN) {
-        tail_pass(row, state, slope, x, base, last, memory + r, tail);
+      } else if (state.op == NEAR) {
+        near_pass(row, state, slope, x, base, last, memory + r, histogram);
+      } else if (state.op == BIN || state.op == REBIN) {
+        if (state.op == BIN) {
+          bin_ids(state, slope, x, base, last, memory + r, tail.sorted, histogram);
+        } else {
+          bin_depths(state, base, last, tail.sorted, histogram);
+        }
+        merge_bins(histogram, memory + r);
+      } else if (state.op == SPREAD) {
+        spread_depths(state, base, last, memory + r, tail.sorted, tail.binned, histogram);
+      } else if (state.op == SORT) {
+        sort_bins(state, base, last, memory + r, tail, reinterpret_cast<Sorter&>(histogram));
+        clear_bins(histogram);
+      } else if (state.op == CURVE) {
+        add_bends(state, base, last, memory + r, tail);
       } else {
         other_pass(row, state, slope, x, base, last, memory + r);
       }
@@ -465,7 +517,7 @@ extern "C" __global__ void __launch_bounds__(WIDE_THREADS, 2)
       __syncthreads();
       if (ended) {
         __threadfence();
-        resolve(row, state, slope, x, memory + r, control, answers + r, next ? next + r : nullptr, limit, tail);
+        resolve(row, state, slope, x, memory + r, control, answers + r, next ? next + r : nullptr, limit, tail, histogram);
       }
     }
     if (synchronize(control, generation)) return;

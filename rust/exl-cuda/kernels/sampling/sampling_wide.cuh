@@ -1,8 +1,9 @@
 // Sampling of rows whose candidates do not fit sample_choose's table: each row runs a program of passes over all logits.
 //
-// Nothing is sorted but the candidates of a tail-free cut. A cut keeps a prefix of a total order, so its last candidate defines it. Radix
-// selection finds that candidate digit by digit. A pass adds the weights of the candidates of each value of a digit. The digit at which the sum reaches the target weight belongs
-// to the border. Sums are integers, so their order does not matter.
+// Nothing is sorted but the weights of a tail-free cut. A cut keeps a prefix of a total order, so its last candidate defines it. Radix
+// selection finds that candidate digit by digit. A pass adds the weights of the candidates of each value of a digit. The digit at which the
+// sum reaches the target weight belongs to the border. Sums are integers, so their order does not matter. Once few candidates have the
+// border's digits, a pass lists them, and one block finds the others.
 #pragma once
 #include "sampling/sampling_math.cuh"
 #include "sampling/sampling_table.cuh"
@@ -16,10 +17,10 @@ constexpr int WIDE_SEGMENT = 1024; // ids that a block takes at a time
 enum Order { BY_PLACE, BY_AWAY, BY_WEIGHT, BY_ID };
 constexpr int WORDS = 5;
 enum Goal { COUNT, SHARE, DRAW };
-enum Op { DONE, MEASURE, SELECT, EXCLUDE, LIST, FIND, TAIL, BIN, SPREAD, RANK, CURVE };
+enum Op { DONE, MEASURE, SELECT, NEAR, EXCLUDE, LIST, FIND, LAST, BIN, REBIN, SPREAD, SORT, CURVE };
 // The transforms in their order: the position of a row's program.
 enum Stage {
-  AT_TOP_K, AT_TOP_P, AT_TOP_A, TOP_A_MEASURED, AT_TFS, TFS_MEASURED, TFS_COUNTED, TFS_BINNED, TFS_SPREAD, TFS_RANKED, TFS_CURVED,
+  AT_TOP_K, AT_TOP_P, AT_TOP_A, TOP_A_MEASURED, AT_TFS, TFS_BINNED, TFS_SPREAD, TFS_SORTED, TFS_CURVED, TFS_ENDED,
   AT_TYPICAL, TYPICAL_MEASURED, AT_MIROSTAT, MIROSTAT_MEASURED, AT_LATE, LATE_MEASURED,
   AT_XTC, XTC_MEASURED, XTC_EXCLUDED, AT_REPORT, REPORT_SELECTED, REPORT_LISTED, AT_DRAW, DRAWN, FOUND
 };
@@ -31,7 +32,7 @@ struct Listed {
 struct Wide {
   // sums of a pass
   u64 total, surprise, first, last, excluded;
-  unsigned seen, alive, chosen, arrived, listed, found;
+  unsigned seen, alive, chosen, arrived, listed, found, near;
   // The pass.
   int op, stage, order, goal, digit;
   double part;
@@ -41,35 +42,39 @@ struct Wide {
   unsigned border_bin, away_bin;
   u64 border, least, away, away_place;
   double expected;
-  bool typical;
+  bool typical, tail_tied;
   // Weights of the kept candidates.
   bool late_on, xtc_on;
   float highest, late, peak;
   u64 xtc_least, xtc_last, all;
   double gain, loss;
-  // A tail-free cut: its candidates are those of at least a weight, so many; their bins are equally wide in log-weight.
-  u64 tail_least;
-  unsigned tail_count;
-  float tail_scale;
+  // A tail-free cut: its candidates are those down to a depth, so many; bits of a depth below its bin. `tail_tied`: the last one of the
+  // least weight is cut.
+  unsigned tail_deepest, tail_count, tail_shift;
 };
 
-// Memory of a row: its state, then the weight and the number of candidates of each value of a digit, zero between passes. `starts`: place
-// of the first candidate of each bin of a tail-free cut.
+// Candidates at a border that one block tells apart. As many as a value of a first digit has of 128,256 logits of deviation 1.
+constexpr int MOST_NEAR = 8192;
+
+// Memory of a row: its state, then the weight and the number of candidates of each value of a digit, zero between passes.
 struct WideRow {
   Wide state;
   Listed list[MOST_TOP];
   u64 sums[BINS];
   unsigned counts[BINS];
-  unsigned starts[BINS];
+  union {
+    unsigned near[MOST_NEAR];  // ids of the candidates at a border
+    unsigned starts[BINS];     // place of the first candidate of each bin of a tail-free cut
+  };
 };
 
-// Ids of the candidates of a row's tail-free cut: by bins, and in order.
+// Depths of the candidates of a row's tail-free cut (sampling_tail.cuh): by bins, and in order.
 struct Tail {
   unsigned* binned;
   unsigned* sorted;
 };
-ABI_SIZE(WideRow, 34064); ABI_AT(WideRow, state, 0); ABI_AT(WideRow, list, 272); ABI_AT(WideRow, sums, 1296); ABI_AT(WideRow, counts, 17680);
-ABI_AT(WideRow, starts, 25872);
+ABI_SIZE(WideRow, 58640); ABI_AT(WideRow, state, 0); ABI_AT(WideRow, list, 272); ABI_AT(WideRow, sums, 1296);
+ABI_AT(WideRow, counts, 17680); ABI_AT(WideRow, near, 25872);
 
 // State of a launch: rows that are not done, and the barrier of all blocks.
 struct WideControl {
@@ -82,6 +87,25 @@ struct Candidate {
   float l;
   u64 place, q;
 };
+
+// ---- weights as numbers of 28 bits ----
+
+constexpr unsigned DEEPEST = (1u << 28) - 1;
+constexpr unsigned FULL_WEIGHT = 0x3f800000u;  // bits of 1.f
+constexpr unsigned WIDEST_SHIFT = 17;          // bits of a depth below its bin, if all depths have one
+static_assert(DEEPEST >> WIDEST_SHIFT == BINS - 1, "one bin each");
+
+// A weight of at least 2^-32 as a number that grows as the weight falls.
+DEVICE unsigned depth_of(float w) { return min(FULL_WEIGHT - __float_as_uint(w), DEEPEST); }
+DEVICE u64 weight_at_depth(unsigned depth) { return fixed(__uint_as_float(FULL_WEIGHT - depth)); }
+
+// The depth of the least weight of at least `least`, at most 2^44.
+DEVICE unsigned deepest_of(u64 least) {
+  constexpr float UNIT = 1.f / 17592186044416.f;  // 2^-44, the unit of weights
+  const float near = __ull2float_rn(least);
+  const unsigned up = __float2ull_rz(near) < least;  // the next larger float
+  return FULL_WEIGHT - (__float_as_uint(__fmul_rn(near, UNIT)) + up);
+}
 
 // The coarse words are coarse enough that a segment has few different ones, each of which costs an addition in memory that all blocks
 // share. They are fine enough that few candidates share one.
@@ -107,10 +131,18 @@ DEVICE unsigned known_away(unsigned bin, unsigned* prefix) {
   return DIGIT;
 }
 
-DEVICE bool is_kept(const Wide& s, const Candidate& c) {
+// The cuts that every candidate is compared with. They are read once a pass: the state is in shared memory.
+struct Cuts {
+  u64 border, least;
+  unsigned border_bin;
+  bool typical;
+};
+DEVICE Cuts cuts_of(const Wide& s) { return Cuts{s.border, s.least, s.border_bin, s.typical}; }
+
+DEVICE bool is_kept(const Cuts& cuts, const Wide& s, const Candidate& c) {
   const unsigned bin = bin_of(c.l);
-  if (bin > s.border_bin || (bin == s.border_bin && c.place > s.border) || c.q < s.least) return false;
-  if (!s.typical) return true;
+  if (bin > cuts.border_bin || (bin == cuts.border_bin && c.place > cuts.border) || c.q < cuts.least) return false;
+  if (!cuts.typical) return true;
   const u64 away = away_of(s, c.l);
   const unsigned far = bin_of_away(away);
   if (far != s.away_bin) return far < s.away_bin;
@@ -132,6 +164,13 @@ DEVICE Candidate candidate(const Slope& slope, float x, unsigned id) {
   return Candidate{l, place_of(x, id), fixed(weight(l))};
 }
 
+// The first digit of a candidate's words.
+DEVICE unsigned first_digit(const Wide& s, const Candidate& c, u64 q) {
+  if (s.order == BY_ID) return (unsigned)c.place >> 9;
+  if (s.order == BY_PLACE) return bin_of(c.l);
+  return s.order == BY_AWAY ? bin_of_away(away_of(s, c.l)) : bin_of_weight(q);
+}
+
 DEVICE void words_of(const Wide& s, const Candidate& c, u64 q, unsigned (&w)[WORDS]) {
   w[0] = w[1] = w[2] = w[3] = 0;
   w[4] = (unsigned)c.place;
@@ -148,13 +187,13 @@ DEVICE void words_of(const Wide& s, const Candidate& c, u64 q, unsigned (&w)[WOR
 }
 
 // The word and the lowest bit of a digit, and whether it is the order's last digit. Digits have 11 bits; the lowest digit of a word has 10,
-// and the two of an id have 10 and 9.
+// and the two of an id have 10 and 9. Passes over ids end with the first of these, which leaves as many ids as a block has threads.
 struct Digit {
   int word, shift;
   bool last;
 };
 DEVICE Digit digit_of(int order, int number) {
-  if (order == BY_ID) return Digit{4, number ? 0 : 9, number == 1};
+  if (order == BY_ID) return Digit{4, 9, false};
   if (number == 0) return Digit{0, 0, false};
   const int n = number - 1 + (order == BY_PLACE ? 6 : 0);
   if (n >= 9) return Digit{4, n == 9 ? 9 : 0, n == 10};
@@ -207,6 +246,16 @@ DEVICE float late_scale(const Row& row, u64 surprise, int alive, u64 total) {
   return __double2float_rn(__ddiv_rn(1.0, fmax(t, 1e-4)));
 }
 
+// Keeps candidates up to a place, unless the border of an earlier cut is nearer.
+DEVICE void keep_up_to(Wide& s, unsigned bin, u64 place) {
+  if (bin < s.border_bin) {
+    s.border_bin = bin;
+    s.border = place;
+  } else if (bin == s.border_bin) {
+    s.border = min(s.border, place);
+  }
+}
+
 // The cuts, up to the pass that the next cut needs.
 DEVICE void cut(const Row& row, const Slope& slope, Wide& s) {
   for (;;) {
@@ -232,27 +281,26 @@ DEVICE void cut(const Row& row, const Slope& slope, Wide& s) {
         break;
       }
       case AT_TFS:
-        if (row.tfs > 0.0) return ask(s, MEASURE, TFS_MEASURED);
+        if (row.tfs > 0.0) {
+          s.tail_shift = WIDEST_SHIFT;
+          return ask(s, BIN, TFS_BINNED);
+        }
         s.stage = AT_TYPICAL;
         break;
-      case TFS_MEASURED:
-        s.tail_least = __double2ull_rz(ceil(__dmul_rn(1e-8, __ull2double_rn(s.total))));
-        return ask(s, TAIL, TFS_COUNTED);
-      case TFS_COUNTED: {
-        s.tail_count = s.chosen;
-        const float deepest = s.chosen ? log_weight(slope, logit_at(s.last)) : 0.f;
-        // Fewer have no curve; those of one weight have a straight one.
-        if (s.tail_count < 3 || deepest >= 0.f) {
-          s.stage = AT_TYPICAL;
-          break;
-        }
-        s.tail_scale = __fdiv_rn((float)(BINS - 1), -deepest);
-        return ask(s, BIN, TFS_BINNED);
-      }
       case TFS_BINNED: return ask(s, SPREAD, TFS_SPREAD);
-      case TFS_SPREAD: return ask(s, RANK, TFS_RANKED);
-      case TFS_RANKED: return ask(s, CURVE, TFS_CURVED);
-      case TFS_CURVED: s.stage = AT_TYPICAL; break;
+      case TFS_SPREAD:
+        if (s.tail_count >= 3) return ask(s, SORT, TFS_SORTED);
+        s.stage = AT_TYPICAL;  // fewer have no curve
+        break;
+      case TFS_SORTED: return ask(s, CURVE, TFS_CURVED);
+      case TFS_CURVED:
+        if (s.tail_tied) return ask(s, LAST, TFS_ENDED);
+        s.stage = AT_TYPICAL;
+        break;
+      case TFS_ENDED:
+        keep_up_to(s, bin_of(log_weight(slope, logit_at(s.last))), s.last - 1);
+        s.stage = AT_TYPICAL;
+        break;
       case AT_TYPICAL:
         if (row.typical > 0.0) return ask(s, MEASURE, TYPICAL_MEASURED);
         s.stage = AT_MIROSTAT;
@@ -330,16 +378,6 @@ DEVICE void weigh_again(const Row& row, const Slope& slope, Wide& s) {
 DEVICE void advance(const Row& row, const Slope& slope, Wide& s) {
   if (s.stage < AT_LATE) cut(row, slope, s);
   if (s.stage >= AT_LATE) weigh_again(row, slope, s);
-}
-
-// Keeps candidates up to a place, unless the border of an earlier cut is nearer.
-DEVICE void keep_up_to(Wide& s, unsigned bin, u64 place) {
-  if (bin < s.border_bin) {
-    s.border_bin = bin;
-    s.border = place;
-  } else if (bin == s.border_bin) {
-    s.border = min(s.border, place);
-  }
 }
 
 // Keeps candidates up to the border that a selection found.

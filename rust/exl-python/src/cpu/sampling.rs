@@ -40,6 +40,12 @@ struct DryPlan {
 
 #[pymethods]
 impl SamplingPlan {
+    /// Whether rows take a tail-free cut, for which a GPU needs more memory.
+    #[getter]
+    pub fn tail_free(&self) -> bool {
+        self.chain.tfs > 0.0 && !self.chain.greedy
+    }
+
     /// 0 or None switches a transform off. `size`: ids of the vocabulary; `cuts` = (top_p, top_a, min_p, tfs, typical); `late` = (low,
     /// high, exponent) of the temperature after the cuts; `xtc` = (probability, threshold); `penalties` = (repetition, presence, frequency,
     /// range, decay); `dry` = (multiplier, base, allowed_length, max_ngram, range, breakers). `bias` is that of the first ids, or of

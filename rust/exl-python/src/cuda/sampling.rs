@@ -330,7 +330,7 @@ pub fn cuda_sample_fill(
         let (row, planned) = row(request, constants, &edits[i], &mut memory, at)?;
         needs = needs.or(planned.needs);
         expect(
-            !planned.tails || tails.numel() > 0,
+            !request.plan.get().tail_free() || tails.numel() > 0,
             "a row with a tail-free cut needs tails",
         )?;
         memory.set_row(i, &row);

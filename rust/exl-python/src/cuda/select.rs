@@ -357,10 +357,11 @@ pub fn cuda_select_sampling(
         copies: false,
     };
     let launches = sampling::plan(&card.caps, &batch);
-    let refused = planned.refused.iter();
+    let refused = planned.refused();
     (
         launches.iter().map(|launch| launch.kernel.name()).collect(),
         refused
+            .iter()
             .map(|(kernel, why)| (kernel.name(), why.to_string()))
             .collect(),
     )

@@ -114,7 +114,7 @@ class _Place:
         `beside`: copy on a separate stream while the current stream is still busy with earlier work. Only for calls
         whose preceding launches have all been waited for.
         """
-        tail_free = any(row.plan.tfs > 0 and not row.plan.greedy for row in rows)
+        tail_free = any(row.plan.native.tail_free for row in rows)
         self.reserve(len(rows), max(row.logits.shape[0] for row in rows), tail_free)
         requests = [row.request() for row in rows]
         constants = [_constants(row.plan, self.device) for row in rows]

@@ -217,6 +217,9 @@ struct WideControl {
 
 assert_layout!(WideControl, sampling_wide::WideControl, { active, arrived, passed, padding });
 
+/// Candidates whose ids a row of such a launch can list.
+const MOST_NEAR: usize = 8192;
+
 /// A row of such a launch: its state, which the host never reads, and the sums of a pass; `struct WideRow` of the same file.
 #[allow(dead_code)] // used by the kernels only
 #[repr(C)]
@@ -225,10 +228,11 @@ struct WideRow {
     list: [[u64; 2]; MOST_TOP],
     sums: [u64; CAPACITY],
     counts: [u32; CAPACITY],
-    starts: [u32; CAPACITY],
+    near: [u32; MOST_NEAR],
 }
 
-assert_layout!(WideRow, sampling_wide::WideRow, { state, list, sums, counts, starts });
+assert_layout!(WideRow, sampling_wide::WideRow, { state, list, sums, counts, near });
+assert_constants!(sampling_wide, { MOST_NEAR == MOST_NEAR });
 
 /// Bytes before the rows of [`Workspace::wide`].
 pub const WIDE_CONTROL_BYTES: usize = size_of::<WideControl>();

@@ -132,7 +132,7 @@ impl Needs {
 }
 
 /// How a row is sampled.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Plan {
     pub way: Way,
     /// Flags that the kernels read.
@@ -140,10 +140,18 @@ pub struct Plan {
     /// The top-k that the kernels read; 0 where all logits are kept.
     pub top_k: usize,
     pub needs: Needs,
-    /// The row needs the workspace's `tails`.
-    pub tails: bool,
+    /// Why the passes are needed, or the CPU.
+    exceeds: Option<Refusal>,
+}
+
+impl Plan {
     /// Launches that a faster way would save, or its kernel, each with the reason why it does not take the row.
-    pub refused: Vec<(Kernel, Refusal)>,
+    pub fn refused(&self) -> Vec<(Kernel, Refusal)> {
+        let mixed = self.needs.mix.then_some((Kernel::Shape, Refusal::Mixed));
+        let sums = self.needs.sums.then_some((Kernel::Choose, Refusal::Sums));
+        let exceeds = self.exceeds.map(|why| (Kernel::Choose, why));
+        [mixed, sums, exceeds].into_iter().flatten().collect()
+    }
 }
 
 /// Plan a row.
@@ -159,8 +167,7 @@ pub fn plan(call: &Call) -> Plan {
             flags: flag::SKIP,
             top_k: 0,
             needs: Needs::default(),
-            tails: false,
-            refused: vec![(Kernel::Choose, why)],
+            exceeds: Some(why),
         };
     }
     let exceeds = if call.greedy {
@@ -183,17 +190,12 @@ pub fn plan(call: &Call) -> Plan {
         wide: exceeds.is_some(),
         mix: call.mixed,
     };
-    let mut refused = Vec::new();
-    refused.extend(needs.mix.then_some((Kernel::Shape, Refusal::Mixed)));
-    refused.extend(needs.sums.then_some((Kernel::Choose, Refusal::Sums)));
-    refused.extend(exceeds.map(|why| (Kernel::Choose, why)));
     Plan {
         way,
         flags: flags(call, way, needs),
         top_k: if all { 0 } else { call.top_k },
         needs,
-        tails: call.tfs && !call.greedy,
-        refused,
+        exceeds,
     }
 }
 

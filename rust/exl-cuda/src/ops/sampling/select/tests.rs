@@ -91,7 +91,7 @@ fn the_table_of_settings() {
     for (change, way, expected, reasons) in table {
         let made = call(change);
         let found = row::plan(&made);
-        let refused: Vec<_> = found.refused.iter().map(|&(_, why)| why).collect();
+        let refused: Vec<_> = found.refused().iter().map(|&(_, why)| why).collect();
         assert_eq!((found.way, refused.as_slice()), (way, reasons), "{made:?}");
         assert_eq!(kernels(&found), expected, "{made:?}");
     }
@@ -153,14 +153,14 @@ proptest! {
         prop_assert_eq!(has(flag::SUMS), plan.needs.sums);
         prop_assert!(!(has(flag::SUMS) && has(flag::WIDE)), "passes make sums of their own");
         prop_assert!(!has(flag::WIDE) || plan.needs.wide);
-        prop_assert!(!has(flag::GREEDY) || !plan.needs.wide && !plan.needs.sums && !plan.tails);
+        prop_assert!(!has(flag::GREEDY) || !plan.needs.wide && !plan.needs.sums);
         prop_assert!(!has(flag::SKIP) || plan.needs == Needs::default());
         prop_assert_eq!(has(flag::SKIP), plan.way == Way::Host);
         prop_assert!(plan.top_k < call.size.max(1));
         // Every launch besides shaping and choosing has a reason, and every reason a launch.
         let more = [plan.needs.sums, plan.needs.wide, plan.needs.mix, has(flag::SKIP)];
         let expected = more.into_iter().filter(|&more| more).count();
-        prop_assert_eq!(plan.refused.len(), expected);
+        prop_assert_eq!(plan.refused().len(), expected);
     }
 
     #[test]
