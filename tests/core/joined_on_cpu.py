@@ -208,14 +208,20 @@ class GroupDouble:
     def __init__(self, rows: RowAdapters, keys: Sequence[str], widths: Sequence[int]) -> None:
         self.rows, self.keys, self.widths = rows, keys, list(widths)
 
-    def shrink(self, x: Tensor, slots: Tensor, *, norm: Any = None, normed: Tensor | None = None) -> Tensor:
+    def shrink(
+        self, x: Tensor, slots: Tensor, *, norm: Any = None, normed: Tensor | None = None, into: Any = None
+    ) -> Tensor:
         """The input itself, from which `expand` computes all."""
         assert slots is self.rows.slots
         GroupDouble.calls += 1
-        if norm is None:
-            return x.clone()
-        assert normed is not None
-        return rms_norm(x, norm.weight, norm.eps, out=normed).clone()
+        h = x.clone() if norm is None else rms_norm(x, norm.weight, norm.eps)
+        if into is not None:
+            assert normed is None
+            into.scratch.append(h)
+        elif norm is not None:
+            assert normed is not None
+            normed.copy_(h)
+        return h
 
     def expand(
         self,

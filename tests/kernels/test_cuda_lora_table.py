@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from attention_cases import product_of
 
 from exl_kernels.activation import gated_activation
 from exl_kernels.errors import ShapeError
-from exl_kernels.linear.fused import Norm
+from exl_kernels.linear.fused import FusedLinear, Norm
 from exl_kernels.linear.lora import LoraEntry, LoraGroup, LoraTable
 from exl_kernels.norm import rms_norm
+from exl_kernels.selection import LIMITS
 
 pytestmark = [pytest.mark.cuda, pytest.mark.covers("core.md: lora")]
 
@@ -108,7 +111,14 @@ def operands(rows: int, inputs: int, width: int) -> tuple[torch.Tensor, torch.Te
 
 @pytest.mark.parametrize(
     ("rows", "inputs", "levels", "ranks"),
-    [(1, 64, 1, (16, 1, 8, 1)), (3, 256, 2, (6, 4, 40, 17)), (5, 2056, 1, (1, 1, 3, 2)), (64, 16, 2, (4, 4, 8, 3))],
+    [
+        (1, 64, 1, (16, 1, 8, 1)),
+        (3, 256, 2, (6, 4, 40, 17)),
+        (5, 2056, 1, (1, 1, 3, 2)),
+        (8, 6152, 1, (70, 1, 3, 2)),
+        (11, 4104, 2, (16, 1, 40, 16)),
+        (64, 16, 2, (4, 4, 8, 3)),
+    ],
 )
 def test_a_group_is_bitwise_one_table_after_another(
     rows: int, inputs: int, levels: int, ranks: tuple[int, ...]
@@ -133,8 +143,36 @@ def test_a_group_is_bitwise_one_table_after_another(
         assert torch.equal(alone, want[-1:])
 
 
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 40])
+@pytest.mark.parametrize("width", [128, 2560])
+@pytest.mark.parametrize("normed", [True, False])
+def test_a_group_packs_the_input_of_a_matmul(rows: int, width: int, normed: bool) -> None:
+    """The matmul of packed rows is bitwise that of the plain ones, and packing changes no product with A."""
+    for kind in ("exl2", "gptq"):
+        matmul = FusedLinear([product_of(width, kind)])
+        given = matmul.input_of(rows)
+        if given is None:
+            assert rows <= LIMITS.gemv_rows, "only matmuls of the fewest rows pack their own input"
+            return
+        given.scratch.fill_(0xA5)
+        group = LoraGroup(group_of(1, WIDTHS, width, (16, 1, 8, 5)), width, WIDTHS)
+        x, y, _, ids = operands(rows, width, sum(WIDTHS))
+        norm = Norm((torch.rand(width, generator=torch.Generator().manual_seed(1)) + 0.5).to(DEVICE), 1e-5, 1.0)
+        h = rms_norm(x, norm.weight, norm.eps, weight_offset=1.0) if normed else x
+        want, got = (torch.full((rows, 64), torch.nan, dtype=torch.float16, device=DEVICE) for _ in range(2))
+        matmul(h, want)
+        middle = group.shrink(x, ids, norm=norm if normed else None, into=given)
+        matmul.from_input(given, got)
+        assert torch.equal(got, want)
+        assert want.isfinite().all()
+        assert torch.equal(group.expand(y.clone(), middle, ids), group.expand(y, group.shrink(h, ids), ids))
+    assert given is not None
+    with pytest.raises(ShapeError, match="do not fit the packed input"):
+        group.shrink(x, ids, into=replace(given, scratch=given.scratch[:16]))
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu", "quickgelu"])
-@pytest.mark.parametrize(("rows", "levels"), [(1, 1), (7, 2)])
+@pytest.mark.parametrize(("rows", "levels"), [(1, 1), (7, 2), (13, 2)])
 def test_a_gated_group_is_bitwise_its_parts(rows: int, levels: int, activation: Any) -> None:
     widths = (66, 66)
     entries = group_of(levels, widths, 64, (16, 1, 30, 4))

@@ -815,6 +815,11 @@ class KernelLimits:
         Widest row of logits: 2^19 weights of 2^44 fit an unsigned 64-bit sum.
         """
     @property
+    def most_packed_width(self, /) -> int:
+        """
+        Widest row that a launch of an elementwise operator packs as the input of a matmul.
+        """
+    @property
     def most_reported(self, /) -> int:
         """
         Most candidates that a GPU reports for a row.
@@ -1355,11 +1360,17 @@ def cuda_lora_expand(
     """
 
 def cuda_lora_shrink(
-    x: Tensor, rows: LoraRows, launch: Launch, *, norm: NormPrologue | None = None, normed: Tensor | None = None
+    x: Tensor,
+    rows: LoraRows,
+    launch: Launch,
+    *,
+    norm: NormPrologue | None = None,
+    normed: Tensor | None = None,
+    into: MatmulInput | None = None,
 ) -> None:
     """
-    Compute the middle of `rows`: x [T, in] float16 times the A of each row's adapters. norm: an RMS norm of x that comes first; normed like
-    x, which gets the normed rows.
+    Compute the middle of `rows`: x [T, in] float16 times the A of each row's adapters. norm: an RMS norm of x that comes first. normed: like
+    x, gets the normed rows; or into: its scratch gets the rows packed, normed if there is a norm.
     """
 
 def cuda_probe() -> tuple[tuple[int, int] | None, list[ProbedDevice], str | None]:

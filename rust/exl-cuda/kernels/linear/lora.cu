@@ -177,6 +177,158 @@ DEVICE void shrink_group(const __half* x, const float* weight, __half* normed, c
 SHRINK_GROUP(1, 4)
 SHRINK_GROUP(4, 1)
 
+// The same struct as `ops::linear::lora::PackingShrink`.
+struct PackingShrink {
+  const __half* x;      // [rows, inputs]
+  const float* weight;  // of an RMS norm of x; null when there is none
+  const LoraEntry* table;
+  const int* slots;
+  float* middle;        // [rows, columns]
+  uint8_t* packed;      // gets h as the packed input of a matmul
+  const int* features;  // of the packed input: the feature in each row of the layout, or -1
+  int inputs, rows, sets, most_rank, columns;
+  int ranks, share;                           // columns of `middle` and groups of eight of the packed row of a block
+  int pack_columns, units, layout_rows;       // the layout: columns, units of K, rows that may have a feature
+  float eps, offset;
+};
+ABI_SIZE(PackingShrink, 104); ABI_AT(PackingShrink, x, 0); ABI_AT(PackingShrink, weight, 8); ABI_AT(PackingShrink, table, 16);
+ABI_AT(PackingShrink, slots, 24); ABI_AT(PackingShrink, middle, 32); ABI_AT(PackingShrink, packed, 40); ABI_AT(PackingShrink, features, 48);
+ABI_AT(PackingShrink, inputs, 56); ABI_AT(PackingShrink, rows, 60); ABI_AT(PackingShrink, sets, 64); ABI_AT(PackingShrink, most_rank, 68);
+ABI_AT(PackingShrink, columns, 72); ABI_AT(PackingShrink, ranks, 76); ABI_AT(PackingShrink, share, 80);
+ABI_AT(PackingShrink, pack_columns, 84); ABI_AT(PackingShrink, units, 88); ABI_AT(PackingShrink, layout_rows, 92);
+ABI_AT(PackingShrink, eps, 96); ABI_AT(PackingShrink, offset, 100);
+
+constexpr int MOST_COLUMNS = 32;
+
+// Columns of a block for its row: their A [inputs], or null, and their scales.
+struct BlockColumns {
+  const __half* a[MOST_COLUMNS];
+  float scale[MOST_COLUMNS];
+};
+
+// Multiplies the row h by columns `first` and `first` + 1 of a block. A thread reads of h what it stored itself.
+DEVICE void multiply_pair(const __half* h, const BlockColumns& known, int first, int count, int inputs, float (&parts)[MOST_COLUMNS][THREADS / 32]) {
+  const __half* const a = known.a[first];
+  const __half* const b = first + 1 < count ? known.a[first + 1] : nullptr;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float sum[2] = {0.f, 0.f};
+#pragma unroll 2
+  for (int k = threadIdx.x * 8; k < inputs; k += THREADS * 8) {
+    union {
+      uint4 word;
+      __half items[8];
+    } u[2];
+    u[0].word = a ? *reinterpret_cast<const uint4*>(a + k) : make_uint4(0, 0, 0, 0);
+    u[1].word = b ? *reinterpret_cast<const uint4*>(b + k) : make_uint4(0, 0, 0, 0);
+    float v[8];
+    load8(v, h + k);
+#pragma unroll
+    for (int e = 0; e < 8; e++) {
+      sum[0] = fmaf(v[e], __half2float(u[0].items[e]), sum[0]);
+      sum[1] = fmaf(v[e], __half2float(u[1].items[e]), sum[1]);
+    }
+  }
+  sum[0] = warp_sum(sum[0]);
+  sum[1] = warp_sum(sum[1]);
+  if (lane < 2 && first + lane < count) parts[first + lane][warp] = lane ? sum[1] : sum[0];
+}
+
+// As lora_shrink_group, and packs h. A block has a row, some columns of `middle`, and a share of the row to pack. It keeps h in shared
+// memory, so it norms a row once for all its columns. Loops are hardly unrolled, because a launch meets a cold instruction cache.
+extern "C" __global__ void __maxnreg__(64) lora_shrink_packing(const __grid_constant__ PackingShrink p) {
+  extern __shared__ __align__(16) __half h[];
+  __shared__ float parts[MOST_COLUMNS][THREADS / 32];
+  __shared__ BlockColumns known;
+  pdl_trigger();
+  const int row = blockIdx.y, part = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, at = threadIdx.x * 8;
+  const int first = part * p.ranks, count = row < p.rows ? min(p.ranks, p.columns - first) : 0;
+  const int begin = part * p.share, eights = min(p.share, 32 * p.units - begin);
+  bool has = false;
+  if ((int)threadIdx.x < count) {
+    const int line = (first + threadIdx.x) / p.most_rank, rank = (first + threadIdx.x) % p.most_rank;
+    const LoraEntry* const entry = entry_of(p.table + (size_t)line * p.sets, p.slots, row);
+    has = entry != nullptr && rank < entry->rank;
+    known.a[threadIdx.x] = has ? entry->a + (size_t)rank * p.inputs : nullptr;
+    known.scale[threadIdx.x] = has ? entry->scale[rank] : 0.f;
+  }
+  int2 of[4];  // features of a group of eight
+  auto find = [&](int i) {
+    const int eight = begin + i;
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      // In the layout for wgmma, of 16 pairs of neighbouring rows those four apart belong to one group of eight.
+      const int pair = p.pack_columns == 8 ? 4 * eight + e : 4 * (eight & ~3) + (eight & 3) + 4 * e;
+      of[e] = i < eights && 2 * pair < p.layout_rows ? __ldg(reinterpret_cast<const int2*>(p.features) + pair) : make_int2(-1, -1);
+    }
+  };
+  find(threadIdx.x);
+  if (p.weight)
+#pragma unroll 1
+    for (int k = threadIdx.x * 32; k < p.inputs; k += THREADS * 32) prefetch_l2(p.weight + k);
+  const bool some = __syncthreads_or(has);
+#pragma unroll 1
+  for (int i = warp; i < count; i += THREADS / 32)
+    if (known.a[i])
+#pragma unroll 1
+      for (int k = lane * 64; k < p.inputs; k += 32 * 64) prefetch_l2(known.a[i] + k);
+  pdl_wait();
+  if (row < p.rows) {
+    const __half* const x = p.x + (size_t)row * p.inputs;
+    float squares = 0.f;
+#pragma unroll 2
+    for (int k = at; k < p.inputs; k += THREADS * 8) {
+      const uint4 word = *reinterpret_cast<const uint4*>(x + k);
+      *reinterpret_cast<uint4*>(h + k) = word;
+      if (p.weight) {  // the order of kernels/elementwise/norm.cu
+        float v[8];
+        load8(v, reinterpret_cast<const __half*>(&word));
+        squares += eight_squares(v);
+      }
+    }
+    if (p.weight) {
+      const float scale = 1.f / sqrtf(block_sum(squares) / (float)p.inputs + p.eps);
+#pragma unroll 1
+      for (int k = at; k < p.inputs; k += THREADS * 8) {
+        float v[8], w[8];
+        load8(w, p.weight + k);
+        load8(v, h + k);
+#pragma unroll
+        for (int e = 0; e < 8; e++) v[e] = v[e] * scale * (w[e] + p.offset);
+        store8(h + k, v);
+      }
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < eights; i += THREADS) {
+    if (i >= THREADS) find(i);
+    union {
+      uint4 word;
+      __half v[8];
+    } out;
+    out.word = make_uint4(0, 0, 0, 0);
+    if (row < p.rows)
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        if (of[e].x >= 0) out.v[2 * e] = h[of[e].x];
+        if (of[e].y >= 0) out.v[2 * e + 1] = h[of[e].y];
+      }
+    const int eight = begin + i;
+    const size_t place = p.pack_columns == 8 ? eight / 4 * 32 + row * 4 + eight % 4 : (size_t)eight * p.pack_columns + row;
+    reinterpret_cast<uint4*>(p.packed)[place] = out.word;
+  }
+  if (!some) return;
+#pragma unroll 1
+  for (int i = 0; i < count; i += 2) multiply_pair(h, known, i, count, p.inputs, parts);
+  __syncthreads();
+  if (has) {
+    float all = 0.f;  // as block_sum
+#pragma unroll
+    for (int w = 0; w < THREADS / 32; w++) all += parts[threadIdx.x][w];
+    p.middle[(size_t)row * p.columns + first + threadIdx.x] = all * known.scale[threadIdx.x];
+  }
+}
+
 constexpr int EXPAND_THREADS = 128, EXPAND_HELD = 16;
 
 // Two neighbouring outputs of the adapter of one row and matrix.

@@ -1,7 +1,7 @@
 //! The limits of the kernels that Python plans by.
 
 use exl_cpu::sampling::MAX_LOGITS;
-use exl_cuda::ops::elementwise::{Activation, exchange};
+use exl_cuda::ops::elementwise::{Activation, exchange, residual};
 use exl_cuda::ops::linear::few;
 use exl_cuda::ops::linear::select::{MOST_BLOCK_ROWS, MOST_GEMV_ROWS, MOST_PACKED_ROWS};
 use exl_cuda::ops::{attention, sampling};
@@ -27,6 +27,8 @@ pub struct KernelLimits {
     block_rows: usize,
     /// Most tokens of a decode step, captured or not, whose results do not depend on other rows.
     step_rows: usize,
+    /// Widest row that a launch of an elementwise operator packs as the input of a matmul.
+    most_packed_width: usize,
     /// Largest head dimension of attention on a GPU; all are multiples of `head_dim_step`.
     most_head_dim: usize,
     head_dim_step: usize,
@@ -62,6 +64,7 @@ pub fn kernel_limits() -> KernelLimits {
         gemv_rows: MOST_GEMV_ROWS,
         few_rows: few::MOST_ROWS,
         packed_rows: MOST_PACKED_ROWS,
+        most_packed_width: residual::MOST_PACKED_WIDTH,
         block_rows: MOST_BLOCK_ROWS,
         step_rows: step::MOST_ROWS,
         most_head_dim: attention::MAX_DIM,

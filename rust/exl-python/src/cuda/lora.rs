@@ -6,6 +6,7 @@
 use exl_cuda::ops::linear::lora::{self, LoraEntry};
 use pyo3::prelude::*;
 
+use super::attention::MatmulInput;
 use super::linear::NormPrologue;
 use super::{activation_kind, expect, target};
 use crate::errors::device_error;
@@ -151,10 +152,10 @@ fn is_halves(tensor: &Tensor, shape: &[usize], alignment: usize) -> bool {
     tensor.dtype == DType::F16 && tensor.shape == shape && tensor.ptr.is_multiple_of(alignment)
 }
 
-/// Compute the middle of `rows`: x [T, in] float16 times the A of each row's adapters. norm: an RMS norm of x that comes first; normed like
-/// x, which gets the normed rows.
+/// Compute the middle of `rows`: x [T, in] float16 times the A of each row's adapters. norm: an RMS norm of x that comes first. normed: like
+/// x, gets the normed rows; or into: its scratch gets the rows packed, normed if there is a norm.
 #[pyfunction]
-#[pyo3(signature = (x, rows, launch, *, norm=None, normed=None))]
+#[pyo3(signature = (x, rows, launch, *, norm=None, normed=None, into=None))]
 pub fn cuda_lora_shrink(
     py: Python<'_>,
     x: Tensor,
@@ -162,31 +163,36 @@ pub fn cuda_lora_shrink(
     launch: &Launch,
     norm: Option<&NormPrologue>,
     normed: Option<Tensor>,
+    into: Option<&MatmulInput>,
 ) -> PyResult<()> {
     expect(
         x.shape.len() == 2 && is_halves(&x, &x.shape, 16),
         "x must be float16 [T, in], aligned to 16 bytes",
     )?;
     expect(
-        norm.is_some() == normed.is_some(),
+        normed.is_some() == (norm.is_some() && into.is_none()),
         "a norm and its result come together",
     )?;
     let group = rows.checked(x.shape[0])?;
     let mut all = vec![("x", &x)];
     all.extend(rows.tensors());
-    if let (Some(NormPrologue { weight, .. }), Some(normed)) = (norm, &normed) {
+    if let Some(NormPrologue { weight, .. }) = norm {
         expect(
             weight.dtype == DType::F32
                 && weight.shape == [x.shape[1]]
                 && weight.ptr.is_multiple_of(16),
             "the norm's weight must be float32 [in], aligned to 16 bytes",
         )?;
+        all.push(("weight", weight));
+    }
+    if let Some(normed) = &normed {
         expect(
             is_halves(normed, &x.shape, 16),
             "normed must be like x, aligned to 16 bytes",
         )?;
-        all.extend([("weight", weight), ("normed", normed)]);
+        all.push(("normed", normed));
     }
+    all.extend(into.map(|into| ("into", &into.scratch)));
     let to = target(&all, launch)?;
     let (weight, eps, offset) = norm.map_or((0, 0.0, 0.0), |norm| {
         (norm.weight.ptr, norm.eps, norm.offset)
@@ -198,6 +204,9 @@ pub fn cuda_lora_shrink(
         eps,
         offset,
         normed: normed.as_ref().map_or(0, |normed| normed.ptr),
+        packed: into
+            .map(|into| into.packed(x.shape[0], x.shape[1]))
+            .transpose()?,
     };
     // SAFETY: torch owns the memory; sizes were checked above; what the table names is kept alive by its owner in Python.
     py.detach(|| unsafe { lora::shrink(to, &group, &input) })

@@ -1,8 +1,8 @@
 """The adapters of a step's rows for the matrices of one joined matmul.
 
-A launch before the matmul multiplies its input by the adapters' A, and norms the input where that is needed. A launch
-behind it multiplies that by B and adds it to the results, then the residual or the gate. Bitwise identical to
-`Linear.forward` and the operators that follow it.
+A launch before the matmul multiplies its input by the adapters' A, and norms and packs the input where that is needed.
+A launch behind it multiplies that by B and adds it to the results, then the residual or the gate. Bitwise identical
+to `Linear.forward` and the operators that follow it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from exl_kernels.linear.fused import Activation, FusedLinear
 from exl_kernels.linear.fused import Norm as InputNorm
 from exl_kernels.linear.lora import LoraGroup
+from exl_kernels.selection import LIMITS
 
 from ..layers import Linear
 from ..lora.rows import RowAdapters
@@ -32,19 +33,35 @@ class MatmulAdapters:
     slots: Tensor
     """int32 [T], the slot of each row, as for `LoraGroup.shrink`."""
 
-    def shrink(self, x: Tensor, norm: InputNorm | None = None, normed: Tensor | None = None) -> Tensor:
-        """Multiply x [T, in], or its norm, which is stored in `normed`, by A; as `LoraGroup.shrink`."""
-        return self.group.shrink(x, self.slots, norm=norm, normed=normed)
+    def first(self, matmul: FusedLinear, x: Tensor, norm: InputNorm | None) -> tuple[Tensor, Tensor]:
+        """Multiply x [T, in], or its norm, by the matrices [T, outputs of all matrices] and by A, for `expand`.
+
+        Args:
+            matmul: the matmul of all matrices, without norm or activation.
+            x: the input.
+            norm: the norm of the input, or None.
+        """
+        out = x.new_empty(x.shape[0], matmul.out_features)
+        return self._multiply(matmul, x, norm, out)
 
     def expand(self, y: Tensor, middle: Tensor, activation: Activation | None = None) -> Tensor:
         """Add the results to y [T, outputs of all matrices], in place or in a new tensor of gated results."""
         return self.group.expand(y, middle, self.slots, activation=activation)
 
-    def multiply(self, matmul: FusedLinear, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
+    def last(self, matmul: FusedLinear, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
         """Compute out = x @ W + adapters [+ residual] with the matmul of one matrix; out may be the residual."""
-        middle = self.shrink(x)
-        y = matmul(x, out if residual is None else torch.empty_like(out))
+        y, middle = self._multiply(matmul, x, None, out if residual is None else torch.empty_like(out))
         self.group.expand(y, middle, self.slots, out=out, residual=residual)
+
+    def _multiply(self, matmul: FusedLinear, x: Tensor, norm: InputNorm | None, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Multiply by A and by the matrices; where the matmul takes packed input, the launch before packs it."""
+        given = matmul.input_of(x.shape[0]) if x.shape[1] <= LIMITS.most_packed_width else None
+        if given is not None:
+            middle = self.group.shrink(x, self.slots, norm=norm, into=given)
+            return matmul.from_input(given, out), middle
+        normed = None if norm is None else torch.empty_like(x)
+        middle = self.group.shrink(x, self.slots, norm=norm, normed=normed)
+        return matmul(x if normed is None else normed, out), middle
 
 
 def takes_adapters(step: Step, linears: Sequence[Linear]) -> bool:

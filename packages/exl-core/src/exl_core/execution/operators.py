@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from exl_kernels.activation import activation as activate
@@ -94,13 +93,10 @@ class Joined(Operators):
         if adapters is None:
             return self._pending(half, x, h)
         assert not isinstance(h, PackedInput), "steps with adapters pack no input"
-        if h is None and half.own_norm is not None:
-            h = torch.empty_like(x)
-            middle = adapters.shrink(x, norm=input_norm(half.own_norm), normed=h)
-        else:
-            h = half.normed(x, h)
-            middle = adapters.shrink(h)
-        y = half.first_bare(h, h.new_empty(x.shape[0], half.first_bare.out_features))
+        norms = h is None and half.own_norm is not None
+        y, middle = adapters.first(
+            half.first_bare, x if norms else half.normed(x, h), input_norm(half.own_norm) if norms else None
+        )
         if len(half.about.first) > 1:
             return adapters.expand(y, middle, activation=half.activation)
         y = adapters.expand(y, middle)
@@ -144,7 +140,7 @@ class Joined(Operators):
             return PackedInput(next_prologue.chained, packed)
         if adapters is not None:
             assert not isinstance(y, Packed), "`room` leaves the input to the adapters"
-            adapters.multiply(last, y.now() if isinstance(y, PendingMatmul) else y, out, residual)
+            adapters.last(last, y.now() if isinstance(y, PendingMatmul) else y, out, residual)
         elif isinstance(y, PendingMatmul):
             y.matmul.then(last, y.input, out, residual)
         elif isinstance(y, Packed):

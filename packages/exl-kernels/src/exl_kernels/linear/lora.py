@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels import _native
+from exl_kernels.attention.cuda import MatmulInput
 from exl_kernels.cuda_ops import check_operand, launch_on
 from exl_kernels.errors import DTypeError, ShapeError
 from exl_kernels.linear.cuda import aligned
@@ -165,7 +166,13 @@ class LoraGroup:
         self._table = torch.tensor(fields, dtype=torch.int64, device=self._entries[0].a.device)
 
     def shrink(
-        self, x: Tensor, slots: Tensor | None = None, *, norm: Norm | None = None, normed: Tensor | None = None
+        self,
+        x: Tensor,
+        slots: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        normed: Tensor | None = None,
+        into: MatmulInput | None = None,
     ) -> Tensor:
         """Multiply x by the A of each row's adapters.
 
@@ -174,7 +181,8 @@ class LoraGroup:
             slots: int32 [T], the slot of each row, below the number of sets, negative for a row without adapters.
                 None: every row has slot 0.
             norm: RMS norm of x that comes first, with a weight of float32.
-            normed: like x, gets norm(x); None without a norm.
+            normed: like x, gets norm(x); None without a norm, or with `into`.
+            into: the input of a matmul, as `FusedLinear.input_of` gives it, that gets x packed, or its norm.
 
         Returns:
             The argument of `expand`, float32 [T, levels * matrices * largest rank].
@@ -191,7 +199,8 @@ class LoraGroup:
         before = None if norm is None else _native.NormPrologue(norm.weight, norm.eps, norm.offset)
         try:
             rows = _native.LoraRows(self._table, slots, middle)
-            _native.cuda_lora_shrink(x, rows, launch_on(x), norm=before, normed=normed)
+            packed = None if into is None else _native.MatmulInput(into.matrix._cuda, into.columns, into.scratch)
+            _native.cuda_lora_shrink(x, rows, launch_on(x), norm=before, normed=normed, into=packed)
         except ValueError as error:
             raise ShapeError(f"shrink: {error}") from None
         return middle

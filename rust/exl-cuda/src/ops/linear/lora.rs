@@ -5,6 +5,8 @@ use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::elementwise::Activation;
+use crate::ops::elementwise::residual::MOST_PACKED_WIDTH;
+use crate::ops::linear::PackedInput;
 use crate::ops::{Target, index32};
 
 /// `struct LoraEntry` of `kernels/linear/lora.cu`: the adapter of one slot for one matrix, as device addresses.
@@ -51,6 +53,7 @@ pub(super) fn kernels() -> Vec<String> {
         "lora_expand",
         "lora_shrink_group_1",
         "lora_shrink_group_4",
+        "lora_shrink_packing",
         "lora_expand_group",
         "lora_expand_gated",
     ]
@@ -60,7 +63,11 @@ pub(super) fn kernels() -> Vec<String> {
 
 const THREADS: u32 = 256;
 const EXPAND_THREADS: u32 = 128;
-assert_constants!(lora, { EXPAND_THREADS == EXPAND_THREADS });
+/// Columns that a block of `lora_shrink_packing` takes at most.
+const MOST_COLUMNS: usize = 32;
+assert_constants!(lora, { EXPAND_THREADS == EXPAND_THREADS, MOST_COLUMNS == MOST_COLUMNS });
+/// Blocks of `lora_shrink_packing` that a launch aims at: two for each SM of a large card.
+const PACKING_BLOCKS: usize = 264;
 /// Blocks of one rank each up to which a launch takes one rank a block; beyond, four.
 const MOST_SINGLE: usize = 512;
 
@@ -70,6 +77,17 @@ const fn select_shrink(rows: usize, columns: usize) -> (&'static str, usize) {
         ("lora_shrink_group_1", 1)
     } else {
         ("lora_shrink_group_4", 4)
+    }
+}
+
+/// The ranks that a block of `lora_shrink_packing` takes, of `columns` of all matrices and levels, for an input of `rows` rows.
+const fn packing_ranks(rows: usize, columns: usize) -> usize {
+    let parts = PACKING_BLOCKS.div_ceil(rows);
+    let ranks = columns.div_ceil(if parts < columns { parts } else { columns });
+    if ranks < MOST_COLUMNS {
+        ranks
+    } else {
+        MOST_COLUMNS
     }
 }
 
@@ -154,9 +172,42 @@ pub struct Input {
     pub weight: usize,
     pub eps: f32,
     pub offset: f32,
-    /// `[rows, in]` half: the normed rows; 0 without a norm.
+    /// `[rows, in]` half: the normed rows; 0 without a norm, or with `packed`.
     pub normed: usize,
+    /// Address and layout of the input of a matmul, which gets the rows, normed if there is a norm: at most as many rows as it has columns,
+    /// of at most [`MOST_PACKED_WIDTH`] elements.
+    pub packed: Option<(usize, PackedInput)>,
 }
+
+/// `struct PackingShrink` of `kernels/linear/lora.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct PackingShrink {
+    x: usize,
+    weight: usize,
+    table: usize,
+    slots: usize,
+    middle: usize,
+    packed: usize,
+    features: usize,
+    inputs: i32,
+    rows: i32,
+    sets: i32,
+    most_rank: i32,
+    columns: i32,
+    ranks: i32,
+    share: i32,
+    pack_columns: i32,
+    units: i32,
+    layout_rows: i32,
+    eps: f32,
+    offset: f32,
+}
+
+assert_layout!(PackingShrink, lora::PackingShrink, {
+    x, weight, table, slots, middle, packed, features, inputs, rows, sets, most_rank, columns, ranks, share, pack_columns, units, layout_rows,
+    eps, offset,
+});
 
 /// The results that [`expand`] adds to, as device addresses of halves, aligned to 4 bytes.
 #[derive(Clone, Copy, Debug)]
@@ -188,6 +239,10 @@ pub unsafe fn shrink(to: Target, group: &Group, input: &Input) -> Result<(), Cud
             what: format!("matrices of {} inputs", input.in_features),
             limit: "adapters take inputs in eights".to_owned(),
         });
+    }
+    if let Some((address, layout)) = input.packed {
+        // SAFETY: this function's contract.
+        return unsafe { shrink_and_pack(to, group, input, columns, address, layout) };
     }
     let device = Device::get(to.device)?;
     let (inputs, sets) = (
@@ -224,6 +279,62 @@ pub unsafe fn shrink(to: Target, group: &Group, input: &Input) -> Result<(), Cud
     ];
     // SAFETY: the order is that of the kernel; the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
+}
+
+/// [`shrink`] that packs its input at `packed`.
+///
+/// # Safety
+/// As for [`shrink`].
+unsafe fn shrink_and_pack(
+    to: Target,
+    group: &Group,
+    input: &Input,
+    columns: usize,
+    packed: usize,
+    layout: PackedInput,
+) -> Result<(), CudaError> {
+    if group.rows > layout.columns || input.in_features > MOST_PACKED_WIDTH {
+        return Err(CudaError::Argument {
+            what: format!(
+                "{} packed rows of {} elements",
+                group.rows, input.in_features
+            ),
+            limit: format!("{} rows of {MOST_PACKED_WIDTH}", layout.columns),
+        });
+    }
+    let ranks = packing_ranks(layout.columns, columns);
+    let parts = index32("blocks of a row", columns.div_ceil(ranks))?;
+    let task = PackingShrink {
+        x: input.x,
+        weight: input.weight,
+        table: group.table,
+        slots: group.slots,
+        middle: group.middle,
+        packed,
+        features: layout.features,
+        inputs: index32("in_features", input.in_features)?,
+        rows: index32("rows", group.rows)?,
+        sets: index32("sets", group.sets)?,
+        most_rank: index32("rank", group.most_rank)?,
+        columns: index32("columns", columns)?,
+        ranks: index32("ranks of a block", ranks)?,
+        share: (32 * layout.units + parts - 1) / parts,
+        pack_columns: index32("columns", layout.columns)?,
+        units: layout.units,
+        layout_rows: layout.rows,
+        eps: input.eps,
+        offset: input.offset,
+    };
+    let launch = Launch {
+        kernel: "lora_shrink_packing",
+        grid: [parts as u32, task.pack_columns as u32, 1],
+        block: THREADS,
+        shared_bytes: 2 * task.inputs as u32,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    // SAFETY: the kernel takes one task; the caller guarantees that the addresses are valid.
+    unsafe { launch.run(Device::get(to.device)?, &mut kernel_arguments![task]) }
 }
 
 /// Add the adapters to the results of the matrices by the `middle` of [`shrink`], then the residual or the gate, in one launch.
@@ -322,6 +433,16 @@ mod tests {
             assert_eq!(found, ranks, "{rows} {columns}");
             assert_eq!(kernel, format!("lora_shrink_group_{ranks}"));
             assert!(kernels().contains(&kernel.to_owned()));
+        }
+        // Ranks of a block that packs, too.
+        for (rows, columns, ranks) in [
+            (8, 3 * 16, 2),
+            (32, 3 * 16, 6),
+            (64, 3 * 16, 10),
+            (128, 3 * 64, 32),
+            (16, 1, 1),
+        ] {
+            assert_eq!(packing_ranks(rows, columns), ranks, "{rows} {columns}");
         }
         let gates = [None, Some(Activation::ALL[0])];
         let found = gates.map(select_expand);
