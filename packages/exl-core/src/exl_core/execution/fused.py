@@ -17,22 +17,21 @@ matmuls of dequantized matrices, which also add the residual.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from exl_kernels.device import row_invariant_matmuls, rows_are_invariant
+from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.fused import embed
 from exl_kernels.linear.fused import FusedLinear
-from exl_kernels.linear.fused import Norm as InputNorm
 from exl_kernels.selection import BLOCK_ROWS, PACKED_ROWS, STEP_ROWS
 
 from ..layers import Attention, Embedding, Head, Module, Norm, RMSNorm
 from ..layers.module import is_changed
 from ..layers.norm import rms_of
 from .batch import Step
-from .environment import joined_rows, refusal_of_joined_rows
+from .environment import refusal_of_joined_rows
 from .half import (
     NO_PROLOGUE,
     Half,
@@ -42,9 +41,11 @@ from .half import (
     OutputTokens,
     PackedInput,
     is_padded,
+    joined,
     last_rows,
     why_own_pass,
 )
+from .half_matmuls import head_takes_blocks, head_with_norm, joins_rows, most_packed_rows, prompt_matmuls
 from .halves import half_of
 from .many_rows import ManyRows, takes_many_rows
 from .operators import APART, JOINED
@@ -74,15 +75,13 @@ class JoinedLaunches:
         self._last_norm = rms_of(norm)
         self._head = head
         self._joined_head = _joined_head(self._last_norm, head)
-        self._plain_head = None
-        if head is not None and head.linear.quant.out_features == head.padded_vocab_size:
-            self._plain_head = FusedLinear([head.linear.quant])
+        self._plain_head = None if head is None else joined((head.linear,))
         self._last = max((i for i, half in enumerate(halves) if isinstance(half.module, Attention)), default=-1)
         self._sections: dict[
             tuple[int, int], JoinedLaunches
         ] = {}  # kept: captured steps have addresses of their tensors
         self._kept_prologues: dict[tuple[int, tuple[bool, ...], bool, bool], list[NextPrologue]] = {}
-        self._takes_blocks: bool | None = None  # of all halves
+        self._most_packed: int | None = None  # asked of all halves once
         self._refusals: dict[int, str | None] = {}  # by number of rows, which captured steps ask every time
 
     def section(self, begin: int, end: int) -> JoinedLaunches:
@@ -117,10 +116,10 @@ class JoinedLaunches:
         rows = x.shape[0]
         if rows > PACKED_ROWS:
             with row_invariant_matmuls():
-                h = self._hidden(x, step, [half.joins(rows) for half in self.halves])
+                h = self._hidden(x, step, self._joins(rows, captured=True))
                 return h if self._head is None or logits is None else self._logits_of_blocks(h, step, logits)
-        head = None if logits is None or step.loras else self._normed_head(rows, logits)
-        x, left = self._run_halves(x, step, self._joins(rows), head=head)
+        head = None if logits is None or step.loras else self._joined_head
+        x, left = self._run_halves(x, step, self._joins(rows, captured=True), head=head)
         if isinstance(left, PackedInput):
             assert logits is not None
             assert self._head is not None
@@ -147,26 +146,25 @@ class JoinedLaunches:
 
     @property
     def most_packed(self) -> int:
-        """Most rows of a prompt that run on packed weights, in blocks; more are cheaper by dequantizing once.
-
-        Where BLOCK_ROWS rows are one launch (wgmma), two blocks take as long as dequantizing, but fewer launches.
-        """
-        if self._takes_blocks is None:
-            self._takes_blocks = all(half.takes_blocks() for half in self.halves)
-        return STEP_ROWS if self._takes_blocks and self.refusal_of_rows(STEP_ROWS) is None else PACKED_ROWS
+        """Most rows of a prompt that run on packed weights (`most_packed_rows`)."""
+        if refusal_of_joined_rows(PACKED_ROWS) is not None:
+            return PACKED_ROWS
+        if self._most_packed is None:
+            plans = [half.plan for half in self.halves]
+            self._most_packed = most_packed_rows(plans, lambda: self.refusal_of_rows(STEP_ROWS))
+        return self._most_packed
 
     def matmuls_of(self, rows: int) -> AbstractContextManager[None]:
         """Return the context of a prompt of so many rows."""
-        return row_invariant_matmuls() if PACKED_ROWS < rows <= self.most_packed else nullcontext()
+        return prompt_matmuls(rows, self.most_packed)
 
     def hidden(self, ids: Tensor, step: Step, output_tokens: OutputTokens = "all") -> Tensor:
         """Return the head's input [T, hidden] of the output tokens, for ids int64 [T] on the device."""
         return self._hidden(self._embedded(ids), step, self._joins(ids.shape[0]), output_tokens)
 
-    def _joins(self, rows: int) -> list[bool]:
+    def _joins(self, rows: int, *, captured: bool = False) -> list[bool]:
         """Return for each half whether its launches of `rows` rows are joined."""
-        blocks = rows > PACKED_ROWS and rows_are_invariant(rows) and self.most_packed > PACKED_ROWS
-        few = blocks or rows <= joined_rows()
+        few = joins_rows(rows, PACKED_ROWS if captured else self.most_packed, captured=captured)
         return [few and half.joins(rows) for half in self.halves]
 
     def _hidden(self, x: Tensor, step: Step, joins: Sequence[bool], output_tokens: OutputTokens = "all") -> Tensor:
@@ -252,13 +250,8 @@ class JoinedLaunches:
         """Write the logits of many rows h in blocks, inside `row_invariant_matmuls`; returns them."""
         assert self._head is not None
         head = self._plain_head
-        blocks = [] if head is None else head.blocks(h.shape[0])
-        if (
-            head is not None
-            and not step.loras
-            and all(head.takes_at_once(block.stop - block.start) for block in blocks)
-        ):
-            for block in blocks:
+        if head is not None and not step.loras and head_takes_blocks(head, self._head, h.shape[0]):
+            for block in head.blocks(h.shape[0]):
                 head.chained(h[block], logits[block])
             return self._head.finish(logits)
         return self._head.forward(h, step, out=logits)
@@ -282,21 +275,14 @@ class JoinedLaunches:
         dtype: Literal["float16", "float32"] = "float32" if self._embedding.float_residual else "float16"
         return embed(self._embedding.weight, given, factor=self._embedding.scale, dtype=dtype)
 
-    def _normed_head(self, rows: int, logits: Tensor) -> FusedLinear | None:
-        """Return the last norm and the head as one matmul, if it takes packed input."""
-        head = self._joined_head
-        fits = head is not None and head.takes_packed(rows) and head.out_features == logits.shape[-1]
-        return head if fits else None
-
 
 def _joined_head(norm: RMSNorm | None, head: Head | None) -> FusedLinear | None:
     """Return the last norm and the head as one matmul, if one device has both."""
-    if norm is None or head is None or is_padded(head.linear):
+    if norm is None or head is None:
         return None
-    weight = norm.loaded_weight
-    if weight.device != head.linear.quant.device:
+    if norm.loaded_weight.device != head.linear.quant.device:
         return None
-    return FusedLinear([head.linear.quant], norm=InputNorm(weight, norm.eps))
+    return head_with_norm(norm, head, joined, is_padded)
 
 
 def joined_launches_of(model: LanguageModel) -> JoinedLaunches | str:

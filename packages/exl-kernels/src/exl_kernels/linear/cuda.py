@@ -27,6 +27,7 @@ from ..errors import DTypeError, FormatError, ShapeError, UnsupportedError
 from ..formats import Exl2Parts, GptqParts
 from ..selection import PACKED_ROWS
 from .matrix import Compute, Format, QuantMatrix
+from .planned import KEPT_PLANS
 from .upload import Pack, moved, packed_image, settle
 from .workspace import block_workspace
 
@@ -39,9 +40,6 @@ __all__ = [
     "gptq_matrix",
     "launch_matmul",
 ]
-
-KEPT_PLANS = 256
-"""Most plans that a matmul keeps; prompts have any number of rows."""
 
 _HALVES = (torch.float16, torch.bfloat16)
 
