@@ -45,7 +45,14 @@ from .half import (
     last_rows,
     why_own_pass,
 )
-from .half_matmuls import head_takes_blocks, head_with_norm, joins_rows, most_packed_rows, prompt_matmuls
+from .half_matmuls import (
+    head_takes_blocks,
+    head_with_norm,
+    joins_rows,
+    most_packed_rows,
+    prompt_matmuls,
+    refusal_of_blocks,
+)
 from .halves import half_of
 from .many_rows import ManyRows, takes_many_rows
 from .operators import APART, JOINED
@@ -129,16 +136,10 @@ class JoinedLaunches:
         return h if self._head is None or logits is None else self._head.forward(h, step, out=logits)
 
     def refusal_of_rows(self, rows: int) -> str | None:
-        """Return why results of `run` for `rows` rows are not batch-invariant, as a captured step must be; else None.
+        """Return why `run` of `rows` rows is not batch-invariant, as a captured step must be; None if it is."""
+        return refusal_of_blocks(rows, lambda: self._refusal_of_halves(rows))
 
-        Up to PACKED_ROWS rows the modules' own passes are. More rows run in blocks, where joined kernels take them, or
-        by separate matmuls in blocks.
-        """
-        if rows <= PACKED_ROWS:
-            return None
-        why = refusal_of_joined_rows(PACKED_ROWS)
-        if why is not None:
-            return why
+    def _refusal_of_halves(self, rows: int) -> str | None:
         if rows not in self._refusals:
             whys = (half.refusal_of_rows(rows) for half in self.halves)
             self._refusals[rows] = next((why for why in whys if why is not None), None)

@@ -17,7 +17,7 @@ from exl_kernels.selection import BLOCK_ROWS, PACKED_ROWS, STEP_ROWS
 from ..layers import Head, Linear, Module, Norm, RMSNorm
 from ..layers.description import AttentionDescription, MatmulDescription, MlpDescription
 from ..layers.norm import layer_of, rms_of
-from .environment import joined_rows
+from .environment import joined_rows, refusal_of_joined_rows
 
 __all__ = [
     "HalfMatmul",
@@ -31,6 +31,7 @@ __all__ = [
     "most_packed_rows",
     "norms_of_heads",
     "prompt_matmuls",
+    "refusal_of_blocks",
 ]
 
 M = TypeVar("M", bound=PlannedMatmul)
@@ -184,6 +185,17 @@ def head_takes_blocks(matmul: PlannedMatmul, head: Head, rows: int) -> bool:
     if rows <= PACKED_ROWS or matmul.out_features != head.padded_vocab_size:
         return False
     return all(matmul.takes_at_once(block.stop - block.start) for block in matmul.blocks(rows))
+
+
+def refusal_of_blocks(rows: int, refusal: Callable[[], str | None]) -> str | None:
+    """Return why a captured step of `rows` rows is not batch-invariant, or None.
+
+    Up to PACKED_ROWS rows the modules' own passes are. More rows run in blocks, where joined kernels take them, or by
+    separate matmuls in blocks; `refusal` returns why a half does not allow that.
+    """
+    if rows <= PACKED_ROWS:
+        return None
+    return refusal_of_joined_rows(PACKED_ROWS) or refusal()
 
 
 def most_packed_rows(halves: Sequence[HalfPlan[M] | None], refusal: Callable[[], str | None]) -> int:

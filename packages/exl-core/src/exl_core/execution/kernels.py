@@ -34,6 +34,7 @@ from .half_matmuls import (
     joins_rows,
     most_packed_rows,
     prompt_matmuls,
+    refusal_of_blocks,
 )
 from .matrix_shapes import MatrixShapes
 from .select import Way
@@ -203,10 +204,8 @@ class _Model:
 
     def _refusal_of_rows(self, rows: int) -> str | None:
         """Return why a captured step of so many rows is not batch-invariant, as `JoinedLaunches.refusal_of_rows`."""
-        if rows <= PACKED_ROWS:
-            return None
         whys = (self._refusal_of_half(half, rows) for half in self.halves)
-        return self._apart or refusal_of_joined_rows(PACKED_ROWS) or next((why for why in whys if why), None)
+        return refusal_of_blocks(rows, lambda: self._apart or next((why for why in whys if why), None))
 
     def _refusal_of_half(self, half: _Half, rows: int) -> str | None:
         if isinstance(half.about, ExpertsDescription):
