@@ -79,7 +79,7 @@ SOAK_REQUESTS ?= 100000
 soak:  ## SOAK_REQUESTS requests to a server, a fifth of them cut off: nothing may be left of them (20 minutes)
 	$(UV) run --no-sync python benchmarks/soak_serve.py --requests $(SOAK_REQUESTS)
 
-bench-serve:  ## the server's bars that need no GPU, with figures (4 minutes; figures count on an idle machine alone)
+bench-serve:  ## the server's bars that need no GPU, with figures (6 minutes; figures count on an idle machine alone)
 	$(UV) run --no-sync python benchmarks/bench_http.py --paced; http=$$?; \
 	$(UV) run --no-sync python benchmarks/bench_bars.py && exit $$http
 

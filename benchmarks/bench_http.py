@@ -29,7 +29,6 @@ clients are told.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import cProfile
 import gc
@@ -39,7 +38,6 @@ import multiprocessing
 import os
 import pstats
 import queue
-import signal
 import socket
 import statistics
 import sys
@@ -51,6 +49,7 @@ from typing import Any
 
 from host_cost import host_cost, timed
 from http_load import arrivals, delays, digest, load, percentile, work
+from http_worker import worker
 
 LONG = 1.6
 """Steps that take so many times the median are taken for those that compute a prompt."""
@@ -166,69 +165,6 @@ class Steps:
         found |= {"long": len(longer), "long_mean": 1e3 * sum(longer) / max(1, len(longer))}
         self.clear()
         return found
-
-
-# ---- processes -----------------------------------------------------------------------------------------------------
-
-
-def worker(listener: socket.socket, address: str, folder: str, profile: str = "") -> None:
-    """An API worker as in `exl serve`, with one model at `address`. Writes a profile to the file of that name."""
-    import uvicorn
-
-    from exl_serve.api.app import create_app
-    from exl_serve.api.limits import guarded
-    from exl_serve.api.state import AppState, Caller
-    from exl_serve.api.text import FolderText
-    from exl_serve.api.worker import find_model
-    from exl_serve.config.model import Limits, ModelConfig, ServeConfig, ServerConfig
-    from exl_serve.engine.local import LocalEngine
-    from exl_serve.metrics import NoMeter
-    from exl_serve.stream.channels import detect_family
-
-    class Handle:
-        config = ModelConfig(id="bench", path=folder)
-        text = FolderText(folder)
-        family = detect_family("none", None, text.special, text.piece)
-        state = "ready"
-        client: Any = None
-
-        async def engine(self) -> Any:
-            if self.client is None:
-                self.client = asyncio.ensure_future(LocalEngine.connect(address))
-            return await self.client
-
-    class Models:
-        handles = (Handle(),)
-
-        def resolve(self, name: str, caller: Caller) -> Any:
-            return find_model(self.handles, name, caller, accept_any=True)
-
-        def list(self) -> Any:
-            return self.handles
-
-    limits = Limits(max_connections_per_address=4096)
-    config = ServeConfig(server=ServerConfig(limits=limits))
-
-    async def run() -> None:
-        state = AppState(config, Models(), NoMeter(), lambda scope, needed: Caller())  # type: ignore[arg-type]
-        settings = uvicorn.Config(
-            create_app(state),
-            log_level="warning",
-            lifespan="off",
-            access_log=False,
-            http=guarded(limits),
-            timeout_keep_alive=75,
-        )
-        await uvicorn.Server(settings).serve([listener])
-
-    import uvloop
-
-    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn sends it again once the server has ended
-    taken = cProfile.Profile() if profile else contextlib.nullcontext()
-    with taken:
-        uvloop.run(run())  # until SIGTERM
-    if isinstance(taken, cProfile.Profile):
-        taken.dump_stats(profile)
 
 
 # ---- engines -------------------------------------------------------------------------------------------------------

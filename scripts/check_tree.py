@@ -54,6 +54,7 @@ COMPARE_ROWS = {
     "packages/exl-generate/src/exl_generate/dynamic/engine.py": "rows that the sampler's memory is planned for",
     "packages/exl-generate/src/exl_generate/dynamic/prompt_scores.py": "rows of logits that are scored at a time",
     "packages/exl-kernels/src/exl_kernels/linear/cuda.py": "float matrices, which have no plan, in blocks",
+    "packages/exl-kernels/src/exl_kernels/linear/planned.py": "the meaning of a plan of a block",
     "packages/exl-kernels/src/exl_kernels/moe/dequantized.py": "rows of float matmuls of experts, which have no plan",
 }
 # No test may fail because a machine is slow or busy: what is waited for in one has at least these seconds, which only a

@@ -21,10 +21,9 @@ from exl_core.execution.batch import Step
 from exl_core.execution.captured import DecodeGraphs
 from exl_core.execution.fused import JoinedLaunches
 from exl_core.layers import Module
-from exl_kernels.selection import PACKED_ROWS
 from exl_kernels.staging import StepStage
 
-__all__ = ["Modules", "Stream", "captured_on_cpu"]
+__all__ = ["Stream", "captured_on_cpu"]
 
 
 class Stream:
@@ -97,12 +96,6 @@ class Modules(JoinedLaunches):
 
     def section(self, begin: int, end: int) -> JoinedLaunches:
         return Modules(self._model, begin, end)
-
-    most = PACKED_ROWS
-
-    @property
-    def most_packed(self) -> int:
-        return self.most
 
     def refusal_of_rows(self, rows: int) -> str | None:
         return None

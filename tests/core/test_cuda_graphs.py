@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from exl_core import (
 )
 from exl_core.errors import InputError, SequenceTooLongError, TokenIdError
 from exl_core.execution.environment import PROMPTS_VARIABLE
-from exl_core.execution.fused import JoinedLaunches
 from exl_kernels.device import row_invariant_matmuls, set_programmatic_launch
 from exl_kernels.selection import STEP_ROWS
 
@@ -249,32 +247,48 @@ def test_prompts_in_blocks_of_packed_matmuls(
     past: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where one launch takes a block of 128 rows, up to 256 tokens are stored as batch-invariant matmuls store them,
-    captured or not; elsewhere they are dequantized, which changes last bits.
+    """Where one launch takes a block of 128 rows, up to 256 tokens are stored by batch-invariant matmuls, captured or
+    not; elsewhere they are dequantized, where joined launches add residuals with one rounding less.
     """
     vocab, generator = joined.config.vocab_size, torch.Generator().manual_seed(3)
     pages = table(len(lengths), 20)
     ids = torch.randint(0, vocab, (1, sum(lengths)), generator=generator)
     together = replace(params(pages, past, 0), q_lens=torch.tensor(lengths, dtype=torch.int32))
     stored, counts = [], []
-    for way, context in ((eager, row_invariant_matmuls), (captured, nullcontext)):
+    for way in (eager, captured):
         way(joined, monkeypatch)
         monkeypatch.setenv(PROMPTS_VARIABLE, "1")
         cache = kind(joined, max_seq_len=PAGES * PAGE)
         for tensor in cache.all_tensors():
             tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(5)))
-        with context():
-            for _ in range(2):
-                assert joined.forward_chunk(ids, cache, attn_params=together, preprocess_only=True) == {}
-                stored.append([tensor.clone() for tensor in cache.all_tensors()])
-                counts.append(joined.decode.count)
-    launches = joined.decode.joined_launches(joined)
-    assert isinstance(launches, JoinedLaunches)
-    assert counts == [0, 0, 0, int(launches.most_packed == STEP_ROWS)]
+        for _ in range(2):
+            assert joined.forward_chunk(ids, cache, attn_params=together, preprocess_only=True) == {}
+            stored.append([tensor.clone() for tensor in cache.all_tensors()])
+            counts.append(joined.decode.count)
+    assert counts == [0, 0, 0, int(joined.packed_rows == STEP_ROWS)]
     if counts[-1]:
         for found in stored[1:]:
             for one, other in zip(stored[0], found, strict=True):
                 assert torch.equal(one, other)
+
+
+def test_a_token_s_logits_do_not_depend_on_how_its_prompt_is_cut(
+    joined: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to `packed_rows` tokens in a pass, with all logits, in pages and in a row of a batch."""
+    captured(joined, monkeypatch)
+    most = joined.packed_rows
+    ids = torch.randint(0, joined.config.vocab_size, (2, most // 2), generator=torch.Generator().manual_seed(4))
+    pages = table(2, 20)
+    both = ExLlamaV2Cache(joined, max_seq_len=PAGES * PAGE)
+    expected = joined.forward_chunk(ids, both, attn_params=params(pages, [0, 0], most // 2))["logits"]
+    for step in (1, 17, 40):
+        cache = ExLlamaV2Cache(joined, max_seq_len=PAGES * PAGE)
+        for begin in range(0, most // 2, step):
+            part = ids[1:, begin : begin + step]
+            places = params(pages[1:], [begin], part.shape[1])
+            logits = joined.forward_chunk(part, cache, attn_params=places)["logits"]
+            assert torch.equal(logits, expected[1:, begin : begin + step]), (step, begin)
 
 
 @pytest.mark.parametrize("tokens", [257, 300, 384, 511])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from exl_core.execution.build_step import build_step
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of
 from exl_core.execution.kernels import KernelUse, kernel_uses
 from exl_kernels import _native
+from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.safetensors_file import read_safetensors_folder, read_tensor, write_safetensors
 from exl_kernels.selection import Card
 
@@ -106,7 +108,7 @@ def run(model: ExLlamaV2, plan: JoinedLaunches, batch: int, tokens: int) -> Coun
         if tokens == 1:
             plan.run(ids, step, torch.empty(batch, 96, device=device))
         else:
-            with plan.matmuls_of(tokens):
+            with row_invariant_matmuls() if tokens <= model.packed_rows else nullcontext():
                 plan.head(plan.hidden(ids, step), step)
     return launched(before)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from captured_on_cpu import Modules, Stream, captured_on_cpu
+from captured_on_cpu import Stream, captured_on_cpu
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, Intervention, PagedParams
 from exl_core.errors import InputError, TokenIdError
@@ -93,7 +93,7 @@ def test_a_short_prompt_is_stored_by_a_captured_step(
     model: ExLlamaV2, lengths: list[int], past: list[int], shift: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first pass of its kind runs eagerly. Later ones store bitwise the same, and nothing else."""
-    monkeypatch.setattr(Modules, "most", STEP_ROWS)
+    monkeypatch.setattr(ExLlamaV2, "packed_rows", STEP_ROWS)
     caches = [ExLlamaV2Cache(model, max_seq_len=64 * PAGE) for _ in range(2)]
     generator = torch.Generator().manual_seed(len(lengths))
     order = torch.randperm(64, generator=generator).to(torch.int32)
@@ -130,7 +130,7 @@ def test_so_many_prompts_of_a_size_are_not_captured(
 
 def test_longer_prompts_share_few_captured_steps(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond 64 tokens a step serves prompts of up to 64 tokens less than it has rows."""
-    monkeypatch.setattr(Modules, "most", STEP_ROWS)
+    monkeypatch.setattr(ExLlamaV2, "packed_rows", STEP_ROWS)
     cache = ExLlamaV2Cache(model, max_seq_len=96 * PAGE)
     counts = []
     for length in (65, 65, 100, 128, 129, 130, 192, 193, 200, 256):

@@ -261,7 +261,7 @@ def test_sessions_find_their_pages(cluster: Cluster) -> None:
     for number in range(12):
         cached, tokens = session(number)
         hits, prompts = hits + cached, prompts + tokens
-    assert hits / prompts > 0.9
+    assert hits / prompts > 0.9, f"{hits} of {prompts} tokens"
 
 
 def test_a_hot_prefix_does_not_stay_on_one_replica(cluster: Cluster) -> None:

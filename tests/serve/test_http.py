@@ -319,7 +319,37 @@ def test_a_request_that_the_engine_rejects_is_logged_with_its_status(
     assert answer.status_code == 400
     (line,) = lines
     assert (line["id"], line["status"], line["finish"]) == (answer.headers["x-request-id"], 400, "rejected")
+    assert (line["model"], line["code"], line["param"]) == ("fable", "invalid_grammar", "guided_regex")
     assert counted == ["exl_rejected_total"]
+
+
+def test_rejected_requests_have_a_line_in_the_log(
+    server: LiveServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log names what a client was refused; probes of health are not in it."""
+    assert server.state is not None
+    lines: list[Any] = []
+    monkeypatch.setattr(server.state, "log_request", lines.append)
+    monkeypatch.setattr(server.state, "draining", True)
+    body = {"messages": [{"role": "user", "content": "a secret prompt"}], "max_tokens": 2}
+    chat = "/v1/chat/completions"
+    answers = [
+        http.post(chat, json=body | {"model": "gpt"}),
+        http.post(chat, json=body | {"model": "fable", "temperature": -1}),
+        http.post(chat, content=b"{", headers=JSON),
+        http.get("/v1/props"),
+        http.get(chat),
+    ]
+    assert [http.get(path).status_code for path in ("/health/ready", "/health", "/ping")] == [503] * 3
+    assert [(one["status"], one["code"], one["param"], one["route"]) for one in lines] == [
+        (404, "model_not_found", "model", f"POST {chat}"),
+        (400, "invalid_value", "temperature", f"POST {chat}"),
+        (400, "invalid_value", None, f"POST {chat}"),
+        (404, "not_found", None, "GET /v1/props"),
+        (405, "method_not_allowed", None, f"GET {chat}"),
+    ]
+    assert [one["id"] for one in lines] == [one.headers["x-request-id"] for one in answers]
+    assert "secret" not in str(lines)
 
 
 def test_the_load_of_an_engine_that_ends_meanwhile(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,6 +204,10 @@ def test_prompts_of_every_kind(client: openai.OpenAI, fable: EngineThread) -> No
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
     assert both.choices[0].text == both.choices[1].text == "Once upon a time" + text
     assert client.completions.create(**asked, prompt=[ids, ids]).choices[1].text == text
+    assert len(client.completions.create(**asked, prompt=ids, n=2, best_of=2).choices) == 2
+    with pytest.raises(openai.BadRequestError, match="best_of is 3 and n is 2") as caught:
+        client.completions.create(**asked, prompt=ids, n=2, best_of=3)
+    assert caught.value.param == "best_of"
 
 
 @pytest.mark.parametrize(
@@ -280,6 +284,74 @@ def test_the_bundled_model_takes_tools(client: openai.OpenAI) -> None:
     assert answer.usage is not None
     assert free.usage is not None
     assert answer.usage.prompt_tokens > free.usage.prompt_tokens
+
+
+def test_only_allowed_tools_are_called(client: openai.OpenAI) -> None:
+    """The prompt shows all tools, so that it stays the same while a program allows some of them at a time."""
+    tools = [NOTE, {"type": "function", "function": {"name": "stop"}}]
+    asked: dict[str, Any] = {"model": "fable", "messages": STORY, "tools": tools, "max_tokens": 90}
+
+    def allowed(mode: str, *names: str) -> Any:
+        named = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+
+    every = client.chat.completions.create(**asked, tool_choice="auto")
+    for name in ("note", "stop"):
+        for seed in range(3):
+            answer = client.chat.completions.create(**asked, seed=seed, tool_choice=allowed("required", name))
+            (call,) = answer.choices[0].message.tool_calls or []
+            assert call.type == "function"
+            assert call.function.name == name
+    free = client.chat.completions.create(**asked, tool_choice=allowed("auto", "stop"))
+    assert free.choices[0].message.tool_calls is None
+    assert free.usage is not None
+    assert every.usage is not None
+    assert free.usage.prompt_tokens == every.usage.prompt_tokens
+    function = {"type": "function", "name": "stop"}
+    choice: Any = {"type": "allowed_tools", "mode": "required", "tools": [function]}
+    shown: Any = [function | {"parameters": {}, "strict": False}]
+    response = client.responses.create(model="fable", input="Hi", tools=shown, tool_choice=choice)
+    assert [one.type for one in response.output] == ["function_call"]
+    assert response.to_dict()["tool_choice"] == choice
+    wrongs: list[Any] = [allowed("none", "note"), allowed("auto"), allowed("auto", "sing"), {"type": "allowed_tools"}]
+    for wrong in wrongs:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(**asked, tool_choice=wrong)
+        assert caught.value.param == "tool_choice"
+
+
+def test_functions_are_answered_in_their_own_shape(client: openai.OpenAI) -> None:
+    """Programs of 2023 read `function_call`, and send it back with a message of the role `function`."""
+    new: dict[str, Any] = {"model": "fable", "messages": STORY, "max_tokens": 90, "seed": 2}
+    old = new | {"functions": [NOTE["function"]]}
+    of_tools = client.chat.completions.create(**new, tools=[NOTE], tool_choice="required").choices[0].message
+    (call,) = of_tools.tool_calls or []
+    assert call.type == "function"
+    (choice,) = client.chat.completions.create(**old, function_call={"name": "note"}).choices
+    assert (choice.finish_reason, choice.message.tool_calls) == ("function_call", None)
+    made = choice.message.function_call
+    assert made is not None
+    assert (made.name, made.arguments) == ("note", call.function.arguments)
+    names, streamed, finish = [], "", ""
+    for chunk in client.chat.completions.create(**old, function_call={"name": "note"}, stream=True):
+        for one in chunk.choices:
+            finish = one.finish_reason or finish
+            assert one.delta.tool_calls is None
+            if (part := one.delta.function_call) is not None:
+                names += [part.name] if part.name else []
+                streamed += part.arguments or ""
+    assert (names, streamed, finish) == (["note"], made.arguments, "function_call")
+
+    written: dict[str, Any] = {"role": "tool", "tool_call_id": call.id, "content": "written"}
+    after_tools = client.chat.completions.create(
+        **new | {"messages": [*STORY, of_tools.model_dump(), written]}, tools=[NOTE]
+    )
+    written = {"role": "function", "name": "note", "content": "written"}
+    after = client.chat.completions.create(**old | {"messages": [*STORY, choice.message.model_dump(), written]})
+    assert after.choices[0].message.content == after_tools.choices[0].message.content
+    assert after.usage is not None
+    assert after_tools.usage is not None
+    assert after.usage.prompt_tokens == after_tools.usage.prompt_tokens
 
 
 def test_a_model_without_a_format_of_calls_takes_no_tools(fable: EngineThread) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import stat
 import time
@@ -125,6 +126,17 @@ def test_text_of_clients_begins_no_line_of_the_log_and_keys_are_in_none(keyed: S
         for process in (keyed.process.pid, *keyed.children("exl_serve.api"), *keyed.children("exl_serve.engine")):
             for file in ("cmdline", "environ"):
                 assert text.encode() not in Path(f"/proc/{process}/{file}").read_bytes()
+
+
+@pytest.mark.full
+def test_text_of_clients_begins_no_line_of_a_terminals_log(served: Callable[..., Served]) -> None:
+    server = served("--set", "log.format=text").up()
+    assert server.complete().status_code == 200
+    assert server.get("/%0aforged%1b[31m") == 404
+    until(lambda: "forged" in server.log, lambda: server.log)
+    assert re.search(r"^[0-9:]{8} 200 fable-10m length: 3 \(0 cached\) \+ 4 tokens in", server.log, re.MULTILINE)
+    (line,) = [line for line in server.lines if "forged" in line]
+    assert line[8:] == " 404 GET /\\nforged\\x1b[31m: not_found\n"
 
 
 def test_without_descriptors_nothing_turns_and_the_server_recovers(

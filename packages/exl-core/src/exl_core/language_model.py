@@ -86,6 +86,11 @@ class LanguageModel(Protocol):
         """Index of the last attention among the modules."""
         ...
 
+    @property
+    def packed_rows(self) -> int:
+        """Most rows of a pass on a GPU that run on packed weights: their results are batch-invariant."""
+        ...
+
     def linears(self) -> Iterator[Linear]:
         """Yield every linear of every module."""
         ...

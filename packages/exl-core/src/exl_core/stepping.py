@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from exl_kernels.device import row_invariant
-from exl_kernels.selection import PACKED_ROWS
+from exl_kernels.linear import QuantMatrix
+from exl_kernels.selection import STEP_ROWS
 
 from .cache import ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
 from .device import out_of_memory_as_error
 from .execution.arguments import check_row_loras
 from .execution.attn_params import PagedParams
+from .execution.capturable import without_hooks
 from .execution.captured import DecodeGraphs
 from .execution.captured_step import StepReplay
+from .execution.half_matmuls import packed_rows_of
 from .execution.select import prepare_next_step
+from .layers import Module
 from .loading.loadable import LoadableModel
 from .lora import ExLlamaV2Lora
 
@@ -28,6 +32,7 @@ class SteppingModel(LoadableModel):
         super().__init__(config)
         self.decode = DecodeGraphs(self)  # captured steps on a GPU; `decode.reason` says why there are none
         self._quantized: tuple[int, bool] | None = None  # (number of the load, whether all matrices are quantized)
+        self._packed: tuple[list[Module], int, int] | None = None  # (arrangement, number of the load, `packed_rows`)
 
     def _weights_change(self) -> None:
         self.decode.clear()  # captured steps read the old weights
@@ -53,7 +58,18 @@ class SteppingModel(LoadableModel):
             self._quantized = (self.load_count, all(linear.is_quant() for linear in self.linears()))
         if not self._quantized[1] or any(lora.replacements for lora in loras):
             return 0
-        return None if row_invariant() else PACKED_ROWS
+        return None if row_invariant() else self.packed_rows
+
+    @property
+    def packed_rows(self) -> int:
+        """Most rows of a pass on a GPU that run on packed weights, batch-invariant (`packed_rows_of`)."""
+        found, number = self.arrangement, self.load_count
+        if self._packed is None or self._packed[0] is not found or self._packed[1] != number:
+            matrices = (linear.loaded_matrix for linear in self.linears())
+            blocks = (isinstance(matrix, QuantMatrix) and matrix.takes_blocks for matrix in matrices)
+            refusals = (without_hooks(module).refusal_of_rows(STEP_ROWS) for module in found)
+            self._packed = found, number, packed_rows_of(blocks, refusals)
+        return self._packed[2]
 
     def check_peers(self) -> None:
         """Raise DeviceError if a GPU of a tensor parallel model waited in vain for another one in a captured step.

@@ -204,9 +204,9 @@ def set_row_invariant(enabled: bool) -> None:
     """Make quantized matmuls of more than 64 rows on a GPU batch-invariant if `enabled`, or not (the default).
 
     `EXL_ROW_INVARIANT=1` does the same. Off: cuBLAS multiplies many rows fast, with sums that depend on the number of
-    rows. On: the kernels for few rows take 64 rows at a time, so a prompt's logits depend neither on its chunks nor on
-    cached pages. docs/performance.md has the cost. Float matrices are multiplied by cuBLAS 64 rows at a time, too, but
-    a call of fewer rows may differ in the last bits.
+    rows. On: the kernels for few rows take 64 or 128 rows at a time, so a prompt's logits depend neither on its
+    chunks nor on cached pages. docs/performance.md has the cost. Float matrices are multiplied by cuBLAS 64 rows at a
+    time, too, but a call of fewer rows may differ in the last bits.
     """
     global _row_invariant
     _row_invariant = bool(enabled)

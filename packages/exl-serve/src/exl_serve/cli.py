@@ -165,7 +165,7 @@ def ray(
     ] = False,
     check_only: Annotated[bool, typer.Option("--check", help="Check the configuration and end.")] = False,
 ) -> None:
-    """Serve on a Ray cluster, until Ctrl-C. Needs exl-serve[ray]."""
+    """Serve on a Ray cluster, until Ctrl-C. Needs the extra "ray" of exl-serve."""
     with _told():
         made = _load(file, {})
         from exl_serve.ray.app import check, run

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels.attention.cuda import counters
+from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.linear.workspace import workspaces_in
 from exl_kernels.selection import PACKED_ROWS
 
@@ -144,9 +145,9 @@ class DecodeGraphs:
         joined = self._refusal_of(model) or self._joined_or_reason(model)
         if isinstance(joined, str):
             return joined
-        windows = windows_of(ids, params, joined.most_packed)
+        windows = windows_of(ids, params, model.packed_rows)
         if windows is None:
-            return f"the windows of the prompts have more than {joined.most_packed} tokens"
+            return f"the windows of the prompts have more than {model.packed_rows} tokens"
         step = self.prepare_next_step(windows.ids.shape[1], cache, windows.params, stores=True)
         if isinstance(step, str):
             return step
@@ -483,7 +484,8 @@ class DecodeGraphs:
         step = static_step(model, cache, inputs.bucket, inputs, inputs.buffer.device)
 
         def body(_: Tensor | None) -> Tensor:
-            joined.store(inputs.ids, step)
+            with row_invariant_matmuls():
+                joined.store(inputs.ids, step)
             return inputs.ids
 
         graph, _, held = self._capture(body, None, inputs.ids)

@@ -30,7 +30,7 @@ class Eager:
     @torch.no_grad()
     def run(self, model: LanguageModel, asked: ForwardPass) -> dict[str, Any] | None:
         """Run a checked pass module by module; see `Executor.run`."""
-        with out_of_memory_as_error("run the model"), matmuls_of(asked):
+        with out_of_memory_as_error("run the model"), matmuls_of(model, asked):
             return run_modules(model, asked, self.step(model, asked))
 
     def step(self, model: LanguageModel, asked: ForwardPass) -> Step:
@@ -41,16 +41,16 @@ class Eager:
 EAGER = Eager()
 
 
-def matmuls_of(asked: ForwardPass) -> AbstractContextManager[None]:
+def matmuls_of(model: LanguageModel, asked: ForwardPass) -> AbstractContextManager[None]:
     """Return the context of a pass that is not captured.
 
-    Matmuls of a decode step are batch-invariant, as in a captured step: tokens do not depend on whether there was
-    memory for the graph.
+    Matmuls of decode steps and of passes of up to `packed_rows` rows are batch-invariant, as in captured steps: tokens
+    do not depend on whether there was memory for the graph.
     """
     params = asked.params
     is_step = isinstance(params, PagedParams) and params.q_lens is None and asked.ids.shape[1] <= DECODE_TOKENS
     rows = asked.ids.numel()
-    many = is_step and rows <= STEP_ROWS and not rows_are_invariant(rows)
+    many = rows <= (STEP_ROWS if is_step else model.packed_rows) and not rows_are_invariant(rows)
     return row_invariant_matmuls() if many else nullcontext()
 
 

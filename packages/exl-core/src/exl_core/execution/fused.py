@@ -10,14 +10,13 @@ where both can, and the head's matmul includes the last norm. For more rows, and
 packs the input of a matmul. Captured steps of still more rows run their matmuls in the blocks of their plans: results
 stay batch-invariant. Where the matrices of a layer do not allow joining, that layer takes ten launches plus those that
 pack inputs. Adapters take two launches more for each matmul that they change: one before it, which also norms the
-input, and one behind it, which also adds the residual or applies the gate. Longer prompts (`most_packed`) have torch's
-matmuls of dequantized matrices, which also add the residual.
+input, and one behind it, which also adds the residual or applies the gate. In prompts of more rows than are
+batch-invariant (`packed_rows`) torch multiplies dequantized matrices, and adds the residual.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
@@ -25,13 +24,12 @@ from torch import Tensor
 from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.fused import embed
 from exl_kernels.linear.fused import FusedLinear
-from exl_kernels.selection import BLOCK_ROWS, PACKED_ROWS, STEP_ROWS
+from exl_kernels.selection import BLOCK_ROWS, PACKED_ROWS
 
 from ..layers import Attention, Embedding, Head, Module, Norm, RMSNorm
 from ..layers.module import is_changed
 from ..layers.norm import rms_of
 from .batch import Step
-from .environment import refusal_of_joined_rows
 from .half import (
     NO_PROLOGUE,
     Half,
@@ -45,14 +43,7 @@ from .half import (
     last_rows,
     why_own_pass,
 )
-from .half_matmuls import (
-    head_takes_blocks,
-    head_with_norm,
-    joins_rows,
-    most_packed_rows,
-    prompt_matmuls,
-    refusal_of_blocks,
-)
+from .half_matmuls import head_takes_blocks, head_with_norm, joins_rows, refusal_of_blocks
 from .halves import half_of
 from .many_rows import ManyRows, takes_many_rows
 from .operators import APART, JOINED
@@ -88,7 +79,6 @@ class JoinedLaunches:
             tuple[int, int], JoinedLaunches
         ] = {}  # kept: captured steps have addresses of their tensors
         self._kept_prologues: dict[tuple[int, tuple[bool, ...], bool, bool], list[NextPrologue]] = {}
-        self._most_packed: int | None = None  # asked of all halves once
         self._refusals: dict[int, str | None] = {}  # by number of rows, which captured steps ask every time
 
     def section(self, begin: int, end: int) -> JoinedLaunches:
@@ -123,10 +113,10 @@ class JoinedLaunches:
         rows = x.shape[0]
         if rows > PACKED_ROWS:
             with row_invariant_matmuls():
-                h = self._hidden(x, step, self._joins(rows, captured=True))
+                h = self._hidden(x, step, self._joins(rows))
                 return h if self._head is None or logits is None else self._logits_of_blocks(h, step, logits)
         head = None if logits is None or step.loras else self._joined_head
-        x, left = self._run_halves(x, step, self._joins(rows, captured=True), head=head)
+        x, left = self._run_halves(x, step, self._joins(rows), head=head)
         if isinstance(left, PackedInput):
             assert logits is not None
             assert self._head is not None
@@ -145,27 +135,13 @@ class JoinedLaunches:
             self._refusals[rows] = next((why for why in whys if why is not None), None)
         return self._refusals[rows]
 
-    @property
-    def most_packed(self) -> int:
-        """Most rows of a prompt that run on packed weights (`most_packed_rows`)."""
-        if refusal_of_joined_rows(PACKED_ROWS) is not None:
-            return PACKED_ROWS
-        if self._most_packed is None:
-            plans = [half.plan for half in self.halves]
-            self._most_packed = most_packed_rows(plans, lambda: self.refusal_of_rows(STEP_ROWS))
-        return self._most_packed
-
-    def matmuls_of(self, rows: int) -> AbstractContextManager[None]:
-        """Return the context of a prompt of so many rows."""
-        return prompt_matmuls(rows, self.most_packed)
-
     def hidden(self, ids: Tensor, step: Step, output_tokens: OutputTokens = "all") -> Tensor:
         """Return the head's input [T, hidden] of the output tokens, for ids int64 [T] on the device."""
         return self._hidden(self._embedded(ids), step, self._joins(ids.shape[0]), output_tokens)
 
-    def _joins(self, rows: int, *, captured: bool = False) -> list[bool]:
+    def _joins(self, rows: int) -> list[bool]:
         """Return for each half whether its launches of `rows` rows are joined."""
-        few = joins_rows(rows, PACKED_ROWS if captured else self.most_packed, captured=captured)
+        few = joins_rows(rows)
         return [few and half.joins(rows) for half in self.halves]
 
     def _hidden(self, x: Tensor, step: Step, joins: Sequence[bool], output_tokens: OutputTokens = "all") -> Tensor:
@@ -264,9 +240,7 @@ class JoinedLaunches:
 
     def store(self, ids: Tensor, step: Step) -> None:
         """Store the keys and values of ids int64 [T] in the cache without further results."""
-        rows = ids.shape[0]
-        with self.matmuls_of(rows):
-            self._run_halves(self._embedded(ids), step, self._joins(rows), output_tokens="none")
+        self._run_halves(self._embedded(ids), step, self._joins(ids.shape[0]), output_tokens="none")
 
     def _embedded(self, given: Tensor) -> Tensor:
         """Return the hidden state, of the embedded ids if there is an embedding."""

@@ -59,7 +59,7 @@ class Joined:
     def run(self, model: ExecutableModel, asked: ForwardPass) -> dict[str, Any]:
         """Run a pass; see `Executor.run`."""
         result: dict[str, Any] = {}
-        with out_of_memory_as_error("run the model"), matmuls_of(asked), self._launches.matmuls_of(asked.ids.numel()):
+        with out_of_memory_as_error("run the model"), matmuls_of(model, asked):
             step = first_step(model, asked)
             batch = asked.ids.shape[0]
             flat = asked.ids.reshape(-1).to(step.slots.device)

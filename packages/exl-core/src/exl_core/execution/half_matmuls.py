@@ -5,19 +5,18 @@ Executors build their launches by this; the report of kernels (`kernels.py`) ask
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, TypeVar, cast, get_args
 
-from exl_kernels.device import row_invariant_matmuls, rows_are_invariant
+from exl_kernels.device import rows_are_invariant
 from exl_kernels.linear.fused import Activation
 from exl_kernels.linear.planned import PlannedMatmul
-from exl_kernels.selection import BLOCK_ROWS, PACKED_ROWS, STEP_ROWS
+from exl_kernels.selection import PACKED_ROWS, STEP_ROWS
 
 from ..layers import Head, Linear, Module, Norm, RMSNorm
 from ..layers.description import AttentionDescription, MatmulDescription, MlpDescription
 from ..layers.norm import layer_of, rms_of
-from .environment import joined_rows, refusal_of_joined_rows
+from .environment import refusal_of_joined_rows
 
 __all__ = [
     "HalfMatmul",
@@ -28,9 +27,8 @@ __all__ = [
     "head_with_norm",
     "joins_rows",
     "matmuls_of",
-    "most_packed_rows",
     "norms_of_heads",
-    "prompt_matmuls",
+    "packed_rows_of",
     "refusal_of_blocks",
 ]
 
@@ -110,11 +108,6 @@ class HalfPlan(Generic[M]):
     def required(self) -> tuple[M, ...]:
         """Return the matmuls without whose kernels nothing is joined."""
         return (self.first, self.last) if self._last_required else (self.first,)
-
-    def takes_blocks(self) -> bool:
-        """Return whether each matmul of BLOCK_ROWS rows is one launch with its prologue and epilogue."""
-        own = self.first.takes_at_once(BLOCK_ROWS) and self.last.takes_at_once(BLOCK_ROWS)
-        return own and (self.mlp is None or self.mlp.takes_blocks())
 
     def first_of_unnormed(self, rows: int) -> M:
         """Return the first matmul of `rows` joined rows that no launch has normed.
@@ -198,26 +191,19 @@ def refusal_of_blocks(rows: int, refusal: Callable[[], str | None]) -> str | Non
     return refusal_of_joined_rows(PACKED_ROWS) or refusal()
 
 
-def most_packed_rows(halves: Sequence[HalfPlan[M] | None], refusal: Callable[[], str | None]) -> int:
-    """Return the most rows of a prompt that run on packed weights, in blocks; more are cheaper by dequantizing once.
+def packed_rows_of(takes_blocks: Iterable[bool], refusals: Iterable[str | None]) -> int:
+    """Return the most rows of a pass on a GPU that run on packed weights: their results are batch-invariant.
 
-    Where BLOCK_ROWS rows are one launch (wgmma), two blocks take as long as dequantizing, but fewer launches.
+    STEP_ROWS where one launch takes BLOCK_ROWS rows of every matrix (wgmma): two blocks take as long as dequantizing
+    each matrix. Else PACKED_ROWS.
 
     Args:
-        halves: the plan of each half; None for one that runs as its module's own pass.
-        refusal: returns why STEP_ROWS rows of the halves cannot be batch-invariant, or None.
+        takes_blocks: of each matrix.
+        refusals: of each module, why STEP_ROWS rows are not batch-invariant, or None.
     """
-    blocks = all(half is not None and half.takes_blocks() for half in halves)
-    return STEP_ROWS if blocks and refusal() is None else PACKED_ROWS
+    return STEP_ROWS if all(takes_blocks) and all(why is None for why in refusals) else PACKED_ROWS
 
 
-def prompt_matmuls(rows: int, most_packed: int) -> AbstractContextManager[None]:
-    """Return the context of a prompt of `rows` rows with joined launches, where `most_packed` run on packed weights."""
-    return row_invariant_matmuls() if PACKED_ROWS < rows <= most_packed else nullcontext()
-
-
-def joins_rows(rows: int, most_packed: int, *, captured: bool = False) -> bool:
-    """Return whether halves that have joined launches for `rows` rows use them, in a captured step or another pass."""
-    if rows <= PACKED_ROWS:
-        return rows <= joined_rows()
-    return captured or (rows_are_invariant(rows) and most_packed > PACKED_ROWS)
+def joins_rows(rows: int) -> bool:
+    """Return whether halves that have joined launches for `rows` rows of the current context use them."""
+    return refusal_of_joined_rows(min(rows, PACKED_ROWS)) is None and rows_are_invariant(rows)

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from exl_kernels.device import row_invariant_matmuls, rows_are_invariant
 from exl_kernels.linear.fused import Activation
-from exl_kernels.linear.planned import ShapedMatmul, blocks_of
+from exl_kernels.linear.planned import ShapedMatmul, blocks_of, is_whole_block
 from exl_kernels.moe.cuda import ExpertRouter
-from exl_kernels.selection import PACKED_ROWS, STEP_ROWS, Card, Selection, rope_store_kernel
+from exl_kernels.selection import BLOCK_ROWS, PACKED_ROWS, STEP_ROWS, Card, Selection, rope_store_kernel
 
 from ..config import ExLlamaV2Config
 from ..config.rope_config import main_rope
@@ -32,8 +32,7 @@ from .half_matmuls import (
     head_takes_blocks,
     head_with_norm,
     joins_rows,
-    most_packed_rows,
-    prompt_matmuls,
+    packed_rows_of,
     refusal_of_blocks,
 )
 from .matrix_shapes import MatrixShapes
@@ -149,10 +148,14 @@ class _Model:
         self.halves = [self._half(module, why_not) for module in self.modules[1:-2]]
         whys = [half.why for half in self.halves]
         self._apart = why_not or (None if None in whys else next(iter(whys), None))
-        self._most_packed = PACKED_ROWS
-        if self._apart is None and refusal_of_joined_rows(PACKED_ROWS) is None:
-            plans = [half.plan for half in self.halves]
-            self._most_packed = most_packed_rows(plans, lambda: self._refusal_of_rows(STEP_ROWS))
+        linears = (linear for module in self.modules for linear in module.submodules())
+        refusals = (self._refusal_of_experts(description_of(module), STEP_ROWS) for module in self.modules)
+        self._packed_rows = packed_rows_of(map(self._takes_blocks, linears), refusals)
+
+    def _takes_blocks(self, linear: Linear) -> bool:
+        """Return whether one launch takes BLOCK_ROWS rows, as `CudaQuantMatrix.takes_blocks`."""
+        shape = self.shapes.of(linear)
+        return shape is not None and is_whole_block(self.card.plan_alone(shape, BLOCK_ROWS, invariant=True))
 
     def make(self, linears: tuple[Linear, ...], norm: Norm | None, activation: Activation | None) -> ShapedMatmul:
         """Return a matmul of shapes, as `half_matmuls.MakeMatmul`."""
@@ -175,32 +178,31 @@ class _Model:
 
     def way(self, count: int, is_prompt: bool) -> _Way:
         """Return how a step of `count` sequences, or a prompt of `count` tokens, runs."""
+        invariant = count <= self._packed_rows or (not is_prompt and refusal_of_tokens(count, 1) is None)
+        context = row_invariant_matmuls() if invariant else nullcontext()
+        refusal = self._refusal_of_joining(count, invariant)
         if is_prompt:
-            context = nullcontext() if self._apart else prompt_matmuls(count, self._most_packed)
             reason = "a prompt is captured only where many of its size store keys and values alone"
-            way: Way = "eager" if self._apart else "joined"
-            return _Way(way, self._apart or reason, self._refusal_of_joining(count), context)
-        context = row_invariant_matmuls() if refusal_of_tokens(count, 1) is None else nullcontext()
+            return _Way("eager" if self._apart else "joined", self._apart or reason, refusal, context)
         if self._eager is not None:
             return _Way("eager", self._eager, self._eager, context)
         uncaptured = refusal_of_tokens(count, 1) or self._refusal_of_rows(count)
         if uncaptured is None:
-            return _Way("captured", self._apart, self._refusal_of_joining(count, captured=True), context)
-        return _Way("eager" if self._apart else "joined", uncaptured, self._refusal_of_joining(count), context)
+            return _Way("captured", self._apart, refusal, context)
+        return _Way("eager" if self._apart else "joined", uncaptured, refusal, context)
 
-    def _refusal_of_joining(self, count: int, *, captured: bool = False) -> str | None:
+    def _refusal_of_joining(self, count: int, invariant: bool) -> str | None:
         """Return why halves of so many rows do not join launches that their plans would join, or None."""
         if self._apart is not None:
             return self._apart
-        with prompt_matmuls(count, self._most_packed):
-            if joins_rows(count, self._most_packed, captured=captured):
+        with row_invariant_matmuls() if invariant else nullcontext():
+            if joins_rows(count):
                 return None
-        few = refusal_of_joined_rows(min(count, PACKED_ROWS))
-        return few or self.many_rows()
+        return refusal_of_joined_rows(min(count, PACKED_ROWS)) or self.many_rows()
 
     def many_rows(self) -> str:
         """Return why a prompt of many rows dequantizes matrices."""
-        return f"more than {self._most_packed} rows are cheaper by dequantizing once"
+        return f"more than {self._packed_rows} rows are cheaper by dequantizing once"
 
     def _refusal_of_rows(self, rows: int) -> str | None:
         """Return why a captured step of so many rows is not batch-invariant, as `JoinedLaunches.refusal_of_rows`."""
@@ -208,11 +210,14 @@ class _Model:
         return refusal_of_blocks(rows, lambda: self._apart or next((why for why in whys if why), None))
 
     def _refusal_of_half(self, half: _Half, rows: int) -> str | None:
-        if isinstance(half.about, ExpertsDescription):
-            found = self.experts(half.about, rows, invariant=True)
+        return self._refusal_of_experts(half.about, rows) or refusal_of_code(half.module)
+
+    def _refusal_of_experts(self, about: HalfDescription | None, rows: int) -> str | None:
+        if isinstance(about, ExpertsDescription):
+            found = self.experts(about, rows, invariant=True)
             if isinstance(found, str) or not found.joined:
-                return f"the experts of {half.module.key} {_CHOSEN}"
-        return refusal_of_code(half.module)
+                return f"the experts of {about.module.key} {_CHOSEN}"
+        return None
 
     def _decided_by_host(self) -> str | None:
         """Return why every module runs its own pass, or None: the host chooses experts, so no step is captured."""

@@ -12,9 +12,9 @@ The first way that applies runs. Embeddings, masks, states and abort events are 
 recorded when it is first selected; where that fails (`CaptureFailure`), the next way runs.
 
 All ways give bitwise identical results, with two exceptions: the last tokens alone of a prompt may take kernels for
-fewer rows; and the matmuls of prompts of more rows than are batch-invariant depend on the way. The first two ways run
-up to `most_packed` rows on packed weights; beyond that torch adds the residual of joined launches with one rounding
-less. What a captured step holds is decided when it is recorded: joined launches, or modules' own passes.
+fewer rows; and in prompts of more rows than are batch-invariant (`packed_rows`) torch adds the residual of joined
+launches with one rounding less. What a captured step holds is decided when it is recorded: joined launches, or modules'
+own passes.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ from ..cuda_ops import stream_of
 from ..device import launch_of, require_cuda, row_invariant, rows_are_invariant
 from ..errors import DTypeError, FormatError, ShapeError, UnsupportedError
 from ..formats import Exl2Parts, GptqParts
-from ..selection import PACKED_ROWS
+from ..selection import BLOCK_ROWS, PACKED_ROWS
 from .matrix import Compute, Format, QuantMatrix
-from .planned import KEPT_PLANS
+from .planned import KEPT_PLANS, is_whole_block
 from .upload import Pack, moved, packed_image, settle
 from .workspace import block_workspace
 
@@ -233,6 +233,11 @@ class CudaQuantMatrix(_CudaMatrix):
             for some, to in zip(*blocks, strict=True):
                 launch_matmul(self._group, self._planned(some.shape[0], x.dtype), some, to)
         return out
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether one launch takes BLOCK_ROWS float16 rows."""
+        return is_whole_block(self._group.plan_alone(BLOCK_ROWS, bfloat16=False, invariant=True))
 
     def _planned(self, rows: int, dtype: torch.dtype) -> _native.MatmulPlan:
         """Return the plan of a call of so many rows, batch-invariant if `device.row_invariant` says so."""

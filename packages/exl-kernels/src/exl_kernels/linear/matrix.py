@@ -80,6 +80,11 @@ class QuantMatrix:
         self.bits_per_weight: float = native.bits_per_weight
         self.nbytes: int = native.nbytes
 
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether one launch on a GPU takes BLOCK_ROWS float16 rows of this packed matrix."""
+        return False
+
     @classmethod
     def from_exl2(
         cls,

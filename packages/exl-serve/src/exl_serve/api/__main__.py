@@ -29,7 +29,7 @@ from exl_serve.config.model import ServeConfig
 from exl_serve.errors import ServeError
 from exl_serve.media.reader import MediaReader
 from exl_serve.super import link
-from exl_serve.super.logs import set_up
+from exl_serve.super.logs import printable, set_up
 
 __all__ = ["main"]
 
@@ -179,8 +179,8 @@ async def _drain(stopping: asyncio.Event, server: uvicorn.Server, state: AppStat
 
 
 def _logger(config: ServeConfig) -> Any:
-    """Return a function that logs one line for each finished request, on standard error: JSON, or text on a
-    terminal.
+    """Return a function that logs one line for each finished or rejected request, on standard error: JSON, or text on
+    a terminal.
     """
     as_json = config.log.format == "json" or (config.log.format == "auto" and not sys.stderr.isatty())
     if config.log.level in ("warning", "error"):
@@ -190,16 +190,24 @@ def _logger(config: ServeConfig) -> Any:
         if as_json:
             line = json.dumps({"time": round(time.time(), 3), **fields})
         else:
-            line = (
-                f"{time.strftime('%H:%M:%S')} {fields['status']} {fields['model']} {fields['finish']}: "
-                f"{fields['prompt_tokens']} ({fields['cached_tokens']} cached) + {fields['completion_tokens']} tokens "
-                f"in {fields['seconds']:.2f} s"
-            )
+            line = f"{time.strftime('%H:%M:%S')} {printable(_text(fields))}"
         # One call, so that no line of another process comes in between.
         sys.stderr.write(line + "\n")
         sys.stderr.flush()
 
     return write
+
+
+def _text(fields: Mapping[str, Any]) -> str:
+    """Return what a terminal shows of a request."""
+    if fields["finish"] == "rejected":
+        about = "" if fields["param"] is None else f" ({fields['param']})"
+        return f"{fields['status']} {fields['route']}: {fields['code']}{about}"
+    code = "" if fields["code"] is None else f" {fields['code']}"
+    return (
+        f"{fields['status']} {fields['model']} {fields['finish']}{code}: {fields['prompt_tokens']} "
+        f"({fields['cached_tokens']} cached) + {fields['completion_tokens']} tokens in {fields['seconds']:.2f} s"
+    )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import hashlib
 import ipaddress
 import logging
 import mimetypes
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -86,6 +87,8 @@ ROUTES: tuple[Path, ...] = (
 
 WITHOUT_MODELS = (health.live, health.ready, health.version, health.metrics, openapi.openapi)
 """Endpoints that answer before the list of models has been read."""
+PROBED = frozenset(path.path for path in ROUTES if path.endpoint is health.ready)
+"""Paths that load balancers ask again and again while the server is not ready."""
 KNOWN_SECONDS = 30.0
 """Seconds that a request waits for the list of models."""
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
@@ -173,12 +176,34 @@ async def _models_known(state: AppState) -> None:
 
 async def _refuse(call: Call, error: ServeError) -> None:
     call.state.meter.count("exl_rejected_total", code=error.code)
+    _log_refusal(call, error)
     if error.status == 499 or call.started:
         return  # the client has left, or a stream has begun, which ends by itself
     try:
         await error_response(call, error)
     except OSError:  # the client left
         log.debug("request %s: the client left before its error", call.id)
+
+
+def _log_refusal(call: Call, error: ServeError) -> None:
+    """Log a request that ends without a line of its own; not a probe of health, which comes every few seconds."""
+    path = str(call.scope["path"])
+    if call.logged or error.status == 499 or path in PROBED:
+        return
+    call.state.log_request(
+        {
+            "id": call.id,
+            "key": call.caller.name,
+            "model": call.model,
+            "status": error.status,
+            "finish": "rejected",
+            "code": error.code,
+            # Not the message: a template's may hold words of the conversation.
+            "param": error.param,
+            "route": f"{call.scope['method']} {path[:128]}",
+            "seconds": round(time.monotonic() - call.began, 4),
+        }
+    )
 
 
 def _find(routes: Sequence[tuple[Route, Path]], scope: Scope) -> tuple[Path, dict[str, Any]]:

@@ -23,7 +23,7 @@ from exl_serve.request.fields import (
 )
 from exl_serve.request.formats import format_of
 from exl_serve.request.messages import ImagePart, messages_of, tool_choice_of, tools_of
-from exl_serve.stream.chunks import Chat
+from exl_serve.stream.chunks import Chat, FunctionChat
 
 __all__ = ["CHAT", "FIELDS", "chat_completions", "variables_of"]
 
@@ -78,10 +78,13 @@ async def chat_completions(call: Call) -> None:
     n = fields.get("n", 1)
     if n > limits.max_n:
         raise ServeError.invalid(f"n is {n}; at most {limits.max_n} are made", "n")
+    old = body.get("functions") is not None and "tools" not in fields
+    if old:
+        fields["parallel_tool_calls"] = False  # the answer's shape has room for one
     images: list[ImagePart] = []
     messages = messages_of(body.get("messages"), limits, images)
     plain, specs = tools_of(_old_or_new(body, fields, "tools"), limits)
-    choice = tool_choice_of(_old_or_new(body, fields, "tool_choice"), specs)
+    choice, callable_tools = tool_choice_of(_old_or_new(body, fields, "tool_choice"), specs)
     logprobs = _logprobs(fields)
     scored = prompt_logprobs_of(call, fields)
     if scored is not None and images:
@@ -90,7 +93,7 @@ async def chat_completions(call: Call) -> None:
     asked = Conversation(
         messages,
         plain,
-        specs,
+        callable_tools,
         choice,
         wanted,
         variables_of(call, fields),
@@ -108,7 +111,7 @@ async def chat_completions(call: Call) -> None:
         "model": target.name,
         "system_fingerprint": target.fingerprint,
     }
-    answer = Chat(
+    answer = (FunctionChat if old else Chat)(
         head,
         n,
         target.handle.text,

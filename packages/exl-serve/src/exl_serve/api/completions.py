@@ -43,6 +43,9 @@ COMPLETION: tuple[Field, ...] = (
         meaning="candidates for each token, with log-probabilities; with `echo` also for the prompt",
     ),
     PROMPT_LOGPROBS,
+    Field(
+        "best_of", integer(1, 1 << 24), "1, or `n`", meaning="no other completions are made than those of the answer"
+    ),
     Field("echo", boolean, "true or false", meaning="the prompt in front of its completion"),
     Field(
         "add_special_tokens", boolean, "true or false", ("add_bos_token",), meaning="false: no BOS in front of a prompt"
@@ -61,24 +64,7 @@ async def completions(call: Call) -> None:
     """
     body = await call.json()
     fields = read_request(call, body, FIELDS, frozenset({"prompt", "suffix"}))
-    if body.get("suffix"):
-        raise ServeError.unsupported("suffix", "suffix is not offered for this model: it has no format for infilling")
-    echo = fields.get("echo", False)
-    scored = fields.get("logprobs") if echo else None
-    if fields.get("max_tokens") == 0 and not echo:
-        raise ServeError.invalid(
-            "max_tokens is 0, which leaves nothing to answer: set echo for the prompt", "max_tokens"
-        )
-    if scored is not None and fields.get("token_healing"):
-        raise ServeError.invalid(
-            "echo with logprobs and token_healing exclude each other: leave one out", "token_healing"
-        )
-    asked = prompt_logprobs_of(call, fields)
-    if asked is not None and scored not in (None, asked):
-        raise ServeError.invalid(
-            f"prompt_logprobs is {asked} and logprobs with echo is {scored}: give one number", "prompt_logprobs"
-        )
-    scored = scored if asked is None else asked
+    scored = _checked(call, body, fields)
     limits = call.state.config.server.limits
     usage, continuous = stream_options(fields)
     n = fields.get("n", 1)
@@ -125,14 +111,42 @@ async def completions(call: Call) -> None:
         logprobs="logprobs" in fields,
         return_ids=fields.get("return_token_ids", False),
         prompts=len(prompts),
-        prompt_logprobs=asked is not None,
+        prompt_logprobs="prompt_logprobs" in fields,
         settings=settings_of(call, requests[0]),
     )
     if not shown:
         answer.hidden = frozenset(text.special.values())
-    if echo:
+    if fields.get("echo", False):
         answer.echo = [text.decode(prompts[i // n], special=shown) for i in range(total)]
     await serve(call, Generation(target.engine, requests, machines), answer, stream=fields.get("stream", False))
+
+
+def _checked(call: Call, body: Mapping[str, Any], fields: Mapping[str, Any]) -> int | None:
+    """Check fields that depend on one another; return the candidates wanted for each token of the prompt, or None.
+
+    Raises ServeError 400.
+    """
+    if body.get("suffix"):
+        raise ServeError.unsupported("suffix", "suffix is not offered for this model: it has no format for infilling")
+    best_of, n = fields.get("best_of", 1), fields.get("n", 1)
+    if best_of not in (1, n):
+        raise ServeError.unsupported("best_of", f"best_of is {best_of} and n is {n}: leave out best_of, or make it n")
+    echo = fields.get("echo", False)
+    scored = fields.get("logprobs") if echo else None
+    if fields.get("max_tokens") == 0 and not echo:
+        raise ServeError.invalid(
+            "max_tokens is 0, which leaves nothing to answer: set echo for the prompt", "max_tokens"
+        )
+    if scored is not None and fields.get("token_healing"):
+        raise ServeError.invalid(
+            "echo with logprobs and token_healing exclude each other: leave one out", "token_healing"
+        )
+    asked = prompt_logprobs_of(call, fields)
+    if asked is not None and scored not in (None, asked):
+        raise ServeError.invalid(
+            f"prompt_logprobs is {asked} and logprobs with echo is {scored}: give one number", "prompt_logprobs"
+        )
+    return scored if asked is None else asked
 
 
 async def _prompts(value: Any, fields: Mapping[str, Any], target: Target) -> list[list[int]]:

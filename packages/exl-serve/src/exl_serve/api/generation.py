@@ -317,10 +317,10 @@ def _account(
     error = answer.error if refused is None else refused
     reason = "abort" if left else "error" if error is not None else (answer.choices[0].finish or "abort")
     if refused is not None and not generation.started:
-        reason = "rejected"  # `exl_rejected_total` counts it
-    else:
-        _measure(call, generation, answer, began, left, reason)
+        return  # a rejected request: `exl_rejected_total` counts it
+    _measure(call, generation, answer, began, left, reason)
     usage = answer.usage()
+    call.logged = True
     call.state.log_request(
         {
             "id": call.id,
@@ -328,6 +328,7 @@ def _account(
             "model": str(answer.head.get("model", "")),
             "status": 499 if left else 200 if error is None else error.status,
             "finish": reason,
+            "code": None if error is None else error.code,
             "prompt_tokens": usage["prompt_tokens"],
             "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
             "completion_tokens": _generated(generation, answer, left),

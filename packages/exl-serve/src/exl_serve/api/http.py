@@ -27,7 +27,10 @@ _encoder = msgspec.json.Encoder()
 class Call:
     """One HTTP request on its way through a route."""
 
-    __slots__ = ("_receive", "_send", "_watching", "caller", "headers", "id", "scope", "started", "state", "status")
+    __slots__ = (
+        "_receive", "_send", "_watching", "began", "caller", "headers", "id", "logged", "model", "scope", "started",
+        "state", "status",
+    )  # fmt: skip
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, state: AppState) -> None:
         self.scope, self._receive, self._send, self.state = scope, receive, send, state
@@ -38,6 +41,11 @@ class Call:
         self.headers: dict[str, str] = {"x-request-id": self.id}
         self.started = False
         self.status = 0
+        self.began = time.monotonic()
+        #: name of the model that answers, once it is known
+        self.model = ""
+        #: the request has its line in the log
+        self.logged = False
         self._watching: asyncio.Task[None] | None = None
 
     def header(self, name: str) -> str | None:
@@ -90,7 +98,7 @@ class Call:
                 415,
                 "invalid_request_error",
                 "unsupported_media_type",
-                f"content-type is {kind[:64]}; send application/json",
+                f"content-type is {kind[:64]}; send application/json (curl: -H 'content-type: application/json')",
             )
         coding = (self.header("content-encoding") or "identity").strip().lower()
         if coding != "identity":

@@ -51,9 +51,9 @@ async def resolve(call: Call, fields: Mapping[str, Any]) -> Target:
         raise ServeError.unavailable("draining", "the server is about to stop: try again elsewhere", 5.0)
     name = fields.get("model", "")
     handle, adapter = call.state.models.resolve(name, call.caller)
+    call.model = handle.config.id if adapter is None else f"{handle.config.id}:{adapter}"
     engine = await handle.engine()
-    shown = handle.config.id if adapter is None else f"{handle.config.id}:{adapter}"
-    return Target(handle, engine, adapter, shown)
+    return Target(handle, engine, adapter, call.model)
 
 
 def read_request(

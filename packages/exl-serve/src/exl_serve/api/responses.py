@@ -68,14 +68,14 @@ async def _read(call: Call) -> tuple[dict[str, Any], Asked, Conversation]:
     limits = call.state.config.server.limits
     asked = asked_of(body, fields, limits)
     plain, specs = tools_of(tools_as_chat(fields.get("tools")), limits)
-    choice = tool_choice_of(tool_choice_as_chat(fields.get("tool_choice")), specs)
+    choice, callable_tools = tool_choice_of(tool_choice_as_chat(fields.get("tool_choice")), specs)
     given = dict(fields)
     if asked.effort is not None:
         given["reasoning_effort"] = asked.effort
     conversation = Conversation(
         _checked(asked, limits),
         plain,
-        specs,
+        callable_tools,
         choice,
         asked.wanted,
         variables_of(call, given),
@@ -126,7 +126,13 @@ def _head(fields: Mapping[str, Any], asked: Asked, choice: str, sampling: Sampli
 
 def _choice(given: Any, choice: str) -> Any:
     """Return a tool choice in this API's form, also if it came in chat's form."""
-    return {"type": "function", "name": choice} if isinstance(given, Mapping) else given
+    if not isinstance(given, Mapping):
+        return given
+    if given["type"] != "allowed_tools":
+        return {"type": "function", "name": choice}
+    names = [one.get("function", one)["name"] for one in given.get("allowed_tools", given)["tools"]]
+    tools = [{"type": "function", "name": name} for name in names]
+    return {"type": "allowed_tools", "mode": choice, "tools": tools}
 
 
 def _tool(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ __all__ = ["LongUrl", "check_depth", "read_json"]
 
 LONG_URL = 1 << 16
 """A `data:` URL of more characters is not parsed with the rest of its body."""
-PIECE = 1 << 20
+PIECE = 1 << 18
 _URL = b'"data:'
 _ESCAPED = bytes(range(0x20)) + b"\\"
 """Bytes that a JSON string cannot hold as they are."""

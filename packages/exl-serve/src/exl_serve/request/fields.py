@@ -405,7 +405,12 @@ COMMON: tuple[Field, ...] = (
 
 CONVERSATION: tuple[Field, ...] = (
     Field("tools", anything, "functions with a JSON schema each", meaning="functions that the model may call"),
-    Field("tool_choice", anything, "`none`, `auto`, `required`, or a function", meaning="whether it has to call one"),
+    Field(
+        "tool_choice",
+        anything,
+        "`none`, `auto`, `required`, a function, or `allowed_tools`",
+        meaning="whether it has to call one, and which it may call",
+    ),
     Field("parallel_tool_calls", boolean, "true or false", meaning="false: at most one call"),
     Field("chat_template_kwargs", anything, "an object", ("template_vars",), meaning="variables of the chat template"),
     Field("enable_thinking", boolean, "true or false", meaning="a variable of the chat template"),

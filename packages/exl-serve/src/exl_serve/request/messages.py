@@ -39,7 +39,27 @@ def messages_of(value: Any, limits: Limits, images: list[ImagePart] | None = Non
         raise ServeError.invalid("messages must be a list of at least one message", "messages", "invalid_messages")
     if len(value) > limits.max_messages:
         raise _bad("messages", f"{len(value)} messages; at most {limits.max_messages} are taken")
-    return [_message(one, f"messages[{at}]", limits, images) for at, one in enumerate(value)]
+    renewed = _without_function_calls(value)
+    return [_message(one, f"messages[{at}]", limits, images) for at, one in enumerate(renewed)]
+
+
+def _without_function_calls(messages: list[Any]) -> list[Any]:
+    """Return messages in which `function_call` and the role `function`, OpenAI's form of 2023, are tool calls and
+    their results.
+    """
+    found: list[Any] = []
+    id = ""
+    for at, one in enumerate(messages):
+        role = one.get("role") if isinstance(one, dict) else None
+        if role == "assistant" and one.get("function_call") is not None and not one.get("tool_calls"):
+            id = f"call{at:05}"  # nine letters and digits: templates of Mistral demand that
+            call = {"id": id, "type": "function", "function": one["function_call"]}
+            found.append({key: value for key, value in one.items() if key != "function_call"} | {"tool_calls": [call]})
+        elif role == "function":
+            found.append(one | {"role": "tool"} | ({"tool_call_id": id} if id else {}))
+        else:
+            found.append(one)
+    return found
 
 
 def _bad(param: str, what: str) -> ServeError:
@@ -191,8 +211,34 @@ def tools_of(value: Any, limits: Limits) -> tuple[list[dict[str, Any]], tuple[To
     return plain, tuple(specs)
 
 
-def tool_choice_of(value: Any, tools: tuple[ToolSpec, ...]) -> str:
-    """Return none, auto, required, or the name of a tool. Raises ServeError 400."""
+def tool_choice_of(value: Any, tools: tuple[ToolSpec, ...]) -> tuple[str, tuple[ToolSpec, ...]]:
+    """Return (choice, tools that may be called): none, auto, required, or the name of a tool. Raises ServeError 400."""
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        # Chat completions have an object of this name, responses its members.
+        given = value.get("allowed_tools", value)
+        return _mode_of(given), _allowed(given, tools)
+    return _choice_of(value, tools), tools
+
+
+def _mode_of(given: Any) -> str:
+    mode = given.get("mode", "auto") if isinstance(given, dict) else None
+    if mode not in ("auto", "required"):
+        raise ServeError.invalid("the mode of allowed_tools must be auto or required", "tool_choice")
+    return str(mode)
+
+
+def _allowed(given: Mapping[str, Any], tools: tuple[ToolSpec, ...]) -> tuple[ToolSpec, ...]:
+    """Return the tools that `allowed_tools` names."""
+    named = given.get("tools")
+    if not isinstance(named, list) or not named:
+        raise ServeError.invalid("allowed_tools must have a list of at least one tool", "tool_choice")
+    names = [_choice_of(one, tools) for one in named if isinstance(one, dict)]
+    if len(names) < len(named):
+        raise ServeError.invalid("a tool of allowed_tools must be an object that names a function", "tool_choice")
+    return tuple(tool for tool in tools if tool.name in names)
+
+
+def _choice_of(value: Any, tools: tuple[ToolSpec, ...]) -> str:
     if value is None:
         return "auto" if tools else "none"
     if isinstance(value, dict):

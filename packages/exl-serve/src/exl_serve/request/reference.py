@@ -45,7 +45,8 @@ def render() -> str:
             "| `messages` | | roles system, developer, user, assistant, tool | the conversation; content is a text, "
             "or a list of parts: text, `image_url` |",
             *_rows(CHAT, head=False),
-            "| `functions`, `function_call` | | | OpenAI's older form of `tools` and `tool_choice` |",
+            "| `functions`, `function_call` | | | OpenAI's older form of `tools` and `tool_choice`; the answer has at "
+            "most one call, as `function_call` |",
             "",
             "## Responses alone",
             "",

@@ -118,9 +118,11 @@ def tools_as_chat(value: Any) -> Any:
 
 def tool_choice_as_chat(value: Any) -> Any:
     """Return the tool choice in the form of chat completions. Raises ServeError 400."""
-    if isinstance(value, dict) and value.get("type") != "function":
+    if isinstance(value, dict) and value.get("type") not in ("function", "allowed_tools"):
         kind = str(value.get("type"))[:64]
-        raise ServeError.unsupported("tool_choice.type", f"tool_choice.type {kind!r} is not offered: function")
+        raise ServeError.unsupported(
+            "tool_choice.type", f"tool_choice.type {kind!r} is not offered: function or allowed_tools"
+        )
     return value
 
 

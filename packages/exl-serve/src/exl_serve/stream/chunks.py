@@ -25,7 +25,7 @@ from exl_serve.stream.events import (
     ToolBegin,
 )
 
-__all__ = ["DONE", "Answer", "Chat", "Choice", "Completion", "sse"]
+__all__ = ["DONE", "Answer", "Chat", "Choice", "Completion", "FunctionChat", "sse"]
 
 DONE = b"data: [DONE]\n\n"
 _encoder = msgspec.json.Encoder()
@@ -335,6 +335,31 @@ class Chat(Answer):
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         piece = self._text.piece(token)
         return {"token": piece.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(piece)}
+
+
+class FunctionChat(Chat):
+    """The shape that requests with `functions`, the form of 2023, are answered in: `function_call` instead of
+    `tool_calls`. An answer has one call at most.
+    """
+
+    def _piece(self, event: AnswerEvent, choice: Choice) -> list[dict[str, Any]]:
+        chunks = super()._piece(event, choice)
+        for chunk in chunks:
+            _as_function_call(chunk["choices"][0], "delta")
+        return chunks
+
+    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        found = super()._whole_choice(index, choice)
+        _as_function_call(found, "message")
+        return found
+
+
+def _as_function_call(choice: dict[str, Any], part: str) -> None:
+    """Rewrite a choice with tool calls."""
+    if calls := choice[part].pop("tool_calls", None):
+        choice[part]["function_call"] = calls[0]["function"]
+    if choice["finish_reason"] == "tool_calls":
+        choice["finish_reason"] = "function_call"
 
 
 class Completion(Answer):

@@ -9,7 +9,12 @@ from typing import Any
 
 from exl_serve.config.model import Log
 
-__all__ = ["set_up"]
+__all__ = ["printable", "set_up"]
+
+
+def printable(text: str) -> str:
+    """Return a text on one line, whatever a client has put into it."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class _Json(logging.Formatter):
@@ -29,7 +34,7 @@ class _Text(logging.Formatter):
     """One line for each record, except tracebacks: text of a client cannot begin another line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        record.message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in record.getMessage())
+        record.message = printable(record.getMessage())
         text = self.formatMessage(record)
         return text + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
 

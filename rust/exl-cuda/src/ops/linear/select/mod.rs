@@ -172,26 +172,30 @@ pub fn plan(caps: &Capabilities, matrices: &[&Matrix], call: Call) -> Plan {
 
 /// Plan one matrix without an epilogue and without scratch memory that outlives the call. A separate launch packs the input of
 /// [`Kernel::GemmFew`], which only large matrices repay. Inputs that are not aligned are copied. Of `call`, epilogue and alignment are
-/// ignored, except for BF16.
+/// ignored, except for BF16. Batch-invariant calls of more rows run in blocks, as in [`plan`].
 pub fn plan_alone(caps: &Capabilities, matrix: &Matrix, call: Call) -> Plan {
-    let rows = match call.rows {
-        many if many > MOST_PACKED_ROWS && call.invariant => MOST_PACKED_ROWS,
-        rows => rows,
+    let epilogue = Epilogue {
+        bf16: call.epilogue.bf16,
+        ..Epilogue::default()
+    };
+    let many = call.rows > MOST_PACKED_ROWS && call.invariant;
+    let block = Call::aligned(call.rows.min(MOST_BLOCK_ROWS), epilogue);
+    let rows = match Kernel::GemmBatch.takes(caps, &[matrix], block) {
+        Ok(_) if many => block.rows,
+        Err(_) if many => MOST_PACKED_ROWS,
+        _ => call.rows,
     };
     let few = (rows > MOST_GEMV_ROWS && matrix.image_bytes() >= LEAST_PACKED_ALONE)
         .then_some(Kernel::GemmFew);
     // Without wgmma, a batch of few rows costs as much as one of sixteen.
-    let batch = rows <= MOST_PACKED_ROWS && (rows > few::MOST_ROWS || caps.has(Feature::Wgmma));
+    let batch =
+        (many || rows <= MOST_PACKED_ROWS) && (rows > few::MOST_ROWS || caps.has(Feature::Wgmma));
     let order: Vec<Kernel> = few
         .into_iter()
         .chain([Kernel::GemvRing])
         .chain(batch.then_some(Kernel::GemmBatch))
         .chain([Kernel::GemmTile])
         .collect();
-    let epilogue = Epilogue {
-        bf16: call.epilogue.bf16,
-        ..Epilogue::default()
-    };
     let call = Call {
         invariant: call.invariant,
         ..Call::aligned(rows, epilogue)

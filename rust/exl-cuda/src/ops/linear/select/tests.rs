@@ -523,8 +523,10 @@ proptest! {
         let made = plan(&caps, &all, call);
         let alone = plan_alone(&caps, all[0], call);
         let few = plan_alone(&caps, all[0], Call { rows: rows.min(64), ..call }).kernel;
+        let block = Call::aligned(rows.min(128), Epilogue { bf16, ..PLAIN });
         let expected = match (rows, invariant) {
             (..=64, _) => (few, rows),
+            (_, true) if Kernel::GemmBatch.takes(&caps, &all[..1], block).is_ok() => (Kernel::GemmBatch, rows.min(128)),
             (_, true) => (few, 64),
             (_, false) => (Kernel::GemmLarge, rows),
         };
