@@ -2,6 +2,7 @@
 
 Every import statement counts, wherever it is in a file. `import package.module` and `from package.module import name`
 lead to that module, `from package import name` to the module of that name or, where there is none, to the package.
+Python also runs the `__init__` of the packages above an imported module. Those imports are not counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which kernels `exl info --kernels` names for mixtures of experts, without a GPU."""
+"""Which kernels `exl info --kernels` names, without a GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_experts_share_launches_where_they_are_quantized(quantized: bool, tmp_pa
     folder = write_random_model(tmp_path / "float", CONFIG)
     if quantized:
         quantize_model(folder, folder := tmp_path / "quantized", bits=4.0)
-    uses = kernel_uses(ExLlamaV2Config(folder), Card.named("4090"), rows=(1, 8, 64, MANY))
+    uses = kernel_uses(ExLlamaV2Config(folder), Card.named("4090"), rows=(1, 8, 64), prompts=(MANY,))
 
     def named(operation: str, rows: int) -> KernelUse | None:
         return next((use for use in uses if (use.operation, use.rows) == (operation, rows)), None)
@@ -71,7 +71,8 @@ def test_float_experts_keep_a_model_from_joined_launches(tmp_path: Path) -> None
     path.unlink()
     write_safetensors(path, kept)
     found = {
-        use.operation: use for use in kernel_uses(ExLlamaV2Config(tmp_path / "mixed"), Card.named("H200"), rows=(8,))
+        use.operation: use
+        for use in kernel_uses(ExLlamaV2Config(tmp_path / "mixed"), Card.named("H200"), rows=(8,), prompts=())
     }
     assert "q+k+v" not in found
     assert any("chosen by the host: they are float matrices" in why for why in found["q_proj"].why)
@@ -90,7 +91,7 @@ def test_a_step_of_many_sequences_and_a_prompt_run_other_kernels(tmp_path: Path)
         if odd:
             path.unlink()
             write_safetensors(path, tensors)
-        found = kernel_uses(ExLlamaV2Config(tmp_path), Card.named("H200"), rows=(128, 512))
+        found = kernel_uses(ExLlamaV2Config(tmp_path), Card.named("H200"), rows=(128,), prompts=(512,))
         uses = {(use.operation, use.rows): use for use in found}
         first = "q_proj" if odd else "q+k+v"
         for name in (first, "gate+up", "down"):
@@ -106,7 +107,7 @@ def test_attention_of_heads_that_rotate_in_part_says_why(tmp_path: Path) -> None
     folder = write_random_model(tmp_path / "float", {**half, "partial_rotary_factor": 0.75})
     quantize_model(folder, folder := tmp_path / "quantized", bits=4.0)
     config, card = ExLlamaV2Config(folder), Card.named("H200")
-    found = {(use.operation, use.rows): use for use in kernel_uses(config, card, rows=(1, 512), cache="q4")}
+    found = {(use.operation, use.rows): use for use in kernel_uses(config, card, rows=(1,), prompts=(512,), cache="q4")}
     step, prompt, store = found["attention", 1], found["attention", 512], found["rope+store", 512]
     assert (step.tokens, prompt.tokens) == (1, 512)
     assert step.kernel == "attention_q4_128_decode1"
@@ -124,7 +125,7 @@ def test_a_step_that_is_not_captured_runs_batch_invariant_kernels_one_by_one(
     config, card = ExLlamaV2Config(tmp_path / "whole"), Card.named("H200")
 
     def uses(config: ExLlamaV2Config) -> dict[tuple[str, int], KernelUse]:
-        return {(use.operation, use.rows): use for use in kernel_uses(config, card, rows=(1, 64, 128))}
+        return {(use.operation, use.rows): use for use in kernel_uses(config, card, rows=(1, 64, 128), prompts=())}
 
     assert uses(config)["gate+up", 128].kernel == "gemm_batch"
     whole = uses(config)
@@ -139,8 +140,9 @@ def test_a_step_that_is_not_captured_runs_batch_invariant_kernels_one_by_one(
     found = uses(config)
     assert ("gate+up", 1) in found
     for rows in (64, 128):
-        assert any("at most 32 rows" in why for why in found["gate_proj", rows].why)
-        assert found["gate_proj", rows].kernel == "gemm_batch"
+        for name in ("gate+up", "down_proj"):  # one launch of gate and up still beats two
+            assert any("at most 32 rows" in why for why in found[name, rows].why)
+            assert found[name, rows].kernel == "gemm_batch"
     monkeypatch.delenv("EXL_DECODE_JOINED_ROWS")
     (path,) = (tmp_path / "whole").glob("*.safetensors")
     tensors = {name: read_tensor(entry).clone() for name, entry in read_safetensors_folder(path.parent).items()}
@@ -156,7 +158,84 @@ def test_a_padded_matrix_keeps_its_half_apart(tmp_path: Path) -> None:
     make_model(tmp_path, Shape(256, 768, 2, 4, 2, 96), 4.0)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 760}))
-    found = {use.operation: use for use in kernel_uses(ExLlamaV2Config(tmp_path), Card.named("H200"), rows=(1,))}
+    found = {
+        use.operation: use for use in kernel_uses(ExLlamaV2Config(tmp_path), Card.named("H200"), rows=(1,), prompts=())
+    }
     assert "q+k+v" in found
     assert "gate+up" not in found
     assert any("gate_proj has padding columns" in why for why in found["gate_proj"].why)
+
+
+def with_float(folder: Path, key: str, out_features: int, in_features: int) -> ExLlamaV2Config:
+    """A small quantized model of two layers of which one matrix is float."""
+    make_model(folder, Shape(256, 768, 2, 4, 2, 96), 4.0)
+    (path,) = folder.glob("*.safetensors")
+    tensors = {name: read_tensor(entry).clone() for name, entry in read_safetensors_folder(folder).items()}
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{key}.")}
+    path.unlink()
+    write_safetensors(path, kept | {f"{key}.weight": torch.zeros(out_features, in_features, dtype=torch.float16)})
+    return ExLlamaV2Config(folder)
+
+
+@pytest.mark.parametrize(
+    ("card", "alone", "packed"), [("3090", "gemm_tile", "gemm_direct"), ("H100", "gemv_ring", "gemm_few")]
+)
+@pytest.mark.parametrize(("matrix", "shape"), [("down_proj", (256, 768)), ("gate_proj", (768, 256))])
+def test_the_head_runs_alone_behind_a_half_that_packs_nothing(
+    card: str, alone: str, packed: str, matrix: str, shape: tuple[int, int], tmp_path: Path
+) -> None:
+    """The last half packs the head's input only if all its matmuls chain; a float matrix in it does not."""
+    for layer, kernel in ((1, alone), (0, packed)):
+        config = with_float(tmp_path / str(layer), f"model.layers.{layer}.mlp.{matrix}", *shape)
+        (head,) = (
+            use for use in kernel_uses(config, Card.named(card), rows=(8,), prompts=()) if use.operation == "head"
+        )
+        assert head.kernel == kernel, (layer, head)
+
+
+def test_a_half_that_runs_apart_still_multiplies_q_k_and_v_at_once(tmp_path: Path) -> None:
+    """One launch of three matrices beats three for a batch; for few rows it does not."""
+    config = with_float(tmp_path, "model.layers.0.self_attn.o_proj", 256, 256)
+    found = kernel_uses(config, Card.named("3090"), rows=(8, 32), prompts=())
+    uses = {(use.operation, use.rows): use for use in found}
+    assert (uses["q+k+v", 32].kernel, uses["q+k+v", 32].calls) == ("gemm_batch", (2,))
+    assert ("q_proj", 32) not in uses
+    assert uses["q_proj", 8].calls == uses["q+k+v", 8].calls == (1,)
+    assert uses["o_proj", 8].kernel == "cuBLAS"
+
+
+def test_short_prompts_run_on_packed_weights_where_a_launch_takes_a_block(tmp_path: Path) -> None:
+    """Up to 256 tokens with wgmma; other cards dequantize matrices for more than 64 tokens."""
+    make_model(tmp_path, Shape(256, 768, 2, 4, 2, 96), 4.0)
+    config, prompts = ExLlamaV2Config(tmp_path), (64, 128, 256, 512)
+
+    def uses(card: str) -> dict[tuple[str, int], KernelUse]:
+        found = kernel_uses(config, Card.named(card), rows=(), prompts=prompts)
+        assert {use.tokens == use.rows for use in found} == {True}
+        return {(use.operation, use.rows): use for use in found}
+
+    hopper, ada = uses("H100"), uses("4090")
+    for rows in prompts:
+        assert hopper["way", rows].kernel == ada["way", rows].kernel == "joined"
+    assert [hopper["gate+up", rows].calls for rows in (64, 128, 256)] == [(2,), (2,), (4,)]
+    assert hopper["gate+up", 128].kernel == ada["gate+up", 64].kernel == "gemm_batch"
+    assert "more than 256 rows" in hopper["gate_proj", 512].why[0]
+    for rows in (128, 256, 512):
+        assert ada["gate_proj", rows].kernel == "gemm_large"
+        assert "more than 64 rows" in ada["gate_proj", rows].why[0]
+
+
+def test_the_way_of_a_pass_has_a_reason(tmp_path: Path) -> None:
+    make_model(tmp_path, Shape(256, 768, 2, 4, 2, 96), 4.0)
+    config = ExLlamaV2Config(tmp_path)
+
+    def ways() -> dict[tuple[int, int], tuple[str, tuple[str, ...]]]:
+        found = kernel_uses(config, Card.named("H100"), rows=(8, 256, 257), prompts=(8,))
+        return {(use.rows, use.tokens): (use.kernel, use.why) for use in found if use.operation == "way"}
+
+    whole = ways()
+    assert whole[8, 1] == whole[256, 1] == ("captured", ())
+    assert whole[257, 1][0] == whole[8, 8][0] == "joined"
+    assert "at most 256" in whole[257, 1][1][0]
+    config.no_graphs = True
+    assert set(ways().values()) == {("eager", ("config.no_graphs asks for eager launches",))}

@@ -64,7 +64,9 @@ def test_the_cache_format_picks_the_attention(info) -> None:
 
 def test_a_card_without_the_fast_attention_says_why(info) -> None:
     _, out, _ = info(MODEL, "--kernels", "--card", "5090")
+    assert "128 (a prompt)" in out
     assert "512 (a prompt)" in out
+    assert "captured" in out
     assert "attention of 256 keys" in out
     for kernel in (
         "attention_few: it needs clusters",
@@ -74,7 +76,7 @@ def test_a_card_without_the_fast_attention_says_why(info) -> None:
         assert kernel in out
     found = json.loads(info(MODEL, "--kernels", "--card", "H100", "--json")[1])
     assert not any(use["why"] for use in found["uses"] if use["operation"] == "attention")
-    assert {use["rows"]: use["tokens"] for use in found["uses"]} == {1: 1, 8: 1, 32: 1, 64: 1, 512: 512}
+    assert {use["rows"]: use["tokens"] for use in found["uses"]} == {1: 1, 8: 1, 32: 1, 64: 1, 128: 128, 512: 512}
 
 
 def test_sampling_is_listed_with_default_settings_and_greedy(info) -> None:

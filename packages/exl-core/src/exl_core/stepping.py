@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from exl_kernels.device import row_invariant
 from exl_kernels.linear import QuantMatrix
-from exl_kernels.selection import PACKED_ROWS, STEP_ROWS
+from exl_kernels.selection import STEP_ROWS
 
 from .cache import ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
@@ -16,6 +16,7 @@ from .execution.attn_params import PagedParams
 from .execution.capturable import without_hooks
 from .execution.captured import DecodeGraphs
 from .execution.captured_step import StepReplay
+from .execution.half_matmuls import packed_rows_of
 from .execution.select import prepare_next_step
 from .layers import Module
 from .loading.loadable import LoadableModel
@@ -61,17 +62,13 @@ class SteppingModel(LoadableModel):
 
     @property
     def packed_rows(self) -> int:
-        """Most rows of a pass on a GPU that run on packed weights: their results are batch-invariant.
-
-        STEP_ROWS where one launch takes BLOCK_ROWS rows of every matrix (wgmma): two blocks take as long as
-        dequantizing each matrix. Else PACKED_ROWS.
-        """
+        """Most rows of a pass on a GPU that run on packed weights, batch-invariant (`packed_rows_of`)."""
         found, number = self.arrangement, self.load_count
         if self._packed is None or self._packed[0] is not found or self._packed[1] != number:
             matrices = (linear.loaded_matrix for linear in self.linears())
-            blocks = all(isinstance(matrix, QuantMatrix) and matrix.takes_blocks for matrix in matrices)
-            blocks = blocks and all(without_hooks(module).refusal_of_rows(STEP_ROWS) is None for module in found)
-            self._packed = found, number, STEP_ROWS if blocks else PACKED_ROWS
+            blocks = (isinstance(matrix, QuantMatrix) and matrix.takes_blocks for matrix in matrices)
+            refusals = (without_hooks(module).refusal_of_rows(STEP_ROWS) for module in found)
+            self._packed = found, number, packed_rows_of(blocks, refusals)
         return self._packed[2]
 
     def check_peers(self) -> None:

@@ -66,6 +66,8 @@ __all__ = [
     "cuda_lora_add",
     "cuda_lora_expand",
     "cuda_lora_shrink",
+    "cuda_plan_alone",
+    "cuda_plan_fused",
     "cuda_probe",
     "cuda_probe_empty",
     "cuda_probe_read",
@@ -77,7 +79,6 @@ __all__ = [
     "cuda_sample_answers",
     "cuda_sample_fill",
     "cuda_sample_launch",
-    "cuda_select_alone",
     "cuda_select_attention",
     "cuda_select_experts",
     "cuda_select_fused",
@@ -471,10 +472,6 @@ class CudaLinearGroup:
     One to three quantized matrices on a GPU over one input, optionally with an activation: of a gate, or of one matrix's results.
     """
     def __new__(cls, /, matrices: Sequence[CudaMatrix], activation: str | None = None) -> CudaLinearGroup: ...
-    def chains_to(self, /, plan: MatmulPlan, next: CudaLinearGroup, next_plan: MatmulPlan) -> bool:
-        """
-        Whether a call by `plan` can write its results packed as the input of a call of `next` by `next_plan`.
-        """
     def plan(
         self,
         /,
@@ -611,6 +608,11 @@ class CudaShape:
     def from_gptq(
         name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor | None], bits: int, v2: bool, group_size: int | None
     ) -> CudaShape: ...
+    @property
+    def in_features(self, /) -> int:
+        """
+        Rows of the matrix.
+        """
     @property
     def out_features(self, /) -> int:
         """
@@ -884,6 +886,10 @@ class MatmulPlan:
     def activates_input(self, /) -> bool:
         """
         Whether `run` can apply an activation to x.
+        """
+    def chains_to(self, /, next: MatmulPlan) -> bool:
+        """
+        Whether a call by this plan can write its results packed as the input of a call by `next`, of the same GPU and as many features.
         """
     @property
     def dequantizes(self, /) -> bool:
@@ -1373,6 +1379,27 @@ def cuda_lora_shrink(
     x, gets the normed rows; or into: its scratch gets the rows packed, normed if there is a norm.
     """
 
+def cuda_plan_alone(card: CudaCard, shape: CudaShape, rows: int, *, invariant: bool = False) -> MatmulPlan:
+    """
+    The plan of one matrix without an epilogue, as `QuantMatrix.matmul` runs aligned float16.
+    """
+
+def cuda_plan_fused(
+    card: CudaCard,
+    shapes: Sequence[CudaShape],
+    rows: int,
+    *,
+    activation: bool = False,
+    norm: bool = False,
+    layer: bool = False,
+    residual: bool = False,
+    invariant: bool = False,
+) -> MatmulPlan:
+    """
+    The plan of a matmul of several matrices over one input, as `CudaLinearGroup.plan` makes it for a loaded group with or without an
+    activation, for aligned float16.
+    """
+
 def cuda_probe() -> tuple[tuple[int, int] | None, list[ProbedDevice], str | None]:
     """
     Return (driver's CUDA version, devices, reason why CUDA cannot be used).
@@ -1453,13 +1480,6 @@ def cuda_sample_launch(
     Launch for `count` rows that were written and copied, with the needs that `cuda_sample_fill` returned. The answers are in the workspace
     once the stream has passed. `next`: int64 [count] on the GPU that receives the tokens, clamped to ids below the given limit, and the
     source and destination of a copy before the launch. Rows that are left to the CPU may write no token.
-    """
-
-def cuda_select_alone(
-    card: CudaCard, shape: CudaShape, rows: int, *, invariant: bool = False
-) -> tuple[str, bool, list[tuple[str, str]]]:
-    """
-    The kernel of one matrix without an epilogue, as `QuantMatrix.matmul` runs it.
     """
 
 def cuda_select_attention(card: CudaCard, shape: AttentionShape) -> AttentionPlan:

@@ -109,6 +109,11 @@ class MatrixShape:
         self._native = native
 
     @property
+    def in_features(self) -> int:
+        """Rows of the matrix."""
+        return int(self._native.in_features)
+
+    @property
     def out_features(self) -> int:
         """Columns of the stored matrix, padding included."""
         return int(self._native.out_features)
@@ -233,9 +238,46 @@ class Card:
             )
         )
 
+    def plan(
+        self,
+        matrices: Sequence[MatrixShape],
+        rows: int,
+        *,
+        activation: bool = False,
+        norm: bool = False,
+        layer: bool = False,
+        residual: bool = False,
+    ) -> _native.MatmulPlan:
+        """Return the plan of a batch-invariant `linear.fused.FusedLinear` over one to three matrices.
+
+        Args:
+            matrices: the matrices of the launch.
+            rows: number of float16 rows.
+            activation: two matrices are gate and up, or one has its results activated.
+            norm: a norm of the input is fused.
+            layer: the norm is a LayerNorm.
+            residual: a residual is added.
+        """
+        shapes = [matrix._native for matrix in matrices]
+        return _native.cuda_plan_fused(
+            self._native,
+            shapes,
+            rows,
+            activation=activation,
+            norm=norm,
+            layer=layer,
+            residual=residual,
+            invariant=True,
+        )
+
     def matmul(self, matrix: MatrixShape, rows: int, *, invariant: bool = False) -> Selection:
         """Return the kernel of `linear.QuantMatrix.matmul` for `rows` float16 rows, batch-invariant or not."""
-        return _selection(_native.cuda_select_alone(self._native, matrix._native, rows, invariant=invariant))
+        plan = self.plan_alone(matrix, rows, invariant=invariant)
+        return Selection(plan.kernel, True, tuple(plan.refused))
+
+    def plan_alone(self, matrix: MatrixShape, rows: int, *, invariant: bool = False) -> _native.MatmulPlan:
+        """Return the plan of `linear.QuantMatrix.matmul` for `rows` float16 rows, batch-invariant or not."""
+        return _native.cuda_plan_alone(self._native, matrix._native, rows, invariant=invariant)
 
     def experts(
         self,

@@ -19,6 +19,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::cpu::sampling::SamplingPlan;
+use crate::cuda::linear::MatmulPlan;
 use crate::cuda::sampling::row_call;
 use crate::errors::{device_error, format_error, unsupported_error};
 use crate::matrix_parts::{Exl2Parts, GptqParts, zeros};
@@ -121,6 +122,12 @@ impl CudaShape {
         Ok(Self::new(&layout))
     }
 
+    /// Rows of the matrix.
+    #[getter]
+    fn in_features(&self) -> usize {
+        self.matrix.in_features()
+    }
+
     /// Columns of the matrix.
     #[getter]
     fn out_features(&self) -> usize {
@@ -169,15 +176,55 @@ pub fn cuda_select_fused(
     row(select::select(&card.caps, &matrices, call))
 }
 
-/// The kernel of one matrix without an epilogue, as `QuantMatrix.matmul` runs it.
+/// The plan of a matmul of several matrices over one input, as `CudaLinearGroup.plan` makes it for a loaded group with or without an
+/// activation, for aligned float16.
+#[pyfunction]
+#[pyo3(signature = (card, shapes, rows, *, activation=false, norm=false, layer=false, residual=false, invariant=false))]
+#[allow(clippy::fn_params_excessive_bools)] // one keyword each
+pub fn cuda_plan_fused(
+    card: &CudaCard,
+    shapes: Vec<PyRef<'_, CudaShape>>,
+    rows: usize,
+    activation: bool,
+    norm: bool,
+    layer: bool,
+    residual: bool,
+    invariant: bool,
+) -> MatmulPlan {
+    let matrices: Vec<&Matrix> = shapes.iter().map(|shape| &shape.matrix).collect();
+    let epilogue = Epilogue {
+        activation: activation && matrices.len() == 1,
+        gate: activation && matrices.len() > 1,
+        norm: norm || layer,
+        layer,
+        residual,
+        bf16: false,
+    };
+    let call = Call {
+        invariant,
+        ..Call::aligned(rows, epilogue)
+    };
+    MatmulPlan {
+        plan: select::plan(&card.caps, &matrices, call),
+    }
+}
+
+/// The plan of one matrix without an epilogue, as `QuantMatrix.matmul` runs aligned float16.
 #[pyfunction]
 #[pyo3(signature = (card, shape, rows, *, invariant=false))]
-pub fn cuda_select_alone(card: &CudaCard, shape: &CudaShape, rows: usize, invariant: bool) -> Row {
+pub fn cuda_plan_alone(
+    card: &CudaCard,
+    shape: &CudaShape,
+    rows: usize,
+    invariant: bool,
+) -> MatmulPlan {
     let call = Call {
         invariant,
         ..Call::aligned(rows, Epilogue::default())
     };
-    row(select::select_alone(&card.caps, &shape.matrix, call))
+    MatmulPlan {
+        plan: select::plan_alone(&card.caps, &shape.matrix, call),
+    }
 }
 
 /// Whether a row's result of a quantized matmul does not depend on the number of rows, if the matmul is asked to be `invariant` or not.

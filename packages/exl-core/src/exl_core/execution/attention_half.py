@@ -6,7 +6,7 @@ the module's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from exl_kernels.attention import paged_attention
 from exl_kernels.attention.cuda import HeadNorms, MatmulInput, attend_own, attend_stored
 from exl_kernels.fused import norm_parts, rope_store
 from exl_kernels.kv import store_kv
-from exl_kernels.linear.fused import Packed
+from exl_kernels.linear.fused import FusedLinear, Packed
 
 from ..layers import Norm, RMSNorm
 from ..layers.attention import rotate, shape_heads
@@ -23,9 +23,10 @@ from ..layers.description import AttentionDescription
 from ..layers.norm import rms_of
 from .batch import Step
 from .half import Features, JoinedHalf, Normed, OutputTokens, PendingMatmul, last_rows
+from .half_matmuls import HalfPlan, norms_of_heads
 from .operators import Operators
 
-__all__ = ["AttentionHalf", "norms_of_heads"]
+__all__ = ["AttentionHalf"]
 
 
 class AttentionHalf(JoinedHalf):
@@ -33,8 +34,8 @@ class AttentionHalf(JoinedHalf):
 
     about: AttentionDescription
 
-    def __init__(self, about: AttentionDescription) -> None:
-        super().__init__(about)
+    def __init__(self, about: AttentionDescription, mlp: HalfPlan[FusedLinear] | None = None) -> None:
+        super().__init__(about, mlp)
         self._widths = list(about.widths)
         self.held = (*about.widths, about.widths[0])
         self.kind = (self.held, about.head_dim, about.rope, about.interleaved, about.scale, about.window, about.softcap)
@@ -44,7 +45,6 @@ class AttentionHalf(JoinedHalf):
         self._part_norms = _part_norms_of(about) if self.head_norms is None else None
         """Norms of all of q and of all of k, which one launch applies where the matmul has left them."""
         self._shapes = about.q_norm is not None or about.k_norm is not None or bool(about.clip)
-        self.plain = self.plain and (not self._shapes or self.head_norms is not None)
 
     def features(
         self, x: Tensor, h: Normed, step: Step, ops: Operators, output_tokens: OutputTokens = "all"
@@ -117,16 +117,6 @@ def _head_norms_of(a: AttentionDescription) -> HeadNorms | None:
         return None
     q, k = norms
     return HeadNorms(q.loaded_weight, k.loaded_weight, q.eps)
-
-
-def norms_of_heads(
-    a: AttentionDescription, shape: Callable[[RMSNorm], tuple[int, ...]]
-) -> tuple[RMSNorm, RMSNorm] | None:
-    """Return the norms of `_head_norms_of`, of a module that is loaded or not; shape: of a norm's weight."""
-    q, k = rms_of(a.q_norm), rms_of(a.k_norm)
-    if q is None or k is None or a.clip or q.eps != k.eps:
-        return None
-    return (q, k) if shape(q) == shape(k) == (a.head_dim,) else None
 
 
 def _part_norms_of(a: AttentionDescription) -> tuple[RMSNorm, RMSNorm] | None:

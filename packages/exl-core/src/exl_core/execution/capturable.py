@@ -32,6 +32,7 @@ __all__ = [
     "refusal_of_adapters",
     "refusal_of_model",
     "refusal_of_settings",
+    "refusal_of_tokens",
     "static_step",
     "without_hooks",
 ]
@@ -56,6 +57,13 @@ def padded_rows(batch: int, q_len: int) -> int:
         return min(1 << (batch - 1).bit_length(), PACKED_ROWS // q_len)
     grain = 1 << max(0, (batch - 1).bit_length() - 3)
     return min(-(-batch // grain) * grain, max(batch, STEP_ROWS // q_len))
+
+
+def refusal_of_tokens(batch: int, q_len: int) -> str | None:
+    """Return why a step of `batch` rows of `q_len` tokens has too many tokens to be captured, or None."""
+    if batch * q_len <= STEP_ROWS:
+        return None
+    return f"the step has {batch} x {q_len} tokens; captured steps have at most {STEP_ROWS}"
 
 
 def without_hooks(module: Module) -> Module:

@@ -22,7 +22,7 @@ from torch import Tensor
 from exl_kernels.attention.cuda import counters
 from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.linear.workspace import workspaces_in
-from exl_kernels.selection import PACKED_ROWS, STEP_ROWS
+from exl_kernels.selection import PACKED_ROWS
 
 from ..errors import DeviceError
 from ..layers import Head, Module
@@ -35,6 +35,7 @@ from .capturable import (
     padded_rows,
     refusal_of_adapters,
     refusal_of_model,
+    refusal_of_tokens,
     static_step,
     without_hooks,
 )
@@ -177,8 +178,8 @@ class DecodeGraphs:
         batch = params.batch_size
         if q_len > MAX_Q_LEN or cache is None or params.q_lens is not None:
             return f"it is no step over pages of a cache of at most {MAX_Q_LEN} tokens a row"
-        if batch * q_len > STEP_ROWS:
-            return self._refused_step(f"the step has {batch} x {q_len} tokens; captured steps have at most {STEP_ROWS}")
+        if (why := refusal_of_tokens(batch, q_len)) is not None:
+            return self._refused_step(why)
         model = self._model()
         if model is None:
             return "the model is gone"

@@ -21,17 +21,15 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from exl_kernels.device import row_invariant_matmuls, rows_are_invariant
+from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.fused import embed
 from exl_kernels.linear.fused import FusedLinear
-from exl_kernels.linear.fused import Norm as InputNorm
 from exl_kernels.selection import BLOCK_ROWS, PACKED_ROWS
 
 from ..layers import Attention, Embedding, Head, Module, Norm, RMSNorm
 from ..layers.module import is_changed
 from ..layers.norm import rms_of
 from .batch import Step
-from .environment import refusal_of_joined_rows
 from .half import (
     NO_PROLOGUE,
     Half,
@@ -41,9 +39,11 @@ from .half import (
     OutputTokens,
     PackedInput,
     is_padded,
+    joined,
     last_rows,
     why_own_pass,
 )
+from .half_matmuls import head_takes_blocks, head_with_norm, joins_rows, refusal_of_blocks
 from .halves import half_of
 from .many_rows import ManyRows, takes_many_rows
 from .operators import APART, JOINED
@@ -73,9 +73,7 @@ class JoinedLaunches:
         self._last_norm = rms_of(norm)
         self._head = head
         self._joined_head = _joined_head(self._last_norm, head)
-        self._plain_head = None
-        if head is not None and head.linear.quant.out_features == head.padded_vocab_size:
-            self._plain_head = FusedLinear([head.linear.quant])
+        self._plain_head = None if head is None else joined((head.linear,))
         self._last = max((i for i, half in enumerate(halves) if isinstance(half.module, Attention)), default=-1)
         self._sections: dict[
             tuple[int, int], JoinedLaunches
@@ -115,9 +113,9 @@ class JoinedLaunches:
         rows = x.shape[0]
         if rows > PACKED_ROWS:
             with row_invariant_matmuls():
-                h = self._hidden(x, step, [half.joins(rows) for half in self.halves])
+                h = self._hidden(x, step, self._joins(rows))
                 return h if self._head is None or logits is None else self._logits_of_blocks(h, step, logits)
-        head = None if logits is None or step.loras else self._normed_head(rows, logits)
+        head = None if logits is None or step.loras else self._joined_head
         x, left = self._run_halves(x, step, self._joins(rows), head=head)
         if isinstance(left, PackedInput):
             assert logits is not None
@@ -128,16 +126,10 @@ class JoinedLaunches:
         return h if self._head is None or logits is None else self._head.forward(h, step, out=logits)
 
     def refusal_of_rows(self, rows: int) -> str | None:
-        """Return why results of `run` for `rows` rows are not batch-invariant, as a captured step must be; else None.
+        """Return why `run` of `rows` rows is not batch-invariant, as a captured step must be; None if it is."""
+        return refusal_of_blocks(rows, lambda: self._refusal_of_halves(rows))
 
-        Up to PACKED_ROWS rows the modules' own passes are. More rows run in blocks, where joined kernels take them, or
-        by separate matmuls in blocks.
-        """
-        if rows <= PACKED_ROWS:
-            return None
-        why = refusal_of_joined_rows(PACKED_ROWS)
-        if why is not None:
-            return why
+    def _refusal_of_halves(self, rows: int) -> str | None:
         if rows not in self._refusals:
             whys = (half.refusal_of_rows(rows) for half in self.halves)
             self._refusals[rows] = next((why for why in whys if why is not None), None)
@@ -149,7 +141,7 @@ class JoinedLaunches:
 
     def _joins(self, rows: int) -> list[bool]:
         """Return for each half whether its launches of `rows` rows are joined."""
-        few = refusal_of_joined_rows(min(rows, PACKED_ROWS)) is None and rows_are_invariant(rows)
+        few = joins_rows(rows)
         return [few and half.joins(rows) for half in self.halves]
 
     def _hidden(self, x: Tensor, step: Step, joins: Sequence[bool], output_tokens: OutputTokens = "all") -> Tensor:
@@ -235,13 +227,8 @@ class JoinedLaunches:
         """Write the logits of many rows h in blocks, inside `row_invariant_matmuls`; returns them."""
         assert self._head is not None
         head = self._plain_head
-        blocks = [] if head is None else head.blocks(h.shape[0])
-        if (
-            head is not None
-            and not step.loras
-            and all(head.takes_at_once(block.stop - block.start) for block in blocks)
-        ):
-            for block in blocks:
+        if head is not None and not step.loras and head_takes_blocks(head, self._head, h.shape[0]):
+            for block in head.blocks(h.shape[0]):
                 head.chained(h[block], logits[block])
             return self._head.finish(logits)
         return self._head.forward(h, step, out=logits)
@@ -263,21 +250,14 @@ class JoinedLaunches:
         dtype: Literal["float16", "float32"] = "float32" if self._embedding.float_residual else "float16"
         return embed(self._embedding.weight, given, factor=self._embedding.scale, dtype=dtype)
 
-    def _normed_head(self, rows: int, logits: Tensor) -> FusedLinear | None:
-        """Return the last norm and the head as one matmul, if it takes packed input."""
-        head = self._joined_head
-        fits = head is not None and head.takes_packed(rows) and head.out_features == logits.shape[-1]
-        return head if fits else None
-
 
 def _joined_head(norm: RMSNorm | None, head: Head | None) -> FusedLinear | None:
     """Return the last norm and the head as one matmul, if one device has both."""
-    if norm is None or head is None or is_padded(head.linear):
+    if norm is None or head is None:
         return None
-    weight = norm.loaded_weight
-    if weight.device != head.linear.quant.device:
+    if norm.loaded_weight.device != head.linear.quant.device:
         return None
-    return FusedLinear([head.linear.quant], norm=InputNorm(weight, norm.eps))
+    return head_with_norm(norm, head, joined, is_padded)
 
 
 def joined_launches_of(model: LanguageModel) -> JoinedLaunches | str:

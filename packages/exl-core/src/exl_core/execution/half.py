@@ -30,11 +30,11 @@ from ..layers.description import (
     MlpDescription,
 )
 from ..layers.module import is_changed
-from ..layers.norm import LayerNorm, layer_of, rms_of
+from ..layers.norm import LayerNorm, rms_of
 from ..layers.sublayer import SubLayer
 from .adapted import takes_adapters
 from .batch import Step
-from .half_matmuls import is_plain, matmuls_of
+from .half_matmuls import HalfPlan
 
 if TYPE_CHECKING:
     from .operators import Operators
@@ -53,7 +53,9 @@ __all__ = [
     "description_of",
     "input_norm",
     "is_padded",
+    "joined",
     "last_rows",
+    "refusal_of_code",
     "why_apart",
     "why_own_pass",
 ]
@@ -152,6 +154,14 @@ def is_padded(linear: Linear) -> bool:
     return linear.quant.out_features != linear.out_features
 
 
+def refusal_of_code(module: Module) -> str | None:
+    """Return why nobody knows whether rows of a module, loaded or not, are batch-invariant; None if it is known."""
+    about = description_of(module)
+    answers = type(module).refusal_of_rows is not Module.refusal_of_rows
+    known = answers and not is_changed(module) if about is None else about.holds
+    return None if known else f"{module.key} has code that its description does not know"
+
+
 class Half(ABC):
     """A module between embedding and last norm."""
 
@@ -161,30 +171,28 @@ class Half(ABC):
     first_matmul: FusedLinear | None = None
     """The only reader of the normed input, if the preceding half may pack it for this matmul."""
 
+    plan: HalfPlan[FusedLinear] | None = None
+    """The plans of the matmuls; None where there are only the module's own."""
+
     def takes_adapters(self, step: Step) -> bool:
         """Return whether joined launches add the adapters of the step."""
         return True
 
     def joins(self, rows: int) -> bool:
         """Return whether the matmuls of `rows` rows can run with their prologue and epilogue, many rows in blocks."""
-        return True
+        return self.plan is None or self.plan.joins(rows)
 
     def chained_first(self, rows: int) -> FusedLinear | None:
         """Return the matmul whose input of `rows` rows the last matmul of the preceding half may pack, or None."""
-        return None
+        return None if self.plan is None else self.plan.chained_first(rows)
 
     def chains_to(self, following: FusedLinear, rows: int) -> bool:
         """Return whether the last matmul can pack its results of `rows` rows as the input of `following`."""
-        return False
+        return self.plan is not None and self.plan.chains_to(following, rows)
 
     def refusal_of_rows(self, rows: int) -> str | None:
         """Return why a captured step of so many rows, which need blocks, is not batch-invariant; None if it is."""
-        about = description_of(self.module)
-        answers = type(self.module).refusal_of_rows is not Module.refusal_of_rows
-        known = answers and not is_changed(self.module) if about is None else about.holds
-        if not known:
-            return f"{self.module.key} has code that its description does not know"
-        return self.module.refusal_of_rows(rows)
+        return refusal_of_code(self.module) or self.module.refusal_of_rows(rows)
 
     @abstractmethod
     def run(
@@ -234,47 +242,35 @@ class ModuleHalf(Half):
 class JoinedHalf(Half):
     """Two matmuls, each of which may be one launch with its prologue and epilogue.
 
-    Attributes:
+    Args:
         about: the description.
+        mlp: the plan of the MLP that is part of the half, or None.
+
+    Attributes:
+        plan: the first and last matmuls, and what their plans decide; `first`, `first_normed` and `last` are its.
         activation: the activation that the first matmul applies, or None.
-        first: the first matmul, which norms its input where `own_norm` says so.
-        first_normed: the first matmul of a normed input.
-        first_bare: that without activation.
-        first_layered: the first matmul with the LayerNorm of its input, which takes few rows; None for other norms.
-        last: the last matmul.
+        first_bare: the first matmul of a normed input, without activation.
         own_norm: the norm that `first` applies, or None.
         post_rms: the norm of the last matmul's result, if a launch with the sum applies it.
         adds_apart: one launch norms the last matmul's result, adds it to x, and norms x for the next half.
         matrices: the first ones and the last one.
         held: columns of the results that are needed at once before the last matmul.
-        plain: the half has only an RMS norm and the residual besides its matmuls and what is between them.
     """
 
-    def __init__(self, about: MatmulDescription, activation: Activation | None = None) -> None:
-        self.module, self.about, self.activation = about.module, about, activation
+    plan: HalfPlan[FusedLinear]
+
+    def __init__(self, about: MatmulDescription, mlp: HalfPlan[FusedLinear] | None = None) -> None:
+        self.module, self.about = about.module, about
+        self.plan = plan = HalfPlan(about, joined, _loaded_shape, mlp)
+        self.activation, self.own_norm = plan.activation, plan.own_norm
+        self.first, self.first_normed, self.last = plan.first, plan.first_normed, plan.last
+        self.first_bare = self.first_normed if self.activation is None else joined(about.first)
         self.input_norm = rms_of(about.norm)
-        first, last = matmuls_of(about)
-        self.own_norm = first.norm
+        self.first_matmul = None if mlp is not None else self.first_normed  # the MLP reads the normed input, too
         self.post_rms = rms_of(about.post)
         self.adds_apart = self.post_rms is not None or (about.float_residual and about.post is None)
-        self.plain = is_plain(about)
-        self.first_bare = self.first_normed = joined(about.first)
-        if activation is not None:
-            self.first_normed = joined(about.first, activation=activation)
-        self.first = self.first_normed
-        if self.own_norm is not None:
-            self.first = joined(about.first, norm=self.own_norm, activation=activation)
-        layer = None if about.float_residual else layer_of(about.norm)
-        self.first_layered = None if layer is None else joined(about.first, norm=layer, activation=activation)
-        self.first_matmul = self.first_normed
-        self.last = joined((about.last,))
-        self._adds_residual, self._last_required = last.residual, last.required
         self.matrices = tuple(linear.quant for linear in (*about.first, about.last))
         self.held = tuple(matrix.out_features for matrix in self.matrices[:-1])
-
-    def joins(self, rows: int) -> bool:
-        """Return whether the matmuls that must be joined have fused kernels for `rows` rows."""
-        return self.first.joins(rows) and (self.last.joins(rows) or not self._last_required)
 
     def matmul_halves(self) -> Sequence[JoinedHalf]:
         """Return the halves whose matmuls this one runs: itself, unless it is a whole layer."""
@@ -283,18 +279,6 @@ class JoinedHalf(Half):
     def takes_adapters(self, step: Step) -> bool:
         """Return whether the adapters of all matrices can be added behind the joined matmuls."""
         return takes_adapters(step, self.about.first) and takes_adapters(step, (self.about.last,))
-
-    def chains(self, rows: int) -> bool:
-        """Return whether all matmuls of `rows` rows can pack one another's inputs."""
-        return self.plain
-
-    def chained_first(self, rows: int) -> FusedLinear | None:
-        """Return the first matmul, if all are chained."""
-        return self.first if self.chains(rows) else None
-
-    def chains_to(self, following: FusedLinear, rows: int) -> bool:
-        """Return whether the last matmul can pack its results of `rows` rows as the input of `following`."""
-        return self.chains(rows) and self.last.chains_to(following, rows)
 
     @abstractmethod
     def features(
@@ -329,7 +313,7 @@ class JoinedHalf(Half):
 
     def result(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the output tensor of the last matmul, and its residual: x for both where nothing is in between."""
-        if self._adds_residual:
+        if self.plan.adds_residual:
             return x, x
         return torch.empty_like(x, dtype=activation_dtype(x.device)), None
 
@@ -347,9 +331,11 @@ class JoinedHalf(Half):
         return None
 
 
-def joined(
-    linears: tuple[Linear, ...], *, norm: Norm | None = None, activation: Activation | None = None
-) -> FusedLinear:
+def _loaded_shape(norm: RMSNorm) -> tuple[int, ...]:
+    return tuple(norm.loaded_weight.shape)
+
+
+def joined(linears: tuple[Linear, ...], norm: Norm | None = None, activation: Activation | None = None) -> FusedLinear:
     """Return the matmul of linear layers side by side, with the norm of its input and the activation of its results."""
     return FusedLinear([linear.quant for linear in linears], norm=input_norm(norm), activation=activation)
 

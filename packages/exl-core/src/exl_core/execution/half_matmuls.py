@@ -1,17 +1,44 @@
-"""The matmuls of a half of a layer, as its description lists them, loaded or not.
+"""The matmuls of a half of a layer, and the decisions that depend on their plans, for modules that are loaded or not.
 
-Executors build their launches by this; the report of kernels (`kernels.py`) asks it without weights.
+Executors build their launches by this; the report of kernels (`kernels.py`) asks the same functions without weights.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Generic, NamedTuple, TypeVar, cast, get_args
 
-from ..layers import Linear, RMSNorm
-from ..layers.description import MatmulDescription, MlpDescription
-from ..layers.norm import rms_of
+from exl_kernels.device import rows_are_invariant
+from exl_kernels.linear.fused import Activation
+from exl_kernels.linear.planned import PlannedMatmul
+from exl_kernels.selection import PACKED_ROWS, STEP_ROWS
 
-__all__ = ["HalfMatmul", "is_plain", "matmuls_of"]
+from ..layers import Head, Linear, Module, Norm, RMSNorm
+from ..layers.description import AttentionDescription, MatmulDescription, MlpDescription
+from ..layers.norm import layer_of, rms_of
+from .environment import refusal_of_joined_rows
+
+__all__ = [
+    "HalfMatmul",
+    "HalfPlan",
+    "MakeMatmul",
+    "NormShape",
+    "head_takes_blocks",
+    "head_with_norm",
+    "joins_rows",
+    "matmuls_of",
+    "norms_of_heads",
+    "packed_rows_of",
+    "refusal_of_blocks",
+]
+
+M = TypeVar("M", bound=PlannedMatmul)
+
+MakeMatmul = Callable[[tuple[Linear, ...], Norm | None, Activation | None], M]
+"""(linears side by side, norm of their input, activation of their results) -> the matmul."""
+
+NormShape = Callable[[RMSNorm], tuple[int, ...]]
+"""The shape of a norm's weight."""
 
 
 class HalfMatmul(NamedTuple):
@@ -20,8 +47,6 @@ class HalfMatmul(NamedTuple):
     linears: tuple[Linear, ...]
     norm: RMSNorm | None
     """The norm of the input that the launch applies."""
-    gate: bool
-    """The matrices are gate and up."""
     residual: bool
     """The launch adds the hidden state."""
     required: bool
@@ -33,17 +58,152 @@ def matmuls_of(about: MatmulDescription) -> tuple[HalfMatmul, HalfMatmul]:
 
     A hidden state of float32 is normed and added by launches of their own. The last matmul of an MLP may run alone.
     """
-    mlp = isinstance(about, MlpDescription)
     norm = None if about.float_residual else rms_of(about.norm)
-    first = HalfMatmul(about.first, norm, gate=mlp and len(about.first) > 1, residual=False, required=True)
     residual = about.post is None and not about.float_residual
-    return first, HalfMatmul((about.last,), None, gate=False, residual=residual, required=not mlp)
+    required = not isinstance(about, MlpDescription)
+    return (
+        HalfMatmul(about.first, norm, residual=False, required=True),
+        HalfMatmul((about.last,), None, residual=residual, required=required),
+    )
 
 
-def is_plain(about: MatmulDescription) -> bool:
-    """Return whether a half has only an RMS norm, a gate of an MLP and the residual besides its matmuls.
+class HalfPlan(Generic[M]):
+    """The matmuls of a half, and how their plans let it run.
 
-    Norms and limits of the heads of attention are not considered.
+    Args:
+        about: the half.
+        make: makes a matmul, of loaded matrices or of shapes.
+        norm_shape: of the norms of q and k.
+        mlp: the plan of the MLP that takes the same normed input and is part of the half, or None.
+
+    Attributes:
+        first: the first matmul, which norms its input where a launch may do that (`own_norm`).
+        first_normed: the first matmul of a normed input.
+        first_layered: the first matmul with the LayerNorm of its input, which takes few rows; None for other norms.
+        last: the last matmul.
+        plain: the half has only an RMS norm, a gate of an MLP and the residual besides its matmuls and attention.
     """
-    gated = not isinstance(about, MlpDescription) or about.gated
-    return matmuls_of(about)[0].norm is not None and about.post is None and gated
+
+    def __init__(
+        self, about: MatmulDescription, make: MakeMatmul[M], norm_shape: NormShape, mlp: HalfPlan[M] | None = None
+    ) -> None:
+        self.about, self.mlp = about, mlp
+        first, last = matmuls_of(about)
+        self.own_norm, self.adds_residual = first.norm, last.residual
+        self._last_required = last.required
+        self.activation = _activation_of(about)
+        self.first = self.first_normed = make(about.first, None, self.activation)
+        if self.own_norm is not None:
+            self.first = make(about.first, self.own_norm, self.activation)
+        layer = None if about.float_residual else layer_of(about.norm)
+        self.first_layered = None if layer is None else make(about.first, layer, self.activation)
+        self.last = make((about.last,), None, None)
+        self.plain = mlp is None and self.own_norm is not None and _is_plain(about, norm_shape)
+
+    def joins(self, rows: int) -> bool:
+        """Return whether the matmuls that must be joined have kernels for `rows` rows, many rows in blocks."""
+        own = all(matmul.joins(rows) for matmul in self.required())
+        return own and (self.mlp is None or self.mlp.joins(rows))
+
+    def required(self) -> tuple[M, ...]:
+        """Return the matmuls without whose kernels nothing is joined."""
+        return (self.first, self.last) if self._last_required else (self.first,)
+
+    def first_of_unnormed(self, rows: int) -> M:
+        """Return the first matmul of `rows` joined rows that no launch has normed.
+
+        It is `first_normed` where it needs a launch of the norm before it.
+        """
+        if self.own_norm is not None:
+            return self.first
+        layered = self.first_layered
+        return layered if layered is not None and layered.joins(rows) else self.first_normed
+
+    def chains(self, rows: int) -> bool:
+        """Return whether all matmuls of `rows` rows can pack one another's inputs."""
+        inner = isinstance(self.about, AttentionDescription) or self.first.chains_to(self.last, rows)
+        return self.plain and inner
+
+    def chained_first(self, rows: int) -> M | None:
+        """Return the first matmul, whose input the last matmul of the preceding half may pack, if all are chained."""
+        return self.first if self.chains(rows) else None
+
+    def chains_to(self, following: M, rows: int) -> bool:
+        """Return whether the last matmul can pack its results of `rows` rows as the input of `following`."""
+        return self.chains(rows) and self.last.chains_to(following, rows)
+
+
+def _activation_of(about: MatmulDescription) -> Activation | None:
+    """Return the activation that the first matmul applies, or None; always one where there is a gate (`why_apart`)."""
+    fuses = isinstance(about, MlpDescription) and about.activation in get_args(Activation)
+    return cast(Activation, about.activation) if fuses and isinstance(about, MlpDescription) else None
+
+
+def _is_plain(about: MatmulDescription, norm_shape: NormShape) -> bool:
+    if about.post is not None:
+        return False
+    if isinstance(about, AttentionDescription):
+        shapes = about.q_norm is not None or about.k_norm is not None or bool(about.clip)
+        return not shapes or norms_of_heads(about, norm_shape) is not None
+    return isinstance(about, MlpDescription) and about.gated
+
+
+def norms_of_heads(a: AttentionDescription, norm_shape: NormShape) -> tuple[RMSNorm, RMSNorm] | None:
+    """Return norms of q and k that attention of one token a row can apply, or None.
+
+    These are RMS norms whose weight all heads share.
+    """
+    q, k = rms_of(a.q_norm), rms_of(a.k_norm)
+    if q is None or k is None or a.clip or q.eps != k.eps:
+        return None
+    return (q, k) if norm_shape(q) == norm_shape(k) == (a.head_dim,) else None
+
+
+def head_with_norm(norm: Module | None, head: Head, make: MakeMatmul[M], padded: Callable[[Linear], bool]) -> M | None:
+    """Return the last norm and the head as one matmul, whose input the last half may pack; None if there is none."""
+    rms = rms_of(norm) if isinstance(norm, Norm) else None
+    if rms is None or padded(head.linear) or head.linear.out_features != head.padded_vocab_size:
+        return None
+    return make((head.linear,), rms, None)
+
+
+def head_takes_blocks(matmul: PlannedMatmul, head: Head, rows: int) -> bool:
+    """Return whether the logits of a captured step of `rows` rows are a launch for each block of rows.
+
+    Args:
+        matmul: the matrix of the head alone.
+        head: the head.
+        rows: number of rows.
+    """
+    if rows <= PACKED_ROWS or matmul.out_features != head.padded_vocab_size:
+        return False
+    return all(matmul.takes_at_once(block.stop - block.start) for block in matmul.blocks(rows))
+
+
+def refusal_of_blocks(rows: int, refusal: Callable[[], str | None]) -> str | None:
+    """Return why a captured step of `rows` rows is not batch-invariant, or None.
+
+    Up to PACKED_ROWS rows the modules' own passes are. More rows run in blocks, where joined kernels take them, or by
+    separate matmuls in blocks; `refusal` returns why a half does not allow that.
+    """
+    if rows <= PACKED_ROWS:
+        return None
+    return refusal_of_joined_rows(PACKED_ROWS) or refusal()
+
+
+def packed_rows_of(takes_blocks: Iterable[bool], refusals: Iterable[str | None]) -> int:
+    """Return the most rows of a pass on a GPU that run on packed weights: their results are batch-invariant.
+
+    STEP_ROWS where one launch takes BLOCK_ROWS rows of every matrix (wgmma): two blocks take as long as dequantizing
+    each matrix. Else PACKED_ROWS.
+
+    Args:
+        takes_blocks: of each matrix.
+        refusals: of each module, why STEP_ROWS rows are not batch-invariant, or None.
+    """
+    return STEP_ROWS if all(takes_blocks) and all(why is None for why in refusals) else PACKED_ROWS
+
+
+def joins_rows(rows: int) -> bool:
+    """Return whether halves that have joined launches for `rows` rows of the current context use them."""
+    return refusal_of_joined_rows(min(rows, PACKED_ROWS)) is None and rows_are_invariant(rows)

@@ -35,18 +35,12 @@ class ParallelHalf(AttentionHalf):
     """
 
     def __init__(self, about: AttentionDescription, mlp: MlpDescription) -> None:
-        super().__init__(about)
         self.mlp = MlpHalf(mlp)
-        self.first_matmul = None  # the MLP reads the normed input, too
-        self.plain = False
+        super().__init__(about, self.mlp.plan)
 
     def matmul_halves(self) -> Sequence[JoinedHalf]:
         """Return attention and MLP."""
         return self, self.mlp
-
-    def joins(self, rows: int) -> bool:
-        """Return whether both halves can run joined."""
-        return super().joins(rows) and self.mlp.joins(rows)
 
     def takes_adapters(self, step: Step) -> bool:
         """Return whether both halves add the adapters of the step."""

@@ -1,63 +1,77 @@
-"""The kernels that the steps of a model run on a card, determined from the headers of the model's files."""
+"""The kernels that the steps and prompts of a model run on a card, determined from the headers of the model's files.
+
+Plans of shapes (`exl_kernels.linear.planned`) answer the questions that executors ask plans of loaded matrices, by the
+same functions (`half_matmuls.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
+from exl_kernels.device import row_invariant_matmuls, rows_are_invariant
+from exl_kernels.linear.fused import Activation
+from exl_kernels.linear.planned import ShapedMatmul, blocks_of, is_whole_block
 from exl_kernels.moe.cuda import ExpertRouter
-from exl_kernels.selection import PACKED_ROWS, STEP_ROWS, Card, MatrixShape, Selection, rope_store_kernel
+from exl_kernels.selection import BLOCK_ROWS, PACKED_ROWS, STEP_ROWS, Card, Selection, rope_store_kernel
 
 from ..config import ExLlamaV2Config
 from ..config.rope_config import main_rope
 from ..errors import ModelStateError
 from ..layers import Head, Linear, Module, Norm, build_modules
-from ..layers.description import (
-    AttentionDescription,
-    ExpertsDescription,
-    HalfDescription,
-    MatmulDescription,
-    MlpDescription,
-)
-from ..layers.norm import rms_of
-from ..loading.checkpoint import Checkpoint, TensorReader, TensorSource
-from ..loading.linears import LinearOptions, LinearSpec, read_quantized
-from .capturable import refusal_of_settings
-from .environment import joined_rows, refusal_of_joined_rows
+from ..layers.description import AttentionDescription, ExpertsDescription, HalfDescription, MatmulDescription
+from ..layers.norm import LayerNorm
+from .capturable import refusal_of_settings, refusal_of_tokens
+from .environment import refusal_of_joined_rows
 from .fused import uncovered
-from .half import description_of, why_own_pass
-from .half_matmuls import HalfMatmul, is_plain, matmuls_of
+from .half import description_of, refusal_of_code, why_own_pass
+from .half_matmuls import (
+    HalfPlan,
+    head_takes_blocks,
+    head_with_norm,
+    joins_rows,
+    packed_rows_of,
+    refusal_of_blocks,
+)
+from .matrix_shapes import MatrixShapes
+from .select import Way
 
-__all__ = ["KEYS", "ROWS", "KernelUse", "kernel_uses", "tokens_of_sequence"]
+__all__ = ["KEYS", "PROMPTS", "ROWS", "WAY", "KernelUse", "kernel_uses"]
 
-ROWS = (1, 8, 32, 64, 512)
-"""Default numbers of rows of a step: decoding alone and in batches, and a prompt."""
+ROWS = (1, 8, 32, 64)
+"""Default numbers of sequences of a step."""
+
+PROMPTS = (128, 512)
+"""Default numbers of tokens of a prompt."""
 
 KEYS = 256
 """Default number of keys that attention reads."""
 
+WAY = "way"
+"""The operation of a `KernelUse` that names how `select` runs the pass."""
+
 _CHOSEN = "are chosen by the host"
-_MANY_ROWS = f"more than {PACKED_ROWS} rows are cheaper by dequantizing once"
 
 
 @dataclass(frozen=True)
 class KernelUse:
-    """One operation of a layer at one number of rows."""
+    """One operation of a pass of a number of rows, over all layers."""
 
     operation: str
-    """"q+k+v", "o", "gate+up", "down", "rope+store", "attention", "router", "experts", "head", the last part of a
-    matrix's key, or an operation that the caller adds."""
+    """"way", "q+k+v", "o", "gate+up", "down", "rope+store", "attention", "router", "experts", "head", the last part of
+    a matrix's key, or an operation that the caller adds."""
     rows: int
     tokens: int
     """Query tokens of each sequence: one in a decode step, all rows in a prompt."""
     kernel: str
-    """A name of `exl_kernels.selection`; "cuBLAS" for float matrices. Several names with commas where layers differ."""
+    """A name of `exl_kernels.selection`; "cuBLAS" for float matrices; "captured", "joined" or "eager" for "way".
+    Several names with commas where layers, or blocks of rows, differ."""
     why: tuple[str, ...]
     """The reasons why no faster kernel runs, one sentence each; empty where no faster kernel exists."""
+    calls: tuple[int, ...] = ()
+    """Calls of each kernel in a pass: of all layers and blocks of rows together."""
 
 
 def kernel_uses(
@@ -65,18 +79,20 @@ def kernel_uses(
     card: Card,
     *,
     rows: Sequence[int] = ROWS,
+    prompts: Sequence[int] = PROMPTS,
     cache: str = "fp16",
     keys: int = KEYS,
 ) -> list[KernelUse]:
-    """Return the kernels of every operation of a layer and of the head, for each number of `rows`.
+    """Return the kernels of every operation of a model on one GPU, and how `select` runs the pass.
 
-    Up to STEP_ROWS rows are a step of as many sequences of one token; more are one prompt. Reads the scales of every
-    matrix, not its weights.
+    Reads the scales of every matrix, not its weights. A captured step is padded to more rows where its bucket has more
+    (`capturable.padded_rows`); the report is of the rows as given, and of all logits.
 
     Args:
         config: a prepared config.
         card: the GPU.
-        rows: numbers of rows of a step.
+        rows: numbers of sequences of a step, of one token each.
+        prompts: numbers of tokens of a prompt, which is one sequence.
         cache: storage format of the cache.
         keys: keys that attention reads, at least as many as the prompt has tokens.
 
@@ -86,276 +102,346 @@ def kernel_uses(
     """
     if config.checkpoint is None:
         raise ModelStateError("the config was prepared with no_tensors=True: call config.prepare() first")
-    modules = build_modules(config)
-    shapes = _Shapes(config.checkpoint)
-    why_not = refusal_of_settings(config) or uncovered(modules) or _decided_by_host(modules, shapes, card)
-    halves = [(module, why_not or why_own_pass(module, shapes.is_padded)) for module in modules[1:-2]]
+    model = _Model(config, card, MatrixShapes(config.checkpoint))
     rotated = main_rope(config).rotary_dim
     found: list[KernelUse] = []
-    for count in rows:
-        blocks = STEP_ROWS >= count > PACKED_ROWS
-        refusal = _refusal_of_blocks(modules, shapes, card, count) if blocks else None
-        uses = _Uses(count, card, shapes, refusal or refusal_of_joined_rows(min(count, PACKED_ROWS)))
-        for _, layer in groupby(halves, lambda half: half[0].key):
-            for half, why in layer:
-                about = description_of(half)
-                if isinstance(about, AttentionDescription):
-                    uses.attention(about, cache, keys, rotated, joined=why is None)
-                if why is None:
-                    assert isinstance(about, MatmulDescription), "why_own_pass"
-                    uses.half(about)
-                elif isinstance(about, ExpertsDescription):
-                    uses.experts(about, why)
-                else:
-                    uses.alone(half.submodules(), [why])
-        head = modules[-1]
-        if isinstance(head, Head):
-            norm, (last, why) = modules[-2], halves[-1]
-            uses.head(head, norm if isinstance(norm, Norm) else None, None if why else description_of(last))
+    for count, is_prompt in (*((n, False) for n in rows), *((n, True) for n in prompts)):
+        way = model.way(count, is_prompt)
+        with way.matmuls:
+            uses = _Uses(model, way, count, is_prompt)
+            uses.attention(cache, keys, rotated)
+            uses.halves()
+            uses.head()
         found += uses.rows()
     return found
 
 
-def _decided_by_host(modules: Sequence[Module], shapes: _Shapes, card: Card) -> str | None:
-    """Return why every module runs its own pass, or None: the host chooses experts, so no step is captured."""
-    for module in modules:
-        about = description_of(module)
+@dataclass(frozen=True)
+class _Half:
+    """A half of a layer and the plan of its joined launches; `why` there is none."""
+
+    module: Module
+    about: HalfDescription | None
+    plan: HalfPlan[ShapedMatmul] | None
+    why: str | None
+
+
+class _Way(NamedTuple):
+    """How a pass runs."""
+
+    way: Way
+    reason: str | None
+    """Why `select` takes no way before it in its table; for a captured step, why it has no joined launches."""
+    refusal: str | None
+    """Why no half of so many rows joins its launches."""
+    matmuls: AbstractContextManager[None]
+    """The context of the pass, which makes its rows batch-invariant or not."""
+
+
+class _Model:
+    """The halves of a model with their plans, and the ways of its passes on one GPU."""
+
+    def __init__(self, config: ExLlamaV2Config, card: Card, shapes: MatrixShapes) -> None:
+        self.card, self.shapes, self.modules = card, shapes, build_modules(config)
+        self._eager = refusal_of_settings(config) or self._decided_by_host()
+        why_not = self._eager or uncovered(self.modules)
+        self.halves = [self._half(module, why_not) for module in self.modules[1:-2]]
+        whys = [half.why for half in self.halves]
+        self._apart = why_not or (None if None in whys else next(iter(whys), None))
+        linears = (linear for module in self.modules for linear in module.submodules())
+        refusals = (self._refusal_of_experts(description_of(module), STEP_ROWS) for module in self.modules)
+        self._packed_rows = packed_rows_of(map(self._takes_blocks, linears), refusals)
+
+    def _takes_blocks(self, linear: Linear) -> bool:
+        """Return whether one launch takes BLOCK_ROWS rows, as `CudaQuantMatrix.takes_blocks`."""
+        shape = self.shapes.of(linear)
+        return shape is not None and is_whole_block(self.card.plan_alone(shape, BLOCK_ROWS, invariant=True))
+
+    def make(self, linears: tuple[Linear, ...], norm: Norm | None, activation: Activation | None) -> ShapedMatmul:
+        """Return a matmul of shapes, as `half_matmuls.MakeMatmul`."""
+        return ShapedMatmul(
+            self.card,
+            [self.shapes.of(linear) for linear in linears],
+            norm=None if norm is None else "layer" if isinstance(norm, LayerNorm) else "rms",
+            activation=activation is not None,
+        )
+
+    def _half(self, module: Module, why: str | None) -> _Half:
+        about, why = description_of(module), why or why_own_pass(module, self.shapes.is_padded)
+        if why is not None:
+            return _Half(module, about, None, why)
+        assert isinstance(about, MatmulDescription), "why_own_pass"
+        mlp = None
+        if isinstance(about, AttentionDescription) and isinstance(about.mlp, MatmulDescription):
+            mlp = HalfPlan(about.mlp, self.make, self.shapes.of_norm)
+        return _Half(module, about, HalfPlan(about, self.make, self.shapes.of_norm, mlp), None)
+
+    def way(self, count: int, is_prompt: bool) -> _Way:
+        """Return how a step of `count` sequences, or a prompt of `count` tokens, runs."""
+        invariant = count <= self._packed_rows or (not is_prompt and refusal_of_tokens(count, 1) is None)
+        context = row_invariant_matmuls() if invariant else nullcontext()
+        refusal = self._refusal_of_joining(count, invariant)
+        if is_prompt:
+            reason = "a prompt is captured only where many of its size store keys and values alone"
+            return _Way("eager" if self._apart else "joined", self._apart or reason, refusal, context)
+        if self._eager is not None:
+            return _Way("eager", self._eager, self._eager, context)
+        uncaptured = refusal_of_tokens(count, 1) or self._refusal_of_rows(count)
+        if uncaptured is None:
+            return _Way("captured", self._apart, refusal, context)
+        return _Way("eager" if self._apart else "joined", uncaptured, refusal, context)
+
+    def _refusal_of_joining(self, count: int, invariant: bool) -> str | None:
+        """Return why halves of so many rows do not join launches that their plans would join, or None."""
+        if self._apart is not None:
+            return self._apart
+        with row_invariant_matmuls() if invariant else nullcontext():
+            if joins_rows(count):
+                return None
+        return refusal_of_joined_rows(min(count, PACKED_ROWS)) or self.many_rows()
+
+    def many_rows(self) -> str:
+        """Return why a prompt of many rows dequantizes matrices."""
+        return f"more than {self._packed_rows} rows are cheaper by dequantizing once"
+
+    def _refusal_of_rows(self, rows: int) -> str | None:
+        """Return why a captured step of so many rows is not batch-invariant, as `JoinedLaunches.refusal_of_rows`."""
+        whys = (self._refusal_of_half(half, rows) for half in self.halves)
+        return refusal_of_blocks(rows, lambda: self._apart or next((why for why in whys if why), None))
+
+    def _refusal_of_half(self, half: _Half, rows: int) -> str | None:
+        return self._refusal_of_experts(half.about, rows) or refusal_of_code(half.module)
+
+    def _refusal_of_experts(self, about: HalfDescription | None, rows: int) -> str | None:
         if isinstance(about, ExpertsDescription):
-            found = _experts(about, shapes, card, 1)
-            if isinstance(found, str) or found.refused:
-                why = found if isinstance(found, str) else found.reasons[0]
-                return f"the experts of {module.key} {_CHOSEN}: {why}"
-    return None
-
-
-def _experts(
-    about: ExpertsDescription, shapes: _Shapes, card: Card, rows: int, *, invariant: bool = True
-) -> Selection | str:
-    """Return how rows run through experts, or why no number of rows has shared launches."""
-    experts = []
-    for expert in about.experts:
-        parts = shapes.all(expert)
-        if parts is None:
-            return "they are float matrices"
-        if any(map(shapes.is_padded, expert)):
-            return "they have padding columns"
-        gate, up, down = parts
-        experts.append((gate, up, down))
-    return card.experts(experts, rows, about.chosen, invariant=invariant)
-
-
-def _refusal_of_blocks(modules: Sequence[Module], shapes: _Shapes, card: Card, rows: int) -> str | None:
-    """Return which experts keep a step of `rows` rows, more than PACKED_ROWS, from being captured; None if none do."""
-    for module in modules[1:-2]:
-        about = description_of(module)
-        if isinstance(about, ExpertsDescription):
-            found = _experts(about, shapes, card, rows)
+            found = self.experts(about, rows, invariant=True)
             if isinstance(found, str) or not found.joined:
-                return f"the experts of {module.key} {_CHOSEN}"
-    return None
-
-
-class _Shapes:
-    """The shapes of a model's quantized matrices, read once each."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._source = _WithoutWeights(TensorReader(checkpoint))
-        self._known: dict[str, MatrixShape | None] = {}
-
-    def is_float(self, linear: Linear) -> bool:
-        """Return whether the matrix is not quantized."""
-        return self.of(linear) is None
-
-    def is_padded(self, linear: Linear) -> bool:
-        """Return whether a quantized matrix has columns beyond the layer's features."""
-        shape = self.of(linear)
-        return shape is not None and shape.out_features != linear.out_features
-
-    def of(self, linear: Linear) -> MatrixShape | None:
-        """Return the shape of a quantized matrix; None for a float matrix."""
-        if linear.key not in self._known:
-            self._known[linear.key] = _shape(self._source, linear.spec, linear.options)
-        return self._known[linear.key]
-
-    def all(self, linears: Iterable[Linear]) -> list[MatrixShape] | None:
-        """Return the shapes; None where a matrix is float."""
-        shapes = [self.of(linear) for linear in linears]
-        quantized = [shape for shape in shapes if shape is not None]
-        return quantized if len(quantized) == len(shapes) else None
-
-
-def _shape(source: TensorSource, spec: LinearSpec, options: LinearOptions) -> MatrixShape | None:
-    found = read_quantized(source, spec, options)
-    if found is None:
+                return f"the experts of {about.module.key} {_CHOSEN}"
         return None
-    kind, tensors, name = found
-    if kind == "exl2":
-        return MatrixShape.from_exl2(tensors, name=name)
-    return MatrixShape.from_gptq(
-        tensors, bits=options.gptq_bits, zeros=options.gptq_zeros, group_size=options.gptq_group_size, name=name
-    )
+
+    def _decided_by_host(self) -> str | None:
+        """Return why every module runs its own pass, or None: the host chooses experts, so no step is captured."""
+        for module in self.modules:
+            about = description_of(module)
+            if isinstance(about, ExpertsDescription):
+                found = self.experts(about, 1, invariant=True)
+                if isinstance(found, str) or found.refused:
+                    why = found if isinstance(found, str) else found.reasons[0]
+                    return f"the experts of {module.key} {_CHOSEN}: {why}"
+        return None
+
+    def experts(self, about: ExpertsDescription, rows: int, *, invariant: bool) -> Selection | str:
+        """Return how rows run through experts, or why no number of rows has shared launches."""
+        experts = []
+        for expert in about.experts:
+            parts = self.shapes.all(expert)
+            if parts is None:
+                return "they are float matrices"
+            if any(map(self.shapes.is_padded, expert)):
+                return "they have padding columns"
+            gate, up, down = parts
+            experts.append((gate, up, down))
+        return self.card.experts(experts, rows, about.chosen, invariant=invariant)
 
 
-class _WithoutWeights:
-    """A source of uninitialized packed weights of the right shape, which are never read from the disk."""
+@dataclass
+class _Found:
+    """Kernels of an operation with their calls, and reasons."""
 
-    def __init__(self, reader: TensorReader) -> None:
-        self._reader = reader
-        self.has, self.shape, self.read, self.describe = reader.has, reader.shape, reader.read, reader.describe
-
-    def read_group(self, names: Collection[str]) -> dict[str, Tensor]:
-        weights = {name for name in names if name.endswith((".q_weight", ".qweight"))}
-        group = self._reader.read_group([name for name in names if name not in weights])
-        for name in weights:
-            group[name] = torch.empty(self.shape(name), dtype=torch.int32)
-        return group
-
-
-def _matmuls(about: MatmulDescription) -> list[tuple[str, HalfMatmul]]:
-    """Return the names and matmuls of a half whose launches are joined."""
-    first, last = matmuls_of(about)
-    if isinstance(about, AttentionDescription):
-        inner = _matmuls(about.mlp) if isinstance(about.mlp, MlpDescription) else []
-        return [("q+k+v", first), ("o", last), *inner]
-    return [("gate+up" if first.gate else "up", first), ("down", last)]
+    kernels: dict[str, int] = field(default_factory=dict)
+    why: dict[str, None] = field(default_factory=dict)
 
 
 class _Uses:
-    """Kernels and reasons by operation, over all layers, at one number of rows.
+    """Kernels and reasons by operation, over all layers, of one pass. Use it in the context of the pass.
 
     Args:
+        model: the model.
+        way: how the pass runs.
         count: the number of rows.
-        card: the GPU.
-        shapes: the shapes of the matrices.
-        refusal: why no half joins its launches at this number of rows, or None.
+        is_prompt: the rows are the tokens of one sequence.
     """
 
-    def __init__(self, count: int, card: Card, shapes: _Shapes, refusal: str | None) -> None:
-        self.count = count
-        self._invariant = count <= STEP_ROWS  # of a decode step, captured or not (`eager.matmuls_of`)
-        self._apart = [] if refusal is None else [refusal]
-        self._tokens = tokens_of_sequence(count)
-        self._batch = count // self._tokens
-        self._card = card
-        self._shapes = shapes
-        self._kernels: dict[str, dict[str, None]] = {}
-        self._why: dict[str, dict[str, None]] = {}
-
-    def rows(self) -> list[KernelUse]:
-        return [
-            KernelUse(operation, self.count, self._tokens, ", ".join(kernels), tuple(self._why[operation]))
-            for operation, kernels in self._kernels.items()
+    def __init__(self, model: _Model, way: _Way, count: int, is_prompt: bool) -> None:
+        self._model, self._way, self._count = model, way, count
+        self._tokens = count if is_prompt else 1
+        self._found: dict[str, _Found] = {}
+        self._add(WAY, way.way, [way.reason] if way.reason else [])
+        self._joins = [
+            half.plan is not None and way.refusal is None and half.plan.joins(count) for half in model.halves
         ]
 
-    def add(self, operation: str, kernel: str, why: Iterable[str] = ()) -> None:
-        self._kernels.setdefault(operation, {})[kernel] = None
-        self._why.setdefault(operation, {}).update(dict.fromkeys(why))
+    def rows(self) -> list[KernelUse]:
+        """Return what was added, in order."""
+        return [
+            KernelUse(
+                operation,
+                self._count,
+                self._tokens,
+                ", ".join(found.kernels),
+                tuple(found.why),
+                tuple(found.kernels.values()),
+            )
+            for operation, found in self._found.items()
+        ]
 
-    def attention(self, a: AttentionDescription, cache: str, keys: int, rotated: int, *, joined: bool) -> None:
-        """Add the attention of a half, and the launch before it that rotates and stores keys.
+    def _add(self, operation: str, kernel: str, why: Iterable[str] = ()) -> None:
+        found = self._found.setdefault(operation, _Found())
+        found.kernels[kernel] = found.kernels.get(kernel, 0) + 1
+        found.why.update(dict.fromkeys(why))
+
+    def attention(self, cache: str, keys: int, rotated: int) -> None:
+        """Add the attention of all layers, and the launches before it that rotate and store keys.
 
         Args:
-            a: the half.
             cache: storage format of the cache.
             keys: keys that attention reads.
             rotated: elements of a head that layers with a rotation rotate.
-            joined: the half's launches are joined: attention of a decode step rotates and stores keys itself.
         """
+        for half in self._model.halves:
+            if isinstance(half.about, AttentionDescription):
+                self._attention(half.about, cache, keys, rotated, own_pass=half.plan is None)
+
+    def _attention(self, a: AttentionDescription, cache: str, keys: int, rotated: int, *, own_pass: bool) -> None:
+        """own_pass: of the module. Otherwise attention of a decode step rotates and stores keys itself."""
         rotated = 0 if a.rope == "none" else rotated
-        if joined and rotated and self._tokens > 1:
-            store = rope_store_kernel(cache, a.head_dim, tokens=self.count, rotated=rotated, interleaved=a.interleaved)
-            self.add("rope+store", store.kernel, store.reasons)
-        found = self._card.attention(
+        if not own_pass and rotated and self._tokens > 1:
+            store = rope_store_kernel(cache, a.head_dim, tokens=self._count, rotated=rotated, interleaved=a.interleaved)
+            self._add("rope+store", store.kernel, store.reasons)
+        found = self._model.card.attention(
             cache,
             a.head_dim,
             a.widths[0] // a.head_dim,
             a.widths[1] // a.head_dim,
-            batch=self._batch,
+            batch=self._count // self._tokens,
             tokens=self._tokens,
             keys=max(keys, self._tokens),
             window=a.window,
             softcap=a.softcap,
-            rotated=rotated if joined and self._tokens == 1 else None,
+            rotated=None if own_pass or self._tokens > 1 else rotated,
             interleaved=a.interleaved,
         )
-        self.add("attention", found.kernel, found.reasons)
+        self._add("attention", found.kernel, found.reasons)
 
-    def half(self, half: MatmulDescription) -> None:
-        """Add the matmuls of a half whose launches are joined.
+    def halves(self) -> None:
+        """Add the matmuls of all layers."""
+        for half, joins in zip(self._model.halves, self._joins, strict=True):
+            plans = [] if half.plan is None else [half.plan, *([] if half.plan.mlp is None else [half.plan.mlp])]
+            apart = (
+                [self._way.refusal] if self._way.refusal else [why for plan in plans for why in self._unjoined(plan)]
+            )
+            for plan in plans:
+                if joins:
+                    self._joined(plan)
+                else:
+                    self._separate(plan, apart)
+            if half.plan is None:
+                self._own_pass(half)
 
-        If a required one cannot launch with norm and gate, none does.
-        """
-        apart = list(self._apart)
-        for operation, matmul in _matmuls(half):
-            found = self._fused(matmul.linears, norm=matmul.norm is not None, gate=matmul.gate)
-            if matmul.required and (found is None or not found.joined):
-                why = "it is not quantized" if found is None else "".join(found.reasons[-1:])
-                apart.append(f"{operation} is launched apart: {why}")
-        if apart or not self._invariant:
-            self.alone(half.module.submodules(), apart)
-            return
-        for operation, matmul in _matmuls(half):
-            norm, gate, residual = matmul.norm is not None, matmul.gate, matmul.residual
-            self._matmul(operation, self._fused(matmul.linears, norm=norm, gate=gate, residual=residual))
-
-    def head(self, head: Head, norm: Norm | None, last: HalfDescription | None) -> None:
-        """Add the head's matmul, which includes the last norm where the last half packs its input.
-
-        Args:
-            head: the head.
-            norm: the last norm.
-            last: the last half; None where its launches are not joined.
-        """
-        found = self._fused((head.linear,), norm=True)
-        packs = isinstance(last, MatmulDescription) and is_plain(last) and self.count <= joined_rows()
-        takes = rms_of(norm) is not None and not self._shapes.is_padded(head.linear)
-        if packs and takes and found is not None and found.joined and found.kernel in ("gemm_few", "gemm_direct"):
-            self._matmul("head", found)
+    def _own_pass(self, half: _Half) -> None:
+        assert half.why is not None
+        if isinstance(half.about, ExpertsDescription):
+            self._experts(half.about, half.why)
         else:
-            self._matmul("head", self._alone(head.linear))
+            self._alone_each(half.module.submodules(), [half.why])
 
-    def experts(self, half: ExpertsDescription, why_apart: str) -> None:
+    def _joined(self, plan: HalfPlan[ShapedMatmul]) -> None:
+        """Add the matmuls of a half whose launches are joined; the last one of an MLP may have no joined launch."""
+        first, last = _names(plan)
+        self._matmul(first, plan.first_of_unnormed(self._count), plan.about.first)
+        self._matmul(last, plan.last, (plan.about.last,), residual=plan.adds_residual)
+
+    def _unjoined(self, plan: HalfPlan[ShapedMatmul]) -> list[str]:
+        """Return why a half that may join launches does not."""
+        found = []
+        for name, matmul in zip(_names(plan), plan.required(), strict=False):
+            if not matmul.joins(self._count):
+                selected = matmul.selection(self._count)
+                why = "it is not quantized" if selected is None else "".join(selected.reasons[-1:])
+                found.append(f"{name} is launched apart: {why}")
+        return found
+
+    def _separate(self, plan: HalfPlan[ShapedMatmul], why: Sequence[str]) -> None:
+        """Add the matmuls of a half with separate launches: all first ones at once where that is faster."""
+        if plan.first_normed.pays_apart(self._count):
+            self._matmul(_names(plan)[0], plan.first_normed, plan.about.first, why=why)
+        else:
+            self._alone_each(plan.about.first, why)
+        self._alone_each((plan.about.last,), why)
+
+    def head(self) -> None:
+        """Add the head's matmul, which includes the last norm where the last half packs its input."""
+        *_, norm, head = self._model.modules
+        if not isinstance(head, Head):
+            return
+        last, joins, rows = self._model.halves[-1].plan, self._joins[-1], self._count
+        captured = self._way.way == "captured"
+        normed = head_with_norm(norm, head, self._model.make, self._model.shapes.is_padded)
+        if captured and joins and last is not None and normed is not None and last.chains_to(normed, rows):
+            self._matmul("head", normed, (head.linear,))
+            return
+        bare = self._model.make((head.linear,), None, None)
+        if captured and head_takes_blocks(bare, head, rows):
+            self._matmul("head", bare, (head.linear,))
+        else:
+            self._alone("head", head.linear, rows)
+
+    def _experts(self, about: ExpertsDescription, why_apart: str) -> None:
         """Add the router, the experts' matmuls (one entry where they share launches), and those of a shared expert."""
         known: set[Linear] = set()
-        if self._shapes.is_float(half.router) and ExpertRouter.takes_features(half.router.in_features):
-            self.add("router", "experts_route")
-            known.add(half.router)
+        if self._model.shapes.is_float(about.router) and ExpertRouter.takes_features(about.router.in_features):
+            self._add("router", "experts_route")
+            known.add(about.router)
         reasons = [why_apart]
-        found = _experts(half, self._shapes, self._card, self.count, invariant=self._invariant)
+        found = self._model.experts(about, self._count, invariant=rows_are_invariant(self._count))
         if not isinstance(found, str) and found.joined:
-            self.add("experts", found.kernel)
-            known.update(linear for expert in half.experts for linear in expert)
+            self._add("experts", found.kernel)
+            known.update(linear for expert in about.experts for linear in expert)
             reasons = []
-        self.alone((linear for linear in half.module.submodules() if linear not in known), reasons)
+        self._alone_each((linear for linear in about.module.submodules() if linear not in known), reasons)
 
-    def alone(self, linears: Iterable[Linear], why_apart: Sequence[str]) -> None:
+    def _matmul(
+        self,
+        operation: str,
+        matmul: ShapedMatmul,
+        linears: Sequence[Linear],
+        *,
+        residual: bool = False,
+        why: Iterable[str] = (),
+    ) -> None:
+        """Add a call of a `FusedLinear`: a launch for each block of its rows, or for each matrix."""
+        for block in matmul.blocks(self._count):
+            rows = block.stop - block.start
+            found = matmul.selection(rows, residual=residual)
+            if found is not None and found.joined:
+                self._add(operation, found.kernel, (*why, *found.reasons))
+                continue
+            for linear in linears:
+                self._alone(operation, linear, rows, why if found is None else found.reasons)
+
+    def _alone_each(self, linears: Iterable[Linear], why: Sequence[str]) -> None:
         """Add matmuls of one matrix each."""
         for linear in linears:
-            self._matmul(linear.key.rpartition(".")[2], self._alone(linear), why_apart)
+            self._alone(linear.key.rpartition(".")[2], linear, self._count, why)
 
-    def _matmul(self, operation: str, found: Selection | None, why_apart: Sequence[str] = ()) -> None:
-        if found is None:
-            self.add(operation, "cuBLAS", ["the matrix is not quantized"])
-        else:
-            reasons = [*why_apart, *found.reasons] if self._invariant else [_MANY_ROWS]
-            self.add(operation, found.kernel, reasons)
-
-    def _alone(self, linear: Linear) -> Selection | None:
-        shape = self._shapes.of(linear)
-        return None if shape is None else self._card.matmul(shape, self.count, invariant=self._invariant)
-
-    def _fused(
-        self, linears: Sequence[Linear], *, norm: bool = False, gate: bool = False, residual: bool = False
-    ) -> Selection | None:
-        """Return the selection; None where a matrix is not quantized."""
-        matrices = self._shapes.all(linears)
-        if matrices is None:
-            return None
-        return self._card.fused_matmul(
-            matrices, self.count, norm=norm, gate=gate, residual=residual, invariant=self._invariant
-        )
+    def _alone(self, operation: str, linear: Linear, rows: int, why: Iterable[str] = ()) -> None:
+        """Add a call of `QuantMatrix.matmul`: a launch for each block of its rows."""
+        shape, card = self._model.shapes.of(linear), self._model.card
+        if shape is None:
+            self._add(operation, "cuBLAS", ["the matrix is not quantized"])
+            return
+        invariant = rows_are_invariant(rows)
+        plan = card.plan_alone(shape, rows, invariant=invariant)
+        if plan.dequantizes:
+            self._add(operation, plan.kernel, (*why, self._model.many_rows()))
+            return
+        for block in blocks_of(rows, plan.rows):
+            found = card.matmul(shape, block.stop - block.start, invariant=invariant)
+            self._add(operation, found.kernel, (*why, *found.reasons))
 
 
-def tokens_of_sequence(rows: int) -> int:
-    """Return the query tokens of each sequence of a step: one up to STEP_ROWS rows, else all rows (a prompt)."""
-    return 1 if rows <= STEP_ROWS else rows
+def _names(plan: HalfPlan[ShapedMatmul]) -> tuple[str, str]:
+    """Return the names of the first and the last matmul of a half."""
+    if isinstance(plan.about, AttentionDescription):
+        return "q+k+v", "o"
+    return "gate+up" if len(plan.about.first) > 1 else "up", "down"

@@ -16,7 +16,6 @@ from exl_kernels.attention.prompt import PromptAttention
 from exl_kernels.device import rows_are_invariant
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaQuantMatrix, WeightMemory
-from exl_kernels.selection import PACKED_ROWS
 
 from ..device import activation_dtype
 from .attention_half import AttentionHalf
@@ -42,7 +41,7 @@ class _Attention(NamedTuple):
 
 def takes_many_rows(rows: int) -> bool:
     """Return whether `ManyRows` runs halves of so many rows whose launches are not joined."""
-    return rows > PACKED_ROWS and not rows_are_invariant(rows)
+    return not rows_are_invariant(rows)
 
 
 class ManyRows(Operators):

@@ -6,13 +6,10 @@ the module's.
 
 from __future__ import annotations
 
-from typing import cast, get_args
-
 from torch import Tensor
 
 from exl_kernels.activation import activation as activate
 from exl_kernels.activation import gated_activation
-from exl_kernels.linear.fused import Activation
 
 from ..layers.description import MlpDescription
 from .batch import Step
@@ -26,14 +23,6 @@ class MlpHalf(JoinedHalf):
     """Norm, gate, up and activation, or norm and up; down and residual."""
 
     about: MlpDescription
-
-    def __init__(self, about: MlpDescription) -> None:
-        fuses = about.activation in get_args(Activation)  # always where there is a gate: see `why_apart`
-        super().__init__(about, cast(Activation, about.activation) if fuses else None)
-
-    def chains(self, rows: int) -> bool:
-        """Return whether gate and up can also pack the input of down."""
-        return self.plain and self.first.chains_to(self.last, rows)
 
     def features(
         self, x: Tensor, h: Normed, step: Step, ops: Operators, output_tokens: OutputTokens = "all"

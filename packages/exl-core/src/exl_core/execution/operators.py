@@ -106,11 +106,9 @@ class Joined(Operators):
         """Return the first matmul: with its norm, if no other launch has computed that."""
         if isinstance(h, PackedInput):
             return PendingMatmul(h.matmul, h.packed, x)
-        if h is None and half.own_norm is not None:
-            return PendingMatmul(half.first, x, x)
-        layered = half.first_layered
-        if h is None and layered is not None and layered.joins(x.shape[0]):
-            return PendingMatmul(layered, x, x)
+        own = half.plan.first_of_unnormed(x.shape[0])
+        if h is None and own is not half.first_normed:
+            return PendingMatmul(own, x, x)
         norm = layer_of(half.about.norm)
         given = None
         if h is None and norm is not None and not half.about.float_residual:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from exl_core import ExLlamaV2Config
-from exl_core.execution.kernels import KEYS, ROWS, KernelUse, kernel_uses, tokens_of_sequence
+from exl_core.execution.kernels import KEYS, PROMPTS, ROWS, WAY, KernelUse, kernel_uses
 from exl_generate.cli.models import model_folder
 from exl_generate.cli.tables import show_table
 from exl_generate.sampling import Settings
@@ -46,6 +46,7 @@ def facts(config: ExLlamaV2Config, card: str | None, cache: KVKind) -> dict[str,
                 "rows": use.rows,
                 "tokens": use.tokens,
                 "kernel": use.kernel,
+                "calls": list(use.calls),
                 "why": list(use.why),
             }
             for use in uses
@@ -59,8 +60,7 @@ def _sampling_uses(config: ExLlamaV2Config, card: Card) -> list[KernelUse]:
     found = []
     for name, settings in (("sampling", Settings()), ("sampling, greedy", Settings(top_k=1))):
         plan = plan_of(settings, vocabulary)
-        for rows in ROWS:
-            tokens = tokens_of_sequence(rows)
+        for rows, tokens in (*((n, 1) for n in ROWS), *((n, n) for n in PROMPTS)):
             selected = card.sampling(plan, rows // tokens, config.vocab_size)
             found.append(KernelUse(name, rows, tokens, selected.kernel, selected.reasons))
     return found
@@ -81,20 +81,23 @@ def _card(name: str | None) -> Card:
 
 def show(found: dict[str, Any]) -> None:
     """Print the table of kernels by rows, and below it the reasons with what they apply to."""
-    uses = [KernelUse(u["operation"], u["rows"], u["tokens"], u["kernel"], tuple(u["why"])) for u in found["uses"]]
+    uses = [KernelUse(**{**use, "why": tuple(use["why"]), "calls": tuple(use["calls"])}) for use in found["uses"]]
     operations = list(dict.fromkeys(use.operation for use in uses))
-    prompts = {use.rows for use in uses if use.tokens > 1}
-    by_place = {(use.operation, use.rows): use.kernel for use in uses}
+    passes = dict.fromkeys((use.rows, use.tokens) for use in uses)
+    by_place = {(use.operation, use.rows, use.tokens): use.kernel for use in uses}
     show_table(
         f"kernels on {found['card']} (code for sm_{found['code']}), by rows of a step; attention of {found['keys']} "
         "keys or those of the prompt",
-        ["operation", *(f"{rows} (a prompt)" if rows in prompts else str(rows) for rows in ROWS)],
-        [[operation, *(by_place.get((operation, rows), "") for rows in ROWS)] for operation in operations],
+        ["operation", *(f"{rows} (a prompt)" if tokens > 1 else str(rows) for rows, tokens in passes)],
+        [[operation, *(by_place.get((operation, *one), "") for one in passes)] for operation in operations],
     )
     reasons: dict[str, dict[str, list[int]]] = {}
     for use in uses:
-        for why in use.why:
+        for why in use.why if use.operation != WAY else ():
             reasons.setdefault(why, {}).setdefault(use.operation, []).append(use.rows)
+    ways = dict.fromkeys((use.kernel, why) for use in uses if use.operation == WAY for why in use.why)
+    if ways:
+        show_table("why the pass runs this way", ["way", "reason"], [list(one) for one in ways])
     if reasons:
         show_table(
             "why nothing faster",

@@ -27,6 +27,7 @@ from ..errors import DTypeError, FormatError, ShapeError, UnsupportedError
 from ..formats import Exl2Parts, GptqParts
 from ..selection import BLOCK_ROWS, PACKED_ROWS
 from .matrix import Compute, Format, QuantMatrix
+from .planned import KEPT_PLANS, is_whole_block
 from .upload import Pack, moved, packed_image, settle
 from .workspace import block_workspace
 
@@ -39,9 +40,6 @@ __all__ = [
     "gptq_matrix",
     "launch_matmul",
 ]
-
-KEPT_PLANS = 256
-"""Most plans that a matmul keeps; prompts have any number of rows."""
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -239,8 +237,7 @@ class CudaQuantMatrix(_CudaMatrix):
     @property
     def takes_blocks(self) -> bool:
         """Whether one launch takes BLOCK_ROWS float16 rows."""
-        plan = self._group.plan_alone(BLOCK_ROWS, bfloat16=False, invariant=True)
-        return not plan.dequantizes and plan.rows == BLOCK_ROWS
+        return is_whole_block(self._group.plan_alone(BLOCK_ROWS, bfloat16=False, invariant=True))
 
     def _planned(self, rows: int, dtype: torch.dtype) -> _native.MatmulPlan:
         """Return the plan of a call of so many rows, batch-invariant if `device.row_invariant` says so."""

@@ -19,11 +19,12 @@ from .. import _native
 from ..attention.cuda import MatmulInput
 from ..cuda_ops import activation as activate
 from ..cuda_ops import gated_activation, layer_norm, rms_norm
-from ..device import row_invariant_matmuls, rows_are_invariant
+from ..device import row_invariant_matmuls
 from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..selection import FEW_ROWS, FUSED_ACTIVATIONS
-from .cuda import KEPT_PLANS, CudaQuantMatrix, launch_matmul
+from .cuda import CudaQuantMatrix, launch_matmul
 from .matrix import QuantMatrix
+from .planned import KEPT_PLANS, PlannedMatmul, blocks_of
 
 __all__ = ["FusedLinear", "Norm", "Packed"]
 
@@ -66,7 +67,7 @@ class Packed:
     """Whether that launch was a matmul, which may write more than eight columns transposed."""
 
 
-class FusedLinear:
+class FusedLinear(PlannedMatmul):
     """One to three matrices over one input as one matmul.
 
     ==============================================  ==========================  ===================================
@@ -155,13 +156,6 @@ class FusedLinear:
             return None
         return _native.CudaLinearGroup(quantized, self.activation)
 
-    def _plan(
-        self, rows: int, residual: bool = False, aligned_input: bool = True, aligned_output: bool = True
-    ) -> _native.MatmulPlan | None:
-        """Return the plan of one launch of all rows and matrices; None where there are several launches."""
-        plan = self._planned(rows, residual, aligned_input, aligned_output)
-        return plan if plan is not None and plan.joined and plan.rows == rows else None
-
     def _planned(
         self,
         rows: int,
@@ -188,51 +182,6 @@ class FusedLinear:
                 invariant=True,
             )
         return plan
-
-    def kernel(self, rows: int) -> str | None:
-        """Return the kernel of a launch of all matrices for `rows` aligned rows, as `selection.Selection` names it.
-
-        None means that the call runs separate operators.
-        """
-        plan = self._planned(rows)
-        return plan.kernel if plan is not None and plan.joined else None
-
-    def joins(self, rows: int) -> bool:
-        """Return whether all launches of a call of `rows` aligned rows take all matrices, with norm and residual."""
-        return self.kernel(rows) is not None
-
-    def pays_apart(self, rows: int) -> bool:
-        """Return whether a call beats a matmul of each matrix, where norm and residual are launches of their own.
-
-        Never for rows that need not be batch-invariant (`device.rows_are_invariant`).
-        """
-        plan = self._planned(rows) if rows_are_invariant(rows) else None
-        return plan is not None and plan.pays_apart
-
-    def blocks(self, rows: int) -> list[slice]:
-        """Return the rows of a call in blocks as its plan cuts it."""
-        plan = self._planned(rows)
-        return _blocks(rows, rows if plan is None else plan.rows)
-
-    def takes_at_once(self, rows: int) -> bool:
-        """Return whether one launch takes `rows` aligned rows."""
-        return self._plan(rows) is not None
-
-    def takes_packed(self, rows: int) -> bool:
-        """Return whether the preceding matmul can pack the input of a call of `rows` rows (`chained`)."""
-        plan = self._plan(rows)
-        return plan is not None and plan.takes_packed
-
-    def chains_to(self, following: FusedLinear, rows: int) -> bool:
-        """Return whether `chained` calls of `rows` rows can write their results as the packed input of `following`."""
-        return self._chains_to(self._plan(rows), following, following._plan(rows))
-
-    def _chains_to(
-        self, plan: _native.MatmulPlan | None, following: FusedLinear, next_plan: _native.MatmulPlan | None
-    ) -> bool:
-        if plan is None or next_plan is None or self._group is None or following._group is None:
-            return False
-        return self._group.chains_to(plan, following._group, next_plan)
 
     def scratch(self, rows: int) -> Tensor:
         """Allocate scratch memory (uint8) of a call of `rows` rows, for `Packed`.
@@ -263,7 +212,7 @@ class FusedLinear:
         aligned_output = residual is None or _stores_pairs(out, residual)
         plan = self._planned(m, residual is not None, aligned_input, aligned_output)
         if plan is not None and plan.rows < m:
-            for rows in _blocks(m, plan.rows):
+            for rows in blocks_of(m, plan.rows):
                 self(x[rows], out[rows], None if residual is None else residual[rows])
             return out
         if plan is not None and plan.joined:
@@ -488,11 +437,6 @@ def _aligned_floats(values: Tensor) -> Tensor:
     """Return values as contiguous float32 at a multiple of 16 bytes, of which kernels copy 16 at a time."""
     values = values.float().contiguous()
     return values.clone() if values.data_ptr() % 16 else values
-
-
-def _blocks(rows: int, most: int) -> list[slice]:
-    """Return rows in blocks of at most `most`."""
-    return [slice(begin, min(begin + most, rows)) for begin in range(0, rows, max(most, 1))]
 
 
 def _stores_pairs(out: Tensor, residual: Tensor) -> bool:

@@ -86,7 +86,7 @@ impl NextInput {
 #[pyclass(frozen, module = "exl_kernels._native")]
 #[derive(Debug)]
 pub struct MatmulPlan {
-    plan: Plan,
+    pub plan: Plan,
 }
 
 #[pymethods]
@@ -161,6 +161,11 @@ impl MatmulPlan {
     #[getter]
     fn input_columns(&self) -> Option<usize> {
         self.plan.input_columns
+    }
+
+    /// Whether a call by this plan can write its results packed as the input of a call by `next`, of the same GPU and as many features.
+    fn chains_to(&self, next: &Self) -> bool {
+        self.plan.chains_to(&next.plan)
     }
 
     /// Whether results can be written packed as the input of the next matmul.
@@ -323,13 +328,6 @@ impl CudaLinearGroup {
         let plan = select::plan_with(kernel, &self.caps(py)?, &self.parts(), call, tuning);
         plan.map(|plan| MatmulPlan { plan })
             .map_err(|error| device_error(py, &error))
-    }
-
-    /// Whether a call by `plan` can write its results packed as the input of a call of `next` by `next_plan`.
-    fn chains_to(&self, plan: &MatmulPlan, next: &Self, next_plan: &MatmulPlan) -> bool {
-        self.out_features == next.in_features
-            && self.device == next.device
-            && plan.plan.chains_to(&next_plan.plan)
     }
 
     /// Compute y [m, N] = norm(x) @ W, gated, with `residual` added, by `plan`; y is [2, m, N] if the plan has a separate gate.

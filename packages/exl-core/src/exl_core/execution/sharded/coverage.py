@@ -19,8 +19,8 @@ from ...layers.description import AttentionDescription, MatmulDescription, MlpDe
 from ...layers.module import is_changed
 from ...layers.norm import rms_of
 from ...loading.linears import Ranges, columns_at, is_quantized
-from ..attention_half import norms_of_heads
 from ..half import description_of, why_apart
+from ..half_matmuls import norms_of_heads
 from .matrix import SplitMatrix
 from .shares import Bounds
 

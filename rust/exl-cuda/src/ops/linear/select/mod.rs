@@ -265,18 +265,6 @@ pub fn select(caps: &Capabilities, matrices: &[&Matrix], call: Call) -> Selectio
     }
 }
 
-/// The kernel that [`plan_alone`] launches.
-pub fn select_alone(caps: &Capabilities, matrix: &Matrix, call: Call) -> Selection {
-    let Plan {
-        kernel, refused, ..
-    } = plan_alone(caps, matrix, call);
-    Selection {
-        kernel,
-        joined: true,
-        refused,
-    }
-}
-
 /// The first kernel of `order` that takes the call, and why the earlier ones do not.
 fn first_of(
     order: &[Kernel],

@@ -169,7 +169,7 @@ fn rows_decide_the_kernel_at_each_limit() {
         let few = expected == Kernel::GemmFew;
         for bf16 in [false, true] {
             let epilogue = Epilogue { bf16, ..PLAIN };
-            let alone = |matrix| select_alone(&hopper, matrix, prompt(rows, epilogue)).kernel;
+            let alone = |matrix| plan_alone(&hopper, matrix, prompt(rows, epilogue)).kernel;
             let expected = if rows > MOST_PACKED_ROWS {
                 Kernel::GemmLarge
             } else {

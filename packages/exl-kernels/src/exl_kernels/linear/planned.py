@@ -1,0 +1,160 @@
+"""The answers of a matmul's plans, for loaded matrices (`fused.FusedLinear`) and for shapes alone (`ShapedMatmul`)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from .. import _native
+from ..device import rows_are_invariant
+from ..selection import BLOCK_ROWS, Card, MatrixShape, Selection
+
+__all__ = ["KEPT_PLANS", "PlannedMatmul", "ShapedMatmul", "blocks_of", "is_whole_block"]
+
+KEPT_PLANS = 256
+"""Most plans that a matmul keeps; prompts have any number of rows."""
+
+
+class PlannedMatmul(ABC):
+    """A batch-invariant matmul of one to three matrices, whose plans decide how callers launch it.
+
+    Attributes:
+        in_features: columns of x.
+        out_features: columns of the result.
+        device: the GPU; "meta" for shapes.
+    """
+
+    in_features: int
+    out_features: int
+    device: torch.device
+
+    @abstractmethod
+    def _planned(
+        self,
+        rows: int,
+        residual: bool = False,
+        aligned_input: bool = True,
+        aligned_output: bool = True,
+    ) -> _native.MatmulPlan | None:
+        """Return the plan of a call; None where a matrix is not quantized."""
+
+    def _plan(
+        self, rows: int, residual: bool = False, aligned_input: bool = True, aligned_output: bool = True
+    ) -> _native.MatmulPlan | None:
+        """Return the plan of one launch of all rows and matrices; None where there are several launches."""
+        plan = self._planned(rows, residual, aligned_input, aligned_output)
+        return plan if plan is not None and plan.joined and plan.rows == rows else None
+
+    def kernel(self, rows: int) -> str | None:
+        """Return the kernel of a launch of all matrices for `rows` aligned rows, as `selection.Selection` names it.
+
+        None means that the call runs separate operators.
+        """
+        plan = self._planned(rows)
+        return plan.kernel if plan is not None and plan.joined else None
+
+    def joins(self, rows: int) -> bool:
+        """Return whether all launches of a call of `rows` aligned rows take all matrices, with norm and residual."""
+        return self.kernel(rows) is not None
+
+    def pays_apart(self, rows: int) -> bool:
+        """Return whether a call beats a matmul of each matrix, where norm and residual are launches of their own.
+
+        Never for rows that need not be batch-invariant (`device.rows_are_invariant`).
+        """
+        plan = self._planned(rows) if rows_are_invariant(rows) else None
+        return plan is not None and plan.pays_apart
+
+    def blocks(self, rows: int) -> list[slice]:
+        """Return the rows of a call in blocks as its plan cuts it."""
+        plan = self._planned(rows)
+        return blocks_of(rows, rows if plan is None else plan.rows)
+
+    def takes_at_once(self, rows: int) -> bool:
+        """Return whether one launch takes `rows` aligned rows."""
+        return self._plan(rows) is not None
+
+    def takes_packed(self, rows: int) -> bool:
+        """Return whether the preceding matmul can pack the input of a call of `rows` rows (`FusedLinear.chained`)."""
+        plan = self._plan(rows)
+        return plan is not None and plan.takes_packed
+
+    def chains_to(self, following: PlannedMatmul, rows: int) -> bool:
+        """Return whether chained calls of `rows` rows can write their results as the packed input of `following`."""
+        return self._chains_to(self._plan(rows), following, following._plan(rows))
+
+    def _chains_to(
+        self, plan: _native.MatmulPlan | None, following: PlannedMatmul, next_plan: _native.MatmulPlan | None
+    ) -> bool:
+        if plan is None or next_plan is None:
+            return False
+        fits = self.out_features == following.in_features and self.device == following.device
+        return fits and plan.chains_to(next_plan)
+
+
+class ShapedMatmul(PlannedMatmul):
+    """The plans of a `FusedLinear` on a card, without its weights.
+
+    Args:
+        card: the GPU.
+        matrices: the shape of each matrix; None for a float matrix.
+        norm: the norm that a call applies to its input.
+        activation: a call applies an activation, of the first of two matrices or of one matrix's results.
+    """
+
+    def __init__(
+        self,
+        card: Card,
+        matrices: Sequence[MatrixShape | None],
+        *,
+        norm: Literal["rms", "layer"] | None = None,
+        activation: bool = False,
+    ) -> None:
+        self._card, self._norm, self._activation = card, norm, activation
+        shapes = [shape for shape in matrices if shape is not None]
+        self._shapes = shapes if len(shapes) == len(matrices) else []
+        widths = [shape.out_features for shape in self._shapes]
+        self.in_features = self._shapes[0].in_features if self._shapes else 0
+        self.out_features = widths[0] if widths and activation else sum(widths)
+        self.device = torch.device("meta")
+
+    def _planned(
+        self,
+        rows: int,
+        residual: bool = False,
+        aligned_input: bool = True,
+        aligned_output: bool = True,
+    ) -> _native.MatmulPlan | None:
+        if not self._shapes or not (aligned_input and aligned_output):
+            return None
+        return self._card.plan(
+            self._shapes,
+            rows,
+            activation=self._activation,
+            norm=self._norm is not None,
+            layer=self._norm == "layer",
+            residual=residual,
+        )
+
+    def selection(self, rows: int, *, residual: bool = False) -> Selection | None:
+        """Return the kernel of a call of `rows` rows; None for a float matrix.
+
+        Args:
+            rows: number of rows.
+            residual: a residual is added.
+        """
+        plan = self._planned(rows, residual)
+        return None if plan is None else Selection(plan.kernel, plan.joined, tuple(plan.refused))
+
+
+def blocks_of(rows: int, most: int) -> list[slice]:
+    """Return rows in blocks of at most `most`."""
+    return [slice(begin, min(begin + most, rows)) for begin in range(0, rows, max(most, 1))]
+
+
+def is_whole_block(plan: _native.MatmulPlan) -> bool:
+    """Return whether a plan of BLOCK_ROWS rows of one matrix is one launch on packed weights."""
+    return not plan.dequantizes and plan.rows == BLOCK_ROWS
