@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import product_of
+from attention_cases import matmul_of
 
 from exl_kernels.activation import gated_activation
 from exl_kernels.errors import ShapeError
@@ -149,7 +149,7 @@ def test_a_group_is_bitwise_one_table_after_another(
 def test_a_group_packs_the_input_of_a_matmul(rows: int, width: int, normed: bool) -> None:
     """The matmul of packed rows is bitwise that of the plain ones, and packing changes no product with A."""
     for kind in ("exl2", "gptq"):
-        matmul = FusedLinear([product_of(width, kind)])
+        matmul = FusedLinear([matmul_of(width, kind)])
         given = matmul.input_of(rows)
         if given is None:
             assert rows <= LIMITS.gemv_rows, "only matmuls of the fewest rows pack their own input"
