@@ -212,9 +212,9 @@ def test_settings_decide_how_tokens_are_sampled() -> None:
 
 @pytest.mark.parametrize("wrong", [{"rows": -1}, {"width": -1}, {"top_n": -1}], ids=str)
 def test_a_negative_number_of_rows_to_sample_is_refused(wrong: dict[str, int]) -> None:
-    asked = {"rows": 4, "width": 32064} | wrong
+    asked = {"rows": 4, "width": 32064, "top_n": 0} | wrong
     with pytest.raises(ShapeError, match="-1"):
-        Card.named("4090").sampling(Plan(32000), **asked)
+        Card.named("4090").sampling(Plan(32000), rows=asked["rows"], width=asked["width"], top_n=asked["top_n"])
 
 
 def test_a_shape_of_tensors_that_do_not_fit_names_the_matrix() -> None:
