@@ -181,7 +181,7 @@ pub fn plan_alone(caps: &Capabilities, matrix: &Matrix, call: Call) -> Plan {
     let many = call.rows > MOST_PACKED_ROWS && call.invariant;
     let block = Call::aligned(call.rows.min(MOST_BLOCK_ROWS), epilogue);
     let rows = match Kernel::GemmBatch.takes(caps, &[matrix], block) {
-        Ok(_) if many => block.rows,
+        Ok(()) if many => block.rows,
         Err(_) if many => MOST_PACKED_ROWS,
         _ => call.rows,
     };
