@@ -60,7 +60,7 @@ def test_completions_whose_prompt_is_computed_are_no_waiting_prompts(
             # Until the first completion has computed the prompt.
             while engine.generator.num_active_jobs() < FREE.max_batch_size or client.status.queued_prompt_tokens:
                 await asyncio.sleep(0.01)
-            seen = []
+            seen: list[int] = []
             for _ in range(20):
                 seen.append(client.status.queued_prompt_tokens)
                 await asyncio.sleep(0.02)
