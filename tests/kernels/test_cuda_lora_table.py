@@ -147,7 +147,7 @@ def test_a_group_is_bitwise_one_table_after_another(
 @pytest.mark.parametrize("width", [128, 2560])
 @pytest.mark.parametrize("normed", [True, False])
 def test_a_group_packs_the_input_of_a_matmul(rows: int, width: int, normed: bool) -> None:
-    """The matmul of packed rows is bitwise that of the plain ones, and packing changes no product with A."""
+    """The matmul of packed rows is bitwise that of the plain ones, and packing changes no matmul with A."""
     for kind in ("exl2", "gptq"):
         matmul = FusedLinear([matmul_of(width, kind)])
         given = matmul.input_of(rows)

@@ -339,9 +339,8 @@ class DecodeGraphs:
         if self._exact_batch:
             return None
         pages = min(1 << (bucket.pages - 1).bit_length(), places)
-        windows = (
-            PACKED_ROWS // bucket.q_len
-        )  # beyond that many, multiples: few buckets, of which each is captured soon
+        # Beyond so many windows only multiples: of few buckets each is captured soon.
+        windows = PACKED_ROWS // bucket.q_len
         batch = bucket.batch if bucket.batch <= windows else -(-bucket.batch // windows) * windows
         found = bucket._replace(batch=batch, pages=pages, stores=True)
         if self._eager[found] < eager_prompts():
