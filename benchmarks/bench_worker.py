@@ -24,20 +24,18 @@ from typing import Any
 
 import uvicorn
 import uvloop
+from http_worker import models_of
 
 from exl_generate import bundled
 from exl_serve.api.app import create_app
 from exl_serve.api.limits import guarded
 from exl_serve.api.state import AppState, Caller
-from exl_serve.api.text import FolderText
-from exl_serve.api.worker import find_model
-from exl_serve.config.model import Limits, ModelConfig, ServeConfig, ServerConfig
+from exl_serve.config.model import Limits, ServeConfig, ServerConfig
 from exl_serve.engine import wire
 from exl_serve.engine.client import ModelCard
 from exl_serve.engine.events import Finished, Started, Usage
 from exl_serve.engine.local import LocalEngine
 from exl_serve.metrics import NoMeter
-from exl_serve.stream.channels import detect_family
 
 STEP_SECONDS = 0.004
 
@@ -139,23 +137,8 @@ def clients(port: int, streams: int, api: str, out: Any) -> None:
 
 
 def served(folder: str, args: argparse.Namespace) -> dict[str, Any]:
-    class Handle:
-        config = ModelConfig(id="bench", path=folder)
-        text = FolderText(folder)
-        family = detect_family(args.family, None, text.special, text.piece)
-        state = "ready"
-
-        async def engine(self) -> Any:
-            return engine
-
-    class Models:
-        handles = (Handle(),)
-
-        def resolve(self, name: str, caller: Caller) -> Any:
-            return find_model(self.handles, name, caller, accept_any=True)
-
-        def list(self) -> Any:
-            return self.handles
+    async def connected() -> Any:
+        return engine
 
     engine = Engine(folder, args.streams, args.tokens)
     engine.profile = cProfile.Profile() if args.profile else None
@@ -168,7 +151,7 @@ def served(folder: str, args: argparse.Namespace) -> dict[str, Any]:
     )
 
     async def run() -> list[tuple[int, int]]:
-        state = AppState(config, Models(), NoMeter(), lambda scope, needed: Caller())  # type: ignore[arg-type]
+        state = AppState(config, models_of(folder, connected, args.family), NoMeter(), lambda scope, needed: Caller())
         settings = uvicorn.Config(
             create_app(state), log_level="warning", lifespan="off", access_log=False, http=guarded(limits)
         )

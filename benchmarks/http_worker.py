@@ -9,31 +9,32 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-__all__ = ["models_at", "worker"]
+__all__ = ["models_at", "models_of", "worker"]
 
 
-def models_at(address: str, folder: str) -> Any:
-    """The models of a worker: one, whose engine listens at `address`."""
+def models_of(folder: str, connect: Callable[[], Coroutine[Any, Any, Any]], family: str = "none") -> Any:
+    """The models of a worker: one, under any name, whose engine `connect` returns when it is first asked for."""
     from exl_serve.api.state import Caller
     from exl_serve.api.text import FolderText
     from exl_serve.api.worker import find_model
     from exl_serve.config.model import ModelConfig
-    from exl_serve.engine.local import LocalEngine
     from exl_serve.stream.channels import detect_family
+
+    wanted = family
 
     class Handle:
         config = ModelConfig(id="bench", path=folder)
         text = FolderText(folder)
-        family = detect_family("none", None, text.special, text.piece)
+        family = detect_family(wanted, None, text.special, text.piece)
         state = "ready"
         client: Any = None
 
         async def engine(self) -> Any:
             if self.client is None:
-                self.client = asyncio.ensure_future(LocalEngine.connect(address))
+                self.client = asyncio.ensure_future(connect())
             return await self.client
 
     class Models:
@@ -46,6 +47,13 @@ def models_at(address: str, folder: str) -> Any:
             return self.handles
 
     return Models()
+
+
+def models_at(address: str, folder: str) -> Any:
+    """The models of a worker: one, whose engine listens at `address`."""
+    from exl_serve.engine.local import LocalEngine
+
+    return models_of(folder, lambda: LocalEngine.connect(address))
 
 
 def worker(
