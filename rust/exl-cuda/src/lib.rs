@@ -11,6 +11,7 @@ mod ffi;
 mod launch;
 pub mod layout;
 pub mod ops;
+pub mod rows;
 pub mod step;
 
 /// The embedded images, written by `build/main.rs`.

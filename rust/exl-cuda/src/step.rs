@@ -4,9 +4,6 @@ use crate::device::Device;
 use crate::launch::{CudaError, copy_to_device};
 use crate::ops::Target;
 
-/// Most tokens of a decode step, captured or not, whose results do not depend on other rows.
-pub const MOST_ROWS: usize = 256;
-
 /// Fixed sizes of a captured step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sizes {

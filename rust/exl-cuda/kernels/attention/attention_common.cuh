@@ -7,6 +7,7 @@
 #pragma once
 #include "common/abi.cuh"
 #include "common/hadamard.cuh"
+#include "common/row_limits.cuh"
 
 struct Attention {
   const void* q;
@@ -171,14 +172,14 @@ DEVICE void store_pair(const Attention& a, int64_t at, float x, float y) {
 }
 
 // Two neighbouring results of a token, packed as the input of a matmul of few rows. The results are halves of feature `feature`, which is
-// even, and the next one. The layout is that of prepared.cuh if `columns` is 16 or more, and of rows.cuh if it is 8. `rows`: their rows of
-// K. Columns past the tokens become zeros, unless OWN_COLUMN.
+// even, and the next one. The layout is that of prepared.cuh if `columns` is 16 or more, and of rows.cuh if it is FEW_ROWS. `rows`: their
+// rows of K. Columns past the tokens become zeros, unless OWN_COLUMN.
 DEVICE uint32_t ordered_rows(const Attention& a, int feature) {
   return a.row_of_feature ? __ldg(reinterpret_cast<const uint32_t*>(a.row_of_feature + feature)) : feature * 0x10001u + 0x10000u;
 }
 DEVICE uint32_t ordered_place(int columns, int row, int column) {
   const int eight = row >> 3 & 3, pair = row >> 1 & 3;
-  if (columns == 8) return (row >> 5) * 512 + column * 64 + eight * 16 + (row & 7) * 2;
+  if (columns == FEW_ROWS) return (row >> 5) * 512 + column * 64 + eight * 16 + (row & 7) * 2;
   return (row >> 5) * 64 * columns + pair * 16 * columns + column * 16 + eight * 4 + (row & 1) * 2;
 }
 template <bool OWN_COLUMN = false>

@@ -135,7 +135,7 @@ DEVICE void attend_units(const Attention& a, const Job& job, const TeamShare& sh
 // are not written: for one row, that would be seven scattered stores for each that counts.
 template <class S>
 DEVICE void store_result(const Attention& a, const Job& job, const Pair& pair, int item, uint32_t places) {
-  if (a.columns == 8) store_item<S, true>(a, job, pair, item, &places);
+  if (a.columns == FEW_ROWS) store_item<S, true>(a, job, pair, item, &places);
   else store_item<S>(a, job, pair, item, &places);
 }
 

@@ -4,13 +4,14 @@
 // directly into registers, as in tile.cuh. Blocks end soon and three share an SM, so that the scheduler of the card balances them. A norm of the
 // input is a small launch of its own (`norm_packed`): here every block would repeat it.
 #pragma once
+#include "common/row_limits.cuh"
 #include "linear/gate.cuh"
 #include "linear/prepared.cuh"
 
 // For the struct only: few_task.cuh includes what needs sm_90 under its own conditions.
 #include "linear/few_task.cuh"
 
-constexpr int DIRECT_WARPS = 8, DIRECT_THREADS = DIRECT_WARPS * 32, DIRECT_ROWS = 8, PACKED_SLICE = 512;
+constexpr int DIRECT_WARPS = 8, DIRECT_THREADS = DIRECT_WARPS * 32, PACKED_SLICE = 512;
 constexpr int DIRECT_BLOCKS = 3;  // of an SM
 
 // The packed rows of a unit. Columns past the last row repeat it, so that they cost no memory traffic; nothing reads their results.
@@ -21,7 +22,7 @@ struct PackedRows {
 
 // Sums of a tile by class: classes c and c + 8 share place c for c < 4; class c + 8 has place c + 4 for larger c.
 struct TileSums {
-  float v[12][DIRECT_ROWS][TILE];
+  float v[12][FEW_ROWS][TILE];
   // In the order of `sum_classes`.
   DEVICE float added(int row, int feature) const {
     float sum = 0.f;
@@ -103,7 +104,7 @@ DEVICE void direct_matmul(const FewTask& p) {
   multiply_tile<KIND, ENTRY>(p, p.part[matrix], tile, sums[0]);
   if (gated) multiply_tile<KIND, ENTRY>(p, p.part[1], tile, sums[1]);
   const FewPart& part = p.part[gated ? 1 : matrix];
-  const bool finishes = threadIdx.x < DIRECT_ROWS * TILE;
+  const bool finishes = threadIdx.x < FEW_ROWS * TILE;
   const TileOutput output(p, part, finishes ? tile : 1 << 26);
   __syncthreads();
   if (!finishes) return;
@@ -121,7 +122,7 @@ DEVICE void direct_matmul(const FewTask& p) {
 // Norms the packed rows in place. The sum of squares adds in the order of kernels/elementwise/norm.cu: group of eight e is added by lane e % 32
 // of warp e / 32 % 8. Every block adds all of them.
 DEVICE void norm_packed_rows(const FewTask& p) {
-  __shared__ float parts[DIRECT_ROWS][DIRECT_WARPS];
+  __shared__ float parts[FEW_ROWS][DIRECT_WARPS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, each = 4 * p.m, words = p.units * (UNIT_ROWS / 32) * each;
   const int i = blockIdx.x * blockDim.x + threadIdx.x, slice = i / each, word = i - slice * each;
   union {
@@ -134,7 +135,7 @@ DEVICE void norm_packed_rows(const FewTask& p) {
     eight.word = __ldcg(at);
     load8(w, p.norm + slice * 32 + word % 4 * 8);
   }
-  float sum[DIRECT_ROWS] = {};
+  float sum[FEW_ROWS] = {};
 #pragma unroll 1
   for (int e = warp * 32 + lane; e < p.k / 8; e += 256) {
     const float4* from = reinterpret_cast<const float4*>(p.squares + e * 8);
@@ -144,7 +145,7 @@ DEVICE void norm_packed_rows(const FewTask& p) {
     for (int r = 0; r < 8; r++) sum[r] += v[r];
   }
 #pragma unroll
-  for (int r = 0; r < DIRECT_ROWS; r++) {
+  for (int r = 0; r < FEW_ROWS; r++) {
     if (r >= p.m) break;
     sum[r] = warp_sum(sum[r]);
     if (lane == 0) parts[r][warp] = sum[r];

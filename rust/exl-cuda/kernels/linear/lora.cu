@@ -6,6 +6,7 @@
 #include "common/abi.cuh"
 #include "common/activate.cuh"
 #include "common/block_sum.cuh"
+#include "common/row_limits.cuh"
 
 // The adapter of one slot for one matrix [in, out].
 struct LoraEntry {
@@ -257,7 +258,7 @@ extern "C" __global__ void __maxnreg__(64) lora_shrink_packing(const __grid_cons
 #pragma unroll
     for (int e = 0; e < 4; e++) {
       // In the layout for wgmma, of 16 pairs of neighbouring rows those four apart belong to one group of eight.
-      const int pair = p.pack_columns == 8 ? 4 * eight + e : 4 * (eight & ~3) + (eight & 3) + 4 * e;
+      const int pair = p.pack_columns == FEW_ROWS ? 4 * eight + e : 4 * (eight & ~3) + (eight & 3) + 4 * e;
       of[e] = i < eights && 2 * pair < p.layout_rows ? __ldg(reinterpret_cast<const int2*>(p.features) + pair) : make_int2(-1, -1);
     }
   };
@@ -314,7 +315,7 @@ extern "C" __global__ void __maxnreg__(64) lora_shrink_packing(const __grid_cons
         if (of[e].y >= 0) out.v[2 * e + 1] = h[of[e].y];
       }
     const int eight = begin + i;
-    const size_t place = p.pack_columns == 8 ? eight / 4 * 32 + row * 4 + eight % 4 : (size_t)eight * p.pack_columns + row;
+    const size_t place = p.pack_columns == FEW_ROWS ? eight / 4 * 32 + row * 4 + eight % 4 : (size_t)eight * p.pack_columns + row;
     reinterpret_cast<uint4*>(p.packed)[place] = out.word;
   }
   if (!some) return;

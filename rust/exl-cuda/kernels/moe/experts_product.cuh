@@ -6,7 +6,10 @@
 // identical to its row alone in any kernel.
 #pragma once
 #include "common/activate.cuh"
+#include "common/row_limits.cuh"
 #include "moe/experts.cuh"
+
+constexpr int MANY_COLUMNS = 16;  // rows of an expert that are multiplied at a time if there are more than FEW_ROWS
 
 // Rows of activations in the order of K; column n * 8 + g belongs to a lane.
 template <int NT>
@@ -212,8 +215,8 @@ DEVICE void fetch_item(const Expert& e, int first, int span) {
   }
 }
 
-// An expert has at most 8 rows in a launch of up to 8 rows, and usually if there are many experts. FEW processes more rows in groups of
-// eight.
+// An expert has at most FEW_ROWS rows in a launch of so many rows, and usually if there are many experts. FEW processes more rows in groups
+// of FEW_ROWS.
 template <int KIND, int ENTRY, bool FEW, bool DOWN>
 DEVICE void expert_product(const ExpertCall& call) {
   __shared__ Expert held;
@@ -227,11 +230,11 @@ DEVICE void expert_product(const ExpertCall& call) {
   __syncthreads();
   fetch_item<DOWN>(held, first, call.span);
   const ExpertBlock block{held, call.order + pairs, count};
-  constexpr int AT_ONCE = FEW ? 8 : 16;
+  constexpr int AT_ONCE = FEW ? FEW_ROWS : MANY_COLUMNS;
   for (int begin = 0; begin < count; begin += AT_ONCE) {
     const int some = min(count - begin, AT_ONCE);
     if (begin) __syncthreads();
-    if (FEW || some <= 8) expert_rows<KIND, ENTRY, 1, 1, DOWN>(call, block, first, begin, some);
+    if (FEW || some <= FEW_ROWS) expert_rows<KIND, ENTRY, 1, 1, DOWN>(call, block, first, begin, some);
     else if constexpr (!FEW) expert_rows<KIND, ENTRY, 2, 2, DOWN>(call, block, first, begin, some);
   }
 }

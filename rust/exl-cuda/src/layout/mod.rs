@@ -24,6 +24,8 @@ pub use plan::Problem;
 
 /// Output features in a tile.
 pub const TILE: usize = 16;
+/// Activation rows that a matrix instruction multiplies (m16n8k16): its columns.
+pub const COLUMN_TILE: usize = 8;
 /// Rows of K in a slice, chunk and unit.
 pub const SLICE_ROWS: usize = 32;
 pub const CHUNK_ROWS: usize = 64;

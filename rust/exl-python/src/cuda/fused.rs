@@ -5,7 +5,7 @@
 
 use exl_cuda::ops::elementwise::{embedding, norm, residual, rope};
 use exl_cuda::ops::kv::rope_store;
-use exl_cuda::ops::linear::few;
+use exl_cuda::rows::FEW_ROWS;
 use exl_cuda::step::{self, Limits, Request, Sizes};
 use pyo3::prelude::*;
 
@@ -80,7 +80,7 @@ pub fn cuda_add_post_norm(
         "a norm and its result, out or into, come together",
     )?;
     expect(
-        into.is_none_or(|into| into.columns == few::MOST_ROWS),
+        into.is_none_or(|into| into.columns == FEW_ROWS),
         "into must have eight columns",
     )?;
     let mut all = vec![("x", &x), ("y", &y)];

@@ -2,10 +2,8 @@
 
 use exl_cpu::sampling::MAX_LOGITS;
 use exl_cuda::ops::elementwise::{Activation, exchange, residual};
-use exl_cuda::ops::linear::few;
-use exl_cuda::ops::linear::select::{MOST_BLOCK_ROWS, MOST_GEMV_ROWS, MOST_PACKED_ROWS};
 use exl_cuda::ops::{attention, sampling};
-use exl_cuda::step;
+use exl_cuda::rows::{BLOCK_ROWS, FEW_ROWS, GEMV_ROWS, PACKED_ROWS, STEP_ROWS};
 use pyo3::prelude::*;
 
 const _: () = assert!(
@@ -61,12 +59,12 @@ impl KernelLimits {
 #[pyfunction]
 pub fn kernel_limits() -> KernelLimits {
     KernelLimits {
-        gemv_rows: MOST_GEMV_ROWS,
-        few_rows: few::MOST_ROWS,
-        packed_rows: MOST_PACKED_ROWS,
+        gemv_rows: GEMV_ROWS,
+        few_rows: FEW_ROWS,
+        packed_rows: PACKED_ROWS,
         most_packed_width: residual::MOST_PACKED_WIDTH,
-        block_rows: MOST_BLOCK_ROWS,
-        step_rows: step::MOST_ROWS,
+        block_rows: BLOCK_ROWS,
+        step_rows: STEP_ROWS,
         most_head_dim: attention::MAX_DIM,
         head_dim_step: attention::DIM_STEP,
         most_logits: MAX_LOGITS,

@@ -2,6 +2,7 @@
 
 use crate::layout::UNIT_ROWS;
 use crate::ops::linear::Matrix;
+use crate::rows::{BLOCK_ROWS, FEW_ROWS, PACKED_ROWS};
 
 /// Results (halves) packed as the input of a matmul of few rows, as the launch before that matmul would pack them.
 #[derive(Clone, Copy, Debug)]
@@ -10,12 +11,12 @@ pub struct Ordered {
     pub to: usize,
     /// Row of K of each feature (u16), or 0: the same.
     pub row_of_feature: usize,
-    /// 8: the layout of `kernels/linear/rows.cuh`; all others: that of `kernels/linear/prepared.cuh` for wgmma.
+    /// [`FEW_ROWS`]: the layout of `kernels/linear/rows.cuh`; all others: that of `kernels/linear/prepared.cuh` for wgmma.
     pub columns: usize,
 }
 
 /// Numbers of tokens for which a matmul's input may be packed.
-pub const ORDERED_COLUMNS: [usize; 7] = [8, 16, 32, 64, 80, 96, 128];
+pub const ORDERED_COLUMNS: [usize; 7] = [FEW_ROWS, 16, 32, PACKED_ROWS, 80, 96, BLOCK_ROWS];
 
 impl Ordered {
     /// Bytes of the packed results, for `features` of K.

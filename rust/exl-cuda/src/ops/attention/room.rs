@@ -1,6 +1,7 @@
 //! Shared memory of attention's blocks.
 
 use super::{ROWS, UNIT};
+use crate::layout::COLUMN_TILE;
 use crate::ops::kv::{Codec, Kind};
 
 /// Bytes of a block of `kernels/attention/attention_wide.cuh`.
@@ -31,7 +32,7 @@ pub(super) fn unit_bytes(kind: Kind, dim: usize) -> usize {
 
 /// Bytes of a decode block beside its ring: the end of `Decode` of `kernels/attention/attention_decode.cuh`, or the rows of results.
 pub(super) fn decode_rest(kind: Kind, dim: usize, column_tiles: usize) -> usize {
-    let columns = 8 * column_tiles;
+    let columns = COLUMN_TILE * column_tiles;
     let own = |codec| {
         let (row, scales) = packed(codec, dim);
         (row + scales).next_multiple_of(16)

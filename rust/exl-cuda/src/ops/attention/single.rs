@@ -8,6 +8,7 @@ use super::select::{Call, Refusal, Rotated, takes};
 use super::tiles::Shares;
 use super::{ROWS, SPLIT_UNITS, UNIT, teams};
 use crate::capabilities::Capabilities;
+use crate::layout::COLUMN_TILE;
 use crate::ops::Element;
 use crate::ops::kv::{Codec, KINDS, Kind};
 
@@ -46,7 +47,7 @@ impl Heads {
     /// Tiles of eight query heads that kernels exist for.
     const fn most_tiles(self) -> usize {
         match self {
-            Self::Whole(_) => ROWS / 8,
+            Self::Whole(_) => ROWS / COLUMN_TILE,
             Self::Padded => 1,
         }
     }
@@ -115,7 +116,9 @@ pub(super) fn kernels(file: &str) -> Option<Vec<String>> {
     let most = if is_half(kind) { 1 } else { MOST_TEAMS };
     let all = (1..=most).flat_map(|teams| {
         each.clone()
-            .filter(move |&(_, heads, tiles)| teams <= most_teams(heads.padded(), 8 * tiles))
+            .filter(move |&(_, heads, tiles)| {
+                teams <= most_teams(heads.padded(), COLUMN_TILE * tiles)
+            })
             .map(move |(e, h, t)| long_name(kind, e, h, t, teams))
     });
     Some(all.collect())
@@ -178,7 +181,7 @@ pub(super) struct Few {
 
 /// Bytes of a block of `kernels/attention/attention_few.cuh`.
 fn few_shared(kind: Kind, dim: usize, rows: usize, size: usize) -> usize {
-    let columns = rows.next_multiple_of(8);
+    let columns = rows.next_multiple_of(COLUMN_TILE);
     let own = |codec| {
         let (row, scales) = packed(codec, dim);
         (row + scales).next_multiple_of(16)
@@ -335,7 +338,12 @@ impl Few {
     /// The launch.
     pub(super) fn blocks(self, call: &Call, heads: Heads) -> Blocks {
         Blocks {
-            kernel: few_name(call.kind, call.element, heads, call.group().div_ceil(8)),
+            kernel: few_name(
+                call.kind,
+                call.element,
+                heads,
+                call.group().div_ceil(COLUMN_TILE),
+            ),
             count: self.size * self.clusters,
             cluster: self.size,
             threads: 128,
@@ -363,9 +371,13 @@ const MOST_HALF_SPLITS: usize = 4;
 /// Most teams of a block.
 const MOST_TEAMS: usize = 2;
 
-/// Most teams of a block for `rows` query rows of a key head: results of two teams of more than eight rows of 256 elements never fit.
+/// Most teams of a block for `rows` query rows of a key head: results of two teams of more than one column tile of 256 elements never fit.
 const fn most_teams(dim: usize, rows: usize) -> usize {
-    if dim > 128 && rows > 8 { 1 } else { MOST_TEAMS }
+    if dim > 128 && rows > COLUMN_TILE {
+        1
+    } else {
+        MOST_TEAMS
+    }
 }
 
 /// Teams of a block, and number of blocks that share an SM. Many short sequences of packed keys are faster in small blocks that are all
@@ -382,7 +394,7 @@ fn teams(half: bool, blocks: usize, splits: usize, sms: usize) -> (usize, usize)
 
 /// Bytes of a block of `kernels/attention/attention_long.cuh` beside its units.
 fn long_rest(kind: Kind, dim: usize, rows: usize, teams: usize) -> usize {
-    let columns = rows.next_multiple_of(8);
+    let columns = rows.next_multiple_of(COLUMN_TILE);
     let own = |codec| {
         let (row, scales) = packed(codec, dim);
         (row + scales).next_multiple_of(16)
@@ -458,7 +470,7 @@ pub(super) fn long(
 impl Long {
     /// The launch.
     pub(super) fn blocks(self, caps: &Capabilities, call: &Call, heads: Heads) -> Blocks {
-        let tiles = call.group().div_ceil(8);
+        let tiles = call.group().div_ceil(COLUMN_TILE);
         Blocks {
             kernel: long_name(call.kind, call.element, heads, tiles, self.teams),
             count: self.splits,
@@ -563,7 +575,7 @@ mod tests {
                         for most in 1..=8 {
                             let (teams, slots) = fit(rows, most);
                             assert!(
-                                slots >= teams.min(most) || (dim > 128 && rows > 8),
+                                slots >= teams.min(most) || (dim > 128 && rows > COLUMN_TILE),
                                 "{} {dim} {rows} {most}",
                                 kind.name
                             );

@@ -7,6 +7,7 @@ use super::tiles::Shares;
 use super::{SPLIT_UNITS, UNIT};
 use crate::abi::assert_constants;
 use crate::capabilities::Capabilities;
+use crate::layout::COLUMN_TILE;
 use crate::ops::Element;
 use crate::ops::kv::Kind;
 
@@ -24,7 +25,7 @@ pub(super) fn name(kind: Kind, element: Element, heads: Heads, column_tiles: usi
 
 /// Bytes of a block with `teams` teams of `slots` units each.
 fn shared(kind: Kind, dim: usize, rows: usize, teams: usize, slots: usize) -> usize {
-    let columns = rows.next_multiple_of(8);
+    let columns = rows.next_multiple_of(COLUMN_TILE);
     let own = |codec| {
         let (row, scales) = packed(codec, dim);
         (row + scales).next_multiple_of(16)
@@ -84,7 +85,7 @@ pub(super) fn blocks(
     let (teams, slots) = shape(caps, (kind, dim, group), groups * splits, units)
         .ok_or(Refusal::SharedMemory(caps.shared_per_block))?;
     Ok(Blocks {
-        kernel: name(kind, call.element, heads, group.div_ceil(8)),
+        kernel: name(kind, call.element, heads, group.div_ceil(COLUMN_TILE)),
         count: splits,
         cluster: 0,
         threads: 128 * teams,

@@ -4,8 +4,9 @@ use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::elementwise::residual::MOST_PACKED_WIDTH;
-use crate::ops::linear::{PackedInput, few};
+use crate::ops::linear::PackedInput;
 use crate::ops::{Element, Target, index32};
+use crate::rows::FEW_ROWS;
 
 /// The kind of norm, with its specific parameters.
 #[derive(Clone, Copy, Debug)]
@@ -69,7 +70,7 @@ impl PackedKernel {
 
     /// The kernel for an input of so many columns, on any card.
     const fn select(columns: usize) -> Self {
-        if columns == few::MOST_ROWS {
+        if columns == FEW_ROWS {
             Self::Few
         } else {
             Self::Batch
@@ -258,7 +259,11 @@ mod tests {
     fn inputs_of_eight_columns_are_packed_for_few_rows() {
         let found = ORDERED_COLUMNS.map(|columns| (columns, PackedKernel::select(columns)));
         for (columns, kernel) in found {
-            assert_eq!(kernel == PackedKernel::Few, columns == 8, "{columns}");
+            assert_eq!(
+                kernel == PackedKernel::Few,
+                columns == FEW_ROWS,
+                "{columns}"
+            );
             assert!(kernels().contains(&kernel.name().to_owned()));
         }
     }

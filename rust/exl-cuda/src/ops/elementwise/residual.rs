@@ -4,8 +4,9 @@ use crate::abi::assert_constants;
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
-use crate::ops::linear::{PackedInput, few};
+use crate::ops::linear::PackedInput;
 use crate::ops::{Element, Target, index32};
+use crate::rows::FEW_ROWS;
 
 /// Operands of [`add_rms_norm`]: device addresses of `[rows, width]` of `element`, contiguous.
 #[derive(Clone, Copy, Debug)]
@@ -86,7 +87,7 @@ pub struct PostNorm {
     pub norm: RowNorm,
     /// F16; 0 if there is no `norm`, or `packed`
     pub output: usize,
-    /// The normed rows go here, at most [`few::MOST_ROWS`] of at most [`MOST_PACKED_WIDTH`] elements.
+    /// The normed rows go here, at most [`FEW_ROWS`] of at most [`MOST_PACKED_WIDTH`] elements.
     pub packed: Option<(usize, PackedInput)>,
     pub rows: usize,
     pub width: usize,
@@ -108,13 +109,11 @@ pub unsafe fn add_post_norm(to: Target, op: &PostNorm) -> Result<(), CudaError> 
     let rows = index32("rows", op.rows)?;
     let (blocks, shared) = match op.packed {
         None => (op.rows, 0),
-        Some(_) if op.rows <= few::MOST_ROWS && op.width <= MOST_PACKED_WIDTH => {
-            (few::MOST_ROWS, 2 * op.width)
-        }
+        Some(_) if op.rows <= FEW_ROWS && op.width <= MOST_PACKED_WIDTH => (FEW_ROWS, 2 * op.width),
         Some(_) => {
             return Err(CudaError::Argument {
                 what: format!("{} packed rows of {} elements", op.rows, op.width),
-                limit: format!("{} rows of {MOST_PACKED_WIDTH}", few::MOST_ROWS),
+                limit: format!("{FEW_ROWS} rows of {MOST_PACKED_WIDTH}"),
             });
         }
     };

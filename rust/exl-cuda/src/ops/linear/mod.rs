@@ -12,7 +12,7 @@ use crate::abi::assert_layout;
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
-use crate::layout::{Layout, Scales, UNIT_ROWS};
+use crate::layout::{COLUMN_TILE, Layout, Scales, UNIT_ROWS};
 
 /// Element type of results, as the kernels number them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -159,7 +159,7 @@ impl Matrix {
 
     /// Bytes of scratch memory that [`matmul`] needs for `m` rows.
     pub fn packed_bytes(&self, m: usize) -> usize {
-        self.argument.unit_count as usize * m.div_ceil(8) * 16 * UNIT_ROWS
+        self.argument.unit_count as usize * m.div_ceil(COLUMN_TILE) * 16 * UNIT_ROWS
     }
 }
 
@@ -280,7 +280,7 @@ pub(super) unsafe fn prepare(
         kernel: &kernel,
         grid: [
             matrix.argument.unit_count as u32,
-            (op.m.max(columns) as u32).div_ceil(8),
+            (op.m.max(columns) as u32).div_ceil(COLUMN_TILE as u32),
             1,
         ],
         // The previous launch writes the multipliers; this kernel reads them with ordinary loads.
@@ -310,10 +310,10 @@ pub unsafe fn matmul(
     let m = index32("rows", op.m)?;
     // SAFETY: this function's contract.
     unsafe { prepare(to, matrix, op, prepared, multipliers, 0)? };
-    // (Column tiles of 8 rows, row tiles) of a block.
-    let (columns, tiles) = match op.m {
-        ..=8 => (1, 1),
-        9..=16 => (2, 2),
+    // (Column tiles, row tiles) of a block.
+    let (columns, tiles) = match op.m.div_ceil(COLUMN_TILE) {
+        1 => (1, 1),
+        2 => (2, 2),
         _ => (4, 2),
     };
     let kernel = format!("tile_{}_{}_{columns}", matrix.kind, matrix.entry_rows);
@@ -321,7 +321,7 @@ pub unsafe fn matmul(
         kernel: &kernel,
         grid: [
             (matrix.argument.tiles as u32).div_ceil(tiles),
-            (op.m as u32).div_ceil(8 * columns),
+            (op.m as u32).div_ceil(COLUMN_TILE as u32 * columns),
             1,
         ],
         block: 256,

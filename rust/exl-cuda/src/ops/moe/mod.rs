@@ -15,7 +15,8 @@ use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::layout::TILE;
-use select::{FEW_ROWS, Kernel, by_eights};
+use crate::rows::FEW_ROWS;
+use select::{Kernel, by_eights};
 
 /// Most experts of a layer, and most pairs of a call, that one block can sort.
 pub const MOST_EXPERTS: usize = 1024;
@@ -23,8 +24,9 @@ pub const MOST_PAIRS: usize = 1024;
 
 assert_constants!(experts, { EXPERTS_MOST == MOST_EXPERTS, PAIRS_MOST == MOST_PAIRS });
 
-/// Rows of an expert that are multiplied at a time if there are more.
+/// Rows of an expert that are multiplied at a time if there are more than [`FEW_ROWS`].
 const MANY_COLUMNS: usize = 16;
+assert_constants!(experts_product, { MANY_COLUMNS == MANY_COLUMNS });
 /// Target number of tasks for the warps of a block, and most row tiles of a block.
 const TASKS: usize = 16;
 const MOST_SPAN: usize = 8;

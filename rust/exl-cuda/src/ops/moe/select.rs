@@ -3,10 +3,7 @@
 //! Shared launches give results that are bitwise those of one expert after the other with batch-invariant matmuls.
 //! [`super::Experts::new`] reports which experts can share launches on a card.
 
-use crate::ops::linear::select::MOST_PACKED_ROWS;
-
-/// Largest number of rows for which no expert has more than eight.
-pub(super) const FEW_ROWS: usize = 8;
+use crate::rows::{FEW_ROWS, PACKED_ROWS};
 
 /// Average pairs an expert up to which few experts have more than eight.
 const FEW_PAIRS: usize = 4;
@@ -59,7 +56,7 @@ pub fn select(
     invariant: bool,
 ) -> Kernel {
     let pairs = rows * chosen;
-    if !invariant && rows > MOST_PACKED_ROWS && pairs > experts * DEQUANTIZED_ROWS {
+    if !invariant && rows > PACKED_ROWS && pairs > experts * DEQUANTIZED_ROWS {
         Kernel::Dequantized
     } else if pairs > experts * SHARED_ROWS.max(SHARED_WORK / weights.max(1)) {
         Kernel::Apart

@@ -12,6 +12,7 @@ use super::single::{self, Blocks};
 use super::tiles::{Shares, Tile};
 use super::{ROWS, SPLIT_UNITS, UNIT, WIDE_DIMS, padded, teams};
 use crate::capabilities::{Capabilities, Feature};
+use crate::layout::COLUMN_TILE;
 use crate::ops::kv::Kind;
 use call::needs;
 pub(super) use call::takes;
@@ -245,7 +246,7 @@ fn plan_prompt(caps: &Capabilities, call: &Call, kernel: Kernel, refused: Refuse
 
 fn plan_decode(caps: &Capabilities, call: &Call, shares: Shares, refused: Refused) -> Plan {
     let (dim, tile) = (padded(call.head_dim), shares.tile);
-    let column_tiles = tile.rows().div_ceil(8);
+    let column_tiles = tile.rows().div_ceil(COLUMN_TILE);
     let (ring, shared) = decode_shared(call.kind, dim, column_tiles, caps.shared_per_block);
     Plan {
         call: *call,

@@ -1,7 +1,7 @@
 //! The launch that packs a matmul's input: rows of x in the order of the weights, with the norm.
 
 use super::plan::{Code, LEFT_FREE, SHARED_BYTES, Shares, left_alone};
-use super::{MOST_ROWS, Matmul, Room};
+use super::{Matmul, Room};
 use crate::abi::{assert_constants, assert_layout};
 use crate::capabilities::Capabilities;
 use crate::device::Device;
@@ -11,6 +11,7 @@ use crate::layout::UNIT_ROWS;
 use crate::ops::Target;
 use crate::ops::linear::select::Kernel;
 use crate::ops::linear::{self, Half, Matrix};
+use crate::rows::BLOCK_ROWS;
 
 const LAYOUT_THREADS: u32 = 128;
 assert_constants!(batch_rows, { LAYOUT_THREADS == LAYOUT_THREADS });
@@ -95,7 +96,7 @@ fn idle_blocks(caps: &Capabilities, m: usize, features: usize) -> usize {
 pub(super) fn packs(caps: &Capabilities, matrix: &Matrix, norm: bool) -> bool {
     let most = SHARED_BYTES.min(caps.shared_per_block);
     matrix.in_features().is_multiple_of(8)
-        && Division::new(matrix, MOST_ROWS, norm, Code::Wgmma).shared <= most
+        && Division::new(matrix, BLOCK_ROWS, norm, Code::Wgmma).shared <= most
 }
 
 /// Pack the rows of x into the scratch memory.

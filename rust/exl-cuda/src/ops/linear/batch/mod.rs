@@ -5,7 +5,7 @@ mod layout;
 mod plan;
 
 use super::ring::Norm;
-use super::select::{Epilogue, Kernel, MOST_BLOCK_ROWS, Refusal, check_alike};
+use super::select::{Epilogue, Kernel, Refusal, check_alike};
 use super::{Half, Matrix};
 use crate::abi::assert_constants;
 use crate::capabilities::Capabilities;
@@ -20,8 +20,6 @@ use plan::{
     VARIANTS, columns_of, items, plan, unit_bytes,
 };
 
-/// Most rows of the batch kernel, by wgmma.
-pub const MOST_ROWS: usize = MOST_BLOCK_ROWS;
 /// Most matrices of a launch.
 pub const MATRICES: usize = 3;
 

@@ -2,12 +2,13 @@
 
 mod shares;
 
-use super::{MATRICES, MOST_ROWS};
+use super::MATRICES;
 use crate::abi::{assert_constants, assert_layout};
 use crate::capabilities::{Capabilities, Feature};
 use crate::layout::{TILE, UNIT_ROWS};
 use crate::ops::linear::select::{Refusal, check_rows};
 use crate::ops::linear::{Matrix, MatrixArgument};
+use crate::rows::{BLOCK_ROWS, PACKED_ROWS};
 pub use shares::{Shares, columns_of};
 
 /// Variants of the kernel for wgmma: columns, and the multiplying warpgroups of a block.
@@ -18,10 +19,10 @@ pub const VARIANTS: [(usize, usize); 7] = [
     (64, 3),
     (80, 2),
     (96, 2),
-    (128, 2),
+    (BLOCK_ROWS, 2),
 ];
-/// Variants of the kernel for `mma.sync`, with the columns of up to 64 rows; a warpgroup is four warps.
-pub const MMA_VARIANTS: [(usize, usize); 3] = [(16, 4), (32, 4), (64, 2)];
+/// Variants of the kernel for `mma.sync`, of up to [`PACKED_ROWS`] columns; a warpgroup is four warps.
+pub const MMA_VARIANTS: [(usize, usize); 3] = [(16, 4), (32, 4), (PACKED_ROWS, 2)];
 
 /// The code of the kernel, by the features of the card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -13,18 +13,16 @@ use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::Target;
+use crate::rows::FEW_ROWS;
 pub(super) use plan::plan_direct;
 use plan::{DIRECT_THREADS, SQUARES_BYTES, THREADS, copies, plan};
 pub use plan::{Plan, Tuning};
 
-/// Most rows of the kernel.
-pub const MOST_ROWS: usize = 8;
 const ROWS_THREADS: u32 = 128;
 /// Words of 16 bytes of a unit's activations, a row.
 const WORDS: usize = 32;
 
 assert_constants!(rows, { ROWS_THREADS == ROWS_THREADS });
-assert_constants!(direct, { DIRECT_ROWS == MOST_ROWS });
 
 /// Source of a matmul's input.
 #[derive(Clone, Copy, Debug)]
@@ -58,10 +56,10 @@ pub(super) fn kernels(kind: &str) -> Vec<String> {
     [128, 32].into_iter().flat_map(forms).collect()
 }
 
-/// Whether launches of up to [`MOST_ROWS`] rows take these matrices.
+/// Whether launches of up to [`FEW_ROWS`] rows take these matrices.
 pub(super) fn takes(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> Result<(), Refusal> {
     let epilogue = (gated, true);
-    plan(caps, matrices, MOST_ROWS, epilogue, Tuning::default()).map(|_| ())
+    plan(caps, matrices, FEW_ROWS, epilogue, Tuning::default()).map(|_| ())
 }
 
 /// The launches of `rows` rows, without addresses.
@@ -82,7 +80,7 @@ pub(super) fn shared_bytes(
     matrices: &[&Matrix],
     gated: bool,
 ) -> Option<usize> {
-    plan(caps, matrices, MOST_ROWS, (gated, false), Tuning::default())
+    plan(caps, matrices, FEW_ROWS, (gated, false), Tuning::default())
         .ok()
         .map(|plan| plan.shared)
 }
@@ -90,7 +88,7 @@ pub(super) fn shared_bytes(
 /// Bytes of scratch memory that [`launch`] needs, for any number of rows and any tuning; a packed input is at its beginning.
 pub fn scratch_bytes(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> usize {
     let epilogue = (gated, true);
-    plan(caps, matrices, MOST_ROWS, epilogue, Tuning::default())
+    plan(caps, matrices, FEW_ROWS, epilogue, Tuning::default())
         .map_or(0, |plan| plan.scratch_bytes())
 }
 
@@ -151,12 +149,12 @@ impl Plan {
     /// Set `next` as the destination of the results.
     fn bind_next(&mut self, caps: &Capabilities, next: Next) -> Result<(), CudaError> {
         let plan = if self.direct {
-            plan_direct(caps, next.matrices, MOST_ROWS, next.gated)
+            plan_direct(caps, next.matrices, FEW_ROWS, next.gated)
         } else {
             plan(
                 caps,
                 next.matrices,
-                MOST_ROWS,
+                FEW_ROWS,
                 (next.gated, true),
                 Tuning::default(),
             )
@@ -196,7 +194,7 @@ impl Plan {
         let launch = Launch {
             kernel,
             grid: [
-                MOST_ROWS as u32,
+                FEW_ROWS as u32,
                 (self.task.units as u32 * 32).div_ceil(ROWS_THREADS),
                 1,
             ],

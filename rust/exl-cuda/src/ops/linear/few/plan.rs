@@ -3,10 +3,10 @@
 use super::super::Matrix;
 use super::super::ring::MATRICES;
 use super::super::select::{Refusal, check_alike, check_rows};
-use super::MOST_ROWS;
 pub(super) use super::task::{LISTED, Part, Preparation, Task};
 use crate::abi::assert_constants;
 use crate::capabilities::{Capabilities, Feature};
+use crate::rows::FEW_ROWS;
 
 /// Threads of a block of `kernels/linear/direct.cuh`.
 pub(super) const DIRECT_THREADS: u32 = 256;
@@ -266,7 +266,7 @@ pub(super) fn plan(
     if !caps.has(Feature::BulkCopy) {
         return Err(Refusal::Needs(Feature::BulkCopy));
     }
-    check_rows(m, MOST_ROWS)?;
+    check_rows(m, FEW_ROWS)?;
     check_alike(matrices, gated)?;
     let full = Refusal::SharedMemory(caps.shared_per_block);
     // A block of the packing launch holds one row.
@@ -485,7 +485,7 @@ pub(in crate::ops::linear) fn plan_direct(
     m: usize,
     gated: bool,
 ) -> Result<Plan, Refusal> {
-    check_rows(m, MOST_ROWS)?;
+    check_rows(m, FEW_ROWS)?;
     check_alike(matrices, gated)?;
     // A block of the packing launch holds one row.
     if 2 * matrices[0].in_features() + 1024 > caps.shared_per_block {

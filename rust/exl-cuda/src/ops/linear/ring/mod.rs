@@ -13,8 +13,6 @@ use crate::ops::Target;
 pub use plan::Plan;
 use plan::{LAYER, THREADS, plan};
 
-/// Most rows of the ring kernel.
-pub const MOST_ROWS: usize = 8;
 /// Most matrices of a launch.
 pub const MATRICES: usize = 3;
 /// `gate` of the kernels' parameters without an activation (`kernels/linear/gate.cuh`).
@@ -112,7 +110,7 @@ pub(super) fn shared_bytes(
 /// Number of activation rows that one launch for these matrices takes on this GPU; 0 if it cannot run there.
 #[cfg(test)]
 pub fn rows(caps: &Capabilities, matrices: &[&Matrix], epilogue: Epilogue) -> usize {
-    (1..=MOST_ROWS)
+    (1..=crate::rows::FEW_ROWS)
         .rev()
         .find(|&m| plan(caps, matrices, m, epilogue, None).is_ok())
         .unwrap_or(0)

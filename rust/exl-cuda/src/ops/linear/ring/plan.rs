@@ -1,11 +1,12 @@
 //! Division of a ring launch among blocks and their shared memory.
 
-use super::{MATRICES, MOST_ROWS, Tuning};
+use super::{MATRICES, Tuning};
 use crate::abi::{assert_constants, assert_layout};
 use crate::capabilities::{Capabilities, Feature};
 use crate::layout::TILE;
 use crate::ops::linear::select::{Epilogue, Refusal, check_alike, check_rows};
 use crate::ops::linear::{Matrix, MatrixArgument};
+use crate::rows::FEW_ROWS;
 
 /// Most stages of eight units in a tile.
 const MOST_STAGES: usize = 32;
@@ -203,7 +204,7 @@ fn check(
     if !caps.has(Feature::BulkCopy) {
         return Err(Refusal::Needs(Feature::BulkCopy));
     }
-    check_rows(m, MOST_ROWS)?;
+    check_rows(m, FEW_ROWS)?;
     check_alike(matrices, epilogue.gate)?;
     // The kernel's 512 threads hold a whole row if they need its sum or maximum first.
     let widest = match epilogue {
@@ -423,7 +424,7 @@ mod tests {
     fn a_ring_fits_the_shared_memory() {
         for (units, bytes) in [(1, 1040), (16, 4112), (56, 2064), (56, 4112), (255, 4160)] {
             let made = matrix(units, bytes);
-            for m in 1..=8 {
+            for m in 1..=FEW_ROWS {
                 for together in [vec![&made], vec![&made, &made, &made]] {
                     if let Ok(plan) = plan(&hopper(), &together, m, Epilogue::default(), None) {
                         let task = plan.task;

@@ -14,7 +14,7 @@ pub struct Call {
     pub aligned_input: bool,
     /// Results are aligned to 8 bytes, and a residual to 4.
     pub aligned_output: bool,
-    /// A row's result must not depend on the number of rows; for up to [`super::MOST_PACKED_ROWS`] rows it never does.
+    /// A row's result must not depend on the number of rows; for up to [`crate::rows::PACKED_ROWS`] rows it never does.
     pub invariant: bool,
 }
 

@@ -1,6 +1,6 @@
 //! The table that picks the kernel of a quantized matmul by rows, matrices, card, epilogue and alignment.
 //!
-//! All kernels give bitwise identical results up to [`MOST_PACKED_ROWS`] rows, so the choice only affects speed. Each kernel's module
+//! All kernels give bitwise identical results up to [`PACKED_ROWS`] rows, so the choice only affects speed. Each kernel's module
 //! reports what it cannot take as a [`Refusal`]; this module has the order in which kernels are tried. Launches and reports use the same
 //! functions: [`plan`] for matrices over one input with an epilogue, [`plan_alone`] for one matrix.
 
@@ -12,25 +12,17 @@ mod tests;
 use super::{Matrix, batch, few, ring};
 use crate::capabilities::{Capabilities, Feature};
 use crate::launch::CudaError;
+use crate::rows::{BLOCK_ROWS, FEW_ROWS, GEMV_ROWS, PACKED_ROWS};
 
 pub(super) use call::check_alike;
 pub(crate) use call::check_rows;
 pub use call::{Call, Epilogue, Refusal};
 pub use plan::{Plan, Planned, Tuning};
 
-/// Most rows of a call that run on packed weights unless rows must be batch-invariant; for more it is cheaper to dequantize once.
-pub const MOST_PACKED_ROWS: usize = 64;
-
-/// Most rows of a launch on packed weights: of [`Kernel::GemmBatch`] on cards with wgmma. Captured steps of more rows run in blocks.
-pub const MOST_BLOCK_ROWS: usize = 128;
-
 /// Whether the rows of a call are batch-invariant: always for few rows, else if the call asks for it.
 pub const fn is_invariant(rows: usize, invariant: bool) -> bool {
-    rows <= MOST_PACKED_ROWS || invariant
+    rows <= PACKED_ROWS || invariant
 }
-
-/// Largest number of rows for which [`Kernel::GemvRing`] is faster than [`Kernel::GemmFew`], by measurement.
-pub const MOST_GEMV_ROWS: usize = 2;
 
 /// Least bytes of packed weights for which [`Kernel::GemmFew`] saves more than the launch that packs its input takes.
 pub const LEAST_PACKED_ALONE: usize = 8 << 20;
@@ -76,10 +68,9 @@ impl Kernel {
     /// Most rows of a launch.
     pub const fn most_rows(self) -> usize {
         match self {
-            Self::GemvRing => ring::MOST_ROWS,
-            Self::GemmFew | Self::GemmDirect => few::MOST_ROWS,
-            Self::GemmBatch => batch::MOST_ROWS,
-            Self::GemmTile => MOST_PACKED_ROWS,
+            Self::GemvRing | Self::GemmFew | Self::GemmDirect => FEW_ROWS,
+            Self::GemmBatch => BLOCK_ROWS,
+            Self::GemmTile => PACKED_ROWS,
             Self::GemmLarge => usize::MAX,
         }
     }
@@ -94,7 +85,7 @@ impl Kernel {
         let Call { rows, epilogue, .. } = call;
         check_rows(rows, self.most_rows())?;
         // For more rows, a launch of the LayerNorm that packs the input of a faster kernel repays.
-        if epilogue.layer && (self != Self::GemvRing || rows > MOST_GEMV_ROWS) {
+        if epilogue.layer && (self != Self::GemvRing || rows > GEMV_ROWS) {
             return Err(Refusal::Operands("an RMS norm"));
         }
         match self {
@@ -129,16 +120,16 @@ impl Kernel {
 }
 /// Plan a call of `matrices` over one input, on a card of these capabilities.
 ///
-/// More than [`MOST_PACKED_ROWS`] rows dequantize each matrix once or, if rows must be batch-invariant, run in blocks on packed weights:
-/// of [`MOST_BLOCK_ROWS`] rows where a kernel takes them, else of [`MOST_PACKED_ROWS`].
+/// More than [`PACKED_ROWS`] rows dequantize each matrix once or, if rows must be batch-invariant, run in blocks on packed weights:
+/// of [`BLOCK_ROWS`] rows where a kernel takes them, else of [`PACKED_ROWS`].
 pub fn plan(caps: &Capabilities, matrices: &[&Matrix], call: Call) -> Plan {
     let of = |rows| plan(caps, matrices, Call { rows, ..call });
-    if call.rows > MOST_BLOCK_ROWS && call.invariant {
-        let (mut block, rest) = (of(MOST_BLOCK_ROWS), call.rows % MOST_BLOCK_ROWS);
+    if call.rows > BLOCK_ROWS && call.invariant {
+        let (mut block, rest) = (of(BLOCK_ROWS), call.rows % BLOCK_ROWS);
         block.joined &= rest == 0 || of(rest).joined;
         return block;
     }
-    if call.rows > MOST_PACKED_ROWS && !call.invariant {
+    if call.rows > PACKED_ROWS && !call.invariant {
         let Plan {
             kernel, refused, ..
         } = plan_alone(caps, matrices[0], call);
@@ -156,8 +147,8 @@ pub fn plan(caps: &Capabilities, matrices: &[&Matrix], call: Call) -> Plan {
             Tuning::default(),
         );
     }
-    if call.rows > MOST_PACKED_ROWS {
-        return of(MOST_PACKED_ROWS);
+    if call.rows > PACKED_ROWS {
+        return of(PACKED_ROWS);
     }
     let alone = plan_alone(caps, matrices[0], call);
     Plan::new(
@@ -178,18 +169,17 @@ pub fn plan_alone(caps: &Capabilities, matrix: &Matrix, call: Call) -> Plan {
         bf16: call.epilogue.bf16,
         ..Epilogue::default()
     };
-    let many = call.rows > MOST_PACKED_ROWS && call.invariant;
-    let block = Call::aligned(call.rows.min(MOST_BLOCK_ROWS), epilogue);
+    let many = call.rows > PACKED_ROWS && call.invariant;
+    let block = Call::aligned(call.rows.min(BLOCK_ROWS), epilogue);
     let rows = match Kernel::GemmBatch.takes(caps, &[matrix], block) {
         Ok(()) if many => block.rows,
-        Err(_) if many => MOST_PACKED_ROWS,
+        Err(_) if many => PACKED_ROWS,
         _ => call.rows,
     };
-    let few = (rows > MOST_GEMV_ROWS && matrix.image_bytes() >= LEAST_PACKED_ALONE)
-        .then_some(Kernel::GemmFew);
+    let few =
+        (rows > GEMV_ROWS && matrix.image_bytes() >= LEAST_PACKED_ALONE).then_some(Kernel::GemmFew);
     // Without wgmma, a batch of few rows costs as much as one of sixteen.
-    let batch =
-        (many || rows <= MOST_PACKED_ROWS) && (rows > few::MOST_ROWS || caps.has(Feature::Wgmma));
+    let batch = (many || rows <= PACKED_ROWS) && (rows > FEW_ROWS || caps.has(Feature::Wgmma));
     let order: Vec<Kernel> = few
         .into_iter()
         .chain([Kernel::GemvRing])
@@ -276,7 +266,7 @@ fn first_of(
     for &kernel in order {
         match kernel.takes(caps, matrices, call) {
             Ok(()) => return (Some(kernel), refused),
-            Err(Refusal::Rows { rows, limit }) if rows > limit && limit < MOST_PACKED_ROWS => {}
+            Err(Refusal::Rows { rows, limit }) if rows > limit && limit < PACKED_ROWS => {}
             Err(why) => refused.push((kernel, why)),
         }
     }
@@ -285,7 +275,7 @@ fn first_of(
 
 /// Kernels that take an epilogue, fastest first.
 fn joined_order(rows: usize) -> [Kernel; 4] {
-    let (first, second) = if rows <= MOST_GEMV_ROWS {
+    let (first, second) = if rows <= GEMV_ROWS {
         (Kernel::GemvRing, Kernel::GemmFew)
     } else {
         (Kernel::GemmFew, Kernel::GemvRing)

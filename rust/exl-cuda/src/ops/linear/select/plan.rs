@@ -1,8 +1,9 @@
 //! The launch plan of a matmul: kernel, memory and chaining.
 
 use super::super::{Matrix, batch, few, ring};
-use super::{Call, Epilogue, Kernel, MOST_GEMV_ROWS, Refusal};
+use super::{Call, Epilogue, Kernel, Refusal};
 use crate::capabilities::Capabilities;
+use crate::rows::{FEW_ROWS, GEMV_ROWS};
 
 /// Launch parameters of benchmarks and tests that override the plan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -162,12 +163,12 @@ impl Plan {
         }
         match self.kernel {
             Kernel::GemmFew | Kernel::GemmDirect
-                if rows > MOST_GEMV_ROWS || self.kernel == Kernel::GemmDirect =>
+                if rows > GEMV_ROWS || self.kernel == Kernel::GemmDirect =>
             {
                 self.takes_packed = few::takes_packed(matrices);
                 self.packs_results = gate || matrices.len() == 1;
                 let bare = self.takes_packed && !norm;
-                self.input_columns = bare.then_some(few::MOST_ROWS);
+                self.input_columns = bare.then_some(FEW_ROWS);
             }
             Kernel::GemmBatch if batch::stores_pairs(matrices) => {
                 self.packs_results = gate && !self.separate_gate;

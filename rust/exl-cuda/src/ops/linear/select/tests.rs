@@ -129,7 +129,7 @@ fn matmuls_without_bulk_copies_chain_for_any_number_of_rows() {
 fn a_module_of_older_code_keeps_newer_kernels_off_the_card() {
     let (proxy, native) = (card("H100", &["80+ptx"]), card("H100", &["80+ptx", "90a"]));
     for rows in [1, 2, 3, 8, 9, 64] {
-        let direct = rows <= few::MOST_ROWS;
+        let direct = rows <= FEW_ROWS;
         let expected = if direct { "m_direct+" } else { "m_batch+" };
         assert_eq!(selected(&proxy, rows), all(expected), "{rows}");
         let found = selected(&native, rows);
@@ -149,20 +149,20 @@ fn rows_decide_the_kernel_at_each_limit() {
     let kernel = |rows, epilogue| select(&hopper, &[&made], Call::aligned(rows, epilogue)).kernel;
     let limits = [
         (1, Kernel::GemvRing),
-        (MOST_GEMV_ROWS, Kernel::GemvRing),
-        (MOST_GEMV_ROWS + 1, Kernel::GemmFew),
-        (few::MOST_ROWS, Kernel::GemmFew),
-        (few::MOST_ROWS + 1, Kernel::GemmBatch),
-        (MOST_PACKED_ROWS, Kernel::GemmBatch),
-        (MOST_PACKED_ROWS + 1, Kernel::GemmBatch),
-        (MOST_BLOCK_ROWS, Kernel::GemmBatch),
-        (MOST_BLOCK_ROWS + 1, Kernel::GemmBatch),
+        (GEMV_ROWS, Kernel::GemvRing),
+        (GEMV_ROWS + 1, Kernel::GemmFew),
+        (FEW_ROWS, Kernel::GemmFew),
+        (FEW_ROWS + 1, Kernel::GemmBatch),
+        (PACKED_ROWS, Kernel::GemmBatch),
+        (PACKED_ROWS + 1, Kernel::GemmBatch),
+        (BLOCK_ROWS, Kernel::GemmBatch),
+        (BLOCK_ROWS + 1, Kernel::GemmBatch),
     ];
     for (rows, expected) in limits {
         for epilogue in [PLAIN, NORM, RESIDUAL, Epilogue { bf16: true, ..NORM }] {
             assert_eq!(kernel(rows, epilogue), expected, "{rows} {epilogue:?}");
             let fast = select(&hopper, &[&made], prompt(rows, epilogue)).kernel;
-            let many = rows > MOST_PACKED_ROWS;
+            let many = rows > PACKED_ROWS;
             assert_eq!(fast, if many { Kernel::GemmLarge } else { expected });
         }
         let small = sized(16, 2064, 64);
@@ -170,7 +170,7 @@ fn rows_decide_the_kernel_at_each_limit() {
         for bf16 in [false, true] {
             let epilogue = Epilogue { bf16, ..PLAIN };
             let alone = |matrix| plan_alone(&hopper, matrix, prompt(rows, epilogue)).kernel;
-            let expected = if rows > MOST_PACKED_ROWS {
+            let expected = if rows > PACKED_ROWS {
                 Kernel::GemmLarge
             } else {
                 expected
@@ -216,7 +216,7 @@ fn a_large_matrix_alone_has_its_input_packed_by_a_launch() {
     };
     for name in ["H100", "H200", "B200"] {
         let caps = card(name, RELEASE);
-        for rows in MOST_GEMV_ROWS + 1..=few::MOST_ROWS {
+        for rows in GEMV_ROWS + 1..=FEW_ROWS {
             assert_eq!(
                 kernel(&caps, tiles - 1, rows),
                 Kernel::GemvRing,
@@ -286,7 +286,7 @@ fn matmuls_chain_if_one_kernel_packs_the_input_of_the_other() {
                     .iter()
                     .all(|plan| plan.joined && plan.kernel == kernel)
             };
-            let few = rows > MOST_GEMV_ROWS;
+            let few = rows > GEMV_ROWS;
             let expected = (few && both(&o, &gate_up, Kernel::GemmFew))
                 || both(&o, &gate_up, Kernel::GemmDirect);
             assert_eq!(o.chains_to(&gate_up), expected, "{name} {rows}");
@@ -301,9 +301,7 @@ fn matmuls_chain_if_one_kernel_packs_the_input_of_the_other() {
                 kernel => [Kernel::GemmDirect, Kernel::GemmBatch].contains(&kernel),
             };
             assert_eq!(columns.is_some(), o.joined && packs, "{name} {rows}");
-            assert!(
-                columns.is_none_or(|columns| (o.call.rows..=MOST_BLOCK_ROWS).contains(&columns))
-            );
+            assert!(columns.is_none_or(|columns| (o.call.rows..=BLOCK_ROWS).contains(&columns)));
         }
     }
 }

@@ -1,12 +1,13 @@
 //! Division of a launch's items and of K among blocks.
 
 use super::{
-    COUNTERS, Code, EVEN_COLUMNS, EVEN_GROUPS, EXCHANGE_CYCLES, ITEM_TILES, MOST_ROWS,
-    NARROW_COLUMNS, QUARTERS, Tuning, UNCUT_ITEMS, VARIANTS, WIDE_EXCHANGE_CYCLES, items,
+    COUNTERS, Code, EVEN_COLUMNS, EVEN_GROUPS, EXCHANGE_CYCLES, ITEM_TILES, NARROW_COLUMNS,
+    QUARTERS, Tuning, UNCUT_ITEMS, VARIANTS, WIDE_EXCHANGE_CYCLES, items,
 };
 use crate::capabilities::Capabilities;
 use crate::layout::TILE;
 use crate::ops::linear::Matrix;
+use crate::rows::BLOCK_ROWS;
 
 /// Division of a launch's work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,7 +39,7 @@ pub fn columns_of(m: usize) -> usize {
     let all = VARIANTS.map(|(columns, _)| columns);
     all.into_iter()
         .find(|&columns| m <= columns)
-        .unwrap_or(MOST_ROWS)
+        .unwrap_or(BLOCK_ROWS)
 }
 
 impl Shares {

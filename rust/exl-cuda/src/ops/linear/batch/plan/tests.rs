@@ -119,7 +119,7 @@ fn a_plan_fits_the_shared_memory() {
         (255, 4160),
     ] {
         let made = matrix(units, bytes);
-        for m in 1..=MOST_ROWS {
+        for m in 1..=BLOCK_ROWS {
             for together in [vec![&made], vec![&made, &made], vec![&made; 3]] {
                 let plan = plan(&hopper(), &together, m, false, Tuning::default())
                     .expect("two stages fit at eight bits");

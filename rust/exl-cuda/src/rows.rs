@@ -1,0 +1,35 @@
+//! Limits of rows that several kernels, launchers or Python share, each with its only definition.
+//!
+//! `kernels/common/row_limits.cuh` states the one that CUDA sources need, and the comparison below fails the build where it differs. Python
+//! asks for all of them (`exl_kernels.selection`). Thresholds that one family of kernels has measured are in its `select`.
+//! `scripts/check_tree.py` refuses a second definition, and a number in their place.
+
+use crate::abi::assert_constants;
+use crate::layout::COLUMN_TILE;
+
+/// Largest number of rows for which `gemv_ring` is faster than `gemm_few`, by measurement.
+pub const GEMV_ROWS: usize = 2;
+
+/// Most rows of `gemv_ring`, `gemm_few` and `gemm_direct`, columns of the packed input of the last two, and rows of an expert that are
+/// multiplied at a time in the kernels for few: one column tile.
+pub const FEW_ROWS: usize = COLUMN_TILE;
+
+/// Most rows of a call that run on packed weights unless rows must be batch-invariant; for more it is cheaper to dequantize once. Rows of a
+/// block of float matmuls that are batch-invariant, too.
+pub const PACKED_ROWS: usize = 64;
+
+/// Most rows of a launch on packed weights: of `gemm_batch` on cards with wgmma. Captured steps of more rows run in blocks.
+pub const BLOCK_ROWS: usize = 128;
+
+/// Most tokens of a decode step, captured or not, whose results do not depend on other rows.
+pub const STEP_ROWS: usize = 256;
+
+assert_constants!(row_limits, { FEW_ROWS == FEW_ROWS });
+
+const _: () = assert!(
+    GEMV_ROWS < FEW_ROWS
+        && FEW_ROWS < PACKED_ROWS
+        && BLOCK_ROWS.is_multiple_of(PACKED_ROWS)
+        && STEP_ROWS.is_multiple_of(BLOCK_ROWS),
+    "whole blocks make up a step, and whole launches a block"
+);
