@@ -15,7 +15,7 @@ from exl_kernels.device import row_invariant_matmuls, rows_are_invariant
 from exl_kernels.linear.fused import Activation
 from exl_kernels.linear.planned import ShapedMatmul, blocks_of, is_whole_block
 from exl_kernels.moe.cuda import ExpertRouter
-from exl_kernels.selection import BLOCK_ROWS, PACKED_ROWS, STEP_ROWS, Card, Selection, rope_store_kernel
+from exl_kernels.selection import BLOCK_ROWS, FEW_ROWS, PACKED_ROWS, STEP_ROWS, Card, Selection, rope_store_kernel
 
 from ..config import ExLlamaV2Config
 from ..config.rope_config import main_rope
@@ -40,7 +40,7 @@ from .select import Way
 
 __all__ = ["KEYS", "PROMPTS", "ROWS", "WAY", "KernelUse", "kernel_uses"]
 
-ROWS = (1, 8, 32, 64)
+ROWS = (1, FEW_ROWS, 32, PACKED_ROWS)
 """Default numbers of sequences of a step."""
 
 PROMPTS = (128, 512)

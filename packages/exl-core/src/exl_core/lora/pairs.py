@@ -8,12 +8,11 @@ from torch import Tensor
 from exl_kernels.device import rows_are_invariant
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.lora import LoraEntry, LoraTable
+from exl_kernels.selection import PACKED_ROWS
 
 from ..device import activation_dtype
 
 __all__ = ["EmbeddingPair", "LoraPair"]
-
-LIBRARY_ROWS = 64  # rows of one matmul on a GPU, where a library picks its kernel, and so its order of sums, by shape
 
 
 class LoraPair:
@@ -92,13 +91,16 @@ def _for_device(weight: Tensor, device: torch.device) -> Tensor:
 
 
 def _in_blocks(matrix: QuantMatrix, x: Tensor) -> Tensor:
-    """Compute matrix.matmul(x), on a GPU always LIBRARY_ROWS rows at a time (the last block padded with zeros)."""
+    """Compute matrix.matmul(x), on a GPU always PACKED_ROWS rows at a time (the last block padded with zeros).
+
+    A library picks its kernel, and with it the order of sums, by the shape.
+    """
     if x.device.type == "cpu":
         return matrix.matmul(x)
     rows = x.shape[0]
-    if rows % LIBRARY_ROWS:
-        x = torch.nn.functional.pad(x, (0, 0, 0, LIBRARY_ROWS - rows % LIBRARY_ROWS))
+    if rows % PACKED_ROWS:
+        x = torch.nn.functional.pad(x, (0, 0, 0, PACKED_ROWS - rows % PACKED_ROWS))
     out = torch.empty((x.shape[0], matrix.out_features), dtype=x.dtype, device=x.device)
-    for begin in range(0, x.shape[0], LIBRARY_ROWS):
-        matrix.matmul(x[begin : begin + LIBRARY_ROWS], out=out[begin : begin + LIBRARY_ROWS])
+    for begin in range(0, x.shape[0], PACKED_ROWS):
+        matrix.matmul(x[begin : begin + PACKED_ROWS], out=out[begin : begin + PACKED_ROWS])
     return out[:rows]

@@ -7,11 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["ROWS", "PromptScores", "TokenScore", "scores_of"]
-
-ROWS = 64
-"""Most prompt tokens of a pass that computes logits: a row of them is as large as the vocabulary. Passes of so many
-tokens are batch-invariant also on a GPU."""
+__all__ = ["PromptScores", "TokenScore", "scores_of"]
 
 
 class TokenScore(NamedTuple):

@@ -14,12 +14,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from exl_generate.dynamic.events import Events
-from exl_generate.dynamic.prompt_scores import ROWS
 from exl_generate.dynamic.runner import Chunk, Runner
 from exl_generate.dynamic.scheduler import Scheduler
 from exl_generate.dynamic.sequence import Sequence
 from exl_generate.dynamic.snapshot import Counters
 from exl_generate.dynamic.speculation import Drafter
+from exl_kernels.selection import PACKED_ROWS
 
 if TYPE_CHECKING:
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
@@ -96,7 +96,8 @@ class _PrefillStep:
                 self._catch_up(job, sequence)
                 if sequence.prefilled or spent >= budget:
                     continue
-                most = min(budget - spent, ROWS) if sequence.scoring else budget - spent
+                # Scored prompts need all logits, and a row of them is as large as the vocabulary.
+                most = min(budget - spent, PACKED_ROWS) if sequence.scoring else budget - spent
                 chunk = Chunk(sequence, *sequence.next_chunk(most))
                 sequence.provide(chunk.end)
                 spent += len(chunk)
