@@ -1,5 +1,5 @@
 """Facts about the tree that no linter knows: lock hygiene, host names, machine paths, clocks in tests, long files and
-functions, and Python that chooses by limits of rows.
+functions, Python that chooses by limits of rows, and second definitions of such limits.
 
 Prints every finding and exits 1 if one of them is an error. Long files are listed as a question, not as an error.
 """
@@ -36,7 +36,7 @@ MOST_LONG_FUNCTIONS = 2
 # Files whose purpose bounds their lines.
 LINES = {"packages/exl-core/src/exl_core/model.py": 200}
 # Plans choose kernels (rust/exl-cuda, `ops::linear::select`), so Python compares numbers of rows with their limits in
-# these files only, for these reasons. No other file has a constant of its own with the value of such a limit.
+# these files only, for these reasons.
 LIMIT_NAMES = {"BLOCK_ROWS", "FEW_ROWS", "PACKED_ROWS", "STEP_ROWS"}
 LIMIT_VALUES = {8, 64, 128, 256}
 COMPARE_ROWS = {
@@ -49,12 +49,36 @@ COMPARE_ROWS = {
     "packages/exl-core/src/exl_core/execution/operators.py": "the launch of a post norm packs the layout of few rows",
     "packages/exl-core/src/exl_core/execution/sharded/prompts.py": "prompts of fewer rows are bound by the exchange",
     "packages/exl-core/src/exl_core/loading/sizes.py": "bytes of dequantized matrices, before anything is loaded",
-    "packages/exl-core/src/exl_core/rope.py": "rows of a table of positions, not of a matmul",
     "packages/exl-generate/src/exl_generate/dynamic/engine.py": "rows that the sampler's memory is planned for",
     "packages/exl-kernels/src/exl_kernels/linear/cuda.py": "float matrices, which have no plan, in blocks",
     "packages/exl-kernels/src/exl_kernels/linear/planned.py": "the meaning of a plan of a block",
-    "packages/exl-kernels/src/exl_kernels/moe/dequantized.py": "rows of float matmuls of experts, which have no plan",
 }
+# Every limit of rows has one definition, in the first of these files. Python asks for it, and CUDA sources include the
+# second file, whose values the build compares with the first one's. All other files write the name and not the number.
+# Constants that have the value of a limit and mean something else are named here with their meaning.
+LIMITS_OF_ROWS = {"rust/exl-cuda/src/rows.rs", "rust/exl-cuda/kernels/common/row_limits.cuh"}
+ROW_CONSTANTS = {
+    "packages/exl-core/src/exl_core/rope.py:TABLE_ROWS": "rows of a table of positions",
+    "packages/exl-kernels/src/exl_kernels/moe/dequantized.py:FREE_ROWS": "padding that cuBLAS multiplies at no cost",
+    "rust/exl-cuda/kernels/linear/tile_layout.cuh:UNIT_ROWS": "rows of K in the layout of weights",
+    "rust/exl-cuda/src/layout/mod.rs:CHUNK_ROWS": "rows of K in the layout of weights",
+    "rust/exl-cuda/src/layout/mod.rs:UNIT_ROWS": "rows of K in the layout of weights",
+    "rust/exl-cuda/src/ops/attention/select/mod.rs:PREFILL_ROWS": "measured: prefill blocks are faster from there on",
+    "rust/exl-cuda/src/ops/kv/rope_store.rs:MANY_TOKENS": "measured: rope_store_many is faster from there on",
+    "rust/exl-cuda/src/ops/linear/batch/plan.rs:EVEN_COLUMNS": "columns of the kernel of batch_whole.cuh",
+    "rust/exl-cuda/src/ops/moe/route.rs:OWN_ROWS": "measured: more rows share the blocks of the router",
+    "rust/exl-cuda/src/ops/moe/select.rs:DEQUANTIZED_ROWS": "measured: average rows of an expert",
+    "rust/exl-cuda/src/ops/moe/select.rs:SHARED_ROWS": "measured: average rows of an expert",
+}
+NATIVE = ("rust/exl-cuda/", "rust/exl-python/src/cuda/")
+NUMBER = "(?:8|64|128|256)(?:_?usize)?"
+ROW_CONSTANT = re.compile(rf"\b(\w*(?:ROWS|TOKENS|COLUMNS))\b(?:: \w+)? = {NUMBER}(?=[,;])")
+ROW_NAME = r"\b(?:(?!entry_)\w*(?:rows|tokens|columns)|m)\b"
+ROW_NUMBER = re.compile(
+    rf"{ROW_NAME} (?:[<>]=?|[=!]=) {NUMBER}\b"
+    rf"|(?<!\* )\b{NUMBER} (?:[<>]=?|[=!]=) (?:\w+\.)*{ROW_NAME}"
+    rf"|\.\.=?{NUMBER} =>"
+)
 # No test may fail because a machine is slow or busy: what is waited for in one has at least these seconds, which only a
 # hang takes, and no other clock is looked at. A line that must says why: `# clock: ...`.
 LEAST_WAIT = 120
@@ -122,7 +146,7 @@ def long_functions(name: str, source: str) -> list[str]:
 
 
 def compared_rows(source: str) -> list[tuple[int, str]]:
-    """(line, code) of comparisons of rows with a limit of kernels, and of constants with the value of one."""
+    """(line, code) of comparisons of rows with a limit of kernels."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Compare) and not any(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
@@ -131,10 +155,54 @@ def compared_rows(source: str) -> list[tuple[int, str]]:
             rows = any("rows" in name.lower() for name in names)
             if names & LIMIT_NAMES or (rows and any(map(is_limit, operands))):
                 found.append((node.lineno, ast.unparse(node)))
-        if isinstance(node, ast.Assign) and is_limit(node.value):
-            names = {identifier(target) for target in node.targets}
-            found += [(node.lineno, ast.unparse(node)) for name in names if name.isupper() and name.endswith("ROWS")]
     return found
+
+
+def row_constants(source: str) -> list[tuple[int, str]]:
+    """(line, name) of Python constants of rows whose value is, or contains, a limit of kernels."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [name for name in map(identifier, targets) if name.isupper() and name.endswith("ROWS")]
+            found += [(node.lineno, name) for name in names if any(map(is_limit, ast.walk(node.value)))]
+    return found
+
+
+def native_rows(source: str) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
+    """(line, name) of constants of rows with the value of a limit, and (line, code) of comparisons with such a number.
+
+    `source` is Rust or CUDA; its comments and its module of tests do not count.
+    """
+    lines = [line.partition("//")[0] for line in source.partition("#[cfg(test)]\nmod tests {")[0].splitlines()]
+    numbered = list(enumerate(lines, 1))
+    constants = [(at, found[1]) for at, line in numbered for found in ROW_CONSTANT.finditer(line)]
+    return constants, [(at, found[0].strip()) for at, line in numbered for found in ROW_NUMBER.finditer(line)]
+
+
+def second_limits(name: str, source: str) -> list[str]:
+    """Definitions of a file with the value of a limit of rows, and numbers in place of a limit's name."""
+    if name in LIMITS_OF_ROWS or name.endswith("tests.rs"):
+        return []
+    constants, numbers = (row_constants(source), []) if name.endswith(".py") else native_rows(source)
+    return [
+        f"{name}:{line}: {constant} has the value of a limit of rows, which rows.rs defines: use that, or name the "
+        "constant and its meaning in ROW_CONSTANTS"
+        for line, constant in constants
+        if f"{name}:{constant}" not in ROW_CONSTANTS
+    ] + [f"{name}:{line}: {code}: write the limit's name, of rows.rs" for line, code in numbers]
+
+
+def unused_constants(sources: dict[str, str]) -> list[str]:
+    """Names in ROW_CONSTANTS that no file defines, of the sources by file."""
+    of_file = {
+        name: row_constants(text) if name.endswith(".py") else native_rows(text)[0] for name, text in sources.items()
+    }
+    known = {f"{name}:{constant}" for name, found in of_file.items() for _, constant in found}
+    return [
+        f"{key}: is no such constant any more; take it out of ROW_CONSTANTS"
+        for key in sorted(ROW_CONSTANTS.keys() - known)
+    ]
 
 
 def outside_calls(node: ast.AST) -> Iterator[ast.AST]:
@@ -166,6 +234,7 @@ def row_errors(name: str, source: str) -> list[str]:
 def findings() -> tuple[list[str], list[str]]:
     """(errors, questions) about the tracked files."""
     errors, questions = [], []
+    sources: dict[str, str] = {}
     if len(LONG_FUNCTIONS) > MOST_LONG_FUNCTIONS:
         errors.append(f"LONG_FUNCTIONS has {len(LONG_FUNCTIONS)} names, at most {MOST_LONG_FUNCTIONS}: split new ones")
     for path in tracked():
@@ -183,11 +252,16 @@ def findings() -> tuple[list[str], list[str]]:
             errors += [f"{name}:{line}: a test bounded by a clock fails on a busy machine" for line in clocks(text)]
         if re.match(r"packages/[^/]+/src/", name) and path.suffix == ".py":
             errors += long_functions(name, text) + row_errors(name, text)
+            sources[name] = text
+        if name.startswith(NATIVE) and path.suffix in {".rs", ".cu", ".cuh"}:
+            sources[name] = text
         if (lines := text.count("\n")) > LINES.get(name, lines):
             errors.append(f"{name}: {lines} lines; at most {LINES[name]}")
         if path.suffix in {".py", ".rs", ".cu", ".cuh"} and lines > LONG:
             questions.append(f"{name}: {lines} lines; is it still about one thing?")
-    return errors, questions
+    for name, text in sources.items():
+        errors += second_limits(name, text)
+    return errors + unused_constants(sources), questions
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""scripts/check_tree.py finds long functions and files, and Python that chooses by limits of rows."""
+"""scripts/check_tree.py finds long functions and files, Python that chooses by limits of rows, and second limits."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ def tree() -> ModuleType:
         "many = x.numel() // 2 >= selection.STEP_ROWS",
         "some = 8 < count_of_rows",
         "one = given.columns != FEW_ROWS",
-        "MOST_ROWS = 64",
     ],
 )
 def test_a_comparison_of_rows_needs_a_reason(tree: ModuleType, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (error,) = tree.row_errors(FILE, code)
-    assert error.startswith(f"{FILE}:1: {code.partition('= ')[2] if 'ROWS =' not in code else code}")
+    assert error.startswith(f"{FILE}:1: {code.partition('= ')[2]}")
     monkeypatch.setitem(tree.COMPARE_ROWS, FILE, "a reason")
     assert tree.row_errors(FILE, code) == []
     (stale,) = tree.row_errors(FILE, "x = 1")
@@ -47,6 +46,53 @@ def test_a_comparison_of_rows_needs_a_reason(tree: ModuleType, code: str, monkey
 )
 def test_other_comparisons_need_none(tree: ModuleType, code: str) -> None:
     assert tree.row_errors(FILE, code) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "code"),
+    [
+        (FILE, "MOST_ROWS = 64"),
+        (FILE, "MOST_ROWS: Final = 8"),
+        (FILE, "ROWS = (1, 8, 32)"),
+        ("rust/exl-cuda/src/ops/x.rs", "pub const MOST_ROWS: usize = 64;"),
+        ("rust/exl-cuda/src/ops/x.rs", "const MANY_TOKENS: usize = 64;"),
+        ("rust/exl-cuda/kernels/linear/x.cuh", "constexpr int WARPS = 4, DIRECT_ROWS = 8, OTHER = 2;"),
+    ],
+)
+def test_a_limit_of_rows_has_one_definition(
+    tree: ModuleType, file: str, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (error,) = tree.second_limits(file, code)
+    assert "has the value of a limit of rows" in error
+    constant = error.split()[1]
+    monkeypatch.setattr(tree, "ROW_CONSTANTS", {f"{file}:{constant}": "a meaning"})
+    assert tree.second_limits(file, code) == []
+    assert tree.unused_constants({file: code}) == []
+    (stale,) = tree.unused_constants({file: ""})
+    assert stale.startswith(f"{file}:{constant}: is no such constant any more")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "if dim > 128 && rows > 8 { 1 } else { 2 }",
+        "        ..=8 => (1, 1),",
+        "if (a.columns == 8) store();",
+        "const size_t place = p.pack_columns == 8 ? 1 : 2;",
+        "if op.m > 64 {",
+        "if 128 < call.tokens {",
+    ],
+)
+def test_kernels_and_launchers_write_the_name_of_a_limit(tree: ModuleType, code: str) -> None:
+    (error,) = tree.second_limits("rust/exl-cuda/x.rs", code)
+    assert error.endswith("write the limit's name, of rows.rs")
+    assert tree.second_limits("rust/exl-cuda/x.rs", f"// {code}") == []
+    assert tree.second_limits("rust/exl-cuda/x.rs", f"#[cfg(test)]\nmod tests {{\n{code}\n}}") == []
+
+
+@pytest.mark.parametrize("code", ["if chunk * 8 < to.rows {", "entry_rows == 128", "rows > FEW_ROWS", "width == 64"])
+def test_numbers_that_are_no_limits_of_rows(tree: ModuleType, code: str) -> None:
+    assert tree.second_limits("rust/exl-cuda/x.rs", code) == []
 
 
 def test_functions_that_are_too_long_may_not_grow(tree: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
