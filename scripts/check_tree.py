@@ -64,7 +64,7 @@ ROW_CONSTANTS = {
     "rust/exl-cuda/src/layout/mod.rs:CHUNK_ROWS": "rows of K in the layout of weights",
     "rust/exl-cuda/src/layout/mod.rs:UNIT_ROWS": "rows of K in the layout of weights",
     "rust/exl-cuda/src/ops/attention/select/mod.rs:PREFILL_ROWS": "measured: prefill blocks are faster from there on",
-    "rust/exl-cuda/src/ops/kv/rope_store.rs:MANY_TOKENS": "measured: rope_store_many is faster from there on",
+    "rust/exl-cuda/src/ops/kv/select.rs:MANY_TOKENS": "measured: rope_store_many is faster from there on",
     "rust/exl-cuda/src/ops/linear/batch/plan.rs:EVEN_COLUMNS": "columns of the kernel of batch_whole.cuh",
     "rust/exl-cuda/src/ops/moe/route.rs:OWN_ROWS": "measured: more rows share the blocks of the router",
     "rust/exl-cuda/src/ops/moe/select.rs:DEQUANTIZED_ROWS": "measured: average rows of an expert",

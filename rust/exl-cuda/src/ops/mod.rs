@@ -109,6 +109,9 @@ mod tests {
             "experts",
             "experts_gptq_32",
             "norm",
+            "residual",
+            "rope_store",
+            "lora",
             "sampling",
         ];
         for (archs, expected) in [

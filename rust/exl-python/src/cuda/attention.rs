@@ -6,7 +6,7 @@
 use exl_cuda::ops::attention::{
     self, Attention, DIM_STEP, MAX_DIM, ORDERED_COLUMNS, Ordered, Own, Plan,
 };
-use exl_cuda::ops::elementwise::residual;
+use exl_cuda::ops::elementwise::select::MOST_PACKED_WIDTH;
 use exl_cuda::ops::kv::{self, Direction, KINDS, Kind};
 use exl_cuda::ops::linear::PackedInput;
 use exl_cuda::ops::{Element, Target};
@@ -307,7 +307,7 @@ impl MatmulInput {
             let scratch = &self.scratch;
             matrix.in_features() == width
                 && rows <= self.columns
-                && width <= residual::MOST_PACKED_WIDTH
+                && width <= MOST_PACKED_WIDTH
                 && scratch.dtype == DType::U8
                 && scratch.ptr.is_multiple_of(16)
                 && scratch.numel() >= input.bytes()

@@ -1,7 +1,7 @@
 //! The limits of the kernels that Python plans by.
 
 use exl_cpu::sampling::MAX_LOGITS;
-use exl_cuda::ops::elementwise::{Activation, exchange, residual};
+use exl_cuda::ops::elementwise::{self, Activation, exchange};
 use exl_cuda::ops::{attention, sampling};
 use exl_cuda::rows::{BLOCK_ROWS, FEW_ROWS, GEMV_ROWS, PACKED_ROWS, STEP_ROWS};
 use pyo3::prelude::*;
@@ -62,7 +62,7 @@ pub fn kernel_limits() -> KernelLimits {
         gemv_rows: GEMV_ROWS,
         few_rows: FEW_ROWS,
         packed_rows: PACKED_ROWS,
-        most_packed_width: residual::MOST_PACKED_WIDTH,
+        most_packed_width: elementwise::select::MOST_PACKED_WIDTH,
         block_rows: BLOCK_ROWS,
         step_rows: STEP_ROWS,
         most_head_dim: attention::MAX_DIM,

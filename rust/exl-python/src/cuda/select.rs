@@ -6,7 +6,7 @@
 use exl_cuda::layout::Layout;
 use exl_cuda::ops::Element;
 use exl_cuda::ops::attention::{self, Call as AttentionCall, select::Rotated};
-use exl_cuda::ops::kv::{KINDS, Kind, rope_store};
+use exl_cuda::ops::kv::{self, KINDS, Kind};
 use exl_cuda::ops::linear::select::{self, Call, Epilogue};
 use exl_cuda::ops::linear::{Addresses, Matrix};
 use exl_cuda::ops::moe;
@@ -270,7 +270,7 @@ pub fn cuda_select_rope_store(
     rotated: usize,
     interleaved: bool,
 ) -> PyResult<(String, Option<&'static str>)> {
-    let call = rope_store::Call {
+    let call = kv::select::Call {
         tokens,
         element: Element::F16,
         kind: named(kind)?,
@@ -279,7 +279,7 @@ pub fn cuda_select_rope_store(
         interleaved,
         aligned: true,
     };
-    let (kernel, why) = rope_store::select(&call);
+    let (kernel, why) = kv::select::select(&call);
     Ok((kernel.name(), why))
 }
 

@@ -1,10 +1,11 @@
-//! Activations and gating.
+//! Activations, norms, residuals, rotation, embedding and the exchange between GPUs.
 
 pub mod embedding;
 pub mod exchange;
 pub mod norm;
 pub mod residual;
 pub mod rope;
+pub mod select;
 
 use super::{Element, Target};
 use crate::device::Device;

@@ -1,12 +1,11 @@
 //! RMSNorm and LayerNorm over the last dimension.
 
+use super::select::{Call, Kernel, check_packed, select};
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
-use crate::ops::elementwise::residual::MOST_PACKED_WIDTH;
 use crate::ops::linear::PackedInput;
 use crate::ops::{Element, Target, index32};
-use crate::rows::FEW_ROWS;
 
 /// The kind of norm, with its specific parameters.
 #[derive(Clone, Copy, Debug)]
@@ -35,53 +34,14 @@ pub struct Norm {
     pub kind: Kind,
 }
 
-fn name(prefix: &str, element: Element, weight: Element) -> String {
-    format!("{prefix}_norm_{}_{}", element.suffix(), weight.suffix())
-}
-
 pub(in crate::ops) fn kernels() -> Vec<String> {
-    let mut all = Vec::new();
-    for element in Element::ALL {
-        for weight in Element::ALL {
-            all.extend([name("rms", element, weight), name("layer", element, weight)]);
-        }
-    }
-    all.extend([PackedKernel::Few, PackedKernel::Batch].map(|kernel| kernel.name().to_owned()));
-    all.push("rms_norm_parts".to_owned());
-    all
-}
-
-/// Kernels of [`layer_norm_packed`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum PackedKernel {
-    /// Packs for `gemm_few` and `gemm_direct`.
-    Few,
-    /// Packs for `gemm_batch`.
-    Batch,
-}
-
-impl PackedKernel {
-    const fn name(self) -> &'static str {
-        match self {
-            Self::Few => "layer_norm_packed",
-            Self::Batch => "layer_norm_packed_for_batch",
-        }
-    }
-
-    /// The kernel for an input of so many columns, on any card.
-    const fn select(columns: usize) -> Self {
-        if columns == FEW_ROWS {
-            Self::Few
-        } else {
-            Self::Batch
-        }
-    }
+    Kernel::all(false).into_iter().map(Kernel::name).collect()
 }
 
 /// Operands of [`layer_norm_packed`]: device addresses.
 #[derive(Clone, Copy, Debug)]
 pub struct PackedNorm {
-    /// `[rows, width]` F16, at most as many rows as columns, of at most [`MOST_PACKED_WIDTH`] elements
+    /// `[rows, width]` F16, at most as many rows as columns, of at most [`super::select::MOST_PACKED_WIDTH`] elements
     pub input: usize,
     /// `[width]` FP32; the bias may be 0 for none
     pub weight: usize,
@@ -98,25 +58,22 @@ pub struct PackedNorm {
 /// # Safety
 /// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
 pub unsafe fn layer_norm_packed(to: Target, op: &PackedNorm) -> Result<(), CudaError> {
-    if op.rows > op.packed.columns || op.width > MOST_PACKED_WIDTH {
-        return Err(CudaError::Argument {
-            what: format!("{} packed rows of {} elements", op.rows, op.width),
-            limit: format!("{} rows of {MOST_PACKED_WIDTH}", op.packed.columns),
-        });
-    }
+    check_packed(op.rows, op.width, op.packed.columns)?;
     let device = Device::get(to.device)?;
     let (rows, width) = (index32("rows", op.rows)?, index32("width", op.width)?);
     let columns = index32("columns", op.packed.columns)?;
-    let kernel = PackedKernel::select(op.packed.columns);
+    let (kernel, _) = select(&Call::LayerPacked {
+        columns: op.packed.columns,
+    });
     let launch = Launch {
-        kernel: kernel.name(),
+        kernel: &kernel.name(),
         grid: [columns as u32, 1, 1],
         block: 256,
         shared_bytes: 2 * op.width as u32,
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    if kernel == PackedKernel::Few {
+    if kernel == Kernel::LayerPacked {
         let mut arguments = kernel_arguments![
             op.input,
             op.weight,
@@ -178,7 +135,7 @@ pub unsafe fn norm_parts(to: Target, op: &PartNorms) -> Result<(), CudaError> {
     );
     let stride = index32("stride", op.stride)?;
     let launch = Launch {
-        kernel: "rms_norm_parts",
+        kernel: &select(&Call::RmsParts).0.name(),
         grid: [rows as u32, 2, 1],
         block: 256,
         shared_bytes: 0,
@@ -212,14 +169,13 @@ pub unsafe fn norm(to: Target, op: &Norm) -> Result<(), CudaError> {
         index32("width", op.width)?,
         index32("heads", op.heads)?,
     );
-    let prefix = if matches!(op.kind, Kind::Rms { .. }) {
-        "rms"
-    } else {
-        "layer"
-    };
-    let kernel = name(prefix, op.element, op.weight_element);
+    let (element, weight) = (op.element, op.weight_element);
+    let (kernel, _) = select(&match op.kind {
+        Kind::Rms { .. } => Call::Rms { element, weight },
+        Kind::Layer { .. } => Call::Layer { element, weight },
+    });
     let launch = Launch {
-        kernel: &kernel,
+        kernel: &kernel.name(),
         grid: [rows as u32, 1, 1],
         // One shape for any number of rows: a row's sum is always added in the same order.
         block: 256,
@@ -246,25 +202,6 @@ pub unsafe fn norm(to: Target, op: &Norm) -> Result<(), CudaError> {
                 kernel_arguments![op.input, op.weight, bias, op.output, width, heads, op.eps];
             // SAFETY: the order is that of `layer_norm_kernel`; the caller guarantees that the addresses are valid.
             unsafe { launch.run(device, &mut arguments) }
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::ops::attention::ORDERED_COLUMNS;
-
-    #[test]
-    fn inputs_of_eight_columns_are_packed_for_few_rows() {
-        let found = ORDERED_COLUMNS.map(|columns| (columns, PackedKernel::select(columns)));
-        for (columns, kernel) in found {
-            assert_eq!(
-                kernel == PackedKernel::Few,
-                columns == FEW_ROWS,
-                "{columns}"
-            );
-            assert!(kernels().contains(&kernel.name().to_owned()));
         }
     }
 }

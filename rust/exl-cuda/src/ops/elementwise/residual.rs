@@ -1,6 +1,6 @@
 //! The end of one sub-layer and the beginning of the next: x = x + y, out = rms_norm(x).
 
-use crate::abi::assert_constants;
+use super::select::{Call, Kernel, check_packed, select};
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
@@ -24,35 +24,12 @@ pub struct AddNorm {
     pub weight_offset: f32,
 }
 
-fn name(element: Element) -> String {
-    format!("add_rms_norm_{}", element.suffix())
-}
-
 pub(in crate::ops) fn kernels() -> Vec<String> {
-    let post = [Element::F16, Element::F32]
-        .into_iter()
-        .flat_map(|element| {
-            [[false, false], [false, true], [true, false], [true, true]]
-                .map(|[short, packed]| post_name(element, short, packed))
-        });
-    Element::ALL.map(name).into_iter().chain(post).collect()
+    Kernel::all(true).into_iter().map(Kernel::name).collect()
 }
-
-fn post_name(element: Element, short: bool, packed: bool) -> String {
-    let short = if short { "short_" } else { "" };
-    let packed = if packed { "packed_" } else { "" };
-    format!("add_{short}post_norm_{packed}{}", element.suffix())
-}
-
-/// Longest row that the threads of a block hold in few registers.
-const SHORT_WIDTH: usize = SHORT * 8 * 256;
-const SHORT: usize = 2;
-
-assert_constants!(residual, { SHORT == SHORT });
 
 impl PostNorm {
-    /// Whether rows are short, and all addresses and rows aligned.
-    fn is_short(&self) -> bool {
+    fn call(&self) -> Call {
         let addresses = [
             self.x,
             self.y,
@@ -60,9 +37,12 @@ impl PostNorm {
             self.norm.weight,
             self.output,
         ];
-        self.width <= SHORT_WIDTH
-            && self.width.is_multiple_of(8)
-            && addresses.iter().all(|at| at.is_multiple_of(16))
+        Call::AddPost {
+            element: self.element,
+            width: self.width,
+            packed: self.packed.is_some(),
+            aligned: addresses.iter().all(|at| at.is_multiple_of(16)),
+        }
     }
 }
 
@@ -87,14 +67,11 @@ pub struct PostNorm {
     pub norm: RowNorm,
     /// F16; 0 if there is no `norm`, or `packed`
     pub output: usize,
-    /// The normed rows go here, at most [`FEW_ROWS`] of at most [`MOST_PACKED_WIDTH`] elements.
+    /// The normed rows go here, at most [`FEW_ROWS`] of at most [`super::select::MOST_PACKED_WIDTH`] elements.
     pub packed: Option<(usize, PackedInput)>,
     pub rows: usize,
     pub width: usize,
 }
-
-/// Most elements of a packed row: halves in the shared memory that every card has, without 1 KiB for the sums.
-pub const MOST_PACKED_WIDTH: usize = 47 * 1024 / 2;
 
 /// x + post(y) in the type of x, then its norm as halves: each as [`super::norm::norm`] computes it.
 ///
@@ -105,20 +82,16 @@ pub unsafe fn add_post_norm(to: Target, op: &PostNorm) -> Result<(), CudaError> 
         return Ok(());
     }
     let device = Device::get(to.device)?;
-    let kernel = post_name(op.element, op.is_short(), op.packed.is_some());
+    let (kernel, _) = select(&op.call());
     let rows = index32("rows", op.rows)?;
-    let (blocks, shared) = match op.packed {
-        None => (op.rows, 0),
-        Some(_) if op.rows <= FEW_ROWS && op.width <= MOST_PACKED_WIDTH => (FEW_ROWS, 2 * op.width),
-        Some(_) => {
-            return Err(CudaError::Argument {
-                what: format!("{} packed rows of {} elements", op.rows, op.width),
-                limit: format!("{FEW_ROWS} rows of {MOST_PACKED_WIDTH}"),
-            });
-        }
+    let (blocks, shared) = if op.packed.is_some() {
+        check_packed(op.rows, op.width, FEW_ROWS)?;
+        (FEW_ROWS, 2 * op.width)
+    } else {
+        (op.rows, 0)
     };
     let launch = Launch {
-        kernel: &kernel,
+        kernel: &kernel.name(),
         grid: [blocks as u32, 1, 1],
         block: 256,
         shared_bytes: shared as u32,
@@ -171,9 +144,11 @@ pub unsafe fn add_rms_norm(to: Target, op: &AddNorm) -> Result<(), CudaError> {
         return Ok(());
     }
     let device = Device::get(to.device)?;
-    let kernel = name(op.element);
+    let (kernel, _) = select(&Call::AddRms {
+        element: op.element,
+    });
     let launch = Launch {
-        kernel: &kernel,
+        kernel: &kernel.name(),
         grid: [index32("rows", op.rows)? as u32, 1, 1],
         block: 256,
         shared_bytes: 0,

@@ -1,6 +1,7 @@
 //! Keys and values stored to pages and loaded from pages.
 
 pub mod rope_store;
+pub mod select;
 
 use super::{Element, Target, index32};
 use crate::abi::assert_layout;

@@ -1,13 +1,16 @@
 //! Low-rank adapters: y = y + (A x) B, with a separate adapter for each row.
 
+pub mod select;
+
 use crate::abi::{assert_constants, assert_layout};
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::elementwise::Activation;
-use crate::ops::elementwise::residual::MOST_PACKED_WIDTH;
+use crate::ops::elementwise::select::check_packed;
 use crate::ops::linear::PackedInput;
 use crate::ops::{Target, index32};
+use select::Kernel;
 
 /// `struct LoraEntry` of `kernels/linear/lora.cu`: the adapter of one slot for one matrix, as device addresses.
 #[repr(C)]
@@ -48,57 +51,12 @@ pub struct Lora {
 }
 
 pub(super) fn kernels() -> Vec<String> {
-    [
-        "lora_shrink",
-        "lora_expand",
-        "lora_shrink_group_1",
-        "lora_shrink_group_4",
-        "lora_shrink_packing",
-        "lora_expand_group",
-        "lora_expand_gated",
-    ]
-    .map(str::to_owned)
-    .to_vec()
+    Kernel::ALL.map(|kernel| kernel.name().to_owned()).to_vec()
 }
 
 const THREADS: u32 = 256;
 const EXPAND_THREADS: u32 = 128;
-/// Columns that a block of `lora_shrink_packing` takes at most.
-const MOST_COLUMNS: usize = 32;
-assert_constants!(lora, { EXPAND_THREADS == EXPAND_THREADS, MOST_COLUMNS == MOST_COLUMNS });
-/// Blocks of `lora_shrink_packing` that a launch aims at: two for each SM of a large card.
-const PACKING_BLOCKS: usize = 264;
-/// Blocks of one rank each up to which a launch takes one rank a block; beyond, four.
-const MOST_SINGLE: usize = 512;
-
-/// The kernel of [`shrink`] on any card, for `columns` ranks of all matrices and levels, and the ranks that a block takes.
-const fn select_shrink(rows: usize, columns: usize) -> (&'static str, usize) {
-    if rows * columns <= MOST_SINGLE {
-        ("lora_shrink_group_1", 1)
-    } else {
-        ("lora_shrink_group_4", 4)
-    }
-}
-
-/// The ranks that a block of `lora_shrink_packing` takes, of `columns` of all matrices and levels, for an input of `rows` rows.
-const fn packing_ranks(rows: usize, columns: usize) -> usize {
-    let parts = PACKING_BLOCKS.div_ceil(rows);
-    let ranks = columns.div_ceil(if parts < columns { parts } else { columns });
-    if ranks < MOST_COLUMNS {
-        ranks
-    } else {
-        MOST_COLUMNS
-    }
-}
-
-/// The kernel of [`expand`] on any card.
-const fn select_expand(gate: Option<Activation>) -> &'static str {
-    if gate.is_some() {
-        "lora_expand_gated"
-    } else {
-        "lora_expand_group"
-    }
-}
+assert_constants!(lora, { EXPAND_THREADS == EXPAND_THREADS });
 
 /// Add every row's adapter to its results, in two launches.
 ///
@@ -127,8 +85,8 @@ pub unsafe fn add(to: Target, op: &Lora) -> Result<(), CudaError> {
         index32("rows", op.rows)? as u32,
         index32("rank", op.most_rank)?,
     );
-    let launch = |kernel, blocks| Launch {
-        kernel,
+    let launch = |kernel: Kernel, blocks| Launch {
+        kernel: kernel.name(),
         grid: [blocks, rows, 1],
         block: THREADS,
         shared_bytes: 0,
@@ -139,8 +97,8 @@ pub unsafe fn add(to: Target, op: &Lora) -> Result<(), CudaError> {
     let mut expand = kernel_arguments![op.y, op.table, op.slots, op.middle, outputs, most_rank];
     // SAFETY: the order is that of the kernels; the caller guarantees that the addresses are valid.
     unsafe {
-        launch("lora_shrink", most_rank as u32).run(device, &mut shrink)?;
-        launch("lora_expand", (outputs as u32).div_ceil(2 * THREADS)).run(device, &mut expand)
+        launch(Kernel::Shrink, most_rank as u32).run(device, &mut shrink)?;
+        launch(Kernel::Expand, (outputs as u32).div_ceil(2 * THREADS)).run(device, &mut expand)
     }
 }
 
@@ -175,7 +133,7 @@ pub struct Input {
     /// `[rows, in]` half: the normed rows; 0 without a norm, or with `packed`.
     pub normed: usize,
     /// Address and layout of the input of a matmul, which gets the rows, normed if there is a norm: at most as many rows as it has columns,
-    /// of at most [`MOST_PACKED_WIDTH`] elements.
+    /// of at most [`crate::ops::elementwise::select::MOST_PACKED_WIDTH`] elements.
     pub packed: Option<(usize, PackedInput)>,
 }
 
@@ -240,9 +198,11 @@ pub unsafe fn shrink(to: Target, group: &Group, input: &Input) -> Result<(), Cud
             limit: "adapters take inputs in eights".to_owned(),
         });
     }
+    let packed = input.packed.map(|(_, layout)| layout.columns);
+    let planned = select::shrink(group.rows, columns, packed);
     if let Some((address, layout)) = input.packed {
         // SAFETY: this function's contract.
-        return unsafe { shrink_and_pack(to, group, input, columns, address, layout) };
+        return unsafe { shrink_and_pack(to, group, input, columns, planned, address, layout) };
     }
     let device = Device::get(to.device)?;
     let (inputs, sets) = (
@@ -254,10 +214,9 @@ pub unsafe fn shrink(to: Target, group: &Group, input: &Input) -> Result<(), Cud
         index32("rank", group.most_rank)?,
         index32("columns", columns)?,
     );
-    let (kernel, ranks) = select_shrink(group.rows, columns as usize);
     let launch = Launch {
-        kernel,
-        grid: [(columns as u32).div_ceil(ranks as u32), rows, 1],
+        kernel: planned.kernel.name(),
+        grid: [(columns as u32).div_ceil(planned.ranks as u32), rows, 1],
         block: THREADS,
         shared_bytes: 0,
         stream: to.stream,
@@ -290,19 +249,12 @@ unsafe fn shrink_and_pack(
     group: &Group,
     input: &Input,
     columns: usize,
+    planned: select::Shrink,
     packed: usize,
     layout: PackedInput,
 ) -> Result<(), CudaError> {
-    if group.rows > layout.columns || input.in_features > MOST_PACKED_WIDTH {
-        return Err(CudaError::Argument {
-            what: format!(
-                "{} packed rows of {} elements",
-                group.rows, input.in_features
-            ),
-            limit: format!("{} rows of {MOST_PACKED_WIDTH}", layout.columns),
-        });
-    }
-    let ranks = packing_ranks(layout.columns, columns);
+    check_packed(group.rows, input.in_features, layout.columns)?;
+    let ranks = planned.ranks;
     let parts = index32("blocks of a row", columns.div_ceil(ranks))?;
     let task = PackingShrink {
         x: input.x,
@@ -326,7 +278,7 @@ unsafe fn shrink_and_pack(
         offset: input.offset,
     };
     let launch = Launch {
-        kernel: "lora_shrink_packing",
+        kernel: planned.kernel.name(),
         grid: [parts as u32, task.pack_columns as u32, 1],
         block: THREADS,
         shared_bytes: 2 * task.inputs as u32,
@@ -370,7 +322,7 @@ pub unsafe fn expand(to: Target, group: &Group, results: &Results) -> Result<(),
         index32("levels", group.levels)?,
     );
     let launch = |columns: i32| Launch {
-        kernel: select_expand(results.gate),
+        kernel: select::expand(results.gate.is_some()).name(),
         grid: [(columns as u32).div_ceil(2 * EXPAND_THREADS), rows, 1],
         block: EXPAND_THREADS,
         shared_bytes: 0,
@@ -411,41 +363,4 @@ pub unsafe fn expand(to: Target, group: &Group, results: &Results) -> Result<(),
     ];
     // SAFETY: as above.
     unsafe { launch(width).run(device, &mut arguments) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn kernels_of_a_group_by_rows_ranks_and_gate() {
-        // Ranks of q, k and v together, or of gate and up.
-        for (rows, columns, ranks) in [
-            (1, 3 * 16, 1),
-            (8, 3 * 16, 1),
-            (10, 3 * 16, 1),
-            (11, 3 * 16, 4),
-            (1, 512, 1),
-            (1, 513, 4),
-            (64, 2 * 8, 4),
-        ] {
-            let (kernel, found) = select_shrink(rows, columns);
-            assert_eq!(found, ranks, "{rows} {columns}");
-            assert_eq!(kernel, format!("lora_shrink_group_{ranks}"));
-            assert!(kernels().contains(&kernel.to_owned()));
-        }
-        // Ranks of a block that packs, too.
-        for (rows, columns, ranks) in [
-            (8, 3 * 16, 2),
-            (32, 3 * 16, 6),
-            (64, 3 * 16, 10),
-            (128, 3 * 64, 32),
-            (16, 1, 1),
-        ] {
-            assert_eq!(packing_ranks(rows, columns), ranks, "{rows} {columns}");
-        }
-        let gates = [None, Some(Activation::ALL[0])];
-        let found = gates.map(select_expand);
-        assert_eq!(found, ["lora_expand_group", "lora_expand_gated"]);
-    }
 }

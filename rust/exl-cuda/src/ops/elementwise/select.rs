@@ -1,0 +1,261 @@
+//! The table that picks the kernel of a norm by what it computes, its types, width and alignment, and where its result goes.
+//!
+//! Kernels of one norm give bitwise identical results, and no choice depends on the card. Launches and reports use the same function,
+//! [`select`].
+
+use crate::abi::assert_constants;
+use crate::launch::CudaError;
+use crate::ops::Element;
+use crate::rows::FEW_ROWS;
+
+/// Most elements of a packed row: halves in the shared memory that every card has, without 1 KiB for the sums.
+pub const MOST_PACKED_WIDTH: usize = 47 * 1024 / 2;
+
+/// Longest row that the threads of a block of [`Kernel::AddPost`] hold in few registers.
+const SHORT_WIDTH: usize = SHORT * 8 * 256;
+const SHORT: usize = 2;
+
+assert_constants!(residual, { SHORT == SHORT });
+
+/// Kernels that norm rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kernel {
+    /// RMS norms, of these elements and weights.
+    Rms(Element, Element),
+    /// LayerNorms, of these elements and weights.
+    Layer(Element, Element),
+    /// LayerNorms packed for `gemm_few` and `gemm_direct`.
+    LayerPacked,
+    /// LayerNorms packed for `gemm_batch`.
+    LayerPackedForBatch,
+    /// RMS norms of two parts of each row.
+    RmsParts,
+    /// x + y and its RMS norm.
+    AddRms(Element),
+    /// x + norm(y) and its norm. `short`: rows stay in registers. `packed`: for `gemm_few` and `gemm_direct`.
+    AddPost {
+        element: Element,
+        short: bool,
+        packed: bool,
+    },
+}
+
+impl Kernel {
+    pub fn name(self) -> String {
+        match self {
+            Self::Rms(x, weight) => format!("rms_norm_{}_{}", x.suffix(), weight.suffix()),
+            Self::Layer(x, weight) => format!("layer_norm_{}_{}", x.suffix(), weight.suffix()),
+            Self::LayerPacked => "layer_norm_packed".to_owned(),
+            Self::LayerPackedForBatch => "layer_norm_packed_for_batch".to_owned(),
+            Self::RmsParts => "rms_norm_parts".to_owned(),
+            Self::AddRms(x) => format!("add_rms_norm_{}", x.suffix()),
+            Self::AddPost {
+                element,
+                short,
+                packed,
+            } => {
+                let short = if short { "short_" } else { "" };
+                let packed = if packed { "packed_" } else { "" };
+                format!("add_{short}post_norm_{packed}{}", element.suffix())
+            }
+        }
+    }
+
+    /// All kernels of `kernels/elementwise/norm.cu` or, if they add, of `residual.cu`.
+    pub(in crate::ops) fn all(adds: bool) -> Vec<Self> {
+        if adds {
+            let flags = [[false, false], [false, true], [true, false], [true, true]];
+            let post = [Element::F16, Element::F32]
+                .into_iter()
+                .flat_map(|element| {
+                    flags.map(|[short, packed]| Self::AddPost {
+                        element,
+                        short,
+                        packed,
+                    })
+                });
+            return Element::ALL
+                .map(Self::AddRms)
+                .into_iter()
+                .chain(post)
+                .collect();
+        }
+        let types = Element::ALL
+            .into_iter()
+            .flat_map(|x| Element::ALL.map(|weight| (x, weight)));
+        types
+            .flat_map(|(x, weight)| [Self::Rms(x, weight), Self::Layer(x, weight)])
+            .chain([Self::LayerPacked, Self::LayerPackedForBatch, Self::RmsParts])
+            .collect()
+    }
+}
+
+/// The properties of a norm that decide its kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Call {
+    /// The RMS norms of rows.
+    Rms { element: Element, weight: Element },
+    /// The LayerNorms of rows.
+    Layer { element: Element, weight: Element },
+    /// The LayerNorms of halves, packed as the input of a matmul of so many columns.
+    LayerPacked { columns: usize },
+    /// The RMS norms of two parts of each row of halves.
+    RmsParts,
+    /// x + y and its RMS norm.
+    AddRms { element: Element },
+    /// x + norm(y) and its norm, which may be packed as the input of a matmul of few rows.
+    AddPost {
+        element: Element,
+        width: usize,
+        packed: bool,
+        /// All operands are aligned to 16 bytes.
+        aligned: bool,
+    },
+}
+
+/// The kernel of a call on any card, and what a faster one takes where it does not take the call.
+pub fn select(call: &Call) -> (Kernel, Option<&'static str>) {
+    let kernel = match *call {
+        Call::Rms { element, weight } => Kernel::Rms(element, weight),
+        Call::Layer { element, weight } => Kernel::Layer(element, weight),
+        Call::LayerPacked { columns: FEW_ROWS } => Kernel::LayerPacked,
+        Call::LayerPacked { .. } => Kernel::LayerPackedForBatch,
+        Call::RmsParts => Kernel::RmsParts,
+        Call::AddRms { element } => Kernel::AddRms(element),
+        Call::AddPost {
+            element,
+            width,
+            packed,
+            aligned,
+        } => {
+            let refused = [
+                (width <= SHORT_WIDTH, "rows of up to 4096 elements"),
+                (width.is_multiple_of(8), "rows of multiples of 8 elements"),
+                (aligned, "operands aligned to 16 bytes"),
+            ]
+            .into_iter()
+            .find(|(fits, _)| !fits);
+            let kernel = Kernel::AddPost {
+                element,
+                short: refused.is_none(),
+                packed,
+            };
+            return (kernel, refused.map(|(_, what)| what));
+        }
+    };
+    (kernel, None)
+}
+
+const _: () = assert!(SHORT_WIDTH == 4096, "the reason in `select` names it");
+
+/// Check that a launch can pack `rows` rows of `width` elements as an input of `columns` columns.
+pub(in crate::ops) fn check_packed(
+    rows: usize,
+    width: usize,
+    columns: usize,
+) -> Result<(), CudaError> {
+    if rows <= columns && width <= MOST_PACKED_WIDTH {
+        return Ok(());
+    }
+    Err(CudaError::Argument {
+        what: format!("{rows} packed rows of {width} elements"),
+        limit: format!("{columns} rows of {MOST_PACKED_WIDTH}"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::attention::ORDERED_COLUMNS;
+    use Element::{BF16, F16, F32};
+
+    /// A norm of the sum of 4096 halves.
+    const POST: Call = Call::AddPost {
+        element: F16,
+        width: 4096,
+        packed: false,
+        aligned: true,
+    };
+
+    fn name(call: Call) -> String {
+        select(&call).0.name()
+    }
+
+    #[test]
+    fn the_table_of_norms() {
+        for (call, expected) in [
+            (
+                Call::Rms {
+                    element: F16,
+                    weight: F32,
+                },
+                "rms_norm_f16_f32",
+            ),
+            (
+                Call::Layer {
+                    element: F32,
+                    weight: BF16,
+                },
+                "layer_norm_f32_bf16",
+            ),
+            (Call::RmsParts, "rms_norm_parts"),
+            (Call::AddRms { element: BF16 }, "add_rms_norm_bf16"),
+            (POST, "add_short_post_norm_f16"),
+            (
+                Call::AddPost {
+                    element: F32,
+                    width: 4096,
+                    packed: true,
+                    aligned: true,
+                },
+                "add_short_post_norm_packed_f32",
+            ),
+        ] {
+            assert_eq!(name(call), expected);
+            assert_eq!(select(&call).1, None, "{expected}");
+        }
+    }
+
+    #[test]
+    fn inputs_of_eight_columns_are_packed_for_few_rows() {
+        for columns in ORDERED_COLUMNS {
+            let (kernel, _) = select(&Call::LayerPacked { columns });
+            assert_eq!(kernel == Kernel::LayerPacked, columns == 8, "{columns}");
+        }
+    }
+
+    #[test]
+    fn rows_that_do_not_stay_in_registers_have_a_reason() {
+        let of = |width, aligned| Call::AddPost {
+            element: F16,
+            width,
+            packed: false,
+            aligned,
+        };
+        for (call, what) in [
+            (of(4104, true), "rows of up to 4096"),
+            (of(4092, true), "multiples of 8"),
+            (of(4096, false), "aligned to 16"),
+        ] {
+            assert_eq!(name(call), "add_post_norm_f16");
+            assert!(select(&call).1.is_some_and(|why| why.contains(what)));
+        }
+    }
+
+    #[test]
+    fn every_kernel_has_a_name_of_its_own() {
+        let all = [Kernel::all(false), Kernel::all(true)].concat();
+        let mut names: Vec<String> = all.iter().map(|kernel| kernel.name()).collect();
+        names.sort();
+        names.dedup();
+        assert_eq!(names.len(), all.len());
+    }
+
+    #[test]
+    fn packed_rows_have_limits() {
+        assert!(check_packed(8, MOST_PACKED_WIDTH, 8).is_ok());
+        let why = format!("{:?}", check_packed(9, 64, 8).unwrap_err());
+        assert!(why.contains("9 packed rows of 64") && why.contains("8 rows of 24064"));
+        assert!(check_packed(1, MOST_PACKED_WIDTH + 1, 128).is_err());
+    }
+}

@@ -1,0 +1,159 @@
+//! The table that picks the kernels of adapters by rows, ranks, packed input and gate.
+//!
+//! A row's result has one order of sums in all of them, and no choice depends on the card. Launches and reports use the same functions.
+
+use crate::abi::assert_constants;
+
+/// Kernels of adapters: those that multiply by A (`Shrink`) and those that multiply by B and add.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kernel {
+    /// One matrix, a rank a block.
+    Shrink,
+    Expand,
+    /// The matrices of a joined matmul, one rank a block.
+    ShrinkGroup1,
+    /// The same, four ranks a block.
+    ShrinkGroup4,
+    /// The same, and the rows packed as the input of the matmul.
+    ShrinkPacking,
+    ExpandGroup,
+    /// The same, and the gate of the results.
+    ExpandGated,
+}
+
+impl Kernel {
+    pub const ALL: [Self; 7] = [
+        Self::Shrink,
+        Self::Expand,
+        Self::ShrinkGroup1,
+        Self::ShrinkGroup4,
+        Self::ShrinkPacking,
+        Self::ExpandGroup,
+        Self::ExpandGated,
+    ];
+
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Shrink => "lora_shrink",
+            Self::Expand => "lora_expand",
+            Self::ShrinkGroup1 => "lora_shrink_group_1",
+            Self::ShrinkGroup4 => "lora_shrink_group_4",
+            Self::ShrinkPacking => "lora_shrink_packing",
+            Self::ExpandGroup => "lora_expand_group",
+            Self::ExpandGated => "lora_expand_gated",
+        }
+    }
+}
+
+/// Columns that a block of [`Kernel::ShrinkPacking`] takes at most.
+const MOST_COLUMNS: usize = 32;
+assert_constants!(lora, { MOST_COLUMNS == MOST_COLUMNS });
+/// Blocks of [`Kernel::ShrinkPacking`] that a launch aims at: two for each SM of a large card.
+const PACKING_BLOCKS: usize = 264;
+/// Blocks of one rank each up to which a launch takes one rank a block; beyond, four.
+const MOST_SINGLE: usize = 512;
+
+/// The launch that multiplies by A: its kernel, and the ranks that a block takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shrink {
+    pub kernel: Kernel,
+    pub ranks: usize,
+    /// What [`Kernel::ShrinkPacking`], which saves the launch that packs, takes where it does not take the call.
+    pub refused: Option<&'static str>,
+}
+
+/// The launch that multiplies `rows` rows by the A of adapters with `columns` ranks of all matrices and levels. `packed`: columns of the
+/// input of the matmul, if it can be packed.
+pub fn shrink(rows: usize, columns: usize, packed: Option<usize>) -> Shrink {
+    if let Some(rows) = packed {
+        let parts = PACKING_BLOCKS.div_ceil(rows).min(columns);
+        return Shrink {
+            kernel: Kernel::ShrinkPacking,
+            ranks: columns.div_ceil(parts).min(MOST_COLUMNS),
+            refused: None,
+        };
+    }
+    let (kernel, ranks) = if rows * columns <= MOST_SINGLE {
+        (Kernel::ShrinkGroup1, 1)
+    } else {
+        (Kernel::ShrinkGroup4, 4)
+    };
+    Shrink {
+        kernel,
+        ranks,
+        refused: Some("matmuls whose input another launch may pack"),
+    }
+}
+
+/// The kernel that multiplies by the B of adapters and adds to the results, which may have a gate.
+pub const fn expand(gated: bool) -> Kernel {
+    if gated {
+        Kernel::ExpandGated
+    } else {
+        Kernel::ExpandGroup
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_of_rows_and_ranks() {
+        // Ranks of q, k and v together, or of gate and up.
+        for (rows, columns, ranks) in [
+            (1, 3 * 16, 1),
+            (8, 3 * 16, 1),
+            (10, 3 * 16, 1),
+            (11, 3 * 16, 4),
+            (1, 512, 1),
+            (1, 513, 4),
+            (64, 2 * 8, 4),
+        ] {
+            let found = shrink(rows, columns, None);
+            assert_eq!(found.ranks, ranks, "{rows} {columns}");
+            assert_eq!(
+                found.kernel.name(),
+                format!("lora_shrink_group_{ranks}"),
+                "{rows} {columns}"
+            );
+            assert!(found.refused.is_some());
+        }
+    }
+
+    #[test]
+    fn a_block_that_packs_takes_more_ranks_of_more_rows() {
+        for (packed, columns, ranks) in [
+            (8, 3 * 16, 2),
+            (32, 3 * 16, 6),
+            (64, 3 * 16, 10),
+            (128, 3 * 64, 32),
+            (16, 1, 1),
+        ] {
+            for rows in [1, packed] {
+                let expected = Shrink {
+                    kernel: Kernel::ShrinkPacking,
+                    ranks,
+                    refused: None,
+                };
+                assert_eq!(shrink(rows, columns, Some(packed)), expected);
+            }
+        }
+    }
+
+    #[test]
+    fn a_gate_is_part_of_the_last_launch() {
+        assert_eq!(
+            [false, true].map(expand),
+            [Kernel::ExpandGroup, Kernel::ExpandGated]
+        );
+    }
+
+    #[test]
+    fn names_differ() {
+        let mut names = Kernel::ALL.map(Kernel::name).to_vec();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), Kernel::ALL.len());
+    }
+}
