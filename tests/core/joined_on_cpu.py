@@ -85,9 +85,13 @@ class FusedDouble:
     def takes_packed(self, rows: int) -> bool:
         return self.kernel(rows) == "gemm_few"
 
+    def input_columns(self, rows: int) -> int | None:
+        """Few rows have a packed input; attention packs none of more, here."""
+        return FEW_ROWS if self.takes_packed(rows) and self.norm is None else None
+
     def input_of(self, m: int) -> MatmulInput | None:
-        """The plain input of few rows; attention packs none of more, here."""
-        if not self.takes_packed(m) or self.norm is not None:
+        """The plain input."""
+        if self.input_columns(m) is None:
             return None
         return MatmulInput(self.matrices[0], FEW_ROWS, [], rows=m)  # type: ignore[arg-type]
 

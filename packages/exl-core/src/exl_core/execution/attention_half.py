@@ -20,10 +20,9 @@ from exl_kernels.linear.fused import FusedLinear, Packed
 from ..layers import Norm, RMSNorm
 from ..layers.attention import rotate, shape_heads
 from ..layers.description import AttentionDescription
-from ..layers.norm import rms_of
 from .batch import Step
 from .half import Features, JoinedHalf, Normed, OutputTokens, PendingMatmul, last_rows
-from .half_matmuls import HalfPlan, norms_of_heads
+from .half_matmuls import HalfPlan, norms_of_heads, norms_of_parts
 from .operators import Operators
 
 __all__ = ["AttentionHalf"]
@@ -112,7 +111,7 @@ def _head_norms_of(a: AttentionDescription) -> HeadNorms | None:
 
     These are RMS norms whose weight all heads share.
     """
-    norms = norms_of_heads(a, lambda norm: tuple(norm.loaded_weight.shape))
+    norms = norms_of_heads(a, _shape_of)
     if norms is None:
         return None
     q, k = norms
@@ -121,11 +120,12 @@ def _head_norms_of(a: AttentionDescription) -> HeadNorms | None:
 
 def _part_norms_of(a: AttentionDescription) -> tuple[RMSNorm, RMSNorm] | None:
     """Return RMS norms of all heads of q together and of k, if `norm_parts` applies them."""
-    q, k = rms_of(a.q_norm), rms_of(a.k_norm)
-    if q is None or k is None or a.clip or q.eps != k.eps:
-        return None
-    whole = (q.loaded_weight.shape, k.loaded_weight.shape) == tuple((width,) for width in a.widths[:2])
-    return (q, k) if whole and q.loaded_weight.dtype == k.loaded_weight.dtype == torch.float32 else None
+    norms = norms_of_parts(a, _shape_of)
+    return norms if norms and all(norm.loaded_weight.dtype == torch.float32 for norm in norms) else None
+
+
+def _shape_of(norm: RMSNorm) -> tuple[int, ...]:
+    return tuple(norm.loaded_weight.shape)
 
 
 def _attend_heads(

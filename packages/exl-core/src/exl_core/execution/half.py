@@ -252,7 +252,7 @@ class JoinedHalf(Half):
         first_bare: the first matmul of a normed input, without activation.
         own_norm: the norm that `first` applies, or None.
         post_rms: the norm of the last matmul's result, if a launch with the sum applies it.
-        adds_apart: one launch norms the last matmul's result, adds it to x, and norms x for the next half.
+        adds_apart: as of the plan.
         matrices: the first ones and the last one.
         held: columns of the results that are needed at once before the last matmul.
     """
@@ -268,7 +268,7 @@ class JoinedHalf(Half):
         self.input_norm = rms_of(about.norm)
         self.first_matmul = None if mlp is not None else self.first_normed  # the MLP reads the normed input, too
         self.post_rms = rms_of(about.post)
-        self.adds_apart = self.post_rms is not None or (about.float_residual and about.post is None)
+        self.adds_apart = plan.adds_apart
         self.matrices = tuple(linear.quant for linear in (*about.first, about.last))
         self.held = tuple(matrix.out_features for matrix in self.matrices[:-1])
 

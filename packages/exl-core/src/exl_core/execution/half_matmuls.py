@@ -11,7 +11,7 @@ from typing import Generic, NamedTuple, TypeVar, cast, get_args
 from exl_kernels.device import rows_are_invariant
 from exl_kernels.linear.fused import Activation
 from exl_kernels.linear.planned import PlannedMatmul
-from exl_kernels.selection import PACKED_ROWS, STEP_ROWS
+from exl_kernels.selection import FEW_ROWS, PACKED_ROWS, STEP_ROWS
 
 from ..layers import Head, Linear, Module, Norm, RMSNorm
 from ..layers.description import AttentionDescription, MatmulDescription, MlpDescription
@@ -28,7 +28,9 @@ __all__ = [
     "joins_rows",
     "matmuls_of",
     "norms_of_heads",
+    "norms_of_parts",
     "packed_rows_of",
+    "packs_post_norm",
     "refusal_of_blocks",
 ]
 
@@ -81,6 +83,8 @@ class HalfPlan(Generic[M]):
         first_normed: the first matmul of a normed input.
         first_layered: the first matmul with the LayerNorm of its input, which takes few rows; None for other norms.
         last: the last matmul.
+        adds_apart: one launch norms the last matmul's result, adds it to the hidden state, and norms that for the next
+            half.
         plain: the half has only an RMS norm, a gate of an MLP and the residual besides its matmuls and attention.
     """
 
@@ -98,6 +102,7 @@ class HalfPlan(Generic[M]):
         layer = None if about.float_residual else layer_of(about.norm)
         self.first_layered = None if layer is None else make(about.first, layer, self.activation)
         self.last = make((about.last,), None, None)
+        self.adds_apart = rms_of(about.post) is not None or (about.float_residual and about.post is None)
         self.plain = mlp is None and self.own_norm is not None and _is_plain(about, norm_shape)
 
     def joins(self, rows: int) -> bool:
@@ -157,6 +162,19 @@ def norms_of_heads(a: AttentionDescription, norm_shape: NormShape) -> tuple[RMSN
     if q is None or k is None or a.clip or q.eps != k.eps:
         return None
     return (q, k) if norm_shape(q) == norm_shape(k) == (a.head_dim,) else None
+
+
+def norms_of_parts(a: AttentionDescription, norm_shape: NormShape) -> tuple[RMSNorm, RMSNorm] | None:
+    """Return RMS norms of all heads of q together and of all heads of k, which one launch applies; None for others."""
+    q, k = rms_of(a.q_norm), rms_of(a.k_norm)
+    if q is None or k is None or a.clip or q.eps != k.eps:
+        return None
+    return (q, k) if (norm_shape(q), norm_shape(k)) == tuple((width,) for width in a.widths[:2]) else None
+
+
+def packs_post_norm(following: PlannedMatmul, rows: int) -> bool:
+    """Return whether the launch of a post norm packs the normed rows for the next matmul: inputs of few rows only."""
+    return following.input_columns(rows) == FEW_ROWS
 
 
 def head_with_norm(norm: Module | None, head: Head, make: MakeMatmul[M], padded: Callable[[Linear], bool]) -> M | None:

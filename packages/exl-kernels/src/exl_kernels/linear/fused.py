@@ -242,11 +242,11 @@ class FusedLinear(PlannedMatmul):
 
     def input_of(self, m: int) -> MatmulInput | None:
         """Return the input that another launch may pack m float16 rows into for `from_input`, or None."""
-        matrix, plan = self.matrices[0], self._plan(m)
-        if plan is None or plan.input_columns is None or plan.separate_gate:
+        matrix, columns = self.matrices[0], self.input_columns(m)
+        if columns is None:
             return None
         assert isinstance(matrix, CudaQuantMatrix)
-        return MatmulInput(matrix, plan.input_columns, self.scratch(m), rows=m)
+        return MatmulInput(matrix, columns, self.scratch(m), rows=m)
 
     def from_input(self, given: MatmulInput, out: Tensor, residual: Tensor | None = None) -> Tensor:
         """Multiply the rows packed in `given`.

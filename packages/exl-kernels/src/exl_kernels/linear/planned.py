@@ -82,6 +82,11 @@ class PlannedMatmul(ABC):
         plan = self._plan(rows)
         return plan is not None and plan.takes_packed
 
+    def input_columns(self, rows: int) -> int | None:
+        """Return the columns of the input that another launch may pack for a call of `rows` rows; None if none may."""
+        plan = self._plan(rows)
+        return None if plan is None or plan.separate_gate else plan.input_columns
+
     def chains_to(self, following: PlannedMatmul, rows: int) -> bool:
         """Return whether chained calls of `rows` rows can write their results as the packed input of `following`."""
         return self._chains_to(self._plan(rows), following, following._plan(rows))
