@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, 
 from exl_core.execution.attention_half import AttentionHalf
 from exl_core.execution.build_step import build_step
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of
+from exl_core.execution.kernels import kernel_uses
 from exl_core.execution.mlp_half import MlpHalf
 from exl_core.lora.rows import RowAdapters
+from exl_kernels import _native
 from exl_kernels.safetensors_file import write_safetensors
-from exl_kernels.selection import FEW_ROWS
+from exl_kernels.selection import FEW_ROWS, Card
 
 pytestmark = [pytest.mark.cuda, pytest.mark.covers("core.md: lora")]
 
@@ -142,3 +145,21 @@ def assert_identical(model: ExLlamaV2, folder: Path, case: str, batch: int, q_le
         changed = [row for row, found in enumerate(sets) if found]
         rows = [row * q_len + token for row in changed for token in range(q_len)]
         assert not torch.equal(plain[rows], want[rows])
+
+
+@pytest.mark.parametrize("batch", [1, 4, 12])
+@pytest.mark.parametrize("model", ["exl2", "gptq"], indirect=True)
+def test_the_report_of_kernels_has_the_launches_of_adapters(model: ExLlamaV2, tmp_path: Path, batch: int) -> None:
+    """Those of a captured step whose rows all have adapters of every matrix."""
+    adapters = ExLlamaV2Lora.from_directory(model, write_adapter(tmp_path / "all", 16, ALL))
+    before: dict[str, int] = _native.cuda_launches()
+    results(model, [(adapters,)] * batch, 1, joined=True)
+    now: dict[str, int] = _native.cuda_launches()
+    launched = {name: now[name] - before.get(name, 0) for name in now if name.startswith("lora_")}
+    reported: Counter[str] = Counter()
+    for use in kernel_uses(model.config, Card.device(0), rows=(batch,), prompts=(), adapter_rank=16):
+        if use.operation == "adapters":
+            for names, calls in zip(use.kernel.split(", "), use.calls, strict=True):
+                reported.update(dict.fromkeys(names.split(" + "), calls))
+    assert reported == +Counter(launched)
+    assert reported

@@ -1,7 +1,11 @@
-"""The matmuls that `exl info --kernels` reports are those that a model launches. Needs a GPU or its emulation."""
+"""The matmuls and norms that `exl info --kernels` reports are those that a model launches.
+
+Needs a GPU or its emulation.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -34,6 +38,8 @@ LAUNCHED = {
     "gemm_large": "dequantize_",
 }
 """How names of the functions of each kernel begin; for gemm_large those that dequantize for cuBLAS."""
+NORMS = re.compile("(rms|layer)_norm_|add_.*norm_")
+"""How names of functions that only norm rows begin."""
 FLOATS = {
     "whole": {},
     "down": {"model.layers.1.mlp.down_proj": (256, 768)},
@@ -77,21 +83,22 @@ def made(folder: Path, floats: dict[str, tuple[int, int]]) -> Path:
 
 
 def launched(before: dict[str, int]) -> Counter[str]:
-    """Launches of each kernel of matmuls since the counts of `before`."""
+    """Launches of each kernel of matmuls, and of each function that norms, since the counts of `before`."""
     now: dict[str, int] = _native.cuda_launches()
     new = {name: count - before.get(name, 0) for name, count in now.items()}
     found = {
         kernel: sum(count for name, count in new.items() if name.startswith(start))
         for kernel, start in LAUNCHED.items()
     }
-    return +Counter(found)
+    return +Counter(found | {name: count for name, count in new.items() if NORMS.match(name)})
 
 
 def reported(uses: list[KernelUse]) -> Counter[str]:
-    """Calls of each kernel of matmuls of one pass in a report."""
+    """Calls of each kernel of matmuls, and of each function that norms, of one pass in a report."""
     found: Counter[str] = Counter()
     for use in uses:
-        found.update({k: n for k, n in zip(use.kernel.split(", "), use.calls, strict=True) if k in LAUNCHED})
+        calls = zip(use.kernel.split(", "), use.calls, strict=True)
+        found.update({k: n for k, n in calls if k in LAUNCHED or NORMS.match(k)})
     return found
 
 

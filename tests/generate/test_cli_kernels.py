@@ -52,6 +52,16 @@ def test_every_known_card_has_a_kernel_for_everything(info, card: str) -> None:
         assert joined <= of.keys() or apart <= of.keys(), rows
 
 
+def test_norms_and_adapters_are_part_of_the_report(info) -> None:
+    plain = kernels(json.loads(info(MODEL, "--kernels", "--card", "H100", "--json")[1]))
+    assert plain["norm", 1] == "rms_norm_f16_f32", "the last norm of one row"
+    assert not any(operation == "adapters" for operation, _ in plain)
+    of = kernels(json.loads(info(MODEL, "--kernels", "--card", "H100", "--adapter-rank", "16", "--json")[1]))
+    assert "lora_shrink_group_1 + lora_expand_gated" in of["adapters", 1]
+    assert "lora_shrink_packing + lora_expand_gated" in of["adapters", 64]
+    assert ("adapters", 512) not in of, "no step of so many rows with adapters is captured"
+
+
 def test_float_matrices_are_multiplied_by_cublas(info) -> None:
     of = kernels(json.loads(info(FLOAT, "--kernels", "--card", "4090", "--json")[1]))
     assert of["q_proj", 1] == of["head", 64] == "cuBLAS"
@@ -106,6 +116,7 @@ def test_without_a_gpu_a_card_must_be_named(info, monkeypatch: pytest.MonkeyPatc
     ("arguments", "message"),
     [
         (["--card", "4090"], "add --kernels"),
+        (["--adapter-rank", "16"], "add --kernels"),
         (["--kernels", "--card", "Voodoo 2"], "known cards"),
         (["--kernels", "--plan"], "one at a time"),
     ],

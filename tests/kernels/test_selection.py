@@ -46,6 +46,23 @@ def gptq(n: int, k: int = K) -> MatrixShape:
     )
 
 
+def test_norms_and_adapters_say_which_kernel_runs() -> None:
+    """Their kernels do not depend on the card."""
+    assert selection.norm_kernel("rms", 4096).kernel == "rms_norm_f16_f32"
+    assert selection.norm_kernel("layer", 4096, columns=selection.FEW_ROWS).kernel == "layer_norm_packed"
+    assert selection.norm_kernel("layer", 4096, columns=selection.PACKED_ROWS).kernel == "layer_norm_packed_for_batch"
+    wide = selection.norm_kernel("add post", 5120, float32=True)
+    assert wide.kernel == "add_post_norm_f32"
+    assert wide.reasons == ("add_short_post_norm_f32: it takes rows of up to 4096 elements",)
+    with pytest.raises(ShapeError, match='no kernel computes "rms" of f16 rows into Some'):
+        selection.norm_kernel("rms", 4096, columns=8)
+    assert selection.adapter_kernels(1, 48).kernel == "lora_shrink_group_1 + lora_expand_group"
+    assert selection.adapter_kernels(64, 48, gated=True).kernel == "lora_shrink_group_4 + lora_expand_gated"
+    packing = selection.adapter_kernels(8, 48, columns=8)
+    assert (packing.kernel, packing.refused) == ("lora_shrink_packing + lora_expand_group", ())
+    assert selection.adapter_kernels(8, 0).kernel == "lora_shrink + lora_expand"
+
+
 def test_a_card_of_each_generation() -> None:
     codes = {name: Card.named(name).code for name in known_cards()}
     assert codes == {

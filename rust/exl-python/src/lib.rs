@@ -70,8 +70,9 @@ mod _native {
     #[pymodule_export]
     use crate::cuda::select::{
         AttentionPlan, AttentionShape, CudaCard, CudaShape, cuda_cards, cuda_plan_alone,
-        cuda_plan_fused, cuda_rows_invariant, cuda_select_attention, cuda_select_experts,
-        cuda_select_fused, cuda_select_rope_store, cuda_select_sampling,
+        cuda_plan_fused, cuda_rows_invariant, cuda_select_adapters, cuda_select_attention,
+        cuda_select_experts, cuda_select_fused, cuda_select_norm, cuda_select_rope_store,
+        cuda_select_sampling,
     };
     #[pymodule_export]
     use crate::cuda::{

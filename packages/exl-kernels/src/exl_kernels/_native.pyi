@@ -79,9 +79,11 @@ __all__ = [
     "cuda_sample_answers",
     "cuda_sample_fill",
     "cuda_sample_launch",
+    "cuda_select_adapters",
     "cuda_select_attention",
     "cuda_select_experts",
     "cuda_select_fused",
+    "cuda_select_norm",
     "cuda_select_rope_store",
     "cuda_select_sampling",
     "cuda_softcap",
@@ -1482,6 +1484,15 @@ def cuda_sample_launch(
     source and destination of a copy before the launch. Rows that are left to the CPU may write no token.
     """
 
+def cuda_select_adapters(
+    rows: int, ranks: int, *, columns: int | None = None, gated: bool = False
+) -> tuple[str, str, str | None]:
+    """
+    The kernels that add the adapters of `rows` rows: of A and of B, and what the faster one of A takes, or None. `ranks`: of all matrices of a
+    joined matmul together, or 0 for those of one matrix whose matmul is not joined; `columns`: of the matmul's input, if the launch can pack
+    that; `gated`: the results have a gate.
+    """
+
 def cuda_select_attention(card: CudaCard, shape: AttentionShape) -> AttentionPlan:
     """
     The kernel of a call of attention, as it is launched.
@@ -1507,6 +1518,15 @@ def cuda_select_fused(
 ) -> tuple[str, bool, list[tuple[str, str]]]:
     """
     The kernel of a matmul of several matrices over one input with an epilogue, as `FusedLinear` runs it.
+    """
+
+def cuda_select_norm(
+    operation: str, width: int, *, float32: bool = False, columns: int | None = None
+) -> tuple[str, tuple[str, str] | None]:
+    """
+    The kernel of a norm of float16 rows, or of float32 rows, with a float32 weight, and a faster one with what it takes, or None. `operation`:
+    "rms", "layer", "rms parts", "add rms" (x + y and its RMS norm) or "add post" (x + norm(y) and its norm). `columns`: of the input of a
+    matmul that the launch packs.
     """
 
 def cuda_select_rope_store(

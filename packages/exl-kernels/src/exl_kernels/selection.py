@@ -30,8 +30,11 @@ __all__ = [
     "STEP_ROWS",
     "Card",
     "MatrixShape",
+    "NormOperation",
     "Selection",
+    "adapter_kernels",
     "known_cards",
+    "norm_kernel",
     "rope_store_kernel",
 ]
 
@@ -75,9 +78,14 @@ FUSED_ACTIVATIONS = LIMITS.activations
 _EXL2_PARTS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
 
 
+NormOperation = Literal["rms", "layer", "rms parts", "add rms", "add post"]
+"""The result of a launch that norms rows: an RMS norm, a LayerNorm, RMS norms of two parts of each row, x + y and its
+RMS norm, or x + norm(y) and its norm, where either norm may be absent."""
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The kernel of a matmul, of a layer's experts or of attention, or the kernels of sampling."""
+    """The kernel of a matmul, a layer's experts, attention or a norm, or the kernels of sampling or adapters."""
 
     kernel: str
     """gemv_ring, gemm_few, gemm_direct, gemm_batch, gemm_tile or gemm_large (dequantize, then cuBLAS). The
@@ -400,6 +408,42 @@ def rope_store_kernel(kind: str, head_dim: int, *, tokens: int, rotated: int, in
         kind, head_dim, tokens=tokens, rotated=rotated, interleaved=interleaved
     )
     return Selection(kernel, True, () if why is None else (("rope_store_many", f"it takes {why}"),))
+
+
+def norm_kernel(
+    operation: NormOperation, width: int, *, float32: bool = False, columns: int | None = None
+) -> Selection:
+    """Return the kernel of a norm of aligned rows with float32 weights, which does not depend on the card.
+
+    Args:
+        operation: what the launch computes.
+        width: elements of a row.
+        float32: the rows are float32; otherwise float16.
+        columns: columns of the input of a matmul that the launch packs; None: it writes rows.
+
+    Raises:
+        ShapeError: no kernel computes that.
+    """
+    try:
+        kernel, refused = _native.cuda_select_norm(operation, width, float32=float32, columns=columns)
+    except ValueError as error:
+        raise ShapeError(str(error)) from None
+    return Selection(kernel, True, () if refused is None else ((refused[0], f"it takes {refused[1]}"),))
+
+
+def adapter_kernels(rows: int, ranks: int, *, columns: int | None = None, gated: bool = False) -> Selection:
+    """Return the kernels of `linear.lora`, in their order, which do not depend on the card.
+
+    Args:
+        rows: number of rows.
+        ranks: ranks of the adapters of all matrices of a joined matmul together (`LoraGroup`); 0 for the adapters of
+            one matrix whose matmul is not joined (`LoraTable`).
+        columns: columns of the matmul's input, if another launch can pack that (`FusedLinear.input_of`).
+        gated: the results have a gate.
+    """
+    shrink, expand, takes = _native.cuda_select_adapters(rows, ranks, columns=columns, gated=gated)
+    refused = () if takes is None else (("lora_shrink_packing", f"it takes {takes}"),)
+    return Selection(f"{shrink} + {expand}", True, refused)
 
 
 def _selection(row: tuple[str, bool, list[tuple[str, str]]]) -> Selection:

@@ -6,12 +6,15 @@
 use exl_cuda::layout::Layout;
 use exl_cuda::ops::Element;
 use exl_cuda::ops::attention::{self, Call as AttentionCall, select::Rotated};
+use exl_cuda::ops::elementwise::select as norms;
 use exl_cuda::ops::kv::{self, KINDS, Kind};
+use exl_cuda::ops::linear::lora::select as adapters;
 use exl_cuda::ops::linear::select::{self, Call, Epilogue};
 use exl_cuda::ops::linear::{Addresses, Matrix};
 use exl_cuda::ops::moe;
 use exl_cuda::ops::sampling::SEGMENT;
 use exl_cuda::ops::sampling::select::{self as sampling, Batch, row};
+use exl_cuda::rows::FEW_ROWS;
 use exl_cuda::{CARDS, Capabilities, Card, Device, Feature};
 use exl_format::exl2::Exl2View;
 use exl_format::gptq::GptqView;
@@ -281,6 +284,70 @@ pub fn cuda_select_rope_store(
     };
     let (kernel, why) = kv::select::select(&call);
     Ok((kernel.name(), why))
+}
+
+/// The kernel of a norm of float16 rows, or of float32 rows, with a float32 weight, and a faster one with what it takes, or None. `operation`:
+/// "rms", "layer", "rms parts", "add rms" (x + y and its RMS norm) or "add post" (x + norm(y) and its norm). `columns`: of the input of a
+/// matmul that the launch packs.
+#[pyfunction]
+#[pyo3(signature = (operation, width, *, float32=false, columns=None))]
+pub fn cuda_select_norm(
+    operation: &str,
+    width: usize,
+    float32: bool,
+    columns: Option<usize>,
+) -> PyResult<(String, Option<(String, &'static str)>)> {
+    let (element, weight) = (
+        if float32 { Element::F32 } else { Element::F16 },
+        Element::F32,
+    );
+    let call = match (operation, columns) {
+        ("rms", None) => norms::Call::Rms { element, weight },
+        ("layer", None) => norms::Call::Layer { element, weight },
+        ("layer", Some(columns)) if !float32 => norms::Call::LayerPacked { columns },
+        ("rms parts", None) if !float32 => norms::Call::RmsParts,
+        ("add rms", None) => norms::Call::AddRms { element },
+        ("add post", None | Some(FEW_ROWS)) => norms::Call::AddPost {
+            element,
+            width,
+            packed: columns.is_some(),
+            aligned: true,
+        },
+        _ => {
+            return Err(PyValueError::new_err(format!(
+                "no kernel computes {operation:?} of {} rows into {columns:?} columns",
+                element.suffix()
+            )));
+        }
+    };
+    let (kernel, refused) = norms::select(&call);
+    Ok((
+        kernel.name(),
+        refused.map(|(faster, what)| (faster.name(), what)),
+    ))
+}
+
+/// The kernels that add the adapters of `rows` rows: of A and of B, and what the faster one of A takes, or None. `ranks`: of all matrices of a
+/// joined matmul together, or 0 for those of one matrix whose matmul is not joined; `columns`: of the matmul's input, if the launch can pack
+/// that; `gated`: the results have a gate.
+#[pyfunction]
+#[pyo3(signature = (rows, ranks, *, columns=None, gated=false))]
+pub fn cuda_select_adapters(
+    rows: usize,
+    ranks: usize,
+    columns: Option<usize>,
+    gated: bool,
+) -> (&'static str, &'static str, Option<&'static str>) {
+    if ranks == 0 {
+        let (shrink, expand) = adapters::alone();
+        return (shrink.name(), expand.name(), None);
+    }
+    let shrink = adapters::shrink(rows, ranks, columns);
+    (
+        shrink.kernel.name(),
+        adapters::expand(gated).name(),
+        shrink.refused,
+    )
 }
 
 /// The properties of a call of attention that decide its kernel.

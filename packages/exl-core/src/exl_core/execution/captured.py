@@ -33,6 +33,7 @@ from .capturable import (
     MAX_Q_LEN,
     NotCapturableError,
     padded_rows,
+    refusal_of_adapted_rows,
     refusal_of_adapters,
     refusal_of_model,
     refusal_of_tokens,
@@ -241,8 +242,8 @@ class DecodeGraphs:
         """
         if model.tp_context is not None:
             return "adapters of a sharded model are added on its first device"
-        if tokens > PACKED_ROWS:
-            return f"adapters are added by kernels to at most {PACKED_ROWS} rows"
+        if (refused := refusal_of_adapted_rows(tokens)) is not None:
+            return refused
         if self._sets.stale:
             self.forget_adapters()
         new = self._sets.new_of(adapters)

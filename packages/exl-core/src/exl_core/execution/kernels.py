@@ -15,15 +15,25 @@ from exl_kernels.device import row_invariant_matmuls, rows_are_invariant
 from exl_kernels.linear.fused import Activation
 from exl_kernels.linear.planned import ShapedMatmul, blocks_of, is_whole_block
 from exl_kernels.moe.cuda import ExpertRouter
-from exl_kernels.selection import BLOCK_ROWS, FEW_ROWS, PACKED_ROWS, STEP_ROWS, Card, Selection, rope_store_kernel
+from exl_kernels.selection import (
+    BLOCK_ROWS,
+    FEW_ROWS,
+    LIMITS,
+    PACKED_ROWS,
+    STEP_ROWS,
+    Card,
+    Selection,
+    adapter_kernels,
+    rope_store_kernel,
+)
 
 from ..config import ExLlamaV2Config
 from ..config.rope_config import main_rope
 from ..errors import ModelStateError
 from ..layers import Head, Linear, Module, Norm, build_modules
 from ..layers.description import AttentionDescription, ExpertsDescription, HalfDescription, MatmulDescription
-from ..layers.norm import LayerNorm
-from .capturable import refusal_of_settings, refusal_of_tokens
+from ..layers.norm import LayerNorm, rms_of
+from .capturable import refusal_of_adapted_rows, refusal_of_settings, refusal_of_tokens
 from .environment import refusal_of_joined_rows
 from .fused import uncovered
 from .half import description_of, refusal_of_code, why_own_pass
@@ -35,6 +45,7 @@ from .half_matmuls import (
     packed_rows_of,
     refusal_of_blocks,
 )
+from .kernel_norms import HalfRun, NormLaunches
 from .matrix_shapes import MatrixShapes
 from .select import Way
 
@@ -60,8 +71,8 @@ class KernelUse:
     """One operation of a pass of a number of rows, over all layers."""
 
     operation: str
-    """"way", "q+k+v", "o", "gate+up", "down", "rope+store", "attention", "router", "experts", "head", the last part of
-    a matrix's key, or an operation that the caller adds."""
+    """"way", "q+k+v", "o", "gate+up", "down", "rope+store", "attention", "router", "experts", "head", "norm" (launches
+    that only norm rows), "adapters", the last part of a matrix's key, or an operation that the caller adds."""
     rows: int
     tokens: int
     """Query tokens of each sequence: one in a decode step, all rows in a prompt."""
@@ -82,6 +93,7 @@ def kernel_uses(
     prompts: Sequence[int] = PROMPTS,
     cache: str = "fp16",
     keys: int = KEYS,
+    adapter_rank: int | None = None,
 ) -> list[KernelUse]:
     """Return the kernels of every operation of a model on one GPU, and how `select` runs the pass.
 
@@ -95,6 +107,7 @@ def kernel_uses(
         prompts: numbers of tokens of a prompt, which is one sequence.
         cache: storage format of the cache.
         keys: keys that attention reads, at least as many as the prompt has tokens.
+        adapter_rank: rank of adapters of all matrices, whose launches are added where steps are captured; None: none.
 
     Raises:
         ModelStateError: the config was prepared without tensors.
@@ -112,6 +125,9 @@ def kernel_uses(
             uses.attention(cache, keys, rotated)
             uses.halves()
             uses.head()
+            uses.norms()
+            if adapter_rank is not None:
+                uses.adapters(adapter_rank)
         found += uses.rows()
     return found
 
@@ -143,6 +159,7 @@ class _Model:
 
     def __init__(self, config: ExLlamaV2Config, card: Card, shapes: MatrixShapes) -> None:
         self.card, self.shapes, self.modules = card, shapes, build_modules(config)
+        self.hidden = config.hidden_size
         self._eager = refusal_of_settings(config) or self._decided_by_host()
         why_not = self._eager or uncovered(self.modules)
         self.halves = [self._half(module, why_not) for module in self.modules[1:-2]]
@@ -386,10 +403,74 @@ class _Uses:
         else:
             self._alone("head", head.linear, rows)
 
+    def norms(self) -> None:
+        """Add the launches that only norm rows, of all layers and of the last norm."""
+        model, rows = self._model, self._count
+        *_, last, head = model.modules
+        norm = last if isinstance(last, Norm) else None
+        packed = None
+        if self._way.way == "captured" and isinstance(head, Head):
+            packed = head_with_norm(norm, head, model.make, model.shapes.is_padded)
+        launches = NormLaunches(
+            model.hidden,
+            rows,
+            decodes=self._tokens == 1,
+            adds_at_once=self._adds_at_once,
+            norm_shape=model.shapes.of_norm,
+        )
+        runs = [
+            HalfRun(half.about, half.plan, joins, self._routes_norm(half.about))
+            for half, joins in zip(model.halves, self._joins, strict=True)
+        ]
+        for found in launches.of(runs, norm, packed):
+            self._add("norm", found.kernel, found.reasons)
+
+    def adapters(self, rank: int) -> None:
+        """Add the launches of adapters of all matrices, where a captured step has them."""
+        if self._way.way != "captured" or refusal_of_adapted_rows(self._count) is not None:
+            return
+        for half, joins in zip(self._model.halves, self._joins, strict=True):
+            for plan in [] if half.plan is None else [half.plan, *([] if half.plan.mlp is None else [half.plan.mlp])]:
+                if joins:
+                    gated = plan.activation is not None and len(plan.about.first) > 1
+                    self._adapters(self._model.make(plan.about.first, None, None), rank * len(plan.about.first), gated)
+                    self._adapters(plan.last, rank, gated=False)
+                    continue
+                for _ in (*plan.about.first, plan.about.last):
+                    self._add("adapters", adapter_kernels(self._count, 0).kernel)
+
+    def _adapters(self, matmul: ShapedMatmul, ranks: int, gated: bool) -> None:
+        """Add the launches of the adapters of a joined matmul, as `adapted.MatmulAdapters`."""
+        fits = matmul.in_features <= LIMITS.most_packed_width
+        columns = matmul.input_columns(self._count) if fits else None
+        found = adapter_kernels(self._count, ranks, columns=columns, gated=gated)
+        self._add("adapters", found.kernel, found.reasons)
+
+    def _adds_at_once(self, linear: Linear) -> bool:
+        """Return whether torch adds to the result of a matrix, as `CudaQuantMatrix.adds_at_once`."""
+        shape, plain = self._model.shapes.of(linear), not linear.spec.bias and linear.spec.prescale == 1.0
+        invariant = rows_are_invariant(self._count)
+        return (
+            plain
+            and shape is not None
+            and self._model.card.plan_alone(shape, self._count, invariant=invariant).dequantizes
+        )
+
+    def _routes_norm(self, about: HalfDescription | None) -> bool:
+        """Return whether the launch of a router norms the hidden state: experts then run in shared launches."""
+        if not isinstance(about, ExpertsDescription) or about.post is not None or about.float_residual:
+            return False
+        found = self._model.experts(about, self._count, invariant=rows_are_invariant(self._count))
+        return self._routes(about) and not isinstance(found, str) and found.joined and rms_of(about.norm) is not None
+
+    def _routes(self, about: ExpertsDescription) -> bool:
+        """Return whether a kernel chooses the experts of each row."""
+        return self._model.shapes.is_float(about.router) and ExpertRouter.takes_features(about.router.in_features)
+
     def _experts(self, about: ExpertsDescription, why_apart: str) -> None:
         """Add the router, the experts' matmuls (one entry where they share launches), and those of a shared expert."""
         known: set[Linear] = set()
-        if self._model.shapes.is_float(about.router) and ExpertRouter.takes_features(about.router.in_features):
+        if self._routes(about):
             self._add("router", "experts_route")
             known.add(about.router)
         reasons = [why_apart]

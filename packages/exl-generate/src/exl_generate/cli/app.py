@@ -248,6 +248,10 @@ def info(
         str | None,
         typer.Option(help='With --kernels: a card that need not be here, such as "4090".', show_default=False),
     ] = None,
+    adapter_rank: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --kernels: also adapters of this rank, of all matrices.", show_default=False),
+    ] = None,
     device: Device = None,
     tp: Tp = False,
     json_: Json = False,
@@ -264,6 +268,10 @@ def info(
         from exl_generate.errors import RequestError
 
         raise RequestError(f"--card {card} says which card's kernels to show: add --kernels")
+    if adapter_rank is not None and not kernels:
+        from exl_generate.errors import RequestError
+
+        raise RequestError(f"--adapter-rank {adapter_rank} adds launches of adapters to the kernels: add --kernels")
     if kernels:
         if plan or cache_tokens or tp:
             from exl_generate.errors import RequestError
@@ -271,7 +279,7 @@ def info(
             raise RequestError("--kernels and --plan are two reports: ask for one at a time")
         from exl_generate.cli import kernels as report
 
-        report.run(folder or model, card, cache or "fp16", json_)
+        report.run(folder or model, card, cache or "fp16", json_, adapter_rank)
         return
     if not plan and (cache or cache_tokens or device or tp):
         from exl_generate.errors import RequestError

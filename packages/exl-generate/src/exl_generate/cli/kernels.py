@@ -21,20 +21,23 @@ from exl_kernels.selection import Card, known_cards
 __all__ = ["facts", "run", "show"]
 
 
-def run(folder: Path | None, card: str | None, cache: KVKind, as_json: bool) -> None:
+def run(folder: Path | None, card: str | None, cache: KVKind, as_json: bool, adapter_rank: int | None = None) -> None:
     """Print the report for the model in `folder` (None: the bundled one), as tables or as one line of JSON."""
-    found = facts(ExLlamaV2Config(model_folder(folder)), card, cache)
+    found = facts(ExLlamaV2Config(model_folder(folder)), card, cache, adapter_rank)
     if as_json:
         print(json.dumps(found))
     else:
         show(found)
 
 
-def facts(config: ExLlamaV2Config, card: str | None, cache: KVKind) -> dict[str, Any]:
+def facts(config: ExLlamaV2Config, card: str | None, cache: KVKind, adapter_rank: int | None = None) -> dict[str, Any]:
     """Card, code and kernels. `card` names one of `known_cards`; None is the first GPU of this machine that can be
-    used. Raises DeviceError."""
+    used. `adapter_rank` adds launches of adapters. Raises DeviceError."""
     chosen = _card(card)
-    uses = [*kernel_uses(config, chosen, cache=cache, keys=KEYS), *_sampling_uses(config, chosen)]
+    uses = [
+        *kernel_uses(config, chosen, cache=cache, keys=KEYS, adapter_rank=adapter_rank),
+        *_sampling_uses(config, chosen),
+    ]
     return {
         "card": chosen.name,
         "code": chosen.code,

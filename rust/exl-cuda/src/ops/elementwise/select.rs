@@ -113,8 +113,8 @@ pub enum Call {
     },
 }
 
-/// The kernel of a call on any card, and what a faster one takes where it does not take the call.
-pub fn select(call: &Call) -> (Kernel, Option<&'static str>) {
+/// The kernel of a call on any card, and a faster one that does not take the call, with what it takes.
+pub fn select(call: &Call) -> (Kernel, Option<(Kernel, &'static str)>) {
     let kernel = match *call {
         Call::Rms { element, weight } => Kernel::Rms(element, weight),
         Call::Layer { element, weight } => Kernel::Layer(element, weight),
@@ -135,12 +135,15 @@ pub fn select(call: &Call) -> (Kernel, Option<&'static str>) {
             ]
             .into_iter()
             .find(|(fits, _)| !fits);
-            let kernel = Kernel::AddPost {
+            let of = |short| Kernel::AddPost {
                 element,
-                short: refused.is_none(),
+                short,
                 packed,
             };
-            return (kernel, refused.map(|(_, what)| what));
+            return match refused {
+                Some((_, what)) => (of(false), Some((of(true), what))),
+                None => (of(true), None),
+            };
         }
     };
     (kernel, None)
@@ -238,7 +241,9 @@ mod tests {
             (of(4096, false), "aligned to 16"),
         ] {
             assert_eq!(name(call), "add_post_norm_f16");
-            assert!(select(&call).1.is_some_and(|why| why.contains(what)));
+            let (faster, why) = select(&call).1.expect("a faster kernel");
+            assert_eq!(faster.name(), "add_short_post_norm_f16");
+            assert!(why.contains(what), "{why}");
         }
     }
 

@@ -93,12 +93,13 @@ pub unsafe fn add(to: Target, op: &Lora) -> Result<(), CudaError> {
         stream: to.stream,
         programmatic: to.programmatic,
     };
+    let (first, second) = select::alone();
     let mut shrink = kernel_arguments![op.x, op.table, op.slots, op.middle, inputs, most_rank];
     let mut expand = kernel_arguments![op.y, op.table, op.slots, op.middle, outputs, most_rank];
     // SAFETY: the order is that of the kernels; the caller guarantees that the addresses are valid.
     unsafe {
-        launch(Kernel::Shrink, most_rank as u32).run(device, &mut shrink)?;
-        launch(Kernel::Expand, (outputs as u32).div_ceil(2 * THREADS)).run(device, &mut expand)
+        launch(first, most_rank as u32).run(device, &mut shrink)?;
+        launch(second, (outputs as u32).div_ceil(2 * THREADS)).run(device, &mut expand)
     }
 }
 

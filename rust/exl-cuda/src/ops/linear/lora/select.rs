@@ -58,7 +58,7 @@ const MOST_SINGLE: usize = 512;
 pub struct Shrink {
     pub kernel: Kernel,
     pub ranks: usize,
-    /// What [`Kernel::ShrinkPacking`], which saves the launch that packs, takes where it does not take the call.
+    /// The calls that [`Kernel::ShrinkPacking`], which saves the launch that packs, takes; None if it takes this one.
     pub refused: Option<&'static str>,
 }
 
@@ -83,6 +83,11 @@ pub fn shrink(rows: usize, columns: usize, packed: Option<usize>) -> Shrink {
         ranks,
         refused: Some("matmuls whose input another launch may pack"),
     }
+}
+
+/// The kernels of the adapters of one matrix whose matmul is not joined, in their order.
+pub const fn alone() -> (Kernel, Kernel) {
+    (Kernel::Shrink, Kernel::Expand)
 }
 
 /// The kernel that multiplies by the B of adapters and adds to the results, which may have a gate.

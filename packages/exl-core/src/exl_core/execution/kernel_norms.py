@@ -1,0 +1,189 @@
+"""The launches of a pass that only norm rows, for the report of kernels (`kernels.py`).
+
+Most norms are part of a matmul's launches, or of attention's. This module repeats the order in which executors hand a
+normed hidden state on (`fused.py`, `half.py`, `operators.py`); tests/core/test_cuda_kernel_uses.py compares the result
+with the launches of whole models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from exl_kernels.linear.planned import ShapedMatmul
+from exl_kernels.selection import FEW_ROWS, NormOperation, Selection, norm_kernel
+
+from ..layers import Linear, Norm
+from ..layers.description import AttentionDescription, HalfDescription
+from ..layers.norm import LayerNorm, layer_of, rms_of
+from .half_matmuls import HalfPlan, norms_of_heads, norms_of_parts, packs_post_norm
+
+__all__ = ["HalfRun", "NormLaunches"]
+
+
+class HalfRun(NamedTuple):
+    """How a half of a layer runs in a pass."""
+
+    about: HalfDescription | None
+    plan: HalfPlan[ShapedMatmul] | None
+    """None: the module runs its own forward pass."""
+    joins: bool
+    routes_norm: bool
+    """The launch of a router norms the hidden state."""
+
+
+class NormLaunches:
+    """The launches of a pass that only norm rows, in their order, by the kernel of each.
+
+    Args:
+        hidden: elements of the hidden state.
+        rows: rows of the pass.
+        decodes: each sequence has one row.
+        adds_at_once: whether a matmul of torch adds the hidden state to the result of a matrix.
+        norm_shape: the shape of a norm's weight.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        rows: int,
+        *,
+        decodes: bool,
+        adds_at_once: Callable[[Linear], bool],
+        norm_shape: Callable[[Norm], tuple[int, ...]],
+    ) -> None:
+        self._hidden, self._rows, self._decodes = hidden, rows, decodes
+        self._adds_at_once, self._norm_shape = adds_at_once, norm_shape
+        self._normed = False
+        """The next half finds its input normed, or packed for the matmul that norms it."""
+
+    def of(self, halves: Sequence[HalfRun], last: Norm | None, head: ShapedMatmul | None) -> Iterator[Selection]:
+        """Yield the kernel of each launch.
+
+        Args:
+            halves: the halves of all layers.
+            last: the last norm, or None.
+            head: the last norm and the head as one matmul, whose input the last half may pack; None if it may not.
+        """
+        self._normed = False
+        chains = [self._chains(half, following, head) for half, following in pairwise([*halves, None]) if half]
+        for half, following, chained, next_chained in zip(
+            halves, [*halves[1:], None], chains, [*chains[1:], False], strict=True
+        ):
+            if half.plan is None:
+                yield from self._own_pass(half)
+                continue
+            yield from self._before_last(half.plan, half.joins)
+            if chained:
+                self._normed = True
+                continue
+            # The first matmul of a chain norms its input.
+            norm = last if following is None else None if next_chained else _norm_of(following)
+            if half.joins:
+                yield from self._end(half.plan, rms_of(norm), self._packs(following))
+            else:
+                yield from self._end_apart(half.plan, rms_of(norm))
+        if not self._normed and last is not None:
+            floats = bool(halves) and halves[-1].about is not None and halves[-1].about.float_residual
+            yield self._norm(last, floats=floats)
+
+    def _own_pass(self, half: HalfRun) -> Iterator[Selection]:
+        about, self._normed = half.about, False
+        if about is None:
+            return
+        if about.norm is not None and not half.routes_norm:
+            yield self._norm(about.norm, floats=about.float_residual)
+        if isinstance(about, AttentionDescription):
+            yield from self._norms_of_heads_apart(about)
+        if about.post is not None:
+            yield self._norm(about.post, floats=about.float_residual)
+
+    def _before_last(self, plan: HalfPlan[ShapedMatmul], joins: bool) -> Iterator[Selection]:
+        """Yield the launches that norm before the last matmul of a half."""
+        yield from self._first(plan, joins)
+        if isinstance(plan.about, AttentionDescription):
+            yield from self._heads(plan.about, plan, joins)
+
+    def _first(self, plan: HalfPlan[ShapedMatmul], joins: bool) -> Iterator[Selection]:
+        """Yield the launch that norms the input of a half, if there is one."""
+        about, rows = plan.about, self._rows
+        if self._normed or about.norm is None:
+            return
+        parallel = plan.mlp is not None  # the MLP reads the normed input, too
+        if not joins or parallel or about.float_residual:
+            yield self._norm(about.norm, floats=about.float_residual)
+        elif layer_of(about.norm) is None:
+            if plan.own_norm is None:
+                yield self._norm(about.norm, floats=False)
+        elif plan.first_of_unnormed(rows) is plan.first_normed:
+            columns = plan.first_normed.input_columns(rows)
+            yield norm_kernel("layer", self._hidden, columns=columns)
+
+    def _heads(self, a: AttentionDescription, plan: HalfPlan[ShapedMatmul], joins: bool) -> Iterator[Selection]:
+        """Yield the launches that norm q and k: both, one each, or none where attention norms them."""
+        if not (joins or plan.first_normed.pays_apart(self._rows)):
+            yield from self._norms_of_heads_apart(a)
+        elif norms_of_heads(a, self._norm_shape) is not None:
+            if not self._decodes:
+                yield from self._norms_of_heads_apart(a)
+        elif norms_of_parts(a, self._norm_shape) is not None:
+            yield norm_kernel("rms parts", self._hidden)
+        else:
+            yield from self._norms_of_heads_apart(a)
+
+    def _norms_of_heads_apart(self, a: AttentionDescription) -> Iterator[Selection]:
+        yield from (self._norm(norm, floats=False) for norm in (a.q_norm, a.k_norm) if norm is not None)
+
+    def _chains(self, half: HalfRun, following: HalfRun | None, head: ShapedMatmul | None) -> bool:
+        """Return whether the last matmul of a half packs its results for the next one, which norms them."""
+        to = head
+        if following is not None:
+            to = following.plan.chained_first(self._rows) if following.plan is not None and following.joins else None
+        return half.joins and half.plan is not None and to is not None and half.plan.chains_to(to, self._rows)
+
+    def _packs(self, following: HalfRun | None) -> bool:
+        """Return whether the launch of a post norm may pack the input of the next half."""
+        if following is None or following.plan is None or not following.joins or following.plan.mlp is not None:
+            return False
+        return packs_post_norm(following.plan.first_normed, self._rows)
+
+    def _end(self, plan: HalfPlan[ShapedMatmul], following: Norm | None, packs: bool) -> Iterator[Selection]:
+        """Yield the launch that norms behind the last joined matmul."""
+        ending = plan if plan.mlp is None else plan.mlp
+        about = ending.about
+        if ending.adds_apart:
+            columns = FEW_ROWS if packs and following is not None else None
+            yield norm_kernel("add post", self._hidden, float32=about.float_residual, columns=columns)
+            self._normed = following is not None
+            return
+        self._normed = False
+        if about.post is not None:
+            yield self._norm(about.post, floats=about.float_residual)
+
+    def _end_apart(self, plan: HalfPlan[ShapedMatmul], following: Norm | None) -> Iterator[Selection]:
+        """Yield the launches that norm behind the last matmul of a half with separate launches."""
+        ending = plan if plan.mlp is None else plan.mlp
+        about = ending.about
+        self._normed = following is not None
+        if about.post is None and not about.float_residual and self._adds_at_once(about.last):
+            if following is not None:
+                yield norm_kernel("rms", self._hidden)
+            return
+        if ending.adds_apart:
+            yield norm_kernel("add post", self._hidden, float32=about.float_residual)
+            return
+        if about.post is not None:
+            yield self._norm(about.post, floats=about.float_residual)
+        if following is not None:
+            operation: NormOperation = "rms" if about.float_residual else "add rms"
+            yield norm_kernel(operation, self._hidden, float32=about.float_residual)
+
+    def _norm(self, norm: Norm, *, floats: bool) -> Selection:
+        operation: NormOperation = "layer" if isinstance(norm, LayerNorm) else "rms"
+        return norm_kernel(operation, norm.shapes[0][-1], float32=floats)
+
+
+def _norm_of(half: HalfRun) -> Norm | None:
+    """Return the norm of a half's input that the half before it may apply."""
+    return None if half.plan is None else half.plan.about.norm
