@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from exl_core.contracts import ForwardResult
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.dynamic.columns import columns_of
 from exl_generate.dynamic.detokenize import PieceTable
@@ -37,7 +38,7 @@ class FreeModel(ModelBase):
         self.best = int(self.logits.argmax())
         self.computed = 0
 
-    def forward_chunk(self, input_ids: torch.Tensor, cache: Any = None, **kw: Any) -> dict[str, torch.Tensor]:
+    def forward_chunk(self, input_ids: torch.Tensor, cache: Any = None, **kw: Any) -> ForwardResult:
         self.computed += input_ids.numel()
         return {"logits": self.logits.expand(*input_ids.shape, -1)}
 

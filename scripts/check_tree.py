@@ -1,5 +1,6 @@
 """Facts about the tree that no linter knows: lock hygiene, host names, machine paths, clocks in tests, long files and
-functions, Python that chooses by limits of rows, and second definitions of such limits.
+functions, Python that chooses by limits of rows, second definitions of such limits, and
+protocols with `Any`.
 
 Prints every finding and exits 1 if one of them is an error. Long files are listed as a question, not as an error.
 """
@@ -230,6 +231,19 @@ def row_errors(name: str, source: str) -> list[str]:
     return [] if found else [f"{name}: compares no rows any more; take it out of COMPARE_ROWS"]
 
 
+def untyped(name: str, source: str) -> list[str]:
+    """Uses of `Any` in a file of protocols: it would leave the parts that a package takes unchecked."""
+    if not name.endswith("/contracts.py"):
+        return []
+    lines = {
+        node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.expr) and identifier(node) == "Any"
+    }
+    return [
+        f"{name}:{line}: a protocol has complete types: write the type, or make it a parameter"
+        for line in sorted(lines)
+    ]
+
+
 def findings() -> tuple[list[str], list[str]]:
     """(errors, questions) about the tracked files."""
     errors, questions = [], []
@@ -250,7 +264,7 @@ def findings() -> tuple[list[str], list[str]]:
         if name.startswith("tests/") and path.suffix == ".py" and "cuda" not in path.name:
             errors += [f"{name}:{line}: a test bounded by a clock fails on a busy machine" for line in clocks(text)]
         if re.match(r"packages/[^/]+/src/", name) and path.suffix == ".py":
-            errors += long_functions(name, text) + row_errors(name, text)
+            errors += long_functions(name, text) + row_errors(name, text) + untyped(name, text)
             sources[name] = text
         if name.startswith(NATIVE) and path.suffix in {".rs", ".cu", ".cuh"}:
             sources[name] = text

@@ -13,6 +13,7 @@ import pytest
 import torch
 from internals import prelaunch
 
+from exl_core.contracts import ForwardResult
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 from exl_generate import ExLlamaV2Sampler as NativeSampler
 from exl_generate.errors import RequestError
@@ -384,7 +385,7 @@ def test_a_step_launched_early_is_sampled_with_the_settings_of_its_round(early: 
     class Overwriting(ScriptedModel):
         given: torch.Tensor | None = None
 
-        def forward_chunk(self, *args: Any, **kw: Any) -> dict[str, torch.Tensor]:
+        def forward_chunk(self, *args: Any, **kw: Any) -> ForwardResult:
             found = super().forward_chunk(*args, **kw)
             if "logits" in found:
                 if self.given is not None:

@@ -19,6 +19,7 @@ from exl_core import (
     PagedParams,
     errors,
 )
+from exl_core.contracts import ForwardResult
 from exl_core.device import GIB, devices, torch_device
 from exl_core.loading import plan as planning
 
@@ -82,7 +83,7 @@ def test_pages_states_and_adapters_cross_the_border(lab: Any, monkeypatch: pytes
     model = build(lab)
     model.load(split_of(model, 2))
 
-    def paged(m: ExLlamaV2) -> dict[str, Any]:
+    def paged(m: ExLlamaV2) -> ForwardResult:
         params = PagedParams(2, torch.tensor([[1], [0]], dtype=torch.int32), torch.zeros(2, dtype=torch.int32), 0, 32)
         cache = ExLlamaV2Cache_Q8(m, max_seq_len=64)
         return m.forward_chunk(

@@ -95,6 +95,15 @@ def test_numbers_that_are_no_limits_of_rows(tree: ModuleType, code: str) -> None
     assert tree.second_limits("rust/exl-cuda/x.rs", code) == []
 
 
+def test_protocols_have_complete_types(tree: ModuleType) -> None:
+    code = (
+        "class Model(Protocol):\n    def run(self, cache: Any, *, loras: Sequence[Any]) -> dict[str, typing.Any]: ...\n"
+    )
+    (error,) = tree.untyped("packages/p/src/p/contracts.py", code)
+    assert error.startswith("packages/p/src/p/contracts.py:2: ")
+    assert tree.untyped(FILE, code) == []
+
+
 def test_functions_that_are_too_long_may_not_grow(tree: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def source(lines: int) -> str:
         return "def f():\n" + "    pass\n" * (lines - 1)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from exl_core import PagedParams
+from exl_core.contracts import ForwardResult
 from exl_filters import ExLlamaV2Filter
 from exl_generate.testing import ScriptedConfig, ScriptedModel, ScriptedTokenizer
 from exl_kernels import sampling as kernels
@@ -37,7 +38,7 @@ class Overwriting(ScriptedModel):
         super().__init__(config)
         self.given: list[torch.Tensor] = []
 
-    def forward_chunk(self, *args: Any, **kw: Any) -> dict[str, torch.Tensor]:
+    def forward_chunk(self, *args: Any, **kw: Any) -> ForwardResult:
         found = super().forward_chunk(*args, **kw)
         if "logits" in found:
             for logits in self.given:
@@ -54,7 +55,7 @@ class OneBuffer(ScriptedModel):
         self.steps = 0
         self.buffers: dict[int, torch.Tensor] = {}
 
-    def forward_chunk(self, *args: Any, **kw: Any) -> dict[str, torch.Tensor]:
+    def forward_chunk(self, *args: Any, **kw: Any) -> ForwardResult:
         found = super().forward_chunk(*args, **kw)
         self.steps += 1
         if "logits" in found:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exl_core.contracts import ForwardResult
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.dynamic.draft_length import DraftLength, geometric
 from exl_generate.testing import (
@@ -147,7 +148,7 @@ class Timed(ScriptedModel):
         super().__init__(ScriptedConfig(vocab_size=VOCAB, max_seq_len=1024), script)
         self.clock, self.base, self.row = clock, base, row
 
-    def forward_chunk(self, input_ids: torch.Tensor, cache: Any = None, **kw: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
+    def forward_chunk(self, input_ids: torch.Tensor, cache: Any = None, **kw: Any) -> ForwardResult:  # type: ignore[override]
         self.clock.now += self.base + self.row * input_ids.numel()
         return super().forward_chunk(input_ids, cache, **kw)
 

@@ -14,6 +14,7 @@ from internals import prelaunch
 from prelaunched import CONFIG, TOKENIZER, VOCAB, Device, Even, OneBuffer, Overwriting, Preparing
 
 from exl_core import PagedParams
+from exl_core.contracts import ForwardResult
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.dynamic import draft_model
 from exl_generate.dynamic.draft_length import FixedDraftLength
@@ -212,7 +213,7 @@ def test_prelaunched_steps_mix_adapters_only_where_rows_do_not_depend_on_each_ot
         def invariant_tokens(self, loras: Any = ()) -> int | None:
             return alike
 
-        def forward_chunk(self, input_ids: torch.Tensor, *args: Any, **kw: Any) -> dict[str, torch.Tensor]:
+        def forward_chunk(self, input_ids: torch.Tensor, *args: Any, **kw: Any) -> ForwardResult:
             if not kw.get("preprocess_only"):
                 passes.append((input_ids.numel(), len({tuple(found) for found in kw.get("row_loras", [()])})))
             return super().forward_chunk(input_ids, *args, **kw)

@@ -17,6 +17,7 @@ from counting import lines
 from effort import trials
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
+from exl_core.contracts import ForwardResult
 from exl_filters import ExLlamaV2Filter, ExLlamaV2SelectFilter
 from exl_filters.grammar import ExLlamaV2GrammarFilter
 from exl_generate import (
@@ -79,10 +80,10 @@ def test_padded_ids_are_never_sampled(vocab: int) -> None:
     """exl2#778, mlx-vlm#1917: logits are padded to a multiple of 32."""
 
     class Hot(ScriptedModel):
-        def forward_chunk(self, *args: Any, **kw: Any) -> dict[str, torch.Tensor]:
+        def forward_chunk(self, *args: Any, **kw: Any) -> ForwardResult:
             out = super().forward_chunk(*args, **kw)
-            for logits in out.values():
-                logits[..., vocab:] = 60_000.0
+            if "logits" in out:
+                out["logits"][..., vocab:] = 60_000.0
             return out
 
     tokenizer = ScriptedTokenizer([f"{i} " for i in range(vocab - 3)], ScriptedConfig(vocab_size=vocab))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -14,7 +14,20 @@ from exl_kernels.linear import QuantMatrix
 if TYPE_CHECKING:
     from .lora.pairs import EmbeddingPair
 
-__all__ = ["Adapter", "EmbeddedRows", "PagedCache"]
+__all__ = ["Adapter", "EmbeddedRows", "ForwardResult", "PagedCache"]
+
+
+class ForwardResult(TypedDict, total=False):
+    """The results of a pass that were asked for."""
+
+    logits: Tensor
+    """float32 [batch, q_len (1 with last_id_only), padded vocabulary]"""
+    last_state: Tensor
+    """[batch, q_len, hidden], float32 or on a GPU half"""
+    states: dict[int, Tensor]
+    """Inputs of modules by their number, each like `last_state`."""
+    aborted: bool
+    """True, without other results, if `abort_event` was set."""
 
 
 class AdapterPair(Protocol):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .cache import ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
+from .contracts import ForwardResult
 from .embeddings import ExLlamaV2MMEmbedding
 from .errors import UnsupportedError
 from .execution.attn_params import AttentionParams, PagedParams
@@ -126,7 +127,7 @@ class ExLlamaV2(SteppingModel):
         *,
         indexed_embeddings: Sequence[ExLlamaV2MMEmbedding] | None = None,
         row_loras: Sequence[Sequence[ExLlamaV2Lora]] | None = None,
-    ) -> dict[str, Any]:
+    ) -> ForwardResult:
         """Run one chunk, contiguous or paged.
 
         `execution.select` decides how the pass runs. On a GPU a paged step of few tokens is one launch of a captured

@@ -1,14 +1,16 @@
 """Protocols of the layers below with the members that generators use. exl_core's classes and test doubles implement
 them.
 
-A model takes only caches, adapters and embeddings of its own kind, a tokenizer only embeddings, so these arguments are
-`Any`: a protocol there would promise that a model takes those of every kind.
+A model takes only caches, adapters and embeddings of its own kind, a tokenizer only embeddings: `ModelOf` and
+`TokenizerOf` have these kinds as parameters. Code that passes none of them takes a `Model` or `Tokenizer` of any kind.
+The code that does (`OwnModel`, `OwnTokenizer`) relies on the caller of a generator, whose parts belong together; at run
+time the model and the tokenizer check what they get.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Never, Protocol, Self, TypeAlias, TypeVar
 
 import torch
 
@@ -18,6 +20,7 @@ from exl_core.embeddings import EmbeddingConfig
 
 if TYPE_CHECKING:
     from exl_core import PagedParams
+    from exl_core.contracts import ForwardResult
     from exl_kernels.sampling import TokenTarget
 
 __all__ = [
@@ -28,8 +31,12 @@ __all__ = [
     "Embedding",
     "ExLlamaV2MMEmbedding",
     "Model",
+    "ModelOf",
+    "OwnModel",
+    "OwnTokenizer",
     "StepReplay",
     "Tokenizer",
+    "TokenizerOf",
     "first_missing",
 ]
 
@@ -92,7 +99,7 @@ class Adapter(Protocol):
     def content_digest(self) -> bytes:
         """Bytes that differ, in any process, from those of every adapter with another effect."""
 
-    def check_usable(self, model: Any) -> None:
+    def check_usable(self, model: object) -> None:
         """Raise `ModelStateError` unless the adapter was loaded for `model` as it is loaded now."""
 
 
@@ -132,8 +139,16 @@ class StepReplay(Protocol):
         """Queue the step for int64 `ids` [B, q]; returns its logits, or None, with nothing queued, if it cannot run."""
 
 
-class Model(Protocol):
-    """A loaded model. `exl_generate.testing.ModelBase` implements most of it for test doubles on the CPU."""
+CacheT = TypeVar("CacheT", contravariant=True)
+AdapterT = TypeVar("AdapterT", contravariant=True)
+EmbeddingT = TypeVar("EmbeddingT", contravariant=True)
+
+
+class ModelOf(Protocol[CacheT, AdapterT, EmbeddingT]):
+    """A loaded model, by what it takes.
+
+    `exl_generate.testing.ModelBase` implements most of it for test doubles on the CPU.
+    """
 
     @property
     def config(self) -> Config:
@@ -163,14 +178,19 @@ class Model(Protocol):
     def in_lockstep(self) -> bool:
         """Whether other processes must run the same passes, so that no choice may depend on time."""
 
-    def invariant_tokens(self, loras: Any = ()) -> int | None:
+    def invariant_tokens(self, loras: Sequence[AdapterT] = ()) -> int | None:
         """Return the most tokens of a pass whose results are batch-invariant under `loras`; None means any number."""
 
     def check_peers(self) -> None:
         """Raise an error if logits are NaN because devices of the model lost one another."""
 
     def prepare_next_step(
-        self, q_len: int, cache: Any, attn_params: PagedParams, *, row_loras: Any = None
+        self,
+        q_len: int,
+        cache: CacheT,
+        attn_params: PagedParams,
+        *,
+        row_loras: Sequence[Sequence[AdapterT]] | None = None,
     ) -> StepReplay | None:
         """Prepare a step of `q_len` tokens a row whose ids are not known yet (`ExLlamaV2.prepare_next_step`), or return
         None.
@@ -181,15 +201,15 @@ class Model(Protocol):
     def forward_chunk(
         self,
         input_ids: torch.Tensor,
-        cache: Any = None,
+        cache: CacheT | None = None,
         *,
         attn_params: PagedParams | None = None,
         preprocess_only: bool = False,
-        loras: Any = None,
-        indexed_embeddings: Any = None,
+        loras: Sequence[AdapterT] | None = None,
+        indexed_embeddings: Sequence[EmbeddingT] | None = None,
         return_last_state: bool = False,
-        row_loras: Any = None,
-    ) -> dict[str, Any]:
+        row_loras: Sequence[Sequence[AdapterT]] | None = None,
+    ) -> ForwardResult:
         """Run one pass over int64 [B, q] ids with `PagedParams`.
 
         All rows use the adapters `loras`, or each row those of its entry in `row_loras`. The result holds "logits",
@@ -197,8 +217,15 @@ class Model(Protocol):
         """
 
 
-class Tokenizer(Protocol):
-    """Conversion of text to ids, and of ids to text and bytes."""
+Model: TypeAlias = ModelOf[Never, Never, Never]
+"""A model of any kind, which is given no cache, adapter or embedding."""
+
+OwnModel: TypeAlias = ModelOf[Cache, Adapter, Embedding]
+"""A model that is given its own caches, adapters and embeddings alone."""
+
+
+class TokenizerOf(Protocol[EmbeddingT]):
+    """Conversion of text to ids, and of ids to text and bytes; by the embeddings that it takes."""
 
     @property
     def config(self) -> Config:
@@ -228,11 +255,11 @@ class Tokenizer(Protocol):
         add_bos: bool | None = False,
         *,
         encode_special_tokens: bool = False,
-        embeddings: Any = None,
+        embeddings: Sequence[EmbeddingT] | None = None,
     ) -> torch.Tensor:
         """Return int64 [1, n]; the `text_alias` of an embedding becomes the ids of its rows."""
 
-    def decode(self, ids: Any, decode_special_tokens: bool = False) -> Any:
+    def decode(self, ids: torch.Tensor, decode_special_tokens: bool = False) -> str:
         """Return the text of a 1-D tensor of ids."""
 
     def get_vocab_size(self) -> int:
@@ -246,6 +273,13 @@ class Tokenizer(Protocol):
 
     def single_id(self, piece: str) -> int | None:
         """Return the id of a whole piece, or None."""
+
+
+Tokenizer: TypeAlias = TokenizerOf[Never]
+"""A tokenizer of any kind, which is given no embeddings."""
+
+OwnTokenizer: TypeAlias = TokenizerOf[Embedding]
+"""A tokenizer that is given embeddings of its own kind alone."""
 
 
 def first_missing(part: object, protocol: type) -> str | None:

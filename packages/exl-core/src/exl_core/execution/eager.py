@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,9 +17,10 @@ from .build_step import build_step
 from .forward_pass import ForwardPass
 
 if TYPE_CHECKING:
+    from ..contracts import ForwardResult
     from ..language_model import LanguageModel
     from .batch import Step
-    from .sharded import TensorParallel
+    from .sharded.context import TensorParallel
 
 __all__ = ["EAGER", "Eager", "first_step", "matmuls_of"]
 
@@ -28,7 +29,7 @@ class Eager:
     """Run module by module. Each module decides how it computes its part; no launches span modules."""
 
     @torch.no_grad()
-    def run(self, model: LanguageModel, asked: ForwardPass) -> dict[str, Any] | None:
+    def run(self, model: LanguageModel, asked: ForwardPass) -> ForwardResult | None:
         """Run a checked pass module by module; see `Executor.run`."""
         with out_of_memory_as_error("run the model"), matmuls_of(model, asked):
             return run_modules(model, asked, self.step(model, asked))
@@ -75,10 +76,10 @@ def first_step(model: LanguageModel, asked: ForwardPass, parallel: TensorParalle
     )
 
 
-def run_modules(model: LanguageModel, asked: ForwardPass, first: Step) -> dict[str, Any] | None:
+def run_modules(model: LanguageModel, asked: ForwardPass, first: Step) -> ForwardResult | None:
     """Run every module in order and move the hidden state from device to device. None when aborted."""
     (batch, q_len), place, step = asked.ids.shape, model.placement, first
-    result: dict[str, Any] = {}
+    result: ForwardResult = {}
     extract = asked.extracted
     wants_state = bool(asked.return_last_state or extract)
     # A pass without logits ends before this module.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..language_model import LanguageModel
 
 if TYPE_CHECKING:
+    from ..contracts import ForwardResult
     from .captured import DecodeGraphs
     from .forward_pass import ForwardPass
 
@@ -24,7 +25,7 @@ class ExecutableModel(LanguageModel, Protocol):
 class Executor(Protocol):
     """One way to run forward passes, or one pass that it was made for. `select` returns it; it chooses nothing."""
 
-    def run(self, model: ExecutableModel, asked: ForwardPass) -> dict[str, Any] | None:
+    def run(self, model: ExecutableModel, asked: ForwardPass) -> ForwardResult | None:
         """Run a pass, store its keys and values, and move `cache.current_seq_len`.
 
         Returns:

@@ -22,6 +22,7 @@ from .forward_pass import ForwardPass, check_results
 from .select import select
 
 if TYPE_CHECKING:
+    from ..contracts import ForwardResult
     from .executor import ExecutableModel
 
 __all__ = ["forward_all", "forward_chunk"]
@@ -73,7 +74,7 @@ def forward_all(model: ExecutableModel, asked: ForwardPass, *, cpu_logits: bool)
     return (joined, state) if asked.return_last_state else joined
 
 
-def forward_chunk(model: ExecutableModel, asked: ForwardPass) -> dict[str, Any]:
+def forward_chunk(model: ExecutableModel, asked: ForwardPass) -> ForwardResult:
     """Run one chunk. Returns and raises as `ExLlamaV2.forward_chunk`."""
     result = select(model, asked).executor.run(model, asked)
     return {"aborted": True} if result is None else result

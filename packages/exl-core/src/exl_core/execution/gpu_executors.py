@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,6 +10,7 @@ from ..device import out_of_memory_as_error
 from .eager import first_step, matmuls_of
 
 if TYPE_CHECKING:
+    from ..contracts import ForwardResult
     from .captured_step import StepReplay
     from .executor import ExecutableModel
     from .forward_pass import ForwardPass
@@ -26,7 +27,7 @@ class Captured:
     def __init__(self, step: StepReplay) -> None:
         self._step = step
 
-    def run(self, model: ExecutableModel, asked: ForwardPass) -> dict[str, Any]:
+    def run(self, model: ExecutableModel, asked: ForwardPass) -> ForwardResult:
         """Queue the step; see `Executor.run`."""
         self._step.send()
         return {"logits": self._step.launch()}
@@ -40,7 +41,7 @@ class CapturedStore:
     def __init__(self, step: StepReplay) -> None:
         self._step = step
 
-    def run(self, model: ExecutableModel, asked: ForwardPass) -> dict[str, Any]:
+    def run(self, model: ExecutableModel, asked: ForwardPass) -> ForwardResult:
         """Queue the step; see `Executor.run`."""
         self._step.send()
         self._step.store()
@@ -56,9 +57,9 @@ class Joined:
         self._launches = launches
 
     @torch.no_grad()
-    def run(self, model: ExecutableModel, asked: ForwardPass) -> dict[str, Any]:
+    def run(self, model: ExecutableModel, asked: ForwardPass) -> ForwardResult:
         """Run a pass; see `Executor.run`."""
-        result: dict[str, Any] = {}
+        result: ForwardResult = {}
         with out_of_memory_as_error("run the model"), matmuls_of(model, asked):
             step = first_step(model, asked)
             batch = asked.ids.shape[0]

@@ -157,13 +157,13 @@ class ExLlamaV2Lora:
         total += 0 if self.embedding is None else self.embedding.nbytes
         return total + (0 if self.embedding_pair is None else self.embedding_pair.nbytes)
 
-    def check_usable(self, model: LanguageModel) -> None:
+    def check_usable(self, model: object) -> None:
         """Raise ModelStateError unless this adapter can be used with `model` as it is loaded now."""
         if self.model is not model:
             raise ModelStateError(f"the adapter {self.lora_path} was loaded for another model")
         if not self.loaded:
             raise ModelStateError(f"the adapter {self.lora_path} was unloaded: load it again with from_directory")
-        if self.model_load != model.load_count:
+        if self.model_load != self.model.load_count:
             raise ModelStateError(f"the model was loaded again after the adapter {self.lora_path}: load that again too")
 
     # ------------------------------------------------------------------------------------------------------- reading

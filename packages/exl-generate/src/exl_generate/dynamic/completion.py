@@ -12,13 +12,13 @@ from exl_generate.errors import JobStateError, RequestError
 from exl_generate.sampling import Settings
 
 if TYPE_CHECKING:
-    from exl_generate.contracts import Tokenizer
+    from exl_generate.contracts import OwnTokenizer
 
 __all__ = ["Completions", "build_jobs", "reusable"]
 
 
 def build_jobs(
-    tokenizer: Tokenizer,
+    tokenizer: OwnTokenizer,
     prompt: Any,
     *,
     gen_settings: Settings | list[Settings] | None,
@@ -51,7 +51,7 @@ def build_jobs(
                     part,
                     encode_special_tokens=encode_special_tokens,
                     add_bos=add_bos,
-                    **({"embeddings": all_embeddings[i]} if all_embeddings[i] else {}),
+                    embeddings=all_embeddings[i] or None,
                 )
                 for part in text
             ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from exl_generate.dynamic.cache_owner import owning
 from exl_generate.dynamic.columns import StepColumns, check_columns, columns_of
@@ -33,7 +33,7 @@ from exl_generate.interrupts import defer_sigint
 from exl_generate.sampling import Settings
 
 if TYPE_CHECKING:
-    from exl_generate.contracts import Adapter, Cache, Model, Tokenizer
+    from exl_generate.contracts import Adapter, Cache, Model, OwnModel, OwnTokenizer, Tokenizer
 
 __all__ = ["ExLlamaV2DynamicGenerator"]
 
@@ -120,8 +120,9 @@ class ExLlamaV2DynamicGenerator(PageViews):
         drafts = num_draft_tokens if draft_model is not None or use_ngram_draft else 0
         check_drafting(model, cache, draft_model, draft_cache, use_ngram_draft, drafts, max_ngram, max_q_size)
         check_history(shared_ngram_tokens, use_ngram_draft)
-        self.model, self.cache, self.tokenizer = model, cache, tokenizer
-        self.draft_model, self.draft_cache = draft_model, draft_cache
+        # The parts belong together, as the caller says; model and tokenizer check what they are given.
+        self.model, self.cache, self.tokenizer = cast("OwnModel", model), cache, cast("OwnTokenizer", tokenizer)
+        self.draft_model, self.draft_cache = cast("OwnModel | None", draft_model), draft_cache
         self.page_size, self.max_pages = limits.page_size, limits.num_pages
         self.max_total_tokens = limits.num_pages * limits.page_size
         self.max_batch_size, self.max_seq_len = limits.max_batch_size, limits.max_seq_len
@@ -138,7 +139,7 @@ class ExLlamaV2DynamicGenerator(PageViews):
         self._context = JobContext(model, cache, tokenizer, self.page_table, drafts, drafter.new_acceptance)
         self._scheduler = Scheduler(self._context, limits.max_batch_size, limits.max_seq_len)
         self._outbox = Outbox()
-        runner, pool = Runner(model, cache, limits.page_size), filter_pool if filter_background_eval else None
+        runner, pool = Runner(self.model, cache, limits.page_size), filter_pool if filter_background_eval else None
         self._engine = Engine(self._scheduler, runner, drafter, limits.max_chunk_size, self._outbox.deliver, pool)
         self._in_step = self._by_columns = False
         #: jobs that `discard` has marked and that are still to be taken out; appended to without the lock

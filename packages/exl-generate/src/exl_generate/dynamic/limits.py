@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from exl_generate.contracts import Cache, Model, first_missing
+from exl_generate.contracts import Cache, ModelOf, first_missing
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 from exl_generate.errors import CapacityError, RequestError
 from exl_kernels.drafting import MOST_TOKENS
 
 if TYPE_CHECKING:
-    from exl_generate.contracts import Tokenizer
+    from exl_generate.contracts import Model, Tokenizer
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 
 __all__ = ["Limits", "check_drafting", "check_history", "check_tokenizer", "check_tokens"]
@@ -99,7 +99,7 @@ def check_count(name: str, value: object, least: int, optional: bool = False) ->
 
 
 def _check_parts(model: object, cache: object, which: str = "") -> None:
-    for name, part, protocol in ((f"{which}model", model, Model), (f"{which}cache", cache, Cache)):
+    for name, part, protocol in ((f"{which}model", model, ModelOf), (f"{which}cache", cache, Cache)):
         missing = first_missing(part, protocol)
         if missing is not None:
             raise RequestError(

@@ -10,7 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import torch
@@ -23,7 +23,8 @@ from exl_generate.interrupts import interruptible
 from exl_kernels.errors import ExlError
 
 if TYPE_CHECKING:
-    from exl_generate.contracts import Cache, Model, StepReplay
+    from exl_core.contracts import ForwardResult
+    from exl_generate.contracts import Adapter, Cache, Embedding, OwnModel, StepReplay
     from exl_generate.sampling.sampler import Sample
 
 __all__ = ["Chunk", "Runner", "Window"]
@@ -83,13 +84,22 @@ def mixable(sequence: Sequence) -> bool:
     return not sequence.loras or all(lora.mixable for lora in sequence.loras)
 
 
+class _PassOptions(TypedDict, total=False):
+    """Arguments of a pass that few passes have; see `contracts.ModelOf.forward_chunk`."""
+
+    loras: SequenceOf[Adapter]
+    row_loras: SequenceOf[SequenceOf[Adapter]]
+    indexed_embeddings: SequenceOf[Embedding]
+    return_last_state: bool
+
+
 class Runner:
     """Run one model over the pages of its cache; it knows no jobs.
 
     A `draft` model uses no adapters, and id 0 in place of ids that it does not have, such as those of embeddings.
     """
 
-    def __init__(self, model: Model, cache: Cache, page_size: int, draft: bool = False) -> None:
+    def __init__(self, model: OwnModel, cache: Cache, page_size: int, draft: bool = False) -> None:
         self._model = model
         self._cache = cache
         self._page_size = page_size
@@ -210,11 +220,11 @@ class Runner:
         ids: Ids,
         sequences: list[Sequence],
         positions: list[int],
-        embeddings: tuple[Any, ...] = (),
+        embeddings: SequenceOf[Embedding] = (),
         preprocess_only: bool = False,
         wants_state: bool = False,
         lengths: list[int] | None = None,
-    ) -> dict[str, Any]:
+    ) -> ForwardResult:
         """Run one pass over int64 `ids` [B, q], row b at positions[b].. of sequences[b].
 
         With `lengths`, ids are [1, their sum], one sequence after the other, and all have the same adapters.
@@ -222,11 +232,11 @@ class Runner:
         params = self._params(sequences, positions, ids.shape[1])
         if lengths is not None:
             params.q_lens = torch.tensor(lengths, dtype=torch.int32)
-        extra: dict[str, Any] = {}
+        extra: _PassOptions = {}
         if self._draft:
             ids = np.where(ids < self.vocab_size, ids, 0)
         else:
-            extra |= _adapters_of(sequences)
+            extra = _adapters_of(sequences)
             if embeddings:
                 extra["indexed_embeddings"] = list(embeddings)
             if wants_state:
@@ -246,15 +256,16 @@ class Runner:
         """
         params = self._params(sequences, positions, q_len)
         adapters = [list(sequence.loras) for sequence in sequences]
-        extra = {"row_loras": adapters} if any(adapters) and not self._draft else {}
-        return params, self._model.prepare_next_step(q_len, self._cache, params, **extra)
+        if not any(adapters) or self._draft:
+            return params, self._model.prepare_next_step(q_len, self._cache, params)
+        return params, self._model.prepare_next_step(q_len, self._cache, params, row_loras=adapters)
 
     def run(self, ids: torch.Tensor, sequences: list[Sequence], params: PagedParams) -> torch.Tensor:
         """Run the pass of `prepare` over int64 `ids` [B, q]; returns logits float32 [B, q, Vp] in new memory."""
-        extra = {} if self._draft else _adapters_of(sequences)
+        extra: _PassOptions = {} if self._draft else _adapters_of(sequences)
         with torch.inference_mode():
             found = self._model.forward_chunk(ids, cache=self._cache, attn_params=params, **extra)
-        return torch.as_tensor(found["logits"]).float().clone()  # the result of forward_chunk may be the model's memory
+        return found["logits"].float().clone()  # the result of forward_chunk may be the model's memory
 
     def check_peers(self) -> None:
         """Raise DeviceError if devices of the model lost one another in a pass, whose K/V and logits are then NaN."""
@@ -308,7 +319,7 @@ def _offsets(sequences: list[Sequence], places: list[int]) -> torch.Tensor | Non
     return torch.tensor([sequence.pictures.offset_at(place) for sequence, place in pairs], dtype=torch.int32)
 
 
-def _adapters_of(sequences: list[Sequence]) -> dict[str, Any]:
+def _adapters_of(sequences: list[Sequence]) -> _PassOptions:
     """Return the arguments of a pass that name the adapters of its rows."""
     first = sequences[0].loras
     if all(sequence.loras == first for sequence in sequences):

@@ -7,11 +7,11 @@ import threading
 import warnings
 from collections.abc import Sequence
 from operator import index
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from exl_generate.contracts import Cache, Model, Tokenizer
+from exl_generate.contracts import Cache, Model, OwnModel, OwnTokenizer, Tokenizer
 from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 from exl_generate.dynamic.parameters import check_abort_event, count_of, seed_of
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX
@@ -42,9 +42,10 @@ class ExLlamaV2BaseGenerator:
     def __init__(self, model: Model, cache: Cache, tokenizer: Tokenizer) -> None:
         if not hasattr(cache, "copy_states"):
             raise RequestError(f"cache is a {type(cache).__name__}; pass a cache of the model")
-        self.model = model
+        # The parts belong together, as the caller says; model and tokenizer check what they are given.
+        self.model = cast("OwnModel", model)
         self.cache = cache
-        self.tokenizer = tokenizer
+        self.tokenizer = cast("OwnTokenizer", tokenizer)
         self.sequence_ids: torch.Tensor | None = None
         self.abort_event: threading.Event | None = None
         #: prompt tokens that the last call cut off on the left, per prompt

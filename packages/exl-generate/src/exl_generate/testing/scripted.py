@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from exl_core.contracts import ForwardResult
 from exl_generate.contracts import CacheView
 
 __all__ = [
@@ -99,7 +100,7 @@ class ScriptedLora:
         """Bytes made of the seed, which decides the adapter's effect."""
         return f"scripted {self.seed}".encode()
 
-    def check_usable(self, model: Any) -> None:
+    def check_usable(self, model: object) -> None:
         """Accept any model."""
 
 
@@ -197,7 +198,7 @@ class ScriptedModel(ModelBase):
         indexed_embeddings: Sequence[ScriptedEmbedding] | None = None,
         return_last_state: bool = False,
         row_loras: Sequence[Sequence[ScriptedLora]] | None = None,
-    ) -> dict[str, torch.Tensor]:
+    ) -> ForwardResult:
         """As `ExLlamaV2.forward_chunk` in paged mode: store K/V, check provenance, return logits float32 [B, q, Vp]."""
         ids = self._values(input_ids.numpy(), indexed_embeddings or ())
         if not indexed_embeddings and (ids >= self.config.vocab_size).any():
@@ -227,8 +228,12 @@ class ScriptedModel(ModelBase):
                 if not preprocess_only:
                     out[at + i] = self.logits(context, adapters)
             at += len(row)
-        result = {} if preprocess_only else {"logits": torch.from_numpy(out).view(batch, q_len, -1)}
-        return result | ({"last_state": torch.from_numpy(state).view(batch, q_len, -1)} if return_last_state else {})
+        result: ForwardResult = {}
+        if not preprocess_only:
+            result["logits"] = torch.from_numpy(out).view(batch, q_len, -1)
+        if return_last_state:
+            result["last_state"] = torch.from_numpy(state).view(batch, q_len, -1)
+        return result
 
     def logits(self, context: NDArray[np.int64], loras: Sequence[ScriptedLora] = ()) -> NDArray[np.float32]:
         """Return float32 [Vp] for the token after `context`: a correct generator samples from them."""

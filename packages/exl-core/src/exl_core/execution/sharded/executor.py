@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +14,7 @@ from ..eager import Eager, first_step
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ...contracts import ForwardResult
     from ...language_model import LanguageModel
     from ..batch import Step
     from ..forward_pass import ForwardPass
@@ -30,7 +31,7 @@ class Sharded(Eager):
     """
 
     @torch.no_grad()
-    def run(self, model: LanguageModel, asked: ForwardPass) -> dict[str, Any] | None:
+    def run(self, model: LanguageModel, asked: ForwardPass) -> ForwardResult | None:
         """Run a checked pass; see `Executor.run`. Where devices have processes, all of them run it.
 
         Raises:

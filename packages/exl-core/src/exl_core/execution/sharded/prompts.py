@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from .launches import ShardLaunches, rounded_for, run_shares
 from .transfer import queueing, send
 
 if TYPE_CHECKING:
+    from ...contracts import ForwardResult
     from ...language_model import LanguageModel
     from ..forward_pass import ForwardPass
     from .context import TensorParallel
@@ -52,7 +53,7 @@ class Prompts:
         self._copies = Copies([context.device(shard) for shard in range(len(shards))])
 
     @torch.no_grad()
-    def run(self, model: LanguageModel, asked: ForwardPass) -> dict[str, Any]:
+    def run(self, model: LanguageModel, asked: ForwardPass) -> ForwardResult:
         """Run a checked pass that `takes_prompt` covers; returns as `Executor.run`.
 
         Raises:
@@ -80,7 +81,7 @@ class Prompts:
             gather = self._copies.gather
             ops = rounded_for(self._shards, spread)
             hidden = run_shares(self._shards, spread, steps, lambda made, to, _: gather(made, to), ops, output_tokens)
-            result = {}
+            result: ForwardResult = {}
             if hidden is not None:
                 result["logits"] = head.forward(norm.forward(hidden[0]), first).view(batch, -1, head.padded_vocab_size)
         if asked.cache is not None:  # last, so that a failed pass leaves the cache's length unchanged
