@@ -18,9 +18,10 @@ from make_random_model import SHAPES, llama_config, random_codes, write_tokenize
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Config
-from exl_core.execution.sharded import Shares, SplitMatrix, TensorParallel
+from exl_core.execution.sharded.context import TensorParallel
 from exl_core.execution.sharded.cutting import shard_modules
-from exl_core.execution.sharded.matrix import OutputCut, Part
+from exl_core.execution.sharded.matrix import OutputCut, Part, SplitMatrix
+from exl_core.execution.sharded.shares import Shares
 from exl_core.layers import (
     Attention,
     Embedding,

@@ -17,7 +17,7 @@ import exl_generate
 import exllamav2
 from exl_core import layers as modules
 from exl_core.architectures import Architecture
-from exl_core.execution.sharded import TensorParallel
+from exl_core.execution.sharded.context import TensorParallel
 from exl_core.tokenizer.backend import TokenizerBackend
 from exl_core.tokenizer.sentencepiece_backend import SentencePieceBackend
 from exl_kernels.errors import UnsupportedError

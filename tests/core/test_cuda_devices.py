@@ -17,7 +17,7 @@ from test_cuda_unlike_layers import changed
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Cache_TP, ExLlamaV2Config, PagedParams
 from exl_core.device import GIB, devices
-from exl_core.execution.sharded import SplitMatrix
+from exl_core.execution.sharded.matrix import SplitMatrix
 from exl_core.execution.sharded.prompts import Copies, Prompts
 from exl_core.execution.sharded.transfer import is_direct
 from exl_core.layers import Linear

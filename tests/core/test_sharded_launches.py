@@ -14,10 +14,10 @@ from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_TP, ExLlamaV2Config, PagedParams
 from exl_core.execution.build_step import build_step
-from exl_core.execution.sharded import Shares
 from exl_core.execution.sharded.coverage import RowBytes, StoredWeights, refusal_of_exchange, row_bytes
 from exl_core.execution.sharded.cutting import output_bounds
 from exl_core.execution.sharded.launches import Gather, ShardLaunches, shard_launches_of
+from exl_core.execution.sharded.shares import Shares
 from exl_core.loading.checkpoint import TensorReader
 
 pytestmark = pytest.mark.covers("core.md: tensor-parallel")

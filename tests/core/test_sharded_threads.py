@@ -11,7 +11,10 @@ import torch
 
 from exl_core.execution import sections
 from exl_core.execution.sections import SectionGraphs
-from exl_core.execution.sharded import LocalExchange, Shares, TensorParallel, transfer
+from exl_core.execution.sharded import transfer
+from exl_core.execution.sharded.context import TensorParallel
+from exl_core.execution.sharded.exchange import LocalExchange
+from exl_core.execution.sharded.shares import Shares
 from exl_core.placement import Placement
 
 pytestmark = pytest.mark.covers("core.md: tensor-parallel")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import exl_core
 from exl_core import ExLlamaV2, ExLlamaV2Cache_TP, ExLlamaV2Config, ExLlamaV2Lora, ProcessExchange, errors
-from exl_core.execution.sharded import Exchange
+from exl_core.execution.sharded.exchange import Exchange
 from exl_kernels import threads
 
 CHUNKS = ((0, 9), (9, 10), (10, 24))

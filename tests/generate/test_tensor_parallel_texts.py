@@ -17,8 +17,7 @@ from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache_TP, ExLlamaV2Config, ExLlamaV2Tokenizer
 from exl_core.errors import PeerError
-from exl_core.execution.sharded import LocalExchange
-from exl_core.execution.sharded.exchange import Parts
+from exl_core.execution.sharded.exchange import LocalExchange, Parts
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.bundled import default_model_dir
 from exl_generate.testing import drain

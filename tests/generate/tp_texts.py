@@ -19,7 +19,7 @@ from exl_core import (
     ExLlamaV2Tokenizer,
     ProcessExchange,
 )
-from exl_core.execution.sharded import Exchange
+from exl_core.execution.sharded.exchange import Exchange
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2Sampler
 from exl_generate.bundled import default_model_dir, draft_model_dir
 from exl_kernels import threads

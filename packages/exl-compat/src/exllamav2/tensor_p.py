@@ -1,6 +1,6 @@
 """`exllamav2.tensor_p`: matrices cut over devices."""
 
-from exl_core.execution.sharded import TensorParallel
+from exl_core.execution.sharded.context import TensorParallel
 from exllamav2._names import stand_in, without_counterpart
 
 __all__ = ["TPContext"]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..config import ExLlamaV2Config
     from ..contracts import Adapter
     from ..embeddings import ExLlamaV2MMEmbedding
-    from .sharded import TensorParallel
+    from .sharded.context import TensorParallel
 
 __all__ = ["build_step"]
 

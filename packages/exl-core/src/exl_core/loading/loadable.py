@@ -16,8 +16,9 @@ from ..cache import ExLlamaV2Cache, ExLlamaV2CacheBase
 from ..config import ExLlamaV2Config
 from ..device import GIB, Device, devices, out_of_memory_as_error, torch_device
 from ..errors import CacheError, DeviceError, FormatError, InputError, ModelStateError
-from ..execution.sharded import Exchange, LocalExchange, TensorParallel
+from ..execution.sharded.context import TensorParallel
 from ..execution.sharded.cutting import shard_modules, unshard_modules
+from ..execution.sharded.exchange import Exchange, LocalExchange
 from ..layers import Attention, Intervention, Linear, Module, build_modules
 from ..placement import Placement
 from ..rope import RopeTable

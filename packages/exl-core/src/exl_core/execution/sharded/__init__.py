@@ -12,23 +12,3 @@
 | `coverage` | which models have these launches |
 | `prompts` | passes of many rows by operators on the same shares |
 """
-
-from .context import TensorParallel
-from .exchange import Exchange, LocalExchange
-from .matrix import Part, ShardedMatrix, SplitMatrix, over_parts
-from .shares import Shares
-from .sums import SumMatrix
-from .transfer import send
-
-__all__ = [
-    "Exchange",
-    "LocalExchange",
-    "Part",
-    "ShardedMatrix",
-    "Shares",
-    "SplitMatrix",
-    "SumMatrix",
-    "TensorParallel",
-    "over_parts",
-    "send",
-]
