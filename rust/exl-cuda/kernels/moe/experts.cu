@@ -274,27 +274,24 @@ DEVICE void sort_pairs(const ExpertCall& call) {
     if (known) atomicAdd(&places[id], 1);
   }
   __syncthreads();
-  // The number of pairs and, in the upper half of the word, of different experts.
+  // The number of pairs and, in the upper half of the word, of items.
   int counts[EACH], sum = 0;
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     counts[i] = places[tid * EACH + i];
-    sum += counts[i] + (counts[i] != 0) * (1 << 16);
+    sum += counts[i] + ((counts[i] + call.at_once - 1) / call.at_once << 16);
   }
   const int through = block_scan(sum, warps);
-  int at = (through - sum) & 0xffff, place = (through - sum) >> 16;
+  int at = (through - sum) & 0xffff, item = (through - sum) >> 16;
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     places[tid * EACH + i] = at;
-    if (counts[i] == 0) continue;
-    call.used[place] = tid * EACH + i;
-    call.begins[place++] = at;
-    at += counts[i];
+    for (int some; counts[i] > 0; counts[i] -= some, at += some) {
+      some = min(counts[i], call.at_once);
+      call.items[item++] = make_int4(tid * EACH + i, at, some, 0);
+    }
   }
-  if (tid == 255) {
-    *call.different = through >> 16;
-    call.begins[through >> 16] = through & 0xffff;
-  }
+  if (tid == 255) *call.item_count = through >> 16;
   __syncthreads();
   for (int p = tid; p < pairs; p += 256) {
     const short id = ids[p];

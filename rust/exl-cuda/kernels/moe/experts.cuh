@@ -19,9 +19,11 @@ struct ExpertCall {
   const int64_t* ids;  // [pairs]
   const float* weights;  // [pairs]
   const __half* h;  // [rows, hidden]
-  // Scratch memory: the number of different experts, these in ascending order, the beginning of each one's pairs (plus one end), and the
-  // pairs sorted by expert, each expert's in ascending order.
-  int *different, *used, *begins, *order;
+  // Scratch memory. An item is some pairs of an expert, at most `at_once`: {expert, where its pairs begin in `order`, their number, 0}, by
+  // expert. The pairs are sorted by expert, each expert's in ascending order.
+  int* item_count;
+  int4* items;
+  int* order;
   __half* x;  // [inputs, pairs, x_stride]: rows in the order of gate's K and, if that of up differs, of up's
   __half* inner;  // [pairs, inner_stride]: input of down, in the order of its K
   __half* parts;  // [pairs, hidden]: the result of each pair
@@ -31,16 +33,17 @@ struct ExpertCall {
   const __half* residual;  // [rows, hidden]; may be null
   __half* out;  // [rows, hidden]; may be `residual`
   int rows, chosen, pairs, count, hidden, x_stride, inner_stride, inputs, activation;
-  int tiles, span;  // row tiles of the matmul that is launched, and of a block
+  int tiles;  // row tiles of the matmul that is launched
+  int at_once;
+  int slot_bytes;  // room for a unit in shared memory
 };
-ABI_SIZE(ExpertCall, 176); ABI_AT(ExpertCall, experts, 0); ABI_AT(ExpertCall, ids, 8); ABI_AT(ExpertCall, weights, 16);
-ABI_AT(ExpertCall, h, 24); ABI_AT(ExpertCall, different, 32); ABI_AT(ExpertCall, used, 40); ABI_AT(ExpertCall, begins, 48);
-ABI_AT(ExpertCall, order, 56); ABI_AT(ExpertCall, x, 64); ABI_AT(ExpertCall, inner, 72); ABI_AT(ExpertCall, parts, 80); ABI_AT(ExpertCall, places, 88);
-ABI_AT(ExpertCall, shared, 96); ABI_AT(ExpertCall, shared_weights, 104); ABI_AT(ExpertCall, residual, 112); ABI_AT(ExpertCall, out, 120);
-ABI_AT(ExpertCall, rows, 128); ABI_AT(ExpertCall, chosen, 132); ABI_AT(ExpertCall, pairs, 136); ABI_AT(ExpertCall, count, 140);
-ABI_AT(ExpertCall, hidden, 144); ABI_AT(ExpertCall, x_stride, 148); ABI_AT(ExpertCall, inner_stride, 152);
-ABI_AT(ExpertCall, inputs, 156); ABI_AT(ExpertCall, activation, 160); ABI_AT(ExpertCall, tiles, 164);
-ABI_AT(ExpertCall, span, 168);
+ABI_SIZE(ExpertCall, 168); ABI_AT(ExpertCall, experts, 0); ABI_AT(ExpertCall, ids, 8); ABI_AT(ExpertCall, weights, 16);
+ABI_AT(ExpertCall, h, 24); ABI_AT(ExpertCall, item_count, 32); ABI_AT(ExpertCall, items, 40); ABI_AT(ExpertCall, order, 48);
+ABI_AT(ExpertCall, x, 56); ABI_AT(ExpertCall, inner, 64); ABI_AT(ExpertCall, parts, 72); ABI_AT(ExpertCall, places, 80);
+ABI_AT(ExpertCall, shared, 88); ABI_AT(ExpertCall, shared_weights, 96); ABI_AT(ExpertCall, residual, 104); ABI_AT(ExpertCall, out, 112);
+ABI_AT(ExpertCall, rows, 120); ABI_AT(ExpertCall, chosen, 124); ABI_AT(ExpertCall, pairs, 128); ABI_AT(ExpertCall, count, 132);
+ABI_AT(ExpertCall, hidden, 136); ABI_AT(ExpertCall, x_stride, 140); ABI_AT(ExpertCall, inner_stride, 144); ABI_AT(ExpertCall, inputs, 148);
+ABI_AT(ExpertCall, activation, 152); ABI_AT(ExpertCall, tiles, 156); ABI_AT(ExpertCall, at_once, 160); ABI_AT(ExpertCall, slot_bytes, 164);
 
 // The most experts and the most pairs that one block can sort.
 constexpr int EXPERTS_MOST = 1024, PAIRS_MOST = 1024;

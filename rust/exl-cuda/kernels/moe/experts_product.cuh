@@ -1,251 +1,328 @@
-// The matmuls of experts: gate and up with the activation between them, and down. A block has one expert, all of its rows, and `span` row
-// tiles of its matrices. Weights are read from global memory directly into registers, on any architecture.
+// The matmuls of experts: gate and up with the activation between them, and down.
 //
-// A task of a warp is one class of units of a matrix's row tiles. All data of a unit of one width is requested before any of it is
-// multiplied: one memory latency for each part would dominate. The order of sums is that of all other matmuls: a pair's result is bitwise
-// identical to its row alone in any kernel.
+// A step is one row tile of an item: of gate and up, or of down. A launch has as many blocks as are resident at once, and each does an
+// equal run of steps, which may cross from an item to the next. The four warps of a block each have a quarter of K, so a class is summed
+// by one warp and the quarters of a tile meet in shared memory once. Each warp copies the units of its quarter into two slots of its own,
+// one to multiply and one under way, and waits for no other warp until a tile is done. Rows are read through L1.
+//
+// The order of sums is that of all other matmuls: a pair's result is bitwise that of its row alone in any kernel.
 #pragma once
 #include "common/activate.cuh"
+#include "common/pipeline.cuh"
 #include "common/row_limits.cuh"
 #include "moe/experts.cuh"
 
 constexpr int MANY_COLUMNS = 16;  // rows of an expert that are multiplied at a time if there are more than FEW_ROWS
+constexpr int EXPERT_WARPS = 4, EXPERT_THREADS = EXPERT_WARPS * 32, EXPERT_SLOTS = 2, SLOT_BARRIER_BYTES = 8;
+// Floats between columns of a quarter's sums: no two lanes of a warp use a bank at once.
+constexpr int COLUMN_FLOATS = 20;
 
-// Rows of activations in the order of K; column n * 8 + g belongs to a lane.
+// Rows of activations in the order of K: column n * 8 + g belongs to a lane. Columns past the last row repeat it, which costs no memory
+// traffic.
 template <int NT>
 struct RowColumns {
-  const __half* at[NT];  // null: a column of zeros
-  DEVICE uint4 get(int n, int k) const { return at[n] ? *reinterpret_cast<const uint4*>(at[n] + k) : make_uint4(0, 0, 0, 0); }
-};
-
-// A unit of one width in registers: its words, and the offset of its scales. Offsets are known at compile time.
-template <int B>
-struct HeldUnit {
-  const uint32_t (*words)[B];  // of four chunks
-  GlobalBytes at;
-  uint32_t offset;
-  DEVICE HeldUnit operator+(uint32_t o) const { return {words, at, offset + o}; }
-  DEVICE uint2 get8(uint32_t o) const { return (at + offset).get8(o); }
-  DEVICE uint32_t get4(uint32_t o) const { return (at + offset).get4(o); }
-  DEVICE uint32_t get2(uint32_t o) const { return (at + offset).get2(o); }
-};
-template <int B>
-DEVICE void load_words(uint32_t (&w)[B], HeldUnit<B> chunk, int) {
-#pragma unroll
-  for (int i = 0; i < B; i++) w[i] = chunk.words[chunk.offset / (128 * B)][i];
-}
-// Eight rows of a unit in registers.
-struct HeldColumns {
-  uint4 slices[8];
-  DEVICE uint4 get(int, int k) const { return slices[k / 32]; }
-};
-// Loads that the compiler must not move behind later instructions.
-DEVICE uint4 load_now(const uint4* at) {
-  uint4 v;
-  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
-  return v;
-}
-struct WordsNow {
-  const uint8_t* at;
-  DEVICE WordsNow operator+(uint32_t o) const { return {at + o}; }
-  DEVICE uint4 get16(uint32_t o) const {
+  const __half* at[NT];
+  // Not volatile, and no access to memory for the compiler, which would keep it behind the loads of weights. The addresses come from memory
+  // that is read after the wait for the predecessor, so this load, too, follows it.
+  DEVICE uint4 get(int n, int k) const {
     uint4 v;
-    asm volatile("ld.global.cs.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at + o) : "memory");
-    return v;
-  }
-  DEVICE uint2 get8(uint32_t o) const {
-    uint2 v;
-    asm volatile("ld.global.cs.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at + o) : "memory");
-    return v;
-  }
-  DEVICE uint32_t get4(uint32_t o) const {
-    uint32_t v;
-    asm volatile("ld.global.cs.u32 %0, [%1];" : "=r"(v) : "l"(at + o) : "memory");
+    asm("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at[n] + k));
     return v;
   }
 };
+struct Maxima {
+  const __half* at;
+  DEVICE __half operator[](int entry) const { return __ldg(at + entry); }
+};
 
-// One unit of B bits. `row`: a lane's column of it, null if there is none.
-template <int KIND, int ENTRY, int B>
-DEVICE void held_unit(GlobalBytes weights, const __half* row, const __half* maxima, Sums<1> (&total)[1], int lane) {
-  uint32_t words[4][B];
-  HeldColumns columns;
+// The slots of a warp, each with room for a unit, which are filled and read in turn.
+#if __CUDA_ARCH__ >= 900
+struct UnitSlots {
+  uint32_t memory, barriers;
+  int bytes;
+  bool one;
+  uint64_t policy;
+  Turn fill, use;
+
+  DEVICE UnitSlots(uint8_t* all, const ExpertCall& call, int warp, int lane)
+      : memory(shared_address(all) + warp * EXPERT_SLOTS * call.slot_bytes),
+        barriers(shared_address(all) + EXPERT_SLOTS * (EXPERT_WARPS * call.slot_bytes + warp * SLOT_BARRIER_BYTES)), bytes(call.slot_bytes),
+        one(lane == 0), policy(evict_first()) {
+    if (one) {
+      for (int i = 0; i < EXPERT_SLOTS; i++) barrier_init(barriers + i * SLOT_BARRIER_BYTES, 1);
+      barriers_visible();
+    }
+    __syncwarp();
+  }
+  DEVICE void copy(const uint8_t* from, uint32_t size, int) {
+    if (one) {
+      const uint32_t full = barriers + fill.slot * SLOT_BARRIER_BYTES;
+      barrier_expect(full, size);
+      copy_to_shared(memory + fill.slot * bytes, from, size, full, policy);
+    }
+    fill.advance(EXPERT_SLOTS);
+  }
+  DEVICE void end_request() {}
+  // Waits for the unit that is next; the address of its slot.
+  DEVICE uint32_t next() {
+    const uint32_t found = memory + use.slot * bytes;
+    barrier_wait(barriers + use.slot * SLOT_BARRIER_BYTES, use.phase);
+    use.advance(EXPERT_SLOTS);
+    return found;
+  }
+};
+#else
+struct UnitSlots {
+  uint32_t memory;
+  int bytes, fill = 0, use = 0;
+
+  DEVICE UnitSlots(uint8_t* all, const ExpertCall& call, int warp, int)
+      : memory(static_cast<uint32_t>(__cvta_generic_to_shared(all)) + warp * EXPERT_SLOTS * call.slot_bytes), bytes(call.slot_bytes) {}
+  DEVICE static void copy16(uint32_t to, const uint8_t* from) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+#else
+    const uint4 v = __ldcs(reinterpret_cast<const uint4*>(from));
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+#endif
+  }
+  DEVICE void copy(const uint8_t* from, uint32_t size, int lane) {
+    const uint32_t to = memory + fill * bytes + lane * 16;
+    from += lane * 16;
+    const int mine = static_cast<int>(size) - lane * 16;
+    // Most units have four times 512 bytes and a little more.
 #pragma unroll
-  for (int c = 0; c < 4; c++) load_words<B>(words[c], WordsNow{weights.at} + 128 * B * c, lane);
+    for (int i = 0; i < 4; i++)
+      if (512 * i < mine) copy16(to + 512 * i, from + 512 * i);
+#pragma unroll 1
+    for (int i = 2048; i < mine; i += 512) copy16(to + i, from + i);
+    fill = (fill + 1) % EXPERT_SLOTS;
+  }
+  // Every request is a group of copies, so that all waits count alike.
+  DEVICE void end_request() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+  }
+  DEVICE uint32_t next() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(EXPERT_SLOTS - 1) : "memory");
+#endif
+    __syncwarp();
+    const uint32_t found = memory + use * bytes;
+    use = (use + 1) % EXPERT_SLOTS;
+    return found;
+  }
+};
+#endif
+
+// The units of a matrix that a warp multiplies, in the order in which `sum_classes` adds their classes: lane i has the i-th.
+struct QuarterUnits {
+  uint32_t place;  // offset in the tile and bytes, both in units of 16; the highest bit: the last unit of its class
+  uint32_t kind;   // widths, and the unit's number in the upper half
+  int count, classes;
+
+  DEVICE void load(const Matrix& a, int quarter, int lane) {
+    int unit = -1, at = lane;
+    bool last = false;
+    count = classes = 0;
 #pragma unroll
-  for (int s = 0; s < 8; s++) columns.slices[s] = row ? load_now(reinterpret_cast<const uint4*>(row + 32 * s)) : make_uint4(0, 0, 0, 0);
-  const HeldUnit<B> held[1] = {{words, weights, 0}};
-  UnitMatmul<KIND, ENTRY, 1, 1, HeldUnit<B>, HeldColumns> product{held, columns, maxima, total, lane, {}};
-  product.template run_uniform<B>();
-}
+    for (int j = 0; j < 4; j++) {
+      const int c = quarter + (j & 1) * 8 + (j & 2) * 2, size = max(a.unit_count - c + CLASSES - 1, 0) / CLASSES;
+      if (unit < 0 && at < size) {
+        unit = c + CLASSES * at;
+        last = at == size - 1;
+      }
+      at -= size;
+      count += size;
+      classes += size != 0;
+    }
+    place = kind = 0;
+    if (unit < 0) return;
+    const uint2 found = __ldg(a.units + unit);
+    const uint32_t bytes = __ldg(&a.units[unit + 1].x) - found.x;
+    place = found.x / 16 | bytes << 12 | static_cast<uint32_t>(last) << 31;
+    kind = found.y | unit << 16;
+  }
+};
 
-extern __shared__ float expert_parts[];
+extern __shared__ __align__(16) uint8_t expert_memory[];
 
-// The block's expert and its pairs.
+// What a block keeps over all of its steps. Shared memory has the slots of each warp, the barriers of slots and sums.
+template <int MATS, int MOST>
 struct ExpertBlock {
+  static constexpr int QUARTER = 8 * MOST * COLUMN_FLOATS, BUFFER = MATS * EXPERT_WARPS * QUARTER;
+  const ExpertCall& call;
+  int warp, lane;
+  UnitSlots slots;
+  int buffer = 0;  // of two, which steps use in turn: a step needs one barrier
+
+  DEVICE explicit ExpertBlock(const ExpertCall& call)
+      : call(call), warp(threadIdx.x / 32), lane(threadIdx.x % 32), slots(expert_memory, call, warp, lane) {}
+  DEVICE float* sums(int matrix, int quarter) const {
+    float* const all = reinterpret_cast<float*>(expert_memory + EXPERT_WARPS * EXPERT_SLOTS * (call.slot_bytes + SLOT_BARRIER_BYTES));
+    return all + buffer * BUFFER + (matrix * EXPERT_WARPS + quarter) * QUARTER;
+  }
+  // One result, rounded to half.
+  DEVICE float result(int matrix, const Matrix& a, int row, int column, int feature) const {
+    float sum = 0.f;
+#pragma unroll
+    for (int q = 0; q < EXPERT_WARPS; q++) {
+      const float quarter = sums(matrix, q)[column * COLUMN_FLOATS + row];
+      sum = q == 0 ? quarter : sum + quarter;
+    }
+    return rounded(finish(sum, 1.f, a.bias ? a.bias[feature] : 0.f, a.prescale), OUT_F16);
+  }
+};
+
+// Some pairs of an expert.
+struct ExpertRows {
   const Expert& expert;
   const int* pairs;
   int count;
 };
 
-// Prefetches tiles `first` and the following ones of a matrix into L2 at once: a single warp keeps few loads in flight.
-DEVICE void fetch_tiles(const Matrix& a, int first, int span) {
-  const uint8_t* from = a.image + (size_t)first * a.tile_bytes;
-  const int bytes = min(span, a.tiles - first) * (int)a.tile_bytes;
-  for (int at = threadIdx.x * 128; at < bytes; at += blockDim.x * 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
+// Stores the results of a tile, whose sums are in shared memory.
+template <bool DOWN, class B>
+DEVICE void store_tile(const B& block, const ExpertRows& rows, int tile) {
+  const ExpertCall& call = block.call;
+  const Expert& e = rows.expert;
+  for (int i = threadIdx.x; i < TILE * rows.count; i += EXPERT_THREADS) {
+    const int row = i % TILE, column = i / TILE, feature = tile * TILE + row;
+    const size_t pair = rows.pairs[column];
+    if constexpr (DOWN) {
+      if (feature < e.down.out_features) call.parts[pair * call.hidden + feature] = __float2half_rn(block.result(0, e.down, row, column, feature));
+    } else if (feature < e.gate.out_features) {
+      const float gate = block.result(0, e.gate, row, column, feature), up = block.result(1, e.up, row, column, feature);
+      const int to = e.down.row_of_feature ? e.down.row_of_feature[feature] : feature;
+      call.inner[pair * call.inner_stride + to] = __float2half_rn(activate(gate, call.activation) * up);
+    }
+  }
+  if constexpr (!DOWN) {
+    if (tile == 0 && e.down.rows != e.down.in_features)
+      for (int k = threadIdx.x; k < e.down.rows; k += EXPERT_THREADS)
+        if (e.down_features[k] < 0)
+          for (int column = 0; column < rows.count; column++) call.inner[(size_t)rows.pairs[column] * call.inner_stride + k] = __half(0.f);
+  }
 }
 
-// Sums of tiles first .. first + span - 1 of each matrix, by class, into `expert_parts` [MATS][span][classes][TILE][8 * NT]. `x`: the rows
-// of the first matrix's pairs, `stride` apart; those of the second are `x_step` further.
-template <int KIND, int ENTRY, int NT, int R, int MATS>
-DEVICE void expert_sums(const Matrix* matrices, const __half* x, size_t stride, size_t x_step, const int* pairs, int count, int first,
-                        int span, int classes) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3, warps = blockDim.x / 32;
-  const int groups = span / R;
+// `tiles` row tiles from `first` on, for at most 8 * NT rows.
+template <int KIND, int ENTRY, int NT, bool DOWN, class B>
+DEVICE void expert_tiles(B& block, const ExpertRows& rows, int first, int tiles) {
+  constexpr int MATS = DOWN ? 1 : 2;
+  const ExpertCall& call = block.call;
+  const int lane = block.lane, g = lane >> 2, t = lane & 3;
+  const Matrix* const matrices = DOWN ? &rows.expert.down : &rows.expert.gate;
+  QuarterUnits first_units, second_units;
+  first_units.load(matrices[0], block.warp, lane);
+  if constexpr (MATS == 2) second_units.load(matrices[1], block.warp, lane);
+  else second_units = first_units;
+  const uint8_t *from = matrices[0].image + (size_t)first * matrices[0].tile_bytes, *from_second = nullptr;
+  if constexpr (MATS == 2) from_second = matrices[1].image + (size_t)first * matrices[1].tile_bytes;
+  const uint32_t tile_bytes = matrices[0].tile_bytes, tile_bytes_second = matrices[MATS - 1].tile_bytes;
   const __half* row[NT];
+  const __half* const x = DOWN ? call.inner : call.x;
+  const size_t stride = DOWN ? call.inner_stride : call.x_stride, up_at = !DOWN && call.inputs > 1 ? (size_t)call.pairs * stride : 0;
 #pragma unroll
-  for (int n = 0; n < NT; n++) row[n] = n * 8 + g < count ? x + pairs[n * 8 + g] * stride + 8 * t : nullptr;
-#pragma unroll 1
-  for (int task = warp; task < MATS * groups * classes; task += warps) {
-    const int c = task % classes, group = task / classes % groups, which = MATS == 1 ? 0 : task / (classes * groups);
-    const Matrix& a = matrices[which];
-    const uint8_t* tile[R];
-    Sums<NT> total[R];
-#pragma unroll
-    for (int r = 0; r < R; r++) {
-      tile[r] = a.image + (size_t)min(first + group * R + r, a.tiles - 1) * a.tile_bytes;
-      clear(total[r]);
-    }
-#pragma unroll 1
-    for (int u = c; u < a.unit_count; u += CLASSES) {
-      const uint2 unit = __ldg(a.units + u);
-      GlobalBytes weights[R];
-#pragma unroll
-      for (int r = 0; r < R; r++) weights[r].at = tile[r] + unit.x;
-      const __half* maxima = a.maxima + u * (UNIT_ROWS / ENTRY);
-      const size_t at = which * x_step + u * UNIT_ROWS;
-      if constexpr (NT == 1 && R == 1) {
-        const __half* own = row[0] ? row[0] + at : nullptr;
-        bool done = true;
-        if (unit.y == 0x4444) held_unit<KIND, ENTRY, 4>(weights[0], own, maxima, total, lane);
-        else if (unit.y == 0x3333) held_unit<KIND, ENTRY, 3>(weights[0], own, maxima, total, lane);
-        else if (KIND == EXL2 && unit.y == 0x5555) held_unit<KIND, ENTRY, KIND == EXL2 ? 5 : 4>(weights[0], own, maxima, total, lane);
-        else if (KIND == EXL2 && unit.y == 0x6666) held_unit<KIND, ENTRY, KIND == EXL2 ? 6 : 4>(weights[0], own, maxima, total, lane);
-        else if (unit.y == 0x2222) held_unit<KIND, ENTRY, 2>(weights[0], own, maxima, total, lane);
-        else done = false;
-        if (done) continue;
+  for (int n = 0; n < NT; n++) row[n] = x + rows.pairs[min(n * 8 + g, rows.count - 1)] * stride + 8 * t;
+
+  int left = tiles * (first_units.count + (MATS == 2 ? second_units.count : 0)), at = 0;
+  bool second_next = MATS == 2 && first_units.count == 0;  // the matrix of the next request
+  // Requests the next unit, if there is one.
+  const auto request = [&] {
+    if (left > 0) {
+      left--;
+      const uint32_t place = __shfl_sync(~0u, second_next ? second_units.place : first_units.place, at);
+      block.slots.copy((second_next ? from_second : from) + (place & 0xffff) * 16, place >> 16 << 4 & 0x7fff0, lane);
+      if (++at == (second_next ? second_units.count : first_units.count)) {
+        at = 0;
+        if (MATS == 1) from += tile_bytes;
+        else if (second_next) from_second += tile_bytes_second;
+        else from += tile_bytes;
+        if (MATS == 2 && (second_next ? first_units.count : second_units.count) != 0) second_next = !second_next;
       }
-      RowColumns<NT> columns;
-#pragma unroll
-      for (int n = 0; n < NT; n++) columns.at[n] = row[n] ? row[n] + at : nullptr;
-      UnitMatmul<KIND, ENTRY, NT, R, GlobalBytes, RowColumns<NT>> product{weights, columns, maxima, total, lane, {}};
-      if constexpr (NT == 1 && R == 1) product.run_mixed(unit.y);
-      else product.run(unit.y);
     }
+    block.slots.end_request();
+  };
+#pragma unroll 1
+  for (int i = 1; i < EXPERT_SLOTS; i++) request();
+#pragma unroll 1
+  for (int tile = first; tile < first + tiles; tile++) {
+#pragma unroll 1
+    for (int m = 0; m < MATS; m++) {
+      const bool second = MATS == 2 && m;
+      const __half* const maxima = matrices[m].maxima;
+      const int count = second ? second_units.count : first_units.count;
+      Sums<NT> total[1], quarter;
+      clear(total[0]);
+      // A negative zero: adding to it changes nothing.
 #pragma unroll
-    for (int r = 0; r < R; r++) {
-      float* to = expert_parts + (size_t)((which * span + group * R + r) * classes + c) * TILE * 8 * NT;
+      for (int n = 0; n < NT; n++) quarter[n][0] = quarter[n][1] = quarter[n][2] = quarter[n][3] = -0.f;
+#pragma unroll 1
+      for (int i = 0; i < count; i++) {
+        request();
+        const uint32_t place = __shfl_sync(~0u, second ? second_units.place : first_units.place, i);
+        const uint32_t kind = __shfl_sync(~0u, second ? second_units.kind : first_units.kind, i);
+        const int u = kind >> 16;
+        RowColumns<NT> columns;
+#pragma unroll
+        for (int n = 0; n < NT; n++) columns.at[n] = row[n] + (second ? up_at : 0) + u * UNIT_ROWS;
+        const SharedBytes weights[1] = {{block.slots.next()}};
+        UnitMatmul<KIND, ENTRY, NT, 1, SharedBytes, RowColumns<NT>, Maxima> product{
+            weights, columns, {maxima + u * (UNIT_ROWS / ENTRY)}, total, lane, {}};
+        product.run(kind & 0xffff);
+        if (place >> 31) {
+#pragma unroll
+          for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) quarter[n][j] += total[0][n][j];
+          clear(total[0]);
+        }
+        __syncwarp();  // before the next copy into this slot
+      }
+      const bool whole = (second ? second_units.classes : first_units.classes) == 4;
+      float* const to = block.sums(m, block.warp);
 #pragma unroll
       for (int n = 0; n < NT; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) to[(g + i / 2 * 8) * 8 * NT + n * 8 + 2 * t + i % 2] = total[r][n][i];
+        for (int j = 0; j < 4; j++) {
+          // Classes without units are zeros.
+          const float v = whole ? quarter[n][j] : quarter[n][j] + 0.f;
+          to[(n * 8 + 2 * t + j % 2) * COLUMN_FLOATS + g + j / 2 * 8] = v;
+        }
     }
+    __syncthreads();
+    store_tile<DOWN>(block, rows, tile);
+    block.buffer ^= 1;
   }
 }
 
-// One result, rounded to half.
-template <int NT>
-DEVICE float expert_result(int tile, int classes, int row, int column, const Matrix& a, int feature) {
-  const float* from = expert_parts + (tile * classes * TILE + row) * 8 * NT + column;
-  const float sum = sum_classes([&](int c) { return c < classes ? from[c * TILE * 8 * NT] : 0.f; });
-  return rounded(finish(sum, 1.f, a.bias ? a.bias[feature] : 0.f, a.prescale), OUT_F16);
-}
-
-template <int KIND, int ENTRY, int NT, int R>
-DEVICE void gate_up_rows(const ExpertCall& call, const ExpertBlock& block, int first, int begin, int count) {
-  const Expert& e = block.expert;
-  const int classes = min(CLASSES, max(e.gate.unit_count, e.up.unit_count));
-  const size_t up_at = call.inputs > 1 ? (size_t)call.pairs * call.x_stride : 0;
-  const int* pairs = block.pairs + begin;
-  expert_sums<KIND, ENTRY, NT, R, 2>(&e.gate, call.x, call.x_stride, up_at, pairs, count, first, call.span, classes);
-  __syncthreads();
-  for (int i = threadIdx.x; i < call.span * TILE * count; i += blockDim.x) {
-    const int column = i / (call.span * TILE), within = i % (call.span * TILE), feature = first * TILE + within;
-    if (feature >= e.gate.out_features) continue;
-    const int tile = within / TILE, row = within % TILE;
-    const float gate = expert_result<NT>(tile, classes, row, column, e.gate, feature);
-    const float up = expert_result<NT>(call.span + tile, classes, row, column, e.up, feature);
-    const int to = e.down.row_of_feature ? e.down.row_of_feature[feature] : feature;
-    call.inner[(size_t)pairs[column] * call.inner_stride + to] = __float2half_rn(activate(gate, call.activation) * up);
-  }
-  if (first == 0 && e.down.rows != e.down.in_features)
-    for (int k = threadIdx.x; k < e.down.rows; k += blockDim.x)
-      if (e.down_features[k] < 0)
-        for (int column = 0; column < count; column++) call.inner[(size_t)pairs[column] * call.inner_stride + k] = __half(0.f);
-}
-
-template <int KIND, int ENTRY, int NT, int R>
-DEVICE void down_rows(const ExpertCall& call, const ExpertBlock& block, int first, int begin, int count) {
-  const Matrix& a = block.expert.down;
-  const int classes = min(CLASSES, a.unit_count);
-  const int* pairs = block.pairs + begin;
-  expert_sums<KIND, ENTRY, NT, R, 1>(&a, call.inner, call.inner_stride, 0, pairs, count, first, call.span, classes);
-  __syncthreads();
-  for (int i = threadIdx.x; i < call.span * TILE * count; i += blockDim.x) {
-    const int column = i / (call.span * TILE), within = i % (call.span * TILE), feature = first * TILE + within;
-    if (feature >= a.out_features) continue;
-    const float v = expert_result<NT>(within / TILE, classes, within % TILE, column, a, feature);
-    call.parts[(size_t)pairs[column] * call.hidden + feature] = __float2half_rn(v);
-  }
-}
-
-template <int KIND, int ENTRY, int NT, int R, bool DOWN>
-DEVICE void expert_rows(const ExpertCall& call, const ExpertBlock& block, int first, int begin, int count) {
-  if constexpr (DOWN) down_rows<KIND, ENTRY, NT, R>(call, block, first, begin, count);
-  else gate_up_rows<KIND, ENTRY, NT, R>(call, block, first, begin, count);
-}
-
-template <bool DOWN>
-DEVICE void fetch_item(const Expert& e, int first, int span) {
-  if constexpr (DOWN) {
-    fetch_tiles(e.down, first, span);
-  } else {
-    fetch_tiles(e.gate, first, span);
-    fetch_tiles(e.up, first, span);
-  }
-}
-
-// An expert has at most FEW_ROWS rows in a launch of so many rows, and usually if there are many experts. FEW processes more rows in groups
-// of FEW_ROWS.
-template <int KIND, int ENTRY, bool FEW, bool DOWN>
+// MOST: the most column tiles of an item.
+template <int KIND, int ENTRY, int MOST, bool DOWN>
 DEVICE void expert_product(const ExpertCall& call) {
-  __shared__ Expert held;
   pdl_trigger();
   pdl_wait();
-  const int different = *call.different, pairs = call.begins[blockIdx.y], count = call.begins[blockIdx.y + 1] - pairs;
-  const int number = call.used[blockIdx.y], first = blockIdx.x * call.span;  // undefined beyond the last different expert
-  if ((int)blockIdx.y >= different) return;
-  const uint32_t* from = reinterpret_cast<const uint32_t*>(call.experts + number);
-  if (threadIdx.x < sizeof(Expert) / 4) reinterpret_cast<uint32_t*>(&held)[threadIdx.x] = __ldg(from + threadIdx.x);
-  __syncthreads();
-  fetch_item<DOWN>(held, first, call.span);
-  const ExpertBlock block{held, call.order + pairs, count};
-  constexpr int AT_ONCE = FEW ? FEW_ROWS : MANY_COLUMNS;
-  for (int begin = 0; begin < count; begin += AT_ONCE) {
-    const int some = min(count - begin, AT_ONCE);
-    if (begin) __syncthreads();
-    if (FEW || some <= FEW_ROWS) expert_rows<KIND, ENTRY, 1, 1, DOWN>(call, block, first, begin, some);
-    else if constexpr (!FEW) expert_rows<KIND, ENTRY, 2, 2, DOWN>(call, block, first, begin, some);
+  ExpertBlock<DOWN ? 1 : 2, MOST> block(call);
+  const uint64_t steps = (uint64_t)*call.item_count * call.tiles;
+  const int end = static_cast<int>(steps * (blockIdx.x + 1) / gridDim.x);
+#pragma unroll 1
+  for (int step = static_cast<int>(steps * blockIdx.x / gridDim.x), some; step < end; step += some) {
+    const int item = step / call.tiles, first = step - item * call.tiles;
+    const int4 found = call.items[item];
+    const ExpertRows rows{call.experts[found.x], call.order + found.y, found.z};
+    some = min(end - step, call.tiles - first);
+    if (MOST == 1 || rows.count <= FEW_ROWS) expert_tiles<KIND, ENTRY, 1, DOWN>(block, rows, first, some);
+    else if constexpr (MOST > 1) expert_tiles<KIND, ENTRY, MOST, DOWN>(block, rows, first, some);
   }
 }
 
-#define EXPERT_PRODUCT(part, KIND, kind, ENTRY, rows, FEW, DOWN, BLOCKS)                        \
-  extern "C" __global__ void __launch_bounds__(256, BLOCKS)                                     \
+#define EXPERT_PRODUCT(part, KIND, kind, ENTRY, rows, MOST, DOWN, BLOCKS)                       \
+  extern "C" __global__ void __launch_bounds__(EXPERT_THREADS, BLOCKS)                          \
       experts_##part##_##kind##_##ENTRY##_##rows(const __grid_constant__ ExpertCall call) {     \
-    expert_product<KIND, ENTRY, FEW, DOWN>(call);                                               \
+    expert_product<KIND, ENTRY, MOST, DOWN>(call);                                              \
   }
-#define EXPERTS(KIND, kind, ENTRY)                                  \
-  EXPERT_PRODUCT(gate_up, KIND, kind, ENTRY, few, true, false, 3)   \
-  EXPERT_PRODUCT(down, KIND, kind, ENTRY, few, true, true, 3)       \
-  EXPERT_PRODUCT(gate_up, KIND, kind, ENTRY, many, false, false, 2) \
-  EXPERT_PRODUCT(down, KIND, kind, ENTRY, many, false, true, 2)
+#define EXPERTS(KIND, kind, ENTRY)                               \
+  EXPERT_PRODUCT(gate_up, KIND, kind, ENTRY, few, FEW_ROWS / 8, false, 4)   \
+  EXPERT_PRODUCT(down, KIND, kind, ENTRY, few, FEW_ROWS / 8, true, 4)       \
+  EXPERT_PRODUCT(gate_up, KIND, kind, ENTRY, many, MANY_COLUMNS / 8, false, 4)  \
+  EXPERT_PRODUCT(down, KIND, kind, ENTRY, many, MANY_COLUMNS / 8, true, 4)

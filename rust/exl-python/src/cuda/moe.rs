@@ -242,8 +242,8 @@ impl CudaExperts {
 
     /// Compute out [rows, hidden] = residual + sum of weights * the experts of h, + shared * shared_weights. All are float16, except
     /// `weights` and `shared_weights`, which are float32. `ids` int64 and `weights` have shape [rows, chosen]; `table` holds the bytes of
-    /// `table`; `scratch` is uint8. `tuning` is for benchmarks: row tiles of a block of gate and up, and of down.
-    #[pyo3(signature = (table, h, ids, weights, *, scratch, out, launch, shared=None, shared_weights=None, residual=None, tuning=None))]
+    /// `table`; `scratch` is uint8.
+    #[pyo3(signature = (table, h, ids, weights, *, scratch, out, launch, shared=None, shared_weights=None, residual=None))]
     fn run(
         &self,
         py: Python<'_>,
@@ -257,7 +257,6 @@ impl CudaExperts {
         shared: Option<Tensor>,
         shared_weights: Option<Tensor>,
         residual: Option<Tensor>,
-        tuning: Option<[usize; 2]>,
     ) -> PyResult<()> {
         let hidden = self.experts.hidden();
         let rows = h.numel() / hidden;
@@ -317,7 +316,6 @@ impl CudaExperts {
             rows,
             chosen,
             activation: self.activation,
-            tuning,
         };
         // SAFETY: as in `ExpertRouter::route`; the caller's contract is that ids are expert indices; kernels skip others.
         py.detach(|| unsafe { moe::run(to, &self.experts, &op) })
@@ -487,7 +485,6 @@ impl CudaExperts {
             rows,
             chosen,
             activation: self.activation,
-            tuning: None,
         };
         // SAFETY: as in `ExpertRouter::route`.
         py.detach(|| unsafe {

@@ -14,7 +14,7 @@ use crate::capabilities::Capabilities;
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
-use crate::layout::TILE;
+use crate::layout::UNIT_ROWS;
 use crate::rows::FEW_ROWS;
 use select::{Kernel, by_eights};
 
@@ -23,15 +23,24 @@ pub const MOST_EXPERTS: usize = 1024;
 pub const MOST_PAIRS: usize = 1024;
 
 assert_constants!(experts, { EXPERTS_MOST == MOST_EXPERTS, PAIRS_MOST == MOST_PAIRS });
+assert_constants!(experts_product, { MANY_COLUMNS == MANY_COLUMNS, EXPERT_WARPS == WARPS, EXPERT_SLOTS == SLOTS, SLOT_BARRIER_BYTES == BARRIER_BYTES, COLUMN_FLOATS == COLUMN_FLOATS });
 
 /// Rows of an expert that are multiplied at a time if there are more than [`FEW_ROWS`].
 const MANY_COLUMNS: usize = 16;
-assert_constants!(experts_product, { MANY_COLUMNS == MANY_COLUMNS });
-/// Target number of tasks for the warps of a block, and most row tiles of a block.
-const TASKS: usize = 16;
-const MOST_SPAN: usize = 8;
-/// Units of K are summed in this number of classes.
-const CLASSES: usize = 16;
+/// Warps of a block of a matmul, and floats of a column of a warp's sums.
+const WARPS: usize = 4;
+const COLUMN_FLOATS: usize = 20;
+/// Units in the shared memory of a warp, and bytes of the barrier of each.
+const SLOTS: usize = 2;
+const BARRIER_BYTES: usize = 8;
+/// Blocks of a matmul that the registers of an SM hold.
+const RESIDENT: usize = 4;
+/// Most units of a matrix: a lane of a warp names one of a quarter of them.
+const MOST_UNITS: usize = 128;
+/// Bytes of `ExpertCall`'s items.
+const ITEM_BYTES: usize = 16;
+/// Shared memory that the driver takes of each block.
+const DRIVER_BYTES: usize = 1024;
 
 /// `struct Expert` of `kernels/moe/experts.cuh`.
 #[repr(C)]
@@ -55,9 +64,8 @@ struct CallArgument {
     ids: usize,
     weights: usize,
     h: usize,
-    different: usize,
-    used: usize,
-    begins: usize,
+    item_count: usize,
+    items: usize,
     order: usize,
     x: usize,
     inner: usize,
@@ -77,10 +85,11 @@ struct CallArgument {
     inputs: i32,
     activation: i32,
     tiles: i32,
-    span: i32,
+    at_once: i32,
+    slot_bytes: i32,
 }
 
-assert_layout!(CallArgument, experts::ExpertCall, { experts, ids, weights, h, different, used, begins, order, x, inner, parts, places, shared, shared_weights, residual, out, rows, chosen, pairs, count, hidden, x_stride, inner_stride, inputs, activation, tiles, span });
+assert_layout!(CallArgument, experts::ExpertCall, { experts, ids, weights, h, item_count, items, order, x, inner, parts, places, shared, shared_weights, residual, out, rows, chosen, pairs, count, hidden, x_stride, inner_stride, inputs, activation, tiles, at_once, slot_bytes });
 
 /// The gated MLPs of a layer, some of which each row uses.
 #[derive(Clone, Debug)]
@@ -112,43 +121,35 @@ struct Matmul {
     name: &'static str,
     matrices: usize,
     tiles: usize,
-    /// Most sums of a row tile of a matrix.
-    classes: usize,
+    /// Room for the largest unit.
+    slot_bytes: usize,
 }
 
 impl Matmul {
     fn new(name: &'static str, matrices: usize, all: &[&Matrix]) -> Self {
-        let units = |m: &&Matrix| m.argument.unit_count as usize;
+        let units = all.iter().flat_map(|m| m.unit_offsets.windows(2));
+        let largest = units.map(|at| (at[1] - at[0]) as usize).max().unwrap_or(0);
         Self {
             name,
             matrices,
             tiles: all.first().map_or(0, |m| m.argument.tiles as usize),
-            classes: all.iter().map(units).max().unwrap_or(0).min(CLASSES),
+            slot_bytes: largest.next_multiple_of(16),
         }
     }
 
-    fn shared_bytes(&self, span: usize, few: bool) -> usize {
+    /// Bytes of a block: slots with their barriers, and two buffers of the warps' sums.
+    fn shared_bytes(&self, few: bool) -> usize {
         let columns = if few { FEW_ROWS } else { MANY_COLUMNS };
-        4 * self.matrices * span * self.classes * TILE * columns
+        let sums = 4 * 2 * self.matrices * WARPS * columns * COLUMN_FLOATS;
+        WARPS * SLOTS * (self.slot_bytes + BARRIER_BYTES) + sums
     }
 
-    /// Row tiles of a block: tasks for every warp, and blocks for every SM.
-    fn span(&self, used: usize, few: bool, [sms, shared]: [usize; 2]) -> usize {
-        let mut span = least_span(few);
-        while self.matrices * self.classes * span < TASKS
-            && 2 * span <= MOST_SPAN
-            && self.shared_bytes(2 * span, few) <= shared / 3
-            && used * self.tiles.div_ceil(2 * span) >= sms
-        {
-            span *= 2;
-        }
-        span
+    /// As many blocks as are resident at once, or fewer if there are fewer tiles.
+    fn blocks(&self, items: usize, few: bool, [sms, shared]: [usize; 2]) -> usize {
+        let block = self.shared_bytes(few) + DRIVER_BYTES;
+        let resident = ((shared + DRIVER_BYTES) / block).min(RESIDENT);
+        (sms * resident).min(items * self.tiles)
     }
-}
-
-/// More than eight rows of an expert are multiplied with two row tiles at a time.
-fn least_span(few: bool) -> usize {
-    if few { 1 } else { 2 }
 }
 
 /// Addresses of one call; the device's memory, row-major and contiguous.
@@ -176,8 +177,6 @@ pub struct Call {
     pub chosen: usize,
     /// As `elementwise` numbers them.
     pub activation: i32,
-    /// Row tiles of a block of gate and up, and of down, for benchmarks; None: the planned values.
-    pub tuning: Option<[usize; 2]>,
 }
 
 /// Sizes of the parts of the scratch memory, each rounded up to 16 bytes.
@@ -230,14 +229,21 @@ impl Experts {
             Matmul::new("down", 1, &all(&[2])),
         ];
         let card = [caps.sms, caps.shared_per_block];
-        let most = |matmul: &Matmul| matmul.shared_bytes(least_span(false), false);
         if matmuls
             .iter()
-            .any(|matmul| most(matmul) > caps.shared_per_block)
+            .any(|matmul| matmul.shared_bytes(false) > caps.shared_per_block)
         {
             return Err(format!(
                 "their sums do not fit {} bytes of shared memory",
                 caps.shared_per_block
+            ));
+        }
+        let most = all(&[0, 1, 2]).iter().map(|m| m.argument.unit_count).max();
+        if most > Some(MOST_UNITS as i32) {
+            return Err(format!(
+                "inputs of {} rows, more than {}",
+                rows(&[0, 1, 2]),
+                MOST_UNITS * UNIT_ROWS
             ));
         }
         let alike = experts
@@ -305,7 +311,7 @@ impl Experts {
         let pairs = rows * chosen;
         let whole = |bytes: usize| bytes.next_multiple_of(16);
         Scratch {
-            tables: whole(4 * (1 + self.most_used(pairs) + 1 + self.most_used(pairs) + pairs)),
+            tables: 16 + ITEM_BYTES * pairs + whole(4 * pairs),
             x: whole(2 * self.inputs * pairs * self.x_stride),
             inner: whole(2 * pairs * self.inner_stride),
             parts: whole(2 * pairs * self.hidden),
@@ -318,16 +324,10 @@ impl Experts {
         of.tables + of.x + of.inner + of.parts
     }
 
-    /// Most experts that `pairs` pairs can have.
-    fn most_used(&self, pairs: usize) -> usize {
-        pairs.min(self.entries.len())
-    }
-
     fn argument(&self, op: &Call) -> CallArgument {
         let pairs = op.rows * op.chosen;
         let sizes = self.scratch(op.rows, op.chosen);
-        let used = op.scratch + 4;
-        let begins = used + 4 * self.most_used(pairs);
+        let items = op.scratch + 16;
         let x = op.scratch + sizes.tables;
         let inner = x + sizes.x;
         CallArgument {
@@ -335,10 +335,9 @@ impl Experts {
             ids: op.ids,
             weights: op.weights,
             h: op.h,
-            different: op.scratch,
-            used,
-            begins,
-            order: begins + 4 * (self.most_used(pairs) + 1),
+            item_count: op.scratch,
+            items,
+            order: items + ITEM_BYTES * pairs,
             x,
             inner,
             parts: inner + sizes.inner,
@@ -357,7 +356,8 @@ impl Experts {
             inputs: self.inputs as i32,
             activation: op.activation,
             tiles: 0,
-            span: 1,
+            at_once: 0,
+            slot_bytes: 0,
         }
     }
 }
@@ -403,7 +403,11 @@ pub unsafe fn run(to: Target, experts: &Experts, op: &Call) -> Result<(), CudaEr
         let launch = Launch {
             kernel,
             grid,
-            block: 256,
+            block: if kernel == "experts_arrange" {
+                256
+            } else {
+                32 * WARPS as u32
+            },
             shared_bytes,
             stream: to.stream,
             programmatic: to.programmatic,
@@ -413,27 +417,21 @@ pub unsafe fn run(to: Target, experts: &Experts, op: &Call) -> Result<(), CudaEr
         unsafe { launch.run(device, &mut arguments) }
     };
     let blocks = (pairs * experts.inputs + 1) as u32;
-    launch("experts_arrange", [blocks, 1, 1], 0, argument)?;
     let few = by_eights(experts.count(), op.chosen, op.rows);
-    let used = experts.most_used(pairs);
-    for (number, matmul) in experts.matmuls.iter().enumerate() {
+    let at_once = if few { FEW_ROWS } else { MANY_COLUMNS };
+    argument.at_once = at_once as i32;
+    launch("experts_arrange", [blocks, 1, 1], 0, argument)?;
+    let items = pairs.min(experts.count() + pairs / at_once);
+    for matmul in &experts.matmuls {
         let rows = if few { "few" } else { "many" };
         let kernel = format!(
             "experts_{}_{}_{}_{rows}",
             matmul.name, experts.kind, experts.entry_rows
         );
-        let span = match op.tuning {
-            Some(spans) => spans[number],
-            None => matmul.span(used, few, experts.card),
-        };
         argument.tiles = matmul.tiles as i32;
-        argument.span = span as i32;
-        launch(
-            &kernel,
-            [matmul.tiles.div_ceil(span) as u32, used as u32, 1],
-            matmul.shared_bytes(span, few) as u32,
-            argument,
-        )?;
+        argument.slot_bytes = matmul.slot_bytes as i32;
+        let grid = [matmul.blocks(items, few, experts.card) as u32, 1, 1];
+        launch(&kernel, grid, matmul.shared_bytes(few) as u32, argument)?;
     }
     // SAFETY: `parts` lies in the scratch memory; the caller guarantees the rest.
     unsafe { sum_parts(to, device, experts, argument) }
@@ -535,13 +533,10 @@ mod tests {
             let call = Call {
                 table: 0, h: 0, ids: 0, weights: 0, scratch: 4096, shared: 0, shared_weights: 0, residual: 0, out: 0, rows, chosen,
                 activation: 0,
-                tuning: None,
             };
             let a = experts.argument(&call);
-            let used = pairs.min(count);
-            prop_assert_eq!(a.used, 4096 + 4);
-            prop_assert!(a.begins >= a.used + 4 * used);
-            prop_assert!(a.order >= a.begins + 4 * (used + 1));
+            prop_assert!(a.item_count == 4096 && a.items.is_multiple_of(16) && a.items >= 4096 + 4);
+            prop_assert!(a.order >= a.items + 16 * pairs);
             prop_assert!(a.x >= a.order + 4 * pairs && a.x.is_multiple_of(16));
             prop_assert!(a.inner >= a.x + 2 * pairs * 512 && a.inner.is_multiple_of(16));
             prop_assert!(a.parts >= a.inner + 2 * pairs * 256 && a.parts.is_multiple_of(16));
