@@ -182,6 +182,27 @@ def test_prompts_that_fit_no_windows_run_eagerly(model: ExLlamaV2, change: dict[
     assert cache.current_seq_len == past[0] + lengths[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("q_lens", [4, 4]),
+        ("q_lens", torch.tensor([8])),
+        ("q_lens", torch.tensor([[4, 4]])),
+        ("q_lens", torch.tensor([2, 2, 4])),
+        ("q_lens", torch.tensor([9, -1])),
+        ("rope_offsets", torch.tensor([0, 0, 0])),
+    ],
+)
+def test_parameters_of_a_stored_prompt_are_checked(model: ExLlamaV2, name: str, value: Any) -> None:
+    """Also those that were assigned after the parameters were made."""
+    cache = ExLlamaV2Cache(model, max_seq_len=64 * PAGE)
+    places = prompts([4, 4], [0, 0])
+    setattr(places, name, value)
+    for _ in range(2):
+        with pytest.raises(InputError, match=name):
+            model.forward_chunk(torch.full((1, 8), 7), cache, preprocess_only=True, attn_params=places)
+
+
 @pytest.mark.parametrize("token", [-2, 10**6])
 def test_ids_of_a_stored_prompt_are_checked(model: ExLlamaV2, token: int) -> None:
     cache = ExLlamaV2Cache(model, max_seq_len=8 * PAGE)
