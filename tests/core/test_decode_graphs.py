@@ -163,6 +163,22 @@ def test_a_stored_prompt_leaves_the_logits_of_the_step_before(model: ExLlamaV2) 
     assert torch.equal(logits, expected)
 
 
+def test_a_prompt_is_not_the_reason_why_a_step_was_not_captured(model: ExLlamaV2) -> None:
+    cache = ExLlamaV2Cache(model, max_seq_len=64 * PAGE)
+
+    def prompt() -> None:
+        """Its padding does not fit its pages."""
+        places = prompts([10], [86])
+        model.forward_chunk(torch.full((1, 10), 7), cache, preprocess_only=True, attn_params=places)
+
+    model.forward_chunk(torch.full((2, 1), 7), cache, attn_params=params([15, 3]))
+    prompt()
+    assert model.decode.reason is None
+    assert model.prepare_next_step(1, cache, params([1] * 257, width=1)) is None
+    prompt()
+    assert model.decode.reason == "the step has 257 x 1 tokens; captured steps have at most 256"
+
+
 @pytest.mark.parametrize(
     "change",
     [
