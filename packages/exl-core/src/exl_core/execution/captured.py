@@ -35,6 +35,7 @@ from .capturable import (
     padded_rows,
     refusal_of_adapters,
     refusal_of_model,
+    refusal_of_settings,
     refusal_of_tokens,
     static_step,
     without_hooks,
@@ -318,6 +319,7 @@ class DecodeGraphs:
             self._pools.clear()  # torch drops a pool with its last graph; its number must not be used again
 
     def _refusal_of(self, model: LanguageModel) -> str | None:
+        """Return why no pass is captured or joined: by settings, asked each time, or by the model's modules."""
         found = model.arrangement
         if self._arrangement is not found:
             refused = refusal_of_model(model)
@@ -331,7 +333,7 @@ class DecodeGraphs:
                 # no padding. Steps of more rows multiply blocks of one size (`CudaFloatMatrix`).
                 self._exact_batch = any(linear.loaded_matrix.format == "float" for linear in model.linears())
             self._arrangement, self._refused = found, refused
-        return self._refused
+        return refusal_of_settings(model.config) or self._refused
 
     def _bucket(self, batch: int, q_len: int, longest: int, page_size: int, places: int) -> Bucket:
         exact = self._exact_batch and batch * q_len <= PACKED_ROWS
