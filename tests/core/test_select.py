@@ -83,7 +83,7 @@ def test_steps_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_settings_are_read_at_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is captured is kept, and used again."""
+    """Captured steps are kept for the next pass that may use them."""
     captured_on_cpu(monkeypatch)
     monkeypatch.setattr(DecodeGraphs, "joined_launches", lambda graphs, model: pytest.fail("not asked"))
     model = loaded()
