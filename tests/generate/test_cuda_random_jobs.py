@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from mixtures import FAMILIES, SIZES
+from random_models import write_random_model
 
 from exl_core import (
     ExLlamaV2,
@@ -20,6 +22,7 @@ from exl_core import (
     ExLlamaV2Config,
     ExLlamaV2Tokenizer,
 )
+from exl_core.convert import quantize_model
 from exl_core.execution.environment import GRAPHS_VARIABLE, PROMPTS_VARIABLE
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 from exl_generate.sampling import Settings
@@ -29,6 +32,7 @@ pytestmark = pytest.mark.cuda
 
 FOLDER = Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5"
 DEVICE = "cuda:0"
+FAMILY = "Qwen2MoeForCausalLM"
 CACHES: list[type[ExLlamaV2CacheBase]] = [
     ExLlamaV2Cache,
     ExLlamaV2Cache_8bit,
@@ -42,13 +46,25 @@ COMMON = 80
 """Ids with which all prompts of a case that share their beginning begin."""
 
 
-@cache
-def loaded() -> ExLlamaV2:
+@pytest.fixture(scope="module", params=["dense", "mixture"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ExLlamaV2:
+    folder = FOLDER
+    if request.param == "mixture":
+        folder = tmp_path_factory.mktemp("mixture")
+        fields = {**SIZES, **FAMILIES[FAMILY], "architectures": [FAMILY], "vocab_size": 2048, "num_hidden_layers": 2}
+        source = write_random_model(folder / "float", {**fields, "max_position_embeddings": 1024})
+        quantize_model(source, folder / "quantized", bits=4.0)
+        folder = folder / "quantized"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EXL_DEVICE", DEVICE)
-        model = ExLlamaV2(ExLlamaV2Config(FOLDER))
-        model.load()
-    return model
+        made = ExLlamaV2(ExLlamaV2Config(folder))
+        made.load()
+    return made
+
+
+@cache
+def tokenizer() -> ExLlamaV2Tokenizer:
+    return ExLlamaV2Tokenizer(ExLlamaV2Config(FOLDER))
 
 
 def jobs_of(rng: random.Random, most: int) -> list[dict[str, Any]]:
@@ -77,16 +93,12 @@ def jobs_of(rng: random.Random, most: int) -> list[dict[str, Any]]:
     return found
 
 
-def said(arguments: list[dict[str, Any]], kind: type[ExLlamaV2CacheBase], page: int, **options: Any) -> list[list[int]]:
+def said(
+    model: ExLlamaV2, arguments: list[dict[str, Any]], kind: type[ExLlamaV2CacheBase], page: int, **options: Any
+) -> list[list[int]]:
     """The tokens of each job, of all jobs in one generator with a new cache."""
-    model = loaded()
-    made = ExLlamaV2DynamicGenerator(
-        model,
-        kind(model, max_seq_len=4096),
-        ExLlamaV2Tokenizer(model.config),
-        page_size=page,
-        **options,
-    )
+    store = kind(model, max_seq_len=4096)
+    made = ExLlamaV2DynamicGenerator(model, store, tokenizer(), page_size=page, **options)
     jobs = [ExLlamaV2DynamicJob(**one) for one in arguments]
     made.enqueue(jobs)
     results = drain(made)
@@ -95,8 +107,10 @@ def said(arguments: list[dict[str, Any]], kind: type[ExLlamaV2CacheBase], page: 
 
 
 @pytest.mark.parametrize("case", range(24))
-def test_random_jobs_say_the_same_whatever_is_captured(case: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, rng = loaded(), random.Random(case)
+def test_random_jobs_say_the_same_whatever_is_captured(
+    model: ExLlamaV2, case: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(case)
     most = model.invariant_tokens() or max(LENGTHS)
     kind, page, batch = CACHES[case % len(CACHES)], rng.choice((16, 32, 256)), rng.randint(2, 8)
     drafts: dict[str, Any] = {"use_ngram_draft": True, "num_draft_tokens": 3} if rng.random() < 0.3 else {}
@@ -107,10 +121,10 @@ def test_random_jobs_say_the_same_whatever_is_captured(case: int, monkeypatch: p
         monkeypatch.setenv(GRAPHS_VARIABLE, graphs)
         monkeypatch.setenv(PROMPTS_VARIABLE, prompts)
         model.decode.clear()
-        found[way] = said(arguments, kind, page, **options)
+        found[way] = said(model, arguments, kind, page, **options)
         if prompts == "1":  # once more, with all that is captured
-            found["captured before"] = said(arguments, kind, page, **options)
+            found["captured before"] = said(model, arguments, kind, page, **options)
         assert (model.decode.count > 0) == (graphs == "1"), model.decode.reason
-    found["each alone"] = [said([one], kind, page, **options)[0] for one in arguments]
+    found["each alone"] = [said(model, [one], kind, page, **options)[0] for one in arguments]
     for way, tokens in found.items():
         assert tokens == found["all eager"], way
