@@ -91,7 +91,7 @@ test-emulated:  ## CUDA kernels on the CPU: tests of tests/kernels (EMULATED) on
 	cd $(CARGO_DIR) && cargo build --locked --profile edit --package exl-ptx
 	EXL_PTX_UNWRITTEN=error $(UV) run --no-sync pytest -p emulated_plugin -m cuda $(EMULATED:%=tests/kernels/%.py)
 	EXL_PTX_UNWRITTEN=error EXL_SANITIZER=ptx $(UV) run --no-sync pytest -p emulated_plugin -m cuda tests/kernels/test_sampling.py -k "equals_cpu and (33 or flat) or cuts_tails"
-	$(UV) run --no-sync pytest -p emulated_plugin -m cuda tests/kernels/test_cuda_attention_teams.py tests/core/test_cuda_unlike_layers.py tests/core/test_cuda_kernel_uses.py
+	$(UV) run --no-sync pytest -p emulated_plugin -m cuda tests/kernels/test_cuda_attention_teams.py tests/kernels/test_cuda_attention_windows.py tests/core/test_cuda_unlike_layers.py tests/core/test_cuda_kernel_uses.py tests/core/test_cuda_captured_families.py
 
 cuda-archs:  ## compile the kernels for every architecture of a release (no GPU needed; minutes on two cores)
 	cd $(CARGO_DIR) && EXL_CUDA_ARCHS=release EXL_CUDA_CACHE="$(CURDIR)/$(CARGO_DIR)/target/cuda-cache" cargo build --locked --package exl-cuda --target-dir target/archs

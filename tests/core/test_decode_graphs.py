@@ -163,6 +163,22 @@ def test_a_stored_prompt_leaves_the_logits_of_the_step_before(model: ExLlamaV2) 
     assert torch.equal(logits, expected)
 
 
+def test_a_prompt_is_not_the_reason_why_a_step_was_not_captured(model: ExLlamaV2) -> None:
+    cache = ExLlamaV2Cache(model, max_seq_len=64 * PAGE)
+
+    def prompt() -> None:
+        """Its padding does not fit its pages."""
+        places = prompts([10], [86])
+        model.forward_chunk(torch.full((1, 10), 7), cache, preprocess_only=True, attn_params=places)
+
+    model.forward_chunk(torch.full((2, 1), 7), cache, attn_params=params([15, 3]))
+    prompt()
+    assert model.decode.reason is None
+    assert model.prepare_next_step(1, cache, params([1] * 257, width=1)) is None
+    prompt()
+    assert model.decode.reason == "the step has 257 x 1 tokens; captured steps have at most 256"
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -180,6 +196,27 @@ def test_prompts_that_fit_no_windows_run_eagerly(model: ExLlamaV2, change: dict[
         assert model.forward_chunk(ids, cache, preprocess_only=True, attn_params=prompts(lengths, past)) == {}
     assert model.decode.count == 0
     assert cache.current_seq_len == past[0] + lengths[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("q_lens", [4, 4]),
+        ("q_lens", torch.tensor([8])),
+        ("q_lens", torch.tensor([[4, 4]])),
+        ("q_lens", torch.tensor([2, 2, 4])),
+        ("q_lens", torch.tensor([9, -1])),
+        ("rope_offsets", torch.tensor([0, 0, 0])),
+    ],
+)
+def test_parameters_of_a_stored_prompt_are_checked(model: ExLlamaV2, name: str, value: Any) -> None:
+    """Also those that were assigned after the parameters were made."""
+    cache = ExLlamaV2Cache(model, max_seq_len=64 * PAGE)
+    places = prompts([4, 4], [0, 0])
+    setattr(places, name, value)
+    for _ in range(2):
+        with pytest.raises(InputError, match=name):
+            model.forward_chunk(torch.full((1, 8), 7), cache, preprocess_only=True, attn_params=places)
 
 
 @pytest.mark.parametrize("token", [-2, 10**6])

@@ -21,6 +21,7 @@ from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Conf
 from exl_core.convert import quantize_model
 from exl_core.layers import MoE, RMSNorm
 from exl_core.lora.pairs import LoraPair
+from exl_kernels.selection import PACKED_ROWS
 
 LENGTH = 40
 CASES = [(family, "4.0", "int8") for family in FAMILIES] + [
@@ -75,6 +76,16 @@ def in_one_call(model: ExLlamaV2, ids: Tensor, **options: Any) -> Tensor:
         patch.setattr(MoE, "_outputs", fail)
         logits: Tensor = model.forward(ids, **options)
         return logits
+
+
+def test_routers_do_not_keep_prompts_from_being_batch_invariant(
+    model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU: generators then limit the tokens of the prompts that share a pass."""
+    monkeypatch.setattr(model, "device", torch.device("cuda", 0))
+    gates = ("router", "shared_gate")
+    quantized = all(linear.is_quant() for linear in model.linears() if linear.spec.role not in gates)
+    assert model.invariant_tokens() == (PACKED_ROWS if quantized else 0)
 
 
 @pytest.mark.sampled(3)

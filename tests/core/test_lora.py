@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_models import write_random_model
 from torch import Tensor
 
 from exl_core import (
@@ -239,6 +240,22 @@ def test_on_a_gpu_bits_of_float_replacements_depend_on_the_rows(
         assert (model.invariant_tokens(), model.invariant_tokens(add), model.invariant_tokens(bring)) == (None, None, 0)
     finally:
         set_row_invariant(False)
+
+
+def test_on_a_gpu_a_float_module_that_is_put_in_makes_rows_depend_on_one_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ExLlamaV2(ExLlamaV2Config(str(QUANTIZED)))
+    fields = {**SIZES, "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-6}
+    other = ExLlamaV2(ExLlamaV2Config(str(write_random_model(tmp_path, fields))))
+    for one in (model, other):
+        one.load()
+    monkeypatch.setattr(model, "device", torch.device("cuda", 0))
+    assert model.invariant_tokens() == PACKED_ROWS
+    inner, model.modules[1] = model.modules[1], other.modules[1]
+    assert model.invariant_tokens() == 0
+    model.modules[1] = inner
+    assert model.invariant_tokens() == PACKED_ROWS
 
 
 # ------------------------------------------------------------------------------------------------- bitwise identical

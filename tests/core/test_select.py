@@ -17,9 +17,9 @@ from exl_core import AttentionParams, ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config
 from exl_core.errors import InputError, TokenIdError
 from exl_core.execution import captured
 from exl_core.execution import select as selecting
-from exl_core.execution.capturable import NotCapturableError, refusal_of_settings
+from exl_core.execution.capturable import NotCapturableError
 from exl_core.execution.captured import DecodeGraphs
-from exl_core.execution.environment import PROMPTS_VARIABLE
+from exl_core.execution.environment import GRAPHS_VARIABLE, PROMPTS_VARIABLE
 from exl_core.execution.forward_pass import ForwardPass
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of
 from exl_core.execution.select import select
@@ -82,6 +82,24 @@ def test_steps_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ways == ["eager", "captured"], "a prompt is captured when there is a second one of its kind"
 
 
+def test_settings_are_read_at_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured steps are kept for the next pass that may use them."""
+    captured_on_cpu(monkeypatch)
+    monkeypatch.setattr(DecodeGraphs, "joined_launches", lambda graphs, model: pytest.fail("not asked"))
+    model = loaded()
+    model.decode.clear()
+    asked = step(model)
+    assert select(model, asked).way == "captured"
+    monkeypatch.setenv(GRAPHS_VARIABLE, "0")
+    assert select(model, asked)[::2] == ("eager", "EXL_CUDA_GRAPHS=0 asks for eager launches")
+    monkeypatch.setenv(GRAPHS_VARIABLE, "1")
+    monkeypatch.setattr(model.config, "no_graphs", True)
+    assert select(model, asked)[::2] == ("eager", "config.no_graphs asks for eager launches")
+    monkeypatch.setattr(model.config, "no_graphs", False)
+    assert select(model, step(model)).way == "captured"
+    assert model.decode.count == 2, "of two caches"
+
+
 @pytest.mark.parametrize(("batch", "invariant"), [(128, True), (257, False)])
 def test_steps_without_graphs_run_module_by_module(
     batch: int, invariant: bool, monkeypatch: pytest.MonkeyPatch
@@ -95,7 +113,6 @@ def test_steps_without_graphs_run_module_by_module(
         seen.append(row_invariant())
         return x
 
-    monkeypatch.setattr(captured, "refusal_of_model", lambda model: refusal_of_settings(model.config))  # on a CPU
     monkeypatch.setattr(DecodeGraphs, "joined_launches", lambda graphs, model: pytest.fail("not asked"))
     monkeypatch.setattr(model.config, "no_graphs", True)
     model.decode.clear()

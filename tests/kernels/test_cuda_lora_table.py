@@ -61,6 +61,9 @@ def test_what_does_not_fit_is_refused() -> None:
     assert LoraEntry.of(torch.ones(4, 12), torch.ones(8, 4), None, 1.0, DEVICE) is None
     assert LoraEntry.of(torch.ones(4, 16), torch.ones(7, 4), None, 1.0, DEVICE) is None
     assert LoraEntry.of(torch.full((4, 16), 1e6), torch.ones(8, 4), None, 1.0, DEVICE) is None
+    assert LoraEntry.of(torch.ones(0, 16), torch.ones(8, 0), None, 1.0, DEVICE) is None
+    with pytest.raises(ShapeError, match="rank 0"):
+        LoraEntry(torch.ones(0, 16), torch.ones(0, 8), torch.ones(0))
     table = LoraTable([entry(64, 32, 4, False)[0]])
     x, y = (torch.zeros((2, width), dtype=torch.float16, device=DEVICE) for width in (64, 32))
     table.add(x, y)

@@ -31,6 +31,8 @@ __all__ = [
     "chunk_size",
     "contiguous_params",
     "paged_params",
+    "per_row",
+    "row_lengths",
 ]
 
 Embeddings = tuple[ExLlamaV2MMEmbedding, ...]
@@ -267,6 +269,39 @@ def paged_params(params: PagedParams, input_mask: Tensor | None, position_offset
     if input_mask is not None or position_offsets is not None:
         raise UnsupportedError("input_mask and position_offsets do not go with PagedParams: pages need no padding")
     return params
+
+
+def row_lengths(params: PagedParams, batch: int, q_len: int) -> Tensor:
+    """Return the tokens of each row of a paged pass over ids [batch, q_len]: int64 [params.batch_size], on the CPU.
+
+    Raises:
+        InputError: ids and parameters do not fit.
+    """
+    if params.q_lens is None:
+        if params.batch_size != batch or params.q_len not in (0, q_len):
+            raise InputError(
+                f"ids are {batch} x {q_len}, PagedParams says batch_size {params.batch_size}, q_len {params.q_len}"
+            )
+        return torch.full((batch,), q_len)
+    if not isinstance(params.q_lens, Tensor) or tuple(params.q_lens.shape) != (params.batch_size,):
+        raise InputError(f"PagedParams: q_lens is {params.q_lens!r}, expected int32 [batch_size = {params.batch_size}]")
+    lengths = params.q_lens.to("cpu", torch.int64)
+    if batch != 1 or int(lengths.sum()) != q_len or params.q_len not in (0, q_len) or int(lengths.min()) < 1:
+        raise InputError(
+            f"ids are {batch} x {q_len}, PagedParams says q_lens {lengths.tolist()}, q_len {params.q_len}: with q_lens "
+            "of at least 1 each, ids are 1 x their sum"
+        )
+    return lengths
+
+
+def per_row(name: str, offsets: Tensor | None, batch: int) -> Tensor:
+    """Return offsets, one for each row or one for all, as int64 [batch] on the CPU. Raises InputError."""
+    if offsets is None:
+        return torch.zeros(batch, dtype=torch.int64)
+    found = offsets.reshape(-1).to("cpu", torch.int64)
+    if found.shape[0] not in (1, batch):
+        raise InputError(f"{name} has {found.shape[0]} entries for a batch of {batch}")
+    return found.expand(batch)
 
 
 def _effective_max(config: ExLlamaV2Config, batch: int) -> int:

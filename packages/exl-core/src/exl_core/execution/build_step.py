@@ -15,7 +15,7 @@ from exl_kernels.kv import KVPages
 from ..axes import gather_axes, positions_on_axes, runs_of
 from ..errors import InputError, SequenceTooLongError
 from ..rope import RopeTable
-from .arguments import checked_key_mask
+from .arguments import checked_key_mask, per_row, row_lengths
 from .attn_params import AttentionParams, PagedParams
 from .batch import Step
 from .sharded.heads import ShardedHeads
@@ -188,7 +188,7 @@ def _paged_layout(cache: ExLlamaV2CacheBase | None, params: PagedParams, batch: 
         raise InputError(f"the cache's max_seq_len {cache.max_seq_len} is not a multiple of the page size {page_size}")
     past = params.cache_seqlens.to("cpu", torch.int64)
     table = params.block_index.to("cpu", torch.int32).contiguous()
-    lengths = _lengths(params, batch, q_len)
+    lengths = row_lengths(params, batch, q_len)
     ends = past + lengths
     needed = int(ends.max())
     if int(past.min()) < 0 or needed > table.shape[1] * page_size:
@@ -203,25 +203,6 @@ def _paged_layout(cache: ExLlamaV2CacheBase | None, params: PagedParams, batch: 
         first = past - (lengths.cumsum(0) - lengths)  # of each row, minus its place among the ids
         positions = (first[rows.long()] + torch.arange(q_len))[None]
     return rows, positions, table, page_size, lambda layer: cache.pages(layer, page_size)
-
-
-def _lengths(params: PagedParams, batch: int, q_len: int) -> Tensor:
-    """Return the tokens of each row of a paged step, int64 [batch]."""
-    if params.q_lens is None:
-        if params.batch_size != batch or params.q_len not in (0, q_len):
-            raise InputError(
-                f"ids are {batch} x {q_len}, PagedParams says batch_size {params.batch_size}, q_len {params.q_len}"
-            )
-        return torch.full((batch,), q_len)
-    if not isinstance(params.q_lens, Tensor) or tuple(params.q_lens.shape) != (params.batch_size,):
-        raise InputError(f"PagedParams: q_lens is {params.q_lens!r}, expected int32 [batch_size = {params.batch_size}]")
-    lengths = params.q_lens.to("cpu", torch.int64)
-    if batch != 1 or int(lengths.sum()) != q_len or params.q_len not in (0, q_len) or int(lengths.min()) < 1:
-        raise InputError(
-            f"ids are {batch} x {q_len}, PagedParams says q_lens {lengths.tolist()}, q_len {params.q_len}: with q_lens "
-            "of at least 1 each, ids are 1 x their sum"
-        )
-    return lengths
 
 
 def _check_page_numbers(table: Tensor, lengths: Tensor, page_size: int, num_pages: int) -> None:
@@ -240,7 +221,7 @@ def _joined_rope_positions(params: PagedParams, positions: Tensor, rows: Tensor)
     flat = positions.reshape(-1)
     if params.rope_offsets is None:
         return flat
-    offsets = _per_row("rope_offsets", params.rope_offsets, params.batch_size)
+    offsets = per_row("rope_offsets", params.rope_offsets, params.batch_size)
     return (flat + offsets[rows.long()]).clamp(min=0)
 
 
@@ -261,8 +242,8 @@ def _rope_positions(
     shifted = params.rope_offsets is not None or params.position_offsets is not None
     if config.mrope_section is None and not shifted:
         return positions.reshape(-1).contiguous()
-    shifts = _per_row("position_offsets", params.position_offsets, batch)
-    offsets = _per_row("rope_offsets", params.rope_offsets, batch)
+    shifts = per_row("position_offsets", params.position_offsets, batch)
+    offsets = per_row("rope_offsets", params.rope_offsets, batch)
     remembered = None
     if cache is not None and not isinstance(params, PagedParams) and config.mrope_section is not None:
         remembered = cache.rope_offsets
@@ -286,16 +267,6 @@ def _rope_positions(
     for row, placed in own.items():
         found[:, row] = placed
     return found.clamp(min=0).reshape(3, -1)
-
-
-def _per_row(name: str, offsets: Tensor | None, batch: int) -> Tensor:
-    """Return the offsets as int64 [batch]."""
-    if offsets is None:
-        return torch.zeros(batch, dtype=torch.int64)
-    found = offsets.reshape(-1).to("cpu", torch.int64)
-    if found.shape[0] not in (1, batch):
-        raise InputError(f"{name} has {found.shape[0]} entries for a batch of {batch}")
-    return found.expand(batch)
 
 
 def _pictures(

@@ -80,12 +80,9 @@ def without_hooks(module: Module) -> Module:
 
 
 def refusal_of_model(model: LanguageModel) -> str | None:
-    """Return why no step of this model can be captured, or None."""
+    """Return why no step of this model can be captured, whatever its settings, or None."""
     if model.device is None or model.device.type != "cuda":
         return "the model is not on a GPU"
-    why = refusal_of_settings(model.config)
-    if why is not None:
-        return why
     context = model.tp_context
     if context is not None and not context.exchange.whole:
         return "each device has a process of its own"

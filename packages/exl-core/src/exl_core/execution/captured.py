@@ -36,6 +36,7 @@ from .capturable import (
     refusal_of_adapted_rows,
     refusal_of_adapters,
     refusal_of_model,
+    refusal_of_settings,
     refusal_of_tokens,
     static_step,
     without_hooks,
@@ -149,7 +150,7 @@ class DecodeGraphs:
         windows = windows_of(ids, params, model.packed_rows)
         if windows is None:
             return f"the windows of the prompts have more than {model.packed_rows} tokens"
-        step = self.prepare_next_step(windows.ids.shape[1], cache, windows.params, stores=True)
+        step = self._replay_of(windows.ids.shape[1], cache, windows.params, stores=True)
         if isinstance(step, str):
             return step
         return step if step.fill(windows.ids, windows.counts, windows.longest) else INVALID
@@ -160,8 +161,6 @@ class DecodeGraphs:
         cache: ExLlamaV2CacheBase | None,
         params: PagedParams,
         adapters: Sequence[tuple[Adapter, ...]] = (),
-        *,
-        stores: bool = False,
     ) -> StepReplay | str:
         """Do all work of a step of `q_len` tokens a row that does not need its ids.
 
@@ -170,53 +169,62 @@ class DecodeGraphs:
             cache: the cache of the pages.
             params: paged parameters.
             adapters: of each row; () where no row has any.
-            stores: the step has no logits.
 
         Returns:
             The step, or the reason why no captured step covers the arguments. Reasons of steps of few tokens with valid
             arguments are in `reason`, too.
         """
-        batch = params.batch_size
         if q_len > MAX_Q_LEN or cache is None or params.q_lens is not None:
             return f"it is no step over pages of a cache of at most {MAX_Q_LEN} tokens a row"
+        found = self._replay_of(q_len, cache, params, adapters)
+        self.reason = found if isinstance(found, str) and found != INVALID else None
+        return found
+
+    def _replay_of(
+        self,
+        q_len: int,
+        cache: ExLlamaV2CacheBase,
+        params: PagedParams,
+        adapters: Sequence[tuple[Adapter, ...]] = (),
+        *,
+        stores: bool = False,
+    ) -> StepReplay | str:
+        """Return `prepare_next_step`, or, with `stores`, a step without logits."""
+        batch = params.batch_size
         if (why := refusal_of_tokens(batch, q_len)) is not None:
-            return self._refused_step(why)
+            return why
         model = self._model()
         if model is None:
             return "the model is gone"
-        why = self.reason = self._refusal_of(model)
+        why = self._refusal_of(model)
         if why is not None:
             return why
         size, places = params.page_size, cache.max_seq_len // params.page_size
         past, table = on_cpu(params.cache_seqlens, torch.int32), on_cpu(params.block_index, torch.int32)
         if past is None or table is None:
-            return self._refused_step("block_index or cache_seqlens is on a GPU")
+            return "block_index or cache_seqlens is on a GPU"
         if cache.batch_size != 1 or params.q_len not in (0, q_len) or cache.max_seq_len % size:
             return INVALID
         offsets = None if params.rope_offsets is None else _offsets(params.rope_offsets, past)
         if params.rope_offsets is not None and offsets is None:
-            return self._refused_step("rope_offsets lead beyond the tables of captured steps")
+            return "rope_offsets lead beyond the tables of captured steps"
         longest = max(past.tolist(), default=0) + q_len  # faster on the host than the tensor's own maximum
         most = min(table.shape[1] * size, model.config.max_seq_len)
         if longest > most:
-            return self._refused_step(f"the step ends at {longest} tokens; its pages and the model hold {most}")
+            return f"the step ends at {longest} tokens; its pages and the model hold {most}"
         adapter_slots = self._adapter_slots_of(model, adapters, batch * q_len) if adapters else []
         if isinstance(adapter_slots, str):
-            return self._refused_step(adapter_slots)
+            return adapter_slots
         sizes = self._bucket(batch, q_len, longest, size, places)
         bucket = self._store_bucket(sizes, places) if stores else sizes
         if bucket is None:
             return "no captured step stores such a prompt, or not before more of its size"
         captured = self._refusal_of_bucket(model, bucket) or self._captured(model, cache, bucket, bool(adapters))
         if isinstance(captured, str):
-            return self._refused_step(captured)
+            return captured
         limits = (model.config.vocab_size, model.config.max_seq_len, places)
         of_tokens = [slot for slot in adapter_slots for _ in range(q_len)]
         return StepReplay(self, cache, captured, (batch, q_len), (past, table), limits, offsets, longest, of_tokens)
-
-    def _refused_step(self, why: str) -> str:
-        self.reason = why
-        return why
 
     def forget_adapters(self) -> None:
         """Drop the captured steps with adapters, which hold the adapters' tensors."""
@@ -312,6 +320,7 @@ class DecodeGraphs:
             self._pools.clear()  # torch drops a pool with its last graph; its number must not be used again
 
     def _refusal_of(self, model: LanguageModel) -> str | None:
+        """Return why no pass is captured or joined: by settings, asked each time, or by the model's modules."""
         found = model.arrangement
         if self._arrangement is not found:
             refused = refusal_of_model(model)
@@ -325,7 +334,7 @@ class DecodeGraphs:
                 # no padding. Steps of more rows multiply blocks of one size (`CudaFloatMatrix`).
                 self._exact_batch = any(linear.loaded_matrix.format == "float" for linear in model.linears())
             self._arrangement, self._refused = found, refused
-        return self._refused
+        return refusal_of_settings(model.config) or self._refused
 
     def _bucket(self, batch: int, q_len: int, longest: int, page_size: int, places: int) -> Bucket:
         exact = self._exact_batch and batch * q_len <= PACKED_ROWS
@@ -389,7 +398,8 @@ class DecodeGraphs:
         """Return what runs the prompts of a sharded model, or the reason why nothing does; `reason` gets it, too."""
         shards = self.shard_launches(model)
         if isinstance(shards, str):
-            return self._refused_step(shards)
+            self.reason = shards
+            return shards
         if self._prompts is None:
             assert model.tp_context is not None, "asked of sharded models"
             self._prompts = Prompts(model.tp_context, shards)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .arguments import per_row, row_lengths
 from .attn_params import PagedParams
 
 __all__ = ["WINDOWS", "PromptWindows", "windows_of"]
@@ -42,31 +43,20 @@ def windows_of(ids: Tensor, params: PagedParams, most: int) -> PromptWindows | N
         most: tokens of all windows.
 
     Returns:
-        The windows; None where they have more than `most` tokens, or an argument is not as described.
+        The windows; None where they have more than `most` tokens, or the ids are not as described.
+
+    Raises:
+        InputError: ids and parameters do not fit.
     """
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64 or not ids.is_cpu:
         return None
     if not 1 <= ids.numel() <= most:
         return None
-    lengths = _lengths(ids, params)
-    if lengths is None:
-        return None
+    lengths: list[int] = row_lengths(params, *ids.shape).tolist()
     for width in WINDOWS:
         if width * sum(-(-length // width) for length in lengths) <= most:
             return _cut(ids.reshape(-1), params, lengths, width)
     return None
-
-
-def _lengths(ids: Tensor, params: PagedParams) -> list[int] | None:
-    """Return the tokens of each sequence; None where ids and parameters do not fit."""
-    batch, q_len = ids.shape
-    if params.q_len not in (0, q_len):
-        return None
-    if params.q_lens is None:
-        return [q_len] * batch if params.batch_size == batch else None
-    lengths: list[int] = params.q_lens.tolist()
-    fits = batch == 1 and sum(lengths) == q_len and min(lengths) >= 1
-    return lengths if fits else None
 
 
 def _cut(ids: Tensor, params: PagedParams, lengths: list[int], width: int) -> PromptWindows:
@@ -91,7 +81,7 @@ def _cut(ids: Tensor, params: PagedParams, lengths: list[int], width: int) -> Pr
         max_cache_seqlen=max(starts),
         page_size=params.page_size,
         q_len=width,
-        rope_offsets=None if offsets is None else offsets.reshape(-1)[of_rows],
+        rope_offsets=None if offsets is None else per_row("rope_offsets", offsets, len(lengths))[of_rows],
     )
     longest = max(stored + length for stored, length in zip(past, lengths, strict=True))
     return PromptWindows(padded, windows, counts, longest)

@@ -87,6 +87,11 @@ class LinearSpec:
         """How several devices divide the matrix; None: it is whole on the first one."""
         return _DIVISIONS.get(self.role) if self.expert is None else "experts"
 
+    @property
+    def is_precise(self) -> bool:
+        """Whether the layer multiplies by `Linear.forward_precise`, whose rows are batch-invariant."""
+        return self.role in ("router", "shared_gate")
+
 
 @dataclass(frozen=True)
 class LinearOptions:

@@ -27,7 +27,11 @@ FIELDS = 5  # numbers of an entry in a table
 
 @dataclass(frozen=True, eq=False)
 class LoraEntry:
-    """The adapter of one matrix on a GPU: x -> ((x @ A.T) * scale) @ B + bias."""
+    """The adapter of one matrix on a GPU: x -> ((x @ A.T) * scale) @ B + bias.
+
+    Raises:
+        ShapeError: the rank is 0.
+    """
 
     a: Tensor
     """float16 [rank, in]."""
@@ -38,16 +42,20 @@ class LoraEntry:
     bias: Tensor | None = None
     """float32 [out], already scaled."""
 
+    def __post_init__(self) -> None:
+        if not self.a.shape[0]:
+            raise ShapeError("an adapter of rank 0: its rank must be at least 1")
+
     @staticmethod
     def of(a: Tensor, b: Tensor, bias: Tensor | None, scaling: float, device: torch.device) -> LoraEntry | None:
         """Make an entry from A [rank, in] and B [out, rank] as files hold them.
 
         None where the kernels do not take them: a value that half precision cannot hold, inputs that are no multiple of
-            8, or
-        an odd number of outputs.
+        8, an odd number of outputs, or a rank of 0.
         """
         half_a, half_b = (t.to(device).half() for t in (a, b))
-        if a.shape[1] % 8 or b.shape[0] % 2 or not (half_a.isfinite().all() and half_b.isfinite().all()):
+        fits = a.shape[0] > 0 and a.shape[1] % 8 == 0 and b.shape[0] % 2 == 0
+        if not (fits and half_a.isfinite().all() and half_b.isfinite().all()):
             return None
         return LoraEntry(
             half_a.contiguous(),

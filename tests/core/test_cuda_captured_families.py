@@ -1,0 +1,105 @@
+"""Captured prompts and steps of several families launch what gives the results of eager passes, on a GPU.
+
+The interpreter of PTX has no CUDA graphs. There a replay repeats the launches over the same static inputs, so windows
+of prompts, padding and buckets are tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mixtures import FAMILIES, SIZES
+from random_models import loaded_on, write_random_model
+from torch import Tensor
+
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2CacheBase, PagedParams
+from exl_core.convert import quantize_model
+from exl_core.execution.captured import DecodeGraphs
+from exl_core.execution.environment import GRAPHS_VARIABLE, PROMPTS_VARIABLE
+
+pytestmark = pytest.mark.cuda
+
+CASES: dict[str, tuple[type[ExLlamaV2CacheBase], dict[str, Any]]] = {
+    "LlamaForCausalLM": (ExLlamaV2Cache_Q4, {}),
+    "Gemma2ForCausalLM": (
+        ExLlamaV2Cache,
+        {"query_pre_attn_scalar": 32, "sliding_window": 16, "attn_logit_softcapping": 50.0},
+    ),
+    "CohereForCausalLM": (ExLlamaV2Cache, {"layer_norm_eps": 1e-5, "logit_scale": 0.1}),
+    "Qwen2MoeForCausalLM": (ExLlamaV2Cache, FAMILIES["Qwen2MoeForCausalLM"]),
+}
+PAGE, PAGES, ROWS = 16, 6, 3
+PROMPTS = [[(0, 0, 40)], [(1, 0, 33), (2, 0, 5)], [(0, 40, 47), (1, 33, 38), (2, 5, 8)]]
+"""Prompts of each pass: row, first and end."""
+STORED = [47, 38, 8]
+
+
+class Repeated:
+    """Launches that are made again at each replay, in the place of a graph."""
+
+    def __init__(self, body: Callable[[Tensor | None], Tensor], logits: Tensor | None) -> None:
+        self._body, self._logits = body, logits
+
+    def replay(self) -> None:
+        self._body(self._logits)
+
+
+def repeated(
+    graphs: DecodeGraphs, body: Callable[[Tensor | None], Tensor], logits: Tensor | None, memory: Tensor
+) -> Any:
+    """As `DecodeGraphs` captures: (graph, result of a first run, memory that it keeps)."""
+    result = body(None if logits is None else torch.empty_like(logits))
+    return Repeated(body, logits), result, memory
+
+
+def params(rows: list[int], stored: list[int], tables: Tensor, q_len: int = 0) -> PagedParams:
+    return PagedParams(len(rows), tables[rows], torch.tensor(stored, dtype=torch.int32), max(stored), PAGE, q_len)
+
+
+def results(model: ExLlamaV2, kind: type[ExLlamaV2CacheBase]) -> list[Tensor]:
+    """Logits of steps of one and of three tokens after the prompts, and the cache. Each pass of prompts runs twice."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, SIZES["vocab_size"], (ROWS, PAGES * PAGE), generator=generator)
+    tables = torch.randperm(ROWS * PAGES, generator=generator).to(torch.int32).view(ROWS, PAGES)
+    cache = kind(model, max_seq_len=ROWS * PAGES * PAGE)
+    for tensor in cache.all_tensors():
+        tensor.zero_()
+    for prompts in PROMPTS:
+        places = params([row for row, *_ in prompts], [first for _, first, _ in prompts], tables)
+        if len(prompts) > 1:
+            places.q_lens = torch.tensor([end - first for _, first, end in prompts], dtype=torch.int32)
+        together = torch.cat([ids[row, first:end] for row, first, end in prompts])[None]
+        for _ in range(2):
+            model.forward_chunk(together, cache, attn_params=places, preprocess_only=True)
+    found = []
+    for q_len in (1, 3):
+        windows = torch.stack([ids[row, first : first + q_len] for row, first in enumerate(STORED)])
+        places = params(list(range(ROWS)), STORED, tables, q_len)
+        found.append(model.forward_chunk(windows, cache, attn_params=places)["logits"].clone())
+    return [*found, *(tensor.clone() for tensor in cache.all_tensors())]
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_captured_passes_are_the_eager_ones(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, fields = CASES[family]
+    sizes = {**SIZES, "num_hidden_layers": 2, "architectures": [family]}
+    source = write_random_model(tmp_path / "float", {**sizes, **fields})
+    quantize_model(source, tmp_path / "quantized", bits=4.0)
+    model = loaded_on("cuda:0", tmp_path / "quantized", monkeypatch)
+    if "emulated_plugin" in sys.modules:
+        monkeypatch.setattr(DecodeGraphs, "_capture", repeated)
+    monkeypatch.setenv(PROMPTS_VARIABLE, "1")
+    monkeypatch.setenv(GRAPHS_VARIABLE, "0")
+    eager = results(model, kind)
+    assert model.decode.count == 0
+    monkeypatch.setenv(GRAPHS_VARIABLE, "1")
+    captured = results(model, kind)
+    assert model.decode.reason is None
+    assert model.decode.count >= 2 + (family not in FAMILIES), "of a float router, only steps with logits"
+    for one, other in zip(eager, captured, strict=True):
+        assert torch.equal(one, other)
