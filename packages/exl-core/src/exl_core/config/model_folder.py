@@ -40,14 +40,17 @@ def _problem(folder: Path, given: str) -> str | None:
     if folder.is_dir():
         return f"Can't find {folder / 'config.json'}: {_without_config(folder)}"
     if folder.exists():
-        return f"{folder} is a file, not a model folder: {_of_file(folder)}"
+        return f"{str(folder)!r} is a file, not a model folder: {_of_file(folder)}"
     return f"Can't find model directory: {folder}{_of_name(given)}"
 
 
 def _of_file(file: Path) -> str:
     if file.suffix.lower() == ".gguf":
         return _NOT_GGUF
-    return f"name the folder that holds it and config.json, {file.parent}"
+    around = str(file.parent.resolve())  # of a bare name the parent is ".", which tells nobody where to look
+    if (file.parent / "config.json").exists():
+        return f"give the folder that holds it, {around!r}"
+    return f"give the folder that holds the weights, the tokenizer and config.json; {around!r} holds no config.json"
 
 
 def _of_name(name: str) -> str:
