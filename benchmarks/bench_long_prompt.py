@@ -179,8 +179,8 @@ def scripted(streams: int, tokens: int, chunk: int) -> tuple[Any, Any]:
     return generator, floor
 
 
-def random_weights(shape: str, kind: str, streams: int, tokens: int, chunk: int) -> Any:
-    """A generator over random weights on the GPU."""
+def random_weights(shape: str, kind: str, streams: int, tokens: int) -> Callable[[int], Any]:
+    """Return a function that makes a generator with a chunk size, always over the same model and cache on the GPU."""
     from gpu_model import build
 
     from exl_core import ExLlamaV2Tokenizer
@@ -189,11 +189,14 @@ def random_weights(shape: str, kind: str, streams: int, tokens: int, chunk: int)
 
     model = build(shape, "4.0", longest(tokens))
     cache = CACHES[kind](model, max_seq_len=cached(streams, tokens))
-    generator = ExLlamaV2DynamicGenerator(
-        model, cache, ExLlamaV2Tokenizer(model.config), max_batch_size=streams + 1, max_chunk_size=chunk
-    )
-    generator.warmup()
-    return generator
+    tokenizer = ExLlamaV2Tokenizer(model.config)
+
+    def made(chunk: int) -> Any:
+        generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer, max_batch_size=streams + 1, max_chunk_size=chunk)
+        generator.warmup()
+        return generator
+
+    return made
 
 
 def longest(tokens: int) -> int:
@@ -311,18 +314,17 @@ def main() -> None:
     args = parser.parse_args()
     multiprocessing.set_start_method("spawn")
     met = True
+    weights = None if args.paced else random_weights(args.shape, args.cache, args.streams, args.tokens)
     for chunk in args.chunk:
-        if args.paced:
+        if weights is None:
             generator, floor = scripted(args.streams, args.tokens, chunk)
         else:
-            generator, floor = random_weights(args.shape, args.cache, args.streams, args.tokens, chunk), None
+            generator, floor = weights(chunk), None
         gc.collect()
         gc.freeze()
         gc.set_threshold(50_000, 20, 100)
         met &= report(served(generator, floor, args), chunk, args)
         gc.unfreeze()
-        del generator, floor
-        gc.collect()
     sys.exit(0 if met else 1)
 
 
