@@ -127,20 +127,33 @@ def test_an_index_knows_what_was_sent_and_what_is_reported() -> None:
     index.keep(["a", "b"])
     labels = [(1, b"11111111"), (2, b"22222222")]
     assert index.matched("a", labels) == 0
-    index.sent("a", labels, 600)
+    index.sent("a", labels, 600, "i", 4)
     assert index.matched("a", labels) == 512
     assert index.order(labels, 600)[0] == ["b"], "two prompts are computed sooner side by side"
     now[0] = 1.0
     assert index.order(labels, 600)[0] == ["a"]
-    index.report("a", report(1, b"11111111", boot=b""))
-    assert index.matched("a", labels) == 512, "sent a moment ago, so not in the report yet"
-    now[0] = 10.0
-    index.report("a", report(2, b"11111111", boot=b""))
+    index.report("a", report(1, b"11111111"))
+    assert index.matched("a", labels) == 512, "the first report was written before the request came"
+    now[0] = 20.0
+    index.report("a", report(2, b"11111111", seen={"i": 4}, settled={"i": 3}))
+    assert index.matched("a", labels) == 512, "its labels were read before the prompt was computed"
+    index.report("a", report(3, b"11111111", settled={"i": 4, "j": 1}))
     assert index.matched("a", labels) == 256, "evicted since"
-    index.report("a", report(3, b"", boot=b"new"))
+    index.sent("a", labels, 600, "i", 5)
+    index.report("a", report(4, b"", boot=b"new"))
     assert index.matched("a", labels) == 0, "a new process has an empty cache"
     index.keep(["b"])
     assert index.order(labels, 600) == [["b"]]
+
+
+def test_labels_of_what_never_arrived_go() -> None:
+    now = [0.0]
+    index = Index(256, clock=lambda: now[0])
+    index.keep(["a"])
+    index.sent("a", [(1, b"11111111")], 300, "i", 4)
+    now[0] = 60.0
+    index.report("a", report(1, settled={"i": 3}))
+    assert index.matched("a", [(1, b"11111111")]) == 0
 
 
 def test_a_late_report_does_not_hide_what_was_sent_meanwhile() -> None:
@@ -182,7 +195,18 @@ def test_what_never_arrives_is_not_counted_for_ever() -> None:
 @given(
     st.dictionaries(
         st.sampled_from(
-            ["report", "boot", "seen", "running", "queued", "queued_tokens", "batch", "prefill_rate", "labels"]
+            [
+                "report",
+                "boot",
+                "seen",
+                "settled",
+                "running",
+                "queued",
+                "queued_tokens",
+                "batch",
+                "prefill_rate",
+                "labels",
+            ]
         ),
         st.none() | st.integers() | st.floats() | st.binary(max_size=30) | st.text(max_size=3),
     )
