@@ -33,7 +33,7 @@ __all__ = ["main"]
 
 log = logging.getLogger("exl_serve")
 
-SWITCH_SECONDS = 0.001
+SWITCH_SECONDS = 0.0002
 KNOWN_SECONDS = 5.0
 """One of several workers accepts no connections for so long, until it has read the models' tokenizers."""
 
