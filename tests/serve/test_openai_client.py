@@ -392,9 +392,10 @@ def test_hints_that_change_no_answer_are_accepted(client: openai.OpenAI) -> None
 
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_deadline_in_the_middle_of_a_call_is_an_error(
-    client: openai.OpenAI, scripted: EngineThread, streamed: bool
+    client: openai.OpenAI, scripted: EngineThread, monkeypatch: pytest.MonkeyPatch, streamed: bool
 ) -> None:
     """Neither a finished call nor a finish reason is invented, and the engine holds nothing of the request."""
+    monkeypatch.setattr(scripted.host, "step_floor", lambda jobs: 0.01)  # the call takes longer than the deadline
     endless = {"type": "object", "properties": {"t": {"type": "string", "minLength": 4000}}, "required": ["t"]}
     asked: dict[str, Any] = {
         "model": "scripted",
