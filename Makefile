@@ -81,7 +81,8 @@ soak:  ## SOAK_REQUESTS requests to a server, a fifth of them cut off: nothing m
 
 bench-serve:  ## the server's bars that need no GPU, with figures (6 minutes; figures count on an idle machine alone)
 	$(UV) run --no-sync python benchmarks/bench_http.py --paced; http=$$?; \
-	$(UV) run --no-sync python benchmarks/bench_bars.py && exit $$http
+	$(UV) run --no-sync python benchmarks/bench_long_prompt.py --paced --chunk 1536; long=$$?; \
+	$(UV) run --no-sync python benchmarks/bench_bars.py && exit $$((http + long))
 
 test-cuda:  ## on a machine with an NVIDIA GPU
 	$(UV) run --no-sync pytest -m cuda

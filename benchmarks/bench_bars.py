@@ -13,7 +13,7 @@ only on a machine that does nothing else. One JSON line for each bar, and in wor
              Its second figure leaves out the time in which the loop's thread waited for a core, so it counts on a
              machine with few cores as well
     hostile  time between events of 16 streams beside 100 slow readers, slow senders and large schemas, over that beside
-             100 ordinary streams
+             100 ordinary streams; with `--hostile readers`, `senders` or `schemas` beside those alone
     health   99th percentile of /health/ready in a burst of 2,000 requests
     queue    time of a step with 10,000 queued requests over none, and its longest pause
     cycles   open files and memory after loads and unloads of a model, on `--device` (minutes; only where it is named)
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import gc
 import itertools
 import json
@@ -40,20 +39,19 @@ import threading
 import time
 import urllib.error
 import urllib.request
-import zlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bar_clients import CHAT, KINDS, ask, beside, completion, events, message, png, repeated, schema
 from host_cost import host_cost
-from http_load import percentile
+from http_load import HEAD, percentile
 from loop_lag import lateness
-from soak_serve import HEAD, Server
+from soak_serve import Server
 
-CHAT = HEAD.replace(b"/v1/completions", b"/v1/chat/completions")
 OPEN_STREAMS = 512
 BURST = 2000
 QUEUED = 10_000
@@ -63,12 +61,15 @@ PAIRS = 3
 
 @dataclass(frozen=True)
 class Given:
-    """The command line: seconds of each measurement under load; for `cycles` their number, servers and device."""
+    """The command line: seconds of each measurement under load; for `cycles` their number, servers and device; kinds of
+    hostile clients.
+    """
 
     seconds: float
     cycles: int
     servers: int
     device: str
+    hostile: tuple[str, ...] = ("all",)
 
 
 @dataclass(frozen=True)
@@ -100,73 +101,6 @@ def serving(
         yield server
     finally:
         server.close()
-
-
-# ---- clients -------------------------------------------------------------------------------------------------------
-
-
-def message(head: bytes, body: dict[str, Any]) -> bytes:
-    """One HTTP request."""
-    data = json.dumps(body).encode()
-    return head + str(len(data)).encode() + b"\r\n\r\n" + data
-
-
-def completion(draw: random.Random, new: int = 200) -> dict[str, Any]:
-    """A streamed completion of a short prompt."""
-    prompt = [draw.randrange(10, 250) for _ in range(16)]
-    return {"prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True, "stream": True}
-
-
-async def events(port: int, body: dict[str, Any], stamps: list[float], until: float = float("inf")) -> None:
-    """Read one stream and append the time of each event."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(message(HEAD, body))
-    while (line := await reader.readline()) and line != b"data: [DONE]\n":
-        if line.startswith(b"data: "):
-            stamps.append(time.perf_counter())
-            if stamps[-1] > until:
-                break
-    writer.transport.abort()
-
-
-async def ask(port: int, data: bytes) -> int:
-    """Send a request, read its answer; returns the status."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 26)
-    writer.write(data)
-    await writer.drain()
-    status = int((await reader.readline()).split()[1])
-    length = 0
-    while (line := await reader.readline()).strip():
-        if line.lower().startswith(b"content-length:"):
-            length = int(line.split(b":")[1])
-    await reader.readexactly(length)
-    writer.close()
-    return status
-
-
-async def repeated(work: Callable[[], Awaitable[Any]], until: float) -> None:
-    """Do something again and again."""
-    while time.perf_counter() < until:
-        await work()
-
-
-def png(side: int) -> str:
-    """A `data:` URL of a PNG of random pixels, which hardly compress."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return len(data).to_bytes(4) + kind + data + zlib.crc32(kind + data).to_bytes(4)
-
-    rows = b"".join(b"\0" + os.urandom(3 * side) for _ in range(side))
-    head = side.to_bytes(4) + side.to_bytes(4) + b"\x08\x02\0\0\0"
-    file = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows, 1)) + chunk(b"IEND", b"")
-    return "data:image/png;base64," + base64.b64encode(file).decode()
-
-
-def schema(fields: int, seed: int) -> dict[str, Any]:
-    """A JSON schema of many fields; no two are alike."""
-    kinds = ({"type": "string", "maxLength": 20}, {"type": "integer"}, {"enum": ["a", "b", "c"]})
-    own = {f"field_{seed}_{i}": kinds[i % 3] for i in range(fields)}
-    return {"type": "object", "properties": own, "required": list(own), "additionalProperties": False}
 
 
 # ---- bars ----------------------------------------------------------------------------------------------------------
@@ -267,30 +201,12 @@ def lag(given: Given) -> list[Bar]:
 
 
 def hostile(given: Given) -> list[Bar]:
-    """Time between events of well-behaved clients beside hostile ones, over that beside as many well-behaved ones."""
-    numbers = itertools.count()
+    """Time between events of well-behaved clients beside hostile ones, over that beside as many well-behaved ones.
 
-    async def slow_reader(port: int) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=256)
-        writer.write(message(HEAD, completion(random.Random(2), 900)))
-        await reader.readline()
-        await asyncio.sleep(given.seconds * 2)
-        writer.transport.abort()
+    The clients beside are another process: what they compute must not hold up those that measure.
+    """
 
-    async def slow_sender(port: int) -> None:
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-        for byte in message(HEAD, completion(random.Random(3))):
-            if writer.is_closing():
-                return
-            writer.write(bytes([byte]))
-            await asyncio.sleep(0.2)
-
-    async def large_schema(port: int) -> None:
-        asked = {"guided_json": schema(1500, next(numbers)), "max_tokens": 2}
-        await ask(port, message(CHAT, asked | {"messages": [{"role": "user", "content": "a"}]}))
-
-    async def measured(port: int, beside: list[Awaitable[Any]]) -> float:
-        others = [asyncio.ensure_future(one) for one in beside]
+    async def measured(port: int) -> float:
         await asyncio.sleep(1.0)
         draw, until = random.Random(1), time.perf_counter() + given.seconds
         own: list[list[float]] = []
@@ -300,29 +216,23 @@ def hostile(given: Given) -> list[Bar]:
             await events(port, completion(draw, 400), own[-1], until)
 
         await asyncio.gather(*(repeated(one, until) for _ in range(16)))
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
         return percentile([b - a for stamps in own for a, b in itertools.pairwise(stamps)], 0.99)
 
-    async def ratio(port: int) -> float:
-        until = time.perf_counter() + given.seconds + 2
-        friends: list[Awaitable[Any]] = [
-            repeated(lambda: events(port, completion(random.Random(2), 900), []), until) for _ in range(100)
-        ]
-        before = await measured(port, friends)
-        until = time.perf_counter() + given.seconds + 2
-        enemies: list[Awaitable[Any]] = [slow_reader(port) for _ in range(100)]
-        enemies += [slow_sender(port) for _ in range(20)]
-        enemies.append(repeated(lambda: large_schema(port), until))
-        return await measured(port, enemies) / before
+    def near(port: int, kind: str) -> float:
+        with beside(kind, port):
+            return asyncio.run(measured(port))
 
     with serving(streams=128, max_queued_requests=1024) as server:
-        ratios = [asyncio.run(ratio(server.port)) for _ in range(PAIRS)]
-    middle = statistics.median(ratios)
-    name = f"hostile: 99th percentile between events, over ordinary clients, median of {PAIRS} pairs"
-    print(f"hostile: {', '.join(f'{one:.3f}' for one in ratios)}", file=sys.stderr)
-    return [Bar(name, middle, 1.1, "times")]
+        port = server.port
+        ordinary, ratios = [], {kind: list[float]() for kind in given.hostile}
+        for _ in range(PAIRS):
+            ordinary.append(near(port, "ordinary"))
+            for kind, found in ratios.items():
+                found.append(near(port, kind) / ordinary[-1])
+    for kind, found in ratios.items():
+        print(f"hostile, {kind}: {', '.join(f'{one:.3f}' for one in found)}", file=sys.stderr)
+    name = f"99th percentile between events, over ordinary clients, median of {PAIRS} pairs"
+    return [Bar(f"hostile: {kind}: {name}", statistics.median(found), 1.1, "times") for kind, found in ratios.items()]
 
 
 def health(given: Given) -> list[Bar]:
@@ -527,8 +437,9 @@ def main() -> None:
     parser.add_argument("--cycles", type=int, default=100)
     parser.add_argument("--servers", type=int, default=1, help="for cycles: that many share them")
     parser.add_argument("--device", default="cpu", help="for cycles")
+    parser.add_argument("--hostile", nargs="+", default=["all"], choices=KINDS, help="kinds of hostile clients")
     args = parser.parse_args()
-    given = Given(args.seconds, args.cycles, args.servers, args.device)
+    given = Given(args.seconds, args.cycles, args.servers, args.device, tuple(args.hostile))
     unknown = set(args.names) - set(BARS)
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there is {', '.join(BARS)}")

@@ -6,8 +6,9 @@ Starts `exl serve` with the free test engine (a scripted model; everything else 
 completions over raw sockets, and cuts a share of the connections at a random place: while the request is queued, behind
 the first event, or later. One JSON line: requests a second, and for the engine, the API workers and the supervisor the
 resident memory, open files and threads after a warm-up and at the end. After it, on standard error, the bars and
-whether each is met. `left` is what the engine still holds: running and waiting requests, and pinned pages; a connection
-is an open file. `idle_cpu` is the share of a core that each process took while nothing was asked. Ends with 1 if
+whether each is met. `cpu_seconds` is what each process took for the requests; the clients run in this one. `left` is
+what the engine still holds: running and waiting requests, and pinned pages; a connection is an open file. `idle_cpu` is
+the share of a core that each process took while nothing was asked. Ends with 1 if
 anything is left, or memory grew by more than `--slope` bytes a request.
 """
 
@@ -306,7 +307,7 @@ def main() -> None:
         asyncio.run(send(server.port, warm, given.streams, given.disconnects, 1))
         settled(server)
         before = server.measured()
-        began = time.monotonic()
+        began, spent, own = time.monotonic(), server.cpu_seconds(), time.process_time()
         done: dict[str, int] = {}
         samples = [before]
         for part in range(PARTS):
@@ -315,6 +316,8 @@ def main() -> None:
             done = {key: done.get(key, 0) + value for key, value in told.items()}
             samples.append(server.measured())
         seconds = time.monotonic() - began
+        busy = {name: round(after - spent.get(name, 0.0), 1) for name, after in server.cpu_seconds().items()}
+        busy["clients"] = round(time.process_time() - own, 1)
         left = settled(server)
         time.sleep(1.0)  # sockets of clients that were cut are closed
         after = server.measured()
@@ -332,6 +335,7 @@ def main() -> None:
         **done,
         "seconds": round(seconds, 1),
         "requests_s": round((given.requests - warm) / seconds, 1),
+        "cpu_seconds": busy,
         "left": left,
         "more_files": more_files,
         "memory_grown": grown,

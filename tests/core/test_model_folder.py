@@ -40,11 +40,18 @@ def test_a_folder_of_gguf_files(tmp_path: Path) -> None:
     assert "the folder holds model.gguf, and GGUF is not read here" in refusal(tmp_path)
 
 
-def test_a_file_of_weights(tmp_path: Path) -> None:
+def test_a_file_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names the whole path of the folder, also for a bare file name, whose folder is "."."""
     file = tmp_path / "model.safetensors"
     file.touch()
-    assert f"is a file, not a model folder: name the folder that holds it and config.json, {tmp_path}" in refusal(file)
+    said = "give the folder that holds the weights, the tokenizer and config.json; "
+    assert refusal(file) == f"'{file}' is a file, not a model folder: {said}'{tmp_path}' holds no config.json"
     assert "the folder holds weights without their config.json" in refusal(tmp_path)
+    (tmp_path / "config.json").touch()
+    monkeypatch.chdir(tmp_path)
+    for name in ("model.safetensors", "config.json"):
+        said = f"give the folder that holds it, '{tmp_path}'"
+        assert refusal(Path(name)) == f"'{name}' is a file, not a model folder: {said}"
 
 
 @pytest.mark.parametrize("inner", ["llama-4bpw", "snapshots/0123abc"])

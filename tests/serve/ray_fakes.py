@@ -83,7 +83,7 @@ class StartedReplica(EngineReplica):
         self._model, self._name, self._engine = ModelConfig(id="m", path="m", max_batch_size=1), name, engine
         self._connecting, self._running, self._heard, self._seen = asyncio.Lock(), {}, {}, {}
         self._open = self._taken = self._reports = 0
-        self._prompts, self._labels = {}, b""
+        self._prompts, self._computing, self._labels, self._settled = {}, {}, b"", {}
         self._folder = SimpleNamespace(name=str(folder), cleanup=lambda: None)  # type: ignore[assignment]
         self._process = SimpleNamespace(poll=lambda: 0)  # type: ignore[assignment]
 

@@ -233,13 +233,13 @@ def test_without_max_tokens_what_the_context_leaves_is_generated(client: openai.
     assert answer["usage"]["total_tokens"] == 2048
 
 
-def bomb() -> bytes:
-    """A PNG of 30,000 x 30,000 pixels in a few bytes."""
+def declared(width: int, height: int) -> bytes:
+    """A PNG that says it has this size, with a kilobyte of pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
 
-    head = (30_000).to_bytes(4, "big") * 2 + bytes([8, 2, 0, 0, 0])
+    head = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 2, 0, 0, 0])
     return (
         b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
     )
@@ -253,7 +253,11 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "other type": ({"url": "data:text/plain;base64,aGk="}, "image_invalid", "data:image"),
     "plain text": ({"url": "data:image/png,abc"}, "image_invalid", "data:image"),
     "svg": ({"url": url(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "svg+xml")}, "image_invalid", "not an image"),
-    "bomb": ({"url": url(bomb())}, "image_too_large", "pixels"),
+    "bomb": ({"url": url(declared(30_000, 30_000))}, "image_too_large", "pixels"),
+    "larger than its data": ({"url": url(declared(150, 150))}, "image_invalid", "image"),
+    "without width": ({"url": url(declared(0, 40))}, "image_invalid", "image"),
+    "beyond 31 bits": ({"url": url(declared((1 << 32) - 1, 1))}, "image_too_large", "pixels"),
+    "nothing": ({"url": "data:image/png;base64,"}, "image_invalid", "image"),
     "many pixels": (
         {"url": url(png(Image.new("RGB", (300, 200))))},
         "image_too_large",

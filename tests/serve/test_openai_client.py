@@ -228,6 +228,9 @@ def test_prompts_of_every_kind(client: openai.OpenAI, fable: EngineThread) -> No
         ({"response_format": {"type": "json_schema"}}, openai.BadRequestError, "json_schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}},
          openai.BadRequestError, "no"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+         openai.BadRequestError, "must be an object"),
+        ({"prompt_cache_key": 5}, openai.BadRequestError, "prompt_cache_key is 5"),
         ({"stream_options": {"include_usage": True}}, openai.BadRequestError, "for streams"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}]},
          openai.BadRequestError, "takes no images"),
@@ -373,6 +376,46 @@ def test_unknown_fields_are_named(client: openai.OpenAI) -> None:
         model="fable", messages=STORY, max_tokens=2, extra_body={"frobnicate": 1, "top_k": 0, "best_of": 1}
     )
     assert raw.headers["x-exl-ignored"] == "frobnicate"
+
+
+def test_hints_that_change_no_answer_are_accepted(client: openai.OpenAI) -> None:
+    """Programs send them to every server: to refuse them would refuse the programs."""
+    hints: dict[str, Any] = {"prompt_cache_key": "chat 1", "safety_identifier": "somebody", "user": "somebody"}
+    chat = client.chat.completions.with_raw_response.create(model="fable", messages=STORY, max_tokens=2, **hints)
+    told = client.responses.with_raw_response.create(model="fable", input="x", max_output_tokens=2, **hints)
+    text = client.completions.with_raw_response.create(
+        model="fable", prompt="x", max_tokens=2, extra_body={"prompt_cache_key": "x", "safety_identifier": "y"}
+    )
+    for raw in (chat, told, text):
+        assert "x-exl-ignored" not in raw.headers
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_deadline_in_the_middle_of_a_call_is_an_error(
+    client: openai.OpenAI, scripted: EngineThread, monkeypatch: pytest.MonkeyPatch, streamed: bool
+) -> None:
+    """Neither a finished call nor a finish reason is invented, and the engine holds nothing of the request."""
+    monkeypatch.setattr(scripted.host, "step_floor", lambda jobs: 0.01)  # the call takes longer than the deadline
+    endless = {"type": "object", "properties": {"t": {"type": "string", "minLength": 4000}}, "required": ["t"]}
+    asked: dict[str, Any] = {
+        "model": "scripted",
+        "messages": STORY,
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": endless}}],
+        "tool_choice": "required",
+        "stream": streamed,
+        "extra_headers": {"x-exl-timeout-ms": "700"},
+    }
+    ends: list[Any] = []
+
+    def read() -> None:
+        for chunk in client.chat.completions.create(**asked):
+            ends.extend(choice.finish_reason for choice in chunk.choices if choice.finish_reason)
+
+    with pytest.raises(openai.APIError) as caught:
+        read()
+    assert caught.value.code == "deadline_exceeded"
+    assert not ends
+    until(lambda: not scripted.host.requests() and not scripted.generator.snapshot().pinned_pages)
 
 
 def test_leaving_in_the_middle_frees_everything(

@@ -14,22 +14,24 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import httpx
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ray_fakes import USAGE, FakeEngine, StartedReplica, frame
+from ray_fakes import USAGE, Answer, FakeEngine, StartedReplica, frame
 
-from exl_generate import ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exl_generate import ExLlamaV2DynamicJob, ExLlamaV2Sampler, bundled
 from exl_serve.config.load import ConfigError
-from exl_serve.config.model import ModelConfig, ServeConfig, ServerConfig
+from exl_serve.config.model import Log, ModelConfig, ServeConfig, ServerConfig
 from exl_serve.engine import wire
 from exl_serve.engine.events import Finished
 from exl_serve.errors import ServeError
 from exl_serve.ray import app
 from exl_serve.ray.autoscale import CALM_SECONDS, policy, wanted
 from exl_serve.ray.cost import Index, Load, rank
+from exl_serve.ray.ingress import Application
 from exl_serve.ray.replica import BATCHES, decode_events
 from exl_serve.request.internal import EngineRequest, MediaRef
 from exl_serve.request.labels import LABEL_BYTES, page_labels, salted
@@ -125,20 +127,33 @@ def test_an_index_knows_what_was_sent_and_what_is_reported() -> None:
     index.keep(["a", "b"])
     labels = [(1, b"11111111"), (2, b"22222222")]
     assert index.matched("a", labels) == 0
-    index.sent("a", labels, 600)
+    index.sent("a", labels, 600, "i", 4)
     assert index.matched("a", labels) == 512
     assert index.order(labels, 600)[0] == ["b"], "two prompts are computed sooner side by side"
     now[0] = 1.0
     assert index.order(labels, 600)[0] == ["a"]
-    index.report("a", report(1, b"11111111", boot=b""))
-    assert index.matched("a", labels) == 512, "sent a moment ago, so not in the report yet"
-    now[0] = 10.0
-    index.report("a", report(2, b"11111111", boot=b""))
+    index.report("a", report(1, b"11111111"))
+    assert index.matched("a", labels) == 512, "the first report was written before the request came"
+    now[0] = 20.0
+    index.report("a", report(2, b"11111111", seen={"i": 4}, settled={"i": 3}))
+    assert index.matched("a", labels) == 512, "its labels were read before the prompt was computed"
+    index.report("a", report(3, b"11111111", settled={"i": 4, "j": 1}))
     assert index.matched("a", labels) == 256, "evicted since"
-    index.report("a", report(3, b"", boot=b"new"))
+    index.sent("a", labels, 600, "i", 5)
+    index.report("a", report(4, b"", boot=b"new"))
     assert index.matched("a", labels) == 0, "a new process has an empty cache"
     index.keep(["b"])
     assert index.order(labels, 600) == [["b"]]
+
+
+def test_labels_of_what_never_arrived_go() -> None:
+    now = [0.0]
+    index = Index(256, clock=lambda: now[0])
+    index.keep(["a"])
+    index.sent("a", [(1, b"11111111")], 300, "i", 4)
+    now[0] = 60.0
+    index.report("a", report(1, settled={"i": 3}))
+    assert index.matched("a", [(1, b"11111111")]) == 0
 
 
 def test_a_late_report_does_not_hide_what_was_sent_meanwhile() -> None:
@@ -180,7 +195,18 @@ def test_what_never_arrives_is_not_counted_for_ever() -> None:
 @given(
     st.dictionaries(
         st.sampled_from(
-            ["report", "boot", "seen", "running", "queued", "queued_tokens", "batch", "prefill_rate", "labels"]
+            [
+                "report",
+                "boot",
+                "seen",
+                "settled",
+                "running",
+                "queued",
+                "queued_tokens",
+                "batch",
+                "prefill_rate",
+                "labels",
+            ]
         ),
         st.none() | st.integers() | st.floats() | st.binary(max_size=30) | st.text(max_size=3),
     )
@@ -493,3 +519,65 @@ def test_the_server_imports_no_ray() -> None:
         "assert not {'torch', 'ray'} & set(sys.modules), sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- ingress ---------------------------------------------------------------------------------------------------------
+
+
+FABLE = ModelConfig(id="fable", path=str(bundled.default_model_dir()), device="cpu")
+
+
+class Deployment:
+    """A deployment's handle with one replica over an engine, which any option selects."""
+
+    def __init__(self, engine: EngineThread, folder: Path) -> None:
+        self._engine, self._folder = engine, folder
+        self.describe = SimpleNamespace(remote=self._describe)
+        self.generate = SimpleNamespace(remote=self._generate)
+        self.tell = SimpleNamespace(remote=lambda *_, **__: asyncio.sleep(0))
+
+    def options(self, **_: Any) -> Deployment:
+        return self
+
+    async def _describe(self, **_: Any) -> dict[str, Any]:
+        engine = await self._engine.connect()
+        status = msgspec.json.encode(engine.status)
+        await engine.close()
+        return {"card": wire.card_bytes(self._engine.card), "status": status, "replica": "here"}
+
+    def _generate(self, frame: bytes, *_: Any, ingress: str, tag: int, **__: Any) -> Answer:
+        async def items() -> Any:
+            engine = await self._engine.connect()
+            async for item in StartedReplica(engine, self._folder).generate(frame, ingress=ingress, tag=tag):
+                yield item
+            await engine.close()
+
+        return Answer(items())
+
+
+@pytest.mark.parametrize("level", ["info", "warning"])
+def test_an_ingress_logs_requests_as_a_worker_does(
+    fable: EngineThread, tmp_path: Path, capsys: pytest.CaptureFixture[str], level: Any
+) -> None:
+    asked = {"prompt": "One day", "max_tokens": 3, "ignore_eos": True}
+
+    async def ask() -> tuple[httpx.Response, httpx.Response]:
+        config = ServeConfig(model=(FABLE,), log=Log(level=level, format="json"))
+        made = Application(msgspec.json.encode(config), {"fable": Deployment(fable, tmp_path)})
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(made), base_url="http://testserver/v1/") as client:
+            done = await client.post("completions", json=asked, headers={"x-request-id": "mine"})
+            body = asked | {"model": "other"}
+            return done, await client.post("completions", json=body, headers={"x-request-id": "wrong"})
+
+    told, refused = asyncio.run(ask())
+    assert (told.status_code, refused.status_code) == (200, 404), told.text
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    if level == "warning":
+        assert not lines
+        return
+    done, rejected = lines
+    assert (done["id"], done["model"], done["status"], done["finish"]) == ("mine", "fable", 200, "length")
+    used = told.json()["usage"]
+    assert (done["prompt_tokens"], done["completion_tokens"]) == (used["prompt_tokens"], 3)
+    assert 0 < done["ttft"] <= done["seconds"]
+    assert (rejected["id"], rejected["status"], rejected["code"]) == ("wrong", 404, "model_not_found")

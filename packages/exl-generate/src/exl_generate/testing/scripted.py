@@ -38,6 +38,8 @@ _EMBEDDING_INDEX = 1_000_000_000
 _embedding_ids = itertools.count(_EMBEDDING_INDEX)
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 _PAD_LOGIT = -65504.0
+_HASHES = 64
+"""Contexts whose logits are computed together: more would take memory of eight bytes for each id and context."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,8 @@ class ScriptedModel(ModelBase):
         width = self.config.max_seq_len + self.config.max_input_len + 1
         with np.errstate(over="ignore"):
             self._powers = np.cumprod(np.full(width, _BASE, dtype=np.uint64))
+            ids = np.arange(1, self.config.vocab_size + 1, dtype=np.uint64)
+            self._of_ids = ids * np.uint64(0xD1342543DE82EF95)
 
     @property
     def content_digest(self) -> bytes:
@@ -215,42 +219,52 @@ class ScriptedModel(ModelBase):
         if len(np.unique(written)) != len(written):
             raise AssertionError("two rows of a batch write the same slots")
         state = np.zeros((ids.size, self.config.hidden_size), dtype=np.float32)
-        out = np.empty((ids.size, -(-self.config.vocab_size // 32) * 32), dtype=np.float32)
+        hashes = np.empty(ids.size, dtype=np.uint64)
+        wanted: list[int | None] = []
         at = 0
         of_rows = [tuple(loras or ())] * len(rows) if row_loras is None else [tuple(found) for found in row_loras]
         for mine, row, adapters in zip(slots, rows, of_rows, strict=True):
-            chain = self._store(cache, mine, row, adapters)
-            state[at : at + len(row)] = (chain[len(chain) - len(row) :, None] % np.uint64(1009)).astype(np.float32)
-            for i in range(len(row)):
-                context = cache.tokens[mine[: len(mine) - len(row) + i + 1]]
-                if int(context[-1]) in self.faults:
-                    raise self.faults[int(context[-1])]
-                if not preprocess_only:
-                    out[at + i] = self.logits(context, adapters)
+            past_len = len(mine) - len(row)
+            chain = self._store(cache, mine, row, adapters)[past_len:]
+            state[at : at + len(row)] = (chain[:, None] % np.uint64(1009)).astype(np.float32)
+            for token in row.tolist() if self.faults else ():
+                if token in self.faults:
+                    raise self.faults[token]
+            hashes[at : at + len(row)] = chain
+            if self.script is not None and not preprocess_only:
+                tokens = cache.tokens[mine].tolist()
+                wanted += [self.script(tokens[: past_len + i + 1]) for i in range(len(row))]
             at += len(row)
         result: ForwardResult = {}
         if not preprocess_only:
-            result["logits"] = torch.from_numpy(out).view(batch, q_len, -1)
+            result["logits"] = torch.from_numpy(self.logits_of(hashes, wanted)).view(batch, q_len, -1)
         if return_last_state:
             result["last_state"] = torch.from_numpy(state).view(batch, q_len, -1)
         return result
 
     def logits(self, context: NDArray[np.int64], loras: Sequence[ScriptedLora] = ()) -> NDArray[np.float32]:
         """Return float32 [Vp] for the token after `context`: a correct generator samples from them."""
+        wanted = [] if self.script is None else [self.script(context.tolist())]
+        row: NDArray[np.float32] = self.logits_of(self._hash(context, loras)[-1:], wanted)[0]
+        return row
+
+    def logits_of(self, hashes: NDArray[np.uint64], wanted: Sequence[int | None]) -> NDArray[np.float32]:
+        """Return float32 [n, Vp] for contexts of these hashes; `wanted` names the script's token of each, if any."""
         vocab = self.config.vocab_size
-        row = np.full(-(-vocab // 32) * 32, _PAD_LOGIT, dtype=np.float32)
-        with np.errstate(over="ignore"):
-            mixed = (
-                self._hash(context, loras)[-1]
-                ^ np.arange(1, vocab + 1, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95)
-            ) * _BASE
+        rows = np.full((len(hashes), -(-vocab // 32) * 32), _PAD_LOGIT, dtype=np.float32)
+        for begin in range(0, len(hashes), _HASHES):
+            part = slice(begin, begin + _HASHES)
+            mixed = hashes[part, None] ^ self._of_ids
+            mixed *= _BASE
             mixed ^= mixed >> np.uint64(31)
             mixed *= np.uint64(0xBF58476D1CE4E5B9)
-        row[:vocab] = (mixed >> np.uint64(40)).astype(np.float32) / np.float32(1 << 24) * self.scale
-        wanted = None if self.script is None else self.script(context.tolist())
-        if wanted is not None:
-            row[wanted] = self.scale + 20.0
-        return row
+            rows[part, :vocab] = mixed >> np.uint64(40)
+        rows[:, :vocab] /= np.float32(1 << 24)
+        rows[:, :vocab] *= self.scale
+        for i, token in enumerate(wanted):
+            if token is not None:
+                rows[i, token] = self.scale + 20.0
+        return rows
 
     def _slots(self, pages: NDArray[np.int32], length: int, page_size: int) -> NDArray[np.int64]:
         positions = np.arange(length)

@@ -6,14 +6,12 @@ import asyncio
 import contextlib
 import ctypes
 import gc
-import json
 import logging
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -29,13 +27,13 @@ from exl_serve.config.model import ServeConfig
 from exl_serve.errors import ServeError
 from exl_serve.media.reader import MediaReader
 from exl_serve.super import link
-from exl_serve.super.logs import printable, set_up
+from exl_serve.super.logs import request_logger, set_up
 
 __all__ = ["main"]
 
 log = logging.getLogger("exl_serve")
 
-SWITCH_SECONDS = 0.001
+SWITCH_SECONDS = 0.0002
 KNOWN_SECONDS = 5.0
 """One of several workers accepts no connections for so long, until it has read the models' tokenizers."""
 
@@ -91,7 +89,7 @@ async def _serve(start: link.WorkerStart) -> None:
         authenticator,
         admit=authenticator.admit,
         render_metrics=connection.metrics,
-        log_request=_logger(config),
+        log_request=request_logger(config.log),
         known=models.known,
         media=MediaReader(os.path.dirname(start.address.removeprefix("ipc://"))),
     )
@@ -176,38 +174,6 @@ async def _drain(stopping: asyncio.Event, server: uvicorn.Server, state: AppStat
     server.should_exit = True
     await asyncio.sleep(0.2)
     server.force_exit = True
-
-
-def _logger(config: ServeConfig) -> Any:
-    """Return a function that logs one line for each finished or rejected request, on standard error: JSON, or text on
-    a terminal.
-    """
-    as_json = config.log.format == "json" or (config.log.format == "auto" and not sys.stderr.isatty())
-    if config.log.level in ("warning", "error"):
-        return lambda fields: None
-
-    def write(fields: Mapping[str, Any]) -> None:
-        if as_json:
-            line = json.dumps({"time": round(time.time(), 3), **fields})
-        else:
-            line = f"{time.strftime('%H:%M:%S')} {printable(_text(fields))}"
-        # One call, so that no line of another process comes in between.
-        sys.stderr.write(line + "\n")
-        sys.stderr.flush()
-
-    return write
-
-
-def _text(fields: Mapping[str, Any]) -> str:
-    """Return what a terminal shows of a request."""
-    if fields["finish"] == "rejected":
-        about = "" if fields["param"] is None else f" ({fields['param']})"
-        return f"{fields['status']} {fields['route']}: {fields['code']}{about}"
-    code = "" if fields["code"] is None else f" {fields['code']}"
-    return (
-        f"{fields['status']} {fields['model']} {fields['finish']}{code}: {fields['prompt_tokens']} "
-        f"({fields['cached_tokens']} cached) + {fields['completion_tokens']} tokens in {fields['seconds']:.2f} s"
-    )
 
 
 if __name__ == "__main__":

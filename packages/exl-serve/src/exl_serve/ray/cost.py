@@ -21,8 +21,8 @@ BUSY_WEIGHT = 0.02
 CLOSE = 0.1
 """Replicas within this share of the best cost count as equal."""
 MOST_LABELS = 1 << 18
-NEW_SECONDS = 5.0
-"""A request that was sent so long ago is in a new report, or has not arrived."""
+LOST_SECONDS = 30.0
+"""A request that was sent so long ago, and that no report counts, has not arrived."""
 
 
 @dataclass(slots=True)
@@ -97,6 +97,10 @@ class _Sent:
     new_tokens: int
     at: float
 
+    def is_open(self, tags: Mapping[object, int], now: float) -> bool:
+        """Whether a report with these highest tags, by ingress, does not count the request, and it may still arrive."""
+        return self.tag > tags.get(self.ingress, 0) and now - self.at < LOST_SECONDS
+
 
 @dataclass
 class Index:
@@ -105,8 +109,8 @@ class Index:
     page_size: int = 256
     clock: Callable[[], float] = time.monotonic
     loads: dict[str, Load] = field(default_factory=dict)
-    #: by replica: label -> when it was sent there (infinity: reported)
-    _labels: dict[str, OrderedDict[bytes, float]] = field(default_factory=dict)
+    #: by replica: label -> the last request with it that was sent there (None: it is reported)
+    _labels: dict[str, OrderedDict[bytes, _Sent | None]] = field(default_factory=dict)
     #: by replica: requests that no report has counted
     _sent: dict[str, list[_Sent]] = field(default_factory=dict)
 
@@ -131,22 +135,23 @@ class Index:
         rate = stats.get("prefill_rate")
         if not all(isinstance(v, int) and v >= 0 for v in values) or not isinstance(rate, int | float) or rate < 0:
             return
-        seen = stats.get("seen", {})
-        if not isinstance(seen, dict) or not all(isinstance(tag, int) for tag in seen.values()):
+        seen, settled = _tags(stats.get("seen", {})), _tags(stats.get("settled", {}))
+        if seen is None or settled is None:
             return
         running, queued, queued_tokens, batch = (int(v) for v in values)  # type: ignore[call-overload]
         now = self.clock()
-        kept = self._labels[name]
-        fresh = OrderedDict.fromkeys(
-            (labels[at : at + LABEL_BYTES] for at in range(0, len(labels), LABEL_BYTES)), float("inf")
+        fresh: OrderedDict[bytes, _Sent | None] = OrderedDict.fromkeys(
+            labels[at : at + LABEL_BYTES] for at in range(0, len(labels), LABEL_BYTES)
         )
-        if boot == load.boot:  # what was sent in the last seconds may not be in the report yet
-            fresh |= {label: when for label, when in kept.items() if when != float("inf") and now - when < NEW_SECONDS}
+        # The pages of a prompt are in the report's labels if it was computed when they were read. Until then the labels
+        # of what was sent stay, however late reports are. An engine that was replaced has an empty cache.
+        if load.report < 0 or boot == load.boot:
+            fresh |= {
+                label: one for label, one in self._labels[name].items() if one is not None and one.is_open(settled, now)
+            }
         self._labels[name] = fresh
         # A report is on its way for a while. Without what was sent meanwhile, a busy replica would look idle.
-        self._sent[name] = left = [
-            one for one in self._sent[name] if one.tag > seen.get(one.ingress, 0) and now - one.at < NEW_SECONDS
-        ]
+        self._sent[name] = left = [one for one in self._sent[name] if one.is_open(seen, now)]
         tokens = sum(one.new_tokens for one in left)
         self.loads[name] = Load(
             running, queued, queued_tokens, max(1, batch), float(rate), boot, number, len(left), float(tokens), now
@@ -154,7 +159,7 @@ class Index:
 
     def matched(self, name: str, labels: Sequence[tuple[int, bytes]]) -> int:
         """Return the tokens of the longest run of leading pages that a replica has."""
-        known = self._labels.get(name, OrderedDict[bytes, float]())
+        known = self._labels.get(name, OrderedDict[bytes, _Sent | None]())
         pages = 0
         for page, label in labels:
             if label not in known:
@@ -167,20 +172,23 @@ class Index:
     ) -> None:
         """Record that a request was sent to a replica.
 
-        `ingress` and `tag` identify it: a report names the highest tag of each ingress that it counts.
+        `ingress` and `tag` identify it. A report names the highest tag of each ingress that it counts, as `seen`, and
+        as `settled` that up to which all prompts were computed before its labels were read.
         """
         load = self.loads.get(name)
         if load is None:
             return
         now = self.clock()
         new = max(0, prompt_tokens - self.matched(name, labels))
-        self._sent[name].append(_Sent(ingress, tag, new, now))
+        one = _Sent(ingress, tag, new, now)
+        self._sent[name].append(one)
         load.sent += 1
         load.advance(now)
         load.sent_tokens += new
         kept = self._labels[name]
         for _, label in labels:
-            kept.setdefault(label, now)
+            kept[label] = one
+            kept.move_to_end(label)
         while len(kept) > MOST_LABELS:
             kept.popitem(last=False)
 
@@ -191,3 +199,10 @@ class Index:
             load.advance(now)
         matched = {name: self.matched(name, labels) for name in self.loads}
         return rank(matched, prompt_tokens, self.loads, labels[0][1] if labels else b"")
+
+
+def _tags(value: object) -> dict[object, int] | None:
+    """Return the tags of a report by ingress; None for anything else."""
+    if not isinstance(value, dict) or not all(isinstance(tag, int) for tag in value.values()):
+        return None
+    return value

@@ -21,6 +21,7 @@ from exl_serve.errors import ServeError
 from exl_serve.metrics import NoMeter
 from exl_serve.ray.client import RayEngine
 from exl_serve.stream.channels import detect_family
+from exl_serve.super.logs import request_logger
 
 __all__ = ["Application"]
 
@@ -37,7 +38,9 @@ class Application:
             [_Handle(one, handles[one.id], name) for one in made.model], accept_any=made.server.accept_any_model
         )
         keys = Authenticator(made.auth, workers=made.ray.ingress_replicas)
-        self._state = AppState(made, models, NoMeter(), keys, admit=keys.admit)
+        # Ray keeps what a replica writes on standard error in the replica's log file.
+        log_request = request_logger(made.log)
+        self._state = AppState(made, models, NoMeter(), keys, admit=keys.admit, log_request=log_request)
         self._app = create_app(self._state)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

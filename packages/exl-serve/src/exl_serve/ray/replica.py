@@ -103,9 +103,12 @@ class EngineReplica:
         #: by request: prompt tokens that are not computed yet, as far as its events tell
         self._prompts: dict[object, int] = {}
         self._heard: dict[str, float] = {}
+        #: by request whose prompt is not computed: its ingress and tag
+        self._computing: dict[object, tuple[str, int]] = {}
         #: by ingress: highest tag of a request
         self._seen: dict[str, int] = {}
-        self._labels = b""
+        #: of the engine's pages, and by ingress the tag up to which all prompts had been computed when they were read
+        self._labels, self._settled = b"", dict[str, int]()
         self._reports = self._taken = 0
 
     def _wait_until_ready(self) -> None:
@@ -142,10 +145,19 @@ class EngineReplica:
                 self._seen.pop(ingress, None)
             if now - asked > LABEL_SECONDS and self._engine is not None:
                 asked = now
-                try:
-                    self._labels = (await self._engine.control("labels"))["labels"]
-                except ServeError as error:
-                    log.warning("the engine does not tell its pages: %s", error)
+                await self._read_labels(self._engine)
+
+    async def _read_labels(self, engine: LocalEngine) -> None:
+        """Ask the engine for the labels of its pages."""
+        settled = dict(self._seen)
+        for ingress, tag in self._computing.values():
+            settled[ingress] = min(settled.get(ingress, tag), tag - 1)
+        try:
+            self._labels = (await engine.control("labels"))["labels"]
+        except ServeError as error:
+            log.warning("the engine does not tell its pages: %s", error)
+            return
+        self._settled = settled
 
     # ---- calls of the ingress ------------------------------------------------------------------------------------
 
@@ -181,6 +193,7 @@ class EngineReplica:
         taken: _Taken | None = None
         self._open += 1
         self._prompts[queue] = tokens
+        self._computing[queue] = (ingress, tag)
         try:
             try:
                 running = await self._submitted(engine, request, queue.put_nowait)
@@ -198,6 +211,8 @@ class EngineReplica:
                 left -= sum(isinstance(event, Finished | Failed) for event in events)
                 for event in events:
                     self._prompts[queue] = _left_of(self._prompts[queue], event)
+                    if isinstance(event, Tokens | Finished | Failed):
+                        self._computing.pop(queue, None)
                 if events:
                     yield encode_events(events)
                 if cancelled:
@@ -205,6 +220,7 @@ class EngineReplica:
         finally:
             self._open -= 1
             del self._prompts[queue]
+            self._computing.pop(queue, None)
             if taken is not None:
                 if self._running.get((ingress, tag)) is taken:
                     del self._running[ingress, tag]
@@ -289,6 +305,7 @@ class EngineReplica:
             # The engine writes its state from time to time; what has arrived since counts as queued.
             "queued": max(status.queued, self._open - running),
             "seen": dict(self._seen),
+            "settled": self._settled,
             "queued_tokens": max(status.queued_prompt_tokens, sum(self._prompts.values())),
             "batch": card.max_batch_size,
             "prefill_rate": status.prefill_rate,

@@ -398,6 +398,8 @@ COMMON: tuple[Field, ...] = (
         meaning="prompts with different salts share no cached pages",
     ),
     Field("user", string(512), "a text", meaning="your name for the end user; not used"),
+    Field("safety_identifier", string(512), "a text", meaning="your name for the end user; not used"),
+    Field("prompt_cache_key", string(512), "a text", meaning="not used: all prompts share the cache, see `cache_salt`"),
     Field("metadata", anything, "anything", meaning="not used"),
     Field("return_token_ids", boolean, "true or false", meaning="the ids of prompt and answer are in the answer"),
 )
@@ -441,9 +443,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "modalities": (None, ["text"]),
     "prompt_logprobs": (None,),
-    "prompt_cache_key": (None,),
     "prompt_cache_retention": (None,),
-    "safety_identifier": (None,),
     "verbosity": (None, "medium"),
     "use_beam_search": (None, False),
     "length_penalty": (None, 1, 1.0),

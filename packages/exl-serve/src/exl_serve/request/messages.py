@@ -188,10 +188,11 @@ def tools_of(value: Any, limits: Limits) -> tuple[list[dict[str, Any]], tuple[To
         function = tool.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise ServeError.invalid(f"{param}.function must be an object with a name", f"{param}.function.name")
-        parameters = function.get("parameters") or {}
+        parameters = function.get("parameters")
+        parameters = {} if parameters is None else parameters
         if not isinstance(parameters, Mapping):
             raise ServeError.invalid(
-                f"{param}.function.parameters must be a JSON schema",
+                f"{param}.function.parameters must be an object, a JSON schema",
                 f"{param}.function.parameters",
                 "invalid_tool_schema",
             )
