@@ -18,7 +18,8 @@ from test_cuda_unlike_layers import changed
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Cache_TP, ExLlamaV2Config, PagedParams
 from exl_core.device import GIB, devices
 from exl_core.execution.sharded import SplitMatrix
-from exl_core.execution.sharded.prompts import Copies, Prompts
+from exl_core.execution.sharded.launches import ResultRow
+from exl_core.execution.sharded.prompts import Meeting, Prompts, Stores
 from exl_core.execution.sharded.transfer import is_direct
 from exl_core.layers import Linear
 from exl_core.loading.plan import plan, plan_modules
@@ -252,12 +253,12 @@ def test_two_gpus_gather_columns_on_streams_that_wait_for_each_other() -> None:
     """Many times without a wait of the host: each GPU makes its next columns out of all."""
     devices = [torch.device("cuda:0"), torch.device(second_device("cuda:1"))]
     assert all(is_direct(one, other) for one, other in (devices, devices[::-1]))  # opens the access
-    begins, copies = [0, 96, 256], Copies(devices)
+    begins, stores = [0, 96, 256], Stores(Meeting(devices), 300, ResultRow(512, 512))
     whole = torch.randn(300, 256).half()
     places = zip(devices, pairwise(begins), strict=True)
     own = [whole[:, begin:end].to(device) for device, (begin, end) in places]
     for _ in range(50):
-        full = copies.gather(own, begins)
+        full = stores.gather(own, begins)
         own = [
             (found[:, begins[gpu] : begins[gpu + 1]] + found.roll(1, 0)[:, :1]) / 2 for gpu, found in enumerate(full)
         ]
