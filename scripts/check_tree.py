@@ -47,7 +47,6 @@ COMPARE_ROWS = {
     "packages/exl-core/src/exl_core/execution/fused.py": "logits of a step in blocks have no joined norm",
     "packages/exl-core/src/exl_core/execution/half_matmuls.py": "the decisions that executors and `exl info` share",
     "packages/exl-core/src/exl_core/execution/operators.py": "the launch of a post norm packs the layout of few rows",
-    "packages/exl-core/src/exl_core/execution/sharded/prompts.py": "prompts of fewer rows are bound by the exchange",
     "packages/exl-core/src/exl_core/loading/sizes.py": "bytes of dequantized matrices, before anything is loaded",
     "packages/exl-core/src/exl_core/lora/pairs.py": "rows of float matmuls, which have no plan",
     "packages/exl-core/src/exl_core/rope.py": "rows of a table of positions, not of a matmul",

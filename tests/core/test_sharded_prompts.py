@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from joined_on_cpu import joined_on_cpu
+from joined_on_cpu import FusedDouble, joined_on_cpu
 from test_sharded_launches import PAGE, sharded, write
 from torch import Tensor
 
@@ -18,6 +18,8 @@ from exl_core.execution.sharded import prompts
 from exl_core.execution.sharded.launches import ResultRow, ShardLaunches, shard_launches_of
 from exl_core.execution.sharded.prompts import Meeting, Prompts, Stores, takes_prompt
 from exl_kernels.attention.prompt import PromptAttention
+from exl_kernels.linear import QuantMatrix
+from exl_kernels.selection import PACKED_ROWS, STEP_ROWS
 
 pytestmark = pytest.mark.covers("core.md: tensor-parallel")
 
@@ -120,9 +122,8 @@ def test_a_prompt_without_a_cache(lab: Any, monkeypatch: pytest.MonkeyPatch, lau
 
 
 def test_which_passes_are_prompts() -> None:
-    """Decode steps of many rows need batch-invariant matmuls, few rows are no prompt, adapters are for the modules."""
-    assert takes_prompt(ForwardPass(torch.zeros((1, 65), dtype=torch.int64), None))
-    assert not takes_prompt(ForwardPass(torch.zeros((1, 64), dtype=torch.int64), None))
+    """Decode steps of many rows need batch-invariant matmuls, adapters are for the modules."""
+    assert takes_prompt(ForwardPass(torch.zeros((1, 17), dtype=torch.int64), None))
     assert not takes_prompt(ForwardPass(torch.zeros((16, 16), dtype=torch.int64), None))
     assert not takes_prompt(ForwardPass(torch.zeros((1, 65), dtype=torch.int64), None, row_loras=[[]]))
 
@@ -224,3 +225,22 @@ def test_streams_wait_for_all_stores_of_an_interrupted_gather(monkeypatch: pytes
             for other in Stream.current.values():
                 assert one is other or one.behind[other.name] == other.queued
     assert Event.made == len(devices)
+
+
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "no blocks"])
+def test_prompts_of_packed_rows_run_by_joined_launches(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, launches_of: Any, blocks: bool
+) -> None:
+    """Up to 256 rows where one launch takes 128 rows of each part of a matrix, as on one GPU."""
+    model = sharded(monkeypatch, write(lab, "exl2", "LlamaForCausalLM"), [8.0, 8.0])
+    monkeypatch.setattr(QuantMatrix, "takes_blocks", blocks)
+    ids = lab.ids(2, 50, vocab=160)
+    want = model.forward(ids)
+    assert model.packed_rows == (STEP_ROWS if blocks else PACKED_ROWS)
+    assert model.tp_context is not None
+    runner = Prompts(model.tp_context, launches_of(model))
+    monkeypatch.setattr(FusedDouble, "calls", 0)
+    with torch.inference_mode():
+        found = runner.run(model, checked(model, ForwardPass(ids, None)))
+    assert torch.equal(found["logits"], want)
+    assert (FusedDouble.calls > 0) == blocks

@@ -18,6 +18,7 @@ from .execution.captured import DecodeGraphs
 from .execution.captured_step import StepReplay
 from .execution.half_matmuls import packed_rows_of
 from .execution.select import prepare_next_step
+from .execution.sharded.matrix import SplitMatrix
 from .layers import Module
 from .loading.loadable import LoadableModel
 from .lora import ExLlamaV2Lora
@@ -66,7 +67,7 @@ class SteppingModel(LoadableModel):
         found, number = self.arrangement, self.load_count
         if self._packed is None or self._packed[0] is not found or self._packed[1] != number:
             matrices = (linear.loaded_matrix for linear in self.linears())
-            blocks = (isinstance(matrix, QuantMatrix) and matrix.takes_blocks for matrix in matrices)
+            blocks = (isinstance(matrix, (QuantMatrix, SplitMatrix)) and matrix.takes_blocks for matrix in matrices)
             refusals = (without_hooks(module).refusal_of_rows(STEP_ROWS) for module in found)
             self._packed = found, number, packed_rows_of(blocks, refusals)
         return self._packed[2]

@@ -4,7 +4,7 @@
 |---|---|---|
 | captured | one CUDA graph a device (`captured.py`) | GPUs: steps of few tokens in pages, and short prompts |
 | joined | the model's joined launches (`fused.py`) | other passes of a model on one GPU, without adapters |
-| sharded prompt | the launches of all devices from one thread | many rows on GPUs of a model loaded by `load_tp` |
+| sharded prompt | the launches of all devices from one thread | prompts on GPUs of a model loaded by `load_tp` |
 | sharded | heads and outputs of every matrix on several devices | every other pass of such a model |
 | eager | each module's own forward pass, the oracle of the others | everything else |
 
@@ -140,5 +140,5 @@ def _joined(model: ExecutableModel, asked: ForwardPass) -> Executor | str:
 def _prompts(model: ExecutableModel, asked: ForwardPass) -> Executor | str:
     """Return what runs the prompts of a sharded model if a checked pass is one, or the reason why nothing does."""
     if not takes_prompt(asked):
-        return "it has few rows, few tokens a row, or adapters"
+        return "it has few tokens a row, or adapters"
     return model.decode.prompts(model)

@@ -17,12 +17,11 @@ from torch import Tensor
 
 from exl_kernels.fused import embed
 from exl_kernels.peer import PeerResults
-from exl_kernels.selection import PACKED_ROWS
 
 from ...device import out_of_memory_as_error
 from ...layers import Embedding
 from ..batch import DECODE_TOKENS
-from ..eager import first_step, logits_of
+from ..eager import first_step, logits_of, matmuls_of
 from ..half import OutputTokens
 from .heads import ShardedHeads
 from .launches import ResultRow, ShardLaunches, operators_for, run_shares
@@ -37,9 +36,8 @@ __all__ = ["Meeting", "Prompts", "Stores", "takes_prompt"]
 
 
 def takes_prompt(asked: ForwardPass) -> bool:
-    """Return whether `Prompts` covers a pass of a model on GPUs: many rows, no decode step, no adapters."""
-    many = asked.ids.numel() > PACKED_ROWS and asked.ids.shape[1] > DECODE_TOKENS
-    return many and not (asked.adapters or asked.loras or asked.row_loras)
+    """Return whether `Prompts` covers a pass of a model on GPUs: more tokens a row than a decode step, no adapters."""
+    return asked.ids.shape[1] > DECODE_TOKENS and not (asked.adapters or asked.loras or asked.row_loras)
 
 
 class Prompts:
@@ -59,7 +57,7 @@ class Prompts:
         """
         context, batch = model.tp_context, asked.ids.shape[0]
         assert context is not None
-        with out_of_memory_as_error("run the model"):
+        with out_of_memory_as_error("run the model"), matmuls_of(model, asked):
             first = first_step(model, asked, context)
             heads = first.sharding
             assert isinstance(heads, ShardedHeads), "built for a sharded model"
