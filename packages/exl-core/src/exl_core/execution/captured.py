@@ -8,20 +8,17 @@ lengths and tables on the device.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from exl_kernels.attention.cuda import counters
 from exl_kernels.device import row_invariant_matmuls
-from exl_kernels.linear.workspace import workspaces_in
 from exl_kernels.selection import PACKED_ROWS
 
 from ..errors import DeviceError
@@ -44,12 +41,13 @@ from .captured_step import CapturedStep, StepReplay, on_cpu
 from .environment import PROMPTS_VARIABLE, eager_prompts, joins_adapters
 from .fused import JoinedLaunches, joined_launches_of
 from .prompt_windows import windows_of
+from .recorder import Recorder
 from .sections import DeviceCopy, SectionGraphs, mirrored, sections_of
 from .sharded.coverage import row_bytes
 from .sharded.exchange_buffers import BuffersByRows, exchanges, refusal_of_access
 from .sharded.launches import ShardLaunches, shard_launches_of
 from .sharded.prompts import Prompts
-from .step_inputs import Bucket, StagedTensors, StepTensors, passed
+from .step_inputs import Bucket, StagedTensors, StepTensors
 
 if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
@@ -88,16 +86,12 @@ class DecodeGraphs:
         self._model = weakref.ref(model)
         self._graphs: dict[tuple[int, ...], dict[Bucket, CapturedStep]] = {}
         self._failed: dict[tuple[tuple[int, ...], Bucket], CaptureFailure] = {}
-        self._logits: dict[int, Tensor] = {}
-        self._workspaces: list[Tensor] = []
+        self._recorder = Recorder()
         self._joined: JoinedLaunches | str | None = None
         self._shards: list[ShardLaunches] | str | None = None  # of a sharded model, or why there are none
         self._prompts: Prompts | None = None  # of `_shards`
         self._shards_failure: CaptureFailure | None = None  # why they could not be made, for lack of memory for example
         self._buffers = BuffersByRows()
-        # Of each device. One stream for all captures: torch reuses memory freed on a stream for that stream only.
-        self._pools: dict[torch.device, Any] = {}
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._refused: str | None = None
         self._exact_batch = False
         self._sets = AdapterSets()
@@ -284,8 +278,7 @@ class DecodeGraphs:
         self._sets.clear()
         self._failed.clear()
         self._eager.clear()
-        self._logits.clear()
-        self._workspaces.clear()
+        self._recorder.clear()
         self._buffers.clear()
         self._joined = self._shards = self._prompts = self._shards_failure = None
         self._arrangement = self._modules = None
@@ -308,7 +301,7 @@ class DecodeGraphs:
             self._graphs.pop(key, None)
         self._failed = {at: failure for at, failure in self._failed.items() if at[0] in self._graphs}
         if not self.count:
-            self._pools.clear()  # torch drops a pool with its last graph; its number must not be used again
+            self._recorder.drop_pools()
 
     def _refusal_of(self, model: LanguageModel) -> str | None:
         found = model.arrangement
@@ -427,7 +420,7 @@ class DecodeGraphs:
             failure = CaptureFailure.of(bucket, error, failure)
             self._failed[key, bucket] = failure
             if not self.count:
-                self._pools.clear()  # as in `_drop`
+                self._recorder.drop_pools()
             return str(failure)
         finally:
             self._recording = False
@@ -449,7 +442,7 @@ class DecodeGraphs:
         if bucket.stores:
             assert isinstance(joined, JoinedLaunches), "prepare_store has checked it"
             return self._record_store(model, cache, joined, inputs)
-        logits = self._logits_of(bucket.tokens, model.config.padded_vocab_size, device)
+        logits = self._recorder.logits_of(bucket.tokens, model.config.padded_vocab_size, device)
         sections = sections_of(model.placement)
         tensors, copies = mirrored(sections, inputs)
         steps = {name: static_step(model, cache, bucket, own, own.buffer.device) for name, own in tensors.items()}
@@ -470,11 +463,12 @@ class DecodeGraphs:
                 copies_in.append(DeviceCopy(state, given))
             body = section.body(model, joined, given, steps[section.name])
             out = logits if section is sections[-1] else None
-            graph, state, held = self._capture(body, out, given)
+            graph, state, held = self._recorder.capture(body, out, given)
             parts.append((copies_in, graph))
             kept += [state, held]
         whole = parts[0][1] if len(parts) == 1 else SectionGraphs(parts)
-        return CapturedStep(whole, inputs, logits, (*kept, *self._workspaces), tuple(adapters), [-1] * bucket.tokens)
+        kept += self._recorder.workspaces
+        return CapturedStep(whole, inputs, logits, tuple(kept), tuple(adapters), [-1] * bucket.tokens)
 
     def _record_store(
         self, model: LanguageModel, cache: ExLlamaV2CacheBase, joined: JoinedLaunches, inputs: StagedTensors
@@ -487,8 +481,8 @@ class DecodeGraphs:
                 joined.store(inputs.ids, step)
             return inputs.ids
 
-        graph, _, held = self._capture(body, None, inputs.ids)
-        kept = (step.rows, step.cos, step.sin, *(step.alt or ()), held, *self._workspaces)
+        graph, _, held = self._recorder.capture(body, None, inputs.ids)
+        kept = (step.rows, step.cos, step.sin, *(step.alt or ()), held, *self._recorder.workspaces)
         return CapturedStep(graph, inputs, None, kept)
 
     def _record_sharded(
@@ -497,7 +491,7 @@ class DecodeGraphs:
         """Record a graph for each device of a sharded model. The graphs wait for one another's results."""
         assert isinstance(self._shards, list), "_refusal_of_bucket has made them"
         inputs = StagedTensors(bucket, context.home)
-        logits = self._logits_of(bucket.tokens, model.config.padded_vocab_size, context.home)
+        logits = self._recorder.logits_of(bucket.tokens, model.config.padded_vocab_size, context.home)
         buffers = self._buffers.of_rows(context, bucket.tokens, row_bytes(model.modules, len(self._shards)))
         pages = context.pages(cache, bucket.page_size, (bucket.batch, model.config.head_dim))
         kept: list[Tensor] = []
@@ -509,63 +503,12 @@ class DecodeGraphs:
             copies_in = [DeviceCopy(inputs.buffer, own.buffer)] if shard else []
             step = replace(static_step(model, cache, bucket, own, device), pages=pages[shard])
             body = self._shards[shard].body(own.ids, step, partial(exchanges, buffers, shard))
-            graph, result, held = self._capture(body, None if shard else logits, own.ids)
+            graph, result, held = self._recorder.capture(body, None if shard else logits, own.ids)
             parts.append((copies_in, graph))
             kept += [step.rows, step.cos, step.sin, *(step.alt or ()), result, held]
         return CapturedStep(
-            SectionGraphs(parts), inputs, logits, (*kept, *self._workspaces), (), [], {}, buffers, self._shards
+            SectionGraphs(parts), inputs, logits, (*kept, *self._recorder.workspaces), (), [], {}, buffers, self._shards
         )
-
-    def _capture(
-        self, body: Callable[[Tensor | None], Tensor], logits: Tensor | None, memory: Tensor
-    ) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-        """Record the launches of `body` on the device of `memory`, after one run that is not recorded.
-
-        body: gets the tensor for the logits, `logits` or in the first run another one, and returns its result.
-
-        Returns the graph, the result, and the counters.
-        """
-        device = memory.device
-        # A step may be captured while another reader still needs the logits of the previous step.
-        scratch = None if logits is None else torch.empty_like(logits)
-        current = torch.cuda.current_stream(device)
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream = self._streams[device]
-        graph = torch.cuda.CUDAGraph()
-        if device not in self._pools:
-            self._pools[device] = torch.cuda.graph_pool_handle()
-        with passed(memory) as all_read:
-            stream.wait_stream(current)
-            try:
-                with torch.cuda.stream(stream), counters(device) as held, workspaces_in(self._workspaces):
-                    body(scratch)  # every row is padding, which is not stored
-                    stream.synchronize()
-                    all_read()
-                    graph.capture_begin(pool=self._pools[device], capture_error_mode="thread_local")
-                    try:
-                        result = body(logits)
-                    except BaseException:
-                        _abandon(graph)
-                        raise
-                    graph.capture_end()
-            finally:
-                # Also after a partial failure: queued launches still read memory that others may reuse from here on.
-                current.wait_stream(stream)
-        return graph, result, held
-
-    def _logits_of(self, tokens: int, columns: int, device: torch.device) -> Tensor:
-        """Return one buffer for all steps of a size: a step's logits are valid until the next step."""
-        most = 1 << (tokens - 1).bit_length()
-        if most not in self._logits:
-            self._logits[most] = torch.empty((most, columns), dtype=torch.float32, device=device)
-        return self._logits[most][:tokens]
-
-
-def _abandon(graph: torch.cuda.CUDAGraph) -> None:
-    """End a failed capture, so that the stream can be used again; the caller raises the failure itself."""
-    with contextlib.suppress(RuntimeError):
-        graph.capture_end()
 
 
 def _forget(graphs: weakref.ref[DecodeGraphs], cache: int) -> None:
