@@ -40,12 +40,14 @@ from .capture_failure import CaptureFailure
 from .captured_step import CapturedStep, StepReplay, on_cpu
 from .environment import PROMPTS_VARIABLE, eager_prompts, joins_adapters
 from .fused import JoinedLaunches, joined_launches_of
+from .half import OutputTokens
 from .prompt_windows import windows_of
 from .recorder import Recorder
 from .sections import DeviceCopy, SectionGraphs, mirrored, sections_of
+from .sharded.captured_prompts import record_prompt, refusal_of_memory
 from .sharded.coverage import row_bytes
 from .sharded.exchange_buffers import BuffersByRows, exchanges, refusal_of_access
-from .sharded.launches import ShardLaunches, shard_launches_of
+from .sharded.launches import ResultRow, ShardLaunches, shard_launches_of
 from .sharded.prompts import Prompts
 from .step_inputs import Bucket, StagedTensors, StepTensors
 
@@ -63,6 +65,10 @@ INVALID = "an argument is invalid"
 """A captured step checks all its arguments at once. The checks of other passes raise errors that name the argument."""
 MAX_GRAPHS = 64
 """Most captured steps of one cache, each a few MB of GPU memory. Beyond them the one unused for longest is dropped."""
+MAX_COUNTED = 4096
+"""Most buckets of prompts whose passes are counted. Beyond them counting begins anew."""
+MAX_PROMPTS = 8
+"""Most of them that are prompts of a length of their own, which also keep the hidden state of all tokens."""
 
 
 class DecodeGraphs:
@@ -116,8 +122,10 @@ class DecodeGraphs:
             self.reason = why
         return why
 
-    def prepare_store(self, ids: Tensor, cache: ExLlamaV2CacheBase, params: PagedParams) -> StepReplay | str:
-        """Prepare a captured step that stores the keys and values of a short prompt, and fill in its ids.
+    def prepare_prompt(
+        self, ids: Tensor, cache: ExLlamaV2CacheBase, params: PagedParams, *, last: bool = False
+    ) -> StepReplay | str:
+        """Prepare a captured step that stores the keys and values of a prompt, and fill in its ids.
 
         The first passes of a bucket are not captured: many prompts are the only ones of their size.
 
@@ -125,6 +133,7 @@ class DecodeGraphs:
             ids: int64 [B, q], or [1, T] with `params.q_lens`.
             cache: the cache of the pages.
             params: paged parameters.
+            last: the step ends with the hidden state of the last tokens.
 
         Returns:
             The step, or the reason why no captured step covers the arguments.
@@ -134,18 +143,41 @@ class DecodeGraphs:
         model = self._model()
         if model is None:
             return "the model is gone"
-        if model.placement.several or model.tp_context is not None:
-            return "the model is on several devices"
-        joined = self._refusal_of(model) or self._joined_or_reason(model)
-        if isinstance(joined, str):
-            return joined
+        refused = self._refusal_of(model) or self._refusal_of_prompts(model)
+        if refused is not None:
+            return refused
+        if model.tp_context is not None and (last or ids.numel() > model.packed_rows):
+            return self._prepare_whole(ids, cache, params, "last" if last else "none")
+        if last:
+            return "logits of a prompt are those of launches that are not captured"
         windows = windows_of(ids, params, model.packed_rows)
         if windows is None:
             return f"the windows of the prompts have more than {model.packed_rows} tokens"
-        step = self.prepare_next_step(windows.ids.shape[1], cache, windows.params, stores=True)
+        step = self.prepare_next_step(windows.ids.shape[1], cache, windows.params, output_tokens="none")
         if isinstance(step, str):
             return step
         return step if step.fill(windows.ids, windows.counts, windows.longest) else INVALID
+
+    def _prepare_whole(
+        self, ids: Tensor, cache: ExLlamaV2CacheBase, params: PagedParams, output_tokens: OutputTokens
+    ) -> StepReplay | str:
+        """Prepare a prompt of a sharded model whose rows are sequences, without padding.
+
+        cuBLAS may sum in another order for another number of rows.
+        """
+        if params.q_lens is not None or params.batch_size != ids.shape[0] or ids.shape[1] <= MAX_Q_LEN:
+            return "the rows are no prompts of one length"
+        step = self.prepare_next_step(ids.shape[1], cache, params, output_tokens=output_tokens)
+        if isinstance(step, str):
+            return step
+        return step if step.fill(ids) else INVALID
+
+    def _refusal_of_prompts(self, model: LanguageModel) -> str | None:
+        """Return why no prompts of the model are captured, or None."""
+        if model.placement.several:
+            return "the model is on several devices"
+        made = self._joined_or_reason(model) if model.tp_context is None else self.shard_launches(model)
+        return made if isinstance(made, str) else None
 
     def prepare_next_step(
         self,
@@ -154,7 +186,7 @@ class DecodeGraphs:
         params: PagedParams,
         adapters: Sequence[tuple[Adapter, ...]] = (),
         *,
-        stores: bool = False,
+        output_tokens: OutputTokens = "all",
     ) -> StepReplay | str:
         """Do all work of a step of `q_len` tokens a row that does not need its ids.
 
@@ -163,16 +195,17 @@ class DecodeGraphs:
             cache: the cache of the pages.
             params: paged parameters.
             adapters: of each row; () where no row has any.
-            stores: the step has no logits.
+            output_tokens: "all": the step has logits; otherwise it stores a prompt.
 
         Returns:
             The step, or the reason why no captured step covers the arguments. Reasons of steps of few tokens with valid
             arguments are in `reason`, too.
         """
         batch = params.batch_size
-        if q_len > MAX_Q_LEN or cache is None or params.q_lens is not None:
+        decodes = output_tokens == "all"
+        if (decodes and q_len > MAX_Q_LEN) or cache is None or params.q_lens is not None:
             return f"it is no step over pages of a cache of at most {MAX_Q_LEN} tokens a row"
-        if (why := refusal_of_tokens(batch, q_len)) is not None:
+        if q_len <= MAX_Q_LEN and (why := refusal_of_tokens(batch, q_len)) is not None:
             return self._refused_step(why)
         model = self._model()
         if model is None:
@@ -197,7 +230,7 @@ class DecodeGraphs:
         if isinstance(adapter_slots, str):
             return self._refused_step(adapter_slots)
         sizes = self._bucket(batch, q_len, longest, size, places)
-        bucket = self._store_bucket(sizes, places) if stores else sizes
+        bucket = sizes if decodes else self._prompt_bucket(sizes, places, last=output_tokens == "last")
         if bucket is None:
             return "no captured step stores such a prompt, or not before more of its size"
         captured = self._refusal_of_bucket(model, bucket) or self._captured(model, cache, bucket, bool(adapters))
@@ -320,23 +353,25 @@ class DecodeGraphs:
         return self._refused
 
     def _bucket(self, batch: int, q_len: int, longest: int, page_size: int, places: int) -> Bucket:
-        exact = self._exact_batch and batch * q_len <= PACKED_ROWS
+        exact = q_len > MAX_Q_LEN or (self._exact_batch and batch * q_len <= PACKED_ROWS)
         rows = batch if exact else padded_rows(batch, q_len)
         pages = -(-longest // page_size)
         # Four buckets an octave: a launch is planned for all keys of its bucket.
         grain = 1 << max(0, (pages - 1).bit_length() - 3)
         return Bucket(rows, q_len, min(-(-pages // grain) * grain, places), page_size)
 
-    def _store_bucket(self, bucket: Bucket, places: int) -> Bucket | None:
+    def _prompt_bucket(self, bucket: Bucket, places: int, *, last: bool) -> Bucket | None:
         """Return the bucket of a step without logits; None where no captured step serves it, or not yet."""
         if self._exact_batch:
             return None
         pages = min(1 << (bucket.pages - 1).bit_length(), places)
         # Beyond so many windows only multiples: of few buckets each is captured soon.
-        windows = PACKED_ROWS // bucket.q_len
+        windows = max(PACKED_ROWS // bucket.q_len, 1)
         batch = bucket.batch if bucket.batch <= windows else -(-bucket.batch // windows) * windows
-        found = bucket._replace(batch=batch, pages=pages, stores=True)
+        found = bucket._replace(batch=batch, pages=pages, stores=not last, last=last)
         if self._eager[found] < eager_prompts():
+            if len(self._eager) > MAX_COUNTED:
+                self._eager.clear()
             self._eager[found] += 1
             return None
         return found
@@ -344,7 +379,7 @@ class DecodeGraphs:
     def _refusal_of_bucket(self, model: LanguageModel, bucket: Bucket) -> str | None:
         """Return why steps of a bucket cannot be captured with batch-invariant results, or None."""
         if model.tp_context is not None:
-            if bucket.tokens > PACKED_ROWS:
+            if bucket.tokens > PACKED_ROWS and not (bucket.stores or bucket.last):
                 return f"the matrices are sharded, and the step has {bucket.tokens} rows, more than {PACKED_ROWS}"
             shards = self.shard_launches(model, bucket)
             return shards if isinstance(shards, str) else None
@@ -427,6 +462,9 @@ class DecodeGraphs:
         self._failed.pop((key, bucket), None)
         held = self._graphs.setdefault(key, {})
         held[bucket] = made
+        prompts = [one for one in held if one.q_len > MAX_Q_LEN]
+        if len(prompts) > MAX_PROMPTS:
+            del held[prompts[0]]
         if len(held) > MAX_GRAPHS:
             del held[next(iter(held))]
         return made
@@ -436,7 +474,8 @@ class DecodeGraphs:
         assert device is not None
         assert isinstance(model.modules[-1], Head)
         if model.tp_context is not None:
-            return self._record_sharded(model, model.tp_context, cache, bucket)
+            records = self._record_sharded_prompt if bucket.stores or bucket.last else self._record_sharded
+            return records(model, model.tp_context, cache, bucket)
         joined = None if adapted and not joins_adapters() else self._joined_or_reason(model)
         inputs = StagedTensors(bucket, device)
         if bucket.stores:
@@ -467,8 +506,9 @@ class DecodeGraphs:
             parts.append((copies_in, graph))
             kept += [state, held]
         whole = parts[0][1] if len(parts) == 1 else SectionGraphs(parts)
-        kept += self._recorder.workspaces
-        return CapturedStep(whole, inputs, logits, tuple(kept), tuple(adapters), [-1] * bucket.tokens)
+        return CapturedStep(
+            whole, inputs, logits, (*kept, *self._recorder.workspaces), tuple(adapters), [-1] * bucket.tokens
+        )
 
     def _record_store(
         self, model: LanguageModel, cache: ExLlamaV2CacheBase, joined: JoinedLaunches, inputs: StagedTensors
@@ -508,6 +548,23 @@ class DecodeGraphs:
             kept += [step.rows, step.cos, step.sin, *(step.alt or ()), result, held]
         return CapturedStep(
             SectionGraphs(parts), inputs, logits, (*kept, *self._recorder.workspaces), (), [], {}, buffers, self._shards
+        )
+
+    def _record_sharded_prompt(
+        self, model: LanguageModel, context: TensorParallel, cache: ExLlamaV2CacheBase, bucket: Bucket
+    ) -> CapturedStep:
+        """Record a prompt of a sharded model, a graph for each device."""
+        assert isinstance(self._shards, list), "_refusal_of_bucket has made them"
+        devices = [context.device(shard) for shard in range(len(self._shards))]
+        why = refusal_of_memory(self._shards, devices, bucket)
+        if why is not None:
+            raise DeviceError(why)
+        row = ResultRow.of(self._shards[0].shape, context.home)
+        results = self._buffers.results_of_rows(devices, bucket.tokens, row)
+        made = record_prompt(model, self._shards, cache, bucket, results, self._recorder)
+        kept = (*made.kept, *self._recorder.workspaces)
+        return CapturedStep(
+            made.graphs, made.inputs, None, kept, buffers=results, launches=self._shards, hidden=made.hidden
         )
 
 

@@ -44,6 +44,7 @@ __all__ = [
     "ResultRow",
     "Shape",
     "ShardLaunches",
+    "is_captured",
     "operators_for",
     "run_shares",
     "shard_launches_of",
@@ -114,6 +115,12 @@ def operators_for(shares: Sequence[ShardLaunches], x: Sequence[Tensor]) -> list[
     if takes_many_rows(rows):
         return [_RoundedMany(share.halves, rows, t.device) for share, t in zip(shares, x, strict=True)]
     return [WHOLE if joins_rows(rows) else ROUNDED] * len(shares)
+
+
+def is_captured(device: torch.device) -> bool:
+    """Return whether the current stream of a GPU captures launches."""
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 class ResultRow(NamedTuple):
@@ -211,9 +218,7 @@ class ShardLaunches:
         device = self._matrix.device
 
         def run(logits: Tensor | None) -> Tensor:
-            with torch.cuda.device(device):
-                live = torch.cuda.is_current_stream_capturing()
-            return self.run(ids, step, exchanges(live), logits)
+            return self.run(ids, step, exchanges(is_captured(device)), logits)
 
         return run
 
