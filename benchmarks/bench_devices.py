@@ -30,6 +30,8 @@ from exl_core.execution.environment import GRAPHS_VARIABLE
 from exl_kernels.device import row_invariant_matmuls
 
 CHUNK = 2048
+WARM = 6
+"""Prompts that are not timed: those of one size are captured after four."""
 
 
 def _sharded_cache(base: Any, model: ExLlamaV2, max_seq_len: int) -> ExLlamaV2Cache_TP:
@@ -105,7 +107,7 @@ def prompt(model: ExLlamaV2, kind: str, tokens: int) -> dict[str, object]:
     cache = CACHES[kind](model, max_seq_len=-(-tokens // PAGE) * PAGE)
     ids = torch.randint(0, model.config.vocab_size, (1, tokens))
     taken = []
-    for _ in range(6):
+    for _ in range(WARM + 5):
         for device in range(torch.cuda.device_count()):
             torch.cuda.synchronize(device)
         begin = time.perf_counter()
@@ -115,7 +117,7 @@ def prompt(model: ExLlamaV2, kind: str, tokens: int) -> dict[str, object]:
             out = model.forward_chunk(part, cache, attn_params=params, last_id_only=True, preprocess_only=not last)
         int(out["logits"].argmax())
         taken.append(time.perf_counter() - begin)
-    seconds = statistics.median(taken[1:])
+    seconds = statistics.median(taken[WARM:])
     return {"tokens": tokens, "p50_us": seconds * 1e6, "tok_s": tokens / seconds}
 
 

@@ -47,7 +47,6 @@ COMPARE_ROWS = {
     "packages/exl-core/src/exl_core/execution/eager.py": "most rows of a step that is batch-invariant as captured ones",
     "packages/exl-core/src/exl_core/execution/fused.py": "logits of a step in blocks have no joined norm",
     "packages/exl-core/src/exl_core/execution/half_matmuls.py": "the decisions that executors and `exl info` share",
-    "packages/exl-core/src/exl_core/execution/sharded/prompts.py": "prompts of fewer rows are bound by the exchange",
     "packages/exl-core/src/exl_core/loading/sizes.py": "bytes of dequantized matrices, before anything is loaded",
     "packages/exl-generate/src/exl_generate/dynamic/engine.py": "rows that the sampler's memory is planned for",
     "packages/exl-kernels/src/exl_kernels/linear/cuda.py": "float matrices, which have no plan, in blocks",

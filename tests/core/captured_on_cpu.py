@@ -16,7 +16,7 @@ from torch import Tensor
 
 from exl_core import ExLlamaV2
 from exl_core.execution import captured as graphs
-from exl_core.execution import sections, select, step_inputs
+from exl_core.execution import recorder, sections, select, step_inputs
 from exl_core.execution.batch import Step
 from exl_core.execution.captured import DecodeGraphs
 from exl_core.execution.fused import JoinedLaunches
@@ -136,7 +136,7 @@ def captured_on_cpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeGraphs, "joined_launches", lambda graphs, model: "these stand-ins are for captured steps")
     patch.setattr(graphs, "refusal_of_model", lambda model: "a module is wrapped" if model.hooked else None)
     patch.setattr(graphs, "joined_launches_of", Modules)
-    patch.setattr(graphs, "counters", lambda device: nullcontext(torch.zeros(1)))
+    patch.setattr(recorder, "counters", lambda device: nullcontext(torch.zeros(1)))
 
     def send(stage: StepStage, to: Tensor) -> int:
         Stream.add(lambda: to.copy_(stage.pinned))

@@ -17,8 +17,9 @@ from test_cuda_unlike_layers import changed
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Cache_TP, ExLlamaV2Config, PagedParams
 from exl_core.device import GIB, devices
+from exl_core.execution.sharded.launches import ResultRow
 from exl_core.execution.sharded.matrix import SplitMatrix
-from exl_core.execution.sharded.prompts import Copies, Prompts
+from exl_core.execution.sharded.prompts import StreamBarrier, Prompts, Stores
 from exl_core.execution.sharded.transfer import is_direct
 from exl_core.layers import Linear
 from exl_core.loading.plan import plan, plan_modules
@@ -252,12 +253,12 @@ def test_two_gpus_gather_columns_on_streams_that_wait_for_each_other() -> None:
     """Many times without a wait of the host: each GPU makes its next columns out of all."""
     devices = [torch.device("cuda:0"), torch.device(second_device("cuda:1"))]
     assert all(is_direct(one, other) for one, other in (devices, devices[::-1]))  # opens the access
-    begins, copies = [0, 96, 256], Copies(devices)
+    begins, stores = [0, 96, 256], Stores(StreamBarrier(devices), 300, ResultRow(512, 512))
     whole = torch.randn(300, 256).half()
     places = zip(devices, pairwise(begins), strict=True)
     own = [whole[:, begin:end].to(device) for device, (begin, end) in places]
     for _ in range(50):
-        full = copies.gather(own, begins)
+        full = stores.gather(own, begins)
         own = [
             (found[:, begins[gpu] : begins[gpu + 1]] + found.roll(1, 0)[:, :1]) / 2 for gpu, found in enumerate(full)
         ]
@@ -317,6 +318,49 @@ def test_prompts_of_a_sharded_model_are_those_of_its_modules(
             assert float((ours - theirs).abs().max()) < TOLERANCE * float(theirs.abs().max())
         else:
             assert torch.equal(ours, theirs), index
+
+
+@pytest.mark.covers("core.md: tensor-parallel")
+@pytest.mark.parametrize("shares", [[8.0, 8.0], [6.0, 10.0]], ids=["even", "uneven"])
+def test_captured_prompts_of_a_sharded_model_are_those_that_are_not_captured(
+    tmp_path: Path, lab: Any, monkeypatch: pytest.MonkeyPatch, shares: list[float]
+) -> None:
+    """Bitwise, keys and last logits, of rows that are packed and that are dequantized; queued without a wait."""
+    folder = tmp_path / "model"
+    make_model(folder, replace(SHAPES["tiny"], layers=4), 4.0)
+    monkeypatch.setenv("EXL_DEVICE", f"cuda:0,{second_device('cuda:1')}")
+    model = build(folder)
+    model.load_tp(shares)
+    ids = lab.ids(2, 700, vocab=2048)
+    table = torch.arange(6, dtype=torch.int32).flip(0).view(2, 3)
+    cache = ExLlamaV2Cache_TP(model, max_seq_len=6 * 256)
+    chunks = [(0, 30), (30, 95), (95, 230), (230, 370), (370, 700)]
+    asked: list[dict[str, Any]] = [{"preprocess_only": True}, {"last_id_only": True}]
+
+    def results() -> list[torch.Tensor]:
+        found = []
+        for batch in (1, 2):
+            for begin, end in chunks:
+                for how in asked:
+                    past = torch.full((batch,), begin, dtype=torch.int32)
+                    params = PagedParams(batch, table[:batch], past, begin, q_len=end - begin)
+                    part = ids[:batch, begin:end]
+                    found.append(model.forward_chunk(part, cache, attn_params=params, **how).get("logits"))
+        keys = [key.cpu() for shard in cache.shards() for key in shard.key_states if key is not None]
+        return [*(logits.cpu() for logits in found if logits is not None), *keys]
+
+    monkeypatch.setenv("EXL_CUDA_PROMPT_GRAPHS", "0")
+    expected = results()
+    assert model.decode.count == 0
+    monkeypatch.setenv("EXL_CUDA_PROMPT_GRAPHS", "1")
+    for _ in range(4):
+        for shard in cache.shards():
+            for key in (key for key in shard.key_states if key is not None):
+                key.zero_()
+        for index, (ours, theirs) in enumerate(zip(results(), expected, strict=True)):
+            assert torch.equal(ours, theirs), index
+    assert model.decode.count >= 2 * len(chunks), (model.decode.reason, model.decode.failures)
+    model.check_peers()
 
 
 @pytest.mark.covers("core.md: tensor-parallel")

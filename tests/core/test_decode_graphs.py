@@ -20,7 +20,7 @@ from exl_core.execution import capturable, select
 from exl_core.execution import captured as graphs
 from exl_core.execution.capture_failure import FIRST_PAUSE
 from exl_core.execution.environment import PROMPTS_VARIABLE
-from exl_core.execution.step_inputs import STAGES
+from exl_core.execution.step_inputs import STAGES, StagedTensors
 from exl_core.layers import RMSNorm
 from exl_kernels.device import row_invariant
 from exl_kernels.errors import DeviceError
@@ -245,6 +245,25 @@ def test_the_step_unused_for_longest_is_dropped(model: ExLlamaV2, monkeypatch: p
     captured(4)
     assert captured(1) is one
     assert captured(2) is not two
+
+
+def test_a_prompt_whose_step_was_dropped_runs_eagerly_first(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rare size is not recorded again for a single prompt."""
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
+    cache = ExLlamaV2Cache(model, max_seq_len=64 * PAGE)
+    recorded: list[Any] = []
+
+    def record(*given: Any) -> StagedTensors:
+        recorded.append(given)
+        return StagedTensors(*given)
+
+    monkeypatch.setattr(graphs, "StagedTensors", record)
+    found = []
+    for length in (10, 10, 20, 20, 40, 40, 10, 10):
+        places = prompts([length], [0])
+        model.forward_chunk(torch.full((1, length), 7), cache, preprocess_only=True, attn_params=places)
+        found.append(len(recorded))
+    assert found == [0, 1, 1, 2, 2, 3, 3, 4]
 
 
 @pytest.mark.parametrize(("batch", "q_len"), [(16, 5), (80, 1), (32, 8)])

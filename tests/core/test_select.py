@@ -195,9 +195,9 @@ def test_passes_of_a_sharded_model(lab: Any, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(captured, "refusal_of_model", lambda model: None)
     monkeypatch.setattr(selecting, "may_fuse", lambda model: True)
     assert select(model, ForwardPass(ids, None)).way == "sharded prompt"
-    few = select(model, ForwardPass(ids[:, :20], None))
+    few = select(model, ForwardPass(ids[:, :16], None))
     assert few.way == "sharded"
-    assert "few rows" in (few.reason or "")
+    assert "few tokens a row" in (few.reason or "")
     masked = ForwardPass(ids, None, AttentionParams(2, 50, 0, mask))
     assert select(model, masked).way == "sharded"
     assert torch.equal(model.forward_chunk(ids, attn_params=AttentionParams(2, 50, 0, mask))["logits"], want)

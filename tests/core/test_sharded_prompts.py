@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from joined_on_cpu import joined_on_cpu
+from joined_on_cpu import FusedDouble, joined_on_cpu
 from test_sharded_launches import PAGE, sharded, write
 from torch import Tensor
 
@@ -17,9 +15,11 @@ from exl_core import ExLlamaV2, ExLlamaV2Cache_Q4, ExLlamaV2Cache_TP, PagedParam
 from exl_core.execution import captured, many_rows, select
 from exl_core.execution.forward_pass import ForwardPass, checked
 from exl_core.execution.sharded import prompts
-from exl_core.execution.sharded.launches import ShardLaunches, shard_launches_of
-from exl_core.execution.sharded.prompts import Copies, Prompts, takes_prompt
+from exl_core.execution.sharded.launches import ResultRow, ShardLaunches, shard_launches_of
+from exl_core.execution.sharded.prompts import StreamBarrier, Prompts, Stores, takes_prompt
 from exl_kernels.attention.prompt import PromptAttention
+from exl_kernels.linear import QuantMatrix
+from exl_kernels.selection import PACKED_ROWS, STEP_ROWS
 
 pytestmark = pytest.mark.covers("core.md: tensor-parallel")
 
@@ -122,22 +122,27 @@ def test_a_prompt_without_a_cache(lab: Any, monkeypatch: pytest.MonkeyPatch, lau
 
 
 def test_which_passes_are_prompts() -> None:
-    """Decode steps of many rows need batch-invariant matmuls, few rows are no prompt, adapters are for the modules."""
-    assert takes_prompt(ForwardPass(torch.zeros((1, 65), dtype=torch.int64), None))
-    assert not takes_prompt(ForwardPass(torch.zeros((1, 64), dtype=torch.int64), None))
+    """Decode steps of many rows need batch-invariant matmuls, adapters are for the modules."""
+    assert takes_prompt(ForwardPass(torch.zeros((1, 17), dtype=torch.int64), None))
     assert not takes_prompt(ForwardPass(torch.zeros((16, 16), dtype=torch.int64), None))
     assert not takes_prompt(ForwardPass(torch.zeros((1, 65), dtype=torch.int64), None, row_loras=[[]]))
 
 
 @pytest.mark.parametrize("begins", [[0, 8, 24], [0, 6, 10, 26], [0, 1, 3]], ids=["wide", "narrow", "odd"])
-def test_copies_bring_the_columns_of_all_devices_together(begins: list[int]) -> None:
-    made = [torch.randn(3, end - begin).half() for begin, end in pairwise(begins)]
-    whole = torch.cat(made, 1)
-    for found in Copies([torch.device("cpu")] * len(made)).gather(made, begins):
-        assert torch.equal(found, whole)
+def test_each_device_gets_the_columns_of_all(begins: list[int]) -> None:
+    """A result is valid until the second gather behind it."""
+    stores = Stores(StreamBarrier([torch.device("cpu")] * (len(begins) - 1)), 3, ResultRow(2 * begins[-1], 2 * begins[-1]))
+    before: tuple[list[Tensor], Tensor] | None = None
+    for _ in range(4):
+        made = [torch.randn(3, end - begin).half() for begin, end in pairwise(begins)]
+        whole = torch.cat(made, 1)
+        found = stores.gather(made, begins)
+        for results, expected in ((found, whole), *(() if before is None else (before,))):
+            assert all(torch.equal(result, expected) for result in results)
+        before = found, whole
 
 
-def test_passes_share_the_streams_between_devices(lab: Any, monkeypatch: pytest.MonkeyPatch, launches_of: Any) -> None:
+def test_passes_share_the_events(lab: Any, monkeypatch: pytest.MonkeyPatch, launches_of: Any) -> None:
     """They are made with the first prompt, and again after the launches were dropped."""
     model = sharded(monkeypatch, write(lab, "exl2", "LlamaForCausalLM"), [8.0, 8.0])
     ids, made = lab.ids(2, 50, vocab=160), []
@@ -147,12 +152,12 @@ def test_passes_share_the_streams_between_devices(lab: Any, monkeypatch: pytest.
     monkeypatch.setattr(captured, "refusal_of_model", lambda model: None)
     monkeypatch.setattr(select, "may_fuse", lambda model: True)
 
-    class Counted(Copies):
+    class Counted(StreamBarrier):
         def __init__(self, devices: Any) -> None:
             made.append(devices)
             super().__init__(devices)
 
-    monkeypatch.setattr("exl_core.execution.sharded.prompts.Copies", Counted)
+    monkeypatch.setattr("exl_core.execution.sharded.prompts.StreamBarrier", Counted)
     for count in (1, 1, 2):
         if count == 2:
             model.decode.clear()
@@ -176,12 +181,10 @@ class Event:
 class Stream:
     """Knows up to where it waits for each other stream."""
 
-    made = 0
     current: ClassVar[dict[torch.device, Stream]] = {}
 
     def __init__(self, device: torch.device) -> None:
-        Stream.made += 1
-        self.device, self.name, self.queued = device, f"{device} {Stream.made}", 0
+        self.name, self.queued = str(device), 0
         self.behind: dict[str, int] = {}
 
     def wait_event(self, event: Event) -> None:
@@ -189,46 +192,55 @@ class Stream:
         self.behind[event.at[0]] = max(event.at[1], self.behind.get(event.at[0], 0))
 
 
-def test_current_streams_wait_for_all_copies_of_an_interrupted_gather(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their memory is used again behind the work of these streams. Later gathers make no further streams or events."""
+def test_streams_wait_for_all_stores_of_an_interrupted_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of the results is used again behind the work of these streams. Gathers make no further events."""
     devices = [torch.device("cuda", at) for at in range(3)]
     monkeypatch.setattr(Event, "made", 0)
     monkeypatch.setattr(Stream, "current", {device: Stream(device) for device in devices})
-    monkeypatch.setattr(Stream, "made", 0)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.current[device])
-    used: list[Stream] = []
+    stored, limit = 0, 2
 
-    @contextmanager
-    def stream(stream: Stream) -> Iterator[None]:
-        used.append(stream)
-        yield
+    class Results:
+        def __init__(self, devices: Any, even: int, odd: int) -> None: ...
 
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    copies, counts = Copies(devices), []
-    made, begins = [torch.full((3, 4), float(at)).half() for at in range(3)], [0, 4, 8, 12]
-    copied, limit = 0, 4
-    whole = prompts.copy_columns
+        def store(self, gpu: int, own: Tensor, begins: list[int], number: int) -> Tensor:
+            nonlocal stored
+            stored += 1
+            if stored == limit:
+                raise KeyboardInterrupt
+            Stream.current[devices[gpu]].queued += 1
+            return own
 
-    def copy(full: Tensor, columns: slice, own: Tensor) -> None:
-        nonlocal copied
-        copied += 1
-        if copied == limit:
-            raise KeyboardInterrupt
-        for one in used[-2:]:
-            one.queued += 1
-        whole(full, columns, own)
+    monkeypatch.setattr(prompts, "PeerResults", Results)
+    stores = Stores(StreamBarrier(devices), 3, ResultRow(48, 48))
+    made, begins = [torch.zeros(3, 4)] * 3, [0, 4, 8, 12]
+    for interrupted in (True, False, False):
+        if interrupted:
+            with pytest.raises(KeyboardInterrupt):
+                stores.gather(made, begins)
+        else:
+            stores.gather(made, begins)
+        for one in Stream.current.values():
+            for other in Stream.current.values():
+                assert one is other or one.behind[other.name] == other.queued
+    assert Event.made == len(devices)
 
-    monkeypatch.setattr(prompts, "copy_columns", copy)
-    with pytest.raises(KeyboardInterrupt):
-        copies.gather(made, begins)
-    assert sum(one.queued for one in used) == 2 * 3 * 1
-    for one in used:
-        assert Stream.current[one.device].behind[one.name] == one.queued
-    limit = -1
-    for _ in range(2):
-        for found in copies.gather(made, begins):
-            assert torch.equal(found, torch.cat(made, 1))
-        counts.append((Stream.made, Event.made))
-    assert counts == [(12, 15)] * 2, "a stream and an event for each end of six links, an event of each GPU"
+
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "no blocks"])
+def test_prompts_of_packed_rows_run_by_joined_launches(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, launches_of: Any, blocks: bool
+) -> None:
+    """Up to 256 rows where one launch takes 128 rows of each part of a matrix, as on one GPU."""
+    model = sharded(monkeypatch, write(lab, "exl2", "LlamaForCausalLM"), [8.0, 8.0])
+    monkeypatch.setattr(QuantMatrix, "takes_blocks", blocks)
+    ids = lab.ids(2, 50, vocab=160)
+    want = model.forward(ids)
+    assert model.packed_rows == (STEP_ROWS if blocks else PACKED_ROWS)
+    assert model.tp_context is not None
+    runner = Prompts(model.tp_context, launches_of(model))
+    monkeypatch.setattr(FusedDouble, "calls", 0)
+    with torch.inference_mode():
+        found = runner.run(model, checked(model, ForwardPass(ids, None)))
+    assert torch.equal(found["logits"], want)
+    assert (FusedDouble.calls > 0) == blocks

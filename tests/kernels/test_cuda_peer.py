@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from exl_kernels.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
-from exl_kernels.peer import ExchangeBuffers
+from exl_kernels.peer import ExchangeBuffers, PeerResults
 from exl_kernels.reference.peer import gather
 from exl_kernels.selection import MOST_EXCHANGES
 
@@ -191,3 +191,69 @@ def test_two_gpus_gather_within_captured_graphs() -> None:
         for gpu, device in enumerate(devices):
             want[gpu].add_(whole.to(device).mean(1, keepdim=True))
     assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(own, want, strict=True))
+
+
+@given(
+    widths=st.lists(st.integers(1, 40), min_size=2, max_size=8),
+    wide=st.booleans(),
+    rows=st.integers(1, 40),
+    dtype=st.sampled_from([torch.float16, torch.float32]),
+    steps=st.integers(1, 3),
+)
+@examples(30, 10)
+def test_columns_are_stored_in_all_results(
+    widths: list[int], wide: bool, rows: int, dtype: torch.dtype, steps: int
+) -> None:
+    """Those of the last two stores; with marks and without. Columns of whole vectors are stored 16 bytes at once."""
+    widths = [width * (8 if wide else 2) for width in widths]
+    count, begins = len(widths), begins_of(widths)
+    results = PeerResults([GPU] * count, rows * begins[-1] * 4, rows * begins[-1] * 4 + 64)
+    for step in range(steps):
+        for gpu in range(count):
+            results.begin_step(gpu)
+        for number in (0, 1):
+            parts = parts_of(widths, rows, dtype, 2 * step + number, [GPU] * count)
+            for gpu in range(count):
+                results.store(gpu, parts[gpu], begins, number, mark=True)
+            for gpu in range(count):
+                found = results.store(gpu, parts[gpu], begins, number, wait=bool(step % 2))
+                assert torch.equal(found.cpu(), gather(parts)), (step, number, gpu)
+            for gpu in range(count):
+                results.store(gpu, parts[gpu][:0], begins, number)
+                assert torch.equal(results.result_of(gpu, number, rows, begins[-1], dtype).cpu(), gather(parts))
+        first = [results.result_of(gpu, 0, rows, begins[-1], dtype).cpu() for gpu in range(count)]
+        assert all(torch.equal(first[0], other) for other in first)
+    results.check()
+
+
+def test_a_store_that_waits_in_vain_gives_nan_and_the_others_give_up() -> None:
+    results, begins = PeerResults([GPU] * 2, 64, 48, limit=0.0), [0, 2, 8]
+    parts = parts_of([2, 6], 3, torch.float16, 0, [GPU] * 2)
+    for gpu in range(2):
+        results.begin_step(gpu)
+    found = results.store(0, parts[0], begins, 0, mark=True, wait=True)
+    assert bool(found.isnan().all())
+    with pytest.raises(DeviceError, match="waited in vain"):
+        results.check()
+    results.store(1, parts[1], begins, 0, mark=True)
+    assert bool(results.store(0, parts[0], begins, 1, mark=True, wait=True).isnan().all())
+    assert bool(results.store(1, parts[1], begins, 1, mark=True, wait=True).isnan().all())
+
+
+def test_stores_check_their_operands() -> None:
+    results = PeerResults([GPU] * 2, 3 * 8 * 2, 3 * 8)
+    own = torch.zeros(3, 4, dtype=torch.float16, device=GPU)
+    with pytest.raises(DTypeError, match="float64"):
+        results.store(0, own.double(), [0, 4, 8], 0)
+    for begins in ([0, 3, 8], [0, 4], [0, 4, 4], [0, 6, 8]):
+        with pytest.raises(ShapeError):
+            results.store(0, own, begins, 0)
+    with pytest.raises(ShapeError, match="at most"):
+        results.store(0, own, [0, 4, 12], 0)
+    for number in (1, MOST_EXCHANGES):
+        with pytest.raises(ShapeError, match="at most"):
+            results.store(0, own, [0, 4, 8], number)
+    with pytest.raises(ShapeError, match="contiguous"):
+        results.store(0, own.t().contiguous().t(), [0, 4, 8], 0)
+    with pytest.raises(UnsupportedError, match="from 2 to"):
+        PeerResults([GPU], 64, 64)

@@ -62,7 +62,7 @@ mod _native {
     #[pymodule_export]
     use crate::cuda::moe::{CudaExperts, ExpertRouter};
     #[pymodule_export]
-    use crate::cuda::peer::PeerExchange;
+    use crate::cuda::peer::{PeerColumns, PeerExchange};
     #[pymodule_export]
     use crate::cuda::sampling::{
         SamplingWorkspace, cuda_sample_answers, cuda_sample_fill, cuda_sample_launch,

@@ -18,6 +18,7 @@ from .execution.captured import DecodeGraphs
 from .execution.captured_step import StepReplay
 from .execution.half_matmuls import packed_rows_of
 from .execution.select import prepare_next_step
+from .execution.sharded.matrix import SplitMatrix
 from .layers import Module
 from .loading.loadable import LoadableModel
 from .lora import ExLlamaV2Lora
@@ -70,7 +71,7 @@ class SteppingModel(LoadableModel):
         if self._limits is None or self._limits[0] is not found or self._limits[1] != number:
             invariant = all(linear.is_batch_invariant() for linear in self.linears())
             matrices = (linear.loaded_matrix for linear in self.linears())
-            blocks = (isinstance(matrix, QuantMatrix) and matrix.takes_blocks for matrix in matrices)
+            blocks = (isinstance(matrix, (QuantMatrix, SplitMatrix)) and matrix.takes_blocks for matrix in matrices)
             refusals = (without_hooks(module).refusal_of_rows(STEP_ROWS) for module in found)
             self._limits = found, number, invariant, packed_rows_of(blocks, refusals)
         return self._limits[2:]

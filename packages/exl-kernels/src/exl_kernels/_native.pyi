@@ -42,6 +42,7 @@ __all__ = [
     "NextInput",
     "NormPrologue",
     "Pages",
+    "PeerColumns",
     "PeerExchange",
     "ProbedDevice",
     "Rotation",
@@ -787,6 +788,11 @@ class KernelLimits:
         Most rows of a launch on packed weights, on cards with wgmma, and of a block of a captured step's matmuls.
         """
     @property
+    def column_marks(self, /) -> int:
+        """
+        Marks of each GPU that stores columns into the results of others.
+        """
+    @property
     def exchange_gpus(self, /) -> int:
         """
         Most GPUs that exchange results.
@@ -1093,6 +1099,34 @@ class Pages:
     ) -> Pages:
         """
         key, value: [P, page, H, row]; scales [P, page, H, row] if the kind has them.
+        """
+
+@final
+class PeerColumns:
+    """
+    Results of several GPUs, as one of them sees them, which stores its columns into each.
+    """
+    def __new__(
+        cls,
+        /,
+        results: Sequence[Tensor],
+        half: int,
+        marks: Sequence[Tensor],
+        me: int,
+        step: Tensor,
+        failed: Tensor,
+        limit_ns: int,
+    ) -> PeerColumns:
+        """
+        results: int32 of one size on each GPU, `half` words for stores of even numbers and the rest for odd ones; marks: int32 [gpus, blocks] on each GPU, zeros at first; me, step, failed: as for
+        `PeerExchange`.
+        """
+    def store(
+        self, /, own: Tensor, begins: Sequence[int], number: int, launch: Launch, *, mark: bool, wait: bool
+    ) -> None:
+        """
+        Store own [rows, width], of 32-bit words, into the results of all GPUs: into the part that `number` says. begins: first column of each
+        GPU and the number of columns; mark: tell the others; wait: for the others' columns.
         """
 
 @final

@@ -17,6 +17,7 @@ from .errors import DeviceError, ShapeError
 
 __all__ = [
     "BLOCK_ROWS",
+    "COLUMN_MARKS",
     "FEW_ROWS",
     "FUSED_ACTIVATIONS",
     "HEAD_DIM_STEP",
@@ -71,6 +72,9 @@ MOST_GPUS = LIMITS.exchange_gpus
 
 MOST_EXCHANGES = LIMITS.exchanges
 """Most exchanges of a step."""
+
+COLUMN_MARKS = LIMITS.column_marks
+"""Marks of each GPU that stores columns into the results of others."""
 
 FUSED_ACTIVATIONS = LIMITS.activations
 """Names of the activations that GPU kernels apply. "gelu" is the tanh approximation."""

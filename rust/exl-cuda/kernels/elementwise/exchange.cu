@@ -123,3 +123,81 @@ extern "C" __global__ void __launch_bounds__(256) exchange(const ExchangeTask ta
   if (task.phases & 4) gather<2>(task, mark);
   else gather<1>(task, mark);
 }
+
+// Results of many rows: each GPU stores its columns straight into the results in the memory of all GPUs. Nothing is sent twice. Launches are
+// ordered by events, or each block marks behind a fence that its stores are done, and one block of each GPU waits for all marks. Two results
+// take turns for the same reason as two halves of an exchange buffer.
+struct ColumnsTask {
+  uint32_t* full[EXCHANGE_GPUS];   // of each GPU: [rows, columns], in units of 32 bits
+  uint32_t* marks[EXCHANGE_GPUS];  // of each GPU: COLUMN_BLOCKS words of each GPU that stores into its result
+  const uint32_t* own;             // [rows, width]
+  const uint32_t* step;            // as of `ExchangeTask`; so are failed, limit and number
+  uint32_t* failed;
+  uint64_t limit;
+  int columns, from, width;        // of a row: all, and the first of this GPU and their number
+  int gpus, me, rows;
+  uint32_t number;
+  uint32_t phases;                 // bit 0: mark, bit 1: wait for marks, bit 2: addresses and widths are those of four words
+};
+ABI_SIZE(ColumnsTask, 192); ABI_AT(ColumnsTask, full, 0); ABI_AT(ColumnsTask, marks, 64); ABI_AT(ColumnsTask, own, 128);
+ABI_AT(ColumnsTask, step, 136); ABI_AT(ColumnsTask, failed, 144); ABI_AT(ColumnsTask, limit, 152); ABI_AT(ColumnsTask, columns, 160);
+ABI_AT(ColumnsTask, from, 164); ABI_AT(ColumnsTask, width, 168); ABI_AT(ColumnsTask, gpus, 172); ABI_AT(ColumnsTask, me, 176);
+ABI_AT(ColumnsTask, rows, 180); ABI_AT(ColumnsTask, number, 184); ABI_AT(ColumnsTask, phases, 188);
+
+constexpr int COLUMN_BLOCKS = 256;  // most blocks of a launch; all GPUs launch the same number
+
+template <int N>
+DEVICE void store_all(const ColumnsTask& task) {
+  const int width = task.width / N, count = task.rows * width, stride = gridDim.x * blockDim.x;
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += stride) {
+    const Words<N> words = reinterpret_cast<const Words<N>*>(task.own)[i];
+    const int row = i / width;
+    const int64_t to = int64_t(row) * task.columns + task.from + N * (i - row * width);
+    for (int gpu = 0; gpu < task.gpus; gpu++) *reinterpret_cast<Words<N>*>(task.full[gpu] + to) = words;
+  }
+}
+
+// Waits until a word has `mark`; returns false if that takes too long.
+DEVICE bool marked(const uint32_t* word, uint32_t mark, uint64_t limit) {
+  uint64_t begin = 0;
+  for (uint32_t tries = 0;; tries++) {
+    uint32_t found;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(found) : "l"(word) : "memory");
+    if (found == mark) return true;
+    if (tries % 1024 != 1023) continue;
+    const uint64_t now = time_ns();
+    if (begin == 0) begin = now;
+    if (now - begin > limit) return false;
+  }
+}
+
+// Only the first block waits, after it has stored: blocks need not be resident together.
+extern "C" __global__ void __launch_bounds__(256) store_columns(const ColumnsTask task) {
+  pdl_trigger();
+  pdl_wait();
+  bool lost = (task.phases & 3) && *reinterpret_cast<volatile uint32_t*>(task.failed) != 0;
+  if (!lost) {
+    if (task.phases & 4) store_all<4>(task);
+    else store_all<1>(task);
+  }
+  if (!(task.phases & 3)) return;
+  const uint32_t mark = *task.step * EXCHANGES + task.number + 1;
+  if ((task.phases & 1) && !lost) {
+    __threadfence_system();
+    __syncthreads();
+    const int gpu = threadIdx.x;
+    if (gpu < task.gpus && gpu != task.me) {
+      uint32_t* to = task.marks[gpu] + task.me * COLUMN_BLOCKS + blockIdx.x;
+      asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(to), "r"(mark) : "memory");
+    }
+  }
+  if (!(task.phases & 2) || blockIdx.x != 0) return;
+  for (int i = threadIdx.x; i < task.gpus * int(gridDim.x) && !lost; i += blockDim.x) {
+    const int gpu = i / gridDim.x, block = i - gpu * gridDim.x;
+    if (gpu != task.me) lost = !marked(task.marks[task.me] + gpu * COLUMN_BLOCKS + block, mark, task.limit);
+  }
+  __threadfence_system();
+  if (!__syncthreads_or(lost)) return;
+  if (threadIdx.x == 0) *task.failed = 1;
+  for (int64_t i = threadIdx.x; i < int64_t(task.rows) * task.columns; i += blockDim.x) task.full[task.me][i] = NOTHING;
+}

@@ -42,6 +42,8 @@ pub struct KernelLimits {
     exchange_gpus: usize,
     /// Most exchanges of a step.
     exchanges: u32,
+    /// Marks of each GPU that stores columns into the results of others.
+    column_marks: usize,
     /// Names of the activations that kernels of a GPU apply.
     activations: (&'static str, &'static str, &'static str),
 }
@@ -73,6 +75,7 @@ pub fn kernel_limits() -> KernelLimits {
         sampling_blocks: sampling::BLOCKS,
         exchange_gpus: exchange::GPUS,
         exchanges: exchange::EXCHANGES,
+        column_marks: exchange::COLUMN_BLOCKS,
         activations: Activation::ALL.map(Activation::name).into(),
     }
 }

@@ -3,7 +3,9 @@
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
 
-use exl_cuda::ops::elementwise::exchange::{Exchange, exchange};
+use exl_cuda::ops::elementwise::exchange::{
+    COLUMN_BLOCKS, Columns, Exchange, exchange, store_columns,
+};
 use pyo3::prelude::*;
 
 use crate::cuda::{expect, target};
@@ -115,6 +117,117 @@ impl PeerExchange {
         };
         // SAFETY: torch owns the memory; sizes were checked above and by `exchange`; the caller opened peer access.
         py.detach(|| unsafe { exchange(to, &op) })
+            .map_err(|e| device_error(py, &e))
+    }
+}
+
+/// Results of several GPUs, as one of them sees them, which stores its columns into each.
+#[pyclass(frozen, module = "exl_kernels._native")]
+pub struct PeerColumns {
+    results: Vec<Tensor>,
+    half: usize,
+    marks: Vec<Tensor>,
+    me: usize,
+    step: Tensor,
+    failed: Tensor,
+    limit_ns: u64,
+}
+
+#[pymethods]
+impl PeerColumns {
+    /// results: int32 of one size on each GPU, `half` words for stores of even numbers and the rest for odd ones; marks: int32 [gpus, blocks] on each GPU, zeros at first; me, step, failed: as for
+    /// `PeerExchange`.
+    #[new]
+    fn new(
+        results: Vec<Tensor>,
+        half: usize,
+        marks: Vec<Tensor>,
+        me: usize,
+        step: Tensor,
+        failed: Tensor,
+        limit_ns: u64,
+    ) -> PyResult<Self> {
+        let gpus = results.len();
+        let words = |t: &Tensor| t.dtype == DType::I32 && t.cuda.is_some();
+        expect(
+            me < gpus
+                && results
+                    .iter()
+                    .all(|t| words(t) && t.numel() == results[me].numel() && t.numel() >= half),
+            "results must be int32 of one size on GPUs",
+        )?;
+        expect(
+            marks.len() == gpus
+                && marks.iter().zip(&results).all(|(t, at)| {
+                    words(t) && t.shape == [gpus, COLUMN_BLOCKS] && t.cuda == at.cuda
+                }),
+            "marks must be int32 [gpus, blocks] on each GPU",
+        )?;
+        expect(
+            [&step, &failed]
+                .iter()
+                .all(|t| words(t) && t.numel() == 1 && t.cuda == results[me].cuda),
+            "step and failed must be int32 [1] on this GPU",
+        )?;
+        Ok(Self {
+            results,
+            half,
+            marks,
+            me,
+            step,
+            failed,
+            limit_ns,
+        })
+    }
+
+    /// Store own [rows, width], of 32-bit words, into the results of all GPUs: into the part that `number` says. begins: first column of each
+    /// GPU and the number of columns; mark: tell the others; wait: for the others' columns.
+    #[pyo3(signature = (own, begins, number, launch, *, mark, wait))]
+    #[allow(clippy::too_many_arguments)]
+    fn store(
+        &self,
+        py: Python<'_>,
+        own: Tensor,
+        begins: Vec<usize>,
+        number: u32,
+        launch: &Launch,
+        mark: bool,
+        wait: bool,
+    ) -> PyResult<()> {
+        let mine = &self.results[self.me];
+        let to = target(&[("own", &own), ("result", mine)], launch)?;
+        let (at, room) = if number.is_multiple_of(2) {
+            (0, self.half)
+        } else {
+            (4 * self.half, mine.numel() - self.half)
+        };
+        let wide = begins.len() == self.results.len() + 1
+            && begins.windows(2).all(|pair| pair[0] < pair[1])
+            && own.dtype.size() == 4
+            && own.shape.len() == 2
+            && own.shape[1] == begins[self.me + 1] - begins[self.me];
+        expect(wide, "own must have the width that begins says, in words")?;
+        let rows = own.shape[0];
+        expect(
+            rows * begins.last().copied().unwrap_or(0) <= room,
+            "the result must fit its part of the memory",
+        )?;
+        let op = Columns {
+            fulls: self.results.iter().map(|t| t.ptr + at).collect(),
+            marks: self.marks.iter().map(|t| t.ptr).collect(),
+            begins,
+            me: self.me,
+            rows,
+            own: own.ptr,
+            step: self.step.ptr,
+            failed: self.failed.ptr,
+            number,
+            limit_ns: self.limit_ns,
+            mark,
+            wait,
+        };
+        // SAFETY: torch owns the memory; sizes were checked above and by `store_columns`; the caller opened peer access.
+        py.detach(|| unsafe { store_columns(to, &op) })
             .map_err(|e| device_error(py, &e))
     }
 }

@@ -8,20 +8,17 @@ lengths and tables on the device.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from exl_kernels.attention.cuda import counters
 from exl_kernels.device import row_invariant_matmuls
-from exl_kernels.linear.workspace import workspaces_in
 from exl_kernels.selection import PACKED_ROWS
 
 from ..errors import DeviceError
@@ -45,13 +42,16 @@ from .capture_failure import CaptureFailure
 from .captured_step import CapturedStep, StepReplay, on_cpu
 from .environment import PROMPTS_VARIABLE, eager_prompts, joins_adapters
 from .fused import JoinedLaunches, joined_launches_of
+from .half import OutputTokens
 from .prompt_windows import windows_of
+from .recorder import Recorder
 from .sections import DeviceCopy, SectionGraphs, mirrored, sections_of
+from .sharded.captured_prompts import record_prompt, refusal_of_memory
 from .sharded.coverage import row_bytes
 from .sharded.exchange_buffers import BuffersByRows, exchanges, refusal_of_access
-from .sharded.launches import ShardLaunches, shard_launches_of
+from .sharded.launches import ResultRow, ShardLaunches, shard_launches_of
 from .sharded.prompts import Prompts
-from .step_inputs import Bucket, StagedTensors, StepTensors, passed
+from .step_inputs import Bucket, StagedTensors, StepTensors
 
 if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
@@ -67,6 +67,10 @@ INVALID = "an argument is invalid"
 """A captured step checks all its arguments at once. The checks of other passes raise errors that name the argument."""
 MAX_GRAPHS = 64
 """Most captured steps of one cache, each a few MB of GPU memory. Beyond them the one unused for longest is dropped."""
+MAX_COUNTED = 4096
+"""Most buckets of prompts whose passes are counted. Beyond them counting begins anew."""
+MAX_PROMPTS = 8
+"""Most of them that are prompts of a length of their own, which also keep the hidden state of all tokens."""
 
 
 class DecodeGraphs:
@@ -90,16 +94,12 @@ class DecodeGraphs:
         self._model = weakref.ref(model)
         self._graphs: dict[tuple[int, ...], dict[Bucket, CapturedStep]] = {}
         self._failed: dict[tuple[tuple[int, ...], Bucket], CaptureFailure] = {}
-        self._logits: dict[int, Tensor] = {}
-        self._workspaces: list[Tensor] = []
+        self._recorder = Recorder()
         self._joined: JoinedLaunches | str | None = None
         self._shards: list[ShardLaunches] | str | None = None  # of a sharded model, or why there are none
         self._prompts: Prompts | None = None  # of `_shards`
         self._shards_failure: CaptureFailure | None = None  # why they could not be made, for lack of memory for example
         self._buffers = BuffersByRows()
-        # Of each device. One stream for all captures: torch reuses memory freed on a stream for that stream only.
-        self._pools: dict[torch.device, Any] = {}
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._refused: str | None = None
         self._exact_batch = False
         self._sets = AdapterSets()
@@ -124,8 +124,10 @@ class DecodeGraphs:
             self.reason = why
         return why
 
-    def prepare_store(self, ids: Tensor, cache: ExLlamaV2CacheBase, params: PagedParams) -> StepReplay | str:
-        """Prepare a captured step that stores the keys and values of a short prompt, and fill in its ids.
+    def prepare_prompt(
+        self, ids: Tensor, cache: ExLlamaV2CacheBase, params: PagedParams, *, last: bool = False
+    ) -> StepReplay | str:
+        """Prepare a captured step that stores the keys and values of a prompt, and fill in its ids.
 
         The first passes of a bucket are not captured: many prompts are the only ones of their size.
 
@@ -133,6 +135,7 @@ class DecodeGraphs:
             ids: int64 [B, q], or [1, T] with `params.q_lens`.
             cache: the cache of the pages.
             params: paged parameters.
+            last: the step ends with the hidden state of the last tokens.
 
         Returns:
             The step, or the reason why no captured step covers the arguments.
@@ -142,18 +145,41 @@ class DecodeGraphs:
         model = self._model()
         if model is None:
             return "the model is gone"
-        if model.placement.several or model.tp_context is not None:
-            return "the model is on several devices"
-        joined = self._refusal_of(model) or self._joined_or_reason(model)
-        if isinstance(joined, str):
-            return joined
+        refused = self._refusal_of(model) or self._refusal_of_prompts(model)
+        if refused is not None:
+            return refused
+        if model.tp_context is not None and (last or ids.numel() > model.packed_rows):
+            return self._prepare_whole(ids, cache, params, "last" if last else "none")
+        if last:
+            return "logits of a prompt are those of launches that are not captured"
         windows = windows_of(ids, params, model.packed_rows)
         if windows is None:
             return f"the windows of the prompts have more than {model.packed_rows} tokens"
-        step = self._replay_of(windows.ids.shape[1], cache, windows.params, stores=True)
+        step = self._replay_of(windows.ids.shape[1], cache, windows.params, output_tokens="none")
         if isinstance(step, str):
             return step
         return step if step.fill(windows.ids, windows.counts, windows.longest) else INVALID
+
+    def _prepare_whole(
+        self, ids: Tensor, cache: ExLlamaV2CacheBase, params: PagedParams, output_tokens: OutputTokens
+    ) -> StepReplay | str:
+        """Prepare a prompt of a sharded model whose rows are sequences, without padding.
+
+        cuBLAS may sum in another order for another number of rows.
+        """
+        if params.q_lens is not None or params.batch_size != ids.shape[0] or ids.shape[1] <= MAX_Q_LEN:
+            return "the rows are no prompts of one length"
+        step = self._replay_of(ids.shape[1], cache, params, output_tokens=output_tokens)
+        if isinstance(step, str):
+            return step
+        return step if step.fill(ids) else INVALID
+
+    def _refusal_of_prompts(self, model: LanguageModel) -> str | None:
+        """Return why no prompts of the model are captured, or None."""
+        if model.placement.several:
+            return "the model is on several devices"
+        made = self._joined_or_reason(model) if model.tp_context is None else self.shard_launches(model)
+        return made if isinstance(made, str) else None
 
     def prepare_next_step(
         self,
@@ -187,11 +213,12 @@ class DecodeGraphs:
         params: PagedParams,
         adapters: Sequence[tuple[Adapter, ...]] = (),
         *,
-        stores: bool = False,
+        output_tokens: OutputTokens = "all",
     ) -> StepReplay | str:
-        """Return `prepare_next_step`, or, with `stores`, a step without logits."""
+        """Return `prepare_next_step`, or a step that stores a prompt unless `output_tokens` is "all"."""
         batch = params.batch_size
-        if (why := refusal_of_tokens(batch, q_len)) is not None:
+        decodes = output_tokens == "all"
+        if q_len <= MAX_Q_LEN and (why := refusal_of_tokens(batch, q_len)) is not None:
             return why
         model = self._model()
         if model is None:
@@ -216,7 +243,7 @@ class DecodeGraphs:
         if isinstance(adapter_slots, str):
             return adapter_slots
         sizes = self._bucket(batch, q_len, longest, size, places)
-        bucket = self._store_bucket(sizes, places) if stores else sizes
+        bucket = sizes if decodes else self._prompt_bucket(sizes, places, last=output_tokens == "last")
         if bucket is None:
             return "no captured step stores such a prompt, or not before more of its size"
         captured = self._refusal_of_bucket(model, bucket) or self._captured(model, cache, bucket, bool(adapters))
@@ -293,8 +320,7 @@ class DecodeGraphs:
         self._sets.clear()
         self._failed.clear()
         self._eager.clear()
-        self._logits.clear()
-        self._workspaces.clear()
+        self._recorder.clear()
         self._buffers.clear()
         self._joined = self._shards = self._prompts = self._shards_failure = None
         self._arrangement = self._modules = None
@@ -317,7 +343,7 @@ class DecodeGraphs:
             self._graphs.pop(key, None)
         self._failed = {at: failure for at, failure in self._failed.items() if at[0] in self._graphs}
         if not self.count:
-            self._pools.clear()  # torch drops a pool with its last graph; its number must not be used again
+            self._recorder.drop_pools()
 
     def _refusal_of(self, model: LanguageModel) -> str | None:
         """Return why no pass is captured or joined: by settings, asked each time, or by the model's modules."""
@@ -337,23 +363,25 @@ class DecodeGraphs:
         return refusal_of_settings(model.config) or self._refused
 
     def _bucket(self, batch: int, q_len: int, longest: int, page_size: int, places: int) -> Bucket:
-        exact = self._exact_batch and batch * q_len <= PACKED_ROWS
+        exact = q_len > MAX_Q_LEN or (self._exact_batch and batch * q_len <= PACKED_ROWS)
         rows = batch if exact else padded_rows(batch, q_len)
         pages = -(-longest // page_size)
         # Four buckets an octave: a launch is planned for all keys of its bucket.
         grain = 1 << max(0, (pages - 1).bit_length() - 3)
         return Bucket(rows, q_len, min(-(-pages // grain) * grain, places), page_size)
 
-    def _store_bucket(self, bucket: Bucket, places: int) -> Bucket | None:
+    def _prompt_bucket(self, bucket: Bucket, places: int, *, last: bool) -> Bucket | None:
         """Return the bucket of a step without logits; None where no captured step serves it, or not yet."""
         if self._exact_batch:
             return None
         pages = min(1 << (bucket.pages - 1).bit_length(), places)
         # Beyond so many windows only multiples: of few buckets each is captured soon.
-        windows = PACKED_ROWS // bucket.q_len
+        windows = max(PACKED_ROWS // bucket.q_len, 1)
         batch = bucket.batch if bucket.batch <= windows else -(-bucket.batch // windows) * windows
-        found = bucket._replace(batch=batch, pages=pages, stores=True)
+        found = bucket._replace(batch=batch, pages=pages, stores=not last, last=last)
         if self._eager[found] < eager_prompts():
+            if len(self._eager) > MAX_COUNTED:
+                self._eager.clear()
             self._eager[found] += 1
             return None
         return found
@@ -361,7 +389,7 @@ class DecodeGraphs:
     def _refusal_of_bucket(self, model: LanguageModel, bucket: Bucket) -> str | None:
         """Return why steps of a bucket cannot be captured with batch-invariant results, or None."""
         if model.tp_context is not None:
-            if bucket.tokens > PACKED_ROWS:
+            if bucket.tokens > PACKED_ROWS and not (bucket.stores or bucket.last):
                 return f"the matrices are sharded, and the step has {bucket.tokens} rows, more than {PACKED_ROWS}"
             shards = self.shard_launches(model, bucket)
             return shards if isinstance(shards, str) else None
@@ -438,15 +466,17 @@ class DecodeGraphs:
             failure = CaptureFailure.of(bucket, error, failure)
             self._failed[key, bucket] = failure
             if not self.count:
-                self._pools.clear()  # as in `_drop`
+                self._recorder.drop_pools()
             return str(failure)
         finally:
             self._recording = False
         self._failed.pop((key, bucket), None)
         held = self._graphs.setdefault(key, {})
         held[bucket] = made
-        if len(held) > MAX_GRAPHS:
-            del held[next(iter(held))]
+        prompts = [one for one in held if one.q_len > MAX_Q_LEN]
+        unused = prompts[0] if len(prompts) > MAX_PROMPTS else next(iter(held)) if len(held) > MAX_GRAPHS else None
+        if unused is not None:
+            del held[unused], self._eager[unused]  # a prompt of its size is rare again
         return made
 
     def _record(self, model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, adapted: bool) -> CapturedStep:
@@ -454,13 +484,14 @@ class DecodeGraphs:
         assert device is not None
         assert isinstance(model.modules[-1], Head)
         if model.tp_context is not None:
-            return self._record_sharded(model, model.tp_context, cache, bucket)
+            records = self._record_sharded_prompt if bucket.stores or bucket.last else self._record_sharded
+            return records(model, model.tp_context, cache, bucket)
         joined = None if adapted and not joins_adapters() else self._joined_or_reason(model)
         inputs = StagedTensors(bucket, device)
         if bucket.stores:
             assert isinstance(joined, JoinedLaunches), "prepare_store has checked it"
             return self._record_store(model, cache, joined, inputs)
-        logits = self._logits_of(bucket.tokens, model.config.padded_vocab_size, device)
+        logits = self._recorder.logits_of(bucket.tokens, model.config.padded_vocab_size, device)
         sections = sections_of(model.placement)
         tensors, copies = mirrored(sections, inputs)
         steps = {name: static_step(model, cache, bucket, own, own.buffer.device) for name, own in tensors.items()}
@@ -481,11 +512,13 @@ class DecodeGraphs:
                 copies_in.append(DeviceCopy(state, given))
             body = section.body(model, joined, given, steps[section.name])
             out = logits if section is sections[-1] else None
-            graph, state, held = self._capture(body, out, given)
+            graph, state, held = self._recorder.capture(body, out, given)
             parts.append((copies_in, graph))
             kept += [state, held]
         whole = parts[0][1] if len(parts) == 1 else SectionGraphs(parts)
-        return CapturedStep(whole, inputs, logits, (*kept, *self._workspaces), tuple(adapters), [-1] * bucket.tokens)
+        return CapturedStep(
+            whole, inputs, logits, (*kept, *self._recorder.workspaces), tuple(adapters), [-1] * bucket.tokens
+        )
 
     def _record_store(
         self, model: LanguageModel, cache: ExLlamaV2CacheBase, joined: JoinedLaunches, inputs: StagedTensors
@@ -498,8 +531,8 @@ class DecodeGraphs:
                 joined.store(inputs.ids, step)
             return inputs.ids
 
-        graph, _, held = self._capture(body, None, inputs.ids)
-        kept = (step.rows, step.cos, step.sin, *(step.alt or ()), held, *self._workspaces)
+        graph, _, held = self._recorder.capture(body, None, inputs.ids)
+        kept = (step.rows, step.cos, step.sin, *(step.alt or ()), held, *self._recorder.workspaces)
         return CapturedStep(graph, inputs, None, kept)
 
     def _record_sharded(
@@ -508,7 +541,7 @@ class DecodeGraphs:
         """Record a graph for each device of a sharded model. The graphs wait for one another's results."""
         assert isinstance(self._shards, list), "_refusal_of_bucket has made them"
         inputs = StagedTensors(bucket, context.home)
-        logits = self._logits_of(bucket.tokens, model.config.padded_vocab_size, context.home)
+        logits = self._recorder.logits_of(bucket.tokens, model.config.padded_vocab_size, context.home)
         buffers = self._buffers.of_rows(context, bucket.tokens, row_bytes(model.modules, len(self._shards)))
         pages = context.pages(cache, bucket.page_size, (bucket.batch, model.config.head_dim))
         kept: list[Tensor] = []
@@ -520,63 +553,29 @@ class DecodeGraphs:
             copies_in = [DeviceCopy(inputs.buffer, own.buffer)] if shard else []
             step = replace(static_step(model, cache, bucket, own, device), pages=pages[shard])
             body = self._shards[shard].body(own.ids, step, partial(exchanges, buffers, shard))
-            graph, result, held = self._capture(body, None if shard else logits, own.ids)
+            graph, result, held = self._recorder.capture(body, None if shard else logits, own.ids)
             parts.append((copies_in, graph))
             kept += [step.rows, step.cos, step.sin, *(step.alt or ()), result, held]
         return CapturedStep(
-            SectionGraphs(parts), inputs, logits, (*kept, *self._workspaces), (), [], {}, buffers, self._shards
+            SectionGraphs(parts), inputs, logits, (*kept, *self._recorder.workspaces), (), [], {}, buffers, self._shards
         )
 
-    def _capture(
-        self, body: Callable[[Tensor | None], Tensor], logits: Tensor | None, memory: Tensor
-    ) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-        """Record the launches of `body` on the device of `memory`, after one run that is not recorded.
-
-        body: gets the tensor for the logits, `logits` or in the first run another one, and returns its result.
-
-        Returns the graph, the result, and the counters.
-        """
-        device = memory.device
-        # A step may be captured while another reader still needs the logits of the previous step.
-        scratch = None if logits is None else torch.empty_like(logits)
-        current = torch.cuda.current_stream(device)
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream = self._streams[device]
-        graph = torch.cuda.CUDAGraph()
-        if device not in self._pools:
-            self._pools[device] = torch.cuda.graph_pool_handle()
-        with passed(memory) as all_read:
-            stream.wait_stream(current)
-            try:
-                with torch.cuda.stream(stream), counters(device) as held, workspaces_in(self._workspaces):
-                    body(scratch)  # every row is padding, which is not stored
-                    stream.synchronize()
-                    all_read()
-                    graph.capture_begin(pool=self._pools[device], capture_error_mode="thread_local")
-                    try:
-                        result = body(logits)
-                    except BaseException:
-                        _abandon(graph)
-                        raise
-                    graph.capture_end()
-            finally:
-                # Also after a partial failure: queued launches still read memory that others may reuse from here on.
-                current.wait_stream(stream)
-        return graph, result, held
-
-    def _logits_of(self, tokens: int, columns: int, device: torch.device) -> Tensor:
-        """Return one buffer for all steps of a size: a step's logits are valid until the next step."""
-        most = 1 << (tokens - 1).bit_length()
-        if most not in self._logits:
-            self._logits[most] = torch.empty((most, columns), dtype=torch.float32, device=device)
-        return self._logits[most][:tokens]
-
-
-def _abandon(graph: torch.cuda.CUDAGraph) -> None:
-    """End a failed capture, so that the stream can be used again; the caller raises the failure itself."""
-    with contextlib.suppress(RuntimeError):
-        graph.capture_end()
+    def _record_sharded_prompt(
+        self, model: LanguageModel, context: TensorParallel, cache: ExLlamaV2CacheBase, bucket: Bucket
+    ) -> CapturedStep:
+        """Record a prompt of a sharded model, a graph for each device."""
+        assert isinstance(self._shards, list), "_refusal_of_bucket has made them"
+        devices = [context.device(shard) for shard in range(len(self._shards))]
+        why = refusal_of_memory(self._shards, devices, bucket)
+        if why is not None:
+            raise DeviceError(why)
+        row = ResultRow.of(self._shards[0].shape, context.home)
+        results = self._buffers.results_of_rows(devices, bucket.tokens, row)
+        made = record_prompt(model, self._shards, cache, bucket, results, self._recorder)
+        kept = (*made.kept, *self._recorder.workspaces)
+        return CapturedStep(
+            made.graphs, made.inputs, None, kept, buffers=results, launches=self._shards, hidden=made.hidden
+        )
 
 
 def _forget(graphs: weakref.ref[DecodeGraphs], cache: int) -> None:

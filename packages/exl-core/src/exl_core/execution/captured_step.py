@@ -31,7 +31,7 @@ from .sections import SectionGraphs
 from .step_inputs import StagedTensors
 
 if TYPE_CHECKING:
-    from exl_kernels.peer import ExchangeBuffers
+    from exl_kernels.peer import ExchangeBuffers, PeerResults
 
     from ..cache import ExLlamaV2CacheBase
     from .captured import DecodeGraphs
@@ -46,15 +46,16 @@ class CapturedStep:
 
     graph: torch.cuda.CUDAGraph | SectionGraphs
     inputs: StagedTensors
-    logits: Tensor | None  # float32 [tokens, padded vocabulary]; None where the bucket only stores
+    logits: Tensor | None  # float32 [tokens, padded vocabulary]; None where the bucket has none
     kept: tuple[Tensor, ...]  # rope tables, hidden states between devices, counters of attention, workspaces
     adapters: tuple[RowAdapters, ...] = ()  # on each device
     adapter_slots: list[int] = field(
         default_factory=list
     )  # contents of the adapters' tensor at this point of the stream
     views: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    buffers: ExchangeBuffers | None = None  # through which the devices of a sharded model exchange results
+    buffers: ExchangeBuffers | PeerResults | None = None  # through which devices of a sharded model exchange results
     launches: Sequence[ShardLaunches] = ()  # of a sharded model: norm weights of each device
+    hidden: Tensor | None = None  # [rows, hidden] of the last tokens, where the bucket ends with them
 
     def send_adapter_slots(self, adapter_slots: list[int]) -> None:
         """Queue the copy of the adapters of the first rows unless the GPUs have them; the other rows are padding."""

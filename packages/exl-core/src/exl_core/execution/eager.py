@@ -6,11 +6,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from exl_kernels.device import row_invariant_matmuls, rows_are_invariant
 from exl_kernels.selection import STEP_ROWS
 
 from ..device import out_of_memory_as_error
+from ..layers import Head, Norm
 from .attn_params import PagedParams
 from .batch import DECODE_TOKENS
 from .build_step import build_step
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from .batch import Step
     from .sharded.context import TensorParallel
 
-__all__ = ["EAGER", "Eager", "first_step", "matmuls_of"]
+__all__ = ["EAGER", "Eager", "first_step", "logits_of", "matmuls_of"]
 
 
 class Eager:
@@ -74,6 +76,14 @@ def first_step(model: LanguageModel, asked: ForwardPass, parallel: TensorParalle
         parallel=parallel,
         ids=asked.ids,
     )
+
+
+def logits_of(model: LanguageModel, hidden: Tensor) -> Tensor:
+    """Return the logits [T, padded vocabulary] of hidden states [T, hidden] on the last device, without adapters."""
+    norm, head = model.modules[-2], model.modules[-1]
+    assert isinstance(norm, Norm)
+    assert isinstance(head, Head)
+    return head.forward(norm.forward(hidden))
 
 
 def run_modules(model: LanguageModel, asked: ForwardPass, first: Step) -> ForwardResult | None:

@@ -83,10 +83,10 @@ class ForwardPass:
         return plain and isinstance(self.params, PagedParams)
 
     @property
-    def stores(self) -> bool:
-        """Whether a captured step may run the pass, which only stores the keys and values of tokens in pages."""
+    def is_plain_prompt(self) -> bool:
+        """Whether a captured step may run the pass: tokens in pages, for their keys and values, or the last logits."""
         plain = self.position_offsets is None and not (self.loras or self.row_loras or self.adapters)
-        return self.preprocess_only and plain and isinstance(self.params, PagedParams)
+        return (self.preprocess_only or self.last_id_only) and plain and isinstance(self.params, PagedParams)
 
     def end(self) -> int:
         """Return the number of tokens of the longest sequence after a checked pass."""

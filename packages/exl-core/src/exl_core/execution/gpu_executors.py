@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..device import out_of_memory_as_error
-from .eager import first_step, matmuls_of
+from .eager import first_step, logits_of, matmuls_of
 
 if TYPE_CHECKING:
     from ..contracts import ForwardResult
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .forward_pass import ForwardPass
     from .fused import JoinedLaunches
 
-__all__ = ["Captured", "CapturedStore", "Joined"]
+__all__ = ["Captured", "CapturedLast", "CapturedStore", "Joined"]
 
 
 class Captured:
@@ -46,6 +46,26 @@ class CapturedStore:
         self._step.send()
         self._step.store()
         return {}
+
+
+class CapturedLast:
+    """Run one captured prompt of a sharded model, whose inputs are filled in, and the head for the last tokens."""
+
+    __slots__ = ("_step",)
+
+    def __init__(self, step: StepReplay) -> None:
+        self._step = step
+
+    @torch.no_grad()
+    def run(self, model: ExecutableModel, asked: ForwardPass) -> ForwardResult:
+        """Queue the step; see `Executor.run`."""
+        self._step.send()
+        self._step.store()
+        hidden = self._step.captured.hidden
+        assert hidden is not None, "`last` was asked for"
+        with out_of_memory_as_error("run the model"), matmuls_of(model, asked):
+            logits = logits_of(model, hidden)
+        return {"logits": logits.view(asked.ids.shape[0], 1, logits.shape[1])}
 
 
 class Joined:

@@ -23,7 +23,7 @@ from .batch import Step
 from .half import Half, JoinedHalf, Normed
 from .operators import Operators
 
-__all__ = ["ManyRows", "takes_many_rows"]
+__all__ = ["ManyRows", "largest_weight", "takes_many_rows"]
 
 ALIGNED = 512
 """Bytes; as memory of torch's allocator, so that cuBLAS takes the same kernels."""
@@ -44,6 +44,13 @@ def takes_many_rows(rows: int) -> bool:
     return not rows_are_invariant(rows)
 
 
+def largest_weight(halves: Sequence[Half]) -> int:
+    """Return the elements of the largest matrix that `ManyRows` dequantizes."""
+    own = (part for half in halves if isinstance(half, JoinedHalf) for part in half.matmul_halves())
+    matrices = (matrix for half in own for matrix in half.matrices if isinstance(matrix, CudaQuantMatrix))
+    return max((matrix.in_features * matrix.out_features for matrix in matrices), default=0)
+
+
 class ManyRows(Operators):
     """Separate matmuls of one pass of more rows than are batch-invariant, which dequantize their matrices.
 
@@ -61,8 +68,7 @@ class ManyRows(Operators):
         per = ALIGNED // self._dtype.itemsize
         sizes = ([_up(rows * width, per) for width in half.held] for half in own)
         self._memory = torch.empty(max(map(sum, sizes), default=0), dtype=self._dtype, device=device)
-        matrices = (matrix for half in own for matrix in half.matrices if isinstance(matrix, CudaQuantMatrix))
-        self._weights = WeightMemory(max((m.in_features * m.out_features for m in matrices), default=0), device)
+        self._weights = WeightMemory(largest_weight(halves), device)
         self._results: dict[tuple[int, ...], list[Tensor]] = {}
         self._attention: dict[object, _Attention] = {}
         self._sum: Tensor | None = None

@@ -2,9 +2,9 @@
 
 | way | runs | selected for |
 |---|---|---|
-| captured | one CUDA graph a device (`captured.py`) | GPUs: steps of few tokens in pages, and short prompts |
+| captured | one CUDA graph a device (`captured.py`) | GPUs: steps of few tokens in pages, and some prompts |
 | joined | the model's joined launches (`fused.py`) | other passes of a model on one GPU, without adapters |
-| sharded prompt | the launches of all devices from one thread | many rows on GPUs of a model loaded by `load_tp` |
+| sharded prompt | the launches of all devices from one thread | prompts on GPUs of a model loaded by `load_tp` |
 | sharded | heads and outputs of every matrix on several devices | every other pass of such a model |
 | eager | each module's own forward pass, the oracle of the others | everything else |
 
@@ -32,7 +32,7 @@ from .captured import INVALID
 from .eager import EAGER
 from .executor import ExecutableModel, Executor
 from .forward_pass import checked
-from .gpu_executors import Captured, CapturedStore, Joined
+from .gpu_executors import Captured, CapturedLast, CapturedStore, Joined
 from .sharded.executor import SHARDED
 from .sharded.prompts import takes_prompt
 
@@ -122,11 +122,14 @@ def _captured(model: ExecutableModel, asked: ForwardPass) -> Executor | str:
             if (typed := device_error("run a decode step", error)) is None:
                 raise
             raise typed from error
-    if isinstance(params, PagedParams) and cache is not None and asked.stores:
+    if isinstance(params, PagedParams) and cache is not None and asked.is_plain_prompt:
+        last = not asked.preprocess_only
         with out_of_memory_as_error("run the model"):
-            store = model.decode.prepare_store(ids, cache, params)
-        return store if isinstance(store, str) else CapturedStore(store)
-    return "it is neither a step in pages with all its logits nor a prompt in pages without results"
+            prompt = model.decode.prepare_prompt(ids, cache, params, last=last)
+        if isinstance(prompt, str):
+            return prompt
+        return CapturedLast(prompt) if last else CapturedStore(prompt)
+    return "it is neither a step in pages with all its logits nor a prompt in pages without other results"
 
 
 def _joined(model: ExecutableModel, asked: ForwardPass) -> Executor | str:
@@ -140,5 +143,5 @@ def _joined(model: ExecutableModel, asked: ForwardPass) -> Executor | str:
 def _prompts(model: ExecutableModel, asked: ForwardPass) -> Executor | str:
     """Return what runs the prompts of a sharded model if a checked pass is one, or the reason why nothing does."""
     if not takes_prompt(asked):
-        return "it has few rows, few tokens a row, or adapters"
+        return "it has few tokens a row, or adapters"
     return model.decode.prompts(model)

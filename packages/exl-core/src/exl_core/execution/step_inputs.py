@@ -48,6 +48,8 @@ class Bucket(NamedTuple):
     page_size: int
     stores: bool = False
     """The step only stores keys and values: it has no logits."""
+    last: bool = False
+    """The step ends with the hidden state of the last token of each row: it has no logits either."""
 
     @property
     def tokens(self) -> int:

@@ -12,7 +12,16 @@ pub const GPUS: usize = 8;
 pub const EXCHANGES: u32 = 1024;
 const THREADS: usize = 256;
 
-assert_constants!(exchange, { EXCHANGE_GPUS == GPUS, EXCHANGES == EXCHANGES });
+/// Most blocks of a launch of [`store_columns`], each of which has a mark.
+pub const COLUMN_BLOCKS: usize = 256;
+/// Vectors that a thread of [`store_columns`] stores before more blocks are launched.
+const VECTORS: usize = 4;
+
+assert_constants!(exchange, {
+    EXCHANGE_GPUS == GPUS,
+    EXCHANGES == EXCHANGES,
+    COLUMN_BLOCKS == COLUMN_BLOCKS,
+});
 
 /// Operands of [`exchange`]: addresses, sizes in words of 32 bits.
 #[derive(Clone, Debug)]
@@ -66,7 +75,7 @@ struct Task {
 assert_layout!(Task, exchange::ExchangeTask, { buffer, own, full, step, failed, half, limit, begin, gpus, me, rows, number, receivers, phases });
 
 pub(in crate::ops) fn kernels() -> Vec<String> {
-    vec!["exchange".to_owned()]
+    vec!["exchange".to_owned(), "store_columns".to_owned()]
 }
 
 impl Exchange {
@@ -175,6 +184,152 @@ pub unsafe fn exchange(to: Target, op: &Exchange) -> Result<(), CudaError> {
     unsafe { launch.run(device, &mut arguments) }
 }
 
+/// Operands of [`store_columns`]: addresses, sizes in words of 32 bits.
+#[derive(Clone, Debug)]
+pub struct Columns {
+    /// Address of each GPU's result, `[rows, columns]`.
+    pub fulls: Vec<usize>,
+    /// Address of each GPU's marks, u32 `[gpus, COLUMN_BLOCKS]`, zeros at first. Empty where launches neither mark nor wait.
+    pub marks: Vec<usize>,
+    /// First column of each GPU, and the number of columns.
+    pub begins: Vec<usize>,
+    /// Place of this GPU.
+    pub me: usize,
+    pub rows: usize,
+    /// `[rows, width of this GPU]`
+    pub own: usize,
+    /// As of [`Exchange`], where there are marks; so are `failed`, `number` and `limit_ns`.
+    pub step: usize,
+    pub failed: usize,
+    pub number: u32,
+    pub limit_ns: u64,
+    /// Tell the other GPUs that the columns are there.
+    pub mark: bool,
+    /// Wait for the columns of the other GPUs.
+    pub wait: bool,
+}
+
+/// `ColumnsTask` of exchange.cu.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct ColumnsTask {
+    full: [u64; GPUS],
+    marks: [u64; GPUS],
+    own: u64,
+    step: u64,
+    failed: u64,
+    limit: u64,
+    columns: i32,
+    from: i32,
+    width: i32,
+    gpus: i32,
+    me: i32,
+    rows: i32,
+    number: u32,
+    phases: u32,
+}
+
+assert_layout!(ColumnsTask, exchange::ColumnsTask, { full, marks, own, step, failed, limit, columns, from, width, gpus, me, rows, number, phases });
+
+impl Columns {
+    fn check(&self) -> Result<(), CudaError> {
+        let gpus = self.fulls.len();
+        let marked = !(self.mark || self.wait) || self.marks.len() == gpus;
+        let ascending =
+            self.begins.first() == Some(&0) && self.begins.windows(2).all(|pair| pair[0] < pair[1]);
+        if (2..=GPUS).contains(&gpus)
+            && self.me < gpus
+            && self.begins.len() == gpus + 1
+            && ascending
+            && marked
+            && self.number < EXCHANGES
+        {
+            return Ok(());
+        }
+        Err(CudaError::Argument {
+            what: format!(
+                "columns {:?} of {gpus} GPUs, exchange {}",
+                self.begins, self.number
+            ),
+            limit: "2 to 8 GPUs, ascending from 0, with marks of each where launches wait, at most 1,024 a step"
+                .to_owned(),
+        })
+    }
+
+    /// Whether four neighbouring words can be accessed at once.
+    fn in_fours(&self) -> bool {
+        self.begins.iter().all(|begin| begin.is_multiple_of(4))
+            && self.fulls.iter().all(|at| at.is_multiple_of(16))
+    }
+
+    /// Blocks of a launch, the same on all GPUs.
+    fn blocks(&self) -> usize {
+        let columns = self.begins.last().copied().unwrap_or(0);
+        let words = if self.in_fours() { 4 } else { 1 };
+        (self.rows * columns)
+            .div_ceil(words * self.fulls.len() * THREADS * VECTORS)
+            .clamp(1, COLUMN_BLOCKS)
+    }
+
+    fn task(&self) -> Result<ColumnsTask, CudaError> {
+        self.check()?;
+        let gpus = self.fulls.len();
+        let (from, end) = (self.begins[self.me], self.begins[self.me + 1]);
+        index32("words", self.rows * self.begins[gpus])?;
+        let fours = self.in_fours();
+        if fours && !self.own.is_multiple_of(16) {
+            return Err(CudaError::Argument {
+                what: "columns that do not begin at a multiple of 16 bytes".to_owned(),
+                limit: "they must".to_owned(),
+            });
+        }
+        let mut task = ColumnsTask {
+            full: [0; GPUS],
+            marks: [0; GPUS],
+            own: self.own as u64,
+            step: self.step as u64,
+            failed: self.failed as u64,
+            limit: self.limit_ns,
+            columns: index32("columns", self.begins[gpus])?,
+            from: from as i32,
+            width: (end - from) as i32,
+            gpus: gpus as i32,
+            me: self.me as i32,
+            rows: index32("rows", self.rows)?,
+            number: self.number,
+            phases: u32::from(self.mark) | u32::from(self.wait) << 1 | u32::from(fours) << 2,
+        };
+        for (place, &address) in self.fulls.iter().enumerate() {
+            task.full[place] = address as u64;
+        }
+        for (place, &address) in self.marks.iter().enumerate() {
+            task.marks[place] = address as u64;
+        }
+        Ok(task)
+    }
+}
+
+/// Store this GPU's columns into the results of all GPUs.
+///
+/// # Safety
+/// The addresses must be memory of the stated sizes, valid until the stream has passed this launch; that of other GPUs must be accessible
+/// to this one. Nothing else may use the results meanwhile. Where launches wait, all GPUs must launch the same.
+pub unsafe fn store_columns(to: Target, op: &Columns) -> Result<(), CudaError> {
+    let task = op.task()?;
+    let device = Device::get(to.device)?;
+    let launch = Launch {
+        kernel: "store_columns",
+        grid: [op.blocks() as u32, 1, 1],
+        block: THREADS as u32,
+        shared_bytes: 0,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    let mut arguments = kernel_arguments![task];
+    // SAFETY: the kernel takes one `ColumnsTask`; the caller guarantees that the addresses are valid.
+    unsafe { launch.run(device, &mut arguments) }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -216,5 +371,35 @@ mod tests {
         assert!(odd.check().is_ok());
         odd.second = 23;
         assert!(odd.check().is_err());
+    }
+
+    #[test]
+    fn columns_need_marks_where_a_launch_waits_and_one_grid_for_all_gpus() {
+        let mut columns = Columns {
+            fulls: vec![16, 16],
+            marks: Vec::new(),
+            begins: vec![0, 512, 4096],
+            me: 0,
+            rows: 64,
+            own: 16,
+            step: 0,
+            failed: 0,
+            number: 0,
+            limit_ns: 1,
+            mark: false,
+            wait: false,
+        };
+        assert!(columns.task().is_ok());
+        let blocks = columns.blocks();
+        columns.me = 1;
+        assert_eq!(columns.blocks(), blocks);
+        columns.wait = true;
+        assert!(columns.task().is_err());
+        columns.marks = vec![4, 4];
+        assert!(columns.task().is_ok());
+        columns.own = 8;
+        assert!(columns.task().is_err());
+        columns.begins[1] = 4098;
+        assert!(columns.task().is_err());
     }
 }

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from exl_kernels.peer import ExchangeBuffers, exchange_buffer_bytes, free_deleted
+from exl_kernels.peer import ExchangeBuffers, PeerResults, exchange_buffer_bytes, free_deleted
 
 from .coverage import RowBytes
-from .launches import Gather
+from .launches import Gather, ResultRow
 from .transfer import is_direct
 
 if TYPE_CHECKING:
@@ -44,21 +44,37 @@ def refusal_of_access(context: TensorParallel) -> str | None:
 
 
 class BuffersByRows:
-    """Exchange buffers of a sharded model, one set for steps of up to 1, 2, 4, .. rows, made on first use."""
+    """Memory of exchanges of a sharded model, one for steps of up to 1, 2, 4, .. rows, made on first use.
+
+    Steps of few rows exchange through buffers, prompts store into results.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[int, ExchangeBuffers] = {}
+        self._results: dict[int, PeerResults] = {}
 
     def clear(self) -> None:
-        """Drop all buffers. Waits for the GPUs: a step may still be under way."""
-        if self._buffers:
+        """Drop all memory. Waits for the GPUs: a step may still be under way."""
+        if self._buffers or self._results:
             self._buffers.clear()
+            self._results.clear()
             free_deleted()
 
     def check(self) -> None:
         """Raise DeviceError if a device gave up waiting for another one in any step. Waits for the GPUs."""
         for buffers in self._buffers.values():
             buffers.check()
+        for results in self._results.values():
+            results.check()
+
+    def results_of_rows(self, devices: Sequence[torch.device], rows: int, row: ResultRow) -> PeerResults:
+        """Return the results for prompts of up to `rows` rows."""
+        most = 1 << _power(rows)
+        if most not in self._results:
+            self._results[most] = PeerResults(devices, most * row.even, most * row.odd)
+            for device in {*devices}:  # marks must be zeros before another GPU stores there
+                torch.cuda.synchronize(device)
+        return self._results[most]
 
     def of_rows(self, context: TensorParallel, rows: int, row: RowBytes) -> ExchangeBuffers:
         """Return the buffers for steps of up to `rows` rows. Their last exchange is of the logits."""

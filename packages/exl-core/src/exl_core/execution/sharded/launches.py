@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from ...layers import Embedding, Head, Linear, Norm, RMSNorm
 from ...layers.description import AttentionDescription, MlpDescription
 from ..attention_half import AttentionHalf
 from ..half import NO_PROLOGUE, Features, JoinedHalf, NextPrologue, Normed, OutputTokens, PendingMatmul, last_rows
+from ..half_matmuls import joins_rows
 from ..many_rows import ManyRows, takes_many_rows
 from ..mlp_half import MlpHalf
 from ..operators import Joined, Operators
@@ -38,7 +39,16 @@ if TYPE_CHECKING:
     from ...language_model import LanguageModel
     from ..batch import Step
 
-__all__ = ["Gather", "ShardLaunches", "rounded_for", "run_shares", "shard_launches_of"]
+__all__ = [
+    "Gather",
+    "ResultRow",
+    "Shape",
+    "ShardLaunches",
+    "is_captured",
+    "operators_for",
+    "run_shares",
+    "shard_launches_of",
+]
 
 Share = TypeVar("Share", AttentionDescription, MlpDescription)
 
@@ -99,11 +109,33 @@ class _RoundedMany(_Rounded, ManyRows):
 WHOLE, ROUNDED = _Whole(), _Rounded()
 
 
-def rounded_for(shares: Sequence[ShardLaunches], x: Sequence[Tensor]) -> list[Operators]:
+def operators_for(shares: Sequence[ShardLaunches], x: Sequence[Tensor]) -> list[Operators]:
     """Return the operators of each device for a pass over the hidden states x [T, hidden] of a prompt."""
-    if not takes_many_rows(x[0].shape[0]):
-        return [ROUNDED] * len(shares)
-    return [_RoundedMany(share.halves, t.shape[0], t.device) for share, t in zip(shares, x, strict=True)]
+    rows = x[0].shape[0]
+    if takes_many_rows(rows):
+        return [_RoundedMany(share.halves, rows, t.device) for share, t in zip(shares, x, strict=True)]
+    return [WHOLE if joins_rows(rows) else ROUNDED] * len(shares)
+
+
+def is_captured(device: torch.device) -> bool:
+    """Return whether the current stream of a GPU captures launches."""
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+class ResultRow(NamedTuple):
+    """Bytes of a row of the widest results that devices gather in a prompt."""
+
+    even: int
+    """In exchanges of even numbers: attention's outputs, and the gated features."""
+    odd: int
+    """In exchanges of odd numbers: the hidden state."""
+
+    @classmethod
+    def of(cls, shape: Shape, device: torch.device) -> ResultRow:
+        """Return the bytes on a device."""
+        size = activation_dtype(device).itemsize
+        return cls(size * max(shape.heads[-1], shape.inner[-1]), size * shape.hidden[-1])
 
 
 def run_shares(
@@ -186,9 +218,7 @@ class ShardLaunches:
         device = self._matrix.device
 
         def run(logits: Tensor | None) -> Tensor:
-            with torch.cuda.device(device):
-                live = torch.cuda.is_current_stream_capturing()
-            return self.run(ids, step, exchanges(live), logits)
+            return self.run(ids, step, exchanges(is_captured(device)), logits)
 
         return run
 

@@ -159,6 +159,11 @@ class SplitMatrix(ShardedMatrix):
         self.stored_features = stored
         self.places = [(part.shard, part.columns) for part in self.parts]
 
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether one launch takes BLOCK_ROWS rows of each part of this process."""
+        return all(part.matrix is not None and part.matrix.takes_blocks for part in self.local)
+
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Multiply x [T, in] on the home device -> [T, out], in `out` if given."""
         if out is None:
