@@ -19,7 +19,7 @@ from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Cach
 from exl_core.device import GIB, devices
 from exl_core.execution.sharded.launches import ResultRow
 from exl_core.execution.sharded.matrix import SplitMatrix
-from exl_core.execution.sharded.prompts import StreamBarrier, Prompts, Stores
+from exl_core.execution.sharded.prompts import Prompts, Stores, StreamBarrier
 from exl_core.execution.sharded.transfer import is_direct
 from exl_core.layers import Linear
 from exl_core.loading.plan import plan, plan_modules

@@ -111,7 +111,7 @@ def run(model: ExLlamaV2, made: list[ShardLaunches], ids: Tensor, params: PagedP
     assert context is not None
     batch, q_len = ids.shape
     basics = (model.config, model.rope, cache, params, batch, q_len, None, torch.device("cpu"))
-    meeting, results = StreamBarrier(len(made)), [torch.empty(0)] * len(made)
+    barrier, results = StreamBarrier(len(made)), [torch.empty(0)] * len(made)
     logits = torch.empty(batch * q_len, model.config.padded_vocab_size)
     pages = context.pages(cache, params.page_size, (batch, model.config.head_dim))
 
@@ -120,9 +120,9 @@ def run(model: ExLlamaV2, made: list[ShardLaunches], ids: Tensor, params: PagedP
         step.pages = pages[shard]
         try:
             with torch.inference_mode():
-                results[shard] = made[shard].run(ids.reshape(-1), step, meeting.of(shard), None if shard else logits)
+                results[shard] = made[shard].run(ids.reshape(-1), step, barrier.of(shard), None if shard else logits)
         except BaseException:
-            meeting.end()  # the others would wait for this device
+            barrier.end()  # the others would wait for this device
             raise
 
     threads = [threading.Thread(target=device, args=(shard,)) for shard in range(len(made))]
@@ -131,7 +131,7 @@ def run(model: ExLlamaV2, made: list[ShardLaunches], ids: Tensor, params: PagedP
     for thread in threads:
         thread.join()
     assert results[0] is logits
-    assert set(meeting.counts) == {2 * (len(model.modules) - 3) + 2}, "an even number, the same of every device"
+    assert set(barrier.counts) == {2 * (len(model.modules) - 3) + 2}, "an even number, the same of every device"
     return logits
 
 

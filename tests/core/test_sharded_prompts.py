@@ -16,7 +16,7 @@ from exl_core.execution import captured, many_rows, select
 from exl_core.execution.forward_pass import ForwardPass, checked
 from exl_core.execution.sharded import prompts
 from exl_core.execution.sharded.launches import ResultRow, ShardLaunches, shard_launches_of
-from exl_core.execution.sharded.prompts import StreamBarrier, Prompts, Stores, takes_prompt
+from exl_core.execution.sharded.prompts import Prompts, Stores, StreamBarrier, takes_prompt
 from exl_kernels.attention.prompt import PromptAttention
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.selection import PACKED_ROWS, STEP_ROWS
@@ -131,7 +131,9 @@ def test_which_passes_are_prompts() -> None:
 @pytest.mark.parametrize("begins", [[0, 8, 24], [0, 6, 10, 26], [0, 1, 3]], ids=["wide", "narrow", "odd"])
 def test_each_device_gets_the_columns_of_all(begins: list[int]) -> None:
     """A result is valid until the second gather behind it."""
-    stores = Stores(StreamBarrier([torch.device("cpu")] * (len(begins) - 1)), 3, ResultRow(2 * begins[-1], 2 * begins[-1]))
+    stores = Stores(
+        StreamBarrier([torch.device("cpu")] * (len(begins) - 1)), 3, ResultRow(2 * begins[-1], 2 * begins[-1])
+    )
     before: tuple[list[Tensor], Tensor] | None = None
     for _ in range(4):
         made = [torch.randn(3, end - begin).half() for begin, end in pairwise(begins)]

@@ -44,7 +44,7 @@ pub struct Device {
     ordered: Once,
 }
 
-/// Images that are loaded before any other. The driver lays code out in this order, and the kernels that a step of one sequence runs in turn
+/// Images that are loaded before any other. The driver places code in this order, and the kernels that a step of one sequence runs in turn
 /// take 1 % longer on an H200 if other code lies between them, with the same launches and wherever the model's tensors are.
 const FIRST: [&str; 2] = ["attention_few_fp16", "ring"];
 

@@ -348,12 +348,11 @@ class CudaExperts:
         shared: Tensor | None = None,
         shared_weights: Tensor | None = None,
         residual: Tensor | None = None,
-        tuning: Sequence[int] | None = None,
     ) -> None:
         """
         Compute out [rows, hidden] = residual + sum of weights * the experts of h, + shared * shared_weights. All are float16, except
         `weights` and `shared_weights`, which are float32. `ids` int64 and `weights` have shape [rows, chosen]; `table` holds the bytes of
-        `table`; `scratch` is uint8. `tuning` is for benchmarks: row tiles of a block of gate and up, and of down.
+        `table`; `scratch` is uint8.
         """
     def scratch_bytes(self, /, rows: int, chosen: int) -> int:
         """

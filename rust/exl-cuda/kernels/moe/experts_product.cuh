@@ -148,7 +148,7 @@ struct QuarterUnits {
 
 extern __shared__ __align__(16) uint8_t expert_memory[];
 
-// What a block keeps over all of its steps. Shared memory has the slots of each warp, the barriers of slots and sums.
+// The state of a block over all of its steps. Shared memory has the slots of each warp, the barriers of slots and sums.
 template <int MATS, int MOST>
 struct ExpertBlock {
   static constexpr int QUARTER = 8 * MOST * COLUMN_FLOATS, BUFFER = MATS * EXPERT_WARPS * QUARTER;

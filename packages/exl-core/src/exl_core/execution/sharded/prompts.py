@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..forward_pass import ForwardPass
     from .context import TensorParallel
 
-__all__ = ["StreamBarrier", "Prompts", "Stores", "takes_prompt"]
+__all__ = ["Prompts", "Stores", "StreamBarrier", "takes_prompt"]
 
 
 def takes_prompt(asked: ForwardPass) -> bool:
@@ -114,12 +114,12 @@ class Stores:
     store, also after an exception.
     """
 
-    def __init__(self, meeting: StreamBarrier, rows: int, row: ResultRow) -> None:
-        self._barrier, self._number = meeting, 0
-        self._streams = meeting.streams()  # once: looking them up costs host time in every store
-        self._results = PeerResults(meeting.devices, rows * row.even, rows * row.odd)
+    def __init__(self, barrier: StreamBarrier, rows: int, row: ResultRow) -> None:
+        self._barrier, self._number = barrier, 0
+        self._streams = barrier.streams()  # once: looking them up costs host time in every store
+        self._results = PeerResults(barrier.devices, rows * row.even, rows * row.odd)
         with queueing:
-            meeting.wait(self._streams)  # the memory may be in use by earlier work of its GPU
+            barrier.wait(self._streams)  # the memory may be in use by earlier work of its GPU
 
     def gather(
         self, made: Sequence[Tensor], begins: Sequence[int], full: Sequence[Tensor] | None = None
