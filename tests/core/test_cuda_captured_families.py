@@ -96,10 +96,10 @@ def test_captured_passes_are_the_eager_ones(family: str, tmp_path: Path, monkeyp
     monkeypatch.setenv(PROMPTS_VARIABLE, "1")
     monkeypatch.setenv(GRAPHS_VARIABLE, "0")
     eager = results(model, kind)
-    assert model.decode.count == 0
+    assert model.decode.steps == 0
     monkeypatch.setenv(GRAPHS_VARIABLE, "1")
     captured = results(model, kind)
     assert model.decode.reason is None
-    assert model.decode.count >= 2 + (family not in FAMILIES), "of a float router, only steps with logits"
+    assert model.decode.steps >= 2 + (family not in FAMILIES), "of a float router, only steps with logits"
     for one, other in zip(eager, captured, strict=True):
         assert torch.equal(one, other)

@@ -200,7 +200,7 @@ def test_marked_stores_that_are_not_live_leave_the_results_alone() -> None:
 def test_few_prompts_of_a_length_of_their_own_are_kept(
     lab: Any, model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those used last."""
+    """Those used last; one that was dropped runs eagerly first, as any rare length."""
     monkeypatch.setattr(captured, "MAX_PROMPTS", 2)
     cache, store = cache_of(model), {"preprocess_only": True}
     for tokens in (70, 71, 70, 72):
@@ -216,6 +216,8 @@ def test_few_prompts_of_a_length_of_their_own_are_kept(
     monkeypatch.setattr(captured, "record_prompt", counted)
     for tokens in (72, 70, 71):
         run(model, cache, [(lab.ids(1, tokens, vocab=288), 0, store)])
+    assert not recorded
+    run(model, cache, [(lab.ids(1, 71, vocab=288), 0, store)])
     assert [bucket.q_len for bucket in recorded] == [71]
     assert model.decode.count == 2
 

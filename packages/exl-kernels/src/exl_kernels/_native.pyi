@@ -1109,6 +1109,7 @@ class PeerColumns:
         cls,
         /,
         results: Sequence[Tensor],
+        *,
         half: int,
         marks: Sequence[Tensor],
         me: int,
@@ -1117,8 +1118,8 @@ class PeerColumns:
         limit_ns: int,
     ) -> PeerColumns:
         """
-        results: int32 of one size on each GPU, `half` words for stores of even numbers and the rest for odd ones; marks: int32 [gpus, blocks] on each GPU, zeros at first; me, step, failed: as for
-        `PeerExchange`.
+        results: int32 of one size on each GPU, `half` words for stores of even numbers and the rest for odd ones; marks: int32
+        [gpus, blocks] on each GPU, zeros at first; me, step, failed: as for `PeerExchange`.
         """
     def store(
         self, /, own: Tensor, begins: Sequence[int], number: int, launch: Launch, *, mark: bool, wait: bool

@@ -223,7 +223,13 @@ class PeerResults:
         if self.devices[0].type == "cuda":
             self._native = [
                 _native.PeerColumns(
-                    self._results, self._sizes[0] // WORD, self._marks, gpu, step, failed, int(limit * 1e9)
+                    self._results,
+                    half=self._sizes[0] // WORD,
+                    marks=self._marks,
+                    me=gpu,
+                    step=step,
+                    failed=failed,
+                    limit_ns=int(limit * 1e9),
                 )
                 for gpu, (step, failed) in enumerate(zip(self._steps, self._failed, strict=True))
             ]

@@ -135,9 +135,10 @@ pub struct PeerColumns {
 
 #[pymethods]
 impl PeerColumns {
-    /// results: int32 of one size on each GPU, `half` words for stores of even numbers and the rest for odd ones; marks: int32 [gpus, blocks] on each GPU, zeros at first; me, step, failed: as for
-    /// `PeerExchange`.
+    /// results: int32 of one size on each GPU, `half` words for stores of even numbers and the rest for odd ones; marks: int32
+    /// [gpus, blocks] on each GPU, zeros at first; me, step, failed: as for `PeerExchange`.
     #[new]
+    #[pyo3(signature = (results, *, half, marks, me, step, failed, limit_ns))]
     fn new(
         results: Vec<Tensor>,
         half: usize,
