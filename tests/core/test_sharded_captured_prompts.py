@@ -21,6 +21,7 @@ from exl_core.execution.sharded.captured_prompts import MarkedStores, refusal_of
 from exl_core.execution.sharded.launches import shard_launches_of
 from exl_core.execution.sharded.prompts import Prompts
 from exl_core.execution.step_inputs import Bucket
+from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.peer import PeerResults
 
 pytestmark = pytest.mark.covers("core.md: tensor-parallel")
@@ -121,7 +122,7 @@ def keys_in(cache: ExLlamaV2Cache_TP) -> list[Tensor]:
 
 
 def cache_of(model: ExLlamaV2) -> ExLlamaV2Cache_TP:
-    return ExLlamaV2Cache_TP(model, max_seq_len=32 * PAGE)
+    return ExLlamaV2Cache_TP(model, max_seq_len=48 * PAGE)
 
 
 def run(model: ExLlamaV2, cache: ExLlamaV2Cache_TP, passes: list[tuple[Tensor, int, dict[str, Any]]]) -> list[Any]:
@@ -156,6 +157,7 @@ def test_captured_prompts_are_those_of_the_modules(lab: Any, model: ExLlamaV2, m
         (lab.ids(2, 35, vocab=288), 40, last),
         (lab.ids(1, 20, vocab=288), 0, last),
         (lab.ids(1, 25, vocab=288), 20, store),
+        (lab.ids(3, 25, vocab=288), 0, last),
     ]
     with monkeypatch.context() as patch:
         patch.setattr("exl_core.execution.select.may_fuse", lambda model: False)
@@ -170,13 +172,13 @@ def test_captured_prompts_are_those_of_the_modules(lab: Any, model: ExLlamaV2, m
     monkeypatch.setattr(prompts.Prompts, "run", counted)
     cache = cache_of(model)
     assert same(run(model, cache, passes), expected)
-    assert (model.decode.count, len(eager)) == (0, 6)
+    assert (model.decode.count, len(eager)) == (0, 7)
     for _ in range(3):
         for key in keys_in(cache):
             key.zero_()
         assert same(run(model, cache, passes), expected)
         assert model.decode.count == len(passes), model.decode.failures
-    assert len(eager) == 6
+    assert len(eager) == 7
     for made in Results.made:
         assert made.numbers[0] == made.numbers[1] == made.numbers[2]
 
@@ -187,6 +189,28 @@ def test_a_prompt_of_another_length_is_not_padded(lab: Any, model: ExLlamaV2) ->
     for tokens in (90, 90, 91, 92):
         run(model, cache, [(lab.ids(1, tokens, vocab=288), 0, {"preprocess_only": True})])
     assert model.decode.count == 1
+
+
+def test_a_captured_prompt_is_not_replayed_where_rows_must_be_invariant(
+    lab: Any, model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The captured one multiplies by cuBLAS. Its step stays for later."""
+    cache, asked = cache_of(model), [(lab.ids(1, 90, vocab=288), 0, {"preprocess_only": True})]
+    for _ in range(2):
+        run(model, cache, asked)
+    eager: list[Any] = []
+    whole = Prompts.run
+
+    def counted(made: Prompts, model: Any, asked: Any) -> Any:
+        eager.append(asked)
+        return whole(made, model, asked)
+
+    monkeypatch.setattr(prompts.Prompts, "run", counted)
+    with row_invariant_matmuls():
+        run(model, cache, asked)
+    assert len(eager) == 1
+    run(model, cache, asked)
+    assert len(eager) == 1
 
 
 def test_marked_stores_that_are_not_live_leave_the_results_alone() -> None:

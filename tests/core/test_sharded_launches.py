@@ -44,7 +44,7 @@ CONFIG: dict[str, Any] = {
 PAGE = 16
 
 
-class StreamBarrier:
+class ThreadExchange:
     """The exchanges of a step: every device brings its columns, then takes all."""
 
     def __init__(self, devices: int) -> None:
@@ -111,7 +111,7 @@ def run(model: ExLlamaV2, made: list[ShardLaunches], ids: Tensor, params: PagedP
     assert context is not None
     batch, q_len = ids.shape
     basics = (model.config, model.rope, cache, params, batch, q_len, None, torch.device("cpu"))
-    barrier, results = StreamBarrier(len(made)), [torch.empty(0)] * len(made)
+    barrier, results = ThreadExchange(len(made)), [torch.empty(0)] * len(made)
     logits = torch.empty(batch * q_len, model.config.padded_vocab_size)
     pages = context.pages(cache, params.page_size, (batch, model.config.head_dim))
 

@@ -43,7 +43,7 @@ def _words(size: int) -> int:
 
 
 def free_deleted() -> None:
-    """Free the memory of deleted exchange buffers. Waits for their GPUs."""
+    """Free the memory of deleted exchange buffers and results. Waits for their GPUs."""
     gone: list[Sequence[Tensor]] = []
     with contextlib.suppress(IndexError):  # not by a copy: a garbage collection may add buffers meanwhile
         while True:
@@ -208,6 +208,7 @@ class PeerResults:
     def __init__(self, devices: Sequence[torch.device], even: int, odd: int, limit: float = 10.0) -> None:
         if not 2 <= len(devices) <= MOST_GPUS:
             raise UnsupportedError(f"{len(devices)} devices store into each other's results; from 2 to {MOST_GPUS} can")
+        free_deleted()
         self.devices = list(devices)
         self._sizes = (_up(even), _up(odd))
         words, count = peer_result_bytes(even, odd) // WORD, len(self.devices)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from exl_kernels.device import row_invariant_matmuls
+from exl_kernels.device import row_invariant, row_invariant_matmuls
 from exl_kernels.selection import PACKED_ROWS
 
 from ..errors import DeviceError
@@ -70,7 +70,7 @@ MAX_GRAPHS = 64
 MAX_COUNTED = 4096
 """Most buckets of prompts whose passes are counted. Beyond them counting begins anew."""
 MAX_PROMPTS = 8
-"""Most of them that are prompts of a length of their own, which also keep the hidden state of all tokens."""
+"""Most captured prompts of one cache with a length of their own, which also keep the hidden state of all tokens."""
 
 
 class DecodeGraphs:
@@ -80,7 +80,8 @@ class DecodeGraphs:
     says why steps are captured as the modules' own passes rather than as joined launches (`fused.py`); else None.
 
     Short prompts that only store keys and values are captured steps, too, once there are many of their size: windows of
-    a sequence's tokens are the rows (`prompt_windows.py`). Other prompts run eagerly.
+    a sequence's tokens are the rows (`prompt_windows.py`). Prompts of sharded models are captured whole, too, once
+    there are many of their length (`sharded/captured_prompts.py`). Other prompts run eagerly.
 
     A failed capture, for lack of memory for example, does not affect other buckets. Its bucket runs eagerly and is
     tried again after 64 of its steps, then 128 and so on; `failures` lists those buckets. A model that cannot be
@@ -169,6 +170,8 @@ class DecodeGraphs:
         """
         if params.q_lens is not None or params.batch_size != ids.shape[0] or ids.shape[1] <= MAX_Q_LEN:
             return "the rows are no prompts of one length"
+        if row_invariant():  # read at each pass: a step that was captured before multiplies by cuBLAS
+            return "batch-invariant prompts of several GPUs are not captured"
         step = self._replay_of(ids.shape[1], cache, params, output_tokens=output_tokens)
         if isinstance(step, str):
             return step
@@ -375,9 +378,10 @@ class DecodeGraphs:
         if self._exact_batch:
             return None
         pages = min(1 << (bucket.pages - 1).bit_length(), places)
-        # Beyond so many windows only multiples: of few buckets each is captured soon.
+        # Beyond so many windows only multiples: of few buckets each is captured soon. Rows of whole prompts are exact.
         windows = max(PACKED_ROWS // bucket.q_len, 1)
-        batch = bucket.batch if bucket.batch <= windows else -(-bucket.batch // windows) * windows
+        exact = bucket.q_len > MAX_Q_LEN or bucket.batch <= windows
+        batch = bucket.batch if exact else -(-bucket.batch // windows) * windows
         found = bucket._replace(batch=batch, pages=pages, stores=not last, last=last)
         if self._eager[found] < eager_prompts():
             if len(self._eager) > MAX_COUNTED:
@@ -489,7 +493,7 @@ class DecodeGraphs:
         joined = None if adapted and not joins_adapters() else self._joined_or_reason(model)
         inputs = StagedTensors(bucket, device)
         if bucket.stores:
-            assert isinstance(joined, JoinedLaunches), "prepare_store has checked it"
+            assert isinstance(joined, JoinedLaunches), "`_refusal_of_prompts` has checked it"
             return self._record_store(model, cache, joined, inputs)
         logits = self._recorder.logits_of(bucket.tokens, model.config.padded_vocab_size, device)
         sections = sections_of(model.placement)

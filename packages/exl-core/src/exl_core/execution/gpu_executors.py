@@ -59,12 +59,19 @@ class CapturedLast:
     @torch.no_grad()
     def run(self, model: ExecutableModel, asked: ForwardPass) -> ForwardResult:
         """Queue the step; see `Executor.run`."""
+        cache = asked.cache
+        assert cache is not None, "a captured step has one"
+        before = cache.current_seq_len
         self._step.send()
         self._step.store()
         hidden = self._step.captured.hidden
         assert hidden is not None, "`last` was asked for"
-        with out_of_memory_as_error("run the model"), matmuls_of(model, asked):
-            logits = logits_of(model, hidden)
+        try:
+            with out_of_memory_as_error("run the model"), matmuls_of(model, asked):
+                logits = logits_of(model, hidden)
+        except Exception:
+            cache.current_seq_len = before  # as after any failed pass
+            raise
         return {"logits": logits.view(asked.ids.shape[0], 1, logits.shape[1])}
 
 

@@ -24,6 +24,7 @@ from ..many_rows import largest_weight
 from ..recorder import Body, Recorder
 from ..sections import DeviceCopy, SectionGraphs
 from ..step_inputs import Bucket, StagedTensors, StepTensors
+from .exchange_buffers import result_rows
 from .launches import ResultRow, ShardLaunches, is_captured, operators_for, run_shares
 
 if TYPE_CHECKING:
@@ -75,7 +76,9 @@ def refusal_of_memory(shards: Sequence[ShardLaunches], devices: Sequence[torch.d
             continue
         row = ResultRow.of(share.shape, device)
         # The embedded ids and their columns, twice; both results and the features of a half; one dequantized matrix.
-        needed = bucket.tokens * 2 * (2 * row.odd + row.even) + 2 * largest_weight(share.halves)
+        # Results have room for a power of two of rows.
+        needed = bucket.tokens * (3 * row.odd + row.even) + result_rows(bucket.tokens) * (row.even + row.odd)
+        needed += 2 * largest_weight(share.halves)
         free = torch.cuda.mem_get_info(device)[0]
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         if 2 * needed > free:

@@ -17,7 +17,7 @@ from .transfer import is_direct
 if TYPE_CHECKING:
     from .context import TensorParallel
 
-__all__ = ["BuffersByRows", "bytes_by_rows", "exchanges", "refusal_of_access"]
+__all__ = ["BuffersByRows", "bytes_by_rows", "exchanges", "refusal_of_access", "result_rows"]
 
 
 def bytes_by_rows(rows: int, row: RowBytes) -> tuple[int, int]:
@@ -29,6 +29,11 @@ def bytes_by_rows(rows: int, row: RowBytes) -> tuple[int, int]:
 
 def _power(rows: int) -> int:
     return (rows - 1).bit_length()
+
+
+def result_rows(rows: int) -> int:
+    """Return the rows for which the results of prompts of up to `rows` rows have room: a power of two."""
+    return 1 << _power(rows)
 
 
 def refusal_of_access(context: TensorParallel) -> str | None:
@@ -69,7 +74,7 @@ class BuffersByRows:
 
     def results_of_rows(self, devices: Sequence[torch.device], rows: int, row: ResultRow) -> PeerResults:
         """Return the results for prompts of up to `rows` rows."""
-        most = 1 << _power(rows)
+        most = result_rows(rows)
         if most not in self._results:
             self._results[most] = PeerResults(devices, most * row.even, most * row.odd)
             for device in {*devices}:  # marks must be zeros before another GPU stores there
