@@ -28,7 +28,7 @@ KINDS = ["exl2-128", "exl2-32", "exl2-128-own", "exl2-32-own", "gptq-128", "gptq
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("hidden", "width", "count", "chosen"), [(256, 192, 7, 3), (512, 768, 40, 8), (4352, 256, 2, 1)]
+    ("hidden", "width", "count", "chosen"), [(256, 192, 7, 3), (512, 768, 40, 8), (4352, 256, 2, 1), (4352, 1024, 9, 4)]
 )
 def test_results_are_those_of_one_expert_after_the_other(
     kind: str, hidden: int, width: int, count: int, chosen: int

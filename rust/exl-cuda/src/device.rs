@@ -45,8 +45,7 @@ pub struct Device {
 }
 
 /// Kernels that are loaded before any other: those of a step of one sequence. The driver loads a kernel when it is first looked up, and
-/// places code in that order. With other code between these two the same launches take 1 % longer on an H200, wherever the model's tensors
-/// are.
+/// places code in that order; with other code between these two the same launches take longer (docs/design/gemv-ring.md).
 const FIRST: [&str; 2] = ["attention_fp16_f16_128_few1", "ring_exl2_128"];
 
 /// The image of a file of kernels, loaded or not yet.

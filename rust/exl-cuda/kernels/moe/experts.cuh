@@ -34,16 +34,18 @@ struct ExpertCall {
   __half* out;  // [rows, hidden]; may be `residual`
   int rows, chosen, pairs, count, hidden, x_stride, inner_stride, inputs, activation;
   int tiles;  // row tiles of the matmul that is launched
+  int span;   // of a block of many rows
   int at_once;
   int slot_bytes;  // room for a unit in shared memory
 };
-ABI_SIZE(ExpertCall, 168); ABI_AT(ExpertCall, experts, 0); ABI_AT(ExpertCall, ids, 8); ABI_AT(ExpertCall, weights, 16);
+ABI_SIZE(ExpertCall, 176); ABI_AT(ExpertCall, experts, 0); ABI_AT(ExpertCall, ids, 8); ABI_AT(ExpertCall, weights, 16);
 ABI_AT(ExpertCall, h, 24); ABI_AT(ExpertCall, item_count, 32); ABI_AT(ExpertCall, items, 40); ABI_AT(ExpertCall, order, 48);
 ABI_AT(ExpertCall, x, 56); ABI_AT(ExpertCall, inner, 64); ABI_AT(ExpertCall, parts, 72); ABI_AT(ExpertCall, places, 80);
 ABI_AT(ExpertCall, shared, 88); ABI_AT(ExpertCall, shared_weights, 96); ABI_AT(ExpertCall, residual, 104); ABI_AT(ExpertCall, out, 112);
 ABI_AT(ExpertCall, rows, 120); ABI_AT(ExpertCall, chosen, 124); ABI_AT(ExpertCall, pairs, 128); ABI_AT(ExpertCall, count, 132);
 ABI_AT(ExpertCall, hidden, 136); ABI_AT(ExpertCall, x_stride, 140); ABI_AT(ExpertCall, inner_stride, 144); ABI_AT(ExpertCall, inputs, 148);
-ABI_AT(ExpertCall, activation, 152); ABI_AT(ExpertCall, tiles, 156); ABI_AT(ExpertCall, at_once, 160); ABI_AT(ExpertCall, slot_bytes, 164);
+ABI_AT(ExpertCall, activation, 152); ABI_AT(ExpertCall, tiles, 156); ABI_AT(ExpertCall, span, 160); ABI_AT(ExpertCall, at_once, 164);
+ABI_AT(ExpertCall, slot_bytes, 168);
 
 // The most experts and the most pairs that one block can sort.
 constexpr int EXPERTS_MOST = 1024, PAIRS_MOST = 1024;

@@ -1,4 +1,8 @@
 // Experts of GPTQ matrices with a scale entry every 32 rows.
-#include "moe/experts_product.cuh"
+#include "moe/experts_few.cuh"
+#include "moe/experts_many.cuh"
 
-EXPERTS(GPTQ, gptq, 32)
+FEW_MATMUL(gate_up, GPTQ, gptq, 32, false)
+FEW_MATMUL(down, GPTQ, gptq, 32, true)
+MANY_MATMUL(gate_up, GPTQ, gptq, 32, false)
+MANY_MATMUL(down, GPTQ, gptq, 32, true)

@@ -1,7 +1,7 @@
 //! A mixture of experts: routing, pairs of rows and experts sorted by expert, the matmuls of experts, and the weighted sum.
 //!
-//! Only the device knows which experts are chosen, so that a step with experts can be captured. Every launch has the grid of the worst
-//! case, and blocks read their work from tables. A pair is a row with one of its choices.
+//! Only the device knows which experts are chosen, so that a step with experts can be captured. Grids have a fixed size, and
+//! blocks read their work from tables. A pair is a row with one of its choices.
 
 pub mod dequantized;
 pub mod route;
@@ -14,7 +14,7 @@ use crate::capabilities::Capabilities;
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
-use crate::layout::UNIT_ROWS;
+use crate::layout::{TILE, UNIT_ROWS};
 use crate::rows::FEW_ROWS;
 use select::{Kernel, by_eights};
 
@@ -23,7 +23,8 @@ pub const MOST_EXPERTS: usize = 1024;
 pub const MOST_PAIRS: usize = 1024;
 
 assert_constants!(experts, { EXPERTS_MOST == MOST_EXPERTS, PAIRS_MOST == MOST_PAIRS });
-assert_constants!(experts_product, { MANY_COLUMNS == MANY_COLUMNS, EXPERT_WARPS == WARPS, EXPERT_SLOTS == SLOTS, SLOT_BARRIER_BYTES == BARRIER_BYTES, COLUMN_FLOATS == COLUMN_FLOATS });
+assert_constants!(experts_many, { MANY_COLUMNS == MANY_COLUMNS });
+assert_constants!(experts_few, { EXPERT_BLOCKS == RESIDENT, EXPERT_WARPS == WARPS, EXPERT_SLOTS == SLOTS, SLOT_BARRIER_BYTES == BARRIER_BYTES, COLUMN_FLOATS == COLUMN_FLOATS });
 
 /// Rows of an expert that are multiplied at a time if there are more than [`FEW_ROWS`].
 const MANY_COLUMNS: usize = 16;
@@ -35,8 +36,13 @@ const SLOTS: usize = 2;
 const BARRIER_BYTES: usize = 8;
 /// Blocks of a matmul that the registers of an SM hold.
 const RESIDENT: usize = 4;
-/// Most units of a matrix: a lane of a warp names one of a quarter of them.
+/// Most units of a matrix: a lane of a warp names one of a quarter of them, and its offset is a multiple of 16 in 16 bits.
 const MOST_UNITS: usize = 128;
+const _: () = assert!(MOST_UNITS / 4 <= 32 && MOST_UNITS * (128 * 32 + 512) <= 16 << 16);
+/// Many rows: target number of tasks for the warps of a block, row tiles of a block, and classes of units of K.
+const TASKS: usize = 16;
+const SPANS: [usize; 2] = [2, 8];
+const CLASSES: usize = 16;
 /// Bytes of `ExpertCall`'s items.
 const ITEM_BYTES: usize = 16;
 /// Shared memory that the driver takes of each block.
@@ -85,11 +91,12 @@ struct CallArgument {
     inputs: i32,
     activation: i32,
     tiles: i32,
+    span: i32,
     at_once: i32,
     slot_bytes: i32,
 }
 
-assert_layout!(CallArgument, experts::ExpertCall, { experts, ids, weights, h, item_count, items, order, x, inner, parts, places, shared, shared_weights, residual, out, rows, chosen, pairs, count, hidden, x_stride, inner_stride, inputs, activation, tiles, at_once, slot_bytes });
+assert_layout!(CallArgument, experts::ExpertCall, { experts, ids, weights, h, item_count, items, order, x, inner, parts, places, shared, shared_weights, residual, out, rows, chosen, pairs, count, hidden, x_stride, inner_stride, inputs, activation, tiles, span, at_once, slot_bytes });
 
 /// The gated MLPs of a layer, some of which each row uses.
 #[derive(Clone, Debug)]
@@ -123,6 +130,8 @@ struct Matmul {
     tiles: usize,
     /// Room for the largest unit.
     slot_bytes: usize,
+    /// Most sums of a row tile of a matrix.
+    classes: usize,
 }
 
 impl Matmul {
@@ -134,21 +143,44 @@ impl Matmul {
             matrices,
             tiles: all.first().map_or(0, |m| m.argument.tiles as usize),
             slot_bytes: largest.next_multiple_of(16),
+            classes: all
+                .iter()
+                .map(|m| m.argument.unit_count as usize)
+                .max()
+                .unwrap_or(0)
+                .min(CLASSES),
         }
     }
 
-    /// Bytes of a block: slots with their barriers, and two buffers of the warps' sums.
-    fn shared_bytes(&self, few: bool) -> usize {
-        let columns = if few { FEW_ROWS } else { MANY_COLUMNS };
-        let sums = 4 * 2 * self.matrices * WARPS * columns * COLUMN_FLOATS;
+    /// Shared memory of a block of few rows: slots with their barriers, and two buffers of the warps' sums.
+    fn few_bytes(&self) -> usize {
+        let sums = 4 * 2 * self.matrices * WARPS * FEW_ROWS * COLUMN_FLOATS;
         WARPS * SLOTS * (self.slot_bytes + BARRIER_BYTES) + sums
     }
 
-    /// As many blocks as are resident at once, or fewer if there are fewer tiles.
-    fn blocks(&self, items: usize, few: bool, [sms, shared]: [usize; 2]) -> usize {
-        let block = self.shared_bytes(few) + DRIVER_BYTES;
+    /// Blocks for few rows: as many as are resident at once, or fewer if there are fewer tiles.
+    fn few_blocks(&self, items: usize, [sms, shared]: [usize; 2]) -> usize {
+        let block = self.few_bytes() + DRIVER_BYTES;
         let resident = ((shared + DRIVER_BYTES) / block).min(RESIDENT);
         (sms * resident).min(items * self.tiles)
+    }
+
+    /// Shared memory of a block of many rows: the sums of its tasks.
+    fn many_bytes(&self, span: usize) -> usize {
+        4 * self.matrices * span * self.classes * TILE * MANY_COLUMNS
+    }
+
+    /// Row tiles of a block of many rows: tasks for every warp, and blocks for every SM.
+    fn span(&self, items: usize, [sms, shared]: [usize; 2]) -> usize {
+        let [mut span, most] = SPANS;
+        while self.matrices * self.classes * span < TASKS
+            && 2 * span <= most
+            && self.many_bytes(2 * span) <= shared / 3
+            && items * self.tiles.div_ceil(2 * span) >= sms
+        {
+            span *= 2;
+        }
+        span
     }
 }
 
@@ -229,12 +261,11 @@ impl Experts {
             Matmul::new("down", 1, &all(&[2])),
         ];
         let card = [caps.sms, caps.shared_per_block];
-        if matmuls
-            .iter()
-            .any(|matmul| matmul.shared_bytes(false) > caps.shared_per_block)
-        {
+        if matmuls.iter().any(|matmul| {
+            matmul.few_bytes().max(matmul.many_bytes(SPANS[0])) > caps.shared_per_block
+        }) {
             return Err(format!(
-                "their sums do not fit {} bytes of shared memory",
+                "their units and sums do not fit {} bytes of shared memory",
                 caps.shared_per_block
             ));
         }
@@ -356,6 +387,7 @@ impl Experts {
             inputs: self.inputs as i32,
             activation: op.activation,
             tiles: 0,
+            span: 1,
             at_once: 0,
             slot_bytes: 0,
         }
@@ -399,15 +431,11 @@ pub unsafe fn run(to: Target, experts: &Experts, op: &Call) -> Result<(), CudaEr
     }
     let device = Device::get(to.device)?;
     let mut argument = experts.argument(op);
-    let launch = |kernel: &str, grid, shared_bytes, argument: CallArgument| {
+    let launch = |kernel: &str, grid, block, shared_bytes, argument: CallArgument| {
         let launch = Launch {
             kernel,
             grid,
-            block: if kernel == "experts_arrange" {
-                256
-            } else {
-                32 * WARPS as u32
-            },
+            block,
             shared_bytes,
             stream: to.stream,
             programmatic: to.programmatic,
@@ -418,20 +446,38 @@ pub unsafe fn run(to: Target, experts: &Experts, op: &Call) -> Result<(), CudaEr
     };
     let blocks = (pairs * experts.inputs + 1) as u32;
     let few = by_eights(experts.count(), op.chosen, op.rows);
-    let at_once = if few { FEW_ROWS } else { MANY_COLUMNS };
+    // Items of many rows are whole experts.
+    let (rows, at_once) = if few {
+        ("few", FEW_ROWS)
+    } else {
+        ("many", MOST_PAIRS)
+    };
     argument.at_once = at_once as i32;
-    launch("experts_arrange", [blocks, 1, 1], 0, argument)?;
+    launch("experts_arrange", [blocks, 1, 1], 256, 0, argument)?;
     let items = pairs.min(experts.count() + pairs / at_once);
     for matmul in &experts.matmuls {
-        let rows = if few { "few" } else { "many" };
         let kernel = format!(
             "experts_{}_{}_{}_{rows}",
             matmul.name, experts.kind, experts.entry_rows
         );
         argument.tiles = matmul.tiles as i32;
         argument.slot_bytes = matmul.slot_bytes as i32;
-        let grid = [matmul.blocks(items, few, experts.card) as u32, 1, 1];
-        launch(&kernel, grid, matmul.shared_bytes(few) as u32, argument)?;
+        if few {
+            let grid = [matmul.few_blocks(items, experts.card) as u32, 1, 1];
+            launch(
+                &kernel,
+                grid,
+                32 * WARPS as u32,
+                matmul.few_bytes() as u32,
+                argument,
+            )?;
+        } else {
+            let used = pairs.min(experts.count());
+            let span = matmul.span(used, experts.card);
+            argument.span = span as i32;
+            let grid = [matmul.tiles.div_ceil(span) as u32, used as u32, 1];
+            launch(&kernel, grid, 256, matmul.many_bytes(span) as u32, argument)?;
+        }
     }
     // SAFETY: `parts` lies in the scratch memory; the caller guarantees the rest.
     unsafe { sum_parts(to, device, experts, argument) }
@@ -466,6 +512,7 @@ mod tests {
 
     use super::super::linear::tests::sized;
     use super::*;
+    use crate::capabilities::CARDS;
     use crate::capabilities::tests::{RELEASE, card};
 
     /// Matrices of `count` experts, 16 rows a tile.
@@ -520,6 +567,20 @@ mod tests {
                 .inputs,
             2
         );
+    }
+
+    #[test]
+    fn blocks_of_few_rows_fit_every_card() {
+        for card in CARDS.map(|card| card.with_own_code()) {
+            let experts = made(9, 4096, 14336);
+            let made = Experts::new(&all(&experts), &card).expect("fits");
+            for matmul in made.matmuls {
+                assert!(matmul.few_bytes() <= card.shared_per_block);
+                let blocks = matmul.few_blocks(2, made.card);
+                assert!((1..=RESIDENT * card.sms).contains(&blocks));
+                assert_eq!(matmul.few_blocks(1, [10_000, 200_000]), matmul.tiles);
+            }
+        }
     }
 
     proptest! {

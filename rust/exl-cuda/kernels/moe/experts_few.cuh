@@ -1,4 +1,4 @@
-// The matmuls of experts: gate and up with the activation between them, and down.
+// The matmuls of experts of a few rows each: gate and up with the activation between them, and down.
 //
 // A step is one row tile of an item: of gate and up, or of down. A launch has as many blocks as are resident at once, and each does an
 // equal run of steps, which may cross from an item to the next. The four warps of a block each have a quarter of K, so a class is summed
@@ -12,8 +12,8 @@
 #include "common/row_limits.cuh"
 #include "moe/experts.cuh"
 
-constexpr int MANY_COLUMNS = 16;  // rows of an expert that are multiplied at a time if there are more than FEW_ROWS
-constexpr int EXPERT_WARPS = 4, EXPERT_THREADS = EXPERT_WARPS * 32, EXPERT_SLOTS = 2, SLOT_BARRIER_BYTES = 8;
+// Blocks of an SM: the registers that they leave a thread hold all without spilling.
+constexpr int EXPERT_BLOCKS = 4, EXPERT_WARPS = 4, EXPERT_THREADS = EXPERT_WARPS * 32, EXPERT_SLOTS = 2, SLOT_BARRIER_BYTES = 8;
 // Floats between columns of a quarter's sums: no two lanes of a warp use a bank at once.
 constexpr int COLUMN_FLOATS = 20;
 
@@ -78,24 +78,31 @@ struct UnitSlots {
 
   DEVICE UnitSlots(uint8_t* all, const ExpertCall& call, int warp, int)
       : memory(static_cast<uint32_t>(__cvta_generic_to_shared(all)) + warp * EXPERT_SLOTS * call.slot_bytes), bytes(call.slot_bytes) {}
-  DEVICE static void copy16(uint32_t to, const uint8_t* from) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-#else
-    const uint4 v = __ldcs(reinterpret_cast<const uint4*>(from));
-    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-#endif
-  }
   DEVICE void copy(const uint8_t* from, uint32_t size, int lane) {
     const uint32_t to = memory + fill * bytes + lane * 16;
     from += lane * 16;
     const int mine = static_cast<int>(size) - lane * 16;
     // Most units have four times 512 bytes and a little more.
+#if __CUDA_ARCH__ >= 800
+    const auto copy16 = [&](int i) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i), "l"(from + i) : "memory"); };
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-      if (512 * i < mine) copy16(to + 512 * i, from + 512 * i);
+    for (int i = 0; i < 2048; i += 512)
+      if (i < mine) copy16(i);
 #pragma unroll 1
-    for (int i = 2048; i < mine; i += 512) copy16(to + i, from + i);
+    for (int i = 2048; i < mine; i += 512) copy16(i);
+#else
+#pragma unroll 1
+    for (int i = 0; i < mine; i += 2048) {
+      uint4 v[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        if (i + 512 * j < mine) v[j] = __ldcs(reinterpret_cast<const uint4*>(from + i + 512 * j));
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        if (i + 512 * j < mine)
+          asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to + i + 512 * j), "r"(v[j].x), "r"(v[j].y), "r"(v[j].z), "r"(v[j].w) : "memory");
+    }
+#endif
     fill = (fill + 1) % EXPERT_SLOTS;
   }
   // Every request is a group of copies, so that all waits count alike.
@@ -149,9 +156,9 @@ struct QuarterUnits {
 extern __shared__ __align__(16) uint8_t expert_memory[];
 
 // The state of a block over all of its steps. Shared memory has the slots of each warp, the barriers of slots and sums.
-template <int MATS, int MOST>
+template <int MATS>
 struct ExpertBlock {
-  static constexpr int QUARTER = 8 * MOST * COLUMN_FLOATS, BUFFER = MATS * EXPERT_WARPS * QUARTER;
+  static constexpr int QUARTER = FEW_ROWS * COLUMN_FLOATS, BUFFER = MATS * EXPERT_WARPS * QUARTER;
   const ExpertCall& call;
   int warp, lane;
   UnitSlots slots;
@@ -206,10 +213,10 @@ DEVICE void store_tile(const B& block, const ExpertRows& rows, int tile) {
   }
 }
 
-// `tiles` row tiles from `first` on, for at most 8 * NT rows.
-template <int KIND, int ENTRY, int NT, bool DOWN, class B>
+// `tiles` row tiles from `first` on, for at most FEW_ROWS rows.
+template <int KIND, int ENTRY, bool DOWN, class B>
 DEVICE void expert_tiles(B& block, const ExpertRows& rows, int first, int tiles) {
-  constexpr int MATS = DOWN ? 1 : 2;
+  constexpr int MATS = DOWN ? 1 : 2, NT = FEW_ROWS / 8;
   const ExpertCall& call = block.call;
   const int lane = block.lane, g = lane >> 2, t = lane & 3;
   const Matrix* const matrices = DOWN ? &rows.expert.down : &rows.expert.gate;
@@ -297,12 +304,11 @@ DEVICE void expert_tiles(B& block, const ExpertRows& rows, int first, int tiles)
   }
 }
 
-// MOST: the most column tiles of an item.
-template <int KIND, int ENTRY, int MOST, bool DOWN>
+template <int KIND, int ENTRY, bool DOWN>
 DEVICE void expert_product(const ExpertCall& call) {
   pdl_trigger();
   pdl_wait();
-  ExpertBlock<DOWN ? 1 : 2, MOST> block(call);
+  ExpertBlock<DOWN ? 1 : 2> block(call);
   const uint64_t steps = (uint64_t)*call.item_count * call.tiles;
   const int end = static_cast<int>(steps * (blockIdx.x + 1) / gridDim.x);
 #pragma unroll 1
@@ -311,18 +317,12 @@ DEVICE void expert_product(const ExpertCall& call) {
     const int4 found = call.items[item];
     const ExpertRows rows{call.experts[found.x], call.order + found.y, found.z};
     some = min(end - step, call.tiles - first);
-    if (MOST == 1 || rows.count <= FEW_ROWS) expert_tiles<KIND, ENTRY, 1, DOWN>(block, rows, first, some);
-    else if constexpr (MOST > 1) expert_tiles<KIND, ENTRY, MOST, DOWN>(block, rows, first, some);
+    expert_tiles<KIND, ENTRY, DOWN>(block, rows, first, some);
   }
 }
 
-#define EXPERT_PRODUCT(part, KIND, kind, ENTRY, rows, MOST, DOWN, BLOCKS)                       \
-  extern "C" __global__ void __launch_bounds__(EXPERT_THREADS, BLOCKS)                          \
-      experts_##part##_##kind##_##ENTRY##_##rows(const __grid_constant__ ExpertCall call) {     \
-    expert_product<KIND, ENTRY, MOST, DOWN>(call);                                              \
+#define FEW_MATMUL(part, KIND, kind, ENTRY, DOWN)                                         \
+  extern "C" __global__ void __launch_bounds__(EXPERT_THREADS, EXPERT_BLOCKS)             \
+      experts_##part##_##kind##_##ENTRY##_few(const __grid_constant__ ExpertCall call) {  \
+    expert_product<KIND, ENTRY, DOWN>(call);                                              \
   }
-#define EXPERTS(KIND, kind, ENTRY)                               \
-  EXPERT_PRODUCT(gate_up, KIND, kind, ENTRY, few, FEW_ROWS / 8, false, 4)   \
-  EXPERT_PRODUCT(down, KIND, kind, ENTRY, few, FEW_ROWS / 8, true, 4)       \
-  EXPERT_PRODUCT(gate_up, KIND, kind, ENTRY, many, MANY_COLUMNS / 8, false, 4)  \
-  EXPERT_PRODUCT(down, KIND, kind, ENTRY, many, MANY_COLUMNS / 8, true, 4)
