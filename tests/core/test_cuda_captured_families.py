@@ -7,7 +7,6 @@ of prompts, padding and buckets are tested without a GPU.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2CacheBase, PagedParams
 from exl_core.convert import quantize_model
-from exl_core.execution.captured import DecodeGraphs
 from exl_core.execution.environment import GRAPHS_VARIABLE, PROMPTS_VARIABLE
+from exl_core.execution.recorder import Body, Recorded, Recorder
 
 pytestmark = pytest.mark.cuda
 
@@ -42,19 +41,17 @@ STORED = [47, 38, 8]
 class Repeated:
     """Launches that are made again at each replay, in the place of a graph."""
 
-    def __init__(self, body: Callable[[Tensor | None], Tensor], logits: Tensor | None) -> None:
+    def __init__(self, body: Body, logits: Tensor | None) -> None:
         self._body, self._logits = body, logits
 
     def replay(self) -> None:
         self._body(self._logits)
 
 
-def repeated(
-    graphs: DecodeGraphs, body: Callable[[Tensor | None], Tensor], logits: Tensor | None, memory: Tensor
-) -> Any:
-    """As `DecodeGraphs` captures: (graph, result of a first run, memory that it keeps)."""
+def repeated(recorder: Recorder, body: Body, logits: Tensor | None, memory: Tensor) -> Any:
+    """As `Recorder.capture`: (graph, result of a first run, memory that it keeps)."""
     result = body(None if logits is None else torch.empty_like(logits))
-    return Repeated(body, logits), result, memory
+    return Recorded(Repeated(body, logits), result, memory)  # type: ignore[arg-type]
 
 
 def params(rows: list[int], stored: list[int], tables: Tensor, q_len: int = 0) -> PagedParams:
@@ -94,7 +91,7 @@ def test_captured_passes_are_the_eager_ones(family: str, tmp_path: Path, monkeyp
     quantize_model(source, tmp_path / "quantized", bits=4.0)
     model = loaded_on("cuda:0", tmp_path / "quantized", monkeypatch)
     if "emulated_plugin" in sys.modules:
-        monkeypatch.setattr(DecodeGraphs, "_capture", repeated)
+        monkeypatch.setattr(Recorder, "capture", repeated)
     monkeypatch.setenv(PROMPTS_VARIABLE, "1")
     monkeypatch.setenv(GRAPHS_VARIABLE, "0")
     eager, steps = results(model, kind)
