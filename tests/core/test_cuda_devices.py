@@ -266,17 +266,23 @@ def test_two_gpus_gather_columns_on_streams_that_wait_for_each_other() -> None:
     assert torch.equal(torch.cat([part.cpu() for part in own], 1), whole)
 
 
+def sharded_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: list[float]) -> ExLlamaV2:
+    """A model of four layers over two devices, which get these shares."""
+    folder = tmp_path / "model"
+    make_model(folder, replace(SHAPES["tiny"], layers=4), 4.0)
+    monkeypatch.setenv("EXL_DEVICE", f"cuda:0,{second_device('cuda:1')}")
+    model = build(folder)
+    model.load_tp(shares)
+    return model
+
+
 @pytest.mark.covers("core.md: tensor-parallel")
 @pytest.mark.parametrize("shares", [[8.0, 8.0], [6.0, 10.0]], ids=["even", "uneven"])
 def test_prompts_of_a_sharded_model_are_those_of_its_modules(
     tmp_path: Path, lab: Any, monkeypatch: pytest.MonkeyPatch, shares: list[float]
 ) -> None:
     """Bitwise, but for the last token alone, which other kernels may compute. Chunks are queued without a wait."""
-    folder = tmp_path / "model"
-    make_model(folder, replace(SHAPES["tiny"], layers=4), 4.0)
-    monkeypatch.setenv("EXL_DEVICE", f"cuda:0,{second_device('cuda:1')}")
-    model = build(folder)
-    model.load_tp(shares)
+    model = sharded_tiny(tmp_path, monkeypatch, shares)
     taken: list[torch.Size] = []
 
     whole = Prompts.run
@@ -326,11 +332,7 @@ def test_captured_prompts_of_a_sharded_model_are_those_that_are_not_captured(
     tmp_path: Path, lab: Any, monkeypatch: pytest.MonkeyPatch, shares: list[float]
 ) -> None:
     """Bitwise, keys and last logits, of rows that are packed and that are dequantized; queued without a wait."""
-    folder = tmp_path / "model"
-    make_model(folder, replace(SHAPES["tiny"], layers=4), 4.0)
-    monkeypatch.setenv("EXL_DEVICE", f"cuda:0,{second_device('cuda:1')}")
-    model = build(folder)
-    model.load_tp(shares)
+    model = sharded_tiny(tmp_path, monkeypatch, shares)
     ids = lab.ids(2, 700, vocab=2048)
     table = torch.arange(6, dtype=torch.int32).flip(0).view(2, 3)
     cache = ExLlamaV2Cache_TP(model, max_seq_len=6 * 256)
