@@ -48,6 +48,9 @@ pub struct Device {
 /// places code in that order; with other code between these two the same launches take longer (docs/design/gemv-ring.md).
 const FIRST: [&str; 2] = ["attention_fp16_f16_128_few1", "ring_exl2_128"];
 
+/// Shared memory that the driver takes of each block.
+pub(crate) const BLOCK_RESERVED: usize = 1024;
+
 /// The image of a file of kernels, loaded or not yet.
 struct Module {
     image: &'static [u8],
@@ -59,6 +62,8 @@ pub(crate) struct Function {
     file: &'static str,
     handle: OnceLock<CuFunction>,
     shared: Mutex<u32>,
+    /// Share of an SM's memory that was last asked for as shared memory, in per cent; -1: the driver's choice.
+    carveout: Mutex<c_int>,
     pub(crate) launches: AtomicU64,
 }
 
@@ -147,6 +152,27 @@ impl Device {
             }
         }
         Ok((function, handle))
+    }
+
+    /// Ask for `bytes` of each SM's memory as shared memory while kernel `name` runs; the rest caches global memory. The driver rounds up to
+    /// a size that the card has. This device's context must be current.
+    pub(crate) fn set_carveout(&self, name: &str, bytes: usize) -> Result<(), CudaError> {
+        let (function, handle) = self.function(name, 0)?;
+        let whole = self.info.caps.shared_per_block + BLOCK_RESERVED;
+        let percent = (100 * bytes).div_ceil(whole).min(100) as c_int;
+        let mut current = function
+            .carveout
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        if *current != percent {
+            // SAFETY: a live function handle and a documented attribute.
+            let code = unsafe {
+                (self.driver.functions.function_attribute)(handle, ffi::FUNC_CARVEOUT, percent)
+            };
+            check(self.driver, code, "cuFuncSetAttribute", name)?;
+            *current = percent;
+        }
+        Ok(())
     }
 
     /// Find a kernel in the image of its file. The first call loads the image.
@@ -355,6 +381,7 @@ impl Function {
             file,
             handle: OnceLock::new(),
             shared: Mutex::new(0),
+            carveout: Mutex::new(-1),
             launches: AtomicU64::new(0),
         }
     }

@@ -87,6 +87,21 @@ impl Launch<'_> {
         unsafe { self.run_in_clusters(device, 0, arguments) }
     }
 
+    /// As [`Launch::run`], with `bytes` of each SM as shared memory and the rest as a cache of global memory.
+    ///
+    /// # Safety
+    /// As [`Launch::run`].
+    pub unsafe fn run_with_shared(
+        &self,
+        device: &Device,
+        bytes: usize,
+        arguments: &mut [*mut c_void],
+    ) -> Result<(), CudaError> {
+        device.in_context(|| device.set_carveout(self.kernel, bytes))?;
+        // SAFETY: this function's contract.
+        unsafe { self.run(device, arguments) }
+    }
+
     /// Launch in clusters of `blocks` neighbours along the grid's last dimension (1, 2, 4 or 8; compute capability 9.0 and later). 0
     /// launches without clusters; cluster instructions are then illegal.
     ///

@@ -210,7 +210,11 @@ DEVICE void route(const RouteCall& call) {
         load8(a, own + k);
         load8(b, w + k);
 #pragma unroll
-        for (int i = 0; i < 8; i++) sums[i % 4] = fma((double)a[i], (double)b[i], sums[i % 4]);
+        for (int i = 0; i < 8; i++) {
+          // A product of halves is exact in FP32, so one number is converted instead of two.
+          if constexpr (std::is_same<T, __half>::value) sums[i % 4] += (double)__fmul_rn(a[i], b[i]);
+          else sums[i % 4] = fma((double)a[i], (double)b[i], sums[i % 4]);
+        }
       }
       double sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
 #pragma unroll 1
@@ -262,7 +266,7 @@ DEVICE int block_scan(int v, int* warps) {
 DEVICE void sort_pairs(const ExpertCall& call) {
   constexpr int EACH = EXPERTS_MOST / 256;
   __shared__ __align__(16) short ids[PAIRS_MOST];
-  __shared__ int places[EXPERTS_MOST];
+  __shared__ int places[EXPERTS_MOST];  // pairs of each expert, then where its next pair goes
   __shared__ int warps[8];
   const int tid = threadIdx.x, pairs = call.pairs;
   for (int i = tid; i < EXPERTS_MOST; i += 256) places[i] = 0;
@@ -293,21 +297,27 @@ DEVICE void sort_pairs(const ExpertCall& call) {
   }
   if (tid == 255) *call.item_count = through >> 16;
   __syncthreads();
-  for (int p = tid; p < pairs; p += 256) {
-    const short id = ids[p];
-    if (id < 0) continue;
-    int before = 0;
-    for (int q = 0; q < p; q++) before += ids[q] == id;
-    call.order[places[id] + before] = p;
+  if (tid >= 32) return;
+  // The pairs of each expert in ascending order, 32 at a time.
+  for (int first = 0; first < pairs; first += 32) {
+    const int p = first + tid, id = p < pairs ? ids[p] : -1;
+    const unsigned same = __match_any_sync(~0u, id), before = same & ((1u << tid) - 1);
+    const int place = id < 0 ? 0 : places[id];
+    __syncwarp();
+    if (id >= 0) {
+      call.order[place + __popc(before)] = p;
+      if (before == 0) places[id] = place + __popc(same);
+    }
+    __syncwarp();
   }
 }
 
-// Block `pairs * inputs` sorts; each other block packs the input of one pair.
+// The first block sorts; each other block packs the input of one pair.
 extern "C" __global__ void __launch_bounds__(256) experts_arrange(const __grid_constant__ ExpertCall call) {
   pdl_trigger();
   pdl_wait();
-  if (blockIdx.x == call.pairs * call.inputs) return sort_pairs(call);
-  const int pair = blockIdx.x % call.pairs, which = blockIdx.x / call.pairs;
+  if (blockIdx.x == 0) return sort_pairs(call);
+  const int pair = (blockIdx.x - 1) % call.pairs, which = (blockIdx.x - 1) / call.pairs;
   const int64_t id = call.ids[pair];
   if (id < 0 || id >= call.count) return;
   const Expert& expert = call.experts[id];

@@ -4,6 +4,7 @@
 //! blocks read their work from tables. A pair is a row with one of its choices.
 
 pub mod dequantized;
+mod plan;
 pub mod route;
 pub mod select;
 
@@ -14,8 +15,9 @@ use crate::capabilities::Capabilities;
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
-use crate::layout::{TILE, UNIT_ROWS};
+use crate::layout::UNIT_ROWS;
 use crate::rows::FEW_ROWS;
+use plan::{Matmul, SPANS};
 use select::{Kernel, by_eights};
 
 /// Most experts of a layer, and most pairs of a call, that one block can sort.
@@ -23,30 +25,11 @@ pub const MOST_EXPERTS: usize = 1024;
 pub const MOST_PAIRS: usize = 1024;
 
 assert_constants!(experts, { EXPERTS_MOST == MOST_EXPERTS, PAIRS_MOST == MOST_PAIRS });
-assert_constants!(experts_many, { MANY_COLUMNS == MANY_COLUMNS });
-assert_constants!(experts_few, { EXPERT_BLOCKS == RESIDENT, EXPERT_WARPS == WARPS, EXPERT_SLOTS == SLOTS, SLOT_BARRIER_BYTES == BARRIER_BYTES, COLUMN_FLOATS == COLUMN_FLOATS });
-
-/// Rows of an expert that are multiplied at a time if there are more than [`FEW_ROWS`].
-const MANY_COLUMNS: usize = 16;
-/// Warps of a block of a matmul, and floats of a column of a warp's sums.
-const WARPS: usize = 4;
-const COLUMN_FLOATS: usize = 20;
-/// Units in the shared memory of a warp, and bytes of the barrier of each.
-const SLOTS: usize = 2;
-const BARRIER_BYTES: usize = 8;
-/// Blocks of a matmul that the registers of an SM hold.
-const RESIDENT: usize = 4;
 /// Most units of a matrix: a lane of a warp names one of a quarter of them, and its offset is a multiple of 16 in 16 bits.
 const MOST_UNITS: usize = 128;
 const _: () = assert!(MOST_UNITS / 4 <= 32 && MOST_UNITS * (128 * 32 + 512) <= 16 << 16);
-/// Many rows: target number of tasks for the warps of a block, row tiles of a block, and classes of units of K.
-const TASKS: usize = 16;
-const SPANS: [usize; 2] = [2, 8];
-const CLASSES: usize = 16;
 /// Bytes of `ExpertCall`'s items.
 const ITEM_BYTES: usize = 16;
-/// Shared memory that the driver takes of each block.
-const DRIVER_BYTES: usize = 1024;
 
 /// `struct Expert` of `kernels/moe/experts.cuh`.
 #[repr(C)]
@@ -120,68 +103,6 @@ pub struct Experts {
     plain: bool,
     /// Most rows of the layout of gate, up and down.
     layout_rows: [usize; 3],
-}
-
-/// Sizes that a launch of the matrices of all experts must hold.
-#[derive(Clone, Copy, Debug)]
-struct Matmul {
-    name: &'static str,
-    matrices: usize,
-    tiles: usize,
-    /// Room for the largest unit.
-    slot_bytes: usize,
-    /// Most sums of a row tile of a matrix.
-    classes: usize,
-}
-
-impl Matmul {
-    fn new(name: &'static str, matrices: usize, all: &[&Matrix]) -> Self {
-        let units = all.iter().flat_map(|m| m.unit_offsets.windows(2));
-        let largest = units.map(|at| (at[1] - at[0]) as usize).max().unwrap_or(0);
-        Self {
-            name,
-            matrices,
-            tiles: all.first().map_or(0, |m| m.argument.tiles as usize),
-            slot_bytes: largest.next_multiple_of(16),
-            classes: all
-                .iter()
-                .map(|m| m.argument.unit_count as usize)
-                .max()
-                .unwrap_or(0)
-                .min(CLASSES),
-        }
-    }
-
-    /// Shared memory of a block of few rows: slots with their barriers, and two buffers of the warps' sums.
-    fn few_bytes(&self) -> usize {
-        let sums = 4 * 2 * self.matrices * WARPS * FEW_ROWS * COLUMN_FLOATS;
-        WARPS * SLOTS * (self.slot_bytes + BARRIER_BYTES) + sums
-    }
-
-    /// Blocks for few rows: as many as are resident at once, or fewer if there are fewer tiles.
-    fn few_blocks(&self, items: usize, [sms, shared]: [usize; 2]) -> usize {
-        let block = self.few_bytes() + DRIVER_BYTES;
-        let resident = ((shared + DRIVER_BYTES) / block).min(RESIDENT);
-        (sms * resident).min(items * self.tiles)
-    }
-
-    /// Shared memory of a block of many rows: the sums of its tasks.
-    fn many_bytes(&self, span: usize) -> usize {
-        4 * self.matrices * span * self.classes * TILE * MANY_COLUMNS
-    }
-
-    /// Row tiles of a block of many rows: tasks for every warp, and blocks for every SM.
-    fn span(&self, items: usize, [sms, shared]: [usize; 2]) -> usize {
-        let [mut span, most] = SPANS;
-        while self.matrices * self.classes * span < TASKS
-            && 2 * span <= most
-            && self.many_bytes(2 * span) <= shared / 3
-            && items * self.tiles.div_ceil(2 * span) >= sms
-        {
-            span *= 2;
-        }
-        span
-    }
 }
 
 /// Addresses of one call; the device's memory, row-major and contiguous.
@@ -431,7 +352,7 @@ pub unsafe fn run(to: Target, experts: &Experts, op: &Call) -> Result<(), CudaEr
     }
     let device = Device::get(to.device)?;
     let mut argument = experts.argument(op);
-    let launch = |kernel: &str, grid, block, shared_bytes, argument: CallArgument| {
+    let launch = |kernel: &str, grid, block, shared_bytes, of_sm, argument: CallArgument| {
         let launch = Launch {
             kernel,
             grid,
@@ -442,9 +363,8 @@ pub unsafe fn run(to: Target, experts: &Experts, op: &Call) -> Result<(), CudaEr
         };
         let mut arguments = kernel_arguments![argument];
         // SAFETY: all kernels take one `ExpertCall`; the caller guarantees that the addresses are valid.
-        unsafe { launch.run(device, &mut arguments) }
+        unsafe { launch.run_with_shared(device, of_sm, &mut arguments) }
     };
-    let blocks = (pairs * experts.inputs + 1) as u32;
     let few = by_eights(experts.count(), op.chosen, op.rows);
     // Items of many rows are whole experts.
     let (rows, at_once) = if few {
@@ -453,31 +373,36 @@ pub unsafe fn run(to: Target, experts: &Experts, op: &Call) -> Result<(), CudaEr
         ("many", MOST_PAIRS)
     };
     argument.at_once = at_once as i32;
-    launch("experts_arrange", [blocks, 1, 1], 256, 0, argument)?;
     let items = pairs.min(experts.count() + pairs / at_once);
+    let plan = |matmul: &Matmul| {
+        if few {
+            matmul.few_rows(items, experts.card)
+        } else {
+            matmul.many_rows(pairs.min(experts.count()), experts.card)
+        }
+    };
+    let blocks = (pairs * experts.inputs + 1) as u32;
+    // As in the next launch, so that SMs need not change over.
+    let of_sm = plan(&experts.matmuls[0]).of_sm();
+    launch("experts_arrange", [blocks, 1, 1], 256, 0, of_sm, argument)?;
     for matmul in &experts.matmuls {
         let kernel = format!(
             "experts_{}_{}_{}_{rows}",
             matmul.name, experts.kind, experts.entry_rows
         );
+        let plan = plan(matmul);
         argument.tiles = matmul.tiles as i32;
         argument.slot_bytes = matmul.slot_bytes as i32;
-        if few {
-            let grid = [matmul.few_blocks(items, experts.card) as u32, 1, 1];
-            launch(
-                &kernel,
-                grid,
-                32 * WARPS as u32,
-                matmul.few_bytes() as u32,
-                argument,
-            )?;
-        } else {
-            let used = pairs.min(experts.count());
-            let span = matmul.span(used, experts.card);
-            argument.span = span as i32;
-            let grid = [matmul.tiles.div_ceil(span) as u32, used as u32, 1];
-            launch(&kernel, grid, 256, matmul.many_bytes(span) as u32, argument)?;
-        }
+        argument.span = plan.span as i32;
+        let shared = plan.shared as u32;
+        launch(
+            &kernel,
+            plan.grid,
+            plan.threads,
+            shared,
+            plan.of_sm(),
+            argument,
+        )?;
     }
     // SAFETY: `parts` lies in the scratch memory; the caller guarantees the rest.
     unsafe { sum_parts(to, device, experts, argument) }
@@ -503,7 +428,7 @@ unsafe fn sum_parts(
     };
     let mut arguments = kernel_arguments![argument];
     // SAFETY: the kernel takes one `ExpertCall`; the caller guarantees that the addresses are valid.
-    unsafe { launch.run(device, &mut arguments) }
+    unsafe { launch.run_with_shared(device, 0, &mut arguments) }
 }
 
 #[cfg(test)]
@@ -511,6 +436,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::super::linear::tests::sized;
+    use super::plan::RESIDENT;
     use super::*;
     use crate::capabilities::CARDS;
     use crate::capabilities::tests::{RELEASE, card};

@@ -2,7 +2,7 @@
 
 use super::MOST_EXPERTS;
 use crate::abi::{assert_constants, assert_layout};
-use crate::device::Device;
+use crate::device::{BLOCK_RESERVED, Device};
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::{Target, index32};
@@ -15,6 +15,8 @@ const OWN_ROWS: usize = 64;
 const BLOCKS: usize = 5;
 /// Shared memory of a block beside its row and weights.
 const STATIC_BYTES: usize = 9 * 1024;
+/// Blocks of an SM that have shared memory at once; the rest of its memory caches rows.
+const RESIDENT: usize = 2;
 
 assert_constants!(experts, { ROUTE_EXPERTS == ROUTE_EXPERTS });
 
@@ -174,6 +176,7 @@ pub unsafe fn route(to: Target, op: &Route) -> Result<(), CudaError> {
         programmatic: to.programmatic,
     };
     let mut arguments = kernel_arguments![argument];
+    let shared = RESIDENT * (launch.shared_bytes as usize + STATIC_BYTES + BLOCK_RESERVED);
     // SAFETY: the kernel takes one `RouteCall`; the caller guarantees that the addresses are valid.
-    unsafe { launch.run(device, &mut arguments) }
+    unsafe { launch.run_with_shared(device, shared, &mut arguments) }
 }
