@@ -13,7 +13,8 @@ only on a machine that does nothing else. One JSON line for each bar, and in wor
              Its second figure leaves out the time in which the loop's thread waited for a core, so it counts on a
              machine with few cores as well
     hostile  time between events of 16 streams beside 100 slow readers, slow senders and large schemas, over that beside
-             100 ordinary streams; with `--hostile readers`, `senders` or `schemas` beside those alone
+             100 ordinary streams; with `--hostile readers`, `senders` or `schemas` beside those alone. Each of
+             six runs (three pairs) lasts `--seconds` and some seconds more: two minutes in all
     health   99th percentile of /health/ready in a burst of 2,000 requests
     queue    time of a step with 10,000 queued requests over none, and its longest pause
     cycles   open files and memory after loads and unloads of a model, on `--device` (minutes; only where it is named)
@@ -225,12 +226,11 @@ def hostile(given: Given) -> list[Bar]:
     with serving(streams=128, max_queued_requests=1024) as server:
         port = server.port
         ordinary, ratios = [], {kind: list[float]() for kind in given.hostile}
-        for _ in range(PAIRS):
+        for pair in range(1, PAIRS + 1):
             ordinary.append(near(port, "ordinary"))
             for kind, found in ratios.items():
                 found.append(near(port, kind) / ordinary[-1])
-    for kind, found in ratios.items():
-        print(f"hostile, {kind}: {', '.join(f'{one:.3f}' for one in found)}", file=sys.stderr)
+                print(f"hostile, {kind}, pair {pair} of {PAIRS}: {found[-1]:.3f}", file=sys.stderr, flush=True)
     name = f"99th percentile between events, over ordinary clients, median of {PAIRS} pairs"
     return [Bar(f"hostile: {kind}: {name}", statistics.median(found), 1.1, "times") for kind, found in ratios.items()]
 

@@ -1,13 +1,13 @@
 """A prompt of 100,000 tokens among 63 streams, through HTTP: how long the streams wait for their tokens meanwhile.
 
-    python benchmarks/bench_long_prompt.py --paced [--chunk 2048 1024] [--workers 1]
+    python benchmarks/bench_long_prompt.py --paced [--chunk 2048 1024] [--itl 50 0] [--workers 1]
     python benchmarks/bench_long_prompt.py [--shape 8b] [--cache fp16]
 
 Random weights of true shapes on a GPU (gpu_model.py), or with --paced a scripted model, on any machine: its steps last
 as long as those of an 8B model on an H200, and each token of a prompt adds 27 us. Processes as in `exl serve`: the
 engine here, API workers and the clients in processes of their own. The streams run for `--quiet` seconds, then one more
 client sends the long prompt, until it has its first token. One JSON line for each `--chunk`, the most prompt tokens of
-a step:
+a step, with each `--itl`, milliseconds that limit the prompt tokens of a step (0: no limit):
 
     quiet, during    milliseconds between the events of a stream as its client sees them, before the long prompt and
                      while it is computed; `engine`: of steps in the engine process while it is computed
@@ -141,7 +141,7 @@ def between(stamps: list[list[float]], begin: float, end: float) -> dict[str, fl
 # ---- engines -------------------------------------------------------------------------------------------------------
 
 
-def scripted(streams: int, tokens: int, chunk: int) -> tuple[Any, Any]:
+def scripted(streams: int, tokens: int, chunk: int, itl: float) -> tuple[Any, Any]:
     """A paced generator and the least seconds of its steps by their number of jobs."""
     from exl_core import ExLlamaV2Config, ExLlamaV2Tokenizer
     from exl_generate import ExLlamaV2DynamicGenerator, bundled
@@ -158,7 +158,12 @@ def scripted(streams: int, tokens: int, chunk: int) -> tuple[Any, Any]:
     model = ScriptedModel(config, records=False)
     cache = ScriptedCache(model, max_seq_len=cached(streams, tokens))
     generator = ExLlamaV2DynamicGenerator(
-        model, cache, ExLlamaV2Tokenizer(described), max_batch_size=streams + 1, max_chunk_size=chunk
+        model,
+        cache,
+        ExLlamaV2Tokenizer(described),
+        max_batch_size=streams + 1,
+        max_chunk_size=chunk,
+        target_step_seconds=itl / 1e3 or None,
     )
     prompts = 0
     compute = model.forward_chunk
@@ -179,8 +184,11 @@ def scripted(streams: int, tokens: int, chunk: int) -> tuple[Any, Any]:
     return generator, floor
 
 
-def random_weights(shape: str, kind: str, streams: int, tokens: int) -> Callable[[int], Any]:
-    """Return a function that makes a generator with a chunk size, always over the same model and cache on the GPU."""
+def random_weights(shape: str, kind: str, streams: int, tokens: int) -> Callable[[int, float], Any]:
+    """Return a function that makes a generator with a chunk size and a target of milliseconds.
+
+    All of them have the same model and cache on the GPU.
+    """
     from gpu_model import build
 
     from exl_core import ExLlamaV2Tokenizer
@@ -191,8 +199,15 @@ def random_weights(shape: str, kind: str, streams: int, tokens: int) -> Callable
     cache = CACHES[kind](model, max_seq_len=cached(streams, tokens))
     tokenizer = ExLlamaV2Tokenizer(model.config)
 
-    def made(chunk: int) -> Any:
-        generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer, max_batch_size=streams + 1, max_chunk_size=chunk)
+    def made(chunk: int, itl: float) -> Any:
+        generator = ExLlamaV2DynamicGenerator(
+            model,
+            cache,
+            tokenizer,
+            max_batch_size=streams + 1,
+            max_chunk_size=chunk,
+            target_step_seconds=itl / 1e3 or None,
+        )
         generator.warmup()
         return generator
 
@@ -266,7 +281,7 @@ def served(generator: Any, floor: Any, args: argparse.Namespace) -> dict[str, An
     return found | {"steps": steps}
 
 
-def report(found: dict[str, Any], chunk: int, args: argparse.Namespace) -> bool:
+def report(found: dict[str, Any], chunk: int, itl: float, args: argparse.Namespace) -> bool:
     """Print the line of figures and the bar. Returns whether it is met."""
     begin, sent, first = found["begin"], found["sent"], found["first"]
     quiet, during = between(found["stamps"], begin, sent), between(found["stamps"], sent, first)
@@ -276,6 +291,7 @@ def report(found: dict[str, Any], chunk: int, args: argparse.Namespace) -> bool:
         "streams": args.streams,
         "tokens": args.tokens,
         "chunk": chunk,
+        "itl_ms": itl,
         "workers": args.workers,
         "cpus": os.cpu_count(),
         "quiet": quiet,
@@ -293,7 +309,7 @@ def report(found: dict[str, Any], chunk: int, args: argparse.Namespace) -> bool:
     met = bool(during["p99"] <= most)
     verdict = "met" if met else "MISSED"
     print(
-        f"chunks of {chunk}: 99th percentile between events beside the prompt: {during['p99']:.1f} ms "
+        f"chunks of {chunk}, {itl:g} ms: 99th percentile between events beside the prompt: {during['p99']:.1f} ms "
         f"(at most {most:.1f}): {verdict}",
         file=sys.stderr,
     )
@@ -308,6 +324,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=100_000, help="of the long prompt")
     parser.add_argument("--streams", type=int, default=63)
     parser.add_argument("--chunk", type=int, nargs="+", default=[2048], help="most prompt tokens of a step")
+    parser.add_argument(
+        "--itl", type=float, nargs="+", default=[50.0], help="milliseconds of a step that limit a chunk"
+    )
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--quiet", type=float, default=2.0, help="seconds before the long prompt")
     parser.add_argument("--target", type=float, default=50.0, help="milliseconds that a stream may wait more")
@@ -315,15 +334,15 @@ def main() -> None:
     multiprocessing.set_start_method("spawn")
     met = True
     weights = None if args.paced else random_weights(args.shape, args.cache, args.streams, args.tokens)
-    for chunk in args.chunk:
+    for chunk, itl in itertools.product(args.chunk, args.itl):
         if weights is None:
-            generator, floor = scripted(args.streams, args.tokens, chunk)
+            generator, floor = scripted(args.streams, args.tokens, chunk, itl)
         else:
-            generator, floor = weights(chunk), None
+            generator, floor = weights(chunk, itl), None
         gc.collect()
         gc.freeze()
         gc.set_threshold(50_000, 20, 100)
-        met &= report(served(generator, floor, args), chunk, args)
+        met &= report(served(generator, floor, args), chunk, itl, args)
         gc.unfreeze()
     sys.exit(0 if met else 1)
 

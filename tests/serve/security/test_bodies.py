@@ -17,7 +17,7 @@ from exl_generate import bundled
 from exl_serve.api.text import FolderText
 from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
-from exl_serve.request.body import LongUrl, read_json
+from exl_serve.request.body import PIECE, LongUrl, read_json
 from exl_serve.request.messages import ImagePart, messages_of
 from exl_serve.testing.server import LiveServer
 from exl_serve.testing.waiting import HANG_SECONDS
@@ -270,3 +270,13 @@ def test_the_position_of_an_error_counts_long_data_urls() -> None:
     with pytest.raises(ServeError) as caught:
         read_json(body.encode(), LIMITS)
     assert str(expected.value) in caught.value.message
+
+
+@pytest.mark.parametrize("at", [PIECE - 1, PIECE, PIECE + 1, 3 * PIECE])
+def test_long_data_urls_may_end_anywhere(at: int) -> None:
+    """The end of a URL is searched for piece by piece."""
+    head = '{"messages": [{"content": [{"type": "image_url", "image_url": "'
+    url = "data:image/png;base64,".ljust(at - len(head) + len('"data:') - 1, "A")
+    found = read_json(f'{head}{url}"}}]}}], "n": 1}}'.encode(), LIMITS)
+    assert found["n"] == 1
+    assert found["messages"][0]["content"][0]["image_url"].text() == url

@@ -71,7 +71,8 @@ class TokenizerBackend:
         tokenizer = self._special_tokenizer() if special else self.tokenizer
         with _library_errors(self.file):
             if len(text) > LONG_TEXT:
-                encoding = tokenizer.encode_batch([text], add_special_tokens=False)[0]
+                # Without the places of tokens in the text, which take milliseconds to free: no thread runs meanwhile.
+                encoding = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
             else:
                 encoding = tokenizer.encode(text, add_special_tokens=False)
             ids: list[int] = encoding.ids
@@ -85,7 +86,7 @@ class TokenizerBackend:
             require_text(text)
         tokenizer = self._special_tokenizer() if special else self.tokenizer
         with _library_errors(self.file):
-            return [e.ids for e in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+            return [e.ids for e in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """Return the text of `ids`; special tokens are omitted unless `special`."""

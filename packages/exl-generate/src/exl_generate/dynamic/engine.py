@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from exl_filters import prefetch_together
 from exl_generate.dynamic.events import Events
 from exl_generate.dynamic.prelaunched_step import PrelaunchedStep, attempt, predictable
+from exl_generate.dynamic.prompt_pace import PromptPace
 from exl_generate.dynamic.prompts import Prompts
 from exl_generate.dynamic.runner import Runner, Window
 from exl_generate.dynamic.scheduler import Scheduler
@@ -146,6 +147,7 @@ class Engine:
         runner: Runs the model over the cache.
         drafter: Drafts tokens.
         max_chunk_size: Most prompt tokens of a step.
+        pace: Limits them while jobs decode.
         deliver: Receives all events: those of a job together, jobs in the order they started.
         pool: Returns the executor in which filters run while the model runs.
     """
@@ -156,6 +158,7 @@ class Engine:
         runner: Runner,
         drafter: Drafter,
         max_chunk_size: int,
+        pace: PromptPace,
         deliver: Callable[[Events], None],
         pool: Callable[[], Executor] | None = None,
     ) -> None:
@@ -163,7 +166,7 @@ class Engine:
         self._scheduler = scheduler
         self._runner = runner
         self._drafter = drafter
-        self._prompts = Prompts(scheduler, runner, drafter, max_chunk_size, deliver, self.counters)
+        self._prompts = Prompts(scheduler, runner, drafter, max_chunk_size, pace, deliver, self.counters)
         self._deliver = deliver
         self._pool = pool
         #: the next step, if the last one prepared it

@@ -16,11 +16,19 @@ from exl_generate.dynamic.draft_model import ModelDrafter
 from exl_generate.dynamic.engine import Engine
 from exl_generate.dynamic.events import Events
 from exl_generate.dynamic.job import ExLlamaV2DynamicJob
-from exl_generate.dynamic.limits import Limits, check_drafting, check_history, check_tokenizer, check_tokens
+from exl_generate.dynamic.limits import (
+    Limits,
+    check_drafting,
+    check_history,
+    check_seconds,
+    check_tokenizer,
+    check_tokens,
+)
 from exl_generate.dynamic.outbox import Outbox
 from exl_generate.dynamic.page_views import PageViews
 from exl_generate.dynamic.pages import PAGED_PAGE_SIZE, PageTable
 from exl_generate.dynamic.parameters import adapters_of, check_abort_event, count_of
+from exl_generate.dynamic.prompt_pace import PromptPace
 from exl_generate.dynamic.results import Result, dict_of, dicts_of
 from exl_generate.dynamic.runner import Runner
 from exl_generate.dynamic.scheduler import Scheduler
@@ -82,6 +90,9 @@ class ExLlamaV2DynamicGenerator(PageViews):
         page_size: tokens of a page, for tests and tuning.
         shared_ngram_tokens: with `use_ngram_draft`, draft also from so many tokens of the answers to earlier jobs,
             about 100 bytes each. It changes speed only. Jobs with a `cache_salt` are left out.
+        target_step_seconds: while jobs decode, a step computes only as many prompt tokens as keep it this short,
+            judged by the time of earlier steps: whole pages, at least one and at most `max_chunk_size` tokens. None
+            means `max_chunk_size` tokens always.
 
     Raises:
         RequestError: a parameter is out of its range, or parts do not belong together.
@@ -112,6 +123,7 @@ class ExLlamaV2DynamicGenerator(PageViews):
         *,
         page_size: int = PAGED_PAGE_SIZE,
         shared_ngram_tokens: int = 0,
+        target_step_seconds: float | None = None,
     ) -> None:
         check_tokenizer(tokenizer)
         count_of("max_sampling_threads", max_sampling_threads)
@@ -120,6 +132,7 @@ class ExLlamaV2DynamicGenerator(PageViews):
         drafts = num_draft_tokens if draft_model is not None or use_ngram_draft else 0
         check_drafting(model, cache, draft_model, draft_cache, use_ngram_draft, drafts, max_ngram, max_q_size)
         check_history(shared_ngram_tokens, use_ngram_draft)
+        check_seconds("target_step_seconds", target_step_seconds)
         # The parts belong together, as the caller says; model and tokenizer check what they are given.
         self.model, self.cache, self.tokenizer = cast("OwnModel", model), cache, cast("OwnTokenizer", tokenizer)
         self.draft_model, self.draft_cache = cast("OwnModel | None", draft_model), draft_cache
@@ -140,7 +153,8 @@ class ExLlamaV2DynamicGenerator(PageViews):
         self._scheduler = Scheduler(self._context, limits.max_batch_size, limits.max_seq_len)
         self._outbox = Outbox()
         runner, pool = Runner(self.model, cache, limits.page_size), filter_pool if filter_background_eval else None
-        self._engine = Engine(self._scheduler, runner, drafter, limits.max_chunk_size, self._outbox.deliver, pool)
+        pace = PromptPace(target_step_seconds, limits.max_chunk_size, limits.page_size)
+        self._engine = Engine(self._scheduler, runner, drafter, limits.max_chunk_size, pace, self._outbox.deliver, pool)
         self._in_step = self._by_columns = False
         #: jobs that `discard` has marked and that are still to be taken out; appended to without the lock
         self._discards: deque[ExLlamaV2DynamicJob] = deque()

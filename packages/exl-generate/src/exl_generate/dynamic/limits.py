@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from exl_generate.contracts import Model, Tokenizer
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 
-__all__ = ["Limits", "check_drafting", "check_history", "check_tokenizer", "check_tokens"]
+__all__ = ["Limits", "check_drafting", "check_history", "check_seconds", "check_tokenizer", "check_tokens"]
 
 #: Models of one family have vocabularies of slightly different sizes: padding, and tokens that a fine-tuning has added.
 MOST_OTHER_IDS = 1024
@@ -96,6 +97,14 @@ def check_count(name: str, value: object, least: int, optional: bool = False) ->
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise RequestError(f"{name} is {value!r}; it must be an integer of at least {least}")
+
+
+def check_seconds(name: str, value: object) -> None:
+    """Raise `RequestError` unless `value` is None or a positive, finite number."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise RequestError(f"{name} is {value!r}; it must be a positive number of seconds, or None")
 
 
 def _check_parts(model: object, cache: object, which: str = "") -> None:

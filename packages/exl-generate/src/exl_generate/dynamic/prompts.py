@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from exl_generate.dynamic.events import Events
+from exl_generate.dynamic.prompt_pace import PromptPace
 from exl_generate.dynamic.runner import Chunk, Runner
 from exl_generate.dynamic.scheduler import Scheduler
 from exl_generate.dynamic.sequence import Sequence
@@ -33,7 +34,8 @@ WORTH_WAITING = 16
 class Prompts:
     """Compute prompt tokens for jobs in the order they started.
 
-    A step computes at most `max_chunk_size` tokens in all, which bounds the time that running streams wait.
+    A step computes at most `max_chunk_size` tokens in all, or fewer where `pace` limits them. This bounds the time that
+    running streams wait.
     """
 
     def __init__(
@@ -42,13 +44,14 @@ class Prompts:
         runner: Runner,
         drafter: Drafter,
         max_chunk_size: int,
+        pace: PromptPace,
         deliver: Callable[[Events], None],
         counters: Counters,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._drafter = drafter
-        self._budget = max_chunk_size
+        self._budget, self._pace = max_chunk_size, pace
         self._deliver = deliver
         self.counters = counters
         #: ids in common from which on a prompt waits for another
@@ -60,17 +63,25 @@ class Prompts:
         After an interrupt the computed part is kept and the next step computes the rest.
         """
         step = _PrefillStep(self)
+        budget = left = self._most()
         try:
-            left = self._budget
             for job in self._scheduler.active:
                 if job.is_finished or job.pages.prefilled:
                     continue
                 left -= step.take(job, left)
-                if left < min(self._budget, self._scheduler.table.page_size):
+                if left < min(budget, self._scheduler.table.page_size):
                     break
             step.compute()
         finally:
+            self._pace.spent(budget - left)
             self._deliver(step.events())
+
+    def _most(self) -> int:
+        """Return the most tokens of this step."""
+        active = self._scheduler.active
+        decodes = any(job.pages.prefilled and not job.paused and not job.is_finished for job in active)
+        # A hook may see how a prompt is cut: that must not depend on a clock.
+        return self._pace.begin(decodes and not self._runner.hooked)
 
 
 class _PrefillStep:

@@ -94,6 +94,7 @@ def _loaded(
         tokenizer,
         max_batch_size=config.max_batch_size,
         max_chunk_size=config.max_chunk_size,
+        target_step_seconds=config.target_itl or None,
         **extra,
     )
     generator.warmup()
@@ -156,6 +157,7 @@ def _scripted(config: ModelConfig, described: Any) -> Any:
         ExLlamaV2Tokenizer(described),
         max_batch_size=config.max_batch_size,
         max_chunk_size=config.max_chunk_size,
+        target_step_seconds=config.target_itl or None,
     )
 
 

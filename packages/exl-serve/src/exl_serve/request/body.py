@@ -118,7 +118,7 @@ def _cut_urls(data: bytes | bytearray) -> tuple[bytes | bytearray, dict[str, Lon
     parts: list[bytes | bytearray] = []
     behind = at = 0
     while (quote := data.find(_URL, at)) >= 0:
-        end = data.find(b'"', quote + 1)
+        end = _end_of(data, quote + 1)
         if end < 0:
             break
         if end - quote > LONG_URL and data[quote - 1 : quote] != b"\\" and _is_plain(data, quote + 1, end):
@@ -130,6 +130,14 @@ def _cut_urls(data: bytes | bytearray) -> tuple[bytes | bytearray, dict[str, Lon
             behind = end
         at = end
     return (b"".join([*parts, data[behind:]]), cut) if cut else (data, cut)
+
+
+def _end_of(data: bytes | bytearray, begin: int) -> int:
+    """Return where the next quotation mark is, -1 if there is none. Other threads may run after each piece."""
+    for at in range(begin, len(data), PIECE):
+        if (end := data.find(b'"', at, at + PIECE)) >= 0:
+            return end
+    return -1
 
 
 def _is_plain(data: bytes | bytearray, begin: int, end: int) -> bool:
