@@ -1,4 +1,4 @@
-"""Attention and cache pages on a GPU; `attention` and `kv` call these functions for tensors on a GPU.
+"""Attention on a GPU; `attention` calls these functions for tensors on a GPU.
 
 The matrix multiplications take halves (queries, softmax weights and Hadamard codes times their scale are rounded to
 half); sums and softmax are float32. The order of arithmetic depends on a token's own position only
@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from .. import _native
-from .._check import require_dtype, require_gpu_head_dim, require_out, require_shape
-from ..cuda_ops import check_operand, launch_on, stream_of
+from .._check import require_dtype, require_out, require_shape
+from ..cuda_ops import stream_of
 from ..device import launch_of
 from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..index_checks import check_slots, check_tables, checks_enabled
+from ..kv.cuda import one_device
 from ..linear.cuda import CudaQuantMatrix
 from ..selection import LIMITS
 
@@ -41,10 +42,7 @@ __all__ = [
     "attend_stored",
     "counters",
     "flat_rows",
-    "load_kv",
-    "one_device",
     "paged_attention",
-    "store_kv",
     "zeros_of",
 ]
 
@@ -100,35 +98,6 @@ def counters(device: torch.device | str) -> Iterator[Tensor]:
         yield held
     finally:
         _current.counters = before
-
-
-def store_kv(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Implement `kv.store_kv` on a GPU: k, v [T, H, D] of one float type; codes bitwise identical to the CPU's."""
-    shape = (slots.shape[0], pages.heads, pages.head_dim)
-    for name, tensor in (("k", k), ("v", v)):
-        require_shape(f"store_kv: {name}", tensor, shape)
-    k, v, slots = k.contiguous(), v.contiguous(), slots.contiguous()
-    check_operand("store_kv: k", k)
-    check_operand("store_kv: v", v, k)
-    if v.dtype != k.dtype:
-        raise DTypeError(f"store_kv: k is {k.dtype}, v is {v.dtype}; expected one type")
-    one_device("store_kv", pages, k, slots)
-    if checks_enabled():
-        check_slots("store_kv", pages.key, slots)
-    if slots.numel():
-        _native.cuda_kv_transfer(pages.native_cuda(), k, v, slots, False, launch_on(k))
-
-
-def load_kv(pages: KVPages, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Implement `kv.load_kv` on a GPU: float32 [T, H, D] on the pages' device."""
-    one_device("load_kv", pages, slots)
-    if checks_enabled():
-        check_slots("load_kv", pages.key, slots)
-    shape = (slots.shape[0], pages.heads, pages.head_dim)
-    k, v = (torch.empty(shape, dtype=torch.float32, device=pages.device) for _ in range(2))
-    if slots.numel():
-        _native.cuda_kv_transfer(pages.native_cuda(), k, v, slots.contiguous(), True, launch_on(k))
-    return k, v
 
 
 def paged_attention(
@@ -387,11 +356,3 @@ def zeros_of(device: torch.device, stream: int, count: int) -> Tensor:
         held = torch.zeros(max(count, 1024), dtype=torch.int32, device=device)
         _by_stream[(device, stream)] = held
     return held
-
-
-def one_device(what: str, pages: KVPages, *tensors: Tensor | None) -> None:
-    """Raise DTypeError unless all tensors are on the GPU of the pages; ShapeError for their heads' dimension."""
-    for tensor in tensors:
-        if tensor is not None and tensor.device != pages.device:
-            raise DTypeError(f"{what}: a tensor is on {tensor.device}, the pages are on {pages.device}; use one device")
-    require_gpu_head_dim(what, pages.head_dim)
