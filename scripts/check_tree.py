@@ -25,13 +25,13 @@ HOSTS = re.compile(
 PATHS = re.compile("|".join(["/wo" + "rk/", "/ro" + "ot/", "/opt/whe" + "els", "/ho" + r"me/\w"]))
 TEXT = {".py", ".rs", ".cu", ".cuh", ".toml", ".md", ".yml", ".yaml", ".json", ".sh", ".txt", ".lock", ".jinja", ""}
 LONG = 600
-# A function of a package's source has at most this many lines without its docstring; generated stubs are .pyi and not
+# A function of a package's source has at most this many lines, its docstring included; generated stubs are .pyi and not
 # counted. Longer functions that are older than the rule are named here, with the lines that they have at most, until
 # somebody shortens them. The list may only shrink: with it, lower MOST_LONG_FUNCTIONS.
 LONGEST_FUNCTION = 80
 LONG_FUNCTIONS = {
-    "packages/exl-filters/src/exl_filters/testing/machine.py:filter_machine": 138,
-    "packages/exl-serve/src/exl_serve/cli.py:serve": 83,
+    "packages/exl-filters/src/exl_filters/testing/machine.py:filter_machine": 142,
+    "packages/exl-serve/src/exl_serve/cli.py:serve": 84,
 }
 MOST_LONG_FUNCTIONS = 2
 # Files whose purpose bounds their lines.
@@ -138,15 +138,8 @@ def functions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, int, int]]
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             name = f"{within}.{node.name}" if within else node.name
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield name, node.lineno, (node.end_lineno or node.lineno) - node.lineno + 1 - docstring_lines(node)
+            yield name, node.lineno, (node.end_lineno or node.lineno) - node.lineno + 1
         yield from functions(node, name)
-
-
-def docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """The number of lines of a function's docstring, which do not count: parameters are to be documented."""
-    if ast.get_docstring(node, clean=False) is None:
-        return 0
-    return (node.body[0].end_lineno or node.body[0].lineno) - node.body[0].lineno + 1
 
 
 def long_functions(name: str, source: str) -> list[str]:

@@ -149,6 +149,8 @@ def test_functions_that_are_too_long_may_not_grow(tree: ModuleType, monkeypatch:
     def source(lines: int) -> str:
         return "def f():\n" + "    pass\n" * (lines - 1)
 
+    documented = source(79).replace("    pass", '    """Do it.\n\n    So."""', 1)
+    assert "f has 81 lines" in tree.long_functions(FILE, documented)[0]
     assert tree.long_functions(FILE, source(80)) == []
     assert "f has 81 lines" in tree.long_functions(FILE, source(81))[0]
     monkeypatch.setitem(tree.LONG_FUNCTIONS, f"{FILE}:f", 81)
