@@ -1,11 +1,9 @@
 """Fail if more than two files of the packages import one another in a circle.
 
 `import package.module` and `from package.module import name` lead to that module, `from package import name` to the
-module of that name or, where there is none, to the package. Circles are counted twice:
-
-- named: every import statement counts, for types too, wherever it is in a file, for the module that it names alone;
-- executed: imports for types do not count, as Python skips them, and an import also leads to the `__init__` of the
-  packages above the module, which Python runs first. A package that is above the importing module is running already.
+module of that name or, where there is none, to the package. Every import statement counts, for types too, wherever it
+is in a file. An import that Python runs also leads to the `__init__` of the packages above the module, which Python
+runs first; a package that is above the importing module is running already.
 """
 
 from __future__ import annotations
@@ -24,15 +22,13 @@ Graph = dict[str, set[str]]
 
 def main() -> int:
     """Print the circles that are too large; the exit status."""
-    files, failed = modules(ROOT), False
-    for kind, graph in (("named", imports(files)), ("executed", executed(files))):
-        for circle in circles(graph):
-            if len(circle) > MOST:
-                failed = True
-                print(f"{len(circle)} files import one another in a circle ({kind} imports); at most {MOST} may:")
-                for name in sorted(circle):
-                    print(f"  {name} imports {', '.join(sorted(graph[name] & circle))}")
-    return 1 if failed else 0
+    graph = imports(modules(ROOT))
+    large = [circle for circle in circles(graph) if len(circle) > MOST]
+    for circle in large:
+        print(f"{len(circle)} files import one another in a circle; at most {MOST} may:")
+        for name in sorted(circle):
+            print(f"  {name} imports {', '.join(sorted(graph[name] & circle))}")
+    return 1 if large else 0
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -46,20 +42,13 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def imports(files: dict[str, Path]) -> Graph:
-    """Module -> the modules that it imports."""
-    return {
-        name: {target for target in _targets(name, file, files, types=True) if target not in ("", name)}
-        for name, file in files.items()
-    }
-
-
-def executed(files: dict[str, Path]) -> Graph:
-    """Module -> the modules that Python runs for its imports, also those in functions; none for types."""
+    """Module -> the modules that it imports, for types or not, and those that Python runs for these imports."""
     found: Graph = {}
     for name, file in files.items():
-        targets = {target for target in _targets(name, file, files, types=False) if target not in ("", name)}
-        parents = {parent for target in targets for parent in _above(target) if parent in files}
-        found[name] = targets | {parent for parent in parents if not f"{name}.".startswith(f"{parent}.")}
+        run = {target for target in _targets(name, file, files, types=False) if target != name}
+        parents = {parent for target in run for parent in _above(target) if parent in files}
+        running = {parent for parent in parents if f"{name}.".startswith(f"{parent}.")}
+        found[name] = {*_targets(name, file, files, types=True), *(parents - running)} - {"", name}
     return found
 
 

@@ -11,7 +11,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,13 +25,13 @@ HOSTS = re.compile(
 PATHS = re.compile("|".join(["/wo" + "rk/", "/ro" + "ot/", "/opt/whe" + "els", "/ho" + r"me/\w"]))
 TEXT = {".py", ".rs", ".cu", ".cuh", ".toml", ".md", ".yml", ".yaml", ".json", ".sh", ".txt", ".lock", ".jinja", ""}
 LONG = 600
-# A function of a package's source has at most this many lines without its docstring; generated stubs are .pyi and not
+# A function of a package's source has at most this many lines, its docstring included; generated stubs are .pyi and not
 # counted. Longer functions that are older than the rule are named here, with the lines that they have at most, until
 # somebody shortens them. The list may only shrink: with it, lower MOST_LONG_FUNCTIONS.
 LONGEST_FUNCTION = 80
 LONG_FUNCTIONS = {
-    "packages/exl-filters/src/exl_filters/testing/machine.py:filter_machine": 138,
-    "packages/exl-serve/src/exl_serve/cli.py:serve": 83,
+    "packages/exl-filters/src/exl_filters/testing/machine.py:filter_machine": 142,
+    "packages/exl-serve/src/exl_serve/cli.py:serve": 84,
 }
 MOST_LONG_FUNCTIONS = 2
 # Files whose purpose bounds their lines.
@@ -39,7 +39,7 @@ LINES = {"packages/exl-core/src/exl_core/model.py": 200}
 # Plans choose kernels (rust/exl-cuda, `ops::linear::select`), so Python compares numbers of rows with their limits in
 # these files only, for these reasons.
 LIMIT_NAMES = {"BLOCK_ROWS", "FEW_ROWS", "PACKED_ROWS", "STEP_ROWS"}
-LIMIT_VALUES = {8, 64, 128, 256}
+LIMIT_VALUES = {2, 8, 64, 128, 256, 512}
 COMPARE_ROWS = {
     "packages/exl-core/src/exl_core/execution/capturable.py": "buckets of captured steps, and their most tokens",
     "packages/exl-core/src/exl_core/execution/captured.py": "kernels of adapters and shards take packed rows only; "
@@ -52,31 +52,53 @@ COMPARE_ROWS = {
     "packages/exl-kernels/src/exl_kernels/linear/cuda.py": "float matrices, which have no plan, in blocks",
     "packages/exl-kernels/src/exl_kernels/linear/planned.py": "the meaning of a plan of a block",
 }
-# Every limit of rows has one definition, in the first of these files. Python asks for it, and CUDA sources include the
-# second file, whose values the build compares with the first one's. All other files write the name and not the number.
-# Constants that have the value of a limit and mean something else are named here with their meaning.
+# Every limit of rows of a GPU has one definition, in the first of these files. Python asks for it, and CUDA sources
+# include the second file, whose values the build compares with the first one's. All other files write the name and not
+# the number. A constant with the value of a limit counts if its name ends with rows, tokens or columns, says nothing
+# but that it is a limit (VAGUE), or if a file compares rows with it. Such constants that mean something else are named
+# here with their meaning, as is the limit of the CPU.
 LIMITS_OF_ROWS = {"rust/exl-cuda/src/rows.rs", "rust/exl-cuda/kernels/common/row_limits.cuh"}
+VAGUE = r"(?:MOST|LEAST|LIMIT|MAX|MAXIMUM|MIN|MINIMUM|FEW|MANY|CHUNK)"
 ROW_CONSTANTS = {
+    "packages/exl-core/src/exl_core/loading/linears.py:VOCABULARY_PADDING": "rows of a file's embeddings and heads",
     "packages/exl-core/src/exl_core/rope.py:TABLE_ROWS": "rows of a table of positions",
     "packages/exl-kernels/src/exl_kernels/moe/dequantized.py:FREE_ROWS": "padding that cuBLAS multiplies at no cost",
+    "rust/exl-cpu/src/attention/plan.rs:TILE_ROWS": "measured: queries that share a decoding of the keys",
+    "rust/exl-cpu/src/block.rs:CHUNK_ROWS": "the only definition of the rows of a fused block of the CPU",
+    "rust/exl-cpu/src/experts.rs:FEWEST_ROWS": "measured: fewest rows of a part of a large call",
+    "rust/exl-cpu/src/matmul/activations.rs:ROWS": "measured: rows that share a pass over a tile of weights",
+    "rust/exl-cpu/src/matmul/multiply.rs:PASS_ROWS": "cost of a pass, in rows",
+    "rust/exl-cpu/src/simd/avx2.rs:COLUMNS": "columns of a block of registers",
+    "rust/exl-cpu/src/simd/scalar.rs:COLUMNS": "columns of a block of registers",
     "rust/exl-cuda/kernels/linear/tile_layout.cuh:UNIT_ROWS": "rows of K in the layout of weights",
     "rust/exl-cuda/src/layout/mod.rs:CHUNK_ROWS": "rows of K in the layout of weights",
+    "rust/exl-cuda/src/layout/mod.rs:COLUMN_TILE": "columns of a matrix instruction; FEW_ROWS is one such tile",
     "rust/exl-cuda/src/layout/mod.rs:UNIT_ROWS": "rows of K in the layout of weights",
+    "rust/exl-cuda/src/layout/pack.rs:BLOCK_COLUMNS": "columns of weights that are unpacked at a time",
     "rust/exl-cuda/src/ops/attention/select/mod.rs:PREFILL_ROWS": "measured: prefill blocks are faster from there on",
     "rust/exl-cuda/src/ops/kv/select.rs:MANY_TOKENS": "measured: rope_store_many is faster from there on",
     "rust/exl-cuda/src/ops/linear/batch/plan.rs:EVEN_COLUMNS": "columns of the kernel of batch_whole.cuh",
+    "rust/exl-cuda/src/ops/linear/lora/select.rs:MOST_SINGLE": "blocks of a launch",
     "rust/exl-cuda/src/ops/moe/route.rs:OWN_ROWS": "measured: more rows share the blocks of the router",
     "rust/exl-cuda/src/ops/moe/select.rs:DEQUANTIZED_ROWS": "measured: average rows of an expert",
     "rust/exl-cuda/src/ops/moe/select.rs:SHARED_ROWS": "measured: average rows of an expert",
 }
-NATIVE = ("rust/exl-cuda/", "rust/exl-python/src/cuda/")
-NUMBER = "(?:8|64|128|256)(?:_?usize)?"
-ROW_CONSTANT = re.compile(rf"\b(\w*(?:ROWS|TOKENS|COLUMNS))\b(?:: \w+)? = {NUMBER}(?=[,;])")
-ROW_NAME = r"\b(?:(?!entry_)\w*(?:rows|tokens|columns)|m)\b"
+NATIVE = ("rust/exl-cpu/", "rust/exl-cuda/", "rust/exl-python/src/")
+NUMBER = f"(?:{'|'.join(map(str, sorted(LIMIT_VALUES)))})(?:_?usize)?"
+NATIVE_CONSTANT = re.compile(rf"\b([A-Z][A-Z0-9_]*)\b(?:: \w+)? = {NUMBER}(?=[,;])")
+NAMED_CONSTANT = re.compile(rf"\w*(?:ROWS|TOKENS|COLUMNS)|{VAGUE}")
+ROW_NAME = r"\b(?:(?!entry_)\w*(?:rows|tokens|columns)|m)\b(?:\.len)?(?:\(\))?"
+COMPARES = "(?:[<>]=?|[=!]=)"
 ROW_NUMBER = re.compile(
-    rf"{ROW_NAME} (?:[<>]=?|[=!]=) {NUMBER}\b"
-    rf"|(?<!\* )\b{NUMBER} (?:[<>]=?|[=!]=) (?:\w+\.)*{ROW_NAME}"
+    rf"{ROW_NAME} {COMPARES} {NUMBER}\b"
+    rf"|(?<![*+] )\b{NUMBER} {COMPARES} (?:\w+\.)*{ROW_NAME}"
+    rf"|{ROW_NAME}\.(?:min|max)\({NUMBER}\)"
     rf"|\.\.=?{NUMBER} =>"
+)
+CONSTANT = r"(?:\w+::)*([A-Z][A-Z0-9_]*)\b"
+ROW_COMPARISON = re.compile(
+    rf"{ROW_NAME} {COMPARES} {CONSTANT}|{CONSTANT} {COMPARES} (?:\w+\.)*{ROW_NAME}"
+    rf"|{ROW_NAME}\.(?:min|max)\({CONSTANT}\)"
 )
 # No test may fail because a machine is slow or busy: what is waited for in one has at least these seconds, which only a
 # hang takes, and no other clock is looked at. A line that must says why: `# clock: ...`.
@@ -116,15 +138,8 @@ def functions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, int, int]]
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             name = f"{within}.{node.name}" if within else node.name
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield name, node.lineno, (node.end_lineno or node.lineno) - node.lineno + 1 - docstring_lines(node)
+            yield name, node.lineno, (node.end_lineno or node.lineno) - node.lineno + 1
         yield from functions(node, name)
-
-
-def docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """The number of lines of a function's docstring, which do not count: parameters are to be documented."""
-    if ast.get_docstring(node, clean=False) is None:
-        return 0
-    return (node.body[0].end_lineno or node.body[0].lineno) - node.body[0].lineno + 1
 
 
 def long_functions(name: str, source: str) -> list[str]:
@@ -146,44 +161,74 @@ def long_functions(name: str, source: str) -> list[str]:
 
 def compared_rows(source: str) -> list[tuple[int, str]]:
     """(line, code) of comparisons of rows with a limit of kernels."""
-    found = []
+    return [
+        (node.lineno, ast.unparse(node))
+        for node, names in comparisons(source)
+        if names & LIMIT_NAMES or (of_rows(names) and any(map(is_limit, [node.left, *node.comparators])))
+    ]
+
+
+def comparisons(source: str) -> Iterator[tuple[ast.Compare, set[str]]]:
+    """Yield the comparisons of a Python file, except with `is`, and the names in each, also those that it calls."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Compare) and not any(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
-            operands = [node.left, *node.comparators]
-            names = {identifier(part) for operand in operands for part in outside_calls(operand)}
-            rows = any("rows" in name.lower() for name in names)
-            if names & LIMIT_NAMES or (rows and any(map(is_limit, operands))):
-                found.append((node.lineno, ast.unparse(node)))
-    return found
+            yield node, {identifier(part) for side in [node.left, *node.comparators] for part in outside_calls(side)}
 
 
-def row_constants(source: str) -> list[tuple[int, str]]:
+def of_rows(names: set[str]) -> bool:
+    """Whether one of the names is that of a number of rows."""
+    return any("rows" in name.lower() for name in names)
+
+
+def compared_constants(name: str, source: str) -> set[str]:
+    """Names in capitals that a file compares with rows."""
+    if not name.endswith(".py"):
+        found = ROW_COMPARISON.finditer("\n".join(native_lines(source)))
+        return {constant for match in found for constant in match.groups() if constant}
+    return {constant for _, names in comparisons(source) if of_rows(names) for constant in names if constant.isupper()}
+
+
+def row_constants(source: str, compared: Set[str] = frozenset()) -> list[tuple[int, str]]:
     """(line, name) of Python constants of rows whose value is, or contains, a limit of kernels."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names = [name for name in map(identifier, targets) if name.isupper() and name.endswith("ROWS")]
+            names = [name for name in map(identifier, targets) if name.isupper()]
+            names = [name for name in names if re.fullmatch(rf"\w*ROWS|{VAGUE}", name) or name in compared]
             found += [(node.lineno, name) for name in names if any(map(is_limit, ast.walk(node.value)))]
     return found
 
 
-def native_rows(source: str) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
+def native_lines(source: str) -> list[str]:
+    """The lines of Rust or CUDA without comments and without the module of tests."""
+    return [line.partition("//")[0] for line in source.partition("#[cfg(test)]\nmod tests {")[0].splitlines()]
+
+
+def native_rows(source: str, compared: Set[str] = frozenset()) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
     """(line, name) of constants of rows with the value of a limit, and (line, code) of comparisons with such a number.
 
-    `source` is Rust or CUDA; its comments and its module of tests do not count.
+    `source` is Rust or CUDA. Constants in `compared` count whatever their names.
     """
-    lines = [line.partition("//")[0] for line in source.partition("#[cfg(test)]\nmod tests {")[0].splitlines()]
-    numbered = list(enumerate(lines, 1))
-    constants = [(at, found[1]) for at, line in numbered for found in ROW_CONSTANT.finditer(line)]
+    numbered = list(enumerate(native_lines(source), 1))
+    constants = [(at, found[1]) for at, line in numbered for found in NATIVE_CONSTANT.finditer(line)]
+    constants = [(at, name) for at, name in constants if NAMED_CONSTANT.fullmatch(name) or name in compared]
     return constants, [(at, found[0].strip()) for at, line in numbered for found in ROW_NUMBER.finditer(line)]
 
 
-def second_limits(name: str, source: str) -> list[str]:
-    """Definitions of a file with the value of a limit of rows, and numbers in place of a limit's name."""
+def defined(name: str, source: str, compared: Set[str]) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
+    """Constants and, in Rust and CUDA, numbers of a file that have the value of a limit of rows."""
+    return (row_constants(source, compared), []) if name.endswith(".py") else native_rows(source, compared)
+
+
+def second_limits(name: str, source: str, compared: Set[str] = frozenset()) -> list[str]:
+    """Definitions of a file with the value of a limit of rows, and numbers in place of a limit's name.
+
+    Constants in `compared`, which other files compare with rows, count whatever their names.
+    """
     if name in LIMITS_OF_ROWS or name.endswith("tests.rs"):
         return []
-    constants, numbers = (row_constants(source), []) if name.endswith(".py") else native_rows(source)
+    constants, numbers = defined(name, source, compared | compared_constants(name, source))
     return [
         f"{name}:{line}: {constant} has the value of a limit of rows, which rows.rs defines: use that, or name the "
         "constant and its meaning in ROW_CONSTANTS"
@@ -192,12 +237,13 @@ def second_limits(name: str, source: str) -> list[str]:
     ] + [f"{name}:{line}: {code}: write the limit's name, of rows.rs" for line, code in numbers]
 
 
-def unused_constants(sources: dict[str, str]) -> list[str]:
+def unused_constants(sources: dict[str, str], compared: Set[str] = frozenset()) -> list[str]:
     """Names in ROW_CONSTANTS that no file defines, of the sources by file."""
-    of_file = {
-        name: row_constants(text) if name.endswith(".py") else native_rows(text)[0] for name, text in sources.items()
+    known = {
+        f"{name}:{constant}"
+        for name, text in sources.items()
+        for _, constant in defined(name, text, compared | compared_constants(name, text))[0]
     }
-    known = {f"{name}:{constant}" for name, found in of_file.items() for _, constant in found}
     return [
         f"{key}: is no such constant any more; take it out of ROW_CONSTANTS"
         for key in sorted(ROW_CONSTANTS.keys() - known)
@@ -205,9 +251,9 @@ def unused_constants(sources: dict[str, str]) -> list[str]:
 
 
 def outside_calls(node: ast.AST) -> Iterator[ast.AST]:
-    """The node and the nodes in it, without arguments of calls."""
+    """Yield the node and the nodes in it, of calls the function and not the arguments."""
     yield node
-    for inner in ast.iter_child_nodes(node) if not isinstance(node, ast.Call) else ():
+    for inner in [node.func] if isinstance(node, ast.Call) else ast.iter_child_nodes(node):
         yield from outside_calls(inner)
 
 
@@ -271,9 +317,11 @@ def findings() -> tuple[list[str], list[str]]:
             errors.append(f"{name}: {lines} lines; at most {LINES[name]}")
         if path.suffix in {".py", ".rs", ".cu", ".cuh"} and lines > LONG:
             questions.append(f"{name}: {lines} lines; is it still about one thing?")
+    # By name alone, as a file compares with constants that it imports.
+    compared = {constant for name, text in sources.items() for constant in compared_constants(name, text)}
     for name, text in sources.items():
-        errors += second_limits(name, text)
-    return errors + unused_constants(sources), questions
+        errors += second_limits(name, text, compared)
+    return errors + unused_constants(sources, compared), questions
 
 
 if __name__ == "__main__":

@@ -49,26 +49,31 @@ def test_a_chain_is_no_circle(cycles: ModuleType, tmp_path: Path) -> None:
     assert not found(cycles, tmp_path, a="import p.b, os\n", b="from p import c\n", c="import sys\n")
 
 
-def test_executed_imports_run_the_packages_above(cycles: ModuleType, tmp_path: Path) -> None:
+def test_imports_run_the_packages_above(cycles: ModuleType, tmp_path: Path) -> None:
     """`a` names `sub.x` alone, and Python runs `sub` first, which needs `a`."""
-    sub = tmp_path / "packages" / "p" / "src" / "p" / "sub" / "__init__.py"
-    named = found(cycles, tmp_path, a="from .sub.x import X\n", b="from . import a\n", sub__x="")
-    sub.write_text("from ..b import B\n")
-    files = cycles.modules(tmp_path)
-    assert (named, cycles.circles(cycles.imports(files))) == ([], [])
-    assert cycles.circles(cycles.executed(files)) == [{"p.a", "p.b", "p.sub"}]
+    assert found(cycles, tmp_path, a="from .sub.x import X\n", b="from . import a\n", sub__x="") == []
+    (tmp_path / "packages" / "p" / "src" / "p" / "sub" / "__init__.py").write_text("from ..b import B\n")
+    assert cycles.circles(cycles.imports(cycles.modules(tmp_path))) == [{"p.a", "p.b", "p.sub"}]
 
 
-def test_executed_imports_are_not_those_for_types(cycles: ModuleType, tmp_path: Path) -> None:
-    guarded = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.c import C\nelse:\n    from p import d\n"
-    late = "def f():\n    from . import a\n"
-    assert found(cycles, tmp_path, a="import p.b\n", b=guarded, c=late, d=late) == [{"p.a", "p.b", "p.c", "p.d"}]
-    assert cycles.circles(cycles.executed(cycles.modules(tmp_path))) == [{"p.a", "p.b", "p.d"}]
+def test_imports_for_types_close_a_circle_of_packages_that_run(cycles: ModuleType, tmp_path: Path) -> None:
+    """Neither the imports that Python runs nor the modules that are named make a circle alone."""
+    found(cycles, tmp_path, a="from .sub.x import X\n", b="from . import a\n", sub__x="")
+    guarded = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..b import B\n"
+    (tmp_path / "packages" / "p" / "src" / "p" / "sub" / "__init__.py").write_text(guarded)
+    assert cycles.circles(cycles.imports(cycles.modules(tmp_path))) == [{"p.a", "p.b", "p.sub"}]
+
+
+def test_imports_for_types_run_no_packages(cycles: ModuleType, tmp_path: Path) -> None:
+    guarded = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .sub.x import X\n"
+    found(cycles, tmp_path, a=guarded, b="from . import a\n", sub__x="")
+    (tmp_path / "packages" / "p" / "src" / "p" / "sub" / "__init__.py").write_text("from ..b import B\n")
+    assert cycles.circles(cycles.imports(cycles.modules(tmp_path))) == []
 
 
 def test_a_package_may_need_its_modules_and_they_it(cycles: ModuleType, tmp_path: Path) -> None:
-    found(cycles, tmp_path, __init__="from .a import A\n", a="from .b import B\n", b="from .sub import x\n")
-    assert cycles.circles(cycles.executed(cycles.modules(tmp_path))) == []
+    files = {"__init__": "from .a import A\n", "a": "from .b import B\n", "b": "from .sub import x\n"}
+    assert found(cycles, tmp_path, **files) == []
 
 
 def test_this_repository_has_none() -> None:

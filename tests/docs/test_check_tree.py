@@ -29,6 +29,9 @@ def tree() -> ModuleType:
         "many = x.numel() // 2 >= selection.STEP_ROWS",
         "some = 8 < count_of_rows",
         "one = given.columns != FEW_ROWS",
+        "many = given.rows() > 64",
+        "few = rows <= 2",
+        "many = rows > 512",
     ],
 )
 def test_a_comparison_of_rows_needs_a_reason(tree: ModuleType, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +57,12 @@ def test_other_comparisons_need_none(tree: ModuleType, code: str) -> None:
         (FILE, "MOST_ROWS = 64"),
         (FILE, "MOST_ROWS: Final = 8"),
         (FILE, "ROWS = (1, 8, 32)"),
+        (FILE, "LIMIT = 64"),
+        (FILE, "MOST = 512"),
+        (FILE, "BATCH = 64\nmany = rows > BATCH"),
+        ("rust/exl-cuda/src/ops/x.rs", "const MOST: usize = 64;"),
+        ("rust/exl-cuda/src/ops/x.rs", "const BATCH: usize = 64;\nlet many = a.rows() > BATCH;"),
+        ("rust/exl-cpu/src/x.rs", "pub const BATCH: usize = 512;\nlet some = tokens.rows.len().min(BATCH);"),
         ("rust/exl-cuda/src/ops/x.rs", "pub const MOST_ROWS: usize = 64;"),
         ("rust/exl-cuda/src/ops/x.rs", "const MANY_TOKENS: usize = 64;"),
         ("rust/exl-cuda/kernels/linear/x.cuh", "constexpr int WARPS = 4, DIRECT_ROWS = 8, OTHER = 2;"),
@@ -81,6 +90,10 @@ def test_a_limit_of_rows_has_one_definition(
         "const size_t place = p.pack_columns == 8 ? 1 : 2;",
         "if op.m > 64 {",
         "if 128 < call.tokens {",
+        "if call.rows() > 64 {",
+        "if tokens.rows.len() > 512 {",
+        "let few = rows <= 2;",
+        "let at_once = rows.min(64);",
     ],
 )
 def test_kernels_and_launchers_write_the_name_of_a_limit(tree: ModuleType, code: str) -> None:
@@ -90,9 +103,37 @@ def test_kernels_and_launchers_write_the_name_of_a_limit(tree: ModuleType, code:
     assert tree.second_limits("rust/exl-cuda/x.rs", f"#[cfg(test)]\nmod tests {{\n{code}\n}}") == []
 
 
-@pytest.mark.parametrize("code", ["if chunk * 8 < to.rows {", "entry_rows == 128", "rows > FEW_ROWS", "width == 64"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "if chunk * 8 < to.rows {",
+        "if row + 2 <= rows {",
+        "entry_rows == 128",
+        "rows > FEW_ROWS",
+        "width == 64",
+        "const LANES: usize = 64;\nif lanes > LANES {",
+    ],
+)
 def test_numbers_that_are_no_limits_of_rows(tree: ModuleType, code: str) -> None:
     assert tree.second_limits("rust/exl-cuda/x.rs", code) == []
+
+
+def test_constants_count_where_other_files_compare_rows_with_them(tree: ModuleType) -> None:
+    compared = tree.compared_constants("rust/exl-cpu/src/y.rs", "if rows <= x::BATCH { 1 } else { 2 }")
+    assert compared == {"BATCH"}
+    (error,) = tree.second_limits("rust/exl-cpu/src/x.rs", "pub const BATCH: usize = 64;", compared)
+    assert error.startswith("rust/exl-cpu/src/x.rs:1: BATCH has the value")
+    assert tree.second_limits("rust/exl-cpu/src/x.rs", "pub const BATCH: usize = 64;") == []
+
+
+@pytest.mark.parametrize("name", ["rust/exl-cpu/src/block.rs", "packages/exl-core/src/exl_core/loading/sizes.py"])
+def test_the_rows_of_a_block_of_the_cpu_have_one_definition(
+    tree: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree, "ROW_CONSTANTS", {})
+    errors, _ = tree.findings()
+    found = [error for error in errors if error.startswith(f"{name}:")]
+    assert ["CHUNK_ROWS has the value" in error for error in found] == ([True] if name.endswith(".rs") else [])
 
 
 def test_protocols_have_complete_types(tree: ModuleType) -> None:
@@ -108,6 +149,8 @@ def test_functions_that_are_too_long_may_not_grow(tree: ModuleType, monkeypatch:
     def source(lines: int) -> str:
         return "def f():\n" + "    pass\n" * (lines - 1)
 
+    documented = source(79).replace("    pass", '    """Do it.\n\n    So."""', 1)
+    assert "f has 81 lines" in tree.long_functions(FILE, documented)[0]
     assert tree.long_functions(FILE, source(80)) == []
     assert "f has 81 lines" in tree.long_functions(FILE, source(81))[0]
     monkeypatch.setitem(tree.LONG_FUNCTIONS, f"{FILE}:f", 81)

@@ -12,8 +12,8 @@ use crate::norm::{Norm, normalize, normalize_in_place};
 use crate::pool;
 use crate::rope::{self, RopeError, Tables};
 
-/// Tokens that go through a block together: more are not faster, and scratch memory grows in proportion.
-const CHUNK: usize = 512;
+/// Rows (tokens) that go through a block together: more are not faster, and scratch memory grows in proportion.
+pub const CHUNK_ROWS: usize = 512;
 /// Elements of a residual sum that one task adds.
 const PER_TASK: usize = 1 << 15;
 
@@ -236,7 +236,7 @@ impl AttentionBlock<'_> {
         expect("RoPE positions", tokens.rope_positions.len(), n)?;
         expect("head_dim of the pages", pages.head_dim, self.head_dim)?;
         let at_once = if tokens.keys_come_before_queries() {
-            CHUNK
+            CHUNK_ROWS
         } else {
             n.max(1)
         };
@@ -354,7 +354,7 @@ impl Mlp<'_> {
             x.len() % hidden.max(1),
             0,
         )?;
-        for part in x.chunks_mut(CHUNK * hidden.max(1)) {
+        for part in x.chunks_mut(CHUNK_ROWS * hidden.max(1)) {
             self.forward_chunk(part, part.len() / hidden);
         }
         Ok(())

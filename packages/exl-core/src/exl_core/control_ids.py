@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from .config.json_reader import MAX_INTEGER, JsonReader, read_json_file
 from .errors import ConfigError, ConfigTypeError
+from .json_reader import MAX_INTEGER, JsonReader, read_json_file
 
 __all__ = ["MAX_VOCAB", "ControlIds", "read_control_ids"]
 

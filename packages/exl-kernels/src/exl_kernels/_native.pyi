@@ -792,6 +792,11 @@ class KernelLimits:
         Marks of each GPU that stores columns into the results of others.
         """
     @property
+    def cpu_chunk_rows(self, /) -> int:
+        """
+        Rows that a fused half of a layer computes at a time on the CPU.
+        """
+    @property
     def exchange_gpus(self, /) -> int:
         """
         Most GPUs that exchange results.

@@ -18,6 +18,7 @@ from .errors import DeviceError, ShapeError
 __all__ = [
     "BLOCK_ROWS",
     "COLUMN_MARKS",
+    "CPU_CHUNK_ROWS",
     "FEW_ROWS",
     "FUSED_ACTIVATIONS",
     "HEAD_DIM_STEP",
@@ -54,6 +55,9 @@ BLOCK_ROWS = LIMITS.block_rows
 
 STEP_ROWS = LIMITS.step_rows
 """Most tokens of a decode step, captured or not, whose results do not depend on other rows."""
+
+CPU_CHUNK_ROWS = LIMITS.cpu_chunk_rows
+"""Rows that a fused half of a layer (`block`) computes at a time on the CPU."""
 
 MAX_HEAD_DIM = LIMITS.most_head_dim
 """Largest head dimension on a GPU."""

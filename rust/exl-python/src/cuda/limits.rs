@@ -1,5 +1,6 @@
 //! The limits of the kernels that Python plans by.
 
+use exl_cpu::block::CHUNK_ROWS;
 use exl_cpu::sampling::MAX_LOGITS;
 use exl_cuda::ops::elementwise::{self, Activation, exchange};
 use exl_cuda::ops::{attention, sampling};
@@ -25,6 +26,8 @@ pub struct KernelLimits {
     block_rows: usize,
     /// Most tokens of a decode step, captured or not, whose results do not depend on other rows.
     step_rows: usize,
+    /// Rows that a fused half of a layer computes at a time on the CPU.
+    cpu_chunk_rows: usize,
     /// Widest row that a launch of an elementwise operator packs as the input of a matmul.
     most_packed_width: usize,
     /// Largest head dimension of attention on a GPU; all are multiples of `head_dim_step`.
@@ -67,6 +70,7 @@ pub fn kernel_limits() -> KernelLimits {
         most_packed_width: elementwise::select::MOST_PACKED_WIDTH,
         block_rows: BLOCK_ROWS,
         step_rows: STEP_ROWS,
+        cpu_chunk_rows: CHUNK_ROWS,
         most_head_dim: attention::MAX_DIM,
         head_dim_step: attention::DIM_STEP,
         most_logits: MAX_LOGITS,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..config.json_reader import JsonReader
+from ..json_reader import JsonReader
 from .windows import LayerRope, main_rope, no_windows
 
 __all__ = ["Activation", "Architecture", "Experts", "FusedTensor", "Vision"]

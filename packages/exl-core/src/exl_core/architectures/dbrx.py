@@ -1,7 +1,7 @@
 """DBRX: stacked experts, LayerNorm without bias, clamped q, k and v."""
 
-from ..config.json_reader import JsonReader
 from ..errors import UnsupportedError
+from ..json_reader import JsonReader
 from .base import Architecture, Experts, FusedTensor
 
 

@@ -1,6 +1,6 @@
 """Families that differ from Llama by one line: Seed-OSS, ERNIE 4.5, Arcee, Helium, EXAONE 4."""
 
-from ..config.json_reader import JsonReader
+from ..json_reader import JsonReader
 from .base import Architecture
 from .windows import LayerRope, alternating_windows, read_window
 

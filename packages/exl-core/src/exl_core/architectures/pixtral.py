@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ..config.json_reader import JsonReader
+from ..json_reader import JsonReader
 from .base import Vision
 from .mistral import MISTRAL, MISTRAL_WINDOWS
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ..config.json_reader import JsonReader
+from ..json_reader import JsonReader
 from .base import Architecture, Experts, Vision
 from .windows import layer_types, read_window
 

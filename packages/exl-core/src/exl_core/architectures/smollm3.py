@@ -1,7 +1,7 @@
 """SmolLM3: Llama with every fourth layer without positions."""
 
-from ..config.json_reader import JsonReader
 from ..errors import ConfigError
+from ..json_reader import JsonReader
 from .base import Architecture
 from .windows import LayerRope, layer_types, read_window
 

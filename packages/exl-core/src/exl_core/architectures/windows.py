@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from ..config.json_reader import JsonReader
 from ..errors import ConfigError
+from ..json_reader import JsonReader
 
 __all__ = ["LayerRope", "alternating_windows", "main_rope", "no_windows", "one_window"]
 

@@ -15,9 +15,9 @@ from ..architectures.llama import LLAMA
 from ..architectures.windows import LayerRope
 from ..control_ids import MAX_VOCAB, read_control_ids
 from ..errors import ConfigError, ConfigTypeError, MissingTensorError, UnsupportedArchitectureError, UnsupportedError
+from ..json_reader import REQUIRED, JsonReader, read_json_file
 from ..loading.checkpoint import Checkpoint
 from ..rope import RopeSettings
-from .json_reader import REQUIRED, JsonReader, read_json_file
 from .model_folder import check_model_folder
 from .rope_config import LENGTH_KEYS, alternative_rope, main_rope, read_rope
 

@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, ConfigKeyError, ConfigTypeError, UnsupportedError
+from ..json_reader import JsonReader, is_number
 from ..rope import RopeSettings
-from .json_reader import JsonReader, is_number
 
 if TYPE_CHECKING:
     from .config import ExLlamaV2Config

@@ -85,24 +85,8 @@ def build_step(
     flat = positions.reshape(-1)
     page_of = block_table[rows.long(), flat // page_size].long()
     visible, pictures = _pictures(positions, ids, embeddings)
-    if isinstance(params, PagedParams) and params.q_lens is not None:
-        if embeddings:
-            raise InputError("indexed_embeddings and PagedParams.q_lens exclude each other: run such a row by itself")
-        rope_positions = _joined_rope_positions(params, positions, rows)
-    else:
-        rope_positions = _rope_positions(config, cache, params, positions, ids, embeddings)
-    highest = int(rope_positions.max())
-    if highest >= config.max_seq_len:
-        raise SequenceTooLongError(
-            f"position_offsets or rope_offsets lead to position {highest}, max_seq_len is {config.max_seq_len}"
-        )
-    if rope_positions.dim() == 2:  # on three axes: a separate table with one row a token
-        assert config.mrope_section is not None
-        tables = gather_axes(*rope.upto(highest + 1), rope_positions, config.mrope_section)
-        cos, sin = (table.to(device) for table in tables)
-        rope_positions = torch.arange(batch * q_len)
-    else:
-        cos, sin = rope.upto(highest + 1, device)
+    rope_positions = _rope_positions(config, cache, params, positions, rows, ids, embeddings)
+    rope_positions, (cos, sin), alt = _rotations(config, rope, rope_alt, rope_positions, device)
     mask = None if isinstance(params, PagedParams) else params.input_mask
     key_mask = None if mask is None else checked_key_mask(mask, batch, last + 1)
     return Step(
@@ -122,7 +106,7 @@ def build_step(
         loras=loras,
         embeddings=embeddings,
         sharding=sharding,
-        alt=None if rope_alt is None else rope_alt.upto(highest + 1, device),
+        alt=alt,
         pictures=None if pictures is None else (pictures[0].to(device), pictures[1].to(device)),
     )
 
@@ -225,11 +209,34 @@ def _joined_rope_positions(params: PagedParams, positions: Tensor, rows: Tensor)
     return (flat + offsets[rows.long()]).clamp(min=0)
 
 
+def _rotations(
+    config: ExLlamaV2Config, rope: RopeTable, rope_alt: RopeTable | None, positions: Tensor, device: torch.device
+) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
+    """Return each token's row of the tables on `device` that follow: (cos, sin), and the second table's or None.
+
+    Raises:
+        SequenceTooLongError: a position is beyond the model's length.
+    """
+    highest = int(positions.max())
+    if highest >= config.max_seq_len:
+        raise SequenceTooLongError(
+            f"position_offsets or rope_offsets lead to position {highest}, max_seq_len is {config.max_seq_len}"
+        )
+    alt = None if rope_alt is None else rope_alt.upto(highest + 1, device)
+    if positions.dim() == 1:
+        return positions, rope.upto(highest + 1, device), alt
+    # On three axes: a separate table with one row a token.
+    assert config.mrope_section is not None
+    cos, sin = gather_axes(*rope.upto(highest + 1), positions, config.mrope_section)
+    return torch.arange(positions.shape[1]), (cos.to(device), sin.to(device)), alt
+
+
 def _rope_positions(
     config: ExLlamaV2Config,
     cache: ExLlamaV2CacheBase | None,
     params: AttentionParams | PagedParams,
     positions: Tensor,
+    rows: Tensor,
     ids: Tensor | None,
     embeddings: tuple[ExLlamaV2MMEmbedding, ...],
 ) -> Tensor:
@@ -238,6 +245,10 @@ def _rope_positions(
     The result is int64 [T], max(0, past + offset + j); or [3, T], one row for each axis, where the chunk holds images
     on three axes.
     """
+    if isinstance(params, PagedParams) and params.q_lens is not None:
+        if embeddings:
+            raise InputError("indexed_embeddings and PagedParams.q_lens exclude each other: run such a row by itself")
+        return _joined_rope_positions(params, positions, rows)
     batch = positions.shape[0]
     shifted = params.rope_offsets is not None or params.position_offsets is not None
     if config.mrope_section is None and not shifted:

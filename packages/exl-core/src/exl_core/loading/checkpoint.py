@@ -13,8 +13,8 @@ from torch import Tensor
 
 from exl_kernels.safetensors_file import TensorEntry, read_into, read_safetensors_header
 
-from ..config.json_reader import read_json_file
 from ..errors import ConfigError, ConfigFileError, FormatError, MissingTensorError
+from ..json_reader import read_json_file
 
 __all__ = ["Checkpoint", "TensorReader", "TensorSource"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from exl_kernels.kv import KVKind, KVPages
 from exl_kernels.moe.dequantized import DEQUANTIZED_BYTES, ROUND
 from exl_kernels.sampling import workspace_bytes
-from exl_kernels.selection import PACKED_ROWS, STEP_ROWS
+from exl_kernels.selection import CPU_CHUNK_ROWS, PACKED_ROWS, STEP_ROWS
 
 from ..errors import MissingTensorError
 from ..execution.batch import DECODE_TOKENS
@@ -35,7 +35,6 @@ __all__ = [
 # Upper bounds of the repacked form of a quantized matrix over the file's, for matrices of a million weights and more,
 # on the CPU and on a GPU.
 REPACKED = {"cpu": 1.008, "cuda": 1.031}
-CPU_BLOCK_ROWS = 512  # rows that the fused blocks of the CPU process at a time
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,7 @@ def _scratch(module: Module, config: ExLlamaV2Config, kind: str, rows: int) -> i
         return 0
     fused = kind == "cpu" and type(module) in (Attention, GatedMLP)
     more = 0
-    element, busy = (2 if kind == "cuda" else 4), min(rows, CPU_BLOCK_ROWS) if fused else rows
+    element, busy = (2 if kind == "cuda" else 4), min(rows, CPU_CHUNK_ROWS) if fused else rows
     if isinstance(module, Head):
         busy, width = rows, 2 * config.padded_vocab_size  # float32 logits, and a copy where columns are cut
         element = 4

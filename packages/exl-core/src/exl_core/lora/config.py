@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..config.json_reader import JsonReader, is_number, read_json_file
 from ..errors import AdapterError, UnsupportedError
+from ..json_reader import JsonReader, is_number, read_json_file
 
 __all__ = ["AdapterConfig"]
 

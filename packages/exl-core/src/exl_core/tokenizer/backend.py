@@ -11,8 +11,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from ..config.json_reader import regular_size
 from ..errors import InputError, TokenizerError, TokenizerFileError
+from ..json_reader import regular_size
 
 __all__ = ["TokenizerBackend", "require_text"]
 

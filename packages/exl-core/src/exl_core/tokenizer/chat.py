@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config.json_reader import read_json_file, regular_size
 from ..errors import ChatTemplateError, InputError
+from ..json_reader import read_json_file, regular_size
 
 __all__ = [
     "ChatTemplates",

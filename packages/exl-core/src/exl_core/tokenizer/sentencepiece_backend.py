@@ -10,8 +10,8 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from ..config.json_reader import regular_size
 from ..errors import TokenizerError, TokenizerFileError
+from ..json_reader import regular_size
 from .backend import MAX_FILE_BYTES, require_text
 
 __all__ = ["SentencePieceBackend"]

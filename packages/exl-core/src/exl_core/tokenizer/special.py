@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..config.json_reader import JsonReader, read_json_file
+from ..json_reader import JsonReader, read_json_file
 from .backend import TokenizerBackend
 from .sentencepiece_backend import SentencePieceBackend
 

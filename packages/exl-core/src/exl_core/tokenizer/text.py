@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config.json_reader import JsonReader, read_json_file
 from ..config.model_folder import check_model_folder
 from ..control_ids import MAX_VOCAB, read_control_ids
 from ..errors import InputError, TokenizerError, TokenizerFileError
+from ..json_reader import JsonReader, read_json_file
 from .backend import TokenizerBackend
 from .chat import (
     ChatTemplates,

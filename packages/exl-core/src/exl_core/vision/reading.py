@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..config.json_reader import JsonReader, is_number, read_json_file
 from ..errors import ConfigError, ConfigFileError, ConfigTypeError, UnsupportedError
+from ..json_reader import JsonReader, is_number, read_json_file
 
 __all__ = [
     "ACTIVATIONS",

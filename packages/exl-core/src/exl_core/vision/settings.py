@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config.json_reader import JsonReader
 from ..errors import ConfigError, UnsupportedError
+from ..json_reader import JsonReader
 from .reading import (
     CLIP_MEAN,
     CLIP_STD,

@@ -101,8 +101,7 @@ class ExLlamaV2BaseGenerator:
 
         Args:
             prompt: A text or a list of texts. A prompt without room for `num_tokens` is cut on the left, with a
-                warning;
-                `truncated_tokens` holds the number of removed tokens.
+                warning; `truncated_tokens` holds the number of removed tokens.
             gen_settings: Sampler settings.
             num_tokens: Most tokens sampled per prompt, a healed one included.
             seed: Prompt i draws with `seed` + i. None draws a seed from the operating system.
@@ -114,8 +113,7 @@ class ExLlamaV2BaseGenerator:
             add_bos: Put the BOS token in front of each prompt.
             abort_event: When it is set, the text so far is returned ("" if there is none).
             input_embeddings: float [B, m, hidden]: hidden states for m tokens at the marker {{EMBED_HERE}}, which each
-                prompt
-                then holds once. Spaces and tabs around the marker are dropped.
+                prompt then holds once. Spaces and tabs around the marker are dropped.
             completion_only: Leave the prompt out of the returned text.
             filters: Filters for every prompt, or one list per prompt.
             filter_prefer_eos: Choose a stop token as soon as the filters allow one.

@@ -216,6 +216,16 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             loras=[] if loras is None else loras,
             embeddings=input_embeddings,
         )
+        self._compute_prompt(engine, job, healing, abort_event)
+
+    def _compute_prompt(
+        self,
+        engine: ExLlamaV2DynamicGenerator,
+        job: ExLlamaV2DynamicJob,
+        healing: bool,
+        abort_event: threading.Event | None,
+    ) -> None:
+        """Make `job` the stream's and run its prefill, which `abort_event` ends."""
         with defer_sigint() as section:
             self._close()
             try:

@@ -1,4 +1,4 @@
-"""Attention and cache pages on a GPU; `attention` and `kv` call these functions for tensors on a GPU.
+"""Attention on a GPU; `attention` calls these functions for tensors on a GPU.
 
 The matrix multiplications take halves (queries, softmax weights and Hadamard codes times their scale are rounded to
 half); sums and softmax are float32. The order of arithmetic depends on a token's own position only
@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from .. import _native
-from .._check import require_dtype, require_gpu_head_dim, require_out, require_shape
-from ..cuda_ops import check_operand, launch_on, stream_of
+from .._check import require_dtype, require_out, require_shape
+from ..cuda_ops import stream_of
 from ..device import launch_of
 from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..index_checks import check_slots, check_tables, checks_enabled
+from ..kv.cuda import one_device
 from ..linear.cuda import CudaQuantMatrix
 from ..selection import LIMITS
 
@@ -41,10 +42,7 @@ __all__ = [
     "attend_stored",
     "counters",
     "flat_rows",
-    "load_kv",
-    "one_device",
     "paged_attention",
-    "store_kv",
     "zeros_of",
 ]
 
@@ -102,35 +100,6 @@ def counters(device: torch.device | str) -> Iterator[Tensor]:
         _current.counters = before
 
 
-def store_kv(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Implement `kv.store_kv` on a GPU: k, v [T, H, D] of one float type; codes bitwise identical to the CPU's."""
-    shape = (slots.shape[0], pages.heads, pages.head_dim)
-    for name, tensor in (("k", k), ("v", v)):
-        require_shape(f"store_kv: {name}", tensor, shape)
-    k, v, slots = k.contiguous(), v.contiguous(), slots.contiguous()
-    check_operand("store_kv: k", k)
-    check_operand("store_kv: v", v, k)
-    if v.dtype != k.dtype:
-        raise DTypeError(f"store_kv: k is {k.dtype}, v is {v.dtype}; expected one type")
-    one_device("store_kv", pages, k, slots)
-    if checks_enabled():
-        check_slots("store_kv", pages.key, slots)
-    if slots.numel():
-        _native.cuda_kv_transfer(pages.native_cuda(), k, v, slots, False, launch_on(k))
-
-
-def load_kv(pages: KVPages, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Implement `kv.load_kv` on a GPU: float32 [T, H, D] on the pages' device."""
-    one_device("load_kv", pages, slots)
-    if checks_enabled():
-        check_slots("load_kv", pages.key, slots)
-    shape = (slots.shape[0], pages.heads, pages.head_dim)
-    k, v = (torch.empty(shape, dtype=torch.float32, device=pages.device) for _ in range(2))
-    if slots.numel():
-        _native.cuda_kv_transfer(pages.native_cuda(), k, v, slots.contiguous(), True, launch_on(k))
-    return k, v
-
-
 def paged_attention(
     q: Tensor,
     pages: KVPages,
@@ -156,7 +125,17 @@ def paged_attention(
     table, rows, positions = block_table.contiguous(), rows.contiguous(), positions.contiguous()
     key_mask = None if key_mask is None else key_mask.contiguous()
     options = attention_options(scale, window, softcap)
-    _launch((q, q_stride), pages, (table, rows, positions, key_mask), window, options, None, out, max_keys)
+    _launch(
+        "paged_attention",
+        (q, q_stride),
+        pages,
+        (table, rows, positions, key_mask),
+        window,
+        options,
+        None,
+        out,
+        max_keys,
+    )
     return out
 
 
@@ -224,40 +203,19 @@ def attend_own(
         ShapeError, DTypeError: an operand does not fit.
         UnsupportedError: the pages are not on a GPU, or the matrix of `into` has no packed input.
     """
-    what = "attend_own"
-    require_dtype(f"{what}: q", q, torch.float16, torch.bfloat16, torch.float32)
-    if pages.device.type != "cuda":
-        raise UnsupportedError(f"{what}: pages on {pages.device}; it runs on a GPU only, use the separate operators")
-    one_device(what, pages, q, k, v, block_table, rows, positions, slots, cos, sin, rope_positions, key_mask)
-    if checks_enabled():
-        check_slots(what, pages.key, slots)
-    if q.dim() != 3 or q.shape[1] % pages.heads or q.shape[2] != pages.head_dim:
-        raise ShapeError(f"{what}: q {tuple(q.shape)}, expected [T, n x {pages.heads}, {pages.head_dim}]")
-    for name, tensor in (("k", k), ("v", v)):
-        require_shape(f"{what}: {name}", tensor, (q.shape[0], pages.heads, pages.head_dim))
-        require_dtype(f"{what}: {name}", tensor, q.dtype)
+    what, tables = "attend_own", (block_table, rows, positions, key_mask)
+    _check_query(what, q, pages, "the separate operators")
+    one_device(what, pages, q, k, v, *tables, slots, cos, sin, rope_positions)
+    _check_new(what, q, k, v, pages, slots)
     if into is not None:
         _check_into(what, into, q, out)
     # With `into` only the shape of `out` is used.
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     require_shape(f"{what}: out", out, tuple(q.shape))
-    if not q.shape[0]:
-        return out if into is None else into.scratch
-    if k.stride(0) != v.stride(0) and q.shape[0] > 1:
-        raise ShapeError(
-            f"{what}: k and v are {k.stride(0)} and {v.stride(0)} elements a token apart; expected one stride"
-        )
-    flat = [flat_rows(what, name, t) for name, t in (("q", q), ("k", k), ("v", v))]
-    tables = (block_table, rows, positions, key_mask)
-    try:
-        rotation = _native.Rotation(cos.contiguous(), sin.contiguous(), rope_positions, interleaved)
-        (flat_k, stride), (flat_v, _) = flat[1:]
-        heads = None if norms is None else _native.HeadNorms(norms.q, norms.k, norms.eps)
-        new_keys = _native.NewKeys(flat_k, flat_v, stride, rotation, slots, early=early, norms=heads)
+    if q.shape[0]:
+        new_keys = _new_keys(what, k, v, (cos, sin, rope_positions, interleaved), slots, early, norms)
         options = attention_options(scale, window, softcap)
-        _launch(flat[0], pages, tables, window, options, new_keys, out, max_keys, into)
-    except ValueError as error:
-        raise ShapeError(f"{what}: {error}") from None
+        _launch(what, flat_rows(what, "q", q), pages, tables, window, options, new_keys, out, max_keys, into)
     return out if into is None else into.scratch
 
 
@@ -299,23 +257,37 @@ def attend_stored(
         UnsupportedError: the pages are not on a GPU, or the matrix of `into` has no packed input.
     """
     what = "attend_stored"
-    require_dtype(f"{what}: q", q, torch.float16, torch.bfloat16, torch.float32)
-    if pages.device.type != "cuda":
-        raise UnsupportedError(f"{what}: pages on {pages.device}; it runs on a GPU only, use paged_attention")
+    _check_query(what, q, pages, "paged_attention")
     one_device(what, pages, q, block_table, rows, positions)
-    if q.dim() != 3 or q.shape[1] % pages.heads or q.shape[2] != pages.head_dim:
-        raise ShapeError(f"{what}: q {tuple(q.shape)}, expected [T, n x {pages.heads}, {pages.head_dim}]")
     if into is not None:
         _check_into(what, into, q, None)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if q.shape[0]:
         tables = (block_table, rows, positions, None)
         options = attention_options(scale, window, softcap)
-        try:
-            _launch(flat_rows(what, "q", q), pages, tables, window, options, None, out, max_keys, into, apart=True)
-        except ValueError as error:
-            raise ShapeError(f"{what}: {error}") from None
+        flat = flat_rows(what, "q", q)
+        _launch(what, flat, pages, tables, window, options, None, out, max_keys, into, apart=True)
     return out if into is None else into.scratch
+
+
+def _check_query(what: str, q: Tensor, pages: KVPages, instead: str) -> None:
+    require_dtype(f"{what}: q", q, torch.float16, torch.bfloat16, torch.float32)
+    if pages.device.type != "cuda":
+        raise UnsupportedError(f"{what}: pages on {pages.device}; it runs on a GPU only, use {instead}")
+    if q.dim() != 3 or q.shape[1] % pages.heads or q.shape[2] != pages.head_dim:
+        raise ShapeError(f"{what}: q {tuple(q.shape)}, expected [T, n x {pages.heads}, {pages.head_dim}]")
+
+
+def _check_new(what: str, q: Tensor, k: Tensor, v: Tensor, pages: KVPages, slots: Tensor) -> None:
+    if checks_enabled():
+        check_slots(what, pages.key, slots)
+    for name, tensor in (("k", k), ("v", v)):
+        require_shape(f"{what}: {name}", tensor, (q.shape[0], pages.heads, pages.head_dim))
+        require_dtype(f"{what}: {name}", tensor, q.dtype)
+    if k.stride(0) != v.stride(0) and q.shape[0] > 1:
+        raise ShapeError(
+            f"{what}: k and v are {k.stride(0)} and {v.stride(0)} elements a token apart; expected one stride"
+        )
 
 
 def _check_into(what: str, into: MatmulInput, q: Tensor, out: Tensor | None) -> None:
@@ -348,7 +320,28 @@ def flat_rows(what: str, name: str, t: Tensor) -> tuple[Tensor, int]:
     return t.as_strided(((t.shape[0] - 1) * stride + heads * dim,), (1,)), stride
 
 
+def _new_keys(
+    what: str,
+    k: Tensor,
+    v: Tensor,
+    rotation: tuple[Tensor, Tensor, Tensor, bool],
+    slots: Tensor,
+    early: bool,
+    norms: HeadNorms | None,
+) -> _native.NewKeys:
+    """Return the keys and values of `attend_own`; `rotation` is cos, sin, rope_positions and interleaved."""
+    (flat_k, stride), (flat_v, _) = flat_rows(what, "k", k), flat_rows(what, "v", v)
+    cos, sin, places, interleaved = rotation
+    try:
+        turn = _native.Rotation(cos.contiguous(), sin.contiguous(), places, interleaved)
+        heads = None if norms is None else _native.HeadNorms(norms.q, norms.k, norms.eps)
+        return _native.NewKeys(flat_k, flat_v, stride, turn, slots, early=early, norms=heads)
+    except ValueError as error:
+        raise ShapeError(f"{what}: {error}") from None
+
+
 def _launch(
+    what: str,
     q: tuple[Tensor, int],
     pages: KVPages,
     tables: tuple[Tensor, Tensor, Tensor, Tensor | None],
@@ -363,16 +356,19 @@ def _launch(
     native, stream = pages.native_cuda(), stream_of(out)
     block_table, rows, positions, key_mask = tables
     if checks_enabled():
-        check_tables(
-            "paged_attention" if new_keys is None else "attend_own", pages.key, block_table, rows, positions, window
-        )
+        check_tables(what, pages.key, block_table, rows, positions, window)
     apart = apart and out.dtype != torch.float32  # blocks for each token are of half types
-    seen = _native.AttentionTables(block_table, rows, positions, key_mask, max_keys)
-    to = None if into is None else _native.MatmulInput(into.matrix._cuda, into.columns, into.scratch)
-    call = native.attention(q[0], q[1], seen, options, out, launch_of(stream), new_keys=new_keys, into=to, apart=apart)
-    floats, count = call.workspace
-    partials = torch.empty(floats, dtype=torch.float32, device=out.device) if floats else None
-    call.run(partials, zeros_of(out.device, stream, count) if count else None)
+    try:
+        seen = _native.AttentionTables(block_table, rows, positions, key_mask, max_keys)
+        to = None if into is None else _native.MatmulInput(into.matrix._cuda, into.columns, into.scratch)
+        call = native.attention(
+            q[0], q[1], seen, options, out, launch_of(stream), new_keys=new_keys, into=to, apart=apart
+        )
+        floats, count = call.workspace
+        partials = torch.empty(floats, dtype=torch.float32, device=out.device) if floats else None
+        call.run(partials, zeros_of(out.device, stream, count) if count else None)
+    except ValueError as error:
+        raise ShapeError(f"{what}: {error}") from None
 
 
 def zeros_of(device: torch.device, stream: int, count: int) -> Tensor:
@@ -387,11 +383,3 @@ def zeros_of(device: torch.device, stream: int, count: int) -> Tensor:
         held = torch.zeros(max(count, 1024), dtype=torch.int32, device=device)
         _by_stream[(device, stream)] = held
     return held
-
-
-def one_device(what: str, pages: KVPages, *tensors: Tensor | None) -> None:
-    """Raise DTypeError unless all tensors are on the GPU of the pages; ShapeError for their heads' dimension."""
-    for tensor in tensors:
-        if tensor is not None and tensor.device != pages.device:
-            raise DTypeError(f"{what}: a tensor is on {tensor.device}, the pages are on {pages.device}; use one device")
-    require_gpu_head_dim(what, pages.head_dim)

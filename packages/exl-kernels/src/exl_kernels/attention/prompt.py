@@ -15,8 +15,9 @@ from ..errors import DTypeError, ShapeError
 from ..fused import rope_store
 from ..index_checks import check_slots, check_tables, checks_enabled
 from ..kv import store_kv
+from ..kv.cuda import one_device
 from . import _check, paged_attention
-from .cuda import attention_options, one_device, zeros_of
+from .cuda import attention_options, zeros_of
 
 if TYPE_CHECKING:
     from ..kv import KVPages

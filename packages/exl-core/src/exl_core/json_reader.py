@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, ConfigFileError, ConfigKeyError, ConfigTypeError
+from .errors import ConfigError, ConfigFileError, ConfigKeyError, ConfigTypeError
 
 __all__ = ["REQUIRED", "JsonReader", "read_json_file", "regular_size"]
 

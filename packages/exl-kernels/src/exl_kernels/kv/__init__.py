@@ -21,11 +21,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from . import _native
-from ._check import require_cpu, require_dtype, require_shape
-from .attention import cuda as attention_cuda
-from .errors import DTypeError, ShapeError, UnsupportedError
-from .reference import kv as _twin
+from .. import _native
+from .._check import require_cpu, require_dtype, require_shape
+from ..errors import DTypeError, ShapeError, UnsupportedError
+from ..reference import kv as _twin
+from . import cuda as kv_cuda
 
 __all__ = ["KVKind", "KVPages", "load_kv", "store_kv"]
 
@@ -239,7 +239,7 @@ def store_kv(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """
     if pages.device.type == "cuda":
         _check_slots("store_kv", slots)
-        attention_cuda.store_kv(pages, k, v, slots)
+        kv_cuda.store_kv(pages, k, v, slots)
         return
     try:
         _native.kv_store(pages.native(), k, v, slots)
@@ -274,7 +274,7 @@ def load_kv(pages: KVPages, slots: Tensor) -> tuple[Tensor, Tensor]:
     """
     _check_slots("load_kv", slots)
     if pages.device.type == "cuda":
-        return attention_cuda.load_kv(pages, slots)
+        return kv_cuda.load_kv(pages, slots)
     require_cpu("load_kv", pages.key, slots)
     shape = (slots.shape[0], pages.heads, pages.head_dim)
     k, v = torch.empty(shape), torch.empty(shape)
