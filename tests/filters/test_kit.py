@@ -46,7 +46,11 @@ def test_all_laws_are_there():
 
 @pytest.mark.sampled(6)
 @pytest.mark.covers("filters.md: CAP-35")
-@pytest.mark.parametrize("mutant", ZOO, ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "mutant",
+    # A leak is only told from a cache after many generations; the default run has LAW-36 in tests below.
+    [pytest.param(m, id=m.name, marks=[pytest.mark.full] if m.law == "LAW-36" else []) for m in ZOO],
+)
 def test_every_broken_filter_is_caught_by_its_law(mutant):
     given = list(mutant.options)
 
