@@ -23,7 +23,7 @@ After the line, on standard error, the bars and whether each is met; ends with 1
 With --host there is no HTTP: the engine process's thread alone, on a scripted model, all streams in nearly every round.
 Microseconds of CPU time per token: `host_us` outside the generator, `generator_us` in it with its results, `encode_us`
 the share of encoding, `decode_us` what a worker decodes. Medians of rounds. `events` is a digest of all that the
-clients are told.
+clients receive.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class Host:
         try:
             self._inbox.send(worker, message)
         except wire.WireError as error:
-            log.error("a worker cannot be told: %s; its requests are cancelled", error)
+            log.error("a message to a worker cannot be sent: %s; its requests are cancelled", error)
             self._leave(worker)
         except GoneError:
             if worker in self._workers:

@@ -1,4 +1,4 @@
-"""What an operator asks of an engine by the routes of administration: adapters, the cache, requests, an orderly end."""
+"""Answer the routes of administration: adapters, the cache, the list of requests, cancelling them, draining."""
 
 from __future__ import annotations
 
