@@ -23,13 +23,12 @@ After the line, on standard error, the bars and whether each is met; ends with 1
 With --host there is no HTTP: the engine process's thread alone, on a scripted model, all streams in nearly every round.
 Microseconds of CPU time per token: `host_us` outside the generator, `generator_us` in it with its results, `encode_us`
 the share of encoding, `decode_us` what a worker decodes. Medians of rounds. `events` is a digest of all that the
-clients are told.
+clients receive.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import cProfile
 import gc
 import itertools
@@ -37,17 +36,15 @@ import json
 import multiprocessing
 import os
 import pstats
-import queue
 import socket
 import statistics
 import sys
 import tempfile
-import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from host_cost import host_cost, timed
+from http_engine import host_in, received, run_beside
 from http_load import arrivals, delays, digest, load, percentile, work
 from http_worker import worker
 
@@ -191,21 +188,6 @@ def random_weights(shape: str, streams: int, new: int, longest: int) -> tuple[An
     generator = ExLlamaV2DynamicGenerator(model, cache, ExLlamaV2Tokenizer(model.config), max_batch_size=streams)
     generator.warmup()
     return generator, None
-
-
-def card_of(generator: Any, folder: str) -> Any:
-    from exl_serve.engine.client import ModelCard
-
-    return ModelCard(
-        id="bench",
-        folder=folder,
-        max_seq_len=generator.max_seq_len,
-        max_batch_size=generator.max_batch_size,
-        cache_tokens=generator.max_total_tokens,
-        vocab_size=generator.model.config.vocab_size,
-        eos_ids=(2,),
-        digest="0" * 32,
-    )
 
 
 def main() -> None:
@@ -394,18 +376,10 @@ def served(
 
     `host_ms_p50`: of a step, outside the generator. `worker_cores`: CPU seconds of the API workers a second.
     """
-    from exl_serve.config.model import Limits, ModelConfig
-    from exl_serve.engine.host import Host
-    from exl_serve.engine.status import StatusWriter
+    from exl_serve.config.model import Limits
 
-    generator, folder, place, streams, steps = both.generator, both.folder, both.place, both.streams, both.steps
-    address = f"ipc://{place}/engine-{time.monotonic_ns()}"
-    status = StatusWriter(Path(place) / f"status-{time.monotonic_ns()}", os.urandom(16))
-    config = ModelConfig(id="bench", path=folder)
-    limits = Limits(max_queued_requests=4096)
-    host: Any = Host(
-        generator, card_of(generator, folder), address, status, config=config, limits=limits, step_floor=both.floor
-    )
+    folder, place, streams, steps = both.folder, both.place, both.streams, both.steps
+    host, address = host_in(place, both.generator, folder, Limits(max_queued_requests=4096), both.floor)
     outside: list[float] = []
     host._run_once = besides(host._run_once, steps.took, outside)
     stamps = HostStamps(host)
@@ -420,48 +394,27 @@ def served(
     client = multiprocessing.Process(target=load, args=(port, warm, requests, streams, at, out), daemon=True)
     found: dict[str, Any] = {}
 
-    def watch() -> None:
-        try:
-            client.start()
-            received(out, client)  # all have been asked once
-            steps.clear()
-            outside.clear()
-            stamps.clear()
-            before = sum(cpu_seconds(one.pid) for one in running)
-            found.update(received(out, client))
-            cores = (sum(cpu_seconds(one.pid) for one in running) - before) / found["seconds"]
-            found.update(worker_cores=cores, host_ms_p50=percentile(outside, 0.5) * 1e3)
-            found.update(between_added=stamps.added(found), step_ms=steps.taken())
-        finally:
-            host.stop()
+    def measure() -> None:
+        client.start()
+        received(out, client)  # all have been asked once
+        steps.clear()
+        outside.clear()
+        stamps.clear()
+        before = sum(cpu_seconds(one.pid) for one in running)
+        found.update(received(out, client))
+        cores = (sum(cpu_seconds(one.pid) for one in running) - before) / found["seconds"]
+        found.update(worker_cores=cores, host_ms_p50=percentile(outside, 0.5) * 1e3)
+        found.update(between_added=stamps.added(found), step_ms=steps.taken())
 
-    for one in running:
-        one.start()
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    with cProfile.Profile() if profile else contextlib.nullcontext() as taken:
-        host.run()
-    watcher.join()
-    for one in running:
-        one.terminate()
-        one.join()
+    taken = cProfile.Profile() if profile else None
+    run_beside(host, running, measure, taken)
     listener.close()
     if not found:
         raise RuntimeError("the load generator has failed")
-    if profile:
+    if taken is not None:
         pstats.Stats(taken, stream=sys.stderr).sort_stats("tottime").print_stats(30)
         pstats.Stats(files[0], stream=sys.stderr).sort_stats("tottime").print_stats(30)
     return found
-
-
-def received(out: Any, sender: Any) -> Any:
-    """Return what a process has put into a queue. Raises RuntimeError if it has ended without."""
-    while True:
-        try:
-            return out.get(timeout=0.5)
-        except queue.Empty:
-            if not sender.is_alive():
-                raise RuntimeError("the load generator has failed") from None
 
 
 class HostStamps:

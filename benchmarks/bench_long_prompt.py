@@ -30,13 +30,11 @@ import random
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from bench_http import card_of, received
+from http_engine import host_in, received, run_beside
 from http_load import HEAD, percentile
 from http_worker import worker
 
@@ -230,20 +228,13 @@ def cached(streams: int, tokens: int) -> int:
 def served(generator: Any, floor: Any, args: argparse.Namespace) -> dict[str, Any]:
     """The streams and the long prompt through HTTP. The engine runs in this process's main thread."""
     from exl_generate import bundled
-    from exl_serve.config.model import Limits, ModelConfig
-    from exl_serve.engine.host import Host
-    from exl_serve.engine.status import StatusWriter
+    from exl_serve.config.model import Limits
 
     folder = str(bundled.default_model_dir())
     found: dict[str, Any] = {}
     steps: list[float] = []
     with tempfile.TemporaryDirectory() as place, socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
-        address = f"ipc://{place}/engine"
-        status = StatusWriter(Path(place) / "status", os.urandom(16))
-        config, limits = ModelConfig(id="bench", path=folder), Limits(max_queued_prompt_tokens=1 << 20)
-        host: Any = Host(
-            generator, card_of(generator, folder), address, status, config=config, limits=limits, step_floor=floor
-        )
+        host, address = host_in(place, generator, folder, Limits(max_queued_prompt_tokens=1 << 20), floor)
         deliver = host._deliver
 
         def delivering(columns: Any) -> Any:
@@ -260,22 +251,11 @@ def served(generator: Any, floor: Any, args: argparse.Namespace) -> dict[str, An
         asked = (listener.getsockname()[1], args.streams, args.tokens, vocab, args.quiet, out)
         client = multiprocessing.Process(target=clients, args=asked, daemon=True)
 
-        def watch() -> None:
-            try:
-                client.start()
-                found.update(received(out, client))
-            finally:
-                host.stop()
+        def measure() -> None:
+            client.start()
+            found.update(received(out, client))
 
-        for one in running:
-            one.start()
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
-        host.run()
-        watcher.join()
-        for one in running:
-            one.terminate()
-            one.join()
+        run_beside(host, running, measure)
     if not found:
         raise RuntimeError("the clients have failed")
     return found | {"steps": steps}

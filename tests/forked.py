@@ -43,7 +43,7 @@ class Forked:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """Run all tests; pytest's own loop has what is to be said instead."""
+        """Run all tests; pytest's own loop reports errors that prevent it."""
         if session.testsfailed or session.config.option.collectonly or not session.items:
             return None
         _check_threads()

@@ -1,4 +1,4 @@
-"""Python programs in forks of one process that has imported torch: the import takes longer than most tests.
+"""Python programs in forks of one process that has imported torch and the packages, which takes longer than most tests.
 
 A fork runs the program as `python` would: in a session of its own, on the standard streams that it is given, to the
 interpreter's own end. A test of what an import does starts an interpreter of its own instead.
@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import fcntl
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -30,6 +31,8 @@ from typing import Any
 __all__ = ["Program", "Running", "leave", "prepare", "run", "run_ranks"]
 
 LONGEST = 1 << 20  # bytes of an order
+#: What most programs import. None of these reads a variable for the CPU or starts a thread when it is imported.
+PRELOADED = ("torch", *(f"exl_generate.cli.{name}" for name in ("app", "bench", "chat", "convert", "generate", "info")))
 
 
 class Program:
@@ -279,8 +282,8 @@ def leave(code: int) -> None:
 
 
 if __name__ == "__main__":
-    import torch  # noqa: F401 - what this process is for
-
+    for name in PRELOADED:
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()  # collections of a program would visit, and so copy, every page of objects
     given_order = serve(socket.socket(fileno=int(sys.argv[1])))

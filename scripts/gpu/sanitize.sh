@@ -15,7 +15,7 @@
 # (racecheck_mbarrier.cu). Both take two launches of one kernel that overlap for one, so programmatic launches are off under them.
 #
 # Exit code 0: the tests passed, the tool found nothing in our kernels (racecheck cannot leave cuBLAS out: its reports on kernels
-# named nvjet are counted apart), and no kernel of the module was left out (code 4, their names are said), unless pytest paths were
+# named nvjet are counted apart), and no kernel of the module was left out (code 4, their names are printed), unless pytest paths were
 # given, which are for a look at a few kernels. SANITIZE_LOG is a folder for the processes' output and the list of what ran,
 # SANITIZE_UNTIL a time (`date +%s`) at which processes are cut off (exit code 124; what they ran until then is counted),
 # SANITIZE_GPUS the GPUs that the processes take in turn, such as "1 1 0" for twice as many on the second; default: the visible ones.

@@ -26,7 +26,7 @@ def parts() -> tuple[Any, Any]:
 
 
 def with_client(parts: tuple[Any, Any], talk: Callable[[ClientConnection], Awaitable[None]], cache: int = 1024) -> None:
-    """A server on a free port, one connection, and what is said over it."""
+    """A server on a free port, one connection, and the messages over it."""
 
     async def main() -> None:
         model, tokenizer = parts
@@ -131,7 +131,7 @@ def test_a_long_prompt_is_cut_and_keeps_its_beginning(parts: tuple[Any, Any]) ->
     with_client(parts, talk, cache=256)
 
 
-def test_what_cannot_be_obeyed_is_said(parts: tuple[Any, Any]) -> None:
+def test_a_request_that_cannot_be_obeyed_is_rejected(parts: tuple[Any, Any]) -> None:
     async def talk(client: ClientConnection) -> None:
         for wrong in (
             {"action": "infer", "text": "a", "max_new_tokens": 0, "request_id": 3},

@@ -78,7 +78,7 @@ def test_without_a_gpu_it_is_the_cpu(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("reason", [NO_DRIVER, TOO_OLD])
-def test_a_card_that_the_driver_does_not_serve_is_said_with_the_remedy(machine: Machine, reason: str) -> None:
+def test_a_card_that_the_driver_does_not_serve_is_reported_with_the_remedy(machine: Machine, reason: str) -> None:
     machine.has(reason=reason)
     machine.pci(present=True)
     assert names() == ["cpu"]
@@ -183,8 +183,8 @@ def test_a_machine_without_a_card_is_no_warning(machine: Machine, caplog: pytest
 
 
 def test_a_line_that_the_caller_shows_is_not_logged(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
-    machine.has(gpu(0, "a card that is said", (8, 9), code=False))
-    assert "a card that is said" in str(device_line())
+    machine.has(gpu(0, "a card that is named", (8, 9), code=False))
+    assert "a card that is named" in str(device_line())
     devices()
     assert caplog.records == []
 

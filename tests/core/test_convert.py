@@ -41,7 +41,7 @@ def test_the_command(lab: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("command", [convert_command, kernels_command])
-def test_what_the_command_cannot_do_is_said_in_a_line(
+def test_what_the_command_cannot_do_is_an_error_of_one_line(
     command: Any, lab: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = str(lab.write())

@@ -68,7 +68,7 @@ def test_wrong_shapes() -> None:
 
 @pytest.mark.covers("core.md: import")
 def test_importing_changes_nothing_of_the_process() -> None:
-    """No thread counts, environment, random states, streams, output, log handlers or warnings' filters."""
+    """No thread counts, environment, random states, streams, output, log handlers or warnings' filters; no driver."""
     script = """
 import json, logging, os, random, sys, warnings
 import torch
@@ -79,9 +79,10 @@ def state():
         torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()]
 torch.manual_seed(7)
 before = json.dumps(state())
-import exl_core
+import exl_core, exl_kernels.device, exl_kernels.cuda_ops
 assert json.dumps(state()) == before
 assert not torch.cuda.is_initialized()
+assert sys.platform != "linux" or "libcuda.so" not in open("/proc/self/maps").read()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -398,7 +398,9 @@ def test_links_to_weight_files(lab: Any, tmp_path: Path) -> None:
     assert torch.equal(lab.load(tmp_path / "snapshot").forward(ids), lab.load(folder).forward(ids))
 
 
-def test_what_the_model_does_not_use_is_said(lab: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensors_that_the_model_does_not_use_are_logged(
+    lab: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     lab.load(lab.write())
     assert not caplog.records
     tensors = lab.random_tensors(lab.config)

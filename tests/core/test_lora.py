@@ -468,7 +468,7 @@ def test_what_old_adapter_configs_leave_out(bench: Bench, tmp_path: Path) -> Non
         assert ExLlamaV2Lora.from_directory(bench.model, folder).lora_scaling == scaling
 
 
-def test_a_zero_bias_is_ignored_and_said_so(bench: Bench, ids: Tensor, tmp_path: Path) -> None:
+def test_a_zero_bias_is_ignored_and_logged(bench: Bench, ids: Tensor, tmp_path: Path) -> None:
     folder = hand_made(tmp_path / "zero", ["q_proj"])
     tensors = load_tensors(folder)
     name = "base_model.model.model.layers.0.self_attn.q_proj.bias"

@@ -322,7 +322,7 @@ def test_norms_of_heads_are_those_of_the_current_module(
     assert torch.equal(found[0], found[1])
 
 
-def test_gpus_without_room_are_told_of_the_cpu(lab: Any) -> None:
+def test_the_error_of_gpus_without_room_names_the_cpu(lab: Any) -> None:
     model = build(lab.write(kind="exl2", **SIZES))
     places = [Device("cuda:0"), Device("cuda:1")]
     with pytest.raises(errors.DeviceError, match=r"(?s)Insufficient space.*cuda:1.*EXL_DEVICE=cpu"):

@@ -229,7 +229,7 @@ def test_a_smaller_budget_is_not_met_by_what_passed_under_a_larger_one():
         ExLlamaV2GrammarFilter(None, V, **source, budget=CompileBudget(seconds=0.001))
 
 
-def test_where_no_process_can_be_started_it_is_said(monkeypatch):
+def test_a_process_that_cannot_be_started_is_reported(monkeypatch):
     source: dict[str, Any] = {"json_schema": {"allOf": [{"type": "string", "maxLength": 13}]}}
     with no_workers():
         for executable in ("", "/no/such/python"):

@@ -46,7 +46,11 @@ def test_all_laws_are_there():
 
 @pytest.mark.sampled(6)
 @pytest.mark.covers("filters.md: CAP-35")
-@pytest.mark.parametrize("mutant", ZOO, ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "mutant",
+    # A leak is only told from a cache after many generations; the default run has LAW-36 in tests below.
+    [pytest.param(m, id=m.name, marks=[pytest.mark.full] if m.law == "LAW-36" else []) for m in ZOO],
+)
 def test_every_broken_filter_is_caught_by_its_law(mutant):
     given = list(mutant.options)
 
@@ -91,7 +95,7 @@ class Once(Plain):
         return super().next()
 
 
-def test_what_is_seen_once_only_is_told_with_its_cause():
+def test_a_violation_that_cannot_be_reproduced_is_reported_with_its_cause():
     report = check_filter(lambda vocab: Once(None, vocab), language=OPTIONS, laws=["LAW-36"], profile="quick")
     assert report.broken == ["LAW-36"]
     assert "not yet ready" in str(report)
@@ -164,7 +168,7 @@ def _context(code):
     return FilterContext.make(v.size, v.stop_ids)
 
 
-def test_a_short_counterexample_is_told_where_there_is_one():
+def test_a_short_counterexample_is_reported_where_there_is_one():
     mutant = next(m for m in ZOO if m.name == "StopsEarly")
     told = check_filter(lambda v: mutant.kind(None, v, LONG), language=LONG, laws=["25"]).outcomes[0]
     assert told.reproduction.count(".feed(") <= 1, str(told)
@@ -337,7 +341,7 @@ def test_the_language_of_the_command_line(module, tmp_path, capsys):
     assert "--language takes JSON or MODULE:NAME" in capsys.readouterr().err
 
 
-def test_parameters_that_are_no_json_are_said_to_be(capsys):
+def test_parameters_that_are_no_json_are_rejected(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["check", "select", "--params", "{options"])
     assert stopped.value.code == 2

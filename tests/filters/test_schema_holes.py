@@ -300,7 +300,7 @@ def test_bounds_of_one_number_meet_wherever_they_are(schema, zero):
         ),
     ],
 )
-def test_what_is_said_of_different_numbers_does_not_meet(schema, text):
+def test_bounds_of_different_numbers_are_kept_apart(schema, text):
     assert takes(schema, text)
 
 

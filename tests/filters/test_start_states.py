@@ -28,7 +28,7 @@ LARK = 'start: item (", " item)*\nitem: /[a-z]{1,5}/ "=" /[0-9]+/\n'
 
 
 class Pool(Executor):
-    """Runs what is submitted when it is told to."""
+    """Runs what is submitted on request."""
 
     def __init__(self):
         self.tasks = []

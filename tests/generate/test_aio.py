@@ -171,7 +171,7 @@ def test_close_ends_every_consumer_and_refuses_new_jobs() -> None:
 
 @pytest.mark.covers("generators.md: 62")
 def test_close_ends_consumers_whose_jobs_were_cleared_away() -> None:
-    """`clear_queue` drops jobs without results; who reads one is told at the end at the latest."""
+    """`clear_queue` drops jobs without results; a reader of one gets an end at the latest when the generator closes."""
 
     async def main() -> None:
         generator = make()

@@ -367,7 +367,7 @@ def test_without_a_number_the_context_is_the_limit(exl) -> None:
     assert report["prompt_tokens"] + report["new_tokens"] <= 2048
 
 
-def test_a_conversation_that_cannot_be_saved_is_told(exl, chat_model: str) -> None:
+def test_a_conversation_that_cannot_be_saved_is_reported(exl, chat_model: str) -> None:
     code, _, err = exl("chat", "-m", chat_model, "-n", "2", stdin="/save /nonexist/x.json\n/load /nonexist/x.json\n")
     assert code == 0
     assert "/nonexist/x.json: cannot write the conversation to it (No such file or directory)" in err
@@ -417,7 +417,7 @@ def test_a_file_that_is_not_to_be_written_is_not_replaced_either(exl, chat_model
     assert file.stat().st_ino == before
 
 
-def test_a_history_that_cannot_be_written_is_told_and_shown(exl, chat_model: str, tmp_path: Path) -> None:
+def test_a_history_that_cannot_be_written_is_reported_and_shown(exl, chat_model: str, tmp_path: Path) -> None:
     """Even where it could be written at the start."""
     folder = tmp_path / "gone"
     folder.mkdir()

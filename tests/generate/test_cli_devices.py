@@ -44,7 +44,7 @@ def gpus(patch: pytest.MonkeyPatch, *reasons: str | None, free: int = 8 << 30) -
 
 
 @pytest.mark.parametrize("command", RUNS, ids=lambda c: c[0])
-def test_the_cpu_is_said_in_one_line(exl, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]) -> None:
+def test_the_cpu_is_announced_in_one_line(exl, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]) -> None:
     gpus(monkeypatch)
     code, out, err = exl(*command, stdin="hello\n")
     assert code == 0
@@ -52,7 +52,7 @@ def test_the_cpu_is_said_in_one_line(exl, monkeypatch: pytest.MonkeyPatch, comma
     assert json.loads(out.splitlines()[0])
 
 
-def test_a_skipped_gpu_is_said_with_the_reason(exl, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_skipped_gpu_is_announced_with_the_reason(exl, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, "no code for it")
     code, _, err = exl(*RUNS[0])
     assert (code, err) == (0, "exl: running on the CPU; cuda:0 (Card 0) is skipped: no code for it\n")
@@ -60,7 +60,7 @@ def test_a_skipped_gpu_is_said_with_the_reason(exl, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("command", RUNS, ids=lambda c: c[0])
 @pytest.mark.parametrize("option", [True, False])
-def test_a_named_device_is_not_said(
+def test_a_named_device_is_not_announced(
     exl, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], option: bool
 ) -> None:
     """Neither is the GPU asked for anything."""

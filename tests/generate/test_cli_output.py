@@ -187,7 +187,7 @@ def test_a_schema_that_is_neither_file_nor_json_says_so(exl, name: str) -> None:
     assert len(err.splitlines()) == 1
 
 
-# ---- what is said ----
+# ---- messages ----
 
 
 @pytest.mark.parametrize("command", [("generate", "Once", "-n", "2"), ("info",), ("bench", "--new-tokens", "2")])

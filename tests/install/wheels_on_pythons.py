@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -27,6 +28,12 @@ def run(*args: str | Path, where: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(args, cwd=where, env=clean, capture_output=True, text=True, check=False)
 
 
+def documented_architectures() -> set[str]:
+    """The architectures for which docs/install.md promises kernels."""
+    guide = (Path(__file__).parents[2] / "docs" / "install.md").read_text(encoding="utf-8")
+    return set(re.findall(r"^\|[^|]+\| `(\d+a?)` \|", guide, re.MULTILINE))
+
+
 @pytest.mark.parametrize(
     ("python", "torch"),
     [("3.11", "torch==2.6.0"), ("3.11", "torch"), ("3.12", "torch"), ("3.13", "torch"), ("3.14", "torch")],
@@ -39,13 +46,17 @@ def test_the_wheels_generate_text(python: str, torch: str, tmp_path: Path) -> No
         pytest.skip(f"no Python {python} here: {made.stderr.splitlines()[0]}")
     bin_ = tmp_path / "env" / "bin"
     packages = ("exl-generate", "exl-compat", "exl-serve")
-    for command in (
+    commands: list[tuple[str | Path, ...]] = [
         (uv, "pip", "install", "-q", "--python", bin_ / "python", "--find-links", WHEELS, torch, *packages),
         (bin_ / "python", "-c", "import exl_serve, exllamav2.generator"),
-        (bin_ / "exl", "doctor"),
-    ):
+        (bin_ / "exl", "doctor", "--json"),
+    ]
+    for command in commands:
         done = run(*command, where=tmp_path)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    architectures = str(json.loads(done.stdout)["cuda"]["architectures"] or "")
+    built = {arch.removesuffix("+ptx") for arch in architectures.replace(",", " ").split()}
+    assert built == (set() if WHEELS.name == "cpu" else documented_architectures())
     told = run(
         bin_ / "exl", "generate", "Once upon", "-n", "12", "--greedy", "--device", "cpu", "--json", where=tmp_path
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,15 +36,6 @@ def test_the_reason_names_what_is_missing() -> None:
         return
     words = ("driver", "kernels", "GPU", "torch")
     assert any(word in status.reason for word in words), status.reason
-
-
-def test_import_opens_no_driver() -> None:
-    code = (
-        "import exl_kernels.device, exl_kernels.cuda_ops, sys;"
-        "maps = open('/proc/self/maps').read() if sys.platform == 'linux' else '';"
-        "sys.exit('libcuda.so' in maps)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -141,7 +141,7 @@ ODD = (float("nan"), float("inf"), float("-inf"), -float("nan"), 3e38, -3e38)
 
 
 def broken_row(rng: np.random.Generator, width: int) -> tuple[Row, bool | None]:
-    """A row with a few odd logits anywhere, allowed or not, in either prompt; and whether it must be said to be not
+    """A row with a few odd logits anywhere, allowed or not, in either prompt; and whether it must be reported as not
     finite (None: as the settings make of it, an id that is not allowed may hold what it likes)."""
     row = random_row(rng, replace(random_plan(rng, width), cfg_scale=float(rng.choice([-0.5, 0.5, 1.0, 1.7]))), width)
     pair = rng.random() < 0.6

@@ -21,7 +21,7 @@ TOKENIZER = ScriptedTokenizer([chr(c) for c in range(97, 107)])
 POISON = TOKENIZER.get_vocab_size() - 1
 STYLES = [ExLlamaV2Sampler.Settings.greedy(), ExLlamaV2Sampler.Settings(top_p=0, temperature=1.0)]
 
-#: Few distinct prompts, so that prefixes meet: whole, cut short, and with another end.
+#: Few distinct prompts, so that prefixes are shared: whole, cut short, and with another end.
 STEMS = [[3, 4, 5, 6, 7, 8] * 5, [3, 4, 5, 6] * 3 + [9] * 10, [10]]
 
 

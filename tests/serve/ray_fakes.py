@@ -51,7 +51,7 @@ class Answer:
 
 
 class FakeEngine:
-    """Takes every request, and generates nothing until it is told."""
+    """Takes every request, and generates nothing until a test lets it."""
 
     card = SimpleNamespace(digest="d", max_batch_size=1)
     #: as the engine wrote it before any request came

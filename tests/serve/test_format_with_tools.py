@@ -257,7 +257,7 @@ def test_the_format_begins_behind_the_reasoning() -> None:
     assert "<[11]>" in constraint.around
 
 
-def test_a_fault_is_told_with_its_field(tokenizer: TextTokenizer) -> None:
+def test_an_error_names_the_field(tokenizer: TextTokenizer) -> None:
     bad = wanted(guided_json={"type": "nothing"})
     with pytest.raises(ServeError) as told:
         grammar("hermes", tokenizer, bad)

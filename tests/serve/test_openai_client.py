@@ -104,7 +104,7 @@ def test_the_library_s_tokens(
     assert answer.choices[0].text == text
 
 
-def test_a_seed_repeats_and_is_told(client: openai.OpenAI) -> None:
+def test_a_seed_repeats_and_is_reported(client: openai.OpenAI) -> None:
     raw = client.completions.with_raw_response.create(model="fable", prompt="A", temperature=1.0, max_tokens=20)
     seed = int(raw.headers["x-exl-seed"])
     again = client.completions.create(model="fable", prompt="A", temperature=1.0, max_tokens=20, seed=seed)
@@ -501,7 +501,7 @@ def test_an_error_in_the_middle_ends_the_stream(
 def test_an_error_that_comes_with_the_first_text(
     client: openai.OpenAI, scripted: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The text is told once, role first, and the prompt is counted once."""
+    """The text comes once, role first, and the prompt is counted once."""
     rounds, iterate = iter(range(10**9)), scripted.generator.iterate_columns
     put, take, failed = Mailbox.put, Mailbox.take, set[Mailbox]()
 

@@ -141,7 +141,7 @@ def test_a_long_chat_costs_a_token_no_more(page: webdriver.Chrome, forgetful: Li
     assert seen["list"] <= 2, "the list is written at the begin and at the end of an answer"
 
 
-def test_an_error_is_said_plainly(page: webdriver.Chrome) -> None:
+def test_an_error_is_shown_in_words(page: webdriver.Chrome) -> None:
     until(lambda: page.find_elements(By.CSS_SELECTOR, "#model option"))
     page.execute_script("document.getElementById('max_tokens').value = '99999'")
     page.find_element(By.ID, "input").send_keys("x\n")

@@ -125,7 +125,9 @@ def test_keys(served: Callable[..., Served], tmp_path: Path) -> None:
         (["--key-file", "/no/such/keys"], "key file"),
     ],
 )
-def test_what_cannot_be_served_is_said_at_once(served: Callable[..., Served], options: list[str], says: str) -> None:
+def test_a_wrong_configuration_is_reported_at_once(
+    served: Callable[..., Served], options: list[str], says: str
+) -> None:
     server = served(*options)
     assert server.process.wait(SECONDS) == 1
     server.reader.join(SECONDS)
@@ -134,7 +136,7 @@ def test_what_cannot_be_served_is_said_at_once(served: Callable[..., Served], op
 
 
 @pytest.mark.full  # tests/serve/ops/test_watch.py starts one too
-def test_a_model_that_cannot_be_loaded_is_said(served: Callable[..., Served], tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_reported(served: Callable[..., Served], tmp_path: Path) -> None:
     from exl_generate import bundled
 
     for file in Path(bundled.default_model_dir()).iterdir():

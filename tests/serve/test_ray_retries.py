@@ -1,4 +1,4 @@
-"""Where a request on Ray goes whose replica ends, rejects it or serves another model, and what its client is told."""
+"""Retries of requests on Ray whose replica ends, rejects them or serves another model; results that clients receive."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def told(events: list[EngineEvent], n: int) -> list[tuple[Any, ...]]:
-    """Return what a client is told of each completion, tokens joined."""
+    """Return what a client receives of each completion, tokens joined."""
     found = []
     for choice in range(n):
         own = [event for event in events if event.choice == choice]
@@ -101,7 +101,7 @@ def told(events: list[EngineEvent], n: int) -> list[tuple[Any, ...]]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_a_stream_continues_on_another_replica(fable: EngineThread, tmp_path: Path, case: str) -> None:
-    """Wherever the first one ends: the client is told what one replica would have told."""
+    """Wherever the first one ends: the client receives what one replica would have sent."""
     fields: dict[str, Any] = {"id": "r", "prompt": np.array([1, 40, 50, 60], "<i4").tobytes(), "sampling": Sampling()}
     asked = EngineRequest(**(fields | {"seeds": (3,), "max_tokens": 20} | CASES[case]))
 
@@ -229,7 +229,7 @@ class Interrupted:
 
 
 def test_an_attempt_is_cancelled_before_the_next_one(tmp_path: Path) -> None:
-    """A replica whose stream broke may still run the request: it is told to end it, and the other one is not."""
+    """A replica whose stream broke may still run the request: it is asked to end it, and the other one is not."""
 
     async def steps() -> None:
         handle = Interrupted(tmp_path)

@@ -58,7 +58,7 @@ def request(**fields: Any) -> EngineRequest:
 
 
 class Sink:
-    """Keeps what it is told, and checks its order."""
+    """Keeps the events that it receives, and checks their order."""
 
     def __init__(self, choices: int = 1) -> None:
         self.ids: dict[int, list[int]] = {choice: [] for choice in range(choices)}

@@ -318,7 +318,7 @@ def test_a_tag_that_an_address_cannot_hold_is_rejected(kind: str, tag: int) -> N
         wire.decode_to_engine(msgspec.msgpack.encode([kind, tag, *fields]))
 
 
-def test_what_cannot_be_sent_is_said() -> None:
+def test_a_message_that_cannot_be_encoded_is_an_error() -> None:
     with pytest.raises(wire.WireError, match="UTF-8"):
         wire.encode(wire.Call(1, "\ud800", {}))
     with pytest.raises(wire.WireError, match="16777216"):

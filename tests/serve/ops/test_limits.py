@@ -145,7 +145,7 @@ def test_large_headers_are_refused(headers: bytes) -> None:
 
 
 @pytest.mark.parametrize("data", [b"\x16\x03\x01\x02\x00", b"nonsense\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"])
-def test_what_is_no_request_is_told_so(data: bytes) -> None:
+def test_bytes_that_are_no_request_are_answered_400(data: bytes) -> None:
     async def work(port: int) -> None:
         assert code(await ask(port, data)) == (400, "bad_request")
 

@@ -113,7 +113,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("half_written", [False, True])
-def test_a_stopped_engine_is_told_ended_and_started_again(start: Start, half_written: bool) -> None:
+def test_a_stopped_engine_is_logged_ended_and_started_again(start: Start, half_written: bool) -> None:
     server = start(models(a="free"), patience=3.0)
     assert server.complete("a").status_code == 200
     (engine,) = server.children("exl_serve.engine")

@@ -80,7 +80,7 @@ def test_a_page_that_is_left_half_written_is_an_error(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_the_service_manager_is_told(tmp_path: Path) -> None:
+def test_the_service_manager_is_notified(tmp_path: Path) -> None:
     path = str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(path)

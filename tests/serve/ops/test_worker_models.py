@@ -62,7 +62,7 @@ def refusal(models: WorkerModels, name: str) -> tuple[int, str]:
     return caught.value.status, caught.value.code
 
 
-def test_a_model_whose_tokenizer_is_being_read_is_told_as_loading(slow: Template) -> None:
+def test_a_model_whose_tokenizer_is_being_read_is_listed_as_loading(slow: Template) -> None:
     """With `accept_any_model`, the other model must not answer for it."""
 
     async def work(models: WorkerModels) -> None:
@@ -81,7 +81,7 @@ def test_a_model_whose_tokenizer_is_being_read_is_told_as_loading(slow: Template
     run(work)
 
 
-def test_a_model_whose_tokenizer_cannot_be_read_is_told_as_failed(tmp_path: Path) -> None:
+def test_a_model_whose_tokenizer_cannot_be_read_is_listed_as_failed(tmp_path: Path) -> None:
     async def work(models: WorkerModels) -> None:
         models.update([told("a"), told("b", template=str(tmp_path / "none"))])
         await models.known.wait()

@@ -101,7 +101,7 @@ def test_one_that_is_killed_is_replaced() -> None:
     assert asyncio.run(work()) == bytes([10, 20, 30] * 16)
 
 
-def test_a_full_disk_is_said(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported(tmp_path: Path) -> None:
     async def work() -> bytes | ServeError:
         reader = MediaReader(str(tmp_path))
         reader.folder = "/dev/full"  # no file can be made below it

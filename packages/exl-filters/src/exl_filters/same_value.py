@@ -24,7 +24,7 @@ MOST_VALUES = 5_000
 MOST_PARTS = 500_000
 
 
-class _Unknown(Exception):  # noqa: N818 - no error: nothing can be told
+class _Unknown(Exception):  # noqa: N818 - no error: the values cannot be compared
     """A reference that is not understood here, or too many values."""
 
 

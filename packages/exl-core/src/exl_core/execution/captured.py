@@ -9,7 +9,6 @@ lengths and tables on the device.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -43,6 +42,7 @@ from .captured_step import CapturedStep, StepReplay, on_cpu
 from .environment import PROMPTS_VARIABLE, eager_prompts, joins_adapters
 from .fused import JoinedLaunches, joined_launches_of
 from .half import OutputTokens
+from .prompt_buckets import PromptBuckets
 from .prompt_windows import windows_of
 from .recorder import Recorder
 from .sections import DeviceCopy, SectionGraphs, mirrored, sections_of
@@ -67,8 +67,6 @@ INVALID = "an argument is invalid"
 """A captured step checks all its arguments at once. The checks of other passes raise errors that name the argument."""
 MAX_GRAPHS = 64
 """Most captured steps of one cache, each a few MB of GPU memory. Beyond them the one unused for longest is dropped."""
-MAX_COUNTED = 4096
-"""Most buckets of prompts whose passes are counted. Beyond them counting begins anew."""
 MAX_PROMPTS = 8
 """Most captured prompts of one cache with a length of their own, which also keep the hidden state of all tokens."""
 
@@ -105,7 +103,7 @@ class DecodeGraphs:
         self._exact_batch = False
         self._sets = AdapterSets()
         self._recording = False
-        self._eager: Counter[Bucket] = Counter()  # eager passes of buckets without logits
+        self._stored = PromptBuckets()
         self._arrangement: list[Module] | None = None  # the modules that `_refused` refers to
         self._modules: list[Module] | None = None  # the modules, without hooks, that the captured steps belong to
         self.steps = 0  # captured steps run so far; each may overwrite the logits of another
@@ -129,8 +127,6 @@ class DecodeGraphs:
         self, ids: Tensor, cache: ExLlamaV2CacheBase, params: PagedParams, *, last: bool = False
     ) -> StepReplay | str:
         """Prepare a captured step that stores the keys and values of a prompt, and fill in its ids.
-
-        The first passes of a bucket are not captured: many prompts are the only ones of their size.
 
         Args:
             ids: int64 [B, q], or [1, T] with `params.q_lens`.
@@ -245,10 +241,12 @@ class DecodeGraphs:
         adapter_slots = self._adapter_slots_of(model, adapters, batch * q_len) if adapters else []
         if isinstance(adapter_slots, str):
             return adapter_slots
+        if self._exact_batch and not decodes:
+            return "prompts of a model with float matrices are not captured"
         sizes = self._bucket(batch, q_len, longest, size, places)
-        bucket = sizes if decodes else self._prompt_bucket(sizes, places, last=output_tokens == "last")
+        bucket = sizes if decodes else self._stored.find(sizes, places, last=output_tokens == "last")
         if bucket is None:
-            return "no captured step stores such a prompt, or not before more of its size"
+            return "too few prompts of this size have come for a captured step"
         captured = self._refusal_of_bucket(model, bucket) or self._captured(model, cache, bucket, bool(adapters))
         if isinstance(captured, str):
             return captured
@@ -322,7 +320,7 @@ class DecodeGraphs:
         self._drop(list(self._graphs))
         self._sets.clear()
         self._failed.clear()
-        self._eager.clear()
+        self._stored.clear()
         self._recorder.clear()
         self._buffers.clear()
         self._joined = self._shards = self._prompts = self._shards_failure = None
@@ -372,23 +370,6 @@ class DecodeGraphs:
         # Four buckets an octave: a launch is planned for all keys of its bucket.
         grain = 1 << max(0, (pages - 1).bit_length() - 3)
         return Bucket(rows, q_len, min(-(-pages // grain) * grain, places), page_size)
-
-    def _prompt_bucket(self, bucket: Bucket, places: int, *, last: bool) -> Bucket | None:
-        """Return the bucket of a step without logits; None where no captured step serves it, or not yet."""
-        if self._exact_batch:
-            return None
-        pages = min(1 << (bucket.pages - 1).bit_length(), places)
-        # Beyond so many windows only multiples: of few buckets each is captured soon. Rows of whole prompts are exact.
-        windows = max(PACKED_ROWS // bucket.q_len, 1)
-        exact = bucket.q_len > MAX_Q_LEN or bucket.batch <= windows
-        batch = bucket.batch if exact else -(-bucket.batch // windows) * windows
-        found = bucket._replace(batch=batch, pages=pages, stores=not last, last=last)
-        if self._eager[found] < eager_prompts():
-            if len(self._eager) > MAX_COUNTED:
-                self._eager.clear()
-            self._eager[found] += 1
-            return None
-        return found
 
     def _refusal_of_bucket(self, model: LanguageModel, bucket: Bucket) -> str | None:
         """Return why steps of a bucket cannot be captured with batch-invariant results, or None."""
@@ -480,7 +461,8 @@ class DecodeGraphs:
         prompts = [one for one in held if one.q_len > MAX_Q_LEN]
         unused = prompts[0] if len(prompts) > MAX_PROMPTS else next(iter(held)) if len(held) > MAX_GRAPHS else None
         if unused is not None:
-            del held[unused], self._eager[unused]  # a prompt of its size is rare again
+            del held[unused]
+            self._stored.forget(unused)
         return made
 
     def _record(self, model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, adapted: bool) -> CapturedStep:

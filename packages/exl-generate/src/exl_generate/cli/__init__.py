@@ -21,7 +21,7 @@ def main() -> None:
 
 def program() -> None:
     """`main`, with which the process ends: once it is done, Ctrl-C is ignored. (The interpreter waits for threads
-    before it comes to what `main` registers, and a Ctrl-C there would be told with a traceback.)"""
+    before it comes to what `main` registers, and a Ctrl-C there would print a traceback.)"""
     _run(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
 
 

@@ -181,7 +181,7 @@ class Conversation:
             beside.unlink(missing_ok=True)
 
     def keep(self, file: Path) -> bool:
-        """`save`, where a failure is told and remembered in `unsaved` and does not end the talk."""
+        """`save`, where a failure is reported and remembered in `unsaved` and does not end the talk."""
         try:
             self.save(file)
             self.unsaved = False

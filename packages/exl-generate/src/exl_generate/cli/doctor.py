@@ -111,7 +111,7 @@ def _advice(cuda: CudaStatus) -> list[str]:
 
 
 def _device() -> tuple[str, bool]:
-    """Where models run when nothing else is said, or why they cannot; and whether they can."""
+    """Where models run unless a device is named, or why they cannot; and whether they can."""
     try:
         return device_line() or f"{', '.join(d.name for d in devices())} ({DEVICE_VARIABLE})", True
     except DeviceError as error:

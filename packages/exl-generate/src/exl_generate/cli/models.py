@@ -159,7 +159,7 @@ def _draft_folder(name: str) -> Path:
 
 
 def model_folder(folder: Path | None) -> Path:
-    """`folder`, or that of the bundled model, which is said on standard error."""
+    """`folder`, or that of the bundled model, which is named on standard error."""
     if folder is not None:
         return folder
     try:

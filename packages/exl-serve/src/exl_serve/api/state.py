@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-# The supervisor checks keys with this module, and would import these for nothing: seconds count before it serves.
+# The supervisor checks keys with this module and needs none of these: their import would delay its start.
 if TYPE_CHECKING:
     import asyncio
 
@@ -133,7 +133,7 @@ class AppState:
     meter: Meter
     #: raises ServeError 401, 403 or 429: (ASGI scope, needed scope) -> caller
     authenticate: Callable[[Mapping[str, Any], str], Caller]
-    #: about to stop: load balancers are told to use other servers, requests are still accepted
+    #: about to stop: load balancers see "not ready", requests are still accepted
     draining: bool = False
     #: stopping: new requests are rejected
     refusing: bool = False

@@ -22,6 +22,7 @@ from exl_serve.engine.failures import has_lost_the_gpu, serve_error
 from exl_serve.engine.groups import Group, Running
 from exl_serve.engine.inbox import GoneError, Inbox
 from exl_serve.engine.jobs import END, FIRST, STARTED, Reader, make_job
+from exl_serve.engine.operator import Operator
 from exl_serve.engine.outgoing import Entry as StepEntry
 from exl_serve.engine.outgoing import Outgoing
 from exl_serve.engine.prompts import Prompts, prompt_tokens_of
@@ -29,7 +30,6 @@ from exl_serve.engine.resuming import Resuming
 from exl_serve.engine.status import StatusWriter
 from exl_serve.engine.vision import Vision
 from exl_serve.errors import ServeError
-from exl_serve.request.labels import joined_labels
 
 if TYPE_CHECKING:
     from exl_generate import ExLlamaV2DynamicJob, StepColumns
@@ -95,6 +95,7 @@ class Host:
         self.broken = False
         self._written = self._greeted = 0.0
         self._inbox = Inbox(address, context)
+        self._operator = Operator(generator, self._adapters, self._groups, self._end_cancelled, self.drain)
         self._compiling = Compiling(generator, vision, self._compiled, self.wake)
 
     # ---- life ------------------------------------------------------------------------------------------------------
@@ -217,7 +218,7 @@ class Host:
         try:
             self._inbox.send(worker, message)
         except wire.WireError as error:
-            log.error("a worker cannot be told: %s; its requests are cancelled", error)
+            log.error("a message to a worker cannot be sent: %s; its requests are cancelled", error)
             self._leave(worker)
         except GoneError:
             if worker in self._workers:
@@ -554,48 +555,19 @@ class Host:
 
     def _call(self, worker: bytes, message: wire.Call) -> None:
         try:
-            self._tell(worker, wire.Reply(message.tag, self._answer(message.name, message.parameters)))
+            self._tell(worker, wire.Reply(message.tag, self._operator.answer(message.name, message.parameters)))
         except Exception as error:
             self._tell(worker, wire.Rejected.of(message.tag, serve_error(error)))
 
-    def _answer(self, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
-        if name == "load_adapter":
-            return self._adapters.load(str(parameters["name"]), str(parameters["path"]))
-        if name == "unload_adapter":
-            used = [g for g in self._groups.values() if g.request.adapter == parameters["name"]]
-            return self._adapters.unload(str(parameters["name"]), len(used))
-        if name == "reset_cache":
-            if self._running:
-                raise ServeError(409, "conflict", "conflict", f"{len(self._running)} jobs are running: try when idle")
-            self._generator.reset_page_table()
-            return {}
-        if name == "requests":
-            return {"requests": self.requests()}
-        if name == "cancel":
-            return {"cancelled": self._cancel(str(parameters["id"]), parameters.get("key"))}
-        if name == "labels":
-            return {"labels": joined_labels(page.label for page in self._generator.page_table.pages)}
-        if name == "drain":
-            self.drain()
-            return {}
-        raise ServeError.invalid(f"the engine knows no call {name!r}", "name")
-
-    def _cancel(self, id: str, key: str | None = None) -> bool:
-        """End the request of this id, with all its prompts and completions; its client gets an error.
-
-        `key`: only if it is a request of this key.
-        """
-        groups = [g for g in self._groups.values() if g.request.id.partition("/")[0] == id]
-        groups = [g for g in groups if key in (None, g.request.key)]
-        for group in groups:
-            for choice in group.unfinished:
-                self._emit(group, [Failed(choice, 409, "conflict", "cancelled", "the request was cancelled")])
-            self._drop(group, forget=False)
-        return bool(groups)
+    def _end_cancelled(self, group: Group) -> None:
+        """End a request that the operator cancels; its client gets an error."""
+        for choice in group.unfinished:
+            self._emit(group, [Failed(choice, 409, "conflict", "cancelled", "the request was cancelled")])
+        self._drop(group, forget=False)
 
     def requests(self) -> list[dict[str, Any]]:
         """Return id, key, numbers of tokens and state of every request that the engine holds; from any thread."""
-        return [group.summary() for group in list(self._groups.values())]
+        return self._operator.requests()
 
     def _write_status(self, now: float) -> None:
         self._outgoing.count()

@@ -75,7 +75,8 @@ class LocalEngine:
         self._card: ModelCard | None = None
         self._status: StatusReader | None = None
         self._closed = False
-        self._known_again: asyncio.Future[None] | None = None  # while an engine that forgot this worker is told of it
+        #: while this worker announces itself to an engine that forgot it
+        self._known_again: asyncio.Future[None] | None = None
         self._loop.add_reader(self._socket.getsockopt(zmq.FD), _drain, weakref.ref(self))
         # It holds the socket, and so the socket's context: one that is collected together with open sockets would wait
         # for them for ever.
@@ -123,7 +124,7 @@ class LocalEngine:
     async def submit(self, request: EngineRequest, sink: Sink) -> _Running:
         """Queue a request; returns when the engine has accepted it. Raises ServeError.
 
-        An engine that took this worker for dead is told that it lives, and asked once more.
+        This worker announces itself to an engine that took it for dead, and asks once more.
         """
         try:
             return await self._submit(request, sink)
@@ -209,9 +210,9 @@ class LocalEngine:
         self._send(wire.Hello(wire.VERSION, f"pid {os.getpid()}"))
 
     def _forgotten(self) -> None:
-        """The engine has dropped this worker after a long silence, and with it all that it was asked.
+        """The engine has dropped this worker after a long silence, and with it all its requests.
 
-        It answers so to each message until it reads the Hello.
+        It rejects each message until it reads the Hello.
         """
         if self._known_again is not None:
             return

@@ -191,7 +191,7 @@ def _effort(value: Any) -> str | None:
     for name in ("summary", "generate_summary"):
         if value.get(name) is not None:
             raise ServeError.unsupported(
-                f"reasoning.{name}", f"reasoning.{name} is not offered: reasoning is told whole"
+                f"reasoning.{name}", f"reasoning.{name} is not offered: reasoning is returned whole"
             )
     effort = value.get("effort")
     if effort is not None and (not isinstance(effort, str) or not 0 < len(effort) <= 64):

@@ -298,7 +298,7 @@ class ChannelReader:
             text, self._held = self._held + text, ""
             marker, mode = self._next_marker(text)
             if marker is not None and mode == "call" and any(one.startswith(text.lstrip("\n")) for one in self._alike):
-                self._held = text  # until it is told which one it is
+                self._held = text  # until it is known which one it is
                 break
             if marker is not None:
                 before, _, text = text.partition(marker)
