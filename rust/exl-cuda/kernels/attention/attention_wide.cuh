@@ -20,7 +20,7 @@ DEVICE uint64_t matrix_at(const void* p) {
 // Offset of chunk `chunk` of eight dimensions of row `row` of 64.
 DEVICE int chunk_at(int row, int chunk) { return chunk / 8 * BLOCK_BYTES + row * 128 + ((chunk ^ row) & 7) * 16; }
 DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Waits for all matrix instructions. `d`: one of their results, which must not be read before.
 template <int N>
 DEVICE void wgmma_wait(float (&d)[N]) {
@@ -242,7 +242,7 @@ DEVICE void wide_logits(float (&x)[32], const uint8_t* queries, const uint8_t* k
 #pragma unroll
   for (int s = 0; s < S::DIM / 16; s++)
     rows_by_rows(x, matrix_at(queries + s / 4 * BLOCK_BYTES + s % 4 * 32), matrix_at(keys + s / 4 * BLOCK_BYTES + s % 4 * 32), s > 0);
-  wgmma_commit();
+  products_commit();
 }
 
 // Unit `index`: turns its logits into weights, computes the next unit's logits meanwhile, then its sums.
@@ -269,7 +269,7 @@ DEVICE void wide_unit(const Attention& a, const Visible& seen, int index, float 
   wgmma_begin();
 #pragma unroll
   for (int s = 0; s < 4; s++) rows_by_columns(part, weights[s], matrix_at(values + s * 2048), s > 0);
-  wgmma_commit();
+  products_commit();
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     join_factors(split.max[r], max_of[r], sum_of[r], kept[r], added[r]);

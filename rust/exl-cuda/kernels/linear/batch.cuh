@@ -218,7 +218,7 @@ struct Batch : BatchFinish<N, true> {
         else product<true, TRANSPOSED>(sums, a[j], at);
         if constexpr (W == 3) advance(x, 2 * N);
       }
-      wgmma_commit();
+      products_commit();
     }
     template <int B>
     DEVICE static void unpack_here(uint32_t (&a)[4][4], const uint32_t (&w)[B], uint2 low, uint2 high) {
