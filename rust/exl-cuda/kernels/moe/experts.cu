@@ -211,7 +211,7 @@ DEVICE void route(const RouteCall& call) {
         load8(b, w + k);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-          // A product of halves is exact in FP32, so one number is converted instead of two.
+          // Multiplying halves in FP32 is exact, so one number is converted instead of two.
           if constexpr (std::is_same<T, __half>::value) sums[i % 4] += (double)__fmul_rn(a[i], b[i]);
           else sums[i % 4] = fma((double)a[i], (double)b[i], sums[i % 4]);
         }
