@@ -141,7 +141,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_chunk_size: int | None = None
     #: seconds that streams may wait for a token while prompts are computed: a step computes fewer prompt tokens where
     #: earlier steps took longer, but at least 256; 0: always `max_chunk_size`
-    target_itl: float = 0.05
+    target_itl: float = 0.0
     #: folder of a draft model, which needs the same tokenizer
     draft: str | None = None
     #: draft from the text so far, without a model; not together with `draft`
