@@ -62,7 +62,7 @@ pub(crate) struct Function {
     file: &'static str,
     handle: OnceLock<CuFunction>,
     shared: Mutex<u32>,
-    /// Share of an SM's memory that was last asked for as shared memory, in per cent; -1: the driver's choice.
+    /// Share of an SM's memory that was last asked for as shared memory, in per cent.
     carveout: Mutex<c_int>,
     pub(crate) launches: AtomicU64,
 }
@@ -155,11 +155,13 @@ impl Device {
     }
 
     /// Ask for `bytes` of each SM's memory as shared memory while kernel `name` runs; the rest caches global memory. The driver rounds up to
-    /// a size that the card has. This device's context must be current.
-    pub(crate) fn set_carveout(&self, name: &str, bytes: usize) -> Result<(), CudaError> {
+    /// a size that the card has; it chooses itself if there is no number. This device's context must be current.
+    pub(crate) fn set_carveout(&self, name: &str, bytes: Option<usize>) -> Result<(), CudaError> {
         let (function, handle) = self.function(name, 0)?;
         let whole = self.info.caps.shared_per_block + BLOCK_RESERVED;
-        let percent = (100 * bytes).div_ceil(whole).min(100) as c_int;
+        let percent = bytes.map_or(ffi::CARVEOUT_DEFAULT, |bytes| {
+            (100 * bytes).div_ceil(whole).min(100) as c_int
+        });
         let mut current = function
             .carveout
             .lock()
@@ -381,7 +383,7 @@ impl Function {
             file,
             handle: OnceLock::new(),
             shared: Mutex::new(0),
-            carveout: Mutex::new(-1),
+            carveout: Mutex::new(ffi::CARVEOUT_DEFAULT),
             launches: AtomicU64::new(0),
         }
     }

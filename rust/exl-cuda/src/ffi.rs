@@ -20,6 +20,8 @@ pub const ATTRIBUTE_SHARED_OPTIN: c_int = 97;
 pub const FUNC_MAX_DYNAMIC_SHARED: c_int = 8;
 /// `CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT`, in per cent of the maximum.
 pub const FUNC_CARVEOUT: c_int = 9;
+/// `CU_SHAREDMEM_CARVEOUT_DEFAULT`: the driver chooses.
+pub const CARVEOUT_DEFAULT: c_int = -1;
 pub const CAPTURE_MODE_RELAXED: c_int = 2;
 /// `CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION`
 pub const LAUNCH_CLUSTER: c_int = 4;

@@ -87,14 +87,14 @@ impl Launch<'_> {
         unsafe { self.run_in_clusters(device, 0, arguments) }
     }
 
-    /// As [`Launch::run`], with `bytes` of each SM as shared memory and the rest as a cache of global memory.
+    /// As [`Launch::run`], with `bytes` of each SM as shared memory and the rest as a cache of global memory, or as the driver chooses.
     ///
     /// # Safety
     /// As [`Launch::run`].
     pub unsafe fn run_with_shared(
         &self,
         device: &Device,
-        bytes: usize,
+        bytes: Option<usize>,
         arguments: &mut [*mut c_void],
     ) -> Result<(), CudaError> {
         device.in_context(|| device.set_carveout(self.kernel, bytes))?;

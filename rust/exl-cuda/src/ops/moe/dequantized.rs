@@ -27,7 +27,7 @@ pub unsafe fn combine(
     (argument.parts, argument.places) = (parts, places);
     let device = Device::get(to.device)?;
     // SAFETY: the caller guarantees that the addresses are valid.
-    unsafe { sum_parts(to, device, experts, argument) }
+    unsafe { sum_parts(to, device, experts, argument, None) }
 }
 
 /// `struct PaddedExpert` of `kernels/moe/experts.cu`: an expert whose rows go to padded rows `first` and the following.

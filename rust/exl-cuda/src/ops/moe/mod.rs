@@ -363,7 +363,7 @@ pub unsafe fn run(to: Target, experts: &Experts, op: &Call) -> Result<(), CudaEr
         };
         let mut arguments = kernel_arguments![argument];
         // SAFETY: all kernels take one `ExpertCall`; the caller guarantees that the addresses are valid.
-        unsafe { launch.run_with_shared(device, of_sm, &mut arguments) }
+        unsafe { launch.run_with_shared(device, Some(of_sm), &mut arguments) }
     };
     let few = by_eights(experts.count(), op.chosen, op.rows);
     // Items of many rows are whole experts.
@@ -405,10 +405,10 @@ pub unsafe fn run(to: Target, experts: &Experts, op: &Call) -> Result<(), CudaEr
         )?;
     }
     // SAFETY: `parts` lies in the scratch memory; the caller guarantees the rest.
-    unsafe { sum_parts(to, device, experts, argument) }
+    unsafe { sum_parts(to, device, experts, argument, Some(0)) }
 }
 
-/// Launch the weighted sum of `argument.parts`.
+/// Launch the weighted sum of `argument.parts`, with `of_sm` bytes of shared memory on each SM.
 ///
 /// # Safety
 /// As for [`combine`].
@@ -417,6 +417,7 @@ unsafe fn sum_parts(
     device: &Device,
     experts: &Experts,
     argument: CallArgument,
+    of_sm: Option<usize>,
 ) -> Result<(), CudaError> {
     let launch = Launch {
         kernel: "experts_combine",
@@ -428,7 +429,7 @@ unsafe fn sum_parts(
     };
     let mut arguments = kernel_arguments![argument];
     // SAFETY: the kernel takes one `ExpertCall`; the caller guarantees that the addresses are valid.
-    unsafe { launch.run_with_shared(device, 0, &mut arguments) }
+    unsafe { launch.run_with_shared(device, of_sm, &mut arguments) }
 }
 
 #[cfg(test)]

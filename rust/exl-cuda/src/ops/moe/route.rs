@@ -15,7 +15,7 @@ const OWN_ROWS: usize = 64;
 const BLOCKS: usize = 5;
 /// Shared memory of a block beside its row and weights.
 const STATIC_BYTES: usize = 9 * 1024;
-/// Blocks of an SM that have shared memory at once; the rest of its memory caches rows.
+/// Blocks of an SM that have shared memory at once if each row has its own; the rest of the SM's memory caches rows.
 const RESIDENT: usize = 2;
 
 assert_constants!(experts, { ROUTE_EXPERTS == ROUTE_EXPERTS });
@@ -176,7 +176,8 @@ pub unsafe fn route(to: Target, op: &Route) -> Result<(), CudaError> {
         programmatic: to.programmatic,
     };
     let mut arguments = kernel_arguments![argument];
-    let shared = RESIDENT * (launch.shared_bytes as usize + STATIC_BYTES + BLOCK_RESERVED);
+    let block = launch.shared_bytes as usize + STATIC_BYTES + BLOCK_RESERVED;
+    let shared = (op.rows <= OWN_ROWS).then_some(RESIDENT * block);
     // SAFETY: the kernel takes one `RouteCall`; the caller guarantees that the addresses are valid.
     unsafe { launch.run_with_shared(device, shared, &mut arguments) }
 }
