@@ -42,11 +42,12 @@ def _filled(job: ExLlamaV2DynamicJob, guesses: list[int], length: int) -> list[i
 class JobStep:
     """One job in one step: the windows that its sequences evaluate, then the tokens sampled from their logits."""
 
-    __slots__ = ("_before", "events", "guesses", "job", "taken", "windows")
+    __slots__ = ("_before", "decoder", "events", "guesses", "job", "taken", "windows")
 
     def __init__(self, job: ExLlamaV2DynamicJob, guesses: list[int], length: int = 0) -> None:
         """`length`: tokens that the windows are filled up to; the logits of more than the guesses are not used."""
         self.job = job
+        self.decoder = job.decoder
         filled = _filled(job, guesses, length)
         self.windows = [Window(sequence, filled, job.request.return_hidden_state) for sequence in job.sequences]
         self.events: Events = []
@@ -68,7 +69,8 @@ class JobStep:
         need no earlier token. Empty if the job fails, for example in a filter.
         """
         try:
-            return self.job.draws(self.windows, self.taken, self.guesses[self.taken :] if ahead else [])
+            guesses = self.guesses[self.taken :] if ahead else []
+            return self.decoder.draws(self.windows, self.taken, self.job.sequence, guesses)
         except BaseException as error:
             self.fail(as_job_error(error))
             return []
@@ -82,7 +84,7 @@ class JobStep:
         guess = self.guesses[at] if at < len(self.guesses) else None
         self.taken += 1
         try:
-            event, held = self.job.accept(sample, guess, self.windows[0], at)
+            event, held = self.job.accept(self.decoder, sample, guess, self.windows[0], at)
         except BaseException as error:
             return self.fail(as_job_error(error))
         self.events.append(event)
@@ -211,7 +213,7 @@ class Engine:
         began = self._drafter.length.clock()
         try:
             if current is not None:
-                windows = current.serve(windows, keep=not all(step.job.reads_logits_once for step in steps))
+                windows = current.serve(windows, keep=not all(step.decoder.reads_logits_once for step in steps))
             self._runner.decode(windows)
             if not self._runner.asynchronous:
                 self._measure(steps, began)
@@ -278,9 +280,10 @@ class Engine:
     def _prepared(self, job: ExLlamaV2DynamicJob) -> bool:
         """Refresh the job's settings and start its filters in the pool; False if the job fails."""
         try:
-            job.refresh()
-            if self._pool is not None:
-                job.prefetch(self._pool)
+            decoder = job.decoder
+            decoder.refresh()
+            if self._pool is not None and decoder.constraints.begun_filters is not None:
+                decoder.constraints.prefetch(self._pool)
             return True
         except BaseException as error:
             self._deliver([job.fail(as_job_error(error))])
@@ -370,7 +373,7 @@ class Engine:
     def _go_on(self, steps: list[JobStep]) -> None:
         """Begin the work of the next step that needs no results of other jobs."""
         if self._pool is not None:
-            found = [step.job.begun_filters for step in steps if not step.job.is_finished]
+            found = [step.decoder.constraints.begun_filters for step in steps if not step.job.is_finished]
             stacks, pool = [stack for stack in found if stack is not None], self._pool
             if stacks:
                 attempt(lambda: prefetch_together(stacks, pool()))
