@@ -48,7 +48,7 @@ class JobStep:
         """`length`: tokens that the windows are filled up to; the logits of more than the guesses are not used."""
         self.job = job
         self.decoder = job.decoder
-        filled = _filled(job, guesses, length)
+        filled = _filled(job, guesses, length) if length else guesses
         self.windows = [Window(sequence, filled, job.request.return_hidden_state) for sequence in job.sequences]
         self.events: Events = []
         self.guesses = guesses
@@ -108,7 +108,7 @@ class JobStep:
                 self.job.drafts.acceptance.learn(len(self.guesses), held)
         if not self.job.has_failed:
             try:
-                self.job.settle()
+                self.job.pages.publish(self.decoder.output.held_tokens)  # no rewind can change these ids
             except BaseException as error:
                 self.fail(as_job_error(error))
 
@@ -119,7 +119,7 @@ class JobStep:
 
 
 def _accepted(
-    runner: Runner, launched: LaunchedBatch, places: dict[JobStep, list[int]], samples: list[Sample | Exception]
+    runner: Runner, launched: LaunchedBatch, places: dict[JobStep, range], samples: list[Sample | Exception]
 ) -> list[JobStep]:
     """Accept the samples of consecutive positions while the draft tokens of a job hold.
 
@@ -231,15 +231,16 @@ class Engine:
             if go_on is not None:
                 go_on(steps)
         finally:
-            for step in steps:
-                self._count(step)
-                self._deliver(step.events)
+            self._count(steps)
+            self._deliver([event for step in steps for event in step.events])
 
-    def _count(self, step: JobStep) -> None:
-        self.counters.generated_tokens += step.taken
-        if step.guesses:
-            self.counters.drafted_tokens += len(step.guesses)
-            self.counters.accepted_draft_tokens += step.held
+    def _count(self, steps: list[JobStep]) -> None:
+        counters = self.counters
+        for step in steps:
+            counters.generated_tokens += step.taken
+            if step.guesses:
+                counters.drafted_tokens += len(step.guesses)
+                counters.accepted_draft_tokens += step.held
 
     def _job_steps(self, prelaunched: bool) -> list[JobStep]:
         """The jobs that are past their prompt, each with its draft tokens."""
@@ -250,7 +251,8 @@ class Engine:
             if not self._scheduler.extend(job):
                 self._scheduler.requeue(job)
                 continue
-            job.times.mark_decode()
+            if job.times.first_token is None:
+                job.times.mark_decode()
             if self._prepared(job):
                 ready.append(job)
         known, self._drafts = self._drafts, None
@@ -305,18 +307,21 @@ class Engine:
             # On a CPU a sample costs more than asking again. The sampler's memory is planned for STEP_ROWS rows: it
             # grows with the rows of a call.
             ahead = self._runner.asynchronous and sum(step.positions for step in live) <= STEP_ROWS
-            drawn = [(step, draw) for step in live for draw in step.draws(ahead)]
+            drawn: list[Draw] = []
+            places: dict[JobStep, range] = {}
+            for step in live:
+                start = len(drawn)
+                drawn += step.draws(ahead)
+                if len(drawn) > start:  # otherwise the job has failed
+                    places[step] = range(start, len(drawn))
             # The sampler writes the tokens into the next step if that has exactly these jobs.
-            next_step = self._next if expected and [step for step, _ in drawn] == expected else None
-            launched = launch_batch([draw for _, draw in drawn], None if next_step is None else next_step.inputs())
+            next_step = self._next if expected and list(places) == expected else None
+            launched = launch_batch(drawn, None if next_step is None else next_step.inputs())
             if next_step is not None and launched.written:
                 next_step.launch()
             launched.collect()
             if first and self._runner.asynchronous:
                 self._measure(steps, began)  # the sampler has waited for the logits
-            places: dict[JobStep, list[int]] = {}
-            for at, (step, _) in enumerate(drawn):
-                places.setdefault(step, []).append(at)
             # With draft tokens the GPU waits for the host: results then make their tensors of ids.
             with_ids = len(drawn) == len(places)
             samples = self._runner.explained(launched.samples([own[0] for own in places.values()], with_ids))

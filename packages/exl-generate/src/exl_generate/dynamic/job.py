@@ -428,7 +428,7 @@ class ExLlamaV2DynamicJob:
 
     def give_way(self) -> None:
         """Release all pages and prepare to start again."""
-        self.pages.give_way(self._held_tokens)
+        self.pages.give_way(self.decoder.output.held_tokens)
 
     @property
     def decoder(self) -> Decoder:
@@ -462,10 +462,6 @@ class ExLlamaV2DynamicJob:
         self.drafts.accepted += held
         event = self._accept(decoder, record)
         return event, held and rewinds == decoder.constraints.rewinds
-
-    def settle(self) -> None:
-        """Share, after a step, the full pages that no rewind can change any more."""
-        self.pages.publish(self._held_tokens)
 
     def start(self) -> Events:
         """The events of a job that leaves the queue: none if it went back to the queue before. A request for no tokens,
@@ -509,11 +505,6 @@ class ExLlamaV2DynamicJob:
 
     # ---- internals -------------------------------------------------------------------------------------------------
 
-    @property
-    def _held_tokens(self) -> int:
-        """Number of the output's last tokens that a banned string may still withdraw."""
-        return 0 if self._decoder is None else self._decoder.output.held_tokens
-
     def _advance_in(self, context: JobContext) -> Advance:
         """Return the replay of `resume_from` in this generator; a replay that another generator began is dropped."""
         if self._advance is None or self._prepared_in is not context:
@@ -544,22 +535,21 @@ class ExLlamaV2DynamicJob:
         return self._end(decoder, outcome, flags)
 
     def _streaming(self, decoder: Decoder, flags: int) -> Event:
-        released = self._new(decoder.output.release())
-        return Event(self, "streaming", released, flags | HELD if decoder.output.holds else flags)
+        released = decoder.output.release()
+        if self._replay is not None:
+            released = self._replay.strip(released, ended=False)
+        return Event(self, "streaming", released, flags | HELD if decoder.output.held else flags)
 
     def _end(self, decoder: Decoder, outcome: Outcome, flags: int = 0) -> Event:
         match = outcome.match
         released, held_text = (decoder.output.flush(), "") if match is None else decoder.output.stop_at(match)
-        released = self._new(released, ended=True)
+        if self._replay is not None:
+            released = self._replay.strip(released, ended=True)
         self.is_finished = True
         string = None if match is None else match.string
         return ended(
             self, outcome.reason, released, token=outcome.token, held_text=held_text, string=string, flags=flags
         )
-
-    def _new(self, released: Released, *, ended: bool = False) -> Released:
-        """Without what the run that the job resumes has handed out."""
-        return released if self._replay is None else self._replay.strip(released, ended=ended)
 
     def _rewind(self, decoder: Decoder, match: Match, flags: int) -> Event:
         """Withdraw a banned string, exclude its first token at that position, and continue from there."""
