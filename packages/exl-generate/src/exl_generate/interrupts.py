@@ -10,10 +10,8 @@ filter, a hook, a forward pass.
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # `signal` makes enum members of its arguments: 10 us a step
-import contextlib
 import signal
 import threading
-from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
@@ -82,18 +80,9 @@ class defer_sigint:
             finally:
                 self._reinstall()
 
-    @contextlib.contextmanager
-    def holding(self, lock: _Lock) -> Iterator[None]:
-        """Hold `lock`. A Ctrl-C is delivered while another thread has the lock."""
-        if not self._opened:
-            lock.acquire()
-        else:
-            while not lock.acquire(timeout=_LOCK_POLL_SECONDS):
-                self.deliver()
-        try:
-            yield
-        finally:
-            lock.release()
+    def holding(self, lock: _Lock) -> _Holding:
+        """Return a context manager that holds `lock`. A Ctrl-C is delivered while another thread has the lock."""
+        return _Holding(self, lock)
 
     def _call_previous(self) -> None:
         if callable(self._before):
@@ -122,6 +111,26 @@ class defer_sigint:
                 self._reinstall()
             self._interruptible = True
         self._recorded = True
+
+
+class _Holding:
+    """The context manager of `defer_sigint.holding`: a class, since a generator takes twice as many calls."""
+
+    __slots__ = ("_lock", "_section")
+
+    def __init__(self, section: defer_sigint, lock: _Lock) -> None:
+        self._section = section
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        if not self._section._opened:
+            self._lock.acquire()
+        else:
+            while not self._lock.acquire(timeout=_LOCK_POLL_SECONDS):
+                self._section.deliver()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class interruptible:

@@ -61,7 +61,8 @@ class JobStep:
         for window in self.windows:
             if window.error is not None:
                 return self.fail(window.error)
-        self.job.drafts.drafted += len(self.guesses)
+        if self.guesses:
+            self.job.drafts.drafted += len(self.guesses)
         return True
 
     def draws(self, ahead: bool) -> list[Draw]:
@@ -133,9 +134,9 @@ def _accepted(
             going = [step for step in going if number < len(places[step])]
             samples = runner.explained(launched.samples([places[step][number] for step in going], with_ids=False))
         going = [step for step, sample in zip(going, samples, strict=True) if step.accept(sample)]
-        held.update(step for step in going if number + 1 == len(places[step]))
         if not going:
             break
+        held.update(step for step in going if number + 1 == len(places[step]))
     return [step for step in places if step in held]
 
 
@@ -199,9 +200,11 @@ class Engine:
                 if not job.resumed:
                     self.counters.prompt_tokens += sum(sequence.prefill_end for sequence in job.sequences)
                 self._deliver(job.start())
-            self._alone = not self._drafter.most or all(job.pages.prefilled for job in self._scheduler.active)
-            self._prompts.step()
-            self._decode(self._job_steps(prelaunched=current is not None), current)
+            active = self._scheduler.active
+            waiting = [job for job in active if not (job.is_finished or job.pages.prefilled)]
+            self._alone = not waiting
+            self._prompts.step(waiting)
+            self._decode(self._job_steps(waiting, prelaunched=current is not None), current)
         finally:
             self._scheduler.retire()
 
@@ -210,7 +213,7 @@ class Engine:
         if not steps:
             return
         windows = [window for step in steps for window in step.windows]
-        began = self._drafter.length.clock()
+        began = self._drafter.length.clock() if self._drafter.most else 0.0
         try:
             if current is not None:
                 windows = current.serve(windows, keep=not all(step.decoder.reads_logits_once for step in steps))
@@ -242,11 +245,13 @@ class Engine:
                 counters.drafted_tokens += len(step.guesses)
                 counters.accepted_draft_tokens += step.held
 
-    def _job_steps(self, prelaunched: bool) -> list[JobStep]:
-        """The jobs that are past their prompt, each with its draft tokens."""
+    def _job_steps(self, waiting: list[ExLlamaV2DynamicJob], prelaunched: bool) -> list[JobStep]:
+        """The jobs that are past their prompt, each with its draft tokens. `waiting`: jobs whose prompt was not
+        computed before this step.
+        """
         ready: list[ExLlamaV2DynamicJob] = []
         for job in list(self._scheduler.active):
-            if job.is_finished or job.paused or not job.pages.prefilled:
+            if job.is_finished or job.paused or (waiting and not job.pages.prefilled):
                 continue
             if not self._scheduler.extend(job):
                 self._scheduler.requeue(job)
@@ -268,14 +273,18 @@ class Engine:
 
         A hook sees no rows that were filled in. Positions of filled rows lie within the job's pages and its tokens.
         """
-        longest = 1 + max((len(guesses) for guesses in drafts.values()), default=0)
-        if longest == 1 or not self._runner.asynchronous or self._runner.hooked:
+        if not drafts or not self._runner.asynchronous or self._runner.hooked:
+            return 0
+        longest = 1 + max(len(guesses) for guesses in drafts.values())
+        if longest == 1:
             return 0
         rows = longest * sum(len(job.sequences) for job in jobs)
         fits = rows <= MOST_FILLED and all(min(job.pages.room, job.remaining_tokens - 1) >= longest - 1 for job in jobs)
         return longest if fits else 0
 
     def _propose(self, jobs: list[ExLlamaV2DynamicJob], prelaunched: bool = False) -> Drafts:
+        if not self._drafter.most:
+            return {}
         # A hook may see how many rows a step has: that must not depend on a clock.
         return self._drafter.propose(jobs, self._runner.hooked, prelaunched)
 
@@ -327,7 +336,7 @@ class Engine:
             samples = self._runner.explained(launched.samples([own[0] for own in places.values()], with_ids))
             if expected:
                 self._settle_next(expected, dict(zip(places, samples, strict=True)), launched.written)
-            if first:
+            if first and self._drafter.most:
                 self._collected = self._drafter.length.clock()
                 if self._next is not None:
                     self._next.began = self._collected
@@ -378,8 +387,12 @@ class Engine:
     def _go_on(self, steps: list[JobStep]) -> None:
         """Begin the work of the next step that needs no results of other jobs."""
         if self._pool is not None:
-            found = [step.decoder.constraints.begun_filters for step in steps if not step.job.is_finished]
-            stacks, pool = [stack for stack in found if stack is not None], self._pool
+            pool = self._pool
+            stacks = [
+                stack
+                for step in steps
+                if (stack := step.decoder.constraints.begun_filters) is not None and not step.job.is_finished
+            ]
             if stacks:
                 attempt(lambda: prefetch_together(stacks, pool()))
         self._launch_drafts(steps)

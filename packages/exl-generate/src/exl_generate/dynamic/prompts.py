@@ -57,12 +57,11 @@ class Prompts:
         #: ids in common from which on a prompt waits for another
         self.worth = max(2, min(WORTH_WAITING, scheduler.table.page_size // 8))
 
-    def step(self) -> None:
-        """Compute one step's tokens, at most one chunk of each sequence.
+    def step(self, waiting: list[ExLlamaV2DynamicJob]) -> None:
+        """Compute one step's tokens for the jobs in `waiting`, at most one chunk of each sequence.
 
         After an interrupt the computed part is kept and the next step computes the rest.
         """
-        waiting = [job for job in self._scheduler.active if not (job.is_finished or job.pages.prefilled)]
         if not waiting and not self._pace.limited:
             return  # a limit is learned from steps without prompts, too
         step = _PrefillStep(self)

@@ -195,7 +195,7 @@ class Runner:
         Different adapters share a pass only while its results are batch-invariant: tokens never depend on the adapters
         of other sequences.
         """
-        if _have_same_adapters(sequences):
+        if len({sequence.loras for sequence in sequences}) == 1:
             return True
         alike = self._model.invariant_tokens(())
         return alike is None or tokens <= alike
@@ -321,13 +321,9 @@ def _offsets(sequences: list[Sequence], places: list[int]) -> torch.Tensor | Non
     return torch.tensor([sequence.pictures.offset_at(place) for sequence, place in pairs], dtype=torch.int32)
 
 
-def _have_same_adapters(sequences: SequenceOf[Sequence]) -> bool:
-    return len({sequence.loras for sequence in sequences}) == 1
-
-
 def _adapters_of(sequences: list[Sequence]) -> _PassOptions:
     """Return the arguments of a pass that name the adapters of its rows."""
-    if _have_same_adapters(sequences):
+    if len({sequence.loras for sequence in sequences}) == 1:
         first = sequences[0].loras
         return {"loras": list(first)} if first else {}
     return {"row_loras": [list(sequence.loras) for sequence in sequences]}

@@ -60,16 +60,17 @@ class Draw:
 class LaunchedBatch:
     """The queued sampling of draws (`launch_batch`); `collect` waits for it."""
 
-    __slots__ = ("_draws", "_launched", "_outcomes", "_rows")
+    __slots__ = ("_draws", "_good", "_launched", "_outcomes", "_rows")
 
     def __init__(self, draws: Sequence[Draw], into: TokenTarget | None) -> None:
         self._draws = draws
         self._rows = [_prepared(draw) for draw in draws]
         self._launched: kernels.Launched | None = None
         self._outcomes: list[Sampled | Failure | Exception] | None = None
-        if good := self._good:
+        self._good = [row for row in self._rows if not isinstance(row, Exception)]
+        if self._good:
             try:
-                self._launched = kernels.launch(good, into if len(good) == len(draws) else None)
+                self._launched = kernels.launch(self._good, into if len(self._good) == len(draws) else None)
             except Exception:
                 self._launched = None  # `collect` finds out which rows fail by themselves
 
@@ -103,10 +104,6 @@ class LaunchedBatch:
         for sample, own in zip(drawn, ids.unbind(0), strict=True):
             sample.ids = own
         return samples
-
-    @property
-    def _good(self) -> list[Row]:
-        return [row for row in self._rows if not isinstance(row, Exception)]
 
     def _found(self) -> Sequence[Sampled | Failure | Exception]:
         """Return the outcomes of the good rows."""
