@@ -38,13 +38,15 @@ class defer_sigint:
     Sections may be nested: an inner section hands its signal to the outer one.
     """
 
-    __slots__ = ("_before", "_interruptible", "_opened", "_recorded")
+    __slots__ = ("_before", "_interruptible", "_opened", "_recorded", "_thread")
 
     def __init__(self) -> None:
         self._before: Any = None
         self._recorded = False
         self._interruptible = False
         self._opened = False
+        #: the main thread, once the section is open there
+        self._thread = 0
 
     def __enter__(self) -> defer_sigint:
         if _in_main_thread():
@@ -52,6 +54,7 @@ class defer_sigint:
             if callable(self._before):
                 _signal.signal(signal.SIGINT, self._handle)
             self._opened = True
+            self._thread = threading.get_ident()
             _open.append(self)
         return self
 
@@ -142,7 +145,9 @@ class interruptible:
     __slots__ = ("_section", "_was")
 
     def __init__(self) -> None:
-        self._section: defer_sigint | None = _open[-1] if _open and _in_main_thread() else None
+        self._section: defer_sigint | None = None
+        if _open and _open[-1]._thread == threading.get_ident():
+            self._section = _open[-1]
         self._was = False
 
     def __enter__(self) -> None:

@@ -137,7 +137,7 @@ def _accepted(
         if not going:
             break
         held.update(step for step in going if number + 1 == len(places[step]))
-    return [step for step in places if step in held]
+    return [step for step in places if step in held] if held else []
 
 
 class Engine:
@@ -234,16 +234,15 @@ class Engine:
             if go_on is not None:
                 go_on(steps)
         finally:
-            self._count(steps)
-            self._deliver([event for step in steps for event in step.events])
-
-    def _count(self, steps: list[JobStep]) -> None:
-        counters = self.counters
-        for step in steps:
-            counters.generated_tokens += step.taken
-            if step.guesses:
-                counters.drafted_tokens += len(step.guesses)
-                counters.accepted_draft_tokens += step.held
+            events: Events = []
+            counters = self.counters
+            for step in steps:
+                events += step.events
+                counters.generated_tokens += step.taken
+                if step.guesses:
+                    counters.drafted_tokens += len(step.guesses)
+                    counters.accepted_draft_tokens += step.held
+            self._deliver(events)
 
     def _job_steps(self, waiting: list[ExLlamaV2DynamicJob], prelaunched: bool) -> list[JobStep]:
         """The jobs that are past their prompt, each with its draft tokens. `waiting`: jobs whose prompt was not

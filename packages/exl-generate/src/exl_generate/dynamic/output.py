@@ -200,7 +200,7 @@ class TextStream:
         return None
 
     def _take(self, count: int, end: int) -> Released:
-        size = end - self._start
+        size = end - len(self.full_text)
         released = Released(self._text[:size], self.held[:count])
         del self.held[:count]
         self.full_text += released.text

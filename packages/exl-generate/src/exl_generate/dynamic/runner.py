@@ -173,12 +173,12 @@ class Runner:
         groups: dict[tuple[Any, ...], list[Window]] = defaultdict(list)
         for window in windows:
             groups[window.kind].append(window)
-        passes = [part for group in groups.values() for part in self._passes(group)]
+        passes = [(kind, part) for kind, group in groups.items() for part in self._passes(group)]
         keep = self.asynchronous or len(passes) > 1
-        for group in passes:
-            if _attempt(partial(self._evaluate, group, keep)) is not None:
+        for kind, group in passes:
+            if _attempt(partial(self._evaluate, kind, group, keep)) is not None:
                 for window in group:
-                    window.error = _attempt(partial(self._evaluate, [window], True))
+                    window.error = _attempt(partial(self._evaluate, kind, [window], True))
 
     def _passes(self, group: list[Window]) -> list[list[Window]]:
         """Return the passes of windows of one kind."""
@@ -200,9 +200,12 @@ class Runner:
         alike = self._model.invariant_tokens(())
         return alike is None or tokens <= alike
 
-    def _evaluate(self, group: list[Window], keep: bool) -> None:
-        """Evaluate one pass. `keep`: the model may run again, and overwrite these logits, before they are read."""
-        _, _, embeddings, wants_state = group[0].kind
+    def _evaluate(self, kind: tuple[Any, ...], group: list[Window], keep: bool) -> None:
+        """Evaluate one pass over windows of this kind.
+
+        `keep`: the model may run again, and overwrite these logits, before they are read.
+        """
+        _, _, embeddings, wants_state = kind
         for window in group:
             window.sequence.provide(window.sequence.kv_position + len(window.ids))
         ids = np.array([window.ids for window in group], dtype=np.int64)
