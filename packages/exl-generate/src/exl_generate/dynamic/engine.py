@@ -264,7 +264,7 @@ class Engine:
             drafts, length = known
             return [JobStep(job, drafts.get(job, []), length if job in drafts else 0) for job in ready]
         drafts = self._propose(ready, prelaunched)
-        length = self._length(ready, drafts)
+        length = self._length(ready, drafts) if drafts else 0
         return [JobStep(job, drafts.get(job, []), length) for job in ready]
 
     def _length(self, jobs: list[ExLlamaV2DynamicJob], drafts: Drafts) -> int:
@@ -272,7 +272,7 @@ class Engine:
 
         A hook sees no rows that were filled in. Positions of filled rows lie within the job's pages and its tokens.
         """
-        if not drafts or not self._runner.asynchronous or self._runner.hooked:
+        if not self._runner.asynchronous or self._runner.hooked:
             return 0
         longest = 1 + max(len(guesses) for guesses in drafts.values())
         if longest == 1:

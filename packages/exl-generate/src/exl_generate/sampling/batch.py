@@ -83,7 +83,14 @@ class LaunchedBatch:
         """Wait for the outcomes."""
         if self._outcomes is not None:
             return
-        found = self._found()
+        found: Sequence[Sampled | Failure | Exception] | None = None
+        if self._launched is not None:
+            try:
+                found = self._launched.collect()
+            except Exception:
+                self._launched = None  # its output is not used
+        if found is None:
+            found = [_alone(row) for row in self._good]
         if len(found) < len(self._rows):
             left = iter(found)
             found = [row if isinstance(row, Exception) else next(left) for row in self._rows]
@@ -104,15 +111,6 @@ class LaunchedBatch:
         for sample, own in zip(drawn, ids.unbind(0), strict=True):
             sample.ids = own
         return samples
-
-    def _found(self) -> Sequence[Sampled | Failure | Exception]:
-        """Return the outcomes of the good rows."""
-        if self._launched is not None:
-            try:
-                return self._launched.collect()
-            except Exception:
-                self._launched = None  # its output is not used
-        return [_alone(row) for row in self._good]
 
 
 def launch_batch(draws: Sequence[Draw], into: TokenTarget | None = None) -> LaunchedBatch:
