@@ -10,10 +10,8 @@ filter, a hook, a forward pass.
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # `signal` makes enum members of its arguments: 10 us a step
-import contextlib
 import signal
 import threading
-from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
@@ -40,13 +38,15 @@ class defer_sigint:
     Sections may be nested: an inner section hands its signal to the outer one.
     """
 
-    __slots__ = ("_before", "_interruptible", "_opened", "_recorded")
+    __slots__ = ("_before", "_interruptible", "_opened", "_recorded", "_thread")
 
     def __init__(self) -> None:
         self._before: Any = None
         self._recorded = False
         self._interruptible = False
         self._opened = False
+        #: the main thread, once the section is open there
+        self._thread = 0
 
     def __enter__(self) -> defer_sigint:
         if _in_main_thread():
@@ -54,6 +54,7 @@ class defer_sigint:
             if callable(self._before):
                 _signal.signal(signal.SIGINT, self._handle)
             self._opened = True
+            self._thread = threading.get_ident()
             _open.append(self)
         return self
 
@@ -82,18 +83,9 @@ class defer_sigint:
             finally:
                 self._reinstall()
 
-    @contextlib.contextmanager
-    def holding(self, lock: _Lock) -> Iterator[None]:
-        """Hold `lock`. A Ctrl-C is delivered while another thread has the lock."""
-        if not self._opened:
-            lock.acquire()
-        else:
-            while not lock.acquire(timeout=_LOCK_POLL_SECONDS):
-                self.deliver()
-        try:
-            yield
-        finally:
-            lock.release()
+    def holding(self, lock: _Lock) -> _Holding:
+        """Return a context manager that holds `lock`. A Ctrl-C is delivered while another thread has the lock."""
+        return _Holding(self, lock)
 
     def _call_previous(self) -> None:
         if callable(self._before):
@@ -124,6 +116,26 @@ class defer_sigint:
         self._recorded = True
 
 
+class _Holding:
+    """The context manager of `defer_sigint.holding`: a class, since a generator takes twice as many calls."""
+
+    __slots__ = ("_lock", "_section")
+
+    def __init__(self, section: defer_sigint, lock: _Lock) -> None:
+        self._section = section
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        if not self._section._opened:
+            self._lock.acquire()
+        else:
+            while not self._lock.acquire(timeout=_LOCK_POLL_SECONDS):
+                self._section.deliver()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 class interruptible:
     """Context manager inside which a second Ctrl-C raises at once.
 
@@ -133,7 +145,9 @@ class interruptible:
     __slots__ = ("_section", "_was")
 
     def __init__(self) -> None:
-        self._section: defer_sigint | None = _open[-1] if _open and _in_main_thread() else None
+        self._section: defer_sigint | None = None
+        if _open and _open[-1]._thread == threading.get_ident():
+            self._section = _open[-1]
         self._was = False
 
     def __enter__(self) -> None:

@@ -28,13 +28,15 @@ class TokenConstraints:
     Filters are user code, so each call into them runs inside `interruptible`. All methods pass their errors on.
     """
 
-    __slots__ = ("_begun", "_excluded", "_filters", "_pieces", "_request", "avoided", "rewinds")
+    __slots__ = ("_excluded", "_pieces", "_request", "avoided", "begun_filters", "filters", "rewinds")
 
     def __init__(self, request: Request, pieces: PieceTable, filters: FilterStack | None) -> None:
         self._request = request
         self._pieces = pieces
-        self._filters = filters
-        self._begun = False
+        #: None, too, once the job is over
+        self.filters = filters
+        #: `filters` from their first use on: their masks can be computed beforehand
+        self.begun_filters: FilterStack | None = None
         #: place among the generated tokens -> tokens that led into a banned string there
         self._excluded: dict[int, set[int]] = {}
         #: ids to avoid in the next step if any other token is possible
@@ -44,7 +46,7 @@ class TokenConstraints:
 
     def at(self, generated: int) -> Constraint:
         """Return the constraint on the token after `generated` others, a healed token counted."""
-        mask = None if self._filters is None else self._mask(self._filters)
+        mask = None if self.filters is None else self._mask(self.filters)
         request = self._request
         early = request.stop_tokens if generated - request.healing < request.min_new_tokens else ()
         heal = generated < request.healing
@@ -58,48 +60,38 @@ class TokenConstraints:
             prefix=self._healing_candidates() if heal else None,
         )
 
-    @property
-    def needs_text(self) -> bool:
-        """Whether a constraint depends on the tokens before it, not on their number alone."""
-        return self._filters is not None
-
     def heals(self, generated: int, token: int) -> bool:
         """Whether token healing allows `token` after `generated` others."""
         return generated >= self._request.healing or token in self._healing_candidates()
 
-    @property
-    def begun_filters(self) -> FilterStack | None:
-        """The filters whose masks can be computed beforehand."""
-        return self._filters if self._begun else None
-
     def compile_ahead(self, pool: Callable[[], Executor]) -> None:
         """Compile in `pool` what the filters of many jobs share."""
-        if self._filters is not None:
+        if self.filters is not None:
             with interruptible():
-                self._filters.compile_ahead(pool())
+                self.filters.compile_ahead(pool())
 
     def prefetch(self, pool: Callable[[], Executor]) -> None:
         """Compute the filters' next masks in `pool` while the model runs."""
-        if self._filters is not None and self._begun and self._filters.is_due:
+        if self.begun_filters is not None and self.begun_filters.is_due:
             with interruptible():
-                self._filters.prefetch(pool())
+                self.begun_filters.prefetch(pool())
 
     def feed(self, record: Record) -> bool:
         """Feed a token to the filters. Returns True if the filters end with it."""
-        if self._filters is None or not record.fed:
+        if self.filters is None or not record.fed:
             return False
         with interruptible():
-            self._begin(self._filters)
-            return self._filters.feed(record.token)
+            self._begin(self.filters)
+            return self.filters.feed(record.token)
 
     def rewind(self, gone: list[Record], generated: int) -> None:
         """Exclude a banned string's first token, and the token that a hook replaced by it, at its position.
 
         `gone` are the removed tokens; `generated` others come before them.
         """
-        if self._filters is not None:
+        if self.filters is not None:
             with interruptible():
-                self._filters.rewind(sum(record.fed for record in gone))
+                self.filters.rewind(sum(record.fed for record in gone))
         for position in [p for p in self._excluded if p > generated]:
             del self._excluded[position]
         self._excluded.setdefault(generated, set()).update((gone[0].token, gone[0].drawn))
@@ -107,7 +99,7 @@ class TokenConstraints:
 
     def close(self) -> None:
         """Release the filters. Their errors are ignored here: the job is over."""
-        filters, self._filters = self._filters, None
+        filters, self.filters, self.begun_filters = self.filters, None, None
         if filters is not None:
             try:
                 with interruptible():
@@ -121,10 +113,10 @@ class TokenConstraints:
             return filters.next_mask()
 
     def _begin(self, filters: FilterStack) -> None:
-        if not self._begun:
+        if self.begun_filters is None:
             healed = self._request.healed_id
             filters.begin("" if healed is None else self._pieces[healed])
-            self._begun = True
+            self.begun_filters = filters
 
     def _healing_candidates(self) -> NDArray[np.int64]:
         """Return the ids whose bytes begin with the removed token's. A token without text is its only candidate."""

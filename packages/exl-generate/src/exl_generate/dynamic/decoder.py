@@ -125,7 +125,7 @@ class Decoder:
         """
         drawn = [self.draw(windows, at, sequence)]
         settings = self.sampler.settings
-        if not guesses or self.constraints.needs_text or settings.mirostat or settings.post_sampling_hooks:
+        if not guesses or self.constraints.filters is not None or settings.mirostat or settings.post_sampling_hooks:
             return drawn
         ids, generated, reads = sequence.ids, sequence.generated, self.sampler.reads_context
         for i in range(1, len(guesses) + 1):
@@ -179,7 +179,7 @@ class Decoder:
         tokens so far with this one, a healed one counted.
         """
         request = self._request
-        filter_ended = self.constraints.feed(record)
+        filter_ended = self.constraints.filters is not None and self.constraints.feed(record)
         if record.token in request.stop_tokens:
             return Outcome("stop_token", token=record)
         match = self.output.push(record)

@@ -42,12 +42,13 @@ def _filled(job: ExLlamaV2DynamicJob, guesses: list[int], length: int) -> list[i
 class JobStep:
     """One job in one step: the windows that its sequences evaluate, then the tokens sampled from their logits."""
 
-    __slots__ = ("_before", "events", "guesses", "job", "taken", "windows")
+    __slots__ = ("_before", "decoder", "events", "guesses", "job", "taken", "windows")
 
     def __init__(self, job: ExLlamaV2DynamicJob, guesses: list[int], length: int = 0) -> None:
         """`length`: tokens that the windows are filled up to; the logits of more than the guesses are not used."""
         self.job = job
-        filled = _filled(job, guesses, length)
+        self.decoder = job.decoder
+        filled = _filled(job, guesses, length) if length else guesses
         self.windows = [Window(sequence, filled, job.request.return_hidden_state) for sequence in job.sequences]
         self.events: Events = []
         self.guesses = guesses
@@ -60,7 +61,8 @@ class JobStep:
         for window in self.windows:
             if window.error is not None:
                 return self.fail(window.error)
-        self.job.drafts.drafted += len(self.guesses)
+        if self.guesses:
+            self.job.drafts.drafted += len(self.guesses)
         return True
 
     def draws(self, ahead: bool) -> list[Draw]:
@@ -68,7 +70,8 @@ class JobStep:
         need no earlier token. Empty if the job fails, for example in a filter.
         """
         try:
-            return self.job.draws(self.windows, self.taken, self.guesses[self.taken :] if ahead else [])
+            guesses = self.guesses[self.taken :] if ahead else []
+            return self.decoder.draws(self.windows, self.taken, self.job.sequence, guesses)
         except BaseException as error:
             self.fail(as_job_error(error))
             return []
@@ -82,7 +85,7 @@ class JobStep:
         guess = self.guesses[at] if at < len(self.guesses) else None
         self.taken += 1
         try:
-            event, held = self.job.accept(sample, guess, self.windows[0], at)
+            event, held = self.job.accept(self.decoder, sample, guess, self.windows[0], at)
         except BaseException as error:
             return self.fail(as_job_error(error))
         self.events.append(event)
@@ -106,7 +109,7 @@ class JobStep:
                 self.job.drafts.acceptance.learn(len(self.guesses), held)
         if not self.job.has_failed:
             try:
-                self.job.settle()
+                self.job.pages.publish(self.decoder.output.held_tokens)  # no rewind can change these ids
             except BaseException as error:
                 self.fail(as_job_error(error))
 
@@ -117,7 +120,7 @@ class JobStep:
 
 
 def _accepted(
-    runner: Runner, launched: LaunchedBatch, places: dict[JobStep, list[int]], samples: list[Sample | Exception]
+    runner: Runner, launched: LaunchedBatch, places: dict[JobStep, range], samples: list[Sample | Exception]
 ) -> list[JobStep]:
     """Accept the samples of consecutive positions while the draft tokens of a job hold.
 
@@ -131,10 +134,10 @@ def _accepted(
             going = [step for step in going if number < len(places[step])]
             samples = runner.explained(launched.samples([places[step][number] for step in going], with_ids=False))
         going = [step for step, sample in zip(going, samples, strict=True) if step.accept(sample)]
-        held.update(step for step in going if number + 1 == len(places[step]))
         if not going:
             break
-    return [step for step in places if step in held]
+        held.update(step for step in going if number + 1 == len(places[step]))
+    return [step for step in places if step in held] if held else []
 
 
 class Engine:
@@ -197,9 +200,11 @@ class Engine:
                 if not job.resumed:
                     self.counters.prompt_tokens += sum(sequence.prefill_end for sequence in job.sequences)
                 self._deliver(job.start())
-            self._alone = not self._drafter.most or all(job.pages.prefilled for job in self._scheduler.active)
-            self._prompts.step()
-            self._decode(self._job_steps(prelaunched=current is not None), current)
+            active = self._scheduler.active
+            waiting = [job for job in active if not (job.is_finished or job.pages.prefilled)]
+            self._alone = not waiting
+            self._prompts.step(waiting)
+            self._decode(self._job_steps(waiting, prelaunched=current is not None), current)
         finally:
             self._scheduler.retire()
 
@@ -208,10 +213,10 @@ class Engine:
         if not steps:
             return
         windows = [window for step in steps for window in step.windows]
-        began = self._drafter.length.clock()
+        began = self._drafter.length.clock() if self._drafter.most else 0.0
         try:
             if current is not None:
-                windows = current.serve(windows, keep=not all(step.job.reads_logits_once for step in steps))
+                windows = current.serve(windows, keep=not all(step.decoder.reads_logits_once for step in steps))
             self._runner.decode(windows)
             if not self._runner.asynchronous:
                 self._measure(steps, began)
@@ -229,26 +234,29 @@ class Engine:
             if go_on is not None:
                 go_on(steps)
         finally:
+            events: Events = []
+            counters = self.counters
             for step in steps:
-                self._count(step)
-                self._deliver(step.events)
+                events += step.events
+                counters.generated_tokens += step.taken
+                if step.guesses:
+                    counters.drafted_tokens += len(step.guesses)
+                    counters.accepted_draft_tokens += step.held
+            self._deliver(events)
 
-    def _count(self, step: JobStep) -> None:
-        self.counters.generated_tokens += step.taken
-        if step.guesses:
-            self.counters.drafted_tokens += len(step.guesses)
-            self.counters.accepted_draft_tokens += step.held
-
-    def _job_steps(self, prelaunched: bool) -> list[JobStep]:
-        """The jobs that are past their prompt, each with its draft tokens."""
+    def _job_steps(self, waiting: list[ExLlamaV2DynamicJob], prelaunched: bool) -> list[JobStep]:
+        """The jobs that are past their prompt, each with its draft tokens. `waiting`: jobs whose prompt was not
+        computed before this step.
+        """
         ready: list[ExLlamaV2DynamicJob] = []
         for job in list(self._scheduler.active):
-            if job.is_finished or job.paused or not job.pages.prefilled:
+            if job.is_finished or job.paused or (waiting and not job.pages.prefilled):
                 continue
             if not self._scheduler.extend(job):
                 self._scheduler.requeue(job)
                 continue
-            job.times.mark_decode()
+            if job.times.first_token is None:
+                job.times.mark_decode()
             if self._prepared(job):
                 ready.append(job)
         known, self._drafts = self._drafts, None
@@ -256,7 +264,7 @@ class Engine:
             drafts, length = known
             return [JobStep(job, drafts.get(job, []), length if job in drafts else 0) for job in ready]
         drafts = self._propose(ready, prelaunched)
-        length = self._length(ready, drafts)
+        length = self._length(ready, drafts) if drafts else 0
         return [JobStep(job, drafts.get(job, []), length) for job in ready]
 
     def _length(self, jobs: list[ExLlamaV2DynamicJob], drafts: Drafts) -> int:
@@ -264,23 +272,28 @@ class Engine:
 
         A hook sees no rows that were filled in. Positions of filled rows lie within the job's pages and its tokens.
         """
-        longest = 1 + max((len(guesses) for guesses in drafts.values()), default=0)
-        if longest == 1 or not self._runner.asynchronous or self._runner.hooked:
+        if not self._runner.asynchronous or self._runner.hooked:
+            return 0
+        longest = 1 + max(len(guesses) for guesses in drafts.values())
+        if longest == 1:
             return 0
         rows = longest * sum(len(job.sequences) for job in jobs)
         fits = rows <= MOST_FILLED and all(min(job.pages.room, job.remaining_tokens - 1) >= longest - 1 for job in jobs)
         return longest if fits else 0
 
     def _propose(self, jobs: list[ExLlamaV2DynamicJob], prelaunched: bool = False) -> Drafts:
+        if not self._drafter.most:
+            return {}
         # A hook may see how many rows a step has: that must not depend on a clock.
         return self._drafter.propose(jobs, self._runner.hooked, prelaunched)
 
     def _prepared(self, job: ExLlamaV2DynamicJob) -> bool:
         """Refresh the job's settings and start its filters in the pool; False if the job fails."""
         try:
-            job.refresh()
-            if self._pool is not None:
-                job.prefetch(self._pool)
+            decoder = job.decoder
+            decoder.refresh()
+            if self._pool is not None and decoder.constraints.begun_filters is not None:
+                decoder.constraints.prefetch(self._pool)
             return True
         except BaseException as error:
             self._deliver([job.fail(as_job_error(error))])
@@ -302,24 +315,27 @@ class Engine:
             # On a CPU a sample costs more than asking again. The sampler's memory is planned for STEP_ROWS rows: it
             # grows with the rows of a call.
             ahead = self._runner.asynchronous and sum(step.positions for step in live) <= STEP_ROWS
-            drawn = [(step, draw) for step in live for draw in step.draws(ahead)]
+            drawn: list[Draw] = []
+            places: dict[JobStep, range] = {}
+            for step in live:
+                start = len(drawn)
+                drawn += step.draws(ahead)
+                if len(drawn) > start:  # otherwise the job has failed
+                    places[step] = range(start, len(drawn))
             # The sampler writes the tokens into the next step if that has exactly these jobs.
-            next_step = self._next if expected and [step for step, _ in drawn] == expected else None
-            launched = launch_batch([draw for _, draw in drawn], None if next_step is None else next_step.inputs())
+            next_step = self._next if expected and list(places) == expected else None
+            launched = launch_batch(drawn, None if next_step is None else next_step.inputs())
             if next_step is not None and launched.written:
                 next_step.launch()
             launched.collect()
             if first and self._runner.asynchronous:
                 self._measure(steps, began)  # the sampler has waited for the logits
-            places: dict[JobStep, list[int]] = {}
-            for at, (step, _) in enumerate(drawn):
-                places.setdefault(step, []).append(at)
             # With draft tokens the GPU waits for the host: results then make their tensors of ids.
             with_ids = len(drawn) == len(places)
             samples = self._runner.explained(launched.samples([own[0] for own in places.values()], with_ids))
             if expected:
                 self._settle_next(expected, dict(zip(places, samples, strict=True)), launched.written)
-            if first:
+            if first and self._drafter.most:
                 self._collected = self._drafter.length.clock()
                 if self._next is not None:
                     self._next.began = self._collected
@@ -370,8 +386,12 @@ class Engine:
     def _go_on(self, steps: list[JobStep]) -> None:
         """Begin the work of the next step that needs no results of other jobs."""
         if self._pool is not None:
-            found = [step.job.begun_filters for step in steps if not step.job.is_finished]
-            stacks, pool = [stack for stack in found if stack is not None], self._pool
+            pool = self._pool
+            stacks = [
+                stack
+                for step in steps
+                if (stack := step.decoder.constraints.begun_filters) is not None and not step.job.is_finished
+            ]
             if stacks:
                 attempt(lambda: prefetch_together(stacks, pool()))
         self._launch_drafts(steps)

@@ -551,7 +551,8 @@ class ExLlamaV2DynamicGenerator(PageViews):
         check_tokens(job, self.model, self.tokenizer)
 
     def _step(self) -> None:
-        self._drop_discarded()
+        if self._discards:
+            self._drop_discarded()
         was, self._in_step = self._in_step, True
         try:
             if self._context.update_arrangement():
@@ -561,7 +562,8 @@ class ExLlamaV2DynamicGenerator(PageViews):
             self._engine.step()
         finally:
             self._in_step = was
-            self._drop_discarded()
+            if self._discards:
+                self._drop_discarded()
 
     def _drop_discarded(self) -> None:
         """Remove the jobs that `discard` has marked. A running step does so at its end."""

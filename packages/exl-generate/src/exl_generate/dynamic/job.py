@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from exl_filters import FilterDeadEnd, FilterError, FilterStack
+from exl_filters import FilterDeadEnd, FilterError
 from exl_generate.dynamic.decoder import Decoder, Outcome
 from exl_generate.dynamic.draft_length import JobDrafts
 from exl_generate.dynamic.events import FIRST, HELD, STARTED, Event, Events, aborted, ended
@@ -18,7 +18,7 @@ from exl_generate.dynamic.request import request_of
 from exl_generate.dynamic.resuming import Advance, Replay
 from exl_generate.dynamic.times import JobTimes
 from exl_generate.errors import NoCandidatesError
-from exl_generate.sampling import Draw, Sample, Settings
+from exl_generate.sampling import Sample, Settings
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -374,7 +374,7 @@ class ExLlamaV2DynamicJob:
 
         For callers that decide step by step; call it only once the job is enqueued.
         """
-        self._decoding.constraints.avoided = tokens
+        self.decoder.constraints.avoided = tokens
 
     # ---- for the generator -----------------------------------------------------------------------------------------
 
@@ -428,36 +428,17 @@ class ExLlamaV2DynamicJob:
 
     def give_way(self) -> None:
         """Release all pages and prepare to start again."""
-        self.pages.give_way(self._held_tokens)
+        self.pages.give_way(self.decoder.output.held_tokens)
 
     @property
-    def reads_logits_once(self) -> bool:
-        """Whether the job's logits are read once only, at once, by the sampler on a GPU."""
-        return self._decoding.reads_logits_once
-
-    def refresh(self) -> None:
-        """Apply changes of live settings before a step. Raises `RequestError` for invalid values."""
-        self._decoding.refresh()
-
-    @property
-    def begun_filters(self) -> FilterStack | None:
-        """The filters whose masks can be computed beforehand."""
-        return self._decoding.constraints.begun_filters
+    def decoder(self) -> Decoder:
+        """Sampler, constraints and text stream of a job that has been enqueued."""
+        assert self._decoder is not None, "the job has not been enqueued"
+        return self._decoder
 
     def compile_ahead(self, pool: Callable[[], Executor]) -> None:
         """Compile in `pool` what the filters share with those of other jobs. The job does not wait for it."""
-        self._decoding.constraints.compile_ahead(pool)
-
-    def prefetch(self, pool: Callable[[], Executor]) -> None:
-        """Compute the filters' next masks in `pool` while the model runs."""
-        self._decoding.constraints.prefetch(pool)
-
-    def draws(self, windows: list[Window], at: int, guesses: list[int]) -> list[Draw]:
-        """Return the sampler's inputs for the token after position `at` of each sequence's window, and for those after
-        as many of the `guesses` that follow as can be drawn before they are accepted. `windows` has one window for each
-        sequence. Generators call this.
-        """
-        return self._decoding.draws(windows, at, self.sequence, guesses)
+        self.decoder.constraints.compile_ahead(pool)
 
     def guess_row(self, logits: torch.Tensor, guesses: list[int], length: int | None = None) -> Row:
         """Return the sampler's input for a guess after the first `length` ids (None: all) and `guesses`.
@@ -465,26 +446,22 @@ class ExLlamaV2DynamicJob:
         `logits` are those of a draft model, float32 [V].
         """
         ids = self.sequence.ids[:length]
-        return self._decoding.guess_row(logits, ids, len(ids) - self.sequence.prompt_length, guesses)
+        return self.decoder.guess_row(logits, ids, len(ids) - self.sequence.prompt_length, guesses)
 
-    def accept(self, drawn: Sample, guess: int | None, window: Window, at: int) -> tuple[Event, bool]:
-        """Accept the token that `drawn` holds, sampled after position `at` of `window`. Generators call this.
+    def accept(self, decoder: Decoder, drawn: Sample, guess: int | None, window: Window, at: int) -> tuple[Event, bool]:
+        """Accept the token that `drawn` holds, sampled after position `at` of `window`, with the job's `decoder`.
+        Generators call this.
 
         Returns the event to report, and whether the token is the draft token `guess` and stays, so that the logits
         after it are valid.
         """
         # Not before there is a sample: K/V of a pass whose logits are NaN must not be found by other jobs.
         self.pages.commit()
-        decoder = self._decoding
         record = decoder.record(drawn, window, at)
         held, rewinds = record.token == guess, decoder.constraints.rewinds
         self.drafts.accepted += held
         event = self._accept(decoder, record)
         return event, held and rewinds == decoder.constraints.rewinds
-
-    def settle(self) -> None:
-        """Share, after a step, the full pages that no rewind can change any more."""
-        self.pages.publish(self._held_tokens)
 
     def start(self) -> Events:
         """The events of a job that leaves the queue: none if it went back to the queue before. A request for no tokens,
@@ -495,7 +472,7 @@ class ExLlamaV2DynamicJob:
         outcome = self._ended_before
         if self.max_new_tokens == 0 and (self.request.prompt_logprobs is None or self.pages.prefilled):
             outcome = Outcome("max_new_tokens")
-        return [started] if outcome is None else [started, self._end(self._decoding, outcome)]
+        return [started] if outcome is None else [started, self._end(self.decoder, outcome)]
 
     def progress(self) -> Events:
         """Return an event with the computed part of the prompt; with it, the last event of a job for the prompt
@@ -504,7 +481,7 @@ class ExLlamaV2DynamicJob:
         event = Event(self, "prefill")
         event.progress = self.pages.progress
         if self.max_new_tokens == 0 and self.pages.prefilled:
-            return [event, self._end(self._decoding, Outcome("max_new_tokens"))]
+            return [event, self._end(self.decoder, Outcome("max_new_tokens"))]
         return [event]
 
     def fail(self, error: BaseException, *, broken: bool = False) -> Event:
@@ -524,19 +501,9 @@ class ExLlamaV2DynamicJob:
 
     def piece(self, token: int, special: bool | None = None) -> str:
         """Return the text of one token by itself; `special` None = as this job decodes special tokens."""
-        return self._decoding.piece(token, self.request.decode_special_tokens if special is None else special)
+        return self.decoder.piece(token, self.request.decode_special_tokens if special is None else special)
 
     # ---- internals -------------------------------------------------------------------------------------------------
-
-    @property
-    def _decoding(self) -> Decoder:
-        assert self._decoder is not None, "the job has not been enqueued"
-        return self._decoder
-
-    @property
-    def _held_tokens(self) -> int:
-        """Number of the output's last tokens that a banned string may still withdraw."""
-        return 0 if self._decoder is None else self._decoder.output.held_tokens
 
     def _advance_in(self, context: JobContext) -> Advance:
         """Return the replay of `resume_from` in this generator; a replay that another generator began is dropped."""
@@ -568,22 +535,21 @@ class ExLlamaV2DynamicJob:
         return self._end(decoder, outcome, flags)
 
     def _streaming(self, decoder: Decoder, flags: int) -> Event:
-        released = self._new(decoder.output.release())
-        return Event(self, "streaming", released, flags | HELD if decoder.output.holds else flags)
+        released = decoder.output.release()
+        if self._replay is not None:
+            released = self._replay.strip(released, ended=False)
+        return Event(self, "streaming", released, flags | HELD if decoder.output.held else flags)
 
     def _end(self, decoder: Decoder, outcome: Outcome, flags: int = 0) -> Event:
         match = outcome.match
         released, held_text = (decoder.output.flush(), "") if match is None else decoder.output.stop_at(match)
-        released = self._new(released, ended=True)
+        if self._replay is not None:
+            released = self._replay.strip(released, ended=True)
         self.is_finished = True
         string = None if match is None else match.string
         return ended(
             self, outcome.reason, released, token=outcome.token, held_text=held_text, string=string, flags=flags
         )
-
-    def _new(self, released: Released, *, ended: bool = False) -> Released:
-        """Without what the run that the job resumes has handed out."""
-        return released if self._replay is None else self._replay.strip(released, ended=ended)
 
     def _rewind(self, decoder: Decoder, match: Match, flags: int) -> Event:
         """Withdraw a banned string, exclude its first token at that position, and continue from there."""

@@ -69,7 +69,7 @@ class JobPages:
     def commit(self) -> None:
         """Record that the K/V of all ids so far have been computed."""
         for sequence in self.sequences:
-            sequence.commit(len(sequence))
+            sequence.commit(sequence.length)
 
     def append(self, token: int) -> None:
         """Append a generated token to every sequence."""
@@ -79,7 +79,7 @@ class JobPages:
     def rewind(self, count: int) -> None:
         """Remove the last `count` tokens of every sequence, with their K/V."""
         for sequence in self.sequences:
-            sequence.rewind(len(sequence) - count)
+            sequence.rewind(sequence.length - count)
 
     def publish(self, held_tokens: int) -> None:
         """Share full pages.
@@ -88,7 +88,7 @@ class JobPages:
         stay private.
         """
         for sequence in self.sequences:
-            sequence.publish(len(sequence) - held_tokens - 1)
+            sequence.publish(sequence.length - held_tokens - 1)
 
     # ---- names -----------------------------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class JobPages:
         """Release all pages and prepare to start again. `held_tokens` as in `publish`."""
         self.requeues += 1
         for sequence in self.sequences:
-            sequence.give_way(len(sequence) - held_tokens - 1)
+            sequence.give_way(sequence.length - held_tokens - 1)
 
     def release(self, *, broken: bool = False) -> None:
         """Release all pages at the end of the job; their content stays reusable unless it may be `broken`."""

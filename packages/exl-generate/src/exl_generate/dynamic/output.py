@@ -86,24 +86,20 @@ class TextStream:
         self._banning = bool(bans)
         self._watching = bool(stops) or self._banning
         self._scan = _Scan(skip=skip)
-        self._held: list[Record] = []
+        #: tokens that have not been released
+        self.held: list[Record] = []
         self._text = ""
         self.full_text = ""
 
     @property
     def held_tokens(self) -> int:
         """Number of tokens that may still be withdrawn."""
-        return len(self._held) if self._banning else 0
-
-    @property
-    def holds(self) -> bool:
-        """Whether there are tokens that have not been released."""
-        return bool(self._held)
+        return len(self.held) if self._banning else 0
 
     def push(self, record: Record) -> Match | None:
         """Add a token's text to the held text. Returns the first string that it completes, a ban before a stop."""
         record.before = self._scan
-        self._held.append(record)
+        self.held.append(record)
         if not (self._scan.pending or self._scan.skip) and (whole := self._pieces.text_of(record.token)) is not None:
             return self._append(record, whole, b"")
         data = self._pieces[record.token]
@@ -118,29 +114,29 @@ class TextStream:
         withdrawn, and its replacement may continue the banned string from there. For the same reason, the first bytes
         of a character wait for the token that completes it.
         """
-        if len(self._held) == 1 and not (self._scan.stop or self._scan.ban or self._held[0].open):
+        if len(self.held) == 1 and not (self._scan.stop or self._scan.ban or self.held[0].open):
             return self._take(1, self._scan.length)
         safe = self._scan.length - self._stops.depth[self._scan.stop]
         count = 0
-        for i, record in enumerate(self._held, 1):
-            after = self._held[i].before if i < len(self._held) else self._scan
+        for i, record in enumerate(self.held, 1):
+            after = self.held[i].before if i < len(self.held) else self._scan
             if record.end > safe:
                 break
             if not record.open and after.ban == 0:
                 count = i
-        return self._take(count, self._held[count - 1].end if count else self._start)
+        return self._take(count, self.held[count - 1].end if count else self._start)
 
     def flush(self) -> Released:
         """Release everything that is held: the output ends here, so an incomplete character becomes U+FFFD."""
         text, _ = decode_incremental(self._scan.pending, b"", final=True)
         self._text += text
         self._scan = _Scan(length=self._scan.length + len(text))
-        return self._take(len(self._held), self._scan.length)
+        return self._take(len(self.held), self._scan.length)
 
     def flush_held(self) -> Released:
         """Return everything that is still held, without adding it to the full text."""
         text, _ = decode_incremental(self._scan.pending, b"", final=True)
-        return Released(self._text + text, list(self._held))
+        return Released(self._text + text, list(self.held))
 
     def hand_out(self, *, ended: bool) -> None:
         """Treat all tokens so far as handed out, with their text: an earlier run of the job has done so.
@@ -150,13 +146,13 @@ class TextStream:
         if ended:
             self.flush()
         else:
-            self._take(len(self._held), self._scan.length)
+            self._take(len(self.held), self._scan.length)
 
     def stop_at(self, match: Match) -> tuple[Released, str]:
         """Hand out the text before a stop string with all tokens; also returns the text that is kept back, from the
         string on. (After `hand_out` the string may begin in text that was handed out.)"""
         held = (self.full_text + self._text)[match.start :]
-        released = self._take(len(self._held), max(match.start, self._start))
+        released = self._take(len(self.held), max(match.start, self._start))
         self.full_text, self._text = self.full_text[: match.start], ""
         return released, held
 
@@ -164,9 +160,9 @@ class TextStream:
         """Remove the tokens that spelled a banned string, from the token with its first character on. Returns them and
         their text.
         """
-        first = next(i for i, record in enumerate(self._held) if record.end > match.start)
-        gone = self._held[first:]
-        del self._held[first:]
+        first = next(i for i, record in enumerate(self.held) if record.end > match.start)
+        gone = self.held[first:]
+        del self.held[first:]
         self._scan = gone[0].before
         keep = self._scan.length - self._start
         text, self._text = self._text[keep:], self._text[:keep]
@@ -182,7 +178,7 @@ class TextStream:
         stop, ban = before.stop, before.ban
         self._text += text
         match: Match | None = None
-        if self._watching and (stop or ban or self._stops.sees(text) or self._bans.sees(text)):
+        if self._watching and (stop or ban or self._stops.sees(text) or (self._banning and self._bans.sees(text))):
             at = before.length
             for character in text:
                 at += 1
@@ -204,9 +200,9 @@ class TextStream:
         return None
 
     def _take(self, count: int, end: int) -> Released:
-        size = end - self._start
-        released = Released(self._text[:size], self._held[:count])
-        del self._held[:count]
+        size = end - len(self.full_text)
+        released = Released(self._text[:size], self.held[:count])
+        del self.held[:count]
         self.full_text += released.text
         self._text = self._text[size:]
         return released

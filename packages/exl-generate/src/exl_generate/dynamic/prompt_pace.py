@@ -26,6 +26,8 @@ class PromptPace:
 
     def __init__(self, target: float | None, most: int, page_size: int) -> None:
         self._target, self._most, self._page = target, most, min(page_size, most)
+        #: whether there is a target
+        self.limited = target is not None
         #: mean seconds of a step for each of its prompt tokens, decoding included; 0 before the first measurement
         self._each = 0.0
         self._began = 0.0

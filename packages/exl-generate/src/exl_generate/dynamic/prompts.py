@@ -57,16 +57,18 @@ class Prompts:
         #: ids in common from which on a prompt waits for another
         self.worth = max(2, min(WORTH_WAITING, scheduler.table.page_size // 8))
 
-    def step(self) -> None:
-        """Compute one step's tokens, at most one chunk of each sequence.
+    def step(self, waiting: list[ExLlamaV2DynamicJob]) -> None:
+        """Compute one step's tokens for the jobs in `waiting`, at most one chunk of each sequence.
 
         After an interrupt the computed part is kept and the next step computes the rest.
         """
+        if not waiting and not self._pace.limited:
+            return  # a limit is learned from steps without prompts, too
         step = _PrefillStep(self)
         budget = left = self._most()
         try:
-            for job in self._scheduler.active:
-                if job.is_finished or job.pages.prefilled:
+            for job in waiting:
+                if job.is_finished:  # meanwhile: a pass of this step may have failed
                     continue
                 left -= step.take(job, left)
                 if left < min(budget, self._scheduler.table.page_size):
@@ -78,7 +80,7 @@ class Prompts:
 
     def _most(self) -> int:
         """Return the most tokens of this step."""
-        active = self._scheduler.active
+        active = self._scheduler.active if self._pace.limited else ()
         decodes = any(job.pages.prefilled and not job.paused and not job.is_finished for job in active)
         # A hook may see how a prompt is cut: that must not depend on a clock.
         return self._pace.begin(decodes and not self._runner.hooked)

@@ -74,9 +74,12 @@ class Window:
     @property
     def kind(self) -> tuple[Any, ...]:
         """A key: windows of one kind go through the model together."""
-        indexed = self.sequence.embeddings and max(self.ids) >= EMBEDDING_INDEX
-        loras = () if mixable(self.sequence) else self.sequence.loras
-        return len(self.ids), loras, self.sequence.embeddings if indexed else (), self.wants_state
+        loras, embeddings = self.sequence.loras, self.sequence.embeddings
+        if loras and mixable(self.sequence):
+            loras = ()
+        if embeddings and max(self.ids) < EMBEDDING_INDEX:
+            embeddings = ()
+        return len(self.ids), loras, embeddings, self.wants_state
 
 
 def mixable(sequence: Sequence) -> bool:
@@ -170,16 +173,16 @@ class Runner:
         groups: dict[tuple[Any, ...], list[Window]] = defaultdict(list)
         for window in windows:
             groups[window.kind].append(window)
-        passes = [part for group in groups.values() for part in self._passes(group)]
+        passes = [(kind, part) for kind, group in groups.items() for part in self._passes(group)]
         keep = self.asynchronous or len(passes) > 1
-        for group in passes:
-            if _attempt(partial(self._evaluate, group, keep)) is not None:
+        for kind, group in passes:
+            if _attempt(partial(self._evaluate, kind, group, keep)) is not None:
                 for window in group:
-                    window.error = _attempt(partial(self._evaluate, [window], True))
+                    window.error = _attempt(partial(self._evaluate, kind, [window], True))
 
     def _passes(self, group: list[Window]) -> list[list[Window]]:
         """Return the passes of windows of one kind."""
-        if self.may_share_a_pass([window.sequence for window in group], sum(len(window.ids) for window in group)):
+        if self.may_share_a_pass([window.sequence for window in group], len(group) * len(group[0].ids)):
             return [group]
         by_adapters: dict[tuple[Any, ...], list[Window]] = defaultdict(list)
         for window in group:
@@ -192,15 +195,17 @@ class Runner:
         Different adapters share a pass only while its results are batch-invariant: tokens never depend on the adapters
         of other sequences.
         """
-        first = sequences[0].loras
-        if all(sequence.loras == first for sequence in sequences):
+        if len({sequence.loras for sequence in sequences}) == 1:
             return True
         alike = self._model.invariant_tokens(())
         return alike is None or tokens <= alike
 
-    def _evaluate(self, group: list[Window], keep: bool) -> None:
-        """Evaluate one pass. `keep`: the model may run again, and overwrite these logits, before they are read."""
-        _, _, embeddings, wants_state = group[0].kind
+    def _evaluate(self, kind: tuple[Any, ...], group: list[Window], keep: bool) -> None:
+        """Evaluate one pass over windows of this kind.
+
+        `keep`: the model may run again, and overwrite these logits, before they are read.
+        """
+        _, _, embeddings, wants_state = kind
         for window in group:
             window.sequence.provide(window.sequence.kv_position + len(window.ids))
         ids = np.array([window.ids for window in group], dtype=np.int64)
@@ -273,7 +278,7 @@ class Runner:
 
     def explained(self, samples: list[Sample | Exception]) -> list[Sample | Exception]:
         """Replace errors of samples whose logits are NaN because devices of the model lost one another."""
-        if not any(isinstance(sample, NoCandidatesError) for sample in samples):
+        if not [sample for sample in samples if isinstance(sample, NoCandidatesError)]:
             return samples
         try:
             self.check_peers()
@@ -313,7 +318,7 @@ def _attempt(run: Callable[[], object]) -> Exception | None:
 
 def _offsets(sequences: list[Sequence], places: list[int]) -> torch.Tensor | None:
     """Return int32 [B]: the offset of each row's position after images; None where all are 0."""
-    if not any(sequence.pictures.offsets for sequence in sequences):
+    if not [sequence for sequence in sequences if sequence.pictures.offsets]:
         return None
     pairs = zip(sequences, places, strict=True)
     return torch.tensor([sequence.pictures.offset_at(place) for sequence, place in pairs], dtype=torch.int32)
@@ -321,7 +326,7 @@ def _offsets(sequences: list[Sequence], places: list[int]) -> torch.Tensor | Non
 
 def _adapters_of(sequences: list[Sequence]) -> _PassOptions:
     """Return the arguments of a pass that name the adapters of its rows."""
-    first = sequences[0].loras
-    if all(sequence.loras == first for sequence in sequences):
+    if len({sequence.loras for sequence in sequences}) == 1:
+        first = sequences[0].loras
         return {"loras": list(first)} if first else {}
     return {"row_loras": [list(sequence.loras) for sequence in sequences]}

@@ -138,9 +138,10 @@ class Scheduler:
 
         It waits when none are free, or when its share is used up and others wait.
         """
-        if job.pages.room >= 0:
-            return True
-        return not self._queue and job.pages.reserve_more(self.table)
+        for sequence in job.sequences:
+            if sequence.room < 0:
+                return not self._queue and job.pages.reserve_more(self.table)
+        return True
 
     def requeue(self, job: ExLlamaV2DynamicJob) -> None:
         """Put a running job at the end of the queue; its pages stay in the prefix cache."""

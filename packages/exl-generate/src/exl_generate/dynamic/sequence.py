@@ -82,9 +82,12 @@ class Sequence:
         known = np.array(generated, dtype=np.int64)
         self._buffer = np.concatenate([np.asarray(input_ids, dtype=np.int64), known])
         self._keys = self._buffer if keys is None else np.concatenate([keys, known])
-        self._length = len(self._buffer)
+        #: number of ids so far
+        self.length = len(self._buffer)
+        #: tokens a page; 0 before `prepare`
+        self.page_size = 0
         #: ids before this one are prefilled, the rest is generated
-        self.prefill_end = self._length - 1
+        self.prefill_end = self.length - 1
         self.kv_position = 0
         #: physical page numbers of `allocated_pages`, int32
         self.block = np.zeros(0, dtype=np.int32)
@@ -103,17 +106,17 @@ class Sequence:
         self._table: PageTable | None = None
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     @property
     def generated(self) -> int:
         """Number of ids after the prompt."""
-        return self._length - self.prompt_length
+        return self.length - self.prompt_length
 
     @property
     def ids(self) -> Ids:
         """All ids so far, as a view."""
-        return self._buffer[: self._length]
+        return self._buffer[: self.length]
 
     @property
     def input_ids(self) -> Tensor:
@@ -128,12 +131,7 @@ class Sequence:
     @property
     def keys(self) -> Ids:
         """The name of each id in the page table, as a view."""
-        return self._keys[: self._length]
-
-    @property
-    def page_size(self) -> int:
-        """Tokens a page."""
-        return self._pages.page_size
+        return self._keys[: self.length]
 
     @property
     def prefilled(self) -> bool:
@@ -147,15 +145,15 @@ class Sequence:
 
     def append(self, token: int) -> None:
         """Append a generated id."""
-        if self._length == len(self._buffer):
-            more = np.zeros(max(256, self._length), dtype=np.int64)
+        if self.length == len(self._buffer):
+            more = np.zeros(max(256, self.length), dtype=np.int64)
             one = self._keys is self._buffer
             self._buffer = np.concatenate([self._buffer, more])
             self._keys = self._buffer if one else np.concatenate([self._keys, more])
-        self._buffer[self._length] = token
+        self._buffer[self.length] = token
         if self._keys is not self._buffer:
-            self._keys[self._length] = token
-        self._length += 1
+            self._keys[self.length] = token
+        self.length += 1
 
     # ---- admission -------------------------------------------------------------------------------------------------
 
@@ -165,7 +163,7 @@ class Sequence:
         After `give_way`, the pages that had labels are labelled.
         """
         self._table, self._root, self._private_from = table, root, 0
-        size = table.page_size
+        size = self.page_size = table.page_size
         count = len(self.labels) if self._resumed else self.prefill_end // size
         self.labels.clear()
         for k in range(count):
@@ -177,13 +175,13 @@ class Sequence:
 
     def context_pages(self) -> Iterator[tuple[bytes, Ids]]:
         """Yield label and keys of each full page of the context."""
-        size = self._pages.page_size
+        size = self.page_size
         for k, label in enumerate(self.labels):
             yield label, self.keys[k * size : (k + 1) * size]
 
     def pages_needed(self, max_new_tokens: int, page_size: int) -> int:
         """Return the pages under the prompt and `max_new_tokens` more, shared or not."""
-        return -(-(self._length + max_new_tokens) // page_size)
+        return -(-(self.length + max_new_tokens) // page_size)
 
     def acquire(self, max_new_tokens: int) -> int:
         """Hold the context's full pages, shared where they exist, and reserve pages for `max_new_tokens` more ids.
@@ -208,12 +206,11 @@ class Sequence:
     @property
     def room(self) -> int:
         """Number of ids that still fit under the pages held and reserved."""
-        assert self._table is not None
-        return (len(self.allocated_pages) + self._reserved) * self._table.page_size - self._length
+        return (len(self.allocated_pages) + self._reserved) * self.page_size - self.length
 
     def pages_missing(self, more: int) -> int:
         """Return the pages to reserve before `more` ids fit."""
-        return max(0, -(-(more - self.room) // self._pages.page_size))
+        return max(0, -(-(more - self.room) // self.page_size))
 
     def reserve_more(self, count: int) -> None:
         """Reserve more pages."""
@@ -237,7 +234,7 @@ class Sequence:
         self.publish(settled)
         self._let_go()
         self.kv_position = 0
-        self.prefill_end = self._length - 1
+        self.prefill_end = self.length - 1
         self._resumed = True
 
     # ---- running ---------------------------------------------------------------------------------------------------
@@ -249,7 +246,7 @@ class Sequence:
         `head_elsewhere`.
         """
         start = self.kv_position
-        size = self._pages.page_size
+        size = self.page_size
         while not self.prefilled:
             k, offset = divmod(self.kv_position, size)
             if self._valid(k) <= offset and not (offset == 0 and self._copy_partial(k, copy, head)):
@@ -263,7 +260,7 @@ class Sequence:
 
     def computed_end(self) -> int:
         """Return the position in the prompt up to which the pages held contain K/V."""
-        at, size = self.kv_position, self._pages.page_size
+        at, size = self.kv_position, self.page_size
         while at < self.prefill_end:
             k, offset = divmod(at, size)
             if (valid := self._valid(k)) <= offset:
@@ -274,7 +271,7 @@ class Sequence:
     def head_elsewhere(self) -> Head:
         """Return the page whose head `skip_cached` would copy after the K/V in the pages held."""
         at = self.computed_end()
-        k, offset = divmod(at, self._pages.page_size)
+        k, offset = divmod(at, self.page_size)
         found = None if offset or at >= self.prefill_end else self._partial(k)
         return Head(k, at, None) if found is None else Head(k, at + found[1], found)
 
@@ -286,7 +283,7 @@ class Sequence:
 
     def pages_between(self, start: int, end: int) -> set[int]:
         """Return the numbers of the pages held under ids start..end."""
-        size = self._pages.page_size
+        size = self.page_size
         return {page.index for page in self.allocated_pages[start // size : -(-end // size)]}
 
     def next_chunk(self, budget: int) -> tuple[int, int]:
@@ -296,7 +293,7 @@ class Sequence:
         """
         start = self.kv_position
         end = start + budget
-        size = self._pages.page_size
+        size = self.page_size
         if end < self.prefill_end and end // size * size > start:
             end = end // size * size
         end = min(end, self.prefill_end)
@@ -307,12 +304,12 @@ class Sequence:
 
     def provide(self, end: int) -> None:
         """Take pages until ids up to `end` (exclusive) fit."""
-        while len(self.allocated_pages) * self._pages.page_size < end:
+        while len(self.allocated_pages) * self.page_size < end:
             self._take_next()
 
     def commit(self, end: int) -> None:
         """Record that the K/V of ids kv_position..end are in the pages."""
-        size = self._pages.page_size
+        size = self.page_size
         at = self.kv_position
         if end - at == 1 and (offset := at % size) and (page := self.allocated_pages[at // size]).label is None:
             # One token behind others of its page, as in most steps: what `fill` does.
@@ -329,8 +326,8 @@ class Sequence:
 
     def rewind(self, length: int) -> None:
         """Drop all ids from `length` on, and their K/V; the last remaining id is computed again."""
-        size = self._pages.page_size
-        self._length = length
+        size = self.page_size
+        self.length = length
         self.kv_position = min(self.kv_position, length - 1)
         self.prefill_end = min(self.prefill_end, length - 1)
         for k, page in enumerate(self.allocated_pages):
@@ -339,7 +336,7 @@ class Sequence:
 
     def publish(self, settled: int) -> None:
         """Label full pages whose first `settled` ids can no longer be withdrawn, so that others may share them."""
-        size = self._pages.page_size
+        size = self.page_size
         while (len(self.labels) + 1) * size <= min(settled, self.kv_position):
             k = len(self.labels)
             label = page_hash(self._parent(k), self.keys[k * size : (k + 1) * size])
@@ -394,7 +391,7 @@ class Sequence:
         target = self.allocated_pages[k] if k < len(self.allocated_pages) else self._take_next(keep=source)
         if target is not source:
             copy(source.index, target.index, length)
-        start = k * self._pages.page_size
+        start = k * self.page_size
         self._pages.fill(target, 0, self.keys[start : start + length])
         return True
 
@@ -402,7 +399,7 @@ class Sequence:
         """Return a page that begins like the prompt's page `k` after the same prefix, and the length in common."""
         if self._private_from or k > len(self.labels):
             return None  # private, or released with ids that may still be withdrawn: it has no name
-        size = self._pages.page_size
+        size = self.page_size
         return self._pages.partial(self._parent(k), self.keys[k * size : min((k + 1) * size, self.prefill_end)])
 
 

@@ -28,10 +28,9 @@ class JobTimes:
             self.first_prefill = time.monotonic()
 
     def mark_decode(self) -> None:
-        """Record that a decode step is about to run."""
-        if self.first_token is None:
-            self.mark_prefill()
-            self.first_token = time.monotonic()
+        """Record that the first decode step is about to run."""
+        self.mark_prefill()
+        self.first_token = time.monotonic()
 
     def mark_token(self) -> bool:
         """Record that a token was sampled. Returns whether it was the first."""

@@ -60,16 +60,17 @@ class Draw:
 class LaunchedBatch:
     """The queued sampling of draws (`launch_batch`); `collect` waits for it."""
 
-    __slots__ = ("_draws", "_launched", "_outcomes", "_rows")
+    __slots__ = ("_draws", "_good", "_launched", "_outcomes", "_rows")
 
     def __init__(self, draws: Sequence[Draw], into: TokenTarget | None) -> None:
         self._draws = draws
         self._rows = [_prepared(draw) for draw in draws]
         self._launched: kernels.Launched | None = None
         self._outcomes: list[Sampled | Failure | Exception] | None = None
-        if good := self._good:
+        self._good = [row for row in self._rows if not isinstance(row, Exception)]
+        if self._good:
             try:
-                self._launched = kernels.launch(good, into if len(good) == len(draws) else None)
+                self._launched = kernels.launch(self._good, into if len(self._good) == len(draws) else None)
             except Exception:
                 self._launched = None  # `collect` finds out which rows fail by themselves
 
@@ -82,7 +83,14 @@ class LaunchedBatch:
         """Wait for the outcomes."""
         if self._outcomes is not None:
             return
-        found = self._found()
+        found: Sequence[Sampled | Failure | Exception] | None = None
+        if self._launched is not None:
+            try:
+                found = self._launched.collect()
+            except Exception:
+                self._launched = None  # its output is not used
+        if found is None:
+            found = [_alone(row) for row in self._good]
         if len(found) < len(self._rows):
             left = iter(found)
             found = [row if isinstance(row, Exception) else next(left) for row in self._rows]
@@ -103,19 +111,6 @@ class LaunchedBatch:
         for sample, own in zip(drawn, ids.unbind(0), strict=True):
             sample.ids = own
         return samples
-
-    @property
-    def _good(self) -> list[Row]:
-        return [row for row in self._rows if not isinstance(row, Exception)]
-
-    def _found(self) -> Sequence[Sampled | Failure | Exception]:
-        """Return the outcomes of the good rows."""
-        if self._launched is not None:
-            try:
-                return self._launched.collect()
-            except Exception:
-                self._launched = None  # its output is not used
-        return [_alone(row) for row in self._good]
 
 
 def launch_batch(draws: Sequence[Draw], into: TokenTarget | None = None) -> LaunchedBatch:
