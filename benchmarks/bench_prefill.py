@@ -1,9 +1,9 @@
 """A prompt on a GPU: tokens a second, share of this card's half-precision matmul rate, time to the first token.
 
-    python benchmarks/bench_prefill.py [--case SHAPE:BITS:CACHE:TOKENS ...] [--strict]
+    python benchmarks/bench_prefill.py [--case SHAPE:BITS:CACHE:TOKENS[:PAST] ...] [--strict]
 
-Random weights of true shapes (gpu_model.py). The check of bench_step runs first; a failed one prints no speed. JSON
-lines.
+PAST: tokens in the cache before the prompt, as at the next message of a chat. Random weights of true shapes
+(gpu_model.py). The check of bench_step runs first; a failed one prints no speed. JSON lines.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from bench_step import CACHES, NAMES, PAGE, check, paged, replay_time
+from bench_step import CACHES, NAMES, PAGE, check, fill_cache, paged, replay_time
 from gpu_bars import PREFILL_BAR
 from gpu_model import build
 from gpu_timing import emit, environment
@@ -38,11 +38,12 @@ def matmul_rate() -> float:
     return 2.0 * a.shape[0] * b.numel() / (us * 1e-6)
 
 
-def measure(model: ExLlamaV2, kind: str, tokens: int, rate: float) -> dict[str, object]:
+def measure(model: ExLlamaV2, kind: str, tokens: int, past: int, rate: float) -> dict[str, object]:
     """Medians of a whole prompt in one chunk, its last token's logits brought to the host."""
-    pages = -(-tokens // PAGE) + 1
+    pages = -(-(past + tokens) // PAGE) + 1
     cache = CACHES[kind](model, max_seq_len=pages * PAGE)
-    params = paged(cache, 1, 0, tokens)
+    fill_cache(cache)
+    params = paged(cache, 1, past, tokens)
     ids = torch.randint(0, model.config.vocab_size, (1, tokens))
 
     def run() -> float:
@@ -68,6 +69,7 @@ def measure(model: ExLlamaV2, kind: str, tokens: int, rate: float) -> dict[str, 
     work = 2.0 * weights * tokens
     return {
         "tokens": tokens,
+        **({"past": past} if past else {}),
         "p50_us": seconds * 1e6,
         "paused_us": statistics.median(paused) * 1e6,
         "first_us": first * 1e6,
@@ -95,7 +97,7 @@ def stored(run: Callable[[], object]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", help="SHAPE:BITS:CACHE:TOKENS, e.g. 8b:4.0:fp16:2048")
+    parser.add_argument("--case", action="append", help="SHAPE:BITS:CACHE:TOKENS[:PAST], e.g. 8b:4.0:fp16:2048")
     parser.add_argument(
         "--strict", action="store_true", help="also with rows independent of their number, on a line more"
     )
@@ -105,15 +107,17 @@ def main() -> None:
     rate, about = matmul_rate(), environment()
     model: ExLlamaV2 | None = None
     built: list[str] = []
-    for shape, bits, kind, tokens in sorted(case.split(":") for case in args.case or DEFAULT):
+    cases = sorted((*case.split(":"), "0")[:5] for case in args.case or DEFAULT)
+    longest = max(32768, *(int(tokens) + int(past) + 1 for *_, tokens, past in cases))
+    for shape, bits, kind, tokens, past in cases:
         if built != [shape, bits]:
             model = None
             gc.collect()
             torch.cuda.empty_cache()
-            model, built = build(shape, bits, 32768), [shape, bits]
+            model, built = build(shape, bits, longest), [shape, bits]
         assert model is not None
-        found = measure(model, kind, int(tokens), rate)
-        if (shape, bits, tokens) == ("8b", "4.0", "2048"):
+        found = measure(model, kind, int(tokens), int(past), rate)
+        if (shape, bits, tokens, past) == ("8b", "4.0", "2048", "0"):
             found |= PREFILL_BAR.keys(str(about["gpu"]), float(str(found["tok_s"])))
         line = {
             "bench": "prefill",
@@ -127,7 +131,7 @@ def main() -> None:
         emit({**line, **found})
         if args.strict:
             set_row_invariant(True)
-            emit({**line, "strict": True, **measure(model, kind, int(tokens), rate)})
+            emit({**line, "strict": True, **measure(model, kind, int(tokens), int(past), rate)})
             set_row_invariant(False)
 
 
