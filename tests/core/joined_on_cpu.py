@@ -170,7 +170,15 @@ def rope_store_double(pages: Any, q: Tensor, k: Tensor, v: Tensor, *tables: Tens
 
 
 def stored_double(
-    q: Tensor, pages: Any, block_table: Tensor, rows: Tensor, positions: Tensor, *, into: Any = None, **options: Any
+    q: Tensor,
+    pages: Any,
+    block_table: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    *,
+    into: Any = None,
+    windows: bool = False,
+    **options: Any,
 ) -> Tensor:
     """`attend_stored` as its documentation states it."""
     mixed = paged_attention(q.contiguous(), pages, block_table, rows, positions, **options)

@@ -53,7 +53,7 @@ class Case:
         where = (self.block_table.to(device), r.to(device), p.to(device))
         return paged_attention(q, self.pages, *where, scale=self.scale, **options).cpu()
 
-    def plan(self, tokens: int, keys: int, *, apart: bool = False) -> _native.AttentionPlan:
+    def plan(self, tokens: int, keys: int, *, apart: bool = False, windows: bool = False) -> _native.AttentionPlan:
         """Return the plan of a call of so many float16 tokens over the pages on their GPU."""
         sequences, pages = self.block_table.shape
         shape = _native.AttentionShape(
@@ -66,6 +66,7 @@ class Case:
             page_size=self.pages.page_size,
             pages=pages,
             apart=apart,
+            windows=windows,
         )
         return _native.cuda_select_attention(_native.CudaCard.device(torch.cuda.current_device()), shape)
 
@@ -122,7 +123,7 @@ def make_cuda_case(kind: Any, lengths: list[int], *, dtype: torch.dtype = torch.
 
 
 def is_prompt(plan: _native.AttentionPlan) -> bool:
-    """Return whether blocks take tiles of many query rows, each alone."""
+    """Return whether blocks take tiles of many query rows."""
     return plan.kernel.endswith(("_prefill", "_wide"))
 
 

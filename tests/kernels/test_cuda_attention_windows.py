@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import KINDS, UNDER_A_TOOL, Case, make_cuda_case
+from attention_cases import KINDS, UNDER_A_TOOL, Case, is_prompt, make_cuda_case
 from torch import Tensor
 
 from exl_kernels.attention import paged_attention
@@ -18,37 +18,59 @@ from exl_kernels.attention.cuda import attend_stored
 
 pytestmark = pytest.mark.cuda
 
-NEW, PAST = [65, 20, 1], [0, 300, 33]
+NEW, PAST, LONG = [65, 20, 1], [0, 300, 33], [1100, 520, 1027]
 """Tokens of each prompt, and of the cache before it."""
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"window": 40}, {"softcap": 30.0}, {"window": 17, "softcap": 20.0})
 
 
-def places() -> tuple[Tensor, Tensor]:
+def places(before: list[int]) -> tuple[Tensor, Tensor]:
     """Row and position of each token, int32 [T]."""
     rows = torch.repeat_interleave(torch.arange(len(NEW)), torch.tensor(NEW))
-    positions = torch.cat([torch.arange(past, past + new) for new, past in zip(NEW, PAST, strict=True)])
+    positions = torch.cat([torch.arange(past, past + new) for new, past in zip(NEW, before, strict=True)])
     return rows.to(torch.int32), positions.to(torch.int32)
 
 
-def in_windows(case: Case, q: Tensor, table: Tensor, width: int, **options: Any) -> Tensor:
-    """Attention of q [T, Hq, D] in windows of `width` tokens, padded to a power of two of windows."""
+def in_windows(
+    case: Case, q: Tensor, table: Tensor, width: int, before: list[int], *, joined: bool = False, **options: Any
+) -> Tensor:
+    """Attention of q [T, Hq, D] in windows of `width` tokens, padded to a power of two of windows.
+
+    joined: the windows of a sequence read the row of its first one, as in captured prompts.
+    """
     windows = [(row, begin, min(width, new - begin)) for row, new in enumerate(NEW) for begin in range(0, new, width)]
     rows = 1 << (len(windows) - 1).bit_length()
     padded = torch.zeros(rows * width, *q.shape[1:], dtype=q.dtype)
     positions = torch.full((rows * width,), -1, dtype=torch.int32)
     tables = torch.zeros(rows, table.shape[1] + 3, dtype=torch.int32)
+    of = torch.arange(rows, dtype=torch.int32)
     taken, at = [], 0
     for number, (row, begin, count) in enumerate(windows):
         own = slice(number * width, number * width + count)
-        padded[own], positions[own] = q[at : at + count], torch.arange(begin, begin + count) + PAST[row]
+        padded[own], positions[own] = q[at : at + count], torch.arange(begin, begin + count) + before[row]
         tables[number, : table.shape[1]] = table[row]
+        if joined:
+            of[number] = next(first for first, window in enumerate(windows) if window[0] == row)
         taken.append(torch.arange(own.start, own.stop))
         at += count
-    of = torch.arange(rows, dtype=torch.int32).repeat_interleave(width)
     most = tables.shape[1] * case.pages.page_size
-    operands = (t.cuda() for t in (tables, of, positions))
-    found = attend_stored(padded.cuda(), case.pages, *operands, scale=case.scale, max_keys=most, **options)
+    operands = (t.cuda() for t in (tables, of.repeat_interleave(width), positions))
+    options |= {"scale": case.scale, "max_keys": most, "windows": joined}
+    found = attend_stored(padded.cuda(), case.pages, *operands, **options)
     return found.cpu()[torch.cat(taken)]
+
+
+def check(case: Case, before: list[int], options: dict[str, Any], joined: tuple[bool, ...]) -> None:
+    table = case.block_table.clamp(min=0)
+    rows, positions = places(before)
+    q = case.queries(rows.long(), positions).half()
+    operands = (t.cuda() for t in (table, rows, positions))
+    shared = {"scale": case.scale, "window": 0, "softcap": 0.0, **options}
+    most = max(new + past for new, past in zip(NEW, before, strict=True))
+    want = paged_attention(q.cuda(), case.pages, *operands, max_keys=most, **shared).cpu()
+    for width in (16, 4):
+        for one in joined:
+            found = in_windows(case, q, table, width, before, joined=one, **options)
+            assert torch.equal(found, want), (options, width, one)
 
 
 @pytest.mark.parametrize("kind", ["fp16", "q4"] if UNDER_A_TOOL else KINDS)
@@ -58,12 +80,13 @@ def in_windows(case: Case, q: Tensor, table: Tensor, width: int, **options: Any)
 def test_windows_of_a_prompt_attend_as_the_prompt(kind: Any, dim: int, heads: int, groups: int, page: int) -> None:
     lengths = [new + past for new, past in zip(NEW, PAST, strict=True)]
     case = make_cuda_case(kind, lengths, heads=heads, groups=groups, dim=dim, page_size=page, shuffle=3)
-    table = case.block_table.clamp(min=0)
-    rows, positions = places()
-    q = case.queries(rows.long(), positions).half()
     for options in OPTIONS[:1] if UNDER_A_TOOL else OPTIONS:
-        operands = (t.cuda() for t in (table, rows, positions))
-        shared = {"scale": case.scale, "window": 0, "softcap": 0.0, **options}
-        want = paged_attention(q.cuda(), case.pages, *operands, max_keys=max(lengths), **shared).cpu()
-        for width in (16, 4):
-            assert torch.equal(in_windows(case, q, table, width, **options), want), (options, width)
+        check(case, PAST, options, (False, True))
+
+
+@pytest.mark.parametrize(("kind", "dim", "groups"), [("fp16", 64, 4), ("fp16", 128, 4), ("q4", 64, 8)])
+def test_windows_behind_many_keys_attend_as_the_prompt(kind: Any, dim: int, groups: int) -> None:
+    lengths = [new + past for new, past in zip(NEW, LONG, strict=True)]
+    case = make_cuda_case(kind, lengths, heads=1, groups=groups, dim=dim, page_size=64)
+    assert is_prompt(case.plan(128, max(lengths), apart=True, windows=True))
+    check(case, LONG, {}, (True,))

@@ -213,11 +213,12 @@ class AttentionShape:
         rotated: int | None = None,
         interleaved: bool = False,
         apart: bool = False,
+        windows: bool = False,
     ) -> AttentionShape:
         """
         `kind`: format of the pages; `heads`: of queries and of keys; `tokens`: query tokens of all `batch` sequences; `keys`: no token sees
         a key at or beyond this index; `pages`: columns of the block table, by default as many as hold the keys. `rotated`: the call's own keys
-        are stored by the launch, with so many rotated elements of each head. `apart`: as for `CudaPages.attention`.
+        are stored by the launch, with so many rotated elements of each head. `apart` and `windows`: as for `CudaPages.attention`.
         """
 
 @final
@@ -592,11 +593,12 @@ class CudaPages:
         new_keys: NewKeys | None = None,
         into: MatmulInput | None = None,
         apart: bool = False,
+        windows: bool = False,
     ) -> AttentionCall:
         """
         Check and plan a launch of attention over these pages; see `exl_kernels.attention.cuda`. q: flat, `q_stride` elements between
-        tokens. With `into`, results go there, and only the shape of `out` is used. `apart`: few tokens a sequence, whose keys are stored,
-        never run as a prompt.
+        tokens. With `into`, results go there, and only the shape of `out` is used. `apart`: few tokens a row of the block table, whose keys
+        are stored; `windows`: these rows are windows of prompts, and neighbours may be of one sequence.
         """
 
 @final

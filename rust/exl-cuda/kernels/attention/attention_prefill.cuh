@@ -1,5 +1,8 @@
-// Attention of many tokens. Each warp has 16 query rows, all keys and all dimensions; the block's warps share the stages. Units and splits
-// join as they arrive. The arithmetic is that of attention_decode.cuh, with queries as rows of the matmuls.
+// Attention of many tokens. Each warp has 16 query rows, all dimensions and all keys of its block; the block's warps share the stages. Units
+// and splits join as they arrive. The arithmetic is that of attention_decode.cuh, with queries as rows of the matmuls.
+//
+// Several blocks may share a tile's keys. The first joins its splits as they arrive, the others write each split to the workspace, and
+// `attention_join`, a launch of its own, joins these parts in order.
 #pragma once
 #include "attention/attention_queries.cuh"
 
@@ -29,6 +32,46 @@ struct State {
 struct Visible {
   int from[2], to[2];
 };
+
+// The units of a run that block `chunk` of a tile takes, and the parts that all its blocks write.
+struct PromptShare {
+  int from, to;
+  int parts;  // of the run; 0: the first block has all keys and stores the result
+  int slot;   // of this block's first part
+  DEVICE PromptShare(const Attention& a, const Keys& keys, int chunk) {
+    const int begin = keys.from / UNIT, stop = (keys.to + UNIT - 1) / UNIT;
+    from = begin, to = chunk ? begin : stop, parts = 0, slot = 0;
+    if (a.chunks == 1) return;
+    const int first = begin / SPLIT_UNITS, splits = (stop + SPLIT_UNITS - 1) / SPLIT_UNITS - first;
+    // The first block also takes the splits that the workspace has no room for.
+    const int joined = max((splits + a.chunks - 1) / a.chunks, splits - (a.part_slots - 1));
+    if (joined >= splits) return;
+    const int each = (splits - joined + a.chunks - 2) / (a.chunks - 1), before = chunk ? joined + (chunk - 1) * each : 0;
+    from = max(begin, (first + before) * SPLIT_UNITS);
+    to = min(stop, (first + before + (chunk ? each : joined)) * SPLIT_UNITS);
+    parts = 1 + splits - joined;
+    slot = chunk ? 1 + before - joined : 0;
+  }
+};
+
+// A part of 16 rows: a lane's sums in the layout of `State`, tile by tile, then the largest logits and the sums of weights of its two rows.
+template <class S>
+DEVICE float4* part_at(const Attention& a, int group, int warp, int slot) {
+  return reinterpret_cast<float4*>(a.parts) + (((int64_t)group * S::WARPS + warp) * a.part_slots + slot) * (S::TILES + 1) * 32;
+}
+// Writes what belongs to rows that are `live`; other runs of the tile have the rest.
+DEVICE void write_part(float4* part, int tile, const float4& v, const bool (&live)[2]) {
+  float4* to = part + tile * 32 + (threadIdx.x & 31);
+  if (live[0] && live[1]) *to = v;
+  else if (live[0]) *reinterpret_cast<float2*>(to) = make_float2(v.x, v.y);
+  else if (live[1]) *(reinterpret_cast<float2*>(to) + 1) = make_float2(v.z, v.w);
+}
+template <int TILES>
+DEVICE void write_part(float4* part, const float (&max)[2], const float (&sum)[2], const float (&acc)[TILES][4], const bool (&live)[2]) {
+#pragma unroll
+  for (int n = 0; n < TILES; n++) write_part(part, n, make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]), live);
+  write_part(part, TILES, make_float4(max[0], sum[0], max[1], sum[1]), live);
+}
 
 // Tile n holds keys first_key + 8n..8n+7; keys out of sight get -inf.
 DEVICE void finish_logits(const Attention& a, const Keys& keys, const Visible& seen, int first_key, float (&x)[8][4]) {
@@ -111,10 +154,9 @@ DEVICE void attend_unit(Ring<S>& ring, State<S::TILES>& split, const Attention& 
   }
 }
 
-// total = total joined with the split that just finished. Totals are in shared memory, each lane's own.
+// total = total joined with the split that just finished; tile n of a lane's totals is total[n * stride].
 template <int TILES>
-DEVICE void join_split(float4* total, float (&max)[2], float (&sum)[2], const State<TILES>& split) {
-  const int lane = threadIdx.x & 31;
+DEVICE void join_split(float4* total, int stride, float (&max)[2], float (&sum)[2], const State<TILES>& split) {
   float kept[2], added[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
@@ -123,31 +165,33 @@ DEVICE void join_split(float4* total, float (&max)[2], float (&sum)[2], const St
   }
 #pragma unroll
   for (int n = 0; n < TILES; n++) {
-    float4 v = total[n * 32 + lane];
+    float4 v = total[n * stride];
     v.x = join_value(v.x, kept[0], split.acc[n][0], added[0]);
     v.y = join_value(v.y, kept[0], split.acc[n][1], added[0]);
     v.z = join_value(v.z, kept[1], split.acc[n][2], added[1]);
     v.w = join_value(v.w, kept[1], split.acc[n][3], added[1]);
-    total[n * 32 + lane] = v;
+    total[n * stride] = v;
   }
 }
 
-// Stores the warp's totals to `out` through shared memory, with rows in the order of the dimension.
-template <class S>
-DEVICE void totals_to_out(const Attention& a, float4* total, const float (&sum)[2], const Place (&mine)[2]) {
+// Stores the warp's totals to `out`, or packed for a matmul, through shared memory, with rows in the order of the dimension: TILES tiles of eight dimensions from
+// block `first_block` of 64 dimensions on.
+template <class S, int TILES = S::TILES>
+DEVICE void totals_to_out(const Attention& a, float4* total, const float (&sum)[2], const Place (&mine)[2], int first_block = 0) {
+  constexpr int DIM = TILES * 8;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  float4 v[S::TILES];
+  float4 v[TILES];
 #pragma unroll
-  for (int n = 0; n < S::TILES; n++) v[n] = total[n * 32 + lane];
+  for (int n = 0; n < TILES; n++) v[n] = total[n * 32 + lane];
   __syncwarp();
   float* rows = reinterpret_cast<float*>(total);
 #pragma unroll
-  for (int n = 0; n < S::TILES; n++) {
+  for (int n = 0; n < TILES; n++) {
     const int d0 = result_dim(S::VC == F16, n, 2 * t), d1 = result_dim(S::VC == F16, n, 2 * t + 1);
-    rows[g * S::DIM + d0] = v[n].x;
-    rows[g * S::DIM + d1] = v[n].y;
-    rows[(g + 8) * S::DIM + d0] = v[n].z;
-    rows[(g + 8) * S::DIM + d1] = v[n].w;
+    rows[g * DIM + d0] = v[n].x;
+    rows[g * DIM + d1] = v[n].y;
+    rows[(g + 8) * DIM + d0] = v[n].z;
+    rows[(g + 8) * DIM + d1] = v[n].w;
   }
   __syncwarp();
 #pragma unroll 4
@@ -157,8 +201,8 @@ DEVICE void totals_to_out(const Attention& a, float4* total, const float (&sum)[
     const int head = __shfl_sync(~0u, half ? mine[1].head : mine[0].head, owner);
     const float inverse = inverse_of(__shfl_sync(~0u, half ? sum[1] : sum[0], owner));
     if (token < 0) continue;
-    for (int block = 0; block * 64 < a.dim; block++)
-      result_to_out<false>(a, rows + row * S::DIM, block, inverse, token, head, is_hadamard<S::VC>());
+    for (int block = first_block; block < first_block + DIM / 64 && block * 64 < a.dim; block++)
+      result_to_out<true>(a, rows + row * DIM - first_block * 64, block, inverse, token, head, is_hadamard<S::VC>());
   }
   __syncwarp();
 }
@@ -182,11 +226,13 @@ DEVICE void load_rows(const Attention& a, int first_row, int first, int end, int
   }
 }
 
-// Attends one run of tokens of a tile to all its keys.
+// Attends one run of tokens of a tile to this block's share of its keys.
 template <class S>
-DEVICE void attend_run(const Attention& a, uint8_t* shared, int first, int run, int end, int key_head, int head_tile) {
+DEVICE void attend_run(const Attention& a, uint8_t* shared, int first, int run, int end, int key_head, int head_tile, int group) {
   const Keys keys = run_keys(a, run, end);
-  const int begin = keys.from / UNIT, stop = (keys.to + UNIT - 1) / UNIT;
+  const PromptShare share(a, keys, blockIdx.z);
+  const int begin = share.from, stop = share.to;
+  if (begin >= stop && blockIdx.z > 0) return;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first_row = warp * ROWS;
   uint8_t* own = shared + a.ring * S::UNIT_BYTES + warp * S::WARP_BYTES;
   Ring<S> ring(a, keys, shared, nullptr, key_head, begin, max(stop - begin, 0));
@@ -209,6 +255,8 @@ DEVICE void attend_run(const Attention& a, uint8_t* shared, int first, int run, 
       for (int j = 0; j < S::DIM / 32; j++) queries[j][r] = reinterpret_cast<uint4*>(own)[j * 64 + 32 * r + lane];
   }
   __syncwarp();
+  const bool live[2] = {mine[0].token >= 0, mine[1].token >= 0};
+  float4* part = part_at<S>(a, group, warp, share.slot);
   float4* total = reinterpret_cast<float4*>(own + S::TOTAL_AT);
   float max_of[2] = {-INFINITY, -INFINITY}, sum_of[2] = {0.f, 0.f};
 #pragma unroll
@@ -218,17 +266,28 @@ DEVICE void attend_run(const Attention& a, uint8_t* shared, int first, int run, 
   for (int index = begin; index < stop; index++) {
     attend_unit<S>(ring, split, a, keys, seen, index, queries, reinterpret_cast<const uint4*>(own));
     if ((index + 1) % SPLIT_UNITS == 0 || index + 1 == stop) {
-      join_split(total, max_of, sum_of, split);
+      if (share.slot) {
+        write_part(part, split.max, split.sum, split.acc, live);
+        part += (S::TILES + 1) * 32;
+      } else {
+        join_split(total + lane, 32, max_of, sum_of, split);
+      }
       split.clear();
     }
     ring.unit_done();
   }
-  totals_to_out<S>(a, total, sum_of, mine);
+  if (!share.parts) {
+    totals_to_out<S>(a, total, sum_of, mine);
+  } else if (!share.slot) {
+#pragma unroll
+    for (int n = 0; n < S::TILES; n++) write_part(part, n, total[n * 32 + lane], live);
+    write_part(part, S::TILES, make_float4(max_of[0], sum_of[0], max_of[1], sum_of[1]), live);
+  }
   copy_wait<0>();
   __syncthreads();
 }
 
-// Grid: tiles of tokens, key heads x tiles of their query heads.
+// Grid: tiles of tokens, key heads x tiles of their query heads, blocks that share a tile's keys.
 template <class S>
 DEVICE void attention_prefill(const Attention& a) {
   extern __shared__ __align__(128) uint8_t shared[];
@@ -239,13 +298,63 @@ DEVICE void attention_prefill(const Attention& a) {
   const int tile = gridDim.x - 1 - blockIdx.x, first = tile * a.tile_tokens, end = min(first + a.tile_tokens, a.tokens);
   for (int run = first; run < end;) {
     const int next = run_end(a, run, end);
-    attend_run<S>(a, shared, first, run, next, blockIdx.y / head_tiles, blockIdx.y % head_tiles);
+    attend_run<S>(a, shared, first, run, next, blockIdx.y / head_tiles, blockIdx.y % head_tiles, tile * gridDim.y + blockIdx.y);
     run = next;
+  }
+}
+
+// Joins the parts of a tile's runs and stores the results; a warp has 16 rows and 64 dimensions. Grid: as for the launch that wrote the
+// parts, but a block for each of its warps.
+template <class S>
+DEVICE void attention_join(const Attention& a) {
+  constexpr int TILES = 8;
+  __shared__ float4 totals[S::DIM / 64][TILES * 32];
+  pdl_trigger();
+  pdl_wait();
+  const int head_tiles = (a.group + a.tile_heads - 1) / a.tile_heads, key_head = blockIdx.y / head_tiles, head_tile = blockIdx.y % head_tiles;
+  const int first = blockIdx.x * a.tile_tokens, end = min(first + a.tile_tokens, a.tokens);
+  const int block = warp_index(), lane = threadIdx.x & 31, first_row = blockIdx.z * ROWS;
+  for (int run = first; run < end;) {
+    const int next = run_end(a, run, end);
+    const PromptShare share(a, run_keys(a, run, next), 0);
+    Place mine[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      mine[r] = place_of(a, first_row + (lane >> 2) + 8 * r, first, next, key_head, head_tile);
+      if (mine[r].token < run) mine[r].token = -1;
+    }
+    run = next;
+    if (!share.parts || __all_sync(~0u, mine[0].token < 0 && mine[1].token < 0)) continue;
+    const float4* part = part_at<S>(a, blockIdx.x * gridDim.y + blockIdx.y, blockIdx.z, 0);
+    float4 total[TILES];
+#pragma unroll
+    for (int n = 0; n < TILES; n++) total[n] = part[(block * TILES + n) * 32 + lane];
+    const float4 begin = part[S::TILES * 32 + lane];
+    float max[2] = {begin.x, begin.z}, sum[2] = {begin.y, begin.w};
+#pragma unroll 2
+    for (int i = 1; i < share.parts; i++) {
+      part += (S::TILES + 1) * 32;
+      State<TILES> split;
+#pragma unroll
+      for (int n = 0; n < TILES; n++) {
+        const float4 v = part[(block * TILES + n) * 32 + lane];
+        split.acc[n][0] = v.x, split.acc[n][1] = v.y, split.acc[n][2] = v.z, split.acc[n][3] = v.w;
+      }
+      const float4 state = part[S::TILES * 32 + lane];
+      split.max[0] = state.x, split.sum[0] = state.y, split.max[1] = state.z, split.sum[1] = state.w;
+      join_split(total, 1, max, sum, split);
+    }
+#pragma unroll
+    for (int n = 0; n < TILES; n++) totals[block][n * 32 + lane] = total[n];
+    totals_to_out<S, TILES>(a, totals[block], sum, mine, block);
   }
 }
 
 #define PREFILL(kind, KC, VC, DIM, WARPS)                                                                                  \
   extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) attention_##kind##_##DIM##_prefill(const __grid_constant__ Attention a) { \
     attention_prefill<Prefill<KC, VC, DIM, WARPS>>(a);                                                                     \
+  }                                                                                                                        \
+  extern "C" __global__ void __launch_bounds__(DIM / 2, 1) attention_##kind##_##DIM##_join(const __grid_constant__ Attention a) { \
+    attention_join<Prefill<KC, VC, DIM, WARPS>>(a);                                                                        \
   }
 #define PREFILLS(kind, KC, VC) PREFILL(kind, KC, VC, 64, 8) PREFILL(kind, KC, VC, 128, 8) PREFILL(kind, KC, VC, 256, 4)

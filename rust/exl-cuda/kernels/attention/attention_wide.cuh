@@ -92,9 +92,10 @@ struct Wide {
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// A run of tokens of a tile and its units, written by the feeder for the other warpgroups. `count` -1: there are no more.
+// A run of tokens of a tile and this block's units of it, written by the feeder for the other warpgroups. `count` -1: there are no more.
+// `slot`: of the first part to be written, or -1 if the result is stored.
 struct Item {
-  int begin, count, first, run, end, key_head, head_tile, unused;
+  int begin, count, first, run, end, key_head, head_tile, slot;
 };
 
 template <class S>
@@ -214,20 +215,23 @@ struct Feeder {
     item.advance(2);
   }
   DEVICE void run() {
-    const int head_tiles = (a.group + a.tile_heads - 1) / a.tile_heads, heads = a.heads * head_tiles;
-    const int tiles = (a.tokens + a.tile_tokens - 1) / a.tile_tokens, all = tiles * heads, blocks = gridDim.x;
+    const int head_tiles = (a.group + a.tile_heads - 1) / a.tile_heads, heads = a.heads * head_tiles, of_tile = heads * a.chunks;
+    const int tiles = (a.tokens + a.tile_tokens - 1) / a.tile_tokens, all = tiles * of_tile, blocks = gridDim.x;
     // Later tokens see more keys, so begin with them. The order alternates in direction so that blocks get about equal work.
     for (int round = 0; round * blocks < all; round++) {
       const int index = round * blocks + (round & 1 ? blocks - 1 - (int)blockIdx.x : (int)blockIdx.x);
       if (index >= all) continue;
-      const int tile = tiles - 1 - index / heads, head = index % heads, key_head = head / head_tiles;
+      const int tile = tiles - 1 - index / of_tile, head = index % heads, key_head = head / head_tiles, chunk = index % of_tile / heads;
       const int first = tile * a.tile_tokens, end = min(first + a.tile_tokens, a.tokens);
       for (int run = first; run < end;) {
         const int next = run_end(a, run, end);
         const Keys keys = run_keys(a, run, next);
-        const int begin = keys.from / UNIT, stop = (keys.to + UNIT - 1) / UNIT;
-        put_item({begin, max(stop - begin, 0), first, run, next, key_head, head - key_head * head_tiles, 0}, keys);
-        feed(keys, key_head, begin, stop);
+        const PromptShare share(a, keys, chunk);
+        const int count = max(share.to - share.from, 0);
+        if (count || !chunk) {
+          put_item({share.from, count, first, run, next, key_head, head - key_head * head_tiles, share.parts ? share.slot : -1}, keys);
+          feed(keys, key_head, share.from, share.to);
+        }
         run = next;
       }
     }
@@ -289,10 +293,10 @@ DEVICE void wide_unit(const Attention& a, const Visible& seen, int index, float 
     for (int e = 0; e < 4; e++) split.acc[n][e] = join_value(split.acc[n][e], kept[e >> 1], part[4 * n + e], added[e >> 1]);
 }
 
-// Joins the last split with the total (null: there is none) and stores to `out` from the registers.
+// Joins the last split with the total (null: there is none), in the split's registers.
 template <class S>
-DEVICE void wide_result(const Attention& a, const float4* total, float (&max)[2], float (&sum)[2], State<S::TILES>& split, const Place (&mine)[2]) {
-  const int lane = threadIdx.x & 31, t = lane & 3;
+DEVICE void join_last(const float4* total, float (&max)[2], float (&sum)[2], State<S::TILES>& split) {
+  const int lane = threadIdx.x & 31;
   float kept[2], added[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
@@ -307,6 +311,12 @@ DEVICE void wide_result(const Attention& a, const float4* total, float (&max)[2]
     split.acc[n][2] = join_value(v.z, kept[1], split.acc[n][2], added[1]);
     split.acc[n][3] = join_value(v.w, kept[1], split.acc[n][3], added[1]);
   }
+}
+
+// Stores results to `out`, or packed for a matmul, from the registers.
+template <class S>
+DEVICE void wide_result(const Attention& a, const float (&sum)[2], const State<S::TILES>& split, const Place (&mine)[2]) {
+  const int t = threadIdx.x & 3;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const float inverse = inverse_of(sum[r]);
@@ -315,7 +325,14 @@ DEVICE void wide_result(const Attention& a, const float4* total, float (&max)[2]
     for (int n = 0; n < S::TILES; n++) {
       const float x = split.acc[n][2 * r], y = split.acc[n][2 * r + 1];
       const int e = 8 * n + 2 * t;
-      if (e < a.dim && mine[r].token >= 0) store_pair(a, at + e, __fmul_rn(x, inverse), __fmul_rn(y, inverse));
+      if (e >= a.dim || mine[r].token < 0) continue;
+      const float even = __fmul_rn(x, inverse), odd = __fmul_rn(y, inverse);
+      if (a.ordered) {
+        const __half2 pair = __floats2half2_rn(even, odd);
+        store_ordered(a, mine[r].token, ordered_rows(a, mine[r].head * a.dim + e), *reinterpret_cast<const uint32_t*>(&pair));
+      } else {
+        store_pair(a, at + e, even, odd);
+      }
     }
   }
 }
@@ -330,14 +347,29 @@ DEVICE void consume(const Attention& a, uint8_t* shared) {
     barrier_wait(barriers.item_full(item.slot), item.phase);
     const Item& it = reinterpret_cast<const Item*>(shared + S::ITEM_AT)[item.slot];
     if (it.count < 0) break;
-    const int begin = it.begin, stop = begin + it.count;
+    const int begin = it.begin, stop = begin + it.count, first_part = it.slot;
     const uint8_t* queries = shared + S::QUERY_AT + item.slot * S::QUERY_BYTES + warp / 4 * (S::QUERY_BYTES / 2);
     const int2* sight = reinterpret_cast<const int2*>(shared + S::SIGHT_AT) + item.slot * 128 + first_row;
     const Visible seen = {{sight[0].x, sight[8].x}, {sight[0].y, sight[8].y}};
+    const auto place = [&](int r) {
+      Place p = place_of(a, first_row + 8 * r, it.first, it.end, it.key_head, it.head_tile);
+      if (p.token < it.run) p.token = -1;
+      return p;
+    };
+    float4* part = nullptr;
+    if (first_part >= 0) {
+      const int head_tiles = (a.group + a.tile_heads - 1) / a.tile_heads;
+      part = part_at<S>(a, (it.first / a.tile_tokens * a.heads + it.key_head) * head_tiles + it.head_tile, warp, first_part);
+    }
     float max_of[2] = {-INFINITY, -INFINITY}, sum_of[2] = {0.f, 0.f};
     bool joined = false;
     State<S::TILES> split;
     split.clear();
+    const auto put_part = [&](const float (&max)[2], const float (&sum)[2]) {
+      const bool live[2] = {place(0).token >= 0, place(1).token >= 0};
+      write_part(part, max, sum, split.acc, live);
+      part += (S::TILES + 1) * 32;
+    };
     if (begin < stop) barrier_wait(barriers.full(unit.slot), unit.phase);
     float logits[32];
     wide_logits<S>(logits, queries, shared + unit.slot * S::UNIT_BYTES);
@@ -349,24 +381,29 @@ DEVICE void consume(const Attention& a, uint8_t* shared) {
       wide_unit<S>(a, seen, index, logits, queries, shared + slot * S::UNIT_BYTES + S::PLANE_BYTES, shared + unit.slot * S::UNIT_BYTES, split);
       warp_arrives(barriers.empty(slot), lane);
       if ((index + 1) % SPLIT_UNITS == 0 && index + 1 < stop) {
-        if (!joined)
+        if (first_part > 0) {
+          put_part(split.max, split.sum);
+        } else {
+          if (!joined)
 #pragma unroll
-          for (int n = 0; n < S::TILES; n++) total[n * 32 + lane] = make_float4(0.f, 0.f, 0.f, 0.f);
-        joined = true;
-        join_split(total, max_of, sum_of, split);
+            for (int n = 0; n < S::TILES; n++) total[n * 32 + lane] = make_float4(0.f, 0.f, 0.f, 0.f);
+          joined = true;
+          join_split(total + lane, 32, max_of, sum_of, split);
+        }
         split.clear();
       }
     }
     wgmma_wait(logits);
-    Place mine[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      mine[r] = place_of(a, first_row + 8 * r, it.first, it.end, it.key_head, it.head_tile);
-      if (mine[r].token < it.run) mine[r].token = -1;
+    if (first_part > 0) {
+      put_part(split.max, split.sum);
+    } else {
+      join_last<S>(joined ? total : nullptr, max_of, sum_of, split);
+      if (first_part == 0) put_part(max_of, sum_of);
     }
+    const Place mine[2] = {place(0), place(1)};
     warp_arrives(barriers.item_empty(item.slot), lane);
     item.advance(2);
-    wide_result<S>(a, joined ? total : nullptr, max_of, sum_of, split, mine);
+    if (first_part < 0) wide_result<S>(a, sum_of, split, mine);
   }
 }
 #endif

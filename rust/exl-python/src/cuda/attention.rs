@@ -98,9 +98,9 @@ impl CudaPages {
     }
 
     /// Check and plan a launch of attention over these pages; see `exl_kernels.attention.cuda`. q: flat, `q_stride` elements between
-    /// tokens. With `into`, results go there, and only the shape of `out` is used. `apart`: few tokens a sequence, whose keys are stored,
-    /// never run as a prompt.
-    #[pyo3(signature = (q, q_stride, tables, options, out, launch, *, new_keys=None, into=None, apart=false))]
+    /// tokens. With `into`, results go there, and only the shape of `out` is used. `apart`: few tokens a row of the block table, whose keys
+    /// are stored; `windows`: these rows are windows of prompts, and neighbours may be of one sequence.
+    #[pyo3(signature = (q, q_stride, tables, options, out, launch, *, new_keys=None, into=None, apart=false, windows=false))]
     fn attention(
         slf: Py<Self>,
         py: Python<'_>,
@@ -113,6 +113,7 @@ impl CudaPages {
         new_keys: Option<Py<NewKeys>>,
         into: Option<Py<MatmulInput>>,
         apart: bool,
+        windows: bool,
     ) -> PyResult<AttentionCall> {
         let (pages, seen) = (slf.get(), tables.get());
         let (new, packed) = (new_keys.as_ref().map(Py::get), into.as_ref().map(Py::get));
@@ -123,7 +124,7 @@ impl CudaPages {
         let to = pages.target(&all, launch)?;
         let mut op = operands(pages, (&q, q_stride), &out, seen, options)?;
         op.own = new.map(|new| own_operands(&op, &q, new)).transpose()?;
-        op.apart = apart;
+        (op.apart, op.windows) = (apart, windows);
         if let Some(packed) = packed {
             let fits = ordered_operands(&op, packed).map_err(PyValueError::new_err)?;
             if !(op.own.is_some() || apart) || packed.matrix.get().device != to.device {
@@ -394,6 +395,7 @@ fn operands(
         softcap: options.softcap,
         own: None,
         apart: false,
+        windows: false,
         ordered: None,
     })
 }

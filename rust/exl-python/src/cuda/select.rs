@@ -361,9 +361,9 @@ pub struct AttentionShape {
 impl AttentionShape {
     /// `kind`: format of the pages; `heads`: of queries and of keys; `tokens`: query tokens of all `batch` sequences; `keys`: no token sees
     /// a key at or beyond this index; `pages`: columns of the block table, by default as many as hold the keys. `rotated`: the call's own keys
-    /// are stored by the launch, with so many rotated elements of each head. `apart`: as for `CudaPages.attention`.
+    /// are stored by the launch, with so many rotated elements of each head. `apart` and `windows`: as for `CudaPages.attention`.
     #[new]
-    #[pyo3(signature = (kind, head_dim, heads, *, batch, tokens, keys, page_size=256, pages=None, window=0, softcap=0.0, rotated=None, interleaved=false, apart=false))]
+    #[pyo3(signature = (kind, head_dim, heads, *, batch, tokens, keys, page_size=256, pages=None, window=0, softcap=0.0, rotated=None, interleaved=false, apart=false, windows=false))]
     fn new(
         kind: &str,
         head_dim: usize,
@@ -378,6 +378,7 @@ impl AttentionShape {
         rotated: Option<usize>,
         interleaved: bool,
         apart: bool,
+        windows: bool,
     ) -> PyResult<Self> {
         let kind = named(kind)?;
         let (q_heads, kv_heads) = heads;
@@ -412,6 +413,7 @@ impl AttentionShape {
                 interleaved,
             }),
             apart,
+            windows,
         };
         Ok(Self { call })
     }

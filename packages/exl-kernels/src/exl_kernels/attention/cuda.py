@@ -231,6 +231,7 @@ def attend_stored(
     softcap: float = 0.0,
     max_keys: int | None = None,
     into: MatmulInput | None = None,
+    windows: bool = False,
 ) -> Tensor:
     """Run `paged_attention` for a few tokens of each sequence, whose keys are stored already, on a GPU.
 
@@ -248,6 +249,8 @@ def attend_stored(
         softcap: cap of the logits, or 0.
         max_keys: exclusive upper bound of the positions.
         into: the results go there, as float16; the function returns its scratch.
+        windows: the rows of block_table are windows of prompts, and the tokens of neighbouring windows may have one
+            row. They are attended as prompts where this is faster.
 
     Returns:
         [T, Hq, D], or the scratch of `into`.
@@ -266,7 +269,7 @@ def attend_stored(
         tables = (block_table, rows, positions, None)
         options = attention_options(scale, window, softcap)
         flat = flat_rows(what, "q", q)
-        _launch(what, flat, pages, tables, window, options, None, out, max_keys, into, apart=True)
+        _launch(what, flat, pages, tables, window, options, None, out, max_keys, into, apart=True, windows=windows)
     return out if into is None else into.scratch
 
 
@@ -352,6 +355,7 @@ def _launch(
     max_keys: int | None,
     into: MatmulInput | None = None,
     apart: bool = False,
+    windows: bool = False,
 ) -> None:
     native, stream = pages.native_cuda(), stream_of(out)
     block_table, rows, positions, key_mask = tables
@@ -362,7 +366,16 @@ def _launch(
         seen = _native.AttentionTables(block_table, rows, positions, key_mask, max_keys)
         to = None if into is None else _native.MatmulInput(into.matrix._cuda, into.columns, into.scratch)
         call = native.attention(
-            q[0], q[1], seen, options, out, launch_of(stream), new_keys=new_keys, into=to, apart=apart
+            q[0],
+            q[1],
+            seen,
+            options,
+            out,
+            launch_of(stream),
+            new_keys=new_keys,
+            into=to,
+            apart=apart,
+            windows=windows,
         )
         floats, count = call.workspace
         partials = torch.empty(floats, dtype=torch.float32, device=out.device) if floats else None

@@ -9,7 +9,7 @@ mod tiles;
 
 pub use ordered::{ORDERED_COLUMNS, Ordered};
 pub use select::{Call, Plan};
-use select::{Rotated, decode_name, prefill_name, wide_name};
+use select::{Rotated, decode_name, join_name, prefill_name, wide_name};
 
 use super::kv::{KINDS, Kind, Pages};
 use super::{Element, Target, index32};
@@ -68,8 +68,10 @@ pub struct Attention {
     pub softcap: f32,
     /// Keys and values that are not in the pages yet: one token a row, decode only.
     pub own: Option<Own>,
-    /// Few tokens a sequence, whose keys are in the pages: decode only, with a block for each token where this is faster.
+    /// Few tokens a row of the block table, whose keys are in the pages: with a block for each token where this is faster.
     pub apart: bool,
+    /// Rows of the block table are windows of prompts, and neighbours may be of one sequence: as a prompt where this is faster.
+    pub windows: bool,
     /// Destination of results instead of `out`; only with `own` or `apart`.
     pub ordered: Option<Ordered>,
 }
@@ -98,6 +100,7 @@ impl Attention {
                 interleaved: own.interleaved,
             }),
             apart: self.apart,
+            windows: self.windows,
         }
     }
 }
@@ -224,7 +227,11 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
         .unwrap_or_default();
     }
     file.strip_prefix("attention_prefill_")
-        .and_then(|suffix| all(suffix, &|kind, dim| vec![prefill_name(kind, dim)]))
+        .and_then(|suffix| {
+            all(suffix, &|kind, dim| {
+                vec![prefill_name(kind, dim), join_name(kind, dim)]
+            })
+        })
         .unwrap_or_default()
 }
 
@@ -268,8 +275,21 @@ pub unsafe fn attend(
             device,
             plan.cluster as u32,
             &mut kernel_arguments![argument],
-        )
+        )?;
     }
+    let Some(join) = &plan.join else {
+        return Ok(());
+    };
+    let launch = Launch {
+        kernel: &join.name,
+        grid: join.grid.map(|n| n as u32),
+        block: join.threads as u32,
+        shared_bytes: 0,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    // SAFETY: as above; the parts are those of the launch before.
+    unsafe { launch.run(device, &mut kernel_arguments![argument]) }
 }
 
 fn argument(
@@ -432,11 +452,9 @@ mod tests {
         assert!(kernels("attention_few_q6").contains(&"attention_q6_bf16_64_few2".into()));
         assert_eq!(
             kernels("attention_prefill_q6"),
-            [
-                "attention_q6_64_prefill",
-                "attention_q6_128_prefill",
-                "attention_q6_256_prefill"
-            ]
+            [64, 128, 256]
+                .map(|dim| ["prefill", "join"].map(|n| format!("attention_q6_{dim}_{n}")))
+                .concat()
         );
     }
 }

@@ -18,14 +18,12 @@ pub(super) struct Tile {
 }
 
 impl Tile {
-    /// Tiles of blocks with `warps` warps of [`ROWS`] query rows each; `lone`: of one token each.
-    pub fn of(call: &Call, warps: usize, lone: bool) -> Self {
+    /// Tiles of blocks with `warps` warps of [`ROWS`] query rows each, of at most `most` tokens.
+    pub fn of(call: &Call, warps: usize, most: usize) -> Self {
         let heads = call.group().min(ROWS);
-        let of_sequence = call.tokens_of_sequence().max(1);
-        let tokens = (ROWS * warps / heads).clamp(1, of_sequence);
         Self {
             heads,
-            tokens: if lone { 1 } else { tokens },
+            tokens: (ROWS * warps / heads).clamp(1, most.max(1)),
             count: call.group().div_ceil(heads),
         }
     }
@@ -52,7 +50,8 @@ pub(super) struct Shares {
 impl Shares {
     /// The division for a GPU of `sms` SMs; `lone`: tiles of one token each.
     pub fn of(sms: usize, call: &Call, lone: bool) -> Self {
-        let (tile, dim) = (Tile::of(call, 1, lone), padded(call.head_dim));
+        let most = if lone { 1 } else { call.tokens_of_sequence() };
+        let (tile, dim) = (Tile::of(call, 1, most), padded(call.head_dim));
         let keys = call.keys.min(call.capacity());
         let groups = call.tokens.div_ceil(tile.tokens) * call.kv_heads * tile.count;
         let units = keys.div_ceil(UNIT).max(1);
@@ -78,6 +77,32 @@ impl Shares {
             workspace: groups * slots * tile.rows() * (dim + 4),
             // One a token of a tile, or one for 64 dimensions of a row, as the kernels need.
             tickets: groups * tile.tokens.max(tile.rows() * dim / 64),
+        }
+    }
+
+    /// The division of a prompt's tiles of blocks with `warps` warps, of which an SM runs one at a time.
+    pub fn of_prompt(sms: usize, call: &Call, warps: usize) -> Self {
+        let tile = Tile::of(call, warps, call.tokens_of_prompt());
+        let dim = padded(call.head_dim);
+        let keys = call.keys.min(call.capacity());
+        let groups = call.tokens.div_ceil(tile.tokens) * call.kv_heads * tile.count;
+        let splits = keys.div_ceil(UNIT * SPLIT_UNITS);
+        let chunks = (sms / groups.max(1)).min(splits);
+        // Sums, largest logit and sum of weights of a part, as lanes hold them: `part_at` of `attention_prefill.cuh`.
+        let part = ROWS * warps * (dim + 8);
+        let room = MOST_PARTS / (groups * part).max(1);
+        if chunks < 2 || room < 2 {
+            return Self::alone(call, tile);
+        }
+        // The first block writes one part, the others one a split.
+        let part_slots = (1 + splits - splits.div_ceil(chunks)).min(room);
+        Self {
+            tile,
+            chunks,
+            part_slots,
+            key_limit: keys,
+            workspace: groups * part_slots * part,
+            tickets: 0,
         }
     }
 

@@ -32,8 +32,10 @@ pub struct Call {
     pub masked: bool,
     /// One token a sequence, whose key the launch rotates and stores.
     pub new_keys: Option<Rotated>,
-    /// Few tokens a sequence, whose keys are in the pages.
+    /// Few tokens a row of the block table, whose keys are in the pages.
     pub apart: bool,
+    /// Rows of the block table are windows of prompts: neighbours may be of one sequence.
+    pub windows: bool,
 }
 
 /// Rotation of new keys and their queries.
@@ -53,6 +55,15 @@ impl Call {
     /// Mean number of query tokens a sequence, which is all that the host knows.
     pub(in super::super) fn tokens_of_sequence(&self) -> usize {
         self.tokens.div_ceil(self.batch.max(1))
+    }
+
+    /// Tokens of a sequence that a tile of a prompt may hold, as far as the host knows.
+    pub(in super::super) fn tokens_of_prompt(&self) -> usize {
+        if self.windows {
+            self.tokens
+        } else {
+            self.tokens_of_sequence()
+        }
     }
 
     /// Keys that the block table has room for.

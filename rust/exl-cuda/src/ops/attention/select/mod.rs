@@ -9,7 +9,7 @@ pub(super) mod tests;
 
 use super::room::{decode_shared, prefill_shared, prefill_warps, wide_shared};
 use super::single::{self, Blocks};
-use super::tiles::{Shares, Tile};
+use super::tiles::Shares;
 use super::{ROWS, SPLIT_UNITS, UNIT, WIDE_DIMS, padded, teams};
 use crate::capabilities::{Capabilities, Feature};
 use crate::layout::COLUMN_TILE;
@@ -25,6 +25,13 @@ const PREFILL_ROWS: usize = 64;
 /// tokens read a sequence's keys once.
 const APART_KEYS: (usize, usize) = (512, 16 * 1024);
 
+/// From this number of keys on, windows of prompts run as prompts.
+const WINDOW_KEYS: usize = 1024;
+
+/// Least numbers of query rows times keys for which blocks of [`Kernel::Prefill`] that share a tile's keys are faster than blocks of
+/// [`Kernel::Decode`], with half pages and with packed ones. They have a whole split of the keys at least, decode blocks a unit.
+const SHARED_WORK: [usize; 2] = [1 << 17, 1 << 19];
+
 /// Warps of a block of [`Kernel::Wide`]: two warpgroups that compute, one that loads.
 const WIDE_WARPS: usize = 12;
 
@@ -39,7 +46,8 @@ pub enum Kernel {
     Teams,
     /// Blocks share the keys of a tile of query rows; the last one joins their parts.
     Decode,
-    /// Warps with different queries share the keys; each warp joins its results incrementally.
+    /// Warps with different queries share the keys; each warp joins its results incrementally. Where tiles are fewer than SMs, blocks share
+    /// a tile's keys, and another launch joins their parts.
     Prefill,
     /// [`Kernel::Prefill`] with warpgroup matrix instructions.
     Wide,
@@ -77,6 +85,16 @@ pub struct Plan {
     pub(super) ring: usize,
     pub(super) ahead: usize,
     pub(super) shares: Shares,
+    /// The launch that joins the parts of blocks that share a prompt's tile.
+    pub(super) join: Option<Join>,
+}
+
+/// A launch that follows that of a [`Plan`] and takes the same argument.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Join {
+    pub name: String,
+    pub(super) grid: [usize; 3],
+    pub(super) threads: usize,
 }
 
 impl Plan {
@@ -120,19 +138,12 @@ pub fn plan(caps: &Capabilities, call: &Call) -> Plan {
 
 /// The kernel for a call of many query rows a sequence; None where blocks that share keys are faster or none takes it.
 fn prompt_kernel(caps: &Capabilities, call: &Call, refused: &mut Refused) -> Option<Kernel> {
-    if call.new_keys.is_some()
-        || call.apart
-        || call.tokens_of_sequence() * call.group() < PREFILL_ROWS
-    {
+    let rows = call.tokens_of_prompt() * call.group();
+    let stepped = call.new_keys.is_some() || (call.apart && !call.windows);
+    if stepped || (call.windows && call.keys < WINDOW_KEYS) || rows < PREFILL_ROWS {
         return None;
     }
     let (dim, per_block) = (padded(call.head_dim), caps.shared_per_block);
-    let rows = ROWS * prefill_warps(dim);
-    let blocks = (call.tokens * call.group()).div_ceil(rows) * call.kv_heads;
-    let keys = call.keys.min(call.capacity());
-    if 2 * blocks < caps.sms && keys > UNIT * SPLIT_UNITS {
-        return None;
-    }
     let wide = takes_wide(caps, call, dim);
     let fits = prefill_shared(call.kind, dim, per_block).1 <= per_block;
     let prefill = takes(fits, Refusal::SharedMemory(per_block));
@@ -141,8 +152,21 @@ fn prompt_kernel(caps: &Capabilities, call: &Call, refused: &mut Refused) -> Opt
     match (wide, prefill) {
         (_, Err(_)) => None,
         (Ok(()), _) => Some(Kernel::Wide),
+        _ if shares_keys_slowly(caps, call, rows) => None,
         _ => Some(Kernel::Prefill),
     }
+}
+
+/// Whether a prompt of `rows` query rows a sequence has so few tiles and so little work that blocks of [`Kernel::Decode`] are faster than
+/// blocks of [`Kernel::Prefill`] that share a tile's keys.
+fn shares_keys_slowly(caps: &Capabilities, call: &Call, rows: usize) -> bool {
+    let of_tile = ROWS * prefill_warps(padded(call.head_dim));
+    let tiles = (call.tokens * call.group()).div_ceil(of_tile) * call.kv_heads;
+    let keys = call.keys.min(call.capacity());
+    let least = SHARED_WORK[usize::from(call.kind.name != "fp16")];
+    2 * tiles < caps.sms
+        && keys > UNIT * SPLIT_UNITS
+        && (rows < of_tile || rows.saturating_mul(keys) < least)
 }
 
 /// Check that the kernel of sm_90a takes a call of many query rows: half pages without softcap and mask.
@@ -208,25 +232,31 @@ fn plan_single(
         ring: blocks.ring,
         ahead: blocks.ahead,
         shares,
+        join: None,
     }
 }
 
 fn plan_prompt(caps: &Capabilities, call: &Call, kernel: Kernel, refused: Refused) -> Plan {
     let dim = padded(call.head_dim);
     let warps = prefill_warps(dim);
-    let tile = Tile::of(call, warps, false);
+    let shares = Shares::of_prompt(caps.sms, call, warps);
     let (tiles, heads) = (
-        call.tokens.div_ceil(tile.tokens),
-        call.kv_heads * tile.count,
+        call.tokens.div_ceil(shares.tile.tokens),
+        call.kv_heads * shares.tile.count,
     );
+    let join = (shares.chunks > 1).then(|| Join {
+        name: join_name(call.kind, dim),
+        grid: [tiles, heads, warps],
+        threads: dim / 2,
+    });
     let (name, grid, warps, (ring, shared)) = if kernel == Kernel::Wide {
         // Wide blocks stay resident and take one tile after another.
-        let resident = (tiles * heads).min(caps.sms);
+        let resident = (tiles * heads * shares.chunks).min(caps.sms);
         let grid = [resident, 1, 1];
         (wide_name(dim), grid, WIDE_WARPS, (0, wide_shared(dim)))
     } else {
         let room = prefill_shared(call.kind, dim, caps.shared_per_block);
-        let grid = [tiles, heads, 1];
+        let grid = [tiles, heads, shares.chunks];
         (prefill_name(call.kind, dim), grid, warps, room)
     };
     Plan {
@@ -240,7 +270,8 @@ fn plan_prompt(caps: &Capabilities, call: &Call, kernel: Kernel, refused: Refuse
         cluster: 0,
         ring,
         ahead: 0,
-        shares: Shares::alone(call, tile),
+        shares,
+        join,
     }
 }
 
@@ -264,6 +295,7 @@ fn plan_decode(caps: &Capabilities, call: &Call, shares: Shares, refused: Refuse
         ring,
         ahead: 0,
         shares,
+        join: None,
     }
 }
 
@@ -273,6 +305,10 @@ pub(super) fn decode_name(kind: Kind, dim: usize, column_tiles: usize) -> String
 
 pub(super) fn prefill_name(kind: Kind, dim: usize) -> String {
     format!("attention_{}_{dim}_prefill", kind.name)
+}
+
+pub(super) fn join_name(kind: Kind, dim: usize) -> String {
+    format!("attention_{}_{dim}_join", kind.name)
 }
 
 pub(super) fn wide_name(dim: usize) -> String {

@@ -35,6 +35,7 @@ pub(in super::super) fn call(
         masked: false,
         new_keys: None,
         apart: false,
+        windows: false,
     }
 }
 
@@ -318,5 +319,88 @@ fn a_prompt_says_why_it_runs_without_wgmma() {
             format!("attention_wide: it takes {text}")
         );
         assert_eq!(plan(&hopper(), &call).kernel, Kernel::Prefill);
+    }
+}
+
+#[test]
+fn prompts_behind_many_keys_share_them_among_blocks() {
+    let kernel = |card: &str, kind: &str, tokens, keys| {
+        let caps = self::card(card, RELEASE);
+        let found = plan(
+            &caps,
+            &call(self::kind(kind), 128, (32, 8), (1, tokens), keys),
+        );
+        (found.kernel, found.chunks())
+    };
+    for (tokens, keys, expected) in [
+        (16, 16_384, (Kernel::Wide, 16)),
+        (64, 600, (Kernel::Wide, 2)),
+        (64, 512, (Kernel::Wide, 1)),
+        (256, 16_384, (Kernel::Wide, 2)),
+        (512, 16_384, (Kernel::Wide, 1)),
+    ] {
+        assert_eq!(
+            kernel("H100", "fp16", tokens, keys),
+            expected,
+            "{tokens} {keys}"
+        );
+    }
+    for (kind, tokens, keys, expected) in [
+        ("fp16", 16, 16_384, Kernel::Decode),
+        ("fp16", 32, 600, Kernel::Decode),
+        ("fp16", 32, 1100, Kernel::Prefill),
+        ("q4", 64, 1100, Kernel::Decode),
+        ("q4", 64, 4096, Kernel::Prefill),
+        ("q4", 256, 16_384, Kernel::Prefill),
+    ] {
+        for card in ["3090", "4090", "A100", "L40S"] {
+            let found = kernel(card, kind, tokens, keys).0;
+            assert_eq!(found, expected, "{card} {kind} {tokens} {keys}");
+        }
+    }
+    assert_eq!(kernel("3090", "q4", 64, 16_384), (Kernel::Prefill, 5));
+}
+
+#[test]
+fn windows_of_prompts_fill_tiles_together() {
+    let steps = Call {
+        apart: true,
+        ..call(kind("fp16"), 128, (32, 8), (16, 16), 16_384)
+    };
+    assert_eq!(plan(&hopper(), &steps).kernel, Kernel::Decode);
+    let windows = Call {
+        windows: true,
+        ..steps
+    };
+    let found = plan(&hopper(), &windows);
+    let alone = plan(
+        &hopper(),
+        &call(kind("fp16"), 128, (32, 8), (1, 256), 16_384),
+    );
+    assert_eq!((found.kernel, found.shares), (Kernel::Wide, alone.shares));
+    let short = Call {
+        keys: 512,
+        ..windows
+    };
+    assert_ne!(plan(&hopper(), &short).kernel, Kernel::Wide);
+}
+
+/// The first block of a tile also takes the splits for which the workspace has no room.
+#[test]
+fn parts_of_a_prompt_fit_the_workspace() {
+    let heads = (32, 8);
+    for (dim, tokens) in [(64, 64), (128, 100), (128, 256), (256, 100)] {
+        for keys in [1 << 14, 1 << 17, 1 << 20] {
+            let call = Call {
+                max_pages: 4096,
+                ..call(kind("fp16"), dim, heads, (1, tokens), keys)
+            };
+            let found = plan(&hopper(), &call);
+            let (splits, chunks) = (keys.div_ceil(UNIT * SPLIT_UNITS), found.chunks());
+            assert!(chunks > 1 && found.join.is_some());
+            let slots = found.shares.part_slots;
+            assert!(found.workspace() <= 1 << 26 && slots <= 1 + splits - splits.div_ceil(chunks));
+            assert_eq!(found.workspace() % slots, 0);
+        }
     }
 }
