@@ -47,7 +47,8 @@ def test_layout(data: st.DataObject) -> None:
     assert np.array_equal(ints[:t].reshape(batch, q_len), positions)
     wanted = np.zeros((batch, pages), dtype=np.int32)
     wanted[:rows, : min(pages, width)] = pages_of[:, :pages]
-    assert np.array_equal(ints[t:].reshape(batch, pages), wanted)
+    assert np.array_equal(ints[t : t + batch * pages].reshape(batch, pages), wanted)
+    assert np.array_equal(ints[t + batch * pages :].reshape(batch, q_len), np.arange(batch)[:, None].repeat(q_len, 1))
 
 
 def test_limits() -> None:

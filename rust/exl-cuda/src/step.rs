@@ -37,9 +37,10 @@ impl Sizes {
         self.batch * self.q_len
     }
 
-    /// Bytes of the buffer: ids, slots and rotary positions (i64 a token each), positions (i32 a token), the block table (i32).
+    /// Bytes of the buffer: ids, slots and rotary positions (i64 a token each), positions (i32 a token), the block table (i32), the row of
+    /// the block table of each token (i32).
     pub fn bytes(&self) -> usize {
-        28 * self.tokens() + 4 * self.batch * self.pages
+        32 * self.tokens() + 4 * self.batch * self.pages
     }
 }
 
@@ -101,6 +102,7 @@ pub fn write(sizes: &Sizes, step: &Request<'_>, out: &mut [u8]) {
         long(tokens + token, slot);
         long(2 * tokens + token, position.max(0));
         int(token, position as i32);
+        int(tokens + sizes.batch * sizes.pages + token, row as i32);
     }
     for row in 0..sizes.batch {
         for page in 0..sizes.pages {

@@ -16,8 +16,8 @@ Sizes = tuple[int, int, int, int]
 class StepStage:
     """One pinned buffer for steps of at most `batch` rows of `q_len` tokens in `pages` pages of `page_size` tokens.
 
-    Layout, with T = batch * q_len: int64 [T] ids, slots and rope positions, then int32 [T] positions and int32
-    [batch, pages] page numbers. Missing rows are padding: token 0 at position -1, slot -1.
+    Layout, with T = batch * q_len: int64 [T] ids, slots and rope positions, then int32 [T] positions, [batch, pages]
+    page numbers and [T] rows of these. Missing rows are padding: token 0 at position -1, slot -1.
     """
 
     __slots__ = ("_native", "pinned")

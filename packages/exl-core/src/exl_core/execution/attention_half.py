@@ -186,6 +186,7 @@ def _attend_many(
         softcap=a.softcap,
         max_keys=step.max_keys,
         into=into,
+        windows=step.windows,
     )
 
 

@@ -155,7 +155,7 @@ class DecodeGraphs:
         step = self._replay_of(windows.ids.shape[1], cache, windows.params, output_tokens="none")
         if isinstance(step, str):
             return step
-        return step if step.fill(windows.ids, windows.counts, windows.longest) else INVALID
+        return step if step.fill(windows.ids, windows.counts, windows.firsts, windows.longest) else INVALID
 
     def _prepare_whole(
         self, ids: Tensor, cache: ExLlamaV2CacheBase, params: PagedParams, output_tokens: OutputTokens

@@ -150,13 +150,16 @@ class StepReplay:
         self.send()
         return self.launch()
 
-    def fill(self, ids: Tensor, counts: Sequence[int] = (), longest: int | None = None) -> bool:
+    def fill(
+        self, ids: Tensor, counts: Sequence[int] = (), firsts: Sequence[int] = (), longest: int | None = None
+    ) -> bool:
         """Check the inputs and pack them for `send`. Nothing is queued.
 
         Args:
             ids: [B, q], int64 on the CPU, or any integers on the model's GPU in stream order, which are clamped to the
                 vocabulary.
             counts: tokens of each row that are no padding; () where all are.
+            firsts: the first row of each row's sequence; () where each row is one.
             longest: tokens of the longest sequence after the step, where rows have padding.
 
         Returns:
@@ -169,7 +172,7 @@ class StepReplay:
         if (tokens is None and not there) or tuple(ids.shape) != self._shape:
             return False
         try:
-            stage = self.captured.inputs.fill(tokens, *self._inputs, self._limits, self._offsets, counts)
+            stage = self.captured.inputs.fill(tokens, *self._inputs, self._limits, self._offsets, counts, firsts)
         except RuntimeError as error:
             raise _typed(error) from error
         if stage is None:

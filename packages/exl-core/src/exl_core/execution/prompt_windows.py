@@ -30,6 +30,8 @@ class PromptWindows:
     """One row for each window."""
     counts: list[int]
     """Tokens of each window before the end of its sequence."""
+    firsts: list[int]
+    """The first window of each window's sequence."""
     longest: int
     """Tokens of the longest sequence after the pass."""
 
@@ -64,9 +66,12 @@ def _cut(ids: Tensor, params: PagedParams, lengths: list[int], width: int) -> Pr
     rows: list[int] = []
     starts: list[int] = []
     counts: list[int] = []
+    firsts: list[int] = []
     for row, (length, stored) in enumerate(zip(lengths, past, strict=True)):
+        first = len(rows)
         for begin in range(0, length, width):
             rows.append(row)
+            firsts.append(first)
             starts.append(stored + begin)
             counts.append(min(width, length - begin))
     padded = ids.new_zeros(len(rows), width)
@@ -84,4 +89,4 @@ def _cut(ids: Tensor, params: PagedParams, lengths: list[int], width: int) -> Pr
         rope_offsets=None if offsets is None else per_row("rope_offsets", offsets, len(lengths))[of_rows],
     )
     longest = max(stored + length for stored, length in zip(past, lengths, strict=True))
-    return PromptWindows(padded, windows, counts, longest)
+    return PromptWindows(padded, windows, counts, firsts, longest)

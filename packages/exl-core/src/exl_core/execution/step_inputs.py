@@ -70,10 +70,11 @@ class StepTensors:
         self.buffer = torch.zeros(StepStage.bytes(_sizes(bucket)), dtype=torch.uint8, device=device)
         longs, ints = self.buffer[: 24 * t].view(torch.int64), self.buffer[24 * t :].view(torch.int32)
         self.ids, self.slots, self.rope_positions = longs[:t], longs[t : 2 * t], longs[2 * t :]
-        self.positions, self.block_table = ints[:t], ints[t:].view(bucket.batch, bucket.pages)
+        self.positions, self.block_table = ints[:t], ints[t:-t].view(bucket.batch, bucket.pages)
+        self.rows = ints[-t:]
         self.slots.fill_(-1)
         self.positions.fill_(-1)
-        self.rows = torch.arange(bucket.batch, dtype=torch.int32, device=device).repeat_interleave(bucket.q_len)
+        self.rows.copy_(torch.arange(bucket.batch, dtype=torch.int32).repeat_interleave(bucket.q_len))
 
 
 class StagedTensors(StepTensors):
@@ -109,6 +110,7 @@ class StagedTensors(StepTensors):
         limits: tuple[int, int, int],
         offsets: Tensor | None = None,
         counts: Sequence[int] = (),
+        firsts: Sequence[int] = (),
     ) -> StepStage | None:
         """Pack a step into the next pinned copy, to be sent to `buffer` before the next steps.
 
@@ -120,6 +122,8 @@ class StagedTensors(StepTensors):
             offsets: int64 [b], added to the rope positions of each row (after images positions are not places). The
                 sums must be from 0 to the place.
             counts: tokens of each row that are no padding; () where all are.
+            firsts: the first row of each row's sequence, whose line of `table` its tokens then read, so that attention
+                reads the keys of a sequence once; () where each row reads its own.
 
         Returns:
             The copy; None when a value is invalid or exceeds the bucket or the limits.
@@ -137,6 +141,9 @@ class StagedTensors(StepTensors):
             rope[: q_len * len(past)] += offsets.repeat_interleave(q_len)
         if counts:
             self._pad(stage, counts)
+        if firsts:
+            rows = stage.pinned.view(torch.int32)[-self.bucket.tokens :].view(-1, self.bucket.q_len)
+            rows[: len(firsts)] = torch.tensor(firsts, dtype=torch.int32)[:, None]
         self._sent = stream_of(self.buffer)
         self._next = (self._next + 1) % (2 * STAGES)
         return stage
