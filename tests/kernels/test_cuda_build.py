@@ -192,6 +192,21 @@ def test_images_are_kept_by_content_for_each_architecture(crate: Crate) -> None:
     assert crate.compiled() == []
 
 
+def test_kernels_that_the_code_cannot_have_are_not_compiled(crate: Crate) -> None:
+    kernels = crate.folder / "rust" / "exl-cuda" / "kernels" / "some"
+    sources = [kernels / f"{name}.cu" for name in ("few", "attention_teams_q4", "batch_gptq_32", "batch_mma_gptq_32")]
+    few, teams, wgmma, mma = (source.name for source in sources)
+    for source in sources:
+        source.write_text(f"// {source.name}\n")
+    try:
+        for arch, expected in (("75", set()), ("80+ptx", {teams, mma}), ("90a", {few, wgmma}), ("120", {few, mma})):
+            assert crate.archs(arch) == arch
+            assert {line.split()[0] for line in crate.compiled()} == {"one.cu", "two.cu"} | expected
+    finally:
+        for source in sources:
+            source.unlink()
+
+
 def test_the_table_names_every_image_with_its_architecture(crate: Crate) -> None:
     crate.archs("80 90a")
     text = (crate.folder / "target" / "edit" / "build" / "exl-cuda" / "out" / "fatbins.rs").read_text()

@@ -10,6 +10,9 @@
 mod abi;
 mod archs;
 mod driver;
+#[path = "../src/features.rs"]
+#[allow(dead_code, reason = "the crate uses all of it")]
+mod features;
 mod kernels;
 mod nvcc;
 
@@ -28,6 +31,7 @@ const REMEDY: &str = "install the packages of `cuda-toolkit[nvcc,nvvm,crt,cccl,c
 fn main() {
     println!("cargo:rerun-if-changed=build");
     println!("cargo:rerun-if-changed=kernels");
+    println!("cargo:rerun-if-changed=src/features.rs");
     for name in [
         "EXL_CUDA_ARCHS",
         "EXL_CUDA_HOME",

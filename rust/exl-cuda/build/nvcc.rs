@@ -9,6 +9,8 @@ use std::process::Command;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::archs::number_of;
+use crate::features::feature_of;
 use crate::kernels;
 
 const FLAGS: [&str; 3] = ["-O3", "-std=c++17", "--expt-relaxed-constexpr"];
@@ -52,7 +54,8 @@ impl Nvcc {
             .collect())
     }
 
-    /// The images of every source for every architecture. The hash covers the text, its headers, the flags and the compiler.
+    /// The images of every source for every architecture whose code can have its kernels. The hash covers the text, its headers, the
+    /// flags and the compiler.
     pub fn images(
         &self,
         out: &Path,
@@ -64,7 +67,11 @@ impl Nvcc {
             let file = source.file_stem().expect("a source has a stem").display();
             let text = kernels::read(source)?;
             let headers = kernels::headers_of(&text)?;
-            for arch in archs {
+            let feature = feature_of(&file.to_string());
+            let usable = |arch: &&String| {
+                feature.is_none_or(|feature| feature.in_code(number_of(arch), arch.ends_with('a')))
+            };
+            for arch in archs.iter().filter(usable) {
                 let mut hasher = DefaultHasher::new();
                 (&text, &headers, FLAGS, target_of(arch), &self.version).hash(&mut hasher);
                 images.push(Image {
