@@ -101,7 +101,7 @@ fn remove_stale(out: &Path, keep: &[Image]) {
         let path = entry.path();
         let image = path
             .extension()
-            .is_some_and(|e| e == "fatbin" || e == "partial");
+            .is_some_and(|e| e == "fatbin" || e == "ptx" || e == "partial");
         if image && !keep.iter().any(|kept| kept.path == path) {
             let _ = fs::remove_file(path);
         }
