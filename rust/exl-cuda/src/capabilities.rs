@@ -275,7 +275,7 @@ pub(crate) mod tests {
     }
 
     /// The architectures of a release.
-    pub const RELEASE: &[&str] = &["75", "80", "86", "89", "90a", "100", "120", "120+ptx"];
+    pub const RELEASE: &[&str] = &["75", "80", "86", "90a", "100", "120", "120+ptx"];
 
     /// The card that the launch plans were measured on.
     pub fn hopper() -> Capabilities {
