@@ -139,7 +139,7 @@ def test_doctor_says_what_would_make_a_card_faster(exl, monkeypatch: pytest.Monk
         reason = None if code else "no code"
         return CudaDevice(index, f"Card {index}", (8, 9), 128, 1 << 17, 24 << 30, reason, code, "89")
 
-    cards = tuple(card(index, code) for index, code in enumerate(["80+ptx", "80", "89", None]))
+    cards = tuple(card(index, code) for index, code in enumerate(["80+ptx", "80", "89", None, "86"]))
     status = CudaStatus(True, ("80",), "13.0", "13.0", cards, None, "EXL_CUDA_ARCHS: 80")
     monkeypatch.setattr(doctor, "cuda_status", lambda: status)
     monkeypatch.setenv("EXL_CUDA_GRAPHS", "0")

@@ -24,7 +24,7 @@ case "$1" in
   --version) echo "release 13.0, V0.0.0"; exit;;
   --list-gpu-arch) printf 'compute_%s\\n' 75 80 86 89 90 100 120; exit;;
 esac
-for word; do case "$word" in -gencode=*) arch=$word;; *.cu) source=$word;; esac; done
+for word; do case "$word" in -gencode=* | -arch=*) arch=$word;; *.cu | *.ptx) source=$word;; esac; done
 while [ "$1" != -o ]; do shift; done
 echo "$arch" > "$2"
 echo "${source##*/} $arch" >> "$NVCC_LOG"
@@ -92,7 +92,8 @@ class Crate:
     def compiled(self) -> list[str]:
         """The calls of nvcc in the last build, as `file target`."""
         lines = (self.folder / "compiled").read_text().splitlines()
-        return sorted(re.sub(r" -gencode=.*code=", " ", line) for line in lines)
+        short = (re.sub(r" -gencode=.*code=| -arch=", " ", line) for line in lines)
+        return sorted(re.sub(r"-\w+-[0-9a-f]{16}\.ptx", ".ptx", line) for line in short)
 
     def says(self, name: str, profile: str = "edit") -> str:
         """A constant of the generated file."""
@@ -190,6 +191,48 @@ def test_images_are_kept_by_content_for_each_architecture(crate: Crate) -> None:
     header.write_text(text)
     assert crate.archs("80") == "80"
     assert crate.compiled() == []
+
+
+def test_architectures_of_a_family_share_ptx(crate: Crate) -> None:
+    crate.archs("80 86 90a 100 120 120+ptx")
+    assert [line.removeprefix("one.") for line in crate.compiled() if line.startswith("one")] == [
+        "cu compute_100",
+        "cu compute_80",
+        "cu sm_90a",
+        "ptx compute_100",
+        "ptx sm_100",
+        "ptx sm_120",
+        "ptx sm_80",
+        "ptx sm_86",
+    ]
+    assert not list((crate.folder / "target").rglob("*.ptx"))
+    assert crate.archs("86 89") == "86 89"
+    assert crate.compiled() == ["one.cu sm_89", "two.cu sm_89"]
+    crate.archs("75 89 120+ptx")
+    assert crate.compiled() == ["one.cu sm_75", "two.cu sm_75"]
+
+
+def test_no_kernel_asks_for_an_architecture_within_a_family() -> None:
+    texts = [path.read_text() for path in (CRATE / "kernels").rglob("*.cu*")]
+    asked = {line for text in texts for line in text.splitlines() if "__CUDA_ARCH__" in line and line.startswith("#")}
+    numbers = {(sign, int(n)) for line in asked for sign, n in re.findall(r"__CUDA_ARCH__ (\S+) (\d+)", line)}
+    assert {sign for sign, _ in numbers} <= {">=", "<"}
+    assert not {number for _, number in numbers if 800 < number <= 890 or 1000 < number <= 1200}
+
+
+def test_kernels_that_the_code_cannot_have_are_not_compiled(crate: Crate) -> None:
+    kernels = crate.folder / "rust" / "exl-cuda" / "kernels" / "some"
+    sources = [kernels / f"{name}.cu" for name in ("few", "attention_teams_q4", "batch_gptq_32", "batch_mma_gptq_32")]
+    few, teams, wgmma, mma = (source.name for source in sources)
+    for source in sources:
+        source.write_text(f"// {source.name}\n")
+    try:
+        for arch, expected in (("75", set()), ("80+ptx", {teams, mma}), ("90a", {few, wgmma}), ("120", {few, mma})):
+            assert crate.archs(arch) == arch
+            assert {line.split()[0] for line in crate.compiled()} == {"one.cu", "two.cu"} | expected
+    finally:
+        for source in sources:
+            source.unlink()
 
 
 def test_the_table_names_every_image_with_its_architecture(crate: Crate) -> None:

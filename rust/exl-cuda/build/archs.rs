@@ -12,10 +12,18 @@ use crate::driver;
 
 /// Without a GPU: PTX that the driver compiles at first use for any card since sm_80.
 const PORTABLE: &str = "80+ptx";
-/// `release`: every generation since Turing, and PTX of the newest for later cards.
-const RELEASE: &str = "75 80 86 89 90a 100 120 120+ptx";
+/// `release`: every generation since Turing, and PTX of the newest for later cards. Cards of sm_89 run the code for sm_86, which is the same.
+const RELEASE: &str = "75 80 86 90a 100 120 120+ptx";
 /// The oldest architecture that nvcc 13 compiles for.
 const OLDEST: i32 = 75;
+
+/// `90` of `90a`, `80` of `80+ptx`.
+pub fn number_of(arch: &str) -> i32 {
+    let digits = arch.trim_end_matches("+ptx").trim_end_matches('a');
+    digits
+        .parse()
+        .expect("an architecture that `choose` checked")
+}
 
 /// Architectures to compile for, and the reason.
 #[derive(Debug)]

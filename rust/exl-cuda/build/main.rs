@@ -10,6 +10,9 @@
 mod abi;
 mod archs;
 mod driver;
+#[path = "../src/features.rs"]
+#[allow(dead_code, reason = "the crate uses all of it")]
+mod features;
 mod kernels;
 mod nvcc;
 
@@ -28,6 +31,7 @@ const REMEDY: &str = "install the packages of `cuda-toolkit[nvcc,nvvm,crt,cccl,c
 fn main() {
     println!("cargo:rerun-if-changed=build");
     println!("cargo:rerun-if-changed=kernels");
+    println!("cargo:rerun-if-changed=src/features.rs");
     for name in [
         "EXL_CUDA_ARCHS",
         "EXL_CUDA_HOME",
@@ -97,7 +101,7 @@ fn remove_stale(out: &Path, keep: &[Image]) {
         let path = entry.path();
         let image = path
             .extension()
-            .is_some_and(|e| e == "fatbin" || e == "partial");
+            .is_some_and(|e| e == "fatbin" || e == "ptx" || e == "partial");
         if image && !keep.iter().any(|kept| kept.path == path) {
             let _ = fs::remove_file(path);
         }

@@ -9,16 +9,11 @@ use std::process::Command;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::archs::number_of;
+use crate::features::feature_of;
 use crate::kernels;
 
-/// Compresses about 9:1; unpacking at load costs less than reading the bytes would.
-const FLAGS: [&str; 5] = [
-    "-fatbin",
-    "-O3",
-    "-std=c++17",
-    "--expt-relaxed-constexpr",
-    "--compress-mode=size",
-];
+const FLAGS: [&str; 3] = ["-O3", "-std=c++17", "--expt-relaxed-constexpr"];
 
 /// A CUDA compiler.
 #[derive(Debug)]
@@ -59,7 +54,8 @@ impl Nvcc {
             .collect())
     }
 
-    /// The images of every source for every architecture. The hash covers the text, its headers, the flags and the compiler.
+    /// The images of every source for every architecture whose code can have its kernels. The hash covers the text, its headers, the
+    /// flags and the compiler.
     pub fn images(
         &self,
         out: &Path,
@@ -71,7 +67,11 @@ impl Nvcc {
             let file = source.file_stem().expect("a source has a stem").display();
             let text = kernels::read(source)?;
             let headers = kernels::headers_of(&text)?;
-            for arch in archs {
+            let feature = feature_of(&file.to_string());
+            let usable = |arch: &&String| {
+                feature.is_none_or(|feature| feature.in_code(number_of(arch), arch.ends_with('a')))
+            };
+            for arch in archs.iter().filter(usable) {
                 let mut hasher = DefaultHasher::new();
                 (&text, &headers, FLAGS, target_of(arch), &self.version).hash(&mut hasher);
                 images.push(Image {
@@ -91,21 +91,18 @@ impl Nvcc {
             .iter()
             .filter(|image| !image.path.exists() && !copied(cache, &image.path))
             .collect();
+        let groups: Vec<&[&Image]> = missing
+            .chunk_by(|a, b| a.source == b.source && family_of(&a.arch) == family_of(&b.arch))
+            .collect();
         let jobs = env::var("NUM_JOBS").ok().and_then(|n| n.parse().ok());
         let next = AtomicUsize::new(0);
         let failures = Mutex::new(Vec::new());
         std::thread::scope(|scope| {
-            for _ in 0..missing.len().min(jobs.unwrap_or(1)) {
+            for _ in 0..groups.len().min(jobs.unwrap_or(1)) {
                 scope.spawn(|| {
-                    while let Some(image) = missing.get(next.fetch_add(1, Ordering::Relaxed)) {
-                        // Another checkout may have compiled it since.
-                        if copied(cache, &image.path) {
-                            continue;
-                        }
-                        // Cached immediately, so that an interrupted build continues where it stopped.
-                        match self.compile(image) {
-                            Ok(()) => keep(cache, &image.path),
-                            Err(why) => failures.lock().expect("no panic while held").push(why),
+                    while let Some(group) = groups.get(next.fetch_add(1, Ordering::Relaxed)) {
+                        if let Err(why) = self.compile_group(group, cache) {
+                            failures.lock().expect("no panic while held").push(why);
                         }
                     }
                 });
@@ -126,30 +123,81 @@ impl Nvcc {
         }
     }
 
-    fn compile(&self, image: &Image) -> Result<(), String> {
+    /// Compile the images of one source for architectures of one family, through the same PTX if there are several.
+    fn compile_group(&self, group: &[&Image], cache: &Path) -> Result<(), String> {
+        // Another checkout may have compiled some since.
+        let missing = || group.iter().filter(|image| !copied(cache, &image.path));
+        let ptx = group[0].path.with_extension("ptx");
+        let shared = missing().count() > 1;
+        if shared {
+            let target = format!("-arch=compute_{}", family_of(&group[0].arch));
+            self.run(
+                &[&["-ptx", &target], &FLAGS[..]].concat(),
+                &group[0].source,
+                &ptx,
+            )?;
+        }
+        for image in missing() {
+            let source = if shared { &ptx } else { &image.source };
+            let [target, mode] = target_of(&image.arch);
+            let flags = if shared { &[] } else { &FLAGS[..] };
+            // Cached immediately, so that an interrupted build continues where it stopped.
+            self.run(
+                &[&["-fatbin", &target, &mode], flags].concat(),
+                source,
+                &image.path,
+            )?;
+            keep(cache, &image.path);
+        }
+        if shared {
+            let _ = fs::remove_file(&ptx);
+        }
+        Ok(())
+    }
+
+    fn run(&self, flags: &[&str], from: &Path, to: &Path) -> Result<(), String> {
         // Renamed when complete, so that an interrupted build leaves no partial file under the final name.
-        let partial = image.path.with_extension("partial");
+        let partial = to.with_extension("partial");
         output(
             Command::new(&self.path)
-                .args(FLAGS)
-                .arg(target_of(&image.arch))
+                .args(flags)
                 .arg("-I")
                 .arg(kernels::folder())
                 .arg("-o")
                 .arg(&partial)
-                .arg(&image.source),
+                .arg(from),
         )?;
-        fs::rename(&partial, &image.path).map_err(|e| format!("{}: {e}", image.path.display()))
+        fs::rename(&partial, to).map_err(|e| format!("{}: {e}", to.display()))
     }
 }
 
-/// nvcc's target for an architecture: code for `89`, only PTX for `80+ptx`.
-fn target_of(arch: &str) -> String {
-    let (number, kind) = match arch.strip_suffix("+ptx") {
-        Some(number) => (number, "compute"),
-        None => (arch, "sm"),
+/// The architecture whose PTX is the same as that of `arch`, except for the line that names the target, so that the compiler of CUDA C++ runs
+/// once for all of them. tests/kernels/test_cuda_build.py checks that no kernel asks for an architecture within a family.
+fn family_of(arch: &str) -> String {
+    let number = arch.trim_end_matches("+ptx");
+    match number {
+        "86" | "89" => "80",
+        "120" => "100",
+        other => other,
+    }
+    .to_owned()
+}
+
+/// nvcc's target for an architecture: code for `89`, only PTX for `80+ptx`; and how to compress it.
+///
+/// Code is compressed as far as possible: unpacking at load costs less than reading the bytes would. For PTX that takes a noticeable share of
+/// the build without a GPU, which nobody downloads.
+fn target_of(arch: &str) -> [String; 2] {
+    let family = family_of(arch);
+    let (code, mode) = if arch.ends_with("+ptx") {
+        (format!("compute_{family}"), "balance")
+    } else {
+        (format!("sm_{arch}"), "size")
     };
-    format!("-gencode=arch=compute_{number},code={kind}_{number}")
+    [
+        format!("-gencode=arch=compute_{family},code={code}"),
+        format!("--compress-mode={mode}"),
+    ]
 }
 
 /// Standard output of a command that succeeds, or its standard error.

@@ -1,6 +1,8 @@
 //! Features that a kernel may use on a card: those of the card, limited to those that this module's code for it was compiled with.
 //!
-//! A module built for `80+ptx` runs on an H100, but its bulk-copy, cluster and wgmma kernels are empty there.
+//! A module built for `80+ptx` runs on an H100, but has no bulk-copy, cluster and wgmma kernels there.
+
+use crate::features::Feature;
 
 /// Capabilities that decide which kernels a card can run, and in what shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,23 +17,6 @@ pub struct Capabilities {
     pub sms: usize,
     /// Bytes of shared memory that a block may request.
     pub shared_per_block: usize,
-}
-
-/// Instructions that a kernel may need beyond those of every supported card.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Feature {
-    /// Bulk asynchronous copies with transaction barriers.
-    BulkCopy,
-    /// Thread block clusters with distributed shared memory.
-    Clusters,
-    /// Clusters of which as many are resident as on sm_90 cards, which kernels that were only tested there count on.
-    TestedClusters,
-    /// Matrix instructions of a warpgroup.
-    Wgmma,
-    /// Copies to shared memory by a warp's lanes (`cp.async`), in kernels that newer code does not need.
-    AsyncCopy,
-    /// `mma.sync` fed by `cp.async`, in kernels that code with wgmma does not need.
-    MmaPipeline,
 }
 
 impl Feature {
@@ -218,15 +203,14 @@ impl Capabilities {
 
     /// Whether kernels that need `feature` work on this card.
     pub fn has(&self, feature: Feature) -> bool {
-        match feature {
-            Feature::BulkCopy => self.code >= 90,
+        let on_card = match feature {
             // Consumer Blackwell (sm_12x) is planned without clusters: no kernel that uses them has been tested there.
-            Feature::Clusters => self.code >= 90 && self.compute.0 < 12,
-            Feature::TestedClusters => self.has(Feature::Clusters) && self.compute.0 == 9,
-            Feature::Wgmma => self.specific && self.compute == (9, 0) && self.code == 90,
-            Feature::AsyncCopy => (80..90).contains(&self.code),
-            Feature::MmaPipeline => self.code >= 80 && !self.has(Feature::Wgmma),
-        }
+            Feature::Clusters => self.compute.0 < 12,
+            Feature::TestedClusters => self.compute.0 == 9,
+            Feature::Wgmma => self.compute == (9, 0),
+            Feature::BulkCopy | Feature::AsyncCopy | Feature::MmaPipeline => true,
+        };
+        on_card && feature.in_code(self.code, self.specific)
     }
 
     /// Whether kernels may start while their predecessor drains: only code for sm_90 and later waits for it.
@@ -291,7 +275,7 @@ pub(crate) mod tests {
     }
 
     /// The architectures of a release.
-    pub const RELEASE: &[&str] = &["75", "80", "86", "89", "90a", "100", "120", "120+ptx"];
+    pub const RELEASE: &[&str] = &["75", "80", "86", "90a", "100", "120", "120+ptx"];
 
     /// The card that the launch plans were measured on.
     pub fn hopper() -> Capabilities {

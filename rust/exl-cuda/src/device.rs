@@ -366,7 +366,7 @@ fn image_of(
 /// an error.
 fn images_for(info: &DeviceInfo) -> HashMap<&'static str, Module> {
     let usable =
-        |file: &str| crate::ops::feature_of(file).is_none_or(|feature| info.caps.has(feature));
+        |file: &str| crate::features::feature_of(file).is_none_or(|feature| info.caps.has(feature));
     images::FATBINS
         .iter()
         .filter(|(file, arch, _)| Some(*arch) == info.arch && usable(file))

@@ -7,6 +7,7 @@ mod abi;
 mod capabilities;
 mod device;
 mod driver;
+mod features;
 mod ffi;
 mod launch;
 pub mod layout;
@@ -19,7 +20,8 @@ pub mod images {
     include!(concat!(env!("OUT_DIR"), "/fatbins.rs"));
 }
 
-pub use capabilities::{CARDS, Capabilities, Card, Feature, own_arch};
+pub use capabilities::{CARDS, Capabilities, Card, own_arch};
 pub use device::{Device, DeviceInfo, devices, launches};
 pub use driver::{Driver, Reason};
+pub use features::Feature;
 pub use launch::{CudaError, Launch};

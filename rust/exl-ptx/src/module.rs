@@ -81,7 +81,7 @@ fn of_fat_binary(bytes: &[u8]) -> Result<String, String> {
         data.to_vec()
     } else {
         return Err(
-            "the image's PTX has an unknown compression: compile with --compress-mode=size or none"
+            "the image's PTX has an unknown compression: compile with --compress-mode=size, balance or none"
                 .to_owned(),
         );
     };

@@ -8,7 +8,6 @@ pub mod moe;
 pub mod probe;
 pub mod sampling;
 
-use crate::capabilities::Feature;
 use crate::launch::CudaError;
 
 /// Element type of activations, as the kernels of attention number it.
@@ -59,22 +58,6 @@ pub(crate) fn kernels_of(file: &str) -> Vec<String> {
     }
 }
 
-/// The feature that all kernels in the image of `file` need; None: they run on every supported card.
-pub(crate) fn feature_of(file: &str) -> Option<Feature> {
-    let starts = |prefixes: &[&str]| prefixes.iter().any(|prefix| file.starts_with(prefix));
-    if starts(&["batch_mma_"]) {
-        Some(Feature::MmaPipeline)
-    } else if starts(&["batch_", "attention_wide"]) {
-        Some(Feature::Wgmma)
-    } else if starts(&["ring", "few", "attention_few_", "attention_long_"]) {
-        Some(Feature::BulkCopy)
-    } else if starts(&["attention_teams_"]) {
-        Some(Feature::AsyncCopy)
-    } else {
-        None
-    }
-}
-
 pub(crate) fn index32(what: &str, value: usize) -> Result<i32, CudaError> {
     i32::try_from(value).map_err(|_| CudaError::Argument {
         what: format!("{what} = {value}"),
@@ -86,6 +69,7 @@ pub(crate) fn index32(what: &str, value: usize) -> Result<i32, CudaError> {
 mod tests {
     use super::*;
     use crate::capabilities::tests::{RELEASE, card};
+    use crate::features::feature_of;
 
     #[test]
     fn a_card_loads_the_kernels_that_its_code_can_run() {

@@ -89,7 +89,7 @@ def _advice(cuda: CudaStatus) -> list[str]:
     for card in cuda.devices:
         if card.treated_as is not None:
             lines.append(f"EXL_CUDA_LIMITS treats cuda:{card.index} ({card.name}) as a {card.treated_as}: unset it")
-        if card.code == card.own_arch:
+        if card.code == card.own_arch or (card.code, card.own_arch) == ("86", "89"):  # the code of both is the same
             continue
         remedy = f"`EXL_CUDA_ARCHS={card.own_arch} uv sync` in a checkout builds code for it"
         if card.code is None:

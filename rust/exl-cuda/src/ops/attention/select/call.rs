@@ -1,7 +1,8 @@
 //! A call of attention, and why a kernel does not take it.
 
 use super::Kernel;
-use crate::capabilities::{Capabilities, Feature};
+use crate::capabilities::Capabilities;
+use crate::features::Feature;
 use crate::ops::Element;
 use crate::ops::kv::Kind;
 

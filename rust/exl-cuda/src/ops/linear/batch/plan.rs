@@ -4,7 +4,8 @@ mod shares;
 
 use super::MATRICES;
 use crate::abi::{assert_constants, assert_layout};
-use crate::capabilities::{Capabilities, Feature};
+use crate::capabilities::Capabilities;
+use crate::features::Feature;
 use crate::layout::{TILE, UNIT_ROWS};
 use crate::ops::linear::select::{Refusal, check_rows};
 use crate::ops::linear::{Matrix, MatrixArgument};

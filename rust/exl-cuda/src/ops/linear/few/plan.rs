@@ -5,7 +5,8 @@ use super::super::ring::MATRICES;
 use super::super::select::{Refusal, check_alike, check_rows};
 pub(super) use super::task::{LISTED, Part, Preparation, Task};
 use crate::abi::assert_constants;
-use crate::capabilities::{Capabilities, Feature};
+use crate::capabilities::Capabilities;
+use crate::features::Feature;
 use crate::rows::FEW_ROWS;
 
 /// Threads of a block of `kernels/linear/direct.cuh`.

@@ -2,7 +2,8 @@
 
 use super::{MATRICES, Tuning};
 use crate::abi::{assert_constants, assert_layout};
-use crate::capabilities::{Capabilities, Feature};
+use crate::capabilities::Capabilities;
+use crate::features::Feature;
 use crate::layout::TILE;
 use crate::ops::linear::select::{Epilogue, Refusal, check_alike, check_rows};
 use crate::ops::linear::{Matrix, MatrixArgument};

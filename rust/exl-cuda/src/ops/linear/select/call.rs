@@ -2,7 +2,7 @@
 
 use super::super::{Matrix, ring};
 use super::Kernel;
-use crate::capabilities::Feature;
+use crate::features::Feature;
 use crate::launch::CudaError;
 
 /// The properties of a quantized matmul call that decide its kernel.

@@ -10,7 +10,8 @@ mod plan;
 mod tests;
 
 use super::{Matrix, batch, few, ring};
-use crate::capabilities::{Capabilities, Feature};
+use crate::capabilities::Capabilities;
+use crate::features::Feature;
 use crate::launch::CudaError;
 use crate::rows::{BLOCK_ROWS, FEW_ROWS, GEMV_ROWS, PACKED_ROWS};
 

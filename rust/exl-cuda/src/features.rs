@@ -1,0 +1,46 @@
+//! Features that kernels need of the code they are compiled to. The build script reads this file too: it compiles only what runs.
+
+/// Instructions that a kernel may need beyond those of every supported card.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Feature {
+    /// Bulk asynchronous copies with transaction barriers.
+    BulkCopy,
+    /// Thread block clusters with distributed shared memory.
+    Clusters,
+    /// Clusters of which as many are resident as on sm_90 cards, which kernels that were only tested there count on.
+    TestedClusters,
+    /// Matrix instructions of a warpgroup.
+    Wgmma,
+    /// Copies to shared memory by a warp's lanes (`cp.async`), in kernels that newer code does not need.
+    AsyncCopy,
+    /// `mma.sync` fed by `cp.async`, in kernels that code with wgmma does not need.
+    MmaPipeline,
+}
+
+impl Feature {
+    /// Whether code for sm_`code` can have the feature; `specific`: code for that architecture only, such as `90a`.
+    pub fn in_code(self, code: i32, specific: bool) -> bool {
+        match self {
+            Self::BulkCopy | Self::Clusters | Self::TestedClusters => code >= 90,
+            Self::Wgmma => code == 90 && specific,
+            Self::AsyncCopy => (80..90).contains(&code),
+            Self::MmaPipeline => code >= 80 && !Self::Wgmma.in_code(code, specific),
+        }
+    }
+}
+
+/// The feature that all kernels of `file` need; None: they run on every supported card.
+pub fn feature_of(file: &str) -> Option<Feature> {
+    let starts = |prefixes: &[&str]| prefixes.iter().any(|prefix| file.starts_with(prefix));
+    if starts(&["batch_mma_"]) {
+        Some(Feature::MmaPipeline)
+    } else if starts(&["batch_", "attention_wide"]) {
+        Some(Feature::Wgmma)
+    } else if starts(&["ring", "few", "attention_few_", "attention_long_"]) {
+        Some(Feature::BulkCopy)
+    } else if starts(&["attention_teams_"]) {
+        Some(Feature::AsyncCopy)
+    } else {
+        None
+    }
+}
