@@ -4,7 +4,7 @@
 #![allow(clippy::needless_pass_by_value)]
 
 use exl_cuda::ops::attention::{
-    self, Attention, DIM_STEP, MAX_DIM, ORDERED_COLUMNS, Ordered, Own, Plan,
+    self, Attention, DIM_STEP, MAX_DIM, ORDERED_COLUMNS, Ordered, Own, Plan, Rows,
 };
 use exl_cuda::ops::elementwise::select::MOST_PACKED_WIDTH;
 use exl_cuda::ops::kv::{self, Direction, KINDS, Kind};
@@ -124,7 +124,7 @@ impl CudaPages {
         let to = pages.target(&all, launch)?;
         let mut op = operands(pages, (&q, q_stride), &out, seen, options)?;
         op.own = new.map(|new| own_operands(&op, &q, new)).transpose()?;
-        (op.apart, op.windows) = (apart, windows);
+        op.table_rows = table_rows(apart, windows);
         if let Some(packed) = packed {
             let fits = ordered_operands(&op, packed).map_err(PyValueError::new_err)?;
             if !(op.own.is_some() || apart) || packed.matrix.get().device != to.device {
@@ -394,10 +394,18 @@ fn operands(
         window: options.window,
         softcap: options.softcap,
         own: None,
-        apart: false,
-        windows: false,
+        table_rows: Rows::Sequences,
         ordered: None,
     })
+}
+
+/// What the rows of the block table stand for; `windows` counts with `apart` only.
+pub fn table_rows(apart: bool, windows: bool) -> Rows {
+    match (apart, windows) {
+        (false, _) => Rows::Sequences,
+        (true, false) => Rows::Apart,
+        (true, true) => Rows::Windows,
+    }
 }
 
 /// Whether rows of `width` elements, `stride` apart, lie within the tensor, on addresses that are multiples of 4 bytes.

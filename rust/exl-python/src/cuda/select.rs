@@ -22,6 +22,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::cpu::sampling::SamplingPlan;
+use crate::cuda::attention::table_rows;
 use crate::cuda::linear::MatmulPlan;
 use crate::cuda::sampling::row_call;
 use crate::errors::{device_error, format_error, unsupported_error};
@@ -412,8 +413,7 @@ impl AttentionShape {
                 elements,
                 interleaved,
             }),
-            apart,
-            windows,
+            rows: table_rows(apart, windows),
         };
         Ok(Self { call })
     }

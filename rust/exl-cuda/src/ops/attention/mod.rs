@@ -8,7 +8,7 @@ mod teams;
 mod tiles;
 
 pub use ordered::{ORDERED_COLUMNS, Ordered};
-pub use select::{Call, Plan};
+pub use select::{Call, Plan, Rows};
 use select::{Rotated, decode_name, join_name, prefill_name, wide_name};
 
 use super::kv::{KINDS, Kind, Pages};
@@ -68,11 +68,9 @@ pub struct Attention {
     pub softcap: f32,
     /// Keys and values that are not in the pages yet: one token a row, decode only.
     pub own: Option<Own>,
-    /// Few tokens a row of the block table, whose keys are in the pages: with a block for each token where this is faster.
-    pub apart: bool,
-    /// Rows of the block table are windows of prompts, and neighbours may be of one sequence: as a prompt where this is faster.
-    pub windows: bool,
-    /// Destination of results instead of `out`; only with `own` or `apart`.
+    /// What the rows of the block table stand for.
+    pub table_rows: Rows,
+    /// Destination of results instead of `out`; only with `own` or [`Rows::Apart`] or [`Rows::Windows`].
     pub ordered: Option<Ordered>,
 }
 
@@ -99,8 +97,7 @@ impl Attention {
                 elements: if own.cos == 0 { 0 } else { own.rotated },
                 interleaved: own.interleaved,
             }),
-            apart: self.apart,
-            windows: self.windows,
+            rows: self.table_rows,
         }
     }
 }

@@ -33,10 +33,18 @@ pub struct Call {
     pub masked: bool,
     /// One token a sequence, whose key the launch rotates and stores.
     pub new_keys: Option<Rotated>,
-    /// Few tokens a row of the block table, whose keys are in the pages.
-    pub apart: bool,
-    /// Rows of the block table are windows of prompts: neighbours may be of one sequence.
-    pub windows: bool,
+    pub rows: Rows,
+}
+
+/// What the rows of the block table stand for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rows {
+    /// Sequences with any number of tokens.
+    Sequences,
+    /// Sequences with few tokens each, of half types, whose keys are in the pages: with a block for each token where this is faster.
+    Apart,
+    /// Windows of prompts, of few tokens as before. Neighbours may be of one sequence: as a prompt where this is faster.
+    Windows,
 }
 
 /// Rotation of new keys and their queries.
@@ -60,7 +68,7 @@ impl Call {
 
     /// Tokens of a sequence that a tile of a prompt may hold, as far as the host knows.
     pub(in super::super) fn tokens_of_prompt(&self) -> usize {
-        if self.windows {
+        if self.rows == Rows::Windows {
             self.tokens
         } else {
             self.tokens_of_sequence()

@@ -17,13 +17,13 @@ use crate::layout::COLUMN_TILE;
 use crate::ops::kv::Kind;
 use call::needs;
 pub(super) use call::takes;
-pub use call::{Call, Refusal, Refused, Rotated};
+pub use call::{Call, Refusal, Refused, Rotated, Rows};
 
 /// From this number of query rows of a sequence on, prefill blocks, whose eight warps share keys, are faster.
 const PREFILL_ROWS: usize = 64;
 
-/// Most keys that each token, or all tokens, of an `apart` call read, if every token has its own blocks. Beyond both, tiles of several
-/// tokens read a sequence's keys once.
+/// Most keys that each token, or all tokens, of [`Rows::Apart`] or [`Rows::Windows`] read, if every token has its own blocks. Beyond both,
+/// tiles of several tokens read a sequence's keys once.
 const APART_KEYS: (usize, usize) = (512, 16 * 1024);
 
 /// From this number of keys on, windows of prompts run as prompts.
@@ -122,7 +122,8 @@ pub fn plan(caps: &Capabilities, call: &Call) -> Plan {
         return plan_prompt(caps, call, kernel, refused);
     }
     let lone = call.new_keys.is_some();
-    let each = call.apart && (call.keys <= APART_KEYS.0 || call.tokens * call.keys <= APART_KEYS.1);
+    let apart = call.rows != Rows::Sequences;
+    let each = apart && (call.keys <= APART_KEYS.0 || call.tokens * call.keys <= APART_KEYS.1);
     let shares = Shares::of(caps.sms, call, lone || each);
     if shares.tile.tokens == 1
         && let Some((kernel, blocks)) = single_kernel(caps, call, &shares, &mut refused)
@@ -140,8 +141,12 @@ pub fn plan(caps: &Capabilities, call: &Call) -> Plan {
 /// The kernel for a call of many query rows a sequence; None where blocks that share keys are faster or none takes it.
 fn prompt_kernel(caps: &Capabilities, call: &Call, refused: &mut Refused) -> Option<Kernel> {
     let rows = call.tokens_of_prompt() * call.group();
-    let stepped = call.new_keys.is_some() || (call.apart && !call.windows);
-    if stepped || (call.windows && call.keys < WINDOW_KEYS) || rows < PREFILL_ROWS {
+    let stepped = match call.rows {
+        Rows::Sequences => call.new_keys.is_some(),
+        Rows::Apart => true,
+        Rows::Windows => call.keys < WINDOW_KEYS,
+    };
+    if stepped || rows < PREFILL_ROWS {
         return None;
     }
     let (dim, per_block) = (padded(call.head_dim), caps.shared_per_block);

@@ -34,8 +34,7 @@ pub(in super::super) fn call(
         capped: false,
         masked: false,
         new_keys: None,
-        apart: false,
-        windows: false,
+        rows: Rows::Sequences,
     }
 }
 
@@ -364,12 +363,12 @@ fn prompts_behind_many_keys_share_them_among_blocks() {
 #[test]
 fn windows_of_prompts_fill_tiles_together() {
     let steps = Call {
-        apart: true,
+        rows: Rows::Apart,
         ..call(kind("fp16"), 128, (32, 8), (16, 16), 16_384)
     };
     assert_eq!(plan(&hopper(), &steps).kernel, Kernel::Decode);
     let windows = Call {
-        windows: true,
+        rows: Rows::Windows,
         ..steps
     };
     let found = plan(&hopper(), &windows);
