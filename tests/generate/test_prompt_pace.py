@@ -9,7 +9,7 @@ import pytest
 
 from exl_generate import ExLlamaV2DynamicGenerator
 from exl_generate.errors import RequestError
-from exl_generate.testing import drain, streamed_tokens
+from exl_generate.testing import ScriptedModel, drain, streamed_tokens
 from exl_generate.testing.small import ids, job, make
 
 CHUNK, TOKEN_SECONDS = 64, 0.001
@@ -79,3 +79,10 @@ def test_a_step_computes_at_least_a_page_and_at_most_a_chunk() -> None:
 def test_seconds_that_are_none_are_rejected(bad: Any) -> None:
     with pytest.raises(RequestError, match=r"target_step_seconds is .*positive number of seconds"):
         make(target_step_seconds=bad)
+
+
+def test_a_model_in_lockstep_takes_no_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptedModel, "in_lockstep", True)
+    with pytest.raises(RequestError, match=r"target_step_seconds is 0\.05.*pass None"):
+        make(target_step_seconds=0.05)
+    make()

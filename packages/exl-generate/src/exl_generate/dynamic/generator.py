@@ -20,7 +20,7 @@ from exl_generate.dynamic.limits import (
     Limits,
     check_drafting,
     check_history,
-    check_seconds,
+    check_pace,
     check_tokenizer,
     check_tokens,
 )
@@ -92,7 +92,8 @@ class ExLlamaV2DynamicGenerator(PageViews):
             about 100 bytes each. It changes speed only. Jobs with a `cache_salt` are left out.
         target_step_seconds: while jobs decode, a step computes only as many prompt tokens as keep it this short,
             judged by the time of earlier steps: whole pages, at least one and at most `max_chunk_size` tokens. None
-            means `max_chunk_size` tokens always.
+            means `max_chunk_size` tokens always, as a model in lockstep (`load_tp` with a process for each device)
+            requires.
 
     Raises:
         RequestError: a parameter is out of its range, or parts do not belong together.
@@ -132,7 +133,7 @@ class ExLlamaV2DynamicGenerator(PageViews):
         drafts = num_draft_tokens if draft_model is not None or use_ngram_draft else 0
         check_drafting(model, cache, draft_model, draft_cache, use_ngram_draft, drafts, max_ngram, max_q_size)
         check_history(shared_ngram_tokens, use_ngram_draft)
-        check_seconds("target_step_seconds", target_step_seconds)
+        check_pace(model, target_step_seconds)
         # The parts belong together, as the caller says; model and tokenizer check what they are given.
         self.model, self.cache, self.tokenizer = cast("OwnModel", model), cache, cast("OwnTokenizer", tokenizer)
         self.draft_model, self.draft_cache = cast("OwnModel | None", draft_model), draft_cache
