@@ -91,9 +91,9 @@ class ExLlamaV2DynamicGenerator(PageViews):
         shared_ngram_tokens: with `use_ngram_draft`, draft also from so many tokens of the answers to earlier jobs,
             about 100 bytes each. It changes speed only. Jobs with a `cache_salt` are left out.
         target_step_seconds: while jobs decode, a step computes only as many prompt tokens as keep it this short,
-            judged by the time of earlier steps: whole pages, at least one and at most `max_chunk_size` tokens. None
-            means `max_chunk_size` tokens always, as a model in lockstep (`load_tp` with a process for each device)
-            requires.
+            judged by the time of earlier steps: whole pages, at least one and at most `max_chunk_size` tokens. Not
+            while hooks of the caller read hidden states: they see how a prompt is cut. None means `max_chunk_size`
+            tokens always; a model in lockstep (`load_tp` with a process for each device) takes nothing else.
 
     Raises:
         RequestError: a parameter is out of its range, or parts do not belong together.
@@ -155,7 +155,7 @@ class ExLlamaV2DynamicGenerator(PageViews):
         self._outbox = Outbox()
         runner, pool = Runner(self.model, cache, limits.page_size), filter_pool if filter_background_eval else None
         pace = PromptPace(target_step_seconds, limits.max_chunk_size, limits.page_size)
-        self._engine = Engine(self._scheduler, runner, drafter, limits.max_chunk_size, pace, self._outbox.deliver, pool)
+        self._engine = Engine(self._scheduler, runner, drafter, pace, self._outbox.deliver, pool)
         self._in_step = self._by_columns = False
         #: jobs that `discard` has marked and that are still to be taken out; appended to without the lock
         self._discards: deque[ExLlamaV2DynamicJob] = deque()
