@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from internals import prelaunch
+from internals import engine_of, prelaunch
 from prelaunched import CONFIG, TOKENIZER, Device, Even, OneBuffer, Preparing
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
@@ -212,3 +212,24 @@ def test_rows_beside_guesses_stay_within_the_context() -> None:
         assert [end["eos_reason"] for end in ends] == ["max_new_tokens"] * 2, ends
         said.append([job.sequence.ids.tolist() for job in jobs])
     assert said[0] == said[1]
+
+
+def test_a_hook_installed_between_steps_sees_no_prepared_drafts() -> None:
+    model = Preparing(CONFIG)
+    model.script = lambda context: 3 + (int(context[-1]) - 2) % 4 if context[0] == 3 else None
+    cache = ScriptedCache(model, max_seq_len=240)
+    generator = ExLlamaV2DynamicGenerator(
+        model, cache, TOKENIZER, page_size=8, max_chunk_size=16, use_ngram_draft=True, num_draft_tokens=3
+    )
+    generator.drafter.length = FixedDraftLength(3)
+    prelaunch(generator, True)
+    style = ExLlamaV2Sampler.Settings.greedy()
+    for prompt in ([3, 4, 5, 6, 3, 4], [9, 12, 7]):
+        generator.enqueue(ExLlamaV2DynamicJob(torch.tensor([prompt]), 40, gen_settings=style))
+    engine = engine_of(generator)
+    while engine._drafts is None or engine._drafts[1] != 4:  # noqa: SLF001
+        generator.iterate()
+    before = len(model.calls)
+    model.hooked, model.arrangement = True, object()
+    generator.iterate()
+    assert (1, 1, False) in model.calls[before:], "windows were filled up"

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from exl_generate import ExLlamaV2DynamicGenerator
+from exl_generate.dynamic import prompt_pace
 from exl_generate.errors import RequestError
-from exl_generate.testing import drain, streamed_tokens
+from exl_generate.testing import ScriptedModel, drain, streamed_tokens
 from exl_generate.testing.small import ids, job, make
 
 CHUNK, TOKEN_SECONDS = 64, 0.001
@@ -79,3 +80,63 @@ def test_a_step_computes_at_least_a_page_and_at_most_a_chunk() -> None:
 def test_seconds_that_are_none_are_rejected(bad: Any) -> None:
     with pytest.raises(RequestError, match=r"target_step_seconds is .*positive number of seconds"):
         make(target_step_seconds=bad)
+
+
+def test_a_model_in_lockstep_takes_no_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptedModel, "in_lockstep", True)
+    with pytest.raises(RequestError, match=r"target_step_seconds is 0\.05.*pass None"):
+        make(target_step_seconds=0.05)
+    make()
+
+
+class Clock:
+    """A clock that only the test moves, in place of that of the pace."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(prompt_pace, "perf_counter", lambda: self.now)
+
+    def pages(self, pace: prompt_pace.PromptPace, decoding: float, page: float, steps: int, pause: float = 0.0) -> int:
+        """Run steps that each compute all the pages they may; return those of the last one."""
+        tokens = 0
+        for _ in range(steps):
+            tokens = pace.begin(True)
+            pace.spent(tokens)
+            self.now += decoding + page * tokens / 256
+            pace.end()
+            self.now += pause
+        return tokens // 256
+
+    def decode(self, pace: prompt_pace.PromptPace, seconds: float) -> None:
+        for _ in range(5):
+            pace.begin(True)
+            pace.spent(0)
+            self.now += seconds
+            pace.end()
+
+
+@pytest.mark.parametrize(
+    ("decoding", "page", "fit"),
+    [(0.03, 0.005, 4), (0.026, 0.003, 8), (0.02, 0.005, 6), (0.015, 0.012, 2), (0.06, 0.005, 1), (0.04, 0.012, 1)],
+)
+def test_prompts_fill_the_time_that_decoding_leaves(
+    monkeypatch: pytest.MonkeyPatch, decoding: float, page: float, fit: int
+) -> None:
+    clock, pace = Clock(monkeypatch), prompt_pace.PromptPace(0.05, 2048, 256)
+    clock.decode(pace, decoding)
+    assert fit - 1 <= clock.pages(pace, decoding, page, 100) <= fit
+
+
+def test_a_pause_of_the_caller_is_no_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, pace = Clock(monkeypatch), prompt_pace.PromptPace(0.05, 2048, 256)
+    clock.decode(pace, 0.01)
+    before = clock.pages(pace, 0.01, 0.01, 50)
+    assert before in (3, 4)
+    clock.pages(pace, 0.01, 0.01, 1, pause=3.0)
+    assert clock.pages(pace, 0.01, 0.01, 1) == before
+
+
+@pytest.mark.parametrize("target", [1e308, 5e-324])
+def test_extreme_targets(monkeypatch: pytest.MonkeyPatch, target: float) -> None:
+    clock, pace = Clock(monkeypatch), prompt_pace.PromptPace(target, 2048, 256)
+    assert clock.pages(pace, 0.0, 1e-3, 9) == (8 if target > 1 else 1)

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from exl_generate import ExLlamaV2DynamicJob, bundled
+from exl_generate.testing import ScriptedModel
 from exl_serve.config.model import ModelConfig
 from exl_serve.engine.load import load
+from exl_serve.errors import ServeError
 
 
 @pytest.mark.parametrize(("seconds", "most"), [(1e-6, 512), (0.0, 1009)])
@@ -29,3 +31,10 @@ def test_prompt_tokens_of_a_step_beside_a_stream(seconds: float, most: int) -> N
         steps.append(now - before)
         before = now
     assert max(steps) == most  # 512 before any step is measured
+
+
+def test_a_model_in_lockstep_takes_no_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptedModel, "in_lockstep", True)
+    config = ModelConfig(id="m", path=str(bundled.default_model_dir()), engine="free", device="cpu", target_itl=0.05)
+    with pytest.raises(ServeError, match=r"target_itl is 0\.05.*set it to 0"):
+        load(config)

@@ -12,8 +12,10 @@ import pytest
 import uvicorn
 
 from exl_serve.api import limits as api_limits
+from exl_serve.api.__main__ import _settings
 from exl_serve.api.limits import guarded
-from exl_serve.config.model import Limits
+from exl_serve.config.model import Limits, ServeConfig, ServerConfig
+from exl_serve.testing import server as testing_server
 
 SLOW = Limits(header_seconds=0.3, body_seconds=1.0, keep_alive_seconds=0.5)
 PATIENT = Limits(header_seconds=600, body_seconds=600, keep_alive_seconds=600)
@@ -42,7 +44,7 @@ async def server(limits: Limits) -> AsyncIterator[int]:
         ws="none",
         lifespan="off",
         log_level="critical",
-        timeout_keep_alive=int(limits.keep_alive_seconds) or 1,
+        timeout_keep_alive=api_limits.keep_alive(limits),
         backlog=4096,
     )
     running = uvicorn.Server(config)
@@ -191,3 +193,21 @@ def test_idle_connections_take_nothing_from_others() -> None:
     if soft < 5000:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
     run(Limits(max_connections_per_address=10_000, max_connections=10_000, header_seconds=600), work)
+
+
+@pytest.mark.parametrize(("seconds", "kept"), [(0.1, 1), (0.9, 1), (1.0, 1), (1.5, 2), (75.0, 75)])
+def test_idle_connections_stay_open_for_as_long_as_configured(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, kept: int
+) -> None:
+    config = ServeConfig(server=ServerConfig(limits=Limits(keep_alive_seconds=seconds)))
+    assert _settings(config, app, guarded(config.server.limits)).timeout_keep_alive == kept
+    found: list[uvicorn.Config] = []
+
+    class Kept(uvicorn.Server):
+        def __init__(self, settings: uvicorn.Config) -> None:
+            found.append(settings)
+            super().__init__(settings)
+
+    monkeypatch.setattr(uvicorn, "Server", Kept)
+    testing_server.LiveServer({}, [], config).close()
+    assert found[0].timeout_keep_alive == kept

@@ -149,8 +149,7 @@ class Engine:
         scheduler: Chooses the running jobs.
         runner: Runs the model over the cache.
         drafter: Drafts tokens.
-        max_chunk_size: Most prompt tokens of a step.
-        pace: Limits them while jobs decode.
+        pace: Limits the prompt tokens of a step.
         deliver: Receives all events: those of a job together, jobs in the order they started.
         pool: Returns the executor in which filters run while the model runs.
     """
@@ -160,7 +159,6 @@ class Engine:
         scheduler: Scheduler,
         runner: Runner,
         drafter: Drafter,
-        max_chunk_size: int,
         pace: PromptPace,
         deliver: Callable[[Events], None],
         pool: Callable[[], Executor] | None = None,
@@ -169,9 +167,10 @@ class Engine:
         self._scheduler = scheduler
         self._runner = runner
         self._drafter = drafter
-        self._prompts = Prompts(scheduler, runner, drafter, max_chunk_size, pace, deliver, self.counters)
+        self._prompts = Prompts(scheduler, runner, drafter, pace, deliver, self.counters)
         self._deliver = deliver
         self._pool = pool
+        self._pace = pace
         #: the next step, if the last one prepared it
         self._next: PrelaunchedStep | None = None
         #: the draft tokens of the next step and the length of its windows, if the last one has looked them up
@@ -182,8 +181,11 @@ class Engine:
         self._alone = True
 
     def forget_next_step(self) -> None:
-        """Drop the prelaunched step: a module of the model was replaced."""
-        self._next = None
+        """Drop what is prepared of the next step: a module of the model was replaced.
+
+        Its draft tokens, too: a hook that now reads hidden states must see none that a clock chose.
+        """
+        self._next = self._drafts = None
 
     def step(self) -> None:
         """Run one step. After an interrupt the next call continues.
@@ -207,6 +209,8 @@ class Engine:
             self._decode(self._job_steps(waiting, prelaunched=current is not None), current)
         finally:
             self._scheduler.retire()
+            if self._pace.limited:
+                self._pace.end()
 
     def _decode(self, steps: list[JobStep], current: PrelaunchedStep | None) -> None:
         """Decode one step of all these jobs; `current` is the prelaunched part of it."""

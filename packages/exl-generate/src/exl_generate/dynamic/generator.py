@@ -20,7 +20,7 @@ from exl_generate.dynamic.limits import (
     Limits,
     check_drafting,
     check_history,
-    check_seconds,
+    check_pace,
     check_tokenizer,
     check_tokens,
 )
@@ -91,8 +91,9 @@ class ExLlamaV2DynamicGenerator(PageViews):
         shared_ngram_tokens: with `use_ngram_draft`, draft also from so many tokens of the answers to earlier jobs,
             about 100 bytes each. It changes speed only. Jobs with a `cache_salt` are left out.
         target_step_seconds: while jobs decode, a step computes only as many prompt tokens as keep it this short,
-            judged by the time of earlier steps: whole pages, at least one and at most `max_chunk_size` tokens. None
-            means `max_chunk_size` tokens always.
+            judged by the time of earlier steps: whole pages, at least one and at most `max_chunk_size` tokens. Not
+            while hooks of the caller read hidden states: they see how a prompt is cut. None means `max_chunk_size`
+            tokens always; a model in lockstep (`load_tp` with a process for each device) takes nothing else.
 
     Raises:
         RequestError: a parameter is out of its range, or parts do not belong together.
@@ -132,7 +133,7 @@ class ExLlamaV2DynamicGenerator(PageViews):
         drafts = num_draft_tokens if draft_model is not None or use_ngram_draft else 0
         check_drafting(model, cache, draft_model, draft_cache, use_ngram_draft, drafts, max_ngram, max_q_size)
         check_history(shared_ngram_tokens, use_ngram_draft)
-        check_seconds("target_step_seconds", target_step_seconds)
+        check_pace(model, target_step_seconds)
         # The parts belong together, as the caller says; model and tokenizer check what they are given.
         self.model, self.cache, self.tokenizer = cast("OwnModel", model), cache, cast("OwnTokenizer", tokenizer)
         self.draft_model, self.draft_cache = cast("OwnModel | None", draft_model), draft_cache
@@ -154,7 +155,7 @@ class ExLlamaV2DynamicGenerator(PageViews):
         self._outbox = Outbox()
         runner, pool = Runner(self.model, cache, limits.page_size), filter_pool if filter_background_eval else None
         pace = PromptPace(target_step_seconds, limits.max_chunk_size, limits.page_size)
-        self._engine = Engine(self._scheduler, runner, drafter, limits.max_chunk_size, pace, self._outbox.deliver, pool)
+        self._engine = Engine(self._scheduler, runner, drafter, pace, self._outbox.deliver, pool)
         self._in_step = self._by_columns = False
         #: jobs that `discard` has marked and that are still to be taken out; appended to without the lock
         self._discards: deque[ExLlamaV2DynamicJob] = deque()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from exl_generate.contracts import Model, Tokenizer
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 
-__all__ = ["Limits", "check_drafting", "check_history", "check_seconds", "check_tokenizer", "check_tokens"]
+__all__ = ["Limits", "check_drafting", "check_history", "check_pace", "check_tokenizer", "check_tokens"]
 
 #: Models of one family have vocabularies of slightly different sizes: padding, and tokens that a fine-tuning has added.
 MOST_OTHER_IDS = 1024
@@ -99,12 +99,23 @@ def check_count(name: str, value: object, least: int, optional: bool = False) ->
         raise RequestError(f"{name} is {value!r}; it must be an integer of at least {least}")
 
 
-def check_seconds(name: str, value: object) -> None:
-    """Raise `RequestError` unless `value` is None or a positive, finite number."""
-    if value is None:
+def check_pace(model: Model, target_step_seconds: object) -> None:
+    """Raise `RequestError` unless the target is None or a positive, finite number that the model can keep."""
+    if target_step_seconds is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise RequestError(f"{name} is {value!r}; it must be a positive number of seconds, or None")
+    if (
+        isinstance(target_step_seconds, bool)
+        or not isinstance(target_step_seconds, int | float)
+        or not 0 < target_step_seconds < math.inf
+    ):
+        raise RequestError(
+            f"target_step_seconds is {target_step_seconds!r}; it must be a positive number of seconds, or None"
+        )
+    if model.in_lockstep:
+        raise RequestError(
+            f"target_step_seconds is {target_step_seconds!r}, but other processes run the same passes of this model, "
+            "and their clocks differ; pass None, and a smaller max_chunk_size for shorter steps"
+        )
 
 
 def _check_parts(model: object, cache: object, which: str = "") -> None:

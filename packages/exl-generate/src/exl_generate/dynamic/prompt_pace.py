@@ -6,17 +6,21 @@ from time import perf_counter
 
 __all__ = ["PromptPace"]
 
-#: weight of the newest step in the mean time of a token
+#: weight of the newest step in a mean
 NEWEST = 0.3
 #: pages of prompt tokens in a step before any time is known
 FIRST_PAGES = 2
+#: seconds between two steps that are no pause, however short the target
+NO_PAUSE = 0.05
 
 
 class PromptPace:
     """Limit the prompt tokens of a step so that jobs that decode wait at most `target` seconds for their next tokens.
 
     A step lasts from its beginning to that of the next one: on a GPU the next step waits for the prompts of this one.
-    Steps in which no job decodes are neither limited nor measured.
+    Its time is that of decoding, the mean of steps without prompt tokens, and an equal part for each prompt token.
+    Steps in which no job decodes are neither limited nor measured; nor is a step after which the caller paused for
+    longer than `target` and `NO_PAUSE`.
 
     Args:
         target: seconds; None limits nothing.
@@ -28,9 +32,11 @@ class PromptPace:
         self._target, self._most, self._page = target, most, min(page_size, most)
         #: whether there is a target
         self.limited = target is not None
-        #: mean seconds of a step for each of its prompt tokens, decoding included; 0 before the first measurement
-        self._each = 0.0
-        self._began = 0.0
+        #: mean seconds of a step without prompt tokens; None before the first measurement
+        self._base: float | None = None
+        #: mean seconds beyond these for each prompt token; None before the first measurement
+        self._each: float | None = None
+        self._began = self._ended = 0.0
         #: whether jobs decoded in the last step
         self._decoded = False
         #: prompt tokens of the last step and of the step before it
@@ -41,21 +47,37 @@ class PromptPace:
         if self._target is None:
             return self._most
         now = perf_counter()
-        if decodes and self._decoded:
+        if decodes and self._decoded and now - self._ended <= max(self._target, NO_PAUSE):
             self._learn(now - self._began)
-        self._began, self._decoded = now, decodes
-        if not decodes:
-            return self._most
-        pages = FIRST_PAGES if self._each == 0 else int(self._target / self._each) // self._page
-        return min(self._most, max(1, pages) * self._page)
+        self._began = self._ended = now
+        self._decoded = decodes
+        return self._allowed(self._target) if decodes else self._most
 
     def spent(self, tokens: int) -> None:
         """Record the prompt tokens of the step that has begun."""
         self._before, self._tokens = self._tokens, tokens
 
+    def end(self) -> None:
+        """Record that the step returns to the caller, who may pause before the next one."""
+        self._ended = perf_counter()
+
+    def _allowed(self, target: float) -> int:
+        if self._each is None:
+            return min(self._most, FIRST_PAGES * self._page)
+        left = target - (self._base or 0.0)
+        if left >= self._each * self._most:  # compared before a division, whose result may be infinite
+            return self._most
+        pages = int(left / self._each) // self._page if left > 0 else 0
+        return min(self._most, max(1, pages) * self._page)
+
     def _learn(self, seconds: float) -> None:
         # A GPU may compute a step's prompts in the next step's time, so the tokens of either step may have taken it.
         tokens = min(self._before, self._tokens)
         if tokens >= self._page:
-            each = seconds / tokens
-            self._each = each if self._each == 0 else (1 - NEWEST) * self._each + NEWEST * each
+            self._each = _mean(self._each, max(seconds - (self._base or 0.0), 0.0) / tokens)
+        elif not (self._before or self._tokens):
+            self._base = _mean(self._base, seconds)
+
+
+def _mean(old: float | None, new: float) -> float:
+    return new if old is None else (1 - NEWEST) * old + NEWEST * new

@@ -34,8 +34,7 @@ WORTH_WAITING = 16
 class Prompts:
     """Compute prompt tokens for jobs in the order they started.
 
-    A step computes at most `max_chunk_size` tokens in all, or fewer where `pace` limits them. This bounds the time that
-    running streams wait.
+    A step computes at most so many tokens in all as `pace` allows. This bounds the time that running streams wait.
     """
 
     def __init__(
@@ -43,7 +42,6 @@ class Prompts:
         scheduler: Scheduler,
         runner: Runner,
         drafter: Drafter,
-        max_chunk_size: int,
         pace: PromptPace,
         deliver: Callable[[Events], None],
         counters: Counters,
@@ -51,7 +49,7 @@ class Prompts:
         self._scheduler = scheduler
         self._runner = runner
         self._drafter = drafter
-        self._budget, self._pace = max_chunk_size, pace
+        self._pace = pace
         self._deliver = deliver
         self.counters = counters
         #: ids in common from which on a prompt waits for another

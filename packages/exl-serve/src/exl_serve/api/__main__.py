@@ -19,7 +19,7 @@ import uvicorn
 
 from exl_serve.api.app import create_app
 from exl_serve.api.auth import Authenticator
-from exl_serve.api.limits import guarded
+from exl_serve.api.limits import guarded, keep_alive
 from exl_serve.api.state import AppState
 from exl_serve.api.worker import Link, WorkerModels
 from exl_serve.config.load import ConfigError
@@ -149,7 +149,7 @@ def _settings(config: ServeConfig, app: Any, protocol: Any) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         backlog=2048,
-        timeout_keep_alive=int(limits.keep_alive_seconds),
+        timeout_keep_alive=keep_alive(limits),
         ssl_certfile=config.server.tls_cert,
         ssl_keyfile=config.server.tls_key,
     )

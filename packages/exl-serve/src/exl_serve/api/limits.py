@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from typing import Any
 
@@ -12,7 +13,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
 
-__all__ = ["MAX_HEADERS", "MAX_HEADER_BYTES", "guarded"]
+__all__ = ["MAX_HEADERS", "MAX_HEADER_BYTES", "guarded", "keep_alive"]
 
 MAX_HEADERS, MAX_HEADER_BYTES = 100, 16 << 10
 LEAST_RATE = 1024.0
@@ -26,6 +27,14 @@ def guarded(limits: Limits) -> type[HttpToolsProtocol]:
     `limits` is an attribute of the class and may be changed later.
     """
     return type("GuardedProtocol", (_Guarded,), {"limits": limits, "addresses": Counter()})
+
+
+def keep_alive(limits: Limits) -> int:
+    """Return the seconds that uvicorn keeps an idle connection: whole ones, and at least 1.
+
+    With 0 it would close each connection behind its answer.
+    """
+    return max(1, math.ceil(limits.keep_alive_seconds))
 
 
 class _Guarded(HttpToolsProtocol):

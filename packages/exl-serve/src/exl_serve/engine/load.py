@@ -94,7 +94,7 @@ def _loaded(
         tokenizer,
         max_batch_size=config.max_batch_size,
         max_chunk_size=config.max_chunk_size,
-        target_step_seconds=config.target_itl or None,
+        target_step_seconds=_target_seconds(config, model),
         **extra,
     )
     generator.warmup()
@@ -157,8 +157,18 @@ def _scripted(config: ModelConfig, described: Any) -> Any:
         ExLlamaV2Tokenizer(described),
         max_batch_size=config.max_batch_size,
         max_chunk_size=config.max_chunk_size,
-        target_step_seconds=config.target_itl or None,
+        target_step_seconds=_target_seconds(config, model),
     )
+
+
+def _target_seconds(config: ModelConfig, model: Any) -> float | None:
+    if config.target_itl and model.in_lockstep:
+        raise ServeError.invalid(
+            f"target_itl is {config.target_itl}, but {config.id} runs in several processes, whose clocks differ; "
+            "set it to 0 and a smaller max_chunk_size",
+            "target_itl",
+        )
+    return config.target_itl or None
 
 
 def _pace(jobs: int) -> float:

@@ -55,7 +55,7 @@ def answer_rules(
     """Return the rules of an answer that is `content`, a rule defined elsewhere, or regions of calls with their
     markers.
 
-    A format whose calls may begin without a marker has the marker here: it distinguishes the call from a content.
+    A format whose calls may begin without a marker has the marker here: it distinguishes the call from content.
     `pattern`: the content is the terminal `CONTENT` of any pattern, so that its texts that begin as a call are left
     out. Raises ServeError 400 for a schema that this syntax cannot follow.
     """

@@ -12,7 +12,7 @@ from typing import Any
 import uvicorn
 
 from exl_serve.api.app import create_app
-from exl_serve.api.limits import guarded
+from exl_serve.api.limits import guarded, keep_alive
 from exl_serve.api.state import AppState, Caller, ModelHandle
 from exl_serve.api.text import FolderText
 from exl_serve.api.worker import find_model
@@ -105,6 +105,7 @@ class LiveServer:
             log_level="warning",
             lifespan="off",
             access_log=False,
+            timeout_keep_alive=keep_alive(self._config.server.limits),
             server_header=False,
         )
         self._server = uvicorn.Server(settings)
