@@ -227,8 +227,15 @@ def serve(connection: socket.socket) -> dict[str, Any]:
     return found
 
 
+READ_AT_IMPORT = ("EXL_CUDA_PDL", "EXL_ROW_INVARIANT")
+"""Variables that preloaded modules have read."""
+
+
 def become(order: dict[str, Any]) -> None:
     """Run the program, as the interpreter does."""
+    for name in READ_AT_IMPORT:
+        if order["env"].get(name) != os.environ.get(name):
+            sys.exit(f"{name} differs, which preloaded modules have read: run this program with another interpreter")
     os.chdir(order["folder"])
     os.environ.clear()
     os.environ.update(order["env"])

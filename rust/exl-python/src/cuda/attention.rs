@@ -399,7 +399,7 @@ fn operands(
     })
 }
 
-/// What the rows of the block table stand for; `windows` counts with `apart` only.
+/// The meaning of the block table's rows; `windows` counts with `apart` only.
 pub fn table_rows(apart: bool, windows: bool) -> Rows {
     match (apart, windows) {
         (false, _) => Rows::Sequences,

@@ -68,7 +68,7 @@ pub struct Attention {
     pub softcap: f32,
     /// Keys and values that are not in the pages yet: one token a row, decode only.
     pub own: Option<Own>,
-    /// What the rows of the block table stand for.
+    /// The meaning of the block table's rows.
     pub table_rows: Rows,
     /// Destination of results instead of `out`; only with `own` or [`Rows::Apart`] or [`Rows::Windows`].
     pub ordered: Option<Ordered>,

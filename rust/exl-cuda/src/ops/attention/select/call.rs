@@ -36,7 +36,7 @@ pub struct Call {
     pub rows: Rows,
 }
 
-/// What the rows of the block table stand for.
+/// The meaning of the block table's rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rows {
     /// Sequences with any number of tokens.
