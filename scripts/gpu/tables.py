@@ -120,16 +120,17 @@ def steps(lines: list[Line], runs: Runs) -> list[str]:
 def prompts(lines: list[Line], runs: Runs) -> list[str]:
     """Prompts of 8B at 4.0 bpw."""
 
-    def case(line: Line) -> tuple[int, bool]:
-        return (line["tokens"], bool(line.get("strict")))
+    def case(line: Line) -> tuple[int, str, bool]:
+        past = line.get("past", 0)
+        return (line["tokens"], f" behind {past:,}, {line['cache']} cache" if past else "", bool(line.get("strict")))
 
     heads, cells = by_card(lines, case, lambda line: f"{line['tok_s']:,.0f}", "tok/s", runs)
     return table(
         "Prompts",
         f"| tokens, Llama 8B, 4.0 bpw | {' | '.join(heads)} |",
         (
-            f"| {tokens:,}{', strict' if strict else ''} | {' | '.join(row)} |"
-            for (tokens, strict), row in sorted(cells.items())
+            f"| {tokens:,}{behind}{', strict' if strict else ''} | {' | '.join(row)} |"
+            for (tokens, behind, strict), row in sorted(cells.items())
         ),
     )
 
