@@ -118,7 +118,7 @@ def steps(lines: list[Line], runs: Runs) -> list[str]:
 
 
 def prompts(lines: list[Line], runs: Runs) -> list[str]:
-    """Prompts of 8B at 4.0 bpw; those behind cached tokens until keys and values are stored, as the generator runs them."""
+    """Prompts of 8B at 4.0 bpw; those behind cached tokens until they are stored, as the generator runs them."""
 
     def case(line: Line) -> tuple[int, int, str, bool]:
         past = line.get("past", 0)
@@ -132,7 +132,8 @@ def prompts(lines: list[Line], runs: Runs) -> list[str]:
         "Prompts",
         f"| tokens, Llama 8B, 4.0 bpw | {' | '.join(heads)} |",
         (
-            f"| {tokens:,}{f' behind {past:,}, {cache} cache' if past else ''}{', strict' if strict else ''} | {' | '.join(row)} |"
+            f"| {tokens:,}"
+            f"{f' behind {past:,}, {cache} cache' if past else ''}{', strict' if strict else ''} | {' | '.join(row)} |"
             for (tokens, past, cache, strict), row in sorted(cells.items())
         ),
     )
