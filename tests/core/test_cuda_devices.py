@@ -20,9 +20,9 @@ from exl_core.device import GIB, devices
 from exl_core.execution.sharded.launches import ResultRow
 from exl_core.execution.sharded.matrix import SplitMatrix
 from exl_core.execution.sharded.prompts import Prompts, Stores, StreamBarrier
-from exl_core.execution.sharded.transfer import is_direct
 from exl_core.layers import Linear
 from exl_core.loading.plan import plan, plan_modules
+from exl_core.transfer import is_direct
 from exl_kernels.peer import ExchangeBuffers
 
 pytestmark = [pytest.mark.cuda, pytest.mark.covers("core.md: loading")]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from exl_core import transfer
 from exl_core.execution import sections
 from exl_core.execution.sections import SectionGraphs
-from exl_core.execution.sharded import transfer
 from exl_core.execution.sharded.context import TensorParallel
 from exl_core.execution.sharded.exchange import LocalExchange
 from exl_core.execution.sharded.shares import Shares

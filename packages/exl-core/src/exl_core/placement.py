@@ -12,7 +12,7 @@ from torch import Tensor
 from exl_kernels.kv import KVPages
 
 from .device import activation_dtype, torch_device
-from .execution.sharded.transfer import send
+from .transfer import send
 
 if TYPE_CHECKING:
     from .execution.batch import Step

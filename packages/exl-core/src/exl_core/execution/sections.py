@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..layers import Head
 from ..placement import Placement
+from ..transfer import is_direct, queueing
 from .batch import Step
 from .fused import JoinedLaunches
-from .sharded.transfer import is_direct, queueing
 from .step_inputs import StagedTensors, StepTensors
 
 if TYPE_CHECKING:

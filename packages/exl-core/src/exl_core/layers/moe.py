@@ -19,8 +19,8 @@ from exl_kernels.moe import ExpertGroup, ExpertRouter, group_experts
 
 from ..architectures.base import Activation
 from ..execution.sharded.matrix import ShardedMatrix
-from ..execution.sharded.transfer import send
 from ..loading.checkpoint import TensorSource
+from ..transfer import send
 from .description import ExpertsDescription
 from .linear import Linear
 from .mlp import FeedForward, GatedMLP

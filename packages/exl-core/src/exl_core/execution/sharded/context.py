@@ -13,9 +13,9 @@ from exl_kernels.kv import KVPages
 from ...device import torch_device
 from ...errors import CacheError
 from ...placement import Placement
+from ...transfer import send
 from .exchange import Exchange, LocalExchange
 from .shares import Bounds, Shares
-from .transfer import send
 
 if TYPE_CHECKING:
     from ...contracts import PagedCache

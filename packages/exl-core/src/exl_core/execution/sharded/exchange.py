@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .transfer import send
+from ...transfer import send
 
 __all__ = ["Exchange", "LocalExchange", "Parts"]
 

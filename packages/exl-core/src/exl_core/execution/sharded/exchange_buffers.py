@@ -10,9 +10,9 @@ from torch import Tensor
 
 from exl_kernels.peer import ExchangeBuffers, PeerResults, exchange_buffer_bytes, free_deleted
 
+from ...transfer import is_direct
 from .coverage import RowBytes
 from .launches import Gather, ResultRow
-from .transfer import is_direct
 
 if TYPE_CHECKING:
     from .context import TensorParallel

@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from ...transfer import send
 from .matrix import SplitMatrix, gathered
-from .transfer import send
 
 if TYPE_CHECKING:
     from exl_kernels.kv import KVPages

@@ -20,12 +20,12 @@ from exl_kernels.peer import PeerResults
 
 from ...device import out_of_memory_as_error
 from ...layers import Embedding
+from ...transfer import queueing, send
 from ..batch import DECODE_TOKENS
 from ..eager import first_step, logits_of, matmuls_of
 from ..half import OutputTokens
 from .heads import ShardedHeads
 from .launches import ResultRow, ShardLaunches, operators_for, run_shares
-from .transfer import queueing, send
 
 if TYPE_CHECKING:
     from ...contracts import ForwardResult
