@@ -130,7 +130,7 @@ def test_an_adapted_expert_runs_by_itself(model: ExLlamaV2) -> None:
     assert torch.equal(adapted[~changed], plain[~changed])
     assert not torch.isclose(adapted[changed], plain[changed]).all(-1).any()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MoE, "_run", lambda *_: pytest.fail("an expert ran by itself"))
+        patch.setattr(MoE, "run_expert", lambda *_: pytest.fail("an expert ran by itself"))
         others = mixtures(model)[0]
         others.inner(h, [lora])
         with pytest.raises(pytest.fail.Exception):
@@ -145,7 +145,7 @@ def test_an_adapted_shared_expert_joins_the_others(model: ExLlamaV2) -> None:
     h = torch.randn(20, 128, generator=torch.Generator().manual_seed(3))
     lora = adapter(mixture.shared.down_proj)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MoE, "_run", lambda *_: pytest.fail("an expert ran by itself"))
+        patch.setattr(MoE, "run_expert", lambda *_: pytest.fail("an expert ran by itself"))
         together = mixture.inner(h, [lora])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MoE, "_grouped_for", lambda *_: None)

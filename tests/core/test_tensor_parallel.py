@@ -23,10 +23,11 @@ from exl_core import (
     errors,
 )
 from exl_core.device import Device, devices
-from exl_core.execution.sharded.matrix import ShardedMatrix, SplitMatrix
+from exl_core.execution.sharded.matrix import SplitMatrix
 from exl_core.execution.sharded.shares import Shares
 from exl_core.execution.sharded.sums import SumMatrix
 from exl_core.layers import Linear
+from exl_core.layers.matrix import ShardedMatrix
 from exl_core.loading.parallel_plan import plan_parallel
 from exl_core.loading.sizes import CacheSize
 

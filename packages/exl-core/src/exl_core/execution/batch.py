@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Event
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,18 +18,10 @@ if TYPE_CHECKING:
     from ..architectures.windows import LayerRope
     from ..contracts import Adapter, EmbeddedRows
 
-__all__ = ["DECODE_TOKENS", "Sharding", "Step"]
+__all__ = ["DECODE_TOKENS", "Step"]
 
 DECODE_TOKENS = 16
 """Most tokens of a row in a decode step: the last token and its drafts."""
-
-
-class Sharding(Protocol):
-    """Attention whose heads are on several devices."""
-
-    def attend(self, attention: Any, h: Tensor, step: Step) -> Tensor:
-        """Compute `attention.attend(h, step)`; `attention` is a `layers.Attention`, whose file imports this one."""
-        ...
 
 
 @dataclass
@@ -56,7 +48,8 @@ class Step:
     loras: tuple[Adapter, ...] = ()  # the adapters of every row, applied by the linears
     embeddings: tuple[EmbeddedRows, ...] = ()  # rows of ids from EMBEDDING_INDEX on
     alt: tuple[Tensor, Tensor] | None = None  # cos and sin of a second table, if the family has one
-    sharding: Sharding | None = None  # runs attention if heads are on several devices; `pages` is unused then
+    # Of each device with heads of a sharded model: layer -> the pages of those heads. `pages` is unused then.
+    shard_pages: tuple[Callable[[int], KVPages], ...] = ()
     elsewhere: dict[torch.device, Step] = field(default_factory=dict, repr=False)  # the same step on other devices
     # Of tokens in images that see themselves: their numbers int64 [n], their own places int32 [n].
     pictures: tuple[Tensor, Tensor] | None = None

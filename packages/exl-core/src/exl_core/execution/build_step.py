@@ -18,7 +18,6 @@ from ..rope import RopeTable
 from .arguments import checked_key_mask, per_row, row_lengths
 from .attn_params import AttentionParams, PagedParams
 from .batch import Step
-from .sharded.heads import ShardedHeads
 
 if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
@@ -73,9 +72,7 @@ def build_step(
     else:
         layout = _contiguous_layout(config, cache, params, batch, q_len, device)
     rows, positions, block_table, page_size, pages = layout
-    sharding = (
-        None if parallel is None else ShardedHeads(parallel, parallel.pages(cache, page_size, (batch, config.head_dim)))
-    )
+    shard_pages = () if parallel is None else parallel.pages(cache, page_size, (batch, config.head_dim))
     last = int(positions.max())
     if last >= config.max_seq_len:
         raise SequenceTooLongError(
@@ -105,7 +102,7 @@ def build_step(
         abort_event=abort_event,
         loras=loras,
         embeddings=embeddings,
-        sharding=sharding,
+        shard_pages=shard_pages,
         alt=alt,
         pictures=None if pictures is None else (pictures[0].to(device), pictures[1].to(device)),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -26,9 +26,17 @@ from .sublayer import SubLayer
 if TYPE_CHECKING:
     from exl_kernels.kv import KVPages
 
-__all__ = ["Attention", "ParallelDecoder", "rotate", "shape_heads"]
+__all__ = ["Attention", "AttentionSharding", "ParallelDecoder", "rotate", "shape_heads"]
 
 PICTURE_TOKENS = 64  # tokens of images in one call, each with a mask over all keys
+
+
+class AttentionSharding(Protocol):
+    """Runs attention whose heads are on several devices."""
+
+    def attend(self, attention: Attention, h: Tensor, step: Step) -> Tensor:
+        """Compute `attention.attend(h, step)`."""
+        ...
 
 
 class Attention(SubLayer[AttentionBlock]):
@@ -52,9 +60,13 @@ class Attention(SubLayer[AttentionBlock]):
         post: norm of the output, before the residual sum.
         q_norm: norm before RoPE, over each head, or over the whole row of heads if the weight is as wide as the row.
         k_norm: like q_norm.
+
+    Attributes:
+        sharding: runs `attend` of a model that is sharded over devices; else None.
     """
 
     name = "Attention"
+    sharding: AttentionSharding | None = None
 
     layer_idx: int
 
@@ -157,8 +169,8 @@ class Attention(SubLayer[AttentionBlock]):
 
     def attend(self, h: Tensor, step: Step) -> Tensor:
         """Return o_proj of the attention over a normalised hidden state h [T, hidden], without norms and residual."""
-        if step.sharding is not None:
-            return step.sharding.attend(self, h, step)
+        if self.sharding is not None:
+            return self.sharding.attend(self, h, step)
         mixed = self.mix(*self.project(h, step), step.pages(self.layer_idx), step)
         return self.o_proj.forward(mixed.view(h.shape[0], -1), step.loras)
 

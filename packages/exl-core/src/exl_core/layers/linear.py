@@ -13,10 +13,9 @@ from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaFloatMatrix
 
 from ..errors import ModelStateError
-from ..execution.sharded.matrix import Cut, ShardedMatrix, SplitMatrix
-from ..execution.sharded.sums import SumMatrix
 from ..loading.checkpoint import TensorSource
 from ..loading.linears import LinearOptions, LinearSpec, load_linear
+from .matrix import Cut, ShardedMatrix
 
 if TYPE_CHECKING:
     from ..contracts import Adapter
@@ -152,11 +151,3 @@ class Linear:
     def device(self) -> torch.device:
         """Device of inputs and results."""
         return self.loaded_matrix.device
-
-    def parts_for(self, loras: Sequence[Adapter]) -> SplitMatrix | None:
-        """Return the matrix if it is cut by outputs and no adapter changes it: results may stay on the devices."""
-        return self.matrix if isinstance(self.matrix, SplitMatrix) and not self.adapted(loras) else None
-
-    def sums_for(self, loras: Sequence[Adapter]) -> SumMatrix | None:
-        """Return the matrix if it is cut by inputs and no adapter changes it: inputs may stay on the devices."""
-        return self.matrix if isinstance(self.matrix, SumMatrix) and not self.adapted(loras) else None

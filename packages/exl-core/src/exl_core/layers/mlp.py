@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -14,7 +14,6 @@ from exl_kernels.block import MlpBlock
 
 from ..architectures.base import Activation
 from ..execution.batch import Step
-from ..execution.sharded.matrix import Part, over_parts
 from .description import MlpDescription
 from .linear import Linear
 from .norm import Norm, block_norm
@@ -23,7 +22,7 @@ from .sublayer import SubLayer
 if TYPE_CHECKING:
     from ..contracts import Adapter
 
-__all__ = ["DenseMLP", "FeedForward", "GatedMLP", "PlainMLP"]
+__all__ = ["DenseMLP", "FeedForward", "GatedMLP", "MlpSharding", "PlainMLP"]
 
 
 class FeedForward(SubLayer[MlpBlock]):
@@ -62,14 +61,24 @@ class FeedForward(SubLayer[MlpBlock]):
         return self.added(x, self.inner(self.normed(x), loras))
 
 
+class MlpSharding(Protocol):
+    """Runs MLPs whose features are on several devices."""
+
+    def inner(self, mlp: DenseMLP, h: Tensor, loras: Sequence[Adapter]) -> Tensor:
+        """Compute `mlp.inner(h, loras)`."""
+        ...
+
+
 class DenseMLP(FeedForward):
     """inner(h) = down(act(gate(h)) * up(h)), or down(act(up(h))) without gate.
 
     Attributes:
         first: gate and up, or up.
+        sharding: runs `inner` of a model that is sharded over devices; else None.
     """
 
     name = "MLP"
+    sharding: MlpSharding | None = None
 
     def __init__(
         self,
@@ -111,19 +120,12 @@ class DenseMLP(FeedForward):
         return MlpBlock(block_norm(self.norm), gate, matrices, self.activation, post=block_norm(self.post))
 
     def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
-        """Compute the first matrices, the activation, and down; features may stay on the devices that have them."""
-        parts = [parts for linear in self.first if (parts := linear.parts_for(loras)) is not None]
-        if len(parts) < len(self.first):
-            return self.down_proj.forward(self._activated([linear.forward(h, loras) for linear in self.first]), loras)
-        sums = self.down_proj.sums_for(loras)
-        if sums is not None:
-            return sums.after(h, parts, self._features)
-        return self.down_proj.forward(over_parts(h, parts, self._features), loras)
+        """Compute the first matrices, the activation, and down."""
+        if self.sharding is not None:
+            return self.sharding.inner(self, h, loras)
+        return self.down_proj.forward(self.activated([linear.forward(h, loras) for linear in self.first]), loras)
 
-    def _features(self, h: Tensor, parts: Sequence[Part]) -> Tensor:
-        return self._activated([part.matmul(h) for part in parts])
-
-    def _activated(self, results: Sequence[Tensor]) -> Tensor:
+    def activated(self, results: Sequence[Tensor]) -> Tensor:
         """Apply the activation, and the gate if there is one, in the memory of the first results."""
         if len(results) == 1:
             return activate(results[0], self.activation, out=results[0])

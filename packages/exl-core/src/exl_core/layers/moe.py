@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -18,20 +18,19 @@ from exl_kernels.linear.fused import Norm as InputNorm
 from exl_kernels.moe import ExpertGroup, ExpertRouter, group_experts
 
 from ..architectures.base import Activation
-from ..execution.sharded.matrix import ShardedMatrix
 from ..loading.checkpoint import TensorSource
 from ..transfer import send
 from .description import ExpertsDescription
 from .linear import Linear
+from .matrix import ShardedMatrix
 from .mlp import FeedForward, GatedMLP
 from .module import is_changed
 from .norm import Norm, RMSNorm
 
 if TYPE_CHECKING:
     from ..contracts import Adapter
-    from ..execution.sharded.context import TensorParallel
 
-__all__ = ["Expert", "MoE", "sparse_mixture"]
+__all__ = ["Expert", "ExpertSharding", "MoE", "sparse_mixture"]
 
 
 def sparse_mixture(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
@@ -68,6 +67,22 @@ class Expert:
         if any(isinstance(m.matrix, ShardedMatrix) or m.stored_features != m.out_features for m in self):
             return None
         return self.gate.quant, self.up.quant, self.down.quant
+
+
+class ExpertSharding(Protocol):
+    """Runs experts some of which are on the devices of other processes."""
+
+    def outputs(self, mixture: MoE, h: Tensor, places: Sequence[Tensor], out: Tensor, loras: Sequence[Adapter]) -> None:
+        """Fill `out` with the outputs of all experts.
+
+        Args:
+            mixture: the experts.
+            h: [T, hidden].
+            places: for each expert its rows of `out`, of which h has one for every `chosen`.
+            out: [T * chosen, hidden], float32.
+            loras: the adapters.
+        """
+        ...
 
 
 class MoE(FeedForward):
@@ -111,7 +126,7 @@ class MoE(FeedForward):
         self.shared = shared
         self.shared_gate = shared_gate
         self.capturable = False  # unless experts share launches on a GPU: else the host decides which ones run
-        self.sharding: tuple[TensorParallel, Sequence[int]] | None = None  # the device number of each expert
+        self.sharding: ExpertSharding | None = None  # runs experts that other processes have
         self._router: ExpertRouter | None = None
         self._grouped: ExpertGroup | None = None
 
@@ -140,7 +155,7 @@ class MoE(FeedForward):
         router = self.router.loaded_matrix
         if isinstance(router, CudaFloatMatrix) and ExpertRouter.takes_features(router.in_features):
             self._router = ExpertRouter(router, self.chosen, self.normalize, self.jitter)
-        if self.sharding is not None and not self.sharding[0].exchange.whole:
+        if self.sharding is not None:
             return  # all processes exchange outputs in `_outputs`, also one that has every expert
         experts = [expert.matrices() for expert in self.experts]
         whole = [parts for parts in experts if parts is not None]
@@ -264,43 +279,18 @@ class MoE(FeedForward):
         out = torch.empty((*indices.shape, self.experts[0].down.out_features), dtype=torch.float32, device=h.device)
         flat, order = indices.reshape(-1).sort(stable=True)
         counts = torch.bincount(flat, minlength=len(self.experts)).tolist()
-        if self.sharding is not None and not self.sharding[0].exchange.whole:
-            return self._exchanged(h, order, counts, loras, *self.sharding, out)
-        begin = 0
-        for expert, count in zip(self.experts, counts, strict=True):
-            if count:
-                places = order[begin : begin + count]
+        groups, flat_out = torch.split(order, counts), out.view(-1, out.shape[-1])
+        if self.sharding is not None:
+            self.sharding.outputs(self, h, groups, flat_out, loras)
+            return out
+        for expert, places in zip(self.experts, groups, strict=True):
+            if len(places):
                 x = send(h[places // self.chosen], expert.gate.device)
-                out.view(-1, out.shape[-1])[places] = send(self._run(expert, x, loras), out.device).float()
-                begin += count
+                flat_out[places] = send(self.run_expert(expert, x, loras), out.device).float()
         return out
 
-    def _exchanged(
-        self,
-        h: Tensor,
-        order: Tensor,
-        counts: Sequence[int],
-        loras: Sequence[Adapter],
-        context: TensorParallel,
-        shards: Sequence[int],
-        out: Tensor,
-    ) -> Tensor:
-        """Fill `out` as `_outputs` does, where some experts are on the devices of other processes."""
-        parts: list[tuple[int, tuple[int, ...]]] = []
-        made: list[Tensor] = []
-        groups = torch.split(order, list(counts))
-        for expert, shard, places in zip(self.experts, shards, groups, strict=True):
-            if not len(places):
-                continue
-            parts.append((shard, (len(places), out.shape[-1])))
-            if context.is_local(shard):
-                made.append(self._run(expert, h[places // self.chosen], loras).float())
-        chosen = [places for places in groups if len(places)]
-        for places, values in zip(chosen, context.exchange.collect(parts, made, out), strict=True):
-            out.view(-1, out.shape[-1])[places] = values
-        return out
-
-    def _run(self, expert: Expert, h: Tensor, loras: Sequence[Adapter]) -> Tensor:
+    def run_expert(self, expert: Expert, h: Tensor, loras: Sequence[Adapter]) -> Tensor:
+        """Run one expert on h [rows, hidden], on its device."""
         gate = expert.gate.forward(h, loras)
         gated_activation(gate, expert.up.forward(h, loras), self.activation, out=gate)
         return expert.down.forward(gate, loras)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from ...layers import Intervention, Linear, Module, MoE, ParallelDecoder
+from ...layers import Attention, DenseMLP, Intervention, Linear, Module, MoE, ParallelDecoder
 from .context import TensorParallel
+from .feed_forward import ShardedExperts, ShardedFeatures
+from .heads import ShardedHeads
 from .matrix import OutputCut, WholeElsewhere
 from .shares import Bounds, Shares
 from .sums import FeatureCut, MlpQuarters
@@ -18,7 +20,7 @@ def shard_modules(modules: Sequence[Module], context: TensorParallel) -> None:
 
     Those of attention are cut at key/value heads, others by blocks of output features. With `Shares.sums` the last
     matrix of an MLP is cut at quarters of its K, and those before it by the same features. Each expert is whole on one
-    device; routers, norms and the embedding are on the home device.
+    device; routers, norms and the embedding are on the home device. The modules let this context run what is cut.
     """
     for linear, bounds in output_bounds(modules, context.shares, context.heads).items():
         linear.cut = OutputCut(context, bounds)
@@ -28,8 +30,13 @@ def shard_modules(modules: Sequence[Module], context: TensorParallel) -> None:
             quarters = MlpQuarters(context, last.spec, last.options)
             for linear in mlp:
                 linear.cut = quarters if linear is last else FeatureCut(quarters)
-    for mixture in _mixtures(modules):
-        _shard_experts(mixture, context)
+    for layer in _layers(modules):
+        if isinstance(layer, Attention):
+            layer.sharding = ShardedHeads(context)
+        elif isinstance(layer, DenseMLP):
+            layer.sharding = ShardedFeatures()
+        else:
+            _shard_experts(layer, context)
 
 
 def output_bounds(modules: Sequence[Module], shares: Shares, heads: Bounds) -> dict[Linear, Bounds]:
@@ -54,24 +61,28 @@ def output_bounds(modules: Sequence[Module], shares: Shares, heads: Bounds) -> d
 
 def unshard_modules(modules: Sequence[Module]) -> None:
     """Undo `shard_modules` after an unload."""
-    for mixture in _mixtures(modules):
-        mixture.sharding = None
+    for layer in _layers(modules):
+        layer.sharding = None
     for linear in (linear for module in modules for linear in module.submodules()):
         linear.cut = linear.place = None
 
 
-def _mixtures(modules: Sequence[Module]) -> Iterator[MoE]:
+def _layers(modules: Iterable[Module]) -> Iterator[Attention | DenseMLP | MoE]:
+    """Yield the modules that may have parts on several devices, also those inside of others."""
     for module in modules:
-        while isinstance(module, Intervention):
-            module = module.inner
-        found = module.mlp if isinstance(module, ParallelDecoder) else module
-        if isinstance(found, MoE):
-            yield found
+        if isinstance(module, Intervention):
+            yield from _layers([module.inner])
+        elif isinstance(module, Attention | DenseMLP | MoE):
+            yield module
+        if isinstance(module, ParallelDecoder):
+            yield from _layers([module.mlp])
+        elif isinstance(module, MoE) and module.shared is not None:
+            yield module.shared
 
 
 def _shard_experts(module: MoE, context: TensorParallel) -> None:
     shards = context.shares.experts(len(module.experts))
-    module.sharding = (context, shards)
+    module.sharding = None if context.exchange.whole else ShardedExperts(context, shards)
     for expert, shard in zip(module.experts, shards, strict=True):
         for linear in expert:
             linear.place = context.device(shard)

@@ -25,9 +25,10 @@ __all__ = ["SHARDED", "Sharded"]
 class Sharded(Eager):
     """Run module by module.
 
-    `Step.sharding` knows the device of each head; a linear's loaded matrix knows where its parts are. Results meet on
-    the home device through the context's exchange, three times a layer where sums are exchanged: attention's outputs,
-    o's outputs, down's sums. Where down is cut by outputs, the hidden features are one more.
+    What `shard_modules` gave each layer to run its heads, features and experts knows their devices; a linear's loaded
+    matrix knows where its parts are. Results meet on the home device through the context's exchange, three times a
+    layer where sums are exchanged: attention's outputs, o's outputs, down's sums. Where down is cut by outputs, the
+    hidden features are one more.
     """
 
     @torch.no_grad()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,8 +12,6 @@ from ...transfer import send
 from .matrix import SplitMatrix, gathered
 
 if TYPE_CHECKING:
-    from exl_kernels.kv import KVPages
-
     from ...layers.attention import Attention
     from ...layers.norm import Norm
     from ..batch import Step
@@ -27,25 +23,22 @@ N = TypeVar("N", bound="Norm")
 
 Norms = list[tuple["Norm | None", "Norm | None"]]
 """Norms of q and k of a layer, of each device with heads."""
-_norms: WeakKeyDictionary[TensorParallel, dict[int, tuple[list[Tensor | None], Norms]]] = WeakKeyDictionary()
-"""By layer of a sharded model: the weights of its norms, and the norms made of them. Each load has its own sharding."""
 
 
 class ShardedHeads:
-    """The heads of every layer in one pass (`Step.sharding`).
+    """The heads of one layer (`AttentionSharding`).
 
     Each device projects, rotates, stores and reads its own heads; o_proj sees all of them.
 
     Attributes:
         heads: device and first and last key/value head of each device of this process that has any.
-        pages: for each of `heads`, a function layer -> pages of those heads.
     """
 
-    def __init__(self, context: TensorParallel, pages: Sequence[Callable[[int], KVPages]]) -> None:
-        """pages: for every entry of `context.local_heads`, layer -> pages of those heads."""
+    def __init__(self, context: TensorParallel) -> None:
         self.context = context
         self.heads = context.local_heads
-        self.pages = tuple(pages)
+        self._norms: tuple[list[Tensor | None], Norms] | None = None
+        """The weights of the layer's norms, and the norms made of them."""
 
     def attend(self, attention: Attention, h: Tensor, step: Step) -> Tensor:
         """Compute `Attention.attend`; h [T, hidden] and the result of o_proj are on the first device."""
@@ -53,7 +46,7 @@ class ShardedHeads:
         dim, groups = a.head_dim, a.num_attention_heads // a.num_key_value_heads
         projected = self._projected(a, h, step)
         made = []
-        for (shard, _, _), pages, (q, k, v) in zip(self.heads, self.pages, projected, strict=True):
+        for (shard, _, _), pages, (q, k, v) in zip(self.heads, step.shard_pages, projected, strict=True):
             there = context.step_on(step, shard)
             made.append(a.mix(q, k, v, pages(a.layer_idx), there).view(h.shape[0], -1))
         whole = torch.empty((h.shape[0], a.num_attention_heads * dim), dtype=h.dtype, device=h.device)
@@ -78,14 +71,13 @@ class ShardedHeads:
     def _norms_of(self, a: Attention) -> Norms:
         """Return the norms of q and k of every device, on it; kept until the module has other weights."""
         weights = [None if norm is None else norm.weight for norm in (a.q_norm, a.k_norm)]
-        by_layer = _norms.setdefault(self.context, {})
-        kept = by_layer.get(a.layer_idx)
+        kept = self._norms
         if kept is None or any(old is not new for old, new in zip(kept[0], weights, strict=True)):
             norms = [
                 (self._norm(a.q_norm, shard, begin, end, a), self._norm(a.k_norm, shard, begin, end, None))
                 for shard, begin, end in self.heads
             ]
-            kept = by_layer[a.layer_idx] = (weights, norms)
+            kept = self._norms = (weights, norms)
         return kept[1]
 
     def _from_home(self, a: Attention, h: Tensor, step: Step) -> list[tuple[Tensor, Tensor, Tensor]]:

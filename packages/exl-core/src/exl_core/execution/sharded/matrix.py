@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from exl_kernels.linear import Compute, Format, QuantMatrix
+from exl_kernels.linear import QuantMatrix
 
 from ...errors import ModelStateError
+from ...layers.matrix import Cut, ShardedMatrix
 from ...loading.linears import LinearOptions, LinearSpec, Ranges, load_columns
 from .shares import FEATURES, Bounds
 
@@ -24,13 +24,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Columns",
-    "Cut",
     "OutputCut",
     "Part",
     "RemoteMatrix",
-    "ShardedMatrix",
     "SplitMatrix",
     "WholeElsewhere",
+    "check_together",
     "gathered",
     "over_parts",
     "run_parts",
@@ -38,58 +37,6 @@ __all__ = [
 
 Columns = slice | Tensor
 """Outputs of a matrix: a range, or int64 numbers in any order."""
-
-
-class ShardedMatrix(ABC):
-    """The counterpart of a `QuantMatrix` over several devices, with x and y on the home device.
-
-    Attributes:
-        in_features: inputs.
-        out_features: outputs.
-        stored_features: outputs of the matrix in the files.
-        name: name in the files.
-        format: format in the files.
-        compute: arithmetic on the CPU.
-        bits_per_weight: of the files' form.
-        nbytes: bytes on the devices of this process.
-        device: torch's home device.
-    """
-
-    def __init__(self, spec: LinearSpec, context: TensorParallel, held: Iterable[QuantMatrix]) -> None:
-        """held: the matrices on this process' devices, at least one."""
-        self.context = context
-        self.in_features, self.out_features = spec.in_features, spec.out_features
-        self.stored_features = spec.out_features
-        self.name = spec.key
-        own = list(held)
-        self.format: Format = own[0].format
-        self.compute: Compute = own[0].compute
-        weights = [matrix.in_features * matrix.out_features for matrix in own]
-        bits = sum(w * m.bits_per_weight for w, m in zip(weights, own, strict=True))
-        self.bits_per_weight = bits / sum(weights)
-        self.nbytes = sum(matrix.nbytes for matrix in own)
-        self.device = context.home
-
-    @abstractmethod
-    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Multiply x [T, in] on the home device -> [T, out], in `out` if given."""
-
-    @abstractmethod
-    def dequantize(self) -> Tensor:
-        """Return W float16 [in, out] on the CPU without padding columns. All processes call this, else PeerError."""
-
-    def _check_together(self) -> None:
-        """Raise PeerError unless all processes dequantize this matrix now: gloo ends a process that exchanges alone."""
-        name = hashlib.blake2b(self.name.encode(), digest_size=8).digest()
-        self.context.exchange.check_same(f"dequantize of {self.name}", name)
-
-
-class Cut(ABC):
-    """How the matrix of a linear is cut for several devices."""
-
-    @abstractmethod
-    def load(self, source: TensorSource, spec: LinearSpec, options: LinearOptions) -> ShardedMatrix:
-        """Read the parts of this process' devices to them. Raises as `load_linear`."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +101,8 @@ class SplitMatrix(ShardedMatrix):
         self.parts = tuple(parts)
         self.local = tuple(part for part in parts if part.matrix is not None)
         held = [part.matrix for part in self.local if part.matrix is not None]
-        super().__init__(spec, context, held or ([] if sample is None else [sample]))
+        self.context = context
+        super().__init__(spec, context.home, held or ([] if sample is None else [sample]))
         self.nbytes = sum(matrix.nbytes for matrix in held)
         self.stored_features = stored
         self.places = [(part.shard, part.columns) for part in self.parts]
@@ -175,7 +123,7 @@ class SplitMatrix(ShardedMatrix):
 
     def dequantize(self) -> Tensor:
         """Return W float16 [in, out] on the CPU without padding columns."""
-        self._check_together()
+        check_together(self, self.context.exchange)
         # One process joins the parts on the CPU: a GPU may have no room for the whole.
         home = torch.device("cpu") if self.context.exchange.whole else self.context.home
         out = torch.empty((self.in_features, self.out_features), dtype=torch.float16, device=home)
@@ -228,9 +176,15 @@ class WholeElsewhere(Cut):
         """Read the format of the matrix. Raises as `load_linear`."""
         few = min(FEATURES, spec.out_features)
         sample, _, stored = load_columns(source, spec, replace(options, device="cpu"), 0, few)
-        made = RemoteMatrix(spec, self.context, [sample])
+        made = RemoteMatrix(spec, self.context.home, [sample])
         made.nbytes, made.stored_features = 0, stored
         return made
+
+
+def check_together(matrix: ShardedMatrix, exchange: Exchange) -> None:
+    """Raise PeerError unless all processes dequantize this matrix now: gloo ends a process that exchanges alone."""
+    name = hashlib.blake2b(matrix.name.encode(), digest_size=8).digest()
+    exchange.check_same(f"dequantize of {matrix.name}", name)
 
 
 def over_parts(x: Tensor, matrices: Sequence[SplitMatrix], run: Callable[[Tensor, Sequence[Part]], Tensor]) -> Tensor:

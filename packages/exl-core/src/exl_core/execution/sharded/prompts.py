@@ -24,7 +24,6 @@ from ...transfer import queueing, send
 from ..batch import DECODE_TOKENS
 from ..eager import first_step, logits_of, matmuls_of
 from ..half import OutputTokens
-from .heads import ShardedHeads
 from .launches import ResultRow, ShardLaunches, operators_for, run_shares
 
 if TYPE_CHECKING:
@@ -60,11 +59,8 @@ class Prompts:
         assert context is not None
         with out_of_memory_as_error("run the model"), matmuls_of(model, asked):
             first = first_step(model, asked, context)
-            heads = first.sharding
-            assert isinstance(heads, ShardedHeads), "built for a sharded model"
             steps = [
-                replace(context.step_on(first, shard), pages=pages, sharding=None)
-                for shard, pages in enumerate(heads.pages)
+                replace(context.step_on(first, shard), pages=pages) for shard, pages in enumerate(first.shard_pages)
             ]
             embedding = model.modules[0]
             assert isinstance(embedding, Embedding)

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from exl_kernels.linear import QuantMatrix
 
+from ...layers.matrix import Cut, ShardedMatrix
 from ...loading.linears import LinearOptions, LinearSpec, load_linear
-from .matrix import Cut, Part, ShardedMatrix, SplitMatrix, run_parts
+from .matrix import Part, SplitMatrix, check_together, run_parts
 
 if TYPE_CHECKING:
     from ...loading.checkpoint import TensorSource
@@ -61,7 +62,8 @@ class SumMatrix(ShardedMatrix):
         """
         self.pieces = tuple(pieces)
         held = [piece.matrix for piece in pieces if piece.matrix is not None]
-        super().__init__(spec, context, held or [sample])
+        self.context = context
+        super().__init__(spec, context.home, held or [sample])
         self.nbytes = sum(matrix.nbytes for matrix in held)
         self.prescale, self.bias = spec.prescale, bias
 
@@ -104,7 +106,7 @@ class SumMatrix(ShardedMatrix):
 
     def dequantize(self) -> Tensor:
         """Return W float16 [in, out] on the CPU without padding columns."""
-        self._check_together()
+        check_together(self, self.context.exchange)
         out = torch.empty((self.in_features, self.out_features), dtype=torch.float16)
         made = [piece.matrix.dequantize() for piece in self.pieces if piece.matrix is not None]
         parts = [(piece.shard, (len(piece.features), self.out_features)) for piece in self.pieces]

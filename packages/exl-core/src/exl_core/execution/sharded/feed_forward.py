@@ -1,0 +1,56 @@
+"""MLPs and mixtures whose matrices are on several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from .matrix import Part, SplitMatrix, over_parts
+from .sums import SumMatrix
+
+if TYPE_CHECKING:
+    from ...contracts import Adapter
+    from ...layers import DenseMLP, MoE
+    from .context import TensorParallel
+
+__all__ = ["ShardedExperts", "ShardedFeatures"]
+
+
+class ShardedFeatures:
+    """The features between the matrices of an MLP, which stay on the devices that have them (`MlpSharding`)."""
+
+    def inner(self, mlp: DenseMLP, h: Tensor, loras: Sequence[Adapter]) -> Tensor:
+        """Compute `mlp.inner(h, loras)`. Adapters are added on the home device."""
+        parts = [m for a in mlp.first if isinstance(m := a.matrix, SplitMatrix) and not a.adapted(loras)]
+        if len(parts) < len(mlp.first):
+            return mlp.down_proj.forward(mlp.activated([linear.forward(h, loras) for linear in mlp.first]), loras)
+
+        def features(x: Tensor, own: Sequence[Part]) -> Tensor:
+            return mlp.activated([part.matmul(x) for part in own])
+
+        last = mlp.down_proj
+        if isinstance(last.matrix, SumMatrix) and not last.adapted(loras):
+            return last.matrix.after(h, parts, features)
+        return last.forward(over_parts(h, parts, features), loras)
+
+
+class ShardedExperts:
+    """The experts of a mixture on the devices of several processes (`ExpertSharding`)."""
+
+    def __init__(self, context: TensorParallel, shards: Sequence[int]) -> None:
+        """shards: the device number of each expert."""
+        self.context, self.shards = context, shards
+
+    def outputs(self, mixture: MoE, h: Tensor, places: Sequence[Tensor], out: Tensor, loras: Sequence[Adapter]) -> None:
+        """Fill `out`; each process runs its own experts."""
+        chosen = [found for found in zip(mixture.experts, self.shards, places, strict=True) if len(found[2])]
+        parts = [(shard, (len(rows), out.shape[-1])) for _, shard, rows in chosen]
+        made = [
+            mixture.run_expert(expert, h[rows // mixture.chosen], loras).float()
+            for expert, shard, rows in chosen
+            if self.context.is_local(shard)
+        ]
+        for (_, _, rows), values in zip(chosen, self.context.exchange.collect(parts, made, out), strict=True):
+            out[rows] = values
