@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from importlib import import_module
 from typing import Any, ClassVar
 
 from exl_filters import background, bits
@@ -14,7 +13,7 @@ from exl_filters.context import FilterContext
 from exl_filters.copying import CopiesItself, copy_state
 from exl_filters.errors import FilterBusy, FilterError, FilterUsageError
 
-__all__ = ["Allowed", "ExLlamaV2Filter", "overrides"]
+__all__ = ["Allowed", "ExLlamaV2Filter", "FromSpec", "overrides", "unpickle_by"]
 
 Allowed = tuple[Collection[int] | None, Collection[int]]
 
@@ -264,13 +263,26 @@ class ExLlamaV2Filter(CopiesItself):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a filter that has a `spec` by that spec: its type and parameters are kept, its state is not."""
         if overrides(self, "spec"):
-            # The registry imports this module, so it is imported only when a filter is pickled.
-            return import_module("exl_filters.registry").from_spec, (self.spec(), self.tokenizer)
+            return _unpickle_by[-1], (self.spec(), self.tokenizer)
         return super().__reduce_ex__(protocol)
 
     def spec(self) -> dict[str, Any]:
         """Return a JSON-compatible description from which `exl_filters.from_spec` builds an equal filter."""
         raise FilterError(f"{type(self).__name__} has no spec()")
+
+
+FromSpec = Callable[[Mapping[str, Any], Any], ExLlamaV2Filter]
+"""Builds a filter of its `spec` and its tokenizer."""
+_unpickle_by: list[FromSpec] = []
+
+
+def unpickle_by(from_spec: FromSpec) -> None:
+    """Let pickled filters be built by `from_spec`, a function of a module.
+
+    The registry, which imports this module, gives its own. `exl_filters` imports the registry before anything else can
+    make a filter.
+    """
+    _unpickle_by[:] = [from_spec]
 
 
 def overrides(obj: object, name: str) -> bool:

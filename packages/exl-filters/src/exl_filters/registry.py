@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
 
-from exl_filters.base import ExLlamaV2Filter
+from exl_filters.base import ExLlamaV2Filter, unpickle_by
 from exl_filters.errors import (
     AmbiguousPlugin,
     FilterCompileError,
@@ -355,3 +355,4 @@ def _from_entry_point(point: importlib.metadata.EntryPoint) -> _Entry:
 
 
 _registry = _Registry()
+unpickle_by(from_spec)
