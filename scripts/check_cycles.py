@@ -2,8 +2,9 @@
 
 `import package.module` and `from package.module import name` lead to that module, `from package import name` to the
 module of that name or, where there is none, to the package. Every import statement counts, for types too, wherever it
-is in a file. An import that Python runs also leads to the `__init__` of the packages above the module, which Python
-runs first; a package that is above the importing module is running already.
+is in a file, and so does a call of `import_module` or `__import__` with the name of a module. An import that Python
+runs also leads to the `__init__` of the packages above the module, which Python runs first; a package that is above the
+importing module is running already.
 """
 
 from __future__ import annotations
@@ -81,6 +82,32 @@ def _targets(name: str, file: Path, known: dict[str, Path], *, types: bool) -> I
             base = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:
                 yield f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else _nearest(base, known)
+        elif isinstance(node, ast.Call):
+            called = _called(node, name, package)
+            yield called if called in known else ""
+
+
+def _called(node: ast.Call, name: str, package: str) -> str:
+    """The module that a call of module `name` imports, if it is written there; "" for other calls."""
+    function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    if function not in ("import_module", "__import__"):
+        return ""
+    given = [*node.args, *(word.value for word in node.keywords if word.arg == "name")]
+    text = _text(given[0], {"__name__": name, "__package__": package}) if given else ""
+    level = len(text) - len(text.lstrip("."))
+    return text if not level else ".".join([*package.split(".")[: len(package.split(".")) - level + 1], text[level:]])
+
+
+def _text(node: ast.AST, values: dict[str, str]) -> str:
+    """The string that a node is, with the names of `values` in it; "" if it depends on anything else."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.Name):
+        return values.get(node.id, "")
+    parts = node.values if isinstance(node, ast.JoinedStr) else []
+    parts = [node.left, node.right] if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) else parts
+    texts = [_text(part.value if isinstance(part, ast.FormattedValue) else part, values) for part in parts]
+    return "".join(texts) if all(texts) else ""
 
 
 def _nearest(name: str, known: dict[str, Path]) -> str:

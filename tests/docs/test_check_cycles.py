@@ -72,3 +72,25 @@ def test_imports_for_types_run_no_packages(cycles: ModuleType, tmp_path: Path) -
 def test_a_package_may_need_its_modules_and_they_it(cycles: ModuleType, tmp_path: Path) -> None:
     files = {"__init__": "from .a import A\n", "a": "from .b import B\n", "b": "from .sub import x\n"}
     assert found(cycles, tmp_path, **files) == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        'import_module("p.c")',
+        'importlib.import_module("p.c").C',
+        'import_module(name="p.c")',
+        'import_module(".c", __package__)',
+        'import_module(f"{__package__}.c")',
+        'import_module("p" + ".c")',
+        '__import__("p.c")',
+    ],
+)
+def test_calls_that_import_a_module_count(cycles: ModuleType, tmp_path: Path, call: str) -> None:
+    circles = found(cycles, tmp_path, a="import p.b\n", b=f"def f():\n    return {call}\n", c="import p.a\n")
+    assert circles == [{"p.a", "p.b", "p.c"}]
+
+
+@pytest.mark.parametrize("call", ['import_module("json")', 'import_module("p.c.C")', "import_module(x)", "f('p.c')"])
+def test_other_calls_import_no_module(cycles: ModuleType, tmp_path: Path, call: str) -> None:
+    assert found(cycles, tmp_path, a="import p.b\n", b=f"def f(x):\n    return {call}\n", c="import p.a\n") == []
