@@ -1,6 +1,6 @@
 """Facts about the tree that no linter knows: lock hygiene, host names, machine paths, clocks in tests, long files and
-functions, Python that chooses by limits of rows, second definitions of such limits, and
-protocols with `Any`.
+functions, Python that chooses by limits of rows, second definitions of such limits, members, architectures and modules
+that are named by strings, and protocols, layers and executors with `Any`.
 
 Prints every finding and exits 1 if one of them is an error. Long files are listed as a question, not as an error.
 """
@@ -8,6 +8,7 @@ Prints every finding and exits 1 if one of them is an error. Long files are list
 from __future__ import annotations
 
 import ast
+import operator
 import re
 import subprocess
 import sys
@@ -49,9 +50,14 @@ COMPARE_ROWS = {
     "packages/exl-core/src/exl_core/execution/half_matmuls.py": "the decisions that executors and `exl info` share",
     "packages/exl-core/src/exl_core/loading/sizes.py": "bytes of dequantized matrices, before anything is loaded",
     "packages/exl-generate/src/exl_generate/dynamic/engine.py": "rows that the sampler's memory is planned for",
+    "packages/exl-generate/src/exl_generate/sampling/static.py": "pairs of rows, with and without the negative prompt",
+    "packages/exl-generate/src/exl_generate/static/streaming.py": "one prompt, or a pair of prompts",
     "packages/exl-kernels/src/exl_kernels/linear/cuda.py": "float matrices, which have no plan, in blocks",
     "packages/exl-kernels/src/exl_kernels/linear/planned.py": "the meaning of a plan of a block",
+    "packages/exl-serve/src/exl_serve/engine/admission.py": "tokens of a request, no rows",
 }
+# There `len(x)` is a tensor's rows.
+TENSOR_PACKAGES = ("packages/exl-core/src/", "packages/exl-kernels/src/")
 # Every limit of rows of a GPU has one definition, in the first of these files. Python asks for it, and CUDA sources
 # include the second file, whose values the build compares with the first one's. All other files write the name and not
 # the number. A constant with the value of a limit counts if its name ends with rows, tokens or columns, says nothing
@@ -84,8 +90,11 @@ ROW_CONSTANTS = {
     "rust/exl-cuda/src/ops/moe/select.rs:SHARED_ROWS": "measured: average rows of an expert",
 }
 NATIVE = ("rust/exl-cpu/", "rust/exl-cuda/", "rust/exl-python/src/")
-NUMBER = f"(?:{'|'.join(map(str, sorted(LIMIT_VALUES)))})(?:_?usize)?"
-NATIVE_CONSTANT = re.compile(rf"\b([A-Z][A-Z0-9_]*)\b(?:: \w+)? = {NUMBER}(?=[,;])")
+SHIFTS = "|".join(str(value.bit_length() - 1) for value in sorted(LIMIT_VALUES))
+NUMBER = f"(?:(?:{'|'.join(map(str, sorted(LIMIT_VALUES)))})(?:_?usize)?|1(?:_?usize)? << (?:{SHIFTS}))"
+COMPUTES = {ast.LShift: operator.lshift, ast.Mult: operator.mul, ast.Add: operator.add, ast.Sub: operator.sub}
+BEHIND = f"(?:{'|'.join(str(value + 1) for value in sorted(LIMIT_VALUES))})"
+NATIVE_CONSTANT = re.compile(rf"\b([A-Z][A-Z0-9_]*)\b(?:(?:: \w+)? = | +){NUMBER}(?=[,;}}>]|\s*$)")
 NAMED_CONSTANT = re.compile(rf"\w*(?:ROWS|TOKENS|COLUMNS)|{VAGUE}")
 ROW_NAME = r"\b(?:(?!entry_)\w*(?:rows|tokens|columns)|m)\b(?:\.len)?(?:\(\))?"
 COMPARES = "(?:[<>]=?|[=!]=)"
@@ -94,12 +103,30 @@ ROW_NUMBER = re.compile(
     rf"|(?<![*+] )\b{NUMBER} {COMPARES} (?:\w+\.)*{ROW_NAME}"
     rf"|{ROW_NAME}\.(?:min|max)\({NUMBER}\)"
     rf"|\.\.=?{NUMBER} =>"
+    rf"|\.\.(?:={NUMBER}|{BEHIND})\)\.contains\(&\w*(?:rows|tokens|m)\)"
 )
 CONSTANT = r"(?:\w+::)*([A-Z][A-Z0-9_]*)\b"
 ROW_COMPARISON = re.compile(
     rf"{ROW_NAME} {COMPARES} {CONSTANT}|{CONSTANT} {COMPARES} (?:\w+\.)*{ROW_NAME}"
     rf"|{ROW_NAME}\.(?:min|max)\({CONSTANT}\)"
 )
+# Protocols (contracts.py) say what models, caches and generators have: no code looks their members up by name, except
+# where an argument of a caller is checked. Only architectures/ names architectures. Modules import one another by
+# statements, which check_cycles.py and import-linter see; those that may not say why (`# late import: ...`).
+LOOKS_UP = {
+    "packages/exl-core/src/exl_core/execution/arguments.py": "a cache that a caller passes",
+    "packages/exl-generate/src/exl_generate/static/base.py": "a cache that a caller passes",
+    "packages/exl-filters/src/exl_filters/readers.py": "models of sentencepiece",
+}
+# Files of protocols, layers and executors have complete types, with these exceptions.
+LAYERS_AND_EXECUTORS = re.compile(r"/exl_core/(?:execution|layers)/")
+ANY = {
+    "packages/exl-core/src/exl_core/execution/recorder.py": "torch's handle of a graph's memory has no public type",
+}
+OWNER = re.compile(r"(?:^|_)(?:model|cache|generator)$")
+ARCHITECTURE = re.compile(r"^\w+For(?:CausalLM|ConditionalGeneration)$")
+NAMES_ARCHITECTURES = re.compile(r"/architectures/|/exl_generate/cli/random_model\.py$")
+OWN = ("exl_kernels.", "exl_core.", "exl_filters.", "exl_generate.", "exllamav2.", "exl_serve.")
 # No test may fail because a machine is slow or busy: what is waited for in one has at least these seconds, which only a
 # hang takes, and no other clock is looked at. A line that must says why: `# clock: ...`.
 LEAST_WAIT = 120
@@ -159,12 +186,14 @@ def long_functions(name: str, source: str) -> list[str]:
     return errors + [f"{key}: is not too long any more; take it out of LONG_FUNCTIONS" for key in unused]
 
 
-def compared_rows(source: str) -> list[tuple[int, str]]:
-    """(line, code) of comparisons of rows with a limit of kernels."""
+def compared_rows(source: str, *, lengths: bool = False) -> list[tuple[int, str]]:
+    """(line, code) of comparisons of rows with a limit of kernels; with `lengths` those of `len(x)`, too."""
     return [
         (node.lineno, ast.unparse(node))
         for node, names in comparisons(source)
-        if names & LIMIT_NAMES or (of_rows(names) and any(map(is_limit, [node.left, *node.comparators])))
+        if names & LIMIT_NAMES
+        or (of_rows(names) and bounds(node, LIMIT_VALUES))
+        or (lengths and "len" in names and bounds(node, LIMIT_VALUES - {min(LIMIT_VALUES)}))
     ]
 
 
@@ -176,8 +205,8 @@ def comparisons(source: str) -> Iterator[tuple[ast.Compare, set[str]]]:
 
 
 def of_rows(names: set[str]) -> bool:
-    """Whether one of the names is that of a number of rows."""
-    return any("rows" in name.lower() for name in names)
+    """Whether one of the names is that of a number of rows, or of tokens, which are the rows of a step."""
+    return any("rows" in name.lower() or "tokens" in name.lower() for name in names)
 
 
 def compared_constants(name: str, source: str) -> set[str]:
@@ -258,18 +287,40 @@ def outside_calls(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def identifier(node: ast.AST) -> str:
-    """The last part of a name; "" for other code."""
+    """The last part of a name; "rows" for `x.shape[0]`; "" for other code."""
+    if isinstance(node, ast.Subscript) and identifier(node.value) == "shape" and ast.unparse(node.slice) == "0":
+        return "rows"
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
 def is_limit(node: ast.AST) -> bool:
-    """Whether the code is a number of LIMIT_VALUES."""
-    return isinstance(node, ast.Constant) and type(node.value) is int and node.value in LIMIT_VALUES
+    """Whether the code is a number of LIMIT_VALUES, or computes one of numbers."""
+    return number_of(node) in LIMIT_VALUES
+
+
+def number_of(node: ast.AST) -> int | None:
+    """The whole number that the code is or computes of numbers (`1 << 6`); None for other code."""
+    if isinstance(node, ast.Constant):
+        return node.value if type(node.value) is int else None
+    if not isinstance(node, ast.BinOp) or type(node.op) not in COMPUTES:
+        return None
+    left, right = number_of(node.left), number_of(node.right)
+    return None if left is None or right is None else COMPUTES[type(node.op)](left, right)
+
+
+def bounds(node: ast.Compare, limits: Set[int]) -> bool:
+    """Whether a side of a comparison is one of `limits` or, as the end of a range, the number behind it."""
+    sides = [node.left, *node.comparators]
+    sides += [
+        end for side in sides if isinstance(side, ast.Call) and identifier(side.func) == "range" for end in side.args
+    ]
+    ends = {value + 1 for value in limits if value > min(LIMIT_VALUES)}
+    return any(number_of(side) in limits | ends for side in sides)
 
 
 def row_errors(name: str, source: str) -> list[str]:
     """Comparisons of a file that COMPARE_ROWS does not name, or that it is named without having any."""
-    found = compared_rows(source)
+    found = compared_rows(source, lengths=name.startswith(TENSOR_PACKAGES))
     if name not in COMPARE_ROWS:
         why = "plans choose kernels by rows: ask a plan, or name the file and the reason in COMPARE_ROWS"
         return [f"{name}:{line}: {code}: {why}" for line, code in found]
@@ -277,16 +328,42 @@ def row_errors(name: str, source: str) -> list[str]:
 
 
 def untyped(name: str, source: str) -> list[str]:
-    """Uses of `Any` in a file of protocols: it would leave the parts that a package takes unchecked."""
-    if not name.endswith("/contracts.py"):
+    """Uses of `Any` where types are complete: it would leave what a package or an executor takes unchecked.
+
+    In layers and executors no method of a protocol takes an `object` either: that hides a type, and an import of it.
+    """
+    inner = bool(LAYERS_AND_EXECUTORS.search(name))
+    if not inner and not name.endswith("/contracts.py"):
         return []
-    lines = {
-        node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.expr) and identifier(node) == "Any"
-    }
-    return [
-        f"{name}:{line}: a protocol has complete types: write the type, or make it a parameter"
+    nodes = list(ast.walk(ast.parse(source)))
+    lines = {node.lineno for node in nodes if isinstance(node, ast.expr) and identifier(node) == "Any"}
+    stale = [] if lines or name not in ANY else [f"{name}: has no `Any` any more; take it out of ANY"]
+    lines -= lines if name in ANY else set()
+    protocols = [node for node in nodes if isinstance(node, ast.ClassDef) and "Protocol" in map(identifier, node.bases)]
+    for node in (node for protocol in protocols if inner for node in ast.walk(protocol)):
+        names = ast.walk(node.annotation) if isinstance(node, ast.arg) and node.annotation else ()
+        lines |= {found.lineno for found in names if isinstance(found, ast.Name) and found.id == "object"}
+    return stale + [
+        f"{name}:{line}: types are complete here: write the type, or make it a parameter; if its file imports this "
+        "one, turn one of the imports around"
         for line in sorted(lines)
     ]
+
+
+def by_name(name: str, source: str) -> Iterator[str]:
+    """Members of models, architectures and modules of ours that a file names by strings."""
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and ARCHITECTURE.match(str(node.value)):
+            if not NAMES_ARCHITECTURES.search(name):
+                yield f"{name}:{node.lineno}: {node.value}: only architectures/ names architectures"
+        elif isinstance(node, ast.Call) and node.args:
+            called, first, code = identifier(node.func), node.args[0], ast.unparse(node)
+            if called in {"getattr", "hasattr"} and OWNER.search(identifier(first)) and name not in LOOKS_UP:
+                yield f"{name}:{node.lineno}: {code}: its protocol says what it has (contracts.py)"
+            ours = isinstance(first, ast.Constant) and str(first.value).startswith(OWN)
+            if called in {"import_module", "__import__"} and ours and "# late import:" not in lines[node.lineno - 1]:
+                yield f"{name}:{node.lineno}: {code}: import it by a statement, or say why not"
 
 
 def findings() -> tuple[list[str], list[str]]:
@@ -310,6 +387,7 @@ def findings() -> tuple[list[str], list[str]]:
             errors += [f"{name}:{line}: a test bounded by a clock fails on a busy machine" for line in clocks(text)]
         if re.match(r"packages/[^/]+/src/", name) and path.suffix == ".py":
             errors += long_functions(name, text) + row_errors(name, text) + untyped(name, text)
+            errors += by_name(name, text)
             sources[name] = text
         if name.startswith(NATIVE) and path.suffix in {".rs", ".cu", ".cuh"}:
             sources[name] = text
@@ -317,11 +395,17 @@ def findings() -> tuple[list[str], list[str]]:
             errors.append(f"{name}: {lines} lines; at most {LINES[name]}")
         if path.suffix in {".py", ".rs", ".cu", ".cuh"} and lines > LONG:
             questions.append(f"{name}: {lines} lines; is it still about one thing?")
-    # By name alone, as a file compares with constants that it imports.
-    compared = {constant for name, text in sources.items() for constant in compared_constants(name, text)}
+    return errors + limit_errors(sources), questions
+
+
+def limit_errors(sources: dict[str, str]) -> list[str]:
+    """Second definitions of limits, and stale names in ROW_CONSTANTS, of the sources by file."""
+    # By name alone, as a file compares with constants that it imports: of files in its language.
+    compared: dict[bool, set[str]] = {True: set(), False: set()}
     for name, text in sources.items():
-        errors += second_limits(name, text, compared)
-    return errors + unused_constants(sources, compared), questions
+        compared[name.endswith(".py")] |= compared_constants(name, text)
+    errors = [e for name, text in sources.items() for e in second_limits(name, text, compared[name.endswith(".py")])]
+    return errors + unused_constants(sources, compared[True] | compared[False])
 
 
 if __name__ == "__main__":

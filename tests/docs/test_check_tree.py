@@ -32,11 +32,19 @@ def tree() -> ModuleType:
         "many = given.rows() > 64",
         "few = rows <= 2",
         "many = rows > 512",
+        "few = x.shape[0] <= 64",
+        "few = tokens <= MOST and tokens <= 64",
+        "few = rows < 65",
+        "few = rows in range(65)",
+        "few = rows in range(1, 65)",
+        "few = rows <= 1 << 6",
+        "few = 8 * 8 >= rows",
     ],
 )
 def test_a_comparison_of_rows_needs_a_reason(tree: ModuleType, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (error,) = tree.row_errors(FILE, code)
-    assert error.startswith(f"{FILE}:1: {code.partition('= ')[2]}")
+    compared = code.partition("= ")[2].rpartition(" and ")[2]
+    assert error.startswith(f"{FILE}:1: {compared}")
     monkeypatch.setitem(tree.COMPARE_ROWS, FILE, "a reason")
     assert tree.row_errors(FILE, code) == []
     (stale,) = tree.row_errors(FILE, "x = 1")
@@ -45,16 +53,35 @@ def test_a_comparison_of_rows_needs_a_reason(tree: ModuleType, code: str, monkey
 
 @pytest.mark.parametrize(
     "code",
-    ["x = rows % 8 == 0", "x = refusal(PACKED_ROWS) is None", "x = f(BLOCK_ROWS) > 1", "x = rows > 1", "ROWS = 5"],
+    [
+        "x = rows % 8 == 0",
+        "x = refusal(PACKED_ROWS) is None",
+        "x = f(BLOCK_ROWS) > 1",
+        "x = rows > 1",
+        "ROWS = 5",
+        "x = len(q) > 64",
+    ],
 )
 def test_other_comparisons_need_none(tree: ModuleType, code: str) -> None:
     assert tree.row_errors(FILE, code) == []
+
+
+def test_lengths_of_tensors_are_rows(tree: ModuleType) -> None:
+    file = "packages/exl-core/src/exl_core/execution/x.py"
+    assert len(tree.row_errors(file, "few = len(q) > 64")) == 1
+    assert tree.row_errors(file, "pair = len(q) == 2") == []
 
 
 @pytest.mark.parametrize(
     ("file", "code"),
     [
         (FILE, "MOST_ROWS = 64"),
+        (FILE, "MOST_ROWS = 1 << 6"),
+        (FILE, "MOST_TOKENS = 64\nfew = tokens <= MOST_TOKENS"),
+        ("rust/exl-cuda/src/ops/x.rs", "const MOST_ROWS: usize = 1 << 6;"),
+        ("rust/exl-cuda/src/ops/x.rs", "const SMALL: usize = 1 << 6;\nlet few = rows <= SMALL;"),
+        ("rust/exl-cuda/kernels/linear/x.cuh", "#define MOST_ROWS 64"),
+        ("rust/exl-cuda/kernels/linear/x.cuh", "template <int MOST_ROWS = 64>"),
         (FILE, "MOST_ROWS: Final = 8"),
         (FILE, "ROWS = (1, 8, 32)"),
         (FILE, "LIMIT = 64"),
@@ -94,6 +121,9 @@ def test_a_limit_of_rows_has_one_definition(
         "if tokens.rows.len() > 512 {",
         "let few = rows <= 2;",
         "let at_once = rows.min(64);",
+        "if (1..65).contains(&rows) {",
+        "if (1..=64).contains(&rows) {",
+        "let few = rows <= 1 << 6;",
     ],
 )
 def test_kernels_and_launchers_write_the_name_of_a_limit(tree: ModuleType, code: str) -> None:
@@ -143,6 +173,67 @@ def test_protocols_have_complete_types(tree: ModuleType) -> None:
     (error,) = tree.untyped("packages/p/src/p/contracts.py", code)
     assert error.startswith("packages/p/src/p/contracts.py:2: ")
     assert tree.untyped(FILE, code) == []
+
+
+EXECUTOR = "packages/exl-core/src/exl_core/execution/x.py"
+
+
+def test_layers_and_executors_have_complete_types(tree: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No parameter hides a type whose file imports this one, whatever its comment says."""
+    code = "class Sharding(Protocol):\n    def attend(self, attention: {}, h: Tensor) -> Tensor: ...\n"
+    for hidden in ("Any", "object", "object | None"):
+        (error,) = tree.untyped(EXECUTOR, code.format(hidden))
+        assert error.startswith(f"{EXECUTOR}:2: ")
+    assert tree.untyped(EXECUTOR, code.format("Attention")) == []
+    assert tree.untyped(EXECUTOR, "def check(value: object) -> None: ...") == []
+    assert len(tree.untyped(EXECUTOR.replace("execution", "layers"), "x: Any = 1")) == 1
+    monkeypatch.setitem(tree.ANY, EXECUTOR, "a reason")
+    assert tree.untyped(EXECUTOR, "x: Any = 1") == []
+    assert "take it out of ANY" in tree.untyped(EXECUTOR, "x = 1")[0]
+
+
+@pytest.mark.parametrize(
+    ("code", "what"),
+    [
+        ('getattr(model, "config")', "its protocol"),
+        ('hasattr(self.cache, "pages")', "its protocol"),
+        ("getattr(draft_model, name, None)", "its protocol"),
+        ('name == "Qwen3ForCausalLM"', "architectures"),
+        ('import_module("exl_core.model")', "import it by a statement"),
+        ('__import__("exl_core.model")', "import it by a statement"),
+    ],
+)
+def test_nothing_is_looked_up_by_a_string(tree: ModuleType, code: str, what: str) -> None:
+    (error,) = tree.by_name(EXECUTOR, f"x = {code}")
+    assert error.startswith(f"{EXECUTOR}:1: ")
+    assert what in error
+
+
+def test_an_executor_asks_neither_for_members_nor_for_architectures(tree: ModuleType) -> None:
+    code = 'x = getattr(model, "config").architecture == "Qwen3ForCausalLM"'
+    assert len(list(tree.by_name(EXECUTOR, code))) == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "code"),
+    [
+        (EXECUTOR, 'x = getattr(module, "forward")'),
+        (EXECUTOR, 'x = import_module("torch.cuda")'),
+        (EXECUTOR, 'x = import_module("exl_core.model")  # late import: a reason'),
+        ("packages/exl-core/src/exl_core/architectures/x.py", 'x = "Qwen3ForCausalLM"'),
+        (EXECUTOR, '"""Qwen3ForCausalLM has norms of q and k."""'),
+    ],
+)
+def test_names_that_strings_may_be(tree: ModuleType, file: str, code: str) -> None:
+    assert list(tree.by_name(file, code)) == []
+
+
+def test_names_of_limits_are_compared_within_a_language(tree: ModuleType) -> None:
+    rust = {"rust/exl-cpu/src/x.rs": "if rows <= SMALL { 1 } else { 2 }"}
+    assert "SMALL" not in " ".join(tree.limit_errors({**rust, FILE: "SMALL = 64"}))
+    assert f"{FILE}:1: SMALL has" in " ".join(
+        tree.limit_errors({"packages/y.py": "x = rows <= SMALL", FILE: "SMALL = 64"})
+    )
 
 
 def test_functions_that_are_too_long_may_not_grow(tree: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

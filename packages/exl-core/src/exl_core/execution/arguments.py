@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -308,5 +308,5 @@ def _effective_max(config: ExLlamaV2Config, batch: int) -> int:
     return max(config.max_input_len * config.max_batch_size // batch, 1)
 
 
-def _named(value: Any) -> str:
+def _named(value: object) -> str:
     return str(value.dtype) if isinstance(value, Tensor) else f"a {type(value).__name__}"

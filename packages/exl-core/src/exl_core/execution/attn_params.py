@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +41,7 @@ class AttentionParams:
     input_mask: Tensor | None = None
     position_offsets: Tensor | None = None
     paged: bool = False
-    alt_rope_embed: Any = None
+    alt_rope_embed: object = None
     non_causal_attn: bool = False
     rope_offsets: Tensor | None = None
 
@@ -86,7 +85,7 @@ class PagedParams:
     max_cache_seqlen: int
     page_size: int = 256
     q_len: int = 0
-    alt_rope_embed: Any = None
+    alt_rope_embed: object = None
     rope_offsets: Tensor | None = None
     q_lens: Tensor | None = None
 
@@ -114,7 +113,7 @@ class PagedParams:
             raise InputError(f"PagedParams: page_size is {self.page_size}, must be at least 1")
 
 
-def _check_rope(alt_rope_embed: Any, offsets: Tensor | None, batch: int) -> None:
+def _check_rope(alt_rope_embed: object, offsets: Tensor | None, batch: int) -> None:
     if alt_rope_embed is not None:
         raise UnsupportedError(
             "alt_rope_embed is not supported: positions of images come from their embeddings, others from rope_offsets"

@@ -42,7 +42,7 @@ def main() -> None:
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     # Only a process of one thread may leave the network, and numpy starts others.
     _leave_network()
-    importlib.import_module("exl_core.image_files")
+    importlib.import_module("exl_core.image_files")  # late import: after the network is gone
     _limit_memory()
     while (request := _read(requests)) is not None:
         raw = json.dumps(_answer(*request)).encode()
