@@ -354,7 +354,7 @@ def by_name(name: str, source: str) -> Iterator[str]:
     """Members of models, architectures and modules of ours that a file names by strings."""
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Constant) and ARCHITECTURE.match(str(node.value)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and ARCHITECTURE.match(node.value):
             if not NAMES_ARCHITECTURES.search(name):
                 yield f"{name}:{node.lineno}: {node.value}: only architectures/ names architectures"
         elif isinstance(node, ast.Call) and node.args:

@@ -33,7 +33,7 @@ def tree() -> ModuleType:
         "few = rows <= 2",
         "many = rows > 512",
         "few = x.shape[0] <= 64",
-        "few = tokens <= MOST and tokens <= 64",
+        "few = tokens <= 64",
         "few = rows < 65",
         "few = rows in range(65)",
         "few = rows in range(1, 65)",
@@ -43,8 +43,7 @@ def tree() -> ModuleType:
 )
 def test_a_comparison_of_rows_needs_a_reason(tree: ModuleType, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (error,) = tree.row_errors(FILE, code)
-    compared = code.partition("= ")[2].rpartition(" and ")[2]
-    assert error.startswith(f"{FILE}:1: {compared}")
+    assert error.startswith(f"{FILE}:1: {code.partition('= ')[2]}")
     monkeypatch.setitem(tree.COMPARE_ROWS, FILE, "a reason")
     assert tree.row_errors(FILE, code) == []
     (stale,) = tree.row_errors(FILE, "x = 1")
