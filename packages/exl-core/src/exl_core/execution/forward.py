@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["forward_all", "forward_chunk"]
 
 
-def forward_all(model: ExecutableModel, asked: ForwardPass, *, cpu_logits: bool
+def forward_all(
+    model: ExecutableModel, asked: ForwardPass, *, cpu_logits: bool
 ) -> Tensor | tuple[Tensor | None, Tensor | None] | None:
     """Run a pass of any length over a contiguous cache. Returns and raises as `ExLlamaV2.forward`."""
     ids, embeddings = check_ids(model, asked.ids, asked.embeddings)
