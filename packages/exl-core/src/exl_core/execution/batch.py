@@ -48,8 +48,8 @@ class Step:
     loras: tuple[Adapter, ...] = ()  # the adapters of every row, applied by the linears
     embeddings: tuple[EmbeddedRows, ...] = ()  # rows of ids from EMBEDDING_INDEX on
     alt: tuple[Tensor, Tensor] | None = None  # cos and sin of a second table, if the family has one
-    # Of each device with heads of a sharded model: layer -> the pages of those heads. `pages` is unused then.
-    shard_pages: tuple[Callable[[int], KVPages], ...] = ()
+    # Of a sharded model: the same step on each device with heads, with the pages of those. `pages` is unused then.
+    shards: tuple[Step, ...] = field(default=(), repr=False)
     elsewhere: dict[torch.device, Step] = field(default_factory=dict, repr=False)  # the same step on other devices
     # Of tokens in images that see themselves: their numbers int64 [n], their own places int32 [n].
     pictures: tuple[Tensor, Tensor] | None = None

@@ -86,7 +86,7 @@ def build_step(
     rope_positions, (cos, sin), alt = _rotations(config, rope, rope_alt, rope_positions, device)
     mask = None if isinstance(params, PagedParams) else params.input_mask
     key_mask = None if mask is None else checked_key_mask(mask, batch, last + 1)
-    return Step(
+    step = Step(
         batch_size=batch,
         q_len=q_len,
         rows=rows.to(device),
@@ -102,10 +102,12 @@ def build_step(
         abort_event=abort_event,
         loras=loras,
         embeddings=embeddings,
-        shard_pages=shard_pages,
         alt=alt,
         pictures=None if pictures is None else (pictures[0].to(device), pictures[1].to(device)),
     )
+    if parallel is not None:
+        step.shards = parallel.shards_of(step, shard_pages)
+    return step
 
 
 def _scratch(pages: int, page_size: int, heads: int, head_dim: int, device: torch.device) -> Callable[[int], KVPages]:

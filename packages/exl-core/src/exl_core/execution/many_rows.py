@@ -18,6 +18,7 @@ from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaQuantMatrix, WeightMemory
 
 from ..device import activation_dtype
+from ..layers.heads import Heads, shape_heads
 from .attention_half import AttentionHalf
 from .batch import Step
 from .half import Half, JoinedHalf, Normed
@@ -88,29 +89,21 @@ class ManyRows(Operators):
         if found is None:
             found = self._attention[half.kind] = self._attention_of(half, step)
         self._multiply(half, half.normed(x, h), found.parts)
-        half.shape_heads(found.parts)
+        if half.shapes:
+            shape_heads(half.about, found.parts)
         found.attend(step.pages(half.about.layer_idx))
         return found.mixed
 
     def _attention_of(self, half: AttentionHalf, step: Step) -> _Attention:
         a, parts = half.about, self._parts(half.held)
         q, k, v, mixed = (t.view(self._rows, -1, a.head_dim) for t in parts)
+        heads = Heads(a, step)
         attend = PromptAttention(
-            step.pages(a.layer_idx),
-            q,
-            k,
-            v,
-            step.block_table,
-            step.rows,
-            step.positions,
-            step.slots,
-            None if a.rope == "none" else (*step.table(a.rope), step.rope_positions),
+            *(heads.pages, q, k, v, *heads.places, step.slots),
+            None if a.rope == "none" else heads.rotation,
             interleaved=a.interleaved,
-            scale=a.scale,
-            window=a.window,
-            softcap=a.softcap,
-            max_keys=step.max_keys,
             out=mixed,
+            **heads.options,
         )
         return _Attention(parts[:3], attend, parts[3])
 

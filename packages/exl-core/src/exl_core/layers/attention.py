@@ -4,31 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from exl_kernels.attention import paged_attention
 from exl_kernels.block import AttentionBlock
-from exl_kernels.kv import store_kv
-from exl_kernels.rope import apply_rope
 
 from ..architectures.windows import LayerRope
 from ..execution.batch import Step
 from ..loading.checkpoint import TensorSource
 from .description import AttentionDescription
+from .heads import Heads
 from .linear import Linear
 from .mlp import FeedForward
 from .norm import Norm, block_norm
 from .sublayer import SubLayer
 
-if TYPE_CHECKING:
-    from exl_kernels.kv import KVPages
-
-__all__ = ["Attention", "AttentionSharding", "ParallelDecoder", "rotate", "shape_heads"]
-
-PICTURE_TOKENS = 64  # tokens of images in one call, each with a mask over all keys
+__all__ = ["Attention", "AttentionSharding", "ParallelDecoder"]
 
 
 class AttentionSharding(Protocol):
@@ -41,9 +34,6 @@ class AttentionSharding(Protocol):
 
 class Attention(SubLayer[AttentionBlock]):
     """x + post(o_proj(attention(rope(q), rope(k), v))) with q, k, v from norm(x).
-
-    Keys and values of the chunk are stored before they are read, so that a token's result does not depend on how the
-    prompt was cut into chunks.
 
     Args:
         key: name of the module in the files.
@@ -171,94 +161,14 @@ class Attention(SubLayer[AttentionBlock]):
         """Return o_proj of the attention over a normalised hidden state h [T, hidden], without norms and residual."""
         if self.sharding is not None:
             return self.sharding.attend(self, h, step)
-        mixed = self.mix(*self.project(h, step), step.pages(self.layer_idx), step)
+        heads = self.heads(step)
+        parts = [linear.forward(h, step.loras) for linear in heads.about.first]
+        mixed = heads.attend(*heads.shaped(parts))
         return self.o_proj.forward(mixed.view(h.shape[0], -1), step.loras)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, pages: KVPages, step: Step) -> Tensor:
-        """Store k and v, then attend with q over the pages: [T, heads, head_dim]."""
-        store_kv(pages, k, v, step.slots)
-        mixed = paged_attention(
-            q,
-            pages,
-            step.block_table,
-            step.rows,
-            step.positions,
-            scale=self.scale,
-            window=self.window,
-            softcap=self.softcap,
-            key_mask=step.key_mask,
-            max_keys=step.max_keys,
-        )
-        if self.window and step.pictures is not None:
-            self._mix_in_pictures(q, mixed, pages, step)
-        return mixed
-
-    def _mix_in_pictures(self, q: Tensor, mixed: Tensor, pages: KVPages, step: Step) -> None:
-        """Write the rows of `mixed` for tokens of images: from a window before their own place to the image's end.
-
-        The kernel counts a window from the last visible place, so each of these tokens needs a separate mask.
-        """
-        assert step.pictures is not None
-        keys = torch.arange(step.max_keys or 0, device=q.device)
-        for tokens, own in zip(*(torch.split(t, PICTURE_TOKENS) for t in step.pictures), strict=True):
-            rows = step.rows[tokens].long()
-            mask = torch.zeros((len(tokens), len(keys)), device=q.device)
-            if step.key_mask is not None:
-                mask += step.key_mask[rows, : len(keys)]
-            mask.masked_fill_(keys[None] <= own[:, None] - self.window, -torch.inf)
-            mixed[tokens] = paged_attention(
-                q[tokens],
-                pages,
-                step.block_table[rows],
-                torch.arange(len(tokens), dtype=torch.int32, device=q.device),
-                step.positions[tokens],
-                scale=self.scale,
-                softcap=self.softcap,
-                key_mask=mask,
-                max_keys=step.max_keys,
-            )
-
-    def project(self, h: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """Return normalised and rotated q and k, and v, each [T, heads, head_dim]."""
-        q = self.q_proj.forward(h, step.loras)
-        k = self.k_proj.forward(h, step.loras)
-        v = self.v_proj.forward(h, step.loras)
-        return self.rotated(q, k, v, step, self.q_norm, self.k_norm)
-
-    def rotated(
-        self, q: Tensor, k: Tensor, v: Tensor, step: Step, q_norm: Norm | None, k_norm: Norm | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Clamp projections [T, heads * head_dim] of any heads, and norm and rotate q and k, in place.
-
-        Returns q, k and v, [T, heads, head_dim] each.
-        """
-        q, k, v = (shape_heads(t, self.head_dim, self.clip, norm) for t, norm in ((q, q_norm), (k, k_norm), (v, None)))
-        for t in (q, k):
-            rotate(t, step, self.rope, step.rope_positions, interleaved=self.interleaved)
-        return q, k, v
-
-
-def shape_heads(t: Tensor, head_dim: int, clip: float, norm: Norm | None = None) -> Tensor:
-    """Clamp and norm a projection [T, heads * head_dim] in place, to [T, heads, head_dim] for the rotation.
-
-    Args:
-        t: the projection.
-        head_dim: elements of a head.
-        clip: if > 0, the limit of values.
-        norm: norm over each head, or over the whole row of heads if the weight is as wide as the row; or None.
-    """
-    if clip:
-        t.clamp_(-clip, clip)
-    if norm is not None and norm.shapes[0] == (t.shape[1],):
-        t, norm = norm.apply(t, out=t), None
-    t = t.view(t.shape[0], -1, head_dim)
-    return t if norm is None else norm.apply(t, out=t)
-
-
-def rotate(t: Tensor, step: Step, rope: LayerRope, positions: Tensor, *, interleaved: bool) -> None:
-    """Rotate heads t [T, heads, head_dim] in place by rows `positions` of a table of the step; "none": not at all."""
-    if rope != "none":
-        apply_rope(t, *step.table(rope), positions, interleaved=interleaved)
+    def heads(self, step: Step) -> Heads:
+        """Return the operators between the projections."""
+        return Heads(Attention.describe(self), step)
 
 
 class ParallelDecoder(Attention):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -86,6 +87,11 @@ class TensorParallel:
         if device not in step.elsewhere:
             step.elsewhere[device] = self._placement.step_on(step, device)
         return step.elsewhere[device]
+
+    def shards_of(self, step: Step, pages: Sequence[Callable[[int], KVPages]]) -> tuple[Step, ...]:
+        """Return the step on each device of `local_heads`, with the pages of those heads."""
+        shards = [self.step_on(step, shard) for shard, _, _ in self.local_heads]
+        return tuple(replace(there, pages=own) for there, own in zip(shards, pages, strict=True))
 
     # ---------------------------------------------------------------------------------------------------------- pages
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
+from ...layers.heads import Heads
 from ...transfer import send
 from .matrix import SplitMatrix, gathered
 
@@ -42,30 +44,28 @@ class ShardedHeads:
 
     def attend(self, attention: Attention, h: Tensor, step: Step) -> Tensor:
         """Compute `Attention.attend`; h [T, hidden] and the result of o_proj are on the first device."""
-        a, context = attention, self.context
-        dim, groups = a.head_dim, a.num_attention_heads // a.num_key_value_heads
-        projected = self._projected(a, h, step)
-        made = []
-        for (shard, _, _), pages, (q, k, v) in zip(self.heads, step.shard_pages, projected, strict=True):
-            there = context.step_on(step, shard)
-            made.append(a.mix(q, k, v, pages(a.layer_idx), there).view(h.shape[0], -1))
-        whole = torch.empty((h.shape[0], a.num_attention_heads * dim), dtype=h.dtype, device=h.device)
-        columns = [(shard, slice(begin * groups * dim, end * groups * dim)) for shard, begin, end in context.heads]
+        a, context, heads = attention, self.context, attention.heads(step)
+        width = heads.about.first[0].out_features // a.num_key_value_heads  # of the queries of a key/value head
+        projected = self._projected(a, heads, h)
+        made = [
+            Heads(heads.about, there).attend(*parts).view(h.shape[0], -1)
+            for there, parts in zip(step.shards, projected, strict=True)
+        ]
+        whole = torch.empty((h.shape[0], a.num_key_value_heads * width), dtype=h.dtype, device=h.device)
+        columns = [(shard, slice(begin * width, end * width)) for shard, begin, end in context.heads]
         return a.o_proj.forward(gathered(context.exchange, columns, made, whole), step.loras)
 
-    def _projected(self, a: Attention, h: Tensor, step: Step) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def _projected(self, a: Attention, heads: Heads, h: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return q, k and v [T, heads, head_dim] of every device, on it."""
-        linears = (a.q_proj, a.k_proj, a.v_proj)
-        matrices = [linear.matrix for linear in linears]
-        if any(linear.adapted(step.loras) for linear in linears) or self._whole_rows(a):
-            return self._from_home(a, h, step)
+        about, step = heads.about, heads.step
+        if any(linear.adapted(step.loras) for linear in about.first) or self._whole_rows(a):
+            return self._from_home(a, heads, h)
         inputs = self.context.spread(h)
-        cut = [m.local for m in matrices if isinstance(m, SplitMatrix)]
+        cut = [linear.matrix.local for linear in about.first if isinstance(linear.matrix, SplitMatrix)]
         found = []
-        for parts, norms in zip(zip(*cut, strict=True), self._norms_of(a), strict=True):
-            shard = parts[0].shard
-            q, k, v = (part.matmul(inputs(shard)) for part in parts)
-            found.append(a.rotated(q, k, v, self.context.step_on(step, shard), *norms))
+        for parts, there, (q_norm, k_norm) in zip(zip(*cut, strict=True), step.shards, self._norms_of(a), strict=True):
+            own = Heads(replace(about, q_norm=q_norm, k_norm=k_norm), there)
+            found.append(own.shaped([part.matmul(inputs(part.shard)) for part in parts]))
         return found
 
     def _norms_of(self, a: Attention) -> Norms:
@@ -80,9 +80,9 @@ class ShardedHeads:
             kept = self._norms = (weights, norms)
         return kept[1]
 
-    def _from_home(self, a: Attention, h: Tensor, step: Step) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def _from_home(self, a: Attention, heads: Heads, h: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return `_projected` by way of the first device, where adapters and norms over all heads are applied."""
-        q, k, v = a.project(h, step)
+        q, k, v = heads.shaped([linear.forward(h, heads.step.loras) for linear in heads.about.first])
         groups = a.num_attention_heads // a.num_key_value_heads
         return [
             (

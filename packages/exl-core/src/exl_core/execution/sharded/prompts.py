@@ -9,7 +9,6 @@ tokens that `last_id_only` asks for: fewer rows may take other kernels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,9 +58,7 @@ class Prompts:
         assert context is not None
         with out_of_memory_as_error("run the model"), matmuls_of(model, asked):
             first = first_step(model, asked, context)
-            steps = [
-                replace(context.step_on(first, shard), pages=pages) for shard, pages in enumerate(first.shard_pages)
-            ]
+            steps = first.shards
             embedding = model.modules[0]
             assert isinstance(embedding, Embedding)
             assert embedding.weight is not None
