@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -23,11 +24,13 @@ from exl_core import (
     errors,
 )
 from exl_core.device import Device, devices
+from exl_core.execution.batch import Step
 from exl_core.execution.sharded.matrix import SplitMatrix
 from exl_core.execution.sharded.shares import Shares
 from exl_core.execution.sharded.sums import SumMatrix
-from exl_core.layers import Linear
+from exl_core.layers import Attention, Intervention, Linear, Module
 from exl_core.layers.matrix import ShardedMatrix
+from exl_core.loading.checkpoint import TensorSource
 from exl_core.loading.parallel_plan import plan_parallel
 from exl_core.loading.sizes import CacheSize
 
@@ -320,6 +323,56 @@ def test_norms_of_heads_are_those_of_the_current_module(
         model.modules[1] = other.modules[1]
         found.append(model.forward(ids))
         assert not torch.equal(found[-1], before)
+    assert torch.equal(found[0], found[1])
+
+
+class Doubled(Attention):
+    """A plugin's attention, whose code is its own."""
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        return super().forward(2 * x, step)
+
+
+class Wrapped(Module):
+    """A plugin's module that holds one of the model's."""
+
+    def __init__(self, held: Module) -> None:
+        self.key, self.name, self.layer_idx, self.held = held.key, held.name, held.layer_idx, held
+
+    def load(self, source: TensorSource, device: torch.device) -> None:
+        self.held.load(source, device)
+
+    def unload(self) -> None:
+        self.held.unload()
+
+    def submodules(self) -> Iterator[Linear]:
+        return self.held.submodules()
+
+    @property
+    def loaded(self) -> bool:
+        return self.held.loaded
+
+    def weight_bytes(self) -> int:
+        return self.held.weight_bytes()
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        return self.held.forward(x, step).neg_()
+
+
+def test_other_code_around_a_layer_runs_its_shares(lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:
+    """Hooks, subclasses, and modules around a layer call it: the layer itself has what runs its shares."""
+    folder, found = lab.write(**SIZES), []
+    for places in ("cpu", "cpu:0,cpu:1"):
+        monkeypatch.setenv("EXL_DEVICE", places)
+        model = build(folder)
+        first, second = model.modules[1], model.modules[2]
+        third = Doubled.__new__(Doubled)
+        third.__dict__.update(model.modules[3].__dict__)
+        model.modules[1:4] = [Intervention(first, None, lambda x, step: x + 1), Wrapped(second), third]
+        model.load_tp()
+        found.append(model.forward(ids))
+        model.unload()
+        assert [getattr(module, "sharding", None) for module in (first, second, third)] == [None] * 3
     assert torch.equal(found[0], found[1])
 
 

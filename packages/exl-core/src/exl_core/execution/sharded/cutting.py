@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
-from ...layers import Attention, DenseMLP, Intervention, Linear, Module, MoE, ParallelDecoder
+from ...layers import Attention, DenseMLP, Linear, Module, MoE
 from .context import TensorParallel
 from .feed_forward import ShardedExperts, ShardedFeatures
 from .heads import ShardedHeads
@@ -67,17 +67,16 @@ def unshard_modules(modules: Sequence[Module]) -> None:
         linear.cut = linear.place = None
 
 
-def _layers(modules: Iterable[Module]) -> Iterator[Attention | DenseMLP | MoE]:
-    """Yield the modules that may have parts on several devices, also those inside of others."""
-    for module in modules:
-        if isinstance(module, Intervention):
-            yield from _layers([module.inner])
-        elif isinstance(module, Attention | DenseMLP | MoE):
-            yield module
-        if isinstance(module, ParallelDecoder):
-            yield from _layers([module.mlp])
-        elif isinstance(module, MoE) and module.shared is not None:
-            yield module.shared
+def _layers(modules: Sequence[Module]) -> list[Attention | DenseMLP | MoE]:
+    """Return the modules that may have parts on several devices, also those that another module holds."""
+    found: dict[int, Module] = {}
+    left = list(modules)
+    while left:
+        module = left.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            left += [part for part in vars(module).values() if isinstance(part, Module)]
+    return [module for module in found.values() if isinstance(module, Attention | DenseMLP | MoE)]
 
 
 def _shard_experts(module: MoE, context: TensorParallel) -> None:
