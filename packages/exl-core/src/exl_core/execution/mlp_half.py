@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from exl_kernels.activation import activation as activate
-from exl_kernels.activation import gated_activation
-
 from ..layers.description import MlpDescription
+from ..layers.mlp import activated
 from .batch import Step
 from .half import Features, JoinedHalf, Normed, OutputTokens, PendingMatmul
 from .operators import Operators
@@ -33,7 +31,4 @@ class MlpHalf(JoinedHalf):
             return x, h, found
         if isinstance(found, PendingMatmul):
             found = found.now()
-        inner, *up = (found,) if isinstance(found, Tensor) else found
-        if up:
-            return x, h, gated_activation(inner, up[0], self.about.activation, out=inner)
-        return x, h, activate(inner, self.about.activation, out=inner)
+        return x, h, activated([found] if isinstance(found, Tensor) else found, self.about.activation)

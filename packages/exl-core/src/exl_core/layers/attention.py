@@ -162,8 +162,7 @@ class Attention(SubLayer[AttentionBlock]):
         if self.sharding is not None:
             return self.sharding.attend(self, h, step)
         heads = self.heads(step)
-        parts = [linear.forward(h, step.loras) for linear in heads.about.first]
-        mixed = heads.attend(*heads.shaped(parts))
+        mixed = heads.attend(*heads.shaped([linear.forward(h, step.loras) for linear in heads.about.first]))
         return self.o_proj.forward(mixed.view(h.shape[0], -1), step.loras)
 
     def heads(self, step: Step) -> Heads:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -22,7 +22,7 @@ from .sublayer import SubLayer
 if TYPE_CHECKING:
     from ..contracts import Adapter
 
-__all__ = ["DenseMLP", "FeedForward", "GatedMLP", "MlpSharding", "PlainMLP"]
+__all__ = ["DenseMLP", "FeedForward", "GatedMLP", "MlpSharding", "PlainMLP", "activated"]
 
 
 class FeedForward(SubLayer[MlpBlock]):
@@ -59,6 +59,14 @@ class FeedForward(SubLayer[MlpBlock]):
     def forward_by_operator(self, x: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
         """Run operator by operator, bitwise identical: for padded matrices, adapters, and as the block's twin."""
         return self.added(x, self.inner(self.normed(x), loras))
+
+
+def activated(results: Iterable[Tensor], activation: Activation) -> Tensor:
+    """Apply an activation to the first result, in its memory, and multiply that by the second one, if there is one."""
+    inner, *up = results
+    if up:
+        return gated_activation(inner, up[0], activation, out=inner)
+    return activate(inner, activation, out=inner)
 
 
 class MlpSharding(Protocol):
@@ -123,13 +131,8 @@ class DenseMLP(FeedForward):
         """Compute the first matrices, the activation, and down."""
         if self.sharding is not None:
             return self.sharding.inner(self, h, loras)
-        return self.down_proj.forward(self.activated([linear.forward(h, loras) for linear in self.first]), loras)
-
-    def activated(self, results: Sequence[Tensor]) -> Tensor:
-        """Apply the activation, and the gate if there is one, in the memory of the first results."""
-        if len(results) == 1:
-            return activate(results[0], self.activation, out=results[0])
-        return gated_activation(results[0], results[1], self.activation, out=results[0])
+        features = activated([linear.forward(h, loras) for linear in self.first], self.activation)
+        return self.down_proj.forward(features, loras)
 
 
 class GatedMLP(DenseMLP):

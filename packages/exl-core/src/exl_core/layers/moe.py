@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from exl_kernels.activation import activation as activate
-from exl_kernels.activation import gated_activation
 from exl_kernels.device import row_invariant
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaFloatMatrix
@@ -23,7 +22,7 @@ from ..transfer import send
 from .description import ExpertsDescription
 from .linear import Linear
 from .matrix import ShardedMatrix
-from .mlp import FeedForward, GatedMLP
+from .mlp import FeedForward, GatedMLP, activated
 from .module import is_changed
 from .norm import Norm, RMSNorm
 
@@ -291,9 +290,8 @@ class MoE(FeedForward):
 
     def run_expert(self, expert: Expert, h: Tensor, loras: Sequence[Adapter]) -> Tensor:
         """Run one expert on h [rows, hidden], on its device."""
-        gate = expert.gate.forward(h, loras)
-        gated_activation(gate, expert.up.forward(h, loras), self.activation, out=gate)
-        return expert.down.forward(gate, loras)
+        features = activated([expert.gate.forward(h, loras), expert.up.forward(h, loras)], self.activation)
+        return expert.down.forward(features, loras)
 
     def _shared(self, h: Tensor, loras: Sequence[Adapter]) -> Tensor:
         assert self.shared is not None

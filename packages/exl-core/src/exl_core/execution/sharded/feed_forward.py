@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ...layers.mlp import activated
 from .matrix import Part, SplitMatrix, over_parts
 from .sums import SumMatrix
 
@@ -25,10 +26,11 @@ class ShardedFeatures:
         """Compute `mlp.inner(h, loras)`. Adapters are added on the home device."""
         parts = [m for a in mlp.first if isinstance(m := a.matrix, SplitMatrix) and not a.adapted(loras)]
         if len(parts) < len(mlp.first):
-            return mlp.down_proj.forward(mlp.activated([linear.forward(h, loras) for linear in mlp.first]), loras)
+            whole = activated([linear.forward(h, loras) for linear in mlp.first], mlp.activation)
+            return mlp.down_proj.forward(whole, loras)
 
         def features(x: Tensor, own: Sequence[Part]) -> Tensor:
-            return mlp.activated([part.matmul(x) for part in own])
+            return activated([part.matmul(x) for part in own], mlp.activation)
 
         last = mlp.down_proj
         if isinstance(last.matrix, SumMatrix) and not last.adapted(loras):
