@@ -63,6 +63,28 @@ def test_norms_and_adapters_say_which_kernel_runs() -> None:
     assert selection.adapter_kernels(8, 0).kernel == "lora_shrink + lora_expand"
 
 
+def test_adapted_rows_and_shapes_that_no_kernel_takes_are_named() -> None:
+    most = selection.PACKED_ROWS
+    assert selection.refusal_of_adapted_rows(most, captured=True) is None
+    why = selection.refusal_of_adapted_rows(most + 1, captured=True)
+    assert why == f"adapters are added by kernels to at most {most} rows"
+    assert selection.refusal_of_adapted_rows(most + 1) == why
+    assert selection.refusal_of_adapted_rows(most + 1, invariant=True) is None
+    assert selection.refusal_of_adapted_shapes(64, (2, 4, 6)) is None
+    for in_features, widths, says in [(68, [2], "8"), (64, [3], "even"), (64, [], "one to three"), (64, [2] * 4, "one")]:
+        assert says in (selection.refusal_of_adapted_shapes(in_features, widths) or "")
+
+
+@pytest.mark.parametrize("whole_blocks", [False, True])
+def test_rows_of_a_pass_decide_whether_it_runs_on_packed_weights(whole_blocks: bool) -> None:
+    packed = selection.pass_rows(whole_blocks)
+    assert packed == (selection.STEP_ROWS if whole_blocks else selection.PACKED_ROWS)
+    assert selection.runs_packed(packed, decodes=False, packed=packed)
+    assert not selection.runs_packed(packed + 1, decodes=False, packed=packed)
+    assert selection.runs_packed(selection.STEP_ROWS, decodes=True, packed=packed)
+    assert not selection.runs_packed(selection.STEP_ROWS + 1, decodes=True, packed=packed)
+
+
 def test_a_card_of_each_generation() -> None:
     codes = {name: Card.named(name).code for name in known_cards()}
     assert codes == {
@@ -191,6 +213,14 @@ def test_attention_says_why_no_faster_kernel_runs() -> None:
     assert "shared memory" in why("2080 Ti", tokens=512)["attention_prefill"]
     assert "rotations" in why("H100", rotated=96)["attention_few"]
     assert "all keys" in why("H100", window=128)["attention_long"]
+
+
+@pytest.mark.parametrize(("tokens", "says"), [(2, "it is faster from 64 on"), (16, "do not fill 82 SMs")])
+def test_attention_of_a_prompt_on_decode_blocks_says_why(tokens: int, says: str) -> None:
+    card = selection.Card.named("3090")
+    found = card.attention("fp16", 128, 32, 8, batch=1, tokens=tokens, keys=16384)
+    assert "_decode" in found.kernel
+    assert any(why.startswith("attention_prefill: ") and says in why for why in found.reasons)
 
 
 def test_keys_of_many_tokens_are_stored_by_a_block_each() -> None:

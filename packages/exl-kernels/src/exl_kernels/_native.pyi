@@ -57,6 +57,7 @@ __all__ = [
     "cuda_activation",
     "cuda_add_post_norm",
     "cuda_add_rms_norm",
+    "cuda_attention_stores_keys",
     "cuda_build",
     "cuda_cards",
     "cuda_embed",
@@ -67,16 +68,20 @@ __all__ = [
     "cuda_lora_add",
     "cuda_lora_expand",
     "cuda_lora_shrink",
+    "cuda_pass_rows",
     "cuda_plan_alone",
     "cuda_plan_fused",
     "cuda_probe",
     "cuda_probe_empty",
     "cuda_probe_read",
+    "cuda_refusal_of_adapted_rows",
+    "cuda_refusal_of_adapted_shapes",
     "cuda_rms_norm",
     "cuda_rms_norm_parts",
     "cuda_rope",
     "cuda_rope_store",
     "cuda_rows_invariant",
+    "cuda_runs_packed",
     "cuda_sample_answers",
     "cuda_sample_fill",
     "cuda_sample_launch",
@@ -970,6 +975,11 @@ class MatmulPlan:
         """
         Whether the previous matmul can write its results packed into the scratch memory, in the layout of `gemm_few`.
         """
+    @property
+    def whole_block(self, /) -> bool:
+        """
+        Whether one launch on packed weights takes a whole block of rows.
+        """
 
 @final
 class Matrix:
@@ -1347,6 +1357,11 @@ def cuda_add_rms_norm(
     x += y, out = rms_norm(x); all [rows, width] of one type, weight float32 [width].
     """
 
+def cuda_attention_stores_keys(tokens: int) -> bool:
+    """
+    Whether the launch of attention rotates and stores the keys of a step of `tokens` tokens a sequence; a launch before it does otherwise.
+    """
+
 def cuda_build() -> tuple[list[str], str, str, str]:
     """
     Return (architectures, the reason for them, toolkit version, the reason for missing kernels) of this build.
@@ -1422,6 +1437,12 @@ def cuda_lora_shrink(
     x, gets the normed rows; or into: its scratch gets the rows packed, normed if there is a norm.
     """
 
+def cuda_pass_rows(whole_blocks: bool) -> int:
+    """
+    Most rows of a pass, other than a decode step, that run on packed weights and are batch-invariant. `whole_blocks`: the plan of a block of
+    every matrix is a `whole_block`.
+    """
+
 def cuda_plan_alone(card: CudaCard, shape: CudaShape, rows: int, *, invariant: bool = False) -> MatmulPlan:
     """
     The plan of one matrix without an epilogue, as `QuantMatrix.matmul` runs aligned float16.
@@ -1458,6 +1479,17 @@ def cuda_probe_read(buffer: Tensor, sink: Tensor, stream: int) -> None:
     Read all of `buffer` (uint8) to measure the read bandwidth; `sink` is a uint8 tensor of at least 4 elements.
     """
 
+def cuda_refusal_of_adapted_rows(rows: int, *, captured: bool = False, invariant: bool = False) -> str | None:
+    """
+    Why the kernels do not add the adapters of `rows` rows, or None. `captured`: of a captured step; otherwise rows are asked to be
+    batch-invariant or not.
+    """
+
+def cuda_refusal_of_adapted_shapes(in_features: int, widths: Sequence[int]) -> str | None:
+    """
+    Why the kernels do not add adapters to matrices over one input, with `widths` outputs each, or None.
+    """
+
 def cuda_rms_norm(x: Tensor, weight: Tensor, out: Tensor, eps: float, weight_offset: float, launch: Launch) -> None: ...
 def cuda_rms_norm_parts(x: Tensor, first: Tensor, second: Tensor, eps: float, launch: Launch) -> None:
     """
@@ -1477,6 +1509,12 @@ def cuda_rope_store(
 def cuda_rows_invariant(rows: int, invariant: bool) -> bool:
     """
     Whether a row's result of a quantized matmul does not depend on the number of rows, if the matmul is asked to be `invariant` or not.
+    """
+
+def cuda_runs_packed(rows: int, *, decodes: bool, packed: int) -> bool:
+    """
+    Whether a pass of `rows` rows runs on packed weights, batch-invariant: a decode step, or one of up to `packed` rows, which
+    `cuda_pass_rows` returns.
     """
 
 def cuda_sample_answers(

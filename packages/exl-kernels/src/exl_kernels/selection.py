@@ -35,9 +35,14 @@ __all__ = [
     "NormOperation",
     "Selection",
     "adapter_kernels",
+    "attention_stores_keys",
     "known_cards",
     "norm_kernel",
+    "pass_rows",
+    "refusal_of_adapted_rows",
+    "refusal_of_adapted_shapes",
     "rope_store_kernel",
+    "runs_packed",
 ]
 
 LIMITS = _native.kernel_limits()
@@ -452,6 +457,58 @@ def adapter_kernels(rows: int, ranks: int, *, columns: int | None = None, gated:
     shrink, expand, takes = _native.cuda_select_adapters(rows, ranks, columns=columns, gated=gated)
     refused = () if takes is None else (("lora_shrink_packing", f"it takes {takes}"),)
     return Selection(f"{shrink} + {expand}", True, refused)
+
+
+def pass_rows(whole_blocks: bool) -> int:
+    """Return the most rows of a pass, other than a decode step, that run on packed weights and are batch-invariant.
+
+    STEP_ROWS where one launch takes BLOCK_ROWS rows of every matrix (wgmma): two blocks take as long as dequantizing
+    each matrix. Else PACKED_ROWS.
+
+    Args:
+        whole_blocks: the plan of BLOCK_ROWS rows of every matrix is a `whole_block`.
+    """
+    return _native.cuda_pass_rows(whole_blocks)
+
+
+def runs_packed(rows: int, *, decodes: bool, packed: int) -> bool:
+    """Return whether a pass runs on packed weights, so that its matmuls are batch-invariant.
+
+    Args:
+        rows: number of rows.
+        decodes: the pass is a decode step, captured or not.
+        packed: `pass_rows` of the model.
+    """
+    return _native.cuda_runs_packed(rows, decodes=decodes, packed=packed)
+
+
+def refusal_of_adapted_rows(rows: int, *, captured: bool = False, invariant: bool = False) -> str | None:
+    """Return why the kernels of `linear.lora` do not add the adapters of so many rows, or None.
+
+    Args:
+        rows: number of rows.
+        captured: the rows of a captured step.
+        invariant: the rows of another pass are asked to be batch-invariant (`device.row_invariant`).
+    """
+    return _native.cuda_refusal_of_adapted_rows(rows, captured=captured, invariant=invariant)
+
+
+def refusal_of_adapted_shapes(in_features: int, widths: Sequence[int]) -> str | None:
+    """Return why the kernels of `linear.lora` do not add adapters to matrices over one input, or None.
+
+    Args:
+        in_features: inputs of the matrices.
+        widths: outputs of each matrix.
+    """
+    return _native.cuda_refusal_of_adapted_shapes(in_features, list(widths))
+
+
+def attention_stores_keys(tokens: int) -> bool:
+    """Return whether the launch of attention of a step of `tokens` tokens a sequence rotates and stores their keys.
+
+    Otherwise a launch before it does.
+    """
+    return _native.cuda_attention_stores_keys(tokens)
 
 
 def _selection(row: tuple[str, bool, list[tuple[str, str]]]) -> Selection:

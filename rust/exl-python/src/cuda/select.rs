@@ -237,6 +237,21 @@ pub fn cuda_rows_invariant(rows: usize, invariant: bool) -> bool {
     select::is_invariant(rows, invariant)
 }
 
+/// Most rows of a pass, other than a decode step, that run on packed weights and are batch-invariant. `whole_blocks`: the plan of a block of
+/// every matrix is a `whole_block`.
+#[pyfunction]
+pub fn cuda_pass_rows(whole_blocks: bool) -> usize {
+    select::pass_rows(whole_blocks)
+}
+
+/// Whether a pass of `rows` rows runs on packed weights, batch-invariant: a decode step, or one of up to `packed` rows, which
+/// `cuda_pass_rows` returns.
+#[pyfunction]
+#[pyo3(signature = (rows, *, decodes, packed))]
+pub fn cuda_runs_packed(rows: usize, decodes: bool, packed: usize) -> bool {
+    select::runs_packed(rows, decodes, packed)
+}
+
 /// How the experts (gate, up, down) of a layer run for `rows` rows with `chosen` experts each, batch-invariant or not, and why not in
 /// shared launches.
 #[pyfunction]
@@ -349,6 +364,37 @@ pub fn cuda_select_adapters(
         adapters::expand(gated).name(),
         shrink.refused,
     )
+}
+
+/// Why the kernels do not add the adapters of `rows` rows, or None. `captured`: of a captured step; otherwise rows are asked to be
+/// batch-invariant or not.
+#[pyfunction]
+#[pyo3(signature = (rows, *, captured=false, invariant=false))]
+pub fn cuda_refusal_of_adapted_rows(
+    rows: usize,
+    captured: bool,
+    invariant: bool,
+) -> Option<String> {
+    let pass = if captured {
+        adapters::Pass::Captured
+    } else {
+        adapters::Pass::Eager { invariant }
+    };
+    let refused = adapters::takes_rows(rows, pass).err();
+    refused.map(|why| why.to_string())
+}
+
+/// Why the kernels do not add adapters to matrices over one input, with `widths` outputs each, or None.
+#[pyfunction]
+pub fn cuda_refusal_of_adapted_shapes(in_features: usize, widths: Vec<usize>) -> Option<String> {
+    let refused = adapters::takes_shapes(in_features, &widths).err();
+    refused.map(|why| why.to_string())
+}
+
+/// Whether the launch of attention rotates and stores the keys of a step of `tokens` tokens a sequence; a launch before it does otherwise.
+#[pyfunction]
+pub fn cuda_attention_stores_keys(tokens: usize) -> bool {
+    attention::select::stores_own_keys(tokens)
 }
 
 /// The properties of a call of attention that decide its kernel.

@@ -115,6 +115,12 @@ impl MatmulPlan {
         self.plan.kernel == Kernel::GemmLarge
     }
 
+    /// Whether one launch on packed weights takes a whole block of rows.
+    #[getter]
+    fn whole_block(&self) -> bool {
+        self.plan.is_whole_block()
+    }
+
     /// Whether one launch of all matrices is faster than a launch each, where norm and residual are launches of their own.
     #[getter]
     fn pays_apart(&self) -> bool {

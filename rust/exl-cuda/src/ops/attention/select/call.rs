@@ -90,6 +90,10 @@ pub enum Refusal {
     SharedMemory(usize),
     #[error("it takes {0}")]
     Takes(&'static str),
+    #[error("{rows} query rows a key head, it is faster from {least} on")]
+    FewRows { rows: usize, least: usize },
+    #[error("its {tiles} tiles do not fill {sms} SMs and hold too little work to share their keys")]
+    FewTiles { tiles: usize, sms: usize },
 }
 
 /// Kernels that would be faster, each with the reason why it does not take the call.

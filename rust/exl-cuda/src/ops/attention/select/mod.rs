@@ -138,6 +138,11 @@ pub fn plan(caps: &Capabilities, call: &Call) -> Plan {
     plan_decode(caps, call, shares, refused)
 }
 
+/// Whether the launch of attention rotates and stores the keys of a step of `tokens` tokens a sequence; a launch before it does otherwise.
+pub const fn stores_own_keys(tokens: usize) -> bool {
+    tokens == 1
+}
+
 /// The kernel for a call of many query rows a sequence; None where blocks that share keys are faster or none takes it.
 fn prompt_kernel(caps: &Capabilities, call: &Call, refused: &mut Refused) -> Option<Kernel> {
     let rows = call.tokens_of_prompt() * call.group();
@@ -146,33 +151,45 @@ fn prompt_kernel(caps: &Capabilities, call: &Call, refused: &mut Refused) -> Opt
         Rows::Apart => true,
         Rows::Windows => call.keys < WINDOW_KEYS,
     };
-    if stepped || rows < PREFILL_ROWS {
+    if stepped {
+        return None;
+    }
+    if rows < PREFILL_ROWS {
+        if call.tokens_of_prompt() > 1 {
+            let least = PREFILL_ROWS;
+            refused.push((Kernel::Prefill, Refusal::FewRows { rows, least }));
+        }
         return None;
     }
     let (dim, per_block) = (padded(call.head_dim), caps.shared_per_block);
     let wide = takes_wide(caps, call, dim);
     let fits = prefill_shared(call.kind, dim, per_block).1 <= per_block;
-    let prefill = takes(fits, Refusal::SharedMemory(per_block));
+    let room = takes(fits, Refusal::SharedMemory(per_block));
+    let prefill = match wide {
+        Ok(()) => room,
+        Err(_) => room.and_then(|()| fills_card(caps, call, rows)),
+    };
     refused.extend(wide.err().map(|why| (Kernel::Wide, why)));
     refused.extend(prefill.err().map(|why| (Kernel::Prefill, why)));
     match (wide, prefill) {
         (_, Err(_)) => None,
         (Ok(()), _) => Some(Kernel::Wide),
-        _ if shares_keys_slowly(caps, call, rows) => None,
         _ => Some(Kernel::Prefill),
     }
 }
 
-/// Whether a prompt of `rows` query rows a sequence has so few tiles and so little work that blocks of [`Kernel::Decode`] are faster than
-/// blocks of [`Kernel::Prefill`] that share a tile's keys.
-fn shares_keys_slowly(caps: &Capabilities, call: &Call, rows: usize) -> bool {
+/// Check that a prompt of `rows` query rows a sequence does not have so few tiles and so little work that blocks of [`Kernel::Decode`] are
+/// faster than blocks of [`Kernel::Prefill`] that share a tile's keys.
+fn fills_card(caps: &Capabilities, call: &Call, rows: usize) -> Result<(), Refusal> {
     let of_tile = ROWS * prefill_warps(padded(call.head_dim));
     let tiles = (call.tokens * call.group()).div_ceil(of_tile) * call.kv_heads;
     let keys = call.keys.min(call.capacity());
     let least = SHARED_WORK[usize::from(call.kind.name != "fp16")];
-    2 * tiles < caps.sms
+    let slow = 2 * tiles < caps.sms
         && keys > UNIT * SPLIT_UNITS
-        && (rows < of_tile || rows.saturating_mul(keys) < least)
+        && (rows < of_tile || rows.saturating_mul(keys) < least);
+    let sms = caps.sms;
+    takes(!slow, Refusal::FewTiles { tiles, sms })
 }
 
 /// Check that the kernel of sm_90a takes a call of many query rows: half pages without softcap and mask.

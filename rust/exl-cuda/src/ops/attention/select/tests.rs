@@ -361,6 +361,49 @@ fn prompts_behind_many_keys_share_them_among_blocks() {
 }
 
 #[test]
+fn a_prompt_on_decode_blocks_says_why() {
+    let why = |card: &str, kind: &str, tokens, keys| {
+        let caps = self::card(card, RELEASE);
+        let call = call(self::kind(kind), 128, (32, 8), (1, tokens), keys);
+        let kernel = plan(&caps, &call).kernel;
+        let mut found = refused(&caps, &call).into_iter();
+        let of_prefill = found.find(|(name, _)| *name == "attention_prefill");
+        (kernel, of_prefill.map(|(_, why)| why).unwrap_or_default())
+    };
+    for (card, kind, tokens, keys, says) in [
+        (
+            "3090",
+            "fp16",
+            2,
+            16_384,
+            "8 query rows a key head, it is faster from 64 on",
+        ),
+        ("H100", "fp16", 8, 16_384, "32 query rows a key head"),
+        ("3090", "fp16", 16, 16_384, "its 8 tiles do not fill 82 SMs"),
+        ("A100", "q4", 64, 1100, "do not fill 108 SMs"),
+        ("2080 Ti", "fp16", 512, 512, "its buffers do not fit"),
+    ] {
+        let (kernel, why) = why(card, kind, tokens, keys);
+        assert_eq!(kernel, Kernel::Decode, "{card} {kind} {tokens} {keys}");
+        assert!(why.contains(says), "{card} {kind} {tokens} {keys}: {why}");
+    }
+    for (card, tokens, kernel) in [
+        ("3090", 512, Kernel::Prefill),
+        ("H100", 512, Kernel::Wide),
+        ("H100", 16, Kernel::Wide),
+        ("3090", 1, Kernel::Teams),
+    ] {
+        let found = why(card, "fp16", tokens, 1024);
+        assert_eq!(found, (kernel, String::new()), "{card} {tokens}");
+    }
+}
+
+#[test]
+fn the_launch_of_one_token_a_sequence_stores_its_keys() {
+    assert_eq!([1, 2, 16].map(stores_own_keys), [true, false, false]);
+}
+
+#[test]
 fn windows_of_prompts_fill_tiles_together() {
     let steps = Call {
         rows: Rows::Apart,

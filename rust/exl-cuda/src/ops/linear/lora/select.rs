@@ -3,6 +3,9 @@
 //! A row's result has one order of sums in all of them, and no choice depends on the card. Launches and reports use the same functions.
 
 use crate::abi::assert_constants;
+use crate::ops::linear::ring::MATRICES;
+use crate::ops::linear::select::is_invariant;
+use crate::rows::ADAPTED_ROWS;
 
 /// Kernels of adapters: those that multiply by A (`Shrink`) and those that multiply by B and add.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,6 +47,66 @@ impl Kernel {
         }
     }
 }
+
+/// How the rows of a pass get their adapters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pass {
+    /// Launches of a captured step, most of them for the matrices of a joined matmul.
+    Captured,
+    /// After each matmul of a pass that is not captured, whose rows are asked to be batch-invariant or not.
+    Eager { invariant: bool },
+}
+
+/// Why the kernels do not take adapters, which torch then multiplies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    #[error("adapters are added by kernels to at most {0} rows")]
+    Rows(usize),
+    #[error("adapters are added by kernels to {0}")]
+    Shapes(&'static str),
+}
+
+/// Check that the kernels add the adapters of `rows` rows.
+///
+/// The arithmetic of a row that is batch-invariant must not depend on the number of rows, so such rows always take the kernels; for others
+/// torch is faster.
+pub const fn takes_rows(rows: usize, pass: Pass) -> Result<(), Refusal> {
+    let takes = match pass {
+        Pass::Captured => rows <= ADAPTED_ROWS,
+        Pass::Eager { invariant } => is_invariant(rows, invariant),
+    };
+    if takes {
+        return Ok(());
+    }
+    Err(Refusal::Rows(ADAPTED_ROWS))
+}
+
+/// Check that the kernels add adapters to matrices over one input, with `widths` outputs each.
+pub fn takes_shapes(in_features: usize, widths: &[usize]) -> Result<(), Refusal> {
+    for (takes, what) in [
+        (
+            (1..=MATRICES).contains(&widths.len()),
+            "one to three matrices",
+        ),
+        (
+            in_features.is_multiple_of(INPUTS),
+            "inputs that are a multiple of 8",
+        ),
+        (
+            widths.iter().all(|width| width.is_multiple_of(OUTPUTS)),
+            "an even number of outputs",
+        ),
+    ] {
+        if !takes {
+            return Err(Refusal::Shapes(what));
+        }
+    }
+    Ok(())
+}
+
+/// Inputs that a lane reads at once, and outputs that it writes.
+const INPUTS: usize = 8;
+const OUTPUTS: usize = 2;
 
 /// Columns that a block of [`Kernel::ShrinkPacking`] takes at most.
 const MOST_COLUMNS: usize = 32;
@@ -123,6 +186,40 @@ mod tests {
                 "{rows} {columns}"
             );
             assert!(found.refused.is_some());
+        }
+    }
+
+    #[test]
+    fn kernels_add_the_adapters_of_invariant_rows_and_of_small_captured_steps() {
+        let more = ADAPTED_ROWS + 1;
+        for (rows, pass, takes) in [
+            (ADAPTED_ROWS, Pass::Captured, true),
+            (more, Pass::Captured, false),
+            (ADAPTED_ROWS, Pass::Eager { invariant: false }, true),
+            (more, Pass::Eager { invariant: false }, false),
+            (more, Pass::Eager { invariant: true }, true),
+        ] {
+            assert_eq!(takes_rows(rows, pass).is_ok(), takes, "{rows} {pass:?}");
+        }
+    }
+
+    #[test]
+    fn shapes_that_kernels_take() {
+        for (in_features, widths, says) in [
+            (64, &[2, 4, 6][..], None),
+            (64, &[], Some("one to three")),
+            (64, &[2; 4], Some("one to three")),
+            (68, &[2], Some("multiple of 8")),
+            (64, &[2, 3], Some("even number")),
+        ] {
+            let why = takes_shapes(in_features, widths)
+                .err()
+                .map(|why| why.to_string());
+            let agrees = match (&why, says) {
+                (Some(why), Some(says)) => why.contains(says),
+                (why, says) => why.is_none() && says.is_none(),
+            };
+            assert!(agrees, "{in_features} {widths:?}: {why:?}");
         }
     }
 

@@ -13,7 +13,7 @@ use super::{Matrix, batch, few, ring};
 use crate::capabilities::Capabilities;
 use crate::features::Feature;
 use crate::launch::CudaError;
-use crate::rows::{BLOCK_ROWS, FEW_ROWS, GEMV_ROWS, PACKED_ROWS};
+use crate::rows::{BLOCK_ROWS, FEW_ROWS, GEMV_ROWS, PACKED_ROWS, STEP_ROWS};
 
 pub(super) use call::check_alike;
 pub(crate) use call::check_rows;
@@ -23,6 +23,18 @@ pub use plan::{Plan, Planned, Tuning};
 /// Whether the rows of a call are batch-invariant: always for few rows, else if the call asks for it.
 pub const fn is_invariant(rows: usize, invariant: bool) -> bool {
     rows <= PACKED_ROWS || invariant
+}
+
+/// Most rows of a pass, other than a decode step, that run on packed weights and are batch-invariant. `whole_blocks`: of every matrix, one
+/// launch takes [`BLOCK_ROWS`] rows ([`Plan::is_whole_block`]); the two blocks of a pass take as long as dequantizing each matrix.
+pub const fn pass_rows(whole_blocks: bool) -> usize {
+    if whole_blocks { STEP_ROWS } else { PACKED_ROWS }
+}
+
+/// Whether a pass of `rows` rows runs on packed weights, batch-invariant, in blocks if need be: a decode step does, so that its tokens do not
+/// depend on whether it is captured, and any other pass of up to `packed` rows ([`pass_rows`] of the model).
+pub const fn runs_packed(rows: usize, decodes: bool, packed: usize) -> bool {
+    rows <= if decodes { STEP_ROWS } else { packed }
 }
 
 /// Least bytes of packed weights for which [`Kernel::GemmFew`] saves more than the launch that packs its input takes.

@@ -3,7 +3,7 @@
 use super::super::{Matrix, batch, few, ring};
 use super::{Call, Epilogue, Kernel, Refusal};
 use crate::capabilities::Capabilities;
-use crate::rows::{FEW_ROWS, GEMV_ROWS};
+use crate::rows::{BLOCK_ROWS, FEW_ROWS, GEMV_ROWS};
 
 /// Launch parameters of benchmarks and tests that override the plan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -179,6 +179,11 @@ impl Plan {
             }
             _ => {}
         }
+    }
+
+    /// Whether one launch on packed weights takes a whole block of rows.
+    pub fn is_whole_block(&self) -> bool {
+        self.kernel != Kernel::GemmLarge && self.call.rows == BLOCK_ROWS
     }
 
     /// Whether this matmul can write its results packed as the input of `next`, whose input has as many features.

@@ -182,6 +182,63 @@ fn rows_decide_the_kernel_at_each_limit() {
     }
 }
 
+#[test]
+fn a_pass_runs_on_packed_weights_up_to_the_rows_of_its_model() {
+    for (whole_blocks, most) in [(true, STEP_ROWS), (false, PACKED_ROWS)] {
+        let packed = pass_rows(whole_blocks);
+        assert_eq!(packed, most);
+        for rows in [1, PACKED_ROWS, PACKED_ROWS + 1, STEP_ROWS, STEP_ROWS + 1] {
+            assert_eq!(runs_packed(rows, false, packed), rows <= most, "{rows}");
+            assert_eq!(runs_packed(rows, true, packed), rows <= STEP_ROWS, "{rows}");
+        }
+    }
+}
+
+#[test]
+fn one_launch_takes_a_block_of_rows_where_there_is_wgmma() {
+    for name in CARDS.map(|card| card.name) {
+        let (caps, made) = (card(name, RELEASE), matrix(16, 2064));
+        let call = Call {
+            invariant: true,
+            ..Call::aligned(BLOCK_ROWS, PLAIN)
+        };
+        let whole = plan_alone(&caps, &made, call).is_whole_block();
+        assert_eq!(whole, caps.has(Feature::Wgmma), "{name}");
+        let half = Call {
+            rows: PACKED_ROWS,
+            ..call
+        };
+        assert!(!plan_alone(&caps, &made, half).is_whole_block(), "{name}");
+        assert!(
+            !plan_alone(&caps, &made, prompt(BLOCK_ROWS, PLAIN)).is_whole_block(),
+            "{name}"
+        );
+    }
+}
+
+/// So callers keep one plan for prompts of all lengths.
+#[test]
+fn prompts_of_all_lengths_have_one_plan() {
+    for name in CARDS.map(|card| card.name) {
+        let caps = card(name, RELEASE);
+        for made in [matrix(16, 2064), sized(16, 2064, 64)] {
+            for rows in [PACKED_ROWS + 1, BLOCK_ROWS, STEP_ROWS, 2048, 1 << 20] {
+                let found = plan_alone(&caps, &made, prompt(rows, PLAIN));
+                let memory = (
+                    found.scratch_bytes,
+                    found.exchange_bytes,
+                    found.input_columns,
+                );
+                assert_eq!(
+                    (found.kernel, memory),
+                    (Kernel::GemmLarge, (0, 0, None)),
+                    "{name} {rows}"
+                );
+            }
+        }
+    }
+}
+
 /// Blocks of 128 columns have a gate at every width of weights, on cards with wgmma only.
 #[test]
 fn more_rows_than_64_join_the_launches_where_there_is_wgmma() {
