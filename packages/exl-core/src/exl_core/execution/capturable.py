@@ -29,7 +29,6 @@ __all__ = [
     "MAX_Q_LEN",
     "NotCapturableError",
     "padded_rows",
-    "refusal_of_adapted_rows",
     "refusal_of_adapters",
     "refusal_of_model",
     "refusal_of_settings",
@@ -65,11 +64,6 @@ def refusal_of_tokens(batch: int, q_len: int) -> str | None:
     if batch * q_len <= STEP_ROWS:
         return None
     return f"the step has {batch} x {q_len} tokens; captured steps have at most {STEP_ROWS}"
-
-
-def refusal_of_adapted_rows(tokens: int) -> str | None:
-    """Return why rows of a captured step of so many tokens cannot have adapters, or None."""
-    return f"adapters are added by kernels to at most {PACKED_ROWS} rows" if tokens > PACKED_ROWS else None
 
 
 def without_hooks(module: Module) -> Module:

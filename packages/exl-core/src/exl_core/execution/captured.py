@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels.device import row_invariant, row_invariant_matmuls
-from exl_kernels.selection import PACKED_ROWS
+from exl_kernels.selection import PACKED_ROWS, refusal_of_adapted_rows
 
 from ..errors import DeviceError
 from ..layers import Head, Module
@@ -29,7 +29,6 @@ from .capturable import (
     MAX_Q_LEN,
     NotCapturableError,
     padded_rows,
-    refusal_of_adapted_rows,
     refusal_of_adapters,
     refusal_of_model,
     refusal_of_settings,
@@ -278,7 +277,7 @@ class DecodeGraphs:
         """
         if model.tp_context is not None:
             return "adapters of a sharded model are added on its first device"
-        if (refused := refusal_of_adapted_rows(tokens)) is not None:
+        if (refused := refusal_of_adapted_rows(tokens, captured=True)) is not None:
             return refused
         if self._sets.stale:
             self.forget_adapters()

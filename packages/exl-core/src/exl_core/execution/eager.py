@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels.device import row_invariant_matmuls, rows_are_invariant
-from exl_kernels.selection import STEP_ROWS
+from exl_kernels.selection import runs_packed
 
 from ..device import out_of_memory_as_error
 from ..layers import Head, Norm
@@ -53,8 +53,9 @@ def matmuls_of(model: LanguageModel, asked: ForwardPass) -> AbstractContextManag
     params = asked.params
     is_step = isinstance(params, PagedParams) and params.q_lens is None and asked.ids.shape[1] <= DECODE_TOKENS
     rows = asked.ids.numel()
-    many = rows <= (STEP_ROWS if is_step else model.packed_rows) and not rows_are_invariant(rows)
-    return row_invariant_matmuls() if many else nullcontext()
+    if rows_are_invariant(rows) or not runs_packed(rows, decodes=is_step, packed=model.packed_rows):
+        return nullcontext()
+    return row_invariant_matmuls()
 
 
 def first_step(model: LanguageModel, asked: ForwardPass, parallel: TensorParallel | None = None) -> Step:

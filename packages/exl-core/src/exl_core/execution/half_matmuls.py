@@ -11,7 +11,7 @@ from typing import Generic, NamedTuple, TypeVar, cast, get_args
 from exl_kernels.device import rows_are_invariant
 from exl_kernels.linear.fused import Activation
 from exl_kernels.linear.planned import PlannedMatmul
-from exl_kernels.selection import FEW_ROWS, PACKED_ROWS, STEP_ROWS
+from exl_kernels.selection import FEW_ROWS, PACKED_ROWS, pass_rows
 
 from ..layers import Head, Linear, Module, Norm, RMSNorm
 from ..layers.description import AttentionDescription, MatmulDescription, MlpDescription
@@ -210,16 +210,13 @@ def refusal_of_blocks(rows: int, refusal: Callable[[], str | None]) -> str | Non
 
 
 def packed_rows_of(takes_blocks: Iterable[bool], refusals: Iterable[str | None]) -> int:
-    """Return the most rows of a pass on a GPU that run on packed weights: their results are batch-invariant.
-
-    STEP_ROWS where one launch takes BLOCK_ROWS rows of every matrix (wgmma): two blocks take as long as dequantizing
-    each matrix. Else PACKED_ROWS.
+    """Return the most rows of a pass on a GPU that run on packed weights (`selection.pass_rows`).
 
     Args:
         takes_blocks: of each matrix.
         refusals: of each module, why STEP_ROWS rows are not batch-invariant, or None.
     """
-    return STEP_ROWS if all(takes_blocks) and all(why is None for why in refusals) else PACKED_ROWS
+    return pass_rows(all(takes_blocks) and all(why is None for why in refusals))
 
 
 def joins_rows(rows: int) -> bool:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from exl_kernels.device import row_invariant_matmuls, rows_are_invariant
 from exl_kernels.linear.fused import Activation
-from exl_kernels.linear.planned import ShapedMatmul, blocks_of, is_whole_block
+from exl_kernels.linear.planned import ShapedMatmul, blocks_of
 from exl_kernels.moe.cuda import ExpertRouter
 from exl_kernels.selection import (
     BLOCK_ROWS,
@@ -24,7 +24,10 @@ from exl_kernels.selection import (
     Card,
     Selection,
     adapter_kernels,
+    attention_stores_keys,
+    refusal_of_adapted_rows,
     rope_store_kernel,
+    runs_packed,
 )
 
 from ..config import ExLlamaV2Config
@@ -33,7 +36,7 @@ from ..errors import ModelStateError
 from ..layers import Head, Linear, Module, Norm, build_modules
 from ..layers.description import AttentionDescription, ExpertsDescription, HalfDescription, MatmulDescription
 from ..layers.norm import LayerNorm, rms_of
-from .capturable import refusal_of_adapted_rows, refusal_of_settings, refusal_of_tokens
+from .capturable import refusal_of_settings, refusal_of_tokens
 from .environment import refusal_of_joined_rows
 from .fused import uncovered
 from .half import description_of, refusal_of_code, why_own_pass
@@ -172,7 +175,7 @@ class _Model:
     def _takes_blocks(self, linear: Linear) -> bool:
         """Return whether one launch takes BLOCK_ROWS rows, as `CudaQuantMatrix.takes_blocks`."""
         shape = self.shapes.of(linear)
-        return shape is not None and is_whole_block(self.card.plan_alone(shape, BLOCK_ROWS, invariant=True))
+        return shape is not None and self.card.plan_alone(shape, BLOCK_ROWS, invariant=True).whole_block
 
     def make(self, linears: tuple[Linear, ...], norm: Norm | None, activation: Activation | None) -> ShapedMatmul:
         """Return a matmul of shapes, as `half_matmuls.MakeMatmul`."""
@@ -195,7 +198,7 @@ class _Model:
 
     def way(self, count: int, is_prompt: bool) -> _Way:
         """Return how a step of `count` sequences, or a prompt of `count` tokens, runs."""
-        invariant = count <= self._packed_rows or (not is_prompt and refusal_of_tokens(count, 1) is None)
+        invariant = runs_packed(count, decodes=not is_prompt, packed=self._packed_rows)
         context = row_invariant_matmuls() if invariant else nullcontext()
         refusal = self._refusal_of_joining(count, invariant)
         if is_prompt:
@@ -322,7 +325,8 @@ class _Uses:
     def _attention(self, a: AttentionDescription, cache: str, keys: int, rotated: int, *, own_pass: bool) -> None:
         """own_pass: of the module. Otherwise attention of a decode step rotates and stores keys itself."""
         rotated = 0 if a.rope == "none" else rotated
-        if not own_pass and rotated and self._tokens > 1:
+        stores = not own_pass and attention_stores_keys(self._tokens)
+        if not own_pass and rotated and not stores:
             store = rope_store_kernel(cache, a.head_dim, tokens=self._count, rotated=rotated, interleaved=a.interleaved)
             self._add("rope+store", store.kernel, store.reasons)
         found = self._model.card.attention(
@@ -335,7 +339,7 @@ class _Uses:
             keys=max(keys, self._tokens),
             window=a.window,
             softcap=a.softcap,
-            rotated=None if own_pass or self._tokens > 1 else rotated,
+            rotated=rotated if stores else None,
             interleaved=a.interleaved,
         )
         self._add("attention", found.kernel, found.reasons)
@@ -427,7 +431,7 @@ class _Uses:
 
     def adapters(self, rank: int) -> None:
         """Add the launches of adapters of all matrices, where a captured step has them."""
-        if self._way.way != "captured" or refusal_of_adapted_rows(self._count) is not None:
+        if self._way.way != "captured" or refusal_of_adapted_rows(self._count, captured=True) is not None:
             return
         for half, joins in zip(self._model.halves, self._joins, strict=True):
             for plan in [] if half.plan is None else [half.plan, *([] if half.plan.mlp is None else [half.plan.mlp])]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from exl_kernels.device import rows_are_invariant
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.lora import LoraEntry, LoraTable
 from exl_kernels.selection import PACKED_ROWS
@@ -43,20 +42,10 @@ class LoraPair:
 
     def add_to(self, x: Tensor, y: Tensor) -> None:
         """Add the result for x [T, in] to y [T, out]."""
-        if self._table is not None and self.fits_kernels(x, y):
+        if self._table is not None and self._table.takes(x, y):
             self._table.add(x, y)
         else:
             y += self.forward(x)
-
-    @staticmethod
-    def fits_kernels(x: Tensor, y: Tensor) -> bool:
-        """Return whether a pass over x that ends in y adds adapters by the kernels; otherwise torch's matmuls do.
-
-        With `exl_kernels.device.set_row_invariant` passes of any length use the kernels: the arithmetic of a row must
-        not depend on the number of rows.
-        """
-        halves = x.dtype == y.dtype == torch.float16
-        return halves and rows_are_invariant(x.shape[0]) and x.is_contiguous() and y.is_contiguous()
 
 
 class EmbeddingPair:

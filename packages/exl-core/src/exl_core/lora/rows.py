@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels.linear.lora import LoraEntry, LoraGroup, LoraTable
+from exl_kernels.selection import refusal_of_adapted_shapes
 
 from .pairs import LoraPair
 
@@ -56,8 +57,9 @@ class RowAdapters:
     def groups(self, keys: Sequence[str], in_features: int, widths: Sequence[int]) -> bool:
         """Return whether `group` supports these matrices: their sizes, and the pairs of all adapters for them."""
         pairs = [self.pairs[key] for key in keys if key in self.pairs]
-        sizes = in_features % 8 == 0 and all(width % 2 == 0 for width in widths)
-        return not pairs or (sizes and all(pair.for_kernels for pair in pairs))
+        if not pairs:
+            return True
+        return refusal_of_adapted_shapes(in_features, widths) is None and all(pair.for_kernels for pair in pairs)
 
     def group(self, keys: Sequence[str], in_features: int, widths: Sequence[int]) -> LoraGroup | None:
         """Return the adapters of the matrices of one joined matmul; None where no adapter changes any of them.
@@ -103,7 +105,7 @@ class _RowPairs:
         """Add the results of each row's adapters for x [T, in] to y [T, out]."""
         slots = self._rows.slots_of(x)
         for level, table in zip(self._levels, self._tables, strict=True):
-            if table is not None and LoraPair.fits_kernels(x, y):
+            if table is not None and table.takes(x, y):
                 table.add(x, y, slots)
                 continue
             for slot, pair in enumerate(level):

@@ -16,9 +16,11 @@ from torch import Tensor
 from exl_kernels import _native
 from exl_kernels.attention.cuda import MatmulInput
 from exl_kernels.cuda_ops import check_operand, launch_on
+from exl_kernels.device import row_invariant
 from exl_kernels.errors import DTypeError, ShapeError
 from exl_kernels.linear.cuda import aligned
 from exl_kernels.linear.fused import Activation, Norm
+from exl_kernels.selection import refusal_of_adapted_rows, refusal_of_adapted_shapes
 
 __all__ = ["LoraEntry", "LoraGroup", "LoraTable"]
 
@@ -50,11 +52,11 @@ class LoraEntry:
     def of(a: Tensor, b: Tensor, bias: Tensor | None, scaling: float, device: torch.device) -> LoraEntry | None:
         """Make an entry from A [rank, in] and B [out, rank] as files hold them.
 
-        None where the kernels do not take them: a value that half precision cannot hold, inputs that are no multiple of
-        8, an odd number of outputs, or a rank of 0.
+        None where the kernels do not take them: a value that half precision cannot hold, a shape
+        (`selection.refusal_of_adapted_shapes`), or a rank of 0.
         """
         half_a, half_b = (t.to(device).half() for t in (a, b))
-        fits = a.shape[0] > 0 and a.shape[1] % 8 == 0 and b.shape[0] % 2 == 0
+        fits = a.shape[0] > 0 and refusal_of_adapted_shapes(a.shape[1], [b.shape[0]]) is None
         if not (fits and half_a.isfinite().all() and half_b.isfinite().all()):
             return None
         return LoraEntry(
@@ -95,6 +97,16 @@ class LoraTable:
         if any((e.a.shape[1], e.b.shape[1]) != (self.in_features, self.out_features) for e in present):
             raise ShapeError("the adapters of a table are for one matrix: their inputs and outputs must be equal")
         self._table = torch.tensor(list(map(_fields, entries)), dtype=torch.int64, device=first.a.device)
+
+    @staticmethod
+    def takes(x: Tensor, y: Tensor) -> bool:
+        """Return whether a pass over x that ends in y adds adapters by `add`; otherwise torch's matmuls do.
+
+        With `exl_kernels.device.set_row_invariant` passes of any length do: the arithmetic of a row must not depend on
+        the number of rows.
+        """
+        halves = x.dtype == y.dtype == torch.float16 and x.is_contiguous() and y.is_contiguous()
+        return halves and refusal_of_adapted_rows(x.shape[0], invariant=row_invariant()) is None
 
     def add(self, x: Tensor, y: Tensor, slots: Tensor | None = None) -> None:
         """Add the adapters' results to y.
@@ -145,11 +157,9 @@ class LoraGroup:
         self, levels: Sequence[Sequence[Sequence[LoraEntry | None]]], in_features: int, widths: Sequence[int]
     ) -> None:
         self.in_features, self.widths = in_features, tuple(widths)
-        if not 1 <= len(self.widths) <= 3 or in_features % 8 or any(width % 2 for width in self.widths):
-            raise ShapeError(
-                f"matrices of {in_features} inputs and {self.widths} outputs: a group has one to three, with inputs in "
-                "eights and outputs in pairs"
-            )
+        why = refusal_of_adapted_shapes(in_features, self.widths)
+        if why is not None:
+            raise ShapeError(f"matrices of {in_features} inputs and {self.widths} outputs: {why}")
         sets = {len(entries) for level in levels for entries in level}
         if len(sets) != 1 or any(len(level) != len(self.widths) for level in levels):
             raise ShapeError("every level of a group needs the entries of every matrix, one for each set")

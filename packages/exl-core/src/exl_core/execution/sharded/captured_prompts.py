@@ -16,6 +16,7 @@ from torch import Tensor
 from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.fused import embed
 from exl_kernels.peer import PeerResults
+from exl_kernels.selection import runs_packed
 
 from ...layers import Embedding
 from ..capturable import static_step
@@ -156,7 +157,8 @@ def layers_body(
 
 def _matmuls(model: LanguageModel, bucket: Bucket) -> AbstractContextManager[None]:
     """Return the context of matmuls, as `matmuls_of` of a pass that is not captured."""
-    return row_invariant_matmuls() if bucket.tokens <= model.packed_rows else nullcontext()
+    packs = runs_packed(bucket.tokens, decodes=False, packed=model.packed_rows)
+    return row_invariant_matmuls() if packs else nullcontext()
 
 
 def _see_one_another(inputs: StepTensors) -> None:
