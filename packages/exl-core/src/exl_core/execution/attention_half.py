@@ -15,6 +15,7 @@ from torch import Tensor
 from exl_kernels.attention.cuda import HeadNorms, MatmulInput, attend_own, attend_stored
 from exl_kernels.fused import norm_parts, rope_store
 from exl_kernels.linear.fused import FusedLinear, Packed
+from exl_kernels.selection import attention_stores_keys
 
 from ..layers import RMSNorm
 from ..layers.description import AttentionDescription
@@ -70,7 +71,7 @@ class AttentionHalf(JoinedHalf):
         if norms is not None:
             norm_parts(found, norms[0].loaded_weight, norms[1].loaded_weight, norms[0].eps)
         q, k, v = torch.split(found, self._widths, dim=1)
-        if self.shapes and norms is None and (step.q_len > 1 or self.head_norms is None):
+        if self.shapes and norms is None and (self.head_norms is None or not attention_stores_keys(step.q_len)):
             q, k, v = shape_heads(self.about, [t.contiguous() for t in (q, k, v)])
         else:
             q, k, v = (t.view(t.shape[0], -1, self.about.head_dim) for t in (q, k, v))
@@ -127,7 +128,7 @@ class JoinedHeads(Heads):
     ) -> Tensor:
         """Rotate, store and attend: one launch, which also applies `norms`, where a row is one token."""
         a, step, pages = self.about, self.step, self.pages
-        if step.q_len == 1:
+        if attention_stores_keys(step.q_len):
             # The step's tensors, and all keys but the tokens' own, were written before the graph's launches: `early`.
             return attend_own(
                 *(q, k, v, pages, *self.places, step.slots, *self.rotation),
