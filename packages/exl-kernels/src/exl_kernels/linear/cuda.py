@@ -27,7 +27,7 @@ from ..errors import DTypeError, FormatError, ShapeError, UnsupportedError
 from ..formats import Exl2Parts, GptqParts
 from ..selection import BLOCK_ROWS, PACKED_ROWS
 from .matrix import Compute, Format, QuantMatrix
-from .planned import KEPT_PLANS, is_whole_block
+from .planned import KEPT_PLANS
 from .upload import Pack, moved, packed_image, settle
 from .workspace import block_workspace
 
@@ -197,7 +197,7 @@ class CudaQuantMatrix(_CudaMatrix):
         self.plain = bias is None and prescale == 1.0
         """Whether the result is x @ W, without bias and prescale."""
         self._group = _native.CudaLinearGroup([self._cuda])
-        self._plans: dict[tuple[int, torch.dtype, bool], _native.MatmulPlan] = {}
+        self._plans: dict[tuple[int | None, torch.dtype, bool], _native.MatmulPlan] = {}
         self.format: Format = format
         self.compute: Compute = compute
         self.name = name
@@ -237,13 +237,14 @@ class CudaQuantMatrix(_CudaMatrix):
     @property
     def takes_blocks(self) -> bool:
         """Whether one launch takes BLOCK_ROWS float16 rows."""
-        return is_whole_block(self._group.plan_alone(BLOCK_ROWS, bfloat16=False, invariant=True))
+        return self._group.plan_alone(BLOCK_ROWS, bfloat16=False, invariant=True).whole_block
 
     def _planned(self, rows: int, dtype: torch.dtype) -> _native.MatmulPlan:
-        """Return the plan of a call of so many rows, batch-invariant if `device.row_invariant` says so."""
-        if not rows_are_invariant(rows):
-            rows = PACKED_ROWS + 1  # all such calls are alike, and each prompt has another number of rows
-        key = (rows, dtype, row_invariant())
+        """Return the plan of a call of so many rows, batch-invariant if `device.row_invariant` says so.
+
+        Rows that are not batch-invariant have one plan, whatever their number, and each prompt has another number.
+        """
+        key = (rows if rows_are_invariant(rows) else None, dtype, row_invariant())
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= KEPT_PLANS:

@@ -10,9 +10,9 @@ import torch
 
 from .. import _native
 from ..device import rows_are_invariant
-from ..selection import BLOCK_ROWS, Card, MatrixShape, Selection
+from ..selection import Card, MatrixShape, Selection
 
-__all__ = ["KEPT_PLANS", "PlannedMatmul", "ShapedMatmul", "blocks_of", "is_whole_block"]
+__all__ = ["KEPT_PLANS", "PlannedMatmul", "ShapedMatmul", "blocks_of"]
 
 KEPT_PLANS = 256
 """Most plans that a matmul keeps; prompts have any number of rows."""
@@ -158,8 +158,3 @@ class ShapedMatmul(PlannedMatmul):
 def blocks_of(rows: int, most: int) -> list[slice]:
     """Return rows in blocks of at most `most`."""
     return [slice(begin, min(begin + most, rows)) for begin in range(0, rows, max(most, 1))]
-
-
-def is_whole_block(plan: _native.MatmulPlan) -> bool:
-    """Return whether a plan of BLOCK_ROWS rows of one matrix is one launch on packed weights."""
-    return not plan.dequantizes and plan.rows == BLOCK_ROWS

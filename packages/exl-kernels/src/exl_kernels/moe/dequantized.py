@@ -2,6 +2,9 @@
 
 Some experts at a time are dequantized and multiplied in one batched call, so each gets as many rows as the one with the
 most. Experts with about as many rows go together.
+
+`ops::moe::select` (rust/exl-cuda) decides that experts are dequantized. The groups depend on how many rows each expert
+got, and choose no kernel of ours: they bound the padding that cuBLAS multiplies. So they are no part of that table.
 """
 
 from __future__ import annotations
