@@ -43,9 +43,8 @@ LIMIT_NAMES = {"BLOCK_ROWS", "FEW_ROWS", "PACKED_ROWS", "STEP_ROWS"}
 LIMIT_VALUES = {2, 8, 64, 128, 256, 512}
 COMPARE_ROWS = {
     "packages/exl-core/src/exl_core/execution/capturable.py": "buckets of captured steps, and their most tokens",
-    "packages/exl-core/src/exl_core/execution/captured.py": "kernels of adapters and shards take packed rows only; "
+    "packages/exl-core/src/exl_core/execution/captured.py": "kernels of shards take packed rows only; "
     "float matrices of more rows run in blocks, so their steps may be padded",
-    "packages/exl-core/src/exl_core/execution/eager.py": "most rows of a step that is batch-invariant as captured ones",
     "packages/exl-core/src/exl_core/execution/fused.py": "logits of a step in blocks have no joined norm",
     "packages/exl-core/src/exl_core/execution/half_matmuls.py": "the decisions that executors and `exl info` share",
     "packages/exl-core/src/exl_core/loading/sizes.py": "bytes of dequantized matrices, before anything is loaded",
@@ -53,7 +52,6 @@ COMPARE_ROWS = {
     "packages/exl-generate/src/exl_generate/sampling/static.py": "pairs of rows, with and without the negative prompt",
     "packages/exl-generate/src/exl_generate/static/streaming.py": "one prompt, or a pair of prompts",
     "packages/exl-kernels/src/exl_kernels/linear/cuda.py": "float matrices, which have no plan, in blocks",
-    "packages/exl-kernels/src/exl_kernels/linear/planned.py": "the meaning of a plan of a block",
     "packages/exl-serve/src/exl_serve/engine/admission.py": "tokens of a request, no rows",
 }
 # There `len(x)` is a tensor's rows.
