@@ -71,7 +71,12 @@ def test_adapted_rows_and_shapes_that_no_kernel_takes_are_named() -> None:
     assert selection.refusal_of_adapted_rows(most + 1) == why
     assert selection.refusal_of_adapted_rows(most + 1, invariant=True) is None
     assert selection.refusal_of_adapted_shapes(64, (2, 4, 6)) is None
-    for in_features, widths, says in [(68, [2], "8"), (64, [3], "even"), (64, [], "one to three"), (64, [2] * 4, "one")]:
+    for in_features, widths, says in [
+        (68, [2], "8"),
+        (64, [3], "even"),
+        (64, [], "one to three"),
+        (64, [2] * 4, "one"),
+    ]:
         assert says in (selection.refusal_of_adapted_shapes(in_features, widths) or "")
 
 
