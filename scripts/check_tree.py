@@ -66,7 +66,7 @@ VAGUE = r"(?:MOST|LEAST|LIMIT|MAX|MAXIMUM|MIN|MINIMUM|FEW|MANY|CHUNK)"
 ROW_CONSTANTS = {
     "packages/exl-core/src/exl_core/loading/linears.py:VOCABULARY_PADDING": "rows of a file's embeddings and heads",
     "packages/exl-core/src/exl_core/rope.py:TABLE_ROWS": "rows of a table of positions",
-    "packages/exl-kernels/src/exl_kernels/moe/dequantized.py:FREE_ROWS": "padding that cuBLAS multiplies at no cost",
+    "rust/exl-cuda/src/ops/moe/dequantized.rs:FREE_ROWS": "padding that cuBLAS multiplies at no cost",
     "rust/exl-cpu/src/attention/plan.rs:TILE_ROWS": "measured: queries that share a decoding of the keys",
     "rust/exl-cpu/src/block.rs:CHUNK_ROWS": "the only definition of the rows of a fused block of the CPU",
     "rust/exl-cpu/src/experts.rs:FEWEST_ROWS": "measured: fewest rows of a part of a large call",

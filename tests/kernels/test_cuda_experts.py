@@ -176,6 +176,28 @@ def test_the_router_norms_its_rows(hidden: int, experts: int, offset: float) -> 
         assert torch.equal(weights, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "experts"), [(65, 128), (145, 128), (333, 260), (700, 40), (1100, 128), (2200, 8), (2200, 128), (4400, 2)]
+)
+def test_many_rows_choose_as_few(dtype: torch.dtype, rows: int, experts: int) -> None:
+    """Rows of one call choose and weight bitwise as in calls of few rows, whatever rows share a block."""
+    matrix = float_matrix(264, experts, dtype, bias=torch.randn(experts), prescale=0.7)
+    norm = Norm(torch.randn(264, generator=torch.Generator().manual_seed(1)).cuda(), 1e-5, 1.0)
+    x = rows_of(rows, 264, rows)
+    for router in (ExpertRouter(matrix, 2, normalize=True), ExpertRouter(matrix, 2, False, jitter=0.1)):
+        weights, ids = router(x)
+        h, *normed = router.norm_and_route(x, norm)
+        for some in torch.arange(rows).split(64)[:: max(1, rows // 256)]:
+            few = x[some].contiguous()
+            expected, wanted = router(few)
+            assert torch.equal(ids[some], wanted)
+            assert torch.equal(weights[some], expected)
+            alone = router.norm_and_route(few, norm)
+            for one, other in zip((h, *normed), alone, strict=True):
+                assert torch.equal(one[some], other)
+
+
 def test_a_route_of_no_rows() -> None:
     router = ExpertRouter(float_matrix(256, 8), 2, normalize=True)
     x = rows_of(0, 256)

@@ -91,8 +91,10 @@ __all__ = [
     "cuda_select_fused",
     "cuda_select_norm",
     "cuda_select_rope_store",
+    "cuda_select_router",
     "cuda_select_sampling",
     "cuda_softcap",
+    "dequantized_bytes",
     "exl2_check",
     "exl2_dequantize",
     "exl2_groups",
@@ -107,9 +109,11 @@ __all__ = [
     "kv_load",
     "kv_store",
     "layer_norm",
+    "most_padded_rows",
     "num_threads",
     "paged_attention",
     "pin_threads",
+    "plan_padded_experts",
     "read_bandwidth",
     "read_into",
     "rms_norm",
@@ -728,8 +732,12 @@ class ExpertRouter:
         normed: Tensor | None = None,
     ) -> None:
         """
-        Write the experts of each row of h [rows, hidden] float16: `ids` int64 and `weights` float32 [rows, chosen]. `logits` float32 [rows,
-        experts] is scratch; `arrivals` int32 [rows] is zero before and after. With `norm`, h is normed first, into `normed` like h.
+        Write the experts of each row of h [rows, hidden] float16: `ids` int64 and `weights` float32 [rows, chosen]. `logits` float32
+        [scratch rows, experts] is scratch; `arrivals` int32 [scratch rows] is zero before and after. With `norm`, h is normed first, into `normed` like h.
+        """
+    def scratch_rows(self, /, rows: int) -> int:
+        """
+        Rows of `logits` and `arrivals` that a call of `rows` rows needs.
         """
 
 @final
@@ -1616,6 +1624,11 @@ def cuda_select_rope_store(
     is none.
     """
 
+def cuda_select_router(card: CudaCard, experts: int, rows: int) -> str:
+    """
+    The kernel that chooses among `experts` experts for each of `rows` rows.
+    """
+
 def cuda_select_sampling(
     card: CudaCard,
     plan: SamplingPlan,
@@ -1635,6 +1648,11 @@ def cuda_select_sampling(
 def cuda_softcap(x: Tensor, cap: float, launch: Launch) -> None:
     """
     x = cap * tanh(x / cap), in place; x is float32.
+    """
+
+def dequantized_bytes() -> int:
+    """
+    Memory for dequantized matrices of experts, unless a single one is larger.
     """
 
 def exl2_check(name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]) -> list[tuple[int, int]]:
@@ -1738,6 +1756,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: 
     Like `rms_norm`, with mean and bias.
     """
 
+def most_padded_rows(pairs: int, experts: int) -> int:
+    """
+    Most padded rows of dequantized experts whose rows are `pairs` in all.
+    """
+
 def num_threads() -> int: ...
 def paged_attention(
     q: Tensor, pages: Pages, tables: AttentionTables, *, scale: float, window: int, softcap: float, out: Tensor
@@ -1747,6 +1770,14 @@ def paged_attention(
     """
 
 def pin_threads() -> bool: ...
+def plan_padded_experts(begins: Tensor, most: int, plan: Tensor) -> list[tuple[int, int]]:
+    """
+    Divide the experts that have rows into groups that are multiplied at once: (experts, padded rows of each) of each group.
+
+    `begins` int64 [experts + 1] on the CPU: where the rows of each expert begin; `most`: experts of a group. `plan` uint8 [20 * experts] on
+    the CPU gets the experts' numbers as int64, then, from byte 8 * experts, int32 [_, 3]: an expert, its first padded row and their number.
+    """
+
 def read_bandwidth(data: Tensor) -> float:
     """
     Bytes per second at which the pool reads `data` (int64) once.

@@ -300,6 +300,10 @@ class Card:
         """Return the plan of `linear.QuantMatrix.matmul` for `rows` float16 rows, batch-invariant or not."""
         return _native.cuda_plan_alone(self._native, matrix._native, rows, invariant=invariant)
 
+    def router(self, experts: int, rows: int) -> str:
+        """Return the kernel that chooses among so many experts for each of `rows` rows."""
+        return _native.cuda_select_router(self._native, experts, rows)
+
     def experts(
         self,
         experts: Sequence[tuple[MatrixShape, MatrixShape, MatrixShape]],

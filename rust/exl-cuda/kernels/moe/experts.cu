@@ -137,14 +137,29 @@ struct RouteCall {
   int rows, hidden, experts, chosen, normalize;
   float jitter;  // negative: a softmax over all
   int staged;    // whether a block's weights fit its shared memory
-  int padding;
+  int across;    // of many rows: warps that share rows
 };
 ABI_SIZE(RouteCall, 120); ABI_AT(RouteCall, h, 0); ABI_AT(RouteCall, weight, 8); ABI_AT(RouteCall, bias, 16); ABI_AT(RouteCall, prescale, 24);
 ABI_AT(RouteCall, logits, 32); ABI_AT(RouteCall, arrivals, 40); ABI_AT(RouteCall, ids, 48); ABI_AT(RouteCall, weights, 56);
 ABI_AT(RouteCall, norm, 64); ABI_AT(RouteCall, normed, 72); ABI_AT(RouteCall, eps, 80); ABI_AT(RouteCall, offset, 84);
 ABI_AT(RouteCall, rows, 88); ABI_AT(RouteCall, hidden, 92); ABI_AT(RouteCall, experts, 96); ABI_AT(RouteCall, chosen, 100);
 ABI_AT(RouteCall, normalize, 104); ABI_AT(RouteCall, jitter, 108); ABI_AT(RouteCall, staged, 112);
-ABI_AT(RouteCall, padding, 116);
+ABI_AT(RouteCall, across, 116);
+
+// One warp: the experts of a row and their weights by its logits `v`, which are lost; `all`: a copy of them for the sparse choice.
+DEVICE void choose_of_row(const RouteCall& call, int row, float* v, const float* all, int lane) {
+  int64_t* const ids = call.ids + (size_t)row * call.chosen;
+  float* const weights = call.weights + (size_t)row * call.chosen;
+  const bool normalize = call.normalize != 0;
+  if (call.jitter >= 0.f) choose_sparse(v, all, call.experts, call.chosen, call.jitter, ids, weights, lane);
+  else if (call.experts <= 128 && call.chosen <= 32) choose_held<4>(v, call.experts, call.chosen, normalize, ids, weights, lane);
+  else choose(v, call.experts, call.chosen, normalize, ids, weights, lane);
+}
+
+// A logit of a sum over features.
+DEVICE float logit_of(const RouteCall& call, int expert, double sum) {
+  return (float)((sum + (call.bias ? (double)call.bias[expert] : 0.)) * call.prescale);
+}
 
 // Experts of a block, one a warp.
 constexpr int ROUTE_EXPERTS = 8;
@@ -219,7 +234,7 @@ DEVICE void route(const RouteCall& call) {
       double sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
 #pragma unroll 1
       for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
-      if (lane == 0) logits[expert] = (float)((sum + (call.bias ? (double)call.bias[expert] : 0.)) * call.prescale);
+      if (lane == 0) logits[expert] = logit_of(call, expert, sum);
     }
     __threadfence();
     __syncthreads();
@@ -230,20 +245,124 @@ DEVICE void route(const RouteCall& call) {
     for (int i = threadIdx.x; i < call.experts; i += blockDim.x) values[0][i] = values[1][i] = __ldcg(logits + i);
     if (threadIdx.x == 0) call.arrivals[row] = 0;
     __syncthreads();
-    if (warp == 0) {
-      int64_t* const ids = call.ids + (size_t)row * call.chosen;
-      float* const weights = call.weights + (size_t)row * call.chosen;
-      const bool normalize = call.normalize != 0;
-      if (call.jitter >= 0.f) choose_sparse(values[0], values[1], call.experts, call.chosen, call.jitter, ids, weights, lane);
-      else if (call.experts <= 128 && call.chosen <= 32) choose_held<4>(values[0], call.experts, call.chosen, normalize, ids, weights, lane);
-      else choose(values[0], call.experts, call.chosen, normalize, ids, weights, lane);
-    }
+    if (warp == 0) choose_of_row(call, row, values[0], values[1], lane);
     __syncthreads();
   }
 }
 
-#define ROUTE(T, t)                                                                                                    \
-  extern "C" __global__ void __launch_bounds__(256) experts_route_##t(const __grid_constant__ RouteCall call) { route<T>(call); }
+// Rows, and experts, that a warp multiplies at a time in blocks of many rows.
+constexpr int ROUTE_TILE = 4;
+
+// One warp: norms a row in the order of sums of `route_row`: lane l does the work of that block's threads l, 32 + l, 64 + l, ...
+DEVICE void norm_row(const RouteCall& call, int row, int lane) {
+  const __half* x = call.h + (size_t)row * call.hidden;
+  float parts[THREADS / 32], sum = 0.f;
+#pragma unroll
+  for (int w = 0; w < THREADS / 32; w++) {
+    float part = 0.f;
+    for (int k = (w * 32 + lane) * 8; k < call.hidden; k += THREADS * 8) {
+      float v[8];
+      load8(v, x + k);
+      part += eight_squares(v);
+    }
+    parts[w] = warp_sum(part);
+  }
+#pragma unroll
+  for (int w = 0; w < THREADS / 32; w++) sum += parts[w];
+  const float scale = 1.f / sqrtf(sum / (float)call.hidden + call.eps);
+#pragma unroll 2
+  for (int k = lane * 8; k < call.hidden; k += 256) {
+    float v[8], w[8];
+    load8(v, x + k);
+    load8(w, call.norm + k);
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = v[i] * scale * (w[i] + call.offset);
+    store8(call.normed + (size_t)row * call.hidden + k, v);
+  }
+}
+
+// Adds up each of a warp's 16 sums as `route` does, by a butterfly of which each lane keeps one half of the sums after the other:
+// returns sum number lane / 2.
+DEVICE double scattered_sums(double (&v)[ROUTE_TILE * ROUTE_TILE], int lane) {
+#pragma unroll
+  for (int level = 0; level < 4; level++) {
+    const int o = 16 >> level, n = 8 >> level;
+    const bool upper = lane & o;
+#pragma unroll
+    for (int j = 0; j < n; j++) {
+      const double low = v[j], high = v[j + n], given = __shfl_xor_sync(~0u, upper ? low : high, o);
+      v[j] = (upper ? high : low) + given;
+    }
+  }
+  return v[0] + __shfl_xor_sync(~0u, v[0], 1);
+}
+
+// As `route`, bitwise identical, for many rows. A block has all experts of some rows; `across` warps share ROUTE_TILE of these. Converting
+// to FP64 is the bound, so a number is converted once for ROUTE_TILE multiplications.
+template <class T>
+DEVICE void route_many(const RouteCall& call) {
+  extern __shared__ __align__(16) uint8_t memory[];
+  pdl_trigger();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, hidden = call.hidden, across = call.across;
+  const int held = ROUTE_TILE * (THREADS / 32 / across), first = blockIdx.x * held, rows = min(held, call.rows - first);
+  float* const logits = reinterpret_cast<float*>(memory);  // [held, experts], twice for a sparse choice
+  float* const copies = call.jitter >= 0.f ? logits + held * call.experts : logits;
+  pdl_wait();
+  if (call.norm) {
+    for (int row = warp; row < rows; row += THREADS / 32) norm_row(call, first + row, lane);
+    __syncthreads();
+  }
+  // Not __ldg: this block may have written them.
+  const __half* const h = (call.norm ? call.normed : call.h) + (size_t)first * hidden;
+  const int own = warp / across * ROUTE_TILE;
+  for (int expert = warp % across * ROUTE_TILE; own < rows && expert < call.experts; expert += across * ROUTE_TILE) {
+    const __half* x[ROUTE_TILE];
+    const T* w[ROUTE_TILE];
+#pragma unroll
+    for (int i = 0; i < ROUTE_TILE; i++) {
+      x[i] = h + (size_t)min(own + i, rows - 1) * hidden;
+      w[i] = static_cast<const T*>(call.weight) + (size_t)min(expert + i, call.experts - 1) * hidden;
+    }
+    double sums[ROUTE_TILE * ROUTE_TILE][4] = {};
+#pragma unroll 1
+    for (int k = lane * 8; k < hidden; k += 256) {
+      uint4 a[ROUTE_TILE], b[ROUTE_TILE];
+#pragma unroll
+      for (int i = 0; i < ROUTE_TILE; i++) {
+        a[i] = *reinterpret_cast<const uint4*>(x[i] + k);
+        b[i] = __ldg(reinterpret_cast<const uint4*>(w[i] + k));
+      }
+#pragma unroll
+      for (int j = 0; j < 8; j++) {
+        double some[ROUTE_TILE], others[ROUTE_TILE];
+#pragma unroll
+        for (int i = 0; i < ROUTE_TILE; i++) {
+          some[i] = (double)(float)reinterpret_cast<const __half*>(&a[i])[j];
+          others[i] = (double)(float)reinterpret_cast<const T*>(&b[i])[j];
+        }
+#pragma unroll
+        for (int i = 0; i < ROUTE_TILE * ROUTE_TILE; i++)
+          sums[i][j % 4] = fma(some[i / ROUTE_TILE], others[i % ROUTE_TILE], sums[i][j % 4]);
+      }
+    }
+    double whole[ROUTE_TILE * ROUTE_TILE];
+#pragma unroll
+    for (int i = 0; i < ROUTE_TILE * ROUTE_TILE; i++) whole[i] = (sums[i][0] + sums[i][1]) + (sums[i][2] + sums[i][3]);
+    const double sum = scattered_sums(whole, lane);
+    const int row = own + lane / 2 / ROUTE_TILE, of = expert + lane / 2 % ROUTE_TILE;
+    if (lane % 2 == 0 && of < call.experts) {
+      const float logit = logit_of(call, of, sum);
+      logits[row * call.experts + of] = copies[row * call.experts + of] = logit;
+    }
+  }
+  __syncthreads();
+  for (int row = warp; row < rows; row += THREADS / 32)
+    choose_of_row(call, first + row, logits + row * call.experts, copies + row * call.experts, lane);
+}
+
+#define ROUTE(T, t)                                                                                                         \
+  extern "C" __global__ void __launch_bounds__(256) experts_route_##t(const __grid_constant__ RouteCall call) { route<T>(call); } \
+  extern "C" __global__ void __launch_bounds__(256) experts_route_many_##t(const __grid_constant__ RouteCall call) { route_many<T>(call); }
 ROUTE(__half, f16)
 ROUTE(__nv_bfloat16, bf16)
 

@@ -11,6 +11,7 @@ pub mod lora;
 pub mod matrix;
 pub mod moe;
 pub mod operands;
+pub mod padded;
 pub mod peer;
 pub mod sampling;
 pub mod select;

@@ -3,6 +3,7 @@
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
 
+use exl_cuda::Device;
 use exl_cuda::ops::moe::dequantized::{self, Padding, Part};
 use exl_cuda::ops::moe::route::{self, Choice, Route, RouteNorm};
 use exl_cuda::ops::moe::{self, Call, Experts};
@@ -75,8 +76,19 @@ impl ExpertRouter {
         route::MOST_HIDDEN
     }
 
-    /// Write the experts of each row of h [rows, hidden] float16: `ids` int64 and `weights` float32 [rows, chosen]. `logits` float32 [rows,
-    /// experts] is scratch; `arrivals` int32 [rows] is zero before and after. With `norm`, h is normed first, into `normed` like h.
+    /// Rows of `logits` and `arrivals` that a call of `rows` rows needs.
+    fn scratch_rows(&self, py: Python<'_>, rows: usize) -> PyResult<usize> {
+        let device = self.weight.cuda.unwrap_or_default();
+        let device = Device::get(device).map_err(|error| device_error(py, &error))?;
+        let (experts, caps) = (self.weight.shape[0], &device.info.caps);
+        Ok(match route::select(rows, experts, self.choice, caps) {
+            route::Kernel::Single => rows,
+            route::Kernel::Many { .. } => 0,
+        })
+    }
+
+    /// Write the experts of each row of h [rows, hidden] float16: `ids` int64 and `weights` float32 [rows, chosen]. `logits` float32
+    /// [scratch rows, experts] is scratch; `arrivals` int32 [scratch rows] is zero before and after. With `norm`, h is normed first, into `normed` like h.
     #[pyo3(signature = (h, logits, arrivals, ids, weights, launch, *, norm=None, normed=None))]
     fn route(
         &self,
@@ -96,11 +108,12 @@ impl ExpertRouter {
             h.dtype == DType::F16 && h.numel() == rows * hidden && h.ptr.is_multiple_of(16),
             "h must be float16 [rows, hidden], aligned to 16 bytes",
         )?;
+        let scratch = self.scratch_rows(py, rows)?;
         expect(
             logits.dtype == DType::F32
-                && logits.numel() >= rows * experts
+                && logits.numel() >= scratch * experts
                 && arrivals.dtype == DType::I32
-                && arrivals.numel() >= rows,
+                && arrivals.numel() >= scratch,
             "scratch tensors are too small",
         )?;
         let chosen = [rows, self.chosen];
@@ -192,7 +205,7 @@ impl CudaExperts {
             matrices.iter().flatten().all(|m| m.get().device == device),
             "the experts are on several GPUs",
         )?;
-        let info = exl_cuda::Device::get(device).map_err(|error| device_error(py, &error))?;
+        let info = Device::get(device).map_err(|error| device_error(py, &error))?;
         let all: Vec<_> = matrices
             .iter()
             .map(|parts| parts.each_ref().map(|m| &m.get().matrix))

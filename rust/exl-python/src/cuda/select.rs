@@ -273,6 +273,13 @@ pub fn cuda_select_experts(
     }
 }
 
+/// The kernel that chooses among `experts` experts for each of `rows` rows.
+#[pyfunction]
+pub fn cuda_select_router(card: &CudaCard, experts: usize, rows: usize) -> &'static str {
+    let choice = moe::route::Choice::Softmax { normalize: true };
+    moe::route::select(rows, experts, choice, &card.caps).name()
+}
+
 fn named(kind: &str) -> PyResult<Kind> {
     let found = KINDS.into_iter().find(|known| known.name == kind);
     found.ok_or_else(|| PyValueError::new_err(format!("no cache kind {kind:?}")))

@@ -475,7 +475,7 @@ class _Uses:
         """Add the router, the experts' matmuls (one entry where they share launches), and those of a shared expert."""
         known: set[Linear] = set()
         if self._routes(about):
-            self._add("router", "experts_route")
+            self._add("router", self._model.card.router(about.router.out_features, self._count))
             known.add(about.router)
         reasons = [why_apart]
         found = self._model.experts(about, self._count, invariant=rows_are_invariant(self._count))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from exl_kernels.kv import KVKind, KVPages
-from exl_kernels.moe.dequantized import DEQUANTIZED_BYTES, ROUND
+from exl_kernels.moe.dequantized import DEQUANTIZED_BYTES, most_padded_rows
 from exl_kernels.sampling import workspace_bytes
 from exl_kernels.selection import CPU_CHUNK_ROWS, PACKED_ROWS, STEP_ROWS
 
@@ -193,6 +193,6 @@ def _scratch(module: Module, config: ExLlamaV2Config, kind: str, rows: int) -> i
 def _dequantized_experts(module: MoE, config: ExLlamaV2Config, rows: int) -> int:
     """Return the most bytes that experts of a prompt hold: matrices, and rows padded to at most twice their number."""
     width = module.experts[0].up.out_features
-    padded = 2 * rows * module.chosen + ROUND * len(module.experts)
+    padded = most_padded_rows(rows * module.chosen, len(module.experts))
     matrices = max(DEQUANTIZED_BYTES, 2 * config.hidden_size * width)
     return matrices + 2 * padded * (2 * config.hidden_size + 2 * width)

@@ -9,7 +9,6 @@ expert run on dequantized experts, unless `device.set_row_invariant` asks for ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import cast
 
 import torch
@@ -24,7 +23,7 @@ from ..linear.cuda import CudaFloatMatrix, CudaQuantMatrix
 from ..linear.fused import Norm
 from ..linear.matrix import QuantMatrix
 from ..selection import FUSED_ACTIVATIONS
-from .dequantized import DEQUANTIZED_BYTES, padded_experts, padded_groups
+from .dequantized import DEQUANTIZED_BYTES, plan_padded
 
 __all__ = ["ExpertRouter", "GroupedExperts", "why_apart"]
 
@@ -138,10 +137,11 @@ class ExpertRouter:
         weights = torch.empty((rows, self.chosen), dtype=torch.float32, device=h.device)
         if not rows:
             return weights, ids
-        logits = torch.empty((rows, self.experts), dtype=torch.float32, device=h.device)
+        scratch = self._native.scratch_rows(rows)
+        logits = torch.empty((scratch, self.experts), dtype=torch.float32, device=h.device)
         arrivals = self._arrivals
-        if rows > arrivals.shape[0]:
-            arrivals = torch.zeros(rows, dtype=torch.int32, device=h.device)
+        if scratch > arrivals.shape[0]:
+            arrivals = torch.zeros(scratch, dtype=torch.int32, device=h.device)
         h = h if h.data_ptr() % 16 == 0 else h.clone()
         self._native.route(h, logits, arrivals, ids, weights, launch_on(h), norm=norm, normed=normed)
         return weights, ids
@@ -275,39 +275,40 @@ class GroupedExperts:
         # Keys of two bytes are sorted in two passes.
         by_expert, order = ids.flatten().to(torch.int16).sort(stable=True)
         begins = torch.searchsorted(by_expert, self._numbers)
-        ends = begins.tolist()
-        counts = [end - begin for begin, end in pairwise(ends)]
-        groups = padded_groups(counts, max(1, DEQUANTIZED_BYTES // (2 * hidden * width)))
-        padded = torch.tensor(padded_experts(groups), dtype=torch.int32).to(h.device)
-        held = [len(group.experts) for group in groups]
-        sizes = [count * group.rows for count, group in zip(held, groups, strict=True)]
-        total, launch = sum(sizes), launch_on(h)
-        rows = torch.empty(total, dtype=torch.int32, device=h.device)
+        capacity = max(1, DEQUANTIZED_BYTES // (2 * hidden * width))
+        memory = h.new_empty(min(capacity, self._native.count) * hidden * width)
         places = torch.empty(ids.shape, dtype=torch.int32, device=h.device)
-        self._native.pad(padded, order, begins, chosen=chosen, rows=rows, places=places, launch=launch)
-        weights = self._weights_of(h.new_empty(max(held) * hidden * width), held)
-        parts = h.new_empty(total, hidden)
-        split = (torch.split(t, n) for t, n in ((rows, sizes), (padded[:, 0].to(torch.int64), held), (parts, sizes)))
-        for group, count, some, experts, results in zip(groups, held, *split, strict=True):
-            into, down = weights[count]
-            x = h.index_select(0, some).view(count, group.rows, hidden)
-            self._native.dequantize(self._table, experts, 0, into, launch)
-            gate = torch.bmm(x, into)
-            self._native.dequantize(self._table, experts, 1, into, launch)
-            gated_activation(gate, torch.bmm(x, into), self._activation, out=gate)
-            self._native.dequantize(self._table, experts, 2, down, launch)
-            torch.bmm(gate, down, out=results.view(count, group.rows, hidden))
-            del x, gate  # before the next group allocates its own
-        return parts, places
+        launch = launch_on(h)
+        # The GPU is idle from here until its next launch: what it need not know comes later.
+        plan = plan_padded(begins.cpu(), capacity, pinned=True)
+        table = plan.memory.to(h.device, non_blocking=True)
+        numbers = plan.numbers(table)
 
-    def _weights_of(self, memory: Tensor, held: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return, by number of experts, `memory` as that of their gate or up matrices and of their down matrices."""
-        hidden, width = self.hidden, self._native.width
-        found = {}
-        for count in set(held):
-            begin = memory[: count * hidden * width]
-            found[count] = begin.view(count, hidden, width), begin.view(count, width, hidden)
-        return found
+        def dequantized(first: int, count: int, part: int) -> Tensor:
+            """Return gate (0), up (1) or down (2) of some experts, in the same memory."""
+            shape = (width, hidden) if part == 2 else (hidden, width)
+            into = memory[: count * hidden * width].view(count, *shape)
+            self._native.dequantize(self._table, numbers[first : first + count], part, into, launch)
+            return into
+
+        into = dequantized(0, plan.groups[0][0], 0)
+        total = sum(count * rows for count, rows in plan.groups)
+        rows_of = torch.empty(total, dtype=torch.int32, device=h.device)
+        self._native.pad(plan.rows(table), order, begins, chosen=chosen, rows=rows_of, places=places, launch=launch)
+        parts = h.new_empty(total, hidden)
+        expert = begin = 0
+        for count, rows in plan.groups:
+            some = slice(begin, begin + count * rows)
+            x = h.index_select(0, rows_of[some]).view(count, rows, hidden)
+            if expert:
+                into = dequantized(expert, count, 0)
+            gate = torch.bmm(x, into)
+            into = dequantized(expert, count, 1)
+            gated_activation(gate, torch.bmm(x, into), self._activation, out=gate)
+            torch.bmm(gate, dequantized(expert, count, 2), out=parts[some].view(count, rows, hidden))
+            del x, gate  # before the next group allocates its own
+            expert, begin = expert + count, some.stop
+        return parts, places
 
     def dequantize(self, experts: Tensor, part: int, out: Tensor) -> Tensor:
         """Write gate (0), up (1) or down (2) of some experts into `out`, bitwise as the format defines it.

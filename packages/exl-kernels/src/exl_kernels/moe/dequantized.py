@@ -3,69 +3,67 @@
 Some experts at a time are dequantized and multiplied in one batched call, so each gets as many rows as the one with the
 most. Experts with about as many rows go together.
 
-`ops::moe::select` (rust/exl-cuda) decides that experts are dequantized. The groups depend on how many rows each expert
-got, and choose no kernel of ours: they bound the padding that cuBLAS multiplies. So they are no part of that table.
+The groups choose no kernel of ours; rust/exl-cuda plans them (`ops::moe::dequantized::groups`) on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["DEQUANTIZED_BYTES", "ROUND", "PaddedGroup", "padded_experts", "padded_groups"]
+import torch
+from torch import Tensor
 
-DEQUANTIZED_BYTES = 128 << 20
+from .. import _native
+
+__all__ = ["DEQUANTIZED_BYTES", "PaddedExperts", "most_padded_rows", "plan_padded"]
+
+DEQUANTIZED_BYTES: int = _native.dequantized_bytes()
 """Memory for dequantized matrices, unless a single one is larger."""
 
-ROUND = 32
-"""Rows of an expert are padded to a multiple of this: cuBLAS chooses kernels anew for each number of rows."""
-FREE_ROWS = 64
-"""Rows of an expert that cost no more than fewer."""
+
+most_padded_rows = _native.most_padded_rows
 
 
 @dataclass(frozen=True)
-class PaddedGroup:
-    """Experts that are multiplied at once, each with `rows` rows."""
+class PaddedExperts:
+    """The experts that have rows, the groups one after the other.
 
-    experts: tuple[int, ...]
-    rows: int
+    Attributes:
+        memory: uint8, the bytes of `numbers` and `rows`, to be copied at once; pinned if asked for.
+        count: experts of the layer.
+        groups: (experts, padded rows of each) of each group.
+    """
+
+    memory: Tensor
+    count: int
+    groups: list[tuple[int, int]]
+
+    def numbers(self, memory: Tensor) -> Tensor:
+        """Return the experts' numbers, int64 [experts of all groups], in `memory` or a copy of it."""
+        return memory[: 8 * self.count].view(torch.int64)[: self._held]
+
+    def rows(self, memory: Tensor) -> Tensor:
+        """Return int32 [experts of all groups, 3] in `memory` or a copy: expert, first padded row, padded rows."""
+        return memory[8 * self.count :].view(torch.int32).view(self.count, 3)[: self._held]
+
+    @property
+    def _held(self) -> int:
+        return sum(count for count, _ in self.groups)
 
 
-def padded_groups(counts: Sequence[int], most: int) -> list[PaddedGroup]:
+def plan_padded(begins: Tensor, most: int, *, pinned: bool = False) -> PaddedExperts:
     """Divide the experts that have rows into groups of at most `most`.
 
-    A group has at most twice as many padded rows as its experts have or, if that is more, `FREE_ROWS` for each.
+    A group has at most twice as many padded rows as its experts have or, if that is more, 64 for each.
 
     Args:
-        counts: rows of each expert.
+        begins: int64 [experts + 1] on the CPU: where the rows of each expert begin, in ascending order.
         most: experts of a group, at least one.
+        pinned: plan in pinned memory, which a GPU copies without a wait.
+
+    Raises:
+        ValueError: `begins` or `most` is not as stated.
     """
-    groups: list[PaddedGroup] = []
-    held: list[int] = []
-    total = 0
-    for number in sorted((i for i, count in enumerate(counts) if count), key=counts.__getitem__):
-        count = counts[number]
-        padded = (len(held) + 1) * count
-        if held and (len(held) == most or (count > FREE_ROWS and padded > 2 * (total + count))):
-            groups.append(_group(held, counts))
-            held, total = [], 0
-        held.append(number)
-        total += count
-    if held:
-        groups.append(_group(held, counts))
-    return groups
-
-
-def _group(experts: Sequence[int], counts: Sequence[int]) -> PaddedGroup:
-    """Return the group of experts in the order of their counts."""
-    return PaddedGroup(tuple(experts), -(-counts[experts[-1]] // ROUND) * ROUND)
-
-
-def padded_experts(groups: Sequence[PaddedGroup]) -> list[tuple[int, int, int]]:
-    """Return (expert, first padded row, padded rows) of each expert, the groups one after the other."""
-    found, first = [], 0
-    for group in groups:
-        for number in group.experts:
-            found.append((number, first, group.rows))
-            first += group.rows
-    return found
+    count = begins.shape[0] - 1
+    memory = torch.empty(20 * count, dtype=torch.uint8, pin_memory=pinned)
+    return PaddedExperts(memory, count, _native.plan_padded_experts(begins, most, memory))

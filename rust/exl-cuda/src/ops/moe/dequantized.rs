@@ -30,6 +30,53 @@ pub unsafe fn combine(
     unsafe { sum_parts(to, device, experts, argument, None) }
 }
 
+/// Memory for dequantized matrices, unless a single one is larger.
+pub const DEQUANTIZED_BYTES: usize = 128 << 20;
+
+/// Rows of an expert are padded to a multiple of this: cuBLAS chooses kernels anew for each number of rows.
+const ROUND: usize = 32;
+
+/// Rows of an expert that cost no more than fewer.
+const FREE_ROWS: usize = 64;
+
+/// The experts that have rows in groups of at most `most`, each with the padded rows of its experts; expert e has rows `begins[e]` to
+/// `begins[e + 1]`.
+///
+/// Experts with about as many rows go together: a group has at most twice as many padded rows as its experts have or, if that is more,
+/// [`FREE_ROWS`] for each.
+pub fn groups(begins: &[i64], most: usize) -> Vec<(Vec<usize>, usize)> {
+    let count = |expert: usize| (begins[expert + 1] - begins[expert]) as usize;
+    let mut order: Vec<usize> = (0..begins.len() - 1).filter(|&e| count(e) > 0).collect();
+    order.sort_by_key(|&expert| count(expert));
+    let mut groups: Vec<(Vec<usize>, usize)> = Vec::new();
+    let mut total = 0;
+    for expert in order {
+        let rows = count(expert);
+        let joins = |held: usize| {
+            let padded = (held + 1) * rows;
+            held < most && (rows <= FREE_ROWS || padded <= 2 * (total + rows))
+        };
+        match groups.last_mut() {
+            Some((held, padded)) if joins(held.len()) => {
+                held.push(expert);
+                *padded = rows.next_multiple_of(ROUND);
+                total += rows;
+            }
+            _ => {
+                groups.push((vec![expert], rows.next_multiple_of(ROUND)));
+                total = rows;
+            }
+        }
+    }
+    groups
+}
+
+/// Most padded rows of all [`groups`] of `pairs` rows of `experts` experts.
+pub const fn most_padded(pairs: usize, experts: usize) -> usize {
+    // Groups of few rows have at most FREE_ROWS for each expert, which is more than twice their rows.
+    2 * pairs + if FREE_ROWS > ROUND { FREE_ROWS } else { ROUND } * experts
+}
+
 /// `struct PaddedExpert` of `kernels/moe/experts.cu`: an expert whose rows go to padded rows `first` and the following.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]

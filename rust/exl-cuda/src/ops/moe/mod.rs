@@ -318,9 +318,11 @@ impl Experts {
 /// Kernels in the image of `file`.
 pub(super) fn kernels(file: &str) -> Vec<String> {
     let Some(rest) = file.strip_prefix("experts_") else {
-        return ["route_f16", "route_bf16", "arrange", "combine", "pad"]
+        let mut names = ["arrange", "combine", "pad"]
             .map(|name| format!("experts_{name}"))
             .to_vec();
+        names.extend(route::kernels());
+        return names;
     };
     if rest == "dequantize" {
         return ["exl2_128", "exl2_32", "gptq_128", "gptq_32"]

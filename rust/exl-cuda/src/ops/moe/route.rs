@@ -2,6 +2,7 @@
 
 use super::MOST_EXPERTS;
 use crate::abi::{assert_constants, assert_layout};
+use crate::capabilities::Capabilities;
 use crate::device::{BLOCK_RESERVED, Device};
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
@@ -13,12 +14,77 @@ const ROUTE_EXPERTS: usize = 8;
 /// several rows.
 const OWN_ROWS: usize = 64;
 const BLOCKS: usize = 5;
+/// Rows, and logits, beyond which blocks of many rows are faster, by measurement.
+const MANY_ROWS: usize = 144;
+const MANY_LOGITS: usize = 8192;
+/// Rows, and experts, that a warp of a block of many rows multiplies at a time.
+const TILE: usize = 4;
+/// Warps of a block.
+const WARPS: usize = 8;
+/// Shared memory of a block of many rows, which every card has.
+const MANY_BYTES: usize = 48 * 1024;
 /// Shared memory of a block beside its row and weights.
 const STATIC_BYTES: usize = 9 * 1024;
 /// Blocks of an SM that have shared memory at once if each row has its own; the rest of the SM's memory caches rows.
 const RESIDENT: usize = 2;
 
-assert_constants!(experts, { ROUTE_EXPERTS == ROUTE_EXPERTS });
+assert_constants!(experts, { ROUTE_EXPERTS == ROUTE_EXPERTS, ROUTE_TILE == TILE });
+
+/// Kernels that choose experts, whose results are bitwise the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kernel {
+    /// A block has few experts of one row after the other.
+    Single,
+    /// Blocks of several rows; `across` warps share [`TILE`] of them.
+    Many { across: usize },
+}
+
+impl Kernel {
+    /// As reports name it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Single => "experts_route",
+            Self::Many { .. } => "experts_route_many",
+        }
+    }
+
+    /// The kernel for a router's type of weights.
+    fn of(self, bf16: bool) -> String {
+        format!("{}_{}", self.name(), if bf16 { "bf16" } else { "f16" })
+    }
+
+    /// Rows of a block of many rows.
+    const fn rows(across: usize) -> usize {
+        TILE * WARPS / across
+    }
+
+    /// Bytes of the logits of a block of many rows, which a sparse choice has twice.
+    const fn bytes(across: usize, experts: usize, sparse: bool) -> usize {
+        4 * Self::rows(across) * experts * if sparse { 2 } else { 1 }
+    }
+}
+
+pub(super) fn kernels() -> impl Iterator<Item = String> {
+    let all = [Kernel::Single, Kernel::Many { across: 1 }];
+    all.into_iter()
+        .flat_map(|kernel| [false, true].map(|bf16| kernel.of(bf16)))
+}
+
+/// The kernel for `rows` rows.
+pub fn select(rows: usize, experts: usize, choice: Choice, caps: &Capabilities) -> Kernel {
+    let sparse = matches!(choice, Choice::Sparse { .. });
+    let fits = |across: &usize| Kernel::bytes(*across, experts, sparse) <= MANY_BYTES;
+    let mut ways = [1, 2, 4, 8].into_iter().filter(fits);
+    // Each warp has experts, and all SMs have blocks: warps that share rows take the time of fewer of them.
+    let useful = |across: &usize| {
+        2 * TILE * across > experts || rows.div_ceil(Kernel::rows(*across)) >= caps.sms
+    };
+    let many = rows > MANY_ROWS && rows * experts > MANY_LOGITS;
+    match ways.clone().find(useful).or_else(|| ways.next_back()) {
+        Some(across) if many => Kernel::Many { across },
+        _ => Kernel::Single,
+    }
+}
 
 /// How a row's experts are chosen and weighted.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -94,10 +160,10 @@ struct RouteArgument {
     normalize: i32,
     jitter: f32,
     staged: i32,
-    padding: i32,
+    across: i32,
 }
 
-assert_layout!(RouteArgument, experts::RouteCall, { h, weight, bias, prescale, logits, arrivals, ids, weights, norm, normed, eps, offset, rows, hidden, experts, chosen, normalize, jitter, staged, padding });
+assert_layout!(RouteArgument, experts::RouteCall, { h, weight, bias, prescale, logits, arrivals, ids, weights, norm, normed, eps, offset, rows, hidden, experts, chosen, normalize, jitter, staged, across });
 
 /// The experts of each row, most likely first; of equally likely ones the lower index first. Logits are summed in FP64.
 ///
@@ -126,11 +192,7 @@ pub unsafe fn route(to: Target, op: &Route) -> Result<(), CudaError> {
     let row_bytes = 2 * op.hidden;
     let all_bytes = (1 + ROUTE_EXPERTS) * row_bytes;
     let staged = all_bytes + STATIC_BYTES <= caps.shared_per_block;
-    let blocks = op.experts.div_ceil(ROUTE_EXPERTS);
-    let rows = match op.rows {
-        few if few <= OWN_ROWS => few,
-        many => many.min((BLOCKS * caps.sms).div_ceil(blocks)),
-    };
+    let kernel = select(op.rows, op.experts, op.choice, caps);
     let (normalize, jitter) = match op.choice {
         Choice::Softmax { normalize } => (i32::from(normalize), -1.0),
         Choice::Sparse { jitter } => (0, jitter),
@@ -161,23 +223,87 @@ pub unsafe fn route(to: Target, op: &Route) -> Result<(), CudaError> {
         normalize,
         jitter,
         staged: i32::from(staged),
-        padding: 0,
+        across: match kernel {
+            Kernel::Single => 1,
+            Kernel::Many { across } => across as i32,
+        },
+    };
+    let (grid, shared_bytes) = match kernel {
+        Kernel::Single => {
+            let blocks = op.experts.div_ceil(ROUTE_EXPERTS);
+            let rows = match op.rows {
+                few if few <= OWN_ROWS => few,
+                more => more.min((BLOCKS * caps.sms).div_ceil(blocks)),
+            };
+            let bytes = if staged { all_bytes } else { row_bytes };
+            ([blocks, rows], bytes)
+        }
+        Kernel::Many { across } => (
+            [op.rows.div_ceil(Kernel::rows(across)), 1],
+            Kernel::bytes(across, op.experts, jitter >= 0.0),
+        ),
     };
     let launch = Launch {
-        kernel: if op.bf16 {
-            "experts_route_bf16"
-        } else {
-            "experts_route_f16"
-        },
-        grid: [blocks as u32, rows as u32, 1],
-        block: 256,
-        shared_bytes: if staged { all_bytes } else { row_bytes } as u32,
+        kernel: &format!("{}_{}", kernel.name(), if op.bf16 { "bf16" } else { "f16" }),
+        grid: [grid[0] as u32, grid[1] as u32, 1],
+        block: 32 * WARPS as u32,
+        shared_bytes: shared_bytes as u32,
         stream: to.stream,
         programmatic: to.programmatic,
     };
     let mut arguments = kernel_arguments![argument];
-    let block = launch.shared_bytes as usize + STATIC_BYTES + BLOCK_RESERVED;
+    let block = shared_bytes + STATIC_BYTES + BLOCK_RESERVED;
     let shared = (op.rows <= OWN_ROWS).then_some(RESIDENT * block);
     // SAFETY: the kernel takes one `RouteCall`; the caller guarantees that the addresses are valid.
     unsafe { launch.run_with_shared(device, shared, &mut arguments) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::capabilities::CARDS;
+
+    fn found(card: usize, rows: usize, experts: usize, choice: Choice) -> Kernel {
+        select(rows, experts, choice, &CARDS[card].with_own_code())
+    }
+
+    #[test]
+    fn many_rows_take_blocks_of_several() {
+        let choice = Choice::Softmax { normalize: true };
+        for card in 0..CARDS.len() {
+            for (rows, experts, many) in [
+                (1, 128, false),
+                (144, 128, false),
+                (145, 128, true),
+                (145, 56, false),
+                (1024, 8, false),
+                (1025, 8, true),
+                (200, 1024, true),
+            ] {
+                let kernel = found(card, rows, experts, choice);
+                assert_eq!(kernel != Kernel::Single, many, "{rows} {experts}");
+            }
+        }
+    }
+
+    #[test]
+    fn all_sms_have_blocks_or_all_warps_other_experts() {
+        for card in 0..CARDS.len() {
+            let sms = CARDS[card].with_own_code().sms;
+            for choice in [
+                Choice::Softmax { normalize: false },
+                Choice::Sparse { jitter: 0.1 },
+            ] {
+                for (rows, experts) in [(145, 128), (700, 60), (5000, 8), (5000, 2), (145, 1024)] {
+                    let Kernel::Many { across } = found(card, rows, experts, choice) else {
+                        panic!("{rows} rows of {experts} experts");
+                    };
+                    let sparse = matches!(choice, Choice::Sparse { .. });
+                    assert!(Kernel::bytes(across, experts, sparse) <= MANY_BYTES);
+                    let blocks = rows.div_ceil(Kernel::rows(across));
+                    assert!(across == 8 || 2 * TILE * across > experts || blocks >= sms);
+                }
+            }
+        }
+    }
 }
