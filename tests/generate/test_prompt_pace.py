@@ -68,9 +68,9 @@ def test_prompts_alone_are_computed_in_whole_chunks() -> None:
     drain(generator)
 
 
-def test_a_step_computes_at_least_a_page_and_at_most_a_chunk() -> None:
+def test_a_step_computes_at_least_a_quarter_of_a_page_and_at_most_a_chunk() -> None:
     steps, _ = beside_a_stream(paced(1e-6))
-    assert min(steps[4:-1]) == max(steps[4:-1]) == make().page_size
+    assert min(steps[4:-1]) == max(steps[4:-1]) == make().page_size // 4
     steps, _ = beside_a_stream(paced(60.0))
     assert max(steps) == CHUNK
     assert sum(steps) == ids(LONG).shape[1] - 1
@@ -96,8 +96,8 @@ class Clock:
         self.now = 0.0
         monkeypatch.setattr(prompt_pace, "perf_counter", lambda: self.now)
 
-    def pages(self, pace: prompt_pace.PromptPace, decoding: float, page: float, steps: int, pause: float = 0.0) -> int:
-        """Run steps that each compute all the pages they may; return those of the last one."""
+    def tokens(self, pace: prompt_pace.PromptPace, decoding: float, page: float, steps: int, pause: float = 0.0) -> int:
+        """Run steps that each compute all the tokens they may; return those of the last one."""
         tokens = 0
         for _ in range(steps):
             tokens = pace.begin(True)
@@ -105,7 +105,7 @@ class Clock:
             self.now += decoding + page * tokens / 256
             pace.end()
             self.now += pause
-        return tokens // 256
+        return tokens
 
     def decode(self, pace: prompt_pace.PromptPace, seconds: float) -> None:
         for _ in range(5):
@@ -117,26 +117,53 @@ class Clock:
 
 @pytest.mark.parametrize(
     ("decoding", "page", "fit"),
-    [(0.03, 0.005, 4), (0.026, 0.003, 8), (0.02, 0.005, 6), (0.015, 0.012, 2), (0.06, 0.005, 1), (0.04, 0.012, 1)],
+    [
+        (0.03, 0.005, 1024),
+        (0.026, 0.003, 2048),
+        (0.02, 0.005, 1536),
+        (0.015, 0.012, 512),
+        (0.04, 0.009, 256),
+        (0.04, 0.012, 128),
+        (0.04, 0.03, 64),
+        (0.06, 0.005, 64),
+    ],
 )
 def test_prompts_fill_the_time_that_decoding_leaves(
     monkeypatch: pytest.MonkeyPatch, decoding: float, page: float, fit: int
 ) -> None:
     clock, pace = Clock(monkeypatch), prompt_pace.PromptPace(0.05, 2048, 256)
     clock.decode(pace, decoding)
-    assert fit - 1 <= clock.pages(pace, decoding, page, 100) <= fit
+    assert fit - 256 <= clock.tokens(pace, decoding, page, 100) <= fit
+    if fit <= 256:
+        assert clock.tokens(pace, decoding, page, 1) == fit
+
+
+def test_steps_of_parts_of_a_page_cost_more_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit settles where each pass costs some time of its own."""
+    clock, pace = Clock(monkeypatch), prompt_pace.PromptPace(0.05, 2048, 256)
+    clock.decode(pace, 0.005)
+    found = {clock.tokens(pace, 0.025, 0.04, 1) for _ in range(200)}
+    assert {clock.tokens(pace, 0.025, 0.04, 1) for _ in range(50)} == {128}
+    assert found <= {64, 128, 256, 512}
+
+
+@pytest.mark.parametrize("page", [1, 2, 3, 8])
+def test_pages_of_few_tokens(monkeypatch: pytest.MonkeyPatch, page: int) -> None:
+    clock, pace = Clock(monkeypatch), prompt_pace.PromptPace(0.05, 2048, page)
+    clock.decode(pace, 0.06)
+    assert clock.tokens(pace, 0.06, 1.0, 50) == max(1, page // 4 or page // 2)
 
 
 def test_a_pause_of_the_caller_is_no_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, pace = Clock(monkeypatch), prompt_pace.PromptPace(0.05, 2048, 256)
     clock.decode(pace, 0.01)
-    before = clock.pages(pace, 0.01, 0.01, 50)
-    assert before in (3, 4)
-    clock.pages(pace, 0.01, 0.01, 1, pause=3.0)
-    assert clock.pages(pace, 0.01, 0.01, 1) == before
+    before = clock.tokens(pace, 0.01, 0.01, 50)
+    assert before in (768, 1024)
+    clock.tokens(pace, 0.01, 0.01, 1, pause=3.0)
+    assert clock.tokens(pace, 0.01, 0.01, 1) == before
 
 
 @pytest.mark.parametrize("target", [1e308, 5e-324])
 def test_extreme_targets(monkeypatch: pytest.MonkeyPatch, target: float) -> None:
     clock, pace = Clock(monkeypatch), prompt_pace.PromptPace(target, 2048, 256)
-    assert clock.pages(pace, 0.0, 1e-3, 9) == (8 if target > 1 else 1)
+    assert clock.tokens(pace, 0.0, 1e-3, 9) == (2048 if target > 1 else 64)

@@ -10,6 +10,8 @@ __all__ = ["PromptPace"]
 NEWEST = 0.3
 #: pages of prompt tokens in a step before any time is known
 FIRST_PAGES = 2
+#: parts of a page that a step computes where a whole page takes too long
+PARTS = (2, 4)
 #: seconds between two steps that are no pause, however short the target
 NO_PAUSE = 0.05
 
@@ -25,11 +27,14 @@ class PromptPace:
     Args:
         target: seconds; None limits nothing.
         most: most prompt tokens of any step.
-        page_size: limits are whole pages, at least one, and at most `most`.
+        page_size: limits are whole pages or, below one, a half or a quarter of one, and at most `most`.
     """
 
     def __init__(self, target: float | None, most: int, page_size: int) -> None:
         self._target, self._most, self._page = target, most, min(page_size, most)
+        #: limits below a page
+        self._parts = [self._page // part for part in PARTS if self._page >= part]
+        self._least = min(self._parts, default=self._page)
         #: whether there is a target
         self.limited = target is not None
         #: mean seconds of a step without prompt tokens; None before the first measurement
@@ -67,13 +72,16 @@ class PromptPace:
         left = target - (self._base or 0.0)
         if left >= self._each * self._most:  # compared before a division, whose result may be infinite
             return self._most
-        pages = int(left / self._each) // self._page if left > 0 else 0
-        return min(self._most, max(1, pages) * self._page)
+        fit = int(left / self._each) if left > 0 else 0
+        if fit >= self._page:
+            return min(self._most, fit // self._page * self._page)
+        # A cut within a page is at one of its parts, so that the next part ends with the page.
+        return next((part for part in self._parts if part <= fit), self._least)
 
     def _learn(self, seconds: float) -> None:
         # A GPU may compute a step's prompts in the next step's time, so the tokens of either step may have taken it.
         tokens = min(self._before, self._tokens)
-        if tokens >= self._page:
+        if tokens >= self._least:
             self._each = _mean(self._each, max(seconds - (self._base or 0.0), 0.0) / tokens)
         elif not (self._before or self._tokens):
             self._base = _mean(self._base, seconds)
