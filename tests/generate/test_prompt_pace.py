@@ -138,6 +138,24 @@ def test_prompts_fill_the_time_that_decoding_leaves(
         assert clock.tokens(pace, decoding, page, 1) == fit
 
 
+def test_a_slow_first_step_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of a second, which captured something, makes no later step of a prompt too long."""
+    clock, pace = Clock(monkeypatch), prompt_pace.PromptPace(0.05, 2048, 256)
+    pace.begin(True)
+    pace.spent(0)
+    clock.now += 1.0
+    pace.end()
+    for _ in range(40):
+        before = clock.now
+        clock.tokens(pace, 0.01, 0.0128, 1)
+        assert clock.now - before < 0.055
+    clock.decode(pace, 0.01)
+    for _ in range(40):
+        before = clock.now
+        clock.tokens(pace, 0.01, 0.0128, 1)
+        assert clock.now - before < 0.055
+
+
 def test_steps_of_parts_of_a_page_cost_more_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit settles where each pass costs some time of its own."""
     clock, pace = Clock(monkeypatch), prompt_pace.PromptPace(0.05, 2048, 256)

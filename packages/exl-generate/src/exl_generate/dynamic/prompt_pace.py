@@ -81,8 +81,11 @@ class PromptPace:
     def _learn(self, seconds: float) -> None:
         # A GPU may compute a step's prompts in the next step's time, so the tokens of either step may have taken it.
         tokens = min(self._before, self._tokens)
-        if tokens >= self._least:
-            self._each = _mean(self._each, max(seconds - (self._base or 0.0), 0.0) / tokens)
+        if self._base is not None and seconds <= self._base:
+            # Prompts only add time: decoding is faster than it was, such as after a first step that compiled something.
+            self._base = _mean(self._base, seconds)
+        elif tokens >= self._least:
+            self._each = _mean(self._each, (seconds - (self._base or 0.0)) / tokens)
         elif not (self._before or self._tokens):
             self._base = _mean(self._base, seconds)
 
