@@ -1,11 +1,13 @@
 """Decode steps and prompts of every family's layer layout: share of the read roof, and of Llama's share.
 
-    python benchmarks/bench_families.py [--family NAME ...] [--batch 1 8 32] [--layers 8] [--prompt 2048] [--bits 4.0]
+    python benchmarks/bench_families.py [--family NAME ...] [--batch 1 8 32] [--layers 8] [--prompt 2048] [--twins]
 
 Random weights of true shapes (gpu_model.py), FP16 cache, context 256. Dense families have 8 layers unless --layers says
 otherwise, mixtures of experts all of theirs. Llama is measured in the same run; `share_of_llama` is the family's share
-of the roof divided by Llama's at that batch. For experts the bytes of a step are those of the experts that its rows
-choose on average where every expert is as likely. JSON lines; with --prompt also tokens a second of a prompt.
+of the roof divided by Llama's at that batch. With --twins, `share_of_twin` compares with a Llama of the same hidden
+size and vocabulary and as many weights a layer: smaller layers and heads have smaller shares in any family. For experts
+the bytes of a step are those of the experts that its rows choose on average where every expert is as likely. JSON
+lines; with --prompt also tokens a second of a prompt.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from gpu_model import build_config
 from gpu_timing import emit, environment, read_roof
 
 from exl_core import ExLlamaV2, PagedParams
-from exl_core.layers import MoE
+from exl_core.layers import Head, Linear, MoE
 
 CONTEXT = 256
 LLAMA: dict[str, Any] = {
@@ -140,6 +142,29 @@ def expert_bytes(model: ExLlamaV2, batch: int) -> int:
     return int(unread)
 
 
+def twin_of(config: dict[str, Any], model: ExLlamaV2) -> dict[str, Any]:
+    """Return a Llama with the hidden size, the vocabulary and, to 1 %, the weights a layer of a dense model."""
+    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    linears = [part for module in model.modules if not isinstance(module, Head) for part in module.submodules()]
+    weights = sum(part.in_features * part.out_features for part in linears if isinstance(part, Linear)) / layers
+    heads = hidden // 128
+    kv_heads = max(count for count in range(1, 9) if heads % count == 0)
+    attention = hidden * 128 * 2 * (heads + kv_heads)
+    width = round((weights - attention) / (3 * hidden * 256)) * 256
+    made = sizes(hidden, width, heads, kv_heads, config["vocab_size"])
+    return like_llama("LlamaForCausalLM", **made, num_hidden_layers=layers)
+
+
+def shares(config: dict[str, Any], bits: str, batches: list[int], roof: float) -> dict[int, float]:
+    """Return the share of the roof of a dense model's step by batch."""
+    model = build_config(config, bits)
+    lines = {batch: measure(model, "fp16", CONTEXT, batch, roof, 0) for batch in batches}
+    return {
+        batch: 100.0 * int(str(line["bytes_per_step"])) / (float(str(line["p50_us"])) * 1e-6) / roof
+        for batch, line in lines.items()
+    }
+
+
 def prompt_speed(model: ExLlamaV2, tokens: int, rounds: int = 5) -> float:
     """Tokens a second of one prompt, without logits but the last's: the median of some rounds."""
     cache = CACHES["fp16"](model, max_seq_len=-(-tokens // PAGE) * PAGE)
@@ -164,6 +189,7 @@ def main() -> None:
     parser.add_argument("--expert-layers", type=int, help="of mixtures of experts (default: all)")
     parser.add_argument("--prompt", type=int, default=0, help="also a prompt of so many tokens")
     parser.add_argument("--bits", default="4.0")
+    parser.add_argument("--twins", action="store_true", help="compare dense families with Llamas of their sizes")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     roof, about = read_roof(), environment()
@@ -173,6 +199,9 @@ def main() -> None:
         layers = args.expert_layers if family in EXPERTS else args.layers
         config["num_hidden_layers"] = layers or config["num_hidden_layers"]
         model = build_config(config, args.bits)
+        twin: dict[int, float] = {}
+        if args.twins and family not in ("llama3-8b", *EXPERTS):
+            twin = shares(twin_of(config, model), args.bits, args.batch, roof)
         for batch in args.batch:
             line = measure(model, "fp16", CONTEXT, batch, roof, 0)
             read = int(str(line["bytes_per_step"])) - expert_bytes(model, batch)
@@ -194,6 +223,7 @@ def main() -> None:
                     "gbps": read / float(str(line["p50_us"])) / 1e3,
                     "pct_of_read_roof": share,
                     "share_of_llama": share / of_llama[batch],
+                    **({"share_of_twin": share / twin[batch]} if twin else {}),
                     "apart_reason": model.decode.apart_reason,
                     "reason": model.decode.reason,
                 }
