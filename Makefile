@@ -99,7 +99,7 @@ cuda-archs:  ## compile the kernels for every architecture of a release (no GPU 
 	cd $(CARGO_DIR) && EXL_CUDA_ARCHS=release EXL_CUDA_CACHE="$(CURDIR)/$(CARGO_DIR)/target/cuda-cache" cargo build --locked --package exl-cuda --target-dir target/archs
 
 VARIANT ?= gpu
-wheels:  ## manylinux wheels of all packages into dist/; VARIANT=cpu leaves the GPU kernels out (gpu: 16 minutes of two cores)
+wheels:  ## manylinux wheels of all packages into dist/; VARIANT=cpu leaves the GPU kernels out (gpu: half an hour of two cores)
 	scripts/wheels.sh $(VARIANT)
 
 bench:  ## CPU benchmarks, JSON lines

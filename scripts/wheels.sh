@@ -3,7 +3,7 @@
 #
 # usage: scripts/wheels.sh [gpu|cpu]
 #
-# gpu: the kernels of every architecture of a release (about 16 minutes of two cores), or of EXL_CUDA_ARCHS.
+# gpu: the kernels of every architecture of a release (about half an hour of two cores), or of EXL_CUDA_ARCHS.
 # cpu: no GPU kernels. zig links against an old glibc; auditwheel checks that the tag is true.
 set -euo pipefail
 cd "$(dirname "$0")/.."
