@@ -18,9 +18,6 @@ from preloaded import Program
 LAUNCHER = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
 CTRL_C = b"\x03"
 PATIENCE = 120  # seconds without a sign of life, which only a hang takes
-# CPython's input() prints its prompt before it waits for keys, and misses a signal that arrives in between. A person
-# then presses Ctrl-C again, and so does `Terminal.end(keys, again=True)`, after this many seconds of silence.
-AGAIN = 20
 
 
 class Terminal:
@@ -74,26 +71,19 @@ class Terminal:
         head, _, self.shown = self.shown.partition(text)
         return head + text
 
-    def end(self, keys: bytes = b"", *, again: bool = False) -> tuple[int, str]:
+    def end(self, keys: bytes = b"") -> tuple[int, str]:
         """Press `keys` and wait for the program's end; its exit code, and what it showed after the last `until`.
 
-        again: press the keys once more if the program stays silent, for one that reads with input().
+        Ctrl-C is pressed once: the interpreter restores the signal's default while it ends, where another one would
+        kill the program.
         """
         self.type(keys)
-        while True:
-            if again and not self._ready(AGAIN):
-                self.type(keys)
-                again = False
-            if not self._read():
-                break
+        while self._read():
+            pass
         return self._process.wait(), self.shown
 
-    def _ready(self, seconds: float) -> bool:
-        """Whether the program shows something or ends within `seconds`."""
-        return bool(select.select([self._master], [], [], seconds)[0])
-
     def _read(self) -> bool:
-        if not self._ready(PATIENCE):
+        if not select.select([self._master], [], [], PATIENCE)[0]:
             raise AssertionError(f"nothing came for {PATIENCE} s: {self.shown}")
         try:
             data = os.read(self._master, 65536)
