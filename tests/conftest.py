@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -34,6 +35,9 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("default", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", parent=settings.get_profile("default"), max_examples=25)
 settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=1000)
+
+# Parts of libraries that these import when they are used first, in seconds.
+LATE_IMPORTS = ("transformers.modeling_utils",)
 
 # Files that take long with few tests; the others begin by their number of tests.
 LONG_FILES = {
@@ -145,8 +149,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _leave_out_gpu_tests(config, items)
 
 
-def pytest_collection_finish() -> None:
-    """Take what the imports made out of the garbage collector's sight."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Import once what every fork would, and take what the imports made out of the garbage collector's sight."""
+    if session.config.pluginmanager.hasplugin("forked") and not session.config.option.collectonly:
+        for name in LATE_IMPORTS:
+            if name.partition(".")[0] in sys.modules:  # a file of tests has imported the library
+                importlib.import_module(name)
     _freeze()
 
 
