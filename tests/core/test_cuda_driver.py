@@ -1,6 +1,6 @@
 """A driver too old or broken, no card, a card without kernels in this build: typed errors that say what to do.
 
-A library of the driver's name replaces the driver, in a separate process.
+A library of the driver's name replaces the driver, in a process that has asked no driver yet.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from preloaded import run
 
 from exl_kernels.device import cuda_status
 
@@ -45,7 +46,9 @@ int cuGetErrorName(int code, const char** text) {
 int cuGetErrorString(int code, const char** text) { *text = "says the stand-in"; return 0; }
 """
 SCRIPT = """
+import ctypes
 import sys
+ctypes.CDLL(sys.argv[2])  # the one that is loaded first is found by its name from then on
 from exl_core import ExLlamaV2, ExLlamaV2Config
 from exl_core.errors import DeviceError
 from exl_kernels.device import cuda_status, require_cuda
@@ -74,22 +77,16 @@ def standin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source.write_text(STANDIN + "".join(f"int {name}(void) {{ return 0; }}\n" for name in PLAIN.split()))
     for name, what in (("whole", ()), ("old", ("-DcuLaunchKernelEx=cuSomethingElse",))):
         (folder / name).mkdir()
-        command = [COMPILER, "-w", "-shared", "-fPIC", *what, "-o", str(folder / name / "libcuda.so.1"), str(source)]
+        flags = ["-w", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", *what]
+        command = [COMPILER, *flags, "-o", str(folder / name / "libcuda.so.1"), str(source)]
         subprocess.run(command, check=True)
     return folder
 
 
 def lines_of(library: Path, **numbers: int) -> list[str]:
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(library), "EXL_DEVICE": "cuda:0"}
+    environment = {**os.environ, "EXL_DEVICE": "cuda:0"}
     environment |= {f"STANDIN_{name}": str(value) for name, value in numbers.items()}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(MODEL)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env=environment,
-    )
+    done = run(["-c", SCRIPT, str(MODEL), str(library / "libcuda.so.1")], env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
