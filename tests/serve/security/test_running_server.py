@@ -18,9 +18,10 @@ import pytest
 from served import SECONDS, Served, processor_seconds
 
 from exl_generate import bundled
+from exl_serve.api.app import ROUTES
 from exl_serve.testing.waiting import until
 
-KEY, WRONG = "exl-" + "k" * 43, "exl-" + "w" * 43
+KEY, INFER_KEY, WRONG = (f"exl-{letter * 43}" for letter in "kiw")
 MODEL = f'[[model]]\nid = "free"\npath = "{bundled.default_model_dir()}"\ndevice = "cpu"\nengine = "free"\n'
 
 
@@ -34,8 +35,12 @@ def keyed(place: Path) -> Iterator[Served]:
     """A server with a key, its most talkative log, and temporary files of its own."""
     keys, config = place / "keys.toml", place / "serve.toml"
     keys.touch(0o600)
-    keys.write_text(f'[[key]]\nname = "one"\nkey = "{KEY}"\nscopes = ["infer", "admin", "metrics"]\n')
-    config.write_text(f'auth.key_file = "{keys}"\nlog.level = "debug"\nlog.format = "json"\n{MODEL}')
+    keys.write_text(
+        f'[[key]]\nname = "one"\nkey = "{KEY}"\nscopes = ["infer", "admin", "metrics"]\n'
+        f'[[key]]\nname = "two"\nkey = "{INFER_KEY}"\nscopes = ["infer"]\n'
+    )
+    auth = f'auth.key_file = "{keys}"\nauth.max_failures_per_minute = 1000\n'
+    config.write_text(f'{auth}log.level = "debug"\nlog.format = "json"\n{MODEL}')
     (place / "tmp").mkdir()
     server = Served("--config", str(config), environment={"TMPDIR": str(place / "tmp")}).up()
     yield server
@@ -106,6 +111,20 @@ def test_only_plain_request_ids_are_repeated(keyed: Served, given: str, kept: bo
     assert kept or answer.headers["x-request-id"].startswith("req-")
 
 
+def test_every_route_but_the_open_ones_needs_a_key(keyed: Served) -> None:
+    for route in ROUTES:
+        url = keyed.url + re.sub(r"\{.*?\}", "x", route.path)
+        tries = ({}, {"x-api-key": WRONG}, {"authorization": f"Bearer {INFER_KEY}"})
+        without, wrong, status = (
+            httpx.request(route.method, url, headers=headers, timeout=SECONDS).status_code for headers in tries
+        )
+        if route.scope == "open":
+            assert (without, wrong) == (200, 200), route
+            continue
+        assert (without, wrong) == (401, 401), route
+        assert (status == 403) == (route.scope not in ("infer", "own")), route
+
+
 def test_text_of_clients_begins_no_line_of_the_log_and_keys_are_in_none(keyed: Served) -> None:
     forged = "\n[ERROR] forged by a client\n\x1b[31m\r"
     body = {"prompt": "a secret prompt", "max_tokens": 2, "user": forged, "stop": forged}
@@ -121,7 +140,7 @@ def test_text_of_clients_begins_no_line_of_the_log_and_keys_are_in_none(keyed: S
     for line in keyed.lines:
         if line.startswith("{"):
             json.loads(line)
-    for text in (KEY, WRONG, "a secret prompt"):
+    for text in (KEY, INFER_KEY, WRONG, "a secret prompt"):
         assert text not in keyed.log
         for process in (keyed.process.pid, *keyed.children("exl_serve.api"), *keyed.children("exl_serve.engine")):
             for file in ("cmdline", "environ"):
