@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import trials
 from host_program import ModelContainer, as_person
 
 from exl_generate.bundled import default_model_dir, draft_model_dir
@@ -64,7 +65,7 @@ async def idle(host: ModelContainer) -> None:
     assert generator.page_table.available == generator.max_pages
 
 
-@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize("draft", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_session(draft: bool) -> None:
     """Several choices, shared prompts, grammars: as a user of the server sees them."""
 
@@ -226,7 +227,7 @@ def test_unload_while_streams_run_and_reload(how: str, monkeypatch: pytest.Monke
     async def main(host: ModelContainer) -> None:
         host.max_batch_size = 4
         texts = set()
-        for turn in range(3):
+        for turn in range(trials(3, 2)):
             await host.create_generator()
             texts.add((await host.complete(PROMPTS[0], "probe", seed=1))[0]["text"])
             new = 30 if how == "wait" else 900

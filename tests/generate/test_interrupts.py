@@ -251,7 +251,7 @@ def test_any_number_of_them_at_any_moment_changes_nothing(how: str) -> None:
         storm.wait()
         want = [heard(results) for results in weathered(new(), storm)]
     broken = 0
-    signals, raised, places = trials(2000, 500), trials(500, 130), trials(200, 120)
+    signals, raised, places = trials(2000, 250), trials(500, 65), trials(200, 80)
     with Storm(2) as storm:
         for _ in range(2000):
             if storm.signals > signals and storm.raised > raised and len(storm.places) > places:

@@ -70,7 +70,7 @@ def test_a_chat(page: webdriver.Chrome) -> None:
     assert not bad
 
 
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("width", [360, pytest.param(1280, marks=pytest.mark.full)])
 def test_everything_fits(page: webdriver.Chrome, width: int) -> None:
     size = {"width": width, "height": 740, "deviceScaleFactor": 1, "mobile": False}
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
