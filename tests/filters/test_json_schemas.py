@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from effort import trials
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -70,7 +71,7 @@ def generate(template, vocabulary, rng, limit=120):
     return None
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=trials(60, 15), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.recursive(SIMPLE, larger, max_leaves=5), st.integers(0, 2**32 - 1))
 def test_what_is_complete_is_valid(schema, seed):
     try:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from effort import trials
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -92,7 +93,7 @@ requests = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=trials(40, 12), deadline=None)
 @given(asked=st.lists(requests, min_size=1, max_size=5), how=st.sampled_from(["plain", "ngram", "model"]))
 def test_columns_say_what_the_dicts_say(asked: list[dict[str, Any]], how: str) -> None:
     def jobs() -> list[ExLlamaV2DynamicJob]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import KINDS, Case, make_case, randn
+from effort import trials
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -142,7 +143,7 @@ def test_bitwise_identical_in_any_chunking_batch_placement_and_thread_count(
 
 
 @given(data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=trials(40, 12))
 def test_random_ragged_batches_are_right_and_independent(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(KINDS))
     lengths = data.draw(st.lists(st.integers(1, 180), min_size=1, max_size=4))

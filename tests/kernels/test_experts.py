@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import trials
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_linear import random_exl2, random_gptq, without_bias
@@ -84,7 +85,7 @@ def rows_of(count: int, hidden: int = HIDDEN, seed: int = 0) -> Tensor:
     return torch.randn(count, hidden, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=trials(60, 15), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_bitwise_one_expert_after_the_other(data: st.DataObject) -> None:
     draw: Callable[[Any], Any] = data.draw
@@ -122,7 +123,7 @@ def test_bitwise_one_expert_after_the_other(data: st.DataObject) -> None:
     assert torch.equal(same, h + expected)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=trials(30, 10), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 @pytest.mark.parametrize("compute", ["int8", "exact"])
 def test_a_row_depends_on_itself_alone(compute: str, data: st.DataObject) -> None:

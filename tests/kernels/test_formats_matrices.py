@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from effort import examples
+from effort import examples, trials
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +14,7 @@ from exl_kernels.errors import DTypeError, ExlError, FormatError, ShapeError
 from exl_kernels.reference import formats as twin
 
 Arrays = dict[str, np.ndarray[Any, Any]]
-fast = settings(max_examples=60, deadline=None)
+fast = settings(max_examples=trials(60, 15), deadline=None)
 
 
 def to_torch(arrays: Arrays) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import trials
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -187,7 +188,7 @@ def test_round_trip_error_stays_small(kind: Any, limit: float, dim: int) -> None
     dim=st.sampled_from([1, 31, 64, 80, 128]),
     data=st.data(),
 )
-@settings(max_examples=60)
+@settings(max_examples=trials(60, 15))
 def test_a_store_touches_its_own_slots_only(
     kind: Any, page_size: int, heads: int, dim: int, data: st.DataObject
 ) -> None:

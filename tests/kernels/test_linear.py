@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from effort import trials
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -93,7 +94,7 @@ row_counts = st.sampled_from((1, 2, 3, 7, 8, 16, 33, 64, 65))
 
 
 class TestExl2:
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=trials(40, 12), deadline=None)
     @given(
         groups=group_lists,
         n=st.sampled_from((8, 32, 40, 96, 160)),
@@ -172,7 +173,7 @@ class TestExl2:
 
 
 class TestGptq:
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=trials(40, 12), deadline=None)
     @given(
         bits=st.sampled_from((2, 3, 4, 8)),
         groups=st.integers(1, 5),
@@ -231,7 +232,7 @@ class TestGptq:
 
 
 class TestFloat:
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=trials(30, 10), deadline=None)
     @given(
         k=st.integers(1, 200),
         n=st.integers(1, 100),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from effort import examples
+from effort import examples, trials
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from internals import gpu_sleep
@@ -517,7 +517,7 @@ def test_a_launch_that_is_never_collected_leaves_the_next_call_alone() -> None:
 
 
 @pytest.mark.cuda
-@settings(max_examples=20 if UNDER_A_TOOL else 200, deadline=None)
+@settings(max_examples=20 if UNDER_A_TOOL else trials(200, 40), deadline=None)
 @given(st.data())
 def test_rows_that_report_nothing_are_never_left_to_the_cpu(data: st.DataObject) -> None:
     """Behind them logits may be overwritten as soon as the launches have read them."""

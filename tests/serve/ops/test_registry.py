@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from effort import trials
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -256,5 +257,5 @@ class Models(RuleBasedStateMachine):
             assert (entry.retry_at is None) or entry.state == "failed"
 
 
-Models.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Models.TestCase.settings = settings(max_examples=trials(60, 15), stateful_step_count=40, deadline=None)
 TestModels = Models.TestCase
