@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -97,18 +98,33 @@ Start = Callable[..., Server]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
+    with starting(tmp_path) as begin:
+        yield begin
+
+
+@contextlib.contextmanager
+def starting(folder: Path) -> Iterator[Start]:
     made: list[Server] = []
 
     def begin(text: str, patience: float = 600.0, **environment: Any) -> Server:
-        file = tmp_path / "serve.toml"
+        file = folder / "serve.toml"
         file.write_text("server.port = 0\n" + text)
         made.append(Server(file, patience, environment))
         return made[-1]
 
-    yield begin
-    for server in made:
-        server.process.kill()
-        server.process.wait()
+    try:
+        yield begin
+    finally:
+        for server in made:
+            server.process.kill()
+            server.process.wait()
+
+
+@pytest.fixture(scope="module")
+def cramped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with the model `a` and no room for the model `b`. Only one test asks `a` for tokens: it counts them."""
+    with starting(tmp_path_factory.mktemp("cramped")) as begin:
+        yield begin("memory.budget.cpu = 1000000\n" + models(a="free", b="model"))
 
 
 @pytest.mark.full
@@ -216,12 +232,11 @@ def test_the_names_of_tabbyapi(start: Start) -> None:
     assert httpx.get(f"{server.url}/v1/auth/permission", timeout=180).json()["permission"] == "admin"
 
 
-def test_a_model_for_which_there_is_no_room_is_refused_with_the_numbers(start: Start) -> None:
-    server = start("memory.budget.cpu = 1000000\n" + models(a="free", b="model"))
-    answer = server.complete("b")
+def test_a_model_for_which_there_is_no_room_is_refused_with_the_numbers(cramped: Server) -> None:
+    answer = cramped.complete("b")
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "memory_budget")
     assert re.search(r"cpu: needs 0\.\d\d GiB of 0\.00; held by no model", answer.json()["error"]["message"])
-    assert server.complete("a").status_code == 200
+    assert cramped.states()["a"] == "ready"
 
 
 def test_the_service_manager_hears_of_the_start_and_of_life(start: Start, tmp_path: Path) -> None:
@@ -238,17 +253,16 @@ def test_the_service_manager_hears_of_the_start_and_of_life(start: Start, tmp_pa
         assert server.process.wait(180) == 0
 
 
-def test_what_requests_took_is_measured(start: Start) -> None:
-    server = start(models(a="free"))
+def test_what_requests_took_is_measured(cramped: Server) -> None:
     for _ in range(3):
-        assert server.complete("a").status_code == 200
-    assert httpx.get(f"{server.url}/nothing", timeout=180).status_code == 404
+        assert cramped.complete("a").status_code == 200
+    assert httpx.get(f"{cramped.url}/nothing", timeout=180).status_code == 404
 
     def has(*lines: str) -> bool:
-        found = httpx.get(f"{server.url}/metrics", timeout=180).text.splitlines()
+        found = httpx.get(f"{cramped.url}/metrics", timeout=180).text.splitlines()
         return set(lines) <= set(found)
 
-    server.until(
+    cramped.until(
         lambda: has(
             'exl_requests_total{finished_reason="length",model_name="a"} 3.0',
             'vllm:generation_tokens_total{model_name="a"} 9.0',
