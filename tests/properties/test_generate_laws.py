@@ -248,7 +248,7 @@ def alone(ask: Ask) -> dict[str, Any]:
     return said(play(Shape(page=64, pages=3).generator(), [ask])[0])
 
 
-@examples(300, 15)
+@examples(300, 8)
 @given(shapes, st.lists(asks(), min_size=1, max_size=7), st.booleans())
 # The two prompts of a pair end in other tokens; pages of both are shared later (draft cache).
 @example(
