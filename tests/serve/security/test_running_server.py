@@ -114,7 +114,7 @@ def test_only_plain_request_ids_are_repeated(keyed: Served, given: str, kept: bo
 def test_every_route_but_the_open_ones_needs_a_key(keyed: Served) -> None:
     for route in ROUTES:
         url = keyed.url + re.sub(r"\{.*?\}", "x", route.path)
-        tries = ({}, {"x-api-key": WRONG}, {"authorization": f"Bearer {INFER_KEY}"})
+        tries: tuple[dict[str, str], ...] = ({}, {"x-api-key": WRONG}, {"authorization": f"Bearer {INFER_KEY}"})
         without, wrong, status = (
             httpx.request(route.method, url, headers=headers, timeout=SECONDS).status_code for headers in tries
         )
