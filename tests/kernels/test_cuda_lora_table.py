@@ -201,7 +201,7 @@ def test_a_group_rejects_what_does_not_fit() -> None:
         ([[[None]]], (32,), "needs an entry"),
         ([[[one]], [[one, None]]], (32,), "every level"),
         ([[[one], [one]]], (32,), "every level"),
-        ([[[one]]], (31,), "in pairs"),
+        ([[[one]]], (31,), "even number of outputs"),
     )
     for entries, widths, match in wrong:
         with pytest.raises(ShapeError, match=match):
