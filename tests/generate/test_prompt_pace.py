@@ -125,7 +125,8 @@ class Clock:
         (0.04, 0.009, 256),
         (0.04, 0.012, 128),
         (0.04, 0.03, 64),
-        (0.06, 0.005, 64),
+        (0.06, 0.005, 256),
+        (0.06, 0.1, 64),
     ],
 )
 def test_prompts_fill_the_time_that_decoding_leaves(
@@ -156,6 +157,16 @@ def test_a_slow_first_step_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None
         assert clock.now - before < 0.055
 
 
+@pytest.mark.parametrize("own", [0.045, 0.1])
+def test_parts_of_a_page_that_shorten_no_step_are_not_taken(monkeypatch: pytest.MonkeyPatch, own: float) -> None:
+    """A pass may take nearly as long for few tokens as for a page: parts would only delay the prompt's end."""
+    clock, pace = Clock(monkeypatch), prompt_pace.PromptPace(0.05, 2048, 256)
+    for _ in range(2):
+        clock.decode(pace, 0.01)
+        found = [clock.tokens(pace, 0.01 + own, 0.0077, 1) for _ in range(400)]
+        assert found.count(256) > 380
+
+
 def test_steps_of_parts_of_a_page_cost_more_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit settles where each pass costs some time of its own."""
     clock, pace = Clock(monkeypatch), prompt_pace.PromptPace(0.05, 2048, 256)
@@ -169,7 +180,7 @@ def test_steps_of_parts_of_a_page_cost_more_a_token(monkeypatch: pytest.MonkeyPa
 def test_pages_of_few_tokens(monkeypatch: pytest.MonkeyPatch, page: int) -> None:
     clock, pace = Clock(monkeypatch), prompt_pace.PromptPace(0.05, 2048, page)
     clock.decode(pace, 0.06)
-    assert clock.tokens(pace, 0.06, 1.0, 50) == max(1, page // 4 or page // 2)
+    assert clock.tokens(pace, 0.06, 100.0, 50) == max(1, page // 4 or page // 2)
 
 
 def test_a_pause_of_the_caller_is_no_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

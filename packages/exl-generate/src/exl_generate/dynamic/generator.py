@@ -91,7 +91,7 @@ class ExLlamaV2DynamicGenerator(PageViews):
         shared_ngram_tokens: with `use_ngram_draft`, draft also from so many tokens of the answers to earlier jobs,
             about 100 bytes each. It changes speed only. Jobs with a `cache_salt` are left out.
         target_step_seconds: while jobs decode, a step computes only as many prompt tokens as keep it this short,
-            judged by the time of earlier steps: whole pages or, below one, a half or a quarter of one, at most
+            judged by the time of earlier steps: whole pages or, if it helps, a half or a quarter of one, at most
             `max_chunk_size` tokens. Not while hooks of the caller read hidden states: they see how a prompt is cut.
             None means `max_chunk_size` tokens always; a model in lockstep (`load_tp` with a process for each device)
             takes nothing else.

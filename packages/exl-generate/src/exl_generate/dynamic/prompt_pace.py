@@ -12,6 +12,8 @@ NEWEST = 0.3
 FIRST_PAGES = 2
 #: parts of a page that a step computes where a whole page takes too long
 PARTS = (2, 4)
+#: the most that a step of a part takes of the time of a page's, unless it keeps to the target
+SHORTER = 0.75
 #: seconds between two steps that are no pause, however short the target
 NO_PAUSE = 0.05
 
@@ -27,7 +29,8 @@ class PromptPace:
     Args:
         target: seconds; None limits nothing.
         most: most prompt tokens of any step.
-        page_size: limits are whole pages or, below one, a half or a quarter of one, and at most `most`.
+        page_size: limits are whole pages or, where a step is shorter by that, a half or a quarter of one, and at most
+            `most`.
     """
 
     def __init__(self, target: float | None, most: int, page_size: int) -> None:
@@ -41,6 +44,8 @@ class PromptPace:
         self._base: float | None = None
         #: mean seconds beyond these for each prompt token; None before the first measurement
         self._each: float | None = None
+        #: mean seconds of steps that computed a page or a part of one, by tokens, since a step without prompt tokens
+        self._took: dict[int, float] = {}
         self._began = self._ended = 0.0
         #: whether jobs decoded in the last step
         self._decoded = False
@@ -75,12 +80,21 @@ class PromptPace:
         fit = int(left / self._each) if left > 0 else 0
         if fit >= self._page:
             return min(self._most, fit // self._page * self._page)
-        # A cut within a page is at one of its parts, so that the next part ends with the page.
-        return next((part for part in self._parts if part <= fit), self._least)
+        part = next((part for part in self._parts if part <= fit), self._least)
+        return part if self._shortens(part, target) else self._page
+
+    def _shortens(self, part: int, target: float) -> bool:
+        """Return whether steps of a part of a page are shorter, or may be: a pass also costs time of its own."""
+        page, took = self._took.get(self._page), self._took.get(part)
+        return page is not None and (took is None or took <= max(target, SHORTER * page))
 
     def _learn(self, seconds: float) -> None:
         # A GPU may compute a step's prompts in the next step's time, so the tokens of either step may have taken it.
         tokens = min(self._before, self._tokens)
+        if self._before == self._tokens and tokens in (self._page, *self._parts):
+            self._took[tokens] = _mean(self._took.get(tokens), seconds)
+        elif not (self._before or self._tokens):
+            self._took.clear()
         if self._base is not None and seconds <= self._base:
             # Prompts only add time: decoding is faster than it was, such as after a first step that compiled something.
             self._base = _mean(self._base, seconds)

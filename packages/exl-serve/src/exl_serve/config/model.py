@@ -140,7 +140,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     #: most prompt tokens of a step; none: the model's max_input_len
     max_chunk_size: int | None = None
     #: seconds that streams may wait for a token while prompts are computed: a step computes fewer prompt tokens where
-    #: earlier steps took longer, but at least 64; 0: always `max_chunk_size`
+    #: earlier steps took longer, in parts of 256, 128 or 64; 0: always `max_chunk_size`
     target_itl: float = 0.0
     #: folder of a draft model, which needs the same tokenizer
     draft: str | None = None
