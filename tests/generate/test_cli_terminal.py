@@ -71,12 +71,12 @@ def test_ctrl_c_in_an_answer_leaves_the_template_process_alone(chat_model: str) 
 @pytest.mark.parametrize("answered", [pytest.param(False, marks=pytest.mark.full), True])
 def test_ctrl_c_ends_the_example_quietly(answered: bool) -> None:
     with Terminal(str(EXAMPLE), str(default_model_dir()), fresh=True) as terminal:
-        terminal.type(b"Tell me a story about a fox.\n")
-        shown = terminal.until("e")  # of the answer
+        shown = ""
         if answered:
             terminal.type(b"Thank you!\n")
-            shown += terminal.until("\n")
-            shown += terminal.until("e")  # of an answer again: a program that begins to wait for keys may miss Ctrl-C
+            shown += terminal.until("\n")  # behind an answer of one line
+        terminal.type(b"Tell me a story about a fox.\n")
+        shown += terminal.until("e")  # of the answer: a program that begins to wait for keys may miss Ctrl-C
         code, rest = terminal.end(CTRL_C)
     assert code == 130
     assert "Traceback" not in shown + rest

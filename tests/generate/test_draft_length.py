@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from effort import trials
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -302,7 +301,7 @@ def asked(ask: dict[str, Any], seed: int) -> ExLlamaV2DynamicJob:
 
 
 @pytest.mark.full
-@settings(max_examples=trials(60, 15), deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(ASKS, min_size=1, max_size=6),
     st.integers(0, 10**6),

@@ -279,8 +279,8 @@ _unpickle_by: list[FromSpec] = []
 def unpickle_by(from_spec: FromSpec) -> None:
     """Let pickled filters be built by `from_spec`, a function of a module.
 
-    The registry, which imports this module, gives its own. `exl_filters` imports the registry before anything else can
-    make a filter.
+    The registry, which imports this module, gives its own. `exl_filters` imports the registry before a caller can make
+    a filter.
     """
     _unpickle_by[:] = [from_spec]
 

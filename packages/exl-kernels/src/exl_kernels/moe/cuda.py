@@ -279,7 +279,7 @@ class GroupedExperts:
         memory = h.new_empty(min(capacity, self._native.count) * hidden * width)
         places = torch.empty(ids.shape, dtype=torch.int32, device=h.device)
         launch = launch_on(h)
-        # The GPU is idle from here until its next launch: what it need not know comes later.
+        # The GPU waits from this copy to the next launch: what that launch does not need comes after it.
         plan = plan_padded(begins.cpu(), capacity, pinned=True)
         table = plan.memory.to(h.device, non_blocking=True)
         numbers = plan.numbers(table)

@@ -54,7 +54,8 @@ class PaddedExperts:
 def plan_padded(begins: Tensor, most: int, *, pinned: bool = False) -> PaddedExperts:
     """Divide the experts that have rows into groups of at most `most`.
 
-    A group has at most twice as many padded rows as its experts have or, if that is more, 64 for each.
+    A group has at most twice as many padded rows as its experts have or, if that is more, 64 for each, before
+    the rows of an expert are rounded up to a multiple of 32.
 
     Args:
         begins: int64 [experts + 1] on the CPU: where the rows of each expert begin, in ascending order.

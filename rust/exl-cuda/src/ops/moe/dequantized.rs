@@ -43,7 +43,7 @@ const FREE_ROWS: usize = 64;
 /// `begins[e + 1]`.
 ///
 /// Experts with about as many rows go together: a group has at most twice as many padded rows as its experts have or, if that is more,
-/// [`FREE_ROWS`] for each.
+/// [`FREE_ROWS`] for each, before the rows of an expert are rounded up to a multiple of [`ROUND`].
 pub fn groups(begins: &[i64], most: usize) -> Vec<(Vec<usize>, usize)> {
     let count = |expert: usize| (begins[expert + 1] - begins[expert]) as usize;
     let mut order: Vec<usize> = (0..begins.len() - 1).filter(|&e| count(e) > 0).collect();
@@ -73,8 +73,9 @@ pub fn groups(begins: &[i64], most: usize) -> Vec<(Vec<usize>, usize)> {
 
 /// Most padded rows of all [`groups`] of `pairs` rows of `experts` experts.
 pub const fn most_padded(pairs: usize, experts: usize) -> usize {
-    // Groups of few rows have at most FREE_ROWS for each expert, which is more than twice their rows.
-    2 * pairs + if FREE_ROWS > ROUND { FREE_ROWS } else { ROUND } * experts
+    // A group of at most FREE_ROWS rows an expert has at most as many padded rows for each; any other less than ROUND more for each than
+    // twice its rows.
+    2 * pairs + FREE_ROWS * experts
 }
 
 /// `struct PaddedExpert` of `kernels/moe/experts.cu`: an expert whose rows go to padded rows `first` and the following.

@@ -29,6 +29,7 @@ const STATIC_BYTES: usize = 9 * 1024;
 const RESIDENT: usize = 2;
 
 assert_constants!(experts, { ROUTE_EXPERTS == ROUTE_EXPERTS, ROUTE_TILE == TILE });
+assert_constants!(block_sum, { THREADS == 32 * WARPS });
 
 /// Kernels that choose experts, whose results are bitwise the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -244,7 +245,7 @@ pub unsafe fn route(to: Target, op: &Route) -> Result<(), CudaError> {
         ),
     };
     let launch = Launch {
-        kernel: &format!("{}_{}", kernel.name(), if op.bf16 { "bf16" } else { "f16" }),
+        kernel: &kernel.of(op.bf16),
         grid: [grid[0] as u32, grid[1] as u32, 1],
         block: 32 * WARPS as u32,
         shared_bytes: shared_bytes as u32,

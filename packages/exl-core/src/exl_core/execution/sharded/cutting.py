@@ -20,7 +20,7 @@ def shard_modules(modules: Sequence[Module], context: TensorParallel) -> None:
 
     Those of attention are cut at key/value heads, others by blocks of output features. With `Shares.sums` the last
     matrix of an MLP is cut at quarters of its K, and those before it by the same features. Each expert is whole on one
-    device; routers, norms and the embedding are on the home device. The modules let this context run what is cut.
+    device; routers, norms and the embedding are on the home device. The modules get what runs their parts.
     """
     for linear, bounds in output_bounds(modules, context.shares, context.heads).items():
         linear.cut = OutputCut(context, bounds)
