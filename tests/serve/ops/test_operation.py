@@ -237,7 +237,6 @@ def test_a_model_for_which_there_is_no_room_is_refused_with_the_numbers(cramped:
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "memory_budget")
     assert re.search(r"cpu: needs 0\.\d\d GiB of 0\.00; held by no model", answer.json()["error"]["message"])
     assert cramped.states()["a"] == "ready"
-    assert cramped.complete("a").status_code == 200
 
 
 def test_the_service_manager_hears_of_the_start_and_of_life(start: Start, tmp_path: Path) -> None:
