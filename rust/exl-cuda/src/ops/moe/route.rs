@@ -76,7 +76,7 @@ pub fn select(rows: usize, experts: usize, choice: Choice, caps: &Capabilities) 
     let sparse = matches!(choice, Choice::Sparse { .. });
     let fits = |across: &usize| Kernel::bytes(*across, experts, sparse) <= MANY_BYTES;
     let mut ways = [1, 2, 4, 8].into_iter().filter(fits);
-    // Each warp has experts, and all SMs have blocks: warps that share rows take the time of fewer of them.
+    // As few warps as possible share rows, but enough of them that every SM has a block; and no more than have experts of their own.
     let useful = |across: &usize| {
         2 * TILE * across > experts || rows.div_ceil(Kernel::rows(*across)) >= caps.sms
     };
