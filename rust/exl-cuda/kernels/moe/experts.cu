@@ -17,7 +17,8 @@ DEVICE void warp_largest(float& value, int& index) {
   }
 }
 
-// The largest of values[0 .. count) and its index; chosen ones are negative infinity.
+// The largest of values[0 .. count) and its index; chosen ones are negative infinity. Each value is read, and replaced, by one lane alone,
+// so no lane waits for another one's.
 DEVICE void largest_of(const float* values, int count, int lane, float& value, int& index) {
   value = -INFINITY;
   index = count;
@@ -83,7 +84,6 @@ DEVICE void choose(float* v, int count, int chosen, bool normalize, int64_t* ids
   }
   sum = warp_sum(sum);
   for (int i = lane; i < count; i += 32) v[i] = v[i] / sum;
-  __syncwarp();
   float total = 0.f;
   for (int c = 0; c < chosen; c++) {
     float p;
@@ -92,9 +92,8 @@ DEVICE void choose(float* v, int count, int chosen, bool normalize, int64_t* ids
     if (lane == 0) {
       ids[c] = index;
       weights[c] = p;
-      v[index] = -INFINITY;
     }
-    __syncwarp();
+    if (index % 32 == lane) v[index] = -INFINITY;
   }
   if (normalize && lane == 0)
     for (int c = 0; c < chosen; c++) weights[c] = weights[c] / total;
@@ -115,9 +114,8 @@ DEVICE void choose_sparse(float* v, const float* all, int count, int chosen, flo
     if (lane == 0) {
       ids[c] = index;
       weights[c] = 1.f / sum;
-      v[index] = -INFINITY;
     }
-    __syncwarp();
+    if (index % 32 == lane) v[index] = -INFINITY;
   }
 }
 
