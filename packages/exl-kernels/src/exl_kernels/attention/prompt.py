@@ -72,7 +72,6 @@ class PromptAttention:
         self._q, self._k, self._v, self._slots, self._rotation = q, k, v, slots, rotation
         self._interleaved, self._scale, self._window, self._softcap = interleaved, scale, window, softcap
         self._tables, self._max_keys = (block_table.contiguous(), rows.contiguous(), positions.contiguous()), max_keys
-        self._partials: Tensor | None = None
         if not q.is_cuda:
             return
         one_device("PromptAttention", pages, q, k, v, *self._tables, slots, *(rotation or ()))
@@ -129,7 +128,7 @@ class PromptAttention:
         except ValueError as error:
             raise ShapeError(f"PromptAttention: {error}") from None
         floats, count = call.workspace
-        if floats and (self._partials is None or self._partials.numel() < floats):
-            self._partials = torch.empty(floats, dtype=torch.float32, device=out.device)
-        call.run(self._partials if floats else None, zeros_of(out.device, stream, count) if count else None)
+        # Not kept: the next half of a layer needs the most memory, and no workspace.
+        partials = torch.empty(floats, dtype=torch.float32, device=out.device) if floats else None
+        call.run(partials, zeros_of(out.device, stream, count) if count else None)
         return out
