@@ -52,23 +52,37 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_parts(__half* x, 
 }
 
 enum Packing { UNPACKED, FEW_COLUMNS, BATCH_COLUMNS };
-template <Packing PACKED>
-DEVICE void pack_row_of(const PackedRows& to, int columns, const __half* row) {
-  if (PACKED == FEW_COLUMNS) pack_row(to, blockIdx.x, row);
-  else pack_row_for_batch(to, blockIdx.x, columns, row);
-}
+// Weight and bias of eight elements.
+struct Affine {
+  float weight[8], bias[8];
+  template <class W>
+  DEVICE void load(const W* weights, const W* biases, int k) {
+    load8(weight, weights + k);
+    if (biases) {
+      load8(bias, biases + k);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; i++) bias[i] = 0.f;
+    }
+  }
+};
 
 // PACKED: normed rows go to `packed`, through `out`, shared memory of one row; `columns` of the layout, if they are more than eight.
 template <class T, class W, Packing PACKED = UNPACKED>
 DEVICE void layer_norm_kernel(const T* x, const W* weight, const W* bias, T* out, int width, int heads, float eps,
                               const PackedRows& packed = {}, int columns = 0) {
+  // Batches of eight elements a thread whose operands are read while the previous launch ends. Blocks of other launches are small instead, so
+  // that they are resident beside it.
+  constexpr int EARLY = PACKED == FEW_COLUMNS ? 3 : 0, HELD = EARLY ? EARLY : 1;
   pdl_trigger();
+  HeldOrder<HELD> order;
   if (PACKED) {
-    prefetch_order(packed);
     if (blockIdx.x >= packed.m) {
       pdl_wait();
-      return pack_row_of<PACKED>(packed, columns, nullptr);
+      return PACKED == FEW_COLUMNS ? pack_zeros(packed, blockIdx.x) : pack_row_for_batch(packed, blockIdx.x, columns, nullptr);
     }
+    if (EARLY) order.load(packed);
+    else prefetch_order(packed);
   }
   x += (size_t)blockIdx.x * width;
   if (!PACKED) out += (size_t)blockIdx.x * width;
@@ -77,7 +91,11 @@ DEVICE void layer_norm_kernel(const T* x, const W* weight, const W* bias, T* out
   const bool wide = width % 8 == 0 && aligned8(x) && aligned8(out) && aligned8(weight) && aligned8(bias);
   const int first = threadIdx.x * 8;
   constexpr int BATCH = THREADS * 8, KEPT = sizeof(T) == 4 ? 2 : 4;  // batches that a thread keeps: rows of up to 8192, FP32 4096
-  for (int k = first; k < width; k += BATCH) {
+  Affine early[HELD];
+#pragma unroll
+  for (int i = 0; i < EARLY; i++)
+    if (wide && first + i * BATCH < width) early[i].load(weight, bias, first + i * BATCH);
+  for (int k = first + EARLY * BATCH; k < width; k += BATCH) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(weight + k));
     if (bias) asm volatile("prefetch.global.L2 [%0];" ::"l"(bias + k));
   }
@@ -105,13 +123,14 @@ DEVICE void layer_norm_kernel(const T* x, const W* weight, const W* bias, T* out
     squares += later.squares(mean, width - k);
   }
   const float scale = 1.f / sqrtf(block_sum(squares) / (float)width + eps);
-  auto store = [&](const Eight<T>& v, int k) {
+  auto store = [&](const Eight<T>& v, int k, const Affine* known) {
     if (wide) {
-      float r[8], w[8], b[8] = {};
-      load8(w, weight + k);
-      if (bias) load8(b, bias + k);
+      Affine own;
+      if (!known) own.load(weight, bias, k);
+      const Affine& of = known ? *known : own;
+      float r[8];
 #pragma unroll
-      for (int i = 0; i < 8; i++) r[i] = fmaf((to_float(v.items[i]) - mean) * scale, w[i], b[i]);
+      for (int i = 0; i < 8; i++) r[i] = fmaf((to_float(v.items[i]) - mean) * scale, of.weight[i], of.bias[i]);
       store8(out + k, r);
     } else {
 #pragma unroll
@@ -124,14 +143,15 @@ DEVICE void layer_norm_kernel(const T* x, const W* weight, const W* bias, T* out
   };
 #pragma unroll
   for (int i = 0; i < KEPT; i++)
-    if (first + i * BATCH < width) store(kept[i], first + i * BATCH);
+    if (first + i * BATCH < width) store(kept[i], first + i * BATCH, i < EARLY ? &early[i % HELD] : nullptr);
   for (int k = first + KEPT * BATCH; k < width; k += BATCH) {
     later.load(x, k, width, wide);
-    store(later, k);
+    store(later, k, nullptr);
   }
   if constexpr (PACKED) {
     __syncthreads();
-    pack_row_of<PACKED>(packed, columns, out);
+    if constexpr (PACKED == FEW_COLUMNS) pack_row(packed, blockIdx.x, out, order);
+    else pack_row_for_batch(packed, blockIdx.x, columns, out);
   }
 }
 
@@ -153,7 +173,7 @@ RMS_NORM_ALL(__half, f16)
 RMS_NORM_ALL(__nv_bfloat16, bf16)
 RMS_NORM_ALL(float, f32)
 
-extern "C" __global__ void __launch_bounds__(THREADS, 5)
+extern "C" __global__ void __launch_bounds__(THREADS)
     layer_norm_packed(const __half* x, const float* weight, const float* bias, int width, float eps, uint8_t* out, const int* features, int units,
                       int rows, int m) {
   extern __shared__ __align__(16) uint8_t memory[];

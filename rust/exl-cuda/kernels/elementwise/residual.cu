@@ -105,12 +105,13 @@ DEVICE void add_post_norm_kernel(T* x, const __half* y, const RowNorm& post, con
                                  const PackedRows& packed, __half* shared) {
   pdl_trigger();
   const unsigned token = blockIdx.x;
+  HeldOrder<PACKED ? HELD : 1> order;
   if (PACKED) {
-    prefetch_order(packed);
     if (token >= packed.m) {
       pdl_wait();
-      return pack_row(packed, token, nullptr);
+      return pack_zeros(packed, token);
     }
+    order.load(packed);
   }
   x += (size_t)blockIdx.x * width;
   y += (size_t)blockIdx.x * width;
@@ -180,12 +181,13 @@ DEVICE void add_post_norm_kernel(T* x, const __half* y, const RowNorm& post, con
   }
   if (PACKED) {
     __syncthreads();
-    pack_row(packed, token, shared);
+    pack_row(packed, token, shared, order);
   }
 }
 
 // The same for aligned rows of at most SHORT batches. A thread reads x and y once and keeps them in their types, and reads weights while the
-// block adds, so a block is small enough to be resident beside one of the ring kernel.
+// block adds, so a block is small enough to be resident beside one of the ring kernel. Packed rows follow launches of gemm_few, which leave no
+// room beside them: their threads read weights and the order before they wait for those.
 constexpr int SHORT = 2, SHORT_REGISTERS = 56;
 template <class T, bool PACKED>
 DEVICE void add_short_post_norm_kernel(T* x, const __half* y, const RowNorm& post, const RowNorm& norm, __half* out, int width,
@@ -194,37 +196,45 @@ DEVICE void add_short_post_norm_kernel(T* x, const __half* y, const RowNorm& pos
   const int first = threadIdx.x * 8;
   const unsigned token = blockIdx.x;
   pdl_trigger();
+  HeldOrder<PACKED ? SHORT : 1> order;
   if (PACKED) {
-    prefetch_order(packed);
     if (token >= packed.m) {
       pdl_wait();
-      return pack_row(packed, token, nullptr);
+      return pack_zeros(packed, token);
     }
+    order.load(packed);
   }
   x += (size_t)token * width;
   y += (size_t)token * width;
   if (PACKED) out = shared;
   else if (out) out += (size_t)token * width;
-  for (int k = first; k < width; k += BATCH) {
-    if (post.weight) asm volatile("prefetch.global.L2 [%0];" ::"l"(post.weight + k));
-    if (norm.weight) asm volatile("prefetch.global.L2 [%0];" ::"l"(norm.weight + k));
-  }
-  pdl_wait();
   Eight<T> xs[SHORT];
   Eight<__half> ys[SHORT];
-  float w[SHORT][8];
+  float w[SHORT][8], last[SHORT][8];  // weights of `post` and of `norm`
   auto each = [&](auto f) {
 #pragma unroll
     for (int i = 0; i < SHORT; i++)
       if (first + i * BATCH < width) f(i, first + i * BATCH);
   };
+  if (PACKED) {
+    each([&](int i, int k) {
+      if (post.weight) load8(w[i], post.weight + k);
+      load8(last[i], norm.weight + k);
+    });
+  } else {
+    for (int k = first; k < width; k += BATCH) {
+      if (post.weight) asm volatile("prefetch.global.L2 [%0];" ::"l"(post.weight + k));
+      if (norm.weight) asm volatile("prefetch.global.L2 [%0];" ::"l"(norm.weight + k));
+    }
+  }
+  pdl_wait();
   each([&](int i, int k) {
     ys[i].load(y, k, width, true);
     xs[i].load(x, k, width, true);
   });
   float scale = 1.f;
   if (post.weight) {
-    each([&](int i, int k) { load8(w[i], post.weight + k); });
+    if (!PACKED) each([&](int i, int k) { load8(w[i], post.weight + k); });
     float sum = 0.f;
     each([&](int i, int) { sum += ys[i].squares(0.f, 8); });
     scale = 1.f / sqrtf(block_sum(sum) / (float)width + post.eps);
@@ -242,17 +252,17 @@ DEVICE void add_short_post_norm_kernel(T* x, const __half* y, const RowNorm& pos
     sum += eight_squares(v);
   });
   if (!norm.weight) return;
-  each([&](int i, int k) { load8(w[i], norm.weight + k); });
+  if (!PACKED) each([&](int i, int k) { load8(last[i], norm.weight + k); });
   scale = 1.f / sqrtf(block_sum(sum) / (float)width + norm.eps);
   each([&](int i, int k) {
     float v[8];
 #pragma unroll
-    for (int j = 0; j < 8; j++) v[j] = to_float(xs[i].items[j]) * scale * (w[i][j] + norm.offset);
+    for (int j = 0; j < 8; j++) v[j] = to_float(xs[i].items[j]) * scale * (last[i][j] + norm.offset);
     store8(out + k, v);
   });
   if (PACKED) {
     __syncthreads();
-    pack_row(packed, token, shared);
+    pack_row(packed, token, shared, order);
   }
 }
 
@@ -280,7 +290,7 @@ ADD_POST_NORM(float, f32)
     add_short_post_norm_kernel<T, false>(x, y, RowNorm{post, post_eps, post_offset}, RowNorm{weight, eps, offset}, out, width,       \
                                          PackedRows{}, nullptr);                                                                    \
   }                                                                                                                                 \
-  extern "C" __global__ void __maxnreg__(SHORT_REGISTERS) add_short_post_norm_packed_##t(                                           \
+  extern "C" __global__ void __launch_bounds__(THREADS) add_short_post_norm_packed_##t(                                           \
       T* x, const __half* y, const float* post, float post_eps, float post_offset, const float* weight, float eps, float offset,     \
       int width, uint8_t* out, const int* features, int units, int rows, int m) {                                                   \
     extern __shared__ __align__(16) uint8_t memory[];                                                                               \
