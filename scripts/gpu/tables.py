@@ -150,12 +150,17 @@ def families(lines: list[Line], runs: Runs) -> list[str]:
         prompt = {(d["family"], d["layers"]): d for d in whole if d["gpu"] == gpu and d.get("prompt_tok_s") is not None}
         of_head, of_cell = runs.column([*found.values(), *prompt.values()])
         heads += [f"{short(gpu)}: us a step{of_head}", "prompt, tok/s"]
+        twins = any(d.get("share_of_twin") for d in found.values())
+        if twins:
+            heads.append("share of its Llama's")
         column = []
         for name in names:
             of_row = [found.get((*name, batch)) for batch in batches]
             text = " / ".join(f"{d['p50_us']:,.0f}{of_cell(d)}" if d is not None else "-" for d in of_row)
             speed = f"{prompt[name]['prompt_tok_s']:,.0f}{of_cell(prompt[name])}" if name in prompt else ""
-            column.append(f"{text} | {speed}")
+            shares = [d.get("share_of_twin") if d is not None else None for d in of_row]
+            of_twin = " / ".join("-" if share is None else f"{share:.2f}" for share in shares) if any(shares) else ""
+            column.append(" | ".join([text, speed, *([of_twin] if twins else [])]))
         columns.append(column)
     sequences = " / ".join(map(str, batches))
     return table(
