@@ -18,8 +18,8 @@ __all__ = ["GoneError", "Inbox"]
 INBOUND_SECONDS = 0.005
 """Seconds in which messages are read between two steps. Requests that come together are taken together: their prompts
 then share a pass, while one request a step would cost a pass each."""
-_READABLE = int(zmq.POLLIN)
-"""A plain number: an operator of the enum takes as long as the question to the socket."""
+_EVENTS, _READABLE, _MORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.SNDMORE)
+"""Plain numbers: an operator of an enum takes as long as asking the socket."""
 
 
 class GoneError(Exception):
@@ -38,6 +38,9 @@ class Inbox:
         # A message to a worker that has died is an error, so that its jobs end within a step.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.bind(address)
+        # Of the base class, in C: in Python, `zmq.Socket` only adds what this socket does not use.
+        base: Any = super(zmq.Socket, self._socket)
+        self._get, self._put = base.get, base.send
         self._wake_read, self._wake_write = os.pipe()
         self._waking, self._closed = threading.RLock(), False  # reentrant: a signal handler may wake, too
         os.set_blocking(self._wake_read, False)
@@ -53,6 +56,10 @@ class Inbox:
                 with contextlib.suppress(BlockingIOError):  # a full pipe wakes, too
                     os.write(self._wake_write, b"\0")
 
+    def has_messages(self) -> bool:
+        """Return whether a message waits: between two steps this is cheaper than to poll."""
+        return bool(self._get(_EVENTS) & _READABLE)
+
     def receive(self, timeout: float) -> Iterator[tuple[bytes, bytes]]:
         """Wait at most `timeout` seconds for messages and yield them as (worker, data)."""
         if timeout > 0:
@@ -61,8 +68,6 @@ class Inbox:
                 os.read(self._wake_read, 1 << 16)
             if self._socket not in events:
                 return
-        elif not int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE:  # between two steps: cheaper than to poll
-            return
         until = time.monotonic() + INBOUND_SECONDS
         while time.monotonic() < until:
             try:
@@ -77,8 +82,8 @@ class Inbox:
         data = wire.encode(message)
         try:
             # Not send_multipart, which checks its frames first: this runs in every step.
-            self._socket.send(worker, zmq.SNDMORE)
-            self._socket.send(data)
+            self._put(worker, _MORE)
+            self._put(data)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
