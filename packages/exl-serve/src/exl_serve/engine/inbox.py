@@ -38,9 +38,6 @@ class Inbox:
         # A message to a worker that has died is an error, so that its jobs end within a step.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.bind(address)
-        # Of the base class, in C: in Python, `zmq.Socket` only adds what this socket does not use.
-        base: Any = super(zmq.Socket, self._socket)
-        self._get, self._put = base.get, base.send
         self._wake_read, self._wake_write = os.pipe()
         self._waking, self._closed = threading.RLock(), False  # reentrant: a signal handler may wake, too
         os.set_blocking(self._wake_read, False)
@@ -58,7 +55,7 @@ class Inbox:
 
     def has_messages(self) -> bool:
         """Return whether a message waits: between two steps this is cheaper than to poll."""
-        return bool(self._get(_EVENTS) & _READABLE)
+        return bool(int(self._socket.getsockopt(_EVENTS)) & _READABLE)
 
     def receive(self, timeout: float) -> Iterator[tuple[bytes, bytes]]:
         """Wait at most `timeout` seconds for messages and yield them as (worker, data)."""
@@ -82,8 +79,8 @@ class Inbox:
         data = wire.encode(message)
         try:
             # Not send_multipart, which checks its frames first: this runs in every step.
-            self._put(worker, _MORE)
-            self._put(data)
+            self._socket.send(worker, _MORE)
+            self._socket.send(data)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
