@@ -198,6 +198,21 @@ def test_many_rows_choose_as_few(dtype: torch.dtype, rows: int, experts: int) ->
                 assert torch.equal(one[some], other)
 
 
+@pytest.mark.parametrize("rows", [4, 600])
+@pytest.mark.parametrize("experts", [16, 200])
+def test_a_row_without_numbers_changes_no_other(rows: int, experts: int) -> None:
+    matrix, x = float_matrix(264, experts, prescale=0.7), rows_of(rows, 264, 3)
+    broken = x.clone()
+    broken[1] = torch.nan
+    others = torch.arange(rows) != 1
+    for router in (ExpertRouter(matrix, 2, normalize=True), ExpertRouter(matrix, 2, False, jitter=0.1)):
+        for found, expected in zip(router(broken), router(x), strict=True):
+            assert torch.equal(found[others], expected[others])
+        ids = router(broken)[1]
+        assert int(ids.min()) >= 0
+        assert int(ids.max()) < experts
+
+
 def test_a_route_of_no_rows() -> None:
     router = ExpertRouter(float_matrix(256, 8), 2, normalize=True)
     x = rows_of(0, 256)

@@ -28,6 +28,9 @@ DEVICE void largest_of(const float* values, int count, int lane, float& value, i
       index = i;
     }
   warp_largest(value, index);
+  // Lanes may disagree if a value is no number; the first lane's index is always that of a value.
+  value = __shfl_sync(~0u, value, 0);
+  index = __shfl_sync(~0u, index, 0);
 }
 
 // One warp: as `choose` below, for at most 32 * EACH experts, whose probabilities stay in registers.
