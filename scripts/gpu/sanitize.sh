@@ -82,6 +82,7 @@ fi
 for ((i = 0; i < processes + ${graphs:-0}; i++)); do
   wait "${running[i]}"
   code=$?
+  unset "running[i]"
   ours=$(grep -E '^.*=========.*(Race reported|Error|error detected|Uninitialized|Invalid)' "$log/$tool-$i.txt" | grep -cv 'nvjet\|ERROR SUMMARY: 0\|RACECHECK SUMMARY')
   [ $code = 5 ] && [ $i = "$processes" ] && code=0 # no graph in these tests
   if [ $code != 0 ] && ! { [ "$tool" = racecheck ] && [ $code = 99 ] && [ "$ours" = 0 ]; }; then

@@ -62,7 +62,7 @@ case $verb in
         setsid --wait bash -c 'echo $$ > "$0"; exec "$@"' "$work/$name.session" \
           timeout -k 5 "$SECONDS_LEFT" "${on_cores[@]}" "$own_cores" bash "$own/run.sh" > "$out/$name.txt" 2>&1
         code=$?
-        pkill -KILL -s "$(cat "$work/$name.session")"
+        [ ! -s "$work/$name.session" ] || pkill -KILL -s "$(cat "$work/$name.session")"
         tar -C "$OUT" -czf "$out/$name.tgz" .
         exit $code
       ) &
