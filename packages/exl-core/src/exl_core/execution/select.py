@@ -1,4 +1,4 @@
-"""Select how a forward pass runs. No other code decides it.
+"""Select the way in which a forward pass runs.
 
 | way | runs | selected for |
 |---|---|---|
@@ -13,8 +13,11 @@ recorded when it is first selected; where that fails (`CaptureFailure`), the nex
 
 All ways give bitwise identical results, with two exceptions: the last tokens alone of a prompt may take kernels for
 fewer rows; and in prompts of more rows than are batch-invariant (`packed_rows`) torch adds the residual of joined
-launches with one rounding less. What a captured step holds is decided when it is recorded: joined launches, or modules'
-own passes.
+launches with one rounding less.
+
+No other code chooses a way. Inside of one, `half_matmuls.py` asks the plans of matmuls whether a half runs joined or
+separate launches (`fused.py`; for a captured step when it is recorded), and a module's own pass takes native blocks of
+the CPU where they apply (`layers/attention.py`).
 """
 
 from __future__ import annotations
