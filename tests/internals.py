@@ -14,10 +14,10 @@ def engine_of(generator: Any) -> Any:
 
 def prelaunch(generator: Any, on: bool) -> None:
     """Have the next step launched before tokens are known, or not: only a GPU does so by default."""
-    engine = engine_of(generator)
-    engine._runner.asynchronous = on  # noqa: SLF001
-    if hasattr(engine._drafter, "_runner"):  # noqa: SLF001
-        engine._drafter._runner.asynchronous = on  # noqa: SLF001
+    engine_of(generator)._runner.asynchronous = on  # noqa: SLF001
+    drafter = generator.drafter
+    if hasattr(drafter, "_runner"):
+        drafter._runner.asynchronous = on  # noqa: SLF001
 
 
 def is_prelaunched(generator: Any) -> bool:

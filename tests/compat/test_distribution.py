@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,11 +36,8 @@ def test_the_distribution_is_recorded_as_exl_compats() -> None:
 
 def import_beside(folder: Path) -> subprocess.CompletedProcess[str]:
     """`import exllamav2` in a process of its own, with one more folder of distributions."""
-    command = (
-        f"import sys; sys.path.append({str(folder)!r}); sys.path += {sys.path!r}\n"
-        "import exllamav2; print(exllamav2.__version__)"
-    )
-    done = run(["-c", command])
+    places = os.pathsep.join([str(folder), *sys.path])
+    done = run(["-c", "import exllamav2; print(exllamav2.__version__)"], env={**os.environ, "PYTHONPATH": places})
     done.check_returncode()
     return done
 

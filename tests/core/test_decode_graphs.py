@@ -584,7 +584,9 @@ def test_batches_of_models_with_float_matrices_stay_as_they_are(
 
     def rows() -> int:
         assert model.prepare_next_step(1, cache, params([1] * 4)) is not None
-        return model.decode._bucket(3, 1, 2, PAGE, 8).batch  # noqa: SLF001
+        step = model.prepare_next_step(1, cache, params([1] * 3))
+        assert step is not None
+        return len(step.captured.inputs.block_table)
 
     try:
         assert rows() == 4

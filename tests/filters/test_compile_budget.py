@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import resource
-import subprocess
 import sys
 import threading
 import time
@@ -33,6 +32,7 @@ from exl_filters.testing import standard_vocabulary
 llguidance = pytest.importorskip("llguidance", reason="extra `grammar`")
 
 from interrupting import interrupted_at  # noqa: E402
+from preloaded import run  # noqa: E402
 
 from exl_filters import ExLlamaV2GrammarFilter  # noqa: E402
 
@@ -209,9 +209,10 @@ def test_plain_grammars_start_no_process():
         "assert len(trial.workers.idle) == 1\n"
         "print(trial.workers.idle[0].process.pid)\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
+    done = run(["-c", code], torn_down=True)
+    done.check_returncode()
     # At the end of the program the process is gone.
-    assert not os.path.exists(f"/proc/{int(run.stdout)}")
+    assert not os.path.exists(f"/proc/{int(done.stdout)}")
 
 
 def test_a_grammar_that_has_passed_is_not_tried_again():

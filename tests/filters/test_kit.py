@@ -208,7 +208,7 @@ def test_known_failures_are_strict(tmp_path):
     file.write_text("# known\nLAW-03 sorted later  # soon\n\n")
     assert read_xfail(file) == {"LAW-03": "sorted later"}
     assert check_filter(mutant, laws=["3"], xfail=file).ok
-    report = check_filter(plain, laws=["3"], xfail={"LAW-03": "not any more"})
+    report = check_filter(plain, laws=["3"], xfail={"LAW-03": "not any more"}, profile="quick", examples=8)
     assert not report.ok
     assert report.outcomes[0].status == "unexpected"
     for bad in ({"LAW-99": "x"}, {"LAW-03": ""}):
@@ -334,7 +334,7 @@ def test_the_language_of_the_command_line(module, tmp_path, capsys):
             ("[", 2),
             ("3", 2),
         ):
-            options = ("--language", language, "--laws", "22,24", "--profile", "quick")
+            options = ("--language", language, "--laws", "22,24", "--profile", "quick", "--examples", "8")
             assert main(["check", f"{module}:make", *options]) == status, language
     finally:
         sys.modules.pop("my_oracle", None)

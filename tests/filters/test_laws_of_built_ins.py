@@ -4,6 +4,7 @@ import os
 import re
 
 import pytest
+from effort import trials
 
 from exl_filters import (
     AllOf,
@@ -31,7 +32,7 @@ from exl_filters.testing import (
 pytestmark = pytest.mark.sampled(7)
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
-BUDGET = {"profile": "deep"} if THOROUGH else {"profile": "quick", "examples": 8}
+BUDGET = {"profile": "deep"} if THOROUGH else {"profile": "quick", "examples": trials(8, 5)}
 
 SELECT = ["yes", "no", "😀x", "no way"]
 PREFIX = ["{", "[é"]

@@ -68,9 +68,16 @@ def test_ctrl_c_in_an_answer_leaves_the_template_process_alone(chat_model: str) 
     assert "Traceback" not in shown + rest
 
 
-@pytest.mark.parametrize("answered", [pytest.param(False, marks=pytest.mark.full), True])
-def test_ctrl_c_ends_the_example_quietly(answered: bool) -> None:
-    with Terminal(str(EXAMPLE), str(default_model_dir()), fresh=True) as terminal:
+@pytest.mark.parametrize(
+    ("answered", "fresh"),
+    [
+        pytest.param(False, True, marks=pytest.mark.full),
+        pytest.param(True, True, marks=pytest.mark.full),
+        (True, False),
+    ],
+)
+def test_ctrl_c_ends_the_example_quietly(answered: bool, fresh: bool) -> None:
+    with Terminal(str(EXAMPLE), str(default_model_dir()), fresh=fresh) as terminal:
         shown = ""
         if answered:
             terminal.type(b"Thank you!\n")

@@ -294,7 +294,7 @@ def read_bytes(content: bytes) -> None:
             assert tensor is None or (tensor.nbytes == item.nbytes and tuple(tensor.shape) == item.shape)
 
 
-many = examples(300, 60)
+many = examples(300, 36)
 
 
 @many
