@@ -31,7 +31,6 @@ from ..layers.module import is_changed
 from ..layers.norm import rms_of
 from .batch import Step
 from .half import (
-    NO_PROLOGUE,
     Half,
     ModuleHalf,
     NextPrologue,
@@ -47,6 +46,7 @@ from .half_matmuls import head_takes_blocks, head_with_norm, joins_rows, refusal
 from .halves import half_of
 from .many_rows import ManyRows, takes_many_rows
 from .operators import APART, JOINED
+from .prologues import next_prologues
 
 if TYPE_CHECKING:
     from ..language_model import LanguageModel
@@ -189,8 +189,8 @@ class JoinedLaunches:
         key = (rows, tuple(joins), head is None, not step.loras)
         prologues = self._kept_prologues.get(key)
         if prologues is None:
-            prologues = self._kept_prologues[key] = self._next_prologues(
-                rows, halves, joins, head, packs=not step.loras
+            prologues = self._kept_prologues[key] = next_prologues(
+                halves, joins, self._last_norm, head, rows, packs=not step.loras
             )
         apart = ManyRows(halves, x.shape[0], x.device) if takes_many_rows(x.shape[0]) else APART
         h: Normed = None
@@ -200,28 +200,6 @@ class JoinedLaunches:
                 apart = APART  # for the tokens that are left
             x, h = half.run(x, h, step, JOINED if joint else apart, prologues[index], here)
         return x, h
-
-    def _next_prologues(
-        self, rows: int, halves: Sequence[Half], joins: Sequence[bool], head: FusedLinear | None, *, packs: bool
-    ) -> list[NextPrologue]:
-        """Return for each half the part of the next prologue that it may do; packs: pack the input, too."""
-        found: list[NextPrologue] = []
-        following: Half | None = None
-        for half, joint in zip(reversed(halves), reversed(joins), strict=True):
-            both = packs and joint and (following is None or joins[-len(found)])
-            to = None
-            if both:
-                to = head if following is None else following.chained_first(rows)
-            if to is not None and half.chains_to(to, rows):
-                found.append(NextPrologue(matmul=to))
-            elif following is None:
-                found.append(NextPrologue(self._last_norm))
-            elif following.input_norm is None or found[-1].chained is not None:
-                found.append(NO_PROLOGUE)  # the first matmul of a chain norms its input
-            else:
-                found.append(NextPrologue(following.input_norm, following.first_matmul if both else None))
-            following = half
-        return found[::-1]
 
     def _logits_of_blocks(self, h: Tensor, step: Step, logits: Tensor) -> Tensor:
         """Write the logits of many rows h in blocks, inside `row_invariant_matmuls`; returns them."""

@@ -35,6 +35,7 @@ from ..layers.sublayer import SubLayer
 from .adapted import takes_adapters
 from .batch import Step
 from .half_matmuls import HalfPlan
+from .prologues import Prologue
 
 if TYPE_CHECKING:
     from .operators import Operators
@@ -77,20 +78,8 @@ Normed = Tensor | PackedInput | None
 """The hidden state as an earlier launch has normed it, [T, hidden], or packed it; None if neither."""
 
 
-class NextPrologue(NamedTuple):
-    """The part of the next half's first matmul that the last launches of a half may do: norm and packed input."""
-
-    norm: RMSNorm | None = None
-    """Norm the hidden state with this."""
-    matmul: FusedLinear | None = None
-    """Pack the normed hidden state for this matmul; without `norm` the hidden state itself, which the matmul norms."""
-
-    @property
-    def chained(self) -> FusedLinear | None:
-        """The matmul for which the last matmul itself packs its results."""
-        return self.matmul if self.norm is None else None
-
-
+NextPrologue = Prologue[FusedLinear]
+"""Of loaded matrices."""
 NO_PROLOGUE = NextPrologue()
 
 

@@ -21,6 +21,7 @@ from .environment import refusal_of_joined_rows
 __all__ = [
     "HalfMatmul",
     "HalfPlan",
+    "M",
     "MakeMatmul",
     "NormShape",
     "head_takes_blocks",

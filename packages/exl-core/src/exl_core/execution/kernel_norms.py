@@ -1,23 +1,24 @@
 """The launches of a pass that only norm rows, for the report of kernels (`kernels.py`).
 
-Most norms are part of a matmul's launches, or of attention's. This module repeats the order in which executors hand a
-normed hidden state on (`fused.py`, `half.py`, `operators.py`); tests/core/test_cuda_kernel_uses.py compares the result
-with the launches of whole models.
+Most norms are part of a matmul's launches, or of attention's. Which half norms or packs the input of the next one is
+the answer that executors launch (`prologues.py`). The order of the launches within a half is that of `half.py` and
+`operators.py`, repeated here; tests/core/test_cuda_kernel_uses.py compares the result with the launches of whole
+models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from exl_kernels.linear.planned import ShapedMatmul
 from exl_kernels.selection import FEW_ROWS, NormOperation, Selection, norm_kernel
 
-from ..layers import Linear, Norm
+from ..layers import Linear, Norm, RMSNorm
 from ..layers.description import AttentionDescription, HalfDescription
 from ..layers.norm import LayerNorm, layer_of, rms_of
 from .half_matmuls import HalfPlan, norms_of_heads, norms_of_parts, packs_post_norm
+from .prologues import Prologue
 
 __all__ = ["HalfRun", "NormLaunches"]
 
@@ -31,6 +32,24 @@ class HalfRun(NamedTuple):
     joins: bool
     routes_norm: bool
     """The launch of a router norms the hidden state."""
+
+    @property
+    def input_norm(self) -> RMSNorm | None:
+        """See `PlannedHalf`."""
+        return None if self.plan is None else rms_of(self.plan.about.norm)
+
+    @property
+    def first_matmul(self) -> ShapedMatmul | None:
+        """See `PlannedHalf`."""
+        return None if self.plan is None or self.plan.mlp is not None else self.plan.first_normed
+
+    def chained_first(self, rows: int) -> ShapedMatmul | None:
+        """See `PlannedHalf`."""
+        return None if self.plan is None else self.plan.chained_first(rows)
+
+    def chains_to(self, following: ShapedMatmul, rows: int) -> bool:
+        """See `PlannedHalf`."""
+        return self.plan is not None and self.plan.chains_to(following, rows)
 
 
 class NormLaunches:
@@ -58,32 +77,28 @@ class NormLaunches:
         self._normed = False
         """The next half finds its input normed, or packed for the matmul that norms it."""
 
-    def of(self, halves: Sequence[HalfRun], last: Norm | None, head: ShapedMatmul | None) -> Iterator[Selection]:
+    def of(
+        self, halves: Sequence[HalfRun], prologues: Sequence[Prologue[ShapedMatmul]], last: Norm | None
+    ) -> Iterator[Selection]:
         """Yield the kernel of each launch.
 
         Args:
             halves: the halves of all layers.
+            prologues: what each does for the next one.
             last: the last norm, or None.
-            head: the last norm and the head as one matmul, whose input the last half may pack; None if it may not.
         """
         self._normed = False
-        chains = [self._chains(half, following, head) for half, following in pairwise([*halves, None]) if half]
-        for half, following, chained, next_chained in zip(
-            halves, [*halves[1:], None], chains, [*chains[1:], False], strict=True
-        ):
+        for half, prologue in zip(halves, prologues, strict=True):
             if half.plan is None:
                 yield from self._own_pass(half)
                 continue
             yield from self._before_last(half.plan, half.joins)
-            if chained:
+            if prologue.chained is not None:
                 self._normed = True
-                continue
-            # The first matmul of a chain norms its input.
-            norm = last if following is None else None if next_chained else _norm_of(following)
-            if half.joins:
-                yield from self._end(half.plan, rms_of(norm), self._packs(following))
+            elif half.joins:
+                yield from self._end(half.plan, prologue)
             else:
-                yield from self._end_apart(half.plan, rms_of(norm))
+                yield from self._end_apart(half.plan, prologue.norm)
         if not self._normed and last is not None:
             floats = bool(halves) and halves[-1].about is not None and halves[-1].about.float_residual
             yield self._norm(last, floats=floats)
@@ -135,27 +150,15 @@ class NormLaunches:
     def _norms_of_heads_apart(self, a: AttentionDescription) -> Iterator[Selection]:
         yield from (self._norm(norm, floats=False) for norm in (a.q_norm, a.k_norm) if norm is not None)
 
-    def _chains(self, half: HalfRun, following: HalfRun | None, head: ShapedMatmul | None) -> bool:
-        """Return whether the last matmul of a half packs its results for the next one, which norms them."""
-        to = head
-        if following is not None:
-            to = following.plan.chained_first(self._rows) if following.plan is not None and following.joins else None
-        return half.joins and half.plan is not None and to is not None and half.plan.chains_to(to, self._rows)
-
-    def _packs(self, following: HalfRun | None) -> bool:
-        """Return whether the launch of a post norm may pack the input of the next half."""
-        if following is None or following.plan is None or not following.joins or following.plan.mlp is not None:
-            return False
-        return packs_post_norm(following.plan.first_normed, self._rows)
-
-    def _end(self, plan: HalfPlan[ShapedMatmul], following: Norm | None, packs: bool) -> Iterator[Selection]:
+    def _end(self, plan: HalfPlan[ShapedMatmul], following: Prologue[ShapedMatmul]) -> Iterator[Selection]:
         """Yield the launch that norms behind the last joined matmul."""
         ending = plan if plan.mlp is None else plan.mlp
         about = ending.about
         if ending.adds_apart:
-            columns = FEW_ROWS if packs and following is not None else None
+            packs = following.matmul is not None and packs_post_norm(following.matmul, self._rows)
+            columns = FEW_ROWS if packs else None
             yield norm_kernel("add post", self._hidden, float32=about.float_residual, columns=columns)
-            self._normed = following is not None
+            self._normed = following.norm is not None
             return
         self._normed = False
         if about.post is not None:
@@ -182,8 +185,3 @@ class NormLaunches:
     def _norm(self, norm: Norm, *, floats: bool) -> Selection:
         operation: NormOperation = "layer" if isinstance(norm, LayerNorm) else "rms"
         return norm_kernel(operation, norm.shapes[0][-1], float32=floats)
-
-
-def _norm_of(half: HalfRun) -> Norm | None:
-    """Return the norm of a half's input that the half before it may apply."""
-    return None if half.plan is None else half.plan.about.norm

@@ -50,6 +50,7 @@ from .half_matmuls import (
 )
 from .kernel_norms import HalfRun, NormLaunches
 from .matrix_shapes import MatrixShapes
+from .prologues import next_prologues
 from .select import Way
 
 __all__ = ["KEYS", "PROMPTS", "ROWS", "WAY", "KernelUse", "kernel_uses"]
@@ -290,6 +291,16 @@ class _Uses:
         self._joins = [
             half.plan is not None and way.refusal is None and half.plan.joins(count) for half in model.halves
         ]
+        *_, last, head = model.modules
+        self._last_norm = last if isinstance(last, Norm) else None
+        packed = None  # the last norm and the head as one matmul, whose input the last half may pack
+        if way.way == "captured" and isinstance(head, Head):
+            packed = head_with_norm(self._last_norm, head, model.make, model.shapes.is_padded)
+        self._runs = [
+            HalfRun(half.about, half.plan, joins, self._routes_norm(half.about))
+            for half, joins in zip(model.halves, self._joins, strict=True)
+        ]
+        self._prologues = next_prologues(self._runs, self._joins, rms_of(self._last_norm), packed, count)
 
     def rows(self) -> list[KernelUse]:
         """Return what was added, in order."""
@@ -392,41 +403,28 @@ class _Uses:
 
     def head(self) -> None:
         """Add the head's matmul, which includes the last norm where the last half packs its input."""
-        *_, norm, head = self._model.modules
+        head = self._model.modules[-1]
         if not isinstance(head, Head):
             return
-        last, joins, rows = self._model.halves[-1].plan, self._joins[-1], self._count
-        captured = self._way.way == "captured"
-        normed = head_with_norm(norm, head, self._model.make, self._model.shapes.is_padded)
-        if captured and joins and last is not None and normed is not None and last.chains_to(normed, rows):
-            self._matmul("head", normed, (head.linear,))
-            return
+        chained = self._prologues[-1].chained if self._prologues else None
         bare = self._model.make((head.linear,), None, None)
-        if captured and head_takes_blocks(bare, head, rows):
+        if chained is not None:
+            self._matmul("head", chained, (head.linear,))
+        elif self._way.way == "captured" and head_takes_blocks(bare, head, self._count):
             self._matmul("head", bare, (head.linear,))
         else:
-            self._alone("head", head.linear, rows)
+            self._alone("head", head.linear, self._count)
 
     def norms(self) -> None:
         """Add the launches that only norm rows, of all layers and of the last norm."""
-        model, rows = self._model, self._count
-        *_, last, head = model.modules
-        norm = last if isinstance(last, Norm) else None
-        packed = None
-        if self._way.way == "captured" and isinstance(head, Head):
-            packed = head_with_norm(norm, head, model.make, model.shapes.is_padded)
         launches = NormLaunches(
-            model.hidden,
-            rows,
+            self._model.hidden,
+            self._count,
             decodes=self._tokens == 1,
             adds_at_once=self._adds_at_once,
-            norm_shape=model.shapes.of_norm,
+            norm_shape=self._model.shapes.of_norm,
         )
-        runs = [
-            HalfRun(half.about, half.plan, joins, self._routes_norm(half.about))
-            for half, joins in zip(model.halves, self._joins, strict=True)
-        ]
-        for found in launches.of(runs, norm, packed):
+        for found in launches.of(self._runs, self._prologues, self._last_norm):
             self._add("norm", found.kernel, found.reasons)
 
     def adapters(self, rank: int) -> None:
