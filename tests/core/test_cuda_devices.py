@@ -406,6 +406,7 @@ def test_planned_bytes_are_those_of_torch(lab: Any, monkeypatch: pytest.MonkeyPa
     config = ExLlamaV2Config(folder)
     found = plan(config, cache="q4", cache_tokens=4096).devices[0]
     gc.collect()
+    torch.cuda.empty_cache()  # a cached block that is a little larger counts whole
     before = allocated(0)
     model = ExLlamaV2(config)
     model.load()
