@@ -26,7 +26,7 @@ source scripts/gpu/environment.sh
 tool=${1:?memcheck, racecheck, synccheck or initcheck}
 export EXL_SANITIZER=$tool EXL_SUBSET_SECONDS=${2:-70} PYTHONPATH="$PWD/scripts/gpu:$PYTHONPATH" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 processes=${3:-1}
-# What ends this script ends its processes, too: `timeout` puts each into a group of its own.
+# The processes end with this script: `timeout` puts each into a group of its own, which no signal to this group reaches.
 running=() probe=
 trap 'kill "${running[@]}" $probe 2> /dev/null' EXIT
 trap 'exit 143' TERM INT

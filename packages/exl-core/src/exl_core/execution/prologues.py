@@ -1,4 +1,4 @@
-"""What the last launches of a half do for the next one: its norm, and packing its input.
+"""The part that the last launches of a half do for the next one: its norm, and packing its input.
 
 Executors launch what `next_prologues` answers for loaded matrices; the report of kernels asks it for shapes.
 """
