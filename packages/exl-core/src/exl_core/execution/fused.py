@@ -190,7 +190,7 @@ class JoinedLaunches:
         prologues = self._kept_prologues.get(key)
         if prologues is None:
             prologues = self._kept_prologues[key] = next_prologues(
-                halves, joins, self._last_norm, head, rows, packs=not step.loras
+                [half.plan for half in halves], joins, self._last_norm, head, rows, packs=not step.loras
             )
         apart = ManyRows(halves, x.shape[0], x.device) if takes_many_rows(x.shape[0]) else APART
         h: Normed = None

@@ -155,11 +155,6 @@ class Half(ABC):
     """A module between embedding and last norm."""
 
     module: Module
-    input_norm: RMSNorm | None = None
-    """Norm of the input, if the preceding half may compute it."""
-    first_matmul: FusedLinear | None = None
-    """The only reader of the normed input, if the preceding half may pack it for this matmul."""
-
     plan: HalfPlan[FusedLinear] | None = None
     """The plans of the matmuls; None where there are only the module's own."""
 
@@ -170,14 +165,6 @@ class Half(ABC):
     def joins(self, rows: int) -> bool:
         """Return whether the matmuls of `rows` rows can run with their prologue and epilogue, many rows in blocks."""
         return self.plan is None or self.plan.joins(rows)
-
-    def chained_first(self, rows: int) -> FusedLinear | None:
-        """Return the matmul whose input of `rows` rows the last matmul of the preceding half may pack, or None."""
-        return None if self.plan is None else self.plan.chained_first(rows)
-
-    def chains_to(self, following: FusedLinear, rows: int) -> bool:
-        """Return whether the last matmul can pack its results of `rows` rows as the input of `following`."""
-        return self.plan is not None and self.plan.chains_to(following, rows)
 
     def refusal_of_rows(self, rows: int) -> str | None:
         """Return why a captured step of so many rows, which need blocks, is not batch-invariant; None if it is."""
@@ -254,8 +241,6 @@ class JoinedHalf(Half):
         self.activation, self.own_norm = plan.activation, plan.own_norm
         self.first, self.first_normed, self.last = plan.first, plan.first_normed, plan.last
         self.first_bare = self.first_normed if self.activation is None else joined(about.first)
-        self.input_norm = rms_of(about.norm)
-        self.first_matmul = None if mlp is not None else self.first_normed  # the MLP reads the normed input, too
         self.post_rms = rms_of(about.post)
         self.adds_apart = plan.adds_apart
         self.matrices = tuple(linear.quant for linear in (*about.first, about.last))

@@ -84,6 +84,8 @@ class HalfPlan(Generic[M]):
         first_normed: the first matmul of a normed input.
         first_layered: the first matmul with the LayerNorm of its input, which takes few rows; None for other norms.
         last: the last matmul.
+        input_norm: norm of the input, if the preceding half may compute it.
+        first_matmul: the only reader of the normed input, if the preceding half may pack it for this matmul.
         adds_apart: one launch norms the last matmul's result, adds it to the hidden state, and norms that for the next
             half.
         plain: the half has only an RMS norm, a gate of an MLP and the residual besides its matmuls and attention.
@@ -95,11 +97,13 @@ class HalfPlan(Generic[M]):
         self.about, self.mlp = about, mlp
         first, last = matmuls_of(about)
         self.own_norm, self.adds_residual = first.norm, last.residual
+        self.input_norm = rms_of(about.norm)
         self._last_required = last.required
         self.activation = _activation_of(about)
         self.first = self.first_normed = make(about.first, None, self.activation)
         if self.own_norm is not None:
             self.first = make(about.first, self.own_norm, self.activation)
+        self.first_matmul = None if mlp is not None else self.first_normed  # the MLP reads the normed input, too
         layer = None if about.float_residual else layer_of(about.norm)
         self.first_layered = None if layer is None else make(about.first, layer, self.activation)
         self.last = make((about.last,), None, None)

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from exl_kernels.linear.planned import ShapedMatmul
 from exl_kernels.selection import FEW_ROWS, NormOperation, Selection, norm_kernel
 
-from ..layers import Linear, Norm, RMSNorm
+from ..layers import Linear, Norm
 from ..layers.description import AttentionDescription, HalfDescription
-from ..layers.norm import LayerNorm, layer_of, rms_of
+from ..layers.norm import LayerNorm, layer_of
 from .half_matmuls import HalfPlan, norms_of_heads, norms_of_parts, packs_post_norm
 from .prologues import Prologue
 
@@ -32,24 +32,6 @@ class HalfRun(NamedTuple):
     joins: bool
     routes_norm: bool
     """The launch of a router norms the hidden state."""
-
-    @property
-    def input_norm(self) -> RMSNorm | None:
-        """See `PlannedHalf`."""
-        return None if self.plan is None else rms_of(self.plan.about.norm)
-
-    @property
-    def first_matmul(self) -> ShapedMatmul | None:
-        """See `PlannedHalf`."""
-        return None if self.plan is None or self.plan.mlp is not None else self.plan.first_normed
-
-    def chained_first(self, rows: int) -> ShapedMatmul | None:
-        """See `PlannedHalf`."""
-        return None if self.plan is None else self.plan.chained_first(rows)
-
-    def chains_to(self, following: ShapedMatmul, rows: int) -> bool:
-        """See `PlannedHalf`."""
-        return self.plan is not None and self.plan.chains_to(following, rows)
 
 
 class NormLaunches:

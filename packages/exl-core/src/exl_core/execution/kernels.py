@@ -300,7 +300,9 @@ class _Uses:
             HalfRun(half.about, half.plan, joins, self._routes_norm(half.about))
             for half, joins in zip(model.halves, self._joins, strict=True)
         ]
-        self._prologues = next_prologues(self._runs, self._joins, rms_of(self._last_norm), packed, count)
+        self._prologues = next_prologues(
+            [half.plan for half in model.halves], self._joins, rms_of(self._last_norm), packed, count
+        )
 
     def rows(self) -> list[KernelUse]:
         """Return what was added, in order."""

@@ -6,12 +6,12 @@ Executors launch what `next_prologues` answers for loaded matrices; the report o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, Protocol
+from typing import Generic, NamedTuple
 
 from ..layers import RMSNorm
-from .half_matmuls import M
+from .half_matmuls import HalfPlan, M
 
-__all__ = ["PlannedHalf", "Prologue", "next_prologues"]
+__all__ = ["Prologue", "next_prologues"]
 
 
 class Prologue(NamedTuple, Generic[M]):
@@ -28,26 +28,8 @@ class Prologue(NamedTuple, Generic[M]):
         return self.matmul if self.norm is None else None
 
 
-class PlannedHalf(Protocol[M]):
-    """A half whose matmuls are planned, or one that runs its module's own pass."""
-
-    @property
-    def input_norm(self) -> RMSNorm | None:
-        """Norm of the input, if the preceding half may compute it."""
-
-    @property
-    def first_matmul(self) -> M | None:
-        """The only reader of the normed input, if the preceding half may pack it for this matmul."""
-
-    def chained_first(self, rows: int) -> M | None:
-        """Return the matmul whose input of `rows` rows the last matmul of the preceding half may pack, or None."""
-
-    def chains_to(self, following: M, rows: int) -> bool:
-        """Return whether the last matmul can pack its results of `rows` rows as the input of `following`."""
-
-
 def next_prologues(
-    halves: Sequence[PlannedHalf[M]],
+    plans: Sequence[HalfPlan[M] | None],
     joins: Sequence[bool],
     last: RMSNorm | None,
     head: M | None,
@@ -58,7 +40,7 @@ def next_prologues(
     """Return for each half the part of the next prologue that it may do.
 
     Args:
-        halves: consecutive halves.
+        plans: of consecutive halves; None for one that runs its module's own pass.
         joins: whether the launches of each are joined.
         last: the last norm, behind the last half, or None.
         head: the last norm and the head as one matmul, for which the last half may pack its results, or None.
@@ -66,19 +48,19 @@ def next_prologues(
         packs: whether launches may pack the input of the next half.
     """
     found: list[Prologue[M]] = []
-    following: PlannedHalf[M] | None = None
-    for half, joint in zip(reversed(halves), reversed(joins), strict=True):
-        both = packs and joint and (following is None or joins[-len(found)])
-        to = None
-        if both:
-            to = head if following is None else following.chained_first(rows)
-        if to is not None and half.chains_to(to, rows):
+    for index in reversed(range(len(plans))):
+        plan, final = plans[index], index + 1 == len(plans)
+        following = None if final else plans[index + 1]
+        both = packs and joins[index] and (final or joins[index + 1])
+        to = head if final else None
+        if following is not None:
+            to = following.chained_first(rows)
+        if both and plan is not None and to is not None and plan.chains_to(to, rows):
             found.append(Prologue(matmul=to))
-        elif following is None:
+        elif final:
             found.append(Prologue(last))
-        elif following.input_norm is None or found[-1].chained is not None:
+        elif following is None or following.input_norm is None or found[-1].chained is not None:
             found.append(Prologue())  # the first matmul of a chain norms its input
         else:
             found.append(Prologue(following.input_norm, following.first_matmul if both else None))
-        following = half
     return found[::-1]
