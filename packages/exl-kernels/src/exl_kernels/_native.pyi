@@ -1355,7 +1355,7 @@ def cuda_add_post_norm(
 ) -> None:
     """
     x += post(y), out = norm(x): x [rows, width] float16 or float32, y and out float16. A norm comes with out, or with
-    `into`, whose scratch then has up to 8 normed rows packed as a matmul's input.
+    `into`, whose scratch then has the normed rows packed as a matmul's input.
     """
 
 def cuda_add_rms_norm(

@@ -20,7 +20,6 @@ from .kv import KVPages, store_kv
 from .linear.fused import Norm
 from .norm import rms_norm
 from .rope import apply_rope
-from .selection import FEW_ROWS
 
 __all__ = ["add_post_norm", "add_rms_norm", "embed", "layer_norm_packed", "norm_parts", "rope_store"]
 
@@ -106,7 +105,7 @@ def add_post_norm(
         post: norm of y, or None.
         norm: norm of the sum, or None.
         out: like y, or None for a new tensor.
-        into: on a GPU, norm(x) of at most 8 rows goes there instead, packed; the function returns its scratch.
+        into: on a GPU, norm(x) goes there instead, packed; T is at most its columns. The function returns its scratch.
 
     Raises:
         DTypeError, ShapeError: an operand does not fit.
@@ -135,7 +134,7 @@ def add_post_norm(
             )
         norms.append(None if one is None else _native.NormPrologue(one.weight, one.eps, one.offset))
     if into is not None:
-        _check_packs("add_post_norm", into, x, FEW_ROWS)
+        _check_packs("add_post_norm", into, x)
         packed = _native.MatmulInput(into.matrix._cuda, into.columns, into.scratch)
         _native.cuda_add_post_norm(x, y, norms[0], norms[1], None, launch_on(x), into=packed)
         return into.scratch
@@ -201,7 +200,7 @@ def layer_norm_packed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
             raise ShapeError(
                 f"layer_norm_packed: {name} is {one.dtype} {tuple(one.shape)}; expected float32 [{x.shape[-1]}]"
             )
-    _check_packs("layer_norm_packed", into, x, into.columns)
+    _check_packs("layer_norm_packed", into, x)
     try:
         packed = _native.MatmulInput(into.matrix._cuda, into.columns, into.scratch)
         _native.cuda_layer_norm_packed(x, weight, bias, eps, packed, launch_on(x))
@@ -213,12 +212,12 @@ def layer_norm_packed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     return into.scratch
 
 
-def _check_packs(what: str, into: MatmulInput, x: Tensor, columns: int) -> None:
+def _check_packs(what: str, into: MatmulInput, x: Tensor) -> None:
     rows, width = x.shape
-    if into.columns != columns or not 1 <= rows <= columns or into.matrix.in_features != width:
+    if not 1 <= rows <= into.columns or into.matrix.in_features != width:
         raise ShapeError(
             f"{what}: x is {tuple(x.shape)}, into has {into.columns} columns of {into.matrix.in_features} "
-            f"features; expected 1 to {columns} rows of as many features in {columns} columns"
+            f"features; expected 1 to {into.columns} rows of as many features"
         )
 
 

@@ -51,7 +51,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_parts(__half* x, 
   rms_norm_row(row, later ? second : first, row, later ? second_width : first_width, eps, 0.f);
 }
 
-enum Packing { UNPACKED, FEW_COLUMNS, BATCH_COLUMNS };
 // Weight and bias of eight elements.
 struct Affine {
   float weight[8], bias[8];
@@ -67,22 +66,21 @@ struct Affine {
   }
 };
 
-// PACKED: normed rows go to `packed`, through `out`, shared memory of one row; `columns` of the layout, if they are more than eight.
+// PACKED: normed rows go to `packed`, through `out`, shared memory of one row.
 template <class T, class W, Packing PACKED = UNPACKED>
 DEVICE void layer_norm_kernel(const T* x, const W* weight, const W* bias, T* out, int width, int heads, float eps,
-                              const PackedRows& packed = {}, int columns = 0) {
-  // Batches of eight elements a thread whose operands are read while the previous launch ends. Blocks of other launches are small instead, so
+                              const PackedRows& packed = {}) {
+  // Batches of eight elements a thread whose operands are read while the previous launch ends. Blocks of unpacked rows are small instead, so
   // that they are resident beside it.
-  constexpr int EARLY = PACKED == FEW_COLUMNS ? 3 : 0, HELD = EARLY ? EARLY : 1;
+  constexpr int EARLY = PACKED ? 3 : 0, HELD = EARLY ? EARLY : 1;
   pdl_trigger();
-  HeldOrder<HELD> order;
+  HeldOrder<PACKED, HELD> order;
   if (PACKED) {
     if (blockIdx.x >= packed.m) {
       pdl_wait();
-      return PACKED == FEW_COLUMNS ? pack_zeros(packed, blockIdx.x) : pack_row_for_batch(packed, blockIdx.x, columns, nullptr);
+      return pack_zeros<PACKED>(packed, blockIdx.x);
     }
-    if (EARLY) order.load(packed);
-    else prefetch_order(packed);
+    order.load(packed);
   }
   x += (size_t)blockIdx.x * width;
   if (!PACKED) out += (size_t)blockIdx.x * width;
@@ -150,8 +148,7 @@ DEVICE void layer_norm_kernel(const T* x, const W* weight, const W* bias, T* out
   }
   if constexpr (PACKED) {
     __syncthreads();
-    if constexpr (PACKED == FEW_COLUMNS) pack_row(packed, blockIdx.x, out, order);
-    else pack_row_for_batch(packed, blockIdx.x, columns, out);
+    pack_row(packed, blockIdx.x, out, order);
   }
 }
 
@@ -173,17 +170,13 @@ RMS_NORM_ALL(__half, f16)
 RMS_NORM_ALL(__nv_bfloat16, bf16)
 RMS_NORM_ALL(float, f32)
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    layer_norm_packed(const __half* x, const float* weight, const float* bias, int width, float eps, uint8_t* out, const int* features, int units,
-                      int rows, int m) {
-  extern __shared__ __align__(16) uint8_t memory[];
-  layer_norm_kernel<__half, float, FEW_COLUMNS>(x, weight, bias, reinterpret_cast<__half*>(memory), width, 1, eps,
-                                                PackedRows{out, features, units, rows, (unsigned)m});
-}
-extern "C" __global__ void __launch_bounds__(THREADS, 5)
-    layer_norm_packed_for_batch(const __half* x, const float* weight, const float* bias, int width, float eps, uint8_t* out, const int* features,
-                                int units, int rows, int m, int columns) {
-  extern __shared__ __align__(16) uint8_t memory[];
-  layer_norm_kernel<__half, float, BATCH_COLUMNS>(x, weight, bias, reinterpret_cast<__half*>(memory), width, 1, eps,
-                                                  PackedRows{out, features, units, rows, (unsigned)m}, columns);
-}
+#define LAYER_NORM_PACKED(NAME, PACKED)                                                                                          \
+  extern "C" __global__ void __launch_bounds__(THREADS) NAME(const __half* x, const float* weight, const float* bias, int width, \
+                                                             float eps, uint8_t* out, const int* features, int units, int rows,  \
+                                                             int m, int columns) {                                               \
+    extern __shared__ __align__(16) uint8_t memory[];                                                                            \
+    layer_norm_kernel<__half, float, PACKED>(x, weight, bias, reinterpret_cast<__half*>(memory), width, 1, eps,                  \
+                                             PackedRows{out, features, units, rows, (unsigned)m, columns});                      \
+  }
+LAYER_NORM_PACKED(layer_norm_packed, FEW_COLUMNS)
+LAYER_NORM_PACKED(layer_norm_packed_for_batch, BATCH_COLUMNS)

@@ -99,17 +99,17 @@ DEVICE void put_row8(T* row, const float (&v)[8], int k, int width, bool wide) {
   for (int i = 0; i < 8 && k + i < width; i++) row[k + i] = from_float<T>(v[i]);
 }
 
-// With `packed.out` the normed row goes there instead of `out`, through `shared`, `width` halves.
-template <class T, bool PACKED>
+// PACKED: the normed row goes to `packed` instead of `out`, through `shared`, `width` halves.
+template <class T, Packing PACKED>
 DEVICE void add_post_norm_kernel(T* x, const __half* y, const RowNorm& post, const RowNorm& norm, __half* out, int width,
                                  const PackedRows& packed, __half* shared) {
   pdl_trigger();
   const unsigned token = blockIdx.x;
-  HeldOrder<PACKED ? HELD : 1> order;
+  HeldOrder<PACKED, PACKED ? HELD : 1> order;
   if (PACKED) {
     if (token >= packed.m) {
       pdl_wait();
-      return pack_zeros(packed, token);
+      return pack_zeros<PACKED>(packed, token);
     }
     order.load(packed);
   }
@@ -179,7 +179,7 @@ DEVICE void add_post_norm_kernel(T* x, const __half* y, const RowNorm& post, con
     for (int j = 0; j < 8; j++) v[j] = v[j] * scale * (w[j] + norm.offset);
     put_row8(out, v, k, width, wide);
   }
-  if (PACKED) {
+  if constexpr (PACKED) {
     __syncthreads();
     pack_row(packed, token, shared, order);
   }
@@ -189,18 +189,18 @@ DEVICE void add_post_norm_kernel(T* x, const __half* y, const RowNorm& post, con
 // block adds, so a block is small enough to be resident beside one of the ring kernel. Packed rows follow launches of gemm_few, which leave no
 // room beside them: their threads read weights and the order before they wait for those.
 constexpr int SHORT = 2, SHORT_REGISTERS = 56;
-template <class T, bool PACKED>
+template <class T, Packing PACKED>
 DEVICE void add_short_post_norm_kernel(T* x, const __half* y, const RowNorm& post, const RowNorm& norm, __half* out, int width,
                                        const PackedRows& packed, __half* shared) {
   constexpr int BATCH = THREADS * 8;
   const int first = threadIdx.x * 8;
   const unsigned token = blockIdx.x;
   pdl_trigger();
-  HeldOrder<PACKED ? SHORT : 1> order;
+  HeldOrder<PACKED, PACKED ? SHORT : 1> order;
   if (PACKED) {
     if (token >= packed.m) {
       pdl_wait();
-      return pack_zeros(packed, token);
+      return pack_zeros<PACKED>(packed, token);
     }
     order.load(packed);
   }
@@ -260,42 +260,32 @@ DEVICE void add_short_post_norm_kernel(T* x, const __half* y, const RowNorm& pos
     for (int j = 0; j < 8; j++) v[j] = to_float(xs[i].items[j]) * scale * (last[i][j] + norm.offset);
     store8(out + k, v);
   });
-  if (PACKED) {
+  if constexpr (PACKED) {
     __syncthreads();
     pack_row(packed, token, shared, order);
   }
 }
 
-#define ADD_POST_NORM(T, t)                                                                                                         \
-  extern "C" __global__ void __launch_bounds__(THREADS) add_post_norm_##t(T* x, const __half* y, const float* post, float post_eps,  \
-                                                                          float post_offset, const float* weight, float eps,         \
-                                                                          float offset, __half* out, int width) {                    \
-    add_post_norm_kernel<T, false>(x, y, RowNorm{post, post_eps, post_offset}, RowNorm{weight, eps, offset}, out, width,             \
-                                   PackedRows{}, nullptr);                                                                           \
-  }                                                                                                                                  \
-  extern "C" __global__ void __launch_bounds__(THREADS) add_post_norm_packed_##t(                                                    \
-      T* x, const __half* y, const float* post, float post_eps, float post_offset, const float* weight, float eps, float offset,     \
-      int width, uint8_t* out, const int* features, int units, int rows, int m) {                                                    \
-    extern __shared__ __align__(16) uint8_t memory[];                                                                                \
-    add_post_norm_kernel<T, true>(x, y, RowNorm{post, post_eps, post_offset}, RowNorm{weight, eps, offset}, nullptr, width,          \
-                                  PackedRows{out, features, units, rows, (unsigned)m}, reinterpret_cast<__half*>(memory));                     \
+#define ADD_POST_NORM(BOUNDS, NAME, T, t)                                                                                           \
+  extern "C" __global__ void BOUNDS NAME##_##t(T* x, const __half* y, const float* post, float post_eps, float post_offset,           \
+                                               const float* weight, float eps, float offset, __half* out, int width) {                \
+    NAME##_kernel<T, UNPACKED>(x, y, RowNorm{post, post_eps, post_offset}, RowNorm{weight, eps, offset}, out, width, PackedRows{},    \
+                               nullptr);                                                                                              \
   }
-ADD_POST_NORM(__half, f16)
-ADD_POST_NORM(float, f32)
-
-#define ADD_SHORT_POST_NORM(T, t)                                                                                                   \
-  extern "C" __global__ void __maxnreg__(SHORT_REGISTERS) add_short_post_norm_##t(                                                  \
-      T* x, const __half* y, const float* post, float post_eps, float post_offset, const float* weight, float eps, float offset,     \
-      __half* out, int width) {                                                                                                     \
-    add_short_post_norm_kernel<T, false>(x, y, RowNorm{post, post_eps, post_offset}, RowNorm{weight, eps, offset}, out, width,       \
-                                         PackedRows{}, nullptr);                                                                    \
-  }                                                                                                                                 \
-  extern "C" __global__ void __launch_bounds__(THREADS) add_short_post_norm_packed_##t(                                           \
-      T* x, const __half* y, const float* post, float post_eps, float post_offset, const float* weight, float eps, float offset,     \
-      int width, uint8_t* out, const int* features, int units, int rows, int m) {                                                   \
-    extern __shared__ __align__(16) uint8_t memory[];                                                                               \
-    add_short_post_norm_kernel<T, true>(x, y, RowNorm{post, post_eps, post_offset}, RowNorm{weight, eps, offset}, nullptr, width,    \
-                                        PackedRows{out, features, units, rows, (unsigned)m}, reinterpret_cast<__half*>(memory));    \
+#define ADD_POST_NORM_PACKED(NAME, PACKED, PACKING, T, t)                                                                             \
+  extern "C" __global__ void __launch_bounds__(THREADS) NAME##_##PACKED##_##t(                                                        \
+      T* x, const __half* y, const float* post, float post_eps, float post_offset, const float* weight, float eps, float offset,      \
+      int width, uint8_t* out, const int* features, int units, int rows, int m, int columns) {                                        \
+    extern __shared__ __align__(16) uint8_t memory[];                                                                                 \
+    NAME##_kernel<T, PACKING>(x, y, RowNorm{post, post_eps, post_offset}, RowNorm{weight, eps, offset}, nullptr, width,               \
+                              PackedRows{out, features, units, rows, (unsigned)m, columns}, reinterpret_cast<__half*>(memory));       \
   }
-ADD_SHORT_POST_NORM(__half, f16)
-ADD_SHORT_POST_NORM(float, f32)
+#define ADD_POST_NORMS(T, t)                                                             \
+  ADD_POST_NORM(__launch_bounds__(THREADS), add_post_norm, T, t)                         \
+  ADD_POST_NORM(__maxnreg__(SHORT_REGISTERS), add_short_post_norm, T, t)                 \
+  ADD_POST_NORM_PACKED(add_post_norm, packed, FEW_COLUMNS, T, t)                         \
+  ADD_POST_NORM_PACKED(add_post_norm, packed_for_batch, BATCH_COLUMNS, T, t)             \
+  ADD_POST_NORM_PACKED(add_short_post_norm, packed, FEW_COLUMNS, T, t)                   \
+  ADD_POST_NORM_PACKED(add_short_post_norm, packed_for_batch, BATCH_COLUMNS, T, t)
+ADD_POST_NORMS(__half, f16)
+ADD_POST_NORMS(float, f32)

@@ -5,7 +5,6 @@
 
 use exl_cuda::ops::elementwise::{embedding, norm, residual, rope};
 use exl_cuda::ops::kv::rope_store;
-use exl_cuda::rows::FEW_ROWS;
 use exl_cuda::step::{self, Limits, Request, Sizes};
 use pyo3::prelude::*;
 
@@ -57,7 +56,7 @@ pub fn cuda_add_rms_norm(
 }
 
 /// x += post(y), out = norm(x): x [rows, width] float16 or float32, y and out float16. A norm comes with out, or with
-/// `into`, whose scratch then has up to 8 normed rows packed as a matmul's input.
+/// `into`, whose scratch then has the normed rows packed as a matmul's input.
 #[pyfunction]
 #[pyo3(signature = (x, y, post, norm, out, launch, *, into=None))]
 pub fn cuda_add_post_norm(
@@ -78,10 +77,6 @@ pub fn cuda_add_post_norm(
     expect(
         norm.is_some() == (out.is_some() || into.is_some()) && !(out.is_some() && into.is_some()),
         "a norm and its result, out or into, come together",
-    )?;
-    expect(
-        into.is_none_or(|into| into.columns == FEW_ROWS),
-        "into must have eight columns",
     )?;
     let mut all = vec![("x", &x), ("y", &y)];
     for (what, tensor) in [("y", Some(&y)), ("out", out.as_ref())] {

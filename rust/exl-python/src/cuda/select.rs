@@ -14,7 +14,6 @@ use exl_cuda::ops::linear::{Addresses, Matrix};
 use exl_cuda::ops::moe;
 use exl_cuda::ops::sampling::SEGMENT;
 use exl_cuda::ops::sampling::select::{self as sampling, Batch, row};
-use exl_cuda::rows::FEW_ROWS;
 use exl_cuda::{CARDS, Capabilities, Card, Device, Feature};
 use exl_format::exl2::Exl2View;
 use exl_format::gptq::GptqView;
@@ -330,10 +329,10 @@ pub fn cuda_select_norm(
         ("layer", Some(columns)) if !float32 => norms::Call::LayerPacked { columns },
         ("rms parts", None) if !float32 => norms::Call::RmsParts,
         ("add rms", None) => norms::Call::AddRms { element },
-        ("add post", None | Some(FEW_ROWS)) => norms::Call::AddPost {
+        ("add post", columns) => norms::Call::AddPost {
             element,
             width,
-            packed: columns.is_some(),
+            columns,
             aligned: true,
         },
         _ => {

@@ -11,7 +11,7 @@ from typing import Generic, NamedTuple, TypeVar, cast, get_args
 from exl_kernels.device import rows_are_invariant
 from exl_kernels.linear.fused import Activation
 from exl_kernels.linear.planned import PlannedMatmul
-from exl_kernels.selection import FEW_ROWS, PACKED_ROWS, pass_rows
+from exl_kernels.selection import PACKED_ROWS, pass_rows
 
 from ..layers import Head, Linear, Module, Norm, RMSNorm
 from ..layers.description import AttentionDescription, MatmulDescription, MlpDescription
@@ -31,7 +31,6 @@ __all__ = [
     "norms_of_heads",
     "norms_of_parts",
     "packed_rows_of",
-    "packs_post_norm",
     "refusal_of_blocks",
 ]
 
@@ -175,11 +174,6 @@ def norms_of_parts(a: AttentionDescription, norm_shape: NormShape) -> tuple[RMSN
     if q is None or k is None or a.clip or q.eps != k.eps:
         return None
     return (q, k) if (norm_shape(q), norm_shape(k)) == tuple((width,) for width in a.widths[:2]) else None
-
-
-def packs_post_norm(following: PlannedMatmul, rows: int) -> bool:
-    """Return whether the launch of a post norm packs the normed rows for the next matmul: inputs of few rows only."""
-    return following.input_columns(rows) == FEW_ROWS
 
 
 def head_with_norm(norm: Module | None, head: Head, make: MakeMatmul[M], padded: Callable[[Linear], bool]) -> M | None:

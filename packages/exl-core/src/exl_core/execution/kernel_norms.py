@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from exl_kernels.linear.planned import ShapedMatmul
-from exl_kernels.selection import FEW_ROWS, NormOperation, Selection, norm_kernel
+from exl_kernels.selection import NormOperation, Selection, norm_kernel
 
 from ..layers import Linear, Norm
 from ..layers.description import AttentionDescription, HalfDescription
 from ..layers.norm import LayerNorm, layer_of
-from .half_matmuls import HalfPlan, norms_of_heads, norms_of_parts, packs_post_norm
+from .half_matmuls import HalfPlan, norms_of_heads, norms_of_parts
 from .prologues import Prologue
 
 __all__ = ["HalfRun", "NormLaunches"]
@@ -137,8 +137,7 @@ class NormLaunches:
         ending = plan if plan.mlp is None else plan.mlp
         about = ending.about
         if ending.adds_apart:
-            packs = following.matmul is not None and packs_post_norm(following.matmul, self._rows)
-            columns = FEW_ROWS if packs else None
+            columns = None if following.matmul is None else following.matmul.input_columns(self._rows)
             yield norm_kernel("add post", self._hidden, float32=about.float_residual, columns=columns)
             self._normed = following.norm is not None
             return

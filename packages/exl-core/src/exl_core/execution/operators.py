@@ -21,7 +21,6 @@ from ..layers.norm import layer_of
 from .adapted import adapters_of
 from .batch import Step
 from .half import Features, JoinedHalf, NextPrologue, Normed, PackedInput, PendingMatmul, input_norm
-from .half_matmuls import packs_post_norm
 
 __all__ = ["APART", "JOINED", "Joined", "Operators"]
 
@@ -152,12 +151,12 @@ class Joined(Operators):
     ) -> Normed:
         """Do the work after the last matmul, and pack the normed x for the next matmul where the same launch can."""
         into, norm = next_prologue.matmul, next_prologue.norm
-        if into is None or not half.adds_apart or not packs_post_norm(into, x.shape[0]):
+        given = None if into is None or not half.adds_apart else into.input_of(x.shape[0])
+        if into is None or given is None:
             return half.finish(x, y, norm, h)
-        given = into.input_of(x.shape[0])
         scratch = add_post_norm(x, y, input_norm(half.post_rms), input_norm(norm), into=given)
         assert scratch is not None
-        return PackedInput(into, Packed(scratch, x.shape[0]))
+        return PackedInput(into, Packed(scratch, x.shape[0], by_matmul=False))
 
 
 APART, JOINED = Operators(), Joined()

@@ -73,22 +73,6 @@ pub unsafe fn layer_norm_packed(to: Target, op: &PackedNorm) -> Result<(), CudaE
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    if kernel == Kernel::LayerPacked {
-        let mut arguments = kernel_arguments![
-            op.input,
-            op.weight,
-            op.bias,
-            width,
-            op.eps,
-            op.output,
-            op.packed.features,
-            op.packed.units,
-            op.packed.rows,
-            rows
-        ];
-        // SAFETY: the order is that of `layer_norm_packed`; the caller guarantees that the addresses are valid.
-        return unsafe { launch.run(device, &mut arguments) };
-    }
     let mut arguments = kernel_arguments![
         op.input,
         op.weight,
@@ -102,7 +86,7 @@ pub unsafe fn layer_norm_packed(to: Target, op: &PackedNorm) -> Result<(), CudaE
         rows,
         columns
     ];
-    // SAFETY: the order is that of `layer_norm_packed_for_batch`; the caller guarantees that the addresses are valid.
+    // SAFETY: the order is that of `LAYER_NORM_PACKED`; the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }
 

@@ -6,7 +6,6 @@ use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::linear::PackedInput;
 use crate::ops::{Element, Target, index32};
-use crate::rows::FEW_ROWS;
 
 /// Operands of [`add_rms_norm`]: device addresses of `[rows, width]` of `element`, contiguous.
 #[derive(Clone, Copy, Debug)]
@@ -40,7 +39,7 @@ impl PostNorm {
         Call::AddPost {
             element: self.element,
             width: self.width,
-            packed: self.packed.is_some(),
+            columns: self.packed.map(|(_, input)| input.columns),
             aligned: addresses.iter().all(|at| at.is_multiple_of(16)),
         }
     }
@@ -67,7 +66,7 @@ pub struct PostNorm {
     pub norm: RowNorm,
     /// F16; 0 if there is no `norm`, or `packed`
     pub output: usize,
-    /// The normed rows go here, at most [`FEW_ROWS`] of at most [`super::select::MOST_PACKED_WIDTH`] elements.
+    /// The normed rows go here, at most as many as columns, of at most [`super::select::MOST_PACKED_WIDTH`] elements.
     pub packed: Option<(usize, PackedInput)>,
     pub rows: usize,
     pub width: usize,
@@ -84,22 +83,19 @@ pub unsafe fn add_post_norm(to: Target, op: &PostNorm) -> Result<(), CudaError> 
     let device = Device::get(to.device)?;
     let (kernel, _) = select(&op.call());
     let rows = index32("rows", op.rows)?;
-    let (blocks, shared) = if op.packed.is_some() {
-        check_packed(op.rows, op.width, FEW_ROWS)?;
-        (FEW_ROWS, 2 * op.width)
-    } else {
-        (op.rows, 0)
-    };
+    let blocks = op.packed.map_or(op.rows, |(_, input)| input.columns);
     let launch = Launch {
         kernel: &kernel.name(),
-        grid: [blocks as u32, 1, 1],
+        grid: [index32("blocks", blocks)? as u32, 1, 1],
         block: 256,
-        shared_bytes: shared as u32,
+        shared_bytes: op.packed.map_or(0, |_| 2 * op.width as u32),
         stream: to.stream,
         programmatic: to.programmatic,
     };
     let width = index32("width", op.width)?;
     if let Some((scratch, input)) = op.packed {
+        check_packed(op.rows, op.width, input.columns)?;
+        let columns = index32("columns", input.columns)?;
         let mut arguments = kernel_arguments![
             op.x,
             op.y,
@@ -114,9 +110,10 @@ pub unsafe fn add_post_norm(to: Target, op: &PostNorm) -> Result<(), CudaError> 
             input.features,
             input.units,
             input.rows,
-            rows
+            rows,
+            columns
         ];
-        // SAFETY: the order is that of `add_post_norm_packed` and `add_short_post_norm_packed`; the caller guarantees that the addresses are valid.
+        // SAFETY: the order is that of `ADD_POST_NORM_PACKED`; the caller guarantees that the addresses are valid.
         return unsafe { launch.run(device, &mut arguments) };
     }
     let mut arguments = kernel_arguments![
@@ -131,7 +128,7 @@ pub unsafe fn add_post_norm(to: Target, op: &PostNorm) -> Result<(), CudaError> 
         op.output,
         width
     ];
-    // SAFETY: the order is that of `ADD_POST_NORM` and `ADD_SHORT_POST_NORM`; the caller guarantees that the addresses are valid.
+    // SAFETY: the order is that of `ADD_POST_NORM`; the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }
 

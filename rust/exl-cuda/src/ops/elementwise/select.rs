@@ -24,20 +24,46 @@ pub enum Kernel {
     Rms(Element, Element),
     /// LayerNorms, of these elements and weights.
     Layer(Element, Element),
-    /// LayerNorms packed for `gemm_few` and `gemm_direct`.
-    LayerPacked,
-    /// LayerNorms packed for `gemm_batch`.
-    LayerPackedForBatch,
+    /// LayerNorms, packed.
+    LayerPacked(Packing),
     /// RMS norms of two parts of each row.
     RmsParts,
     /// x + y and its RMS norm.
     AddRms(Element),
-    /// x + norm(y) and its norm. `short`: rows stay in registers. `packed`: for `gemm_few` and `gemm_direct`.
+    /// x + norm(y) and its norm. `short`: rows stay in registers.
     AddPost {
         element: Element,
         short: bool,
-        packed: bool,
+        packed: Option<Packing>,
     },
+}
+
+/// The matmuls for which a kernel packs rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Packing {
+    /// `gemm_few` and `gemm_direct`.
+    Few,
+    /// `gemm_batch`.
+    Batch,
+}
+
+impl Packing {
+    const ALL: [Self; 2] = [Self::Few, Self::Batch];
+
+    const fn of(columns: usize) -> Self {
+        if columns == FEW_ROWS {
+            Self::Few
+        } else {
+            Self::Batch
+        }
+    }
+
+    const fn suffix(self) -> &'static str {
+        match self {
+            Self::Few => "_packed",
+            Self::Batch => "_packed_for_batch",
+        }
+    }
 }
 
 impl Kernel {
@@ -45,8 +71,7 @@ impl Kernel {
         match self {
             Self::Rms(x, weight) => format!("rms_norm_{}_{}", x.suffix(), weight.suffix()),
             Self::Layer(x, weight) => format!("layer_norm_{}_{}", x.suffix(), weight.suffix()),
-            Self::LayerPacked => "layer_norm_packed".to_owned(),
-            Self::LayerPackedForBatch => "layer_norm_packed_for_batch".to_owned(),
+            Self::LayerPacked(packing) => format!("layer_norm{}", packing.suffix()),
             Self::RmsParts => "rms_norm_parts".to_owned(),
             Self::AddRms(x) => format!("add_rms_norm_{}", x.suffix()),
             Self::AddPost {
@@ -55,8 +80,8 @@ impl Kernel {
                 packed,
             } => {
                 let short = if short { "short_" } else { "" };
-                let packed = if packed { "packed_" } else { "" };
-                format!("add_{short}post_norm_{packed}{}", element.suffix())
+                let packed = packed.map_or("", Packing::suffix);
+                format!("add_{short}post_norm{packed}_{}", element.suffix())
             }
         }
     }
@@ -64,11 +89,12 @@ impl Kernel {
     /// All kernels of `kernels/elementwise/norm.cu` or, if they add, of `residual.cu`.
     pub(in crate::ops) fn all(adds: bool) -> Vec<Self> {
         if adds {
-            let flags = [[false, false], [false, true], [true, false], [true, true]];
+            let layouts = [None, Some(Packing::Few), Some(Packing::Batch)];
             let post = [Element::F16, Element::F32]
                 .into_iter()
-                .flat_map(|element| {
-                    flags.map(|[short, packed]| Self::AddPost {
+                .flat_map(|element| [(element, false), (element, true)])
+                .flat_map(|(element, short)| {
+                    layouts.map(|packed| Self::AddPost {
                         element,
                         short,
                         packed,
@@ -85,7 +111,8 @@ impl Kernel {
             .flat_map(|x| Element::ALL.map(|weight| (x, weight)));
         types
             .flat_map(|(x, weight)| [Self::Rms(x, weight), Self::Layer(x, weight)])
-            .chain([Self::LayerPacked, Self::LayerPackedForBatch, Self::RmsParts])
+            .chain(Packing::ALL.map(Self::LayerPacked))
+            .chain([Self::RmsParts])
             .collect()
     }
 }
@@ -103,11 +130,11 @@ pub enum Call {
     RmsParts,
     /// x + y and its RMS norm.
     AddRms { element: Element },
-    /// x + norm(y) and its norm, which may be packed as the input of a matmul of few rows.
+    /// x + norm(y) and its norm, which may be packed as the input of a matmul of so many columns.
     AddPost {
         element: Element,
         width: usize,
-        packed: bool,
+        columns: Option<usize>,
         /// All operands are aligned to 16 bytes.
         aligned: bool,
     },
@@ -118,14 +145,13 @@ pub fn select(call: &Call) -> (Kernel, Option<(Kernel, &'static str)>) {
     let kernel = match *call {
         Call::Rms { element, weight } => Kernel::Rms(element, weight),
         Call::Layer { element, weight } => Kernel::Layer(element, weight),
-        Call::LayerPacked { columns: FEW_ROWS } => Kernel::LayerPacked,
-        Call::LayerPacked { .. } => Kernel::LayerPackedForBatch,
+        Call::LayerPacked { columns } => Kernel::LayerPacked(Packing::of(columns)),
         Call::RmsParts => Kernel::RmsParts,
         Call::AddRms { element } => Kernel::AddRms(element),
         Call::AddPost {
             element,
             width,
-            packed,
+            columns,
             aligned,
         } => {
             let refused = [
@@ -138,7 +164,7 @@ pub fn select(call: &Call) -> (Kernel, Option<(Kernel, &'static str)>) {
             let of = |short| Kernel::AddPost {
                 element,
                 short,
-                packed,
+                packed: columns.map(Packing::of),
             };
             return match refused {
                 Some((_, what)) => (of(false), Some((of(true), what))),
@@ -170,13 +196,14 @@ pub(in crate::ops) fn check_packed(
 mod tests {
     use super::*;
     use crate::ops::attention::ORDERED_COLUMNS;
+    use crate::rows::PACKED_ROWS;
     use Element::{BF16, F16, F32};
 
     /// A norm of the sum of 4096 halves.
     const POST: Call = Call::AddPost {
         element: F16,
         width: 4096,
-        packed: false,
+        columns: None,
         aligned: true,
     };
 
@@ -208,10 +235,19 @@ mod tests {
                 Call::AddPost {
                     element: F32,
                     width: 4096,
-                    packed: true,
+                    columns: Some(FEW_ROWS),
                     aligned: true,
                 },
                 "add_short_post_norm_packed_f32",
+            ),
+            (
+                Call::AddPost {
+                    element: F16,
+                    width: 2048,
+                    columns: Some(PACKED_ROWS),
+                    aligned: true,
+                },
+                "add_short_post_norm_packed_for_batch_f16",
             ),
         ] {
             assert_eq!(name(call), expected);
@@ -223,7 +259,11 @@ mod tests {
     fn inputs_of_eight_columns_are_packed_for_few_rows() {
         for columns in ORDERED_COLUMNS {
             let (kernel, _) = select(&Call::LayerPacked { columns });
-            assert_eq!(kernel == Kernel::LayerPacked, columns == 8, "{columns}");
+            assert_eq!(
+                kernel == Kernel::LayerPacked(Packing::Few),
+                columns == 8,
+                "{columns}"
+            );
         }
     }
 
@@ -232,7 +272,7 @@ mod tests {
         let of = |width, aligned| Call::AddPost {
             element: F16,
             width,
-            packed: false,
+            columns: None,
             aligned,
         };
         for (call, what) in [
