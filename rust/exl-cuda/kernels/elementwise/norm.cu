@@ -64,36 +64,24 @@ struct Affine {
       for (int i = 0; i < 8; i++) bias[i] = 0.f;
     }
   }
+  template <class T>
+  DEVICE void apply(float (&to)[8], const Eight<T>& v, float mean, float scale) const {
+#pragma unroll
+    for (int i = 0; i < 8; i++) to[i] = fmaf((to_float(v.items[i]) - mean) * scale, weight[i], bias[i]);
+  }
 };
 
-// PACKED: normed rows go to `packed`, through `out`, shared memory of one row.
-template <class T, class W, Packing PACKED = UNPACKED>
-DEVICE void layer_norm_kernel(const T* x, const W* weight, const W* bias, T* out, int width, int heads, float eps,
-                              const PackedRows& packed = {}) {
-  // Batches of eight elements a thread whose operands are read while the previous launch ends. Blocks of unpacked rows are small instead, so
-  // that they are resident beside it.
-  constexpr int EARLY = PACKED ? 3 : 0, HELD = EARLY ? EARLY : 1;
+template <class T, class W>
+DEVICE void layer_norm_kernel(const T* x, const W* weight, const W* bias, T* out, int width, int heads, float eps) {
   pdl_trigger();
-  HeldOrder<PACKED, HELD> order;
-  if (PACKED) {
-    if (blockIdx.x >= packed.m) {
-      pdl_wait();
-      return pack_zeros<PACKED>(packed, blockIdx.x);
-    }
-    order.load(packed);
-  }
   x += (size_t)blockIdx.x * width;
-  if (!PACKED) out += (size_t)blockIdx.x * width;
+  out += (size_t)blockIdx.x * width;
   weight += (size_t)(blockIdx.x % heads) * width;
   if (bias) bias += (size_t)(blockIdx.x % heads) * width;
   const bool wide = width % 8 == 0 && aligned8(x) && aligned8(out) && aligned8(weight) && aligned8(bias);
   const int first = threadIdx.x * 8;
   constexpr int BATCH = THREADS * 8, KEPT = sizeof(T) == 4 ? 2 : 4;  // batches that a thread keeps: rows of up to 8192, FP32 4096
-  Affine early[HELD];
-#pragma unroll
-  for (int i = 0; i < EARLY; i++)
-    if (wide && first + i * BATCH < width) early[i].load(weight, bias, first + i * BATCH);
-  for (int k = first + EARLY * BATCH; k < width; k += BATCH) {
+  for (int k = first; k < width; k += BATCH) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(weight + k));
     if (bias) asm volatile("prefetch.global.L2 [%0];" ::"l"(bias + k));
   }
@@ -121,14 +109,12 @@ DEVICE void layer_norm_kernel(const T* x, const W* weight, const W* bias, T* out
     squares += later.squares(mean, width - k);
   }
   const float scale = 1.f / sqrtf(block_sum(squares) / (float)width + eps);
-  auto store = [&](const Eight<T>& v, int k, const Affine* known) {
+  auto store = [&](const Eight<T>& v, int k) {
     if (wide) {
-      Affine own;
-      if (!known) own.load(weight, bias, k);
-      const Affine& of = known ? *known : own;
+      Affine of;
+      of.load(weight, bias, k);
       float r[8];
-#pragma unroll
-      for (int i = 0; i < 8; i++) r[i] = fmaf((to_float(v.items[i]) - mean) * scale, of.weight[i], of.bias[i]);
+      of.apply(r, v, mean, scale);
       store8(out + k, r);
     } else {
 #pragma unroll
@@ -141,15 +127,50 @@ DEVICE void layer_norm_kernel(const T* x, const W* weight, const W* bias, T* out
   };
 #pragma unroll
   for (int i = 0; i < KEPT; i++)
-    if (first + i * BATCH < width) store(kept[i], first + i * BATCH, i < EARLY ? &early[i % HELD] : nullptr);
+    if (first + i * BATCH < width) store(kept[i], first + i * BATCH);
   for (int k = first + KEPT * BATCH; k < width; k += BATCH) {
     later.load(x, k, width, wide);
-    store(later, k, nullptr);
+    store(later, k);
   }
-  if constexpr (PACKED) {
-    __syncthreads();
-    pack_row(packed, blockIdx.x, out, order);
+}
+
+// The same for rows of multiples of eight elements, aligned to 16 bytes, as the input of a matmul. `once`: registers hold all of a row.
+template <Packing LAYOUT>
+DEVICE void layer_norm_packed_kernel(const __half* x, const float* weight, const float* bias, int width, float eps, const PackedRows& packed,
+                                     const RowMemory& memory) {
+  pdl_trigger();
+  const unsigned token = blockIdx.x;
+  if (token >= packed.m) {
+    pdl_wait();
+    return pack_zeros<LAYOUT>(packed, token);
   }
+  x += (size_t)token * width;
+  const int first = 8 * threadIdx.x, step = 8 * blockDim.x;
+  const bool once = width <= step;
+  ChunkOrder<LAYOUT> order;
+  order.load(packed, threadIdx.x);
+  Affine affine;
+  if (first < width) affine.load(weight, bias, first);
+  pdl_wait();
+  Eight<__half> v;
+  if (first < width) v.load(x, first, width, true);
+  const float mean = memory.sum(width, [&](int k) {
+    if (!once) v.load(x, k, width, true);
+    return v.sum();
+  }) / (float)width;
+  const float squares = memory.sum(width, [&](int k) {
+    if (!once) v.load(x, k, width, true);
+    return v.squares(mean, 8);
+  });
+  const float scale = 1.f / sqrtf(squares / (float)width + eps);
+#pragma unroll 1
+  for (int k = first; k < width; k += step) {
+    if (!once) v.load(x, k, width, true), affine.load(weight, bias, k);
+    float r[8];
+    affine.apply(r, v, mean, scale);
+    store8(memory.row + k, r);
+  }
+  pack_row<LAYOUT>(packed, token, memory.row, order);
 }
 
 #define RMS_NORM(T, t, W, w)                                                                                       \
@@ -170,13 +191,13 @@ RMS_NORM_ALL(__half, f16)
 RMS_NORM_ALL(__nv_bfloat16, bf16)
 RMS_NORM_ALL(float, f32)
 
-#define LAYER_NORM_PACKED(NAME, PACKED)                                                                                          \
-  extern "C" __global__ void __launch_bounds__(THREADS) NAME(const __half* x, const float* weight, const float* bias, int width, \
-                                                             float eps, uint8_t* out, const int* features, int units, int rows,  \
-                                                             int m, int columns) {                                               \
-    extern __shared__ __align__(16) uint8_t memory[];                                                                            \
-    layer_norm_kernel<__half, float, PACKED>(x, weight, bias, reinterpret_cast<__half*>(memory), width, 1, eps,                  \
-                                             PackedRows{out, features, units, rows, (unsigned)m, columns});                      \
+#define LAYER_NORM_PACKED(NAME, LAYOUT)                                                                                               \
+  extern "C" __global__ void __launch_bounds__(MOST_THREADS) NAME(const __half* x, const float* weight, const float* bias, int width, \
+                                                                  float eps, uint8_t* out, const int* features, int units, int rows,  \
+                                                                  int m, int columns) {                                               \
+    extern __shared__ __align__(16) uint8_t memory[];                                                                                 \
+    layer_norm_packed_kernel<LAYOUT>(x, weight, bias, width, eps, PackedRows{out, features, units, rows, (unsigned)m, columns},       \
+                                     RowMemory(memory));                                                                              \
   }
 LAYER_NORM_PACKED(layer_norm_packed, FEW_COLUMNS)
 LAYER_NORM_PACKED(layer_norm_packed_for_batch, BATCH_COLUMNS)

@@ -99,24 +99,12 @@ DEVICE void put_row8(T* row, const float (&v)[8], int k, int width, bool wide) {
   for (int i = 0; i < 8 && k + i < width; i++) row[k + i] = from_float<T>(v[i]);
 }
 
-// PACKED: the normed row goes to `packed` instead of `out`, through `shared`, `width` halves.
-template <class T, Packing PACKED>
-DEVICE void add_post_norm_kernel(T* x, const __half* y, const RowNorm& post, const RowNorm& norm, __half* out, int width,
-                                 const PackedRows& packed, __half* shared) {
+template <class T>
+DEVICE void add_post_norm_kernel(T* x, const __half* y, const RowNorm& post, const RowNorm& norm, __half* out, int width) {
   pdl_trigger();
-  const unsigned token = blockIdx.x;
-  HeldOrder<PACKED, PACKED ? HELD : 1> order;
-  if (PACKED) {
-    if (token >= packed.m) {
-      pdl_wait();
-      return pack_zeros<PACKED>(packed, token);
-    }
-    order.load(packed);
-  }
   x += (size_t)blockIdx.x * width;
   y += (size_t)blockIdx.x * width;
-  if (PACKED) out = shared;
-  else if (out) out += (size_t)blockIdx.x * width;
+  if (out) out += (size_t)blockIdx.x * width;
   const bool wide = width % 8 == 0 && aligned8(x) && aligned8(y) && aligned8(out) && aligned8(post.weight) && aligned8(norm.weight);
   constexpr int BATCH = THREADS * 8;
   float weights[2][HELD][8];  // weights of `post` and of `norm`
@@ -179,53 +167,46 @@ DEVICE void add_post_norm_kernel(T* x, const __half* y, const RowNorm& post, con
     for (int j = 0; j < 8; j++) v[j] = v[j] * scale * (w[j] + norm.offset);
     put_row8(out, v, k, width, wide);
   }
-  if constexpr (PACKED) {
-    __syncthreads();
-    pack_row(packed, token, shared, order);
+}
+
+// x = x + post(y) for eight elements, also in `v`; `w`: the weights of `post`.
+template <class T>
+DEVICE void add_normed(float (&v)[8], Eight<T>& x, const Eight<__half>& y, const RowNorm& post, const float (&w)[8], float scale) {
+#pragma unroll
+  for (int j = 0; j < 8; j++) {
+    const float u = to_float(y.items[j]), n = post.weight ? to_float(from_float<T>(u * scale * (w[j] + post.offset))) : u;
+    x.items[j] = from_float<T>(__fadd_rn(to_float(x.items[j]), n));
+    v[j] = to_float(x.items[j]);
   }
+}
+template <class T>
+DEVICE void normed(float (&v)[8], const Eight<T>& x, const RowNorm& norm, const float (&w)[8], float scale) {
+#pragma unroll
+  for (int j = 0; j < 8; j++) v[j] = to_float(x.items[j]) * scale * (w[j] + norm.offset);
 }
 
 // The same for aligned rows of at most SHORT batches. A thread reads x and y once and keeps them in their types, and reads weights while the
-// block adds, so a block is small enough to be resident beside one of the ring kernel. Packed rows follow launches of gemm_few, which leave no
-// room beside them: their threads read weights and the order before they wait for those.
+// block adds, so a block is small enough to be resident beside one of the ring kernel.
 constexpr int SHORT = 2, SHORT_REGISTERS = 56;
-template <class T, Packing PACKED>
-DEVICE void add_short_post_norm_kernel(T* x, const __half* y, const RowNorm& post, const RowNorm& norm, __half* out, int width,
-                                       const PackedRows& packed, __half* shared) {
+template <class T>
+DEVICE void add_short_post_norm_kernel(T* x, const __half* y, const RowNorm& post, const RowNorm& norm, __half* out, int width) {
   constexpr int BATCH = THREADS * 8;
   const int first = threadIdx.x * 8;
-  const unsigned token = blockIdx.x;
   pdl_trigger();
-  HeldOrder<PACKED, PACKED ? SHORT : 1> order;
-  if (PACKED) {
-    if (token >= packed.m) {
-      pdl_wait();
-      return pack_zeros<PACKED>(packed, token);
-    }
-    order.load(packed);
-  }
-  x += (size_t)token * width;
-  y += (size_t)token * width;
-  if (PACKED) out = shared;
-  else if (out) out += (size_t)token * width;
+  x += (size_t)blockIdx.x * width;
+  y += (size_t)blockIdx.x * width;
+  if (out) out += (size_t)blockIdx.x * width;
   Eight<T> xs[SHORT];
   Eight<__half> ys[SHORT];
-  float w[SHORT][8], last[SHORT][8];  // weights of `post` and of `norm`
+  float w[SHORT][8];  // weights of `post`, then of `norm`
   auto each = [&](auto f) {
 #pragma unroll
     for (int i = 0; i < SHORT; i++)
       if (first + i * BATCH < width) f(i, first + i * BATCH);
   };
-  if (PACKED) {
-    each([&](int i, int k) {
-      if (post.weight) load8(w[i], post.weight + k);
-      load8(last[i], norm.weight + k);
-    });
-  } else {
-    for (int k = first; k < width; k += BATCH) {
-      if (post.weight) asm volatile("prefetch.global.L2 [%0];" ::"l"(post.weight + k));
-      if (norm.weight) asm volatile("prefetch.global.L2 [%0];" ::"l"(norm.weight + k));
-    }
+  for (int k = first; k < width; k += BATCH) {
+    if (post.weight) asm volatile("prefetch.global.L2 [%0];" ::"l"(post.weight + k));
+    if (norm.weight) asm volatile("prefetch.global.L2 [%0];" ::"l"(norm.weight + k));
   }
   pdl_wait();
   each([&](int i, int k) {
@@ -234,7 +215,7 @@ DEVICE void add_short_post_norm_kernel(T* x, const __half* y, const RowNorm& pos
   });
   float scale = 1.f;
   if (post.weight) {
-    if (!PACKED) each([&](int i, int k) { load8(w[i], post.weight + k); });
+    each([&](int i, int k) { load8(w[i], post.weight + k); });
     float sum = 0.f;
     each([&](int i, int) { sum += ys[i].squares(0.f, 8); });
     scale = 1.f / sqrtf(block_sum(sum) / (float)width + post.eps);
@@ -242,50 +223,98 @@ DEVICE void add_short_post_norm_kernel(T* x, const __half* y, const RowNorm& pos
   float sum = 0.f;
   each([&](int i, int k) {
     float v[8];
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-      const float u = to_float(ys[i].items[j]), n = post.weight ? to_float(from_float<T>(u * scale * (w[i][j] + post.offset))) : u;
-      xs[i].items[j] = from_float<T>(__fadd_rn(to_float(xs[i].items[j]), n));
-      v[j] = to_float(xs[i].items[j]);
-    }
+    add_normed(v, xs[i], ys[i], post, w[i], scale);
     store8(x + k, v);
     sum += eight_squares(v);
   });
   if (!norm.weight) return;
-  if (!PACKED) each([&](int i, int k) { load8(last[i], norm.weight + k); });
+  each([&](int i, int k) { load8(w[i], norm.weight + k); });
   scale = 1.f / sqrtf(block_sum(sum) / (float)width + norm.eps);
   each([&](int i, int k) {
     float v[8];
-#pragma unroll
-    for (int j = 0; j < 8; j++) v[j] = to_float(xs[i].items[j]) * scale * (last[i][j] + norm.offset);
+    normed(v, xs[i], norm, w[i], scale);
     store8(out + k, v);
   });
-  if constexpr (PACKED) {
-    __syncthreads();
-    pack_row(packed, token, shared, order);
-  }
 }
 
-#define ADD_POST_NORM(BOUNDS, NAME, T, t)                                                                                           \
-  extern "C" __global__ void BOUNDS NAME##_##t(T* x, const __half* y, const float* post, float post_eps, float post_offset,           \
-                                               const float* weight, float eps, float offset, __half* out, int width) {                \
-    NAME##_kernel<T, UNPACKED>(x, y, RowNorm{post, post_eps, post_offset}, RowNorm{weight, eps, offset}, out, width, PackedRows{},    \
-                               nullptr);                                                                                              \
+// The same for aligned rows as the input of a matmul. `once`: registers hold all of a row.
+template <class T, Packing LAYOUT>
+DEVICE void add_post_norm_packed_kernel(T* x, const __half* y, const RowNorm& post, const RowNorm& norm, int width, const PackedRows& packed,
+                                        const RowMemory& memory) {
+  pdl_trigger();
+  const unsigned token = blockIdx.x;
+  if (token >= packed.m) {
+    pdl_wait();
+    return pack_zeros<LAYOUT>(packed, token);
   }
-#define ADD_POST_NORM_PACKED(NAME, PACKED, PACKING, T, t)                                                                             \
-  extern "C" __global__ void __launch_bounds__(THREADS) NAME##_##PACKED##_##t(                                                        \
-      T* x, const __half* y, const float* post, float post_eps, float post_offset, const float* weight, float eps, float offset,      \
-      int width, uint8_t* out, const int* features, int units, int rows, int m, int columns) {                                        \
-    extern __shared__ __align__(16) uint8_t memory[];                                                                                 \
-    NAME##_kernel<T, PACKING>(x, y, RowNorm{post, post_eps, post_offset}, RowNorm{weight, eps, offset}, nullptr, width,               \
-                              PackedRows{out, features, units, rows, (unsigned)m, columns}, reinterpret_cast<__half*>(memory));       \
+  x += (size_t)token * width;
+  y += (size_t)token * width;
+  const int first = 8 * threadIdx.x, step = 8 * blockDim.x;
+  const bool once = width <= step;
+  ChunkOrder<LAYOUT> order;
+  order.load(packed, threadIdx.x);
+  float w[8], last[8];  // weights of `post` and of `norm`
+  if (first < width) {
+    if (post.weight) load8(w, post.weight + first);
+    load8(last, norm.weight + first);
   }
-#define ADD_POST_NORMS(T, t)                                                             \
-  ADD_POST_NORM(__launch_bounds__(THREADS), add_post_norm, T, t)                         \
-  ADD_POST_NORM(__maxnreg__(SHORT_REGISTERS), add_short_post_norm, T, t)                 \
-  ADD_POST_NORM_PACKED(add_post_norm, packed, FEW_COLUMNS, T, t)                         \
-  ADD_POST_NORM_PACKED(add_post_norm, packed_for_batch, BATCH_COLUMNS, T, t)             \
-  ADD_POST_NORM_PACKED(add_short_post_norm, packed, FEW_COLUMNS, T, t)                   \
-  ADD_POST_NORM_PACKED(add_short_post_norm, packed_for_batch, BATCH_COLUMNS, T, t)
+  pdl_wait();
+  Eight<T> xs;
+  Eight<__half> ys;
+  if (first < width) {
+    ys.load(y, first, width, true);
+    xs.load(x, first, width, true);
+  }
+  float scale = 1.f;
+  if (post.weight) {
+    const float squares = memory.sum(width, [&](int k) {
+      if (!once) ys.load(y, k, width, true);
+      return ys.squares(0.f, 8);
+    });
+    scale = 1.f / sqrtf(squares / (float)width + post.eps);
+  }
+  const float squares = memory.sum(width, [&](int k) {
+    if (!once) {
+      ys.load(y, k, width, true);
+      xs.load(x, k, width, true);
+      if (post.weight) load8(w, post.weight + k);
+    }
+    float v[8];
+    add_normed(v, xs, ys, post, w, scale);
+    store8(x + k, v);
+    return eight_squares(v);
+  });
+  scale = 1.f / sqrtf(squares / (float)width + norm.eps);
+#pragma unroll 1
+  for (int k = first; k < width; k += step) {
+    if (!once) {
+      xs.load(x, k, width, true);
+      load8(last, norm.weight + k);
+    }
+    float v[8];
+    normed(v, xs, norm, last, scale);
+    store8(memory.row + k, v);
+  }
+  pack_row<LAYOUT>(packed, token, memory.row, order);
+}
+
+#define ADD_POST_NORM(BOUNDS, NAME, T, t)                                                                                        \
+  extern "C" __global__ void BOUNDS NAME##_##t(T* x, const __half* y, const float* post, float post_eps, float post_offset,        \
+                                               const float* weight, float eps, float offset, __half* out, int width) {             \
+    NAME##_kernel<T>(x, y, RowNorm{post, post_eps, post_offset}, RowNorm{weight, eps, offset}, out, width);                        \
+  }
+#define ADD_POST_NORM_PACKED(NAME, LAYOUT, T, t)                                                                                   \
+  extern "C" __global__ void __launch_bounds__(MOST_THREADS) NAME##_##t(                                                           \
+      T* x, const __half* y, const float* post, float post_eps, float post_offset, const float* weight, float eps, float offset,   \
+      int width, uint8_t* out, const int* features, int units, int rows, int m, int columns) {                                     \
+    extern __shared__ __align__(16) uint8_t memory[];                                                                              \
+    add_post_norm_packed_kernel<T, LAYOUT>(x, y, RowNorm{post, post_eps, post_offset}, RowNorm{weight, eps, offset}, width,        \
+                                           PackedRows{out, features, units, rows, (unsigned)m, columns}, RowMemory(memory));       \
+  }
+#define ADD_POST_NORMS(T, t)                                                       \
+  ADD_POST_NORM(__launch_bounds__(THREADS), add_post_norm, T, t)                   \
+  ADD_POST_NORM(__maxnreg__(SHORT_REGISTERS), add_short_post_norm, T, t)           \
+  ADD_POST_NORM_PACKED(add_post_norm_packed, FEW_COLUMNS, T, t)                    \
+  ADD_POST_NORM_PACKED(add_post_norm_packed_for_batch, BATCH_COLUMNS, T, t)
 ADD_POST_NORMS(__half, f16)
 ADD_POST_NORMS(float, f32)

@@ -1,6 +1,6 @@
 //! RMSNorm and LayerNorm over the last dimension.
 
-use super::select::{Call, Kernel, check_packed, select};
+use super::select::{Call, Kernel, check_packed, packing_threads, select};
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
@@ -41,7 +41,8 @@ pub(in crate::ops) fn kernels() -> Vec<String> {
 /// Operands of [`layer_norm_packed`]: device addresses.
 #[derive(Clone, Copy, Debug)]
 pub struct PackedNorm {
-    /// `[rows, width]` F16, at most as many rows as columns, of at most [`super::select::MOST_PACKED_WIDTH`] elements
+    /// `[rows, width]` F16, at most as many rows as columns, of at most [`super::select::MOST_PACKED_WIDTH`] elements, a multiple of 8;
+    /// aligned to 16 bytes like the weights
     pub input: usize,
     /// `[width]` FP32; the bias may be 0 for none
     pub weight: usize,
@@ -58,7 +59,8 @@ pub struct PackedNorm {
 /// # Safety
 /// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
 pub unsafe fn layer_norm_packed(to: Target, op: &PackedNorm) -> Result<(), CudaError> {
-    check_packed(op.rows, op.width, op.packed.columns)?;
+    let addresses = [op.input, op.weight, op.bias];
+    check_packed(op.rows, op.width, op.packed.columns, &addresses)?;
     let device = Device::get(to.device)?;
     let (rows, width) = (index32("rows", op.rows)?, index32("width", op.width)?);
     let columns = index32("columns", op.packed.columns)?;
@@ -68,7 +70,7 @@ pub unsafe fn layer_norm_packed(to: Target, op: &PackedNorm) -> Result<(), CudaE
     let launch = Launch {
         kernel: &kernel.name(),
         grid: [columns as u32, 1, 1],
-        block: 256,
+        block: packing_threads(op.width),
         shared_bytes: 2 * op.width as u32,
         stream: to.stream,
         programmatic: to.programmatic,

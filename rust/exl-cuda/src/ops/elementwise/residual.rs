@@ -1,6 +1,6 @@
 //! The end of one sub-layer and the beginning of the next: x = x + y, out = rms_norm(x).
 
-use super::select::{Call, Kernel, check_packed, select};
+use super::select::{Call, Kernel, check_packed, packing_threads, select};
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
@@ -28,19 +28,22 @@ pub(in crate::ops) fn kernels() -> Vec<String> {
 }
 
 impl PostNorm {
-    fn call(&self) -> Call {
-        let addresses = [
+    const fn addresses(&self) -> [usize; 5] {
+        [
             self.x,
             self.y,
             self.post.weight,
             self.norm.weight,
             self.output,
-        ];
+        ]
+    }
+
+    fn call(&self) -> Call {
         Call::AddPost {
             element: self.element,
             width: self.width,
             columns: self.packed.map(|(_, input)| input.columns),
-            aligned: addresses.iter().all(|at| at.is_multiple_of(16)),
+            aligned: self.addresses().iter().all(|at| at.is_multiple_of(16)),
         }
     }
 }
@@ -66,7 +69,8 @@ pub struct PostNorm {
     pub norm: RowNorm,
     /// F16; 0 if there is no `norm`, or `packed`
     pub output: usize,
-    /// The normed rows go here, at most as many as columns, of at most [`super::select::MOST_PACKED_WIDTH`] elements.
+    /// The normed rows go here, at most as many as columns, of at most [`super::select::MOST_PACKED_WIDTH`] elements, a multiple of 8.
+    /// All operands are then aligned to 16 bytes.
     pub packed: Option<(usize, PackedInput)>,
     pub rows: usize,
     pub width: usize,
@@ -87,14 +91,14 @@ pub unsafe fn add_post_norm(to: Target, op: &PostNorm) -> Result<(), CudaError> 
     let launch = Launch {
         kernel: &kernel.name(),
         grid: [index32("blocks", blocks)? as u32, 1, 1],
-        block: 256,
+        block: op.packed.map_or(256, |_| packing_threads(op.width)),
         shared_bytes: op.packed.map_or(0, |_| 2 * op.width as u32),
         stream: to.stream,
         programmatic: to.programmatic,
     };
     let width = index32("width", op.width)?;
     if let Some((scratch, input)) = op.packed {
-        check_packed(op.rows, op.width, input.columns)?;
+        check_packed(op.rows, op.width, input.columns, &op.addresses())?;
         let columns = index32("columns", input.columns)?;
         let mut arguments = kernel_arguments![
             op.x,

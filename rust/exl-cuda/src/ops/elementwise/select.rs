@@ -31,11 +31,9 @@ pub enum Kernel {
     /// x + y and its RMS norm.
     AddRms(Element),
     /// x + norm(y) and its norm. `short`: rows stay in registers.
-    AddPost {
-        element: Element,
-        short: bool,
-        packed: Option<Packing>,
-    },
+    AddPost { element: Element, short: bool },
+    /// The same, packed.
+    AddPostPacked(Element, Packing),
 }
 
 /// The matmuls for which a kernel packs rows.
@@ -74,14 +72,12 @@ impl Kernel {
             Self::LayerPacked(packing) => format!("layer_norm{}", packing.suffix()),
             Self::RmsParts => "rms_norm_parts".to_owned(),
             Self::AddRms(x) => format!("add_rms_norm_{}", x.suffix()),
-            Self::AddPost {
-                element,
-                short,
-                packed,
-            } => {
+            Self::AddPost { element, short } => {
                 let short = if short { "short_" } else { "" };
-                let packed = packed.map_or("", Packing::suffix);
-                format!("add_{short}post_norm{packed}_{}", element.suffix())
+                format!("add_{short}post_norm_{}", element.suffix())
+            }
+            Self::AddPostPacked(element, packing) => {
+                format!("add_post_norm{}_{}", packing.suffix(), element.suffix())
             }
         }
     }
@@ -89,16 +85,12 @@ impl Kernel {
     /// All kernels of `kernels/elementwise/norm.cu` or, if they add, of `residual.cu`.
     pub(in crate::ops) fn all(adds: bool) -> Vec<Self> {
         if adds {
-            let layouts = [None, Some(Packing::Few), Some(Packing::Batch)];
             let post = [Element::F16, Element::F32]
                 .into_iter()
-                .flat_map(|element| [(element, false), (element, true)])
-                .flat_map(|(element, short)| {
-                    layouts.map(|packed| Self::AddPost {
-                        element,
-                        short,
-                        packed,
-                    })
+                .flat_map(|element| {
+                    let plain = [false, true].map(|short| Self::AddPost { element, short });
+                    let packed = Packing::ALL.map(|packing| Self::AddPostPacked(element, packing));
+                    plain.into_iter().chain(packed)
                 });
             return Element::ALL
                 .map(Self::AddRms)
@@ -150,8 +142,13 @@ pub fn select(call: &Call) -> (Kernel, Option<(Kernel, &'static str)>) {
         Call::AddRms { element } => Kernel::AddRms(element),
         Call::AddPost {
             element,
+            columns: Some(columns),
+            ..
+        } => Kernel::AddPostPacked(element, Packing::of(columns)),
+        Call::AddPost {
+            element,
             width,
-            columns,
+            columns: None,
             aligned,
         } => {
             let refused = [
@@ -161,11 +158,7 @@ pub fn select(call: &Call) -> (Kernel, Option<(Kernel, &'static str)>) {
             ]
             .into_iter()
             .find(|(fits, _)| !fits);
-            let of = |short| Kernel::AddPost {
-                element,
-                short,
-                packed: columns.map(Packing::of),
-            };
+            let of = |short| Kernel::AddPost { element, short };
             return match refused {
                 Some((_, what)) => (of(false), Some((of(true), what))),
                 None => (of(true), None),
@@ -177,20 +170,37 @@ pub fn select(call: &Call) -> (Kernel, Option<(Kernel, &'static str)>) {
 
 const _: () = assert!(SHORT_WIDTH == 4096, "the reason in `select` names it");
 
-/// Check that a launch can pack `rows` rows of `width` elements as an input of `columns` columns.
+/// Check that a launch can pack `rows` rows of `width` elements, at these addresses, as an input of `columns` columns.
 pub(in crate::ops) fn check_packed(
     rows: usize,
     width: usize,
     columns: usize,
+    addresses: &[usize],
 ) -> Result<(), CudaError> {
-    if rows <= columns && width <= MOST_PACKED_WIDTH {
+    let aligned = addresses.iter().all(|at| at.is_multiple_of(16));
+    if rows <= columns && width <= MOST_PACKED_WIDTH && width.is_multiple_of(8) && aligned {
         return Ok(());
     }
+    let operands = if aligned { "" } else { " that are not aligned" };
     Err(CudaError::Argument {
-        what: format!("{rows} packed rows of {width} elements"),
-        limit: format!("{columns} rows of {MOST_PACKED_WIDTH}"),
+        what: format!("{rows} packed rows of {width} elements{operands}"),
+        limit: format!(
+            "{columns} rows of {MOST_PACKED_WIDTH}, a multiple of 8, at multiples of 16 bytes"
+        ),
     })
 }
+
+/// Threads of a block that norms and packs a row, of which each has eight elements up to `MOST_THREADS`.
+pub(in crate::ops) fn packing_threads(width: usize) -> u32 {
+    let each = width.div_ceil(8).next_multiple_of(32);
+    each.clamp(THREADS, MOST_THREADS) as u32
+}
+
+const THREADS: usize = 256;
+const MOST_THREADS: usize = 1024;
+
+assert_constants!(block_sum, { THREADS == THREADS });
+assert_constants!(packed_rows, { MOST_THREADS == MOST_THREADS });
 
 #[cfg(test)]
 mod tests {
@@ -238,7 +248,7 @@ mod tests {
                     columns: Some(FEW_ROWS),
                     aligned: true,
                 },
-                "add_short_post_norm_packed_f32",
+                "add_post_norm_packed_f32",
             ),
             (
                 Call::AddPost {
@@ -247,7 +257,7 @@ mod tests {
                     columns: Some(PACKED_ROWS),
                     aligned: true,
                 },
-                "add_short_post_norm_packed_for_batch_f16",
+                "add_post_norm_packed_for_batch_f16",
             ),
         ] {
             assert_eq!(name(call), expected);
@@ -298,9 +308,16 @@ mod tests {
 
     #[test]
     fn packed_rows_have_limits() {
-        assert!(check_packed(8, MOST_PACKED_WIDTH, 8).is_ok());
-        let why = format!("{:?}", check_packed(9, 64, 8).unwrap_err());
+        assert!(check_packed(8, MOST_PACKED_WIDTH, 8, &[0]).is_ok());
+        let why = format!("{:?}", check_packed(9, 64, 8, &[]).unwrap_err());
         assert!(why.contains("9 packed rows of 64") && why.contains("8 rows of 24064"));
-        assert!(check_packed(1, MOST_PACKED_WIDTH + 1, 128).is_err());
+        assert!(check_packed(1, MOST_PACKED_WIDTH + 8, 128, &[]).is_err());
+        assert!(check_packed(1, 60, 128, &[]).is_err());
+        let why = format!("{:?}", check_packed(1, 64, 8, &[16, 8]).unwrap_err());
+        assert!(why.contains("not aligned"));
+        assert_eq!(
+            [64, 2048, 2056, 4096, 24064].map(packing_threads),
+            [256, 256, 288, 512, 1024]
+        );
     }
 }

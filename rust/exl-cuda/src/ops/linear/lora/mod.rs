@@ -254,7 +254,7 @@ unsafe fn shrink_and_pack(
     packed: usize,
     layout: PackedInput,
 ) -> Result<(), CudaError> {
-    check_packed(group.rows, input.in_features, layout.columns)?;
+    check_packed(group.rows, input.in_features, layout.columns, &[])?;
     let ranks = planned.ranks;
     let parts = index32("blocks of a row", columns.div_ceil(ranks))?;
     let task = PackingShrink {
