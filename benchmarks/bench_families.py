@@ -62,6 +62,10 @@ def sizes(hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int,
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama3-8b": LLAMA,
+    "llama3-70b": like_llama("LlamaForCausalLM", **sizes(8192, 28672, 64, 8, 128256)),
+    "mistral-small-24b": like_llama("MistralForCausalLM", **sizes(5120, 32768, 32, 8, 131072)),
+    "qwen2.5-32b": like_llama("Qwen2ForCausalLM", **sizes(5120, 27648, 40, 8, 152064)),
+    "qwen3-14b": like_llama("Qwen3ForCausalLM", **sizes(5120, 17408, 40, 8, 151936)),
     "qwen3-8b": like_llama("Qwen3ForCausalLM", **sizes(4096, 12288, 32, 8, 151936)),
     "qwen2.5-7b": like_llama("Qwen2ForCausalLM", **sizes(3584, 18944, 28, 4, 152064)),
     "gemma3-12b": like_llama(

@@ -65,6 +65,7 @@ class Shape:
 SHAPES = {
     "tinyllama": Shape(2048, 5632, 22, 32, 4, 32000),
     "8b": Shape(4096, 14336, 32, 32, 8, 128256),
+    "70b": Shape(8192, 28672, 80, 64, 8, 128256),
     "qwen3-8b": Shape(4096, 12288, 36, 32, 8, 151936, head_norms=True),
     "qwen3-moe": Shape(2048, 768, 3, 32, 4, 4096, head_norms=True, experts=128, chosen=8),
     "tiny": Shape(256, 768, 2, 4, 2, 2048),

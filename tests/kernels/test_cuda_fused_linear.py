@@ -120,9 +120,9 @@ def test_activation_of_one_matrix(activation: Any, kind: str, dtype: torch.dtype
 
 
 @pytest.mark.needs("bulk_copy", "clusters")
-@pytest.mark.parametrize(("k", "n"), [(256, 1024), (4608, 18432), (1152, 128)])
+@pytest.mark.parametrize(("k", "n"), [(256, 1024), (4608, 18432), (1152, 128), (256, 22528)])
 def test_activated_results_go_to_the_next_matmul(k: int, n: int) -> None:
-    """Whole tiles, tiles that blocks share, and a next matmul that walks its tiles twice."""
+    """Whole tiles, tiles that blocks share, a next matmul that walks its tiles twice, and one by `gemm_direct`."""
     up, down = exl2(n, 4, seed=1, k=k, bias=True), exl2(k, 4, seed=2, k=n)
     first, second = FusedLinear([up], activation="gelu"), FusedLinear([down])
     for m in (3, 8):
@@ -233,13 +233,19 @@ def test_one_after_the_other(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.needs("bulk_copy", "clusters")
-@pytest.mark.parametrize(("k", "group"), [(256, 128), (K, 128), (1152, 128), (2304, 128), (4096, 128), (1152, 32)])
-def test_results_go_from_matmul_to_matmul(k: int, group: int) -> None:
-    """A layer's chained matmuls, each with a norm of its own, are bitwise identical to the separate operators."""
+@pytest.mark.parametrize(
+    ("k", "group", "inner"),
+    [*((k, 128, 2048) for k in (256, K, 1152, 2304, 4096)), (1152, 32, 2048), (256, 128, 22528)],
+)
+def test_results_go_from_matmul_to_matmul(k: int, group: int, inner: int) -> None:
+    """A layer's chained matmuls, each with a norm of its own, are bitwise identical to the separate operators.
+
+    An inner size of 22,528 is multiplied by `gemm_direct`, between matmuls by `gemm_few`.
+    """
     perms = [torch.randperm(k, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     norms = [Norm(torch.rand(k, device="cuda").half() + 0.5, eps, offset) for eps, offset in ((1e-5, 0.0), (1e-3, 1.0))]
-    o, down = exl2(k, 4, 3, seed=1, k=k, bias=True, group=group), exl2(k, 5, 4, seed=2, k=2048, group=group)
-    gate, up = (exl2(2048, 6, 4, seed=3 + i, perm=perms[0], k=k, group=group) for i in range(2))
+    o, down = exl2(k, 4, 3, seed=1, k=k, bias=True, group=group), exl2(k, 5, 4, seed=2, k=inner, group=group)
+    gate, up = (exl2(inner, 6, 4, seed=3 + i, perm=perms[0], k=k, group=group) for i in range(2))
     qkv = [exl2(n, 4, seed=5 + i, perm=perms[1], k=k, group=group) for i, n in enumerate((320, 64, 80))]
     matmuls = [FusedLinear([o]), FusedLinear([gate, up], norm=norms[0], activation="gelu"), FusedLinear([down])]
     matmuls.append(FusedLinear(qkv, norm=norms[1]))

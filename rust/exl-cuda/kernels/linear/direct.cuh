@@ -97,10 +97,12 @@ template <int KIND, int ENTRY>
 DEVICE void direct_matmul(const FewTask& p) {
   __shared__ TileSums sums[2];
   const bool gated = p.gate >= 0;
+  pdl_trigger();
   int matrix = 0, tile = blockIdx.x;
   if (!gated)
 #pragma unroll 1
     while (matrix + 1 < p.count && tile >= p.part[matrix].a.tiles) tile -= p.part[matrix++].a.tiles;
+  pdl_wait();
   multiply_tile<KIND, ENTRY>(p, p.part[matrix], tile, sums[0]);
   if (gated) multiply_tile<KIND, ENTRY>(p, p.part[1], tile, sums[1]);
   const FewPart& part = p.part[gated ? 1 : matrix];
@@ -123,6 +125,8 @@ DEVICE void direct_matmul(const FewTask& p) {
 // of warp e / 32 % 8. Every block adds all of them.
 DEVICE void norm_packed_rows(const FewTask& p) {
   __shared__ float parts[FEW_ROWS][DIRECT_WARPS];
+  pdl_trigger();
+  pdl_wait();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, each = 4 * p.m, words = p.units * (UNIT_ROWS / 32) * each;
   const int i = blockIdx.x * blockDim.x + threadIdx.x, slice = i / each, word = i - slice * each;
   union {

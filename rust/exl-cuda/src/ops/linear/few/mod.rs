@@ -62,6 +62,12 @@ pub(super) fn takes(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> R
     plan(caps, matrices, FEW_ROWS, epilogue, Tuning::default()).map(|_| ())
 }
 
+/// Whether there are launches, but `gemm_direct` reads the weights faster: [`Plan::idles`].
+pub(super) fn idles(caps: &Capabilities, matrices: &[&Matrix], gated: bool, norm: bool) -> bool {
+    plan(caps, matrices, FEW_ROWS, (gated, norm), Tuning::default())
+        .is_ok_and(|plan| plan.idles(matrices))
+}
+
 /// The launches of `rows` rows, without addresses.
 pub(super) fn planned(
     caps: &Capabilities,
@@ -148,17 +154,8 @@ impl Plan {
 
     /// Set `next` as the destination of the results.
     fn bind_next(&mut self, caps: &Capabilities, next: Next) -> Result<(), CudaError> {
-        let plan = if self.direct {
-            plan_direct(caps, next.matrices, FEW_ROWS, next.gated)
-        } else {
-            plan(
-                caps,
-                next.matrices,
-                FEW_ROWS,
-                (next.gated, true),
-                Tuning::default(),
-            )
-        };
+        // Both kernels have one layout of packed inputs.
+        let plan = plan_direct(caps, next.matrices, FEW_ROWS, next.gated);
         let fits = takes_packed(next.matrices)
             && next.matrices[0].in_features() == self.task.y_stride as usize
             && (self.task.gate >= 0 || self.task.count == 1);
@@ -261,7 +258,7 @@ impl Plan {
                 block: DIRECT_THREADS,
                 shared_bytes: 0,
                 stream: to.stream,
-                programmatic: false,
+                programmatic: to.programmatic,
             };
             // SAFETY: the struct is the kernel's; the caller guarantees that the addresses are valid.
             unsafe { launch.run(device, &mut arguments) }

@@ -568,6 +568,13 @@ fn plan_shape(
 }
 
 impl Plan {
+    /// Whether memory idles: four blocks share K, and clusters of four do not run at the same time, or too few bytes are in flight.
+    pub(super) fn idles(&self, matrices: &[&Matrix]) -> bool {
+        let Task { cut, stage_log, .. } = self.task;
+        let stays = Shape::new(cut as usize, stage_log as usize, 1).stays(self.task.units as usize);
+        cut == 4 || !stays && self.in_flight(matrices) < LEAST_IN_FLIGHT
+    }
+
     /// Fewest bytes in flight while a block streams a run of equal tiles.
     fn in_flight(&self, matrices: &[&Matrix]) -> usize {
         let task = &self.task;

@@ -149,7 +149,8 @@ pub fn plan(caps: &Capabilities, matrices: &[&Matrix], call: Call) -> Plan {
         let tuning = Tuning::default();
         return Plan::new(caps, matrices, call, (kernel, false), refused, tuning);
     }
-    let (kernel, refused) = first_of(&joined_order(call.rows), caps, matrices, call);
+    let order = joined_order(caps, matrices, call);
+    let (kernel, refused) = first_of(&order, caps, matrices, call);
     if let Some(kernel) = kernel {
         return Plan::new(
             caps,
@@ -189,8 +190,8 @@ pub fn plan_alone(caps: &Capabilities, matrix: &Matrix, call: Call) -> Plan {
         Err(_) if many => PACKED_ROWS,
         _ => call.rows,
     };
-    let few =
-        (rows > GEMV_ROWS && matrix.image_bytes() >= LEAST_PACKED_ALONE).then_some(Kernel::GemmFew);
+    let large = rows > GEMV_ROWS && matrix.image_bytes() >= LEAST_PACKED_ALONE;
+    let few = (large && !few::idles(caps, &[matrix], false, false)).then_some(Kernel::GemmFew);
     // Without wgmma, a batch of few rows costs as much as one of sixteen.
     let batch = (many || rows <= PACKED_ROWS) && (rows > FEW_ROWS || caps.has(Feature::Wgmma));
     let order: Vec<Kernel> = few
@@ -287,11 +288,14 @@ fn first_of(
 }
 
 /// Kernels that take an epilogue, fastest first.
-fn joined_order(rows: usize) -> [Kernel; 4] {
-    let (first, second) = if rows <= GEMV_ROWS {
-        (Kernel::GemvRing, Kernel::GemmFew)
+fn joined_order(caps: &Capabilities, matrices: &[&Matrix], call: Call) -> [Kernel; 4] {
+    use Kernel::{GemmBatch, GemmDirect, GemmFew, GemvRing};
+    let Epilogue { gate, norm, .. } = call.epilogue;
+    if call.rows <= GEMV_ROWS {
+        [GemvRing, GemmFew, GemmDirect, GemmBatch]
+    } else if few::idles(caps, matrices, gate, norm) {
+        [GemmDirect, GemmFew, GemvRing, GemmBatch]
     } else {
-        (Kernel::GemmFew, Kernel::GemvRing)
-    };
-    [first, second, Kernel::GemmDirect, Kernel::GemmBatch]
+        [GemmFew, GemvRing, GemmDirect, GemmBatch]
+    }
 }

@@ -188,14 +188,13 @@ impl Plan {
 
     /// Whether this matmul can write its results packed as the input of `next`, whose input has as many features.
     pub fn chains_to(&self, next: &Self) -> bool {
-        let takes = match self.kernel {
-            Kernel::GemmFew | Kernel::GemmDirect => next.takes_packed,
-            Kernel::GemmBatch => next.takes_gated,
+        let takes = match (self.kernel, next.kernel) {
+            (Kernel::GemmFew | Kernel::GemmDirect, Kernel::GemmFew | Kernel::GemmDirect) => {
+                next.takes_packed
+            }
+            (Kernel::GemmBatch, Kernel::GemmBatch) => next.takes_gated,
             _ => false,
         };
-        self.packs_results
-            && self.kernel == next.kernel
-            && self.call.rows == next.call.rows
-            && takes
+        self.packs_results && self.call.rows == next.call.rows && takes
     }
 }

@@ -521,7 +521,10 @@ fn launches_by_rule(
     all: &[&Matrix],
     call: Call,
 ) -> Vec<(usize, Option<Kernel>)> {
-    let direct = |rows| first_of(&joined_order(rows), caps, all, Call { rows, ..call }).0;
+    let direct = |rows| {
+        let call = Call { rows, ..call };
+        first_of(&joined_order(caps, all, call), caps, all, call).0
+    };
     let [block, part] = BLOCKS;
     let cut = |rows: usize, most: usize| {
         (0..rows.div_ceil(most)).map(move |index| most.min(rows - index * most))
@@ -594,7 +597,10 @@ proptest! {
         prop_assert_eq!(launches_by_plan(&caps, &all, call), launches_by_rule(&caps, &all, call));
         // One launch of up to 128 rows, or else of 64, decides whether a block is joined.
         let kernel = |rows: usize| {
-            let direct = |rows| first_of(&joined_order(rows), &caps, &all, Call { rows, ..call }).0;
+            let direct = |rows| {
+                let call = Call { rows, ..call };
+                first_of(&joined_order(&caps, &all, call), &caps, &all, call).0
+            };
             direct(rows).or_else(|| (rows > 64).then(|| direct(64)).flatten())
         };
         let rest = rows % 128;
@@ -632,4 +638,61 @@ fn a_layer_norm_is_a_prologue_of_the_ring_alone() {
     let call = Call::aligned(1, layer);
     assert!(!select(&older, &[&one], call).joined);
     assert!(select(&older, &[&one], Call::aligned(1, NORM)).joined);
+}
+
+/// Clusters that share K in quarters, and a ring of few wide units beside long inputs, leave memory idle: 70B models with three to eight sequences.
+#[test]
+fn long_inputs_of_few_rows_are_multiplied_directly() {
+    let caps = card("H200", RELEASE);
+    let (four, six) = (2064, 3088);
+    let of =
+        |matrices: &[&Matrix], epilogue, rows| plan(&caps, matrices, Call::aligned(rows, epilogue));
+    for (units, n, bytes, expected) in [
+        (32, 8192, four, Kernel::GemmFew),
+        (56, 4096, four, Kernel::GemmFew),
+        (128, 5120, four, Kernel::GemmFew),
+        (80, 7168, four, Kernel::GemmDirect),
+        (112, 8192, four, Kernel::GemmDirect),
+        (32, 128_256, six, Kernel::GemmDirect),
+        (16, 128_256, six, Kernel::GemmFew),
+    ] {
+        let matrix = sized(units, bytes, n);
+        for rows in [3, 8] {
+            let found = of(&[&matrix], RESIDUAL, rows);
+            assert_eq!(
+                (found.kernel, found.joined),
+                (expected, true),
+                "{units} {n} {rows}"
+            );
+        }
+        assert_ne!(
+            of(&[&matrix], RESIDUAL, 2).kernel,
+            Kernel::GemmDirect,
+            "{units}"
+        );
+    }
+    // Both kernels pack results for each other.
+    let (up, down) = (sized(32, four, 28672), sized(112, four, 8192));
+    let qkv = [
+        sized(32, four, 8192),
+        sized(32, four, 1024),
+        sized(32, four, 1024),
+    ];
+    let gate_up = of(&[&up, &up], GATE, 8);
+    let down = of(&[&down], RESIDUAL, 8);
+    let qkv = of(&[&qkv[0], &qkv[1], &qkv[2]], NORM, 8);
+    assert_eq!(
+        [&gate_up, &down, &qkv].map(|plan| plan.kernel),
+        [Kernel::GemmFew, Kernel::GemmDirect, Kernel::GemmFew]
+    );
+    assert!(gate_up.chains_to(&down) && down.chains_to(&qkv));
+    assert_ne!(
+        plan_alone(
+            &caps,
+            &sized(32, six, 128_256),
+            Call::aligned(8, Epilogue::default())
+        )
+        .kernel,
+        Kernel::GemmFew
+    );
 }
