@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from exl_serve.engine import wire
 from exl_serve.engine.events import EngineEvent
 from exl_serve.engine.groups import Running
@@ -37,31 +39,26 @@ class _Plan:
 
     def __init__(self, serials: bytes, ones: Sequence[Running]) -> None:
         self.serials, self._ones = serials, ones
-        self.of_one_each = b"\1\0" * len(ones)
-        #: steps with a token of each completion that `flush` has not counted yet
-        self._steps = 0
+        #: the column of each step that `flush` has not counted yet
+        self._counts: list[bytes] = []
         places: dict[bytes, list[int]] = {}
         for i, one in enumerate(ones):
             places.setdefault(one.worker, []).append(i)
         #: of each worker: addresses, and places of its entries
         self._workers = [(worker, b"".join([ones[i].address for i in own]), own) for worker, own in places.items()]
 
-    def count(self, counts: bytes) -> int:
-        """Add a step's tokens to their requests; returns their number."""
-        if counts == self.of_one_each:
-            self._steps += 1
-            return len(self._ones)
-        found = memoryview(counts).cast("H").tolist()
-        for one, new in zip(self._ones, found, strict=True):
-            one.group.generated += new
-        return sum(found)
+    def count(self, counts: bytes) -> None:
+        """Take note of a step's numbers of tokens. A step that touched each request would cost more than all else."""
+        self._counts.append(counts)
 
     def flush(self) -> None:
         """Add all tokens to their requests."""
-        if self._steps:
-            for one in self._ones:
-                one.group.generated += self._steps
-            self._steps = 0
+        if not self._counts:
+            return
+        found = np.frombuffer(b"".join(self._counts), "<u2").reshape(len(self._counts), len(self._ones))
+        for one, new in zip(self._ones, found.sum(0).tolist(), strict=True):
+            one.group.generated += new
+        self._counts.clear()
 
     def split(self, counts: bytes, ids: bytes, texts: list[str]) -> list[tuple[bytes, wire.TokenColumns]]:
         """Return the columns of each worker."""
@@ -125,7 +122,8 @@ class Outgoing:
             self._plan.flush()
             self._plan = _Plan(serials, [running[serial] for serial in memoryview(serials).cast("I")])
         self._tokens = self._plan.split(counts, ids, texts)
-        new = self._plan.count(counts)
+        self._plan.count(counts)
+        new = len(ids) // 4
         for entry in others:
             new += len(entry.ids)
             entry.running.group.generated += len(entry.ids)
