@@ -67,7 +67,7 @@ def test_the_next_is_the_first_by_class_then_cost_then_arrival(steps: list[tuple
             assert queue.pop(now) is expected
             if expected is not None:
                 waiting.remove(expected)
-    assert len(queue) == len(waiting)
+    assert queue.count == len(waiting)
     assert {id(one) for one in queue.expired(now + 2000.0)} == {id(one) for one in waiting}
 
 

@@ -107,5 +107,5 @@ def test_the_queue_keeps_its_books(steps: list[tuple[str, int, int]]) -> None:
             late = queue.expired(now)
             assert late == [] or all(one.deadline is not None and now > one.deadline for one in late)
             waiting = [one for one in waiting if one not in late]
-        assert len(queue) == len(waiting)
+        assert queue.count == len(waiting)
         assert queue.queued_tokens == sum(one.prompt_tokens for one in waiting)

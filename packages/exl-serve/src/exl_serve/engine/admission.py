@@ -30,17 +30,23 @@ class Rates:
     """Tokens a second; 0 where nothing was measured yet."""
 
     prefill: float = 0.0
-    decode: float = 0.0
+    #: (tokens, seconds) of each step that `decode` does not count yet
+    steps: list[tuple[int, float]] = field(default_factory=list)
+    _decode: float = 0.0
+
+    @property
+    def decode(self) -> float:
+        """The rate of the steps so far. One without tokens computes prompts and does not count."""
+        for tokens, seconds in self.steps:
+            if tokens and seconds > 0:
+                self._decode = _average(self._decode, tokens / seconds)
+        self.steps.clear()
+        return self._decode
 
     def measured_prompt(self, tokens: int, seconds: float) -> None:
         """Take a prompt into account; a short one says little."""
         if tokens > 64 and seconds > 0:
             self.prefill = _average(self.prefill, tokens / seconds)
-
-    def measured_step(self, tokens: int, seconds: float) -> None:
-        """Take a step into account; one without tokens computes prompts."""
-        if tokens and seconds > 0:
-            self.decode = _average(self.decode, tokens / seconds)
 
 
 def _average(before: float, now: float) -> float:
@@ -86,11 +92,8 @@ class Admission:
         self._active: dict[str, int] = {}
         #: (deadline, number, entry), soonest first; some have been taken out since
         self._deadlines: list[tuple[float, int, Entry]] = []
-        self._count = self._numbers = self._new_tokens = 0
+        self.count = self._numbers = self._new_tokens = 0
         self._random = random.Random(self.seed)
-
-    def __len__(self) -> int:
-        return self._count
 
     def add(self, entry: Entry, now: float, rates: Rates, computing: int = 0) -> None:
         """Queue a request. `computing`: prompt tokens that the generator has and has not computed.
@@ -104,7 +107,7 @@ class Admission:
         entry.number = self._numbers
         self._lift(entry.key)
         self._waiting.setdefault(entry.key, {}).setdefault(entry.priority, OrderedDict())[entry.number] = entry
-        self._count += 1
+        self.count += 1
         self.queued_tokens += entry.prompt_tokens
         self._new_tokens += entry.new_tokens
         if entry.deadline is not None:
@@ -119,7 +122,7 @@ class Admission:
         if most is None and rates.prefill > 0:
             most = max(1, int(self.target_ttft * rates.prefill))
         # One request may wait, however long it is.
-        if most is not None and (self._count or before >= most) and before + entry.prompt_tokens > most:
+        if most is not None and (self.count or before >= most) and before + entry.prompt_tokens > most:
             raise self._full(f"{before} prompt tokens wait, and at most {most} may", wait)
         if entry.deadline is not None and now + wait > entry.deadline:
             raise ServeError(
@@ -133,8 +136,8 @@ class Admission:
 
     def check_room(self, besides: int, rates: Rates) -> None:
         """Raise ServeError 429 if the queue is full, together with `besides` requests that wait elsewhere."""
-        if self._count + besides >= self.max_requests:
-            text = f"{self._count + besides} requests wait, the most that may"
+        if self.count + besides >= self.max_requests:
+            text = f"{self.count + besides} requests wait, the most that may"
             raise self._full(text, self.predicted_wait(rates))
 
     def pop(self, now: float) -> Entry | None:
@@ -224,10 +227,10 @@ class Admission:
             del classes[entry.priority]
         if not classes:
             del self._waiting[entry.key]
-        self._count -= 1
+        self.count -= 1
         self.queued_tokens -= entry.prompt_tokens
         self._new_tokens -= entry.new_tokens
-        if len(self._deadlines) > 2 * self._count + SPARE:
+        if len(self._deadlines) > 2 * self.count + SPARE:
             self._deadlines = [one for one in self._deadlines if self._waits(one[2])]
             heapq.heapify(self._deadlines)
 

@@ -34,7 +34,8 @@ class Compiling:
         self._generator, self._vision, self._done, self._wake = generator, vision, done, wake
         self._pool: ThreadPoolExecutor | None = None
         self._waiting: FairQueue[Group] = FairQueue(COMPILERS, COMPILERS_OF_A_KEY)
-        self._made: deque[tuple[Group, tuple[Sequence[Any], Sequence[Any]] | Exception]] = deque()
+        #: requests that `deliver` passes on
+        self.made: deque[tuple[Group, tuple[Sequence[Any], Sequence[Any]] | Exception]] = deque()
         self._closed = False
 
     def __len__(self) -> int:
@@ -53,8 +54,8 @@ class Compiling:
 
     def deliver(self) -> None:
         """Pass on the requests that are ready."""
-        while self._made:
-            group, made = self._made.popleft()
+        while self.made:
+            group, made = self.made.popleft()
             self._waiting.done(group.request.key)
             self._next()
             if group.cancelled:
@@ -87,6 +88,6 @@ class Compiling:
             made = filters, vision.embed(request.media, request.cache_salt) if vision is not None else ()
         except Exception as error:
             made = error
-        self._made.append((group, made))
+        self.made.append((group, made))
         if not self._closed:
             self._wake()

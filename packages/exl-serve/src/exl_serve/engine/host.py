@@ -134,23 +134,23 @@ class Host:
 
     def _run_once(self) -> None:
         now = time.monotonic()
-        running = bool(self._running or self._resuming)
+        running = bool(self._running or self._resuming.waiting)
         if running and self._paused:
-            running = bool(self._resuming) or any(not one.group.paused for one in self._running.values())
+            running = bool(self._resuming.waiting) or any(not one.group.paused for one in self._running.values())
         # Conditions are here and not in the functions: the generator's work pushes this code out of the processor's
         # caches, so that even a call that does nothing takes time in each step.
         if not running or self._inbox.has_messages():
             for worker, data in self._inbox.receive(0.0 if running else BUSY_WAIT if self._groups else IDLE_SECONDS):
                 self._take(worker, data)
-        if len(self._compiling):
+        if self._compiling.made:
             self._compiling.deliver()
         if now - self._greeted >= GREET_SECONDS:
             self._forget_silent(now)
         if self._soonest != math.inf:
             self._expire(now)
-        if len(self._admission):
+        if self._admission.count:
             self._feed()
-        if self._resuming:
+        if self._resuming.waiting:
             self._resuming.advance()
         if self._running:
             self._step()
@@ -324,8 +324,8 @@ class Host:
         """
         generator = self._generator
         room: int | None = None
-        while len(self._admission):
-            if self._rows + len(self._resuming) >= generator.max_batch_size + SPARE_JOBS:
+        while self._admission.count:
+            if self._rows + len(self._resuming.waiting) >= generator.max_batch_size + SPARE_JOBS:
                 return
             if (pending := generator.num_pending_jobs()) >= SPARE_JOBS:
                 if pending > self._prompts.unstarted:
@@ -471,7 +471,7 @@ class Host:
             tokens, others = self._outgoing.add_step(columns, self._running)
             for entry in others:
                 self._deliver_more(entry)
-        self._rates.measured_step(tokens, self._status.ended - began)
+        self._rates.steps.append((tokens, self._status.ended - began))
 
     def _deliver_more(self, entry: StepEntry) -> None:
         """Send an entry that holds more than tokens."""
@@ -574,7 +574,7 @@ class Host:
         status.counts = (
             max(0, len(self._running) - found.prefilling_jobs - found.queued_jobs),
             found.prefilling_jobs,
-            len(self._admission) + found.queued_jobs,
+            self._admission.count + found.queued_jobs,
             self._admission.queued_tokens + self._prompts.tokens,
             found.pinned_pages,
             found.cached_pages,

@@ -29,20 +29,17 @@ class Resuming:
         self, generator: Any, done: Callable[[Group, int, ExLlamaV2DynamicJob, Exception | None], None]
     ) -> None:
         self._generator, self._done = generator, done
-        self._waiting: deque[tuple[Group, int]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
+        self.waiting: deque[tuple[Group, int]] = deque()
 
     def add(self, group: Group, choice: int, job: ExLlamaV2DynamicJob) -> None:
         """Queue a completion."""
         group.resuming[choice] = job
-        self._waiting.append((group, choice))
+        self.waiting.append((group, choice))
 
     def drop(self, group: Group) -> None:
         """Give up a request's completions."""
         if group.resuming:
-            self._waiting = deque(pair for pair in self._waiting if pair[0] is not group)
+            self.waiting = deque(pair for pair in self.waiting if pair[0] is not group)
             for job in group.resuming.values():
                 self._generator.discard(job)
             group.resuming.clear()
@@ -50,15 +47,15 @@ class Resuming:
     def advance(self) -> None:
         """Do the next part; called between two steps."""
         until = time.monotonic() + SECONDS
-        while self._waiting:
-            group, choice = self._waiting[0]
+        while self.waiting:
+            group, choice = self.waiting[0]
             job, failed = group.resuming[choice], None
             try:
                 ready = self._generator.prepare(job, IDS)
             except Exception as error:
                 ready, failed = True, error
             if ready:
-                self._waiting.popleft()
+                self.waiting.popleft()
                 del group.resuming[choice]
                 self._done(group, choice, job, failed)
             if time.monotonic() >= until:
