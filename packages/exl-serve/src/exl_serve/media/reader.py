@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import secrets
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -29,8 +32,8 @@ SECONDS = 20.0
 ACTIVE, WAITING = 4, 32
 """Requests of one API worker whose images are decoded at once, and requests that may wait for a decoder."""
 RETRY_SECONDS = 2.0
-PIECE = 1 << 18
-"""Characters of an image that are sent to a decoder at once."""
+_threads = ThreadPoolExecutor(2 * PROCESSES, thread_name_prefix="exl-media")
+"""Threads that send images to decoders and wait for them."""
 
 
 class MediaReader:
@@ -165,34 +168,24 @@ class _Decoder:
     """One process, started at the first image and again after it had to be ended."""
 
     def __init__(self) -> None:
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     async def ask(self, header: dict[str, Any], url: str | LongUrl, begin: int) -> dict[str, Any] | None:
         process = self._process
-        if process is None or process.returncode is not None:
-            process = self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",
-                "-m",
-                "exl_serve.media.worker",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
+        if process is None or process.poll() is not None:
+            self.end()
+            process = self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "exl_serve.media.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
                 start_new_session=True,
             )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        raw = json.dumps(header).encode()
         answer: dict[str, Any] | None = None
         try:
             async with asyncio.timeout(SECONDS):
-                size = len(url) - begin
-                process.stdin.write(len(raw).to_bytes(HEAD, "little") + size.to_bytes(HEAD, "little") + raw)
-                for at in range(begin, len(url), PIECE):  # an image at once would block the loop
-                    process.stdin.write(url[at : at + PIECE].encode("ascii", "replace"))
-                    await process.stdin.drain()
-                size = int.from_bytes(await process.stdout.readexactly(HEAD), "little")
-                answer = json.loads(await process.stdout.readexactly(size))
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
+                asked = _threads.submit(_exchange, process, json.dumps(header).encode(), url, begin)
+                answer = await asyncio.wrap_future(asked)
+        except TimeoutError:
             pass
         finally:
             if answer is None:  # also where the client has left: the next request would read this answer
@@ -200,12 +193,44 @@ class _Decoder:
         return answer
 
     def end(self) -> None:
+        """End the process, and so a thread that talks to it."""
         process, self._process = self._process, None
-        if process is not None and process.returncode is None:
+        if process is not None:
             process.kill()
+            _threads.submit(_close, process)
 
     async def close(self) -> None:
         process = self._process
         self.end()
         if process is not None:
-            await process.wait()
+            await asyncio.to_thread(process.wait)
+
+
+def _exchange(process: subprocess.Popen[bytes], header: bytes, url: str | LongUrl, begin: int) -> dict[str, Any] | None:
+    """Send an image to a decoder and return its answer, None if it died; runs on a thread.
+
+    Waiting for a pipe keeps no other thread from running. The event loop would copy a large image piece by piece.
+    """
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(len(header).to_bytes(HEAD, "little") + (len(url) - begin).to_bytes(HEAD, "little") + header)
+        if isinstance(url, LongUrl):
+            url.write_to(process.stdin, begin)
+        else:
+            process.stdin.write(url[begin:].encode("ascii", "replace"))
+        process.stdin.flush()
+        size = process.stdout.read(HEAD)
+        answer: dict[str, Any] = json.loads(process.stdout.read(int.from_bytes(size, "little")))
+    except (OSError, ValueError):  # a pipe that ends early has no whole JSON
+        return None
+    return answer
+
+
+def _close(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a decoder that was ended, and close its pipes."""
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):  # what the decoder did not read
+                pipe.close()

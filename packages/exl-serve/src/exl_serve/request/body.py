@@ -7,7 +7,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
@@ -54,6 +54,11 @@ class LongUrl:
     def startswith(self, text: str) -> bool:
         """Whether it begins with a text."""
         return self._data.startswith(text.encode(), self._begin, self._end)
+
+    def write_to(self, file: IO[bytes], begin: int) -> None:
+        """Write the text from `begin` on to a file, without a copy."""
+        with memoryview(self._data) as whole, whole[self._begin + begin : self._end] as part:
+            file.write(part)
 
     def text(self) -> str:
         """Return all of it as a string."""
