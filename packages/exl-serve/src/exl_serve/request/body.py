@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import secrets
@@ -18,10 +17,10 @@ LONG_URL = 1 << 16
 """A `data:` URL of more characters is not parsed with the rest of its body."""
 PIECE = 1 << 18
 _URL = b'"data:'
-_ESCAPED = bytes(range(0x20)) + b"\\"
-"""Bytes that a JSON string cannot hold as they are."""
+_BACKSLASH = ord("\\")
 _IMAGES = ("image_url", "input_image")
 """Types of content parts whose URL stays a `LongUrl`."""
+_COLON = re.compile(rb"[ \t\n\r]*:")
 _BRACKET = re.compile(r"[{}\[\]]")
 
 
@@ -112,7 +111,7 @@ def _parsed(data: bytes | bytearray, limits: Limits) -> dict[str, Any]:
 
 
 def _cut_urls(data: bytes | bytearray) -> tuple[bytes | bytearray, dict[str, LongUrl]]:
-    """Replace the content of each long string that is a `data:` URL by a marker.
+    """Replace the content of each long string that is a `data:` URL and no key by a marker.
 
     Returns the rest, and the text of each marker. Every step goes over the data as fast as memory allows.
     """
@@ -127,9 +126,10 @@ def _cut_urls(data: bytes | bytearray) -> tuple[bytes | bytearray, dict[str, Lon
         if end < 0:
             break
         if end - quote > LONG_URL and data[quote - 1 : quote] != b"\\" and _is_plain(data, quote + 1, end):
-            # Equal texts get one marker, so that a key that comes twice is found.
-            with memoryview(data) as whole:
-                name = mark + hashlib.blake2b(whole[quote + 1 : end], digest_size=16).hexdigest()
+            if _COLON.match(data, end + 1):  # a key, of which an object may have only one
+                at = end
+                continue
+            name = f"{mark}{len(cut)}"
             cut[name] = LongUrl(data, quote + 1, end)
             parts += [data[behind : quote + 1], name.encode()]
             behind = end
@@ -146,13 +146,12 @@ def _end_of(data: bytes | bytearray, begin: int) -> int:
 
 
 def _is_plain(data: bytes | bytearray, begin: int, end: int) -> bool:
-    """Whether a string's content is ASCII that JSON holds as it is."""
-    with memoryview(data) as whole:
-        return all(_is_plain_piece(bytes(whole[at : min(at + PIECE, end)])) for at in range(begin, end, PIECE))
+    """Whether a string's content is ASCII that JSON holds as it is. Other threads run while numpy looks."""
+    import numpy as np  # late import: a worker without large images takes less memory
 
-
-def _is_plain_piece(piece: bytes) -> bool:
-    return piece.isascii() and len(piece.translate(None, _ESCAPED)) == len(piece)
+    whole = np.frombuffer(data, np.uint8)[begin:end]
+    pieces = (whole[at : at + PIECE] for at in range(0, len(whole), PIECE))
+    return all(one.min() >= 0x20 and one.max() < 0x80 and not (one == _BACKSLASH).any() for one in pieces)
 
 
 def _keep_images(body: dict[str, Any], cut: Mapping[str, LongUrl]) -> None:
@@ -178,7 +177,7 @@ def _restored(value: Any, cut: Mapping[str, LongUrl]) -> Any:
     if isinstance(value, list):
         return [_restored(one, cut) for one in value]
     if isinstance(value, dict):
-        return {_restored(key, cut): _restored(one, cut) for key, one in value.items()}
+        return {key: _restored(one, cut) for key, one in value.items()}
     return value
 
 
