@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,6 +55,8 @@ COMPLETION: tuple[Field, ...] = (
 """Fields of text completions alone."""
 FIELDS = by_name(COMMON, SAMPLING, COMPLETION)
 DEFAULT_MAX_TOKENS = 16
+LONG_PROMPT = 4096
+"""The ids of a longer prompt are checked in another thread, so that the streams of other requests go on."""
 PLAIN = Format("text", think=None)
 
 
@@ -157,7 +160,7 @@ async def _prompts(value: Any, fields: Mapping[str, Any], target: Target) -> lis
         value = [value]
     if not isinstance(value, list) or not value:
         raise ServeError.invalid("prompt must be a text, a list of texts, ids, or a list of lists of ids", "prompt")
-    if all(isinstance(one, int) and not isinstance(one, bool) for one in value):
+    if type(value[0]) is int:
         value = [value]
     bos = fields.get("add_special_tokens", True)
     found: list[list[int]] = []
@@ -168,12 +171,18 @@ async def _prompts(value: Any, fields: Mapping[str, Any], target: Target) -> lis
             except UnicodeEncodeError:
                 raise ServeError.invalid(f"prompt[{at}] holds a lone surrogate", "prompt") from None
             found.append(await target.handle.text.encode_long(one, special=True, bos=bos))
-        elif isinstance(one, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in one):
-            size = target.engine.card.vocab_size
-            bad = next((i for i in one if not 0 <= i < size), None)
-            if bad is not None:
-                raise ServeError.invalid(f"prompt[{at}] has token {bad}; ids are 0 to {size - 1}", "prompt", "token_id")
-            found.append(list(one))
+        elif isinstance(one, list) and len(one) > LONG_PROMPT:
+            found.append(await asyncio.to_thread(_checked_ids, one, at, target.engine.card.vocab_size))
         else:
-            raise ServeError.invalid(f"prompt[{at}] must be a text or a list of token ids", "prompt")
+            found.append(_checked_ids(one, at, target.engine.card.vocab_size))
     return found
+
+
+def _checked_ids(value: Any, at: int, size: int) -> list[int]:
+    """Return the ids of a prompt. Raises ServeError 400 unless they are ids of a vocabulary of that size."""
+    if not isinstance(value, list) or any(type(i) is not int for i in value):
+        raise ServeError.invalid(f"prompt[{at}] must be a text or a list of token ids", "prompt")
+    bad = next((i for i in value if not 0 <= i < size), None)
+    if bad is not None:
+        raise ServeError.invalid(f"prompt[{at}] has token {bad}; ids are 0 to {size - 1}", "prompt", "token_id")
+    return list(value)
