@@ -241,6 +241,7 @@ def test_a_long_data_url_may_hold_only_what_json_allows(bad: str) -> None:
 def test_long_data_urls_that_come_twice_are_repeated_keys() -> None:
     with pytest.raises(ServeError, match=r"the key 'data:image/png;base64,A+' comes twice"):
         read_json(f'{{"{URL}": 1, "{URL}": 2}}'.encode(), LIMITS)
+    assert read_json(f'{{"{URL}" : 1, "a": "{URL}"}}'.encode(), LIMITS) == {URL: 1, "a": URL}
     pair = {"a": URL, "b": URL, "c": URL + "B"}
     assert read_json(json.dumps(pair).encode(), LIMITS) == pair
 
