@@ -557,6 +557,10 @@ def test_tokenize_and_back(server: LiveServer, fable: EngineThread) -> None:
         assert made["count"] == len(made["tokens"])
         back = http.post("/detokenize", json={"model": "fable", "tokens": made["tokens"][1:]}).json()
         assert back["prompt"] == "Once upon a time"
+        long = http.post("/detokenize", json={"model": "fable", "tokens": made["tokens"][1:] * 1500}).json()
+        assert long["prompt"] == "Once upon a time" * 1500
+        bad = http.post("/detokenize", json={"model": "fable", "tokens": [*made["tokens"] * 1500, 1 << 20]})
+        assert "tokens has token 1048576" in bad.json()["error"]["message"]
         shown = http.post("/apply-template", json={"model": "fable", "messages": STORY}).json()["prompt"]
         counted = http.post("/tokenize", json={"model": "fable", "messages": STORY}).json()
         answer = http.post("/v1/chat/completions", json={"model": "fable", "messages": STORY, "max_tokens": 1}).json()

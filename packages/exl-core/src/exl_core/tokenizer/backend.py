@@ -18,8 +18,8 @@ __all__ = ["TokenizerBackend", "require_text"]
 
 MAX_FILE_BYTES = 256 << 20  # the largest published tokenizer.json is about 35 MB
 LONG_TEXT = 1500
-"""Characters of a text beyond which the library's call for batches encodes it: only that call releases the GIL, so that
-other threads go on."""
+"""Characters of a text beyond which the library's call for batches encodes it, and ids beyond which that for batches
+decodes them: only these calls release the GIL, so that other threads go on."""
 
 
 class TokenizerBackend:
@@ -91,6 +91,8 @@ class TokenizerBackend:
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """Return the text of `ids`; special tokens are omitted unless `special`."""
         with _library_errors(self.file):
+            if len(ids) > LONG_TEXT:
+                return str(self.tokenizer.decode_batch([list(ids)], skip_special_tokens=not special)[0])
             return self.tokenizer.decode(list(ids), skip_special_tokens=not special)
 
     def id_to_piece(self, token_id: int) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ from exl_serve.api.generation import Generation, answer_id, serve
 from exl_serve.api.http import Call, now
 from exl_serve.api.prepare import (
     Target,
+    checked_ids,
     engine_request,
     negative_ids_of,
     prompt_logprobs_of,
@@ -55,8 +55,6 @@ COMPLETION: tuple[Field, ...] = (
 """Fields of text completions alone."""
 FIELDS = by_name(COMMON, SAMPLING, COMPLETION)
 DEFAULT_MAX_TOKENS = 16
-LONG_PROMPT = 4096
-"""The ids of a longer prompt are checked in another thread, so that the streams of other requests go on."""
 PLAIN = Format("text", think=None)
 
 
@@ -120,7 +118,8 @@ async def completions(call: Call) -> None:
     if not shown:
         answer.hidden = frozenset(text.special.values())
     if fields.get("echo", False):
-        answer.echo = [text.decode(prompts[i // n], special=shown) for i in range(total)]
+        echoed = [await text.decode_long(prompt, special=shown) for prompt in prompts]
+        answer.echo = [echoed[i // n] for i in range(total)]
     await serve(call, Generation(target.engine, requests, machines), answer, stream=fields.get("stream", False))
 
 
@@ -171,18 +170,7 @@ async def _prompts(value: Any, fields: Mapping[str, Any], target: Target) -> lis
             except UnicodeEncodeError:
                 raise ServeError.invalid(f"prompt[{at}] holds a lone surrogate", "prompt") from None
             found.append(await target.handle.text.encode_long(one, special=True, bos=bos))
-        elif isinstance(one, list) and len(one) > LONG_PROMPT:
-            found.append(await asyncio.to_thread(_checked_ids, one, at, target.engine.card.vocab_size))
         else:
-            found.append(_checked_ids(one, at, target.engine.card.vocab_size))
+            size = target.engine.card.vocab_size
+            found.append(await checked_ids(one, size, f"prompt[{at}]", "a text or a list of token ids"))
     return found
-
-
-def _checked_ids(value: Any, at: int, size: int) -> list[int]:
-    """Return the ids of a prompt. Raises ServeError 400 unless they are ids of a vocabulary of that size."""
-    if not isinstance(value, list) or any(type(i) is not int for i in value):
-        raise ServeError.invalid(f"prompt[{at}] must be a text or a list of token ids", "prompt")
-    bad = next((i for i in value if not 0 <= i < size), None)
-    if bad is not None:
-        raise ServeError.invalid(f"prompt[{at}] has token {bad}; ids are 0 to {size - 1}", "prompt", "token_id")
-    return list(value)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from exl_serve.api.http import Call
+from exl_serve.api.prepare import checked_ids
 from exl_serve.api.state import ModelHandle
 from exl_serve.errors import ServeError
 from exl_serve.request.messages import messages_of, tools_of
@@ -124,13 +125,8 @@ async def detokenize(call: Call) -> None:
     """Answer the text of tokens."""
     body = await call.json()
     handle, _ = call.state.models.resolve(str(body.get("model") or ""), call.caller)
-    ids = body.get("tokens")
-    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise ServeError.invalid("tokens must be a list of token ids", "tokens")
-    bad = next((i for i in ids if not 0 <= i < handle.text.vocab_size), None)
-    if bad is not None:
-        raise ServeError.invalid(f"there is no token {bad}", "tokens", "token_id")
-    text = handle.text.decode(ids, special=_flag(body, "decode_special_tokens", True))
+    ids = await checked_ids(body.get("tokens"), handle.text.vocab_size, "tokens", "a list of token ids")
+    text = await handle.text.decode_long(ids, special=_flag(body, "decode_special_tokens", True))
     await call.answer(200, {"prompt": text, "content": text, "text": text})
 
 

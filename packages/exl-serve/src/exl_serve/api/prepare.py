@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from exl_serve.request.sampling import draw_seed, sampling_of, seeds_of
 
 __all__ = [
     "Target",
+    "checked_ids",
     "engine_request",
     "prompt_logprobs_of",
     "read_request",
@@ -28,6 +30,9 @@ __all__ = [
     "settings_of",
     "stream_options",
 ]
+
+MANY_IDS = 4096
+"""The ids of longer lists are checked in another thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,27 @@ def settings_of(call: Call, request: EngineRequest) -> dict[str, Any] | None:
     names = ("seeds", "max_tokens", "min_tokens", "stop_ids", "stop_strings", "ignore_eos", "banned_strings")
     found |= {name: getattr(request, name) for name in (*names, "token_healing", "priority")}
     return found
+
+
+async def checked_ids(value: Any, size: int, name: str, wanted: str) -> list[int]:
+    """Return the token ids of a request, checked without blocking the event loop.
+
+    `wanted`: what the field `name` takes. Raises ServeError 400 unless they are ids of a vocabulary of that size.
+    """
+    param = name.partition("[")[0]
+
+    def check() -> None:
+        if not isinstance(value, list) or any(type(i) is not int for i in value):
+            raise ServeError.invalid(f"{name} must be {wanted}", param)
+        bad = next((i for i in value if not 0 <= i < size), None)
+        if bad is not None:
+            raise ServeError.invalid(f"{name} has token {bad}; ids are 0 to {size - 1}", param, "token_id")
+
+    if isinstance(value, list) and len(value) > MANY_IDS:
+        await asyncio.to_thread(check)
+    else:
+        check()
+    return list(value)
 
 
 async def negative_ids_of(target: Target, fields: Mapping[str, Any]) -> list[int] | None:

@@ -54,6 +54,9 @@ class TextCodec(Protocol):
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Return the text of token ids. `special`: special tokens have their spelling."""
 
+    async def decode_long(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Decode ids that may be many, without blocking the event loop."""
+
     def piece(self, id: int) -> bytes:
         """Return the bytes of one token; of a special token its spelling."""
 

@@ -66,6 +66,12 @@ class FolderText:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(_renderers, lambda: self.encode(text, special=special, bos=bos))
 
+    async def decode_long(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Decode ids without blocking the event loop."""
+        if len(ids) <= LONG_TEXT:
+            return self.decode(ids, special=special)
+        return await asyncio.get_running_loop().run_in_executor(_renderers, lambda: self.decode(ids, special=special))
+
     async def render(
         self,
         messages: Sequence[Mapping[str, Any]],
