@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Set
+from functools import cache, lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -140,10 +141,16 @@ def tracked() -> list[Path]:
     return [ROOT / name for name in names if name]
 
 
+@lru_cache(maxsize=1)  # checks of a file follow one another
+def nodes(source: str) -> list[ast.AST]:
+    """All nodes of a Python file, its module first."""
+    return list(ast.walk(ast.parse(source)))
+
+
 def clocks(test: str) -> Iterator[int]:
     """The lines of a test that look at a clock or wait for less than LEAST_WAIT."""
     lines = test.splitlines()
-    for node in ast.walk(ast.parse(test)):
+    for node in nodes(test):
         if not isinstance(node, ast.Call) or "# clock:" in lines[node.lineno - 1]:
             continue
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
@@ -172,7 +179,7 @@ def long_functions(name: str, source: str) -> list[str]:
     # A list and no mapping by name: the getter and the setter of a property share one.
     long = [
         (f"{name}:{inner}", first, lines)
-        for inner, first, lines in functions(ast.parse(source))
+        for inner, first, lines in functions(nodes(source)[0])
         if lines > LONGEST_FUNCTION
     ]
     errors = [
@@ -195,11 +202,14 @@ def compared_rows(source: str, *, lengths: bool = False) -> list[tuple[int, str]
     ]
 
 
-def comparisons(source: str) -> Iterator[tuple[ast.Compare, set[str]]]:
-    """Yield the comparisons of a Python file, except with `is`, and the names in each, also those that it calls."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Compare) and not any(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
-            yield node, {identifier(part) for side in [node.left, *node.comparators] for part in outside_calls(side)}
+@lru_cache(maxsize=1)
+def comparisons(source: str) -> list[tuple[ast.Compare, set[str]]]:
+    """The comparisons of a Python file, except with `is`, and the names in each, also those that it calls."""
+    return [
+        (node, {identifier(part) for side in [node.left, *node.comparators] for part in outside_calls(side)})
+        for node in nodes(source)
+        if isinstance(node, ast.Compare) and not any(isinstance(op, ast.Is | ast.IsNot) for op in node.ops)
+    ]
 
 
 def of_rows(names: set[str]) -> bool:
@@ -207,6 +217,7 @@ def of_rows(names: set[str]) -> bool:
     return any("rows" in name.lower() or "tokens" in name.lower() for name in names)
 
 
+@cache
 def compared_constants(name: str, source: str) -> set[str]:
     """Names in capitals that a file compares with rows."""
     if not name.endswith(".py"):
@@ -215,16 +226,25 @@ def compared_constants(name: str, source: str) -> set[str]:
     return {constant for _, names in comparisons(source) if of_rows(names) for constant in names if constant.isupper()}
 
 
-def row_constants(source: str, compared: Set[str] = frozenset()) -> list[tuple[int, str]]:
-    """(line, name) of Python constants of rows whose value is, or contains, a limit of kernels."""
+@cache
+def limit_constants(source: str) -> list[tuple[int, str]]:
+    """(line, name) of Python constants whose value is, or contains, a limit of kernels."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names = [name for name in map(identifier, targets) if name.isupper()]
-            names = [name for name in names if re.fullmatch(rf"\w*ROWS|{VAGUE}", name) or name in compared]
             found += [(node.lineno, name) for name in names if any(map(is_limit, ast.walk(node.value)))]
     return found
+
+
+def row_constants(source: str, compared: Set[str] = frozenset()) -> list[tuple[int, str]]:
+    """Those of `limit_constants` that are named as numbers of rows, or are in `compared`."""
+    return [
+        (line, name)
+        for line, name in limit_constants(source)
+        if re.fullmatch(rf"\w*ROWS|{VAGUE}", name) or name in compared
+    ]
 
 
 def native_lines(source: str) -> list[str]:
@@ -333,11 +353,11 @@ def untyped(name: str, source: str) -> list[str]:
     inner = bool(LAYERS_AND_EXECUTORS.search(name))
     if not inner and not name.endswith("/contracts.py"):
         return []
-    nodes = list(ast.walk(ast.parse(source)))
-    lines = {node.lineno for node in nodes if isinstance(node, ast.expr) and identifier(node) == "Any"}
+    lines = {node.lineno for node in nodes(source) if isinstance(node, ast.expr) and identifier(node) == "Any"}
     stale = [] if lines or name not in ANY else [f"{name}: has no `Any` any more; take it out of ANY"]
     lines -= lines if name in ANY else set()
-    protocols = [node for node in nodes if isinstance(node, ast.ClassDef) and "Protocol" in map(identifier, node.bases)]
+    classes = [node for node in nodes(source) if isinstance(node, ast.ClassDef)]
+    protocols = [node for node in classes if "Protocol" in map(identifier, node.bases)]
     for node in (node for protocol in protocols if inner for node in ast.walk(protocol)):
         names = ast.walk(node.annotation) if isinstance(node, ast.arg) and node.annotation else ()
         lines |= {found.lineno for found in names if isinstance(found, ast.Name) and found.id == "object"}
@@ -351,7 +371,7 @@ def untyped(name: str, source: str) -> list[str]:
 def by_name(name: str, source: str) -> Iterator[str]:
     """Members of models, architectures and modules of ours that a file names by strings."""
     lines = source.splitlines()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and ARCHITECTURE.match(node.value):
             if not NAMES_ARCHITECTURES.search(name):
                 yield f"{name}:{node.lineno}: {node.value}: only architectures/ names architectures"
@@ -402,6 +422,8 @@ def limit_errors(sources: dict[str, str]) -> list[str]:
     compared: dict[bool, set[str]] = {True: set(), False: set()}
     for name, text in sources.items():
         compared[name.endswith(".py")] |= compared_constants(name, text)
+        if name.endswith(".py"):
+            limit_constants(text)  # while the file's nodes are at hand
     errors = [e for name, text in sources.items() for e in second_limits(name, text, compared[name.endswith(".py")])]
     return errors + unused_constants(sources, compared[True] | compared[False])
 

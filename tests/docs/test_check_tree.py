@@ -10,6 +10,7 @@ import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "check_tree.py"
 FILE = "packages/p/src/p/x.py"
+CODE = {".py", ".rs"}
 
 
 @pytest.fixture(scope="module")
@@ -155,14 +156,16 @@ def test_constants_count_where_other_files_compare_rows_with_them(tree: ModuleTy
     assert tree.second_limits("rust/exl-cpu/src/x.rs", "pub const BATCH: usize = 64;") == []
 
 
-@pytest.mark.parametrize("name", ["rust/exl-cpu/src/block.rs", "packages/exl-core/src/exl_core/loading/sizes.py"])
-def test_the_rows_of_a_block_of_the_cpu_have_one_definition(
-    tree: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rows_of_a_block_of_the_cpu_have_one_definition(tree: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree, "ROW_CONSTANTS", {})
-    errors, _ = tree.findings()
-    found = [error for error in errors if error.startswith(f"{name}:")]
-    assert ["CHUNK_ROWS has the value" in error for error in found] == ([True] if name.endswith(".rs") else [])
+    folders = ("rust/exl-cpu/", "packages/exl-core/src/exl_core/loading/")
+    names = {path: path.relative_to(tree.ROOT).as_posix() for path in tree.tracked()}
+    errors = tree.limit_errors(
+        {name: path.read_text() for path, name in names.items() if name.startswith(folders) and path.suffix in CODE}
+    )
+    (error,) = (error for error in errors if error.startswith("rust/exl-cpu/src/block.rs:"))
+    assert "CHUNK_ROWS has the value" in error
+    assert not any(error.startswith("packages/exl-core/src/exl_core/loading/sizes.py:") for error in errors)
 
 
 def test_protocols_have_complete_types(tree: ModuleType) -> None:
