@@ -34,17 +34,27 @@ def server(fable: EngineThread) -> Iterator[LiveServer]:
     live.close()
 
 
-@pytest.fixture
-def page(server: LiveServer) -> Iterator[webdriver.Chrome]:
+@pytest.fixture(scope="module")
+def browser() -> Iterator[webdriver.Chrome]:
     options = Options()
     for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
         options.add_argument(argument)
     options.binary_location = CHROME or ""
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     browser = webdriver.Chrome(options=options, service=Service(DRIVER))
-    browser.get(server.url)
     yield browser
     browser.quit()
+
+
+@pytest.fixture
+def page(browser: webdriver.Chrome, server: LiveServer) -> webdriver.Chrome:
+    """The page as a new visitor sees it."""
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    browser.get("about:blank")
+    browser.execute_cdp_cmd("Storage.clearDataForOrigin", {"origin": server.url, "storageTypes": "all"})
+    browser.get_log("browser")  # takes the entries of earlier tests out
+    browser.get(server.url)
+    return browser
 
 
 def ask(page: webdriver.Chrome, text: str) -> str:
