@@ -17,8 +17,9 @@ from served import SECONDS, Served, gone
 from exl_serve.testing.waiting import until
 
 
-def test_it_serves_restarts_what_dies_and_ends(served: Callable[..., Served]) -> None:
+def test_it_serves_restarts_what_dies_and_nothing_outlives_it(served: Callable[..., Served]) -> None:
     server = served().up()
+    assert server.log.count("model fable-10m: loading") == 1
     first = server.complete()
     assert first.status_code == 200
     engine, worker = server.children("exl_serve.engine"), server.children("exl_serve.api")
@@ -41,9 +42,10 @@ def test_it_serves_restarts_what_dies_and_ends(served: Callable[..., Served]) ->
     assert 'vllm:request_success_total{finished_reason="length",model_name="fable-10m"}' in text
 
     everything = server.children("exl_serve.engine") + server.children("exl_serve.api")
-    server.process.send_signal(signal.SIGINT)
-    assert server.process.wait(SECONDS) == 0
-    assert gone(everything)
+    assert len(everything) == 2
+    server.process.kill()
+    until(lambda: gone(everything))
+    server.reader.join(SECONDS)
     requests = [json.loads(line) for line in server.lines if line.startswith('{"time"')]
     assert {one["status"] for one in requests} == {200}
     assert "Once upon" not in server.log
@@ -60,15 +62,6 @@ def test_an_engine_that_dies_ends_its_streams_with_an_error(served: Callable[...
         rest = [line for line in lines if line.startswith("data: ")]
     assert rest[-1] == "data: [DONE]"
     assert json.loads(rest[-2][6:])["error"]["code"] == "engine_restarting"
-
-
-def test_nothing_outlives_the_supervisor(served: Callable[..., Served]) -> None:
-    server = served().up()
-    everything = server.children("exl_serve.engine") + server.children("exl_serve.api")
-    assert len(everything) == 2
-    assert server.log.count("model fable-10m: loading") == 1
-    server.process.kill()
-    until(lambda: gone(everything))
 
 
 @pytest.mark.full  # tests/serve/ops/test_chaos.py drains a server too

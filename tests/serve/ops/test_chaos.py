@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import httpx
 import numpy as np
 import pytest
 from raw_worker import RawWorker
-from served import SECONDS, Served
+from served import SECONDS, Served, gone
 
 from exl_generate import bundled
 from exl_serve.config.model import ModelConfig
@@ -313,8 +314,31 @@ def test_a_stopped_api_worker_stops_no_other(served: Callable[..., Served], tmp_
 
 
 def test_a_drain_refuses_new_requests_and_finishes_old_ones(served: Callable[..., Served], tmp_path: Path) -> None:
-    server = served(*configured(tmp_path, "drain.timeout = -1")).up()
+    """The service manager hears of the start, of life and of the end."""
+    heard: list[bytes] = []
+
+    def listen() -> None:
+        while not heard or heard[-1] != b"STOPPING=1":
+            heard.append(manager.recv(200))
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(SECONDS)
+        listener = threading.Thread(target=listen)
+        listener.start()
+        environment = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "200000"}
+        server = served(*configured(tmp_path, "drain.timeout = -1"), environment=environment).up()
+        until(lambda: len(heard) > 5)
+        check_drain(server)
+        listener.join()
+    assert heard[0].startswith(b"READY=1\n")
+    assert set(heard[1:-1]) == {b"WATCHDOG=1"}
+
+
+def check_drain(server: Served) -> None:
+    """End a server while a request runs, and ask for more meanwhile."""
     (engine,) = server.children("exl_serve.engine")
+    everything = [engine, *server.children("exl_serve.api")]
     with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=SECONDS) as stream:
         lines = stream.iter_lines()
         assert next(lines).startswith("data: {")
@@ -335,6 +359,7 @@ def test_a_drain_refuses_new_requests_and_finishes_old_ones(served: Callable[...
     assert rest[-1] == "data: [DONE]"
     assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
     assert server.process.wait(SECONDS) == 0
+    assert gone(everything)
 
 
 @pytest.mark.full

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -237,20 +236,6 @@ def test_a_model_for_which_there_is_no_room_is_refused_with_the_numbers(cramped:
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "memory_budget")
     assert re.search(r"cpu: needs 0\.\d\d GiB of 0\.00; held by no model", answer.json()["error"]["message"])
     assert cramped.states()["a"] == "ready"
-
-
-def test_the_service_manager_hears_of_the_start_and_of_life(start: Start, tmp_path: Path) -> None:
-    path = str(tmp_path / "notify")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.bind(path)
-        manager.settimeout(180)
-        server = start(models(a="free"), NOTIFY_SOCKET=path, WATCHDOG_USEC="200000")
-        assert manager.recv(200).startswith(b"READY=1\n")
-        assert {manager.recv(200) for _ in range(5)} == {b"WATCHDOG=1"}
-        server.process.send_signal(signal.SIGINT)
-        while manager.recv(200) != b"STOPPING=1":
-            pass
-        assert server.process.wait(180) == 0
 
 
 def test_what_requests_took_is_measured(cramped: Server) -> None:
