@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 from effort import trials
+from preloaded import run
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "soak_serve.py"
 
 
 def test_requests_and_disconnects_leave_nothing() -> None:
-    requests = trials(300, 120)
+    requests = trials(300, 90)
     given = ["--requests", str(requests), "--streams", "32", "--idle", "0", "--disconnects", "0.3", "--slope", "inf"]
-    done = subprocess.run([sys.executable, str(SCRIPT), *given], capture_output=True, text=True, check=False)
+    done = run([str(SCRIPT), *given])
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["answered"] + found["cut"] == found["requests"] == requests // 2

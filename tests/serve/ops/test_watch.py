@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from preloaded import run
 
 from exl_serve.api.worker import LAG_SECONDS, lags
 from exl_serve.config.load import parse
@@ -158,7 +159,6 @@ sys.exit(Supervisor(parse({"server": {"port": 0}, "model": [{"id": "m", "path": 
 
 
 def test_the_start_ends_where_no_model_can_be_loaded(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", START, str(tmp_path)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    found = run(["-c", START, str(tmp_path)])
     assert found.returncode == 1
     assert "model m cannot be served" in found.stderr
