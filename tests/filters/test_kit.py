@@ -185,6 +185,8 @@ def test_a_reader_that_stops_reading_does_not_change_the_status(module):
         "12,13",
         "--profile",
         "quick",
+        "--examples",
+        "8",
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
         assert run.stdout is not None
@@ -334,7 +336,7 @@ def test_the_language_of_the_command_line(module, tmp_path, capsys):
             ("[", 2),
             ("3", 2),
         ):
-            options = ("--language", language, "--laws", "22,24", "--profile", "quick", "--examples", "8")
+            options = ("--language", language, "--laws", "22,24", "--profile", "quick", "--examples", "4")
             assert main(["check", f"{module}:make", *options]) == status, language
     finally:
         sys.modules.pop("my_oracle", None)
