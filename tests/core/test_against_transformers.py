@@ -311,7 +311,7 @@ def _rowwise(theirs: Any, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.covers("core.md: better-3.6.4", "core.md: better-6.5.2")
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("chunk", [1, 7, 16])
 def test_in_chunks_and_token_by_token(pair: tuple[Any, Any], ids: Tensor, chunk: int) -> None:
     theirs, ours = pair

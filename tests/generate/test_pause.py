@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from hypothesis import given, settings
+from effort import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from exl_generate.testing import check_pages, drain, streamed_text, streamed_tokens
@@ -33,7 +34,7 @@ def test_a_paused_job_generates_nothing_and_keeps_its_pages() -> None:
     check_pages(generator)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25, 10)
 @given(toggles=st.lists(st.integers(1, 4), max_size=8), paused_first=st.booleans())
 def test_pauses_change_no_token(toggles: list[int], paused_first: bool) -> None:
     generator = make()

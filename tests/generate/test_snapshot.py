@@ -7,7 +7,8 @@ import threading
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from effort import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from exl_generate import ExLlamaV2DynamicGenerator, GeneratorSnapshot
@@ -80,7 +81,7 @@ def test_drafts_are_counted(how: str) -> None:
     assert found.generated_tokens == 21
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40, 15)
 @given(
     moves=st.lists(
         st.tuples(st.sampled_from(["add", "step", "cancel", "pause", "unpause"]), st.integers(0, 9)), max_size=40

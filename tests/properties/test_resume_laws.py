@@ -229,7 +229,7 @@ def test_a_job_resumes_with_filters(ask: Ask, cut: int) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FILTERS))
-@examples(100, 3)
+@examples(100, 2)
 @given(seed=st.integers(0, 50), style=st.sampled_from(["wide", "mirostat"]), cut=st.integers(0, 40))
 def test_a_job_resumes_with_each_filter(name: str, seed: int, style: str, cut: int) -> None:
     ask = Ask([3, 4, 5], 20, 0, seed, style, [name], [EOS])

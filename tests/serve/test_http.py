@@ -14,7 +14,7 @@ from unittest import mock
 
 import httpx
 import pytest
-from effort import trials
+from effort import examples, trials
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -72,7 +72,7 @@ def check_stream(data: bytes, *, usage: bool, n: int) -> None:
     assert begun == ended == set(range(n))
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(15, 6, [HealthCheck.function_scoped_fixture])
 @given(
     n=st.integers(1, 4),
     usage=st.booleans(),

@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from hypothesis import HealthCheck, given, settings
+from effort import examples, trials
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
@@ -53,7 +54,7 @@ def test_models(client: openai.OpenAI) -> None:
         client.models.retrieve("gpt")
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(12, 5, [HealthCheck.function_scoped_fixture])
 @given(
     n=st.integers(1, 3),
     seed=st.integers(0, 2**40),
@@ -79,7 +80,7 @@ def test_a_stream_says_what_the_whole_answer_says(
     assert stream["usage"].prompt_tokens == whole.usage.prompt_tokens
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(10, 5, [HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**40), temperature=st.sampled_from([0.0, 0.8]), max_tokens=st.integers(1, 30))
 def test_the_library_s_tokens(
     client: openai.OpenAI, fable: EngineThread, seed: int, temperature: float, max_tokens: int
@@ -300,7 +301,7 @@ def test_only_allowed_tools_are_called(client: openai.OpenAI) -> None:
 
     every = client.chat.completions.create(**asked, tool_choice="auto")
     for name in ("note", "stop"):
-        for seed in range(3):
+        for seed in range(trials(3, 1)):
             answer = client.chat.completions.create(**asked, seed=seed, tool_choice=allowed("required", name))
             (call,) = answer.choices[0].message.tool_calls or []
             assert call.type == "function"

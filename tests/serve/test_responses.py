@@ -10,7 +10,8 @@ import httpx
 import jsonschema
 import openai
 import pytest
-from hypothesis import HealthCheck, given, settings
+from effort import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseError, ResponseStreamEvent
 from pydantic import TypeAdapter
@@ -128,7 +129,7 @@ def without_names(response: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(8, 4, [HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 2**40),
     temperature=st.sampled_from([0.0, 0.9]),

@@ -7,6 +7,7 @@ import json
 import socket
 
 import httpx
+from effort import trials
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -88,7 +89,7 @@ def test_requests_with_edited_bytes(scripted: EngineThread) -> None:
     live = LiveServer({"scripted": scripted}, [model], ServeConfig(server=ServerConfig(limits=limits)))
     port = int(live.url.rpartition(":")[2])
 
-    @settings(max_examples=settings().max_examples // 8, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=trials(12, 3), suppress_health_check=list(HealthCheck))
     @given(st.lists(edits, min_size=16, max_size=16))
     def check(many: list[list[tuple[str, int, bytes]]]) -> None:
         for answer in send(port, *map(edited, many)):
