@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -15,78 +14,6 @@ from exl_generate.testing.small import ids, job, make
 
 CHUNK, TOKEN_SECONDS = 64, 0.001
 LONG = "the quick brown fox jumps over a lazy dog; " * 9
-
-
-def paced(target: float | None) -> ExLlamaV2DynamicGenerator:
-    """A generator whose model takes a millisecond for each token of a prompt."""
-    generator = make(model_len=512, cache_tokens=1024, max_chunk_size=CHUNK, target_step_seconds=target)
-    compute = generator.model.forward_chunk
-
-    def computing(input_ids: Any, *given: Any, **named: Any) -> Any:
-        if input_ids.shape[-1] > 1:
-            time.sleep(TOKEN_SECONDS * input_ids.numel())
-        return compute(input_ids, *given, **named)
-
-    generator.model.forward_chunk = computing  # type: ignore[method-assign]
-    return generator
-
-
-def beside_a_stream(generator: ExLlamaV2DynamicGenerator) -> tuple[list[int], list[list[int]]]:
-    """Prompt tokens of each step that computes the long prompt while another job decodes, and the tokens of both."""
-    stream, long = job("hello there", 120), job(LONG, 4)
-    generator.enqueue(stream)
-    results: dict[Any, list[dict[str, Any]]] = {stream: [], long: []}
-    while not any(result["stage"] == "streaming" for result in results[stream]):
-        for result in generator.iterate():
-            results[result["job"]].append(result)
-    generator.enqueue(long)
-    before = generator.snapshot().prefilled_tokens
-    steps = []
-    while generator.num_remaining_jobs():
-        for result in generator.iterate():
-            results[result["job"]].append(result)
-        now = generator.snapshot().prefilled_tokens
-        steps += [now - before] if now > before else []
-        before = now
-    return steps, [streamed_tokens(results[one]) for one in (stream, long)]
-
-
-def test_a_step_beside_streams_is_as_short_as_asked() -> None:
-    steps, tokens = beside_a_stream(paced(0.025))
-    assert max(steps[4:]) <= 0.025 / TOKEN_SECONDS, steps
-    usual, expected = beside_a_stream(paced(None))
-    assert max(usual) == CHUNK
-    assert tokens == expected
-
-
-def test_prompts_alone_are_computed_in_whole_chunks() -> None:
-    generator = paced(0.001)
-    alone = job(LONG, 2)
-    generator.enqueue(alone)
-    generator.iterate()
-    assert generator.snapshot().prefilled_tokens == CHUNK
-    drain(generator)
-
-
-def test_a_step_computes_at_least_a_quarter_of_a_page_and_at_most_a_chunk() -> None:
-    steps, _ = beside_a_stream(paced(1e-6))
-    assert min(steps[4:-1]) == max(steps[4:-1]) == make().page_size // 4
-    steps, _ = beside_a_stream(paced(60.0))
-    assert max(steps) == CHUNK
-    assert sum(steps) == ids(LONG).shape[1] - 1
-
-
-@pytest.mark.parametrize("bad", [0, -1.0, True, float("inf"), float("nan"), "1"])
-def test_seconds_that_are_none_are_rejected(bad: Any) -> None:
-    with pytest.raises(RequestError, match=r"target_step_seconds is .*positive number of seconds"):
-        make(target_step_seconds=bad)
-
-
-def test_a_model_in_lockstep_takes_no_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ScriptedModel, "in_lockstep", True)
-    with pytest.raises(RequestError, match=r"target_step_seconds is 0\.05.*pass None"):
-        make(target_step_seconds=0.05)
-    make()
 
 
 class Clock:
@@ -113,6 +40,79 @@ class Clock:
             pace.spent(0)
             self.now += seconds
             pace.end()
+
+
+def paced(monkeypatch: pytest.MonkeyPatch, target: float | None) -> ExLlamaV2DynamicGenerator:
+    """A generator whose model takes a millisecond for each token of a prompt."""
+    clock = Clock(monkeypatch)
+    generator = make(model_len=512, cache_tokens=1024, max_chunk_size=CHUNK, target_step_seconds=target)
+    compute = generator.model.forward_chunk
+
+    def computing(input_ids: Any, *given: Any, **named: Any) -> Any:
+        if input_ids.shape[-1] > 1:
+            clock.now += TOKEN_SECONDS * input_ids.numel()
+        return compute(input_ids, *given, **named)
+
+    generator.model.forward_chunk = computing  # type: ignore[method-assign]
+    return generator
+
+
+def beside_a_stream(generator: ExLlamaV2DynamicGenerator) -> tuple[list[int], list[list[int]]]:
+    """Prompt tokens of each step that computes the long prompt while another job decodes, and the tokens of both."""
+    stream, long = job("hello there", 120), job(LONG, 4)
+    generator.enqueue(stream)
+    results: dict[Any, list[dict[str, Any]]] = {stream: [], long: []}
+    while not any(result["stage"] == "streaming" for result in results[stream]):
+        for result in generator.iterate():
+            results[result["job"]].append(result)
+    generator.enqueue(long)
+    before = generator.snapshot().prefilled_tokens
+    steps = []
+    while generator.num_remaining_jobs():
+        for result in generator.iterate():
+            results[result["job"]].append(result)
+        now = generator.snapshot().prefilled_tokens
+        steps += [now - before] if now > before else []
+        before = now
+    return steps, [streamed_tokens(results[one]) for one in (stream, long)]
+
+
+def test_a_step_beside_streams_is_as_short_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, tokens = beside_a_stream(paced(monkeypatch, 0.025))
+    assert max(steps[4:]) <= 0.025 / TOKEN_SECONDS, steps
+    usual, expected = beside_a_stream(paced(monkeypatch, None))
+    assert max(usual) == CHUNK
+    assert tokens == expected
+
+
+def test_prompts_alone_are_computed_in_whole_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = paced(monkeypatch, 0.001)
+    alone = job(LONG, 2)
+    generator.enqueue(alone)
+    generator.iterate()
+    assert generator.snapshot().prefilled_tokens == CHUNK
+    drain(generator)
+
+
+def test_a_step_computes_at_least_a_quarter_of_a_page_and_at_most_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, _ = beside_a_stream(paced(monkeypatch, 1e-6))
+    assert min(steps[4:-1]) == max(steps[4:-1]) == make().page_size // 4
+    steps, _ = beside_a_stream(paced(monkeypatch, 60.0))
+    assert max(steps) == CHUNK
+    assert sum(steps) == ids(LONG).shape[1] - 1
+
+
+@pytest.mark.parametrize("bad", [0, -1.0, True, float("inf"), float("nan"), "1"])
+def test_seconds_that_are_none_are_rejected(bad: Any) -> None:
+    with pytest.raises(RequestError, match=r"target_step_seconds is .*positive number of seconds"):
+        make(target_step_seconds=bad)
+
+
+def test_a_model_in_lockstep_takes_no_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptedModel, "in_lockstep", True)
+    with pytest.raises(RequestError, match=r"target_step_seconds is 0\.05.*pass None"):
+        make(target_step_seconds=0.05)
+    make()
 
 
 @pytest.mark.parametrize(
