@@ -84,9 +84,13 @@ LONG_FILES = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose how many examples a property is tried on, where its test does not say: fewer in the default run."""
+    """Choose how many examples a property is tried on, where its test does not say: fewer in the default run.
+
+    No garbage is collected until the tests are.
+    """
     default = "quick" if "not full" in str(config.getoption("markexpr")) else "default"
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", default))
+    gc.disable()  # imports and collection make a million objects that stay
     if hasattr(config, "workerinput"):
         _share_cores(int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
 
@@ -155,6 +159,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         for name in LATE_IMPORTS:
             if name.partition(".")[0] in sys.modules:  # a file of tests has imported the library
                 importlib.import_module(name)
+    gc.enable()
     _freeze()
 
 

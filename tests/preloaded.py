@@ -31,8 +31,9 @@ from typing import Any
 __all__ = ["Program", "Running", "leave", "prepare", "run", "run_ranks"]
 
 LONGEST = 1 << 20  # bytes of an order
+COMMANDS = ("app", "bench", "chat", "convert", "generate", "info")
 #: What most programs import. None of these reads a variable for the CPU or starts a thread when it is imported.
-PRELOADED = ("torch", *(f"exl_generate.cli.{name}" for name in ("app", "bench", "chat", "convert", "generate", "info")))
+PRELOADED = ("torch", "pydantic.types", *(f"exl_generate.cli.{name}" for name in COMMANDS))
 
 
 class Program:
@@ -289,9 +290,11 @@ def leave(code: int) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()
     for name in PRELOADED:
         if importlib.util.find_spec(name.partition(".")[0]) is not None:  # a package may be tested alone
             importlib.import_module(name)
+    gc.enable()
     gc.collect()
     gc.freeze()  # collections of a program would visit, and so copy, every page of objects
     given_order = serve(socket.socket(fileno=int(sys.argv[1])))
