@@ -420,7 +420,7 @@ def test_matrices_over_three_devices_are_bitwise_identical(
         assert torch.equal(cut.forward(ids[:, begin:end], cache), whole.forward(ids[:, begin:end], twin))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(8)
 @pytest.mark.covers("core.md: better-14.4", "core.md: lora")
 def test_adapters_of_every_linear(
     pair: tuple[Any, Any], ids: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -48,7 +48,7 @@ def check_breaks(lines: list[str], columns: int) -> None:
             assert len(line) + 1 + len(following.split()[0]) > columns
 
 
-@pytest.mark.parametrize("columns", [80, 160])
+@pytest.mark.parametrize("columns", [80, pytest.param(160, marks=pytest.mark.full)])
 def test_an_answer_is_wrapped_at_the_terminals_width(
     columns: int, session: tuple[list[str], str], answer: str, tmp_path: Path
 ) -> None:

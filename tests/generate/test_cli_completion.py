@@ -28,7 +28,7 @@ def completions(line: str) -> set[str]:
         ("exl co", {"convert"}),
         ("exl generate --json-s", {"--json-schema"}),
         ("exl generate --cache q", {"q8", "q6", "q4"}),
-        ("exl convert a b --format ", {"exl2", "gptq"}),
+        pytest.param("exl convert a b --format ", {"exl2", "gptq"}, marks=pytest.mark.full),
     ],
 )
 def test_commands_options_and_values(line: str, offered: set[str]) -> None:

@@ -248,7 +248,7 @@ def alone(ask: Ask) -> dict[str, Any]:
     return said(play(Shape(page=64, pages=3).generator(), [ask])[0])
 
 
-@examples(300, 8)
+@examples(300, 6)
 @given(shapes, st.lists(asks(), min_size=1, max_size=7), st.booleans())
 # The two prompts of a pair end in other tokens; pages of both are shared later (draft cache).
 @example(
@@ -289,7 +289,7 @@ def test_a_jobs_output_is_the_same_alone_and_in_company(shape: Shape, requests: 
         assert said(results) == alone(ask)
 
 
-@examples(150, 10)
+@examples(150, 7)
 @given(shapes, st.lists(asks(), min_size=1, max_size=4), st.lists(asks(faulty=True), min_size=1, max_size=4))
 @pytest.mark.covers("generators.md: 61")
 def test_failing_and_cancelled_jobs_disturb_nobody(shape: Shape, good: list[Ask], bad: list[Ask]) -> None:

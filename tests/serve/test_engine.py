@@ -415,7 +415,7 @@ def test_the_queue_has_an_end(scripted: EngineThread) -> None:
         for _ in range(120):
             sink = Sink()
             try:
-                await engine.submit(request(scripted, max_tokens=100), sink)
+                await engine.submit(request(scripted, max_tokens=40), sink)
                 sinks.append(sink)
             except ServeError as error:
                 refused.append(error)
