@@ -1,6 +1,6 @@
 """Facts about the tree that no linter knows: lock hygiene, host names, machine paths, clocks in tests, long files and
 functions, Python that chooses by limits of rows, second definitions of such limits, members, architectures and modules
-that are named by strings, and protocols, layers and executors with `Any`.
+that are named by strings, and files of complete types with `Any`.
 
 Prints every finding and exits 1 if one of them is an error. Long files are listed as a question, not as an error.
 """
@@ -117,10 +117,25 @@ LOOKS_UP = {
     "packages/exl-generate/src/exl_generate/static/base.py": "a cache that a caller passes",
     "packages/exl-filters/src/exl_filters/readers.py": "models of sentencepiece",
 }
-# Files of protocols, layers and executors have complete types, with these exceptions.
+# Files of protocols, and all files of COMPLETE, have complete types, with these exceptions.
 LAYERS_AND_EXECUTORS = re.compile(r"/exl_core/(?:execution|layers)/")
+COMPLETE = re.compile(
+    r"/contracts\.py$|/exl_core/(?:cache|execution|layers|loading|lora)/|/exl_core/(?:model|placement)\.py$"
+    r"|/src/exl_kernels/|/exl_generate/dynamic/"
+)
 ANY = {
     "packages/exl-core/src/exl_core/execution/recorder.py": "torch's handle of a graph's memory has no public type",
+    "packages/exl-core/src/exl_core/model.py": "arguments of `forward` choose the type of its result",
+    "packages/exl-generate/src/exl_generate/dynamic/columns.py": "statistics, as in the result dicts",
+    "packages/exl-generate/src/exl_generate/dynamic/completion.py": "arguments of `generate`, which it checks",
+    "packages/exl-generate/src/exl_generate/dynamic/events.py": "statistics, as in the result dicts",
+    "packages/exl-generate/src/exl_generate/dynamic/generator.py": "arguments of `generate` choose its result's type",
+    "packages/exl-generate/src/exl_generate/dynamic/results.py": "result dicts: a type for each key",
+    "packages/exl-generate/src/exl_generate/dynamic/workers.py": "tasks with any arguments and results",
+    "packages/exl-kernels/src/exl_kernels/quantize/folder.py": "documents of JSON",
+    "packages/exl-kernels/src/exl_kernels/quantize/layout.py": "documents of JSON",
+    "packages/exl-kernels/src/exl_kernels/reference/formats.py": "arrays of numpy, of any type of elements",
+    "packages/exl-kernels/src/exl_kernels/reference/linear.py": "arrays of numpy, of any type of elements",
 }
 OWNER = re.compile(r"(?:^|_)(?:model|cache|generator)$")
 ARCHITECTURE = re.compile(r"^\w+For(?:CausalLM|ConditionalGeneration)$")
@@ -351,7 +366,7 @@ def untyped(name: str, source: str) -> list[str]:
     In layers and executors no method of a protocol takes an `object` either: that hides a type, and an import of it.
     """
     inner = bool(LAYERS_AND_EXECUTORS.search(name))
-    if not inner and not name.endswith("/contracts.py"):
+    if not COMPLETE.search(name):
         return []
     lines = {node.lineno for node in nodes(source) if isinstance(node, ast.expr) and identifier(node) == "Any"}
     stale = [] if lines or name not in ANY else [f"{name}: has no `Any` any more; take it out of ANY"]

@@ -38,7 +38,7 @@ def test_callbacks_and_generator(lab: Any) -> None:
     def report(index: int, total: int) -> Iterator[str]:
         yield f"{index}/{total}"
 
-    yielded = list(model.load_gen(callback=lambda i, n: seen.append((i, n)), callback_gen=report))  # type: ignore[arg-type]
+    yielded = list(model.load_gen(callback=lambda i, n: seen.append((i, n)), callback_gen=report))
     assert seen == [(i, 7) for i in range(8)]
     assert yielded == [f"{i}/7" for i in range(8)]
     assert model.loaded
@@ -468,7 +468,7 @@ def test_abandoned_generator_unloads(lab: Any) -> None:
     def report(index: int, total: int) -> Iterator[int]:
         yield index
 
-    generator = model.load_gen(callback_gen=report)  # type: ignore[arg-type]
+    generator = model.load_gen(callback_gen=report)
     for _ in range(4):
         next(generator)
     assert any(m.loaded for m in model.modules)

@@ -106,7 +106,7 @@ def test_missing_and_foreign_embeddings_are_refused() -> None:
     with pytest.raises(RequestError, match="pass a list"):
         ExLlamaV2DynamicJob(prompt, 4, embeddings=one)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="Tensor"):
-        ExLlamaV2DynamicJob(prompt, 4, embeddings=[torch.zeros(3, 8)])
+        ExLlamaV2DynamicJob(prompt, 4, embeddings=[torch.zeros(3, 8)])  # type: ignore[list-item]
     twin = picture()
     twin.first_index = one.first_index + 1
     with pytest.raises(RequestError, match="share ids"):

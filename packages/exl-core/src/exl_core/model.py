@@ -70,7 +70,7 @@ class ExLlamaV2(SteppingModel):
         cpu_logits: bool = False,
         *,
         indexed_embeddings: Sequence[ExLlamaV2MMEmbedding] | None = None,
-    ) -> Any:
+    ) -> Any:  # three arguments choose among the logits, None, and a pair
         """Run ids through the model, in chunks if they are many, appending to `cache`.
 
         Args:

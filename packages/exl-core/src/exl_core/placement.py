@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Placement"]
 
+Tensors = Tensor | tuple[Tensor, ...]
+"""A field of a step that a device holds."""
+
 
 @dataclass
 class Placement:
@@ -31,7 +34,7 @@ class Placement:
 
     names: list[str]
     float_residual: bool = False
-    _constants: dict[tuple[str, torch.device], tuple[Any, Any]] = field(default_factory=dict, repr=False)
+    _constants: dict[tuple[str, torch.device], tuple[Tensors, Tensors]] = field(default_factory=dict, repr=False)
 
     @property
     def several(self) -> bool:
@@ -59,15 +62,16 @@ class Placement:
         """Return the step with its tensors on `device`. Constant tables are cached there."""
         if step.rows.device == device:
             return step
-        changes: dict[str, Any] = {"_tokens": {}, "elsewhere": {}}
+        changes: dict[str, Tensors] = {}
         for f in fields(step):
             value = getattr(step, f.name)
             if _is_tensors(value):
                 constant = f.name in ("cos", "sin", "alt")
                 changes[f.name] = self._kept(f.name, value, device) if constant else _moved(value, device)
-        return replace(step, **changes, pages=_pages_on(step.pages, device))
+        pages = _pages_on(step.pages, device)
+        return replace(step, **changes, pages=pages, _tokens={}, elsewhere={})  # type: ignore[arg-type]  # by name
 
-    def _kept(self, name: str, value: Any, device: torch.device) -> Any:
+    def _kept(self, name: str, value: Tensors, device: torch.device) -> Tensors:
         held = self._constants.get((name, device))
         if held is None or held[0] is not value:
             with torch.inference_mode(False):  # kept for passes of every mode
@@ -94,11 +98,11 @@ def _pages_on(pages: Callable[[int], KVPages], device: torch.device) -> Callable
     return on_device
 
 
-def _is_tensors(value: object) -> bool:
+def _is_tensors(value: object) -> TypeGuard[Tensors]:
     return isinstance(value, Tensor) or (
         isinstance(value, tuple) and bool(value) and all(isinstance(v, Tensor) for v in value)
     )
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _moved(value: Tensors, device: torch.device) -> Tensors:
     return send(value, device) if isinstance(value, Tensor) else tuple(send(v, device) for v in value)

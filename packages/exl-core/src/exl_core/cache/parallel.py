@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
@@ -111,28 +111,29 @@ class ExLlamaV2Cache_TP(ExLlamaV2CacheBase):
         return self.caches[0].pages(layer_idx, page_size)
 
     # ------------------------------------------------------------------------------------------------ one of each cache
+    # As in exllamav2, these return lists where an ordinary cache returns a tensor, so they override other types.
 
     @property
-    def key_states(self) -> list[Any]:
+    def key_states(self) -> list[list[Tensor | None]]:  # type: ignore[override]
         """Stored keys of each layer: a list with one tensor for each of `caches`."""
         return self._by_layer(lambda cache: cache.key_states)
 
     @property
-    def value_states(self) -> list[Any]:
+    def value_states(self) -> list[list[Tensor | None]]:  # type: ignore[override]
         """Stored values of each layer: a list with one tensor for each of `caches`."""
         return self._by_layer(lambda cache: cache.value_states)
 
     @property
-    def key_scales(self) -> list[Any]:
+    def key_scales(self) -> list[list[Tensor | None]]:  # type: ignore[override]
         """Scales of the keys of each layer, as lists; lists of None for formats without scales."""
         return self._by_layer(lambda cache: cache.key_scales)
 
     @property
-    def value_scales(self) -> list[Any]:
+    def value_scales(self) -> list[list[Tensor | None]]:  # type: ignore[override]
         """Scales of the values of each layer, as lists; lists of None for formats without scales."""
         return self._by_layer(lambda cache: cache.value_scales)
 
-    def _by_layer(self, column: Callable[[ExLlamaV2CacheBase], list[Tensor | None]]) -> list[Any]:
+    def _by_layer(self, column: Callable[[ExLlamaV2CacheBase], list[Tensor | None]]) -> list[list[Tensor | None]]:
         return [list(parts) for parts in zip(*(column(cache) for cache in self.caches), strict=True)]
 
     def all_tensors(self) -> list[Tensor]:
@@ -144,15 +145,34 @@ class ExLlamaV2Cache_TP(ExLlamaV2CacheBase):
         held = [cache.footprint() for cache in self.caches]
         return [sum(part[i] for part in held if i < len(part)) for i in range(max(map(len, held)))]
 
-    def get_kv_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a list of keys and a list of values, one of each cache. `args` and `kwargs` are those of `base`."""
-        pairs = [cache.get_kv_state(*args, **kwargs) for cache in self.caches]
+    def get_kv_state(  # type: ignore[override]
+        self,
+        layer_idx: int,
+        batch_size: int,
+        offset: int,
+        width: int,
+        page_size: int = 0,
+        cache_seqlens: Tensor | None = None,
+        block_table: Tensor | None = None,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return a list of keys and a list of values, one of each cache. The arguments are those of `base`."""
+        region = (layer_idx, batch_size, offset, width, page_size, cache_seqlens, block_table)
+        pairs = [cache.get_kv_state(*region) for cache in self.caches]
         return [keys for keys, _ in pairs], [values for _, values in pairs]
 
-    def store_kv_state(self, *args: Any, **kwargs: Any) -> None:
-        """Encode the pairs that `get_kv_state` returned. `args` and `kwargs` are those of `base`."""
+    def store_kv_state(
+        self,
+        layer_idx: int,
+        batch_size: int,
+        offset: int,
+        width: int,
+        page_size: int = 0,
+        cache_seqlens: Tensor | None = None,
+        block_table: Tensor | None = None,
+    ) -> None:
+        """Encode the pairs that `get_kv_state` returned. The arguments are those of `base`."""
         for cache in self.caches:
-            cache.store_kv_state(*args, **kwargs)
+            cache.store_kv_state(layer_idx, batch_size, offset, width, page_size, cache_seqlens, block_table)
 
     def touch_device(self, device: str | torch.device) -> None:
         """Create the pair of half tensors of the caches on that device. Raises InputError if there are none."""
@@ -164,9 +184,9 @@ class ExLlamaV2Cache_TP(ExLlamaV2CacheBase):
             cache.touch_device(device)
 
     @property
-    def temp_tensors(self) -> dict[str, Any]:
+    def temp_tensors(self) -> dict[str, list[tuple[Tensor, Tensor]]]:  # type: ignore[override]
         """device -> list of the pairs on it that `get_kv_state` decodes into."""
-        found: dict[str, Any] = {}
+        found: dict[str, list[tuple[Tensor, Tensor]]] = {}
         for cache in self.caches:
             for device, pair in cache.temp_tensors.items():
                 found.setdefault(device, []).append(pair)

@@ -6,7 +6,6 @@ import logging
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -58,7 +57,7 @@ class LoadableModel:
         self.device: torch.device | None = None  # device of the logits; None until load
         self.placement = Placement(["cpu"] * len(self.modules))
         self.cache_map: dict[int, str] = {}  # layer index -> device of its cache
-        self.device_context: dict[str, Any] = {}
+        self.device_context: dict[str, object] = {}
         self.tp_context: TensorParallel | None = None  # the sharding made by load_tp
         self.loaded = False
         self.load_count = 0  # number of loads so far: adapters belong to one load
@@ -108,7 +107,7 @@ class LoadableModel:
         stats: bool = False,
         callback: Callback | None = None,
         callback_gen: CallbackGen | None = None,
-    ) -> Iterator[Any]:
+    ) -> Iterator[object]:
         """Load as `load`, as a generator that must be exhausted; yields the items of `callback_gen(index, total)`.
 
         `gpu_split`, `lazy`, `stats` and `callback`, and the errors, are those of `load`.
@@ -162,7 +161,7 @@ class LoadableModel:
         last_id_only: bool = False,
         callback: Callback | None = None,
         callback_gen: CallbackGen | None = None,
-    ) -> Iterator[Any]:
+    ) -> Iterator[object]:
         """Load as `load_autosplit`, as a generator that must be exhausted; yields the items of `callback_gen`.
 
         `cache`, `reserve_vram`, `last_id_only` and `callback`, and the errors, are those of `load_autosplit`.
@@ -220,7 +219,7 @@ class LoadableModel:
         expect_cache_tokens: int = 0,
         expect_cache_base: type[ExLlamaV2CacheBase] | None = None,
         exchange: Exchange | None = None,
-    ) -> Iterator[Any]:
+    ) -> Iterator[object]:
         """Load as `load_tp`, as a generator that must be exhausted; yields the items of `callback_gen`.
 
         `gpu_split`, `callback`, `expect_cache_tokens`, `expect_cache_base` and `exchange`, and the errors, are those of
@@ -351,7 +350,7 @@ class LoadableModel:
         *,
         lazy: bool = False,
         cache: ExLlamaV2CacheBase | None = None,
-    ) -> Iterator[Any]:
+    ) -> Iterator[object]:
         if not self.loaded:
             found.check()
             self._place(found.assignment)

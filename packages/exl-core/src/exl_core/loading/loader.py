@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,8 +22,9 @@ __all__ = ["Callback", "CallbackGen", "check_callbacks", "load_modules", "progre
 
 log = logging.getLogger(__name__)
 
-Callback = Callable[[int, int], Any]
-CallbackGen = Callable[[int, int], Generator[Any, Any, Any]]
+Callback = Callable[[int, int], object]
+CallbackGen = Callable[[int, int], Iterable[object]]
+"""Its items are the caller's: a load yields them unread."""
 
 
 def check_callbacks(callback: Callback | None, progress: bool) -> None:
@@ -39,7 +40,7 @@ def load_modules(
     callback: Callback | None = None,
     callback_gen: CallbackGen | None = None,
     shared: Collection[str] = (),
-) -> Iterator[Any]:
+) -> Iterator[object]:
     """Load `modules` in order, each on its device; yields the items of `callback_gen`.
 
     If an error is raised, or the generator is closed early, every module is unloaded again.
@@ -54,7 +55,7 @@ def load_modules(
     """
     total = len(modules)
 
-    def report(index: int) -> Iterator[Any]:
+    def report(index: int) -> Iterator[object]:
         if callback is not None:
             callback(index, total)
         if callback_gen is not None:

@@ -436,7 +436,7 @@ class ExLlamaV2DynamicGenerator(PageViews):
                 raise JobStateError(f"{len(self._scheduler.active)} jobs are running; finish or cancel them first")
             self.page_table.reset()
 
-    def set_loras(self, loras: Any) -> None:
+    def set_loras(self, loras: object) -> None:
         """Set the adapters of all jobs enqueued from now on that name none. `loras` is None, one adapter, or a list.
 
         Jobs that are queued or running keep theirs, so the generator need not be idle.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,7 +23,7 @@ from exl_generate.sampling import Sample, Settings
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from exl_generate.contracts import Adapter
+    from exl_generate.contracts import Adapter, Embedding
     from exl_generate.dynamic.context import JobContext
     from exl_generate.dynamic.prompt_scores import TokenScore
     from exl_generate.dynamic.runner import Window
@@ -144,7 +144,7 @@ class ExLlamaV2DynamicJob:
         token_healing: bool = False,
         identifier: object = None,
         banned_strings: Iterable[str] | None = None,
-        embeddings: SequenceOf[Any] | None = None,
+        embeddings: SequenceOf[Embedding] | None = None,
         *,
         loras: object = None,
         max_rq_tokens: int | None = None,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from exl_generate.dynamic.pages import PageTable, namespace_digest
 from exl_generate.dynamic.prompt_scores import PromptScores
 from exl_generate.dynamic.sequence import Sequence, full_pages
 
 if TYPE_CHECKING:
+    from exl_generate.contracts import Adapter
     from exl_generate.dynamic.context import JobContext
     from exl_generate.dynamic.request import Request
 
@@ -92,7 +93,7 @@ class JobPages:
 
     # ---- names -----------------------------------------------------------------------------------------------------
 
-    def name(self, context: JobContext, loras: tuple[Any, ...]) -> None:
+    def name(self, context: JobContext, loras: tuple[Adapter, ...]) -> None:
         """Name the full pages of the prompts for these adapters and the present modules of the model."""
         for sequence in self.sequences:
             sequence.loras = loras

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from numbers import Real
-from typing import Any
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -39,6 +39,8 @@ __all__ = [
     "strings_of",
 ]
 
+T = TypeVar("T")
+
 MAX_SALT = 256
 
 
@@ -61,7 +63,7 @@ def flag_of(name: str, value: object) -> bool:
     raise RequestError(f"{name} is {value!r}; it must be True or False")
 
 
-def listed(name: str, values: Iterable[Any] | None) -> list[Any]:
+def listed(name: str, values: Iterable[T] | None) -> list[T]:
     """Return the entries of any iterable as a new list; an empty one for None."""
     try:
         return [] if values is None else list(values)
@@ -82,8 +84,9 @@ def resumed_of(ids: object) -> tuple[int, ...]:
         numbers = ids.numel() == 0 or not (ids.is_floating_point() or ids.dtype == torch.bool)
         if not numbers or ids.shape[:-1] not in ((), (1,)):
             raise RequestError(f"resume_from is {ids.dtype} {list(ids.shape)}; pass int64 ids of shape [n] or [1, n]")
-    values: Any = ids.reshape(-1).tolist() if isinstance(ids, torch.Tensor) else ids
-    return tuple(count_of("an id in resume_from", token) for token in listed("resume_from", values))
+    values = ids.reshape(-1).tolist() if isinstance(ids, torch.Tensor) else ids
+    tokens = listed("resume_from", cast("Iterable[object]", values))  # which checks it
+    return tuple(count_of("an id in resume_from", token) for token in tokens)
 
 
 def seed_of(seed: object) -> int | None:
@@ -163,7 +166,7 @@ def adapters_of(loras: object) -> tuple[Adapter, ...] | None:
     """Return adapters as a tuple; None stays None (those of the generator)."""
     if loras is None:
         return None
-    found: tuple[Any, ...] = tuple(loras) if isinstance(loras, list | tuple) else (loras,)
+    found: tuple[object, ...] = tuple(loras) if isinstance(loras, list | tuple) else (loras,)
     for lora in found:
         if first_missing(lora, Adapter) is not None:
             raise RequestError(
@@ -171,7 +174,7 @@ def adapters_of(loras: object) -> tuple[Adapter, ...] | None:
             )
     if len(set(map(id, found))) != len(found):
         raise RequestError("loras holds an adapter twice; name each once and use its lora_scaling")
-    return found
+    return cast("tuple[Adapter, ...]", found)
 
 
 def embeddings_of(embeddings: object) -> tuple[Embedding, ...]:

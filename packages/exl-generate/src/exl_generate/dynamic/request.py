@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -69,7 +68,7 @@ class Request:
     return_hidden_state: bool
     #: candidates for each token of the prompt, whose log-probabilities are reported; None: they are not
     prompt_logprobs: int | None
-    filters: tuple[Any, ...]
+    filters: tuple[object, ...]
     filter_prefer_eos: bool
     #: last id of the prompt, which the first sampled token replaces and must begin with; None without token healing
     healed_id: int | None
@@ -112,7 +111,7 @@ def request_of(
     token_healing: bool,
     identifier: object,
     banned_strings: Iterable[str] | None,
-    embeddings: SequenceOf[Any] | None,
+    embeddings: SequenceOf[Embedding] | None,
     loras: object,
     max_rq_tokens: int | None,
     cache_salt: bytes,

@@ -10,7 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["Chunk", "Runner", "Window"]
 
 Ids = NDArray[np.int64]
+_Kind = tuple[int, "tuple[Adapter, ...]", "tuple[Embedding, ...]", bool]
+"""Ids of a window, the adapters that its pass has, the embeddings, and whether the hidden state is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class Window:
         return self.logits[at]
 
     @property
-    def kind(self) -> tuple[Any, ...]:
+    def kind(self) -> _Kind:
         """A key: windows of one kind go through the model together."""
         loras, embeddings = self.sequence.loras, self.sequence.embeddings
         if loras and mixable(self.sequence):
@@ -170,7 +172,7 @@ class Runner:
 
         A failing call is repeated window by window, so that only the windows that fail alone get an error.
         """
-        groups: dict[tuple[Any, ...], list[Window]] = defaultdict(list)
+        groups: dict[_Kind, list[Window]] = defaultdict(list)
         for window in windows:
             groups[window.kind].append(window)
         passes = [(kind, part) for kind, group in groups.items() for part in self._passes(group)]
@@ -184,7 +186,7 @@ class Runner:
         """Return the passes of windows of one kind."""
         if self.may_share_a_pass([window.sequence for window in group], len(group) * len(group[0].ids)):
             return [group]
-        by_adapters: dict[tuple[Any, ...], list[Window]] = defaultdict(list)
+        by_adapters: dict[tuple[Adapter, ...], list[Window]] = defaultdict(list)
         for window in group:
             by_adapters[tuple(window.sequence.loras)].append(window)
         return list(by_adapters.values())
@@ -200,7 +202,7 @@ class Runner:
         alike = self._model.invariant_tokens(())
         return alike is None or tokens <= alike
 
-    def _evaluate(self, kind: tuple[Any, ...], group: list[Window], keep: bool) -> None:
+    def _evaluate(self, kind: _Kind, group: list[Window], keep: bool) -> None:
         """Evaluate one pass over windows of this kind.
 
         `keep`: the model may run again, and overwrite these logits, before they are read.

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from exl_core import SeqTensor
 from exl_generate.dynamic.pages import Page, PageTable, page_hash
 
 if TYPE_CHECKING:
-    from exl_generate.contracts import Adapter
+    from exl_generate.contracts import Adapter, Embedding
     from exl_generate.dynamic.prompt_scores import PromptScores
 
 __all__ = ["EMBEDDING_INDEX", "NO_PICTURES", "Head", "Pictures", "Sequence", "full_pages"]
@@ -66,7 +66,7 @@ class Sequence:
     def __init__(
         self,
         input_ids: Ids,
-        embeddings: SequenceOf[Any] = (),
+        embeddings: SequenceOf[Embedding] = (),
         keys: Ids | None = None,
         pictures: Pictures = NO_PICTURES,
         generated: SequenceOf[int] = (),

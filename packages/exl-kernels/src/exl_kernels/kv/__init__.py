@@ -16,7 +16,7 @@ are kept.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -180,7 +180,7 @@ class KVPages:
         """Return the storage: key, value, then scales if the kind has them."""
         return [t for t in (self.key, self.value, self.key_scales, self.value_scales) if t is not None]
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # Copies and pickles hold the tensors; the native view is made again.
         parts = (self.key, self.value, self.key_scales, self.value_scales)
         return KVPages, (self.kind, self.head_dim, *parts)

@@ -144,7 +144,7 @@ def layout_by_names(source: FolderSource, config: Mapping[str, Any]) -> list[Fol
     return [*sorted(found, key=lambda m: (_natural(m.slot), m.key)), _head(source)]
 
 
-def _natural(text: str) -> tuple[Any, ...]:
+def _natural(text: str) -> tuple[str | int, ...]:
     """Return alternating texts and numbers as a sort key, so that layer 10 follows layer 9."""
     return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text))
 

@@ -142,7 +142,7 @@ def exl2_scale_costs(block: Array, bits: int) -> tuple[Array, Array]:
     return factors, np.array(costs)
 
 
-def column_scales(block: Array, bits: int) -> tuple[Any, Array]:
+def column_scales(block: Array, bits: int) -> tuple[np.float32, Array]:
     """Return the largest column scale and the codes c1 (1..16) of all columns."""
     base = (np.abs(block).max(axis=0) + np.float32(1e-12)) / np.float32((2**bits - 1) / 2)
     widest = base.max()

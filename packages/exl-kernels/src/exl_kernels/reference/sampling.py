@@ -7,7 +7,6 @@ for single numbers. The tokens are identical.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +18,7 @@ __all__ = ["candidates", "sample", "shaped", "weight"]
 F32 = NDArray[np.float32]
 U64 = NDArray[np.uint64]
 Ids = NDArray[np.int64]
+Words = NDArray[np.int32]
 _f = np.float32
 
 
@@ -110,7 +110,7 @@ def _penalize(
 
 
 def _dry(
-    x: F32, context: list[int], multiplier: float, base: float, allowed: int, longest: int, window: int, breakers: Any
+    x: F32, context: list[int], multiplier: float, base: float, allowed: int, longest: int, window: int, breakers: Words
 ) -> None:
     context = context[-window:] if window else context
     bits = np.unpackbits(breakers.view(np.uint8), bitorder="little")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -131,10 +131,11 @@ class Plan:
     def __post_init__(self) -> None:
         dry = None if self.dry is None else (*self.dry[:5], torch.from_numpy(self.dry[5]))
         ignored = None if self.xtc_ignored is None else torch.from_numpy(self.xtc_ignored)
-        sparse: dict[str, Any] = {}
+        bias_ids: Tensor | None = None
+        bias_rest = 0.0
         if isinstance(self.bias, SparseBias):
             bias: Tensor | None = self.bias.values.detach().contiguous()
-            sparse = {"bias_ids": self.bias.ids.contiguous(), "bias_rest": self.bias.rest}
+            bias_ids, bias_rest = self.bias.ids.contiguous(), self.bias.rest
         else:
             bias = None if self.bias is None else self.bias.detach().to("cpu", torch.float32).contiguous()
         native = _native.SamplingPlan(
@@ -152,7 +153,8 @@ class Plan:
             bias=bias,
             xtc_ignored=ignored,
             cfg_scale=self.cfg_scale,
-            **sparse,
+            bias_ids=bias_ids,
+            bias_rest=bias_rest,
         )
         object.__setattr__(self, "native", native)
 
