@@ -33,6 +33,8 @@ class FusedDouble:
     calls = 0
     packed = 0
     """Inputs that launches of norms have packed."""
+    is_quantized = False
+    """Torch multiplies by no dequantized matrix here."""
     apart: str | None = None
     """Key of a matrix that no launch joins with others."""
 

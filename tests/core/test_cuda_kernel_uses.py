@@ -1,4 +1,4 @@
-"""The matmuls and norms that `exl info --kernels` reports are those that a model launches.
+"""The matmuls, norms and adapters that `exl info --kernels` reports are those that a model launches.
 
 Needs a GPU or its emulation.
 """
@@ -16,11 +16,12 @@ import torch
 from make_random_model import Shape, make_model
 from random_models import loaded_on, write_random_model
 
-from exl_core import ExLlamaV2, ExLlamaV2Cache, PagedParams
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Lora, PagedParams
 from exl_core.convert import quantize_model
 from exl_core.execution.build_step import build_step
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of
 from exl_core.execution.kernels import KernelUse, kernel_uses
+from exl_core.lora.rows import RowAdapters
 from exl_kernels import _native
 from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.safetensors_file import read_safetensors_folder, read_tensor, write_safetensors
@@ -38,8 +39,9 @@ LAUNCHED = {
     "gemm_large": "dequantize_",
 }
 """How names of the functions of each kernel begin; for gemm_large those that dequantize for cuBLAS."""
-NORMS = re.compile("(rms|layer)_norm_|add_.*norm_")
-"""How names of functions that only norm rows begin."""
+OTHERS = re.compile("(rms|layer)_norm_|add_.*norm_|lora_")
+"""How names of functions begin that only norm rows, or multiply by adapters."""
+RANK = 8
 FLOATS = {
     "whole": {},
     "down": {"model.layers.1.mlp.down_proj": (256, 768)},
@@ -83,32 +85,50 @@ def made(folder: Path, floats: dict[str, tuple[int, int]]) -> Path:
 
 
 def launched(before: dict[str, int]) -> Counter[str]:
-    """Launches of each kernel of matmuls, and of each function that norms, since the counts of `before`."""
+    """Launches of each kernel of matmuls, and of each function of OTHERS, since the counts of `before`."""
     now: dict[str, int] = _native.cuda_launches()
     new = {name: count - before.get(name, 0) for name, count in now.items()}
     found = {
         kernel: sum(count for name, count in new.items() if name.startswith(start))
         for kernel, start in LAUNCHED.items()
     }
-    return +Counter(found | {name: count for name, count in new.items() if NORMS.match(name)})
+    return +Counter(found | {name: count for name, count in new.items() if OTHERS.match(name)})
 
 
 def reported(uses: list[KernelUse]) -> Counter[str]:
-    """Calls of each kernel of matmuls, and of each function that norms, of one pass in a report."""
+    """Calls of each kernel of matmuls, and of each function of OTHERS, of one pass in a report."""
     found: Counter[str] = Counter()
     for use in uses:
-        calls = zip(use.kernel.split(", "), use.calls, strict=True)
-        found.update({k: n for k, n in calls if k in LAUNCHED or NORMS.match(k)})
+        for kernels, calls in zip(use.kernel.split(", "), use.calls, strict=True):
+            found.update({k: calls for k in kernels.split(" + ") if k in LAUNCHED or OTHERS.match(k)})
     return found
 
 
-def run(model: ExLlamaV2, plan: JoinedLaunches, batch: int, tokens: int) -> Counter[str]:
+def adapter_of(model: ExLlamaV2, folder: Path) -> ExLlamaV2Lora:
+    """An adapter of all matrices that adapters of captured steps may change."""
+    linears = [linear for linear in model.linears() if linear.spec.role != "head" and not linear.spec.in_mixture]
+    tensors = {
+        f"base_model.model.{linear.key}.lora_{name}.weight": torch.zeros(shape, dtype=torch.float16)
+        for linear in linears
+        for name, shape in (("A", (RANK, linear.in_features)), ("B", (linear.out_features, RANK)))
+    }
+    folder.mkdir()
+    write_safetensors(folder / "adapter_model.safetensors", tensors)
+    (folder / "adapter_config.json").write_text(f'{{"peft_type": "LORA", "r": {RANK}, "lora_alpha": {RANK}}}')
+    return ExLlamaV2Lora.from_directory(model, folder)
+
+
+def run(
+    model: ExLlamaV2, plan: JoinedLaunches, batch: int, tokens: int, adapter: ExLlamaV2Lora | None = None
+) -> Counter[str]:
     """Launches of a step of `batch` sequences of one token, or of one prompt of `tokens` tokens."""
     device, pages = torch.device("cuda:0"), -(-tokens // PAGE)
     table = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages)
     cache = ExLlamaV2Cache(model, max_seq_len=PAGE * pages * batch)
     params = PagedParams(batch, table, torch.zeros(batch, dtype=torch.int32), 0, PAGE, tokens)
-    step = build_step(model.config, model.rope, cache, params, batch, tokens, None, device)
+    slots = torch.zeros(batch * tokens, dtype=torch.int32, device=device)
+    loras = () if adapter is None else (RowAdapters([(adapter,)], slots, tokens),)
+    step = build_step(model.config, model.rope, cache, params, batch, tokens, None, device, loras)
     ids = torch.zeros(batch * tokens, dtype=torch.int64, device=device)
     before: dict[str, int] = _native.cuda_launches()
     with torch.inference_mode():
@@ -123,14 +143,18 @@ def run(model: ExLlamaV2, plan: JoinedLaunches, batch: int, tokens: int) -> Coun
 @pytest.mark.parametrize("kind", FLOATS)
 def test_a_model_launches_what_the_report_says(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured steps of 1 to 65 sequences, and prompts."""
-    compare(loaded_on("cuda:0", made(tmp_path, FLOATS[kind]), monkeypatch), (1, 8, 32, 65), (8, 65, 128))
+    model = loaded_on("cuda:0", made(tmp_path / "model", FLOATS[kind]), monkeypatch)
+    compare(model, (1, 8, 32, 65), (8, 65, 128))
+    compare_adapted(model, (1, 8, 32), tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_of_other_families_do_too(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_random_model(tmp_path / "float", {**CONFIG, "architectures": [family], **FAMILIES[family]})
     quantize_model(source, tmp_path / "quantized", bits=4.0)
-    compare(loaded_on("cuda:0", tmp_path / "quantized", monkeypatch), (1, 2, 8, 32, 65), (8, 65))
+    model = loaded_on("cuda:0", tmp_path / "quantized", monkeypatch)
+    compare(model, (1, 2, 8, 32, 65), (8, 65))
+    compare_adapted(model, (1, 2, 8, 32), tmp_path / "adapter")
 
 
 def compare(model: ExLlamaV2, steps: tuple[int, ...], prompts: tuple[int, ...]) -> None:
@@ -143,3 +167,14 @@ def compare(model: ExLlamaV2, steps: tuple[int, ...], prompts: tuple[int, ...]) 
     for tokens in prompts:
         found = run(model, plan, 1, tokens)
         assert found == reported(kernel_uses(model.config, card, rows=(), prompts=(tokens,))), tokens
+
+
+def compare_adapted(model: ExLlamaV2, steps: tuple[int, ...], folder: Path) -> None:
+    """Compare the launches of steps whose rows all have an adapter of every matrix with the report."""
+    plan, card, adapter = joined_launches_of(model), Card.device(0), adapter_of(model, folder)
+    assert isinstance(plan, JoinedLaunches), plan
+    for rows in steps:
+        found = run(model, plan, rows, 1, adapter)
+        uses = kernel_uses(model.config, card, rows=(rows,), prompts=(), adapter_rank=RANK)
+        assert any(name.startswith("lora_") for name in found)
+        assert found == reported(uses), rows

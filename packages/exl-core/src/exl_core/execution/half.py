@@ -34,8 +34,8 @@ from ..layers.norm import LayerNorm, rms_of
 from ..layers.sublayer import SubLayer
 from .adapted import takes_adapters
 from .batch import Step
+from .half_launches import Prologue
 from .half_matmuls import HalfPlan
-from .prologues import Prologue
 
 if TYPE_CHECKING:
     from .operators import Operators

@@ -6,22 +6,22 @@ Executors build their launches by this; the report of kernels (`kernels.py`) ask
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Generic, NamedTuple, TypeVar, cast, get_args
+from typing import Generic, NamedTuple, cast, get_args
 
 from exl_kernels.device import rows_are_invariant
 from exl_kernels.linear.fused import Activation
 from exl_kernels.linear.planned import PlannedMatmul
-from exl_kernels.selection import PACKED_ROWS, pass_rows
+from exl_kernels.selection import PACKED_ROWS, pass_rows, refusal_of_adapted_shapes
 
 from ..layers import Head, Linear, Module, Norm, RMSNorm
 from ..layers.description import AttentionDescription, MatmulDescription, MlpDescription
 from ..layers.norm import layer_of, rms_of
 from .environment import refusal_of_joined_rows
+from .half_launches import LastLaunch, M, NormLaunch, Prologue
 
 __all__ = [
     "HalfMatmul",
     "HalfPlan",
-    "M",
     "MakeMatmul",
     "NormShape",
     "head_takes_blocks",
@@ -33,8 +33,6 @@ __all__ = [
     "packed_rows_of",
     "refusal_of_blocks",
 ]
-
-M = TypeVar("M", bound=PlannedMatmul)
 
 MakeMatmul = Callable[[tuple[Linear, ...], Norm | None, Activation | None], M]
 """(linears side by side, norm of their input, activation of their results) -> the matmul."""
@@ -106,6 +104,8 @@ class HalfPlan(Generic[M]):
         layer = None if about.float_residual else layer_of(about.norm)
         self.first_layered = None if layer is None else make(about.first, layer, self.activation)
         self.last = make((about.last,), None, None)
+        spec = about.last.spec
+        self._last_adds = self.last.is_quantized and not spec.bias and spec.prescale == 1.0
         self.adds_apart = rms_of(about.post) is not None or (about.float_residual and about.post is None)
         self.plain = mlp is None and self.own_norm is not None and _is_plain(about, norm_shape)
 
@@ -127,6 +127,61 @@ class HalfPlan(Generic[M]):
             return self.first
         layered = self.first_layered
         return layered if layered is not None and layered.joins(rows) else self.first_normed
+
+    def norm_launch(self, rows: int, *, joined: bool, adapted: bool = False) -> NormLaunch:
+        """Return the launch that norms an input of `rows` rows that no earlier launch has normed.
+
+        Args:
+            rows: rows of the pass.
+            joined: the launches of the half are joined.
+            adapted: adapters change the first matmul.
+        """
+        norm = self.about.norm
+        if norm is None:
+            return NormLaunch.NONE
+        if not joined or self.mlp is not None:  # the MLP reads the normed input, too
+            return NormLaunch.OWN
+        if adapted:
+            return NormLaunch.OWN if self.own_norm is None else NormLaunch.ADAPTERS
+        if self.first_of_unnormed(rows) is not self.first_normed:
+            return NormLaunch.MATMUL
+        layer = None if self.about.float_residual else layer_of(norm)
+        packs = layer is not None and self.first_normed.input_columns(rows) is not None
+        return NormLaunch.PACKING if packs else NormLaunch.OWN
+
+    def last_launch(self, rows: int, following: Prologue[M], *, joined: bool) -> LastLaunch:
+        """Return the launch that adds the results of `rows` rows to the hidden state.
+
+        Args:
+            rows: rows of the pass.
+            following: the part of the next prologue that the half may do.
+            joined: the launches of the half are joined.
+        """
+        if joined and following.chained is not None:
+            return LastLaunch.PACKING_MATMUL
+        if self.adds_residual and (joined or self.adds_at_once(rows)):
+            return LastLaunch.MATMUL
+        if self.adds_apart:
+            packs = joined and following.matmul is not None and following.matmul.input_columns(rows) is not None
+            return LastLaunch.PACKING_POST_NORM if packs else LastLaunch.POST_NORM
+        if joined or following.norm is None or self.about.float_residual:
+            return LastLaunch.SUM
+        return LastLaunch.SUM_AND_NORM
+
+    def adds_at_once(self, rows: int) -> bool:
+        """Return whether torch multiplies `rows` rows by the last matrix, dequantized, and adds the hidden state.
+
+        The sum is rounded once.
+        """
+        return self._last_adds and not rows_are_invariant(rows)
+
+    def refusal_of_adapters(self) -> str | None:
+        """Return why joined launches cannot add adapters to every matrix, or None."""
+        for linears in (self.about.first, (self.about.last,)):
+            why = refusal_of_adapted_shapes(linears[0].in_features, [linear.out_features for linear in linears])
+            if why is not None:
+                return why
+        return None if self.mlp is None else self.mlp.refusal_of_adapters()
 
     def chains(self, rows: int) -> bool:
         """Return whether all matmuls of `rows` rows can pack one another's inputs."""

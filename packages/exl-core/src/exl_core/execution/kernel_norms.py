@@ -1,9 +1,8 @@
 """The launches of a pass that only norm rows, for the report of kernels (`kernels.py`).
 
 Most norms are part of a matmul's launches, or of attention's. Which half norms or packs the input of the next one is
-the answer that executors launch (`prologues.py`). The order of the launches within a half is that of `half.py` and
-`operators.py`, repeated here; tests/core/test_cuda_kernel_uses.py compares the result with the launches of whole
-models.
+the answer that executors launch (`prologues.py`), as are the launches that norm the input of a half and that end it
+(`half_matmuls.HalfPlan`). tests/core/test_cuda_kernel_uses.py compares the result with the launches of whole models.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from typing import NamedTuple
 from exl_kernels.linear.planned import ShapedMatmul
 from exl_kernels.selection import NormOperation, Selection, norm_kernel
 
-from ..layers import Linear, Norm
+from ..layers import Norm
 from ..layers.description import AttentionDescription, HalfDescription
-from ..layers.norm import LayerNorm, layer_of
+from ..layers.norm import LayerNorm
+from .half_launches import LastLaunch, NormLaunch, Prologue
 from .half_matmuls import HalfPlan, norms_of_heads, norms_of_parts
-from .prologues import Prologue
 
 __all__ = ["HalfRun", "NormLaunches"]
 
@@ -41,7 +40,7 @@ class NormLaunches:
         hidden: elements of the hidden state.
         rows: rows of the pass.
         decodes: each sequence has one row.
-        adds_at_once: whether a matmul of torch adds the hidden state to the result of a matrix.
+        adapted: adapters change all matrices of joined launches.
         norm_shape: the shape of a norm's weight.
     """
 
@@ -51,11 +50,11 @@ class NormLaunches:
         rows: int,
         *,
         decodes: bool,
-        adds_at_once: Callable[[Linear], bool],
+        adapted: bool,
         norm_shape: Callable[[Norm], tuple[int, ...]],
     ) -> None:
         self._hidden, self._rows, self._decodes = hidden, rows, decodes
-        self._adds_at_once, self._norm_shape = adds_at_once, norm_shape
+        self._adapted, self._norm_shape = adapted, norm_shape
         self._normed = False
         """The next half finds its input normed, or packed for the matmul that norms it."""
 
@@ -75,12 +74,11 @@ class NormLaunches:
                 yield from self._own_pass(half)
                 continue
             yield from self._before_last(half.plan, half.joins)
-            if prologue.chained is not None:
-                self._normed = True
-            elif half.joins:
-                yield from self._end(half.plan, prologue)
+            if half.plan.mlp is None:
+                yield from self._end(half.plan, prologue, half.joins)
             else:
-                yield from self._end_apart(half.plan, prologue.norm)
+                yield from self._end(half.plan, Prologue(), half.joins)
+                yield from self._end(half.plan.mlp, prologue, half.joins)
         if not self._normed and last is not None:
             floats = bool(halves) and halves[-1].about is not None and halves[-1].about.float_residual
             yield self._norm(last, floats=floats)
@@ -98,24 +96,14 @@ class NormLaunches:
 
     def _before_last(self, plan: HalfPlan[ShapedMatmul], joins: bool) -> Iterator[Selection]:
         """Yield the launches that norm before the last matmul of a half."""
-        yield from self._first(plan, joins)
+        norm, rows = plan.about.norm, self._rows
+        launch = NormLaunch.NONE if self._normed else plan.norm_launch(rows, joined=joins, adapted=self._adapted)
+        if launch is NormLaunch.PACKING:
+            yield norm_kernel("layer", self._hidden, columns=plan.first_normed.input_columns(rows))
+        elif launch is NormLaunch.OWN and norm is not None:
+            yield self._norm(norm, floats=plan.about.float_residual)
         if isinstance(plan.about, AttentionDescription):
             yield from self._heads(plan.about, plan, joins)
-
-    def _first(self, plan: HalfPlan[ShapedMatmul], joins: bool) -> Iterator[Selection]:
-        """Yield the launch that norms the input of a half, if there is one."""
-        about, rows = plan.about, self._rows
-        if self._normed or about.norm is None:
-            return
-        parallel = plan.mlp is not None  # the MLP reads the normed input, too
-        if not joins or parallel or about.float_residual:
-            yield self._norm(about.norm, floats=about.float_residual)
-        elif layer_of(about.norm) is None:
-            if plan.own_norm is None:
-                yield self._norm(about.norm, floats=False)
-        elif plan.first_of_unnormed(rows) is plan.first_normed:
-            columns = plan.first_normed.input_columns(rows)
-            yield norm_kernel("layer", self._hidden, columns=columns)
 
     def _heads(self, a: AttentionDescription, plan: HalfPlan[ShapedMatmul], joins: bool) -> Iterator[Selection]:
         """Yield the launches that norm q and k: both, one each, or none where attention norms them."""
@@ -132,36 +120,22 @@ class NormLaunches:
     def _norms_of_heads_apart(self, a: AttentionDescription) -> Iterator[Selection]:
         yield from (self._norm(norm, floats=False) for norm in (a.q_norm, a.k_norm) if norm is not None)
 
-    def _end(self, plan: HalfPlan[ShapedMatmul], following: Prologue[ShapedMatmul]) -> Iterator[Selection]:
-        """Yield the launch that norms behind the last joined matmul."""
-        ending = plan if plan.mlp is None else plan.mlp
-        about = ending.about
-        if ending.adds_apart:
-            columns = None if following.matmul is None else following.matmul.input_columns(self._rows)
+    def _end(self, plan: HalfPlan[ShapedMatmul], following: Prologue[ShapedMatmul], joins: bool) -> Iterator[Selection]:
+        """Yield the launches that norm behind the last matmul of a half."""
+        launch, about, norm = plan.last_launch(self._rows, following, joined=joins), plan.about, following.norm
+        if launch in (LastLaunch.POST_NORM, LastLaunch.PACKING_POST_NORM):
+            into = following.matmul if launch is LastLaunch.PACKING_POST_NORM else None
+            columns = None if into is None else into.input_columns(self._rows)
             yield norm_kernel("add post", self._hidden, float32=about.float_residual, columns=columns)
-            self._normed = following.norm is not None
+            self._normed = norm is not None
             return
-        self._normed = False
-        if about.post is not None:
+        if launch in (LastLaunch.SUM, LastLaunch.SUM_AND_NORM) and about.post is not None:
             yield self._norm(about.post, floats=about.float_residual)
-
-    def _end_apart(self, plan: HalfPlan[ShapedMatmul], following: Norm | None) -> Iterator[Selection]:
-        """Yield the launches that norm behind the last matmul of a half with separate launches."""
-        ending = plan if plan.mlp is None else plan.mlp
-        about = ending.about
-        self._normed = following is not None
-        if about.post is None and not about.float_residual and self._adds_at_once(about.last):
-            if following is not None:
-                yield norm_kernel("rms", self._hidden)
-            return
-        if ending.adds_apart:
-            yield norm_kernel("add post", self._hidden, float32=about.float_residual)
-            return
-        if about.post is not None:
-            yield self._norm(about.post, floats=about.float_residual)
-        if following is not None:
-            operation: NormOperation = "rms" if about.float_residual else "add rms"
-            yield norm_kernel(operation, self._hidden, float32=about.float_residual)
+        self._normed = launch is LastLaunch.PACKING_MATMUL or (norm is not None and not joins)
+        if launch is LastLaunch.SUM_AND_NORM:
+            yield norm_kernel("add rms", self._hidden)
+        elif norm is not None and not joins:
+            yield self._norm(norm, floats=about.float_residual)
 
     def _norm(self, norm: Norm, *, floats: bool) -> Selection:
         operation: NormOperation = "layer" if isinstance(norm, LayerNorm) else "rms"

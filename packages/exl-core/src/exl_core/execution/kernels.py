@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from exl_kernels.device import row_invariant_matmuls, rows_are_invariant
@@ -37,7 +37,7 @@ from ..layers import Head, Linear, Module, Norm, build_modules
 from ..layers.description import AttentionDescription, ExpertsDescription, HalfDescription, MatmulDescription
 from ..layers.norm import LayerNorm, rms_of
 from .capturable import refusal_of_settings, refusal_of_tokens
-from .environment import refusal_of_joined_rows
+from .environment import JOINED_ADAPTERS_VARIABLE, joins_adapters, refusal_of_joined_rows
 from .fused import uncovered
 from .half import description_of, refusal_of_code, why_own_pass
 from .half_matmuls import (
@@ -51,7 +51,7 @@ from .half_matmuls import (
 from .kernel_norms import HalfRun, NormLaunches
 from .matrix_shapes import MatrixShapes
 from .prologues import next_prologues
-from .select import Way
+from .select import REFUSAL_OF_ADAPTERS, Way
 
 __all__ = ["KEYS", "PROMPTS", "ROWS", "WAY", "KernelUse", "kernel_uses"]
 
@@ -111,7 +111,8 @@ def kernel_uses(
         prompts: numbers of tokens of a prompt, which is one sequence.
         cache: storage format of the cache.
         keys: keys that attention reads, at least as many as the prompt has tokens.
-        adapter_rank: rank of adapters of all matrices, whose launches are added where steps are captured; None: none.
+        adapter_rank: rank of adapters of all matrices that every row has; None: passes without adapters. Where the pass
+            is not captured, the launches of adapters themselves are not listed.
 
     Raises:
         ModelStateError: the config was prepared without tensors.
@@ -123,9 +124,9 @@ def kernel_uses(
     rotated = main_rope(config).rotary_dim
     found: list[KernelUse] = []
     for count, is_prompt in (*((n, False) for n in rows), *((n, True) for n in prompts)):
-        way = model.way(count, is_prompt)
+        way = model.way(count, is_prompt, adapted=adapter_rank is not None)
         with way.matmuls:
-            uses = _Uses(model, way, count, is_prompt)
+            uses = _Uses(model, way, count, is_prompt, adapted=adapter_rank is not None)
             uses.attention(cache, keys, rotated)
             uses.halves()
             uses.head()
@@ -197,20 +198,25 @@ class _Model:
             mlp = HalfPlan(about.mlp, self.make, self.shapes.of_norm)
         return _Half(module, about, HalfPlan(about, self.make, self.shapes.of_norm, mlp), None)
 
-    def way(self, count: int, is_prompt: bool) -> _Way:
-        """Return how a step of `count` sequences, or a prompt of `count` tokens, runs."""
+    def way(self, count: int, is_prompt: bool, *, adapted: bool) -> _Way:
+        """Return how a step of `count` sequences, or a prompt of `count` tokens, runs; with adapters if `adapted`."""
         invariant = runs_packed(count, decodes=not is_prompt, packed=self._packed_rows)
         context = row_invariant_matmuls() if invariant else nullcontext()
         refusal = self._refusal_of_joining(count, invariant)
+        eager = self._apart or (REFUSAL_OF_ADAPTERS if adapted else None)  # why a pass that is not captured is
         if is_prompt:
             reason = "a prompt is captured only where many of its size store keys and values alone"
-            return _Way("eager" if self._apart else "joined", self._apart or reason, refusal, context)
+            return _Way("eager" if eager else "joined", eager or reason, eager or refusal, context)
         if self._eager is not None:
             return _Way("eager", self._eager, self._eager, context)
         uncaptured = refusal_of_tokens(count, 1) or self._refusal_of_rows(count)
-        if uncaptured is None:
-            return _Way("captured", self._apart, refusal, context)
-        return _Way("eager" if self._apart else "joined", uncaptured, refusal, context)
+        if adapted:
+            uncaptured = uncaptured or refusal_of_adapted_rows(count, captured=True)
+        if uncaptured is not None:
+            return _Way("eager" if eager else "joined", uncaptured, eager or refusal, context)
+        if adapted and not joins_adapters():
+            refusal = refusal or f"{JOINED_ADAPTERS_VARIABLE}=0 asks for the modules' own passes"
+        return _Way("captured", self._apart, refusal, context)
 
     def _refusal_of_joining(self, count: int, invariant: bool) -> str | None:
         """Return why halves of so many rows do not join launches that their plans would join, or None."""
@@ -281,28 +287,37 @@ class _Uses:
         way: how the pass runs.
         count: the number of rows.
         is_prompt: the rows are the tokens of one sequence.
+        adapted: all rows have adapters.
     """
 
-    def __init__(self, model: _Model, way: _Way, count: int, is_prompt: bool) -> None:
-        self._model, self._way, self._count = model, way, count
+    def __init__(self, model: _Model, way: _Way, count: int, is_prompt: bool, *, adapted: bool) -> None:
+        self._model, self._way, self._count, self._adapted = model, way, count, adapted
         self._tokens = count if is_prompt else 1
         self._found: dict[str, _Found] = {}
         self._add(WAY, way.way, [way.reason] if way.reason else [])
+        self._halves = [self._with_adapters(half) for half in model.halves] if adapted else model.halves
         self._joins = [
-            half.plan is not None and way.refusal is None and half.plan.joins(count) for half in model.halves
+            half.plan is not None and way.refusal is None and half.plan.joins(count) for half in self._halves
         ]
         *_, last, head = model.modules
         self._last_norm = last if isinstance(last, Norm) else None
         packed = None  # the last norm and the head as one matmul, whose input the last half may pack
-        if way.way == "captured" and isinstance(head, Head):
+        if way.way == "captured" and not adapted and isinstance(head, Head):
             packed = head_with_norm(self._last_norm, head, model.make, model.shapes.is_padded)
         self._runs = [
             HalfRun(half.about, half.plan, joins, self._routes_norm(half.about))
-            for half, joins in zip(model.halves, self._joins, strict=True)
+            for half, joins in zip(self._halves, self._joins, strict=True)
         ]
-        self._prologues = next_prologues(
-            [half.plan for half in model.halves], self._joins, rms_of(self._last_norm), packed, count
-        )
+        plans = [half.plan for half in self._halves]
+        self._prologues = next_prologues(plans, self._joins, rms_of(self._last_norm), packed, count, packs=not adapted)
+
+    def _with_adapters(self, half: _Half) -> _Half:
+        """Return how a half runs with adapters: as its module's own pass where no joined launches add them."""
+        if half.plan is None:
+            return half
+        unjoined = (why for plan in _plans(half) for why in self._unjoined(plan))
+        why = self._way.refusal or half.plan.refusal_of_adapters() or next(unjoined, None)
+        return half if why is None else replace(half, plan=None, why=why)
 
     def rows(self) -> list[KernelUse]:
         """Return what was added, in order."""
@@ -331,7 +346,7 @@ class _Uses:
             keys: keys that attention reads.
             rotated: elements of a head that layers with a rotation rotate.
         """
-        for half in self._model.halves:
+        for half in self._halves:
             if isinstance(half.about, AttentionDescription):
                 self._attention(half.about, cache, keys, rotated, own_pass=half.plan is None)
 
@@ -359,8 +374,8 @@ class _Uses:
 
     def halves(self) -> None:
         """Add the matmuls of all layers."""
-        for half, joins in zip(self._model.halves, self._joins, strict=True):
-            plans = [] if half.plan is None else [half.plan, *([] if half.plan.mlp is None else [half.plan.mlp])]
+        for half, joins in zip(self._halves, self._joins, strict=True):
+            plans = _plans(half)
             apart = (
                 [self._way.refusal] if self._way.refusal else [why for plan in plans for why in self._unjoined(plan)]
             )
@@ -382,8 +397,13 @@ class _Uses:
     def _joined(self, plan: HalfPlan[ShapedMatmul]) -> None:
         """Add the matmuls of a half whose launches are joined; the last one of an MLP may have no joined launch."""
         first, last = _names(plan)
-        self._matmul(first, plan.first_of_unnormed(self._count), plan.about.first)
-        self._matmul(last, plan.last, (plan.about.last,), residual=plan.adds_residual)
+        matmul = self._bare(plan) if self._adapted else plan.first_of_unnormed(self._count)
+        self._matmul(first, matmul, plan.about.first)
+        self._matmul(last, plan.last, (plan.about.last,), residual=plan.adds_residual and not self._adapted)
+
+    def _bare(self, plan: HalfPlan[ShapedMatmul]) -> ShapedMatmul:
+        """Return the first matmul that launches of adapters surround, as `JoinedHalf.first_bare`."""
+        return self._model.make(plan.about.first, None, None)
 
     def _unjoined(self, plan: HalfPlan[ShapedMatmul]) -> list[str]:
         """Return why a half that may join launches does not."""
@@ -423,7 +443,7 @@ class _Uses:
             self._model.hidden,
             self._count,
             decodes=self._tokens == 1,
-            adds_at_once=self._adds_at_once,
+            adapted=self._adapted,
             norm_shape=self._model.shapes.of_norm,
         )
         for found in launches.of(self._runs, self._prologues, self._last_norm):
@@ -431,16 +451,15 @@ class _Uses:
 
     def adapters(self, rank: int) -> None:
         """Add the launches of adapters of all matrices, where a captured step has them."""
-        if self._way.way != "captured" or refusal_of_adapted_rows(self._count, captured=True) is not None:
+        if self._way.way != "captured":
             return
-        for half, joins in zip(self._model.halves, self._joins, strict=True):
-            for plan in [] if half.plan is None else [half.plan, *([] if half.plan.mlp is None else [half.plan.mlp])]:
-                if joins:
-                    gated = plan.activation is not None and len(plan.about.first) > 1
-                    self._adapters(self._model.make(plan.about.first, None, None), rank * len(plan.about.first), gated)
-                    self._adapters(plan.last, rank, gated=False)
-                    continue
-                for _ in (*plan.about.first, plan.about.last):
+        for half in self._halves:
+            for plan in _plans(half):
+                gated = plan.activation is not None and len(plan.about.first) > 1
+                self._adapters(self._bare(plan), rank * len(plan.about.first), gated)
+                self._adapters(plan.last, rank, gated=False)
+            for linear in half.module.submodules() if half.plan is None else ():
+                if not linear.spec.in_mixture:
                     self._add("adapters", adapter_kernels(self._count, 0).kernel)
 
     def _adapters(self, matmul: ShapedMatmul, ranks: int, gated: bool) -> None:
@@ -449,16 +468,6 @@ class _Uses:
         columns = matmul.input_columns(self._count) if fits else None
         found = adapter_kernels(self._count, ranks, columns=columns, gated=gated)
         self._add("adapters", found.kernel, found.reasons)
-
-    def _adds_at_once(self, linear: Linear) -> bool:
-        """Return whether torch adds to the result of a matrix, as `CudaQuantMatrix.adds_at_once`."""
-        shape, plain = self._model.shapes.of(linear), not linear.spec.bias and linear.spec.prescale == 1.0
-        invariant = rows_are_invariant(self._count)
-        return (
-            plain
-            and shape is not None
-            and self._model.card.plan_alone(shape, self._count, invariant=invariant).dequantizes
-        )
 
     def _routes_norm(self, about: HalfDescription | None) -> bool:
         """Return whether the launch of a router norms the hidden state: experts then run in shared launches."""
@@ -523,6 +532,11 @@ class _Uses:
         for block in blocks_of(rows, plan.rows):
             found = card.matmul(shape, block.stop - block.start, invariant=invariant)
             self._add(operation, found.kernel, (*why, *found.reasons))
+
+
+def _plans(half: _Half) -> list[HalfPlan[ShapedMatmul]]:
+    """Return the plans of a half and of the MLP that is part of it; none where its module runs its own pass."""
+    return [] if half.plan is None else [half.plan, *([] if half.plan.mlp is None else [half.plan.mlp])]
 
 
 def _names(plan: HalfPlan[ShapedMatmul]) -> tuple[str, str]:

@@ -129,12 +129,9 @@ class ManyRows(Operators):
         else:
             matrix.matmul(x, out=out)
 
-    def added(self, matrix: QuantMatrix, y: Tensor, x: Tensor) -> bool:
-        """See `Operators.added`."""
-        if not isinstance(matrix, CudaQuantMatrix) or not matrix.plain:
-            return False
+    def add(self, matrix: CudaQuantMatrix, y: Tensor, x: Tensor) -> None:
+        """See `Operators.add`."""
         matrix.add_matmul_in(self._weights, y, x)
-        return True
 
     def multiplied(self, matrix: QuantMatrix, y: Tensor) -> Tensor:
         """See `Operators.multiplied`."""

@@ -21,6 +21,7 @@ from ..layers.norm import layer_of
 from .adapted import adapters_of
 from .batch import Step
 from .half import Features, JoinedHalf, NextPrologue, Normed, PackedInput, PendingMatmul, input_norm
+from .half_launches import LastLaunch, NormLaunch
 
 __all__ = ["APART", "JOINED", "Joined", "Operators"]
 
@@ -60,23 +61,22 @@ class Operators:
         assert isinstance(y, Tensor), "the features of `first`"
         about, norm, matrix = half.about, next_prologue.norm, half.about.last.quant
         out = h if isinstance(h, Tensor) else None
-        plain = about.post is None and not about.float_residual
-        if plain and self.added(matrix, y, x):
+        launch = half.plan.last_launch(x.shape[0], next_prologue, joined=False)
+        if launch is LastLaunch.MATMUL:
+            assert isinstance(matrix, CudaQuantMatrix), "`adds_at_once`"
+            self.add(matrix, y, x)
             return None if norm is None else rms_norm(x, norm.loaded_weight, norm.eps, out=out)
         y = self.multiplied(matrix, y)
-        if half.adds_apart or norm is None:
-            return half.finish(x, y, norm, out)
-        y = y if about.post is None else about.post.apply(y.to(x.dtype))
-        if about.float_residual:
-            return norm.forward(x.add_(y))
-        return add_rms_norm(x, y, norm.loaded_weight, norm.eps, out=out)
+        if launch is LastLaunch.SUM_AND_NORM:
+            assert norm is not None
+            y = y if about.post is None else about.post.apply(y.to(x.dtype))
+            return add_rms_norm(x, y, norm.loaded_weight, norm.eps, out=out)
+        normed = half.finish(x, y, norm, out)
+        return norm.forward(x) if launch is LastLaunch.SUM and norm is not None else normed
 
-    def added(self, matrix: QuantMatrix, y: Tensor, x: Tensor) -> bool:
-        """Compute x += y @ matrix in place, if one matmul of torch does; returns whether it does."""
-        if not isinstance(matrix, CudaQuantMatrix) or not matrix.adds_at_once(y, x):
-            return False
+    def add(self, matrix: CudaQuantMatrix, y: Tensor, x: Tensor) -> None:
+        """Compute x += y @ matrix in place by one matmul of torch."""
         matrix.add_matmul(y, x)
-        return True
 
     def multiplied(self, matrix: QuantMatrix, y: Tensor) -> Tensor:
         """Return y @ matrix."""
@@ -92,7 +92,7 @@ class Joined(Operators):
         if adapters is None:
             return self._pending(half, x, h)
         assert not isinstance(h, PackedInput), "steps with adapters pack no input"
-        norms = h is None and half.own_norm is not None
+        norms = h is None and half.plan.norm_launch(x.shape[0], joined=True, adapted=True) is NormLaunch.ADAPTERS
         y, middle = adapters.first(
             half.first_bare, x if norms else half.normed(x, h), input_norm(half.own_norm) if norms else None
         )
@@ -105,18 +105,17 @@ class Joined(Operators):
         """Return the first matmul: with its norm, if no other launch has computed that."""
         if isinstance(h, PackedInput):
             return PendingMatmul(h.matmul, h.packed, x)
-        own = half.plan.first_of_unnormed(x.shape[0])
-        if h is None and own is not half.first_normed:
-            return PendingMatmul(own, x, x)
-        norm = layer_of(half.about.norm)
-        given = None
-        if h is None and norm is not None and not half.about.float_residual:
-            given = half.first_normed.input_of(x.shape[0])
-        if norm is None or given is None:
-            return PendingMatmul(half.first_normed, half.normed(x, h), x)
-        # One launch computes the LayerNorm and packs it.
-        scratch = layer_norm_packed(x, norm.loaded_weight, norm.bias, norm.eps, given)
-        return PendingMatmul(half.first_normed, Packed(scratch, x.shape[0], by_matmul=False), x)
+        rows = x.shape[0]
+        launch = NormLaunch.NONE if h is not None else half.plan.norm_launch(rows, joined=True)
+        if launch is NormLaunch.MATMUL:
+            return PendingMatmul(half.plan.first_of_unnormed(rows), x, x)
+        if launch is NormLaunch.PACKING:
+            norm, given = layer_of(half.about.norm), half.first_normed.input_of(rows)
+            assert norm is not None
+            assert given is not None
+            scratch = layer_norm_packed(x, norm.loaded_weight, norm.bias, norm.eps, given)
+            return PendingMatmul(half.first_normed, Packed(scratch, rows, by_matmul=False), x)
+        return PendingMatmul(half.first_normed, half.normed(x, h), x)
 
     def room(self, half: JoinedHalf, rows: int, step: Step) -> MatmulInput | None:
         """Return the input of the last matmul, if it can be packed and no adapter reads it."""
@@ -150,13 +149,13 @@ class Joined(Operators):
         self, half: JoinedHalf, x: Tensor, y: Tensor, h: Normed, next_prologue: NextPrologue
     ) -> Normed:
         """Do the work after the last matmul, and pack the normed x for the next matmul where the same launch can."""
-        into, norm = next_prologue.matmul, next_prologue.norm
-        given = None if into is None or not half.adds_apart else into.input_of(x.shape[0])
-        if into is None or given is None:
+        into, norm, rows = next_prologue.matmul, next_prologue.norm, x.shape[0]
+        if half.plan.last_launch(rows, next_prologue, joined=True) is not LastLaunch.PACKING_POST_NORM:
             return half.finish(x, y, norm, h)
-        scratch = add_post_norm(x, y, input_norm(half.post_rms), input_norm(norm), into=given)
+        assert into is not None
+        scratch = add_post_norm(x, y, input_norm(half.post_rms), input_norm(norm), into=into.input_of(rows))
         assert scratch is not None
-        return PackedInput(into, Packed(scratch, x.shape[0], by_matmul=False))
+        return PackedInput(into, Packed(scratch, rows, by_matmul=False))
 
 
 APART, JOINED = Operators(), Joined()

@@ -6,26 +6,12 @@ Executors launch what `next_prologues` answers for loaded matrices; the report o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, NamedTuple
 
 from ..layers import RMSNorm
-from .half_matmuls import HalfPlan, M
+from .half_launches import M, Prologue
+from .half_matmuls import HalfPlan
 
-__all__ = ["Prologue", "next_prologues"]
-
-
-class Prologue(NamedTuple, Generic[M]):
-    """The part of the next half's first matmul that the last launches of a half may do: norm and packed input."""
-
-    norm: RMSNorm | None = None
-    """Norm the hidden state with this."""
-    matmul: M | None = None
-    """Pack the normed hidden state for this matmul; without `norm` the hidden state itself, which the matmul norms."""
-
-    @property
-    def chained(self) -> M | None:
-        """The matmul for which the last matmul itself packs its results."""
-        return self.matmul if self.norm is None else None
+__all__ = ["next_prologues"]
 
 
 def next_prologues(

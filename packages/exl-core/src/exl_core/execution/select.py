@@ -45,7 +45,10 @@ if TYPE_CHECKING:
     from .captured_step import StepReplay
     from .forward_pass import ForwardPass
 
-__all__ = ["Selected", "Way", "prepare_next_step", "select"]
+__all__ = ["REFUSAL_OF_ADAPTERS", "Selected", "Way", "prepare_next_step", "select"]
+
+REFUSAL_OF_ADAPTERS = "adapters have joined launches in captured steps only"
+"""Why no other pass with adapters is joined."""
 
 Way = Literal["captured", "joined", "sharded prompt", "sharded", "eager"]
 
@@ -138,7 +141,7 @@ def _captured(model: ExecutableModel, asked: ForwardPass) -> Executor | str:
 def _joined(model: ExecutableModel, asked: ForwardPass) -> Executor | str:
     """Return the joined launches for a checked pass, or the reason why there are none."""
     if asked.adapters:
-        return "adapters have joined launches in captured steps only"
+        return REFUSAL_OF_ADAPTERS
     launches = model.decode.joined_launches(model)
     return launches if isinstance(launches, str) else Joined(launches)
 

@@ -250,7 +250,7 @@ def info(
     ] = None,
     adapter_rank: Annotated[
         int | None,
-        typer.Option(min=1, help="With --kernels: also adapters of this rank, of all matrices.", show_default=False),
+        typer.Option(min=1, help="With --kernels: all rows have adapters of this rank.", show_default=False),
     ] = None,
     device: Device = None,
     tp: Tp = False,
@@ -271,7 +271,7 @@ def info(
     if adapter_rank is not None and not kernels:
         from exl_generate.errors import RequestError
 
-        raise RequestError(f"--adapter-rank {adapter_rank} adds launches of adapters to the kernels: add --kernels")
+        raise RequestError(f"--adapter-rank {adapter_rank} is for the kernels of passes with adapters: add --kernels")
     if kernels:
         if plan or cache_tokens or tp:
             from exl_generate.errors import RequestError

@@ -32,7 +32,7 @@ def run(folder: Path | None, card: str | None, cache: KVKind, as_json: bool, ada
 
 def facts(config: ExLlamaV2Config, card: str | None, cache: KVKind, adapter_rank: int | None = None) -> dict[str, Any]:
     """Card, code and kernels. `card` names one of `known_cards`; None is the first GPU of this machine that can be
-    used. `adapter_rank` adds launches of adapters. Raises DeviceError."""
+    used. `adapter_rank`: of adapters that each row has. Raises DeviceError."""
     chosen = _card(card)
     uses = [
         *kernel_uses(config, chosen, cache=cache, keys=KEYS, adapter_rank=adapter_rank),

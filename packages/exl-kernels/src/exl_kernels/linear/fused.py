@@ -137,6 +137,7 @@ class FusedLinear(PlannedMatmul):
         self.out_features = first.out_features if activation else sum(m.out_features for m in matrices)
         self.device = first.device
         self._group = self._native_group()
+        self.is_quantized = self._group is not None
         self._plans: dict[int, _native.MatmulPlan] = {}
         self._norm: _native.NormPrologue | None = None
         self._packed_norm: _native.NormPrologue | None = None

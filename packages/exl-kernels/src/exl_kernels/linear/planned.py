@@ -25,11 +25,13 @@ class PlannedMatmul(ABC):
         in_features: columns of x.
         out_features: columns of the result.
         device: the GPU; "meta" for shapes.
+        is_quantized: all matrices are quantized, so that calls have plans.
     """
 
     in_features: int
     out_features: int
     device: torch.device
+    is_quantized: bool
 
     @abstractmethod
     def _planned(
@@ -125,6 +127,7 @@ class ShapedMatmul(PlannedMatmul):
         self.in_features = self._shapes[0].in_features if self._shapes else 0
         self.out_features = widths[0] if widths and activation else sum(widths)
         self.device = torch.device("meta")
+        self.is_quantized = bool(self._shapes)
 
     def _planned(
         self,

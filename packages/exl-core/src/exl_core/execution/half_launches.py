@@ -1,0 +1,63 @@
+"""The launches of a half of a layer that norm its input and that end it, as `HalfPlan` answers them.
+
+Executors launch what it answers for loaded matrices; the report of kernels asks it for shapes.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import Generic, NamedTuple, TypeVar
+
+from exl_kernels.linear.planned import PlannedMatmul
+
+from ..layers import RMSNorm
+
+__all__ = ["LastLaunch", "M", "NormLaunch", "Prologue"]
+
+M = TypeVar("M", bound=PlannedMatmul)
+
+
+class NormLaunch(Enum):
+    """The launch that norms the input of a half."""
+
+    NONE = auto()
+    """The half has no norm."""
+    MATMUL = auto()
+    """The first matmul."""
+    ADAPTERS = auto()
+    """The launch before the first matmul that multiplies by the adapters' A."""
+    PACKING = auto()
+    """A launch that also packs the input of the first matmul."""
+    OWN = auto()
+    """A launch that only norms."""
+
+
+class LastLaunch(Enum):
+    """The launch that adds the result of a half's last matmul to the hidden state."""
+
+    PACKING_MATMUL = auto()
+    """The last matmul, which also packs the input of the next half."""
+    MATMUL = auto()
+    """The last matmul."""
+    PACKING_POST_NORM = auto()
+    """As POST_NORM, and it packs the input of the next half."""
+    POST_NORM = auto()
+    """A launch that applies the post norm, if there is one, before the sum, and the next half's norm behind it."""
+    SUM_AND_NORM = auto()
+    """A launch of the sum and the next half's norm, behind that of the post norm if there is one."""
+    SUM = auto()
+    """A launch of torch, behind that of the post norm if there is one."""
+
+
+class Prologue(NamedTuple, Generic[M]):
+    """The part of the next half's first matmul that the last launches of a half may do: norm and packed input."""
+
+    norm: RMSNorm | None = None
+    """Norm the hidden state with this."""
+    matmul: M | None = None
+    """Pack the normed hidden state for this matmul; without `norm` the hidden state itself, which the matmul norms."""
+
+    @property
+    def chained(self) -> M | None:
+        """The matmul for which the last matmul itself packs its results."""
+        return self.matmul if self.norm is None else None
