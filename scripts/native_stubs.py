@@ -30,9 +30,10 @@ def generated() -> str:
             *("--target-dir", str(ROOT / "rust" / "target" / "stubs"), "--out", folder),
             env=os.environ | BUILD,
         )
-        # Formatted outside the tree, so the configuration is named.
+        # Formatted outside the tree, so the configuration and the package are named.
         (stub,) = Path(folder).rglob("*.pyi")
-        style = ["--quiet", "--config", str(ROOT / "pyproject.toml"), str(stub)]
+        own = 'lint.isort.known-first-party = ["exl_kernels"]'
+        style = ["--quiet", "--config", str(ROOT / "pyproject.toml"), "--config", own, str(stub)]
         _run("-m", "ruff", "check", "--select", "I,RUF022", "--fix", *style)
         _run("-m", "ruff", "format", *style)
         return stub.read_text(encoding="utf-8")

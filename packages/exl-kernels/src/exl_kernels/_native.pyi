@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import Final, final
 
-from numpy import int32, int64
+from numpy import int64
 from numpy.typing import NDArray
 from torch import Tensor
+
+from exl_kernels.sampling import Row
 
 __all__ = [
     "AttentionBlock",
@@ -1534,21 +1536,7 @@ def cuda_sample_answers(
 
 def cuda_sample_fill(
     workspace: SamplingWorkspace,
-    requests: Sequence[
-        tuple[
-            SamplingPlan,
-            Tensor,
-            Tensor | None,
-            NDArray[int64] | None,
-            float,
-            float,
-            NDArray[int32] | None,
-            Sequence[int],
-            Sequence[int],
-            NDArray[int64] | None,
-            int,
-        ]
-    ],
+    requests: Sequence[Row],
     constants: Sequence[tuple[Tensor | None, Tensor | None]],
     stream: int,
 ) -> tuple[int, tuple[bool, bool, bool]]:
@@ -1803,62 +1791,17 @@ def safetensors_header(path: str | PathLike[str]) -> tuple[list[tuple[str, str, 
     Check the header of a safetensors file and return its entries in data order and its metadata.
     """
 
-def sample_rows(
-    requests: Sequence[
-        tuple[
-            SamplingPlan,
-            Tensor,
-            Tensor | None,
-            NDArray[int64] | None,
-            float,
-            float,
-            NDArray[int32] | None,
-            Sequence[int],
-            Sequence[int],
-            NDArray[int64] | None,
-            int,
-        ]
-    ],
-) -> list[tuple[int, float, tuple[list[int], list[float]] | None]]:
+def sample_rows(requests: Sequence[Row]) -> list[tuple[int, float, tuple[list[int], list[float]] | None]]:
     """
     Sample each row from its float32 logits in CPU memory.
     """
 
-def sampling_distribution(
-    request: tuple[
-        SamplingPlan,
-        Tensor,
-        Tensor | None,
-        NDArray[int64] | None,
-        float,
-        float,
-        NDArray[int32] | None,
-        Sequence[int],
-        Sequence[int],
-        NDArray[int64] | None,
-        int,
-    ],
-) -> tuple[list[int], list[int]]:
+def sampling_distribution(request: Row) -> tuple[list[int], list[int]]:
     """
     The final candidates of one row by ascending id, with their weights. Raises `LookupError` if there are none.
     """
 
-def sampling_shaped(
-    request: tuple[
-        SamplingPlan,
-        Tensor,
-        Tensor | None,
-        NDArray[int64] | None,
-        float,
-        float,
-        NDArray[int32] | None,
-        Sequence[int],
-        Sequence[int],
-        NDArray[int64] | None,
-        int,
-    ],
-    out: Tensor,
-) -> None:
+def sampling_shaped(request: Row, out: Tensor) -> None:
     """
     Write the logits of one row after steps 1 to 8 into `out` (float32, one for each id of the vocabulary).
     """

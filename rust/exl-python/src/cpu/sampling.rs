@@ -9,6 +9,7 @@ use exl_cpu::sampling::{
 };
 use pyo3::buffer::{Element, PyBuffer};
 use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::intern;
 use pyo3::prelude::*;
 
 use crate::tensor::Tensor;
@@ -182,7 +183,7 @@ macro_rules! array_argument {
 }
 array_argument!(Ids of i64 as "int64", Words of i32 as "int32");
 
-/// One row of a call, from a tuple in this order.
+/// One row of a call: the fields of `exl_kernels.sampling.Row`, by name.
 pub struct Request {
     pub plan: Py<SamplingPlan>,
     /// [V]
@@ -203,52 +204,33 @@ pub struct Request {
     pub top_n: usize,
 }
 
-type RequestTuple = (
-    Py<SamplingPlan>,
-    Tensor,
-    Option<Tensor>,
-    Option<Ids>,
-    f64,
-    f64,
-    Option<Words>,
-    Vec<i64>,
-    Vec<i64>,
-    Option<Ids>,
-    usize,
-);
+/// The value of an attribute, whose name the macro has interned.
+macro_rules! attribute {
+    ($object:expr, $name:literal) => {
+        $object.getattr(intern!($object.py(), $name))?
+    };
+}
 
 impl<'a, 'py> FromPyObject<'a, 'py> for Request {
     type Error = PyErr;
 
     #[cfg(feature = "stubs")]
-    const INPUT_TYPE: pyo3::inspect::PyStaticExpr = RequestTuple::INPUT_TYPE;
+    const INPUT_TYPE: pyo3::inspect::PyStaticExpr =
+        pyo3::type_hint_identifier!("exl_kernels.sampling", "Row");
 
-    fn extract(obj: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        let (
-            plan,
-            logits,
-            negative,
-            context,
-            uniform,
-            mirostat,
-            mask,
-            banned,
-            discouraged,
-            only,
-            top_n,
-        ) = obj.extract::<RequestTuple>()?;
+    fn extract(row: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
         Ok(Self {
-            plan,
-            logits,
-            negative,
-            context,
-            uniform,
-            mirostat,
-            mask,
-            banned,
-            discouraged,
-            only,
-            top_n,
+            plan: attribute!(attribute!(row, "plan"), "native").extract()?,
+            logits: attribute!(row, "logits").extract()?,
+            negative: attribute!(row, "negative").extract()?,
+            context: attribute!(row, "context").extract()?,
+            uniform: attribute!(row, "uniform").extract()?,
+            mirostat: attribute!(row, "mirostat").extract()?,
+            mask: attribute!(row, "mask").extract()?,
+            banned: attribute!(row, "banned").extract()?,
+            discouraged: attribute!(row, "discouraged").extract()?,
+            only: attribute!(row, "only").extract()?,
+            top_n: attribute!(row, "top_n").extract()?,
         })
     }
 }

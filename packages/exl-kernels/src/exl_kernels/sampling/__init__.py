@@ -53,20 +53,6 @@ Ids = NDArray[np.int64]
 Answer = tuple[int, float, tuple[list[int], list[float]] | None]
 """Token, or a negative number as the reason why there is none; its probability; the first candidates and theirs."""
 _UNANSWERED: Answer = (_LEFT_TO_CPU, 0.0, None)
-Request = tuple[
-    _native.SamplingPlan,
-    Tensor,
-    Tensor | None,
-    Ids | None,
-    float,
-    float,
-    Mask | None,
-    Sequence[int],
-    Sequence[int],
-    Ids | None,
-    int,
-]
-"""A row's fields in the order of `Row.request`."""
 
 
 def pack_ids(ids: Iterable[int], size: int) -> Mask:
@@ -167,7 +153,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Row:
-    """One row of a call.
+    """One row of a call. The native functions read its fields by their names.
 
     Attributes:
         plan: transforms of the request.
@@ -194,22 +180,6 @@ class Row:
     discouraged: Sequence[int] = ()
     only: Ids | None = None
     top_n: int = 0
-
-    def request(self) -> Request:
-        """Return the row as the native functions take it."""
-        return (
-            self.plan.native,
-            self.logits,
-            self.negative,
-            self.context,
-            self.uniform,
-            self.mirostat,
-            self.mask,
-            self.banned,
-            self.discouraged,
-            self.only,
-            self.top_n,
-        )
 
 
 class TokenTarget(NamedTuple):
@@ -284,7 +254,7 @@ class Launched:
 
     def _answers(self) -> list[Answer]:
         if not self._on_gpus:
-            return _native.sample_rows([_on_cpu(row).request() for row in self._rows])
+            return _native.sample_rows([_on_cpu(row) for row in self._rows])
         answers: list[Answer] = [_UNANSWERED] * len(self._rows)
         for indices, queued in self._on_gpus:
             for i, answer in zip(indices, queued.collect(), strict=True):
@@ -292,7 +262,7 @@ class Launched:
         left = [i for i, answer in enumerate(answers) if answer[0] == _LEFT_TO_CPU]
         if left:
             self.written = False
-            found = _native.sample_rows([_on_cpu(self._rows[i]).request() for i in left])
+            found = _native.sample_rows([_on_cpu(self._rows[i]) for i in left])
             for i, answer in zip(left, found, strict=True):
                 answers[i] = answer
         return answers
@@ -351,7 +321,7 @@ def distribution(row: Row) -> tuple[Ids, NDArray[np.uint64]] | None:
     A weight is the probability times a common factor.
     """
     try:
-        ids, weights = _native.sampling_distribution(_on_cpu(row).request())
+        ids, weights = _native.sampling_distribution(_on_cpu(row))
     except LookupError:
         return None
     return np.array(ids, dtype=np.int64), np.array(weights, dtype=np.uint64)
@@ -360,7 +330,7 @@ def distribution(row: Row) -> tuple[Ids, NDArray[np.uint64]] | None:
 def shaped(row: Row) -> NDArray[np.float32]:
     """Return the logits of `row` after penalties, bans, bias, DRY and masks, cut to the vocabulary."""
     out = torch.empty(min(row.plan.size, row.logits.numel()))
-    _native.sampling_shaped(_on_cpu(row).request(), out)
+    _native.sampling_shaped(_on_cpu(row), out)
     return out.numpy()
 
 

@@ -116,14 +116,13 @@ class _Place:
         """
         tail_free = any(row.plan.native.tail_free for row in rows)
         self.reserve(len(rows), max(row.logits.shape[0] for row in rows), tail_free)
-        requests = [row.request() for row in rows]
         constants = [_constants(row.plan, self.device) for row in rows]
         stream = stream_of(rows[0].logits)
         way = self._beside.cuda_stream if beside else stream
-        need, needs = _native.cuda_sample_fill(self.workspace(), requests, constants, way)
+        need, needs = _native.cuda_sample_fill(self.workspace(), rows, constants, way)
         while need > self.staging.numel():
             self.grow(2 * need)
-            need, needs = _native.cuda_sample_fill(self.workspace(), requests, constants, way)
+            need, needs = _native.cuda_sample_fill(self.workspace(), rows, constants, way)
         if beside:
             self._copied.record(self._beside)
             self.stream().wait_event(self._copied)
