@@ -18,6 +18,7 @@ from exl_core.execution.kernels import kernel_uses
 from exl_core.execution.mlp_half import MlpHalf
 from exl_core.lora.rows import RowAdapters
 from exl_kernels import _native
+from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.safetensors_file import write_safetensors
 from exl_kernels.selection import FEW_ROWS, Card
 
@@ -108,8 +109,9 @@ def results(
             plan.run(flat, step, logits)
         else:
             x = flat
-            for module in model.modules:
-                x = module.forward(x, step)
+            with row_invariant_matmuls():
+                for module in model.modules:
+                    x = module.forward(x, step)
             logits.copy_(x)
     return logits.cpu(), [tensor.cpu() for tensor in cache.all_tensors()]
 
@@ -121,7 +123,7 @@ def test_joined_launches_add_adapters(model: ExLlamaV2, tmp_path: Path, case: st
     assert_identical(model, tmp_path, case, batch, q_len)
 
 
-@pytest.mark.parametrize("batch", [1, 4, 64])
+@pytest.mark.parametrize("batch", [1, 4, 64, 65])
 @pytest.mark.parametrize("model", ["gptq", "gptq-act-order"], indirect=True)
 def test_joined_launches_add_adapters_of_gptq(model: ExLlamaV2, tmp_path: Path, batch: int) -> None:
     assert_identical(model, tmp_path, "mixed", batch, 1)

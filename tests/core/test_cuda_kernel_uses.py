@@ -145,7 +145,7 @@ def test_a_model_launches_what_the_report_says(kind: str, tmp_path: Path, monkey
     """Captured steps of 1 to 65 sequences, and prompts."""
     model = loaded_on("cuda:0", made(tmp_path / "model", FLOATS[kind]), monkeypatch)
     compare(model, (1, 8, 32, 65), (8, 65, 128))
-    compare_adapted(model, (1, 8, 32), tmp_path / "adapter")
+    compare_adapted(model, (1, 8, 32, 65), tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -154,7 +154,7 @@ def test_layers_of_other_families_do_too(family: str, tmp_path: Path, monkeypatc
     quantize_model(source, tmp_path / "quantized", bits=4.0)
     model = loaded_on("cuda:0", tmp_path / "quantized", monkeypatch)
     compare(model, (1, 2, 8, 32, 65), (8, 65))
-    compare_adapted(model, (1, 2, 8, 32), tmp_path / "adapter")
+    compare_adapted(model, (1, 2, 8, 32, 65), tmp_path / "adapter")
 
 
 def compare(model: ExLlamaV2, steps: tuple[int, ...], prompts: tuple[int, ...]) -> None:

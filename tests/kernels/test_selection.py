@@ -65,11 +65,13 @@ def test_norms_and_adapters_say_which_kernel_runs() -> None:
 
 def test_adapted_rows_and_shapes_that_no_kernel_takes_are_named() -> None:
     most = selection.PACKED_ROWS
-    assert selection.refusal_of_adapted_rows(most, captured=True) is None
-    why = selection.refusal_of_adapted_rows(most + 1, captured=True)
+    assert selection.refusal_of_adapted_rows(most) is None
+    why = selection.refusal_of_adapted_rows(most + 1)
     assert why == f"adapters are added by kernels to at most {most} rows"
-    assert selection.refusal_of_adapted_rows(most + 1) == why
     assert selection.refusal_of_adapted_rows(most + 1, invariant=True) is None
+    assert selection.adapters_pack_input(most, 8)
+    assert not selection.adapters_pack_input(most + 1, 8)
+    assert not selection.adapters_pack_input(1, selection.LIMITS.most_packed_width + 8)
     assert selection.refusal_of_adapted_shapes(64, (2, 4, 6)) is None
     for in_features, widths, says in [
         (68, [2], "8"),

@@ -24,9 +24,6 @@ pub const BLOCK_ROWS: usize = 128;
 /// Most tokens of a decode step, captured or not, whose results do not depend on other rows.
 pub const STEP_ROWS: usize = 256;
 
-/// Most rows of a captured step with adapters, whose launches pack the input of matmuls on packed weights.
-pub const ADAPTED_ROWS: usize = PACKED_ROWS;
-
 assert_constants!(row_limits, { FEW_ROWS == FEW_ROWS });
 
 const _: () = assert!(

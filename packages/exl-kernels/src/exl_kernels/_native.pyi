@@ -57,6 +57,7 @@ __all__ = [
     "apply_rope",
     "best_isa",
     "cuda_activation",
+    "cuda_adapters_pack_input",
     "cuda_add_post_norm",
     "cuda_add_rms_norm",
     "cuda_attention_stores_keys",
@@ -1345,6 +1346,11 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleav
 
 def best_isa() -> str: ...
 def cuda_activation(gate: Tensor, up: Tensor | None, out: Tensor, kind: str, launch: Launch) -> None: ...
+def cuda_adapters_pack_input(rows: int, in_features: int) -> bool:
+    """
+    Whether the launch that multiplies `rows` rows by the A of adapters may pack them as the input of a matmul.
+    """
+
 def cuda_add_post_norm(
     x: Tensor,
     y: Tensor,
@@ -1489,10 +1495,9 @@ def cuda_probe_read(buffer: Tensor, sink: Tensor, stream: int) -> None:
     Read all of `buffer` (uint8) to measure the read bandwidth; `sink` is a uint8 tensor of at least 4 elements.
     """
 
-def cuda_refusal_of_adapted_rows(rows: int, *, captured: bool = False, invariant: bool = False) -> str | None:
+def cuda_refusal_of_adapted_rows(rows: int, *, invariant: bool = False) -> str | None:
     """
-    Why the kernels do not add the adapters of `rows` rows, or None. `captured`: of a captured step; otherwise rows are asked to be
-    batch-invariant or not.
+    Why the kernels do not add the adapters of `rows` rows, which are asked to be batch-invariant or not; None if they do.
     """
 
 def cuda_refusal_of_adapted_shapes(in_features: int, widths: Sequence[int]) -> str | None:

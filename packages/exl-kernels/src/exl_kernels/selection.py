@@ -35,6 +35,7 @@ __all__ = [
     "NormOperation",
     "Selection",
     "adapter_kernels",
+    "adapters_pack_input",
     "attention_stores_keys",
     "known_cards",
     "norm_kernel",
@@ -486,15 +487,19 @@ def runs_packed(rows: int, *, decodes: bool, packed: int) -> bool:
     return _native.cuda_runs_packed(rows, decodes=decodes, packed=packed)
 
 
-def refusal_of_adapted_rows(rows: int, *, captured: bool = False, invariant: bool = False) -> str | None:
+def refusal_of_adapted_rows(rows: int, *, invariant: bool = False) -> str | None:
     """Return why the kernels of `linear.lora` do not add the adapters of so many rows, or None.
 
     Args:
         rows: number of rows.
-        captured: the rows of a captured step.
-        invariant: the rows of another pass are asked to be batch-invariant (`device.row_invariant`).
+        invariant: the rows are asked to be batch-invariant (`device.row_invariant`), as those of captured steps are.
     """
-    return _native.cuda_refusal_of_adapted_rows(rows, captured=captured, invariant=invariant)
+    return _native.cuda_refusal_of_adapted_rows(rows, invariant=invariant)
+
+
+def adapters_pack_input(rows: int, in_features: int) -> bool:
+    """Return whether the launch of `LoraGroup.shrink` may pack rows of a matmul's input."""
+    return _native.cuda_adapters_pack_input(rows, in_features)
 
 
 def refusal_of_adapted_shapes(in_features: int, widths: Sequence[int]) -> str | None:

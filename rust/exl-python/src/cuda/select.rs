@@ -372,22 +372,18 @@ pub fn cuda_select_adapters(
     )
 }
 
-/// Why the kernels do not add the adapters of `rows` rows, or None. `captured`: of a captured step; otherwise rows are asked to be
-/// batch-invariant or not.
+/// Why the kernels do not add the adapters of `rows` rows, which are asked to be batch-invariant or not; None if they do.
 #[pyfunction]
-#[pyo3(signature = (rows, *, captured=false, invariant=false))]
-pub fn cuda_refusal_of_adapted_rows(
-    rows: usize,
-    captured: bool,
-    invariant: bool,
-) -> Option<String> {
-    let pass = if captured {
-        adapters::Pass::Captured
-    } else {
-        adapters::Pass::Eager { invariant }
-    };
-    let refused = adapters::takes_rows(rows, pass).err();
+#[pyo3(signature = (rows, *, invariant=false))]
+pub fn cuda_refusal_of_adapted_rows(rows: usize, invariant: bool) -> Option<String> {
+    let refused = adapters::takes_rows(rows, invariant).err();
     refused.map(|why| why.to_string())
+}
+
+/// Whether the launch that multiplies `rows` rows by the A of adapters may pack them as the input of a matmul.
+#[pyfunction]
+pub fn cuda_adapters_pack_input(rows: usize, in_features: usize) -> bool {
+    adapters::packs_input(rows, in_features)
 }
 
 /// Why the kernels do not add adapters to matrices over one input, with `widths` outputs each, or None.

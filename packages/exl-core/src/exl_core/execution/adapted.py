@@ -16,7 +16,7 @@ from torch import Tensor
 from exl_kernels.linear.fused import Activation, FusedLinear
 from exl_kernels.linear.fused import Norm as InputNorm
 from exl_kernels.linear.lora import LoraGroup
-from exl_kernels.selection import LIMITS
+from exl_kernels.selection import adapters_pack_input
 
 from ..layers import Linear
 from ..lora.rows import RowAdapters
@@ -55,7 +55,7 @@ class MatmulAdapters:
 
     def _multiply(self, matmul: FusedLinear, x: Tensor, norm: InputNorm | None, out: Tensor) -> tuple[Tensor, Tensor]:
         """Multiply by A and by the matrices; where the matmul takes packed input, the launch before packs it."""
-        given = matmul.input_of(x.shape[0]) if x.shape[1] <= LIMITS.most_packed_width else None
+        given = matmul.input_of(x.shape[0]) if adapters_pack_input(*x.shape) else None
         if given is not None:
             middle = self.group.shrink(x, self.slots, norm=norm, into=given)
             return matmul.from_input(given, out), middle

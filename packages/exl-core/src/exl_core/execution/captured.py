@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels.device import row_invariant, row_invariant_matmuls
-from exl_kernels.selection import PACKED_ROWS, refusal_of_adapted_rows
+from exl_kernels.selection import PACKED_ROWS
 
 from ..errors import DeviceError
 from ..layers import Head, Module
@@ -38,7 +38,7 @@ from .capturable import (
 )
 from .capture_failure import CaptureFailure
 from .captured_step import CapturedStep, StepReplay, on_cpu
-from .environment import PROMPTS_VARIABLE, eager_prompts, joins_adapters
+from .environment import PROMPTS_VARIABLE, eager_prompts, refusal_of_joined_adapters
 from .fused import JoinedLaunches, joined_launches_of
 from .half import OutputTokens
 from .prompt_buckets import PromptBuckets
@@ -237,7 +237,7 @@ class DecodeGraphs:
         most = min(table.shape[1] * size, model.config.max_seq_len)
         if longest > most:
             return f"the step ends at {longest} tokens; its pages and the model hold {most}"
-        adapter_slots = self._adapter_slots_of(model, adapters, batch * q_len) if adapters else []
+        adapter_slots = self._adapter_slots_of(model, adapters) if adapters else []
         if isinstance(adapter_slots, str):
             return adapter_slots
         if self._exact_batch and not decodes:
@@ -246,7 +246,9 @@ class DecodeGraphs:
         bucket = sizes if decodes else self._stored.find(sizes, places, last=output_tokens == "last")
         if bucket is None:
             return "too few prompts of this size have come for a captured step"
-        captured = self._refusal_of_bucket(model, bucket) or self._captured(model, cache, bucket, bool(adapters))
+        captured = self._refusal_of_bucket(model, bucket, bool(adapters)) or self._captured(
+            model, cache, bucket, bool(adapters)
+        )
         if isinstance(captured, str):
             return captured
         limits = (model.config.vocab_size, model.config.max_seq_len, places)
@@ -267,9 +269,7 @@ class DecodeGraphs:
         if not self._recording:  # the garbage collector may find the adapter at any time
             self._drop_adapted()
 
-    def _adapter_slots_of(
-        self, model: LanguageModel, adapters: Sequence[tuple[Adapter, ...]], tokens: int
-    ) -> list[int] | str:
+    def _adapter_slots_of(self, model: LanguageModel, adapters: Sequence[tuple[Adapter, ...]]) -> list[int] | str:
         """Return the slot in `_sets` of each row's adapters, -1 for none.
 
         Or return the reason why captured steps cannot have these adapters. New adapters invalidate the captured steps
@@ -277,8 +277,6 @@ class DecodeGraphs:
         """
         if model.tp_context is not None:
             return "adapters of a sharded model are added on its first device"
-        if (refused := refusal_of_adapted_rows(tokens, captured=True)) is not None:
-            return refused
         if self._sets.stale:
             self.forget_adapters()
         new = self._sets.new_of(adapters)
@@ -294,6 +292,10 @@ class DecodeGraphs:
         if model.placement.several:
             return "the model is on several devices"
         return self._joined_or_reason(model)
+
+    def _joined_for_step(self, model: LanguageModel, adapted: bool) -> JoinedLaunches | str:
+        """Return the joined launches for a captured step, with adapters or not, or the reason why there are none."""
+        return (refusal_of_joined_adapters() if adapted else None) or self._joined_or_reason(model)
 
     def _joined_or_reason(self, model: LanguageModel) -> JoinedLaunches | str:
         if self._joined is None:
@@ -370,7 +372,7 @@ class DecodeGraphs:
         grain = 1 << max(0, (pages - 1).bit_length() - 3)
         return Bucket(rows, q_len, min(-(-pages // grain) * grain, places), page_size)
 
-    def _refusal_of_bucket(self, model: LanguageModel, bucket: Bucket) -> str | None:
+    def _refusal_of_bucket(self, model: LanguageModel, bucket: Bucket, adapted: bool) -> str | None:
         """Return why steps of a bucket cannot be captured with batch-invariant results, or None."""
         if model.tp_context is not None:
             if bucket.tokens > PACKED_ROWS and not (bucket.stores or bucket.last):
@@ -379,7 +381,7 @@ class DecodeGraphs:
             return shards if isinstance(shards, str) else None
         if bucket.tokens <= PACKED_ROWS:
             return None
-        joined = self._joined_or_reason(model)
+        joined = self._joined_for_step(model, adapted)
         why = joined if isinstance(joined, str) else joined.refusal_of_rows(bucket.tokens)
         return None if why is None else f"a step of more than {PACKED_ROWS} rows is not batch-invariant: {why}"
 
@@ -471,7 +473,7 @@ class DecodeGraphs:
         if model.tp_context is not None:
             records = self._record_sharded_prompt if bucket.stores or bucket.last else self._record_sharded
             return records(model, model.tp_context, cache, bucket)
-        joined = None if adapted and not joins_adapters() else self._joined_or_reason(model)
+        joined = self._joined_for_step(model, adapted)
         inputs = StagedTensors(bucket, device)
         if bucket.stores:
             assert isinstance(joined, JoinedLaunches), "`_refusal_of_prompts` has checked it"

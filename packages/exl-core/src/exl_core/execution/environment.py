@@ -19,7 +19,7 @@ __all__ = [
     "captures_steps",
     "eager_prompts",
     "joined_rows",
-    "joins_adapters",
+    "refusal_of_joined_adapters",
     "refusal_of_joined_rows",
 ]
 
@@ -68,9 +68,11 @@ def refusal_of_joined_rows(rows: int) -> str | None:
     return None if rows <= most else f"{JOINED_ROWS_VARIABLE} allows joined matmuls of at most {most} rows"
 
 
-def joins_adapters() -> bool:
-    """Return whether captured steps with adapters use joined launches: EXL_DECODE_JOINED_ADAPTERS is not 0."""
-    return _text(JOINED_ADAPTERS_VARIABLE) != "0"
+def refusal_of_joined_adapters() -> str | None:
+    """Return why captured steps with adapters have no joined launches, or None: EXL_DECODE_JOINED_ADAPTERS is 0."""
+    if _text(JOINED_ADAPTERS_VARIABLE) != "0":
+        return None
+    return f"{JOINED_ADAPTERS_VARIABLE}=0 asks for the modules' own passes"
 
 
 def _text(name: str) -> str:

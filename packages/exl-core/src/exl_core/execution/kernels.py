@@ -18,14 +18,13 @@ from exl_kernels.moe.cuda import ExpertRouter
 from exl_kernels.selection import (
     BLOCK_ROWS,
     FEW_ROWS,
-    LIMITS,
     PACKED_ROWS,
     STEP_ROWS,
     Card,
     Selection,
     adapter_kernels,
+    adapters_pack_input,
     attention_stores_keys,
-    refusal_of_adapted_rows,
     rope_store_kernel,
     runs_packed,
 )
@@ -37,7 +36,7 @@ from ..layers import Head, Linear, Module, Norm, build_modules
 from ..layers.description import AttentionDescription, ExpertsDescription, HalfDescription, MatmulDescription
 from ..layers.norm import LayerNorm, rms_of
 from .capturable import refusal_of_settings, refusal_of_tokens
-from .environment import JOINED_ADAPTERS_VARIABLE, joins_adapters, refusal_of_joined_rows
+from .environment import refusal_of_joined_adapters, refusal_of_joined_rows
 from .fused import uncovered
 from .half import description_of, refusal_of_code, why_own_pass
 from .half_matmuls import (
@@ -209,13 +208,13 @@ class _Model:
             return _Way("eager" if eager else "joined", eager or reason, eager or refusal, context)
         if self._eager is not None:
             return _Way("eager", self._eager, self._eager, context)
-        uncaptured = refusal_of_tokens(count, 1) or self._refusal_of_rows(count)
-        if adapted:
-            uncaptured = uncaptured or refusal_of_adapted_rows(count, captured=True)
+        unjoined = refusal_of_joined_adapters() if adapted else None
+        refusal = refusal or unjoined
+        uncaptured = (
+            refusal_of_tokens(count, 1) or self._refusal_of_rows(count) or refusal_of_blocks(count, lambda: unjoined)
+        )
         if uncaptured is not None:
             return _Way("eager" if eager else "joined", uncaptured, eager or refusal, context)
-        if adapted and not joins_adapters():
-            refusal = refusal or f"{JOINED_ADAPTERS_VARIABLE}=0 asks for the modules' own passes"
         return _Way("captured", self._apart, refusal, context)
 
     def _refusal_of_joining(self, count: int, invariant: bool) -> str | None:
@@ -432,7 +431,7 @@ class _Uses:
         bare = self._model.make((head.linear,), None, None)
         if chained is not None:
             self._matmul("head", chained, (head.linear,))
-        elif self._way.way == "captured" and head_takes_blocks(bare, head, self._count):
+        elif self._way.way == "captured" and not self._adapted and head_takes_blocks(bare, head, self._count):
             self._matmul("head", bare, (head.linear,))
         else:
             self._alone("head", head.linear, self._count)
@@ -464,7 +463,7 @@ class _Uses:
 
     def _adapters(self, matmul: ShapedMatmul, ranks: int, gated: bool) -> None:
         """Add the launches of the adapters of a joined matmul, as `adapted.MatmulAdapters`."""
-        fits = matmul.in_features <= LIMITS.most_packed_width
+        fits = adapters_pack_input(self._count, matmul.in_features)
         columns = matmul.input_columns(self._count) if fits else None
         found = adapter_kernels(self._count, ranks, columns=columns, gated=gated)
         self._add("adapters", found.kernel, found.reasons)

@@ -3,9 +3,10 @@
 //! A row's result has one order of sums in all of them, and no choice depends on the card. Launches and reports use the same functions.
 
 use crate::abi::assert_constants;
+use crate::ops::elementwise::select::MOST_PACKED_WIDTH;
 use crate::ops::linear::ring::MATRICES;
 use crate::ops::linear::select::is_invariant;
-use crate::rows::ADAPTED_ROWS;
+use crate::rows::PACKED_ROWS;
 
 /// Kernels of adapters: those that multiply by A (`Shrink`) and those that multiply by B and add.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,15 +49,6 @@ impl Kernel {
     }
 }
 
-/// How the rows of a pass get their adapters.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Pass {
-    /// Launches of a captured step, most of them for the matrices of a joined matmul.
-    Captured,
-    /// After each matmul of a pass that is not captured, whose rows are asked to be batch-invariant or not.
-    Eager { invariant: bool },
-}
-
 /// Why the kernels do not take adapters, which torch then multiplies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
@@ -66,19 +58,20 @@ pub enum Refusal {
     Shapes(&'static str),
 }
 
-/// Check that the kernels add the adapters of `rows` rows.
+/// Check that the kernels add the adapters of `rows` rows, which are asked to be batch-invariant or not.
 ///
 /// The arithmetic of a row that is batch-invariant must not depend on the number of rows, so such rows always take the kernels; for others
 /// torch is faster.
-pub const fn takes_rows(rows: usize, pass: Pass) -> Result<(), Refusal> {
-    let takes = match pass {
-        Pass::Captured => rows <= ADAPTED_ROWS,
-        Pass::Eager { invariant } => is_invariant(rows, invariant),
-    };
-    if takes {
+pub const fn takes_rows(rows: usize, invariant: bool) -> Result<(), Refusal> {
+    if is_invariant(rows, invariant) {
         return Ok(());
     }
-    Err(Refusal::Rows(ADAPTED_ROWS))
+    Err(Refusal::Rows(PACKED_ROWS))
+}
+
+/// Whether the launch that multiplies `rows` rows by A may pack them as the input of a matmul.
+pub const fn packs_input(rows: usize, in_features: usize) -> bool {
+    rows <= PACKED_ROWS && in_features <= MOST_PACKED_WIDTH
 }
 
 /// Check that the kernels add adapters to matrices over one input, with `widths` outputs each.
@@ -190,17 +183,21 @@ mod tests {
     }
 
     #[test]
-    fn kernels_add_the_adapters_of_invariant_rows_and_of_small_captured_steps() {
-        let more = ADAPTED_ROWS + 1;
-        for (rows, pass, takes) in [
-            (ADAPTED_ROWS, Pass::Captured, true),
-            (more, Pass::Captured, false),
-            (ADAPTED_ROWS, Pass::Eager { invariant: false }, true),
-            (more, Pass::Eager { invariant: false }, false),
-            (more, Pass::Eager { invariant: true }, true),
+    fn kernels_add_the_adapters_of_invariant_rows_and_pack_few() {
+        for (rows, invariant, takes) in [
+            (PACKED_ROWS, false, true),
+            (PACKED_ROWS + 1, false, false),
+            (PACKED_ROWS + 1, true, true),
         ] {
-            assert_eq!(takes_rows(rows, pass).is_ok(), takes, "{rows} {pass:?}");
+            assert_eq!(
+                takes_rows(rows, invariant).is_ok(),
+                takes,
+                "{rows} {invariant}"
+            );
         }
+        assert!(packs_input(PACKED_ROWS, MOST_PACKED_WIDTH));
+        assert!(!packs_input(PACKED_ROWS + 1, 8));
+        assert!(!packs_input(1, MOST_PACKED_WIDTH + 8));
     }
 
     #[test]
