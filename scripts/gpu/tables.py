@@ -156,7 +156,8 @@ def families(lines: list[Line], runs: Runs) -> list[str]:
         column = []
         for name in names:
             of_row = [found.get((*name, batch)) for batch in batches]
-            text = " / ".join(f"{d['p50_us']:,.0f}{of_cell(d)}" if d is not None else "-" for d in of_row)
+            of_steps = [f"{d['p50_us']:,.0f}{of_cell(d)}" if d is not None else "-" for d in of_row]
+            text = " / ".join(of_steps) if any(of_row) else ""
             speed = f"{prompt[name]['prompt_tok_s']:,.0f}{of_cell(prompt[name])}" if name in prompt else ""
             shares = [d.get("share_of_twin") if d is not None else None for d in of_row]
             of_twin = " / ".join("-" if share is None else f"{share:.2f}" for share in shares) if any(shares) else ""
@@ -218,17 +219,18 @@ def http(lines: list[Line], runs: Runs) -> list[str]:
 def devices(lines: list[Line], runs: Runs) -> list[str]:
     """Steps and prompts on several GPUs, each beside one card in the same run."""
     found = {
-        ("H200" not in d["gpu"], d["topology"], d.get("tokens", 0), d["batch"]): d
+        ("H200" not in d["gpu"], len(d["model_shape"]), d["topology"], d.get("tokens", 0), d["batch"]): d
         for d in lines
         if d["topology"] != "1"
     }
     return table(
         "Several GPUs",
-        "| Llama 8B, 4.0 bpw | tok/s | of one card |",
+        "| Llama, 4.0 bpw | tok/s | of one card |",
         (
-            f"| {topology}, {f'prompt of {tokens:,}' if tokens else f'{batch} sequence' + 's' * (batch > 1)}, "
+            f"| {d['model_shape'].upper()}, {d['topology']}, "
+            f"{f'prompt of {tokens:,}' if tokens else f'{batch} sequence' + 's' * (batch > 1)}, "
             f"{short(d['gpu'])} ({runs.letter(d)}) | {d['tok_s']:,.0f} | {d['share_of_one']:.2f} |"
-            for (_, topology, tokens, batch), d in sorted(found.items(), key=lambda item: item[0])
+            for (_, _, _, tokens, batch), d in sorted(found.items(), key=lambda item: item[0])
         ),
     )
 
