@@ -43,6 +43,7 @@ class LoadableModel:
         self.config = config
         self.modules: list[Module] = build_modules(config)
         self._arrangement = list(self.modules)
+        self._hooked: tuple[list[Module], bool] = [], False
         self._built = list(self.modules)
         self._settings = settings_of(config)  # at the time of building the modules
         self._digest: tuple[Checkpoint | None, bytes] | None = None
@@ -417,7 +418,10 @@ class LoadableModel:
     @property
     def hooked(self) -> bool:
         """Whether a module is wrapped in an `Intervention`, whose hooks may look along a sequence."""
-        return any(isinstance(module, Intervention) for module in self.modules)
+        arrangement = self.arrangement
+        if self._hooked[0] is not arrangement:  # asked several times a step
+            self._hooked = arrangement, any(isinstance(module, Intervention) for module in arrangement)
+        return self._hooked[1]
 
     @property
     def arrangement(self) -> list[Module]:
