@@ -62,7 +62,11 @@ def serve(
     no_auth: Annotated[bool, typer.Option("--no-auth-i-know", help="Listen beyond this machine without keys.")] = False,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="PATH=VALUE of any key of the configuration; repeatable.", show_default=False),
+        typer.Option(
+            "--set",
+            help="PATH=VALUE of any key of the configuration but those of models; repeatable.",
+            show_default=False,
+        ),
     ] = None,
     log_level: Annotated[
         str | None, typer.Option(help="debug, info, warning, error. Default: info.", show_default=False)
@@ -156,7 +160,7 @@ def top(
 
 @app.command()
 def ray(
-    file: Annotated[Path, typer.Argument(help="TOML file; its section [ray] says how many replicas there are.")],
+    file: Annotated[Path, typer.Argument(help="TOML file; its section \\[ray] says how many replicas there are.")],
     address: Annotated[
         str | None, typer.Option(help="A running cluster. Default: a new one on this machine.", show_default=False)
     ] = None,
