@@ -65,7 +65,7 @@ pub(super) fn takes(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> R
 /// Whether there are launches, but `gemm_direct` reads the weights faster: [`Plan::idles`].
 pub(super) fn idles(caps: &Capabilities, matrices: &[&Matrix], gated: bool, norm: bool) -> bool {
     plan(caps, matrices, FEW_ROWS, (gated, norm), Tuning::default())
-        .is_ok_and(|plan| plan.idles(matrices))
+        .is_ok_and(|plan| plan.idles(caps, matrices))
 }
 
 /// The launches of `rows` rows, without addresses.

@@ -36,6 +36,8 @@ const PART_BYTES: usize = 512;
 /// Bytes in flight per SM; beyond this, queued weights delay all other memory traffic. With fewer than the second number, memory idles.
 const BYTES_IN_FLIGHT: usize = 33 * 1024;
 const LEAST_IN_FLIGHT: usize = 21 * 1024;
+/// Units of K of inputs whose activations leave a ring little room.
+const LONG_UNITS: usize = 32;
 /// Bytes of a ring if they fit. The rest of an SM is left to the small kernels in between, which then start early.
 const RING_BYTES: usize = 95 * 1024;
 /// The kernel's static arrays.
@@ -568,11 +570,12 @@ fn plan_shape(
 }
 
 impl Plan {
-    /// Whether memory idles: four blocks share K, and clusters of four do not run at the same time, or too few bytes are in flight.
-    pub(super) fn idles(&self, matrices: &[&Matrix]) -> bool {
-        let Task { cut, stage_log, .. } = self.task;
-        let stays = Shape::new(cut as usize, stage_log as usize, 1).stays(self.task.units as usize);
-        cut == 4 || !stays && self.in_flight(matrices) < LEAST_IN_FLIGHT
+    /// Whether memory idles: four blocks share K, and clusters of four do not run at the same time, or too few bytes are in flight beside the
+    /// activations of a long input. Shorter inputs, whose weights are just too wide, were not compared with `gemm_direct`.
+    pub(super) fn idles(&self, caps: &Capabilities, matrices: &[&Matrix]) -> bool {
+        let long = self.task.units as usize >= LONG_UNITS;
+        let starved = long && self.in_flight(matrices) < LEAST_IN_FLIGHT;
+        caps.has(Feature::Clusters) && (self.task.cut == 4 || starved)
     }
 
     /// Fewest bytes in flight while a block streams a run of equal tiles.

@@ -191,7 +191,9 @@ pub fn plan_alone(caps: &Capabilities, matrix: &Matrix, call: Call) -> Plan {
         _ => call.rows,
     };
     let large = rows > GEMV_ROWS && matrix.image_bytes() >= LEAST_PACKED_ALONE;
-    let few = (large && !few::idles(caps, &[matrix], false, false)).then_some(Kernel::GemmFew);
+    // Where the ring of a long input starves, the batch kernel reads the weights faster.
+    let idles = |matrix| caps.has(Feature::Wgmma) && few::idles(caps, &[matrix], false, false);
+    let few = (large && rows <= FEW_ROWS && !idles(matrix)).then_some(Kernel::GemmFew);
     // Without wgmma, a batch of few rows costs as much as one of sixteen.
     let batch = (many || rows <= PACKED_ROWS) && (rows > FEW_ROWS || caps.has(Feature::Wgmma));
     let order: Vec<Kernel> = few
@@ -293,7 +295,7 @@ fn joined_order(caps: &Capabilities, matrices: &[&Matrix], call: Call) -> [Kerne
     let Epilogue { gate, norm, .. } = call.epilogue;
     if call.rows <= GEMV_ROWS {
         [GemvRing, GemmFew, GemmDirect, GemmBatch]
-    } else if few::idles(caps, matrices, gate, norm) {
+    } else if call.rows <= FEW_ROWS && few::idles(caps, matrices, gate, norm) {
         [GemmDirect, GemmFew, GemvRing, GemmBatch]
     } else {
         [GemmFew, GemvRing, GemmDirect, GemmBatch]

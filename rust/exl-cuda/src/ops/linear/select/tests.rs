@@ -655,6 +655,8 @@ fn long_inputs_of_few_rows_are_multiplied_directly() {
         (112, 8192, four, Kernel::GemmDirect),
         (32, 128_256, six, Kernel::GemmDirect),
         (16, 128_256, six, Kernel::GemmFew),
+        (18, 256_000, six, Kernel::GemmFew),
+        (20, 5120, 4112, Kernel::GemmFew),
     ] {
         let matrix = sized(units, bytes, n);
         for rows in [3, 8] {
