@@ -101,6 +101,25 @@ def test_one_that_is_killed_is_replaced() -> None:
     assert asyncio.run(work()) == bytes([10, 20, 30] * 16)
 
 
+def test_one_that_announces_an_endless_answer_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder that an image has taken over cannot make the API worker allocate what it announces."""
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nprintf '\\000\\000\\000\\000\\000\\020\\000\\000'\nexec cat > /dev/null\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+    async def work() -> bytes | ServeError:
+        reader = MediaReader()
+        try:
+            return await decode(reader, part())
+        finally:
+            await reader.close()
+
+    found = asyncio.run(work())
+    assert isinstance(found, ServeError)
+    assert (found.status, found.code) == (400, "image_too_large")
+
+
 def test_a_full_disk_is_reported(tmp_path: Path) -> None:
     async def work() -> bytes | ServeError:
         reader = MediaReader(str(tmp_path))

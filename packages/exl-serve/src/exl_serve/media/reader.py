@@ -32,6 +32,8 @@ SECONDS = 20.0
 ACTIVE, WAITING = 4, 32
 """Requests of one API worker whose images are decoded at once, and requests that may wait for a decoder."""
 RETRY_SECONDS = 2.0
+LONGEST_ANSWER = 1 << 16
+"""Bytes of an answer: a decoder that announces more is ended."""
 _threads = ThreadPoolExecutor(2 * PROCESSES, thread_name_prefix="exl-media")
 """Threads that send images to decoders and wait for them."""
 
@@ -207,7 +209,7 @@ class _Decoder:
 
 
 def _exchange(process: subprocess.Popen[bytes], header: bytes, url: str | LongUrl, begin: int) -> dict[str, Any] | None:
-    """Send an image to a decoder and return its answer, None if it died; runs on a thread.
+    """Send an image to a decoder and return its answer, None if it died or talks nonsense; runs on a thread.
 
     Waiting for a pipe keeps no other thread from running. The event loop would copy a large image piece by piece.
     """
@@ -220,8 +222,10 @@ def _exchange(process: subprocess.Popen[bytes], header: bytes, url: str | LongUr
         else:
             process.stdin.write(url[begin:].encode("ascii", "replace"))
         process.stdin.flush()
-        size = process.stdout.read(HEAD)
-        answer: dict[str, Any] = json.loads(process.stdout.read(int.from_bytes(size, "little")))
+        size = int.from_bytes(process.stdout.read(HEAD), "little")
+        if size > LONGEST_ANSWER:
+            return None
+        answer: dict[str, Any] = json.loads(process.stdout.read(size))
     except (OSError, ValueError):  # a pipe that ends early has no whole JSON
         return None
     return answer
