@@ -71,13 +71,14 @@ async def completions(call: Call) -> None:
     n = fields.get("n", 1)
     wanted = format_of(fields, limits)
     target = await resolve(call, fields)
-    prompts = await _prompts(body.get("prompt"), fields, target)
-    if n > limits.max_n or n * len(prompts) > limits.max_choices:
+    given = _several(body.get("prompt"))
+    if n > limits.max_n or n * len(given) > limits.max_choices:
         raise ServeError.invalid(
-            f"{len(prompts)} prompts and n = {n}; n is at most {limits.max_n}, and all choices together at most "
+            f"{len(given)} prompts and n = {n}; n is at most {limits.max_n}, and all choices together at most "
             f"{limits.max_choices}",
             "n",
         )
+    prompts = await _prompts(given, fields, target)
     text = target.handle.text
     seed, negative_ids = seed_of(call, fields), await negative_ids_of(target, fields)
     requests = [
@@ -151,19 +152,22 @@ def _checked(call: Call, body: Mapping[str, Any], fields: Mapping[str, Any]) -> 
     return scored if asked is None else asked
 
 
-async def _prompts(value: Any, fields: Mapping[str, Any], target: Target) -> list[list[int]]:
-    """Return the token ids of each prompt: a text, texts, ids, or lists of ids. Raises ServeError 400."""
+def _several(value: Any) -> list[Any]:
+    """Return the prompts of a field that holds a text, texts, ids, or lists of ids. Raises ServeError 400."""
     if value is None:
         raise ServeError.invalid("prompt is missing", "prompt", "missing_field")
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list) or not value:
         raise ServeError.invalid("prompt must be a text, a list of texts, ids, or a list of lists of ids", "prompt")
-    if type(value[0]) is int:
-        value = [value]
+    return [value] if type(value[0]) is int else value
+
+
+async def _prompts(prompts: list[Any], fields: Mapping[str, Any], target: Target) -> list[list[int]]:
+    """Return the token ids of each prompt, a text or a list of ids. Raises ServeError 400."""
     bos = fields.get("add_special_tokens", True)
     found: list[list[int]] = []
-    for at, one in enumerate(value):
+    for at, one in enumerate(prompts):
         if isinstance(one, str):
             try:
                 one.encode()
