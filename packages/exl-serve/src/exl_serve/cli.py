@@ -62,11 +62,7 @@ def serve(
     no_auth: Annotated[bool, typer.Option("--no-auth-i-know", help="Listen beyond this machine without keys.")] = False,
     set_: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            help="PATH=VALUE of any key of the configuration but those of models; repeatable.",
-            show_default=False,
-        ),
+        typer.Option("--set", help="PATH=VALUE of any key but those of models; repeatable.", show_default=False),
     ] = None,
     log_level: Annotated[
         str | None, typer.Option(help="debug, info, warning, error. Default: info.", show_default=False)
