@@ -20,6 +20,7 @@ from .kv import KVPages, store_kv
 from .linear.fused import Norm
 from .norm import rms_norm
 from .rope import apply_rope
+from .selection import LIMITS
 
 __all__ = ["add_post_norm", "add_rms_norm", "embed", "layer_norm_packed", "norm_parts", "rope_store"]
 
@@ -214,11 +215,13 @@ def layer_norm_packed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 
 def _check_packs(what: str, into: MatmulInput, x: Tensor) -> None:
     rows, width = x.shape
-    if not 1 <= rows <= into.columns or into.matrix.in_features != width:
+    if not 1 <= rows <= into.columns or into.matrix.in_features != width or width > LIMITS.most_packed_width:
         raise ShapeError(
             f"{what}: x is {tuple(x.shape)}, into has {into.columns} columns of {into.matrix.in_features} "
-            f"features; expected 1 to {into.columns} rows of as many features"
+            f"features; expected 1 to {into.columns} rows of as many features, at most {LIMITS.most_packed_width}"
         )
+    if x.data_ptr() % 16:
+        raise ShapeError(f"{what}: x begins at {x.data_ptr():#x}; rows that are packed are aligned to 16 bytes")
 
 
 def rope_store(
