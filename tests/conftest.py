@@ -90,7 +90,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     default = "quick" if "not full" in str(config.getoption("markexpr")) else "default"
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", default))
-    gc.disable()  # imports and collection make a million objects that stay
+    if not config.getoption("numprocesses", None):  # a controller of pytest-xdist collects nothing
+        gc.disable()  # imports and collection make a million objects that stay
     if hasattr(config, "workerinput"):
         _share_cores(int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
 

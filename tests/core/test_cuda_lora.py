@@ -156,7 +156,9 @@ def test_rows_with_adapters_of_their_own(lab: Any, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("kind", ["exl2", "gptq"])
-@pytest.mark.parametrize(("batch", "q_len"), [(1, 1), (1, 4), (2, 1), (6, 1), (3, 2), (32, 1), (64, 1)])
+@pytest.mark.parametrize(
+    ("batch", "q_len"), [(1, 1), (1, 4), (2, 1), (6, 1), (3, 2), (32, 1), (64, 1), (65, 1), (160, 1), (20, 4)]
+)
 def test_captured_steps_with_adapters(
     lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, batch: int, q_len: int
 ) -> None:
@@ -193,7 +195,7 @@ def test_captured_steps_with_adapters(
     joined = steps(captured=True)
     assert model.decode.apart_reason is None
     monkeypatch.setenv("EXL_DECODE_JOINED_ADAPTERS", "0")
-    apart = steps(captured=True)
+    apart = steps(captured=batch * q_len <= 64)  # modules' own passes of more rows are not captured
     monkeypatch.setenv("EXL_CUDA_GRAPHS", "0")
     model.decode.clear()
     eager = steps(captured=False)

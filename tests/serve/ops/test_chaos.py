@@ -333,6 +333,7 @@ def test_a_drain_refuses_new_requests_and_finishes_old_ones(served: Callable[...
         listener.join()
     assert heard[0].startswith(b"READY=1\n")
     assert set(heard[1:-1]) == {b"WATCHDOG=1"}
+    assert heard[-1] == b"STOPPING=1"
 
 
 def check_drain(server: Served) -> None:
