@@ -383,7 +383,7 @@ class DecodeGraphs:
             return None
         joined = self._joined_for_step(model, adapted)
         why = joined if isinstance(joined, str) else joined.refusal_of_rows(bucket.tokens)
-        return None if why is None else f"a step of more than {PACKED_ROWS} rows is not batch-invariant: {why}"
+        return None if why is None else f"a step of more than {PACKED_ROWS} rows is not captured: {why}"
 
     def shard_launches(self, model: LanguageModel, bucket: Bucket = ONE_TOKEN) -> list[ShardLaunches] | str:
         """Return the launches of each device of a sharded model, or the reason why there are none.
