@@ -2,6 +2,7 @@
 //! speed of one row. One kernel copies weights in bulk, for 3 to 8 rows; the other one, for 1 to 8, loads them directly.
 
 mod plan;
+mod shape;
 mod task;
 
 use super::ring::Matmul;
