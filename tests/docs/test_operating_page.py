@@ -63,7 +63,7 @@ def test_every_deployment_file_is_named() -> None:
 
 
 def test_the_command_for_a_key_makes_an_entry_that_is_read(tmp_path: Path) -> None:
-    (command,) = re.findall(r"^exl serve (key new .*) >> keys.toml$", PAGE, re.MULTILINE)
+    (command,) = re.findall(r"^\(umask 077 && exl serve (key new .*) >> keys.toml\)$", PAGE, re.MULTILINE)
     run = [sys.executable, "-m", "exl_serve", *command.split()]
     done = subprocess.run(run, capture_output=True, text=True, check=True)
     fields = {row[0].strip("| ") for row in CELLS}
