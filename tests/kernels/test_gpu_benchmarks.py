@@ -148,13 +148,16 @@ def test_features_are_a_share_of_the_speed_of_what_they_are_compared_with(tmp_pa
 def test_http_and_several_gpus_are_compared_with_the_same_run(tmp_path: Path) -> None:
     served = {**ABOUT, "bench": "http", "engine": "8b", "streams": 64, "requests": 256, "new_tokens": 128, "workers": 1}
     served |= {"tok_s": 4414.2, "alone_tok_s": 4480.9, "ratio_median": 0.985, "first_token_ms_p50": 53.4}
-    one = {**ABOUT, "bench": "devices", "topology": "1", "batch": 1, "ctx": 256, "tok_s": 585.0, "share_of_one": 1.0}
+    about = {**ABOUT, "bench": "devices", "model_shape": "8b", "batch": 1}
+    one = {**about, "topology": "1", "ctx": 256, "tok_s": 585.0, "share_of_one": 1.0}
     two = {**one, "topology": "tp 2", "tok_s": 710.0, "share_of_one": 1.2136}
-    prompt = {**ABOUT, "bench": "devices", "topology": "split 2", "batch": 1, "tokens": 2048}
-    prompt |= {"tok_s": 36e3, "share_of_one": 1.0}
-    text, _ = tables(write(tmp_path / "a.jsonl", served, one, two, prompt, {**prompt, "tokens": 512, "tok_s": 22e3}))
+    large = {**two, "model_shape": "70b", "tok_s": 145.0, "share_of_one": 1.51}
+    prompt = {**about, "topology": "split 2", "tokens": 2048, "tok_s": 36e3, "share_of_one": 1.0}
+    short = {**prompt, "tokens": 512, "tok_s": 22e3}
+    text, _ = tables(write(tmp_path / "a.jsonl", served, one, large, two, prompt, short))
     assert "| H100, 8b, 64, 256, 128 (a) | 4,414 | 4,481 | 0.98 | 53 |" in text
     assert (
-        "| split 2, prompt of 512, H100 (a) | 22,000 | 1.00 |\n| split 2, prompt of 2,048, H100 (a) | 36,000 |" in text
+        "| 8B, split 2, prompt of 512, H100 (a) | 22,000 | 1.00 |\n| 8B, split 2, prompt of 2,048, H100 (a) | 36,000 |"
+        in text
     )
-    assert "| tp 2, 1 sequence, H100 (a) | 710 | 1.21 |" in text
+    assert "| 8B, tp 2, 1 sequence, H100 (a) | 710 | 1.21 |\n| 70B, tp 2, 1 sequence, H100 (a) | 145 | 1.51 |" in text
