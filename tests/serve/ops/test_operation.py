@@ -232,7 +232,15 @@ def test_the_names_of_tabbyapi(start: Start) -> None:
 
 
 def test_a_model_for_which_there_is_no_room_is_refused_with_the_numbers(cramped: Server) -> None:
-    answer = cramped.complete("b")
+    answers: list[httpx.Response] = []
+
+    def is_known() -> bool:
+        """503 `model_loading` until the worker has read its tokenizer."""
+        answers.append(cramped.complete("b"))
+        return answers[-1].status_code != 503
+
+    cramped.until(is_known)
+    answer = answers[-1]
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "memory_budget")
     assert re.search(r"cpu: needs 0\.\d\d GiB of 0\.00; held by no model", answer.json()["error"]["message"])
     assert cramped.states()["a"] == "ready"
