@@ -44,12 +44,12 @@ impl Shape {
         }
     }
 
-    /// Whether a launch can have this shape; `norm`: of its input; `rounds`: iterations of a block.
-    pub(super) fn fits(self, units: usize, gated: bool, norm: bool, rounds: usize) -> bool {
+    /// Whether a launch can have this shape; `norm`: of its input; `iterations`: of a block over its tiles.
+    pub(super) fn fits(self, units: usize, gated: bool, norm: bool, iterations: usize) -> bool {
         // Long stages of up to sixteen units let warps keep their units.
         let short = self.cut > 1 || self.stage_log == 3 || units > CLASSES;
         // A tile's sums wait in a result buffer for the second pass. The barrier of a norm has another use there.
-        let twice = rounds <= FINISHERS && !gated && !norm;
+        let twice = iterations <= FINISHERS && !gated && !norm;
         short && (self.passes == 1 || twice && self.first_stages(self.stages(units)) > 0)
     }
 
@@ -129,13 +129,13 @@ impl Shape {
         let (classes, first) = (CLASSES / self.cut, self.first_stages(stages));
         let step = classes >> self.stage_log;
         let mut most = step;
-        for (rounds, warp) in
-            (1..=FINISHERS).flat_map(|rounds| (0..CLASSES).map(move |w| (rounds, w)))
+        for (iterations, warp) in
+            (1..=FINISHERS).flat_map(|iterations| (0..CLASSES).map(move |w| (iterations, w)))
         {
             let (mut before, mut last) = (0, None);
             for stages in [first, stages - first] {
-                for round in 0..rounds {
-                    let at = (warp + round * class_step) % CLASSES;
+                for iteration in 0..iterations {
+                    let at = (warp + iteration * class_step) % CLASSES;
                     let within = (at % classes) >> self.stage_log;
                     for stage in (within..stages).step_by(step) {
                         most = most.max(last.map_or(0, |last| before + stage - last));
