@@ -314,7 +314,7 @@ def test_a_stopped_api_worker_stops_no_other(served: Callable[..., Served], tmp_
 
 
 def test_a_drain_refuses_new_requests_and_finishes_old_ones(served: Callable[..., Served], tmp_path: Path) -> None:
-    """The service manager hears of the start, of life and of the end."""
+    """The service manager is notified of the start, of liveness and of the end."""
     heard: list[bytes] = []
 
     def listen() -> None:

@@ -102,7 +102,7 @@ def test_one_that_is_killed_is_replaced() -> None:
 
 
 def test_one_that_announces_an_endless_answer_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decoder that an image has taken over cannot make the API worker allocate what it announces."""
+    """A hijacked decoder cannot make the API worker allocate the size that its answer begins with."""
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\nprintf '\\000\\000\\000\\000\\000\\020\\000\\000'\nexec cat > /dev/null\n")
     program.chmod(0o755)

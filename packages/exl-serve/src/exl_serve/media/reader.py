@@ -33,7 +33,7 @@ ACTIVE, WAITING = 4, 32
 """Requests of one API worker whose images are decoded at once, and requests that may wait for a decoder."""
 RETRY_SECONDS = 2.0
 LONGEST_ANSWER = 1 << 16
-"""Bytes of an answer: a decoder that announces more is ended."""
+"""Most bytes of an answer. A decoder whose answer begins with a larger size counts as dead."""
 _threads = ThreadPoolExecutor(2 * PROCESSES, thread_name_prefix="exl-media")
 """Threads that send images to decoders and wait for them."""
 
@@ -209,7 +209,7 @@ class _Decoder:
 
 
 def _exchange(process: subprocess.Popen[bytes], header: bytes, url: str | LongUrl, begin: int) -> dict[str, Any] | None:
-    """Send an image to a decoder and return its answer, None if it died or talks nonsense; runs on a thread.
+    """Send an image to a decoder and return its answer, None if it died or the answer is invalid; runs on a thread.
 
     Waiting for a pipe keeps no other thread from running. The event loop would copy a large image piece by piece.
     """
