@@ -45,7 +45,7 @@ def test_experts_share_launches_where_they_are_quantized(quantized: bool, tmp_pa
     def named(operation: str, rows: int) -> KernelUse | None:
         return next((use for use in uses if (use.operation, use.rows) == (operation, rows)), None)
 
-    for rows, kernel in ((1, "experts_few"), (8, "experts_few"), (64, "experts_many")):
+    for rows, kernel in ((1, "experts_by_8"), (8, "experts_by_8"), (64, "experts_by_32")):
         router, experts, shared = (named(name, rows) for name in ("router", "experts", "gate_proj"))
         assert router is not None
         assert (router.kernel, router.why) == ("experts_route", ())

@@ -97,7 +97,7 @@ def test_experts_are_launched_as_selected(rows: int) -> None:
     names()
     grouped(h, torch.full((rows, 2), 0.5, device="cuda"), ids)
     ways = {name.rpartition("_")[2] for name in names() if name.startswith(("experts_gate_up", "experts_down"))}
-    assert ways == {expected.kernel.removeprefix("experts_")}
+    assert ways == {expected.kernel.removeprefix("experts_by_")}
 
 
 @pytest.mark.parametrize(("tokens", "dim"), [(1, 128), (2, 128), (1, 72), (200, 64)])

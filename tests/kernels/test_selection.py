@@ -174,12 +174,12 @@ def test_experts_share_launches_up_to_some_work_an_expert(name: str) -> None:
     experts = [(exl2(256), exl2(256), exl2(K, k=256))] * 16  # four rows an expert on average: 16 rows
     found = {rows: card.experts(experts, rows, 4, invariant=True) for rows in (1, 8, 9, 64, 512, 1 << 20)}
     assert [one.kernel for one in found.values()] == [
-        "experts_few", "experts_few", "experts_few", "experts_many", "experts_many", "experts_apart",
+        "experts_by_8", "experts_by_8", "experts_by_8", "experts_by_16", "experts_by_32", "experts_apart",
     ]  # fmt: skip
     assert [one.joined for one in found.values()] == [True] * 5 + [False]
     prompt = {rows: card.experts(experts, rows, 4) for rows in (64, 256, 257, 1 << 20)}
     assert [one.kernel for one in prompt.values()] == [
-        "experts_many", "experts_many", "experts_dequantized", "experts_dequantized",
+        "experts_by_16", "experts_by_32", "experts_dequantized", "experts_dequantized",
     ]  # fmt: skip
     mixed = card.experts([*experts, (gptq(256), gptq(256), gptq(K, k=256))], 1, 4)
     assert (mixed.kernel, mixed.joined) == ("experts_apart", False)

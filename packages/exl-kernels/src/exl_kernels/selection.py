@@ -322,7 +322,7 @@ class Card:
             invariant: rows are batch-invariant, as always for few rows and in captured steps.
 
         Returns:
-            experts_few or experts_many in shared launches or experts_dequantized (`moe.GroupedExperts`), or
+            experts_by_8, experts_by_16 or experts_by_32 in shared launches or experts_dequantized (`moe.GroupedExperts`), or
             experts_apart, one after the other.
         """
         shapes = [[matrix._native for matrix in parts] for parts in experts]

@@ -432,6 +432,22 @@ DEVICE void sort_pairs(const ExpertCall& call) {
   }
 }
 
+// Where the item of a pair begins in `order`, and the pair's place in it. Each warp counts by itself.
+struct ItemOfPair {
+  int first, place;
+  DEVICE ItemOfPair(const ExpertCall& call, int pair, int64_t id) {
+    int lower = 0, before = 0;
+    for (int p = 0; p < call.pairs; p += 32) {
+      const int own = p + threadIdx.x % 32;
+      const int64_t other = own < call.pairs ? call.ids[own] : -1;
+      lower += __popc(__ballot_sync(~0u, other >= 0 && other < id));
+      before += __popc(__ballot_sync(~0u, other == id && own < pair));
+    }
+    place = before & (call.at_once - 1);
+    first = lower + before - place;
+  }
+};
+
 // The first block sorts; each other block packs the input of one pair.
 extern "C" __global__ void __launch_bounds__(256) experts_arrange(const __grid_constant__ ExpertCall call) {
   pdl_trigger();
@@ -444,10 +460,11 @@ extern "C" __global__ void __launch_bounds__(256) experts_arrange(const __grid_c
   const int* features = which == 0 ? expert.gate_features : expert.up_features;
   const int rows = which == 0 ? expert.gate.rows : expert.up.rows;
   const __half* from = call.h + (size_t)(pair / call.chosen) * call.hidden;
-  __half2* to = reinterpret_cast<__half2*>(call.x + ((size_t)which * call.pairs + pair) * call.x_stride);
+  const ItemOfPair item(call, pair, id);
+  __half* to = call.x + (which * (size_t)call.columns + column_of(call, id, item.first)) * call.x_stride;
   for (int k = threadIdx.x; k < rows / 2; k += 256) {
     const int2 at = reinterpret_cast<const int2*>(features)[k];
-    to[k] = __halves2half2(at.x < 0 ? __half(0.f) : from[at.x], at.y < 0 ? __half(0.f) : from[at.y]);
+    *reinterpret_cast<__half2*>(to + packed_at(call.at_once, item.place, 2 * k)) = __halves2half2(at.x < 0 ? __half(0.f) : from[at.x], at.y < 0 ? __half(0.f) : from[at.y]);
   }
 }
 

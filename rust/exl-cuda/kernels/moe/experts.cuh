@@ -24,8 +24,9 @@ struct ExpertCall {
   int* item_count;
   int4* items;
   int* order;
-  __half* x;  // [inputs, pairs, x_stride]: rows in the order of gate's K and, if that of up differs, of up's
-  __half* inner;  // [pairs, inner_stride]: input of down, in the order of its K
+  // Packed inputs of items (`packed_at`), `columns` in all, each item's from `column_of` on.
+  __half* x;  // [inputs, columns, x_stride]: in the order of gate's K and, if that of up differs, of up's
+  __half* inner;  // [columns, inner_stride]: input of down, in the order of its K
   __half* parts;  // [pairs, hidden]: the result of each pair
   const int* places;  // [pairs]: the row of each pair's result in `parts`; null: its own
   const __half* shared;  // [rows, hidden] of an expert that all rows use; may be null
@@ -34,8 +35,8 @@ struct ExpertCall {
   __half* out;  // [rows, hidden]; may be `residual`
   int rows, chosen, pairs, count, hidden, x_stride, inner_stride, inputs, activation;
   int tiles;  // row tiles of the matmul that is launched
-  int span;   // of a block of many rows
-  int at_once;
+  int at_once;  // 8, 16 or 32
+  int columns;
   int slot_bytes;  // room for a unit in shared memory
 };
 ABI_SIZE(ExpertCall, 176); ABI_AT(ExpertCall, experts, 0); ABI_AT(ExpertCall, ids, 8); ABI_AT(ExpertCall, weights, 16);
@@ -44,8 +45,15 @@ ABI_AT(ExpertCall, x, 56); ABI_AT(ExpertCall, inner, 64); ABI_AT(ExpertCall, par
 ABI_AT(ExpertCall, shared, 88); ABI_AT(ExpertCall, shared_weights, 96); ABI_AT(ExpertCall, residual, 104); ABI_AT(ExpertCall, out, 112);
 ABI_AT(ExpertCall, rows, 120); ABI_AT(ExpertCall, chosen, 124); ABI_AT(ExpertCall, pairs, 128); ABI_AT(ExpertCall, count, 132);
 ABI_AT(ExpertCall, hidden, 136); ABI_AT(ExpertCall, x_stride, 140); ABI_AT(ExpertCall, inner_stride, 144); ABI_AT(ExpertCall, inputs, 148);
-ABI_AT(ExpertCall, activation, 152); ABI_AT(ExpertCall, tiles, 156); ABI_AT(ExpertCall, span, 160); ABI_AT(ExpertCall, at_once, 164);
+ABI_AT(ExpertCall, activation, 152); ABI_AT(ExpertCall, tiles, 156); ABI_AT(ExpertCall, at_once, 160); ABI_AT(ExpertCall, columns, 164);
 ABI_AT(ExpertCall, slot_bytes, 168);
+
+// The first column of an item of an expert whose pairs begin at place `first` of `order`: each expert has room for whole items.
+DEVICE size_t column_of(const ExpertCall& call, int64_t expert, int first) { return first + (call.at_once - 1) * expert; }
+
+// Where an item of `at_once` columns has row `k` of K of a column: of each 32 rows of K one column after the other. So eight lanes that
+// read 16 bytes each of two columns read one line of the cache; with columns apart they would read two, which was the bound.
+DEVICE int packed_at(int at_once, int column, int k) { return (k / 32 * at_once + column) * 32 + k % 32; }
 
 // The most experts and the most pairs that one block can sort.
 constexpr int EXPERTS_MOST = 1024, PAIRS_MOST = 1024;

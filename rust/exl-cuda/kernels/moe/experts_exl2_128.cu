@@ -1,8 +1,4 @@
 // Experts of EXL2 matrices with a scale entry every 128 rows.
-#include "moe/experts_few.cuh"
-#include "moe/experts_many.cuh"
+#include "moe/experts_matmul.cuh"
 
-FEW_MATMUL(gate_up, EXL2, exl2, 128, false)
-FEW_MATMUL(down, EXL2, exl2, 128, true)
-MANY_MATMUL(gate_up, EXL2, exl2, 128, false)
-MANY_MATMUL(down, EXL2, exl2, 128, true)
+EXPERT_MATMULS(EXL2, exl2, 128)

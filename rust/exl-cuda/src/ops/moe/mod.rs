@@ -16,9 +16,8 @@ use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::layout::UNIT_ROWS;
-use crate::rows::FEW_ROWS;
-use plan::{Matmul, SPANS};
-use select::{Kernel, by_eights};
+use plan::{ITEM_ROWS, Matmul};
+use select::Kernel;
 
 /// Most experts of a layer, and most pairs of a call, that one block can sort.
 pub const MOST_EXPERTS: usize = 1024;
@@ -74,12 +73,12 @@ struct CallArgument {
     inputs: i32,
     activation: i32,
     tiles: i32,
-    span: i32,
     at_once: i32,
+    columns: i32,
     slot_bytes: i32,
 }
 
-assert_layout!(CallArgument, experts::ExpertCall, { experts, ids, weights, h, item_count, items, order, x, inner, parts, places, shared, shared_weights, residual, out, rows, chosen, pairs, count, hidden, x_stride, inner_stride, inputs, activation, tiles, span, at_once, slot_bytes });
+assert_layout!(CallArgument, experts::ExpertCall, { experts, ids, weights, h, item_count, items, order, x, inner, parts, places, shared, shared_weights, residual, out, rows, chosen, pairs, count, hidden, x_stride, inner_stride, inputs, activation, tiles, at_once, columns, slot_bytes });
 
 /// The gated MLPs of a layer, some of which each row uses.
 #[derive(Clone, Debug)]
@@ -92,11 +91,13 @@ pub struct Experts {
     weights: usize,
     /// Packed copies of a row: gate and up share one if their rows of K have the same order.
     inputs: usize,
-    /// Halves between pairs.
+    /// Rows of K of the packed inputs, in whole units.
     x_stride: usize,
     inner_stride: usize,
     /// The matmul of gate and up, and that of down.
     matmuls: [Matmul; 2],
+    /// How many of [`ITEM_ROWS`] fit the card.
+    sizes: usize,
     /// SMs of the card, and bytes of shared memory of a block there.
     card: [usize; 2],
     /// No matrix has a bias or a factor, so that a dequantized matrix is all of it.
@@ -177,14 +178,18 @@ impl Experts {
                 .collect()
         };
         let rows = |parts: &[usize]| all(parts).iter().map(|m| m.rows()).max().unwrap_or(0);
+        let stride = |parts: &[usize]| rows(parts).next_multiple_of(UNIT_ROWS);
         let matmuls = [
             Matmul::new("gate_up", 2, &all(&[0, 1])),
             Matmul::new("down", 1, &all(&[2])),
         ];
         let card = [caps.sms, caps.shared_per_block];
-        if matmuls.iter().any(|matmul| {
-            matmul.few_bytes().max(matmul.many_bytes(SPANS[0])) > caps.shared_per_block
-        }) {
+        let fitting = |&rows: &usize| {
+            let fits = |matmul: &Matmul| matmul.block_bytes(rows) <= caps.shared_per_block;
+            matmuls.iter().all(fits)
+        };
+        let sizes = ITEM_ROWS.iter().take_while(|rows| fitting(rows)).count();
+        if sizes == 0 {
             return Err(format!(
                 "their units and sums do not fit {} bytes of shared memory",
                 caps.shared_per_block
@@ -220,9 +225,10 @@ impl Experts {
             hidden,
             weights: 3 * hidden * width,
             inputs: if alike { 1 } else { 2 },
-            x_stride: rows(&[0, 1]),
-            inner_stride: rows(&[2]),
+            x_stride: stride(&[0, 1]),
+            inner_stride: stride(&[2]),
             matmuls,
+            sizes,
             card,
             plain: all(&[0, 1, 2]).iter().all(bare),
             layout_rows: [rows(&[0]), rows(&[1]), rows(&[2])],
@@ -236,7 +242,14 @@ impl Experts {
     /// The kernel for a call of `rows` rows with `chosen` experts each, whose results do not depend on one another if `invariant`.
     pub fn kernel(&self, rows: usize, chosen: usize, invariant: bool) -> Kernel {
         let invariant = invariant || !self.plain;
-        select::select(rows, chosen, self.count(), self.weights, invariant)
+        select::select(
+            rows,
+            chosen,
+            self.count(),
+            self.weights,
+            self.sizes,
+            invariant,
+        )
     }
 
     pub fn hidden(&self) -> usize {
@@ -259,13 +272,25 @@ impl Experts {
         }
     }
 
+    /// The index in [`ITEM_ROWS`] of the rows of an expert that a call multiplies at a time.
+    fn item_size(&self, rows: usize, chosen: usize) -> usize {
+        select::item_size(rows, chosen, self.count(), self.sizes)
+    }
+
+    /// Columns of packed inputs: room for the last item of each expert.
+    fn columns(&self, rows: usize, chosen: usize) -> usize {
+        let at_once = ITEM_ROWS[self.item_size(rows, chosen)];
+        rows * chosen + (at_once - 1) * self.count()
+    }
+
     fn scratch(&self, rows: usize, chosen: usize) -> Scratch {
         let pairs = rows * chosen;
+        let columns = self.columns(rows, chosen);
         let whole = |bytes: usize| bytes.next_multiple_of(16);
         Scratch {
             tables: 16 + ITEM_BYTES * pairs + whole(4 * pairs),
-            x: whole(2 * self.inputs * pairs * self.x_stride),
-            inner: whole(2 * pairs * self.inner_stride),
+            x: whole(2 * self.inputs * columns * self.x_stride),
+            inner: whole(2 * columns * self.inner_stride),
             parts: whole(2 * pairs * self.hidden),
         }
     }
@@ -308,8 +333,8 @@ impl Experts {
             inputs: self.inputs as i32,
             activation: op.activation,
             tiles: 0,
-            span: 1,
-            at_once: 0,
+            at_once: ITEM_ROWS[self.item_size(op.rows, op.chosen)] as i32,
+            columns: self.columns(op.rows, op.chosen) as i32,
             slot_bytes: 0,
         }
     }
@@ -331,7 +356,7 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
     }
     ["gate_up", "down"]
         .into_iter()
-        .flat_map(|part| ["few", "many"].map(|rows| format!("experts_{part}_{rest}_{rows}")))
+        .flat_map(|part| ITEM_ROWS.map(|rows| format!("experts_{part}_{rest}_{rows}")))
         .collect()
 }
 
@@ -354,12 +379,12 @@ pub unsafe fn run(to: Target, experts: &Experts, op: &Call) -> Result<(), CudaEr
     }
     let device = Device::get(to.device)?;
     let mut argument = experts.argument(op);
-    let launch = |kernel: &str, grid, block, shared_bytes, of_sm, argument: CallArgument| {
+    let launch = |kernel: &str, blocks, threads, shared, of_sm, argument: CallArgument| {
         let launch = Launch {
             kernel,
-            grid,
-            block,
-            shared_bytes,
+            grid: [blocks, 1, 1],
+            block: threads,
+            shared_bytes: shared,
             stream: to.stream,
             programmatic: to.programmatic,
         };
@@ -367,42 +392,26 @@ pub unsafe fn run(to: Target, experts: &Experts, op: &Call) -> Result<(), CudaEr
         // SAFETY: all kernels take one `ExpertCall`; the caller guarantees that the addresses are valid.
         unsafe { launch.run_with_shared(device, Some(of_sm), &mut arguments) }
     };
-    let few = by_eights(experts.count(), op.chosen, op.rows);
-    // Items of many rows are whole experts.
-    let (rows, at_once) = if few {
-        ("few", FEW_ROWS)
-    } else {
-        ("many", MOST_PAIRS)
-    };
-    argument.at_once = at_once as i32;
+    let size = experts.item_size(op.rows, op.chosen);
+    let at_once = ITEM_ROWS[size];
     let items = pairs.min(experts.count() + pairs / at_once);
-    let plan = |matmul: &Matmul| {
-        if few {
-            matmul.few_rows(items, experts.card)
-        } else {
-            matmul.many_rows(pairs.min(experts.count()), experts.card)
-        }
-    };
+    let plan = |matmul: &Matmul| matmul.launch(items, size, experts.card);
     let blocks = (pairs * experts.inputs + 1) as u32;
     // As in the next launch, so that SMs need not change over.
-    let of_sm = plan(&experts.matmuls[0]).of_sm();
-    launch("experts_arrange", [blocks, 1, 1], 256, 0, of_sm, argument)?;
+    let of_sm = plan(&experts.matmuls[0]).of_sm;
+    launch("experts_arrange", blocks, 256, 0, of_sm, argument)?;
     for matmul in &experts.matmuls {
-        let kernel = format!(
-            "experts_{}_{}_{}_{rows}",
-            matmul.name, experts.kind, experts.entry_rows
-        );
+        let (name, kind, entry_rows) = (matmul.name, experts.kind, experts.entry_rows);
+        let kernel = format!("experts_{name}_{kind}_{entry_rows}_{at_once}");
         let plan = plan(matmul);
         argument.tiles = matmul.tiles as i32;
         argument.slot_bytes = matmul.slot_bytes as i32;
-        argument.span = plan.span as i32;
-        let shared = plan.shared as u32;
         launch(
             &kernel,
-            plan.grid,
+            plan.blocks,
             plan.threads,
-            shared,
-            plan.of_sm(),
+            plan.shared as u32,
+            plan.of_sm,
             argument,
         )?;
     }
@@ -439,7 +448,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::super::linear::tests::sized;
-    use super::plan::RESIDENT;
+    use super::plan::BLOCKS;
     use super::*;
     use crate::capabilities::CARDS;
     use crate::capabilities::tests::{RELEASE, card};
@@ -474,13 +483,6 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_multiplied_in_eights_if_there_are_many_experts() {
-        let of = |count, chosen| [1, 8, 9, 64, 65].map(|rows| by_eights(count, chosen, rows));
-        assert_eq!(of(128, 8), [true, true, true, true, false]);
-        assert_eq!(of(8, 2), [true, true, true, false, false]);
-    }
-
-    #[test]
     fn rows_are_packed_once_if_gate_and_up_agree() {
         let mut experts = made(2, 512, 256);
         assert_eq!(
@@ -499,15 +501,20 @@ mod tests {
     }
 
     #[test]
-    fn blocks_of_few_rows_fit_every_card() {
+    fn blocks_fit_every_card() {
         for card in CARDS.map(|card| card.with_own_code()) {
             let experts = made(9, 4096, 14336);
             let made = Experts::new(&all(&experts), &card).expect("fits");
-            for matmul in made.matmuls {
-                assert!(matmul.few_bytes() <= card.shared_per_block);
-                let blocks = matmul.few_blocks(2, made.card);
-                assert!((1..=RESIDENT * card.sms).contains(&blocks));
-                assert_eq!(matmul.few_blocks(1, [10_000, 200_000]), matmul.tiles);
+            for (matmul, size) in made
+                .matmuls
+                .iter()
+                .flat_map(|m| (0..made.sizes).map(move |s| (m, s)))
+            {
+                let plan = matmul.launch(2, size, made.card);
+                assert!(plan.shared <= card.shared_per_block);
+                assert!((1..=BLOCKS[size] * card.sms).contains(&(plan.blocks as usize)));
+                let few = matmul.launch(1, size, [10_000, 200_000]);
+                assert_eq!(few.blocks as usize, matmul.tiles);
             }
         }
     }
@@ -528,8 +535,10 @@ mod tests {
             prop_assert!(a.item_count == 4096 && a.items.is_multiple_of(16) && a.items >= 4096 + 4);
             prop_assert!(a.order >= a.items + 16 * pairs);
             prop_assert!(a.x >= a.order + 4 * pairs && a.x.is_multiple_of(16));
-            prop_assert!(a.inner >= a.x + 2 * pairs * 512 && a.inner.is_multiple_of(16));
-            prop_assert!(a.parts >= a.inner + 2 * pairs * 256 && a.parts.is_multiple_of(16));
+            let columns = a.columns as usize;
+            prop_assert!(columns >= pairs && a.columns == (pairs + count * (a.at_once as usize - 1)) as i32);
+            prop_assert!(a.inner >= a.x + 2 * columns * 512 && a.inner.is_multiple_of(16));
+            prop_assert!(a.parts >= a.inner + 2 * columns * 256 && a.parts.is_multiple_of(16));
             prop_assert!(4096 + experts.scratch_bytes(rows, chosen) >= a.parts + 2 * pairs * 512);
         }
     }

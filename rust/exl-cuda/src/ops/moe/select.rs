@@ -3,10 +3,8 @@
 //! Shared launches give results that are bitwise those of one expert after the other with batch-invariant matmuls.
 //! [`super::Experts::new`] reports which experts can share launches on a card.
 
+use super::plan::ITEM_ROWS;
 use crate::rows::{FEW_ROWS, PACKED_ROWS};
-
-/// Average pairs an expert up to which few experts have more than eight.
-const FEW_PAIRS: usize = 4;
 
 /// Average rows an expert up to which shared launches are faster than one expert after the other, by measurement.
 const SHARED_ROWS: usize = 64;
@@ -20,10 +18,10 @@ const DEQUANTIZED_ROWS: usize = 64;
 /// Ways to run the experts of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kernel {
-    /// Shared launches, eight rows of an expert at a time.
-    Few,
-    /// Shared launches, more rows of an expert at a time.
-    Many,
+    /// Shared launches, so many rows of an expert at a time.
+    By8,
+    By16,
+    By32,
     /// Some experts at a time are dequantized and multiplied by cuBLAS in one call. A row's result depends on the other rows.
     Dequantized,
     /// One expert after the other, each with the rows that chose it.
@@ -33,26 +31,31 @@ pub enum Kernel {
 impl Kernel {
     pub const fn name(self) -> &'static str {
         match self {
-            Self::Few => "experts_few",
-            Self::Many => "experts_many",
+            Self::By8 => "experts_by_8",
+            Self::By16 => "experts_by_16",
+            Self::By32 => "experts_by_32",
             Self::Dequantized => "experts_dequantized",
             Self::Apart => "experts_apart",
         }
     }
 }
 
-/// Whether experts are multiplied in groups of eight rows: of `rows` rows with `chosen` of `count` experts each, few experts have more.
-pub(super) fn by_eights(count: usize, chosen: usize, rows: usize) -> bool {
-    rows <= FEW_ROWS || rows * chosen <= FEW_PAIRS * count
+/// The index in [`ITEM_ROWS`] of the rows of an expert that are multiplied at a time, of the first `sizes`: the least that the average
+/// expert needs. An expert with a few more is unpacked twice, which costs less than columns without rows.
+pub(super) fn item_size(rows: usize, chosen: usize, experts: usize, sizes: usize) -> usize {
+    let fits = |&most: &usize| rows <= FEW_ROWS || rows * chosen <= most * experts;
+    let size = ITEM_ROWS.iter().position(fits);
+    size.unwrap_or(ITEM_ROWS.len() - 1).min(sizes - 1)
 }
 
-/// The way to run `rows` rows that choose `chosen` of `experts` experts of `weights` weights each. With `invariant`, rows do not depend
-/// on one another.
+/// The way to run `rows` rows that choose `chosen` of `experts` experts of `weights` weights each, on a card with room for the
+/// first `sizes` of [`ITEM_ROWS`]. With `invariant`, rows do not depend on one another.
 pub fn select(
     rows: usize,
     chosen: usize,
     experts: usize,
     weights: usize,
+    sizes: usize,
     invariant: bool,
 ) -> Kernel {
     let pairs = rows * chosen;
@@ -60,10 +63,8 @@ pub fn select(
         Kernel::Dequantized
     } else if pairs > experts * SHARED_ROWS.max(SHARED_WORK / weights.max(1)) {
         Kernel::Apart
-    } else if by_eights(experts, chosen, rows) {
-        Kernel::Few
     } else {
-        Kernel::Many
+        [Kernel::By8, Kernel::By16, Kernel::By32][item_size(rows, chosen, experts, sizes)]
     }
 }
 
@@ -97,26 +98,26 @@ mod tests {
 
     #[test]
     fn the_table_of_experts_on_every_card() {
-        use Kernel::{Dequantized, Few, Many};
-        for found in kernels(MIXTRAL, &[1, 16, 17, 64, 256, 257, 2048], false) {
+        use Kernel::{By8, By16, By32, Dequantized};
+        for found in kernels(MIXTRAL, &[1, 32, 33, 64, 65, 256, 257, 2048], false) {
             assert_eq!(
                 found,
-                [Few, Few, Many, Many, Many, Dequantized, Dequantized]
+                [By8, By8, By16, By16, By32, By32, Dequantized, Dequantized]
             );
         }
-        for found in kernels(QWEN3_30B_A3B, &[1, 8, 64, 65, 1024, 1025, 2048], false) {
-            assert_eq!(found, [Few, Few, Few, Many, Many, Dequantized, Dequantized]);
+        for found in kernels(QWEN3_30B_A3B, &[1, 128, 129, 256, 257, 1024, 1025], false) {
+            assert_eq!(found, [By8, By8, By16, By16, By32, By32, Dequantized]);
         }
     }
 
     #[test]
     fn experts_of_invariant_rows_are_not_dequantized() {
-        use Kernel::{Apart, Few, Many};
-        for found in kernels(MIXTRAL, &[1, 17, 256, 257, 512], true) {
-            assert_eq!(found, [Few, Many, Many, Apart, Apart]);
+        use Kernel::{Apart, By8, By16, By32};
+        for found in kernels(MIXTRAL, &[1, 33, 256, 257, 512], true) {
+            assert_eq!(found, [By8, By16, By32, Apart, Apart]);
         }
-        for found in kernels(QWEN3_30B_A3B, &[1, 64, 65, 10_160, 10_161], true) {
-            assert_eq!(found, [Few, Few, Many, Many, Apart]);
+        for found in kernels(QWEN3_30B_A3B, &[1, 128, 129, 10_160, 10_161], true) {
+            assert_eq!(found, [By8, By8, By16, By32, Apart]);
         }
     }
 
@@ -132,7 +133,7 @@ mod tests {
                 .kernel(200, 1, false)
         };
         assert_eq!(made(|_| ()), Kernel::Dequantized);
-        assert_eq!(made(|matrix| matrix.argument.bias = 16), Kernel::Many);
-        assert_eq!(made(|matrix| matrix.argument.prescale = 0.5), Kernel::Many);
+        assert_eq!(made(|matrix| matrix.argument.bias = 16), Kernel::By32);
+        assert_eq!(made(|matrix| matrix.argument.prescale = 0.5), Kernel::By32);
     }
 }

@@ -1,9 +1,10 @@
-// The matmuls of experts of a few rows each: gate and up with the activation between them, and down.
+// The matmuls of experts: gate and up with the activation between them, and down. An item is up to 8, 16 or 32 rows of an expert, whose
+// weights are unpacked once for all of them.
 //
 // A step is one row tile of an item: of gate and up, or of down. A launch has as many blocks as are resident at once, and each does an
 // equal run of steps, which may cross from an item to the next. The four warps of a block each have a quarter of K, so a class is summed
 // by one warp and the quarters of a tile meet in shared memory once. Each warp copies the units of its quarter into two slots of its own,
-// one to multiply and one under way, and waits for no other warp until a tile is done. Rows are read through L1.
+// one to multiply and one under way, and waits for no other warp until a tile is done. Rows are read through L1, and packed for it (`packed_at`).
 //
 // The order of sums is that of all other matmuls: a pair's result is bitwise that of its row alone in any kernel.
 #pragma once
@@ -13,12 +14,12 @@
 #include "moe/experts.cuh"
 
 // Blocks of an SM: the registers that they leave a thread hold all without spilling.
-constexpr int EXPERT_BLOCKS = 4, EXPERT_WARPS = 4, EXPERT_THREADS = EXPERT_WARPS * 32, EXPERT_SLOTS = 2, SLOT_BARRIER_BYTES = 8;
+constexpr int EXPERT_BLOCKS = 4, EXPERT_BLOCKS_OF_32 = 3, EXPERT_WARPS = 4, EXPERT_THREADS = EXPERT_WARPS * 32, EXPERT_SLOTS = 2, SLOT_BARRIER_BYTES = 8;
 // Floats between columns of a quarter's sums: no two lanes of a warp use a bank at once.
 constexpr int COLUMN_FLOATS = 20;
 
-// Rows of activations in the order of K: column n * 8 + g belongs to a lane. Columns past the last row repeat it, which costs no memory
-// traffic.
+// Packed rows of an item from a unit on: column n * 8 + g belongs to a lane. Columns past the last row repeat it, which costs no memory
+// traffic. `k`: a multiple of 32.
 template <int NT>
 struct RowColumns {
   const __half* at[NT];
@@ -26,7 +27,7 @@ struct RowColumns {
   // that is read after the wait for the predecessor, so this load, too, follows it.
   DEVICE uint4 get(int n, int k) const {
     uint4 v;
-    asm("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at[n] + k));
+    asm("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at[n] + 8 * NT * k));
     return v;
   }
 };
@@ -156,13 +157,14 @@ struct QuarterUnits {
 extern __shared__ __align__(16) uint8_t expert_memory[];
 
 // The state of a block over all of its steps. Shared memory has the slots of each warp, the barriers of slots and sums.
-template <int MATS>
+template <int MATS, int NT>
 struct ExpertBlock {
-  static constexpr int QUARTER = FEW_ROWS * COLUMN_FLOATS, BUFFER = MATS * EXPERT_WARPS * QUARTER;
+  // Two buffers of eight columns, which steps use in turn so that they need one barrier; one of more columns, for which a step needs two.
+  static constexpr int BUFFERS = NT == 1 ? 2 : 1, QUARTER = 8 * NT * COLUMN_FLOATS, BUFFER = MATS * EXPERT_WARPS * QUARTER;
   const ExpertCall& call;
   int warp, lane;
   UnitSlots slots;
-  int buffer = 0;  // of two, which steps use in turn: a step needs one barrier
+  int buffer = 0;
 
   DEVICE explicit ExpertBlock(const ExpertCall& call)
       : call(call), warp(threadIdx.x / 32), lane(threadIdx.x % 32), slots(expert_memory, call, warp, lane) {}
@@ -182,11 +184,12 @@ struct ExpertBlock {
   }
 };
 
-// Some pairs of an expert.
+// An item.
 struct ExpertRows {
   const Expert& expert;
   const int* pairs;
   int count;
+  size_t column;
 };
 
 // Stores the results of a tile, whose sums are in shared memory.
@@ -194,29 +197,30 @@ template <bool DOWN, class B>
 DEVICE void store_tile(const B& block, const ExpertRows& rows, int tile) {
   const ExpertCall& call = block.call;
   const Expert& e = rows.expert;
+  __half* const inner = call.inner + rows.column * call.inner_stride;
   for (int i = threadIdx.x; i < TILE * rows.count; i += EXPERT_THREADS) {
     const int row = i % TILE, column = i / TILE, feature = tile * TILE + row;
-    const size_t pair = rows.pairs[column];
     if constexpr (DOWN) {
+      const size_t pair = rows.pairs[column];
       if (feature < e.down.out_features) call.parts[pair * call.hidden + feature] = __float2half_rn(block.result(0, e.down, row, column, feature));
     } else if (feature < e.gate.out_features) {
       const float gate = block.result(0, e.gate, row, column, feature), up = block.result(1, e.up, row, column, feature);
       const int to = e.down.row_of_feature ? e.down.row_of_feature[feature] : feature;
-      call.inner[pair * call.inner_stride + to] = __float2half_rn(activate(gate, call.activation) * up);
+      inner[packed_at(call.at_once, column, to)] = __float2half_rn(activate(gate, call.activation) * up);
     }
   }
   if constexpr (!DOWN) {
     if (tile == 0 && e.down.rows != e.down.in_features)
       for (int k = threadIdx.x; k < e.down.rows; k += EXPERT_THREADS)
         if (e.down_features[k] < 0)
-          for (int column = 0; column < rows.count; column++) call.inner[(size_t)rows.pairs[column] * call.inner_stride + k] = __half(0.f);
+          for (int column = 0; column < rows.count; column++) inner[packed_at(call.at_once, column, k)] = __half(0.f);
   }
 }
 
-// `tiles` row tiles from `first` on, for at most FEW_ROWS rows.
-template <int KIND, int ENTRY, bool DOWN, class B>
+// `tiles` row tiles from `first` on, for at most 8 * NT rows.
+template <int KIND, int ENTRY, bool DOWN, int NT, class B>
 DEVICE void expert_tiles(B& block, const ExpertRows& rows, int first, int tiles) {
-  constexpr int MATS = DOWN ? 1 : 2, NT = FEW_ROWS / 8;
+  constexpr int MATS = DOWN ? 1 : 2;
   const ExpertCall& call = block.call;
   const int lane = block.lane, g = lane >> 2, t = lane & 3;
   const Matrix* const matrices = DOWN ? &rows.expert.down : &rows.expert.gate;
@@ -228,10 +232,10 @@ DEVICE void expert_tiles(B& block, const ExpertRows& rows, int first, int tiles)
   if constexpr (MATS == 2) from_second = matrices[1].image + (size_t)first * matrices[1].tile_bytes;
   const uint32_t tile_bytes = matrices[0].tile_bytes, tile_bytes_second = matrices[MATS - 1].tile_bytes;
   const __half* row[NT];
-  const __half* const x = DOWN ? call.inner : call.x;
-  const size_t stride = DOWN ? call.inner_stride : call.x_stride, up_at = !DOWN && call.inputs > 1 ? (size_t)call.pairs * stride : 0;
+  const __half* const x = DOWN ? call.inner + rows.column * call.inner_stride : call.x + rows.column * call.x_stride;
+  const size_t up_at = !DOWN && call.inputs > 1 ? (size_t)call.columns * call.x_stride : 0;
 #pragma unroll
-  for (int n = 0; n < NT; n++) row[n] = x + rows.pairs[min(n * 8 + g, rows.count - 1)] * stride + 8 * t;
+  for (int n = 0; n < NT; n++) row[n] = x + packed_at(8 * NT, min(n * 8 + g, rows.count - 1), 8 * t);
 
   int left = tiles * (first_units.count + (MATS == 2 ? second_units.count : 0)), at = 0;
   bool second_next = MATS == 2 && first_units.count == 0;  // the matrix of the next request
@@ -273,7 +277,7 @@ DEVICE void expert_tiles(B& block, const ExpertRows& rows, int first, int tiles)
         const int u = kind >> 16;
         RowColumns<NT> columns;
 #pragma unroll
-        for (int n = 0; n < NT; n++) columns.at[n] = row[n] + (second ? up_at : 0) + u * UNIT_ROWS;
+        for (int n = 0; n < NT; n++) columns.at[n] = row[n] + (second ? up_at : 0) + packed_at(8 * NT, 0, u * UNIT_ROWS);
         const SharedBytes weights[1] = {{block.slots.next()}};
         UnitMatmul<KIND, ENTRY, NT, 1, SharedBytes, RowColumns<NT>, Maxima> product{
             weights, columns, {maxima + u * (UNIT_ROWS / ENTRY)}, total, lane, {}};
@@ -300,29 +304,37 @@ DEVICE void expert_tiles(B& block, const ExpertRows& rows, int first, int tiles)
     }
     __syncthreads();
     store_tile<DOWN>(block, rows, tile);
-    block.buffer ^= 1;
+    if constexpr (B::BUFFERS == 2) block.buffer ^= 1;
+    else __syncthreads();
   }
 }
 
-template <int KIND, int ENTRY, bool DOWN>
+template <int KIND, int ENTRY, bool DOWN, int NT>
 DEVICE void expert_product(const ExpertCall& call) {
   pdl_trigger();
   pdl_wait();
-  ExpertBlock<DOWN ? 1 : 2> block(call);
+  ExpertBlock<DOWN ? 1 : 2, NT> block(call);
   const uint64_t steps = (uint64_t)*call.item_count * call.tiles;
   const int end = static_cast<int>(steps * (blockIdx.x + 1) / gridDim.x);
 #pragma unroll 1
   for (int step = static_cast<int>(steps * blockIdx.x / gridDim.x), some; step < end; step += some) {
     const int item = step / call.tiles, first = step - item * call.tiles;
     const int4 found = call.items[item];
-    const ExpertRows rows{call.experts[found.x], call.order + found.y, found.z};
+    const ExpertRows rows{call.experts[found.x], call.order + found.y, found.z, column_of(call, found.x, found.y)};
     some = min(end - step, call.tiles - first);
-    expert_tiles<KIND, ENTRY, DOWN>(block, rows, first, some);
+    expert_tiles<KIND, ENTRY, DOWN, NT>(block, rows, first, some);
   }
 }
 
-#define FEW_MATMUL(part, KIND, kind, ENTRY, DOWN)                                         \
-  extern "C" __global__ void __launch_bounds__(EXPERT_THREADS, EXPERT_BLOCKS)             \
-      experts_##part##_##kind##_##ENTRY##_few(const __grid_constant__ ExpertCall call) {  \
-    expert_product<KIND, ENTRY, DOWN>(call);                                              \
+#define EXPERT_MATMUL(part, KIND, kind, ENTRY, DOWN, ROWS)                                                            \
+  extern "C" __global__ void __launch_bounds__(EXPERT_THREADS, ROWS == 32 ? EXPERT_BLOCKS_OF_32 : EXPERT_BLOCKS)      \
+      experts_##part##_##kind##_##ENTRY##_##ROWS(const __grid_constant__ ExpertCall call) {                           \
+    expert_product<KIND, ENTRY, DOWN, ROWS / 8>(call);                                                                \
   }
+#define EXPERT_MATMULS(KIND, kind, ENTRY)             \
+  EXPERT_MATMUL(gate_up, KIND, kind, ENTRY, false, 8)  \
+  EXPERT_MATMUL(gate_up, KIND, kind, ENTRY, false, 16) \
+  EXPERT_MATMUL(gate_up, KIND, kind, ENTRY, false, 32) \
+  EXPERT_MATMUL(down, KIND, kind, ENTRY, true, 8)      \
+  EXPERT_MATMUL(down, KIND, kind, ENTRY, true, 16)     \
+  EXPERT_MATMUL(down, KIND, kind, ENTRY, true, 32)
