@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from selenium import webdriver
@@ -13,8 +16,9 @@ from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 
+from exl_serve.api.auth import Authenticator
 from exl_serve.api.text import FolderText
-from exl_serve.config.model import ModelConfig
+from exl_serve.config.model import Auth, ModelConfig
 from exl_serve.testing.local import EngineThread
 from exl_serve.testing.server import LiveServer
 from exl_serve.testing.waiting import until
@@ -57,6 +61,25 @@ def page(browser: webdriver.Chrome, server: LiveServer) -> webdriver.Chrome:
     return browser
 
 
+def models_are_listed(page: webdriver.Chrome) -> None:
+    until(lambda: page.find_elements(By.CSS_SELECTOR, "#model option"))
+
+
+def note_requests(page: webdriver.Chrome) -> None:
+    """Keep the bodies of the page's next requests in `window.sent`."""
+    page.execute_script(
+        "window.sent = []; const send = window.fetch;"
+        "window.fetch = (url, options) => { if (options?.body) window.sent.push(options.body);"
+        " return send(url, options); };"
+    )
+
+
+def sent(page: webdriver.Chrome) -> dict[str, Any]:
+    """The body of the last request."""
+    found: dict[str, Any] = json.loads(page.execute_script("return window.sent.at(-1)"))
+    return found
+
+
 def ask(page: webdriver.Chrome, text: str) -> str:
     page.find_element(By.ID, "input").send_keys(text + "\n")
     until(lambda: not page.find_element(By.ID, "send").is_displayed() or page.find_elements(By.CSS_SELECTOR, ".facts"))
@@ -78,6 +101,225 @@ def test_a_chat(page: webdriver.Chrome) -> None:
     assert not page.find_elements(By.CSS_SELECTOR, "#messages > li")
     bad = [entry for entry in page.get_log("browser") if entry["level"] == "SEVERE"]
     assert not bad
+    loaded = page.execute_script("return performance.getEntriesByType('resource').map((one) => one.name)")
+    assert loaded
+    assert all(name.startswith((page.current_url, "data:")) for name in loaded), "nothing comes from elsewhere"
+
+
+def test_settings_are_sent_and_kept(page: webdriver.Chrome) -> None:
+    models_are_listed(page)
+    given = {"system": "Be brief.", "temperature": "0.5", "top_p": "0.9", "top_k": "40", "min_p": "0.05"}
+    given |= {"repetition_penalty": "1.1", "max_tokens": "6", "seed": "3"}
+    page.find_element(By.ID, "panel-toggle").click()
+    for name, value in given.items():
+        field = page.find_element(By.ID, name)
+        field.clear()
+        field.send_keys(value + "\t")
+    note_requests(page)
+    first = ask(page, "Tell me a story.")
+    body = sent(page)
+    assert body["messages"][0] == {"role": "system", "content": given.pop("system")}
+    assert {name: body[name] for name in given} == {name: float(value) for name, value in given.items()}
+    page.refresh()
+    models_are_listed(page)
+    assert page.find_element(By.ID, "system").get_attribute("value") == "Be brief."
+    page.find_element(By.ID, "clear").click()
+    assert ask(page, "Tell me a story.") == first, "the seed and the settings are those of before"
+
+
+@pytest.fixture
+def slow(scripted: EngineThread, page: webdriver.Chrome, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineThread]:
+    """The page of a model whose answers take some seconds."""
+    iterate = scripted.generator.iterate_columns
+
+    def late() -> Any:
+        time.sleep(0.03)
+        return iterate()
+
+    monkeypatch.setattr(scripted.generator, "iterate_columns", late)
+    live = LiveServer({"scripted": scripted}, [ModelConfig(id="scripted", path=scripted.card.folder, engine="free")])
+    page.get(live.url)
+    models_are_listed(page)
+    yield scripted
+    page.get("about:blank")
+    live.close()
+
+
+def answered(page: webdriver.Chrome) -> str:
+    bodies = page.find_elements(By.CSS_SELECTOR, "li.assistant .body")
+    return bodies[-1].text if bodies else ""
+
+
+def test_stop_ends_the_answer_here_and_in_the_engine(page: webdriver.Chrome, slow: EngineThread) -> None:
+    page.find_element(By.ID, "input").send_keys("Go on for ever.\n")
+    until(lambda: answered(page))
+    page.find_element(By.ID, "stop").click()
+    until(lambda: page.find_element(By.ID, "send").is_displayed())
+    until(lambda: not slow.generator.num_remaining_jobs())
+    assert answered(page), "what has come stays"
+    assert not page.find_element(By.ID, "error").is_displayed()
+
+
+def test_an_engine_that_fails_in_the_middle(
+    page: webdriver.Chrome, slow: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page says so, keeps what has come, and asks again."""
+    page.execute_script("document.getElementById('max_tokens').value = '60'")
+    iterate, rounds = slow.generator.iterate_columns, iter(range(1000))
+    with monkeypatch.context() as patch:
+
+        def failing() -> Any:
+            if next(rounds) > 20:
+                raise RuntimeError("a device error, say")
+            return iterate()
+
+        patch.setattr(slow.generator, "iterate_columns", failing)
+        page.find_element(By.ID, "input").send_keys("Go on.\n")
+        error = page.find_element(By.ID, "error")
+        until(error.is_displayed)
+        assert "engine_error" in error.text
+        half = answered(page)
+        assert half
+    page.find_element(By.XPATH, "//button[text()='Regenerate']").click()
+    until(lambda: page.find_elements(By.CSS_SELECTOR, ".facts"))
+    assert not error.is_displayed()
+    assert len(answered(page)) > len(half)
+
+
+def test_a_key_is_asked_for_and_kept_for_the_session(
+    page: webdriver.Chrome, fable: EngineThread, tmp_path: Path
+) -> None:
+    key = "exl-" + "k" * 43
+    file = tmp_path / "keys.toml"
+    file.touch(0o600)
+    file.write_text(f'[[key]]\nname = "ann"\nkey = "{key}"\n')
+    auth = Authenticator(Auth(key_file=str(file)))
+    live = LiveServer({"fable": fable}, [ModelConfig(id="fable", path=fable.card.folder)], None, auth)
+    try:
+        page.get(live.url)
+        field = page.find_element(By.ID, "key")
+        until(field.is_displayed)
+        assert "key" in page.find_element(By.ID, "error").text
+        field.send_keys(key + "\t")
+        models_are_listed(page)
+        page.execute_script("document.getElementById('max_tokens').value = '8'")
+        assert ask(page, "Tell me a story.")
+        page.refresh()
+        models_are_listed(page)
+        assert page.execute_script("return JSON.stringify(localStorage).includes(arguments[0])", key) is False
+    finally:
+        page.get("about:blank")
+        live.close()
+
+
+CONTRAST = """
+const light = (colour) => colour.match(/[0-9.]+/g).slice(0, 3).map((one) => {
+  const part = one / 255;
+  return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+}).reduce((sum, part, at) => sum + part * [0.2126, 0.7152, 0.0722][at], 0);
+const back = getComputedStyle(document.body).backgroundColor;
+const texts = "body, header button, #send, .user .body, .assistant .body, #error";
+return [...document.querySelectorAll(texts)].map((one) => {
+  const style = getComputedStyle(one);
+  const own = /, 0\\)$/.test(style.backgroundColor) ? back : style.backgroundColor;
+  const [dim, bright] = [light(style.color), light(own)].sort((a, b) => a - b);
+  return [one.id || one.className || one.tagName, (bright + 0.05) / (dim + 0.05)];
+});
+"""
+"""The contrast of texts and what they stand on, as WCAG 2 defines it."""
+
+
+@pytest.mark.parametrize(("scheme", "back"), [("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 22, 26)")])
+def test_light_and_dark_can_be_read(page: webdriver.Chrome, scheme: str, back: str) -> None:
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    try:
+        page.execute_script("document.getElementById('max_tokens').value = '8'")
+        models_are_listed(page)
+        ask(page, "Tell me a story.")
+        assert page.execute_script("return getComputedStyle(document.body).backgroundColor") == back
+        found = page.execute_script(CONTRAST)
+        assert len(found) >= 6
+        assert all(ratio >= 4.5 for _, ratio in found), found
+    finally:
+        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+@pytest.fixture(scope="module")
+def eye(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A model that takes images."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("PIL.Image")
+    from vision_models import QWEN_TEXT, write_model, write_tokenizer
+
+    folder = tmp_path_factory.mktemp("vision") / "model"
+    folder.mkdir()
+    text = {**QWEN_TEXT, "vocab_size": 288, "max_position_embeddings": 2048, "bos_token_id": None, "eos_token_id": 260}
+    write_model("Qwen2VL", folder, text_config=text)
+    write_tokenizer(folder)
+    config = ModelConfig(id="eye", path=str(folder), device="cpu", max_batch_size=4)
+    thread = EngineThread(config)
+    live = LiveServer({"eye": thread}, [config])
+    yield live
+    live.close()
+    thread.close()
+
+
+PASTE = """
+const bytes = Uint8Array.from(atob(arguments[1]), (one) => one.charCodeAt(0));
+const transfer = new DataTransfer();
+transfer.items.add(new File([bytes], 'seen.png', { type: 'image/png' }));
+const event = arguments[0] === 'paste'
+  ? new ClipboardEvent('paste', { clipboardData: transfer, bubbles: true, cancelable: true })
+  : new DragEvent('drop', { dataTransfer: transfer, bubbles: true, cancelable: true });
+document.getElementById('input').dispatchEvent(event);
+return event.defaultPrevented;
+"""
+
+
+def test_images_by_file_paste_and_drop(page: webdriver.Chrome, eye: LiveServer, tmp_path: Path) -> None:
+    import base64
+
+    from PIL import Image
+
+    file = tmp_path / "seen.png"
+    Image.new("RGB", (64, 48), (200, 40, 40)).save(file)
+    data = base64.b64encode(file.read_bytes()).decode()
+    page.get(eye.url)
+    until(lambda: page.find_element(By.ID, "attach").is_displayed())
+    page.execute_script("document.getElementById('max_tokens').value = '6'")
+    note_requests(page)
+    shown = "#attached img"
+    page.find_element(By.ID, "files").send_keys(str(file))
+    until(lambda: len(page.find_elements(By.CSS_SELECTOR, shown)) == 1)
+    for at, kind in enumerate(("paste", "drop"), 2):
+        assert page.execute_script(PASTE, kind, data)
+        until(lambda at=at: len(page.find_elements(By.CSS_SELECTOR, shown)) == at)
+    page.find_element(By.XPATH, "//button[text()='Remove']").click()
+    assert len(page.find_elements(By.CSS_SELECTOR, shown)) == 2
+    ask(page, "What is in the pictures?")
+    *images, text = sent(page)["messages"][0]["content"]
+    assert images == [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}] * 2
+    assert text == {"type": "text", "text": "What is in the pictures?"}
+    assert not page.find_elements(By.CSS_SELECTOR, shown)
+    wide = "return [...document.querySelectorAll('li.user img')].map((one) => one.naturalWidth)"
+    until(lambda: page.execute_script(wide) == [64, 64])
+    page.refresh()
+    until(lambda: page.execute_script(wide) == [64, 64])
+    page.find_element(By.XPATH, "//button[text()='Edit']").click()
+    assert len(page.find_elements(By.CSS_SELECTOR, shown)) == 2
+    page.find_element(By.ID, "clear").click()
+    assert not page.find_elements(By.CSS_SELECTOR, shown)
+
+
+def test_a_model_without_eyes_gets_no_images(page: webdriver.Chrome) -> None:
+    models_are_listed(page)
+    assert not page.find_element(By.ID, "attach").is_displayed()
+    assert page.execute_script(PASTE, "drop", "")
+    error = page.find_element(By.ID, "error")
+    until(error.is_displayed)
+    assert "takes no images" in error.text
+    assert not page.find_elements(By.CSS_SELECTOR, "#attached img")
 
 
 @pytest.mark.parametrize("width", [360, pytest.param(1280, marks=pytest.mark.full)])

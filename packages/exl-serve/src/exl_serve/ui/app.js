@@ -3,6 +3,8 @@ const $ = (id) => document.getElementById(id);
 const STORE = "exl-chat";
 const SETTINGS = ["system", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"];
 let messages = [];
+let attached = []; // data: URLs of the next message's images
+let seeing = new Set(); // models that take images
 let running = null;
 
 function load() {
@@ -17,7 +19,9 @@ function load() {
 function save() {
   const saved = { messages };
   for (const name of SETTINGS) saved[name] = $(name).value;
-  try { localStorage.setItem(STORE, JSON.stringify(saved)); } catch { /* full or forbidden: the chat goes on */ }
+  try { localStorage.setItem(STORE, JSON.stringify(saved)); return; } catch { /* full or forbidden */ }
+  saved.messages = messages.map(({ images, ...rest }) => rest); // images fill it first
+  try { localStorage.setItem(STORE, JSON.stringify(saved)); } catch { /* the chat goes on */ }
 }
 
 function headers() {
@@ -53,7 +57,9 @@ async function listModels() {
   if (!response.ok) { fail(await explain(response)); return; }
   const chosen = $("model").value;
   $("model").replaceChildren();
+  seeing = new Set();
   for (const model of (await response.json()).data) {
+    if (model.exl?.modalities?.includes("image")) seeing.add(model.id);
     const option = document.createElement("option");
     option.value = model.id;
     const state = model.exl && model.exl.state !== "ready" ? ` (${model.exl.state})` : "";
@@ -62,6 +68,56 @@ async function listModels() {
   }
   if (chosen) $("model").value = chosen;
   fail("");
+  showAttached();
+}
+
+// ---- images ---------------------------------------------------------------------------------------------------------
+
+function picture(url, text) {
+  const image = document.createElement("img");
+  image.src = url;
+  image.alt = text;
+  return image;
+}
+
+function imagesOf(message) {
+  const given = Array.isArray(message.images) ? message.images : [];
+  return given.filter((url) => typeof url === "string" && url.startsWith("data:image/"));
+}
+
+function showAttached() {
+  $("attach").hidden = !seeing.has($("model").value);
+  $("attached").hidden = !attached.length;
+  $("attached").replaceChildren(...attached.map((url, at) => {
+    const li = document.createElement("li");
+    li.append(picture(url, `Image ${at + 1}`), button("Remove", () => {
+      attached.splice(at, 1);
+      showAttached();
+    }));
+    return li;
+  }));
+}
+
+function dataUrl(file) {
+  return new Promise((done, failed) => {
+    const reader = new FileReader();
+    reader.onload = () => done(reader.result);
+    reader.onerror = () => failed(reader.error);
+    reader.readAsDataURL(file);
+  });
+}
+
+async function attach(files) {
+  if (!seeing.has($("model").value)) { fail(`The model ${$("model").value} takes no images.`); return; }
+  fail("");
+  for (const file of files) {
+    try { attached.push(await dataUrl(file)); } catch { fail(`The file ${file.name} cannot be read.`); }
+  }
+  showAttached();
+}
+
+function imageFiles(transfer) {
+  return [...(transfer?.files || [])].filter((file) => file.type.startsWith("image/"));
 }
 
 // ---- Markdown: paragraphs, headings, lists, code, bold, italics -----------------------------------------------------
@@ -144,7 +200,7 @@ function item(message, index) {
 }
 
 function fill(li, message) {
-  for (const old of li.querySelectorAll(".body, details, .facts, .call")) old.remove();
+  for (const old of li.querySelectorAll(".body, .images, details, .facts, .call")) old.remove();
   const after = li.querySelector(".actions");
   const add = (element) => li.insertBefore(element, after);
   if (message.reasoning) {
@@ -153,6 +209,13 @@ function fill(li, message) {
     summary.textContent = "Reasoning";
     details.append(summary, message.reasoning);
     add(details);
+  }
+  const images = imagesOf(message);
+  if (images.length) {
+    const row = document.createElement("div");
+    row.className = "images";
+    row.append(...images.map((url, at) => picture(url, `Image ${at + 1}`)));
+    add(row);
   }
   const body = document.createElement("div");
   body.className = "body";
@@ -184,6 +247,8 @@ function render() {
 function edit(index) {
   if (running) return;
   $("input").value = messages[index].content;
+  attached = imagesOf(messages[index]);
+  showAttached();
   messages = messages.slice(0, index);
   save();
   render();
@@ -196,8 +261,17 @@ function regenerate() {
   answer();
 }
 
+function contentOf(message) {
+  const images = imagesOf(message);
+  if (!images.length) return message.content;
+  return [
+    ...images.map((url) => ({ type: "image_url", image_url: { url } })),
+    { type: "text", text: message.content },
+  ];
+}
+
 function request() {
-  const sent = messages.map(({ role, content }) => ({ role, content }));
+  const sent = messages.map((message) => ({ role: message.role, content: contentOf(message) }));
   const system = $("system").value.trim();
   if (system) sent.unshift({ role: "system", content: system });
   const body = { model: $("model").value, messages: sent, stream: true, stream_options: { include_usage: true } };
@@ -287,10 +361,12 @@ async function answer() {
 $("form").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = $("input").value.trim();
-  if (!text || running) return;
+  if ((!text && !attached.length) || running) return;
   $("input").value = "";
   if (messages.at(-1)?.role === "user") messages.pop(); // it was never answered
-  messages.push({ role: "user", content: text });
+  messages.push(attached.length ? { role: "user", content: text, images: attached } : { role: "user", content: text });
+  attached = [];
+  showAttached();
   answer();
 });
 $("input").addEventListener("keydown", (event) => {
@@ -299,10 +375,31 @@ $("input").addEventListener("keydown", (event) => {
     $("form").requestSubmit();
   }
 });
+$("input").addEventListener("paste", (event) => {
+  const files = imageFiles(event.clipboardData);
+  if (!files.length) return;
+  event.preventDefault();
+  attach(files);
+});
+document.addEventListener("dragover", (event) => event.preventDefault());
+document.addEventListener("drop", (event) => {
+  event.preventDefault(); // or the browser would leave the page for the file
+  const files = imageFiles(event.dataTransfer);
+  if (files.length) attach(files);
+});
+$("attach").addEventListener("click", () => $("files").click());
+$("files").addEventListener("change", () => {
+  const files = [...$("files").files];
+  $("files").value = ""; // or the same file could not be chosen again
+  attach(files);
+});
+$("model").addEventListener("change", showAttached);
 $("stop").addEventListener("click", () => running?.abort());
 $("clear").addEventListener("click", () => {
   running?.abort();
   messages = [];
+  attached = [];
+  showAttached();
   save();
   fail("");
   render();
