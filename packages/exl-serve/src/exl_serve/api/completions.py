@@ -34,13 +34,14 @@ COMPLETION: tuple[Field, ...] = (
         "max_tokens",
         integer(0, 1 << 24),
         "0 to what the context leaves",
-        ("n_predict", "max_length"),
+        ("n_predict", "max_length", "max_completion_tokens"),
         meaning="most new tokens; absent: 16. 0 needs `echo`",
     ),
     Field(
         "logprobs",
         integer(0, 20),
         "0 to 20",
+        ("n_probs",),
         meaning="candidates for each token, with log-probabilities; with `echo` also for the prompt",
     ),
     PROMPT_LOGPROBS,
@@ -48,6 +49,12 @@ COMPLETION: tuple[Field, ...] = (
         "best_of", integer(1, 1 << 24), "1, or `n`", meaning="no other completions are made than those of the answer"
     ),
     Field("echo", boolean, "true or false", meaning="the prompt in front of its completion"),
+    Field(
+        "include_reasoning",
+        boolean,
+        "true or false",
+        meaning="not used: reasoning is a part of the text like any other",
+    ),
     Field(
         "add_special_tokens", boolean, "true or false", ("add_bos_token",), meaning="false: no BOS in front of a prompt"
     ),

@@ -6,7 +6,9 @@ named in the header x-exl-ignored, or rejected with `strict_fields`.
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +30,10 @@ __all__ = [
     "read_fields",
     "string",
 ]
+
+
+_IDS = re.compile("^([0-9]{1,9}(, ?[0-9]{1,9})*)?$")
+"""Token ids with commas between them, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +147,29 @@ def strings(most: int, length: int) -> Rule:
     return Rule(check, {"anyOf": [one_text, {"type": "array", "items": one_text, "maxItems": most}]})
 
 
+def listed(texts: Rule) -> Rule:
+    """Accept what `texts` does, and a JSON list of texts as one text, with or without its brackets: TabbyAPI's clients
+    send that.
+    """
+
+    def check(param: str, value: Any) -> tuple[str, ...]:
+        if isinstance(value, str) and value.startswith(("[", '"')):
+            try:
+                value = json.loads(value if value.startswith("[") else f"[{value}]")
+            except (ValueError, RecursionError):
+                raise _refuse(param, value, "a text, or a list of texts") from None
+        found: tuple[str, ...] = texts(param, value)
+        return found
+
+    return Rule(check, texts.schema)
+
+
 def ids(most: int) -> Rule:
-    """Accept a token id, or a list of at most `most` token ids."""
+    """Accept a token id, a list of at most `most` token ids, or the list as a text with commas, as TabbyAPI does."""
 
     def check(param: str, value: Any) -> tuple[int, ...]:
+        if isinstance(value, str) and len(value) <= 11 * most and _IDS.fullmatch(value):
+            value = [int(one) for one in value.split(",")] if value else []
         found = [value] if isinstance(value, int | float) else value
         if not isinstance(found, list) or len(found) > most:
             raise _refuse(param, value, f"a list of at most {most} token ids")
@@ -152,7 +177,8 @@ def ids(most: int) -> Rule:
         return tuple(one(f"{param}[{at}]", entry) for at, entry in enumerate(found))
 
     token = {"type": "integer", "minimum": 0, "maximum": (1 << 31) - 1}
-    return Rule(check, {"anyOf": [token, {"type": "array", "items": token, "maxItems": most}]})
+    text = {"type": "string", "pattern": _IDS.pattern}
+    return Rule(check, {"anyOf": [token, {"type": "array", "items": token, "maxItems": most}, text]})
 
 
 def biases(most: int) -> Rule:
@@ -287,7 +313,7 @@ SAMPLING: tuple[Field, ...] = (
         ("dry_penalty_last_n",),
         meaning="newest tokens in which DRY looks for repeats",
     ),
-    Field("dry_sequence_breakers", strings(64, 64), "at most 64 texts", meaning="texts that end a repeat"),
+    Field("dry_sequence_breakers", listed(strings(64, 64)), "at most 64 texts", meaning="texts that end a repeat"),
     Field(
         "xtc_probability", number(0, 1), "0 to 1; 0 is off", meaning="chance that XTC excludes the most probable tokens"
     ),
@@ -321,7 +347,7 @@ COMMON: tuple[Field, ...] = (
     Field(
         "seed",
         integer(-(1 << 63), (1 << 64) - 1),
-        "64 bits",
+        "64 bits; -1 is none",
         meaning="of the random numbers; drawn where absent. The header x-exl-seed tells it",
     ),
     Field(
@@ -359,7 +385,7 @@ COMMON: tuple[Field, ...] = (
         number(0, 100),
         "0 to 100",
         ("guidance_scale",),
-        meaning="classifier-free guidance: weight of the prompt against `negative_prompt`; both or none",
+        meaning="classifier-free guidance: weight of the prompt against `negative_prompt`, 1 is off; both or none",
     ),
     Field("negative_prompt", string(1 << 20), "a text", meaning="what the answer is led away from"),
     Field("response_format", anything, "`text`, `json_object`, `json_schema`", meaning="the form of the answer"),
@@ -454,6 +480,18 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "chat_template": (None,),
     "documents": (None, []),
     "mm_processor_kwargs": (None, {}),
+    "media_io_kwargs": (None, {}),
+    "echo": (None, False),
+    "add_special_tokens": (None, False),
+    "add_bos_token": (None, True),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "include_reasoning": (None, True),
+    "response_prefix": (None, ""),
+    "prompt_template": (None, ""),
+    "spaces_between_special_tokens": (None, True),
+    "logprob_token_ids": (None,),
+    "return_prompt_text": (None, False),
     "include_stop_str_in_output": (None, False),
     "return_tokens_as_token_ids": (None, False),
     "stream_interval": (None, 1),
@@ -466,7 +504,17 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n_predict": (None, -1),
     "samplers": (None,),
     "nsigma": (None, 0, 0.0),
+    "top_n_sigma": (None, -1, -1.0, 0, 0.0),
     "n_probs": (None, 0),
+    "min_keep": (None, 0),
+    "n_keep": (None, 0),
+    "t_max_predict_ms": (None, 0, -1),
+    "dynatemp_range": (None, 0, 0.0),
+    "post_sampling_probs": (None, False),
+    "timings_per_token": (None, False),
+    "return_progress": (None, False),
+    "reasoning_format": (None, "auto", "deepseek"),
+    "lora": (None, []),
     "id_slot": (None, -1),
     "cache_prompt": (None, True),
 }
@@ -498,7 +546,22 @@ def read_fields(
                 raise ServeError.unsupported(key, f"{key} is not offered by this server: leave it out")
         elif key not in own:
             unknown.append(key)
+    _drop_neutral(found)
     return found, unknown
+
+
+def _drop_neutral(found: dict[str, Any]) -> None:
+    """Leave out what clients send for a setting that is off: guidance of weight 1, which would compute every step
+    twice, and empty formats.
+    """
+    if found.get("cfg_scale") == 1 or ("cfg_scale" not in found and found.get("negative_prompt") == ""):
+        found.pop("cfg_scale", None)
+        found.pop("negative_prompt", None)
+    for name in ("guided_json", "guided_regex", "guided_grammar"):
+        if found.get(name) == "":
+            del found[name]
+    if found.get("seed") == -1:  # of llama.cpp and vLLM: draw one
+        del found["seed"]
 
 
 def by_name(*tables: tuple[Field, ...]) -> dict[str, Field]:

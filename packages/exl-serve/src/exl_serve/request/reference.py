@@ -70,7 +70,8 @@ def render() -> str:
             "",
             "## Not offered",
             "",
-            "The values that change nothing are taken, any other is refused as `unsupported_parameter`.",
+            "Where a table above does not have the field, values that change nothing are taken, any other is refused "
+            "as `unsupported_parameter`.",
             "",
             "| field | taken |",
             "|---|---|",

@@ -1,0 +1,186 @@
+"""Requests in the form in which clients of TabbyAPI, vLLM and llama.cpp send them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from exl_serve.api.chat import FIELDS as CHAT
+from exl_serve.api.completions import FIELDS as COMPLETIONS
+from exl_serve.errors import ServeError
+from exl_serve.request.fields import read_fields
+from exl_serve.testing.server import LiveServer
+
+SILLYTAVERN: dict[str, Any] = {
+    "prompt": "Once upon a time",
+    "max_new_tokens": 12,
+    "max_tokens": 12,
+    "logprobs": 10,
+    "temperature": 0,
+    "top_p": 1,
+    "typical_p": 1,
+    "typical": 1,
+    "sampler_seed": -1,
+    "min_p": 0,
+    "repetition_penalty": 1.2,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "top_k": 0,
+    "skew": 0,
+    "min_length": 0,
+    "min_tokens": 0,
+    "add_bos_token": True,
+    "smoothing_factor": 0,
+    "smoothing_curve": 1,
+    "dry_allowed_length": 2,
+    "dry_multiplier": 0.8,
+    "dry_base": 1.75,
+    "dry_sequence_breakers": '["\\n", ":", "\\"", "*"]',
+    "dry_penalty_last_n": 0,
+    "max_tokens_second": 0,
+    "stopping_strings": ["\nUser:"],
+    "stop": ["\nUser:"],
+    "truncation_length": 1024,
+    "ban_eos_token": False,
+    "skip_special_tokens": True,
+    "include_reasoning": False,
+    "top_a": 0,
+    "tfs": 1,
+    "mirostat_mode": 0,
+    "mirostat_tau": 5,
+    "mirostat_eta": 0.1,
+    "custom_token_bans": "7,8, 9",
+    "banned_strings": [],
+    "api_type": "tabby",
+    "api_server": "http://127.0.0.1:8000/",
+    "xtc_threshold": 0.1,
+    "xtc_probability": 0,
+    "nsigma": 0,
+    "top_n_sigma": 0,
+    "min_keep": 0,
+    "adaptive_target": -0.01,
+    "adaptive_decay": 0.9,
+    "rep_pen": 1.2,
+    "rep_pen_range": 0,
+    "repetition_decay": 0,
+    "repetition_penalty_range": 0,
+    "temperature_last": True,
+    "speculative_ngram": False,
+    "guidance_scale": 1,
+    "negative_prompt": "",
+    "json_schema": None,
+    "repeat_penalty": 1.2,
+    "repeat_last_n": 0,
+    "n_predict": 12,
+    "num_predict": 12,
+    "num_ctx": 1024,
+    "mirostat": 0,
+    "ignore_eos": False,
+    "n_probs": 10,
+    "rep_pen_slope": 1,
+    "n": 1,
+}
+"""What SillyTavern sends to TabbyAPI with its default settings, some of them switched on."""
+MEANT: dict[str, Any] = {
+    "prompt": "Once upon a time",
+    "max_tokens": 12,
+    "logprobs": 10,
+    "temperature": 0,
+    "repetition_penalty": 1.2,
+    "repetition_range": 0,
+    "dry_multiplier": 0.8,
+    "dry_allowed_length": 2,
+    "dry_base": 1.75,
+    "dry_sequence_breakers": ["\n", ":", '"', "*"],
+    "stop": ["\nUser:"],
+    "banned_tokens": [7, 8, 9],
+    "temperature_last": True,
+}
+"""The same in the names of this server."""
+
+
+def test_a_request_of_sillytavern_means_what_it_says(server: LiveServer) -> None:
+    answers = [
+        httpx.post(f"{server.url}/v1/completions", json={"model": "fable"} | body, timeout=120)
+        for body in (SILLYTAVERN, MEANT)
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+    one, other = (answer.json()["choices"] for answer in answers)
+    assert one == other
+    ignored = answers[0].headers["x-exl-ignored"].split(",")
+    assert not set(ignored) & COMPLETIONS.keys()
+
+
+@pytest.mark.parametrize(
+    ("sent", "read"),
+    [
+        ({"seed": -1}, {}),
+        ({"seed": -2}, {"seed": -2}),
+        ({"cfg_scale": 1}, {}),
+        ({"guidance_scale": 1.0, "negative_prompt": "sad"}, {}),
+        ({"negative_prompt": ""}, {}),
+        ({"cfg_scale": 1.5, "negative_prompt": ""}, {"cfg_scale": 1.5, "negative_prompt": ""}),
+        ({"grammar_string": ""}, {}),
+        ({"regex_pattern": ""}, {}),
+        ({"json_schema": ""}, {}),
+        ({"json_schema": {}}, {"guided_json": {}}),
+        ({"custom_token_bans": ""}, {"banned_tokens": ()}),
+        ({"banned_tokens": "5,17"}, {"banned_tokens": (5, 17)}),
+        ({"dry_sequence_breakers": "\n"}, {"dry_sequence_breakers": ("\n",)}),
+        ({"dry_sequence_breakers": '"\\n", ":"'}, {"dry_sequence_breakers": ("\n", ":")}),
+        ({"dry_sequence_breakers": "[]"}, {"dry_sequence_breakers": ()}),
+    ],
+)
+def test_values_of_other_servers(sent: dict[str, Any], read: dict[str, Any]) -> None:
+    assert read_fields(sent, COMPLETIONS) == (read, [])
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        {"banned_tokens": "5,x"},
+        {"banned_tokens": "5,," * 20000},
+        {"dry_sequence_breakers": '["\\n"'},
+        {"dry_sequence_breakers": "[1]"},
+        {"dry_sequence_breakers": "[" * 60000},
+    ],
+)
+def test_lists_that_are_none(sent: dict[str, Any]) -> None:
+    with pytest.raises(ServeError) as caught:
+        read_fields(sent, COMPLETIONS)
+    assert (caught.value.status, (caught.value.param or "").partition("[")[0]) == (400, next(iter(sent)))
+
+
+@pytest.mark.parametrize(
+    ("name", "neutral", "other"),
+    [
+        ("echo", False, True),
+        ("include_reasoning", True, False),
+        ("add_special_tokens", False, True),
+        ("spaces_between_special_tokens", True, False),
+        ("logprob_token_ids", None, [5]),
+        ("top_n_sigma", -1, 1.5),
+        ("dynatemp_range", 0, 0.5),
+        ("min_keep", 0, 2),
+        ("t_max_predict_ms", 0, 500),
+        ("post_sampling_probs", False, True),
+        ("reasoning_format", "auto", "none"),
+        ("lora", [], [{"id": 0, "scale": 0.5}]),
+        ("response_prefix", "", "Sure:"),
+        ("prompt_template", None, "alpaca"),
+    ],
+)
+def test_fields_of_vllm_and_llama_cpp_are_refused_by_name(name: str, neutral: Any, other: Any) -> None:
+    assert read_fields({name: neutral}, CHAT) == ({}, [])
+    with pytest.raises(ServeError) as caught:
+        read_fields({name: other}, CHAT)
+    assert (caught.value.code, caught.value.param) == ("unsupported_parameter", name)
+
+
+def test_text_completions_take_no_tools(server: LiveServer) -> None:
+    tools = [{"type": "function", "function": {"name": "note"}}]
+    body = {"model": "fable", "prompt": "A", "tools": tools}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
