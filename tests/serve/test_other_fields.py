@@ -184,3 +184,25 @@ def test_text_completions_take_no_tools(server: LiveServer) -> None:
     body = {"model": "fable", "prompt": "A", "tools": tools}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "refusal"])
+def test_answers_without_a_content_are_taken_back(server: LiveServer, name: str) -> None:
+    said = {"role": "assistant", "content": None, name: "It is about a fox."}
+    user = {"role": "user", "content": "Go on."}
+    body = {"model": "fable", "messages": [user, said, user], "max_tokens": 2}
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).status_code == 200
+    empty = body | {"messages": [user, {"role": "assistant", "content": None}, user]}
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=empty, timeout=120).status_code == 400
+
+
+def test_no_name_is_no_model(server: LiveServer) -> None:
+    """`/v1/models/` is the list, whatever a request without a model means."""
+    listed = [httpx.get(f"{server.url}/v1/models{end}", timeout=120).json() for end in ("", "/")]
+    assert listed[0] == listed[1]
+
+
+def test_a_priority_that_a_key_lacks_is_named(server: LiveServer) -> None:
+    body = {"model": "fable", "prompt": "A", "max_tokens": 1, "priority": 0}
+    error = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()["error"]
+    assert (error["code"], error["param"]) == ("insufficient_scope", "priority")

@@ -62,6 +62,9 @@ def _allowed(call: Call, handle: ModelHandle) -> bool:
 async def get_model(call: Call) -> None:
     """Answer one model or adapter."""
     name = call.path["id"]
+    if not name:  # not the model that a request without a name means
+        await list_models(call)
+        return
     handle, adapter = call.state.models.resolve(name, call.caller)
     wanted = handle.config.id if adapter is None else f"{handle.config.id}:{adapter}"
     for entry in await card_of(handle):

@@ -194,7 +194,11 @@ def engine_request(
     priority = fields.get("priority", max(1, call.caller.best_priority))
     if priority < call.caller.best_priority:
         raise ServeError(
-            403, "permission_error", "insufficient_scope", f"priority {priority} is not allowed for this key"
+            403,
+            "permission_error",
+            "insufficient_scope",
+            f"priority {priority} is not allowed for this key: {call.caller.best_priority} and higher numbers are",
+            param="priority",
         )
     # A digest, so that salts have one length whatever the request's own salt is.
     salt = _salt(fields.get("cache_salt", ""), call.caller.salt)

@@ -17,6 +17,8 @@ __all__ = ["ImagePart", "content_of", "messages_of", "tool_choice_of", "tools_of
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 WITH_IMAGES = ("user", "tool")
 """Roles whose messages may hold images."""
+_ELSEWHERE = ("reasoning_content", "reasoning", "thinking", "refusal")
+"""Fields of which an assistant's message has one instead of a content."""
 _REFUSED_PARTS = ("input_audio", "video_url", "file", "input_file")
 
 
@@ -81,6 +83,8 @@ def _message(value: Any, param: str, limits: Limits, images: list[ImagePart] | N
     if "content" in found:
         taken = images if role in WITH_IMAGES else None
         found["content"] = content_of(found["content"], f"{param}.content", limits, taken)
+    elif role == "assistant" and any(found.get(name) for name in _ELSEWHERE):
+        found["content"] = content_of(found.get("refusal", ""), f"{param}.refusal", limits)
     elif not found.get("tool_calls"):
         raise _bad(f"{param}.content", "a message has a content, or tool_calls")
     else:
