@@ -82,7 +82,7 @@ SILLYTAVERN: dict[str, Any] = {
     "rep_pen_slope": 1,
     "n": 1,
 }
-"""What SillyTavern sends to TabbyAPI with its default settings, some of them switched on."""
+"""SillyTavern's request to TabbyAPI with its default settings, some of them switched on."""
 MEANT: dict[str, Any] = {
     "prompt": "Once upon a time",
     "max_tokens": 12,
@@ -172,7 +172,7 @@ def test_lists_that_are_none(sent: dict[str, Any]) -> None:
         ("prompt_template", None, "alpaca"),
     ],
 )
-def test_fields_of_vllm_and_llama_cpp_are_refused_by_name(name: str, neutral: Any, other: Any) -> None:
+def test_the_error_names_a_field_of_vllm_or_llama_cpp(name: str, neutral: Any, other: Any) -> None:
     assert read_fields({name: neutral}, CHAT) == ({}, [])
     with pytest.raises(ServeError) as caught:
         read_fields({name: other}, CHAT)

@@ -133,6 +133,9 @@ def test_proxies_pass_streams_on() -> None:
     haproxy = text("haproxy.cfg")
     assert "retry-on conn-failure 503" in haproxy
     assert "GET /health/ready" in haproxy
+    # A server on loopback rejects other hosts.
+    assert "proxy_set_header Host localhost;" in nginx
+    assert "http-request set-header host localhost" in haproxy
 
 
 @pytest.mark.skipif(shutil.which("haproxy") is None, reason="haproxy is not installed")
