@@ -265,7 +265,8 @@ def build(case: str, folder: Path, **changes: Any) -> tuple[Any, Path]:
 
 pytestmark = [
     pytest.mark.covers("core.md: architectures", "core.md: embedding-norms", "core.md: mlp-moe"),
-    pytest.mark.sampled(4),
+    # Six tests have no other parameters: every model is in the default run once.
+    pytest.mark.sampled(6),
 ]
 
 
@@ -308,16 +309,6 @@ def test_whole_prompt(pair: tuple[Any, Any], ids: Tensor) -> None:
 
 def _rowwise(theirs: Any, ids: Tensor) -> Tensor:
     return torch.cat([expected_logits(theirs, row[None]) for row in ids])
-
-
-@pytest.mark.covers("core.md: better-3.6.4", "core.md: better-6.5.2")
-@pytest.mark.sampled(10)
-@pytest.mark.parametrize("chunk", [1, 7, 16])
-def test_in_chunks_and_token_by_token(pair: tuple[Any, Any], ids: Tensor, chunk: int) -> None:
-    theirs, ours = pair
-    cache = ExLlamaV2Cache(ours, batch_size=2, max_seq_len=64)
-    parts = [ours.forward(ids[:, i : i + chunk], cache) for i in range(0, TOKENS, chunk)]
-    assert_close(torch.cat(parts, dim=1), _rowwise(theirs, ids))
 
 
 @pytest.mark.covers("core.md: better-6.5.3")
@@ -420,7 +411,17 @@ def test_matrices_over_three_devices_are_bitwise_identical(
         assert torch.equal(cut.forward(ids[:, begin:end], cache), whole.forward(ids[:, begin:end], twin))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.covers("core.md: better-3.6.4", "core.md: better-6.5.2")
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+def test_in_chunks_and_token_by_token(pair: tuple[Any, Any], ids: Tensor, chunk: int) -> None:
+    theirs, ours = pair
+    cache = ExLlamaV2Cache(ours, batch_size=2, max_seq_len=64)
+    parts = [ours.forward(ids[:, i : i + chunk], cache) for i in range(0, TOKENS, chunk)]
+    assert_close(torch.cat(parts, dim=1), _rowwise(theirs, ids))
+
+
+@pytest.mark.sampled(12)
 @pytest.mark.covers("core.md: better-14.4", "core.md: lora")
 def test_adapters_of_every_linear(
     pair: tuple[Any, Any], ids: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -463,7 +464,7 @@ def quantized_tensors(linear: Linear, kind: str, lab: Any) -> dict[str, Tensor] 
     return tensors | lab.bias_of(linear)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("kind", ["exl2", "gptq"])
 def test_quantized_equals_dequantized(pair: tuple[Any, Any], ids: Tensor, kind: str, tmp_path: Path, lab: Any) -> None:
     _, ours = pair
@@ -483,7 +484,7 @@ def test_quantized_equals_dequantized(pair: tuple[Any, Any], ids: Tensor, kind: 
     assert torch.equal(torch.cat(chunks, dim=1), quantized.forward(ids))
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("kind", ["exl2", "gptq"])
 def test_folder_of_our_quantizer(pair: tuple[Any, Any], ids: Tensor, kind: str, tmp_path: Path, lab: Any) -> None:
     lab.check_written(pair[1], ids, kind, tmp_path)

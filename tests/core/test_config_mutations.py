@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 FAMILIES = {CASES[name].model: name for name in reversed(CASES)}  # the first case of each
-A_FAMILY = trials(9, 4)  # changes of each that are tried here; all of them: `python tests/core/config_mutations.py`
+A_FAMILY = trials(9, 2)  # changes of each that are tried here; all of them: `python tests/core/config_mutations.py`
 
 # Where transformers 5 does what no file can mean, and we what the file says: none of it is in a published model.
 DELIBERATE = {
@@ -37,7 +37,7 @@ def sample(case: str) -> list[tuple[str, dict[str, Any]]]:
     base = base_config(case)
     known = [pair for pair in changes_of(base) if not any(text in pair[0] for text in DELIBERATE.get(case, ()))]
     drawn = random.Random(case)
-    return [*drawn.sample(known, A_FAMILY), *drawn.sample(list(foreign_keys(base)), 3)]
+    return [*drawn.sample(known, A_FAMILY), *drawn.sample(list(foreign_keys(base)), trials(3, 2))]
 
 
 @pytest.mark.sampled(20)
