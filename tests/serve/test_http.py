@@ -190,7 +190,7 @@ def test_bodies_are_read_as_they_are_where_urls_are_cut_out(data: Any) -> None:
             assert read_json(body, Limits()) == json.loads(body)
 
 
-@settings(max_examples=trials(300, 60))
+@settings(max_examples=trials(300, 30))
 @given(inside=st.lists(PIECES, max_size=8))
 def test_what_is_no_json_is_none_where_urls_are_cut_out(inside: list[str]) -> None:
     body = ('{"x":' + "".join(inside) + "}").encode()

@@ -261,7 +261,7 @@ def test_a_client_that_is_dropped_with_its_context_ends() -> None:
     subprocess.run([sys.executable, "-P", "-c", DROPPED], timeout=HANG, check=True)
 
 
-@examples(15, 4, [HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@examples(15, 2, [HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(operations=st.lists(OPERATION, max_size=25))
 def test_whatever_clients_do_in_whatever_order(place: Place, operations: list[tuple[str, int, int, int]]) -> None:
     """Every request that goes on gets the tokens that it would have got alone, and one last event a completion;

@@ -191,7 +191,7 @@ CALLS: st.SearchStrategy[Call] = st.one_of(
 )
 
 
-@examples(300, 60)
+@examples(300, 30)
 @given(
     form=st.sampled_from(FORMS),
     as_text=st.booleans(),
