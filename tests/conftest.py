@@ -33,7 +33,7 @@ from hypothesis import HealthCheck, settings
 
 # Two shared cores: a slow example is the machine's doing. CI prints what reproduces a failure.
 settings.register_profile("default", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("quick", parent=settings.get_profile("default"), max_examples=15)
+settings.register_profile("quick", parent=settings.get_profile("default"), max_examples=10)
 settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=1000)
 
 # Parts of libraries that these import when they are used first, in seconds.

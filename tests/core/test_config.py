@@ -415,7 +415,7 @@ COMPLETE = {
 }
 
 
-@examples(600, 80)
+@examples(600, 40)
 @given(
     changes=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3),
     nested=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=2),

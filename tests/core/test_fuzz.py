@@ -145,7 +145,7 @@ def test_corpus(targets: Targets, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@examples(150, 30, suppress=list(HealthCheck))
+@examples(150, 15, suppress=list(HealthCheck))
 @given(seed=st.integers(0, 2**64), rounds=st.integers(1, 3))
 def test_mutations(targets: Targets, name: str, seed: int, rounds: int) -> None:
     dice = random.Random(seed)

@@ -66,7 +66,7 @@ def test_every_tensor_counts(folder: Path, tmp_path: Path) -> None:
 
 
 @given(seed=st.binary(min_size=16, max_size=16), nbytes=st.integers(0, 1 << 40))
-@examples(300, 60)
+@examples(300, 30)
 def test_samples_lie_in_their_tensor_and_small_ones_are_read_whole(seed: bytes, nbytes: int) -> None:
     found = identity.samples(seed, nbytes)
     assert all(0 <= start <= start + length <= nbytes for start, length in found)

@@ -90,7 +90,7 @@ def test_round_trip(fixture_tokenizer: ExLlamaV2Tokenizer, text: str) -> None:
 
 
 @pytest.mark.covers("core.md: better-11.6-text")
-@examples(200, 40)
+@examples(200, 20)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
 def test_bytes_of_the_ids_are_the_text(fixture_tokenizer: ExLlamaV2Tokenizer, text: str) -> None:
     table = fixture_tokenizer.get_id_to_bytes_list()

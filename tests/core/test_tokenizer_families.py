@@ -118,7 +118,7 @@ PIECE = st.sampled_from(["<keep>", "<|im|>", "<s>", "</s>", "<unk>", "<0x41>", "
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 
-@examples(250, 50)
+@examples(250, 25)
 @given(st.lists(st.tuples(TEXT, PIECE, TEXT).map("".join) | TEXT, min_size=10, max_size=10))
 def test_transformers_agrees_on_random_unicode(pair: tuple[Any, Any], texts: list[str]) -> None:
     """Ten strings a time: ten thousand over the four families."""
@@ -161,7 +161,7 @@ def test_sentencepiece_s_own_ids_and_text(spm: tuple[Any, Any, Path], text: str)
     assert plain.decode(ids) == text.removeprefix("") or "\x00" in text or "▁" in text
 
 
-@examples(150, 30)
+@examples(150, 15)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
 def test_bytes_of_pieces_are_the_text(spm: tuple[Any, Any, Path], text: str) -> None:
     tokenizer, plain, _ = spm

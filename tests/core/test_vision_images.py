@@ -151,7 +151,7 @@ def test_things_that_are_no_images_are_refused() -> None:
 KINDS = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"]
 
 
-@examples(300, 60)
+@examples(300, 30)
 @given(st.sampled_from(KINDS), st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 255)), max_size=8), st.data())
 def test_damaged_files_end_in_an_image_or_in_an_input_error(
     kind: str, changes: list[tuple[int, int]], data: st.DataObject

@@ -211,7 +211,7 @@ JUNK = st.one_of(
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@examples(150, 18, suppress=list(HealthCheck))
+@examples(150, 9, suppress=list(HealthCheck))
 @given(st.data())
 def test_any_values_give_settings_or_a_typed_error(family: str, tmp_path: Path, data: st.DataObject) -> None:
     """And settings that are taken name tensors of sizes that can be."""

@@ -32,7 +32,7 @@ from exl_filters.testing import (
 pytestmark = pytest.mark.sampled(7)
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
-BUDGET = {"profile": "deep"} if THOROUGH else {"profile": "quick", "examples": trials(8, 5)}
+BUDGET = {"profile": "deep"} if THOROUGH else {"profile": "quick", "examples": trials(8, 4)}
 
 SELECT = ["yes", "no", "😀x", "no way"]
 PREFIX = ["{", "[é"]

@@ -88,7 +88,7 @@ def walk(stack: FilterStack, matcher: Matcher, rng: random.Random, steps: int) -
     return path
 
 
-@settings(max_examples=trials(80, 20), deadline=None)
+@settings(max_examples=trials(80, 10), deadline=None)
 @given(patterns, st.integers(0, 1000))
 def test_masks_are_those_of_llguidance(pattern, seed):
     rng = random.Random(seed)

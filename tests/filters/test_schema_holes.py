@@ -211,7 +211,7 @@ BETWEEN = st.decimals(-13, 13, places=2).map(float)
 LOWER, UPPER = st.sampled_from(["minimum", "exclusiveMinimum"]), st.sampled_from(["maximum", "exclusiveMaximum"])
 
 
-@examples(150, 18)
+@examples(150, 9)
 @given(LOWER, st.one_of(WHOLE, BETWEEN), UPPER, st.one_of(WHOLE, BETWEEN), st.booleans(), BETWEEN)
 def test_no_number_gets_around_its_bounds(lower, low, upper, high, joined, other):
     """Bounds of every kind, near and far, whole and not; what is taken validates with jsonschema."""

@@ -46,25 +46,25 @@ def sequence(v):
 
 
 @pytest.mark.covers("filters.md: CAP-21")
-@filter_laws(sequence, language=BOTH, profile="quick", examples=trials(10, 6))
+@filter_laws(sequence, language=BOTH, profile="quick", examples=trials(10, 4))
 def test_laws_of_sequence(law):
     law()
 
 
 @pytest.mark.covers("filters.md: CAP-21")
-@filter_laws(lambda v: LoggedFilter(select(v, *ONE)), language=ONE, profile="quick", examples=trials(10, 6))
+@filter_laws(lambda v: LoggedFilter(select(v, *ONE)), language=ONE, profile="quick", examples=trials(10, 4))
 def test_laws_of_logged(law):
     law()
 
 
 @pytest.mark.covers("filters.md: CAP-21")
-@filter_laws(lambda v: LengthFilter(None, v, 0, None, 2, 5), profile="quick", examples=trials(10, 6))
+@filter_laws(lambda v: LengthFilter(None, v, 0, None, 2, 5), profile="quick", examples=trials(10, 4))
 def test_laws_of_a_length_in_characters(law):
     law()
 
 
 def test_a_long_mixed_history_of_a_sequence():
-    check_machine(sequence, BOTH, profile="quick", examples=trials(10, 6), shrink=False)
+    check_machine(sequence, BOTH, profile="quick", examples=trials(10, 4), shrink=False)
 
 
 PIECES = ["y", "e", "s", "n", "o", " way", "no", "!", "?", "s!", "no?", "yes!", "x", "</s>"]

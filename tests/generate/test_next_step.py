@@ -161,13 +161,13 @@ def play(
     raise AssertionError("the jobs do not end")
 
 
-@examples(150, 9)
+@examples(150, 5)
 @given(st.lists(ASKS, min_size=1, max_size=6))
 def test_nobody_can_tell(asks: list[Ask]) -> None:
     assert play(asks, early=True)[0] == play(asks, early=False)[0]
 
 
-@examples(100, 9)
+@examples(100, 5)
 @given(st.lists(ASKS, min_size=1, max_size=6), st.booleans())
 def test_nobody_can_tell_that_tokens_stayed_on_the_device(asks: list[Ask], leaves: bool) -> None:
     """Also where logits are read after the next step has overwritten its buffer."""
@@ -177,7 +177,7 @@ def test_nobody_can_tell_that_tokens_stayed_on_the_device(asks: list[Ask], leave
         assert play(asks, early=True, kind=Preparing)[0] == expected
 
 
-@examples(150, 9)
+@examples(150, 5)
 @given(st.lists(ASKS, min_size=1, max_size=6), st.integers(1, 4), st.booleans(), st.booleans(), st.booleans())
 def test_nobody_can_tell_that_drafts_are_launched_early(
     asks: list[Ask], drafts: int, by_model: bool, on_device: bool, leaves: bool

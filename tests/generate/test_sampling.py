@@ -221,7 +221,7 @@ def any_settings(draw: st.DrawFn) -> dict[str, Any]:
     return {name: draw(fields[name]) for name in names}
 
 
-@examples(400, 80)
+@examples(400, 40)
 @given(any_settings(), st.integers(0, 2**32 - 1), st.lists(st.integers(3, 12), max_size=40))
 @pytest.mark.covers(
     "generators.md: 65",
@@ -419,7 +419,7 @@ def test_a_draw_reaches_the_whole_mass() -> None:
 
 
 @given(any_settings(), st.integers(0, 1000), st.integers(0, 50))
-@examples(100, 20)
+@examples(100, 10)
 @pytest.mark.covers("generators.md: 75")
 def test_reporting_does_not_change_the_token(fields: dict[str, Any], position: int, top_n: int) -> None:
     sampler = make_sampler(**fields)

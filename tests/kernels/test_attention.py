@@ -143,7 +143,7 @@ def test_bitwise_identical_in_any_chunking_batch_placement_and_thread_count(
 
 
 @given(data=st.data())
-@settings(max_examples=trials(40, 12))
+@settings(max_examples=trials(40, 8))
 def test_random_ragged_batches_are_right_and_independent(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(KINDS))
     lengths = data.draw(st.lists(st.integers(1, 180), min_size=1, max_size=4))

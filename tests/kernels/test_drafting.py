@@ -23,7 +23,7 @@ def array(ids: list[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.array(ids, dtype=np.int64)
 
 
-@examples(150, 30)
+@examples(150, 15)
 @given(
     text=TOKENS,
     others=st.lists(TOKENS, max_size=3),
@@ -58,7 +58,7 @@ def test_guesses_are_those_of_the_twin(
         assert all(0 < later <= earlier <= 1 for earlier, later in zip([1.0, *chances], chances, strict=False))
 
 
-@examples(100, 20)
+@examples(100, 10)
 @given(TOKENS, st.lists(st.tuples(st.integers(0, 8), TOKENS), max_size=4), st.integers(2, 9))
 def test_a_text_whose_end_was_withdrawn_continues(
     text: list[int], changes: list[tuple[int, list[int]]], max_ngram: int

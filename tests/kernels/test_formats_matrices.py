@@ -292,7 +292,7 @@ def test_missing_tensors_are_named() -> None:
         formats.exl2_check(tensors, name="lm_head")
 
 
-@examples(150, 30)
+@examples(150, 15)
 @given(st.data())
 def test_random_damage_is_read_or_refused(data: st.DataObject) -> None:
     torch.manual_seed(0)

@@ -22,7 +22,7 @@ from exl_kernels.sampling import cuda as sampling_cuda
 from exl_kernels.selection import MOST_REPORTED
 
 
-@examples(500, 100)
+@examples(500, 50)
 @given(st.integers(0, 2**63 - 1), st.sampled_from([1, 5, 40, 64, 100, 333, 2000, 5000]))
 def test_native_is_bitwise_equal_to_the_twin(seed: int, width: int) -> None:
     rng = np.random.default_rng(seed)
@@ -32,7 +32,7 @@ def test_native_is_bitwise_equal_to_the_twin(seed: int, width: int) -> None:
     assert same(got, want), (got, want)
 
 
-@examples(100, 20)
+@examples(100, 10)
 @given(st.integers(0, 2**63 - 1), st.sampled_from([1, 40, 333]))
 def test_a_sparse_bias_is_that_of_a_value_for_each_id(seed: int, width: int) -> None:
     rng = np.random.default_rng(seed)
@@ -76,7 +76,7 @@ def test_long_rows_equal_the_twin(fields: dict[str, Any], spread: float) -> None
         assert same(sampling.sample([row])[0], twin.sample(row))
 
 
-@examples(200, 40)
+@examples(200, 20)
 @given(
     st.integers(0, 2**63 - 1),
     st.sampled_from([2100, 5000, 9000]),
@@ -154,7 +154,7 @@ def broken_row(rng: np.random.Generator, width: int) -> tuple[Row, bool | None]:
     return row, True if bad and pair else None
 
 
-@examples(400, 80)
+@examples(400, 40)
 @given(st.integers(0, 2**63 - 1), st.sampled_from([1, 40, 64, 333, 2500]))
 def test_odd_logits_anywhere_are_seen_alike(seed: int, width: int) -> None:
     """In a pair of prompts every logit counts, masked or padding; in a single prompt those that may be chosen."""
@@ -517,7 +517,7 @@ def test_a_launch_that_is_never_collected_leaves_the_next_call_alone() -> None:
 
 
 @pytest.mark.cuda
-@settings(max_examples=20 if UNDER_A_TOOL else trials(200, 40), deadline=None)
+@settings(max_examples=20 if UNDER_A_TOOL else trials(200, 20), deadline=None)
 @given(st.data())
 def test_rows_that_report_nothing_are_never_left_to_the_cpu(data: st.DataObject) -> None:
     """Behind them logits may be overwritten as soon as the launches have read them."""

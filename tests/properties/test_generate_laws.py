@@ -248,7 +248,7 @@ def alone(ask: Ask) -> dict[str, Any]:
     return said(play(Shape(page=64, pages=3).generator(), [ask])[0])
 
 
-@examples(300, 6)
+@examples(300, 4)
 @given(shapes, st.lists(asks(), min_size=1, max_size=7), st.booleans())
 # The two prompts of a pair end in other tokens; pages of both are shared later (draft cache).
 @example(
@@ -289,7 +289,7 @@ def test_a_jobs_output_is_the_same_alone_and_in_company(shape: Shape, requests: 
         assert said(results) == alone(ask)
 
 
-@examples(150, 7)
+@examples(150, 4)
 @given(shapes, st.lists(asks(), min_size=1, max_size=4), st.lists(asks(faulty=True), min_size=1, max_size=4))
 @pytest.mark.covers("generators.md: 61")
 def test_failing_and_cancelled_jobs_disturb_nobody(shape: Shape, good: list[Ask], bad: list[Ask]) -> None:
@@ -301,7 +301,7 @@ def test_failing_and_cancelled_jobs_disturb_nobody(shape: Shape, good: list[Ask]
         assert sum(r["eos"] for r in mine) <= 1
 
 
-@examples(150, 10)
+@examples(150, 6)
 @given(shapes, asks())
 @pytest.mark.covers("generators.md: 51", "generators.md: 52")
 def test_stop_strings_and_bans_never_show(shape: Shape, ask: Ask) -> None:
@@ -327,7 +327,7 @@ def reach(table: list[bytes], tokens: list[int]) -> int:
     return len(text) + bool(pending)
 
 
-@examples(60, 8)
+@examples(60, 5)
 @given(asks())
 @pytest.mark.covers("generators.md: 52")
 def test_banned_strings_against_a_naive_search(ask: Ask) -> None:

@@ -127,4 +127,4 @@ class PagesWithStepsAhead(Pages):
 TestPagesWithStepsAhead = PagesWithStepsAhead.TestCase
 TestPagesWithStepsAhead.settings = settings(max_examples=trials(60, 15), stateful_step_count=30, deadline=None)
 TestPages = Pages.TestCase
-TestPages.settings = settings(max_examples=trials(120, 30), stateful_step_count=30, deadline=None)
+TestPages.settings = settings(max_examples=trials(120, 15), stateful_step_count=30, deadline=None)

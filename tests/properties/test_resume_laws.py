@@ -218,18 +218,20 @@ def check(ask: Ask, cut: int, generators: list[ExLlamaV2DynamicGenerator]) -> No
 ALL = sorted(SETTINGS)
 
 
+@examples(100, 8)
 @given(ask=asks(ALL, []), cut=st.integers(0, 200))
 def test_a_job_resumes_with_any_sampler(ask: Ask, cut: int) -> None:
     check(ask, cut, [make(), make(max_chunk_size=16)])
 
 
+@examples(100, 8)
 @given(ask=asks(["wide", "penalties", "mirostat"], sorted(FILTERS)), cut=st.integers(0, 200))
 def test_a_job_resumes_with_filters(ask: Ask, cut: int) -> None:
     check(ask, cut, [make(), make()])
 
 
 @pytest.mark.parametrize("name", sorted(FILTERS))
-@examples(100, 2)
+@examples(100, 1)
 @given(seed=st.integers(0, 50), style=st.sampled_from(["wide", "mirostat"]), cut=st.integers(0, 40))
 def test_a_job_resumes_with_each_filter(name: str, seed: int, style: str, cut: int) -> None:
     ask = Ask([3, 4, 5], 20, 0, seed, style, [name], [EOS])
@@ -237,6 +239,7 @@ def test_a_job_resumes_with_each_filter(name: str, seed: int, style: str, cut: i
 
 
 @example(ask=Ask([38], 9, 0, 68, "window", [], ["th", EOS], adapter=True), cut=98)  # all of it: an incomplete character
+@examples(100, 6)
 @given(ask=asks(ALL, []), cut=st.integers(0, 200))
 def test_a_job_resumes_from_pages_that_are_there(ask: Ask, cut: int) -> None:
     """On the generator that ran the job before, and on one that drafts."""
