@@ -18,6 +18,7 @@ from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, 
 from exl_core.errors import InputError, TokenIdError
 from exl_core.execution import capturable, select
 from exl_core.execution import captured as graphs
+from exl_core.execution.batch import DECODE_TOKENS
 from exl_core.execution.capture_failure import FIRST_PAUSE
 from exl_core.execution.environment import PROMPTS_VARIABLE
 from exl_core.execution.step_inputs import STAGES, StagedTensors
@@ -294,7 +295,7 @@ def test_the_largest_step(model: ExLlamaV2) -> None:
     assert model.prepare_next_step(1, cache, params([1], width=1)) is not None
     assert model.decode.reason is None
     assert model.prepare_next_step(17, cache, params([1], width=2)) is None
-    for q_len in range(1, capturable.MAX_Q_LEN + 1):
+    for q_len in range(1, DECODE_TOKENS + 1):
         for batch in range(1, capturable.STEP_ROWS // q_len + 1):
             padded = capturable.padded_rows(batch, q_len)
             tokens = padded * q_len

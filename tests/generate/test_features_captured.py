@@ -24,7 +24,7 @@ from exl_core import (
     ExLlamaV2Config,
     ExLlamaV2Tokenizer,
 )
-from exl_core.execution.capturable import MAX_Q_LEN
+from exl_core.execution.batch import DECODE_TOKENS
 from exl_core.execution.forward_pass import ForwardPass
 from exl_core.execution.select import Way, select
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
@@ -153,7 +153,7 @@ def test_no_feature_leaves_the_captured_path(
         count, q_len = asked.ids.shape
         assert asked.needs_modules is None
         assert asked.capturable
-        assert q_len <= 1 + feature.drafts <= MAX_Q_LEN
+        assert q_len <= 1 + feature.drafts <= DECODE_TOKENS
         assert count * q_len <= PACKED_ROWS
     assert feature.drafts == 0 or any(asked.ids.shape[1] == 1 + feature.drafts for asked, _ in passes), (
         "nothing is drafted"

@@ -14,7 +14,7 @@ from exl_kernels.selection import PACKED_ROWS, STEP_ROWS
 from ..layers import Head, Intervention, Module
 from ..lora.pairs import LoraPair
 from .attn_params import PagedParams
-from .batch import DECODE_TOKENS, Step
+from .batch import Step
 from .build_step import build_step
 from .environment import GRAPHS_VARIABLE, captures_steps
 from .step_inputs import Bucket, StepTensors
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ..language_model import LanguageModel
 
 __all__ = [
-    "MAX_Q_LEN",
     "NotCapturableError",
     "padded_rows",
     "refusal_of_adapters",
@@ -36,8 +35,6 @@ __all__ = [
     "static_step",
     "without_hooks",
 ]
-
-MAX_Q_LEN = DECODE_TOKENS
 
 # Fields of a step that change from replay to replay, and constant fields. All others must be empty.
 _STATIC = {"rows", "positions", "slots", "block_table", "rope_positions"}

@@ -25,8 +25,8 @@ from ..layers import Head, Module
 from ..lora.rows import RowAdapters
 from .adapter_sets import AdapterSets
 from .attn_params import PagedParams
+from .batch import DECODE_TOKENS
 from .capturable import (
-    MAX_Q_LEN,
     NotCapturableError,
     padded_rows,
     refusal_of_adapters,
@@ -163,7 +163,7 @@ class DecodeGraphs:
 
         cuBLAS may sum in another order for another number of rows.
         """
-        if params.q_lens is not None or params.batch_size != ids.shape[0] or ids.shape[1] <= MAX_Q_LEN:
+        if params.q_lens is not None or params.batch_size != ids.shape[0] or ids.shape[1] <= DECODE_TOKENS:
             return "the rows are no prompts of one length"
         if row_invariant():  # read at each pass: a step that was captured before multiplies by cuBLAS
             return "batch-invariant prompts of several GPUs are not captured"
@@ -198,8 +198,8 @@ class DecodeGraphs:
             The step, or the reason why no captured step covers the arguments. Reasons of steps of few tokens with valid
             arguments are in `reason`, too.
         """
-        if q_len > MAX_Q_LEN or cache is None or params.q_lens is not None:
-            return f"it is no step over pages of a cache of at most {MAX_Q_LEN} tokens a row"
+        if q_len > DECODE_TOKENS or cache is None or params.q_lens is not None:
+            return f"it is no step over pages of a cache of at most {DECODE_TOKENS} tokens a row"
         found = self._replay_of(q_len, cache, params, adapters)
         self.reason = found if isinstance(found, str) and found != INVALID else None
         return found
@@ -216,7 +216,7 @@ class DecodeGraphs:
         """Return `prepare_next_step`, or a step that stores a prompt unless `output_tokens` is "all"."""
         batch = params.batch_size
         decodes = output_tokens == "all"
-        if q_len <= MAX_Q_LEN and (why := refusal_of_tokens(batch, q_len)) is not None:
+        if q_len <= DECODE_TOKENS and (why := refusal_of_tokens(batch, q_len)) is not None:
             return why
         model = self._model()
         if model is None:
@@ -365,7 +365,7 @@ class DecodeGraphs:
         return refusal_of_settings(model.config) or self._refused
 
     def _bucket(self, batch: int, q_len: int, longest: int, page_size: int, places: int) -> Bucket:
-        exact = q_len > MAX_Q_LEN or (self._exact_batch and batch * q_len <= PACKED_ROWS)
+        exact = q_len > DECODE_TOKENS or (self._exact_batch and batch * q_len <= PACKED_ROWS)
         rows = batch if exact else padded_rows(batch, q_len)
         pages = -(-longest // page_size)
         # Four buckets an octave: a launch is planned for all keys of its bucket.
@@ -459,7 +459,7 @@ class DecodeGraphs:
         self._failed.pop((key, bucket), None)
         held = self._graphs.setdefault(key, {})
         held[bucket] = made
-        prompts = [one for one in held if one.q_len > MAX_Q_LEN]
+        prompts = [one for one in held if one.q_len > DECODE_TOKENS]
         unused = prompts[0] if len(prompts) > MAX_PROMPTS else next(iter(held)) if len(held) > MAX_GRAPHS else None
         if unused is not None:
             del held[unused]
