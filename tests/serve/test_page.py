@@ -84,7 +84,7 @@ def ask(page: webdriver.Chrome, text: str) -> str:
     page.find_element(By.ID, "input").send_keys(text + "\n")
     until(lambda: not page.find_element(By.ID, "send").is_displayed() or page.find_elements(By.CSS_SELECTOR, ".facts"))
     until(lambda: page.find_element(By.ID, "send").is_displayed())
-    return page.find_elements(By.CSS_SELECTOR, "li.assistant .body")[-1].text
+    return answered(page)
 
 
 def test_a_chat(page: webdriver.Chrome) -> None:
@@ -146,8 +146,9 @@ def slow(scripted: EngineThread, page: webdriver.Chrome, monkeypatch: pytest.Mon
 
 
 def answered(page: webdriver.Chrome) -> str:
-    bodies = page.find_elements(By.CSS_SELECTOR, "li.assistant .body")
-    return bodies[-1].text if bodies else ""
+    """The text of the last answer, read by one script: the page may replace its elements between two requests."""
+    script = "return [...document.querySelectorAll('li.assistant .body')].at(-1)?.innerText ?? ''"
+    return str(page.execute_script(script))
 
 
 def test_stop_ends_the_answer_here_and_in_the_engine(page: webdriver.Chrome, slow: EngineThread) -> None:
