@@ -149,15 +149,17 @@ def strings(most: int, length: int) -> Rule:
 
 def listed(texts: Rule) -> Rule:
     """Accept what `texts` does, and a JSON list of texts as one text, with or without its brackets: TabbyAPI's clients
-    send that.
+    send that. What is no JSON is a text.
     """
 
     def check(param: str, value: Any) -> tuple[str, ...]:
         if isinstance(value, str) and value.startswith(("[", '"')):
             try:
                 value = json.loads(value if value.startswith("[") else f"[{value}]")
-            except (ValueError, RecursionError):
+            except RecursionError:
                 raise _refuse(param, value, "a text, or a list of texts") from None
+            except ValueError:
+                pass  # a text that begins so
         found: tuple[str, ...] = texts(param, value)
         return found
 
@@ -535,7 +537,7 @@ def read_fields(
     for key, value in body.items():
         field = fields.get(key)
         if field is not None:
-            if value is None:
+            if value is None or _is_off(key, value):
                 continue
             clean = field.check(key, value)
             if field.name in under and found[field.name] != clean:
@@ -548,6 +550,11 @@ def read_fields(
             unknown.append(key)
     _drop_neutral(found)
     return found, unknown
+
+
+def _is_off(key: str, value: Any) -> bool:
+    """Whether a name of another server comes with its value for nothing, which is none of the field's."""
+    return (key == "n_probs" and type(value) is int and value == 0) or (key == "allowed_tokens" and value == "")
 
 
 def _drop_neutral(found: dict[str, Any]) -> None:
