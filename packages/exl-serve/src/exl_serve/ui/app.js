@@ -262,7 +262,8 @@ function regenerate() {
 }
 
 function contentOf(message) {
-  const images = imagesOf(message);
+  // A model that takes no images goes on with the text of a chat that has some.
+  const images = seeing.has($("model").value) ? imagesOf(message) : [];
   if (!images.length) return message.content;
   return [
     ...images.map((url) => ({ type: "image_url", image_url: { url } })),
@@ -362,6 +363,8 @@ $("form").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = $("input").value.trim();
   if ((!text && !attached.length) || running) return;
+  const model = $("model").value;
+  if (attached.length && !seeing.has(model)) { fail(`The model ${model} takes no images.`); return; }
   $("input").value = "";
   if (messages.at(-1)?.role === "user") messages.pop(); // it was never answered
   messages.push(attached.length ? { role: "user", content: text, images: attached } : { role: "user", content: text });
@@ -377,12 +380,15 @@ $("input").addEventListener("keydown", (event) => {
 });
 $("input").addEventListener("paste", (event) => {
   const files = imageFiles(event.clipboardData);
-  if (!files.length) return;
+  // Programs that copy a text with its picture mean the text.
+  if (!files.length || event.clipboardData.getData("text/plain")) return;
   event.preventDefault();
   attach(files);
 });
-document.addEventListener("dragover", (event) => event.preventDefault());
+const hasFiles = (event) => event.dataTransfer.types.includes("Files");
+document.addEventListener("dragover", (event) => { if (hasFiles(event)) event.preventDefault(); });
 document.addEventListener("drop", (event) => {
+  if (!hasFiles(event)) return;
   event.preventDefault(); // or the browser would leave the page for the file
   const files = imageFiles(event.dataTransfer);
   if (files.length) attach(files);
