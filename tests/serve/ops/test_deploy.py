@@ -136,6 +136,10 @@ def test_proxies_pass_streams_on() -> None:
     # A server on loopback rejects other hosts.
     assert "proxy_set_header Host localhost;" in nginx
     assert "http-request set-header host localhost" in haproxy
+    # Then the proxy must reject them: other sites' names could lead here.
+    assert "http-request deny unless { hdr(host),field(1,:) -i models.example.com }" in haproxy
+    assert "server_name models.example.com;" in nginx
+    assert "if { path /metrics }" in haproxy
 
 
 @pytest.mark.skipif(shutil.which("haproxy") is None, reason="haproxy is not installed")
