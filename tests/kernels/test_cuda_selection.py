@@ -84,7 +84,7 @@ def test_chained_matmuls_launch_the_kernels_of_their_plans(rows: int, n: int) ->
     assert launched() >= expected
 
 
-@pytest.mark.parametrize("rows", [1, 9, 32, 64])
+@pytest.mark.parametrize("rows", [1, 8, 9, 32, 33, 64])
 def test_experts_are_launched_as_selected(rows: int) -> None:
     made = [(matrix(256, i), matrix(256, i + 1), matrix(K, i + 2, 256)) for i in range(4)]
     grouped = GroupedExperts([(gate[0], up[0], down[0]) for gate, up, down in made], "silu")

@@ -3,6 +3,7 @@
 //! Shared launches give results that are bitwise those of one expert after the other with batch-invariant matmuls.
 //! [`super::Experts::new`] reports which experts can share launches on a card.
 
+use super::MOST_PAIRS;
 use super::plan::ITEM_ROWS;
 use crate::rows::{FEW_ROWS, PACKED_ROWS};
 
@@ -41,9 +42,11 @@ impl Kernel {
 }
 
 /// The index in [`ITEM_ROWS`] of the rows of an expert that are multiplied at a time, of the first `sizes`: the least that the average
-/// expert needs. An expert with a few more is unpacked twice, which costs less than columns without rows.
+/// expert needs. An expert with a few more is unpacked twice, which costs less than columns without rows. More than [`MOST_PAIRS`] are
+/// several calls.
 pub(super) fn item_size(rows: usize, chosen: usize, experts: usize, sizes: usize) -> usize {
-    let fits = |&most: &usize| rows <= FEW_ROWS || rows * chosen <= most * experts;
+    let pairs = rows.min(MOST_PAIRS / chosen.max(1)) * chosen;
+    let fits = |&most: &usize| rows <= FEW_ROWS || pairs <= most * experts;
     let size = ITEM_ROWS.iter().position(fits);
     size.unwrap_or(ITEM_ROWS.len() - 1).min(sizes - 1)
 }
@@ -105,8 +108,9 @@ mod tests {
                 [By8, By8, By16, By16, By32, By32, Dequantized, Dequantized]
             );
         }
-        for found in kernels(QWEN3_30B_A3B, &[1, 128, 129, 256, 257, 1024, 1025], false) {
-            assert_eq!(found, [By8, By8, By16, By16, By32, By32, Dequantized]);
+        // A call has at most 1,024 pairs: eight an expert here.
+        for found in kernels(QWEN3_30B_A3B, &[1, 128, 129, 1024, 1025], false) {
+            assert_eq!(found, [By8, By8, By8, By8, Dequantized]);
         }
     }
 
@@ -117,7 +121,7 @@ mod tests {
             assert_eq!(found, [By8, By16, By32, Apart, Apart]);
         }
         for found in kernels(QWEN3_30B_A3B, &[1, 128, 129, 10_160, 10_161], true) {
-            assert_eq!(found, [By8, By8, By16, By32, Apart]);
+            assert_eq!(found, [By8, By8, By8, By8, Apart]);
         }
     }
 
