@@ -17,7 +17,7 @@ from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaFloatMatrix
 from exl_kernels.linear.fused import Norm
-from exl_kernels.moe.cuda import ExpertRouter, GroupedExperts, why_apart
+from exl_kernels.moe.cuda import ExpertRouter, GroupedExperts, most_scratch_bytes, why_apart
 from exl_kernels.reference import experts as reference
 
 pytestmark = pytest.mark.cuda
@@ -81,6 +81,15 @@ def test_many_rows_are_several_launches(rows: int, chosen: int) -> None:
     for some in torch.arange(rows).split(64):
         more = {"shared": shared[some], "shared_weights": factors[some], "residual": x[some]}
         assert torch.equal(found[some], one_by_one(h[some], weights[some], ids[some], experts, "silu", **more))
+
+
+@pytest.mark.parametrize(("count", "chosen"), [(2, 1), (12, 4), (40, 8)])
+def test_scratch_memory_is_what_load_plans_count(count: int, chosen: int) -> None:
+    for kind in ("exl2-128", "exl2-128-own"):
+        together = GroupedExperts(experts_of(kind, count, 256, 192), "silu")
+        for rows in (1, 8, 9, 33, 64, 128, 1024 // chosen):
+            most = most_scratch_bytes(rows, chosen, count, 256, 192)
+            assert 0 < together.scratch_bytes(rows, chosen) <= most, rows
 
 
 @pytest.mark.parametrize("rows", [8, 64])

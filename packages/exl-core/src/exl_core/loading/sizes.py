@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from exl_kernels.kv import KVKind, KVPages
+from exl_kernels.moe.cuda import most_scratch_bytes
 from exl_kernels.moe.dequantized import DEQUANTIZED_BYTES, most_padded_rows
 from exl_kernels.sampling import workspace_bytes
 from exl_kernels.selection import CPU_CHUNK_ROWS, PACKED_ROWS, STEP_ROWS
@@ -185,8 +186,11 @@ def _scratch(module: Module, config: ExLlamaV2Config, kind: str, rows: int) -> i
     if kind == "cuda":  # results of float matrices that are added or scaled are float32, beside their half source
         finished = [q.out_features for q in linears if q.spec.bias or q.spec.prescale != 1.0]
         dequantized += 6 * busy * max(finished, default=0)
-    if isinstance(module, MoE) and kind == "cuda" and rows > PACKED_ROWS:
-        more = max(more, _dequantized_experts(module, config, rows))
+    if isinstance(module, MoE) and kind == "cuda":
+        width_of_one = module.experts[0].up.out_features
+        more = most_scratch_bytes(rows, module.chosen, len(module.experts), config.hidden_size, width_of_one)
+        if rows > PACKED_ROWS:
+            more = max(more, _dequantized_experts(module, config, rows))
     return busy * width * element + dequantized + more
 
 

@@ -25,7 +25,7 @@ from ..linear.matrix import QuantMatrix
 from ..selection import FUSED_ACTIVATIONS
 from .dequantized import DEQUANTIZED_BYTES, plan_padded
 
-__all__ = ["ExpertRouter", "GroupedExperts", "why_apart"]
+__all__ = ["ExpertRouter", "GroupedExperts", "most_scratch_bytes", "why_apart"]
 
 Expert = tuple[QuantMatrix, QuantMatrix, QuantMatrix]
 """gate, up and down."""
@@ -49,6 +49,26 @@ def why_apart(experts: Sequence[Expert], activation: ActivationKind, chosen: int
     except ValueError as error:
         return str(error)
     return None if chosen <= most else f"{chosen} experts a row, more than {most}"
+
+
+def most_scratch_bytes(rows: int, chosen: int, experts: int, hidden: int, width: int) -> int:
+    """Return the most scratch memory of a call's shared launches, in bytes.
+
+    An expert has packed columns for its rows, rounded up to 8, 16 or 32: the least that the average expert needs. So
+    all have at most 7 an expert more than there are pairs of a row and an expert, or three times as many and 7.
+
+    Args:
+        rows: rows of the call; more than fit one launch are several, which use the same memory.
+        chosen: experts of a row.
+        experts: experts of the layer.
+        hidden: features of a row.
+        width: features between gate, up and down.
+    """
+    pairs = min(rows * chosen, _native.CudaExperts.most_pairs)
+    columns = 3 * pairs + 7 * experts
+    inputs = 2 * -(-hidden // 256) * 256 + -(-width // 256) * 256  # gate and up may have orders of their own
+    tables = 20 * pairs + 64
+    return 2 * columns * inputs + 2 * pairs * hidden + tables
 
 
 def _native_experts(experts: Sequence[Expert], activation: str) -> _native.CudaExperts:
@@ -246,9 +266,7 @@ class GroupedExperts:
         each = self._most_pairs // chosen
         for begin in range(0, rows, each):
             some = slice(begin, min(rows, begin + each))
-            scratch = torch.empty(
-                self._native.scratch_bytes(some.stop - begin, chosen), dtype=torch.uint8, device=self.device
-            )
+            scratch = torch.empty(self.scratch_bytes(some.stop - begin, chosen), dtype=torch.uint8, device=self.device)
             self._native.run(
                 self._table,
                 h[some],
@@ -262,6 +280,10 @@ class GroupedExperts:
                 residual=None if residual is None else residual[some],
             )
         return out
+
+    def scratch_bytes(self, rows: int, chosen: int) -> int:
+        """Return the bytes of scratch memory of a shared launch of so many rows with `chosen` experts each."""
+        return self._native.scratch_bytes(rows, chosen)
 
     def _dequantized_parts(self, h: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the experts of each row with dequantized matrices.
