@@ -464,7 +464,8 @@ extern "C" __global__ void __launch_bounds__(256) experts_arrange(const __grid_c
   __half* to = call.x + (which * (size_t)call.columns + column_of(call, id, item.first)) * call.x_stride;
   for (int k = threadIdx.x; k < rows / 2; k += 256) {
     const int2 at = reinterpret_cast<const int2*>(features)[k];
-    *reinterpret_cast<__half2*>(to + packed_at(call.at_once, item.place, 2 * k)) = __halves2half2(at.x < 0 ? __half(0.f) : from[at.x], at.y < 0 ? __half(0.f) : from[at.y]);
+    const __half2 both = __halves2half2(at.x < 0 ? __half(0.f) : from[at.x], at.y < 0 ? __half(0.f) : from[at.y]);
+    *reinterpret_cast<__half2*>(to + packed_at(call.at_once, item.place, 2 * k)) = both;
   }
 }
 

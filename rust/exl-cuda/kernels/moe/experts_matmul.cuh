@@ -4,7 +4,8 @@
 // A step is one row tile of an item: of gate and up, or of down. A launch has as many blocks as are resident at once, and each does an
 // equal run of steps, which may cross from an item to the next. The four warps of a block each have a quarter of K, so a class is summed
 // by one warp and the quarters of a tile meet in shared memory once. Each warp copies the units of its quarter into two slots of its own,
-// one to multiply and one under way, and waits for no other warp until a tile is done. Rows are read through L1, and packed for it (`packed_at`).
+// one to multiply and one under way, and waits for no other warp until a tile is done. Rows are read through L1, and packed for it
+// (`packed_at`).
 //
 // The order of sums is that of all other matmuls: a pair's result is bitwise that of its row alone in any kernel.
 #pragma once
@@ -14,7 +15,8 @@
 #include "moe/experts.cuh"
 
 // Blocks of an SM: the registers that they leave a thread hold all without spilling.
-constexpr int EXPERT_BLOCKS = 4, EXPERT_BLOCKS_OF_32 = 3, EXPERT_WARPS = 4, EXPERT_THREADS = EXPERT_WARPS * 32, EXPERT_SLOTS = 2, SLOT_BARRIER_BYTES = 8;
+constexpr int EXPERT_BLOCKS = 4, EXPERT_BLOCKS_OF_32 = 3;
+constexpr int EXPERT_WARPS = 4, EXPERT_THREADS = EXPERT_WARPS * 32, EXPERT_SLOTS = 2, SLOT_BARRIER_BYTES = 8;
 // Floats between columns of a quarter's sums: no two lanes of a warp use a bank at once.
 constexpr int COLUMN_FLOATS = 20;
 
@@ -189,7 +191,7 @@ struct ExpertRows {
   const Expert& expert;
   const int* pairs;
   int count;
-  size_t column;
+  size_t column;  // its first one in the packed inputs
 };
 
 // Stores the results of a tile, whose sums are in shared memory.
