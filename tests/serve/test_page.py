@@ -129,7 +129,7 @@ def test_settings_are_sent_and_kept(page: webdriver.Chrome) -> None:
 
 @pytest.fixture
 def slow(scripted: EngineThread, page: webdriver.Chrome, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineThread]:
-    """The page of a model whose answers take some seconds."""
+    """The page of a model whose answers take some seconds: none ends by itself before its last token."""
     iterate = scripted.generator.iterate_columns
 
     def late() -> Any:
@@ -140,6 +140,10 @@ def slow(scripted: EngineThread, page: webdriver.Chrome, monkeypatch: pytest.Mon
     live = LiveServer({"scripted": scripted}, [ModelConfig(id="scripted", path=scripted.card.folder, engine="free")])
     page.get(live.url)
     models_are_listed(page)
+    page.execute_script(
+        "const send = window.fetch; window.fetch = (url, options) => send(url, options?.body ?"
+        " { ...options, body: JSON.stringify({ ...JSON.parse(options.body), ignore_eos: true }) } : options);"
+    )
     yield scripted
     page.get("about:blank")
     live.close()
