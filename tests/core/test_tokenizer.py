@@ -310,6 +310,18 @@ def test_ordinary_added_tokens(byte_level: Path, lab: Any) -> None:
     assert b"".join(t.get_id_to_bytes_list()[i] for i in ids[0].tolist()).decode() == "a<tool 日>b"
 
 
+def test_bytes_of_added_tokens_outside_the_alphabet(byte_level: Path, lab: Any) -> None:
+    """Each character whose code is that of a byte, in the alphabet of byte-level pieces or not, and others."""
+    data = json.loads((byte_level / "tokenizer.json").read_text())
+    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    # The soft hyphen of each is outside the alphabet: such a token is its own text.
+    texts = [f"\u00ad{chr(code)}<{number}>" for number, code in enumerate([*range(1, 256), 0x3000, 0x1F600])]
+    data["added_tokens"] += [{"id": 2048 + n, "content": text, **added} for n, text in enumerate(texts)]
+    (byte_level / "tokenizer.json").write_text(json.dumps(data))
+    t = tokenizer_in(byte_level, lab)
+    assert t.get_id_to_bytes_list()[2048:] == [text.encode() for text in texts]
+
+
 # --------------------------------------------------------------------------------------------------------------- tables
 
 

@@ -43,14 +43,20 @@ class TokenizerBackend:
         self._special: Tokenizer | None = None
         self._special_tokens: dict[str, int] = {}
         self._lock = threading.Lock()
+        ids = set(self.tokenizer.get_vocab(with_added_tokens=True).values())
+        self._size, self._tokens = 1 + max(ids, default=-1), len(ids)
+        self._ids = frozenset(ids) if len(ids) < self._size else None  # None: all
 
     def vocab_size(self) -> int:
         """Return the number of ids, added tokens included: one more than the highest id, even if ids are missing.
 
         This is a method, because third-party filters call it.
         """
-        ids = self.tokenizer.get_vocab(with_added_tokens=True).values()
-        return 1 + max(ids, default=-1)
+        return self._size
+
+    def unused_ids(self) -> frozenset[int]:
+        """Return the ids below `vocab_size()` that no token has."""
+        return frozenset() if self._ids is None else frozenset(range(self._size)) - self._ids
 
     def added_tokens(self) -> dict[int, AddedToken]:
         """Return the file's added_tokens by id."""
@@ -105,7 +111,13 @@ class TokenizerBackend:
 
     def enumerate_tokens(self) -> list[tuple[int, str]]:
         """Return (id, vocabulary spelling) of every token, by id."""
-        return sorted((i, p) for p, i in self.tokenizer.get_vocab(with_added_tokens=True).items())
+        vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
+        if self._ids is not None or len(vocabulary) != self._tokens:  # ids are missing, or two tokens share one
+            return sorted((i, p) for p, i in vocabulary.items())
+        pieces = [""] * self._size
+        for piece, token_id in vocabulary.items():
+            pieces[token_id] = piece
+        return list(enumerate(pieces))
 
     def unk_token(self) -> str | None:
         """Return the model section's unknown token, or None."""

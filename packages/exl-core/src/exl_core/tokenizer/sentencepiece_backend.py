@@ -127,6 +127,10 @@ class SentencePieceBackend:
         found = int(self.model.piece_to_id(piece))
         return found if self.model.id_to_piece(found) == piece else None
 
+    def unused_ids(self) -> frozenset[int]:
+        """Return the ids below `vocab_size()` that no token has."""
+        return frozenset(range(self._pieces, self.vocab_size()))
+
     def enumerate_tokens(self) -> list[tuple[int, str]]:
         """Return (id, vocabulary spelling) of every token, by id."""
         return [(i, self.model.id_to_piece(i)) for i in range(self._pieces)]

@@ -315,9 +315,8 @@ class TextTokenizer:
         return ids[-1] if ids else None
 
     def _make_tables(self) -> VocabularyTables:
-        known = {i for i, _ in self.tokenizer_model.enumerate_tokens()}
-        known |= {*self.extended_id_to_piece, *self.unspecial_id_to_piece}
-        undefined = frozenset(range(self.actual_vocab_size)) - known
+        free = self.tokenizer_model.unused_ids().union(range(self.backend_vocab_size, self.actual_vocab_size))
+        undefined = free.difference(self.extended_id_to_piece, self.unspecial_id_to_piece)
         return VocabularyTables(
             self._describe_ids, undefined, self.tokenizer_model.enumerate_tokens, self._model_vocab_size
         )

@@ -22,12 +22,14 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 ALPHABET = _byte_level_alphabet()
+TO_LATIN = dict.fromkeys(range(256), 65535) | {ord(char): byte for char, byte in ALPHABET.items()}
+"""The alphabet's characters as those of Latin-1, whose bytes they stand for; other characters are none of Latin-1."""
 
 
 def _byte_level(piece: str) -> bytes:
     try:
-        return bytes(ALPHABET[c] for c in piece)
-    except KeyError:  # an added token outside the alphabet is its own text
+        return piece.translate(TO_LATIN).encode("latin-1")
+    except UnicodeEncodeError:  # an added token outside the alphabet is its own text
         return piece.encode("utf-8")
 
 
