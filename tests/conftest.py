@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -38,6 +39,9 @@ settings.register_profile("thorough", parent=settings.get_profile("default"), ma
 
 # Parts of libraries that these import when they are used first, in seconds.
 LATE_IMPORTS = ("transformers.modeling_utils",)
+
+# Those of `exl serve`: tests, too, make few cycles and many objects.
+GC_THRESHOLDS = (50_000, 20, 100)
 
 # Files that take long with few tests; the others begin by their number of tests.
 LONG_FILES = {
@@ -160,7 +164,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         for name in LATE_IMPORTS:
             if name.partition(".")[0] in sys.modules:  # a file of tests has imported the library
                 importlib.import_module(name)
+        _join_loggers()
     gc.enable()
+    gc.set_threshold(*GC_THRESHOLDS)
     _freeze()
 
 
@@ -171,6 +177,13 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None, item: pytest.Item) -> 
     if nextitem is None or nextitem.path != item.path:
         _freeze()
     return result
+
+
+def _join_loggers() -> None:
+    """Let torch's forty loggers pass records on: pytest adds its handlers to each that does not, six times a test."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 def _freeze() -> None:
