@@ -63,7 +63,7 @@ def test_python_programs(url: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_command_that_begins_it_all() -> None:
     assert blocks("bash")[0].strip() == "uv run exl serve -m DIR"
     done = subprocess.run([sys.executable, "-m", "exl_serve", "--help"], capture_output=True, text=True, check=True)
-    for option in ("--model", "--host", "--port", "--key-file", "--no-auth", "--workers"):
+    for option in ("--model", "--host", "--port", "--key-file", "--no-auth", "--workers", "--trusted-proxy"):
         assert option in done.stdout
 
 

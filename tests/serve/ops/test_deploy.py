@@ -140,6 +140,9 @@ def test_proxies_pass_streams_on() -> None:
     assert "http-request deny unless { hdr(host),field(1,:) -i models.example.com }" in haproxy
     assert "server_name models.example.com;" in nginx
     assert "if { path /metrics }" in haproxy
+    # Limits by address hold for the clients.
+    assert "proxy_set_header X-Forwarded-For $proxy_add_x_forwarded_for;" in nginx
+    assert "option forwardfor\n" in haproxy
 
 
 @pytest.mark.skipif(shutil.which("haproxy") is None, reason="haproxy is not installed")

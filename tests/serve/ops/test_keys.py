@@ -89,15 +89,41 @@ def test_an_expired_key_is_not_known(authenticate: Authenticator, clock: Clock) 
 
 
 def test_failures_of_an_address_are_limited_and_forgotten(authenticate: Authenticator, clock: Clock) -> None:
-    for _ in range(20):
-        assert refused(authenticate, scope("x" * 20)).status == 401
-    error = refused(authenticate, scope(KEY))
-    assert error.status == 429
-    assert error.retry_after is not None
-    assert 0 < error.retry_after <= 60
-    assert authenticate(scope(KEY, address="10.0.0.2"), "infer").name == "one"
+    for i in range(20):
+        assert refused(authenticate, scope(f"wrong-key-number-{i}")).status == 401
+    for key in ("x" * 20, KEY[:-1], KEY + "a", "wrong-key-number-0"):
+        error = refused(authenticate, scope(key))
+        assert (error.status, error.code) == (429, "too_many_requests")
+        assert error.retry_after is not None
+        assert 0 < error.retry_after <= 60
+    assert refused(authenticate, scope()).status == 401
+    assert refused(authenticate, scope("x" * 20, address="10.0.0.2")).status == 401
     clock.now += 61
-    assert authenticate(scope(KEY), "infer").name == "one"
+    assert refused(authenticate, scope("x" * 20)).status == 401
+
+
+def test_a_right_key_is_taken_whatever_others_of_its_address_send(authenticate: Authenticator) -> None:
+    for _ in range(30):
+        assert refused(authenticate, scope("x" * 20)).status in (401, 429)
+        assert authenticate(scope(KEY), "infer").name == "one"
+    assert refused(authenticate, scope(ADMIN)).status == 403
+    assert refused(authenticate, scope("x" * 20)).status == 429
+
+
+def test_failures_count_for_the_client_behind_a_trusted_proxy(tmp_path: Path, clock: Clock) -> None:
+    auth = Auth(key_file=str(entries(tmp_path / "keys.toml")), max_failures_per_minute=3)
+    authenticate = Authenticator(auth, proxies=["10.0.0.0/24"], clock=clock, wall=clock)
+
+    def by(client: str, proxy: str = "10.0.0.1") -> int:
+        given = scope("x" * 20, address=proxy)
+        given["headers"] = [*given["headers"], (b"x-forwarded-for", client.encode())]
+        return refused(authenticate, given).status
+
+    assert [by(f"198.51.100.{i}, 203.0.113.5") for i in range(4)] == [401, 401, 401, 429]  # written by the client
+    assert by("203.0.113.5", "10.0.0.2") == 429
+    assert by("203.0.113.6") == 401
+    # No proxy: the header is not believed.
+    assert [by(f"203.0.113.{i}", "10.1.0.1") for i in range(4)] == [401, 401, 401, 429]
 
 
 def test_the_limits_of_a_key(authenticate: Authenticator, clock: Clock) -> None:

@@ -36,11 +36,11 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 
 @asynccontextmanager
-async def server(limits: Limits) -> AsyncIterator[int]:
+async def server(limits: Limits, proxies: tuple[str, ...] = ()) -> AsyncIterator[int]:
     config = uvicorn.Config(
         app,
         port=0,
-        http=guarded(limits),
+        http=guarded(limits, proxies),
         ws="none",
         lifespan="off",
         log_level="critical",
@@ -56,9 +56,9 @@ async def server(limits: Limits) -> AsyncIterator[int]:
     await task
 
 
-def run(limits: Limits, work: Callable[[int], Awaitable[None]]) -> None:
+def run(limits: Limits, work: Callable[[int], Awaitable[None]], proxies: tuple[str, ...] = ()) -> None:
     async def main() -> None:
-        async with asyncio.timeout(240), server(limits) as port:
+        async with asyncio.timeout(240), server(limits, proxies) as port:
             await work(port)
 
     asyncio.run(main())
@@ -165,6 +165,53 @@ def test_an_address_has_so_many_connections() -> None:
             await asyncio.sleep(0.01)
 
     run(Limits(max_connections_per_address=3), work)
+
+
+def test_behind_a_trusted_proxy_each_client_has_so_many_requests() -> None:
+    """The connections of the proxy are no client's, and stay open when a client has too many requests."""
+
+    def head(client: bytes, rest: bytes = b"") -> bytes:
+        return b"GET / HTTP/1.1\r\nhost: a\r\nx-forwarded-for: 198.51.100.1, %s\r\n%s\r\n" % (client, rest)
+
+    async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+        lines = (await reader.readuntil(b"\r\n\r\n")).lower()
+        size = next(int(line.split()[1]) for line in lines.split(b"\r\n") if line.startswith(b"content-length"))
+        return int(lines.split()[1]), await reader.readexactly(size)
+
+    async def work(port: int) -> None:
+        connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(6)]
+        for reader, writer in connections[:3]:  # idle connections of a proxy's pool count for nobody
+            writer.write(head(b"203.0.113.5"))
+            assert await answer(reader) == (200, b"0")
+        for _, writer in connections[:2]:
+            writer.write(head(b"203.0.113.5", b"content-length: 1\r\n"))  # open until the body is there
+        reader, writer = connections[2]
+        status = 200
+        while status == 200:  # until the server has read those two
+            writer.write(head(b"203.0.113.5"))
+            status, body = await answer(reader)
+        assert (status, json.loads(body)["error"]["code"]) == (429, "too_many_requests")
+        writer.write(head(b"203.0.113.6"))
+        assert await answer(reader) == (200, b"0")
+        connections[0][1].write(b"x")
+        assert await answer(connections[0][0]) == (200, b"1")
+        writer.write(head(b"203.0.113.5"))
+        assert await answer(reader) == (200, b"0")
+        for _, writer in connections:
+            writer.close()
+
+    run(Limits(max_connections_per_address=2), work, ("127.0.0.0/8",))
+
+
+def test_what_a_client_itself_forwards_is_not_believed() -> None:
+    async def work(port: int) -> None:
+        open_ones = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        spoofed = b"GET / HTTP/1.1\r\nhost: a\r\nx-forwarded-for: 203.0.113.5\r\n\r\n"
+        assert code(await ask(port, spoofed)) == (429, "too_many_requests")
+        for _, writer in open_ones:
+            writer.close()
+
+    run(Limits(max_connections_per_address=3), work, ("10.0.0.0/8", "unix"))
 
 
 def test_the_process_has_so_many_connections() -> None:

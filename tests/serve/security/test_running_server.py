@@ -21,6 +21,7 @@ from exl_generate import bundled
 from exl_serve.api.app import ROUTES
 from exl_serve.testing.waiting import until
 
+FAILURES = 200
 KEY, INFER_KEY, WRONG = (f"exl-{letter * 43}" for letter in "kiw")
 MODEL = f'[[model]]\nid = "free"\npath = "{bundled.default_model_dir()}"\ndevice = "cpu"\nengine = "free"\n'
 
@@ -39,10 +40,11 @@ def keyed(place: Path) -> Iterator[Served]:
         f'[[key]]\nname = "one"\nkey = "{KEY}"\nscopes = ["infer", "admin", "metrics"]\n'
         f'[[key]]\nname = "two"\nkey = "{INFER_KEY}"\nscopes = ["infer"]\n'
     )
-    auth = f'auth.key_file = "{keys}"\nauth.max_failures_per_minute = 1000\n'
+    auth = f'auth.key_file = "{keys}"\nauth.max_failures_per_minute = {FAILURES}\n'
     config.write_text(f'{auth}log.level = "debug"\nlog.format = "json"\n{MODEL}')
     (place / "tmp").mkdir()
-    server = Served("--config", str(config), environment={"TMPDIR": str(place / "tmp")}).up()
+    options = ("--config", str(config), "--trusted-proxy", "127.0.0.0/8", "--trusted-proxy", "::1")
+    server = Served(*options, environment={"TMPDIR": str(place / "tmp")}).up()
     yield server
     server.close()
 
@@ -63,6 +65,17 @@ def raw(server: Served, data: bytes) -> bytes:
             while part := connection.recv(65536):
                 answer += part
         return answer
+
+
+def test_wrong_keys_count_for_a_client_behind_a_proxy_and_right_ones_pass(keyed: Served) -> None:
+    def by(client: str, key: str) -> int:
+        headers = {"x-api-key": key, "x-forwarded-for": f"198.51.100.9, {client}"}
+        return connection.get("/v1/models", headers=headers).status_code
+
+    with httpx.Client(base_url=keyed.url, timeout=SECONDS) as connection:
+        assert {by("203.0.113.5", WRONG) for _ in range(FAILURES)} == {401}
+        assert [by(client, WRONG) for client in ("203.0.113.5", "203.0.113.6", "198.51.100.9")] == [429, 401, 401]
+        assert by("203.0.113.5", KEY) == 200
 
 
 def test_sockets_and_files_are_their_owners(keyed: Served, place: Path) -> None:

@@ -60,6 +60,12 @@ def serve(
         Path | None, typer.Option(help="File of clients' keys (exl serve key new).", show_default=False)
     ] = None,
     no_auth: Annotated[bool, typer.Option("--no-auth-i-know", help="Listen beyond this machine without keys.")] = False,
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Address or network of a proxy whose X-Forwarded-For is believed; repeatable.", show_default=False
+        ),
+    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", help="PATH=VALUE of any key but those of models; repeatable.", show_default=False),
@@ -76,6 +82,7 @@ def serve(
         "server.port": port,
         "server.workers": workers,
         "server.no_auth": no_auth or None,
+        "server.trusted_proxies": trusted_proxy or None,
         "auth.key_file": None if key_file is None else str(key_file),
         "log.level": log_level,
     }
@@ -90,21 +97,7 @@ def serve(
     }
     given = {name: value for name, value in given.items() if value is not None}
     with _told():
-        if model or config is None:
-            options["model"] = _models(model or [_bundled()], given)
-        elif given:
-            from exl_serve.config.load import ConfigError
-
-            raise ConfigError(
-                f"{', '.join(given)}: set it in the file's [[model]], or name the folder with -m", "model"
-            )
-        for one in set_ or []:
-            path, sign, value = one.partition("=")
-            if not sign:
-                from exl_serve.config.load import ConfigError
-
-                raise ConfigError(f"--set {one}: give PATH=VALUE")
-            options[path] = value
+        options |= _models_and_settings(model, config, given, set_ or [])
         made = _load(config, options)
         raise typer.Exit(_run(made, None if config is None else lambda: _load(config, options)))
 
@@ -197,6 +190,25 @@ def new(
     typer.echo(f"key: {made}", err=True)
     digest = hashlib.sha256(made.encode()).hexdigest()
     typer.echo(f'[[key]]\nname = "{name}"\nsha256 = "{digest}"\nscopes = [{listed}]')
+
+
+def _models_and_settings(
+    model: list[Path] | None, config: Path | None, given: dict[str, Any], settings: list[str]
+) -> dict[str, Any]:
+    """Return the options for models, and those of `--set`. Raises ConfigError."""
+    from exl_serve.config.load import ConfigError
+
+    options: dict[str, Any] = {}
+    if model or config is None:
+        options["model"] = _models(model or [_bundled()], given)
+    elif given:
+        raise ConfigError(f"{', '.join(given)}: set it in the file's [[model]], or name the folder with -m", "model")
+    for one in settings:
+        path, sign, value = one.partition("=")
+        if not sign:
+            raise ConfigError(f"--set {one}: give PATH=VALUE")
+        options[path] = value
+    return options
 
 
 def _load(file: Path | None, options: dict[str, Any]) -> ServeConfig:

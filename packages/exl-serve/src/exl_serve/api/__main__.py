@@ -63,7 +63,7 @@ def main() -> None:
 async def _serve(start: link.WorkerStart) -> None:
     config = start.config
     stopping = asyncio.Event()
-    protocol: Any = guarded(config.server.limits)
+    protocol: Any = guarded(config.server.limits, config.server.trusted_proxies)
     state: AppState | None = None
 
     def on_state(message: link.State) -> None:
@@ -79,7 +79,7 @@ async def _serve(start: link.WorkerStart) -> None:
         if message.config is not None and state is not None:
             _take_over(message.config, state, authenticator, protocol)
 
-    authenticator = Authenticator(config.auth, workers=config.server.workers)
+    authenticator = Authenticator(config.auth, proxies=config.server.trusted_proxies, workers=config.server.workers)
     connection = Link(start.address, on_state)
     models = WorkerModels(config.server.accept_any_model, connection.call)
     state = AppState(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from exl_serve.api.forwarded import TrustedProxies
 from exl_serve.api.keys import MINUTE, KeyFile, Usage
 from exl_serve.api.state import Caller
 from exl_serve.config.load import ConfigError
@@ -68,6 +69,7 @@ class Authenticator:
 
     Args:
         auth: The configuration of keys.
+        proxies: Addresses and networks of trusted proxies: `server.trusted_proxies`.
         workers: Number of worker processes.
         clock: Returns monotonic seconds.
         wall: Returns seconds since the epoch.
@@ -81,11 +83,13 @@ class Authenticator:
         self,
         auth: Auth,
         *,
+        proxies: Sequence[str] = (),
         workers: int = 1,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         """Raises ConfigError."""
+        self._proxies = TrustedProxies(proxies)
         self._auth, self._workers, self._clock, self._wall = auth, workers, clock, wall
         self.file = None if auth.key_file is None else KeyFile(Path(auth.key_file))
         self._failures: OrderedDict[str, deque[float]] = OrderedDict()
@@ -103,14 +107,13 @@ class Authenticator:
 
     def __call__(self, scope: Mapping[str, Any], needed: str) -> Caller:
         """Return the caller of a request. Raises ServeError 401, 403 or 429."""
-        address = _address(scope)
+        address = self._address(scope)
         if self.file is None:
             return Caller(name=address if self._auth.per_address else "")
         if needed == "open":
             return Caller(scopes=frozenset())
         now = self._clock()
         self.file.refresh(now)
-        self._check_failures(address, now)
         given = _given(scope)
         if not given:
             raise ServeError(
@@ -118,7 +121,7 @@ class Authenticator:
             )
         found = [key for key in (self.file.find(text, self._wall()) for text in given) if key is not None]
         if not found:
-            self._failed(address, now)
+            self._count_failure(address, now)
             raise ServeError(401, "authentication_error", "invalid_api_key", "the key is not known or has expired")
         allowed = ("admin", "infer") if needed == "own" else (needed,)
         key = next((k for one in allowed for k in found if one in k.scopes), None)
@@ -158,28 +161,25 @@ class Authenticator:
         usage.requests.extend([now] * choices)
         return Ticket(usage, self._clock, headers)
 
-    def _check_failures(self, address: str, now: float) -> None:
-        failures = self._failures.get(address)
-        if failures is None:
-            return
-        while failures and failures[0] <= now - MINUTE:
-            failures.popleft()
-        if not failures:
-            del self._failures[address]
-        elif len(failures) >= self._auth.max_failures_per_minute:
-            text = f"{len(failures)} requests with wrong keys came from this address in the last minute"
-            raise _over("too_many_requests", text, failures[0] + MINUTE - now)
+    def _count_failure(self, address: str, now: float) -> None:
+        """Count a request with a wrong key. Raises ServeError 429 where the address has sent too many.
 
-    def _failed(self, address: str, now: float) -> None:
-        self._failures.setdefault(address, deque()).append(now)
+        Requests with a right key are not affected: clients behind a proxy or a router may have one address.
+        """
+        failures = self._failures.setdefault(address, deque())
         self._failures.move_to_end(address)
         if len(self._failures) > MAX_ADDRESSES:
             self._failures.popitem(last=False)
+        while failures and failures[0] <= now - MINUTE:
+            failures.popleft()
+        if len(failures) >= self._auth.max_failures_per_minute:
+            text = f"{len(failures)} requests with wrong keys came from this address in the last minute"
+            raise _over("too_many_requests", text, failures[0] + MINUTE - now)
+        failures.append(now)
 
-
-def _address(scope: Mapping[str, Any]) -> str:
-    client = scope.get("client")
-    return str(client[0]) if client else ""
+    def _address(self, scope: Mapping[str, Any]) -> str:
+        client = scope.get("client")
+        return self._proxies.client(str(client[0]) if client else None, scope.get("headers", ()))
 
 
 def _given(scope: Mapping[str, Any]) -> list[str]:

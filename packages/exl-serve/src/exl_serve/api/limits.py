@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from exl_serve.api.forwarded import TrustedProxies
 from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
 
@@ -21,12 +23,18 @@ LEAST_RATE = 1024.0
 GRACE = 5.0
 
 
-def guarded(limits: Limits) -> type[HttpToolsProtocol]:
+def guarded(limits: Limits, proxies: Sequence[str] = ()) -> type[HttpToolsProtocol]:
     """Return the protocol class for one process: its connections are counted together.
 
-    `limits` is an attribute of the class and may be changed later.
+    A connection of a trusted proxy carries requests of many clients: each request counts for its client while it is
+    being answered.
+
+    Args:
+        limits: An attribute of the class, which may be changed later.
+        proxies: Addresses and networks of trusted proxies.
     """
-    return type("GuardedProtocol", (_Guarded,), {"limits": limits, "addresses": Counter()})
+    members = {"limits": limits, "proxies": TrustedProxies(proxies), "addresses": Counter()}
+    return type("GuardedProtocol", (_Guarded,), members)
 
 
 def keep_alive(limits: Limits) -> int:
@@ -37,8 +45,25 @@ def keep_alive(limits: Limits) -> int:
     return max(1, math.ceil(limits.keep_alive_seconds))
 
 
+def _refusing(error: ServeError) -> Any:
+    """Return an application that answers with an error."""
+    body = msgspec.json.encode(error.body())
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"retry-after", b"%d" % max(1, round(error.retry_after or 0.0))),
+    ]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    return app
+
+
 class _Guarded(HttpToolsProtocol):
     limits: Limits
+    proxies: TrustedProxies
     addresses: Counter[str]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -50,7 +75,10 @@ class _Guarded(HttpToolsProtocol):
         self._paused = 0.0  # seconds in which we did not read
         self._received = 0
         self._header_bytes = self._header_count = 0
-        self._counted: str | None = None
+        self._proxied = False
+        #: addresses that this connection counts for: its own, or those of a proxy's unanswered requests, in order; None
+        #: is that of a request over the limit
+        self._counted: deque[str | None] = deque()
         self._refusal: ServeError | None = None
 
     # ---- connections -----------------------------------------------------------------------------------------------
@@ -62,24 +90,36 @@ class _Guarded(HttpToolsProtocol):
             text = f"{limits.max_connections} connections are open: try again"
             self._refuse(ServeError.unavailable("too_many_connections", text, 1.0))
             return
-        if self.client is not None:
-            address = self.client[0]
-            if self.addresses[address] >= limits.max_connections_per_address:
-                text = f"this address has {self.addresses[address]} connections open: use fewer"
-                self._refuse(ServeError(429, "rate_limit_error", "too_many_requests", text, retry_after=1.0))
-                return
-            self._counted = address
-            self.addresses[address] += 1
+        peer = None if self.client is None else self.client[0]
+        self._proxied = self.proxies.trusts(peer)
+        if peer is not None and not self._proxied and (refusal := self._count(self.proxies.client(peer, ()))):
+            self._refuse(refusal)
+            return
         self._arm(limits.header_seconds, self._header_deadline)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
-        if self._counted is not None:
-            self.addresses[self._counted] -= 1
-            if self.addresses[self._counted] <= 0:
-                del self.addresses[self._counted]
-            self._counted = None
+        while self._counted:
+            self._forget_first()
         super().connection_lost(exc)
+
+    def _count(self, address: str) -> ServeError | None:
+        """Count a connection, or a request of a proxy; returns the error for one too many."""
+        most = self.limits.max_connections_per_address
+        if self.addresses[address] >= most:
+            text = f"this address has {most} connections or requests open: use fewer"
+            return ServeError(429, "rate_limit_error", "too_many_requests", text, retry_after=1.0)
+        self.addresses[address] += 1
+        self._counted.append(address)
+        return None
+
+    def _forget_first(self) -> None:
+        address = self._counted.popleft()
+        if address is None:
+            return
+        self.addresses[address] -= 1
+        if self.addresses[address] <= 0:
+            del self.addresses[address]
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -107,7 +147,17 @@ class _Guarded(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._disarm()
-        super().on_headers_complete()
+        app = self.app
+        if self._proxied:
+            peer = None if self.client is None else self.client[0]
+            refusal = self._count(self.proxies.client(peer, self.headers))
+            if refusal is not None:
+                self._counted.append(None)
+                self.app = _refusing(refusal)  # an answer like any other: the proxy's connection stays
+        try:
+            super().on_headers_complete()
+        finally:
+            self.app = app
         self._asked = True
         self._body_began = self.loop.time()
         self._arm(min(1.0, self.limits.body_seconds), self._body_check)
@@ -120,6 +170,11 @@ class _Guarded(HttpToolsProtocol):
         self._reading = False
         self._disarm()
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if self._proxied and self._counted:
+            self._forget_first()
+        super().on_response_complete()
 
     def _count_header(self, size: int) -> None:
         self._header_bytes += size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import json
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -125,6 +126,7 @@ def parse(data: Mapping[str, Any]) -> ServeConfig:
     server = config.server
     if (server.tls_cert is None) != (server.tls_key is None):
         raise ConfigError("server.tls_cert and server.tls_key go together: give both or neither", "server.tls_cert")
+    _check_proxies(server.trusted_proxies)
     if "*" in server.cors_origins and config.auth.key_file is not None:
         raise ConfigError("server.cors_origins has '*' though keys are used: name the origins", "server.cors_origins")
     return config
@@ -220,6 +222,20 @@ def _check_ranges(value: Any, prefix: str) -> None:
             low, high = RANGES.get(path, (1, float("inf")))
             if not low <= found <= high:
                 raise ConfigError(f"{path} is {found}; allowed are {low} to {high}", path)
+
+
+def _check_proxies(given: tuple[str, ...]) -> None:
+    path = "server.trusted_proxies"
+    for one in given:
+        if one == "unix":
+            continue
+        try:
+            network = ipaddress.ip_network(one)
+        except ValueError as error:
+            text = f"{path}: {error}; give addresses, networks such as 10.0.0.0/8, or unix"
+            raise ConfigError(text, path) from None
+        if network.prefixlen == 0:
+            raise ConfigError(f"{path}: {one} trusts every client; name the proxies' addresses", path)
 
 
 def _check_models(config: ServeConfig) -> None:

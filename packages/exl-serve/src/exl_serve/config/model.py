@@ -48,7 +48,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_connections: int = 4096
     #: requests at a time of an ingress replica on Ray; without Ray the connections limit them
     max_streams: int = 1024
-    #: open connections of one client address to an API process
+    #: open connections of one client address to an API process; through a trusted proxy: requests that are being
+    #: answered
     max_connections_per_address: int = 256
     #: seconds in which a body has to arrive
     body_seconds: float = 60.0
@@ -83,6 +84,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cors_origins: tuple[str, ...] = ()
     #: host names besides loopback ones that requests may name in Host when bound to loopback
     allowed_hosts: tuple[str, ...] = ()
+    #: addresses and networks of proxies whose `X-Forwarded-For` is believed, "unix" for those of a Unix socket; limits
+    #: per address then hold for the clients behind them
+    trusted_proxies: tuple[str, ...] = ()
     #: reject unknown fields instead of naming them in a header
     strict_fields: bool = False
     #: answer for any model name while one model is loaded
@@ -113,7 +117,8 @@ class Auth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     per_key_salt: bool = False
     #: fairness by client address where there is no key
     per_address: bool = False
-    #: requests with wrong keys from one address, after which it gets status 429
+    #: requests with wrong keys from one address to an API process, after which further ones get status 429; requests
+    #: with a right key are always answered
     max_failures_per_minute: int = 20
 
 

@@ -37,7 +37,7 @@ class Application:
         models = _Models(
             [_Handle(one, handles[one.id], name) for one in made.model], accept_any=made.server.accept_any_model
         )
-        keys = Authenticator(made.auth, workers=made.ray.ingress_replicas)
+        keys = Authenticator(made.auth, proxies=made.server.trusted_proxies, workers=made.ray.ingress_replicas)
         # Ray keeps what a replica writes on standard error in the replica's log file.
         log_request = request_logger(made.log)
         self._state = AppState(made, models, NoMeter(), keys, admit=keys.admit, log_request=log_request)

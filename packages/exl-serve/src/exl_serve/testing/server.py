@@ -101,7 +101,7 @@ class LiveServer:
         self.state = AppState(self._config, models, NoMeter(), self._authenticate)
         settings = uvicorn.Config(
             create_app(self.state),
-            http=guarded(self._config.server.limits),
+            http=guarded(self._config.server.limits, self._config.server.trusted_proxies),
             log_level="warning",
             lifespan="off",
             access_log=False,
