@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import httpx
@@ -10,7 +11,10 @@ import pytest
 from exl_serve.api.chat import FIELDS as CHAT
 from exl_serve.api.completions import FIELDS as COMPLETIONS
 from exl_serve.errors import ServeError
-from exl_serve.request.fields import read_fields
+from exl_serve.metrics import NoMeter
+from exl_serve.request.fields import IGNORED, UNSUPPORTED, read_fields
+from exl_serve.request.responses import FIELDS as RESPONSES
+from exl_serve.request.responses import OWN as RESPONSES_OWN
 from exl_serve.testing.server import LiveServer
 
 SILLYTAVERN: dict[str, Any] = {
@@ -111,6 +115,31 @@ def test_a_request_of_sillytavern_means_what_it_says(server: LiveServer) -> None
     assert one == other
     ignored = answers[0].headers["x-exl-ignored"].split(",")
     assert not set(ignored) & COMPLETIONS.keys()
+
+
+def test_the_metrics_count_ignored_fields_by_common_names(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: Counter[str] = Counter()
+
+    class Counts(NoMeter):
+        def count(self, name: str, amount: float = 1.0, **labels: str) -> None:
+            if name == "exl_ignored_fields_total":
+                counted[labels["field"]] += int(amount)
+
+    assert server.state is not None
+    monkeypatch.setattr(server.state, "meter", Counts())
+    for name in ("keep_alive", "keep_alive", "mine", 'a"b\nc', "x" * 1000):
+        body = {"model": "fable", "prompt": "a", "max_tokens": 1, name: 1}
+        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).status_code == 200
+    assert counted == {"keep_alive": 2, "other": 3}
+    assert len(IGNORED) <= 64
+    routes = (
+        CHAT.keys() | {"messages", "functions", "function_call"},
+        COMPLETIONS.keys() | {"prompt", "suffix"},
+        RESPONSES.keys() | RESPONSES_OWN,
+    )
+    for name in IGNORED:  # some route knows nothing of it
+        assert not all(name in route for route in routes), name
+        assert name not in UNSUPPORTED
 
 
 @pytest.mark.parametrize(

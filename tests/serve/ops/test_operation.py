@@ -250,6 +250,8 @@ def test_what_requests_took_is_measured(cramped: Server) -> None:
     for _ in range(3):
         assert cramped.complete("a").status_code == 200
     assert httpx.get(f"{cramped.url}/nothing", timeout=180).status_code == 404
+    body = {"model": "a", "keep_alive": "5m", "text of a client": 1, "more of it": 2}
+    assert httpx.post(f"{cramped.url}/v1/completions", json=body, timeout=180).status_code == 400  # no prompt
 
     def has(*lines: str) -> bool:
         found = httpx.get(f"{cramped.url}/metrics", timeout=180).text.splitlines()
@@ -263,6 +265,8 @@ def test_what_requests_took_is_measured(cramped: Server) -> None:
             'exl_request_generation_tokens_bucket{le="2.0",model_name="a"} 0.0',
             'vllm:request_params_n_count{model_name="a"} 3.0',
             'exl_rejected_total{code="not_found"} 1.0',
+            'exl_ignored_fields_total{field="keep_alive"} 1.0',
+            'exl_ignored_fields_total{field="other"} 2.0',
             'exl_model_state{model_name="a",state="ready"} 1.0',
             "exl_ready 1.0",
         )

@@ -15,7 +15,7 @@ from exl_serve.api.http import Call
 from exl_serve.api.state import ModelHandle
 from exl_serve.engine.client import EngineClient
 from exl_serve.errors import ServeError
-from exl_serve.request.fields import Field, read_fields
+from exl_serve.request.fields import IGNORED, Field, read_fields
 from exl_serve.request.internal import Constraint, EngineRequest, id_bytes
 from exl_serve.request.sampling import draw_seed, sampling_of, seeds_of
 
@@ -75,8 +75,8 @@ def read_request(
             name[:64] for name in unknown[:16] if name.isascii() and name.isprintable() and "," not in name
         )
         call.headers["x-exl-ignored"] = names
-        for _ in unknown[:16]:
-            call.state.meter.count("exl_ignored_fields_total")
+        for name in unknown[:16]:
+            call.state.meter.count("exl_ignored_fields_total", field=name if name in IGNORED else "other")
     return found
 
 

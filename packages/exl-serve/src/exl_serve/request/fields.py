@@ -522,6 +522,22 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 """Fields of other APIs that are not offered, with the values that change nothing and are therefore accepted."""
 
+IGNORED = frozenset(
+    {
+        # Fields of some routes here, which others do not know.
+        *("messages", "prompt", "input", "instructions", "include", "text", "reasoning", "max_output_tokens"),
+        *("functions", "function_call", "suffix", "n", "logprobs", "top_logprobs"),
+        # Of clients that are configured for other servers.
+        *("options", "keep_alive", "format", "think", "raw", "system", "template", "context", "images"),
+        *("model_kwargs", "provider", "transforms", "models", "route", "plugins", "usage", "chat_id"),
+        *("session_id", "features", "variables", "params", "background_tasks", "safe_prompt", "random_seed"),
+        *("prefix", "thinking", "cache_control", "system_prompt", "extra_body", "extra_headers", "api_base"),
+        *("api_key", "drop_params", "num_retries", "custom_llm_provider", "mode", "character", "preset"),
+        *("sampler_order", "sampler_priority", "truncation_length", "smoothing_curve", "rep_pen_slope"),
+    }
+)
+"""Names by which the metrics count ignored fields. Other names count as one: clients choose them."""
+
 
 def read_fields(
     body: Mapping[str, Any], fields: Mapping[str, Field], own: frozenset[str] = frozenset()
