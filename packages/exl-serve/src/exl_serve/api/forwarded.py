@@ -20,7 +20,7 @@ class TrustedProxies:
     """The proxies whose header X-Forwarded-For is believed.
 
     Args:
-        entries: Addresses and networks; "unix" stands for peers of a Unix socket, which have no address.
+        entries: Addresses and networks; "unix" means the peers of a Unix socket, which have no address.
 
     Raises:
         ValueError: An entry is neither.

@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import weakref
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ class LocalEngine:
         self._running: dict[int, _Running] = {}
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._waiting: dict[int, tuple[Sink, tuple[int, ...]]] = {}
-        self._welcome: asyncio.Future[wire.Welcome] = self._loop.create_future()
+        #: of each Hello, in order: the engine answers each with one Welcome
+        self._welcomes: deque[asyncio.Future[wire.Welcome]] = deque()
         self._card: ModelCard | None = None
         self._status: StatusReader | None = None
         self._closed = False
@@ -87,9 +89,8 @@ class LocalEngine:
     async def connect(cls, address: str, context: zmq.Context[Any] | None = None) -> LocalEngine:
         """Connect to an engine. Raises ServeError 503 when no engine answers."""
         engine = cls(address, context)
-        engine._send(wire.Hello(wire.VERSION, f"pid {os.getpid()}"))
         try:
-            welcome = await asyncio.wait_for(engine._welcome, CONNECT_SECONDS)
+            welcome = await asyncio.wait_for(engine._say_hello(), CONNECT_SECONDS)
         except TimeoutError:
             await engine.close()
             raise ServeError.unavailable("engine_restarting", "the engine does not answer: try again") from None
@@ -186,7 +187,7 @@ class LocalEngine:
     def fail(self, message: str) -> None:
         """End every running request with an error: the engine has ended."""
         self._end_running(message)
-        for waiting in (*self._answers.values(), self._known_again):
+        for waiting in (*self._answers.values(), *self._welcomes, self._known_again):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(ServeError.unavailable("engine_restarting", message))
                 waiting.exception()  # a Hello may have nobody that waits for its answer
@@ -202,12 +203,15 @@ class LocalEngine:
             self._send(message)
 
     async def _refresh_card(self) -> None:
-        self._welcome = self._loop.create_future()
-        self._say_hello()
-        self._card = wire.card_of((await self._welcome).card)
+        self._check_open()
+        self._card = wire.card_of((await self._say_hello()).card)
 
-    def _say_hello(self) -> None:
+    def _say_hello(self) -> asyncio.Future[wire.Welcome]:
+        """Announce this worker; returns the engine's answer."""
+        welcome = self._loop.create_future()
+        self._welcomes.append(welcome)
         self._send(wire.Hello(wire.VERSION, f"pid {os.getpid()}"))
+        return welcome
 
     def _forgotten(self) -> None:
         """The engine has dropped this worker after a long silence, and with it all its requests.
@@ -276,8 +280,8 @@ class LocalEngine:
                 if not self._known_again.done():
                     self._known_again.set_result(None)
                 self._known_again = None
-            if not self._welcome.done():
-                self._welcome.set_result(message)
+            if self._welcomes and not (welcome := self._welcomes.popleft()).done():
+                welcome.set_result(message)
             return
         if isinstance(message, wire.Rejected) and message.code == "engine_restarting":
             self._forgotten()
