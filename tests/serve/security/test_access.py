@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,10 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
+from lora_folder import write_adapter
 
 from exl_generate import bundled
-from exl_kernels.safetensors_file import write_safetensors
 from exl_serve.api.app import ROUTES, SAFE_METHODS
 from exl_serve.api.auth import Authenticator
 from exl_serve.api.keys import KeyFile
@@ -70,19 +68,6 @@ def test_a_key_is_compared_with_every_entry(key_file: Path, monkeypatch: pytest.
 
 
 # ---- adapters ------------------------------------------------------------------------------------------------------
-
-
-def write_adapter(folder: Path, fable: EngineThread) -> None:
-    folder.mkdir(parents=True)
-    config = fable.generator.model.config
-    tensors = {}
-    for layer in range(config.num_hidden_layers):
-        key = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
-        tensors[f"{key}.lora_A.weight"] = torch.full((2, config.hidden_size), 0.05)
-        tensors[f"{key}.lora_B.weight"] = torch.full((config.num_attention_heads * config.head_dim, 2), 0.05)
-    write_safetensors(folder / "adapter_model.safetensors", tensors)
-    about = {"peft_type": "LORA", "r": 2, "lora_alpha": 64, "target_modules": ["q_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(about))
 
 
 def test_adapters_come_from_allowed_folders_only(fable: EngineThread, tmp_path: Path) -> None:

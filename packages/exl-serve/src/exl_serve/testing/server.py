@@ -107,6 +107,7 @@ class LiveServer:
             access_log=False,
             timeout_keep_alive=keep_alive(self._config.server.limits),
             server_header=False,
+            proxy_headers=False,
         )
         self._server = uvicorn.Server(settings)
         self._server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
