@@ -108,6 +108,13 @@ def test_every_package_of_the_lock_file_has_a_hash() -> None:
             assert all(one["hash"].startswith("sha256:") for one in archives), package["name"]
 
 
+def test_wheels_come_with_a_bill_of_materials() -> None:
+    steps = yaml.safe_load((FILES.parents[2] / ".github" / "workflows" / "wheels.yml").read_text())["jobs"]
+    runs = [step.get("run", "") for job in steps.values() for step in job["steps"]]
+    (export,) = (run for run in runs if run.startswith("uv export"))
+    assert {"--locked", "--no-dev", "--all-packages", "--all-extras", "cyclonedx1.5"} <= set(export.split())
+
+
 def test_the_options_in_the_files_exist() -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "exl_serve", "--help"],

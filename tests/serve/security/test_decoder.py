@@ -17,7 +17,7 @@ from exl_serve.config.model import Media
 from exl_serve.errors import ServeError
 from exl_serve.media import reader as media
 from exl_serve.media.reader import MediaReader
-from exl_serve.media.worker import CLONE_NEWNET, CLONE_NEWUSER
+from exl_serve.media.worker import CLONE_NEWNET, CLONE_NEWUSER, EXTRA_MEMORY
 from exl_serve.request.messages import ImagePart
 
 Image = pytest.importorskip("PIL.Image", reason="images need exl-serve[vision]")
@@ -62,6 +62,24 @@ def test_it_has_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     own = os.readlink("/proc/self/ns/net")
     assert len(networks) == 1
     assert (networks[0] != own) == (may == "0")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_its_memory_has_a_limit() -> None:
+    async def work() -> tuple[list[str], bytes | ServeError]:
+        reader = MediaReader()
+        try:
+            found = await decode(reader, part())
+            (pid,) = decoders()
+            return Path(f"/proc/{pid}/limits").read_text().splitlines(), found
+        finally:
+            await reader.close()
+
+    lines, pixels = asyncio.run(work())
+    assert pixels == bytes([10, 20, 30] * 16)
+    (soft, hard) = next(line.split()[3:5] for line in lines if line.startswith("Max address space"))
+    assert soft == hard
+    assert EXTRA_MEMORY < int(hard) < 16 << 30
 
 
 def test_one_that_takes_too_long_is_ended_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
