@@ -31,6 +31,17 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+NO_SHORT_ANSWERS = """
+const send = window.fetch;
+window.fetch = (url, options) => {
+  if (!options?.body) return send(url, options);
+  const body = JSON.parse(options.body);
+  return send(url, { ...options, body: JSON.stringify({ min_tokens: Math.min(16, body.max_tokens ?? 16), ...body }) });
+};
+"""
+"""The model may end an answer with its first token, which shows nothing: requests of the page ask for some tokens."""
+
+
 @pytest.fixture(scope="module")
 def server(fable: EngineThread) -> Iterator[LiveServer]:
     live = LiveServer({"fable": fable}, [ModelConfig(id="fable", path=fable.card.folder)])
@@ -46,6 +57,7 @@ def browser() -> Iterator[webdriver.Chrome]:
     options.binary_location = CHROME or ""
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     browser = webdriver.Chrome(options=options, service=Service(DRIVER))
+    browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": NO_SHORT_ANSWERS})
     yield browser
     browser.quit()
 
@@ -315,6 +327,71 @@ def test_images_by_file_paste_and_drop(page: webdriver.Chrome, eye: LiveServer, 
     assert len(page.find_elements(By.CSS_SELECTOR, shown)) == 2
     page.find_element(By.ID, "clear").click()
     assert not page.find_elements(By.CSS_SELECTOR, shown)
+
+
+SIZES = """
+const done = arguments[0];
+const images = [...document.querySelectorAll('#attached img')];
+Promise.all(images.map((one) => one.decode()))
+  .then(() => done(images.map((one) => [one.src.slice(0, 15), one.src.length, one.naturalWidth, one.naturalHeight])));
+"""
+
+
+def test_large_images_are_scaled_down(page: webdriver.Chrome, eye: LiveServer, tmp_path: Path) -> None:
+    import base64
+    import random
+
+    from PIL import Image
+
+    noise = Image.frombytes("RGB", (2048, 1024), random.Random(1).randbytes(2048 * 1024 * 3))
+    noise.save(tmp_path / "photo.jpg", quality=95)
+    noise.save(tmp_path / "drawing.png")
+    noise.crop((0, 0, 1536, 10)).save(tmp_path / "wide.png")
+    Image.new("1", (20, 4000)).save(tmp_path / "narrow.bmp")
+    names = ("photo.jpg", "drawing.png", "wide.png", "narrow.bmp")
+    page.get(eye.url)
+    until(lambda: page.find_element(By.ID, "attach").is_displayed())
+    for count, name in enumerate(names, 1):
+        page.find_element(By.ID, "files").send_keys(str(tmp_path / name))
+        until(lambda count=count: len(page.find_elements(By.CSS_SELECTOR, "#attached img")) == count)
+    found = page.execute_async_script(SIZES)
+    assert [one[0] for one in found] == ["data:image/jpeg", "data:image/png;", "data:image/png;", "data:image/png;"]
+    assert [one[2:] for one in found] == [[1536, 768], [1536, 768], [1536, 10], [8, 1536]]
+    urls = [len(base64.b64encode((tmp_path / name).read_bytes())) for name in names]
+    assert found[0][1] < urls[0]
+    assert found[1][1] < urls[1]
+    assert found[2][1] == urls[2] + len("data:image/png;base64,"), "the file as it was"
+    page.find_element(By.ID, "clear").click()
+
+
+def test_a_model_that_is_loaded_later_takes_images(page: webdriver.Chrome, eye: LiveServer) -> None:
+    assert eye.state is not None
+    (handle,) = eye.state.models.list()
+    shown = "return document.querySelector('#model option')?.textContent"
+    handle.state = "loading"  # type: ignore[misc]
+    try:
+        page.get(eye.url)
+        until(lambda: page.execute_script(shown) == "eye (loading)")
+        assert not page.find_element(By.ID, "attach").is_displayed()
+    finally:
+        handle.state = "ready"  # type: ignore[misc]
+    until(lambda: page.find_element(By.ID, "attach").is_displayed())
+    assert page.execute_script(shown) == "eye"
+
+
+def test_a_model_that_a_request_has_loaded_takes_images(page: webdriver.Chrome, eye: LiveServer) -> None:
+    assert eye.state is not None
+    (handle,) = eye.state.models.list()
+    handle.state = "unloaded"  # type: ignore[misc]
+    try:
+        page.get(eye.url)
+        models_are_listed(page)
+        page.execute_script("document.getElementById('max_tokens').value = '2'")
+        assert not page.find_element(By.ID, "attach").is_displayed()
+    finally:
+        handle.state = "ready"  # type: ignore[misc]
+    ask(page, "Hm?")
+    until(lambda: page.find_element(By.ID, "attach").is_displayed())
 
 
 def test_a_model_without_eyes_gets_no_images(page: webdriver.Chrome) -> None:

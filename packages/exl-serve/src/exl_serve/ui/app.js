@@ -1,10 +1,15 @@
 // The chat page: plain DOM, no framework. What a model writes only ever becomes text nodes.
 const $ = (id) => document.getElementById(id);
 const STORE = "exl-chat";
+const LONGEST = 1536; // pixels of an image's longer side: larger ones soon fill requests and the history
+const POLL = 1000; // milliseconds between two looks at models that are being loaded
 const SETTINGS = ["system", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"];
 let messages = [];
 let attached = []; // data: URLs of the next message's images
 let seeing = new Set(); // models that take images
+let ready = new Set(); // models that are loaded
+let listed = ""; // the list of models as shown
+let looking = 0; // the timer of the next look at it
 let running = null;
 
 function load() {
@@ -43,10 +48,13 @@ async function explain(response) {
   } catch { return `The server answered ${response.status}.`; }
 }
 
-async function listModels() {
+// A quiet look neither shows errors nor takes one away.
+async function listModels(quiet = false) {
+  clearTimeout(looking);
   let response;
   try { response = await fetch("/v1/models", { headers: headers() }); }
-  catch { fail("The server does not answer. Is it running?"); return; }
+  catch { if (!quiet) fail("The server does not answer. Is it running?"); return; }
+  if (quiet && !response.ok) return;
   if (response.status === 401) {
     $("panel").hidden = false;
     $("panel-toggle").setAttribute("aria-expanded", "true");
@@ -55,20 +63,33 @@ async function listModels() {
     return;
   }
   if (!response.ok) { fail(await explain(response)); return; }
+  const { data } = await response.json();
+  if (!quiet) fail("");
+  if (data.some((model) => ["loading", "draining", "stalled"].includes(model.exl?.state))) {
+    looking = setTimeout(listModels, POLL, true);
+  }
+  const text = JSON.stringify(data);
+  if (text === listed) return; // a new list would close an open one
+  listed = text;
+  showModels(data);
+  showAttached();
+}
+
+function showModels(models) {
   const chosen = $("model").value;
   $("model").replaceChildren();
   seeing = new Set();
-  for (const model of (await response.json()).data) {
+  ready = new Set();
+  for (const model of models) {
     if (model.exl?.modalities?.includes("image")) seeing.add(model.id);
+    if (model.exl?.state === "ready") ready.add(model.id);
     const option = document.createElement("option");
     option.value = model.id;
     const state = model.exl && model.exl.state !== "ready" ? ` (${model.exl.state})` : "";
     option.textContent = model.id + state;
     $("model").append(option);
   }
-  if (chosen) $("model").value = chosen;
-  fail("");
-  showAttached();
+  if (models.some((model) => model.id === chosen)) $("model").value = chosen;
 }
 
 // ---- images ---------------------------------------------------------------------------------------------------------
@@ -107,11 +128,30 @@ function dataUrl(file) {
   });
 }
 
+// The data: URL of an image, scaled down if it is large. PNG, JPEG and WebP stay what they are; others become PNG.
+async function imageUrl(file) {
+  const url = await dataUrl(file);
+  let bitmap;
+  try { bitmap = await createImageBitmap(file); } catch { return url; } // the server may read what a browser cannot
+  const scale = LONGEST / Math.max(bitmap.width, bitmap.height);
+  if (scale >= 1) { bitmap.close(); return url; }
+  const canvas = document.createElement("canvas");
+  canvas.width = Math.max(1, Math.round(bitmap.width * scale));
+  canvas.height = Math.max(1, Math.round(bitmap.height * scale));
+  const context = canvas.getContext("2d");
+  context.imageSmoothingQuality = "high";
+  context.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+  bitmap.close();
+  const type = ["image/jpeg", "image/webp"].includes(file.type) ? file.type : "image/png";
+  const scaled = canvas.toDataURL(type, 0.9);
+  return scaled.startsWith("data:image/") && scaled.length < url.length ? scaled : url;
+}
+
 async function attach(files) {
   if (!seeing.has($("model").value)) { fail(`The model ${$("model").value} takes no images.`); return; }
   fail("");
   for (const file of files) {
-    try { attached.push(await dataUrl(file)); } catch { fail(`The file ${file.name} cannot be read.`); }
+    try { attached.push(await imageUrl(file)); } catch { fail(`The file ${file.name} cannot be read.`); }
   }
   showAttached();
 }
@@ -356,6 +396,7 @@ async function answer() {
     save();
     render();
     $("input").focus();
+    if (!ready.has(message.model)) listModels(true); // the request may have loaded it
   }
 }
 
@@ -400,6 +441,7 @@ $("files").addEventListener("change", () => {
   attach(files);
 });
 $("model").addEventListener("change", showAttached);
+document.addEventListener("visibilitychange", () => { if (!document.hidden) listModels(true); });
 $("stop").addEventListener("click", () => running?.abort());
 $("clear").addEventListener("click", () => {
   running?.abort();
