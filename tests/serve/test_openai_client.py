@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 from effort import examples, trials
+from held import Held
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
@@ -306,7 +307,7 @@ def test_only_allowed_tools_are_called(client: openai.OpenAI) -> None:
             (call,) = answer.choices[0].message.tool_calls or []
             assert call.type == "function"
             assert call.function.name == name
-    free = client.chat.completions.create(**asked, tool_choice=allowed("auto", "stop"))
+    free = client.chat.completions.create(**asked, seed=1, tool_choice=allowed("auto", "stop"))
     assert free.choices[0].message.tool_calls is None
     assert free.usage is not None
     assert every.usage is not None
@@ -439,7 +440,9 @@ def test_leaving_in_the_middle_frees_everything(
             counted.append(amount)
 
     monkeypatch.setattr(server.state.meter, "count", count)
+    held = Held(scripted, monkeypatch)
     for _ in range(3):
+        held.steps = 20
         stream = client.completions.create(
             model="scripted", prompt="x y z", max_tokens=900, stream=True, extra_body={"ignore_eos": True}, n=3
         )
@@ -452,7 +455,10 @@ def test_leaving_in_the_middle_frees_everything(
     assert counted == [one["completion_tokens"] for one in logged]
 
 
-def test_a_whole_answer_whose_client_leaves_is_cancelled(server: LiveServer, scripted: EngineThread) -> None:
+def test_a_whole_answer_whose_client_leaves_is_cancelled(
+    server: LiveServer, scripted: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Held(scripted, monkeypatch, steps=5)
     short = 0.3  # seconds until the client gives up, which is what is tested
     impatient = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", timeout=short, max_retries=0)
     with pytest.raises(openai.APITimeoutError):
@@ -460,7 +466,10 @@ def test_a_whole_answer_whose_client_leaves_is_cancelled(server: LiveServer, scr
     until(lambda: not scripted.generator.num_remaining_jobs())
 
 
-def test_the_operator_cancels_all_of_a_request(server: LiveServer, scripted: EngineThread) -> None:
+def test_the_operator_cancels_all_of_a_request(
+    server: LiveServer, scripted: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(scripted, monkeypatch, steps=5)
     body = {"model": "scripted", "prompt": ["x", "y"], "n": 2, "max_tokens": 900, "ignore_eos": True}
     answers: list[httpx.Response] = []
 
@@ -473,6 +482,7 @@ def test_the_operator_cancels_all_of_a_request(server: LiveServer, scripted: Eng
     until(lambda: len(httpx.get(f"{server.url}/v1/requests", timeout=120).json()["data"]) == 2)
     assert httpx.delete(f"{server.url}/v1/requests/mine", timeout=120).json()["cancelled"]
     thread.join()
+    held.release()
     assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (409, "cancelled")
     until(lambda: not scripted.generator.num_remaining_jobs())
     assert httpx.delete(f"{server.url}/v1/requests/mine", timeout=120).status_code == 404

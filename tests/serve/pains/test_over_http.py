@@ -16,6 +16,7 @@ import httpx
 import pytest
 import uvicorn
 from effort import trials
+from held import Held
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lora_folder import write_adapter
@@ -34,20 +35,10 @@ SCRIPTED = ModelConfig(
 )
 
 
-Gate = threading.Event
-
-
 @pytest.fixture
 def http(server: LiveServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=HANG_SECONDS) as client:
         yield client
-
-
-def held(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """The engine takes requests and makes no step until the gate is set."""
-    gate, iterate = threading.Event(), engine.generator.iterate_columns
-    monkeypatch.setattr(engine.generator, "iterate_columns", lambda: iterate() if gate.wait(0.01) else None)
-    return gate
 
 
 def data(answer: str) -> list[str]:
@@ -226,7 +217,7 @@ def test_too_many_requests_are_refused_at_once_and_the_others_answered(monkeypat
     model = ModelConfig(id="scripted", path=SCRIPTED.path, device="cpu", max_batch_size=1, engine="free")
     engine = EngineThread(model, Limits(max_queued_requests=3))
     live = LiveServer({"scripted": engine}, [model])
-    gate = held(engine, monkeypatch)
+    gate = Held(engine, monkeypatch)
     answers: list[httpx.Response] = []
     body = {"model": "scripted", "prompt": "x", "max_tokens": 3, "ignore_eos": True}
     try:
@@ -238,7 +229,7 @@ def test_too_many_requests_are_refused_at_once_and_the_others_answered(monkeypat
                 until(lambda: len(answers) >= 25)
                 assert {one.status_code for one in answers} == {429}
             finally:
-                gate.set()
+                gate.release()
     finally:
         live.close()
         engine.close()
@@ -254,7 +245,7 @@ def test_an_engine_that_computes_silences_no_stream(monkeypatch: pytest.MonkeyPa
     engine = EngineThread(SCRIPTED)
     config = ServeConfig(server=ServerConfig(ping_seconds=0.1, first_byte_seconds=0.1))
     live = LiveServer({"scripted": engine}, [SCRIPTED], config)
-    gate, pings, events = held(engine, monkeypatch), 0, []
+    gate, pings, events = Held(engine, monkeypatch), 0, []
     try:
         body = chat(max_tokens=3, ignore_eos=True, stream=True)
         with httpx.stream("POST", f"{live.url}/v1/chat/completions", json=body, timeout=HANG_SECONDS) as answer:
@@ -265,12 +256,12 @@ def test_an_engine_that_computes_silences_no_stream(monkeypatch: pytest.MonkeyPa
                 elif line:
                     events.append(line)
                 if pings == 3:
-                    gate.set()
+                    gate.release()
         assert pings >= 3
         assert events[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in events[-2]
     finally:
-        gate.set()
+        gate.release()
         live.close()
         engine.close()
 
@@ -279,7 +270,7 @@ def test_health_is_answered_in_a_burst(
     server: LiveServer, scripted: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine is asked nothing: here it makes no step."""
-    gate = held(scripted, monkeypatch)
+    gate = Held(scripted, monkeypatch)
     body = json.dumps({"model": "scripted", "prompt": "x", "max_tokens": 2, "ignore_eos": True}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
     address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
@@ -290,7 +281,7 @@ def test_health_is_answered_in_a_burst(
         for path in ("/health/live", "/health/ready", "/health", "/ping") * 5:
             assert httpx.get(server.url + path, timeout=HANG_SECONDS).status_code == 200
     finally:
-        gate.set()
+        gate.release()
     for one in burst:
         assert one.recv(12)[9:] in (b"200", b"429")
         one.close()
