@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ class Held:
         monkeypatch.setattr(engine.generator, "iterate_columns", self._step)
 
     def _step(self) -> Any:
-        if self.steps <= 0 and not self._released.wait(0.01):
+        if self.steps <= 0 and not self._released.is_set():
+            time.sleep(0.01)
             return None
         self.steps -= 1
         return self._iterate()

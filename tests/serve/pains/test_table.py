@@ -1,4 +1,4 @@
-"""What users of other servers complain about, and the tests here that keep it from happening: every one exists."""
+"""Complaints of other servers' users, and the tests against each of them here: every test that is named exists."""
 
 from __future__ import annotations
 
