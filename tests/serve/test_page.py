@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -337,6 +338,11 @@ Promise.all(images.map((one) => one.decode()))
 """
 
 
+def one_more(page: webdriver.Chrome, before: int) -> bool:
+    """Whether another image is attached."""
+    return len(page.find_elements(By.CSS_SELECTOR, "#attached img")) == before + 1
+
+
 def test_large_images_are_scaled_down(page: webdriver.Chrome, eye: LiveServer, tmp_path: Path) -> None:
     import base64
     import random
@@ -351,9 +357,10 @@ def test_large_images_are_scaled_down(page: webdriver.Chrome, eye: LiveServer, t
     names = ("photo.jpg", "drawing.png", "wide.png", "narrow.bmp")
     page.get(eye.url)
     until(lambda: page.find_element(By.ID, "attach").is_displayed())
-    for count, name in enumerate(names, 1):
+    for name in names:
+        before = len(page.find_elements(By.CSS_SELECTOR, "#attached img"))
         page.find_element(By.ID, "files").send_keys(str(tmp_path / name))
-        until(lambda count=count: len(page.find_elements(By.CSS_SELECTOR, "#attached img")) == count)
+        until(partial(one_more, page, before))
     found = page.execute_async_script(SIZES)
     assert [one[0] for one in found] == ["data:image/jpeg", "data:image/png;", "data:image/png;", "data:image/png;"]
     assert [one[2:] for one in found] == [[1536, 768], [1536, 768], [1536, 10], [8, 1536]]

@@ -245,7 +245,8 @@ def test_an_engine_that_computes_silences_no_stream(monkeypatch: pytest.MonkeyPa
     engine = EngineThread(SCRIPTED)
     config = ServeConfig(server=ServerConfig(ping_seconds=0.1, first_byte_seconds=0.1))
     live = LiveServer({"scripted": engine}, [SCRIPTED], config)
-    gate, pings, events = Held(engine, monkeypatch), 0, []
+    gate, pings = Held(engine, monkeypatch), 0
+    events: list[str] = []
     try:
         body = chat(max_tokens=3, ignore_eos=True, stream=True)
         with httpx.stream("POST", f"{live.url}/v1/chat/completions", json=body, timeout=HANG_SECONDS) as answer:
