@@ -1,6 +1,6 @@
 """Facts about the tree that no linter knows: lock hygiene, host names, machine paths, clocks in tests, long files and
-functions, Python that chooses by limits of rows, second definitions of such limits, members, architectures and modules
-that are named by strings, and files of complete types with `Any`.
+functions, Python that chooses by limits of rows or by architecture, second definitions of such limits, members,
+architectures and modules that are named by strings, and files of complete types with `Any`.
 
 Prints every finding and exits 1 if one of them is an error. Long files are listed as a question, not as an error.
 """
@@ -15,6 +15,9 @@ import sys
 from collections.abc import Iterator, Set
 from functools import cache, lru_cache
 from pathlib import Path
+
+from architecture_choices import ARCHITECTURE, NAMES_ARCHITECTURES, architecture_errors
+from python_names import aliases, given_names, identifier, nodes, outside_calls, sides
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = {"uv.lock", "rust/Cargo.lock", "rust/exl-format/fuzz/Cargo.lock"}
@@ -38,17 +41,24 @@ MOST_LONG_FUNCTIONS = 2
 # Files whose purpose bounds their lines.
 LINES = {"packages/exl-core/src/exl_core/model.py": 200}
 # Plans choose kernels (rust/exl-cuda, `ops::linear::select`), so Python compares numbers of rows with their limits in
-# these files only, for these reasons.
-LIMIT_NAMES = {"BLOCK_ROWS", "FEW_ROWS", "PACKED_ROWS", "STEP_ROWS"}
+# these files only, for these reasons. `min` and `max` choose, too. Limits are also the members of LIMITS, which Rust
+# defines, and other names that a file gives one.
+LIMIT_NAMES = {"BLOCK_ROWS", "CPU_CHUNK_ROWS", "FEW_ROWS", "PACKED_ROWS", "STEP_ROWS"}
+LIMIT_OBJECTS = {"LIMITS", "kernel_limits"}
 LIMIT_VALUES = {2, 8, 64, 128, 256, 512}
 COMPARE_ROWS = {
     "packages/exl-core/src/exl_core/execution/capturable.py": "buckets of captured steps, and their most tokens",
     "packages/exl-core/src/exl_core/execution/captured.py": "kernels of shards take packed rows only; "
     "float matrices of more rows run in blocks, so their steps may be padded",
+    "packages/exl-core/src/exl_core/execution/environment.py": "a variable's most rows of joined launches",
     "packages/exl-core/src/exl_core/execution/fused.py": "logits of a step in blocks have no joined norm",
     "packages/exl-core/src/exl_core/execution/half_matmuls.py": "the decisions that executors and `exl info` share",
+    "packages/exl-core/src/exl_core/execution/prompt_buckets.py": "windows of prompts in a bucket of captured steps",
+    "packages/exl-core/src/exl_core/loading/parallel_plan.py": "bytes of exchange buffers, before anything is loaded",
     "packages/exl-core/src/exl_core/loading/sizes.py": "bytes of dequantized matrices, before anything is loaded",
+    "packages/exl-generate/src/exl_generate/cli/conversation.py": "tokens of an answer, no rows",
     "packages/exl-generate/src/exl_generate/dynamic/engine.py": "rows that the sampler's memory is planned for",
+    "packages/exl-generate/src/exl_generate/dynamic/prompts.py": "logits of scored prompts, which need memory",
     "packages/exl-generate/src/exl_generate/sampling/static.py": "pairs of rows, with and without the negative prompt",
     "packages/exl-generate/src/exl_generate/static/streaming.py": "one prompt, or a pair of prompts",
     "packages/exl-kernels/src/exl_kernels/linear/cuda.py": "float matrices, which have no plan, in blocks",
@@ -66,6 +76,7 @@ VAGUE = r"(?:MOST|LEAST|LIMIT|MAX|MAXIMUM|MIN|MINIMUM|FEW|MANY|CHUNK)"
 ROW_CONSTANTS = {
     "packages/exl-core/src/exl_core/loading/linears.py:VOCABULARY_PADDING": "rows of a file's embeddings and heads",
     "packages/exl-core/src/exl_core/rope.py:TABLE_ROWS": "rows of a table of positions",
+    "packages/exl-serve/src/exl_serve/engine/jobs.py:PAGES_AT_ONCE": "new tokens that a job reserves pages for",
     "rust/exl-cuda/src/ops/moe/dequantized.rs:FREE_ROWS": "padding that cuBLAS multiplies at no cost",
     "rust/exl-cpu/src/attention/plan.rs:TILE_ROWS": "measured: queries that share a decoding of the keys",
     "rust/exl-cpu/src/block.rs:CHUNK_ROWS": "the only definition of the rows of a fused block of the CPU",
@@ -137,8 +148,6 @@ ANY = {
     "packages/exl-kernels/src/exl_kernels/reference/linear.py": "arrays of numpy, of any type of elements",
 }
 OWNER = re.compile(r"(?:^|_)(?:model|cache|generator)$")
-ARCHITECTURE = re.compile(r"^\w+For(?:CausalLM|ConditionalGeneration)$")
-NAMES_ARCHITECTURES = re.compile(r"/architectures/|/exl_generate/cli/random_model\.py$")
 OWN = ("exl_kernels.", "exl_core.", "exl_filters.", "exl_generate.", "exllamav2.", "exl_serve.")
 # No test may fail because a machine is slow or busy: what is waited for in one has at least these seconds, which only a
 # hang takes, and no other clock is looked at. A line that must says why: `# clock: ...`.
@@ -153,12 +162,6 @@ def tracked() -> list[Path]:
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split("\0")
     return [ROOT / name for name in names if name]
-
-
-@lru_cache(maxsize=1)  # checks of a file follow one another
-def nodes(source: str) -> list[ast.AST]:
-    """All nodes of a Python file, its module first."""
-    return list(ast.walk(ast.parse(source)))
 
 
 def clocks(test: str) -> Iterator[int]:
@@ -207,22 +210,29 @@ def long_functions(name: str, source: str) -> list[str]:
 
 def compared_rows(source: str, *, lengths: bool = False) -> list[tuple[int, str]]:
     """(line, code) of comparisons of rows with a limit of kernels; with `lengths` those of `len(x)`, too."""
+    given = list(given_names(source))
+    limits = aliases(given, LIMIT_NAMES | {name.lower() for name in LIMIT_NAMES})
+    objects = aliases(given, LIMIT_OBJECTS)
     return [
         (node.lineno, ast.unparse(node))
         for node, names in comparisons(source)
-        if names & LIMIT_NAMES
-        or (of_rows(names) and bounds(node, LIMIT_VALUES))
+        if names & limits
+        or (of_rows(names) and (bounds(node, LIMIT_VALUES) or names & objects))
         or (lengths and "len" in names and bounds(node, LIMIT_VALUES - {min(LIMIT_VALUES)}))
     ]
 
 
 @lru_cache(maxsize=1)
-def comparisons(source: str) -> list[tuple[ast.Compare, set[str]]]:
-    """The comparisons of a Python file, except with `is`, and the names in each, also those that it calls."""
+def comparisons(source: str) -> list[tuple[ast.Compare | ast.Call, set[str]]]:
+    """The comparisons of a Python file, except with `is`, its calls of min and max, and the names in each.
+
+    Functions that a side calls are among the names, their arguments are not.
+    """
     return [
-        (node, {identifier(part) for side in [node.left, *node.comparators] for part in outside_calls(side)})
+        (node, {identifier(part) for side in sides(node) for part in outside_calls(side)})
         for node in nodes(source)
-        if isinstance(node, ast.Compare) and not any(isinstance(op, ast.Is | ast.IsNot) for op in node.ops)
+        if (isinstance(node, ast.Compare) and not any(isinstance(op, ast.Is | ast.IsNot) for op in node.ops))
+        or (isinstance(node, ast.Call) and identifier(node.func) in {"min", "max"})
     ]
 
 
@@ -311,20 +321,6 @@ def unused_constants(sources: dict[str, str], compared: Set[str] = frozenset()) 
     ]
 
 
-def outside_calls(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the node and the nodes in it, of calls the function and not the arguments."""
-    yield node
-    for inner in [node.func] if isinstance(node, ast.Call) else ast.iter_child_nodes(node):
-        yield from outside_calls(inner)
-
-
-def identifier(node: ast.AST) -> str:
-    """The last part of a name; "rows" for `x.shape[0]`; "" for other code."""
-    if isinstance(node, ast.Subscript) and identifier(node.value) == "shape" and ast.unparse(node.slice) == "0":
-        return "rows"
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-
-
 def is_limit(node: ast.AST) -> bool:
     """Whether the code is a number of LIMIT_VALUES, or computes one of numbers."""
     return number_of(node) in LIMIT_VALUES
@@ -340,14 +336,16 @@ def number_of(node: ast.AST) -> int | None:
     return None if left is None or right is None else COMPUTES[type(node.op)](left, right)
 
 
-def bounds(node: ast.Compare, limits: Set[int]) -> bool:
+def bounds(node: ast.Compare | ast.Call, limits: Set[int]) -> bool:
     """Whether a side of a comparison is one of `limits` or, as the end of a range, the number behind it."""
-    sides = [node.left, *node.comparators]
-    sides += [
-        end for side in sides if isinstance(side, ast.Call) and identifier(side.func) == "range" for end in side.args
+    compared = sides(node)
+    if isinstance(node, ast.Call):
+        return any(number_of(side) in limits for side in compared)
+    compared += [
+        end for side in compared if isinstance(side, ast.Call) and identifier(side.func) == "range" for end in side.args
     ]
     ends = {value + 1 for value in limits if value > min(LIMIT_VALUES)}
-    return any(number_of(side) in limits | ends for side in sides)
+    return any(number_of(side) in limits | ends for side in compared)
 
 
 def row_errors(name: str, source: str) -> list[str]:
@@ -419,7 +417,7 @@ def findings() -> tuple[list[str], list[str]]:
             errors += [f"{name}:{line}: a test bounded by a clock fails on a busy machine" for line in clocks(text)]
         if re.match(r"packages/[^/]+/src/", name) and path.suffix == ".py":
             errors += long_functions(name, text) + row_errors(name, text) + untyped(name, text)
-            errors += by_name(name, text)
+            errors += [*by_name(name, text), *architecture_errors(name, text)]
             sources[name] = text
         if name.startswith(NATIVE) and path.suffix in {".rs", ".cu", ".cuh"}:
             sources[name] = text

@@ -1,8 +1,11 @@
-"""scripts/check_tree.py finds long functions and files, Python that chooses by limits of rows, and second limits."""
+"""scripts/check_tree.py finds long functions and files, second limits of rows, and Python that chooses by such limits
+or by architecture."""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -14,13 +17,15 @@ CODE = {".py", ".rs"}
 
 
 @pytest.fixture(scope="module")
-def tree() -> ModuleType:
+def tree() -> Iterator[ModuleType]:
     spec = importlib.util.spec_from_file_location("check_tree", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPT.parent)
+        spec.loader.exec_module(module)
+        yield module
 
 
 @pytest.mark.parametrize(
@@ -40,6 +45,13 @@ def tree() -> ModuleType:
         "few = rows in range(1, 65)",
         "few = rows <= 1 << 6",
         "few = 8 * 8 >= rows",
+        "some = min(rows, 64)",
+        "some = max(8, x.shape[0])",
+        "some = min(count, PACKED_ROWS)",
+        "few = count <= LIMITS.packed_rows",
+        "few = rows <= selection.LIMITS.most_logits",
+        "few = rows <= kernel_limits().most_logits",
+        "few = tokens <= model.packed_rows",
     ],
 )
 def test_a_comparison_of_rows_needs_a_reason(tree: ModuleType, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,15 +72,45 @@ def test_a_comparison_of_rows_needs_a_reason(tree: ModuleType, code: str, monkey
         "x = rows > 1",
         "ROWS = 5",
         "x = len(q) > 64",
+        "x = min(rows, columns)",
+        "x = max(rows, 1)",
+        "x = width > LIMITS.most_packed_width",
     ],
 )
 def test_other_comparisons_need_none(tree: ModuleType, code: str) -> None:
     assert tree.row_errors(FILE, code) == []
 
 
+@pytest.mark.parametrize(
+    "alias",
+    [
+        "from exl_kernels.selection import PACKED_ROWS as few",
+        "few = PACKED_ROWS",
+        "self.few = selection.PACKED_ROWS",
+        "few: Final = LIMITS.packed_rows",
+        "most = PACKED_ROWS\nfew = most",
+        "few, more = PACKED_ROWS, 5",
+        "limits = kernel_limits()\nfew = limits.packed_rows",
+        "def f(x, few=PACKED_ROWS): ...",
+        "def f(*, few=PACKED_ROWS): ...",
+    ],
+)
+def test_other_names_of_a_limit_are_limits(tree: ModuleType, alias: str) -> None:
+    (error,) = tree.row_errors(FILE, f"{alias}\nx = rows > few")
+    assert "rows > few: plans choose kernels by rows" in error
+    assert tree.row_errors(FILE, "few = 5\nx = rows > few") == []
+
+
+def test_other_names_of_the_limits_object_are_limits(tree: ModuleType) -> None:
+    for alias in ("limits = LIMITS", "from exl_kernels.selection import LIMITS as limits", "limits = kernel_limits()"):
+        assert len(tree.row_errors(FILE, f"{alias}\nx = rows > limits.most_logits")) == 1
+    assert tree.row_errors(FILE, "x = rows > limits.most_logits") == []
+
+
 def test_lengths_of_tensors_are_rows(tree: ModuleType) -> None:
     file = "packages/exl-core/src/exl_core/execution/x.py"
     assert len(tree.row_errors(file, "few = len(q) > 64")) == 1
+    assert len(tree.row_errors(file, "some = min(len(q), 64)")) == 1
     assert tree.row_errors(file, "pair = len(q) == 2") == []
 
 
@@ -229,6 +271,70 @@ def test_an_executor_asks_neither_for_members_nor_for_architectures(tree: Module
 )
 def test_names_that_strings_may_be(tree: ModuleType, file: str, code: str) -> None:
     assert list(tree.by_name(file, code)) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "arch.name in (LLAMA, QWEN)",
+        'arch.name == "X"',
+        'config.arch.name.startswith("X")',
+        'config.architecture.lower() != "x"',
+        '"X" in config.architecture',
+        'config.architecture[:4] == "X"',
+        'config.get("model_type") == "x"',
+        'read.string("text_config->model_type", default=None) == "x"',
+        'read["architectures"][0] == "X"',
+        're.match("X", config.architecture)',
+        "TABLE[arch.name]",
+        "TABLE.get(arch.name)",
+        'name.startswith("Qwen")',
+        'name.endswith(("x", "LlamaModel"))',
+        'kind in ("x", "Qwen3")',
+    ],
+)
+def test_only_architectures_choose_by_architecture(
+    tree: ModuleType, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (error,) = tree.architecture_errors(EXECUTOR, f"x = {code}".replace('"', "'"))
+    assert error.startswith(f"{EXECUTOR}:1: ")
+    assert "chooses by architecture" in error
+    assert tree.architecture_errors("packages/exl-core/src/exl_core/architectures/x.py", f"x = {code}") == []
+    reasons = sys.modules["architecture_choices"].ASKS_ARCHITECTURE
+    monkeypatch.setitem(reasons, EXECUTOR, "a reason")
+    assert tree.architecture_errors(EXECUTOR, f"x = {code}") == []
+    assert "take it out of ASKS_ARCHITECTURE" in tree.architecture_errors(EXECUTOR, "x = 1")[0]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "name = arch.name\nx = name == 'X'",
+        "kind = read.string('model_type')\nx = kind in ('x', 'y')",
+        "kind = arch.name\nname = kind\nx = TABLE[name]",
+        "match config.architecture:\n    case 'X': ...",
+        "match name:\n    case 'Qwen3': ...",
+    ],
+)
+def test_an_architecture_is_found_by_any_name(tree: ModuleType, code: str) -> None:
+    assert len(tree.architecture_errors(EXECUTOR, code)) == 1
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "x = config.arch.name != config.architecture",
+        "x = config.arch is None",
+        "x = config.arch.norm == 'layer'",
+        "x = text['model_type']",
+        "x = text.get('architecture')",
+        "x = self.name == 'x'",
+        "x = rope.startswith('llama3')",
+        "x = f'{arch.name} has no such layer'",
+    ],
+)
+def test_fields_of_an_architecture_may_choose(tree: ModuleType, code: str) -> None:
+    assert tree.architecture_errors(EXECUTOR, code) == []
 
 
 def test_names_of_limits_are_compared_within_a_language(tree: ModuleType) -> None:

@@ -63,9 +63,13 @@ def joined_rows() -> int:
 
 
 def refusal_of_joined_rows(rows: int) -> str | None:
-    """Return why launches of so many rows are not joined by `joined_rows`, or None."""
+    """Return why launches of so many rows, or of their blocks of PACKED_ROWS, are not joined, or None."""
     most = joined_rows()
-    return None if rows <= most else f"{JOINED_ROWS_VARIABLE} allows joined matmuls of at most {most} rows"
+    return (
+        None
+        if min(rows, PACKED_ROWS) <= most
+        else f"{JOINED_ROWS_VARIABLE} allows joined matmuls of at most {most} rows"
+    )
 
 
 def refusal_of_joined_adapters() -> str | None:

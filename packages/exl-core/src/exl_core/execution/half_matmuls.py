@@ -260,7 +260,7 @@ def refusal_of_blocks(rows: int, refusal: Callable[[], str | None]) -> str | Non
     """
     if rows <= PACKED_ROWS:
         return None
-    return refusal_of_joined_rows(PACKED_ROWS) or refusal()
+    return refusal_of_joined_rows(rows) or refusal()
 
 
 def packed_rows_of(takes_blocks: Iterable[bool], refusals: Iterable[str | None]) -> int:
@@ -275,4 +275,4 @@ def packed_rows_of(takes_blocks: Iterable[bool], refusals: Iterable[str | None])
 
 def joins_rows(rows: int) -> bool:
     """Return whether halves that have joined launches for `rows` rows of the current context use them."""
-    return refusal_of_joined_rows(min(rows, PACKED_ROWS)) is None and rows_are_invariant(rows)
+    return refusal_of_joined_rows(rows) is None and rows_are_invariant(rows)

@@ -224,7 +224,7 @@ class _Model:
         with row_invariant_matmuls() if invariant else nullcontext():
             if joins_rows(count):
                 return None
-        return refusal_of_joined_rows(min(count, PACKED_ROWS)) or self.many_rows()
+        return refusal_of_joined_rows(count) or self.many_rows()
 
     def many_rows(self) -> str:
         """Return why a prompt of many rows dequantizes matrices."""

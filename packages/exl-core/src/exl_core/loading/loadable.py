@@ -32,6 +32,8 @@ __all__ = ["LoadableModel"]
 
 log = logging.getLogger(__name__)
 
+LONGEST_SPLIT = 64  # entries of gpu_split that a machine without GPUs accepts
+
 
 class LoadableModel:
     """The modules of a configuration, on devices. Owns the loaded weights; `ExLlamaV2` adds the forward pass."""
@@ -115,7 +117,7 @@ class LoadableModel:
         """
         places = devices()
         if gpu_split is None or [d.name for d in places] == ["cpu"]:
-            check_split([0.0] if gpu_split is None else gpu_split, max(len(places), 64))
+            check_split([0.0] if gpu_split is None else gpu_split, max(len(places), LONGEST_SPLIT))
             places, gpu_split, reserve = places[:1], None, 0
         else:
             reserve = None
