@@ -15,12 +15,12 @@ from exl_core.lora.rows import RowAdapters
 from exl_kernels.activation import activation as activate
 from exl_kernels.activation import gated_activation
 from exl_kernels.attention import paged_attention
-from exl_kernels.attention.cuda import MatmulInput
 from exl_kernels.device import rows_are_invariant
 from exl_kernels.fused import add_post_norm, rope_store
 from exl_kernels.kv import store_kv
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.fused import Packed
+from exl_kernels.linear.matmul_input import MatmulInput
 from exl_kernels.norm import layer_norm, rms_norm
 from exl_kernels.selection import BLOCK_ROWS, FEW_ROWS, LIMITS
 

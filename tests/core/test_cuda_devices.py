@@ -19,7 +19,7 @@ from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Cach
 from exl_core.device import GIB, devices
 from exl_core.execution.sharded.launches import ResultRow
 from exl_core.execution.sharded.matrix import SplitMatrix
-from exl_core.execution.sharded.prompts import Prompts, Stores, StreamBarrier
+from exl_core.execution.sharded.prompts import ShardedPrompts, Stores, StreamBarrier
 from exl_core.layers import Linear
 from exl_core.loading.plan import plan, plan_modules
 from exl_core.transfer import is_direct
@@ -285,13 +285,13 @@ def test_prompts_of_a_sharded_model_are_those_of_its_modules(
     model = sharded_tiny(tmp_path, monkeypatch, shares)
     taken: list[torch.Size] = []
 
-    whole = Prompts.run
+    whole = ShardedPrompts.run
 
-    def counted(prompts: Prompts, model: Any, asked: Any) -> Any:
+    def counted(prompts: ShardedPrompts, model: Any, asked: Any) -> Any:
         taken.append(asked.ids.shape)
         return whole(prompts, model, asked)
 
-    monkeypatch.setattr(Prompts, "run", counted)
+    monkeypatch.setattr(ShardedPrompts, "run", counted)
     ids, lengths = lab.ids(3, 300, vocab=2048), torch.tensor([90, 17, 120], dtype=torch.int32)
     table = torch.arange(6, dtype=torch.int32).flip(0).view(3, 2)
 

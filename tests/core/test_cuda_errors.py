@@ -126,7 +126,7 @@ def test_out_of_memory_at_capture_runs_that_bucket_eagerly_and_tries_again(monke
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("exl_core.execution.captured.StagedTensors", full)
+        patch.setattr("exl_core.execution.step_recorder.StagedTensors", full)
         eager = step(2)
         assert "could not be captured" in (model.decode.reason or "")
         (failure,) = model.decode.failures

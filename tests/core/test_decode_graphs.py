@@ -16,7 +16,7 @@ from captured_on_cpu import Stream, captured_on_cpu
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, Intervention, PagedParams
 from exl_core.errors import InputError, TokenIdError
-from exl_core.execution import capturable, select
+from exl_core.execution import capturable, select, step_recorder
 from exl_core.execution import captured as graphs
 from exl_core.execution.batch import DECODE_TOKENS
 from exl_core.execution.capture_failure import FIRST_PAUSE
@@ -258,7 +258,7 @@ def test_a_prompt_whose_step_was_dropped_runs_eagerly_first(model: ExLlamaV2, mo
         recorded.append(given)
         return StagedTensors(*given)
 
-    monkeypatch.setattr(graphs, "StagedTensors", record)
+    monkeypatch.setattr(step_recorder, "StagedTensors", record)
     found = []
     for length in (10, 10, 20, 20, 40, 40, 10, 10):
         places = prompts([length], [0])

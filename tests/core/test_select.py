@@ -15,7 +15,7 @@ from test_sharded_launches import sharded, write
 
 from exl_core import AttentionParams, ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, Intervention, PagedParams
 from exl_core.errors import InputError, TokenIdError
-from exl_core.execution import captured
+from exl_core.execution import captured, step_recorder
 from exl_core.execution import select as selecting
 from exl_core.execution.capturable import NotCapturableError
 from exl_core.execution.captured import DecodeGraphs
@@ -135,7 +135,7 @@ def test_steps_that_cannot_be_recorded_run_module_by_module(monkeypatch: pytest.
     def refuse(*given: Any) -> None:
         raise NotCapturableError("a test says so")
 
-    monkeypatch.setattr(captured, "static_step", refuse)
+    monkeypatch.setattr(step_recorder, "static_step", refuse)
     monkeypatch.setattr(DecodeGraphs, "joined_launches", lambda graphs, model: pytest.fail("not asked"))
     model = loaded()
     model.decode.clear()

@@ -14,12 +14,12 @@ from test_sharded_launches import PAGE, sharded, write
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache_TP, PagedParams
-from exl_core.execution import captured
+from exl_core.execution import captured, step_recorder
 from exl_core.execution.recorder import Body
 from exl_core.execution.sharded import captured_prompts, exchange_buffers, prompts
 from exl_core.execution.sharded.captured_prompts import MarkedStores, refusal_of_memory
 from exl_core.execution.sharded.launches import shard_launches_of
-from exl_core.execution.sharded.prompts import Prompts
+from exl_core.execution.sharded.prompts import ShardedPrompts
 from exl_core.execution.step_inputs import Bucket
 from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.peer import PeerResults
@@ -163,13 +163,13 @@ def test_captured_prompts_are_those_of_the_modules(lab: Any, model: ExLlamaV2, m
         patch.setattr("exl_core.execution.select.may_fuse", lambda model: False)
         expected = run(model, cache_of(model), passes)
     eager: list[Any] = []
-    whole = Prompts.run
+    whole = ShardedPrompts.run
 
-    def counted(made: Prompts, model: Any, asked: Any) -> Any:
+    def counted(made: ShardedPrompts, model: Any, asked: Any) -> Any:
         eager.append(asked)
         return whole(made, model, asked)
 
-    monkeypatch.setattr(prompts.Prompts, "run", counted)
+    monkeypatch.setattr(prompts.ShardedPrompts, "run", counted)
     cache = cache_of(model)
     assert same(run(model, cache, passes), expected)
     assert (model.decode.count, len(eager)) == (0, 7)
@@ -199,13 +199,13 @@ def test_a_captured_prompt_is_not_replayed_where_rows_must_be_invariant(
     for _ in range(2):
         run(model, cache, asked)
     eager: list[Any] = []
-    whole = Prompts.run
+    whole = ShardedPrompts.run
 
-    def counted(made: Prompts, model: Any, asked: Any) -> Any:
+    def counted(made: ShardedPrompts, model: Any, asked: Any) -> Any:
         eager.append(asked)
         return whole(made, model, asked)
 
-    monkeypatch.setattr(prompts.Prompts, "run", counted)
+    monkeypatch.setattr(prompts.ShardedPrompts, "run", counted)
     with row_invariant_matmuls():
         run(model, cache, asked)
     assert len(eager) == 1
@@ -231,13 +231,13 @@ def test_few_prompts_of_a_length_of_their_own_are_kept(
         for _ in range(2):
             run(model, cache, [(lab.ids(1, tokens, vocab=288), 0, store)])
     recorded: list[Any] = []
-    record = captured.record_prompt
+    record = step_recorder.record_prompt
 
     def counted(*given: Any) -> Any:
         recorded.append(given[3])
         return record(*given)
 
-    monkeypatch.setattr(captured, "record_prompt", counted)
+    monkeypatch.setattr(step_recorder, "record_prompt", counted)
     for tokens in (72, 70, 71):
         run(model, cache, [(lab.ids(1, tokens, vocab=288), 0, store)])
     assert not recorded
@@ -252,7 +252,7 @@ def test_a_prompt_is_not_captured_where_memory_is_short(
     """It runs as before, and `failures` tells why."""
     ids, store = lab.ids(1, 90, vocab=288), {"preprocess_only": True}
     expected = run(model, cache_of(model), [(ids, 0, store)])
-    monkeypatch.setattr(captured, "refusal_of_memory", lambda shards, devices, bucket: "cuda:1 has 3 MiB free")
+    monkeypatch.setattr(step_recorder, "refusal_of_memory", lambda shards, devices, bucket: "cuda:1 has 3 MiB free")
     cache = cache_of(model)
     for _ in range(2):
         assert same(run(model, cache, [(ids, 0, store)]), expected)

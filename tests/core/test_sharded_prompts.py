@@ -16,7 +16,7 @@ from exl_core.execution import captured, many_rows, select
 from exl_core.execution.forward_pass import ForwardPass, checked
 from exl_core.execution.sharded import prompts
 from exl_core.execution.sharded.launches import ResultRow, ShardLaunches, shard_launches_of
-from exl_core.execution.sharded.prompts import Prompts, Stores, StreamBarrier, takes_prompt
+from exl_core.execution.sharded.prompts import ShardedPrompts, Stores, StreamBarrier, takes_prompt
 from exl_kernels.attention.prompt import PromptAttention
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.selection import PACKED_ROWS, STEP_ROWS
@@ -78,7 +78,7 @@ def test_prompts_are_those_of_the_modules(
         found = model.forward_chunk(ids, caches[0], attn_params=params, **results)
         want.append((found, [key.clone() for key in keys_of(caches[0])], caches[0].current_seq_len))
     assert model.tp_context is not None
-    runner = Prompts(model.tp_context, launches_of(model))
+    runner = ShardedPrompts(model.tp_context, launches_of(model))
     for (ids, params, results), (expected, keys, length) in zip(passes, want, strict=True):
         one = checked(model, ForwardPass(ids, caches[1], params, **results))
         assert takes_prompt(one)
@@ -104,7 +104,7 @@ def test_attention_is_prepared_once_for_each_device(
 
     monkeypatch.setattr(many_rows, "PromptAttention", Counted)
     assert model.tp_context is not None
-    runner = Prompts(model.tp_context, launches_of(model))
+    runner = ShardedPrompts(model.tp_context, launches_of(model))
     with torch.inference_mode():
         runner.run(model, checked(model, ForwardPass(lab.ids(1, 80, vocab=160), None)))
     assert len(made) == 2
@@ -115,7 +115,7 @@ def test_a_prompt_without_a_cache(lab: Any, monkeypatch: pytest.MonkeyPatch, lau
     ids = lab.ids(2, 50, vocab=160)
     want = model.forward(ids)
     assert model.tp_context is not None
-    runner = Prompts(model.tp_context, launches_of(model))
+    runner = ShardedPrompts(model.tp_context, launches_of(model))
     with torch.inference_mode():
         found = runner.run(model, checked(model, ForwardPass(ids, None)))
     assert torch.equal(found["logits"], want)
@@ -240,7 +240,7 @@ def test_prompts_of_packed_rows_run_by_joined_launches(
     want = model.forward(ids)
     assert model.packed_rows == (STEP_ROWS if blocks else PACKED_ROWS)
     assert model.tp_context is not None
-    runner = Prompts(model.tp_context, launches_of(model))
+    runner = ShardedPrompts(model.tp_context, launches_of(model))
     monkeypatch.setattr(FusedDouble, "calls", 0)
     with torch.inference_mode():
         found = runner.run(model, checked(model, ForwardPass(ids, None)))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels.linear import QuantMatrix
-from exl_kernels.linear.fused import Norm
+from exl_kernels.linear.fused import FusedNorm
 
 K = 1024
 DTYPES = [torch.float16, torch.bfloat16]
@@ -72,5 +72,5 @@ def qkv(kind: str) -> list[QuantMatrix]:
     return [gptq(n, kind == "gptq act-order", 32 if kind == "gptq groups of 32" else 128) for n in (512, 128, 160)]
 
 
-def norm_of(dtype: torch.dtype) -> Norm:
-    return Norm((torch.rand(K, device="cuda") + 0.5).to(dtype), 1e-5)
+def norm_of(dtype: torch.dtype) -> FusedNorm:
+    return FusedNorm((torch.rand(K, device="cuda") + 0.5).to(dtype), 1e-5)

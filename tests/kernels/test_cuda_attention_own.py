@@ -17,6 +17,7 @@ from exl_kernels.attention import paged_attention
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.linear.cuda import CudaQuantMatrix, launch_matmul
 from exl_kernels.linear.fused import FusedLinear
+from exl_kernels.linear.matmul_input import MatmulInput
 from exl_kernels.selection import FEW_ROWS, Card
 
 pytestmark = pytest.mark.cuda
@@ -261,7 +262,7 @@ def test_results_packed_for_the_next_matmul(
         count = made.in_features // 32 * 64 * columns  # of rows that are there
         for early in (False, True):
             scratch = torch.full((reference.numel() + 1300,), 0xA5, dtype=torch.uint8, device="cuda")
-            into = attention_cuda.MatmulInput(made, columns, scratch)
+            into = MatmulInput(made, columns, scratch)
             step.forget()
             torch.cuda.synchronize()
             assert step.together(early=early, into=into, **options) is scratch
@@ -323,7 +324,7 @@ def test_blocks_that_share_k_need_not_wait_for_one_another(dtype: torch.dtype) -
 def test_packing_that_does_not_fit_is_rejected() -> None:
     step, made = own_step("fp16", [5] * 9, dim=128, groups=4), matmul_of(1024, "exl2")
     scratch = torch.zeros(1 << 16, dtype=torch.uint8, device="cuda")
-    good = attention_cuda.MatmulInput(made, 16, scratch)
+    good = MatmulInput(made, 16, scratch)
     with pytest.raises(UnsupportedError, match="out and into"):
         step.together(into=good, out=torch.empty(9, 8, 128, dtype=torch.float16, device="cuda"))
     for into, why in (

@@ -9,8 +9,8 @@ import torch
 from attention_cases import KINDS, UNDER_A_TOOL, OwnStep, matmul_of, own_step
 
 from exl_kernels import _native
-from exl_kernels.attention import cuda as attention_cuda
 from exl_kernels.attention import paged_attention
+from exl_kernels.linear.matmul_input import MatmulInput
 
 pytestmark = [pytest.mark.cuda, pytest.mark.needs("async_copy")]
 
@@ -133,7 +133,7 @@ def test_results_packed_for_the_next_matmul(matrix: str, groups: int, dim: int) 
             step = own_step("q8", lengths, heads=2, groups=groups, dim=dim, page_size=page_size)
             scratch = torch.full((made.in_features * 8 * 2 + 1300,), 0xA5, dtype=torch.uint8, device="cuda")
             before = launches()
-            step.together(into=attention_cuda.MatmulInput(made, 8, scratch))
+            step.together(into=MatmulInput(made, 8, scratch))
             assert launches() - before == (page_size == 64)
             # Units of 32 rows of K: 64 bytes of each of eight columns, of which the matmul reads those of its rows.
             columns = scratch[: made.in_features * 16].view(-1, 8, 64)[:, : len(lengths)]

@@ -18,7 +18,7 @@ from exl_kernels import _native
 from exl_kernels.cuda_ops import gated_activation, rms_norm
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaQuantMatrix, launch_matmul
-from exl_kernels.linear.fused import FusedLinear, Norm
+from exl_kernels.linear.fused import FusedLinear, FusedNorm
 
 pytestmark = pytest.mark.cuda
 
@@ -160,7 +160,7 @@ def test_random_matmuls_with_prologues_and_epilogues(seed: int) -> None:
             tensors["bias"] = torch.randn(n, generator=torch.Generator().manual_seed(i)).half()
         matrices.append(QuantMatrix.from_exl2(tensors, device="cuda"))
     weight = (torch.rand(k, generator=torch.Generator().manual_seed(seed)) + 0.5).to(dtype).cuda()
-    norm = Norm(weight, 1e-5, rng.choice((0.0, 1.0))) if rng.random() < 0.6 else None
+    norm = FusedNorm(weight, 1e-5, rng.choice((0.0, 1.0))) if rng.random() < 0.6 else None
     direct = Direct(FusedLinear(matrices, norm=norm, activation="silu" if gated else None, dtype=dtype))
     for m in (rng.randint(1, 2), rng.randint(3, 8)):
         x = activations(m, k, dtype, seed)
@@ -179,7 +179,7 @@ def test_a_chained_layer_launches_only_a_norm_between_its_matmuls(k: int) -> Non
     o, down = matrix_of(k, k, 1), matrix_of(512, k, 2)
     order = torch.randperm(k, generator=torch.Generator().manual_seed(5)).to(torch.int32)
     gate, up = (matrix_of(k, 512, 3 + i, order) for i in range(2))
-    norm = Norm(torch.rand(k, generator=torch.Generator().manual_seed(6)).half().cuda() + 0.5, 1e-5, 1.0)
+    norm = FusedNorm(torch.rand(k, generator=torch.Generator().manual_seed(6)).half().cuda() + 0.5, 1e-5, 1.0)
     fused = [FusedLinear([o]), FusedLinear([gate, up], norm=norm, activation="gelu"), FusedLinear([down])]
     layer = [Direct(one) for one in fused]
     for m in ROWS:

@@ -16,7 +16,7 @@ from exl_kernels.device import row_invariant_matmuls
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaFloatMatrix
-from exl_kernels.linear.fused import Norm
+from exl_kernels.linear.fused import FusedNorm
 from exl_kernels.moe.cuda import ExpertRouter, GroupedExperts, most_scratch_bytes, why_apart
 from exl_kernels.reference import experts as reference
 
@@ -174,7 +174,7 @@ def test_the_router_chooses_as_its_twin(dtype: torch.dtype, hidden: int, experts
 def test_the_router_norms_its_rows(hidden: int, experts: int, offset: float) -> None:
     """Bitwise as `rms_norm` and the router, for rows alone and together."""
     router = ExpertRouter(float_matrix(hidden, experts, bias=torch.randn(experts)), 2, normalize=True)
-    norm = Norm(torch.randn(hidden, generator=torch.Generator().manual_seed(1)).cuda(), 1e-5, offset)
+    norm = FusedNorm(torch.randn(hidden, generator=torch.Generator().manual_seed(1)).cuda(), 1e-5, offset)
     assert router.takes_norm(norm)
     for rows in (1, 3, 70):
         x = rows_of(rows, hidden, rows)
@@ -192,7 +192,7 @@ def test_the_router_norms_its_rows(hidden: int, experts: int, offset: float) -> 
 def test_many_rows_choose_as_few(dtype: torch.dtype, rows: int, experts: int) -> None:
     """Rows of one call choose and weight bitwise as in calls of few rows, whatever rows share a block."""
     matrix = float_matrix(264, experts, dtype, bias=torch.randn(experts), prescale=0.7)
-    norm = Norm(torch.randn(264, generator=torch.Generator().manual_seed(1)).cuda(), 1e-5, 1.0)
+    norm = FusedNorm(torch.randn(264, generator=torch.Generator().manual_seed(1)).cuda(), 1e-5, 1.0)
     x = rows_of(rows, 264, rows)
     for router in (ExpertRouter(matrix, 2, normalize=True), ExpertRouter(matrix, 2, False, jitter=0.1)):
         weights, ids = router(x)
@@ -225,7 +225,7 @@ def test_a_row_without_numbers_changes_no_other(rows: int, experts: int) -> None
 def test_a_route_of_no_rows() -> None:
     router = ExpertRouter(float_matrix(256, 8), 2, normalize=True)
     x = rows_of(0, 256)
-    h, weights, ids = router.norm_and_route(x, Norm(torch.ones(256, device="cuda"), 1e-5))
+    h, weights, ids = router.norm_and_route(x, FusedNorm(torch.ones(256, device="cuda"), 1e-5))
     assert h.shape == (0, 256)
     for found in ((weights, ids), router(x)):
         assert [tuple(t.shape) for t in found] == [(0, 2), (0, 2)]
@@ -235,10 +235,10 @@ def test_norms_that_the_router_does_not_take() -> None:
     router = ExpertRouter(float_matrix(256, 3), 2, normalize=True)
     ones = torch.ones(257, device="cuda")
     for norm in (
-        Norm(ones, 1e-5),
-        Norm(ones[1:], 1e-5),
-        Norm(ones[:256].half(), 1e-5),
-        Norm(ones[:256], 1e-5, layer=True),
+        FusedNorm(ones, 1e-5),
+        FusedNorm(ones[1:], 1e-5),
+        FusedNorm(ones[:256].half(), 1e-5),
+        FusedNorm(ones[:256], 1e-5, layer=True),
     ):
         assert not router.takes_norm(norm)
         with pytest.raises(ShapeError, match="the router takes RMS norms of 256 features"):

@@ -9,11 +9,11 @@ import torch
 from attention_cases import matmul_of
 from torch import Tensor
 
-from exl_kernels.attention.cuda import MatmulInput
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.fused import add_post_norm, add_rms_norm, embed, layer_norm_packed, norm_parts, rope_store
 from exl_kernels.kv import KVKind, KVPages, store_kv
-from exl_kernels.linear.fused import FusedLinear, Norm, Packed
+from exl_kernels.linear.fused import FusedLinear, FusedNorm, Packed
+from exl_kernels.linear.matmul_input import MatmulInput
 from exl_kernels.norm import layer_norm, rms_norm
 from exl_kernels.reference import norm as norm_twin
 from exl_kernels.rope import apply_rope
@@ -53,8 +53,8 @@ def test_add_rms_norm(dtype: torch.dtype, width: int, rows: int) -> None:
 @pytest.mark.parametrize(("with_post", "with_norm"), [(True, True), (True, False), (False, True), (False, False)])
 def test_add_post_norm(dtype: torch.dtype, width: int, rows: int, with_post: bool, with_norm: bool) -> None:
     x, y = randn(rows, width, dtype=dtype), randn(rows, width, dtype=torch.float16, seed=1)
-    post = Norm(randn(width, seed=2), 1e-5) if with_post else None
-    norm = Norm(randn(width, seed=3), 1e-6, 1.0) if with_norm else None
+    post = FusedNorm(randn(width, seed=2), 1e-5) if with_post else None
+    norm = FusedNorm(randn(width, seed=3), 1e-6, 1.0) if with_norm else None
     moved = torch.empty(x.numel() + 1, dtype=dtype, device="cuda")[1:].view(x.shape).copy_(x)
     added = x + (y if post is None else rms_norm(y.to(dtype), post.weight, post.eps))
     for given in (x, moved):
@@ -77,7 +77,7 @@ def test_add_post_norm_packs_the_input_of_a_matmul(dtype: torch.dtype, rows: int
     made = matmul_of(width, kind)
     matmul = FusedLinear([made])
     x, y = randn(rows, width, dtype=dtype), randn(rows, width, dtype=torch.float16, seed=1)
-    post, norm = Norm(randn(width, seed=2), 1e-5), Norm(randn(width, seed=3), 1e-6, 1.0)
+    post, norm = FusedNorm(randn(width, seed=2), 1e-5), FusedNorm(randn(width, seed=3), 1e-6, 1.0)
     given = matmul.input_of(rows)
     if given is None:
         assert rows <= LIMITS.gemv_rows, "only matmuls of the fewest rows pack their own input"
@@ -183,10 +183,10 @@ def test_norms_of_parts_of_rows(widths: tuple[int, int, int]) -> None:
 def test_packed_rows_that_do_not_fit() -> None:
     made = matmul_of(256, "exl2")
     into = MatmulInput(made, 8, torch.zeros(8192, dtype=torch.uint8, device="cuda"))
-    x, y, norm = randn(3, 256), randn(3, 256, dtype=torch.float16), Norm(randn(256), 1e-5)
+    x, y, norm = randn(3, 256), randn(3, 256, dtype=torch.float16), FusedNorm(randn(256), 1e-5)
     with pytest.raises(ShapeError, match="8 columns of 256"):
         add_post_norm(randn(9, 256), randn(9, 256, dtype=torch.float16), None, norm, into=into)
-    half = Norm(norm.weight[:128].clone(), 1e-5)
+    half = FusedNorm(norm.weight[:128].clone(), 1e-5)
     with pytest.raises(ShapeError, match="expected 1 to 8 rows"):
         add_post_norm(x[:, :128].contiguous(), y[:, :128].contiguous(), None, half, into=into)
     with pytest.raises(UnsupportedError, match="into needs a norm"):
@@ -198,13 +198,13 @@ def test_packed_rows_that_do_not_fit() -> None:
 
 
 def test_add_post_norm_operands() -> None:
-    x, y, norm = randn(3, 64), randn(3, 64, dtype=torch.float16), Norm(randn(64), 1e-5)
+    x, y, norm = randn(3, 64), randn(3, 64, dtype=torch.float16), FusedNorm(randn(64), 1e-5)
     with pytest.raises(ShapeError):
         add_post_norm(x, y[:2], None, norm)
     with pytest.raises(DTypeError):
         add_post_norm(x, y.float(), None, norm)
     with pytest.raises(ShapeError):
-        add_post_norm(x, y, Norm(norm.weight[:8], 1e-5), norm)
+        add_post_norm(x, y, FusedNorm(norm.weight[:8], 1e-5), norm)
     with pytest.raises(ShapeError):
         add_post_norm(x, y, None, norm, out=torch.empty_like(x))
 

@@ -15,7 +15,7 @@ from exl_kernels.cuda_ops import activation as activate
 from exl_kernels.cuda_ops import gated_activation, layer_norm, rms_norm
 from exl_kernels.device import programmatic_launch, set_programmatic_launch
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
-from exl_kernels.linear.fused import FusedLinear, Norm
+from exl_kernels.linear.fused import FusedLinear, FusedNorm
 
 pytestmark = pytest.mark.cuda
 
@@ -53,7 +53,7 @@ def test_a_layer_norm_of_the_input(kind: str, k: int, dtype: torch.dtype, with_b
     perm = torch.randperm(k, generator=torch.Generator().manual_seed(7)) if kind == "one" else None
     matrices = [exl2(n, 5, 4, seed=i, perm=perm, bias=True, k=k) for i, n in enumerate((512, 160))]
     weight, bias = torch.rand(k, device="cuda") + 0.5, torch.randn(k, device="cuda") if with_bias else None
-    fused = FusedLinear(matrices, norm=Norm(weight, 1e-5, layer=True, bias=bias), dtype=dtype)
+    fused = FusedLinear(matrices, norm=FusedNorm(weight, 1e-5, layer=True, bias=bias), dtype=dtype)
     for m in ROWS:
         x = 2 + activations(m, k, dtype)
         out = torch.full((m, fused.out_features), float("nan"), dtype=dtype, device="cuda")
@@ -66,7 +66,7 @@ def test_a_layer_norm_of_the_input_in_every_format(kind: str) -> None:
     group = 32 if "32" in kind else 128
     matrix = exl2(160, 4, k=256, group=group) if "exl2" in kind else gptq(160, False, group, 256)
     weight, bias = torch.rand(256, device="cuda") + 0.5, torch.randn(256, device="cuda")
-    fused = FusedLinear([matrix], norm=Norm(weight, 1e-5, layer=True, bias=bias))
+    fused = FusedLinear([matrix], norm=FusedNorm(weight, 1e-5, layer=True, bias=bias))
     for m in (1, 2):
         x = 2 + activations(m, 256, torch.float16)
         out = torch.full((m, 160), float("nan"), dtype=torch.float16, device="cuda")
@@ -76,10 +76,10 @@ def test_a_layer_norm_of_the_input_in_every_format(kind: str) -> None:
 @pytest.mark.needs("bulk_copy")
 def test_one_launch_takes_a_layer_norm_of_few_rows() -> None:
     weight = torch.ones(K, device="cuda")
-    fused = FusedLinear([exl2(512, 4)], norm=Norm(weight, 1e-5, layer=True), activation="gelu")
+    fused = FusedLinear([exl2(512, 4)], norm=FusedNorm(weight, 1e-5, layer=True), activation="gelu")
     assert [fused.kernel(rows) for rows in (1, 2, 3, 9)] == ["gemv_ring", "gemv_ring", None, None]
     with pytest.raises(ShapeError, match="norm bias"):
-        FusedLinear([exl2(512, 4)], norm=Norm(weight, 1e-5, layer=True, bias=weight[:8]))
+        FusedLinear([exl2(512, 4)], norm=FusedNorm(weight, 1e-5, layer=True, bias=weight[:8]))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "quickgelu"])
@@ -140,7 +140,7 @@ def test_gated_tiles_that_whole_rounds_leave_over(pairs: int, norm: bool) -> Non
     order = torch.arange(k).flip(0)
     fused = FusedLinear(
         [exl2(n, 5, 4, seed=i, perm=order, k=k) for i in range(2)],
-        norm=Norm(torch.rand(k, device="cuda") + 0.5, 1e-5) if norm else None,
+        norm=FusedNorm(torch.rand(k, device="cuda") + 0.5, 1e-5) if norm else None,
         activation="silu",
     )
     for m in (9, 16, 27, 32, 33):
@@ -243,7 +243,9 @@ def test_results_go_from_matmul_to_matmul(k: int, group: int, inner: int) -> Non
     An inner size of 22,528 is multiplied by `gemm_direct`, between matmuls by `gemm_few`.
     """
     perms = [torch.randperm(k, generator=torch.Generator().manual_seed(i)) for i in range(2)]
-    norms = [Norm(torch.rand(k, device="cuda").half() + 0.5, eps, offset) for eps, offset in ((1e-5, 0.0), (1e-3, 1.0))]
+    norms = [
+        FusedNorm(torch.rand(k, device="cuda").half() + 0.5, eps, offset) for eps, offset in ((1e-5, 0.0), (1e-3, 1.0))
+    ]
     o, down = exl2(k, 4, 3, seed=1, k=k, bias=True, group=group), exl2(k, 5, 4, seed=2, k=inner, group=group)
     gate, up = (exl2(inner, 6, 4, seed=3 + i, perm=perms[0], k=k, group=group) for i in range(2))
     qkv = [exl2(n, 4, seed=5 + i, perm=perms[1], k=k, group=group) for i, n in enumerate((320, 64, 80))]
@@ -296,7 +298,7 @@ def test_one_row_of_gated_tiles_that_follow_each_other(dtype: torch.dtype, norme
     The last tile is half a one, and blocks have two pairs or three."""
     k, n, perm = 2560, 5416, torch.randperm(2560, generator=torch.Generator().manual_seed(5))
     gate, up = exl2(n, 5, 4, seed=1, k=k, perm=perm, bias=True), exl2(n, 4, seed=2, k=k, perm=perm)
-    norm = Norm((torch.rand(k, device="cuda") + 0.5).to(dtype), 1e-5) if normed else None
+    norm = FusedNorm((torch.rand(k, device="cuda") + 0.5).to(dtype), 1e-5) if normed else None
     fused = FusedLinear([gate, up], norm=norm, activation="silu", dtype=dtype)
     for m in (1, 2):
         x = activations(m, k, dtype)
@@ -381,7 +383,7 @@ def test_a_norm_after_a_matmul_that_leaves_few_sms_free(dtype: torch.dtype, prog
     """Where launches overlap, the one that norms and packs begins with placeholder blocks."""
     k, times = 2048, 10  # 128 blocks, which leave four of an H200's SMs free
     perm = torch.randperm(k, generator=torch.Generator().manual_seed(5))
-    norm = Norm((torch.rand(k, device="cuda") + 0.5).to(dtype), 1e-5)
+    norm = FusedNorm((torch.rand(k, device="cuda") + 0.5).to(dtype), 1e-5)
     before = FusedLinear([exl2(k, 5, 4, seed=1)], dtype=dtype)
     after = FusedLinear([exl2(n, 4, seed=n, k=k, perm=perm) for n in (608, 160)], norm=norm, dtype=dtype)
     enabled = programmatic_launch()

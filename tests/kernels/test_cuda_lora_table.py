@@ -11,7 +11,7 @@ from attention_cases import matmul_of
 
 from exl_kernels.activation import gated_activation
 from exl_kernels.errors import ShapeError
-from exl_kernels.linear.fused import FusedLinear, Norm
+from exl_kernels.linear.fused import FusedLinear, FusedNorm
 from exl_kernels.linear.lora import LoraEntry, LoraGroup, LoraTable
 from exl_kernels.norm import rms_norm
 from exl_kernels.selection import LIMITS
@@ -131,7 +131,7 @@ def test_a_group_is_bitwise_one_table_after_another(
         entries = group_of(levels, widths, inputs, ranks)
         group = LoraGroup(entries, inputs, widths)
         x, y, residual, ids = operands(rows, inputs, sum(widths))
-        norm = Norm((torch.rand(inputs, generator=torch.Generator().manual_seed(1)) + 0.5).to(DEVICE), 1e-5)
+        norm = FusedNorm((torch.rand(inputs, generator=torch.Generator().manual_seed(1)) + 0.5).to(DEVICE), 1e-5)
         h = rms_norm(x, norm.weight, norm.eps)
         normed = torch.full_like(x, float("nan"))
         middle = group.shrink(x, ids, norm=norm, normed=normed)
@@ -160,7 +160,7 @@ def test_a_group_packs_the_input_of_a_matmul(rows: int, width: int, normed: bool
         given.scratch.fill_(0xA5)
         group = LoraGroup(group_of(1, WIDTHS, width, (16, 1, 8, 5)), width, WIDTHS)
         x, y, _, ids = operands(rows, width, sum(WIDTHS))
-        norm = Norm((torch.rand(width, generator=torch.Generator().manual_seed(1)) + 0.5).to(DEVICE), 1e-5, 1.0)
+        norm = FusedNorm((torch.rand(width, generator=torch.Generator().manual_seed(1)) + 0.5).to(DEVICE), 1e-5, 1.0)
         h = rms_norm(x, norm.weight, norm.eps, weight_offset=1.0) if normed else x
         want, got = (torch.full((rows, 64), torch.nan, dtype=torch.float16, device=DEVICE) for _ in range(2))
         matmul(h, want)

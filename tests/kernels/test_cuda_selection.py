@@ -8,7 +8,7 @@ from attention_cases import make_cuda_case
 
 from exl_kernels import _native
 from exl_kernels.linear import QuantMatrix
-from exl_kernels.linear.fused import FusedLinear, Norm
+from exl_kernels.linear.fused import FusedLinear, FusedNorm
 from exl_kernels.moe import GroupedExperts
 from exl_kernels.sampling import Plan, Row, sample
 from exl_kernels.selection import Card, MatrixShape
@@ -61,7 +61,7 @@ def test_what_is_selected_is_launched(rows: int) -> None:
     weight = torch.ones(K, device="cuda").half()
     launched()
     for gate, norm, residual in ((False, False, False), (True, True, False), (False, False, True)):
-        before = Norm(weight, 1e-5) if norm else None
+        before = FusedNorm(weight, 1e-5) if norm else None
         used, known = (quantized, shapes) if gate else (quantized[:1], shapes[:1])
         fused = FusedLinear(used, norm=before, activation="silu" if gate else None)
         out = x.new_empty(rows, fused.out_features)

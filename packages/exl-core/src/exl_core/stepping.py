@@ -17,7 +17,7 @@ from .execution.capturable import without_hooks
 from .execution.captured import DecodeGraphs
 from .execution.captured_step import StepReplay
 from .execution.half_matmuls import packed_rows_of
-from .execution.select import prepare_next_step
+from .execution.select import captured_next_step
 from .execution.sharded.matrix import SplitMatrix
 from .layers import Module
 from .loading.loadable import LoadableModel
@@ -109,4 +109,4 @@ class SteppingModel(LoadableModel):
         """
         with out_of_memory_as_error("prepare a decode step"):
             adapters = check_row_loras(self, None, row_loras, attn_params.batch_size)
-            return prepare_next_step(self, q_len, cache, attn_params, adapters)
+            return captured_next_step(self, q_len, cache, attn_params, adapters)

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from . import _native
 from ._check import require_gpu_head_dim, require_shape
-from .attention.cuda import MatmulInput, flat_rows
+from .attention.cuda import flat_rows
 from .cuda_ops import check_operand, launch_on, stream_of
 from .device import launch_of
 from .errors import DTypeError, ShapeError, UnsupportedError
 from .kv import KVPages, store_kv
-from .linear.fused import Norm
+from .linear.fused import FusedNorm
+from .linear.matmul_input import MatmulInput
 from .norm import rms_norm
 from .rope import apply_rope
 from .selection import LIMITS
@@ -92,8 +93,8 @@ def add_rms_norm(
 def add_post_norm(
     x: Tensor,
     y: Tensor,
-    post: Norm | None,
-    norm: Norm | None,
+    post: FusedNorm | None,
+    norm: FusedNorm | None,
     *,
     out: Tensor | None = None,
     into: MatmulInput | None = None,
@@ -136,7 +137,7 @@ def add_post_norm(
         norms.append(None if one is None else _native.NormPrologue(one.weight, one.eps, one.offset))
     if into is not None:
         _check_packs("add_post_norm", into, x)
-        packed = _native.MatmulInput(into.matrix._cuda, into.columns, into.scratch)
+        packed = into.native()
         _native.cuda_add_post_norm(x, y, norms[0], norms[1], None, launch_on(x), into=packed)
         return into.scratch
     if x.numel():
@@ -203,7 +204,7 @@ def layer_norm_packed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
             )
     _check_packs("layer_norm_packed", into, x)
     try:
-        packed = _native.MatmulInput(into.matrix._cuda, into.columns, into.scratch)
+        packed = into.native()
         _native.cuda_layer_norm_packed(x, weight, bias, eps, packed, launch_on(x))
     except ValueError as error:
         raise ShapeError(

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from exl_kernels.linear.fused import Activation, FusedLinear
-from exl_kernels.linear.fused import Norm as InputNorm
+from exl_kernels.linear.fused import Activation, FusedLinear, FusedNorm
 from exl_kernels.linear.lora import LoraGroup
 from exl_kernels.selection import adapters_pack_input
 
@@ -33,7 +32,7 @@ class MatmulAdapters:
     slots: Tensor
     """int32 [T], the slot of each row, as for `LoraGroup.shrink`."""
 
-    def first(self, matmul: FusedLinear, x: Tensor, norm: InputNorm | None) -> tuple[Tensor, Tensor]:
+    def first(self, matmul: FusedLinear, x: Tensor, norm: FusedNorm | None) -> tuple[Tensor, Tensor]:
         """Multiply x [T, in], or its norm, by the matrices [T, outputs of all matrices] and by A, for `expand`.
 
         Args:
@@ -53,7 +52,7 @@ class MatmulAdapters:
         y, middle = self._multiply(matmul, x, None, out if residual is None else torch.empty_like(out))
         self.group.expand(y, middle, self.slots, out=out, residual=residual)
 
-    def _multiply(self, matmul: FusedLinear, x: Tensor, norm: InputNorm | None, out: Tensor) -> tuple[Tensor, Tensor]:
+    def _multiply(self, matmul: FusedLinear, x: Tensor, norm: FusedNorm | None, out: Tensor) -> tuple[Tensor, Tensor]:
         """Multiply by A and by the matrices; where the matmul takes packed input, the launch before packs it."""
         given = matmul.input_of(x.shape[0]) if adapters_pack_input(*x.shape) else None
         if given is not None:

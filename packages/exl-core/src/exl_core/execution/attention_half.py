@@ -12,16 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from exl_kernels.attention.cuda import HeadNorms, MatmulInput, attend_own, attend_stored
+from exl_kernels.attention.cuda import HeadNorms, attend_own, attend_stored
 from exl_kernels.fused import norm_parts, rope_store
 from exl_kernels.linear.fused import FusedLinear, Packed
+from exl_kernels.linear.matmul_input import MatmulInput
 from exl_kernels.selection import attention_stores_keys
 
 from ..layers import RMSNorm
 from ..layers.description import AttentionDescription
 from ..layers.heads import Heads, shape_heads, shape_part
 from .batch import Step
-from .half import Features, JoinedHalf, Normed, OutputTokens, PendingMatmul, last_rows
+from .half import Features, HalfInput, JoinedHalf, OutputTokens, PendingMatmul, last_rows
 from .half_matmuls import HalfPlan, norms_of_heads, norms_of_parts
 from .operators import Operators
 
@@ -47,8 +48,8 @@ class AttentionHalf(JoinedHalf):
         """Whether `shape_heads` changes q, k or v."""
 
     def features(
-        self, x: Tensor, h: Normed, step: Step, ops: Operators, output_tokens: OutputTokens = "all"
-    ) -> tuple[Tensor, Normed, Features | None]:
+        self, x: Tensor, h: HalfInput, step: Step, ops: Operators, output_tokens: OutputTokens = "all"
+    ) -> tuple[Tensor, HalfInput, Features | None]:
         """Run norm, q, k, v and attention; see `JoinedHalf.features`. Separate launches for fewer output tokens."""
         if output_tokens != "all":
             return self._stored(x, self.normed(x, h), step, output_tokens)

@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from exl_kernels.device import row_invariant, row_invariant_matmuls
+from exl_kernels.device import row_invariant
 from exl_kernels.selection import PACKED_ROWS
 
 from ..errors import DeviceError
-from ..layers import Head, Module
-from ..lora.rows import RowAdapters
+from ..layers import Module
 from .adapter_sets import AdapterSets
 from .attn_params import PagedParams
 from .batch import DECODE_TOKENS
@@ -33,7 +30,6 @@ from .capturable import (
     refusal_of_model,
     refusal_of_settings,
     refusal_of_tokens,
-    static_step,
     without_hooks,
 )
 from .capture_failure import CaptureFailure
@@ -43,20 +39,16 @@ from .fused import JoinedLaunches, joined_launches_of
 from .half import OutputTokens
 from .prompt_buckets import PromptBuckets
 from .prompt_windows import windows_of
-from .recorder import Recorder
-from .sections import DeviceCopy, SectionGraphs, mirrored, sections_of
-from .sharded.captured_prompts import record_prompt, refusal_of_memory
-from .sharded.coverage import row_bytes
-from .sharded.exchange_buffers import BuffersByRows, exchanges, refusal_of_access
-from .sharded.launches import ResultRow, ShardLaunches, shard_launches_of
-from .sharded.prompts import Prompts
-from .step_inputs import Bucket, StagedTensors, StepTensors
+from .sharded.exchange_buffers import refusal_of_access
+from .sharded.launches import ShardLaunches, shard_launches_of
+from .sharded.prompts import ShardedPrompts
+from .step_inputs import Bucket
+from .step_recorder import StepRecorder
 
 if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
     from ..contracts import Adapter
     from ..language_model import LanguageModel
-    from .sharded.context import TensorParallel
 
 __all__ = ["CaptureFailure", "DecodeGraphs"]
 
@@ -92,12 +84,11 @@ class DecodeGraphs:
         self._model = weakref.ref(model)
         self._graphs: dict[tuple[int, ...], dict[Bucket, CapturedStep]] = {}
         self._failed: dict[tuple[tuple[int, ...], Bucket], CaptureFailure] = {}
-        self._recorder = Recorder()
+        self._recorder = StepRecorder()
         self._joined: JoinedLaunches | str | None = None
         self._shards: list[ShardLaunches] | str | None = None  # of a sharded model, or why there are none
-        self._prompts: Prompts | None = None  # of `_shards`
+        self._prompts: ShardedPrompts | None = None  # of `_shards`
         self._shards_failure: CaptureFailure | None = None  # why they could not be made, for lack of memory for example
-        self._buffers = BuffersByRows()
         self._refused: str | None = None
         self._exact_batch = False
         self._sets = AdapterSets()
@@ -179,7 +170,7 @@ class DecodeGraphs:
         made = self._joined_or_reason(model) if model.tp_context is None else self.shard_launches(model)
         return made if isinstance(made, str) else None
 
-    def prepare_next_step(
+    def prepare_decode_step(
         self,
         q_len: int,
         cache: ExLlamaV2CacheBase | None,
@@ -213,7 +204,7 @@ class DecodeGraphs:
         *,
         output_tokens: OutputTokens = "all",
     ) -> StepReplay | str:
-        """Return `prepare_next_step`, or a step that stores a prompt unless `output_tokens` is "all"."""
+        """Return `prepare_decode_step`, or a step that stores a prompt unless `output_tokens` is "all"."""
         batch = params.batch_size
         decodes = output_tokens == "all"
         if q_len <= DECODE_TOKENS and (why := refusal_of_tokens(batch, q_len)) is not None:
@@ -310,7 +301,7 @@ class DecodeGraphs:
             DeviceError: a device waited in vain for another one. Later steps are recorded anew.
         """
         try:
-            self._buffers.check()
+            self._recorder.check_peers()
         except DeviceError:
             self.clear()
             raise
@@ -323,7 +314,6 @@ class DecodeGraphs:
         self._failed.clear()
         self._stored.clear()
         self._recorder.clear()
-        self._buffers.clear()
         self._joined = self._shards = self._prompts = self._shards_failure = None
         self._arrangement = self._modules = None
         self._refused = self.reason = None
@@ -408,7 +398,7 @@ class DecodeGraphs:
             return f"the matrices are sharded, and {self._shards}"
         return self._shards
 
-    def prompts(self, model: LanguageModel) -> Prompts | str:
+    def prompts(self, model: LanguageModel) -> ShardedPrompts | str:
         """Return what runs the prompts of a sharded model, or the reason why nothing does; `reason` gets it, too."""
         shards = self.shard_launches(model)
         if isinstance(shards, str):
@@ -416,7 +406,7 @@ class DecodeGraphs:
             return shards
         if self._prompts is None:
             assert model.tp_context is not None, "asked of sharded models"
-            self._prompts = Prompts(model.tp_context, shards)
+            self._prompts = ShardedPrompts(model.tp_context, shards)
         return self._prompts
 
     def _captured(
@@ -467,102 +457,14 @@ class DecodeGraphs:
         return made
 
     def _record(self, model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, adapted: bool) -> CapturedStep:
-        device = model.device
-        assert device is not None
-        assert isinstance(model.modules[-1], Head)
         if model.tp_context is not None:
-            records = self._record_sharded_prompt if bucket.stores or bucket.last else self._record_sharded
-            return records(model, model.tp_context, cache, bucket)
+            assert isinstance(self._shards, list), "_refusal_of_bucket has made them"
+            return self._recorder.record_sharded(model, self._shards, cache, bucket)
         joined = self._joined_for_step(model, adapted)
-        inputs = StagedTensors(bucket, device)
         if bucket.stores:
             assert isinstance(joined, JoinedLaunches), "`_refusal_of_prompts` has checked it"
-            return self._record_store(model, cache, joined, inputs)
-        logits = self._recorder.logits_of(bucket.tokens, model.config.padded_vocab_size, device)
-        sections = sections_of(model.placement)
-        tensors, copies = mirrored(sections, inputs)
-        steps = {name: static_step(model, cache, bucket, own, own.buffer.device) for name, own in tensors.items()}
-        adapters: list[RowAdapters] = []
-        for name, step in steps.items() if adapted else ():
-            adapter_slots = torch.full((bucket.tokens,), -1, dtype=torch.int32, device=step.rows.device)
-            adapters.append(RowAdapters(self._sets.adapters(), adapter_slots, bucket.q_len))
-            steps[name] = replace(step, loras=(adapters[-1],))
-
-        kept = [t for step in steps.values() for t in (step.rows, step.cos, step.sin, *(step.alt or ()))]
-        parts: list[tuple[list[DeviceCopy], torch.cuda.CUDAGraph]] = []
-        state = tensors[sections[0].name].ids
-        for section in sections:
-            copies_in = [copies.pop(section.name)] if section.name in copies else []
-            given = state
-            if section.begin:
-                given = torch.zeros_like(state, device=section.device)
-                copies_in.append(DeviceCopy(state, given))
-            body = section.body(model, joined, given, steps[section.name])
-            out = logits if section is sections[-1] else None
-            graph, state, held = self._recorder.capture(body, out, given)
-            parts.append((copies_in, graph))
-            kept += [state, held]
-        whole = parts[0][1] if len(parts) == 1 else SectionGraphs(parts)
-        return CapturedStep(
-            whole, inputs, logits, (*kept, *self._recorder.workspaces), tuple(adapters), [-1] * bucket.tokens
-        )
-
-    def _record_store(
-        self, model: LanguageModel, cache: ExLlamaV2CacheBase, joined: JoinedLaunches, inputs: StagedTensors
-    ) -> CapturedStep:
-        """Record a step without logits of a model on one device."""
-        step = static_step(model, cache, inputs.bucket, inputs, inputs.buffer.device)
-
-        def body(_: Tensor | None) -> Tensor:
-            with row_invariant_matmuls():
-                joined.store(inputs.ids, step)
-            return inputs.ids
-
-        graph, _, held = self._recorder.capture(body, None, inputs.ids)
-        kept = (step.rows, step.cos, step.sin, *(step.alt or ()), held, *self._recorder.workspaces)
-        return CapturedStep(graph, inputs, None, kept)
-
-    def _record_sharded(
-        self, model: LanguageModel, context: TensorParallel, cache: ExLlamaV2CacheBase, bucket: Bucket
-    ) -> CapturedStep:
-        """Record a graph for each device of a sharded model. The graphs wait for one another's results."""
-        assert isinstance(self._shards, list), "_refusal_of_bucket has made them"
-        inputs = StagedTensors(bucket, context.home)
-        logits = self._recorder.logits_of(bucket.tokens, model.config.padded_vocab_size, context.home)
-        buffers = self._buffers.of_rows(context, bucket.tokens, row_bytes(model.modules, len(self._shards)))
-        pages = context.pages(cache, bucket.page_size, (bucket.batch, model.config.head_dim))
-        kept: list[Tensor] = []
-        parts: list[tuple[list[DeviceCopy], torch.cuda.CUDAGraph]] = []
-        for shard in reversed(range(len(self._shards))):
-            device = context.device(shard)
-            own = StepTensors(bucket, device) if shard else inputs
-            # The home device's graph is queued last: it ends, and lets a copy behind it begin, only after the others.
-            copies_in = [DeviceCopy(inputs.buffer, own.buffer)] if shard else []
-            step = replace(static_step(model, cache, bucket, own, device), pages=pages[shard])
-            body = self._shards[shard].body(own.ids, step, partial(exchanges, buffers, shard))
-            graph, result, held = self._recorder.capture(body, None if shard else logits, own.ids)
-            parts.append((copies_in, graph))
-            kept += [step.rows, step.cos, step.sin, *(step.alt or ()), result, held]
-        return CapturedStep(
-            SectionGraphs(parts), inputs, logits, (*kept, *self._recorder.workspaces), (), [], {}, buffers, self._shards
-        )
-
-    def _record_sharded_prompt(
-        self, model: LanguageModel, context: TensorParallel, cache: ExLlamaV2CacheBase, bucket: Bucket
-    ) -> CapturedStep:
-        """Record a prompt of a sharded model, a graph for each device."""
-        assert isinstance(self._shards, list), "_refusal_of_bucket has made them"
-        devices = [context.device(shard) for shard in range(len(self._shards))]
-        why = refusal_of_memory(self._shards, devices, bucket)
-        if why is not None:
-            raise DeviceError(why)
-        row = ResultRow.of(self._shards[0].shape, context.home)
-        results = self._buffers.results_of_rows(devices, bucket.tokens, row)
-        made = record_prompt(model, self._shards, cache, bucket, results, self._recorder)
-        kept = (*made.kept, *self._recorder.workspaces)
-        return CapturedStep(
-            made.graphs, made.inputs, None, kept, buffers=results, launches=self._shards, hidden=made.hidden
-        )
+            return self._recorder.record_store(model, joined, cache, bucket)
+        return self._recorder.record(model, joined, cache, bucket, self._sets.adapters() if adapted else None)
 
 
 def _forget(graphs: weakref.ref[DecodeGraphs], cache: int) -> None:

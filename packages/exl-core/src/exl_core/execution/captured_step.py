@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from exl_kernels.peer import ExchangeBuffers, PeerResults
 
     from ..cache import ExLlamaV2CacheBase
-    from .captured import DecodeGraphs
     from .sharded.launches import ShardLaunches
 
 __all__ = ["CapturedStep", "StepReplay", "on_cpu"]
@@ -79,6 +78,17 @@ class CapturedStep:
         return view
 
 
+class StepOwner(Protocol):
+    """The owner of captured steps, as their replays see it: `DecodeGraphs`."""
+
+    steps: int
+    generation: int
+
+    def clear(self) -> None:
+        """Drop every captured step."""
+        ...
+
+
 class StepReplay:
     """A replay of a captured step for the rows of one pass. It must run before any other pass of its model, or never.
 
@@ -107,7 +117,7 @@ class StepReplay:
 
     def __init__(
         self,
-        owner: DecodeGraphs,
+        owner: StepOwner,
         cache: ExLlamaV2CacheBase,
         captured: CapturedStep,
         shape: tuple[int, int],

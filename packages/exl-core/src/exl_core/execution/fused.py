@@ -32,9 +32,9 @@ from ..layers.norm import rms_of
 from .batch import Step
 from .half import (
     Half,
+    HalfInput,
     ModuleHalf,
     NextPrologue,
-    Normed,
     OutputTokens,
     PackedInput,
     is_padded,
@@ -163,7 +163,7 @@ class JoinedLaunches:
         *,
         output_tokens: OutputTokens = "all",
         head: FusedLinear | None = None,
-    ) -> tuple[Tensor, Normed]:
+    ) -> tuple[Tensor, HalfInput]:
         """Run the halves, each with joined launches where `joins` says so and these add the adapters of the step.
 
         Args:
@@ -193,7 +193,7 @@ class JoinedLaunches:
                 [half.plan for half in halves], joins, self._last_norm, head, rows, packs=not step.loras
             )
         apart = ManyRows(halves, x.shape[0], x.device) if takes_many_rows(x.shape[0]) else APART
-        h: Normed = None
+        h: HalfInput = None
         for index, (half, joint) in enumerate(zip(halves, joins, strict=True)):
             here = output_tokens if index == narrows else "all"
             if here != "all":

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels.fused import add_post_norm
-from exl_kernels.linear.fused import Activation, FusedLinear, Packed
-from exl_kernels.linear.fused import Norm as InputNorm
+from exl_kernels.linear.fused import Activation, FusedLinear, FusedNorm, Packed
 
 from ..device import activation_dtype
 from ..layers import Linear, Module, Norm, RMSNorm
@@ -44,10 +43,10 @@ __all__ = [
     "NO_PROLOGUE",
     "Features",
     "Half",
+    "HalfInput",
     "JoinedHalf",
     "ModuleHalf",
     "NextPrologue",
-    "Normed",
     "OutputTokens",
     "PackedInput",
     "PendingMatmul",
@@ -74,8 +73,9 @@ class PackedInput(NamedTuple):
     packed: Packed
 
 
-Normed = Tensor | PackedInput | None
-"""The hidden state as an earlier launch has normed it, [T, hidden], or packed it; None if neither."""
+HalfInput = Tensor | PackedInput | None
+"""The input of a half as an earlier launch has left it: the normed hidden state, [T, hidden], or packed for the first
+matmul, normed or not; None if the half itself norms the hidden state."""
 
 
 NextPrologue = Prologue[FusedLinear]
@@ -174,12 +174,12 @@ class Half(ABC):
     def run(
         self,
         x: Tensor,
-        h: Normed,
+        h: HalfInput,
         step: Step,
         ops: Operators,
         next_prologue: NextPrologue = NO_PROLOGUE,
         output_tokens: OutputTokens = "all",
-    ) -> tuple[Tensor, Normed]:
+    ) -> tuple[Tensor, HalfInput]:
         """Run the half.
 
         Args:
@@ -204,12 +204,12 @@ class ModuleHalf(Half):
     def run(
         self,
         x: Tensor,
-        h: Normed,
+        h: HalfInput,
         step: Step,
         ops: Operators,
         next_prologue: NextPrologue = NO_PROLOGUE,
         output_tokens: OutputTokens = "all",
-    ) -> tuple[Tensor, Normed]:
+    ) -> tuple[Tensor, HalfInput]:
         """Run the module's own forward pass."""
         x = self.module.forward(x, step)
         return last_rows(x, step.batch_size) if output_tokens == "last" else x, None
@@ -256,8 +256,8 @@ class JoinedHalf(Half):
 
     @abstractmethod
     def features(
-        self, x: Tensor, h: Normed, step: Step, ops: Operators, output_tokens: OutputTokens = "all"
-    ) -> tuple[Tensor, Normed, Features | None]:
+        self, x: Tensor, h: HalfInput, step: Step, ops: Operators, output_tokens: OutputTokens = "all"
+    ) -> tuple[Tensor, HalfInput, Features | None]:
         """Run all but the last matmul and its epilogue; arguments as for `run`.
 
         Returns:
@@ -267,18 +267,18 @@ class JoinedHalf(Half):
     def run(
         self,
         x: Tensor,
-        h: Normed,
+        h: HalfInput,
         step: Step,
         ops: Operators,
         next_prologue: NextPrologue = NO_PROLOGUE,
         output_tokens: OutputTokens = "all",
-    ) -> tuple[Tensor, Normed]:
+    ) -> tuple[Tensor, HalfInput]:
         """Run the steps of the half."""
         x, _, y = self.features(x, h, step, ops, output_tokens)
         free = h if output_tokens == "all" else None  # of fewer tokens it may be x itself
         return x, None if y is None else ops.last(self, x, y, free, next_prologue, step)
 
-    def normed(self, x: Tensor, h: Normed = None) -> Tensor:
+    def normed(self, x: Tensor, h: HalfInput = None) -> Tensor:
         """Return the input of matmuls without a fused norm: h, if given."""
         if h is not None:
             assert isinstance(h, Tensor), "packed for a joined matmul"
@@ -291,7 +291,7 @@ class JoinedHalf(Half):
             return x, x
         return torch.empty_like(x, dtype=activation_dtype(x.device)), None
 
-    def finish(self, x: Tensor, y: Tensor, norm: RMSNorm | None, h: Normed = None) -> Tensor | None:
+    def finish(self, x: Tensor, y: Tensor, norm: RMSNorm | None, h: HalfInput = None) -> Tensor | None:
         """Add the result of the last matmul: x += post(y), where y is not in x yet.
 
         Returns `norm`(x), in h if given, where that needs no further launch.
@@ -314,13 +314,13 @@ def joined(linears: tuple[Linear, ...], norm: Norm | None = None, activation: Ac
     return FusedLinear([linear.quant for linear in linears], norm=input_norm(norm), activation=activation)
 
 
-def input_norm(norm: Norm | None) -> InputNorm | None:
+def input_norm(norm: Norm | None) -> FusedNorm | None:
     """Return a norm as an argument of the kernels."""
     if norm is None:
         return None
     if isinstance(norm, LayerNorm):
-        return InputNorm(norm.loaded_weight, norm.eps, layer=True, bias=norm.bias)
-    return InputNorm(norm.loaded_weight, norm.eps)
+        return FusedNorm(norm.loaded_weight, norm.eps, layer=True, bias=norm.bias)
+    return FusedNorm(norm.loaded_weight, norm.eps)
 
 
 def last_rows(x: Tensor, batch: int) -> Tensor:

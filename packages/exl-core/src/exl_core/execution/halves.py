@@ -13,10 +13,10 @@ from .batch import Step
 from .half import (
     NO_PROLOGUE,
     Half,
+    HalfInput,
     JoinedHalf,
     ModuleHalf,
     NextPrologue,
-    Normed,
     OutputTokens,
     description_of,
     is_padded,
@@ -49,12 +49,12 @@ class ParallelHalf(AttentionHalf):
     def run(
         self,
         x: Tensor,
-        h: Normed,
+        h: HalfInput,
         step: Step,
         ops: Operators,
         next_prologue: NextPrologue = NO_PROLOGUE,
         output_tokens: OutputTokens = "all",
-    ) -> tuple[Tensor, Normed]:
+    ) -> tuple[Tensor, HalfInput]:
         """Run attention, then MLP, on one normed input."""
         x, h, y = self.features(x, self.normed(x, h), step, ops, output_tokens)
         if y is None:

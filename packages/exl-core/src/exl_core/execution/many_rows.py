@@ -21,7 +21,7 @@ from ..device import activation_dtype
 from ..layers.heads import Heads, shape_heads
 from .attention_half import AttentionHalf
 from .batch import Step
-from .half import Half, JoinedHalf, Normed
+from .half import Half, HalfInput, JoinedHalf
 from .operators import Operators
 
 __all__ = ["ManyRows", "largest_weight", "takes_many_rows"]
@@ -74,13 +74,13 @@ class ManyRows(Operators):
         self._attention: dict[object, _Attention] = {}
         self._sum: Tensor | None = None
 
-    def first(self, half: JoinedHalf, x: Tensor, h: Normed, step: Step) -> list[Tensor]:
+    def first(self, half: JoinedHalf, x: Tensor, h: HalfInput, step: Step) -> list[Tensor]:
         """Norm x, unless h is that, and multiply by each of the first matrices."""
         h, found = half.normed(x, h), self._parts(half.held)[: len(half.about.first)]
         self._multiply(half, h, found)
         return found
 
-    def attention(self, half: JoinedHalf, x: Tensor, h: Normed, step: Step) -> Tensor | None:
+    def attention(self, half: JoinedHalf, x: Tensor, h: HalfInput, step: Step) -> Tensor | None:
         """Run norm, q, k, v and attention; see `Operators.attention`. None for decode steps."""
         assert isinstance(half, AttentionHalf), "halves of MLPs have none"
         if step.decodes:

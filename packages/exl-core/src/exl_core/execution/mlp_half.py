@@ -11,7 +11,7 @@ from torch import Tensor
 from ..layers.description import MlpDescription
 from ..layers.mlp import activated
 from .batch import Step
-from .half import Features, JoinedHalf, Normed, OutputTokens, PendingMatmul
+from .half import Features, HalfInput, JoinedHalf, OutputTokens, PendingMatmul
 from .operators import Operators
 
 __all__ = ["MlpHalf"]
@@ -23,8 +23,8 @@ class MlpHalf(JoinedHalf):
     about: MlpDescription
 
     def features(
-        self, x: Tensor, h: Normed, step: Step, ops: Operators, output_tokens: OutputTokens = "all"
-    ) -> tuple[Tensor, Normed, Features | None]:
+        self, x: Tensor, h: HalfInput, step: Step, ops: Operators, output_tokens: OutputTokens = "all"
+    ) -> tuple[Tensor, HalfInput, Features | None]:
         """Run norm, gate, up and activation, of all tokens; see `JoinedHalf.features`."""
         found = ops.first(self, x, h, step)
         if self.activation is not None and isinstance(found, (Tensor, PendingMatmul)):

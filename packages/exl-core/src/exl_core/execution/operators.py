@@ -10,26 +10,26 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from exl_kernels.activation import activation as activate
-from exl_kernels.attention.cuda import MatmulInput
 from exl_kernels.fused import add_post_norm, add_rms_norm, layer_norm_packed
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaQuantMatrix
 from exl_kernels.linear.fused import Packed
+from exl_kernels.linear.matmul_input import MatmulInput
 from exl_kernels.norm import rms_norm
 
 from ..layers.norm import layer_of
 from .adapted import adapters_of
 from .batch import Step
-from .half import Features, JoinedHalf, NextPrologue, Normed, PackedInput, PendingMatmul, input_norm
+from .half import Features, HalfInput, JoinedHalf, NextPrologue, PackedInput, PendingMatmul, input_norm
 from .half_launches import LastLaunch, NormLaunch
 
-__all__ = ["APART", "JOINED", "Joined", "Operators"]
+__all__ = ["APART", "JOINED", "JoinedOperators", "Operators"]
 
 
 class Operators:
     """How the matmuls of a half run: here one by one, or all first ones at once where that is faster."""
 
-    def first(self, half: JoinedHalf, x: Tensor, h: Normed, step: Step) -> Tensor | PendingMatmul | Iterable[Tensor]:
+    def first(self, half: JoinedHalf, x: Tensor, h: HalfInput, step: Step) -> Tensor | PendingMatmul | Iterable[Tensor]:
         """Norm x, unless h is that, and multiply by the first matrices.
 
         Returns the results side by side, [T, outputs], with the activation that `half.activation` names; or those of
@@ -40,7 +40,7 @@ class Operators:
             return first(h, h.new_empty(rows, first.out_features))
         return (linear.quant.matmul(h) for linear in half.about.first)
 
-    def attention(self, half: JoinedHalf, x: Tensor, h: Normed, step: Step) -> Tensor | None:
+    def attention(self, half: JoinedHalf, x: Tensor, h: HalfInput, step: Step) -> Tensor | None:
         """Run norm, q, k, v and attention of all tokens as the steps of every layer of this kind.
 
         Returns [T, heads * head_dim], or None where the half itself runs attention after `first`.
@@ -52,8 +52,8 @@ class Operators:
         return None
 
     def last(
-        self, half: JoinedHalf, x: Tensor, y: Features, h: Normed, next_prologue: NextPrologue, step: Step
-    ) -> Normed:
+        self, half: JoinedHalf, x: Tensor, y: Features, h: HalfInput, next_prologue: NextPrologue, step: Step
+    ) -> HalfInput:
         """Compute x += post(y @ last), in place; h: memory that may be used. Returns the work done for the next half.
 
         Where torch's matmul can add x, the sum is rounded once.
@@ -83,10 +83,10 @@ class Operators:
         return matrix.matmul(y)
 
 
-class Joined(Operators):
+class JoinedOperators(Operators):
     """Matmuls with their norm, activation and residual, each of which may pack the input of the next one."""
 
-    def first(self, half: JoinedHalf, x: Tensor, h: Normed, step: Step) -> Tensor | PendingMatmul | Iterable[Tensor]:
+    def first(self, half: JoinedHalf, x: Tensor, h: HalfInput, step: Step) -> Tensor | PendingMatmul | Iterable[Tensor]:
         """Norm and multiply; see `Operators.first`. Without adapters the matmul is left to whoever needs its result."""
         adapters = adapters_of(step, half.about.first)
         if adapters is None:
@@ -101,7 +101,7 @@ class Joined(Operators):
         y = adapters.expand(y, middle)
         return y if half.activation is None else activate(y, half.activation, out=y)
 
-    def _pending(self, half: JoinedHalf, x: Tensor, h: Normed) -> PendingMatmul:
+    def _pending(self, half: JoinedHalf, x: Tensor, h: HalfInput) -> PendingMatmul:
         """Return the first matmul: with its norm, if no other launch has computed that."""
         if isinstance(h, PackedInput):
             return PendingMatmul(h.matmul, h.packed, x)
@@ -123,8 +123,8 @@ class Joined(Operators):
         return half.last.input_of(rows) if packs else None
 
     def last(
-        self, half: JoinedHalf, x: Tensor, y: Features, h: Normed, next_prologue: NextPrologue, step: Step
-    ) -> Normed:
+        self, half: JoinedHalf, x: Tensor, y: Features, h: HalfInput, next_prologue: NextPrologue, step: Step
+    ) -> HalfInput:
         """Multiply and add; see `Operators.last`."""
         last, (out, residual) = half.last, half.result(x)
         adapters = adapters_of(step, (half.about.last,))
@@ -146,8 +146,8 @@ class Joined(Operators):
         return self._run_next_prologue(half, x, out, h, next_prologue)
 
     def _run_next_prologue(
-        self, half: JoinedHalf, x: Tensor, y: Tensor, h: Normed, next_prologue: NextPrologue
-    ) -> Normed:
+        self, half: JoinedHalf, x: Tensor, y: Tensor, h: HalfInput, next_prologue: NextPrologue
+    ) -> HalfInput:
         """Do the work after the last matmul, and pack the normed x for the next matmul where the same launch can."""
         into, norm, rows = next_prologue.matmul, next_prologue.norm, x.shape[0]
         if half.plan.last_launch(rows, next_prologue, joined=True) is not LastLaunch.PACKING_POST_NORM:
@@ -158,4 +158,4 @@ class Joined(Operators):
         return PackedInput(into, Packed(scratch, rows, by_matmul=False))
 
 
-APART, JOINED = Operators(), Joined()
+APART, JOINED = Operators(), JoinedOperators()

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from .captured_step import StepReplay
     from .forward_pass import ForwardPass
 
-__all__ = ["REFUSAL_OF_ADAPTERS", "Selected", "Way", "prepare_next_step", "select"]
+__all__ = ["REFUSAL_OF_ADAPTERS", "Selected", "Way", "captured_next_step", "select"]
 
 REFUSAL_OF_ADAPTERS = "adapters have joined launches in captured steps only"
 """Why no other pass with adapters is joined."""
@@ -76,7 +76,7 @@ def select(model: ExecutableModel, asked: ForwardPass) -> Selected:
     return Selected("sharded", SHARDED, found) if sharded else Selected("eager", EAGER, found)
 
 
-def prepare_next_step(
+def captured_next_step(
     model: ExecutableModel,
     q_len: int,
     cache: ExLlamaV2CacheBase,
@@ -89,7 +89,7 @@ def prepare_next_step(
     """
     if not may_fuse(model):
         return None
-    step = model.decode.prepare_next_step(q_len, cache, params, adapters)
+    step = model.decode.prepare_decode_step(q_len, cache, params, adapters)
     return None if isinstance(step, str) else step
 
 
@@ -120,7 +120,7 @@ def _captured(model: ExecutableModel, asked: ForwardPass) -> Executor | str:
             return INVALID
         adapters = check_row_loras(model, asked.loras, asked.row_loras, ids.shape[0])
         try:  # `out_of_memory_as_error` costs host time in every step
-            step = model.decode.prepare_next_step(ids.shape[1], cache, params, adapters)
+            step = model.decode.prepare_decode_step(ids.shape[1], cache, params, adapters)
             if isinstance(step, str):
                 return step
             return Captured(step) if step.fill(ids) else INVALID

@@ -13,7 +13,7 @@ from exl_kernels.activation import activation as activate
 from exl_kernels.device import row_invariant
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaFloatMatrix
-from exl_kernels.linear.fused import Norm as InputNorm
+from exl_kernels.linear.fused import FusedNorm
 from exl_kernels.moe import ExpertGroup, ExpertRouter, group_experts
 
 from ..architectures.base import Activation
@@ -231,7 +231,7 @@ class MoE(FeedForward):
         weights, indices = probabilities.topk(self.chosen, dim=-1)
         return weights / weights.sum(dim=-1, keepdim=True) if self.normalize else weights, indices
 
-    def _router_norm(self, x: Tensor, loras: Sequence[Adapter]) -> InputNorm | None:
+    def _router_norm(self, x: Tensor, loras: Sequence[Adapter]) -> FusedNorm | None:
         """Return the norm of x if the router's launch applies it, or None."""
         norm = self.norm
         if is_changed(self) or (type(self).route, type(self).normed) != _ROUTED:
@@ -240,7 +240,7 @@ class MoE(FeedForward):
             return None
         if type(norm) is not RMSNorm or is_changed(norm):
             return None
-        found = InputNorm(norm.loaded_weight, norm.eps)
+        found = FusedNorm(norm.loaded_weight, norm.eps)
         return found if self._router.takes_norm(found) else None
 
     def _grouped_for(self, h: Tensor, loras: Sequence[Adapter]) -> ExpertGroup | None:

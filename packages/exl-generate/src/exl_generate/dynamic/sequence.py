@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from exl_generate.contracts import Adapter, Embedding
     from exl_generate.dynamic.prompt_scores import PromptScores
 
-__all__ = ["EMBEDDING_INDEX", "NO_PICTURES", "Head", "Pictures", "Sequence", "full_pages"]
+__all__ = ["EMBEDDING_INDEX", "NO_PICTURES", "PageHead", "Pictures", "Sequence", "full_pages"]
 
 Ids = NDArray[np.int64]
 
@@ -47,7 +47,7 @@ NO_PICTURES = Pictures()
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class PageHead:
     """The head of a sequence's page number `page` in another page (`found`), and the position where it ends."""
 
     page: int
@@ -239,7 +239,7 @@ class Sequence:
 
     # ---- running ---------------------------------------------------------------------------------------------------
 
-    def skip_cached(self, copy: Callable[[int, int, int], None], head: Head | None = None) -> int:
+    def skip_cached(self, copy: Callable[[int, int, int], None], head: PageHead | None = None) -> int:
         """Advance over prompt K/V that exist already; `copy(source, target, tokens)` copies the head of a page.
 
         Returns the number of tokens gained. Stops where something has to be computed. `head` is a fresh result of
@@ -268,12 +268,12 @@ class Sequence:
             at = min(k * size + valid, self.prefill_end)
         return at
 
-    def head_elsewhere(self) -> Head:
+    def head_elsewhere(self) -> PageHead:
         """Return the page whose head `skip_cached` would copy after the K/V in the pages held."""
         at = self.computed_end()
         k, offset = divmod(at, self.page_size)
         found = None if offset or at >= self.prefill_end else self._partial(k)
-        return Head(k, at, None) if found is None else Head(k, at + found[1], found)
+        return PageHead(k, at, None) if found is None else PageHead(k, at + found[1], found)
 
     def begins_like(self, other: Sequence, length: int) -> bool:
         """Whether both prompts begin with the same `length` ids, before their last, under the same adapters."""
@@ -382,7 +382,7 @@ class Sequence:
         """Return the number of page `k`'s ids with valid K/V, if the page is held."""
         return self.allocated_pages[k].valid if k < len(self.allocated_pages) else 0
 
-    def _copy_partial(self, k: int, copy: Callable[[int, int, int], None], head: Head | None) -> bool:
+    def _copy_partial(self, k: int, copy: Callable[[int, int, int], None], head: PageHead | None) -> bool:
         """Reuse the head of a page that begins like the prompt's page `k` after the same prefix."""
         found = self._partial(k) if head is None or head.page != k else head.found
         if found is None:

@@ -30,6 +30,7 @@ from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..index_checks import check_slots, check_tables, checks_enabled
 from ..kv.cuda import one_device
 from ..linear.cuda import CudaQuantMatrix
+from ..linear.matmul_input import MatmulInput
 from ..selection import LIMITS
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HeadNorms",
-    "MatmulInput",
     "attend_own",
     "attend_stored",
     "counters",
@@ -53,22 +53,6 @@ _by_stream: dict[tuple[torch.device, int], Tensor] = {}
 """Counters by device and stream: zero before and after every launch, so one tensor serves all launches of a stream."""
 
 _current = threading.local()
-
-
-@dataclass(frozen=True, slots=True)
-class MatmulInput:
-    """The packed input of a matmul of few rows, as the place of another kernel's results."""
-
-    matrix: CudaQuantMatrix
-    """Matrix of the matmul, on the same GPU. ShapeError where its layout pads K."""
-    columns: int
-    """Rows of the matmul's input layout in `kernels/linear/`: 8 (`rows.cuh`) or 16 to 128 (`prepared.cuh`, wgmma)."""
-    scratch: Tensor
-    """uint8, aligned to 16 bytes. From byte 0 on 512 x columns bytes for every 256 features are written. Columns past
-    the tokens become zeros, or stay as they are where there are eight; features past K in the last 256 are not
-    changed."""
-    rows: int | None = None
-    """Number of rows that `FusedLinear.input_of` was called with; `from_input` takes no other number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +348,7 @@ def _launch(
     apart = apart and out.dtype != torch.float32  # blocks for each token are of half types
     try:
         seen = _native.AttentionTables(block_table, rows, positions, key_mask, max_keys)
-        to = None if into is None else _native.MatmulInput(into.matrix._cuda, into.columns, into.scratch)
+        to = None if into is None else into.native()
         call = native.attention(
             q[0],
             q[1],

@@ -16,25 +16,25 @@ import torch
 from torch import Tensor
 
 from .. import _native
-from ..attention.cuda import MatmulInput
 from ..cuda_ops import activation as activate
 from ..cuda_ops import gated_activation, layer_norm, rms_norm
 from ..device import row_invariant_matmuls
 from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..selection import FEW_ROWS, FUSED_ACTIVATIONS
 from .cuda import CudaQuantMatrix, launch_matmul
+from .matmul_input import MatmulInput
 from .matrix import QuantMatrix
 from .planned import KEPT_PLANS, PlannedMatmul, blocks_of
 
-__all__ = ["FusedLinear", "Norm", "Packed"]
+__all__ = ["FusedLinear", "FusedNorm", "Packed"]
 
 Activation = Literal["silu", "gelu", "quickgelu"]
 """`selection.FUSED_ACTIVATIONS`, for type checkers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
-    """Norm of the input, rounded to the dtype of x.
+class FusedNorm:
+    """A norm that a launch fuses with another operator, rounded to the dtype of x.
 
     An RMS norm is x / sqrt(mean(x^2) + eps) * (weight + offset); a LayerNorm (`layer`) is
     (x - mean(x)) / sqrt(var(x) + eps) * weight + bias.
@@ -70,14 +70,14 @@ class Packed:
 class FusedLinear(PlannedMatmul):
     """One to three matrices over one input as one matmul.
 
-    ==============================================  ==========================  ===================================
-    built as                                        out                         out =
-    ==============================================  ==========================  ===================================
-    ``FusedLinear([q, k, v], norm=Norm(w, eps))``   [m, Nq + Nk + Nv]           norm(x) @ [Wq Wk Wv] (+ biases)
-    ``FusedLinear([gate, up], activation="silu")``  [m, N]                      silu(x @ Wgate) * (x @ Wup)
-    ``FusedLinear([up], activation="gelu")``        [m, N]                      gelu(x @ Wup)
-    ``FusedLinear([o])``, ``residual=h``            [m, N]; may be h itself     h + x @ Wo
-    ==============================================  ==========================  ===================================
+    ================================================  ==========================  =================================
+    built as                                          out                         out =
+    ================================================  ==========================  =================================
+    ``FusedLinear([q, k, v], norm=FusedNorm(w, e))``  [m, Nq + Nk + Nv]           norm(x) @ [Wq Wk Wv] (+ biases)
+    ``FusedLinear([gate, up], activation="silu")``    [m, N]                      silu(x @ Wgate) * (x @ Wup)
+    ``FusedLinear([up], activation="gelu")``          [m, N]                      gelu(x @ Wup)
+    ``FusedLinear([o])``, ``residual=h``              [m, N]; may be h itself     h + x @ Wo
+    ================================================  ==========================  =================================
 
     Rows are always batch-invariant: a call of many rows is several launches, as the plan says (`blocks`).
 
@@ -100,7 +100,7 @@ class FusedLinear(PlannedMatmul):
         self,
         matrices: Sequence[QuantMatrix],
         *,
-        norm: Norm | None = None,
+        norm: FusedNorm | None = None,
         activation: Activation | None = None,
         dtype: torch.dtype = torch.float16,
     ) -> None:

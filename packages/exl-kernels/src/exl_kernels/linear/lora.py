@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from exl_kernels import _native
-from exl_kernels.attention.cuda import MatmulInput
 from exl_kernels.cuda_ops import check_operand, launch_on
 from exl_kernels.device import row_invariant
 from exl_kernels.errors import DTypeError, ShapeError
 from exl_kernels.linear.cuda import aligned
-from exl_kernels.linear.fused import Activation, Norm
+from exl_kernels.linear.fused import Activation, FusedNorm
+from exl_kernels.linear.matmul_input import MatmulInput
 from exl_kernels.selection import refusal_of_adapted_rows, refusal_of_adapted_shapes
 
 __all__ = ["LoraEntry", "LoraGroup", "LoraTable"]
@@ -188,7 +188,7 @@ class LoraGroup:
         x: Tensor,
         slots: Tensor | None = None,
         *,
-        norm: Norm | None = None,
+        norm: FusedNorm | None = None,
         normed: Tensor | None = None,
         into: MatmulInput | None = None,
     ) -> Tensor:
@@ -217,7 +217,7 @@ class LoraGroup:
         before = None if norm is None else _native.NormPrologue(norm.weight, norm.eps, norm.offset)
         try:
             rows = _native.LoraRows(self._table, slots, middle)
-            packed = None if into is None else _native.MatmulInput(into.matrix._cuda, into.columns, into.scratch)
+            packed = None if into is None else into.native()
             _native.cuda_lora_shrink(x, rows, launch_on(x), norm=before, normed=normed, into=packed)
         except ValueError as error:
             raise ShapeError(f"shrink: {error}") from None

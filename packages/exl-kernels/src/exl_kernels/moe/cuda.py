@@ -20,7 +20,7 @@ from ..cuda_ops import check_operand, launch_on
 from ..device import row_invariant
 from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..linear.cuda import CudaFloatMatrix, CudaQuantMatrix
-from ..linear.fused import Norm
+from ..linear.fused import FusedNorm
 from ..linear.matrix import QuantMatrix
 from ..selection import FUSED_ACTIVATIONS
 from .dequantized import DEQUANTIZED_BYTES, plan_padded
@@ -122,7 +122,7 @@ class ExpertRouter:
         """
         return self._route(h, None)
 
-    def norm_and_route(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
+    def norm_and_route(self, x: Tensor, norm: FusedNorm) -> tuple[Tensor, Tensor, Tensor]:
         """Return the RMS norm of x [T, hidden], bitwise that of `norm.rms_norm`, and its route, by one launch.
 
         Raises:
@@ -134,7 +134,7 @@ class ExpertRouter:
         weights, ids = self._route(x, _native.NormPrologue(norm.weight, norm.eps, norm.offset), h)
         return h, weights, ids
 
-    def takes_norm(self, norm: Norm) -> bool:
+    def takes_norm(self, norm: FusedNorm) -> bool:
         """Return whether `norm_and_route` takes the norm."""
         weight = norm.weight
         return (

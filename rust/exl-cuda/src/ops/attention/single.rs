@@ -157,7 +157,7 @@ fn ahead(caps: &Capabilities, call: &Call, splits: usize) -> usize {
 /// Whether blocks of whole splits are faster, by measurement (docs/design/attention.md). They are not if clusters of more than two blocks
 /// are resident. Otherwise they are for packed pages, and for half pages (`half`) of short sequences, if there are blocks for most SMs
 /// (`crowded`).
-fn prefers_long(half: bool, few: Option<Few>, splits: usize, crowded: bool) -> bool {
+fn long_is_faster(half: bool, few: Option<Few>, splits: usize, crowded: bool) -> bool {
     match few {
         Some(few) if few.size > 2 => false,
         Some(few) => !half || (few.clusters == 1 && crowded),
@@ -453,11 +453,8 @@ pub(super) fn long(
     let (teams, slots) = long_slots(kind, dim, group, wanted, share, per_block, most)
         .filter(|&(_, slots)| slots >= 1)
         .ok_or(Refusal::SharedMemory(per_block))?;
-    let faster = prefers_long(is_half(kind), few, splits, crowds(caps, call, shares));
-    takes(
-        faster,
-        Refusal::Takes("float16 pages of up to 2048 keys a sequence"),
-    )?;
+    let faster = long_is_faster(is_half(kind), few, splits, crowds(caps, call, shares));
+    takes(faster, Refusal::Slower)?;
     let rest = long_rest(kind, dim, group, teams);
     Ok(Long {
         splits,
@@ -536,15 +533,15 @@ mod tests {
         };
         let long = |half| {
             let few = [(8, 1), (4, 1), (2, 1), (2, 32)].map(|(size, count)| clusters(size, count));
-            few.map(|few| prefers_long(half, few, 1, true))
+            few.map(|few| long_is_faster(half, few, 1, true))
         };
         assert_eq!(long(false), [false, false, true, true]);
         assert_eq!(long(true), [false, false, true, false]);
-        assert!(prefers_long(false, None, 64, false) && prefers_long(true, None, 2, false));
-        assert!(!prefers_long(true, None, 64, true));
+        assert!(long_is_faster(false, None, 64, false) && long_is_faster(true, None, 2, false));
+        assert!(!long_is_faster(true, None, 64, true));
         // Half pages: clusters of two blocks while their key heads leave SMs free.
-        assert!(!prefers_long(true, clusters(2, 1), 1, false));
-        assert!(prefers_long(false, clusters(2, 1), 1, false));
+        assert!(!long_is_faster(true, clusters(2, 1), 1, false));
+        assert!(long_is_faster(false, clusters(2, 1), 1, false));
         // Half pages of 16 sequences: clusters of four lose to blocks of whole splits, unless many query heads share a key head.
         assert_eq!(of_batch(16, false), Some((2, 1)));
         let many =

@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from exl_kernels.attention.cuda import MatmulInput
 from exl_kernels.fused import embed
 from exl_kernels.linear.fused import Packed
+from exl_kernels.linear.matmul_input import MatmulInput
 from exl_kernels.norm import rms_norm
 
 from ...device import activation_dtype
 from ...layers import Embedding, Head, Linear, Norm, RMSNorm
 from ...layers.description import AttentionDescription, MlpDescription
 from ..attention_half import AttentionHalf
-from ..half import NO_PROLOGUE, Features, JoinedHalf, NextPrologue, Normed, OutputTokens, PendingMatmul, last_rows
+from ..half import NO_PROLOGUE, Features, HalfInput, JoinedHalf, NextPrologue, OutputTokens, PendingMatmul, last_rows
 from ..half_matmuls import joins_rows
 from ..many_rows import ManyRows, takes_many_rows
 from ..mlp_half import MlpHalf
-from ..operators import Joined, Operators
+from ..operators import JoinedOperators, Operators
 from .coverage import ANSWER, LoadedWeights, pairs_of, part_of, refusal_of_exchange
 from .heads import norm_on
 from .matrix import SplitMatrix
@@ -67,19 +67,19 @@ class Shape:
     vocabulary: tuple[int, ...]
 
 
-class _Whole(Joined):
+class _Whole(JoinedOperators):
     """Joined launches whose results other devices need: attention packs no input of the last matmul.
 
     A matmul without a kernel for all its matrices, norm, gate and residual runs by separate launches.
     """
 
-    def first(self, half: JoinedHalf, x: Tensor, h: Normed, step: Step) -> Tensor | PendingMatmul | Iterable[Tensor]:
+    def first(self, half: JoinedHalf, x: Tensor, h: HalfInput, step: Step) -> Tensor | PendingMatmul | Iterable[Tensor]:
         """Norm and multiply; see `Operators.first`."""
         return super().first(half, x, h, step) if half.first.joins(x.shape[0]) else ROUNDED.first(half, x, h, step)
 
     def last(
-        self, half: JoinedHalf, x: Tensor, y: Features, h: Normed, next_prologue: NextPrologue, step: Step
-    ) -> Normed:
+        self, half: JoinedHalf, x: Tensor, y: Features, h: HalfInput, next_prologue: NextPrologue, step: Step
+    ) -> HalfInput:
         """Multiply and add; see `Operators.last`."""
         if half.last.joins(x.shape[0]):
             return super().last(half, x, y, h, next_prologue, step)
@@ -94,8 +94,8 @@ class _Rounded(Operators):
     """Separate launches that round each sum twice, as the modules' own passes do after they gather the result."""
 
     def last(
-        self, half: JoinedHalf, x: Tensor, y: Features, h: Normed, next_prologue: NextPrologue, step: Step
-    ) -> Normed:
+        self, half: JoinedHalf, x: Tensor, y: Features, h: HalfInput, next_prologue: NextPrologue, step: Step
+    ) -> HalfInput:
         """Multiply and add; see `Operators.last`."""
         assert isinstance(y, Tensor), "gathered"
         x.add_(self.multiplied(half.matrices[-1], y))

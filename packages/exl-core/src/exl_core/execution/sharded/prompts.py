@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from ..forward_pass import ForwardPass
     from .context import TensorParallel
 
-__all__ = ["Prompts", "Stores", "StreamBarrier", "takes_prompt"]
+__all__ = ["ShardedPrompts", "Stores", "StreamBarrier", "takes_prompt"]
 
 
 def takes_prompt(asked: ForwardPass) -> bool:
-    """Return whether `Prompts` covers a pass of a model on GPUs: more tokens a row than a decode step, no adapters."""
+    """Return whether `ShardedPrompts` covers a pass on GPUs: more tokens a row than a decode step, no adapters."""
     return asked.ids.shape[1] > DECODE_TOKENS and not (asked.adapters or asked.loras or asked.row_loras)
 
 
-class Prompts:
+class ShardedPrompts:
     """The prompts of a model loaded by `load_tp` in one process."""
 
     def __init__(self, context: TensorParallel, shards: Sequence[ShardLaunches]) -> None:

@@ -90,6 +90,8 @@ pub enum Refusal {
     SharedMemory(usize),
     #[error("it takes {0}")]
     Takes(&'static str),
+    #[error("it takes the call, but another kernel is faster for these pages and lengths")]
+    Slower,
     #[error("{rows} query rows a key head, it is faster from {least} on")]
     FewRows { rows: usize, least: usize },
     #[error("its {tiles} tiles do not fill {sms} SMs and hold too little work to share their keys")]
