@@ -45,9 +45,9 @@ class Stream:
     def synchronize(self) -> None: ...
 
 
-def fill(_: _native.SamplingWorkspace, rows: list[Row], *__: Any) -> tuple[int, tuple[bool, bool, bool]]:
+def fill(_: _native.SamplingWorkspace, rows: list[Row], *__: Any) -> tuple[int, _native.SamplingNeeds]:
     """As the native function: the bytes that a call needs, whose number is that of its masks' words here."""
-    return sum(0 if row.mask is None else len(row.mask) for row in rows), (False, False, False)
+    return sum(0 if row.mask is None else len(row.mask) for row in rows), _native.SamplingNeeds()
 
 
 def launch(workspace: _native.SamplingWorkspace, count: int, *_: Any) -> None:

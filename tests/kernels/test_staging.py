@@ -34,6 +34,10 @@ def test_layout(data: st.DataObject) -> None:
     t = batch * q_len
     raw = stage.pinned.numpy()
     longs, ints = raw[: 24 * t].view(np.int64).reshape(3, batch, q_len), raw[24 * t :].view(np.int32)
+    fields = stage.fields
+    assert np.array_equal(torch.stack(fields[:3]).numpy().reshape(3, batch, q_len), longs)
+    assert np.array_equal(torch.cat([field.flatten() for field in fields[3:]]).numpy(), ints)
+    assert fields.block_table.shape == (batch, pages)
     positions = np.full((batch, q_len), -1)
     positions[:rows] = np.array(past)[:, None] + np.arange(q_len)
     pages_of = np.array(table).reshape(rows, width)

@@ -9,6 +9,7 @@ mod device;
 mod driver;
 mod features;
 mod ffi;
+pub mod fields;
 mod launch;
 pub mod layout;
 pub mod ops;

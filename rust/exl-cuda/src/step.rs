@@ -1,6 +1,7 @@
 //! The inputs of a captured decode step, checked and written into one buffer that one copy brings to the GPU.
 
 use crate::device::Device;
+use crate::fields::Field;
 use crate::launch::{CudaError, copy_to_device};
 use crate::ops::Target;
 
@@ -37,10 +38,33 @@ impl Sizes {
         self.batch * self.q_len
     }
 
-    /// Bytes of the buffer: ids, slots and rotary positions (i64 a token each), positions (i32 a token), the block table (i32), the row of
-    /// the block table of each token (i32).
+    /// The buffer: ids, slots and rotary positions (i64 a token), positions (i32 a token), the block table (i32) and the row of the block
+    /// table of each token (i32).
+    pub fn fields(&self) -> [Field; 6] {
+        let (tokens, mut offset) = (self.tokens(), 0);
+        [
+            ("ids", tokens, 8),
+            ("slots", tokens, 8),
+            ("rope_positions", tokens, 8),
+            ("positions", tokens, 4),
+            ("block_table", self.batch * self.pages, 4),
+            ("rows", tokens, 4),
+        ]
+        .map(|(name, count, element)| {
+            let field = Field {
+                name,
+                offset,
+                size: count * element,
+                element,
+            };
+            offset = field.end();
+            field
+        })
+    }
+
+    /// Bytes of the buffer.
     pub fn bytes(&self) -> usize {
-        32 * self.tokens() + 4 * self.batch * self.pages
+        self.fields()[5].end()
     }
 }
 
@@ -79,40 +103,42 @@ pub unsafe fn send(target: Target, to: usize, from: usize, bytes: usize) -> Resu
 /// Write a step that [`fits`] into `out` of [`Sizes::bytes`] bytes. Padding rows have token 0 at position -1, which sees no keys, in slot
 /// -1, which is not stored.
 pub fn write(sizes: &Sizes, step: &Request<'_>, out: &mut [u8]) {
-    let (tokens, q_len) = (sizes.tokens(), sizes.q_len);
-    let (longs, ints) = out.split_at_mut(24 * tokens);
-    let mut long =
-        |at: usize, value: i64| longs[8 * at..8 * at + 8].copy_from_slice(&value.to_ne_bytes());
-    let mut int =
-        |at: usize, value: i32| ints[4 * at..4 * at + 4].copy_from_slice(&value.to_ne_bytes());
-    for token in 0..tokens {
-        let (row, j) = (token / q_len, token % q_len);
-        let (mut id, mut slot, mut position) = (0, -1, -1);
-        if let Some(&past) = step.past.get(row) {
-            position = i64::from(past) + j as i64;
-            let (page, inside) = (
-                position as usize / sizes.page_size,
-                position as usize % sizes.page_size,
-            );
-            id = step.ids[token];
-            slot = i64::from(step.table[row * step.width + page]) * sizes.page_size as i64
-                + inside as i64;
-        }
-        long(token, id);
-        long(tokens + token, slot);
-        long(2 * tokens + token, position.max(0));
-        int(token, position as i32);
-        int(tokens + sizes.batch * sizes.pages + token, row as i32);
-    }
+    let (q_len, page_size) = (sizes.q_len, sizes.page_size);
+    let [ids, slots, rope_positions, positions, block_table, rows] =
+        sizes.fields().map(|field| field.offset);
+    let mut put = |start: usize, value: &[u8]| {
+        out[start..start + value.len()].copy_from_slice(value);
+    };
     for row in 0..sizes.batch {
-        for page in 0..sizes.pages {
+        let past = step.past.get(row);
+        for j in 0..q_len {
+            let token = row * q_len + j;
+            let (mut id, mut slot, mut position) = (0, -1, -1);
+            if let Some(&past) = past {
+                position = i64::from(past) + j as i64;
+                let (page, inside) = (position as usize / page_size, position as usize % page_size);
+                id = step.ids[token];
+                slot = i64::from(step.table[row * step.width + page]) * page_size as i64
+                    + inside as i64;
+            }
+            put(ids + 8 * token, &i64::to_ne_bytes(id));
+            put(slots + 8 * token, &i64::to_ne_bytes(slot));
+            let rope_position = position.max(0);
+            put(rope_positions + 8 * token, &i64::to_ne_bytes(rope_position));
+            put(positions + 4 * token, &i32::to_ne_bytes(position as i32));
+            put(rows + 4 * token, &i32::to_ne_bytes(row as i32));
+        }
+    }
+    let table = &mut out[block_table..rows];
+    for (row, line) in table.chunks_exact_mut(4 * sizes.pages).enumerate() {
+        for (page, entry) in line.chunks_exact_mut(4).enumerate() {
             let there = row < step.past.len() && page < step.width;
             let number = if there {
                 step.table[row * step.width + page]
             } else {
                 0
             };
-            int(tokens + row * sizes.pages + page, number);
+            entry.copy_from_slice(&number.to_ne_bytes());
         }
     }
 }
@@ -167,6 +193,16 @@ mod tests {
                 0, 0, 1, 1, 2, 2, 3, 3, // rows of them
             ]
         );
+    }
+
+    #[test]
+    fn fields_follow_one_another() {
+        let fields = SIZES.fields();
+        assert_eq!(fields[0].offset, 0);
+        assert!(fields.windows(2).all(|two| two[0].end() == two[1].offset));
+        assert!(fields.iter().all(|f| f.offset.is_multiple_of(f.element)));
+        assert_eq!((fields[3].name, fields[3].offset), ("positions", 192));
+        assert_eq!(SIZES.bytes(), 192 + 32 + 48 + 32);
     }
 
     #[test]

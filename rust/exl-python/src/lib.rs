@@ -47,6 +47,8 @@ mod _native {
         AttentionCall, CudaPages, HeadNorms, MatmulInput, NewKeys, cuda_kv_transfer,
     };
     #[pymodule_export]
+    use crate::cuda::fields::{MemoryField, lora_entry_fields};
+    #[pymodule_export]
     use crate::cuda::fused::{
         StepStage, cuda_add_post_norm, cuda_add_rms_norm, cuda_embed, cuda_layer_norm_packed,
         cuda_rms_norm_parts, cuda_rope_store,
@@ -67,7 +69,7 @@ mod _native {
     use crate::cuda::peer::{PeerColumns, PeerExchange};
     #[pymodule_export]
     use crate::cuda::sampling::{
-        SamplingWorkspace, cuda_sample_answers, cuda_sample_fill, cuda_sample_launch,
+        SamplingNeeds, SamplingWorkspace, cuda_sample_answers, cuda_sample_fill, cuda_sample_launch,
     };
     #[pymodule_export]
     use crate::cuda::select::{

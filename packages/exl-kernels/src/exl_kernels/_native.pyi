@@ -10,7 +10,7 @@ from numpy import int64
 from numpy.typing import NDArray
 from torch import Tensor
 
-from exl_kernels.sampling import Row
+from exl_kernels.sampling import Row, TokenTarget
 
 __all__ = [
     "AttentionBlock",
@@ -39,6 +39,7 @@ __all__ = [
     "MatmulInput",
     "MatmulPlan",
     "Matrix",
+    "MemoryField",
     "MlpBlock",
     "NewKeys",
     "NextInput",
@@ -48,6 +49,7 @@ __all__ = [
     "PeerExchange",
     "ProbedDevice",
     "Rotation",
+    "SamplingNeeds",
     "SamplingPlan",
     "SamplingWorkspace",
     "StepStage",
@@ -112,6 +114,7 @@ __all__ = [
     "kv_load",
     "kv_store",
     "layer_norm",
+    "lora_entry_fields",
     "most_padded_rows",
     "num_threads",
     "paged_attention",
@@ -1052,6 +1055,26 @@ class Matrix:
         """
 
 @final
+class MemoryField:
+    """
+    A field of memory that Python fills in and kernels read, in bytes.
+    """
+    @property
+    def element(self, /) -> int:
+        """
+        One element.
+        """
+    @property
+    def name(self, /) -> str: ...
+    @property
+    def offset(self, /) -> int: ...
+    @property
+    def size(self, /) -> int:
+        """
+        All elements.
+        """
+
+@final
 class MlpBlock:
     """
     Norm, gate if there is one, up, activation, down, post norm, residual.
@@ -1230,6 +1253,28 @@ class Rotation:
         """
 
 @final
+class SamplingNeeds:
+    """
+    Launches that the rows of a call need besides shaping and choosing.
+    """
+    def __new__(cls, /, *, sums: bool = False, wide: bool = False, mix: bool = False) -> SamplingNeeds: ...
+    @property
+    def mix(self, /) -> bool:
+        """
+        A row is mixed from two.
+        """
+    @property
+    def sums(self, /) -> bool:
+        """
+        A row needs the sum of its weights.
+        """
+    @property
+    def wide(self, /) -> bool:
+        """
+        A row's candidates may be too many for the choosing block's table.
+        """
+
+@final
 class SamplingPlan:
     """
     A request's settings as numbers, and the sets that they name. They are the same for all of its rows.
@@ -1313,6 +1358,11 @@ class StepStage:
     def bytes(sizes: tuple[int, int, int, int]) -> int:
         """
         Bytes of a step of (batch, q_len, pages, page_size).
+        """
+    @staticmethod
+    def fields(sizes: tuple[int, int, int, int]) -> list[MemoryField]:
+        """
+        The fields of the buffer of (batch, q_len, pages, page_size).
         """
     def fill(self, /, ids: Tensor | None, past: Tensor, table: Tensor, limits: tuple[int, int, int]) -> bool:
         """
@@ -1544,7 +1594,7 @@ def cuda_sample_fill(
     requests: Sequence[Row],
     constants: Sequence[tuple[Tensor | None, Tensor | None]],
     stream: int,
-) -> tuple[int, tuple[bool, bool, bool]]:
+) -> tuple[int, SamplingNeeds]:
     """
     Write the rows to the staging memory and queue its copy on `stream`. Returns the needed bytes and the rows' needs for
     `cuda_sample_launch`. If the needed bytes exceed the staging memory, nothing useful was written and nothing is queued. `constants`: of
@@ -1552,11 +1602,7 @@ def cuda_sample_fill(
     """
 
 def cuda_sample_launch(
-    workspace: SamplingWorkspace,
-    count: int,
-    needs: tuple[bool, bool, bool],
-    launch: Launch,
-    next: tuple[Tensor, int, tuple[Tensor, Tensor] | None] | None = None,
+    workspace: SamplingWorkspace, count: int, needs: SamplingNeeds, launch: Launch, next: TokenTarget | None = None
 ) -> None:
     """
     Launch for `count` rows that were written and copied, with the needs that `cuda_sample_fill` returned. The answers are in the workspace
@@ -1747,6 +1793,11 @@ def kv_store(pages: Pages, k: Tensor, v: Tensor, slots: Tensor) -> None:
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor) -> None:
     """
     Like `rms_norm`, with mean and bias.
+    """
+
+def lora_entry_fields() -> list[MemoryField]:
+    """
+    Return the fields of an entry of a table of adapters: device addresses and the rank, 64-bit integers.
     """
 
 def most_padded_rows(pairs: int, experts: int) -> int:

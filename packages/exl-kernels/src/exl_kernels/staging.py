@@ -2,29 +2,60 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from . import _native
 from .cuda_ops import stream_of
 
-__all__ = ["StepStage"]
+__all__ = ["StepFields", "StepStage"]
 
 Sizes = tuple[int, int, int, int]
+
+_DTYPES = {4: torch.int32, 8: torch.int64}
+
+
+class StepFields(NamedTuple):
+    """Views of a step's buffer, with T = batch * q_len tokens; `_native.StepStage.fields` says where they are."""
+
+    ids: Tensor
+    """int64 [T]."""
+    slots: Tensor
+    """int64 [T]; -1: not stored."""
+    rope_positions: Tensor
+    """int64 [T]."""
+    positions: Tensor
+    """int32 [T]; -1: sees no keys."""
+    block_table: Tensor
+    """int32 [batch, pages], page numbers."""
+    rows: Tensor
+    """int32 [T], each token's row of `block_table`."""
+
+    @staticmethod
+    def of(buffer: Tensor, sizes: Sizes) -> StepFields:
+        """Return the views of a buffer for sizes (batch, q_len, pages, page_size), uint8 [`StepStage.bytes(sizes)`]."""
+        views = {
+            field.name: buffer[field.offset : field.offset + field.size].view(_DTYPES[field.element])
+            for field in _native.StepStage.fields(sizes)
+        }
+        views["block_table"] = views["block_table"].view(sizes[0], sizes[2])
+        return StepFields(**views)
 
 
 class StepStage:
     """One pinned buffer for steps of at most `batch` rows of `q_len` tokens in `pages` pages of `page_size` tokens.
 
-    Layout, with T = batch * q_len: int64 [T] ids, slots and rope positions, then int32 [T] positions, [batch, pages]
-    page numbers and [T] rows of these. Missing rows are padding: token 0 at position -1, slot -1.
+    `fields` are views of the buffer. Missing rows are padding: token 0 at position -1, slot -1.
     """
 
-    __slots__ = ("_native", "pinned")
+    __slots__ = ("_native", "fields", "pinned")
 
     def __init__(self, sizes: Sizes) -> None:
         """Allocate the buffer for sizes (batch, q_len, pages, page_size)."""
         self.pinned = torch.zeros(self.bytes(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        self.fields = StepFields.of(self.pinned, sizes)
         self._native = _native.StepStage(self.pinned, sizes)
 
     @staticmethod

@@ -210,6 +210,7 @@ macro_rules! attribute {
         $object.getattr(intern!($object.py(), $name))?
     };
 }
+pub(crate) use attribute;
 
 impl<'a, 'py> FromPyObject<'a, 'py> for Request {
     type Error = PyErr;

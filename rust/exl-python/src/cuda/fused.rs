@@ -9,6 +9,7 @@ use exl_cuda::step::{self, Limits, Request, Sizes};
 use pyo3::prelude::*;
 
 use crate::cuda::attention::{CudaPages, MatmulInput, NewKeys, covers};
+use crate::cuda::fields::MemoryField;
 use crate::cuda::linear::NormPrologue;
 use crate::cuda::{element, expect, target};
 use crate::errors::device_error;
@@ -350,6 +351,19 @@ impl StepStage {
             page_size,
         }
         .bytes()
+    }
+
+    /// The fields of the buffer of (batch, q_len, pages, page_size).
+    #[staticmethod]
+    fn fields(sizes: (usize, usize, usize, usize)) -> Vec<MemoryField> {
+        let (batch, q_len, pages, page_size) = sizes;
+        let sizes = Sizes {
+            batch,
+            q_len,
+            pages,
+            page_size,
+        };
+        sizes.fields().map(MemoryField::from).into()
     }
 
     /// Write a step into the buffer. Returns False and leaves the buffer unchanged if an operand is invalid or too large.

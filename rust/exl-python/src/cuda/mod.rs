@@ -4,6 +4,7 @@
 #![allow(clippy::needless_pass_by_value)]
 
 pub mod attention;
+pub mod fields;
 pub mod fused;
 pub mod limits;
 pub mod linear;

@@ -10,8 +10,9 @@ use exl_cuda::ops::sampling::select::row::{self, Call, Needs, Way};
 use exl_cuda::ops::sampling::{self, Edit, Row, SEGMENT, Staging, Workspace, status};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::{Borrowed, intern};
 
-use crate::cpu::sampling::{Answer, Edits, Request, SamplingPlan, mask, only, prepared};
+use crate::cpu::sampling::{Answer, Edits, Request, SamplingPlan, attribute, mask, only, prepared};
 use crate::cuda::{expect, target};
 use crate::errors::device_error;
 use crate::operands::Launch;
@@ -20,9 +21,59 @@ use crate::tensor::{DType, Tensor};
 /// Constants of a row's plan on the GPU: bias float32, ids that XTC ignores as packed int32.
 type Constants = (Option<Tensor>, Option<Tensor>);
 
-/// Inputs of the next step: int64 ids on the GPU, their exclusive limit, and uint8 in pinned memory with its destination of the same size
-/// on the GPU.
-type NextInputs = (Tensor, usize, Option<(Tensor, Tensor)>);
+/// Inputs of the next step: the fields of `exl_kernels.sampling.TokenTarget`, by name.
+pub struct NextInputs {
+    /// int64 on the GPU.
+    ids: Tensor,
+    /// Ids are below it.
+    limit: usize,
+    /// uint8 in pinned memory, and its destination of the same size on the GPU.
+    copied: Option<(Tensor, Tensor)>,
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for NextInputs {
+    type Error = PyErr;
+
+    #[cfg(feature = "stubs")]
+    const INPUT_TYPE: pyo3::inspect::PyStaticExpr =
+        pyo3::type_hint_identifier!("exl_kernels.sampling", "TokenTarget");
+
+    fn extract(target: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        Ok(Self {
+            ids: attribute!(target, "ids").extract()?,
+            limit: attribute!(target, "limit").extract()?,
+            copied: attribute!(target, "copied").extract()?,
+        })
+    }
+}
+
+/// Launches that the rows of a call need besides shaping and choosing.
+#[pyclass(frozen, get_all, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct SamplingNeeds {
+    /// A row needs the sum of its weights.
+    sums: bool,
+    /// A row's candidates may be too many for the choosing block's table.
+    wide: bool,
+    /// A row is mixed from two.
+    mix: bool,
+}
+
+#[pymethods]
+impl SamplingNeeds {
+    #[new]
+    #[pyo3(signature = (*, sums=false, wide=false, mix=false))]
+    fn new(sums: bool, wide: bool, mix: bool) -> Self {
+        Self { sums, wide, mix }
+    }
+}
+
+impl From<Needs> for SamplingNeeds {
+    fn from(needs: Needs) -> Self {
+        let Needs { sums, wide, mix } = needs;
+        Self { sums, wide, mix }
+    }
+}
 
 /// Memory that calls of one GPU share: staged rows, and the workspace of the kernels.
 #[pyclass(frozen, module = "exl_kernels._native")]
@@ -297,7 +348,7 @@ pub fn cuda_sample_fill(
     requests: Vec<Request>,
     constants: Vec<Constants>,
     stream: usize,
-) -> PyResult<(usize, (bool, bool, bool))> {
+) -> PyResult<(usize, SamplingNeeds)> {
     let SamplingWorkspace {
         staging,
         device_copy,
@@ -321,7 +372,7 @@ pub fn cuda_sample_fill(
     // SAFETY: the caller synchronizes after every launch, so no launch reads or writes the memory now; torch owns it.
     let Some(mut memory) = (unsafe { Staging::new(base, device, bytes.len(), rows) }) else {
         let front = size_of::<sampling::Answer>() + size_of::<Row>();
-        return Ok((2 * rows * front + (1 << 16), (false, false, false)));
+        return Ok((2 * rows * front + (1 << 16), Needs::default().into()));
     };
     let edits = prepared(py, &requests, |edits, size| Grouped::of(&edits, size))?;
     let mut needs = Needs::default();
@@ -341,7 +392,7 @@ pub fn cuda_sample_fill(
         py.detach(|| unsafe { sampling::send(to, base, device, start, end - start) })
             .map_err(|e| device_error(py, &e))?;
     }
-    Ok((end, (needs.sums, needs.wide, needs.mix)))
+    Ok((end, needs.into()))
 }
 
 /// Launch for `count` rows that were written and copied, with the needs that `cuda_sample_fill` returned. The answers are in the workspace
@@ -353,7 +404,7 @@ pub fn cuda_sample_launch(
     py: Python<'_>,
     workspace: &SamplingWorkspace,
     count: usize,
-    needs: (bool, bool, bool),
+    needs: &SamplingNeeds,
     launch: &Launch,
     next: Option<NextInputs>,
 ) -> PyResult<()> {
@@ -373,9 +424,9 @@ pub fn cuda_sample_launch(
         ("maxima", maxima),
         ("sums", sums),
     ];
-    if let Some((ids, _, inputs)) = &next {
-        all.push(("next", ids));
-        all.extend(inputs.as_ref().map(|(_, to)| ("inputs", to)));
+    if let Some(next) = &next {
+        all.push(("next", &next.ids));
+        all.extend(next.copied.as_ref().map(|(_, to)| ("inputs", to)));
     }
     if tails.numel() > 0 {
         all.push(("tails", tails));
@@ -395,7 +446,7 @@ pub fn cuda_sample_launch(
         tails: if tails.numel() > 0 { tails.ptr } else { 0 },
         pitch: shaped.shape[1],
     };
-    let (sums, wide, mix) = needs;
+    let &SamplingNeeds { sums, wide, mix } = needs;
     let needs = Needs { sums, wide, mix };
     let copy = device_copy.ptr;
     // SAFETY: sizes were checked above and when filling; the caller keeps the tensors until the stream has passed.
@@ -403,20 +454,25 @@ pub fn cuda_sample_launch(
         .map_err(|e| device_error(py, &e))
 }
 
-fn next_inputs(count: usize, (ids, limit, inputs): &NextInputs) -> PyResult<sampling::Next> {
+fn next_inputs(count: usize, next: &NextInputs) -> PyResult<sampling::Next> {
+    let &NextInputs {
+        ref ids,
+        limit,
+        ref copied,
+    } = next;
     expect(
-        ids.dtype == DType::I64 && ids.numel() == count && *limit > 0,
+        ids.dtype == DType::I64 && ids.numel() == count && limit > 0,
         "next must be int64, with an id a request and a limit of at least 1",
     )?;
-    let inputs = inputs.as_ref().map(|(from, to)| copied(from, to));
+    let inputs = copied.as_ref().map(|(from, to)| inputs(from, to));
     Ok(sampling::Next {
         ids: ids.ptr,
-        limit: *limit,
+        limit,
         inputs: inputs.transpose()?.unwrap_or_default(),
     })
 }
 
-fn copied(from: &Tensor, to: &Tensor) -> PyResult<sampling::Inputs> {
+fn inputs(from: &Tensor, to: &Tensor) -> PyResult<sampling::Inputs> {
     let source = from.slice::<u8>("the source of inputs")?;
     expect(
         to.dtype == DType::U8 && to.numel() == source.len() && source.len().is_multiple_of(4),

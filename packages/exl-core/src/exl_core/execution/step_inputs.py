@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels.cuda_ops import stream_of
-from exl_kernels.staging import StepStage
+from exl_kernels.staging import StepFields, StepStage
 
 __all__ = ["Bucket", "StagedTensors", "StepTensors", "passed"]
 
@@ -58,7 +58,7 @@ class Bucket(NamedTuple):
 
 
 class StepTensors:
-    """The inputs of one bucket on a device: views of one buffer in the layout of `StepStage`.
+    """The inputs of one bucket on a device: views of one buffer, as `StepFields`.
 
     Rows of the bucket beyond the batch, and tokens of a row beyond its count, are padding: token 0 at position -1,
     which sees no keys, and slot -1, which is not stored. Initially all rows are padding.
@@ -66,12 +66,10 @@ class StepTensors:
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
         self.bucket = bucket
-        t = bucket.tokens
         self.buffer = torch.zeros(StepStage.bytes(_sizes(bucket)), dtype=torch.uint8, device=device)
-        longs, ints = self.buffer[: 24 * t].view(torch.int64), self.buffer[24 * t :].view(torch.int32)
-        self.ids, self.slots, self.rope_positions = longs[:t], longs[t : 2 * t], longs[2 * t :]
-        self.positions, self.block_table = ints[:t], ints[t:-t].view(bucket.batch, bucket.pages)
-        self.rows = ints[-t:]
+        fields = StepFields.of(self.buffer, _sizes(bucket))
+        self.ids, self.slots, self.rope_positions = fields.ids, fields.slots, fields.rope_positions
+        self.positions, self.block_table, self.rows = fields.positions, fields.block_table, fields.rows
         self.slots.fill_(-1)
         self.positions.fill_(-1)
         self.rows.copy_(torch.arange(bucket.batch, dtype=torch.int32).repeat_interleave(bucket.q_len))
@@ -136,13 +134,12 @@ class StagedTensors(StepTensors):
         if not stage.fill(ids, past, table, limits):
             return None
         if offsets is not None:
-            t, q_len = self.bucket.tokens, self.bucket.q_len
-            rope = stage.pinned[16 * t : 24 * t].view(torch.int64)
-            rope[: q_len * len(past)] += offsets.repeat_interleave(q_len)
+            q_len = self.bucket.q_len
+            stage.fields.rope_positions[: q_len * len(past)] += offsets.repeat_interleave(q_len)
         if counts:
             self._pad(stage, counts)
         if firsts:
-            rows = stage.pinned.view(torch.int32)[-self.bucket.tokens :].view(-1, self.bucket.q_len)
+            rows = stage.fields.rows.view(-1, self.bucket.q_len)
             rows[: len(firsts)] = torch.tensor(firsts, dtype=torch.int32)[:, None]
         self._sent = stream_of(self.buffer)
         self._next = (self._next + 1) % (2 * STAGES)
@@ -160,9 +157,7 @@ class StagedTensors(StepTensors):
 
     def _pad(self, stage: StepStage, counts: Sequence[int]) -> None:
         """Turn the tokens of each row behind its first `counts` into padding."""
-        t, q_len = self.bucket.tokens, self.bucket.q_len
-        slots = stage.pinned[8 * t : 16 * t].view(torch.int64)
-        positions = stage.pinned[24 * t : 28 * t].view(torch.int32)
+        q_len, slots, positions = self.bucket.q_len, stage.fields.slots, stage.fields.positions
         for row, count in enumerate(counts):
             if count < q_len:
                 padding = slice(row * q_len + count, (row + 1) * q_len)

@@ -24,7 +24,8 @@ from exl_kernels.selection import refusal_of_adapted_rows, refusal_of_adapted_sh
 
 __all__ = ["LoraEntry", "LoraGroup", "LoraTable"]
 
-FIELDS = 5  # numbers of an entry in a table
+_PLACES = {field.name: field.offset // field.size for field in _native.lora_entry_fields()}
+"""The place of each field of an entry among the int64 numbers of a row of a table."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,9 +262,12 @@ class LoraGroup:
         return out
 
 
-def _fields(entry: LoraEntry | None) -> tuple[int, ...]:
-    """Return the entry as a row of a table: addresses, then the rank."""
-    if entry is None:
-        return (0,) * FIELDS
-    bias = 0 if entry.bias is None else entry.bias.data_ptr()
-    return (*(t.data_ptr() for t in (entry.a, entry.b, entry.scale)), bias, entry.rank)
+def _fields(entry: LoraEntry | None) -> list[int]:
+    """Return the entry as a row of a table: addresses and the rank."""
+    row = [0] * len(_PLACES)
+    if entry is not None:
+        tensors = {"a": entry.a, "b": entry.b, "scale": entry.scale, "bias": entry.bias}
+        for name, tensor in tensors.items():
+            row[_PLACES[name]] = 0 if tensor is None else tensor.data_ptr()
+        row[_PLACES["rank"]] = entry.rank
+    return row

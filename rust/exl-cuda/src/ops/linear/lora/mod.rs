@@ -4,6 +4,7 @@ pub mod select;
 
 use crate::abi::{assert_constants, assert_layout};
 use crate::device::Device;
+use crate::fields::{Field, struct_fields};
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::elementwise::Activation;
@@ -29,6 +30,22 @@ pub struct LoraEntry {
 }
 
 assert_layout!(LoraEntry, lora::LoraEntry, { a, b, scale, bias, rank });
+
+impl LoraEntry {
+    /// Python writes tables of entries, as rows of 64-bit integers.
+    pub const FIELDS: [Field; 5] = struct_fields!(LoraEntry, { a, b, scale, bias, rank });
+}
+
+const _: () = {
+    let mut i = 0;
+    while i < LoraEntry::FIELDS.len() {
+        assert!(
+            LoraEntry::FIELDS[i].size == 8,
+            "a field is no 64-bit integer"
+        );
+        i += 1;
+    }
+};
 
 /// Operands of [`add`], as device addresses.
 #[derive(Clone, Copy, Debug)]
