@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import random
 import subprocess
 import sys
@@ -459,11 +460,20 @@ class FakeRay:
             delete=self.note("serve.delete"),
             shutdown=self.note("serve.shutdown"),
         )
-        ray = SimpleNamespace(__version__="2.60.0", serve=serve, init=self.note("init"), shutdown=self.note("shutdown"))
+        self.address = "127.0.0.1"
+        ray = SimpleNamespace(
+            __version__="2.60.0",
+            serve=serve,
+            init=self.note("init"),
+            shutdown=self.note("shutdown"),
+            util=SimpleNamespace(get_node_ip_address=lambda: self.address),
+        )
         monkeypatch.setitem(sys.modules, "ray", ray)
         monkeypatch.setattr(app, "application", lambda config: None)
         monkeypatch.setattr(app.signal, "signal", lambda *_: None)
         monkeypatch.setenv("RAY_AUTH_MODE", "token")
+        for name in app.LOOPBACK:
+            monkeypatch.setenv(name, "1")
 
     def note(self, name: str) -> Any:
         return lambda *given, **named: self.calls.append((name, named.get("address", given[0] if given else None)))
@@ -493,6 +503,18 @@ def test_without_an_address_a_new_cluster_is_started_and_ended(monkeypatch: pyte
         app.run(CONFIG)
     assert ray.calls[0] == ("init", "local")
     assert ray.calls[-2:] == [("serve.shutdown", None), ("shutdown", None)]
+
+
+def test_a_new_cluster_is_reached_from_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray replaces the loopback address by another one, unless a variable forbids it before it is imported."""
+    ray = FakeRay(monkeypatch, serving=False)
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    ray.address = "10.0.0.5"
+    with pytest.raises(ConfigError, match=r"Ray listens on 10\.0\.0\.5, which other machines reach"):
+        app.run(CONFIG)
+    assert ray.calls == [("init", "local"), ("shutdown", None)]
+    assert {name: os.environ[name] for name in app.LOOPBACK} == app.LOOPBACK
+    assert os.environ["RAY_AUTH_MODE"] == "token"
 
 
 @pytest.mark.parametrize("address", ["auto", "127.0.0.1:6379", "ray://head.example:10001"])

@@ -20,6 +20,10 @@ __all__ = ["application", "check", "check_versions", "run", "start", "versions"]
 OLDEST, NEWEST = (2, 57), (2, 70)
 """Supported versions of Ray: from the first, below the second."""
 APP = "exl"
+LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Ray replaces a node's loopback address by one that other machines reach, except on systems where it supports one
+machine only. Its processes then listen on that address alone. Ray reads this when it is imported.
+"""
 HEAD_ROOM = 64
 """Calls to a replica beyond its requests: messages about them."""
 
@@ -147,6 +151,9 @@ def run(config: ServeConfig, address: str | None = None, *, replace: bool = Fals
     `replace`: replace the server that runs on the cluster, replica by replica, and return when that is done. Raises
     ConfigError where the cluster serves already, and then leaves that server alone.
     """
+    if address is None:
+        os.environ.update(LOOPBACK)
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # other users of this machine reach the loopback address
     check(config, address)
     if replace and address is None:
         raise ConfigError("--replace needs --address: a new cluster serves nothing that could be replaced")
@@ -157,6 +164,7 @@ def run(config: ServeConfig, address: str | None = None, *, replace: bool = Fals
     if address is None:
         # Without an address Ray would join the cluster that RAY_ADDRESS names.
         ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", configure_logging=False)
+        _check_loopback(ray)
     else:
         ray.init(address=address, configure_logging=False)
     ended = threading.Event()
@@ -178,6 +186,17 @@ def run(config: ServeConfig, address: str | None = None, *, replace: bool = Fals
         if address is None:
             serve.shutdown()
         ray.shutdown()
+
+
+def _check_loopback(ray: Any) -> None:
+    """Raise ConfigError, and end the cluster, where other machines would reach it."""
+    found = ray.util.get_node_ip_address()
+    if found != "127.0.0.1":
+        ray.shutdown()
+        raise ConfigError(
+            f"Ray listens on {found}, which other machines reach: start a cluster with RAY_AUTH_MODE=token, "
+            "and name it with --address"
+        )
 
 
 def start(config: ServeConfig, *, replace: bool = False) -> None:
