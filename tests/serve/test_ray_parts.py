@@ -332,6 +332,13 @@ def test_one_replica_is_taken_away_after_ten_calm_minutes() -> None:
     assert policy(context(calm[:2], 2, 3 * CALM_SECONDS, state))[0] == 2, "the ten minutes begin again"
 
 
+def test_the_calm_time_is_what_replicas_report() -> None:
+    calm: list[dict[str, float]] = [{"exl_batch_load": 0.1, "exl_calm_seconds": 4.0}] * 3
+    _, state = policy(context(calm, 3, 0.0))
+    assert policy(context(calm, 3, 3.9, state))[0] == 3
+    assert policy(context(calm, 3, 4.0, state))[0] == 2
+
+
 def test_requests_that_nobody_has_taken_want_a_replica() -> None:
     _, state = policy(context([], 1, 0.0, queued=3.0))
     assert policy(context([], 1, 2.0, state, queued=3.0))[0] == 2

@@ -46,6 +46,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "ray.engine_cpus": (0, 1024),
     "ray.engine_gpus": (0, 64),
     "ray.health_seconds": (1, 3600),
+    "ray.calm_seconds": (0, 1e9),
 }
 """Ranges of numbers, both ends included. Limits that are not listed are at least 1."""
 

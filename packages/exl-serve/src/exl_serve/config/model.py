@@ -238,6 +238,8 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     engine_gpus: float = 0.0
     #: seconds without a heartbeat after which a replica counts as dead
     health_seconds: float = 15.0
+    #: seconds of low load after which one engine replica is removed
+    calm_seconds: float = 600.0
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

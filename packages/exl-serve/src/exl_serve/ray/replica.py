@@ -314,10 +314,12 @@ class EngineReplica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the report for `autoscale.policy`."""
+        calm = self._config.ray.calm_seconds
         if self._engine is None:
-            return record_nothing()
+            return {"exl_prompt_load": 0.0, "exl_batch_load": 0.0, "exl_page_load": 0.0, "exl_calm_seconds": calm}
         card, status = self._engine.card, self._engine.status
-        return record(status, card.max_batch_size, card.cache_tokens // card.page_size, self._config.qos.target_ttft)
+        pages = card.cache_tokens // card.page_size
+        return record(status, card.max_batch_size, pages, self._config.qos.target_ttft, calm)
 
     def __del__(self) -> None:
         if self._process.poll() is None:
@@ -368,8 +370,3 @@ def _left_of(tokens: int, event: EngineEvent) -> int:
     if isinstance(event, Progress):
         return min(tokens, event.total - event.done)
     return 0
-
-
-def record_nothing() -> dict[str, float]:
-    """Return a report without load."""
-    return {"exl_prompt_load": 0.0, "exl_batch_load": 0.0, "exl_page_load": 0.0}
