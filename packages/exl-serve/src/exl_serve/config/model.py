@@ -240,6 +240,8 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     health_seconds: float = 15.0
     #: seconds of low load after which one engine replica is removed
     calm_seconds: float = 600.0
+    #: continue a stream on another replica when its replica ends
+    resume: bool = True
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -38,6 +38,7 @@ LEASE_PERIOD, STATUS_PERIOD = 1.0, 2.0
 DIVERGED = "the replica that ran this request has ended, and another one gives another answer: try again"
 MIXED = "the replicas serve different models or versions"
 BROKEN = "the server failed on this request; see its log for more"
+ENDED = "the replica that ran this request has ended: try again"
 GONE = "the replica that ran this request has ended, and the request could not be finished on another: try again"
 
 
@@ -159,6 +160,8 @@ class _Call:
         try:
             while not await self._relay(stream) and not self._cancelled:
                 self._died()
+                if not self._engine.resumes and any(choice.ids for choice in self._choices):
+                    raise ServeError.unavailable("engine_restarting", ENDED)
                 log.warning("replica %s has ended: request %s goes on elsewhere", self.replica, self._request.id)
                 stream = await self._open()
                 if self._paused:
@@ -251,11 +254,13 @@ class RayEngine:
     known already.
     """
 
-    def __init__(self, handle: Any, name: str, card: ModelCard | None = None) -> None:
+    def __init__(self, handle: Any, name: str, card: ModelCard | None = None, *, resumes: bool = True) -> None:
         #: of the engine deployment
         self.handle = handle
         #: of this ingress
         self.name = name
+        #: whether a stream goes on elsewhere behind what its client has received
+        self.resumes = resumes
         self.calls: dict[int, _Call] = {}
         self._tags = itertools.count(1)
         self._last = 0
@@ -265,9 +270,9 @@ class RayEngine:
         self._closed = False
 
     @classmethod
-    async def connect(cls, handle: Any, name: str) -> RayEngine:
+    async def connect(cls, handle: Any, name: str, *, resumes: bool = True) -> RayEngine:
         """Connect, and wait for a replica that is ready."""
-        engine = cls(handle, name)
+        engine = cls(handle, name, resumes=resumes)
         await engine._look()
         engine._keep(asyncio.create_task(engine._lease()))
         return engine

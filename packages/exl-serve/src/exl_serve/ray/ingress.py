@@ -35,7 +35,8 @@ class Application:
         made = msgspec.json.decode(config, type=ServeConfig)
         name = os.urandom(8).hex()
         models = _Models(
-            [_Handle(one, handles[one.id], name) for one in made.model], accept_any=made.server.accept_any_model
+            [_Handle(one, handles[one.id], name, resumes=made.ray.resume) for one in made.model],
+            accept_any=made.server.accept_any_model,
         )
         keys = Authenticator(made.auth, proxies=made.server.trusted_proxies, workers=made.ray.ingress_replicas)
         # Ray keeps what a replica writes on standard error in the replica's log file.
@@ -58,13 +59,13 @@ class Application:
 class _Handle:
     """A model whose engines are replicas."""
 
-    def __init__(self, config: ModelConfig, handle: Any, ingress: str) -> None:
+    def __init__(self, config: ModelConfig, handle: Any, ingress: str, *, resumes: bool = True) -> None:
         self.config = config
         template = None if config.template is None else Path(config.template).read_text(encoding="utf-8")
         self.text = FolderText(config.path, template)
         self.family = detect_family(config.family, self.text.template, self.text.special, self.text.piece)
         self.state = "ready"
-        self._handle, self._ingress = handle, ingress
+        self._handle, self._ingress, self._resumes = handle, ingress, resumes
         self._engine: RayEngine | None = None
         self._lock = asyncio.Lock()
 
@@ -74,7 +75,7 @@ class _Handle:
             if self._engine is None:
                 try:
                     async with asyncio.timeout(CONNECT_SECONDS):
-                        self._engine = await RayEngine.connect(self._handle, self._ingress)
+                        self._engine = await RayEngine.connect(self._handle, self._ingress, resumes=self._resumes)
                 except TimeoutError:
                     raise ServeError.unavailable("model_loading", "no replica is ready: try again", 5.0) from None
             return self._engine
