@@ -116,10 +116,11 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
     Forks cannot use a GPU that the first process has asked for its features: such a run has processes of pytest-xdist.
     """
+    if hasattr(config, "workerinput"):  # a process of pytest-xdist has the options, and must not start further ones
+        return
     given = config.option.processes
     xdist = config.pluginmanager.hasplugin("xdist")
-    # The processes of pytest-xdist come here too and must not start further ones.
-    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
+    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if given is None and (not everything or config.option.usepdb or (xdist and config.option.numprocesses is not None)):
         return
     if hasattr(os, "fork") and "not cuda" in config.option.markexpr:
