@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,9 @@ PATIENT = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # As app.LOOPBACK: also the cluster that the tests start themselves is reached from this machine alone.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_AUTH_MODE": "token",
     "OMP_NUM_THREADS": "1",
     "EXL_CPU_THREADS": "1",
 }
@@ -50,7 +54,9 @@ def test_a_cluster_on_loopback(tmp_path: Path) -> None:
             "tests/install/ray_cluster.py",
         ],
         cwd=ROOT,
-        env=os.environ | PATIENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=os.environ
+        | PATIENT
+        | {"RAY_AUTH_TOKEN": secrets.token_hex(32), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
         check=False,
