@@ -196,6 +196,55 @@ def test_an_error_of_a_running_request_stays_what_it_is(tmp_path: Path, *, resum
     asyncio.run(steps())
 
 
+class Silent(FakeEngine):
+    """Never answers a question about its labels, as an engine that dies meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.failed = asyncio.Event(), asyncio.Event()
+
+    async def control(self, _: str) -> Any:
+        self.asked.set()
+        await asyncio.Event().wait()
+
+    def fail(self, _: str) -> None:
+        self.failed.set()
+
+
+class Watched(StartedReplica):
+    """Its engine process runs until `code` is set."""
+
+    def __init__(self, engine: Any, folder: Path) -> None:
+        super().__init__(engine, folder)
+        self.code: int | None = None
+        self._process = SimpleNamespace(poll=lambda: self.code, returncode=-9)  # type: ignore[assignment]
+
+    async def watch(self) -> None:
+        await self._watch()
+
+
+def test_a_replica_ends_with_its_engine_also_while_it_asks_for_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(code: int) -> None:
+        raise SystemError(code)
+
+    async def steps() -> None:
+        engine = Silent()
+        replica = Watched(engine, tmp_path)
+        async with asyncio.timeout(HANG_SECONDS):
+            watching = asyncio.create_task(replica.watch())
+            await engine.asked.wait()
+            replica.code = -9
+            with monkeypatch.context() as patch:
+                patch.setattr("exl_serve.ray.replica.os._exit", leave)
+                with pytest.raises(SystemError):
+                    await watching
+        assert engine.failed.is_set()
+
+    asyncio.run(steps())
+
+
 class Interrupted:
     """A deployment of two replicas over engines of their own. The first stream breaks, though its replica goes on."""
 

@@ -129,8 +129,11 @@ class EngineReplica:
             return self._engine
 
     async def _watch(self) -> None:
-        """End with the engine process; forget the requests of ingresses that have died; read the labels."""
-        asked = 0.0
+        """End with the engine process; forget the requests of ingresses that have died; read the labels.
+
+        The labels are read in a task of their own: an engine that has died does not answer.
+        """
+        asked, reading = 0.0, None
         while True:
             await asyncio.sleep(0.25)
             if self._process.poll() is not None and self._engine is not None:
@@ -143,9 +146,9 @@ class EngineReplica:
                 self._keep(ingress, frozenset(), math.inf)
                 del self._heard[ingress]
                 self._seen.pop(ingress, None)
-            if now - asked > LABEL_SECONDS and self._engine is not None:
+            if now - asked > LABEL_SECONDS and self._engine is not None and (reading is None or reading.done()):
                 asked = now
-                await self._read_labels(self._engine)
+                reading = asyncio.create_task(self._read_labels(self._engine))
 
     async def _read_labels(self, engine: LocalEngine) -> None:
         """Ask the engine for the labels of its pages."""
