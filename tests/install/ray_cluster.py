@@ -343,9 +343,9 @@ def test_a_request_that_kills_two_replicas_is_given_up(cluster: Cluster) -> None
                 os.kill(pid, signal.SIGKILL)
                 killed.add(pid)
 
+    cluster.replicas()
     thread = threading.Thread(target=killer)
     thread.start()
-    cluster.replicas()
     told = joined(cluster.url, body)
     thread.join()
     assert told["error"] is not None
