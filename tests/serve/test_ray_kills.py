@@ -135,7 +135,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_a_stream_survives_its_replica_at_every_seventh_token(
     cluster: tuple[str, Mortal], case: str, what: str, *, resumes: bool
 ) -> None:
-    """The client has the answer that one replica gives; without `ray.resume` one clean error if it has tokens already."""
+    """The client has the answer of one replica; without `ray.resume` one clean error if it has tokens already."""
     url, mortal = cluster
     body = {"model": "fable", "messages": [{"role": "user", "content": "A story."}], "max_tokens": 120, "seed": 3}
     body |= CASES[case]

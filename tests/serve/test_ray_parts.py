@@ -512,7 +512,7 @@ def test_without_an_address_a_new_cluster_is_started_and_ended(monkeypatch: pyte
     assert ray.calls[-2:] == [("serve.shutdown", None), ("shutdown", None)]
 
 
-def test_a_new_cluster_is_reached_from_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_cluster_uses_the_loopback_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray replaces the loopback address by another one, unless a variable forbids it before it is imported."""
     ray = FakeRay(monkeypatch, serving=False)
     monkeypatch.delenv("RAY_AUTH_MODE")
@@ -531,6 +531,8 @@ def test_an_address_needs_a_token(monkeypatch: pytest.MonkeyPatch, address: str)
         app.check(CONFIG, address, {})
     app.check(CONFIG, address, {"RAY_AUTH_MODE": "token"})
     app.check(CONFIG, None, {})
+    with pytest.raises(ConfigError, match="unset RAY_AUTH_MODE"):
+        app.check(CONFIG, None, {"RAY_AUTH_MODE": "disabled"})
 
 
 @pytest.mark.parametrize("name", ["uds", "tls_cert", "tls_key"])

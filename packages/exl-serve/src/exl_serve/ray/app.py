@@ -64,6 +64,9 @@ def check(config: ServeConfig, address: str | None, environment: Mapping[str, st
             f"--address {address} names a cluster that others may reach: whoever reaches a cluster without token "
             "authentication runs programs on it; set RAY_AUTH_MODE=token on all nodes"
         )
+    if environment.get("RAY_AUTH_MODE", "token") != "token":
+        # Ray Serve's replicas listen on all addresses; the token protects them.
+        raise ConfigError("a cluster without token authentication runs programs of others: unset RAY_AUTH_MODE")
     try:
         import ray
     except ImportError:
@@ -153,7 +156,7 @@ def run(config: ServeConfig, address: str | None = None, *, replace: bool = Fals
     """
     if address is None:
         os.environ.update(LOOPBACK)
-        os.environ.setdefault("RAY_AUTH_MODE", "token")  # other users of this machine reach the loopback address
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     check(config, address)
     if replace and address is None:
         raise ConfigError("--replace needs --address: a new cluster serves nothing that could be replaced")
