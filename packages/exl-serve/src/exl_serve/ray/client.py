@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -270,7 +270,7 @@ class RayEngine:
         self._closed = False
 
     @classmethod
-    async def connect(cls, handle: Any, name: str, *, resumes: bool = True) -> RayEngine:
+    async def connect(cls, handle: Any, name: str, *, resumes: bool = True) -> Self:
         """Connect, and wait for a replica that is ready."""
         engine = cls(handle, name, resumes=resumes)
         await engine._look()
