@@ -205,10 +205,8 @@ class ChannelReader:
             ended = [] if self._calls is None or event.reason == "length" else self._calls.finish()
             return [*read, *ended, *self._release(keep=True), self._finish(event)]
         if isinstance(event, Failed):
-            return [
-                *self._release(),
-                Error(self._choice, event.status, event.type, event.code, event.message, event.usage),
-            ]
+            # Text that is held back may be the begin of a call: shown as text, it would be none of the whole answer.
+            return [Error(self._choice, event.status, event.type, event.code, event.message, event.usage)]
         if isinstance(event, Started):
             self._begun = True
             return [Begun(self._choice, event.prompt_tokens, event.cached_tokens, event.prompt_logprobs)]

@@ -103,9 +103,8 @@ class HarmonyMachine:
             last, left = self._last(), self._mode == "content"
             ids, logprobs = (tuple(self._ids), tuple(self._logprobs)) if left else ((), ())
             return [*last, Finish(self._choice, reason, stop, event.usage, self._reasoning_tokens, ids, logprobs)]
-        if isinstance(event, Failed):
-            error = Error(self._choice, event.status, event.type, event.code, event.message, event.usage)
-            return [*self._last(), error]
+        if isinstance(event, Failed):  # text that is held back may be the begin of a marker
+            return [Error(self._choice, event.status, event.type, event.code, event.message, event.usage)]
         return []
 
     def _last(self) -> list[AnswerEvent]:
