@@ -371,6 +371,28 @@ def test_large_images_are_scaled_down(page: webdriver.Chrome, eye: LiveServer, t
     page.find_element(By.ID, "clear").click()
 
 
+def test_a_message_waits_for_its_images(page: webdriver.Chrome, eye: LiveServer, tmp_path: Path) -> None:
+    from PIL import Image
+
+    file = tmp_path / "small.png"
+    Image.new("RGB", (8, 8), "red").save(file)
+    page.get(eye.url)
+    models_are_listed(page)
+    until(lambda: page.find_element(By.ID, "attach").is_displayed())
+    page.execute_script(
+        "const decode = window.createImageBitmap; let open;"
+        "const opened = new Promise((done) => { open = done; }); window.openImages = open;"
+        "window.createImageBitmap = async (file) => { await opened; return decode(file); };"
+    )
+    note_requests(page)
+    page.find_element(By.ID, "files").send_keys(str(file))
+    page.find_element(By.ID, "input").send_keys("What is it?\n")
+    assert page.execute_script("return window.sent.length") == 0
+    page.execute_script("window.openImages()")
+    until(lambda: page.execute_script("return window.sent.length"))
+    assert [part["type"] for part in sent(page)["messages"][-1]["content"]] == ["image_url", "text"]
+
+
 def test_a_model_that_is_loaded_later_takes_images(page: webdriver.Chrome, eye: LiveServer) -> None:
     assert eye.state is not None
     (handle,) = eye.state.models.list()
@@ -380,6 +402,11 @@ def test_a_model_that_is_loaded_later_takes_images(page: webdriver.Chrome, eye: 
         page.get(eye.url)
         until(lambda: page.execute_script(shown) == "eye (loading)")
         assert not page.find_element(By.ID, "attach").is_displayed()
+        page.execute_script(  # one look meets a server that restarts
+            "const send = window.fetch; window.fetch = (url, options) => { window.fetch = send;"
+            " window.failed = true; return Promise.resolve(new Response('', { status: 503 })); };"
+        )
+        until(lambda: page.execute_script("return window.failed"))
     finally:
         handle.state = "ready"  # type: ignore[misc]
     until(lambda: page.find_element(By.ID, "attach").is_displayed())

@@ -6,6 +6,8 @@ const POLL = 1000; // milliseconds between two looks at models that are being lo
 const SETTINGS = ["system", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"];
 let messages = [];
 let attached = []; // data: URLs of the next message's images
+let reading = Promise.resolve(); // ends when all images that were given are attached
+let coming = false; // whether a listed model may soon be ready
 let seeing = new Set(); // models that take images
 let ready = new Set(); // models that are loaded
 let listed = ""; // the list of models as shown
@@ -53,8 +55,16 @@ async function listModels(quiet = false) {
   clearTimeout(looking);
   let response;
   try { response = await fetch("/v1/models", { headers: headers() }); }
-  catch { if (!quiet) fail("The server does not answer. Is it running?"); return; }
-  if (quiet && !response.ok) return;
+  catch {
+    if (!quiet) fail("The server does not answer. Is it running?");
+    else if (coming) looking = setTimeout(listModels, POLL, true);
+    return;
+  }
+  if (quiet && !response.ok) {
+    // A 401 ends the looks: each would count as a wrong key.
+    if (response.status !== 401 && coming) looking = setTimeout(listModels, POLL, true);
+    return;
+  }
   if (response.status === 401) {
     $("panel").hidden = false;
     $("panel-toggle").setAttribute("aria-expanded", "true");
@@ -65,9 +75,8 @@ async function listModels(quiet = false) {
   if (!response.ok) { fail(await explain(response)); return; }
   const { data } = await response.json();
   if (!quiet) fail("");
-  if (data.some((model) => ["loading", "draining", "stalled"].includes(model.exl?.state))) {
-    looking = setTimeout(listModels, POLL, true);
-  }
+  coming = data.some((model) => ["loading", "draining", "stalled"].includes(model.exl?.state));
+  if (coming) looking = setTimeout(listModels, POLL, true);
   const text = JSON.stringify(data);
   if (text === listed) return; // a new list would close an open one
   listed = text;
@@ -128,7 +137,8 @@ function dataUrl(file) {
   });
 }
 
-// The data: URL of an image, scaled down if it is large. PNG, JPEG and WebP stay what they are; others become PNG.
+// The data: URL of an image, scaled down if it is large and that makes it shorter. JPEG and WebP stay what they are;
+// others become PNG.
 async function imageUrl(file) {
   const url = await dataUrl(file);
   let bitmap;
@@ -147,11 +157,18 @@ async function imageUrl(file) {
   return scaled.startsWith("data:image/") && scaled.length < url.length ? scaled : url;
 }
 
-async function attach(files) {
+function attach(files) {
+  reading = reading.then(() => read(files));
+}
+
+async function read(files) {
   if (!seeing.has($("model").value)) { fail(`The model ${$("model").value} takes no images.`); return; }
   fail("");
   for (const file of files) {
-    try { attached.push(await imageUrl(file)); } catch { fail(`The file ${file.name} cannot be read.`); }
+    try {
+      const url = await imageUrl(file);
+      attached.push(url); // not before: a message that is sent meanwhile replaces the list
+    } catch { fail(`The file ${file.name} cannot be read.`); }
   }
   showAttached();
 }
@@ -400,8 +417,9 @@ async function answer() {
   }
 }
 
-$("form").addEventListener("submit", (event) => {
+$("form").addEventListener("submit", async (event) => {
   event.preventDefault();
+  await reading;
   const text = $("input").value.trim();
   if ((!text && !attached.length) || running) return;
   const model = $("model").value;
