@@ -110,7 +110,11 @@ def test_a_long_list_is_read_from_the_right_only() -> None:
     assert PROXIES.client("10.0.0.1", lines) == "10.9.9.9"
 
 
-@pytest.mark.parametrize("entry", ["10.0.0.1/8", "proxy.example.com", "", "*", "0.0.0.0/0", "::/0", "10.0.0.0/33"])
+NO_NETWORKS = ["10.0.0.1/8", "proxy.example.com", "", "*", "0.0.0.0/0", "::/0", "10.0.0.0/33"]
+MATCH_NOBODY = ["::ffff:127.0.0.1", "::ffff:10.0.0.0/104", "fe80::1", "fe80::/10"]
+
+
+@pytest.mark.parametrize("entry", [*NO_NETWORKS, *MATCH_NOBODY])
 def test_a_proxy_that_is_no_network_is_refused(entry: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse({"server": {"trusted_proxies": [entry]}})

@@ -21,7 +21,7 @@ from exl_generate import bundled
 from exl_serve.api.app import ROUTES
 from exl_serve.testing.waiting import until
 
-FAILURES = 200
+FAILURES = 60
 KEY, INFER_KEY, WRONG = (f"exl-{letter * 43}" for letter in "kiw")
 MODEL = f'[[model]]\nid = "free"\npath = "{bundled.default_model_dir()}"\ndevice = "cpu"\nengine = "free"\n'
 

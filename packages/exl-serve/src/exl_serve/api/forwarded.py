@@ -50,7 +50,7 @@ class TrustedProxies:
             peer: Address of the other end of the connection; None: of a Unix socket.
             headers: Names in lower case, and values.
         """
-        found = "" if peer is None else str(_address(peer) or peer)
+        found = "" if peer is None else str(_address(peer) or "")
         if not self.trusts(peer):
             return found
         line = b",".join(value for name, value in headers if name == b"x-forwarded-for")

@@ -225,6 +225,9 @@ def _check_ranges(value: Any, prefix: str) -> None:
                 raise ConfigError(f"{path} is {found}; allowed are {low} to {high}", path)
 
 
+_MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
+
+
 def _check_proxies(given: tuple[str, ...]) -> None:
     path = "server.trusted_proxies"
     for one in given:
@@ -235,6 +238,9 @@ def _check_proxies(given: tuple[str, ...]) -> None:
         except ValueError as error:
             text = f"{path}: {error}; give addresses, networks such as 10.0.0.0/8, or unix"
             raise ConfigError(text, path) from None
+        if network.is_link_local or (network.version == 6 and network.subnet_of(_MAPPED)):
+            text = f"{path}: {one} matches no client; give IPv4 addresses as such, and no link-local ones"
+            raise ConfigError(text, path)
         if network.prefixlen == 0:
             raise ConfigError(f"{path}: {one} trusts every client; name the proxies' addresses", path)
 

@@ -20,9 +20,10 @@ __all__ = ["application", "check", "check_versions", "run", "start", "versions"]
 OLDEST, NEWEST = (2, 57), (2, 70)
 """Supported versions of Ray: from the first, below the second."""
 APP = "exl"
-LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "FORWARDED_ALLOW_IPS": ""}
 """Ray replaces a node's loopback address by one that other machines reach, except on systems where it supports one
-machine only. Its processes then listen on that address alone. Ray reads this when it is imported.
+machine only. Its processes then listen on that address alone. Ray reads this when it is imported. Its HTTP proxy is
+uvicorn's, which would believe the `X-Forwarded-For` of every client on this machine.
 """
 HEAD_ROOM = 64
 """Calls to a replica beyond its requests: messages about them."""
