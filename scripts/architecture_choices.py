@@ -90,7 +90,8 @@ def families_of_architectures() -> re.Pattern[str]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and ARCHITECTURE.match(node.value)
     )
-    return re.compile("|".join(sorted({re.split(r"\d|For|Moe|MoE", text)[0] for text in texts})))
+    names = sorted({re.split(r"\d|For|Moe|MoE", text)[0] for text in texts} - {"Index"})
+    return re.compile(f"(?:{'|'.join(names)})(?![a-z])")
 
 
 def architecture_errors(name: str, source: str) -> list[str]:
