@@ -176,6 +176,7 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None, item: pytest.Item) -> 
     """Do the same after each file: some import large libraries, and laws of the kit unfreeze."""
     result = yield
     if nextitem is None or nextitem.path != item.path:
+        gc.collect(1)  # an error in `__del__` counts against the file whose object it is
         _freeze()
     return result
 
