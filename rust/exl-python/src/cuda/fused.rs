@@ -313,6 +313,15 @@ pub fn cuda_embed(
         .map_err(|e| device_error(py, &e))
 }
 
+fn sizes_of((batch, q_len, pages, page_size): (usize, usize, usize, usize)) -> Sizes {
+    Sizes {
+        batch,
+        q_len,
+        pages,
+        page_size,
+    }
+}
+
 /// The pinned buffer of one captured step's inputs.
 #[pyclass(frozen, name = "StepStage", module = "exl_kernels._native")]
 pub struct StepStage {
@@ -325,13 +334,7 @@ impl StepStage {
     /// `buffer`: uint8 on the CPU, of `bytes(sizes)` bytes; `sizes` = (batch, q_len, pages, page_size).
     #[new]
     fn new(buffer: Tensor, sizes: (usize, usize, usize, usize)) -> PyResult<Self> {
-        let (batch, q_len, pages, page_size) = sizes;
-        let sizes = Sizes {
-            batch,
-            q_len,
-            pages,
-            page_size,
-        };
+        let sizes = sizes_of(sizes);
         buffer.slice_mut::<u8>("buffer")?;
         expect(
             buffer.numel() == sizes.bytes(),
@@ -343,27 +346,13 @@ impl StepStage {
     /// Bytes of a step of (batch, q_len, pages, page_size).
     #[staticmethod]
     fn bytes(sizes: (usize, usize, usize, usize)) -> usize {
-        let (batch, q_len, pages, page_size) = sizes;
-        Sizes {
-            batch,
-            q_len,
-            pages,
-            page_size,
-        }
-        .bytes()
+        sizes_of(sizes).bytes()
     }
 
     /// The fields of the buffer of (batch, q_len, pages, page_size).
     #[staticmethod]
     fn fields(sizes: (usize, usize, usize, usize)) -> Vec<MemoryField> {
-        let (batch, q_len, pages, page_size) = sizes;
-        let sizes = Sizes {
-            batch,
-            q_len,
-            pages,
-            page_size,
-        };
-        sizes.fields().map(MemoryField::from).into()
+        sizes_of(sizes).fields().map(MemoryField::from).into()
     }
 
     /// Write a step into the buffer. Returns False and leaves the buffer unchanged if an operand is invalid or too large.
