@@ -12,10 +12,9 @@ MAX_HOPS = 16
 """Entries of X-Forwarded-For that are read, from the right."""
 _PORT = re.compile(r"(?:\[([^\]]*)\]|([0-9.]+))(?::[0-9]{1,5})?", re.ASCII)
 
+
 # uvicorn's ProxyHeadersMiddleware takes text that is no address as the client, so each request could count as another
 # client of any length.
-
-
 class TrustedProxies:
     """The proxies whose header X-Forwarded-For is believed.
 
