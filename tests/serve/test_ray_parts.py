@@ -1,14 +1,11 @@
-"""The parts of the server on Ray that need no Ray: labels, routing, scaling, replicas, starting."""
+"""The parts of the server on Ray that need no Ray: labels, routing, scaling, replicas, the ingress."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import json
-import os
 import random
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,12 +21,10 @@ from hypothesis import strategies as st
 from ray_fakes import USAGE, Answer, FakeEngine, StartedReplica, frame
 
 from exl_generate import ExLlamaV2DynamicJob, ExLlamaV2Sampler, bundled
-from exl_serve.config.load import ConfigError
-from exl_serve.config.model import Log, ModelConfig, ServeConfig, ServerConfig
+from exl_serve.config.model import Log, ModelConfig, ServeConfig
 from exl_serve.engine import wire
 from exl_serve.engine.events import Finished
 from exl_serve.errors import ServeError
-from exl_serve.ray import app
 from exl_serve.ray.autoscale import CALM_SECONDS, policy, wanted
 from exl_serve.ray.cost import Index, Load, rank
 from exl_serve.ray.ingress import Application
@@ -445,111 +440,6 @@ def test_the_end_of_a_run_leaves_another_of_its_tag_alone(tmp_path: Path) -> Non
             assert [item async for item in new] == []
 
     asyncio.run(steps())
-
-
-# ---- starting --------------------------------------------------------------------------------------------------------
-
-
-class FakeRay:
-    """The calls of Ray that starting makes, on a cluster that may serve already."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, serving: bool) -> None:
-        self.calls: list[tuple[str, Any]] = []
-        status = SimpleNamespace(applications={"exl": "RUNNING"} if serving else {})
-
-        def fail(*_: Any, **__: Any) -> None:
-            raise RuntimeError("the application failed")
-
-        serve = SimpleNamespace(
-            status=lambda: status,
-            start=self.note("serve.start"),
-            run=fail,
-            delete=self.note("serve.delete"),
-            shutdown=self.note("serve.shutdown"),
-        )
-        self.address = "127.0.0.1"
-        ray = SimpleNamespace(
-            __version__="2.60.0",
-            serve=serve,
-            init=self.note("init"),
-            shutdown=self.note("shutdown"),
-            util=SimpleNamespace(get_node_ip_address=lambda: self.address),
-        )
-        monkeypatch.setitem(sys.modules, "ray", ray)
-        monkeypatch.setattr(app, "application", lambda config: None)
-        monkeypatch.setattr(app.signal, "signal", lambda *_: None)
-        monkeypatch.setenv("RAY_AUTH_MODE", "token")
-        for name in app.LOOPBACK:
-            monkeypatch.setenv(name, "1")
-
-    def note(self, name: str) -> Any:
-        return lambda *given, **named: self.calls.append((name, named.get("address", given[0] if given else None)))
-
-
-CONFIG = ServeConfig(model=(ModelConfig(id="m", path="m"),))
-
-
-def test_a_refused_start_leaves_the_server_of_the_cluster_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = FakeRay(monkeypatch, serving=True)
-    with pytest.raises(ConfigError, match="serves exl already"):
-        app.run(CONFIG, "10.0.0.5:6379")
-    assert ray.calls == [("init", "10.0.0.5:6379"), ("shutdown", None)]
-
-
-def test_a_failed_start_removes_its_application_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = FakeRay(monkeypatch, serving=False)
-    with pytest.raises(RuntimeError, match="failed"):
-        app.run(CONFIG, "10.0.0.5:6379")
-    assert ray.calls[1:] == [("serve.start", None), ("serve.delete", "exl"), ("shutdown", None)]
-
-
-def test_without_an_address_a_new_cluster_is_started_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = FakeRay(monkeypatch, serving=False)
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.5:6379")
-    with pytest.raises(RuntimeError, match="failed"):
-        app.run(CONFIG)
-    assert ray.calls[0] == ("init", "local")
-    assert ray.calls[-2:] == [("serve.shutdown", None), ("shutdown", None)]
-
-
-def test_a_new_cluster_uses_the_loopback_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray replaces the loopback address by another one, unless a variable forbids it before it is imported."""
-    ray = FakeRay(monkeypatch, serving=False)
-    monkeypatch.delenv("RAY_AUTH_MODE")
-    ray.address = "10.0.0.5"
-    with pytest.raises(ConfigError, match=r"Ray listens on 10\.0\.0\.5, which other machines reach"):
-        app.run(CONFIG)
-    assert ray.calls == [("init", "local"), ("shutdown", None)]
-    assert {name: os.environ[name] for name in app.LOOPBACK} == app.LOOPBACK
-    assert os.environ["RAY_AUTH_MODE"] == "token"
-
-
-@pytest.mark.parametrize("address", ["auto", "127.0.0.1:6379", "ray://head.example:10001"])
-def test_an_address_needs_a_token(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    FakeRay(monkeypatch, serving=False)
-    with pytest.raises(ConfigError, match="RAY_AUTH_MODE=token"):
-        app.check(CONFIG, address, {})
-    app.check(CONFIG, address, {"RAY_AUTH_MODE": "token"})
-    app.check(CONFIG, None, {})
-    with pytest.raises(ConfigError, match="unset RAY_AUTH_MODE"):
-        app.check(CONFIG, None, {"RAY_AUTH_MODE": "disabled"})
-
-
-@pytest.mark.parametrize("name", ["uds", "tls_cert", "tls_key"])
-def test_options_that_ray_would_ignore_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    FakeRay(monkeypatch, serving=False)
-    made = msgspec.structs.replace(CONFIG, server=msgspec.convert({name: "file"}, ServerConfig))
-    with pytest.raises(ConfigError, match=f"server.{name} has no effect on Ray"):
-        app.check(made, None, {})
-
-
-def test_the_server_imports_no_ray() -> None:
-    """And the parts of the ingress import no torch."""
-    code = (
-        "import sys, exl_serve.cli, exl_serve.api.app, exl_serve.ray.client, exl_serve.ray.ingress, exl_serve.ray.app\n"
-        "assert not {'torch', 'ray'} & set(sys.modules), sys.modules.keys()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # ---- ingress ---------------------------------------------------------------------------------------------------------
