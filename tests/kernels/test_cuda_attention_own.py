@@ -145,6 +145,29 @@ def test_heads_of_256_of_many_sequences(kind: Any, dtype: torch.dtype, groups: i
     assert_same_step(own_step(kind, lengths, heads=4, groups=groups, dim=256, page_size=64, dtype=dtype))
 
 
+@pytest.mark.parametrize(
+    ("heads", "groups", "dim", "lengths"),
+    [
+        (8, 4, 128, [8192]),
+        (8, 4, 128, [1024, 1000, 513, 1, 700, 1024, 64, 65]),
+        (8, 4, 128, [22528]),
+        (8, 4, 128, [6144, 6100, 5000, 1]),
+        (4, 8, 128, [12288]),
+        (4, 8, 128, [8192, 8191, 100, 4097]),
+        (2, 16, 128, [16384]),
+        (8, 2, 256, [16384]),
+        (8, 2, 96, [8100]),
+    ],
+)
+def test_long_contexts(heads: int, groups: int, dim: int, lengths: list[int]) -> None:
+    """On Hopper clusters of four blocks, or blocks of whole splits, one to three of which share an SM."""
+    if UNDER_A_TOOL:
+        lengths = lengths[-2:]
+    step = own_step("fp16", lengths, heads=heads, groups=groups, dim=dim, page_size=256)
+    assert_same_step(step)
+    assert_same_step(step, softcap=20.0, norms=step.norms())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("groups", "dim"), [(2, 256), (4, 128), (1, 64), (1, 96)])
 def test_caps_in_pages_of_whole_units(kind: Any, groups: int, dim: int) -> None:

@@ -1,5 +1,6 @@
 //! Attention over pages: the launch of the kernel that [`select`] plans.
 
+mod load;
 mod ordered;
 mod room;
 pub mod select;

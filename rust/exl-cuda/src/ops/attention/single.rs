@@ -3,6 +3,7 @@
 
 use std::fmt;
 
+use super::load::Load;
 use super::room::{packed, unit_bytes};
 use super::select::{Call, Refusal, Rotated, takes};
 use super::tiles::Shares;
@@ -154,29 +155,13 @@ fn ahead(caps: &Capabilities, call: &Call, splits: usize) -> usize {
     }
 }
 
-/// Whether blocks of whole splits are faster, by measurement (docs/design/attention.md). They are not if clusters of more than two blocks
-/// are resident. Otherwise they are for packed pages, and for half pages (`half`) of short sequences, if there are blocks for most SMs
-/// (`crowded`).
-fn long_is_faster(half: bool, few: Option<Few>, splits: usize, crowded: bool) -> bool {
-    match few {
-        Some(few) if few.size > 2 => false,
-        Some(few) => !half || (few.clusters == 1 && crowded),
-        None => !half || splits <= MOST_HALF_SPLITS,
-    }
-}
-
-/// Whether the key heads of all sequences are enough for most SMs, or have so few keys that more blocks would not help.
-fn crowds(caps: &Capabilities, call: &Call, shares: &Shares) -> bool {
-    4 * call.tokens * call.kv_heads >= 3 * caps.sms || shares.key_limit <= 2 * UNIT
-}
-
 /// Division of a call's keys among blocks in clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Few {
     /// Blocks of a cluster, clusters of a key head.
-    size: usize,
-    clusters: usize,
-    shared: usize,
+    pub size: usize,
+    pub clusters: usize,
+    pub shared: usize,
 }
 
 /// Bytes of a block of `kernels/attention/attention_few.cuh`.
@@ -201,29 +186,35 @@ fn few_blocks(kind: Kind, dim: usize, rows: usize, size: usize, per_block: usize
     ((per_block + 1024) / block).clamp(1, FEW_BLOCKS)
 }
 
-/// Blocks of a cluster and clusters of a key head: one cluster a split, with as many blocks as leave all of them resident. By measurement
-/// (docs/design/attention.md), clusters of four are used only if a row is one split, and more blocks than are resident only for short rows
-/// of half pages. Otherwise None. `of_sm`: blocks of a cluster size that fit an SM.
-fn few_clusters(
-    groups: usize,
-    units: usize,
-    (packed, many): (bool, bool),
-    sms: usize,
-    of_sm: impl Fn(usize) -> usize,
-) -> Option<(usize, usize)> {
-    let clusters = units.div_ceil(SPLIT_UNITS);
-    let blocks = groups * clusters;
-    let fits = |size: usize| size * blocks <= of_sm(size) * sms;
+/// Blocks of a cluster and clusters of a key head: one cluster a split, with as many blocks as leave all of them resident. By measurement,
+/// clusters of four are used only where [`Load::takes_fours`], and more blocks than are resident only for short rows of half pages. Otherwise
+/// None. `of_sm`: blocks of a cluster size that fit an SM.
+fn few_clusters(load: &Load, of_sm: impl Fn(usize) -> usize) -> Option<(usize, usize)> {
+    let clusters = load.splits();
+    let blocks = load.heads * clusters;
+    let fits = |size: usize| size * blocks <= of_sm(size) * load.sms;
     let size = if fits(MOST_CLUSTER) {
-        MOST_CLUSTER.min(units.next_power_of_two().max(2))
-    } else if clusters == 1 && (packed || many) && fits(4) {
+        MOST_CLUSTER.min(load.units.next_power_of_two().max(2))
+    } else if fits(4) && load.takes_fours() {
         4
-    } else if fits(2) || (clusters == 1 && !packed && 2 * blocks <= 8 * sms) {
+    } else if fits(2) || (clusters == 1 && load.half && 2 * blocks <= 8 * load.sms) {
         2
     } else {
         return None;
     };
     Some((size, clusters))
+}
+
+/// The work of a call.
+fn load_of(caps: &Capabilities, call: &Call, shares: &Shares, heads: Heads) -> Load {
+    Load {
+        half: is_half(call.kind),
+        dim: heads.padded(),
+        group: call.group(),
+        heads: call.tokens * call.kv_heads,
+        units: shares.key_limit.div_ceil(UNIT).max(1),
+        sms: caps.sms,
+    }
 }
 
 /// Bytes of shared memory that keep more than an even share of a launch's blocks off an SM. Blocks start as their predecessors end, at
@@ -309,20 +300,17 @@ pub(super) fn few(
     check_sees_all(call, shares)?;
     let (dim, group) = (heads.padded(), call.group());
     let sms = caps.sms;
-    let units = shares.key_limit.div_ceil(UNIT).max(1);
-    let groups = call.tokens * call.kv_heads;
-    let packed = !is_half(call.kind);
+    let load = load_of(caps, call, shares, heads);
     let per_block = caps.shared_per_block;
     let of_sm = |size| few_blocks(call.kind, dim, group, size, per_block);
-    let (size, clusters) = few_clusters(groups, units, (packed, group > ROWS / 2), sms, of_sm)
-        .ok_or(Refusal::Takes(
-            "calls whose clusters all run at the same time",
-        ))?;
+    let (size, clusters) = few_clusters(&load, of_sm).ok_or(Refusal::Takes(
+        "calls whose clusters all run at the same time",
+    ))?;
     check_parts(shares, clusters)?;
     let natural = few_shared(call.kind, dim, group, size);
     // Blocks of one unit end soon.
     let shared = if size == 2 {
-        natural.max(few_room(2 * groups * clusters, sms, per_block))
+        natural.max(few_room(2 * load.heads * clusters, sms, per_block))
     } else {
         natural
     };
@@ -365,9 +353,6 @@ pub(super) struct Long {
     teams: usize,
 }
 
-/// Largest number of splits of a sequence for which half pages use this kernel.
-const MOST_HALF_SPLITS: usize = 4;
-
 /// Most teams of a block.
 const MOST_TEAMS: usize = 2;
 
@@ -382,10 +367,10 @@ const fn most_teams(dim: usize, rows: usize) -> usize {
 
 /// Teams of a block, and number of blocks that share an SM. Many short sequences of packed keys are faster in small blocks that are all
 /// resident. Half pages are bound by memory bandwidth, which one team saturates.
-fn teams(half: bool, blocks: usize, splits: usize, sms: usize) -> (usize, usize) {
-    if half {
-        (1, 2)
-    } else if splits == 1 && blocks > 2 * sms {
+fn teams(load: &Load) -> (usize, usize) {
+    if load.half {
+        (1, load.blocks_of_sm())
+    } else if load.splits() == 1 && load.heads > 2 * load.sms {
         (1, 4)
     } else {
         (MOST_TEAMS, 2)
@@ -439,22 +424,16 @@ pub(super) fn long(
 ) -> Result<Long, Refusal> {
     check_sees_all(call, shares)?;
     let (kind, dim, group) = (call.kind, heads.padded(), call.group());
-    let units = shares.key_limit.div_ceil(UNIT).max(1);
-    let splits = units.div_ceil(SPLIT_UNITS);
+    let load = load_of(caps, call, shares, heads);
+    let splits = load.splits();
     check_parts(shares, splits)?;
-    let (wanted, share) = teams(
-        is_half(kind),
-        call.tokens * call.kv_heads * splits,
-        splits,
-        caps.sms,
-    );
-    let most = units.min(SPLIT_UNITS);
+    let (wanted, share) = teams(&load);
+    let most = load.units.min(SPLIT_UNITS);
     let per_block = caps.shared_per_block;
     let (teams, slots) = long_slots(kind, dim, group, wanted, share, per_block, most)
         .filter(|&(_, slots)| slots >= 1)
         .ok_or(Refusal::SharedMemory(per_block))?;
-    let faster = long_is_faster(is_half(kind), few, splits, crowds(caps, call, shares));
-    takes(faster, Refusal::Slower)?;
+    takes(load.long_is_faster(few), Refusal::Slower)?;
     let rest = long_rest(kind, dim, group, teams);
     Ok(Long {
         splits,
@@ -484,6 +463,7 @@ impl Long {
 mod tests {
     use super::*;
     use crate::capabilities::tests::hopper;
+    use crate::ops::attention::load::load;
     use crate::ops::attention::select::tests::{call, kind};
 
     #[test]
@@ -507,16 +487,17 @@ mod tests {
     #[test]
     fn clusters_of_one_token_a_sequence() {
         // The 8 key heads of an 8B Llama on 132 SMs: by keys, then by sequences of 512 keys.
-        let of_keys =
-            |keys: usize| few_clusters(8, keys / UNIT, (false, false), 132, |_| FEW_BLOCKS);
+        let of_keys = |keys: usize| few_clusters(&load(true, 128, 4, 8, keys), |_| FEW_BLOCKS);
         assert_eq!(of_keys(64), Some((2, 1)));
         assert_eq!(of_keys(512), Some((8, 1)));
         assert_eq!(of_keys(5120), Some((8, 10)));
+        assert_eq!(of_keys(8192), Some((4, 16)));
         assert_eq!(of_keys(8704), Some((2, 17)));
         assert_eq!(of_keys(20480), Some((2, 40)));
         assert_eq!(of_keys(32768), None);
-        let of_batch =
-            |batch: usize, packed| few_clusters(8 * batch, 8, (packed, false), 132, |_| FEW_BLOCKS);
+        let of_batch = |batch: usize, packed: bool| {
+            few_clusters(&load(!packed, 128, 4, 8 * batch, 512), |_| FEW_BLOCKS)
+        };
         assert_eq!(of_batch(8, true), Some((8, 1)));
         assert_eq!(of_batch(16, true), Some((4, 1)));
         assert_eq!(of_batch(32, true), Some((2, 1)));
@@ -533,19 +514,21 @@ mod tests {
         };
         let long = |half| {
             let few = [(8, 1), (4, 1), (2, 1), (2, 32)].map(|(size, count)| clusters(size, count));
-            few.map(|few| long_is_faster(half, few, 1, true))
+            few.map(|few| load(half, 128, 4, 128, 512).long_is_faster(few))
         };
         assert_eq!(long(false), [false, false, true, true]);
         assert_eq!(long(true), [false, false, true, false]);
-        assert!(long_is_faster(false, None, 64, false) && long_is_faster(true, None, 2, false));
-        assert!(!long_is_faster(true, None, 64, true));
+        assert!(load(false, 128, 4, 8, 32_768).long_is_faster(None));
+        assert!(load(true, 64, 4, 128, 1024).long_is_faster(None));
+        assert!(!load(true, 64, 4, 128, 32_768).long_is_faster(None));
         // Half pages: clusters of two blocks while their key heads leave SMs free.
-        assert!(!long_is_faster(true, clusters(2, 1), 1, false));
-        assert!(long_is_faster(false, clusters(2, 1), 1, false));
+        assert!(!load(true, 128, 4, 64, 512).long_is_faster(clusters(2, 1)));
+        assert!(load(false, 128, 4, 64, 512).long_is_faster(clusters(2, 1)));
         // Half pages of 16 sequences: clusters of four lose to blocks of whole splits, unless many query heads share a key head.
         assert_eq!(of_batch(16, false), Some((2, 1)));
-        let many =
-            |batch: usize, of_sm: usize| few_clusters(2 * batch, 8, (false, true), 132, |_| of_sm);
+        let many = |batch: usize, of_sm: usize| {
+            few_clusters(&load(true, 128, 16, 2 * batch, 512), |_| of_sm)
+        };
         assert_eq!((many(32, 5), many(32, 3)), (Some((8, 1)), Some((4, 1))));
         // Four blocks of 512 on each SM, not five; no padding for few blocks.
         let room = few_room(512, 132, 227 * 1024);
@@ -561,8 +544,8 @@ mod tests {
                 let blocks = few_blocks(kind, dim, 4, 8, 227 * 1024);
                 assert!(blocks * (few_shared(kind, dim, 4, 8) + 1024) <= 228 * 1024);
                 assert!(blocks >= 2 && (dim > 128 || blocks == FEW_BLOCKS));
-                for (blocks, splits) in [(256, 1), (512, 1), (256, 32)] {
-                    let (teams, share) = teams(is_half(kind), blocks, splits, 132);
+                for (heads, keys) in [(256_usize, 512), (512, 512), (8, 16_384)] {
+                    let (teams, share) = teams(&load(is_half(kind), dim, 4, heads, keys));
                     let fit = |rows, most| {
                         long_slots(kind, dim, rows, teams, share, 227 * 1024, most).unwrap()
                     };

@@ -121,12 +121,16 @@ fn the_table_of_a_layer_on_every_card() {
             assert_eq!(kernel(&caps, rows, 16384), teams, "{name} {rows:?}");
         }
     }
-    for (rows, keys) in [((32, 1), 256), ((32, 1), 2048)] {
+    for (rows, keys) in [((32, 1), 256), ((32, 1), 2048), ((64, 1), 16384)] {
         let long = "attention_fp16_f16_128_long1x1";
         assert_eq!(kernel(&hopper(), rows, keys), long, "{rows:?} {keys}");
     }
-    let plain = "attention_fp16_128_decode1";
-    assert_eq!(kernel(&hopper(), (64, 1), 16384), plain);
+    let long = Call {
+        max_pages: 256,
+        ..call(kind("fp16"), 128, (32, 8), (1, 1), 65_536)
+    };
+    let name = plan(&hopper(), &long).name;
+    assert_eq!(name, "attention_fp16_128_decode1");
 }
 
 #[test]
@@ -267,8 +271,11 @@ fn a_call_says_why_faster_kernels_do_not_take_it() {
         assert!(found.iter().any(says), "{call:?}: {found:?}");
         assert_eq!(plan(&hopper(), &call).kernel, Kernel::Decode);
     }
-    let many = call(kind("fp16"), 128, (32, 8), (64, 1), 16_384);
-    let found = refused(&hopper(), &many);
+    let long = Call {
+        max_pages: 256,
+        ..call(kind("fp16"), 128, (32, 8), (1, 1), 65_536)
+    };
+    let found = refused(&hopper(), &long);
     assert!(
         found[0].1.contains("run at the same time")
             && found[1].1.contains("another kernel is faster")
