@@ -122,7 +122,7 @@ mod tests {
         shared: 0,
     };
 
-    /// What was fastest on an H200 (us in docs/design/attention.md); None: attention_decode or attention_few.
+    /// The kernel is the one that was fastest on an H200 (docs/design/attention.md). None: attention_decode or attention_few.
     #[test]
     fn long_halves_take_the_kernel_that_was_fastest() {
         for (dim, group, heads, keys, few, share) in [
