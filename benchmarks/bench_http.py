@@ -41,12 +41,15 @@ import statistics
 import sys
 import tempfile
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from host_cost import host_cost, timed
-from http_engine import host_in, received, run_beside
+from http_engine import Floor, HostSteps, host_in, received, run_beside
 from http_load import arrivals, delays, digest, load, percentile, work
 from http_worker import worker
+
+if TYPE_CHECKING:
+    from exl_generate import ExLlamaV2DynamicGenerator
 
 LONG = 1.6
 """Steps that take so many times the median are taken for those that compute a prompt."""
@@ -56,7 +59,11 @@ LONG = 1.6
 
 
 def alone(
-    generator: Any, requests: list[dict[str, Any]], streams: int, floor: Any, at: list[float] | None = None
+    generator: ExLlamaV2DynamicGenerator,
+    requests: list[dict[str, Any]],
+    streams: int,
+    floor: Floor | None,
+    at: list[float] | None = None,
 ) -> dict[str, Any]:
     """Run the requests in the generator alone: `streams` at a time, or each once its second of `at` has come."""
     import torch
@@ -134,7 +141,7 @@ def bars(line: dict[str, Any], paced: bool) -> list[tuple[str, float, str, bool]
 class Steps:
     """When a generator's steps have ended, by its clock: how many there were, and how long they took."""
 
-    def __init__(self, generator: Any) -> None:
+    def __init__(self, generator: ExLlamaV2DynamicGenerator) -> None:
         self.took: list[float] = []
         self.ends: list[float] = []
         for name in ("iterate", "iterate_columns"):
@@ -167,7 +174,7 @@ class Steps:
 # ---- engines -------------------------------------------------------------------------------------------------------
 
 
-def scripted(folder: str, streams: int) -> tuple[Any, Any]:
+def scripted(folder: str, streams: int) -> tuple[ExLlamaV2DynamicGenerator, Floor | None]:
     from exl_serve.config.model import ModelConfig
     from exl_serve.engine.load import load as load_engine
 
@@ -176,7 +183,7 @@ def scripted(folder: str, streams: int) -> tuple[Any, Any]:
     return loaded.generator, loaded.floor
 
 
-def random_weights(shape: str, streams: int, new: int, longest: int) -> tuple[Any, Any]:
+def random_weights(shape: str, streams: int, new: int, longest: int) -> tuple[ExLlamaV2DynamicGenerator, None]:
     from gpu_model import build
 
     from exl_core import ExLlamaV2Cache, ExLlamaV2Tokenizer
@@ -254,8 +261,8 @@ class Both:
 
     def __init__(
         self,
-        generator: Any,
-        floor: Any,
+        generator: ExLlamaV2DynamicGenerator,
+        floor: Floor | None,
         folder: str,
         place: str,
         requests: list[dict[str, Any]],
@@ -379,10 +386,8 @@ def served(
     from exl_serve.config.model import Limits
 
     folder, place, streams, steps = both.folder, both.place, both.streams, both.steps
-    host, address = host_in(place, both.generator, folder, Limits(max_queued_requests=4096), both.floor)
-    outside: list[float] = []
-    host._run_once = besides(host._run_once, steps.took, outside)
-    stamps = HostStamps(host)
+    host, address = host_in(place, both.generator, folder, Limits(max_queued_requests=4096))
+    own = HostSteps(both.generator, both.floor)
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     port = listener.getsockname()[1]
     out: Any = multiprocessing.Queue()
@@ -398,16 +403,16 @@ def served(
         client.start()
         received(out, client)  # all have been asked once
         steps.clear()
-        outside.clear()
-        stamps.clear()
+        own.clear()
         before = sum(cpu_seconds(one.pid) for one in running)
         found.update(received(out, client))
         cores = (sum(cpu_seconds(one.pid) for one in running) - before) / found["seconds"]
-        found.update(worker_cores=cores, host_ms_p50=percentile(outside, 0.5) * 1e3)
-        found.update(between_added=stamps.added(found), step_ms=steps.taken())
+        found.update(worker_cores=cores, host_ms_p50=percentile(own.outside, 0.5) * 1e3)
+        found.update(between_added=between_added(own, found), step_ms=steps.taken())
 
     taken = cProfile.Profile() if profile else None
-    run_beside(host, running, measure, taken)
+    with own:
+        run_beside(host, running, measure, taken)
     listener.close()
     if not found:
         raise RuntimeError("the load generator has failed")
@@ -417,47 +422,20 @@ def served(
     return found
 
 
-class HostStamps:
-    """When steps of the engine process end, with their completions. The clock is that of the clients."""
+def between_added(own: HostSteps, seen: dict[str, float]) -> dict[str, float]:
+    """Return the milliseconds that clients saw more between events than the engine process, by percentile.
 
-    def __init__(self, host: Any) -> None:
-        self._steps: list[tuple[float, list[int]]] = []
-        deliver = host._deliver
-
-        def delivering(columns: Any) -> Any:
-            told = [serial for serial, count in zip(columns.serials, columns.counts, strict=True) if count]
-            self._steps.append((time.perf_counter(), told))
-            return deliver(columns)
-
-        host._deliver = delivering
-
-    def clear(self) -> None:
-        """Forget the warm-up."""
-        self._steps.clear()
-
-    def added(self, seen: dict[str, float]) -> dict[str, float]:
-        """Return the milliseconds that clients saw more between events than the engine process, by percentile."""
-        last: dict[int, float] = {}
-        between = []
-        for at, serials in self._steps:
-            for serial in serials:
-                if serial in last:
-                    between.append((at - last[serial]) * 1e3)
-                last[serial] = at
-        shares = {"between_ms_p50": 0.5, "between_ms_p99": 0.99}
-        return {name: seen[name] - percentile(between, share) for name, share in shares.items()}
-
-
-def besides(call: Any, inner: list[float], outside: list[float]) -> Any:
-    """`call`, with the seconds of each call appended to `outside` without those that it adds to `inner`."""
-
-    def timing() -> None:
-        calls, began = len(inner), time.perf_counter()
-        call()
-        if len(inner) == calls + 1:
-            outside.append(time.perf_counter() - began - inner[-1])
-
-    return timing
+    The engine process has the clock of the clients.
+    """
+    last: dict[int, float] = {}
+    between = []
+    for at, serials in own.ended:
+        for serial in serials:
+            if serial in last:
+                between.append((at - last[serial]) * 1e3)
+            last[serial] = at
+    shares = {"between_ms_p50": 0.5, "between_ms_p99": 0.99}
+    return {name: seen[name] - percentile(between, share) for name, share in shares.items()}
 
 
 def cpu_seconds(pid: int | None) -> float:

@@ -32,11 +32,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from http_engine import host_in, received, run_beside
+from http_engine import Floor, HostSteps, host_in, received, run_beside
 from http_load import HEAD, percentile
 from http_worker import worker
+
+if TYPE_CHECKING:
+    from exl_generate import ExLlamaV2DynamicGenerator
 
 PAGE = 256
 NEW = 2048
@@ -139,7 +142,7 @@ def between(stamps: list[list[float]], begin: float, end: float) -> dict[str, fl
 # ---- engines -------------------------------------------------------------------------------------------------------
 
 
-def scripted(streams: int, tokens: int, chunk: int, itl: float) -> tuple[Any, Any]:
+def scripted(streams: int, tokens: int, chunk: int, itl: float) -> tuple[ExLlamaV2DynamicGenerator, Floor]:
     """A paced generator and the least seconds of its steps by their number of jobs."""
     from exl_core import ExLlamaV2Config, ExLlamaV2Tokenizer
     from exl_generate import ExLlamaV2DynamicGenerator, bundled
@@ -182,7 +185,9 @@ def scripted(streams: int, tokens: int, chunk: int, itl: float) -> tuple[Any, An
     return generator, floor
 
 
-def random_weights(shape: str, kind: str, streams: int, tokens: int) -> Callable[[int, float], Any]:
+def random_weights(
+    shape: str, kind: str, streams: int, tokens: int
+) -> Callable[[int, float], ExLlamaV2DynamicGenerator]:
     """Return a function that makes a generator with a chunk size and a target of milliseconds.
 
     All of them have the same model and cache on the GPU.
@@ -197,7 +202,7 @@ def random_weights(shape: str, kind: str, streams: int, tokens: int) -> Callable
     cache = CACHES[kind](model, max_seq_len=cached(streams, tokens))
     tokenizer = ExLlamaV2Tokenizer(model.config)
 
-    def made(chunk: int, itl: float) -> Any:
+    def made(chunk: int, itl: float) -> ExLlamaV2DynamicGenerator:
         generator = ExLlamaV2DynamicGenerator(
             model,
             cache,
@@ -225,23 +230,16 @@ def cached(streams: int, tokens: int) -> int:
 # ---- a run ---------------------------------------------------------------------------------------------------------
 
 
-def served(generator: Any, floor: Any, args: argparse.Namespace) -> dict[str, Any]:
+def served(generator: ExLlamaV2DynamicGenerator, floor: Floor | None, args: argparse.Namespace) -> dict[str, Any]:
     """The streams and the long prompt through HTTP. The engine runs in this process's main thread."""
     from exl_generate import bundled
     from exl_serve.config.model import Limits
 
     folder = str(bundled.default_model_dir())
     found: dict[str, Any] = {}
-    steps: list[float] = []
+    steps = HostSteps(generator, floor)
     with tempfile.TemporaryDirectory() as place, socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
-        host, address = host_in(place, generator, folder, Limits(max_queued_prompt_tokens=1 << 20), floor)
-        deliver = host._deliver
-
-        def delivering(columns: Any) -> Any:
-            steps.append(time.perf_counter())
-            return deliver(columns)
-
-        host._deliver = delivering
+        host, address = host_in(place, generator, folder, Limits(max_queued_prompt_tokens=1 << 20))
         out: Any = multiprocessing.Queue()
         running = [
             multiprocessing.Process(target=worker, args=(listener, address, folder), daemon=True)
@@ -255,10 +253,11 @@ def served(generator: Any, floor: Any, args: argparse.Namespace) -> dict[str, An
             client.start()
             found.update(received(out, client))
 
-        run_beside(host, running, measure)
+        with steps:
+            run_beside(host, running, measure)
     if not found:
         raise RuntimeError("the clients have failed")
-    return found | {"steps": steps}
+    return found | {"steps": [at for at, _ in steps.ended]}
 
 
 def report(found: dict[str, Any], chunk: int, itl: float, args: argparse.Namespace) -> bool:

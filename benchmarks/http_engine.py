@@ -10,20 +10,71 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["host_in", "received", "run_beside"]
+if TYPE_CHECKING:
+    from exl_generate import ExLlamaV2DynamicGenerator, StepColumns
+    from exl_serve.config.model import Limits
+    from exl_serve.engine.host import Host
+
+__all__ = ["Floor", "HostSteps", "host_in", "received", "run_beside"]
+
+Floor = Callable[[int], float]
+"""Least seconds of a step, by its number of jobs."""
 
 
-def host_in(place: str, generator: Any, folder: str, limits: Any, floor: Any) -> tuple[Any, str]:
+class HostSteps:
+    """The steps that a generator runs for a host while this context lasts. Times are those of `time.perf_counter`.
+
+    Args:
+        generator: its `iterate_columns` is replaced meanwhile.
+        floor: a step of a scripted model waits until it has lasted so long; None for real models.
+    """
+
+    def __init__(self, generator: ExLlamaV2DynamicGenerator, floor: Floor | None) -> None:
+        self._generator, self._floor = generator, floor
+        #: the end of each step, and the serial numbers of the completions that got tokens
+        self.ended: list[tuple[float, list[int]]] = []
+        #: seconds from the end of each step to the begin of the next one
+        self.outside: list[float] = []
+
+    def __enter__(self) -> HostSteps:
+        self._iterate = self._generator.iterate_columns
+        self._generator.iterate_columns = self._step  # type: ignore[method-assign]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._generator.iterate_columns = self._iterate  # type: ignore[method-assign]
+
+    def clear(self) -> None:
+        """Forget the steps so far."""
+        self.ended.clear()
+        self.outside.clear()
+
+    def _step(self) -> StepColumns:
+        began = time.perf_counter()
+        if self.ended:
+            self.outside.append(began - self.ended[-1][0])
+        jobs = self._generator.num_remaining_jobs()
+        columns = self._iterate()
+        if self._floor is not None:
+            time.sleep(max(0.0, began + self._floor(jobs) - time.perf_counter()))
+        told = [serial for serial, count in zip(columns.serials, columns.counts, strict=True) if count]
+        self.ended.append((time.perf_counter(), told))
+        return columns
+
+
+def host_in(place: str, generator: ExLlamaV2DynamicGenerator, folder: str, limits: Limits) -> tuple[Host, str]:
     """Return an engine that is not running yet, and the address at which it listens.
 
     Args:
         place: folder of its socket and of its status.
         generator: what it serves.
         folder: the model's.
-        limits: `exl_serve.config.model.Limits`.
-        floor: least seconds of a step, by its number of jobs; None for none.
+        limits: of its queue.
     """
     from exl_serve.config.model import ModelConfig
     from exl_serve.engine.client import ModelCard
@@ -43,11 +94,11 @@ def host_in(place: str, generator: Any, folder: str, limits: Any, floor: Any) ->
     address = f"ipc://{place}/engine-{time.monotonic_ns()}"
     status = StatusWriter(Path(place) / f"status-{time.monotonic_ns()}", os.urandom(16))
     config = ModelConfig(id="bench", path=folder)
-    return Host(generator, card, address, status, config=config, limits=limits, step_floor=floor), address
+    return Host(generator, card, address, status, config=config, limits=limits), address
 
 
 def run_beside(
-    host: Any,
+    host: Host,
     workers: Sequence[BaseProcess],
     measure: Callable[[], None],
     around: contextlib.AbstractContextManager[Any] | None = None,
