@@ -1,7 +1,7 @@
 """Bars of `exl serve` that need no GPU: each is printed with its figure and whether it is met.
 
     python benchmarks/bench_bars.py [wire] [streams] [start] [lag] [hostile] [health] [queue] [page] [cycles]
-        [--cycles 100] [--servers 1] [--device cpu]
+        [--cycles 100] [--servers 1] [--device cpu] [--share 1.0]
 
 Without names all run but `cycles`. Test engines stand for a model: everything else is as in `exl serve`. Times count
 only on a machine that does nothing else. One JSON line for each bar, and in words on standard error.
@@ -63,14 +63,19 @@ PAIRS = 3
 @dataclass(frozen=True)
 class Given:
     """The command line: seconds of each measurement under load; for `cycles` their number, servers and device; kinds of
-    hostile clients.
+    hostile clients; share of all numbers of requests.
     """
 
     seconds: float
     cycles: int
     servers: int
     device: str
-    hostile: tuple[str, ...] = ("all",)
+    hostile: tuple[str, ...]
+    share: float
+
+    def of(self, number: int) -> int:
+        """Return the share of a number, which is at least 2."""
+        return max(2, round(self.share * number))
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ def wire(given: Given) -> list[Bar]:
     """Host work of a step outside the generator."""
     from exl_generate import bundled
 
-    found = host_cost(str(bundled.default_model_dir()), 32, 256)
+    found = host_cost(str(bundled.default_model_dir()), 32, max(32, given.of(256)))
     return [Bar("wire: engine thread outside the generator, 32 sequences", found["host_us"] * 32, 30.0, "us a step")]
 
 
@@ -135,8 +140,8 @@ def streams(given: Given) -> list[Bar]:
         idle = server.measured()["worker.0"]["memory"]
         asyncio.run(held(server.port, 8))
         few = asyncio.run(held(server.port, 1))
-        many = asyncio.run(held(server.port, OPEN_STREAMS))
-    each = (many - few) / (OPEN_STREAMS - 1) / 1024
+        many = asyncio.run(held(server.port, given.of(OPEN_STREAMS)))
+    each = (many - few) / (given.of(OPEN_STREAMS) - 1) / 1024
     return [
         Bar("streams: API worker, idle", idle / (1 << 20), 120.0, "MiB"),
         Bar("streams: API worker, an open stream", each, 48.0, "KiB"),
@@ -175,13 +180,13 @@ def start(given: Given) -> list[Bar]:
 
 def lag(given: Given) -> list[Bar]:
     """Lateness of the event loop, by a task in the worker."""
-    image = {"type": "image_url", "image_url": {"url": png(2600)}}
+    image = {"type": "image_url", "image_url": {"url": png(given.of(2600))}}
     picture = message(CHAT, {"messages": [{"role": "user", "content": [image]}], "max_tokens": 2})
-    long_text = message(HEAD, {"prompt": "All the words of a long prompt. " * 12_500, "max_tokens": 2})
+    long_text = message(HEAD, {"prompt": "All the words of a long prompt. " * given.of(12_500), "max_tokens": 2})
     numbers = itertools.count()
 
     def hard() -> bytes:
-        asked = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema(300, next(numbers))}}
+        asked = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema(given.of(300), next(numbers))}}
         messages = [{"role": "user", "content": "a"}]
         return message(CHAT, {"messages": messages, "response_format": asked, "max_tokens": 2})
 
@@ -225,13 +230,14 @@ def hostile(given: Given) -> list[Bar]:
 
     with serving(streams=128, max_queued_requests=1024) as server:
         port = server.port
+        pairs = given.of(PAIRS)
         ordinary, ratios = [], {kind: list[float]() for kind in given.hostile}
-        for pair in range(1, PAIRS + 1):
+        for pair in range(1, pairs + 1):
             ordinary.append(near(port, "ordinary"))
             for kind, found in ratios.items():
                 found.append(near(port, kind) / ordinary[-1])
-                print(f"hostile, {kind}, pair {pair} of {PAIRS}: {found[-1]:.3f}", file=sys.stderr, flush=True)
-    name = f"99th percentile between events, over ordinary clients, median of {PAIRS} pairs"
+                print(f"hostile, {kind}, pair {pair} of {pairs}: {found[-1]:.3f}", file=sys.stderr, flush=True)
+    name = f"99th percentile between events, over ordinary clients, median of {pairs} pairs"
     return [Bar(f"hostile: {kind}: {name}", statistics.median(found), 1.1, "times") for kind, found in ratios.items()]
 
 
@@ -249,7 +255,7 @@ def health(given: Given) -> list[Bar]:
 
     async def burst(port: int) -> None:
         draw = random.Random(1)
-        await asyncio.gather(*(events(port, completion(draw, 16), []) for _ in range(BURST)))
+        await asyncio.gather(*(events(port, completion(draw, 16), []) for _ in range(given.of(BURST))))
 
     with serving("free", max_queued_requests=4096, max_queued_prompt_tokens=1 << 20) as server:
         prober = threading.Thread(target=probe)
@@ -274,7 +280,8 @@ def queue(given: Given) -> list[Bar]:
 
     config = ModelConfig(id="m", path=str(bundled.default_model_dir()), max_batch_size=32, engine="free", device="cpu")
     loaded = load(config)
-    limits = Limits(max_queued_requests=2 * QUEUED, max_queued_prompt_tokens=1 << 30)
+    most = given.of(QUEUED)
+    limits = Limits(max_queued_requests=2 * most, max_queued_prompt_tokens=1 << 30)
     rows: dict[int, list[float]] = {}
     with tempfile.TemporaryDirectory() as place:
         status = StatusWriter(Path(place) / "status", os.urandom(16))
@@ -287,7 +294,7 @@ def queue(given: Given) -> list[Bar]:
         client.send(protocol.encode(protocol.Hello(protocol.VERSION, "bench")))
         requests = [request for _, request in host_work(32, 900)]
         sent = 0
-        for queued in (0, QUEUED):
+        for queued in (0, most):
             for tag in range(sent + 1, 32 + queued + 1):
                 client.send(protocol.encode(protocol.Submit(tag, requests[tag % 32])))
             sent = 32 + queued
@@ -311,10 +318,10 @@ def queue(given: Given) -> list[Bar]:
                 rows[queued].append(time.thread_time() - began)
         client.close(0)
         host._close()
-    ratio = statistics.median(rows[QUEUED]) / statistics.median(rows[0])
-    pause = max(rows[QUEUED]) - statistics.median(rows[QUEUED])
+    ratio = statistics.median(rows[most]) / statistics.median(rows[0])
+    pause = max(rows[most]) - statistics.median(rows[most])
     return [
-        Bar("queue: a step with 10,000 queued requests, over none", ratio, 1.05, "times"),
+        Bar(f"queue: a step with {most:,} queued requests, over none", ratio, 1.05, "times"),
         Bar("queue: longest pause in a step", pause * 1e3, 20.0, "ms"),
     ]
 
@@ -438,8 +445,9 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=1, help="for cycles: that many share them")
     parser.add_argument("--device", default="cpu", help="for cycles")
     parser.add_argument("--hostile", nargs="+", default=["all"], choices=KINDS, help="kinds of hostile clients")
+    parser.add_argument("--share", type=float, default=1.0, help="of all numbers of requests: less for a trial")
     args = parser.parse_args()
-    given = Given(args.seconds, args.cycles, args.servers, args.device, tuple(args.hostile))
+    given = Given(args.seconds, args.cycles, args.servers, args.device, tuple(args.hostile), args.share)
     unknown = set(args.names) - set(BARS)
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there is {', '.join(BARS)}")
