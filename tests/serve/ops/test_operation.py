@@ -182,6 +182,24 @@ def test_models_are_loaded_when_they_are_asked_for_and_by_operators(start: Start
 
 
 @pytest.mark.full
+def test_an_idle_server_rarely_wakes(start: Start) -> None:
+    """Each process a few times a second: the event loop's clock, signs of life, a look at the engine."""
+    server = start(models(a="free"))
+    assert server.complete("a").status_code == 200
+    processes = [server.process.pid, *server.children("exl_serve.api"), *server.children("exl_serve.engine")]
+    seconds = 3.0
+
+    def waits() -> list[int]:
+        status = [Path(f"/proc/{pid}/status").read_text() for pid in processes]
+        return [int(re.findall(r"^voluntary_ctxt_switches:\s*(\d+)", text, re.MULTILINE)[0]) for text in status]
+
+    time.sleep(2.0)  # what the request has left is reported
+    before = waits()
+    time.sleep(seconds)
+    assert all(after - then <= 4 * seconds for then, after in zip(before, waits(), strict=True))
+
+
+@pytest.mark.full
 def test_loading_and_unloading_leaves_nothing(start: Start) -> None:
     """Neither processes, open files nor bytes in the metrics. bench_bars.py cycles does it 100 times, with a model."""
     server = start(models(a="free", b="free"))

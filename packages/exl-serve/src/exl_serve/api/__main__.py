@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -34,6 +35,7 @@ __all__ = ["main"]
 log = logging.getLogger("exl_serve")
 
 SWITCH_SECONDS = 0.0002
+TICK_SECONDS = 1.0
 KNOWN_SECONDS = 5.0
 """One of several workers accepts no connections for so long, until it has read the models' tokenizers."""
 
@@ -93,7 +95,7 @@ async def _serve(start: link.WorkerStart) -> None:
         known=models.known,
         media=MediaReader(os.path.dirname(start.address.removeprefix("ipc://"))),
     )
-    server = uvicorn.Server(_settings(config, create_app(state), protocol))
+    server = _Server(_settings(config, connection.watching(create_app(state)), protocol))
     listener = socket.socket(fileno=start.listener)
     tasks = [
         asyncio.create_task(_drain(stopping, server, state)),
@@ -137,6 +139,32 @@ def _take_over(config: ServeConfig, state: AppState, authenticator: Authenticato
         log.error("the keys were not read again: %s", error)
 
 
+class _Server(uvicorn.Server):
+    """A server that looks once a second whether it is to end, and not ten times: an idle one takes no CPU time."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._loop = asyncio.get_running_loop()
+        self._ending = asyncio.Event()
+
+    def end(self) -> None:
+        """Accept no more connections, and end once the open ones are done."""
+        self.should_exit = True
+        self._ending.set()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Handle a signal, which may come while the loop waits."""
+        super().handle_exit(sig, frame)
+        self._loop.call_soon_threadsafe(self._ending.set)
+
+    async def main_loop(self) -> None:
+        """Renew the date of the answers' headers until the end."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_SECONDS):
+                    await self._ending.wait()
+
+
 def _settings(config: ServeConfig, app: Any, protocol: Any) -> uvicorn.Config:
     limits = config.server.limits
     return uvicorn.Config(
@@ -155,7 +183,7 @@ def _settings(config: ServeConfig, app: Any, protocol: Any) -> uvicorn.Config:
     )
 
 
-async def _drain(stopping: asyncio.Event, server: uvicorn.Server, state: AppState) -> None:
+async def _drain(stopping: asyncio.Event, server: _Server, state: AppState) -> None:
     """Let running requests finish, up to the limit; then end the rest with an error."""
     await stopping.wait()
     while not server.started:
@@ -171,7 +199,7 @@ async def _drain(stopping: asyncio.Event, server: uvicorn.Server, state: AppStat
     for generation in list(state.running):
         generation.fail(refusal)
     # Until here new requests were refused with 503: a closed socket would leave them in the supervisor's backlog.
-    server.should_exit = True
+    server.end()
     await asyncio.sleep(0.2)
     server.force_exit = True
 

@@ -23,6 +23,8 @@ from exl_serve.stream.channels import OutputFamily, detect_family
 from exl_serve.super import link
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
     from exl_serve.api.text import FolderText
 
 __all__ = ["Handle", "Link", "WorkerModels", "find_model", "lags"]
@@ -34,8 +36,9 @@ LIVING = ("ready", "draining", "stalled")
 LOAD_WAIT = 5.0
 """Seconds that a request waits for a model that is being loaded."""
 REPORT_SECONDS = 1.0
+"""Seconds after which what was counted is reported."""
 LAG_SECONDS = 0.1
-"""Seconds between two looks at how late the event loop is."""
+"""Seconds between two looks at how late the event loop is, while there are requests."""
 MOST_LAG = 60.0
 """A process that was stopped for longer counts as this late."""
 
@@ -286,18 +289,41 @@ class Link:
         self._counts: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         self._observed: list[tuple[bool, str, dict[str, str], float]] = []
         self._ready = False
+        #: runs while there is something to report
+        self._timer: asyncio.TimerHandle | None = None
+        #: requests that are being handled
+        self._open = 0
+        self._busy = asyncio.Event()
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self._drain)
-        self._tasks = [asyncio.create_task(self._report()), asyncio.create_task(self._look_at_lag())]
+        self._looking = asyncio.create_task(self._look_at_lag())
+        self._flush()
 
     def count(self, name: str, amount: float = 1.0, **labels: str) -> None:
-        """Add to a counter; reported once a second."""
+        """Add to a counter; reported within a second."""
         key = (name, tuple(sorted(labels.items())))
         self._counts[key] = self._counts.get(key, 0.0) + amount
+        self._report_later()
 
     def observe(self, name: str, value: float, **labels: str) -> None:
-        """Add a value to a histogram; reported once a second."""
+        """Add a value to a histogram; reported within a second."""
         self._observed.append((False, name, labels, value))
+        self._report_later()
+
+    def watching(self, app: ASGIApp) -> ASGIApp:
+        """Return `app`; the event loop's lag is measured while it handles requests."""
+
+        async def watched(scope: Scope, receive: Receive, send: Send) -> None:
+            self._open += 1
+            self._busy.set()
+            try:
+                await app(scope, receive, send)
+            finally:
+                self._open -= 1
+                if not self._open:
+                    self._busy.clear()
+
+        return watched
 
     def tell_ready(self) -> None:
         """Tell the supervisor that this worker answers requests for some model."""
@@ -325,27 +351,33 @@ class Link:
 
     def close(self) -> None:
         """Report the last metrics and close the socket."""
-        for task in self._tasks:
-            task.cancel()
+        self._looking.cancel()
         self._flush()
         self._loop.remove_reader(self._descriptor)
         self._socket.close()
 
-    async def _report(self) -> None:
-        while True:
-            self._flush()
-            await asyncio.sleep(REPORT_SECONDS)
+    def _report_later(self) -> None:
+        if self._timer is None and not self._socket.closed:
+            self._timer = self._loop.call_later(REPORT_SECONDS, self._flush)
 
     async def _look_at_lag(self) -> None:
-        """Measure how late timers run: whatever blocks the loop delays all streams of this worker."""
-        due = self._loop.time() + LAG_SECONDS
+        """Measure how late timers run: whatever blocks the loop delays all streams of this worker.
+
+        The first of them is due at any time within `LAG_SECONDS`, so that the begin of requests is measured, too.
+        """
         while True:
-            await asyncio.sleep(due - self._loop.time())
-            late, due = lags(due, self._loop.time())
-            for seconds in late:
-                self.observe("exl_loop_lag_seconds", seconds)
+            await self._busy.wait()
+            due = (math.floor(self._loop.time() / LAG_SECONDS) + 1) * LAG_SECONDS
+            while self._busy.is_set():
+                await asyncio.sleep(due - self._loop.time())
+                late, due = lags(due, self._loop.time())
+                for seconds in late:
+                    self.observe("exl_loop_lag_seconds", seconds)
 
     def _flush(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         counts = [(True, name, dict(labels), value) for (name, labels), value in self._counts.items()]
         self._counts.clear()
         observed, self._observed = self._observed, []
@@ -367,6 +399,7 @@ class Link:
                 continue
             if isinstance(message, link.State):
                 self._on_state(message)
+                self._flush()  # the supervisor asks whether this worker is ready
                 continue
             answer = self._answers.get(message.tag)
             if answer is None or answer.done():

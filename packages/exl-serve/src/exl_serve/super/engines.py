@@ -27,6 +27,7 @@ __all__ = ["STATES", "Engines"]
 log = logging.getLogger(__name__)
 
 STATES = ("unloaded", "planning", "loading", "warming", "ready", "draining", "unloading", "failed")
+SETTLED = ("unloaded", "ready", "failed")
 DRAIN_SECONDS = 1.0
 """Seconds that a draining engine must have been idle; the workers know its state by then."""
 STOP_SECONDS = 10.0
@@ -46,6 +47,11 @@ class _Process:
     until: float | None = None
     idle_since: float | None = None
     plan: bytes = field(default=b"")
+
+    @property
+    def idle(self) -> bool:
+        """Whether it serves and has no requests."""
+        return self.reader is not None and self.idle_since is not None and self.until is None and not self.stalled
 
 
 class Engines:
@@ -88,6 +94,12 @@ class Engines:
         """Whether a model's engine makes no progress."""
         process = self._processes.get(id)
         return process is not None and process.stalled
+
+    @property
+    def idle(self) -> bool:
+        """Whether no model changes its state, and no engine has requests or stalls."""
+        states = all(entry.state in SETTLED and entry.retry_at is None for entry in self.registry.entries.values())
+        return states and not self._planning and all(process.idle for process in self._processes.values())
 
     def replace(self, config: ServeConfig) -> None:
         """Use another list of models: new ones are added, missing ones unloaded."""

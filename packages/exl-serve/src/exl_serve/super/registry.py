@@ -44,7 +44,7 @@ HISTOGRAMS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
         ("model_name",),
         "vllm:request_time_per_output_token_seconds",
     ),
-    "exl_loop_lag_seconds": ("How late an API worker's event loop runs a timer", (), None),
+    "exl_loop_lag_seconds": ("How late an API worker's event loop runs a timer while there are requests", (), None),
 }
 _TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 _SHORT = tuple(m * 10**e for e in (-4, -3, -2, -1, 0) for m in (1, 2.5, 5))

@@ -39,6 +39,8 @@ __all__ = ["Supervisor"]
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 10.0
+TURN_MS, IDLE_MS = 200, 1000
+"""Milliseconds between looks at the engines: the second while none has anything to do."""
 ANSWER_SECONDS = 25.0
 """Seconds that a call which loads a model waits for the outcome."""
 SHOWN = {"planning": "loading", "warming": "loading", "unloading": "draining"}
@@ -127,6 +129,9 @@ class Supervisor:
         self._socket.bind(self._address)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
+        # A signal ends the wait even if it comes just before it. So does the end of a child.
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
@@ -136,7 +141,7 @@ class Supervisor:
         code = 0
         try:
             while not self._ended():
-                for source, _ in poller.poll(200):
+                for source, _ in poller.poll(self._pause()):
                     if source == self._wake_read:
                         with contextlib.suppress(BlockingIOError):
                             os.read(self._wake_read, 4096)
@@ -147,8 +152,17 @@ class Supervisor:
                     code = 1
                     break
         finally:
+            signal.set_wakeup_fd(-1)
             self._close()
         return code
+
+    def _pause(self) -> int:
+        """Return the milliseconds after which the next turn comes, unless something happens before."""
+        settled = self._phase == "serving" and not self._waiting and self._announced
+        if not settled or any(worker.child is None for worker in self._workers) or not self._engines.idle:
+            return TURN_MS
+        interval = self._notifier.interval
+        return IDLE_MS if interval is None else min(IDLE_MS, round(interval * 500))
 
     # ---- one turn --------------------------------------------------------------------------------------------------
 
@@ -182,7 +196,8 @@ class Supervisor:
         if worker.child is not None and (status := worker.child.poll()) is not None:
             log.error("API worker %d has ended with %s; its requests are cut off", index, describe(status))
             worker.child = None
-            self._ready.clear()  # those that live report again within a second
+            self._ready.clear()
+            self._broadcast_due = True  # those that live report again
             worker.crashes.append(now)
             while worker.crashes[0] < now - CRASH_SECONDS:
                 worker.crashes.popleft()
@@ -373,6 +388,7 @@ class Supervisor:
     def _operate(self, worker: bytes, call: link.Operator) -> dict[str, Any] | None:
         """Return the answer of a call, or None if it comes later. Raises ServeError."""
         parameters = call.parameters
+        self._engines.step()  # a model with requests is not free, even if they have just come
         if call.name == "metrics":
             return {"text": self._metrics.text()}
         registry, id = self._engines.registry, str(parameters.get("model"))
