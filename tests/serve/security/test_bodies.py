@@ -12,12 +12,15 @@ from typing import Any
 import httpx
 import pytest
 from effort import trials
+from hypothesis import given
+from hypothesis import strategies as st
 
 from exl_generate import bundled
 from exl_serve.api.text import FolderText
 from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
 from exl_serve.request.body import PIECE, LongUrl, read_json
+from exl_serve.request.formats import schema_of
 from exl_serve.request.messages import ImagePart, messages_of
 from exl_serve.testing.server import LiveServer
 from exl_serve.testing.waiting import HANG_SECONDS
@@ -281,3 +284,21 @@ def test_long_data_urls_may_end_anywhere(at: int) -> None:
     found = read_json(f'{head}{url}"}}]}}], "n": 1}}'.encode(), LIMITS)
     assert found["n"] == 1
     assert found["messages"][0]["content"][0]["image_url"].text() == url
+
+
+@given(
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False)
+        | st.text(st.characters())
+        | st.just("null"),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(st.characters()), inner, max_size=4),
+        max_leaves=12,
+    )
+)
+def test_a_schema_is_passed_on_unchanged(value: Any) -> None:
+    """Integers of any size, infinity and lone surrogates too, which not every writer of JSON knows."""
+    schema = {"const": value, "more": [1 << 70, float("inf"), "\ud800", None][len(repr(value)) % 4]}
+    assert json.loads(schema_of(schema, "x", LIMITS).source) == schema

@@ -6,12 +6,17 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
 from exl_serve.request.body import check_depth
 from exl_serve.request.internal import Constraint
 
 __all__ = ["format_of", "schema_of"]
+
+_NULLS = (":null", ",null", "[null")
+"""How a null begins that is no part of a word in compact JSON."""
 
 
 def format_of(fields: Mapping[str, Any], limits: Limits) -> Constraint | None:
@@ -54,7 +59,7 @@ def schema_of(value: Any, param: str, limits: Limits) -> Constraint:
             raise ServeError.invalid(f"{param} is not JSON: {error}", param, "invalid_schema") from None
     if not isinstance(value, dict | bool):
         raise ServeError.invalid(f"{param} must be a JSON schema: an object or a boolean", param, "invalid_schema")
-    source = json.dumps(value)
+    source = _written(value)
     if len(source) > limits.max_schema_bytes:
         raise ServeError.invalid(
             f"{param} has {len(source)} bytes; a schema has at most {limits.max_schema_bytes}",
@@ -62,6 +67,16 @@ def schema_of(value: Any, param: str, limits: Limits) -> Constraint:
             "schema_too_complex",
         )
     return Constraint(kind="json_schema", source=source, param=param)
+
+
+def _written(schema: Any) -> str:
+    """Return the JSON of a parsed schema. The event loop waits meanwhile: msgspec takes a tenth of the time of json."""
+    try:
+        source = msgspec.json.encode(schema).decode()
+    except (OverflowError, ValueError):  # integers of more than 64 bits, lone surrogates
+        return json.dumps(schema)
+    # An infinite number would be a null.
+    return json.dumps(schema) if any(null in source for null in _NULLS) else source
 
 
 def _structured(value: Any, limits: Limits) -> Constraint:
