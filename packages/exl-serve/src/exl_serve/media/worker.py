@@ -14,6 +14,7 @@ import ctypes
 import hashlib
 import importlib
 import json
+import os
 import sys
 import warnings
 from io import BytesIO
@@ -27,6 +28,8 @@ EXTRA_MEMORY = 1536 << 20
 """Memory for decoding, in bytes: 2^26 pixels of up to 8 bytes each, twice for a conversion."""
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 """Flags of unshare(2)."""
+NICENESS = 5
+"""An image takes a core for a second. Streams, which need one for microseconds, come first where cores are few."""
 LOW_SIDE = 512
 """Pixels of the longer side of an image with the detail "low"."""
 
@@ -40,6 +43,7 @@ class _RefusedError(Exception):
 def main() -> None:
     """Answer requests until standard input ends."""
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    os.nice(NICENESS)
     # Only a process of one thread may leave the network, and numpy starts others.
     _leave_network()
     importlib.import_module("exl_core.image_files")  # late import: after the network is gone
