@@ -22,6 +22,15 @@ def test_it_serves_restarts_what_dies_and_nothing_outlives_it(served: Callable[.
     assert server.log.count("model fable-10m: loading") == 1
     first = server.complete()
     assert first.status_code == 200
+    measured = {
+        'exl_requests_total{finished_reason="length",model_name="fable-10m"} 1.0',
+        'vllm:generation_tokens_total{model_name="fable-10m"} 4.0',
+        'exl_request_generation_tokens_bucket{le="5.0",model_name="fable-10m"} 1.0',
+        'exl_request_generation_tokens_bucket{le="2.0",model_name="fable-10m"} 0.0',
+        'exl_model_state{model_name="fable-10m",state="ready"} 1.0',
+        "exl_ready 1.0",
+    }
+    until(lambda: measured <= set(httpx.get(f"{server.url}/metrics", timeout=SECONDS).text.splitlines()))
     engine, worker = server.children("exl_serve.engine"), server.children("exl_serve.api")
     assert (len(engine), len(worker)) == (1, 1)
 

@@ -296,9 +296,10 @@ def test_templates_are_rendered_after_their_processes_have_died(engine: EngineTh
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-def configured(folder: Path, text: str = "", engine: str = "free") -> list[str]:
+def configured(folder: Path, text: str = "", more: str = "") -> list[str]:
+    """Options of a server with a model `m`; `more` are further lines of the model."""
     file = folder / "serve.toml"
-    file.write_text(f'{text}\n[[model]]\nid = "m"\npath = "{FOLDER}"\ndevice = "cpu"\nengine = "{engine}"\n')
+    file.write_text(f'{text}\n[[model]]\nid = "m"\npath = "{FOLDER}"\ndevice = "cpu"\nengine = "free"\n{more}\n')
     return ["--config", str(file)]
 
 
@@ -314,8 +315,13 @@ def test_a_stopped_api_worker_stops_no_other(served: Callable[..., Served], tmp_
 
 
 def test_a_drain_refuses_new_requests_and_finishes_old_ones(served: Callable[..., Served], tmp_path: Path) -> None:
-    """The service manager is notified of the start, of liveness and of the end."""
+    """The service manager is notified of the start, of liveness and of the end.
+
+    The start is told once the server has read its models' tokenizers.
+    """
     heard: list[bytes] = []
+    template = tmp_path / "template"
+    os.mkfifo(template)  # the worker reads it until the test closes it
 
     def listen() -> None:
         while not heard or heard[-1] != b"STOPPING=1":
@@ -327,7 +333,14 @@ def test_a_drain_refuses_new_requests_and_finishes_old_ones(served: Callable[...
         listener = threading.Thread(target=listen)
         listener.start()
         environment = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "200000"}
-        server = served(*configured(tmp_path, "drain.timeout = -1"), environment=environment).up()
+        options = configured(tmp_path, "drain.timeout = -1", f'template = "{template}"')
+        server = served(*options, environment=environment)
+        until(lambda: "model m: ready" in server.log or server.process.poll() is not None, lambda: server.log)
+        with open(template, "w") as writer:
+            assert "serving at" not in server.log
+            assert not heard
+            writer.write("{{ messages }}")
+        server.up()
         until(lambda: len(heard) > 5)
         check_drain(server)
         listener.join()

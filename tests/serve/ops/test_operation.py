@@ -249,6 +249,7 @@ def test_the_names_of_tabbyapi(start: Start) -> None:
     assert httpx.get(f"{server.url}/v1/auth/permission", timeout=180).json()["permission"] == "admin"
 
 
+@pytest.mark.full  # tests/serve/ops/test_registry.py refuses one in the process
 def test_a_model_for_which_there_is_no_room_is_refused_with_the_numbers(cramped: Server) -> None:
     answers: list[httpx.Response] = []
 
@@ -264,6 +265,8 @@ def test_a_model_for_which_there_is_no_room_is_refused_with_the_numbers(cramped:
     assert cramped.states()["a"] == "ready"
 
 
+@pytest.mark.full  # tests/serve/test_processes.py reads the metrics of a server, tests/serve/test_http.py and
+# test_other_fields.py count refusals and ignored fields
 def test_what_requests_took_is_measured(cramped: Server) -> None:
     for _ in range(3):
         assert cramped.complete("a").status_code == 200
