@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
+from preloaded import run
 
 from exl_filters import (
     BanFilter,
@@ -281,13 +280,6 @@ def _rest(arguments):
 
 
 def test_nothing_installed_is_nothing_checked():
-    done = subprocess.run(
-        [sys.executable, "-m", "exl_filters", "check", "installed"],
-        env={**os.environ, "EXL_FILTERS_PLUGINS": "none"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    done = run(["-m", "exl_filters", "check", "installed"], env={**os.environ, "EXL_FILTERS_PLUGINS": "none"})
     assert done.returncode == 2, done.stdout + done.stderr
     assert "nothing was checked" in done.stderr

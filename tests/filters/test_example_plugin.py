@@ -90,6 +90,7 @@ def test_the_good_filter_and_the_broken_copy_are_told_apart_by_the_same_language
     assert "leaves dates" in bad.stdout
 
 
+@pytest.mark.full  # tests/filters/test_registry.py installs plugins, test_kit.py checks filters with their language
 def test_the_broken_copy_brings_its_language(installed):
     copy, env = installed
     options = ("--laws", "22", "--profile", "quick")
