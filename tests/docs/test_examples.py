@@ -33,6 +33,7 @@ def test_workflow() -> None:
     assert "One day, an old bear" in out
 
 
+@pytest.mark.full  # tests/generate/test_cli_terminal.py runs it on a terminal
 def test_streaming_chat() -> None:
     out = run("streaming_chat.py", stdin="Tell me a story about a fox.\nThank you!\n")
     assert "fox" in out

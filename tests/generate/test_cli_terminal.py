@@ -30,17 +30,17 @@ def state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "state" / "exl"
 
 
-def chat(model: str, *options: str, **env: str) -> Terminal:
-    return Terminal("-m", "exl_generate", "chat", "-m", model, *options, env=env)
+def chat(model: str, *options: str, torn_down: bool = False, **env: str) -> Terminal:
+    return Terminal("-m", "exl_generate", "chat", "-m", model, *options, env=env, torn_down=torn_down)
 
 
 def bundled_chat(*options: str, **env: str) -> Terminal:
-    """A chat with the bundled model. The end of its interpreter is left out."""
-    return Terminal("-m", "exl_generate", "chat", "-m", BUNDLED, *options, env=env, torn_down=False)
+    """A chat with the bundled model."""
+    return chat(BUNDLED, *options, **env)
 
 
 def test_ctrl_c_after_an_answer_ends_the_chat_quietly(chat_model: str) -> None:
-    with chat(chat_model, "-n", "6", "--json") as terminal:
+    with chat(chat_model, "-n", "6", "--json", torn_down=True) as terminal:
         terminal.until("> ")
         terminal.type(b"hello\n")
         terminal.until('"time_generate"')
@@ -161,6 +161,7 @@ def test_a_history_that_cannot_be_kept_is_noted(tmp_path: Path) -> None:
         assert terminal.end(b"/quit\n")[0] == 0
 
 
+@pytest.mark.full  # tests/docs/test_chat_screens.py has the widths of the guide
 def test_answers_are_wrapped_at_the_width_of_the_terminal() -> None:
     with bundled_chat("-n", "120", "--seed", "3", COLUMNS="40") as terminal:
         terminal.until("> ")

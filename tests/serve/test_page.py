@@ -101,7 +101,8 @@ def ask(page: webdriver.Chrome, text: str) -> str:
 
 
 def test_a_chat(page: webdriver.Chrome) -> None:
-    until(lambda: page.find_elements(By.CSS_SELECTOR, "#model option"))
+    models_are_listed(page)
+    page.execute_script("document.getElementById('max_tokens').value = '40'")
     first = ask(page, "Tell me a story about a fox.")
     assert len(first) > 20
     assert "tokens/s" in page.find_element(By.CSS_SELECTOR, ".facts").text
@@ -442,6 +443,7 @@ def test_a_model_without_eyes_gets_no_images(page: webdriver.Chrome) -> None:
 def test_everything_fits(page: webdriver.Chrome, width: int) -> None:
     size = {"width": width, "height": 740, "deviceScaleFactor": 1, "mobile": False}
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    page.execute_script("document.getElementById('max_tokens').value = '60'")
     ask(page, "Tell me a story.")
     assert page.execute_script("return document.documentElement.scrollWidth") <= width
     assert page.execute_script("return document.documentElement.scrollHeight") <= 740
