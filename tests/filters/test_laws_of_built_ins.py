@@ -29,7 +29,7 @@ from exl_filters.testing import (
     starts_with,
 )
 
-pytestmark = pytest.mark.sampled(7)
+pytestmark = pytest.mark.sampled(10)
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 BUDGET = {"profile": "deep"} if THOROUGH else {"profile": "quick", "examples": trials(8, 4)}

@@ -77,6 +77,7 @@ def asks(pair: Pair) -> list[ExLlamaV2DynamicJob]:
     ]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("chunk", [16, 48, 512])
 @pytest.mark.parametrize("how", ["plain", "ngram", "draft"])
 def test_in_any_company(pair: Pair, chunk: int, how: str) -> None:

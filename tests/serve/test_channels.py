@@ -257,7 +257,7 @@ ASKED: dict[str, Any] = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_a_call_that_is_asked_for_is_made(tooled: openai.OpenAI, choice: Any) -> None:
     for seed in range(trials(3, 1)):
