@@ -28,7 +28,7 @@ PAGE = 16
 CACHES = [ExLlamaV2Cache, ExLlamaV2Cache_8bit, ExLlamaV2Cache_Q4, ExLlamaV2Cache_Q6, ExLlamaV2Cache_Q8]
 
 pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.NonInteractiveExampleWarning")
-some = examples(15, 4, list(HealthCheck))
+some = examples(15, 3, list(HealthCheck))
 
 
 @pytest.fixture(scope="module", params=["exact", "int8"])

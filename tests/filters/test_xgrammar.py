@@ -50,7 +50,7 @@ def make(vocab=BYTES, **source):
     lambda v: make(v, regex=PATTERN, budget=TRUSTED),
     language=re.compile(PATTERN),
     profile="quick",
-    examples=trials(8, 4),
+    examples=trials(8, 3),
 )
 def test_laws_of_a_pattern(law):
     law()
@@ -60,7 +60,7 @@ def test_laws_of_a_pattern(law):
     lambda v: make(v, json_schema=SCHEMA, whitespace="compact", budget=TRUSTED),
     language=json_schema(SCHEMA, ['{"a":"x"}', '{"a":"é","b":true}']),
     profile="quick",
-    examples=trials(8, 4),
+    examples=trials(8, 3),
 )
 def test_laws_of_a_schema(law):
     law()

@@ -109,7 +109,7 @@ requests = st.lists(
 )
 
 
-@examples(100, 8)
+@examples(100, 5)
 @given(requests, st.sampled_from(["ngram", "model"]), st.booleans())
 def test_nobody_can_tell(asked: list[Request], drafter: str, on_device: bool) -> None:
     """Each job has the tokens that it has alone and without drafts; one that is cancelled has the first of them."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import trials
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache_Q4, ExLlamaV2Config, ExLlamaV2Tokenizer
 from exl_filters import ExLlamaV2GrammarFilter, ExLlamaV2SelectFilter
@@ -135,7 +136,7 @@ def test_a_model_resumes_bitwise(generator: ExLlamaV2DynamicGenerator, constrain
         return drain(generator)[one]
 
     whole = ran(asked())
-    for cut in (0, 1, 7, 30, len(whole) - 1):
+    for cut in (1, 30, 0, 7, len(whole) - 1)[: trials(5, 2)]:
         before, after = whole[:cut], whole[cut:]
         resumed = ran(asked(resume_from=streamed_tokens(before)))
         assert streamed_text(resumed) == streamed_text(after)

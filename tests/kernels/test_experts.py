@@ -85,7 +85,7 @@ def rows_of(count: int, hidden: int = HIDDEN, seed: int = 0) -> Tensor:
     return torch.randn(count, hidden, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=trials(60, 15), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=trials(60, 8), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_bitwise_one_expert_after_the_other(data: st.DataObject) -> None:
     draw: Callable[[Any], Any] = data.draw
@@ -123,7 +123,7 @@ def test_bitwise_one_expert_after_the_other(data: st.DataObject) -> None:
     assert torch.equal(same, h + expected)
 
 
-@settings(max_examples=trials(30, 10), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=trials(30, 6), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 @pytest.mark.parametrize("compute", ["int8", "exact"])
 def test_a_row_depends_on_itself_alone(compute: str, data: st.DataObject) -> None:

@@ -87,7 +87,7 @@ def play(
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("cache", CACHES)
-@examples(15, 3, list(HealthCheck))
+@examples(15, 2, list(HealthCheck))
 @given(
     st.sampled_from(["pylib-4m-exl2-4.5", "pylib-4m-fp16"]),
     st.lists(requests, min_size=1, max_size=6),

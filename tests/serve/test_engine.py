@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from effort import trials
 from hypothesis import given
 from hypothesis import strategies as st
 from raw_worker import RawWorker
@@ -268,7 +269,7 @@ def test_events_say_what_the_library_s_results_say(fable: EngineThread) -> None:
 
 def test_several_tokens_of_a_round_are_one_event(fable: EngineThread) -> None:
     """Of a completion whose guesses hold."""
-    asked = request(fable, "one two one two one two one two", max_tokens=200, logprobs=1, ignore_eos=True)
+    asked = request(fable, "one two one two one two one two", max_tokens=100, logprobs=1, ignore_eos=True)
     thread = EngineThread(ModelConfig(id="guessing", path=fable.card.folder, device="cpu", ngram=True))
     thread.generator.drafter.length = AsAsked(thread.generator.num_draft_tokens)  # whatever it costs
 
@@ -415,7 +416,7 @@ def test_the_queue_has_an_end(scripted: EngineThread) -> None:
         for _ in range(120):
             sink = Sink()
             try:
-                await engine.submit(request(scripted, max_tokens=40), sink)
+                await engine.submit(request(scripted, max_tokens=trials(40, 10)), sink)
                 sinks.append(sink)
             except ServeError as error:
                 refused.append(error)

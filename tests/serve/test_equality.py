@@ -287,7 +287,7 @@ def drawn(seed: int, count: int) -> list[dict[str, Any]]:
 
 
 def test_a_few_random_requests(http: httpx.Client, fable: EngineThread) -> None:
-    check(http, fable, drawn(7, trials(16, 4)))
+    check(http, fable, drawn(7, trials(16, 3)))
 
 
 @pytest.mark.full

@@ -225,7 +225,7 @@ def test_little_detail_is_a_smaller_image() -> None:
 
 def test_without_max_tokens_what_the_context_leaves_is_generated(client: openai.OpenAI, live: LiveServer) -> None:
     """The rows of an image are taken off."""
-    messages = user(part(png(picture(200, 150))), "go on " * 250)  # so that little is left
+    messages = user(part(png(picture(200, 150))), "go on " * 310)  # so that little is left
     body = {"model": "eye", "messages": messages, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{live.url}/v1/chat/completions", json=body, timeout=120).json()
     assert answer["choices"][0]["finish_reason"] == "length"

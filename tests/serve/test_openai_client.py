@@ -55,7 +55,7 @@ def test_models(client: openai.OpenAI) -> None:
         client.models.retrieve("gpt")
 
 
-@examples(12, 5, [HealthCheck.function_scoped_fixture])
+@examples(12, 3, [HealthCheck.function_scoped_fixture])
 @given(
     n=st.integers(1, 3),
     seed=st.integers(0, 2**40),
@@ -81,7 +81,7 @@ def test_a_stream_says_what_the_whole_answer_says(
     assert stream["usage"].prompt_tokens == whole.usage.prompt_tokens
 
 
-@examples(10, 5, [HealthCheck.function_scoped_fixture])
+@examples(10, 3, [HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**40), temperature=st.sampled_from([0.0, 0.8]), max_tokens=st.integers(1, 30))
 def test_the_library_s_tokens(
     client: openai.OpenAI, fable: EngineThread, seed: int, temperature: float, max_tokens: int

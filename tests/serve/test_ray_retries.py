@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from effort import trials
 from ray_fakes import CARD, USAGE, Answer, FakeEngine, StartedReplica, frame
 
 from exl_serve.engine import wire
@@ -126,7 +127,7 @@ def test_a_stream_continues_on_another_replica(fable: EngineThread, tmp_path: Pa
         local = await fable.connect()
         try:
             whole = await ran(local)
-            for at in range(0, len(whole), 1 if case == "stop" else 4):
+            for at in range(0, len(whole), 1 if case == "stop" else trials(4, 9)):
                 handle = Fragile(local, tmp_path, at)
                 engine = RayEngine(handle, "i", local.card)
                 assert told(await ran(engine), asked.n) == told(whole, asked.n), at

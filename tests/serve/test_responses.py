@@ -129,7 +129,7 @@ def without_names(response: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@examples(8, 4, [HealthCheck.function_scoped_fixture])
+@examples(8, 3, [HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 2**40),
     temperature=st.sampled_from([0.0, 0.9]),

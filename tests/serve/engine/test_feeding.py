@@ -23,8 +23,8 @@ ROWS, PAGES = 16, 9
 HANG = 120.0
 
 
-def request(number: int, new: int, key: str = "", guided: bool = False) -> EngineRequest:
-    prompt = (np.arange(20, 30, dtype="<i4") + number).tobytes()
+def request(number: int, new: int, key: str = "", guided: bool = False, length: int = 10) -> EngineRequest:
+    prompt = (np.resize(np.arange(20, 30, dtype="<i4"), length) + number).tobytes()
     return EngineRequest(
         id=f"r{number}",
         key=key,
@@ -77,7 +77,9 @@ class Steps:
         self.thread = EngineThread(config, loaded=loaded)
         self.worker = RawWorker(self.thread)
 
-    def run(self, requests: int, new: int, keys: Sequence[str] = ("",), guided: str | None = None) -> None:
+    def run(
+        self, requests: int, new: int, keys: Sequence[str] = ("",), guided: str | None = None, length: int = 10
+    ) -> None:
         """Send a request, and the others while its first step waits; read until all have ended.
 
         The requests are shared equally by `keys`, those of the first key come first. Those of the key `guided` have a
@@ -85,7 +87,7 @@ class Steps:
         """
         for number in range(requests):
             key = keys[number * len(keys) // requests]
-            self.worker.send(wire.Submit(number + 1, request(number, new, key, key == guided)))
+            self.worker.send(wire.Submit(number + 1, request(number, new, key, key == guided, length)))
             if not number:
                 assert isinstance(self.worker.receive(), wire.Accepted)
         self.go.set()
@@ -117,7 +119,7 @@ def test_requests_that_come_together_start_together(made: Steps) -> None:
 @pytest.mark.parametrize("made", [PAGES * 256], indirect=True)
 def test_requests_without_pages_wait_in_the_fair_queue(made: Steps) -> None:
     """In the generator's own queue, the order could not be changed any more."""
-    made.run(3 * ROWS // 2, 250)  # two pages each, with the prompt
+    made.run(3 * ROWS // 2, 10, length=250)  # two pages each
     assert max(made.waiting) <= SPARE_JOBS + 1
     assert sum(made.started) == 3 * ROWS // 2
 

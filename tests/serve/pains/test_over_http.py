@@ -171,7 +171,7 @@ def test_log_probabilities_are_finite_numbers(http: httpx.Client) -> None:
     assert "".join(token["token"] for token in tokens) == choice["message"]["content"]
 
 
-@settings(max_examples=trials(60, 6), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=trials(60, 4), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 99), at=st.integers(0, 60), more=st.integers(0, 80), length=st.integers(1, 8))
 def test_an_answer_ends_before_the_first_stop_string(
     http: httpx.Client, seed: int, at: int, more: int, length: int
@@ -329,7 +329,7 @@ def test_adapters_come_and_go_while_they_are_used(fable: EngineThread, tmp_path:
             load(http)
             use(http, "fable:one")
             unload(http)
-            for _ in range(15):
+            for _ in range(trials(15, 6)):
                 for act in (load, unload):
                     pool.submit(act, http)
                 for name in ("fable:one", "fable", "fable:one"):

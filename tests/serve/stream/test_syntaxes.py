@@ -410,7 +410,7 @@ def drawn(grammar: ExLlamaV2GrammarFilter, tokenizer: TextTokenizer, draw: rando
 def test_what_the_grammar_makes_is_read_as_a_call_by_the_schema(form: str, tokenizer: TextTokenizer) -> None:
     grammar = made(form, tokenizer)
     complete = 0
-    for seed in range(trials(12, 5)):
+    for seed in range(trials(12, 3)):
         ids = drawn(grammar, tokenizer, random.Random(seed))
         if ids is None:
             continue
