@@ -209,10 +209,10 @@ def test_memory_of_the_sampler_is_planned_for_draft_tokens(lab: Any) -> None:
 
 def test_memory_of_decode_steps_is_planned_apart_from_that_of_chunks(lab: Any) -> None:
     """A server decodes many sequences, and computes prompts in chunks of one."""
-    config = ExLlamaV2Config(lab.write(**{**MIDDLE, "vocab_size": 64000}))
+    config = ExLlamaV2Config(lab.write(**{**MIDDLE, "vocab_size": 16000}))
     one = plan(config, on=capped(4.0)).devices[0].scratch
     config.max_decode_batch = 256
-    assert plan(config, on=capped(4.0)).devices[0].scratch >= 256 * 2 * 4 * 64000 > one
+    assert plan(config, on=capped(4.0)).devices[0].scratch >= 256 * 2 * 4 * 16000 > one
     config.max_decode_batch = 0
     with pytest.raises(errors.ConfigError, match="max_decode_batch is 0"):
         config.check_for_load()

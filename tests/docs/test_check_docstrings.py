@@ -74,6 +74,7 @@ def test_a_gap_names_what_is_left_out(
     assert found.place.startswith("tests/docs/test_check_docstrings.py:")
 
 
+@pytest.mark.full  # `make lint` checks it too
 def test_the_packages_explain_every_parameter(check: ModuleType) -> None:
     found = list(check.checked())
     assert {gap.name.partition(".")[0] for gap in found} >= {"exl_kernels", "exl_core", "exl_filters", "exl_generate"}
