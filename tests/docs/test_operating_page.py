@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
+
+from preloaded import run
 
 from exl_serve.api.keys import read_keys
 from exl_serve.engine.failures import BY_CODE
@@ -64,8 +64,8 @@ def test_every_deployment_file_is_named() -> None:
 
 def test_the_command_for_a_key_makes_an_entry_that_is_read(tmp_path: Path) -> None:
     (command,) = re.findall(r"^\(umask 077 && exl serve (key new .*) >> keys.toml\)$", PAGE, re.MULTILINE)
-    run = [sys.executable, "-m", "exl_serve", *command.split()]
-    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    done = run(["-m", "exl_serve", *command.split()])
+    assert done.returncode == 0, done.stderr
     fields = {row[0].strip("| ") for row in CELLS}
     (tmp_path / "keys.toml").write_text(
         done.stdout + 'weight = 2\npriority = 0\nmodels = ["a"]\nexpires = 2999-01-01\n[key.limits]\nconcurrent = 3\n'

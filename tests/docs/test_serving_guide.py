@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from preloaded import run
 
 from exl_generate import bundled
 from exl_serve.config.model import ModelConfig
@@ -62,7 +62,8 @@ def test_python_programs(url: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_command_that_begins_it_all() -> None:
     assert blocks("bash")[0].strip() == "uv run exl serve -m DIR"
-    done = subprocess.run([sys.executable, "-m", "exl_serve", "--help"], capture_output=True, text=True, check=True)
+    done = run(["-m", "exl_serve", "--help"])
+    assert done.returncode == 0, done.stderr
     for option in ("--model", "--host", "--port", "--key-file", "--no-auth", "--workers", "--trusted-proxy"):
         assert option in done.stdout
 

@@ -7,12 +7,12 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from preloaded import run
 
 from exl_serve.config.model import ServeConfig
 from exl_serve.super.registry import Metrics
@@ -116,13 +116,7 @@ def test_wheels_come_with_a_bill_of_materials() -> None:
 
 
 def test_the_options_in_the_files_exist() -> None:
-    shown = subprocess.run(
-        [sys.executable, "-m", "exl_serve", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"COLUMNS": "200", "PATH": "/usr/bin:/bin"},
-    ).stdout
+    shown = run(["-m", "exl_serve", "--help"], env={"COLUMNS": "200", "PATH": "/usr/bin:/bin"}).stdout
     for name in ("Dockerfile", "compose.yaml", "exl-serve.service"):
         lines = [line for line in text(name).splitlines() if re.match(r"CMD \[\"--|\s+command:|ExecStart", line)]
         for option in re.findall(r"--[a-z-]+", " ".join(lines)):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import pytest
 import yaml
 from served import SECONDS, Served
 
@@ -84,7 +85,8 @@ def test_the_readme_serves_in_a_few_lines(served: Callable[..., Served], tmp_pat
         assert '"content"' in shell(command.replace(ADDRESS, server.url).replace("curl -s", "curl -s -f"), tmp_path)
 
 
-def test_the_container_of_the_guide(served: Callable[..., Served], tmp_path: Path) -> None:
+@pytest.mark.parametrize("serves", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_the_container_of_the_guide(served: Callable[..., Served], tmp_path: Path, *, serves: bool) -> None:
     """Its files are there and agree, and the container's command serves with them."""
     machine = Machine(tmp_path, "docker", "sudo")
     deploy = machine.folder / DEPLOY
@@ -106,6 +108,8 @@ def test_the_container_of_the_guide(served: Callable[..., Served], tmp_path: Pat
         "0.0.0.0": "127.0.0.1",
     }
     assert tomllib.loads((deploy / "serve.toml").read_text())["model"][0]["path"].startswith("/models/")
+    if not serves:
+        return
     (deploy / "serve.toml").write_text(f'[[model]]\nid = "mine"\npath = "{bundled.default_model_dir()}"\n')
     server = served(*[inside.get(word, word) for word in service["command"]])
     key = re.search(r"key: (\S+)", told)
