@@ -317,7 +317,7 @@ def test_a_stopped_api_worker_stops_no_other(served: Callable[..., Served], tmp_
 def test_a_drain_refuses_new_requests_and_finishes_old_ones(served: Callable[..., Served], tmp_path: Path) -> None:
     """The service manager is notified of the start, of liveness and of the end.
 
-    The start is told once the server has read its models' tokenizers.
+    The manager hears of the start once the server has read its models' tokenizers.
     """
     heard: list[bytes] = []
     template = tmp_path / "template"
