@@ -233,7 +233,7 @@ def test_unload_while_streams_run_and_reload(how: str, monkeypatch: pytest.Monke
             new = 30 if how == "wait" else 900
             streams = [
                 asyncio.create_task(host.complete(prompt, f"{turn} {i}", n=2, max_tokens=new))
-                for i, prompt in enumerate(PROMPTS[: trials(6, 3)])
+                for i, prompt in enumerate(PROMPTS[: trials(6, 4)])
             ]
             while host.generator.generator.num_active_jobs() < 4:
                 await asyncio.sleep(0.001)

@@ -85,7 +85,7 @@ def test_what_ends_a_fork_is_reported(tmp_path: Path) -> None:
     assert "from a test" in out
 
 
-@pytest.mark.parametrize("file", ["test_first.py", "test_second.py"])
+@pytest.mark.parametrize("file", ["test_first.py", pytest.param("test_second.py", marks=pytest.mark.full)])
 def test_the_first_failure_can_end_the_run(tmp_path: Path, file: str) -> None:
     assert "stopping after 1 failures" in run(tmp_path, "-x", file)
 
