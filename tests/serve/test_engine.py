@@ -268,7 +268,7 @@ def test_events_say_what_the_library_s_results_say(fable: EngineThread) -> None:
 
 def test_several_tokens_of_a_round_are_one_event(fable: EngineThread) -> None:
     """Of a completion whose guesses hold."""
-    asked = request(fable, "one two one two one two one two", max_tokens=100, logprobs=1, ignore_eos=True)
+    asked = request(fable, "one two one two one two one two", max_tokens=200, logprobs=1, ignore_eos=True)
     thread = EngineThread(ModelConfig(id="guessing", path=fable.card.folder, device="cpu", ngram=True))
     thread.generator.drafter.length = AsAsked(thread.generator.num_draft_tokens)  # whatever it costs
 
