@@ -30,8 +30,9 @@ def state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "state" / "exl"
 
 
-def chat(model: str, *options: str, torn_down: bool = False, **env: str) -> Terminal:
-    return Terminal("-m", "exl_generate", "chat", "-m", model, *options, env=env, torn_down=torn_down)
+def chat(model: str, *options: str, **env: str) -> Terminal:
+    """A chat. The end of its interpreter is left out."""
+    return Terminal("-m", "exl_generate", "chat", "-m", model, *options, env=env, torn_down=False)
 
 
 def bundled_chat(*options: str, **env: str) -> Terminal:
@@ -40,7 +41,7 @@ def bundled_chat(*options: str, **env: str) -> Terminal:
 
 
 def test_ctrl_c_after_an_answer_ends_the_chat_quietly(chat_model: str) -> None:
-    with chat(chat_model, "-n", "6", "--json", torn_down=True) as terminal:
+    with Terminal("-m", "exl_generate", "chat", "-m", chat_model, "-n", "6", "--json") as terminal:
         terminal.until("> ")
         terminal.type(b"hello\n")
         terminal.until('"time_generate"')
