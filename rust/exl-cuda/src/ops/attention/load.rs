@@ -41,13 +41,14 @@ impl Load {
     }
 
     /// Whether clusters of four, which are all resident, beat clusters of two. Of a row of one split they do for packed pages and for many
-    /// query heads; of more splits for half pages, as long as an SM gets at most four of their blocks, or three with many query heads.
+    /// query heads; of more splits for half pages of heads of 128 elements, as long as an SM gets at most four of their blocks, or three with
+    /// many query heads.
     pub fn takes_fours(&self) -> bool {
         if self.splits() == 1 {
             return !self.half || self.group > ROWS / 2;
         }
         let most = if self.has_few_queries() { 4 } else { 3 };
-        self.half && self.dim <= 128 && 4 * self.blocks() <= most * self.sms
+        self.half && self.dim == 128 && 4 * self.blocks() <= most * self.sms
     }
 
     /// Whether blocks of whole splits beat clusters (`few`, where they can run). They do not if clusters of more than two blocks are
@@ -70,9 +71,9 @@ impl Load {
             128 if self.has_few_queries() => {
                 4 * blocks >= 9 * self.sms && self.splits() <= MOST_SPLITS[1]
             }
-            128 if alone => self.splits() <= MOST_SPLITS[0],
+            128 if alone => self.group <= ROWS / 2 && self.splits() <= MOST_SPLITS[0],
             128 => 8 * blocks >= 15 * self.sms && blocks <= 2 * self.sms,
-            256 => alone,
+            256 => alone && self.has_few_queries() && self.splits() <= MOST_SPLITS[1],
             _ => false,
         }
     }
@@ -87,7 +88,7 @@ impl Load {
     pub fn blocks_of_sm(&self) -> usize {
         let rounds = |share: usize| share * self.blocks().div_ceil(share * self.sms);
         match self.dim {
-            256 if self.splits() > 1 => 1,
+            256 if self.splits() > SHORT_SPLITS => 1,
             128 if self.splits() > 1
                 && self.has_few_queries()
                 && 20 * rounds(3) <= 23 * rounds(2) =>
@@ -143,6 +144,12 @@ mod tests {
             (256, 2, 8, 8192, true, None),
             (256, 2, 8, 16_384, false, Some(1)),
             (256, 2, 8, 32_768, false, Some(1)),
+            // Not measured: as before.
+            (256, 2, 8, 65_536, false, None),
+            (256, 16, 8, 16_384, false, None),
+            (256, 2, 32 * 8, 1024, false, Some(2)),
+            (128, 16, 8 * 8, 4096, false, None),
+            (64, 4, 4 * 8, 6144, false, None),
         ] {
             let call = load(true, dim, group, heads, keys);
             let found = call.long_is_faster(few.then_some(PAIRS));
@@ -166,6 +173,7 @@ mod tests {
             (128, 8, 8, 8192, false),
             (128, 16, 2, 16_384, true),
             (256, 2, 8, 4096, false),
+            (64, 4, 8, 8192, false),
         ] {
             let call = load(true, dim, group, heads, keys);
             assert_eq!(call.takes_fours(), fours, "{dim} {group} {heads} {keys}");

@@ -144,11 +144,11 @@ pub(super) struct Blocks {
 }
 
 /// Bytes of a sequence's keys, and of its values, that the first blocks of the kernel without clusters prefetch while they wait for the
-/// previous launch. For half pages only, if not all blocks are resident at once. docs/design/attention.md has the measurements behind the
+/// previous launch. For half pages only, if there are more than two blocks an SM. docs/design/attention.md has the measurements behind the
 /// limit.
 fn ahead(caps: &Capabilities, call: &Call, splits: usize) -> usize {
-    let resident = 2 * caps.sms;
-    if is_half(call.kind) && call.tokens * call.kv_heads * splits > resident {
+    let few = 2 * caps.sms;
+    if is_half(call.kind) && call.tokens * call.kv_heads * splits > few {
         AHEAD_BYTES
     } else {
         0
@@ -467,7 +467,7 @@ mod tests {
     use crate::ops::attention::select::tests::{call, kind};
 
     #[test]
-    fn keys_are_prefetched_if_not_all_blocks_are_resident() {
+    fn keys_are_prefetched_if_there_are_more_than_two_blocks_an_sm() {
         let bytes = |name: &str, tokens, splits| {
             let call = call(kind(name), 128, (32, 8), (tokens, 1), 512);
             ahead(&hopper(), &call, splits)
