@@ -301,4 +301,13 @@ def test_long_data_urls_may_end_anywhere(at: int) -> None:
 def test_a_schema_is_passed_on_unchanged(value: Any) -> None:
     """Integers of any size, infinity and lone surrogates too, which not every writer of JSON knows."""
     schema = {"const": value, "more": [1 << 70, float("inf"), "\ud800", None][len(repr(value)) % 4]}
-    assert json.loads(schema_of(schema, "x", LIMITS).source) == schema
+    passed = json.loads(schema_of(schema, "x", LIMITS).source)
+    assert repr(passed) == repr(schema)  # 1 equals True and 1.0, and an object one in another order
+
+
+def test_a_schema_is_limited_in_bytes() -> None:
+    """However it is written: a null takes another writer."""
+    text = "\U0001f600" * (LIMITS.max_schema_bytes // 4 + 1)
+    for schema in ({"const": text}, {"const": text, "default": None}):
+        with pytest.raises(ServeError, match="bytes; a schema has at most"):
+            schema_of(schema, "x", LIMITS)

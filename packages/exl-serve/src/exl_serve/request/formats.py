@@ -60,9 +60,10 @@ def schema_of(value: Any, param: str, limits: Limits) -> Constraint:
     if not isinstance(value, dict | bool):
         raise ServeError.invalid(f"{param} must be a JSON schema: an object or a boolean", param, "invalid_schema")
     source = _written(value)
-    if len(source) > limits.max_schema_bytes:
+    size = len(source.encode())
+    if size > limits.max_schema_bytes:
         raise ServeError.invalid(
-            f"{param} has {len(source)} bytes; a schema has at most {limits.max_schema_bytes}",
+            f"{param} has {size} bytes; a schema has at most {limits.max_schema_bytes}",
             param,
             "schema_too_complex",
         )
