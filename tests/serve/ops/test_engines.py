@@ -83,3 +83,21 @@ def test_an_engine_without_a_page_is_ended(made: Made) -> None:
     """Nothing tells whether it makes progress, and its metrics are unknown."""
     assert made.until_killed()
     assert made.engines.is_stalled("m")
+
+
+def test_a_request_that_came_and_went_between_two_looks_counts_as_use(made: Made) -> None:
+    writer = StatusWriter(made.page, b"0" * 16)
+    writer.state = "ready"
+    entry = made.engines.registry.entries["m"]
+    used = []
+    for now, steps in ((100.0, 1), (200.0, 0), (300.0, 3), (400.0, 0)):
+        made.now = now
+        for _ in range(steps):
+            writer.begin_step(now)
+        writer.ended = now
+        writer.write()
+        made.engines.step()
+        used.append(entry.last_used)
+    assert used[0] == used[1] != 300.0
+    assert used[2:] == [300.0, 300.0]
+    writer.close()

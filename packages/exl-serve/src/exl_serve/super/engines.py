@@ -229,12 +229,14 @@ class Engines:
 
     def _look(self, id: str, process: _Process, now: float) -> None:
         """Watch an engine's progress: one without a status page makes none."""
-        reader = process.reader
+        reader, before = process.reader, process.status
         if reader is not None:
             with contextlib.suppress(HalfWrittenError):  # stopped or killed in the middle of a write
                 process.status = reader.read()
         if process.status is not None:
-            self._use(id, process, process.status, now)
+            # A short request may begin and end between two looks.
+            stepped = before is not None and process.status.step != before.step
+            self._use(id, process, process.status, now, stepped)
         found = process.watch.look(process.status, 0 if reader is None else reader.writes, now)
         if (found != "ok") != process.stalled:
             process.stalled = found != "ok"
@@ -246,8 +248,8 @@ class Engines:
             child = process.child
             child.kill(stacks=True)
 
-    def _use(self, id: str, process: _Process, status: EngineStatus, now: float) -> None:
-        """Tell the metrics and the registry what an engine does."""
+    def _use(self, id: str, process: _Process, status: EngineStatus, now: float, stepped: bool) -> None:
+        """Tell the metrics and the registry what an engine does, and whether it made steps since the last look."""
         self._metrics.engine(id, status)
         open = status.decoding + status.prefilling + status.queued
         entry = self.registry.entries.get(id)
@@ -258,7 +260,7 @@ class Engines:
         if entry is not None:
             # A draining engine counts as free once it has been idle since the workers know.
             free = process.idle_since is not None and now - max(process.idle_since, entry.since) >= DRAIN_SECONDS
-            self.registry.used(id, open if open or free or entry.state != "draining" else 1, False)
+            self.registry.used(id, open if open or free or entry.state != "draining" else 1, stepped)
 
     def _on_change(self, entry: Entry) -> None:
         self.changed = True

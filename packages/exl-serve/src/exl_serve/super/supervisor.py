@@ -296,6 +296,7 @@ class Supervisor:
             log.warning("%s has changed: that needs a restart", path)
         self._config = taken
         logging.getLogger().setLevel(taken.log.level.upper())
+        self._engines.step()  # a model that has just got a request is drained, not stopped
         self._engines.replace(taken)
         self._broadcast_due = True
         log.info("the configuration was read again")
@@ -388,7 +389,7 @@ class Supervisor:
     def _operate(self, worker: bytes, call: link.Operator) -> dict[str, Any] | None:
         """Return the answer of a call, or None if it comes later. Raises ServeError."""
         parameters = call.parameters
-        self._engines.step()  # a model with requests is not free, even if they have just come
+        self._engines.step()  # a model with requests is not free, not even if they came since the last turn
         if call.name == "metrics":
             return {"text": self._metrics.text()}
         registry, id = self._engines.registry, str(parameters.get("model"))
