@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from preloaded import run
 
-from exl_serve.api.worker import LAG_SECONDS, lags
+from exl_serve.api.worker import LAG_SECONDS, Link, lags
 from exl_serve.config.load import parse
 from exl_serve.engine.client import EngineStatus
 from exl_serve.engine.status import HalfWrittenError, StatusReader, StatusWriter
@@ -162,3 +165,25 @@ def test_the_start_ends_where_no_model_can_be_loaded(tmp_path: Path) -> None:
     found = run(["-c", START, str(tmp_path)])
     assert found.returncode == 1
     assert "model m cannot be served" in found.stderr
+
+
+def test_a_request_that_blocks_the_loop_from_its_begin_is_measured(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    class Listening(Link):
+        def observe(self, name: str, value: float, **labels: str) -> None:
+            seen.append(value)
+
+    async def blocking(*_: Any) -> None:
+        time.sleep(0.35)
+
+    async def work() -> None:
+        link = Listening(f"ipc://{tmp_path}/socket", lambda state: None)
+        await asyncio.sleep(0)
+        await link.watching(blocking)({}, None, None)  # type: ignore[arg-type]  # the application reads none of them
+        await asyncio.sleep(0.3)
+        link.close()
+
+    asyncio.run(work())
+    assert max(seen) >= 0.2
+    assert len(seen) >= 3

@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 import os
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -294,6 +295,8 @@ class Link:
         #: requests that are being handled
         self._open = 0
         self._busy = asyncio.Event()
+        #: time.monotonic() at which the first look at the event loop is due, once there are requests
+        self._due = 0.0
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self._drain)
         self._looking = asyncio.create_task(self._look_at_lag())
@@ -314,6 +317,9 @@ class Link:
         """Return `app`; the event loop's lag is measured while it handles requests."""
 
         async def watched(scope: Scope, receive: Receive, send: Send) -> None:
+            if not self._open:
+                # Not uvloop's own time, which is that of the turn of the loop.
+                self._due = (math.floor(time.monotonic() / LAG_SECONDS) + 1) * LAG_SECONDS
             self._open += 1
             self._busy.set()
             try:
@@ -363,16 +369,17 @@ class Link:
     async def _look_at_lag(self) -> None:
         """Measure how late timers run: whatever blocks the loop delays all streams of this worker.
 
-        The first of them is due at any time within `LAG_SECONDS`, so that the begin of requests is measured, too.
+        The first of them is due within `LAG_SECONDS` of the begin of a request, whose first part may be what blocks.
         """
         while True:
             await self._busy.wait()
-            due = (math.floor(self._loop.time() / LAG_SECONDS) + 1) * LAG_SECONDS
-            while self._busy.is_set():
-                await asyncio.sleep(due - self._loop.time())
-                late, due = lags(due, self._loop.time())
+            due, goes_on = self._due, True
+            while goes_on:
+                await asyncio.sleep(due - time.monotonic())
+                late, due = lags(due, time.monotonic())
                 for seconds in late:
                     self.observe("exl_loop_lag_seconds", seconds)
+                goes_on = self._busy.is_set()
 
     def _flush(self) -> None:
         if self._timer is not None:
