@@ -43,11 +43,11 @@ class _RefusedError(Exception):
 def main() -> None:
     """Answer requests until standard input ends."""
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    os.nice(NICENESS)
     # Only a process of one thread may leave the network, and numpy starts others.
     _leave_network()
     importlib.import_module("exl_core.image_files")  # late import: after the network is gone
     _limit_memory()
+    os.nice(NICENESS)  # behind the start, for which the first request waits
     while (request := _read(requests)) is not None:
         raw = json.dumps(_answer(*request)).encode()
         answers.write(len(raw).to_bytes(HEAD, "little") + raw)
