@@ -181,9 +181,9 @@ def test_a_reader_that_stops_reading_does_not_change_the_status(module):
     reader, output = os.pipe()
     with tempfile.TemporaryFile() as errors:
         streams = (-1, output, errors.fileno())
+        os.close(reader)
         program = Program(["-m", "exl_filters", "check", f"{module}:broken", *options], streams)
         os.close(output)
-        os.close(reader)
         code = program.wait()
         errors.seek(0)
         told = errors.read()

@@ -336,6 +336,7 @@ def test_a_drain_refuses_new_requests_and_finishes_old_ones(served: Callable[...
         options = configured(tmp_path, "drain.timeout = -1", f'template = "{template}"')
         server = served(*options, environment=environment)
         until(lambda: "model m: ready" in server.log or server.process.poll() is not None, lambda: server.log)
+        assert server.process.poll() is None, server.log  # nobody else would read the template
         with open(template, "w") as writer:
             assert "serving at" not in server.log
             assert not heard
