@@ -344,7 +344,7 @@ def planned_on_cpu(
 @pytest.mark.parametrize(
     ("family", "joined"),
     [
-        # The other layouts of the default run's families differ in what adapters do not meet.
+        # The other layouts of the default run's families differ where no adapter applies.
         pytest.param(family, joined, marks=[pytest.mark.full] if (place + way) % 4 else [])
         for place, family in enumerate(FAMILIES)
         for way, joined in enumerate(("0", "64"))

@@ -318,7 +318,7 @@ class Link:
 
         async def watched(scope: Scope, receive: Receive, send: Send) -> None:
             if not self._open:
-                # Not uvloop's own time, which is that of the turn of the loop.
+                # uvloop's own time is that at which the loop's iteration began.
                 self._due = (math.floor(time.monotonic() / LAG_SECONDS) + 1) * LAG_SECONDS
             self._open += 1
             self._busy.set()

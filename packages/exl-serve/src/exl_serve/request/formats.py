@@ -71,7 +71,7 @@ def schema_of(value: Any, param: str, limits: Limits) -> Constraint:
 
 
 def _written(schema: Any) -> str:
-    """Return the JSON of a parsed schema. The event loop waits meanwhile: msgspec takes a tenth of the time of json."""
+    """Return the JSON of a parsed schema. The event loop waits meanwhile, and msgspec is the faster writer."""
     try:
         source = msgspec.json.encode(schema).decode()
     except (OverflowError, ValueError):  # integers of more than 64 bits, lone surrogates

@@ -83,15 +83,15 @@ impl Load {
         4 * self.heads >= 3 * self.sms || self.units <= 2
     }
 
-    /// Blocks of `attention_long` that share an SM, for half pages: as many as read all keys in the fewest rounds, each of which takes as
-    /// long as its blocks are many. A block needs room for two units, so large heads get an SM for each.
+    /// Blocks of `attention_long` that share an SM, for half pages: as many as read all keys in the fewest waves, where a wave takes as long
+    /// as an SM has blocks. A block needs room for two units, so large heads get an SM for each.
     pub fn blocks_of_sm(&self) -> usize {
-        let rounds = |share: usize| share * self.blocks().div_ceil(share * self.sms);
+        let waves = |share: usize| share * self.blocks().div_ceil(share * self.sms);
         match self.dim {
             256 if self.splits() > SHORT_SPLITS => 1,
             128 if self.splits() > 1
                 && self.has_few_queries()
-                && 20 * rounds(3) <= 23 * rounds(2) =>
+                && 20 * waves(3) <= 23 * waves(2) =>
             {
                 3
             }
