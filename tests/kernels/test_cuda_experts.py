@@ -48,6 +48,16 @@ def test_results_are_those_of_one_expert_after_the_other(
             assert torch.equal(together(h, weights, ids, residual=x, out=x), expected), rows
 
 
+@pytest.mark.parametrize("kind", ["exl2-128", "exl2-32-own", "gptq-128", "gptq-32-act"])
+def test_runs_of_tiles(kind: str) -> None:
+    """Blocks have several tiles of an item, an odd or an even number, and items of half as many rows as others."""
+    experts = experts_of(kind, 9, 2560, 1408)
+    together = GroupedExperts(experts, "silu")
+    for rows in (5, 24, 64):
+        h, (weights, ids) = rows_of(rows, 2560, rows), chosen_of(rows, 9, 4, rows)
+        assert torch.equal(together(h, weights, ids), one_by_one(h, weights, ids, experts, "silu")), rows
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu", "quickgelu"])
 def test_against_float64(activation: Any) -> None:
     experts = experts_of("exl2-128", 5, 256, 192)

@@ -84,15 +84,17 @@ def test_chained_matmuls_launch_the_kernels_of_their_plans(rows: int, n: int) ->
     assert launched() >= expected
 
 
-@pytest.mark.parametrize("rows", [1, 8, 9, 32, 33, 64])
-def test_experts_are_launched_as_selected(rows: int) -> None:
-    made = [(matrix(256, i), matrix(256, i + 1), matrix(K, i + 2, 256)) for i in range(4)]
+@pytest.mark.parametrize(
+    ("rows", "hidden"), [(1, K), (8, K), (9, K), (32, K), (33, K), (64, K), (8, 3 * K), (16, 3 * K)]
+)
+def test_experts_are_launched_as_selected(rows: int, hidden: int) -> None:
+    made = [(matrix(256, i, hidden), matrix(256, i + 1, hidden), matrix(hidden, i + 2, 256)) for i in range(4)]
     grouped = GroupedExperts([(gate[0], up[0], down[0]) for gate, up, down in made], "silu")
     card = Card.device(torch.cuda.current_device())
     expected = card.experts([(gate[1], up[1], down[1]) for gate, up, down in made], rows, 2)
     assert expected.joined
     assert grouped.shares(rows, 2, False)
-    h = torch.randn(rows, K, device="cuda").half()
+    h = torch.randn(rows, hidden, device="cuda").half()
     ids = torch.tensor([[0, 3]], device="cuda").expand(rows, 2).contiguous()
     names()
     grouped(h, torch.full((rows, 2), 0.5, device="cuda"), ids)

@@ -186,6 +186,26 @@ def test_experts_share_launches_up_to_some_work_an_expert(name: str) -> None:
     assert "expert 16 is stored in another format" in mixed.refused[0][1]
 
 
+@pytest.mark.parametrize("name", known_cards())
+def test_long_rows_take_two_tiles_of_experts_on_large_cards(name: str) -> None:
+    card = Card.named(name)
+    hidden = 3 * K
+    experts = [
+        (exl2(256, k=hidden), exl2(256, k=hidden), exl2(hidden, k=256))
+    ] * 8  # half a row an expert on average: two rows
+    found = [card.experts(experts, rows, 2).kernel for rows in (7, 8, 20, 21, 128, 129)]
+    pairs = name in ("H100", "H200", "B200")  # an SM of a 5090 has too little shared memory
+    assert found == [
+        "experts_by_8",
+        *(
+            ["experts_by_2x8"] * 2 + ["experts_by_2x16"] * 2
+            if pairs
+            else ["experts_by_8"] * 2 + ["experts_by_16", "experts_by_32"]
+        ),
+        "experts_by_32",
+    ]
+
+
 def test_attention_by_card_cache_and_shape() -> None:
     def kernel(card: str, kind: str = "fp16", dim: int = 128, batch: int = 1, tokens: int = 1, **options: float) -> str:
         found = Card.named(card)

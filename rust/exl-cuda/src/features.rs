@@ -36,7 +36,13 @@ pub fn feature_of(file: &str) -> Option<Feature> {
         Some(Feature::MmaPipeline)
     } else if starts(&["batch_", "attention_wide"]) {
         Some(Feature::Wgmma)
-    } else if starts(&["ring", "few", "attention_few_", "attention_long_"]) {
+    } else if starts(&[
+        "ring",
+        "few",
+        "attention_few_",
+        "attention_long_",
+        "experts_pairs_",
+    ]) {
         Some(Feature::BulkCopy)
     } else if starts(&["attention_teams_"]) {
         Some(Feature::AsyncCopy)

@@ -322,8 +322,9 @@ class Card:
             invariant: rows are batch-invariant, as always for few rows and in captured steps.
 
         Returns:
-            experts_by_8, experts_by_16 or experts_by_32 in shared launches or experts_dequantized
-            (`moe.GroupedExperts`), or experts_apart, one after the other.
+            experts_by_8, experts_by_16 or experts_by_32 in shared launches, so many rows of an expert at a time,
+            experts_by_2x8 or experts_by_2x16, which multiply two tiles of features with one load of these rows, or
+            experts_dequantized (`moe.GroupedExperts`); or experts_apart, one after the other.
         """
         shapes = [[matrix._native for matrix in parts] for parts in experts]
         kernel, why = _native.cuda_select_experts(self._native, shapes, rows, chosen, invariant=invariant)

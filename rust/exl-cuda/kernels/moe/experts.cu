@@ -382,6 +382,10 @@ DEVICE int block_scan(int v, int* warps) {
   return v;
 }
 
+// Three counts in a word: pairs, narrow items (at most as many) and others, which have more than eight pairs each.
+constexpr int NARROW_SHIFT = 11, WIDE_SHIFT = 22, PAIRS_MASK = (1 << NARROW_SHIFT) - 1;
+static_assert(PAIRS_MOST <= PAIRS_MASK && PAIRS_MOST / 9 < 1 << 9);
+
 // One block: the tables of `ExpertCall`. Counts are integer sums, so the order of their atomic additions does not matter.
 DEVICE void sort_pairs(const ExpertCall& call) {
   constexpr int EACH = EXPERTS_MOST / 256;
@@ -398,24 +402,35 @@ DEVICE void sort_pairs(const ExpertCall& call) {
     if (known) atomicAdd(&places[id], 1);
   }
   __syncthreads();
-  // The number of pairs and, in the upper half of the word, of items.
+  // Counts of pairs, of narrow items and of others, in one word.
   int counts[EACH], sum = 0;
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     counts[i] = places[tid * EACH + i];
-    sum += counts[i] + ((counts[i] + call.at_once - 1) / call.at_once << 16);
+    const int rest = counts[i] % call.at_once;
+    const bool narrow = call.narrow == call.at_once;
+    const int whole = counts[i] / call.at_once;
+    sum += counts[i] + ((rest > 0 && rest <= call.narrow) + (narrow ? whole : 0) << NARROW_SHIFT) +
+           ((rest > call.narrow) + (narrow ? 0 : whole) << WIDE_SHIFT);
   }
-  const int through = block_scan(sum, warps);
-  int at = (through - sum) & 0xffff, item = (through - sum) >> 16;
+  const int before = block_scan(sum, warps) - sum;
+  int all = 0;
+#pragma unroll
+  for (int w = 0; w < 8; w++) all += warps[w];
+  int at = before & PAIRS_MASK, wide = before >> WIDE_SHIFT;
+  int narrow = (all >> WIDE_SHIFT) + (before >> NARROW_SHIFT & PAIRS_MASK);
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     places[tid * EACH + i] = at;
     for (int some; counts[i] > 0; counts[i] -= some, at += some) {
       some = min(counts[i], call.at_once);
-      call.items[item++] = make_int4(tid * EACH + i, at, some, 0);
+      call.items[some > call.narrow ? wide++ : narrow++] = make_int4(tid * EACH + i, at, some, 0);
     }
   }
-  if (tid == 255) *call.item_count = through >> 16;
+  if (tid == 0) {
+    call.item_counts[0] = all >> WIDE_SHIFT;
+    call.item_counts[1] = all >> NARROW_SHIFT & PAIRS_MASK;
+  }
   __syncthreads();
   if (tid >= 32) return;
   // The pairs of each expert in ascending order, 32 at a time.

@@ -19,9 +19,10 @@ struct ExpertCall {
   const int64_t* ids;  // [pairs]
   const float* weights;  // [pairs]
   const __half* h;  // [rows, hidden]
-  // Scratch memory. An item is some pairs of an expert, at most `at_once`: {expert, where its pairs begin in `order`, their number, 0}, by
-  // expert. The pairs are sorted by expert, each expert's in ascending order.
-  int* item_count;
+  // Scratch memory. An item is some pairs of an expert, at most `at_once`: {expert, where its pairs begin in `order`, their number, 0}.
+  // Items of more than `narrow` pairs come first, then the others, each by expert. The pairs are sorted by expert, each expert's in
+  // ascending order.
+  int* item_counts;  // [2]: items of more than `narrow` pairs, and the others
   int4* items;
   int* order;
   // Packed inputs of items (`packed_at`), `columns` in all, each item's from `column_of` on.
@@ -36,17 +37,18 @@ struct ExpertCall {
   int rows, chosen, pairs, count, hidden, x_stride, inner_stride, inputs, activation;
   int tiles;  // row tiles of the matmul that is launched
   int at_once;  // 8, 16 or 32
+  int narrow;  // at_once / 2, and 8 if that is 8
   int columns;
-  int slot_bytes;  // room for a unit in shared memory
+  int unit_bytes;  // room for a unit in shared memory
 };
 ABI_SIZE(ExpertCall, 176); ABI_AT(ExpertCall, experts, 0); ABI_AT(ExpertCall, ids, 8); ABI_AT(ExpertCall, weights, 16);
-ABI_AT(ExpertCall, h, 24); ABI_AT(ExpertCall, item_count, 32); ABI_AT(ExpertCall, items, 40); ABI_AT(ExpertCall, order, 48);
+ABI_AT(ExpertCall, h, 24); ABI_AT(ExpertCall, item_counts, 32); ABI_AT(ExpertCall, items, 40); ABI_AT(ExpertCall, order, 48);
 ABI_AT(ExpertCall, x, 56); ABI_AT(ExpertCall, inner, 64); ABI_AT(ExpertCall, parts, 72); ABI_AT(ExpertCall, places, 80);
 ABI_AT(ExpertCall, shared, 88); ABI_AT(ExpertCall, shared_weights, 96); ABI_AT(ExpertCall, residual, 104); ABI_AT(ExpertCall, out, 112);
 ABI_AT(ExpertCall, rows, 120); ABI_AT(ExpertCall, chosen, 124); ABI_AT(ExpertCall, pairs, 128); ABI_AT(ExpertCall, count, 132);
 ABI_AT(ExpertCall, hidden, 136); ABI_AT(ExpertCall, x_stride, 140); ABI_AT(ExpertCall, inner_stride, 144); ABI_AT(ExpertCall, inputs, 148);
-ABI_AT(ExpertCall, activation, 152); ABI_AT(ExpertCall, tiles, 156); ABI_AT(ExpertCall, at_once, 160); ABI_AT(ExpertCall, columns, 164);
-ABI_AT(ExpertCall, slot_bytes, 168);
+ABI_AT(ExpertCall, activation, 152); ABI_AT(ExpertCall, tiles, 156); ABI_AT(ExpertCall, at_once, 160); ABI_AT(ExpertCall, narrow, 164);
+ABI_AT(ExpertCall, columns, 168); ABI_AT(ExpertCall, unit_bytes, 172);
 
 // The first column of an item of an expert whose pairs begin at place `first` of `order`: each expert has room for whole items.
 DEVICE size_t column_of(const ExpertCall& call, int64_t expert, int first) { return first + (call.at_once - 1) * expert; }

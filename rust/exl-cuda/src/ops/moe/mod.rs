@@ -13,10 +13,11 @@ use super::linear::{Matrix, MatrixArgument};
 use crate::abi::{assert_constants, assert_layout};
 use crate::capabilities::Capabilities;
 use crate::device::Device;
+use crate::features::Feature;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::layout::UNIT_ROWS;
-use plan::{ITEM_ROWS, Matmul};
+use plan::{Form, Matmul};
 use select::Kernel;
 
 /// Most experts of a layer, and most pairs of a call, that one block can sort.
@@ -52,7 +53,7 @@ struct CallArgument {
     ids: usize,
     weights: usize,
     h: usize,
-    item_count: usize,
+    item_counts: usize,
     items: usize,
     order: usize,
     x: usize,
@@ -74,11 +75,12 @@ struct CallArgument {
     activation: i32,
     tiles: i32,
     at_once: i32,
+    narrow: i32,
     columns: i32,
-    slot_bytes: i32,
+    unit_bytes: i32,
 }
 
-assert_layout!(CallArgument, experts::ExpertCall, { experts, ids, weights, h, item_count, items, order, x, inner, parts, places, shared, shared_weights, residual, out, rows, chosen, pairs, count, hidden, x_stride, inner_stride, inputs, activation, tiles, at_once, columns, slot_bytes });
+assert_layout!(CallArgument, experts::ExpertCall, { experts, ids, weights, h, item_counts, items, order, x, inner, parts, places, shared, shared_weights, residual, out, rows, chosen, pairs, count, hidden, x_stride, inner_stride, inputs, activation, tiles, at_once, narrow, columns, unit_bytes });
 
 /// The gated MLPs of a layer, some of which each row uses.
 #[derive(Clone, Debug)]
@@ -96,8 +98,8 @@ pub struct Experts {
     inner_stride: usize,
     /// The matmul of gate and up, and that of down.
     matmuls: [Matmul; 2],
-    /// How many of [`ITEM_ROWS`] fit the card.
-    sizes: usize,
+    /// Those that the card has kernels and shared memory for.
+    forms: Vec<Form>,
     /// SMs of the card, and bytes of shared memory of a block there.
     card: [usize; 2],
     /// No matrix has a bias or a factor, so that a dequantized matrix is all of it.
@@ -184,12 +186,12 @@ impl Experts {
             Matmul::new("down", 1, &all(&[2])),
         ];
         let card = [caps.sms, caps.shared_per_block];
-        let fitting = |&rows: &usize| {
-            let fits = |matmul: &Matmul| matmul.block_bytes(rows) <= caps.shared_per_block;
-            matmuls.iter().all(fits)
+        let fitting = |form: &Form| {
+            let fits = |matmul: &Matmul| matmul.fits(*form, caps.shared_per_block);
+            matmuls.iter().all(fits) && (form.tiles() == 1 || caps.has(Feature::BulkCopy))
         };
-        let sizes = ITEM_ROWS.iter().take_while(|rows| fitting(rows)).count();
-        if sizes == 0 {
+        let forms: Vec<Form> = Form::ALL.into_iter().filter(fitting).collect();
+        if forms.is_empty() {
             return Err(format!(
                 "their units and sums do not fit {} bytes of shared memory",
                 caps.shared_per_block
@@ -228,7 +230,7 @@ impl Experts {
             x_stride: stride(&[0, 1]),
             inner_stride: stride(&[2]),
             matmuls,
-            sizes,
+            forms,
             card,
             plain: all(&[0, 1, 2]).iter().all(bare),
             layout_rows: [rows(&[0]), rows(&[1]), rows(&[2])],
@@ -246,8 +248,9 @@ impl Experts {
             rows,
             chosen,
             self.count(),
+            self.hidden,
             self.weights,
-            self.sizes,
+            &self.forms,
             invariant,
         )
     }
@@ -272,14 +275,14 @@ impl Experts {
         }
     }
 
-    /// The index in [`ITEM_ROWS`] of the rows of an expert that a call multiplies at a time.
-    fn item_size(&self, rows: usize, chosen: usize) -> usize {
-        select::item_size(rows, chosen, self.count(), self.sizes)
+    /// How the shared launches of a call multiply.
+    fn form(&self, rows: usize, chosen: usize) -> Form {
+        select::form(rows, chosen, self.count(), self.hidden, &self.forms)
     }
 
     /// Columns of packed inputs: room for the last item of each expert.
     fn columns(&self, rows: usize, chosen: usize) -> usize {
-        let at_once = ITEM_ROWS[self.item_size(rows, chosen)];
+        let at_once = self.form(rows, chosen).rows();
         rows * chosen + (at_once - 1) * self.count()
     }
 
@@ -305,6 +308,7 @@ impl Experts {
         let pairs = op.rows * op.chosen;
         let sizes = self.scratch(op.rows, op.chosen);
         let items = op.scratch + 16;
+        let form = self.form(op.rows, op.chosen);
         let x = op.scratch + sizes.tables;
         let inner = x + sizes.x;
         CallArgument {
@@ -312,7 +316,7 @@ impl Experts {
             ids: op.ids,
             weights: op.weights,
             h: op.h,
-            item_count: op.scratch,
+            item_counts: op.scratch,
             items,
             order: items + ITEM_BYTES * pairs,
             x,
@@ -333,9 +337,10 @@ impl Experts {
             inputs: self.inputs as i32,
             activation: op.activation,
             tiles: 0,
-            at_once: ITEM_ROWS[self.item_size(op.rows, op.chosen)] as i32,
+            at_once: form.rows() as i32,
+            narrow: form.narrow() as i32,
             columns: self.columns(op.rows, op.chosen) as i32,
-            slot_bytes: 0,
+            unit_bytes: 0,
         }
     }
 }
@@ -354,9 +359,15 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
             .map(|form| format!("experts_dequantize_{form}"))
             .to_vec();
     }
-    ["gate_up", "down"]
-        .into_iter()
-        .flat_map(|part| ITEM_ROWS.map(|rows| format!("experts_{part}_{rest}_{rows}")))
+    let (tiles, rest) = match rest.strip_prefix("pairs_") {
+        Some(rest) => (2, rest),
+        None => (1, rest),
+    };
+    let forms = Form::ALL.into_iter().filter(|form| form.tiles() == tiles);
+    forms
+        .flat_map(|form| {
+            ["gate_up", "down"].map(|part| format!("experts_{part}_{rest}_{}", form.suffix()))
+        })
         .collect()
 }
 
@@ -392,20 +403,19 @@ pub unsafe fn run(to: Target, experts: &Experts, op: &Call) -> Result<(), CudaEr
         // SAFETY: all kernels take one `ExpertCall`; the caller guarantees that the addresses are valid.
         unsafe { launch.run_with_shared(device, Some(of_sm), &mut arguments) }
     };
-    let size = experts.item_size(op.rows, op.chosen);
-    let at_once = ITEM_ROWS[size];
-    let items = pairs.min(experts.count() + pairs / at_once);
-    let plan = |matmul: &Matmul| matmul.launch(items, size, experts.card);
+    let form = experts.form(op.rows, op.chosen);
+    let items = pairs.min(experts.count() + pairs / form.rows());
+    let plan = |matmul: &Matmul| matmul.launch(items, form, experts.card);
     let blocks = (pairs * experts.inputs + 1) as u32;
     // As in the next launch, so that SMs need not change over.
     let of_sm = plan(&experts.matmuls[0]).of_sm;
     launch("experts_arrange", blocks, 256, 0, of_sm, argument)?;
     for matmul in &experts.matmuls {
         let (name, kind, entry_rows) = (matmul.name, experts.kind, experts.entry_rows);
-        let kernel = format!("experts_{name}_{kind}_{entry_rows}_{at_once}");
+        let kernel = format!("experts_{name}_{kind}_{entry_rows}_{}", form.suffix());
         let plan = plan(matmul);
         argument.tiles = matmul.tiles as i32;
-        argument.slot_bytes = matmul.slot_bytes as i32;
+        argument.unit_bytes = matmul.unit_bytes as i32;
         launch(
             &kernel,
             plan.blocks,
@@ -505,15 +515,15 @@ mod tests {
         for card in CARDS.map(|card| card.with_own_code()) {
             let experts = made(9, 4096, 14336);
             let made = Experts::new(&all(&experts), &card).expect("fits");
-            for (matmul, size) in made
+            for (matmul, form) in made
                 .matmuls
                 .iter()
-                .flat_map(|m| (0..made.sizes).map(move |s| (m, s)))
+                .flat_map(|m| made.forms.iter().map(move |&form| (m, form)))
             {
-                let plan = matmul.launch(2, size, made.card);
+                let plan = matmul.launch(2, form, made.card);
                 assert!(plan.shared <= card.shared_per_block);
-                assert!((1..=BLOCKS[size] * card.sms).contains(&(plan.blocks as usize)));
-                let few = matmul.launch(1, size, [10_000, 200_000]);
+                assert!((1..=BLOCKS * card.sms).contains(&(plan.blocks as usize)));
+                let few = matmul.launch(1, form, [10_000, 200_000]);
                 assert_eq!(few.blocks as usize, matmul.tiles);
             }
         }
@@ -532,7 +542,7 @@ mod tests {
                 activation: 0,
             };
             let a = experts.argument(&call);
-            prop_assert!(a.item_count == 4096 && a.items.is_multiple_of(16) && a.items >= 4096 + 4);
+            prop_assert!(a.item_counts == 4096 && a.items.is_multiple_of(16) && a.items >= 4096 + 4);
             prop_assert!(a.order >= a.items + 16 * pairs);
             prop_assert!(a.x >= a.order + 4 * pairs && a.x.is_multiple_of(16));
             let columns = a.columns as usize;

@@ -4,12 +4,74 @@ use super::super::linear::Matrix;
 use crate::abi::assert_constants;
 use crate::device::BLOCK_RESERVED;
 
-assert_constants!(experts_matmul, { EXPERT_BLOCKS == BLOCKS[0], EXPERT_BLOCKS_OF_32 == BLOCKS[2], EXPERT_WARPS == WARPS, EXPERT_SLOTS == SLOTS, SLOT_BARRIER_BYTES == BARRIER_BYTES, COLUMN_FLOATS == COLUMN_FLOATS });
+assert_constants!(experts_matmul, { EXPERT_BLOCKS == BLOCKS, EXPERT_BLOCKS_OF_MANY == BLOCKS_OF_MANY, EXPERT_WARPS == WARPS, EXPERT_SLOTS == SLOTS, SLOT_BARRIER_BYTES == BARRIER_BYTES, COLUMN_FLOATS == COLUMN_FLOATS });
 
-/// Rows of an item: the kernels are compiled for each.
-pub(super) const ITEM_ROWS: [usize; 3] = [8, 16, 32];
-/// Blocks of each kernel that the registers of an SM hold.
-pub(super) const BLOCKS: [usize; 3] = [4, 4, 3];
+/// Blocks that the registers of an SM hold; the second of kernels of at least 32 rows and tiles together.
+pub(super) const BLOCKS: usize = 4;
+const BLOCKS_OF_MANY: usize = 3;
+
+/// Rows of an item, and tiles that a block multiplies with one load of them: the kernels are compiled for each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    By8,
+    By16,
+    By32,
+    PairsBy8,
+    PairsBy16,
+}
+
+impl Form {
+    pub const ALL: [Self; 5] = [
+        Self::By8,
+        Self::By16,
+        Self::By32,
+        Self::PairsBy8,
+        Self::PairsBy16,
+    ];
+
+    /// The end of a kernel's name.
+    pub const fn suffix(self) -> &'static str {
+        match self {
+            Self::By8 => "8",
+            Self::By16 => "16",
+            Self::By32 => "32",
+            Self::PairsBy8 => "2x8",
+            Self::PairsBy16 => "2x16",
+        }
+    }
+
+    pub const fn rows(self) -> usize {
+        match self {
+            Self::By8 | Self::PairsBy8 => 8,
+            Self::By16 | Self::PairsBy16 => 16,
+            Self::By32 => 32,
+        }
+    }
+
+    /// Rows up to which an item is multiplied at half the width, or at the only one.
+    pub const fn narrow(self) -> usize {
+        match self.rows() {
+            8 => 8,
+            rows => rows / 2,
+        }
+    }
+
+    pub const fn tiles(self) -> usize {
+        match self {
+            Self::By8 | Self::By16 | Self::By32 => 1,
+            Self::PairsBy8 | Self::PairsBy16 => 2,
+        }
+    }
+
+    const fn blocks(self) -> usize {
+        if self.rows() * self.tiles() < 32 {
+            BLOCKS
+        } else {
+            BLOCKS_OF_MANY
+        }
+    }
+}
+
 /// Warps of a block of a matmul, and floats of a column of a warp's sums.
 const WARPS: usize = 4;
 const COLUMN_FLOATS: usize = 20;
@@ -24,7 +86,7 @@ pub(super) struct Matmul {
     matrices: usize,
     pub tiles: usize,
     /// Room for the largest unit.
-    pub slot_bytes: usize,
+    pub unit_bytes: usize,
 }
 
 impl Matmul {
@@ -35,27 +97,44 @@ impl Matmul {
             name,
             matrices,
             tiles: all.first().map_or(0, |m| m.argument.tiles as usize),
-            slot_bytes: largest.next_multiple_of(16),
+            unit_bytes: largest.next_multiple_of(16),
         }
     }
 
-    /// Shared memory of a block of items of `rows` rows: slots with their barriers, and the warps' sums, in two buffers if there are eight.
-    pub const fn block_bytes(&self, rows: usize) -> usize {
-        let columns = if rows > ITEM_ROWS[0] { rows } else { 2 * rows };
+    /// Shared memory of a block: slots with their barriers, and the warps' sums, in two buffers if there are eight rows of a tile.
+    pub const fn block_bytes(&self, form: Form) -> usize {
+        let columns = match form.rows() * form.tiles() {
+            8 => 16,
+            more => more,
+        };
         let sums = 4 * self.matrices * WARPS * columns * COLUMN_FLOATS;
-        WARPS * SLOTS * (self.slot_bytes + BARRIER_BYTES) + sums
+        WARPS * SLOTS * (form.tiles() * self.unit_bytes + BARRIER_BYTES) + sums
     }
 
-    /// The launch for `items` items of up to [`ITEM_ROWS`]`[size]` rows: as many blocks as are resident at once, or fewer if there are fewer
-    /// tiles.
-    pub fn launch(&self, items: usize, size: usize, [sms, shared]: [usize; 2]) -> Plan {
-        let bytes = self.block_bytes(ITEM_ROWS[size]);
-        let resident = ((shared + BLOCK_RESERVED) / (bytes + BLOCK_RESERVED)).min(BLOCKS[size]);
+    /// Blocks of an SM at once, with `shared` bytes for one block alone.
+    const fn resident(&self, form: Form, shared: usize) -> usize {
+        let room = (shared + BLOCK_RESERVED) / (self.block_bytes(form) + BLOCK_RESERVED);
+        if room < form.blocks() {
+            room
+        } else {
+            form.blocks()
+        }
+    }
+
+    /// Whether a card's shared memory is enough: for a block, and if it has two tiles, for as many as the registers hold.
+    pub const fn fits(&self, form: Form, shared: usize) -> bool {
+        self.resident(form, shared) >= if form.tiles() == 1 { 1 } else { form.blocks() }
+    }
+
+    /// The launch for `items` items: as many blocks as are resident at once, or fewer if there are fewer tiles.
+    pub fn launch(&self, items: usize, form: Form, [sms, shared]: [usize; 2]) -> Plan {
+        let bytes = self.block_bytes(form);
+        let resident = self.resident(form, shared);
         Plan {
             blocks: (sms * resident).min(items * self.tiles) as u32,
             threads: 32 * WARPS as u32,
             shared: bytes,
-            of_sm: BLOCKS[size] * (bytes + BLOCK_RESERVED),
+            of_sm: form.blocks() * (bytes + BLOCK_RESERVED),
         }
     }
 }

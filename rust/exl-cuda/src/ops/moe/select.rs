@@ -4,7 +4,7 @@
 //! [`super::Experts::new`] reports which experts can share launches on a card.
 
 use super::MOST_PAIRS;
-use super::plan::ITEM_ROWS;
+use super::plan::Form;
 use crate::rows::{FEW_ROWS, PACKED_ROWS};
 
 /// Average rows an expert up to which shared launches are faster than one expert after the other, by measurement.
@@ -19,10 +19,8 @@ const DEQUANTIZED_ROWS: usize = 64;
 /// Ways to run the experts of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kernel {
-    /// Shared launches, so many rows of an expert at a time.
-    By8,
-    By16,
-    By32,
+    /// Shared launches.
+    Shared(Form),
     /// Some experts at a time are dequantized and multiplied by cuBLAS in one call. A row's result depends on the other rows.
     Dequantized,
     /// One expert after the other, each with the rows that chose it.
@@ -32,33 +30,70 @@ pub enum Kernel {
 impl Kernel {
     pub const fn name(self) -> &'static str {
         match self {
-            Self::By8 => "experts_by_8",
-            Self::By16 => "experts_by_16",
-            Self::By32 => "experts_by_32",
+            Self::Shared(form) => match form {
+                Form::By8 => "experts_by_8",
+                Form::By16 => "experts_by_16",
+                Form::By32 => "experts_by_32",
+                Form::PairsBy8 => "experts_by_2x8",
+                Form::PairsBy16 => "experts_by_2x16",
+            },
             Self::Dequantized => "experts_dequantized",
             Self::Apart => "experts_apart",
         }
     }
 }
 
-/// The index in [`ITEM_ROWS`] of the rows of an expert that are multiplied at a time, of the first `sizes`: the least that the average
-/// expert needs. An expert with a few more is unpacked twice, which costs less than columns without rows. More than [`MOST_PAIRS`] are
-/// several calls.
-pub(super) fn item_size(rows: usize, chosen: usize, experts: usize, sizes: usize) -> usize {
+/// Average rows of an expert up to which items have room for 8 rows, and for 16, by measurement. An expert with a few more than an item has
+/// room for is unpacked twice, which costs less than columns without rows.
+const ROWS_BY_8: usize = 5;
+const ROWS_BY_16: usize = 16;
+/// The second where two tiles share a load of rows.
+const ROWS_BY_PAIRS_OF_16: usize = 32;
+
+/// Average rows of an expert, and features of a row, from which two tiles at a time are faster, by measurement: less than that is read
+/// quickly.
+const PAIRED_AVERAGE: usize = 2;
+const PAIRED_HIDDEN: usize = 2_560;
+
+/// How shared launches multiply, one of the `forms` of the card. More than [`MOST_PAIRS`] pairs are several calls.
+pub(super) fn form(
+    rows: usize,
+    chosen: usize,
+    experts: usize,
+    hidden: usize,
+    forms: &[Form],
+) -> Form {
     let pairs = rows.min(MOST_PAIRS / chosen.max(1)) * chosen;
-    let fits = |&most: &usize| rows <= FEW_ROWS || pairs <= most * experts;
-    let size = ITEM_ROWS.iter().position(fits);
-    size.unwrap_or(ITEM_ROWS.len() - 1).min(sizes - 1)
+    let at_most = |average: usize| pairs <= average * experts;
+    let paired = hidden >= PAIRED_HIDDEN && pairs >= PAIRED_AVERAGE * experts;
+    let found = if rows <= FEW_ROWS || at_most(ROWS_BY_8) {
+        [Form::PairsBy8, Form::By8]
+    } else if at_most(ROWS_BY_16) {
+        [Form::PairsBy16, Form::By16]
+    } else if at_most(ROWS_BY_PAIRS_OF_16) {
+        [Form::PairsBy16, Form::By32]
+    } else {
+        [Form::By32, Form::By32]
+    };
+    let [pair, single] = found;
+    if paired && forms.contains(&pair) {
+        return pair;
+    }
+    // A card with less memory takes the most rows that fit.
+    let fitting = forms.iter().rev();
+    let mut fitting = fitting.filter(|form| form.tiles() == 1 && form.rows() <= single.rows());
+    fitting.next().copied().unwrap_or(forms[0])
 }
 
-/// The way to run `rows` rows that choose `chosen` of `experts` experts of `weights` weights each, on a card with room for the
-/// first `sizes` of [`ITEM_ROWS`]. With `invariant`, rows do not depend on one another.
+/// The way to run `rows` rows that choose `chosen` of `experts` experts of `weights` weights each, on a card that has
+/// `forms`. With `invariant`, rows do not depend on one another.
 pub fn select(
     rows: usize,
     chosen: usize,
     experts: usize,
+    hidden: usize,
     weights: usize,
-    sizes: usize,
+    forms: &[Form],
     invariant: bool,
 ) -> Kernel {
     let pairs = rows * chosen;
@@ -67,61 +102,76 @@ pub fn select(
     } else if pairs > experts * SHARED_ROWS.max(SHARED_WORK / weights.max(1)) {
         Kernel::Apart
     } else {
-        [Kernel::By8, Kernel::By16, Kernel::By32][item_size(rows, chosen, experts, sizes)]
+        Kernel::Shared(form(rows, chosen, experts, hidden, forms))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::Experts;
+    use super::Form::{By8, By16, By32, PairsBy8, PairsBy16};
     use super::*;
     use crate::capabilities::CARDS;
+    use crate::features::Feature;
     use crate::ops::linear::Matrix;
     use crate::ops::linear::tests::sized;
+
+    /// From one to two rows an expert, up to five, 16 and 32, more, and from where experts are dequantized.
+    const ROWS: [usize; 8] = [7, 8, 20, 21, 128, 129, 257, 2048];
 
     /// Experts, hidden features, features of an expert, and experts that a row chooses.
     const MIXTRAL: [usize; 4] = [8, 4096, 14336, 2];
     const QWEN3_30B_A3B: [usize; 4] = [128, 2048, 768, 8];
 
+    /// Shared memory of a block of which an SM holds as many blocks of two tiles as registers allow.
+    const LARGE: usize = 200_000;
+
+    /// The kernels of each card, and whether it runs kernels of pairs.
     fn kernels(
         [experts, hidden, width, chosen]: [usize; 4],
         rows: &[usize],
         invariant: bool,
-    ) -> Vec<Vec<Kernel>> {
+    ) -> Vec<(Vec<Kernel>, bool)> {
         let of = |k: usize, n| sized(k / 256, 2064, n);
         let (gate, down): (Matrix, Matrix) = (of(hidden, width), of(width, hidden));
         let all = vec![[&gate, &gate, &down]; experts];
         let of_card = |card: crate::Card| {
-            let made = Experts::new(&all, &card.with_own_code()).expect("the card has room");
+            let card = card.with_own_code();
+            let made = Experts::new(&all, &card).expect("the card has room");
             let of_rows = |&rows| made.kernel(rows, chosen, invariant);
-            rows.iter().map(of_rows).collect()
+            (
+                rows.iter().map(of_rows).collect(),
+                card.has(Feature::BulkCopy) && card.shared_per_block > LARGE,
+            )
         };
         CARDS.into_iter().map(of_card).collect()
     }
 
     #[test]
     fn the_table_of_experts_on_every_card() {
-        use Kernel::{By8, By16, By32, Dequantized};
-        for found in kernels(MIXTRAL, &[1, 32, 33, 64, 65, 256, 257, 2048], false) {
-            assert_eq!(
-                found,
-                [By8, By8, By16, By16, By32, By32, Dequantized, Dequantized]
-            );
+        for (found, pairs) in kernels(MIXTRAL, &ROWS, false) {
+            let of_pairs =
+                [By8, PairsBy8, PairsBy8, PairsBy16, PairsBy16, By32].map(Kernel::Shared);
+            let others = [By8, By8, By8, By16, By32, By32].map(Kernel::Shared);
+            assert_eq!(found[..6], if pairs { of_pairs } else { others });
+            assert_eq!(found[6..], [Kernel::Dequantized; 2]);
         }
         // A call has at most 1,024 pairs: eight an expert here.
-        for found in kernels(QWEN3_30B_A3B, &[1, 128, 129, 1024, 1025], false) {
-            assert_eq!(found, [By8, By8, By8, By8, Dequantized]);
+        for (found, _) in kernels(QWEN3_30B_A3B, &[1, 80, 81, 1024, 1025], false) {
+            assert_eq!(found[..4], [By8, By8, By16, By16].map(Kernel::Shared));
+            assert_eq!(found[4], Kernel::Dequantized);
         }
     }
 
     #[test]
     fn experts_of_invariant_rows_are_not_dequantized() {
-        use Kernel::{Apart, By8, By16, By32};
-        for found in kernels(MIXTRAL, &[1, 33, 256, 257, 512], true) {
-            assert_eq!(found, [By8, By16, By32, Apart, Apart]);
+        for (found, _) in kernels(MIXTRAL, &[1, 256, 257, 512], true) {
+            assert_eq!(found[..2], [By8, By32].map(Kernel::Shared));
+            assert_eq!(found[2..], [Kernel::Apart; 2]);
         }
-        for found in kernels(QWEN3_30B_A3B, &[1, 128, 129, 10_160, 10_161], true) {
-            assert_eq!(found, [By8, By8, By8, By8, Apart]);
+        for (found, _) in kernels(QWEN3_30B_A3B, &[1, 80, 129, 10_160, 10_161], true) {
+            assert_eq!(found[..4], [By8, By8, By16, By16].map(Kernel::Shared));
+            assert_eq!(found[4], Kernel::Apart);
         }
     }
 
@@ -136,8 +186,9 @@ mod tests {
                 .expect("fits")
                 .kernel(200, 1, false)
         };
+        let shared = Kernel::Shared(By32);
         assert_eq!(made(|_| ()), Kernel::Dequantized);
-        assert_eq!(made(|matrix| matrix.argument.bias = 16), Kernel::By32);
-        assert_eq!(made(|matrix| matrix.argument.prescale = 0.5), Kernel::By32);
+        assert_eq!(made(|matrix| matrix.argument.bias = 16), shared);
+        assert_eq!(made(|matrix| matrix.argument.prescale = 0.5), shared);
     }
 }
