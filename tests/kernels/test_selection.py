@@ -120,17 +120,14 @@ def test_a_card_that_is_not_here_is_an_error() -> None:
 def test_rows_decide_on_hopper(make) -> None:
     card, qkv = Card.named("H200"), [make(512), make(128), make(128)]
     counts = (1, 2, 3, 8, 9, 64, 65, 128, 129)
-    kernels = {rows: card.fused_matmul(qkv, rows, norm=True, invariant=True) for rows in counts}
+    kernels = {rows: card.plan(qkv, rows, norm=True) for rows in counts}
     assert [k.kernel for k in kernels.values()] == [
         "gemv_ring", "gemv_ring", "gemm_few", "gemm_few", "gemm_batch", "gemm_batch", "gemm_batch",
         "gemm_batch", "gemm_batch",
     ]  # fmt: skip
     assert all(k.joined for k in kernels.values())
     for rows in counts:
-        fast, alone = card.fused_matmul(qkv, rows, norm=True), card.matmul(qkv[0], rows)
-        assert (fast.kernel, alone.kernel == "gemm_large") == (
-            ("gemm_large", True) if rows > 64 else (kernels[rows].kernel, False)
-        )
+        assert (card.matmul(qkv[0], rows).kernel == "gemm_large") == (rows > 64)
         assert card.matmul(qkv[0], rows, invariant=True).kernel == card.matmul(qkv[0], min(rows, 64)).kernel
     assert not kernels[1].refused
     assert card.matmul(qkv[0], 8).kernel == "gemv_ring"
@@ -144,7 +141,7 @@ def test_cards_before_hopper_join_launches(name: str) -> None:
     card, made = Card.named(name), exl2(512)
     turing = name == "2080 Ti"
     for rows in (1, 8, 9, 64):
-        found = card.fused_matmul([made], rows, residual=True)
+        found = card.plan([made], rows, residual=True)
         many = ("gemm_tile", False) if turing else ("gemm_batch", True)
         assert (found.kernel, found.joined) == (("gemm_direct", True) if rows < 9 else many)
         assert rows < 9 or not turing or any("asynchronous copies" in why for _, why in found.refused), rows
@@ -155,17 +152,17 @@ def test_cards_before_hopper_join_launches(name: str) -> None:
 def test_permutations_of_their_own_keep_matrices_apart_in_batches_alone() -> None:
     card = Card.named("H100")
     turned = [exl2(256), exl2(256, torch.arange(K).flip(0))]
-    assert card.fused_matmul(turned, 8, norm=True).joined
-    found = card.fused_matmul(turned, 32, norm=True)
+    assert card.plan(turned, 8, norm=True).joined
+    found = card.plan(turned, 32, norm=True)
     assert not found.joined
     assert ("gemm_batch", "it takes matrices of one format, group size and input permutation") in found.refused
-    assert not card.fused_matmul([exl2(256), gptq(256)], 1).joined
+    assert not card.plan([exl2(256), gptq(256)], 1).joined
 
 
 def test_a_gate_needs_a_pair() -> None:
     card = Card.named("H100")
-    assert card.fused_matmul([exl2(512), exl2(512)], 1, gate=True).joined
-    assert not card.fused_matmul([exl2(512), exl2(256)], 1, gate=True).joined
+    assert card.plan([exl2(512), exl2(512)], 1, activation=True).joined
+    assert not card.plan([exl2(512), exl2(256)], 1, activation=True).joined
 
 
 @pytest.mark.parametrize("name", known_cards())
@@ -328,8 +325,9 @@ def test_selections_keep_to_the_limits() -> None:
     kernels = [card.matmul(shape, rows).kernel for rows in (selection.PACKED_ROWS, selection.PACKED_ROWS + 1)]
     assert kernels == ["gemm_batch", "gemm_large"]
     many = selection.BLOCK_ROWS + 1  # in two blocks, where rows are batch-invariant
-    wgmma = [
-        Card.named("H200").fused_matmul([shape, shape], many, gate=True, invariant=invariant)
-        for invariant in (True, False)
-    ]
-    assert [(found.kernel, found.joined) for found in wgmma] == [("gemm_batch", True), ("gemm_large", False)]
+    hopper = Card.named("H200")
+    block = hopper.plan([shape, shape], many, activation=True)
+    assert (block.kernel, block.joined) == ("gemm_batch", True)
+    assert [hopper.matmul(shape, many, invariant=invariant).kernel for invariant in (True, False)] == [
+        "gemm_batch", "gemm_large",
+    ]  # fmt: skip

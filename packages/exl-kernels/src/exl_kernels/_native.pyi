@@ -93,7 +93,6 @@ __all__ = [
     "cuda_select_adapters",
     "cuda_select_attention",
     "cuda_select_experts",
-    "cuda_select_fused",
     "cuda_select_norm",
     "cuda_select_rope_store",
     "cuda_select_router",
@@ -1630,20 +1629,6 @@ def cuda_select_experts(
     """
     How the experts (gate, up, down) of a layer run for `rows` rows with `chosen` experts each, batch-invariant or not, and why not in
     shared launches.
-    """
-
-def cuda_select_fused(
-    card: CudaCard,
-    shapes: Sequence[CudaShape],
-    rows: int,
-    *,
-    gate: bool = False,
-    norm: bool = False,
-    residual: bool = False,
-    invariant: bool = False,
-) -> tuple[str, bool, list[tuple[str, str]]]:
-    """
-    The kernel of a matmul of several matrices over one input with an epilogue, as `FusedLinear` runs it.
     """
 
 def cuda_select_norm(

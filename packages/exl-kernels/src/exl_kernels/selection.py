@@ -233,33 +233,6 @@ class Card:
         code may use."""
         return frozenset(self._native.features)
 
-    def fused_matmul(
-        self,
-        matrices: Sequence[MatrixShape],
-        rows: int,
-        *,
-        gate: bool = False,
-        norm: bool = False,
-        residual: bool = False,
-        invariant: bool = False,
-    ) -> Selection:
-        """Return the kernel of `linear.fused.FusedLinear` over one to three matrices.
-
-        Args:
-            matrices: the matrices of the launch.
-            rows: number of float16 rows.
-            gate: the two matrices are gate and up.
-            norm: an RMS norm of the input is fused.
-            residual: a residual is added.
-            invariant: rows are batch-invariant, as always for few rows and in a `FusedLinear`.
-        """
-        shapes = [matrix._native for matrix in matrices]
-        return _selection(
-            _native.cuda_select_fused(
-                self._native, shapes, rows, gate=gate, norm=norm, residual=residual, invariant=invariant
-            )
-        )
-
     def plan(
         self,
         matrices: Sequence[MatrixShape],
@@ -519,8 +492,3 @@ def attention_stores_keys(tokens: int) -> bool:
     Otherwise a launch before it does.
     """
     return _native.cuda_attention_stores_keys(tokens)
-
-
-def _selection(row: tuple[str, bool, list[tuple[str, str]]]) -> Selection:
-    kernel, joined, refused = row
-    return Selection(kernel, joined, tuple(refused))

@@ -138,47 +138,6 @@ impl CudaShape {
     }
 }
 
-/// (kernel, whether one launch takes all matrices and the epilogue, [(faster kernel, why not)]).
-type Row = (&'static str, bool, Vec<(&'static str, String)>);
-
-fn row(found: select::Selection) -> Row {
-    let refused = found
-        .refused
-        .into_iter()
-        .map(|(kernel, why)| (kernel.name(), why.to_string()))
-        .collect();
-    (found.kernel.name(), found.joined, refused)
-}
-
-/// The kernel of a matmul of several matrices over one input with an epilogue, as `FusedLinear` runs it.
-#[pyfunction]
-#[pyo3(signature = (card, shapes, rows, *, gate=false, norm=false, residual=false, invariant=false))]
-#[allow(clippy::fn_params_excessive_bools)] // one keyword each
-pub fn cuda_select_fused(
-    card: &CudaCard,
-    shapes: Vec<PyRef<'_, CudaShape>>,
-    rows: usize,
-    gate: bool,
-    norm: bool,
-    residual: bool,
-    invariant: bool,
-) -> Row {
-    let matrices: Vec<&Matrix> = shapes.iter().map(|shape| &shape.matrix).collect();
-    let epilogue = Epilogue {
-        activation: false,
-        gate,
-        norm,
-        layer: false,
-        residual,
-        bf16: false,
-    };
-    let call = Call {
-        invariant,
-        ..Call::aligned(rows, epilogue)
-    };
-    row(select::select(&card.caps, &matrices, call))
-}
-
 /// The plan of a matmul of several matrices over one input, as `CudaLinearGroup.plan` makes it for a loaded group with or without an
 /// activation, for aligned float16.
 #[pyfunction]

@@ -239,38 +239,6 @@ pub fn plan_with(
     ))
 }
 
-/// The kernel of a call, and why faster ones do not take it, for reports.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Selection {
-    pub kernel: Kernel,
-    /// As in [`Plan`], and true for one matrix without an epilogue.
-    pub joined: bool,
-    pub refused: Vec<(Kernel, Refusal)>,
-}
-
-/// The kernel that [`plan`] launches.
-pub fn select(caps: &Capabilities, matrices: &[&Matrix], call: Call) -> Selection {
-    let Plan {
-        kernel,
-        joined,
-        mut refused,
-        ..
-    } = plan(caps, matrices, call);
-    let bare = matrices.len() == 1 && !call.epilogue.is_some();
-    if bare && !joined {
-        for (kernel, why) in plan_alone(caps, matrices[0], call).refused {
-            if refused.iter().all(|(known, _)| *known != kernel) {
-                refused.push((kernel, why));
-            }
-        }
-    }
-    Selection {
-        kernel,
-        joined: joined || bare,
-        refused,
-    }
-}
-
 /// The first kernel of `order` that takes the call, and why the earlier ones do not.
 fn first_of(
     order: &[Kernel],

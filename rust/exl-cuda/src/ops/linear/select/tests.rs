@@ -51,7 +51,7 @@ fn prompt(rows: usize, epilogue: Epilogue) -> Call {
 fn selected(caps: &Capabilities, rows: usize) -> String {
     let words = layer().map(|(_, matrices, epilogue)| {
         let all: Vec<&Matrix> = matrices.iter().collect();
-        let found = select(caps, &all, prompt(rows, epilogue));
+        let found = plan(caps, &all, prompt(rows, epilogue));
         let word = found.kernel.name().trim_start_matches("gem");
         format!("{word}{}", if found.joined { "+" } else { "" })
     });
@@ -134,7 +134,7 @@ fn a_module_of_older_code_keeps_newer_kernels_off_the_card() {
 fn rows_decide_the_kernel_at_each_limit() {
     let hopper = card("H100", &["90a"]);
     let made = matrix(16, 2064);
-    let kernel = |rows, epilogue| select(&hopper, &[&made], Call::aligned(rows, epilogue)).kernel;
+    let kernel = |rows, epilogue| plan(&hopper, &[&made], Call::aligned(rows, epilogue)).kernel;
     let limits = [
         (1, Kernel::GemvRing),
         (GEMV_ROWS, Kernel::GemvRing),
@@ -149,7 +149,7 @@ fn rows_decide_the_kernel_at_each_limit() {
     for (rows, expected) in limits {
         for epilogue in [PLAIN, NORM, RESIDUAL, Epilogue { bf16: true, ..NORM }] {
             assert_eq!(kernel(rows, epilogue), expected, "{rows} {epilogue:?}");
-            let fast = select(&hopper, &[&made], prompt(rows, epilogue)).kernel;
+            let fast = plan(&hopper, &[&made], prompt(rows, epilogue)).kernel;
             let many = rows > PACKED_ROWS;
             assert_eq!(fast, if many { Kernel::GemmLarge } else { expected });
         }
@@ -279,7 +279,7 @@ fn a_large_matrix_alone_has_its_input_packed_by_a_launch() {
 #[test]
 fn a_refusal_says_why_the_faster_kernel_is_not_used() {
     let made = matrix(16, 2064);
-    let found = select(&card("2080 Ti", RELEASE), &[&made], Call::aligned(9, PLAIN));
+    let found = plan(&card("2080 Ti", RELEASE), &[&made], Call::aligned(9, PLAIN));
     assert_eq!(found.kernel, Kernel::GemmTile);
     let why: Vec<String> = found
         .refused
@@ -290,7 +290,7 @@ fn a_refusal_says_why_the_faster_kernel_is_not_used() {
         why,
         ["gemm_batch: it needs asynchronous copies (code for sm_80 or newer)",]
     );
-    let found = select(&card("4090", RELEASE), &[&made], Call::aligned(1, PLAIN));
+    let found = plan(&card("4090", RELEASE), &[&made], Call::aligned(1, PLAIN));
     assert_eq!((found.kernel, found.joined), (Kernel::GemmDirect, true));
     let why = found
         .refused
@@ -304,11 +304,11 @@ fn a_refusal_says_why_the_faster_kernel_is_not_used() {
     let mut other = matrix(16, 2064);
     other.features_host.reverse();
     let hopper = card("H100", &["90a"]);
-    let apart = select(&hopper, &[&made, &other], Call::aligned(32, NORM));
+    let apart = plan(&hopper, &[&made, &other], Call::aligned(32, NORM));
     assert_eq!((apart.kernel, apart.joined), (Kernel::GemmBatch, false));
     let last = apart.refused.last().map(|(kernel, _)| *kernel);
     assert_eq!(last, Some(Kernel::GemmBatch));
-    assert!(select(&hopper, &[&made, &other], Call::aligned(8, NORM)).joined);
+    assert!(plan(&hopper, &[&made, &other], Call::aligned(8, NORM)).joined);
 }
 
 #[test]
@@ -383,7 +383,7 @@ fn a_plan_has_memory_for_its_kernel() {
 }
 
 proptest! {
-    /// A selected kernel has a plan within the card's shared memory, and `select` never takes a kernel that rejects the call.
+    /// A selected kernel has a plan within the card's shared memory, and `plan` never takes a kernel that rejects the call.
     #[test]
     fn a_selected_launch_fits_its_card(
         known in proptest::sample::select(CARDS.to_vec()),
@@ -399,7 +399,7 @@ proptest! {
         let [gate, norm, residual, bf16] = flags;
         let gate = gate && all.len() == 2;
         let epilogue = Epilogue { gate, activation: false, norm, layer: false, residual: residual && !gate, bf16 };
-        let found = select(&caps, &all, prompt(rows, epilogue));
+        let found = plan(&caps, &all, prompt(rows, epilogue));
         prop_assert!(rows <= found.kernel.most_rows());
         let taken = if found.joined { &all[..] } else { &all[..1] };
         let asked = if found.joined { epilogue } else { Epilogue { bf16, ..PLAIN } };

@@ -110,7 +110,7 @@ fn a_layer_norm_is_a_prologue_of_the_ring_alone() {
         ..NORM
     };
     let found = |rows, epilogue| {
-        let found = select(&caps, &[&one], Call::aligned(rows, epilogue));
+        let found = plan(&caps, &[&one], Call::aligned(rows, epilogue));
         found.joined.then_some(found.kernel)
     };
     assert_eq!(
@@ -128,8 +128,8 @@ fn a_layer_norm_is_a_prologue_of_the_ring_alone() {
     );
     let older = card("3090", RELEASE);
     let call = Call::aligned(1, layer);
-    assert!(!select(&older, &[&one], call).joined);
-    assert!(select(&older, &[&one], Call::aligned(1, NORM)).joined);
+    assert!(!plan(&older, &[&one], call).joined);
+    assert!(plan(&older, &[&one], Call::aligned(1, NORM)).joined);
 }
 
 /// Clusters that share K in quarters, and a ring of few wide units beside long inputs, leave memory idle: 70B models with three to eight sequences.
