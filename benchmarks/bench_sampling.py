@@ -21,10 +21,10 @@ import torch
 
 from exl_kernels import sampling
 from exl_kernels.reference import sampling as twin
-from exl_kernels.sampling import Failure, Plan, Row, Sampled, pack_ids
+from exl_kernels.sampling import Dry, Failure, LateTemperature, Penalties, Plan, Row, Sampled, Xtc, pack_ids
 from exl_kernels.sampling import cuda as sampling_cuda
 
-PENALTIES = (1.025, 0.0, 0.0, -1, 0)
+PENALTIES = Penalties(repetition=1.025)
 
 
 def cases(width: int, rng: np.random.Generator) -> dict[str, dict[str, Any]]:
@@ -37,12 +37,12 @@ def cases(width: int, rng: np.random.Generator) -> dict[str, dict[str, Any]]:
         "min_p": 0.01,
         "tfs": 0.98,
         "typical": 0.97,
-        "late": (0.5, 1.5, 1.0),
-        "xtc": (0.3, 0.1),
+        "late": LateTemperature(0.5, 1.5, 1.0),
+        "xtc": Xtc(0.3, 0.1),
         "xtc_ignored": some,
         "descending": True,
-        "penalties": (1.1, 0.1, 0.1, -1, 0),
-        "dry": (0.8, 1.75, 2, 20, 0, some),
+        "penalties": Penalties(1.1, 0.1, 0.1, -1, 0),
+        "dry": Dry(0.8, 1.75, 2, 20, 0, some),
         "bias": torch.zeros(width),
     }
     return {
@@ -50,12 +50,12 @@ def cases(width: int, rng: np.random.Generator) -> dict[str, dict[str, Any]]:
         "default": {"temperature": 0.8, "top_k": 50, "top_p": 0.8, "penalties": PENALTIES},
         "temperature": {"temperature": 0.8},
         "top-p": {"temperature": 0.8, "top_p": 0.9},
-        "min-p": {"min_p": 0.05, "late": (1.5, 1.5, 1.0)},
+        "min-p": {"min_p": 0.05, "late": LateTemperature(1.5, 1.5, 1.0)},
         "chat": {
             "min_p": 0.05,
-            "xtc": (0.5, 0.1),
-            "penalties": (1.05, 0.0, 0.0, 1024, 0),
-            "dry": (0.8, 1.75, 2, 20, 0, pack_ids([13], width)),
+            "xtc": Xtc(0.5, 0.1),
+            "penalties": Penalties(1.05, 0.0, 0.0, 1024, 0),
+            "dry": Dry(0.8, 1.75, 2, 20, 0, pack_ids([13], width)),
         },
         "typical": {"typical": 0.95},
         "tail-free": {"tfs": 0.95},

@@ -56,10 +56,9 @@ class Case:
     def plan(self, tokens: int, keys: int, *, apart: bool = False, windows: bool = False) -> _native.AttentionPlan:
         """Return the plan of a call of so many float16 tokens over the pages on their GPU."""
         sequences, pages = self.block_table.shape
+        kept = self.pages
         shape = _native.AttentionShape(
-            self.pages.kind,
-            self.pages.head_dim,
-            (self.q.shape[2], self.pages.heads),
+            _native.AttentionHeads(kept.kind, kept.head_dim, q_heads=self.q.shape[2], kv_heads=kept.heads),
             batch=sequences,
             tokens=tokens,
             keys=keys,

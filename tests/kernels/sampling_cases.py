@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from exl_kernels.sampling import Failure, Plan, Row, Sampled, SparseBias, pack_ids
+from exl_kernels.sampling import Dry, Failure, LateTemperature, Penalties, Plan, Row, Sampled, SparseBias, Xtc, pack_ids
 
 UNDER_A_TOOL = "EXL_SANITIZER" in os.environ  # as in attention_cases.py
 SHARES = {"top_p": 0.99, "top_a": 0.5, "min_p": 0.5, "tfs": 0.99, "typical": 0.99}
@@ -23,22 +23,24 @@ def random_plan(rng: np.random.Generator, width: int) -> Plan:
 
     u = rng.uniform
     temperature, some = u(0.3, 3), pack_ids(rng.integers(0, width, 5), width)
-    late = [None, None, (temperature, temperature, 1.0), (u(0, 0.5), u(0.6, 2), u(0.3, 2))][rng.integers(4)]
+    late = [None, None, LateTemperature(temperature, temperature), LateTemperature(u(0, 0.5), u(0.6, 2), u(0.3, 2))][
+        rng.integers(4)
+    ]
     return Plan(
         size=max(1, width - int(rng.integers(0, 40))),
         temperature=u(0.05, 3),
         smoothing=maybe(u(0, 1), 0.0),
         top_k=maybe(int(rng.integers(2, width + 5)), 0),
         late=late,
-        xtc=maybe((u(0, 1), u(0, 0.4)), (0.0, 0.0)),
+        xtc=maybe(Xtc(u(0, 1), u(0, 0.4)), Xtc()),
         xtc_ignored=some,
         descending=bool(rng.random() < 0.4),
         greedy=bool(rng.random() < 0.05),
         penalties=maybe(
-            (u(0.8, 2), u(-1, 1), u(-1, 1), int(rng.integers(-1, 10)), int(rng.integers(0, 8))), (1.0, 0.0, 0.0, -1, 0)
+            Penalties(u(0.8, 2), u(-1, 1), u(-1, 1), int(rng.integers(-1, 10)), int(rng.integers(0, 8))), Penalties()
         ),
         dry=maybe(
-            (u(0, 2), 1.75, int(rng.integers(1, 3)), int(rng.integers(1, 8)), int(rng.choice([0, 25])), some), None
+            Dry(u(0, 2), 1.75, int(rng.integers(1, 3)), int(rng.integers(1, 8)), int(rng.choice([0, 25])), some), None
         ),
         bias=maybe(random_bias(rng, width), None),
         cfg_scale=1.7,

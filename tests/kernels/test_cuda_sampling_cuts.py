@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sampling_cases import LEFT, UNDER_A_TOOL, on_gpu, random_plan, random_row, same
 
 from exl_kernels import sampling
-from exl_kernels.sampling import Plan, Row
+from exl_kernels.sampling import LateTemperature, Plan, Row, Xtc
 from exl_kernels.sampling import cuda as sampling_cuda
 
 pytestmark = pytest.mark.cuda
@@ -64,14 +64,14 @@ SETTINGS: list[dict[str, Any]] = [
     {"tfs": 0.9, "temperature": 20.0},
     {"tfs": 0.97, "top_p": 0.9, "min_p": 1e-5},
     {"tfs": 0.97, "top_k": 2500, "descending": True},
-    {"tfs": 0.9, "typical": 0.9, "late": (0.5, 1.5, 1.0)},
-    {"tfs": 0.9, "smoothing": 0.3, "xtc": (0.5, 1e-5)},
+    {"tfs": 0.9, "typical": 0.9, "late": LateTemperature(0.5, 1.5, 1.0)},
+    {"tfs": 0.9, "smoothing": 0.3, "xtc": Xtc(0.5, 1e-5)},
     {"typical": 0.95},
     {"typical": 0.2, "temperature": 0.5},
     {"typical": 0.7, "top_p": 0.95, "descending": True},
-    {"typical": 0.999, "late": (2.0, 2.0, 1.0)},
+    {"typical": 0.999, "late": LateTemperature(2.0, 2.0, 1.0)},
     {"top_p": 0.95, "descending": True},
-    {"late": (0.5, 1.5, 1.0), "xtc": (0.5, 1e-6)},
+    {"late": LateTemperature(0.5, 1.5, 1.0), "xtc": Xtc(0.5, 1e-6)},
 ]
 
 

@@ -17,7 +17,7 @@ from sampling_cases import LEFT, UNDER_A_TOOL, on_gpu, random_bias, random_plan,
 from exl_kernels import sampling, threads
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.reference import sampling as twin
-from exl_kernels.sampling import Failure, Plan, Row, Sampled, SparseBias, pack_ids
+from exl_kernels.sampling import Failure, LateTemperature, Penalties, Plan, Row, Sampled, SparseBias, Xtc, pack_ids
 from exl_kernels.sampling import cuda as sampling_cuda
 from exl_kernels.selection import MOST_REPORTED
 
@@ -61,8 +61,8 @@ def test_a_sparse_bias_is_that_of_a_value_for_each_id(seed: int, width: int) -> 
         {"top_a": 0.2},
         {"tfs": 0.9},
         {"typical": 0.9},
-        {"late": (1.5, 1.5, 1.0)},
-        {"top_p": 0.95, "late": (0.5, 1.5, 1.0), "xtc": (0.5, 0.05)},
+        {"late": LateTemperature(1.5, 1.5, 1.0)},
+        {"top_p": 0.95, "late": LateTemperature(0.5, 1.5, 1.0), "xtc": Xtc(0.5, 0.05)},
         {"descending": True},
     ],
     ids=str,
@@ -125,7 +125,7 @@ def test_a_row_is_left_as_it_was_and_fails_alone() -> None:
     x = torch.randn(500)
     kept, broken = x.clone(), x.clone()
     broken[77] = float("nan")
-    plan = Plan(size=500, bias=torch.ones(500), penalties=(1.5, 0.0, 0.0, -1, 0))
+    plan = Plan(size=500, bias=torch.ones(500), penalties=Penalties(1.5, 0.0, 0.0, -1, 0))
     rows = [Row(plan, t, uniform=0.5, context=np.arange(9)) for t in (x, broken, x)]
     rows.append(Row(plan, x, mask=np.zeros(16, dtype=np.int32)))
     first, second, third, fourth = sampling.sample(rows)
@@ -250,14 +250,14 @@ def test_gpu_equals_cpu(width: int) -> None:
 PEAKED: list[dict[str, Any]] = [
     {"greedy": True},
     {},
-    {"late": (1.5, 1.5, 1.0)},
+    {"late": LateTemperature(1.5, 1.5, 1.0)},
     {"temperature": 0.8, "top_k": 50, "top_p": 0.8},
-    {"top_k": 2000, "top_p": 0.99, "late": (0.5, 1.5, 1.0)},
+    {"top_k": 2000, "top_p": 0.99, "late": LateTemperature(0.5, 1.5, 1.0)},
     {"temperature": 0.7, "top_p": 0.9},
-    {"min_p": 0.05, "late": (2.0, 2.0, 1.0)},
+    {"min_p": 0.05, "late": LateTemperature(2.0, 2.0, 1.0)},
     {"top_a": 0.1, "descending": True},
     {"top_k": 100, "tfs": 0.9},
-    {"temperature": 0.8, "top_p": 0.95, "min_p": 0.02, "xtc": (0.5, 0.05), "descending": True},
+    {"temperature": 0.8, "top_p": 0.95, "min_p": 0.02, "xtc": Xtc(0.5, 0.05), "descending": True},
     {"smoothing": 0.3, "top_k": 200},
 ]
 
@@ -273,7 +273,7 @@ def test_gpu_equals_cpu_on_long_rows_of_one_batch() -> None:
         x = rng.normal(0, 2, width).astype(np.float32)
         x[rng.integers(0, width, 300)] += np.linspace(14, 4, 300).astype(np.float32)
         bias = torch.from_numpy(rng.normal(0, 1, width).astype(np.float32)) if i % 3 == 0 else None
-        plan = Plan(size=width - 8, penalties=(1.1, 0.1, 0.2, -1, 0), bias=bias, **fields)
+        plan = Plan(size=width - 8, penalties=Penalties(1.1, 0.1, 0.2, -1, 0), bias=bias, **fields)
         row = Row(plan, torch.from_numpy(x), uniform=float(rng.random()), context=context, top_n=5 * (i % 2))
         rows.append(replace(row, mask=mask if i % 4 == 1 else None, banned=[3, 5] if i % 5 == 0 else []))
     there = [on_gpu(row) for row in rows]
@@ -291,19 +291,19 @@ WIDE: list[dict[str, Any]] = [
     {"top_p": 0.9},
     {"top_k": 5000},
     {"top_k": 30_000, "top_p": 0.7, "top_a": 1e-9},
-    {"min_p": 0.001, "xtc": (0.5, 0.00001)},
-    {"min_p": 0.02, "late": (0.5, 1.5, 1.0), "xtc": (0.7, 0.0001), "descending": True},
-    {"top_a": 1e-6, "late": (2.0, 2.0, 1.0)},
+    {"min_p": 0.001, "xtc": Xtc(0.5, 0.00001)},
+    {"min_p": 0.02, "late": LateTemperature(0.5, 1.5, 1.0), "xtc": Xtc(0.7, 0.0001), "descending": True},
+    {"top_a": 1e-6, "late": LateTemperature(2.0, 2.0, 1.0)},
     {"typical": 0.9},
-    {"typical": 0.2, "top_k": 50, "late": (0.7, 0.7, 1.0), "xtc": (0.5, 0.1)},
+    {"typical": 0.2, "top_k": 50, "late": LateTemperature(0.7, 0.7, 1.0), "xtc": Xtc(0.5, 0.1)},
     {"typical": 0.6, "top_p": 0.95, "min_p": 1e-6, "descending": True},
-    {"late": (0.5, 1.5, 0.7)},
+    {"late": LateTemperature(0.5, 1.5, 0.7)},
     {"descending": True, "smoothing": 0.2},
-    {"xtc": (1.0, 1e-5)},
+    {"xtc": Xtc(1.0, 1e-5)},
     {"tfs": 0.9},
     {"tfs": 0.99, "top_k": 5000, "descending": True},
-    {"tfs": 0.5, "min_p": 1e-4, "typical": 0.8, "xtc": (0.5, 1e-4)},
-    {"tfs": 0.95, "temperature": 0.2, "late": (0.5, 1.5, 1.0)},
+    {"tfs": 0.5, "min_p": 1e-4, "typical": 0.8, "xtc": Xtc(0.5, 1e-4)},
+    {"tfs": 0.95, "temperature": 0.2, "late": LateTemperature(0.5, 1.5, 1.0)},
     {},
 ]
 
@@ -354,7 +354,9 @@ def test_gpu_keeps_no_candidate_that_an_earlier_cut_took(equal: bool, typical: f
 
 
 def test_a_late_temperature_next_to_zero_takes_the_likeliest() -> None:
-    row = Row(Plan(size=5, late=(1e-39, 1e-39, 1.0)), torch.tensor([0.0, 3.0, 1.0, 2.9, -1.0]), uniform=0.9)
+    row = Row(
+        Plan(size=5, late=LateTemperature(1e-39, 1e-39, 1.0)), torch.tensor([0.0, 3.0, 1.0, 2.9, -1.0]), uniform=0.9
+    )
     assert sampling.sample([row]) == [Sampled(1, 1.0)]
 
 

@@ -118,15 +118,18 @@ impl DraftText {
     }
 
     /// Return up to `most` guesses at the next tokens, and for each the probability that it and those before it hold.
-    /// `rules` = (shortest context, threshold, other texts only as a fallback).
+    /// `shortest`: fewest tokens of a context; `threshold`: times that the first guess must have followed it; `fallback`: other texts count
+    /// only where this one has no match.
+    #[pyo3(signature = (most, shared, rates, *, shortest, threshold, fallback))]
     fn guess(
         &mut self,
         most: usize,
-        rules: (u32, u32, bool),
         shared: Option<&DraftHistory>,
         rates: &DraftRates,
+        shortest: u32,
+        threshold: u32,
+        fallback: bool,
     ) -> (Vec<u32>, Vec<f32>) {
-        let (shortest, threshold, fallback) = rules;
         let rules = Rules {
             shortest,
             threshold,

@@ -50,8 +50,8 @@ mod _native {
     use crate::cuda::fields::{MemoryField, lora_entry_fields};
     #[pymodule_export]
     use crate::cuda::fused::{
-        StepStage, cuda_add_post_norm, cuda_add_rms_norm, cuda_embed, cuda_layer_norm_packed,
-        cuda_rms_norm_parts, cuda_rope_store,
+        StepSizes, StepStage, cuda_add_post_norm, cuda_add_rms_norm, cuda_embed,
+        cuda_layer_norm_packed, cuda_rms_norm_parts, cuda_rope_store,
     };
     #[pymodule_export]
     use crate::cuda::limits::{KernelLimits, kernel_limits};
@@ -73,11 +73,12 @@ mod _native {
     };
     #[pymodule_export]
     use crate::cuda::select::{
-        AttentionPlan, AttentionShape, CudaCard, CudaShape, cuda_adapters_pack_input,
-        cuda_attention_stores_keys, cuda_cards, cuda_pass_rows, cuda_plan_alone, cuda_plan_fused,
-        cuda_refusal_of_adapted_rows, cuda_refusal_of_adapted_shapes, cuda_rows_invariant,
-        cuda_runs_packed, cuda_select_adapters, cuda_select_attention, cuda_select_experts,
-        cuda_select_norm, cuda_select_rope_store, cuda_select_router, cuda_select_sampling,
+        AttentionHeads, AttentionPlan, AttentionShape, CudaCard, CudaShape,
+        cuda_adapters_pack_input, cuda_attention_stores_keys, cuda_cards, cuda_pass_rows,
+        cuda_plan_alone, cuda_plan_fused, cuda_refusal_of_adapted_rows,
+        cuda_refusal_of_adapted_shapes, cuda_rows_invariant, cuda_runs_packed,
+        cuda_select_adapters, cuda_select_attention, cuda_select_experts, cuda_select_norm,
+        cuda_select_rope_store, cuda_select_router, cuda_select_sampling,
     };
     #[pymodule_export]
     use crate::cuda::{

@@ -10,11 +10,12 @@ from numpy import int64
 from numpy.typing import NDArray
 from torch import Tensor
 
-from exl_kernels.sampling import Row, TokenTarget
+from exl_kernels.sampling import Plan, Row, TokenTarget
 
 __all__ = [
     "AttentionBlock",
     "AttentionCall",
+    "AttentionHeads",
     "AttentionOptions",
     "AttentionPlan",
     "AttentionShape",
@@ -52,6 +53,7 @@ __all__ = [
     "SamplingNeeds",
     "SamplingPlan",
     "SamplingWorkspace",
+    "StepSizes",
     "StepStage",
     "Tokens",
     "__version__",
@@ -175,6 +177,16 @@ class AttentionCall:
         """
 
 @final
+class AttentionHeads:
+    """
+    The heads of a layer's attention, and the format of their pages.
+    """
+    def __new__(cls, /, kind: str, head_dim: int, *, q_heads: int, kv_heads: int) -> AttentionHeads:
+        """
+        `kind`: format of the pages; `q_heads` query heads over `kv_heads` key heads.
+        """
+
+@final
 class AttentionOptions:
     """
     A layer's options for scores and weights.
@@ -213,9 +225,7 @@ class AttentionShape:
     def __new__(
         cls,
         /,
-        kind: str,
-        head_dim: int,
-        heads: tuple[int, int],
+        heads: AttentionHeads,
         *,
         batch: int,
         tokens: int,
@@ -230,9 +240,9 @@ class AttentionShape:
         windows: bool = False,
     ) -> AttentionShape:
         """
-        `kind`: format of the pages; `heads`: of queries and of keys; `tokens`: query tokens of all `batch` sequences; `keys`: no token sees
-        a key at or beyond this index; `pages`: columns of the block table, by default as many as hold the keys. `rotated`: the call's own keys
-        are stored by the launch, with so many rotated elements of each head. `apart` and `windows`: as for `CudaPages.attention`.
+        `tokens`: query tokens of all `batch` sequences; `keys`: no token sees a key at or beyond this index; `pages`: columns of the block
+        table, by default as many as hold the keys. `rotated`: the call's own keys are stored by the launch, with so many rotated elements of
+        each head. `apart` and `windows`: as for `CudaPages.attention`.
         """
 
 @final
@@ -689,11 +699,20 @@ class DraftText:
         Read at most `budget` further ids of the text. Returns whether all of it has been read.
         """
     def guess(
-        self, /, most: int, rules: tuple[int, int, bool], shared: DraftHistory | None, rates: DraftRates
+        self,
+        /,
+        most: int,
+        shared: DraftHistory | None,
+        rates: DraftRates,
+        *,
+        shortest: int,
+        threshold: int,
+        fallback: bool,
     ) -> tuple[list[int], list[float]]:
         """
         Return up to `most` guesses at the next tokens, and for each the probability that it and those before it hold.
-        `rules` = (shortest context, threshold, other texts only as a fallback).
+        `shortest`: fewest tokens of a context; `threshold`: times that the first guess must have followed it; `fallback`: other texts count
+        only where this one has no match.
         """
     @property
     def memory(self, /) -> int:
@@ -1276,34 +1295,14 @@ class SamplingNeeds:
 @final
 class SamplingPlan:
     """
-    A request's settings as numbers, and the sets that they name. They are the same for all of its rows.
+    A request's settings, an `exl_kernels.sampling.Plan`, as the CPU's and the GPU's rows use them.
     """
     def __new__(
-        cls,
-        /,
-        *,
-        size: int,
-        greedy: bool,
-        scale: float,
-        smooth: bool,
-        top_k: int,
-        cuts: tuple[float, float, float, float, float],
-        late: tuple[float, float, float] | None,
-        xtc: tuple[float, float],
-        descending: bool,
-        penalties: tuple[float, float, float, int, int],
-        dry: tuple[float, float, int, int, int, Tensor] | None,
-        bias: Tensor | None,
-        xtc_ignored: Tensor | None,
-        cfg_scale: float | None,
-        bias_ids: Tensor | None = None,
-        bias_rest: float = 0.0,
+        cls, /, plan: Plan, bias: Tensor | None = None, *, bias_ids: Tensor | None = None, bias_rest: float = 0.0
     ) -> SamplingPlan:
         """
-        0 or None switches a transform off. `size`: ids of the vocabulary; `cuts` = (top_p, top_a, min_p, tfs, typical); `late` = (low,
-        high, exponent) of the temperature after the cuts; `xtc` = (probability, threshold); `penalties` = (repetition, presence, frequency,
-        range, decay); `dry` = (multiplier, base, allowed_length, max_ngram, range, breakers). `bias` is that of the first ids, or of
-        `bias_ids` (int32, each once), and `bias_rest` then that of all others.
+        The settings of `plan`. `bias` (float32) is that of the first ids, or of `bias_ids` (int32, each once), and `bias_rest` then that of
+        all others.
         """
     @property
     def tail_free(self, /) -> bool:
@@ -1345,28 +1344,39 @@ class SamplingWorkspace:
         """
 
 @final
+class StepSizes:
+    """
+    The sizes of a captured step's inputs.
+    """
+    def __new__(cls, /, batch: int, q_len: int, pages: int, page_size: int) -> StepSizes:
+        """
+        `batch` rows of `q_len` tokens in `pages` pages of `page_size` tokens.
+        """
+    @property
+    def bytes(self, /) -> int:
+        """
+        Bytes of the buffer.
+        """
+    @property
+    def fields(self, /) -> list[MemoryField]:
+        """
+        The fields of the buffer.
+        """
+
+@final
 class StepStage:
     """
     The pinned buffer of one captured step's inputs.
     """
-    def __new__(cls, /, buffer: Tensor, sizes: tuple[int, int, int, int]) -> StepStage:
+    def __new__(cls, /, buffer: Tensor, sizes: StepSizes) -> StepStage:
         """
-        `buffer`: uint8 on the CPU, of `bytes(sizes)` bytes; `sizes` = (batch, q_len, pages, page_size).
+        `buffer`: uint8 on the CPU, of `sizes.bytes` bytes.
         """
-    @staticmethod
-    def bytes(sizes: tuple[int, int, int, int]) -> int:
-        """
-        Bytes of a step of (batch, q_len, pages, page_size).
-        """
-    @staticmethod
-    def fields(sizes: tuple[int, int, int, int]) -> list[MemoryField]:
-        """
-        The fields of the buffer of (batch, q_len, pages, page_size).
-        """
-    def fill(self, /, ids: Tensor | None, past: Tensor, table: Tensor, limits: tuple[int, int, int]) -> bool:
+    def fill(self, /, ids: Tensor | None, past: Tensor, table: Tensor, vocab: int, positions: int, pages: int) -> bool:
         """
         Write a step into the buffer. Returns False and leaves the buffer unchanged if an operand is invalid or too large.
-        ids int64 [rows, q_len] or None for zeros, past int32 [rows], table int32 [rows, width]; limits = (vocabulary, positions, pages).
+        ids int64 [rows, q_len] or None for zeros, past int32 [rows], table int32 [rows, width]. Ids, positions and page numbers are below
+        `vocab`, `positions` and `pages`.
         """
     def send(self, /, to: Tensor, stream: int) -> None:
         """

@@ -119,7 +119,12 @@ class DraftText:
             The guesses, and for each the probability that it and all guesses before it hold.
         """
         return self._native.guess(
-            most, (shortest, threshold, fallback), None if shared is None else shared.native, rates.native
+            most,
+            None if shared is None else shared.native,
+            rates.native,
+            shortest=shortest,
+            threshold=threshold,
+            fallback=fallback,
         )
 
     @property

@@ -336,9 +336,7 @@ class Card:
             interleaved: neighbours are rotated, as for `apply_rope`.
         """
         shape = _native.AttentionShape(
-            kind,
-            head_dim,
-            (q_heads, kv_heads),
+            _native.AttentionHeads(kind, head_dim, q_heads=q_heads, kv_heads=kv_heads),
             batch=batch,
             tokens=batch * tokens,
             keys=keys,

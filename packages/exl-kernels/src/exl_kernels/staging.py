@@ -18,7 +18,7 @@ _DTYPES = {4: torch.int32, 8: torch.int64}
 
 
 class StepFields(NamedTuple):
-    """Views of a step's buffer, with T = batch * q_len tokens; `_native.StepStage.fields` says where they are."""
+    """Views of a step's buffer, with T = batch * q_len tokens; `_native.StepSizes.fields` says where they are."""
 
     ids: Tensor
     """int64 [T]."""
@@ -38,7 +38,7 @@ class StepFields(NamedTuple):
         """Return the views of a buffer for sizes (batch, q_len, pages, page_size), uint8 [`StepStage.bytes(sizes)`]."""
         views = {
             field.name: buffer[field.offset : field.offset + field.size].view(_DTYPES[field.element])
-            for field in _native.StepStage.fields(sizes)
+            for field in _native.StepSizes(*sizes).fields
         }
         views["block_table"] = views["block_table"].view(sizes[0], sizes[2])
         return StepFields(**views)
@@ -56,12 +56,12 @@ class StepStage:
         """Allocate the buffer for sizes (batch, q_len, pages, page_size)."""
         self.pinned = torch.zeros(self.bytes(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         self.fields = StepFields.of(self.pinned, sizes)
-        self._native = _native.StepStage(self.pinned, sizes)
+        self._native = _native.StepStage(self.pinned, _native.StepSizes(*sizes))
 
     @staticmethod
     def bytes(sizes: Sizes) -> int:
         """Return the bytes of the buffer for sizes (batch, q_len, pages, page_size)."""
-        return int(_native.StepStage.bytes(sizes))
+        return _native.StepSizes(*sizes).bytes
 
     def fill(self, ids: Tensor | None, past: Tensor, table: Tensor, limits: tuple[int, int, int]) -> bool:
         """Pack a step into the buffer.
@@ -76,7 +76,7 @@ class StepStage:
             False, with the buffer unchanged, when an id, a position or a page number in use is out of range, or the
             step does not fit the sizes.
         """
-        return bool(self._native.fill(ids, past, table, limits))
+        return self._native.fill(ids, past, table, *limits)
 
     def send(self, to: Tensor) -> None:
         """Queue the copy to `to`, uint8 of the same size on a GPU, on torch's current stream.

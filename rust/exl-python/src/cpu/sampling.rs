@@ -14,7 +14,7 @@ use pyo3::prelude::*;
 
 use crate::tensor::Tensor;
 
-/// A request's settings as numbers, and the sets that they name. They are the same for all of its rows.
+/// A request's settings, an `exl_kernels.sampling.Plan`, as the CPU's and the GPU's rows use them.
 #[pyclass(frozen, module = "exl_kernels._native")]
 pub struct SamplingPlan {
     pub chain: Chain,
@@ -47,71 +47,16 @@ impl SamplingPlan {
         self.chain.tfs > 0.0 && !self.chain.greedy
     }
 
-    /// 0 or None switches a transform off. `size`: ids of the vocabulary; `cuts` = (top_p, top_a, min_p, tfs, typical); `late` = (low,
-    /// high, exponent) of the temperature after the cuts; `xtc` = (probability, threshold); `penalties` = (repetition, presence, frequency,
-    /// range, decay); `dry` = (multiplier, base, allowed_length, max_ngram, range, breakers). `bias` is that of the first ids, or of
-    /// `bias_ids` (int32, each once), and `bias_rest` then that of all others.
+    /// The settings of `plan`. `bias` (float32) is that of the first ids, or of `bias_ids` (int32, each once), and `bias_rest` then that of
+    /// all others.
     #[new]
-    #[pyo3(signature = (*, size, greedy, scale, smooth, top_k, cuts, late, xtc, descending, penalties, dry, bias, xtc_ignored, cfg_scale, bias_ids=None, bias_rest=0.0))]
+    #[pyo3(signature = (plan, bias=None, *, bias_ids=None, bias_rest=0.0))]
     fn new(
-        size: usize,
-        greedy: bool,
-        scale: f32,
-        smooth: bool,
-        top_k: usize,
-        cuts: (f64, f64, f64, f64, f64),
-        late: Option<(f64, f64, f64)>,
-        xtc: (f64, f64),
-        descending: bool,
-        penalties: (f64, f64, f64, i64, i64),
-        dry: Option<(f64, f64, usize, usize, usize, Tensor)>,
+        plan: Settings,
         bias: Option<Tensor>,
-        xtc_ignored: Option<Tensor>,
-        cfg_scale: Option<f64>,
         bias_ids: Option<Tensor>,
         bias_rest: f32,
     ) -> PyResult<Self> {
-        let (top_p, top_a, min_p, tfs, typical) = cuts;
-        let late = match late {
-            None => Late::None,
-            // A single temperature: p^(1/T).
-            Some((low, high, _)) if low == high => Late::Fixed(((1.0 / low) as f32).min(3e38)),
-            Some((low, high, exponent)) => Late::Dynamic {
-                low,
-                high,
-                exponent,
-            },
-        };
-        let chain = Chain {
-            greedy,
-            scale,
-            smooth,
-            top_k,
-            top_p,
-            top_a,
-            min_p,
-            tfs,
-            typical,
-            mirostat: 0.0,
-            late,
-            xtc_probability: xtc.0,
-            xtc_threshold: xtc.1,
-            descending,
-        };
-        let (repetition, presence, frequency, sustain, decay) = penalties;
-        let dry = match dry {
-            None => None,
-            Some((multiplier, base, allowed_length, max_ngram, window, breakers)) => {
-                Some(DryPlan {
-                    multiplier,
-                    base,
-                    allowed_length,
-                    max_ngram,
-                    window,
-                    breakers: breakers.slice::<i32>("breakers")?.to_vec(),
-                })
-            }
-        };
         let bias: Vec<f32> = copied(bias.as_ref(), "bias")?;
         let bias_ids = match bias_ids {
             None => None,
@@ -122,22 +67,36 @@ impl SamplingPlan {
                 "bias and bias_ids must have the same length",
             ));
         }
+        let words = |words: &Option<Words>, what: &str| match words {
+            None => Ok(Vec::new()),
+            Some(words) => Ok::<_, PyErr>(elements(&words.0, what)?.to_vec()),
+        };
+        let dry = plan.dry.as_ref().map(|dry| {
+            Ok::<_, PyErr>(DryPlan {
+                multiplier: dry.multiplier,
+                base: dry.base,
+                allowed_length: dry.allowed_length,
+                max_ngram: dry.max_ngram,
+                window: dry.range,
+                breakers: elements(&dry.breakers.0, "breakers")?.to_vec(),
+            })
+        });
         Ok(Self {
-            chain,
+            chain: plan.chain(),
             penalties: Penalties {
-                repetition,
-                presence,
-                frequency,
-                sustain,
-                decay,
+                repetition: plan.penalties.repetition,
+                presence: plan.penalties.presence,
+                frequency: plan.penalties.frequency,
+                sustain: plan.penalties.range,
+                decay: plan.penalties.decay,
             },
-            dry,
+            dry: dry.transpose()?,
             bias,
             bias_ids,
             bias_rest,
-            xtc_ignored: copied(xtc_ignored.as_ref(), "xtc_ignored")?,
-            cfg_scale: cfg_scale.unwrap_or(1.0),
-            size,
+            xtc_ignored: words(&plan.xtc_ignored, "xtc_ignored")?,
+            cfg_scale: plan.cfg_scale.unwrap_or(1.0),
+            size: plan.size,
         })
     }
 }
@@ -211,6 +170,118 @@ macro_rules! attribute {
     };
 }
 pub(crate) use attribute;
+
+/// Structs that are read from the objects of a class of `exl_kernels.sampling`, whose fields have the same names and types.
+macro_rules! read_by_name {
+    ($($(#[$about:meta])* struct $name:ident of $class:literal {
+        $($(#[$note:meta])* $field:ident: $kind:ty,)*
+    })*) => {$(
+        $(#[$about])*
+        struct $name {
+            $($(#[$note])* $field: $kind,)*
+        }
+
+        impl<'a, 'py> FromPyObject<'a, 'py> for $name {
+            type Error = PyErr;
+
+            #[cfg(feature = "stubs")]
+            const INPUT_TYPE: pyo3::inspect::PyStaticExpr =
+                pyo3::type_hint_identifier!("exl_kernels.sampling", $class);
+
+            fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+                Ok(Self {
+                    $($field: object.getattr(intern!(object.py(), stringify!($field)))?.extract()?,)*
+                })
+            }
+        }
+    )*};
+}
+
+read_by_name! {
+    /// The settings of a plan. 0 or None switches a transform off.
+    struct Settings of "Plan" {
+        /// Ids of the vocabulary.
+        size: usize,
+        scale: f32,
+        smoothing: f64,
+        top_k: usize,
+        top_p: f64,
+        top_a: f64,
+        min_p: f64,
+        tfs: f64,
+        typical: f64,
+        late: Option<LateTemperature>,
+        xtc: Xtc,
+        xtc_ignored: Option<Words>,
+        descending: bool,
+        greedy: bool,
+        penalties: PenaltySettings,
+        dry: Option<DrySettings>,
+        cfg_scale: Option<f64>,
+    }
+    /// The temperature after the cuts.
+    struct LateTemperature of "LateTemperature" {
+        low: f64,
+        high: f64,
+        exponent: f64,
+    }
+    struct Xtc of "Xtc" {
+        probability: f64,
+        threshold: f64,
+    }
+    struct PenaltySettings of "Penalties" {
+        repetition: f64,
+        presence: f64,
+        frequency: f64,
+        range: i64,
+        decay: i64,
+    }
+    struct DrySettings of "Dry" {
+        multiplier: f64,
+        base: f64,
+        allowed_length: usize,
+        max_ngram: usize,
+        range: usize,
+        breakers: Words,
+    }
+}
+
+impl Settings {
+    fn chain(&self) -> Chain {
+        let late = match self.late {
+            None => Late::None,
+            // A single temperature: p^(1/T).
+            Some(LateTemperature { low, high, .. }) if low == high => {
+                Late::Fixed(((1.0 / low) as f32).min(3e38))
+            }
+            Some(LateTemperature {
+                low,
+                high,
+                exponent,
+            }) => Late::Dynamic {
+                low,
+                high,
+                exponent,
+            },
+        };
+        Chain {
+            greedy: self.greedy,
+            scale: self.scale,
+            smooth: self.smoothing > 0.0,
+            top_k: self.top_k.min(MAX_LOGITS),
+            top_p: self.top_p,
+            top_a: self.top_a,
+            min_p: self.min_p,
+            tfs: self.tfs,
+            typical: self.typical,
+            mirostat: 0.0,
+            late,
+            xtc_probability: self.xtc.probability,
+            xtc_threshold: self.xtc.threshold,
+            descending: self.descending,
+        }
+    }
+}
 
 impl<'a, 'py> FromPyObject<'a, 'py> for Request {
     type Error = PyErr;

@@ -313,12 +313,38 @@ pub fn cuda_embed(
         .map_err(|e| device_error(py, &e))
 }
 
-fn sizes_of((batch, q_len, pages, page_size): (usize, usize, usize, usize)) -> Sizes {
-    Sizes {
-        batch,
-        q_len,
-        pages,
-        page_size,
+/// The sizes of a captured step's inputs.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct StepSizes {
+    sizes: Sizes,
+}
+
+#[pymethods]
+impl StepSizes {
+    /// `batch` rows of `q_len` tokens in `pages` pages of `page_size` tokens.
+    #[new]
+    fn new(batch: usize, q_len: usize, pages: usize, page_size: usize) -> Self {
+        Self {
+            sizes: Sizes {
+                batch,
+                q_len,
+                pages,
+                page_size,
+            },
+        }
+    }
+
+    /// Bytes of the buffer.
+    #[getter]
+    fn bytes(&self) -> usize {
+        self.sizes.bytes()
+    }
+
+    /// The fields of the buffer.
+    #[getter]
+    fn fields(&self) -> Vec<MemoryField> {
+        self.sizes.fields().map(MemoryField::from).into()
     }
 }
 
@@ -331,10 +357,10 @@ pub struct StepStage {
 
 #[pymethods]
 impl StepStage {
-    /// `buffer`: uint8 on the CPU, of `bytes(sizes)` bytes; `sizes` = (batch, q_len, pages, page_size).
+    /// `buffer`: uint8 on the CPU, of `sizes.bytes` bytes.
     #[new]
-    fn new(buffer: Tensor, sizes: (usize, usize, usize, usize)) -> PyResult<Self> {
-        let sizes = sizes_of(sizes);
+    fn new(buffer: Tensor, sizes: &StepSizes) -> PyResult<Self> {
+        let sizes = sizes.sizes;
         buffer.slice_mut::<u8>("buffer")?;
         expect(
             buffer.numel() == sizes.bytes(),
@@ -343,26 +369,17 @@ impl StepStage {
         Ok(Self { buffer, sizes })
     }
 
-    /// Bytes of a step of (batch, q_len, pages, page_size).
-    #[staticmethod]
-    fn bytes(sizes: (usize, usize, usize, usize)) -> usize {
-        sizes_of(sizes).bytes()
-    }
-
-    /// The fields of the buffer of (batch, q_len, pages, page_size).
-    #[staticmethod]
-    fn fields(sizes: (usize, usize, usize, usize)) -> Vec<MemoryField> {
-        sizes_of(sizes).fields().map(MemoryField::from).into()
-    }
-
     /// Write a step into the buffer. Returns False and leaves the buffer unchanged if an operand is invalid or too large.
-    /// ids int64 [rows, q_len] or None for zeros, past int32 [rows], table int32 [rows, width]; limits = (vocabulary, positions, pages).
+    /// ids int64 [rows, q_len] or None for zeros, past int32 [rows], table int32 [rows, width]. Ids, positions and page numbers are below
+    /// `vocab`, `positions` and `pages`.
     fn fill(
         &self,
         ids: Option<Tensor>,
         past: Tensor,
         table: Tensor,
-        limits: (i64, i64, i64),
+        vocab: i64,
+        positions: i64,
+        pages: i64,
     ) -> PyResult<bool> {
         let rows = past.numel();
         let shaped = |ids: &Tensor| ids.shape == [rows, self.sizes.q_len];
@@ -387,9 +404,9 @@ impl StepStage {
             width: table.shape[1],
         };
         let limits = Limits {
-            vocab: limits.0,
-            positions: limits.1,
-            num_pages: limits.2,
+            vocab,
+            positions,
+            num_pages: pages,
         };
         if !step::fits(&self.sizes, &limits, &request) {
             return Ok(false);

@@ -358,6 +358,38 @@ pub fn cuda_attention_stores_keys(tokens: usize) -> bool {
     attention::select::stores_own_keys(tokens)
 }
 
+/// The heads of a layer's attention, and the format of their pages.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct AttentionHeads {
+    kind: Kind,
+    head_dim: usize,
+    q_heads: usize,
+    kv_heads: usize,
+}
+
+#[pymethods]
+impl AttentionHeads {
+    /// `kind`: format of the pages; `q_heads` query heads over `kv_heads` key heads.
+    #[new]
+    #[pyo3(signature = (kind, head_dim, *, q_heads, kv_heads))]
+    fn new(kind: &str, head_dim: usize, q_heads: usize, kv_heads: usize) -> PyResult<Self> {
+        let kind = named(kind)?;
+        let whole = kv_heads != 0 && q_heads != 0 && q_heads.is_multiple_of(kv_heads);
+        if !whole || !(1..=attention::MAX_DIM).contains(&head_dim) {
+            return Err(PyValueError::new_err(format!(
+                "{q_heads} query heads over {kv_heads} key heads of {head_dim} dimensions"
+            )));
+        }
+        Ok(Self {
+            kind,
+            head_dim,
+            q_heads,
+            kv_heads,
+        })
+    }
+}
+
 /// The properties of a call of attention that decide its kernel.
 #[pyclass(frozen, module = "exl_kernels._native")]
 #[derive(Debug)]
@@ -367,15 +399,13 @@ pub struct AttentionShape {
 
 #[pymethods]
 impl AttentionShape {
-    /// `kind`: format of the pages; `heads`: of queries and of keys; `tokens`: query tokens of all `batch` sequences; `keys`: no token sees
-    /// a key at or beyond this index; `pages`: columns of the block table, by default as many as hold the keys. `rotated`: the call's own keys
-    /// are stored by the launch, with so many rotated elements of each head. `apart` and `windows`: as for `CudaPages.attention`.
+    /// `tokens`: query tokens of all `batch` sequences; `keys`: no token sees a key at or beyond this index; `pages`: columns of the block
+    /// table, by default as many as hold the keys. `rotated`: the call's own keys are stored by the launch, with so many rotated elements of
+    /// each head. `apart` and `windows`: as for `CudaPages.attention`.
     #[new]
-    #[pyo3(signature = (kind, head_dim, heads, *, batch, tokens, keys, page_size=256, pages=None, window=0, softcap=0.0, rotated=None, interleaved=false, apart=false, windows=false))]
+    #[pyo3(signature = (heads, *, batch, tokens, keys, page_size=256, pages=None, window=0, softcap=0.0, rotated=None, interleaved=false, apart=false, windows=false))]
     fn new(
-        kind: &str,
-        head_dim: usize,
-        heads: (usize, usize),
+        heads: &AttentionHeads,
         batch: usize,
         tokens: usize,
         keys: usize,
@@ -388,18 +418,14 @@ impl AttentionShape {
         apart: bool,
         windows: bool,
     ) -> PyResult<Self> {
-        let kind = named(kind)?;
-        let (q_heads, kv_heads) = heads;
-        if kv_heads == 0
-            || head_dim == 0
-            || head_dim > attention::MAX_DIM
-            || q_heads == 0
-            || !q_heads.is_multiple_of(kv_heads)
-            || page_size == 0
-        {
-            return Err(PyValueError::new_err(format!(
-                "{q_heads} query heads over {kv_heads} key heads of {head_dim} dimensions, pages of {page_size}"
-            )));
+        let &AttentionHeads {
+            kind,
+            head_dim,
+            q_heads,
+            kv_heads,
+        } = heads;
+        if page_size == 0 {
+            return Err(PyValueError::new_err("pages of 0 tokens"));
         }
         let call = AttentionCall {
             kind,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from exl_generate.errors import RequestError
-from exl_kernels.sampling import Plan, SparseBias
+from exl_kernels.sampling import Dry, LateTemperature, Penalties, Plan, SparseBias, Xtc
 
 if TYPE_CHECKING:
     import torch
@@ -33,16 +33,16 @@ def plan_of(s: Settings, vocabulary: Vocabulary) -> Plan:
         tfs=_share(s.tfs),
         typical=_share(s.typical),
         late=_late(s),
-        xtc=(float(s.xtc_probability), float(s.xtc_threshold)),
+        xtc=Xtc(float(s.xtc_probability), float(s.xtc_threshold)),
         xtc_ignored=_ignored(s, vocabulary),
         descending=s.skew != 0,
         greedy=s.is_greedy,
-        penalties=(
-            float(s.token_repetition_penalty),
-            float(s.token_presence_penalty),
-            float(s.token_frequency_penalty),
-            min(int(s.token_repetition_range), _LONGEST),
-            min(int(s.token_repetition_decay), _LONGEST),
+        penalties=Penalties(
+            repetition=float(s.token_repetition_penalty),
+            presence=float(s.token_presence_penalty),
+            frequency=float(s.token_frequency_penalty),
+            range=min(int(s.token_repetition_range), _LONGEST),
+            decay=min(int(s.token_repetition_decay), _LONGEST),
         ),
         dry=_dry(s, vocabulary),
         bias=_bias(s, vocabulary),
@@ -71,12 +71,12 @@ def _share(value: float) -> float:
     return float(value) if 0 < value < 1 else 0.0
 
 
-def _late(s: Settings) -> tuple[float, float, float] | None:
+def _late(s: Settings) -> LateTemperature | None:
     """Step 18: dynamic temperature replaces the late one."""
     if s.max_temp > s.min_temp:
-        return float(s.min_temp), float(s.max_temp), float(s.temp_exponent)
+        return LateTemperature(float(s.min_temp), float(s.max_temp), float(s.temp_exponent))
     if s.temperature_last and s.temperature != 1.0:
-        return float(s.temperature), float(s.temperature), 1.0
+        return LateTemperature(float(s.temperature), float(s.temperature))
     return None
 
 
@@ -86,13 +86,19 @@ def _ignored(s: Settings, vocabulary: Vocabulary) -> Mask | None:
     return vocabulary.xtc_ignored if s.xtc_ignore_tokens is None else _packed(s.xtc_ignore_tokens, vocabulary)
 
 
-def _dry(s: Settings, vocabulary: Vocabulary) -> tuple[float, float, int, int, int, Mask] | None:
+def _dry(s: Settings, vocabulary: Vocabulary) -> Dry | None:
     if s.dry_multiplier == 0:
         return None
     given = s.dry_sequence_breakers
     breakers = vocabulary.dry_breakers if given is None else _packed(given, vocabulary)
-    lengths = (min(int(n), _LONGEST) for n in (s.dry_allowed_length, s.dry_max_ngram, s.dry_range))
-    return (float(s.dry_multiplier), float(s.dry_base), *lengths, breakers)  # type: ignore[return-value]
+    return Dry(
+        multiplier=float(s.dry_multiplier),
+        base=float(s.dry_base),
+        allowed_length=min(int(s.dry_allowed_length), _LONGEST),
+        max_ngram=min(int(s.dry_max_ngram), _LONGEST),
+        range=min(int(s.dry_range), _LONGEST),
+        breakers=breakers,
+    )
 
 
 def _packed(tokens: Collection[int | str], vocabulary: Vocabulary) -> Mask:

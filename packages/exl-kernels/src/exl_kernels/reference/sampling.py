@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from exl_kernels.sampling import Failure, Plan, Row, Sampled, SparseBias
+from exl_kernels.sampling import Failure, LateTemperature, Plan, Row, Sampled, SparseBias
 
 __all__ = ["candidates", "sample", "shaped", "weight"]
 
@@ -164,7 +164,7 @@ def candidates(row: Row) -> tuple[Ids, F32, U64] | Failure:
             ids, log, q = ids[keep], log[keep], q[keep]
     if len(ids) > 1 and plan.late is not None:
         q = _late(plan.late, log, q)
-    if plan.xtc[0] > 0:
+    if plan.xtc.probability > 0:
         q = _xtc(plan, ids, x[ids], q)
     return ids, x[ids], q
 
@@ -224,7 +224,7 @@ def _typical(row: Row, ids: Ids, x: F32, log: F32, q: U64) -> Ids:
     return order[: _prefix(q[order], _share(row.plan.typical, int(q.sum())))]
 
 
-def _late(late: tuple[float, float, float], log: F32, q: U64) -> U64:
+def _late(late: LateTemperature, log: F32, q: U64) -> U64:
     low, high, exponent = late
     temperature = low
     if low != high:

@@ -30,13 +30,17 @@ from .bias import SparseBias
 from .cuda import workspace_bytes
 
 __all__ = [
+    "Dry",
     "Failure",
+    "LateTemperature",
     "Launched",
+    "Penalties",
     "Plan",
     "Row",
     "Sampled",
     "SparseBias",
     "TokenTarget",
+    "Xtc",
     "distribution",
     "launch",
     "pack_ids",
@@ -63,9 +67,54 @@ def pack_ids(ids: Iterable[int], size: int) -> Mask:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
+class LateTemperature(NamedTuple):
+    """The temperature after the cuts, by entropy between two bounds; fixed if they are equal."""
+
+    low: float
+    high: float
+    exponent: float = 1.0
+
+
+class Xtc(NamedTuple):
+    """Drop all candidates of at least the threshold but the least probable of them, with this probability."""
+
+    probability: float = 0.0
+    threshold: float = 0.0
+
+
+class Penalties(NamedTuple):
+    """Penalties of the tokens of the context."""
+
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    range: int = -1
+    """Newest tokens that are looked at; -1 for all."""
+    decay: int = 0
+    """Tokens before these over which the penalties fade to nothing."""
+
+
+class Dry(NamedTuple):
+    """DRY: a penalty of tokens that would continue a repeat of the context."""
+
+    multiplier: float
+    base: float
+    allowed_length: int
+    max_ngram: int
+    range: int
+    """Newest tokens that are searched; 0 for all."""
+    breakers: Mask
+    """Packed ids that end a repeat."""
+
+
+_NO_XTC, _NO_PENALTIES = Xtc(), Penalties()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """The transforms of a request, as numbers. 0 switches a cut off. Callers validate; values are taken as they are.
+
+    The native plan reads the fields by their names.
 
     Attributes:
         size: ids of the vocabulary; higher ones are padding and never chosen.
@@ -77,14 +126,13 @@ class Plan:
         min_p: drop candidates below min_p * p_max.
         tfs: tail-free cut.
         typical: locally typical cut.
-        late: (low, high, exponent): temperature by entropy after the cuts; a fixed temperature after the cuts if
-            low == high.
-        xtc: (probability, threshold).
+        late: temperature after the cuts.
+        xtc: exclusion of the most probable candidates.
         xtc_ignored: packed ids that XTC keeps.
         descending: draw over falling probabilities instead of rising ids, as a skew needs.
         greedy: choose the largest logit.
-        penalties: (repetition, presence, frequency, range, decay).
-        dry: (multiplier, base, allowed_length, max_ngram, range, packed breakers).
+        penalties: penalties of the tokens of the context.
+        dry: penalty of repeats.
         bias: float32, added to the logits of the first ids; or a `SparseBias`.
         cfg_scale: weight of the logits against the row's `negative` in classifier-free guidance.
         native: the plan of the native module.
@@ -100,13 +148,13 @@ class Plan:
     min_p: float = 0.0
     tfs: float = 0.0
     typical: float = 0.0
-    late: tuple[float, float, float] | None = None
-    xtc: tuple[float, float] = (0.0, 0.0)
+    late: LateTemperature | None = None
+    xtc: Xtc = _NO_XTC
     xtc_ignored: Mask | None = None
     descending: bool = False
     greedy: bool = False
-    penalties: tuple[float, float, float, int, int] = (1.0, 0.0, 0.0, -1, 0)
-    dry: tuple[float, float, int, int, int, Mask] | None = None
+    penalties: Penalties = _NO_PENALTIES
+    dry: Dry | None = None
     bias: Tensor | SparseBias | None = None
     cfg_scale: float | None = None
     native: _native.SamplingPlan = field(init=False, repr=False)
@@ -115,8 +163,6 @@ class Plan:
     )
 
     def __post_init__(self) -> None:
-        dry = None if self.dry is None else (*self.dry[:5], torch.from_numpy(self.dry[5]))
-        ignored = None if self.xtc_ignored is None else torch.from_numpy(self.xtc_ignored)
         bias_ids: Tensor | None = None
         bias_rest = 0.0
         if isinstance(self.bias, SparseBias):
@@ -124,24 +170,7 @@ class Plan:
             bias_ids, bias_rest = self.bias.ids.contiguous(), self.bias.rest
         else:
             bias = None if self.bias is None else self.bias.detach().to("cpu", torch.float32).contiguous()
-        native = _native.SamplingPlan(
-            size=self.size,
-            greedy=self.greedy,
-            scale=self.scale,
-            smooth=self.smoothing > 0,
-            top_k=min(self.top_k, MAX_LOGITS),
-            cuts=(self.top_p, self.top_a, self.min_p, self.tfs, self.typical),
-            late=self.late,
-            xtc=self.xtc,
-            descending=self.descending,
-            penalties=self.penalties,
-            dry=dry,
-            bias=bias,
-            xtc_ignored=ignored,
-            cfg_scale=self.cfg_scale,
-            bias_ids=bias_ids,
-            bias_rest=bias_rest,
-        )
+        native = _native.SamplingPlan(self, bias, bias_ids=bias_ids, bias_rest=bias_rest)
         object.__setattr__(self, "native", native)
 
     @property
