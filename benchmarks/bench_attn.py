@@ -16,7 +16,6 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from gpu_timing import emit, environment, read_roof, time_graph
@@ -84,11 +83,18 @@ class Layers:
 
     def run(self, layer: int) -> Tensor:
         pages = self.layers[layer % len(self.layers)]
-        options: dict[str, Any] = {"scale": self.shape.dim**-0.5, "out": self.out, "max_keys": self.shape.context}
+        scale, where = self.shape.dim**-0.5, (self.table, self.rows, self.positions)
         if self.shape.own:
-            where = (self.table, self.rows, self.positions, self.slots, self.cos, self.sin, self.rope_positions)
-            return attention_cuda.attend_own(self.q, self.k, self.v, pages, *where, early=True, **options)
-        return paged_attention(self.q, pages, self.table, self.rows, self.positions, **options)
+            return attention_cuda.attend_own(
+                *(self.q, self.k, self.v, pages),
+                attention_cuda.AttentionTables(*where, max_keys=self.shape.context),
+                self.slots,
+                attention_cuda.Rotation(self.cos, self.sin, self.rope_positions, False),
+                attention_cuda.attention_options(scale, 0, 0.0),
+                out=self.out,
+                early=True,
+            )
+        return paged_attention(self.q, pages, *where, scale=scale, out=self.out, max_keys=self.shape.context)
 
     def error(self) -> float:
         """Largest error against float64 of the last token, relative to the largest result."""

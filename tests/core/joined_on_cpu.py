@@ -15,6 +15,7 @@ from exl_core.lora.rows import RowAdapters
 from exl_kernels.activation import activation as activate
 from exl_kernels.activation import gated_activation
 from exl_kernels.attention import paged_attention
+from exl_kernels.attention.cuda import AttentionTables, Rotation
 from exl_kernels.device import rows_are_invariant
 from exl_kernels.fused import add_post_norm, rope_store
 from exl_kernels.kv import store_kv
@@ -131,32 +132,43 @@ def own_double(
     k: Tensor,
     v: Tensor,
     pages: Any,
-    block_table: Tensor,
-    rows: Tensor,
-    positions: Tensor,
+    tables: AttentionTables,
     slots: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    rope_positions: Tensor,
+    rotation: Rotation,
+    options: Any,
     *,
-    interleaved: bool,
     early: bool,
     into: Any = None,
     norms: Any = None,
-    **options: Any,
 ) -> Tensor:
     """`attend_own` as its documentation states it: one token a row of the block table."""
     assert early
     assert k.stride(0) == v.stride(0) or len(k) == 1, "as a GPU needs it"
-    assert len(set(rows.tolist())) == len(rows)
+    assert len(set(tables.rows.tolist())) == len(tables.rows)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if norms is not None:
         q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
-    if cos.shape[1]:
-        rope_store(pages, q, k, v, cos, sin, rope_positions, slots, interleaved=interleaved)
+    if rotation.cos.shape[1]:
+        turn = (rotation.cos, rotation.sin, rotation.positions)
+        rope_store(pages, q, k, v, *turn, slots, interleaved=rotation.interleaved)
     else:
         store_kv(pages, k, v, slots)
-    mixed = paged_attention(q, pages, block_table, rows, positions, **options)
+    return _attended(q, pages, tables, options, into)
+
+
+def _attended(q: Tensor, pages: Any, tables: AttentionTables, options: Any, into: Any) -> Tensor:
+    mixed = paged_attention(
+        q.contiguous(),
+        pages,
+        tables.block_table,
+        tables.rows,
+        tables.positions,
+        key_mask=tables.key_mask,
+        max_keys=tables.max_keys,
+        scale=options.scale,
+        window=options.window,
+        softcap=options.softcap,
+    )
     if into is not None:
         assert into.columns == 8
         into.scratch.append(mixed.flatten(1))
@@ -172,22 +184,10 @@ def rope_store_double(pages: Any, q: Tensor, k: Tensor, v: Tensor, *tables: Tens
 
 
 def stored_double(
-    q: Tensor,
-    pages: Any,
-    block_table: Tensor,
-    rows: Tensor,
-    positions: Tensor,
-    *,
-    into: Any = None,
-    windows: bool = False,
-    **options: Any,
+    q: Tensor, pages: Any, tables: AttentionTables, options: Any, *, into: Any = None, windows: bool = False
 ) -> Tensor:
     """`attend_stored` as its documentation states it."""
-    mixed = paged_attention(q.contiguous(), pages, block_table, rows, positions, **options)
-    if into is not None:
-        assert into.columns == 8
-        into.scratch.append(mixed.flatten(1))
-    return mixed
+    return _attended(q, pages, tables, options, into)
 
 
 def add_post_norm_double(

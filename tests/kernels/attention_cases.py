@@ -188,16 +188,22 @@ class OwnStep:
         where = (self.table, self.rows, self.positions)
         return paged_attention(self.stored(norms), self.case.pages, *where, scale=self.case.scale, **options)
 
-    def together(self, **options: Any) -> Tensor:
-        where = (self.table, self.rows, self.positions, self.slots)
-        rope = (self.cos, self.sin, self.rope_positions)
+    def together(
+        self,
+        *,
+        window: int = 0,
+        softcap: float = 0.0,
+        key_mask: Tensor | None = None,
+        max_keys: int | None = None,
+        **options: Any,
+    ) -> Tensor:
         return attention_cuda.attend_own(
             *self.parts(),
             self.case.pages,
-            *where,
-            *rope,
-            scale=self.case.scale,
-            interleaved=self.interleaved,
+            attention_cuda.AttentionTables(self.table, self.rows, self.positions, key_mask, max_keys),
+            self.slots,
+            attention_cuda.Rotation(self.cos, self.sin, self.rope_positions, self.interleaved),
+            attention_cuda.attention_options(self.case.scale, window, softcap),
             **options,
         )
 

@@ -214,10 +214,10 @@ def test_many_sequences_equal_each_alone(kind: Any, groups: int, dim: int) -> No
         one = slice(b, b + 1)
         alone = attention_cuda.attend_own(
             *(q[one], k[one], v[one], step.case.pages),
-            *(step.table, step.rows[one], step.positions[one], step.slots[one]),
-            *(step.cos, step.sin, step.rope_positions[one]),
-            scale=step.case.scale,
-            max_keys=step.lengths[b],
+            attention_cuda.AttentionTables(step.table, step.rows[one], step.positions[one], max_keys=step.lengths[b]),
+            step.slots[one],
+            attention_cuda.Rotation(step.cos, step.sin, step.rope_positions[one], False),
+            attention_cuda.attention_options(step.case.scale, 0, 0.0),
         )
         assert torch.equal(alone[0], many[b]), b
 
@@ -249,13 +249,15 @@ def test_blocks_of_every_size_give_the_bits_of_tokens_many(
 def test_own_keys_that_do_not_fit_are_refused() -> None:
     step = own_step("fp16", [5, 9], dim=64)
     q, k, v = step.parts()
-    where = (step.table, step.rows, step.positions, step.slots, step.cos, step.sin, step.rope_positions)
+    tables = attention_cuda.AttentionTables(step.table, step.rows, step.positions)
+    turn = attention_cuda.Rotation(step.cos, step.sin, step.rope_positions, False)
+    pages, options = step.case.pages, attention_cuda.attention_options(1.0, 0, 0.0)
     with pytest.raises(ShapeError, match="attend_own: k"):
-        attention_cuda.attend_own(q, k[:1], v, step.case.pages, *where, scale=1.0)
+        attention_cuda.attend_own(q, k[:1], v, pages, tables, step.slots, turn, options)
     with pytest.raises(DTypeError, match="float32"):
-        attention_cuda.attend_own(q, k.float(), v, step.case.pages, *where, scale=1.0)
+        attention_cuda.attend_own(q, k.float(), v, pages, tables, step.slots, turn, options)
     with pytest.raises(ShapeError, match="own keys"):
-        attention_cuda.attend_own(q, k, v, step.case.pages, *where[:3], step.slots[:1], *where[4:], scale=1.0)
+        attention_cuda.attend_own(q, k, v, pages, tables, step.slots[:1], turn, options)
 
 
 def packed(matrix: CudaQuantMatrix, x: Tensor) -> tuple[int, Tensor]:

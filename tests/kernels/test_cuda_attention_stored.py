@@ -12,6 +12,7 @@ from torch import Tensor
 
 from exl_kernels.attention import cuda as attention_cuda
 from exl_kernels.attention import paged_attention
+from exl_kernels.attention.cuda import AttentionTables, attention_options
 from exl_kernels.errors import DTypeError, ShapeError
 from exl_kernels.fused import rope_store
 from exl_kernels.kv import KVPages
@@ -54,7 +55,9 @@ def test_tokens_with_blocks_of_their_own_have_the_bits_of_tokens_that_share_tile
         where, scale = (case.pages, table, rows, places), dim**-0.5
         want = paged_attention(q.contiguous(), *where, scale=scale, **options)
         for most in (513, 1 << 20):
-            got = attention_cuda.attend_stored(q, *where, scale=scale, max_keys=most, **options)
+            tables = AttentionTables(table, rows, places, max_keys=most)
+            made = attention_options(scale, options.get("window", 0), options.get("softcap", 0.0))
+            got = attention_cuda.attend_stored(q, case.pages, tables, made)
             assert got.isfinite().all()
             assert torch.equal(got, want), (each, most)
 
@@ -78,7 +81,10 @@ def test_results_go_packed_to_the_next_matmul(tokens: int) -> None:
     where = (case.pages, case.block_table.cuda(), rows, places)
     x = paged_attention(q, *where, scale=0.1).view(tokens, -1)
     want = matmul(x, x.new_empty(tokens, 64))
-    assert attention_cuda.attend_stored(q, *where, scale=0.1, into=given) is given.scratch
+    tables = AttentionTables(*where[1:])
+    assert (
+        attention_cuda.attend_stored(q, case.pages, tables, attention_options(0.1, 0, 0.0), into=given) is given.scratch
+    )
     assert torch.equal(matmul.from_input(given, x.new_empty(tokens, 64)), want)
 
 
@@ -86,17 +92,16 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     case = make_cuda_case("fp16", [9], heads=2, groups=2, dim=64)
     rows, places = tokens_of([9], 3)
     q = randn(3, 4, 64, seed=1).half().cuda()
-    table = case.block_table.cuda()
+    table, options = case.block_table.cuda(), attention_options(1.0, 0, 0.0)
+    tables = AttentionTables(table, rows, places)
     with pytest.raises(ShapeError, match="attend_stored: q"):
-        attention_cuda.attend_stored(q[:, :3], case.pages, table, rows, places, scale=1.0)
+        attention_cuda.attend_stored(q[:, :3], case.pages, tables, options)
     with pytest.raises(ShapeError, match="heads side by side"):
-        attention_cuda.attend_stored(
-            q.transpose(0, 1).contiguous().transpose(0, 1), case.pages, table, rows, places, scale=1.0
-        )
+        attention_cuda.attend_stored(q.transpose(0, 1).contiguous().transpose(0, 1), case.pages, tables, options)
     with pytest.raises(ShapeError, match="attend_stored"):
-        attention_cuda.attend_stored(q, case.pages, table, rows[:2], places, scale=1.0)
+        attention_cuda.attend_stored(q, case.pages, AttentionTables(table, rows[:2], places), options)
     with pytest.raises(DTypeError, match="int32"):
-        attention_cuda.attend_stored(q.int(), case.pages, table, rows, places, scale=1.0)
+        attention_cuda.attend_stored(q.int(), case.pages, tables, options)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,7 +14,7 @@ from attention_cases import KINDS, UNDER_A_TOOL, Case, is_prompt, make_cuda_case
 from torch import Tensor
 
 from exl_kernels.attention import paged_attention
-from exl_kernels.attention.cuda import attend_stored
+from exl_kernels.attention.cuda import AttentionTables, attend_stored, attention_options
 
 pytestmark = pytest.mark.cuda
 
@@ -31,7 +31,15 @@ def places(before: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def in_windows(
-    case: Case, q: Tensor, table: Tensor, width: int, before: list[int], *, joined: bool = False, **options: Any
+    case: Case,
+    q: Tensor,
+    table: Tensor,
+    width: int,
+    before: list[int],
+    *,
+    joined: bool = False,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attention of q [T, Hq, D] in windows of `width` tokens, padded to a power of two of windows.
 
@@ -53,9 +61,9 @@ def in_windows(
         taken.append(torch.arange(own.start, own.stop))
         at += count
     most = tables.shape[1] * case.pages.page_size
-    operands = (t.cuda() for t in (tables, of.repeat_interleave(width), positions))
-    options |= {"scale": case.scale, "max_keys": most, "windows": joined}
-    found = attend_stored(padded.cuda(), case.pages, *operands, **options)
+    seen = AttentionTables(tables.cuda(), of.repeat_interleave(width).cuda(), positions.cuda(), max_keys=most)
+    options = attention_options(case.scale, window, softcap)
+    found = attend_stored(padded.cuda(), case.pages, seen, options, windows=joined)
     return found.cpu()[torch.cat(taken)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from exl_kernels.attention.cuda import attend_own, attend_stored
+from exl_kernels.attention.cuda import AttentionTables, Rotation, attend_own, attend_stored, attention_options
 from exl_kernels.errors import ShapeError, UnsupportedError
 from exl_kernels.index_checks import CHECKS_VARIABLE, check_slots, check_tables, checks_enabled
 from exl_kernels.kv import KVPages
@@ -59,8 +59,9 @@ def test_checks_are_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_own_keys_are_for_gpus_and_say_so() -> None:
     q, kv = torch.zeros(1, 4, 64), torch.zeros(1, 2, 64)
     long, table = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1)
-    where = (ints(0).view(1, 1), ints(0), ints(0), long, table, table, long)
+    tables, turn = AttentionTables(ints(0).view(1, 1), ints(0), ints(0)), Rotation(table, table, long, False)
+    options = attention_options(1.0, 0, 0.0)
     with pytest.raises(UnsupportedError, match="attend_own: pages on cpu"):
-        attend_own(q, kv, kv, PAGES, *where, scale=1.0)
+        attend_own(q, kv, kv, PAGES, tables, long, turn, options)
     with pytest.raises(UnsupportedError, match=r"attend_stored: pages on cpu.*use paged_attention"):
-        attend_stored(q, PAGES, *where[:3], scale=1.0)
+        attend_stored(q, PAGES, tables, options)

@@ -38,7 +38,7 @@ impl Launch {
 }
 
 /// The keys that the tokens of a call see.
-#[pyclass(frozen, module = "exl_kernels._native")]
+#[pyclass(frozen, get_all, module = "exl_kernels._native")]
 #[derive(Debug)]
 pub struct AttentionTables {
     pub block_table: Tensor,
@@ -85,7 +85,7 @@ impl AttentionTables {
 }
 
 /// A layer's options for scores and weights.
-#[pyclass(frozen, module = "exl_kernels._native")]
+#[pyclass(frozen, get_all, module = "exl_kernels._native")]
 #[derive(Debug)]
 pub struct AttentionOptions {
     pub scale: f32,
@@ -107,7 +107,7 @@ impl AttentionOptions {
 }
 
 /// Rotary position embedding of a call's tokens.
-#[pyclass(frozen, module = "exl_kernels._native")]
+#[pyclass(frozen, get_all, module = "exl_kernels._native")]
 #[derive(Debug)]
 pub struct Rotation {
     pub cos: Tensor,

@@ -153,6 +153,20 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Tensor {
     }
 }
 
+/// A tensor that Python has handed over, for getters of the object that stores it.
+impl<'a, 'py> IntoPyObject<'py> for &'a Tensor {
+    type Target = PyAny;
+    type Output = Borrowed<'a, 'py, PyAny>;
+    type Error = Infallible;
+
+    #[cfg(feature = "stubs")]
+    const OUTPUT_TYPE: PyStaticExpr = TORCH_TENSOR;
+
+    fn into_pyobject(self, py: Python<'py>) -> Result<Self::Output, Self::Error> {
+        Ok(self.owner.bind_borrowed(py))
+    }
+}
+
 /// A tensor that Rust allocates and returns to Python.
 #[derive(Debug)]
 pub struct TensorObject(pub Py<PyAny>);

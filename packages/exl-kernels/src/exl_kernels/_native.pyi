@@ -195,6 +195,12 @@ class AttentionOptions:
         """
         `scale` of q * k; `window`: number of keys that a token sees, 0 for all before it; `softcap`: limit of scores, 0 for none.
         """
+    @property
+    def scale(self, /) -> float: ...
+    @property
+    def softcap(self, /) -> float: ...
+    @property
+    def window(self, /) -> int: ...
 
 @final
 class AttentionPlan:
@@ -263,6 +269,16 @@ class AttentionTables:
         `block_table` int32 [B, max_pages], `rows` and `positions` int32 [T], `key_mask` float32 [B, width]. Every position is below
         `max_keys`, which is the capacity of the block table by default.
         """
+    @property
+    def block_table(self, /) -> Tensor: ...
+    @property
+    def key_mask(self, /) -> Tensor | None: ...
+    @property
+    def max_keys(self, /) -> int | None: ...
+    @property
+    def positions(self, /) -> Tensor: ...
+    @property
+    def rows(self, /) -> Tensor: ...
 
 @final
 class BlockNorm:
@@ -1269,6 +1285,14 @@ class Rotation:
         """
         `cos` and `sin` float32 [S, R/2], `positions` int64 [T]; `interleaved`: pairs are neighbours, not halves.
         """
+    @property
+    def cos(self, /) -> Tensor: ...
+    @property
+    def interleaved(self, /) -> bool: ...
+    @property
+    def positions(self, /) -> Tensor: ...
+    @property
+    def sin(self, /) -> Tensor: ...
 
 @final
 class SamplingNeeds:

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from exl_kernels.attention.cuda import HeadNorms, attend_own, attend_stored
+from exl_kernels.attention.cuda import (
+    AttentionOptions,
+    AttentionTables,
+    HeadNorms,
+    Rotation,
+    attend_own,
+    attend_stored,
+    attention_options,
+)
 from exl_kernels.fused import norm_parts, rope_store
 from exl_kernels.linear.fused import FusedLinear, Packed
 from exl_kernels.linear.matmul_input import MatmulInput
@@ -124,6 +132,16 @@ def _shape_of(norm: RMSNorm) -> tuple[int, ...]:
 class JoinedHeads(Heads):
     """Heads whose rotation, storing and attention share launches on a GPU."""
 
+    @property
+    def tables(self) -> AttentionTables:
+        """The keys that each token sees, as launches take them."""
+        return AttentionTables(*self.places, max_keys=self.step.max_keys)
+
+    @property
+    def scores(self) -> AttentionOptions:
+        """Scale, window and softcap of the layer, as launches take them."""
+        return attention_options(self.about.scale, self.about.window, self.about.softcap)
+
     def attend_joined(
         self, q: Tensor, k: Tensor, v: Tensor, into: MatmulInput | None = None, norms: HeadNorms | None = None
     ) -> Tensor:
@@ -131,13 +149,9 @@ class JoinedHeads(Heads):
         a, step, pages = self.about, self.step, self.pages
         if attention_stores_keys(step.q_len):
             # The step's tensors, and all keys but the tokens' own, were written before the graph's launches: `early`.
+            turn = Rotation(*self.rotation, a.interleaved)
             return attend_own(
-                *(q, k, v, pages, *self.places, step.slots, *self.rotation),
-                interleaved=a.interleaved,
-                early=True,
-                into=into,
-                norms=norms,
-                **self.options,
+                q, k, v, pages, self.tables, step.slots, turn, self.scores, early=True, into=into, norms=norms
             )
         if not step.decodes:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -147,4 +161,4 @@ class JoinedHeads(Heads):
             rope_store(pages, q, k, v, *self.rotation, step.slots, interleaved=a.interleaved)
         if not step.decodes:
             return self.read(q, step.rows, step.positions)
-        return attend_stored(q, pages, *self.places, into=into, windows=step.windows, **self.options)
+        return attend_stored(q, pages, self.tables, self.scores, into=into, windows=step.windows)

@@ -37,16 +37,24 @@ if TYPE_CHECKING:
     from ..kv import KVPages
 
 __all__ = [
+    "AttentionOptions",
+    "AttentionTables",
     "HeadNorms",
+    "Rotation",
     "attend_own",
     "attend_stored",
+    "attention_options",
     "counters",
     "flat_rows",
     "paged_attention",
     "zeros_of",
 ]
 
-attention_options = functools.lru_cache(maxsize=256)(_native.AttentionOptions)
+AttentionOptions = _native.AttentionOptions
+AttentionTables = _native.AttentionTables
+Rotation = _native.Rotation
+
+attention_options = functools.lru_cache(maxsize=256)(AttentionOptions)
 """Attention options by scale, window and softcap of a layer: the same for every step."""
 
 _by_stream: dict[tuple[torch.device, int], Tensor] = {}
@@ -108,18 +116,8 @@ def paged_attention(
     q_stride = q_heads * q.shape[2]
     table, rows, positions = block_table.contiguous(), rows.contiguous(), positions.contiguous()
     key_mask = None if key_mask is None else key_mask.contiguous()
-    options = attention_options(scale, window, softcap)
-    _launch(
-        "paged_attention",
-        (q, q_stride),
-        pages,
-        (table, rows, positions, key_mask),
-        window,
-        options,
-        None,
-        out,
-        max_keys,
-    )
+    tables = AttentionTables(table, rows, positions, key_mask, max_keys)
+    _launch("paged_attention", (q, q_stride), pages, tables, attention_options(scale, window, softcap), None, out)
     return out
 
 
@@ -128,21 +126,12 @@ def attend_own(
     k: Tensor,
     v: Tensor,
     pages: KVPages,
-    block_table: Tensor,
-    rows: Tensor,
-    positions: Tensor,
+    tables: AttentionTables,
     slots: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    rope_positions: Tensor,
+    rotation: Rotation,
+    options: AttentionOptions,
     *,
-    scale: float,
-    interleaved: bool = False,
-    window: int = 0,
-    softcap: float = 0.0,
-    key_mask: Tensor | None = None,
     out: Tensor | None = None,
-    max_keys: int | None = None,
     early: bool = False,
     into: MatmulInput | None = None,
     norms: HeadNorms | None = None,
@@ -160,20 +149,11 @@ def attend_own(
         k: [T, H, D], with the same stride between tokens as v.
         v: [T, H, D].
         pages: keys and values of the layer.
-        block_table: as for `paged_attention`.
-        rows: as for `paged_attention`.
-        positions: as for `paged_attention`.
+        tables: block table, and row and position of each token, as for `paged_attention`.
         slots: int64 [T], as for `store_kv`. A token with slot -1 is not stored, but sees its own key.
-        cos: float32 [S, R/2], R <= D; nothing is rotated if R = 0.
-        sin: like cos.
-        rope_positions: int64 [T], rows of cos and sin.
-        scale: as for `paged_attention`.
-        interleaved: as for `apply_rope`.
-        window: as for `paged_attention`.
-        softcap: as for `paged_attention`.
-        key_mask: as for `paged_attention`.
+        rotation: cos and sin float32 [S, R/2], R <= D, and their row of each token; nothing is rotated if R = 0.
+        options: `attention_options` of the layer.
         out: as for `paged_attention`.
-        max_keys: as for `paged_attention`.
         early: the kernel may read all operands but q, k, v before the preceding launches have ended. Only for callers
             that know these operands to be written before those launches began, such as by work before the launch of the
             captured graph that contains this call.
@@ -187,9 +167,9 @@ def attend_own(
         ShapeError, DTypeError: an operand does not fit.
         UnsupportedError: the pages are not on a GPU, or the matrix of `into` has no packed input.
     """
-    what, tables = "attend_own", (block_table, rows, positions, key_mask)
+    what = "attend_own"
     _check_query(what, q, pages, "the separate operators")
-    one_device(what, pages, q, k, v, *tables, slots, cos, sin, rope_positions)
+    one_device(what, pages, q, k, v, *_tensors_of(tables), slots, rotation.cos, rotation.sin, rotation.positions)
     _check_new(what, q, k, v, pages, slots)
     if into is not None:
         _check_into(what, into, q, out)
@@ -197,23 +177,17 @@ def attend_own(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     require_shape(f"{what}: out", out, tuple(q.shape))
     if q.shape[0]:
-        new_keys = _new_keys(what, k, v, (cos, sin, rope_positions, interleaved), slots, early, norms)
-        options = attention_options(scale, window, softcap)
-        _launch(what, flat_rows(what, "q", q), pages, tables, window, options, new_keys, out, max_keys, into)
+        new_keys = _new_keys(what, k, v, rotation, slots, early, norms)
+        _launch(what, flat_rows(what, "q", q), pages, tables, options, new_keys, out, into)
     return out if into is None else into.scratch
 
 
 def attend_stored(
     q: Tensor,
     pages: KVPages,
-    block_table: Tensor,
-    rows: Tensor,
-    positions: Tensor,
+    tables: AttentionTables,
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    max_keys: int | None = None,
     into: MatmulInput | None = None,
     windows: bool = False,
 ) -> Tensor:
@@ -225,13 +199,8 @@ def attend_stored(
     Args:
         q: [T, Hq, D] in rotated form; may be a view of wider rows.
         pages: keys and values of the layer.
-        block_table: as for `paged_attention`; so are the arguments that follow.
-        rows: row of block_table of each token; tokens may share one.
-        positions: int32 [T].
-        scale: factor of the logits.
-        window: number of visible keys, or 0.
-        softcap: cap of the logits, or 0.
-        max_keys: exclusive upper bound of the positions.
+        tables: block table, and row and position of each token, as for `paged_attention`; tokens may share a row.
+        options: `attention_options` of the layer.
         into: the results go there, as float16; the function returns its scratch.
         windows: the rows of block_table are windows of prompts, and the tokens of neighbouring windows may have one
             row. They are attended as prompts where this is faster.
@@ -245,16 +214,18 @@ def attend_stored(
     """
     what = "attend_stored"
     _check_query(what, q, pages, "paged_attention")
-    one_device(what, pages, q, block_table, rows, positions)
+    one_device(what, pages, q, *_tensors_of(tables))
     if into is not None:
         _check_into(what, into, q, None)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if q.shape[0]:
-        tables = (block_table, rows, positions, None)
-        options = attention_options(scale, window, softcap)
         flat = flat_rows(what, "q", q)
-        _launch(what, flat, pages, tables, window, options, None, out, max_keys, into, apart=True, windows=windows)
+        _launch(what, flat, pages, tables, options, None, out, into, apart=True, windows=windows)
     return out if into is None else into.scratch
+
+
+def _tensors_of(tables: AttentionTables) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    return tables.block_table, tables.rows, tables.positions, tables.key_mask
 
 
 def _check_query(what: str, q: Tensor, pages: KVPages, instead: str) -> None:
@@ -311,18 +282,16 @@ def _new_keys(
     what: str,
     k: Tensor,
     v: Tensor,
-    rotation: tuple[Tensor, Tensor, Tensor, bool],
+    rotation: Rotation,
     slots: Tensor,
     early: bool,
     norms: HeadNorms | None,
 ) -> _native.NewKeys:
-    """Return the keys and values of `attend_own`; `rotation` is cos, sin, rope_positions and interleaved."""
+    """Return the keys and values of `attend_own`."""
     (flat_k, stride), (flat_v, _) = flat_rows(what, "k", k), flat_rows(what, "v", v)
-    cos, sin, places, interleaved = rotation
     try:
-        turn = _native.Rotation(cos.contiguous(), sin.contiguous(), places, interleaved)
         heads = None if norms is None else _native.HeadNorms(norms.q, norms.k, norms.eps)
-        return _native.NewKeys(flat_k, flat_v, stride, turn, slots, early=early, norms=heads)
+        return _native.NewKeys(flat_k, flat_v, stride, rotation, slots, early=early, norms=heads)
     except ValueError as error:
         raise ShapeError(f"{what}: {error}") from None
 
@@ -331,28 +300,24 @@ def _launch(
     what: str,
     q: tuple[Tensor, int],
     pages: KVPages,
-    tables: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    window: int,
-    options: _native.AttentionOptions,
+    tables: AttentionTables,
+    options: AttentionOptions,
     new_keys: _native.NewKeys | None,
     out: Tensor,
-    max_keys: int | None,
     into: MatmulInput | None = None,
     apart: bool = False,
     windows: bool = False,
 ) -> None:
     native, stream = pages.native_cuda(), stream_of(out)
-    block_table, rows, positions, key_mask = tables
     if checks_enabled():
-        check_tables(what, pages.key, block_table, rows, positions, window)
+        check_tables(what, pages.key, tables.block_table, tables.rows, tables.positions, options.window)
     apart = apart and out.dtype != torch.float32  # blocks for each token are of half types
     try:
-        seen = _native.AttentionTables(block_table, rows, positions, key_mask, max_keys)
         to = None if into is None else into.native()
         call = native.attention(
             q[0],
             q[1],
-            seen,
+            tables,
             options,
             out,
             launch_of(stream),
