@@ -127,6 +127,7 @@ impl Panel {
 ///
 /// # Safety
 /// As for [`tile_one_row`], for `rows` rows.
+#[allow(clippy::too_many_arguments)] // operands of an inner loop, each in a register
 #[inline(always)]
 pub unsafe fn tile_rows<S: Simd, const R: usize, const V: usize>(
     codes: &Codes,
@@ -225,6 +226,7 @@ unsafe fn decode_width<S: Simd, const BITS: u32>(
 ///
 /// # Safety
 /// As for [`tile_rows`].
+#[allow(clippy::too_many_arguments)] // operands of an inner loop, each in a register
 #[inline(always)]
 pub unsafe fn tile_floats<S: Simd, const R: usize, const V: usize>(
     floats: &Floats,

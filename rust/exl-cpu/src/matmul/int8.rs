@@ -46,6 +46,7 @@ pub unsafe fn tile<S: Simd, const V: usize>(
 }
 
 /// Add a span to `sums`; if it is the `end` of a section after the first, its last block moves them to `c`.
+#[allow(clippy::too_many_arguments)] // operands of an inner loop, each in a register
 #[inline(always)]
 unsafe fn span<S: Simd, const V: usize, const BITS: u32>(
     codes: &Codes,

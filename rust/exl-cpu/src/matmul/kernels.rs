@@ -42,6 +42,7 @@ impl Kernels {
 
 macro_rules! kernels {
     ($module:ident, $simd:ty, $vectors:literal, $rows:literal, $(#[$features:meta])?) => {
+        #[allow(clippy::too_many_arguments)] // those of the generic functions
         mod $module {
             use super::*;
 

@@ -238,7 +238,7 @@ fn gather_top(
 }
 
 /// Fill the candidates with the result of all stages, with final weights.
-#[allow(clippy::too_many_arguments)]
+#[allow(clippy::too_many_arguments)] // scratch buffers that the rows of a call share
 fn select(
     isa: Isa,
     row: &Row<'_>,
@@ -329,7 +329,7 @@ fn stays_wide(
 }
 
 /// The candidates without top-k. If the first cut can be made while reading, the cut candidates are not listed, and the result is true.
-#[allow(clippy::too_many_arguments)]
+#[allow(clippy::too_many_arguments)] // scratch buffers that the rows of a call share
 fn gather_first(
     isa: Isa,
     chain: &Chain,

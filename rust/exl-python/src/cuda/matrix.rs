@@ -167,7 +167,7 @@ impl CudaLayout {
     }
 
     /// As `pack_exl2`, with the arguments of `from_gptq`.
-    #[allow(clippy::too_many_arguments)]
+    #[allow(clippy::too_many_arguments)] // the keywords of `from_gptq`
     #[pyo3(signature = (name, parts, *, bits, v2, group_size, first, out, threads))]
     fn pack_gptq(
         &self,
@@ -189,7 +189,6 @@ impl CudaLayout {
 
     #[staticmethod]
     #[pyo3(signature = (name, parts, *, bits, v2, group_size, threads, pack = true))]
-    #[allow(clippy::too_many_arguments)]
     fn from_gptq(
         py: Python<'_>,
         name: &str,

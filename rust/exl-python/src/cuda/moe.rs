@@ -90,6 +90,7 @@ impl ExpertRouter {
     /// Write the experts of each row of h [rows, hidden] float16: `ids` int64 and `weights` float32 [rows, chosen]. `logits` float32
     /// [scratch rows, experts] is scratch; `arrivals` int32 [scratch rows] is zero before and after. With `norm`, h is normed first, into `normed` like h.
     #[pyo3(signature = (h, logits, arrivals, ids, weights, launch, *, norm=None, normed=None))]
+    #[allow(clippy::too_many_arguments)] // an object of them would be made for each launch
     fn route(
         &self,
         py: Python<'_>,
@@ -257,6 +258,7 @@ impl CudaExperts {
     /// `weights` and `shared_weights`, which are float32. `ids` int64 and `weights` have shape [rows, chosen]; `table` holds the bytes of
     /// `table`; `scratch` is uint8.
     #[pyo3(signature = (table, h, ids, weights, *, scratch, out, launch, shared=None, shared_weights=None, residual=None))]
+    #[allow(clippy::too_many_arguments)] // an object of them would be made for each launch
     fn run(
         &self,
         py: Python<'_>,
@@ -434,6 +436,7 @@ impl CudaExperts {
     /// Compute out [rows, hidden] = residual + sum of weights * parts, + shared * shared_weights, in the order of choices; `parts` float16
     /// [_, hidden]; `places` int32 [rows, chosen]: the row of each choice's result there; the rest as for `run`.
     #[pyo3(signature = (parts, places, weights, out, launch, *, shared=None, shared_weights=None, residual=None))]
+    #[allow(clippy::too_many_arguments)] // an object of them would be made for each launch
     fn combine(
         &self,
         py: Python<'_>,

@@ -63,7 +63,7 @@ impl PeerExchange {
     /// Send own [rows, width] to the receivers and gather all parts in full [rows, columns], both of 32-bit words. begins: first column of
     /// each GPU and the number of columns; receivers: bit of each GPU that gets the whole.
     #[pyo3(signature = (own, full, begins, number, receivers, launch, *, send=true, receive=true))]
-    #[allow(clippy::too_many_arguments)]
+    #[allow(clippy::too_many_arguments)] // an object of them would be made for each launch
     fn gather(
         &self,
         py: Python<'_>,
@@ -184,7 +184,6 @@ impl PeerColumns {
     /// Store own [rows, width], of 32-bit words, into the results of all GPUs: into the part that `number` says. begins: first column of each
     /// GPU and the number of columns; mark: tell the others; wait: for the others' columns.
     #[pyo3(signature = (own, begins, number, launch, *, mark, wait))]
-    #[allow(clippy::too_many_arguments)]
     fn store(
         &self,
         py: Python<'_>,

@@ -404,6 +404,7 @@ impl AttentionShape {
     /// each head. `apart` and `windows`: as for `CudaPages.attention`.
     #[new]
     #[pyo3(signature = (heads, *, batch, tokens, keys, page_size=256, pages=None, window=0, softcap=0.0, rotated=None, interleaved=false, apart=false, windows=false))]
+    #[allow(clippy::too_many_arguments)] // one keyword each
     fn new(
         heads: &AttentionHeads,
         batch: usize,

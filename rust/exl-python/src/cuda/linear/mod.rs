@@ -267,7 +267,7 @@ impl CudaLinearGroup {
     /// The plan of a call of `rows` rows of float16, or of `bfloat16`. `aligned_input`: x is aligned to 16 bytes; `aligned_output`: y is
     /// aligned to 8 bytes and the residual to 4; `layer`: the norm is a LayerNorm; `invariant`: a row's result must not depend on the number of rows.
     #[pyo3(signature = (rows, *, bfloat16=false, norm=false, layer=false, residual=false, aligned_input=true, aligned_output=true, invariant=false))]
-    #[allow(clippy::fn_params_excessive_bools)] // one keyword each
+    #[allow(clippy::fn_params_excessive_bools, clippy::too_many_arguments)] // one keyword each
     fn plan(
         &self,
         py: Python<'_>,
@@ -342,6 +342,7 @@ impl CudaLinearGroup {
     /// `chained`: the previous matmul wrote them there as its `next`. `norm` is then weight plus offset, in the order of the layout, padded
     /// to whole units of 256. Without y, results go only to `next`. `input_activation`: an activation of x, if the plan activates inputs.
     #[pyo3(signature = (plan, x, y, launch, *, scratch=None, exchange=None, residual=None, norm=None, next=None, chained=false, input_activation=None))]
+    #[allow(clippy::too_many_arguments)] // an object of them would be made for each launch
     fn run(
         &self,
         py: Python<'_>,
