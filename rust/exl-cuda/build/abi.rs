@@ -18,6 +18,7 @@ pub fn shared() -> Result<String, String> {
         let module = modules.entry(file.to_string()).or_default();
         module.push_str(&structs);
         module.push_str(&constants_in(&source));
+        module.push_str(&enumerators_in(&source));
     }
     let mut text = String::new();
     for (file, content) in modules.iter().filter(|(_, content)| !content.is_empty()) {
@@ -43,6 +44,30 @@ fn constants_in(source: &str) -> String {
                 let name = name.trim();
                 writeln!(text, "    pub const {name}: i64 = {value};").expect("write to a String");
             }
+        }
+    }
+    text
+}
+
+/// The enumerators of one source: lines `enum Name { FIRST, SECOND = 4 };` outside of functions and structs.
+fn enumerators_in(source: &str) -> String {
+    let mut text = String::new();
+    let lists = source.lines().filter_map(|line| {
+        let (_, rest) = line.strip_prefix("enum ")?.split_once('{')?;
+        Some(rest.split_once("};")?.0)
+    });
+    for list in lists {
+        let mut next = 0i64;
+        for one in list.split(',') {
+            let (name, value) = match one.split_once('=') {
+                None => (one.trim(), next),
+                Some((name, value)) => match value.trim().parse() {
+                    Ok(value) => (name.trim(), value),
+                    Err(_) => break, // no number: those behind it are unknown, too
+                },
+            };
+            writeln!(text, "    pub const {name}: i64 = {value};").expect("write to a String");
+            next = value + 1;
         }
     }
     text

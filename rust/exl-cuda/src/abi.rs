@@ -1,8 +1,8 @@
 //! Compile-time comparison of `repr(C)` structs with the CUDA structs that they are passed as, and of constants with those of the kernels.
 //!
 //! The CUDA sources state size and offsets (`ABI_SIZE`, `ABI_AT` of `kernels/common/abi.cuh`), and nvcc checks them there. `build/abi.rs`
-//! turns the same lines into constants, which [`assert_layout`] compares with the Rust struct. It also reads the `constexpr` lines of the
-//! sources for [`assert_constants`].
+//! turns the same lines into constants, which [`assert_layout`] compares with the Rust struct. It also reads the `constexpr` and `enum`
+//! lines of the sources for [`assert_constants`].
 
 include!(concat!(env!("OUT_DIR"), "/abi.rs"));
 

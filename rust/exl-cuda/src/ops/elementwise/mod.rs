@@ -8,6 +8,7 @@ pub mod rope;
 pub mod select;
 
 use super::{Element, Target};
+use crate::abi::assert_constants;
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
@@ -19,6 +20,12 @@ pub enum Activation {
     Gelu,
     QuickGelu,
 }
+
+assert_constants!(activate, {
+    SILU == Activation::Silu,
+    GELU == Activation::Gelu,
+    QUICK_GELU == Activation::QuickGelu,
+});
 
 impl Activation {
     /// In the order of their numbers in `kernels/common/activate.cuh`.

@@ -4,7 +4,7 @@ pub mod rope_store;
 pub mod select;
 
 use super::{Element, Target, index32};
-use crate::abi::assert_layout;
+use crate::abi::{assert_constants, assert_layout};
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
@@ -17,6 +17,13 @@ pub enum Codec {
     Hadamard8 = 2,
     Hadamard4 = 3,
 }
+
+assert_constants!(hadamard, {
+    F16 == Codec::F16,
+    E5M2 == Codec::E5M2,
+    HADAMARD8 == Codec::Hadamard8,
+    HADAMARD4 == Codec::Hadamard4,
+});
 
 impl Codec {
     pub fn is_hadamard(self) -> bool {

@@ -8,7 +8,7 @@ pub mod select;
 
 use super::attention::ORDERED_COLUMNS;
 use super::{Target, index32};
-use crate::abi::assert_layout;
+use crate::abi::{assert_constants, assert_layout};
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
@@ -21,6 +21,8 @@ pub enum Half {
     BF16 = 1,
     F32 = 2,
 }
+
+assert_constants!(tile_layout, { OUT_F16 == Half::F16, OUT_BF16 == Half::BF16, OUT_F32 == Half::F32 });
 
 /// `struct Matrix` of `kernels/linear/tile_layout.cuh`.
 #[repr(C)]

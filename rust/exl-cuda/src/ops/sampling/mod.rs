@@ -58,6 +58,22 @@ pub mod flag {
     pub const WIDE: i32 = 256;
 }
 
+assert_constants!(sampling_rows, {
+    OK == status::OK,
+    EMPTY == status::EMPTY,
+    NOT_FINITE == status::NOT_FINITE,
+    FALLBACK == status::FALLBACK,
+    GREEDY == flag::GREEDY,
+    SMOOTH == flag::SMOOTH,
+    DESCENDING == flag::DESCENDING,
+    SKIP == flag::SKIP,
+    SUMS == flag::SUMS,
+    LATE_FIXED == flag::LATE_FIXED,
+    LATE_DYNAMIC == flag::LATE_DYNAMIC,
+    PLAIN == flag::PLAIN,
+    WIDE == flag::WIDE,
+});
+
 /// A change of one logit; the same as `exl_cpu::sampling::Edit`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]

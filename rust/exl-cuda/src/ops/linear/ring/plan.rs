@@ -34,6 +34,7 @@ pub(super) const LAYER: i32 = 8;
 const FILLS: usize = 8;
 
 assert_constants!(ring_task, { MOST_STAGES == MOST_STAGES, RESULT_BUFFERS == RESULT_BUFFERS });
+assert_constants!(ring_task, { KEEP == KEEP, PADDED == PADDED, ROW == ROW, LAYER == LAYER, FILLS == FILLS });
 /// Longest row that the kernel's 512 threads hold at once.
 const ROW_FEATURES: usize = LONG_ROW * 8 * 512;
 const LONG_ROW: usize = 5;
