@@ -61,7 +61,6 @@ COMPARE_ROWS = {
     "packages/exl-generate/src/exl_generate/dynamic/prompts.py": "logits of scored prompts, which need memory",
     "packages/exl-generate/src/exl_generate/sampling/static.py": "pairs of rows, with and without the negative prompt",
     "packages/exl-generate/src/exl_generate/static/streaming.py": "one prompt, or a pair of prompts",
-    "packages/exl-kernels/src/exl_kernels/linear/cuda.py": "float matrices, which have no plan, in blocks",
     "packages/exl-serve/src/exl_serve/engine/admission.py": "tokens of a request, no rows",
 }
 # There `len(x)` is a tensor's rows.

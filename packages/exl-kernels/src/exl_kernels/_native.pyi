@@ -68,6 +68,7 @@ __all__ = [
     "cuda_build",
     "cuda_cards",
     "cuda_embed",
+    "cuda_float_rows",
     "cuda_kv_transfer",
     "cuda_launches",
     "cuda_layer_norm",
@@ -1474,6 +1475,12 @@ def cuda_cards() -> list[str]:
 def cuda_embed(table: Tensor, ids: Tensor, out: Tensor, factor: float, launch: Launch) -> None:
     """
     Write table[ids] * factor into out [T, width] float16 or float32.
+    """
+
+def cuda_float_rows(rows: int, *, invariant: bool, padded: bool = False) -> int:
+    """
+    Rows of each cuBLAS matmul of a call of `rows` rows by a float matrix, batch-invariant if `invariant`; `padded`: also few rows, which zeros
+    fill up.
     """
 
 def cuda_kv_transfer(pages: CudaPages, k: Tensor, v: Tensor, slots: Tensor, load: bool, launch: Launch) -> None:

@@ -210,6 +210,14 @@ pub fn cuda_runs_packed(rows: usize, decodes: bool, packed: usize) -> bool {
     select::runs_packed(rows, decodes, packed)
 }
 
+/// Rows of each cuBLAS matmul of a call of `rows` rows by a float matrix, batch-invariant if `invariant`; `padded`: also few rows, which zeros
+/// fill up.
+#[pyfunction]
+#[pyo3(signature = (rows, *, invariant, padded=false))]
+pub fn cuda_float_rows(rows: usize, invariant: bool, padded: bool) -> usize {
+    select::float_rows(rows, invariant, padded)
+}
+
 /// How the experts (gate, up, down) of a layer run for `rows` rows with `chosen` experts each, batch-invariant or not, and why not in
 /// shared launches.
 #[pyfunction]

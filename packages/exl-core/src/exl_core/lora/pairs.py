@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from exl_kernels.linear import QuantMatrix
+from exl_kernels.linear.cuda import CudaFloatMatrix
 from exl_kernels.linear.lora import LoraEntry, LoraTable
-from exl_kernels.selection import PACKED_ROWS
 
 from ..device import activation_dtype
 
@@ -38,7 +38,7 @@ class LoraPair:
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [T, in] -> [T, out], of x's type."""
-        return _in_blocks(self.b, _in_blocks(self.a, x))
+        return _multiply(self.b, _multiply(self.a, x))
 
     def add_to(self, x: Tensor, y: Tensor) -> None:
         """Add the result for x [T, in] to y [T, out]."""
@@ -65,7 +65,7 @@ class EmbeddingPair:
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map ids int64 [T] -> [T, hidden]."""
-        return _in_blocks(self.b, self.table[ids].to(activation_dtype(self.table.device)))
+        return _multiply(self.b, self.table[ids].to(activation_dtype(self.table.device)))
 
 
 def _for_device(weight: Tensor, device: torch.device) -> Tensor:
@@ -79,17 +79,6 @@ def _for_device(weight: Tensor, device: torch.device) -> Tensor:
     return weight
 
 
-def _in_blocks(matrix: QuantMatrix, x: Tensor) -> Tensor:
-    """Compute matrix.matmul(x), on a GPU always PACKED_ROWS rows at a time (the last block padded with zeros).
-
-    A library picks its kernel, and with it the order of sums, by the shape.
-    """
-    if x.device.type == "cpu":
-        return matrix.matmul(x)
-    rows = x.shape[0]
-    if rows % PACKED_ROWS:
-        x = torch.nn.functional.pad(x, (0, 0, 0, PACKED_ROWS - rows % PACKED_ROWS))
-    out = torch.empty((x.shape[0], matrix.out_features), dtype=x.dtype, device=x.device)
-    for begin in range(0, x.shape[0], PACKED_ROWS):
-        matrix.matmul(x[begin : begin + PACKED_ROWS], out=out[begin : begin + PACKED_ROWS])
-    return out[:rows]
+def _multiply(matrix: QuantMatrix, x: Tensor) -> Tensor:
+    """Compute matrix.matmul(x) so that a row's result depends on that row alone, also where cuBLAS multiplies."""
+    return matrix.matmul_padded(x) if isinstance(matrix, CudaFloatMatrix) else matrix.matmul(x)

@@ -25,7 +25,7 @@ from ..cuda_ops import stream_of
 from ..device import launch_of, require_cuda, row_invariant, rows_are_invariant
 from ..errors import DTypeError, FormatError, ShapeError, UnsupportedError
 from ..formats import Exl2Parts, GptqParts
-from ..selection import BLOCK_ROWS, PACKED_ROWS
+from ..selection import BLOCK_ROWS
 from .matrix import Compute, Format, QuantMatrix
 from .planned import KEPT_PLANS
 from .upload import Pack, moved, packed_image, settle
@@ -329,7 +329,7 @@ class CudaFloatMatrix(_CudaMatrix):
 
     A row's result may depend on the number of rows in the call. Where `device.row_invariant` asks for batch-invariant
     rows, calls of more than PACKED_ROWS rows multiply PACKED_ROWS at a time: a row's result is then the same in every
-    such call, and bitwise that of a call of PACKED_ROWS rows.
+    such call, and bitwise that of a call of PACKED_ROWS rows. `_native.cuda_float_rows` decides.
     """
 
     __slots__ = ("_bias", "_prescale", "_weight")
@@ -357,16 +357,30 @@ class CudaFloatMatrix(_CudaMatrix):
         columns, features = self._weight.shape
         flat, to = x.reshape(-1, features), out.view(-1, columns)
         weight = self._weight if x.dtype == self._weight.dtype else self._weight.float()
-        if len(flat) > PACKED_ROWS and row_invariant():
-            self._multiply_blocks(flat, weight, to)
-        else:
-            self._multiply(flat, weight, to)
+        self._multiply_blocks(flat, weight, to, _native.cuda_float_rows(len(flat), invariant=row_invariant()))
         return out
 
-    def _multiply_blocks(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        """Compute `_multiply` PACKED_ROWS rows at a time; the last block is padded to that shape with zeros."""
-        for some, to in zip(torch.split(x, PACKED_ROWS), torch.split(out, PACKED_ROWS), strict=True):
-            missing = PACKED_ROWS - some.shape[0]
+    def matmul_padded(self, x: Tensor) -> Tensor:
+        """Multiply x [T, K] in blocks of one shape, the last one padded: a row's result depends on that row alone.
+
+        Raises:
+            ShapeError, DTypeError: as for `matmul`.
+        """
+        count, rows = len(x), _native.cuda_float_rows(len(x), invariant=True, padded=True)
+        if count % rows:
+            x = torch.nn.functional.pad(x, (0, 0, 0, -count % rows))
+        out = self._output(x, None)
+        weight = self._weight if x.dtype == self._weight.dtype else self._weight.float()
+        self._multiply_blocks(x, weight, out, rows)
+        return out[:count]
+
+    def _multiply_blocks(self, x: Tensor, weight: Tensor, out: Tensor, rows: int) -> None:
+        """Compute `_multiply` of so many rows at a time; the last block is padded to that shape with zeros."""
+        if len(x) in (0, rows):
+            self._multiply(x, weight, out)
+            return
+        for some, to in zip(torch.split(x, rows), torch.split(out, rows), strict=True):
+            missing = rows - len(some)
             block = torch.nn.functional.pad(some, (0, 0, 0, missing)) if missing else some
             self._multiply(block, weight, to)
 
