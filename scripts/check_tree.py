@@ -63,7 +63,7 @@ COMPARE_ROWS = {
     "packages/exl-generate/src/exl_generate/static/streaming.py": "one prompt, or a pair of prompts",
     "packages/exl-serve/src/exl_serve/engine/admission.py": "tokens of a request, no rows",
 }
-# There `len(x)` is a tensor's rows.
+# There `len(x)` is a tensor's rows, and the sizes of new tensors are no limits of rows, which have names.
 TENSOR_PACKAGES = ("packages/exl-core/src/", "packages/exl-kernels/src/")
 # Every limit of rows of a GPU has one definition, in the first of these files. Python asks for it, and CUDA sources
 # include the second file, whose values the build compares with the first one's. All other files write the name and not
@@ -100,6 +100,8 @@ ROW_CONSTANTS = {
 NATIVE = ("rust/exl-cpu/", "rust/exl-cuda/", "rust/exl-python/src/")
 SHIFTS = "|".join(str(value.bit_length() - 1) for value in sorted(LIMIT_VALUES))
 NUMBER = f"(?:(?:{'|'.join(map(str, sorted(LIMIT_VALUES)))})(?:_?usize)?|1(?:_?usize)? << (?:{SHIFTS}))"
+ALLOCATES = {"empty", "full", "new_empty", "new_full", "new_ones", "new_zeros", "ones", "zeros"}
+LEAST_ALLOCATED = 64
 COMPUTES = {ast.LShift: operator.lshift, ast.Mult: operator.mul, ast.Add: operator.add, ast.Sub: operator.sub}
 BEHIND = f"(?:{'|'.join(str(value + 1) for value in sorted(LIMIT_VALUES))})"
 NATIVE_CONSTANT = re.compile(rf"\b([A-Z][A-Z0-9_]*)\b(?:(?:: \w+)? = | +){NUMBER}(?=[,;}}>]|\s*$)")
@@ -270,6 +272,17 @@ def row_constants(source: str, compared: Set[str] = frozenset()) -> list[tuple[i
     ]
 
 
+def allocated_rows(source: str) -> list[tuple[int, str]]:
+    """(line, code) of new tensors with a size that is the number of a limit of rows, from LEAST_ALLOCATED on."""
+    made = [node for node in nodes(source) if isinstance(node, ast.Call) and identifier(node.func) in ALLOCATES]
+    sizes = [(node, part) for node in made for size in node.args for part in getattr(size, "elts", [size])]
+    return [
+        (node.lineno, ast.unparse(node))
+        for node, part in sizes
+        if is_limit(part) and (number_of(part) or 0) >= LEAST_ALLOCATED
+    ]
+
+
 def native_lines(source: str) -> list[str]:
     """The lines of Rust or CUDA without comments and without the module of tests."""
     return [line.partition("//")[0] for line in source.partition("#[cfg(test)]\nmod tests {")[0].splitlines()]
@@ -287,8 +300,10 @@ def native_rows(source: str, compared: Set[str] = frozenset()) -> tuple[list[tup
 
 
 def defined(name: str, source: str, compared: Set[str]) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
-    """Constants and, in Rust and CUDA, numbers of a file that have the value of a limit of rows."""
-    return (row_constants(source, compared), []) if name.endswith(".py") else native_rows(source, compared)
+    """Constants and numbers of a file that have the value of a limit of rows."""
+    if not name.endswith(".py"):
+        return native_rows(source, compared)
+    return row_constants(source, compared), allocated_rows(source) if name.startswith(TENSOR_PACKAGES) else []
 
 
 def second_limits(name: str, source: str, compared: Set[str] = frozenset()) -> list[str]:

@@ -190,6 +190,15 @@ def test_numbers_that_are_no_limits_of_rows(tree: ModuleType, code: str) -> None
     assert tree.second_limits("rust/exl-cuda/x.rs", code) == []
 
 
+@pytest.mark.parametrize("code", ["torch.zeros(64, dtype=torch.int32)", "x.new_empty((rows, 1 << 7))"])
+def test_sizes_of_new_tensors_are_no_numbers_of_limits(tree: ModuleType, code: str) -> None:
+    file = "packages/exl-kernels/src/exl_kernels/x.py"
+    (error,) = tree.second_limits(file, f"y = {code}")
+    assert code in error
+    assert tree.second_limits("packages/exl-serve/src/exl_serve/x.py", f"y = {code}") == []
+    assert tree.second_limits(file, "y = torch.zeros(PACKED_ROWS, 8, 3 * 64, rows)") == []
+
+
 def test_constants_count_where_other_files_compare_rows_with_them(tree: ModuleType) -> None:
     compared = tree.compared_constants("rust/exl-cpu/src/y.rs", "if rows <= x::BATCH { 1 } else { 2 }")
     assert compared == {"BATCH"}

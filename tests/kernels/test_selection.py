@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_kernels import selection
+from exl_kernels import _native, selection
 from exl_kernels.errors import DeviceError, FormatError, ShapeError
 from exl_kernels.linear.fused import Activation
+from exl_kernels.moe.cuda import most_scratch_bytes
 from exl_kernels.sampling import Plan
 from exl_kernels.selection import Card, MatrixShape, Selection, known_cards, rope_store_kernel
 
@@ -185,22 +186,27 @@ def test_experts_share_launches_up_to_some_work_an_expert(name: str) -> None:
 
 @pytest.mark.parametrize("name", known_cards())
 def test_long_rows_take_two_tiles_of_experts_on_large_cards(name: str) -> None:
-    card = Card.named(name)
-    hidden = 3 * K
-    experts = [
-        (exl2(256, k=hidden), exl2(256, k=hidden), exl2(hidden, k=256))
-    ] * 8  # half a row an expert on average: two rows
-    found = [card.experts(experts, rows, 2).kernel for rows in (7, 8, 20, 21, 128, 129)]
-    pairs = name in ("H100", "H200", "B200")  # an SM of a 5090 has too little shared memory
-    assert found == [
-        "experts_by_8",
-        *(
-            ["experts_by_2x8"] * 2 + ["experts_by_2x16"] * 2
-            if pairs
-            else ["experts_by_8"] * 2 + ["experts_by_16", "experts_by_32"]
-        ),
-        "experts_by_32",
-    ]
+    card, hidden = Card.named(name), 3 * K
+    experts = [(exl2(256, k=hidden), exl2(256, k=hidden), exl2(hidden, k=256))] * 8
+    found = [card.experts(experts, rows, 2).kernel for rows in (7, 8, 20, 21, 128, 129)]  # a row is a quarter an expert
+    if name in ("H100", "H200", "B200"):
+        assert found[1:5] == ["experts_by_2x8", "experts_by_2x8", "experts_by_2x16", "experts_by_2x16"]
+    else:  # an SM of a 5090 has too little shared memory
+        assert found[1:5] == ["experts_by_8", "experts_by_8", "experts_by_16", "experts_by_32"]
+    assert (found[0], found[5]) == ("experts_by_8", "experts_by_32")
+
+
+@pytest.mark.parametrize("name", known_cards())
+@pytest.mark.parametrize(("count", "chosen", "width"), [(2, 1, 256), (12, 4, 384), (40, 8, 128)])
+def test_scratch_memory_of_experts_is_within_the_bound_of_load_plans(
+    name: str, count: int, chosen: int, width: int
+) -> None:
+    """Gate and up with orders of their own need the most."""
+    card, most = Card.named(name), _native.CudaExperts.most_pairs // chosen
+    made = (exl2(width), exl2(width, torch.arange(K).flip(0)), exl2(K, k=width))
+    for rows in (1, 8, 9, 33, 64, 128, most):
+        bound = most_scratch_bytes(rows, chosen, count, K, width)
+        assert bound // 8 < card.plan_experts([made] * count, rows, chosen).scratch_bytes <= bound, rows
 
 
 def test_attention_by_card_cache_and_shape() -> None:

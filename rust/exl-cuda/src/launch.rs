@@ -7,6 +7,9 @@ use crate::device::Device;
 use crate::driver::Driver;
 use crate::ffi::{self, CUDA_SUCCESS, CuContext, CuResult};
 
+/// Most blocks of a launch along its second and its third dimension.
+pub const MOST_GRID_ROWS: u32 = 65_535;
+
 /// Errors between a checked call and the GPU.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum CudaError {
@@ -123,6 +126,13 @@ impl Launch<'_> {
                     "a block of {} has {}",
                     device.info.name, device.info.caps.shared_per_block
                 ),
+            });
+        }
+        let [_, rows, layers] = self.grid;
+        if rows.max(layers) > MOST_GRID_ROWS {
+            return Err(CudaError::Argument {
+                what: format!("{}: a grid of {:?} blocks", self.kernel, self.grid),
+                limit: format!("at most {MOST_GRID_ROWS} in its second and third dimension"),
             });
         }
         let driver = device.driver;

@@ -25,4 +25,4 @@ pub use capabilities::{CARDS, Capabilities, Card, own_arch};
 pub use device::{Device, DeviceInfo, devices, launches};
 pub use driver::{Driver, Reason};
 pub use features::Feature;
-pub use launch::{CudaError, Launch};
+pub use launch::{CudaError, Launch, MOST_GRID_ROWS};

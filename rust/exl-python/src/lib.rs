@@ -73,7 +73,7 @@ mod _native {
     };
     #[pymodule_export]
     use crate::cuda::select::{
-        AttentionHeads, AttentionPlan, AttentionShape, CudaCard, CudaShape,
+        AttentionHeads, AttentionPlan, AttentionShape, CudaCard, CudaShape, ExpertsPlan,
         cuda_adapters_pack_input, cuda_attention_stores_keys, cuda_cards, cuda_float_rows,
         cuda_pass_rows, cuda_plan_alone, cuda_plan_fused, cuda_refusal_of_adapted_rows,
         cuda_refusal_of_adapted_shapes, cuda_rows_invariant, cuda_runs_packed,

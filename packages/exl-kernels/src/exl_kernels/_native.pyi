@@ -33,6 +33,7 @@ __all__ = [
     "DraftText",
     "ExpertRouter",
     "Experts",
+    "ExpertsPlan",
     "HeadNorms",
     "KernelLimits",
     "Launch",
@@ -813,6 +814,27 @@ class Experts:
         """
 
 @final
+class ExpertsPlan:
+    """
+    How the experts of a layer run.
+    """
+    @property
+    def kernel(self, /) -> str:
+        """
+        As reports name it.
+        """
+    @property
+    def refused(self, /) -> str | None:
+        """
+        Why the experts cannot share launches, or None.
+        """
+    @property
+    def scratch_bytes(self, /) -> int:
+        """
+        Bytes of scratch memory of shared launches; 0 where the experts cannot share them.
+        """
+
+@final
 class HeadNorms:
     """
     RMS norms of each head of the queries and of the keys, before the rotation.
@@ -873,6 +895,11 @@ class KernelLimits:
         Most rows of a matmul for which `gemv_ring` is chosen where `gemm_few` fits, too.
         """
     @property
+    def grid_rows(self, /) -> int:
+        """
+        Most blocks of a launch along its second and its third dimension.
+        """
+    @property
     def head_dim_step(self, /) -> int: ...
     @property
     def most_head_dim(self, /) -> int:
@@ -913,6 +940,11 @@ class KernelLimits:
     def step_rows(self, /) -> int:
         """
         Most tokens of a decode step, captured or not, whose results do not depend on other rows.
+        """
+    @property
+    def unit_rows(self, /) -> int:
+        """
+        Rows of K that layouts of weights and packed inputs are padded to.
         """
 
 @final
@@ -1666,10 +1698,9 @@ def cuda_select_attention(card: CudaCard, shape: AttentionShape) -> AttentionPla
 
 def cuda_select_experts(
     card: CudaCard, experts: Sequence[Sequence[CudaShape]], rows: int, chosen: int, *, invariant: bool = False
-) -> tuple[str, str | None]:
+) -> ExpertsPlan:
     """
-    How the experts (gate, up, down) of a layer run for `rows` rows with `chosen` experts each, batch-invariant or not, and why not in
-    shared launches.
+    How the experts (gate, up, down) of a layer run for `rows` rows with `chosen` experts each, batch-invariant or not.
     """
 
 def cuda_select_norm(

@@ -299,10 +299,21 @@ class Card:
             experts_by_2x8 or experts_by_2x16, which multiply two tiles of features with one load of these rows, or
             experts_dequantized (`moe.GroupedExperts`); or experts_apart, one after the other.
         """
+        plan = self.plan_experts(experts, rows, chosen, invariant=invariant)
+        refused = () if plan.refused is None else (("shared launches", plan.refused),)
+        return Selection(plan.kernel, plan.kernel != "experts_apart", refused)
+
+    def plan_experts(
+        self,
+        experts: Sequence[tuple[MatrixShape, MatrixShape, MatrixShape]],
+        rows: int,
+        chosen: int,
+        *,
+        invariant: bool = False,
+    ) -> _native.ExpertsPlan:
+        """Return the plan of `moe.GroupedExperts`, with the scratch memory of a launch; arguments as for `experts`."""
         shapes = [[matrix._native for matrix in parts] for parts in experts]
-        kernel, why = _native.cuda_select_experts(self._native, shapes, rows, chosen, invariant=invariant)
-        apart = kernel == "experts_apart"
-        return Selection(kernel, not apart, () if why is None else (("shared launches", why),))
+        return _native.cuda_select_experts(self._native, shapes, rows, chosen, invariant=invariant)
 
     def attention(
         self,

@@ -2,6 +2,8 @@
 
 use exl_cpu::block::CHUNK_ROWS;
 use exl_cpu::sampling::MAX_LOGITS;
+use exl_cuda::MOST_GRID_ROWS;
+use exl_cuda::layout::UNIT_ROWS;
 use exl_cuda::ops::elementwise::{self, Activation, exchange};
 use exl_cuda::ops::{attention, sampling};
 use exl_cuda::rows::{BLOCK_ROWS, FEW_ROWS, GEMV_ROWS, PACKED_ROWS, STEP_ROWS};
@@ -26,6 +28,10 @@ pub struct KernelLimits {
     block_rows: usize,
     /// Most tokens of a decode step, captured or not, whose results do not depend on other rows.
     step_rows: usize,
+    /// Most blocks of a launch along its second and its third dimension.
+    grid_rows: u32,
+    /// Rows of K that layouts of weights and packed inputs are padded to.
+    unit_rows: usize,
     /// Rows that a fused half of a layer computes at a time on the CPU.
     cpu_chunk_rows: usize,
     /// Widest row that a launch of an elementwise operator packs as the input of a matmul.
@@ -70,6 +76,8 @@ pub fn kernel_limits() -> KernelLimits {
         most_packed_width: elementwise::select::MOST_PACKED_WIDTH,
         block_rows: BLOCK_ROWS,
         step_rows: STEP_ROWS,
+        grid_rows: MOST_GRID_ROWS,
+        unit_rows: UNIT_ROWS,
         cpu_chunk_rows: CHUNK_ROWS,
         most_head_dim: attention::MAX_DIM,
         head_dim_step: attention::DIM_STEP,

@@ -218,8 +218,19 @@ pub fn cuda_float_rows(rows: usize, invariant: bool, padded: bool) -> usize {
     select::float_rows(rows, invariant, padded)
 }
 
-/// How the experts (gate, up, down) of a layer run for `rows` rows with `chosen` experts each, batch-invariant or not, and why not in
-/// shared launches.
+/// How the experts of a layer run.
+#[pyclass(frozen, get_all, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct ExpertsPlan {
+    /// As reports name it.
+    kernel: &'static str,
+    /// Why the experts cannot share launches, or None.
+    refused: Option<String>,
+    /// Bytes of scratch memory of shared launches; 0 where the experts cannot share them.
+    scratch_bytes: usize,
+}
+
+/// How the experts (gate, up, down) of a layer run for `rows` rows with `chosen` experts each, batch-invariant or not.
 #[pyfunction]
 #[pyo3(signature = (card, experts, rows, chosen, *, invariant=false))]
 pub fn cuda_select_experts(
@@ -228,14 +239,22 @@ pub fn cuda_select_experts(
     rows: usize,
     chosen: usize,
     invariant: bool,
-) -> (&'static str, Option<String>) {
+) -> ExpertsPlan {
     let all: Vec<[&Matrix; 3]> = experts
         .iter()
         .map(|parts| parts.each_ref().map(|shape| &shape.matrix))
         .collect();
     match moe::Experts::new(&all, &card.caps) {
-        Ok(made) => (made.kernel(rows, chosen, invariant).name(), None),
-        Err(why) => (moe::select::Kernel::Apart.name(), Some(why)),
+        Ok(made) => ExpertsPlan {
+            kernel: made.kernel(rows, chosen, invariant).name(),
+            refused: None,
+            scratch_bytes: made.scratch_bytes(rows, chosen),
+        },
+        Err(why) => ExpertsPlan {
+            kernel: moe::select::Kernel::Apart.name(),
+            refused: Some(why),
+            scratch_bytes: 0,
+        },
     }
 }
 

@@ -22,7 +22,7 @@ from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..linear.cuda import CudaFloatMatrix, CudaQuantMatrix
 from ..linear.fused import FusedNorm
 from ..linear.matrix import QuantMatrix
-from ..selection import FUSED_ACTIVATIONS
+from ..selection import FEW_ROWS, FUSED_ACTIVATIONS, LIMITS, PACKED_ROWS
 from .dequantized import DEQUANTIZED_BYTES, plan_padded
 
 __all__ = ["ExpertRouter", "GroupedExperts", "most_scratch_bytes", "why_apart"]
@@ -30,8 +30,11 @@ __all__ = ["ExpertRouter", "GroupedExperts", "most_scratch_bytes", "why_apart"]
 Expert = tuple[QuantMatrix, QuantMatrix, QuantMatrix]
 """gate, up and down."""
 
-GRID_ROWS = 65_535
-"""Most blocks of a launch's second dimension, which are the rows of the weighted sum."""
+KEPT_ARRIVALS = PACKED_ROWS
+"""Rows of a call whose counters a router keeps, zero between calls. A call of more rows makes its own."""
+
+PAIR_BYTES, TABLE_BYTES = 20, 64
+"""Bytes of a pair of a row and an expert in the tables of a call, and most bytes of the tables besides."""
 
 
 def why_apart(experts: Sequence[Expert], activation: ActivationKind, chosen: int = 1) -> str | None:
@@ -54,8 +57,8 @@ def why_apart(experts: Sequence[Expert], activation: ActivationKind, chosen: int
 def most_scratch_bytes(rows: int, chosen: int, experts: int, hidden: int, width: int) -> int:
     """Return the most scratch memory of a call's shared launches, in bytes.
 
-    An expert has packed columns for its rows, rounded up to 8, 16 or 32: the least that the average expert needs. So
-    all have at most 7 an expert more than there are pairs of a row and an expert, or three times as many and 7.
+    An expert has packed columns for its rows, rounded up to FEW_ROWS, 16 or 32: the least that the average expert
+    needs. So all have at most FEW_ROWS - 1 an expert more than three times the pairs of a row and an expert.
 
     Args:
         rows: rows of the call; more than fit one launch are several, which use the same memory.
@@ -65,10 +68,10 @@ def most_scratch_bytes(rows: int, chosen: int, experts: int, hidden: int, width:
         width: features between gate, up and down.
     """
     pairs = min(rows * chosen, _native.CudaExperts.most_pairs)
-    columns = 3 * pairs + 7 * experts
-    inputs = 2 * -(-hidden // 256) * 256 + -(-width // 256) * 256  # gate and up may have orders of their own
-    tables = 20 * pairs + 64
-    return 2 * columns * inputs + 2 * pairs * hidden + tables
+    columns = 3 * pairs + (FEW_ROWS - 1) * experts
+    padded_hidden, padded_width = (-(-size // LIMITS.unit_rows) * LIMITS.unit_rows for size in (hidden, width))
+    inputs = 2 * padded_hidden + padded_width  # gate and up may have orders of their own
+    return 2 * columns * inputs + 2 * pairs * hidden + PAIR_BYTES * pairs + TABLE_BYTES
 
 
 def _native_experts(experts: Sequence[Expert], activation: str) -> _native.CudaExperts:
@@ -112,7 +115,7 @@ class ExpertRouter:
         self.chosen, self.experts, self.hidden = chosen, matrix.out_features, matrix.in_features
         weight, bias = matrix.stored()
         self._native = _native.ExpertRouter(weight, bias, matrix.prescale, chosen, normalize, jitter)
-        self._arrivals = torch.zeros(64, dtype=torch.int32, device=matrix.device)
+        self._arrivals = torch.zeros(KEPT_ARRIVALS, dtype=torch.int32, device=matrix.device)
 
     def __call__(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Route h [T, hidden] float16, contiguous, to weights float32 and expert numbers int64, both [T, chosen].
@@ -249,8 +252,9 @@ class GroupedExperts:
             if operand.shape != h.shape:
                 raise ShapeError(f"{name} is {tuple(operand.shape)}: expected {tuple(h.shape)}, as h")
         if self.kernel(rows, chosen, row_invariant()) == "experts_dequantized":
-            for begin in range(0, rows, GRID_ROWS):
-                some = slice(begin, begin + GRID_ROWS)
+            most = LIMITS.grid_rows  # the weighted sum has a block a row
+            for begin in range(0, rows, most):
+                some = slice(begin, begin + most)
                 parts, places = self._dequantized_parts(h[some], ids[some])
                 self._native.combine(
                     parts,
