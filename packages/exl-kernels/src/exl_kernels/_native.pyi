@@ -754,7 +754,15 @@ class ExpertRouter:
     Most features of a row.
     """
     def __new__(
-        cls, /, weight: Tensor, bias: Tensor | None, prescale: float, chosen: int, normalize: bool, jitter: float | None
+        cls,
+        /,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        prescale: float,
+        chosen: int,
+        normalize: bool,
+        jitter: float | None,
     ) -> ExpertRouter:
         """
         Logits are (h @ weight^T + bias) * prescale; `weight` [experts, hidden] float16 or bfloat16, `bias` float32. If `jitter` is not
@@ -1253,7 +1261,7 @@ class PeerExchange:
     The exchange buffers of GPUs that exchange parts of results, as one of them sees them.
     """
     def __new__(
-        cls, /, buffers: Sequence[Tensor], half: int, me: int, step: Tensor, failed: Tensor, limit_ns: int
+        cls, /, buffers: Sequence[Tensor], *, half: int, me: int, step: Tensor, failed: Tensor, limit_ns: int
     ) -> PeerExchange:
         """
         buffers: int64 on each GPU, zeros, `half` words for exchanges of even numbers and at least as many for odd ones; me: place of this

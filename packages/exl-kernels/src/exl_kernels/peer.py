@@ -93,7 +93,7 @@ class ExchangeBuffers:
             torch.cuda.synchronize(device)
         limit_ns = int(limit * 1e9)
         self._native = [
-            _native.PeerExchange(buffers, self._half, gpu, step, failed, limit_ns)
+            _native.PeerExchange(buffers, half=self._half, me=gpu, step=step, failed=failed, limit_ns=limit_ns)
             for gpu, (step, failed) in enumerate(zip(self.steps, self._failed, strict=True))
         ]
 

@@ -34,7 +34,7 @@ impl ExpertRouter {
     /// Logits are (h @ weight^T + bias) * prescale; `weight` [experts, hidden] float16 or bfloat16, `bias` float32. If `jitter` is not
     /// negative, two experts are chosen by the sparse mixer.
     #[new]
-    #[pyo3(signature = (weight, bias, prescale, chosen, normalize, jitter))]
+    #[pyo3(signature = (weight, bias, *, prescale, chosen, normalize, jitter))]
     fn new(
         weight: Tensor,
         bias: Option<Tensor>,

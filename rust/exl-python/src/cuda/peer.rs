@@ -29,6 +29,7 @@ impl PeerExchange {
     /// buffers: int64 on each GPU, zeros, `half` words for exchanges of even numbers and at least as many for odd ones; me: place of this
     /// GPU among them; step, failed: int32 [1] on this GPU.
     #[new]
+    #[pyo3(signature = (buffers, *, half, me, step, failed, limit_ns))]
     fn new(
         buffers: Vec<Tensor>,
         half: usize,

@@ -114,7 +114,9 @@ class ExpertRouter:
             )
         self.chosen, self.experts, self.hidden = chosen, matrix.out_features, matrix.in_features
         weight, bias = matrix.stored()
-        self._native = _native.ExpertRouter(weight, bias, matrix.prescale, chosen, normalize, jitter)
+        self._native = _native.ExpertRouter(
+            weight, bias, prescale=matrix.prescale, chosen=chosen, normalize=normalize, jitter=jitter
+        )
         self._arrivals = torch.zeros(KEPT_ARRIVALS, dtype=torch.int32, device=matrix.device)
 
     def __call__(self, h: Tensor) -> tuple[Tensor, Tensor]:
