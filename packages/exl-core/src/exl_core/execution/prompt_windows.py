@@ -13,11 +13,12 @@ from torch import Tensor
 
 from .arguments import per_row, row_lengths
 from .attn_params import PagedParams
+from .batch import DECODE_TOKENS
 
 __all__ = ["WINDOWS", "PromptWindows", "windows_of"]
 
-WINDOWS = (16, 4)
-"""Lengths of windows, the preferred one first. Few lengths need few captured steps."""
+WINDOWS = (DECODE_TOKENS, 4)
+"""Lengths of windows, the preferred one first: as rows of decode steps. Few lengths need few captured steps."""
 
 
 @dataclass(frozen=True, slots=True)
