@@ -18,8 +18,11 @@ from exl_core.errors import InputError, TokenIdError
 from exl_core.execution import captured, step_recorder
 from exl_core.execution import select as selecting
 from exl_core.execution.capturable import NotCapturableError
-from exl_core.execution.captured import DecodeGraphs
+from exl_core.execution.captured import INVALID, DecodeGraphs
+from exl_core.execution.captured_step import StepReplay
 from exl_core.execution.environment import GRAPHS_VARIABLE, PROMPTS_VARIABLE
+from exl_core.execution.executor import Refused
+from exl_core.execution.forward import forward_chunk
 from exl_core.execution.forward_pass import ForwardPass
 from exl_core.execution.fused import JoinedLaunches, joined_launches_of
 from exl_core.execution.select import select
@@ -44,6 +47,10 @@ def step(model: ExLlamaV2, batch: int = 2, q_len: int = 1, **changes: Any) -> Fo
     params = PagedParams(batch, pages, torch.full((batch,), 3, dtype=torch.int32), 3, PAGE, q_len)
     cache = ExLlamaV2Cache(model, max_seq_len=2 * batch * PAGE)
     return ForwardPass(torch.full((batch, q_len), 7), cache, params, **changes)
+
+
+def refuse(*given: Any) -> None:
+    raise NotCapturableError("a test says so")
 
 
 def test_a_model_on_the_cpu_runs_module_by_module() -> None:
@@ -88,15 +95,15 @@ def test_settings_are_read_at_each_pass(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(DecodeGraphs, "joined_launches", lambda graphs, model: pytest.fail("not asked"))
     model = loaded()
     model.decode.clear()
-    asked = step(model)
-    assert select(model, asked).way == "captured"
+    asked, other = step(model), step(model)
+    select(model, asked).executor.run(model, asked)
     monkeypatch.setenv(GRAPHS_VARIABLE, "0")
     assert select(model, asked)[::2] == ("eager", "EXL_CUDA_GRAPHS=0 asks for eager launches")
     monkeypatch.setenv(GRAPHS_VARIABLE, "1")
     monkeypatch.setattr(model.config, "no_graphs", True)
     assert select(model, asked)[::2] == ("eager", "config.no_graphs asks for eager launches")
     monkeypatch.setattr(model.config, "no_graphs", False)
-    assert select(model, step(model)).way == "captured"
+    select(model, other).executor.run(model, other)
     assert model.decode.count == 2, "of two caches"
 
 
@@ -132,16 +139,23 @@ def test_steps_that_cannot_be_recorded_run_module_by_module(monkeypatch: pytest.
     """The first one, too, although it was to be captured; nothing is joined either."""
     captured_on_cpu(monkeypatch)
 
-    def refuse(*given: Any) -> None:
-        raise NotCapturableError("a test says so")
-
     monkeypatch.setattr(step_recorder, "static_step", refuse)
     monkeypatch.setattr(DecodeGraphs, "joined_launches", lambda graphs, model: pytest.fail("not asked"))
     model = loaded()
     model.decode.clear()
-    for _ in range(2):
-        selected = select(model, step(model))
-        assert selected[::2] == ("eager", "the step could not be captured: a test says so")
+    steps = model.decode.steps
+    reason = "the step could not be captured: a test says so"
+    first = step(model)
+    assert select(model, first).way == "captured"
+    assert select(model, first).executor.run(model, first) == Refused(reason)
+    assert model.decode.reason == reason
+    assert select(model, first, refused=reason)[::2] == ("eager", reason)
+    assert select(model, step(model))[::2] == ("eager", reason)
+    model.decode.clear()
+    ran = step(model)
+    logits = model.forward_chunk(ran.ids, ran.cache, attn_params=ran.params)["logits"]
+    assert bool(logits.isfinite().all())
+    assert (model.decode.reason, model.decode.steps) == (reason, steps)
     model.decode.clear()
 
 
@@ -150,15 +164,90 @@ def test_a_step_with_invalid_arguments_is_left_to_the_checks_that_name_them(monk
     model = loaded()
     wrong = step(model)
     wrong.ids[0] = model.config.vocab_size
+    assert select(model, wrong).executor.run(model, wrong) == Refused(INVALID)
     with pytest.raises(TokenIdError, match="outside the vocabulary"):
-        select(model, wrong)
+        forward_chunk(model, wrong)
     wrong = step(model)
     assert isinstance(wrong.params, PagedParams)
     wrong.params.block_index[1, 0] = 99
-    selected = select(model, wrong)
-    assert selected.way == "eager"
+    assert select(model, wrong, refused=INVALID).way == "eager"
     with pytest.raises(InputError, match="names page 99"):
-        selected.executor.run(model, wrong)
+        forward_chunk(model, step_of(wrong))
+
+
+def step_of(asked: ForwardPass) -> ForwardPass:
+    """The same pass as its caller gave it."""
+    return ForwardPass(asked.ids, asked.cache, asked.params)
+
+
+def test_a_choice_does_no_work_of_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is recorded, staged or queued before the executor runs."""
+    captured_on_cpu(monkeypatch)
+    monkeypatch.setenv(PROMPTS_VARIABLE, "1")
+    model = loaded()
+    model.decode.clear()
+    filled: list[object] = []
+    fill = StepReplay.fill
+
+    def counted(replay: StepReplay, *given: Any) -> bool:
+        filled.append(replay)
+        return fill(replay, *given)
+
+    monkeypatch.setattr(StepReplay, "fill", counted)
+    one = step(model, batch=1, q_len=12, preprocess_only=True)
+    assert select(model, one).way == "eager", "the first prompt of its size"
+    for asked in (step(model), one):
+        model.decode.clear()
+        if asked is one:
+            select(model, one)
+        steps = model.decode.steps
+        assert asked.cache is not None
+        asked.cache.current_seq_len = 1
+        for _ in range(3):
+            assert select(model, asked).way == "captured"
+        assert (model.decode.count, model.decode.steps, filled, asked.cache.current_seq_len) == (0, steps, [], 1)
+        select(model, asked).executor.run(model, asked)
+        assert (model.decode.count, len(filled)) == (1, 1)
+        filled.clear()
+    model.decode.clear()
+
+
+NEXT: dict[str, tuple[dict[str, Any], bool]] = {
+    "a step": ({}, True),
+    "draft tokens": ({"q_len": 16}, True),
+    "more tokens a row": ({"q_len": 17}, False),
+    "as many rows as a step has": ({"batch": 256}, True),
+    "too many rows": ({"batch": 257}, False),
+}
+
+
+@pytest.mark.parametrize("name", NEXT)
+@pytest.mark.parametrize("refused", [None, "settings", "hook", "recording"])
+def test_a_next_step_is_captured_exactly_where_the_same_pass_is(
+    name: str, refused: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured_on_cpu(monkeypatch)
+    model, (changes, captures) = loaded(), NEXT[name]
+    inner = model.modules[3]
+    if refused == "settings":
+        monkeypatch.setenv(GRAPHS_VARIABLE, "0")
+    elif refused == "recording":
+        monkeypatch.setattr(step_recorder, "static_step", refuse)
+    model.decode.clear()
+    asked = step(model, **changes)
+    assert isinstance(asked.params, PagedParams)
+    assert asked.cache is not None
+    try:
+        if refused == "hook":
+            model.modules[3] = Intervention(inner)
+        prepared = model.prepare_next_step(asked.ids.shape[1], asked.cache, asked.params)
+        before = model.decode.steps
+        model.forward_chunk(asked.ids, asked.cache, attn_params=asked.params)
+        ran = model.decode.steps > before
+    finally:
+        model.modules[3] = inner
+        model.decode.clear()
+    assert (prepared is not None) == ran == (captures and refused is None)
 
 
 def test_passes_of_one_gpu_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,8 +66,8 @@ def test_prompts_are_captured_steps_from_the_second_of_their_kind_on(monkeypatch
     ways: list[Way] = []
     found: list[list[list[int]]] = []
 
-    def watched(model: Any, asked: ForwardPass) -> Selected:
-        selected = select(model, asked)
+    def watched(model: Any, asked: ForwardPass, **given: Any) -> Selected:
+        selected = select(model, asked, **given)
         if asked.preprocess_only:
             ways.append(selected.way)
         return selected

@@ -108,8 +108,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ForwardPass, Way]]:
     """The forward passes that models are asked for, and the ways they run."""
     seen: list[tuple[ForwardPass, Way]] = []
 
-    def watched(model: Any, asked: ForwardPass) -> Any:
-        selected = select(model, asked)
+    def watched(model: Any, asked: ForwardPass, **given: Any) -> Any:
+        selected = select(model, asked, **given)
         seen.append((asked, selected.way))
         return selected
 

@@ -10,12 +10,11 @@ from exl_kernels.selection import STEP_ROWS
 
 from .cache import ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
-from .device import out_of_memory_as_error
-from .execution.arguments import check_row_loras
 from .execution.attn_params import PagedParams
 from .execution.capturable import without_hooks
 from .execution.captured import DecodeGraphs
 from .execution.captured_step import StepReplay
+from .execution.forward_pass import NO_IDS, ForwardPass
 from .execution.half_matmuls import packed_rows_of
 from .execution.select import captured_next_step
 from .execution.sharded.matrix import SplitMatrix
@@ -107,6 +106,4 @@ class SteppingModel(LoadableModel):
         Returns:
             The step; None where `forward_chunk` would not launch a captured graph.
         """
-        with out_of_memory_as_error("prepare a decode step"):
-            adapters = check_row_loras(self, None, row_loras, attn_params.batch_size)
-            return captured_next_step(self, q_len, cache, attn_params, adapters)
+        return captured_next_step(self, ForwardPass(NO_IDS, cache, attn_params, row_loras=row_loras), q_len)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,12 +34,12 @@ from .capturable import (
     without_hooks,
 )
 from .capture_failure import CaptureFailure
-from .captured_step import CapturedStep, StepReplay, on_cpu
+from .captured_step import CapturedStep, StepReplay, UnrecordedStep, on_cpu
 from .environment import PROMPTS_VARIABLE, eager_prompts, refusal_of_joined_adapters
 from .fused import JoinedLaunches, joined_launches_of
 from .half import OutputTokens
 from .prompt_buckets import PromptBuckets
-from .prompt_windows import windows_of
+from .prompt_windows import PromptWindows, windows_of
 from .sharded.exchange_buffers import refusal_of_access
 from .sharded.launches import ShardLaunches, shard_launches_of
 from .sharded.prompts import ShardedPrompts
@@ -50,16 +51,27 @@ if TYPE_CHECKING:
     from ..contracts import Adapter
     from ..language_model import LanguageModel
 
-__all__ = ["CaptureFailure", "DecodeGraphs"]
+__all__ = ["INVALID", "CaptureFailure", "DecodeGraphs", "PreparedPrompt"]
 
 PLACE_PARTS = 4  # numbers of `_place`; the version of the adapters follows in keys of steps with adapters
 ONE_TOKEN = Bucket(1, 1, 1, 1)
+ReplayInputs = tuple[
+    tuple[int, int], tuple[Tensor, Tensor], tuple[int, int, int], Tensor | None, int, list[int]
+]  # arguments of `StepReplay` behind the captured step
 INVALID = "an argument is invalid"
 """A captured step checks all its arguments at once. The checks of other passes raise errors that name the argument."""
 MAX_GRAPHS = 64
 """Most captured steps of one cache, each a few MB of GPU memory. Beyond them the one unused for longest is dropped."""
 MAX_PROMPTS = 8
 """Most captured prompts of one cache with a length of their own, which also keep the hidden state of all tokens."""
+
+
+class PreparedPrompt(NamedTuple):
+    """A captured step that stores a prompt, without its ids."""
+
+    step: StepReplay | UnrecordedStep
+    windows: PromptWindows | None
+    """Its rows where these are windows of the prompt; None where they are the rows of the prompt's ids."""
 
 
 class DecodeGraphs:
@@ -115,8 +127,8 @@ class DecodeGraphs:
 
     def prepare_prompt(
         self, ids: Tensor, cache: ExLlamaV2CacheBase, params: PagedParams, *, last: bool = False
-    ) -> StepReplay | str:
-        """Prepare a captured step that stores the keys and values of a prompt, and fill in its ids.
+    ) -> PreparedPrompt | str:
+        """Prepare a captured step that stores the keys and values of a prompt. Records nothing, but counts the prompt.
 
         Args:
             ids: int64 [B, q], or [1, T] with `params.q_lens`.
@@ -143,13 +155,11 @@ class DecodeGraphs:
         if windows is None:
             return f"the windows of the prompts have more than {model.packed_rows} tokens"
         step = self._replay_of(windows.ids.shape[1], cache, windows.params, output_tokens="none")
-        if isinstance(step, str):
-            return step
-        return step if step.fill(windows.ids, windows.counts, windows.firsts, windows.longest) else INVALID
+        return step if isinstance(step, str) else PreparedPrompt(step, windows)
 
     def _prepare_whole(
         self, ids: Tensor, cache: ExLlamaV2CacheBase, params: PagedParams, output_tokens: OutputTokens
-    ) -> StepReplay | str:
+    ) -> PreparedPrompt | str:
         """Prepare a prompt of a sharded model whose rows are sequences, without padding.
 
         cuBLAS may sum in another order for another number of rows.
@@ -159,9 +169,7 @@ class DecodeGraphs:
         if row_invariant():  # read at each pass: a step that was captured before multiplies by cuBLAS
             return "batch-invariant prompts of several GPUs are not captured"
         step = self._replay_of(ids.shape[1], cache, params, output_tokens=output_tokens)
-        if isinstance(step, str):
-            return step
-        return step if step.fill(ids) else INVALID
+        return step if isinstance(step, str) else PreparedPrompt(step, None)
 
     def _refusal_of_prompts(self, model: LanguageModel) -> str | None:
         """Return why no prompts of the model are captured, or None."""
@@ -176,8 +184,8 @@ class DecodeGraphs:
         cache: ExLlamaV2CacheBase | None,
         params: PagedParams,
         adapters: Sequence[tuple[Adapter, ...]] = (),
-    ) -> StepReplay | str:
-        """Do all work of a step of `q_len` tokens a row that does not need its ids.
+    ) -> StepReplay | UnrecordedStep | str:
+        """Do all work of a step of `q_len` tokens a row that does not need its ids, except recording its graph.
 
         Args:
             q_len: tokens a row.
@@ -203,7 +211,7 @@ class DecodeGraphs:
         adapters: Sequence[tuple[Adapter, ...]] = (),
         *,
         output_tokens: OutputTokens = "all",
-    ) -> StepReplay | str:
+    ) -> StepReplay | UnrecordedStep | str:
         """Return `prepare_decode_step`, or a step that stores a prompt unless `output_tokens` is "all"."""
         batch = params.batch_size
         decodes = output_tokens == "all"
@@ -237,14 +245,30 @@ class DecodeGraphs:
         bucket = sizes if decodes else self._stored.find(sizes, places, last=output_tokens == "last")
         if bucket is None:
             return "too few prompts of this size have come for a captured step"
-        captured = self._refusal_of_bucket(model, bucket, bool(adapters)) or self._captured(
-            model, cache, bucket, bool(adapters)
-        )
+        adapted = bool(adapters)
+        captured = self._refusal_of_bucket(model, bucket, adapted) or self._held(cache, bucket, adapted)
         if isinstance(captured, str):
             return captured
         limits = (model.config.vocab_size, model.config.max_seq_len, places)
         of_tokens = [slot for slot in adapter_slots for _ in range(q_len)]
-        return StepReplay(self, cache, captured, (batch, q_len), (past, table), limits, offsets, longest, of_tokens)
+        given = ((batch, q_len), (past, table), limits, offsets, longest, of_tokens)
+        if captured is not None:
+            return StepReplay(self, cache, captured, *given)
+        return UnrecordedStep(partial(self._record_replay, model, cache, bucket, adapted, given))
+
+    def _record_replay(
+        self, model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, adapted: bool, given: ReplayInputs
+    ) -> StepReplay | str:
+        """Record the step of a bucket and return its replay of `given`, or why it could not be recorded.
+
+        The reason of a step with logits is in `reason`, too.
+        """
+        captured = self._recorded(model, cache, bucket, adapted)
+        if not isinstance(captured, str):
+            return StepReplay(self, cache, captured, *given)
+        if not (bucket.stores or bucket.last):
+            self.reason = captured
+        return captured
 
     def forget_adapters(self) -> None:
         """Drop the captured steps with adapters, which hold the adapters' tensors."""
@@ -409,28 +433,42 @@ class DecodeGraphs:
             self._prompts = ShardedPrompts(model.tp_context, shards)
         return self._prompts
 
-    def _captured(
-        self, model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, adapted: bool
-    ) -> CapturedStep | str:
-        """Return the captured step of a bucket, recorded now if there is none, or why it cannot be recorded."""
+    def _key(self, cache: ExLlamaV2CacheBase, bucket: Bucket, adapted: bool) -> tuple[int, ...]:
+        """Return the key of the captured steps of a cache whose tensors are where they are now."""
         place = _place(cache, bucket.page_size)
-        key = (*place, self._sets.version) if adapted else place
+        return (*place, self._sets.version) if adapted else place
+
+    def _held(self, cache: ExLlamaV2CacheBase, bucket: Bucket, adapted: bool) -> CapturedStep | str | None:
+        """Return the captured step of a bucket; None if it is to be recorded, or why it is not recorded for now."""
+        key = self._key(cache, bucket, adapted)
         held = self._graphs.get(key)
         if held is not None and (found := held.pop(bucket, None)) is not None:
             held[bucket] = found  # the one used last is the last one
             return found
-        if held is None:
-            known = any(k[0] == key[0] for k in self._graphs)
-            # Of other keys the cache's tensors moved, or the adapters changed.
-            current = (place, (*place, self._sets.version))
-            self._drop([k for k in self._graphs if k[:2] == key[:2] and k not in current])
-            self._graphs[key] = {}
-            if not known:
-                weakref.finalize(cache, _forget, weakref.ref(self), key[0])
         failure = self._failed.get((key, bucket))
-        if failure is not None and failure.pause > 0:
-            failure = self._failed[key, bucket] = failure.waited()
-            return str(failure)
+        if failure is None or failure.pause <= 0:
+            return None
+        failure = self._failed[key, bucket] = failure.waited()
+        return str(failure)
+
+    def _make_room(self, cache: ExLlamaV2CacheBase, key: tuple[int, ...]) -> None:
+        """Begin the captured steps of a key. Those of tensors that have moved, or of former adapters, are dropped."""
+        known = any(k[0] == key[0] for k in self._graphs)
+        place = key[:PLACE_PARTS]
+        current = (place, (*place, self._sets.version))
+        self._drop([k for k in self._graphs if k[:2] == key[:2] and k not in current])
+        self._graphs[key] = {}
+        if not known:
+            weakref.finalize(cache, _forget, weakref.ref(self), key[0])
+
+    def _recorded(
+        self, model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, adapted: bool
+    ) -> CapturedStep | str:
+        """Record and return the captured step of a bucket, or return why it cannot be recorded."""
+        key = self._key(cache, bucket, adapted)
+        if key not in self._graphs:
+            self._make_room(cache, key)
+        failure = self._failed.get((key, bucket))
         try:
             self._recording = True
             with torch.inference_mode(False), torch.no_grad():

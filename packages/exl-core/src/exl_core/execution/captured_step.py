@@ -7,6 +7,7 @@ The classes of a captured step, from the recorded graph to the engine's next ste
 | `CapturedStep` | exl_core | the graph of one bucket, with the tensors that it refers to | many passes |
 | `StepTensors` | exl_core | the graph's inputs on one device: ids, positions, slots, block table | many passes |
 | `StagedTensors` | exl_core | `StepTensors` with pinned copies, through which the host fills them | many passes |
+| `UnrecordedStep` | exl_core | a step whose `CapturedStep` is recorded when the pass runs | one pass |
 | `StepReplay` | exl_core | one replay of a `CapturedStep` for known pages; ids may come later | one pass |
 | `TokenTarget` | exl_kernels.sampling | where the sampler writes the ids of a `StepReplay` | one pass |
 | `PrelaunchedStep` | exl_generate | the jobs' next `StepReplay`, launched before the host has the tokens | one pass |
@@ -14,9 +15,9 @@ The classes of a captured step, from the recorded graph to the engine's next ste
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
     from .sharded.launches import ShardLaunches
 
-__all__ = ["CapturedStep", "StepReplay", "on_cpu"]
+__all__ = ["CapturedStep", "StepReplay", "UnrecordedStep", "on_cpu"]
 
 
 @dataclass
@@ -254,6 +255,13 @@ class StepReplay:
                 raise _typed(error) from error
             raise
         self._cache.current_seq_len = self._longest
+
+
+class UnrecordedStep(NamedTuple):
+    """A step that a captured step covers, but none of its bucket has been recorded yet."""
+
+    record: Callable[[], StepReplay | str]
+    """Record it. Returns its replay, or the reason why it could not be recorded."""
 
 
 def _typed(error: RuntimeError) -> Exception:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..language_model import LanguageModel
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .captured import DecodeGraphs
     from .forward_pass import ForwardPass
 
-__all__ = ["ExecutableModel", "Executor"]
+__all__ = ["ExecutableModel", "Executor", "Refused"]
 
 
 class ExecutableModel(LanguageModel, Protocol):
@@ -22,15 +22,22 @@ class ExecutableModel(LanguageModel, Protocol):
         """The captured steps of the model."""
 
 
+class Refused(NamedTuple):
+    """The result of an executor that found, when it began to run a pass, that it cannot. Nothing has been computed."""
+
+    reason: str
+
+
 class Executor(Protocol):
     """One way to run forward passes, or one pass that it was made for. `select` returns it; it chooses nothing."""
 
-    def run(self, model: ExecutableModel, asked: ForwardPass) -> ForwardResult | None:
+    def run(self, model: ExecutableModel, asked: ForwardPass) -> ForwardResult | Refused | None:
         """Run a pass, store its keys and values, and move `cache.current_seq_len`.
 
         Returns:
             The keys of `ExLlamaV2.forward_chunk` that apply. None if the pass was aborted; current_seq_len is then
-            unchanged.
+            unchanged. Refused by a captured step that cannot be recorded or whose inputs are invalid: `select` with
+            this reason then returns the next way.
 
         Raises:
             DeviceError: the GPU ran out of memory or was lost.

@@ -18,6 +18,7 @@ from .arguments import (
     chunk_size,
 )
 from .attn_params import AttentionParams
+from .executor import Refused
 from .forward_pass import ForwardPass, check_results
 from .select import select
 
@@ -65,8 +66,8 @@ def forward_all(
             is_checked=True,
         )
         check_results(model, chunk)
-        result = select(model, chunk).executor.run(model, chunk)
-        if result is None:
+        result = forward_chunk(model, chunk)
+        if "aborted" in result:
             return None
         if "logits" in result:
             logits.append(result["logits"].cpu() if cpu_logits else result["logits"])
@@ -79,4 +80,7 @@ def forward_all(
 def forward_chunk(model: ExecutableModel, asked: ForwardPass) -> ForwardResult:
     """Run one chunk. Returns and raises as `ExLlamaV2.forward_chunk`."""
     result = select(model, asked).executor.run(model, asked)
+    if isinstance(result, Refused):
+        result = select(model, asked, refused=result.reason).executor.run(model, asked)
+        assert not isinstance(result, Refused), "only captured steps refuse"
     return {"aborted": True} if result is None else result

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from threading import Event
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from torch import Tensor
 
 from ..embeddings import ExLlamaV2MMEmbedding
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
     from ..contracts import Adapter
     from ..language_model import LanguageModel
 
-__all__ = ["ForwardPass", "checked"]
+__all__ = ["NO_IDS", "ForwardPass", "checked"]
+
+NO_IDS = torch.empty((0, 0), dtype=torch.int64)
+"""The ids of a pass that are not known yet."""
 
 
 @dataclass(slots=True)
@@ -41,7 +45,7 @@ class ForwardPass:
     """
 
     ids: Tensor
-    """[batch, q_len]; int64 on the CPU once checked."""
+    """[batch, q_len]; int64 on the CPU once checked. `NO_IDS` in a next step."""
     cache: ExLlamaV2CacheBase | None
     params: AttentionParams | PagedParams | None = None
     input_mask: Tensor | None = None

@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..device import out_of_memory_as_error
+from .captured import INVALID
+from .captured_step import UnrecordedStep
 from .eager import first_step, logits_of, matmuls_of
+from .executor import Refused
 
 if TYPE_CHECKING:
     from ..contracts import ForwardResult
+    from .captured import PreparedPrompt
     from .captured_step import StepReplay
     from .executor import ExecutableModel
     from .forward_pass import ForwardPass
@@ -20,51 +24,67 @@ __all__ = ["Captured", "CapturedLast", "CapturedStore", "Joined"]
 
 
 class Captured:
-    """Run one captured step, whose inputs are filled in."""
+    """Run one captured step, which is recorded first if there is none of its bucket."""
 
     __slots__ = ("_step",)
 
-    def __init__(self, step: StepReplay) -> None:
+    def __init__(self, step: StepReplay | UnrecordedStep) -> None:
         self._step = step
 
-    def run(self, model: ExecutableModel, asked: ForwardPass) -> ForwardResult:
+    def replay(self) -> StepReplay | str:
+        """Return the step, recorded, or the reason why it could not be recorded."""
+        return _recorded(self._step)
+
+    def run(self, model: ExecutableModel, asked: ForwardPass) -> ForwardResult | Refused:
         """Queue the step; see `Executor.run`."""
-        self._step.send()
-        return {"logits": self._step.launch()}
+        step: StepReplay | UnrecordedStep | str = self._step  # a call of `_recorded` costs host time
+        if isinstance(step, UnrecordedStep):
+            step = step.record()
+            if isinstance(step, str):
+                return Refused(step)
+        if not step.fill(asked.ids):
+            return Refused(INVALID)
+        step.send()
+        return {"logits": step.launch()}
 
 
 class CapturedStore:
-    """Run one captured step without logits, whose inputs are filled in."""
+    """Run one captured step without logits, which is recorded first if there is none of its bucket."""
 
-    __slots__ = ("_step",)
+    __slots__ = ("_prompt",)
 
-    def __init__(self, step: StepReplay) -> None:
-        self._step = step
+    def __init__(self, prompt: PreparedPrompt) -> None:
+        self._prompt = prompt
 
-    def run(self, model: ExecutableModel, asked: ForwardPass) -> ForwardResult:
+    def run(self, model: ExecutableModel, asked: ForwardPass) -> ForwardResult | Refused:
         """Queue the step; see `Executor.run`."""
-        self._step.send()
-        self._step.store()
+        step = _filled(self._prompt, asked)
+        if isinstance(step, Refused):
+            return step
+        step.send()
+        step.store()
         return {}
 
 
 class CapturedLast:
-    """Run one captured prompt of a sharded model, whose inputs are filled in, and the head for the last tokens."""
+    """Run one captured prompt of a sharded model, recorded as by `CapturedStore`, and the head for the last tokens."""
 
-    __slots__ = ("_step",)
+    __slots__ = ("_prompt",)
 
-    def __init__(self, step: StepReplay) -> None:
-        self._step = step
+    def __init__(self, prompt: PreparedPrompt) -> None:
+        self._prompt = prompt
 
     @torch.no_grad()
-    def run(self, model: ExecutableModel, asked: ForwardPass) -> ForwardResult:
+    def run(self, model: ExecutableModel, asked: ForwardPass) -> ForwardResult | Refused:
         """Queue the step; see `Executor.run`."""
-        cache = asked.cache
+        step, cache = _filled(self._prompt, asked), asked.cache
+        if isinstance(step, Refused):
+            return step
         assert cache is not None, "a captured step has one"
         before = cache.current_seq_len
-        self._step.send()
-        self._step.store()
-        hidden = self._step.captured.hidden
+        step.send()
+        step.store()
+        hidden = step.captured.hidden
         assert hidden is not None, "`last` was asked for"
         try:
             with out_of_memory_as_error("run the model"), matmuls_of(model, asked):
@@ -73,6 +93,24 @@ class CapturedLast:
             cache.current_seq_len = before  # as after any failed pass
             raise
         return {"logits": logits.view(asked.ids.shape[0], 1, logits.shape[1])}
+
+
+def _recorded(step: StepReplay | UnrecordedStep) -> StepReplay | str:
+    return step.record() if isinstance(step, UnrecordedStep) else step
+
+
+def _filled(prompt: PreparedPrompt, asked: ForwardPass) -> StepReplay | Refused:
+    """Record the step of a prompt, if there is none, and fill in the ids."""
+    windows = prompt.windows
+    with out_of_memory_as_error("run the model"):
+        step = _recorded(prompt.step)
+        if isinstance(step, str):
+            return Refused(step)
+        if windows is None:
+            valid = step.fill(asked.ids)
+        else:
+            valid = step.fill(windows.ids, windows.counts, windows.firsts, windows.longest)
+    return step if valid else Refused(INVALID)
 
 
 class Joined:

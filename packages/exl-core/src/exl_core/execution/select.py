@@ -9,7 +9,11 @@
 | eager | each module's own forward pass, the oracle of the others | everything else |
 
 The first way that applies runs. Embeddings, masks, states and abort events are for the last two. A captured step is
-recorded when it is first selected; where that fails (`CaptureFailure`), the next way runs.
+recorded when it first runs. Where that fails (`CaptureFailure`), or the step's inputs turn out to be invalid, the
+executor answers `Refused` before anything is computed, and `forward.py` runs the next way.
+
+A choice does no work of the pass. It keeps count of what later choices depend on: prompts of each size, and the pauses
+of failed captures. The launches of a model are made when a choice first asks whether it has any.
 
 All ways give bitwise identical results, with two exceptions: the last tokens alone of a prompt may take kernels for
 fewer rows; and in prompts of more rows than are batch-invariant (`packed_rows`) torch adds the residual of joined
@@ -22,7 +26,6 @@ the CPU where they apply (`layers/attention.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -40,8 +43,6 @@ from .sharded.executor import SHARDED
 from .sharded.prompts import takes_prompt
 
 if TYPE_CHECKING:
-    from ..cache import ExLlamaV2CacheBase
-    from ..contracts import Adapter
     from .captured_step import StepReplay
     from .forward_pass import ForwardPass
 
@@ -63,33 +64,37 @@ class Selected(NamedTuple):
     """Why the way before it in the table does not run the pass; None for the first one."""
 
 
-def select(model: ExecutableModel, asked: ForwardPass) -> Selected:
-    """Return the way a pass runs. Checks its arguments, and raises the errors of `forward_pass.checked`."""
-    modules = asked.needs_modules
-    captured = modules or _captured(model, asked)
+def select(model: ExecutableModel, asked: ForwardPass, *, refused: str | None = None) -> Selected:
+    """Return the way a pass runs. Checks its arguments, unless the way is "captured".
+
+    Args:
+        model: the model.
+        asked: the pass, which its checks bring to its final form.
+        refused: why the captured step that was selected for this pass did not run; another way is returned.
+
+    Raises:
+        ExlError: as `forward_pass.checked`.
+    """
+    captured = refused or _refusal_of_ids(asked.ids) or _captured(model, asked, *asked.ids.shape)
     if not isinstance(captured, str):
         return Selected("captured", captured, None)
     asked, sharded = checked(model, asked), model.tp_context is not None
-    found = modules or _refusal(model, asked) or (_prompts(model, asked) if sharded else _joined(model, asked))
+    found = (
+        asked.needs_modules or _refusal(model, asked) or (_prompts(model, asked) if sharded else _joined(model, asked))
+    )
     if not isinstance(found, str):
         return Selected("sharded prompt" if sharded else "joined", found, captured)
     return Selected("sharded", SHARDED, found) if sharded else Selected("eager", EAGER, found)
 
 
-def captured_next_step(
-    model: ExecutableModel,
-    q_len: int,
-    cache: ExLlamaV2CacheBase,
-    params: PagedParams,
-    adapters: Sequence[tuple[Adapter, ...]] = (),
-) -> StepReplay | None:
-    """Return a captured step of `q_len` tokens a row whose ids are not known yet.
+def captured_next_step(model: ExecutableModel, asked: ForwardPass, q_len: int) -> StepReplay | None:
+    """Return the captured step of a pass of `q_len` tokens a row whose ids are not known yet, recorded.
 
-    None where `select` would not use one.
+    None where `select` would not choose a captured step for the pass with valid ids, or the step cannot be recorded.
     """
-    if not may_fuse(model):
-        return None
-    step = model.decode.prepare_decode_step(q_len, cache, params, adapters)
+    assert isinstance(asked.params, PagedParams), "the caller's type"
+    found = _captured(model, asked, asked.params.batch_size, q_len)
+    step = found.replay() if isinstance(found, Captured) else None
     return None if isinstance(step, str) else step
 
 
@@ -105,33 +110,41 @@ def _refusal(model: ExecutableModel, asked: ForwardPass) -> str | None:
     return model.decode.refusal(model, step=asked.capturable)
 
 
-def _captured(model: ExecutableModel, asked: ForwardPass) -> Executor | str:
-    """Return the captured step of a pass with its inputs filled in, or the reason why there is none.
-
-    The arguments of the pass are not checked yet: a captured step has faster checks.
-    """
-    if not may_fuse(model):
-        return "the model is not loaded on a GPU"
-    ids, params, cache = asked.ids, asked.params, asked.cache
+def _refusal_of_ids(ids: Tensor) -> str | None:
+    """Return why no captured step takes the ids, which are not checked yet, or None."""
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64 or not ids.numel():
         return "the ids are not int64 [batch, tokens]"
+    return None
+
+
+def _captured(
+    model: ExecutableModel, asked: ForwardPass, batch: int, q_len: int
+) -> Captured | CapturedLast | CapturedStore | str:
+    """Return the captured step of a pass of `batch` rows of `q_len` tokens, or the reason why there is none.
+
+    The arguments of the pass are not checked yet: a captured step has faster checks. The ids may be unknown, unless the
+    pass is a prompt.
+    """
+    if (modules := asked.needs_modules) is not None:
+        return modules
+    if not may_fuse(model):
+        return "the model is not loaded on a GPU"
+    params, cache = asked.params, asked.cache
     if isinstance(params, PagedParams) and asked.capturable:
-        if params.batch_size != ids.shape[0]:
+        if params.batch_size != batch:
             return INVALID
-        adapters = check_row_loras(model, asked.loras, asked.row_loras, ids.shape[0])
+        adapters = check_row_loras(model, asked.loras, asked.row_loras, batch)
         try:  # `out_of_memory_as_error` costs host time in every step
-            step = model.decode.prepare_decode_step(ids.shape[1], cache, params, adapters)
-            if isinstance(step, str):
-                return step
-            return Captured(step) if step.fill(ids) else INVALID
+            step = model.decode.prepare_decode_step(q_len, cache, params, adapters)
         except RuntimeError as error:
             if (typed := device_error("run a decode step", error)) is None:
                 raise
             raise typed from error
+        return step if isinstance(step, str) else Captured(step)
     if isinstance(params, PagedParams) and cache is not None and asked.is_plain_prompt:
         last = not asked.preprocess_only
         with out_of_memory_as_error("run the model"):
-            prompt = model.decode.prepare_prompt(ids, cache, params, last=last)
+            prompt = model.decode.prepare_prompt(asked.ids, cache, params, last=last)
         if isinstance(prompt, str):
             return prompt
         return CapturedLast(prompt) if last else CapturedStore(prompt)
