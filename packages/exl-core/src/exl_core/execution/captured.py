@@ -45,13 +45,14 @@ from .sharded.launches import ShardLaunches, shard_launches_of
 from .sharded.prompts import ShardedPrompts
 from .step_inputs import Bucket
 from .step_recorder import StepRecorder
+from .ways import refusal_of_bucket
 
 if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
     from ..contracts import Adapter
     from ..language_model import LanguageModel
 
-__all__ = ["INVALID", "CaptureFailure", "DecodeGraphs", "PreparedPrompt"]
+__all__ = ["INVALID", "CaptureFailure", "DecodeGraphs", "LoadedFacts", "PreparedPrompt"]
 
 PLACE_PARTS = 4  # numbers of `_place`; the version of the adapters follows in keys of steps with adapters
 ONE_TOKEN = Bucket(1, 1, 1, 1)
@@ -308,7 +309,7 @@ class DecodeGraphs:
             return "the model is on several devices"
         return self._joined_or_reason(model)
 
-    def _joined_for_step(self, model: LanguageModel, adapted: bool) -> JoinedLaunches | str:
+    def joined_for_step(self, model: LanguageModel, adapted: bool) -> JoinedLaunches | str:
         """Return the joined launches for a captured step, with adapters or not, or the reason why there are none."""
         return (refusal_of_joined_adapters() if adapted else None) or self._joined_or_reason(model)
 
@@ -388,16 +389,14 @@ class DecodeGraphs:
 
     def _refusal_of_bucket(self, model: LanguageModel, bucket: Bucket, adapted: bool) -> str | None:
         """Return why steps of a bucket cannot be captured with batch-invariant results, or None."""
-        if model.tp_context is not None:
-            if bucket.tokens > PACKED_ROWS and not (bucket.stores or bucket.last):
-                return f"the matrices are sharded, and the step has {bucket.tokens} rows, more than {PACKED_ROWS}"
-            shards = self.shard_launches(model, bucket)
-            return shards if isinstance(shards, str) else None
-        if bucket.tokens <= PACKED_ROWS:
-            return None
-        joined = self._joined_for_step(model, adapted)
-        why = joined if isinstance(joined, str) else joined.refusal_of_rows(bucket.tokens)
-        return None if why is None else f"a step of more than {PACKED_ROWS} rows is not captured: {why}"
+        if model.tp_context is None:
+            if bucket.tokens <= PACKED_ROWS:  # as in most steps, whose host time counts
+                return None
+            return refusal_of_bucket(LoadedFacts(self, model), bucket.tokens, adapted=adapted)
+        if bucket.tokens > PACKED_ROWS and not (bucket.stores or bucket.last):
+            return f"the matrices are sharded, and the step has {bucket.tokens} rows, more than {PACKED_ROWS}"
+        shards = self.shard_launches(model, bucket)
+        return shards if isinstance(shards, str) else None
 
     def shard_launches(self, model: LanguageModel, bucket: Bucket = ONE_TOKEN) -> list[ShardLaunches] | str:
         """Return the launches of each device of a sharded model, or the reason why there are none.
@@ -498,11 +497,44 @@ class DecodeGraphs:
         if model.tp_context is not None:
             assert isinstance(self._shards, list), "_refusal_of_bucket has made them"
             return self._recorder.record_sharded(model, self._shards, cache, bucket)
-        joined = self._joined_for_step(model, adapted)
+        joined = self.joined_for_step(model, adapted)
         if bucket.stores:
             assert isinstance(joined, JoinedLaunches), "`_refusal_of_prompts` has checked it"
             return self._recorder.record_store(model, joined, cache, bucket)
         return self._recorder.record(model, joined, cache, bucket, self._sets.adapters() if adapted else None)
+
+
+class LoadedFacts:
+    """Facts about a loaded model, for `ways.py`. `step`: as for `DecodeGraphs.refusal`."""
+
+    __slots__ = ("_graphs", "_model", "_step")
+
+    def __init__(self, graphs: DecodeGraphs, model: LanguageModel, *, step: bool = False) -> None:
+        self._graphs, self._model, self._step = graphs, model, step
+
+    @property
+    def sharded(self) -> bool:
+        """See `ModelFacts`."""
+        return self._model.tp_context is not None
+
+    def refusal(self) -> str | None:
+        """See `ModelFacts`."""
+        return self._graphs.refusal(self._model, step=self._step)
+
+    def refusal_of_launches(self) -> str | None:
+        """See `ModelFacts`."""
+        found = self._graphs.prompts(self._model) if self.sharded else self._graphs.joined_launches(self._model)
+        return found if isinstance(found, str) else None
+
+    def unjoined(self, *, adapted: bool) -> str | None:
+        """See `ModelFacts`."""
+        joined = self._graphs.joined_for_step(self._model, adapted)
+        return joined if isinstance(joined, str) else None
+
+    def refusal_of_rows(self, rows: int) -> str | None:
+        """See `ModelFacts`."""
+        joined = self._graphs.joined_for_step(self._model, adapted=False)
+        return joined if isinstance(joined, str) else joined.refusal_of_rows(rows)
 
 
 def _forget(graphs: weakref.ref[DecodeGraphs], cache: int) -> None:

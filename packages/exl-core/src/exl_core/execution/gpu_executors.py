@@ -37,11 +37,12 @@ class Captured:
 
     def run(self, model: ExecutableModel, asked: ForwardPass) -> ForwardResult | Refused:
         """Queue the step; see `Executor.run`."""
-        step: StepReplay | UnrecordedStep | str = self._step  # a call of `_recorded` costs host time
+        step = self._step
         if isinstance(step, UnrecordedStep):
-            step = step.record()
-            if isinstance(step, str):
-                return Refused(step)
+            recorded = step.record()
+            if isinstance(recorded, str):
+                return Refused(recorded)
+            step = recorded
         if not step.fill(asked.ids):
             return Refused(INVALID)
         step.send()

@@ -35,7 +35,7 @@ from ..errors import ModelStateError
 from ..layers import Head, Linear, Module, Norm, build_modules
 from ..layers.description import AttentionDescription, ExpertsDescription, HalfDescription, MatmulDescription
 from ..layers.norm import LayerNorm, rms_of
-from .capturable import refusal_of_settings, refusal_of_tokens
+from .capturable import refusal_of_settings
 from .environment import refusal_of_joined_adapters, refusal_of_joined_rows
 from .fused import uncovered
 from .half import description_of, refusal_of_code, why_own_pass
@@ -50,7 +50,7 @@ from .half_matmuls import (
 from .kernel_norms import HalfRun, NormLaunches
 from .matrix_shapes import MatrixShapes
 from .prologues import next_prologues
-from .select import REFUSAL_OF_ADAPTERS, Way
+from .ways import PassFacts, Way, refusal_of_step, way_of
 
 __all__ = ["KEYS", "PROMPTS", "ROWS", "WAY", "KernelUse", "kernel_uses"]
 
@@ -67,6 +67,7 @@ WAY = "way"
 """The operation of a `KernelUse` that names how `select` runs the pass."""
 
 _CHOSEN = "are chosen by the host"
+_UNCAPTURED = "a prompt is captured only where many of its size store keys and values alone"
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class _Way(NamedTuple):
     """How a pass runs."""
 
     way: Way
-    reason: str | None
+    why: tuple[str, ...]
     """Why `select` takes no way before it in its table; for a captured step, why it has no joined launches."""
     refusal: str | None
     """Why no half of so many rows joins its launches."""
@@ -197,25 +198,38 @@ class _Model:
             mlp = HalfPlan(about.mlp, self.make, self.shapes.of_norm)
         return _Half(module, about, HalfPlan(about, self.make, self.shapes.of_norm, mlp), None)
 
+    sharded = False  # the report is of one GPU
+
+    def refusal(self) -> str | None:
+        """See `ModelFacts`."""
+        return self._eager
+
+    def refusal_of_launches(self) -> str | None:
+        """See `ModelFacts`."""
+        return self._apart
+
+    def unjoined(self, *, adapted: bool) -> str | None:
+        """See `ModelFacts`."""
+        return (refusal_of_joined_adapters() if adapted else None) or self._apart
+
+    def refusal_of_rows(self, rows: int) -> str | None:
+        """See `ModelFacts`."""
+        whys = (self._refusal_of_half(half, rows) for half in self.halves)
+        return refusal_of_blocks(rows, lambda: next((why for why in whys if why), None))
+
     def way(self, count: int, is_prompt: bool, *, adapted: bool) -> _Way:
         """Return how a step of `count` sequences, or a prompt of `count` tokens, runs; with adapters if `adapted`."""
         invariant = runs_packed(count, decodes=not is_prompt, packed=self._packed_rows)
         context = row_invariant_matmuls() if invariant else nullcontext()
+        captured = _UNCAPTURED if is_prompt else refusal_of_step(self, count, 1, adapted=adapted)
+        way, reason = way_of(self, PassFacts(adapted, is_prompt=is_prompt), captured)
         refusal = self._refusal_of_joining(count, invariant)
-        eager = self._apart or (REFUSAL_OF_ADAPTERS if adapted else None)  # why a pass that is not captured is
-        if is_prompt:
-            reason = "a prompt is captured only where many of its size store keys and values alone"
-            return _Way("eager" if eager else "joined", eager or reason, eager or refusal, context)
-        if self._eager is not None:
-            return _Way("eager", self._eager, self._eager, context)
-        unjoined = refusal_of_joined_adapters() if adapted else None
-        refusal = refusal or unjoined
-        uncaptured = (
-            refusal_of_tokens(count, 1) or self._refusal_of_rows(count) or refusal_of_blocks(count, lambda: unjoined)
-        )
-        if uncaptured is not None:
-            return _Way("eager" if eager else "joined", uncaptured, eager or refusal, context)
-        return _Way("captured", self._apart, refusal, context)
+        if way == "captured":
+            apart = self._apart
+            return _Way(way, () if apart is None else (apart,), refusal or self.unjoined(adapted=adapted), context)
+        reasons = (reason,) if is_prompt else (captured, reason)
+        why = tuple(dict.fromkeys(text for text in reasons if text is not None))
+        return _Way(way, why, reason if way == "eager" else refusal, context)
 
     def _refusal_of_joining(self, count: int, invariant: bool) -> str | None:
         """Return why halves of so many rows do not join launches that their plans would join, or None."""
@@ -229,11 +243,6 @@ class _Model:
     def many_rows(self) -> str:
         """Return why a prompt of many rows dequantizes matrices."""
         return f"more than {self._packed_rows} rows are cheaper by dequantizing once"
-
-    def _refusal_of_rows(self, rows: int) -> str | None:
-        """Return why a captured step of so many rows is not batch-invariant, as `JoinedLaunches.refusal_of_rows`."""
-        whys = (self._refusal_of_half(half, rows) for half in self.halves)
-        return refusal_of_blocks(rows, lambda: self._apart or next((why for why in whys if why), None))
 
     def _refusal_of_half(self, half: _Half, rows: int) -> str | None:
         return self._refusal_of_experts(half.about, rows) or refusal_of_code(half.module)
@@ -293,7 +302,7 @@ class _Uses:
         self._model, self._way, self._count, self._adapted = model, way, count, adapted
         self._tokens = count if is_prompt else 1
         self._found: dict[str, _Found] = {}
-        self._add(WAY, way.way, [way.reason] if way.reason else [])
+        self._add(WAY, way.way, way.why)
         self._halves = [self._with_adapters(half) for half in model.halves] if adapted else model.halves
         self._joins = [
             half.plan is not None and way.refusal is None and half.plan.joins(count) for half in self._halves

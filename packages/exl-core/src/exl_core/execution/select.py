@@ -19,14 +19,15 @@ All ways give bitwise identical results, with two exceptions: the last tokens al
 fewer rows; and in prompts of more rows than are batch-invariant (`packed_rows`) torch adds the residual of joined
 launches with one rounding less.
 
-No other code chooses a way. Inside of one, `half_matmuls.py` asks the plans of matmuls whether a half runs joined or
+`ways.py` decides among them from facts about the model and the pass; `exl info --kernels` asks it about models that are
+not loaded. Inside of a way, `half_matmuls.py` asks the plans of matmuls whether a half runs joined or
 separate launches (`fused.py`; for a captured step when it is recorded), and a module's own pass takes native blocks of
 the CPU where they apply (`layers/attention.py`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,24 +35,22 @@ from torch import Tensor
 from ..device import device_error, out_of_memory_as_error
 from .arguments import check_row_loras
 from .attn_params import PagedParams
-from .captured import INVALID
+from .captured import INVALID, LoadedFacts
 from .eager import EAGER
 from .executor import ExecutableModel, Executor
 from .forward_pass import checked
 from .gpu_executors import Captured, CapturedLast, CapturedStore, Joined
 from .sharded.executor import SHARDED
 from .sharded.prompts import takes_prompt
+from .ways import PassFacts, Way, way_of
 
 if TYPE_CHECKING:
     from .captured_step import StepReplay
     from .forward_pass import ForwardPass
 
-__all__ = ["REFUSAL_OF_ADAPTERS", "Selected", "Way", "captured_next_step", "select"]
+__all__ = ["Selected", "Way", "captured_next_step", "select"]
 
-REFUSAL_OF_ADAPTERS = "adapters have joined launches in captured steps only"
-"""Why no other pass with adapters is joined."""
-
-Way = Literal["captured", "joined", "sharded prompt", "sharded", "eager"]
+NOT_ON_GPU = "the model is not loaded on a GPU"
 
 
 class Selected(NamedTuple):
@@ -78,13 +77,11 @@ def select(model: ExecutableModel, asked: ForwardPass, *, refused: str | None = 
     captured = refused or _refusal_of_ids(asked.ids) or _captured(model, asked, *asked.ids.shape)
     if not isinstance(captured, str):
         return Selected("captured", captured, None)
-    asked, sharded = checked(model, asked), model.tp_context is not None
-    found = (
-        asked.needs_modules or _refusal(model, asked) or (_prompts(model, asked) if sharded else _joined(model, asked))
-    )
-    if not isinstance(found, str):
-        return Selected("sharded prompt" if sharded else "joined", found, captured)
-    return Selected("sharded", SHARDED, found) if sharded else Selected("eager", EAGER, found)
+    asked = checked(model, asked)
+    facts = LoadedFacts(model.decode, model, step=asked.capturable)
+    own = asked.needs_modules or (None if may_fuse(model) else NOT_ON_GPU)
+    way, reason = way_of(facts, PassFacts(bool(asked.adapters), takes_prompt(asked), own), captured)
+    return Selected(way, _executor(model, way), reason)
 
 
 def captured_next_step(model: ExecutableModel, asked: ForwardPass, q_len: int) -> StepReplay | None:
@@ -103,11 +100,17 @@ def may_fuse(model: ExecutableModel) -> bool:
     return model.loaded and model.device is not None and model.device.type == "cuda"
 
 
-def _refusal(model: ExecutableModel, asked: ForwardPass) -> str | None:
-    """Return why no pass of the model is captured or joined, or None."""
-    if not may_fuse(model):
-        return "the model is not loaded on a GPU"
-    return model.decode.refusal(model, step=asked.capturable)
+def _executor(model: ExecutableModel, way: Way) -> Executor:
+    """Return what runs a checked pass in a way that is not captured."""
+    if way == "joined":
+        launches = model.decode.joined_launches(model)
+        assert not isinstance(launches, str), "`way_of` has asked"
+        return Joined(launches)
+    if way == "sharded prompt":
+        prompts = model.decode.prompts(model)
+        assert not isinstance(prompts, str), "`way_of` has asked"
+        return prompts
+    return SHARDED if way == "sharded" else EAGER
 
 
 def _refusal_of_ids(ids: Tensor) -> str | None:
@@ -128,7 +131,7 @@ def _captured(
     if (modules := asked.needs_modules) is not None:
         return modules
     if not may_fuse(model):
-        return "the model is not loaded on a GPU"
+        return NOT_ON_GPU
     params, cache = asked.params, asked.cache
     if isinstance(params, PagedParams) and asked.capturable:
         if params.batch_size != batch:
@@ -149,18 +152,3 @@ def _captured(
             return prompt
         return CapturedLast(prompt) if last else CapturedStore(prompt)
     return "it is neither a step in pages with all its logits nor a prompt in pages without other results"
-
-
-def _joined(model: ExecutableModel, asked: ForwardPass) -> Executor | str:
-    """Return the joined launches for a checked pass, or the reason why there are none."""
-    if asked.adapters:
-        return REFUSAL_OF_ADAPTERS
-    launches = model.decode.joined_launches(model)
-    return launches if isinstance(launches, str) else Joined(launches)
-
-
-def _prompts(model: ExecutableModel, asked: ForwardPass) -> Executor | str:
-    """Return what runs the prompts of a sharded model if a checked pass is one, or the reason why nothing does."""
-    if not takes_prompt(asked):
-        return "it has few tokens a row, or adapters"
-    return model.decode.prompts(model)
