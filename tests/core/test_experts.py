@@ -6,7 +6,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +19,11 @@ from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Config
 from exl_core.convert import quantize_model
+from exl_core.execution.batch import Step
+from exl_core.execution.experts_half import ExpertsHalf
+from exl_core.execution.half import ModuleHalf
+from exl_core.execution.halves import half_of
+from exl_core.execution.operators import APART
 from exl_core.layers import MoE, RMSNorm
 from exl_core.lora.pairs import LoraPair
 from exl_kernels.selection import PACKED_ROWS
@@ -189,19 +194,78 @@ class Launches:
         return out
 
 
-@pytest.mark.parametrize("model", [("MixtralForCausalLM", "gptq", "int8")], ids="-".join, indirect=True)
-def test_a_patch_of_the_class_replaces_the_routers_launch(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
-    mixture = mixtures(model)[0]
+ONE_MIXTURE = pytest.mark.parametrize("model", [("MixtralForCausalLM", "gptq", "int8")], ids="-".join, indirect=True)
+
+
+@ONE_MIXTURE
+def test_the_executor_lets_the_router_norm_and_the_module_does_not(
+    model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code that replaces a method runs: in the module's pass always, in joined launches where it is of one module."""
+    mixture, step = mixtures(model)[0], cast(Step, SimpleNamespace(loras=(), batch_size=3))
     x = torch.zeros(3, mixture.router.in_features, dtype=torch.float16)
+    mine = torch.full((3, 2), 0.25), torch.zeros(3, 2, dtype=torch.int64)
     monkeypatch.setattr(RMSNorm, "forward", lambda norm, x, *_, **__: x)
-    for patched in (False, True):
-        launches = Launches()
-        monkeypatch.setattr(mixture, "_router", launches)
-        monkeypatch.setattr(mixture, "_grouped", launches)
-        mine = torch.full((3, 2), 0.25), torch.zeros(3, 2, dtype=torch.int64)
-        if patched:
-            monkeypatch.setattr(MoE, "route", lambda moe, h, loras=(), mine=mine: mine)
-        mixture.forward_by_operator(x)
-        assert launches.normed_by_router != patched
-        assert launches.weights is not None
-        assert (launches.weights is mine[0]) == patched
+    launches = Launches()
+    monkeypatch.setattr(mixture, "_router", launches)
+    monkeypatch.setattr(mixture, "_grouped", launches)
+    half = half_of(mixture)
+    assert isinstance(half, ExpertsHalf)
+    half.run(x, None, step, APART)
+    assert launches.normed_by_router
+    assert launches.weights is not None
+    launches.normed_by_router = False
+    with monkeypatch.context() as patch:
+        patch.setattr(MoE, "route", lambda moe, h, loras=(): mine)
+        mixture.forward(x, step)
+    assert not launches.normed_by_router
+    assert launches.weights is mine[0]
+    launches.weights = None
+    monkeypatch.setattr(mixture, "route", lambda h, loras=(): mine)
+    half = half_of(mixture)
+    assert isinstance(half, ModuleHalf)
+    half.run(x, None, step, APART)
+    assert not launches.normed_by_router
+    assert launches.weights is mine[0]
+
+
+@ONE_MIXTURE
+def test_experts_that_do_not_share_launches_run_as_their_module(
+    model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For so many rows: the half asks at each pass."""
+    mixture, step = mixtures(model)[0], cast(Step, SimpleNamespace(loras=(), batch_size=3))
+    x = torch.randn(3, mixture.router.in_features, generator=torch.Generator().manual_seed(3))
+    half, ran = half_of(mixture), list[int]()
+    assert isinstance(half, ExpertsHalf)
+    forward = MoE.forward
+
+    def noted(module: MoE, x: Tensor, step: Step) -> Tensor:
+        ran.append(len(x))
+        return forward(module, x, step)
+
+    monkeypatch.setattr(MoE, "forward", noted)
+    together, _ = half.run(x.clone(), None, step, APART)
+    assert not ran
+    monkeypatch.setattr(type(half.about.grouped), "shares", lambda *_: False)
+    apart, _ = half.run(x.clone(), None, step, APART)
+    assert ran == [3]
+    assert torch.equal(together, apart)
+
+
+def test_adapters_of_a_mixture_are_left_to_its_module(model: ExLlamaV2) -> None:
+    one, other = mixtures(model)[:2]
+    half = half_of(one)
+    assert isinstance(half, ExpertsHalf)
+    for linear in (one.router, one.experts[1].down):
+        assert not half.takes_adapters(cast(Step, SimpleNamespace(loras=[adapter(linear)])))
+    assert half.takes_adapters(cast(Step, SimpleNamespace(loras=[adapter(other.experts[1].down)])))
+
+
+@pytest.mark.parametrize("model", [case for case in CASES if case[0] in SHARED], ids="-".join, indirect=True)
+def test_a_shared_expert_with_code_of_its_own_keeps_it(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixture = mixtures(model)[0]
+    assert mixture.shared is not None
+    assert isinstance(half_of(mixture), ExpertsHalf)
+    monkeypatch.setattr(mixture.shared, "inner", lambda h, loras=(): h)
+    assert isinstance(half_of(mixture), ModuleHalf)

@@ -3,8 +3,8 @@
 norm and first matmul | rotation, storing and attention, or activation | last matmul, post norm and residual
 
 A half runs these with separate launches or with joined ones (`operators.py`). `why_apart` names the reason why a module
-has only its own forward pass. A norm of the result, and the addition to a hidden state of float32, are one launch with
-the norm that follows.
+has only its own forward pass, or the steps of a mixture of experts (`experts_half.py`). A norm of the result, and the
+addition to a hidden state of float32, are one launch with the norm that follows.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def description_of(module: Module) -> HalfDescription | None:
 
 
 def why_apart(module: Module) -> str | None:
-    """Return why a module, loaded or not, runs as its own forward pass; None where its launches are joined."""
+    """Return why a module, loaded or not, has no matmuls whose launches are joined; None where it has."""
     about = description_of(module)
     return f"{module.key} is not the attention or the MLP of a layer" if about is None else _why_apart(about)
 
@@ -130,7 +130,7 @@ def _why_apart(about: HalfDescription) -> str | None:
 
 
 def why_own_pass(module: Module, padded: Callable[[Linear], bool]) -> str | None:
-    """Return why a module runs as its own forward pass, by its code or by a matrix that is `padded`; else None."""
+    """Return why a module has no joined matmuls, by its description or by a matrix that is `padded`; else None."""
     why = why_apart(module)
     if why is not None:
         return why

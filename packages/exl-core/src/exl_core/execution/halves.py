@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..layers import Module
-from ..layers.description import AttentionDescription, MlpDescription
+from ..layers.description import AttentionDescription, ExpertsDescription, MlpDescription
 from .attention_half import AttentionHalf
 from .batch import Step
+from .experts_half import ExpertsHalf
 from .half import (
     NO_PROLOGUE,
     Half,
@@ -65,8 +66,10 @@ class ParallelHalf(AttentionHalf):
 
 def half_of(module: Module) -> Half:
     """Return the half of a loaded module."""
+    about = description_of(module)
+    if isinstance(about, ExpertsDescription) and about.holds:
+        return ExpertsHalf(about)
     if why_own_pass(module, is_padded) is None:
-        about = description_of(module)
         if isinstance(about, MlpDescription):
             return MlpHalf(about)
         if isinstance(about, AttentionDescription):

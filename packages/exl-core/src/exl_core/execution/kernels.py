@@ -478,9 +478,12 @@ class _Uses:
         self._add("adapters", found.kernel, found.reasons)
 
     def _routes_norm(self, about: HalfDescription | None) -> bool:
-        """Return whether the launch of a router norms the hidden state: experts then run in shared launches."""
+        """Return whether the launch of a router norms the hidden state, as `ExpertsHalf` lets it."""
         if not isinstance(about, ExpertsDescription) or about.post is not None or about.float_residual:
             return False
+        apart = self._way.way == "eager" or self._model.unjoined(adapted=self._adapted)
+        if apart or (self._adapted and self._way.refusal):
+            return False  # the module runs its own pass
         found = self._model.experts(about, self._count, invariant=rows_are_invariant(self._count))
         return self._routes(about) and not isinstance(found, str) and found.joined and rms_of(about.norm) is not None
 

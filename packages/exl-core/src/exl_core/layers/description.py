@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from exl_kernels.moe import ExpertGroup, ExpertRouter
+
 from ..architectures.base import Activation
 from ..architectures.windows import LayerRope
 from .linear import Linear
@@ -82,9 +84,32 @@ class MlpDescription(MatmulDescription):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsDescription(HalfDescription):
-    """inner is the weighted sum of `chosen` of the experts [+ the shared one]."""
+    """inner is the sum of `chosen` experts' results, weighted by the router [+ the shared expert's, by its gate].
+
+    The router's probabilities are a softmax over all experts, of which the `chosen` largest are kept.
+    """
 
     router: Linear
     experts: tuple[tuple[Linear, ...], ...]
     """Gate, up and down of each."""
     chosen: int
+    normalize: bool
+    """Divide the kept probabilities by their sum."""
+    jitter: float | None
+    """Choose as `sparse_mixture` with this jitter; None: as above."""
+    activation: Activation
+    """Of every expert: its result is down(act(gate) * up)."""
+    shared: MlpDescription | None
+    """The shared expert, without norms."""
+    shared_gate: Linear | None
+    """The sigmoid of its result weights the shared expert's."""
+    routing: ExpertRouter | None
+    """The launch of the loaded router; None where there is none."""
+    grouped: ExpertGroup | None
+    """The loaded experts in shared calls; None where they have none."""
+
+    @property
+    def holds(self) -> bool:
+        """As of any half; the shared expert's description must hold, too."""
+        own = type(self.module) is self.of and not is_changed(self.module)
+        return own and (self.shared is None or self.shared.holds)

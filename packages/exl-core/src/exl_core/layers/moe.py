@@ -13,7 +13,6 @@ from exl_kernels.activation import activation as activate
 from exl_kernels.device import row_invariant
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaFloatMatrix
-from exl_kernels.linear.fused import FusedNorm
 from exl_kernels.moe import ExpertGroup, ExpertRouter, group_experts
 
 from ..architectures.base import Activation
@@ -23,13 +22,12 @@ from .description import ExpertsDescription
 from .linear import Linear
 from .matrix import ShardedMatrix
 from .mlp import FeedForward, GatedMLP, activated
-from .module import is_changed
-from .norm import Norm, RMSNorm
+from .norm import Norm
 
 if TYPE_CHECKING:
     from ..contracts import Adapter
 
-__all__ = ["Expert", "ExpertSharding", "MoE", "sparse_mixture"]
+__all__ = ["Expert", "ExpertSharding", "MoE", "chosen_experts", "sparse_mixture"]
 
 
 def sparse_mixture(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
@@ -48,6 +46,17 @@ def sparse_mixture(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
         indices.append(chosen)
         left = left.scatter(-1, chosen, float("-inf"))
     return torch.cat(weights, dim=-1), torch.cat(indices, dim=-1)
+
+
+def chosen_experts(logits: Tensor, chosen: int, normalize: bool, jitter: float | None) -> tuple[Tensor, Tensor]:
+    """Return (weights float32, expert numbers int64), both [T, chosen], likeliest first, of router logits [T, experts].
+
+    The arguments are those of `ExpertsDescription`.
+    """
+    if jitter is not None:
+        return sparse_mixture(logits, jitter)
+    weights, indices = logits.softmax(dim=-1).topk(chosen, dim=-1)
+    return weights / weights.sum(dim=-1, keepdim=True) if normalize else weights, indices
 
 
 @dataclass(frozen=True)
@@ -181,6 +190,13 @@ class MoE(FeedForward):
             router=self.router,
             experts=tuple(map(tuple, self.experts)),
             chosen=self.chosen,
+            normalize=self.normalize,
+            jitter=self.jitter,
+            activation=self.activation,
+            shared=None if self.shared is None else self.shared.describe(),
+            shared_gate=self.shared_gate,
+            routing=self._router,
+            grouped=self._grouped,
         )
 
     def submodules(self) -> Iterator[Linear]:
@@ -195,14 +211,10 @@ class MoE(FeedForward):
             yield self.shared_gate
 
     def forward_by_operator(self, x: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
-        """Run the half on x [T, hidden] operator by operator, or with the experts in shared launches."""
+        """Run the half on x [T, hidden] operator by operator, or with the experts and the residual in shared calls."""
         grouped = None if self.post is not None else self._grouped_for(x, loras)
         if grouped is None:
             return super().forward_by_operator(x, loras)
-        norm = self._router_norm(x, loras)
-        if self._router is not None and norm is not None:
-            h, weights, ids = self._router.norm_and_route(x, norm)
-            return self._together(grouped, h, loras, (weights, ids), residual=x, out=x)
         h = self.normed(x)
         return self._together(grouped, h, loras, self.route(h, loras), residual=x, out=x)
 
@@ -224,24 +236,7 @@ class MoE(FeedForward):
         """Return (weights float32, expert numbers int64), both [T, chosen], likeliest first."""
         if self._router is not None and h.dtype == torch.float16 and not self.router.adapted(loras):
             return self._router(h)
-        logits = self.router.forward_precise(h, loras)
-        if self.jitter is not None:
-            return sparse_mixture(logits, self.jitter)
-        probabilities = logits.softmax(dim=-1)
-        weights, indices = probabilities.topk(self.chosen, dim=-1)
-        return weights / weights.sum(dim=-1, keepdim=True) if self.normalize else weights, indices
-
-    def _router_norm(self, x: Tensor, loras: Sequence[Adapter]) -> FusedNorm | None:
-        """Return the norm of x if the router's launch applies it, or None."""
-        norm = self.norm
-        if is_changed(self) or (type(self).route, type(self).normed) != _ROUTED:
-            return None
-        if self._router is None or x.dtype != torch.float16 or self.router.adapted(loras):
-            return None
-        if type(norm) is not RMSNorm or is_changed(norm):
-            return None
-        found = FusedNorm(norm.loaded_weight, norm.eps)
-        return found if self._router.takes_norm(found) else None
+        return chosen_experts(self.router.forward_precise(h, loras), self.chosen, self.normalize, self.jitter)
 
     def _grouped_for(self, h: Tensor, loras: Sequence[Adapter]) -> ExpertGroup | None:
         """Return the experts of `h` in shared calls; None where they run one after the other."""
@@ -299,7 +294,3 @@ class MoE(FeedForward):
         if self.shared_gate is None:
             return y
         return y * activate(self.shared_gate.forward_precise(h, loras), "sigmoid")
-
-
-_ROUTED = (MoE.route, MoE.normed)
-"""The methods that `ExpertRouter.norm_and_route` replaces. A patch of a class or a subclass has others."""
