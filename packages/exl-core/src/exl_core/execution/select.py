@@ -20,9 +20,13 @@ fewer rows; and in prompts of more rows than are batch-invariant (`packed_rows`)
 launches with one rounding less.
 
 `ways.py` decides among them from facts about the model and the pass; `exl info --kernels` asks it about models that are
-not loaded. Inside of a way, `half_matmuls.py` asks the plans of matmuls whether a half runs joined or
-separate launches (`fused.py`; for a captured step when it is recorded), and a module's own pass takes native blocks of
-the CPU where they apply (`layers/attention.py`).
+not loaded. No other code chooses among these ways. Inside of one, other code chooses launches:
+
+- `half_matmuls.py` asks the plans of matmuls whether a half runs joined or separate launches (`fused.py`), for a
+  captured step when it is recorded. A half whose description has no joined launches runs its module's own pass.
+- Of more rows than are batch-invariant, `many_rows.py` runs halves that are not joined.
+- A module's own pass takes a native block of the CPU (`layers/attention.py`, `layers/mlp.py`), shared calls of experts
+  (`layers/moe.py`), or the shares of the devices of a sharded model (its `sharding`), where it has them.
 """
 
 from __future__ import annotations
