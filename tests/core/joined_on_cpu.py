@@ -184,7 +184,14 @@ def rope_store_double(pages: Any, q: Tensor, k: Tensor, v: Tensor, *tables: Tens
 
 
 def stored_double(
-    q: Tensor, pages: Any, tables: AttentionTables, options: Any, *, into: Any = None, windows: bool = False
+    q: Tensor,
+    pages: Any,
+    tables: AttentionTables,
+    options: Any,
+    *,
+    tokens: int = 1,
+    into: Any = None,
+    windows: bool = False,
 ) -> Tensor:
     """`attend_stored` as its documentation states it."""
     return _attended(q, pages, tables, options, into)

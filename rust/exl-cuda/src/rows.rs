@@ -24,6 +24,9 @@ pub const BLOCK_ROWS: usize = 128;
 /// Most tokens of a decode step, captured or not, whose results do not depend on other rows.
 pub const STEP_ROWS: usize = 256;
 
+/// Most tokens of a row in a decode step: the last token and its drafts. Attention reads rows of more tokens as prompts.
+pub const DECODE_TOKENS: usize = 16;
+
 assert_constants!(row_limits, { FEW_ROWS == FEW_ROWS });
 
 const _: () = assert!(

@@ -634,13 +634,14 @@ class CudaPages:
         *,
         new_keys: NewKeys | None = None,
         into: MatmulInput | None = None,
-        apart: bool = False,
+        tokens: int | None = None,
         windows: bool = False,
     ) -> AttentionCall:
         """
         Check and plan a launch of attention over these pages; see `exl_kernels.attention.cuda`. q: flat, `q_stride` elements between
-        tokens. With `into`, results go there, and only the shape of `out` is used. `apart`: few tokens a row of the block table, whose keys
-        are stored; `windows`: these rows are windows of prompts, and neighbours may be of one sequence.
+        tokens. With `into`, results go there, and only the shape of `out` is used. `tokens`: of each row of the
+        block table, if their keys are stored before and no row has more; None: any number. `windows`: rows of few tokens are windows of
+        prompts, and neighbours may be of one sequence.
         """
 
 @final
@@ -881,6 +882,11 @@ class KernelLimits:
     def cpu_chunk_rows(self, /) -> int:
         """
         Rows that a fused half of a layer computes at a time on the CPU.
+        """
+    @property
+    def decode_tokens(self, /) -> int:
+        """
+        Most tokens of a row in a decode step: the last token and its drafts.
         """
     @property
     def exchange_gpus(self, /) -> int:

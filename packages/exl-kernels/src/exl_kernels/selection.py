@@ -19,6 +19,7 @@ __all__ = [
     "BLOCK_ROWS",
     "COLUMN_MARKS",
     "CPU_CHUNK_ROWS",
+    "DECODE_TOKENS",
     "FEW_ROWS",
     "FUSED_ACTIVATIONS",
     "HEAD_DIM_STEP",
@@ -61,6 +62,9 @@ BLOCK_ROWS = LIMITS.block_rows
 
 STEP_ROWS = LIMITS.step_rows
 """Most tokens of a decode step, captured or not, whose results do not depend on other rows."""
+
+DECODE_TOKENS = LIMITS.decode_tokens
+"""Most tokens of a row in a decode step: the last token and its drafts."""
 
 CPU_CHUNK_ROWS = LIMITS.cpu_chunk_rows
 """Rows that a fused half of a layer (`block`) computes at a time on the CPU."""

@@ -98,9 +98,10 @@ impl CudaPages {
     }
 
     /// Check and plan a launch of attention over these pages; see `exl_kernels.attention.cuda`. q: flat, `q_stride` elements between
-    /// tokens. With `into`, results go there, and only the shape of `out` is used. `apart`: few tokens a row of the block table, whose keys
-    /// are stored; `windows`: these rows are windows of prompts, and neighbours may be of one sequence.
-    #[pyo3(signature = (q, q_stride, tables, options, out, launch, *, new_keys=None, into=None, apart=false, windows=false))]
+    /// tokens. With `into`, results go there, and only the shape of `out` is used. `tokens`: of each row of the
+    /// block table, if their keys are stored before and no row has more; None: any number. `windows`: rows of few tokens are windows of
+    /// prompts, and neighbours may be of one sequence.
+    #[pyo3(signature = (q, q_stride, tables, options, out, launch, *, new_keys=None, into=None, tokens=None, windows=false))]
     #[allow(clippy::too_many_arguments)] // an object of them would be made for each launch
     fn attention(
         slf: Py<Self>,
@@ -113,7 +114,7 @@ impl CudaPages {
         launch: &Launch,
         new_keys: Option<Py<NewKeys>>,
         into: Option<Py<MatmulInput>>,
-        apart: bool,
+        tokens: Option<usize>,
         windows: bool,
     ) -> PyResult<AttentionCall> {
         let (pages, seen) = (slf.get(), tables.get());
@@ -125,12 +126,13 @@ impl CudaPages {
         let to = pages.target(&all, launch)?;
         let mut op = operands(pages, (&q, q_stride), &out, seen, options)?;
         op.own = new.map(|new| own_operands(&op, &q, new)).transpose()?;
-        op.table_rows = table_rows(apart, windows);
+        op.table_rows = tokens.map_or(Rows::Sequences, |each| Rows::of(each, windows));
         if let Some(packed) = packed {
             let fits = ordered_operands(&op, packed).map_err(PyValueError::new_err)?;
-            if !(op.own.is_some() || apart) || packed.matrix.get().device != to.device {
+            let few = op.own.is_some() || op.table_rows != Rows::Sequences;
+            if !few || packed.matrix.get().device != to.device {
                 return Err(PyValueError::new_err(
-                    "results packed for a matmul need own keys or tokens apart, and a matrix on the same GPU",
+                    "results packed for a matmul need own keys or few tokens a row, and a matrix on the same GPU",
                 ));
             }
             op.ordered = Some(fits);

@@ -6,7 +6,7 @@ use exl_cuda::MOST_GRID_ROWS;
 use exl_cuda::layout::UNIT_ROWS;
 use exl_cuda::ops::elementwise::{self, Activation, exchange};
 use exl_cuda::ops::{attention, sampling};
-use exl_cuda::rows::{BLOCK_ROWS, FEW_ROWS, GEMV_ROWS, PACKED_ROWS, STEP_ROWS};
+use exl_cuda::rows::{BLOCK_ROWS, DECODE_TOKENS, FEW_ROWS, GEMV_ROWS, PACKED_ROWS, STEP_ROWS};
 use pyo3::prelude::*;
 
 const _: () = assert!(
@@ -32,6 +32,8 @@ pub struct KernelLimits {
     grid_rows: u32,
     /// Rows of K that layouts of weights and packed inputs are padded to.
     unit_rows: usize,
+    /// Most tokens of a row in a decode step: the last token and its drafts.
+    decode_tokens: usize,
     /// Rows that a fused half of a layer computes at a time on the CPU.
     cpu_chunk_rows: usize,
     /// Widest row that a launch of an elementwise operator packs as the input of a matmul.
@@ -78,6 +80,7 @@ pub fn kernel_limits() -> KernelLimits {
         step_rows: STEP_ROWS,
         grid_rows: MOST_GRID_ROWS,
         unit_rows: UNIT_ROWS,
+        decode_tokens: DECODE_TOKENS,
         cpu_chunk_rows: CHUNK_ROWS,
         most_head_dim: attention::MAX_DIM,
         head_dim_step: attention::DIM_STEP,

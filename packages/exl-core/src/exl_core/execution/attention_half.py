@@ -159,6 +159,6 @@ class JoinedHeads(Heads):
             self.store(k, v)
         else:
             rope_store(pages, q, k, v, *self.rotation, step.slots, interleaved=a.interleaved)
-        if not step.decodes:
-            return self.read(q, step.rows, step.positions)
-        return attend_stored(q, pages, self.tables, self.scores, into=into, windows=step.windows)
+        return attend_stored(
+            q, pages, self.tables, self.scores, tokens=step.q_len, into=into, windows=step.windows
+        )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels.block import Tokens
+from exl_kernels.selection import DECODE_TOKENS
 
 if TYPE_CHECKING:
     from exl_kernels.kv import KVPages
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
     from ..contracts import Adapter, EmbeddedRows
 
 __all__ = ["DECODE_TOKENS", "Step"]
-
-DECODE_TOKENS = 16
-"""Most tokens of a row in a decode step: the last token and its drafts."""
 
 
 @dataclass

@@ -188,20 +188,22 @@ def attend_stored(
     tables: AttentionTables,
     options: AttentionOptions,
     *,
+    tokens: int = 1,
     into: MatmulInput | None = None,
     windows: bool = False,
 ) -> Tensor:
-    """Run `paged_attention` for a few tokens of each sequence, whose keys are stored already, on a GPU.
+    """Run `paged_attention` for tokens whose keys are stored already, on a GPU.
 
-    The result is bitwise identical. Tokens that read few keys get blocks of their own, as in `attend_own`; others share
-    what they read of a sequence. Capturable, as `attend_own`.
+    The result is bitwise identical. Where rows have few tokens, these get blocks of their own if they read few keys, as
+    in `attend_own`; others share what they read of a sequence. Capturable, as `attend_own`.
 
     Args:
         q: [T, Hq, D] in rotated form; may be a view of wider rows.
         pages: keys and values of the layer.
         tables: block table, and row and position of each token, as for `paged_attention`; tokens may share a row.
         options: `attention_options` of the layer.
-        into: the results go there, as float16; the function returns its scratch.
+        tokens: most tokens of a row of the block table, or of a window. More than DECODE_TOKENS are attended as prompts.
+        into: the results of few tokens a row go there, as float16; the function returns its scratch.
         windows: the rows of block_table are windows of prompts, and the tokens of neighbouring windows may have one
             row. They are attended as prompts where this is faster.
 
@@ -220,7 +222,7 @@ def attend_stored(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if q.shape[0]:
         flat = flat_rows(what, "q", q)
-        _launch(what, flat, pages, tables, options, None, out, into, apart=True, windows=windows)
+        _launch(what, flat, pages, tables, options, None, out, into, tokens=tokens, windows=windows)
     return out if into is None else into.scratch
 
 
@@ -305,13 +307,12 @@ def _launch(
     new_keys: _native.NewKeys | None,
     out: Tensor,
     into: MatmulInput | None = None,
-    apart: bool = False,
+    tokens: int | None = None,
     windows: bool = False,
 ) -> None:
     native, stream = pages.native_cuda(), stream_of(out)
     if checks_enabled():
         check_tables(what, pages.key, tables.block_table, tables.rows, tables.positions, options.window)
-    apart = apart and out.dtype != torch.float32  # blocks for each token are of half types
     try:
         to = None if into is None else into.native()
         call = native.attention(
@@ -323,7 +324,7 @@ def _launch(
             launch_of(stream),
             new_keys=new_keys,
             into=to,
-            apart=apart,
+            tokens=tokens,
             windows=windows,
         )
         floats, count = call.workspace

@@ -5,6 +5,7 @@ use crate::capabilities::Capabilities;
 use crate::features::Feature;
 use crate::ops::Element;
 use crate::ops::kv::Kind;
+use crate::rows::DECODE_TOKENS;
 
 /// The properties of a call that decide its kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,10 +42,21 @@ pub struct Call {
 pub enum Rows {
     /// Sequences with any number of tokens.
     Sequences,
-    /// Sequences with few tokens each, of half types, whose keys are in the pages: with a block for each token where this is faster.
+    /// Sequences with few tokens each, whose keys are in the pages: with a block for each token where this is faster.
     Apart,
     /// Windows of prompts, of few tokens as before. Neighbours may be of one sequence: as a prompt where this is faster.
     Windows,
+}
+
+impl Rows {
+    /// The rows of a call of `tokens` tokens a row whose keys are in the pages. `windows`: rows of few tokens are windows of prompts.
+    pub const fn of(tokens: usize, windows: bool) -> Self {
+        match (tokens <= DECODE_TOKENS, windows) {
+            (false, _) => Self::Sequences,
+            (true, false) => Self::Apart,
+            (true, true) => Self::Windows,
+        }
+    }
 }
 
 /// Rotation of new keys and their queries.

@@ -414,6 +414,47 @@ fn the_launch_of_one_token_a_sequence_stores_its_keys() {
 }
 
 #[test]
+fn the_table_decides_how_rows_of_some_tokens_are_read() {
+    for (tokens, apart, windows) in [
+        (1, Rows::Apart, Rows::Windows),
+        (16, Rows::Apart, Rows::Windows),
+        (17, Rows::Sequences, Rows::Sequences),
+    ] {
+        assert_eq!(Rows::of(tokens, false), apart);
+        assert_eq!(Rows::of(tokens, true), windows);
+    }
+}
+
+/// Blocks of one token each take half types; other queries run in tiles, with the reason.
+#[test]
+fn tokens_apart_of_float32_are_refused_with_a_reason() {
+    let few = Call {
+        rows: Rows::of(4, false),
+        element: Element::F32,
+        ..call(kind("fp16"), 128, (32, 8), (2, 4), 256)
+    };
+    for name in CARDS.map(|card| card.name) {
+        let found = plan(&card(name, RELEASE), &few);
+        assert_eq!(found.kernel, Kernel::Decode, "{name}");
+        let needs = Refusal::Takes("float16 and bfloat16 queries");
+        let reason =
+            |(_, why): &(Kernel, Refusal)| *why == needs || matches!(why, Refusal::Needs(_));
+        assert!(
+            found.refused.iter().any(reason),
+            "{name}: {:?}",
+            found.refused
+        );
+    }
+    let found = refused(&hopper(), &few);
+    assert!(
+        found
+            .iter()
+            .any(|(_, why)| why.contains("bfloat16 queries")),
+        "{found:?}"
+    );
+}
+
+#[test]
 fn windows_of_prompts_fill_tiles_together() {
     let steps = Call {
         rows: Rows::Apart,
