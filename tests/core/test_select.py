@@ -265,7 +265,7 @@ def test_passes_of_one_gpu_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "neither a step" in (selected.reason or "")
     with torch.inference_mode():
         found = selected.executor.run(model, asked)
-    assert found is not None
+    assert isinstance(found, dict), "the logits"
     assert torch.equal(found["logits"], want)
     monkeypatch.setattr(captured, "refusal_of_model", lambda model: "a reason")
     model.decode.clear()

@@ -102,7 +102,7 @@ def test_the_report_gives_the_way_and_the_reason_that_select_gives(
         with monkeypatch.context() as patch:
             for name, value in variables.items():
                 patch.setenv(name, value)
-            loras = {"loras": [adapter]} if adapted else {}
+            loras: dict[str, Any] = {"loras": [adapter]} if adapted else {}
             uses = kernel_uses(
                 config, Card.named("H100"), rows=ROWS, prompts=PROMPTS, keys=512, adapter_rank=2 if adapted else None
             )
