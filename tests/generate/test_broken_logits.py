@@ -143,8 +143,9 @@ def test_pages_of_a_broken_job_are_not_found_again_through_another_user(monkeypa
 
 def test_the_cache_keeps_a_prompt_whose_tokens_were_all_banned() -> None:
     generator = make()
-    one = job("z" * 20, 5, stop_conditions=[])
-    one.gen_settings.disallow_tokens(TOKENIZER, list(range(VOCAB)))
+    none_left = Settings.greedy()
+    none_left.disallow_tokens(TOKENIZER, list(range(VOCAB)))
+    one = job("z" * 20, 5, stop_conditions=[], gen_settings=none_left)
     assert isinstance(run(generator, one)[-1]["exception"], NoCandidatesError)
     later = job("z" * 20, 5)
     run(generator, later)

@@ -141,8 +141,9 @@ def test_a_page_that_may_be_taken_back_is_not_published(before: int) -> None:
 def test_banning_everything_ends_the_job_with_an_error() -> None:
     generator = make()
     everything = [p if isinstance(p, str) else "\ufffd" for p in PIECES]
-    one = job("z", 5, banned_strings=everything, min_new_tokens=5, stop_conditions=[0, 1, EOS])
-    one.gen_settings.disallow_tokens(TOKENIZER, [0, 1, EOS, *range(VOCAB - 6, VOCAB)])
+    rest = Settings.greedy()
+    rest.disallow_tokens(TOKENIZER, [0, 1, EOS, *range(VOCAB - 6, VOCAB)])
+    one = job("z", 5, banned_strings=everything, min_new_tokens=5, stop_conditions=[0, 1, EOS], gen_settings=rest)
     last = run(generator, one)[-1]
     assert last["eos_reason"] == "error"
     assert isinstance(last["exception"], NoCandidatesError)

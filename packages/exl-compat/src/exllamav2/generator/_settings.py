@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from exl_generate.sampling import FrozenSettings, SparseBias
 from exl_generate.sampling import Settings as NativeSettings
-from exl_generate.sampling import SparseBias
 
 __all__ = ["Settings"]
 
@@ -45,8 +45,8 @@ class Settings(NativeSettings):
         """Raise `RequestError`, with the field, its value and the limit, for an invalid value."""
         self.resolve()
 
-    def for_job(self) -> Settings:
-        """Return this object: a running job follows its changes."""
+    def for_job(self, kept: FrozenSettings) -> Settings:
+        """Return this object: a running job follows its changes. `kept` is the copy in the job's request."""
         return self
 
     def resolve(self, width: int | None = None) -> NativeSettings:

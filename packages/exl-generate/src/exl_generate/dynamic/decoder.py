@@ -20,6 +20,7 @@ from exl_generate.sampling import (
     ExLlamaV2PostSamplingResult,
     RequestSampler,
     Sample,
+    Settings,
     Vocabulary,
 )
 from exl_kernels.selection import MOST_REPORTED
@@ -51,17 +52,19 @@ class Outcome:
 class Decoder:
     """Sampler, constraints and text stream of one job. Built when a generator takes the job.
 
+    `settings` are those of the request, or an object of the caller's whose changes the job follows (`refresh`).
+
     Raises `RequestError` for settings that do not fit the vocabulary and `FilterError` for filters.
     """
 
     __slots__ = ("_request", "_tokenizer", "constraints", "output", "sampler")
 
-    def __init__(self, request: Request, context: JobContext) -> None:
+    def __init__(self, request: Request, settings: Settings, context: JobContext) -> None:
         self._request = request
         self._tokenizer = context.tokenizer
         vocabulary = Vocabulary.of(context.tokenizer)
         pieces = PieceTable.of(context.tokenizer, request.decode_special_tokens)
-        self.sampler = RequestSampler(request.settings, vocabulary, request.seed)
+        self.sampler = RequestSampler(settings, vocabulary, request.seed)
         self.output = TextStream(
             pieces,
             automaton_of(request.stop_strings),

@@ -178,6 +178,8 @@ class ExLlamaV2DynamicJob:
             cache_salt=cache_salt,
             resume_from=resume_from,
         )
+        kept = self.request.settings
+        self._settings: Settings = kept if gen_settings is None else gen_settings.for_job(kept)
         self.pages = JobPages(self.request)
         self.sequences, self.sequence = self.pages.sequences, self.pages.sequence
         self.serial_number: int | None = None
@@ -213,8 +215,8 @@ class ExLlamaV2DynamicJob:
 
     @property
     def gen_settings(self) -> Settings:
-        """The job's copy of the settings that were given."""
-        return self.request.settings
+        """The request's copy of the settings, or the caller's object where the job follows its changes."""
+        return self._settings
 
     @property
     def identifier(self) -> object:
@@ -245,8 +247,8 @@ class ExLlamaV2DynamicJob:
 
     @property
     def settings(self) -> Settings:
-        """The settings in force: a private copy, made again when live settings change."""
-        return self.request.settings if self._decoder is None else self._decoder.sampler.settings
+        """The settings in force: a copy, made again when `gen_settings` change."""
+        return self._settings if self._decoder is None else self._decoder.sampler.settings
 
     @property
     def effective_seed(self) -> int | None:
@@ -510,7 +512,7 @@ class ExLlamaV2DynamicJob:
         if self._advance is None or self._prepared_in is not context:
             self._drop_advance()
             width = context.model.config.vocab_size
-            self._advance = Advance(Decoder(self.request, context), self.request.resumed, width)
+            self._advance = Advance(Decoder(self.request, self._settings, context), self.request.resumed, width)
             self._prepared_in = context
         return self._advance
 

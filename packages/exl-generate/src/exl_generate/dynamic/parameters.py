@@ -18,7 +18,7 @@ from exl_core.errors import InputError
 from exl_generate.contracts import Adapter, Embedding, first_missing
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX, NO_PICTURES, Pictures
 from exl_generate.errors import RequestError
-from exl_generate.sampling import Settings
+from exl_generate.sampling import FrozenSettings, Settings
 
 __all__ = [
     "adapters_of",
@@ -98,13 +98,14 @@ def seed_of(seed: object) -> int | None:
     return int(seed)
 
 
-def settings_of(settings: object) -> Settings:
-    """Return settings for one job: a copy of the given ones (`Settings.for_job`), or the defaults for None."""
+def settings_of(settings: object) -> FrozenSettings:
+    """Return the settings of a request: a copy of the given ones, with every value in its range, or the defaults for
+    None.
+    """
     if settings is not None and not isinstance(settings, Settings):
         raise RequestError(f"gen_settings is a {type(settings).__name__}; pass ExLlamaV2Sampler.Settings or None")
     given = Settings() if settings is None else settings
-    given.validate()  # before `for_job`, whose copy has only the fields
-    return given.for_job()
+    return given.resolve().frozen()
 
 
 def check_abort_event(event: object) -> None:

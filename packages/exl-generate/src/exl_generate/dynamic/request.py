@@ -30,14 +30,14 @@ from exl_generate.dynamic.parameters import (
 )
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX, Pictures
 from exl_generate.errors import RequestError, ResumeError
-from exl_generate.sampling import Settings
+from exl_generate.sampling import FrozenSettings, Settings
 
 __all__ = ["Prompt", "Request", "request_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """The ids of one prompt, without a last token that is to be healed."""
+    """The ids of one prompt, without a last token that is to be healed. Its arrays are read-only."""
 
     #: int64 [n], n >= 1
     ids: NDArray[np.int64]
@@ -55,8 +55,8 @@ class Request:
     max_new_tokens: int
     min_new_tokens: int
     max_skips: int | None
-    #: a copy of the caller's settings, or what `Settings.for_job` returned
-    settings: Settings
+    #: a copy of the caller's settings, every value in its range
+    settings: FrozenSettings
     seed: int | None
     stop_tokens: frozenset[int]
     stop_strings: tuple[str, ...]
@@ -199,5 +199,13 @@ def _prompts(
         )
     healing = healing and min(map(len, rows)) > 1 and int(max(row[-1] for row in rows)) < EMBEDDING_INDEX
     kept = [row[:-1] if healing else row for row in rows]
-    prompts = tuple(Prompt(row, keys_of(row, embeddings), pictures_of(row, embeddings)) for row in kept)
+    prompts = tuple(_prompt(row, embeddings) for row in kept)
     return prompts, int(rows[0][-1]) if healing else None
+
+
+def _prompt(ids: NDArray[np.int64], embeddings: tuple[Embedding, ...]) -> Prompt:
+    prompt = Prompt(ids, keys_of(ids, embeddings), pictures_of(ids, embeddings))
+    for array in (prompt.ids, prompt.keys):
+        if array is not None:
+            array.setflags(write=False)
+    return prompt

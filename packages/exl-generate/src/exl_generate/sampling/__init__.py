@@ -7,7 +7,7 @@ from exl_generate.sampling.batch import Draw, LaunchedBatch, launch_batch, sampl
 from exl_generate.sampling.hooks import ExLlamaV2PostSamplingHook, ExLlamaV2PostSamplingResult
 from exl_generate.sampling.rng import RequestRandom
 from exl_generate.sampling.sampler import UNCONSTRAINED, Constraint, RequestSampler, Sample
-from exl_generate.sampling.settings import Settings
+from exl_generate.sampling.settings import FrozenSettings, Settings
 from exl_generate.sampling.static import ExLlamaV2Sampler
 from exl_generate.sampling.vocabulary import Vocabulary
 from exl_kernels.sampling import SparseBias
@@ -19,6 +19,7 @@ __all__ = [
     "ExLlamaV2PostSamplingHook",
     "ExLlamaV2PostSamplingResult",
     "ExLlamaV2Sampler",
+    "FrozenSettings",
     "LaunchedBatch",
     "RequestRandom",
     "RequestSampler",

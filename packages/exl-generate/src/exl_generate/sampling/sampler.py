@@ -67,7 +67,10 @@ _NO_PROBABILITIES = np.zeros(0, dtype=np.float32)
 
 
 class RequestSampler:
-    """The sampler of one request: its settings, its random numbers, its mirostat state."""
+    """The sampler of one request: its settings, its random numbers, its mirostat state.
+
+    `refresh` reads `settings` again where they have changed.
+    """
 
     def __init__(self, settings: Settings, vocabulary: Vocabulary, seed: int | None = None) -> None:
         self._source = settings
@@ -96,11 +99,11 @@ class RequestSampler:
 
     def _compile(self) -> None:
         revision = self._source.revision()  # first: a change that comes in meanwhile is found by the next refresh
-        settings = self._source.resolve(self._vocabulary.width).clone()
+        settings = self._source.resolve(self._vocabulary.width).frozen()
         self._plan = plan_of(settings, self._vocabulary)
         self._reads_context = settings.dry_multiplier > 0 or settings.has_penalties
         self._revision = revision
-        #: the settings in force: a private copy
+        #: the settings in force
         self.settings = settings
 
     def row(

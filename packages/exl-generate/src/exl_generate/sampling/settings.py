@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Set
 from copy import copy, deepcopy
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Never, Self
 
 import torch
 
@@ -18,7 +19,7 @@ from exl_kernels.sampling import SparseBias
 if TYPE_CHECKING:
     from exl_generate.contracts import Tokenizer
 
-__all__ = ["Settings"]
+__all__ = ["FrozenSettings", "Settings"]
 
 
 @dataclass
@@ -186,9 +187,13 @@ class Settings:
         """Raise `RequestError`, with the field, its value and the limit, for an invalid value."""
         validate(self)
 
-    def for_job(self) -> Settings:
-        """Return the object that a job keeps as its `gen_settings`: a copy, which later changes do not reach."""
-        return self.clone()
+    def frozen(self) -> FrozenSettings:
+        """Return a copy that does not change, of any settings that `validate` accepts."""
+        return FrozenSettings(**{name: getattr(self, name) for name in _FIELDS})
+
+    def for_job(self, kept: FrozenSettings) -> Settings:
+        """Return the object that a job reads while it runs: `kept`, the copy in its request, which does not change."""
+        return kept
 
     def resolve(self, width: int | None = None) -> Settings:
         """Validate the settings and return those that the sampler applies: this object.
@@ -199,7 +204,7 @@ class Settings:
         return self
 
     def revision(self) -> Hashable:
-        """Return a value that changes when running jobs must refresh. Constant here: a job has its own copy."""
+        """Return a value that changes when running jobs must refresh. Constant here: they read a copy."""
         return None
 
     @property
@@ -234,10 +239,60 @@ class Settings:
         return torch.full((width,), fill, dtype=torch.float32)
 
 
+class FrozenSettings(Settings):
+    """Settings that do not change, as a request holds them. `clone` returns settings that can be changed.
+
+    They hold tuples and frozensets, and a mapping is read-only. A bias tensor is their own.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        given = Settings(**values)
+        bias, breakers, ignored = given.token_bias, given.dry_sequence_breakers, given.xtc_ignore_tokens
+        own: dict[str, Any] = {
+            "token_bias": MappingProxyType(dict(bias)) if isinstance(bias, Mapping) else _copied(bias),
+            "post_sampling_hooks": tuple(given.post_sampling_hooks),
+            "dry_sequence_breakers": frozenset(breakers) if isinstance(breakers, Set) else breakers and tuple(breakers),
+            "xtc_ignore_tokens": None if ignored is None else frozenset(ignored),
+            "mirostat_mu": None,
+            "ngram_trie": None,
+            "ngram_index": 0,
+            "ngram_history": deque(),
+        }
+        vars(self).update(vars(given), **own)
+
+    def __setattr__(self, name: str, value: object) -> Never:
+        raise FrozenInstanceError(
+            f"Settings.{name} cannot become {value!r:.80}: these settings belong to a request; change a `clone()` of "
+            "them and begin a new job with it"
+        )
+
+    def __delattr__(self, name: str) -> Never:
+        raise FrozenInstanceError(f"Settings.{name} cannot be deleted: these settings belong to a request")
+
+    def __reduce__(self) -> tuple[Callable[[Settings], FrozenSettings], tuple[Settings]]:
+        return Settings.frozen, (self.clone(),)  # a read-only mapping can be neither copied nor pickled
+
+    def clone(self) -> Settings:  # type: ignore[override]  # the copy is made to be changed
+        """Return a copy that can be changed, with its own bias and hooks."""
+        own = {"token_bias": _copied(self.token_bias), "post_sampling_hooks": list(self.post_sampling_hooks)}
+        return Settings(**{**vars(self), **own, "ngram_history": deque()})
+
+    def frozen(self) -> FrozenSettings:
+        """Return this object."""
+        return self
+
+    def effective(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults, as `Settings.effective` does."""
+        return self.clone().effective()
+
+
+_FIELDS = tuple(f.name for f in fields(Settings))
+
+
 def _copied(bias: Any) -> Any:
     if isinstance(bias, torch.Tensor):
         return bias.clone()
-    return deepcopy(bias) if isinstance(bias, SparseBias) else copy(bias)
+    return dict(bias) if isinstance(bias, Mapping) else deepcopy(bias)
 
 
 def _same(a: object, b: object) -> bool:

@@ -73,7 +73,7 @@ def validate(s: Settings) -> None:
     for name in _SWITCHES:
         if not isinstance(getattr(s, name), bool):
             raise RequestError(f"Settings.{name} is {getattr(s, name)!r}; it must be True or False")
-    if not isinstance(s.post_sampling_hooks, list) or not all(map(callable, s.post_sampling_hooks)):
+    if not isinstance(s.post_sampling_hooks, list | tuple) or not all(map(callable, s.post_sampling_hooks)):
         raise RequestError(f"Settings.post_sampling_hooks is {s.post_sampling_hooks!r}; it must be a list of functions")
     if s.max_temp > 0 and s.min_temp > s.max_temp:
         raise RequestError(f"Settings.min_temp {s.min_temp} exceeds max_temp {s.max_temp}; swap them")
