@@ -22,8 +22,8 @@ def prelaunch(generator: Any, on: bool) -> None:
 
 def is_prelaunched(generator: Any) -> bool:
     """Whether the next step is queued already: tests cancel jobs of it."""
-    next_step = engine_of(generator)._next  # noqa: SLF001
-    return next_step is not None and next_step.launched
+    prelaunched = engine_of(generator)._prelaunched  # noqa: SLF001
+    return prelaunched is not None and prelaunched.launched
 
 
 def prelaunches(generator: Any) -> bool:

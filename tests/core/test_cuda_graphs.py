@@ -332,12 +332,12 @@ def test_a_capture_leaves_the_logits_of_the_step_before(model: ExLlamaV2, monkey
     """A generator prepares the next step while the logits of the last wait to be sampled: with plan and without."""
     ids = torch.full((2, 1), 7)
     for cache in with_and_without_plan(model, monkeypatch):
-        step = model.prepare_next_step(1, cache, params(table(2, 4), [15, 3], 1))
+        step = model.prelaunchable_step(1, cache, params(table(2, 4), [15, 3], 1))
         assert step is not None
         logits = step.run(ids)
         assert logits is not None
         expected = logits.clone()
-        assert model.prepare_next_step(1, cache, params(table(2, 4), [16, 4], 1)) is not None
+        assert model.prelaunchable_step(1, cache, params(table(2, 4), [16, 4], 1)) is not None
         assert model.decode.count == 2
         assert step.is_current
         assert torch.equal(logits, expected)
@@ -350,7 +350,7 @@ def test_a_queued_step_outlives_its_graph(model: ExLlamaV2, monkeypatch: pytest.
     at = params(table(4, 4), [15, 3, 30, 40], 1)
     expected = model.forward_chunk(ids, cache, attn_params=at)["logits"].clone()
     for others in (at, params(table(4, 4, seed=1), [1, 2, 3, 50], 1)):
-        step = model.prepare_next_step(1, cache, at)
+        step = model.prelaunchable_step(1, cache, at)
         assert step is not None
         torch.cuda.synchronize()
         gpu_sleep(200_000_000)  # about 0.1 s
@@ -362,7 +362,7 @@ def test_a_queued_step_outlives_its_graph(model: ExLlamaV2, monkeypatch: pytest.
             torch.full((4 * 28 + 16 * 4,), 99, dtype=torch.uint8, pin_memory=True)
         assert logits is not None
         kept = logits.clone()
-        assert model.prepare_next_step(1, cache, others) is not None
+        assert model.prelaunchable_step(1, cache, others) is not None
         assert torch.equal(kept, expected)
 
 

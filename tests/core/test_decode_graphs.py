@@ -58,13 +58,13 @@ def params(lengths: list[int], width: int = 4) -> PagedParams:
 def test_a_capture_leaves_the_logits_of_the_step_before(model: ExLlamaV2) -> None:
     """A generator prepares the next step while the logits of the last wait to be sampled."""
     cache = ExLlamaV2Cache(model, max_seq_len=8 * PAGE)
-    step = model.prepare_next_step(1, cache, params([15, 3]))
+    step = model.prelaunchable_step(1, cache, params([15, 3]))
     assert step is not None
     logits = step.run(torch.full((2, 1), 7))
     assert logits is not None
     expected = logits.clone()
     assert bool(expected.isfinite().all())
-    assert model.prepare_next_step(1, cache, params([16, 4])) is not None
+    assert model.prelaunchable_step(1, cache, params([16, 4])) is not None
     assert model.decode.count == 2
     assert step.is_current
     assert torch.equal(logits, expected)
@@ -151,7 +151,7 @@ def test_a_bad_number_of_eager_prompts_is_refused(model: ExLlamaV2, monkeypatch:
 def test_a_stored_prompt_leaves_the_logits_of_the_step_before(model: ExLlamaV2) -> None:
     """A generator computes new prompts while the logits of a prelaunched step wait to be used."""
     cache = ExLlamaV2Cache(model, max_seq_len=64 * PAGE)
-    step = model.prepare_next_step(1, cache, params([15, 3]))
+    step = model.prelaunchable_step(1, cache, params([15, 3]))
     assert step is not None
     logits = step.run(torch.full((2, 1), 7))
     assert logits is not None
@@ -175,7 +175,7 @@ def test_a_prompt_is_not_the_reason_why_a_step_was_not_captured(model: ExLlamaV2
     model.forward_chunk(torch.full((2, 1), 7), cache, attn_params=params([15, 3]))
     prompt()
     assert model.decode.reason is None
-    assert model.prepare_next_step(1, cache, params([1] * 257, width=1)) is None
+    assert model.prelaunchable_step(1, cache, params([1] * 257, width=1)) is None
     prompt()
     assert model.decode.reason == "the step has 257 x 1 tokens; captured steps have at most 256"
 
@@ -237,7 +237,7 @@ def test_the_step_unused_for_longest_is_dropped(model: ExLlamaV2, monkeypatch: p
     cache = ExLlamaV2Cache(model, max_seq_len=64 * PAGE)
 
     def captured(batch: int) -> Any:
-        step = model.prepare_next_step(1, cache, params([1] * batch, width=1))
+        step = model.prelaunchable_step(1, cache, params([1] * batch, width=1))
         assert step is not None
         return step.captured
 
@@ -274,7 +274,7 @@ def test_steps_of_more_rows_than_a_kernel_takes_are_captured(model: ExLlamaV2, b
     ids = torch.randint(0, model.config.vocab_size, (batch, q_len), generator=torch.Generator().manual_seed(q_len))
     many = replace(params([1] * batch, width=1), q_len=q_len)
     before = model.decode.steps
-    step = model.prepare_next_step(q_len, cache, many)
+    step = model.prelaunchable_step(q_len, cache, many)
     assert step is not None, model.decode.reason
     found = step.run(ids)
     assert found is not None
@@ -290,11 +290,11 @@ def test_steps_of_more_rows_than_a_kernel_takes_are_captured(model: ExLlamaV2, b
 def test_the_largest_step(model: ExLlamaV2) -> None:
     """Buckets hold their batch, with few more rows where these cost a block."""
     cache = ExLlamaV2Cache(model, max_seq_len=512 * PAGE)
-    assert model.prepare_next_step(1, cache, params([1] * 257, width=1)) is None
+    assert model.prelaunchable_step(1, cache, params([1] * 257, width=1)) is None
     assert model.decode.reason == "the step has 257 x 1 tokens; captured steps have at most 256"
-    assert model.prepare_next_step(1, cache, params([1], width=1)) is not None
+    assert model.prelaunchable_step(1, cache, params([1], width=1)) is not None
     assert model.decode.reason is None
-    assert model.prepare_next_step(17, cache, params([1], width=2)) is None
+    assert model.prelaunchable_step(17, cache, params([1], width=2)) is None
     for q_len in range(1, DECODE_TOKENS + 1):
         for batch in range(1, capturable.STEP_ROWS // q_len + 1):
             padded = capturable.padded_rows(batch, q_len)
@@ -333,7 +333,7 @@ def test_what_is_still_to_be_copied_to_the_gpu_outlives_its_step(
 ) -> None:
     """Captured steps are forgotten while one is queued: its inputs are not given to others before the GPU has them."""
     cache = ExLlamaV2Cache(model, max_seq_len=8 * PAGE)
-    prepared = model.prepare_next_step(1, cache, params([15, 3]))
+    prepared = model.prelaunchable_step(1, cache, params([15, 3]))
     assert prepared is not None
     monkeypatch.setattr(Stream, "held", True)
     prepared.run(torch.full((2, 1), 7))
@@ -342,7 +342,7 @@ def test_what_is_still_to_be_copied_to_the_gpu_outlives_its_step(
     del prepared
     Stream.queue.clear()  # of the stand-ins; the driver holds no tensor either
     assert all(stage() is not None for stage in stages)
-    assert model.prepare_next_step(1, cache, params([1])) is not None  # a capture, which waits for what is queued
+    assert model.prelaunchable_step(1, cache, params([1])) is not None  # a capture, which waits for what is queued
     assert all(stage() is None for stage in stages)
 
 
@@ -358,7 +358,7 @@ def test_steps_queued_ahead_of_the_gpu_find_their_inputs(model: ExLlamaV2, monke
         seen: list[torch.Tensor] = []
         most = 0
         for token in range(3 * STAGES):
-            step = model.prepare_next_step(1, cache, params([token, 20 + token]))
+            step = model.prelaunchable_step(1, cache, params([token, 20 + token]))
             assert step is not None
             logits = step.run(torch.full((2, 1), 7 + token))
             assert logits is not None
@@ -399,7 +399,7 @@ def test_a_step_does_not_keep_an_adapter_that_nothing_else_refers_to(
     ids = torch.full((2, 1), 7)
 
     def logits(rows: list[tuple[ExLlamaV2Lora, ...]]) -> torch.Tensor:
-        step = model.prepare_next_step(1, cache, params([0, 0]), row_loras=rows or None)
+        step = model.prelaunchable_step(1, cache, params([0, 0]), row_loras=rows or None)
         assert step is not None, model.decode.reason
         found = step.run(ids)
         assert found is not None
@@ -434,20 +434,20 @@ def test_a_step_does_not_keep_an_adapter_that_nothing_else_refers_to(
 def test_a_module_that_is_read_again_is_in_no_captured_step(model: ExLlamaV2) -> None:
     """Its weights are elsewhere then, and those that the step read are given back."""
     cache = ExLlamaV2Cache(model, max_seq_len=8 * PAGE)
-    step = model.prepare_next_step(1, cache, params([15]))
+    step = model.prelaunchable_step(1, cache, params([15]))
     assert step is not None
     assert model.decode.count == 1
     model.load_module(3)
     assert model.decode.count == 0
     assert model.loaded
-    assert model.prepare_next_step(1, cache, params([15])) is not None
+    assert model.prelaunchable_step(1, cache, params([15])) is not None
 
 
 def test_a_next_step_of_dropped_graphs_does_not_run(model: ExLlamaV2) -> None:
     """Devices that lost one another leave old graphs out of step: these and their logits are of no use."""
     cache = ExLlamaV2Cache(model, max_seq_len=8 * PAGE)
     ids = torch.full((1, 1), 7)
-    done, waiting = (model.prepare_next_step(1, cache, params([1])) for _ in range(2))
+    done, waiting = (model.prelaunchable_step(1, cache, params([1])) for _ in range(2))
     assert done is not None
     assert waiting is not None
     assert done.run(ids) is not None
@@ -460,7 +460,7 @@ def test_a_next_step_of_dropped_graphs_does_not_run(model: ExLlamaV2) -> None:
     with pytest.raises(DeviceError, match="dropped before its launch"):
         waiting.launch()
     assert model.decode.steps == steps
-    again = model.prepare_next_step(1, cache, params([1]))
+    again = model.prelaunchable_step(1, cache, params([1]))
     assert again is not None
     assert again.run(ids) is not None
     assert again.is_current
@@ -482,15 +482,15 @@ def test_lack_of_memory_for_launches_of_sharded_models_is_no_error(
     monkeypatch.setattr(graphs, "refusal_of_access", lambda context: None)
     monkeypatch.setattr(graphs, "shard_launches_of", shard_launches_of)
     for failures in (1, 2):
-        assert model.prepare_next_step(1, cache, params([1])) is None
+        assert model.prelaunchable_step(1, cache, params([1])) is None
         assert "out of memory" in (model.decode.reason or "")
         (failure,) = model.decode.failures
         assert (failure.kind, failure.tries) == (torch.OutOfMemoryError, failures)
         assert failure.pause == FIRST_PAUSE * failures
         for _ in range(failure.pause):
-            assert model.prepare_next_step(1, cache, params([1])) is None
+            assert model.prelaunchable_step(1, cache, params([1])) is None
         assert len(tries) == failures
-    assert model.prepare_next_step(1, cache, params([1])) is None
+    assert model.prelaunchable_step(1, cache, params([1])) is None
     assert model.decode.reason == "the matrices are sharded, and a reason"
     assert not model.decode.failures
     model.decode.clear()
@@ -501,7 +501,7 @@ def test_a_step_is_of_the_modules_that_are_there(model: ExLlamaV2) -> None:
     cache, inner = ExLlamaV2Cache(model, max_seq_len=8 * PAGE), model.modules[2]
 
     def logits() -> torch.Tensor:
-        step = model.prepare_next_step(1, cache, params([1]))
+        step = model.prelaunchable_step(1, cache, params([1]))
         assert step is not None
         out = step.run(torch.full((1, 1), 7))
         assert out is not None
@@ -526,27 +526,27 @@ def scaled(by: float, state: torch.Tensor, step: object) -> torch.Tensor:
 def test_what_is_captured_serves_again_when_a_hook_is_taken_out(model: ExLlamaV2) -> None:
     """Who hooks single requests does not record all steps anew for each. The modules must be the same, one by one."""
     cache, inner = ExLlamaV2Cache(model, max_seq_len=8 * PAGE), model.modules[3]
-    before = model.prepare_next_step(1, cache, params([1]))
+    before = model.prelaunchable_step(1, cache, params([1]))
     assert before is not None
     recorded = before.captured
     try:
         for factor in (1.1, 1.2):
             model.modules[3] = Intervention(inner, post_forward=partial(scaled, factor))
-            assert model.prepare_next_step(1, cache, params([1])) is None
+            assert model.prelaunchable_step(1, cache, params([1])) is None
             assert model.decode.count == 1
             model.modules[3] = inner
-            again = model.prepare_next_step(1, cache, params([1]))
+            again = model.prelaunchable_step(1, cache, params([1]))
             assert again is not None
             assert again.captured is recorded
         model.modules[3] = model.modules[5]
-        other = model.prepare_next_step(1, cache, params([1]))
+        other = model.prelaunchable_step(1, cache, params([1]))
         assert other is not None
         assert model.decode.count == 1
         model.modules[3] = Intervention(inner)
-        assert model.prepare_next_step(1, cache, params([1])) is None
+        assert model.prelaunchable_step(1, cache, params([1])) is None
     finally:
         model.modules[3] = inner
-    last = model.prepare_next_step(1, cache, params([1]))
+    last = model.prelaunchable_step(1, cache, params([1]))
     assert last is not None
     assert last.captured is not recorded
     assert last.captured is not other.captured
@@ -563,11 +563,11 @@ def test_what_is_captured_of_a_module_that_is_gone_is_dropped(
     try:
         for around in (False, True):
             model.modules[3] = inner
-            assert model.prepare_next_step(1, cache, params([1])) is not None
+            assert model.prelaunchable_step(1, cache, params([1])) is not None
             assert model.decode.count == 1
             refused[0] = not around
             model.modules[3] = Intervention(Intervention(model.modules[5])) if around else model.modules[5]
-            assert model.prepare_next_step(1, cache, params([1])) is None
+            assert model.prelaunchable_step(1, cache, params([1])) is None
             assert model.decode.count == 0
             assert inner not in (model.decode._modules or [])  # noqa: SLF001
             refused[0] = False
@@ -584,8 +584,8 @@ def test_batches_of_models_with_float_matrices_stay_as_they_are(
     cache = ExLlamaV2Cache(model, max_seq_len=16 * PAGE)
 
     def rows() -> int:
-        assert model.prepare_next_step(1, cache, params([1] * 4)) is not None
-        step = model.prepare_next_step(1, cache, params([1] * 3))
+        assert model.prelaunchable_step(1, cache, params([1] * 4)) is not None
+        step = model.prelaunchable_step(1, cache, params([1] * 3))
         assert step is not None
         return len(step.captured.inputs.block_table)
 
@@ -596,7 +596,7 @@ def test_batches_of_models_with_float_matrices_stay_as_they_are(
         assert rows() == 3
         model.decode.clear()
         model.modules[3] = Intervention(inner)
-        assert model.prepare_next_step(1, cache, params([1] * 4)) is None
+        assert model.prelaunchable_step(1, cache, params([1] * 4)) is None
         model.modules[3] = inner
         linears[0].loaded_matrix.format = "exl2"
         assert rows() == 4
@@ -608,15 +608,15 @@ def test_no_step_is_captured_around_a_hook(model: ExLlamaV2) -> None:
     """Whenever it was made, and whatever has been captured before it was put in, or back."""
     cache, inner = ExLlamaV2Cache(model, max_seq_len=8 * PAGE), model.modules[3]
     hook = Intervention(inner, post_forward=lambda state, step: state * 1.1)
-    before = model.prepare_next_step(1, cache, params([1]))
+    before = model.prelaunchable_step(1, cache, params([1]))
     assert before is not None
     try:
         for _ in range(2):
             model.modules[3] = hook
-            assert model.prepare_next_step(1, cache, params([1])) is None
+            assert model.prelaunchable_step(1, cache, params([1])) is None
             assert "wrapped" in (model.decode.reason or "")
             model.modules[3] = inner
-            assert model.prepare_next_step(1, cache, params([1])) is not None
+            assert model.prelaunchable_step(1, cache, params([1])) is not None
             assert model.decode.reason is None
     finally:
         model.modules[3] = inner

@@ -458,6 +458,6 @@ def test_a_step_is_prepared_on_a_gpu_only() -> None:
     params = PagedParams(1, torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 0, PAGE, 1)
     model.load()
     cache = ExLlamaV2Cache(model, max_seq_len=PAGE)
-    assert model.prepare_next_step(1, cache, params) is None
+    assert model.prelaunchable_step(1, cache, params) is None
     model.unload()
-    assert model.prepare_next_step(1, cache, params) is None
+    assert model.prelaunchable_step(1, cache, params) is None

@@ -104,7 +104,7 @@ def test_a_split_step_is_that_of_one_device(
     monkeypatch.setattr(Stream, "held", held)
     seen: list[torch.Tensor] = []
     for at in range(steps):
-        step = model.prepare_next_step(1, caches[1], params([at, 20 + at]))
+        step = model.prelaunchable_step(1, caches[1], params([at, 20 + at]))
         assert step is not None, model.decode.reason
         logits = step.run(rows[:, at : at + 1])
         assert logits is not None

@@ -240,7 +240,7 @@ def test_a_next_step_is_captured_exactly_where_the_same_pass_is(
     try:
         if refused == "hook":
             model.modules[3] = Intervention(inner)
-        prepared = model.prepare_next_step(asked.ids.shape[1], asked.cache, asked.params)
+        prepared = model.prelaunchable_step(asked.ids.shape[1], asked.cache, asked.params)
         before = model.decode.steps
         model.forward_chunk(asked.ids, asked.cache, attn_params=asked.params)
         ran = model.decode.steps > before

@@ -191,7 +191,7 @@ def test_a_step_that_some_devices_did_not_get_is_the_last_of_its_buffers(
         2, torch.arange(4, dtype=torch.int32).view(2, 2), torch.zeros(2, dtype=torch.int32), 0, PAGE, 1
     )
     assert torch.equal(model.forward_chunk(ids[:, :1], cache, attn_params=params)["logits"], expected[:, :1])
-    pending = model.prepare_next_step(1, cache, params)
+    pending = model.prelaunchable_step(1, cache, params)
     assert pending is not None
     queued: list[Graph] = []
 

@@ -110,7 +110,7 @@ class Preparing(OneBuffer):
         self.launch_faults: list[Exception] = []
         self.interrupts = False
 
-    def prepare_next_step(
+    def prelaunchable_step(
         self, q_len: int, cache: Any, attn_params: PagedParams, *, row_loras: Any = None
     ) -> ScriptedReplay:
         return ScriptedReplay(self, cache, attn_params, row_loras)

@@ -16,7 +16,7 @@ from .execution.captured import DecodeGraphs
 from .execution.captured_step import StepReplay
 from .execution.forward_pass import NO_IDS, ForwardPass
 from .execution.half_matmuls import packed_rows_of
-from .execution.select import captured_next_step
+from .execution.select import prelaunchable_step
 from .execution.sharded.matrix import SplitMatrix
 from .layers import Module
 from .loading.loadable import LoadableModel
@@ -82,7 +82,7 @@ class SteppingModel(LoadableModel):
         """
         self.decode.check_peers()
 
-    def prepare_next_step(
+    def prelaunchable_step(
         self,
         q_len: int,
         cache: ExLlamaV2CacheBase,
@@ -106,4 +106,4 @@ class SteppingModel(LoadableModel):
         Returns:
             The step; None where `forward_chunk` would not launch a captured graph.
         """
-        return captured_next_step(self, ForwardPass(NO_IDS, cache, attn_params, row_loras=row_loras), q_len)
+        return prelaunchable_step(self, ForwardPass(NO_IDS, cache, attn_params, row_loras=row_loras), q_len)

@@ -34,7 +34,7 @@ __all__ = [
     "ModelOf",
     "OwnModel",
     "OwnTokenizer",
-    "StepReplay",
+    "PrelaunchableStep",
     "Tokenizer",
     "TokenizerOf",
     "first_missing",
@@ -119,8 +119,9 @@ class Embedding(GridRows, Protocol):
     """Positions from one patch of time to the next."""
 
 
-class StepReplay(Protocol):
-    """A step of a model for given rows and pages, before its ids are known (`exl_core.execution.captured_step`).
+class PrelaunchableStep(Protocol):
+    """A step of a model for given rows and pages that can be launched before the host knows its ids. exl_core has
+    `StepReplay`.
 
     Run it before any other step of its model, or not at all.
     """
@@ -184,16 +185,15 @@ class ModelOf(Protocol[CacheT, AdapterT, EmbeddingT]):
     def check_peers(self) -> None:
         """Raise an error if logits are NaN because devices of the model lost one another."""
 
-    def prepare_next_step(
+    def prelaunchable_step(
         self,
         q_len: int,
         cache: CacheT,
         attn_params: PagedParams,
         *,
         row_loras: Sequence[Sequence[AdapterT]] | None = None,
-    ) -> StepReplay | None:
-        """Prepare a step of `q_len` tokens a row whose ids are not known yet (`ExLlamaV2.prepare_next_step`), or return
-        None.
+    ) -> PrelaunchableStep | None:
+        """Prepare a step of `q_len` tokens a row whose ids are not known yet, or return None.
 
         `row_loras` are the adapters of each row.
         """

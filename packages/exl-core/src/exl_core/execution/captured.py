@@ -179,7 +179,7 @@ class DecodeGraphs:
         made = self._joined_or_reason(model) if model.tp_context is None else self.shard_launches(model)
         return made if isinstance(made, str) else None
 
-    def prepare_decode_step(
+    def decode_replay(
         self,
         q_len: int,
         cache: ExLlamaV2CacheBase | None,
@@ -213,7 +213,7 @@ class DecodeGraphs:
         *,
         output_tokens: OutputTokens = "all",
     ) -> StepReplay | UnrecordedStep | str:
-        """Return `prepare_decode_step`, or a step that stores a prompt unless `output_tokens` is "all"."""
+        """Return `decode_replay`, or a step that stores a prompt unless `output_tokens` is "all"."""
         batch = params.batch_size
         decodes = output_tokens == "all"
         if q_len <= DECODE_TOKENS and (why := refusal_of_tokens(batch, q_len)) is not None:

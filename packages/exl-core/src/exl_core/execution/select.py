@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from .captured_step import StepReplay
     from .forward_pass import ForwardPass
 
-__all__ = ["Selected", "Way", "captured_next_step", "select"]
+__all__ = ["Selected", "Way", "prelaunchable_step", "select"]
 
 NOT_ON_GPU = "the model is not loaded on a GPU"
 
@@ -88,7 +88,7 @@ def select(model: ExecutableModel, asked: ForwardPass, *, refused: str | None = 
     return Selected(way, _executor(model, way), reason)
 
 
-def captured_next_step(model: ExecutableModel, asked: ForwardPass, q_len: int) -> StepReplay | None:
+def prelaunchable_step(model: ExecutableModel, asked: ForwardPass, q_len: int) -> StepReplay | None:
     """Return the captured step of a pass of `q_len` tokens a row whose ids are not known yet, recorded.
 
     None where `select` would not choose a captured step for the pass with valid ids, or the step cannot be recorded.
@@ -142,7 +142,7 @@ def _captured(
             return INVALID
         adapters = check_row_loras(model, asked.loras, asked.row_loras, batch)
         try:  # `out_of_memory_as_error` costs host time in every step
-            step = model.decode.prepare_decode_step(q_len, cache, params, adapters)
+            step = model.decode.decode_replay(q_len, cache, params, adapters)
         except RuntimeError as error:
             if (typed := device_error("run a decode step", error)) is None:
                 raise

@@ -26,7 +26,7 @@ from exl_generate.dynamic.speculation import Drafter, Drafts
 from exl_kernels.sampling import Failure, Sampled, launch
 
 if TYPE_CHECKING:
-    from exl_generate.contracts import StepReplay
+    from exl_generate.contracts import PrelaunchableStep
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
     from exl_kernels.sampling import TokenTarget
 
@@ -54,11 +54,11 @@ class _ComputedGuesses:
 
 
 @dataclass(slots=True)
-class _QueuedPass:
+class _PrelaunchedPass:
     """A pass of the draft model that is queued before the host has seen its ids."""
 
     jobs: list[ExLlamaV2DynamicJob]
-    step: StepReplay
+    step: PrelaunchableStep
     inputs: TokenTarget
     #: [B, 1, Vp], once queued with the right ids
     logits: torch.Tensor | None = None
@@ -122,13 +122,13 @@ class ModelDrafter(Drafter):
         try:
             logits = self._first(starts)
             while logits:
-                queued = self._prelaunched(list(logits), drafts, rooms)
-                guesses = self._draw(logits, drafts, queued)
+                prelaunched = self._prelaunched_pass(list(logits), drafts, rooms)
+                guesses = self._draw(logits, drafts, prelaunched)
                 for job, (guess, probability) in guesses.items():
                     if probability >= self.threshold:
                         drafts[job].append(guess)
                 live = [job for job in guesses if len(fed[job]) < len(drafts[job]) < rooms[job]]
-                logits = self._further(live, drafts, queued)
+                logits = self._further(live, drafts, prelaunched)
                 for job in live:
                     fed[job].append(drafts[job][-1])
         except Exception as error:
@@ -156,12 +156,14 @@ class ModelDrafter(Drafter):
                 self._mark(job.sequence, start, len(job.sequence))
         return found
 
-    def _further(self, jobs: list[ExLlamaV2DynamicJob], drafts: Drafts, queued: _QueuedPass | None) -> _Logits:
+    def _further(
+        self, jobs: list[ExLlamaV2DynamicJob], drafts: Drafts, prelaunched: _PrelaunchedPass | None
+    ) -> _Logits:
         """Return the logits after the last guess of each job: those of the prelaunched pass, if it has run."""
         if not jobs:
             return {}
-        if queued is not None and queued.logits is not None:
-            return {job: row for job, row in self._rows(queued.jobs, queued.logits).items() if job in jobs}
+        if prelaunched is not None and prelaunched.logits is not None:
+            return {job: row for job, row in self._rows(prelaunched.jobs, prelaunched.logits).items() if job in jobs}
         ids = np.array([[drafts[job][-1]] for job in jobs], dtype=np.int64)
         places = [len(job.sequence) + len(drafts[job]) - 1 for job in jobs]
         return self._feed(ids, jobs, places)
@@ -179,9 +181,9 @@ class ModelDrafter(Drafter):
     def _rows(self, jobs: list[ExLlamaV2DynamicJob], logits: torch.Tensor) -> _Logits:
         return dict(zip(jobs, logits[:, -1, : self._vocab_size].float(), strict=True))
 
-    def _prelaunched(
+    def _prelaunched_pass(
         self, jobs: list[ExLlamaV2DynamicJob], drafts: Drafts, rooms: dict[ExLlamaV2DynamicJob, int]
-    ) -> _QueuedPass | None:
+    ) -> _PrelaunchedPass | None:
         """Prepare the pass over the guesses that are drawn next, for the sampler to fill in on a GPU.
 
         None where a job needs no further guess, or a guess may end a draft.
@@ -194,25 +196,25 @@ class ModelDrafter(Drafter):
         places = [len(job.sequence) + len(drafts[job]) for job in jobs]
         for sequence, place in zip(sequences, places, strict=True):
             sequence.provide(place + 1)
-        _, step = self._runner.prepare(sequences, places)
+        _, step = self._runner.prelaunchable_step(sequences, places)
         inputs = None if step is None else step.inputs()
-        return None if step is None or inputs is None else _QueuedPass(jobs, step, inputs)
+        return None if step is None or inputs is None else _PrelaunchedPass(jobs, step, inputs)
 
     def _draw(
-        self, logits: _Logits, drafts: Drafts, queued: _QueuedPass | None
+        self, logits: _Logits, drafts: Drafts, prelaunched: _PrelaunchedPass | None
     ) -> dict[ExLlamaV2DynamicJob, tuple[int, float]]:
         """Return the token that each job draws, and the draft model's probability of it where a threshold needs it.
 
-        A job that can draw none has no guess. The pass `queued` is queued before the tokens are read. Raises
+        A job that can draw none has no guess. The pass `prelaunched` is queued before the tokens are read. Raises
         DeviceError if devices of the draft model lost one another.
         """
         rows = [job.guess_row(row, drafts[job]) for job, row in logits.items()]
-        launched = launch(rows, None if queued is None else queued.inputs)
-        if queued is not None and launched.written:
-            queued.logits = queued.step.launch()
+        launched = launch(rows, None if prelaunched is None else prelaunched.inputs)
+        if prelaunched is not None and launched.written:
+            prelaunched.logits = prelaunched.step.launch()
         drawn = self._checked(launched.collect())
-        if queued is not None and not launched.written:
-            queued.logits = None
+        if prelaunched is not None and not launched.written:
+            prelaunched.logits = None
         tokens = {job: found.token for job, found in zip(logits, drawn, strict=True) if isinstance(found, Sampled)}
         if self.threshold <= 0:
             return {job: (token, 1.0) for job, token in tokens.items()}

@@ -143,7 +143,9 @@ def _accepted(
 class Engine:
     """Run all jobs step by step.
 
-    On a GPU the next step is launched before the host has made text of the last tokens (`prelaunched_step.py`).
+    On a GPU the next step is launched before the host has made text of the last tokens (`prelaunched_step.py`): in
+    `_sample` behind the sampling of its tokens; in `_prelaunch_known` as soon as the host has read them, where they did
+    not reach the step on the GPU; in `_prelaunch_drafts` with draft tokens, when those before them are accepted.
 
     Args:
         scheduler: Chooses the running jobs.
@@ -171,8 +173,8 @@ class Engine:
         self._deliver = deliver
         self._pool = pool
         self._pace = pace
-        #: the next step, if the last one prepared it
-        self._next: PrelaunchedStep | None = None
+        #: the next step, if the last one has prepared or launched it
+        self._prelaunched: PrelaunchedStep | None = None
         #: the draft tokens of the next step and the length of its windows, if the last one has looked them up
         self._drafts: tuple[Drafts, int] | None = None
         #: when the first samples of the last step came, by the clock that measures steps
@@ -180,12 +182,12 @@ class Engine:
         #: whether this step computes no prompts
         self._alone = True
 
-    def forget_next_step(self) -> None:
-        """Drop what is prepared of the next step: a module of the model was replaced.
+    def drop_prelaunched(self) -> None:
+        """Drop the prelaunched step: a module of the model was replaced.
 
         Its draft tokens, too: a hook that now reads hidden states must see none that a clock chose.
         """
-        self._next = self._drafts = None
+        self._prelaunched = self._drafts = None
 
     def step(self) -> None:
         """Run one step. After an interrupt the next call continues.
@@ -193,7 +195,7 @@ class Engine:
         Events of sampled tokens are then delivered, logits that were not sampled are computed again, and finished jobs
         are removed.
         """
-        current, self._next = self._next, None
+        current, self._prelaunched = self._prelaunched, None
         self.counters.steps += 1
         try:
             for job in self._scheduler.admit():
@@ -313,7 +315,7 @@ class Engine:
     def _sample(self, steps: list[JobStep], began: float) -> None:
         """Sample tokens from the logits, position by position over all windows, as long as the draft tokens hold."""
         live = [step for step in steps if step.begin()]
-        expected = self._prepare_next(live)
+        expected = self._prepare_prelaunched(live)
         first = True
         while live:
             # On a CPU a sample costs more than asking again. The sampler's memory is planned for STEP_ROWS rows: it
@@ -327,10 +329,10 @@ class Engine:
                 if len(drawn) > start:  # otherwise the job has failed
                     places[step] = range(start, len(drawn))
             # The sampler writes the tokens into the next step if that has exactly these jobs.
-            next_step = self._next if expected and list(places) == expected else None
-            launched = launch_batch(drawn, None if next_step is None else next_step.inputs())
-            if next_step is not None and launched.written:
-                next_step.launch()
+            prelaunched = self._prelaunched if expected and list(places) == expected else None
+            launched = launch_batch(drawn, None if prelaunched is None else prelaunched.inputs())
+            if prelaunched is not None and launched.written:
+                prelaunched.launch()
             launched.collect()
             if first and self._runner.asynchronous:
                 self._measure(steps, began)  # the sampler has waited for the logits
@@ -338,15 +340,15 @@ class Engine:
             with_ids = len(drawn) == len(places)
             samples = self._runner.explained(launched.samples([own[0] for own in places.values()], with_ids))
             if expected:
-                self._settle_next(expected, dict(zip(places, samples, strict=True)), launched.written)
+                self._prelaunch_known(expected, dict(zip(places, samples, strict=True)), launched.written)
             if first and self._drafter.most:
                 self._collected = self._drafter.length.clock()
-                if self._next is not None:
-                    self._next.began = self._collected
+                if self._prelaunched is not None:
+                    self._prelaunched.began = self._collected
             expected, first = [], False
             live = _accepted(self._runner, launched, places, samples)
 
-    def _prepare_next(self, steps: list[JobStep]) -> list[JobStep]:
+    def _prepare_prelaunched(self, steps: list[JobStep]) -> list[JobStep]:
         """Prepare the next step of the jobs that are not known to finish in this step, while the GPU is busy.
 
         Returns those jobs; an empty list if no next step could be prepared.
@@ -354,38 +356,40 @@ class Engine:
         if not self._runner.asynchronous or not self._drafter.length.next_is_plain:
             return []
         if any(step.guesses for step in steps):
-            return []  # the number of tokens is not known: `_launch_drafts` launches the next step
+            return []  # the number of tokens is not known: `_prelaunch_drafts` launches the next step
         found = [step for step in steps if predictable(step.job)]
         if found:
-            self._next = attempt(lambda: self._next_step([step.job for step in found]))
-        return found if self._next else []
+            self._prelaunched = attempt(lambda: self._prelaunched_step([step.job for step in found]))
+        return found if self._prelaunched else []
 
-    def _next_step(
+    def _prelaunched_step(
         self, jobs: list[ExLlamaV2DynamicJob], windows: list[list[int]] | None = None
     ) -> PrelaunchedStep | None:
-        """Return the next step of these jobs; None where they need several passes."""
+        """Prepare the next step of these jobs; None where they need several passes."""
         sequences = [sequence for job in jobs for sequence in job.sequences]
         if not self._runner.may_share_a_pass(sequences, len(sequences) * (1 if windows is None else len(windows[0]))):
             return None
         return PrelaunchedStep(self._runner, [job.sequences for job in jobs], windows)
 
-    def _settle_next(self, expected: list[JobStep], samples: dict[JobStep, Sample | Exception], written: bool) -> None:
-        """Give the next step its tokens.
+    def _prelaunch_known(
+        self, expected: list[JobStep], samples: dict[JobStep, Sample | Exception], written: bool
+    ) -> None:
+        """Give the prelaunched step the tokens that the host has read.
 
         Unless it was launched with them already (`written`), launch it now if any job needs it. The row of a job that a
         stop token ends stays unused.
         """
-        assert self._next is not None
+        assert self._prelaunched is not None
         drawn = [samples.get(step) for step in expected]
         tokens = [sample.token if isinstance(sample, Sample) else 0 for sample in drawn]
-        self._next.set_tokens(tokens)
+        self._prelaunched.set_tokens(tokens)
         if not written:
-            self._next.withdraw()
-        if not self._next.launched and any(
+            self._prelaunched.withdraw()
+        if not self._prelaunched.launched and any(
             isinstance(sample, Sample) and sample.token not in step.job.request.stop_tokens
             for step, sample in zip(expected, drawn, strict=True)
         ):
-            self._next.run()
+            self._prelaunched.launch_known()
 
     def _go_on(self, steps: list[JobStep]) -> None:
         """Begin the work of the next step that needs no results of other jobs."""
@@ -398,11 +402,11 @@ class Engine:
             ]
             if stacks:
                 attempt(lambda: prefetch_together(stacks, pool()))
-        self._launch_drafts(steps)
+        self._prelaunch_drafts(steps)
 
-    def _launch_drafts(self, steps: list[JobStep]) -> None:
+    def _prelaunch_drafts(self, steps: list[JobStep]) -> None:
         """Look up the next step's draft tokens and launch it, before the results of this step are delivered."""
-        if self._next is not None or not (self._runner.asynchronous and self._drafter.most):
+        if self._prelaunched is not None or not (self._runner.asynchronous and self._drafter.most):
             return
         jobs = [step.job for step in steps if not step.job.is_finished]
         if not jobs or not all(not job.paused and predictable(job, missing=0) for job in jobs):
@@ -415,7 +419,7 @@ class Engine:
         self._drafts = drafts, length
         windows = [[int(job.sequence.ids[-1]), *_filled(job, drafts[job], length)] for job in jobs]
         if len({len(window) for window in windows}) == 1:
-            self._next = attempt(lambda: self._next_step(jobs, windows))
-            if self._next is not None:
-                self._next.began = self._collected + self._drafter.seconds  # `_measure` adds them
-                self._next.run()
+            self._prelaunched = attempt(lambda: self._prelaunched_step(jobs, windows))
+            if self._prelaunched is not None:
+                self._prelaunched.began = self._collected + self._drafter.seconds  # `_measure` adds them
+                self._prelaunched.launch_known()

@@ -558,7 +558,7 @@ class ExLlamaV2DynamicGenerator(PageViews):
         was, self._in_step = self._in_step, True
         try:
             if self._context.update_arrangement():
-                self._engine.forget_next_step()
+                self._engine.drop_prelaunched()
                 for job in self._scheduler.active:
                     job.pages.make_private(self._context, job.serial_number)
             self._engine.step()

@@ -15,7 +15,7 @@ from exl_generate.dynamic.events import FIRST, HELD, STARTED, Event, Events, abo
 from exl_generate.dynamic.job_pages import JobPages
 from exl_generate.dynamic.output import Match, Record, Released
 from exl_generate.dynamic.request import request_of
-from exl_generate.dynamic.resuming import Advance, Replay
+from exl_generate.dynamic.resuming import Advance, Rerun
 from exl_generate.dynamic.times import JobTimes
 from exl_generate.errors import NoCandidatesError
 from exl_generate.sampling import Sample, Settings
@@ -189,7 +189,7 @@ class ExLlamaV2DynamicJob:
         self._is_broken = False
         self.times, self.drafts = JobTimes(), JobDrafts()
         self._decoder: Decoder | None = None
-        self._replay = Replay(self.request.replayed) if self.request.replayed else None
+        self._rerun = Rerun(self.request.rerun) if self.request.rerun else None
         #: the way over `resume_from` before the job is enqueued, and where it was begun
         self._advance: Advance | None = None
         self._prepared_in: JobContext | None = None
@@ -508,7 +508,7 @@ class ExLlamaV2DynamicJob:
     # ---- internals -------------------------------------------------------------------------------------------------
 
     def _advance_in(self, context: JobContext) -> Advance:
-        """Return the replay of `resume_from` in this generator; a replay that another generator began is dropped."""
+        """Return the way over `resume_from` in this generator; one that another generator began is dropped."""
         if self._advance is None or self._prepared_in is not context:
             self._drop_advance()
             width = context.model.config.vocab_size
@@ -538,15 +538,15 @@ class ExLlamaV2DynamicJob:
 
     def _streaming(self, decoder: Decoder, flags: int) -> Event:
         released = decoder.output.release()
-        if self._replay is not None:
-            released = self._replay.strip(released, ended=False)
+        if self._rerun is not None:
+            released = self._rerun.strip(released, ended=False)
         return Event(self, "streaming", released, flags | HELD if decoder.output.held else flags)
 
     def _end(self, decoder: Decoder, outcome: Outcome, flags: int = 0) -> Event:
         match = outcome.match
         released, held_text = (decoder.output.flush(), "") if match is None else decoder.output.stop_at(match)
-        if self._replay is not None:
-            released = self._replay.strip(released, ended=True)
+        if self._rerun is not None:
+            released = self._rerun.strip(released, ended=True)
         self.is_finished = True
         string = None if match is None else match.string
         return ended(

@@ -1,4 +1,5 @@
-"""Prelaunch the next decode step: prepare it while the current one runs, launch it before the host sees the tokens.
+"""Prelaunched steps: prepare the next decode step while the current one runs, and launch it before the host sees the
+tokens.
 
 A step with draft tokens is launched once the host has accepted the tokens before it, while these are delivered.
 
@@ -22,7 +23,7 @@ from exl_generate.dynamic.runner import Runner, Window, mixable
 from exl_generate.dynamic.sequence import Sequence
 
 if TYPE_CHECKING:
-    from exl_generate.contracts import StepReplay
+    from exl_generate.contracts import PrelaunchableStep
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
     from exl_kernels.sampling import TokenTarget
 
@@ -60,7 +61,7 @@ def predictable(job: ExLlamaV2DynamicJob, missing: int = 1) -> bool:
 
 
 class PrelaunchedStep:
-    """The next forward pass over the sequences of some jobs, by a `contracts.StepReplay` where the model has one.
+    """The next forward pass over the sequences of some jobs, by the model's `PrelaunchableStep` where it has one.
 
     Args:
         runner: Runs the model.
@@ -90,7 +91,7 @@ class PrelaunchedStep:
         self.began: float | None = None
         for sequence, position in zip(self._sequences, self._positions, strict=True):
             sequence.provide(position + self._length)
-        self._params, self._step = runner.prepare(self._sequences, self._positions, self._length)
+        self._params, self._step = runner.prelaunchable_step(self._sequences, self._positions, self._length)
         self._pages = [
             self._pages_of(sequence, position)
             for sequence, position in zip(self._sequences, self._positions, strict=True)
@@ -120,7 +121,7 @@ class PrelaunchedStep:
         if (step := self._step) is not None:
             self._logits = attempt(lambda: self._launch(step))
 
-    def _launch(self, step: StepReplay) -> torch.Tensor:
+    def _launch(self, step: PrelaunchableStep) -> torch.Tensor:
         if self._ids is not None:
             first, others = self._ids[: self._jobs], self._ids[self._jobs :]
             if len(others) == len(first):
@@ -135,16 +136,16 @@ class PrelaunchedStep:
         """Drop the launched step, because it ran with other tokens."""
         self._logits = None
 
-    def run(self) -> None:
-        """Queue the step for the tokens that are set. Failures are handled as in `launch`."""
+    def launch_known(self) -> None:
+        """Queue the step for tokens that the host knows: those that are set. Failures are handled as in `launch`."""
         self._logits = None
         ids = [self._windows[job] for job in self._job_of]
-        self._logits = attempt(lambda: self._run(torch.tensor(ids, dtype=torch.int64)))
+        self._logits = attempt(lambda: self._launch_known(torch.tensor(ids, dtype=torch.int64)))
 
-    def _run(self, ids: torch.Tensor) -> torch.Tensor:
+    def _launch_known(self, ids: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor | None = None if self._step is None else self._step.run(ids)
         self._own_logits = logits is None
-        return self._runner.run(ids, self._sequences, self._params) if logits is None else logits.float()
+        return self._runner.run_prelaunched(ids, self._sequences, self._params) if logits is None else logits.float()
 
     def set_tokens(self, tokens: list[int]) -> None:
         """Store the sampled tokens, one a job."""

@@ -83,7 +83,7 @@ class Request:
     #: ids that an earlier run has handed out, behind which the job continues
     resumed: tuple[int, ...]
     #: ids that an earlier run has handed out, which the job samples again
-    replayed: tuple[int, ...]
+    rerun: tuple[int, ...]
 
     @property
     def reports_more(self) -> bool:
@@ -154,7 +154,7 @@ def request_of(
         max_rq_tokens=_reservation(max_rq_tokens),
         cache_salt=salt_of(cache_salt),
         resumed=() if settings.mirostat else resumed,
-        replayed=resumed if settings.mirostat else (),
+        rerun=resumed if settings.mirostat else (),
     )
 
 

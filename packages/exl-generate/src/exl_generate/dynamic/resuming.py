@@ -12,7 +12,7 @@ from exl_generate.errors import ResumeError
 if TYPE_CHECKING:
     from exl_generate.dynamic.decoder import Decoder, Outcome
 
-__all__ = ["Advance", "Replay"]
+__all__ = ["Advance", "Rerun"]
 
 
 class Advance:
@@ -64,7 +64,7 @@ class Advance:
         self.outcome = outcome
 
 
-class Replay:
+class Rerun:
     """Run a job again from its prompt, and leave out what an earlier run has handed out.
 
     For samplers whose state is more than the ids so far: mirostat's depends on the probabilities of past tokens.

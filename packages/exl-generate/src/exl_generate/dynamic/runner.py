@@ -24,7 +24,7 @@ from exl_kernels.errors import ExlError
 
 if TYPE_CHECKING:
     from exl_core.contracts import ForwardResult
-    from exl_generate.contracts import Adapter, Cache, Embedding, OwnModel, StepReplay
+    from exl_generate.contracts import Adapter, Cache, Embedding, OwnModel, PrelaunchableStep
     from exl_generate.sampling.sampler import Sample
 
 __all__ = ["Chunk", "Runner", "Window"]
@@ -253,22 +253,24 @@ class Runner:
                 torch.from_numpy(ids), cache=self._cache, attn_params=params, preprocess_only=preprocess_only, **extra
             )
 
-    def prepare(
+    def prelaunchable_step(
         self, sequences: list[Sequence], positions: list[int], q_len: int = 1
-    ) -> tuple[PagedParams, StepReplay | None]:
+    ) -> tuple[PagedParams, PrelaunchableStep | None]:
         """Prepare a pass over `q_len` tokens of each sequence from `positions` on.
 
         The sequences have no embeddings there and have mixable adapters. Returns the pass's parameters, and the step of
-        `Model.prepare_next_step` where the model can do everything but the tokens beforehand, else None.
+        `Model.prelaunchable_step` where the model can do everything but the tokens beforehand, else None.
         """
         params = self._params(sequences, positions, q_len)
         adapters = [list(sequence.loras) for sequence in sequences]
         if not any(adapters) or self._draft:
-            return params, self._model.prepare_next_step(q_len, self._cache, params)
-        return params, self._model.prepare_next_step(q_len, self._cache, params, row_loras=adapters)
+            return params, self._model.prelaunchable_step(q_len, self._cache, params)
+        return params, self._model.prelaunchable_step(q_len, self._cache, params, row_loras=adapters)
 
-    def run(self, ids: torch.Tensor, sequences: list[Sequence], params: PagedParams) -> torch.Tensor:
-        """Run the pass of `prepare` over int64 `ids` [B, q]; returns logits float32 [B, q, Vp] in new memory."""
+    def run_prelaunched(self, ids: torch.Tensor, sequences: list[Sequence], params: PagedParams) -> torch.Tensor:
+        """Run a prelaunched step that is none of the model's, over int64 `ids` [B, q] with the parameters of
+        `prelaunchable_step`; returns logits float32 [B, q, Vp] in new memory.
+        """
         extra: _PassOptions = {} if self._draft else _adapters_of(sequences)
         with torch.inference_mode():
             found = self._model.forward_chunk(ids, cache=self._cache, attn_params=params, **extra)

@@ -154,7 +154,7 @@ class ModelBase:
     def check_peers(self) -> None:
         """Do nothing: there is one device."""
 
-    def prepare_next_step(self, q_len: int, cache: Any, attn_params: Any, *, row_loras: Any = None) -> Any:
+    def prelaunchable_step(self, q_len: int, cache: Any, attn_params: Any, *, row_loras: Any = None) -> Any:
         """Return None: a step is computed when its ids are known."""
         return None
 
