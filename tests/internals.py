@@ -33,7 +33,7 @@ def prelaunches(generator: Any) -> bool:
 
 def has_redirects(generator: Any) -> bool:
     """Whether results of a job are still sent elsewhere; a generator that is idle must hold none."""
-    return bool(generator._outbox.has_redirects)  # noqa: SLF001
+    return bool(generator._outbox._redirects)  # noqa: SLF001
 
 
 def group_of(matrix: Any) -> Any:

@@ -95,7 +95,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[kernels.Row]:
     seen: list[kernels.Row] = []
     launch = kernels.launch
 
-    def watched(rows: Any, into: Any = None) -> kernels.Launched:
+    def watched(rows: Any, into: Any = None) -> kernels.LaunchedRows:
         seen.extend(rows)
         return launch(rows, into)
 

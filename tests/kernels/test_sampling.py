@@ -555,10 +555,11 @@ def test_gpu_launches_can_be_captured_behind_a_step() -> None:
     logits = torch.randn(2, 5000, device="cuda")
     rows = [Row(Plan(size=5000, top_k=40), row, uniform=0.3) for row in logits]
     sampling.sample(rows)  # buffers are made outside the capture
+    place = sampling_cuda._place(logits.device)  # noqa: SLF001
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         logits.mul_(1.5)
-        place = sampling_cuda.queue(rows)
+        place.launch(rows)
     for _ in range(3):
         graph.replay()
         torch.cuda.synchronize()

@@ -121,15 +121,21 @@ def test_buffers_that_do_not_fit_each_other_are_refused(wrong: str) -> None:
         _native.SamplingWorkspace(**buffers | {wrong: buffers[wrong].double()})
 
 
-def test_a_launch_alone_is_waited_for_before_its_buffers_are_filled_again(
+def test_an_interrupted_launch_is_waited_for_before_its_buffers_are_filled_again(
     memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
     waited: list[object] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     one = rows(1, 100)
     sampling_cuda.launch(one).collect()
     assert waited == []
-    sampling_cuda.queue(one)
+    with monkeypatch.context() as patch:
+        patch.setattr(_native, "cuda_sample_launch", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            sampling_cuda.launch(one)
     sampling_cuda.launch(one).collect()
     assert len(waited) == 1
     sampling_cuda.launch(one).collect()

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from exl_kernels import _native
-from exl_kernels.device import launch_of, require_cuda
+from exl_kernels.device import launch_of
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.selection import FUSED_ACTIVATIONS
 
-__all__ = ["activation", "apply_rope", "gated_activation", "layer_norm", "read_all", "rms_norm", "warm_up"]
+__all__ = ["activation", "apply_rope", "gated_activation", "layer_norm", "read_all", "rms_norm"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -172,11 +172,3 @@ def read_all(buffer: Tensor, sink: Tensor) -> None:
 def _check_kind(kind: str) -> None:
     if kind not in FUSED_ACTIVATIONS:
         raise UnsupportedError(f"unknown activation {kind!r}, expected one of {', '.join(FUSED_ACTIVATIONS)}")
-
-
-def warm_up(device: torch.device | str | int = "cuda") -> torch.device:
-    """Load every kernel onto a GPU now rather than at its first launch, which may be inside a captured region."""
-    place = require_cuda(device)
-    x = torch.ones(1, 8, device=place)
-    rms_norm(x, x[0], 1e-6)
-    return place

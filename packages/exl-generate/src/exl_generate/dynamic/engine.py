@@ -17,7 +17,7 @@ from exl_generate.dynamic.snapshot import Counters
 from exl_generate.dynamic.speculation import Drafter, Drafts
 from exl_generate.errors import NonFiniteLogitsError
 from exl_generate.interrupts import as_job_error
-from exl_generate.sampling import Draw, LaunchedBatch, Sample, launch_batch
+from exl_generate.sampling import Draw, LaunchedDraws, Sample, launch_draws
 from exl_kernels.errors import DeviceError
 from exl_kernels.selection import STEP_ROWS
 
@@ -120,7 +120,7 @@ class JobStep:
 
 
 def _accepted(
-    runner: Runner, launched: LaunchedBatch, places: dict[JobStep, range], samples: list[Sample | Exception]
+    runner: Runner, launched: LaunchedDraws, places: dict[JobStep, range], samples: list[Sample | Exception]
 ) -> list[JobStep]:
     """Accept the samples of consecutive positions while the draft tokens of a job hold.
 
@@ -330,7 +330,7 @@ class Engine:
                     places[step] = range(start, len(drawn))
             # The sampler writes the tokens into the next step if that has exactly these jobs.
             prelaunched = self._prelaunched if expected and list(places) == expected else None
-            launched = launch_batch(drawn, None if prelaunched is None else prelaunched.inputs())
+            launched = launch_draws(drawn, None if prelaunched is None else prelaunched.inputs())
             if prelaunched is not None and launched.written:
                 prelaunched.launch()
             launched.collect()

@@ -39,11 +39,6 @@ class Outbox:
         """Whether the job's events go to another list."""
         return job in self._redirects
 
-    @property
-    def has_redirects(self) -> bool:
-        """Whether any job's events go to another list."""
-        return bool(self._redirects)
-
     def end_redirect(self, job: ExLlamaV2DynamicJob) -> bool:
         """Undo `redirect`. Returns False if the job was not redirected."""
         return self._redirects.pop(job, None) is not None

@@ -3,7 +3,7 @@
 `transforms` has the definitions in float64.
 """
 
-from exl_generate.sampling.batch import Draw, LaunchedBatch, launch_batch, sample_batch
+from exl_generate.sampling.batch import Draw, LaunchedDraws, launch_draws, sample_draws
 from exl_generate.sampling.hooks import ExLlamaV2PostSamplingHook, ExLlamaV2PostSamplingResult
 from exl_generate.sampling.rng import RequestRandom
 from exl_generate.sampling.sampler import UNCONSTRAINED, Constraint, RequestSampler, Sample
@@ -20,13 +20,13 @@ __all__ = [
     "ExLlamaV2PostSamplingResult",
     "ExLlamaV2Sampler",
     "FrozenSettings",
-    "LaunchedBatch",
+    "LaunchedDraws",
     "RequestRandom",
     "RequestSampler",
     "Sample",
     "Settings",
     "SparseBias",
     "Vocabulary",
-    "launch_batch",
-    "sample_batch",
+    "launch_draws",
+    "sample_draws",
 ]

@@ -14,7 +14,7 @@ from exl_generate.sampling.sampler import UNCONSTRAINED, Constraint, RequestSamp
 from exl_kernels import sampling as kernels
 from exl_kernels.sampling import Failure, Row, Sampled, TokenTarget
 
-__all__ = ["Draw", "LaunchedBatch", "launch_batch", "sample_batch"]
+__all__ = ["Draw", "LaunchedDraws", "launch_draws", "sample_draws"]
 
 
 @dataclass(slots=True)
@@ -57,15 +57,15 @@ class Draw:
             return as_job_error(error)
 
 
-class LaunchedBatch:
-    """The queued sampling of draws (`launch_batch`); `collect` waits for it."""
+class LaunchedDraws:
+    """The launched sampling of the draws of one call (`launch_draws`), failed ones included; `collect` waits for it."""
 
     __slots__ = ("_draws", "_good", "_launched", "_outcomes", "_rows")
 
     def __init__(self, draws: Sequence[Draw], into: TokenTarget | None) -> None:
         self._draws = draws
         self._rows = [_prepared(draw) for draw in draws]
-        self._launched: kernels.Launched | None = None
+        self._launched: kernels.LaunchedRows | None = None
         self._outcomes: list[Sampled | Failure | Exception] | None = None
         self._good = [row for row in self._rows if not isinstance(row, Exception)]
         if self._good:
@@ -113,19 +113,19 @@ class LaunchedBatch:
         return samples
 
 
-def launch_batch(draws: Sequence[Draw], into: TokenTarget | None = None) -> LaunchedBatch:
+def launch_draws(draws: Sequence[Draw], into: TokenTarget | None = None) -> LaunchedDraws:
     """Queue a sample for each draw, by one native call.
 
     A sample depends on its own draw alone. If the call fails, rows are tried one by one, so that only failing rows
     fail. `into` gets the tokens, in the order of their GPU's stream, if all draws are sampled there
-    (`LaunchedBatch.written`).
+    (`LaunchedDraws.written`).
     """
-    return LaunchedBatch(draws, into)
+    return LaunchedDraws(draws, into)
 
 
-def sample_batch(draws: Sequence[Draw]) -> list[Sample | Exception]:
-    """Return a sample for each draw, or its error: `launch_batch`, `collect` and `samples` in one call."""
-    launched = launch_batch(draws)
+def sample_draws(draws: Sequence[Draw]) -> list[Sample | Exception]:
+    """Return a sample for each draw, or its error: `launch_draws`, `collect` and `samples` in one call."""
+    launched = launch_draws(draws)
     launched.collect()
     return launched.samples(range(len(draws)))
 

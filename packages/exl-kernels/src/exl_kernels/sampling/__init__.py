@@ -1,7 +1,7 @@
 """From rows of logits to tokens: all transforms in one native call for a batch of rows.
 
 A `Plan` holds the constants of a request, a `Row` the inputs of one step. `launch` queues the sampling of a token for
-each row, `Launched.collect` waits for the tokens, and `sample` does both.
+each row, `LaunchedRows.collect` waits for the tokens, and `sample` does both.
 
 The token is a function of (logits, plan, row) alone: independent of the other rows, and identical on every instruction
 set, on CPU and GPU. `exl_kernels.reference.sampling` is the same algorithm in plain numpy, with identical tokens.
@@ -33,7 +33,7 @@ __all__ = [
     "Dry",
     "Failure",
     "LateTemperature",
-    "Launched",
+    "LaunchedRows",
     "Penalties",
     "Plan",
     "Row",
@@ -247,15 +247,15 @@ class Failure:
     not_finite: bool
 
 
-class Launched:
-    """The queued sampling of `rows`; `collect` waits for it. `launch` makes it, and writes tokens to `into`."""
+class LaunchedRows:
+    """The launched sampling of all rows of a call; `launch` makes it, `collect` waits for it."""
 
     __slots__ = ("_on_gpus", "_results", "_rows", "written")
 
     def __init__(self, rows: Sequence[Row], into: TokenTarget | None) -> None:
         self._rows = rows
         self._results: list[Sampled | Failure] | None = None
-        self._on_gpus: list[tuple[list[int], sampling_cuda.LaunchedOnGpu]] = []
+        self._on_gpus: list[tuple[list[int], sampling_cuda.LaunchedGpuRows]] = []
         #: Whether `into` gets the rows' tokens. `collect` resets it where a row was left to the CPU.
         self.written = False
         devices: dict[torch.device, list[int]] = {}
@@ -297,7 +297,7 @@ class Launched:
         return answers
 
 
-def launch(rows: Sequence[Row], into: TokenTarget | None = None) -> Launched:
+def launch(rows: Sequence[Row], into: TokenTarget | None = None) -> LaunchedRows:
     """Queue the sampling of one token a row. Rows may differ in width, settings and device.
 
     Rows on a GPU are sampled there, in one set of launches on torch's current stream, and only the answers are read
@@ -309,8 +309,9 @@ def launch(rows: Sequence[Row], into: TokenTarget | None = None) -> Launched:
 
     Args:
         rows: the rows.
-        into: gets the tokens if all rows are on one GPU (`Launched.written`). A step that is queued after this call on
-            the same stream reads them before the host has seen them. A row without a token (`Failure`) writes any id.
+        into: gets the tokens if all rows are on one GPU (`LaunchedRows.written`). A step that is queued after this call
+            on the same stream reads them before the host has seen them. A row without a token (`Failure`) writes any
+            id.
 
     Raises:
         ShapeError: logits are not contiguous [V]. `launch` or `collect` raises these errors.
@@ -320,7 +321,7 @@ def launch(rows: Sequence[Row], into: TokenTarget | None = None) -> Launched:
         DeviceError: a launch fails.
     """
     try:
-        return Launched(rows, into)
+        return LaunchedRows(rows, into)
     except _REFUSED:
         _check_all(rows)
         raise

@@ -2,7 +2,7 @@
 
 The other inputs of the rows are written to pinned memory and copied in one piece; the kernels write the answers to
 pinned memory. Buffers grow to the largest call and are kept. One launch at a time uses the buffers of a GPU: the next
-launch waits for the answers of the previous one and stores them for its `LaunchedOnGpu`.
+launch waits for the answers of the previous one and stores them for its `LaunchedGpuRows`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .bias import SparseBias
 if TYPE_CHECKING:
     from . import Answer, Plan, Row, TokenTarget
 
-__all__ = ["LaunchedOnGpu", "launch", "queue", "workspace_bytes"]
+__all__ = ["LaunchedGpuRows", "launch", "workspace_bytes"]
 
 _STAGING = 1 << 18
 _SEGMENT, _BLOCKS = LIMITS.sampling_segment, LIMITS.sampling_blocks
@@ -53,7 +53,7 @@ class _Place:
         self.device = device
         self.lock = threading.Lock()
         self.under_way = False  # whether launches may read the buffers below
-        self.uncollected: LaunchedOnGpu | None = None  # the launch whose answers are still in them
+        self.uncollected: LaunchedGpuRows | None = None  # the launch whose answers are still in them
         self.sampled, self._copied = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._streams: dict[int, torch.cuda.Stream] = {}
@@ -112,7 +112,8 @@ class _Place:
         """Fill the staging memory, copy it and launch.
 
         `beside`: copy on a separate stream while the current stream is still busy with earlier work. Only for calls
-        whose preceding launches have all been waited for.
+        whose preceding launches have all been waited for. Otherwise a capture may contain the launches, behind a call
+        of the same size, as in benchmarks.
         """
         tail_free = any(row.plan.native.tail_free for row in rows)
         self.reserve(len(rows), max(row.logits.shape[0] for row in rows), tail_free)
@@ -163,22 +164,8 @@ def _place(device: torch.device) -> _Place:
         return found
 
 
-def queue(rows: Sequence[Row]) -> _Place:
-    """Launch on torch's current stream and return at once.
-
-    Nothing is allocated after a call of the same size, so a capture may contain the launches. The answers are in the
-    returned place after the stream has passed.
-    """
-    place = _place(rows[0].logits.device)
-    if place.uncollected is not None:
-        place.uncollected.collect()
-    place.under_way = True
-    place.launch(rows)
-    return place
-
-
-class LaunchedOnGpu:
-    """Queued sampling of rows on one GPU. Keeps the operands of its launches alive."""
+class LaunchedGpuRows:
+    """The launched sampling of a call's rows on one GPU. Keeps the operands of its launches alive."""
 
     __slots__ = ("_answers", "_into", "_place", "_rows")
 
@@ -203,7 +190,7 @@ class LaunchedOnGpu:
         return self._answers
 
 
-def launch(rows: Sequence[Row], into: TokenTarget | None = None) -> LaunchedOnGpu:
+def launch(rows: Sequence[Row], into: TokenTarget | None = None) -> LaunchedGpuRows:
     """Queue the sampling of rows of one GPU on torch's current stream; `into` gets their tokens."""
     place = _place(rows[0].logits.device)
     with place.lock:
@@ -214,5 +201,5 @@ def launch(rows: Sequence[Row], into: TokenTarget | None = None) -> LaunchedOnGp
         place.under_way = True
         place.launch(rows, into, beside=True)
         place.sampled.record(place.stream())
-        place.uncollected = LaunchedOnGpu(place, rows, into)
+        place.uncollected = LaunchedGpuRows(place, rows, into)
         return place.uncollected
