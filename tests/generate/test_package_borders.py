@@ -1,8 +1,10 @@
 """A decode step on the CPU crosses package borders six times, in the order of ARCHITECTURE.md.
 
-A border is crossed when a function of one package calls a function of another, and once more on the return. Calls over
-the same border that follow one another count once: one for each layer, say. So the count is that of the ways there and
-back: generator -> model -> operators, then generator -> sampling operators.
+The test counts transitions between packages, not calls. A border counts when a function of one package calls a function
+of another, and once more on the return. Calls over the same border that follow one another count once: each layer
+calls several operators, so the number of calls grows with the layers, and the number of transitions does not. It is the
+number of ways that control takes: generator -> model -> operators, then generator -> sampling operators. A callback
+into the package that called, or another way to the operators, adds one.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ class Borders:
 @pytest.mark.parametrize("jobs", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_decode_step_crosses_packages_six_times(jobs: int, temperature: float) -> None:
+    """Transitions there and back, as the docstring of this file counts them."""
     config = ExLlamaV2Config(MODEL)
     model = ExLlamaV2(config)
     model.load()
