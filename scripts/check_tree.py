@@ -125,7 +125,6 @@ ROW_COMPARISON = re.compile(
 # statements, which check_cycles.py and import-linter see; those that may not say why (`# late import: ...`).
 LOOKS_UP = {
     "packages/exl-core/src/exl_core/execution/arguments.py": "a cache that a caller passes",
-    "packages/exl-generate/src/exl_generate/static/base.py": "a cache that a caller passes",
     "packages/exl-filters/src/exl_filters/readers.py": "models of sentencepiece",
 }
 # Files of protocols, and all files of COMPLETE, have complete types, with these exceptions.

@@ -123,3 +123,28 @@ def test_an_abort_behind_the_last_token_takes_nothing_away(generator: ExLlamaV2D
         settings = ExLlamaV2Sampler.Settings(post_sampling_hooks=[hook])
         text = generator.generate("Once upon", new, gen_settings=settings, abort_event=event)
         assert (text is not None) == whole
+
+
+class NoPieces:
+    """A tokenizer without the text of its ids."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "get_id_to_piece_list":
+            raise AttributeError(name)
+        return getattr(self._tokenizer, name)
+
+
+def test_parts_without_a_member_of_their_protocol_are_refused(generator: ExLlamaV2DynamicGenerator) -> None:
+    model, cache, tokenizer = generator.model, generator.cache, generator.tokenizer
+    with pytest.raises(RequestError, match="tokenizer is a NoPieces, which has no get_id_to_piece_list"):
+        ExLlamaV2DynamicGenerator(model, cache, NoPieces(tokenizer))
+    with pytest.raises(RequestError, match="tokenizer is None"):
+        ExLlamaV2DynamicGenerator(model, cache, None)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="cache is a ExLlamaV2Tokenizer, which has no"):
+        ExLlamaV2DynamicGenerator(model, tokenizer, tokenizer)  # type: ignore[arg-type]
+    for wrong in (None, 3, model):
+        with pytest.raises(RequestError, match="cache is"):
+            ExLlamaV2BaseGenerator(model, wrong, tokenizer)  # type: ignore[arg-type]

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from exl_kernels.sampling import TokenTarget
 
 __all__ = [
-    "Adapter",
     "Cache",
     "CacheView",
     "Config",
@@ -35,6 +34,7 @@ __all__ = [
     "OwnModel",
     "OwnTokenizer",
     "PrelaunchableStep",
+    "RequestAdapter",
     "Tokenizer",
     "TokenizerOf",
     "first_missing",
@@ -88,8 +88,8 @@ class CacheView:
         raise NotImplementedError
 
 
-class Adapter(Protocol):
-    """The part of a LoRA adapter that generators use."""
+class RequestAdapter(Protocol):
+    """The part of a LoRA adapter that generators use; layers use `exl_core.contracts.Adapter`."""
 
     lora_scaling: float
     mixable: bool
@@ -220,7 +220,7 @@ class ModelOf(Protocol[CacheT, AdapterT, EmbeddingT]):
 Model: TypeAlias = ModelOf[Never, Never, Never]
 """A model of any kind, which is given no cache, adapter or embedding."""
 
-OwnModel: TypeAlias = ModelOf[Cache, Adapter, Embedding]
+OwnModel: TypeAlias = ModelOf[Cache, RequestAdapter, Embedding]
 """A model that is given its own caches, adapters and embeddings alone."""
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from exl_generate.dynamic.pages import PageTable, namespace_digest
 
 if TYPE_CHECKING:
-    from exl_generate.contracts import Adapter, Cache, Model, Tokenizer
+    from exl_generate.contracts import Cache, Model, RequestAdapter, Tokenizer
     from exl_generate.dynamic.draft_length import Acceptance
 
 __all__ = ["JobContext"]
@@ -45,7 +45,7 @@ class JobContext:
         #: columns of the logits: the vocabulary rounded up to a multiple of 32
         self.padded_vocab_size: int = -(-model.config.vocab_size // 32) * 32
         #: adapters of jobs that name none of their own
-        self.current_loras: list[Adapter] = []
+        self.current_loras: list[RequestAdapter] = []
         #: how often a module of the model was replaced, wrapped in an `Intervention` or taken out of one
         self.arrangements = 0
         self._arrangement = model.arrangement
@@ -62,7 +62,7 @@ class JobContext:
         self._arrangement, self.arrangements = now, self.arrangements + 1
         return True
 
-    def namespace_of(self, loras: Sequence[Adapter]) -> bytes:
+    def namespace_of(self, loras: Sequence[RequestAdapter]) -> bytes:
         """Return the digest that precedes the first page of every sequence under these adapters, 16 bytes.
 
         It is equal in every process with the same model, settings, adapters, cache format and kind of device. After a
@@ -75,7 +75,7 @@ class JobContext:
         return namespace_digest([*parts, *own, *map(_name_of, loras)])
 
 
-def _name_of(lora: Adapter) -> str:
+def _name_of(lora: RequestAdapter) -> str:
     """Return the name of an adapter's effect, the same in every process.
 
     The order of adapters counts: their results are added in that order, and the first replacement of a matrix wins.

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from exl_generate.contracts import TokenizerOf
 from exl_generate.dynamic.cache_owner import owning
 from exl_generate.dynamic.columns import StepColumns, check_columns, columns_of
 from exl_generate.dynamic.completion import Completions, build_jobs, reusable
@@ -21,7 +22,7 @@ from exl_generate.dynamic.limits import (
     check_drafting,
     check_history,
     check_pace,
-    check_tokenizer,
+    check_part,
     check_tokens,
 )
 from exl_generate.dynamic.outbox import Outbox
@@ -41,7 +42,7 @@ from exl_generate.interrupts import defer_sigint
 from exl_generate.sampling import Settings
 
 if TYPE_CHECKING:
-    from exl_generate.contracts import Adapter, Cache, Model, OwnModel, OwnTokenizer, Tokenizer
+    from exl_generate.contracts import Cache, Model, OwnModel, OwnTokenizer, RequestAdapter, Tokenizer
 
 __all__ = ["ExLlamaV2DynamicGenerator"]
 
@@ -127,7 +128,7 @@ class ExLlamaV2DynamicGenerator(PageViews):
         shared_ngram_tokens: int = 0,
         target_step_seconds: float | None = None,
     ) -> None:
-        check_tokenizer(tokenizer)
+        check_part("tokenizer", tokenizer, TokenizerOf)
         count_of("max_sampling_threads", max_sampling_threads)
         count_of("min_sampling_threads", min_sampling_threads)
         limits = Limits.resolve(model, cache, max_batch_size, max_seq_len, max_chunk_size, max_q_size, paged, page_size)
@@ -446,7 +447,7 @@ class ExLlamaV2DynamicGenerator(PageViews):
     def defrag_cache(self) -> None:
         """Do nothing: attention reads pages in any order at the same speed, and no result depends on the order."""
 
-    def namespace_of(self, loras: Sequence[Adapter]) -> bytes:
+    def namespace_of(self, loras: Sequence[RequestAdapter]) -> bytes:
         """Return the digest of everything but the tokens that decides the content of cached pages, 16 bytes.
 
         `loras` are the job's adapters. The digest is equal in every process with the same model, settings, adapters,
@@ -460,7 +461,7 @@ class ExLlamaV2DynamicGenerator(PageViews):
         return self._context.padded_vocab_size
 
     @property
-    def current_loras(self) -> list[Adapter]:
+    def current_loras(self) -> list[RequestAdapter]:
         """Adapters of jobs that name none of their own; `set_loras` sets them."""
         return self._context.current_loras
 

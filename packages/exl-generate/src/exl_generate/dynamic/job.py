@@ -23,7 +23,7 @@ from exl_generate.sampling import Sample, Settings
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from exl_generate.contracts import Adapter, Embedding
+    from exl_generate.contracts import Embedding, RequestAdapter
     from exl_generate.dynamic.context import JobContext
     from exl_generate.dynamic.prompt_scores import TokenScore
     from exl_generate.dynamic.runner import Window
@@ -256,7 +256,7 @@ class ExLlamaV2DynamicJob:
         return None if self._decoder is None else self._decoder.sampler.random.seed
 
     @property
-    def loras(self) -> tuple[Adapter, ...] | None:
+    def loras(self) -> tuple[RequestAdapter, ...] | None:
         """The adapters in force; before the job is enqueued those requested, None for the generator's."""
         return self.request.loras if self._decoder is None else self.sequence.loras
 

@@ -10,7 +10,7 @@ from exl_generate.dynamic.prompt_scores import PromptScores
 from exl_generate.dynamic.sequence import Sequence, full_pages
 
 if TYPE_CHECKING:
-    from exl_generate.contracts import Adapter
+    from exl_generate.contracts import RequestAdapter
     from exl_generate.dynamic.context import JobContext
     from exl_generate.dynamic.request import Request
 
@@ -93,7 +93,7 @@ class JobPages:
 
     # ---- names -----------------------------------------------------------------------------------------------------
 
-    def name(self, context: JobContext, loras: tuple[Adapter, ...]) -> None:
+    def name(self, context: JobContext, loras: tuple[RequestAdapter, ...]) -> None:
         """Name the full pages of the prompts for these adapters and the present modules of the model."""
         for sequence in self.sequences:
             sequence.loras = loras

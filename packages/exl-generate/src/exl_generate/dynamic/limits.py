@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from exl_generate.contracts import Model, Tokenizer
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 
-__all__ = ["Limits", "check_drafting", "check_history", "check_pace", "check_tokenizer", "check_tokens"]
+__all__ = ["Limits", "check_drafting", "check_history", "check_pace", "check_part", "check_tokens"]
 
 #: Models of one family have vocabularies of slightly different sizes: padding, and tokens that a fine-tuning has added.
 MOST_OTHER_IDS = 1024
@@ -119,13 +119,18 @@ def check_pace(model: Model, target_step_seconds: object) -> None:
 
 
 def _check_parts(model: object, cache: object, which: str = "") -> None:
-    for name, part, protocol in ((f"{which}model", model, ModelOf), (f"{which}cache", cache, Cache)):
-        missing = first_missing(part, protocol)
-        if missing is not None:
-            raise RequestError(
-                f"{name} is {'None' if part is None else 'a ' + type(part).__name__}, which has no {missing}; pass a "
-                "loaded model, its cache and its tokenizer, in this order"
-            )
+    check_part(f"{which}model", model, ModelOf)
+    check_part(f"{which}cache", cache, Cache)
+
+
+def check_part(name: str, part: object, protocol: type) -> None:
+    """Raise `RequestError` for a part of a generator that lacks a member of its protocol."""
+    missing = first_missing(part, protocol)
+    if missing is not None:
+        raise RequestError(
+            f"{name} is {'None' if part is None else 'a ' + type(part).__name__}, which has no {missing}; pass a "
+            "loaded model, its cache and its tokenizer, in this order"
+        )
 
 
 def _chunk_size(asked: int | None, longest: int, page_size: int) -> int:
@@ -136,12 +141,6 @@ def _chunk_size(asked: int | None, longest: int, page_size: int) -> int:
             f"max_chunk_size is {asked}; it must be a multiple of {page_size}, at most {longest} (config.max_input_len)"
         )
     return asked
-
-
-def check_tokenizer(tokenizer: object) -> None:
-    """Raise `RequestError` for an object that is not a tokenizer."""
-    if not hasattr(tokenizer, "get_id_to_bytes_list"):
-        raise RequestError(f"tokenizer is a {type(tokenizer).__name__}; pass the model's ExLlamaV2Tokenizer")
 
 
 def check_history(shared_ngram_tokens: int, use_ngram: bool) -> None:

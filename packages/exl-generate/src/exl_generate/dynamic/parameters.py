@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from exl_core.axes import marks_of, runs_of
 from exl_core.errors import InputError
-from exl_generate.contracts import Adapter, Embedding, first_missing
+from exl_generate.contracts import Embedding, RequestAdapter, first_missing
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX, NO_PICTURES, Pictures
 from exl_generate.errors import RequestError
 from exl_generate.sampling import FrozenSettings, Settings
@@ -163,19 +163,19 @@ def _ids(input_ids: object) -> NDArray[np.int64]:
     return input_ids.detach().cpu().numpy().reshape(-1).astype(np.int64)
 
 
-def adapters_of(loras: object) -> tuple[Adapter, ...] | None:
+def adapters_of(loras: object) -> tuple[RequestAdapter, ...] | None:
     """Return adapters as a tuple; None stays None (those of the generator)."""
     if loras is None:
         return None
     found: tuple[object, ...] = tuple(loras) if isinstance(loras, list | tuple) else (loras,)
     for lora in found:
-        if first_missing(lora, Adapter) is not None:
+        if first_missing(lora, RequestAdapter) is not None:
             raise RequestError(
                 f"loras holds a {type(lora).__name__}; pass adapters: ExLlamaV2Lora.from_directory(model, folder)"
             )
     if len(set(map(id, found))) != len(found):
         raise RequestError("loras holds an adapter twice; name each once and use its lora_scaling")
-    return cast("tuple[Adapter, ...]", found)
+    return cast("tuple[RequestAdapter, ...]", found)
 
 
 def embeddings_of(embeddings: object) -> tuple[Embedding, ...]:

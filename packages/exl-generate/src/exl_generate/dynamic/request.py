@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from exl_generate.contracts import Adapter, Embedding
+from exl_generate.contracts import Embedding, RequestAdapter
 from exl_generate.dynamic.parameters import (
     adapters_of,
     count_of,
@@ -77,7 +77,7 @@ class Request:
     identifier: object
     embeddings: tuple[Embedding, ...]
     #: adapters asked for; None means those of the generator
-    loras: tuple[Adapter, ...] | None
+    loras: tuple[RequestAdapter, ...] | None
     max_rq_tokens: int | None
     cache_salt: bytes
     #: ids that an earlier run has handed out, behind which the job continues

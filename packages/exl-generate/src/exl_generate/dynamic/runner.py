@@ -24,13 +24,13 @@ from exl_kernels.errors import ExlError
 
 if TYPE_CHECKING:
     from exl_core.contracts import ForwardResult
-    from exl_generate.contracts import Adapter, Cache, Embedding, OwnModel, PrelaunchableStep
+    from exl_generate.contracts import Cache, Embedding, OwnModel, PrelaunchableStep, RequestAdapter
     from exl_generate.sampling.sampler import Sample
 
 __all__ = ["Chunk", "Runner", "Window"]
 
 Ids = NDArray[np.int64]
-_Kind = tuple[int, "tuple[Adapter, ...]", "tuple[Embedding, ...]", bool]
+_Kind = tuple[int, "tuple[RequestAdapter, ...]", "tuple[Embedding, ...]", bool]
 """Ids of a window, the adapters that its pass has, the embeddings, and whether the hidden state is wanted."""
 
 
@@ -92,8 +92,8 @@ def mixable(sequence: Sequence) -> bool:
 class _PassOptions(TypedDict, total=False):
     """Arguments of a pass that few passes have; see `contracts.ModelOf.forward_chunk`."""
 
-    loras: SequenceOf[Adapter]
-    row_loras: SequenceOf[SequenceOf[Adapter]]
+    loras: SequenceOf[RequestAdapter]
+    row_loras: SequenceOf[SequenceOf[RequestAdapter]]
     indexed_embeddings: SequenceOf[Embedding]
     return_last_state: bool
 
@@ -186,7 +186,7 @@ class Runner:
         """Return the passes of windows of one kind."""
         if self.may_share_a_pass([window.sequence for window in group], len(group) * len(group[0].ids)):
             return [group]
-        by_adapters: dict[tuple[Adapter, ...], list[Window]] = defaultdict(list)
+        by_adapters: dict[tuple[RequestAdapter, ...], list[Window]] = defaultdict(list)
         for window in group:
             by_adapters[tuple(window.sequence.loras)].append(window)
         return list(by_adapters.values())

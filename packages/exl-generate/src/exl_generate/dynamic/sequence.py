@@ -17,7 +17,7 @@ from exl_core import SeqTensor
 from exl_generate.dynamic.pages import Page, PageTable, page_hash
 
 if TYPE_CHECKING:
-    from exl_generate.contracts import Adapter, Embedding
+    from exl_generate.contracts import Embedding, RequestAdapter
     from exl_generate.dynamic.prompt_scores import PromptScores
 
 __all__ = ["EMBEDDING_INDEX", "NO_PICTURES", "PageHead", "Pictures", "Sequence", "full_pages"]
@@ -78,7 +78,7 @@ class Sequence:
         #: takes the logits of the prompt, where they are asked for
         self.scores = scores
         #: adapters that are active for this sequence; set when the job is queued
-        self.loras: tuple[Adapter, ...] = ()
+        self.loras: tuple[RequestAdapter, ...] = ()
         known = np.array(generated, dtype=np.int64)
         self._buffer = np.concatenate([np.asarray(input_ids, dtype=np.int64), known])
         self._keys = self._buffer if keys is None else np.concatenate([keys, known])

@@ -13,6 +13,7 @@ import torch
 
 from exl_generate.contracts import Cache, Model, OwnModel, OwnTokenizer, Tokenizer
 from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
+from exl_generate.dynamic.limits import check_part
 from exl_generate.dynamic.parameters import check_abort_event, count_of, seed_of
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 from exl_generate.errors import CapacityError, RequestError
@@ -40,8 +41,7 @@ class ExLlamaV2BaseGenerator:
     """
 
     def __init__(self, model: Model, cache: Cache, tokenizer: Tokenizer) -> None:
-        if not hasattr(cache, "copy_states"):
-            raise RequestError(f"cache is a {type(cache).__name__}; pass a cache of the model")
+        check_part("cache", cache, Cache)
         # The parts belong together, as the caller says; model and tokenizer check what they are given.
         self.model = cast("OwnModel", model)
         self.cache = cache

@@ -248,7 +248,7 @@ class Failure:
 
 
 class LaunchedRows:
-    """The launched sampling of all rows of a call; `launch` makes it, `collect` waits for it."""
+    """The launched sampling of the rows of one call, whose tokens go `into` the target; `collect` waits for it."""
 
     __slots__ = ("_on_gpus", "_results", "_rows", "written")
 
