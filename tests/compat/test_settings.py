@@ -265,7 +265,7 @@ CHANGES: list[tuple[dict[str, Any], Callable[[Any], None]]] = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
 @pytest.mark.parametrize("at", range(len(CHANGES)))
 def test_a_change_applies_from_the_next_token_on(at: int, drafter: str) -> None:

@@ -271,6 +271,7 @@ def test_copy_from(model: ExLlamaV2, lab: Any) -> None:
         ExLlamaV2Cache_Q4(model, 2, 40, copy_from=cache)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.covers("core.md: better-6.5.4-5", "core.md: caches")
 @pytest.mark.parametrize("head_dim", [8, 24, 80, 96])
 @pytest.mark.parametrize("cache_class", CLASSES)

@@ -88,6 +88,7 @@ def prompts(lengths: list[int], past: list[int], order: torch.Tensor | None = No
     return many if len(lengths) == 1 else replace(many, q_lens=torch.tensor(lengths, dtype=torch.int32))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shift", [None, -2], ids=["", "rotated-elsewhere"])
 @pytest.mark.parametrize(("lengths", "past"), PROMPTS)
 def test_a_short_prompt_is_stored_by_a_captured_step(

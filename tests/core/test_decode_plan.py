@@ -36,7 +36,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> ExLlamaV2:
     return loaded
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("joined", ["0", "8", "64"])
 @pytest.mark.parametrize(("batch", "q_len"), [(1, 1), (2, 1), (1, 3), (2, 4), (3, 5)])
 def test_the_plan_is_the_modules_own_pass(
@@ -130,7 +130,7 @@ def test_a_table_of_positions_does_not_keep_rows_from_blocks(tmp_path: Path, mon
     assert changed.refusal_of_rows(128) == f"{positions.key} has code that its description does not know"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("batch", "q_len"), [(1, 1), (5, 1), (2, 4), (1, 20), (2, 40)])
 @pytest.mark.parametrize("odd", ["model.layers.0.self_attn.v_proj", "model.layers.1.mlp.up_proj"])
 def test_one_half_that_cannot_be_joined_leaves_the_others_joined(
@@ -258,7 +258,7 @@ NORMS_THAT_PACK = {
 """Layouts in which the launch of a norm of results, or of a LayerNorm, packs the input of the next matmul."""
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("joined", ["0", "64"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_description_is_run_as_the_modules_run_it(
@@ -390,6 +390,7 @@ def test_why_there_is_no_plan(model: ExLlamaV2) -> None:
     assert "is not the attention or the MLP" in str(why_apart(model.modules[0]))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", [0, 1, 2, -2, -1])
 @pytest.mark.parametrize("way", ["method", "class"])
 def test_modules_with_code_of_their_own_run_it(model: ExLlamaV2, place: int, way: str) -> None:

@@ -46,7 +46,7 @@ def test_sections_are_runs_of_one_device() -> None:
     assert [(s.begin, s.end) for s in sections_of(Placement(["cpu"] * 4))] == [(0, 4)]
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("joined", ["0", "64"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sections_in_a_chain_are_the_whole_model(
@@ -77,6 +77,7 @@ def test_sections_in_a_chain_are_the_whole_model(
             assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("held", [False, True], ids=["at once", "later"])
 @pytest.mark.parametrize(
     "others",

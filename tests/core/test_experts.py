@@ -83,6 +83,7 @@ def in_one_call(model: ExLlamaV2, ids: Tensor, **options: Any) -> Tensor:
         return logits
 
 
+@pytest.mark.sampled(4)
 def test_routers_do_not_keep_prompts_from_being_batch_invariant(
     model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,7 +102,7 @@ def test_in_one_call_and_one_after_the_other(model: ExLlamaV2, batch: int) -> No
     assert torch.equal(in_one_call(model, ids), one_after_the_other(model, ids))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @some
 @given(data=st.data())
 @pytest.mark.parametrize("cache_class", [ExLlamaV2Cache, ExLlamaV2Cache_Q4])
@@ -159,6 +160,7 @@ def test_an_adapted_shared_expert_joins_the_others(model: ExLlamaV2) -> None:
     assert not torch.equal(together, mixture.inner(h))
 
 
+@pytest.mark.sampled(4)
 def test_unloading_and_loading_again(model: ExLlamaV2) -> None:
     ids = ids_of(1)
     before = in_one_call(model, ids)

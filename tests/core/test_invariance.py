@@ -67,6 +67,7 @@ def alone(model: ExLlamaV2, sequence: torch.Tensor, cache_class: Any) -> torch.T
 cuts = st.lists(st.integers(1, LENGTH - 1), max_size=6, unique=True).map(sorted)
 
 
+@pytest.mark.sampled(4)
 @some
 @given(data=st.data())
 @pytest.mark.parametrize("cache_class", CACHES)
@@ -92,7 +93,7 @@ def test_batch_neighbours(model: ExLlamaV2, sequences: torch.Tensor, cache_class
         assert torch.equal(logits[index], alone(model, sequences[row], cache_class))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @some
 @given(data=st.data())
 @pytest.mark.parametrize("cache_class", CACHES)

@@ -177,6 +177,7 @@ def with_float(folder: Path, key: str, out_features: int, in_features: int) -> E
     return ExLlamaV2Config(folder)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("card", "alone", "packed"), [("3090", "gemm_tile", "gemm_direct"), ("H100", "gemv_ring", "gemm_few")]
 )

@@ -549,6 +549,7 @@ def test_gptq_widths_that_there_are_not(lab: Any, tmp_path: Path, bits: int) -> 
         lab.load(folder)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("inner", [96, 80])
 def test_fused_gptq_matrices_are_split_at_any_width(lab: Any, tmp_path: Path, bits: int, inner: int) -> None:

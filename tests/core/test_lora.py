@@ -128,7 +128,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 # A warning of a class of peft would make the process that collects results import peft, and torch with it.
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed", "ignore:Adapter .default.")
 @pytest.mark.covers("core.md: better-14.4")
 @pytest.mark.parametrize("case", OPTIONS)
@@ -174,6 +174,7 @@ TIED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.covers("core.md: better-14.4")
 @pytest.mark.parametrize("case", TIED)
 def test_adapters_of_a_model_whose_head_is_its_embedding(lab: Any, tmp_path: Path, ids: Tensor, case: str) -> None:
@@ -312,6 +313,7 @@ def test_quantized_model_with_the_adapter_of_the_float_model(lab: Any, ids: Tens
     assert_close(model.forward(ids, loras=[lora])[..., :90], reference.forward(ids)[..., :90])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.covers("core.md: tensor-parallel")
 @pytest.mark.parametrize("kind", ["exl2", "gptq-act-order"])
 @pytest.mark.parametrize("modules", [ALL, ["down_proj"], ["q_proj", "gate_proj"]], ids=["all", "down", "some"])

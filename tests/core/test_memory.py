@@ -55,6 +55,7 @@ def run(model: ExLlamaV2, cache: ExLlamaV2CacheBase, lab: Any) -> None:
     model.forward(lab.ids(1, 20), return_last_state=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["exl2", "float"])
 @pytest.mark.parametrize("how", ["whole", "split", "cut"])
 def test_a_dropped_cache_and_a_dropped_model_are_gone(

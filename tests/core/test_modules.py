@@ -23,6 +23,7 @@ def blocks(model: ExLlamaV2) -> list[Any]:
     return [m for m in model.modules if isinstance(m, (Attention, GatedMLP))]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", ["exact", "int8"])
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_fused_blocks_equal_the_steps(name: str, mode: str, lab: Any) -> None:

@@ -43,6 +43,7 @@ def capped(*gib: float) -> list[Device]:
     return [Device(f"cpu:{i}", int(size * GIB)) for i, size in enumerate(gib)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
@@ -221,6 +222,7 @@ def test_memory_of_decode_steps_is_planned_apart_from_that_of_chunks(lab: Any) -
         _ = config.decode_rows
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("skew", [0.0, 1.0, 3.0, 30.0])
 @pytest.mark.parametrize("rows", [512, 700, 2048])
 def test_dequantized_experts_of_a_prompt_are_planned(tmp_path: Path, rows: int, skew: float) -> None:

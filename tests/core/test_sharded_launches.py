@@ -135,7 +135,7 @@ def run(model: ExLlamaV2, made: list[ShardLaunches], ids: Tensor, params: PagedP
     return logits
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("shares", [[8.0, 8.0], [4.0, 14.0], [8.0] * 4], ids=["two", "uneven", "four"])
 @pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
 @pytest.mark.parametrize("kind", ["exl2", "gptq"])

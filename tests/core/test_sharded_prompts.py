@@ -51,6 +51,7 @@ def paged(lengths: list[int], past: int, q_len: int) -> PagedParams:
     return PagedParams(batch, table, begin, past, PAGE, q_len if equal else 0, q_lens=own)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shares", [[8.0, 8.0], [4.0, 14.0], [8.0] * 4], ids=["two", "uneven", "four"])
 @pytest.mark.parametrize(
     ("kind", "family"),

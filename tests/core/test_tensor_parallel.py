@@ -70,7 +70,7 @@ def ids(lab: Any) -> Tensor:
 EVEN2, EVEN3, UNEVEN, FIVE = [8.0, 8.0], [8.0, 8.0, 8.0], [4.0, 14.0, 2.0], [8.0] * 5
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.covers("core.md: better-10.4")
 @pytest.mark.parametrize(
     "shares", [EVEN2, EVEN3, [8.0] * 4, UNEVEN, FIVE], ids=["two", "three", "four", "uneven", "five"]
@@ -127,6 +127,7 @@ def test_cut_matrices_are_bitwise_identical_to_one_device(
     assert torch.equal(model.forward(ids), whole.forward(ids))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("shares", "per_layer"), [(EVEN2, 3), (UNEVEN, 3), ([8.0] * 4, 3), (FIVE, 4)])
 @pytest.mark.parametrize("kind", ["exl2", "gptq-act-order"])
 def test_exchanges_of_a_layer(
@@ -142,6 +143,7 @@ def test_exchanges_of_a_layer(
         assert exchange.count - before == per_layer * model.config.num_hidden_layers + 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("base", [ExLlamaV2Cache_8bit, ExLlamaV2Cache_Q4, ExLlamaV2Cache_Q6, ExLlamaV2Cache_Q8])
 def test_every_cache_and_its_methods(
     lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor, base: type[ExLlamaV2CacheBase]

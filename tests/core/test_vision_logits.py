@@ -81,6 +81,7 @@ def test_the_whole_prompt(pair: Pair, images: list[Any], prompt: Tensor, expecte
     assert pair.qwen == (images[0].positions_taken < images[0].length)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("step", [1, 7, 40])
 def test_in_chunks(pair: Pair, images: list[Any], prompt: Tensor, expected: Tensor, step: int) -> None:
     """Chunks are bitwise equal to the whole. A picture whose rows see each other is not cut by the limit."""
@@ -240,6 +241,7 @@ def over_two(pair: Pair, how: str) -> ExLlamaV2:
     return model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["layers", "heads"])
 def test_over_two_devices(
     pair: Pair, images: list[Any], prompt: Tensor, how: str, monkeypatch: pytest.MonkeyPatch

@@ -85,6 +85,7 @@ def test_frames_of_a_video_are_cut_as_published(pair: Pair) -> None:
     torch.testing.assert_close(made.pixels, torch.cat(pairs), atol=1e-5, rtol=0)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "CMYK"])
 @pytest.mark.parametrize("size", SIZES)
 def test_images_are_prepared_as_transformers_does(pair: Pair, size: tuple[int, int], mode: str) -> None:

@@ -22,6 +22,7 @@ def completions(line: str) -> set[str]:
     return set(done.stdout.split())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("line", "offered"),
     [

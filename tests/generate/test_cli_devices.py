@@ -58,6 +58,7 @@ def test_a_skipped_gpu_is_announced_with_the_reason(exl, monkeypatch: pytest.Mon
     assert (code, err) == (0, "exl: running on the CPU; cuda:0 (Card 0) is skipped: no code for it\n")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("command", RUNS, ids=lambda c: c[0])
 @pytest.mark.parametrize("option", [True, False])
 def test_a_named_device_is_not_announced(

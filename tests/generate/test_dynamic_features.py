@@ -96,6 +96,7 @@ class Undoing(Alternating):
         self.count -= n
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [Alternating, Undoing])
 @pytest.mark.parametrize("how", ["plain", "ngram", "model"])
 @pytest.mark.covers("generators.md: 52", "filters.md: CAP-11")
@@ -115,6 +116,7 @@ def test_a_rewind_takes_the_filters_back(how: str, kind: type[Alternating]) -> N
     assert rewinds > tries
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("before", range(2, 18))
 @pytest.mark.covers("generators.md: 47", "generators.md: 52")
 def test_a_page_that_may_be_taken_back_is_not_published(before: int) -> None:

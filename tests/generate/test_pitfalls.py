@@ -96,6 +96,7 @@ def test_padded_ids_are_never_sampled(vocab: int) -> None:
 
 
 # The default run has every pair of two of them.
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("how", "healing", "over"),
     [
@@ -333,6 +334,7 @@ class Counted(Only):
         return set(range(3 + self.fed % 3, VOCAB, 3)), set()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [lambda: Only(*(i for i in range(3, VOCAB) if i % 3)), Counted])
 @pytest.mark.parametrize("how", ["ngram", "model"])
 def test_a_filter_with_drafts_is_the_filter_alone(how: str, kind: Any) -> None:

@@ -114,6 +114,7 @@ def test_large_logits_do_not_overflow(each_isa: str) -> None:
     assert_close(got, case.oracle(rows, positions), 2e-3)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [0, 100])
 def test_bitwise_identical_in_any_chunking_batch_placement_and_thread_count(

@@ -139,6 +139,7 @@ def test_fp8_is_nearest_for_every_half(each_isa: str) -> None:
         assert not (worse & finite & neighbour.isfinite()).any()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("heads", "dim"), [(1, 1), (2, 64), (3, 80), (4, 128), (1, 33), (2, 256), (1, 100)])
 def test_store_and_load_are_bitwise_equal_to_the_twin(each_isa: str, kind: Any, heads: int, dim: int) -> None:

@@ -28,6 +28,7 @@ def matrix(k: int, n: int, seed: int, compute: Any) -> QuantMatrix:
     return QuantMatrix.from_exl2({**tensors, "bias": bias}, compute=compute)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("modes", [("int8", "int8"), ("exact", "exact"), ("int8", "exact")])
 @pytest.mark.parametrize("seeds", [(1, 1), (1, 2)])
 @pytest.mark.parametrize("rows", [1, 2, 5, 70])

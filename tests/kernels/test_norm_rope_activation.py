@@ -32,6 +32,7 @@ def assert_close(got: Tensor, oracle: Tensor, tolerance: float = 4e-6) -> None:
     assert float(error.max()) < tolerance
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 3e3])
 def test_norms_match_the_oracle(each_isa: str, dim: int, scale: float) -> None:
@@ -167,6 +168,7 @@ def test_rope_refuses_bad_input(x: Tensor, table: Tensor, positions: Tensor, err
         apply_rope(x, table, table, positions)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [1, 15, 16, 100, 20_000])
 def test_activations_match_the_oracle(each_isa: str, kind: Any, n: int) -> None:

@@ -48,6 +48,7 @@ def test_a_sparse_bias_is_that_of_a_value_for_each_id(seed: int, width: int) -> 
     assert same(sampling.sample([row])[0], sampling.sample([dense])[0])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("spread", [0.3, 1.0, 4.0])
 @pytest.mark.parametrize(
     "fields",

@@ -44,7 +44,7 @@ def ours(found: list[Any]) -> Counter[str]:
     return Counter(type(one).__qualname__ for one in found if type(one).__module__.startswith("exl_"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("streamed", ["whole", "streamed", "cut"])
 @pytest.mark.parametrize("kind", sorted(ASKED))
 def test_requests_leave_no_cycles(server: LiveServer, kind: str, streamed: str, garbage: list[Any]) -> None:

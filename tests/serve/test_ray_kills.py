@@ -129,7 +129,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("resumes", [True, False])
 @pytest.mark.parametrize("what", ["engine", "actor", "node"])
 @pytest.mark.parametrize("case", CASES)

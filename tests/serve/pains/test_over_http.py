@@ -77,6 +77,7 @@ def test_a_strict_schema_holds_at_the_highest_temperature(http: httpx.Client, se
     assert len(found["name"]) <= 5
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("field", "names"),
     [
