@@ -9,6 +9,7 @@ import pytest
 from exl_filters import (
     AllOf,
     AnyOf,
+    CompileBudget,
     ExLlamaV2Filter,
     ExLlamaV2SelectFilter,
     FilterContext,
@@ -169,7 +170,7 @@ FILTERS = {
     "plugin": plugin,
     "grammar": grammar,
     "json": lambda watch: grammar(watch, regex=None, choice=["aabca", "ab"]),
-    "xgrammar": lambda watch: grammar(watch, backend="xgrammar"),
+    "xgrammar": lambda watch: grammar(watch, backend="xgrammar", budget=CompileBudget(trust=True)),
     "all of": composed(lambda part: AllOf([part, ExLlamaV2SelectFilter(None, V, ["abcab"])])),
     "any of": composed(lambda part: AnyOf([ExLlamaV2SelectFilter(None, V, ["abcab"]), part])),
     "sequence": composed(lambda part: SequenceFilter([part, ExLlamaV2SelectFilter(None, V, ["c"])])),

@@ -17,6 +17,7 @@ from exl_filters import (
     AllOf,
     AnyOf,
     BanFilter,
+    CompileBudget,
     ExLlamaV2GrammarFilter,
     ExLlamaV2PrefixFilter,
     ExLlamaV2SelectFilter,
@@ -77,7 +78,8 @@ FILTERS: dict[str, Callable[[], Any]] = {
     "regex": lambda: grammar(regex="([a-z]{1,4}[ .]){3,8}"),
     "lark": lambda: grammar(lark='start: ("{" /[a-z]+/ "}")+'),
     "schema": lambda: grammar(json_schema={"type": "array", "items": {"enum": ["a", "the"]}, "minItems": 1}),
-    "xgrammar": lambda: grammar(regex="[a-f]{2,30}", backend="xgrammar"),
+    # Its process, which imports torch, is tested in tests/filters.
+    "xgrammar": lambda: grammar(regex="[a-f]{2,30}", backend="xgrammar", budget=CompileBudget(trust=True)),
     "enforcer": enforcer,
     "select": lambda: ExLlamaV2SelectFilter(None, TOKENIZER, ["the theory", "they are", "some of the people"]),
     "prefix": lambda: ExLlamaV2PrefixFilter(None, TOKENIZER, ["begin so", "or the"]),
