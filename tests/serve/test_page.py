@@ -22,9 +22,11 @@ from exl_serve.api.text import FolderText
 from exl_serve.config.model import Auth, ModelConfig
 from exl_serve.testing.local import EngineThread
 from exl_serve.testing.server import LiveServer
-from exl_serve.testing.waiting import until
+from exl_serve.testing.waiting import until as until_any
 
 CHROME, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
+# Each look at the page is a request to the driver, which costs three processes time.
+until = partial(until_any, pause=0.1)
 # CI says EXL_BROWSER=required where it has installed one: there a missing browser is a failure.
 pytestmark = pytest.mark.skipif(
     (CHROME is None or DRIVER is None) and os.environ.get("EXL_BROWSER") != "required",

@@ -11,8 +11,10 @@ __all__ = ["until"]
 HANG_SECONDS = 120.0
 
 
-def until(true: Callable[[], Any], explain: Callable[[], str] = str, *, seconds: float = HANG_SECONDS) -> Any:
-    """Return the first true result of `true()`.
+def until(
+    true: Callable[[], Any], explain: Callable[[], str] = str, *, seconds: float = HANG_SECONDS, pause: float = 0.02
+) -> Any:
+    """Return the first true result of `true()`, which is called every `pause` seconds.
 
     Raises TimeoutError with the text of `explain()` after `seconds` seconds, which only a hang takes.
     """
@@ -20,5 +22,5 @@ def until(true: Callable[[], Any], explain: Callable[[], str] = str, *, seconds:
     while not (found := true()):
         if time.monotonic() > end:
             raise TimeoutError(explain() or "waited for nothing")
-        time.sleep(0.02)
+        time.sleep(pause)
     return found
