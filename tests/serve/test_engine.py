@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import threading
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -537,3 +540,34 @@ def test_an_engine_that_has_ended_may_be_stopped_again(fable: EngineThread) -> N
     thread.close()
     assert not thread.running
     thread.host.stop()
+
+
+def engine_threads() -> set[int]:
+    return {one.native_id for one in threading.enumerate() if one.name == "exl-engine" and one.native_id is not None}
+
+
+def test_an_idle_engine_rarely_wakes(scripted: EngineThread) -> None:
+    """A request that has ended and a connected worker do not keep it awake. ops/test_operation.py counts the waits of
+    all processes.
+    """
+    others = engine_threads()
+    thread = EngineThread(ModelConfig(id="idle", path=scripted.card.folder, device="cpu", engine="free"))
+    (task,) = engine_threads() - others
+
+    def waits() -> int:
+        status = Path(f"/proc/self/task/{task}/status").read_text()
+        return int(re.findall(r"^voluntary_ctxt_switches:\s*(\d+)", status, re.MULTILINE)[0])
+
+    async def work(engine: LocalEngine) -> int:
+        sink = Sink()
+        await engine.submit(request(thread), sink)
+        await sink.ended()
+        await asyncio.sleep(0.2)  # the engine deletes the request
+        before = waits()
+        await asyncio.sleep(1.0)
+        return waits() - before
+
+    found = on(thread, work)
+    thread.close()
+    # Once a second by itself, once for the worker's sign of life; each may wait for the interpreter as well.
+    assert found <= 6

@@ -71,7 +71,7 @@ def test_a_request_that_waits_is_answered_once_the_models_are_known() -> None:
     assert asyncio.run(work()) == {"/v1/models": (200, "")}
 
 
-@pytest.mark.full  # tests/serve/ops/test_chaos.py starts such a server too
+@pytest.mark.full  # tests/serve/ops/test_supervisor.py stops such a worker without processes
 def test_a_server_whose_tokenizer_is_unread_is_not_announced_and_can_be_stopped(
     served: Callable[..., Served], tmp_path: Path
 ) -> None:

@@ -149,7 +149,7 @@ def test_a_stopped_engine_is_logged_ended_and_started_again(start: Start, half_w
     assert "makes no progress" in server.log
 
 
-@pytest.mark.full
+@pytest.mark.full  # tests/serve/ops/test_supervisor.py reloads one without processes
 def test_a_reload_takes_over_models_and_limits(start: Start, tmp_path: Path) -> None:
     server = start(models(a="free"))
     file = tmp_path / "serve.toml"
@@ -181,7 +181,7 @@ def test_models_are_loaded_when_they_are_asked_for_and_by_operators(start: Start
     assert httpx.post(f"{server.url}/v1/models/zzz/load", **options).status_code == 404  # type: ignore[arg-type]
 
 
-@pytest.mark.full
+@pytest.mark.full  # tests/serve/test_engine.py counts those of an engine
 def test_an_idle_server_rarely_wakes(start: Start) -> None:
     """Each process a few times a second: the event loop's clock, signs of life, a look at the engine."""
     server = start(models(a="free"))
