@@ -28,6 +28,7 @@ from exl_generate import bundled
 from exl_serve.api.__main__ import _serve
 from exl_serve.config.load import load
 from exl_serve.config.model import ModelConfig, ServeConfig
+from exl_serve.engine.inbox import Inbox
 from exl_serve.engine.status import StatusWriter, status_path
 from exl_serve.super import engines, link, supervisor
 from exl_serve.super.supervisor import Supervisor
@@ -114,19 +115,25 @@ def models(*ids: str) -> str:
 
 
 def run_with(made: Supervisor, drive: Callable[[], None]) -> int:
-    """Run a supervisor on this thread, as signals need it, and `drive` on another; returns the exit code."""
+    """Run a supervisor on this thread, as signals need it, and `drive` on another; returns the exit code.
+
+    The supervisor ends at once if `drive` has not ended it.
+    """
+    ended = threading.Event()
 
     def driving() -> None:
         try:
             drive()
-        except BaseException:
-            for _ in range(2):  # the second ends it at once
+        finally:
+            while not ended.wait(0.1):  # two signals may count as one
                 os.kill(os.getpid(), signal.SIGTERM)
-            raise
 
     with ThreadPoolExecutor(1) as pool:
         driven = pool.submit(driving)
-        code = made.run()
+        try:
+            code = made.run()
+        finally:
+            ended.set()
         driven.result()
     return code
 
@@ -174,9 +181,39 @@ def test_hangup_reloads_the_configuration_and_an_interrupt_ends_the_server(
         assert (message.phase, states(message)) == ("stopping", {"b": "ready"})
         assert children["engine.b"].poll() is None
         children["worker.0"].status = 0
+        until(lambda: children["engine.b"].poll() is not None)
 
     assert run_with(made, drive) == 0
     assert children["engine.b"].poll() == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_the_supervisor_and_engines_accept_their_own_user_alone(
+    children: dict[str, FakeChild], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: bool
+) -> None:
+    """The kernel tells them the user of a connection; for the test they take themselves for another user."""
+    user = os.geteuid() + other
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    file = tmp_path / "serve.toml"
+    file.write_text("server.port = 0\n" + models("a"))
+    answers: list[bytes] = []
+
+    def greeting(address: str) -> bytes:
+        """The first byte that a connection gets; none where it is closed."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(SECONDS)
+            connection.connect(address.removeprefix("ipc://"))
+            return connection.recv(1)
+
+    def drive() -> None:
+        until(lambda: "worker.0" in children)
+        answers.append(greeting(children["worker.0"].start["address"]))
+
+    run_with(Supervisor(load(file)), drive)
+    engine = Inbox(f"ipc://{tmp_path}/engine")
+    answers.append(greeting(f"ipc://{tmp_path}/engine"))
+    engine.close()
+    assert answers == ([b"", b""] if other else [b"\xff", b"\xff"])
 
 
 def test_a_worker_whose_tokenizer_is_unread_can_be_stopped(tmp_path: Path) -> None:

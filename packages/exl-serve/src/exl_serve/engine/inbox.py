@@ -14,6 +14,7 @@ import zmq
 from zmq import backend
 
 from exl_serve.engine import wire
+from exl_serve.sockets import bind_for_own_user
 
 __all__ = ["GoneError", "Inbox"]
 
@@ -39,7 +40,7 @@ class Inbox:
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
         # A message to a worker that has died is an error, so that its jobs end within a step.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.bind(address)
+        bind_for_own_user(self._socket, address)
         self._wake_read, self._wake_write = os.pipe()
         self._waking, self._closed = threading.RLock(), False  # reentrant: a signal handler may wake, too
         os.set_blocking(self._wake_read, False)

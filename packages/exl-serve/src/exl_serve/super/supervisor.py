@@ -26,6 +26,7 @@ import zmq
 from exl_serve.config.load import ConfigError, reloaded
 from exl_serve.config.model import ServeConfig
 from exl_serve.errors import ServeError
+from exl_serve.sockets import bind_for_own_user
 from exl_serve.super import link
 from exl_serve.super.engines import Engines
 from exl_serve.super.models import CRASH_SECONDS, MAX_BACKOFF, Entry
@@ -126,7 +127,7 @@ class Supervisor:
         _check_descriptors(self._config)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(self._address)
+        bind_for_own_user(self._socket, self._address)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         # A signal ends the wait even if it comes just before it. So does the end of a child.
