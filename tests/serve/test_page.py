@@ -181,6 +181,56 @@ def test_stop_ends_the_answer_here_and_in_the_engine(page: webdriver.Chrome, slo
     assert not page.find_element(By.ID, "error").is_displayed()
 
 
+def saved(page: webdriver.Chrome) -> list[dict[str, Any]]:
+    """The messages that the browser keeps."""
+    found: list[dict[str, Any]] = json.loads(page.execute_script("return localStorage.getItem('exl-chat')"))["messages"]
+    return found
+
+
+def test_a_reload_in_the_middle_keeps_what_has_come(page: webdriver.Chrome, slow: EngineThread) -> None:
+    """The engine ends the answer; the page goes on with it when asked to."""
+    page.find_element(By.ID, "input").send_keys("Go on for ever.\n")
+    until(lambda: answered(page))
+    page.refresh()
+    until(lambda: not slow.generator.num_remaining_jobs())
+    question, half = saved(page)
+    assert question["content"] == "Go on for ever."
+    assert half["content"]
+    models_are_listed(page)
+    assert answered(page)
+    page.execute_script("document.getElementById('max_tokens').value = '20'")
+    note_requests(page)
+    page.find_element(By.XPATH, "//button[text()='Continue']").click()
+    until(lambda: page.find_elements(By.CSS_SELECTOR, ".facts"))
+    body = sent(page)
+    assert body["continue_final_message"] is True
+    assert body["messages"][-1] == {"role": "assistant", "content": half["content"]}
+    until(lambda: page.find_element(By.ID, "send").is_displayed())
+    whole = saved(page)
+    assert len(whole) == 2
+    assert whole[1]["content"].startswith(half["content"])
+    assert len(whole[1]["content"]) > len(half["content"])
+    assert not page.find_elements(By.XPATH, "//button[text()='Continue']")
+
+
+def test_a_reload_before_the_first_token_keeps_the_question(page: webdriver.Chrome) -> None:
+    models_are_listed(page)
+    page.execute_script(
+        "document.getElementById('max_tokens').value = '8'; const send = window.fetch;"
+        "window.fetch = (url, options) => options?.body ? new Promise(() => {}) : send(url, options);"
+    )
+    page.find_element(By.ID, "input").send_keys("Tell me a story.\n")
+    until(lambda: page.find_element(By.ID, "stop").is_displayed())
+    page.refresh()
+    models_are_listed(page)
+    assert len(page.find_elements(By.CSS_SELECTOR, "#messages > li")) == 1
+    page.execute_script("document.getElementById('max_tokens').value = '8'")
+    page.find_element(By.XPATH, "//button[text()='Send again']").click()
+    until(lambda: page.find_elements(By.CSS_SELECTOR, ".facts"))
+    assert [message["content"] for message in saved(page)][0] == "Tell me a story."
+    assert answered(page)
+
+
 def test_an_engine_that_fails_in_the_middle(
     page: webdriver.Chrome, slow: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:

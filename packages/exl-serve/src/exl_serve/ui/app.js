@@ -3,6 +3,7 @@ const $ = (id) => document.getElementById(id);
 const STORE = "exl-chat";
 const LONGEST = 1536; // pixels of an image's longer side: larger ones soon fill requests and the history
 const POLL = 1000; // milliseconds between two looks at models that are being loaded
+const SAVE = 2000; // milliseconds after which the part of an answer that has come is saved
 const SETTINGS = ["system", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"];
 let messages = [];
 let attached = []; // data: URLs of the next message's images
@@ -18,9 +19,14 @@ function load() {
   try {
     const saved = JSON.parse(localStorage.getItem(STORE) || "{}");
     messages = Array.isArray(saved.messages) ? saved.messages : [];
+    if (messages.at(-1)?.cut && isEmpty(messages.at(-1))) messages.pop(); // the page was left before its first token
     for (const name of SETTINGS) if (saved[name] !== undefined) $(name).value = saved[name];
   } catch { messages = []; }
   $("key").value = sessionStorage.getItem("exl-key") || "";
+}
+
+function isEmpty(message) {
+  return !message.content && !message.reasoning && !message.calls;
 }
 
 function save() {
@@ -250,8 +256,15 @@ function item(message, index) {
   const actions = document.createElement("div");
   actions.className = "actions";
   actions.append(button("Copy", () => navigator.clipboard.writeText(message.content)));
-  if (message.role === "user") actions.append(button("Edit", () => edit(index)));
-  else if (index === messages.length - 1) actions.append(button("Regenerate", regenerate));
+  const last = index === messages.length - 1;
+  if (message.role === "user") {
+    actions.append(button("Edit", () => edit(index)));
+    if (last) actions.append(button("Send again", resend));
+  } else if (last) {
+    // A model goes on with a text, not with half a call or half its reasoning.
+    if (message.cut && message.content && !message.calls) actions.append(button("Continue", resume));
+    actions.append(button("Regenerate", regenerate));
+  }
   if (!running) li.append(actions);
   return li;
 }
@@ -318,6 +331,14 @@ function regenerate() {
   answer();
 }
 
+function resend() {
+  if (!running) answer();
+}
+
+function resume() {
+  if (!running) answer(messages.at(-1));
+}
+
 function contentOf(message) {
   // A model that takes no images goes on with the text of a chat that has some.
   const images = seeing.has($("model").value) ? imagesOf(message) : [];
@@ -374,24 +395,34 @@ function take(message, chunk, times) {
   }
 }
 
-async function answer() {
+// Ask for an answer, or for the rest of one that was cut off: `message` is the last message then. An answer counts as
+// cut off until its end has come.
+async function answer(message) {
   fail("");
-  const message = { role: "assistant", content: "", model: $("model").value };
   const body = request();
-  messages.push(message);
+  if (message) {
+    body.continue_final_message = true;
+  } else {
+    message = { role: "assistant", content: "", model: $("model").value };
+    messages.push(message);
+  }
+  message.cut = true;
   running = new AbortController();
+  save();
   render();
   const li = $("messages").lastElementChild;
   const times = { began: performance.now(), first: 0 };
   let due = false;
+  let saved = performance.now();
   try {
     const response = await fetch("/v1/chat/completions", {
       method: "POST", headers: headers(), body: JSON.stringify(body), signal: running.signal,
     });
     if (!response.ok) throw new Error(await explain(response));
     for await (const data of events(response)) {
-      if (data === "[DONE]") break;
+      if (data === "[DONE]") { delete message.cut; break; }
       take(message, JSON.parse(data), times);
+      if (performance.now() - saved > SAVE) { saved = performance.now(); save(); }
       if (due) continue;
       due = true;
       requestAnimationFrame(() => {
@@ -409,7 +440,7 @@ async function answer() {
     }
   } finally {
     running = null;
-    if (!message.content && !message.reasoning && !message.calls) messages.pop();
+    if (messages.at(-1) === message && isEmpty(message)) messages.pop();
     save();
     render();
     $("input").focus();
@@ -459,6 +490,7 @@ $("files").addEventListener("change", () => {
   attach(files);
 });
 $("model").addEventListener("change", showAttached);
+window.addEventListener("pagehide", () => { if (running) save(); }); // a reload ends the answer
 document.addEventListener("visibilitychange", () => { if (!document.hidden) listModels(true); });
 $("stop").addEventListener("click", () => running?.abort());
 $("clear").addEventListener("click", () => {
