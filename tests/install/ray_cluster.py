@@ -339,8 +339,9 @@ def long(case: str) -> dict[str, Any]:
 
 
 def test_a_request_that_kills_two_replicas_is_given_up(cluster: Cluster) -> None:
-    """R11: it ends with an error and [DONE]; others go on."""
-    body = {"model": "paced", "messages": STORY, "max_tokens": 1000, "ignore_eos": True, "seed": 6, "n": 8}
+    """R11: it ends with an error and [DONE], and is refused when it comes again; others go on."""
+    poison = [{"role": "user", "content": "Tell me a story that ends you."}]
+    body = {"model": "paced", "messages": poison, "max_tokens": 1000, "ignore_eos": True, "seed": 6, "n": 8}
 
     def killer() -> None:
         killed: set[int] = set()
@@ -358,7 +359,10 @@ def test_a_request_that_kills_two_replicas_is_given_up(cluster: Cluster) -> None
     assert told["error"] is not None
     assert "two replicas" in told["error"]["message"]
     assert told["done"]
-    assert post(cluster.url, "chat/completions", body | {"max_tokens": 5})["choices"]
+    again = httpx.post(f"{cluster.url}/v1/chat/completions", json=body | {"max_tokens": 5}, timeout=WAIT)
+    assert again.status_code == 500
+    assert "rejected for another" in again.json()["error"]["message"]
+    assert post(cluster.url, "chat/completions", body | {"messages": STORY, "max_tokens": 5})["choices"]
 
 
 def test_clients_that_leave_hold_nothing(cluster: Cluster) -> None:

@@ -227,7 +227,7 @@ def test_a_reload_before_the_first_token_keeps_the_question(page: webdriver.Chro
     page.execute_script("document.getElementById('max_tokens').value = '8'")
     page.find_element(By.XPATH, "//button[text()='Send again']").click()
     until(lambda: page.find_elements(By.CSS_SELECTOR, ".facts"))
-    assert [message["content"] for message in saved(page)][0] == "Tell me a story."
+    assert saved(page)[0]["content"] == "Tell me a story."
     assert answered(page)
 
 

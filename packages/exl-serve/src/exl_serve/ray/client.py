@@ -17,6 +17,7 @@ from exl_serve.engine import wire
 from exl_serve.engine.client import EngineStatus, ModelCard, Sink
 from exl_serve.engine.events import EngineEvent, Failed
 from exl_serve.errors import ServeError
+from exl_serve.ray.quarantine import Quarantine
 from exl_serve.ray.replica import decode_events
 from exl_serve.ray.resume import Completion
 from exl_serve.request.internal import EngineRequest
@@ -76,6 +77,8 @@ class _Call:
         self._choices = [Completion() for _ in range(request.n)]
         self._labels = engine.labels(request)
         self._dead: list[str] = []
+        #: whether the present replica has accepted the request, and how many ended after they had
+        self._runs, self._ended = False, 0
         self._stream: Any = None
         self._task: asyncio.Task[None] | None = None
         self._paused = self._cancelled = self._resumed = self._accepted = False
@@ -110,7 +113,11 @@ class _Call:
         """Note that the replica has ended; its name is empty if it had not answered. Raises ServeError at `DEATHS`."""
         self._abandon()  # a broken stream does not prove that the replica has ended
         self._dead.append(self.replica)
+        self._ended += self._runs
         if len(self._dead) >= DEATHS:
+            if self._ended >= DEATHS:  # a replica that ended before it had the request is no sign against it
+                log.error("request %s is in quarantine: %s", self._request.id, POISON)
+                self._engine.quarantine.add(self._request)
             raise ServeError.engine(POISON)
 
     async def _ask(self, avoid: list[str]) -> Any:
@@ -120,7 +127,7 @@ class _Call:
         engine = self._engine
         if self._cancelled:
             raise ServeError(409, "conflict", "cancelled", "the request was cancelled")
-        self.replica = ""
+        self.replica, self._runs = "", False
         engine.retag(self)
         request = self._behind()
         self._resumed = bool(request.resume)
@@ -145,7 +152,7 @@ class _Call:
         if said.get("refused", False):  # older versions raise the error of a rejection
             error = _rejection(await anext(stream))
             raise _DivergedError() if self._resumed and error.code in RESUMING else error
-        self._accepted = True
+        self._accepted = self._runs = True
         return stream
 
     def _behind(self) -> EngineRequest:
@@ -262,6 +269,7 @@ class RayEngine:
         #: whether a stream goes on elsewhere behind what its client has received
         self.resumes = resumes
         self.calls: dict[int, _Call] = {}
+        self.quarantine = Quarantine()
         self._tags = itertools.count(1)
         self._last = 0
         self._card = card
@@ -298,6 +306,7 @@ class RayEngine:
         """Queue a request; returns when a replica has accepted it. Raises ServeError."""
         if self._closed:
             raise ServeError.unavailable("engine_restarting", GONE)
+        self.quarantine.check(request)
         if request.media:
             media = []
             for one in request.media:

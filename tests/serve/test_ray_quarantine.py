@@ -1,0 +1,130 @@
+"""Requests on which two replicas have ended are rejected for ten minutes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+from ray_fakes import CARD, USAGE, Answer
+
+from exl_serve.engine.events import EngineEvent, Failed, Finished, Started
+from exl_serve.errors import ServeError
+from exl_serve.ray.client import RayEngine
+from exl_serve.ray.quarantine import MOST, QUARANTINE_SECONDS, Quarantine
+from exl_serve.ray.replica import encode_events
+from exl_serve.request.internal import Constraint, EngineRequest, MediaRef, Sampling, id_bytes
+from exl_serve.testing.waiting import HANG_SECONDS
+
+POISON = EngineRequest(id="r", prompt=id_bytes([1, 2]), sampling=Sampling(), seeds=(1,), max_tokens=1)
+
+
+def rejected(quarantine: Quarantine, request: EngineRequest) -> bool:
+    try:
+        quarantine.check(request)
+    except ServeError as error:
+        return (error.status, error.code, "rejected for another" in error.message) == (500, "engine_error", True)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("changed", "same"),
+    [
+        ({"id": "another", "key": "k", "priority": 2}, True),
+        ({"seeds": (2, 3), "max_tokens": 9, "sampling": Sampling(temperature=0.5)}, True),
+        ({"prompt": id_bytes([1, 2, 3])}, False),
+        ({"prompt": id_bytes([1])}, False),
+        ({"negative_prompt": id_bytes([1])}, False),
+        ({"adapter": "a"}, False),
+        ({"constraints": (Constraint(kind="regex", source="a+"),)}, False),
+        ({"media": (MediaRef(width=1, height=1, digest=b"d"),)}, False),
+    ],
+)
+def test_another_prompt_is_another_request(changed: dict[str, Any], same: bool) -> None:
+    quarantine = Quarantine()
+    assert not rejected(quarantine, POISON)
+    quarantine.add(POISON)
+    assert rejected(quarantine, msgspec.structs.replace(POISON, **changed)) == same
+
+
+def test_it_ends_after_ten_minutes() -> None:
+    now = 0.0
+    quarantine = Quarantine(lambda: now)
+    quarantine.add(POISON)
+    now = QUARANTINE_SECONDS - 1
+    assert rejected(quarantine, POISON)
+    quarantine.add(POISON)
+    now = QUARANTINE_SECONDS
+    assert rejected(quarantine, POISON), "it counts from the last time"
+    now = 2 * QUARANTINE_SECONDS - 1
+    assert not rejected(quarantine, POISON)
+
+
+def test_the_oldest_make_room() -> None:
+    quarantine = Quarantine()
+    made = [msgspec.structs.replace(POISON, prompt=id_bytes([number])) for number in range(MOST + 1)]
+    for one in made:
+        quarantine.add(one)
+    assert [rejected(quarantine, one) for one in (made[0], made[1], made[-1])] == [False, True, True]
+
+
+class Replicas:
+    """Replicas that end when they are asked for POISON's prompt: before or after they have accepted it."""
+
+    def __init__(self, *, accepts: bool) -> None:
+        self._accepts = accepts
+        self.asked = 0
+        self.generate = self.tell = self.describe = self
+
+    def options(self, **_: Any) -> Replicas:
+        return self
+
+    def remote(self, *given: Any, **named: Any) -> Any:
+        if given and isinstance(given[0], str):
+            return asyncio.sleep(0)
+        self.asked += 1
+        return Answer(self._stream(f"replica {self.asked}", msgspec.msgpack.decode(given[0], type=EngineRequest)))
+
+    async def _stream(self, name: str, request: EngineRequest) -> AsyncIterator[bytes]:
+        ends = request.prompt == POISON.prompt
+        if ends and not self._accepts:
+            raise RuntimeError("the actor has died")
+        yield json.dumps({"replica": name, "digest": "d", "refused": False}).encode()
+        if ends:
+            raise RuntimeError("the actor has died")
+        yield encode_events([Started(0, 1, 0), Finished(0, "length", None, USAGE)])
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_a_request_that_ends_replicas_ends_two(accepts: bool) -> None:
+    """Those that ended before they had the request are no sign against it: a cluster may lose several at once."""
+
+    async def outcome(engine: RayEngine, request: EngineRequest) -> str:
+        last: asyncio.Future[EngineEvent] = asyncio.get_running_loop().create_future()
+
+        def take(event: EngineEvent) -> None:
+            if isinstance(event, Finished | Failed):
+                last.set_result(event)
+
+        try:
+            await engine.submit(request, take)
+        except ServeError as error:
+            return error.message
+        found = await asyncio.wait_for(last, HANG_SECONDS)
+        return found.message if isinstance(found, Failed) else ""
+
+    async def steps() -> None:
+        replicas = Replicas(accepts=accepts)
+        engine = RayEngine(replicas, "i", CARD)
+        assert "two replicas ended while they ran this request" in await outcome(engine, POISON)
+        assert replicas.asked == 2
+        again = msgspec.structs.replace(POISON, seeds=(2,))
+        assert ("rejected for another" in await outcome(engine, again)) == accepts
+        assert replicas.asked == (2 if accepts else 4)
+        assert await outcome(engine, msgspec.structs.replace(POISON, prompt=id_bytes([3]))) == ""
+        assert not engine.calls
+
+    asyncio.run(steps())
