@@ -1,4 +1,4 @@
-"""Requests on which two replicas have ended are rejected for ten minutes."""
+"""Requests on which two replicas have ended are rejected for ten minutes; those that replicas have dropped are not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ray_fakes import CARD, USAGE, Answer
 
 from exl_serve.engine.events import EngineEvent, Failed, Finished, Started
 from exl_serve.errors import ServeError
-from exl_serve.ray.client import RayEngine
+from exl_serve.ray.client import DROPS, RayEngine
 from exl_serve.ray.quarantine import MOST, QUARANTINE_SECONDS, Quarantine
 from exl_serve.ray.replica import encode_events
 from exl_serve.request.internal import Constraint, EngineRequest, MediaRef, Sampling, id_bytes
@@ -72,11 +72,14 @@ def test_the_oldest_make_room() -> None:
 
 
 class Replicas:
-    """Replicas that end when they are asked for POISON's prompt: before or after they have accepted it."""
+    """Replicas that handle POISON's prompt in a way: each ends before it has accepted it (`dies`) or behind that
+    (`breaks`), or `drops` of them end the stream in order, as for an ingress that they take for dead.
+    """
 
-    def __init__(self, *, accepts: bool) -> None:
-        self._accepts = accepts
+    def __init__(self, way: str, drops: int = 0) -> None:
+        self._way, self._drops = way, drops
         self.asked = 0
+        self.avoided: list[list[str]] = []
         self.generate = self.tell = self.describe = self
 
     def options(self, **_: Any) -> Replicas:
@@ -86,45 +89,66 @@ class Replicas:
         if given and isinstance(given[0], str):
             return asyncio.sleep(0)
         self.asked += 1
+        self.avoided.append(named["avoid"])
         return Answer(self._stream(f"replica {self.asked}", msgspec.msgpack.decode(given[0], type=EngineRequest)))
 
     async def _stream(self, name: str, request: EngineRequest) -> AsyncIterator[bytes]:
-        ends = request.prompt == POISON.prompt
-        if ends and not self._accepts:
+        way = self._way if request.prompt == POISON.prompt else ""
+        if way == "dies":
             raise RuntimeError("the actor has died")
         yield json.dumps({"replica": name, "digest": "d", "refused": False}).encode()
-        if ends:
+        if way == "breaks":
             raise RuntimeError("the actor has died")
+        if way == "drops" and self.asked <= self._drops:
+            return
         yield encode_events([Started(0, 1, 0), Finished(0, "length", None, USAGE)])
 
 
-@pytest.mark.parametrize("accepts", [True, False])
-def test_a_request_that_ends_replicas_ends_two(accepts: bool) -> None:
+async def outcome(engine: RayEngine, request: EngineRequest) -> str:
+    """The message of the error with which a request ends; "" without one."""
+    last: asyncio.Future[EngineEvent] = asyncio.get_running_loop().create_future()
+
+    def take(event: EngineEvent) -> None:
+        if isinstance(event, Finished | Failed):
+            last.set_result(event)
+
+    try:
+        await engine.submit(request, take)
+    except ServeError as error:
+        return error.message
+    found = await asyncio.wait_for(last, HANG_SECONDS)
+    return found.message if isinstance(found, Failed) else ""
+
+
+@pytest.mark.parametrize("way", ["breaks", "dies"])
+def test_a_request_that_ends_replicas_ends_two(way: str) -> None:
     """Those that ended before they had the request are no sign against it: a cluster may lose several at once."""
 
-    async def outcome(engine: RayEngine, request: EngineRequest) -> str:
-        last: asyncio.Future[EngineEvent] = asyncio.get_running_loop().create_future()
-
-        def take(event: EngineEvent) -> None:
-            if isinstance(event, Finished | Failed):
-                last.set_result(event)
-
-        try:
-            await engine.submit(request, take)
-        except ServeError as error:
-            return error.message
-        found = await asyncio.wait_for(last, HANG_SECONDS)
-        return found.message if isinstance(found, Failed) else ""
-
     async def steps() -> None:
-        replicas = Replicas(accepts=accepts)
+        replicas = Replicas(way)
         engine = RayEngine(replicas, "i", CARD)
         assert "two replicas ended while they ran this request" in await outcome(engine, POISON)
         assert replicas.asked == 2
         again = msgspec.structs.replace(POISON, seeds=(2,))
-        assert ("rejected for another" in await outcome(engine, again)) == accepts
-        assert replicas.asked == (2 if accepts else 4)
+        assert ("rejected for another" in await outcome(engine, again)) == (way == "breaks")
+        assert replicas.asked == (2 if way == "breaks" else 4)
         assert await outcome(engine, msgspec.structs.replace(POISON, prompt=id_bytes([3]))) == ""
+        assert not engine.calls
+
+    asyncio.run(steps())
+
+
+@pytest.mark.parametrize("drops", [1, DROPS, DROPS + 1])
+def test_replicas_that_drop_a_request_have_not_ended(drops: int) -> None:
+    """A busy ingress lets its lease run out: its requests are sent again, also to the same replica."""
+
+    async def steps() -> None:
+        replicas = Replicas("drops", drops)
+        engine = RayEngine(replicas, "i", CARD)
+        assert ("too busy" in await outcome(engine, POISON)) == (drops > DROPS)
+        assert replicas.asked == min(drops, DROPS) + 1
+        assert not any(replicas.avoided)
+        assert await outcome(engine, POISON) == ""
         assert not engine.calls
 
     asyncio.run(steps())

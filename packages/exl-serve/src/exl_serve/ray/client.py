@@ -31,6 +31,9 @@ DEATHS = 2
 """A request is not tried again after so many of its replicas have died: the request may cause it."""
 TRIES = 3
 """Most replicas that may reject a request for their own state, or serve another model or version."""
+DROPS = 8
+"""Most times that replicas may drop a request which they run: each takes the ingress for dead, as where a busy machine
+lets it wait for longer than the lease."""
 ELSEWHERE = ("queue_full", "draining", "engine_version")
 RESUMING = ("resume_refused", "engine_error", "filter_dead_end")
 """Errors of a resumed completion before its first event that mean: this replica would have given another answer."""
@@ -39,6 +42,7 @@ LEASE_PERIOD, STATUS_PERIOD = 1.0, 2.0
 DIVERGED = "the replica that ran this request has ended, and another one gives another answer: try again"
 MIXED = "the replicas serve different models or versions"
 BROKEN = "the server failed on this request; see its log for more"
+DROPPED = "the server was too busy to keep this request running: try again"
 ENDED = "the replica that ran this request has ended: try again"
 GONE = "the replica that ran this request has ended, and the request could not be finished on another: try again"
 
@@ -79,6 +83,8 @@ class _Call:
         self._dead: list[str] = []
         #: whether the present replica has accepted the request, and how many ended after they had
         self._runs, self._ended = False, 0
+        #: whether the last stream broke, and how many ended in order before the request had
+        self._broke, self._drops = False, 0
         self._stream: Any = None
         self._task: asyncio.Task[None] | None = None
         self._paused = self._cancelled = self._resumed = self._accepted = False
@@ -119,6 +125,13 @@ class _Call:
                 log.error("request %s is in quarantine: %s", self._request.id, POISON)
                 self._engine.quarantine.add(self._request)
             raise ServeError.engine(POISON)
+
+    def _dropped(self) -> None:
+        """Note that the replica has ended the stream in order, so it lives. Raises ServeError behind `DROPS`."""
+        self._abandon()
+        self._drops += 1
+        if self._drops > DROPS:
+            raise ServeError.unavailable("engine_restarting", DROPPED)
 
     async def _ask(self, avoid: list[str]) -> Any:
         """Return the stream of the replica that Ray's router chooses, once it has accepted. Raises as `_open`, or an
@@ -166,10 +179,14 @@ class _Call:
     async def _run(self, stream: Any) -> None:
         try:
             while not await self._relay(stream) and not self._cancelled:
-                self._died()
+                if self._broke:
+                    self._died()
+                else:
+                    self._dropped()
                 if not self._engine.resumes and any(choice.ids for choice in self._choices):
                     raise ServeError.unavailable("engine_restarting", ENDED)
-                log.warning("replica %s has ended: request %s goes on elsewhere", self.replica, self._request.id)
+                how = "has ended" if self._broke else "took this ingress for dead"
+                log.warning("replica %s %s: request %s is sent again", self.replica, how, self._request.id)
                 stream = await self._open()
                 if self._paused:
                     self._tell("pause")
@@ -183,14 +200,16 @@ class _Call:
             self._engine.calls.pop(self.tag, None)
 
     async def _relay(self, stream: Any) -> bool:
-        """Pass on a stream's events. Returns False if its replica ended before them.
+        """Pass on a stream's events. Returns False if it ended before them; `_broke` tells whether its replica did.
 
         Raises the errors of decoding an item and of the sink: another replica would not help.
         """
         begun: set[int] = set()
+        self._broke = False
         while (item := await self._next(stream)) is not None:
             for event in decode_events(item):
                 if isinstance(event, Failed) and event.code == "engine_restarting":
+                    self._broke = True
                     return False
                 if isinstance(event, Failed) and self._has_diverged(event, event.choice in begun):
                     event = Failed(event.choice, 503, "server_error", "engine_restarting", DIVERGED)
@@ -209,6 +228,7 @@ class _Call:
             return None
         except Exception as error:  # Ray has many for an actor that has died
             log.info("the stream of request %s broke: %s", self._request.id, type(error).__name__)
+            self._broke = True
             return None
         return item
 
