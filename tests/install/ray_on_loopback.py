@@ -21,6 +21,8 @@ PATIENT = {
     "RAY_gcs_server_request_timeout_seconds": "300",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
+    # Ray's own 15 would let replicas and engines wait for the tests' clients, and leases run out.
+    "RAY_worker_niceness": "0",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120",
     "RAY_USAGE_STATS_ENABLED": "0",
