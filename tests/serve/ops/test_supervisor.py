@@ -250,7 +250,7 @@ def test_a_worker_whose_tokenizer_is_unread_can_be_stopped(tmp_path: Path) -> No
         name = hear()
         tell("serving")
         with open(template, "w"):  # opens once the worker reads
-            connection = http.client.HTTPConnection(*listener.getsockname(), timeout=SECONDS)
+            connection = http.client.HTTPConnection("127.0.0.1", listener.getsockname()[1], timeout=SECONDS)
             connection.request("GET", "/health/ready")
             answer = connection.getresponse()
             assert (answer.status, json.load(answer)["error"]["code"]) == (503, "model_loading")
