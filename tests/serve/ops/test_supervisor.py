@@ -125,8 +125,9 @@ def run_with(made: Supervisor, drive: Callable[[], None]) -> int:
         try:
             drive()
         finally:
-            while not ended.wait(0.1):  # two signals may count as one
+            while not ended.is_set():  # two signals may count as one
                 os.kill(os.getpid(), signal.SIGTERM)
+                ended.wait(0.1)  # clock: a pause between signals
 
     with ThreadPoolExecutor(1) as pool:
         driven = pool.submit(driving)

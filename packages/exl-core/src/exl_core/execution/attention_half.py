@@ -159,6 +159,4 @@ class JoinedHeads(Heads):
             self.store(k, v)
         else:
             rope_store(pages, q, k, v, *self.rotation, step.slots, interleaved=a.interleaved)
-        return attend_stored(
-            q, pages, self.tables, self.scores, tokens=step.q_len, into=into, windows=step.windows
-        )
+        return attend_stored(q, pages, self.tables, self.scores, tokens=step.q_len, into=into, windows=step.windows)
