@@ -16,9 +16,13 @@ from exl_kernels.linear.cuda import CudaQuantMatrix
 Expert = tuple[CudaQuantMatrix, CudaQuantMatrix, CudaQuantMatrix]
 
 
-def exl2(k: int, n: int, entry: int, number: int, order: Tensor | None = None, **options: Any) -> CudaQuantMatrix:
-    """Widths differ by expert; order: the permutation of K."""
-    if entry == 128:
+def exl2(
+    k: int, n: int, entry: int, number: int, order: Tensor | None = None, *, even: bool = False, **options: Any
+) -> CudaQuantMatrix:
+    """Widths differ by expert, and unless `even` by group; order: the permutation of K."""
+    if even:
+        groups = [((4, 5, 3)[number % 3], entry)] * (k // entry)
+    elif entry == 128:
         width = (4, 5, 3)[number % 3]
         groups = [(width, 128)] * (k // 128) + ([(width, k % 128)] if k % 128 else [])
         groups[0] = (min(8, (6, 8, 4)[number % 3]), groups[0][1])
@@ -43,7 +47,8 @@ def gptq(k: int, n: int, group: int, number: int, act_order: bool = False) -> Cu
 
 
 def experts_of(kind: str, count: int, hidden: int, width: int) -> list[Expert]:
-    """kind: format and group, `-own` where gate and up have permutations of their own, `-act` with act-order."""
+    """kind: format and group, `-own` where gate and up have permutations of their own, `-even` where all groups of an
+    expert have one width of at most 5 bits, `-act` with act-order."""
     found: list[Expert] = []
     for number in range(count):
         name, entry = kind.split("-")[:2]
@@ -52,11 +57,11 @@ def experts_of(kind: str, count: int, hidden: int, width: int) -> list[Expert]:
             if "own" not in kind:
                 shared = torch.randperm(hidden, generator=torch.Generator().manual_seed(number)).to(torch.int32)
             # Gate and up of other widths have other places of padding rows.
-            up = number if "own" not in kind else number + 1
+            up, even = number if "own" not in kind else number + 1, "even" in kind
             gate, raised, down = (
-                exl2(hidden, width, int(entry), number, shared),
-                exl2(hidden, width, int(entry), up, shared),
-                exl2(width, hidden, int(entry), number + 1),
+                exl2(hidden, width, int(entry), number, shared, even=even),
+                exl2(hidden, width, int(entry), up, shared, even=even),
+                exl2(width, hidden, int(entry), number + 1, even=even),
             )
         else:
             acts = "act" in kind

@@ -48,7 +48,7 @@ def test_results_are_those_of_one_expert_after_the_other(
             assert torch.equal(together(h, weights, ids, residual=x, out=x), expected), rows
 
 
-@pytest.mark.parametrize("kind", ["exl2-128", "exl2-32-own", "gptq-128", "gptq-32-act"])
+@pytest.mark.parametrize("kind", ["exl2-128-even", "exl2-32-even-own", "exl2-128", "gptq-128", "gptq-32-act"])
 def test_runs_of_tiles(kind: str) -> None:
     """Blocks have several tiles of an item, an odd or an even number, and items of half as many rows as others."""
     experts = experts_of(kind, 9, 2560, 1408)
