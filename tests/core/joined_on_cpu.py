@@ -189,7 +189,7 @@ def stored_double(
     tables: AttentionTables,
     options: Any,
     *,
-    tokens: int = 1,
+    tokens: int,
     into: Any = None,
     windows: bool = False,
 ) -> Tensor:

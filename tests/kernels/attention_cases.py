@@ -53,7 +53,9 @@ class Case:
         where = (self.block_table.to(device), r.to(device), p.to(device))
         return paged_attention(q, self.pages, *where, scale=self.scale, **options).cpu()
 
-    def plan(self, tokens: int, keys: int, *, apart: bool = False, windows: bool = False) -> _native.AttentionPlan:
+    def plan(
+        self, tokens: int, keys: int, *, row_tokens: int | None = None, windows: bool = False
+    ) -> _native.AttentionPlan:
         """Return the plan of a call of so many float16 tokens over the pages on their GPU."""
         sequences, pages = self.block_table.shape
         kept = self.pages
@@ -64,7 +66,7 @@ class Case:
             keys=keys,
             page_size=self.pages.page_size,
             pages=pages,
-            apart=apart,
+            row_tokens=row_tokens,
             windows=windows,
         )
         return _native.cuda_select_attention(_native.CudaCard.device(torch.cuda.current_device()), shape)

@@ -57,7 +57,7 @@ def test_tokens_with_blocks_of_their_own_have_the_bits_of_tokens_that_share_tile
         for most in (513, 1 << 20):
             tables = AttentionTables(table, rows, places, max_keys=most)
             made = attention_options(scale, options.get("window", 0), options.get("softcap", 0.0))
-            got = attention_cuda.attend_stored(q, case.pages, tables, made)
+            got = attention_cuda.attend_stored(q, case.pages, tables, made, tokens=each)
             assert got.isfinite().all()
             assert torch.equal(got, want), (each, most)
 
@@ -67,7 +67,7 @@ def test_many_query_rows_of_a_sequence_never_run_as_a_prompt(heads: tuple[int, i
     """Their results can then be packed for the next matmul."""
     case = make_cuda_case("fp16", [256], heads=heads[0], groups=heads[1], dim=128, page_size=256)
     for each in (5, 8, 16):
-        assert not is_prompt(case.plan(each, 256, apart=True))
+        assert not is_prompt(case.plan(each, 256, row_tokens=each))
 
 
 @pytest.mark.parametrize("tokens", [3, 8])
@@ -82,10 +82,24 @@ def test_results_go_packed_to_the_next_matmul(tokens: int) -> None:
     x = paged_attention(q, *where, scale=0.1).view(tokens, -1)
     want = matmul(x, x.new_empty(tokens, 64))
     tables = AttentionTables(*where[1:])
-    assert (
-        attention_cuda.attend_stored(q, case.pages, tables, attention_options(0.1, 0, 0.0), into=given) is given.scratch
-    )
+    options = attention_options(0.1, 0, 0.0)
+    assert attention_cuda.attend_stored(q, case.pages, tables, options, tokens=tokens, into=given) is given.scratch
     assert torch.equal(matmul.from_input(given, x.new_empty(tokens, 64)), want)
+
+
+def test_many_tokens_of_a_row_are_a_prompt() -> None:
+    case = make_cuda_case("fp16", [300], heads=2, groups=4, dim=128, page_size=64)
+    options = attention_options(0.1, 0, 0.0)
+    for each in (17, 300):
+        rows, places = tokens_of([300], each)
+        q = randn(each, 8, 128, seed=1).half().cuda()
+        where = (case.block_table.cuda(), rows, places)
+        want = paged_attention(q, case.pages, *where, scale=0.1)
+        tables = AttentionTables(*where)
+        assert torch.equal(attention_cuda.attend_stored(q, case.pages, tables, options, tokens=each), want)
+    given = FusedLinear([matmul_of(1024, "exl2")]).input_of(17)
+    with pytest.raises(ShapeError, match="few tokens a row"):
+        attention_cuda.attend_stored(q[:17], case.pages, tables, options, tokens=17, into=given)
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:
@@ -95,13 +109,15 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     table, options = case.block_table.cuda(), attention_options(1.0, 0, 0.0)
     tables = AttentionTables(table, rows, places)
     with pytest.raises(ShapeError, match="attend_stored: q"):
-        attention_cuda.attend_stored(q[:, :3], case.pages, tables, options)
+        attention_cuda.attend_stored(q[:, :3], case.pages, tables, options, tokens=3)
     with pytest.raises(ShapeError, match="heads side by side"):
-        attention_cuda.attend_stored(q.transpose(0, 1).contiguous().transpose(0, 1), case.pages, tables, options)
+        attention_cuda.attend_stored(
+            q.transpose(0, 1).contiguous().transpose(0, 1), case.pages, tables, options, tokens=3
+        )
     with pytest.raises(ShapeError, match="attend_stored"):
-        attention_cuda.attend_stored(q, case.pages, AttentionTables(table, rows[:2], places), options)
+        attention_cuda.attend_stored(q, case.pages, AttentionTables(table, rows[:2], places), options, tokens=3)
     with pytest.raises(DTypeError, match="int32"):
-        attention_cuda.attend_stored(q.int(), case.pages, tables, options)
+        attention_cuda.attend_stored(q.int(), case.pages, tables, options, tokens=3)
 
 
 @pytest.mark.parametrize("kind", KINDS)

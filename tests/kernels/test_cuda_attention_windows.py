@@ -63,7 +63,7 @@ def in_windows(
     most = tables.shape[1] * case.pages.page_size
     seen = AttentionTables(tables.cuda(), of.repeat_interleave(width).cuda(), positions.cuda(), max_keys=most)
     options = attention_options(case.scale, window, softcap)
-    found = attend_stored(padded.cuda(), case.pages, seen, options, windows=joined)
+    found = attend_stored(padded.cuda(), case.pages, seen, options, tokens=width, windows=joined)
     return found.cpu()[torch.cat(taken)]
 
 
@@ -96,5 +96,5 @@ def test_windows_of_a_prompt_attend_as_the_prompt(kind: Any, dim: int, heads: in
 def test_windows_behind_many_keys_attend_as_the_prompt(kind: Any, dim: int, groups: int) -> None:
     lengths = [new + past for new, past in zip(NEW, LONG, strict=True)]
     case = make_cuda_case(kind, lengths, heads=1, groups=groups, dim=dim, page_size=64)
-    assert is_prompt(case.plan(128, max(lengths), apart=True, windows=True))
+    assert is_prompt(case.plan(128, max(lengths), row_tokens=16, windows=True))
     check(case, LONG, {}, (True,))

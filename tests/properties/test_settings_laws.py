@@ -129,10 +129,15 @@ def test_a_job_of_exl_compat_follows_its_settings_from_token_to_token(
 
 
 @pytest.mark.parametrize("bias", [torch.zeros(WIDTH), {3: 1.0}, SparseBias.of({3: 1.0}), None], ids=str)
-@pytest.mark.parametrize("breakers", [{3, 4}, [3, "a"], None])
+@pytest.mark.parametrize("breakers", [{3, 4}, [3, "a"], [], None])
 def test_settings_of_a_request_cannot_be_changed_and_can_be_copied(bias: Any, breakers: Any) -> None:
+    breakers = copy.copy(breakers)
     given_ones = Native(top_k=3, token_bias=bias, dry_sequence_breakers=breakers, post_sampling_hooks=[shift])
     kept = job_of(given_ones, 1).request.settings
+    if isinstance(breakers, list):
+        breakers.append(9)
+        assert 9 not in (kept.dry_sequence_breakers or ())
+        breakers.remove(9)
     assert isinstance(kept, FrozenSettings)
     assert kept is kept.frozen()
     changes: dict[str, Any] = {"top_k": 4, "token_bias": None, "post_sampling_hooks": [], "unknown": 1}

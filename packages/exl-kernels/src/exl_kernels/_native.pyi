@@ -244,13 +244,13 @@ class AttentionShape:
         softcap: float = 0.0,
         rotated: int | None = None,
         interleaved: bool = False,
-        apart: bool = False,
+        row_tokens: int | None = None,
         windows: bool = False,
     ) -> AttentionShape:
         """
         `tokens`: query tokens of all `batch` sequences; `keys`: no token sees a key at or beyond this index; `pages`: columns of the block
         table, by default as many as hold the keys. `rotated`: the call's own keys are stored by the launch, with so many rotated elements of
-        each head. `apart` and `windows`: as for `CudaPages.attention`.
+        each head. `row_tokens` and `windows`: as `tokens` and `windows` of `CudaPages.attention`.
         """
 
 @final

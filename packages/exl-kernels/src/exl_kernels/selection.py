@@ -333,6 +333,7 @@ class Card:
         softcap: float = 0.0,
         rotated: int | None = None,
         interleaved: bool = False,
+        stored: bool = False,
     ) -> Selection:
         """Return the kernel of attention.
 
@@ -347,8 +348,9 @@ class Card:
             window: sliding window in tokens; 0 is off.
             softcap: limit of the logits; 0 is off.
             rotated: rotated elements of each head, if the launch rotates and stores keys (`attend_own`); None: they are
-                stored before (`paged_attention`).
+                stored before (`paged_attention`, `attend_stored`).
             interleaved: neighbours are rotated, as for `apply_rope`.
+            stored: `attend_stored`, where few tokens of a sequence may have blocks of their own.
         """
         shape = _native.AttentionShape(
             _native.AttentionHeads(kind, head_dim, q_heads=q_heads, kv_heads=kv_heads),
@@ -359,6 +361,7 @@ class Card:
             softcap=softcap,
             rotated=rotated,
             interleaved=interleaved,
+            row_tokens=tokens if stored else None,
         )
         plan = _native.cuda_select_attention(self._native, shape)
         return Selection(plan.kernel, True, tuple(plan.refused))

@@ -7,8 +7,9 @@
 #define DEVICE __device__ __forceinline__
 
 // Programmatic dependent launch. `pdl_trigger` lets the next kernel begin its preparation. `pdl_wait` returns when every predecessor has
-// finished and its writes are visible. Each kernel waits before its first access to data that a predecessor may write or read. Below sm_90
-// launches have no such dependency and both functions do nothing.
+// finished and its writes are visible. Each kernel waits before its first access to data that a predecessor may write or read; `down` of
+// experts_matmul.cuh reads tables of the launch but one before it earlier. Below sm_90 launches have no such dependency and both
+// functions do nothing.
 DEVICE void pdl_trigger() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -346,7 +346,7 @@ DEVICE void expert_steps(B& block, const int4* items, int step, int end) {
 #pragma unroll 1
   for (int some; step < end; step += some) {
     const int item = step / call.tiles, first = step - item * call.tiles;
-    const int4 found = items[item];
+    const int4 found = __ldcg(items + item);  // see expert_product
     const ExpertRows rows{call.experts[found.x], call.order + found.y, found.z, column_of(call, found.x, found.y)};
     some = min(end - step, call.tiles - first);
     const int together = some / B::TILES * B::TILES;
@@ -356,7 +356,7 @@ DEVICE void expert_steps(B& block, const int4* items, int step, int end) {
   }
 }
 
-// The times of a step of half the columns and of one of all, relative to one another, by measurement.
+// The times of a step of half the columns and of one of all, relative to one another, by measurement on an H200.
 template <int TILES>
 constexpr int NARROW_COST = TILES == 1 ? 5 : 4;
 template <int TILES>
@@ -364,11 +364,12 @@ constexpr int WIDE_COST = TILES == 1 ? 8 : 5;
 
 template <int KIND, int ENTRY, bool DOWN, int TILES, int ROWS>
 DEVICE void expert_product(const ExpertCall& call) {
-  // Down reads the tables before it waits: gate and up, which precede it, let it begin when these are complete.
+  // Down reads the tables of items before it waits: gate and up, the launch directly before it, let it begin only when these are complete.
+  // It reads them from L2, since L1 may have lines of the layer before.
   if constexpr (!DOWN) pdl_wait();
   pdl_trigger();
   ExpertBlock<DOWN ? 1 : 2, ROWS / 8, TILES> block(call);
-  const int2 items = *reinterpret_cast<const int2*>(call.item_counts);
+  const int2 items = __ldcg(reinterpret_cast<const int2*>(call.item_counts));
   if constexpr (ROWS == 8) {
     const uint64_t steps = (uint64_t)items.y * call.tiles;
     expert_steps<KIND, ENTRY, DOWN, 1, 8>(block, call.items, static_cast<int>(steps * blockIdx.x / gridDim.x),
@@ -384,6 +385,7 @@ DEVICE void expert_product(const ExpertCall& call) {
     expert_steps<KIND, ENTRY, DOWN, ROWS / 8, ROWS>(block, call.items, wide_step(begin), wide_step(end));
     expert_steps<KIND, ENTRY, DOWN, ROWS / 16, ROWS>(block, call.items + items.x, narrow_step(begin), narrow_step(end));
   }
+  if constexpr (DOWN) pdl_wait();  // also of a block without steps: later launches count on all before this one
 }
 
 #define EXPERT_MATMUL(part, KIND, kind, ENTRY, DOWN, TILES, ROWS, name)                                                      \

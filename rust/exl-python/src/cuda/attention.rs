@@ -402,15 +402,6 @@ fn operands(
     })
 }
 
-/// The meaning of the block table's rows; `windows` counts with `apart` only.
-pub fn table_rows(apart: bool, windows: bool) -> Rows {
-    match (apart, windows) {
-        (false, _) => Rows::Sequences,
-        (true, false) => Rows::Apart,
-        (true, true) => Rows::Windows,
-    }
-}
-
 /// Whether rows of `width` elements, `stride` apart, lie within the tensor, on addresses that are multiples of 4 bytes.
 pub fn covers(t: &Tensor, rows: usize, stride: usize, width: usize) -> bool {
     rows == 0

@@ -21,7 +21,6 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::cpu::sampling::SamplingPlan;
-use crate::cuda::attention::table_rows;
 use crate::cuda::linear::MatmulPlan;
 use crate::cuda::sampling::row_call;
 use crate::errors::{device_error, format_error, unsupported_error};
@@ -428,9 +427,9 @@ pub struct AttentionShape {
 impl AttentionShape {
     /// `tokens`: query tokens of all `batch` sequences; `keys`: no token sees a key at or beyond this index; `pages`: columns of the block
     /// table, by default as many as hold the keys. `rotated`: the call's own keys are stored by the launch, with so many rotated elements of
-    /// each head. `apart` and `windows`: as for `CudaPages.attention`.
+    /// each head. `row_tokens` and `windows`: as `tokens` and `windows` of `CudaPages.attention`.
     #[new]
-    #[pyo3(signature = (heads, *, batch, tokens, keys, page_size=256, pages=None, window=0, softcap=0.0, rotated=None, interleaved=false, apart=false, windows=false))]
+    #[pyo3(signature = (heads, *, batch, tokens, keys, page_size=256, pages=None, window=0, softcap=0.0, rotated=None, interleaved=false, row_tokens=None, windows=false))]
     #[allow(clippy::too_many_arguments)] // one keyword each
     fn new(
         heads: &AttentionHeads,
@@ -443,7 +442,7 @@ impl AttentionShape {
         softcap: f32,
         rotated: Option<usize>,
         interleaved: bool,
-        apart: bool,
+        row_tokens: Option<usize>,
         windows: bool,
     ) -> PyResult<Self> {
         let &AttentionHeads {
@@ -474,7 +473,9 @@ impl AttentionShape {
                 elements,
                 interleaved,
             }),
-            rows: table_rows(apart, windows),
+            rows: row_tokens.map_or(attention::Rows::Sequences, |each| {
+                attention::Rows::of(each, windows)
+            }),
         };
         Ok(Self { call })
     }

@@ -377,6 +377,7 @@ class _Uses:
             softcap=a.softcap,
             rotated=rotated if stores else None,
             interleaved=a.interleaved,
+            stored=not own_pass and not stores,
         )
         self._add("attention", found.kernel, found.reasons)
 

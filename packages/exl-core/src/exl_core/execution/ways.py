@@ -73,7 +73,8 @@ def way_of(model: ModelFacts, asked: PassFacts, captured: str | None) -> tuple[W
 def refusal_of_step(model: ModelFacts, batch: int, q_len: int, *, adapted: bool) -> str | None:
     """Return why a step of `batch` rows of `q_len` tokens of a model on one GPU is not captured whatever its pages are.
 
-    None where it may be captured.
+    None where it may be captured. `captured.py` asks the same reasons one by one, among those of the pages and adapters
+    of a step.
     """
     why = model.refusal() or refusal_of_tokens(batch, q_len)
     return why or refusal_of_bucket(model, batch * q_len, adapted=adapted)

@@ -129,7 +129,8 @@ def check_part(name: str, part: object, protocol: type) -> None:
     if missing is not None:
         raise RequestError(
             f"{name} is {'None' if part is None else 'a ' + type(part).__name__}, which has no {missing}; pass a "
-            "loaded model, its cache and its tokenizer, in this order"
+            f"loaded model, its cache and its tokenizer, in this order (a {name} of your own has all members of "
+            f"exl_generate.contracts.{protocol.__name__.removesuffix('Of')})"
         )
 
 

@@ -251,7 +251,7 @@ class FrozenSettings(Settings):
         own: dict[str, Any] = {
             "token_bias": MappingProxyType(dict(bias)) if isinstance(bias, Mapping) else _copied(bias),
             "post_sampling_hooks": tuple(given.post_sampling_hooks),
-            "dry_sequence_breakers": frozenset(breakers) if isinstance(breakers, Set) else breakers and tuple(breakers),
+            "dry_sequence_breakers": _frozen(breakers),
             "xtc_ignore_tokens": None if ignored is None else frozenset(ignored),
             "mirostat_mu": None,
             "ngram_trie": None,
@@ -274,7 +274,13 @@ class FrozenSettings(Settings):
 
     def clone(self) -> Settings:  # type: ignore[override]  # the copy is made to be changed
         """Return a copy that can be changed, with its own bias and hooks."""
-        own = {"token_bias": _copied(self.token_bias), "post_sampling_hooks": list(self.post_sampling_hooks)}
+        own: dict[str, Any] = {
+            "token_bias": _copied(self.token_bias),
+            "post_sampling_hooks": list(self.post_sampling_hooks),
+        }
+        for name in ("dry_sequence_breakers", "xtc_ignore_tokens"):
+            held = getattr(self, name)
+            own[name] = set(held) if isinstance(held, frozenset) else list(held) if isinstance(held, tuple) else held
         return Settings(**{**vars(self), **own, "ngram_history": deque()})
 
     def frozen(self) -> FrozenSettings:
@@ -287,6 +293,12 @@ class FrozenSettings(Settings):
 
 
 _FIELDS = tuple(f.name for f in fields(Settings))
+
+
+def _frozen(breakers: Any) -> Any:
+    if breakers is None:
+        return None
+    return frozenset(breakers) if isinstance(breakers, Set) else tuple(breakers)
 
 
 def _copied(bias: Any) -> Any:

@@ -188,7 +188,7 @@ def attend_stored(
     tables: AttentionTables,
     options: AttentionOptions,
     *,
-    tokens: int = 1,
+    tokens: int,
     into: MatmulInput | None = None,
     windows: bool = False,
 ) -> Tensor:
@@ -202,7 +202,8 @@ def attend_stored(
         pages: keys and values of the layer.
         tables: block table, and row and position of each token, as for `paged_attention`; tokens may share a row.
         options: `attention_options` of the layer.
-        tokens: most tokens of a row of the block table, or of a window; more than DECODE_TOKENS are attended as prompts
+        tokens: most tokens of a row of the block table, or of a window; more than DECODE_TOKENS are
+            attended as prompts.
         into: the results of few tokens a row go there, as float16; the function returns its scratch.
         windows: the rows of block_table are windows of prompts, and the tokens of neighbouring windows may have one
             row. They are attended as prompts where this is faster.

@@ -410,6 +410,7 @@ pub unsafe fn run(to: Target, experts: &Experts, op: &Call) -> Result<(), CudaEr
     // As in the next launch, so that SMs need not change over.
     let of_sm = plan(&experts.matmuls[0]).of_sm;
     launch("experts_arrange", blocks, 256, 0, of_sm, argument)?;
+    // No launch may come between the two: see `expert_product`.
     for matmul in &experts.matmuls {
         let (name, kind, entry_rows) = (matmul.name, experts.kind, experts.entry_rows);
         let kernel = format!("experts_{name}_{kind}_{entry_rows}_{}", form.suffix());

@@ -43,14 +43,14 @@ impl Kernel {
     }
 }
 
-/// Average rows of an expert up to which items have room for 8 rows, and for 16, by measurement. An expert with a few more than an item has
+/// Average rows of an expert up to which items have room for 8 rows, and for 16, by measurement on an H200. An expert with a few more than an item has
 /// room for is unpacked twice, which costs less than columns without rows.
 const ROWS_BY_8: usize = 5;
 const ROWS_BY_16: usize = 16;
 /// The second where two tiles share a load of rows.
 const ROWS_BY_PAIRS_OF_16: usize = 32;
 
-/// Average rows of an expert, and features of a row, from which two tiles at a time are faster, by measurement: less than that is read
+/// Average rows of an expert, and features of a row, from which two tiles at a time are faster, by measurement on an H200: less than that is read
 /// quickly.
 const PAIRED_AVERAGE: usize = 2;
 const PAIRED_HIDDEN: usize = 2_560;
