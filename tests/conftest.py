@@ -31,6 +31,7 @@ import preloaded
 import pytest
 from forked import Forked
 from hypothesis import HealthCheck, settings
+from sampled import thin
 
 # Two shared cores: a slow example is the machine's doing. CI prints what reproduces a failure.
 settings.register_profile("default", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
@@ -154,7 +155,7 @@ def _share_cores(processes: int) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the cases that a `sampled` test leaves to the full run, and leave out tests that the GPU cannot run."""
-    _thin(items)
+    thin(items)
     _order(config, items)
     _leave_out_gpu_tests(config, items)
 
@@ -193,28 +194,6 @@ def _freeze() -> None:
     if len(gc.get_objects()) > 200_000:
         gc.collect()
         gc.freeze()
-
-
-def _thin(items: list[pytest.Item]) -> None:
-    """Keep every n-th case of a test with the marker `sampled(n)` in the default run and mark the others `full`.
-
-    Each test of a file begins with the next case: n tests with the same parameters, such as the laws of filters, keep
-    every case once.
-    """
-    files: dict[Path, dict[str, list[pytest.Item]]] = {}
-    for item in items:
-        if item.get_closest_marker("sampled"):
-            tests = files.setdefault(item.path, {})
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for tests in files.values():
-        numbers: dict[str, int] = {}  # of the cases of all tests of the file, by their parameters
-        for rank, cases in enumerate(tests.values()):
-            step = next(cases[0].iter_markers("sampled")).args[0]
-            places = [numbers.setdefault(item.nodeid.partition("[")[2], len(numbers)) for item in cases]
-            kept = [place for place in places if place % step == rank % step] or places[rank % len(places) :][:1]
-            for place, item in zip(places, cases, strict=True):
-                if place not in kept:
-                    item.add_marker(pytest.mark.full)
 
 
 def _order(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -258,7 +258,7 @@ NORMS_THAT_PACK = {
 """Layouts in which the launch of a norm of results, or of a LayerNorm, packs the input of the next matmul."""
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("joined", ["0", "64"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_description_is_run_as_the_modules_run_it(

@@ -46,7 +46,7 @@ def test_sections_are_runs_of_one_device() -> None:
     assert [(s.begin, s.end) for s in sections_of(Placement(["cpu"] * 4))] == [(0, 4)]
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("joined", ["0", "64"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sections_in_a_chain_are_the_whole_model(

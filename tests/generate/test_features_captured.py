@@ -124,7 +124,7 @@ def without_captured_steps() -> Iterator[None]:
         loaded(folder, "cpu").decode.clear()
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "batch"), WITHOUT_PADDING)
 def test_no_feature_leaves_the_captured_path(
     name: str,

@@ -140,7 +140,6 @@ def prove(folder: Path, parts: str, seconds: int = 240) -> subprocess.CompletedP
     )
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("missed", [None, *PARTS])
 def test_a_kernel_that_was_never_launched_fails_its_part_by_name(missed: str | None, tmp_path: Path) -> None:
     programs = {"python3": PYTHON.format(python=sys.executable), "compute-sanitizer": SANITIZER, "nvcc": "#!/bin/sh\n"}

@@ -27,7 +27,7 @@ from exl_generate.bundled import draft_model_dir
 from exl_generate.testing import check_pages, streamed_text, streamed_tokens
 from exl_kernels.device import set_row_invariant
 
-pytestmark = pytest.mark.sampled(6)
+pytestmark = pytest.mark.sampled(3)
 
 CACHES = {"Q4": "Cache_Q4", "Q6": "Cache_Q6", "Q8": "Cache_Q8", "FP8": "Cache_8bit"}
 OTHERS = ["lora", "draft", "ngram", "filter", "bans", "cfg", "healing", "embeddings", "cancel", "probs"]
