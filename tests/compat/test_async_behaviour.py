@@ -220,7 +220,6 @@ def test_a_host_cancels_all_jobs_of_its_table_while_streams_leave_it() -> None:
     play(main())
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["cancel", "aclose", "task", "drop"])
 def test_one_clients_disconnect_ends_its_own_choices_only(how: str) -> None:
     async def main() -> None:

@@ -13,7 +13,6 @@ from exl_generate.bundled import default_model_dir, draft_model_dir
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.covers("generators.md: 82", "generators.md: 84", "core.md: generators", "filters.md: CAP-24")
 @pytest.mark.parametrize("script", SCRIPTS, ids=[path.stem for path in SCRIPTS])
 def test_script_runs(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,7 +217,6 @@ async def ended(streams: list[asyncio.Task[Any]]) -> None:
         assert not isinstance(found, BaseException) or isinstance(found, ExlError), repr(found)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ["wait", "skip_wait", "shutdown"])
 def test_unload_while_streams_run_and_reload(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with choices that wait in the queue; nothing of the old model stays in memory."""

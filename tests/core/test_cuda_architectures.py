@@ -92,7 +92,6 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return write_random_model(tmp_path / request.param, config)
 
 
-@pytest.mark.sampled(3)
 def test_chunks_on_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU reference alone: equal in one piece and in chunks, and not uniform."""
     model = loaded_on("cpu", folder, monkeypatch)

@@ -91,7 +91,6 @@ def lines_of(library: Path, **numbers: int) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("numbers", "says"),
     [

@@ -83,7 +83,6 @@ def in_one_call(model: ExLlamaV2, ids: Tensor, **options: Any) -> Tensor:
         return logits
 
 
-@pytest.mark.sampled(4)
 def test_routers_do_not_keep_prompts_from_being_batch_invariant(
     model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +159,6 @@ def test_an_adapted_shared_expert_joins_the_others(model: ExLlamaV2) -> None:
     assert not torch.equal(together, mixture.inner(h))
 
 
-@pytest.mark.sampled(4)
 def test_unloading_and_loading_again(model: ExLlamaV2) -> None:
     ids = ids_of(1)
     before = in_one_call(model, ids)

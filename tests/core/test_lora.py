@@ -128,7 +128,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 # A warning of a class of peft would make the process that collects results import peft, and torch with it.
-@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed", "ignore:Adapter .default.")
 @pytest.mark.covers("core.md: better-14.4")
 @pytest.mark.parametrize("case", OPTIONS)
@@ -174,7 +173,6 @@ TIED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.covers("core.md: better-14.4")
 @pytest.mark.parametrize("case", TIED)
 def test_adapters_of_a_model_whose_head_is_its_embedding(lab: Any, tmp_path: Path, ids: Tensor, case: str) -> None:

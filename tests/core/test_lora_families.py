@@ -39,7 +39,6 @@ def peft() -> Any:
     return pytest.importorskip("peft")
 
 
-@pytest.mark.sampled(3)
 @torch.no_grad()
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_logits_with_an_adapter(name: str, lab: Any, tmp_path: Path) -> None:

@@ -43,7 +43,6 @@ def capped(*gib: float) -> list[Device]:
     return [Device(f"cpu:{i}", int(size * GIB)) for i, size in enumerate(gib)]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [

@@ -51,7 +51,6 @@ def twins(request: pytest.FixtureRequest, lab: Any, tmp_path_factory: pytest.Tem
     )
 
 
-@pytest.mark.sampled(3)
 def test_weights_are_bitwise_identical(twins: tuple[ExLlamaV2, ExLlamaV2, dict[str, torch.Tensor]]) -> None:
     quantized, _, plain = twins
     checked = 0

@@ -162,7 +162,6 @@ def test_captured_steps_are_those_of_the_modules(lab: Any, model: ExLlamaV2, mon
     assert 4 * SIZES["vocab_size"] == Buffers.made[0].sizes[0][1]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("apart", ["k_proj", "o_proj", "up_proj", "down_proj"])
 def test_a_matmul_that_no_kernel_joins_runs_alone_in_the_captured_step(
     lab: Any, model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch, apart: str

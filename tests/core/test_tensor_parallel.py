@@ -143,7 +143,6 @@ def test_exchanges_of_a_layer(
         assert exchange.count - before == per_layer * model.config.num_hidden_layers + 1
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("base", [ExLlamaV2Cache_8bit, ExLlamaV2Cache_Q4, ExLlamaV2Cache_Q6, ExLlamaV2Cache_Q8])
 def test_every_cache_and_its_methods(
     lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor, base: type[ExLlamaV2CacheBase]

@@ -245,7 +245,6 @@ def model():
     torch.set_num_threads(before)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.covers("filters.md: CAP-40")
 @pytest.mark.parametrize(
     "options", [{}, {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 3}, {"do_sample": True}]

@@ -90,7 +90,6 @@ ENDLESS = {
 }
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ENDLESS)
 def test_what_would_not_end_is_ended(name):
     with ended(), pytest.raises(FilterCompileError, match=r"within 3 s|more than 256 MB"):

@@ -64,7 +64,6 @@ def test_files_that_are_no_templates(exl, tmp_path: Path) -> None:
     assert "larger than" in refusal(exl, "--chat-template", str(file))
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ["file", "text", "plain", "alpaca", "chatml", "llama3"])
 def test_a_talk_by_a_template_that_was_given(exl, tmp_path: Path, how: str) -> None:
     text = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# assistant:"

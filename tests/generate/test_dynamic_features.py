@@ -116,7 +116,6 @@ def test_a_rewind_takes_the_filters_back(how: str, kind: type[Alternating]) -> N
     assert rewinds > tries
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("before", range(2, 18))
 @pytest.mark.covers("generators.md: 47", "generators.md: 52")
 def test_a_page_that_may_be_taken_back_is_not_published(before: int) -> None:

@@ -78,7 +78,6 @@ def test_select_filter(generator: ExLlamaV2DynamicGenerator) -> None:
     assert len(set(texts)) > 1
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.covers("core.md: tensor-parallel")
 @pytest.mark.parametrize("base", [ExLlamaV2Cache, ExLlamaV2Cache_Q4])
 def test_a_model_cut_over_devices_says_the_same(monkeypatch: pytest.MonkeyPatch, base: Any) -> None:
@@ -130,7 +129,6 @@ def bundled() -> dict[str, ExLlamaV2DynamicGenerator]:
     return generators
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("style", ["greedy", "default"])
 @pytest.mark.covers("generators.md: 55", "generators.md: 56")
 def test_speculation_on_the_bundled_model_changes_nothing_but_the_number_of_passes(

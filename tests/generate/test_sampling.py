@@ -376,7 +376,6 @@ def test_top_k_orders_like_a_stable_sort(seed: int, k: int, size: int) -> None:
 # ---- draws ----
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fields", [{}, {"top_k": 6, "temperature": 1.3}, {"min_p": 0.05}, {"xtc_probability": 0.7}])
 @pytest.mark.covers("generators.md: 74")
 def test_counted_draws_follow_the_distribution(fields: dict[str, Any]) -> None:

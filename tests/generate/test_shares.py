@@ -25,7 +25,6 @@ def finish(generator: Any, jobs: list[Any], limit: int = 3000) -> dict[Any, list
     raise AssertionError("the queue does not move")
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.covers("generators.md: 50")
 @pytest.mark.parametrize("share", [1, 5, 16, 40])
 def test_jobs_take_turns_and_say_what_they_would_have_said(share: int) -> None:

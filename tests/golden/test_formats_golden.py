@@ -31,7 +31,6 @@ def test_dequantized_weights_are_bit_exact(golden: str) -> None:
     assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("bits", "head_bits"), [(3.5, 4), (4.5, 6)])
 def test_our_writer_is_as_near_the_weights_at_the_same_size(tmp_path: Path, bits: float, head_bits: int) -> None:
     quantize_folder(DATA / "pylib-4m-fp16", tmp_path / "ours", bits=bits, head_bits=head_bits)

@@ -85,7 +85,6 @@ def play(
     return [(streamed_tokens(results[job]), raw) for job, raw in zip(jobs, logits, strict=True)]
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cache", CACHES)
 @examples(15, 2, list(HealthCheck))
 @given(

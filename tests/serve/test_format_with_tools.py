@@ -83,7 +83,6 @@ def headed(form: str, text: str) -> str:
     return f"<|channel|>final<|message|>{text}" if form == "harmony" else text
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_content_follows_the_format(form: str, tokenizer: TextTokenizer) -> None:
     made = grammar(form, tokenizer)
@@ -141,7 +140,6 @@ def read(form: str, text: str, size: int = 1) -> dict[str, Any]:
     }
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_each_way_of_the_grammar_is_read_as_such(form: str, tokenizer: TextTokenizer) -> None:
     made = grammar(form, tokenizer)
@@ -214,7 +212,6 @@ def test_a_call_beside_such_choices_is_a_call(contents: list[str], size: int) ->
     assert events[-1].reason == "tool_calls"
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "harmony"])
 def test_what_a_pattern_allows_is_no_call(form: str, tokenizer: TextTokenizer) -> None:
     """A pattern may match texts that begin as a call does: the grammar leaves these out, so each text is one thing."""

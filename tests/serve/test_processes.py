@@ -116,7 +116,6 @@ def test_keys(served: Callable[..., Served], tmp_path: Path) -> None:
     assert key not in server.log
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -99,7 +99,6 @@ def told(events: list[EngineEvent], n: int) -> list[tuple[Any, ...]]:
     return found
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_a_stream_continues_on_another_replica(fable: EngineThread, tmp_path: Path, case: str) -> None:
     """Wherever the first one ends: the client receives what one replica would have sent."""

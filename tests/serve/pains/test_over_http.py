@@ -77,7 +77,6 @@ def test_a_strict_schema_holds_at_the_highest_temperature(http: httpx.Client, se
     assert len(found["name"]) <= 5
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("field", "names"),
     [
