@@ -12,6 +12,7 @@ import pytest
 from ray_fakes import CARD, USAGE, Answer
 
 from exl_serve.engine.events import EngineEvent, Failed, Finished, Started
+from exl_serve.engine.local import SILENT
 from exl_serve.errors import ServeError
 from exl_serve.ray.client import DROPS, RayEngine
 from exl_serve.ray.quarantine import MOST, QUARANTINE_SECONDS, Quarantine
@@ -33,8 +34,9 @@ def rejected(quarantine: Quarantine, request: EngineRequest) -> bool:
 @pytest.mark.parametrize(
     ("changed", "same"),
     [
-        ({"id": "another", "key": "k", "priority": 2}, True),
+        ({"id": "another", "priority": 2}, True),
         ({"seeds": (2, 3), "max_tokens": 9, "sampling": Sampling(temperature=0.5)}, True),
+        ({"key": "k"}, False),
         ({"prompt": id_bytes([1, 2, 3])}, False),
         ({"prompt": id_bytes([1])}, False),
         ({"negative_prompt": id_bytes([1])}, False),
@@ -73,7 +75,8 @@ def test_the_oldest_make_room() -> None:
 
 class Replicas:
     """Replicas that handle POISON's prompt in a way: each ends before it has accepted it (`dies`) or behind that
-    (`breaks`), or `drops` of them end the stream in order, as for an ingress that they take for dead.
+    (`breaks`), or `drops` of them end the stream in order, as for an ingress that they take for dead, or by the error
+    of an engine that took its replica for dead (`silent`).
     """
 
     def __init__(self, way: str, drops: int = 0) -> None:
@@ -100,6 +103,9 @@ class Replicas:
         if way == "breaks":
             raise RuntimeError("the actor has died")
         if way == "drops" and self.asked <= self._drops:
+            return
+        if way == "silent" and self.asked <= self._drops:
+            yield encode_events([Failed(0, 503, "server_error", "engine_restarting", SILENT)])
             return
         yield encode_events([Started(0, 1, 0), Finished(0, "length", None, USAGE)])
 
@@ -138,12 +144,90 @@ def test_a_request_that_ends_replicas_ends_two(way: str) -> None:
     asyncio.run(steps())
 
 
-@pytest.mark.parametrize("drops", [1, DROPS, DROPS + 1])
-def test_replicas_that_drop_a_request_have_not_ended(drops: int) -> None:
-    """A busy ingress lets its lease run out: its requests are sent again, also to the same replica."""
+class Doomed:
+    """Two replicas that end while they have all requests of `order`, the second one while it has `alone`, if given.
+
+    The requests notice the end in this order. Those of `late` have not been accepted then.
+    """
+
+    def __init__(self, order: tuple[str, ...], *, late: tuple[str, ...] = (), alone: str = "") -> None:
+        self._late, self._there = late, {1: order, 2: (alone,) if alone else order}
+        self._turns: dict[tuple[int, str], asyncio.Event] = {}
+        self._asked: dict[str, int] = {}
+        self.generate = self.tell = self.describe = self
+
+    def options(self, **_: Any) -> Doomed:
+        return self
+
+    def remote(self, *given: Any, **_: Any) -> Any:
+        if given and isinstance(given[0], str):
+            return asyncio.sleep(0)
+        request = msgspec.msgpack.decode(given[0], type=EngineRequest)
+        self._asked[request.id] = which = self._asked.get(request.id, 0) + 1
+        return Answer(self._stream(which, request.id))
+
+    def _turn(self, which: int, name: str) -> asyncio.Event:
+        return self._turns.setdefault((which, name), asyncio.Event())
+
+    async def _stream(self, which: int, name: str) -> AsyncIterator[bytes]:
+        there = self._there.get(which, ())
+        doomed = name in there
+        if not doomed or name not in self._late:
+            yield json.dumps({"replica": f"replica {which}", "digest": "d", "refused": False}).encode()
+        if doomed:
+            self._turn(which, name).set()
+            for other in there:
+                await self._turn(which, other).wait()
+            for _ in range(20 * there.index(name)):
+                await asyncio.sleep(0)
+            raise RuntimeError("the actor has died")
+        yield encode_events([Started(0, 1, 0), Finished(0, "length", None, USAGE)])
+
+
+HELLO = msgspec.structs.replace(POISON, id="hello", prompt=id_bytes([7]))
+
+
+@pytest.mark.parametrize("late", [(), ("r",)])
+@pytest.mark.parametrize("order", [("r", "hello"), ("hello", "r")])
+def test_a_request_that_shared_both_replicas_is_not_rejected(order: tuple[str, ...], late: tuple[str, ...]) -> None:
+    """Nothing tells which of them ended the replicas: also where one has not been accepted, and whoever notices it
+    first.
+    """
 
     async def steps() -> None:
-        replicas = Replicas("drops", drops)
+        engine = RayEngine(Doomed(order, late=late), "i", CARD)
+        told = await asyncio.gather(outcome(engine, HELLO), outcome(engine, POISON))
+        assert all("two replicas ended while they ran this request" in one for one in told)
+        for one in (HELLO, POISON):
+            assert await outcome(engine, one) == ""
+        assert not engine.calls
+
+    asyncio.run(steps())
+
+
+@pytest.mark.parametrize("order", [("r", "hello"), ("hello", "r")])
+def test_a_request_that_was_alone_on_one_of_two_replicas_is_rejected(order: tuple[str, ...]) -> None:
+    async def steps() -> None:
+        engine = RayEngine(Doomed(order, alone="r"), "i", CARD)
+        hello, poison = await asyncio.gather(outcome(engine, HELLO), outcome(engine, POISON))
+        assert hello == ""
+        assert "two replicas ended while they ran this request" in poison
+        assert "rejected for another" in await outcome(engine, POISON)
+        assert await outcome(engine, HELLO) == ""
+        assert await outcome(engine, msgspec.structs.replace(POISON, key="another")) == ""
+
+    asyncio.run(steps())
+
+
+@pytest.mark.parametrize("way", ["drops", "silent"])
+@pytest.mark.parametrize("drops", [1, DROPS, DROPS + 1])
+def test_replicas_that_drop_a_request_have_not_ended(drops: int, way: str) -> None:
+    """A busy ingress lets its lease run out, a busy replica is silent for its engine: requests are sent again, also to
+    the same replica.
+    """
+
+    async def steps() -> None:
+        replicas = Replicas(way, drops)
         engine = RayEngine(replicas, "i", CARD)
         assert ("too busy" in await outcome(engine, POISON)) == (drops > DROPS)
         assert replicas.asked == min(drops, DROPS) + 1

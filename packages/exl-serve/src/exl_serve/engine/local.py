@@ -20,13 +20,14 @@ from exl_serve.engine.status import HalfWrittenError, StatusReader
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import EngineRequest
 
-__all__ = ["LocalEngine"]
+__all__ = ["SILENT", "LocalEngine"]
 
 log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 30.0
 GONE = "the engine process has ended; it is being restarted: try again"
 SILENT = "the engine heard nothing of this worker for too long: try again"
+"""The message of `engine_restarting` where the engine lives, and has dropped its worker."""
 
 
 class ForgottenError(ServeError):

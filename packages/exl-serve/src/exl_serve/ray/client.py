@@ -16,6 +16,7 @@ import msgspec
 from exl_serve.engine import wire
 from exl_serve.engine.client import EngineStatus, ModelCard, Sink
 from exl_serve.engine.events import EngineEvent, Failed
+from exl_serve.engine.local import SILENT
 from exl_serve.errors import ServeError
 from exl_serve.ray.quarantine import Quarantine
 from exl_serve.ray.replica import decode_events
@@ -83,6 +84,8 @@ class _Call:
         self._dead: list[str] = []
         #: whether the present replica has accepted the request, and how many ended after they had
         self._runs, self._ended = False, 0
+        #: whether a replica that ended may have run other requests, and whether one had this request alone
+        self._shares, self._alone = False, False
         #: whether the last stream broke, and how many ended in order before the request had
         self._broke, self._drops = False, 0
         self._stream: Any = None
@@ -120,11 +123,27 @@ class _Call:
         self._abandon()  # a broken stream does not prove that the replica has ended
         self._dead.append(self.replica)
         self._ended += self._runs
+        shared = self._others()
+        self._alone |= self._runs and not shared
         if len(self._dead) >= DEATHS:
-            if self._ended >= DEATHS:  # a replica that ended before it had the request is no sign against it
+            # A replica that ended before it had the request, or with others on it, is no sign against the request.
+            if self._ended >= DEATHS and self._alone:
                 log.error("request %s is in quarantine: %s", self._request.id, POISON)
                 self._engine.quarantine.add(self._request)
             raise ServeError.engine(POISON)
+
+    def _others(self) -> bool:
+        """Return whether this ingress may have other requests on the replica that ended, and mark those.
+
+        They find out later, when this request may be elsewhere. A request that has no answer yet may be on any replica.
+        """
+        here = ("", self.replica)
+        others = [call for call in self._engine.calls.values() if call is not self]
+        if self.replica:
+            others = [call for call in others if call.replica in here]
+        for call in others:
+            call._shares = True
+        return self._shares or bool(others)
 
     def _dropped(self) -> None:
         """Note that the replica has ended the stream in order, so it lives. Raises ServeError behind `DROPS`."""
@@ -140,7 +159,7 @@ class _Call:
         engine = self._engine
         if self._cancelled:
             raise ServeError(409, "conflict", "cancelled", "the request was cancelled")
-        self.replica, self._runs = "", False
+        self.replica, self._runs, self._shares = "", False, False
         engine.retag(self)
         request = self._behind()
         self._resumed = bool(request.resume)
@@ -209,7 +228,7 @@ class _Call:
         while (item := await self._next(stream)) is not None:
             for event in decode_events(item):
                 if isinstance(event, Failed) and event.code == "engine_restarting":
-                    self._broke = True
+                    self._broke = event.message != SILENT  # a silent replica is busy, and has not ended
                     return False
                 if isinstance(event, Failed) and self._has_diverged(event, event.choice in begun):
                     event = Failed(event.choice, 503, "server_error", "engine_restarting", DIVERGED)

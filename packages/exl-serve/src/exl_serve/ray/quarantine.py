@@ -21,8 +21,9 @@ MOST = 4096
 class Quarantine:
     """The digests of such requests, each for `QUARANTINE_SECONDS`.
 
-    A digest covers the whole prompt and what the engine computes with it, not seeds, limits or sampling. The label of
-    the first page would not do: requests with the same system prompt share it, and short prompts have none.
+    A digest covers the whole prompt, what the engine computes with it, and the client's key, not seeds, limits or
+    sampling. A wrong guess hurts one key. The label of the first page would not do: requests with the same system
+    prompt share it, and short prompts have none.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -55,5 +56,5 @@ class Quarantine:
 
 def _digest(request: EngineRequest) -> bytes:
     images = [one.digest for one in request.media]
-    parts = (request.prompt, request.negative_prompt, request.adapter, request.constraints, images)
+    parts = (request.key, request.prompt, request.negative_prompt, request.adapter, request.constraints, images)
     return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=16).digest()
