@@ -221,17 +221,26 @@ def test_a_request_that_was_alone_on_one_of_two_replicas_is_rejected(order: tupl
 
 @pytest.mark.parametrize("way", ["drops", "silent"])
 @pytest.mark.parametrize("drops", [1, DROPS, DROPS + 1])
-def test_replicas_that_drop_a_request_have_not_ended(drops: int, way: str) -> None:
+def test_replicas_that_drop_a_request_have_not_ended(monkeypatch: pytest.MonkeyPatch, drops: int, way: str) -> None:
     """A busy ingress lets its lease run out, a busy replica is silent for its engine: requests are sent again, also to
-    the same replica.
+    the same replica, after pauses that grow.
     """
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    def skip(seconds: float) -> Any:
+        pauses.append(seconds)
+        return sleep(0)
 
     async def steps() -> None:
+        monkeypatch.setattr(asyncio, "sleep", skip)
         replicas = Replicas(way, drops)
         engine = RayEngine(replicas, "i", CARD)
         assert ("too busy" in await outcome(engine, POISON)) == (drops > DROPS)
         assert replicas.asked == min(drops, DROPS) + 1
         assert not any(replicas.avoided)
+        taken = [seconds for seconds in pauses if seconds]
+        assert taken == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0][:drops])
         assert await outcome(engine, POISON) == ""
         assert not engine.calls
 

@@ -35,6 +35,8 @@ TRIES = 3
 DROPS = 8
 """Most times that replicas may drop a request which they run: each takes the ingress for dead, as where a busy machine
 lets it wait for longer than the lease."""
+PAUSE, LONGEST_PAUSE = 0.1, 2.0
+"""Seconds before a dropped request is sent again: the first pause, which doubles with each drop, and the longest."""
 ELSEWHERE = ("queue_full", "draining", "engine_version")
 RESUMING = ("resume_refused", "engine_error", "filter_dead_end")
 """Errors of a resumed completion before its first event that mean: this replica would have given another answer."""
@@ -145,12 +147,13 @@ class _Call:
             call._shares = True
         return self._shares or bool(others)
 
-    def _dropped(self) -> None:
-        """Note that the replica has ended the stream in order, so it lives. Raises ServeError behind `DROPS`."""
+    async def _dropped(self) -> None:
+        """Wait, after the replica has ended the stream and lives: it is busy. Raises ServeError after `DROPS`."""
         self._abandon()
         self._drops += 1
         if self._drops > DROPS:
             raise ServeError.unavailable("engine_restarting", DROPPED)
+        await asyncio.sleep(min(PAUSE * 2 ** (self._drops - 1), LONGEST_PAUSE))
 
     async def _ask(self, avoid: list[str]) -> Any:
         """Return the stream of the replica that Ray's router chooses, once it has accepted. Raises as `_open`, or an
@@ -201,10 +204,10 @@ class _Call:
                 if self._broke:
                     self._died()
                 else:
-                    self._dropped()
+                    await self._dropped()
                 if not self._engine.resumes and any(choice.ids for choice in self._choices):
                     raise ServeError.unavailable("engine_restarting", ENDED)
-                how = "has ended" if self._broke else "took this ingress for dead"
+                how = "has ended" if self._broke else "dropped it"
                 log.warning("replica %s %s: request %s is sent again", self.replica, how, self._request.id)
                 stream = await self._open()
                 if self._paused:
