@@ -16,5 +16,7 @@ def bind_for_own_user(socket: zmq.Socket[Any], address: str) -> None:
     ZeroMQ asks the kernel for each peer's user (SO_PEERCRED) and closes connections of others, root's among them.
     """
     if address.startswith("ipc://"):
-        socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+        user = os.geteuid()
+        # The option is a C int, which ZeroMQ converts back to the unsigned type of user ids.
+        socket.setsockopt(zmq.IPC_FILTER_UID, user if user < 1 << 31 else user - (1 << 32))
     socket.bind(address)
