@@ -546,6 +546,7 @@ def engine_threads() -> set[int]:
     return {one.native_id for one in threading.enumerate() if one.name == "exl-engine" and one.native_id is not None}
 
 
+@pytest.mark.full  # counts in one second of wall clock
 def test_an_idle_engine_rarely_wakes(scripted: EngineThread) -> None:
     """A request that has ended and a connected worker do not keep it awake. ops/test_operation.py counts the waits of
     all processes.
