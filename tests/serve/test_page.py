@@ -71,6 +71,8 @@ def page(browser: webdriver.Chrome, server: LiveServer) -> webdriver.Chrome:
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     browser.get("about:blank")
     browser.execute_cdp_cmd("Storage.clearDataForOrigin", {"origin": server.url, "storageTypes": "all"})
+    browser.get(server.url)  # `clearDataForOrigin` leaves the session's storage
+    browser.execute_script("sessionStorage.clear()")
     browser.get_log("browser")  # takes the entries of earlier tests out
     browser.get(server.url)
     return browser
@@ -182,9 +184,53 @@ def test_stop_ends_the_answer_here_and_in_the_engine(page: webdriver.Chrome, slo
 
 
 def saved(page: webdriver.Chrome) -> list[dict[str, Any]]:
-    """The messages that the browser keeps."""
-    found: list[dict[str, Any]] = json.loads(page.execute_script("return localStorage.getItem('exl-chat')"))["messages"]
+    """The messages that the browser keeps of the newest conversation."""
+    chats = json.loads(page.execute_script("return localStorage.getItem('exl-chat')"))["chats"]
+    found: list[dict[str, Any]] = chats[-1]["messages"]
     return found
+
+
+def test_an_answer_leaves_the_conversation_of_another_tab(page: webdriver.Chrome, slow: EngineThread) -> None:
+    """Both begin with the same conversation. The second one shows its own again after the first one's answer."""
+    page.find_element(By.ID, "input").send_keys("Go on for ever.\n")
+    until(lambda: answered(page))
+    first, url = page.current_window_handle, page.current_url
+    page.switch_to.new_window("tab")
+    try:
+        page.get(url)
+        models_are_listed(page)
+        page.execute_script("document.getElementById('max_tokens').value = '4'")
+        page.find_element(By.ID, "clear").click()
+        assert ask(page, "A newer one.")
+        second = page.current_window_handle
+        page.switch_to.window(first)
+        page.find_element(By.ID, "stop").click()
+        until(lambda: page.find_element(By.ID, "send").is_displayed())
+        assert saved(page)[0]["content"] == "Go on for ever."
+        page.switch_to.window(second)
+        page.refresh()
+        until(lambda: page.find_elements(By.CSS_SELECTOR, "li.user .body"))
+        assert page.find_element(By.CSS_SELECTOR, "li.user .body").text == "A newer one."
+        page.close()
+    finally:
+        page.switch_to.window(first)
+
+
+def test_the_rest_by_another_model_names_both_and_a_lost_one_may_be_continued(page: webdriver.Chrome) -> None:
+    half = {"role": "assistant", "content": "Once", "model": "other", "cut": True}
+    chat = [{"role": "user", "content": "Tell me a story."}, half]
+    page.execute_script("localStorage.setItem('exl-chat', JSON.stringify({messages: arguments[0]}))", chat)
+    page.refresh()
+    models_are_listed(page)
+    page.execute_script(
+        "const send = window.fetch;"
+        "window.fetch = (url, options) => options?.body ? Promise.reject(new TypeError()) : send(url, options);"
+    )
+    page.find_element(By.XPATH, "//button[text()='Continue']").click()
+    error = page.find_element(By.ID, "error")
+    until(error.is_displayed)
+    assert error.text == "The connection to the server was lost. Press Continue to try again."
+    assert page.find_element(By.CSS_SELECTOR, "li.assistant .who").text == "other, fable"
 
 
 def test_a_reload_in_the_middle_keeps_what_has_come(page: webdriver.Chrome, slow: EngineThread) -> None:

@@ -4,8 +4,10 @@ const STORE = "exl-chat";
 const LONGEST = 1536; // pixels of an image's longer side: larger ones soon fill requests and the history
 const POLL = 1000; // milliseconds between two looks at models that are being loaded
 const SAVE = 2000; // milliseconds after which the part of an answer that has come is saved
+const KEPT = 4; // conversations that the browser keeps, so that each open tab has its own
 const SETTINGS = ["system", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"];
 let messages = [];
+let own = {}; // the id of this tab's conversation, and `root`, which copies of one conversation share
 let attached = []; // data: URLs of the next message's images
 let reading = Promise.resolve(); // ends when all images that were given are attached
 let coming = false; // whether a listed model may soon be ready
@@ -15,13 +17,32 @@ let listed = ""; // the list of models as shown
 let looking = 0; // the timer of the next look at it
 let running = null;
 
+function stored() {
+  try { return Object(JSON.parse(localStorage.getItem(STORE) || "{}")); } catch { return {}; }
+}
+
+function chatsOf(saved) {
+  if (Array.isArray(saved.chats)) return saved.chats.filter((chat) => Array.isArray(chat?.messages));
+  // Earlier versions kept one conversation.
+  return Array.isArray(saved.messages) ? [{ id: "first", root: "first", messages: saved.messages }] : [];
+}
+
+function freshId() {
+  return Date.now().toString(36) + Math.random().toString(36).slice(2); // randomUUID needs HTTPS
+}
+
+// A reload shows the tab's conversation again. A new tab begins with a copy of the newest one, which another tab may
+// still change.
 function load() {
-  try {
-    const saved = JSON.parse(localStorage.getItem(STORE) || "{}");
-    messages = Array.isArray(saved.messages) ? saved.messages : [];
-    if (messages.at(-1)?.cut && isEmpty(messages.at(-1))) messages.pop(); // the page was left before its first token
-    for (const name of SETTINGS) if (saved[name] !== undefined) $(name).value = saved[name];
-  } catch { messages = []; }
+  const saved = stored();
+  const chats = chatsOf(saved);
+  const mine = chats.find((chat) => chat.id === sessionStorage.getItem(STORE));
+  const shown = mine || chats.at(-1);
+  const id = mine ? mine.id : freshId();
+  own = { id, root: shown?.root || id };
+  messages = shown?.messages || [];
+  if (messages.at(-1)?.cut && isEmpty(messages.at(-1))) messages.pop(); // the page was left before its first token
+  for (const name of SETTINGS) if (saved[name] !== undefined) $(name).value = saved[name];
   $("key").value = sessionStorage.getItem("exl-key") || "";
 }
 
@@ -29,12 +50,41 @@ function isEmpty(message) {
   return !message.content && !message.reasoning && !message.calls;
 }
 
+function bare(chats) {
+  return chats.map((chat) => ({ ...chat, messages: chat.messages.map(({ images, ...rest }) => rest) }));
+}
+
+// Write this tab's conversation, and leave those of other tabs as they are, unless there is no room.
 function save() {
-  const saved = { messages };
+  const { messages: old, ...saved } = stored();
+  const others = chatsOf({ messages: old, ...saved }).filter((chat) => chat.id !== own.id).slice(1 - KEPT);
+  const mine = [{ ...own, messages }];
+  // Images fill it first.
+  for (const chats of [[...others, ...mine], [...bare(others), ...mine], [...bare(others), ...bare(mine)], bare(mine)]) {
+    try {
+      localStorage.setItem(STORE, JSON.stringify({ ...saved, chats }));
+      sessionStorage.setItem(STORE, own.id);
+      return;
+    } catch { /* full or forbidden */ }
+  }
+}
+
+function saveSettings() {
+  const saved = stored();
   for (const name of SETTINGS) saved[name] = $(name).value;
-  try { localStorage.setItem(STORE, JSON.stringify(saved)); return; } catch { /* full or forbidden */ }
-  saved.messages = messages.map(({ images, ...rest }) => rest); // images fill it first
   try { localStorage.setItem(STORE, JSON.stringify(saved)); } catch { /* the chat goes on */ }
+}
+
+// Forget the conversation and its copies. The tab of a copy writes that again when it changes.
+function clear() {
+  const saved = stored();
+  saved.chats = chatsOf(saved).filter((chat) => chat.id !== own.id && chat.root !== own.root);
+  delete saved.messages;
+  try { localStorage.setItem(STORE, JSON.stringify(saved)); } catch { /* forbidden */ }
+  const id = freshId();
+  own = { id, root: id };
+  messages = [];
+  save();
 }
 
 function headers() {
@@ -245,6 +295,11 @@ function button(text, act) {
   return made;
 }
 
+// Whether a model can go on with an answer: with a text, not with half a call or half its reasoning.
+function continues(message) {
+  return Boolean(message.cut && message.content && !message.calls);
+}
+
 function item(message, index) {
   const li = document.createElement("li");
   li.className = message.role;
@@ -261,8 +316,7 @@ function item(message, index) {
     actions.append(button("Edit", () => edit(index)));
     if (last) actions.append(button("Send again", resend));
   } else if (last) {
-    // A model goes on with a text, not with half a call or half its reasoning.
-    if (message.cut && message.content && !message.calls) actions.append(button("Continue", resume));
+    if (continues(message)) actions.append(button("Continue", resume));
     actions.append(button("Regenerate", regenerate));
   }
   if (!running) li.append(actions);
@@ -400,10 +454,13 @@ function take(message, chunk, times) {
 async function answer(message) {
   fail("");
   const body = request();
+  const model = body.model;
   if (message) {
     body.continue_final_message = true;
+    const before = message.model || model;
+    if (!before.split(", ").includes(model)) message.model = `${before}, ${model}`; // both wrote it
   } else {
-    message = { role: "assistant", content: "", model: $("model").value };
+    message = { role: "assistant", content: "", model };
     messages.push(message);
   }
   message.cut = true;
@@ -436,7 +493,8 @@ async function answer(message) {
   } catch (error) {
     if (error.name !== "AbortError") {
       const lost = error instanceof TypeError;
-      fail(lost ? "The connection to the server was lost. Regenerate to try again." : error.message);
+      const way = continues(message) ? "Continue" : isEmpty(message) ? "Send again" : "Regenerate";
+      fail(lost ? `The connection to the server was lost. Press ${way} to try again.` : error.message);
     }
   } finally {
     running = null;
@@ -444,7 +502,7 @@ async function answer(message) {
     save();
     render();
     $("input").focus();
-    if (!ready.has(message.model)) listModels(true); // the request may have loaded it
+    if (!ready.has(model)) listModels(true); // the request may have loaded it
   }
 }
 
@@ -495,10 +553,9 @@ document.addEventListener("visibilitychange", () => { if (!document.hidden) list
 $("stop").addEventListener("click", () => running?.abort());
 $("clear").addEventListener("click", () => {
   running?.abort();
-  messages = [];
+  clear();
   attached = [];
   showAttached();
-  save();
   fail("");
   render();
 });
@@ -517,7 +574,7 @@ $("key").addEventListener("change", () => {
   sessionStorage.setItem("exl-key", $("key").value.trim());
   listModels();
 });
-for (const name of SETTINGS) $(name).addEventListener("change", save);
+for (const name of SETTINGS) $(name).addEventListener("change", saveSettings);
 
 load();
 render();
