@@ -120,8 +120,8 @@ class Embedding(GridRows, Protocol):
 
 
 class PrelaunchableStep(Protocol):
-    """A step of a model for given rows and pages that can be launched before the host knows its ids. exl_core has
-    `StepReplay`.
+    """A step of a model for given rows and pages that can be launched before the host knows its ids, such as
+    `exl_core.execution.captured_step.StepReplay`.
 
     Run it before any other step of its model, or not at all.
     """

@@ -98,9 +98,9 @@ impl CudaPages {
     }
 
     /// Check and plan a launch of attention over these pages; see `exl_kernels.attention.cuda`. q: flat, `q_stride` elements between
-    /// tokens. With `into`, results go there, and only the shape of `out` is used. `tokens`: of each row of the
-    /// block table, if their keys are stored before and no row has more; None: any number. `windows`: rows of few tokens are windows of
-    /// prompts, and neighbours may be of one sequence.
+    /// tokens. With `into`, results go there, and only the shape of `out` is used. `tokens`: the
+    /// most tokens of a row of the block table, whose keys are stored before; None: not known. `windows`: rows of few tokens are windows
+    /// of prompts, and neighbours may be of one sequence.
     #[pyo3(signature = (q, q_stride, tables, options, out, launch, *, new_keys=None, into=None, tokens=None, windows=false))]
     #[allow(clippy::too_many_arguments)] // an object of them would be made for each launch
     fn attention(

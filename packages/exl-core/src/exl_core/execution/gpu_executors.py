@@ -37,12 +37,9 @@ class Captured:
 
     def run(self, model: ExecutableModel, asked: ForwardPass) -> ForwardResult | Refused:
         """Queue the step; see `Executor.run`."""
-        step = self._step
-        if isinstance(step, UnrecordedStep):
-            recorded = step.record()
-            if isinstance(recorded, str):
-                return Refused(recorded)
-            step = recorded
+        step = _recorded(self._step)
+        if isinstance(step, str):
+            return Refused(step)
         if not step.fill(asked.ids):
             return Refused(INVALID)
         step.send()

@@ -268,7 +268,7 @@ class Runner:
         return params, self._model.prelaunchable_step(q_len, self._cache, params, row_loras=adapters)
 
     def run_prelaunched(self, ids: torch.Tensor, sequences: list[Sequence], params: PagedParams) -> torch.Tensor:
-        """Run a prelaunched step that is none of the model's, over int64 `ids` [B, q] with the parameters of
+        """Run a step for which the model has no prelaunchable one, over int64 `ids` [B, q] with the parameters of
         `prelaunchable_step`; returns logits float32 [B, q, Vp] in new memory.
         """
         extra: _PassOptions = {} if self._draft else _adapters_of(sequences)

@@ -88,7 +88,7 @@ class _Call:
         self._runs, self._ended = False, 0
         #: whether a replica that ended may have run other requests, and whether one had this request alone
         self._shares, self._alone = False, False
-        #: whether the last stream broke, and how many ended in order before the request had
+        #: whether the last stream broke, and how many ended without an error before the request did
         self._broke, self._drops = False, 0
         self._stream: Any = None
         self._task: asyncio.Task[None] | None = None
