@@ -308,7 +308,7 @@ def test_a_hot_prefix_does_not_stay_on_one_replica(cluster: Cluster) -> None:
         list(pool.map(lambda one: post(cluster.url, "chat/completions", one), asked))
     taken = [one["taken"] - before[name] for name, one in cluster.replicas().items()]
     assert sum(taken) == 120
-    assert max(taken) <= 1.5 * min(taken), taken
+    assert min(taken) >= 10, taken
 
 
 @pytest.mark.parametrize("what", ["engine", "actor"])
