@@ -14,6 +14,7 @@ from ray_fakes import CARD, USAGE, Answer
 from exl_serve.engine.events import EngineEvent, Failed, Finished, Started
 from exl_serve.engine.local import SILENT
 from exl_serve.errors import ServeError
+from exl_serve.ray import client
 from exl_serve.ray.client import DROPS, RayEngine
 from exl_serve.ray.quarantine import MOST, QUARANTINE_SECONDS, Quarantine
 from exl_serve.ray.replica import encode_events
@@ -219,28 +220,31 @@ def test_a_request_that_was_alone_on_one_of_two_replicas_is_rejected(order: tupl
     asyncio.run(steps())
 
 
+def test_pauses_after_drops_double_up_to_two_seconds() -> None:
+    assert [client.pause_after(drops) for drops in (1, 2, 3, 5, 6, 8)] == pytest.approx([0.1, 0.2, 0.4, 1.6, 2.0, 2.0])
+
+
 @pytest.mark.parametrize("way", ["drops", "silent"])
 @pytest.mark.parametrize("drops", [1, DROPS, DROPS + 1])
 def test_replicas_that_drop_a_request_have_not_ended(monkeypatch: pytest.MonkeyPatch, drops: int, way: str) -> None:
     """A busy ingress lets its lease run out, a busy replica is silent for its engine: requests are sent again, also to
     the same replica, after pauses that grow.
     """
-    pauses: list[float] = []
-    sleep = asyncio.sleep
+    paused: list[int] = []
 
-    def skip(seconds: float) -> Any:
-        pauses.append(seconds)
-        return sleep(0)
+    def skip(after: int) -> float:
+        paused.append(after)
+        return 0.0
+
+    monkeypatch.setattr(client, "pause_after", skip)
 
     async def steps() -> None:
-        monkeypatch.setattr(asyncio, "sleep", skip)
         replicas = Replicas(way, drops)
         engine = RayEngine(replicas, "i", CARD)
         assert ("too busy" in await outcome(engine, POISON)) == (drops > DROPS)
         assert replicas.asked == min(drops, DROPS) + 1
         assert not any(replicas.avoided)
-        taken = [seconds for seconds in pauses if seconds]
-        assert taken == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0][:drops])
+        assert paused == list(range(1, min(drops, DROPS) + 1))
         assert await outcome(engine, POISON) == ""
         assert not engine.calls
 

@@ -50,6 +50,11 @@ ENDED = "the replica that ran this request has ended: try again"
 GONE = "the replica that ran this request has ended, and the request could not be finished on another: try again"
 
 
+def pause_after(drops: int) -> float:
+    """Return the seconds before a request is sent again that was dropped so many times."""
+    return float(min(PAUSE * 2 ** (drops - 1), LONGEST_PAUSE))
+
+
 def _called(method: Any, *given: Any, **named: Any) -> Any:
     """Call a handle's method in a new context.
 
@@ -153,7 +158,7 @@ class _Call:
         self._drops += 1
         if self._drops > DROPS:
             raise ServeError.unavailable("engine_restarting", DROPPED)
-        await asyncio.sleep(min(PAUSE * 2 ** (self._drops - 1), LONGEST_PAUSE))
+        await asyncio.sleep(pause_after(self._drops))
 
     async def _ask(self, avoid: list[str]) -> Any:
         """Return the stream of the replica that Ray's router chooses, once it has accepted. Raises as `_open`, or an
