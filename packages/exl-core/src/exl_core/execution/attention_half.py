@@ -30,7 +30,7 @@ from ..layers import RMSNorm
 from ..layers.description import AttentionDescription
 from ..layers.heads import Heads, shape_heads, shape_part
 from .batch import Step
-from .half import Features, HalfInput, JoinedHalf, OutputTokens, PendingMatmul, last_rows
+from .half import Features, HalfInput, JoinedHalf, OutputTokens, PendingMatmul, last_rows, loaded_shape
 from .half_matmuls import HalfPlan, norms_of_heads, norms_of_parts
 from .operators import Operators
 
@@ -111,7 +111,7 @@ def _head_norms_of(a: AttentionDescription) -> HeadNorms | None:
 
     These are RMS norms whose weight all heads share.
     """
-    norms = norms_of_heads(a, _shape_of)
+    norms = norms_of_heads(a, loaded_shape)
     if norms is None:
         return None
     q, k = norms
@@ -120,12 +120,8 @@ def _head_norms_of(a: AttentionDescription) -> HeadNorms | None:
 
 def _part_norms_of(a: AttentionDescription) -> tuple[RMSNorm, RMSNorm] | None:
     """Return RMS norms of all heads of q together and of k, if `norm_parts` applies them."""
-    norms = norms_of_parts(a, _shape_of)
+    norms = norms_of_parts(a, loaded_shape)
     return norms if norms and all(norm.loaded_weight.dtype == torch.float32 for norm in norms) else None
-
-
-def _shape_of(norm: RMSNorm) -> tuple[int, ...]:
-    return tuple(norm.loaded_weight.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,7 @@ __all__ = [
     "is_padded",
     "joined",
     "last_rows",
+    "loaded_shape",
     "refusal_of_code",
     "why_apart",
     "why_own_pass",
@@ -237,7 +238,7 @@ class JoinedHalf(Half):
 
     def __init__(self, about: MatmulDescription, mlp: HalfPlan[FusedLinear] | None = None) -> None:
         self.module, self.about = about.module, about
-        self.plan = plan = HalfPlan(about, joined, _loaded_shape, mlp)
+        self.plan = plan = HalfPlan(about, joined, loaded_shape, mlp)
         self.activation, self.own_norm = plan.activation, plan.own_norm
         self.first, self.first_normed, self.last = plan.first, plan.first_normed, plan.last
         self.first_bare = self.first_normed if self.activation is None else joined(about.first)
@@ -305,7 +306,8 @@ class JoinedHalf(Half):
         return None
 
 
-def _loaded_shape(norm: RMSNorm) -> tuple[int, ...]:
+def loaded_shape(norm: RMSNorm) -> tuple[int, ...]:
+    """Return the shape of the norm's weight."""
     return tuple(norm.loaded_weight.shape)
 
 
