@@ -463,6 +463,9 @@ struct ItemOfPair {
   }
 };
 
+// Pairs of features that a thread packs at once: the loads of all of them are under way together.
+constexpr int PACKED_TOGETHER = 8;
+
 // The first block sorts; each other block packs the input of one pair.
 extern "C" __global__ void __launch_bounds__(256) experts_arrange(const __grid_constant__ ExpertCall call) {
   pdl_trigger();
@@ -477,10 +480,23 @@ extern "C" __global__ void __launch_bounds__(256) experts_arrange(const __grid_c
   const __half* from = call.h + (size_t)(pair / call.chosen) * call.hidden;
   const ItemOfPair item(call, pair, id);
   __half* to = call.x + (which * (size_t)call.columns + column_of(call, id, item.first)) * call.x_stride;
-  for (int k = threadIdx.x; k < rows / 2; k += 256) {
-    const int2 at = reinterpret_cast<const int2*>(features)[k];
-    const __half2 both = __halves2half2(at.x < 0 ? __half(0.f) : from[at.x], at.y < 0 ? __half(0.f) : from[at.y]);
-    *reinterpret_cast<__half2*>(to + packed_at(call.at_once, item.place, 2 * k)) = both;
+#pragma unroll 1
+  for (int first = threadIdx.x; first < rows / 2; first += 256 * PACKED_TOGETHER) {
+    int2 at[PACKED_TOGETHER];
+    __half2 both[PACKED_TOGETHER];
+#pragma unroll
+    for (int i = 0; i < PACKED_TOGETHER; i++) {
+      const int k = first + 256 * i;
+      at[i] = k < rows / 2 ? __ldg(reinterpret_cast<const int2*>(features) + k) : make_int2(-1, -1);
+    }
+#pragma unroll
+    for (int i = 0; i < PACKED_TOGETHER; i++)
+      both[i] = __halves2half2(at[i].x < 0 ? __half(0.f) : from[at[i].x], at[i].y < 0 ? __half(0.f) : from[at[i].y]);
+#pragma unroll
+    for (int i = 0; i < PACKED_TOGETHER; i++) {
+      const int k = first + 256 * i;
+      if (k < rows / 2) *reinterpret_cast<__half2*>(to + packed_at(call.at_once, item.place, 2 * k)) = both[i];
+    }
   }
 }
 

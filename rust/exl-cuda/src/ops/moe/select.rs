@@ -52,7 +52,7 @@ const ROWS_BY_PAIRS_OF_16: usize = 32;
 
 /// Average rows of an expert, and features of a row, from which two tiles at a time are faster, by measurement on an H200: less than that is read
 /// quickly.
-const PAIRED_AVERAGE: usize = 2;
+const PAIRED_AVERAGE: usize = 1;
 const PAIRED_HIDDEN: usize = 2_560;
 
 /// How shared launches multiply, one of the `forms` of the card. More than [`MOST_PAIRS`] pairs are several calls.
@@ -116,8 +116,8 @@ mod tests {
     use crate::ops::linear::Matrix;
     use crate::ops::linear::tests::sized;
 
-    /// From one to two rows an expert, up to five, 16 and 32, more, and from where experts are dequantized.
-    const ROWS: [usize; 8] = [7, 8, 20, 21, 128, 129, 257, 2048];
+    /// Less than a row an expert, one, up to five, 16 and 32, more, and from where experts are dequantized.
+    const ROWS: [usize; 8] = [3, 4, 20, 21, 128, 129, 257, 2048];
 
     /// Experts, hidden features, features of an expert, and experts that a row chooses.
     const MIXTRAL: [usize; 4] = [8, 4096, 14336, 2];
