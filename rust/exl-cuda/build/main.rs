@@ -14,7 +14,9 @@ mod driver;
 #[allow(dead_code, reason = "the crate uses all of it")]
 mod features;
 mod kernels;
+mod macros;
 mod nvcc;
+mod parameters;
 
 use std::env;
 use std::fmt::Write as _;
@@ -43,6 +45,8 @@ fn main() {
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let shared = abi::shared().unwrap_or_else(|why| stop(&why));
     fs::write(out.join("abi.rs"), shared).expect("OUT_DIR is writable");
+    let parameters = parameters::generated().unwrap_or_else(|why| stop(&why));
+    fs::write(out.join("parameters.rs"), parameters).expect("OUT_DIR is writable");
     let nvcc = Nvcc::find();
     let known = nvcc.as_ref().map_or(Ok(Vec::new()), Nvcc::known);
     let choice =

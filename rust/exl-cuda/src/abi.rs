@@ -7,7 +7,7 @@
 include!(concat!(env!("OUT_DIR"), "/abi.rs"));
 
 /// `assert_layout!(Rust, file::Cuda, { field, field as cuda_name, .. })` fails the build unless `Rust` has the size of the CUDA struct, the
-/// same number of fields, and each listed field at the same offset. All fields must be listed.
+/// same number of fields, and each listed field at the same offset. All fields must be listed. Kernels can then take the struct.
 macro_rules! assert_layout {
     ($rust:ident, $file:ident::$cuda:ident, { $($field:ident $(as $name:ident)?),* $(,)? }) => {
         const _: () = {
@@ -31,6 +31,11 @@ macro_rules! assert_layout {
                 concat!(stringify!($cuda), " has this field elsewhere: ", stringify!($field))
             );)*
         };
+        impl $crate::parameters::Passed for $rust {
+            const KIND: $crate::parameters::Kind =
+                $crate::parameters::Kind::Struct(stringify!($cuda));
+            type Cuda = $crate::parameters::cuda::$cuda;
+        }
     };
     (@offset $field:ident) => { cuda::$field };
     (@offset $field:ident $name:ident) => { cuda::$name };

@@ -12,6 +12,7 @@ use crate::driver::{Driver, Reason};
 use crate::ffi::{self, CuContext, CuDevice, CuFunction, CuModule};
 use crate::images;
 use crate::launch::{CudaError, check};
+use crate::parameters::Expected;
 
 /// Properties that a GPU reports.
 #[derive(Clone, Debug)]
@@ -57,9 +58,10 @@ struct Module {
     loaded: Mutex<Option<CuModule>>,
 }
 
-/// A kernel, its current limit of dynamic shared memory, and the number of its launches.
+/// A kernel, its parameters, its current limit of dynamic shared memory, and the number of its launches.
 pub(crate) struct Function {
     file: &'static str,
+    pub(crate) parameters: Expected,
     handle: OnceLock<CuFunction>,
     shared: Mutex<u32>,
     /// Share of an SM's memory that was last asked for as shared memory, in per cent.
@@ -251,7 +253,10 @@ impl Device {
                 .into_iter()
                 .map(move |k| (k, file))
         });
-        let functions = kernels.map(|(name, file)| (name, Function::of(file)));
+        let functions = kernels.filter_map(|(name, file)| {
+            let parameters = Expected::of(&name, file)?;
+            Some((name, Function::of(file, parameters)))
+        });
         Ok(Self {
             functions: functions.collect(),
             ordered: Once::new(),
@@ -378,9 +383,10 @@ fn images_for(info: &DeviceInfo) -> HashMap<&'static str, Module> {
 }
 
 impl Function {
-    fn of(file: &'static str) -> Self {
+    fn of(file: &'static str, parameters: Expected) -> Self {
         Self {
             file,
+            parameters,
             handle: OnceLock::new(),
             shared: Mutex::new(0),
             carveout: Mutex::new(ffi::CARVEOUT_DEFAULT),

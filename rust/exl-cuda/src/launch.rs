@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 use crate::device::Device;
 use crate::driver::Driver;
 use crate::ffi::{self, CUDA_SUCCESS, CuContext, CuResult};
+use crate::parameters::{Parameter, Parameters};
 
 /// Most blocks of a launch along its second and its third dimension.
 pub const MOST_GRID_ROWS: u32 = 65_535;
@@ -21,6 +22,12 @@ pub enum CudaError {
     NoKernel(String),
     #[error("{what}: {limit}")]
     Argument { what: String, limit: String },
+    #[error("kernel {kernel} takes ({takes}), and a launch passes ({passed})")]
+    Parameters {
+        kernel: String,
+        takes: String,
+        passed: String,
+    },
     #[error(
         "the stream belongs to another GPU than cuda:{index}, where the tensors are: make it current with torch.cuda.device"
     )]
@@ -76,15 +83,15 @@ pub struct Launch<'a> {
 }
 
 impl Launch<'_> {
-    /// Launch with `arguments`, each a pointer to a value of the kernel's parameter type.
+    /// Launch with `arguments`. Parameters that the kernel does not take are an error.
     ///
     /// # Safety
-    /// The arguments must match the kernel's parameters in number, type and order. All device addresses among them must stay valid until
-    /// the stream has passed this launch.
-    pub unsafe fn run(
+    /// All device addresses among the arguments must be of memory of the size that the kernel expects, and stay valid until the stream has
+    /// passed this launch.
+    pub unsafe fn run<P: Parameters>(
         &self,
         device: &Device,
-        arguments: &mut [*mut c_void],
+        arguments: &mut P,
     ) -> Result<(), CudaError> {
         // SAFETY: this function's contract.
         unsafe { self.run_in_clusters(device, 0, arguments) }
@@ -94,11 +101,11 @@ impl Launch<'_> {
     ///
     /// # Safety
     /// As [`Launch::run`].
-    pub unsafe fn run_with_shared(
+    pub unsafe fn run_with_shared<P: Parameters>(
         &self,
         device: &Device,
         bytes: Option<usize>,
-        arguments: &mut [*mut c_void],
+        arguments: &mut P,
     ) -> Result<(), CudaError> {
         device.in_context(|| device.set_carveout(self.kernel, bytes))?;
         // SAFETY: this function's contract.
@@ -110,10 +117,25 @@ impl Launch<'_> {
     ///
     /// # Safety
     /// As [`Launch::run`].
-    pub unsafe fn run_in_clusters(
+    pub unsafe fn run_in_clusters<P: Parameters>(
         &self,
         device: &Device,
         blocks: u32,
+        arguments: &mut P,
+    ) -> Result<(), CudaError> {
+        // SAFETY: this function's contract.
+        unsafe { self.launch(device, blocks, P::LIST, arguments.addresses().as_mut()) }
+    }
+
+    /// Launch with the addresses of values for `parameters`.
+    ///
+    /// # Safety
+    /// As [`Launch::run`].
+    unsafe fn launch(
+        &self,
+        device: &Device,
+        blocks: u32,
+        parameters: &'static [Parameter],
         arguments: &mut [*mut c_void],
     ) -> Result<(), CudaError> {
         if self.shared_bytes as usize > device.info.caps.shared_per_block {
@@ -138,6 +160,7 @@ impl Launch<'_> {
         let driver = device.driver;
         device.in_context(|| {
             let (function, handle) = device.function(self.kernel, self.shared_bytes)?;
+            function.parameters.check(self.kernel, parameters)?;
             let mut owner: CuContext = std::ptr::null_mut();
             // SAFETY: the caller's stream handle; writes one pointer.
             let code = unsafe {
@@ -169,7 +192,7 @@ impl Launch<'_> {
                 attributes: attributes.as_ptr(),
                 attribute_count: count,
             };
-            // SAFETY: this function's contract; the driver copies the arguments before it returns.
+            // SAFETY: this function's contract, and the kernel takes these parameters; the driver copies the arguments before it returns.
             let code = unsafe {
                 (driver.functions.launch)(
                     &raw const config,
@@ -209,12 +232,4 @@ pub unsafe fn copy_to_device(
         };
         check(driver, code, "cuMemcpyHtoDAsync", "the inputs of a launch")
     })
-}
-
-/// The arguments of a launch as the array of pointers that the driver expects. Values live until the end of the statement's block.
-#[macro_export]
-macro_rules! kernel_arguments {
-    ($($value:expr),* $(,)?) => {
-        [$((&raw const $value).cast_mut().cast::<std::ffi::c_void>()),*]
-    };
 }

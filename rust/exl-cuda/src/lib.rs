@@ -13,6 +13,7 @@ pub mod fields;
 mod launch;
 pub mod layout;
 pub mod ops;
+mod parameters;
 pub mod rows;
 pub mod step;
 

@@ -2,8 +2,8 @@
 
 use super::Target;
 use crate::device::Device;
-use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
+use crate::parameters::kernels;
 
 pub(super) fn kernels() -> Vec<String> {
     vec!["probe_read".to_owned(), "probe_empty".to_owned()]
@@ -23,9 +23,12 @@ pub unsafe fn read(to: Target, buffer: usize, bytes: usize, sink: usize) -> Resu
         stream: to.stream,
         programmatic: false,
     };
-    let words = bytes / 16;
-    let mut arguments = kernel_arguments![buffer, words, sink];
-    // SAFETY: the order is that of `probe_read`; validity is the caller's promise.
+    let mut arguments = kernels::ProbeRead {
+        p: buffer,
+        count: bytes as u64 / 16,
+        sink,
+    };
+    // SAFETY: validity is the caller's promise.
     unsafe { launch.run(device, &mut arguments) }
 }
 
@@ -41,5 +44,5 @@ pub fn empty(to: Target) -> Result<(), CudaError> {
         programmatic: to.programmatic,
     };
     // SAFETY: the kernel has no parameters.
-    unsafe { launch.run(device, &mut []) }
+    unsafe { launch.run(device, &mut kernels::ProbeEmpty {}) }
 }

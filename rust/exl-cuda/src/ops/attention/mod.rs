@@ -16,8 +16,8 @@ use super::kv::{KINDS, Kind, Pages};
 use super::{Element, Target, index32};
 use crate::abi::{assert_constants, assert_layout};
 use crate::device::Device;
-use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
+use crate::parameters::kernels;
 
 /// Largest head dimension.
 pub const MAX_DIM: usize = 256;
@@ -267,14 +267,9 @@ pub unsafe fn attend(
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    // SAFETY: all these kernels take this struct; the caller guarantees that the addresses are valid.
-    unsafe {
-        launch.run_in_clusters(
-            device,
-            plan.cluster as u32,
-            &mut kernel_arguments![argument],
-        )?;
-    }
+    let mut arguments = kernels::Attention { a: argument };
+    // SAFETY: the caller guarantees that the addresses are valid.
+    unsafe { launch.run_in_clusters(device, plan.cluster as u32, &mut arguments)? };
     let Some(join) = &plan.join else {
         return Ok(());
     };
@@ -287,7 +282,7 @@ pub unsafe fn attend(
         programmatic: to.programmatic,
     };
     // SAFETY: as above; the parts are those of the launch before.
-    unsafe { launch.run(device, &mut kernel_arguments![argument]) }
+    unsafe { launch.run(device, &mut arguments) }
 }
 
 fn argument(

@@ -1,9 +1,9 @@
 //! Rows of the embedding table.
 
 use crate::device::Device;
-use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::{Element, Target, index32};
+use crate::parameters::kernels;
 
 /// Operands of [`embed`]: device addresses, row-major and contiguous.
 #[derive(Clone, Copy, Debug)]
@@ -49,8 +49,14 @@ pub unsafe fn embed(to: Target, op: &Embed) -> Result<(), CudaError> {
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    let (width, rows) = (index32("width", op.width)?, op.rows as i64);
-    let mut arguments = kernel_arguments![op.table, op.ids, op.output, width, rows, op.factor];
-    // SAFETY: the order is that of `embed_kernel`; the caller guarantees that the addresses are valid.
+    let mut arguments = kernels::Embed {
+        table: op.table,
+        ids: op.ids,
+        out: op.output,
+        width: index32("width", op.width)?,
+        rows: op.rows as i64,
+        factor: op.factor,
+    };
+    // SAFETY: the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }

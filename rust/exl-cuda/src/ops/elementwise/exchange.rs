@@ -2,9 +2,9 @@
 
 use crate::abi::{assert_constants, assert_layout};
 use crate::device::Device;
-use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::{Target, index32};
+use crate::parameters::kernels;
 
 /// Most GPUs of an exchange.
 pub const GPUS: usize = 8;
@@ -179,9 +179,8 @@ pub unsafe fn exchange(to: Target, op: &Exchange) -> Result<(), CudaError> {
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    let mut arguments = kernel_arguments![task];
-    // SAFETY: the kernel takes one `ExchangeTask`; the caller guarantees that the addresses are valid.
-    unsafe { launch.run(device, &mut arguments) }
+    // SAFETY: the caller guarantees that the addresses are valid.
+    unsafe { launch.run(device, &mut kernels::Exchange { task }) }
 }
 
 /// Operands of [`store_columns`]: addresses, sizes in words of 32 bits.
@@ -325,9 +324,8 @@ pub unsafe fn store_columns(to: Target, op: &Columns) -> Result<(), CudaError> {
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    let mut arguments = kernel_arguments![task];
-    // SAFETY: the kernel takes one `ColumnsTask`; the caller guarantees that the addresses are valid.
-    unsafe { launch.run(device, &mut arguments) }
+    // SAFETY: the caller guarantees that the addresses are valid.
+    unsafe { launch.run(device, &mut kernels::StoreColumns { task }) }
 }
 
 #[cfg(test)]

@@ -10,8 +10,8 @@ pub mod select;
 use super::{Element, Target};
 use crate::abi::assert_constants;
 use crate::device::Device;
-use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
+use crate::parameters::kernels;
 
 /// The activation functions. `Gelu` is the tanh approximation, `QuickGelu` is x * sigmoid(1.702 x).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,9 +86,12 @@ pub unsafe fn softcap(to: Target, x: usize, count: usize, cap: f32) -> Result<()
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    let elements = count as i64;
-    let mut arguments = kernel_arguments![x, elements, cap];
-    // SAFETY: the order is that of `softcap_f32`; the caller guarantees that the address is valid.
+    let mut arguments = kernels::SoftcapF32 {
+        x,
+        count: count as i64,
+        cap,
+    };
+    // SAFETY: the caller guarantees that the address is valid.
     unsafe { launch.run(device, &mut arguments) }
 }
 
@@ -112,8 +115,13 @@ pub unsafe fn activation(to: Target, op: &Gated) -> Result<(), CudaError> {
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    let (count, kind) = (op.count as i64, op.kind as i32);
-    let mut arguments = kernel_arguments![op.gate, op.up, op.output, count, kind];
-    // SAFETY: the order is that of `activation_kernel`; the caller guarantees that the addresses are valid.
+    let mut arguments = kernels::Activation {
+        gate: op.gate,
+        up: op.up,
+        out: op.output,
+        count: op.count as i64,
+        kind: op.kind as i32,
+    };
+    // SAFETY: the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }

@@ -2,10 +2,10 @@
 
 use super::select::{Call, Kernel, check_packed, packing_threads, select};
 use crate::device::Device;
-use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::linear::PackedInput;
 use crate::ops::{Element, Target, index32};
+use crate::parameters::kernels;
 
 /// The kind of norm, with its specific parameters.
 #[derive(Clone, Copy, Debug)]
@@ -75,20 +75,20 @@ pub unsafe fn layer_norm_packed(to: Target, op: &PackedNorm) -> Result<(), CudaE
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    let mut arguments = kernel_arguments![
-        op.input,
-        op.weight,
-        op.bias,
+    let mut arguments = kernels::LayerNormPacked {
+        x: op.input,
+        weight: op.weight,
+        bias: op.bias,
         width,
-        op.eps,
-        op.output,
-        op.packed.features,
-        op.packed.units,
-        op.packed.rows,
-        rows,
-        columns
-    ];
-    // SAFETY: the order is that of `LAYER_NORM_PACKED`; the caller guarantees that the addresses are valid.
+        eps: op.eps,
+        out: op.output,
+        features: op.packed.features,
+        units: op.packed.units,
+        rows: op.packed.rows,
+        m: rows,
+        columns,
+    };
+    // SAFETY: the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }
 
@@ -128,16 +128,16 @@ pub unsafe fn norm_parts(to: Target, op: &PartNorms) -> Result<(), CudaError> {
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    let mut arguments = kernel_arguments![
-        op.x,
-        op.weights[0],
-        op.weights[1],
-        first,
-        second,
+    let mut arguments = kernels::RmsNormParts {
+        x: op.x,
+        first: op.weights[0],
+        second: op.weights[1],
+        first_width: first,
+        second_width: second,
         stride,
-        op.eps
-    ];
-    // SAFETY: the order is that of `rms_norm_parts`; the caller guarantees that the addresses are valid.
+        eps: op.eps,
+    };
+    // SAFETY: the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }
 
@@ -171,22 +171,29 @@ pub unsafe fn norm(to: Target, op: &Norm) -> Result<(), CudaError> {
     };
     match op.kind {
         Kind::Rms { weight_offset } => {
-            let mut arguments = kernel_arguments![
-                op.input,
-                op.weight,
-                op.output,
+            let mut arguments = kernels::RmsNorm {
+                x: op.input,
+                weight: op.weight,
+                out: op.output,
                 width,
                 heads,
-                op.eps,
-                weight_offset
-            ];
-            // SAFETY: the order is that of `rms_norm_kernel`; the caller guarantees that the addresses are valid.
+                eps: op.eps,
+                offset: weight_offset,
+            };
+            // SAFETY: the caller guarantees that the addresses are valid.
             unsafe { launch.run(device, &mut arguments) }
         }
         Kind::Layer { bias } => {
-            let mut arguments =
-                kernel_arguments![op.input, op.weight, bias, op.output, width, heads, op.eps];
-            // SAFETY: the order is that of `layer_norm_kernel`; the caller guarantees that the addresses are valid.
+            let mut arguments = kernels::LayerNorm {
+                x: op.input,
+                weight: op.weight,
+                bias,
+                out: op.output,
+                width,
+                heads,
+                eps: op.eps,
+            };
+            // SAFETY: the caller guarantees that the addresses are valid.
             unsafe { launch.run(device, &mut arguments) }
         }
     }

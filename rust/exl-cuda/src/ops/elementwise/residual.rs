@@ -2,10 +2,10 @@
 
 use super::select::{Call, Kernel, check_packed, packing_threads, select};
 use crate::device::Device;
-use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::linear::PackedInput;
 use crate::ops::{Element, Target, index32};
+use crate::parameters::kernels;
 
 /// Operands of [`add_rms_norm`]: device addresses of `[rows, width]` of `element`, contiguous.
 #[derive(Clone, Copy, Debug)]
@@ -100,39 +100,39 @@ pub unsafe fn add_post_norm(to: Target, op: &PostNorm) -> Result<(), CudaError> 
     if let Some((scratch, input)) = op.packed {
         check_packed(op.rows, op.width, input.columns, &op.addresses())?;
         let columns = index32("columns", input.columns)?;
-        let mut arguments = kernel_arguments![
-            op.x,
-            op.y,
-            op.post.weight,
-            op.post.eps,
-            op.post.weight_offset,
-            op.norm.weight,
-            op.norm.eps,
-            op.norm.weight_offset,
+        let mut arguments = kernels::AddPostNormPacked {
+            x: op.x,
+            y: op.y,
+            post: op.post.weight,
+            post_eps: op.post.eps,
+            post_offset: op.post.weight_offset,
+            weight: op.norm.weight,
+            eps: op.norm.eps,
+            offset: op.norm.weight_offset,
             width,
-            scratch,
-            input.features,
-            input.units,
-            input.rows,
-            rows,
-            columns
-        ];
-        // SAFETY: the order is that of `ADD_POST_NORM_PACKED`; the caller guarantees that the addresses are valid.
+            out: scratch,
+            features: input.features,
+            units: input.units,
+            rows: input.rows,
+            m: rows,
+            columns,
+        };
+        // SAFETY: the caller guarantees that the addresses are valid.
         return unsafe { launch.run(device, &mut arguments) };
     }
-    let mut arguments = kernel_arguments![
-        op.x,
-        op.y,
-        op.post.weight,
-        op.post.eps,
-        op.post.weight_offset,
-        op.norm.weight,
-        op.norm.eps,
-        op.norm.weight_offset,
-        op.output,
-        width
-    ];
-    // SAFETY: the order is that of `ADD_POST_NORM`; the caller guarantees that the addresses are valid.
+    let mut arguments = kernels::Add {
+        x: op.x,
+        y: op.y,
+        post: op.post.weight,
+        post_eps: op.post.eps,
+        post_offset: op.post.weight_offset,
+        weight: op.norm.weight,
+        eps: op.norm.eps,
+        offset: op.norm.weight_offset,
+        out: op.output,
+        width,
+    };
+    // SAFETY: the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }
 
@@ -157,15 +157,15 @@ pub unsafe fn add_rms_norm(to: Target, op: &AddNorm) -> Result<(), CudaError> {
         programmatic: to.programmatic,
     };
     let width = index32("width", op.width)?;
-    let mut arguments = kernel_arguments![
-        op.x,
-        op.y,
-        op.weight,
-        op.output,
+    let mut arguments = kernels::AddRmsNorm {
+        x: op.x,
+        y: op.y,
+        weight: op.weight,
+        out: op.output,
         width,
-        op.eps,
-        op.weight_offset
-    ];
-    // SAFETY: the order is that of `add_rms_norm_kernel`; the caller guarantees that the addresses are valid.
+        eps: op.eps,
+        offset: op.weight_offset,
+    };
+    // SAFETY: the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }

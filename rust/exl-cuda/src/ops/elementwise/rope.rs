@@ -1,9 +1,9 @@
 //! Rotary position embedding, in place.
 
 use crate::device::Device;
-use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::{Element, Target, index32};
+use crate::parameters::kernels;
 
 /// Operands of [`apply`]: device addresses, row-major and contiguous.
 #[derive(Clone, Copy, Debug)]
@@ -42,13 +42,17 @@ pub unsafe fn apply(to: Target, op: &Rope) -> Result<(), CudaError> {
         return Ok(());
     }
     let device = Device::get(to.device)?;
-    let sizes = [
-        index32("heads", op.heads)?,
-        index32("head_dim", op.head_dim)?,
-        index32("rotated dimensions", op.rotated)?,
-        index32("table rows", op.table_rows)?,
-        i32::from(op.interleaved),
-    ];
+    let mut arguments = kernels::Rope {
+        x: op.x,
+        cos: op.cos,
+        sin: op.sin,
+        positions: op.positions,
+        heads: index32("heads", op.heads)?,
+        head_dim: index32("head_dim", op.head_dim)?,
+        rotated: index32("rotated dimensions", op.rotated)?,
+        table_rows: index32("table rows", op.table_rows)?,
+        interleaved: i32::from(op.interleaved),
+    };
     index32("values per token", op.heads * op.head_dim)?;
     let kernel = name(op.element);
     let launch = Launch {
@@ -59,17 +63,6 @@ pub unsafe fn apply(to: Target, op: &Rope) -> Result<(), CudaError> {
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    let mut arguments = kernel_arguments![
-        op.x,
-        op.cos,
-        op.sin,
-        op.positions,
-        sizes[0],
-        sizes[1],
-        sizes[2],
-        sizes[3],
-        sizes[4]
-    ];
-    // SAFETY: the order is that of `rope_kernel`; the caller guarantees that the addresses are valid.
+    // SAFETY: the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }

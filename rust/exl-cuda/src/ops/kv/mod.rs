@@ -6,8 +6,8 @@ pub mod select;
 use super::{Element, Target, index32};
 use crate::abi::{assert_constants, assert_layout};
 use crate::device::Device;
-use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
+use crate::parameters::kernels;
 
 /// Storage format of one plane, as the kernels number it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -153,8 +153,8 @@ pub unsafe fn transfer(
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    let pages = pages.argument()?;
-    let mut arguments = kernel_arguments![pages, k, v, slots];
-    // SAFETY: the order is that of the kernels in `kv.cu`; the caller guarantees that the addresses are valid.
+    let p = pages.argument()?;
+    let mut arguments = kernels::Kv { p, k, v, slots };
+    // SAFETY: the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }

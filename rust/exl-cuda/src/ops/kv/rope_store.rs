@@ -4,10 +4,10 @@ use super::Pages;
 use super::select::{Call, Kernel, select};
 use crate::abi::{assert_constants, assert_layout};
 use crate::device::Device;
-use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::elementwise::rope::Rope;
 use crate::ops::{Target, index32};
+use crate::parameters::kernels;
 
 /// Heads of a block, as in the kernel.
 const WARPS: usize = 4;
@@ -107,9 +107,15 @@ pub unsafe fn rope_store(
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    let (pages, heads) = (pages.argument()?, index32("heads", q.heads)?);
-    let mut arguments =
-        kernel_arguments![pages, rotation, q.x, new.key, new.value, new.slots, heads];
-    // SAFETY: the order is that of `rope_store_kernel`; the caller guarantees that the addresses are valid.
+    let mut arguments = kernels::RopeStore {
+        p: pages.argument()?,
+        r: rotation,
+        q: q.x,
+        k: new.key,
+        v: new.value,
+        slots: new.slots,
+        q_heads: index32("heads", q.heads)?,
+    };
+    // SAFETY: the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }

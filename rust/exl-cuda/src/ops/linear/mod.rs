@@ -10,9 +10,9 @@ use super::attention::ORDERED_COLUMNS;
 use super::{Target, index32};
 use crate::abi::{assert_constants, assert_layout};
 use crate::device::Device;
-use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::layout::{COLUMN_TILE, Layout, Scales, UNIT_ROWS};
+use crate::parameters::kernels;
 
 /// Element type of results, as the kernels number them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -244,16 +244,15 @@ pub(super) unsafe fn prepare(
 ) -> Result<(), CudaError> {
     let device = Device::get(to.device)?;
     let m = index32("rows", op.m)?;
-    let wide = columns as i32;
-    let mut arguments = kernel_arguments![
-        matrix.argument,
-        matrix.features,
-        op.x,
-        prepared,
+    let mut arguments = kernels::Prepare {
+        a: matrix.argument,
+        features: matrix.features,
+        x: op.x,
+        out: prepared,
         multipliers,
         m,
-        wide
-    ];
+        columns: columns as i32,
+    };
     let suffix = match op.x_type {
         Half::F16 => "f16",
         Half::BF16 => "bf16",
@@ -273,8 +272,12 @@ pub(super) unsafe fn prepare(
         programmatic: to.programmatic,
     };
     if op.x_type == Half::BF16 {
-        let mut arguments = kernel_arguments![op.x, multipliers, matrix.argument.in_features];
-        // SAFETY: the order is that of `row_multipliers`; the caller guarantees that the addresses are valid.
+        let mut arguments = kernels::RowMultipliers {
+            x: op.x,
+            multipliers,
+            k: matrix.argument.in_features,
+        };
+        // SAFETY: the caller guarantees that the addresses are valid.
         unsafe { base.run(device, &mut arguments)? };
     }
     let kernel = format!("prepare_{suffix}");
@@ -289,7 +292,7 @@ pub(super) unsafe fn prepare(
         programmatic: to.programmatic && op.x_type == Half::F16,
         ..base
     };
-    // SAFETY: the order is that of `prepare`; the caller guarantees that the addresses are valid.
+    // SAFETY: the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }
 
@@ -332,9 +335,15 @@ pub unsafe fn matmul(
         // The kernel is compiled for any architecture and does not wait for its predecessor.
         programmatic: false,
     };
-    let y_type = op.y_type as i32;
-    let mut arguments = kernel_arguments![matrix.argument, prepared, multipliers, op.y, m, y_type];
-    // SAFETY: the order is that of `tile_matmul` in `kernels/linear/tile.cuh`; the caller guarantees that the addresses are valid.
+    let mut arguments = kernels::Tile {
+        a: matrix.argument,
+        x: prepared,
+        multipliers,
+        y: op.y,
+        m,
+        y_kind: op.y_type as i32,
+    };
+    // SAFETY: the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }
 
@@ -357,8 +366,12 @@ pub unsafe fn dequantize(to: Target, matrix: &Matrix, out: usize) -> Result<(), 
         stream: to.stream,
         programmatic: false,
     };
-    let mut arguments = kernel_arguments![matrix.argument, matrix.features, out];
-    // SAFETY: the order is that of `dequantize` in `kernels/linear/linear.cu`; the caller guarantees that the addresses are valid.
+    let mut arguments = kernels::Dequantize {
+        a: matrix.argument,
+        features: matrix.features,
+        out,
+    };
+    // SAFETY: the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }
 

@@ -9,8 +9,8 @@ pub mod select;
 use super::Target;
 use crate::abi::{assert_constants, assert_layout};
 use crate::device::Device;
-use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch, copy_to_device};
+use crate::parameters::kernels;
 use select::row::Needs;
 use select::{Batch, Kernel};
 
@@ -324,26 +324,21 @@ pub unsafe fn sample(
     next: Option<Next>,
 ) -> Result<(), CudaError> {
     let device = Device::get(to.device)?;
-    let Workspace {
-        shaped,
-        maxima,
-        sums,
-        wide: control,
-        tails,
-        pitch,
-    } = workspace;
-    let passes = control + WIDE_CONTROL_BYTES;
-    let (rows, answers) = (device_copy + count * size_of::<Answer>(), host);
-    let width = super::index32("pitch", pitch)?;
-    let number = super::index32("rows", count)?;
-    let inputs = next.map_or_else(Inputs::default, |next| next.inputs);
-    let (ids, limit) = next.map_or((0, 1), |next| (next.ids, next.limit));
-    let limit = super::index32("limit", limit)?;
+    let sampled = Sampled {
+        rows: device_copy + count * size_of::<Answer>(),
+        answers: host,
+        count: super::index32("rows", count)?,
+        pitch: super::index32("pitch", workspace.pitch)?,
+        workspace,
+        inputs: next.map_or_else(Inputs::default, |next| next.inputs),
+        next: next.map_or(0, |next| next.ids),
+        limit: super::index32("limit", next.map_or(1, |next| next.limit))?,
+    };
     let batch = Batch {
         rows: count,
-        pitch,
+        pitch: workspace.pitch,
         needs,
-        copies: inputs.words > 0,
+        copies: sampled.inputs.words > 0,
     };
     for planned in select::plan(&device.info.caps, &batch) {
         let launch = Launch {
@@ -354,23 +349,119 @@ pub unsafe fn sample(
             stream: to.stream,
             programmatic: to.programmatic && planned.overlaps,
         };
-        // SAFETY: the arguments are in each kernel's order; the caller guarantees that the addresses are valid.
-        let run = |arguments: &mut [_]| unsafe { launch.run(device, arguments) };
-        match planned.kernel {
-            Kernel::MixMaxima => run(&mut kernel_arguments![rows, maxima]),
-            Kernel::MixSums => run(&mut kernel_arguments![rows, maxima, sums]),
-            Kernel::Mix => run(&mut kernel_arguments![rows, maxima, sums, shaped, width]),
-            Kernel::Shape => run(&mut kernel_arguments![
-                rows, shaped, maxima, width, number, inputs, control
-            ]),
-            Kernel::Sums => run(&mut kernel_arguments![rows, shaped, maxima, sums, width]),
-            Kernel::Choose => run(&mut kernel_arguments![
-                rows, shaped, maxima, sums, answers, width, ids, limit, passes, control
-            ]),
-            Kernel::Wide => run(&mut kernel_arguments![
-                rows, shaped, passes, control, answers, width, number, ids, limit, tails
-            ]),
-        }?;
+        // SAFETY: this function's contract.
+        unsafe { sampled.launch(device, &launch, planned.kernel)? };
     }
     Ok(())
+}
+
+/// Operands of all launches of a batch: device addresses, those of `rows` and `answers` in the staging memory.
+struct Sampled {
+    rows: usize,
+    answers: usize,
+    count: i32,
+    pitch: i32,
+    workspace: Workspace,
+    inputs: Inputs,
+    next: usize,
+    limit: i32,
+}
+
+impl Sampled {
+    fn choose(&self) -> kernels::SampleChoose {
+        kernels::SampleChoose {
+            rows: self.rows,
+            shaped: self.workspace.shaped,
+            maxima: self.workspace.maxima,
+            sums: self.workspace.sums,
+            answers: self.answers,
+            pitch: self.pitch,
+            next: self.next,
+            limit: self.limit,
+            wide: self.wide_rows(),
+            control: self.workspace.wide,
+        }
+    }
+
+    fn wide(&self) -> kernels::SampleWide {
+        kernels::SampleWide {
+            rows: self.rows,
+            shaped: self.workspace.shaped,
+            memory: self.wide_rows(),
+            control: self.workspace.wide,
+            answers: self.answers,
+            pitch: self.pitch,
+            count: self.count,
+            next: self.next,
+            limit: self.limit,
+            tails: self.workspace.tails,
+        }
+    }
+
+    /// Memory of rows with many candidates.
+    fn wide_rows(&self) -> usize {
+        self.workspace.wide + WIDE_CONTROL_BYTES
+    }
+
+    /// # Safety
+    /// As for [`sample`].
+    unsafe fn launch(
+        &self,
+        device: &Device,
+        launch: &Launch<'_>,
+        kernel: Kernel,
+    ) -> Result<(), CudaError> {
+        let &Self { rows, pitch, .. } = self;
+        let Workspace {
+            shaped,
+            maxima,
+            sums,
+            ..
+        } = self.workspace;
+        // SAFETY: this function's contract.
+        unsafe {
+            match kernel {
+                Kernel::MixMaxima => {
+                    launch.run(device, &mut kernels::SampleMixMaxima { rows, maxima })
+                }
+                Kernel::MixSums => {
+                    launch.run(device, &mut kernels::SampleMixSums { rows, maxima, sums })
+                }
+                Kernel::Mix => {
+                    let mut arguments = kernels::SampleMix {
+                        rows,
+                        maxima,
+                        sums,
+                        shaped,
+                        pitch,
+                    };
+                    launch.run(device, &mut arguments)
+                }
+                Kernel::Shape => {
+                    let mut arguments = kernels::SampleShape {
+                        rows,
+                        shaped,
+                        maxima,
+                        pitch,
+                        count: self.count,
+                        inputs: self.inputs,
+                        control: self.workspace.wide,
+                    };
+                    launch.run(device, &mut arguments)
+                }
+                Kernel::Sums => {
+                    let mut arguments = kernels::SampleSums {
+                        rows,
+                        shaped,
+                        maxima,
+                        sums,
+                        pitch,
+                    };
+                    launch.run(device, &mut arguments)
+                }
+                Kernel::Choose => launch.run(device, &mut self.choose()),
+                Kernel::Wide => launch.run(device, &mut self.wide()),
+            }
+        }
+    }
 }

@@ -5,12 +5,12 @@ use super::{Matmul, Room};
 use crate::abi::{assert_constants, assert_layout};
 use crate::capabilities::Capabilities;
 use crate::device::Device;
-use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::layout::UNIT_ROWS;
 use crate::ops::Target;
 use crate::ops::linear::select::Kernel;
 use crate::ops::linear::{self, Half, Matrix};
+use crate::parameters::kernels;
 use crate::rows::BLOCK_ROWS;
 
 const LAYOUT_THREADS: u32 = 128;
@@ -189,8 +189,8 @@ unsafe fn pack(
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    let mut arguments = kernel_arguments![preparation];
-    // SAFETY: the struct is the kernel's; the caller guarantees that the addresses are valid.
+    let mut arguments = kernels::Pack { p: preparation };
+    // SAFETY: the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }
 

@@ -10,9 +10,9 @@ use super::{Half, Matrix};
 use crate::abi::assert_constants;
 use crate::capabilities::Capabilities;
 use crate::device::Device;
-use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::{Target, index32};
+use crate::parameters::kernels;
 use layout::{packs, prepare};
 pub use plan::Tuning;
 use plan::{
@@ -361,9 +361,8 @@ pub unsafe fn launch(
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    let mut arguments = kernel_arguments![task];
-    // SAFETY: the order is that of `batch_matmul`; the caller guarantees that the addresses are valid.
-    unsafe { launch.run(device, &mut arguments) }
+    // SAFETY: the caller guarantees that the addresses are valid.
+    unsafe { launch.run(device, &mut kernels::Batch { p: task }) }
 }
 
 /// Name suffix of the kernels for a transposed input.

@@ -11,9 +11,9 @@ use super::{Half, Matrix};
 use crate::abi::assert_constants;
 use crate::capabilities::Capabilities;
 use crate::device::Device;
-use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::Target;
+use crate::parameters::kernels;
 use crate::rows::FEW_ROWS;
 pub(super) use plan::plan_direct;
 use plan::{DIRECT_THREADS, SQUARES_BYTES, THREADS, copies, plan};
@@ -201,9 +201,8 @@ impl Plan {
             stream: to.stream,
             programmatic: to.programmatic,
         };
-        let rows = self.rows;
-        let mut arguments = kernel_arguments![rows];
-        // SAFETY: the struct is the kernel's; the caller guarantees that the addresses are valid.
+        let mut arguments = kernels::PrepareRows { p: self.rows };
+        // SAFETY: the caller guarantees that the addresses are valid.
         unsafe { launch.run(device, &mut arguments) }
     }
 
@@ -235,8 +234,8 @@ impl Plan {
         };
         let task = self.task;
         let cluster = if task.cut > 1 { task.cut as u32 } else { 0 };
-        let mut arguments = kernel_arguments![task];
-        // SAFETY: the struct is the kernel's; the caller guarantees that the addresses are valid.
+        let mut arguments = kernels::Few { p: task };
+        // SAFETY: the caller guarantees that the addresses are valid.
         unsafe { launch.run_in_clusters(device, cluster, &mut arguments) }
     }
 
@@ -251,7 +250,7 @@ impl Plan {
         matrix: &Matrix,
     ) -> Result<(), CudaError> {
         let task = self.task;
-        let mut arguments = kernel_arguments![task];
+        let mut arguments = kernels::Direct { p: task };
         let mut run = |kernel: &str, blocks: usize| {
             let launch = Launch {
                 kernel,
@@ -261,7 +260,7 @@ impl Plan {
                 stream: to.stream,
                 programmatic: to.programmatic,
             };
-            // SAFETY: the struct is the kernel's; the caller guarantees that the addresses are valid.
+            // SAFETY: the caller guarantees that the addresses are valid.
             unsafe { launch.run(device, &mut arguments) }
         };
         if task.norm != 0 {

@@ -5,12 +5,12 @@ pub mod select;
 use crate::abi::{assert_constants, assert_layout};
 use crate::device::Device;
 use crate::fields::{Field, struct_fields};
-use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::elementwise::Activation;
 use crate::ops::elementwise::select::check_packed;
 use crate::ops::linear::PackedInput;
 use crate::ops::{Target, index32};
+use crate::parameters::kernels;
 use select::Kernel;
 
 /// `struct LoraEntry` of `kernels/linear/lora.cu`: the adapter of one slot for one matrix, as device addresses.
@@ -111,9 +111,23 @@ pub unsafe fn add(to: Target, op: &Lora) -> Result<(), CudaError> {
         programmatic: to.programmatic,
     };
     let (first, second) = select::alone();
-    let mut shrink = kernel_arguments![op.x, op.table, op.slots, op.middle, inputs, most_rank];
-    let mut expand = kernel_arguments![op.y, op.table, op.slots, op.middle, outputs, most_rank];
-    // SAFETY: the order is that of the kernels; the caller guarantees that the addresses are valid.
+    let mut shrink = kernels::LoraShrink {
+        x: op.x,
+        table: op.table,
+        slots: op.slots,
+        middle: op.middle,
+        r#in: inputs,
+        most_rank,
+    };
+    let mut expand = kernels::LoraExpand {
+        y: op.y,
+        table: op.table,
+        slots: op.slots,
+        middle: op.middle,
+        out: outputs,
+        most_rank,
+    };
+    // SAFETY: the caller guarantees that the addresses are valid.
     unsafe {
         launch(first, most_rank as u32).run(device, &mut shrink)?;
         launch(second, (outputs as u32).div_ceil(2 * THREADS)).run(device, &mut expand)
@@ -240,21 +254,21 @@ pub unsafe fn shrink(to: Target, group: &Group, input: &Input) -> Result<(), Cud
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    let mut arguments = kernel_arguments![
-        input.x,
-        input.weight,
-        input.normed,
-        group.table,
-        group.slots,
-        group.middle,
-        inputs,
+    let mut arguments = kernels::LoraShrinkGroup {
+        x: input.x,
+        weight: input.weight,
+        normed: input.normed,
+        table: group.table,
+        slots: group.slots,
+        middle: group.middle,
+        r#in: inputs,
         sets,
         most_rank,
         columns,
-        input.eps,
-        input.offset
-    ];
-    // SAFETY: the order is that of the kernel; the caller guarantees that the addresses are valid.
+        eps: input.eps,
+        offset: input.offset,
+    };
+    // SAFETY: the caller guarantees that the addresses are valid.
     unsafe { launch.run(device, &mut arguments) }
 }
 
@@ -303,8 +317,9 @@ unsafe fn shrink_and_pack(
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    // SAFETY: the kernel takes one task; the caller guarantees that the addresses are valid.
-    unsafe { launch.run(Device::get(to.device)?, &mut kernel_arguments![task]) }
+    let mut arguments = kernels::LoraShrinkPacking { p: task };
+    // SAFETY: the caller guarantees that the addresses are valid.
+    unsafe { launch.run(Device::get(to.device)?, &mut arguments) }
 }
 
 /// Add the adapters to the results of the matrices by the `middle` of [`shrink`], then the residual or the gate, in one launch.
@@ -348,37 +363,36 @@ pub unsafe fn expand(to: Target, group: &Group, results: &Results) -> Result<(),
         programmatic: to.programmatic,
     };
     if let Some(gate) = results.gate {
-        let kind = gate as i32;
-        let mut arguments = kernel_arguments![
-            results.y,
-            results.out,
-            group.table,
-            group.slots,
-            group.middle,
-            begin,
+        let mut arguments = kernels::LoraExpandGated {
+            y: results.y,
+            out: results.out,
+            table: group.table,
+            slots: group.slots,
+            middle: group.middle,
+            width: begin,
             sets,
             most_rank,
             levels,
-            kind
-        ];
-        // SAFETY: the order is that of the kernel; the caller guarantees that the addresses are valid.
+            kind: gate as i32,
+        };
+        // SAFETY: the caller guarantees that the addresses are valid.
         return unsafe { launch(begin).run(device, &mut arguments) };
     }
-    let mut arguments = kernel_arguments![
-        results.y,
-        results.residual,
-        results.out,
-        group.table,
-        group.slots,
-        group.middle,
+    let mut arguments = kernels::LoraExpandGroup {
+        y: results.y,
+        residual: results.residual,
+        out: results.out,
+        table: group.table,
+        slots: group.slots,
+        middle: group.middle,
         width,
-        begin,
-        last,
+        second: begin,
+        third: last,
         sets,
         most_rank,
         matrices,
-        levels
-    ];
+        levels,
+    };
     // SAFETY: as above.
     unsafe { launch(width).run(device, &mut arguments) }
 }

@@ -7,9 +7,9 @@ use super::{Half, Matrix};
 use crate::abi::assert_constants;
 use crate::capabilities::Capabilities;
 use crate::device::Device;
-use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::Target;
+use crate::parameters::kernels;
 pub use plan::Plan;
 use plan::{LAYER, THREADS, plan};
 
@@ -162,7 +162,6 @@ pub unsafe fn launch(
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    let mut arguments = kernel_arguments![task];
-    // SAFETY: the order is that of `ring_matmul`; the caller guarantees that the addresses are valid.
-    unsafe { launch.run(device, &mut arguments) }
+    // SAFETY: the caller guarantees that the addresses are valid.
+    unsafe { launch.run(device, &mut kernels::Ring { p: task }) }
 }
