@@ -31,11 +31,7 @@ pytestmark = pytest.mark.cuda
 
 PAGE = 16
 LAUNCHED = {
-    "gemv_ring": "ring_",
-    "gemm_few": "few_",
-    "gemm_direct": "direct_",
-    "gemm_batch": "batch_",
-    "gemm_tile": "tile_",
+    **{kernel: f"{kernel}_" for kernel in ("gemv_ring", "gemm_few", "gemm_direct", "gemm_batch", "gemm_tile")},
     "gemm_large": "dequantize_",
 }
 """How names of the functions of each kernel begin; for gemm_large those that dequantize for cuBLAS."""

@@ -91,7 +91,7 @@ def test_other_layers_keep_their_joined_launches(odd: str, tmp_path: Path, monke
         assert torch.equal(want, got), rows
         if rows in (12, 64):
             # q+k+v, o, gate+up and down; in the odd layer three quantized matrices, or two, for q+k+v. The head.
-            assert launches.read("batch_", "mma_") == 4 * (LAYERS - 1) + 3 + (3 if odd == "permuted" else 2) + 1
+            assert launches.read("gemm_batch_") == 4 * (LAYERS - 1) + 3 + (3 if odd == "permuted" else 2) + 1
             assert launches.read("add_rms_norm") == 1, "of the odd half, which alone adds in a launch of its own"
         if rows <= 8 and "bulk_copy" not in Card.device(0).features:
             # All matmuls but the first pack the next one's input, also for the last norm and the head. The odd q, k and
@@ -109,7 +109,7 @@ def test_a_float_head_is_multiplied_in_blocks_of_rows(tmp_path: Path, monkeypatc
         want, got, launches = passes(model, plan, rows)
         assert torch.equal(want, got), rows
         if rows == 64:
-            assert launches.read("batch_", "mma_") == 4 * LAYERS
+            assert launches.read("gemm_batch_") == 4 * LAYERS
 
 
 @pytest.mark.parametrize("rows", [5, 64, 70, 150])

@@ -209,4 +209,5 @@ def matrix_of(k: int, n: int, seed: int, order: Tensor | None = None) -> QuantMa
 
 def launches() -> int:
     """Launches of the kernel so far."""
-    return sum(count for name, count in _native.cuda_launches().items() if name.startswith(("direct_", "norm_packed")))
+    starts = ("gemm_direct_", "norm_packed")
+    return sum(count for name, count in _native.cuda_launches().items() if name.startswith(starts))

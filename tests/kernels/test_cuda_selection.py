@@ -33,12 +33,9 @@ def matrix(n: int, seed: int, k: int = K) -> tuple[QuantMatrix, MatrixShape]:
 
 
 def launched() -> set[str]:
-    """Matmul kernels of the table that have run since the last call.
-
-    `gemm_tile` is launched as `tile_exl2_128_1`, for instance, and the others likewise.
-    """
-    families = {name.partition("_")[0] for name in names()}
-    return {kernel for kernel in MATMULS if kernel.partition("_")[2] in families}
+    """Matmul kernels of the table that have run since the last call, as `gemm_tile_exl2_128_1` for instance."""
+    new = names()
+    return {kernel for kernel in MATMULS if any(name.startswith(f"{kernel}_") for name in new)}
 
 
 def names() -> set[str]:

@@ -47,7 +47,7 @@ pub struct Device {
 
 /// Kernels that are loaded before any other: those of a step of one sequence. The driver loads a kernel when it is first looked up, and
 /// places code in that order; with other code between these two the same launches take longer (docs/design/gemv-ring.md).
-const FIRST: [&str; 2] = ["attention_fp16_f16_128_few1", "ring_exl2_128"];
+const FIRST: [&str; 2] = ["attention_fp16_f16_128_few1", "gemv_ring_exl2_128"];
 
 /// Shared memory that the driver takes of each block.
 pub(crate) const BLOCK_RESERVED: usize = 1024;
@@ -190,7 +190,7 @@ impl Device {
         check(self.driver, code, "cuModuleGetFunction", name)?;
         // Kernels of a step that run on an SM at the same time must agree on its shared-memory carveout. Two blocks of `sample_wide` must
         // fit on an SM.
-        if ["ring_", "few_", "attention_", "sample_wide"]
+        if ["gemv_ring_", "gemm_few_", "attention_", "sample_wide"]
             .iter()
             .any(|start| name.starts_with(start))
         {

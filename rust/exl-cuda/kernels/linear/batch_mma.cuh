@@ -215,9 +215,9 @@ DEVICE void batch_mma(const BatchTask& p) {
 #endif
 }
 
-#define BATCH_MMA_OF(KIND, kind, ENTRY, N, W)                                                                                            \
-  extern "C" __global__ void __launch_bounds__(W * 128, 1) batch_mma_##kind##_##ENTRY##_##N##x##W(const __grid_constant__ BatchTask p) { \
-    batch_mma<KIND, ENTRY, N, W>(p);                                                                                                     \
+#define BATCH_MMA_OF(KIND, kind, ENTRY, N, W)                                                                                                 \
+  extern "C" __global__ void __launch_bounds__(W * 128, 1) gemm_batch_mma_##kind##_##ENTRY##_##N##x##W(const __grid_constant__ BatchTask p) { \
+    batch_mma<KIND, ENTRY, N, W>(p);                                                                                                          \
   }
 // In the order of `MMA_VARIANTS` in src/ops/linear/batch/plan.rs.
 #define BATCHES_MMA(KIND, kind, ENTRY)    \

@@ -161,17 +161,17 @@ struct BatchWhole : Batch<KIND, ENTRY, N, W, false> {
 };
 #endif
 
-#define BATCH_WHOLE(KIND, kind, ENTRY, N, W, REGISTERS, MORE, FEWER)                                                             \
-  extern "C" __global__ void __maxnreg__(REGISTERS) batch_whole_##kind##_##ENTRY##_##N##x##W(const __grid_constant__ BatchTask p) { \
-    static_assert((W + 1) * REGISTERS == W * MORE + FEWER && (W + 1) * 128 * REGISTERS <= 65536, "registers are handed on");       \
-    batch_matmul<BatchWhole<KIND, ENTRY, N, W>, W, MORE, FEWER>(p);                                                                \
+#define BATCH_WHOLE(KIND, kind, ENTRY, N, W, REGISTERS, MORE, FEWER)                                                                     \
+  extern "C" __global__ void __maxnreg__(REGISTERS) gemm_batch_whole_##kind##_##ENTRY##_##N##x##W(const __grid_constant__ BatchTask p) { \
+    static_assert((W + 1) * REGISTERS == W * MORE + FEWER && (W + 1) * 128 * REGISTERS <= 65536, "registers are handed on");             \
+    batch_matmul<BatchWhole<KIND, ENTRY, N, W>, W, MORE, FEWER>(p);                                                                      \
   }
 // In the order of `VARIANTS` in src/ops/linear/batch/plan.rs. Registers of a thread: at the launch, if it multiplies, and if it does not.
-#define BATCHES(KIND, kind, ENTRY)                                             \
-  BOTH(batch_##kind##_##ENTRY##_16x4, 96, KIND, ENTRY, 16, 4, 112, 32)         \
-  BATCH(batch_##kind##_##ENTRY##_32x4, 96, KIND, ENTRY, 32, 4, false, 112, 32) \
-  BOTH(batch_##kind##_##ENTRY##_64x2, 152, KIND, ENTRY, 64, 2, 208, 40)        \
-  BOTH(batch_##kind##_##ENTRY##_64x3, 128, KIND, ENTRY, 64, 3, 160, 32)        \
-  BOTH(batch_##kind##_##ENTRY##_80x2, 152, KIND, ENTRY, 80, 2, 208, 40)        \
-  BOTH(batch_##kind##_##ENTRY##_96x2, 152, KIND, ENTRY, 96, 2, 208, 40)        \
-  BOTH(batch_##kind##_##ENTRY##_128x2, 168, KIND, ENTRY, 128, 2, 240, 24)
+#define BATCHES(KIND, kind, ENTRY)                                                  \
+  BOTH(gemm_batch_##kind##_##ENTRY##_16x4, 96, KIND, ENTRY, 16, 4, 112, 32)         \
+  BATCH(gemm_batch_##kind##_##ENTRY##_32x4, 96, KIND, ENTRY, 32, 4, false, 112, 32) \
+  BOTH(gemm_batch_##kind##_##ENTRY##_64x2, 152, KIND, ENTRY, 64, 2, 208, 40)        \
+  BOTH(gemm_batch_##kind##_##ENTRY##_64x3, 128, KIND, ENTRY, 64, 3, 160, 32)        \
+  BOTH(gemm_batch_##kind##_##ENTRY##_80x2, 152, KIND, ENTRY, 80, 2, 208, 40)        \
+  BOTH(gemm_batch_##kind##_##ENTRY##_96x2, 152, KIND, ENTRY, 96, 2, 208, 40)        \
+  BOTH(gemm_batch_##kind##_##ENTRY##_128x2, 168, KIND, ENTRY, 128, 2, 240, 24)

@@ -168,7 +168,7 @@ DEVICE void norm_packed_rows(const FewTask& p) {
   *at = eight.word;
 }
 
-#define DIRECT(KIND, kind, ENTRY)                                                                                                          \
-  extern "C" __global__ void __launch_bounds__(DIRECT_THREADS, DIRECT_BLOCKS) direct_##kind##_##ENTRY(const __grid_constant__ FewTask p) { \
-    direct_matmul<KIND, ENTRY>(p);                                                                                                         \
+#define DIRECT(KIND, kind, ENTRY)                                                                                                               \
+  extern "C" __global__ void __launch_bounds__(DIRECT_THREADS, DIRECT_BLOCKS) gemm_direct_##kind##_##ENTRY(const __grid_constant__ FewTask p) { \
+    direct_matmul<KIND, ENTRY>(p);                                                                                                              \
   }

@@ -453,5 +453,5 @@ DEVICE void few_matmul(const FewTask& p) {
 #define FEW_FORM(KIND, ENTRY, NAME, GENERAL)                                                                                        \
   extern "C" __global__ void __maxnreg__(FEW_REGISTERS) NAME(const __grid_constant__ FewTask p) { few_matmul<KIND, ENTRY, GENERAL>(p); }
 #define FEW(KIND, kind, ENTRY)                                                                                                      \
-  FEW_FORM(KIND, ENTRY, few_##kind##_##ENTRY, false)                                                                                \
-  FEW_FORM(KIND, ENTRY, few_##kind##_##ENTRY##_general, true)
+  FEW_FORM(KIND, ENTRY, gemm_few_##kind##_##ENTRY, false)                                                                           \
+  FEW_FORM(KIND, ENTRY, gemm_few_##kind##_##ENTRY##_general, true)

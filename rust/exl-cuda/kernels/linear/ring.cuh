@@ -419,6 +419,6 @@ DEVICE void ring_matmul(const Task& p) {
   extern "C" __global__ void BOUND NAME(const __grid_constant__ Task p) { \
     ring_matmul<KIND, ENTRY, GENERAL>(p);                                       \
   }
-#define RING(KIND, kind, ENTRY, BOUND)                           \
-  RING_FORM(ring_##kind##_##ENTRY, KIND, ENTRY, false, BOUND) \
-  RING_FORM(ring_##kind##_##ENTRY##_general, KIND, ENTRY, true, BOUND)
+#define RING(KIND, kind, ENTRY, BOUND)                             \
+  RING_FORM(gemv_ring_##kind##_##ENTRY, KIND, ENTRY, false, BOUND) \
+  RING_FORM(gemv_ring_##kind##_##ENTRY##_general, KIND, ENTRY, true, BOUND)

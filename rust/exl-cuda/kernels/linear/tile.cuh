@@ -63,7 +63,7 @@ DEVICE void tile_matmul(const Matrix& a, const uint8_t* x, const float* multipli
 }
 
 #define TILE_MATMUL(KIND, kind, ENTRY, NT, R)                                                                     \
-  extern "C" __global__ void __launch_bounds__(256, NT == 1 ? 2 : 1) tile_##kind##_##ENTRY##_##NT(                \
+  extern "C" __global__ void __launch_bounds__(256, NT == 1 ? 2 : 1) gemm_tile_##kind##_##ENTRY##_##NT(           \
       const __grid_constant__ Matrix a, const uint8_t* x, const float* multipliers, void* y, int m, int y_kind) { \
     tile_matmul<KIND, ENTRY, NT, R>(a, x, multipliers, y, m, y_kind);                                             \
   }

@@ -175,8 +175,8 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
     match file {
         "ring" => ring::kernels("exl2"),
         "ring_gptq" => ring::kernels("gptq"),
-        "direct_exl2" => [named("direct_exl2"), vec!["norm_packed".to_owned()]].concat(),
-        "direct_gptq" => named("direct_gptq"),
+        "direct_exl2" => [named("gemm_direct_exl2"), vec!["norm_packed".to_owned()]].concat(),
+        "direct_gptq" => named("gemm_direct_gptq"),
         "few" => few::kernels("exl2"),
         "few_gptq" => few::kernels("gptq"),
         "rows" => ["prepare_rows_f16", "prepare_rows_bf16"]
@@ -204,7 +204,7 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
                 batch::kernels(form)
             } else if let Some(form) = file.strip_prefix("tile_") {
                 [1, 2, 4]
-                    .map(|columns| format!("tile_{form}_{columns}"))
+                    .map(|columns| format!("gemm_tile_{form}_{columns}"))
                     .to_vec()
             } else {
                 Vec::new()
@@ -321,7 +321,7 @@ pub unsafe fn matmul(
         2 => (2, 2),
         _ => (4, 2),
     };
-    let kernel = format!("tile_{}_{}_{columns}", matrix.kind, matrix.entry_rows);
+    let kernel = format!("gemm_tile_{}_{}_{columns}", matrix.kind, matrix.entry_rows);
     let launch = Launch {
         kernel: &kernel,
         grid: [
@@ -335,7 +335,7 @@ pub unsafe fn matmul(
         // The kernel is compiled for any architecture and does not wait for its predecessor.
         programmatic: false,
     };
-    let mut arguments = kernels::Tile {
+    let mut arguments = kernels::GemmTile {
         a: matrix.argument,
         x: prepared,
         multipliers,
@@ -411,6 +411,33 @@ pub(super) mod tests {
         made.argument.out_features = out_features as i32;
         made.argument.tiles = out_features.div_ceil(16) as i32;
         made
+    }
+
+    #[test]
+    fn kernels_begin_with_their_name_in_the_table() {
+        let forms = ["exl2_128", "exl2_32", "gptq_128", "gptq_32"];
+        let named = |file: &str| forms.map(|form| format!("{file}_{form}"));
+        let texts = |files: &[&str]| files.iter().map(ToString::to_string).collect();
+        let files: [(_, Vec<String>); 5] = [
+            (select::Kernel::GemvRing, texts(&["ring", "ring_gptq"])),
+            (select::Kernel::GemmFew, texts(&["few", "few_gptq"])),
+            (select::Kernel::GemmDirect, texts(&["direct_gptq"])),
+            (
+                select::Kernel::GemmBatch,
+                [named("batch"), named("batch_mma")].concat(),
+            ),
+            (select::Kernel::GemmTile, named("tile").to_vec()),
+        ];
+        for (kernel, files) in files {
+            for file in files {
+                let names = kernels(&file);
+                let all = names.iter().all(|name| {
+                    let rest = name.strip_prefix(kernel.name());
+                    rest.is_some_and(|rest| rest.starts_with('_'))
+                });
+                assert!(all && !names.is_empty(), "{file}: {names:?}");
+            }
+        }
     }
 
     #[test]

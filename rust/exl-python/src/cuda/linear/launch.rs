@@ -213,6 +213,23 @@ impl Operands<'_> {
     }
 
     pub(super) fn gemm_few(&self, to: Target) -> Result<(), CudaError> {
+        let Planned::Few(plan) = &self.plan.planned else {
+            return Err(self.unplanned());
+        };
+        // SAFETY: as in `gemv_ring`.
+        self.with_few(|call| unsafe { few::launch(to, call, plan) })
+    }
+
+    pub(super) fn gemm_direct(&self, to: Target) -> Result<(), CudaError> {
+        let Planned::Direct(plan) = &self.plan.planned else {
+            return Err(self.unplanned());
+        };
+        // SAFETY: as in `gemv_ring`.
+        self.with_few(|call| unsafe { few::launch_direct(to, call, plan) })
+    }
+
+    /// Launch with the operands of `gemm_few` and `gemm_direct`, whose packed input has one layout.
+    fn with_few<T>(&self, launch: impl FnOnce(&few::Call) -> T) -> T {
         let input = match (&self.x, self.norm) {
             (Some(_), _) => few::Input::Rows,
             (None, None) => few::Input::Packed,
@@ -229,21 +246,13 @@ impl Operands<'_> {
             scratch: (next.scratch.ptr, next.scratch.numel()),
             unnormed: next.normed,
         });
-        let Planned::Few(plan) = &self.plan.planned else {
-            return Err(self.unplanned());
-        };
-        // SAFETY: as in `gemv_ring`.
-        unsafe {
-            few::launch(
-                to,
-                &self.group.parts(),
-                &self.matmul(),
-                input,
-                self.scratch(),
-                next,
-                plan,
-            )
-        }
+        launch(&few::Call {
+            matrices: &self.group.parts(),
+            op: &self.matmul(),
+            input,
+            scratch: self.scratch(),
+            next,
+        })
     }
 
     pub(super) fn gemm_batch(&self, to: Target) -> Result<(), CudaError> {

@@ -374,7 +374,8 @@ impl CudaLinearGroup {
         let to = call.check(launch)?;
         let done = match plan.plan.kernel {
             Kernel::GemvRing => py.detach(|| call.gemv_ring(to)),
-            Kernel::GemmFew | Kernel::GemmDirect => py.detach(|| call.gemm_few(to)),
+            Kernel::GemmFew => py.detach(|| call.gemm_few(to)),
+            Kernel::GemmDirect => py.detach(|| call.gemm_direct(to)),
             Kernel::GemmBatch => py.detach(|| call.gemm_batch(to)),
             Kernel::GemmTile => py.detach(|| call.gemm_tile(to)),
             Kernel::GemmLarge => {

@@ -362,7 +362,7 @@ pub unsafe fn launch(
         programmatic: to.programmatic,
     };
     // SAFETY: the caller guarantees that the addresses are valid.
-    unsafe { launch.run(device, &mut kernels::Batch { p: task }) }
+    unsafe { launch.run(device, &mut kernels::GemmBatch { p: task }) }
 }
 
 /// Name suffix of the kernels for a transposed input.
@@ -381,12 +381,15 @@ pub(super) fn kernels(form: &str) -> Vec<String> {
                 &[false]
             };
             kinds.iter().map(move |&transposed| {
-                format!("batch_{form}_{columns}x{warpgroups}{}", suffix(transposed))
+                format!(
+                    "gemm_batch_{form}_{columns}x{warpgroups}{}",
+                    suffix(transposed)
+                )
             })
         })
         .chain(
             (form == "exl2_128")
-                .then(|| format!("batch_whole_{form}_{EVEN_COLUMNS}x{EVEN_GROUPS}")),
+                .then(|| format!("gemm_batch_whole_{form}_{EVEN_COLUMNS}x{EVEN_GROUPS}")),
         )
         .collect()
 }
@@ -394,7 +397,7 @@ pub(super) fn kernels(form: &str) -> Vec<String> {
 /// Kernels in the image of `batch_mma_<form>`.
 pub(super) fn mma_kernels(form: &str) -> Vec<String> {
     MMA_VARIANTS
-        .map(|(columns, warpgroups)| format!("batch_mma_{form}_{columns}x{warpgroups}"))
+        .map(|(columns, warpgroups)| format!("gemm_batch_mma_{form}_{columns}x{warpgroups}"))
         .to_vec()
 }
 

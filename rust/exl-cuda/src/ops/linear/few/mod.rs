@@ -53,7 +53,7 @@ pub struct Next<'a> {
 
 /// The kernels of matrices of `kind`.
 pub(super) fn kernels(kind: &str) -> Vec<String> {
-    let forms = |entry: u32| ["", "_general"].map(|form| format!("few_{kind}_{entry}{form}"));
+    let forms = |entry: u32| ["", "_general"].map(|form| format!("gemm_few_{kind}_{entry}{form}"));
     [128, 32].into_iter().flat_map(forms).collect()
 }
 
@@ -214,16 +214,12 @@ impl Plan {
         device: &Device,
         matrix: &Matrix,
     ) -> Result<(), CudaError> {
-        if self.direct {
-            // SAFETY: this function's contract.
-            return unsafe { self.multiply_direct(to, device, matrix) };
-        }
         let form = if self.task.is_general() {
             "_general"
         } else {
             ""
         };
-        let kernel = format!("few_{}_{}{form}", matrix.kind, matrix.entry_rows);
+        let kernel = format!("gemm_few_{}_{}{form}", matrix.kind, matrix.entry_rows);
         let launch = Launch {
             kernel: &kernel,
             grid: [self.groups as u32, 1, self.task.cut as u32],
@@ -234,7 +230,7 @@ impl Plan {
         };
         let task = self.task;
         let cluster = if task.cut > 1 { task.cut as u32 } else { 0 };
-        let mut arguments = kernels::Few { p: task };
+        let mut arguments = kernels::GemmFew { p: task };
         // SAFETY: the caller guarantees that the addresses are valid.
         unsafe { launch.run_in_clusters(device, cluster, &mut arguments) }
     }
@@ -250,7 +246,7 @@ impl Plan {
         matrix: &Matrix,
     ) -> Result<(), CudaError> {
         let task = self.task;
-        let mut arguments = kernels::Direct { p: task };
+        let mut arguments = kernels::GemmDirect { p: task };
         let mut run = |kernel: &str, blocks: usize| {
             let launch = Launch {
                 kernel,
@@ -267,27 +263,61 @@ impl Plan {
             let words = task.units as usize * WORDS * task.m as usize;
             run("norm_packed", words.div_ceil(DIRECT_THREADS as usize))?;
         }
-        let kernel = format!("direct_{}_{}", matrix.kind, matrix.entry_rows);
+        let kernel = format!("gemm_direct_{}_{}", matrix.kind, matrix.entry_rows);
         run(&kernel, self.groups)
     }
 }
 
-/// The matmul as planned for these matrices and rows: one launch if its input is packed, else two. Results of `matrices` are side by side
-/// in their order; `op.y` may be 0 if only `next` needs them. Bitwise identical to `ring`.
+/// Operands of [`launch`] and [`launch_direct`].
+#[derive(Clone, Copy, Debug)]
+pub struct Call<'a> {
+    /// Results of the matrices are side by side in their order.
+    pub matrices: &'a [&'a Matrix],
+    /// `y` may be 0 if only `next` needs the results.
+    pub op: &'a Matmul,
+    pub input: Input,
+    /// Address, aligned to 128, and bytes, at least [`scratch_bytes`]; no other launch may use the memory meanwhile.
+    pub scratch: (usize, usize),
+    pub next: Option<Next<'a>>,
+}
+
+/// The matmul by `gemm_few`, as planned for its matrices and rows: one launch if its input is packed, else two. Bitwise identical to `ring`.
 ///
 /// # Safety
-/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch. Scratch is an address, aligned
-/// to 128, and bytes, at least [`scratch_bytes`]; no other launch may use it meanwhile.
-pub unsafe fn launch(
-    to: Target,
-    matrices: &[&Matrix],
-    op: &Matmul,
-    input: Input,
-    scratch: (usize, usize),
-    next: Option<Next>,
-    planned: &Plan,
-) -> Result<(), CudaError> {
+/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
+pub unsafe fn launch(to: Target, call: &Call, planned: &Plan) -> Result<(), CudaError> {
     let device = Device::get(to.device)?;
+    // SAFETY: this function's contract.
+    unsafe { bound(to, device, call, planned)?.multiply(to, device, call.matrices[0]) }
+}
+
+/// The matmul by `gemm_direct`, as [`launch`]; a norm of a packed input is one more launch. `planned` is of [`plan_direct`].
+///
+/// # Safety
+/// As for [`launch`].
+pub unsafe fn launch_direct(to: Target, call: &Call, planned: &Plan) -> Result<(), CudaError> {
+    let device = Device::get(to.device)?;
+    // SAFETY: this function's contract.
+    unsafe { bound(to, device, call, planned)?.multiply_direct(to, device, call.matrices[0]) }
+}
+
+/// The plan with the call's addresses. Its input is packed, by a launch if no other kernel did.
+///
+/// # Safety
+/// As for [`launch`].
+unsafe fn bound(
+    to: Target,
+    device: &Device,
+    call: &Call,
+    planned: &Plan,
+) -> Result<Plan, CudaError> {
+    let &Call {
+        op,
+        input,
+        scratch,
+        next,
+        ..
+    } = call;
     let mut plan = planned.clone();
     check_scratch(scratch, plan.scratch_bytes())?;
     let prepared = !matches!(input, Input::Rows);
@@ -310,11 +340,9 @@ pub unsafe fn launch(
     if let Some(next) = next {
         plan.bind_next(&device.info.caps, next)?;
     }
-    // SAFETY: this function's contract.
-    unsafe {
-        if !prepared {
-            plan.prepare(to, device, op.x_type)?;
-        }
-        plan.multiply(to, device, matrices[0])
+    if !prepared {
+        // SAFETY: this function's contract.
+        unsafe { plan.prepare(to, device, op.x_type)? };
     }
+    Ok(plan)
 }

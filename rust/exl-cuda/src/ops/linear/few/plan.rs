@@ -58,9 +58,8 @@ pub struct Plan {
     pub(super) task: Task,
     pub(super) rows: Preparation,
     pub(super) shared: usize,
+    /// Blocks of `gemm_direct`, or in the grid's first dimension of `gemm_few`.
     pub(super) groups: usize,
-    /// The kernel without bulk copies, whose blocks (`groups`) have a tile or a gated pair of tiles each.
-    pub(super) direct: bool,
 }
 
 /// Consecutive allocation of bytes.
@@ -384,7 +383,6 @@ pub(in crate::ops::linear) fn plan_direct(
         rows,
         shared: 0,
         groups: if gated { tiles / 2 } else { tiles },
-        direct: true,
     })
 }
 
@@ -523,7 +521,6 @@ fn plan_cut(
         rows,
         shared: ring.total.max(LEAST_SHARED.min(space)),
         groups: deal.groups,
-        direct: false,
     })
 }
 

@@ -63,7 +63,7 @@ impl Matmul {
 
 /// The kernels of matrices of `kind`.
 pub(super) fn kernels(kind: &str) -> Vec<String> {
-    let forms = |entry: u32| ["", "_general"].map(|form| format!("ring_{kind}_{entry}{form}"));
+    let forms = |entry: u32| ["", "_general"].map(|form| format!("gemv_ring_{kind}_{entry}{form}"));
     [128, 32].into_iter().flat_map(forms).collect()
 }
 
@@ -153,7 +153,7 @@ pub unsafe fn launch(
     task.y_stride = if gated { columns / 2 } else { columns };
     let (kind, entry) = (matrices[0].kind, matrices[0].entry_rows);
     let form = if task.is_general() { "_general" } else { "" };
-    let kernel = format!("ring_{kind}_{entry}{form}");
+    let kernel = format!("gemv_ring_{kind}_{entry}{form}");
     let launch = Launch {
         kernel: &kernel,
         grid: [deal.blocks as u32, 1, 1],
@@ -163,5 +163,5 @@ pub unsafe fn launch(
         programmatic: to.programmatic,
     };
     // SAFETY: the caller guarantees that the addresses are valid.
-    unsafe { launch.run(device, &mut kernels::Ring { p: task }) }
+    unsafe { launch.run(device, &mut kernels::GemvRing { p: task }) }
 }

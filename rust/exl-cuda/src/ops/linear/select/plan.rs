@@ -18,6 +18,7 @@ pub struct Tuning {
 pub enum Planned {
     Ring(Box<ring::Plan>),
     Few(Box<few::Plan>),
+    Direct(Box<few::Plan>),
     /// Kernels that plan each launch from its operands.
     Each,
 }
@@ -111,7 +112,7 @@ impl Plan {
             Kernel::GemmDirect => {
                 if let Ok(plan) = few::plan_direct(caps, matrices, rows, epilogue.gate) {
                     self.scratch_bytes = plan.scratch_bytes();
-                    self.planned = Planned::Few(Box::new(plan));
+                    self.planned = Planned::Direct(Box::new(plan));
                 }
             }
             Kernel::GemmBatch | Kernel::GemmTile | Kernel::GemmLarge => {}

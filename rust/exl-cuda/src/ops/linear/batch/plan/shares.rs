@@ -243,9 +243,9 @@ impl Shares {
     /// Prefix of a kernel's form in its name.
     pub fn family(&self) -> &'static str {
         match self.code {
-            Code::Mma => "batch_mma",
-            Code::Wgmma if self.left > 0 => "batch_whole",
-            Code::Wgmma => "batch",
+            Code::Mma => "gemm_batch_mma",
+            Code::Wgmma if self.left > 0 => "gemm_batch_whole",
+            Code::Wgmma => "gemm_batch",
         }
     }
     /// Threads of a block: in the code for wgmma, one more warpgroup copies.

@@ -20,11 +20,11 @@ fn the_plan_of_an_8b_layer_at_four_bits() {
     assert_eq!((logits.items, logits.cut, logits.groups), (2004, 1, 3));
     assert_eq!((logits.rounds, logits.blocks), (6, 132));
     assert_eq!((logits.columns, logits.warpgroups), (64, 3));
-    assert_eq!((logits.left, logits.family()), (24, "batch_whole"));
+    assert_eq!((logits.left, logits.family()), (24, "gemm_batch_whole"));
     assert_eq!(logits.sums(), 24 * 65536);
     let pair = shares_of(64, &[&up, &up]);
     assert_eq!((pair.items, pair.cut, pair.groups), (448, 1, 2));
-    assert_eq!((pair.left, pair.family()), (0, "batch"));
+    assert_eq!((pair.left, pair.family()), (0, "gemm_batch"));
     let gated = plan(&hopper(), &[&up, &up], 64, true, Tuning::default()).expect("fits");
     assert_eq!((gated.shares.left, gated.shares.groups), (0, 2));
     assert_eq!(shares_of(32, &[&up, &up]).left, 0);
@@ -82,7 +82,7 @@ fn the_matrix_of_a_test_has_leftover_items() {
             (401, 132, 5),
             "{m}"
         );
-        assert_eq!(shares.family(), "batch_whole");
+        assert_eq!(shares.family(), "gemm_batch_whole");
     }
 }
 
