@@ -35,6 +35,7 @@ __all__ = [
     "Experts",
     "ExpertsPlan",
     "HeadNorms",
+    "KernelChoice",
     "KernelLimits",
     "Launch",
     "LoraRows",
@@ -50,6 +51,7 @@ __all__ = [
     "PeerColumns",
     "PeerExchange",
     "ProbedDevice",
+    "RefusedKernel",
     "Rotation",
     "SamplingNeeds",
     "SamplingPlan",
@@ -220,10 +222,7 @@ class AttentionPlan:
         Name of its function.
         """
     @property
-    def refused(self, /) -> list[tuple[str, str]]:
-        """
-        Faster kernels, and why each does not take the call.
-        """
+    def refused(self, /) -> list[RefusedKernel]: ...
 
 @final
 class AttentionShape:
@@ -854,6 +853,22 @@ class HeadNorms:
         """
 
 @final
+class KernelChoice:
+    """
+    The kernels of a call.
+    """
+    @property
+    def kernels(self, /) -> list[str]:
+        """
+        Names of their functions, in the order of the launches; none where the CPU computes the call.
+        """
+    @property
+    def refused(self, /) -> list[RefusedKernel]:
+        """
+        Kernels that would be faster, or would need no further launches.
+        """
+
+@final
 class KernelLimits:
     """
     Limits of the kernels: constants of the crates, independent of the machine and of the architectures of the build.
@@ -1041,7 +1056,7 @@ class MatmulPlan:
         Whether one launch of all matrices is faster than a launch each, where norm and residual are launches of their own.
         """
     @property
-    def refused(self, /) -> list[tuple[str, str]]:
+    def refused(self, /) -> list[RefusedKernel]:
         """
         Faster kernels and why each does not take the call.
         """
@@ -1322,6 +1337,16 @@ class ProbedDevice:
     def sm_count(self, /) -> int: ...
     @property
     def treated_as(self, /) -> str | None: ...
+
+@final
+class RefusedKernel:
+    """
+    A kernel that is faster than the chosen one, and why it does not take the call.
+    """
+    @property
+    def kernel(self, /) -> str: ...
+    @property
+    def why(self, /) -> str: ...
 
 @final
 class Rotation:
@@ -1696,13 +1721,10 @@ def cuda_sample_launch(
     source and destination of a copy before the launch. Rows that are left to the CPU may write no token.
     """
 
-def cuda_select_adapters(
-    rows: int, ranks: int, *, columns: int | None = None, gated: bool = False
-) -> tuple[str, str, str | None]:
+def cuda_select_adapters(rows: int, ranks: int, *, columns: int | None = None, gated: bool = False) -> KernelChoice:
     """
-    The kernels that add the adapters of `rows` rows: of A and of B, and what the faster one of A takes, or None. `ranks`: of all matrices of a
-    joined matmul together, or 0 for those of one matrix whose matmul is not joined; `columns`: of the matmul's input, if the launch can pack
-    that; `gated`: the results have a gate.
+    The kernels that add the adapters of `rows` rows, of A and of B. `ranks`: of all matrices of a joined matmul together, or 0 for those of one
+    matrix whose matmul is not joined; `columns`: of the matmul's input, if the launch can pack that; `gated`: the results have a gate.
     """
 
 def cuda_select_attention(card: CudaCard, shape: AttentionShape) -> AttentionPlan:
@@ -1717,21 +1739,17 @@ def cuda_select_experts(
     How the experts (gate, up, down) of a layer run for `rows` rows with `chosen` experts each, batch-invariant or not.
     """
 
-def cuda_select_norm(
-    operation: str, width: int, *, float32: bool = False, columns: int | None = None
-) -> tuple[str, tuple[str, str] | None]:
+def cuda_select_norm(operation: str, width: int, *, float32: bool = False, columns: int | None = None) -> KernelChoice:
     """
-    The kernel of a norm of float16 rows, or of float32 rows, with a float32 weight, and a faster one with what it takes, or None. `operation`:
-    "rms", "layer", "rms parts", "add rms" (x + y and its RMS norm) or "add post" (x + norm(y) and its norm). `columns`: of the input of a
-    matmul that the launch packs.
+    The kernel of a norm of float16 rows, or of float32 rows, with a float32 weight. `operation`: "rms", "layer", "rms parts", "add rms" (x + y
+    and its RMS norm) or "add post" (x + norm(y) and its norm). `columns`: of the input of a matmul that the launch packs.
     """
 
 def cuda_select_rope_store(
     kind: str, head_dim: int, *, tokens: int, rotated: int, interleaved: bool = False
-) -> tuple[str, str | None]:
+) -> KernelChoice:
     """
-    The kernel that rotates and stores `tokens` tokens of float16 in aligned tensors, and what a faster one takes: (kernel, None) where there
-    is none.
+    The kernel that rotates and stores `tokens` tokens of float16 in aligned tensors.
     """
 
 def cuda_select_router(card: CudaCard, experts: int, rows: int) -> str:
@@ -1748,11 +1766,10 @@ def cuda_select_sampling(
     mirostat: bool = False,
     mixed: bool = False,
     top_n: int = 0,
-) -> tuple[list[str], list[tuple[str, str]]]:
+) -> KernelChoice:
     """
-    The kernels that sample `rows` rows of `width` logits with one plan, in the order of their launches, none where the CPU samples the rows;
-    and kernels that would be faster, or would need no further launches, each with the reason why they are not enough. `mirostat`: the rows
-    have a threshold; `mixed`: they have logits of a negative prompt; `top_n`: candidates to report.
+    The kernels that sample `rows` rows of `width` logits with one plan; none where the CPU samples the rows. `mirostat`: the rows have a
+    threshold; `mixed`: they have logits of a negative prompt; `top_n`: candidates to report.
     """
 
 def cuda_softcap(x: Tensor, cap: float, launch: Launch) -> None:

@@ -6,7 +6,7 @@ the launched kernels with the answers (tests/kernels/test_cuda_selection.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -115,6 +115,11 @@ class Selection:
     refused: tuple[tuple[str, str], ...]
     """Faster kernels and the reason why each does not take the call. For sampling, launched kernels and the reason why
     they do not suffice without further launches."""
+
+    @classmethod
+    def of(cls, kernel: str, refused: Iterable[_native.RefusedKernel], *, joined: bool = True) -> Selection:
+        """Return the selection of `kernel`, with the refusals as the native module reports them."""
+        return cls(kernel, joined, tuple((one.kernel, one.why) for one in refused))
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -272,7 +277,7 @@ class Card:
     def matmul(self, matrix: MatrixShape, rows: int, *, invariant: bool = False) -> Selection:
         """Return the kernel of `linear.QuantMatrix.matmul` for `rows` float16 rows, batch-invariant or not."""
         plan = self.plan_alone(matrix, rows, invariant=invariant)
-        return Selection(plan.kernel, True, tuple(plan.refused))
+        return Selection.of(plan.kernel, plan.refused)
 
     def plan_alone(self, matrix: MatrixShape, rows: int, *, invariant: bool = False) -> _native.MatmulPlan:
         """Return the plan of `linear.QuantMatrix.matmul` for `rows` float16 rows, batch-invariant or not."""
@@ -364,7 +369,7 @@ class Card:
             row_tokens=tokens if stored else None,
         )
         plan = _native.cuda_select_attention(self._native, shape)
-        return Selection(plan.kernel, True, tuple(plan.refused))
+        return Selection.of(plan.kernel, plan.refused)
 
     def sampling(
         self,
@@ -391,10 +396,10 @@ class Card:
         """
         if min(rows, width, top_n) < 0:
             raise ShapeError(f"{rows} rows of {width} logits, {top_n} reported; none of them can be negative")
-        kernels, refused = _native.cuda_select_sampling(
+        choice = _native.cuda_select_sampling(
             self._native, plan.native, rows, width, mirostat=mirostat, mixed=negative, top_n=top_n
         )
-        return Selection(" + ".join(kernels) or "CPU", True, tuple(refused))
+        return Selection.of(" + ".join(choice.kernels) or "CPU", choice.refused)
 
 
 def known_cards() -> tuple[str, ...]:
@@ -412,10 +417,8 @@ def rope_store_kernel(kind: str, head_dim: int, *, tokens: int, rotated: int, in
         rotated: rotated elements of each head.
         interleaved: neighbours are rotated.
     """
-    kernel, why = _native.cuda_select_rope_store(
-        kind, head_dim, tokens=tokens, rotated=rotated, interleaved=interleaved
-    )
-    return Selection(kernel, True, () if why is None else (("rope_store_many", f"it takes {why}"),))
+    choice = _native.cuda_select_rope_store(kind, head_dim, tokens=tokens, rotated=rotated, interleaved=interleaved)
+    return Selection.of(" + ".join(choice.kernels), choice.refused)
 
 
 def norm_kernel(
@@ -433,10 +436,10 @@ def norm_kernel(
         ShapeError: no kernel computes that.
     """
     try:
-        kernel, refused = _native.cuda_select_norm(operation, width, float32=float32, columns=columns)
+        choice = _native.cuda_select_norm(operation, width, float32=float32, columns=columns)
     except ValueError as error:
         raise ShapeError(str(error)) from None
-    return Selection(kernel, True, () if refused is None else ((refused[0], f"it takes {refused[1]}"),))
+    return Selection.of(" + ".join(choice.kernels), choice.refused)
 
 
 def adapter_kernels(rows: int, ranks: int, *, columns: int | None = None, gated: bool = False) -> Selection:
@@ -449,9 +452,8 @@ def adapter_kernels(rows: int, ranks: int, *, columns: int | None = None, gated:
         columns: columns of the matmul's input, if another launch can pack that (`FusedLinear.input_of`).
         gated: the results have a gate.
     """
-    shrink, expand, takes = _native.cuda_select_adapters(rows, ranks, columns=columns, gated=gated)
-    refused = () if takes is None else (("lora_shrink_packing", f"it takes {takes}"),)
-    return Selection(f"{shrink} + {expand}", True, refused)
+    choice = _native.cuda_select_adapters(rows, ranks, columns=columns, gated=gated)
+    return Selection.of(" + ".join(choice.kernels), choice.refused)
 
 
 def pass_rows(whole_blocks: bool) -> int:

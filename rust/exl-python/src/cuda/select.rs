@@ -217,6 +217,38 @@ pub fn cuda_float_rows(rows: usize, invariant: bool, padded: bool) -> usize {
     select::float_rows(rows, invariant, padded)
 }
 
+/// A kernel that is faster than the chosen one, and why it does not take the call.
+#[pyclass(frozen, get_all, skip_from_py_object, module = "exl_kernels._native")]
+#[derive(Clone, Debug)]
+pub struct RefusedKernel {
+    kernel: String,
+    why: String,
+}
+
+impl RefusedKernel {
+    pub fn new(kernel: impl Into<String>, why: impl ToString) -> Self {
+        Self {
+            kernel: kernel.into(),
+            why: why.to_string(),
+        }
+    }
+
+    /// Of a kernel that takes only `what`.
+    fn takes(kernel: impl Into<String>, what: &str) -> Self {
+        Self::new(kernel, format!("it takes {what}"))
+    }
+}
+
+/// The kernels of a call.
+#[pyclass(frozen, get_all, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct KernelChoice {
+    /// Names of their functions, in the order of the launches; none where the CPU computes the call.
+    kernels: Vec<String>,
+    /// Kernels that would be faster, or would need no further launches.
+    refused: Vec<RefusedKernel>,
+}
+
 /// How the experts of a layer run.
 #[pyclass(frozen, get_all, module = "exl_kernels._native")]
 #[derive(Debug)]
@@ -269,8 +301,7 @@ fn named(kind: &str) -> PyResult<Kind> {
     found.ok_or_else(|| PyValueError::new_err(format!("no cache kind {kind:?}")))
 }
 
-/// The kernel that rotates and stores `tokens` tokens of float16 in aligned tensors, and what a faster one takes: (kernel, None) where there
-/// is none.
+/// The kernel that rotates and stores `tokens` tokens of float16 in aligned tensors.
 #[pyfunction]
 #[pyo3(signature = (kind, head_dim, *, tokens, rotated, interleaved=false))]
 pub fn cuda_select_rope_store(
@@ -279,7 +310,7 @@ pub fn cuda_select_rope_store(
     tokens: usize,
     rotated: usize,
     interleaved: bool,
-) -> PyResult<(String, Option<&'static str>)> {
+) -> PyResult<KernelChoice> {
     let call = kv::select::Call {
         tokens,
         element: Element::F16,
@@ -289,13 +320,19 @@ pub fn cuda_select_rope_store(
         interleaved,
         aligned: true,
     };
-    let (kernel, why) = kv::select::select(&call);
-    Ok((kernel.name(), why))
+    let (kernel, faster) = kv::select::select(&call);
+    let many = kv::select::Kernel::Many.name();
+    Ok(KernelChoice {
+        kernels: vec![kernel.name()],
+        refused: faster
+            .map(|what| RefusedKernel::takes(many, what))
+            .into_iter()
+            .collect(),
+    })
 }
 
-/// The kernel of a norm of float16 rows, or of float32 rows, with a float32 weight, and a faster one with what it takes, or None. `operation`:
-/// "rms", "layer", "rms parts", "add rms" (x + y and its RMS norm) or "add post" (x + norm(y) and its norm). `columns`: of the input of a
-/// matmul that the launch packs.
+/// The kernel of a norm of float16 rows, or of float32 rows, with a float32 weight. `operation`: "rms", "layer", "rms parts", "add rms" (x + y
+/// and its RMS norm) or "add post" (x + norm(y) and its norm). `columns`: of the input of a matmul that the launch packs.
 #[pyfunction]
 #[pyo3(signature = (operation, width, *, float32=false, columns=None))]
 pub fn cuda_select_norm(
@@ -303,7 +340,7 @@ pub fn cuda_select_norm(
     width: usize,
     float32: bool,
     columns: Option<usize>,
-) -> PyResult<(String, Option<(String, &'static str)>)> {
+) -> PyResult<KernelChoice> {
     let (element, weight) = (
         if float32 { Element::F32 } else { Element::F16 },
         Element::F32,
@@ -327,16 +364,18 @@ pub fn cuda_select_norm(
             )));
         }
     };
-    let (kernel, refused) = norms::select(&call);
-    Ok((
-        kernel.name(),
-        refused.map(|(faster, what)| (faster.name(), what)),
-    ))
+    let (kernel, faster) = norms::select(&call);
+    Ok(KernelChoice {
+        kernels: vec![kernel.name()],
+        refused: faster
+            .map(|(faster, what)| RefusedKernel::takes(faster.name(), what))
+            .into_iter()
+            .collect(),
+    })
 }
 
-/// The kernels that add the adapters of `rows` rows: of A and of B, and what the faster one of A takes, or None. `ranks`: of all matrices of a
-/// joined matmul together, or 0 for those of one matrix whose matmul is not joined; `columns`: of the matmul's input, if the launch can pack
-/// that; `gated`: the results have a gate.
+/// The kernels that add the adapters of `rows` rows, of A and of B. `ranks`: of all matrices of a joined matmul together, or 0 for those of one
+/// matrix whose matmul is not joined; `columns`: of the matmul's input, if the launch can pack that; `gated`: the results have a gate.
 #[pyfunction]
 #[pyo3(signature = (rows, ranks, *, columns=None, gated=false))]
 pub fn cuda_select_adapters(
@@ -344,17 +383,24 @@ pub fn cuda_select_adapters(
     ranks: usize,
     columns: Option<usize>,
     gated: bool,
-) -> (&'static str, &'static str, Option<&'static str>) {
-    if ranks == 0 {
+) -> KernelChoice {
+    let (shrink, expand, faster) = if ranks == 0 {
         let (shrink, expand) = adapters::alone();
-        return (shrink.name(), expand.name(), None);
+        (shrink, expand, None)
+    } else {
+        let shrink = adapters::shrink(rows, ranks, columns);
+        (shrink.kernel, adapters::expand(gated), shrink.refused)
+    };
+    let packing = adapters::Kernel::ShrinkPacking.name();
+    KernelChoice {
+        kernels: [shrink, expand]
+            .map(|kernel| kernel.name().to_owned())
+            .to_vec(),
+        refused: faster
+            .map(|what| RefusedKernel::takes(packing, what))
+            .into_iter()
+            .collect(),
     }
-    let shrink = adapters::shrink(rows, ranks, columns);
-    (
-        shrink.kernel.name(),
-        adapters::expand(gated).name(),
-        shrink.refused,
-    )
 }
 
 /// Why the kernels do not add the adapters of `rows` rows, which are asked to be batch-invariant or not; None if they do.
@@ -487,8 +533,7 @@ impl AttentionShape {
 pub struct AttentionPlan {
     /// Name of its function.
     kernel: String,
-    /// Faster kernels, and why each does not take the call.
-    refused: Vec<(&'static str, String)>,
+    refused: Vec<RefusedKernel>,
     /// Blocks that share the keys of a tile of query rows.
     blocks: usize,
 }
@@ -502,15 +547,14 @@ pub fn cuda_select_attention(card: &CudaCard, shape: &AttentionShape) -> Attenti
         refused: plan
             .refused
             .iter()
-            .map(|(kernel, why)| (kernel.name(), why.to_string()))
+            .map(|(kernel, why)| RefusedKernel::new(kernel.name(), why))
             .collect(),
         kernel: plan.name,
     }
 }
 
-/// The kernels that sample `rows` rows of `width` logits with one plan, in the order of their launches, none where the CPU samples the rows;
-/// and kernels that would be faster, or would need no further launches, each with the reason why they are not enough. `mirostat`: the rows
-/// have a threshold; `mixed`: they have logits of a negative prompt; `top_n`: candidates to report.
+/// The kernels that sample `rows` rows of `width` logits with one plan; none where the CPU samples the rows. `mirostat`: the rows have a
+/// threshold; `mixed`: they have logits of a negative prompt; `top_n`: candidates to report.
 #[pyfunction]
 #[pyo3(signature = (card, plan, rows, width, *, mirostat=false, mixed=false, top_n=0))]
 pub fn cuda_select_sampling(
@@ -521,7 +565,7 @@ pub fn cuda_select_sampling(
     mirostat: bool,
     mixed: bool,
     top_n: usize,
-) -> (Vec<&'static str>, Vec<(&'static str, String)>) {
+) -> KernelChoice {
     let call = row_call(plan, width, f64::from(mirostat), mixed, top_n);
     let planned = row::plan(&call);
     let batch = Batch {
@@ -536,11 +580,14 @@ pub fn cuda_select_sampling(
     };
     let launches = sampling::plan(&card.caps, &batch);
     let refused = planned.refused();
-    (
-        launches.iter().map(|launch| launch.kernel.name()).collect(),
-        refused
+    KernelChoice {
+        kernels: launches
             .iter()
-            .map(|(kernel, why)| (kernel.name(), why.to_string()))
+            .map(|launch| launch.kernel.name().to_owned())
             .collect(),
-    )
+        refused: refused
+            .iter()
+            .map(|(kernel, why)| RefusedKernel::new(kernel.name(), why))
+            .collect(),
+    }
 }

@@ -155,7 +155,7 @@ class ShapedMatmul(PlannedMatmul):
             residual: a residual is added.
         """
         plan = self._planned(rows, residual)
-        return None if plan is None else Selection(plan.kernel, plan.joined, tuple(plan.refused))
+        return None if plan is None else Selection.of(plan.kernel, plan.refused, joined=plan.joined)
 
 
 def blocks_of(rows: int, most: int) -> list[slice]:

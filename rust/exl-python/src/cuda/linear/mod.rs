@@ -12,6 +12,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::cuda::matrix::CudaMatrix;
+use crate::cuda::select::RefusedKernel;
 use crate::cuda::{activation_kind, expect};
 use crate::errors::device_error;
 use crate::operands::Launch;
@@ -182,10 +183,10 @@ impl MatmulPlan {
 
     /// Faster kernels and why each does not take the call.
     #[getter]
-    fn refused(&self) -> Vec<(&'static str, String)> {
+    fn refused(&self) -> Vec<RefusedKernel> {
         let refused = self.plan.refused.iter();
         refused
-            .map(|(kernel, why)| (kernel.name(), why.to_string()))
+            .map(|(kernel, why)| RefusedKernel::new(kernel.name(), why))
             .collect()
     }
 }
